@@ -31,7 +31,7 @@ from hoglib.verification.function_rules import Context, Record, Run, Slot, kind_
 from hoglib.verification.layouts import laid_out_as
 from hoglib.verification.subject import Application, application
 
-LOST = {torch.float64: 1e-5}  # of the whole term: less is rounding
+LOST = {torch.float64: 1e-5, torch.float32: 2e-3}  # of the whole term: less is rounding
 LOST_NARROW = 0.03  # the same in other dtypes
 WORTH_SAYING = 1e-3  # of what is lost
 DRAWS = 4
@@ -82,8 +82,7 @@ class _Attribution:
             i: random_like(app.args[i], self._random) * element_scales(app.args[i]) for i in app.by
         }
         self._step = step_of(app.args[i] for i in app.by)
-        narrow = any(_real(app.args[i].dtype) != torch.float64 for i in app.by)
-        self._least = LOST_NARROW if narrow else LOST[torch.float64]
+        self._least = max(LOST.get(_real(app.args[i].dtype), LOST_NARROW) for i in app.by)
         self._inner: list[Application] = []
         base = self._run(0.0)
         self._arguments = self._incoming(base)

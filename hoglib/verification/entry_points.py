@@ -46,7 +46,7 @@ INSTEAD = {
 }
 CHANGES = (
     "{name} changes an argument that is used elsewhere, too, without a word to autograd: the "
-    "derivative by it is wrong. {changes}"
+    "derivative by it is wrong. {changes} `hoglib.verify({name}, inputs)` shows all checks."
 )
 # The entry points, and what they told.
 _TOLD: WeakKeyDictionary[type[Function], set[tuple[str, str]]] = WeakKeyDictionary()
@@ -82,19 +82,19 @@ def examined_functions(
     met = MetFunctions()
     _THREAD.examining, _THREAD.met = True, met
     try:
-        with watching_functions(met.see):
-            yield met
+        try:
+            with watching_functions(met.see):
+                yield met
+        except Exception as error:
+            _explain(error, met)
+            raise
         for (function, kinds), order in met.differentiated.items():
-            verdict = _VERDICTS[function].get(kinds)
-            if verdict is None or verdict.left:
-                verdict = _examined(met.applied[function, kinds], verdict)
-                _VERDICTS[function][kinds] = verdict
+            verdict = _verdict(met, function, kinds)
             if verdict.is_told and verdict.order <= (1 if first_order else order):
                 _tell(caller, function, verdict, action, met.nothing_left)
             elif met.used_after_change.intersection([(function, kinds)]):
-                text = CHANGES.format(
-                    name=function.__qualname__, changes=met.changes(function, kinds)
-                )
+                changes = met.changes(function, kinds)
+                text = CHANGES.format(name=function.__qualname__, changes=changes)
                 _tell(caller, function, Verdict("wrong", text), action, nothing_left=False)
     finally:
         _THREAD.examining, _THREAD.met = False, None
@@ -156,7 +156,9 @@ class MetFunctions:
         """Whether a Function that is not known as right was met only where tensors have no values."""
         elsewhere = {function for function, _ in self.differentiated}
         return any(
-            not (verdicts := _VERDICTS.get(function)) or any(v.is_told for v in verdicts.values())
+            not (verdicts := _VERDICTS.get(function))
+            or function in _CHANGING
+            or any(v.is_told or v.within for v in verdicts.values())
             for function in self._traced - elsewhere
         )
 
@@ -259,6 +261,26 @@ class MetFunctions:
             elif isinstance(y, Tensor) and y.grad_fn is not None:
                 y.grad_fn.register_prehook(note)
                 return
+
+
+def _verdict(met: MetFunctions, function: type[Function], kinds: Any) -> Verdict:
+    """The verdict on a Function that was met, which is examined if there is none yet."""
+    verdict = _VERDICTS[function].get(kinds)
+    if verdict is None or verdict.left:
+        verdict = _examined(met.applied[function, kinds], verdict)
+        _VERDICTS[function][kinds] = verdict
+    return verdict
+
+
+def _explain(error: Exception, met: MetFunctions) -> None:
+    """Adds to an error of a lost or missing graph which of the Functions that were differentiated is
+    wrong, and in which line."""
+    if not isinstance(error, NoSecondDerivative):
+        return
+    for function, kinds in met.differentiated:
+        verdict = _verdict(met, function, kinds)
+        if verdict.status == "wrong" and verdict.second and verdict.text not in str(error):
+            error.args = (f"{error} {verdict.text[0].upper()}{verdict.text[1:]}", *error.args[1:])
 
 
 def _examined(given: Applied, before: Verdict | None) -> Verdict:

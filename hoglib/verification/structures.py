@@ -40,7 +40,7 @@ class Structure(NamedTuple):
     def fits(self, x: Tensor) -> bool:
         """Whether P(x) = x, to rounding."""
         rounding = 100 * torch.finfo(x.dtype).eps * max_abs(x)
-        return max_abs(x - self.project(x)) <= rounding
+        return bool(((x - self.project(x)).abs() <= rounding).all())  # False for NaN
 
 
 def symmetrized(x: Tensor) -> Tensor:

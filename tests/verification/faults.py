@@ -358,6 +358,160 @@ class FineSteps(Function):
         return g
 
 
+class Changes(Product):
+    """x sin x, after a change of x in place that autograd is not told of."""
+
+    @staticmethod
+    def forward(ctx, x):
+        x += 1.0
+        return Product.forward(ctx, x)
+
+
+class Backwards(Product):
+    """Backward runs a backward pass of its own, which accumulates into .grad."""
+
+    @staticmethod
+    def backward(ctx, g):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = x * x.sin()
+        torch.autograd.backward(y, g)
+        return x.grad
+
+
+class Score(Function):
+    """The gradient of sum (sin x)^2 / 2, by a forward that differentiates."""
+
+    @staticmethod
+    def of(x):
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            (score,) = torch.autograd.grad(x.sin().square().sum() / 2, x, create_graph=True)
+            return score.detach(), torch.autograd.grad(score.sum(), x)[0]
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return Score.of(x)[0]
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return g * (2 * x).cos()
+
+
+class ScoreSaved(Score):
+    """The derivative of the score is that of forward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        score, slope = Score.of(x)
+        ctx.save_for_backward(slope)
+        return score
+
+    @staticmethod
+    def backward(ctx, g):
+        (slope,) = ctx.saved_tensors
+        return g * slope
+
+
+class SquareOfSymmetric(Function):
+    """A A, whose derivative is written for a symmetric A."""
+
+    @staticmethod
+    def forward(ctx, a):
+        ctx.save_for_backward(a)
+        return a @ a
+
+    @staticmethod
+    def backward(ctx, g):
+        (a,) = ctx.saved_tensors
+        return g @ a + a @ g
+
+
+class SquareOfSymmetricCut(SquareOfSymmetric):
+    @staticmethod
+    def backward(ctx, g):
+        (a,) = ctx.saved_tensors
+        return g @ a + a.detach() @ g
+
+
+class Transcription(Function):
+    """-log sum_k exp(p_nk) of log-probabilities p, with the gradient of the logits."""
+
+    @staticmethod
+    def forward(ctx, p):
+        ctx.save_for_backward(p)
+        return -p[:, :2].logsumexp(1)
+
+    @staticmethod
+    def backward(ctx, g):
+        (p,) = ctx.saved_tensors
+        return g[:, None] * (p.exp() - nn.functional.pad(p[:, :2].softmax(1), (0, 1)))
+
+
+class TranscriptionSaved(Transcription):
+    @staticmethod
+    def forward(ctx, p):
+        ctx.paths = p[:, :2].softmax(1)
+        return Transcription.forward(ctx, p)
+
+    @staticmethod
+    def backward(ctx, g):
+        (p,) = ctx.saved_tensors
+        return g[:, None] * (p.exp() - nn.functional.pad(ctx.paths, (0, 1)))
+
+
+class Sines(Function):
+    """s_j sin x_j in float32, where the s_j differ by a factor of fifty."""
+
+    SCALES = torch.tensor([1.0, 1.0, 0.02])
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return (x.float().sin() * Sines.SCALES).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return (g.float() * x.float().cos() * Sines.SCALES).to(g.dtype)
+
+
+class SinesSaved(Sines):
+    """The cosines of the smallest are those of forward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.last = x[:, 2:].float().cos()
+        return Sines.forward(ctx, x)
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        cosines = torch.cat([x[:, :2].float().cos(), ctx.last], 1)
+        return (g.float() * cosines * Sines.SCALES).to(g.dtype)
+
+
+def by_symmetric(function):
+    """F(x_n x_n^T) x_n for each row, where the matrices are symmetric for any x."""
+    return lambda x: (function.apply(x[:, :, None] * x[:, None]) @ x[:, :, None])[:, :, 0]
+
+
+def by_log_probabilities(function):
+    return lambda x: x * function.apply(x.log_softmax(1))[:, None]
+
+
+def with_another_use(function):
+    """The function of a tensor which is read again afterwards."""
+
+    def run(x):
+        y = x * 1.0
+        return function.apply(y) * y
+
+    return run
+
+
 def by_columns(function):
     """The function of a part of a tensor, whose rows have gaps."""
     return lambda x: function.apply(torch.cat([x, x], 1)[:, :3])
@@ -416,6 +570,15 @@ WRONG = {
     "of eigenvectors": (by_eigenvectors(GapsSaved), "`gaps`"),
     "a contiguous copy": (by_columns(Packs), "`packed`"),
     "the gradient as it is stored": (MemoryOrder.apply, "wrong for non-contiguous gradients"),
+    "a changed argument": (with_another_use(Changes), "`x += 1.0`"),
+    "a backward pass inside": (Backwards.apply, "`torch.autograd.backward(y, g)`"),
+    "a derivative in forward": (ScoreSaved.apply, "`slope`"),
+    "of a symmetric matrix": (
+        by_symmetric(SquareOfSymmetricCut),
+        "`return g @ a + a.detach() @ g`",
+    ),
+    "of log-probabilities": (by_log_probabilities(TranscriptionSaved), "ctx.paths"),
+    "a small part in float32": (SinesSaved.apply, "ctx.last"),
     "fine steps": (FineSteps.apply, "rounds its input to fewer digits"),
 }
 RIGHT = {
@@ -433,5 +596,10 @@ RIGHT = {
     "eigenvectors": by_eigenvectors(HermitianEigen),
     "a gradient in float32": InSingle.apply,
     "a contiguous input": Packs.apply,
+    "a changed argument": lambda x: Changes.apply(x * 1.0),
+    "a derivative in forward": Score.apply,
+    "of a symmetric matrix": by_symmetric(SquareOfSymmetric),
+    "of log-probabilities": by_log_probabilities(Transcription),
+    "a small part in float32": Sines.apply,
     "contiguous in backward": by_columns(PacksInBackward),
 }
