@@ -1,6 +1,6 @@
 """What Kronecker factors save: products of NewtonCG and of linear systems, and gradients of examples.
 
-    python -m experiments.benchmarks.kfac [--smoke] [--part newton|systems|norms] [--seeds 5]
+    python -m experiments.benchmarks.kfac [--smoke] [--part newton|systems|norms|peer] [--seeds 5]
 
 - newton: the deep autoencoder of configs/curvature/kfac.yaml, by NewtonCG without a preconditioner and
   with KFAC, whose conjugate gradients look back 5 and 10 iterations for stagnation. "to" are the
@@ -11,6 +11,8 @@
   products are told apart.
 - norms: the time of the processor for norms of the gradients of examples by
   `per_example_gradient_norms`, and from the gradients by `per_example_gradients`; medians of turns.
+- peer: the time of the processor for factors and a product, and for one product more, in times of
+  curvlinops' of the same turn: median and quartiles. Needs curvlinops-for-pytorch.
 
 One thread. Products and losses do not depend on the machine but by rounding.
 """
@@ -21,7 +23,7 @@ import platform
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
-from statistics import median
+from statistics import median, quantiles
 from time import process_time
 from typing import Any, NamedTuple
 
@@ -30,11 +32,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hoglib as hog
-from experiments.autoencoder import reconstruction_error
-from experiments.data.digits import PIXELS, Digits
+from experiments.benchmarks import kronecker
+from experiments.benchmarks.problems import problem as problem_of
 from experiments.models.networks import mlp
 from hoglib.curvature import linear_systems
 
+PIXELS = 64
 HIDDEN = [256, 128, 64, 32, 4, 32, 64, 128, 256]
 STEPS, CURVATURE_BATCH = 16, 256
 
@@ -48,6 +51,10 @@ class Point(NamedTuple):
 
 def autoencoder(seed: int, small: bool) -> tuple[Any, Tensor]:
     """The loss and the images of a seed, as in the experiment."""
+    # they import lightning, which fails beside the torchvision that curvlinops brings
+    from experiments.autoencoder import reconstruction_error
+    from experiments.data.digits import Digits
+
     torch.manual_seed(seed)
     x = Digits(train=64 if small else 1297, seed=seed).train.x
     hidden = [8, 4, 8] if small else HIDDEN
@@ -120,6 +127,8 @@ def newton(small: bool, seeds: int) -> Iterator[str]:
 
 def classifier(seed: int, small: bool, random: bool) -> tuple[Any, Any, Any]:
     """A network of two hidden layers, its parameters and data: random ones, or digits."""
+    from experiments.data.digits import Digits  # imports lightning, as above
+
     torch.manual_seed(seed)
     count, width = (32, 8) if small else (1000, 50)
     if random:
@@ -250,7 +259,32 @@ def _materialised(loss: Any, params: Any, batch: Any) -> Tensor:
     return torch.stack(squares).sum(0).sqrt()
 
 
-PARTS = {"newton": newton, "systems": systems, "norms": norms}
+def peer(small: bool, seeds: int) -> Iterator[str]:
+    """Times beside those of curvlinops, on the networks of the other benchmarks."""
+    for name in ("MLP", "CNN", "TRF"):
+        problem = problem_of(name, 1, small)
+        for kind, once in (("exact", True), ("mc", True), ("empirical", True), ("exact", False)):
+            ours, theirs = (
+                make(problem, kind, once) for make in (kronecker.hoglib, kronecker.curvlinops)
+            )
+            ours(), theirs()
+            times = 1 if once else 20
+            ratios = []
+            for turn in range(1 if small else 8 if kind == "exact" and once else 20):
+                both = [(ours, 0), (theirs, 1)]
+                seconds = [0.0, 0.0]
+                for run, i in both if turn % 2 else both[::-1]:
+                    began = process_time()
+                    for _ in range(times):
+                        run()
+                    seconds[i] = process_time() - began
+                ratios.append(seconds[0] / seconds[1])
+            low, middle, high = quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+            what = f"factors, {kind}" if once else "a product"
+            yield f"peer     {name} {what:18} {middle:.2f} ({low:.2f} to {high:.2f})"
+
+
+PARTS = {"newton": newton, "systems": systems, "norms": norms, "peer": peer}
 
 
 def _spread(values: Sequence[float]) -> str:
@@ -260,7 +294,7 @@ def _spread(values: Sequence[float]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--smoke", action="store_true", help="tiny networks, one seed")
-    parser.add_argument("--part", nargs="*", choices=PARTS, default=[*PARTS])
+    parser.add_argument("--part", nargs="*", choices=PARTS, default=[*PARTS][:3])
     parser.add_argument("--seeds", type=int, default=5, help="of newton and systems (5)")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)

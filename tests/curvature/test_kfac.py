@@ -291,10 +291,8 @@ def test_matrix_products_are_linear_layers(corrected):
     index = torch.arange(12).reshape(4, 3).T.reshape(-1)
     index = torch.cat([index, torch.arange(12, len(found[0]))])
     expected = found[0][index][:, index]
-    if (
-        not corrected
-    ):  # the block of the term is exact, that of the bias is not with shared positions
-        expected[12:16, 12:16] = found[1][12:16, 12:16]
+    # the block of the term is exact, that of a bias is not where positions share it
+    expected[12:16, 12:16] = found[1][12:16, 12:16]
     assert_close(found[1], expected, rtol=1e-6, atol=1e-9)
 
 
