@@ -70,13 +70,19 @@ def warn_once(message: str) -> None:
 
     Python's own filter forgets what was shown whenever code calls `warnings.catch_warnings`.
     """
-    if message not in _WARNED:
-        _WARNED.add(message)
+    if first_time(message):
         warn(message)
 
 
+def first_time(text: str) -> bool:
+    """Whether this process asks this for the first time: for checks before a warning given once."""
+    new = text not in _WARNED
+    _WARNED.add(text)
+    return new
+
+
 def forget_warned() -> None:
-    """Forgets what was given once, so that it is given again."""
+    """Forgets what was given and checked once, so that it is given again."""
     _WARNED.clear()
 
 

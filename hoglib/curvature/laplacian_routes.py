@@ -19,8 +19,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hoglib._core import torch_internals
 from hoglib._core.finite_differences import fixed_random_numbers
+from hoglib.curvature.directions import units
 from hoglib.curvature.input_derivatives import Function
-from hoglib.taylor.jet import Options
+from hoglib.taylor.algebras import Parts, Univariate
+from hoglib.taylor.jet import Options, by_taylor
+from hoglib.taylor.kinks import COMPARISONS, KINKS
+from hoglib.taylor.rules import names_of
 
 COLLAPSED, NESTED, FORWARD = "collapsed", "nested", "forward-over-reverse"
 MOST_DIRECTIONS = 5  # from here on the collapsed route takes less of everything
@@ -76,7 +80,7 @@ class Counts(NamedTuple):
 
 
 def choose(
-    func: Any, values: Function, x: Tensor, directions_of: Callable[[bool], int], keep: bool,
+    func: Any, values: Function, x: Tensor, directions_of: Callable[[bool], int], options: Options,
     with_gradient: bool,
 ) -> Route:  # fmt: skip
     """The route that costs less. A function is counted once for each shape of x.
@@ -85,7 +89,7 @@ def choose(
     """
     if x.dim() > 1 and directions_of(True) > MOST_DIRECTIONS:
         return uncounted(COLLAPSED, directions_of(True), f"more than {MOST_DIRECTIONS} directions")
-    counts = _counts(func, values, x)
+    keep, counts = options.keep, _counts(func, values, x, options)
     directions = directions_of(counts.outputs > 0)
     if directions > MOST_DIRECTIONS:
         return uncounted(COLLAPSED, directions, f"more than {MOST_DIRECTIONS} directions")
@@ -137,13 +141,13 @@ _COUNTS: Any = WeakIdKeyDictionary()  # owner -> key -> counts
 MAX_KEPT = 64  # counts of one function
 
 
-def _counts(func: Any, values: Function, x: Tensor) -> Counts:
+def _counts(func: Any, values: Function, x: Tensor, options: Options) -> Counts:
     owner, method = _owner(func)
     key = (method, x.shape, x.dtype, x.device)
     of_owner: dict[Any, Counts] = _COUNTS.setdefault(owner, {})
     found = of_owner.get(key)
     if found is None:
-        found = _count(values, x)
+        found = _count(values, x, options)
         if len(of_owner) >= MAX_KEPT:
             of_owner.clear()
         of_owner[key] = found
@@ -165,10 +169,15 @@ def _owner(func: Any) -> tuple[Any, Any]:
     return func, None
 
 
-def _count(values: Function, x: Tensor) -> Counts:
+def _count(values: Function, x: Tensor, options: Options) -> Counts:
     with fixed_random_numbers([x]), _Counter() as counter:
         value = values(x.detach().requires_grad_())
     outputs = value.numel() // len(x) if value.dim() and len(x) else 0
+    if counter.kinked:  # Taylor mode warns of a func that is piecewise linear
+        probe = options._replace(mode="auto", keep=False, always=False)
+        seed: Parts = [units(x, value.dim() > 0), None]
+        with fixed_random_numbers([x]):
+            by_taylor(probe, Univariate(2, True), [x], [seed], lambda own: [values(own)])
     return Counts(counter.operations, counter.multiplications, counter.elements, outputs)
 
 
@@ -179,6 +188,7 @@ class _Counter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.operations = self.multiplications = self.elements = 0
+        self.kinked = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -186,6 +196,7 @@ class _Counter(TorchDispatchMode):
         if func is torch.ops.aten.detach.default:  # of a result that autograd saves
             return out
         self.operations += 1
+        self.kinked |= names_of(func)[1] in KINKS or names_of(func)[1] in COMPARISONS
         if isinstance(out, Tensor):
             self.elements += out.numel()
         flops = flop_registry.get(func.overloadpacket)

@@ -78,7 +78,7 @@ def laplacian(
 
     The inputs are not changed, and it works under no_grad and inference_mode. A point may be a set or a
     graph whose elements act on each other, x [N, P, D]; points do not act on each other. A network of
-    ReLUs has Laplacian zero: take tanh, SiLU or sine.
+    ReLUs has Laplacian zero, which a warning tells: take tanh, SiLU or sine.
 
     Args:
         func: The function ``func(x, *args)``, or an `nn.Module`, that treats each point by itself.
@@ -168,7 +168,7 @@ def _laplacian(
 
         route = without_choice(options, x)
         if route is None:
-            route = choose(func, values, x, number, options.keep, with_gradient)
+            route = choose(func, values, x, number, options, with_gradient)
         found = None
         if route.name == COLLAPSED:
             found = _collapsed(options, values, x, chosen, with_gradient)

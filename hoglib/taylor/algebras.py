@@ -27,11 +27,12 @@ Derivative = Tensor | float | None  # of a pointwise function; None is zero
 class Algebra(ABC):
     """The coefficients of expansions, and their product.
 
-    order: K, the highest power of n that is not zero. leads: whether each coefficient has a leading
-    dimension.
+    order: K, the highest power of n that is not zero. orders: of the derivative that each coefficient
+    is. leads: whether each has a leading dimension.
     """
 
     order: int
+    orders: Sequence[int]
     leads: tuple[bool, ...]
 
     @abstractmethod
@@ -71,6 +72,7 @@ class Univariate(Algebra):
         self, order: int, directions: bool = False, weights: Tensor | float | None = None
     ) -> None:
         self.order = order
+        self.orders = range(1, order + 1)
         self.weights = weights
         self.leads = (directions,) * (order - 1) + (directions and weights is None,)
 
@@ -111,6 +113,7 @@ class MultiIndex(Algebra):
     def __init__(self, alpha: tuple[int, ...]) -> None:
         self.indices = [beta for beta in cartesian(*(range(i + 1) for i in alpha)) if any(beta)]
         self.order = sum(alpha)
+        self.orders = [sum(beta) for beta in self.indices]
         self.leads = (False,) * len(self.indices)
         place = {beta: i for i, beta in enumerate(self.indices)}
         self._terms = [
@@ -147,6 +150,7 @@ class Biharmonic(Algebra):
 
     def __init__(self, coordinates: int, device: torch.device) -> None:
         self.order = 4
+        self.orders = (1, 2, 3, 4)
         self.leads = (True, True, True, False)
         D = self.D = coordinates
         i, j = torch.triu_indices(D, D, device=device)

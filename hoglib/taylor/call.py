@@ -22,6 +22,9 @@ class Call(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     out: Any
+    side: int = (
+        0  # of a kink: before it (-1) or after it (1) along the path; 0 is torch's derivative
+    )
 
     def of_each(self, function: Callable[[Tensor, int], Tensor], parts: Parts) -> Parts:
         """function(part, lead) of each coefficient."""
@@ -69,6 +72,17 @@ def scaled(factor: Any, parts: Parts) -> Parts:
 def known(call: Call, x: Any) -> Parts:
     parts = call.parts(x)
     return call.algebra.zeros() if parts is None else parts
+
+
+def direction(call: Call, parts: Parts) -> Tensor | None:
+    """Where an element goes along the path on this side of the point: the sign of its first
+    coefficient that is not zero; None if it stays."""
+    sign: Tensor | None = None
+    for k, part in enumerate(parts, start=1):
+        if part is not None:
+            own = part.detach().sgn() * call.side**k
+            sign = own if sign is None else torch.where(sign == 0, own, sign)
+    return sign
 
 
 def to_dtype(part: Tensor, dtype: torch.dtype) -> Tensor:

@@ -10,8 +10,10 @@ from torch import Tensor, nn
 
 from hoglib._core import pytree, torch_internals, validation
 from hoglib._core.autograd import clone_inference_tensors, grad_enabled
+from hoglib._core.finite_differences import fixed_random_numbers
 from hoglib._core.gradient_graph import graph_summary
 from hoglib._core.logger import LOGGER
+from hoglib._core.source_location import first_time, warn_once
 from hoglib._core.swap import call_with, keep_swapped
 from hoglib.errors import (
     ArgumentTypeError,
@@ -22,6 +24,13 @@ from hoglib.errors import (
 from hoglib.stand_ins.mode import stand_ins_if
 from hoglib.taylor.algebras import Algebra, Parts, Univariate
 from hoglib.taylor.call import Refused
+from hoglib.taylor.kinks import (
+    Kinks,
+    along_paths,
+    infinite,
+    warn_if_linear,
+    without_derivative,
+)
 from hoglib.taylor.nested import nested
 from hoglib.taylor.propagation import Propagation
 from hoglib.verification.entry_points import examined_functions
@@ -50,7 +59,9 @@ def jet(
     func runs once, and each operation of torch propagates all K coefficients, by the rule of Faà di
     Bruno or Leibniz; nested derivatives cost exponentially more in K. What is constant for autograd
     (`.detach()`, `torch.no_grad`) is constant here, and a kink, as of a ReLU or of |x|, has torch's
-    first derivative and zeros as its higher ones. An operation
+    first derivative and zeros as its higher ones. A UserWarning names the lines, once, where func is
+    piecewise linear, so that all derivatives from the second on are zero; where a point lies exactly at
+    a kink and derivatives to either side differ; and where the result is infinite. An operation
     without a rule is differentiated by itself, by torch's derivatives, which are compared once with
     differences. Where that is not possible, as for a custom Function of yours, the whole function is
     nested in reverse mode instead, which is logged at the level DEBUG.
@@ -200,7 +211,69 @@ def by_taylor(
             value = [y.detach() for y in value]
             series = [known and [p if p is None else p.detach() for p in known] for known in series]
     LOGGER.debug("%s: Taylor coefficients to order %d", options.caller, algebra.order)
+    if algebra.order > 1:
+        warn_if_linear(options.caller, run.kinks, algebra, series)
+        if not torch_internals.tracing():
+            _look_at_points(options, algebra, own, parts, call, run.kinks, (value, series))
     return value, [algebra.zeros() if known is None else known for known in series]
+
+
+def _look_at_points(
+    options: Options, algebra: Algebra, inputs: Sequence[Tensor], parts: Sequence[Parts],
+    call: Callable[..., Leaves], kinks: Kinks, results: tuple[Leaves, Sequence[Parts | None]],
+) -> None:  # fmt: skip
+    """Warns of points where a derivative does not exist.
+
+    At an exact kink func runs again for the derivatives before and after it, once for each kink: those
+    of relu(x)**3 agree at 0 to order 2. Where a result is not finite it runs again to find out why.
+    """
+    order, caller = algebra.order, options.caller
+    detached = [x.detach() for x in inputs]
+
+    def again(algebra: Algebra, parts: Sequence[Parts], **kwargs: Any) -> tuple[list[Parts], Kinks]:
+        own = [x.detach().requires_grad_() for x in inputs]
+        run = Propagation(algebra, False, **kwargs)
+        try:
+            with fixed_random_numbers(detached), run:
+                for x, seed in zip(own, parts, strict=True):
+                    run.seed(x, [None if p is None else p.detach() for p in seed])
+                values = call(*own)
+            return [run.coefficients(y) or algebra.zeros() for y in values], run.kinks
+        finally:
+            run.close()
+
+    new = [kink for kink in kinks.crossed if first_time(f"{caller}, order {order}: {kink}")]
+    if new:
+        paths, seeds = along_paths(algebra, parts)
+        before, given, after = (again(paths, seeds, side=side)[0] for side in (-1, 0, 1))
+        if not (_agree(before, after) and _agree(given, after)):
+            warn_once(without_derivative(caller, order, new))
+    values, series = results
+    ends = [known[-1] for known in series if known is not None and known[-1] is not None]
+    if _finite(values) and not _finite(ends):
+        where = again(algebra, parts, first_infinite=True)[1].not_finite
+        if where is not None:
+            warn_once(infinite(caller, order, where))
+
+
+def _finite(tensors: Sequence[Tensor | None]) -> bool:
+    return all(bool(x.isfinite().all()) for x in tensors if x is not None)
+
+
+def _agree(a: Sequence[Parts], b: Sequence[Parts]) -> bool:
+    """Whether the coefficients are the same, up to rounding."""
+    for ps, qs in zip(a, b, strict=True):
+        for p, q in zip(ps, qs, strict=True):
+            if p is None and q is None:
+                continue
+            p = torch.zeros_like(q) if p is None else p  # type: ignore[arg-type]
+            q = torch.zeros_like(p) if q is None else q
+            size = max(float(p.abs().max()), float(q.abs().max())) if p.numel() else 0.0
+            if p.numel() and not bool(
+                ((p - q).abs() <= size * torch.finfo(p.dtype).eps ** 0.5).all()
+            ):
+                return False
+    return True
 
 
 def finished(options: Options, value: Tensor, derivative: Tensor | None) -> tuple[Tensor, Tensor]:

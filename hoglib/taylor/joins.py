@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hoglib.taylor.algebras import Parts, align
-from hoglib.taylor.call import Call, Rule, known, scaled, sums
+from hoglib.taylor.call import Call, Rule, direction, known, scaled, sums
 from hoglib.taylor.linear import SELECTING, shifted
 
 aten = torch.ops.aten
@@ -82,6 +82,13 @@ def _extremum(call: Call) -> Parts:
     larger = a > b if call.name == "maximum" else a < b
     found = blended(call, larger, a, b)
     ties = a == b  # each gets a half, as torch's derivative
+    if call.side:
+        apart = sums(known(call, a), scaled(-1, known(call, b)))
+        sign = direction(call, apart)
+        if sign is None:
+            return found
+        first = sign > 0 if call.name == "maximum" else sign < 0
+        return blended(call, torch.where(ties, first, larger), a, b)
     half = scaled(0.5, sums(blended(call, ties, a, 0.0), blended(call, ties, b, 0.0)))
     return [
         None if p is None else p if h is None else torch.where(ties, h, p)

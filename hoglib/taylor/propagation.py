@@ -31,6 +31,7 @@ from hoglib.taylor.algebras import Algebra, Parts, align
 from hoglib.taylor.by_autograd import operation_rule
 from hoglib.taylor.call import Call, Refused, Rule, to_dtype
 from hoglib.taylor.composites import composite_of
+from hoglib.taylor.kinks import Kink, Kinks, here
 from hoglib.taylor.rules import (
     is_composite,
     is_constant,
@@ -48,18 +49,25 @@ class _Pending(NamedTuple):
     rule: Rule
     call: Call
     written: Tensor | None  # the tensor that it changed in place
+    where: Kink | None  # what it is called in a message, if that is looked for
 
 
 @final
 class Propagation(TorchDispatchMode):
     """Propagates the coefficients of an algebra through the operations that run inside.
 
-    record: whether the coefficients can be differentiated.
+    record: whether the coefficients can be differentiated. side: of a kink along single paths, -1 or 1,
+    whose derivatives are taken; 0 for torch's. first_infinite: look for the operation behind which
+    coefficients are infinite or NaN.
     """
 
-    def __init__(self, algebra: Algebra, record: bool) -> None:
+    def __init__(
+        self, algebra: Algebra, record: bool, *, side: int = 0, first_infinite: bool = False
+    ) -> None:
         super().__init__()
-        self._algebra, self._record = algebra, record
+        self._algebra, self._record, self._side = algebra, record, side
+        self._first_infinite = first_infinite
+        self.kinks = Kinks()
         self._series = WeakTensorKeyDictionary()
         self._pending: _Pending | None = None
         self._inside_composite = 0
@@ -105,7 +113,9 @@ class Propagation(TorchDispatchMode):
         if not (self._inside_composite or torch.is_grad_enabled()):
             return func(*args, **kwargs)
         if not any(self._parts(x) is not None for x in _tensors(args, kwargs)):
-            return func(*args, **kwargs)
+            out = func(*args, **kwargs)
+            self.kinks.followed(args, out)
+            return out
         if torch_internals.running_backward() != self._backward:
             raise Refused("a derivative that the function takes itself (torch.autograd.grad)")
         if func._schema.is_mutable:
@@ -113,6 +123,7 @@ class Propagation(TorchDispatchMode):
         out = func(*args, **kwargs)
         tensors = [y for y in _outputs(out) if isinstance(y, Tensor)]
         if is_constant(func) or not any(map(_is_inexact, tensors)):
+            self.kinks.compared(names_of(func)[1], out)
             return out
         rule = None if is_composite(func, args) else rule_of(func)
         if rule is None:
@@ -129,14 +140,18 @@ class Propagation(TorchDispatchMode):
     def _defer(
         self, rule: Rule, func: Any, args: Any, kwargs: Any, out: Any, written: Tensor | None
     ) -> None:
-        call = Call(names_of(func)[1], self._algebra, self._parts, args, kwargs, out)
-        self._pending = _Pending(rule, call, written)
+        names = names_of(func)
+        call = Call(names[1], self._algebra, self._parts, args, kwargs, out, self._side)
+        if self._algebra.order > 1 and not self._inside_composite:
+            self.kinks.see(names, call)
+        looked = self._first_infinite and not self._inside_composite
+        self._pending = _Pending(rule, call, written, here(names[1]) if looked else None)
 
     def _flush(self) -> None:
         """Computes the coefficients of the last operation."""
         if self._pending is None:
             return
-        (rule, call, written), self._pending = self._pending, None
+        (rule, call, written, where), self._pending = self._pending, None
         with self._outside(self._record):
             found = rule(call)
             several = isinstance(call.out, tuple | list)
@@ -147,6 +162,8 @@ class Propagation(TorchDispatchMode):
                     continue
                 parts = self._algebra.zeros() if parts is None else parts
                 self._series[out] = [self._fitted(p, i, out) for i, p in enumerate(parts)]
+            if where is not None:
+                self.kinks.check_finite(where, [self._parts(y) for y in outputs])
             if written is not None:
                 self._write_through(written)
 

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hoglib.taylor.algebras import Parts, align, multiply
+from hoglib.taylor.algebras import Bilinear, Parts, align, multiply
 from hoglib.taylor.call import Call, Rule, known, sums
 from hoglib.taylor.derivatives import POINTWISE, arctangent, power_of
 from hoglib.taylor.joins import JOINS
+from hoglib.taylor.kinks import KINKS, one_sided
 from hoglib.taylor.linear import CONSTANT, LINEAR, SEVERAL, ZERO
 from hoglib.taylor.matrices import MATRICES
 from hoglib.taylor.products import PRODUCTS
@@ -55,7 +56,35 @@ def _vector_norm(call: Call) -> Parts:
     safe = torch.where(zero, 1, y)
     derivatives = POINTWISE["sqrt"](safe * safe, safe, call.algebra.order)
     found = call.algebra.compose(derivatives, n)
+    if call.side and call.parts(x):
+        beside = _norm_beside_zero(call, x, squares)
+        if beside is not None:
+            return [
+                None
+                if p is q is None
+                else torch.where(zero, 0 if q is None else q, 0 if p is None else p)
+                for p, q in zip(found, beside, strict=True)
+            ]
     return [None if p is None else torch.where(zero, 0, p) for p in found]
+
+
+def _norm_beside_zero(call: Call, x: Tensor, squares: Bilinear) -> Parts | None:
+    """|x| along a path that begins at zero: |x(t)| = |t| |q(t)| with q = x(t) / t, if q(0) is not 0."""
+    first, *rest = known(call, x)
+    if first is None:
+        return None
+    lead = call.algebra.leads[0]
+    q: Parts = [p if p is None else p / k for k, p in enumerate(rest, start=2)]
+    q.append(None)
+    n = [None if p is None else 2 * squares(first, p, lead, lead) for p in q]
+    n = sums(n, call.algebra.product(squares, q, q))
+    start = squares(first, first, lead, lead).sqrt()
+    safe = torch.where(start == 0, 1, start)
+    size = call.algebra.compose(POINTWISE["sqrt"](safe * safe, safe, call.algebra.order), n)
+    return [
+        None if p is None else torch.where(start == 0, 0, call.side * k * p)
+        for k, p in enumerate([start, *size[:-1]], start=1)
+    ]
 
 
 def _atan2(call: Call) -> Parts:
@@ -104,7 +133,8 @@ def _pointwise(name: str) -> Rule:
         x, *rest = call.args
         out = call.out[0] if several else call.out
         kwargs = {k: v for k, v in call.kwargs.items() if v is not None}
-        derivatives = tower(x, out, call.algebra.order, *rest, **kwargs)
+        at = one_sided(call, x) if call.side and name in KINKS else x
+        derivatives = tower(at, out, call.algebra.order, *rest, **kwargs)
         found = call.algebra.compose(derivatives, known(call, x))
         return [found, None] if several else found
 

@@ -135,6 +135,7 @@ def net_of(name):
     return make().double(), points(*shape)
 
 
+@pytest.mark.filterwarnings("ignore:.*piecewise linear")
 @pytest.mark.parametrize("outputs", ["as it is", "[N]"])
 @pytest.mark.parametrize("name", NETS)
 def test_nets_by_finite_differences(name, outputs):

@@ -1,0 +1,227 @@
+"""Kinks of a function that is differentiated twice or more: where such derivatives are zero or missing.
+
+A Taylor rule gives a kink torch's first derivative and zeros as its higher ones. Two warnings tell what
+that means: that func is piecewise linear, so that all of its higher derivatives are zero; and that a
+point lies exactly at a kink at which they do not exist.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from hoglib._core import torch_internals
+from hoglib._core.source_location import SourceLine, is_user_file, warn_once
+from hoglib.taylor.algebras import Algebra, Biharmonic, MultiIndex, Parts, Univariate
+from hoglib.taylor.call import Call, direction
+
+SMOOTH = "a smooth activation, such as tanh, SiLU, GELU or sine"
+COMPARISONS = {"gt", "lt", "ge", "le"}
+MASKED = {"where.self", "masked_fill.Scalar", "masked_fill.Tensor", "mul.Tensor"}
+_SHOWN = 3  # operations in a message
+
+
+class Kink(NamedTuple):
+    """An operation that is piecewise linear, and the line of the user that ran it."""
+
+    operation: str
+    line: SourceLine | None
+
+    def __str__(self) -> str:
+        return f"{self.operation} at {self.line}" if self.line else self.operation
+
+
+def _limits(x: Tensor, low: Any = None, high: Any = None) -> Tensor:
+    at = torch.zeros_like(x, dtype=torch.bool)
+    for limit in (low, high):
+        if limit is not None:
+            at = at | (x == limit)
+    return at
+
+
+# The elements at an exact kink, by the name of the operation; None where that is not looked at.
+KINKS: dict[str, Callable[..., Tensor] | None] = {
+    "relu": lambda x: x == 0,
+    "leaky_relu": lambda x, *_: x == 0,
+    "abs": lambda x: x == 0,
+    "threshold": lambda x, threshold, value: x == threshold,
+    "hardtanh": lambda x, low=-1, high=1: _limits(x, low, high),
+    "hardshrink": lambda x, width=0.5: x.abs() == width,
+    "softshrink": lambda x, width=0.5: x.abs() == width,
+    "clamp": _limits,
+    "clamp_min": lambda x, low: _limits(x, low),
+    "clamp_max": lambda x, high: _limits(x, None, high),
+    "maximum": lambda a, b: a == b,
+    "minimum": lambda a, b: a == b,
+    **dict.fromkeys(
+        (
+            "_prelu_kernel", "hardsigmoid", "rrelu_with_noise", "fmax", "fmin", "amax", "amin", "max",
+            "min", "median", "nanmedian", "sort", "topk", "kthvalue", "cummax", "cummin",
+            "max_pool2d_with_indices", "max_pool3d_with_indices", "adaptive_max_pool2d",
+        )
+    ),
+}  # fmt: skip
+
+
+@final
+class Kinks:
+    """Collects the kinks that coefficients pass while a function runs."""
+
+    def __init__(self) -> None:
+        self.passed: dict[Kink, None] = {}
+        self.crossed: dict[Kink, None] = {}  # exactly at a point, by a path that moves off it
+        self.not_finite: Kink | None = None  # where coefficients ceased to be finite
+        self._masks = WeakTensorKeyDictionary()  # comparisons of tensors with coefficients
+
+    def compared(self, name: str, out: Any) -> None:
+        """Notes a mask whose elements depend on the point."""
+        if name in COMPARISONS and isinstance(out, Tensor):
+            self._masks[out] = name
+
+    def followed(self, args: Any, out: Any) -> None:
+        """Notes what is computed from masks alone, such as `mask.float()`."""
+        if self._masks and isinstance(out, Tensor) and self._from_mask(args):
+            self._masks[out] = True
+
+    def _from_mask(self, args: Any) -> bool:
+        return any(isinstance(x, Tensor) and x in self._masks for x in args)
+
+    def see(self, names: tuple[str, str], call: Call) -> None:
+        """Notes an operation if it has a kink."""
+        name, packet = names
+        if packet == "linalg_vector_norm":
+            self._see_norm(call)
+        elif packet not in KINKS:
+            if name in MASKED and self._masks and self._from_mask(call.args):
+                self.passed[here(f"a product or selection by a comparison ({packet})")] = None
+        else:
+            kink, elements = here(packet), KINKS[packet]
+            self.passed[kink] = None
+            if elements is not None and not torch_internals.tracing():
+                at = elements(*call.args, **call.kwargs)
+                if bool(at.any()) and _moves(call, at):
+                    self.crossed[kink] = None
+
+    def _see_norm(self, call: Call) -> None:
+        """Notes a Euclidean norm of zeros, if a path moves off them."""
+        given: Any = (*call.args, *(2, None, False)[len(call.args) - 1 :])
+        x, _, dims, keep = given
+        if torch_internals.tracing() or bool(call.out.all()):
+            return
+        zero = call.out == 0
+        dims = range(x.dim()) if dims is None else [dims] if isinstance(dims, int) else dims
+        for d in sorted(d % x.dim() for d in dims) if x.dim() and not keep else ():
+            zero = zero.unsqueeze(d)
+        if _moves(call, zero):
+            self.crossed[here("linalg.vector_norm")] = None
+
+    def check_finite(self, where: Kink, outputs: Sequence[Parts | None]) -> None:
+        """Notes the first operation behind which a coefficient is infinite or NaN."""
+        if self.not_finite is None and not all(
+            bool(part.isfinite().all())
+            for parts in outputs
+            for part in parts or []
+            if part is not None
+        ):
+            self.not_finite = where
+
+
+def _moves(call: Call, at: Tensor) -> bool:
+    """Whether a coefficient is not zero at an element."""
+    for x in call.args[:2]:
+        for part in call.parts(x) or []:
+            if part is not None and bool(((part != 0) & at).any()):
+                return True
+    return False
+
+
+def here(operation: str) -> Kink:
+    """The operation that runs now, by the name of torch's module if one runs it."""
+    found: Any = sys._getframe(1)
+    while found is not None:
+        file = found.f_code.co_filename
+        if is_user_file(file):
+            return Kink(operation, SourceLine(file, found.f_lineno))
+        module = found.f_locals.get("self") if found.f_code.co_name == "forward" else None
+        if isinstance(module, nn.Module):
+            operation = (
+                f"{type(module).__name__} ({operation})" if "(" not in operation else operation
+            )
+        found = found.f_back
+    return Kink(operation, None)
+
+
+def warn_if_linear(
+    caller: str, kinks: Kinks, algebra: Algebra, series: Sequence[Parts | None]
+) -> None:
+    """Warns of outputs whose derivatives of order 2 and above are all zero because of kinks: no
+    operation contributed a coefficient of them."""
+    if algebra.order < 2 or not kinks.passed:
+        return
+    for parts in series:
+        for part, order in zip(parts or [], algebra.orders, strict=False):
+            if part is not None and order > 1:
+                return
+    warn_once(
+        f"{caller}: expected a func with second derivatives, got one that is piecewise linear, "
+        f"whose derivatives of order 2 and above are zero: {_listed(kinks.passed)}. Use {SMOOTH}."
+    )
+
+
+def without_derivative(caller: str, order: int, kinks: Iterable[Kink]) -> str:
+    """The text of a warning."""
+    return (
+        f"{caller}: expected points where func has a derivative of order {order}, got some exactly at "
+        f"a kink: {_listed(kinks)}. Its result has torch's first derivative there and zeros as the higher "
+        "ones. Move the points or use a smoother function; where that is what you want, pass "
+        "message='.*exactly at a kink' to warnings.filterwarnings('ignore')."
+    )
+
+
+def infinite(caller: str, order: int, where: Kink) -> str:
+    """The text of a warning."""
+    return (
+        f"{caller}: expected points where func has a derivative of order {order}, got some where it "
+        f"is infinite or NaN, first behind {where}. sqrt(x), x**1.5 and 1/x have none at 0: add a small "
+        "constant inside, or move the points."
+    )
+
+
+def _listed(kinks: Iterable[Kink]) -> str:
+    shown = [str(kink) for kink in kinks]
+    more = f", and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
+    return "; ".join(shown[:_SHOWN]) + more
+
+
+def along_paths(algebra: Algebra, parts: Sequence[Parts]) -> tuple[Univariate, list[Parts]]:
+    """The same derivatives, or those that they combine, along single paths."""
+    order = algebra.order
+    if isinstance(algebra, Univariate):
+        return Univariate(order, algebra.leads[0]), list(parts)
+    paths = []
+    for own in parts:
+        if isinstance(algebra, Biharmonic):
+            first = own[0]
+        else:
+            assert isinstance(algebra, MultiIndex)
+            units = [p for p, k in zip(own, algebra.orders, strict=True) if k == 1]
+            first = torch.stack([p for p in units if p is not None])
+        assert first is not None
+        # and one between the axes
+        both = torch.cat([first, first.sum(0, keepdim=True)])
+        paths.append([both, *[None] * (order - 1)])
+    return Univariate(order, True), paths
+
+
+def one_sided(call: Call, x: Tensor) -> Tensor:
+    """x just off a kink: where the path is before (side -1) or after it, of the shape of the first
+    coefficient."""
+    sign = direction(call, call.parts(x) or [])
+    if sign is None:
+        return x
+    limit = torch.where(sign == 0, x, sign * torch.inf)
+    tiny = torch.where(x == 0, sign * torch.finfo(x.dtype).tiny, 0)
+    return torch.nextafter(x.expand(limit.shape), limit) + tiny
