@@ -18,7 +18,7 @@ import torch
 
 from experiments.benchmarks import pages
 from experiments.benchmarks.processes import ROOT, cores, run
-from experiments.benchmarks.timing import environment
+from experiments.benchmarks.timing import CLOCKS, environment
 from experiments.benchmarks.workloads import PEERS, PROBLEMS, WORKLOADS, chosen
 
 QUICK_SECONDS = 8.0  # no new round beyond these, in a process
@@ -41,7 +41,7 @@ def measured(given: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     seconds = given.seconds or (QUICK_SECONDS if quick else None)
     options = ["--repeats", str(given.repeats or (1 if given.smoke else 20))]
     options += ["--seconds", str(seconds)] if seconds else []
-    options += ["--smoke"] * given.smoke
+    options += [*["--smoke"] * given.smoke, "--clock", given.clock]
     jobs = chosen(given.workload, given.problem, given.full)
     if not jobs:
         raise SystemExit(
@@ -56,7 +56,8 @@ def measured(given: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
         found, wrong = run(there, [*options, "--device", device], some)
         workloads += found
         problems += wrong
-    return {"machine": environment(PEERS), "smoke": given.smoke, "workloads": workloads}, problems
+    machine = environment(PEERS) | {"clock": given.clock}
+    return {"machine": machine, "smoke": given.smoke, "workloads": workloads}, problems
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -77,6 +78,12 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--repeats", type=int, help="at most this many rounds (20)")
     parser.add_argument("--seconds", type=float, help="no new round beyond this, a process")
+    parser.add_argument(
+        "--clock",
+        choices=CLOCKS,
+        default="wall",
+        help="cpu: that of the process, on a busy machine",
+    )
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time, a core each (1)")
     parser.add_argument("--output", type=Path, default=Path("runs/benchmarks"))
     parser.add_argument(

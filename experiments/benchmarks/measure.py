@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from experiments.benchmarks.held import Held, hold, run_through, vectors_of
-from experiments.benchmarks.timing import beside, quartiles, single_threaded
+from experiments.benchmarks.timing import CLOCKS, Clock, beside, quartiles, single_threaded
 from experiments.benchmarks.workload import Call, Workload
 from experiments.benchmarks.workloads import PROBLEMS, WORKLOADS
 
@@ -20,7 +20,12 @@ Row = dict[str, Any]
 
 
 def measure(
-    workload: Workload, point: Any, repeats: int, budget: float, checked: Any = None
+    workload: Workload,
+    point: Any,
+    repeats: int,
+    budget: float,
+    checked: Any = None,
+    clock: Clock = time.perf_counter,
 ) -> tuple[Row, dict[str, Row]]:
     """What the unit of time takes, and a row for each method.
 
@@ -49,7 +54,7 @@ def measure(
         for name, call in calls.items()
         if not (own and name == workload.by_hand)
     }
-    units, pairs = beside(run_through(unit, 1), others, repeats, budget)
+    units, pairs = beside(run_through(unit, 1), others, repeats, budget, clock)
     if own:
         pairs[workload.by_hand] = [(seconds, 1.0) for seconds in units]
     each = {name: [ratio / counts[name] for _, ratio in pairs[name]] for name in calls}
@@ -69,8 +74,9 @@ def measure(
 
 
 def result(
-    name: str, problem: str, device: str, small: bool, repeats: int, budget: float | None
-) -> Row:
+    name: str, problem: str, device: str, small: bool, repeats: int, budget: float | None,
+    clock: Clock = time.perf_counter,
+) -> Row:  # fmt: skip
     """What is written of a workload on a problem, for the reports."""
     workload, start = WORKLOADS[name].on(problem, device), time.perf_counter()
     point = workload.make(problem, workload.vectors, small)
@@ -78,7 +84,7 @@ def result(
     if device != "cpu":
         where = torch.device(device)
         point, checked = point.to(where), checked and checked.to(where)
-    unit, rows = measure(workload, point, repeats, budget or workload.seconds, checked)
+    unit, rows = measure(workload, point, repeats, budget or workload.seconds, checked, clock)
     return {
         "workload": name,
         "title": workload.title,
@@ -101,13 +107,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--seconds", type=float)
+    parser.add_argument("--clock", choices=CLOCKS, default="wall")
     parser.add_argument("--core", type=int, help="stay on this core")
     parser.add_argument("--smoke", action="store_true", help="tiny networks")
     given = parser.parse_args(arguments)
     single_threaded(given.core)
     found = result(
-        given.workload, given.problem, given.device, given.smoke, given.repeats, given.seconds
-    )
+        given.workload, given.problem, given.device, given.smoke, given.repeats, given.seconds,
+        CLOCKS[given.clock],
+    )  # fmt: skip
     given.json.write_text(json.dumps(found, indent=1))
 
 

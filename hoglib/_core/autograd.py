@@ -209,11 +209,23 @@ class translate_errors(translate_hook_errors):  # noqa: N801 a context manager
         )
 
 
-@contextmanager
-def grad_enabled() -> Iterator[None]:
+@final
+class grad_enabled:  # noqa: N801 a context manager
     """Inside, autograd records, also where the caller is in inference mode."""
-    with torch.inference_mode(False), torch.enable_grad():
-        yield
+
+    def __enter__(self) -> None:
+        # most callers are not in inference mode, and to leave it again takes its time
+        self._inference: Any = None
+        if torch.is_inference_mode_enabled():
+            self._inference = torch.inference_mode(False)
+            self._inference.__enter__()
+        self._grad = torch.enable_grad()
+        self._grad.__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        self._grad.__exit__(*raised)
+        if self._inference is not None:
+            self._inference.__exit__(*raised)
 
 
 @contextmanager
@@ -228,11 +240,11 @@ def outside_inference_mode() -> Iterator[None]:
 
 def clone_inference_tensors(tree: T) -> T:
     """The tree with its inference tensors, which autograd refuses to save, replaced by copies."""
-
-    def copy(tensor: Tensor) -> Tensor:
-        return tensor.clone() if tensor.is_inference() else tensor
-
-    result: T = pytree.map_tensors(copy, tree)
+    leaves, structure = pytree.flatten(tree)
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and leaf.is_inference():
+            leaves[i] = leaf.clone()
+    result: T = pytree.unflatten(leaves, structure)
     return result
 
 

@@ -9,7 +9,7 @@ around it, once; those of its parts run again with it.
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from fnmatch import fnmatchcase
 from functools import partial
@@ -47,16 +47,22 @@ def check_remat(remat: Any) -> Remat:
     return tuple(patterns)
 
 
-@contextmanager
-def rematerialized(remat: Remat, func: Any, backend: str = "") -> Iterator[list["BlockForward"]]:
+def rematerialized(
+    remat: Remat, func: Any, backend: str = ""
+) -> AbstractContextManager[list["BlockForward"]]:
     """Inside, the chosen blocks of the modules that a function reaches are recomputed in backward, by
-    compiled graphs if a backend is named; yields their forwards.
+    compiled graphs if a backend is named; entering returns their forwards.
 
     A backward later recomputes them also outside.
     """
+    return nullcontext([]) if remat is False else _rematerialized(remat, func, backend)
+
+
+@contextmanager
+def _rematerialized(remat: Remat, func: Any, backend: str) -> Iterator[list["BlockForward"]]:
     replaced: list[tuple[dict[str, Any], Any]] = []
     try:
-        for block in [] if remat is False else find_blocks(remat, func):
+        for block in find_blocks(remat, func):
             fields = vars(block)
             before = fields.get("forward")
             if not isinstance(before, BlockForward):  # by an outer context

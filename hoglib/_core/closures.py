@@ -121,12 +121,12 @@ def name_of(fn: Any) -> str:
 def owner_of(func: Callable[..., Any]) -> Any:
     """The module, object or code of a function: the same object in each call, also for a function that
     is created anew for each call."""
+    if isinstance(func, nn.Module):  # which would take long to say that it has no __wrapped__
+        return func
     if isinstance(func, partial):
         return owner_of(func.func)
     if hasattr(func, "__wrapped__"):
         return owner_of(func.__wrapped__)
-    if isinstance(func, nn.Module):
-        return func
     owner = getattr(func, "__self__", None)
     if owner is not None and not isinstance(owner, ModuleType):
         return owner

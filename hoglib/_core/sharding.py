@@ -12,7 +12,7 @@ derivative of the other, autograd gives derivatives of any order of sum_r w_r f_
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, final
@@ -53,7 +53,7 @@ def whole(value: Any) -> Any:
         return value.full_tensor()
 
 
-def refuse_sharded(caller: str, tensors: Sequence[Any], what: str = "params") -> None:
+def refuse_sharded(caller: str, tensors: Iterable[Any], what: str = "params") -> None:
     """Raise for DTensors, in functions that need whole tensors."""
     library: Any = sys.modules.get("torch.distributed.tensor")
     if library is not None and any(isinstance(x, library.DTensor) for x in tensors):

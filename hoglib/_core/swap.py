@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple, final
+from weakref import finalize, ref
 
 import torch
 from torch import Tensor, nn
@@ -89,7 +90,7 @@ class swap_parameters:  # noqa: N801 a context manager
             return
         self._patch = ModulePatch()
         try:
-            _patch_model(self._patch, *self._given)
+            self._patch.swap(*self._given)
         except BaseException:
             self._patch.restore()
             raise
@@ -155,27 +156,68 @@ def reapply(patches: PatchState) -> Iterator[None]:
             store[name] = value
 
 
-# The parts of each module by name, and whether it has buffers; by its id.
-Structure = dict[int, tuple[tuple[tuple[str, nn.Module | None], ...], bool]]
+class _KnownModule(NamedTuple):
+    """A module of a model as it was when places were found."""
+
+    module: "ref[nn.Module]"
+    kind: type  # fully_shard gives a module another one
+    parts: tuple[tuple[str, int], ...]  # the names and ids of its parts
+    has_statistics: bool  # its class may keep running statistics
 
 
-class _LastSwap(NamedTuple):
-    """A swap that replaced parameters alone, each by one that was given: no buffers, no attributes."""
+class _Places(NamedTuple):
+    """Where the parameters of a model are, for a swap that replaces these alone: no buffers, no
+    attributes.
 
-    model: nn.Module
-    names: tuple[str, ...]
-    structure: Structure
-    places: list[tuple[dict[str, Any], str, str]]  # (dict of a module, name in it, qualified name)
+    To find them, each module is looked at for what a swap has to do there. Most models are
+    differentiated many times; to look whether one is as it was takes a tenth of the time. Nothing here
+    keeps a model alive.
+    """
+
+    names: tuple[str, ...]  # of the parameters that are given
+    modules: list[_KnownModule]
+    own: list[Any]  # the names and ids of the parameters of each module, which may share them
+    places: list[tuple[int, str, str]]  # (index of a module, name in it, qualified name)
+
+    def in_model(self, names: tuple[str, ...], swapped: bool) -> "list[_Place] | None":
+        """The places, if the model is as it was.
+
+        swapped: whether others than its own parameters are in it.
+        """
+        if names != self.names:
+            return None
+        stores: list[dict[str, Any]] = []
+        own: list[Any] = []
+        for known in self.modules:
+            module = known.module()
+            if module is None or type(module) is not known.kind:
+                return None
+            parts = module._modules
+            if (
+                (
+                    (parts or known.parts)
+                    and tuple([(name, id(part)) for name, part in parts.items()]) != known.parts
+                )
+                or (module._buffers and _has_buffers(module))
+                or module._forward_pre_hooks
+                or module._forward_hooks
+                or vars(module).get("max_norm") is not None
+                or (known.has_statistics and module.track_running_stats)
+            ):
+                return None
+            store: Any = module._parameters
+            stores.append(store)
+            own += store.keys()
+            own += map(id, store.values())
+        if not swapped and own != self.own:
+            return None
+        return [(stores[i], own_name, name) for i, own_name, name in self.places]
 
 
-def _structure(module: nn.Module, found: Structure) -> Structure:
-    """That of a module: equal ones have the same modules under the same names."""
-    parts = tuple(module._modules.items())
-    found[id(module)] = parts, _has_buffers(module)
-    for _, part in parts:
-        if part is not None and id(part) not in found:
-            _structure(part, found)
-    return found
+_Place = tuple[dict[str, Any], str, str]  # (dict of a module, name in it, qualified name)
+# Of each model that was differentiated, by its id, until it changes or is deleted. A model may not be
+# hashable, so that a dictionary of weak keys would not take it.
+_PLACES: dict[int, _Places] = {}
 
 
 def _has_buffers(module: nn.Module) -> bool:
@@ -190,14 +232,16 @@ class ModulePatch:
     def __init__(self) -> None:
         self._originals: dict[tuple[int, str], tuple[dict[str, Any], Any]] = {}
         self._busy: list[nn.Module] = []
-        self._last: _LastSwap | None = None
+        self._last: _Places | None = None  # of the last swap
 
     def put(self, module: nn.Module, name: str, value: Any) -> None:
         """Replaces a parameter, a buffer or an attribute of a module."""
         for store in (module._parameters, module._buffers, vars(module)):
             if name in store:
                 if (id(store), name) not in self._originals:
-                    _claim(module, name, (id(store), name))
+                    with _CLAIMING:
+                        if not _claim((id(store), name), threading.get_ident()):
+                            raise _two_threads(module, name)
                     self._originals[id(store), name] = store, store[name]
                 store[name] = value
                 return
@@ -210,41 +254,58 @@ class ModulePatch:
         dtype: torch.dtype | None,
         norm_policy: NormPolicy,
     ) -> None:
-        """Replaces the parameters that the model has here, its own or those of the last swap.
-
-        In an inner loop the same parameters of the same modules are replaced at each step; then their
-        places are known.
-        """
-        last, plain = self._last, dtype is None and norm_policy is train_mode_batch_statistics
-        if (
-            plain
-            and last is not None
-            and last.model is model
-            and last.names == tuple(params)
-            and last.structure == _structure(model, {})
-        ):
-            refuse_sharded(type(model).__name__, list(params.values()))
-            for store, own_name, name in last.places:
-                store[own_name] = params[name]
+        """Replaces the parameters that the model has here, its own or those of the last swap."""
+        plain, names = dtype is None and norm_policy is train_mode_batch_statistics, tuple(params)
+        known = _PLACES.get(id(model)) if plain else None
+        again = known is not None and self._last is known
+        if not again:
+            self.restore(model)
+        places = None if known is None else known.in_model(names, again)
+        if places is not None:
+            assert known is not None
+            refuse_sharded(type(model).__name__, params.values())
+            self._put_parameters(model, places, params)
+            self._last = known
             return
-        self.restore(model)
-        places = _patch_model(self, model, params, dtype, norm_policy)
-        if plain and places is not None:
-            self._last = _LastSwap(model, tuple(params), _structure(model, {}), places)
+        if again:
+            self.restore(model)
+        found = _patch_model(self, model, params, dtype, norm_policy)
+        if plain and found is not None:
+            if id(model) not in _PLACES:
+                finalize(model, _PLACES.pop, id(model), None)
+            _PLACES[id(model)] = self._last = found
+
+    def _put_parameters(
+        self, model: nn.Module, places: list[_Place], params: Mapping[str, Tensor]
+    ) -> None:
+        """Replaces parameters alone, all at once."""
+        originals, this = self._originals, threading.get_ident()
+        with _CLAIMING:
+            for store, own_name, name in places:
+                key = id(store), own_name
+                if key not in originals:
+                    if not _claim(key, this):
+                        raise _two_threads(model, name)
+                    originals[key] = store, store[own_name]
+        for store, own_name, name in places:
+            store[own_name] = params[name]
 
     def restore(self, model: nn.Module | None = None) -> None:
         """Restores the values of one model, or all."""
         self._last = None
+        if not self._originals:
+            return
         own = {
             id(store)
             for module in (() if model is None else model.modules())
             for store in (module._parameters, module._buffers, vars(module))
         }
-        for (store_id, name), (store, value) in list(self._originals.items()):
-            if model is None or store_id in own:
-                store[name] = value
-                del self._originals[store_id, name]
-                _release((store_id, name))
+        with _CLAIMING:
+            for key, (store, value) in list(self._originals.items()):
+                if model is None or key[0] in own:
+                    store[key[1]] = value
+                    del self._originals[key]
+                    _release(key)
 
     def values(self) -> PatchState:
         """The values that modules have now in the place of their own."""
@@ -265,60 +326,58 @@ class ModulePatch:
         self._busy.pop()
 
 
-@contextmanager
-def restore_buffers() -> Iterator[list[nn.Module]]:
+@final
+class restore_buffers:  # noqa: N801 a context manager
     """Collects the modules that run inside, in order, each once, and restores their buffers at the end.
 
     Modules in training mode run with copies of their buffers: running statistics, and the vectors of
     spectral norm, are updated by a training step and not by a penalty.
     """
-    seen: set[int] = set()
-    copied: set[int] = set()  # modules that have copies
-    patch, thread = ModulePatch(), threading.get_ident()
-    copies: dict[int, Tensor] = {}  # by the buffer, which modules may share
 
-    def before_forward(module: nn.Module, args: Any) -> None:
-        if id(module) in seen:
+    def __enter__(self) -> list[nn.Module]:
+        self._modules: list[nn.Module] = []
+        self._seen: set[int] = set()
+        self._copied: set[int] = set()  # modules that have copies
+        self._copies: dict[int, Tensor] = {}  # by the buffer, which modules may share
+        self._scripted: list[tuple[nn.Module, str, Tensor]] = []
+        self._patch, self._thread = ModulePatch(), threading.get_ident()
+        self._handle = register_module_forward_pre_hook(self._before_forward)
+        return self._modules
+
+    def __exit__(self, *raised: object) -> None:
+        self._handle.remove()
+        self._patch.restore()
+        for module, name, buffer in self._scripted:
+            setattr(module, name, buffer)
+
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        if id(module) in self._seen:
             return
         if torch.compiler.is_compiling():  # torch.compile cannot trace what follows
             return
-        if threading.get_ident() != thread:
+        if threading.get_ident() != self._thread:
             return
-        seen.add(id(module))
-        modules.append(module)
+        self._seen.add(id(module))
+        self._modules.append(module)
         if isinstance(module, torch.jit.ScriptModule):
-            scripted.extend(_copy_scripted_buffers(module))
+            self._scripted.extend(_copy_scripted_buffers(module))
+        elif is_compiled(module) or getattr(vars(module).get("forward"), "recomputes", False):
+            # hooks of the parts of a compiled module are not called; a block that is recomputed runs
+            # them with the buffers that it has before
+            for part in module.modules():
+                self._copy_buffers(part)
+        elif module._buffers and module.training:  # most modules have none
+            self._copy_buffers(module)
+
+    def _copy_buffers(self, module: nn.Module) -> None:
+        if id(module) in self._copied or not module.training:
             return
-        # hooks of the parts of a compiled module are not called; a block that is recomputed runs them
-        # with the buffers that it has before
-        at_once = is_compiled(module) or getattr(vars(module).get("forward"), "recomputes", False)
-        for part in module.modules() if at_once else (module,):
-            if id(part) in copied:
-                continue
-            copied.add(id(part))
-            # most modules have none
-            for name, buffer in (
-                list(part._buffers.items()) if part._buffers and part.training else ()
-            ):
-                if buffer is not None:
-                    patch.put(part, name, _copy(buffer, copies))
-
-    modules: list[nn.Module] = []
-    scripted: list[tuple[nn.Module, str, Tensor]] = []
-    handle = register_module_forward_pre_hook(before_forward)
-    try:
-        yield modules
-    finally:
-        handle.remove()
-        patch.restore()
-        for module, name, buffer in scripted:
-            setattr(module, name, buffer)
-
-
-def _copy(buffer: Tensor, copies: dict[int, Tensor]) -> Tensor:
-    if id(buffer) not in copies:
-        copies[id(buffer)] = buffer.clone()
-    return copies[id(buffer)]
+        self._copied.add(id(module))
+        for name, buffer in list(module._buffers.items()):
+            if buffer is not None:
+                if id(buffer) not in self._copies:
+                    self._copies[id(buffer)] = buffer.clone()
+                self._patch.put(module, name, self._copies[id(buffer)])
 
 
 def _copy_scripted_buffers(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
@@ -336,26 +395,28 @@ _CLAIMED: dict[tuple[int, str], tuple[int, int]] = {}
 _CLAIMING = threading.Lock()
 
 
-def _claim(module: nn.Module, name: str, key: tuple[int, str]) -> None:
-    """Notes that this thread replaces a value; raises if another thread has replaced it."""
-    this = threading.get_ident()
-    with _CLAIMING:
-        owner, times = _CLAIMED.get(key, (this, 0))
-        if owner != this:
-            raise UnsupportedError(
-                f"{type(module).__name__}.{name}: expected one thread at a time to differentiate a "
-                "model, got two; give each thread a copy.deepcopy of it."
-            )
-        _CLAIMED[key] = this, times + 1
+def _claim(key: tuple[int, str], thread: int) -> bool:
+    """Notes that a thread replaces a value, unless another one has replaced it."""
+    owner, times = _CLAIMED.get(key, (thread, 0))
+    if owner != thread:
+        return False
+    _CLAIMED[key] = thread, times + 1
+    return True
+
+
+def _two_threads(module: nn.Module, name: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{type(module).__name__}.{name}: expected one thread at a time to differentiate a "
+        "model, got two; give each thread a copy.deepcopy of it."
+    )
 
 
 def _release(key: tuple[int, str]) -> None:
-    with _CLAIMING:
-        owner, times = _CLAIMED[key]
-        if times == 1:
-            del _CLAIMED[key]
-        else:
-            _CLAIMED[key] = owner, times - 1
+    owner, times = _CLAIMED[key]
+    if times == 1:
+        del _CLAIMED[key]
+    else:
+        _CLAIMED[key] = owner, times - 1
 
 
 def _patch_model(
@@ -364,7 +425,7 @@ def _patch_model(
     params: Mapping[str, Tensor],
     dtype: torch.dtype | None,
     norm_policy: NormPolicy,
-) -> list[tuple[dict[str, Any], str, str]] | None:
+) -> _Places | None:
     """Replaces parameters, and buffers by copies, in every module that holds them.
 
     A tensor that several modules share gets one replacement, except in an embedding with max_norm,
@@ -380,7 +441,9 @@ def _patch_model(
         own_id = id(getattr(model.get_submodule(path), own_name))
         replacements[own_id], names[own_id] = value, name
     given = list(replacements.items())
-    places: list[tuple[dict[str, Any], str, str]] = []
+    places: list[tuple[int, str, str]] = []
+    known: list[_KnownModule] = []
+    owned: list[Any] = []
     parameters_alone = len(names) == len(params)
     computed_in: dict[int, torch.dtype] = {}  # dtypes of fully_shard's mixed precision
     for prefix, module in model.named_modules():  # each module once, under its first name
@@ -408,6 +471,10 @@ def _patch_model(
             or module._forward_pre_hooks
             or module._forward_hooks  # those that share parameters
         )
+        parts = tuple([(name, id(part)) for name, part in module._modules.items()])
+        kind, norm = type(module), isinstance(module, _NormBase)
+        known.append(_KnownModule(ref(module), kind, parts, norm))
+        owned += [*module._parameters.keys(), *map(id, module._parameters.values())]
         for name, own in list(module._parameters.items()):
             if own is None:
                 continue
@@ -419,8 +486,9 @@ def _patch_model(
             if value is not own or renormalized:
                 patch.put(module, name, value.clone() if renormalized else value)
             if id(own) in names:
-                places.append((module._parameters, name, names[id(own)]))
-                parameters_alone = parameters_alone and value is not own
+                places.append((len(known) - 1, name, names[id(own)]))
+            elif value is not own:  # a DTensor
+                parameters_alone = False
         for name, buffer in list(module._buffers.items()):
             if buffer is None:
                 continue
@@ -433,7 +501,9 @@ def _patch_model(
                 if name in vars(module):
                     patch.put(module, name, vars(module)[name])
         norm_policy(patch, module)
-    return places if parameters_alone and not computed_in else None
+    if not parameters_alone or computed_in:
+        return None
+    return _Places(tuple(params), known, owned, places)
 
 
 def _reached(given: Sequence[tuple[int, Tensor]]) -> bool:

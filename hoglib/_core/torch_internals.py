@@ -133,38 +133,45 @@ class Applying:
     depth = 0
 
 
-@contextmanager
-def watching_functions(
-    seen: Callable[[type[Function], tuple[Any, ...]], Callable[[Any], None] | None],
-) -> Iterator[Applying]:
+@final
+class watching_functions:  # noqa: N801 a context manager
     """Calls seen(function, args) for each custom Function that is applied inside, also by an `apply`
     that was bound before; not for those that another one's forward applies (unless it `recomputes`
     what the user wrote), nor in other threads. If that returns a function, it is called with the result
     of the application.
 
-    May stand inside of another one, and in several threads at once.
+    May stand inside of another one, and in several threads at once. A class, as it stands around each
+    derivative: generators of contextlib take several times as long to enter and to leave.
     """
-    applying, here = Applying(), threading.get_ident()
 
-    def apply(function: Any, args: tuple[Any, ...], run: Callable[[], Any]) -> Any:
-        if threading.get_ident() != here or getattr(function, "recomputes", False):
+    def __init__(
+        self, seen: Callable[[type[Function], tuple[Any, ...]], Callable[[Any], None] | None]
+    ) -> None:
+        self._seen = seen
+
+    def __enter__(self) -> Applying:
+        self._applying, self._thread = Applying(), threading.get_ident()
+        self._watch = self._apply  # the same object when it is removed
+        _watch_apply()
+        _WATCHES.append(self._watch)
+        return self._applying
+
+    def __exit__(self, *raised: object) -> None:
+        _WATCHES.remove(self._watch)
+
+    def _apply(self, function: Any, args: tuple[Any, ...], run: Callable[[], Any]) -> Any:
+        if threading.get_ident() != self._thread or getattr(function, "recomputes", False):
             return run()
+        applying = self._applying
         applying.depth += 1
         try:
-            then = seen(function, args) if applying.depth == 1 else None
+            then = self._seen(function, args) if applying.depth == 1 else None
             result = run()
             if then is not None:
                 then(result)
             return result
         finally:
             applying.depth -= 1
-
-    _watch_apply()
-    _WATCHES.append(apply)
-    try:
-        yield applying
-    finally:
-        _WATCHES.remove(apply)
 
 
 def engine_gradients(

@@ -279,9 +279,13 @@ def vectors(
     expected, expected_structure = pytree.flatten(params)
     if structure != expected_structure:
         raise other_structure(what, tree, params, "torch.randn_like(p)", like)
-    names = [""] * len(leaves) if _all_like(leaves, expected) else pytree.paths(params)
-    first = tensor(leaf_name(what, names[0]), leaves[0])
-    columns = first.shape[-1:] if blocks and first.dim() == expected[0].dim() + 1 else ()
+    first: Any = leaves[0]
+    columns: Any = ()
+    if blocks and isinstance(first, Tensor) and first.dim() == expected[0].dim() + 1:
+        columns = first.shape[-1:]
+    if _all_like(leaves, expected, columns) and 0 not in columns:
+        return leaves, bool(columns)
+    names = pytree.paths(params)  # which take time
     for name, leaf, x in zip(names, leaves, expected, strict=True):
         where = leaf_name(what, name)
         tensor(where, leaf)
@@ -316,14 +320,12 @@ def _differ(a: Any, b: Any) -> bool:
     return type(a) is not type(b) or list(a) != list(b)
 
 
-def _all_like(leaves: list[Any], expected: list[Tensor]) -> bool:
-    """Whether `vectors` would accept them; it is faster because it needs no names."""
-    if not all(isinstance(leaf, Tensor) for leaf in leaves):
-        return False
-    columns = leaves[0].shape[-1:] if leaves[0].dim() == expected[0].dim() + 1 else ()
+def _all_like(leaves: list[Any], expected: list[Tensor], columns: Any) -> bool:
+    """Whether they are tensors of the shapes, with columns, the dtypes and the devices of others."""
     return all(
-        leaf.shape == (*like.shape, *columns)
-        and leaf.dtype == like.dtype
+        isinstance(leaf, Tensor)
+        and leaf.shape == ((*like.shape, *columns) if columns else like.shape)
+        and leaf.dtype is like.dtype
         and leaf.device == like.device
         for leaf, like in zip(leaves, expected, strict=True)
     )

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from math import hypot, inf, log10
 from typing import Any, final
 
 import torch
@@ -204,7 +205,7 @@ def lanczos(
     # copies of a repeated eigenvalue appear by rounding, some products after the eigenvalue itself
     second = first + (first - k) // 2
     basis = Basis(start, most, draw, space)
-    done = 0
+    done = due = 0
     for restart in range(restarts):
         if restart % SLOW == SLOW - 1 and most < largest:
             most = min(largest, 2 * most)
@@ -214,13 +215,18 @@ def lanczos(
             before, done = done, done + len(basis.rest)
             basis.add_products(apply(basis.rest))
             full = basis.m + len(basis.rest) > most or basis.m == size
-            if full or before < first <= done or done >= second:
+            if full or before < first <= done or done >= max(second, due):
                 theta, S, residuals = basis.ritz()
                 chosen = choose(theta, k)
                 values = theta[chosen]
-                good = residuals[chosen] <= (tol * values.abs()).clamp(min=basis.noise)
+                allowed = (tol * values.abs()).clamp(min=basis.noise)
+                good = residuals[chosen] <= allowed
                 if bool(good.all()):
                     return values, basis.combine(S[:, chosen])
+                # it takes a tenth of the time of a small network's product to look; no product takes
+                # a residual down by more than a tenth
+                largest_ratio = float((residuals[chosen] / allowed).max())
+                due = done + (int(log10(largest_ratio)) if 1 < largest_ratio < inf else 1)
         kept = choose(theta, k + (basis.m - k) // 2)
         basis.restart(theta[kept], S[:, kept])
     raise ConvergenceError(
@@ -320,17 +326,18 @@ class Basis:
         more than rounding (Daniel, Gragg, Kaufman and Stewart, 1976).
         """
         v = v.clone()
-        total, before, after = v.new_zeros(self.n), float("inf"), 0.0
-        for first in (neighbours, 0, 0, 0):
+        total, length = v.new_zeros(self.n), 0.0
+        for turn, first in enumerate((neighbours, 0, 0, 0)):
             V = self.V[first : self.n]
             coefficients = self._space.gram(V, v)
             v.addmv_(V.T, coefficients, alpha=-1)  # a third of the time of coefficients @ V
             total[first:] += coefficients
-            after = float(self._space.norms(v[None]))
-            if first == 0 and after > KEPT * before:
+            if turn == 0 and self.n:
+                continue
+            length, taken = float(self._space.norms(v[None])), float(coefficients.norm())
+            if length > KEPT * hypot(length, taken):  # the length before, as V is orthonormal
                 break
-            before = after
-        return v, total, after
+        return v, total, length
 
 
 def to_scipy(operator: SymmetricMatrix, dtype: Any = None) -> Any:

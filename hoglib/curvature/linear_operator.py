@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from hoglib._core import validation
-from hoglib._core.autograd import clone_inference_tensors
 from hoglib.curvature import (
     density,
     eigenvalues,
@@ -73,7 +72,7 @@ class LinearOperator(ABC):
         """
         self.count += len(rows)
         with torch.inference_mode(False), torch.no_grad():
-            rows = clone_inference_tensors(rows)
+            rows = rows.clone() if rows.is_inference() else rows
             return self._products(rows) if len(rows) else rows
 
     @property

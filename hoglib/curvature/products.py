@@ -339,8 +339,11 @@ def _applied(
     if torch_internals.transforms_active() and not options.create_graph:
         options = options._replace(create_graph=True)
     with grad_enabled(), keep_swapped():
-        leaves, vector, args = clone_inference_tensors((leaves, vector, loss.args))
-        loss = replace(loss, args=args)
+        if any(t.is_inference() for t in (*leaves, *vector)):
+            leaves, vector = clone_inference_tensors((leaves, vector))
+        loss = BoundLoss(
+            loss.func, loss.structure, clone_inference_tensors(loss.args), loss.sharding
+        )
         with (
             stand_ins_if(options.stand_ins),
             rematerialized(options.remat, loss.func, options.backend) as blocks,

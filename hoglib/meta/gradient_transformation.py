@@ -237,6 +237,8 @@ def check_pair(what: str, value: Any, *, below: float) -> tuple[Option, Option]:
 
 def check_rates(what: str, value: Any, *, zero: bool = False) -> Any:
     """A positive number (with `zero` also 0), a real tensor, or a tree of such."""
+    if type(value) is float or type(value) is int:  # most are, and names of leaves take time
+        return _rate(what, value, zero)
     leaves, structure = pytree.flatten(value)
     names = [f"{what}[{name!r}]" if name else what for name in pytree.paths(value)]
     return pytree.unflatten(

@@ -145,7 +145,7 @@ def _run_chunk(
     for i in range(start, end):
         grads, loss_and_notes = gradient(
             _loss_at(inner, i, constants), params,
-            constant=inner.constant(i), alone=alone, check=i == 0,
+            constant=inner.constant(i), alone=alone, check=i == 0, made=i > start,
         )  # fmt: skip
         params, state = inner.rule(i, constants).update(params, grads, state)
         found.append(loss_and_notes)
@@ -166,12 +166,14 @@ def gradient(
     constant: bool,
     alone: bool = False,
     check: bool = True,
+    made: bool = False,
 ) -> tuple[Params, Any]:
     """grad loss(params), and (the loss, its notes), both without a graph.
 
     constant: the gradient has no graph; otherwise it has one wherever grad mode is on. alone: it is
     differentiated, if at all, before the model is run again. check: custom Functions are checked,
-    which the first step of a loop does for all.
+    which the first step of a loop does for all. made: params are the result of a step, which the loss
+    has from its argument alone, so that they need no views to differentiate by.
     """
     check = check and not constant
     if torch_internals.transforms_active():
@@ -180,7 +182,8 @@ def gradient(
     leaves, structure = pytree.flatten(params)
     hooks = refuse_saved_tensor_hooks(create_graph and not alone)
     with without_stand_ins() as stand_ins:  # what is not the loss itself needs none
-        own = fresh_leaves(leaves, create_graph)
+        taken = made and create_graph and _are_apart(leaves)
+        own = leaves if taken else fresh_leaves(leaves, create_graph)
         with torch.enable_grad(), keep_swapped(), hooks:
             with stand_ins.resumed():
                 value, notes = loss(pytree.unflatten(own, structure))
@@ -195,6 +198,13 @@ def gradient(
                 )
             grads = materialize_grads(list(found), own)
         return pytree.unflatten(grads, structure), (value.detach(), notes)
+
+
+def _are_apart(leaves: Sequence[Tensor]) -> bool:
+    """Whether each is a tensor of its own that has a graph, by which a loss can be differentiated."""
+    return len({id(leaf) for leaf in leaves}) == len(leaves) and all(
+        leaf.grad_fn is not None for leaf in leaves
+    )
 
 
 def _gradient_by_transform(

@@ -312,7 +312,9 @@ class Learner(nn.Module, ABC):
 
     def _runner(self, loop: ModuleLoop, start: MetaParams, wanted: bool) -> TaskRunner:
         """How tasks are run: operation by operation."""
-        start = pytree.map(Tensor.clone, start)  # for a model or a rule that works in place
+        # for a model or a rule that works in place; of what adapts, each task takes a copy of its own
+        model = {n: p if n in loop.adapting else p.clone() for n, p in start.model.items()}
+        start = MetaParams(model, pytree.map(Tensor.clone, start.modules))
         of_task = partial(self._task_result, loop, start, wanted)
         return eager_runner(of_task, loop.options.stand_ins)
 

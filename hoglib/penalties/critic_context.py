@@ -1,6 +1,7 @@
 """Parameters and dtypes of the critic that a penalty runs."""
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +14,16 @@ from hoglib._core.closures import owner_of
 def autocast_devices(tensors: Sequence[Tensor]) -> list[str]:
     """The device types of the tensors for which autocast is on."""
     return [kind for kind in {x.device.type for x in tensors} if mixed_precision.autocast_on(kind)]
+
+
+def without_autocast(kinds: Sequence[str]) -> AbstractContextManager[object]:
+    """Inside, autocast is off on devices of these types."""
+    if not kinds:
+        return nullcontext()
+    stack = ExitStack()
+    for kind in kinds:
+        stack.enter_context(torch.autocast(kind, enabled=False))
+    return stack
 
 
 def cast_like_parameters(params: Iterable[Tensor], tree: Any) -> Any:

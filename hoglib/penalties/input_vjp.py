@@ -6,7 +6,7 @@ This is where a penalty calls `torch.autograd.grad`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, final
 
 import torch
@@ -41,6 +41,7 @@ from hoglib.penalties.critic_context import (
     cast_like_parameters,
     is_frozen,
     parameters_of,
+    without_autocast,
 )
 from hoglib.penalties.options import CheckedOptions, select_output
 from hoglib.penalties.samples import Samples, check_points, random_like
@@ -73,20 +74,19 @@ def input_vjp(
     func = uncompiled(func)
     leaves = check_points(options.name, "the points", x)
     create_graph = torch.is_grad_enabled()
-    with ExitStack() as stack:
-        if create_graph:
-            stack.enter_context(examined_functions(options.name))
-        else:
-            stack.enter_context(grad_enabled())
-        modules = stack.enter_context(restore_buffers())
-        for kind in () if options.autocast else autocast_devices(leaves):
-            stack.enter_context(torch.autocast(kind, enabled=False))
+    recorded: Any = examined_functions(options.name) if create_graph else grad_enabled()
+    kinds = () if options.autocast else autocast_devices(leaves)
+    with (
+        recorded,
+        restore_buffers() as modules,
+        without_autocast(kinds),
+        rematerialized(options.remat, func, options.compile),
+    ):
+        if kinds:
             x, args = cast_like_parameters(parameters_of(func), (x, args))
         given = (*leaves, *(pytree.leaves(args) if args else ()))
         if any(t.is_inference() for t in given if isinstance(t, Tensor)):
             x, args = clone_inference_tensors((x, args))
-        if options.remat is not False:
-            stack.enter_context(rematerialized(options.remat, func, options.compile))
         yield InputVJP(func, x, args, options, create_graph, per_sample, modules)
 
 
@@ -147,10 +147,10 @@ class InputVJP:
     def _run(self) -> Any:
         """The outputs of the function; at copies of the points if it changes them in place, which torch
         refuses for leaves. Points that have a graph are always copied: the caller still needs them."""
+        points = self.tree([leaf if leaf.is_leaf else leaf.clone() for leaf in self.leaves])
         with stand_ins_if(self.options.stand_ins):
             try:
-                points = [leaf if leaf.is_leaf else leaf.clone() for leaf in self.leaves]
-                return self.func(self.tree(points), *self.args)
+                return self.func(points, *self.args)
             except RuntimeError as error:
                 self._explain_dtypes(error)
                 if not any(text in str(error) for text in IN_PLACE_ERRORS):

@@ -83,7 +83,7 @@ class CheckedOptions(NamedTuple):
     stand_ins: bool = True
     remat: Remat = False
     return_outputs: bool = False
-    compile: Any = False
+    compile: Any = ""
 
     @property
     def one_graph(self) -> Any:
@@ -102,15 +102,18 @@ def check_options(
                 f"{name}: expected options among {', '.join(OPTION_NAMES)}, got {key!r}"
                 + (f"; did you mean {close[0]!r}?" if close else ".")
             )
-    checked = CheckedOptions(name, validation.generator(generator), **options)
-    remat, backend = check_remat(checked.remat), check_backend(checked.compile)
-    checked = checked._replace(remat=remat, compile=backend)
+    given: dict[str, Any] = {**options}
+    if "remat" in given:
+        given["remat"] = check_remat(given["remat"])
+    if "compile" in given:
+        given["compile"] = check_backend(given["compile"])
+    checked = CheckedOptions(name, validation.generator(generator), **given)
     validation.one_of("reduction", checked.reduction, REDUCTIONS)
     for key in ("autocast", "stand_ins", "return_outputs"):
         validation.flag(key, getattr(checked, key))
     output = checked.output
-    if isinstance(output, bool) or not (
-        output is None or isinstance(output, int | str) or callable(output)
+    if output is not None and (
+        isinstance(output, bool) or not (isinstance(output, int | str) or callable(output))
     ):
         raise ArgumentTypeError(
             "output: expected a position, a key, the name of an attribute, or a function of the "

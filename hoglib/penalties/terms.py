@@ -53,10 +53,9 @@ def penalty(
     """The reduced terms of a rule at x; with return_outputs also what func returned there."""
     if options.micro_batch is not None:
         return _in_micro_batches(func, x, args, rule, options)
-    terms = Terms(func, rule, options._replace(batch=None))
     if backend_of(options.one_graph) is not None:
-        return _as_graph(terms, x, args, options.batch)
-    value, outputs, point = terms.evaluate(x, args, options.batch)
+        return _as_graph(Terms(func, rule, options._replace(batch=None)), x, args, options.batch)
+    value, outputs, point = evaluate(func, x, args, rule, options)
     if point.create_graph:
         value = averaged(options.name, value, point.trainable, outputs)
     return PenaltyWithOutputs(value, outputs) if options.return_outputs else value
@@ -75,26 +74,28 @@ class Terms:
     ) -> Any:
         """The value, and outputs where they are returned. A list of draws is given in a graph."""
         drawn = RecordedDraws(draws) if isinstance(draws, list) else draws
-        value, outputs, _ = self.evaluate(x, args, batch, drawn)
+        options = self.options._replace(batch=batch)
+        value, outputs, _ = evaluate(self.func, x, args, self.rule, options, drawn)
         return (value, outputs) if self.options.return_outputs else value
 
-    def evaluate(
-        self, x: Any, args: tuple[Any, ...], batch: Any, draws: RecordedDraws | None = None
-    ) -> tuple[Tensor, Any, InputVJP]:
-        """The value, with all checks done, the outputs of the function, and its InputVJP."""
-        options = self.options._replace(batch=batch)
-        with input_vjp(self.func, x, args, options) as point:
-            point.draws = draws
-            terms = self.rule(point)
-            if point.create_graph and not transforms_active():
-                if not terms.requires_grad or not depends_on_any(terms, point.trainable):
-                    raise point.no_gradient_flow(NOT_OF_PARAMETERS)
-                if value_checks_on():
-                    check_batch_dependence(point)
-            value, outputs = _reduce(terms, options.reduction), point.outputs
-        if not point.create_graph:
-            value, outputs = value.detach(), pytree.map_tensors(Tensor.detach, outputs)
-        return value, outputs, point
+
+def evaluate(
+    func: Function, x: Any, args: tuple[Any, ...], rule: Rule, options: CheckedOptions,
+    draws: RecordedDraws | None = None,
+) -> tuple[Tensor, Any, InputVJP]:  # fmt: skip
+    """The reduced terms, with all checks done, the outputs of the function, and its InputVJP."""
+    with input_vjp(func, x, args, options) as point:
+        point.draws = draws
+        terms = rule(point)
+        if point.create_graph and not transforms_active():
+            if not terms.requires_grad or not depends_on_any(terms, point.trainable):
+                raise point.no_gradient_flow(NOT_OF_PARAMETERS)
+            if value_checks_on():
+                check_batch_dependence(point)
+        value, outputs = _reduce(terms, options.reduction), point.outputs
+    if not point.create_graph:
+        value, outputs = value.detach(), pytree.map_tensors(Tensor.detach, outputs)
+    return value, outputs, point
 
 
 def _reduce(terms: Tensor, reduction: str) -> Tensor:
@@ -190,10 +191,12 @@ def _batch_norm_name(module: _BatchNorm, func: Any) -> str:
 
 def _found_dependent(point: InputVJP) -> bool:
     """`is_batch_dependent`, remembered."""
-    modes = tuple([module.training for module in point.modules])
+    func, modes = point.func, tuple([module.training for module in point.modules])
     # by the type: isinstance asks the metaclass of Parameter, which takes its time
     parameter = next((t for t in point.trainable if type(t) is nn.Parameter), point.trainable[0])
-    key = id(owner_of(point.func)), getattr(point.func, "__name__", ""), modes
+    # a module would take long to say that it has no name
+    name = "" if isinstance(func, nn.Module) else getattr(func, "__name__", "")
+    key = id(owner_of(func)), name, modes
     known: dict[Any, bool] = _FOUND_DEPENDENT.setdefault(parameter, {})
     if key not in known:
         found = is_batch_dependent(point)
@@ -226,7 +229,8 @@ def _in_micro_batches(
     if not count:
         raise ArgumentValueError(EMPTY.format(options.name))
     detached = pytree.map_tensors(Tensor.detach, x)
-    terms = Terms(func, rule, options._replace(reduction="sum", micro_batch=None))
+    options_of_piece = options._replace(reduction="sum", micro_batch=None)
+    terms = Terms(func, rule, options_of_piece)
     total: Tensor | None = None
     trainable: dict[int, Tensor] = {}  # by its id
     gradients: dict[int, Tensor] = {}  # of a trainable tensor, summed over the pieces
@@ -236,7 +240,7 @@ def _in_micro_batches(
         points = [leaf.requires_grad_(old.requires_grad) for leaf, old in
                   zip(pytree.leaves(piece[0]), leaves, strict=True)]  # fmt: skip
         if backend_of(options.one_graph) is None:
-            value, _, point = terms.evaluate(piece[0], piece[1], None)
+            value, _, point = evaluate(func, piece[0], piece[1], rule, options_of_piece)
             reached = point.trainable if point.create_graph else []
         else:
             value = _as_graph(terms, piece[0], piece[1], None)

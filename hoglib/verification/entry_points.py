@@ -56,48 +56,63 @@ _CHANGING: WeakSet[type[Function]] = WeakSet()
 _THREAD = threading.local()
 
 
-@contextmanager
-def examined_functions(
-    caller: str, *, first_order: bool = False
-) -> Iterator["MetFunctions | None"]:
+@final
+class examined_functions:  # noqa: N801 a context manager
     """Examines the custom Functions of the user that are applied inside, and tells which are wrong.
 
-    Within another one it does nothing: the outermost entry point tells.
+    Within another one it does nothing: the outermost entry point tells. A class, as it stands around
+    each derivative: generators of contextlib take several times as long to enter and to leave.
 
     Args:
         caller: The entry point, as messages name it.
         first_order: It takes first derivatives only, so that a wrong second one does no harm. Default:
             by whether backward runs with a graph, which inside of torch.func is not known.
-    Yields:
-        The Functions that are met; None where nothing is examined.
+    Returns:
+        From entering, the Functions that are met; None where nothing is examined.
     Raises:
         VerificationError: at the end, for a wrong Function, inside `second_order(on_wrong="raise")`.
         NoSecondDerivative: at the end, for a Function whose second derivative is wrong, where nothing
             of the gradient can be differentiated.
     """
-    action = on_wrong()
-    if action == "ignore" or getattr(_THREAD, "examining", False) or not value_checks_on():
-        yield None
-        return
-    met = MetFunctions()
-    _THREAD.examining, _THREAD.met = True, met
-    try:
+
+    def __init__(self, caller: str, *, first_order: bool = False) -> None:
+        self._caller, self._first_order = caller, first_order
+        self._met: MetFunctions | None = None
+
+    def __enter__(self) -> "MetFunctions | None":
+        self._action = on_wrong()
+        examining = self._action == "ignore" or getattr(_THREAD, "examining", False)
+        if examining or not value_checks_on():
+            return None
+        self._met = MetFunctions()
+        self._watching = watching_functions(self._met.see)
+        self._watching.__enter__()
+        _THREAD.examining, _THREAD.met = True, self._met
+        return self._met
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        met, self._met = self._met, None
+        if met is None:
+            return
         try:
-            with watching_functions(met.see):
-                yield met
-        except Exception as error:
-            _explain(error, met)
-            raise
+            self._watching.__exit__()
+            if isinstance(error, Exception):
+                _explain(error, met)
+            elif error is None:
+                self._tell_wrong(met)
+        finally:
+            _THREAD.examining, _THREAD.met = False, None
+
+    def _tell_wrong(self, met: "MetFunctions") -> None:
         for (function, kinds), order in met.differentiated.items():
             verdict = _verdict(met, function, kinds)
-            if verdict.is_told and verdict.order <= (1 if first_order else order):
-                _tell(caller, function, verdict, action, met.nothing_left)
+            if verdict.is_told and verdict.order <= (1 if self._first_order else order):
+                _tell(self._caller, function, verdict, self._action, met.nothing_left)
             elif met.used_after_change.intersection([(function, kinds)]):
                 changes = met.changes(function, kinds)
                 text = CHANGES.format(name=function.__qualname__, changes=changes)
-                _tell(caller, function, Verdict("wrong", text), action, nothing_left=False)
-    finally:
-        _THREAD.examining, _THREAD.met = False, None
+                wrong = Verdict("wrong", text)
+                _tell(self._caller, function, wrong, self._action, nothing_left=False)
 
 
 def note_lost_graph(gradient: Gradient) -> None:
