@@ -9,18 +9,25 @@ import torch
 import torch.distributed as dist
 from torch import multiprocessing
 
+# A server imports once what takes seconds, and each process is a copy of it.
+multiprocessing.set_forkserver_preload(["lightning.pytorch", "torch.distributed.fsdp", "hoglib"])
+
 
 def found_by_each(function, folder, count=2):
     """function(rank, folder, found) in each of count processes, which fills the dict `found` with what
     JSON can hold; the dicts."""
-    # A server imports once what takes seconds, and each process is a copy of it.
-    multiprocessing.set_forkserver_preload(
-        ["lightning.pytorch", "torch.distributed.fsdp", "hoglib"]
-    )
     multiprocessing.start_processes(
         _run, (function, folder, count), nprocs=count, start_method="forkserver"
     )
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(count)]
+
+
+def exit_code_of(function, *args):
+    """That of a process of its own that calls a function of a module; -n where signal n ended it."""
+    process = multiprocessing.get_context("forkserver").Process(target=function, args=args)
+    process.start()
+    process.join()
+    return process.exitcode
 
 
 def raised_by(calls):

@@ -142,6 +142,7 @@ def test_a_graph_gives_the_meta_gradient(case, mode):
 def test_compiled_it_is_the_same(mode, over_tasks):
     tasks = stacks()
     ours, plain = (learner(plain_net, how, over_tasks=over_tasks) for how in (mode, False))
+    ours.inner_steps = plain.inner_steps = 1  # more are more of the same operations
     assert relative(meta_gradient(ours, tasks), meta_gradient(plain, tasks)) < 1e-10
     assert {entry.backend for entry in capturing.graphs_of(ours._compiler)} == {"inductor"}
 

@@ -1,12 +1,10 @@
 """Gradients through long trainings: replays against a loop by hand, resumption, and what is refused."""
 
 import errno
+import itertools
 import os
 import random
 import signal
-import subprocess
-import sys
-import textwrap
 from math import isqrt
 from pathlib import Path
 
@@ -23,6 +21,7 @@ from hoglib.meta import checkpoints
 from hoglib.meta.batches import make_batches
 from hoglib.meta.leave_k_out import spearman
 from tests.oracles import relative
+from tests.several_processes import exit_code_of
 from tests.tensors import F32, F64, randn
 
 WAYS = {
@@ -260,27 +259,6 @@ def test_memory_does_not_grow_with_the_steps(schedule, tmp_path):
 
 # Interruptions
 
-SCRIPT = """
-    import os, signal, sys
-    import torch
-    from tests.meta import test_replay as here
-
-    kill_at, path, way, entry = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
-    calls = 0
-    forward = here.nn.Linear.forward
-
-    def counted(self, x):
-        global calls
-        calls += 1
-        if calls == kill_at:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return forward(self, x)
-
-    here.nn.Linear.forward = counted
-    getattr(here, entry)(way, path)
-    print(calls)
-"""
-
 
 def whole(way, path):
     return run(way, "adam", "augmented", 30, dropout=0.2, path=path)
@@ -297,13 +275,18 @@ def adapted(way, path):
     return [*found.values()], torch.autograd.grad(value, [*params.values(), x])
 
 
-def killed(kill_at, path, way, entry):
-    arguments = [sys.executable, "-c", textwrap.dedent(SCRIPT), str(kill_at), str(path), way, entry]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        arguments, cwd=Path(__file__).parents[2], env=environment, capture_output=True, check=False
-    )
-    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+def killed_at(kill_at, path, way, entry):
+    """Ends this process by a signal in the call of a linear layer with this number."""
+    torch.set_num_threads(1)
+    calls, forward = itertools.count(1), nn.Linear.forward
+
+    def counted(self, x):
+        if next(calls) == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return forward(self, x)
+
+    nn.Linear.forward = counted
+    entry(way, path)
 
 
 @pytest.mark.parametrize(
@@ -319,7 +302,8 @@ def killed(kill_at, path, way, entry):
 )
 def test_a_killed_process_is_resumed_bit_for_bit(entry, way, kill_at, tmp_path, monkeypatch):
     expected = entry(way, tmp_path / "uninterrupted")
-    killed(kill_at, tmp_path / "killed", way, entry.__name__)
+    code = exit_code_of(killed_at, kill_at, tmp_path / "killed", way, entry)
+    assert code == -signal.SIGKILL
     calls, forward = [0], nn.Linear.forward
 
     def counted(self, x):
