@@ -22,7 +22,7 @@ _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 _DEFINES_FUNCTIONS = tuple(
     os.path.join(_HOGLIB, *name.split("/"))
     for name in (
-        "ops/", "nn.py", "_core/mixed_precision.py", "_core/norms.py",
+        "ops/", "nn.py", "testing/opinfo/", "_core/mixed_precision.py", "_core/norms.py",
         "_core/recomputation.py", "_core/torch_errors.py",
     )
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The commands: verify, audit, graph, env, check. Each prints, and returns the exit status."""
+"""The commands: verify, audit, graph, ops, env, check. Each prints, and returns the exit status."""
 
 import contextlib
 import json as json_format
@@ -152,6 +152,15 @@ def graph(
         print(f"fault: {fault}", file=sys.stderr)
     if output is None:
         print(picture, end="")
+    return RIGHT
+
+
+def ops(*, markdown: bool) -> int:
+    """`hoglib ops`: the table of ops."""
+    from hoglib.testing.opinfo import overview  # it builds samples of every op
+
+    table = overview.rows()
+    print(overview.markdown(table) if markdown else overview.text(table))
     return RIGHT
 
 

@@ -11,7 +11,7 @@ from hoglib.cli import commands
 
 DESCRIPTION = """\
 Checks of second derivatives: verify a custom Function, audit a model's loss, draw the graph of a
-gradient; check this installation.
+gradient; list hoglib's ops; check this installation.
 """
 EXAMPLES = """\
 examples:
@@ -60,6 +60,12 @@ Draw the graph that a second derivative goes through; faults are marked, and pri
 .svg, .png and .pdf need graphviz's program `dot`; .dot and .gv, and stdout without -o, do not.
 
 Exit status: 0 drawn, 2 it could not be drawn.
+"""
+OPS = """\
+List the ops of hoglib.ops: formula, orders, dtypes, and whether the compiler takes them.
+
+  hoglib ops
+  hoglib ops --markdown > ops.md
 """
 ENV = """\
 List versions, devices, and the torch calls that have stand-ins.
@@ -139,6 +145,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_graph_arguments(
         command("graph", "draw the graph of a function's gradient, with the faults in it", GRAPH)
     )
+    ops = command("ops", "list the ops", OPS)
+    ops.add_argument("--markdown", action="store_true", help="as the table of docs/ops.md")
     env = command("env", "list versions, devices, and the torch calls that have stand-ins", ENV)
     env.add_argument("--json", action="store_true", help="print JSON")
     check = command("check", "is this installation fine? ten seconds", CHECK)

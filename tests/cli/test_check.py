@@ -104,7 +104,9 @@ def test_a_wrong_environment_variable_is_not_run(command, capsys, monkeypatch):
     assert "HOGLIB_ONEDNN" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", [[], ["verify"], ["audit"], ["graph"], ["env"], ["check"]])
+@pytest.mark.parametrize(
+    "command", [[], ["verify"], ["audit"], ["graph"], ["ops"], ["env"], ["check"]]
+)
 def test_the_help_has_examples_whose_options_exist(command, capsys):
     with pytest.raises(SystemExit) as end:
         main([*command, "--help"])

@@ -17,7 +17,7 @@ from torch.testing import assert_close
 
 import hoglib as hog
 from hoglib._core.tolerances import TOLERANCES
-from tests.opinfo import OpInfo, SampleInput
+from hoglib.testing.opinfo import OpInfo, SampleInput
 
 F64 = torch.float64
 Function = Callable[..., Any]

@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import hoglib as hog
 from hoglib.ops import external
-from tests.opinfo.hand_written import cube as cube_by_hand
+from hoglib.testing.opinfo.hand_written import cube as cube_by_hand
 
 DOUBLE = torch.float64
 

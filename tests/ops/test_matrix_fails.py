@@ -12,14 +12,14 @@ from hoglib.ops._function import (  # to make faulty ops as hoglib makes right o
     Saved,
     make_function,
 )
-from tests.functions import KeepsIntermediate, OnceDifferentiable
-from tests.opinfo.op_info import (
+from hoglib.testing.opinfo.op_info import (
     WITH_COMPLEX,
     OpInfo,
     broadcasting_sample,
     elementwise_corners,
     sample_input,
 )
+from tests.functions import KeepsIntermediate, OnceDifferentiable
 from tests.ops.matrix import CELLS
 
 # What a cell raises when it finds a mistake: its own assertion, torch's account of a wrong derivative,

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 import hoglib as hog
 from hoglib._core.tolerances import TOLERANCES
-from tests.opinfo import CATALOGUE, OpInfo
+from hoglib.testing.opinfo import CATALOGUE, OpInfo
 
 TOLERANCE = TOLERANCES[torch.float64]._asdict()
 STAND_INS = ("missing", "wrong")  # composites of torch's operations, whose tests are their own

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 import hoglib as hog
 from hoglib import ops
 from hoglib.ops import replacements
-from tests.opinfo.catalogue import CATALOGUE
+from hoglib.testing.opinfo.catalogue import CATALOGUE
 from tests.ops.checks import MODES
 
 REPLACES = {

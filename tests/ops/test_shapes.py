@@ -14,7 +14,7 @@ from torch.testing import assert_close
 
 from hoglib import ops
 from hoglib._core.tolerances import TOLERANCES
-from tests.opinfo import references
+from hoglib.testing.opinfo import references
 from tests.ops.matrix import F64, close, orders, weights
 
 few = settings(max_examples=25, deadline=None, derandomize=True)

@@ -3,8 +3,8 @@
 from typing import Any
 
 from hoglib import ops
-from tests.opinfo import references
-from tests.opinfo.op_info import (
+from hoglib.testing.opinfo import references
+from hoglib.testing.opinfo.op_info import (
     NEEDS_DIMENSIONS,
     SURROGATE,
     WITH_COMPLEX,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hoglib import ops
-from tests.opinfo.op_info import Normal, OpInfo, SampleInput, sample_input
+from hoglib.testing.opinfo.op_info import Normal, OpInfo, SampleInput, sample_input
 
 
 def _kernel(d: Tensor, mode: str) -> Tensor:

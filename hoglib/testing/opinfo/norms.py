@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hoglib import ops
-from tests.opinfo.op_info import WITH_COMPLEX, OpInfo, sample_input
+from hoglib.testing.opinfo.op_info import WITH_COMPLEX, OpInfo, sample_input
 
 
 def _standardize(x: Tensor, dims: tuple[int, ...], eps: float) -> Tensor:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hoglib import ops
-from tests.opinfo.op_info import ONE_TENSOR, OpInfo, same_shape_corners, sample_input
+from hoglib.testing.opinfo.op_info import ONE_TENSOR, OpInfo, same_shape_corners, sample_input
 
 WARNS = {"broadcasting": "torch warns of it, which is an error here; in tests/ops/test_losses.py"}
 

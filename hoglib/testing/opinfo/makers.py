@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from hoglib import ops
-from tests.opinfo import hand_written
-from tests.opinfo.op_info import (
+from hoglib.testing.opinfo import hand_written
+from hoglib.testing.opinfo.op_info import (
     HAND_WRITTEN,
     WITH_COMPLEX,
     OpInfo,

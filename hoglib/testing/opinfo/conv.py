@@ -6,7 +6,7 @@ from typing import Any
 import torch.nn.functional as F
 
 from hoglib import ops
-from tests.opinfo.op_info import (
+from hoglib.testing.opinfo.op_info import (
     NEEDS_DIMENSIONS,
     WITH_COMPLEX,
     OpInfo,

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from hoglib import ops
-from tests.opinfo import references
-from tests.opinfo.op_info import ONE_TENSOR, WITH_COMPLEX, OpInfo, sample_input
+from hoglib.testing.opinfo import references
+from hoglib.testing.opinfo.op_info import ONE_TENSOR, WITH_COMPLEX, OpInfo, sample_input
 
 
 def _reduction(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hoglib import ops
-from tests.opinfo.op_info import ONE_TENSOR, OpInfo, sample_input
+from hoglib.testing.opinfo.op_info import ONE_TENSOR, OpInfo, sample_input
 
 _LENGTHS = torch.tensor([2, 3, 1])
 _INDEX = torch.tensor([1, 0, 1, 1])

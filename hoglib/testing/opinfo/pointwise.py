@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from hoglib import ops
-from tests.opinfo import references
-from tests.opinfo.hand_written import sinh_returning_intermediates
-from tests.opinfo.op_info import (
+from hoglib.testing.opinfo import references
+from hoglib.testing.opinfo.hand_written import sinh_returning_intermediates
+from hoglib.testing.opinfo.op_info import (
     HAND_WRITTEN,
     ONE_TENSOR,
     SURROGATE,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hoglib import ops
-from tests.opinfo.op_info import (
+from hoglib.testing.opinfo.op_info import (
     NEEDS_DIMENSIONS,
     ONE_TENSOR,
     Normal,

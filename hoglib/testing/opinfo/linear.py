@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hoglib import ops
-from tests.opinfo import references
-from tests.opinfo.op_info import (
+from hoglib.testing.opinfo import references
+from hoglib.testing.opinfo.op_info import (
     NEEDS_DIMENSIONS,
     WITH_COMPLEX,
     OpInfo,

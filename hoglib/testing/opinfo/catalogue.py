@@ -3,7 +3,7 @@
 The test matrix runs each of its cells on each sample of each entry, or reads here why not.
 """
 
-from tests.opinfo import (
+from hoglib.testing.opinfo import (
     conv,
     gradient_ops,
     grid_sample,
