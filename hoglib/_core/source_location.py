@@ -1,12 +1,13 @@
 """Where in the user's code something happens: for warnings, and for the lines that messages name."""
 
+import inspect
 import linecache
 import os
 import re
 import sys
 import sysconfig
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
 from typing import NamedTuple
 
@@ -181,6 +182,21 @@ def error_line(error: BaseException) -> SourceLine | None:
             innermost = SourceLine(file, trace.tb_lineno)
         trace = trace.tb_next
     return innermost
+
+
+def line_in(error: BaseException, function: Callable[..., object]) -> SourceLine | None:
+    """The line of a Python function in which an error, or what caused it, was raised; None if it was
+    raised elsewhere."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    cause: BaseException | None = error
+    while cause is not None and code is not None:
+        trace = cause.__traceback__
+        while trace is not None:
+            if trace.tb_frame.f_code is code:
+                return SourceLine(code.co_filename, trace.tb_lineno)
+            trace = trace.tb_next
+        cause = cause.__cause__ or cause.__context__
+    return None
 
 
 def format_error(error: BaseException) -> str:

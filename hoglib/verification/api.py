@@ -35,7 +35,7 @@ from hoglib.verification.examination import applied, examine
 from hoglib.verification.held_modules import lifted
 from hoglib.verification.options import Bounds, Options, parse_modes, parse_orders
 from hoglib.verification.report import ORDINALS, Report, Row
-from hoglib.verification.rounding import exact_products
+from hoglib.verification.rounding import PrecisionWatch, exact_products
 from hoglib.verification.structures import choices, structures
 from hoglib.verification.subject import Subject, as_function
 
@@ -43,7 +43,7 @@ FIRST = "first derivative: reverse"
 OTHER_DIRECTIONS = "first derivative: other directions"
 ALONE = "second derivative: of"
 HIDDEN = (
-    "Here the share that is lost is less than the noise of differences in {dtype}, which is why the "
+    "Here the share that is lost is less than the noise of differences in float32, which is why the "
     "second derivative of the whole passes."
 )
 LEAVING = (
@@ -245,7 +245,7 @@ def _rows(
             right = order == 2 and all(row.status in ("pass", "skip") for row in judged)
             if right and not options.surrogate and as_function(subject.fn) is not None:
                 yield from _guarded(elsewhere.NAME, "skip", elsewhere.rows(subject, options))
-            elif right and not options.surrogate and subject.dtype != torch.float64:
+            elif right and not options.surrogate and _rounds(subject):
                 yield from _guarded(ALONE, "skip", _alone(subject))
     differences = derivatives.found
     rows = fix_hints.attribution_rows(subject, points[-1], differences)
@@ -339,8 +339,15 @@ def _alone(subject: Subject) -> Iterator[Row]:
         by = tuple(i in app.by for i in range(len(app.args)))
         verdict = examine(applied(app.function, app.args, by, ""))
         if verdict.status == "wrong":
-            text = f"{verdict.text} {HIDDEN.format(dtype=subject.dtype)}"
-            yield Row(f"{ALONE} {app.function.__name__}", "warn", None, text)
+            yield Row(f"{ALONE} {app.function.__name__}", "warn", None, f"{verdict.text} {HIDDEN}")
+
+
+def _rounds(subject: Subject) -> bool:
+    """Whether it computes in less than float64."""
+    watch = PrecisionWatch()
+    with watch:
+        subject.map(*subject.x)
+    return subject.dtype != torch.float64 or bool(watch.rounded)
 
 
 def _notes(subject: Subject) -> Iterator[Row]:

@@ -83,6 +83,8 @@ class Discrepancy:
     problem: str = ""  # what differences said there
     raised: Exception | None = None
     faulty: set[int] = field(default_factory=set)  # columns with a wrong derivative
+    # by column and what was compared: what a number is off, with its sign, and what is allowed
+    signed: dict[tuple[int, ...], tuple[float, float]] = field(default_factory=dict)
 
     def note(
         self, at: Target, i: int, j: int, where: str, wrong: bool, error: float, got: float,
@@ -121,7 +123,7 @@ def in_forward(
     """J v for each direction, element by element."""
     found = Discrepancy()
     concluded = set()
-    for one in at.slopes:
+    for n, one in enumerate(at.slopes):
         try:
             results = push(at.map, at.x, one.column, one.v)
         except Exception as error:
@@ -145,6 +147,9 @@ def in_forward(
             if not value.numel():
                 continue
             off = torch.where(known, (value - one.values[i]).abs(), 0.0)
+            weights = random_like(off, torch.Generator().manual_seed(i))
+            total = (torch.where(known, value - one.values[i], 0.0) * weights).sum()
+            found.signed[one.column, i, n] = float(total), _random_sum(allowed)
             worst = int((off.nan_to_num(torch.inf) - allowed).nan_to_num(torch.inf).argmax())
             numbers = (float(t.reshape(-1)[worst]) for t in (off, value, one.values[i]))
             distance, got, expected = numbers
@@ -175,8 +180,8 @@ def in_reverse(
     except Exception as error:
         return _raised(error, at, -1)
     concluded, rows = set(), set()
-    for (i, w), grads in zip(covectors, pulled, strict=True):
-        for one in at.slopes:
+    for k, ((i, w), grads) in enumerate(zip(covectors, pulled, strict=True)):
+        for n, one in enumerate(at.slopes):
             known = one.known(i)
             if bool((w[~known] != 0).any()):
                 found.problem = found.problem or one.problem
@@ -201,6 +206,7 @@ def in_reverse(
                 rounding += bounds.atol * min(1.0, one.size(i)) * varying + floor * reach
                 allowed = rounding + bounds.rtol * scale
             off = abs(got - expected)
+            found.signed[one.column, k, n] = got - expected, allowed
             if _is_drowned(one, i, abs(got), scale, off, noise, reach, rounding):
                 found.problem = found.problem or DROWNED
                 continue

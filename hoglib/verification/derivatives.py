@@ -52,7 +52,7 @@ CONSTANT = (
     "requires_grad, or detached."
 )
 NOISE = "its noise in this dtype is {noise:.1g}, and what is less is not known"
-SHAKEN = 2  # points around, at which what is wrong by measured tolerances is wrong, too
+SHAKEN = 4  # points around, at which what is wrong by measured tolerances is wrong, too
 JVP_TWICE = "jvp inside jvp: torch returns zero for the derivative of a custom Function's own jvp."
 NOT_OFFERED = "it is not offered: {which} without a jvp staticmethod."
 
@@ -285,18 +285,37 @@ class Derivatives:
         closer = self._compared(at, key, bounds)
         if not closer.wrong:
             return closer if closer.raised is None else found
+        noise = self._noise(at, key, bounds, closer.column)
+        if noise is None:
+            return closer
+        found.unknown |= closer.faulty
+        found.checked -= 1
+        found.problem = NOISE.format(noise=noise)
+        return found
+
+    def _noise(self, at: Target, key: str, bounds: Bounds, column: int) -> float | None:
+        """The noise of what was compared by an input, if that is all that is wrong: a fault is off by
+        about as much at points close by, along the same directions, and noise is not."""
+        random = self._subject.random
+        shaken = torch.Generator().manual_seed(10)
+        state = random.get_state()
+        runs: list[Discrepancy] = []
         for _ in range(SHAKEN):
-            x = [y * (1 + 0.01 * random_like(y, self._subject.random)) for y in at.x]
-            near = self._target(Stage(at.map, x, at.rows, at.columns))
+            random.set_state(state)
+            x = [y * (1 + 0.01 * random_like(y, shaken)) for y in at.x]
             with suppress(Exception):  # it may refuse what the user did not pass
-                other = self._compared(near, key, bounds)
-                if other.wrong and closer.column in other.faulty:
-                    continue
-            found.unknown |= closer.faulty
-            found.checked -= 1
-            found.problem = NOISE.format(noise=abs(closer.got - closer.expected))
-            return found
-        return closer
+                near = self._target(Stage(at.map, x, at.rows, at.columns))
+                runs.append(self._compared(near, key, bounds))
+        worst = 0.0
+        shared = set(runs[0].signed).intersection(*(one.signed for one in runs)) if runs else set()
+        for which in (one for one in shared if one[0] == column):
+            offs = torch.tensor([one.signed[which][0] for one in runs], dtype=torch.float64)
+            allowed = sum(one.signed[which][1] for one in runs) / len(runs)
+            mean, spread = float(offs.mean().abs()), float(offs.std())
+            if mean > allowed and mean > 5 * spread / len(runs) ** 0.5:
+                return None
+            worst = max(worst, spread)
+        return worst
 
     def _compared(self, at: Target, key: str, bounds: Bounds | None = None) -> Discrepancy:
         bounds = bounds or self._options.bounds

@@ -22,10 +22,10 @@ from torch.autograd import Function
 from hoglib._core import pytree, torch_internals
 from hoglib._core.autograd import Gradient
 from hoglib._core.recomputation import inside_recomputation
-from hoglib._core.source_location import warn
+from hoglib._core.source_location import line_in, warn
 from hoglib._core.torch_internals import watching_functions
 from hoglib._core.torch_modes import value_checks_on, without_stand_ins
-from hoglib.errors import NoSecondDerivative, VerificationError
+from hoglib.errors import HoglibError, NoSecondDerivative, VerificationError
 from hoglib.stand_ins.mode import on_wrong
 from hoglib.verification import side_effects
 from hoglib.verification.examination import Applied, Verdict, applied, examine
@@ -44,6 +44,10 @@ INSTEAD = {
     "torchdiffeq._impl.adjoint": "Use `torchdiffeq.odeint` instead of odeint_adjoint: torch "
     "differentiates its steps to any order.",
 }
+RAISED = (
+    "The backward of {name} raised it, at {line}. `hoglib.verify({name}, inputs)` shows whether it "
+    "runs with a graph, which a second derivative needs."
+)
 CHANGES = (
     "{name} changes an argument that is used elsewhere, too, without a word to autograd: the "
     "derivative by it is wrong. {changes} `hoglib.verify({name}, inputs)` shows all checks."
@@ -288,14 +292,20 @@ def _verdict(met: MetFunctions, function: type[Function], kinds: Any) -> Verdict
 
 
 def _explain(error: Exception, met: MetFunctions) -> None:
-    """Adds to an error of a lost or missing graph which of the Functions that were differentiated is
-    wrong, and in which line."""
-    if not isinstance(error, NoSecondDerivative):
-        return
+    """Adds to an error which of the Functions that were differentiated raised it, or lost the graph,
+    and in which line."""
     for function, kinds in met.differentiated:
-        verdict = _verdict(met, function, kinds)
-        if verdict.status == "wrong" and verdict.second and verdict.text not in str(error):
-            error.args = (f"{error} {verdict.text[0].upper()}{verdict.text[1:]}", *error.args[1:])
+        text = ""
+        if line := line_in(error, torch_internals.backward_rule(function)):
+            text = RAISED.format(name=function.__qualname__, line=line)
+        elif isinstance(error, NoSecondDerivative):
+            verdict = _verdict(met, function, kinds)
+            text = verdict.text if verdict.status == "wrong" and verdict.second else ""
+        if text and text not in str(error):
+            if isinstance(error, HoglibError):
+                error.args = (f"{error} {text[0].upper()}{text[1:]}", *error.args[1:])
+            else:
+                error.add_note(text)
 
 
 def _examined(given: Applied, before: Verdict | None) -> Verdict:

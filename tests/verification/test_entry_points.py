@@ -836,3 +836,37 @@ def test_a_derivative_without_elements_is_not_examined():
 
     assert told(lambda f: hog.hvp(lambda p: f(p[:0]).sum() + p.sum(), X, X), Cut.apply) == []
     assert told(lambda f: hog.hvp(lambda p: f(p).sum(), X, X), Cut.apply)
+
+
+class IntoBuffer(Cube):
+    """Backward writes into memory, which raises with a graph."""
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        result = torch.empty_like(x)
+        torch.mul(3 * x * x, g, out=result)
+        return result
+
+
+class Refuses(Cube):
+    @staticmethod
+    def backward(ctx, g):
+        assert not torch.is_grad_enabled(), "no double backward"
+        return Cube.backward(ctx, g)
+
+
+@pytest.mark.parametrize(
+    ("function", "line"),
+    [
+        (IntoBuffer, "`torch.mul(3 * x * x, g, out=result)`"),
+        (Refuses, '`assert not torch.is_grad_enabled(), "no double backward"`'),
+    ],
+)
+def test_an_error_in_a_backward_names_the_function_and_the_line(function, line):
+    for call in (ENTRY_POINTS["hvp"], ENTRY_POINTS["r1"], ENTRY_POINTS["MAML"]):
+        with pytest.raises(Exception) as caught:  # noqa: PT011
+            call(function.apply)
+        said = " ".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+        assert f"The backward of {function.__qualname__} raised it, at" in said
+        assert line in said

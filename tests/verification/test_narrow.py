@@ -1,11 +1,14 @@
 """Functions that compute in float32: what is wrong is found among many elements that do not matter."""
 
+import math
+
 import pytest
 import torch
 from torch.autograd import Function
 from torch.testing import assert_close
 
 import hoglib as hog
+from tests.verification.faults import Sines, SinesSaved
 
 ROW = "second derivative: reverse-over-reverse"
 
@@ -85,3 +88,97 @@ def test_what_is_wrong_fails_among_elements_that_are_zero(seed, function):
     assert report.ok
     assert report[ROW].status == "pass"
     assert_close(report[ROW].error, 0.0, atol=1e-3, rtol=0)
+
+
+class Transport(Function):
+    """min <P, C> + <P, log P - 1> over plans P with uniform marginals, in float32; backward returns P."""
+
+    @staticmethod
+    def plan(c):
+        c = c.float()
+        f, g = torch.zeros(len(c)), torch.zeros(c.shape[1])
+        for _ in range(50):
+            f = -torch.logsumexp(g - c, 1) - math.log(len(f))
+            g = -torch.logsumexp(f[:, None] - c, 0) - math.log(len(g))
+        return (f[:, None] + g - c).exp()
+
+    @staticmethod
+    def forward(ctx, c):
+        p = Transport.plan(c)
+        ctx.save_for_backward(c)
+        return (p * (c.float() + p.log() - 1)).sum().to(c.dtype)
+
+    @staticmethod
+    def backward(ctx, g):
+        (c,) = ctx.saved_tensors
+        return g * Transport.plan(c).to(g.dtype)
+
+
+class TransportSaved(Transport):
+    @staticmethod
+    def forward(ctx, c):
+        ctx.save_for_backward(Transport.plan(c))
+        return Transport.forward(type("", (), {"save_for_backward": lambda *_: None})(), c)
+
+    @staticmethod
+    def backward(ctx, g):
+        (p,) = ctx.saved_tensors
+        return g * p.to(g.dtype)
+
+
+SMALL_PARTS = {
+    "a plan of transport and a square": (
+        lambda f: lambda c: f.apply(c) + c.square().sum(), TransportSaved, Transport,
+    ),
+    "columns of fifty sizes": (lambda f: f.apply, SinesSaved, Sines),
+    "columns, summed": (
+        lambda f: lambda x: f.apply(x)[:, 1:].sum(1) + x[:, 0] ** 3, SinesSaved, Sines
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", SMALL_PARTS)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_wrong_part_that_is_small_beside_the_others_is_not_right(seed, name, dtype):
+    make, wrong, right = SMALL_PARTS[name]
+    torch.manual_seed(seed)
+    x = torch.rand(5, 3, dtype=dtype)
+    report = hog.verify(make(wrong), x)
+    assert report[ROW].status == "fail", report
+    report = hog.verify(make(right), x)
+    assert not report.failed, report
+    assert report[ROW].status == "pass"
+
+
+def test_a_part_that_is_less_than_the_noise_is_told_by_the_function_alone():
+    torch.manual_seed(0)
+    report = hog.verify(
+        lambda c: 1e-3 * TransportSaved.apply(c) + c.square().sum(), torch.rand(5, 4)
+    )
+    row = report["second derivative: of TransportSaved"]
+    assert row.status == "warn"
+    assert "`Transport.plan(c)`" in row.text
+    assert "less than the noise of differences in float32" in row.text
+    right = hog.verify(lambda c: 1e-3 * Transport.apply(c) + c.square().sum(), torch.rand(5, 4))
+    assert not any(one.name.startswith("second derivative: of") for one in right)
+
+
+class Shaken(Function):
+    """x^2 in float32, whose derivative is off by noise that is another one at each point."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.float().square().to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        noise = 2e-3 * (1e4 * x.detach()).sin()
+        return (2 * g.float() * x.float() + noise.float()).to(g.dtype)
+
+
+def test_noise_is_not_taken_for_a_fault():
+    torch.manual_seed(0)
+    assert hog.verify(Shaken, torch.rand(5, 4))["first derivative: reverse"].status != "fail"
