@@ -265,7 +265,8 @@ def peer(small: bool, seeds: int) -> Iterator[str]:
         problem = problem_of(name, 1, small)
         for kind, once in (("exact", True), ("mc", True), ("empirical", True), ("exact", False)):
             ours, theirs = (
-                make(problem, kind, once) for make in (kronecker.hoglib, kronecker.curvlinops)
+                make(problem, kind=kind, once=once)
+                for make in (kronecker.hoglib, kronecker.curvlinops)
             )
             ours(), theirs()
             times = 1 if once else 20

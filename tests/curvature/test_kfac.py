@@ -192,6 +192,30 @@ def test_exact_for_deep_linear_networks(reduction):
     assert abs(found.hessian.value - expected) < 4 * found.hessian.error
 
 
+@pytest.mark.parametrize("corrected", [False, True], ids=["KFAC", "EKFAC"])
+def test_distances_of_a_network(corrected):
+    """From the Hessian, the Gauss-Newton matrix and its blocks, as of dense matrices."""
+    loss, params, batch, _ = problem("layers")
+    K = hog.KFACOperator(loss, params, split(batch), eigenvalue_corrected=corrected)
+    found = K.error(4000, generator=torch.Generator().manual_seed(0))
+    G = hog.GGNOperator(loss, params, batch)
+    parts = (G.to_dense(), G.block_diagonal("module").to_dense())
+    dense = torch.func.hessian(lambda p: loss(p, batch))(
+        {name: p.detach() for name, p in params.items()}
+    )
+    H = torch.cat(
+        [
+            torch.cat([dense[a][b].reshape(p.numel(), -1) for b in params], 1)
+            for a, p in params.items()
+        ]
+    )
+    for one, M in zip(found, (*parts, H), strict=True):
+        expected = (K.to_dense() - M).norm() / M.norm()
+        assert abs(one.value - expected) < 4 * one.error
+        assert one.error < 0.05 * expected
+    assert (H - parts[0]).norm() > 0.05 * H.norm()  # they are told apart
+
+
 def test_micro_batches_change_nothing():
     loss, params, batch, _ = problem("positions")
     made = [
@@ -503,6 +527,8 @@ def test_functions_of_the_matrix():
         K.inverse()
     with pytest.raises(hog.errors.ArgumentValueError, match="eigenvalues of its own"):
         K.inverse(1.0, method="pi")
+    with pytest.raises(hog.errors.ArgumentValueError, match="element by element"):
+        K.map(lambda values: values.sum())
 
 
 def test_criteria_without_a_closed_form():
@@ -572,6 +598,8 @@ def test_state_can_be_saved():
         )
     with pytest.raises(hog.errors.ArgumentTypeError, match="'options' and 'blocks'"):
         other.load_state_dict({})
+    with pytest.raises(hog.errors.ArgumentTypeError, match="blocks as"):
+        other.load_state_dict({**K.state_dict(), "blocks": [{"role": 1}]})
 
 
 def test_factors_are_kept_until_update():
