@@ -80,15 +80,17 @@ class KFACOperator(KroneckerOperator):
     call ``update()``.
 
     The layers are found by the torch functions that they call, in any module: linear layers (also
-    LoRA's, attention's projections, and those of GPT-2), convolutions (each group by itself),
-    embeddings (always "expand", with a diagonal A), and layer, group, RMS and (in eval mode) batch
-    norm, whose blocks are exact. A layer that is called twice, or shares its weight with another, has
-    one block, of the rows of all its calls. Any other use of a parameter is refused by name. At the
-    first batch the gradient that the layers give is compared with autograd's.
+    LoRA's, attention's projections, those of GPT-2, and products with a matrix), convolutions (each
+    group by itself), embeddings (always "expand", with a diagonal A; those of positions as one of each
+    example), and layer, group, RMS, instance and (in eval mode) batch norm, PReLU, and parameters that
+    features are multiplied by, or that are added to them, whose blocks are exact. A layer that is
+    called twice, or shares its weight with another, has one block, of the rows of all its calls. Any
+    other use of a parameter is refused by name. At the first batch the gradient that the layers give is
+    compared with autograd's.
 
     Args:
         loss: From `hoglib.functional_loss`, or any object with ``outputs(params, batch)`` and
-            ``criterion(outputs, batch)``.
+            ``criterion(outputs, batch)``; of `hoglib.language_model_loss` the logits exist as a whole.
         params: Where the matrix is taken: a dict of parameters of such layers.
         data: A batch, or a DataLoader or another re-iterable of batches, as of `hoglib.GGNOperator`.
         kind: What M is: "exact", the Hessian of the criterion (with a likelihood its Fisher matrix), by
