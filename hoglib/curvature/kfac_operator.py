@@ -272,6 +272,9 @@ class KFACOperator(KroneckerOperator):
             options = replace(self._factors, metric=metric)
             given = (self._loss, self.space, leaves, batch, options)
             run = ModelRun(*given, self.forms)
+            if run.expanded and not self.checked:  # the outputs may not be those of the model
+                run, self.forms = checked_run(run, *given, self.by_example)
+                self.checked = True
             value = run.value()
             if not bool(value.isfinite()):
                 return value  # which is refused where it is recorded

@@ -256,6 +256,7 @@ NORMS = {
     "a factor": lambda: nn.Sequential(nn.Linear(3, 4), Factor(4), nn.Tanh(), nn.Linear(4, 3)),
     "one factor for all": lambda: nn.Sequential(nn.Linear(3, 4), Factor(), nn.Tanh(), nn.Linear(4, 3)),
     "a term": lambda: nn.Sequential(nn.Linear(3, 4), Factor(1, 4, add=True), nn.Tanh(), nn.Linear(4, 3)),
+    "a term for one feature more": lambda: nn.Sequential(nn.Linear(3, 1), Factor(4, add=True), nn.Tanh(), nn.Linear(4, 3)),
     "PReLU": lambda: nn.Sequential(nn.Linear(3, 4), nn.PReLU(4), nn.Tanh(), nn.Linear(4, 3)),
     "PReLU, one number": lambda: nn.Sequential(nn.Linear(3, 4), nn.PReLU(), nn.Tanh(), nn.Linear(4, 3)),
     "batched: instance norm": lambda: nn.Sequential(nn.Conv2d(1, 2, 2), nn.InstanceNorm2d(2, affine=True), nn.Tanh(), nn.Flatten(), nn.Linear(8, 3)),
@@ -355,6 +356,19 @@ def test_embeddings_of_positions(rows):
     norms = hog.curvature.per_example_gradient_norms(loss, params, batch, vmap=False)
     _, g = hog.per_example_gradients(loss, params, batch)
     assert_close(norms, torch.cat([p.flatten(1) for p in g.values()], 1).norm(dim=1))
+
+
+def test_embeddings_of_one_sequence():
+    """Its positions are no examples, although they are the leading dimension of the data."""
+    torch.manual_seed(1)
+    loss = hog.functional_loss(
+        Placed(False).double(),
+        lambda z, batch: F.cross_entropy(z, batch[1]),
+        forward=lambda m, batch: m(batch[0][None]),
+    )
+    params, batch = hog.trainable_params(loss.model), (torch.arange(4), torch.tensor([1]))
+    K = hog.KFACOperator(loss, params, batch)
+    assert_close(K.exact_diagonal(), hog.GGNOperator(loss, params, batch).to_dense().diagonal())
 
 
 class Keys(nn.Module):
