@@ -263,14 +263,16 @@ def peer(small: bool, seeds: int) -> Iterator[str]:
     """Times beside those of curvlinops, on the networks of the other benchmarks."""
     for name in ("MLP", "CNN", "TRF"):
         problem = problem_of(name, 1, small)
-        for kind, once in (("exact", True), ("mc", True), ("empirical", True), ("exact", False)):
+        for kind, once in (("mc", True), ("empirical", True), ("exact", False), ("exact", True)):
             ours, theirs = (
-                make(problem, kind, once) for make in (kronecker.hoglib, kronecker.curvlinops)
+                make(problem, kind=kind, once=once)
+                for make in (kronecker.hoglib, kronecker.curvlinops)
             )
             ours(), theirs()
             times = 1 if once else 20
             ratios = []
-            for turn in range(1 if small else 8 if kind == "exact" and once else 20):
+            turns = 2 * seeds if kind == "exact" and once else 4 * seeds
+            for turn in range(1 if small else turns):
                 both = [(ours, 0), (theirs, 1)]
                 seconds = [0.0, 0.0]
                 for run, i in both if turn % 2 else both[::-1]:
@@ -295,7 +297,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--smoke", action="store_true", help="tiny networks, one seed")
     parser.add_argument("--part", nargs="*", choices=PARTS, default=[*PARTS][:3])
-    parser.add_argument("--seeds", type=int, default=5, help="of newton and systems (5)")
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        default=5,
+        help="of newton and systems; a quarter of the turns of peer (5)",
+    )
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     where = platform.processor() or platform.machine()

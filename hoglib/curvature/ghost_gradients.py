@@ -139,6 +139,8 @@ def _layer_by_layer(
 ) -> Tensor | None:
     """Squared norms [N], or with pairs the products [N, N]; None where layers do not say them."""
     validation.loss_function("loss", loss)
+    if vmap is not None:
+        validation.flag("vmap", vmap)
     space = Space(params)
     space.refuse_sharded("per_example_gradient_products" if pairs else "per_example_gradient_norms")
     check_norms(loss)

@@ -1,5 +1,6 @@
 """Which training examples raise or lower the loss of others."""
 
+import inspect
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,8 +13,9 @@ from hoglib.curvature.data import is_batch, to_device
 from hoglib.curvature.example_gradients import gradient_rows
 from hoglib.curvature.kfac_operator import KFACOperator
 from hoglib.curvature.operators import GGNOperator
+from hoglib.curvature.optimizer import refuse_unknown
 from hoglib.curvature.vector_space import Space
-from hoglib.errors import ArgumentValueError
+from hoglib.errors import ArgumentValueError, NonFiniteError
 from hoglib.verification.entry_points import examined_functions
 
 Tree = Any
@@ -58,8 +60,10 @@ def influence(
     Returns:
         The scores [train, query], in the order of the data.
     Raises:
-        ArgumentValueError: for a DataLoader that shuffles, whose order nobody knows afterwards, and for
-            batch norm in train mode.
+        ArgumentTypeError: for an option that the operator does not have.
+        ArgumentValueError: for a DataLoader that shuffles, whose order nobody knows afterwards, for
+            batch norm in train mode, and tol with another solver than "cg".
+        NonFiniteError: for an example whose gradient is not finite.
     References:
         Koh and Liang, Understanding Black-box Predictions via Influence Functions, 2017, equation 2.
         Grosse et al., Studying Large Language Model Generalization with Influence Functions, 2023,
@@ -80,17 +84,33 @@ def influence(
     validation.number("damping", damping, minimum=0)
     for name, data in (("train", train), ("query", query)):
         _check_order(name, data)
+    operator = GGNOperator if solver == "cg" else KFACOperator
+    known = set(inspect.signature(operator).parameters) - {"loss", "params", "data"}
+    refuse_unknown("influence", options, known - {"eigenvalue_corrected"}, operator.__name__)
+    if tol is not None and solver != "cg":
+        raise ArgumentValueError(
+            f"tol: expected none with solver={solver!r}, which has a closed form, got {tol}; it "
+            "is for solver='cg'."
+        )
     space = Space(params)
     space.refuse_sharded("influence")
 
-    def rows(data: Any) -> Iterable[Tensor]:
-        for batch in [data] if is_batch(data) else data:
+    def rows(name: str, data: Any) -> Iterable[Tensor]:
+        for number, batch in enumerate([data] if is_batch(data) else data):
             moved = to_device(batch, space.device)
             for part in gradient_rows(loss, params, moved, vmap=vmap):
+                if not bool(part.isfinite().all()):
+                    raise NonFiniteError(
+                        f"{name}: expected examples with finite gradients, got one with NaN or "
+                        f"infinity in batch {number}; look for NaN in the data and in the parameters."
+                    )
                 yield part.to(space.dtype)
 
     with examined_functions("influence", first_order=solver != "cg"):
-        queries = torch.cat(list(rows(query)))
+        asked = list(rows("query", query))
+        if not asked:
+            raise ArgumentValueError("query: expected at least one batch, got none.")
+        queries = torch.cat(asked)
         if solver == "cg":
             directions = GGNOperator(loss, params, train, **options).solve(
                 queries.T, damping=damping, tol=tol
@@ -98,7 +118,7 @@ def influence(
         else:
             K = KFACOperator(loss, params, train, eigenvalue_corrected=solver == "ekfac", **options)
             directions = K.solve(queries.T, damping=damping)
-        return torch.cat([-(part @ directions) for part in rows(train)])
+        return torch.cat([-(part @ directions) for part in rows("train", train)])
 
 
 def _check_order(name: str, data: Any) -> None:

@@ -80,15 +80,17 @@ class KFACOperator(KroneckerOperator):
     call ``update()``.
 
     The layers are found by the torch functions that they call, in any module: linear layers (also
-    LoRA's, attention's projections, and those of GPT-2), convolutions (each group by itself),
-    embeddings (always "expand", with a diagonal A), and layer, group, RMS and (in eval mode) batch
-    norm, whose blocks are exact. A layer that is called twice, or shares its weight with another, has
-    one block, of the rows of all its calls. Any other use of a parameter is refused by name. At the
-    first batch the gradient that the layers give is compared with autograd's.
+    LoRA's, attention's projections, those of GPT-2, and products with a matrix), convolutions (each
+    group by itself), embeddings (always "expand", with a diagonal A; those of positions as one of each
+    example), and layer, group, RMS, instance and (in eval mode) batch norm, PReLU, and parameters that
+    features are multiplied by, or that are added to them, whose blocks are exact. A layer that is
+    called twice, or shares its weight with another, has one block, of the rows of all its calls. Any
+    other use of a parameter is refused by name. At the first batch the gradient that the layers give is
+    compared with autograd's.
 
     Args:
         loss: From `hoglib.functional_loss`, or any object with ``outputs(params, batch)`` and
-            ``criterion(outputs, batch)``.
+            ``criterion(outputs, batch)``; of `hoglib.language_model_loss` the logits exist as a whole.
         params: Where the matrix is taken: a dict of parameters of such layers.
         data: A batch, or a DataLoader or another re-iterable of batches, as of `hoglib.GGNOperator`.
         kind: What M is: "exact", the Hessian of the criterion (with a likelihood its Fisher matrix), by
@@ -270,6 +272,9 @@ class KFACOperator(KroneckerOperator):
             options = replace(self._factors, metric=metric)
             given = (self._loss, self.space, leaves, batch, options)
             run = ModelRun(*given, self.forms)
+            if run.expanded and not self.checked:  # the outputs may not be those of the model
+                run, self.forms = checked_run(run, *given, self.by_example)
+                self.checked = True
             value = run.value()
             if not bool(value.isfinite()):
                 return value  # which is refused where it is recorded
@@ -383,15 +388,13 @@ class KFACOperator(KroneckerOperator):
                 f"state_dict: expected that of an operator with {self._saved_options()}, got one with "
                 f"{state_dict['options']}."
             )
-        names = pytree.paths(self.space.params)
-        dtype = torch.promote_types(self.dtype, torch.float32)
-        blocks = []
-        for one in state_dict["blocks"]:
-            tensors: Any = {
-                key: None if one[key] is None else one[key].to(self.device, dtype)
-                for key in ("A", "G", "values")
-            }
-            blocks.append(KroneckerBlock(layout_of(one, names), **tensors))
+        try:
+            blocks = self._loaded(state_dict["blocks"])
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ArgumentTypeError(
+                "state_dict: expected blocks as `KFACOperator.state_dict()` has them, got others "
+                f"({type(error).__name__}: {error})."
+            ) from error
         try:
             covered = sum(_mask(block.layout, self.space) for block in blocks)
         except (RuntimeError, IndexError):  # other shapes
@@ -402,6 +405,18 @@ class KFACOperator(KroneckerOperator):
                 "params of other names or shapes."
             )
         self._blocks, self._error = blocks, None
+
+    def _loaded(self, saved: Sequence[Mapping[str, Any]]) -> list[KroneckerBlock]:
+        names = pytree.paths(self.space.params)
+        dtype = torch.promote_types(self.dtype, torch.float32)
+        blocks = []
+        for one in saved:
+            tensors: Any = {
+                key: None if one[key] is None else one[key].to(self.device, dtype)
+                for key in ("A", "G", "values")
+            }
+            blocks.append(KroneckerBlock(layout_of(one, names), **tensors))
+        return blocks
 
     def __repr__(self) -> str:
         text = super().__repr__()

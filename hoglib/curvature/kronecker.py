@@ -125,7 +125,14 @@ class KroneckerBlock:
     def map(self, function: Callable[[Tensor], Tensor]) -> "KroneckerBlock":
         """The function of the matrix."""
         block = self.eigen()
-        return replace(block, values=function(_given(block.values)))
+        values = _given(block.values)
+        found = function(values)
+        if not isinstance(found, Tensor) or found.shape != values.shape:
+            raise ArgumentValueError(
+                f"function: expected a tensor of shape {tuple(values.shape)} for eigenvalues of that "
+                f"shape, got {validation.describe(found)}; apply it element by element."
+            )
+        return replace(block, values=found)
 
     def inverse_of_damped_factors(self, damping: float, balanced: bool) -> "KroneckerBlock":
         """(G + d_G I)^-1 ⊗ (A + d_A I)^-1, d_A = pi sqrt(damping), d_G = sqrt(damping) / pi."""
@@ -212,6 +219,7 @@ class KroneckerOperator(LinearOperator):
         Returns:
             f(K), with the eigenvectors of K.
         """
+        validation.function("function", function)
         with torch.inference_mode(False), torch.no_grad():
             return KroneckerMatrix(self.space, [block.map(function) for block in self.blocks()])
 

@@ -282,8 +282,10 @@ def _add(
     if found is None or alpha != 1:
         return None
     bias, x, rows = found
-    role = Role("add", "diagonal", 1, bias.numel(), bias.numel())
-    return LayerCall(role, None, recorder.region(bias), x, output, rows, rows)
+    shape, role = output.shape, Role("add", "diagonal", 1, bias.numel(), bias.numel())
+    return LayerCall(
+        role, None, recorder.region(bias), x, output, lambda x: rows(x.expand(shape)), rows
+    )
 
 
 def _features(

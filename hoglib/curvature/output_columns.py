@@ -56,12 +56,6 @@ def columns(
     Raises ArgumentValueError for an M that is not positive semi-definite, and for outputs whose rows
     are parts of examples.
     """
-    if getattr(composite.loss, "fisher", None) is not None:
-        raise UnsupportedError(
-            f"{options.caller}: expected outputs that the criterion takes as they are, got a "
-            "language model loss, which computes logits in pieces; use `hoglib.functional_loss(model, "
-            "criterion, forward=lambda model, batch: model(...).logits)`."
-        )
     values = [y.detach() for y in outputs]
     known = None
     if metric.likelihood is None and metric.kind != "empirical":

@@ -283,3 +283,22 @@ def test_loaders_and_orders():
         hog.influence(loss, params, shuffled, query, damping=DECAY)
     with pytest.raises(hog.errors.ArgumentValueError, match="solver"):
         hog.influence(loss, params, train, query, damping=DECAY, solver="lissa")
+
+
+def test_what_influence_refuses():
+    loss, params, (x, y) = problem("ReLU")
+    batch, options = (x, y), {"damping": 0.1}
+    with pytest.raises(hog.errors.ArgumentTypeError, match="influence: expected options of KFAC"):
+        hog.influence(loss, params, batch, batch, eigenvalue_corrected=False, **options)
+    with pytest.raises(hog.errors.ArgumentTypeError, match="options of GGNOperator"):
+        hog.influence(loss, params, batch, batch, solver="cg", approximation="reduce", **options)
+    with pytest.raises(
+        hog.errors.ArgumentValueError, match="tol: expected none with solver='ekfac'"
+    ):
+        hog.influence(loss, params, batch, batch, tol=1e-3, **options)
+    with pytest.raises(hog.errors.ArgumentValueError, match="query: expected at least one batch"):
+        hog.influence(loss, params, batch, [], **options)
+    with pytest.raises(hog.errors.NonFiniteError, match="query: expected examples with finite"):
+        hog.influence(loss, params, batch, (x * torch.nan, y), **options)
+    with pytest.raises(hog.errors.ArgumentTypeError, match="vmap"):
+        hog.curvature.per_example_gradient_norms(loss, params, batch, vmap="yes")

@@ -192,6 +192,30 @@ def test_exact_for_deep_linear_networks(reduction):
     assert abs(found.hessian.value - expected) < 4 * found.hessian.error
 
 
+@pytest.mark.parametrize("corrected", [False, True], ids=["KFAC", "EKFAC"])
+def test_distances_of_a_network(corrected):
+    """From the Hessian, the Gauss-Newton matrix and its blocks, as of dense matrices."""
+    loss, params, batch, _ = problem("layers")
+    K = hog.KFACOperator(loss, params, split(batch), eigenvalue_corrected=corrected)
+    found = K.error(4000, generator=torch.Generator().manual_seed(0))
+    G = hog.GGNOperator(loss, params, batch)
+    parts = (G.to_dense(), G.block_diagonal("module").to_dense())
+    dense = torch.func.hessian(lambda p: loss(p, batch))(
+        {name: p.detach() for name, p in params.items()}
+    )
+    H = torch.cat(
+        [
+            torch.cat([dense[a][b].reshape(p.numel(), -1) for b in params], 1)
+            for a, p in params.items()
+        ]
+    )
+    for one, M in zip(found, (*parts, H), strict=True):
+        expected = (K.to_dense() - M).norm() / M.norm()
+        assert abs(one.value - expected) < 4 * one.error
+        assert one.error < 0.05 * expected
+    assert (H - parts[0]).norm() > 0.05 * H.norm()  # they are told apart
+
+
 def test_micro_batches_change_nothing():
     loss, params, batch, _ = problem("positions")
     made = [
@@ -232,6 +256,7 @@ NORMS = {
     "a factor": lambda: nn.Sequential(nn.Linear(3, 4), Factor(4), nn.Tanh(), nn.Linear(4, 3)),
     "one factor for all": lambda: nn.Sequential(nn.Linear(3, 4), Factor(), nn.Tanh(), nn.Linear(4, 3)),
     "a term": lambda: nn.Sequential(nn.Linear(3, 4), Factor(1, 4, add=True), nn.Tanh(), nn.Linear(4, 3)),
+    "a term for one feature more": lambda: nn.Sequential(nn.Linear(3, 1), Factor(4, add=True), nn.Tanh(), nn.Linear(4, 3)),
     "PReLU": lambda: nn.Sequential(nn.Linear(3, 4), nn.PReLU(4), nn.Tanh(), nn.Linear(4, 3)),
     "PReLU, one number": lambda: nn.Sequential(nn.Linear(3, 4), nn.PReLU(), nn.Tanh(), nn.Linear(4, 3)),
     "batched: instance norm": lambda: nn.Sequential(nn.Conv2d(1, 2, 2), nn.InstanceNorm2d(2, affine=True), nn.Tanh(), nn.Flatten(), nn.Linear(8, 3)),
@@ -331,6 +356,19 @@ def test_embeddings_of_positions(rows):
     norms = hog.curvature.per_example_gradient_norms(loss, params, batch, vmap=False)
     _, g = hog.per_example_gradients(loss, params, batch)
     assert_close(norms, torch.cat([p.flatten(1) for p in g.values()], 1).norm(dim=1))
+
+
+def test_embeddings_of_one_sequence():
+    """Its positions are no examples, although they are the leading dimension of the data."""
+    torch.manual_seed(1)
+    loss = hog.functional_loss(
+        Placed(False).double(),
+        lambda z, batch: F.cross_entropy(z, batch[1]),
+        forward=lambda m, batch: m(batch[0][None]),
+    )
+    params, batch = hog.trainable_params(loss.model), (torch.arange(4), torch.tensor([1]))
+    K = hog.KFACOperator(loss, params, batch)
+    assert_close(K.exact_diagonal(), hog.GGNOperator(loss, params, batch).to_dense().diagonal())
 
 
 class Keys(nn.Module):
@@ -503,6 +541,8 @@ def test_functions_of_the_matrix():
         K.inverse()
     with pytest.raises(hog.errors.ArgumentValueError, match="eigenvalues of its own"):
         K.inverse(1.0, method="pi")
+    with pytest.raises(hog.errors.ArgumentValueError, match="element by element"):
+        K.map(lambda values: values.sum())
 
 
 def test_criteria_without_a_closed_form():
@@ -572,6 +612,8 @@ def test_state_can_be_saved():
         )
     with pytest.raises(hog.errors.ArgumentTypeError, match="'options' and 'blocks'"):
         other.load_state_dict({})
+    with pytest.raises(hog.errors.ArgumentTypeError, match="blocks as"):
+        other.load_state_dict({**K.state_dict(), "blocks": [{"role": 1}]})
 
 
 def test_factors_are_kept_until_update():
