@@ -112,12 +112,13 @@ class Propagation(TorchDispatchMode):
         self._flush()
         if not (self._inside_composite or torch.is_grad_enabled()):
             return func(*args, **kwargs)
+        if torch_internals.running_backward() != self._backward:
+            # also where no tensor has coefficients: those that autograd saved are other objects
+            raise Refused("a derivative that the function takes itself (torch.autograd.grad)")
         if not any(self._parts(x) is not None for x in _tensors(args, kwargs)):
             out = func(*args, **kwargs)
             self.kinks.followed(args, out)
             return out
-        if torch_internals.running_backward() != self._backward:
-            raise Refused("a derivative that the function takes itself (torch.autograd.grad)")
         if func._schema.is_mutable:
             return self._run_in_place(func, args, kwargs)
         out = func(*args, **kwargs)
