@@ -1,11 +1,16 @@
 """Other parameters in a module: what is replaced, how long, and that it is restored."""
 
+import gc
 import threading
+import weakref
+from collections.abc import Callable
+from copy import deepcopy
 
 import pytest
 import torch
 from torch import nn
 
+from hoglib._core import swap
 from hoglib._core.swap import (
     batch_statistics,
     call_with,
@@ -42,6 +47,101 @@ def test_a_shared_parameter_has_one_replacement() -> None:
     with swap_parameters(model, {}, torch.float64):
         assert model[1].weight is model[0].weight
         assert model[0].weight.dtype is torch.float64
+
+
+class Deeper(nn.Module):
+    """Two equal layers in a part of a part, of which a test changes something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)))
+        self.scale = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale * self.inner(x)
+
+
+def tie(model: Deeper) -> None:
+    model.inner[0][2].weight = model.inner[0][0].weight
+
+
+def rename(model: Deeper) -> None:
+    class Renamed(nn.Module):
+        def __init__(self, weight: nn.Parameter) -> None:
+            super().__init__()
+            self.matrix = weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.matrix
+
+    model.inner[0][2] = Renamed(model.inner[0][2].weight)
+
+
+def add_a_hook(model: Deeper) -> None:
+    model.inner[0][2].register_forward_pre_hook(lambda module, args: (2 * args[0],))
+
+
+def keep_statistics(model: Deeper) -> None:
+    model.inner[0].append(nn.BatchNorm1d(2))
+
+
+def take_another_class(model: Deeper) -> None:
+    model.inner[0][2].__class__ = type("Doubled", (nn.Linear,), {"forward": lambda s, x: 2 * x})
+
+
+CHANGES: list[Callable[[Deeper], object]] = [
+    tie, rename, add_a_hook, keep_statistics, take_another_class,
+    lambda model: setattr(model.inner[0], "2", nn.Linear(2, 3)),
+    lambda model: model.inner[0].append(nn.Linear(2, 2)),
+    lambda model: model.inner[0].pop(0),
+    lambda model: setattr(model.inner[0][2], "bias", None),
+    lambda model: model.inner[0][2].register_buffer("offset", torch.ones(2)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_model_that_changed_between_two_swaps_is_looked_at_anew(
+    change: Callable[[Deeper], object], kept: bool
+) -> None:
+    model, x = Deeper(), torch.randn(3, 2)
+    with keep_swapped() if kept else swap_parameters(nn.Linear(1, 1), {}):
+        for value in (1.0, 2.0):
+            call_with(model, params_of(model, value), x)
+    change(model)
+    fresh = deepcopy(model)  # nothing is known of it
+    own = dict(model.named_parameters())
+    params = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+    expected = call_with(fresh, params, x)
+    buffers = {name: b.clone() for name, b in model.named_buffers()}
+    with keep_swapped() if kept else swap_parameters(nn.Linear(1, 1), {}):
+        for _ in range(2):
+            torch.testing.assert_close(call_with(model, params, x), expected)
+    assert all(p is own[name] for name, p in model.named_parameters())
+    assert all(torch.equal(b, buffers[name]) for name, b in model.named_buffers())
+    assert not swap._CLAIMED
+
+
+def test_places_of_parameters_are_found_once_and_keep_no_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, x, looked = Deeper(), torch.randn(3, 2), []
+    find = swap._patch_model
+    monkeypatch.setattr(swap, "_patch_model", lambda *given: [looked.append(1), find(*given)][1])
+    for value in (1.0, 2.0, 3.0):
+        call_with(model, params_of(model, value), x)
+        with keep_swapped():
+            call_with(model, params_of(model, value), x)
+            call_with(model, params_of(model, value), x)
+    assert len(looked) == 1
+    model.load_state_dict(params_of(model, 1.0), assign=True)  # other tensors in the same places
+    call_with(model, params_of(model, 2.0), x)
+    assert len(looked) == 2
+    gone, key = weakref.ref(model), id(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    assert key not in swap._PLACES
 
 
 def test_swapped_parameters_are_kept_until_the_next_swap() -> None:
