@@ -3,7 +3,7 @@
     python -m experiments.benchmarks [--full] [--workload NAME ...] [--problem NAME ...] [--write-docs]
 
 Each workload runs on each problem in a process of its own, on one thread and one core. Every method is
-held against float64 first; only those that are right are timed. Without --full only what takes minutes
+compared with float64 first; only those that are right are timed. Without --full only what takes minutes
 is measured, and no more than seconds of each. The results go to results.json, table.md, details.md and
 benchmarks.png in the output folder, and with --write-docs to the pages of the documentation.
 """

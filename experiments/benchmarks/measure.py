@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from experiments.benchmarks.held import Held, hold, run_through, vectors_of
+from experiments.benchmarks.method_check import References, check_method, run_through, vectors_of
 from experiments.benchmarks.timing import CLOCKS, Clock, beside, quartiles, single_threaded
 from experiments.benchmarks.workload import Call, Workload
 from experiments.benchmarks.workloads import PROBLEMS, WORKLOADS
@@ -29,7 +29,7 @@ def measure(
 ) -> tuple[Row, dict[str, Row]]:
     """What the unit of time takes, and a row for each method.
 
-    point: what is timed. checked: on what methods are held against the truth, if not on that.
+    point: what is timed. checked: where methods are compared with the reference, if not there.
 
     A row: ours, column, called; status, "ok", "wrong", "raises" or "missing"; message, what to print
     for the last three; and of what gave a result: error, relative to float64; products. Only where the
@@ -37,11 +37,11 @@ def measure(
     the unit), each with median, low and high quartile; repeats; beside, the same ratio to the fastest
     of `Method.beside`, with its name.
     """
-    held = Held(workload, point if checked is None else checked)
+    references = References(workload, point if checked is None else checked)
     rows: dict[str, Row] = {}
     calls: dict[str, Call] = {}
     for name, method in workload.methods.items():
-        rows[name], call = hold(held, method, point)
+        rows[name], call = check_method(references, method, point)
         if call is not None:
             calls[name] = call
     unit = calls.get(workload.by_hand) if workload.unit is None else workload.unit.make(point)

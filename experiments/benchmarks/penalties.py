@@ -1,7 +1,7 @@
 """`python -m experiments.benchmarks.penalties`: gradient penalties against those written by hand.
 
 Each row is a step of training: the penalty and its gradient by the critic's parameters. Before it is
-timed the gradient is held against that of the code by hand. Steps that are compiled are those of smooth
+timed the gradient is compared with that of the code by hand. Compiled steps are those of smooth
 critics: R1 by `loss.backward()`, with memory as torch's allocator gives it.
 """
 

@@ -94,7 +94,7 @@ class Workload:
     its name in the summary; without one it is not there. per_vector: whether times are per vector.
     memory: whether peaks are taken, and of what: of tensors that operations make; of what torch's
     allocator gives, compiled code included; or of the process. checked(name, small): on what methods
-    are held against the truth, if not on the problem. seconds: no new round beyond these.
+    are compared with the truth, if not on the problem. seconds: no new round beyond these.
     """
 
     title: str

@@ -122,6 +122,12 @@ def test_the_help_has_examples_whose_options_exist(command, capsys):
             assert f"{option}" in known.partition("options:")[2], (name, option)
 
 
+def test_an_unknown_command_exits_with_2():
+    with pytest.raises(SystemExit) as end:
+        main(["verfy"])
+    assert end.value.code == 2
+
+
 def test_the_version_is_printed(capsys):
     with pytest.raises(SystemExit):
         main(["--version"])

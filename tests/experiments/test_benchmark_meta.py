@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from experiments.benchmarks import __main__ as command
-from experiments.benchmarks import held, pictures
+from experiments.benchmarks import method_check, pictures
 from experiments.benchmarks.measure import measure
 from experiments.benchmarks.meta import report, with_jax, with_peers, with_torch
 from experiments.benchmarks.meta.tasks import LEARNERS, Learner, checked, learner, long_loop
@@ -37,7 +37,7 @@ def without_peers(monkeypatch):
     def missing(name):
         raise Missing(f"missing: {name} is not installed")
 
-    for module in (held, with_peers, with_jax):
+    for module in (method_check, with_peers, with_jax):
         monkeypatch.setattr(module, "peer", missing)
 
 
@@ -177,7 +177,7 @@ def test_no_method_leaves_a_gradient():
     assert all(p.grad is None for p in point.model.parameters())
 
 
-def test_the_choice_is_held_against_the_better_of_both_ways(monkeypatch):
+def test_the_choice_is_compared_with_the_better_of_both_ways(monkeypatch):
     seconds = {CHOSEN: 2.2, FORCED["loop"]: 2.0, FORCED["vmap"]: 4.0}
 
     def beside(unit, functions, repeats, budget):

@@ -12,9 +12,9 @@ from torch.func import functional_call
 from experiments.benchmarks import __main__ as command
 from experiments.benchmarks import critic_steps, kronecker, report, timing, truths, with_torch
 from experiments.benchmarks.critics import CRITICS, critics
-from experiments.benchmarks.held import FEW
 from experiments.benchmarks.measure import measure
 from experiments.benchmarks.meta.tasks import learner
+from experiments.benchmarks.method_check import FEW
 from experiments.benchmarks.problems import MODELS, problem
 from experiments.benchmarks.workload import (
     Eigenvalues,

@@ -141,7 +141,7 @@ def long_loop(steps: str, vectors: int = 1, small: bool = False) -> Learner:
 
 
 def checked(steps: str, small: bool = False) -> Learner:
-    """The learner on which methods are held against the truth, for a long loop.
+    """The learner on which methods are compared with the truth, for a long loop.
 
     After many steps float32 is on the other side of some kink than float64, and its meta-gradient
     another; so long loops are compared in float64, on a narrow network.

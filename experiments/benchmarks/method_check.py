@@ -1,4 +1,4 @@
-"""A method's result held against float64, before it is timed; its first call, and its memory."""
+"""Compares a method's result with a float64 reference, before it is timed; its memory."""
 
 import math
 import time
@@ -28,15 +28,15 @@ Row = dict[str, Any]
 FEW = 2  # vectors that tell the price of one, for a method that keeps nothing between them
 
 
-class Held:
-    """A workload at the point where its methods are held against the truth, which is computed once."""
+class References:
+    """The reference results of a workload at one point, each computed once."""
 
     def __init__(self, workload: Workload, point: Any) -> None:
         self.workload, self.point = workload, point
         self._truths: dict[tuple[str, bool], torch.Tensor] = {}
 
     def truth(self, method: Method, few: bool) -> tuple[Any, torch.Tensor]:
-        """Where it is, and what is right there; few: of the first vectors only."""
+        """The point and the right result there; few: of the first vectors only."""
         point, key = self.point, (method.truth, few)
         if few:
             point = replace(point, vectors=point.vectors[:, :FEW])
@@ -45,21 +45,21 @@ class Held:
         return point, self._truths[key]
 
 
-def hold(held: Held, method: Method, timed: Any) -> tuple[Row, Call | None]:
+def check_method(references: References, method: Method, timed: Any) -> tuple[Row, Call | None]:
     """The row of a method but for its times; and where its result is right, the call at `timed`.
 
     Of an iterator the first two products are checked, of anything else the whole.
     """
     row: Row = {"ours": method.ours, "column": method.column, "called": method.called}
     row |= {"status": "ok", "message": None}
-    workload = held.workload
+    workload = references.workload
     try:
         if method.library:
             peer(method.library)
         if method.compiled:
             forget_compiled()
         start = time.perf_counter()
-        call = method.make(held.point)
+        call = method.make(references.point)
         result = finished(call(), FEW)
         settle()
         if not method.truth:
@@ -72,7 +72,7 @@ def hold(held: Held, method: Method, timed: Any) -> tuple[Row, Call | None]:
     except Exception as reason:
         return row | {"status": "raises", "message": f"raises: {first_line(reason)}"}, None
     truth = TRUTHS[method.truth]
-    point, right = held.truth(method, few=isinstance(result, list))
+    point, right = references.truth(method, few=isinstance(result, list))
     found = truth.seen(point, found)
     if found.shape != right.shape:
         said = f"raises: expected a result of shape {list(right.shape)}, got {list(found.shape)}"
@@ -83,7 +83,7 @@ def hold(held: Held, method: Method, timed: Any) -> tuple[Row, Call | None]:
     if not error <= truth.tolerance(point):
         shown = f"{error:.0e}".replace("e-0", "e-").replace("e+0", "e+")
         return row | {"status": "wrong", "message": f"wrong by {shown}"}, None
-    if timed is not held.point:
+    if timed is not references.point:
         call = method.make(timed)
         finished(call(), FEW)
     row["first_seconds"] = first if method.compiled else None
