@@ -212,9 +212,9 @@ class Wire(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-PARTS = {  # of what a process gives, how much it sends
-    "all_gather_into_tensor": ("gathers", lambda n: n - 1),
-    "reduce_scatter_tensor": ("averages", lambda n: (n - 1) / n),
+PARTS = {  # how much a process sends of the tensors of the operation, the one that it fills included
+    "_allgather_base_": ("gathers", lambda n: (n - 1) / (n + 1)),
+    "_reduce_scatter_base_": ("averages", lambda n: (n - 1) / (n + 1)),
     "allreduce_": ("sums", lambda n: 2 * (n - 1) / n),
 }  # fmt: skip
 
@@ -311,7 +311,7 @@ def peak(operator, row):
 def alive():
     """The bytes of all tensors of Python."""
     tensors = [x for x in gc.get_objects() if type(x) is torch.Tensor]
-    storages = {x.data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
     return sum(storages.values())
 
 

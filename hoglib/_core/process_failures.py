@@ -9,13 +9,12 @@ is in no known state, and later calls raise at once.
 On GPUs a process does not wait in Python: there the others end with the timeout of their group.
 """
 
-import queue
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, final
 
+import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -81,9 +80,12 @@ def waiting(mesh: Any) -> AbstractContextManager[Any]:
     return _WatchedWait(_ENTERED[-1]) if on_processor else nullcontext()
 
 
-def wait(call: Callable[[], Any]) -> Any:
-    """A call that blocks until other processes have made it too, or one of them has raised."""
-    return _ENTERED[-1].wait(call) if _ENTERED else call()
+def wait(work: Any, device: torch.device) -> None:
+    """Wait for a collective until other processes have called it too, or one of them has raised."""
+    if _ENTERED and device.type == "cpu":
+        _ENTERED[-1].wait(work)
+    else:
+        work.wait()
 
 
 @final
@@ -94,7 +96,6 @@ class _Room:
         self.world = dist.group.WORLD
         self._ranks, self._round, self._reason = ranks, 0, ""
         self._store: Any = torch_sharding.default_store()
-        self._worker: _Worker | None = None
         self._interrupted = False
 
     def _key(self, name: str) -> str:
@@ -134,21 +135,17 @@ class _Room:
                 return ""
         return ""
 
-    def wait(self, call: Callable[[], Any]) -> Any:
-        worker = self._worker = self._worker or _Worker()
-        job = worker.start(call)
+    def wait(self, work: Any) -> None:
         found = 0.0
-        while not job.done.wait(LOOK):
-            count = self._count("raised")
-            if count and not found:
+        while not torch_sharding.waited(work, LOOK):
+            if not found and self._count("raised"):
                 found = time.monotonic()
             if found and time.monotonic() - found > GRACE:
-                self._interrupted, self._worker = True, None  # it goes on waiting
+                self._interrupted = True
                 raise DistributedError(
                     "expected all processes to make the same calls, got an error in one of them, which "
                     f"has to be fixed there: {self.told() or 'look at its own output'}"
                 )
-        return job.result()
 
     def leave(self, error: Exception) -> None:
         """Tell the others of an error, and wait for them to raise too."""
@@ -177,53 +174,16 @@ class _Room:
 
 
 class _WatchedWait(TorchDispatchMode):
-    """Waits for torch's functional collectives as `wait` does."""
+    """Runs torch's functional collectives, which wait without end, as ones that `wait` waits for."""
 
     def __init__(self, room: _Room) -> None:
         super().__init__()
         self._room = room
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket._qualified_op_name == "_c10d_functional::wait_tensor":
-            return self._room.wait(lambda: func(*args))
-        return func(*args, **(kwargs or {}))
-
-
-@final
-class _Job:
-    def __init__(self, call: Callable[[], Any]) -> None:
-        self.done = threading.Event()
-        self._call, self._found = call, None
-        self._error: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            self._found = self._call()
-        except BaseException as error:
-            self._error = error
-        self.done.set()
-
-    def result(self) -> Any:
-        if self._error is not None:
-            raise self._error
-        return self._found
-
-
-@final
-class _Worker:
-    """A thread that waits in torch.distributed, so that the one of the caller may look meanwhile."""
-
-    def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="hoglib waits", daemon=True).start()
-
-    def start(self, call: Callable[[], Any]) -> _Job:
-        job = _Job(call)
-        self._jobs.put(job)
-        return job
-
-    def _run(self) -> None:
-        while True:
-            job = self._jobs.get()
-            job.run()
-            del job
+        started = torch_sharding.start_collective(func, args)
+        if started is None:
+            return func(*args, **(kwargs or {}))
+        result, work = started
+        self._room.wait(work)
+        return result

@@ -356,10 +356,7 @@ def all_reduce(value: Tensor, mesh: Any, op: str = "SUM") -> Tensor:
             # by name: a torch without distributed has no ReduceOp
             which = getattr(dist.ReduceOp, op)
             work: Any = dist.all_reduce(value, which, group=group, async_op=True)
-            if value.device.type == "cpu":
-                wait(work.wait)
-            else:  # the stream waits
-                work.wait()
+            wait(work, value.device)
     return value
 
 

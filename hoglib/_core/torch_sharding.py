@@ -7,11 +7,12 @@ Private torch API, as `torch_internals`.
 import sys
 from collections import OrderedDict
 from collections.abc import Iterable
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hoglib._core import pytree
@@ -26,6 +27,43 @@ def averages_otherwise(ddp: DistributedDataParallel) -> bool:
 def default_store() -> Any:
     """The store by which the processes of the default group found each other."""
     return torch.distributed.distributed_c10d._get_default_store()
+
+
+def start_collective(func: Any, args: Any) -> tuple[Tensor, Any] | None:
+    """The result of one of torch's functional collectives that gather or sum, and the work to wait for;
+    None for any other operation."""
+    if func.namespace != "_c10d_functional" or func.overloadpacket.__name__ not in _COLLECTIVES:
+        return None
+    given, *options = args
+    library: Any = torch.distributed.distributed_c10d
+    group = library._resolve_process_group(options[-1])
+    name = func.overloadpacket.__name__
+    if name == "all_gather_into_tensor":
+        result = given.new_empty(given.shape[0] * options[0], *given.shape[1:])
+        return result, group._allgather_base(result, given.contiguous())
+    if options[0] != "sum":
+        return None
+    if name == "all_reduce":
+        result = given.clone()
+        return result, group.allreduce([result])
+    result = given.new_empty(given.shape[0] // options[1], *given.shape[1:])
+    return result, group._reduce_scatter_base(
+        result, given.contiguous(), library.ReduceScatterOptions()
+    )
+
+
+_COLLECTIVES = ("all_gather_into_tensor", "all_reduce", "reduce_scatter_tensor")
+
+
+def waited(work: Any, seconds: float) -> bool:
+    """Whether the work of a collective of gloo ends within so many seconds; its errors raise."""
+    try:
+        work.wait(timedelta(seconds=seconds))
+    except RuntimeError:
+        if work.is_completed():  # with an error of its own
+            raise
+        return False
+    return True
 
 
 # the modules that define the hooks of a forward
