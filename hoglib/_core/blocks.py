@@ -48,18 +48,20 @@ def check_remat(remat: Any) -> Remat:
 
 
 def rematerialized(
-    remat: Remat, func: Any, backend: str = ""
+    remat: Remat, func: Any, backend: str = "", keeping: Any = None
 ) -> AbstractContextManager[list["BlockForward"]]:
     """Inside, the chosen blocks of the modules that a function reaches are recomputed in backward, by
     compiled graphs if a backend is named; entering returns their forwards.
 
-    A backward later recomputes them also outside.
+    A backward later recomputes them also outside. With ``keeping`` their graphs keep what they need.
     """
-    return nullcontext([]) if remat is False else _rematerialized(remat, func, backend)
+    return nullcontext([]) if remat is False else _rematerialized(remat, func, backend, keeping)
 
 
 @contextmanager
-def _rematerialized(remat: Remat, func: Any, backend: str) -> Iterator[list["BlockForward"]]:
+def _rematerialized(
+    remat: Remat, func: Any, backend: str, keeping: Any
+) -> Iterator[list["BlockForward"]]:
     replaced: list[tuple[dict[str, Any], Any]] = []
     try:
         for block in find_blocks(remat, func):
@@ -67,7 +69,7 @@ def _rematerialized(remat: Remat, func: Any, backend: str) -> Iterator[list["Blo
             before = fields.get("forward")
             if not isinstance(before, BlockForward):  # by an outer context
                 replaced.append((fields, before))
-                fields["forward"] = BlockForward(block, block.forward, backend)
+                fields["forward"] = BlockForward(block, block.forward, backend, keeping)
         yield [fields["forward"] for fields, _ in replaced]
     finally:
         for fields, before in replaced:
@@ -232,14 +234,19 @@ class BlockForward:
 
     recomputes = True
 
-    def __init__(self, block: nn.Module, forward: Callable[..., Any], backend: str) -> None:
+    def __init__(
+        self, block: nn.Module, forward: Callable[..., Any], backend: str, keeping: Any = None
+    ) -> None:
         self.module, self._forward, self._backend = block, forward, backend
+        self._keeping = keeping
         self.gathers: list[tuple[Callable[[Tensor], Tensor], list[tuple[nn.Module, str]]]] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = partial(self._run_whole, self._forward) if self.gathers else self._forward
         run = partial(_call_forward, forward)
-        return recompute(run, self.module, args, kwargs, backend=self._backend)
+        return recompute(
+            run, self.module, args, kwargs, backend=self._backend, keeping=self._keeping
+        )
 
     def _run_whole(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         before: list[tuple[dict[str, Any], str, Any]] = []
