@@ -83,8 +83,8 @@ class Discrepancy:
     problem: str = ""  # what differences said there
     raised: Exception | None = None
     faulty: set[int] = field(default_factory=set)  # columns with a wrong derivative
-    # by column and what was compared: what a number is off, with its sign, and what is allowed
-    signed: dict[tuple[int, ...], tuple[float, float]] = field(default_factory=dict)
+    # by column and what was compared: what a number is off, with its sign; what is allowed; its size
+    signed: dict[tuple[int, ...], tuple[float, float, float]] = field(default_factory=dict)
 
     def note(
         self, at: Target, i: int, j: int, where: str, wrong: bool, error: float, got: float,
@@ -149,7 +149,8 @@ def in_forward(
             off = torch.where(known, (value - one.values[i]).abs(), 0.0)
             weights = random_like(off, torch.Generator().manual_seed(i))
             total = (torch.where(known, value - one.values[i], 0.0) * weights).sum()
-            found.signed[one.column, i, n] = float(total), _random_sum(allowed)
+            size = float(torch.where(known, one.values[i], 0.0).norm())
+            found.signed[one.column, i, n] = float(total), _random_sum(allowed), size
             worst = int((off.nan_to_num(torch.inf) - allowed).nan_to_num(torch.inf).argmax())
             numbers = (float(t.reshape(-1)[worst]) for t in (off, value, one.values[i]))
             distance, got, expected = numbers
@@ -206,7 +207,7 @@ def in_reverse(
                 rounding += bounds.atol * min(1.0, one.size(i)) * varying + floor * reach
                 allowed = rounding + bounds.rtol * scale
             off = abs(got - expected)
-            found.signed[one.column, k, n] = got - expected, allowed
+            found.signed[one.column, k, n] = got - expected, allowed, scale
             if _is_drowned(one, i, abs(got), scale, off, noise, reach, rounding):
                 found.problem = found.problem or DROWNED
                 continue

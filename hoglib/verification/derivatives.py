@@ -51,7 +51,8 @@ CONSTANT = (
     "backward returns None for it. If the function takes it for a constant, pass it without "
     "requires_grad, or detached."
 )
-NOISE = "its noise in this dtype is {noise:.1g}, and what is less is not known"
+NOISE = "their noise in this dtype is {noise:.0%} of the derivative"
+SMALL = 0.1  # noise of less is of no account
 SHAKEN = 4  # points around, at which what is wrong by measured tolerances is wrong, too
 JVP_TWICE = "jvp inside jvp: torch returns zero for the derivative of a custom Function's own jvp."
 NOT_OFFERED = "it is not offered: {which} without a jvp staticmethod."
@@ -288,14 +289,16 @@ class Derivatives:
         noise = self._noise(at, key, bounds, closer.column)
         if noise is None:
             return closer
-        found.unknown |= closer.faulty
-        found.checked -= 1
-        found.problem = NOISE.format(noise=noise)
+        if noise > SMALL:
+            found.unknown |= closer.faulty
+            found.checked -= 1
+            found.problem = NOISE.format(noise=noise)
         return found
 
     def _noise(self, at: Target, key: str, bounds: Bounds, column: int) -> float | None:
-        """The noise of what was compared by an input, if that is all that is wrong: a fault is off by
-        about as much at points close by, along the same directions, and noise is not."""
+        """The noise of what was compared by an input, relative to it, if that is all that is wrong: a
+        fault is off by about as much at points close by, along the same directions, and noise is
+        not."""
         random = self._subject.random
         shaken = torch.Generator().manual_seed(10)
         state = random.get_state()
@@ -314,7 +317,8 @@ class Derivatives:
             mean, spread = float(offs.mean().abs()), float(offs.std())
             if mean > allowed and mean > 5 * spread / len(runs) ** 0.5:
                 return None
-            worst = max(worst, spread)
+            size = sum(one.signed[which][2] for one in runs) / len(runs)
+            worst = max(worst, spread / (size or 1.0))
         return worst
 
     def _compared(self, at: Target, key: str, bounds: Bounds | None = None) -> Discrepancy:
