@@ -50,7 +50,7 @@ class Algebra(ABC):
                 break
             derivative = derivatives[k - 1]
             if derivative is not None:
-                terms = [_scaled(derivative / factorial(k), part) for part in power]
+                terms = [_scaled(derivative / float(factorial(k)), part) for part in power]
                 found = [add(a, b) for a, b in zip(found, terms, strict=True)]
         return found
 
@@ -88,7 +88,7 @@ class Univariate(Algebra):
                 term = bilinear(x, y, lead, lead)
                 if lead and not self.leads[m - 1]:
                     term = self.collapsed(term)
-                total = add(total, term * comb(m, i))
+                total = add(total, term * float(comb(m, i)))
             found.append(total)
         return found
 

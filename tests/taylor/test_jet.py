@@ -246,3 +246,10 @@ def test_errors(error):
     with pytest.raises(kind, match=message):
         call()
     assert torch._C._len_torch_dispatch_stack() == 0
+
+
+def test_a_high_order():
+    """Whose factorials are no integers of 64 bits."""
+    x = points(3)
+    y, series = hog.jet(torch.exp, x, [torch.ones_like(x)] + [None] * 69)
+    assert_close(series[-1], y, rtol=1e-9, atol=0)
