@@ -50,7 +50,7 @@ class Algebra(ABC):
                 break
             derivative = derivatives[k - 1]
             if derivative is not None:
-                terms = [_scaled(derivative / factorial(k), part) for part in power]
+                terms = [_scaled(derivative / float(factorial(k)), part) for part in power]
                 found = [add(a, b) for a, b in zip(found, terms, strict=True)]
         return found
 
@@ -88,7 +88,7 @@ class Univariate(Algebra):
                 term = bilinear(x, y, lead, lead)
                 if lead and not self.leads[m - 1]:
                     term = self.collapsed(term)
-                total = add(total, term * comb(m, i))
+                total = add(total, term * float(comb(m, i)))
             found.append(total)
         return found
 
@@ -165,6 +165,9 @@ class Biharmonic(Algebra):
         a_i, a_ij, a_iL, _ = a
         b_i, b_ij, b_iL, _ = b
         a_L, b_L = self._trace(a_ij), self._trace(b_ij)
+        square = (
+            a is b and bilinear is multiply
+        )  # the product of a matrix with itself has two orders
 
         def term(x: Tensor | None, y: Tensor | None, lx: bool, ly: bool) -> Tensor | None:
             return None if x is None or y is None else bilinear(x, y, lx, ly)
@@ -172,19 +175,19 @@ class Biharmonic(Algebra):
         ij = iL = None
         if a_i is not None and b_i is not None:
             ij = bilinear(a_i[self._i], b_i[self._j], True, True)
-            ij = 2 * ij if a is b else ij + bilinear(a_i[self._j], b_i[self._i], True, True)
+            ij = 2 * ij if square else ij + bilinear(a_i[self._j], b_i[self._i], True, True)
         iL = add(term(a_i, b_L, True, False), term(a_L, b_i, False, True))
         mixed = self._contracted(term, a_i, b_ij)
         other = (
             mixed
-            if a is b
+            if square
             else self._contracted(lambda x, y, lx, ly: term(y, x, ly, lx), b_i, a_ij)
         )
         iL = add(iL, _scaled(2, add(mixed, other)))
 
         B = _scaled(2, term(a_L, b_L, False, False))
         first = term(a_i, b_iL, True, True)
-        second = first if a is b else term(a_iL, b_i, True, True)
+        second = first if square else term(a_iL, b_i, True, True)
         B = add(B, _scaled(4, _sum(add(first, second))))
         squares = term(a_ij, b_ij, True, True)
         if squares is not None:

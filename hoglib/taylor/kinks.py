@@ -174,9 +174,9 @@ def warn_if_linear(
 def without_derivative(caller: str, order: int, kinks: Iterable[Kink]) -> str:
     """The text of a warning."""
     return (
-        f"{caller}: expected points where func has a derivative of order {order}, got some exactly at "
-        f"a kink: {_listed(kinks)}. Its result has torch's first derivative there and zeros as the higher "
-        "ones. Move the points or use a smoother function; where that is what you want, pass "
+        f"{caller}: expected points where func has a derivative of order {order}, got some exactly "
+        f"at a kink: {_listed(kinks)}. Its result has torch's first derivative there and zeros as the "
+        "higher ones. Move the points or use a smoother function; where that is what you want, pass "
         "message='.*exactly at a kink' to warnings.filterwarnings('ignore')."
     )
 
@@ -184,9 +184,9 @@ def without_derivative(caller: str, order: int, kinks: Iterable[Kink]) -> str:
 def infinite(caller: str, order: int, where: Kink) -> str:
     """The text of a warning."""
     return (
-        f"{caller}: expected points where func has a derivative of order {order}, got some where it "
-        f"is infinite or NaN, first behind {where}. sqrt(x), x**1.5 and 1/x have none at 0: add a small "
-        "constant inside, or move the points."
+        f"{caller}: expected points where func has a derivative of order {order}, got some where "
+        f"it is infinite or NaN, first behind {where}. sqrt(x), x**1.5 and 1/x have none at 0: add a "
+        "small constant inside, or move the points."
     )
 
 

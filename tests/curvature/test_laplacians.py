@@ -308,6 +308,29 @@ def test_biharmonics_in_closed_form(name):
         assert_close(B, expected(x), rtol=1e-8, atol=1e-8)
 
 
+def square_matrices(x):
+    return torch.tanh(x @ A[:2, :2]) + 2 * torch.eye(2, dtype=x.dtype)
+
+
+OF_MATRICES = {
+    "Cholesky factor": lambda m: torch.linalg.cholesky(m @ m.mT).sum((1, 2)),
+    "log-determinant": torch.logdet,
+    "determinants of a wave function": lambda m: (torch.linalg.slogdet(m)[1] - m.sum((1, 2))).exp(),
+    "inverse": lambda m: torch.linalg.inv(m).sum((1, 2)),
+    "square": lambda m: (m @ m).sin().sum((1, 2)),
+}
+
+
+@pytest.mark.parametrize("name", OF_MATRICES)
+def test_biharmonics_of_matrices_by_partial_derivatives(name):
+    """Matrices do not commute: neither do the coefficients of a product with itself."""
+    func = lambda x: OF_MATRICES[name](square_matrices(x))  # noqa: E731
+    x = points(2, 2, 2) / 2
+    pairs = [(i, j) for i in range(4) for j in range(4)]
+    expected = sum(hog.partial_derivative(func, x, index=(i, i, j, j))[1] for i, j in pairs)
+    assert_close(hog.bilaplacian(func, x)[1], expected, rtol=1e-8, atol=1e-8)
+
+
 @pytest.mark.parametrize("name", ["deep tanh", "LayerNorm", "attention", "one point", "a Function"])
 def test_biharmonics_of_networks_and_their_gradients(name):
     net, shape = smooth(), (3, 3)

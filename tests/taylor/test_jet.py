@@ -144,6 +144,20 @@ def test_a_derivative_within_the_function():
     assert_close(found, [12 * x**2, 24 * x])
 
 
+def test_a_derivative_within_the_function_of_what_autograd_saved():
+    """The backward of tanh reads its result, as another object; x adds coefficients beside it."""
+
+    def force(x):
+        x = x.requires_grad_() if x.is_leaf else x
+        return torch.autograd.grad(x.tanh().sum(), x, create_graph=True)[0] + x**3
+
+    x = points(3)
+    t = x.tanh()
+    first = -2 * t * (1 - t**2) + 3 * x**2
+    second = (6 * t**2 - 2) * (1 - t**2) + 6 * x
+    assert_close(hog.jet(force, x, [torch.ones_like(x), None])[1], [first, second])
+
+
 def test_checkpoints_within_the_function():
     net = nn.Sequential(nn.Linear(3, 3), nn.Tanh()).double()
     again = lambda x: torch.utils.checkpoint.checkpoint(net, x, use_reentrant=False)  # noqa: E731
@@ -232,3 +246,10 @@ def test_errors(error):
     with pytest.raises(kind, match=message):
         call()
     assert torch._C._len_torch_dispatch_stack() == 0
+
+
+def test_a_high_order():
+    """Whose factorials are no integers of 64 bits."""
+    x = points(3)
+    y, series = hog.jet(torch.exp, x, [torch.ones_like(x)] + [None] * 69)
+    assert_close(series[-1], y, rtol=1e-9, atol=0)
