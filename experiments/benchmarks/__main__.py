@@ -19,6 +19,7 @@ import torch
 from experiments.benchmarks import pages
 from experiments.benchmarks.processes import ROOT, cores, run
 from experiments.benchmarks.timing import CLOCKS, environment
+from experiments.benchmarks.workload import COLUMNS
 from experiments.benchmarks.workloads import PEERS, PROBLEMS, WORKLOADS, chosen
 
 QUICK_SECONDS = 8.0  # no new round beyond these, in a process
@@ -42,6 +43,7 @@ def measured(given: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     options = ["--repeats", str(given.repeats or (1 if given.smoke else 20))]
     options += ["--seconds", str(seconds)] if seconds else []
     options += [*["--smoke"] * given.smoke, "--clock", given.clock]
+    options += ["--columns", *given.columns] if given.columns else []
     jobs = chosen(given.workload, given.problem, given.full)
     if not jobs:
         raise SystemExit(
@@ -83,6 +85,13 @@ def main(arguments: list[str] | None = None) -> int:
         choices=CLOCKS,
         default="wall",
         help="cpu: that of the process, on a busy machine",
+    )
+    parser.add_argument(
+        "--columns",
+        nargs="+",
+        choices=COLUMNS,
+        default=[],
+        help="beside by hand only these methods",
     )
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time, a core each (1)")
     parser.add_argument("--output", type=Path, default=Path("runs/benchmarks"))

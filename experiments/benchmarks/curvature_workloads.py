@@ -44,7 +44,7 @@ KRONECKER = {
 WORKLOADS: dict[str, Workload] = {
     "hvp": on(
         "one Hessian-vector product",
-        ALL,
+        (*ALL, "MLP-128"),
         {
             "hoglib.hvp": plain(with_hoglib.hvp),
             "hoglib.hvp, compile=True": graph(with_hoglib.compiled(with_hoglib.hvp)),

@@ -6,6 +6,7 @@ python -m experiments.benchmarks.measure --workload hvp --problem MLP --json res
 import argparse
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 
 from experiments.benchmarks.method_check import References, check_method, run_through, vectors_of
 from experiments.benchmarks.timing import CLOCKS, Clock, beside, quartiles, single_threaded
-from experiments.benchmarks.workload import Call, Workload
+from experiments.benchmarks.workload import COLUMNS, Call, Workload
 from experiments.benchmarks.workloads import PROBLEMS, WORKLOADS
 
 Row = dict[str, Any]
@@ -75,10 +76,11 @@ def measure(
 
 def result(
     name: str, problem: str, device: str, small: bool, repeats: int, budget: float | None,
-    clock: Clock = time.perf_counter,
+    clock: Clock = time.perf_counter, columns: Sequence[str] = (),
 ) -> Row:  # fmt: skip
     """What is written of a workload on a problem, for the reports."""
     workload, start = WORKLOADS[name].on(problem, device), time.perf_counter()
+    workload = workload.of_columns(columns) if columns else workload
     point = workload.make(problem, workload.vectors, small)
     checked = workload.checked(problem, small) if workload.checked else None
     if device != "cpu":
@@ -108,13 +110,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--seconds", type=float)
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
+    parser.add_argument("--columns", nargs="+", choices=COLUMNS, default=[])
     parser.add_argument("--core", type=int, help="stay on this core")
     parser.add_argument("--smoke", action="store_true", help="tiny networks")
     given = parser.parse_args(arguments)
     single_threaded(given.core)
     found = result(
         given.workload, given.problem, given.device, given.smoke, given.repeats, given.seconds,
-        CLOCKS[given.clock],
+        CLOCKS[given.clock], given.columns,
     )  # fmt: skip
     given.json.write_text(json.dumps(found, indent=1))
 

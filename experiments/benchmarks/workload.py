@@ -2,10 +2,10 @@
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 Call = Callable[[], Any]
 Column = Literal["", "hoglib", "compiled", "other", "jax"]
 Memory = Literal["", "tensors", "allocated", "resident"]
+COLUMNS = tuple(column for column in get_args(Column) if column)
 
 
 class Point(Protocol):
@@ -111,6 +112,15 @@ class Workload:
     memory: Memory = ""
     checked: Callable[[str, bool], Any] | None = None
     seconds: float = 10.0
+
+    def of_columns(self, columns: Collection[str]) -> "Workload":
+        """With the method by hand, and those that stand in one of these columns of the summary."""
+        kept = {
+            name: method
+            for name, method in self.methods.items()
+            if name == self.by_hand or method.column in columns
+        }
+        return replace(self, methods=kept)
 
     def on(self, problem: str, device: str = "cpu") -> "Workload":
         """With the methods that run there: on a GPU hoglib's, and the one by hand."""

@@ -167,7 +167,7 @@ def test_what_is_measured_is_what_is_asked_for():
     quick, full = chosen(None, None, False), chosen(None, None, True)
     assert set(quick) < set(full)
     assert ("hvp", "TRF") not in quick
-    assert chosen(["hvp"], None, False) == [("hvp", "MLP"), ("hvp", "CNN"), ("hvp", "TRF")]
+    assert chosen(["hvp"], None, False) == [("hvp", p) for p in ("MLP", "CNN", "TRF", "MLP-128")]
     assert chosen(["hvp", "steps"], ["5", "CNN"], False) == [("hvp", "CNN"), ("steps", "5")]
 
 
