@@ -209,6 +209,13 @@ def test_it_says_what_it_chose_and_why(capfd):
     assert not capfd.readouterr().err
 
 
+@pytest.mark.usefixtures("uncompiled")
+def test_it_chooses_where_steps_are_unequal_too():
+    maml = learner(plain_net, True, compile_for=20, learn_lr="layer", lr_per_step=True)
+    maml.loss(stacks())
+    assert maml.compile_mode == "eager"
+
+
 @pytest.mark.parametrize("wrong", ["fast", 1, None])
 def test_a_wrong_way_is_explained(wrong):
     with pytest.raises((TypeError, ValueError), match="compile"):
