@@ -127,10 +127,10 @@ def every(rank, folder, found):
     found["rest"] = {name: 2 * less[name] - more[name] for name in less}
 
 
-# vectors of the size of the parameters, of which each process holds a quarter: the gradient and the product;
-# of the first of two steps of Lanczos the basis, the gradient, the product of the batch and the sum, and one
-# more that is made orthogonal; the gradient of the batch and the sum
-VECTORS = {"product": 2, "lanczos": 2 + 3 + 1, "step": 2}
+# vectors of the size of the parameters, of which each process holds a quarter: the gradient and the product; of
+# two steps of Lanczos the basis, the four of a product of an operator, and four that are made orthogonal; the
+# gradient of the batch and the sum
+VECTORS = {"product": 2, "lanczos": 2 + 4 + 4, "step": 2}
 # of further blocks what their runs keep for the backward, which is that of the process's own examples: 1 / 97 of
 # a block for each row of numbers
 KEPT = {"product": 0.15, "lanczos": 0.15, "step": 0.25}
