@@ -407,8 +407,8 @@ class _Mean(torch.autograd.Function):
         if sharding.mesh.size() * squares != total**2:
             raise DistributedError(
                 f"loss: expected the same blocks in the same order in all {sharding.mesh.size()} "
-                "processes, which gather their parameters together, got others in one; leave remat out, "
-                "or name blocks that every batch runs, such as a layer with all of its experts."
+                "processes, which gather their parameters together, got others in one; leave remat "
+                "out, or name blocks that every batch runs, such as a layer with all of its experts."
             )
         return sums[:-3].view(value.shape).to(value.dtype)
 
