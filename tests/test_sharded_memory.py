@@ -120,23 +120,20 @@ def every(rank, folder, found):
     found["errors"] = {
         name: float((x - theirs[name]).norm() / theirs[name].norm()) for name, x in ours.items()
     }
-    less, more = (peaks(blocks, samples(rows)) for blocks in (BLOCKS, 2 * BLOCKS))
     found["stored"] = peaks(BLOCKS, samples(rows), False, "product")["product"]
-    # of the bytes of further blocks, how many times it takes them, and what it takes at any depth
-    found["slope"] = {name: (more[name] - less[name]) / BLOCKS for name in less}
-    found["rest"] = {name: 2 * less[name] - more[name] for name in less}
+    found["most"] = peaks(2 * BLOCKS, samples(rows))
 
 
-# vectors of the size of the parameters, of which each process holds a quarter: the gradient and the product;
-# of the first of two steps of Lanczos the basis, the gradient, the product of the batch and the sum, and one
-# more that is made orthogonal; the gradient of the batch and the sum
-VECTORS = {"product": 2, "lanczos": 2 + 3 + 1, "step": 2}
+# vectors of the size of the parameters, of which each process holds a quarter: the gradient and the product; of
+# two steps of Lanczos the basis, the four of a product of an operator, and four that are made orthogonal; the
+# gradient of the batch and the sum
+VECTORS = {"product": 2, "lanczos": 2 + 4 + 4, "step": 2}
 # of further blocks what their runs keep for the backward, which is that of the process's own examples: 1 / 97 of
 # a block for each row of numbers
 KEPT = {"product": 0.15, "lanczos": 0.15, "step": 0.25}
-# the block that runs: its parameters, and what is asked of it: a vector, its gradient and its product; and as
-# many again that the backend has not freed yet
-ONE_BLOCK = 8
+# the block that runs: its parameters, a vector, its gradient and its product; and two that the backend has not
+# freed yet
+ONE_BLOCK = 6
 
 
 def test_four_processes_equal_one_in_a_quarter_of_its_memory(tmp_path):
@@ -144,6 +141,6 @@ def test_four_processes_equal_one_in_a_quarter_of_its_memory(tmp_path):
         for name, error in found["errors"].items():
             assert error < 1e-10, (rank, name, error)
         for name, vectors in VECTORS.items():
-            assert found["slope"][name] < vectors / 4 + KEPT[name], (rank, name, found)
-            assert found["rest"][name] < ONE_BLOCK, (rank, name, found)
+            allowed = 2 * BLOCKS * (vectors / 4 + KEPT[name]) + ONE_BLOCK
+            assert found["most"][name] < allowed, (rank, name, found)
         assert found["stored"] > 2 * BLOCKS, (rank, found)  # without remat: parameters and vector

@@ -11,6 +11,7 @@ derivative of the other, autograd gives derivatives of any order of sum_r w_r f_
 """
 
 import sys
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -158,6 +159,7 @@ class Sharding:
     deferred: frozenset[int] = frozenset()  # tensors that blocks gather, see `defer`
     # of these the ones that blocks have gathered for the current loss
     gathered: set[int] = field(default_factory=set, compare=False)
+    order: list[int] = field(default_factory=list, compare=False)  # in which they were
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], names: Callable[[], Sequence[str]]) -> "Sharding | None":
@@ -226,6 +228,7 @@ class Sharding:
         weight = self.weight * self.mesh.size() / layout.mesh.size()
         whole: Tensor = apply(_Gather, shard, layout, weight)
         self.gathered.add(index)
+        self.order.append(index)
         return whole
 
     def defer(self, model: Any, blocks: Sequence[Any]) -> "Sharding":
@@ -249,7 +252,7 @@ class Sharding:
                 if all(id(module) in parts for module, _ in places):
                     block.gathers.append((partial(self.gather_one, i), places))
                     deferred.add(i)
-        return replace(self, deferred=frozenset(deferred), gathered=self.gathered)
+        return replace(self, deferred=frozenset(deferred), gathered=self.gathered, order=self.order)
 
     def part(self, index: int) -> float:
         """What a shard of that tensor counts in a sum over processes: copies count once together."""
@@ -329,12 +332,14 @@ class Sharding:
         blocks that do so when they run, the others wait for these, and only the error is raised.
         """
         self.gathered.clear()
+        self.order.clear()
         try:
             value = compute()
         except Exception:
             if self.deferred <= self.gathered:
                 device = self.mesh.device_type
-                self.sum(torch.tensor([0.0, 1.0], dtype=torch.float64, device=device))
+                failed = [0.0, 1.0, 0.0, 0.0]  # as in `_Mean`
+                self.sum(torch.tensor(failed, dtype=torch.float64, device=device))
             raise
         found: Tensor = apply(_Mean, value, self)
         return found
@@ -390,13 +395,22 @@ class _Mean(torch.autograd.Function):
     @staticmethod
     def forward(value: Tensor, sharding: Sharding) -> Tensor:
         wide = sharding.weight * value.detach().reshape(-1).double()
-        sums = sharding.sum(torch.cat([wide, wide.new_zeros(1)]))
-        if sums[-1]:
+        order = float(zlib.crc32(repr(sharding.order).encode()) % 2**20)
+        # the squares of numbers add up to the square of their sum over their count where all are equal
+        sums = sharding.sum(torch.cat([wide, wide.new_tensor([0.0, order, order**2])]))
+        failed, total, squares = sums[-3:].tolist()
+        if failed:
             raise DistributedError(
                 f"loss: expected one from each of {sharding.mesh.size()} processes, got an error in "
                 "one, which has to be fixed there: look at its own output."
             )
-        return sums[:-1].view(value.shape).to(value.dtype)
+        if sharding.mesh.size() * squares != total**2:
+            raise DistributedError(
+                f"loss: expected the same blocks in the same order in all {sharding.mesh.size()} "
+                "processes, which gather their parameters together, got others in one; leave remat "
+                "out, or name blocks that every batch runs, such as a layer with all of its experts."
+            )
+        return sums[:-3].view(value.shape).to(value.dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
