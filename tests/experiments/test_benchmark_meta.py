@@ -180,7 +180,7 @@ def test_no_method_leaves_a_gradient():
 def test_the_choice_is_compared_with_the_better_of_both_ways(monkeypatch):
     seconds = {CHOSEN: 2.2, FORCED["loop"]: 2.0, FORCED["vmap"]: 4.0}
 
-    def beside(unit, functions, repeats, budget):
+    def beside(unit, functions, repeats, budget, clock):
         return [1.0], {name: [(seconds[name], seconds[name])] for name in functions}
 
     monkeypatch.setattr("experiments.benchmarks.measure.beside", beside)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from dataclasses import replace
 
 import pytest
@@ -296,7 +297,7 @@ def test_a_peer_that_does_not_import_says_why(tmp_path, monkeypatch):
 def test_a_ratio_is_one_of_neighbours_and_time_is_limited(monkeypatch):
     monkeypatch.setattr(timing.gc, "collect", lambda: None)  # half a second each, beside the suite
     clock = {"unit": iter([1.0, 2.0, 4.0, 8.0] * 10), "call": iter([10.0] * 40)}
-    monkeypatch.setattr(timing, "once", lambda function: next(clock[function]))
+    monkeypatch.setattr(timing, "once", lambda function, _: next(clock[function]))
 
     class Named(str):
         def __call__(self):
@@ -314,6 +315,16 @@ def test_a_ratio_is_one_of_neighbours_and_time_is_limited(monkeypatch):
     assert len(rounds_of_ten_seconds(15)[1]["a"]) == 3
     assert len(rounds_of_ten_seconds(5)[1]["a"]) == 1
     assert len(rounds_of_ten_seconds(1000)[1]["a"]) == 10
+
+
+def test_the_clock_of_the_process_does_not_count_what_it_waits_for():
+    assert timing.once(lambda: time.sleep(0.2), timing.CLOCKS["wall"]) > 0.19
+    assert timing.once(lambda: time.sleep(0.2), timing.CLOCKS["cpu"]) < 0.1
+
+
+def test_columns_leave_the_method_by_hand_and_those_that_stand_in_them():
+    kept = WORKLOADS["hvp"].of_columns(["hoglib", "jax"]).methods
+    assert list(kept) == ["hoglib.hvp", "reverse-over-reverse by hand", "JAX jit(jvp(grad))"]
 
 
 def test_a_call_is_timed_until_a_gpu_has_done_its_work(monkeypatch):
@@ -391,6 +402,7 @@ def test_the_command(tmp_path, capsys):
     found = json.loads((tmp_path / "results.json").read_text())
     assert set(found["machine"]) == {
         "processor", "cores", "threads", "system", "python", "torch", "hoglib", "gpu", "peers", "date",
+        "clock",
     }  # fmt: skip
     (measured,) = found["workloads"]
     assert (measured["workload"], measured["problem"], measured["device"]) == (
