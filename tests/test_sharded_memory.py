@@ -108,7 +108,7 @@ def peaks(blocks, batch, remat=True, only=""):
         call()
         gc.collect()
         # the least of some runs: the backend's threads free what they sent when they get to it
-        found[name] = min(peak_allocated(call) for _ in range(3)) / BLOCK
+        found[name] = min(peak_allocated(call) for _ in range(10)) / BLOCK
     return found
 
 

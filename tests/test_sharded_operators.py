@@ -302,7 +302,7 @@ def held():
 def peak(operator, row):
     """The least of some runs: the backend's threads free what they sent when they get to it."""
     found = []
-    for _ in range(3):
+    for _ in range(10):
         gc.collect()
         found.append(peak_allocated(lambda: operator.apply(row)))
     return min(found)
