@@ -48,20 +48,18 @@ def check_remat(remat: Any) -> Remat:
 
 
 def rematerialized(
-    remat: Remat, func: Any, backend: str = "", keeping: Any = None
+    remat: Remat, func: Any, backend: str = ""
 ) -> AbstractContextManager[list["BlockForward"]]:
     """Inside, the chosen blocks of the modules that a function reaches are recomputed in backward, by
     compiled graphs if a backend is named; entering returns their forwards.
 
-    A backward later recomputes them also outside. With ``keeping`` their graphs keep what they need.
+    A backward later recomputes them also outside.
     """
-    return nullcontext([]) if remat is False else _rematerialized(remat, func, backend, keeping)
+    return nullcontext([]) if remat is False else _rematerialized(remat, func, backend)
 
 
 @contextmanager
-def _rematerialized(
-    remat: Remat, func: Any, backend: str, keeping: Any
-) -> Iterator[list["BlockForward"]]:
+def _rematerialized(remat: Remat, func: Any, backend: str) -> Iterator[list["BlockForward"]]:
     replaced: list[tuple[dict[str, Any], Any]] = []
     try:
         for block in find_blocks(remat, func):
@@ -69,7 +67,7 @@ def _rematerialized(
             before = fields.get("forward")
             if not isinstance(before, BlockForward):  # by an outer context
                 replaced.append((fields, before))
-                fields["forward"] = BlockForward(block, block.forward, backend, keeping)
+                fields["forward"] = BlockForward(block, block.forward, backend)
         yield [fields["forward"] for fields, _ in replaced]
     finally:
         for fields, before in replaced:
@@ -234,19 +232,14 @@ class BlockForward:
 
     recomputes = True
 
-    def __init__(
-        self, block: nn.Module, forward: Callable[..., Any], backend: str, keeping: Any = None
-    ) -> None:
+    def __init__(self, block: nn.Module, forward: Callable[..., Any], backend: str) -> None:
         self.module, self._forward, self._backend = block, forward, backend
-        self._keeping = keeping
         self.gathers: list[tuple[Callable[[Tensor], Tensor], list[tuple[nn.Module, str]]]] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = partial(self._run_whole, self._forward) if self.gathers else self._forward
         run = partial(_call_forward, forward)
-        return recompute(
-            run, self.module, args, kwargs, backend=self._backend, keeping=self._keeping
-        )
+        return recompute(run, self.module, args, kwargs, backend=self._backend)
 
     def _run_whole(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         before: list[tuple[dict[str, Any], str, Any]] = []

@@ -110,15 +110,12 @@ def recompute(
     modes_of: Sequence[nn.Module] = (),
     nests: bool = False,
     backend: str = "",
-    keeping: Any = None,
 ) -> Any:
     """fn(*args, **keywords) as `remat` runs it, without the check of what fn closes over.
 
     modes_of: modules, besides those among the arguments, whose train or eval mode is restored.
     nests: whether remats inside fn recompute too, outside of torch.func transforms, which refuse it.
     backend: of `hoglib.compile`, which compiles fn and its vjps in reverse mode; "" for none.
-    keeping: runs a call in the place of recomputation, outside of transforms and forward mode: with
-        graphs that keep intermediate values (`hoglib.capture.kept`).
     """
     keywords = keywords or {}
     if _is_bypassed():
@@ -133,8 +130,6 @@ def recompute(
         call.run_state = RunState(
             tensors, [*generators, *_generators(leaves)], [*call.scope.modules(), *modes_of]
         )
-        if keeping is not None and not call.mixed and not torch_internals.forward_mode_active():
-            return call.result(keeping.outputs(call, tensors))
         return call.result(_Recompute.apply(call.first, *tensors))
 
 

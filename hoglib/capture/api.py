@@ -372,11 +372,11 @@ class Pullback:
 
 
 def trace_graph(
-    fn: Callable[..., Any], *args: Any, name: str | None = None, check: bool = False
+    fn: Callable[..., Any], *args: Any, name: str | None = None
 ) -> tuple[GraphEntry, list[Tensor]]:
     """The graph of a function for such a call, neither compiled nor kept, and the tensors that the
     function reaches besides."""
-    compiled = Compiled(fn, backend="eager", check=check, name=name)
+    compiled = Compiled(fn, backend="eager", check=False, name=name)
     return capture(compiled, *signature.parse_call(compiled.name, args, {}, False))
 
 

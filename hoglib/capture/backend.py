@@ -203,7 +203,7 @@ def _compile(
         found = outline(module) if on_cpu and not dynamic else None
     parts = [module] if found is None else [part.graph for part in found.parts]
     sizes = [count_operations(part.graph) for part in parts]
-    announce(name, count_operations(module.graph), sizes)
+    _announce(name, count_operations(module.graph), sizes)
     if found is None:
         module.recompile()
         return _compile_whole(module, tensors, dynamic, key)
@@ -219,7 +219,7 @@ def _compile(
     return program.link(runs)
 
 
-def announce(name: str, operations: int, sizes: list[int]) -> None:
+def _announce(name: str, operations: int, sizes: list[int]) -> None:
     """Logs what is compiled, and that it takes long, before."""
     distinct = "" if len(sizes) == 1 else f" ({sum(sizes):,} in {len(sizes)} distinct parts)"
     seconds = sum(map(seconds_to_compile, sizes))

@@ -75,7 +75,7 @@ def outline(module: fx.GraphModule) -> Outline | None:
     if operations is None:
         return None
     tokens = _numbered(_token(node) for node in operations)
-    ends = _part_ends(tokens, seconds_to_run(operations))
+    ends = _part_ends(tokens, _seconds(operations))
     spans = list(zip([0, *ends[:-1]], ends, strict=True))
     found = _Outliner(module.graph, operations, tokens, spans)
     total = sum(seconds_to_compile(end - start) for (start, end), *_ in found.members)
@@ -168,7 +168,7 @@ def _numbered(items: Iterator[Hashable]) -> list[int]:
     return [known.setdefault(item, len(known)) for item in items]
 
 
-def seconds_to_run(operations: Sequence[fx.Node]) -> float:
+def _seconds(operations: Sequence[fx.Node]) -> float:
     """An estimate of the time that a graph runs on one core, from shapes."""
     total = 0.0
     for node in operations:

@@ -36,7 +36,7 @@ def run_level(run: Any, tensors: Sequence[Tensor | None]) -> tuple[Tensor | None
     """run(*tensors) by the graph of its template, without a graph of autograd."""
     call = run.call
     if call.template is None:
-        call.template = template_of(call, _inputs_of(run, tensors))
+        call.template = _template_of(call, _inputs_of(run, tensors))
     level = call.template.level(run)
     given = [None if x is None else x.detach().contiguous() for x in tensors]
     # The function runs with stand-ins where its call did; a backward after the call would need graphs
@@ -61,7 +61,6 @@ class Template:
         self.call = call.with_parts(fn, constants)
         self.family = family
         self.levels: dict[tuple[Any, ...], Compiled] = {}
-        self.kept: Any = None  # graphs that keep intermediate values
         self._forwards: list[Forward | None] = []
 
     def forward(self, inputs: list[Tensor | None]) -> "Forward | None":
@@ -167,7 +166,7 @@ def _inputs_of(run: Any, tensors: Sequence[Tensor | None]) -> list[Tensor | None
     return list(tensors)
 
 
-def template_of(call: Any, inputs: list[Tensor | None]) -> Template:
+def _template_of(call: Any, inputs: list[Tensor | None]) -> Template:
     """The template of a call and of those that are equal, for inputs of these shapes."""
     fixed = (
         call.structure, tuple(call.slots), call.backend, tuple(call.state_names.items()),

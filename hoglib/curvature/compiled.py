@@ -24,8 +24,7 @@ from hoglib._core.swap import keep_swapped
 from hoglib.capture import backend as backends
 from hoglib.capture.api import Compiled, function_name
 from hoglib.capture.capturing import Place
-from hoglib.capture.passes import simplify
-from hoglib.capture.residuals import residuals_of
+from hoglib.capture.passes import VIEWS, simplify
 from hoglib.capture.writes import functionalize
 from hoglib.curvature.linear_map import BoundLoss, CurvatureKind, LinearMap, ProductOptions
 from hoglib.stand_ins.mode import stand_ins_if
@@ -182,7 +181,7 @@ def partial_eval(
         if node.op == "call_function" and not depends.isdisjoint(node.all_input_nodes):
             depends.add(node)
     is_constant = [not (isinstance(x, fx.Node) and x in depends) for x in outputs]
-    residuals, recomputed = residuals_of(nodes, depends)
+    residuals, recomputed = _residuals(nodes, depends)
 
     first = fx.Graph()
     places: dict[fx.Node, fx.Node] = {}
@@ -208,3 +207,35 @@ def partial_eval(
         graph.eliminate_dead_code(lambda node: node.is_impure())
         modules.append(fx.GraphModule(module, graph))
     return modules[0], modules[1], is_constant
+
+
+def _residuals(nodes: list[fx.Node], depends: set[fx.Node]) -> tuple[list[fx.Node], set[fx.Node]]:
+    """The nodes that the second graph takes from the first, and those that it computes again.
+
+    Views take no time, and elementwise operations are fused with what uses them.
+    """
+    recomputed: set[fx.Node] = set()
+    while True:
+        needed = {
+            x: None
+            for node in nodes
+            if (node in depends and node.op == "call_function") or node in recomputed
+            for x in node.all_input_nodes
+            if x not in depends and x not in recomputed and x.op != "placeholder"
+        }
+        cheap = [
+            x
+            for x in needed
+            if x.target in VIEWS
+            or not isinstance(x.meta.get("val"), Tensor)  # one of several outputs is selected
+            or (
+                torch.Tag.pointwise in getattr(x.target, "tags", ())
+                and all(
+                    y in needed or y in recomputed or y.op == "placeholder"
+                    for y in x.all_input_nodes
+                )
+            )
+        ]
+        if not cheap:
+            return list(needed), recomputed
+        recomputed.update(cheap)

@@ -29,7 +29,6 @@ class ProductOptions(NamedTuple):
     backend: str = ""  # that compile= names; empty for none
     strict: tuple[str, ...] | None = None  # leaf names; each must have a second derivative
     remat: Remat = False  # blocks of the model that are recomputed
-    keeping: Any = None  # with which compiled blocks keep intermediate values instead
 
     @property
     def one_graph(self) -> bool:

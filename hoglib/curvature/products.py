@@ -14,9 +14,7 @@ from hoglib._core.finite_differences import to_double
 from hoglib._core.process_failures import together
 from hoglib._core.sharding import Sharding
 from hoglib._core.swap import keep_swapped
-from hoglib.capture.api import function_name
-from hoglib.capture.capturing import Place, kept, runs_elsewhere
-from hoglib.capture.kept import BlockChoice, Keeping
+from hoglib.capture.capturing import runs_elsewhere
 from hoglib.curvature.compiled import compiled_linear_map
 from hoglib.curvature.fisher_metric import FisherMetric
 from hoglib.curvature.gauss_newton import GaussNewtonKind
@@ -299,9 +297,6 @@ def _computed(
         parts = [part.to(leaf.dtype) for part, leaf in zip(product, leaves, strict=True)]
         return value.to(leaves[0].dtype), parts
     if options.one_graph and not runs_elsewhere():
-        by_blocks = _by_blocks(kind, loss, leaves, vector, block, options)
-        if by_blocks is not None:
-            return by_blocks
         with torch.inference_mode(False):
             leaves, vector, args = clone_inference_tensors((leaves, vector, loss.args))
             point = compiled_linear_map(kind, replace(loss, args=args), leaves, options, block)
@@ -309,35 +304,6 @@ def _computed(
                 return apply_block(point, vector, block)
     with examined_functions(options.caller):
         return _applied(kind, loss, leaves, vector, block, options)
-
-
-def _by_blocks(
-    kind: CurvatureKind,
-    loss: BoundLoss,
-    leaves: Vector,
-    vector: Vector,
-    block: bool,
-    options: ProductOptions,
-) -> tuple[Tensor, Vector] | None:
-    """The value and the product by compiled blocks; None where one graph is to be preferred."""
-    if options.create_graph or options.backend != "inductor" or kind.mode.startswith("forward"):
-        return None
-    owner, key = Place.of(loss.func)
-    shapes = [
-        (x.dtype, x.shape, x.device)
-        for x in pytree.leaves((leaves, loss.args))
-        if isinstance(x, Tensor)
-    ]
-    name = f"{options.caller} of {function_name(loss.func)}"
-    place = Place(owner, (key, "by blocks", kind, options, loss.structure, tuple(shapes)))
-    choice: BlockChoice = kept(place, BlockChoice, name)
-
-    def run(keeping: Keeping) -> tuple[Tensor, Vector]:
-        with examined_functions(options.caller):
-            by_blocks = options._replace(remat=True, keeping=keeping)
-            return _applied(kind, loss, leaves, vector, block, by_blocks)
-
-    return choice.run(loss.func, leaves, run)
 
 
 def _sharded(
@@ -380,7 +346,7 @@ def _applied(
         )
         with (
             stand_ins_if(options.stand_ins),
-            rematerialized(options.remat, loss.func, options.backend, options.keeping) as blocks,
+            rematerialized(options.remat, loss.func, options.backend) as blocks,
         ):
             if loss.sharding is not None:
                 model = getattr(loss.func, "model", None)
