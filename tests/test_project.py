@@ -64,8 +64,8 @@ AMBIENT = {
 }
 # What the process remembers; no number depends on it.
 RECORDS = {
-    "_core.process_failures._ENTERED": "which calls of several processes are running, for their errors",
-    "_core.process_failures._ROOMS": "processes of which one failed while others waited do not go on",
+    "_core.process_failures._RUNNING": "which calls of several processes are running, for their errors",
+    "_core.process_failures._EXCHANGES": "processes of which one failed while others waited do not go on",
     "_core.recomputation._compilers": "what stands above registers itself, since imports run downward",
     "_core.source_location._WARNED": "a warning is given once",
     "_core.swap._CLAIMED": "two threads that swap one model's parameters: an error",

@@ -21,41 +21,41 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hoglib._core import torch_sharding
 from hoglib.errors import DistributedError, HoglibError
 
-LOOK = (
+POLL_SECONDS = (
     1.0  # seconds of waiting before a process looks for errors of the others, and between two looks
 )
-GRACE = 3.0  # seconds in which what it waits for may still arrive, after it has found one
-PATIENCE = 10.0  # seconds for the others to raise too
+GRACE_SECONDS = 3.0  # seconds in which what it waits for may still arrive, after it has found one
+LEAVE_SECONDS = 10.0  # seconds for the others to raise too
 # what the backends of torch.distributed say where a process does not take part
 COMMUNICATION = (
     "Connection closed", "Connection reset", "Connection refused", "Broken pipe", "imed out", "imeout",
     "gloo", "NCCL", "ncclUnhandled",
 )  # fmt: skip
 
-_ROOMS: dict[tuple[int, ...], "_Room"] = {}  # by the ranks of their processes
-_ENTERED: list["_Room"] = []  # calls that are running
+_EXCHANGES: dict[tuple[int, ...], "_ErrorExchange"] = {}  # by the ranks of their processes
+_RUNNING: list["_ErrorExchange"] = []  # calls that are running
 
 
 @contextmanager
 def together(caller: str, mesh: Any) -> Iterator[None]:
     """A call that all processes of a mesh make; raises in all of them where one raises inside."""
     ranks = tuple(mesh.mesh.flatten().tolist())
-    if _ENTERED or len(ranks) == 1 or not dist.is_initialized():  # or a call inside of another one
+    if _RUNNING or len(ranks) == 1 or not dist.is_initialized():  # or a call inside of another one
         yield
         return
-    room = _ROOMS.get(ranks)
-    if room is None or room.world is not dist.group.WORLD:
-        room = _ROOMS[ranks] = _Room(ranks)
-    room.check(caller)
-    _ENTERED.append(room)
+    exchange = _EXCHANGES.get(ranks)
+    if exchange is None or exchange.world is not dist.group.WORLD:
+        exchange = _EXCHANGES[ranks] = _ErrorExchange(ranks)
+    exchange.check(caller)
+    _RUNNING.append(exchange)
     try:
         with translate_distributed_errors(caller):
             yield
     except Exception as error:
-        room.leave(error)
+        exchange.leave(error)
         raise
     finally:
-        _ENTERED.remove(room)
+        _RUNNING.remove(exchange)
 
 
 @contextmanager
@@ -66,7 +66,7 @@ def translate_distributed_errors(caller: str) -> Iterator[None]:
     except RuntimeError as error:
         if isinstance(error, HoglibError) or not any(word in str(error) for word in COMMUNICATION):
             raise
-        told = _ENTERED[-1].told() if _ENTERED else ""
+        told = _RUNNING[-1].told() if _RUNNING else ""
         raise DistributedError(
             f"{caller}: expected all processes to make the same calls, got one that ended, raised an "
             f"error of its own or made another call: {told or 'look at the output of the others'}. "
@@ -76,20 +76,20 @@ def translate_distributed_errors(caller: str) -> Iterator[None]:
 
 def waiting(mesh: Any) -> AbstractContextManager[Any]:
     """Inside, what is gathered or averaged is waited for as `wait` does."""
-    on_processor = bool(_ENTERED) and mesh.device_type == "cpu"
-    return _WatchedWait(_ENTERED[-1]) if on_processor else nullcontext()
+    on_processor = bool(_RUNNING) and mesh.device_type == "cpu"
+    return _WatchedWait(_RUNNING[-1]) if on_processor else nullcontext()
 
 
 def wait(work: Any, device: torch.device) -> None:
     """Wait for a collective until other processes have called it too, or one of them has raised."""
-    if _ENTERED and device.type == "cpu":
-        _ENTERED[-1].wait(work)
+    if _RUNNING and device.type == "cpu":
+        _RUNNING[-1].wait(work)
     else:
         work.wait()
 
 
 @final
-class _Room:
+class _ErrorExchange:
     """The processes of a mesh, as their errors are known to this one."""
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
@@ -137,10 +137,10 @@ class _Room:
 
     def wait(self, work: Any) -> None:
         found = 0.0
-        while not torch_sharding.waited(work, LOOK):
+        while not torch_sharding.waited(work, POLL_SECONDS):
             if not found and self._count("raised"):
                 found = time.monotonic()
-            if found and time.monotonic() - found > GRACE:
+            if found and time.monotonic() - found > GRACE_SECONDS:
                 self._interrupted = True
                 raise DistributedError(
                     "expected all processes to make the same calls, got an error in one of them, which "
@@ -164,7 +164,7 @@ class _Room:
         self._write("raised")
         start = time.monotonic()
         while not agreed and 0 <= self._count("raised") < len(self._ranks):
-            if time.monotonic() - start > PATIENCE:
+            if time.monotonic() - start > LEAVE_SECONDS:
                 self._reason = "an error in this one"
                 break
             time.sleep(0.01)
@@ -176,14 +176,14 @@ class _Room:
 class _WatchedWait(TorchDispatchMode):
     """Runs torch's functional collectives, which wait without end, as ones that `wait` waits for."""
 
-    def __init__(self, room: _Room) -> None:
+    def __init__(self, exchange: _ErrorExchange) -> None:
         super().__init__()
-        self._room = room
+        self._exchange = exchange
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         started = torch_sharding.start_collective(func, args)
         if started is None:
             return func(*args, **(kwargs or {}))
         result, work = started
-        self._room.wait(work)
+        self._exchange.wait(work)
         return result

@@ -189,7 +189,9 @@ def line_in(error: BaseException, function: Callable[..., object]) -> SourceLine
     raised elsewhere."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     cause: BaseException | None = error
-    while cause is not None and code is not None:
+    seen = set()  # the context of a cause may be the error itself
+    while cause is not None and code is not None and id(cause) not in seen:
+        seen.add(id(cause))
         trace = cause.__traceback__
         while trace is not None:
             if trace.tb_frame.f_code is code:
