@@ -20,6 +20,7 @@ import torch
 import hoglib as hog
 from hoglib.capture.backend import clear_compiled
 
+COLLECTED_EVERY = 1.0  # seconds between two collections of garbage, at least
 Call = Callable[[], object]
 Clock = Callable[[], float]
 # cpu: of the process, with all its threads, which other processes on the machine disturb less
@@ -59,10 +60,13 @@ def beside(
     """
     pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in functions}
     units: list[float] = []
-    start = time.perf_counter()
+    start, collected = time.perf_counter(), -math.inf
     for done in range(1, repeats + 1):
-        gc.collect()
-        unit()  # what runs first after a collection finds cold caches
+        # what runs first after a collection finds cold caches: so not in each round of short calls
+        if time.monotonic() - collected > COLLECTED_EVERY:
+            gc.collect()
+            collected = time.monotonic()
+        unit()
         units.append(once(unit, clock))
         for name, function in functions.items():
             before, seconds = units[-1], once(function, clock)
