@@ -26,25 +26,25 @@ class InProcesses(pl.LightningModule):
     shared = BATCHES
     one_process = ""
 
-    weight = 1.0  # of the loss of this process's part, in the mean over the processes
+    _share = 1.0  # the weight of the loss of this process's part, in the mean over the processes
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """The part of this process, of a training batch."""
         trainer = self.trainer
-        self.weight = 1.0
+        self._share = 1.0
         if trainer.world_size == 1 or not trainer.training or self.shared != BATCHES:
             return batch
         part = part_of(batch, trainer.global_rank, trainer.world_size)
-        self.weight = trainer.world_size * count_of(part) / count_of(batch)
+        self._share = trainer.world_size * count_of(part) / count_of(batch)
         return part
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Backward of the weighted loss, whose average over the processes is that of the batch."""
-        super().backward(loss if self.weight == 1 else self.weight * loss, *args, **kwargs)
+        super().backward(loss if self._share == 1 else self._share * loss, *args, **kwargs)
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Log the mean over the processes, of means over their parts of a batch."""
-        value = value if self.weight == 1 else self.weight * value
+        value = value if self._share == 1 else self._share * value
         super().log(name, value, *args, **{**kwargs, "sync_dist": self.trainer.world_size > 1})
 
 

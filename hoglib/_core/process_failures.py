@@ -137,7 +137,7 @@ class _ErrorExchange:
 
     def wait(self, work: Any) -> None:
         found = 0.0
-        while not torch_sharding.waited(work, POLL_SECONDS):
+        while not self._waited(work):
             if not found and self._count("raised"):
                 found = time.monotonic()
             if found and time.monotonic() - found > GRACE_SECONDS:
@@ -146,6 +146,13 @@ class _ErrorExchange:
                     "expected all processes to make the same calls, got an error in one of them, which "
                     f"has to be fixed there: {self.told() or 'look at its own output'}"
                 )
+
+    def _waited(self, work: Any) -> bool:
+        try:
+            return torch_sharding.waited(work, POLL_SECONDS)
+        except RuntimeError:  # such as of a lost connection, after which nothing can be sent
+            self._interrupted = True
+            raise
 
     def leave(self, error: Exception) -> None:
         """Tell the others of an error, and wait for them to raise too."""
