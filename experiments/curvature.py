@@ -78,7 +78,7 @@ class Descent(Experiment):
         self.log("test/accuracy", accuracy, batch_size=len(batch.x))
         history = measurements(self.trainer)
         if not history:
-            if runs.writes():
+            if runs.is_rank_zero():
                 print(
                     "No CurvatureMonitor among trainer.callbacks: no table, no picture of spectra."
                 )

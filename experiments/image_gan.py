@@ -127,7 +127,7 @@ class ImageGAN(Adversarial):
             f"A generator trained on {own.data}: {own.loss} loss, {own.penalty}",
         )
         runs.write_report(folder, table, picture)
-        if runs.writes():
+        if runs.is_rank_zero():
             print(f"Grids of generated digits over time are in {folder / GRIDS}")
 
     @property

@@ -23,14 +23,14 @@ def run_folder(trainer: pl.Trainer) -> Path:
     return folder
 
 
-def writes() -> bool:
-    """Whether this process writes and prints the results: of several, the first."""
+def is_rank_zero() -> bool:
+    """Whether this process writes and prints the results: of several, the one of rank 0."""
     return int(getattr(rank_zero_only, "rank", 0)) == 0
 
 
 def write_report(folder: Path, table: str, *pictures: Path) -> None:
     """Print a result table, save it as table.txt, and say which files were saved."""
-    if not writes():
+    if not is_rank_zero():
         return
     file = folder / TABLE
     file.write_text(table + "\n")
@@ -39,13 +39,13 @@ def write_report(folder: Path, table: str, *pictures: Path) -> None:
 
 def write_summary(folder: Path, summary: dict[str, Any]) -> None:
     """Save a run's result as summary.json, for the tables of other runs."""
-    if writes():
+    if is_rank_zero():
         (folder / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
 
 
 def summaries(folder: Path) -> list[dict[str, Any]]:
     """The summaries of all runs in the area of a run, runs/<area>/*/version_*, the newest first."""
-    if _version(folder) is None or not writes():
+    if _version(folder) is None or not is_rank_zero():
         return []
     files = folder.absolute().parents[1].glob(f"*/version_*/{SUMMARY}")
     newest_first = sorted(files, key=lambda file: file.stat().st_mtime_ns, reverse=True)

@@ -1,30 +1,25 @@
 """What Kronecker factors save: products of NewtonCG and of linear systems, and gradients of examples.
 
-    python -m experiments.benchmarks.kfac [--smoke] [--part newton|systems|norms|peer] [--seeds 5]
+    python -m experiments.benchmarks.kfac [--smoke] [--part newton|systems|norms] [--seeds 5]
 
 - newton: the deep autoencoder of configs/curvature/kfac.yaml, by NewtonCG without a preconditioner and
-  with KFAC, whose conjugate gradients look back 5 and 10 iterations for stagnation. "to" are the
-  products until the loss that 16 steps without a preconditioner reach, "at" is the loss at the products
-  that these took; both by seed and as a median of the ratios.
+  with KFAC. "to" are the products until the loss that 16 steps without a preconditioner reach, "at" is
+  the loss at the products that these took; both by seed and as a median of the ratios.
 - systems: products until conjugate gradients solve (G + damping I) x = b to a residual of 1e-5, at the
   start and after training, without a preconditioner, with KFAC, and with low-rank ones, whose own
   products are told apart.
-- norms: the time of the processor for norms of the gradients of examples by
-  `per_example_gradient_norms`, and from the gradients by `per_example_gradients`; medians of turns.
-- peer: the time of the processor for factors and a product, and for one product more, in times of
-  curvlinops' of the same turn: median and quartiles. Needs curvlinops-for-pytorch.
+- norms: the CPU time for norms of the gradients of examples by `per_example_gradient_norms`, and from
+  the gradients by `per_example_gradients`; medians of turns.
 
-One thread. Products and losses do not depend on the machine but by rounding.
+One thread. Products and losses depend on the machine by rounding only. Times of factors and products
+beside curvlinops: `python -m experiments.benchmarks --workload kfac "kfac products"`.
 """
 
 import argparse
-import os
-import platform
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
-from statistics import median, quantiles
-from time import process_time
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -32,10 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hoglib as hog
-from experiments.benchmarks import kronecker
-from experiments.benchmarks.problems import problem as problem_of
+from experiments.benchmarks.timing import CLOCKS, interleaved, machine, single_threaded
 from experiments.models.networks import mlp
-from hoglib.curvature import linear_systems
 
 PIXELS = 64
 HIDDEN = [256, 128, 64, 32, 4, 32, 64, 128, 256]
@@ -97,32 +90,26 @@ def until(run: Iterator[Point], loss: float, products: int) -> tuple[int, float]
 
 
 def newton(small: bool, seeds: int) -> Iterator[str]:
-    """Products and losses of NewtonCG, by damping, seed and look-back."""
+    """Products and losses of NewtonCG, by damping and seed."""
     count = 2 if small else STEPS
     for damping in (0.1,) if small else (0.1, 0.01):
-        ratios: dict[int, list[tuple[float, float]]] = {5: [], 10: []}
+        products: list[float] = []
+        losses: list[float] = []
         for seed in range(seeds):
             plain = steps(seed, small, damping)
             *_, last = [next(plain) for _ in range(count)]
-            parts = [f"without: {last.products} products, loss {last.loss:.4f}"]
-            for look_back, found in ratios.items():
-                # a constant of conjugate gradients, changed here alone, to compare
-                before = linear_systems.PRECONDITIONED_LOOK_BACK
-                linear_systems.PRECONDITIONED_LOOK_BACK = look_back
-                try:
-                    run = steps(seed, small, damping, preconditioner="kfac")
-                    to, at = until(run, last.loss, last.products)
-                finally:
-                    linear_systems.PRECONDITIONED_LOOK_BACK = before
-                found.append((to / last.products, at / last.loss))
-                parts.append(f"back {look_back}: to {to} ({found[-1][0]:.2f}), at {at:.4f}")
-            yield f"newton   damping {damping}, seed {seed}; " + "; ".join(parts)
-        for look_back, found in ratios.items():
-            products, losses = ([pair[i] for pair in found] for i in (0, 1))
+            run = steps(seed, small, damping, preconditioner="kfac")
+            to, at = until(run, last.loss, last.products)
+            products.append(to / last.products)
+            losses.append(at / last.loss)
             yield (
-                f"newton   damping {damping}, back {look_back}: products to the loss "
-                f"{_spread(products)}, loss at the products {_spread(losses)} of those without"
+                f"newton   damping {damping}, seed {seed}; without: {last.products} products, loss "
+                f"{last.loss:.4f}; with: to {to} ({products[-1]:.2f}), at {at:.4f}"
             )
+        yield (
+            f"newton   damping {damping}: products to the loss {_spread(products)}, loss at the "
+            f"products {_spread(losses)} of those without"
+        )
 
 
 def classifier(seed: int, small: bool, random: bool) -> tuple[Any, Any, Any]:
@@ -240,13 +227,8 @@ def norms(small: bool, seeds: int) -> Iterator[str]:
         }
         ours, theirs = (way() for way in ways.values())
         error = float((ours - theirs).norm() / theirs.norm())
-        seconds: dict[str, list[float]] = {way: [] for way in ways}
-        for _ in range(1 if small else 15):
-            for way, run in ways.items():
-                began = process_time()
-                run()
-                seconds[way].append(process_time() - began)
-        mine, other = map(median, seconds.values())
+        seconds = interleaved(ways, 1 if small else 15, CLOCKS["cpu"])
+        mine, other = seconds.values()
         yield (
             f"norms    {name:16} {1e3 * mine:8.1f} ms, from gradients {1e3 * other:8.1f} ms, "
             f"{mine / other:.2f}  error {error:.0e}"
@@ -259,34 +241,7 @@ def _materialised(loss: Any, params: Any, batch: Any) -> Tensor:
     return torch.stack(squares).sum(0).sqrt()
 
 
-def peer(small: bool, seeds: int) -> Iterator[str]:
-    """Times beside those of curvlinops, on the networks of the other benchmarks."""
-    for name in ("MLP", "CNN", "TRF"):
-        problem = problem_of(name, 1, small)
-        for kind, once in (("mc", True), ("empirical", True), ("exact", False), ("exact", True)):
-            ours, theirs = (
-                make(problem, kind=kind, once=once)
-                for make in (kronecker.hoglib, kronecker.curvlinops)
-            )
-            ours(), theirs()
-            times = 1 if once else 20
-            ratios = []
-            turns = 2 * seeds if kind == "exact" and once else 4 * seeds
-            for turn in range(1 if small else turns):
-                both = [(ours, 0), (theirs, 1)]
-                seconds = [0.0, 0.0]
-                for run, i in both if turn % 2 else both[::-1]:
-                    began = process_time()
-                    for _ in range(times):
-                        run()
-                    seconds[i] = process_time() - began
-                ratios.append(seconds[0] / seconds[1])
-            low, middle, high = quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
-            what = f"factors, {kind}" if once else "a product"
-            yield f"peer     {name} {what:18} {middle:.2f} ({low:.2f} to {high:.2f})"
-
-
-PARTS = {"newton": newton, "systems": systems, "norms": norms, "peer": peer}
+PARTS = {"newton": newton, "systems": systems, "norms": norms}
 
 
 def _spread(values: Sequence[float]) -> str:
@@ -296,17 +251,11 @@ def _spread(values: Sequence[float]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--smoke", action="store_true", help="tiny networks, one seed")
-    parser.add_argument("--part", nargs="*", choices=PARTS, default=[*PARTS][:3])
-    parser.add_argument(
-        "--seeds",
-        type=int,
-        default=5,
-        help="of newton and systems; a quarter of the turns of peer (5)",
-    )
+    parser.add_argument("--part", nargs="*", choices=PARTS, default=[*PARTS])
+    parser.add_argument("--seeds", type=int, default=5, help="of newton and systems (5)")
     options = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    where = platform.processor() or platform.machine()
-    print(f"torch {torch.__version__}, {where}, one thread, load {os.getloadavg()[0]:.1f}")
+    single_threaded()
+    print(machine())
     for part in options.part:
         for line in PARTS[part](options.smoke, 1 if options.smoke else options.seeds):
             print(line, flush=True)

@@ -33,14 +33,16 @@ ONE_THREAD = {
 }
 
 
-def interleaved(functions: Mapping[str, Call], repeats: int) -> dict[str, float]:
+def interleaved(
+    functions: Mapping[str, Call], repeats: int, clock: Clock = time.perf_counter
+) -> dict[str, float]:
     """Median seconds a call of each function, the functions taking turns at every repeat."""
     for function in functions.values():
         function()
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(repeats):
         for name, function in functions.items():
-            seconds[name].append(once(function))
+            seconds[name].append(once(function, clock))
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 

@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint
 
 from experiments.checks import at_least
-from experiments.runs import LAST, run_folder, writes
+from experiments.runs import LAST, is_rank_zero, run_folder
 from hoglib.errors import OutputError
 
 
@@ -56,7 +56,7 @@ class LastCheckpoint(Checkpoint):
         batch_idx: int,
     ) -> None:
         step = trainer.global_step
-        if trainer.world_size > 1:  # Ctrl-C reaches processes in unlike moments; all save together
+        if trainer.world_size > 1:  # Ctrl-C may reach them at different steps
             self.interrupted = trainer.strategy.reduce_boolean_decision(self.interrupted, all=False)
         if step == self._saved_step:
             return  # gradients are being accumulated: no optimizer stepped
@@ -103,7 +103,7 @@ class LastCheckpoint(Checkpoint):
     def _on_interrupt(self, signum: int, frame: FrameType | None) -> None:
         self.interrupted = True
         self._restore_handler()
-        if writes():
+        if is_rank_zero():
             print("\nStopping after this step; Ctrl-C again stops at once.", flush=True)
 
     def _restore_handler(self) -> None:

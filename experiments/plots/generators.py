@@ -23,7 +23,7 @@ from experiments.plots.style import (
     new_figure,
     picture,
 )
-from experiments.runs import writes
+from experiments.runs import is_rank_zero
 
 GAP = 8  # pixels between rows of digits of different steps
 
@@ -79,7 +79,7 @@ def plot_points(
 
 def save_grid(file: Path, images: Tensor, across: int) -> Path:
     """Images [n, 1, h, w] from -1 to 1, `across` in a row, without a gap; black on white."""
-    if not writes():
+    if not is_rank_zero():
         return file
     shades = (127.5 - 127.5 * images.detach().cpu()).round().clamp(0, 255).to(torch.uint8)
     count, _, height, width = images.shape

@@ -17,7 +17,7 @@ from cycler import cycler
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
-from experiments.runs import writes
+from experiments.runs import is_rank_zero
 
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 YELLOW, BLUE, VERMILLION, PURPLE = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
@@ -87,7 +87,7 @@ def picture(draw: Callable[P, Figure]) -> Callable[Concatenate[Path, P], Path]:
 
     @wraps(draw)
     def save(file: Path, /, *args: P.args, **kwargs: P.kwargs) -> Path:
-        if not writes():
+        if not is_rank_zero():
             return file
         with mpl.rc_context(STYLE):
             figure = draw(*args, **kwargs)

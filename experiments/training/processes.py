@@ -20,7 +20,7 @@ class InProcesses(pl.LightningModule):
 
     Attributes:
         shared: What the processes share: BATCHES, TASKS, or "" for a module that one process trains.
-        one_process: Why one process trains it, for the message to who asks for several.
+        one_process: Why one process trains it, for the error where several are asked for.
     """
 
     shared = BATCHES
@@ -80,7 +80,7 @@ def choose_strategy(strategy: Any, module: pl.LightningModule) -> Any:
 
 
 def check_processes(trainer: pl.Trainer, module: pl.LightningModule) -> None:
-    """Raise where a module does not go with as many processes, before the others are started."""
+    """Raise before other processes are started, where they cannot share the training of a module."""
     if trainer.world_size == 1:
         return
     if not getattr(module, "shared", BATCHES):

@@ -21,11 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hoglib._core import torch_sharding
 from hoglib.errors import DistributedError, HoglibError
 
-POLL_SECONDS = (
-    1.0  # seconds of waiting before a process looks for errors of the others, and between two looks
-)
-GRACE_SECONDS = 3.0  # seconds in which what it waits for may still arrive, after it has found one
-LEAVE_SECONDS = 10.0  # seconds for the others to raise too
+POLL_SECONDS = 1.0  # between two looks of a waiting process for errors of the others
+GRACE_SECONDS = 3.0  # in which what it waits for may still arrive, after it has found one
+LEAVE_SECONDS = 10.0  # for the others to raise too
 # what the backends of torch.distributed say where a process does not take part
 COMMUNICATION = (
     "Connection closed", "Connection reset", "Connection refused", "Broken pipe", "imed out", "imeout",

@@ -223,8 +223,8 @@ def lanczos(
                 good = residuals[chosen] <= allowed
                 if bool(good.all()):
                     return values, basis.combine(S[:, chosen])
-                # it takes a tenth of the time of a small network's product to look; no product takes
-                # a residual down by more than a tenth
+                # a look takes a tenth of the time of a small network's product; a product rarely lowers
+                # a residual to less than a tenth
                 largest_ratio = float((residuals[chosen] / allowed).max())
                 due = done + (int(log10(largest_ratio)) if 1 < largest_ratio < inf else 1)
         kept = choose(theta, k + (basis.m - k) // 2)

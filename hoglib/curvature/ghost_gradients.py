@@ -44,9 +44,8 @@ CALLER = "per_example_gradient_norms"
 # What a number that is written and read again costs, in multiplications: 2 ns and 0.03 ns, measured on
 # one core for patches of convolutions and products of matrices.
 HELD = 64
-MARGIN = (
-    1.5  # what the check of layers, and one layer after the other, cost where the ways are equal
-)
+# What the check of layers, and one layer after the other, cost where the ways are equal.
+MARGIN = 1.5
 _OPTIONS = FactorOptions(FisherMetric("empirical"), "expand", True, ProductOptions(CALLER))
 
 

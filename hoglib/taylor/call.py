@@ -22,9 +22,7 @@ class Call(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     out: Any
-    side: int = (
-        0  # of a kink: before it (-1) or after it (1) along the path; 0 is torch's derivative
-    )
+    side: int = 0  # of a kink along the path: -1 before it, 1 after it; 0 for torch's derivative
 
     def of_each(self, function: Callable[[Tensor, int], Tensor], parts: Parts) -> Parts:
         """function(part, lead) of each coefficient."""
