@@ -33,6 +33,20 @@ class Residual(nn.Module):
         return self.again(x + self.block(self.norm(x)))
 
 
+class Experts(nn.Module):
+    """Two equal blocks, in an order of its own."""
+
+    def __init__(self, order):
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5)])
+        self.last, self.order = nn.Linear(5, 3), order
+
+    def forward(self, x):
+        for i in self.order:
+            x = self.experts[i](x).tanh()
+        return self.last(x)
+
+
 def model(dtype=torch.float64):
     torch.manual_seed(0)
     return Residual().to(dtype)
@@ -51,9 +65,9 @@ def part(rank, count):
 def shard(net, **options):
     from torch.distributed.fsdp import fully_shard
 
-    fully_shard(net.block, **options)
-    fully_shard(net, **options)
-    return net
+    if hasattr(net, "block"):
+        fully_shard(net.block, **options)
+    return fully_shard(net, **options)
 
 
 def fsdp(rank, world):
@@ -297,6 +311,11 @@ def refused(rank, world):
         net, lambda y, b: F.cross_entropy(y, b[1]), forward=wrong_model
     )
     operator = hog.HessianOperator(one, params, [batch])
+    experts = shard(Experts((0, 1) if rank == 0 else (1, 0)).double())
+    routed, theirs = (
+        hog.functional_loss(experts, F.cross_entropy),
+        hog.trainable_params(experts),
+    )
     calls = {
         **{f"an error in {name}": partial(MODES[name], one, params, v, batch) for name in FAILING},
         "an error in a model": lambda: hog.hvp(other_model, params, v, batch),
@@ -326,6 +345,7 @@ def refused(rank, world):
         "the loss itself": lambda: loss(params, batch),
         "other vectors": lambda: hog.hvp(mean, own, seeds, batch),
         "other blocks": lambda: hog.hvp(loss, params, vectors(params, (2 + rank,)), batch),
+        "other experts": lambda: hog.hvp(routed, theirs, vectors(theirs), batch, remat="experts.*"),
     }
     return raised_by(calls)
 
@@ -378,6 +398,7 @@ REFUSED = {
         "expected the same vectors, where they are not sharded, in all",
     ),
     "other blocks": ("DistributedError", "expected the same number of vectors in all"),
+    "other experts": ("DistributedError", "expected the same blocks in the same order in all"),
 }
 
 
