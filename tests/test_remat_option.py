@@ -474,22 +474,27 @@ def tasks():
 
 
 @pytest.mark.parametrize("over_tasks", ["loop", "vmap"])
-@pytest.mark.parametrize("memory", ["store", "remat", "checkpoint"])
-def test_every_pair_of_memory_and_remat(memory, over_tasks, runs):
+@pytest.mark.parametrize("memory", ["store", "remat", "checkpoint", "disk"])
+def test_every_pair_of_memory_and_remat(memory, over_tasks, runs, tmp_path):
     grads = []
-    for remat in (False, True):
+    options = {"directory": tmp_path} if memory == "disk" else {}
+    over_tasks = "auto" if memory == "disk" and over_tasks == "vmap" else over_tasks
+    for remat in ({}, {"remat": True}, {"remat": True, "compile": "eager"}):
         torch.manual_seed(0)
         model = Transformer().double().eval()
+        if "compile" in remat:
+            over_tasks = "loop"
         maml = hog.MAML(
             model, F.mse_loss, inner_lr=0.1, inner_steps=2, memory=memory, over_tasks=over_tasks,
-            remat=remat,
+            **remat, **options,
         )  # fmt: skip
         runs.clear()
         maml.loss(tasks()).backward()
         grads.append((flat({n: p.grad for n, p in model.named_parameters()}), len(runs)))
-    (plain, fewer), (recomputed, more) = grads
-    assert relative(recomputed, plain) < 1e-10
-    assert more > fewer
+    (plain, fewer), *others = grads
+    for recomputed, more in others:
+        assert relative(recomputed, plain) < 1e-10
+        assert more > fewer
 
 
 @pytest.mark.parametrize("memory", ["store", "remat", "checkpoint", "disk", "disk, log"])
@@ -514,11 +519,6 @@ def test_recomputed_layers_in_a_loop_that_is_stored_recomputed_or_on_disk(memory
         found.append(torch.cat([value.detach().reshape(1), *(g.flatten() for g in grads)]))
     assert runs
     assert relative(found[1], found[0]) < 1e-11
-
-
-def test_a_learner_has_no_loop_on_disk():
-    with pytest.raises(ValueError, match=r"one for each task.*`hoglib.meta.adapt\(memory='disk'"):
-        hog.MAML(Transformer(), F.mse_loss, memory="disk")
 
 
 @pytest.mark.parametrize("learner", [hog.meta.Reptile, hog.meta.IMAML])

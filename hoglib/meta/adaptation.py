@@ -1,20 +1,17 @@
 """Several inner steps on one batch, in memory or through files."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from hoglib._core import closures, pytree, torch_internals, validation
-from hoglib._core.autograd import clone_inference_tensors
-from hoglib._core.state import RunState
-from hoglib._core.swap import Params, keep_swapped
-from hoglib._core.torch_modes import ActiveStandIns
+from hoglib._core import closures, validation
+from hoglib._core.swap import Params
 from hoglib.errors import UnsupportedError
 from hoglib.functional import FunctionalLoss
 from hoglib.meta.checkpoints import check_directory
+from hoglib.meta.disk_loop import Kept, unroll_on_disk
 from hoglib.meta.inner_loop import (
     MEMORY,
     InnerSteps,
@@ -24,15 +21,7 @@ from hoglib.meta.inner_loop import (
     unroll,
 )
 from hoglib.meta.optimizers import GradientTransformation
-from hoglib.meta.replay import (
-    SCHEDULES,
-    Replay,
-    Steps,
-    add,
-    describe_call,
-    open_checkpoints,
-    vjp,
-)
+from hoglib.meta.replay import SCHEDULES
 from hoglib.verification.entry_points import examined_functions
 
 
@@ -116,158 +105,36 @@ def adapt(
     )
     with examined_functions("adapt"):
         if where is not None:
+            _refuse_trainable(modules)
             options = {
                 "loss": closures.name_of(loss),
                 "first_order": first_order,
                 "truncate": truncate,
             }
-            kept = _Kept(where, schedule, options)
-            return _on_disk(inner, steps, params, (batch, rest), loss, rule, modules, kept)
+            generators = closures.refuse("adapt(rule=...)", rule.update)
+            generators += [] if isinstance(loss, FunctionalLoss) else closures.refuse("adapt", loss)
+            kept = Kept("adapt", where, schedule, options)
+            return unroll_on_disk(
+                inner, steps, params, (batch, rest), kept, _modules_of(loss, modules), generators
+            ).params
         return unroll(
             inner, steps, params, (batch, rest, modules), memory, _modules_of(loss, modules)
         ).params
 
 
-class _Kept(NamedTuple):
-    """Where and how the states of memory="disk" are kept."""
-
-    directory: Path
-    schedule: str
-    options: dict[str, Any]  # of adapt, that tell a call from another one
-
-
-def _on_disk(
-    inner: InnerSteps, steps: int, params: Params, constants: Any, loss: Loss,
-    rule: GradientTransformation, modules: Sequence[nn.Module], kept: _Kept,
-) -> Params:  # fmt: skip
-    """The steps with their states in files, as one Function of all tensors."""
-    if torch_internals.transforms_active() or torch_internals.forward_mode_active():
-        raise UnsupportedError(
-            "adapt(memory='disk'): expected to be called outside of torch.func transforms and forward "
-            "mode, got called inside; use memory='remat'."
-        )
+def _refuse_trainable(modules: Sequence[nn.Module]) -> None:
     for module in modules:
         if any(p.requires_grad for p in module.parameters()):
             raise UnsupportedError(
                 f"adapt(memory='disk'): expected a criterion without trainable parameters, got "
                 f"{type(module).__name__}, whose gradients it does not take; use memory='remat'."
             )
-    if not steps:
-        return params
-    leaves, structure = pytree.flatten((params, clone_inference_tensors(constants)))
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    tensors = [leaves[i] for i in places]
-
-    def tree(given: Sequence[Tensor]) -> Any:
-        filled = list(leaves)
-        for i, leaf in zip(places, given, strict=True):
-            filled[i] = leaf
-        return pytree.unflatten(filled, structure)
-
-    parts = _modules_of(loss, modules)
-    generators = closures.refuse("adapt(rule=...)", rule.update)
-    generators += [] if isinstance(loss, FunctionalLoss) else closures.refuse("adapt", loss)
-    call = _DiskLoop(inner, steps, rule, tree, kept, generators, parts, tensors)
-    adapted: Any = pytree.flatten(params)[1]
-    return pytree.unflatten(list(_FromDisk.apply(call, *tensors)), adapted)
-
-
-class _DiskLoop:
-    """The steps as a function of tensors that runs, and is differentiated, through files."""
-
-    def __init__(
-        self, inner: InnerSteps, steps: int, rule: GradientTransformation,
-        tree: Callable[[Sequence[Tensor]], Any], kept: _Kept, generators: list[torch.Generator],
-        modules: list[nn.Module], tensors: list[Tensor],
-    ) -> None:  # fmt: skip
-        self.inner, self.count, self.rule, self.tree = inner, steps, rule, tree
-        self.kept, self.generators, self.modules = kept, generators, modules
-        self.stand_ins = ActiveStandIns()
-        self.run_state = RunState(tensors, generators, modules)
-
-    def run(
-        self, tensors: Sequence[Tensor], cotangents: Sequence[Tensor | None] | None = None
-    ) -> Any:
-        """The adapted leaves; with cotangents of these, the gradients by all tensors."""
-        own = [_variable(x) for x in tensors]
-        params, constants = self.tree(own)
-        with torch.enable_grad():
-            start = params, self.rule.init(params)
-        first = pytree.map_tensors(Tensor.detach, start)
-        steps = Steps(
-            self.count, lambda i: [lambda p, c: self.inner.loss(i, p, c)[0]],
-            lambda _: self.rule, self.inner.constant,
-        )  # fmt: skip
-        call = describe_call(
-            "adapt", self.count, self.kept.schedule, first, constants, **self.kept.options
-        )
-        directory = self.kept.directory
-        with keep_swapped(), open_checkpoints(directory, call, pytree.leaves(first)) as kept:
-            replay = Replay(
-                "adapt", steps, first, constants, schedule=self.kept.schedule,
-                checkpoints=kept, generators=self.generators,
-            )  # fmt: skip
-            (adapted, memory), _ = replay.run()
-            if cotangents is None:
-                return tuple(pytree.leaves(adapted))
-            form = pytree.flatten(adapted)[1]
-            end = pytree.unflatten(list(cotangents), form), pytree.map(lambda _: None, memory)
-            wanted = [x for x in own if x.requires_grad]
-            constants = {id(x) for x in pytree.leaves(constants)}
-            found = replay.pull(end, [None for x in wanted if id(x) in constants])
-        of_constants = iter(found.constants)
-        direct = [next(of_constants) if id(x) in constants else None for x in wanted]
-        grads = iter(add(direct, vjp(pytree.leaves(start), found.carry, wanted)))
-        return [next(grads) if x.requires_grad else None for x in own]
-
-    def rerun(self, tensors: Sequence[Tensor]) -> list[Any]:
-        """The adapted leaves with a graph of all steps, for derivatives of higher order."""
-        params, constants = self.tree(tensors)
-        found = unroll(self.inner, self.count, params, (*constants, []), "remat", self.modules)
-        return pytree.leaves(found.params)
-
-
-class _FromDisk(torch.autograd.Function):
-    """Saves its inputs; the rest is in files."""
-
-    recomputes = True
-
-    @staticmethod
-    def forward(ctx: Any, loop: _DiskLoop, *tensors: Tensor) -> Any:
-        ctx.loop = loop
-        ctx.save_for_backward(*tensors)
-        ctx.set_materialize_grads(False)
-        return loop.run(tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
-        loop, tensors = ctx.loop, ctx.saved_tensors
-        again = (
-            loop.run_state.restored(),
-            loop.stand_ins.resume(),
-            loop.run_state.autocast.restored(),
-        )
-        with again[0], again[1], again[2]:
-            if not torch.is_grad_enabled():
-                return None, *loop.run(tensors, cotangents)
-            own = [x.view_as(x) if x.requires_grad else x for x in tensors]
-            outputs = loop.rerun(own)
-            wanted = [x for x in own if x.requires_grad]
-            pairs = [(y, u) for y, u in zip(outputs, cotangents, strict=True) if u is not None]
-            ys, us = zip(*pairs, strict=True)
-            grads = iter(torch.autograd.grad(ys, wanted, us, create_graph=True, allow_unused=True))
-            return None, *[next(grads) if x.requires_grad else None for x in own]
 
 
 def _modules_of(loss: Loss, modules: Sequence[nn.Module]) -> list[nn.Module]:
     """All modules whose train or eval mode the loss depends on."""
     models = [loss.model] if isinstance(loss, FunctionalLoss) else []
     return [part for module in (*models, *modules) for part in module.modules()]
-
-
-def _variable(x: Tensor) -> Tensor:
-    """The tensor by itself, to differentiate by where the caller does."""
-    return x.detach().requires_grad_(x.requires_grad)
 
 
 def _lifted_from(

@@ -8,6 +8,7 @@ import hashlib
 import io
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from ctypes import string_at
@@ -25,7 +26,8 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-MANIFEST, BACKWARD, LOCK = "manifest.json", "backward.pt", "lock"
+MANIFEST, BACKWARD, LOCK, PART = "manifest.json", "backward.pt", "lock", "task-"
+FILES = "step-*.pt", "first-*.pt", "result-*.pt", BACKWARD
 FORMAT = 1
 
 
@@ -86,44 +88,85 @@ class OnDisk:
         directory: The directory, which is created if necessary.
         call: What the call is, by names: any difference to that in the directory is refused.
         like: The leaves of a state, which those of the files have to be like.
+        replaces: Another call of the same function is replaced: its files are removed.
     Raises:
         ArgumentValueError: for a directory that holds another call.
         OutputError: for one that cannot be written to.
     """
 
-    def __init__(self, directory: Path, call: dict[str, Any], like: list[Any]) -> None:
+    def __init__(
+        self, directory: Path, call: dict[str, Any], like: list[Any], replaces: bool = False
+    ) -> None:
         self.directory, self._like = directory, like
-        self._open(call)
+        self._call, self._replaces = {"format": FORMAT, **call}, replaces
 
-    def _open(self, call: dict[str, Any]) -> None:
-        manifest = self.directory / MANIFEST
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Inside, the directory is that of the call, and no other process works in it."""
         with self._explained("the manifest"):
             self.directory.mkdir(parents=True, exist_ok=True)
-            for left in self.directory.glob("*.tmp"):  # of a process that was killed
-                left.unlink(missing_ok=True)
-            text = manifest.read_text() if manifest.exists() else None
-        if text is None:
-            others = [p.name for p in self.directory.iterdir() if p.name != LOCK]
-            if others:
+        self._refuse_other_files()  # before there is a lock in a directory of somebody else's
+        with ExitStack() as stack:
+            with self._explained("its lock"):
+                stream = stack.enter_context((self.directory / LOCK).open("w"))
+            try:
+                if fcntl is not None:
+                    fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
                 raise ArgumentValueError(
-                    f"directory: expected an empty directory or one of an earlier memory='disk', got "
-                    f"{self.directory}, which holds {', '.join(sorted(others)[:3])}; name another one."
-                )
-            self._write(MANIFEST, json.dumps({"format": FORMAT, **call}, indent=1).encode())
+                    "directory: expected one that no other process works in, got "
+                    f"{self.directory}; wait for that process, or name another directory."
+                ) from None
+            self._open()
+            yield
+
+    def _refuse_other_files(self) -> None:
+        if (self.directory / MANIFEST).exists():
             return
-        try:
-            known = json.loads(text)
-            assert isinstance(known, dict)
-        except (ValueError, AssertionError):
-            known = {}
-        wanted = json.loads(json.dumps({"format": FORMAT, **call}))
-        for name, value in wanted.items():
-            if known.get(name) != value:
+        known = LOCK, _temporary(MANIFEST)
+        others = [path.name for path in self.directory.iterdir() if path.name not in known]
+        if others:
+            raise ArgumentValueError(
+                f"directory: expected an empty directory or one of an earlier memory='disk', got "
+                f"{self.directory}, which holds {', '.join(sorted(others)[:3])}; name another one."
+            )
+
+    def _open(self) -> None:
+        """Go on with the call of the directory, which has to be this one."""
+        manifest = self.directory / MANIFEST
+        with self._explained("the manifest"):
+            for left in self.directory.glob(_temporary("*")):  # of a process that was killed
+                left.unlink(missing_ok=True)
+            known = _read_manifest(manifest)
+        wanted = json.loads(json.dumps(self._call))
+        other = [name for name, value in wanted.items() if (known or {}).get(name) != value]
+        if known is not None and other:
+            if not self._replaces or known.get("function") != wanted["function"]:
                 raise ArgumentValueError(
                     f"directory: expected that of the same call, got {self.directory}, which holds "
-                    f"another one: its {name} {_short(known.get(name))}, here {_short(value)}. Name "
-                    "another directory, or delete this one."
+                    f"another one: its {other[0]} {_short(known.get(other[0]))}, here "
+                    f"{_short(wanted[other[0]])}. Name another directory, or delete this one."
                 )
+            self.clear()
+        if other:
+            self._write(MANIFEST, json.dumps(wanted, indent=1).encode())
+
+    def clear(self) -> None:
+        """Remove what was kept, but not the manifest: a process that is killed here leaves no files
+        without one."""
+        for pattern in FILES:
+            for path in self.directory.glob(pattern):
+                path.unlink(missing_ok=True)
+        for path in self.directory.glob(f"{PART}*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def part(self, number: int) -> Path:
+        """A directory for a part of the call, of which there may be one or none."""
+        return self.directory / f"{PART}{number:06}"
+
+    def drop_part(self, number: int) -> None:
+        """Keep this part no longer."""
+        shutil.rmtree(self.part(number), ignore_errors=True)
 
     def positions(self) -> list[int]:
         found = (path.stem.removeprefix("step-") for path in self.directory.glob("step-*.pt"))
@@ -180,25 +223,9 @@ class OnDisk:
             return None
         return content if isinstance(content, dict) else None
 
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Inside, no other process works in the directory."""
-        with ExitStack() as stack:
-            with self._explained("its lock"):
-                stream = stack.enter_context((self.directory / LOCK).open("w"))
-            try:
-                if fcntl is not None:
-                    fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ArgumentValueError(
-                    "directory: expected one that no other process works in, got "
-                    f"{self.directory}; wait for that process, or name another directory."
-                ) from None
-            yield
-
     def _write(self, name: str, content: Any) -> None:
         """Write a file so that it is there as a whole or not at all."""
-        temporary = self.directory / f"{name}.tmp"
+        temporary = self.directory / _temporary(name)
         with self._explained(f"{len(content) / 2**20:.1f} MiB"):
             try:
                 write_bytes(temporary, content)
@@ -279,6 +306,21 @@ def check_directory(memory: str, directory: Any) -> Path | None:
             f"directory: expected a directory, got the file {found}; name another."
         )
     return found
+
+
+def _temporary(name: str) -> str:
+    return f"{name}.tmp"
+
+
+def _read_manifest(path: Path) -> dict[str, Any] | None:
+    """What a manifest says; {} for a damaged one, None for none."""
+    if not path.exists():
+        return None
+    try:
+        known = json.loads(path.read_text())
+    except ValueError:
+        return {}
+    return known if isinstance(known, dict) else {}
 
 
 def _name(step: int) -> str:

@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Generic, TypeVar, final
 
 import torch
@@ -27,6 +28,7 @@ from hoglib.functional import (
 from hoglib.meta import norms, sharded
 from hoglib.meta import tasks as task_sets
 from hoglib.meta.checks import check_derivatives, check_finite
+from hoglib.meta.disk_loop import digest_of_generators, directory_of_process
 from hoglib.meta.inner_loop import RECOMPUTES
 from hoglib.meta.module_loop import (
     InnerParams,
@@ -194,6 +196,10 @@ class Learner(nn.Module, ABC):
         if params is not None:
             start = start._replace(model=params)
         what = type(self).__name__
+        if loop.options.memory == "disk":
+            folder = directory_of_process(Path(loop.options.directory or ".")) / "adapt"
+            drawn = digest_of_generators(list(start.model.values()))
+            loop = replace(loop, kept=loop.kept_at(f"{what}.adapt", folder, generators=drawn))
         sharding = sharded.sharding_of(start.model)
         if sharding is not None:
             self._refuse_settings(loop, start)
@@ -295,7 +301,8 @@ class Learner(nn.Module, ABC):
 
     def _run(self, loop: ModuleLoop, start: MetaParams, tasks: Any, wanted: bool) -> TaskResult:
         runner, what = self._runner(loop, start, wanted), type(self).__name__
-        shared = loop.sharding is not None or self._block_backend
+        on_disk = loop.options.memory == "disk"
+        shared = loop.sharding is not None or self._block_backend or on_disk
         how = "loop" if shared else self.over_tasks
         found, self._vmappable = run_tasks(runner, tasks, what, start.model, how, self._vmappable)
         return found
@@ -335,7 +342,9 @@ class Learner(nn.Module, ABC):
         """The inner loop of the model as the attributes are now, from its own parameters or others."""
         batch_norms = norms.find_batch_norms(self.model)
         self._warn_of_initial_statistics(batch_norms)
-        options = replace(self._options, memory="remat") if self._recomputes else self._options
+        options = self._options
+        if self._recomputes and options.memory != "disk":
+            options = replace(options, memory="remat")
         learned = nn.ModuleDict()
         for name in ("criterion", "inner_loss", "rates", "rule"):
             if isinstance(part := getattr(self, name), nn.Module):

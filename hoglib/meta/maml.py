@@ -1,15 +1,20 @@
 """Model-agnostic meta-learning on an unmodified module."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, final
 
 from torch import nn
 
 from hoglib._core import validation
 from hoglib._core.blocks import Remat
+from hoglib._core.swap import keep_swapped
 from hoglib.errors import ArgumentValueError
 from hoglib.functional import Criterion, Forward, trainable_params
+from hoglib.meta.checkpoints import check_directory
 from hoglib.meta.compiled import CompileOptions, MetaCompiler
+from hoglib.meta.disk_loop import directory_of_process, loop_tasks_on_disk
 from hoglib.meta.learner import Learner, Option
 from hoglib.meta.module_loop import (
     GRANULARITIES,
@@ -21,7 +26,8 @@ from hoglib.meta.module_loop import (
     names_that_adapt,
 )
 from hoglib.meta.optimizers import GradientTransformation, is_transformation
-from hoglib.meta.tasks import TaskResult, TaskRunner
+from hoglib.meta.tasks import Task, TaskResult, TaskRunner
+from hoglib.stand_ins.mode import stand_ins_if
 
 
 @final
@@ -46,8 +52,16 @@ class MAML(Learner):
         memory: What is kept for backward. "store": the graph of every inner step. "remat": the
             parameters after every step, at about 1.6 times the time. "checkpoint": the parameters
             after every sqrt(steps)-th step and the graphs of as many, which needs least where
-            parameters outweigh activations. All give the same gradient to rounding. Models that
-            contain torch.utils.checkpoint are run by "remat".
+            parameters outweigh activations. "disk": the parameters after a few steps, in files of
+            the directory; backward holds the graph of one step, and each step that is run again is
+            compared with the first run, bit for bit. All give the same gradient to rounding. Models
+            that contain torch.utils.checkpoint are run by "remat".
+        schedule: What "disk" keeps: "sqrt" the parameters after every sqrt(steps)-th step and, in
+            memory, those of sqrt(steps) steps that are run again; "log" those after log2(steps) steps.
+        directory: Where "disk" keeps its files. `loss` runs tasks one after the other and keeps the
+            gradient of each that is complete; the same `loss` (parameters, tasks and options) goes on
+            there after an interruption, bit for bit, and removes its files at its end. Another one
+            replaces them. Each process of torch.distributed has a directory of its own below.
         rule: The update rule: "sgd", "momentum", "adam", "adamw" or "rmsprop"; a function from a
             learning rate to a `hoglib.meta.GradientTransformation`; or an object with ``init`` and
             ``update``, whose parameters are learned if it is a module.
@@ -113,6 +127,8 @@ class MAML(Learner):
 
     first_order = Option[bool]("_options")
     memory = Option[str]("_options")
+    schedule = Option[str]("_options")
+    directory = Option[str | Path | None]("_options")
     truncate = Option[int | None]("_options")
     step_weights = Option[Sequence[float] | None]("_options")
     compiled = Option[bool | str]("_compile_options")
@@ -127,6 +143,8 @@ class MAML(Learner):
         inner_steps: int = 1,
         first_order: bool = False,
         memory: str = "store",
+        schedule: str = "sqrt",
+        directory: str | Path | None = None,
         rule: str
         | GradientTransformation
         | Callable[[Any], GradientTransformation]
@@ -150,7 +168,7 @@ class MAML(Learner):
             inner_lr=inner_lr, inner_steps=inner_steps, rule_options=rule_options,
             inner_params=inner_params, batch_norm=batch_norm, first_order=first_order,
             truncate=truncate, step_weights=step_weights, memory=memory, stand_ins=stand_ins,
-            remat=remat,
+            remat=remat, schedule=schedule, directory=check_directory(memory, directory),
         )  # fmt: skip
         super().__init__(
             model, criterion, options,
@@ -159,6 +177,7 @@ class MAML(Learner):
         self._compile_options = CompileOptions(compile, compile_for)
         self._compiler = MetaCompiler()
         self._check_blocks(self.remat, self.compiled, self.over_tasks)
+        self._check_files(self.memory, self.compiled, self.remat)
         self.rates = self._learned_rates(learn_lr, validation.flag("lr_per_step", lr_per_step))
 
     def _learned_rates(self, granularity: str | None, per_step: bool) -> LearnedRates | None:
@@ -182,8 +201,10 @@ class MAML(Learner):
 
     def _check_change(self, name: str, value: Any) -> None:
         super()._check_change(name, value)
-        given = {"remat": self.remat, "compiled": self.compiled} | {name: value}
+        given = {"remat": self.remat, "compiled": self.compiled, "memory": self.memory}
+        given[name] = value
         self._check_blocks(given["remat"], given["compiled"], self.over_tasks)
+        self._check_files(given["memory"], given["compiled"], given["remat"])
 
     def _check_blocks(self, remat: Remat, compiled: bool | str, over_tasks: str) -> None:
         """Raise for options that do not go with compiled blocks."""
@@ -200,6 +221,24 @@ class MAML(Learner):
                 "which blocks are not compiled. Leave out one of the three."
             )
 
+    def _check_files(self, memory: str, compiled: bool | str, remat: Remat) -> None:
+        """Raise for options that do not go with states in files."""
+        if memory != "disk":
+            return
+        for setting, given, instead in (
+            (
+                f"compile={compiled!r}", compiled and remat is False,
+                "add remat=, with which blocks are compiled, or leave compile out",
+            ),
+            ("over_tasks='vmap'", self.over_tasks == "vmap", "use 'loop' or 'auto'"),
+            ("batch_norm='per_step'", self.statistics is not None, "use 'by_mode' or 'frozen'"),
+        ):  # fmt: skip
+            if given:
+                raise ArgumentValueError(
+                    f"MAML: expected memory='store', 'remat' or 'checkpoint' with {setting}, got "
+                    f"'disk'; {instead}."
+                )
+
     @property
     def _block_backend(self) -> str:
         if self.remat is False or not self.compiled:
@@ -214,11 +253,32 @@ class MAML(Learner):
         return self.compiled if chosen is None else chosen
 
     def _runner(self, loop: ModuleLoop, start: MetaParams, wanted: bool) -> TaskRunner:
+        if loop.options.memory == "disk":
+            self._check_files("disk", self.compiled, self.remat)  # over_tasks may be set later
+            return self._runner_on_disk(loop, start, wanted)
         if not self.compiled or self._block_backend:
             return super()._runner(loop, start, wanted)
         return self._compiler.runner(
             self._compile_options, loop, start, wanted, type(self).__name__
         )
+
+    def _runner_on_disk(self, loop: ModuleLoop, start: MetaParams, wanted: bool) -> TaskRunner:
+        """Tasks one by one, whose states and results are kept in files."""
+        steps = self.inner_steps
+        weights = loop.options.weights_for(steps)
+        folder = directory_of_process(Path(loop.options.directory or ".")) / "loss"
+        kept = loop.kept_at("MAML.loss", folder, weights, gradients=wanted)
+
+        def of_task(directory: Path, support: Any, query: Any) -> TaskResult:
+            of_loop = replace(loop, kept=kept._replace(directory=directory))
+            with stand_ins_if(self.stand_ins):
+                return self._task_result(of_loop, start, wanted, support, query)
+
+        def run_each(tasks: Sequence[Task]) -> TaskResult:
+            with keep_swapped():  # of all tasks, which replace the same parameters
+                return loop_tasks_on_disk(of_task, tasks, start, wanted, steps, kept)
+
+        return TaskRunner(run_each, run_each)
 
     def _task_result(
         self, loop: ModuleLoop, start: MetaParams, wanted: bool, support: Any, query: Any

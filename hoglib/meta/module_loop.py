@@ -8,12 +8,13 @@ inner step.
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 
-from hoglib._core import pytree, torch_internals, validation
+from hoglib._core import closures, pytree, torch_internals, validation
 from hoglib._core.autograd import materialize_grads
 from hoglib._core.blocks import Remat, check_remat
 from hoglib._core.sharding import Sharding
@@ -22,6 +23,8 @@ from hoglib._core.torch_modes import without_stand_ins
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 from hoglib.functional import FunctionalLoss, trainable_params
 from hoglib.meta import norms
+from hoglib.meta.checkpoints import check_directory
+from hoglib.meta.disk_loop import Kept, unroll_on_disk
 from hoglib.meta.inner_loop import (
     MEMORY,
     RECOMPUTES,
@@ -33,7 +36,8 @@ from hoglib.meta.inner_loop import (
     refuse_saved_tensor_hooks,
     unroll,
 )
-from hoglib.meta.optimizers import GradientTransformation, resolve_rule
+from hoglib.meta.optimizers import GradientTransformation, resolve_rule, rule_name
+from hoglib.meta.replay import SCHEDULES
 from hoglib.meta.tasks import TaskResult
 
 InnerParams = Callable[[str, Tensor], bool] | Sequence[str] | str | None
@@ -56,6 +60,8 @@ class LoopOptions:
     memory: str = "store"
     stand_ins: bool = True
     remat: Remat = False
+    schedule: str = "sqrt"  # of "disk"
+    directory: str | Path | None = None  # of "disk"
 
     def __post_init__(self) -> None:
         checked = {
@@ -67,12 +73,19 @@ class LoopOptions:
             "first_order": validation.flag("first_order", self.first_order),
             "truncate": check_truncate(self.truncate),
             "step_weights": _check_step_weights(self.step_weights),
-            "memory": _check_memory(self.memory),
+            "memory": validation.one_of("memory", self.memory, (*MEMORY, "disk")),
+            "schedule": validation.one_of("schedule", self.schedule, SCHEDULES),
+            "directory": check_directory("disk", self.directory) if self.uses_directory else None,
             "stand_ins": validation.flag("stand_ins", self.stand_ins),
             "remat": check_remat(self.remat),
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
+
+    @property
+    def uses_directory(self) -> bool:
+        """Whether there is a directory, or has to be one; it may be named before memory is "disk"."""
+        return self.memory == "disk" or self.directory is not None
 
     def weights_for(self, steps: int) -> StepWeights:
         """The weights of the outer losses after each step; None for the last loss alone."""
@@ -107,6 +120,7 @@ class ModuleLoop:
     batch_norms: norms.BatchNorms
     strength: float = 0.0  # of the proximal term, strength / 2 |params - start|^2
     sharding: Sharding | None = None  # of the parameters, where each process holds a part of them
+    kept: Kept | None = None  # where memory="disk" keeps the states of this loop
 
     def meta_params(self) -> MetaParams:
         """All that is learned, as it is now."""
@@ -191,7 +205,33 @@ class ModuleLoop:
         rest = {n: p for n, p in start.model.items() if n not in params}
         modules = [*self.criterion_loss.model.modules(), *self.learned_modules.modules()]
         constants = start._replace(model=rest), support, query
+        if options.memory == "disk":
+            kept = self.kept
+            assert kept is not None
+            return unroll_on_disk(inner, steps, params, constants, kept, modules)
         return unroll(inner, steps, params, constants, options.memory, modules)
+
+    def kept_at(
+        self, what: str, directory: Path, weights: StepWeights = None, **more: Any
+    ) -> Kept:
+        """Where memory="disk" keeps its files, and the options that tell a call from another one."""
+        options = self.options
+        numbers = {
+            name: value
+            for name, value in (options.rule_options or {}).items()
+            if isinstance(value, bool | int | float | str)
+        }
+        return Kept(
+            what, directory, options.schedule,
+            {
+                "loss": closures.name_of(self.criterion_loss), "rule": rule_name(self.rule),
+                "rule options": numbers, "inner_lr": options.inner_lr,
+                "first_order": options.first_order, "truncate": options.truncate,
+                "step weights": None if weights is None else [float(w) for w in weights],
+                "batch_norm": options.batch_norm, "adapting": list(self.adapting), **more,
+            },
+            replaces=True,
+        )  # fmt: skip
 
     def step(
         self, start: MetaParams, carry: Any, count: Tensor, support: Any, constant: bool
@@ -372,17 +412,6 @@ def names_that_adapt(model: nn.Module, names: Iterable[str], chosen: InnerParams
             f"{', '.join(names)}; let the predicate be true for one."
         )
     return found
-
-
-def _check_memory(value: Any) -> str:
-    if value == "disk":
-        raise ArgumentValueError(
-            "memory: expected 'store', 'remat' or 'checkpoint', got 'disk', whose files belong to one "
-            "inner loop, which they resume; a learner runs one for each task, from other parameters "
-            "after each outer step. Use `hoglib.meta.adapt(memory='disk', directory=...)` for one long "
-            "loop, or memory='checkpoint'."
-        )
-    return validation.one_of("memory", value, MEMORY)
 
 
 def _check_inner_params(value: Any) -> Any:

@@ -45,7 +45,7 @@ class Steps:
 
     count: int
     parts: Callable[[int], Sequence[Loss]]  # functions whose sum is the loss of step i
-    rule: Callable[[Any], GradientTransformation]  # of constants
+    rule: Callable[[int, Any], GradientTransformation]  # (i, constants)
     constant: Callable[[int], bool]  # whether the gradient of step i is a constant
 
 
@@ -156,7 +156,7 @@ class Replay:
         with torch.enable_grad():
             grads, loss = self._gradient(i, params)
             grads = pytree.map(Tensor.detach, grads)
-            after = self.steps.rule(self.constants).update(params, grads, memory)
+            after = self.steps.rule(i, self.constants).update(params, grads, memory)
         self._advance()
         return State(self._flat(after), self._generators.now()), loss
 
@@ -246,7 +246,7 @@ class Replay:
             grads, _ = self._gradient(i, params)
             flat, structure = pytree.flatten(grads)
             cut = [g.detach().requires_grad_() for g in flat]
-            found = self.steps.rule(self.constants).update(
+            found = self.steps.rule(i, self.constants).update(
                 params, pytree.unflatten(cut, structure), memory
             )
         leaves = self._in_order(found)
@@ -342,13 +342,13 @@ class Replay:
 
 @contextmanager
 def open_checkpoints(
-    directory: Any, call: dict[str, Any], like: list[Any]
+    directory: Any, call: dict[str, Any], like: list[Any], replaces: bool = False
 ) -> Iterator[Checkpoints]:
     """Where a replay keeps its states: in memory, or in a directory, which is locked meanwhile."""
     if directory is None:
         yield InMemory()
         return
-    kept = OnDisk(directory, call, like)
+    kept = OnDisk(directory, call, like, replaces)
     with kept.held():
         yield kept
 

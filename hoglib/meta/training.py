@@ -51,7 +51,9 @@ class Training:
 
     def steps(self) -> Steps:
         """The steps, as a replay runs them."""
-        return Steps(self.count, self._parts, self.rule_of, self.is_constant)
+        return Steps(
+            self.count, self._parts, lambda _, hyper: self.rule_of(hyper), self.is_constant
+        )  # fmt: skip
 
     def initial(self, hyper: Any) -> Any:
         """The parameters before the first step."""
