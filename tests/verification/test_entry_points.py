@@ -24,10 +24,12 @@ from hoglib.verification import entry_points, examination
 from tests.functions import Cube, Detached
 from tests.long_tail import all_but
 from tests.verification.faults import (
+    ADJACENT,
     RIGHT,
     WEIGHT,
     WRONG,
     Accumulates,
+    OnGraphAgain,
     SquareOfSymmetric,
 )
 
@@ -870,3 +872,39 @@ def test_an_error_in_a_backward_names_the_function_and_the_line(function, line):
         said = " ".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
         assert f"The backward of {function.__qualname__} raised it, at" in said
         assert line in said
+
+
+LAYOUTS = {
+    "coo": torch.Tensor.to_sparse, "csr": torch.Tensor.to_sparse_csr,
+    "csc": torch.Tensor.to_sparse_csc,
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sparse_tensors_are_left_as_they_are(layout):
+    """One that a Function changes and restores itself, among those that it reaches."""
+
+    class Shifted(OnGraphAgain):
+        matrix = LAYOUTS[layout](ADJACENT)
+        left = LAYOUTS[layout](torch.eye(3, dtype=F64))
+
+        @staticmethod
+        def forward(ctx, x):
+            Shifted.left.values().add_(1)
+            return OnGraphAgain.forward(ctx, x)
+
+    class Lost(Shifted):
+        @staticmethod
+        def backward(ctx, g):
+            _, z = ctx.saved_tensors
+            return Lost.back(g * z.cos())
+
+    if layout == "coo":
+        Shifted.left = Shifted.left.coalesce()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hog.hvp(lambda x: Shifted.apply(x).square().sum(), X, X)
+    assert_close(Shifted.left.values(), torch.full((3,), 2.0, dtype=F64))  # by the user's run alone
+    with pytest.warns(UserWarning, match=r"second derivative of .*Lost is wrong"):
+        hog.hvp(lambda x: Lost.apply(x).square().sum(), X, X)
