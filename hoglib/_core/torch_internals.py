@@ -441,6 +441,11 @@ def output_shapes(node: Any) -> list[tuple[int, ...]]:
     return [tuple(int(n) for n in out.shape) for out in node._input_metadata]
 
 
+def output_dtypes(node: Any) -> list[torch.dtype]:
+    """The dtypes of what the operation of a node put out."""
+    return [out.dtype for out in getattr(node, "_input_metadata", ())]
+
+
 def sequence_number(node: Any = None) -> int:
     """The place of a node among those that its thread made; of the next one to be made for None."""
     return int(torch._C._autograd._get_sequence_nr() if node is None else node._sequence_nr())
