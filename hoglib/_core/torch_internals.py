@@ -115,10 +115,12 @@ def without_saved_tensor_hooks() -> Iterator[None]:
             hooks._push_saved_tensors_default_hooks(*pair)
 
 
+_PROXY = torch._C._TorchDispatchModeKey.PROXY
+
+
 def tracing() -> bool:
     """Whether torch.compile, torch.export or make_fx is recording the caller."""
-    proxy = torch._C._TorchDispatchModeKey.PROXY
-    return torch.compiler.is_compiling() or torch._C._get_dispatch_mode(proxy) is not None
+    return torch.compiler.is_compiling() or torch._C._get_dispatch_mode(_PROXY) is not None
 
 
 def fresh_copy(x: Tensor) -> Tensor:
