@@ -247,16 +247,19 @@ class FunctionalLoss:
         if self._criterion is None:
             return _own_loss(self.model, outputs)
         targets = self.targets(batch)
-        explain = partial(_explain_criterion, self._criterion, outputs, targets, targets is batch)
-        with (
-            translate_device_errors(batch, outputs),
-            _translate_call_errors(self._criterion, (outputs, targets), {}, explain),
-        ):
+        try:
             if self._dtype is not None and isinstance(self._criterion, nn.Module):
                 with swap_parameters(self._criterion, {}, self._dtype):
                     value = self._criterion(outputs, targets)
             else:
                 value = self._criterion(outputs, targets)
+        except Exception as error:
+            explain = partial(
+                _explain_criterion, self._criterion, outputs, targets, targets is batch
+            )
+            _explain_call_error(error, self._criterion, (outputs, targets), {}, explain)
+            translate_device_errors(batch, outputs).explain(error)
+            raise
         second = "batch" if targets is batch else "targets"
         return validation.scalar(f"criterion(outputs, {second})", value)
 
@@ -340,20 +343,26 @@ class FunctionalLoss:
                 "batch: expected one batch, got a DataLoader; pass next(iter(loader)), or for the mean "
                 "over all batches use an operator: `hoglib.HessianOperator(loss, params, loader) @ v`."
             )
-        reference = params or list(self.model.parameters())
-        with (
-            translate_hook_errors("loss(params, batch)"),
-            translate_device_errors(batch, reference),
-            eagerly(self._compiled),
-        ):
-            if self._forward is not None:
-                return self._forward(self.model, batch)
-            args, keywords = (
-                _whole_batch(batch) if self._criterion is None else (_inputs_of(batch), {})
-            )
-            explain = partial(self._explain_call, args, keywords, batch)
-            with _translate_call_errors(self.model, args, keywords, explain):
+        args, keywords = self._arguments(batch)
+        try:
+            with eagerly(self._compiled):
+                if self._forward is not None:
+                    return self._forward(self.model, batch)
                 return self.model(*args, **keywords)
+        except Exception as error:
+            if self._forward is None:
+                explain = partial(self._explain_call, args, keywords, batch)
+                _explain_call_error(error, self.model, args, keywords, explain)
+            reference = params or list(self.model.parameters())
+            translate_device_errors(batch, reference).explain(error)
+            translate_hook_errors("loss(params, batch)").explain(error)
+            raise
+
+    def _arguments(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What the model is called with; nothing where `forward` calls it."""
+        if self._forward is not None:
+            return (), {}
+        return _whole_batch(batch) if self._criterion is None else (_inputs_of(batch), {})
 
     def _explain_call(
         self, args: tuple[Any, ...], keywords: Mapping[str, Any], batch: Any, reason: str
@@ -492,39 +501,28 @@ def _is_sequence(batch: Any) -> bool:
     return True
 
 
-@final
-class _translate_call_errors:  # noqa: N801 a context manager
-    """Inside, an error about the arguments of a function or module becomes one that says what to do.
+def _explain_call_error(
+    error: Exception,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    keywords: Mapping[str, Any],
+    explain: Callable[[str], str],
+) -> None:
+    """Raises an error that says what to do, if this one is about the arguments of the function or module.
 
     Such errors are a TypeError if the arguments do not bind and the function was never entered, and one
     about an argument that is no tensor and is used as one. Other errors are the function's own.
     """
-
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        keywords: Mapping[str, Any],
-        explain: Callable[[str], str],
-    ) -> None:
-        self._function, self._args, self._keywords = function, args, keywords
-        self._explain = explain
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if not isinstance(error, TypeError | AttributeError) or isinstance(error, HoglibError):
+    if not isinstance(error, TypeError | AttributeError) or isinstance(error, HoglibError):
+        return
+    target = function.forward if isinstance(function, nn.Module) else function
+    reason = _misuse(error, args)
+    if reason is None and isinstance(error, TypeError):
+        reason = _binding_error(target, args, keywords)
+        if _was_entered(target, error.__traceback__):
             return
-        function = self._function
-        target = function.forward if isinstance(function, nn.Module) else function
-        reason = _misuse(error, self._args)
-        if reason is None and isinstance(error, TypeError):
-            reason = _binding_error(target, self._args, self._keywords)
-            if _was_entered(target, error.__traceback__):
-                return
-        if reason is not None:
-            raise ArgumentTypeError(self._explain(reason)) from error
+    if reason is not None:
+        raise ArgumentTypeError(explain(reason)) from error
 
 
 def _misuse(error: Exception, args: tuple[Any, ...]) -> str | None:
@@ -636,6 +634,11 @@ class translate_device_errors:  # noqa: N801 a context manager
         pass
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if isinstance(error, Exception):
+            self.explain(error)
+
+    def explain(self, error: Exception) -> None:
+        """Raises what this raises at the end for an error inside; returns if that is the error."""
         if not isinstance(error, RuntimeError) or isinstance(error, HoglibError):
             return
         if not _is_device_error(str(error)):

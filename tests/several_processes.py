@@ -1,6 +1,7 @@
 """Processes that find each other by gloo, and what each of them wrote down."""
 
 import datetime
+import gc
 import json
 import os
 import warnings
@@ -8,6 +9,10 @@ import warnings
 import torch
 import torch.distributed as dist
 from torch import multiprocessing
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from experiments.benchmarks.memory import peak_bytes
+from hoglib._core import pytree
 
 # A server imports once what takes seconds, and each process is a copy of it.
 multiprocessing.set_forkserver_preload(["lightning.pytorch", "torch.distributed.fsdp", "hoglib"])
@@ -40,6 +45,37 @@ def raised_by(calls):
         except Exception as error:
             found[name] = type(error).__name__, str(error)
     return found
+
+
+def peak_held(run):
+    """The most bytes of tensors made by `run` that it held at one time: the same number on every run.
+
+    What only the backend holds does not count: its threads free what they sent when they get to it, which
+    is later where they share a processor.
+    """
+    gc.collect()
+    with _BuffersOfTheirOwn():
+        return peak_bytes(run, torch.device("cpu"))
+
+
+class _BuffersOfTheirOwn(TorchDispatchMode):
+    """Gives collectives of the backend copies of their tensors, and copies back what they wrote."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace != "c10d":
+            return func(*args, **(kwargs or {}))
+        pairs = []
+
+        def copy(x):
+            pairs.append((x, x.clone()))
+            return pairs[-1][1]
+
+        returned = func(*pytree.map_tensors(copy, list(args)), **(kwargs or {}))
+        (returned[-1] if isinstance(returned, tuple) else returned).wait()
+        for x, filled in pairs:
+            x.copy_(filled)
+        own = {id(filled): x for x, filled in pairs}
+        return pytree.map_tensors(lambda x: own[id(x)], returned)
 
 
 def _run(rank, function, folder, count):

@@ -5,7 +5,7 @@ Hv = materialize_grads(vjp(g.parts, g.leaves, v, "hvp"), g.leaves)
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeVar, final
 
 import torch
@@ -54,14 +54,15 @@ def gradient_with_graph(
     with without_stand_ins():
         own = fresh_leaves(leaves, create_graph)
     value = func(*own)
-    graph = graph_summary(value)
-    check_custom_functions(graph, what)
-    if not create_graph:
-        check_uses_given_params(graph, leaves, what)
-    parts: list[Tensor | None] = [None]
-    if value.requires_grad:
-        with graph.backward_modes(), translate_errors(what):
-            parts = list(torch.autograd.grad(value, own, create_graph=True, allow_unused=True))
+    with without_stand_ins() as suspended:
+        graph = graph_summary(value)
+        check_custom_functions(graph, what)
+        if not create_graph:
+            check_uses_given_params(graph, leaves, what)
+        parts: list[Tensor | None] = [None]
+        if value.requires_grad:
+            with suspended.resumed() if graph.needs_stand_ins else nullcontext():
+                parts = _grad(value, own, None, what, None, create_graph=True)
     if all(part is None for part in parts):
         raise NoSecondDerivative(
             "func(params, *args): expected a value that depends on params, got one that does not. "
@@ -105,17 +106,23 @@ def vjp(
     ]
     if not pairs:
         return [None] * len(inputs)
-    with translate_errors(what, graph):
-        return list(
-            torch.autograd.grad(
-                [y for y, _ in pairs],
-                inputs,
-                [u for _, u in pairs],
-                retain_graph=retain_graph or create_graph,
-                create_graph=create_graph,
-                allow_unused=True,
-            )
-        )
+    outputs, cotangents = [y for y, _ in pairs], [u for _, u in pairs]
+    keep = retain_graph or create_graph
+    return _grad(
+        outputs, inputs, cotangents, what, graph, retain_graph=keep, create_graph=create_graph
+    )
+
+
+def _grad(
+    outputs: Any, inputs: Vector, cotangents: Vector | None, what: str,
+    graph: GraphSummary | None, **options: bool,
+) -> list[Tensor | None]:  # fmt: skip
+    """`torch.autograd.grad`, with the errors of `translate_errors`."""
+    try:
+        return list(torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True, **options))
+    except Exception as error:
+        translate_errors(what, graph).explain(error)
+        raise
 
 
 def fresh_leaves(leaves: Vector, create_graph: bool) -> Vector:
@@ -156,7 +163,12 @@ class translate_hook_errors:  # noqa: N801 a context manager
         pass
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if not isinstance(error, Exception) or isinstance(error, HoglibError):
+        if isinstance(error, Exception):
+            self.explain(error)
+
+    def explain(self, error: Exception) -> None:
+        """Raises what this raises at the end for an error inside; returns if that is the error."""
+        if isinstance(error, HoglibError):
             return
         owner = raising_module(error)
         if not hasattr(owner, "disable_hooks"):
@@ -180,8 +192,8 @@ class translate_errors(translate_hook_errors):  # noqa: N801 a context manager
         super().__init__(what)
         self._graph = graph
 
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        super().__exit__(kind, error, traceback)
+    def explain(self, error: Exception) -> None:
+        super().explain(error)
         if not isinstance(error, RuntimeError) or isinstance(error, HoglibError):
             return
         if "modified by an inplace operation" in str(error):
@@ -214,18 +226,18 @@ class grad_enabled:  # noqa: N801 a context manager
     """Inside, autograd records, also where the caller is in inference mode."""
 
     def __enter__(self) -> None:
-        # most callers are not in inference mode, and to leave it again takes its time
-        self._inference: Any = None
+        # most callers have gradients enabled already, and to enter these modes takes its time
+        self._entered: list[Any] = []
         if torch.is_inference_mode_enabled():
-            self._inference = torch.inference_mode(False)
-            self._inference.__enter__()
-        self._grad = torch.enable_grad()
-        self._grad.__enter__()
+            self._entered.append(torch.inference_mode(False))
+        if self._entered or not torch.is_grad_enabled():
+            self._entered.append(torch.enable_grad())
+        for mode in self._entered:
+            mode.__enter__()
 
     def __exit__(self, *raised: Any) -> None:
-        self._grad.__exit__(*raised)
-        if self._inference is not None:
-            self._inference.__exit__(*raised)
+        for mode in reversed(self._entered):
+            mode.__exit__(*raised)
 
 
 @contextmanager
@@ -241,9 +253,11 @@ def outside_inference_mode() -> Iterator[None]:
 def clone_inference_tensors(tree: T) -> T:
     """The tree with its inference tensors, which autograd refuses to save, replaced by copies."""
     leaves, structure = pytree.flatten(tree)
-    for i, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor) and leaf.is_inference():
-            leaves[i] = leaf.clone()
+    found = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_inference()]
+    if not found:
+        return tree
+    for i in found:
+        leaves[i] = leaves[i].clone()
     result: T = pytree.unflatten(leaves, structure)
     return result
 

@@ -11,10 +11,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
 
 from hoglib._core import torch_internals
+from hoglib._core.mixed_precision import HALF_DTYPES
 from hoglib._core.pytree import is_float
 from hoglib._core.torch_modes import without_stand_ins
 from hoglib.errors import NoSecondDerivative
@@ -114,6 +116,12 @@ def leaf_tensors(outputs: Iterable[Any], since: Iterable[Tensor] = ()) -> Iterat
     for node, parents in walk(outputs, since):
         if not parents and hasattr(node, "variable"):
             yield node.variable
+
+
+def half_dtypes(outputs: Iterable[Any]) -> set[torch.dtype]:
+    """The dtypes of half precision that the graphs of the outputs computed in."""
+    found = (dtype for node, _ in walk(outputs) for dtype in torch_internals.output_dtypes(node))
+    return {dtype for dtype in found if dtype in HALF_DTYPES}
 
 
 def depends_on_any(value: Tensor, leaves: Iterable[Tensor]) -> bool:

@@ -164,7 +164,8 @@ class Sharding:
     @classmethod
     def of(cls, tensors: Sequence[Tensor], names: Callable[[], Sequence[str]]) -> "Sharding | None":
         """That of the tensors, with equal weights; None if none of them is a DTensor."""
-        found: list[Any] = [t for t in tensors if is_sharded(t)]
+        library: Any = sys.modules.get("torch.distributed.tensor")  # None where nothing imported it
+        found: list[Any] = [t for t in tensors if library and isinstance(t, library.DTensor)]
         if not found:
             return None
         from torch.distributed.tensor import Replicate

@@ -480,12 +480,40 @@ _LARGEST = 1000  # items of a container whose contents are copied too
 _MISSING = object()
 
 
+def same(a: Tensor, b: Any) -> bool:
+    """The same values of one shape, dtype, layout and device; NaN is the same as NaN."""
+    if not isinstance(b, Tensor) or (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
+        return False
+    if a.layout is not b.layout:
+        return False
+    if a.layout is not torch.strided:
+        a, b = a.to_dense(), b.to_dense()
+    floating = a.is_floating_point() or a.is_complex()
+    return bool(torch.equal(a.nan_to_num(), b.nan_to_num()) if floating else torch.equal(a, b))
+
+
+def put_back(x: Tensor, value: Tensor) -> None:
+    """Gives x the value of a copy, of the same layout, in the memory that it has; its version counter
+    stays."""
+    if x.layout is not torch.sparse_coo:
+        x.data.copy_(value)
+    elif (
+        x._nnz() == value._nnz()
+    ):  # copy_ would give it other memory, and `x.data` is another tensor
+        data = x.detach()
+        data._indices().copy_(value._indices())
+        data._values().copy_(value._values())
+    else:
+        with torch.no_grad():
+            x.copy_(value)
+
+
 def _is_equal(a: Any, b: Any) -> bool:
     """Whether two attributes hold equal tensors, numbers and texts."""
     if a is b:
         return True
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a.shape == b.shape and torch.equal(a.to(b), b)
+        return same(a.to(b), b)
     if type(a) is not type(b):
         return False
     if isinstance(a, SimpleNamespace):

@@ -351,22 +351,24 @@ class restore_buffers:  # noqa: N801 a context manager
             setattr(module, name, buffer)
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
-        if id(module) in self._seen:
-            return
         if torch.compiler.is_compiling():  # torch.compile cannot trace what follows
             return
-        if threading.get_ident() != self._thread:
+        if id(module) in self._seen or threading.get_ident() != self._thread:
             return
         self._seen.add(id(module))
         self._modules.append(module)
+        attributes = vars(module)
         if isinstance(module, torch.jit.ScriptModule):
             self._scripted.extend(_copy_scripted_buffers(module))
-        elif is_compiled(module) or getattr(vars(module).get("forward"), "recomputes", False):
-            # hooks of the parts of a compiled module are not called; a block that is recomputed runs
-            # them with the buffers that it has before
-            for part in module.modules():
-                self._copy_buffers(part)
-        elif module._buffers and module.training:  # most modules have none
+        elif "_orig_mod" in attributes["_modules"] or "forward" in attributes:
+            # Hooks of the parts of a compiled module are not called. A block that is recomputed runs
+            # them with the buffers that it has before.
+            if is_compiled(module) or getattr(module.forward, "recomputes", False):
+                for part in module.modules():
+                    self._copy_buffers(part)
+            else:
+                self._copy_buffers(module)
+        elif attributes["_buffers"]:  # most modules have none
             self._copy_buffers(module)
 
     def _copy_buffers(self, module: nn.Module) -> None:

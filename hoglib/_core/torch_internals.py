@@ -115,10 +115,12 @@ def without_saved_tensor_hooks() -> Iterator[None]:
             hooks._push_saved_tensors_default_hooks(*pair)
 
 
+_PROXY = torch._C._TorchDispatchModeKey.PROXY
+
+
 def tracing() -> bool:
     """Whether torch.compile, torch.export or make_fx is recording the caller."""
-    proxy = torch._C._TorchDispatchModeKey.PROXY
-    return torch.compiler.is_compiling() or torch._C._get_dispatch_mode(proxy) is not None
+    return torch.compiler.is_compiling() or torch._C._get_dispatch_mode(_PROXY) is not None
 
 
 def fresh_copy(x: Tensor) -> Tensor:
@@ -439,6 +441,11 @@ def output_bytes(node: Any) -> int:
 def output_shapes(node: Any) -> list[tuple[int, ...]]:
     """The shapes of what the operation of a node put out."""
     return [tuple(int(n) for n in out.shape) for out in node._input_metadata]
+
+
+def output_dtypes(node: Any) -> list[torch.dtype]:
+    """The dtypes of what the operation of a node put out."""
+    return [out.dtype for out in getattr(node, "_input_metadata", ())]
 
 
 def sequence_number(node: Any = None) -> int:

@@ -221,9 +221,9 @@ def something_to_differentiate_by(names: Sequence[str], tensors: Sequence[Tensor
             )
 
 
-def parameters(params: Any, what: str = "params") -> Any:
-    """Checks for a pytree of floating-point tensors with at least one leaf."""
-    leaves = pytree.leaves(params)
+def parameters(params: Any, what: str = "params") -> tuple[list[Tensor], Any]:
+    """Checks for a pytree of floating-point tensors with at least one leaf; its leaves and structure."""
+    leaves, structure = pytree.flatten(params)
     if not leaves:
         raise ArgumentValueError(
             f"{what}: expected at least one tensor, got none; a model whose parameters are all "
@@ -238,7 +238,7 @@ def parameters(params: Any, what: str = "params") -> Any:
                     '`hoglib.trainable_params(model, "head.*")` those with such names.'
                 )
             differentiable(leaf_name(what, name), leaf)
-    return params
+    return leaves, structure
 
 
 def other_structure(
@@ -263,11 +263,12 @@ def other_structure(
 
 
 def vectors(
-    what: str, tree: Any, params: Any, like: str = "params", blocks: bool = True
-) -> tuple[list[Tensor], bool]:
+    what: str, tree: Any, params: Any, like: str = "params", blocks: bool = True,
+    flat: tuple[list[Tensor], Any] | None = None,
+) -> tuple[list[Tensor], bool]:  # fmt: skip
     """The leaves of a vector in the structure of params, or of a block with a trailing dimension.
 
-    like: what params are called. blocks: whether a block is accepted.
+    like: what params are called. blocks: whether a block is accepted. flat: params, flattened before.
     """
     mappings = isinstance(tree, Mapping) and isinstance(params, Mapping)
     if mappings and tree.keys() == params.keys() and _differ(tree, params):
@@ -276,7 +277,7 @@ def vectors(
             same[name] = tree[name]
         tree = same
     leaves, structure = pytree.flatten(tree)
-    expected, expected_structure = pytree.flatten(params)
+    expected, expected_structure = flat or pytree.flatten(params)
     if structure != expected_structure:
         raise other_structure(what, tree, params, "torch.randn_like(p)", like)
     first: Any = leaves[0]

@@ -49,6 +49,7 @@ from hoglib.curvature.sharded_batches import in_step
 from hoglib.curvature.vector_space import Space
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, NondeterministicError
 from hoglib.stand_ins.mode import stand_ins_if
+from hoglib.verification.rounding import HalfWatch
 
 Tree = Any
 MEMORY_LIMIT = 2 * 2**30
@@ -120,7 +121,7 @@ class DatasetSum:
         # the weight of the only batch cancels
         self._at_once = self.single_batch and processes.alone
         self._determinism = Determinism(loss, options.check_deterministic, fixed_batches)
-        self.symmetry = Symmetry(name, options.check_deterministic, space)
+        self.symmetry = Symmetry(name, options.check_deterministic, space, self._half)
         data_now = self._batches.current if self._batches.single else list
         self._fingerprint = StateFingerprint(loss, space.leaves, data_now)
         self._state: list[Any] = [object()]  # the fingerprint after the last pass
@@ -179,6 +180,12 @@ class DatasetSum:
             totals = self.run(partial(self.each_batch, add), row)
         with torch.inference_mode(False), torch.no_grad():
             return self._total_loss(totals), space.tree(row[0] / self.weight(totals))
+
+    def _half(self) -> torch.dtype | None:
+        """The dtype of half precision that the loss or its gradient computes in, if any."""
+        with HalfWatch() as watch:
+            self.gradient()
+        return watch.dtype
 
     def weight(self, totals: PassTotals) -> float:
         """What a sum over the data is divided by."""

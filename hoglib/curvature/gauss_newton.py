@@ -264,7 +264,7 @@ def double_reverse(composite: CompositeLoss, leaves: Vector) -> LinearMap:
         product = _transposed_product(
             ys, own, [weighted[i] for i in depends], composite.options, keep_graph
         )
-        if not are_adjoint(vector, product, tangents, weighted, composite.sharding):
+        if not are_adjoint(vector, product, tangents, weighted, composite.sharding, jacobian.parts):
             raise detached(caller)
         return value, product
 
@@ -297,7 +297,7 @@ def forward_then_reverse(composite: CompositeLoss, leaves: Vector) -> LinearMap:
                 f"{caller}(mode='forward'): expected no checkpoint in the model, got one; use "
                 "mode='reverse'."
             ) from error
-        if not are_adjoint(vector, product, tangents, weighted, composite.sharding):
+        if not are_adjoint(vector, product, tangents, weighted, composite.sharding, ys):
             raise UnsupportedError(
                 f"{caller}(mode='forward'): expected tangents and gradients that agree, <w, J v> = "
                 "<J^T w, v>, got others: scripted code loses tangents, a Function has a wrong jvp, or "

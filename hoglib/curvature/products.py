@@ -269,9 +269,8 @@ def _product(
     """The value, and the product of a matrix with v or with each vector of a block."""
     kind.check_loss(func)
     validation.not_the_model("func", func, params)
-    validation.parameters(params)
-    vector, block = validation.vectors("v", v, params)
-    leaves, structure = pytree.flatten(params)
+    leaves, structure = validation.parameters(params)
+    vector, block = validation.vectors("v", v, params, flat=(leaves, structure))
     loss = BoundLoss(func, structure, args, Sharding.of(leaves, lambda: pytree.paths(params)))
     if loss.sharding is None:
         value, product = _computed(kind, loss, leaves, vector, block, options)
@@ -341,9 +340,9 @@ def _applied(
     with grad_enabled(), keep_swapped():
         if any(t.is_inference() for t in (*leaves, *vector)):
             leaves, vector = clone_inference_tensors((leaves, vector))
-        loss = BoundLoss(
-            loss.func, loss.structure, clone_inference_tensors(loss.args), loss.sharding
-        )
+        args = clone_inference_tensors(loss.args)
+        if args is not loss.args:
+            loss = replace(loss, args=args)
         with (
             stand_ins_if(options.stand_ins),
             rematerialized(options.remat, loss.func, options.backend) as blocks,

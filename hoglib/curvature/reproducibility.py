@@ -204,7 +204,10 @@ class Bound(NamedTuple):
     rounding: float
 
 
-BOUNDS = {torch.float64: Bound(1e-6, 1e-10), torch.float32: Bound(1e-2, 1e-5)}
+BOUNDS = {
+    torch.float64: Bound(1e-6, 1e-10), torch.float32: Bound(1e-2, 1e-5),
+    torch.float16: Bound(5e-2, 2e-3), torch.bfloat16: Bound(0.2, 1e-2),
+}  # fmt: skip
 
 
 @final
@@ -213,11 +216,17 @@ class Symmetry:
 
     A backward that is not the derivative, or that is detached in part, mostly makes a Hessian
     asymmetric; the check costs two inner products, once.
+
+    half: the dtype of half precision that the loss computes in, if any; asked for only where the matrix
+    is not symmetric to the rounding of its own dtype.
     """
 
-    def __init__(self, name: str, enabled: bool, space: Space) -> None:
-        self._name, self._space = name, space
-        self._bound = BOUNDS.get(space.precision) if enabled else None
+    def __init__(
+        self, name: str, enabled: bool, space: Space, half: Callable[[], torch.dtype | None]
+    ) -> None:
+        self._name, self._space, self._half = name, space, half
+        wide = space.precision in (torch.float64, torch.float32)
+        self._bound = BOUNDS[space.precision] if enabled and wide else None
         self._first: list[tuple[Tensor, Tensor]] = []
         self._done = False
 
@@ -242,7 +251,9 @@ class Symmetry:
         vv, ww, AvAv, AwAw, lhs, rhs = self._space.dots(*each, dtype=torch.float64)[:, 0].tolist()
         size = (vv * AwAw) ** 0.5 + (ww * AvAv) ** 0.5
         gap = abs(lhs - rhs)
-        if gap > size * max(bound.random / self._space.size**0.5, bound.rounding):
+        if self._exceeds(gap, size, bound) and (
+            (half := self._half()) is None or self._exceeds(gap, size, BOUNDS[half])
+        ):
             warnings.warn(
                 f"{self._name}: expected a symmetric matrix, got v.Aw and w.Av that differ by "
                 f"{gap / size:.1g} of their size. A backward in the loss is not the derivative of its "
@@ -251,3 +262,6 @@ class Symmetry:
                 "draws random numbers, as dropout does in train mode.",
                 stacklevel=5,
             )
+
+    def _exceeds(self, gap: float, size: float, bound: Bound) -> bool:
+        return gap > size * max(bound.random / self._space.size**0.5, bound.rounding)

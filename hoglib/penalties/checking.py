@@ -20,6 +20,7 @@ from hoglib._core import validation
 from hoglib._core.autograd import grad_enabled
 from hoglib._core.detachment import INNER, DetachedGradient, DetachmentWatch
 from hoglib._core.source_location import format_error
+from hoglib._core.state import same
 from hoglib.errors import ArgumentValueError
 from hoglib.penalties import mistakes
 from hoglib.penalties.mistakes import Formula, PenaltySpec, Points, Run, is_close, relative_error
@@ -32,7 +33,7 @@ from hoglib.penalties.recording_critics import (
     recorded,
     scalar,
 )
-from hoglib.verification.call import name_of, same
+from hoglib.verification.call import name_of
 from hoglib.verification.report import Report, Row
 
 DTYPES = (torch.float64, torch.float32)

@@ -19,10 +19,9 @@ from torch import Generator, Tensor, nn
 
 from hoglib._core import validation
 from hoglib._core.autograd import materialize_grads
-from hoglib._core.state import preserve_random_state
+from hoglib._core.state import preserve_random_state, same
 from hoglib._core.torch_internals import unwrap
 from hoglib.penalties.mistakes import INTERPOLATE
-from hoglib.verification.call import same
 
 
 @final

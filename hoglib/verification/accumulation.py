@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from hoglib._core.closures import STATE, ClosureWalker
+from hoglib._core.state import put_back, same
 from hoglib._core.torch_internals import backward_rule
 from hoglib.verification import function_rules
 from hoglib.verification.report import Row
@@ -64,7 +65,7 @@ def preserved_grads(fn: Any, *held: Any) -> Iterator[Callable[[], list[str]]]:
         now = named[key][1].grad
         if now is not grad:
             return True
-        return now is not None and value is not None and not torch.equal(now.detach(), value)
+        return now is not None and value is not None and not same(now.detach(), value)
 
     try:
         yield lambda: [label for key, (label, _) in named.items() if is_changed(key)]
@@ -74,4 +75,4 @@ def preserved_grads(fn: Any, *held: Any) -> Iterator[Callable[[], list[str]]]:
                 grad, value = before[key]
                 x.grad = grad
                 if grad is not None and value is not None:
-                    grad.data.copy_(value)
+                    put_back(grad, value)

@@ -353,10 +353,13 @@ def _rounds(subject: Subject) -> bool:
 def _notes(subject: Subject) -> Iterator[Row]:
     """How the inputs were treated, where that is not obvious."""
     if subject.refused:
+        where = f"in {subject.dtype}"
+        if subject.half is not None:
+            where = "there, by means over many points,"
         how = "not the precision that it computes in" if subject.computes_narrow else "refused"
         yield Row(
             "dtype: float64", "warn" if subject.computes_narrow else "skip", None,
-            f"{how} ({subject.refused}); checked in {subject.dtype} with wider tolerances.",
+            f"{how} ({subject.refused}); checked {where} with wider tolerances.",
         )  # fmt: skip
     if subject.symmetric:
         names = ", ".join(subject.call.names[j] for j in sorted(subject.symmetric))

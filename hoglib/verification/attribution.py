@@ -24,11 +24,13 @@ from hoglib._core.detachment import DetachedGradient, DetachmentWatch
 from hoglib._core.element_differences import element_scales, random_like
 from hoglib._core.finite_differences import difference_quotient, steps
 from hoglib._core.pytree import is_float
+from hoglib._core.state import same
 from hoglib._core.torch_internals import backward_rule, is_once_differentiable, watching_functions
 from hoglib.verification import function_rules
-from hoglib.verification.call import same, seed_all
+from hoglib.verification.call import seed_all
 from hoglib.verification.function_rules import Context, Record, Run, Slot, kind_of
 from hoglib.verification.layouts import laid_out_as
+from hoglib.verification.rounding import HalfWatch
 from hoglib.verification.subject import Application, application
 
 LOST = {torch.float64: 1e-5, torch.float32: 2e-3}  # of the whole term: less is rounding
@@ -81,11 +83,16 @@ class _Attribution:
         self._v = moves or {
             i: random_like(app.args[i], self._random) * element_scales(app.args[i]) for i in app.by
         }
-        self._step = step_of(app.args[i] for i in app.by)
-        self._least = max(LOST.get(_real(app.args[i].dtype), LOST_NARROW) for i in app.by)
         self._inner: list[Application] = []
-        base = self._run(0.0)
-        self._arguments = self._incoming(base)
+        with HalfWatch() as watch:
+            base = self._run(0.0)
+            self._arguments = self._incoming(base)
+            with suppress(Exception):  # reported by `diagnosis`
+                self._results(base.record, self._arguments)
+        given = [_real(app.args[i].dtype) for i in app.by]
+        dtypes = given if watch.dtype is None else [*given, watch.dtype]
+        self._step = max(steps("slot", dtype)[0] for dtype in dtypes)
+        self._least = max(LOST.get(dtype, LOST_NARROW) for dtype in dtypes)
 
     # Running forward and backward.
 

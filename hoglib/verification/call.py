@@ -44,18 +44,6 @@ def seed_all(seed: int = 0) -> None:
         numpy.random.seed(seed)
 
 
-def same(a: Tensor, b: Any) -> bool:
-    """The same values of one shape, dtype, layout and device; NaN is the same as NaN."""
-    if not isinstance(b, Tensor) or (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
-        return False
-    if a.layout is not b.layout:
-        return False
-    if a.layout is not torch.strided:
-        a, b = a.to_dense(), b.to_dense()
-    floating = a.is_floating_point() or a.is_complex()
-    return bool(torch.equal(a.nan_to_num(), b.nan_to_num()) if floating else torch.equal(a, b))
-
-
 # Maps between lists of real tensors, and their derivatives in reverse and in forward mode. The gradient
 # of a map is a map again, and so is its tangent; so a second derivative is computed by the same
 # functions as a first one. Everything but `func_jvp` is built on `torch.autograd`, because torch.func's

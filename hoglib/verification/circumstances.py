@@ -46,7 +46,7 @@ class Baseline:
 
     @property
     def tolerance(self) -> float:
-        return float(torch.finfo(self.subject.dtype).eps ** 0.5)
+        return float(self.subject.eps**0.5)
 
     def largest_difference(
         self, a: Sequence[Tensor], b: Sequence[Tensor], *, relative: bool = True

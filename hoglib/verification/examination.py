@@ -23,7 +23,7 @@ from hoglib._core.autograd import grad_enabled
 from hoglib._core.closures import STATE, ClosureWalker
 from hoglib._core.pytree import is_float
 from hoglib._core.source_location import format_error
-from hoglib._core.state import AutocastState, StateGuard, preserve_random_state
+from hoglib._core.state import AutocastState, StateGuard, preserve_random_state, put_back, same
 from hoglib._core.swap import keep_swapped
 from hoglib.stand_ins.mode import active, stand_ins_if
 from hoglib.verification import call as calls
@@ -391,8 +391,8 @@ def _preserved(app: Application) -> Iterator[Callable[[], list[str]]]:
             yield changed
         finally:
             for x, value in values:
-                if not torch.equal(x.detach(), value):
-                    x.data.copy_(value)
+                if not same(x.detach(), value):
+                    put_back(x, value)
             for c, k, v in own:
                 if vars(c).get(k) is not v:
                     setattr(c, k, v)

@@ -5,6 +5,7 @@ and does not show what was saved. Run as plain functions, with the context below
 they show it.
 """
 
+import dis
 import inspect
 import sys
 from collections.abc import Mapping, Sequence
@@ -23,8 +24,8 @@ from hoglib._core import pytree, source_location
 from hoglib._core.element_differences import random_like
 from hoglib._core.pytree import is_float
 from hoglib._core.source_location import is_user_code
+from hoglib._core.state import same
 from hoglib._core.torch_internals import backward_rule
-from hoglib.verification.call import same
 from hoglib.verification.containers import exchanged, opened, steps_to
 from hoglib.verification.saved_expressions import Noted, SavedAt
 
@@ -271,7 +272,28 @@ def is_classic(function: type[Function]) -> bool:
 
 
 def offers_jvp(function: type[Function]) -> bool:
-    return function.jvp is not Function.jvp
+    return function.jvp is not Function.jvp and not is_stub(function.jvp)
+
+
+def is_stub(rule: Any) -> bool:
+    """Whether a rule is declared without a formula: its body is a docstring, `pass` or `return None`,
+    or raises NotImplementedError, as that of torch.autograd.Function does."""
+    code = getattr(inspect.unwrap(rule), "__code__", None)
+    if code is None:
+        return False
+    instructions = [one for one in dis.get_instructions(code) if one.opname not in _NO_WORK]
+    does = {one.opname for one in instructions}
+    if does <= {"LOAD_CONST", "RETURN_VALUE", "RETURN_CONST"}:
+        return all(x.argval is None for x in instructions if x.opname.endswith("_CONST"))
+    first = instructions[0]
+    return (
+        first.opname == "LOAD_GLOBAL"
+        and first.argval == "NotImplementedError"
+        and (does.isdisjoint({"RETURN_VALUE", "RETURN_CONST"}))
+    )
+
+
+_NO_WORK = ("RESUME", "NOP", "PUSH_NULL", "CACHE", "COPY_FREE_VARS")
 
 
 def offers_vmap(function: type[Function]) -> bool:

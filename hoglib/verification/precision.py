@@ -1,4 +1,4 @@
-"""In which dtype a function is judged: float64, unless it refuses that, or works in float32 anyway."""
+"""In which dtype a function is judged: float64, unless it refuses that, or works in less anyway."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -8,16 +8,17 @@ from torch import Tensor
 
 from hoglib._core import validation
 from hoglib._core.element_differences import element_scales, max_abs, random_like
+from hoglib._core.mixed_precision import is_half
 from hoglib._core.pytree import is_float
 from hoglib._core.source_location import format_error
 from hoglib.verification import call as calls
 from hoglib.verification.call import Call
-from hoglib.verification.rounding import PrecisionWatch
+from hoglib.verification.rounding import HalfWatch, PrecisionWatch
 
-SPACING = 6e-8  # of float32 numbers, relative to their size
 POINTS = 6
-# Noise of float64 numbers is far less; noise of more is none of float32's, but a step of the function.
-NOISE = (2e-9, 1e-4)
+# In units of rounding. Noise of float64 numbers is far less; more is no rounding, but a step of the
+# function.
+NOISE = (1 / 60, 840.0)
 LEAST = 1e-4  # of the largest element: less is what cancellation leaves
 
 
@@ -26,7 +27,8 @@ class Chosen(NamedTuple):
 
     call: Call
     refused: str = ""
-    computes_narrow: bool = False  # it works in float32, whatever it is given
+    computes_narrow: bool = False  # it works in float32 or less, whatever it is given
+    half: torch.dtype | None = None  # the dtype, if that is half precision
 
 
 def call_for(fn: Any, inputs: Sequence[Any], *, in_own_dtype: bool = False) -> Chosen:
@@ -42,16 +44,18 @@ def call_for(fn: Any, inputs: Sequence[Any], *, in_own_dtype: bool = False) -> C
     validation.something_to_differentiate_by(call.names, call.point)
     if in_own_dtype:
         _run(call)
-        return Chosen(call, "it runs code that is not torch's")
+        return _in_half(call) or Chosen(call, "it runs code that is not torch's")
     reached, error = _reached(call)
     if error is not None and any(x.dtype != torch.float64 for x in Call(fn, inputs, None).point):
         own = Call(fn, inputs, None)
         if _reached(own)[0] > reached:
-            return Chosen(own, format_error(error))
+            return _in_half(own) or Chosen(own, format_error(error))
     if error is not None:
         if reached == 0:
             raise error
         return Chosen(call)
+    if (half := _in_half(call)) is not None:
+        return half
     watch = PrecisionWatch()
     with watch:
         _reached(call)
@@ -66,6 +70,21 @@ def call_for(fn: Any, inputs: Sequence[Any], *, in_own_dtype: bool = False) -> C
     if given_double and not _agree(call, narrow):
         return Chosen(call)  # a cast that copies, which it does in float64 only, cuts its graph
     return Chosen(narrow, f"it computes in float32: {met}", computes_narrow=True)
+
+
+def _in_half(call: Call) -> Chosen | None:
+    """The choice for what computes in half precision, if it rounds to that and its values or gradients
+    show it; the inputs stay what they are, as all else may be of a higher precision."""
+    if any(is_half(x) for x in call.point):
+        return None
+    watch = HalfWatch()
+    with watch:
+        _reached(call)
+    if watch.dtype is None or not _is_noisy(call, torch.finfo(watch.dtype).eps):
+        return None
+    name = str(watch.dtype).removeprefix("torch.")
+    at = f" at {watch.where}" if watch.where else ""
+    return Chosen(call, f"it computes in {name}{at}", computes_narrow=True, half=watch.dtype)
 
 
 def _returned_narrow(call: Call) -> str:
@@ -125,14 +144,14 @@ def _run(call: Call) -> list[Any]:
     return found
 
 
-def _is_noisy(call: Call) -> bool:
-    """Whether values or gradients move in steps of float32's size, where float64 numbers move smoothly.
+def _is_noisy(call: Call, eps: float = torch.finfo(torch.float32).eps) -> bool:
+    """Whether values or gradients move in steps of the size of eps, where float64 numbers are smooth.
 
-    Along a line of points, less than a digit of float32 apart, second differences of a smooth function
-    are rounding. They grow fourfold with twice the distance; those of a staircase do not.
+    Along a line of points less than eps apart, second differences of a smooth function are rounding.
+    They grow fourfold with twice the distance; those of a staircase do not.
     """
     random = torch.Generator().manual_seed(7)
-    v = [random_like(x, random) * element_scales(x) * SPACING for x in call.point]
+    v = [random_like(x, random) * element_scales(x) * eps / 2 for x in call.point]
     before, call.reseed = call.reseed, True
     try:
         ends = [_numbers(call, k, v) for k in range(1, POINTS)]
@@ -146,7 +165,8 @@ def _is_noisy(call: Call) -> bool:
         size = torch.stack([y.abs() for y in line]).amax(0)
         counts = size > LEAST * max(map(max_abs, line))
         near, far = _bend(line, 1), _bend(line, 2)
-        steps = (NOISE[0] * size < near) & (near < NOISE[1] * size) & (far < 2.5 * near)
+        least, most = eps * NOISE[0], min(eps * NOISE[1], 0.5)
+        steps = (least * size < near) & (near < most * size) & (far < 2.5 * near)
         if bool((steps & counts).any()):
             return True
     return False

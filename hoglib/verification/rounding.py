@@ -1,4 +1,4 @@
-"""Matrix products in full precision, and a mode that notices where float64 numbers lose digits."""
+"""Matrix products in full precision, and modes that notice where float64 numbers lose digits."""
 
 from contextlib import AbstractContextManager
 from typing import Any, final
@@ -6,8 +6,10 @@ from typing import Any, final
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hoglib._core import pytree, source_location, validation
+from hoglib._core.mixed_precision import is_half
 from hoglib._core.pytree import is_float
 from hoglib._core.state import preserve_settings
 
@@ -91,6 +93,31 @@ class PrecisionWatch(TorchFunctionMode):
 
     def _is_made(self, tensor: Tensor) -> bool:
         return any(tensor is other for other in self._made)
+
+
+@final
+class HalfWatch(TorchDispatchMode):
+    """The first operation, if any, that rounds what it was given to half precision: also inside
+    backward and under autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtype: torch.dtype | None = None
+        self.where = ""
+
+    def __enter__(self) -> "HalfWatch":
+        super().__enter__()
+        return self
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self.dtype is None:
+            given = [x for x in pytree.leaves((args, kwargs or {})) if is_float(x)]
+            found = [y for y in pytree.leaves(result) if is_float(y) and is_half(y) and y.numel()]
+            if found and given:
+                self.dtype = found[0].dtype
+                self.where = str(source_location.torch_call_line() or "")
+        return result
 
 
 def _described(name: str, did: str, culprits: list[Tensor]) -> str:

@@ -158,10 +158,11 @@ class Subject:
     """A call in float64, or in its own dtype if it refuses that, with what it is made of.
 
     refused: why it is not in float64. computes_narrow: whether the reason is that it works in float32
-    whatever it is given. graphs_serve_once: whether a second backward pass through a graph is wrong,
-    and through a new one right. told: failed rows of `prepare` that leave something to compare.
-    symmetric: the variables of which one triangle is read. kept: those whose structure the directions
-    of derivatives keep, because the function is right along these alone.
+    or less whatever it is given. half: the dtype, if that is half precision. graphs_serve_once: whether
+    a second backward pass through a graph is wrong, and through a new one right. told: failed rows of
+    `prepare` that leave something to compare. symmetric: the variables of which one triangle is read.
+    kept: those whose structure the directions of derivatives keep, because the function is right along
+    these alone.
     """
 
     graphs_serve_once = False
@@ -173,7 +174,7 @@ class Subject:
         keep_layouts: bool = False,
     ) -> None:  # fmt: skip
         self.fn, self.inputs = fn, list(inputs)
-        self.call, self.refused, self.computes_narrow = call_for(
+        self.call, self.refused, self.computes_narrow, self.half = call_for(
             fn, inputs, in_own_dtype=in_own_dtype
         )
         self.name = self.call.name
@@ -338,6 +339,11 @@ class Subject:
         except Exception:  # fn may refuse inputs that the user did not pass
             defined = False
         return moved if defined else self.x
+
+    @property
+    def eps(self) -> float:
+        """The unit of rounding that it computes with."""
+        return float(torch.finfo(self.half or self.dtype).eps)
 
     @property
     def offers_forward(self) -> bool | None:

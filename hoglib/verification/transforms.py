@@ -32,41 +32,50 @@ GENERATED = (
 
 def values(subject: Subject, points: Sequence[list[Tensor]], u: list[Tensor]) -> str:
     """What is wrong with values and gradients under vmap, in words; raises what vmap raises."""
-    f, n = subject.map, len(subject.x)
+    f, n, eps = subject.map, len(subject.x), subject.eps
     here = points[0]
     batch = [torch.stack(parts) for parts in zip(*points, strict=True)]
     fault = _differs(
-        "the value under vmap over all inputs", _vmap(f, (0,) * n, batch), [f(*x) for x in points]
+        "the value under vmap over all inputs",
+        _vmap(f, (0,) * n, batch),
+        [f(*x) for x in points],
+        eps,
     )
     for j, name in enumerate(subject.names):
         mixed = [*here[:j], batch[j].movedim(0, -1), *here[j + 1 :]]
         dims = tuple(-1 if k == j else None for k in range(n))
         loop = [f(*here[:j], x, *here[j + 1 :]) for x in batch[j]]
-        fault = fault or _differs(f"the value under vmap over {name}", _vmap(f, dims, mixed), loop)
+        fault = fault or _differs(
+            f"the value under vmap over {name}", _vmap(f, dims, mixed), loop, eps
+        )
 
     def pulled(*given: Tensor) -> list[Tensor]:
         return list(torch.func.vjp(f, *given[:n])[1](list(given[n:])))
 
     dims = (*(0 for _ in range(n)), *(None for _ in u))
     loop = [calls.gradient(f, n)(*x, *u) for x in points]
-    fault = fault or _differs("the gradient under vmap", _vmap(pulled, dims, [*batch, *u]), loop)
+    fault = fault or _differs(
+        "the gradient under vmap", _vmap(pulled, dims, [*batch, *u]), loop, eps
+    )
     weights = [torch.stack([c, -2 * c]) for c in u]  # as is_grads_batched=True of autograd.grad
     found = _vmap(pulled, (*(None for _ in range(n)), *(0 for _ in u)), [*here, *weights])
     loop = [calls.gradient(f, n)(*here, *(factor * c for c in u)) for factor in (1, -2)]
-    return fault or _differs("the gradient under vmap over incoming gradients", found, loop)
+    return fault or _differs("the gradient under vmap over incoming gradients", found, loop, eps)
 
 
 def _vmap(f: TensorMap, dims: tuple[int | None, ...], batch: Sequence[Tensor]) -> list[Tensor]:
     return list(torch.func.vmap(f, dims, randomness="same")(*batch))
 
 
-def _differs(what: str, found: Sequence[Tensor], loop: Sequence[Sequence[Tensor]]) -> str:
+def _differs(
+    what: str, found: Sequence[Tensor], loop: Sequence[Sequence[Tensor]], eps: float
+) -> str:
     for i, (y, parts) in enumerate(zip(found, zip(*loop, strict=True), strict=True)):
         right = torch.stack(list(parts))
         if y.shape != right.shape:
             return f"{what} has shape {tuple(y.shape)}, in a loop {tuple(right.shape)} (result {i})"
         off = torch.where((y == right) | (y.isnan() & right.isnan()), 0.0, (y - right).abs())
-        if max_abs(off) > torch.finfo(y.dtype).eps ** 0.5 * max(max_abs(right), 1e-6):
+        if max_abs(off) > eps**0.5 * max(max_abs(right), 1e-6):
             return f"{what} differs from a loop by {max_abs(off):.2g} (result {i})"
     return ""
 
@@ -96,7 +105,7 @@ def hessian(subject: Subject, x: list[Tensor], u: list[Tensor]) -> Row:
         found = transform(scalar)(zero)
         size = max(max_abs(looped), 1e-6 * max(map(max_abs, u)))
         off = max_abs(found - looped) / size if bool(found.isfinite().all()) else float("inf")
-        if off > torch.finfo(zero.dtype).eps ** 0.5 and not wrong:
+        if off > subject.eps**0.5 and not wrong:
             wrong = f"{title} differs from double backward in a loop by {off:.2g}. {TORCH}"
         error = max(error, off)
     return Row(name, "fail" if wrong else "pass", error, wrong)

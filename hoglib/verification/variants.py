@@ -85,7 +85,7 @@ def _stride_zero_inputs(base: Baseline) -> Row:
     row = base.compare(name, lambda: base.derivatives(f, base.x), *plain, LAYOUT)
     if row.status == "fail" and row.error is not None:
         with suppress(Exception):  # the row stands
-            rounded = of_copies(4 * torch.finfo(base.subject.dtype).eps)
+            rounded = of_copies(4 * base.subject.eps)
             if base.compare(name, lambda: rounded, *plain, LAYOUT).status == "fail":
                 return Row(name, "skip", None, SENSITIVE)
     return row
@@ -166,6 +166,8 @@ def dtypes(base: Baseline) -> Iterator[Row]:
 
 
 def _in_dtype(base: Baseline, name: str, dtype: torch.dtype, tolerance: float) -> Row:
+    if base.subject.half is not None:
+        return Row(name, "skip", None, f"it computes in {_dtype_name(base.subject.half)}.")
     if base.subject.dtype != torch.float64:
         return Row(
             name, "skip", None, f"it was checked in {base.subject.dtype}, as float64 is refused."
@@ -218,7 +220,7 @@ def _gradients(
 
 def autocast(base: Baseline) -> Row:
     name = "autocast"
-    if base.subject.dtype != torch.float64:
+    if base.subject.dtype != torch.float64 or base.subject.half is not None:
         return Row(name, "skip", None, "it was not checked in float64.")
     call = _call_in_dtype(base, torch.float32)
     x = [y.float() for y in base.x]

@@ -401,3 +401,10 @@ def test_the_fused_attention_of_the_cpu():
     with torch.no_grad():
         found = torch_kernels.cpu_attention_gradients(g, q, k, v, y, logsumexp, bias, False)
     torch.testing.assert_close(found, torch.autograd.grad(right, (q, k, v), g))
+
+
+def test_the_dtypes_that_nodes_computed_in():
+    x = torch.ones(2, requires_grad=True)
+    node = x.bfloat16().sin().float().grad_fn
+    assert torch_internals.output_dtypes(node) == [torch.float32]
+    assert torch_internals.output_dtypes(node.next_functions[0][0]) == [torch.bfloat16]

@@ -550,6 +550,71 @@ def by_labels(function):
 
 
 # name -> (the function, what is told of it)
+class InHalf(Function):
+    """y = x s(x) in bfloat16, of which s is kept."""
+
+    @staticmethod
+    def forward(ctx, x):
+        h = x.bfloat16()
+        ctx.save_for_backward(x, h.sigmoid())
+        return (h * h.sigmoid()).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, g):
+        x, s = ctx.saved_tensors
+        return InHalf.gradient(x.bfloat16(), s, g.bfloat16()).to(g.dtype)
+
+    @staticmethod
+    def gradient(h, s, g):
+        return g * (s + h * s * (1 - s))
+
+
+class InHalfAgain(InHalf):
+    """Right: s is computed again."""
+
+    @staticmethod
+    def backward(ctx, g):
+        h = ctx.saved_tensors[0].bfloat16()
+        return InHalf.gradient(h, h.sigmoid(), g.bfloat16()).to(g.dtype)
+
+
+ADJACENT = torch.tensor([[0.0, 2.0, 0.0], [-1.0, 0.0, 0.5], [0.0, 0.0, 1.5]], dtype=torch.float64)
+
+
+class OnGraph(Function):
+    """y = sin(x A^T) with a sparse matrix that the class holds; A x^T is kept."""
+
+    matrix = ADJACENT.to_sparse()
+
+    @classmethod
+    def sums(cls, x):
+        return torch.mm(cls.matrix, x.mT).mT
+
+    @classmethod
+    def back(cls, g):
+        return torch.mm(cls.matrix.to_dense().mT, g.mT).mT
+
+    @staticmethod
+    def forward(ctx, x):
+        z = OnGraph.sums(x)
+        ctx.save_for_backward(x, z)
+        return z.sin()
+
+    @staticmethod
+    def backward(ctx, g):
+        _, z = ctx.saved_tensors
+        return OnGraph.back(g * z.cos())
+
+
+class OnGraphAgain(OnGraph):
+    """Right: A x^T is computed again."""
+
+    @staticmethod
+    def backward(ctx, g):
+        x, _ = ctx.saved_tensors
+        return OnGraphAgain.back(g * OnGraphAgain.sums(x).cos())
+
+
 WRONG = {
     "an intermediate saved": (SavesExp.apply, "SavesExp"),
     "an intermediate in a tuple": (InTuple.apply, "InTuple"),
@@ -563,6 +628,8 @@ WRONG = {
     "a nested Function": (PartNested.apply, "PartNested"),
     "for some arguments": (Branch.apply, "Branch"),
     "accumulates": (Accumulates.apply, "Accumulates"),
+    "half precision": (InHalf.apply, "InHalf"),
+    "a sparse matrix": (OnGraph.apply, "OnGraph"),
     "first order": (WrongFactor.apply, "WrongFactor"),
     "zero with a graph": (WithoutGraph.apply, "WithoutGraph"),
     "all of it": (AllDetached.apply, "AllDetached"),
@@ -583,6 +650,8 @@ WRONG = {
 }
 RIGHT = {
     "new style": functions.Cube.apply,
+    "half precision": InHalfAgain.apply,
+    "a sparse matrix": OnGraphAgain.apply,
     "classic": functions.ClassicCube.apply,
     "product": Product.apply,
     "a root": CubeRoot.apply,

@@ -567,3 +567,59 @@ def test_a_skip_has_a_reason_and_a_failure_a_sentence():
 def test_an_infinite_error_is_null_in_json():
     report = hog.Report("one", [hog.verification.Row("a", "fail", float("inf"), "b")])
     assert json.loads(report.to_json())["rows"][0]["error"] is None
+
+
+class EmptyRule(Function):
+    """y = x^3, with a jvp that somebody meant to write."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return 3 * g * x**2
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        """The tangent of the output."""
+
+
+class RefusedRule(EmptyRule):
+    @staticmethod
+    def jvp(ctx, *tangents):
+        raise NotImplementedError("by reverse mode only")
+
+
+class ZeroRule(EmptyRule):
+    @staticmethod
+    def jvp(ctx, *tangents):
+        return torch.zeros_like(tangents[0])
+
+
+class SometimesRefused(EmptyRule):
+    @staticmethod
+    def jvp(ctx, *tangents):
+        if tangents[0].dim() < 9:
+            raise NotImplementedError
+        return tangents[0]
+
+
+@pytest.mark.parametrize("function", [EmptyRule, RefusedRule])
+def test_a_jvp_without_a_formula_offers_no_forward_mode(function):
+    x = torch.linspace(0.5, 1.5, 4)
+    report = hog.verify(function, x)
+    assert not report.failed, report
+    row = report["second derivative: forward-over-reverse"]
+    assert row.status == "skip"
+    assert "or with an empty one" in row.text
+    asked = hog.verify(function, x, modes="fr")["second derivative: forward-over-reverse"]
+    assert asked.status == "fail"
+
+
+@pytest.mark.parametrize("function", [ZeroRule, SometimesRefused])
+def test_a_jvp_with_a_formula_is_judged(function):
+    report = hog.verify(function, torch.linspace(0.5, 1.5, 4))
+    assert report["first derivative: forward"].status == "fail"

@@ -1,0 +1,234 @@
+"""Functions that round to half precision inside: the right ones pass with a warning, the wrong ones do not."""
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import Function
+from torch.nn import functional as F
+
+import hoglib as hog
+
+DTYPES = [torch.bfloat16, torch.float16]
+FIRST = "first derivative: reverse"
+SECOND = "second derivative: reverse-over-reverse"
+
+
+def function(name, forward, backward):
+    """A Function of a forward (arguments -> output, saved) and a backward (saved, g -> gradients)."""
+
+    def run(ctx, *args):
+        y, saved = forward(*args)
+        ctx.save_for_backward(*saved)
+        return y
+
+    def back(ctx, g):
+        return backward(*ctx.saved_tensors, g)
+
+    return type(name, (Function,), {"forward": staticmethod(run), "backward": staticmethod(back)})
+
+
+def matrix_product(half, *, wrong=lambda x: x):
+    def forward(x, w):
+        return (x.to(half) @ w.to(half)).to(x.dtype), (x, w)
+
+    def backward(x, w, g):
+        h = g.to(half)
+        gx, gw = h @ w.to(half).mT, wrong(x).to(half).mT @ h
+        return gx.to(g.dtype), gw.to(g.dtype)
+
+    return function("MatrixProduct", forward, backward)
+
+
+def normalized(half, *, wrong=lambda x: x):
+    """w h / sqrt(mean h^2)"""
+
+    def forward(x, w):
+        h = x.to(half)
+        return (h * rate(h) * w.to(half)).to(x.dtype), (x, w)
+
+    def rate(h):
+        return (h.square().mean(-1, keepdim=True) + 1e-2).rsqrt()
+
+    def backward(x, w, g):
+        h, weighted = x.to(half), g.to(half) * w.to(half)
+        r = wrong(rate(h))
+        gx = r * weighted - h * r**3 * (h * weighted).mean(-1, keepdim=True)
+        return gx.to(g.dtype), (g.to(half) * h * r).sum(0).to(g.dtype)
+
+    return function("Normalized", forward, backward)
+
+
+def probabilities(half, *, wrong=lambda x: x):
+    def forward(x):
+        return x.to(half).softmax(-1).to(x.dtype), (x,)
+
+    def backward(x, g):
+        p, h = x.to(half).softmax(-1), g.to(half)
+        return (p * (h - wrong((p * h).sum(-1, keepdim=True)))).to(g.dtype)
+
+    return function("Probabilities", forward, backward)
+
+
+def kept_in_half(half, *, wrong=lambda x: x):
+    """A sine in full precision, whose backward rounds."""
+
+    def forward(x):
+        return x.sin(), (x,)
+
+    def backward(x, g):
+        return g * wrong(x.to(half)).cos().to(g.dtype)
+
+    return function("Rounded", forward, backward)
+
+
+KINDS = {
+    "a matrix product": (matrix_product, [(6, 5), (5, 4)]),
+    "a normalization": (normalized, [(6, 8), (8,)]),
+    "a softmax": (probabilities, [(6, 5)]),
+    "rounded in backward": (kept_in_half, [(6, 5)]),
+}
+
+
+def inputs(shapes, dtype, seed):
+    random = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=random, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("half", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(2))
+def test_what_is_right_is_judged_in_its_precision_with_a_warning(seed, kind, half, dtype):
+    make, shapes = KINDS[kind]
+    report = hog.verify(make(half), inputs(shapes, dtype, seed))
+    assert not report.failed, report
+    assert report[FIRST].status == report[SECOND].status == "pass"
+    row = report["dtype: float64"]
+    assert row.status == "warn"
+    name = str(half).removeprefix("torch.")
+    assert f"it computes in {name} at " in row.text
+    assert f"{name}." not in report[SECOND].text
+
+
+@pytest.mark.parametrize("half", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(2))
+def test_a_lost_second_derivative_is_told_with_its_cause(seed, kind, half):
+    make, shapes = KINDS[kind]
+    report = hog.verify(make(half, wrong=torch.Tensor.detach), inputs(shapes, torch.float32, seed))
+    assert report[FIRST].status == "pass", report
+    assert report[SECOND].status == "fail", report
+    assert report.failed[0].name == "detached: .detach()"
+
+
+@pytest.mark.parametrize("half", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("factor", [0.8, 1.15])
+def test_a_wrong_first_derivative_is_told(factor, kind, half):
+    make, shapes = KINDS[kind]
+    wrong = make(half, wrong=lambda x: factor * x)
+    report = hog.verify(wrong, inputs(shapes, torch.float32, 0))
+    assert report[FIRST].status == "fail", report
+
+
+@pytest.mark.parametrize("half", DTYPES)
+def test_what_forward_made_in_half_precision_is_named(half):
+    def forward(x):
+        p = x.to(half).softmax(-1)
+        return p.to(x.dtype), (p,)
+
+    def backward(p, g):
+        return (p * (g - (p * g).sum(-1, keepdim=True))).to(g.dtype)
+
+    report = hog.verify(function("Kept", forward, backward), inputs([(6, 5)], torch.float32, 0))
+    assert report[SECOND].status == "fail"
+    assert report.failed[0].name == "saved: ctx.saved_tensors[0]"
+
+
+@pytest.mark.parametrize("half", DTYPES)
+def test_a_derivative_near_the_noise_does_not_pass(half):
+    """y = x + a sin(9 x) in half precision, a = 3 eps; the second derivative is lost."""
+
+    a = 3 * torch.finfo(half).eps
+
+    def forward(x):
+        h = x.to(half)
+        return (h + a * (9 * h).sin()).to(x.dtype), (x,)
+
+    def backward(x, g):
+        return (g.to(half) * (1 + 9 * a * (9 * x.to(half).detach()).cos())).to(g.dtype)
+
+    report = hog.verify(function("Ripples", forward, backward), inputs([(6, 5)], torch.float32, 0))
+    assert report[SECOND].status in ("warn", "fail"), report
+
+
+@pytest.mark.parametrize("half", DTYPES)
+def test_a_mask_in_half_precision_changes_nothing(half):
+    """A constant that half precision holds exactly: judged in float64."""
+
+    def forward(x):
+        return x * (x > 0).to(half).to(x.dtype), (x,)
+
+    def backward(x, g):
+        return g * (x > 0).to(half).to(g.dtype)
+
+    report = hog.verify(function("Masked", forward, backward), inputs([(6, 5)], torch.float32, 0))
+    assert not report.failed
+    assert "dtype: float64" not in [row.name for row in report]
+
+
+def test_forward_mode():
+    class Sine(Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(x):
+            return x.bfloat16().sin().to(x.dtype)
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.save_for_backward(*inputs)
+            ctx.save_for_forward(*inputs)
+
+        @staticmethod
+        def backward(ctx, g):
+            (x,) = ctx.saved_tensors
+            return g * x.bfloat16().cos().to(g.dtype)
+
+        @staticmethod
+        def jvp(ctx, t):
+            (x,) = ctx.saved_tensors
+            return t * x.bfloat16().cos().to(t.dtype)
+
+    class Doubled(Sine):
+        @staticmethod
+        def jvp(ctx, t):
+            return 2 * Sine.jvp(ctx, t)
+
+    x = inputs([(6, 5)], torch.float32, 0)
+    report = hog.verify(Sine, x)
+    assert not report.failed, report
+    assert report["first derivative: forward"].status == "pass"
+    assert report["second derivative: forward-over-reverse"].status == "pass"
+    assert hog.verify(Doubled, x)["first derivative: forward"].status == "fail"
+
+
+class Mixed(nn.Module):
+    """Layers, the middle one of which computes in bfloat16."""
+
+    def __init__(self, product):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.product = nn.Linear(5, 8), product
+        self.weight = nn.Parameter(torch.randn(8, 4) / 3)
+
+    def forward(self, x):
+        return self.product.apply(F.silu(self.first(x)), self.weight).square().sum(1)
+
+
+def test_in_a_module_of_float32_layers():
+    x = inputs([(6, 5)], torch.float32, 0)
+    report = hog.verify(Mixed(matrix_product(torch.bfloat16)), x)
+    assert not report.failed, report
+    report = hog.verify(Mixed(matrix_product(torch.bfloat16, wrong=torch.Tensor.detach)), x)
+    assert report[SECOND].status == "fail"
