@@ -302,21 +302,6 @@ def test_random_numbers_of_another_library_in_backward():
     assert report["second derivative: reverse-over-reverse"].status == "pass"
 
 
-def test_half_precision_on_the_way():
-    class Half(Function):
-        @staticmethod
-        def forward(ctx, a):
-            ctx.save_for_backward(a)
-            return a.sin()
-
-        @staticmethod
-        def backward(ctx, g):
-            (a,) = ctx.saved_tensors
-            return g * a.half().to(a.dtype).cos()
-
-    wrong(Half, row="dtype", says=["`half` rounded float64 numbers"])
-
-
 def test_the_function_of_several_that_is_wrong():
     class Wrong(Function):
         @staticmethod
