@@ -1,4 +1,4 @@
-"""Inner loops whose states are in files: as one Function of all tensors, and tasks with results in files."""
+"""Inner loops with their states in files, as one Function of all tensors, and results of tasks there."""
 
 from collections.abc import Callable, Sequence
 from itertools import count
@@ -19,7 +19,7 @@ from hoglib.meta.checkpoints import OnDisk, digest
 from hoglib.meta.inner_loop import InnerSteps, Unrolled, unroll
 from hoglib.meta.optimizers import GradientTransformation
 from hoglib.meta.replay import Replay, Steps, add, describe_call, open_checkpoints, vjp
-from hoglib.meta.tasks import Task, TaskFunction, TaskResult, loop_tasks
+from hoglib.meta.tasks import Task, TaskResult, loop_tasks
 
 
 class Kept(NamedTuple):
@@ -94,9 +94,7 @@ class _DiskLoop:
             self._rule, self.inner.constant,
         )  # fmt: skip
         kept = self.kept
-        call = describe_call(
-            kept.what, self.count, kept.schedule, first, constants, **kept.options
-        )
+        call = describe_call(kept.what, self.count, kept.schedule, first, constants, **kept.options)
         like = pytree.leaves(first)
         with (
             keep_swapped(),
@@ -208,7 +206,7 @@ def loop_tasks_on_disk(
             if known is not None and len(known["grads"]) == len(leaves):
                 generators.set(known["generators"])
                 grads = pytree.unflatten(known["grads"], structure)
-                notes = [{} for _ in range(steps + 1)]
+                notes: list[dict[str, Any]] = [{} for _ in range(steps + 1)]
                 return TaskResult(known["value"], grads, known["inner_losses"], notes)
             found = function(files.part(number), support, query)
             files.put(

@@ -201,8 +201,9 @@ class MAML(Learner):
 
     def _check_change(self, name: str, value: Any) -> None:
         super()._check_change(name, value)
-        given = {"remat": self.remat, "compiled": self.compiled, "memory": self.memory}
-        given[name] = value
+        given: dict[str, Any] = {
+            "remat": self.remat, "compiled": self.compiled, "memory": self.memory, name: value
+        }  # fmt: skip
         self._check_blocks(given["remat"], given["compiled"], self.over_tasks)
         self._check_files(given["memory"], given["compiled"], given["remat"])
 

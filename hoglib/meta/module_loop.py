@@ -211,9 +211,7 @@ class ModuleLoop:
             return unroll_on_disk(inner, steps, params, constants, kept, modules)
         return unroll(inner, steps, params, constants, options.memory, modules)
 
-    def kept_at(
-        self, what: str, directory: Path, weights: StepWeights = None, **more: Any
-    ) -> Kept:
+    def kept_at(self, what: str, directory: Path, weights: StepWeights = None, **more: Any) -> Kept:
         """Where memory="disk" keeps its files, and the options that tell a call from another one."""
         options = self.options
         numbers = {

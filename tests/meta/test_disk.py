@@ -146,7 +146,10 @@ def test_files_and_memory_are_bounded(tmp_path, monkeypatch):
         given = [((randn(2, width), randn(2, width)),) * 2]
         peak = peak_bytes(lambda: maml.loss(given), torch.device("cpu"))  # noqa: B023
         found[schedule, steps] = most["files"] / (8 * width**2), peak / (8 * width**2)
-    for steps in (16, 64):  # in copies of the parameters: states, and those of backward and a result
+    for steps in (
+        16,
+        64,
+    ):  # in copies of the parameters: states, and those of backward and a result
         assert found["sqrt", steps][0] < isqrt(steps) + 5
         assert found["log", steps][0] < log2(steps) + 6.5
     assert found["sqrt", 64][1] < found["sqrt", 16][1] + 5
