@@ -1,4 +1,4 @@
-"""Inner loops with their states in files, as one Function of all tensors, and results of tasks there."""
+"""Inner loops with their states in files, as one Function, and the results of tasks in files."""
 
 from collections.abc import Callable, Sequence
 from itertools import count
