@@ -30,7 +30,8 @@ class LastCheckpoint(Checkpoint):
         super().__init__()
         self.every = at_least("every_n_train_steps", every_n_train_steps, 1)
         self.path: Path | None = None
-        self.interrupted = False
+        self.interrupted = False  # by Ctrl-C, which may reach each process at another moment
+        self._stopping = False  # the same in all processes
         self._saved_step: int | None = None
         self._step_before = 0
         self._previous_handler: Any = None
@@ -43,7 +44,7 @@ class LastCheckpoint(Checkpoint):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if self.interrupted and self._saved_step == trainer.global_step:
+        if self._stopping and self._saved_step == trainer.global_step:
             raise KeyboardInterrupt
         self._step_before = trainer.global_step
 
@@ -55,14 +56,13 @@ class LastCheckpoint(Checkpoint):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        step = trainer.global_step
-        if trainer.world_size > 1:  # Ctrl-C may reach them at different steps
-            self.interrupted = trainer.strategy.reduce_boolean_decision(self.interrupted, all=False)
+        step, strategy = trainer.global_step, trainer.strategy
+        self._stopping = strategy.reduce_boolean_decision(self.interrupted, all=False)
         if step == self._saved_step:
             return  # gradients are being accumulated: no optimizer stepped
         # With several optimizers a batch takes several steps, and may step over the multiple.
         due = step // self.every > self._step_before // self.every
-        if self.interrupted or due or trainer.is_last_batch:
+        if self._stopping or due or trainer.is_last_batch:
             self._save(trainer, step)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

@@ -20,7 +20,13 @@ from experiments.command.messages import shorten_parser_error
 from experiments.command.progress import FitAndTestBar
 from experiments.command.trainer import Trainer
 from experiments.logs import RunLogger
-from experiments.training.processes import ProcessSeeds, check_processes, choose_strategy
+from experiments.training.processes import (
+    ProcessSeeds,
+    check_processes,
+    choose_strategy,
+    leave_processes,
+    lost_process,
+)
 from hoglib.errors import HoglibError
 from hoglib.lightning import RNGState
 
@@ -66,6 +72,7 @@ def main(args: list[str] | None = None) -> int:
             raise
         print(f"\nerror: {message}", file=sys.stderr)
         return 2
+    leave_processes()
     return command.trainer.status
 
 
@@ -189,6 +196,12 @@ def user_error(error: Exception) -> str | None:
             return (
                 f"expected to write in the run's folder, got {cause}; the last checkpoint there is "
                 "intact. Free some space, or choose another folder with --trainer.logger.save_dir."
+            )
+        if lost_process(cause):
+            return (
+                "expected all processes to run to the end, got one that ended: its own output tells why; "
+                "without any, it was killed, as for want of memory. The last checkpoint is intact: "
+                "resume it with --ckpt_path last."
             )
     return None
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
@@ -101,3 +102,15 @@ def check_processes(trainer: pl.Trainer, module: pl.LightningModule) -> None:
             "of some of its parameters, got one that waits for the gradients of all; use "
             "--trainer.strategy ddp."
         )
+
+
+def lost_process(error: BaseException) -> bool:
+    """Whether the communication failed, as it does where another process has ended."""
+    backend = isinstance(error, RuntimeError) and "gloo" in str(error)  # which has no class of errors
+    return backend or (dist.is_available() and isinstance(error, dist.DistError))
+
+
+def leave_processes() -> None:
+    """End the communication. What its threads still run when the interpreter exits would abort it."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
