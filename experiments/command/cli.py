@@ -199,7 +199,7 @@ def user_error(error: Exception) -> str | None:
             )
         if lost_process(cause):
             return (
-                "expected all processes to run to the end, got one that ended: its own output tells why; "
+                "expected all processes to run to the end, got one that ended: its output tells why; "
                 "without any, it was killed, as for want of memory. The last checkpoint is intact: "
                 "resume it with --ckpt_path last."
             )
