@@ -508,7 +508,7 @@ def _explain_call_error(
     keywords: Mapping[str, Any],
     explain: Callable[[str], str],
 ) -> None:
-    """Raises an error that says what to do, if this one is about the arguments of the function or module.
+    """Raises an error that says what to do, if this one is about the arguments of the function.
 
     Such errors are a TypeError if the arguments do not bind and the function was never entered, and one
     about an argument that is no tensor and is used as one. Other errors are the function's own.

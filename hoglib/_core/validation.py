@@ -222,7 +222,7 @@ def something_to_differentiate_by(names: Sequence[str], tensors: Sequence[Tensor
 
 
 def parameters(params: Any, what: str = "params") -> tuple[list[Tensor], Any]:
-    """Checks for a pytree of floating-point tensors with at least one leaf; its leaves and structure."""
+    """Checks for a pytree of floating-point tensors, at least one; its leaves and structure."""
     leaves, structure = pytree.flatten(params)
     if not leaves:
         raise ArgumentValueError(

@@ -120,10 +120,8 @@ def _gradients_by(needs: str, *given: Any) -> Parts:
     return [next(found) if name in needs else None for name in NAMES]
 
 
-def _values_backward(saved: Saved, g: Tensor | None, _: Any) -> Parts:
+def _values_backward(saved: Saved, g: Tensor, _: Any) -> Parts:
     *tensors, plan = saved.inputs
-    if g is None:
-        return (None,) * 6
     return *_gradients_by(_needed(saved), *tensors, g, *saved.outputs, plan), None, None
 
 
