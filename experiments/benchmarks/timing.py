@@ -55,8 +55,9 @@ def beside(
 ) -> tuple[list[float], dict[str, list[tuple[float, float]]]]:
     """Seconds of the unit, and for each function its pairs (seconds, that many units).
 
-    The functions take turns, and the unit runs again right before and right after each, so that a
-    ratio is one of neighbours in time. Ends after `repeats` rounds, or early when one more round would
+    The functions take turns, and the unit runs between them, so that a ratio is one of neighbours in
+    time, and each call follows one of another function: a call that follows itself finds its code in
+    the caches and takes up to 3% less. Ends after `repeats` rounds, or early when one more round would
     go beyond `budget` seconds, but not before three, unless a single round is beyond it. The functions
     are called as they are: warm them up before.
     """
@@ -68,8 +69,8 @@ def beside(
         if time.monotonic() - collected > COLLECTED_EVERY:
             gc.collect()
             collected = time.monotonic()
-        unit()
-        units.append(once(unit, clock))
+            unit()
+            units.append(once(unit, clock))
         for name, function in functions.items():
             before, seconds = units[-1], once(function, clock)
             units.append(once(unit, clock))

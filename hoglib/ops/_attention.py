@@ -11,6 +11,7 @@ from hoglib._core.mixed_precision import autocast_on, is_half, without_autocast
 from hoglib._core.torch_modes import only_plain_operations
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 from hoglib.ops import _attention_blocks as blocks
+from hoglib.ops import _attention_functions
 from hoglib.ops._philox import draw_keys
 
 
@@ -298,7 +299,7 @@ class _Form(NamedTuple):
         q, _, v, _, keys = self.inputs
         fused = q.device.type == "cpu" and q.shape[-1] == v.shape[-1] and keys is None
         plan = blocks.Plan(causal, self.places, dropout_p, fused)
-        return self.result(blocks.attention(self.inputs, plan))
+        return self.result(_attention_functions.attention(self.inputs, plan))
 
     def result(self, x: Tensor) -> Tensor:
         """[N, H, L, ...] -> [..., L, ...]"""

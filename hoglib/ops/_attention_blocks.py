@@ -33,10 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hoglib._core import pytree, torch_internals, torch_kernels
-from hoglib._core.mixed_precision import without_autocast
 from hoglib._core.recomputation import recompute
-from hoglib.errors import UnsupportedError
-from hoglib.ops._function import Saved, apply_function, batch_to_front, make_function, sum_terms
 from hoglib.ops._philox import WORDS, random_words
 
 
@@ -80,12 +77,6 @@ class Inputs(NamedTuple):
 def sizes(x: Tensor) -> Sizes:
     """The sizes on the device of a tensor."""
     return SIZES.get(x.device.type, OTHER_SIZES)
-
-
-def attention(inputs: Inputs, plan: Plan) -> Tensor:
-    """Y, [N, H, L, Ev]."""
-    y: Tensor = apply_function(_VALUES, _reference, *inputs, plan)[0]
-    return y
 
 
 def softmax_of(scores: Tensor, mask: Tensor | None, future: Tensor | None) -> Tensor:
@@ -325,7 +316,7 @@ def _over_blocks(
 ) -> list[Tensor | None]:
     """run(block, *others of the block) of all blocks: put together by rows (kinds q and y), summed by
     keys (k and v), or summed over the mask (m)."""
-    recorded = _is_recorded(inputs, others)
+    recorded = is_recorded(inputs, others)
     wholes: list[list[Tensor]] = [[] for _ in kinds]
     length = inputs.k.shape[1]
     for places in _places(inputs, plan, whole=recorded and "m" in plan.needs):
@@ -352,7 +343,7 @@ def _over_blocks(
     return [torch.cat(whole) if whole else None for whole in wholes]
 
 
-def _is_recorded(*given: Any) -> bool:
+def is_recorded(*given: Any) -> bool:
     """Whether a graph is made of what is computed from these, which may then not change in place."""
     if torch_internals.transforms_active():
         return True
@@ -411,28 +402,28 @@ def _or_zeros(parts: Parts, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
 # The maps. Each takes the inputs, what it is applied to, and the plan.
 
 
-def _values(*given: Any) -> tuple[Tensor, Tensor]:
+def compute_values(*given: Any) -> tuple[Tensor, Tensor]:
     """Y, and the logarithm of the sums of exp(S) for the fused kernel's gradient."""
     *tensors, plan = given
     inputs = Inputs(*tensors)
-    if plan.fused and not _is_recorded(inputs):
+    if plan.fused and not is_recorded(inputs):
         return _fused_values(inputs, plan)
     (y,) = _over_blocks(inputs, plan, "y", _values_of)
     assert y is not None
     return y, y.new_empty(len(y), 0)
 
 
-def _gradients(*given: Any) -> Parts:
+def compute_gradients(*given: Any) -> Parts:
     """The gradients of <G, Y>."""
     *tensors, g, y, logsumexp, plan = given
     inputs = Inputs(*tensors)
     fused = logsumexp is not None and logsumexp.shape[-1] > 0 and "m" not in plan.needs
-    if fused and not _is_recorded(inputs, g):
+    if fused and not is_recorded(inputs, g):
         return _fused_gradients(inputs, g, y, logsumexp, plan)
     return _over_blocks(inputs, plan, "qkvm", _gradients_of, g)
 
 
-def _tangents(*given: Any) -> Tensor:
+def compute_tangents(*given: Any) -> Tensor:
     """Y'"""
     *tensors, dq, dk, dv, dm, plan = given
     (y,) = _over_blocks(Inputs(*tensors), plan, "y", _tangents_of, (dq, dk, dv, dm))
@@ -440,13 +431,13 @@ def _tangents(*given: Any) -> Tensor:
     return y
 
 
-def _curvature(*given: Any) -> Parts:
+def compute_curvature(*given: Any) -> Parts:
     """The gradients along a vector, and Y'."""
     *tensors, g, dq, dk, dv, dm, plan = given
     return _over_blocks(Inputs(*tensors), plan, KINDS, _curvature_of, g, (dq, dk, dv, dm))
 
 
-def _curvature_vjp(*given: Any) -> Parts:
+def curvature_vjp(*given: Any) -> Parts:
     """The gradients of <C, curvature> by Q, K, V, B, G and the vector."""
     (*tensors, g, dq, dk, dv, dm), cotangents, plan = given[:10], given[10:15], given[15]
     run = partial(_derivative_of_curvature, "vjp")
@@ -454,7 +445,7 @@ def _curvature_vjp(*given: Any) -> Parts:
     return _over_blocks(Inputs(*tensors), plan, KINDS + NAMES, run, *others)
 
 
-def _curvature_jvp(*given: Any) -> Parts:
+def curvature_jvp(*given: Any) -> Parts:
     """The curvature along Q', K', V', B', G' and another vector."""
     (*tensors, g, dq, dk, dv, dm), tangents, plan = given[:10], given[10:19], given[19]
     run = partial(_derivative_of_curvature, "jvp")
@@ -506,244 +497,3 @@ def _fused_gradients(
         by_v += of_v.squeeze(1)
     found = by_q, by_k, by_v, None
     return [x if name in plan.needs else None for name, x in zip(NAMES, found, strict=True)]
-
-
-_MAPS: dict[str, Callable[..., Any]] = {
-    "values": _values,
-    "gradients": _gradients,
-    "tangents": _tangents,
-    "curvature": _curvature,
-}
-
-# Tracers record one operator, instead of the operations of each block.
-torch.library.define(
-    "hoglib::attention",
-    "(str which, Tensor?[] tensors, bool causal, int[]? places, float dropout_p, bool fused, str needs)"
-    " -> Tensor[]",
-)
-
-
-def _operator(which: str, tensors: list[Tensor | None], *plan: Any) -> list[Tensor]:
-    found = _MAPS[which](*tensors, _plan(*plan))
-    parts = [found] if isinstance(found, Tensor) else found
-    return [x.contiguous() for x in parts if x is not None]
-
-
-def _fake(which: str, tensors: list[Any], *given: Any) -> list[Tensor]:
-    (q, k, v, mask, *_), plan = tensors, _plan(*given)
-    y = q.new_empty(*q.shape[:3], v.shape[-1])
-    if which in ("values", "tangents"):
-        sums = q.new_empty(q.shape[:3] if plan.fused else (len(q), 0))
-        return [y, sums] if which == "values" else [y]
-    pairs = zip(NAMES, (q, k, v, mask), strict=True)
-    parts = [q.new_empty(x.shape) for name, x in pairs if name in plan.needs]
-    return [*parts, y] if which == "curvature" else parts
-
-
-def _plan(causal: bool, places: Any, dropout_p: float, fused: bool, needs: str) -> Plan:
-    return Plan(causal, None if places is None else tuple(places), dropout_p, fused, needs)
-
-
-torch.library.impl("hoglib::attention", "CompositeExplicitAutograd", _operator)
-torch.library.register_fake("hoglib::attention", _fake)
-
-
-def _run(which: str, *given: Any) -> Any:
-    """The map; of a tracer one operator, if what it computes is not differentiated."""
-    with without_autocast(given[0]):
-        if not torch_internals.tracing() or torch.compiler.is_compiling() or _is_recorded(given):
-            return _MAPS[which](*given)
-        *tensors, plan = given
-        found = list(torch.ops.hoglib.attention(which, tensors, *plan))
-    if which == "tangents":
-        return found[0]
-    if which == "values":
-        return tuple(found)
-    left = iter(found)
-    return [next(left) if kind in (*plan.needs, "y") else None for kind in NAMES] + list(left)
-
-
-def _reference(*given: Any) -> tuple[Tensor, Tensor]:
-    """The value by torch operations."""
-    *tensors, plan = given
-    found: tuple[Tensor, Tensor] = _values(*tensors, plan._replace(fused=False))
-    return found
-
-
-def _needed(saved: Saved, first: int = 0) -> str:
-    return "".join(
-        name
-        for name, flag, dtype in zip(
-            NAMES, saved.needs_input_grad[first:], saved.input_dtypes[first:], strict=False
-        )
-        if flag and dtype is not None and dtype.is_floating_point
-    )
-
-
-def _gradients_by(needs: str, *given: Any) -> Parts:
-    """The gradients that are wanted, by their Function; None for the others."""
-    *tensors, plan = given
-    if not needs:
-        return (None,) * len(NAMES)
-    found = iter(apply_function(_GRADIENTS, None, *tensors, plan._replace(needs=needs)))
-    return [next(found) if name in needs else None for name in NAMES]
-
-
-def _values_backward(saved: Saved, g: Tensor | None, _: Any) -> Parts:
-    *tensors, plan = saved.inputs
-    if g is None:
-        return (None,) * 6
-    return *_gradients_by(_needed(saved), *tensors, g, *saved.outputs, plan), None, None
-
-
-def _values_jvp(saved: Saved, *tangents: Any) -> tuple[Tensor, Tensor]:
-    *tensors, plan = saved.inputs
-    logsumexp = saved.outputs[1]
-    assert logsumexp is not None
-    y = apply_function(_TANGENTS, None, *tensors, *tangents[:4], plan)
-    return y, torch.zeros_like(logsumexp)
-
-
-def _curvature_by(needs: str, *given: Any) -> Parts:
-    """The curvature by its Function: what is wanted of q, k, v and m, and Y'."""
-    *tensors, plan = given
-    found = iter(apply_function(_CURVATURE, None, *tensors, plan._replace(needs=needs)))
-    return [next(found) if kind in (*needs, "y") else None for kind in KINDS]
-
-
-def _curvature_backward(saved: Saved, *grads: Tensor | None) -> Parts:
-    *tensors, plan = saved.inputs
-    given = iter(grads)
-    cotangents = [next(given) if kind in (*plan.needs, "y") else None for kind in KINDS]
-    found = list(_curvature_vjp(*tensors, *cotangents, plan))
-    found.insert(4, None)  # the keys of dropout
-    return [x if need else None for x, need in zip(found, saved.needs_input_grad, strict=False)] + [
-        None
-    ]
-
-
-def _curvature_forward_mode(saved: Saved, *tangents: Any) -> tuple[Tensor, ...]:
-    *tensors, plan = saved.inputs
-    found = _curvature_jvp(*tensors, *tangents[:4], *tangents[5:10], plan)
-    return _present(found)
-
-
-def _present(parts: Parts) -> tuple[Tensor, ...]:
-    return tuple(x for x in parts if x is not None)
-
-
-def _needed_gradients(*given: Any) -> tuple[Tensor, ...]:
-    return _present(_run("gradients", *given))
-
-
-def _gradients_backward(saved: Saved, *grads: Tensor | None) -> Parts:
-    *tensors, g, _, _, plan = saved.inputs
-    given = iter(grads)
-    along = [next(given) if name in plan.needs else None for name in NAMES]
-    found = _curvature_by(_needed(saved), *tensors, g, *along, plan)
-    return *found[:4], None, found[4] if saved.needs_input_grad[5] else None, None, None, None
-
-
-def _gradients_jvp(saved: Saved, *tangents: Any) -> Any:
-    *tensors, g, y, logsumexp, plan = saved.inputs
-    along, dg = tangents[:4], tangents[5]
-    found: list[Parts] = []
-    if any(x is not None for x in along):
-        found.append(_curvature_by(plan.needs, *tensors, g, *along, plan)[:4])
-    if dg is not None:
-        found.append(_gradients_by(plan.needs, *tensors, dg, y, logsumexp, plan))
-    if not found:
-        return tuple(
-            torch.zeros(shape, dtype=g.dtype, device=g.device) for shape in saved.output_shapes
-        )
-    parts = zip(*found, strict=True)
-    return tuple(sum_terms([x for x in of if x is not None]) for of in parts if of[0] is not None)
-
-
-def _tangents_backward(saved: Saved, g: Tensor) -> Parts:
-    *tensors, dq, dk, dv, dm, plan = saved.inputs
-    needs = _needed(saved)
-    found: Parts = (None,) * 4
-    if needs:
-        found = _curvature_by(needs, *tensors, g, dq, dk, dv, dm, plan)[:4]
-    by_tangents = _gradients_by(_needed(saved, 5), *tensors, g, None, None, plan)
-    return *found, None, *by_tangents, None
-
-
-def _tangents_jvp(saved: Saved, *tangents: Any) -> Tensor:
-    raise UnsupportedError(
-        "scaled_dot_product_attention: expected at most one level of forward-mode differentiation, "
-        "got jvp inside jvp of forward_ad; use torch.func.jvp for both levels."
-    )
-
-
-def _fold(
-    function: Any, batch_size: int, in_dims: tuple[int | None, ...], *given: Any
-) -> tuple[tuple[Tensor, ...] | Tensor, Any]:
-    """The vmap rule of all four: the batch becomes a part of N and, where a mask has it, of M."""
-    *tensors, plan = given
-    count = (
-        tensors[0].shape[0] if in_dims[0] is None else tensors[0].movedim(in_dims[0], 0).shape[1]
-    )
-    masks = _MASKS[len(tensors)]
-    own_masks = "m" in plan.needs or any(in_dims[i] is not None for i in masks)
-    folded: list[Any] = []
-    for i, (x, dim) in enumerate(zip(tensors, in_dims, strict=False)):
-        if x is None or (i in masks and not own_masks):
-            folded.append(x)
-        else:
-            folded.append(batch_to_front(x, dim, batch_size).flatten(0, 1))
-    if tensors[3] is not None:
-        places = plan.places or (0,) * count
-        size = folded[3].shape[0] // batch_size if own_masks else 0
-        every = tuple(b * size + place for b in range(batch_size) for place in places)
-        plan = plan._replace(places=every if own_masks or plan.places else None)
-    found = function.apply(*folded, plan)
-    parts = found if isinstance(found, tuple) else (found,)
-    outputs = tuple(x.unflatten(0, (batch_size, x.shape[0] // batch_size)) for x in parts)
-    return (outputs, (0,) * len(outputs)) if isinstance(found, tuple) else (outputs[0], 0)
-
-
-_MASKS = {
-    5: (3,),
-    8: (3,),
-    9: (3, 8),
-    10: (3, 9),
-}  # by the number of tensors, which of them are masks
-
-_VALUES = make_function(
-    "ScaledDotProductAttention",
-    6,
-    forward=lambda *given: _run("values", *given),
-    backward=_values_backward,
-    jvp=_values_jvp,
-    vmap=_fold,
-    keep_outputs=(0, 1),
-)
-_GRADIENTS = make_function(
-    "ScaledDotProductAttentionGradients",
-    9,
-    forward=_needed_gradients,
-    backward=_gradients_backward,
-    jvp=_gradients_jvp,
-    vmap=_fold,
-    keep_outputs=(),
-)
-_TANGENTS = make_function(
-    "ScaledDotProductAttentionTangents",
-    10,
-    forward=lambda *given: _run("tangents", *given),
-    backward=_tangents_backward,
-    jvp=_tangents_jvp,
-    vmap=_fold,
-    keep_outputs=(),
-)
-_CURVATURE = make_function(
-    "ScaledDotProductAttentionCurvature",
-    11,
-    forward=lambda *given: _present(_run("curvature", *given)),
-    backward=_curvature_backward,
-    jvp=_curvature_forward_mode,
-    vmap=_fold,
-    keep_outputs=(),
-)

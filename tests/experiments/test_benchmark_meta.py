@@ -1,5 +1,6 @@
 """The benchmark of meta-gradients: its methods agree, what is wrong is not timed, its tables and picture."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ from torch import nn
 
 from experiments.benchmarks import __main__ as command
 from experiments.benchmarks import method_check, pictures
-from experiments.benchmarks.measure import measure
+from experiments.benchmarks.measure import measure, result
 from experiments.benchmarks.meta import report, with_jax, with_peers, with_torch
 from experiments.benchmarks.meta.tasks import LEARNERS, Learner, checked, learner, long_loop
 from experiments.benchmarks.meta.workloads import (
@@ -20,6 +21,7 @@ from experiments.benchmarks.meta.workloads import (
     META_GRADIENT,
     WORKLOADS,
 )
+from experiments.benchmarks.timing import environment
 from experiments.benchmarks.truths import leaves_of
 from experiments.benchmarks.workload import Method, Missing
 from tests.long_tail import all_but, only
@@ -196,9 +198,11 @@ def test_the_choice_is_compared_with_the_better_of_both_ways(monkeypatch):
     assert choice(CHOSEN) is None
 
 
-def test_the_command(tmp_path):
-    options = ["--smoke", "--workload", "steps", "--problem", "5", "--output", str(tmp_path)]
-    assert command.main(options) == 0
+def test_the_pages_of_many_steps(without_peers, tmp_path):
+    found = result("steps", "5", "cpu", small=True, repeats=1, budget=None)
+    results = {"machine": environment([]) | {"clock": "wall"}, "smoke": True, "workloads": [found]}
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    assert command.main(["--render", "--output", str(tmp_path)]) == 0
     assert "| one task, conv4-32; inner steps: | 5 |" in (tmp_path / "details.md").read_text()
     assert {path.name for path in tmp_path.iterdir()} == {
         "results.json", "table.md", "details.md", "benchmarks.png", "meta-memory.png",

@@ -4,6 +4,7 @@ import json
 import os
 import time
 from dataclasses import replace
+from itertools import chain, repeat
 
 import pytest
 import torch
@@ -295,13 +296,20 @@ def test_a_peer_that_does_not_import_says_why(tmp_path, monkeypatch):
 
 
 def test_a_ratio_is_one_of_neighbours_and_time_is_limited(monkeypatch):
-    monkeypatch.setattr(timing.gc, "collect", lambda: None)  # half a second each, beside the suite
+    seconds, order = chain([0.0, 0.0, 0.5, 0.6], repeat(2.0)), []
+    monkeypatch.setattr(timing.gc, "collect", lambda: order.append("collected"))
+    monkeypatch.setattr(timing.time, "monotonic", seconds.__next__)
     clock = {"unit": iter([1.0, 2.0, 4.0, 8.0] * 10), "call": iter([10.0] * 40)}
-    monkeypatch.setattr(timing, "once", lambda function, _: next(clock[function]))
+
+    def once(function, _):
+        function()
+        return next(clock[function])
 
     class Named(str):
         def __call__(self):
-            pass
+            order.append(str(self))
+
+    monkeypatch.setattr(timing, "once", once)
 
     def rounds_of_ten_seconds(budget):
         monkeypatch.setattr(timing.time, "perf_counter", iter(range(0, 1000, 10)).__next__)
@@ -309,8 +317,10 @@ def test_a_ratio_is_one_of_neighbours_and_time_is_limited(monkeypatch):
 
     units, pairs = rounds_of_ten_seconds(45)
     assert units[:4] == [1.0, 2.0, 4.0, 8.0]
-    assert pairs["a"][0] == (10.0, 10.0 / 2**0.5)
-    assert pairs["a"][1] == (10.0, 10.0 / 32**0.5)  # each round has its own, after the collection
+    assert pairs["a"][:2] == [(10.0, 10.0 / 2**0.5), (10.0, 10.0 / 8**0.5)]
+    # after a collection a call that is not timed; between two of them each follows the other
+    warm = ["collected", "unit", "unit", "call", "unit"]
+    assert order[:14] == [*warm, "call", "unit", "call", "unit", *warm]
     assert len(pairs["a"]) == 4  # a fifth would end beyond 45 s
     assert len(rounds_of_ten_seconds(15)[1]["a"]) == 3
     assert len(rounds_of_ten_seconds(5)[1]["a"]) == 1

@@ -19,6 +19,7 @@ from tests.experiments.command import (
     run,
     smoke,
 )
+from tests.long_tail import FULL
 
 SMOKE, fit, folder = smoke("meta/data_values")
 pytestmark = COMMAND_LINE
@@ -33,6 +34,7 @@ def test_the_table_and_the_curves_agree(trained):
     assert "leave 5 out, 4 random subsets: rank correlation" in table
 
 
+@FULL  # trainings of seconds; the values are compared with differences of trainings below
 def test_values_predict_trainings_and_find_wrong_labels():
     options = {"data.iterations": 200, "trainer.val_check_interval": 200}
     options |= {"model.subsets": 10, "model.leave_out": 2}  # of a hundred, as in the whole run

@@ -136,14 +136,14 @@ RESUMED = [
     *((name, (), one.stop, ()) for name, one in EXPERIMENTS.items() if name not in (
         "gan/mixture", "gan/mnist", "maml/glyphs_5w1s", "meta/data_values", "pinn/allen_cahn",
         "pinn/plate")),
-    ("flow/meanflow", GRAPHS, (13, 10), ()),
+    ("flow/meanflow", GRAPHS, (13, 10), FULL),
     ("gan/mixture", EVERY_9, (14, 10), FULL),
     ("gan/mixture", (*WGAN, "--model.penalty.weight", "1"), (9, 5), FULL),
     ("gan/mixture", LAZY, (24, 20), FULL),
-    ("gan/mixture", (*LAZY, *GRAPHS, *EVERY_9), (14, 10), ()),
+    ("gan/mixture", (*LAZY, *GRAPHS, *EVERY_9), (14, 10), FULL),
     ("gan/mnist", EVERY_9, (13, 10), FULL),
     ("gan/mnist", (*WGAN, "--model.penalty.every", "1"), (8, 5), FULL),
-    ("gan/mnist", (*GRAPHS, *EVERY_9), (13, 10), ()),
+    ("gan/mnist", (*LAZY, *GRAPHS, *EVERY_9), (13, 10), ()),
     ("maml/glyphs_5w1s", (), (6, 4), FULL),
     ("maml/glyphs_5w1s", ("--model.algorithm", "prototypes"), (6, 4), ()),
 ]  # fmt: skip

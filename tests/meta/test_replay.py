@@ -21,6 +21,7 @@ from experiments.benchmarks.memory import peak_bytes
 from hoglib.meta import checkpoints
 from hoglib.meta.batches import make_batches
 from hoglib.meta.leave_k_out import spearman
+from tests.long_tail import FULL
 from tests.oracles import relative
 from tests.several_processes import exit_code_of
 from tests.tensors import F32, F64, randn
@@ -294,12 +295,11 @@ def killed_at(kill_at, path, way, entry):
     ("entry", "way", "kill_at"),
     # two linear layers a call: 60 in the forward part, then the replay
     [
-        (whole, "disk", 41),
-        (whole, "disk, log", 150),
-        (adapted, "disk", 130),
-        (adapted, "disk, log", 55),
+        pytest.param(whole, "disk", 41, id="forward"),
+        pytest.param(whole, "disk, log", 150, id="backward"),
+        pytest.param(adapted, "disk", 130, id="adapt, backward"),
+        pytest.param(adapted, "disk, log", 55, id="adapt, forward", marks=FULL),
     ],
-    ids=["forward", "backward", "adapt, backward", "adapt, forward"],
 )
 def test_a_killed_process_is_resumed_bit_for_bit(entry, way, kill_at, tmp_path, monkeypatch):
     expected = entry(way, tmp_path / "uninterrupted")
