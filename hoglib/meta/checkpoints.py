@@ -28,6 +28,7 @@ except ImportError:  # Windows
 
 MANIFEST, BACKWARD, LOCK, PART = "manifest.json", "backward.pt", "lock", "task-"
 FILES = "step-*.pt", "first-*.pt", "result-*.pt", BACKWARD
+MODEL = "function", "shapes", "dtypes", "loss"  # in a manifest, what is of the model
 FORMAT = 1
 
 
@@ -88,7 +89,8 @@ class OnDisk:
         directory: The directory, which is created if necessary.
         call: What the call is, by names: any difference to that in the directory is refused.
         like: The leaves of a state, which those of the files have to be like.
-        replaces: Another call of the same function is replaced: its files are removed.
+        replaces: Another call of the same function with the same model is replaced: its files are
+            removed.
     Raises:
         ArgumentValueError: for a directory that holds another call.
         OutputError: for one that cannot be written to.
@@ -141,15 +143,21 @@ class OnDisk:
         wanted = json.loads(json.dumps(self._call))
         other = [name for name, value in wanted.items() if (known or {}).get(name) != value]
         if known is not None and other:
-            if not self._replaces or known.get("function") != wanted["function"]:
+            kept = [name for name in other if name in MODEL] if self._replaces else other
+            if kept and (not self._replaces or self._has_files()):
+                same = "model" if self._replaces else "call"
                 raise ArgumentValueError(
-                    f"directory: expected that of the same call, got {self.directory}, which holds "
-                    f"another one: its {other[0]} {_short(known.get(other[0]))}, here "
-                    f"{_short(wanted[other[0]])}. Name another directory, or delete this one."
+                    f"directory: expected that of the same {same}, got {self.directory}, which holds "
+                    f"another one: its {kept[0]} {_short(known.get(kept[0]))}, here "
+                    f"{_short(wanted[kept[0]])}. Name another directory, or delete this one."
                 )
             self.clear()
         if other:
             self._write(MANIFEST, json.dumps(wanted, indent=1).encode())
+
+    def _has_files(self) -> bool:
+        patterns = *FILES, f"{PART}*"
+        return any(any(self.directory.glob(pattern)) for pattern in patterns)
 
     def clear(self) -> None:
         """Remove what was kept, but not the manifest: a process that is killed here leaves no files

@@ -29,7 +29,7 @@ class Kept(NamedTuple):
     directory: Path
     schedule: str
     options: dict[str, Any]  # of the call, that tell it from another one
-    replaces: bool = False  # the files of another call of the same function
+    replaces: bool = False  # the files of another call of the same function with the same model
 
 
 def unroll_on_disk(

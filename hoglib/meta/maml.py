@@ -60,8 +60,9 @@ class MAML(Learner):
             memory, those of sqrt(steps) steps that are run again; "log" those after log2(steps) steps.
         directory: Where "disk" keeps its files. `loss` runs tasks one after the other and keeps the
             gradient of each that is complete; the same `loss` (parameters, tasks and options) goes on
-            there after an interruption, bit for bit, and removes its files at its end. Another one
-            replaces them. Each process of torch.distributed has a directory of its own below.
+            there after an interruption, bit for bit, and removes its files at its end. Another one of
+            the same model replaces them; that of another model is refused. Each process of
+            torch.distributed has a directory of its own below.
         rule: The update rule: "sgd", "momentum", "adam", "adamw" or "rmsprop"; a function from a
             learning rate to a `hoglib.meta.GradientTransformation`; or an object with ``init`` and
             ``update``, whose parameters are learned if it is a module.

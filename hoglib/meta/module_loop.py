@@ -14,16 +14,16 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
-from hoglib._core import closures, pytree, torch_internals, validation
+from hoglib._core import pytree, torch_internals, validation
 from hoglib._core.autograd import materialize_grads
 from hoglib._core.blocks import Remat, check_remat
 from hoglib._core.sharding import Sharding
 from hoglib._core.swap import Params, keep_swapped, swap_parameters
 from hoglib._core.torch_modes import without_stand_ins
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
-from hoglib.functional import FunctionalLoss, trainable_params
+from hoglib.functional import FunctionalLoss, name_of_loss, trainable_params
 from hoglib.meta import norms
-from hoglib.meta.checkpoints import check_directory
+from hoglib.meta.checkpoints import check_directory, digest
 from hoglib.meta.disk_loop import Kept, unroll_on_disk
 from hoglib.meta.inner_loop import (
     MEMORY,
@@ -219,10 +219,16 @@ class ModuleLoop:
             for name, value in (options.rule_options or {}).items()
             if isinstance(value, bool | int | float | str)
         }
+        model = self.criterion_loss.model
+        layers = [f"{name} {type(m).__name__} {m.training}" for name, m in model.named_modules()]
+        fixed = [x for x in (*model.parameters(), *model.buffers()) if not x.requires_grad]
         return Kept(
             what, directory, options.schedule,
             {
-                "loss": closures.name_of(self.criterion_loss), "rule": rule_name(self.rule),
+                "loss": name_of_loss(self.criterion_loss),
+                "inner loss": name_of_loss(self.inner_criterion_loss),
+                "layers and their modes": digest(layers), "buffers": digest(fixed),
+                "rule": rule_name(self.rule),
                 "rule options": numbers, "inner_lr": options.inner_lr,
                 "first_order": options.first_order, "truncate": options.truncate,
                 "step weights": None if weights is None else [float(w) for w in weights],

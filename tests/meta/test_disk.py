@@ -146,10 +146,7 @@ def test_files_and_memory_are_bounded(tmp_path, monkeypatch):
         given = [((randn(2, width), randn(2, width)),) * 2]
         peak = peak_bytes(lambda: maml.loss(given), torch.device("cpu"))  # noqa: B023
         found[schedule, steps] = most["files"] / (8 * width**2), peak / (8 * width**2)
-    for steps in (
-        16,
-        64,
-    ):  # in copies of the parameters: states, and those of backward and a result
+    for steps in (16, 64):  # copies of the parameters: states, and those of backward and a result
         assert found["sqrt", steps][0] < isqrt(steps) + 5
         assert found["log", steps][0] < log2(steps) + 6.5
     assert found["sqrt", 64][1] < found["sqrt", 16][1] + 5
@@ -295,6 +292,63 @@ def test_the_directory_of_somebody_else_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"which holds thesis\.txt"):
         maml.loss(tasks())
     assert (tmp_path / "loss" / "thesis.txt").exists()
+
+
+OTHERS = {
+    "shapes": (lambda: nn.Sequential(nn.Linear(3, 6), nn.Linear(6, 2)).double(), F.mse_loss),
+    "dtypes": (lambda: network().float(), F.mse_loss),
+    "loss": (network, F.l1_loss),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_unfinished_loss_of_another_model_is_refused(name, tmp_path, monkeypatch):
+    expected = interrupted(tmp_path / "whole")
+    left = tmp_path / "left"
+    with monkeypatch.context() as patch:
+        patch.setattr(nn.Linear, "forward", ends_in_call(90, stop)[0])
+        with pytest.raises(KeyboardInterrupt):
+            interrupted(left)
+    model, criterion = OTHERS[name]
+    model = model()
+    dtype = next(model.parameters()).dtype
+    other = hog.MAML(model, criterion, inner_steps=STEPS, memory="disk", directory=left)
+    given = [tuple((x.to(dtype), y.to(dtype)) for x, y in task) for task in of_different_sizes()]
+    with pytest.raises(ValueError, match=f"of the same model, got .*its {name} .*Name another"):
+        other.loss(given)
+    assert_close(
+        interrupted(left), expected, rtol=0, atol=0
+    )  # nothing was lost, and then it is done
+    assert torch.isfinite(other.loss(given))
+
+
+@pytest.mark.parametrize("of", ["layers", "buffers", "mode", "inner loss"])
+def test_results_of_tasks_are_those_of_the_same_layers_and_buffers(of, tmp_path, monkeypatch):
+    def changed():
+        model, options = network(norm=True), {}
+        if of == "layers":
+            model[1] = nn.ReLU()
+        elif of == "mode":
+            model.eval()
+        elif of == "buffers":
+            model[2].running_mean.fill_(0.5)
+            options["batch_norm"] = "frozen"
+        else:
+            options["inner_loss"] = F.l1_loss
+        return model, options
+
+    options = {"batch_norm": "frozen"} if of == "buffers" else {}
+    first = maml_of(network(norm=True), memory="disk", directory=tmp_path, **options)
+    with monkeypatch.context() as patch:
+        patch.setattr(nn.Linear, "forward", ends_in_call(90, stop)[0])
+        with pytest.raises(KeyboardInterrupt):
+            result(first, tasks())
+    assert list(tmp_path.rglob("result-*.pt"))
+    model, options = changed()
+    found = result(maml_of(model, memory="disk", directory=tmp_path, **options), tasks())
+    model, options = changed()
+    expected = result(maml_of(model, **options), tasks())
+    assert all(relative(a, b) < 1e-12 for a, b in zip(found, expected, strict=True))
 
 
 REFUSED = {
