@@ -2,21 +2,23 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import nn
 
 from hoglib.errors import ArgumentValueError
 
+if TYPE_CHECKING:  # fails beside the torchvision of other libraries, where benchmarks draw pictures
+    import lightning.pytorch as pl
+
 LAST = "last.ckpt"
 SUMMARY = "summary.json"
 TABLE = "table.txt"
 
 
-def run_folder(trainer: pl.Trainer) -> Path:
+def run_folder(trainer: "pl.Trainer") -> Path:
     """The folder of the trainer's run, made if need be. All processes have to call it together."""
     folder = Path(trainer.log_dir or trainer.default_root_dir)
     folder.mkdir(parents=True, exist_ok=True)

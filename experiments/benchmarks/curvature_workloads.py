@@ -202,6 +202,7 @@ WORKLOADS: dict[str, Workload] = {
                 partial(make, kind={"sampled": "mc"}.get(kind, kind)),
                 ours=make is kronecker.hoglib,
                 truth="kronecker" if kind == "exact" else f"{kind} kronecker",
+                beside=(f"curvlinops, {kind}",) if make is kronecker.hoglib else (),
             )
             for kind in ("exact", "sampled", "empirical")
             for name, make in KRONECKER.items()
@@ -213,7 +214,10 @@ WORKLOADS: dict[str, Workload] = {
         ALL,
         {
             name: Method(
-                partial(make, once=False), ours=make is kronecker.hoglib, truth="kronecker"
+                partial(make, once=False),
+                ours=make is kronecker.hoglib,
+                truth="kronecker",
+                beside=("curvlinops",) if make is kronecker.hoglib else (),
             )
             for name, make in KRONECKER.items()
         },

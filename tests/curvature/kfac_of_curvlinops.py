@@ -4,8 +4,9 @@
                                                         curvlinops-for-pytorch 3.0.1 of
                                                         constraints-peers.txt
 
-Weights and inputs are sines of integers, so that no version of torch draws others. Matrices are stored
-as their lower triangles, with ten digits.
+Weights and inputs are sines of integers, so that no version of torch draws others, and so are the
+targets in the place of those that "mc" draws. Matrices are stored as their lower triangles, with ten
+digits.
 """
 
 import json
@@ -54,6 +55,7 @@ PROBLEMS = {
 }  # fmt: skip
 SHARED = ("positions", "CNN")  # where weights are shared, and the two approximations differ
 DAMPING = 0.03
+SAMPLES = 2
 INVERSES = {
     "exact": {"use_exact_damping": True},
     "pi": {"use_heuristic_damping": True},
@@ -72,12 +74,22 @@ def problem(name, reduction="mean"):
     return model, criterion(reduction=reduction), [(x[:5], y[:5]), (x[5:], y[5:])]
 
 
+def drawn(criterion, outputs, number):
+    """The targets that stand for the draw of this number."""
+    noise = sines(*outputs.shape, start=3.0 + number + len(outputs))
+    if isinstance(criterion, nn.MSELoss):
+        return outputs.detach() + noise
+    if isinstance(criterion, nn.BCEWithLogitsLoss):
+        return (noise > 0).to(outputs)
+    return noise.argmax(1)
+
+
 def cases():
     """(name, kind, approximation, whether a bias is joint, whether corrected)."""
     for name in PROBLEMS:
         approximations = ("expand", "reduce") if name in SHARED else ("expand",)
         yield from product(
-            [name], ("exact", "empirical"), approximations, (True, False), (True, False)
+            [name], ("exact", "mc", "empirical"), approximations, (True, False), (True, False)
         )
 
 
@@ -92,6 +104,13 @@ def main():
         KFACLinearOperator,
     )
 
+    def draw_label(operator, outputs):
+        count[0] += 1
+        return drawn(operator._loss_func, outputs, count[0] % SAMPLES)
+
+    count = [-1]
+    KFACLinearOperator.draw_label = draw_label
+
     def triangle(operator):
         dense = torch.as_tensor(operator @ torch.eye(operator.shape[1], dtype=F64))
         i, j = torch.tril_indices(*dense.shape)
@@ -101,10 +120,11 @@ def main():
     for case in cases():
         name, kind, approximation, joint, corrected = case
         model, criterion, data = problem(name)
-        kind = {"exact": "type-2", "empirical": "empirical"}[kind]
+        kind = {"exact": "type-2"}.get(kind, kind)
         operator = (EKFACLinearOperator if corrected else KFACLinearOperator)(
             model, criterion, list(model.parameters()), data, fisher_type=kind,
             kfac_approx=approximation, separate_weight_and_bias=not joint,
+            mc_samples=SAMPLES if kind == "mc" else 1,
         )  # fmt: skip
         stored[key(case)] = triangle(operator)
         if case[:4] == ("positions", "exact", "expand", True) and not corrected:

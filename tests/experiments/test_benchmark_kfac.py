@@ -1,5 +1,8 @@
 """The benchmark of Kronecker factors runs, and counts what it says."""
 
+import subprocess
+import sys
+
 import pytest
 
 from experiments.benchmarks import kfac
@@ -20,3 +23,10 @@ def test_products_until_a_loss_and_the_loss_at_products():
     assert kfac.until(iter(run), 0.6, 20) == (40, 2.0)
     with pytest.raises(AssertionError, match="no end"):
         kfac.until(iter(run), 0.1, 35)
+
+
+def test_the_benchmarks_import_no_lightning():
+    """Which fails where curvlinops has brought its torchvision."""
+    code = "import sys, experiments.benchmarks.__main__; print('lightning' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
