@@ -7,9 +7,7 @@ from copy import copy
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
-from numbers import Number
-from types import TracebackType
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +16,19 @@ from torch.utils.data import DataLoader
 
 from hoglib._core import validation
 from hoglib._core.autograd import translate_hook_errors
-from hoglib._core.closures import name_of
-from hoglib._core.pytree import tensors_in
+from hoglib._core.call_errors import (
+    binding_error,
+    describe_argument,
+    explain_call_error,
+    explain_criterion,
+    forward_hint,
+    function_name,
+    translate_device_errors,
+)
 from hoglib._core.sharding import refuse_fsdp1
 from hoglib._core.swap import NormPolicy, Params, swap_parameters, train_mode_batch_statistics
 from hoglib._core.torch_internals import eagerly, has_compiled
-from hoglib.errors import ArgumentTypeError, ArgumentValueError, HoglibError
+from hoglib.errors import ArgumentTypeError, ArgumentValueError
 
 __all__ = ["FunctionalLoss", "functional_loss", "trainable_params"]
 
@@ -169,12 +174,6 @@ def _check_pattern(model: nn.Module, pattern: Any, params: Params) -> None:
     )
 
 
-def name_of_loss(loss: "FunctionalLoss") -> str:
-    """The names of a loss: its criterion, how the model is called, and the model."""
-    given = [fn for fn in (loss._criterion, loss._forward) if fn is not None]
-    return ", ".join([*map(name_of, given), type(loss.model).__name__])
-
-
 class FunctionalLoss:
     """The loss of a module as a function of parameters and a batch; :func:`functional_loss` makes it.
 
@@ -207,7 +206,7 @@ class FunctionalLoss:
         self.model = model
         self._criterion = None if criterion is None else check_instance("criterion", criterion)
         self._forward = None if forward is None else check_instance("forward", forward)
-        reason = None if forward is None else _binding_error(forward, (model, None))
+        reason = None if forward is None else binding_error(forward, (model, None))
         if reason is not None:
             raise ArgumentTypeError(
                 f"forward: expected a function of two arguments, (model, batch), got "
@@ -262,9 +261,9 @@ class FunctionalLoss:
                 value = self._criterion(outputs, targets)
         except Exception as error:
             explain = partial(
-                _explain_criterion, self._criterion, outputs, targets, targets is batch
+                explain_criterion, self._criterion, outputs, targets, targets is batch
             )
-            _explain_call_error(error, self._criterion, (outputs, targets), {}, explain)
+            explain_call_error(error, self._criterion, (outputs, targets), {}, explain)
             translate_device_errors(batch, outputs).explain(error)
             raise
         second = "batch" if targets is batch else "targets"
@@ -338,9 +337,9 @@ class FunctionalLoss:
     def __repr__(self) -> str:
         parts = [type(self.model).__name__]
         if self._criterion is not None:
-            parts.append(_name(self._criterion))
+            parts.append(function_name(self._criterion))
         if self._forward is not None:
-            parts.append(f"forward={_name(self._forward)}")
+            parts.append(f"forward={function_name(self._forward)}")
         return f"functional_loss({', '.join(parts)})" + (".double()" if self._dtype else "")
 
     def _outputs(self, params: Params, batch: Any) -> Any:
@@ -359,7 +358,7 @@ class FunctionalLoss:
         except Exception as error:
             if self._forward is None:
                 explain = partial(self._explain_call, args, keywords, batch)
-                _explain_call_error(error, self.model, args, keywords, explain)
+                explain_call_error(error, self.model, args, keywords, explain)
             reference = params or list(self.model.parameters())
             translate_device_errors(batch, reference).explain(error)
             translate_hook_errors("loss(params, batch)").explain(error)
@@ -377,13 +376,13 @@ class FunctionalLoss:
         """What to do about arguments that the model does not take."""
         forward = self.model.forward
         given = (*args, *keywords.values())
-        passed = ", ".join([*map(_describe, args), *keywords])
+        passed = ", ".join([*map(describe_argument, args), *keywords])
         criterion = "" if self._criterion is None else "criterion, "
         text = (
             f"model: expected the arguments of {type(self.model).__name__}.forward"
             f"({', '.join(inspect.signature(forward).parameters)}), got {len(given)} from the batch: "
             f"{passed} ({reason}). Say how the model is called: "
-            f"`functional_loss(model, {criterion}forward={_forward_hint(forward, args, batch)})`."
+            f"`functional_loss(model, {criterion}forward={forward_hint(forward, args, batch)})`."
         )
         if not criterion:
             return text
@@ -506,168 +505,3 @@ def _is_sequence(batch: Any) -> bool:
             "passed to the model as it is" + (", so pass its one element." if batch else ".")
         )
     return True
-
-
-def _explain_call_error(
-    error: Exception,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    keywords: Mapping[str, Any],
-    explain: Callable[[str], str],
-) -> None:
-    """Raises an error that says what to do, if this one is about the arguments of the function.
-
-    Such errors are a TypeError if the arguments do not bind and the function was never entered, and one
-    about an argument that is no tensor and is used as one. Other errors are the function's own.
-    """
-    if not isinstance(error, TypeError | AttributeError) or isinstance(error, HoglibError):
-        return
-    target = function.forward if isinstance(function, nn.Module) else function
-    reason = _misuse(error, args)
-    if reason is None and isinstance(error, TypeError):
-        reason = _binding_error(target, args, keywords)
-        if _was_entered(target, error.__traceback__):
-            return
-    if reason is not None:
-        raise ArgumentTypeError(explain(reason)) from error
-
-
-def _misuse(error: Exception, args: tuple[Any, ...]) -> str | None:
-    """What to say of an argument that is no tensor and is used as one; None for another error."""
-    for x in args:
-        if x is None or isinstance(x, Tensor | Number | str):
-            continue
-        name = type(x).__name__
-        if isinstance(error, AttributeError):
-            if error.obj is x and hasattr(Tensor, error.name or ""):
-                return f"{name!r} object has no attribute {error.name!r}"
-        elif f"must be Tensor, not {name}" in str(error) or f"- got ({name}," in str(error):
-            return str(error).splitlines()[0]
-    return None
-
-
-def _explain_criterion(criterion: Any, outputs: Any, targets: Any, whole: bool, reason: str) -> str:
-    """What to do about outputs and targets that a criterion does not take."""
-    second = "batch" if whole else "targets"
-    function = criterion.forward if isinstance(criterion, nn.Module) else criterion
-    name = _name(function) if function is criterion else f"{type(criterion).__name__}.forward"
-    if "missing" in reason:
-        advice = "Give it the other arguments beforehand, by functools.partial."
-    else:
-        both = f"{_tensor_hint('outputs', outputs)}, {_tensor_hint(second, targets)}"
-        arguments = "outputs" if "too many" in reason else both
-        advice = f"Write for instance `lambda outputs, {second}: criterion({arguments})`."
-    return (
-        f"criterion: expected a function of (outputs, {second}), got {name}"
-        f"({', '.join(inspect.signature(function).parameters)}) ({reason}). It is called with what the "
-        f"model returned, {_describe(outputs)}, and with "
-        f"{'the batch' if whole else 'the last of the batch'}, {_describe(targets)}. {advice}"
-    )
-
-
-def _tensor_hint(name: str, value: Any) -> str:
-    """An expression for a tensor of some outputs or targets."""
-    if isinstance(value, Tensor):
-        return name
-    if hasattr(value, "logits"):
-        return f"{name}.logits"
-    if isinstance(value, Mapping):
-        return f"{name}[{'labels' if 'labels' in value else next(reversed([*value]), '...')!r}]"
-    return f"{name}[0]" if isinstance(value, tuple | list) else f"{name}.y"
-
-
-def _binding_error(
-    function: Callable[..., Any], args: tuple[Any, ...], keywords: Mapping[str, Any] | None = None
-) -> str | None:
-    """Why a function cannot be called with these arguments; None if it can."""
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some functions written in C have none
-        return None
-    try:
-        signature.bind(*args, **keywords or {})
-    except TypeError as error:
-        return str(error)
-    return None
-
-
-def _was_entered(function: Callable[..., Any], traceback: TracebackType | None) -> bool:
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    while traceback is not None:
-        if traceback.tb_frame.f_code is code:
-            return True
-        traceback = traceback.tb_next
-    return False
-
-
-def _describe(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return f"{type(value).__name__} with {', '.join(map(repr, value))}"
-    return validation.describe(value)
-
-
-def _forward_hint(forward: Callable[..., Any], args: tuple[Any, ...], batch: Any) -> str:
-    """A `forward` that may be what the user needs."""
-    whole = len(args) == 1 and args[0] is batch
-    part = "batch" if whole else "batch[0]"
-    if not args:
-        call = "**{name: batch[name] for name in ...}"
-    elif len(args) > 1 and not isinstance(args[0], Mapping):
-        call = part
-    elif isinstance(args[0], Mapping):
-        taken = [name for name in args[0] if name in inspect.signature(forward).parameters]
-        if len(taken) == len(args[0]) or _binding_error(forward, (), args[0]) is None:
-            call = f"**{part}"
-        elif taken:
-            call = ", ".join(f"{name}={part}[{name!r}]" for name in taken)
-        else:
-            call = _tensor_hint(part, args[0])
-    elif isinstance(args[0], tuple | list):
-        call = f"*{part}"
-    else:
-        call = "batch.x, batch.y" if whole else "*batch"
-    return f"lambda model, batch: model({call})"
-
-
-@final
-class translate_device_errors:  # noqa: N801 a context manager
-    """Inside, torch's error about devices names the tensor of the batch that is on another device than
-    the tensors of `reference`."""
-
-    def __init__(self, batch: Any, reference: Any) -> None:
-        self._batch, self._reference = batch, reference
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if isinstance(error, Exception):
-            self.explain(error)
-
-    def explain(self, error: Exception) -> None:
-        """Raises what this raises at the end for an error inside; returns if that is the error."""
-        if not isinstance(error, RuntimeError) or isinstance(error, HoglibError):
-            return
-        if not _is_device_error(str(error)):
-            return
-        devices = {tensor.device for _, tensor in tensors_in("", self._reference)}
-        found = tensors_in("batch", self._batch)
-        away = [(name, tensor) for name, tensor in found if tensor.device not in devices]
-        if not devices or not away:
-            return
-        name, tensor = away[0]
-        expected = " and ".join(sorted(map(str, devices)))
-        raise ArgumentValueError(
-            f"{name}: expected a tensor on {expected}, where the model's parameters and outputs are, "
-            f"got {validation.describe(tensor)} on {tensor.device}; move the batch with "
-            f"`.to({expected.split(' and ')[0]!r})`, or the model with `.to({str(tensor.device)!r})`."
-        ) from error
-
-
-def _is_device_error(text: str) -> bool:
-    # "torch.cuda.": as in "Input type (torch.cuda.FloatTensor)"
-    return "device" in text.lower() or "torch.cuda." in text or "meta tensor" in text
-
-
-def _name(function: Any) -> str:
-    return str(getattr(function, "__name__", repr(function)))

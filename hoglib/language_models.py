@@ -10,16 +10,12 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from hoglib._core import pytree, torch_internals, validation
+from hoglib._core.call_errors import translate_device_errors
 from hoglib._core.state import preserve_random_state
 from hoglib._core.swap import Params
 from hoglib._core.torch_modes import value_checks_on
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
-from hoglib.functional import (
-    Forward,
-    FunctionalLoss,
-    check_instance,
-    translate_device_errors,
-)
+from hoglib.functional import Forward, FunctionalLoss, check_instance
 from hoglib.ops._linear_cross_entropy import (
     chunk_size_of,
     gauss_newton_product,

@@ -105,7 +105,7 @@ class DetachmentWatch(TorchFunctionMode):
         if self.applying.depth:
             return func(*args, **kwargs)
         name = name_of_call(func)
-        tensors = [x for x in pytree.leaves((args, kwargs)) if isinstance(x, Tensor)]
+        tensors = pytree.tensors((args, kwargs))
         has_graph = any(x.requires_grad and is_float(x) for x in tensors)
         if name == "detach_" and has_graph:
             found = self._note(".detach_()", "alias")

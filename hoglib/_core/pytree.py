@@ -44,6 +44,10 @@ def leaves(tree: Tree) -> list[Any]:
     return flatten(tree)[0]
 
 
+def tensors(tree: Tree) -> list[Tensor]:
+    return [leaf for leaf in flatten(tree)[0] if isinstance(leaf, Tensor)]
+
+
 def map(function: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     """`function` of the leaves of one tree, or of several trees with the same structure."""
     found, structure = flatten(tree)

@@ -241,7 +241,7 @@ class _OperationRecorder(CallMode):
     def _record(self, call: RecordedCall, inputs: Any, line: SourceLine | None) -> Any:
         """Keep a call, unless one like it is kept, or its tensors cannot be copied."""
         parts = self._parts()
-        tensors = [x for x in pytree.leaves(inputs) if isinstance(x, Tensor)]
+        tensors = pytree.tensors(inputs)
         key = call.operation, line, tuple((tuple(x.shape), x.dtype) for x in tensors)
         full = sum(bool(part.operation) for part in parts.values()) >= MAX_OPERATIONS
         if not (key in parts or full or transforms_active()):

@@ -3,7 +3,6 @@
 from contextlib import suppress
 from typing import Any, final
 
-from torch import Tensor
 from torch.autograd import Function
 
 from hoglib._core import pytree, validation
@@ -127,7 +126,7 @@ def _explain(op: RecordedCall) -> str:
 
 def _verification_result(function: type[Function], args: tuple[Any, ...]) -> str:
     """What `hoglib.verify` says about a Function on these arguments; empty if it says nothing."""
-    given = [x for x in pytree.leaves(args) if isinstance(x, Tensor)]
+    given = pytree.tensors(args)
     if sum(x.numel() for x in given) > MAX_VERIFIED:
         return ""
     inputs = pytree.map_tensors(

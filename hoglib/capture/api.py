@@ -27,7 +27,7 @@ from hoglib.capture.capturing import (
     runs_elsewhere,
 )
 from hoglib.capture.signature import CallSignature
-from hoglib.capture.trace import as_leaf, tensors_of, without_tensor_hooks
+from hoglib.capture.trace import as_leaf, without_tensor_hooks
 from hoglib.errors import NoSecondDerivative, UnsupportedError
 from hoglib.verification.entry_points import examined_functions
 
@@ -227,7 +227,7 @@ class Compiled:
         form, tensors = signature.parse_call(self.name, distinct, {}, self.dynamic)
         found = self.find_or_capture(form, tensors)
         if found is None:
-            return lambda given: tensors_of(self.on_tensors(form)(*given))
+            return lambda given: pytree.tensors(self.on_tensors(form)(*given))
         entry, lifted = found
         return lambda given: entry.execute(given + lifted)
 
@@ -359,9 +359,9 @@ class Pullback:
     def __call__(self, args: Any, kwargs: Any, cotangents: list[Tensor | None]) -> list[Tensor]:
         create_graph = torch.is_grad_enabled()
         lifted = self._entry.reached.resolve((self.fn, self._constants)) or []
-        inputs = requiring_grad(tensors_of((args, kwargs)), lifted)
+        inputs = requiring_grad(pytree.tensors((args, kwargs)), lifted)
         with torch.enable_grad():
-            outputs = [x for x in tensors_of(self.fn(*args, **kwargs)) if x.requires_grad]
+            outputs = [x for x in pytree.tensors(self.fn(*args, **kwargs)) if x.requires_grad]
             pairs = [(x, g) for x, g in zip(outputs, cotangents, strict=True) if g is not None]
             with without_tensor_hooks(inputs), no_autocast():  # backward runs outside of autocast
                 grads = torch.autograd.grad(

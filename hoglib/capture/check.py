@@ -6,10 +6,10 @@ from typing import Any, NamedTuple, Protocol, final
 import torch
 from torch import Tensor, fx
 
-from hoglib._core import validation
+from hoglib._core import pytree, validation
 from hoglib._core.state import random_state, set_random_state
 from hoglib.capture.rounding import RunsNearby
-from hoglib.capture.trace import as_leaf, tensors_of
+from hoglib.capture.trace import as_leaf
 from hoglib.errors import NoSecondDerivative
 
 # Relative to the norm of an output, by the least precise dtype inside. Compiled code adds in another
@@ -71,7 +71,7 @@ class Comparison:
         ):
             state = random_state()
             try:
-                expected = [x.detach() for x in tensors_of(function(*values))]
+                expected = [x.detach() for x in pytree.tensors(function(*values))]
             except Exception:
                 if where:  # a function need not accept every value
                     continue
@@ -141,7 +141,7 @@ def tolerance_of(graph: fx.GraphModule) -> float:
     A model in float64 may compute a loss, a norm or an angle in float32.
     """
     values = [node.meta.get("val") for node in graph.graph.nodes if node.op == "call_function"]
-    dtypes = {x.dtype for x in tensors_of(values) if _is_inexact(x)}
+    dtypes = {x.dtype for x in pytree.tensors(values) if _is_inexact(x)}
     return max(
         (TOLERANCES.get(x, HALF_PRECISION_TOLERANCE) for x in dtypes),
         default=TOLERANCES[torch.float64],

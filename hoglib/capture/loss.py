@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from hoglib._core import torch_internals, validation
+from hoglib._core import pytree, torch_internals, validation
 from hoglib._core.autograd import with_gradients
 from hoglib._core.gradient_graph import leaf_tensors
 from hoglib.capture import signature
@@ -24,7 +24,7 @@ from hoglib.capture.api import (
 )
 from hoglib.capture.capturing import GraphEntry, Place, runs_elsewhere
 from hoglib.capture.refusals import refuse_outer_graph
-from hoglib.capture.trace import InputRef, tensors_of, without_tensor_hooks
+from hoglib.capture.trace import InputRef, without_tensor_hooks
 from hoglib.errors import NoSecondDerivative
 
 
@@ -214,7 +214,7 @@ class _Gradient:
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Tensor, list[Tensor], list[InputRef]]:
         value = validation.scalar(self._name, self.fn(*args, **kwargs))
         refuse_outer_graph(self._name)
-        given = requiring_grad(tensors_of((args, kwargs)), [])
+        given = requiring_grad(pytree.tensors((args, kwargs)), [])
         variables = given + self._leaves(value, given)
         if value.requires_grad:
             # As a backward, it runs outside of autocast.

@@ -122,10 +122,6 @@ def as_leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-def tensors_of(tree: Any) -> list[Tensor]:
-    return [x for x in pytree.leaves(tree) if isinstance(x, Tensor)]
-
-
 @contextmanager
 def record_modules(name: str, modules: list[nn.Module]) -> Iterator[None]:
     """Collects the modules that run inside, in this thread."""

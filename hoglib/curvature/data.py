@@ -113,7 +113,7 @@ class Batches:
         if self._micro_batch is None and not shared:
             return [batch]
         own = _as_dict(batch)
-        sizes = [len(x) for x in pytree.leaves(own) if isinstance(x, Tensor) and x.dim()]
+        sizes = [len(x) for x in pytree.tensors(own) if x.dim()]
         if not sizes:
             raise ArgumentTypeError(
                 f"{'micro_batch' if self._micro_batch else 'processes'}: expected a batch of "
@@ -131,7 +131,7 @@ class Batches:
 def first_examples(batch: Any, count: int) -> Any:
     """The first rows of each tensor with as many as the first one; None where there are no more."""
     own = _as_dict(batch)
-    sizes = [len(x) for x in pytree.leaves(own) if isinstance(x, Tensor) and x.dim()]
+    sizes = [len(x) for x in pytree.tensors(own) if x.dim()]
     if not sizes or sizes[0] <= count:
         return None
     piece = rows(own, sizes[0], 0, count)
@@ -208,7 +208,7 @@ def is_batch(data: Any) -> bool:
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """The batch with its tensors on the device."""
-    tensors = [x for x in pytree.leaves(batch) if isinstance(x, Tensor)]
+    tensors = pytree.tensors(batch)
     if tensors:
         return pytree.map_tensors(lambda x: x.to(device), batch)
     return batch.to(device) if hasattr(batch, "to") else batch  # such as a batch of graphs

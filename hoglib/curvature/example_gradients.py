@@ -113,7 +113,7 @@ def check_norms(loss: Any) -> None:
 
 def number_of_examples(batch: Any) -> int:
     """The leading dimension of the first tensor of a batch."""
-    sizes = [len(x) for x in pytree.leaves(batch) if isinstance(x, Tensor) and x.dim()]
+    sizes = [len(x) for x in pytree.tensors(batch) if x.dim()]
     if not sizes:
         raise ArgumentTypeError(
             "batch: expected tensors with the examples as their leading dimension, got "

@@ -347,7 +347,7 @@ def is_recorded(*given: Any) -> bool:
     """Whether a graph is made of what is computed from these, which may then not change in place."""
     if torch_internals.transforms_active():
         return True
-    tensors = [x for x in pytree.leaves(given) if isinstance(x, Tensor)]
+    tensors = pytree.tensors(given)
     wanted = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     return wanted or any(map(torch_internals.is_batched, tensors))
 

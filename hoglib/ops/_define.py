@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hoglib._core import validation
+from hoglib._core import pytree, validation
 from hoglib.errors import ArgumentTypeError, UnsupportedError
 from hoglib.ops._function import (
     Saved,
@@ -162,7 +162,7 @@ def promote_dtypes(*inputs: Any) -> tuple[Any, ...]:
     Inside a Function it would be too late: under vmap a tensor of no dimensions has one more, and
     would count in the promotion.
     """
-    floating = [value for value in inputs if _is_differentiable(value)]
+    floating = [value for value in inputs if pytree.is_float(value)]
     if all(value.dtype == floating[0].dtype for value in floating):
         return inputs
     dtypes: list[torch.dtype | None] = [None, None]  # of those with and those without dimensions
@@ -175,11 +175,7 @@ def promote_dtypes(*inputs: Any) -> tuple[Any, ...]:
         dtype = scalars
     elif scalars is not None and scalars.is_complex and not dtype.is_complex:
         dtype = dtype.to_complex()
-    return tuple(value.to(dtype) if _is_differentiable(value) else value for value in inputs)
-
-
-def _is_differentiable(value: Any) -> bool:
-    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+    return tuple(value.to(dtype) if pytree.is_float(value) else value for value in inputs)
 
 
 def _multiply(factor: Tensor, partial: Any) -> Tensor:

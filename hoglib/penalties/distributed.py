@@ -63,7 +63,7 @@ def averaged(name: str, penalty: Tensor, params: Iterable[Tensor], outputs: Any 
     groups = _groups(params)
     if not groups:
         return penalty
-    seen = [y for y in pytree.leaves(outputs) if isinstance(y, Tensor) and y.requires_grad]
+    seen = [y for y in pytree.tensors(outputs) if y.requires_grad]
     result: Tensor = _Averaged.apply(penalty, name, groups, *seen)
     return result
 

@@ -227,6 +227,6 @@ def _option_names(kind: str) -> list[str]:
 
 def _zero(*trees: Any) -> Tensor:
     """A zero to be added to a loss; backward may be called on it, and reaches no parameter."""
-    like = next(x for x in pytree.leaves(trees) if isinstance(x, Tensor))
+    like = pytree.tensors(trees)[0]
     dtype = like.dtype if like.is_floating_point() else torch.get_default_dtype()
     return torch.zeros((), dtype=dtype, device=like.device, requires_grad=True)

@@ -193,7 +193,7 @@ def _replacements() -> dict[Any, Callable[..., Any]]:
 
 def _refuse(original: Callable[..., Any], stand_in: StandIn, *args: Any, **kwargs: Any) -> Any:
     """Raises where a gradient is needed; runs the original elsewhere."""
-    tensors = [x for x in pytree.leaves((args, kwargs)) if isinstance(x, Tensor)]
+    tensors = pytree.tensors((args, kwargs))
     if not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
         return original(*args, **kwargs)
     raise UnsupportedError(

@@ -58,6 +58,17 @@ def test_moments_below_twice_the_steps_are_exact(steps, dtype):
     assert worst < (1e-12 if dtype == F64 else 1e-5)
 
 
+@pytest.mark.parametrize("scale", [1e-20, 1e20])
+def test_the_unit_of_the_matrix_does_not_matter(scale):
+    A = matrix(torch.tensor(VALUES, dtype=F64))  # of fewer distinct values than steps
+    ours, plain = (
+        Given(A * unit).spectral_density(4, steps=20, generator=seeded()) for unit in (scale, 1.0)
+    )
+    for power in (1, 2, 3):
+        moments = ((each.weights * each.nodes**power).sum(1) for each in (ours, plain))
+        assert_close(next(moments) / scale**power, next(moments), rtol=1e-6, atol=1e-9)
+
+
 def test_averages_of_functions_and_their_errors():
     A = matrix(VALUES)
     eigenvalues = torch.linalg.eigvalsh(A)

@@ -82,6 +82,17 @@ def test_a_matrix_of_low_rank_has_its_trace_exactly(rank):
     assert operator.count == 7 + rank
 
 
+@pytest.mark.parametrize("rank", [5, SIZE])
+@pytest.mark.parametrize("scale", [1e-17, 1e17])
+def test_the_unit_of_the_matrix_does_not_matter(rank, scale):
+    eigenvalues = torch.cat([FLAT[:rank], torch.zeros(SIZE - rank)]).double()
+    found = [
+        Given(matrix(eigenvalues) * unit).trace(14, method="xtrace", generator=seeded())
+        for unit in (scale, 1.0)
+    ]
+    assert_close(found[0] / scale, found[1], rtol=1e-6, atol=0)
+
+
 def test_as_many_samples_as_rows_make_it_dense():
     A = matrix(FLAT)
     for products in (SIZE, 200):
