@@ -37,6 +37,8 @@ _WORDS = (
 )  # fmt: skip
 # of the operations by which fully_shard gathers parameters
 _OF_PROCESSES = ("fsdp", "c10d", "_c10d_functional")
+_DEVICE = torch.ops.prim.device.default
+_META = torch.device("meta")
 _NORMS = (aten.native_batch_norm.default, aten.cudnn_batch_norm.default)
 
 
@@ -107,6 +109,8 @@ class OperationChecks(TorchDispatchMode):
         self._stale: set[int] = set()  # those that a view would have changed
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor):  # most calls are these, of autograd
+            return _META if args[0].fake_mode.in_kernel_invocation else args[0].fake_device
         kwargs = kwargs or {}
         if not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
