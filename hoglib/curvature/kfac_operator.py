@@ -271,7 +271,7 @@ class KFACOperator(KroneckerOperator):
             metric = self._factors.metric.for_batch(number)
             options = replace(self._factors, metric=metric)
             given = (self._loss, self.space, leaves, batch, options)
-            run = ModelRun(*given, self.forms)
+            run, first = ModelRun(*given, self.forms), not self.checked
             if run.expanded and not self.checked:  # the outputs may not be those of the model
                 run, self.forms = checked_run(run, *given, self.by_example)
                 self.checked = True
@@ -281,6 +281,8 @@ class KFACOperator(KroneckerOperator):
             if not self.checked:
                 run, self.forms = checked_run(run, *given, self.by_example)
                 self.checked = True
+            elif not first:
+                run.check_chosen(self.by_example)
             add(sums, run, share)
         self._sum.advance()
         return value

@@ -9,7 +9,7 @@ what else uses a parameter is noted, to be refused by name.
 
 from collections.abc import Callable
 from functools import partial
-from types import FunctionType
+from types import EllipsisType, FunctionType
 from typing import Any, NamedTuple, final
 
 import torch
@@ -124,6 +124,23 @@ class LayerCall:
             )
 
 
+CHOOSING = frozenset({
+    "argsort", "flip", "gather", "index_add", "index_copy", "index_put", "index_select",
+    "masked_scatter", "masked_select", "nonzero", "repeat_interleave", "roll", "scatter",
+    "scatter_add", "scatter_reduce", "sort", "take", "take_along_dim", "topk", "unique",
+})  # fmt: skip
+PLAIN_INDICES = (int, slice, EllipsisType)  # a bool is an int; tensors, arrays and lists choose
+
+
+def _chooses_rows(func: Any, args: Any) -> bool:
+    """Whether a torch call can give rows in another order, or some of them only."""
+    name = getattr(func, "__name__", "")
+    if name in ("__getitem__", "__setitem__"):
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return not all(part is None or isinstance(part, PLAIN_INDICES) for part in index)
+    return name.rstrip("_") in CHOOSING
+
+
 def unlike_rows(call: LayerCall, examples: int) -> str:
     """The error for a layer that is given some of the examples."""
     return (
@@ -141,6 +158,7 @@ class LayerRecorder(TorchFunctionMode):
         super().__init__()
         self.examples = examples  # above 1, the batch of embeddings that are computed once for all
         self.expanded = False  # whether there was one
+        self.selects = False  # whether rows were chosen or sorted, maybe by the values of the batch
         self.calls: list[LayerCall] = []
         self.others: dict[int, str] = {}  # the leaves that are used otherwise, and by what
         self._leaves = leaves
@@ -161,6 +179,7 @@ class LayerRecorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        self.selects = self.selects or _chooses_rows(func, args)
         layer = LAYERS.get(func)
         if layer is None:
             if isinstance(func, FunctionType):

@@ -67,7 +67,7 @@ class ModelRun:
         bound = BoundLoss(loss, pytree.flatten(space.params)[1], (batch,))
         self._composite = CompositeLoss(bound, options.metric, "reverse", options.product)
         recorder = self._run(_examples(batch) if forms.expand else 1)
-        self.expanded = recorder.expanded
+        self.expanded, self.selects = recorder.expanded, recorder.selects
         if not any(y.requires_grad for y in self._outputs):
             raise NoSecondDerivative(
                 "loss.outputs(params, batch): expected outputs that depend on params, got none that do."
@@ -128,24 +128,19 @@ class ModelRun:
         return list(found)
 
     def check(self, needs_examples: bool) -> None:
-        """Compare the gradient of the first example's outputs, as the layers give it, with autograd's.
+        """Compare the gradient of some examples' outputs, as the layers give it, with autograd's.
 
         It shows uses of parameters that were not seen, and layers that mix examples.
         """
-        generator = torch.Generator().manual_seed(0)
-        column = [torch.zeros_like(y) for y in self._outputs]
-        for u in column:
-            first = u if self.examples == 1 else u[:1]
-            first.copy_(torch.randn(first.shape, generator=generator, dtype=torch.float32))
         calls = self._calls()
-        found = self._backward([*(call.edge for call in calls), *self._own], column)
+        found = self._backward([*(call.edge for call in calls), *self._own], self._probe(0))
         gradients = Gradients(calls, found[: len(calls)], self.dtype, self.device)
         wanted = found[len(calls) :]
+        self.check_apart(needs_examples, gradients)
         # layers cover them
         ours = [p.new_empty((1, *(p.shape or (1,))), dtype=self.dtype) for p in self._own]
         summed = [0.0] * len(self._own)
         for layer in self.layers:
-            self._check_apart(layer, gradients, needs_examples)
             for region in (layer.layout.weight, layer.layout.bias):
                 if region is not None:
                     summed[region.leaf] += sum(
@@ -166,34 +161,86 @@ class ModelRun:
                     f"or compiled code uses it too; {LEAVE_OUT}."
                 )
 
-    def _check_apart(self, layer: Layer, gradients: "Gradients", needs_examples: bool) -> None:
-        """Raise where more rows than those of the first example have a gradient of its outputs."""
+    def check_apart(self, needs_examples: bool, first: Gradients | None = None) -> None:
+        """Raise where a row has gradients of the outputs of several examples, or, where rows have to be
+        those of an example, where they are in another order. Find that order.
+
+        first: the gradients of `_probe(0)`, where they are known.
+        """
         if self.examples < 2:
             return
-        needed = needs_examples or layer.layout.role.matrix == "diagonal"
-        for call in layer.calls:
-            touched = (gradients.of(call) != 0).any(-1).any(0)
-            mixed = int(touched.sum()) > len(touched) / self.examples
-            if needed and not mixed:
-                mixed = not self._order(call, touched)
-            if mixed:
-                raise UnsupportedError(
-                    f"{self.options.product.caller}: expected layers that treat the {self.examples} "
-                    f"examples apart, in the rows of their leading dimension, got {self._name(layer)} "
-                    f"with outputs {tuple(call.shape)}. Batch norm in train mode mixes examples: call "
-                    "model.eval(). A layer that is called once for all examples, as position "
-                    "embeddings are, has no gradients of each: leave it out of params."
-                )
+        calls, halves = self._calls(), self._halves()
+        touched: dict[int, list[Tensor]] = {id(call): [] for call in calls}
+        for number in range(len(halves)):
+            if number or first is None:
+                found = self._backward([call.edge for call in calls], self._probe(number))
+                gradients = Gradients(calls, found, self.dtype, self.device)
+            else:
+                gradients = first
+            for call in calls:
+                touched[id(call)].append((gradients.of(call) != 0).any(-1).any(0))
+        for layer in self.layers:
+            needed = needs_examples or layer.layout.role.matrix == "diagonal"
+            for call in layer.calls:
+                of_call = touched[id(call)]
+                pairs = zip(of_call[::2], of_call[1::2], strict=True)
+                apart = not any(bool((a & b).any()) for a, b in pairs)
+                if not (apart and (not needed or self._order(call, halves, of_call))):
+                    raise UnsupportedError(
+                        f"{self.options.product.caller}: expected layers that treat the "
+                        f"{self.examples} examples apart, in the rows of their leading dimension, got "
+                        f"{self._name(layer)} with outputs {tuple(call.shape)}. Batch norm in train "
+                        "mode mixes examples: call model.eval(). A layer that is called once for all "
+                        "examples, as position embeddings are, or for a choice of them, has no "
+                        "gradients of each: leave it out of params."
+                    )
 
-    def _order(self, call: LayerCall, touched: Tensor) -> bool:
-        """Find how rows are ordered, from those that the first example touches; whether they are."""
-        if len(touched) % self.examples:
+    def check_chosen(self, needs_examples: bool) -> None:
+        """Check this batch where its values can decide which rows are of which example."""
+        roles = (layer.layout.role.matrix for layer in self.layers)
+        if self.selects and (needs_examples or "diagonal" in roles):
+            self.check_apart(needs_examples)
+
+    def _halves(self) -> list[Tensor]:
+        """Which examples [N] are in a half, and in the other: those whose number has a bit, for each
+        bit, which tells every two examples apart."""
+        numbers = torch.arange(self.examples, device=self.device)
+        bits = range((self.examples - 1).bit_length())
+        return [(numbers >> bit) % 2 == value for bit in bits for value in (0, 1)]
+
+    def _probe(self, number: int) -> Vector:
+        """A random column of the outputs of half of the examples, and zeros."""
+        generator = torch.Generator().manual_seed(0)
+        column = []
+        for y in self._outputs:
+            u = torch.randn(y.shape, generator=generator, dtype=torch.float32).to(y)
+            if self.examples > 1:
+                u[~self._halves()[number]] = 0
+            column.append(u)
+        return column
+
+    def _order(self, call: LayerCall, halves: Sequence[Tensor], touched: Sequence[Tensor]) -> bool:
+        """Find how rows are ordered, from those that halves of the examples touch; whether they are."""
+        count, rows = self.examples, len(touched[0])
+        if rows % count:
             return False
-        positions = len(touched) // self.examples
-        if bool(touched[positions:].any()):
-            call.time_first = not bool(touched.view(positions, self.examples)[:, 1:].any())
-            return call.time_first
-        return True
+        at = torch.arange(rows, device=self.device)
+
+        def fits(example: Tensor) -> bool:
+            pairs = zip(halves, touched, strict=True)
+            return not any(bool((has & ~half[example]).any()) for half, has in pairs)
+
+        example_first, time_first = fits(at // (rows // count)), fits(at % count)
+        if example_first and time_first:  # one position has gradients, for instance: by the shape
+            time_first = call.shape[0] != count and call.shape[1:2] == (count,)
+        elif example_first:
+            time_first = False
+        call.time_first = time_first
+        return example_first or time_first
+
+    def orders(self) -> tuple[bool, ...]:
+        """Of each call, whether positions come before examples."""
+        return tuple(call.time_first for call in self._recorded)
 
     def reorder(self, orders: Sequence[bool]) -> None:
         """Order rows as in another run."""
@@ -203,7 +250,7 @@ class ModelRun:
     def forms(self, plain: Callable[[], "ModelRun"]) -> CallForms:
         """How calls are read. Where something was expanded, the outputs have to be those of a run
         without it, which plain makes."""
-        time_first = tuple(call.time_first for call in self._recorded)
+        time_first = self.orders()
         if not self.expanded:
             return CallForms(time_first)
         with preserve_random_state():
@@ -279,6 +326,7 @@ def checked_run(
     can be split. With how the rows of calls are read."""
     given = (loss, space, leaves)
     small, unlike = first_examples(batch, 2), None
+    checked: CallForms | None = None
     if small is not None:
         # whatever two examples alone run into, the whole batch decides
         with suppress(Exception), preserve_random_state():
@@ -291,9 +339,12 @@ def checked_run(
             if few.expanded == run.expanded:
                 unlike = few.unlike(run) if needs_examples else None
                 if unlike is None:
-                    return run, forms
+                    checked = forms
         if unlike is not None:
             raise UnsupportedError(unlike_rows(unlike, run.examples))
+        if checked is not None:
+            run.check_chosen(needs_examples)
+            return run, checked._replace(time_first=run.orders())
     run.check(needs_examples)
     forms = run.forms(lambda: ModelRun(*given, batch, options, CallForms(expand=False)))
     if run.expanded and not forms.expand:

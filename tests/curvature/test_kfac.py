@@ -754,6 +754,97 @@ def test_positions_may_come_before_examples(approximation, corrected):
     )
 
 
+class ClassToken(nn.Module):
+    """Attention, which holds positions before examples, and one position of each that is used."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.layer(x)[:, 0])
+
+
+@pytest.mark.parametrize("approximation", ["expand", "reduce"])
+@pytest.mark.parametrize("kind", ["exact", "empirical"])
+def test_positions_before_examples_of_which_one_is_used(kind, approximation):
+    torch.manual_seed(1)
+    loss = hog.functional_loss(ClassToken().double(), F.cross_entropy)
+    params, batch = hog.trainable_params(loss.model), (draw(6, 5, 4), LABELS)
+    options = {"kind": kind, "approximation": approximation, "eigenvalue_corrected": True}
+    K = hog.KFACOperator(loss, params, split(batch), **options)
+    M = hog.FisherOperator(loss, params, split(batch), kind=kind).to_dense()
+    assert_close(K.trace(), M.trace())
+    assert_close(K.exact_diagonal(), M.diagonal())
+
+
+class Chosen(nn.Module):
+    """Rows in another order, or some of them only, by the values of the batch."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.first, self.second, self.way = nn.Linear(3, 4), nn.Linear(4, 3), way
+
+    def forward(self, x):
+        return self.second(self.way(x, lambda rows: torch.tanh(self.first(rows))))
+
+
+def by_order(x, layer):
+    order = x[:, 0].argsort()
+    y = layer(x[order])
+    return torch.empty_like(y).index_copy(0, order, y)
+
+
+def by_mask(x, layer):
+    """As many rows as examples, but more of some than of others."""
+    keep = torch.zeros(len(x), 2, dtype=torch.bool)
+    one = x[:, 0] < 1
+    keep[:, 0], keep[one, 1] = one | (x[:, 1] > 0), x[one, 1] > 0
+    example, _ = keep.nonzero(as_tuple=True)
+    return x.new_zeros(len(x), 4).index_add(0, example, layer(x[example]))
+
+
+def values(*first):
+    x = draw(len(first), 3)
+    x[:, 0] = torch.tensor(first, dtype=F64)
+    return x
+
+
+# of two examples nothing is seen
+CHOSEN = {
+    "sorted": (by_order, values(0, 1, 5, 4, 3)),
+    "sorted in the second batch": (by_order, values(0, 1, 2, 3, 4), values(0, 1, 5, 4, 3)),
+    "masked": (by_mask, torch.tensor([[0, 0, 1.0], [0, 0, 2.0], [0, 1.0, 1.0], [2.0, -1.0, 1.0]])),
+}
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_rows_that_values_choose(name):
+    """They are no blocks of each example: refused where these are needed, and right where they are not."""
+    torch.manual_seed(1)
+    way, *inputs = CHOSEN[name]
+    loss = hog.functional_loss(Chosen(way).double(), F.cross_entropy)
+    params = hog.trainable_params(loss.model)
+    data = [(x.double(), torch.arange(len(x)) % 3) for x in inputs]
+    for options in ({"eigenvalue_corrected": True}, {"approximation": "reduce"}):
+        with pytest.raises(hog.errors.UnsupportedError, match=r"treat the . examples apart"):
+            hog.KFACOperator(loss, params, data, **options).update()
+    K = hog.KFACOperator(loss, params, data)
+    with pytest.raises(hog.errors.UnsupportedError, match=r"treat the . examples apart"):
+        K.exact_diagonal()
+    if name != "masked":  # an order changes no sum over rows
+        layer = hog.functional_loss(Chosen(lambda x, layer: layer(x)).double(), F.cross_entropy)
+        assert_close(K.to_dense(), hog.KFACOperator(layer, params, data).to_dense())
+    for batch in data:
+        gradients = hog.per_example_gradients(loss, params, batch, vmap=False)[1]
+        rows = torch.cat([g.flatten(1) for g in gradients.values()], 1)
+        norms = hog.curvature.per_example_gradient_norms(loss, params, batch, vmap=False)
+        assert_close(norms, rows.norm(dim=1))
+        products = hog.curvature.per_example_gradient_products(loss, params, batch, vmap=False)
+        assert_close(products, rows @ rows.T)
+
+
 def test_the_trace_of_corrected_eigenvalues_is_that_of_the_matrix():
     """Of a transformer's layer, whose parts are attention, norms and linear layers."""
     torch.manual_seed(1)
