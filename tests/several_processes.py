@@ -18,6 +18,11 @@ from hoglib._core import pytree
 multiprocessing.set_forkserver_preload(["lightning.pytorch", "torch.distributed.fsdp", "hoglib"])
 
 
+# Of the group of processes. None waits for it but in a test that fails, however busy the machine is.
+TIMEOUT = datetime.timedelta(seconds=300)
+TIMED_OUT = "imed out"  # what torch says then
+
+
 def found_by_each(function, folder, count=2):
     """function(rank, folder, found) in each of count processes, which fills the dict `found` with what
     JSON can hold; the dicts."""
@@ -85,7 +90,7 @@ def _run(rank, function, folder, count):
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", MASTER_ADDR="localhost", MASTER_PORT="1")
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=count,
-        timeout=datetime.timedelta(seconds=60),
+        timeout=TIMEOUT,
     )  # fmt: skip
     found = {}
     function(rank, folder, found)

@@ -38,6 +38,7 @@ class LastCheckpoint(Checkpoint):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._previous_handler = None
+        self.interrupted = self._stopping = False
         with suppress(ValueError):  # signals can only be handled in the main thread
             self._previous_handler = signal.signal(signal.SIGINT, self._on_interrupt)
 

@@ -21,11 +21,14 @@ from experiments.command.progress import FitAndTestBar
 from experiments.command.trainer import Trainer
 from experiments.logs import RunLogger
 from experiments.training.processes import (
+    LOST,
     ProcessSeeds,
+    ProcessWatch,
     check_processes,
     choose_strategy,
     leave_processes,
     lost_process,
+    tells_of_lost_process,
 )
 from hoglib.errors import HoglibError
 from hoglib.lightning import RNGState
@@ -70,7 +73,8 @@ def main(args: list[str] | None = None) -> int:
         message = user_error(error)
         if message is None:
             raise
-        print(f"\nerror: {message}", file=sys.stderr)
+        if message != LOST or tells_of_lost_process():
+            print(f"\nerror: {message}", file=sys.stderr)
         return 2
     leave_processes()
     return command.trainer.status
@@ -143,7 +147,12 @@ class ExperimentCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         settings = self._get(self.config_init, "trainer")
         every = at_least("checkpoint_every", self._get(self.config, "checkpoint_every"), 1)
-        callbacks: list[pl.Callback] = [ProcessSeeds(), RNGState(), LastCheckpoint(every)]
+        callbacks: list[pl.Callback] = [
+            ProcessWatch(),
+            ProcessSeeds(),
+            RNGState(),
+            LastCheckpoint(every),
+        ]
         settings["strategy"] = choose_strategy(settings.get("strategy"), self.model)
         if settings.get("enable_progress_bar") is not False:
             callbacks.append(FitAndTestBar())
@@ -198,11 +207,7 @@ def user_error(error: Exception) -> str | None:
                 "intact. Free some space, or choose another folder with --trainer.logger.save_dir."
             )
         if lost_process(cause):
-            return (
-                "expected all processes to run to the end, got one that ended: its output tells why; "
-                "without any, it was killed, as for want of memory. The last checkpoint is intact: "
-                "resume it with --ckpt_path last."
-            )
+            return LOST
     return None
 
 

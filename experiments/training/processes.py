@@ -1,11 +1,17 @@
 """How the processes of a Trainer with several devices share a training."""
 
+import os
+import subprocess
+import sys
+import threading
+import time
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
@@ -14,6 +20,15 @@ from hoglib.errors import ArgumentValueError
 BATCHES = "batches"  # each takes a part of each batch
 TASKS = "tasks"  # the training step takes its part, as `hoglib.meta.shard` does
 UNUSED = "ddp_find_unused_parameters_true"
+
+LOST = (
+    "expected all processes to run to the end, got one that ended: its output tells why; without any, "
+    "it was killed, as for want of memory. The last checkpoint is intact: resume it with --ckpt_path "
+    "last."
+)
+POLL_SECONDS = 0.5  # between two looks at the processes that this one has started
+GRACE_SECONDS = 30.0  # for this process to end by itself after one that it has started
+_PARENT = os.getppid()
 
 
 class InProcesses(pl.LightningModule):
@@ -106,8 +121,54 @@ def check_processes(trainer: pl.Trainer, module: pl.LightningModule) -> None:
 
 def lost_process(error: BaseException) -> bool:
     """Whether the communication failed, as it does where another process has ended."""
-    backend = isinstance(error, RuntimeError) and "gloo" in str(error)  # which has no class of errors
+    backend = isinstance(error, RuntimeError) and "gloo" in str(
+        error
+    )  # which has no class of errors
     return backend or (dist.is_available() and isinstance(error, dist.DistError))
+
+
+def tells_of_lost_process() -> bool:
+    """Whether it is for this process to say that one was lost: the first does, or, where the first was
+    lost, the second."""
+    rank = int(getattr(rank_zero_only, "rank", 0))
+    end = time.monotonic() + 2  # in which the system gives this process another parent
+    while rank == 1 and os.getppid() == _PARENT and time.monotonic() < end:
+        time.sleep(0.05)
+    return rank == 0 or (rank == 1 and os.getppid() != _PARENT)
+
+
+class ProcessWatch(pl.Callback):
+    """Ends all processes where one that the Trainer has started ends with an error.
+
+    Lightning's own observer kills them within five seconds, without a message, and also a first process
+    that is about to end with its own, as after Ctrl-C. This one lets it, and kills what is left after
+    GRACE_SECONDS, as where it waits on a GPU for one that has gone.
+    """
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        launcher: Any = trainer.strategy.launcher
+        started: list[subprocess.Popen[bytes]] = getattr(launcher, "procs", [])
+        if not started:
+            return  # by torchrun, or watched already
+        watched = launcher.procs = _Watched(started)
+        if not isinstance(started, _Watched):
+            started.clear()  # for Lightning's observer: no process is left to look at
+            threading.Thread(target=watched.run, daemon=True, name="process-watch").start()
+
+
+class _Watched(list["subprocess.Popen[bytes]"]):
+    """Processes that a thread looks at."""
+
+    def run(self) -> None:
+        while not any(codes := [process.poll() for process in self]):
+            if None not in codes:
+                return
+            time.sleep(POLL_SECONDS)
+        time.sleep(GRACE_SECONDS)  # the thread ends with this process
+        for process in self:
+            process.kill()
+        print(f"\nerror: {LOST}", file=sys.stderr, flush=True)
+        os._exit(2)
 
 
 def leave_processes() -> None:

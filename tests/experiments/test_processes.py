@@ -22,7 +22,7 @@ from tests.experiments.command import (
     smoke,
 )
 from tests.experiments.test_runs import EXPERIMENTS, OF_EVERY_RUN
-from tests.long_tail import FULL
+from tests.long_tail import FULL, all_but, only
 
 pytestmark = COMMAND_LINE
 TWO = ("--trainer.strategy", "ddp", "--trainer.devices", "2", "--trainer.accelerator", "cpu")
@@ -76,54 +76,93 @@ def test_two_processes_equal_one(trained, tmp_path):
             assert not value or float(value) == pytest.approx(float(b[key]), rel=1e-3), key
 
 
-def until(happened, seconds):
-    end = time.monotonic() + seconds
+def until(happened):
+    end = time.monotonic() + 600
     while not happened():
         assert time.monotonic() < end
         time.sleep(0.05)
 
 
-ENDS = {
-    "Ctrl-C in one": (signal.SIGINT, 0, 130, "Detected KeyboardInterrupt"),
-    "one is killed": (signal.SIGKILL, 1, 2, "error: expected all processes to run to the end"),
+def runs(pid):
+    """Whether a process runs: a zombie, whose new parent has not looked at it yet, does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+STOPPED, LOST = "Detected KeyboardInterrupt", "error: expected all processes to run to the end"
+ENDS = {  # what is sent to which processes, the exit code of the first, and the only message
+    "Ctrl-C in a terminal": (signal.SIGINT, (0, 1), 130, STOPPED),
+    "Ctrl-C in one": (signal.SIGINT, (0,), 130, STOPPED),
+    "Ctrl-C in the other": (signal.SIGINT, (1,), 130, STOPPED),
+    "the first is killed": (signal.SIGKILL, (0,), -signal.SIGKILL, LOST),
+    "the second is killed": (signal.SIGKILL, (1,), 2, LOST),
 }
-
-
 LONG = "--data.iterations", "400"
 
 
-def ended(folder, sent, rank, code, message):
-    """The folder of a run that ended early, in one of whose processes something happened."""
+def ended(folder, sent, ranks, code, message):
+    """The folder of a run that ended early, in some of whose processes something happened."""
     config, _, own = smoke("gan/mixture")
     process = start(config, *LONG, folder=folder)
     try:
         found = folder / own()
-        until((found / "last.ckpt").exists, 120)
+        until((found / "last.ckpt").exists)
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         commands = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in children}
         (other,) = [int(pid) for pid, command in commands.items() if "experiments" in command]
-        os.kill((process.pid, other)[rank], sent)
-        printed, errors = process.communicate(timeout=120)
-        until(lambda: not Path(f"/proc/{other}").exists(), 60)
+        for rank in ranks:
+            os.kill((process.pid, other)[rank], sent)
+        printed, errors = process.communicate(timeout=600)  # the other one writes there too
+        until(lambda: not runs(other))
     finally:
         process.kill()
     assert process.returncode == code, errors
-    assert message in errors
+    assert errors.count(message) == 1, errors
+    assert errors.count("error:") == (message == LOST), errors
     assert "Traceback" not in errors
-    assert "resume it with --ckpt_path" in printed
+    assert printed.count("resume it with --ckpt_path") == (code >= 0)
     assert checkpoint(found)["global_step"] < 800
     return found
 
 
-@pytest.mark.parametrize("what", ENDS.values(), ids=ENDS)
-def test_the_end_of_one_process_is_the_end_of_both(what, tmp_path):
-    ended(tmp_path, *what)
+@pytest.mark.parametrize(
+    "name", all_but(only("Ctrl-C in a terminal", "the second is killed"), ENDS)
+)
+def test_the_end_of_one_process_is_the_end_of_both(name, tmp_path):
+    ended(tmp_path, *ENDS[name])
+
+
+def test_what_is_left_is_killed_where_it_does_not_end(tmp_path):
+    """As where it waits on a GPU for the process that ended."""
+    code = """
+import subprocess, sys, time
+from types import SimpleNamespace
+from experiments.training import processes
+processes.GRACE_SECONDS = 0.1
+started = [subprocess.Popen([sys.executable, "-c", f"import sys, time; {body}"]) for body in
+           ("sys.exit(3)", "time.sleep(1000)")]
+launcher = SimpleNamespace(procs=started)
+trainer = SimpleNamespace(strategy=SimpleNamespace(launcher=launcher))
+print(started[1].pid, flush=True)
+for _ in "fit", "test":
+    processes.ProcessWatch().setup(trainer, None, "")
+assert not started and len(launcher.procs) == 2
+time.sleep(1000)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count(LOST) == 1
+    until(lambda: not runs(int(done.stdout)))
 
 
 @FULL
 def test_a_run_of_two_processes_resumes(tmp_path):
     config, _, folder = smoke("gan/mixture")
-    found = ended(tmp_path, *ENDS["one is killed"])
+    found = ended(tmp_path, *ENDS["the second is killed"])
     fit(config, *LONG, "--ckpt_path", "last", folder=tmp_path)
     fit(config, *LONG, folder=tmp_path)
     assert_same_run(found, tmp_path / folder(1))
