@@ -43,6 +43,19 @@ def storage_id(tensor: Tensor) -> int:
     return int(inner.untyped_storage()._cdata) if inner.layout is torch.strided else id(inner)
 
 
+def is_held_elsewhere(grad: Tensor) -> bool:
+    """Whether a gradient that a pre-hook of a node gets is that of another node, too: autograd hands on
+    the same tensor to both terms of a sum. Views of parts of it, as those of `cat`, are not."""
+    if grad.layout is not torch.strided:
+        return False
+    if not grad._is_view():
+        return bool(grad._use_count() > 2)  # type: ignore[attr-defined]  # this object and the engine
+    storage = grad.untyped_storage()
+    is_whole = grad.numel() * grad.element_size() >= storage.nbytes()
+    # this object of the storage, the view and what it is a view of
+    return is_whole and torch._C._storage_Use_Count(storage._cdata) > 3
+
+
 def is_batched(tensor: Any) -> bool:
     """Whether a tensor stands for the samples of `torch.autograd.grad(is_grads_batched=True)`, whose
     vmap is not one of the transforms of torch.func."""

@@ -19,6 +19,7 @@ from hoglib._core.gradient_graph import graph_summary
 from hoglib._core.pytree import is_float
 from hoglib._core.swap import call_with
 from hoglib._core.torch_internals import engine_gradients, transforms_active
+from hoglib.errors import UnsupportedError
 from hoglib.verification.gauges import Gauge
 from hoglib.verification.layouts import Layout, copied, laid_out, layout_of
 
@@ -205,7 +206,8 @@ class Call:
     The variables are the floating-point tensors among the leaves of the inputs (only those that require
     grad, if any does), and the trainable parameters of a module. They are copied to the given real
     dtype, or in their own; a complex variable is represented by its real and imaginary parts.
-    Everything else is constant, also copied, and so is a tensor that is not strided.
+    Everything else is constant, also copied, and so is a tensor that is not strided: one that requires
+    grad is refused, because torch has no second derivative by it.
 
     point: the values of the variables. names: what messages call them. num_inputs: how many of them
     come from the inputs. positions: their positions among the leaves of the inputs and the module's
@@ -237,6 +239,14 @@ class Call:
             for x, mark in zip(leaves, marked, strict=True)
         ]
         names = ["inputs" + path for path in pytree.paths(tuple(inputs))]
+        for name, x, mark in zip(names, leaves, marked, strict=True):
+            if mark and x.layout is not torch.strided:
+                raise UnsupportedError(
+                    f"{self.name}: expected strided tensors where grad is required, got {name} with "
+                    f"{x.layout}: derivatives by it are not judged. Verify a function of its values, "
+                    "which builds it inside, or pass it without requires_grad for those by the other "
+                    "arguments."
+                )
         values: list[Any] = [_copy(x, dtype) for x in leaves]
         state: dict[str, Any] = {}
         if isinstance(fn, nn.Module):

@@ -52,9 +52,14 @@ CHANGES = (
     "{name} changes an argument that is used elsewhere, too, without a word to autograd: the "
     "derivative by it is wrong. {changes} `hoglib.verify({name}, inputs)` shows all checks."
 )
+SPOILS = (
+    "{name} changes the gradient that it gets in place, which others get, too: what they make of it is "
+    "wrong. {changes} `hoglib.verify({name}, inputs)` shows all checks."
+)
 # The entry points, and what they told.
 _TOLD: WeakKeyDictionary[type[Function], set[tuple[str, str]]] = WeakKeyDictionary()
-# Those that were seen to change an argument in place, undeclared: each application is watched.
+# Those that were seen to change an argument in place, undeclared, or the incoming gradient: each
+# application is watched.
 _CHANGING: WeakSet[type[Function]] = WeakSet()
 # Ambient, because entry points call one another, also from within the user's function.
 _THREAD = threading.local()
@@ -112,9 +117,7 @@ class examined_functions:  # noqa: N801 a context manager
             verdict = _verdict(met, function, kinds)
             if verdict.is_told and verdict.order <= (1 if self._first_order else order):
                 _tell(self._caller, function, verdict, self._action, met.nothing_left)
-            elif met.used_after_change.intersection([(function, kinds)]):
-                changes = met.changes(function, kinds)
-                text = CHANGES.format(name=function.__qualname__, changes=changes)
+            elif text := met.changes(function, kinds):
                 wrong = Verdict("wrong", text)
                 _tell(self._caller, function, wrong, self._action, nothing_left=False)
 
@@ -159,7 +162,8 @@ class MetFunctions:
 
     applied: those without a verdict, by Function and kinds of arguments. differentiated: those whose
     backward ran, or may have run: once, or twice, if it ran with a graph. used_after_change: those that
-    changed an argument in place, undeclared, of which the gradient is not theirs alone.
+    changed an argument in place, undeclared, of which the gradient is not theirs alone. spoiling: those
+    that changed the incoming gradient in place, where others get it, too.
     """
 
     def __init__(self) -> None:
@@ -167,6 +171,7 @@ class MetFunctions:
         self.differentiated: dict[Met, int] = {}
         self.nothing_left = False
         self.used_after_change: set[Met] = set()
+        self.spoiling: set[Met] = set()
         self._changing: dict[Met, Application] = {}
         self._traced: set[type[Function]] = set()
 
@@ -215,9 +220,17 @@ class MetFunctions:
         return partial(self._note, met, given, versions)
 
     def changes(self, function: type[Function], kinds: Any) -> str:
-        """What a Function changes in place, and in which line."""
-        rows = side_effects.in_place(self._changing[function, kinds])
-        return next((row.text for row in rows if row.status == "fail"), "")
+        """What a Function changes in place that others read, and in which line; empty if nothing."""
+        met = function, kinds
+        if met in self.used_after_change:
+            what, words = "inputs", CHANGES
+        elif met in self.spoiling:
+            what, words = "grad_output", SPOILS
+        else:
+            return ""
+        rows = side_effects.in_place(self._changing[met])
+        changes = next((r.text for r in rows if r.status == "fail" and what in r.name), "")
+        return words.format(name=function.__qualname__, changes=changes)
 
     def _note(
         self, met: Met, given: tuple[Any, ...], versions: list[tuple[int, Tensor, int]], result: Any
@@ -229,6 +242,8 @@ class MetFunctions:
         ]  # fmt: skip
         self._note_backward(met, results)
         node = next((y.grad_fn for y in results if isinstance(y, Tensor) and y.grad_fn), None)
+        if node is not None:
+            self._watch_gradients(met, node, given)
         app = application(met[0], given) if changed else None
         if app is not None and node is not None:
             _CHANGING.add(met[0])
@@ -255,6 +270,27 @@ class MetFunctions:
                 lambda grads, _, which=which, given=given: given.append(grads[which])
             )
             taker.register_prehook(partial(self._compare_gradients, met, given, output))
+
+    def _watch_gradients(self, met: Met, node: Any, given: tuple[Any, ...]) -> None:
+        """Notes a Function whose backward changes an incoming gradient that others get, too."""
+        seen: list[tuple[side_effects.Snapshot, bool]] = []
+
+        def before(grads: tuple[Tensor | None, ...]) -> None:
+            seen.extend(
+                (side_effects.Snapshot({"": g}), torch_internals.is_held_elsewhere(g))
+                for g in grads if g is not None and torch_internals.unwrap(g) is g
+            )  # fmt: skip
+
+        def after(*_: Any) -> None:
+            changed = [held for snapshot, held in seen if snapshot.changed({})]
+            seen.clear()
+            if changed and (app := application(met[0], given)) is not None:
+                _CHANGING.add(met[0])
+                self._changing[met] = app
+                self.spoiling |= {met} if any(changed) else set()
+
+        node.register_prehook(before)
+        node.register_hook(after)
 
     def _compare_gradients(
         self, met: Met, given: list[Tensor | None], output: int, grads: tuple[Tensor | None, ...]

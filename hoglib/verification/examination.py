@@ -228,6 +228,8 @@ def _in_a_gauge(
 
 def _subject(app: Application) -> tuple[Subject, bool]:
     """What is compared, and whether there is time for several points; raises if there is for none."""
+    if sparse := [app.name(i) for i in app.by if app.args[i].layout is not torch.strided]:
+        raise _NotExamined(f"derivatives by {', '.join(sparse)}, which is sparse, are not compared")
     plain, seconds = _trial(app)
     if seconds > SECONDS:  # the first call may have imported, compiled or allocated something
         seconds = _trial(app)[1]

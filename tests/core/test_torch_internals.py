@@ -408,3 +408,24 @@ def test_the_dtypes_that_nodes_computed_in():
     node = x.bfloat16().sin().float().grad_fn
     assert torch_internals.output_dtypes(node) == [torch.float32]
     assert torch_internals.output_dtypes(node.next_functions[0][0]) == [torch.bfloat16]
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize(
+    ("of", "held"),
+    [
+        (lambda y, z: y + z, True),
+        (lambda y, z: y.view(2, 1) + z.view(2, 1), True),
+        (lambda y, z: torch.cat([y, z]), False),
+        (lambda y, z: y.sin(), False),
+        (lambda y, z: y.view(2, 1), False),
+        (lambda y, z: y * z, False),
+    ],
+    ids=["sum", "sum of views", "cat", "alone", "view", "product"],
+)
+def test_a_gradient_is_held_by_others(of, held, create_graph):
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    z, y, seen = x * 3, x * 2, []  # the backward of y runs first
+    y.grad_fn.register_prehook(lambda g: seen.append(torch_internals.is_held_elsewhere(g[0])))
+    torch.autograd.grad(of(y, z).square().sum(), x, create_graph=create_graph)
+    assert seen == [held]

@@ -367,6 +367,27 @@ class Changes(Product):
         return Product.forward(ctx, x)
 
 
+class Rotates(Function):
+    """The rows turned by a quarter about the last axis. Backward turns the gradient that it gets, which
+    is that of a sum's other term, too."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return torch.stack([-x[:, 1], x[:, 0], x[:, 2]], 1)
+
+    @staticmethod
+    def backward(ctx, g):
+        turned = torch.stack([g[:, 1], -g[:, 0], g[:, 2]], 1)
+        g.copy_(turned)
+        return g
+
+
+class RotatesCopy(Rotates):
+    @staticmethod
+    def backward(ctx, g):
+        return Rotates.backward(ctx, g.clone())
+
+
 class Backwards(Product):
     """Backward runs a backward pass of its own, which accumulates into .grad."""
 
@@ -512,6 +533,11 @@ def with_another_use(function):
     return run
 
 
+def as_residual(function):
+    """A block with a skip connection: both terms of the sum get the same gradient."""
+    return lambda x: function.apply(x.sin()) + x
+
+
 def by_columns(function):
     """The function of a part of a tensor, whose rows have gaps."""
     return lambda x: function.apply(torch.cat([x, x], 1)[:, :3])
@@ -638,6 +664,7 @@ WRONG = {
     "a contiguous copy": (by_columns(Packs), "`packed`"),
     "the gradient as it is stored": (MemoryOrder.apply, "wrong for non-contiguous gradients"),
     "a changed argument": (with_another_use(Changes), "`x += 1.0`"),
+    "a changed gradient": (as_residual(Rotates), "`g.copy_(turned)`"),
     "a backward pass inside": (Backwards.apply, "`torch.autograd.backward(y, g)`"),
     "a derivative in forward": (ScoreSaved.apply, "`slope`"),
     "of a symmetric matrix": (
@@ -666,6 +693,8 @@ RIGHT = {
     "a gradient in float32": InSingle.apply,
     "a contiguous input": Packs.apply,
     "a changed argument": lambda x: Changes.apply(x * 1.0),
+    "a changed gradient": lambda x: Rotates.apply(x.sin()).sin() + x,
+    "a copy of the gradient": as_residual(RotatesCopy),
     "a derivative in forward": Score.apply,
     "of a symmetric matrix": by_symmetric(SquareOfSymmetric),
     "of log-probabilities": by_log_probabilities(Transcription),

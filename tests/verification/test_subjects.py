@@ -7,6 +7,7 @@ from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
 import hoglib as hog
+from hoglib.errors import UnsupportedError
 
 draw = torch.Generator().manual_seed(0)
 x = torch.randn(4, 3, generator=draw)
@@ -117,6 +118,15 @@ class Sparse(Function):
 
 def test_a_sparse_tensor_is_a_constant():
     right(Sparse, (torch.eye(4).to_sparse(), x))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+@pytest.mark.parametrize("layout", ["to_sparse", "to_sparse_csr"])
+def test_a_sparse_tensor_that_requires_grad_is_refused(layout):
+    """Its gradient would be taken for none."""
+    matrix = getattr(torch.eye(4, dtype=torch.float64), layout)().requires_grad_()
+    with pytest.raises(UnsupportedError, match=r"got inputs\[0\] with torch.sparse"):
+        hog.verify(Sparse, (matrix, x.detach().requires_grad_()))
 
 
 class Dropped(Function):
