@@ -86,10 +86,10 @@ class Pinn(Experiment):
     A training step is one step of NewtonCG on the batch, and then steps of Adam, on adam_batch points
     each, until both have cost the same, counted as for the autoencoders (`experiments.autoencoder`).
 
-    With solver="dense" conjugate gradients are preconditioned by the exact inverse of G + damping I, from
-    the Jacobian of the residuals by the P parameters, and end after one or two products: the step is
-    one of Levenberg and Marquardt, and of energy natural gradients for a linear equation. It takes
-    memory for P^2 numbers and time for n P^2 + P^3 / 3 multiplications.
+    With solver="dense" conjugate gradients are preconditioned by the exact inverse of G + damping I,
+    from the Jacobian of the residuals by the P parameters, and end after one or two products: the
+    step is one of Levenberg and Marquardt. It takes memory for P^2 numbers and n P^2 + P^3 / 3
+    multiplications for n points.
 
     Args:
         hidden: Widths of the hidden layers.
@@ -281,7 +281,8 @@ class Pinn(Experiment):
         title = self.residual(NEWTON).equation.title
         curves = logs.curves(folder)
         table = pinn_table(title, curves, ends)
-        picture = plot_pinn(folder / "pinn.png", title, curves, LABELS, fields[NEWTON])
+        labels = {name: LABELS[name] for name in self.networks}
+        picture = plot_pinn(folder / "pinn.png", title, curves, labels, fields[NEWTON])
         runs.write_report(folder, table, picture)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -296,8 +297,8 @@ class Pinn(Experiment):
 class Jacobian:
     """The gradients of an equation's residual at points by the parameters, p [n, 2] -> J [n, P].
 
-    The gradient at one point is captured as a graph, once, which `torch.func.vmap` maps over the points.
-    The columns are in the order of `hoglib.trainable_params`, as those of the Gauss-Newton matrix.
+    The gradient at one point is captured as a graph, once, and `torch.func.vmap` maps it over the
+    points, where `hoglib.bilaplacian` itself has no exact route. The columns are in the order of `hoglib.trainable_params`, as those of the Gauss-Newton matrix.
     """
 
     def __init__(self, residual: Residual) -> None:
