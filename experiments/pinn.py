@@ -1,27 +1,38 @@
 """Physics-informed networks: Gauss-Newton steps on an equation's residual, beside Adam."""
 
+from collections.abc import Callable
 from copy import deepcopy
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import hoglib as hog
 from experiments import logs, runs
 from experiments.autoencoder import ADAM, LABELS, LOSS_COST, NEWTON
-from experiments.checks import at_least, finite, hidden_widths, learning_rate
+from experiments.checks import (
+    at_least,
+    finite,
+    hidden_widths,
+    learning_rate,
+    not_negative,
+    one_of,
+)
 from experiments.data.squares import GRID, Equation, grid
 from experiments.models.networks import mlp
 from experiments.plots.pinn import plot_pinn
 from experiments.tables.pinn import pinn_table
 from experiments.training.experiment import Experiment
 from experiments.training.second_order import SecondOrderProblem
-from hoglib.errors import ArgumentValueError
+from hoglib.errors import ArgumentValueError, NotPositiveDefiniteError
 
 Weighted = tuple[Tensor, Tensor]  # points [n, 2], and the weights of their squared residuals [n]
 
 SLABS = 16  # of time, for causal weights
+CG, DENSE = "cg", "dense"  # solvers of a Newton step
+ROWS = 512  # of a Jacobian that are computed at once
 
 
 class Residual(nn.Module):
@@ -75,9 +86,17 @@ class Pinn(Experiment):
     A training step is one step of NewtonCG on the batch, and then steps of Adam, on adam_batch points
     each, until both have cost the same, counted as for the autoencoders (`experiments.autoencoder`).
 
+    With solver="dense" conjugate gradients are preconditioned by the exact inverse of G + damping I,
+    from the Jacobian of the residuals by the P parameters, and end after one or two products: the
+    step is one of Levenberg and Marquardt. It takes memory for P^2 numbers and n P^2 + P^3 / 3
+    multiplications for n points.
+
     Args:
         hidden: Widths of the hidden layers.
         warm_up: Steps of Adam that both begin with.
+        solver: Of the Newton steps: "cg", or "dense" for networks of some thousand parameters, best
+            with trainer.precision 64-true.
+        dense_cost: What the Jacobian and the factors of a dense step cost, in gradients of the batch.
         damping: Initial damping of `hoglib.curvature.NewtonCG`.
         max_iter: Its largest number of iterations of conjugate gradients.
         stagnation_tol: Its relative progress below which conjugate gradients stop.
@@ -102,6 +121,8 @@ class Pinn(Experiment):
         self,
         hidden: list[int] | None = None,
         warm_up: int = 600,
+        solver: str = CG,
+        dense_cost: float = 20.0,
         damping: float = 1e-3,
         max_iter: int = 150,
         stagnation_tol: float = 1e-3,
@@ -116,6 +137,8 @@ class Pinn(Experiment):
         self.warm_up = at_least("warm_up", warm_up, 0)
         self.adam_batch = at_least("adam_batch", adam_batch, 1)
         self.adam_lr = learning_rate("adam_lr", adam_lr)
+        self.solver = one_of("solver", solver, (CG, DENSE))
+        self.dense_cost = not_negative("dense_cost", dense_cost)
         self.newton: dict[str, Any] = {
             "damping": damping, "max_iter": max_iter, "stagnation_tol": stagnation_tol,
             "compile": compile,
@@ -124,8 +147,8 @@ class Pinn(Experiment):
         start = mlp([inputs, *widths, 1], "tanh")
         self.networks = nn.ModuleDict({NEWTON: deepcopy(start), ADAM: start})
         self.options = {
-            "hidden": widths, "warm_up": warm_up, **self.newton, "adam_batch": adam_batch,
-            "adam_lr": adam_lr, "inputs": inputs,
+            "hidden": widths, "warm_up": warm_up, "solver": solver, "dense_cost": dense_cost,
+            **self.newton, "adam_batch": adam_batch, "adam_lr": adam_lr, "inputs": inputs,
         }  # fmt: skip
         self.register_buffer("evaluations", torch.zeros(2, dtype=torch.float64))
         self.register_buffer("warm", torch.zeros((), dtype=torch.bool))
@@ -152,7 +175,11 @@ class Pinn(Experiment):
         adam_loss = self.residuals[ADAM].loss
         self.adam_loss = hog.compiled_loss(adam_loss) if self.newton["compile"] else adam_loss
         adam = torch.optim.Adam(self.networks[ADAM].parameters(), lr=self.adam_lr)
-        return [hog.curvature.NewtonCG(self.objective, **self.newton), adam]
+        newton = dict(self.newton)
+        if self.solver == DENSE:
+            self.jacobian = Jacobian(self.residuals[NEWTON])
+            newton |= {"preconditioner": self._inverse, "warm_start": 0}
+        return [hog.curvature.NewtonCG(self.objective, **newton), adam]
 
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
         if not self.warm:
@@ -185,11 +212,27 @@ class Pinn(Experiment):
     def _newton_step(self, batch: Tensor) -> float:
         """A step of NewtonCG; returns its cost, in gradients of the whole batch."""
         optimizer: Any = self.optimizers()[0]  # type: ignore[index]
-        weighted = self.residuals[NEWTON].weighted(batch)
-        optimizer.step(lambda: weighted)
+        self.weighted = self.residuals[NEWTON].weighted(batch)
+        optimizer.step(lambda: self.weighted)
         info = optimizer.optimizer.info
         self.log("damping", info.damping, batch_size=len(batch))
-        return 1 + LOSS_COST * info.values + info.products
+        cost: float = 1 + LOSS_COST * info.values + info.products
+        return cost + self.dense_cost if self.solver == DENSE else cost
+
+    def _inverse(self, G: hog.GGNOperator, damping: float) -> Callable[[Tensor], Tensor]:
+        """v -> (G + damping I)^-1 v, G = 2/n J^T W J at the weighted points of the step."""
+        p, weights = self.weighted
+        J = self.jacobian(p) * (2 / len(p) * weights).sqrt()[:, None]
+        A = J.T @ J
+        A.diagonal().add_(damping)
+        factor, failed = torch.linalg.cholesky_ex(A)
+        if failed:
+            raise NotPositiveDefiniteError(
+                f"solver='dense': expected G + damping I to be positive definite with damping "
+                f"{damping:.1e}, got a matrix that rounding in {A.dtype} has made indefinite; set "
+                "trainer.precision to 64-true, or raise damping."
+            )
+        return lambda v: torch.cholesky_solve(v.reshape(len(factor), -1), factor).reshape(v.shape)
 
     def _adam_step(self, of: int) -> None:
         # not Lightning's wrapper, which would count it as a step of the run
@@ -238,7 +281,8 @@ class Pinn(Experiment):
         title = self.residual(NEWTON).equation.title
         curves = logs.curves(folder)
         table = pinn_table(title, curves, ends)
-        picture = plot_pinn(folder / "pinn.png", title, curves, LABELS, fields[NEWTON])
+        labels = {name: LABELS[name] for name in self.networks}
+        picture = plot_pinn(folder / "pinn.png", title, curves, labels, fields[NEWTON])
         runs.write_report(folder, table, picture)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -248,6 +292,38 @@ class Pinn(Experiment):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
         self.seconds = list(checkpoint["seconds"])
+
+
+class Jacobian:
+    """The gradients of an equation's residual at points by the parameters, p [n, 2] -> J [n, P].
+
+    The gradient at one point is captured as a graph, once, and `torch.func.vmap` maps it over the
+    points, where `hoglib.bilaplacian` itself has no exact route. The columns are in the order of `hoglib.trainable_params`, as those of the Gauss-Newton matrix.
+    """
+
+    def __init__(self, residual: Residual) -> None:
+        self.residual = residual
+        self._row: Callable[..., Any] | None = None
+
+    def __call__(self, p: Tensor) -> Tensor:
+        params = hog.trainable_params(self.residual)
+        if self._row is None:
+            gradient = lambda params, p: self._gradient(params, p)  # noqa: E731
+            self._row = make_fx(gradient)(params, p[0])  # which takes no bound method
+        rows = torch.func.vmap(self._row, (None, 0), chunk_size=ROWS)
+        with torch.no_grad():
+            parts = rows({name: value.detach() for name, value in params.items()}, p)
+        return torch.cat([part.flatten(1) for part in parts], 1)
+
+    def _gradient(self, params: dict[str, Tensor], p: Tensor) -> list[Tensor]:
+        with torch.enable_grad():
+            own = {name: value.detach().requires_grad_() for name, value in params.items()}
+            value = torch.func.functional_call(self.residual, own, (p[None],))[0]
+            gradients = torch.autograd.grad(value, list(own.values()), allow_unused=True)
+        return [
+            torch.zeros_like(value) if gradient is None else gradient
+            for value, gradient in zip(own.values(), gradients, strict=True)
+        ]
 
 
 def weighted_loss(residual: Residual) -> Any:

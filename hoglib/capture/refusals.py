@@ -34,6 +34,7 @@ _GUARDS = (
 _WORDS = (
     "trying to get value out of a tracing tensor", ".numpy() is not supported", "data_ptr",
     "Cannot access data pointer", "Not available for 'meta'",
+    "its data is not allocated yet",  # of torch.tensor([x[0]]), which reads the elements of its list
 )  # fmt: skip
 # of the operations by which fully_shard gathers parameters
 _OF_PROCESSES = ("fsdp", "c10d", "_c10d_functional")

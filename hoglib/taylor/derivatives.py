@@ -217,6 +217,24 @@ def _erfs(x: Tensor, K: int, sign: float) -> list[Derivative]:
     return weighted(sign * ROOT_PI * torch.exp(-x * x), (0, -2), x, K)
 
 
+def _sinc(x: Tensor, y: Tensor, K: int) -> list[Derivative]:
+    """Of f(pi x), f(z) = sin(z) / z. Far from 0 by z f^(k) = sin^(k) - k f^(k-1), which cancels near 0;
+    there by the series f^(k) = sum_m (-1)^m z^(2m-k) / ((2m-k)! (2m+1))."""
+    z, limit = math.pi * x, K / 2 + 1
+    near = z.abs() < limit
+    small, large = torch.where(near, z, 0), torch.where(near, limit, z)
+    sines, f = [large.sin(), *_cycle(large, SIN, K)], large.sin() / large
+    found: list[Derivative] = []
+    for k in range(1, K + 1):
+        f = (sines[k] - k * f) / large
+        series = [0.0] * int(25 + 3 * limit)
+        for n in range(k % 2, len(series), 2):
+            m = (n + k) // 2
+            series[n] = (-1) ** m / (math.factorial(n) * (2 * m + 1))
+        found.append(math.pi**k * torch.where(near, _value(series, small), f))
+    return found
+
+
 def _by_value(factors: Callable[[int], float]) -> Tower:
     """Of g^(k) = factor(k) g^(k-1) / x with g^(0) = y: powers."""
 
@@ -240,6 +258,7 @@ POINTWISE: dict[str, Tower] = {
     "log1p": lambda x, y, K: _log(1 + x, K),
     "sin": lambda x, y, K: _cycle(x, SIN, K),
     "cos": lambda x, y, K: _cycle(x, COS, K),
+    "sinc": _sinc,
     "tan": lambda x, y, K: autonomous((1, 0, 1), y, K),
     "sinh": lambda x, y, K: _cycle(x, (("cosh", 1), ("sinh", 1)), K),
     "cosh": lambda x, y, K: _cycle(x, (("sinh", 1), ("cosh", 1)), K),

@@ -86,6 +86,10 @@ FLOATS = {
     "whether results are equal": lambda p, x, mask: (
         p.sum() if torch.equal(x @ p, x[:, :2]) else (x @ p).sum()
     ),
+    "torch.tensor of an element": lambda p, x, mask: (
+        (x @ p).sum() * torch.tensor([p[0, 0], 1.0]).sum()
+    ),
+    "new of an element": lambda p, x, mask: (x @ p).sum() * x.new([[p[0, 0]]]).sum(),
     "of mask and float": lambda p, x, mask: (x @ p).sum() * int((mask * x[:, 0] > 0).sum()),
 }
 

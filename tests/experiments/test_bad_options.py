@@ -127,6 +127,8 @@ REFUSED = {
         ("model.hidden=[0]", "hidden: .*at least 1"),
         ("model.adam_lr=0", "adam_lr: expected a finite number greater than 0"),
         ("model.warm_up=-1", "warm_up: expected a whole number"),
+        ("model.solver=lu", "solver: expected one of cg, dense"),
+        ("model.dense_cost=-1", "dense_cost: expected a finite number of at least 0"),
     ],
 }
 # What is known only when all parts stand together, and a case of each experiment.

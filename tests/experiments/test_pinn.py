@@ -6,11 +6,13 @@ import torch
 from scipy.integrate import solve_ivp
 from torch.testing import assert_close
 
+import hoglib as hog
 from experiments.data.allen_cahn import allen_cahn_reference
 from experiments.data.squares import EQUATIONS, SquarePoints
 from experiments.models.networks import mlp
-from experiments.pinn import Residual
+from experiments.pinn import DENSE, Jacobian, Pinn, Residual, weighted_loss
 from experiments.tables.pinn import pinn_table
+from hoglib.errors import NotPositiveDefiniteError
 from tests.experiments.command import (
     COMMAND_LINE,
     DRAWN,
@@ -122,6 +124,48 @@ def test_causal_weights_in_closed_form():
     assert_close(residual.causal_weights(p, r), expected)
     steady = Residual(mlp([2, 4, 1], "tanh"), EQUATIONS["poisson"]())
     assert_close(steady.weighted(p)[1], torch.ones(32))
+
+
+@pytest.mark.parametrize("name", EQUATIONS)
+def test_the_jacobian_gives_the_gauss_newton_matrix(name):
+    torch.manual_seed(0)
+    equation = EQUATIONS[name]()
+    residual = Residual(mlp([equation.inputs, 5, 1], "tanh").double(), equation)
+    jacobian = Jacobian(residual)
+    for points in (6, 11):  # by the same graph, at other parameters
+        with torch.no_grad():
+            for parameter in residual.parameters():
+                parameter.add_(0.1 * torch.randn_like(parameter))
+        p, weights = residual.weighted(torch.rand(points, 2, dtype=torch.float64))
+        J = jacobian(p)
+        G = hog.GGNOperator(
+            weighted_loss(residual), hog.trainable_params(residual), (p, weights)
+        ).to_dense()
+        assert_close(2 / points * J.T @ (weights[:, None] * J), G)
+
+
+def dense(dtype):
+    torch.manual_seed(0)
+    model = Pinn(hidden=[6], solver=DENSE)
+    residual = Residual(mlp([2, 6, 1], "tanh").to(dtype), EQUATIONS["poisson"]())
+    model.jacobian = Jacobian(residual)
+    model.weighted = residual.weighted(torch.rand(40, 2, dtype=dtype))
+    return model, residual
+
+
+def test_a_dense_step_solves_the_damped_system():
+    model, residual = dense(torch.float64)
+    G = hog.GGNOperator(weighted_loss(residual), hog.trainable_params(residual), model.weighted)
+    v = torch.randn(G.shape[0], dtype=torch.float64)
+    found = model._inverse(G, 0.01)(v)
+    assert_close(G @ found + 0.01 * found, v)
+
+
+def test_a_matrix_that_rounding_makes_indefinite_is_refused():
+    model, _ = dense(torch.float32)
+    model.weighted = model.weighted[0][:4], torch.full((4,), 1e12)
+    with pytest.raises(NotPositiveDefiniteError, match="precision to 64-true, or raise damping"):
+        model._inverse(None, 1e-12)
 
 
 def test_batches_are_numbered():

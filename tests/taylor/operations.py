@@ -53,7 +53,8 @@ def named(module, names, x):
 CASES = {
     **named(
         torch,
-        "exp exp2 expm1 sin cos tan sinh cosh tanh asinh atan sigmoid erf erfc square relu abs",
+        "exp exp2 expm1 sin cos tan sinh cosh tanh asinh atan sigmoid erf erfc square relu abs "
+        "sinc",
         X,
     ),
     **named(torch, "log log2 log10 log1p sqrt rsqrt reciprocal lgamma digamma", P),

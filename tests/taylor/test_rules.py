@@ -3,6 +3,7 @@
 import math
 from contextlib import nullcontext
 
+import mpmath
 import pytest
 import torch
 from torch.testing import assert_close
@@ -169,6 +170,31 @@ def test_known_series_to_order_six(name):
     for part, value in zip(found, expected, strict=True):
         if value is not None:
             assert_close(part.item(), value, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_sinc_near_zero_and_far_from_it(dtype):
+    """torch's formula, nested, divides by x^k: in float32 its third derivative at 1e-3 is off by 1e3."""
+    x = torch.tensor([0.0, 1e-8, 1e-3, -0.02, 0.4, 1.2, -1.3, 2.0, 7.3], dtype=dtype)
+    series = [torch.ones_like(x)] + [None] * 5
+    value, found = hog.jet(torch.sinc, x, series, mode="taylor")
+    sinc = lambda t: mpmath.sincpi(t)  # noqa: E731
+    expected = [[sinc(t), *exact_sinc_derivatives(t, 6)] for t in x.tolist()]
+    rtol = 1e-4 if dtype == torch.float32 else 1e-12
+    for k, part in enumerate([value, *found]):
+        theirs = torch.tensor([float(row[k]) for row in expected], dtype=torch.float64)
+        assert_close(part.double(), theirs, rtol=rtol, atol=rtol * math.pi**k)
+
+
+def exact_sinc_derivatives(t, count):
+    """pi^k int_0^1 s^k cos(pi t s + k pi / 2) ds, in 30 digits."""
+    with mpmath.workdps(30):
+        z = mpmath.pi * mpmath.mpf(t)
+        return [
+            mpmath.pi**k
+            * mpmath.quad(lambda s, k=k: s**k * mpmath.cos(z * s + k * mpmath.pi / 2), [0, 0.5, 1])
+            for k in range(1, count + 1)
+        ]
 
 
 # Values at which a formula has a kink, a zero, or 0 / 0; the expected derivatives 1 to 3 by x.

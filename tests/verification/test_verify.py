@@ -145,6 +145,33 @@ def test_a_derivative_that_is_wrong_from_the_fourth_order_on():
     assert hog.verify(lambda x: x.sin() * x.exp(), x, orders=(3, 4)).ok
 
 
+def test_a_fourth_order_that_passes_is_that_of_the_taylor_rules():
+    class Exp(Function):
+        factor = 1.0
+
+        @staticmethod
+        def forward(ctx, x):
+            y = x.exp()
+            ctx.save_for_backward(x)
+            return y
+
+        @staticmethod
+        def backward(ctx, g):
+            return g * Exp.factor * Exp.apply(*ctx.saved_tensors)
+
+    func = lambda x: (x.square() * Exp.apply(x.sin())).sum(0)  # noqa: E731
+    plain = lambda x: (x.square() * x.sin().exp()).sum(0)  # noqa: E731
+    series = [torch.randn_like(x) for _ in range(4)]
+    found = hog.jet(func, (x,), (series,))[1][3]  # nested, as a custom Function has no rule
+    by_rules = hog.jet(plain, (x,), (series,), mode="taylor")[1][3]
+    torch.testing.assert_close(found, by_rules)
+    assert hog.verify(func, x, orders=(1, 2, 3, 4), modes="rr", reference=plain).ok
+    Exp.factor = 1.01
+    wrong = hog.jet(func, (x,), (series,))[1][3]
+    assert (wrong - by_rules).abs().max() > 1e-3 * by_rules.abs().max()
+    assert not hog.verify(func, x, orders=4, modes="rr").ok
+
+
 def test_a_mode_that_was_asked_for_must_be_there():
     assert hog.verify(Round, x, surrogate=True).ok
     report = hog.verify(Round, x, surrogate=True, modes="fr")
