@@ -22,8 +22,9 @@ def test_other_dtypes_take_the_steps_of_float32():
     assert steps[0] == steps[1]
 
 
-def test_the_directional_derivative_of_a_smooth_function():
-    x, v = torch.tensor([0.3, -1.2]).double(), torch.tensor([2.0, 0.5]).double()
+@pytest.mark.parametrize("length", [1e-8, 1.0, 1e8])
+def test_the_directional_derivative_of_a_smooth_function(length):
+    x, v = torch.tensor([0.3, -1.2]).double(), length * torch.tensor([2.0, 0.5]).double()
     (found,) = finite_differences.directional_derivative(lambda p: [p[0].sin()], [x], [v])
     torch.testing.assert_close(found, x.cos() * v, rtol=1e-9, atol=0.0)
 

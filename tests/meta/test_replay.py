@@ -685,7 +685,14 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("kind", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_schedules_are_those_of_torch_step_for_step(kind, scheduler):
     theirs, ours, options = kind
-    rule = ours(hog.meta.scheduled(0.05, scheduler, steps=12), **options)
+    rate = hog.meta.scheduled(0.05, scheduler, steps=12)
+    learned = torch.tensor(0.05, dtype=F64, requires_grad=True)
+    of_learned = hog.meta.scheduled(learned, scheduler, steps=12)
+    for i in range(12):
+        assert_close(of_learned(i).item(), rate(i), rtol=1e-12, atol=0)
+        (slope,) = torch.autograd.grad(of_learned(i), learned)
+        assert_close(slope.item(), rate(i) / 0.05, rtol=1e-12, atol=0)
+    rule = ours(rate, **options)
     leaf = randn(5).requires_grad_()
     params = {"w": leaf.detach().clone()}
     state = rule.init(params)

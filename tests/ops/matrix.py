@@ -6,6 +6,7 @@ derivatives that have them.
 
 import itertools
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.testing import assert_close
 
 import hoglib as hog
 from hoglib._core.tolerances import TOLERANCES
+from hoglib._core.torch_modes import plain_operations
 from hoglib.testing.opinfo import OpInfo, SampleInput
 
 F64 = torch.float64
@@ -433,6 +435,19 @@ def compiled(info: OpInfo, sample: SampleInput) -> None:
     in_one_graph([Case(info, sample)], "aot_eager")
 
 
+def plainly(info: OpInfo, sample: SampleInput) -> None:
+    """As torch operations, which Taylor mode and compiled code take in the place of the Function."""
+    case, results = Case(info, sample), []
+    for function, context in ((case.ours, plain_operations()), (case.theirs, nullcontext())):
+        tensors = case.leaves()
+        with context:
+            value = projected(function)(*tensors)
+        if value.requires_grad:
+            value.backward()
+        results.append([value.detach(), [t.grad for t in tensors]])
+    close(*results)
+
+
 def in_one_graph(cases: list[Case], backend: str) -> None:
     """Forward and backward of the cases as one compiled function, against the references."""
     torch._dynamo.reset()
@@ -524,6 +539,7 @@ CELLS: dict[str, Function] = {
     "float32": in_dtype(torch.float32),
     "bfloat16": in_dtype(torch.bfloat16),
     "complex": complex_numbers,
+    "plain operations": plainly,
     "compile": compiled,
     "nothing changed in place": nothing_changed_in_place,
     "deterministic": deterministic,

@@ -14,7 +14,7 @@ from tests.ops.matrix import CELLS, ONCE, Case, in_one_graph
 # are compiled is tested with all ops of a theme in one graph.
 EVERY_SAMPLE = (
     "first derivative", "second derivative", "third derivative", "forward mode",
-    "forward over forward", "batched gradients", "func vmap", "non-contiguous", "complex",
+    "forward over forward", "batched gradients", "func vmap", "non-contiguous", "complex", "plain operations",
 )  # fmt: skip
 MARKS = {"cuda": pytest.mark.gpu}
 

@@ -19,6 +19,7 @@ _CLIPPED: dict[str, str] = {
     **SURROGATE,
     "reverse over forward": "a clip is not linear, so no rule for tangents agrees with it",
     "hessian by hvp columns": "reverse-over-reverse clips once more than the oracle's tangents do",
+    "plain operations": "those of Taylor mode, whose tangents are not clipped",
 }
 
 OPS = (
