@@ -367,8 +367,8 @@ def finite(what: str, values: Tensor, advice: str) -> Tensor:
 def of_eigenvalues(
     function: Callable[[Tensor], Tensor], values: Tensor, present: Tensor | None = None
 ) -> Tensor:
-    """Checks for a function that is not taken element by element, and for values at eigenvalues that are
-    not finite; of those that are not present 0."""
+    """Checks for a function that is not taken element by element, and for values at eigenvalues that
+    are not finite; of those that are not present 0."""
     found = function(values)
     if not isinstance(found, Tensor) or found.shape != values.shape:
         raise ArgumentValueError(
@@ -380,8 +380,8 @@ def of_eigenvalues(
     if bool(bad.any()):
         raise NonFiniteError(
             f"function: expected finite values, got {float(found[bad][0])} at the eigenvalue "
-            f"{float(values[bad][0]):.3g}; clamp the eigenvalues, `lambda x: f(x.clamp(min=...))`, or add "
-            "damping, `A.damped(...)`."
+            f"{float(values[bad][0]):.3g}; clamp the eigenvalues, `lambda x: f(x.clamp(min=...))`, or "
+            "add damping, `A.damped(...)`."
         )
     return found
 

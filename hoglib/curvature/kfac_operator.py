@@ -268,8 +268,8 @@ class KFACOperator(KroneckerOperator):
             sums.unpack(rows[0])
         if not sums.finite():
             raise NonFiniteError(
-                f"{type(self).__name__}: expected finite factors, got infinity or NaN, where the loss is "
-                "finite: squares of a layer's inputs or gradients overflow. Scale the inputs, or use "
+                f"{type(self).__name__}: expected finite factors, got infinity or NaN, where the "
+                "loss is finite: squares of a layer's inputs or gradients overflow. Scale the inputs, or use "
                 "float64."
             )
         return totals
