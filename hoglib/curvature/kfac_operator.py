@@ -269,8 +269,8 @@ class KFACOperator(KroneckerOperator):
         if not sums.finite():
             raise NonFiniteError(
                 f"{type(self).__name__}: expected finite factors, got infinity or NaN, where the "
-                "loss is finite: squares of a layer's inputs or gradients overflow. Scale the inputs, or use "
-                "float64."
+                "loss is finite: squares of a layer's inputs or gradients overflow. Scale the inputs, "
+                "or use float64."
             )
         return totals
 
