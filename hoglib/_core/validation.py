@@ -1,6 +1,6 @@
 """Checks of arguments. Every message states what was expected, what was passed, and what to do."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from math import isfinite
 from numbers import Integral, Number, Real
@@ -362,6 +362,28 @@ def finite(what: str, values: Tensor, advice: str) -> Tensor:
             f"{advice}"
         )
     return values
+
+
+def of_eigenvalues(
+    function: Callable[[Tensor], Tensor], values: Tensor, present: Tensor | None = None
+) -> Tensor:
+    """Checks for a function that is not taken element by element, and for values at eigenvalues that
+    are not finite; of those that are not present 0."""
+    found = function(values)
+    if not isinstance(found, Tensor) or found.shape != values.shape:
+        raise ArgumentValueError(
+            f"function: expected a tensor of shape {tuple(values.shape)} for eigenvalues of that "
+            f"shape, got {describe(found)}; apply it element by element."
+        )
+    found = found if present is None else torch.where(present, found, 0)
+    bad = ~found.isfinite()
+    if bool(bad.any()):
+        raise NonFiniteError(
+            f"function: expected finite values, got {float(found[bad][0])} at the eigenvalue "
+            f"{float(values[bad][0]):.3g}; clamp the eigenvalues, `lambda x: f(x.clamp(min=...))`, or "
+            "add damping, `A.damped(...)`."
+        )
+    return found
 
 
 def leaf_name(what: str, name: str) -> str:

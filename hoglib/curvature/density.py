@@ -49,8 +49,12 @@ class SpectralDensity(NamedTuple):
             f: A function of a tensor, elementwise.
         Returns:
             An `Estimate`: the mean over the samples and one standard error of it.
+        Raises:
+            ArgumentValueError: for a function that is not taken element by element.
+            NonFiniteError: for a function that is not finite at a node.
         """
-        return mean_of((self.weights * f(self.nodes)).sum(1))
+        values = validation.of_eigenvalues(f, self.nodes, self.weights > 0)
+        return mean_of((self.weights * values).sum(1))
 
 
 def spectral_density(

@@ -22,7 +22,6 @@ from hoglib.curvature.model_run import USUAL
 from hoglib.curvature.operators import GGNOperator
 from hoglib.curvature.optimizer import (
     BatchOptimizer,
-    batch_of,
     finite_or_infinite,
     positive_damping,
     refuse_unknown,
@@ -198,7 +197,7 @@ class KFAC(BatchOptimizer):
             The loss before the step.
         """
         with examined_functions("KFAC"):
-            return self._step(batch_of(closure))
+            return self._step(self._batch(closure))
 
     def _step(self, batch: Any) -> Tensor:
         group = self.param_groups[0]

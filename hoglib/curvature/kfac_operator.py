@@ -31,7 +31,12 @@ from hoglib.curvature.operators import GGNOperator, HessianOperator
 from hoglib.curvature.processes import PassTotals, Processes
 from hoglib.curvature.traces import Estimate, random_signs
 from hoglib.curvature.vector_space import Space
-from hoglib.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
+from hoglib.errors import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    NonFiniteError,
+    UnsupportedError,
+)
 from hoglib.verification.entry_points import examined_functions
 
 Tree = Any
@@ -261,6 +266,12 @@ class KFACOperator(KroneckerOperator):
         totals = self._sum.run(partial(self._sum.each_batch, partial(self._add, sums, add)), total)
         if rows:
             sums.unpack(rows[0])
+        if not sums.finite():
+            raise NonFiniteError(
+                f"{type(self).__name__}: expected finite factors, got infinity or NaN, where the "
+                "loss is finite: squares of a layer's inputs or gradients overflow. Scale the inputs, "
+                "or use float64."
+            )
         return totals
 
     def _add(

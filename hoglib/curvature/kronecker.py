@@ -125,13 +125,7 @@ class KroneckerBlock:
     def map(self, function: Callable[[Tensor], Tensor]) -> "KroneckerBlock":
         """The function of the matrix."""
         block = self.eigen()
-        values = _given(block.values)
-        found = function(values)
-        if not isinstance(found, Tensor) or found.shape != values.shape:
-            raise ArgumentValueError(
-                f"function: expected a tensor of shape {tuple(values.shape)} for eigenvalues of that "
-                f"shape, got {validation.describe(found)}; apply it element by element."
-            )
+        found = validation.of_eigenvalues(function, _given(block.values))
         return replace(block, values=found)
 
     def inverse_of_damped_factors(self, damping: float, balanced: bool) -> "KroneckerBlock":
@@ -218,6 +212,9 @@ class KroneckerOperator(LinearOperator):
             function: From eigenvalues to others, element by element.
         Returns:
             f(K), with the eigenvectors of K.
+        Raises:
+            ArgumentValueError: for a function that is not taken element by element.
+            NonFiniteError: for a function that is not finite at an eigenvalue.
         """
         validation.function("function", function)
         with torch.inference_mode(False), torch.no_grad():

@@ -58,6 +58,16 @@ class BlockSums:
         for x, part in zip(tensors, parts, strict=True):
             x.copy_(part.view(x.shape))
 
+    def finite(self) -> bool:
+        """Whether every number is; the total is not where one is not."""
+        tensors = [x for block in self.sums.values() for x in block.values()]
+        totals = [x.sum() for x in tensors]
+        return (
+            not totals
+            or bool(torch.stack(totals).isfinite().all())
+            or all(bool(x.isfinite().all()) for x in tensors)
+        )
+
     def include(self, layouts: Iterable[BlockLayout], dtype: torch.dtype, device: Any) -> None:
         """Zeros for those that are not there: of several processes one may have no batch."""
 

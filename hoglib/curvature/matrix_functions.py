@@ -33,6 +33,9 @@ def matrix_function(
         steps: Products for each vector.
     Returns:
         f(A) b in the form of b.
+    Raises:
+        ArgumentValueError: for a function that is not taken element by element.
+        NonFiniteError: for values of the function, or a vector, that are not finite.
     References:
         Higham, Functions of Matrices, 2008, section 13.2.
     Example:
@@ -43,13 +46,14 @@ def matrix_function(
     check_operator(operator)
     validation.function("function", function)
     rows, rebuild = operator.space.rows(b, "b")
+    validation.finite("b", rows, "f(A) b does not exist there.")
     count = min(validation.at_least("steps", steps, 1), operator.shape[0])
     size = operator.space.norms(rows)[:, None]
     start = rows / torch.where(size > 0, size, torch.ones_like(size))
     T, V = density.tridiagonal(operator.apply, start, count, operator.space)
     theta, S = torch.linalg.eigh(T)
     present = S[:, 0].square() > torch.finfo(T.dtype).eps ** 2  # of others no part is in b
-    values = torch.where(present, function(theta), 0)
+    values = validation.of_eigenvalues(function, theta, present & (size > 0))
     weights = torch.einsum("sij,sj,sj->si", S, values, S[:, 0]).to(V)
     found = size * torch.einsum("snp,sn->sp", V, weights)
     return rebuild(torch.where(size > 0, found, 0))

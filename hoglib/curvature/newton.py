@@ -13,7 +13,6 @@ from hoglib.curvature.kfac_operator import KFACOperator
 from hoglib.curvature.operators import GGNOperator
 from hoglib.curvature.optimizer import (
     BatchOptimizer,
-    batch_of,
     finite_or_infinite,
     positive_damping,
     refuse_unknown,
@@ -165,7 +164,7 @@ class NewtonCG(BatchOptimizer):
             The loss before the step.
         """
         with examined_functions("NewtonCG"):
-            return self._step(batch_of(closure), curvature)
+            return self._step(self._batch(closure), curvature)
 
     def _step(self, batch: Any, curvature: Any) -> Tensor:
         group = self.param_groups[0]

@@ -52,6 +52,7 @@ class BatchOptimizer(torch.optim.Optimizer, ABC):
                 f"params: expected a dict of tensors by name, got {validation.describe(params)}; leave "
                 "it out, or take a part of `hoglib.trainable_params(model)`."
             )
+        self._trained = [name for name, p in self._params.items() if p.requires_grad]
         super().__init__(list(self._params.items()), defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -81,6 +82,22 @@ class BatchOptimizer(torch.optim.Optimizer, ABC):
             )
         super().load_state_dict(state_dict)
 
+    def _batch(self, closure: Any) -> Any:
+        """The batch that a step is given, as it is or by a function."""
+        frozen = [name for name in self._trained if not self._params[name].requires_grad]
+        if frozen:  # a step would move them all the same
+            raise ArgumentValueError(
+                f"params: expected parameters that require gradients, as they did at first, got "
+                f"{validation.listing(frozen)} without; make a new optimizer of those to be trained."
+            )
+        batch = closure() if callable(closure) else closure
+        if batch is None:
+            raise ArgumentTypeError(
+                "step: expected a batch, or a function without arguments that returns one, got None; "
+                "the matrix is computed on the batch: `optimizer.step((x, y))`."
+            )
+        return batch
+
     def __getstate__(self) -> dict[str, Any]:
         """For copies: that of torch leaves out the attributes of subclasses."""
         return {**vars(self), **super().__getstate__()}
@@ -92,17 +109,6 @@ class BatchOptimizer(torch.optim.Optimizer, ABC):
         Args:
             closure: A batch, or a re-iterable of batches, or a function that returns one.
         """
-
-
-def batch_of(closure: Any) -> Any:
-    """The batch that a step is given, as it is or by a function."""
-    batch = closure() if callable(closure) else closure
-    if batch is None:
-        raise ArgumentTypeError(
-            "step: expected a batch, or a function without arguments that returns one, got None; "
-            "the matrix is computed on the batch: `optimizer.step((x, y))`."
-        )
-    return batch
 
 
 def positive_damping(damping: Any) -> float:

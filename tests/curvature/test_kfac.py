@@ -543,6 +543,8 @@ def test_functions_of_the_matrix():
         K.inverse(1.0, method="pi")
     with pytest.raises(hog.errors.ArgumentValueError, match="element by element"):
         K.map(lambda values: values.sum())
+    with pytest.raises(hog.errors.NonFiniteError, match="at the eigenvalue"):
+        K.map(lambda values: values.clamp(min=0).rsqrt())
 
 
 def test_criteria_without_a_closed_form():
@@ -891,6 +893,8 @@ def test_half_precision_and_no_examples():
         hog.KFACOperator(loss, params, []).to_dense()
     with pytest.raises(hog.errors.NonFiniteError):
         hog.KFACOperator(loss, params, (batch[0] * torch.nan, batch[1])).to_dense()
+    with pytest.raises(hog.errors.NonFiniteError, match="squares of a layer's inputs"):
+        hog.KFACOperator(loss, params, (batch[0] * 1e200, batch[1])).to_dense()
     with pytest.raises(hog.errors.ArgumentTypeError, match="dict of tensors"):
         hog.KFACOperator(loss, list(params.values()), batch)
 

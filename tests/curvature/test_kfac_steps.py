@@ -246,3 +246,10 @@ def test_what_is_refused():
     with pytest.raises(hog.errors.NonFiniteError):
         optimizer.step((batch[0] * torch.nan, batch[1]))
     assert all(torch.equal(p, before[name]) for name, p in params.items())
+    for kind in (KFAC, NewtonCG):
+        made = kind(loss)
+        loss.model[0].requires_grad_(False)
+        with pytest.raises(hog.errors.ArgumentValueError, match=r"got 0\.weight, 0\.bias without"):
+            made.step(batch)
+        kind(loss).step(batch)  # of what is left
+        loss.model[0].requires_grad_(True)

@@ -207,6 +207,21 @@ def test_functions_of_matrices(function):
     assert not hog.curvature.matrix_function(Given(A), b * 0, function).any()
 
 
+def test_what_functions_of_a_matrix_refuse():
+    values = torch.cat([torch.zeros(SIZE - 3), torch.tensor([1.0, 2.0, 3.0])]).double()
+    A, b = Given(matrix(values - 0.1)), torch.randn(SIZE, generator=seeded(5)).double()
+    density = hog.curvature.spectral_density(A, 2, generator=seeded(6))
+    for apply in (lambda f: hog.curvature.matrix_function(A, b, f), density.average):
+        with pytest.raises(hog.errors.NonFiniteError, match=r"got nan at the eigenvalue -0\.1"):
+            apply(torch.sqrt)
+        with pytest.raises(hog.errors.ArgumentValueError, match="element by element"):
+            apply(torch.sum)
+    for wrong in (torch.nan, torch.inf):
+        b[3] = wrong
+        with pytest.raises(hog.errors.NonFiniteError, match="b: expected a finite number"):
+            hog.curvature.matrix_function(A, b, torch.exp)
+
+
 def test_determinants():
     A = matrix(FLAT)
     found = hog.curvature.logdet(Given(A), 20, generator=seeded(4), return_error=True)
