@@ -267,9 +267,9 @@ class BlockForward:
 
 
 RECOMPUTES_SHARDS = (
-    "remat=...: expected blocks that keep their tensors, where processes share the parameters, got one "
-    "with saved-tensor hooks, as torch.utils.checkpoint has: backward would recompute it with the shards. "
-    "The block is recomputed anyway: leave torch.utils.checkpoint out of it, as by "
+    "remat=...: expected blocks that keep their tensors, where processes share the parameters, got "
+    "one with saved-tensor hooks, as torch.utils.checkpoint has: backward would recompute it with the "
+    "shards. The block is recomputed anyway: leave torch.utils.checkpoint out of it, as by "
     "`model.gradient_checkpointing_disable()`."
 )
 
