@@ -23,11 +23,11 @@ TIMEOUT = datetime.timedelta(seconds=300)
 TIMED_OUT = "imed out"  # what torch says then
 
 
-def found_by_each(function, folder, count=2):
+def found_by_each(function, folder, count=2, backend="gloo"):
     """function(rank, folder, found) in each of count processes, which fills the dict `found` with what
-    JSON can hold; the dicts."""
+    JSON can hold; the dicts. Of the backend nccl each process has a GPU."""
     multiprocessing.start_processes(
-        _run, (function, folder, count), nprocs=count, start_method="forkserver"
+        _run, (function, folder, count, backend), nprocs=count, start_method="forkserver"
     )
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(count)]
 
@@ -83,13 +83,15 @@ class _BuffersOfTheirOwn(TorchDispatchMode):
         return pytree.map_tensors(lambda x: own[id(x)], returned)
 
 
-def _run(rank, function, folder, count):
+def _run(rank, function, folder, count, backend):
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     # what Lightning reads where processes are started for it
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", MASTER_ADDR="localhost", MASTER_PORT="1")
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=count,
+        backend, init_method=f"file://{folder}/meet", rank=rank, world_size=count,
         timeout=TIMEOUT,
     )  # fmt: skip
     found = {}

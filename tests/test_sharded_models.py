@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import hoglib as hog
 from hoglib._core import sharding
@@ -45,6 +46,20 @@ class Experts(nn.Module):
         for i in self.order:
             x = self.experts[i](x).tanh()
         return self.last(x)
+
+
+class Recomputing(nn.Module):
+    """A block that checkpoints its own activations."""
+
+    def __init__(self):
+        super().__init__()
+        self.block, self.last = nn.Linear(5, 5), nn.Linear(5, 3)
+        self.block.forward = partial(
+            checkpoint, partial(nn.Linear.forward, self.block), use_reentrant=False
+        )
+
+    def forward(self, x):
+        return self.last(self.block(x).tanh())
 
 
 def model(dtype=torch.float64):
@@ -203,8 +218,9 @@ def products(rank, folder, found):
     for mode in ("hvp", "hvp, forward", "hvp, differences", "ggn_vp", "ggn_vp, reverse"):
         by_block = partial(MODES[mode], remat=["block"])
         found[f"fsdp: remat, {mode}"] = error_of(by_block, *fsdp(rank, world))
+    by_block = partial(MODES["hvp"], remat=["block"])
+    found["fsdp, checkpointed: remat"] = error_of(by_block, *fsdp_checkpointed(rank, world))
     if world == 4:
-        by_block = partial(MODES["hvp"], remat=["block"])
         both = fsdp_and_tensor_parallel(rank, world)
         found["fsdp and tensor parallel: remat"] = error_of(by_block, *both)
     found["fsdp: a block"] = error_of(hog.hvp, *fsdp(rank, world), columns=(3,))
@@ -316,6 +332,8 @@ def refused(rank, world):
         hog.functional_loss(experts, F.cross_entropy),
         hog.trainable_params(experts),
     )
+    again = shard(Recomputing().double())
+    recomputing, its = hog.functional_loss(again, F.cross_entropy), hog.trainable_params(again)
     calls = {
         **{f"an error in {name}": partial(MODES[name], one, params, v, batch) for name in FAILING},
         "an error in a model": lambda: hog.hvp(other_model, params, v, batch),
@@ -345,6 +363,9 @@ def refused(rank, world):
         "the loss itself": lambda: loss(params, batch),
         "other vectors": lambda: hog.hvp(mean, own, seeds, batch),
         "other blocks": lambda: hog.hvp(loss, params, vectors(params, (2 + rank,)), batch),
+        "a checkpoint in a block": lambda: hog.hvp(
+            recomputing, its, vectors(its), batch, remat=["block"]
+        ),
         "other experts": lambda: hog.hvp(routed, theirs, vectors(theirs), batch, remat="experts.*"),
     }
     return raised_by(calls)
@@ -398,6 +419,10 @@ REFUSED = {
         "expected the same vectors, where they are not sharded, in all",
     ),
     "other blocks": ("DistributedError", "expected the same number of vectors in all"),
+    "a checkpoint in a block": (
+        "UnsupportedError",
+        "leave torch.utils.checkpoint out of it",
+    ),
     "other experts": ("DistributedError", "expected the same blocks in the same order in all"),
 }
 

@@ -273,7 +273,7 @@ def sent():
     return found
 
 
-BETWEEN = 12.1  # the 8 vectors of the basis, and 4 that are multiplied and orthogonalised
+BETWEEN = 8.1  # the 8 vectors of the basis
 
 
 def held():
@@ -426,8 +426,9 @@ def test_operators_of_several_processes_equal_those_of_one(count, tmp_path):
         check_sent(found.pop("sent"), count)
         between, recomputed, plain = found.pop("held")
         assert 8 / count <= between < BETWEEN / count, rank
-        # one block of 24 at a time: its parameters, a vector, its gradient, its product and a sum
-        assert 4 / count < recomputed < 4 / count + 5.1 / 24, rank
+        # gradient, product and sum; one block of 24 at a time: its parameters, a vector, its gradient, its
+        # product, and what is averaged
+        assert 3 / count < recomputed < 3 / count + 5.1 / 24, rank
         assert plain > recomputed + 1.4, rank  # all parameters and the vector, whole
         got = found.pop("refused")
         assert got.pop("iterating") == (

@@ -7,6 +7,7 @@ Inside :func:`rematerialized` the forward of each block runs through `recompute`
 around it, once; those of its parts run again with it.
 """
 
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,12 +19,13 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import disable_saved_tensors_hooks
 
 from hoglib._core import closures, pytree, validation
 from hoglib._core.closures import STATE, ClosureWalker
 from hoglib._core.recomputation import recompute, refuse_changed
 from hoglib._core.references import is_plain
-from hoglib.errors import ArgumentTypeError, ArgumentValueError
+from hoglib.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 
 Remat = bool | str | Sequence[str]  # the option
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # which have no forward
@@ -244,16 +246,43 @@ class BlockForward:
     def _run_whole(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         before: list[tuple[dict[str, Any], str, Any]] = []
         try:
+            for wrapper in _checkpoint_wrappers(self.module):  # the block is recomputed anyway
+                before.append((wrapper.__dict__, "checkpoint_fn", wrapper.checkpoint_fn))
+                wrapper.checkpoint_fn = _call
             for gather, places in self.gathers:
                 (module, name), *_ = places
                 whole = gather(module._parameters[name])  # type: ignore[arg-type]
                 for module, name in places:
                     before.append((module._parameters, name, module._parameters[name]))
                     module._parameters[name] = whole  # type: ignore[assignment]
-            return forward(*args, **kwargs)
+            with disable_saved_tensors_hooks(RECOMPUTES_SHARDS):
+                return forward(*args, **kwargs)
+        except RuntimeError as error:
+            if RECOMPUTES_SHARDS in str(error):
+                raise UnsupportedError(RECOMPUTES_SHARDS) from error
+            raise
         finally:
             for store, name, value in before:
                 store[name] = value
+
+
+RECOMPUTES_SHARDS = (
+    "remat=...: expected blocks that keep their tensors, where processes share the parameters, got "
+    "one with saved-tensor hooks, as torch.utils.checkpoint has: backward would recompute it with the "
+    "shards. The block is recomputed anyway: leave torch.utils.checkpoint out of it, as by "
+    "`model.gradient_checkpointing_disable()`."
+)
+
+
+def _checkpoint_wrappers(block: nn.Module) -> list[Any]:
+    """The modules that torch's `checkpoint_wrapper` made, of a block."""
+    library: Any = sys.modules.get("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
+    kind = () if library is None else library.CheckpointWrapper
+    return [module for module in block.modules() if isinstance(module, kind)]
+
+
+def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
 
 
 def _call_forward(forward: Callable[..., Any], block: nn.Module, args: Any, kwargs: Any) -> Any:

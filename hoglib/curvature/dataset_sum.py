@@ -161,8 +161,16 @@ class DatasetSum:
     def gradient(self) -> tuple[Tensor, Tree]:
         """The loss over the data and its gradient, in the structure of params."""
         space = self._space
-        with torch.inference_mode(False):
-            row = torch.zeros(1, space.length, dtype=space.dtype, device=space.device)
+        made: list[Tensor] = []
+
+        def total() -> Tensor:
+            """Made where there is something to add, when the graph of the first batch is gone."""
+            if not made:
+                with torch.inference_mode(False):
+                    made.append(
+                        torch.zeros(1, space.length, dtype=space.dtype, device=space.device)
+                    )
+            return made[0]
 
         def add(batch: Any, number: int, share: float) -> Tensor:
             leaves, batch = clone_inference_tensors((space.leaves(), batch))
@@ -172,14 +180,14 @@ class DatasetSum:
                 check_uses_given_params(graph_summary(value), leaves, "gradient")
                 with translate_errors("gradient"):
                     parts = torch.autograd.grad(value, own, allow_unused=True)
-            space.add(row[0], materialize_grads(list(parts), own), share)
+            space.add(total()[0], materialize_grads(list(parts), own), share)
             self.advance()
             return value
 
         with self._bar.over("gradient", 1):
-            totals = self.run(partial(self.each_batch, add), row)
+            totals = self.run(partial(self.each_batch, add), total)
         with torch.inference_mode(False), torch.no_grad():
-            return self._total_loss(totals), space.tree(row[0] / self.weight(totals))
+            return self._total_loss(totals), space.tree(total()[0].div_(self.weight(totals)))
 
     def _half(self) -> torch.dtype | None:
         """The dtype of half precision that the loss or its gradient computes in, if any."""

@@ -152,7 +152,7 @@ def tridiagonal(
         basis = V[:, : j + 1]
         for _ in range(2):  # twice is enough: orthogonal to rounding
             coefficients = space.gram(basis, w)
-            w = w - torch.einsum("snp,sn->sp", basis, coefficients)
+            w = torch.baddbmm(w[:, None], coefficients[:, None], basis, alpha=-1)[:, 0]
             T[:, j, j] += coefficients[:, j]
         beta = space.norms(w)
         largest = torch.stack([largest, T[:, j, j].abs(), beta]).amax(0)
@@ -160,7 +160,11 @@ def tridiagonal(
         if j + 1 == steps or not bool(active.any()):
             break
         T[:, j, j + 1] = T[:, j + 1, j] = torch.where(active, beta, 0)
-        V[active, j + 1] = w[active] / beta[active, None]
+        if bool(active.all()):
+            torch.div(w, beta[:, None], out=V[:, j + 1])
+        else:
+            V[active, j + 1] = w[active] / beta[active, None]
+        del w  # not held beside the next product
     return T.to("cpu", torch.float64), V
 
 

@@ -168,10 +168,12 @@ class DatasetOperator(LinearOperator):
     ) -> Tensor:  # fmt: skip
         """Add share times the products of the rows to total; the first ones are written instead."""
         value = torch.zeros(())
-        row = torch.empty(rows.shape[1:], dtype=rows.dtype, device=rows.device)
+        row: Tensor | None = None
         for j, (given, sums) in enumerate(zip(rows, total, strict=True)):
-            # matrix products with strided vectors take half as long again
-            vector = self.space.split(given if given.is_contiguous() else row.copy_(given))
+            if not given.is_contiguous():  # matrix products with those take half as long again
+                row = torch.empty_like(given) if row is None else row
+                given = row.copy_(given)
+            vector = self.space.split(given)
             if self._in_double:
                 vector = to_double(vector)
             value, product = point.apply(vector, keep_graph or j + 1 < len(rows))

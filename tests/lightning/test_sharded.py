@@ -66,8 +66,9 @@ def loader():
 
 def fit(folder, module, callbacks, epochs, path=None, **options):
     trainer = pl.Trainer(
-        callbacks=callbacks, default_root_dir=folder, accelerator="cpu", logger=False, max_epochs=epochs,
-        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, **options,
+        callbacks=callbacks, default_root_dir=folder, logger=False, max_epochs=epochs,
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+        **{"accelerator": "cpu", **options},
     )  # fmt: skip
     trainer.fit(module, loader(), ckpt_path=path)
     return trainer
