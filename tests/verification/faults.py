@@ -535,7 +535,7 @@ def with_another_use(function):
 
 def as_residual(function):
     """A block with a skip connection: both terms of the sum get the same gradient."""
-    return lambda x: function.apply(x.sin()) + x
+    return lambda x: (function.apply(x.sin()) + x).sin()
 
 
 def by_columns(function):
