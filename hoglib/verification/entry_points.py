@@ -276,13 +276,16 @@ class MetFunctions:
         seen: list[tuple[side_effects.Snapshot, bool]] = []
 
         def before(grads: tuple[Tensor | None, ...]) -> None:
-            seen.extend(
-                (side_effects.Snapshot({"": g}), torch_internals.is_held_elsewhere(g))
+            held = [
+                (g, torch_internals.is_held_elsewhere(g))
                 for g in grads if g is not None and torch_internals.unwrap(g) is g
-            )  # fmt: skip
+            ]  # fmt: skip
+            with torch.no_grad(), without_stand_ins():
+                seen.extend((side_effects.Snapshot({"": g}), by_others) for g, by_others in held)
 
         def after(*_: Any) -> None:
-            changed = [held for snapshot, held in seen if snapshot.changed({})]
+            with torch.no_grad(), without_stand_ins():
+                changed = [held for snapshot, held in seen if snapshot.changed({})]
             seen.clear()
             if changed and (app := application(met[0], given)) is not None:
                 _CHANGING.add(met[0])

@@ -148,13 +148,14 @@ def _is_noisy(call: Call, eps: float = torch.finfo(torch.float32).eps) -> bool:
     """Whether values or gradients move in steps of the size of eps, where float64 numbers are smooth.
 
     Along a line of points less than eps apart, second differences of a smooth function are rounding.
-    They grow fourfold with twice the distance; those of a staircase do not.
+    They grow fourfold with twice the distance; those of a staircase do not. The incoming gradients move
+    along a line, too: a backward may round these alone.
     """
     random = torch.Generator().manual_seed(7)
     v = [random_like(x, random) * element_scales(x) * eps / 2 for x in call.point]
     before, call.reseed = call.reseed, True
     try:
-        ends = [_numbers(call, k, v) for k in range(1, POINTS)]
+        ends = [_numbers(call, k, v, k * eps / 2) for k in range(1, POINTS)]
     except Exception:  # reported by the derivative checks
         return False
     finally:
@@ -178,10 +179,12 @@ def _bend(line: Sequence[Tensor], stride: int) -> Tensor:
     return torch.stack([(a - 2 * b + c).abs() for a, b, c in triples]).amax(0)
 
 
-def _numbers(call: Call, k: int, v: Sequence[Tensor]) -> list[Tensor]:
-    """Values and gradients at the point k of the line, in float64."""
+def _numbers(call: Call, k: int, v: Sequence[Tensor], moved: float) -> list[Tensor]:
+    """Values and gradients at the point k of the line, in float64. moved: how far the incoming gradients
+    are, relative to their elements."""
     leaves = [(x + k * d).requires_grad_() for x, d in zip(call.point, v, strict=True)]
     values = [calls.real(y) for y in call.leaves(*leaves) if is_float(y) and y.requires_grad]
     random = torch.Generator().manual_seed(8)  # not ones: the gradient of a softmax is zero then
-    grads = calls.grad(values, leaves, [random_like(y, random) for y in values])
+    incoming = [(random_like(y, random), random_like(y, random)) for y in values]
+    grads = calls.grad(values, leaves, [u * (1 + moved * r) for u, r in incoming])
     return [t.detach().double() for t in (*values, *grads)]

@@ -535,7 +535,7 @@ def with_another_use(function):
 
 def as_residual(function):
     """A block with a skip connection: both terms of the sum get the same gradient."""
-    return lambda x: function.apply(x.sin()) + x
+    return lambda x: (function.apply(x.sin()) + x).sin()
 
 
 def by_columns(function):
@@ -604,6 +604,26 @@ class InHalfAgain(InHalf):
         return InHalf.gradient(h, h.sigmoid(), g.bfloat16()).to(g.dtype)
 
 
+class MixesHalf(Function):
+    """y = x M for a fixed M: forward is exact, and backward computes in bfloat16."""
+
+    matrix = torch.tensor([[0.5, 1.0, 0.0], [-1.0, 0.25, 0.0], [0.0, 2.0, 1.0]])
+
+    @staticmethod
+    def forward(ctx, x):
+        return x @ MixesHalf.matrix.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, g):
+        return (g.bfloat16() @ MixesHalf.matrix.mT.bfloat16()).to(g.dtype)
+
+
+class MixesHalfLost(MixesHalf):
+    @staticmethod
+    def backward(ctx, g):
+        return MixesHalf.backward(ctx, g.detach())
+
+
 ADJACENT = torch.tensor([[0.0, 2.0, 0.0], [-1.0, 0.0, 0.5], [0.0, 0.0, 1.5]], dtype=torch.float64)
 
 
@@ -655,6 +675,7 @@ WRONG = {
     "for some arguments": (Branch.apply, "Branch"),
     "accumulates": (Accumulates.apply, "Accumulates"),
     "half precision": (InHalf.apply, "InHalf"),
+    "backward in half precision": (MixesHalfLost.apply, "MixesHalfLost"),
     "a sparse matrix": (OnGraph.apply, "OnGraph"),
     "first order": (WrongFactor.apply, "WrongFactor"),
     "zero with a graph": (WithoutGraph.apply, "WithoutGraph"),
@@ -678,6 +699,7 @@ WRONG = {
 RIGHT = {
     "new style": functions.Cube.apply,
     "half precision": InHalfAgain.apply,
+    "backward in half precision": MixesHalf.apply,
     "a sparse matrix": OnGraphAgain.apply,
     "classic": functions.ClassicCube.apply,
     "product": Product.apply,
