@@ -298,7 +298,8 @@ class Jacobian:
     """The gradients of an equation's residual at points by the parameters, p [n, 2] -> J [n, P].
 
     The gradient at one point is captured as a graph, once, and `torch.func.vmap` maps it over the
-    points, where `hoglib.bilaplacian` itself has no exact route. The columns are in the order of `hoglib.trainable_params`, as those of the Gauss-Newton matrix.
+    points, where `hoglib.bilaplacian` itself has no exact route. The columns are in the order of
+    `hoglib.trainable_params`, as those of the Gauss-Newton matrix.
     """
 
     def __init__(self, residual: Residual) -> None:
