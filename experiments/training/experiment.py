@@ -28,6 +28,9 @@ class Experiment(InProcesses):
         checkpoint["trained_with"] = self.trained_with
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        # Lightning loads the parameters before it converts the module to trainer.precision, and would
+        # round those of 64-true to float32
+        self.trainer.strategy.precision_plugin.convert_module(self)
         saved = checkpoint.get("trained_with", {})
         different = [name for name, value in self.trained_with.items() if value != saved.get(name)]
         if different:

@@ -223,9 +223,9 @@ def _sinc(x: Tensor, y: Tensor, K: int) -> list[Derivative]:
     z, limit = math.pi * x, K / 2 + 1
     near = z.abs() < limit
     small, large = torch.where(near, z, 0), torch.where(near, limit, z)
-    f: Any = large.sin() / large
     sines: list[Any] = [large.sin(), *_cycle(large, SIN, K)]
     found: list[Derivative] = []
+    f = sines[0] / large
     for k in range(1, K + 1):
         f = (sines[k] - k * f) / large
         series = [0.0] * int(25 + 3 * limit)
