@@ -94,14 +94,17 @@ def value_checks_off() -> Iterator[None]:
 
 
 # Ambient state, because an argument could not reach the ops that an unmodified module calls.
-_PLAIN_OPERATIONS: ContextVar[bool] = ContextVar("hoglib_plain_operations", default=False)
+_PLAIN_OPERATIONS: ContextVar[str | None] = ContextVar("hoglib_plain_operations", default=None)
 
 
 @contextmanager
-def plain_operations() -> Iterator[None]:
+def plain_operations(linear_for: str = "") -> Iterator[None]:
     """Inside, hoglib's ops run as their references of torch operations, where they have one: for what
-    looks at each operation, and could not look into a custom Function."""
-    token = _PLAIN_OPERATIONS.set(True)
+    looks at each operation, and could not look into a custom Function.
+
+    linear_for: the caller, where it needs a backward that is linear in the incoming gradient.
+    """
+    token = _PLAIN_OPERATIONS.set(linear_for)
     try:
         yield
     finally:
@@ -111,4 +114,9 @@ def plain_operations() -> Iterator[None]:
 def only_plain_operations() -> bool:
     """Whether the caller runs inside `plain_operations`; never in what torch's compiler traces, which
     cannot read the variable and takes the references anyway."""
-    return not torch.compiler.is_compiling() and _PLAIN_OPERATIONS.get()
+    return not torch.compiler.is_compiling() and _PLAIN_OPERATIONS.get() is not None
+
+
+def needs_linear_backward() -> str:
+    """The caller of `plain_operations` that needs one; "" for none."""
+    return _PLAIN_OPERATIONS.get() or "" if only_plain_operations() else ""

@@ -84,7 +84,7 @@ class ModelRun:
         """Run the model, recorded."""
         recorder = LayerRecorder(self._own, examples)
         try:
-            with plain_operations(), recorder:
+            with plain_operations(self.options.product.caller), recorder:
                 self._outputs = self._composite.outputs(self._own)
         except Exception:
             if not recorder.expanded:

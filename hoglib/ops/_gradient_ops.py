@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from hoglib._core import validation
+from hoglib._core.torch_modes import needs_linear_backward
+from hoglib.errors import UnsupportedError
 from hoglib.ops._define import define
 from hoglib.ops._function import (
     Saved,
@@ -142,6 +144,11 @@ def clip_gradient(x: Tensor, *, bound: float) -> Tensor:
     """
     validation.real("x", x)
     bound = validation.number("bound", bound, minimum=0)
+    if caller := needs_linear_backward():
+        raise UnsupportedError(
+            f"{caller}: expected a model whose gradients are linear in those of its outputs, "
+            "got ops.clip_gradient; `hoglib.per_example_gradients` takes them as they are."
+        )
     result: Tensor
     if torch.compiler.is_compiling():  # no plain torch operation clips a gradient
         result = _COMPILED_CLIP_GRADIENT.apply(x, bound)

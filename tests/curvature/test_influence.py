@@ -55,6 +55,24 @@ def test_norms_and_products_are_those_of_the_gradients(name, criterion):
     ghosts(*problem(name, criterion))
 
 
+def test_clipped_gradients_are_taken_as_they_are(monkeypatch):
+    class Clipped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+
+        def forward(self, x):
+            return self.last(hog.ops.clip_gradient(self.first(x).tanh(), bound=0.05))
+
+    monkeypatch.setattr(ghost_gradients, "_prefers_gradients", lambda *_: False)
+    torch.manual_seed(0)
+    loss = hog.functional_loss(Clipped().double(), F.mse_loss)
+    given = loss, hog.trainable_params(loss.model), (draw(5, 3), 3 * draw(5, 2))
+    ghosts(*given)
+    with pytest.raises(hog.errors.UnsupportedError, match=r"^KFACOperator: .*clip_gradient"):
+        hog.KFACOperator(*given).trace()
+
+
 def through_layers(monkeypatch):
     def refused(*args, **options):
         raise AssertionError("gradients of all parameters")
