@@ -360,6 +360,10 @@ def refused(rank, world):
         "vectors": lambda: hog.HessianOperator(other, own, batches) @ noisy,
         "columns": lambda: H @ vectors(params, (2 + rank,)),
         "seed": lambda: H.trace(2, generator=seed),
+        "tolerance": lambda: H.damped(1e3).solve(v, tol=1e-2 if rank else 1e-12),
+        "eigenvalues": lambda: H.eigsh(1 + rank),
+        "another algorithm": lambda: H.eigsh(1) if rank else H.trace(1, generator=seeded()),
+        "another call": lambda: H.eigsh(1) if rank else H @ v,
         "iterating": lambda: make(Broken(batches, rank)) @ v,
     }
     return raised_by(calls)
@@ -411,6 +415,16 @@ REFUSED = {
         "expected the same vectors, where they are not sharded, in all",
     ),
     "columns": ("DistributedError", "expected the same number of vectors in all"),
+    "tolerance": ("DistributedError", "cg: expected the same algorithm, and its options, in all"),
+    "eigenvalues": (
+        "DistributedError",
+        "eigsh: expected the same algorithm, and its options, in all",
+    ),
+    "another algorithm": (
+        "DistributedError",
+        "expected the same algorithm, and its options, in all",
+    ),
+    "another call": ("DistributedError", "All processes have to make the same call"),
     "seed": ("DistributedError", "expected the same random numbers in all"),
 }
 

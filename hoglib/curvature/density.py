@@ -97,6 +97,7 @@ def spectral_density(
         tensor(4., dtype=torch.float64)
     """
     check_operator(operator)
+    operator.space.check_same_call("spectral_density", num_samples, steps)
     size = operator.shape[0]
     validation.at_least("num_samples", num_samples, 1)
     steps = min(validation.at_least("steps", steps, 1), size)

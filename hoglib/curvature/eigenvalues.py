@@ -119,6 +119,7 @@ def eigsh(
         tensor([2., 4.])
     """
     check_operator(operator)
+    operator.space.check_same_call("eigsh", k, which, tol, max_iter, block)
     size = operator.shape[0]
     if validation.at_least("k", k, 1) > size:
         raise ArgumentValueError(

@@ -321,6 +321,7 @@ class LinearOperator(ABC):
             The trace, a scalar tensor; with ``return_error`` an `Estimate`.
         """
         estimate = TRACES[validation.one_of("method", method, list(TRACES))]
+        self.space.check_same_call("trace", num_samples, method)
         with self._algorithm("trace", num_samples):
             return estimate(self, num_samples, generator=generator, return_error=return_error)
 
@@ -344,6 +345,7 @@ class LinearOperator(ABC):
             The diagonal [P]; with ``return_error`` an `Estimate`.
         """
         estimate = DIAGONALS[validation.one_of("method", method, list(DIAGONALS))]
+        self.space.check_same_call("diagonal", num_samples, method)
         with self._algorithm("diagonal", num_samples):
             return estimate(self, num_samples, generator=generator, return_error=return_error)
 
@@ -365,6 +367,7 @@ class LinearOperator(ABC):
         Returns:
             The logarithm, a scalar tensor; with ``return_error`` an `Estimate`.
         """
+        self.space.check_same_call("logdet", num_samples, steps)
         with self._algorithm("logdet", num_samples * min(steps, self.shape[0])):
             return matrix_functions.logdet(
                 self, num_samples, steps=steps, generator=generator, return_error=return_error

@@ -81,6 +81,7 @@ def cg(
         tensor([0.5000, 0.5000])
     """
     check_operator(operator)
+    operator.space.check_same_call("cg", tol, atol, max_iter, stagnation_tol)
     rows, rebuild = operator.space.rows(b, "b")
     default = RTOL.get(operator.space.precision, 1e-2)
     tol = default if tol is None else validation.number("tol", tol, minimum=0)

@@ -45,6 +45,7 @@ def matrix_function(
     """
     check_operator(operator)
     validation.function("function", function)
+    operator.space.check_same_call("matrix_function", steps)
     rows, rebuild = operator.space.rows(b, "b")
     validation.finite("b", rows, "f(A) b does not exist there.")
     count = min(validation.at_least("steps", steps, 1), operator.shape[0])

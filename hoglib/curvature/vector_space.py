@@ -1,5 +1,6 @@
 """Vectors on the parameters, in each form that users give them, and the matrices that act on them."""
 
+import zlib
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, Protocol, final
 
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hoglib._core import pytree, validation
-from hoglib._core.sharding import Sharding, is_sharded, refuse_sharded
+from hoglib._core.sharding import AGREEMENT, Sharding, is_sharded, refuse_sharded
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 
 Tree = Any
@@ -164,6 +165,16 @@ class Space:
         if self.sharding is None:
             return holds
         return not self.reduced(torch.tensor(float(not holds), device=self.device)).item()
+
+    def check_same_call(self, algorithm: str, *options: Any) -> None:
+        """Raise in all processes that hold parts of the vectors where they call other algorithms, or
+        with other options, from which other numbers of messages follow."""
+        if self.sharding is not None:
+            text = f"{algorithm}{options}"
+            numbers = [float(zlib.crc32(text.encode())), 0.0, 0.0, 0.0]  # as many as for a product
+            self.sharding.check_same(
+                algorithm, ("algorithm, and its options,", *AGREEMENT[1:]), numbers, self.device
+            )
 
     def refuse_sharded(self, caller: str) -> None:
         """Raise for DTensors, in algorithms that need whole vectors."""
