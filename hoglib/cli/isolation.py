@@ -1,7 +1,8 @@
 """Runs the checks of a command in a child process, which may die, or never return.
 
 The child judges the Functions in turn and sends what it found. One at which it dies, or that takes too
-long, is reported, and another child goes on behind it.
+long, is reported, and another child goes on behind it. What a Function forked ends with its child: that
+leads a process group of its own.
 """
 
 import contextlib
@@ -89,6 +90,9 @@ def _of_one_child(work: Work, at: Found, limit: float) -> Iterator[Found]:
             at, allowed = found, limit
             yield found
     finally:  # also at Ctrl-C
+        assert child.pid is not None
+        with contextlib.suppress(ProcessLookupError):  # it had not begun, or nothing is left
+            os.killpg(child.pid, signal.SIGKILL)
         child.kill()
         child.join()
         ours.close()
@@ -105,22 +109,30 @@ def _ended(code: int | None) -> str:
 def _run(to: Connection, work: Work, start: int) -> None:
     """The child: sends what it finds, and None at the end."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent reports an interrupt
+    os.setpgid(0, 0)
     Thread(target=_end_with_parent, daemon=True).start()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the user's code runs some hundred times
+    own = os.getpid()
+
+    def send(found: Found | None) -> None:
+        if os.getpid() != own:  # a copy that a Function forked, which went on as its original does
+            os._exit(0)
+        to.send(found)
+
     for place, (name, checks) in enumerate(work.make(*work.arguments)):
         if place < start:
             continue
-        to.send(Found(place, name))
+        send(Found(place, name))
         torch.manual_seed(work.seed)
         try:
             for label, check in checks():
-                to.send(Found(place, label))
+                send(Found(place, label))
                 torch.manual_seed(work.seed)
-                to.send(_checked(place, label, check))
+                send(_checked(place, label, check))
         except BaseException as error:
             why = f"its inputs could not be made: {error_text(error)}"
-            to.send(Found(place, name, why=why))
-    to.send(None)
+            send(Found(place, name, why=why))
+    send(None)
 
 
 def _checked(place: int, label: str, check: Callable[[], Report]) -> Found:
@@ -135,4 +147,4 @@ def _end_with_parent() -> None:
     parent = parent_process()
     assert parent is not None
     wait([parent.sentinel])
-    os._exit(1)
+    os.killpg(0, signal.SIGKILL)

@@ -404,3 +404,41 @@ def is_running(process):
     except ProcessLookupError:
         return False
     return "\nState:\tZ" not in Path(f"/proc/{process}/status").read_text()  # not reaped yet
+
+
+FORKS = """
+
+class Forks(Good):
+    @staticmethod
+    def forward(ctx, x):
+        begun = __import__("pathlib").Path(BEGUN)
+        if not begun.exists():
+            begun.touch()
+            if (copy := os.fork()) == 0 and SLEEPS:
+                time.sleep(1000)
+            elif copy:
+                begun.write_text(str(copy))
+        return Good.forward(ctx, x)
+"""
+
+
+@pytest.mark.parametrize("sleeps", [True, False], ids=["a copy that stays", "a copy that returns"])
+def test_what_a_function_forks_ends_with_it(write, tmp_path, capfd, sleeps):
+    begun = tmp_path / "pid"
+    source = FORKS.replace("BEGUN", repr(str(begun))).replace("SLEEPS", str(sleeps))
+    path = write(GOOD, HOSTILE + source)
+    assert main(["verify", f"{path}:Forks"]) == 0
+    out, _ = capfd.readouterr()
+    assert out.count("Forks: right") == 1
+    until = time.monotonic() + 60
+    while _runs(int(begun.read_text())):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def _runs(pid):
+    """Whether a process goes on; one that ended may wait for another to ask for its status."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
