@@ -40,6 +40,9 @@ def test_the_numbers_are_those_of_the_dense_matrix():
         (found.negative, (dense < found.below).double().mean()),
     ):
         assert abs(value - float(exact)) < 4 * error
+    H = hog.HessianOperator(*problem()).to_dense()
+    spread = float((2 * (H - H.diag().diag()).square().sum() / 40).sqrt())  # of Hutchinson's mean
+    assert spread / 2 < found.trace[1] < 2 * spread
     text = found.summary()
     assert text.index(f"{dense[-1]:.4g}") < text.index(f"{dense[-3]:.4g}")
     json.dumps(found.to_dict())

@@ -112,7 +112,7 @@ OPS = (
         references.smooth_l1,
         (
             sample_input("beta 1", lambda n: (n(2, 3), n(2, 3))),
-            sample_input("beta 0.3", lambda n: (n(2, 3), n(2, 3)), beta=0.3),
+            sample_input("beta 1.5", lambda n: (n(2, 3), n(2, 3)), beta=1.5),
             sample_input("beta 0", lambda n: (n(2, 3), n(2, 3)), beta=0),
         ),
         corners={**same_shape_corners(2), "broadcasting": broadcasting_sample((2, 1), (4, 1, 3))},
