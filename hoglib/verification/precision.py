@@ -180,8 +180,10 @@ def _bend(line: Sequence[Tensor], stride: int) -> Tensor:
 
 
 def _numbers(call: Call, k: int, v: Sequence[Tensor], moved: float) -> list[Tensor]:
-    """Values and gradients at the point k of the line, in float64. moved: how far the incoming gradients
-    are, relative to their elements."""
+    """Values and gradients at the point k of the line, in float64.
+
+    moved: how far the incoming gradients are, relative to their elements.
+    """
     leaves = [(x + k * d).requires_grad_() for x, d in zip(call.point, v, strict=True)]
     values = [calls.real(y) for y in call.leaves(*leaves) if is_float(y) and y.requires_grad]
     random = torch.Generator().manual_seed(8)  # not ones: the gradient of a softmax is zero then
