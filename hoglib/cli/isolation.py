@@ -92,7 +92,7 @@ def _of_one_child(work: Work, at: Found, limit: float) -> Iterator[Found]:
     finally:  # also at Ctrl-C
         assert child.pid is not None
         with contextlib.suppress(ProcessLookupError):  # it had not begun, or nothing is left
-            os.killpg(child.pid, signal.SIGKILL)
+            _kill_group(child.pid)
         child.kill()
         child.join()
         ours.close()
@@ -109,7 +109,9 @@ def _ended(code: int | None) -> str:
 def _run(to: Connection, work: Work, start: int) -> None:
     """The child: sends what it finds, and None at the end."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent reports an interrupt
-    os.setpgid(0, 0)
+    if hasattr(os, "fork"):  # not on Windows
+        os.setpgid(0, 0)
+        os.register_at_fork(after_in_child=_Copies().count)
     Thread(target=_end_with_parent, daemon=True).start()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the user's code runs some hundred times
     own = os.getpid()
@@ -147,4 +149,23 @@ def _end_with_parent() -> None:
     parent = parent_process()
     assert parent is not None
     wait([parent.sentinel])
-    os.killpg(0, signal.SIGKILL)
+    _kill_group(0)
+    os._exit(1)
+
+
+def _kill_group(leader: int) -> None:
+    if hasattr(os, "killpg"):  # not on Windows
+        os.killpg(leader, signal.SIGKILL)
+
+
+class _Copies:
+    """Ends copies of copies of the child at once: those of a Function that forks at each call, and which
+    return from it as their original does, would double in number at each."""
+
+    def __init__(self) -> None:
+        self.generation = 0
+
+    def count(self) -> None:
+        self.generation += 1
+        if self.generation > 1:
+            os._exit(0)

@@ -436,6 +436,29 @@ def test_what_a_function_forks_ends_with_it(write, tmp_path, capfd, sleeps):
         time.sleep(0.05)
 
 
+FORKS_ALWAYS = """
+
+class Forks(Good):
+    depth = 0
+
+    @staticmethod
+    def forward(ctx, x):
+        with open(BEGUN, "a") as stream:  # at most 20 of them, whatever the command does
+            print(Forks.depth, file=stream)
+            few = stream.tell() < 40
+        if few and os.fork() == 0:
+            Forks.depth += 1
+        return Good.forward(ctx, x)
+"""
+
+
+def test_copies_of_a_function_that_forks_do_not_multiply(write, tmp_path):
+    begun = tmp_path / "depths"
+    path = write(GOOD, HOSTILE + FORKS_ALWAYS.replace("BEGUN", repr(str(begun))))
+    assert main(["verify", f"{path}:Forks"]) == 0
+    assert set(begun.read_text().split()) == {"0", "1"}
+
+
 def _runs(pid):
     """Whether a process goes on; one that ended may wait for another to ask for its status."""
     try:
