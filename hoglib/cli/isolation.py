@@ -159,7 +159,7 @@ def _kill_group(leader: int) -> None:
 
 
 class _Copies:
-    """Ends copies of copies of the child at once: those of a Function that forks at each call, and which
+    """Ends copies of copies of the child at once: those of a Function that forks at each call, and that
     return from it as their original does, would double in number at each."""
 
     def __init__(self) -> None:
