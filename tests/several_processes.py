@@ -12,7 +12,7 @@ from torch import multiprocessing
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from experiments.benchmarks.memory import peak_bytes
-from hoglib._core import pytree
+from hoglib._core import process_failures, pytree
 
 # A server imports once what takes seconds, and each process is a copy of it.
 multiprocessing.set_forkserver_preload(["lightning.pytorch", "torch.distributed.fsdp", "hoglib"])
@@ -88,6 +88,8 @@ def _run(rank, function, folder, count, backend):
     torch.set_num_threads(1)
     # what Lightning reads where processes are started for it
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", MASTER_ADDR="localhost", MASTER_PORT="1")
+    # messages of a busy machine take longer than those of one that trains
+    process_failures.GRACE_SECONDS, process_failures.LEAVE_SECONDS = 30.0, 200.0
     if backend == "nccl":
         torch.cuda.set_device(rank)
     dist.init_process_group(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hoglib._core import pytree, validation
+from hoglib._core.process_failures import together
 from hoglib._core.sharding import AGREEMENT, Sharding, is_sharded, refuse_sharded
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 
@@ -172,9 +173,10 @@ class Space:
         if self.sharding is not None:
             text = f"{algorithm}{options}"
             numbers = [float(zlib.crc32(text.encode())), 0.0, 0.0, 0.0]  # as many as for a product
-            self.sharding.check_same(
-                algorithm, ("algorithm, and its options,", *AGREEMENT[1:]), numbers, self.device
-            )
+            what = "algorithm, and its options,", *AGREEMENT[1:]
+            # as a product does, which other processes may call instead
+            with together(algorithm, self.sharding.mesh):
+                self.sharding.check_same(algorithm, what, numbers, self.device)
 
     def refuse_sharded(self, caller: str) -> None:
         """Raise for DTensors, in algorithms that need whole vectors."""
