@@ -197,6 +197,8 @@ MISTAKES = [
     cube(lambda x: x**3, "complex", name="complex numbers neither declared nor refused"),
     cube(define(lambda x: x.abs() ** 3, [lambda x, y: 3 * x * x]), "first derivative",
          name="wrong away from positive numbers"),
+    cube(define(lambda x: x**3, [lambda x, _: 3 * x * x], reference=lambda x: x.detach() ** 2 * x),
+         "plain operations", name="reference with another gradient"),
     Mistake(
         "gradient of an output ignored",
         entry(from_class(IgnoresUndefinedGradient), lambda x: (x**3, x**2)),
