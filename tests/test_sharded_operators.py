@@ -212,7 +212,7 @@ class Wire(TorchDispatchMode):
 
 PARTS = {  # how much a process sends of the tensors of the operation, the one that it fills included
     "_allgather_base_": ("gathers", lambda n: (n - 1) / (n + 1)),
-    "_reduce_scatter_base_": ("averages", lambda n: (n - 1) / (n + 1)),
+    "alltoall_base_": ("averages", lambda n: (n - 1) / (2 * n)),  # how shards are averaged
     "allreduce_": ("sums", lambda n: 2 * (n - 1) / n),
 }  # fmt: skip
 

@@ -189,6 +189,6 @@ class _WatchedWait(TorchDispatchMode):
         started = torch_sharding.start_collective(func, args)
         if started is None:
             return func(*args, **(kwargs or {}))
-        result, work = started
+        work, result = started
         self._exchange.wait(work)
-        return result
+        return result()

@@ -7,7 +7,7 @@ Private torch API, as `torch_internals`.
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -30,9 +30,9 @@ def default_store() -> Any:
     return torch.distributed.distributed_c10d._get_default_store()
 
 
-def start_collective(func: Any, args: Any) -> tuple[Tensor, Any] | None:
-    """The result of one of torch's functional collectives that gather or sum, and the work to wait for;
-    None for any other operation."""
+def start_collective(func: Any, args: Any) -> tuple[Any, Callable[[], Tensor]] | None:
+    """The work to wait for of one of torch's functional collectives that gather or sum, and what gives
+    its result then; None for any other operation."""
     if func.namespace != "_c10d_functional" or func.overloadpacket.__name__ not in _COLLECTIVES:
         return None
     given, *options = args
@@ -41,16 +41,16 @@ def start_collective(func: Any, args: Any) -> tuple[Tensor, Any] | None:
     name = func.overloadpacket.__name__
     if name == "all_gather_into_tensor":
         result = given.new_empty(given.shape[0] * options[0], *given.shape[1:])
-        return result, group._allgather_base(result, given.contiguous())
+        return group._allgather_base(result, given.contiguous()), lambda: result
     if options[0] != "sum":
         return None
     if name == "all_reduce":
         result = given.clone()
-        return result, group.allreduce([result])
-    result = given.new_empty(given.shape[0] // options[1], *given.shape[1:])
-    return result, group._reduce_scatter_base(
-        result, given.contiguous(), library.ReduceScatterOptions()
-    )
+        return group.allreduce([result]), lambda: result
+    # gloo's own reduce-scatter sums everything in all processes, and its wait knows no timeout
+    parts = given.new_empty(options[1], given.shape[0] // options[1], *given.shape[1:])
+    work = group.alltoall_base(parts.view(given.shape), given.contiguous(), [], [])
+    return work, lambda: parts.sum(0)
 
 
 _COLLECTIVES = ("all_gather_into_tensor", "all_reduce", "reduce_scatter_tensor")
