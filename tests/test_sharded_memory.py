@@ -126,8 +126,8 @@ VECTORS = {"product": 2, "lanczos": 2 + 3, "step": 1}
 # of further blocks what their runs keep for the backward, the inputs of the process's own examples: 1 / 97 of a
 # block for each row of numbers
 KEPT = 0.03
-# the block that runs: its parameters, a vector, its gradient and its product
-ONE_BLOCK = 4
+# the block that runs: its parameters, a vector, its gradient, and what is averaged, as it is sent and received
+ONE_BLOCK = 5
 
 
 def test_four_processes_equal_one_in_a_quarter_of_its_memory(tmp_path):

@@ -441,9 +441,9 @@ def test_operators_of_several_processes_equal_those_of_one(count, tmp_path):
         between, recomputed, plain = found.pop("held")
         assert 8 / count <= between < BETWEEN / count, rank
         # gradient, product and sum; one block of 24 at a time: its parameters, a vector, its gradient, its
-        # product, and what is averaged
-        assert 3 / count < recomputed < 3 / count + 5.1 / 24, rank
-        assert plain > recomputed + 1.4, rank  # all parameters and the vector, whole
+        # product, and what is averaged, as it is sent and received
+        assert 3 / count < recomputed < 3 / count + 6 / 24, rank
+        assert plain > recomputed + 1, rank  # all parameters, whole, and more
         got = found.pop("refused")
         assert got.pop("iterating") == (
             ["OSError", "no such file"] if rank == 0 else ["DistributedError", got_iterating(count)]
