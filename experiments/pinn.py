@@ -309,8 +309,8 @@ class Jacobian:
     def __call__(self, p: Tensor) -> Tensor:
         params = hog.trainable_params(self.residual)
         if self._row is None:
-            gradient = lambda params, p: self._gradient(params, p)  # noqa: E731
-            self._row = make_fx(gradient)(params, p[0])  # which takes no bound method
+            # a bound method has an argument more than make_fx counts
+            self._row = make_fx(lambda params, p: self._gradient(params, p))(params, p[0])
         rows = torch.func.vmap(self._row, (None, 0), chunk_size=ROWS)
         with torch.no_grad():
             parts = rows({name: value.detach() for name, value in params.items()}, p)

@@ -121,10 +121,8 @@ def check_processes(trainer: pl.Trainer, module: pl.LightningModule) -> None:
 
 def lost_process(error: BaseException) -> bool:
     """Whether the communication failed, as it does where another process has ended."""
-    backend = isinstance(error, RuntimeError) and "gloo" in str(
-        error
-    )  # which has no class of errors
-    return backend or (dist.is_available() and isinstance(error, dist.DistError))
+    of_gloo = isinstance(error, RuntimeError) and "gloo" in str(error)  # it has no class of errors
+    return of_gloo or (dist.is_available() and isinstance(error, dist.DistError))
 
 
 def tells_of_lost_process() -> bool:

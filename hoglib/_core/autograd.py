@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hoglib._core import pytree
+from hoglib._core.call_errors import ErrorTranslation
 from hoglib._core.gradient_graph import (
     GraphSummary,
     check_custom_functions,
@@ -149,7 +150,7 @@ def dense(part: Tensor) -> Tensor:
     return part if part.layout is torch.strided else part.to_dense()
 
 
-class translate_hook_errors:  # noqa: N801 a context manager
+class translate_hook_errors(ErrorTranslation):  # noqa: N801 a context manager
     """Raises UnsupportedError where hooks of a module fail that can be turned off.
 
     Opacus' GradSampleModule has such hooks: they count forward passes on the parameters, which hoglib
@@ -159,15 +160,7 @@ class translate_hook_errors:  # noqa: N801 a context manager
     def __init__(self, what: str) -> None:
         self._what = what
 
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if isinstance(error, Exception):
-            self.explain(error)
-
     def explain(self, error: Exception) -> None:
-        """Raises what this raises at the end for an error inside; returns if that is the error."""
         if isinstance(error, HoglibError):
             return
         owner = raising_module(error)

@@ -136,13 +136,8 @@ def forward_hint(forward: Callable[..., Any], args: tuple[Any, ...], batch: Any)
     return f"lambda model, batch: model({call})"
 
 
-@final
-class translate_device_errors:  # noqa: N801 a context manager
-    """Inside, torch's error about devices names the tensor of the batch that is on another device than
-    the tensors of `reference`."""
-
-    def __init__(self, batch: Any, reference: Any) -> None:
-        self._batch, self._reference = batch, reference
+class ErrorTranslation:
+    """A context manager whose `explain` is given the errors inside."""
 
     def __enter__(self) -> None:
         pass
@@ -152,7 +147,19 @@ class translate_device_errors:  # noqa: N801 a context manager
             self.explain(error)
 
     def explain(self, error: Exception) -> None:
-        """Raises what this raises at the end for an error inside; returns if that is the error."""
+        """Raises what is raised at the end for an error inside; returns if that is the error."""
+        raise NotImplementedError
+
+
+@final
+class translate_device_errors(ErrorTranslation):  # noqa: N801 a context manager
+    """Inside, torch's error about devices names the tensor of the batch that is on another device than
+    the tensors of `reference`."""
+
+    def __init__(self, batch: Any, reference: Any) -> None:
+        self._batch, self._reference = batch, reference
+
+    def explain(self, error: Exception) -> None:
         if not isinstance(error, RuntimeError) or isinstance(error, HoglibError):
             return
         if not _is_device_error(str(error)):

@@ -119,4 +119,4 @@ def only_plain_operations() -> bool:
 
 def needs_linear_backward() -> str:
     """The caller of `plain_operations` that needs one; "" for none."""
-    return _PLAIN_OPERATIONS.get() or "" if only_plain_operations() else ""
+    return "" if torch.compiler.is_compiling() else _PLAIN_OPERATIONS.get() or ""

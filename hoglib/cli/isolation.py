@@ -109,15 +109,15 @@ def _ended(code: int | None) -> str:
 def _run(to: Connection, work: Work, start: int) -> None:
     """The child: sends what it finds, and None at the end."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent reports an interrupt
+    copies = _Copies()
     if hasattr(os, "fork"):  # not on Windows
         os.setpgid(0, 0)
-        os.register_at_fork(after_in_child=_Copies().count)
+        os.register_at_fork(after_in_child=copies.count)
     Thread(target=_end_with_parent, daemon=True).start()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the user's code runs some hundred times
-    own = os.getpid()
 
     def send(found: Found | None) -> None:
-        if os.getpid() != own:  # a copy that a Function forked, which went on as its original does
+        if copies.generation:  # a Function forked this one, which went on as its original does
             os._exit(0)
         to.send(found)
 

@@ -133,7 +133,8 @@ class ModelRun:
         It shows uses of parameters that were not seen, and layers that mix examples.
         """
         calls = self._calls()
-        found = self._backward([*(call.edge for call in calls), *self._own], self._probe(0))
+        half = next(iter(self._halves()), None)
+        found = self._backward([*(call.edge for call in calls), *self._own], self._probe(half))
         gradients = Gradients(calls, found[: len(calls)], self.dtype, self.device)
         wanted = found[len(calls) :]
         self.check_apart(needs_examples, gradients)
@@ -165,18 +166,17 @@ class ModelRun:
         """Raise where a row has gradients of the outputs of several examples, or, where rows have to be
         those of an example, where they are in another order. Find that order.
 
-        first: the gradients of `_probe(0)`, where they are known.
+        first: the gradients of the probe of the first half, where they are known.
         """
         if self.examples < 2:
             return
         calls, halves = self._calls(), self._halves()
         touched: dict[int, list[Tensor]] = {id(call): [] for call in calls}
-        for number in range(len(halves)):
-            if number or first is None:
-                found = self._backward([call.edge for call in calls], self._probe(number))
+        for half in halves:
+            gradients, first = first, None
+            if gradients is None:
+                found = self._backward([call.edge for call in calls], self._probe(half))
                 gradients = Gradients(calls, found, self.dtype, self.device)
-            else:
-                gradients = first
             for call in calls:
                 touched[id(call)].append((gradients.of(call) != 0).any(-1).any(0))
         for layer in self.layers:
@@ -208,14 +208,14 @@ class ModelRun:
         bits = range((self.examples - 1).bit_length())
         return [(numbers >> bit) % 2 == value for bit in bits for value in (0, 1)]
 
-    def _probe(self, number: int) -> Vector:
-        """A random column of the outputs of half of the examples, and zeros."""
+    def _probe(self, half: Tensor | None) -> Vector:
+        """A random column of the outputs of half of the examples, and zeros; of all for None."""
         generator = torch.Generator().manual_seed(0)
         column = []
         for y in self._outputs:
             u = torch.randn(y.shape, generator=generator, dtype=torch.float32).to(y)
-            if self.examples > 1:
-                u[~self._halves()[number]] = 0
+            if half is not None:
+                u[~half] = 0
             column.append(u)
         return column
 

@@ -62,7 +62,7 @@ def check_derivatives(
 
     stand_ins = stand_ins_if(loop.options.stand_ins)
     with torch.enable_grad(), fixed_random_numbers(before), stand_ins, translate_errors(what):
-        data = [x for x in pytree.leaves((support, query)) if isinstance(x, Tensor)]
+        data = pytree.tensors((support, query))
         _check_leaves(what, losses, [*own, *data], learned)
 
 

@@ -209,7 +209,7 @@ def _run_by_step(
     A graph is looked up once for all steps, and given its tensors in the order of its arguments:
     the graph of a step on a small network takes less time than to find it.
     """
-    tasks = len(next(x for x in pytree.leaves(support) if isinstance(x, Tensor))) if mapped else 0
+    tasks = len(pytree.tensors(support)[0]) if mapped else 0
     loop, key, names = program.loop, program.key, program.loop.adapting
     constants = [
         loop.is_constant(i, loop.options.inner_steps) for i in range(loop.options.inner_steps)
@@ -232,7 +232,7 @@ def _run_by_step(
             "and its backward would draw different ones; use compile='inductor' or 'eager'."
         )
     before = pytree.leaves(fixed)
-    data = [x for x in pytree.leaves(support) if isinstance(x, Tensor)]
+    data = pytree.tensors(support)
     carry, losses, saved = pytree.leaves(first), [], []
     for i, constant in enumerate(constants):
         saved.append((carry, count + i))

@@ -123,7 +123,7 @@ class _DiskLoop:
         rule = self.inner.rule(i, constants)
 
         def init(params: Params) -> Any:
-            first = next(x for x in pytree.leaves(params) if isinstance(x, Tensor))
+            first = pytree.tensors(params)[0]
             dtype = torch.promote_types(first.dtype.to_real(), torch.float32)
             return {"rule": rule.init(params), "outer": first.new_zeros((), dtype=dtype)}
 
@@ -196,8 +196,8 @@ def loop_tasks_on_disk(
     generators = GeneratorStates({x.device for x in pytree.leaves(start)})
     call = describe_call(kept.what, steps, kept.schedule, start, tasks, **kept.options)
     numbers = count()
-    with open_checkpoints(kept.directory, call, [], kept.replaces) as files:
-        assert isinstance(files, OnDisk)
+    files = OnDisk(kept.directory, call, [], kept.replaces)
+    with files.held():
 
         def run_one(support: Any, query: Any) -> TaskResult:
             number = next(numbers)

@@ -4,7 +4,6 @@ from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Generic, TypeVar, final
 
 import torch
@@ -28,7 +27,7 @@ from hoglib.functional import (
 from hoglib.meta import norms, sharded
 from hoglib.meta import tasks as task_sets
 from hoglib.meta.checks import check_derivatives, check_finite
-from hoglib.meta.disk_loop import digest_of_generators, directory_of_process
+from hoglib.meta.disk_loop import digest_of_generators
 from hoglib.meta.inner_loop import RECOMPUTES
 from hoglib.meta.module_loop import (
     InnerParams,
@@ -197,9 +196,8 @@ class Learner(nn.Module, ABC):
             start = start._replace(model=params)
         what = type(self).__name__
         if loop.options.memory == "disk":
-            folder = directory_of_process(Path(loop.options.directory or ".")) / "adapt"
             drawn = digest_of_generators(list(start.model.values()))
-            loop = replace(loop, kept=loop.kept_at(f"{what}.adapt", folder, generators=drawn))
+            loop = replace(loop, on_disk=loop.kept(what, "adapt", generators=drawn))
         sharding = sharded.sharding_of(start.model)
         if sharding is not None:
             self._refuse_settings(loop, start)

@@ -14,7 +14,7 @@ from hoglib.errors import ArgumentValueError
 from hoglib.functional import Criterion, Forward, trainable_params
 from hoglib.meta.checkpoints import check_directory
 from hoglib.meta.compiled import CompileOptions, MetaCompiler
-from hoglib.meta.disk_loop import directory_of_process, loop_tasks_on_disk
+from hoglib.meta.disk_loop import loop_tasks_on_disk
 from hoglib.meta.learner import Learner, Option
 from hoglib.meta.module_loop import (
     GRANULARITIES,
@@ -268,11 +268,10 @@ class MAML(Learner):
         """Tasks one by one, whose states and results are kept in files."""
         steps = self.inner_steps
         weights = loop.options.weights_for(steps)
-        folder = directory_of_process(Path(loop.options.directory or ".")) / "loss"
-        kept = loop.kept_at("MAML.loss", folder, weights, gradients=wanted)
+        kept = loop.kept("MAML", "loss", weights, gradients=wanted)
 
         def of_task(directory: Path, support: Any, query: Any) -> TaskResult:
-            of_loop = replace(loop, kept=kept._replace(directory=directory))
+            of_loop = replace(loop, on_disk=kept._replace(directory=directory))
             with stand_ins_if(self.stand_ins):
                 return self._task_result(of_loop, start, wanted, support, query)
 

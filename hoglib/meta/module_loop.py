@@ -24,7 +24,7 @@ from hoglib.errors import ArgumentTypeError, ArgumentValueError
 from hoglib.functional import FunctionalLoss, name_of_loss, trainable_params
 from hoglib.meta import norms
 from hoglib.meta.checkpoints import check_directory, digest
-from hoglib.meta.disk_loop import Kept, unroll_on_disk
+from hoglib.meta.disk_loop import Kept, directory_of_process, unroll_on_disk
 from hoglib.meta.inner_loop import (
     MEMORY,
     RECOMPUTES,
@@ -120,7 +120,7 @@ class ModuleLoop:
     batch_norms: norms.BatchNorms
     strength: float = 0.0  # of the proximal term, strength / 2 |params - start|^2
     sharding: Sharding | None = None  # of the parameters, where each process holds a part of them
-    kept: Kept | None = None  # where memory="disk" keeps the states of this loop
+    on_disk: Kept | None = None  # where memory="disk" keeps the states of this loop
 
     def meta_params(self) -> MetaParams:
         """All that is learned, as it is now."""
@@ -206,14 +206,15 @@ class ModuleLoop:
         modules = [*self.criterion_loss.model.modules(), *self.learned_modules.modules()]
         constants = start._replace(model=rest), support, query
         if options.memory == "disk":
-            kept = self.kept
-            assert kept is not None
-            return unroll_on_disk(inner, steps, params, constants, kept, modules)
+            assert self.on_disk is not None
+            return unroll_on_disk(inner, steps, params, constants, self.on_disk, modules)
         return unroll(inner, steps, params, constants, options.memory, modules)
 
-    def kept_at(self, what: str, directory: Path, weights: StepWeights = None, **more: Any) -> Kept:
-        """Where memory="disk" keeps its files, and the options that tell a call from another one."""
+    def kept(self, learner: str, call: str, weights: StepWeights = None, **more: Any) -> Kept:
+        """Where memory="disk" keeps the files of a call, and the options that tell it from others."""
         options = self.options
+        assert options.directory is not None
+        directory = directory_of_process(Path(options.directory)) / call
         numbers = {
             name: value
             for name, value in (options.rule_options or {}).items()
@@ -223,12 +224,12 @@ class ModuleLoop:
         layers = [f"{name} {type(m).__name__} {m.training}" for name, m in model.named_modules()]
         fixed = [x for x in (*model.parameters(), *model.buffers()) if not x.requires_grad]
         return Kept(
-            what, directory, options.schedule,
+            f"{learner}.{call}", directory, options.schedule,
             {
                 "loss": name_of_loss(self.criterion_loss),
                 "inner loss": name_of_loss(self.inner_criterion_loss),
-                "layers and their modes": digest(layers), "buffers": digest(fixed),
-                "rule": rule_name(self.rule),
+                "layers and their modes": digest(layers),
+                "buffers and frozen parameters": digest(fixed), "rule": rule_name(self.rule),
                 "rule options": numbers, "inner_lr": options.inner_lr,
                 "first_order": options.first_order, "truncate": options.truncate,
                 "step weights": None if weights is None else [float(w) for w in weights],

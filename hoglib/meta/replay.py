@@ -357,14 +357,14 @@ def describe_call(
     what: str, steps: int, schedule: str, start: Any, constants: Any, **more: Any
 ) -> dict[str, Any]:
     """What tells a call from another one, by names for messages."""
-    tensors = [x for x in pytree.leaves(start) if isinstance(x, Tensor)]
+    tensors = pytree.tensors(start)
     return {
         "function": what, "steps": steps, "schedule": schedule, "torch": torch.__version__,
         "shapes": [list(x.shape) for x in tensors],
         "dtypes": sorted({str(x.dtype) for x in tensors}),
         "devices": sorted({str(x.device) for x in tensors}),
         "initial parameters": digest(pytree.leaves(start)),
-        "arguments": digest([x for x in pytree.leaves(constants) if isinstance(x, Tensor)]),
+        "arguments": digest(pytree.tensors(constants)),
         **more,
     }  # fmt: skip
 

@@ -404,7 +404,7 @@ def _is_object(leaf: Any) -> bool:
 
 def _stacked(what: str, stack: Any) -> int:
     """The number of tasks in a stack: the leading dimension of every tensor."""
-    tensors = [leaf for leaf in pytree.leaves(stack) if isinstance(leaf, Tensor)]
+    tensors = pytree.tensors(stack)
     counts = {len(x) if x.dim() else 0 for x in tensors}
     if len(counts) != 1:
         raise ArgumentValueError(

@@ -290,7 +290,8 @@ class MetFunctions:
             if changed and (app := application(met[0], given)) is not None:
                 _CHANGING.add(met[0])
                 self._changing[met] = app
-                self.spoiling |= {met} if any(changed) else set()
+                if any(changed):
+                    self.spoiling.add(met)
 
         node.register_prehook(before)
         node.register_hook(after)

@@ -101,7 +101,7 @@ def applied(
         copies = pytree.map_tensors(copied, args)
     wanted = tuple(i for i, x in enumerate(args) if by[i] and is_float(x))
     app = Application(function, copies, wanted, parameters(function, len(args)))
-    tensors = [x for x in pytree.leaves(args) if isinstance(x, Tensor)]
+    tensors = pytree.tensors(args)
     by_module = lifted(function, args)
     if by_module is not None:
         inputs = pytree.map_tensors(
@@ -431,14 +431,14 @@ class _Operations(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         self.plain &= func.namespace in ("aten", "prim", "prims")
-        tensors = [x for x in pytree.leaves((args, kwargs)) if isinstance(x, Tensor)]
+        tensors = pytree.tensors((args, kwargs))
         if func._schema.is_mutable:
             for x in tensors:
                 self._unwritten.pop(_address(x), None)
         elif func.overloadpacket.__name__ in ("empty", "empty_like", "empty_strided", "new_empty"):
             self._unwritten |= {_address(y): y for y in pytree.leaves(result)}
         else:
-            views = [y for y in pytree.leaves(result) if isinstance(y, Tensor)]
+            views = pytree.tensors(result)
             known = {_address(x) for x in tensors}
             if not any(_address(y) in known for y in views):
                 self.returned(tensors)

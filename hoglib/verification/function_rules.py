@@ -307,7 +307,7 @@ def as_tuple(value: Any) -> tuple[Any, ...]:
 
 def tensors(value: Any) -> list[Tensor]:
     """The tensors inside anything that a context may hold."""
-    return [leaf for leaf in pytree.leaves(value) if isinstance(leaf, Tensor)]
+    return pytree.tensors(value)
 
 
 @final

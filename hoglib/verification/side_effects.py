@@ -212,7 +212,7 @@ class InPlaceWatch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         out = (kwargs or {}).get("out")
-        written = [x for x in pytree.leaves(out) if isinstance(x, Tensor)]
+        written = pytree.tensors(out)
         in_place = (name.endswith("_") and not name.startswith("__")) or name in (
             "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__",
         )  # fmt: skip
@@ -252,7 +252,7 @@ class DeviceWatch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        given = [x for x in pytree.leaves((args, kwargs)) if isinstance(x, Tensor)]
+        given = pytree.tensors((args, kwargs))
         device = kwargs.get("device")
         named = device if isinstance(device, str) else None
         if name == "to" and len(args) > 1 and isinstance(args[1], str):
