@@ -143,7 +143,7 @@ def partial_derivative(
         x: N points, [N, ...]; one point of any shape if func returns a scalar.
         *args: Further arguments of func.
         index: The coordinates by which it is differentiated, each as often as its order: indices of the
-            flattened point.
+            flattened point; -1 is the last one.
         mode: "collapsed", which raises where an operation has no Taylor rule; "nested"; or "auto".
         create_graph: Whether the results can be differentiated again. Default: where gradients are
             enabled.
@@ -196,8 +196,8 @@ def _partial_derivative(
             for k, i in enumerate(index):
                 if isinstance(i, bool) or not isinstance(i, int) or not -len(e) <= i < len(e):
                     raise ArgumentValueError(
-                        f"index[{k}]: expected a whole number from 0 to {len(e) - 1}, a coordinate of "
-                        f"the flattened point, got {i!r}."
+                        f"index[{k}]: expected a whole number from {-len(e)} to {len(e) - 1}, a "
+                        f"coordinate of the flattened point, got {i!r}."
                     )
             places = [i % len(e) for i in index]
             chosen = sorted(set(places))
