@@ -136,7 +136,7 @@ def dense_ggn(loss, params, batch):
 
 
 @cache
-def dense(matrix, name, criterion="cross entropy", n=7):
+def expected_matrix(matrix, name, criterion="cross entropy", n=7):
     """`matrix`, dense_hessian or dense_ggn, of a problem: computed once for all tests."""
     return matrix(*problem(name, criterion, n))
 
