@@ -1,5 +1,7 @@
 """Losses, parameters and batches of the curvature tests, and matrices to compare with, by differences."""
 
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -131,6 +133,12 @@ def dense_ggn(loss, params, batch):
         outputs = loss.outputs(params, batch)
     H = columns(gradient(lambda p: loss.criterion(p["outputs"], batch)), {"outputs": outputs})
     return J.T @ H @ J
+
+
+@cache
+def expected_matrix(matrix, name, criterion="cross entropy", n=7):
+    """`matrix`, dense_hessian or dense_ggn, of a problem: computed once for all tests."""
+    return matrix(*problem(name, criterion, n))
 
 
 def relative(a, b):
