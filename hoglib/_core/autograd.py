@@ -5,7 +5,7 @@ Hv = materialize_grads(vjp(g.parts, g.leaves, v, "hvp"), g.leaves)
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeVar, final
 
 import torch
@@ -233,12 +233,13 @@ class grad_enabled:  # noqa: N801 a context manager
             mode.__exit__(*raised)
 
 
-@contextmanager
-def outside_inference_mode() -> Iterator[None]:
+def outside_inference_mode() -> AbstractContextManager[None]:
     """Inside, new tensors can be differentiated by: inference mode becomes no_grad."""
-    if not torch.is_inference_mode_enabled():
-        yield
-        return
+    return _no_grad_instead() if torch.is_inference_mode_enabled() else nullcontext()
+
+
+@contextmanager
+def _no_grad_instead() -> Iterator[None]:
     with torch.inference_mode(False), torch.no_grad():
         yield
 

@@ -32,11 +32,11 @@ class StateFingerprint:
         self._tensors = [x for x in reached if isinstance(x, Tensor)]
         self._roots = [x for x in reached if isinstance(x, nn.Module)]
 
-    def now(self, values: bool = True, modules: bool = True) -> list[Any]:
-        """Autocast, pointers and versions; if asked for settings of modules and their tensors, and sums
-        and norms of all tensors."""
+    def now(self, values: bool = True) -> list[Any]:
+        """Autocast, settings of modules, pointers and versions; if asked for, sums and norms of all
+        tensors."""
         tensors = [*self._leaves(), *(t for _, t in tensors_in("", self._data())), *self._tensors]
-        parts = [part for root in self._roots for part in root.modules()] if modules else []
+        parts = [part for root in self._roots for part in root.modules()]
         settings: list[Any] = []
         for module in parts:
             tensors += [t for t in module._parameters.values() if t is not None]

@@ -53,7 +53,7 @@ from hoglib.verification.rounding import HalfWatch
 
 Tree = Any
 MEMORY_LIMIT = 2 * 2**30
-CHECKED_EVERY = 8  # products of an algorithm: a kept graph does not run the modules
+CHECKED_EVERY = 8  # products of an algorithm: a kept graph reads neither modules nor new tensors
 # (batch, number, share): adds share times what is summed; returns the loss of the batch
 AddBatch = Callable[[Any, int, float], Tensor]
 
@@ -127,8 +127,7 @@ class DatasetSum:
         self._state: list[Any] = [object()]  # the fingerprint after the last pass
         self._algorithm = ""  # that runs
         self._cheap_state: list[Any] | None = None  # the same without values, while one runs
-        self._tensor_state: list[Any] = []  # that of parameters and data, without modules
-        self._unchecked = 0  # products since the modules were compared
+        self._unchecked = 0  # products since it was compared
         self.backend = ""  # that compiles the blocks which are recomputed
         self.kept: Any = None  # what an operator computed in this state; dropped when it changes
         self._unused: set[int] | None = None
@@ -354,11 +353,28 @@ class DatasetSum:
             return
         self._algorithm = algorithm
         try:
-            yield
-            if self._cheap_state is not None and self._fingerprint.now() != self._state:
+            try:
+                yield
+            except Exception as error:  # of a kept graph, for tensors that were changed in place
+                if self.kept is not None and self._changed():
+                    raise self._changed_meanwhile() from error
+                raise
+            if self._changed():
                 raise self._changed_meanwhile()
         finally:
             self._algorithm, self._cheap_state = "", None
+
+    def next_is_unchecked(self) -> bool:
+        """Whether the next product, by the kept graph, needs no check: an algorithm runs, whose first
+        and last products are checked, and some in between."""
+        if self.kept is None or self._cheap_state is None:
+            return False
+        self._unchecked += 1
+        return self._unchecked < CHECKED_EVERY
+
+    def _changed(self) -> bool:
+        """Whether the state is another one than at the first product of the algorithm that runs."""
+        return self._cheap_state is not None and self._fingerprint.now() != self._state
 
     def _changed_meanwhile(self) -> Exception:
         return NondeterministicError(
@@ -457,12 +473,7 @@ class DatasetSum:
         """Whether parameters, buffers or modes changed; what was known of them is dropped then."""
         first = self._cheap_state is None
         if self._algorithm:
-            tensors = self._fingerprint.now(values=False, modules=False)
-            self._unchecked += 1
-            alike = tensors == self._tensor_state and not first
-            if self.kept is not None and alike and self._unchecked < CHECKED_EVERY:
-                return False
-            self._unchecked, self._tensor_state = 0, tensors
+            self._unchecked = 0
             cheap = self._fingerprint.now(values=False)
             if cheap == self._cheap_state:
                 return False

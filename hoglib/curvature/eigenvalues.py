@@ -23,8 +23,10 @@ CACHED = 2**22  # bytes of a basis that cost little beside a product
 LARGEST = 2**24  # bytes of a basis that is enlarged
 SLOW = 16  # restarts after which a larger basis, which costs time, may save products
 AT_ONCE = 2**16  # entries of each vector that are combined at once
+SLOWEST = 0.1  # decimal digits of a residual that a product is expected to gain, at least
 KEPT = 0.7  # of the norm of a vector: if less is left, it is orthogonalised again
 ROUNDING = 10  # times eps |A|: the error of a product
+SMALLEST = torch.finfo(torch.float64).tiny  # a residual that is allowed, of a matrix of zeros
 TOL = {torch.float64: 1e-10, torch.float32: 1e-5}
 # the indices of k of some ascending values
 ENDS: dict[str, Callable[[Tensor, int], Tensor]] = {
@@ -206,7 +208,8 @@ def lanczos(
     # copies of a repeated eigenvalue appear by rounding, some products after the eigenvalue itself
     second = first + (first - k) // 2
     basis = Basis(start, most, draw, space)
-    done = due = 0
+    done = due = looked = 0
+    missing_before = 0.0  # decimal digits of the residuals, at the last look
     for restart in range(restarts):
         if restart % SLOW == SLOW - 1 and most < largest:
             most = min(largest, 2 * most)
@@ -220,19 +223,21 @@ def lanczos(
                 theta, S, residuals = basis.ritz()
                 chosen = choose(theta, k)
                 values = theta[chosen]
-                allowed = (tol * values.abs()).clamp(min=basis.noise)
-                good = residuals[chosen] <= allowed
-                if bool(good.all()):
+                allowed = (tol * values.abs()).clamp(min=max(basis.noise, SMALLEST))
+                ratios = residuals[chosen] / allowed
+                if (largest_ratio := float(ratios.max())) <= 1:
                     return values, basis.combine(S[:, chosen])
-                # a look takes a tenth of the time of a small network's product; a product rarely lowers
-                # a residual to less than a tenth
-                largest_ratio = float((residuals[chosen] / allowed).max())
-                due = done + (int(log10(largest_ratio)) if 1 < largest_ratio < inf else 1)
+                # a look takes a tenth of the time of a small network's product: the next is after half
+                # as many products as would do, if they go on as they did since the last one
+                missing = log10(largest_ratio) if 1 < largest_ratio < inf else 0.0
+                rate = max(SLOWEST, (missing_before - missing) / (done - looked)) if looked else 0.5
+                due = done + max(1, int(missing / (2 * rate)))
+                missing_before, looked = missing, done
         kept = choose(theta, k + (basis.m - k) // 2)
         basis.restart(theta[kept], S[:, kept])
     raise ConvergenceError(
-        f"eigsh: expected {k} eigenvalues, got {int(good.sum())} after {done} products "
-        f"({', '.join(f'{v:.6g}' for v in values[good].tolist())}); raise max_iter or tol, or "
+        f"eigsh: expected {k} eigenvalues, got {int((ratios <= 1).sum())} after {done} products "
+        f"({', '.join(f'{v:.6g}' for v in values[ratios <= 1].tolist())}); raise max_iter or tol, or "
         "ask for fewer."
     )
 
@@ -268,10 +273,9 @@ class Basis:
         eps = torch.finfo(self.V.dtype).eps
         for j, product in enumerate(products, start=first):
             outside, coefficients, length = self._orthogonalize(product, max(0, j - self._block))
-            column = coefficients.to("cpu", torch.float64)
-            largest = max(length, float(column.abs().max()) if len(column) else 0.0)
+            largest = max(length, *map(abs, coefficients))
             self.noise = max(self.noise, ROUNDING * eps * largest)
-            self.T[: self.n, j] = column
+            self.T[: self.n, j] = torch.tensor(coefficients, dtype=self.T.dtype)
             if self.n == self._size:
                 continue
             if length > self.noise:
@@ -319,24 +323,27 @@ class Basis:
         outside, _, length = self._orthogonalize(v)
         self._append(outside, length)
 
-    def _orthogonalize(self, v: Tensor, neighbours: int = 0) -> tuple[Tensor, Tensor, float]:
+    def _orthogonalize(self, v: Tensor, neighbours: int = 0) -> tuple[Tensor, list[float], float]:
         """The component of v orthogonal to V, the coefficients of the rest in V, and its length.
 
         In exact arithmetic the product of a vector lies in the span of few: it is first orthogonalised
         against V[neighbours:], at little cost, and then against all, again as long as that takes away
         more than rounding (Daniel, Gragg, Kaufman and Stewart, 1976).
         """
-        v = v.clone()
-        total, length = v.new_zeros(self.n), 0.0
+        # where it is appended, if there is room
+        v = self.V[self.n].copy_(v) if self.n < len(self.V) else v.clone()
+        total, length = [0.0] * self.n, 0.0
         for turn, first in enumerate((neighbours, 0, 0, 0)):
             V = self.V[first : self.n]
-            coefficients = self._space.gram(V, v)
-            v.addmv_(V.T, coefficients, alpha=-1)  # a third of the time of coefficients @ V
-            total[first:] += coefficients
+            taken = self._space.gram(V, v)
+            v.addmv_(V.T, taken, alpha=-1)  # a third of the time of taken @ V
+            coefficients: list[float] = taken.tolist()
+            for i, coefficient in enumerate(coefficients, start=first):
+                total[i] += coefficient
             if turn == 0 and self.n:
                 continue
-            length, taken = float(self._space.norms(v[None])), float(coefficients.norm())
-            if length > KEPT * hypot(length, taken):  # the length before, as V is orthonormal
+            length = float(self._space.norms(v[None]))
+            if length > KEPT * hypot(length, *coefficients):  # the length before: V is orthonormal
                 break
         return v, total, length
 

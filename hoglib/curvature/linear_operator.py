@@ -2,13 +2,14 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from hoglib._core import validation
+from hoglib._core.autograd import outside_inference_mode
 from hoglib.curvature import (
     density,
     eigenvalues,
@@ -71,7 +72,7 @@ class LinearOperator(ABC):
             The products [k, P].
         """
         self.count += len(rows)
-        with torch.inference_mode(False), torch.no_grad():
+        with outside_inference_mode(), torch.no_grad():
             rows = rows.clone() if rows.is_inference() else rows
             return self._products(rows) if len(rows) else rows
 
@@ -433,12 +434,14 @@ class ProgressBar:
         self._open: Any = None
         self._done = 0.0
 
-    @contextmanager
-    def over(self, work: str, total: int | None = None) -> Iterator[None]:
+    def over(self, work: str, total: int | None = None) -> AbstractContextManager[None]:
         """Show the bar while the work lasts, unless it is shown already."""
         if not self._enabled or self._open is not None:
-            yield
-            return
+            return nullcontext()
+        return self._shown(work, total)
+
+    @contextmanager
+    def _shown(self, work: str, total: int | None) -> Iterator[None]:
         self._done = 0.0
         self._open = _tqdm()(total=total, desc=f"{self._name} {work}", unit=self._unit, leave=False)
         try:

@@ -103,11 +103,18 @@ class DatasetOperator(LinearOperator):
         # of several processes one may have no batch, and adds zeros
         make = torch.empty if self._sum.alone else torch.zeros
         total = make(rows.shape, dtype=self.dtype, device=self.device)
-        with examined_functions(type(self).__name__), self._bar.over("@", len(rows)):
+        if self._sum.next_is_unchecked():
+            self._apply_kept(rows, total)
+            return self._checked(rows, total)
+        with self._bar.over("@", len(rows)):
             totals = self._sum.run(partial(self._local_pass, rows, total), total, rows)
         weight = self._sum.weight(totals)
         if weight != 1:
             total /= weight
+        return self._checked(rows, total)
+
+    def _checked(self, rows: Tensor, total: Tensor) -> Tensor:
+        """The products of the rows, where they are finite; a matrix that is not symmetric is told."""
         where = self.space.first_not_finite(total)
         if where and self.space.everywhere(bool(rows.isfinite().all())):
             raise NonFiniteError(
@@ -119,12 +126,18 @@ class DatasetOperator(LinearOperator):
 
     def _local_pass(self, rows: Tensor, total: Tensor) -> PassTotals:
         """Compute the products over the data of this process into total."""
-        kept: _KeptProduct | None = self._sum.kept
-        if kept is None:
-            return self._sum.each_batch(partial(self._add_batch, rows, total))
+        if self._sum.kept is None:
+            with examined_functions(type(self).__name__):
+                return self._sum.each_batch(partial(self._add_batch, rows, total))
+        # the Functions in a kept graph were examined when it was made
+        return self._sum.kept_batch(*self._apply_kept(rows, total))
+
+    def _apply_kept(self, rows: Tensor, total: Tensor) -> tuple[Tensor, float]:
+        """Compute the products by the kept graph; return the loss, and the share of its batch."""
+        kept: _KeptProduct = self._sum.kept
         with grad_enabled(), reapply(kept.patches):
             value = self._apply(kept.point, rows, total, kept.share, keep_graph=True, first=True)
-        return self._sum.kept_batch(value, kept.share)
+        return value, kept.share
 
     def _add_batch(
         self, rows: Tensor, total: Tensor, batch: Any, number: int, share: float

@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from math import isfinite
 from typing import Any, Protocol, final
 
 import torch
@@ -95,6 +96,8 @@ class Space:
             )
         held = leaves if self.sharding is None else self.sharding.local(leaves)
         self._like = [(leaf.shape, leaf.dtype) for leaf in held]
+        self._sizes = [leaf.numel() for leaf in held]
+        self._alike = all(leaf.dtype == self.dtype for leaf in held)
         self.length = pytree.size(held)
         # what the entries of a row count in an inner product, of which several processes hold copies
         self._parts: Tensor | float = 1.0
@@ -234,7 +237,7 @@ class Space:
 
     def split(self, row: Tensor) -> list[Tensor]:
         """The leaves of a flat vector of any stride, in their dtypes; views where the dtypes agree."""
-        parts = row.split([shape.numel() for shape, _ in self._like])
+        parts = row.split(self._sizes)
         return [
             part.view(shape).to(dtype)
             for part, (shape, dtype) in zip(parts, self._like, strict=True)
@@ -242,15 +245,17 @@ class Space:
 
     def add(self, row: Tensor, leaves: list[Tensor], factor: float, first: bool = False) -> None:
         """row += factor leaves; the first time row = factor leaves, into uninitialised memory."""
-        parts = row.split([shape.numel() for shape, _ in self._like])
-        for part, leaf in zip(parts, leaves, strict=True):
-            flat = leaf.detach().reshape(-1)
-            if not first:
-                part.add_(flat, alpha=factor)
-            elif factor == 1:
-                part.copy_(flat)
+        flat = [leaf.detach().reshape(-1) for leaf in leaves]
+        if first and self._alike:
+            torch.cat(flat, out=row)
+            if factor != 1:
+                row *= factor
+            return
+        for part, leaf in zip(row.split(self._sizes), flat, strict=True):
+            if first:
+                part.copy_(leaf * factor)
             else:
-                part.copy_(flat * factor)
+                part.add_(leaf, alpha=factor)
 
     def tree(self, row: Tensor) -> Tree:
         """A flat vector in the structure of params."""
@@ -275,7 +280,7 @@ class Space:
         return names[int(self.sharding.reduce(found, "MAX"))]
 
     def _first_not_finite(self, rows: Tensor) -> str:
-        if bool(rows.sum().isfinite()) or bool(rows.isfinite().all()):  # a sum is faster
+        if isfinite(rows.sum()) or bool(rows.isfinite().all()):  # a sum is faster
             return ""
         for name, *parts in zip(
             pytree.paths(self.params), *(self.split(row) for row in rows), strict=True

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm
 
 import hoglib as hog
+from hoglib._core.fingerprint import StateFingerprint
 from hoglib.curvature import linear_operator, reproducibility
 from hoglib.errors import NondeterministicError
 from tests.curvature.problems import (
@@ -800,6 +801,20 @@ def test_differences_see_the_loss_of_other_passes_in_float32():
     product = H @ v  # computed in float64, the loss too
     assert_close(H.gradient()[0], H.value())
     assert_close(product, hog.HessianOperator(loss, params, batch) @ v, rtol=1e-4, atol=1e-6)
+
+
+def test_an_algorithm_compares_the_state_once_for_several_products_of_a_kept_graph(monkeypatch):
+    loss, params, batch = problem("layers of hoglib")
+    compared, now = [], StateFingerprint.now
+    monkeypatch.setattr(
+        StateFingerprint, "now", lambda self, **how: [compared.append(how), now(self, **how)][1]
+    )
+    for limit, every in ((2**31, 8), (0, 1)):
+        operator = hog.HessianOperator(loss, params, batch, memory_limit=limit)
+        compared.clear()
+        operator.eigsh(1)
+        assert operator.count > 16
+        assert operator.count // every <= len(compared) <= operator.count // every * 2 + 4
 
 
 @pytest.mark.parametrize("how", ["in place", "by .data"])
