@@ -62,14 +62,29 @@ def rematerialized(
 
 @contextmanager
 def _rematerialized(remat: Remat, func: Any, backend: str) -> Iterator[list["BlockForward"]]:
+    blocks = [
+        block
+        for block in find_blocks(remat, func)
+        if not isinstance(vars(block).get("forward"), BlockForward)  # by an outer context
+    ]
+    with replaced_forwards(
+        blocks, lambda block: BlockForward(block, block.forward, backend)
+    ) as found:
+        yield found
+
+
+@contextmanager
+def replaced_forwards(
+    blocks: Sequence[nn.Module], make: Callable[[nn.Module], Any]
+) -> Iterator[list[Any]]:
+    """Inside, each block has the forward that `make` makes for it; entering returns these."""
     replaced: list[tuple[dict[str, Any], Any]] = []
     try:
-        for block in find_blocks(remat, func):
+        for block in blocks:
             fields = vars(block)
-            before = fields.get("forward")
-            if not isinstance(before, BlockForward):  # by an outer context
-                replaced.append((fields, before))
-                fields["forward"] = BlockForward(block, block.forward, backend)
+            forward = make(block)
+            replaced.append((fields, fields.get("forward")))
+            fields["forward"] = forward
         yield [fields["forward"] for fields, _ in replaced]
     finally:
         for fields, before in replaced:
@@ -240,7 +255,7 @@ class BlockForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = partial(self._run_whole, self._forward) if self.gathers else self._forward
-        run = partial(_call_forward, forward)
+        run = partial(call_forward, forward)
         return recompute(run, self.module, args, kwargs, backend=self._backend)
 
     def _run_whole(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -285,7 +300,7 @@ def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
 
 
-def _call_forward(forward: Callable[..., Any], block: nn.Module, args: Any, kwargs: Any) -> Any:
+def call_forward(forward: Callable[..., Any], block: nn.Module, args: Any, kwargs: Any) -> Any:
     """One run. Objects among the arguments are copied: a cache of keys and values that a run fills
     would be full in the next one, and what is in it have no gradient."""
     leaves, structure = pytree.flatten((args, kwargs))

@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hoglib._core import pytree, torch_internals
 from hoglib._core.autograd import outside_inference_mode
 from hoglib._core.closures import ClosureWalker
+from hoglib._core.logger import LOGGER
 from hoglib._core.source_location import warn
 from hoglib._core.state import preserve_random_state
 from hoglib.capture import backend as backends
@@ -25,6 +26,7 @@ from hoglib.capture.head_loss import HeadLosses
 from hoglib.capture.nodes import is_random
 from hoglib.capture.passes import pin_strides, simplify
 from hoglib.capture.reads import ReadGuards, split_reads
+from hoglib.capture.replay import equal_blocks
 from hoglib.capture.signature import CallSignature
 from hoglib.capture.trace import InputRef, OutputSlot, Traced, trace
 
@@ -254,6 +256,32 @@ def capture(
 
     Returns the graph, and the tensors that the function reaches besides its arguments.
     """
+    if function.check and not function.dynamic and (blocks := equal_blocks(function.fn)):
+        try:
+            return _capture(function, form, tensors, blocks)
+        except _TracedOnceError as error:
+            LOGGER.debug("%s: each block is traced (%s)", function.name, error)
+    return _capture(function, form, tensors, [])
+
+
+class _TracedOnceError(Exception):
+    """A trace in which equal blocks were traced once failed, or is not that of the function."""
+
+
+@contextmanager
+def _of_trace(blocks: list[nn.Module]) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        if blocks:
+            raise _TracedOnceError(str(error)) from error
+        raise
+
+
+def _capture(
+    function: Function, form: CallSignature, tensors: list[Tensor], blocks: list[nn.Module]
+) -> tuple[GraphEntry, list[Tensor]]:
+    """blocks: modules of which equal ones are traced once."""
     root = (function.fn, form.constants)
     walk = ClosureWalker(root)
     has_compiled_code = any(map(_is_compiled, walk.objects))
@@ -264,8 +292,8 @@ def capture(
         torch_internals.eagerly(has_compiled_code),
     ):
         began = perf_counter()
-        with discard_traced_tensors(walk):
-            traced, shared = _trace(function, form, tensors)
+        with discard_traced_tensors(walk), _of_trace(blocks):
+            traced, shared = _trace(function, form, tensors, blocks)
         pin_strides(traced.graph)
         reads = split_reads(traced.graph, traced.reads)
         simplify(traced.graph)
@@ -295,7 +323,7 @@ def capture(
             holds=_shape_guards(traced.graph, own) if function.dynamic else _always,
         )
         if function.check:  # before compiling, which may take minutes
-            with _eager_mode():
+            with _eager_mode(), _of_trace(blocks):
                 comparison = Comparison(
                     function.name, function.on_tensors(form), tensors, entry,
                     tolerance_of(traced.graph),
@@ -331,7 +359,7 @@ def _is_compiled(value: Any) -> bool:
 
 
 def _trace(
-    function: Function, form: CallSignature, tensors: list[Tensor]
+    function: Function, form: CallSignature, tensors: list[Tensor], blocks: list[nn.Module]
 ) -> tuple[Traced, list[tuple[int, int]]]:
     """The graph, and which arguments the function also reaches by another path.
 
@@ -342,7 +370,7 @@ def _trace(
 
     def traced_with(run: Callable[..., Any], tensors: list[Tensor]) -> Traced:
         heads = None if function.dynamic else HeadLosses()  # their sizes must be known
-        return trace(name, run, tensors, function.dynamic, heads)
+        return trace(name, run, tensors, function.dynamic, heads, blocks)
 
     try:
         traced = traced_with(run, tensors)

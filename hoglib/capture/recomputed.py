@@ -8,28 +8,28 @@ integers and strings too, such as the number of a layer, if the graphs of their 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from copy import copy, deepcopy
-from functools import partial
-from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, NamedTuple, final
 
 import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
 
 from hoglib._core import recomputation
-from hoglib._core.closures import name_of
 from hoglib._core.gradient_graph import graph_summary
 from hoglib._core.references import is_plain
 from hoglib._core.torch_modes import value_checks_off, without_stand_ins
 from hoglib.capture.api import Compiled, trace_graph
+from hoglib.capture.block_keys import (
+    MAX_CONSTANT,
+    HookCalls,
+    as_variable,
+    block_name,
+    call_keys,
+    state_of,
+)
 from hoglib.capture.capturing import Place
-from hoglib.errors import UnsupportedError
 
 MAX_TEMPLATES = 64
-MAX_CONSTANT = 64  # numbers of a tensor that two blocks have in common
 _TEMPLATES: OrderedDict[Hashable, "Template"] = OrderedDict()
-_OF_MODULES = {*vars(nn.Module()), "forward"}
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def run_level(run: Any, tensors: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
@@ -73,7 +73,7 @@ class Template:
         """The graph of a level, of this call or of an equal one."""
         found = self.levels.get(run.key)
         if found is None:
-            name = f"{run.key[0]} of {_name(self.call)}"
+            name = f"{run.key[0]} of {block_name(self.call)}"
             found = self.levels[run.key] = Compiled(
                 _Level(self._own(run)),
                 backend=self.call.backend,
@@ -125,38 +125,24 @@ class Forward(NamedTuple):
 
 
 def _forward_of(call: Any, inputs: list[Tensor | None]) -> Forward | None:
-    hooks = _Hooks()
+    hooks = HookCalls()
     by_user: list[bool] = []
 
     def run(tensors: list[Tensor | None]) -> list[Tensor | None]:
         with torch.enable_grad(), hooks:
-            outputs = call.first(*[None if x is None else _as_variable(x) for x in tensors])
+            outputs = call.first(*[None if x is None else as_variable(x) for x in tensors])
         by_user.append(graph_summary(outputs).has_user_code)
         return [None if y is None else y.detach() for y in outputs]
 
     given = [None if x is None else x.detach().contiguous() for x in inputs]
     with torch.no_grad():
-        entry, lifted = trace_graph(run, given, name=f"the forward of {_name(call)}")
+        entry, lifted = trace_graph(run, given, name=f"the forward of {block_name(call)}")
     small = all(x.numel() <= MAX_CONSTANT for x in lifted)
     plain = small and entry.reads is None and all(map(is_plain, call.outputs))
     if not plain or hooks.registered or any(by_user):
         return None
     constants = [(x.dtype, x.tolist()) for x in lifted]
     return Forward(entry.code, constants, call.outputs, call.output_structure, call.output_slots)
-
-
-def _as_variable(x: Tensor) -> Tensor:
-    return x.detach().requires_grad_(x.is_floating_point() or x.is_complex())
-
-
-class _Hooks(TorchFunctionMode):
-    """Notes whether a hook of a gradient was registered inside."""
-
-    registered = False
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.registered |= func is Tensor.register_hook
-        return func(*args, **(kwargs or {}))
 
 
 def _inputs_of(run: Any, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -168,20 +154,12 @@ def _inputs_of(run: Any, tensors: Sequence[Tensor | None]) -> list[Tensor | None
 
 def _template_of(call: Any, inputs: list[Tensor | None]) -> Template:
     """The template of a call and of those that are equal, for inputs of these shapes."""
-    fixed = (
-        call.structure, tuple(call.slots), call.backend, tuple(call.state_names.items()),
-        call.stand_ins.active, call.run_state.autocast.key,
-        *[None if x is None else (x.dtype, x.shape, x.device) for x in inputs],
-    )  # fmt: skip
-    state = {id(x) for module in call.scope.modules() for x in _state_of(module).values()}
-    reader = _Reader(state, _name(call))
-    key = reader.key((call.fn, call.constants)), fixed
+    key, family, shared = call_keys(call, inputs)
     found = _TEMPLATES.get(key)
     if found is None:
-        family = _Reader(state, _name(call), labels=False).key((call.fn, call.constants)), fixed
-        memo: dict[int, Any] = {id(x): x for x in reader.shared}
+        memo: dict[int, Any] = {id(x): x for x in shared}
         for module in call.scope.modules():
-            for x in _state_of(module).values():
+            for x in state_of(module).values():
                 memo[id(x)] = torch.empty_like(x, device="meta")
         made = Template(call, *deepcopy((call.fn, call.constants), memo), family)
         found = _TEMPLATES[key] = _equal_template(made, inputs) or made
@@ -197,69 +175,3 @@ def _equal_template(made: Template, inputs: list[Tensor | None]) -> Template | N
     if not alike or (forward := made.forward(inputs)) is None:
         return None
     return next((x for x in alike.values() if x.forward(inputs) == forward), None)
-
-
-def _state_of(module: nn.Module) -> dict[str, Tensor]:
-    own = {**module._parameters, **module._buffers}
-    return {name: x for name, x in own.items() if x is not None}
-
-
-def _name(call: Any) -> str:
-    modules = list(call.scope.held)
-    return type(modules[0]).__name__ if modules else name_of(call.fn)
-
-
-@final
-class _Reader:
-    """All that a function reads besides tensors, as a key: equal keys, equal graphs.
-
-    labels: whether integers and strings, which may be no more than numbers and names, are in the key.
-    shared: objects that are compared by identity, which a template has to share.
-    """
-
-    def __init__(self, state: set[int], name: str, *, labels: bool = True) -> None:
-        self._state, self._name, self._labels = state, name, labels
-        self._seen = dict[int, int]()
-        self.shared: list[Any] = []
-
-    def key(self, value: Any) -> Hashable:
-        if is_plain(value):
-            if type(value) in (int, str) and not self._labels:
-                return type(value).__name__
-            return type(value), value
-        if id(value) in self._seen:
-            return "seen", self._seen[id(value)]
-        self._seen[id(value)] = len(self._seen)
-        if isinstance(value, Tensor):
-            if id(value) in self._state:
-                return "state", tuple(value.shape), value.dtype
-            raise UnsupportedError(
-                f"remat(compile=True): expected tensors as arguments, parameters or buffers of "
-                f"{self._name}, got a {type(value).__name__} in an attribute, which a graph for all "
-                "equal blocks would share. Use register_buffer, or compile=False."
-            )
-        if isinstance(value, nn.Module):
-            return self._module(value)
-        if isinstance(value, list | tuple):
-            return type(value), *map(self.key, value)
-        if isinstance(value, dict):
-            keys = (k if is_plain(k) else self.key(k) for k in value)
-            return type(value), *zip(keys, map(self.key, value.values()), strict=True)
-        if isinstance(value, partial):
-            return "partial", self.key(value.func), self.key(value.args), self.key(value.keywords)
-        if isinstance(value, MethodType):
-            return "method", value.__func__, self.key(value.__self__)
-        if isinstance(value, FunctionType | BuiltinFunctionType) or not hasattr(value, "__dict__"):
-            self.shared.append(value)
-            return "object", id(value)
-        return type(value), self.key(vars(value))
-
-    def _module(self, module: nn.Module) -> Hashable:
-        fields = vars(module)
-        own = {name: value for name, value in fields.items() if name not in _OF_MODULES}
-        hooks = [tuple(fields[name].values()) for name in _HOOKS if fields.get(name)]
-        state = tuple((name, self.key(x)) for name, x in _state_of(module).items())
-        children = tuple(
-            (n, None if m is None else self.key(m)) for n, m in module._modules.items()
-        )
-        return type(module), module.training, state, children, self.key(own), self.key(hooks)

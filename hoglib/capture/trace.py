@@ -7,7 +7,7 @@ reaches besides its arguments (parameters, buffers, closures) become inputs of t
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ from hoglib.capture.refusals import (
     backward_call_error,
     translate_tracing_errors,
 )
+from hoglib.capture.replay import Replay
 from hoglib.errors import UnsupportedError
 
 
@@ -65,15 +66,17 @@ class InputRef:
 
 def trace(
     name: str, function: Callable[..., Any], tensors: list[Tensor], dynamic: bool,
-    heads: HeadLosses | None = None,
+    heads: HeadLosses | None = None, blocks: Sequence[nn.Module] = (),
 ) -> Traced:  # fmt: skip
     """The graph of a function at tensors of these shapes, with logits in chunks if ``heads`` is given.
+    Equal ones of the blocks are traced once.
 
     Raises UnsupportedError, with the user's line, for what a graph cannot contain.
     """
     out: dict[str, Any] = {}
     modules: list[nn.Module] = []
     values = Recorder(name, tensors)
+    replay = Replay(blocks, values)
 
     def run(*given: Tensor) -> list[Tensor]:
         with OperationChecks(name, given, values) as checks:
@@ -102,9 +105,14 @@ def trace(
         tracer = make_fx(
             run, tracing_mode="symbolic" if dynamic else "fake", _allow_non_fake_inputs=True
         )
-        graph = tracer(*[as_leaf(x) for x in tensors])
+        with replay.recording():
+            graph = tracer(*[as_leaf(x) for x in tensors])
+    replay.expand(graph.graph)
+    if replay.failed:
+        return trace(name, function, tensors, dynamic, heads and HeadLosses())
+    modules += {id(x): x for x in replay.modules if x not in modules}.values()
     if heads is not None and exist(graph.graph, heads.replaced):
-        return trace(name, function, tensors, dynamic)
+        return trace(name, function, tensors, dynamic, blocks=blocks)
     _check_outputs(name, out["leaves"])
     lifted = _lift(name, graph, out["recorded"])
     if out["recorded"]:

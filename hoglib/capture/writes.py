@@ -24,16 +24,20 @@ def functionalize(module: fx.GraphModule, tensors: list[Tensor]) -> fx.GraphModu
 
     Where something does, the graph is traced again, which takes as long as the first trace.
     """
-    order = {node: i for i, node in enumerate(module.graph.nodes)}
-    writes = [node for node in order if writes_in_place(node)]
-    kept = [node for node in writes if not _replace(node, order)]
-    if not kept:
+    if replace_writes(module.graph):
         return module
     module.recompile()
     run: Any = torch.func.functionalize(module, remove="mutations")
     with torch.no_grad():
         found: fx.GraphModule = make_fx(run, tracing_mode="fake")(*tensors)
     return found
+
+
+def replace_writes(graph: fx.Graph) -> bool:
+    """Uses operations that do not write where nothing reads that memory later; whether none is left."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    writes = [node for node in order if writes_in_place(node)]
+    return all([_replace(node, order) for node in writes])
 
 
 def _replace(node: fx.Node, order: dict[fx.Node, int]) -> bool:
