@@ -130,7 +130,7 @@ def recompute(
         call.run_state = RunState(
             tensors, [*generators, *_generators(leaves)], [*call.scope.modules(), *modes_of]
         )
-        return call.result(_Recompute.apply(call.first, *tensors))
+        return call.result(_recomputed(call.first, tensors))
 
 
 def _call_module(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -142,6 +142,15 @@ def _is_bypassed() -> bool:
     no_graph = not torch.is_grad_enabled() and not torch_internals.transforms_active()
     plainly = getattr(_running, "bypass", False) or torch_internals.tracing()
     return no_graph or plainly or only_plain_operations()
+
+
+def _recomputed(run: Any, tensors: Sequence[Tensor | None]) -> Tensors:
+    """run(*tensors) by the Function; values and tangents by one run, where there are tangents."""
+    tangents = torch_forward_mode.tangents_without_graph(tensors)
+    if tangents is not None:
+        run = _WithTangents(run, len(tensors), tangents)
+    outputs: Tensors = _Recompute.apply(run, *tensors)
+    return outputs
 
 
 class _Recompute(torch.autograd.Function):
@@ -165,6 +174,7 @@ class _Recompute(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], outputs: Tensors) -> None:
         run, *tensors = inputs
         ctx.rerun, ctx.count = run.rerun, len(tensors)
+        ctx.computed = run if isinstance(run, _WithTangents) else None
         ctx.saved = [i for i, t in enumerate(tensors) if t is not None and ctx.rerun.uses(i)]
         ctx.save_for_backward(*(tensors[i] for i in ctx.saved))
         if torch_internals.forward_mode_active():
@@ -197,13 +207,15 @@ class _Recompute(torch.autograd.Function):
             tensors = (*inputs, *(grads[j] for j in arrived))
             autocast = AutocastState(tensor for tensor in tensors if tensor is not None)
             vjp = _Vjp(rerun, ctx.count, wanted, arrived, autocast, extra)
-            run = partial(_run_level if _is_bypassed() else _Recompute.apply, vjp)
-            for i, grad in zip(wanted, run(*tensors), strict=True):
+            grads = _run_level(vjp, *tensors) if _is_bypassed() else _recomputed(vjp, tensors)
+            for i, grad in zip(wanted, grads, strict=True):
                 result[i] = grad if ctx.needs_input_grad[i + 1] else None
         return None, *result
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> Any:
+        if ctx.computed is not None:
+            return torch_forward_mode.at_this_level(ctx.computed.take())
         inputs = [torch_forward_mode.primal(x) for x in _saved_inputs(ctx)]
         moved = [i for i, t in enumerate(tangents) if t is not None and inputs[i] is not None]
         tensors = (*inputs, *(tangents[i] for i in moved))
@@ -222,7 +234,7 @@ def set_compiler(compiler: Callable[[Any, Sequence[Tensor | None]], Tensors]) ->
 
 def _run_level(run: Any, *inputs: Tensor | None) -> Tensors:
     """run(*inputs), compiled where that is asked for and no graph and no tangents are needed."""
-    if isinstance(run, _Jvp):
+    if isinstance(run, _Jvp | _WithTangents):
         return run.without_graph(*inputs)
     plain = not (
         torch.is_grad_enabled()
@@ -343,6 +355,10 @@ class _Jvp:
         return index >= self.count or self.run.uses(index)
 
     def __call__(self, *tensors: Tensor | None) -> Tensors:
+        return self.with_values(*tensors)[1]
+
+    def with_values(self, *tensors: Tensor | None) -> tuple[Tensors, Tensors]:
+        """The outputs and their tangents."""
         inputs, tangents = tensors[: self.count], tensors[self.count :]
         # Dual tensors take less time, and Functions without setup_context. But there is one level of
         # them, and under a gradient their tangents have a graph, and are kept until the level ends.
@@ -354,48 +370,90 @@ class _Jvp:
 
     def without_graph(self, *tensors: Tensor | None) -> Tensors:
         """The same as a constant of every derivative."""
+        return self.with_values_without_graph(*tensors)[1]
+
+    def with_values_without_graph(self, *tensors: Tensor | None) -> tuple[Tensors, Tensors]:
+        """The outputs and their tangents as constants of every derivative."""
         with torch.no_grad():
             try:
-                return self(*tensors)
+                return self.with_values(*tensors)
             except NotImplementedError:
-                pass
+                self.call.run_state.rewind()
         # torch has forward mode of some operations, such as the backward of silu and of layer norm,
         # only where gradients are enabled; the graph that is then made is not needed.
         with torch.enable_grad():
-            found = self(*(None if x is None else x.detach() for x in tensors))
-        return tuple(None if y is None else y.detach() for y in found)
+            found = self.with_values(*(None if x is None else x.detach() for x in tensors))
+        values, tangents = (tuple(None if y is None else y.detach() for y in ys) for ys in found)
+        return values, tangents
 
-    def _by_duals(self, inputs: Tensors, tangents: Tensors) -> Tensors:
+    def _by_duals(self, inputs: Tensors, tangents: Tensors) -> tuple[Tensors, Tensors]:
         with torch_forward_mode.dual_tensors():
             own = list(inputs)
             for i, tangent in zip(self.moved, tangents, strict=True):
                 own[i] = forward_ad.make_dual(cast(Tensor, inputs[i]), cast(Tensor, tangent))
             outputs = self.run(*own)
             found = [None if y is None else torch_forward_mode.tangent_of(y) for y in outputs]
-        return tuple(
+            values = tuple(torch_forward_mode.primal(y) for y in outputs)
+        return values, tuple(
             torch.zeros_like(y) if t is None and y is not None and _has_derivatives(y) else t
-            for y, t in zip(outputs, found, strict=True)
+            for y, t in zip(values, found, strict=True)
         )
 
-    def _by_func(self, inputs: Tensors, tangents: Tensors) -> Tensors:
-        places: list[int] = []
+    def _by_func(self, inputs: Tensors, tangents: Tensors) -> tuple[Tensors, Tensors]:
+        moved: list[int] = []  # places of outputs
+        constant: list[int] = []
+        values: list[Tensor | None] = []
         result: list[Tensor | None] = []
 
-        def of_moved(*variables: Tensor) -> tuple[Tensor, ...]:
+        def of_moved(*variables: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
             arguments = list(inputs)
             for i, variable in zip(self.moved, variables, strict=True):
                 arguments[i] = variable
             outputs = self.run(*arguments)
-            result[:] = [None] * len(outputs)
-            places[:] = [j for j, y in enumerate(outputs) if y is not None and _has_derivatives(y)]
-            return tuple(outputs[j] for j in places)
+            values[:], result[:] = [None] * len(outputs), [None] * len(outputs)
+            for j, y in enumerate(outputs):
+                if y is not None:
+                    (moved if _has_derivatives(y) else constant).append(j)
+            return tuple(outputs[j] for j in moved), tuple(outputs[j] for j in constant)
 
         at: Any = tuple(inputs[i] for i in self.moved)
         with forward_ad._set_fwd_grad_enabled(True):  # the mode beneath the new level
-            found: Any = torch.func.jvp(of_moved, at, tangents)[1]
-        for j, tangent in zip(places, found, strict=True):
-            result[j] = tangent
-        return tuple(result)
+            found: Any = torch.func.jvp(of_moved, at, tangents, has_aux=True)
+        for j, value, tangent in zip(moved, *found[:2], strict=True):
+            values[j], result[j] = value, tangent
+        for j, value in zip(constant, found[2], strict=True):
+            values[j] = value
+        return tuple(values), tuple(result)
+
+
+@final
+class _WithTangents:
+    """A run whose values are computed together with their tangents, which its jvp then takes."""
+
+    extra = frozenset[int]()
+
+    def __init__(self, run: Any, count: int, tangents: Sequence[Tensor | None]) -> None:
+        self.run, self.count, self.call, self.rerun = run, count, run.call, run.rerun
+        self._given: Sequence[Tensor | None] = tangents
+        self._found: Tensors = ()
+
+    def uses(self, index: int) -> bool:
+        return bool(self.run.uses(index))
+
+    def without_graph(self, *inputs: Tensor | None) -> Tensors:
+        given, self._given = self._given, ()
+        moved = [i for i, t in enumerate(given) if t is not None and inputs[i] is not None]
+        tensors = (*inputs, *(given[i] for i in moved))
+        autocast = AutocastState(tensor for tensor in tensors if tensor is not None)
+        jvp = _Jvp(self.run, self.count, moved, autocast)
+        values, tangents = jvp.with_values_without_graph(*tensors)
+        self._found = _without_views(tangents, tensors)
+        return values
+
+    def take(self) -> Tensors:
+        """The tangents, which are kept no longer."""
+        found, self._found = self._found, ()
+        return found
 
 
 @final
