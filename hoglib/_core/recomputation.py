@@ -6,7 +6,7 @@ are recomputed.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from functools import partial, update_wrapper
 from threading import local
@@ -15,9 +15,11 @@ from typing import Any, TypeVar, cast, final
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.func import functional_call
 
 from hoglib._core import closures, pytree, torch_forward_mode, torch_internals, validation
+from hoglib._core.block_parts import PartsWatch, replaced_forwards
 from hoglib._core.state import AutocastState, RunState
 from hoglib._core.swap import batch_statistics, keep_swapped
 from hoglib._core.torch_modes import (
@@ -110,19 +112,22 @@ def recompute(
     modes_of: Sequence[nn.Module] = (),
     nests: bool = False,
     backend: str = "",
+    is_part: bool = False,
 ) -> Any:
     """fn(*args, **keywords) as `remat` runs it, without the check of what fn closes over.
 
     modes_of: modules, besides those among the arguments, whose train or eval mode is restored.
     nests: whether remats inside fn recompute too, outside of torch.func transforms, which refuse it.
     backend: of `hoglib.compile`, which compiles fn and its vjps in reverse mode; "" for none.
+    is_part: whether a remat around the caller has left it to this one to recompute.
     """
     keywords = keywords or {}
-    if _is_bypassed():
+    if not is_part and _is_bypassed():
         return fn(*args, **keywords)
     leaves, structure = pytree.flatten((args, keywords))
     nests = nests and not torch_internals.transforms_active()
     call = _Call(fn, leaves, structure, nests, backend)
+    call.is_part = is_part
     tensors = call.tensors(leaves)
     if not tensors:
         return fn(*args, **keywords)
@@ -329,16 +334,49 @@ class _Vjp:
         return variable if tangent is None else forward_ad.make_dual(variable, tangent)
 
     def _by_func(self, inputs: Tensors, cotangents: Tensors) -> Tensors:
-        def of_wanted(*variables: Tensor) -> tuple[Tensor, ...]:
-            arguments = list(inputs)
-            for i, variable in zip(self.wanted, variables, strict=True):
-                arguments[i] = variable
-            outputs = self.run(*arguments)
-            return tuple(outputs[j] for j in self.arrived)
+        variables: list[Tensor] = []
+        pairs: list[tuple[GradientEdge, Tensor]] = []
 
-        _, pull = torch.func.vjp(of_wanted, *(cast(Tensor, inputs[i]) for i in self.wanted))[:2]
-        gradients: Tensors = pull(cotangents, retain_graph=torch.is_grad_enabled())
+        def of_wanted(*own: Tensor) -> Tensor:
+            arguments = list(inputs)
+            for i, variable in zip(self.wanted, own, strict=True):
+                arguments[i] = variable
+            with self._in_parts():
+                outputs = self.run(*arguments)
+            variables[:] = own
+            for j, cotangent in zip(self.arrived, cotangents, strict=True):
+                if (y := outputs[j]) is not None and y.requires_grad:
+                    pairs.append((get_gradient_edge(y), cast(Tensor, cotangent)))
+            return torch.zeros(())
+
+        # Where the graph begins is all that the gradient needs of the outputs: what torch.func.vjp
+        # returns, it keeps.
+        torch.func.vjp(of_wanted, *(cast(Tensor, inputs[i]) for i in self.wanted))
+        if not pairs:
+            return tuple(torch.zeros_like(cast(Tensor, inputs[i])) for i in self.wanted)
+        edges, weights = zip(*pairs, strict=True)
+        graph = torch.is_grad_enabled()
+        gradients: Tensors = torch.autograd.grad(
+            edges, variables, weights, retain_graph=graph, create_graph=graph,
+            allow_unused=True, materialize_grads=True,
+        )  # fmt: skip
         return gradients
+
+
+    def _in_parts(self) -> AbstractContextManager[None]:
+        """Inside, parts of a block are recomputed one by one, where it would keep tangents too."""
+        call: _Call = self.call
+        with_tangents = isinstance(self.run, Run) and torch_forward_mode.gradient_with_tangents()
+        if not (call.parts and with_tangents):
+            return nullcontext()
+        return replaced_forwards(call.parts, _recompute_part)
+
+
+def _recompute_part(part: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def run(part: nn.Module, args: Any, kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    return recompute(run, part, args, kwargs, is_part=True)
 
 
 class _Jvp:
@@ -495,6 +533,8 @@ class _Call:
     ) -> None:
         self.fn, self.structure, self.nests, self.backend = fn, structure, nests, backend
         self.template: Any = None  # for the compiler
+        self.is_part = False
+        self.parts: list[nn.Module] = []  # which are recomputed one by one
         self.constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.slots = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         self.scope = _Scope([leaf for leaf in leaves if isinstance(leaf, nn.Module)])
@@ -550,7 +590,7 @@ class _Call:
         """The first run, with the function's side effects on its modules where torch allows them."""
         versions = [_version(tensor) for tensor in tensors]
         if self.transformed:
-            outputs = self._with_state(tensors)
+            outputs = self._watching_parts(tensors)
         else:
             before = {i: cast(Tensor, tensors[i]).clone() for i in self.buffers}
             outputs = self._call(tensors)
@@ -566,6 +606,16 @@ class _Call:
                     f"return the new value."
                 )
         return self._split(outputs)
+
+    def _watching_parts(self, tensors: Tensors) -> Any:
+        """Runs the function, and sees which parts of its modules can be recomputed alone."""
+        if self.is_part or not torch_internals.forward_mode_active():
+            return self._with_state(tensors)
+        watch = PartsWatch([*self.scope.held])
+        with watch.watching():
+            outputs = self._with_state(tensors)
+        self.parts = watch.fit()
+        return outputs
 
     def _split(self, outputs: Any) -> Tensors:
         """The tensors among the outputs; their structure is kept."""

@@ -121,6 +121,12 @@ def primal(x: Tensor | None) -> Tensor | None:
         return forward_ad.unpack_dual(x).primal if has_tangent(x) else x
 
 
+def gradient_with_tangents() -> bool:
+    """Whether exactly one `torch.func.jvp` is active, and inside it one gradient."""
+    stack = torch._C._functorch.get_interpreter_stack() or []
+    return [level.key() for level in stack] == [TransformType.Jvp, TransformType.Grad]
+
+
 def tangents_without_graph(tensors: Sequence[Tensor | None]) -> list[Tensor | None] | None:
     """The tangents of tensors, without their wrappers, where one `torch.func.jvp` is active, perhaps
     with one gradient inside it, and nothing else differentiates them. None elsewhere, and where no
@@ -155,7 +161,7 @@ def tangents_without_graph(tensors: Sequence[Tensor | None]) -> list[Tensor | No
 
 def at_this_level(tensors: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     """The tensors as constants of the innermost transform of torch.func."""
-    level = torch._C._functorch.maybe_current_level()
+    level = torch._C._functorch.current_level()
     wrap = torch._C._functorch._wrap_for_grad
     return tuple(None if x is None else wrap(x, level) for x in tensors)
 
