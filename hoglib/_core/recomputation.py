@@ -19,7 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.func import functional_call
 
 from hoglib._core import closures, pytree, torch_forward_mode, torch_internals, validation
-from hoglib._core.block_parts import PartsWatch, replaced_forwards
+from hoglib._core.block_parts import PartsWatch, SlicedOperations, replaced_forwards
 from hoglib._core.state import AutocastState, RunState
 from hoglib._core.swap import batch_statistics, keep_swapped
 from hoglib._core.torch_modes import (
@@ -261,7 +261,7 @@ def _extra_inputs(
     call = run.call
     if call.template is None or not isinstance(run, Run):
         return frozenset()
-    arguments = (i for i in range(len(call.slots)) if i not in wanted)
+    arguments = (i for i in range(call.arguments) if i not in wanted)
     free = {i for i in arguments if (x := inputs[i]) is not None and _has_derivatives(x)}
     found: frozenset[int] = call.template.extra_inputs(run, len(inputs), wanted, arrived, free)
     return found
@@ -341,7 +341,7 @@ class _Vjp:
             arguments = list(inputs)
             for i, variable in zip(self.wanted, own, strict=True):
                 arguments[i] = variable
-            with self._in_parts():
+            with self._in_small_parts():
                 outputs = self.run(*arguments)
             variables[:] = own
             for j, cotangent in zip(self.arrived, cotangents, strict=True):
@@ -362,14 +362,13 @@ class _Vjp:
         )  # fmt: skip
         return gradients
 
-
-    def _in_parts(self) -> AbstractContextManager[None]:
-        """Inside, parts of a block are recomputed one by one, where it would keep tangents too."""
-        call: _Call = self.call
-        with_tangents = isinstance(self.run, Run) and torch_forward_mode.gradient_with_tangents()
-        if not (call.parts and with_tangents):
-            return nullcontext()
-        return replaced_forwards(call.parts, _recompute_part)
+    def _in_small_parts(self) -> AbstractContextManager[None]:
+        """Inside, parts of a block are recomputed one by one, and some operations run on slices, where
+        it would keep tangents too."""
+        if isinstance(self.run, Run) and torch_forward_mode.gradient_with_tangents():
+            call: _Call = self.call
+            return call.in_small_parts()
+        return nullcontext()
 
 
 def _recompute_part(part: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -533,7 +532,7 @@ class _Call:
     ) -> None:
         self.fn, self.structure, self.nests, self.backend = fn, structure, nests, backend
         self.template: Any = None  # for the compiler
-        self.is_part = False
+        self.is_part = self.slices = False
         self.parts: list[nn.Module] = []  # which are recomputed one by one
         self.constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.slots = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -569,8 +568,14 @@ class _Call:
         )
 
     def tensors(self, leaves: list[Any]) -> list[Tensor]:
-        """Tensor arguments, then parameters, then buffers of modules; shared tensors appear once."""
-        tensors = [leaves[i] for i in self.slots]
+        """Tensor arguments, then parameters, then buffers of modules; shared tensors appear once.
+
+        An argument that is a parameter too appears as both: its gradients are apart."""
+        places = {id(leaves[i]): i for i in reversed(self.slots)}  # of the first of equal ones
+        tensors = [leaves[i] for i in self.slots if places[id(leaves[i])] == i]
+        order = {id(x): place for place, x in enumerate(tensors)}
+        self.places = [order[id(leaves[i])] for i in self.slots]
+        self.arguments = len(tensors)
         index: dict[int, int] = {}
         self.state_names: dict[
             str, int
@@ -617,6 +622,16 @@ class _Call:
         self.parts = watch.fit()
         return outputs
 
+    @contextmanager
+    def in_small_parts(self) -> Iterator[None]:
+        """Inside, a run holds less: its parts are recomputed, and operations run on slices."""
+        before, self.slices = self.slices, True
+        try:
+            with replaced_forwards(self.parts, _recompute_part):
+                yield
+        finally:
+            self.slices = before
+
     def _split(self, outputs: Any) -> Tensors:
         """The tensors among the outputs; their structure is kept."""
         leaves, self.output_structure = pytree.flatten(outputs)
@@ -657,12 +672,13 @@ class _Call:
 
     def _call(self, tensors: Sequence[Tensor | None]) -> Any:
         leaves = list(self.constants)
-        for i, tensor in zip(self.slots, tensors, strict=False):
-            leaves[i] = tensor
+        for i, place in zip(self.slots, self.places, strict=True):
+            leaves[i] = tensors[place]
         args, keywords = given = pytree.unflatten(leaves, self.structure)
         random = ContiguousDropout() if self.mixed else nullcontext()
         autocast = self.run_state.autocast.restored()
-        with _recomputing(self.nests), self.stand_ins.resume(), autocast, random:
+        sliced = SlicedOperations() if self.slices else nullcontext()
+        with _recomputing(self.nests), self.stand_ins.resume(), autocast, random, sliced:
             outputs = self.fn(*args, **keywords)
         refuse_changed(self.fn, given, self.structure)
         return outputs

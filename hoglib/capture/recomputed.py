@@ -169,8 +169,8 @@ def _inputs_of(run: Any, tensors: Sequence[Tensor | None]) -> list[Tensor | None
 def _template_of(call: Any, inputs: list[Tensor | None]) -> Template:
     """The template of a call and of those that are equal, for inputs of these shapes."""
     fixed = (
-        call.structure, tuple(call.slots), call.backend, tuple(call.state_names.items()),
-        call.stand_ins.active, call.run_state.autocast.key,
+        call.structure, tuple(call.slots), tuple(call.places), call.backend,
+        tuple(call.state_names.items()), call.stand_ins.active, call.run_state.autocast.key,
         *[None if x is None else (x.dtype, x.shape, x.device) for x in inputs],
     )  # fmt: skip
     state = {id(x) for module in call.scope.modules() for x in _state_of(module).values()}
