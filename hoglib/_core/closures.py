@@ -96,6 +96,18 @@ def refuse(what: str, fn: Any) -> list[torch.Generator]:
 
 def refuse_hidden(what: str, module: nn.Module) -> None:
     """Raises if a module holds modules or trainable tensors that it has not registered."""
+    for capture in unregistered(module):
+        if _is_trainable(capture.value):
+            raise ArgumentValueError(
+                f"{what}: expected a module whose parameters and submodules are registered, "
+                f"got {type(module).__name__}, which {capture} ({_short(capture.value)}) "
+                "unregistered; it would get no gradient, without an error. Use nn.Parameter, "
+                "nn.ParameterList or nn.ModuleList."
+            )
+
+
+def unregistered(module: nn.Module) -> Iterator[Capture]:
+    """The tensors, modules and generators that a module holds besides those it has registered."""
     known = {id(value) for value in (*module.parameters(), *module.buffers(), *module.modules())}
     for prefix, part in module.named_modules():
         for name, value in vars(part).items():
@@ -103,13 +115,8 @@ def refuse_hidden(what: str, module: nn.Module) -> None:
                 continue
             path = f"{prefix}.{name}" if prefix else name
             for capture in _search(value, "holds", path, HELD_BY_MODULE):
-                if _is_trainable(capture.value) and id(capture.value) not in known:
-                    raise ArgumentValueError(
-                        f"{what}: expected a module whose parameters and submodules are registered, "
-                        f"got {type(module).__name__}, which {capture} ({_short(capture.value)}) "
-                        "unregistered; it would get no gradient, without an error. Use nn.Parameter, "
-                        "nn.ParameterList or nn.ModuleList."
-                    )
+                if id(capture.value) not in known:
+                    yield capture
 
 
 def name_of(fn: Any) -> str:

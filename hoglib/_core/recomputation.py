@@ -6,7 +6,7 @@ are recomputed.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from functools import partial, update_wrapper
 from threading import local
@@ -15,9 +15,11 @@ from typing import Any, TypeVar, cast, final
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.func import functional_call
 
 from hoglib._core import closures, pytree, torch_forward_mode, torch_internals, validation
+from hoglib._core.block_parts import PartsWatch, SlicedOperations, replaced_forwards
 from hoglib._core.state import AutocastState, RunState
 from hoglib._core.swap import batch_statistics, keep_swapped
 from hoglib._core.torch_modes import (
@@ -111,6 +113,7 @@ def recompute(
     nests: bool = False,
     backend: str = "",
     levels: Any = None,
+    is_part: bool = False,
 ) -> Any:
     """fn(*args, **keywords) as `remat` runs it, without the check of what fn closes over.
 
@@ -118,13 +121,15 @@ def recompute(
     nests: whether remats inside fn recompute too, outside of torch.func transforms, which refuse it.
     backend: of `hoglib.compile`, which compiles fn and its vjps in reverse mode; "" for none.
     levels: while a graph is traced, what records fn and its vjps, `hoglib.capture.replay`.
+    is_part: whether a remat around the caller has left it to this one to recompute.
     """
     keywords = keywords or {}
-    if _is_bypassed(levels):
+    if not is_part and _is_bypassed(levels):
         return fn(*args, **keywords)
     leaves, structure = pytree.flatten((args, keywords))
     nests = nests and not torch_internals.transforms_active()
     call = _Call(fn, leaves, structure, nests, backend)
+    call.is_part = is_part
     tensors = call.tensors(leaves)
     if not tensors:
         return fn(*args, **keywords)
@@ -135,7 +140,7 @@ def recompute(
         if levels is not None:
             call = call.with_parts(call.fn, call.constants)
             call.levels = levels
-        return call.result(_Recompute.apply(call.first, *tensors))
+        return call.result(_recomputed(call.first, tensors))
 
 
 def _call_module(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -148,6 +153,15 @@ def _is_bypassed(levels: Any = None) -> bool:
     traced = levels is None and torch_internals.tracing()
     plainly = traced or getattr(_running, "bypass", False)
     return no_graph or plainly or only_plain_operations()
+
+
+def _recomputed(run: Any, tensors: Sequence[Tensor | None]) -> Tensors:
+    """run(*tensors) by the Function; values and tangents by one run, where there are tangents."""
+    tangents = torch_forward_mode.tangents_without_graph(tensors)
+    if tangents is not None:
+        run = _WithTangents(run, len(tensors), tangents)
+    outputs: Tensors = _Recompute.apply(run, *tensors)
+    return outputs
 
 
 class _Recompute(torch.autograd.Function):
@@ -171,6 +185,7 @@ class _Recompute(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], outputs: Tensors) -> None:
         run, *tensors = inputs
         ctx.rerun, ctx.count = run.rerun, len(tensors)
+        ctx.computed = run if isinstance(run, _WithTangents) else None
         ctx.saved = [i for i, t in enumerate(tensors) if t is not None and ctx.rerun.uses(i)]
         ctx.save_for_backward(*(tensors[i] for i in ctx.saved))
         if torch_internals.forward_mode_active():
@@ -203,15 +218,16 @@ class _Recompute(torch.autograd.Function):
             tensors = (*inputs, *(grads[j] for j in arrived))
             autocast = AutocastState(tensor for tensor in tensors if tensor is not None)
             vjp = _Vjp(rerun, ctx.count, wanted, arrived, autocast, extra)
-            run = partial(
-                _run_level if _is_bypassed(rerun.call.levels) else _Recompute.apply, vjp
-            )
-            for i, grad in zip(wanted, run(*tensors), strict=True):
+            bypassed = _is_bypassed(rerun.call.levels)
+            grads = _run_level(vjp, *tensors) if bypassed else _recomputed(vjp, tensors)
+            for i, grad in zip(wanted, grads, strict=True):
                 result[i] = grad if ctx.needs_input_grad[i + 1] else None
         return None, *result
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> Any:
+        if ctx.computed is not None:
+            return torch_forward_mode.at_this_level(ctx.computed.take())
         inputs = [torch_forward_mode.primal(x) for x in _saved_inputs(ctx)]
         moved = [i for i, t in enumerate(tangents) if t is not None and inputs[i] is not None]
         tensors = (*inputs, *(tangents[i] for i in moved))
@@ -230,7 +246,7 @@ def set_compiler(compiler: Callable[[Any, Sequence[Tensor | None]], Tensors]) ->
 
 def _run_level(run: Any, *inputs: Tensor | None) -> Tensors:
     """run(*inputs), compiled where that is asked for and no graph and no tangents are needed."""
-    if isinstance(run, _Jvp):
+    if isinstance(run, _Jvp | _WithTangents):
         return run.without_graph(*inputs)
     plain = not (
         torch.is_grad_enabled()
@@ -255,7 +271,7 @@ def _extra_inputs(
     call = run.call
     if call.template is None or not isinstance(run, Run):
         return frozenset()
-    arguments = (i for i in range(len(call.slots)) if i not in wanted)
+    arguments = (i for i in range(call.arguments) if i not in wanted)
     free = {i for i in arguments if (x := inputs[i]) is not None and _has_derivatives(x)}
     found: frozenset[int] = call.template.extra_inputs(run, len(inputs), wanted, arrived, free)
     return found
@@ -328,16 +344,48 @@ class _Vjp:
         return variable if tangent is None else forward_ad.make_dual(variable, tangent)
 
     def _by_func(self, inputs: Tensors, cotangents: Tensors) -> Tensors:
-        def of_wanted(*variables: Tensor) -> tuple[Tensor, ...]:
-            arguments = list(inputs)
-            for i, variable in zip(self.wanted, variables, strict=True):
-                arguments[i] = variable
-            outputs = self.run(*arguments)
-            return tuple(outputs[j] for j in self.arrived)
+        variables: list[Tensor] = []
+        pairs: list[tuple[GradientEdge, Tensor]] = []
 
-        _, pull = torch.func.vjp(of_wanted, *(cast(Tensor, inputs[i]) for i in self.wanted))[:2]
-        gradients: Tensors = pull(cotangents, retain_graph=torch.is_grad_enabled())
+        def of_wanted(*own: Tensor) -> Tensor:
+            arguments = list(inputs)
+            for i, variable in zip(self.wanted, own, strict=True):
+                arguments[i] = variable
+            with self._in_small_parts():
+                outputs = self.run(*arguments)
+            variables[:] = own
+            for j, cotangent in zip(self.arrived, cotangents, strict=True):
+                if (y := outputs[j]) is not None and y.requires_grad:
+                    pairs.append((get_gradient_edge(y), cast(Tensor, cotangent)))
+            return torch.zeros(())
+
+        # Where the graph begins is all that the gradient needs of the outputs: what torch.func.vjp
+        # returns, it keeps.
+        torch.func.vjp(of_wanted, *(cast(Tensor, inputs[i]) for i in self.wanted))
+        if not pairs:
+            return tuple(torch.zeros_like(cast(Tensor, inputs[i])) for i in self.wanted)
+        edges, weights = zip(*pairs, strict=True)
+        graph = torch.is_grad_enabled()
+        gradients: Tensors = torch.autograd.grad(
+            edges, variables, weights, retain_graph=graph, create_graph=graph,
+            allow_unused=True, materialize_grads=True,
+        )  # fmt: skip
         return gradients
+
+    def _in_small_parts(self) -> AbstractContextManager[None]:
+        """Inside, parts of a block are recomputed one by one, and some operations run on slices, where
+        it would keep tangents too."""
+        if isinstance(self.run, Run) and torch_forward_mode.gradient_with_tangents():
+            call: _Call = self.call
+            return call.in_small_parts()
+        return nullcontext()
+
+
+def _recompute_part(part: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def run(part: nn.Module, args: Any, kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    return recompute(run, part, args, kwargs, is_part=True)
 
 
 class _Jvp:
@@ -354,6 +402,10 @@ class _Jvp:
         return index >= self.count or self.run.uses(index)
 
     def __call__(self, *tensors: Tensor | None) -> Tensors:
+        return self.with_values(*tensors)[1]
+
+    def with_values(self, *tensors: Tensor | None) -> tuple[Tensors, Tensors]:
+        """The outputs and their tangents."""
         inputs, tangents = tensors[: self.count], tensors[self.count :]
         # Dual tensors take less time, and Functions without setup_context. But there is one level of
         # them, and under a gradient their tangents have a graph, and are kept until the level ends.
@@ -365,48 +417,90 @@ class _Jvp:
 
     def without_graph(self, *tensors: Tensor | None) -> Tensors:
         """The same as a constant of every derivative."""
+        return self.with_values_without_graph(*tensors)[1]
+
+    def with_values_without_graph(self, *tensors: Tensor | None) -> tuple[Tensors, Tensors]:
+        """The outputs and their tangents as constants of every derivative."""
         with torch.no_grad():
             try:
-                return self(*tensors)
+                return self.with_values(*tensors)
             except NotImplementedError:
-                pass
+                self.call.run_state.rewind()
         # torch has forward mode of some operations, such as the backward of silu and of layer norm,
         # only where gradients are enabled; the graph that is then made is not needed.
         with torch.enable_grad():
-            found = self(*(None if x is None else x.detach() for x in tensors))
-        return tuple(None if y is None else y.detach() for y in found)
+            found = self.with_values(*(None if x is None else x.detach() for x in tensors))
+        values, tangents = (tuple(None if y is None else y.detach() for y in ys) for ys in found)
+        return values, tangents
 
-    def _by_duals(self, inputs: Tensors, tangents: Tensors) -> Tensors:
+    def _by_duals(self, inputs: Tensors, tangents: Tensors) -> tuple[Tensors, Tensors]:
         with torch_forward_mode.dual_tensors():
             own = list(inputs)
             for i, tangent in zip(self.moved, tangents, strict=True):
                 own[i] = forward_ad.make_dual(cast(Tensor, inputs[i]), cast(Tensor, tangent))
             outputs = self.run(*own)
             found = [None if y is None else torch_forward_mode.tangent_of(y) for y in outputs]
-        return tuple(
+            values = tuple(torch_forward_mode.primal(y) for y in outputs)
+        return values, tuple(
             torch.zeros_like(y) if t is None and y is not None and _has_derivatives(y) else t
-            for y, t in zip(outputs, found, strict=True)
+            for y, t in zip(values, found, strict=True)
         )
 
-    def _by_func(self, inputs: Tensors, tangents: Tensors) -> Tensors:
-        places: list[int] = []
+    def _by_func(self, inputs: Tensors, tangents: Tensors) -> tuple[Tensors, Tensors]:
+        moved: list[int] = []  # places of outputs
+        constant: list[int] = []
+        values: list[Tensor | None] = []
         result: list[Tensor | None] = []
 
-        def of_moved(*variables: Tensor) -> tuple[Tensor, ...]:
+        def of_moved(*variables: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
             arguments = list(inputs)
             for i, variable in zip(self.moved, variables, strict=True):
                 arguments[i] = variable
             outputs = self.run(*arguments)
-            result[:] = [None] * len(outputs)
-            places[:] = [j for j, y in enumerate(outputs) if y is not None and _has_derivatives(y)]
-            return tuple(outputs[j] for j in places)
+            values[:], result[:] = [None] * len(outputs), [None] * len(outputs)
+            for j, y in enumerate(outputs):
+                if y is not None:
+                    (moved if _has_derivatives(y) else constant).append(j)
+            return tuple(outputs[j] for j in moved), tuple(outputs[j] for j in constant)
 
         at: Any = tuple(inputs[i] for i in self.moved)
         with forward_ad._set_fwd_grad_enabled(True):  # the mode beneath the new level
-            found: Any = torch.func.jvp(of_moved, at, tangents)[1]
-        for j, tangent in zip(places, found, strict=True):
-            result[j] = tangent
-        return tuple(result)
+            found: Any = torch.func.jvp(of_moved, at, tangents, has_aux=True)
+        for j, value, tangent in zip(moved, *found[:2], strict=True):
+            values[j], result[j] = value, tangent
+        for j, value in zip(constant, found[2], strict=True):
+            values[j] = value
+        return tuple(values), tuple(result)
+
+
+@final
+class _WithTangents:
+    """A run whose values are computed together with their tangents, which its jvp then takes."""
+
+    extra = frozenset[int]()
+
+    def __init__(self, run: Any, count: int, tangents: Sequence[Tensor | None]) -> None:
+        self.run, self.count, self.call, self.rerun = run, count, run.call, run.rerun
+        self._given: Sequence[Tensor | None] = tangents
+        self._found: Tensors = ()
+
+    def uses(self, index: int) -> bool:
+        return bool(self.run.uses(index))
+
+    def without_graph(self, *inputs: Tensor | None) -> Tensors:
+        given, self._given = self._given, ()
+        moved = [i for i, t in enumerate(given) if t is not None and inputs[i] is not None]
+        tensors = (*inputs, *(given[i] for i in moved))
+        autocast = AutocastState(tensor for tensor in tensors if tensor is not None)
+        jvp = _Jvp(self.run, self.count, moved, autocast)
+        values, tangents = jvp.with_values_without_graph(*tensors)
+        self._found = _without_views(tangents, tensors)
+        return values
+
+    def take(self) -> Tensors:
+        """The tangents, which are kept no longer."""
+        found, self._found = self._found, ()
+        return found
 
 
 @final
@@ -449,6 +543,8 @@ class _Call:
         self.fn, self.structure, self.nests, self.backend = fn, structure, nests, backend
         self.template: Any = None  # for the compiler
         self.levels: Any = None  # for the tracer
+        self.is_part = self.slices = False
+        self.parts: list[nn.Module] = []  # which are recomputed one by one
         self.constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.slots = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         self.scope = _Scope([leaf for leaf in leaves if isinstance(leaf, nn.Module)])
@@ -483,8 +579,14 @@ class _Call:
         )
 
     def tensors(self, leaves: list[Any]) -> list[Tensor]:
-        """Tensor arguments, then parameters, then buffers of modules; shared tensors appear once."""
-        tensors = [leaves[i] for i in self.slots]
+        """Tensor arguments, then parameters, then buffers of modules; shared tensors appear once.
+
+        An argument that is a parameter too appears as both: its gradients are apart."""
+        places = {id(leaves[i]): i for i in reversed(self.slots)}  # of the first of equal ones
+        tensors = [leaves[i] for i in self.slots if places[id(leaves[i])] == i]
+        order = {id(x): place for place, x in enumerate(tensors)}
+        self.places = [order[id(leaves[i])] for i in self.slots]
+        self.arguments = len(tensors)
         index: dict[int, int] = {}
         self.state_names: dict[
             str, int
@@ -504,7 +606,7 @@ class _Call:
         """The first run, with the function's side effects on its modules where torch allows them."""
         versions = [_version(tensor) for tensor in tensors]
         if self.transformed:
-            outputs = self._with_state(tensors)
+            outputs = self._watching_parts(tensors)
         else:
             before = {i: cast(Tensor, tensors[i]).clone() for i in self.buffers}
             outputs = self._call(tensors)
@@ -520,6 +622,26 @@ class _Call:
                     f"return the new value."
                 )
         return self._split(outputs)
+
+    def _watching_parts(self, tensors: Tensors) -> Any:
+        """Runs the function, and sees which parts of its modules can be recomputed alone."""
+        if self.is_part or not torch_internals.forward_mode_active():
+            return self._with_state(tensors)
+        watch = PartsWatch([*self.scope.held])
+        with watch.watching():
+            outputs = self._with_state(tensors)
+        self.parts = watch.fit()
+        return outputs
+
+    @contextmanager
+    def in_small_parts(self) -> Iterator[None]:
+        """Inside, a run holds less: its parts are recomputed, and operations run on slices."""
+        before, self.slices = self.slices, True
+        try:
+            with replaced_forwards(self.parts, _recompute_part):
+                yield
+        finally:
+            self.slices = before
 
     def _split(self, outputs: Any) -> Tensors:
         """The tensors among the outputs; their structure is kept."""
@@ -561,12 +683,13 @@ class _Call:
 
     def _call(self, tensors: Sequence[Tensor | None]) -> Any:
         leaves = list(self.constants)
-        for i, tensor in zip(self.slots, tensors, strict=False):
-            leaves[i] = tensor
+        for i, place in zip(self.slots, self.places, strict=True):
+            leaves[i] = tensors[place]
         args, keywords = given = pytree.unflatten(leaves, self.structure)
         random = ContiguousDropout() if self.mixed else nullcontext()
         autocast = self.run_state.autocast.restored()
-        with _recomputing(self.nests), self.stand_ins.resume(), autocast, random:
+        sliced = SlicedOperations() if self.slices else nullcontext()
+        with _recomputing(self.nests), self.stand_ins.resume(), autocast, random, sliced:
             outputs = self.fn(*args, **keywords)
         refuse_changed(self.fn, given, self.structure)
         return outputs

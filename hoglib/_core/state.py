@@ -271,6 +271,10 @@ class RunState:
         finally:
             self._set(states, modes)
 
+    def rewind(self) -> None:
+        """Generators and modes become what they were, for another attempt at the same run."""
+        self._set(self._drawn, self._modes)
+
     def _set(self, states: list[Tensor], modes: list[tuple[nn.Module, bool]]) -> None:
         self._generators.set(states)
         for module, training in modes:

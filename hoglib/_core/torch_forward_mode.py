@@ -5,12 +5,13 @@ Private torch API, as `torch_internals`.
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch._functorch import eager_transforms
+from torch._C._functorch import TransformType
+from torch._functorch import eager_transforms, pyfunctorch
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
@@ -118,6 +119,51 @@ def primal(x: Tensor | None) -> Tensor | None:
         return x
     with forward_ad._set_fwd_grad_enabled(True):
         return forward_ad.unpack_dual(x).primal if has_tangent(x) else x
+
+
+def gradient_with_tangents() -> bool:
+    """Whether exactly one `torch.func.jvp` is active, and inside it one gradient."""
+    stack = torch._C._functorch.get_interpreter_stack() or []
+    return [level.key() for level in stack] == [TransformType.Jvp, TransformType.Grad]
+
+
+def tangents_without_graph(tensors: Sequence[Tensor | None]) -> list[Tensor | None] | None:
+    """The tangents of tensors, without their wrappers, where one `torch.func.jvp` is active, perhaps
+    with one gradient inside it, and nothing else differentiates them. None elsewhere, and where no
+    tensor has a tangent.
+    """
+    stack = torch._C._functorch.get_interpreter_stack()
+    if not stack or not 1 <= len(stack) <= 2 or stack[0].key() != TransformType.Jvp:
+        return None
+    if len(stack) == 2 and stack[1].key() != TransformType.Grad:
+        return None
+    found = []
+    with ExitStack() as lowered:
+        if len(stack) == 2:
+            inner = pyfunctorch.retrieve_current_functorch_interpreter()
+            lowered.enter_context(inner.lower())
+        lowered.enter_context(forward_ad._set_fwd_grad_enabled(True))
+        for x in tensors:
+            x = None if x is None else torch._C._functorch.unwrap_if_dead(x)
+            if x is not None and len(stack) == 2:
+                x = torch._C._functorch._unwrap_for_grad(x, stack[1].level())
+            tangent = None
+            if x is not None and has_tangent(x):
+                tangent = forward_ad.unpack_dual(x).tangent
+                tangent = torch._C._functorch._unwrap_for_grad(tangent, stack[0].level())
+            if x is not None:
+                x = torch._C._functorch._unwrap_for_grad(x, stack[0].level())
+            if any(t is not None and t.requires_grad for t in (x, tangent)):
+                return None
+            found.append(tangent)
+    return found if any(t is not None for t in found) else None
+
+
+def at_this_level(tensors: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """The tensors as constants of the innermost transform of torch.func."""
+    level = torch._C._functorch.current_level()
+    wrap = torch._C._functorch._wrap_for_grad
+    return tuple(None if x is None else wrap(x, level) for x in tensors)
 
 
 @contextmanager

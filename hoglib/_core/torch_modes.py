@@ -1,8 +1,10 @@
 """Which modes the caller runs in: stand-ins, forward mode and tracing, and checks of values."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from functools import cache
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -58,6 +60,23 @@ class ContiguousDropout(TorchFunctionMode):
         if func in (F.dropout, torch.dropout) and not kwargs.get("inplace") and args:
             args = (args[0].contiguous(), *args[1:])
         return func(*args, **kwargs)
+
+
+@cache
+def copy_without_override_check(func: FunctionType) -> Callable[..., Any]:
+    """A copy of a Python function of torch in which `has_torch_function` returns False, so that a mode
+    that runs it with itself on sees the torch calls it makes."""
+    checks = {name: _no for name in func.__globals__ if name.startswith("has_torch_function")}
+    copy = FunctionType(
+        func.__code__, {**func.__globals__, **checks}, func.__name__, func.__defaults__,
+        func.__closure__,
+    )  # fmt: skip
+    copy.__kwdefaults__ = func.__kwdefaults__
+    return copy
+
+
+def _no(*tensors: Any) -> bool:
+    return False
 
 
 def reverse_only() -> bool:

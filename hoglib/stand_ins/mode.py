@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from hoglib._core import pytree, validation
 from hoglib._core.running_statistics import frozen_running_statistics, running_statistics_frozen
 from hoglib._core.torch_internals import checkpoint_frame, function_mode
-from hoglib._core.torch_modes import StandInMode
+from hoglib._core.torch_modes import StandInMode, copy_without_override_check
 from hoglib.errors import UnsupportedError
 from hoglib.stand_ins.table import STAND_INS, StandIn
 
@@ -233,17 +233,7 @@ def without_override_check(
         known = calls or {getattr(original, "__name__", "") for original in _replacements()}
         if func.__module__ != F.__name__ or not known & set(func.__code__.co_names):
             return None
-    checks = {name: _no for name in func.__globals__ if name.startswith("has_torch_function")}
-    copy = FunctionType(
-        func.__code__, {**func.__globals__, **checks}, func.__name__, func.__defaults__,
-        func.__closure__,
-    )  # fmt: skip
-    copy.__kwdefaults__ = func.__kwdefaults__
-    return copy
-
-
-def _no(*args: Any) -> bool:
-    return False
+    return copy_without_override_check(func)
 
 
 def _recompute_inside() -> None:

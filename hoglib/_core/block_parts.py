@@ -1,0 +1,189 @@
+"""The parts of a block, as the attention and the MLP of a transformer's block.
+
+With tangents a block holds twice what its gradient does. Then its parts are recomputed one by one: the
+block keeps their inputs, and what is inside of a part is there while its own gradient is computed.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from hoglib._core import closures, pytree
+from hoglib._core.references import is_plain
+from hoglib._core.torch_modes import copy_without_override_check
+
+
+def parts_of(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """The modules inside that consist of modules themselves, outermost ones.
+
+    One that has all the parameters of the block gives its own parts: it would keep what the block does.
+    """
+    found: list[nn.Module] = []
+    for module in modules:
+        count = sum(1 for _ in module.parameters())
+        for child in module.children():
+            if isinstance(child, torch.jit.ScriptModule) or next(child.children(), None) is None:
+                continue
+            without_forward = isinstance(child, nn.ModuleList | nn.ModuleDict)
+            if without_forward or sum(1 for _ in child.parameters()) == count:
+                found += parts_of([child])
+            else:
+                found.append(child)
+    return list({id(part): part for part in found}.values())
+
+
+@contextmanager
+def replaced_forwards(parts: Sequence[nn.Module], run: Callable[..., Any]) -> Iterator[None]:
+    """Inside, a part runs as run(part, its forward, args, kwargs)."""
+    before = [(vars(part), vars(part).get("forward")) for part in parts]
+    try:
+        for part in parts:
+            vars(part)["forward"] = partial(_forward, run, part, part.forward)
+        yield
+    finally:
+        for fields, forward in before:
+            if forward is None:
+                del fields["forward"]
+            else:
+                fields["forward"] = forward
+
+
+def _forward(run: Any, part: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    return run(part, forward, args, kwargs)
+
+
+@final
+class PartsWatch:
+    """Sees the parts of a block in one run, and tells which of them can be recomputed alone: those
+    that are functions of their tensor arguments, parameters and buffers, and change none of these."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._parts = parts_of(modules)
+        self._fit: dict[int, bool] = {}
+
+    def watching(self) -> Any:
+        """Inside, they are seen."""
+        return replaced_forwards(self._parts, self._run)
+
+    def fit(self) -> list[nn.Module]:
+        """Those that can be."""
+        return [part for part in self._parts if self._fit.get(id(part))]
+
+    def _run(self, part: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        leaves, structure = pytree.flatten((args, kwargs))
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        state = [*tensors, *part.parameters(), *part.buffers()]
+        versions = [_version(x) for x in state]
+        closed = _is_closed(leaves) and next(_hidden(part), None) is None
+        outputs = forward(*args, **kwargs)
+        unchanged = (
+            versions == [_version(x) for x in state]
+            and pytree.flatten((args, kwargs))[1] == structure
+            and next(_hidden(part), None) is None
+        )
+        fits = closed and unchanged and _is_closed(pytree.leaves(outputs))
+        self._fit[id(part)] = fits and self._fit.get(id(part), True)
+        return outputs
+
+
+def _is_closed(leaves: Sequence[Any]) -> bool:
+    return all(isinstance(x, Tensor) or is_plain(x) for x in leaves)
+
+
+def _hidden(part: nn.Module) -> Iterator[Any]:
+    """What a part holds beside what it registers; its forward is replaced."""
+    return (one for one in closures.unregistered(part) if not one.path.startswith("forward"))
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _named(*names: str) -> set[Any]:
+    """The functions and methods of torch with these names."""
+    homes = (torch, Tensor, F)
+    return {getattr(home, name) for home in homes for name in names if hasattr(home, name)}
+
+
+# Functions of single elements, whose second derivatives torch computes by several operations, and
+# functions of rows.
+_ELEMENTWISE = _named(
+    "gelu", "silu", "mish", "tanh", "sigmoid", "softplus", "elu", "celu", "selu", "logsigmoid"
+)  # fmt: skip
+_BY_ROWS = _named("softmax", "log_softmax")
+_SLICES, _FEWEST_ELEMENTS = 4, 2**14
+
+
+@final
+class SlicedOperations(TorchFunctionMode):
+    """Inside, activations, softmax and attention run on a few slices of their inputs, one by one.
+
+    For a forward whose gradient is computed with tangents: torch derives the backward of an activation
+    by five or six tensors of its size, which then are of the size of a slice.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        run: Any = None
+        if func in _ELEMENTWISE:
+            run = _sliced_elementwise
+        elif func in _BY_ROWS:
+            run = _sliced_rows
+        elif func is F.scaled_dot_product_attention:
+            run = _sliced_attention
+        elif func is F.multi_head_attention_forward:
+            with self:  # so that it sees the attention inside
+                return copy_without_override_check(func)(*args, **kwargs)
+        return func(*args, **kwargs) if run is None else run(func, *args, **kwargs)
+
+
+def _sliced_elementwise(func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    if kwargs.get("inplace") or True in args:
+        return func(input, *args, **kwargs)
+    return _by_slices(func, input, None, *args, **kwargs)
+
+
+def _sliced_rows(func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    row = args[0] if args else kwargs.get("dim")
+    if not isinstance(row, int) or not input.dim():
+        return func(input, *args, **kwargs)
+    return _by_slices(func, input, row % input.dim(), *args, **kwargs)
+
+
+def _by_slices(func: Any, input: Tensor, row: int | None, *args: Any, **kwargs: Any) -> Tensor:
+    """func on slices of the first dimension that is long enough and is not that of the rows."""
+    dims = (d for d, n in enumerate(input.shape) if n >= _SLICES and d != row)
+    dim = next(dims, None)
+    # slices of another memory layout would be put together in that of a contiguous tensor
+    if dim is None or input.numel() < _FEWEST_ELEMENTS or not input.is_contiguous():
+        return func(input, *args, **kwargs)
+    return torch.cat([func(part, *args, **kwargs) for part in input.chunk(_SLICES, dim)], dim)
+
+
+def _sliced_attention(
+    func: Any, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0, *args: Any, **kwargs: Any,
+) -> Tensor:  # fmt: skip
+    """By samples, the leading dimension. Not with dropout, whose random numbers are in one order."""
+    inputs = (query, key, value)
+    samples = query.shape[0]
+    several = query.dim() > 3 and all(x.dim() > 3 and x.shape[0] == samples for x in inputs)
+    if not several or samples < 2 or dropout_p or query.numel() < _FEWEST_ELEMENTS:
+        return func(*inputs, attn_mask, dropout_p, *args, **kwargs)
+    count = min(_SLICES, samples)
+    masks: Sequence[Tensor | None] = [attn_mask] * count
+    if attn_mask is not None and attn_mask.dim() == query.dim() and attn_mask.shape[0] == samples:
+        masks = attn_mask.chunk(count)
+    parts = [
+        func(q, k, v, mask, dropout_p, *args, **kwargs)
+        for q, k, v, mask in zip(*(x.chunk(count) for x in inputs), masks, strict=False)
+    ]
+    if query.stride(-3) < query.stride(-2):  # as torch lays it out
+        return torch.cat([y.transpose(-3, -2) for y in parts]).transpose(-3, -2)
+    return torch.cat(parts)
