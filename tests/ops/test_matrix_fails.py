@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hoglib.ops import define
 from hoglib.ops._function import (  # to make faulty ops as hoglib makes right ones
+    Batch,
     Saved,
     make_function,
 )
@@ -139,9 +140,7 @@ def product_by(partials: Callable[[Saved, Tensor], list[Tensor | None]]) -> Call
         terms += [] if t is None else [x * t]
         return sum(terms[1:], terms[0])
 
-    return make_function(
-        "Product", 2, forward=torch.mul, backward=partials, jvp=jvp, keep_outputs=()
-    ).apply
+    return make_function("Product", 2, forward=torch.mul, backward=partials, jvp=jvp).apply
 
 
 def product(backward: Callable[[Saved, Tensor], list[Tensor | None]], **others: Any) -> OpInfo:
@@ -154,8 +153,8 @@ def product(backward: Callable[[Saved, Tensor], list[Tensor | None]], **others: 
     return info.on(broadcasting=normals((2, 1), (3,)))
 
 
-def wrong_vmap(function: Any, batch_size: int, in_dims: Any, x: Tensor) -> Any:
-    return function.apply(x), 0
+def wrong_vmap(batch: Batch, x: Tensor) -> Any:
+    return batch.function.apply(x), 0
 
 
 MISTAKES = [
