@@ -30,7 +30,7 @@ from hoglib.ops._attention_blocks import (
     curvature_vjp,
     is_recorded,
 )
-from hoglib.ops._function import Saved, apply_function, batch_to_front, make_function, sum_terms
+from hoglib.ops._function import Batch, Saved, apply_function, make_function, sum_terms
 
 
 def attention(inputs: Inputs, plan: Plan) -> Tensor:
@@ -206,30 +206,24 @@ def _tangents_jvp(saved: Saved, *tangents: Any) -> Tensor:
     )
 
 
-def _fold(
-    function: Any, batch_size: int, in_dims: tuple[int | None, ...], *given: Any
-) -> tuple[tuple[Tensor, ...] | Tensor, Any]:
+def _fold(batch: Batch, *given: Any) -> tuple[tuple[Tensor, ...] | Tensor, Any]:
     """The vmap rule of all four: the batch becomes a part of N and, where a mask has it, of M."""
     *tensors, plan = given
-    count = (
-        tensors[0].shape[0] if in_dims[0] is None else tensors[0].movedim(in_dims[0], 0).shape[1]
-    )
+    count = batch.to_front(0, tensors[0]).shape[1]
     masks = _MASKS[len(tensors)]
-    own_masks = "m" in plan.needs or any(in_dims[i] is not None for i in masks)
+    own_masks = "m" in plan.needs or any(batch.in_dims[i] is not None for i in masks)
     folded: list[Any] = []
-    for i, (x, dim) in enumerate(zip(tensors, in_dims, strict=False)):
-        if x is None or (i in masks and not own_masks):
-            folded.append(x)
-        else:
-            folded.append(batch_to_front(x, dim, batch_size).flatten(0, 1))
+    for i, x in enumerate(tensors):
+        as_it_is = x is None or (i in masks and not own_masks)
+        folded.append(x if as_it_is else batch.to_front(i, x).flatten(0, 1))
     if tensors[3] is not None:
         places = plan.places or (0,) * count
-        size = folded[3].shape[0] // batch_size if own_masks else 0
-        every = tuple(b * size + place for b in range(batch_size) for place in places)
+        size = folded[3].shape[0] // batch.size if own_masks else 0
+        every = tuple(b * size + place for b in range(batch.size) for place in places)
         plan = plan._replace(places=every if own_masks or plan.places else None)
-    found = function.apply(*folded, plan)
+    found = batch.function.apply(*folded, plan)
     parts = found if isinstance(found, tuple) else (found,)
-    outputs = tuple(x.unflatten(0, (batch_size, x.shape[0] // batch_size)) for x in parts)
+    outputs = tuple(x.unflatten(0, (batch.size, x.shape[0] // batch.size)) for x in parts)
     return (outputs, (0,) * len(outputs)) if isinstance(found, tuple) else (outputs[0], 0)
 
 
@@ -256,7 +250,6 @@ _GRADIENTS = make_function(
     backward=_gradients_backward,
     jvp=_gradients_jvp,
     vmap=_fold,
-    keep_outputs=(),
 )
 _TANGENTS = make_function(
     "ScaledDotProductAttentionTangents",
@@ -265,7 +258,6 @@ _TANGENTS = make_function(
     backward=_tangents_backward,
     jvp=_tangents_jvp,
     vmap=_fold,
-    keep_outputs=(),
 )
 _CURVATURE = make_function(
     "ScaledDotProductAttentionCurvature",
@@ -274,5 +266,4 @@ _CURVATURE = make_function(
     backward=_curvature_backward,
     jvp=_curvature_forward_mode,
     vmap=_fold,
-    keep_outputs=(),
 )

@@ -12,6 +12,8 @@ W, and so on. So three Functions that name one another are differentiable to any
 """
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,9 +29,9 @@ from hoglib.ops._conv_geometry import (
     resolve_padding,
 )
 from hoglib.ops._function import (
+    Batch,
     Saved,
     apply_function,
-    batch_to_front,
     conj,
     make_function,
     sum_terms,
@@ -219,33 +221,15 @@ def _conv(
 
 def _reference(geometry: Geometry, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     run = (F.conv1d, F.conv2d, F.conv3d)[len(geometry.kernel) - 1]
-    return run(
-        x,
-        weight,
-        bias,
-        geometry.stride,
-        geometry.padding,
-        geometry.dilation,
-        geometry.groups,
-    )
+    steps = geometry.stride, geometry.padding, geometry.dilation, geometry.groups
+    return run(x, weight, bias, *steps)
 
 
 # The three maps on real tensors, by torch's kernels, which need not be differentiable themselves.
 
 
 def _kernel_y(geometry: Geometry, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    none = [0] * len(geometry.kernel)
-    y: Tensor = torch.ops.aten.convolution(
-        x,
-        weight,
-        bias,
-        geometry.stride,
-        geometry.padding,
-        geometry.dilation,
-        False,
-        none,
-        geometry.groups,
-    )
+    y: Tensor = torch.ops.aten.convolution(x, weight, bias, *geometry.options)
     return y
 
 
@@ -262,21 +246,9 @@ def _kernel_weight(geometry: Geometry, x: Tensor, grad: Tensor) -> Tensor:
 def _kernel_backward(
     geometry: Geometry, grad: Tensor, x: Tensor, weight: Tensor, which: int
 ) -> Tensor:
+    run = torch.ops.aten.convolution_backward
     mask = [which == 0, which == 1, False]
-    none = [0] * len(geometry.kernel)
-    result: Tensor = torch.ops.aten.convolution_backward(
-        grad,
-        x,
-        weight,
-        None,
-        geometry.stride,
-        geometry.padding,
-        geometry.dilation,
-        False,
-        none,
-        geometry.groups,
-        mask,
-    )[which]
+    result: Tensor = run(grad, x, weight, None, *geometry.options, mask)[which]
     return result
 
 
@@ -324,122 +296,59 @@ def _make_conv() -> type[torch.autograd.Function]:
             terms.append(_channels(by_bias, len(geometry.kernel)).expand(saved.output_shapes[0]))
         return sum_terms(terms)
 
-    def vmap(
-        function: type[torch.autograd.Function],
-        batch_size: int,
-        in_dims: tuple[int | None, ...],
-        geometry: Geometry,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-    ) -> tuple[Tensor, int]:
-        if in_dims[2] is None and in_dims[3] is None:
-            return _vmap_samples(function, batch_size, in_dims[1], geometry, x, weight, bias)
-        x = _merge_batch(batch_to_front(x, in_dims[1], batch_size), 1)
-        weight = batch_to_front(weight, in_dims[2], batch_size).flatten(0, 1)
-        if bias is not None:
-            bias = batch_to_front(bias, in_dims[3], batch_size).flatten(0, 1)
-        return _split_batch(
-            function.apply(geometry.repeat_groups(batch_size), x, weight, bias), 1, batch_size
-        ), 1
-
     return make_function(
-        "Conv", 4, forward=forward, backward=backward, jvp=jvp, vmap=vmap, keep_inputs=(1, 2),
-        keep_outputs=(),
-    )  # fmt: skip
-
-
-def _make_to_x() -> type[torch.autograd.Function]:
-    def forward(geometry: Geometry, grad: Tensor, weight: Tensor) -> Tensor:
-        return _bilinear(_kernel_x, geometry, grad, weight)
-
-    def backward(saved: Saved, u: Tensor) -> list[Tensor | None]:
-        geometry, grad, weight = saved.inputs
-        _, by_grad, by_weight = saved.needs_input_grad
-        return [
-            None,
-            _CONV.apply(geometry, u, conj(weight), None) if by_grad else None,
-            _TO_WEIGHT.apply(geometry, u, conj(grad)) if by_weight else None,
-        ]
-
-    def jvp(saved: Saved, _: None, by_grad: Tensor | None, by_weight: Tensor | None) -> Tensor:
-        geometry, grad, weight = saved.inputs
-        terms = [] if by_grad is None else [_TO_X.apply(geometry, by_grad, weight)]
-        if by_weight is not None:
-            terms.append(_TO_X.apply(geometry, grad, by_weight))
-        return sum_terms(terms)
-
-    def vmap(
-        function: type[torch.autograd.Function],
-        batch_size: int,
-        in_dims: tuple[int | None, ...],
-        geometry: Geometry,
-        grad: Tensor,
-        weight: Tensor,
-    ) -> tuple[Tensor, int]:
-        if in_dims[2] is None:
-            return _vmap_samples(function, batch_size, in_dims[1], geometry, grad, weight)
-        grad = _merge_batch(batch_to_front(grad, in_dims[1], batch_size), 1)
-        weight = batch_to_front(weight, in_dims[2], batch_size).flatten(0, 1)
-        return _split_batch(
-            function.apply(geometry.repeat_groups(batch_size), grad, weight), 1, batch_size
-        ), 1
-
-    return make_function(
-        "ConvToInput", 3, forward=forward, backward=backward, jvp=jvp, vmap=vmap, keep_outputs=()
+        "Conv", 4, forward=forward, backward=backward, jvp=jvp, vmap=_vmap, keep_inputs=(1, 2)
     )
 
 
-def _make_to_weight() -> type[torch.autograd.Function]:
-    def forward(geometry: Geometry, x: Tensor, grad: Tensor) -> Tensor:
-        return _bilinear(_kernel_weight, geometry, x, grad)
+def _make_map(
+    name: str, kernel: Callable[..., Tensor], backward: Callable[..., tuple[Any, Any]],
+    vmap: Callable[..., Any],
+) -> Any:  # fmt: skip
+    """A map that is linear in a and in b. backward(u, a, b) gives for each of them the Function
+    that is its gradient, and what that is applied to."""
 
-    def backward(saved: Saved, v: Tensor) -> list[Tensor | None]:
-        geometry, x, grad = saved.inputs
-        _, by_x, by_grad = saved.needs_input_grad
+    def run_backward(saved: Saved, u: Tensor) -> list[Tensor | None]:
+        geometry, *factors = saved.inputs
+        pairs = zip(backward(u, *factors), saved.needs_input_grad[1:], strict=True)
         return [
             None,
-            _TO_X.apply(geometry, conj(grad), v) if by_x else None,
-            _CONV.apply(geometry, conj(x), v, None) if by_grad else None,
+            *(
+                other.apply(geometry, *given) if needed else None
+                for (other, *given), needed in pairs
+            ),
         ]
 
-    def jvp(saved: Saved, _: None, by_x: Tensor | None, by_grad: Tensor | None) -> Tensor:
-        geometry, x, grad = saved.inputs
-        terms = [] if by_x is None else [_TO_WEIGHT.apply(geometry, by_x, grad)]
-        if by_grad is not None:
-            terms.append(_TO_WEIGHT.apply(geometry, x, by_grad))
+    def jvp(saved: Saved, _: None, by_a: Tensor | None, by_b: Tensor | None) -> Tensor:
+        geometry, a, b = saved.inputs
+        terms = [] if by_a is None else [made.apply(geometry, by_a, b)]
+        if by_b is not None:
+            terms.append(made.apply(geometry, a, by_b))
         return sum_terms(terms)
 
-    def vmap(
-        function: type[torch.autograd.Function],
-        batch_size: int,
-        in_dims: tuple[int | None, ...],
-        geometry: Geometry,
-        x: Tensor,
-        grad: Tensor,
-    ) -> tuple[Tensor, int]:
-        x = _merge_batch(batch_to_front(x, in_dims[1], batch_size), 1)
-        grad = _merge_batch(batch_to_front(grad, in_dims[2], batch_size), 1)
-        return _split_batch(
-            function.apply(geometry.repeat_groups(batch_size), x, grad), 0, batch_size
-        ), 0
-
-    return make_function(
-        "ConvToWeight", 3, forward=forward, backward=backward, jvp=jvp, vmap=vmap, keep_outputs=()
+    made: Any = make_function(
+        name, 3, forward=partial(_bilinear, kernel), backward=run_backward, jvp=jvp, vmap=vmap
     )
+    return made
 
 
-def _vmap_samples(
-    function: type[torch.autograd.Function],
-    batch_size: int,
-    dim: int | None,
-    geometry: Geometry,
-    samples: Tensor,
-    *rest: Tensor | None,
-) -> tuple[Tensor, int]:
-    """Where all share a weight, the batch of vmap is more samples."""
-    merged = _merge_batch(batch_to_front(samples, dim, batch_size), 0)
-    return _split_batch(function.apply(geometry, merged, *rest), 0, batch_size), 0
+def _vmap(batch: Batch, geometry: Geometry, x: Tensor, *others: Tensor | None) -> Any:
+    """The batch becomes more channels; where all share a weight, more samples."""
+    if not any(dim is not None for dim in batch.in_dims[2:]):
+        merged = _merge_batch(batch.to_front(1, x), 0)
+        return _split_batch(batch.function.apply(geometry, merged, *others), 0, batch.size), 0
+    own = [
+        None if y is None else batch.to_front(i, y).flatten(0, 1) for i, y in enumerate(others, 2)
+    ]
+    x = _merge_batch(batch.to_front(1, x), 1)
+    y = batch.function.apply(geometry.repeat_groups(batch.size), x, *own)
+    return _split_batch(y, 1, batch.size), 1
+
+
+def _vmap_to_weight(batch: Batch, geometry: Geometry, *given: Tensor) -> Any:
+    merged = [_merge_batch(batch.to_front(i, y), 1) for i, y in enumerate(given, 1)]
+    weight = batch.function.apply(geometry.repeat_groups(batch.size), *merged)
+    return _split_batch(weight, 0, batch.size), 0
 
 
 def _merge_batch(tensor: Tensor, dim: int) -> Tensor:
@@ -454,5 +363,15 @@ def _split_batch(tensor: Tensor, dim: int, batch_size: int) -> Tensor:
 
 
 _CONV = _make_conv()
-_TO_X = _make_to_x()
-_TO_WEIGHT = _make_to_weight()
+_TO_X: Any = _make_map(
+    "ConvToInput",
+    _kernel_x,
+    lambda u, grad, weight: ((_CONV, u, conj(weight), None), (_TO_WEIGHT, u, conj(grad))),
+    _vmap,
+)
+_TO_WEIGHT: Any = _make_map(
+    "ConvToWeight",
+    _kernel_weight,
+    lambda v, x, grad: ((_TO_X, conj(grad), v), (_CONV, conj(x), v, None)),
+    _vmap_to_weight,
+)

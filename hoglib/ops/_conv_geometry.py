@@ -24,6 +24,12 @@ class Geometry:
     image: tuple[int, ...]  # of x, without batch and channels
     kernel: tuple[int, ...]
 
+    @property
+    def options(self) -> tuple[Any, ...]:
+        """What torch's convolution takes after x, weight and bias."""
+        none = [0] * len(self.kernel)
+        return self.stride, self.padding, self.dilation, False, none, self.groups
+
     def repeat_groups(self, batch_size: int) -> "Geometry":
         """For that many independent convolutions side by side, in the channels."""
         return replace(self, groups=self.groups * batch_size)

@@ -151,10 +151,5 @@ def _check_target(logits: Tensor, target: Tensor, axis: int) -> None:
 
 
 _CROSS_ENTROPY = make_function(
-    "SoftmaxCrossEntropy",
-    len(_Rows._fields),
-    forward=_forward,
-    backward=_backward,
-    jvp=_jvp,
-    keep_outputs=(),
+    "SoftmaxCrossEntropy", len(_Rows._fields), forward=_forward, backward=_backward, jvp=_jvp
 )

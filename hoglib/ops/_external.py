@@ -24,7 +24,7 @@ from hoglib.errors import (
     NoSecondDerivative,
     UnsupportedError,
 )
-from hoglib.ops._function import Saved, batch_to_front, conj, make_function, sum_terms
+from hoglib.ops._function import Batch, Saved, batch_to_front, conj, make_function, sum_terms
 
 Array = Any  # a numpy.ndarray; hoglib does not import NumPy
 Index = tuple[int, ...]
@@ -162,24 +162,12 @@ def _make_chain_link(chain: _Chain, count: int) -> type[torch.autograd.Function]
         slopes = iter(chain.evaluate([(*index, i) for index in which for i, _ in moving], *inputs))
         return tuple(sum_terms(t * next(slopes) for _, t in moving) for _ in which)
 
-    def vmap(
-        function: type[torch.autograd.Function],
-        batch_size: int,
-        in_dims: tuple[int | None, ...],
-        which: tuple[Index, ...],
-        *inputs: Tensor,
-    ) -> tuple[Any, Any]:
-        outputs = function.apply(which, *_batch_first(batch_size, in_dims[1:], inputs))
+    def vmap(batch: Batch, which: tuple[Index, ...], *inputs: Tensor) -> tuple[Any, Any]:
+        outputs = batch.function.apply(which, *_batch_first(batch.size, batch.in_dims[1:], inputs))
         return outputs, (0,) * len(outputs)
 
     return make_function(
-        f"External_{chain.name}",
-        count + 1,
-        forward=forward,
-        backward=backward,
-        jvp=jvp,
-        vmap=vmap,
-        keep_outputs=(),
+        f"External_{chain.name}", count + 1, forward=forward, backward=backward, jvp=jvp, vmap=vmap
     )
 
 

@@ -33,6 +33,23 @@ class Saved(NamedTuple):
     needs_input_grad: tuple[bool, ...]  # all True in jvp
 
 
+class Batch(NamedTuple):
+    """A call under vmap."""
+
+    function: Any
+    size: int
+    in_dims: tuple[int | None, ...]  # the batch dimension of each input
+
+    def to_front(self, i: int, tensor: Tensor) -> Tensor:
+        """Input i with its batch dimension first; without one it is expanded."""
+        return batch_to_front(tensor, self.in_dims[i], self.size)
+
+
+def batch_to_front(tensor: Tensor, dim: int | None, batch_size: int) -> Tensor:
+    """The batch dimension of vmap first; a tensor without one is expanded."""
+    return tensor.expand(batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+
+
 def make_function(
     name: str,
     num_inputs: int,
@@ -42,7 +59,7 @@ def make_function(
     jvp: Callable[..., Any],
     vmap: Callable[..., Any] | None = None,
     keep_inputs: Sequence[int] | None = None,
-    keep_outputs: Sequence[int] = (0,),
+    keep_outputs: Sequence[int] = (),
     runs_user_code: bool = False,
 ) -> type[torch.autograd.Function]:
     """Build the Function class of an op.
@@ -50,9 +67,10 @@ def make_function(
     forward(*inputs) returns a tensor or a tuple of tensors. backward(saved, *grads) returns one
     gradient or None for each input; a grad is None where no gradient arrived, and at least one is
     not None. jvp(saved, *tangents) returns a tangent for each output; a tangent is None for a
-    constant. vmap(function, batch_size, in_dims, *inputs) returns (outputs, out_dims); without it
+    constant. vmap(batch, *inputs), of a :class:`Batch`, returns (outputs, out_dims); without it
     torch derives a rule from forward and backward, which works for every op and costs more per call.
-    Inputs that are not tensors are kept as they are and have no derivative. runs_user_code: backward
+    Inputs that are not tensors are kept as they are and have no derivative. keep_inputs, keep_outputs:
+    which of them backward and jvp read; by default all inputs and no output. runs_user_code: backward
     is the user's, and may need the stand-ins of `second_order`.
     """
     keep = frozenset(range(num_inputs) if keep_inputs is None else keep_inputs)
@@ -124,7 +142,7 @@ def make_function(
         rule = vmap
 
         def run_vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
-            return rule(function, info.batch_size, in_dims, *inputs)
+            return rule(Batch(function, info.batch_size, in_dims), *inputs)
 
         members["vmap"] = staticmethod(run_vmap)
     function = cast(type[torch.autograd.Function], type(name, (torch.autograd.Function,), members))
@@ -169,28 +187,18 @@ def apply_function(
         return function.apply(*inputs)
 
 
-def vmap_by_broadcasting(
-    function: type[torch.autograd.Function],
-    batch_size: int,
-    in_dims: tuple[int | None, ...],
-    *inputs: Any,
-) -> tuple[Tensor, int]:
+def vmap_by_broadcasting(batch: Batch, *inputs: Any) -> tuple[Tensor, int]:
     """A vmap rule for ops that broadcast: batch dimensions to the front, then the op itself."""
     ranks = [
         value.dim() - (dim is not None) if isinstance(value, Tensor) else 0
-        for value, dim in zip(inputs, in_dims, strict=True)
+        for value, dim in zip(inputs, batch.in_dims, strict=True)
     ]
     rank = max(ranks)
     aligned = [
         value if dim is None else value.movedim(dim, 0)[(slice(None),) + (None,) * (rank - own)]
-        for value, dim, own in zip(inputs, in_dims, ranks, strict=True)
+        for value, dim, own in zip(inputs, batch.in_dims, ranks, strict=True)
     ]
-    return function.apply(*aligned), 0
-
-
-def batch_to_front(tensor: Tensor, dim: int | None, batch_size: int) -> Tensor:
-    """The batch dimension of vmap first; a tensor without one is expanded."""
-    return tensor.expand(batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+    return batch.function.apply(*aligned), 0
 
 
 def sum_to_shape(tensor: Tensor, shape: torch.Size) -> Tensor:

@@ -263,6 +263,5 @@ _CLIP_GRADIENT = make_function(
     jvp=_clip_jvp,
     vmap=vmap_by_broadcasting,
     keep_inputs=(),
-    keep_outputs=(),
 )
 _COMPILED_CLIP_GRADIENT = without_jvp(_CLIP_GRADIENT)

@@ -17,9 +17,9 @@ from hoglib._core.mixed_precision import autocast_on
 from hoglib._core.torch_modes import without_stand_ins
 from hoglib.errors import ArgumentValueError
 from hoglib.ops._function import (
+    Batch,
     Saved,
     apply_function,
-    batch_to_front,
     conj,
     make_function,
     sum_terms,
@@ -264,28 +264,18 @@ def _tangent(saved: Saved, x: Tensor | None, weight: Tensor | None, bias: Tensor
     return sum_terms(terms)
 
 
-def _vmap(
-    function: type[torch.autograd.Function],
-    batch_size: int,
-    in_dims: tuple[int | None, ...],
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-) -> tuple[Any, Any]:
-    x = batch_to_front(x, in_dims[0], batch_size)
+def _vmap(batch: Batch, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Any, Any]:
+    x = batch.to_front(0, x)
     lead = x.shape[1:-1]
-    if in_dims[1] is not None or in_dims[2] is not None:
-        plain = weight.dim() - (in_dims[1] is not None) == 2
-        weight = batch_to_front(weight, in_dims[1], batch_size)
-        bias = None if bias is None else batch_to_front(bias, in_dims[2], batch_size)
-        if plain and len(lead) != 1:
-            x = x.reshape(batch_size, lead.numel(), x.shape[-1])
-    elif weight.dim() > 2:  # stacked by an outer vmap, and constant in this one
-        weight = batch_to_front(weight, None, batch_size)
-        bias = None if bias is None else batch_to_front(bias, None, batch_size)
-    output = function.apply(x, weight, bias)
+    own = batch.in_dims[1:] != (None, None)  # otherwise weight may be stacked by an outer vmap
+    if own and weight.dim() - (batch.in_dims[1] is not None) == 2 and len(lead) != 1:
+        x = x.reshape(batch.size, lead.numel(), x.shape[-1])
+    if own or weight.dim() > 2:
+        weight = batch.to_front(1, weight)
+        bias = None if bias is None else batch.to_front(2, bias)
+    output = batch.function.apply(x, weight, bias)
     outputs = output if isinstance(output, tuple) else (output,)
-    shaped = tuple(y.reshape(batch_size, *lead, y.shape[-1]) for y in outputs)
+    shaped = tuple(y.reshape(batch.size, *lead, y.shape[-1]) for y in outputs)
     return (shaped, (0,) * len(shaped)) if isinstance(output, tuple) else (shaped[0], 0)
 
 
@@ -298,7 +288,6 @@ def _make_linear() -> _Layer:
         jvp=_tangent,
         vmap=_vmap,
         keep_inputs=(0, 1),
-        keep_outputs=(),
     )
     return _Layer(function, F.linear, keeps_z=False)
 

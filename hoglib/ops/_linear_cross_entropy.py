@@ -487,19 +487,11 @@ def _check_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         )
 
 
-_LOSSES = make_function(
-    "LinearCrossEntropy",
-    6,
-    forward=_forward,
-    backward=_backward,
-    jvp=_jvp,
-    keep_outputs=(),
-)
+_LOSSES = make_function("LinearCrossEntropy", 6, forward=_forward, backward=_backward, jvp=_jvp)
 _GRADIENTS = make_function(
     "LinearCrossEntropyGradients",
     8,
     forward=_gradients,
     backward=_gradients_backward,
     jvp=_gradients_jvp,
-    keep_outputs=(),
 )

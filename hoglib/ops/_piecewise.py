@@ -15,7 +15,7 @@ from hoglib._core import torch_errors, validation
 from hoglib._core.mixed_precision import upcast_half
 from hoglib.errors import ArgumentValueError
 from hoglib.ops._define import define
-from hoglib.ops._function import Saved, apply_function, make_function, vmap_by_broadcasting
+from hoglib.ops._function import Batch, Saved, apply_function, make_function, vmap_by_broadcasting
 
 
 def relu(x: Tensor) -> Tensor:
@@ -304,7 +304,6 @@ def _make_scaled(
         backward=backward,
         jvp=jvp,
         vmap=vmap_by_broadcasting,
-        keep_outputs=(),
     )
     return _Scaled(function, forward)
 
@@ -338,10 +337,8 @@ def _split_jvp(saved: Saved, tangent: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(x > 0, tangent, 0), torch.where(x < 0, -tangent, 0)
 
 
-def _split_vmap(
-    function: type[torch.autograd.Function], _: int, in_dims: tuple[int | None], x: Tensor
-) -> tuple[Any, tuple[int | None, ...]]:
-    return function.apply(x), in_dims * 2
+def _split_vmap(batch: Batch, x: Tensor) -> tuple[Any, tuple[int | None, ...]]:
+    return batch.function.apply(x), batch.in_dims * 2
 
 
 _SPLIT_SIGNS = make_function(
@@ -351,5 +348,4 @@ _SPLIT_SIGNS = make_function(
     backward=_split_backward,
     jvp=_split_jvp,
     vmap=_split_vmap,
-    keep_outputs=(),
 )

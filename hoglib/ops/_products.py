@@ -225,5 +225,4 @@ _MATMUL = make_function(
     backward=_matmul_backward,
     jvp=_matmul_jvp,
     vmap=vmap_by_broadcasting,  # leading dimensions broadcast, and a batch is one more of them
-    keep_outputs=(),
 )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hoglib._core import validation
 from hoglib.errors import ArgumentIndexError
-from hoglib.ops._function import Saved, apply_function, conj, make_function
+from hoglib.ops._function import Batch, Saved, apply_function, conj, make_function
 
 Dims = int | Sequence[int] | None
 
@@ -154,17 +154,8 @@ def _reduce(
     return y if keepdim else y.squeeze(dims)
 
 
-def _vmap(
-    function: type[torch.autograd.Function],
-    batch_size: int,
-    in_dims: tuple[int | None, ...],
-    x: Tensor,
-    dims: tuple[int, ...],
-    keepdim: bool,
-) -> tuple[Tensor, int]:
-    assert in_dims[0] is not None
-    y = function.apply(x.movedim(in_dims[0], 0), tuple(d + 1 for d in dims), keepdim)
-    return y, 0
+def _vmap(batch: Batch, x: Tensor, dims: tuple[int, ...], keepdim: bool) -> tuple[Tensor, int]:
+    return batch.function.apply(batch.to_front(0, x), tuple(d + 1 for d in dims), keepdim), 0
 
 
 def _make_reduction(

@@ -26,7 +26,7 @@ def randn(*shape: int, dtype: torch.dtype = F64) -> Tensor:
 
 def norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
     y = ops.batch_norm(x, None, None, weight, bias, True)
-    assert not y.requires_grad or type(y.grad_fn).__name__ == "FusedBatchNormBackward"
+    assert not y.requires_grad or type(y.grad_fn).__name__ == "FusedNormBackward"
     return y
 
 
@@ -196,7 +196,7 @@ def test_no_graph_outlives_its_results(order: int) -> None:
 
 
 def test_the_first_gradient_alone_makes_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_fused_norms.FusedBatchNormGradient, "apply", None)
+    monkeypatch.setattr(_fused_norms.FusedNormGradient, "apply", None)
     given = tuple(leaves(INPUTS["images"]).values())
     assert len(torch.autograd.grad(norm(*given).sum(), given)) == 3
 
@@ -216,7 +216,7 @@ def test_layer_norm_to_third_order(shape: tuple[int, ...], absent: tuple[str, ..
     def curvature(*values: Tensor) -> tuple[Tensor, ...]:
         now = dict(zip(names, values, strict=True))
         y = ops.layer_norm(now.pop("x"), (3,), **now)
-        assert type(y.grad_fn).__name__ == "FusedLayerNormBackward"
+        assert type(y.grad_fn).__name__ == "FusedNormBackward"
         grads = torch.autograd.grad(y.sin().sum(), values, create_graph=True)
         return torch.autograd.grad(sum(g.sin().sum() for g in grads), values, create_graph=True)
 

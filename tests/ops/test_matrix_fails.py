@@ -9,14 +9,15 @@ from torch import Tensor
 
 from hoglib.ops import define
 from hoglib.ops._function import (  # to make faulty ops as hoglib makes right ones
+    Batch,
     Saved,
     make_function,
 )
 from hoglib.testing.opinfo.op_info import (
     WITH_COMPLEX,
     OpInfo,
-    broadcasting_sample,
-    elementwise_corners,
+    elementwise_info,
+    normals,
     sample_input,
 )
 from tests.functions import KeepsIntermediate, OnceDifferentiable
@@ -47,10 +48,8 @@ def cube(function: Callable[[Tensor], Any], *cells: str, name: str, **others: An
 
 
 def entry(function: Callable[..., Any], reference: Callable[..., Any], **others: Any) -> OpInfo:
-    samples = others.pop("samples", (sample_input("matrix", lambda n: (n(2, 3),)),))
-    return OpInfo(
-        "broken", "broken", "x^3", function, reference, samples, elementwise_corners(), **others
-    )
+    samples = others.pop("samples", ())
+    return elementwise_info("broken", "x^3", reference, function).on(*samples, **others)
 
 
 def from_class(cls: type[torch.autograd.Function]) -> Callable[..., Any]:
@@ -141,9 +140,7 @@ def product_by(partials: Callable[[Saved, Tensor], list[Tensor | None]]) -> Call
         terms += [] if t is None else [x * t]
         return sum(terms[1:], terms[0])
 
-    return make_function(
-        "Product", 2, forward=torch.mul, backward=partials, jvp=jvp, keep_outputs=()
-    ).apply
+    return make_function("Product", 2, forward=torch.mul, backward=partials, jvp=jvp).apply
 
 
 def product(backward: Callable[[Saved, Tensor], list[Tensor | None]], **others: Any) -> OpInfo:
@@ -153,11 +150,11 @@ def product(backward: Callable[[Saved, Tensor], list[Tensor | None]], **others: 
         samples=(sample_input("matrices", lambda n: (n(2, 3), n(2, 3))),),
         **others,
     )
-    return info._replace(corners={"broadcasting": broadcasting_sample((2, 1), (3,))})
+    return info.on(broadcasting=normals((2, 1), (3,)))
 
 
-def wrong_vmap(function: Any, batch_size: int, in_dims: Any, x: Tensor) -> Any:
-    return function.apply(x), 0
+def wrong_vmap(batch: Batch, x: Tensor) -> Any:
+    return batch.function.apply(x), 0
 
 
 MISTAKES = [

@@ -11,6 +11,8 @@ from hoglib.testing.opinfo.op_info import (
     WITH_COMPLEX,
     OpInfo,
     SampleInput,
+    normals,
+    op_info,
     sample_input,
 )
 
@@ -24,17 +26,9 @@ def _conv(
     samples: tuple[SampleInput, ...],
     empty: SampleInput,
 ) -> OpInfo:
-    return OpInfo(
-        name,
-        "conv",
-        "b[o] + sum over c, k of w[o, c, k] x[c, t s + k d - p]",
-        function,
-        reference,
-        samples,
-        corners={"zero size": empty},
-        dtypes=WITH_COMPLEX,
-        skips=_SKIPS,
-    )
+    return op_info(
+        name, "conv", "b[o] + sum over c, k of w[o, c, k] x[c, t s + k d - p]", reference, function
+    ).on(*samples, zero_size=empty, dtypes=WITH_COMPLEX, skips=_SKIPS)
 
 
 OPS = (
@@ -43,17 +37,15 @@ OPS = (
         ops.conv1d,
         F.conv1d,
         (
-            sample_input("plain", lambda n: (n(2, 2, 5), n(3, 2, 3), n(3))),
+            sample_input("plain", normals((2, 2, 5), (3, 2, 3), (3,))),
             sample_input(
-                "no bias, stride that leaves a rest", lambda n: (n(1, 2, 6), n(2, 2, 3)), stride=2
+                "no bias, stride that leaves a rest", normals((1, 2, 6), (2, 2, 3)), stride=2
             ),
-            sample_input("unbatched, padded", lambda n: (n(2, 4), n(2, 2, 2), n(2)), padding=1),
-            sample_input(
-                "same", lambda n: (n(1, 2, 4), n(2, 2, 3), n(2)), padding="same", dilation=2
-            ),
-            sample_input("depthwise", lambda n: (n(1, 3, 4), n(6, 1, 2), n(6)), groups=3),
+            sample_input("unbatched, padded", normals((2, 4), (2, 2, 2), (2,)), padding=1),
+            sample_input("same", normals((1, 2, 4), (2, 2, 3), (2,)), padding="same", dilation=2),
+            sample_input("depthwise", normals((1, 3, 4), (6, 1, 2), (6,)), groups=3),
         ),
-        sample_input("no samples", lambda n: (n(0, 2, 5), n(3, 2, 3), n(3))),
+        sample_input("no samples", normals((0, 2, 5), (3, 2, 3), (3,))),
     ),
     _conv(
         "conv2d",
@@ -69,23 +61,23 @@ OPS = (
                 dilation=(2, 1),
                 groups=2,
             ),
-            sample_input("unbatched", lambda n: (n(2, 3, 3), n(2, 2, 2, 2))),
+            sample_input("unbatched", normals((2, 3, 3), (2, 2, 2, 2))),
         ),
-        sample_input("no samples", lambda n: (n(0, 2, 4, 4), n(3, 2, 2, 2), n(3))),
+        sample_input("no samples", normals((0, 2, 4, 4), (3, 2, 2, 2), (3,))),
     ),
     _conv(
         "conv3d",
         ops.conv3d,
         F.conv3d,
         (
-            sample_input("plain", lambda n: (n(1, 2, 2, 3, 2), n(2, 2, 2, 2, 1), n(2))),
+            sample_input("plain", normals((1, 2, 2, 3, 2), (2, 2, 2, 2, 1), (2,))),
             sample_input(
                 "grouped, padded",
-                lambda n: (n(1, 2, 2, 2, 2), n(2, 1, 2, 1, 2)),
+                normals((1, 2, 2, 2, 2), (2, 1, 2, 1, 2)),
                 groups=2,
                 padding=(0, 1, 0),
             ),
         ),
-        sample_input("no samples", lambda n: (n(0, 1, 2, 2, 2), n(1, 1, 1, 2, 2), n(1))),
+        sample_input("no samples", normals((0, 1, 2, 2, 2), (1, 1, 1, 2, 2), (1,))),
     ),
 )

@@ -2,16 +2,16 @@
 
 from typing import Any
 
-from hoglib import ops
 from hoglib.testing.opinfo import references
 from hoglib.testing.opinfo.op_info import (
     NEEDS_DIMENSIONS,
     SURROGATE,
     WITH_COMPLEX,
-    OpInfo,
+    elementwise_info,
     matrix_samples,
+    normals,
+    op_info,
     sample_input,
-    unary_info,
 )
 
 _IDENTITY: dict[str, Any] = {"theme": "gradient", "surrogate": True, "skips": SURROGATE}
@@ -23,49 +23,27 @@ _CLIPPED: dict[str, str] = {
 }
 
 OPS = (
-    unary_info(
+    elementwise_info(
         "straight_through",
         "sign(x), heaviside(x) or round(x), with the gradient of x",
-        ops.straight_through,
         references.straight_through,
-        samples=matrix_samples(**{kind: {"kind": kind} for kind in ("sign", "heaviside", "round")}),
+    ).on(
+        *matrix_samples(**{kind: {"kind": kind} for kind in ("sign", "heaviside", "round")}),
         smooth=False,
         **_IDENTITY,
     ),
-    unary_info(
-        "scale_gradient",
-        "x, gradient scaled",
-        ops.scale_gradient,
-        references.scale_gradient,
-        samples=matrix_samples(half={"scale": 0.5}, zero={"scale": 0}),
-        dtypes=WITH_COMPLEX,
-        **_IDENTITY,
+    elementwise_info("scale_gradient", "x, gradient scaled", references.scale_gradient).on(
+        *matrix_samples(half={"scale": 0.5}, zero={"scale": 0}), dtypes=WITH_COMPLEX, **_IDENTITY
     ),
-    unary_info(
-        "reverse_gradient",
-        "x, gradient reversed",
-        ops.reverse_gradient,
-        references.reverse_gradient,
-        samples=matrix_samples(plain={}, scaled={"scale": 0.3}),
-        dtypes=WITH_COMPLEX,
-        **_IDENTITY,
+    elementwise_info("reverse_gradient", "x, gradient reversed", references.reverse_gradient).on(
+        *matrix_samples(plain={}, scaled={"scale": 0.3}), dtypes=WITH_COMPLEX, **_IDENTITY
     ),
-    unary_info(
-        "clip_gradient",
-        "x, gradient clipped",
-        ops.clip_gradient,
-        references.clip_gradient,
-        samples=matrix_samples(bound={"bound": 0.4}),
-        theme="gradient",
-        surrogate=True,
-        skips=_CLIPPED,
-    ),
-    unary_info(
-        "stop_gradient",
-        "x, no gradient",
-        ops.stop_gradient,
-        references.stop_gradient,
-        theme="gradient",
+    elementwise_info(
+        "clip_gradient", "x, gradient clipped", references.clip_gradient, theme="gradient"
+    ).on(*matrix_samples(bound={"bound": 0.4}), surrogate=True, skips=_CLIPPED),
+    elementwise_info(
+        "stop_gradient", "x, no gradient", references.stop_gradient, theme="gradient"
+    ).on(
         dtypes=WITH_COMPLEX,
         surrogate=True,
         skips={
@@ -74,14 +52,14 @@ OPS = (
             "undefined gradients": "no gradient comes back to it at all",
         },
     ),
-    OpInfo(
+    op_info(
         "clipped_gradient_linear",
         "gradient",
         "x W^T, gradient to x clipped",
-        ops.clipped_gradient_linear,
         references.clipped_gradient_linear,
-        (sample_input("rows", lambda n: (n(2, 3), n(4, 3)), bound=0.5),),
-        corners={"zero size": sample_input("no rows", lambda n: (n(0, 3), n(4, 3)), bound=0.5)},
+    ).on(
+        sample_input("rows", normals((2, 3), (4, 3)), bound=0.5),
+        zero_size=normals((0, 3), (4, 3)),
         surrogate=True,
         skips={
             **_CLIPPED,

@@ -6,8 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hoglib import ops
-from hoglib.testing.opinfo.op_info import Normal, OpInfo, SampleInput, sample_input
+from hoglib.testing.opinfo.op_info import Normal, SampleInput, normals, op_info, sample_input
 
 
 def _kernel(d: Tensor, mode: str) -> Tensor:
@@ -93,18 +92,9 @@ def _plane(spread: float) -> Callable[[Normal], tuple[Tensor, ...]]:
 
 
 OPS = (
-    OpInfo(
-        "grid_sample",
-        "missing",
-        "sum_k w(x - k) v_k",
-        ops.grid_sample,
-        _all_pixels,
-        _samples(),
-        corners={
-            "zero size": sample_input(
-                "no places", lambda n: (n(1, 2, 2, 3), n(1, 0, 2, 2)), align_corners=False
-            )
-        },
+    op_info("grid_sample", "missing", "sum_k w(x - k) v_k", _all_pixels).on(
+        *_samples(),
+        zero_size=normals((1, 2, 2, 3), (1, 0, 2, 2)),
         smooth=False,
         skips={
             "no dimensions": "needs images with two dimensions or three",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hoglib import ops
-from hoglib.testing.opinfo.op_info import ONE_TENSOR, OpInfo, sample_input
+from hoglib.testing.opinfo.op_info import ONE_TENSOR, WITH_COMPLEX, Build, op_info, sample_input
 
 _LENGTHS = torch.tensor([2, 3, 1])
 _INDEX = torch.tensor([1, 0, 1, 1])
@@ -68,10 +68,8 @@ def _onto_rows(name: str, index: Tensor, reduce: str, **options: Any) -> Any:
     return sample_input(name, lambda n: (n(3, 2), 0, index, n(4, 2), reduce), **options)
 
 
-def _no_columns(index: Tensor, reduce: str) -> Any:
-    return {
-        "zero size": sample_input("no columns", lambda n: (n(3, 0), 0, index, n(4, 0), reduce)),
-    }
+def _no_columns(index: Tensor, reduce: str) -> Build:
+    return lambda n: (n(3, 0), 0, index, n(4, 0), reduce)
 
 
 _SEGMENTS = {
@@ -83,14 +81,8 @@ _PLACED = {
     "no dimensions": "needs a dimension to scatter along",
     "broadcasting": "index says where each entry goes",
 }
-_NO_ENTRIES = {
-    "zero size": sample_input(
-        "no batches",
-        lambda n: (n(0, 6), "sum"),
-        lengths=torch.zeros(0, 3, dtype=torch.long),
-        axis=1,
-    )
-}
+_NONE = torch.zeros(0, 3, dtype=torch.long)
+_NO_ENTRIES = sample_input("no batches", lambda n: (n(0, 6), "sum"), lengths=_NONE, axis=1)
 
 
 def _embedding_bag(
@@ -159,137 +151,92 @@ _BAG_SKIPS = {
     "broadcasting": "one table, nothing to broadcast with",
     "complex": "torch refuses complex tables and so does this, with a RuntimeError that is a TypeError",
 }
-_NO_BAGS = {
-    "zero size": sample_input("no bags", lambda n: (torch.zeros(0, 3, dtype=torch.long), n(4, 2)))
-}
+_NO_BAGS = sample_input("no bags", lambda n: (_NONE, n(4, 2)))
+_BAGS_OF_ONE_LENGTH = _INDICES[:4].reshape(2, 2)
 
 OPS = (
-    OpInfo(
-        "segment_reduce",
-        "missing",
-        "sum, mean or product over i in segment s of x_i",
-        ops.segment_reduce,
-        _segments,
-        (
-            _segmented("sums", "sum"),
-            _segmented("means", "mean"),
-            _segmented("products", "prod"),
-            sample_input(
-                "batches",
-                lambda n: (n(2, 4), "mean"),
-                lengths=torch.tensor([[1, 3], [2, 2]]),
-                axis=1,
-            ),
+    op_info(
+        "segment_reduce", "missing", "sum, mean or product over i in segment s of x_i", _segments
+    ).on(
+        _segmented("sums", "sum"),
+        _segmented("means", "mean"),
+        _segmented("products", "prod"),
+        sample_input(
+            "batches",
+            lambda n: (n(2, 4), "mean"),
+            lengths=torch.tensor([[1, 3], [2, 2]]),
+            axis=1,
         ),
-        corners=_NO_ENTRIES,
+        zero_size=_NO_ENTRIES,
         skips=_SEGMENTS,
     ),
-    OpInfo(
-        "segment_reduce, extremes",
-        "missing",
-        "max or min over i in segment s of x_i",
-        ops.segment_reduce,
-        _segments,
-        (_segmented("maxima", "max"), _segmented("minima", "min")),
-        corners=_NO_ENTRIES,
+    op_info(
+        "segment_reduce, extremes", "missing", "max or min over i in segment s of x_i", _segments
+    ).on(
+        _segmented("maxima", "max"),
+        _segmented("minima", "min"),
+        zero_size=_NO_ENTRIES,
         skips=_SEGMENTS,
         smooth=False,
     ),
-    OpInfo(
-        "scatter_reduce",
-        "wrong",
-        "x_j prod_(i to j) s_i",
-        ops.scatter_reduce,
-        _by_index,
-        (
-            _onto_rows("products", _PLACES, "prod"),
-            _onto_rows("products without self", _PLACES, "prod", include_self=False),
-        ),
-        corners=_no_columns(_PLACES[:, :0], "prod"),
+    op_info("scatter_reduce", "wrong", "x_j prod_(i to j) s_i", _by_index).on(
+        _onto_rows("products", _PLACES, "prod"),
+        _onto_rows("products without self", _PLACES, "prod", include_self=False),
+        zero_size=_no_columns(_PLACES[:, :0], "prod"),
         skips=_PLACED,
-        dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.complex128),
+        dtypes=WITH_COMPLEX,
     ),
-    OpInfo(
-        "index_reduce",
-        "missing",
-        "x_j prod_(i to j) s_i",
-        ops.index_reduce,
-        _by_index,
-        (
-            _onto_rows("products", _INDEX, "prod"),
-            _onto_rows("products without self", _INDEX, "prod", include_self=False),
-        ),
-        corners=_no_columns(_INDEX, "prod"),
+    op_info("index_reduce", "missing", "x_j prod_(i to j) s_i", _by_index).on(
+        _onto_rows("products", _INDEX, "prod"),
+        _onto_rows("products without self", _INDEX, "prod", include_self=False),
+        zero_size=_no_columns(_INDEX, "prod"),
         skips=_PLACED,
-        dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.complex128),
+        dtypes=WITH_COMPLEX,
     ),
-    OpInfo(
+    op_info(
         "index_reduce, means and extremes",
         "missing",
         "mean, max or min over i to j of s_i, and x_j",
-        ops.index_reduce,
         _by_index,
-        (
-            _onto_rows("means", _INDEX, "mean"),
-            _onto_rows("maxima", _INDEX, "amax"),
-            _onto_rows("minima without self", _INDEX, "amin", include_self=False),
-        ),
-        corners=_no_columns(_INDEX, "amax"),
+    ).on(
+        _onto_rows("means", _INDEX, "mean"),
+        _onto_rows("maxima", _INDEX, "amax"),
+        _onto_rows("minima without self", _INDEX, "amin", include_self=False),
+        zero_size=_no_columns(_INDEX, "amax"),
         skips={
             **_PLACED,
             "complex": "torch has neither derivatives of complex means here nor maxima",
         },
         smooth=False,
     ),
-    OpInfo(
-        "embedding_bag",
-        "missing",
-        "sum or mean over i in bag b of W[i]",
-        ops.embedding_bag,
-        _embedding_bag,
-        (
-            _bags("mean"),
-            _bags("sum", mode="sum"),
-            _bags("padding", padding_idx=0),
-            sample_input("bags of one length", lambda n: (_INDICES[:4].reshape(2, 2), n(4, 2))),
-        ),
-        corners=_NO_BAGS,
+    op_info("embedding_bag", "missing", "sum or mean over i in bag b of W[i]", _embedding_bag).on(
+        _bags("mean"),
+        _bags("sum", mode="sum"),
+        _bags("padding", padding_idx=0),
+        sample_input("bags of one length", lambda n: (_BAGS_OF_ONE_LENGTH, n(4, 2))),
+        zero_size=_NO_BAGS,
         skips=_BAG_SKIPS,
     ),
-    OpInfo(
-        "embedding_bag, maxima",
-        "missing",
-        "max over i in bag b of W[i]",
-        ops.embedding_bag,
-        _embedding_bag,
-        (
-            _bags("maxima", mode="max"),
-            sample_input(
-                "bags of one length", lambda n: (_INDICES[:4].reshape(2, 2), n(4, 2)), mode="max"
-            ),
-        ),
-        corners=_NO_BAGS,
+    op_info("embedding_bag, maxima", "missing", "max over i in bag b of W[i]", _embedding_bag).on(
+        _bags("maxima", mode="max"),
+        sample_input("bags of one length", lambda n: (_BAGS_OF_ONE_LENGTH, n(4, 2)), mode="max"),
+        zero_size=_NO_BAGS,
         skips={
             **_BAG_SKIPS,
             "stride 0": "its rows are equal: of equal maxima torch takes the first, amax shares",
         },
         smooth=False,
     ),
-    OpInfo(
+    op_info(
         "embedding_bag, weighted",
         "missing",
         "sum over i in bag b of s_i W[i]",
-        _weighted_sums,
         _weighted_sums_reference,
-        (
-            sample_input("bags", lambda n: (n(4, 2), n(5), _INDICES, _OFFSETS)),
-            sample_input("one length", lambda n: (n(4, 2), n(2, 2), _INDICES[:4].reshape(2, 2))),
-        ),
-        corners={
-            "zero size": sample_input(
-                "no bags", lambda n: (n(4, 2), n(0, 3), torch.zeros(0, 3, dtype=torch.long))
-            )
-        },
+        _weighted_sums,
+    ).on(
+        sample_input("bags", lambda n: (n(4, 2), n(5), _INDICES, _OFFSETS)),
+        sample_input("one length", lambda n: (n(4, 2), n(2, 2), _BAGS_OF_ONE_LENGTH)),
+        zero_size=lambda n: (n(4, 2), n(0, 3), _NONE),
         skips=_BAG_SKIPS,
     ),
 )

@@ -13,6 +13,8 @@ from hoglib.testing.opinfo.op_info import (
     Normal,
     OpInfo,
     SampleInput,
+    normals,
+    op_info,
     sample_input,
 )
 
@@ -92,16 +94,8 @@ def _of_matrices(
     samples: tuple[SampleInput, ...],
     **others: Any,
 ) -> OpInfo:
-    return OpInfo(
-        name,
-        "wrong",
-        formula,
-        function,
-        reference,
-        samples,
-        corners={"zero size": sample_input("no matrices", lambda n: (n(0, 2, 2),))},
-        dtypes=_DTYPES,
-        **others,
+    return op_info(name, "wrong", formula, reference, function).on(
+        *samples, zero_size=normals((0, 2, 2)), dtypes=_DTYPES, **others
     )
 
 
@@ -111,53 +105,28 @@ _REGULAR = (
     sample_input("larger", lambda n: (_regular(n, 4, 4),)),
 )
 
-_SYSTEMS = {
-    "zero size": sample_input("no matrices", lambda n: (_regular(n, 0, 2, 2), n(0, 2, 1))),
-    "broadcasting": sample_input("batches", lambda n: (_regular(n, 2, 1, 2, 2), n(2, 2, 1))),
+_SYSTEMS: dict[str, Any] = {
+    "zero_size": lambda n: (_regular(n, 0, 2, 2), n(0, 2, 1)),
+    "broadcasting": lambda n: (_regular(n, 2, 1, 2, 2), n(2, 2, 1)),
+    "dtypes": _DTYPES,
+    "skips": {**_SKIPS, **_SINGULAR},
 }
 
 OPS = (
-    OpInfo(
-        "solve",
-        "wrong",
-        "A^-1 B",
-        ops.solve,
-        _cramer,
-        (
-            sample_input("matrix", lambda n: (_regular(n, 3, 3), n(3, 2))),
-            sample_input("vectors", lambda n: (_regular(n, 2, 2, 2), n(2, 2))),
-            sample_input("right", lambda n: (_regular(n, 2, 2), n(3, 2)), left=False),
-        ),
-        corners=_SYSTEMS,
-        dtypes=_DTYPES,
-        skips={**_SKIPS, **_SINGULAR},
+    op_info("solve", "wrong", "A^-1 B", _cramer).on(
+        sample_input("matrix", lambda n: (_regular(n, 3, 3), n(3, 2))),
+        sample_input("vectors", lambda n: (_regular(n, 2, 2, 2), n(2, 2))),
+        sample_input("right", lambda n: (_regular(n, 2, 2), n(3, 2)), left=False),
+        **_SYSTEMS,
     ),
-    OpInfo(
-        "solve_ex",
-        "wrong",
-        "A^-1 B",
-        solve_ex,
-        _cramer,
-        (
-            sample_input("matrix", lambda n: (_regular(n, 2, 2), n(2, 2))),
-            sample_input("right", lambda n: (_regular(n, 2, 2), n(3, 2)), left=False),
-        ),
-        corners=_SYSTEMS,
-        dtypes=_DTYPES,
-        skips={**_SKIPS, **_SINGULAR},
+    op_info("solve_ex", "wrong", "A^-1 B", _cramer, solve_ex).on(
+        sample_input("matrix", lambda n: (_regular(n, 2, 2), n(2, 2))),
+        sample_input("right", lambda n: (_regular(n, 2, 2), n(3, 2)), left=False),
+        **_SYSTEMS,
     ),
-    OpInfo(
-        "tensorsolve",
-        "wrong",
-        "X with sum_j A_ij X_j = B_i",
-        ops.tensorsolve,
-        _tensorsolve,
-        (
-            sample_input("pair", lambda n: (_regular(n, 4, 4).reshape(4, 2, 2), n(4))),
-            sample_input(
-                "moved", lambda n: (_regular(n, 3, 3).reshape(3, 1, 3), n(1, 3)), dims=(0,)
-            ),
-        ),
+    op_info("tensorsolve", "wrong", "X with sum_j A_ij X_j = B_i", _tensorsolve).on(
+        sample_input("pair", lambda n: (_regular(n, 4, 4).reshape(4, 2, 2), n(4))),
+        sample_input("moved", lambda n: (_regular(n, 3, 3).reshape(3, 1, 3), n(1, 3)), dims=(0,)),
         dtypes=_DTYPES,
         skips={
             **_SKIPS,

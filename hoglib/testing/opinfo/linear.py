@@ -13,23 +13,17 @@ from hoglib.testing.opinfo.op_info import (
     NEEDS_DIMENSIONS,
     WITH_COMPLEX,
     OpInfo,
-    broadcasting_sample,
-    same_shape_corners,
+    elementwise_info,
+    normals,
+    op_info,
     sample_input,
 )
 
 
 def _linear_act(name: str, acts: list[str], **others: Any) -> OpInfo:
-    return OpInfo(
-        name,
-        "linear",
-        "act(x W^T + b)",
-        ops.linear_act,
-        references.linear_act,
-        tuple(sample_input(act, lambda n: (n(2, 3), n(4, 3), n(4)), act=act) for act in acts),
-        corners={
-            "zero size": sample_input("no rows", lambda n: (n(0, 3), n(4, 3), n(4)), act=acts[0])
-        },
+    return op_info(name, "linear", "act(x W^T + b)", references.linear_act, ops.linear_act).on(
+        *tuple(sample_input(act, normals((2, 3), (4, 3), (4,)), act=act) for act in acts),
+        zero_size=normals((0, 3), (4, 3), (4,)),
         skips={
             **NEEDS_DIMENSIONS,
             "broadcasting": "leading dimensions as for linear; none stretch",
@@ -80,40 +74,24 @@ def _attention(
 _MASK = torch.tensor([[True, False, True], [True, True, False]])
 
 OPS = (
-    OpInfo(
-        "matmul",
-        "linear",
-        "A B",
-        ops.matmul,
-        torch.matmul,
-        (
-            sample_input("two matrices", lambda n: (n(2, 3), n(3, 4))),
-            sample_input("batch of matrices", lambda n: (n(2, 2, 3), n(2, 3, 2))),
-            sample_input("batch times matrix", lambda n: (n(2, 2, 3), n(3, 2))),
-            sample_input("two vectors", lambda n: (n(3), n(3))),
-            sample_input("matrix times vector", lambda n: (n(2, 2, 3), n(3))),
-            sample_input("vector times batch", lambda n: (n(3), n(2, 3, 2))),
-        ),
-        corners={
-            "zero size": sample_input("zero size", lambda n: (n(2, 2, 0), n(2, 0, 3))),
-            "broadcasting": broadcasting_sample((2, 1, 2, 3), (3, 3, 2)),
-        },
+    op_info("matmul", "linear", "A B", torch.matmul).on(
+        sample_input("two matrices", normals((2, 3), (3, 4))),
+        sample_input("batch of matrices", normals((2, 2, 3), (2, 3, 2))),
+        sample_input("batch times matrix", normals((2, 2, 3), (3, 2))),
+        sample_input("two vectors", normals((3,), (3,))),
+        sample_input("matrix times vector", normals((2, 2, 3), (3,))),
+        sample_input("vector times batch", normals((3,), (2, 3, 2))),
+        zero_size=normals((2, 2, 0), (2, 0, 3)),
+        broadcasting=normals((2, 1, 2, 3), (3, 3, 2)),
         dtypes=WITH_COMPLEX,
         skips=NEEDS_DIMENSIONS,
     ),
-    OpInfo(
-        "linear",
-        "linear",
-        "x W^T + b",
-        ops.linear,
-        F.linear,
-        (
-            sample_input("rows", lambda n: (n(2, 3), n(4, 3), n(4))),
-            sample_input("without bias", lambda n: (n(2, 3), n(4, 3), None)),
-            sample_input("one row", lambda n: (n(3), n(2, 3), n(2))),
-            sample_input("two leading dimensions", lambda n: (n(2, 2, 3), n(2, 3), n(2))),
-        ),
-        corners={"zero size": sample_input("no rows", lambda n: (n(0, 3), n(4, 3), n(4)))},
+    op_info("linear", "linear", "x W^T + b", F.linear).on(
+        sample_input("rows", normals((2, 3), (4, 3), (4,))),
+        sample_input("without bias", lambda n: (n(2, 3), n(4, 3), None)),
+        sample_input("one row", normals((3,), (2, 3), (2,))),
+        sample_input("two leading dimensions", normals((2, 2, 3), (2, 3), (2,))),
+        zero_size=normals((0, 3), (4, 3), (4,)),
         dtypes=WITH_COMPLEX,
         skips={
             **NEEDS_DIMENSIONS,
@@ -122,72 +100,42 @@ OPS = (
     ),
     _linear_act("linear_act", ["tanh", "sigmoid", "swish"], dtypes=WITH_COMPLEX),
     _linear_act("linear_act, real only", ["relu", "softplus"], smooth=False),
-    OpInfo(
-        "bias_add",
-        "linear",
-        "x + b over channels",
-        ops.bias_add,
-        references.bias_add,
-        (
-            sample_input("channels second", lambda n: (n(2, 3, 2), n(3))),
-            sample_input("channels last", lambda n: (n(2, 3), n(3)), dim=-1),
-            sample_input("channels first", lambda n: (n(2, 3), n(2)), dim=0),
-        ),
-        corners={"zero size": sample_input("no rows", lambda n: (n(0, 3), n(3)))},
+    op_info("bias_add", "linear", "x + b over channels", references.bias_add).on(
+        sample_input("channels second", normals((2, 3, 2), (3,))),
+        sample_input("channels last", normals((2, 3), (3,)), dim=-1),
+        sample_input("channels first", normals((2, 3), (2,)), dim=0),
+        zero_size=normals((0, 3), (3,)),
         dtypes=WITH_COMPLEX,
         skips={**NEEDS_DIMENSIONS, "broadcasting": "the bias has the size of its dimension"},
     ),
-    OpInfo(
-        "mul",
-        "linear",
-        "x p",
-        ops.mul,
-        torch.mul,
-        (
-            sample_input("two matrices", lambda n: (n(2, 3), n(2, 3))),
-            sample_input("by a number", lambda n: (n(2, 3), -1.5)),
-        ),
-        corners={**same_shape_corners(2), "broadcasting": broadcasting_sample((2, 1), (4, 1, 3))},
+    elementwise_info("mul", "x p", torch.mul, theme="linear", tensors=2).on(
+        sample_input("two matrices", normals((2, 3), (2, 3))),
+        sample_input("by a number", lambda n: (n(2, 3), -1.5)),
+        broadcasting=normals((2, 1), (4, 1, 3)),
         dtypes=WITH_COMPLEX,
     ),
-    OpInfo(
-        "sparse_mm",
-        "missing",
-        "A x, A sparse and constant",
-        sparse_mm,
-        _sparse_reference,
-        (sample_input("matrices", lambda n: (n(3, 2),)),),
-        corners={"zero size": sample_input("no columns", lambda n: (n(3, 0),))},
+    op_info("sparse_mm", "missing", "A x, A sparse and constant", _sparse_reference, sparse_mm).on(
+        sample_input("matrices", normals((3, 2))),
+        zero_size=normals((3, 0)),
         skips={
             "no dimensions": "a matrix product needs dimensions",
             "broadcasting": "one dense matrix, nothing to broadcast with",
             "compile": "torch's compiler does not trace the making of sparse matrices",
         },
-        dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.complex128),
+        dtypes=WITH_COMPLEX,
     ),
-    OpInfo(
-        "scaled_dot_product_attention",
-        "missing",
-        "softmax(scale Q K^T + B) V",
-        ops.scaled_dot_product_attention,
-        _attention,
-        (
-            sample_input("plain", lambda n: (n(2, 3), n(4, 3), n(4, 2))),
-            sample_input(
-                "heads", lambda n: (n(2, 2, 2, 3), n(2, 2, 3, 3), n(2, 2, 3, 2)), scale=0.7
-            ),
-            sample_input("causal", lambda n: (n(1, 3, 2), n(1, 3, 2), n(1, 3, 2)), is_causal=True),
-            sample_input("boolean mask", lambda n: (n(2, 2), n(3, 2), n(3, 2), _MASK)),
-            sample_input("learned bias", lambda n: (n(2, 2), n(3, 2), n(3, 2), n(2, 3))),
-            sample_input(
-                "grouped heads",
-                lambda n: (n(1, 4, 2, 2), n(1, 2, 3, 2), n(1, 2, 3, 2)),
-                enable_gqa=True,
-            ),
+    op_info("scaled_dot_product_attention", "missing", "softmax(scale Q K^T + B) V", _attention).on(
+        sample_input("plain", normals((2, 3), (4, 3), (4, 2))),
+        sample_input("heads", normals((2, 2, 2, 3), (2, 2, 3, 3), (2, 2, 3, 2)), scale=0.7),
+        sample_input("causal", normals((1, 3, 2), (1, 3, 2), (1, 3, 2)), is_causal=True),
+        sample_input("boolean mask", lambda n: (n(2, 2), n(3, 2), n(3, 2), _MASK)),
+        sample_input("learned bias", normals((2, 2), (3, 2), (3, 2), (2, 3))),
+        sample_input(
+            "grouped heads",
+            normals((1, 4, 2, 2), (1, 2, 3, 2), (1, 2, 3, 2)),
+            enable_gqa=True,
         ),
-        corners={
-            "zero size": sample_input("zero size", lambda n: (n(0, 2, 3), n(0, 4, 3), n(0, 4, 2))),
-        },
+        zero_size=normals((0, 2, 3), (0, 4, 3), (0, 4, 2)),
         skips={
             "no dimensions": "attention needs two dimensions to act on",
             "broadcasting": "leading dimensions have samples; none stretch",

@@ -11,7 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hoglib import ops
-from hoglib.testing.opinfo.op_info import ONE_TENSOR, OpInfo, same_shape_corners, sample_input
+from hoglib.testing.opinfo.op_info import (
+    ONE_TENSOR,
+    elementwise_info,
+    normals,
+    op_info,
+    sample_input,
+)
 
 WARNS = {"broadcasting": "torch warns of it, which is an error here; in tests/ops/test_losses.py"}
 
@@ -141,17 +147,11 @@ def _sum_over_paths(
 
 
 _PAIRS = torch.tensor([[1, 2], [2, 2]])
-
 _SIGNS = torch.tensor([[1, -1, 1], [-1, -1, 1]])
 _CLASSES = torch.tensor([1, 3, 0])
-_MARGIN_CORNERS = {
-    "zero size": sample_input(
-        "no rows", lambda n: (n(0, 3), torch.zeros(0, dtype=torch.long)), reduction="none"
-    ),
-    "no dimensions": sample_input("one class", lambda n: (n(), torch.tensor(0)), reduction="none"),
-}
+_NO_CLASSES = torch.zeros(0, dtype=torch.long)
 _SAMPLES_OF_CLASSES = (
-    sample_input("rows", lambda n: (n(3, 4), torch.tensor([1, 3, 0]))),
+    sample_input("rows", lambda n: (n(3, 4), _CLASSES)),
     sample_input("one row", lambda n: (n(4), torch.tensor(2)), reduction="sum"),
     sample_input(
         "pixels", lambda n: (n(2, 3, 2), torch.tensor([[0, 2], [1, 1]])), reduction="none"
@@ -166,184 +166,134 @@ _SAMPLES_OF_CLASSES = (
 )
 
 OPS = (
-    OpInfo(
-        "softmax_cross_entropy",
-        "reduce",
-        "sum_c q_c (log sum_d e^z_d - z_c)",
-        ops.softmax_cross_entropy,
-        F.cross_entropy,
-        _SAMPLES_OF_CLASSES,
-        corners={
-            "zero size": sample_input(
-                "no rows", lambda n: (n(0, 3), torch.zeros(0, dtype=torch.long)), reduction="sum"
-            )
-        },
+    op_info(
+        "softmax_cross_entropy", "reduce", "sum_c q_c (log sum_d e^z_d - z_c)", F.cross_entropy
+    ).on(
+        *_SAMPLES_OF_CLASSES,
+        zero_size=sample_input("no rows", lambda n: (n(0, 3), _NO_CLASSES), reduction="sum"),
         skips={
             "no dimensions": "needs a dimension of classes",
             "broadcasting": "logits and target have one shape for the rows",
         },
     ),
-    OpInfo(
-        "mse_loss",
-        "missing",
-        "mean of (input - target)^2",
-        ops.mse_loss,
-        _mse,
-        (
-            sample_input("mean", lambda n: (n(2, 3), n(2, 3))),
-            sample_input("sum", lambda n: (n(2, 3) / 4, n(2, 3) / 4), reduction="sum"),
-            sample_input("none", lambda n: (n(2, 3), n(2, 3)), reduction="none"),
-        ),
-        corners=same_shape_corners(2),
+    elementwise_info("mse_loss", "mean of (input - target)^2", _mse, theme="missing", tensors=2).on(
+        sample_input("mean", normals((2, 3), (2, 3))),
+        sample_input("sum", lambda n: (n(2, 3) / 4, n(2, 3) / 4), reduction="sum"),
+        sample_input("none", normals((2, 3), (2, 3)), reduction="none"),
         skips=WARNS,
     ),
-    OpInfo(
+    elementwise_info(
         "huber_loss",
-        "missing",
         "mean of d^2 / 2 or delta (|d| - delta / 2), d = input - target",
-        ops.huber_loss,
         _huber,
-        (
-            sample_input("mean", lambda n: (n(2, 3), n(2, 3))),
-            sample_input("narrow", lambda n: (n(2, 3), n(2, 3)), delta=0.5, reduction="sum"),
-            sample_input("weighted", lambda n: (n(2, 3), n(2, 3), "mean", 0.8, n(2, 3) ** 2 + 1)),
-        ),
-        corners=same_shape_corners(2),
+        theme="missing",
+        tensors=2,
+    ).on(
+        sample_input("mean", normals((2, 3), (2, 3))),
+        sample_input("narrow", normals((2, 3), (2, 3)), delta=0.5, reduction="sum"),
+        sample_input("weighted", lambda n: (n(2, 3), n(2, 3), "mean", 0.8, n(2, 3) ** 2 + 1)),
         smooth=False,
         skips=WARNS,
     ),
-    OpInfo(
+    op_info(
         "multi_margin_loss",
         "missing",
         "sum over j != t of w_t max(0, margin - x_t + x_j)^p / C",
-        ops.multi_margin_loss,
         _multi_margin,
-        (
-            sample_input("rows", lambda n: (n(3, 4), _CLASSES)),
-            sample_input(
-                "squared", lambda n: (n(3, 4), _CLASSES), p=2, margin=0.7, reduction="none"
-            ),
-            sample_input(
-                "weighted", lambda n: (n(3, 4), _CLASSES, 2, 1.0, n(4) ** 2), reduction="sum"
-            ),
-        ),
-        corners=_MARGIN_CORNERS,
+    ).on(
+        sample_input("rows", lambda n: (n(3, 4), _CLASSES)),
+        sample_input("squared", lambda n: (n(3, 4), _CLASSES), p=2, margin=0.7, reduction="none"),
+        sample_input("weighted", lambda n: (n(3, 4), _CLASSES, 2, 1.0, n(4) ** 2), reduction="sum"),
+        zero_size=sample_input("no rows", lambda n: (n(0, 3), _NO_CLASSES), reduction="none"),
+        no_dimensions=lambda n: (n(), torch.tensor(0)),
         smooth=False,
         skips={"broadcasting": "input has a row for each class of target"},
     ),
-    OpInfo(
+    op_info(
         "multilabel_margin_loss",
         "missing",
         "sum over i in t, j not in t of max(0, 1 - x_i + x_j) / C",
-        ops.multilabel_margin_loss,
         _multilabel_margin,
-        (
-            sample_input("rows", lambda n: (n(2, 3), torch.tensor([[1, -1, 0], [2, 0, -1]]))),
-            sample_input("one row", lambda n: (n(4), torch.tensor([3, 0, -1, 2])), reduction="sum"),
-            sample_input(
-                "twice the same",
-                lambda n: (n(2, 3), torch.tensor([[1, 1, -1], [-1, 0, 1]])),
-                reduction="none",
-            ),
+    ).on(
+        sample_input("rows", lambda n: (n(2, 3), torch.tensor([[1, -1, 0], [2, 0, -1]]))),
+        sample_input("one row", lambda n: (n(4), torch.tensor([3, 0, -1, 2])), reduction="sum"),
+        sample_input(
+            "twice the same",
+            lambda n: (n(2, 3), torch.tensor([[1, 1, -1], [-1, 0, 1]])),
+            reduction="none",
         ),
-        corners={
-            "zero size": sample_input(
-                "no rows",
-                lambda n: (n(0, 3), torch.zeros(0, 3, dtype=torch.long)),
-                reduction="none",
-            ),
-        },
+        zero_size=sample_input(
+            "no rows", lambda n: (n(0, 3), _NO_CLASSES.reshape(0, 3)), reduction="none"
+        ),
         smooth=False,
         skips={**ONE_TENSOR, "no dimensions": "torch takes it, and its one class loses nothing"},
     ),
-    OpInfo(
+    op_info(
         "linear_cross_entropy",
         "missing",
         "sum_c w_c q_c (log sum_d e^z_d - z_c), z = x W^T + b",
-        ops.linear_cross_entropy,
         _linear_cross_entropy,
-        (
-            sample_input("rows", lambda n: (n(3, 2), n(4, 2), _CLASSES)),
-            sample_input(
-                "positions",
-                lambda n: (n(2, 3), n(4, 2, 3), torch.tensor([[0, 3], [1, -100]])),
-                label_smoothing=0.1,
-            ),
-            sample_input(
-                "probabilities",
-                lambda n: (n(2, 3), n(4, 3), n(2, 4) ** 2),
-                reduction="sum",
-                label_smoothing=0.2,
-            ),
-            sample_input(
-                "ignored",
-                lambda n: (n(3, 2), n(4, 2), _CLASSES),
-                reduction="none",
-                ignore_index=3,
-            ),
+    ).on(
+        sample_input("rows", lambda n: (n(3, 2), n(4, 2), _CLASSES)),
+        sample_input(
+            "positions",
+            lambda n: (n(2, 3), n(4, 2, 3), torch.tensor([[0, 3], [1, -100]])),
+            label_smoothing=0.1,
         ),
-        corners={
-            "zero size": sample_input(
-                "no rows",
-                lambda n: (n(0, 2), n(4, 2), torch.zeros(0, dtype=torch.long)),
-                reduction="sum",
-            )
-        },
+        sample_input(
+            "probabilities",
+            lambda n: (n(2, 3), n(4, 3), n(2, 4) ** 2),
+            reduction="sum",
+            label_smoothing=0.2,
+        ),
+        sample_input(
+            "ignored",
+            lambda n: (n(3, 2), n(4, 2), _CLASSES),
+            reduction="none",
+            ignore_index=3,
+        ),
+        zero_size=sample_input(
+            "no rows", lambda n: (n(0, 2), n(4, 2), _NO_CLASSES), reduction="sum"
+        ),
         skips={
             "no dimensions": "needs a dimension of features",
             "broadcasting": "input has a row for each target",
         },
     ),
-    OpInfo(
-        "soft_margin_loss",
-        "missing",
-        "log(1 + exp(-t x))",
-        ops.soft_margin_loss,
-        _logistic,
-        (
-            sample_input("mean", lambda n: (n(2, 3), _SIGNS)),
-            sample_input("sum", lambda n: (n(2, 3), _SIGNS), reduction="sum"),
-            sample_input("each", lambda n: (n(2, 3), _SIGNS), reduction="none"),
-        ),
-        corners={
-            "zero size": sample_input(
-                "zero size", lambda n: (n(2, 0), _SIGNS[:, :0]), reduction="sum"
-            ),
-        },
+    op_info("soft_margin_loss", "missing", "log(1 + exp(-t x))", _logistic).on(
+        sample_input("mean", lambda n: (n(2, 3), _SIGNS)),
+        sample_input("sum", lambda n: (n(2, 3), _SIGNS), reduction="sum"),
+        sample_input("each", lambda n: (n(2, 3), _SIGNS), reduction="none"),
+        zero_size=sample_input("zero size", lambda n: (n(2, 0), _SIGNS[:, :0]), reduction="sum"),
         skips={**ONE_TENSOR, "no dimensions": "the targets of the sample have two dimensions"},
     ),
-    OpInfo(
+    op_info(
         "ctc_loss",
         "missing",
         "-log P(target | log_softmax(x))",
-        _of_scores(ops.ctc_loss),
         _of_scores(_sum_over_paths),
-        (
-            sample_input("padded targets", lambda n: (n(3, 2, 3), _PAIRS, (3, 3), (2, 2))),
-            sample_input(
-                "concatenated targets of several lengths",
-                lambda n: (n(3, 2, 3), torch.tensor([1, 2, 1]), (3, 2), (2, 1)),
-                reduction="none",
-            ),
-            sample_input(
-                "last class blank",
-                lambda n: (n(3, 1, 3), torch.tensor([[0, 1]]), (3,), (2,)),
-                blank=2,
-                reduction="sum",
-            ),
-            sample_input(
-                "impossible and empty",
-                lambda n: (n(2, 3, 3), _PAIRS[[1, 0, 1]], (2, 1, 0), (2, 0, 0)),
-                reduction="none",
-                zero_infinity=True,
-            ),
-            sample_input("no batch", lambda n: (n(3, 3), torch.tensor([1, 1]), (3,), (2,))),
+        _of_scores(ops.ctc_loss),
+    ).on(
+        sample_input("padded targets", lambda n: (n(3, 2, 3), _PAIRS, (3, 3), (2, 2))),
+        sample_input(
+            "concatenated targets of several lengths",
+            lambda n: (n(3, 2, 3), torch.tensor([1, 2, 1]), (3, 2), (2, 1)),
+            reduction="none",
         ),
-        corners={
-            "zero size": sample_input(
-                "no labels", lambda n: (n(2, 2, 3), _PAIRS[:, :0], (2, 1), (0, 0))
-            )
-        },
+        sample_input(
+            "last class blank",
+            lambda n: (n(3, 1, 3), torch.tensor([[0, 1]]), (3,), (2,)),
+            blank=2,
+            reduction="sum",
+        ),
+        sample_input(
+            "impossible and empty",
+            lambda n: (n(2, 3, 3), _PAIRS[[1, 0, 1]], (2, 1, 0), (2, 0, 0)),
+            reduction="none",
+            zero_infinity=True,
+        ),
+        sample_input("no batch", lambda n: (n(3, 3), torch.tensor([1, 1]), (3,), (2,))),
+        zero_size=lambda n: (n(2, 2, 3), _PAIRS[:, :0], (2, 1), (0, 0)),
         skips={
             "no dimensions": "needs dimensions of time and classes",
             "broadcasting": "one differentiable tensor, nothing to broadcast with",

@@ -10,10 +10,10 @@ from hoglib.testing.opinfo import hand_written
 from hoglib.testing.opinfo.op_info import (
     HAND_WRITTEN,
     WITH_COMPLEX,
-    OpInfo,
-    same_shape_corners,
+    elementwise_info,
+    normals,
+    op_info,
     sample_input,
-    unary_info,
 )
 
 _OPAQUE = {
@@ -48,12 +48,9 @@ def _layer(x: Tensor, weight: Tensor) -> Tensor:
 remat_layer = ops.remat(_layer)
 
 OPS = (
-    unary_info(
-        "cube by hand",
-        "x^3, by NumPy",
-        hand_written.cube,
-        _cube,
-        theme="external",
+    elementwise_info(
+        "cube by hand", "x^3, by NumPy", _cube, hand_written.cube, theme="external"
+    ).on(
         max_order=3,
         dtypes=(torch.float64, torch.float32, torch.complex128),
         skips={
@@ -62,42 +59,24 @@ OPS = (
             "bfloat16": "NumPy has no bfloat16",
         },
     ),
-    unary_info(
-        "external",
-        "x^3, by NumPy",
-        cube,
-        _cube,
-        theme="external",
+    elementwise_info("external", "x^3, by NumPy", _cube, cube, theme="external").on(
+        max_order=3, dtypes=WITH_COMPLEX, skips=_OPAQUE
+    ),
+    elementwise_info(
+        "external, two inputs", "x^2 y^3, by NumPy", _product, product, theme="external", tensors=2
+    ).on(
+        sample_input("same shapes", normals((2, 3), (2, 3))),
+        sample_input("broadcast", normals((2, 1), (3,))),
+        broadcasting=normals((2, 1), (3,)),
         max_order=3,
         dtypes=WITH_COMPLEX,
         skips=_OPAQUE,
     ),
-    OpInfo(
-        "external, two inputs",
-        "external",
-        "x^2 y^3, by NumPy",
-        product,
-        _product,
-        (
-            sample_input("same shapes", lambda n: (n(2, 3), n(2, 3))),
-            sample_input("broadcast", lambda n: (n(2, 1), n(3))),
-        ),
-        corners={
-            **same_shape_corners(2),
-            "broadcasting": sample_input("broadcast", lambda n: (n(2, 1), n(3))),
-        },
-        max_order=3,
-        dtypes=WITH_COMPLEX,
-        skips=_OPAQUE,
-    ),
-    OpInfo(
-        "remat",
-        "remat",
-        "fn(x, W) = exp(tanh(x W)) sum(W), recomputed",
-        remat_layer,
-        _layer,
-        (sample_input("matrices", lambda n: (n(2, 3), n(3, 2) / 4)),),
-        corners={"zero size": sample_input("no rows", lambda n: (n(0, 3), n(3, 2)))},
+    op_info(
+        "remat", "remat", "fn(x, W) = exp(tanh(x W)) sum(W), recomputed", _layer, remat_layer
+    ).on(
+        sample_input("matrices", lambda n: (n(2, 3), n(3, 2) / 4)),
+        zero_size=normals((0, 3), (3, 2)),
         dtypes=WITH_COMPLEX,
         skips={
             "no dimensions": "a matrix product needs dimensions",

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hoglib import ops
-from hoglib.testing.opinfo.op_info import WITH_COMPLEX, OpInfo, sample_input
+from hoglib.testing.opinfo.op_info import WITH_COMPLEX, OpInfo, normals, op_info, sample_input
 
 
 def _standardize(x: Tensor, dims: tuple[int, ...], eps: float) -> Tensor:
@@ -75,100 +75,59 @@ _SKIPS = {
 
 
 def _evaluation(name: str, function: Any) -> OpInfo:
-    return OpInfo(
+    return op_info(
         f"{name}_evaluation",
         "wrong",
         "(x - m) / sqrt(v + eps) w + b",
-        function,
         _with_running_statistics,
-        (
-            sample_input("weight and bias", lambda n: (n(3, 2, 2), n(2), n(2))),
-            sample_input("no weight", lambda n: (n(3, 2), None, n(2))),
-            sample_input("input alone", lambda n: (n(2, 2, 1, 2),)),
-        ),
-        corners={"zero size": sample_input("zero size", lambda n: (n(0, 3), n(3), n(3)))},
+        function,
+    ).on(
+        sample_input("weight and bias", normals((3, 2, 2), (2,), (2,))),
+        sample_input("no weight", lambda n: (n(3, 2), None, n(2))),
+        sample_input("input alone", normals((2, 2, 1, 2))),
+        zero_size=normals((0, 3), (3,), (3,)),
         skips=_SKIPS,
     )
 
 
 OPS = (
-    OpInfo(
-        "layer_norm",
-        "wrong",
-        "(x - m) / sqrt(var x + eps) w + b",
-        ops.layer_norm,
-        _layer_norm,
-        (
-            sample_input("weight and bias", lambda n: (n(2, 4), (4,), n(4), n(4))),
-            sample_input(
-                "two dimensions", lambda n: (n(2, 3, 2), (3, 2), n(3, 2), n(3, 2)), eps=0.1
-            ),
-            sample_input("no bias", lambda n: (n(1, 2, 3), [3], n(3))),
-            sample_input("no weight", lambda n: (n(2, 3), (3,), None, n(3))),
-            sample_input("input alone", lambda n: (n(2, 4), (4,))),
-        ),
-        corners={"zero size": sample_input("zero size", lambda n: (n(0, 3), (3,), n(3), n(3)))},
+    op_info("layer_norm", "wrong", "(x - m) / sqrt(var x + eps) w + b", _layer_norm).on(
+        sample_input("weight and bias", lambda n: (n(2, 4), (4,), n(4), n(4))),
+        sample_input("two dimensions", lambda n: (n(2, 3, 2), (3, 2), n(3, 2), n(3, 2)), eps=0.1),
+        sample_input("no bias", lambda n: (n(1, 2, 3), [3], n(3))),
+        sample_input("no weight", lambda n: (n(2, 3), (3,), None, n(3))),
+        sample_input("input alone", lambda n: (n(2, 4), (4,))),
+        zero_size=lambda n: (n(0, 3), (3,), n(3), n(3)),
         skips=_SKIPS,
     ),
-    OpInfo(
-        "batch_norm",
-        "wrong",
-        "(x - m) / sqrt(var x + eps) w + b",
-        ops.batch_norm,
-        _batch_norm,
-        (
-            sample_input("weight and bias", lambda n: (n(4, 2), None, None, n(2), n(2), True)),
-            sample_input(
-                "images", lambda n: (n(2, 2, 2, 1), None, None, n(2), n(2), True), eps=0.1
-            ),
-            sample_input("no bias", lambda n: (n(3, 2, 2), None, None, n(2), None, True)),
-            sample_input("no weight", lambda n: (n(3, 2), None, None, None, n(2), True)),
-            sample_input("input alone", lambda n: (n(4, 2), None, None), training=True),
-        ),
-        corners={
-            "zero size": sample_input(
-                "zero size", lambda n: (n(0, 3), None, None, n(3), n(3), True)
-            )
-        },
+    op_info("batch_norm", "wrong", "(x - m) / sqrt(var x + eps) w + b", _batch_norm).on(
+        sample_input("weight and bias", lambda n: (n(4, 2), None, None, n(2), n(2), True)),
+        sample_input("images", lambda n: (n(2, 2, 2, 1), None, None, n(2), n(2), True), eps=0.1),
+        sample_input("no bias", lambda n: (n(3, 2, 2), None, None, n(2), None, True)),
+        sample_input("no weight", lambda n: (n(3, 2), None, None, None, n(2), True)),
+        sample_input("input alone", lambda n: (n(4, 2), None, None), training=True),
+        zero_size=lambda n: (n(0, 3), None, None, n(3), n(3), True),
         skips=_SKIPS,
     ),
-    OpInfo(
-        "instance_norm",
-        "wrong",
-        "(x - m) / sqrt(var x + eps) w + b",
-        ops.instance_norm,
-        _instance_norm,
-        (
-            sample_input("weight and bias", lambda n: (n(2, 2, 3), None, None, n(2), n(2))),
-            sample_input("images", lambda n: (n(2, 2, 2, 2), None, None, n(2), n(2)), eps=0.1),
-            sample_input("no bias", lambda n: (n(1, 2, 3), None, None, n(2))),
-            sample_input("no weight", lambda n: (n(1, 2, 3), None, None, None, n(2))),
-            sample_input("input alone", lambda n: (n(2, 1, 4),)),
-        ),
-        corners={
-            "zero size": sample_input("zero size", lambda n: (n(0, 3, 2), None, None, n(3), n(3)))
-        },
+    op_info("instance_norm", "wrong", "(x - m) / sqrt(var x + eps) w + b", _instance_norm).on(
+        sample_input("weight and bias", lambda n: (n(2, 2, 3), None, None, n(2), n(2))),
+        sample_input("images", lambda n: (n(2, 2, 2, 2), None, None, n(2), n(2)), eps=0.1),
+        sample_input("no bias", lambda n: (n(1, 2, 3), None, None, n(2))),
+        sample_input("no weight", lambda n: (n(1, 2, 3), None, None, None, n(2))),
+        sample_input("input alone", normals((2, 1, 4))),
+        zero_size=lambda n: (n(0, 3, 2), None, None, n(3), n(3)),
         skips=_SKIPS,
     ),
     _evaluation("batch_norm", _batch_norm_evaluation),
     _evaluation("instance_norm", _instance_norm_evaluation),
-    OpInfo(
-        "weight_norm",
-        "wrong",
-        "g v / ||v||",
-        ops.weight_norm,
-        _weight_norm,
-        (
-            sample_input("first dimension", lambda n: (n(2, 3), n(2, 1))),
-            sample_input("last dimension", lambda n: (n(2, 1, 3), n(1, 1, 3), 2)),
-            sample_input("middle dimension", lambda n: (n(2, 3, 2), n(1, 3, 1)), dim=1),
-            sample_input("one norm over all", lambda n: (n(2, 3), n(), -1)),
-        ),
-        corners={
-            "zero size": sample_input("zero size", lambda n: (n(0, 3), n(0, 1))),
-            "no dimensions": sample_input("no dimensions", lambda n: (n(), n(), -1)),
-            "broadcasting": sample_input("broadcasting", lambda n: (n(2, 3, 2), n(2, 3, 1), 1)),
-        },
+    op_info("weight_norm", "wrong", "g v / ||v||", _weight_norm).on(
+        sample_input("first dimension", normals((2, 3), (2, 1))),
+        sample_input("last dimension", lambda n: (n(2, 1, 3), n(1, 1, 3), 2)),
+        sample_input("middle dimension", normals((2, 3, 2), (1, 3, 1)), dim=1),
+        sample_input("one norm over all", lambda n: (n(2, 3), n(), -1)),
+        zero_size=normals((0, 3), (0, 1)),
+        no_dimensions=lambda n: (n(), n(), -1),
+        broadcasting=lambda n: (n(2, 3, 2), n(2, 3, 1), 1),
         dtypes=WITH_COMPLEX,
     ),
 )

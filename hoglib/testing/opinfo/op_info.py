@@ -7,6 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Generator, Tensor
 
+from hoglib import ops
+
+CORNERS = ("zero size", "no dimensions", "broadcasting")  # matrix cells with a sample of their own
+
 
 class SampleInput(NamedTuple):
     """Inputs for an op, named in words; `make(dtype, generator)` returns the positional arguments."""
@@ -24,21 +28,50 @@ class OpInfo(NamedTuple):
     formula: str
     op: Callable[..., Any]
     ref: Callable[..., Any]  # the same function of plain torch operations
-    samples: tuple[SampleInput, ...]
-    corners: Mapping[str, SampleInput] = {}  # matrix cells with a sample of their own
+    samples: tuple[SampleInput, ...] = ()
+    corners: Mapping[str, SampleInput] = {}
     smooth: bool = True  # False: piecewise; the samples stay away from where the pieces meet
     surrogate: bool = False  # its gradient is not the derivative of its value
     dtypes: tuple[torch.dtype, ...] = (torch.float64, torch.float32, torch.bfloat16)
     skips: Mapping[str, str] = {}  # matrix cell -> why it does not apply
     max_order: int | None = None  # how often it can be differentiated; None: any number of times
 
+    def on(
+        self, *samples: SampleInput, skips: Mapping[str, str] = {}, **others: Any,
+    ) -> "OpInfo":  # fmt: skip
+        """The entry with samples, and with what else is known of the op.
+
+        others: fields, and samples of single cells, `zero_size=`, `no_dimensions=`, `broadcasting=`:
+        a sample, or what builds one with the keyword arguments of the first sample.
+        """
+        samples = samples or self.samples
+        options = samples[0].kwargs
+        corners = {cell: old._replace(kwargs=options) for cell, old in self.corners.items()}
+        for cell in CORNERS:
+            if new := others.pop(cell.replace(" ", "_"), None):
+                ready = isinstance(new, SampleInput)
+                corners[cell] = new if ready else sample_input(cell, new, **options)
+        return self._replace(
+            samples=samples, corners=corners, skips={**self.skips, **skips}, **others
+        )
+
 
 Normal = Callable[..., Tensor]
+Build = Callable[[Normal], tuple[Any, ...]]
 
 
-def sample_input(
-    name: str, build: Callable[[Normal], tuple[Any, ...]], **kwargs: Any
-) -> SampleInput:
+def op_info(
+    name: str,
+    theme: str,
+    formula: str,
+    ref: Callable[..., Any],
+    op: Callable[..., Any] | None = None,
+) -> OpInfo:
+    """An entry without samples; its op is by default the one of that name, up to a comma."""
+    return OpInfo(name, theme, formula, op or getattr(ops, name.split(",")[0]), ref)
+
+
+def sample_input(name: str, build: Build, **kwargs: Any) -> SampleInput:
     """A sample from `build(normal)`, where normal(*shape) draws normally distributed numbers."""
 
     def normal(dtype: torch.dtype, generator: Generator, *shape: int) -> Tensor:
@@ -74,58 +107,31 @@ SURROGATE = dict.fromkeys(
 )
 
 
-def elementwise_corners(
-    build: Callable[..., tuple[Any, ...]] | None = None, **options: Any
-) -> dict[str, SampleInput]:
-    """Zero size and no dimensions, for an elementwise op whose tensors may all have one shape."""
-    make = build or (lambda x: (x,))
-    return {
-        "zero size": sample_input("zero size", lambda n: make(n(2, 0, 3)), **options),
-        "no dimensions": sample_input("no dimensions", lambda n: make(n()), **options),
-    }
+def normals(*shapes: tuple[int, ...]) -> Build:
+    """Normally distributed tensors of these shapes."""
+    return lambda n: tuple(n(*shape) for shape in shapes)
 
 
-def unary_info(
-    name: str,
-    formula: str,
-    op: Callable[..., Any],
-    ref: Callable[..., Any],
-    *,
-    samples: tuple[SampleInput, ...] = (),
-    theme: str = "pointwise",
-    skips: Mapping[str, str] = {},
-    **others: Any,
-) -> OpInfo:
-    """An elementwise op of one tensor; its options are those of its first sample."""
-    samples = samples or (sample_input("matrix", lambda n: (n(2, 3),)),)
-    first = samples[0].kwargs
-    return OpInfo(
-        name,
-        theme,
-        formula,
-        op,
-        ref,
-        samples,
-        corners=elementwise_corners(**first),
-        skips={**ONE_TENSOR, **skips},
-        **others,
+def elementwise_info(
+    name: str, formula: str, ref: Callable[..., Any], op: Callable[..., Any] | None = None, *,
+    theme: str = "pointwise", tensors: int = 1, numbers: tuple[float, ...] = (),
+) -> OpInfo:  # fmt: skip
+    """An elementwise op of some tensors that may have one shape, and of numbers after them."""
+
+    def build(*shape: int) -> Build:
+        return lambda n: (*normals(*[shape] * tensors)(n), *numbers)
+
+    return op_info(name, theme, formula, ref, op).on(
+        sample_input("matrix", build(2, 3)),
+        zero_size=build(2, 0, 3),
+        no_dimensions=build(),
+        skips=ONE_TENSOR if tensors == 1 else {},
     )
 
 
 def matrix_samples(**named: Mapping[str, Any]) -> tuple[SampleInput, ...]:
     """One sample of a matrix for each set of keyword arguments; names in words."""
     return tuple(
-        sample_input(name.replace("_", " "), lambda n: (n(2, 3),), **options)
+        sample_input(name.replace("_", " "), normals((2, 3)), **options)
         for name, options in named.items()
     )
-
-
-def broadcasting_sample(*shapes: tuple[int, ...]) -> SampleInput:
-    return sample_input("broadcast", lambda n: tuple(n(*shape) for shape in shapes))
-
-
-def same_shape_corners(count: int) -> dict[str, SampleInput]:
-    return {
-        "zero size": sample_input("zero size", lambda n: tuple(n(2, 0) for _ in range(count))),
-        "no dimensions": sample_input("no dimensions", lambda n: tuple(n() for _ in range(count))),
-    }

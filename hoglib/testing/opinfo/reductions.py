@@ -8,7 +8,14 @@ from torch import Tensor
 
 from hoglib import ops
 from hoglib.testing.opinfo import references
-from hoglib.testing.opinfo.op_info import ONE_TENSOR, WITH_COMPLEX, OpInfo, sample_input
+from hoglib.testing.opinfo.op_info import (
+    ONE_TENSOR,
+    WITH_COMPLEX,
+    OpInfo,
+    normals,
+    op_info,
+    sample_input,
+)
 
 
 def _reduction(
@@ -18,21 +25,12 @@ def _reduction(
     reference: Callable[..., Any],
     **others: Any,
 ) -> OpInfo:
-    return OpInfo(
-        name,
-        "reduce",
-        formula,
-        function,
-        reference,
-        (
-            sample_input("rows of a matrix", lambda n: (n(2, 3), 1)),
-            sample_input("two dimensions kept", lambda n: (n(2, 3, 2), (0, -1)), keepdim=True),
-            sample_input("all dimensions", lambda n: (n(2, 2), None)),
-        ),
-        corners={
-            "zero size": sample_input("zero size", lambda n: (n(2, 0), 0)),
-            "no dimensions": sample_input("no dimensions", lambda n: (n(), -1)),
-        },
+    return op_info(name, "reduce", formula, reference, function).on(
+        sample_input("rows of a matrix", lambda n: (n(2, 3), 1)),
+        sample_input("two dimensions kept", lambda n: (n(2, 3, 2), (0, -1)), keepdim=True),
+        sample_input("all dimensions", lambda n: (n(2, 2), None)),
+        zero_size=lambda n: (n(2, 0), 0),
+        no_dimensions=lambda n: (n(), -1),
         skips=ONE_TENSOR,
         **others,
     )
@@ -70,15 +68,15 @@ def _pairwise_distance(
 
 
 def _two(name: str, **options: Any) -> Any:
-    return sample_input(name, lambda n: (n(3, 2), n(2, 2)), **options)
+    return sample_input(name, normals((3, 2), (2, 2)), **options)
 
 
 def _one(name: str, **options: Any) -> Any:
-    return sample_input(name, lambda n: (n(3, 2),), **options)
+    return sample_input(name, normals((3, 2)), **options)
 
 
 def _same(name: str, **options: Any) -> Any:
-    return sample_input(name, lambda n: (n(2, 3), n(2, 3)), **options)
+    return sample_input(name, normals((2, 3), (2, 3)), **options)
 
 
 OPS = (
@@ -88,70 +86,51 @@ OPS = (
     _reduction(
         "logsumexp", "log sum_i e^x_i", ops.logsumexp, references.logsumexp, dtypes=WITH_COMPLEX
     ),
-    OpInfo(
-        "cdist",
-        "missing",
-        "(sum_k |a_ik - b_jk|^p)^(1/p)",
-        ops.cdist,
-        _cdist,
-        (
-            _two("Euclidean"),
-            _two("Euclidean, by products", compute_mode="use_mm_for_euclid_dist"),
-            sample_input("batches", lambda n: (n(2, 1, 3, 2), n(2, 2, 2))),
-            _two("cubes", p=3.0),
-            _two("fourth powers", p=4.0),
-            _two("powers of one and a half", p=1.5),
-        ),
-        corners={"zero size": sample_input("no rows", lambda n: (n(2, 0, 2), n(2, 3, 2)))},
+    op_info("cdist", "missing", "(sum_k |a_ik - b_jk|^p)^(1/p)", _cdist).on(
+        _two("Euclidean"),
+        _two("Euclidean, by products", compute_mode="use_mm_for_euclid_dist"),
+        sample_input("batches", normals((2, 1, 3, 2), (2, 2, 2))),
+        _two("cubes", p=3.0),
+        _two("fourth powers", p=4.0),
+        _two("powers of one and a half", p=1.5),
+        zero_size=normals((2, 0, 2), (2, 3, 2)),
         skips={
             **_NEEDS_ROWS,
             "broadcasting": "the sample of batches broadcasts in every cell",
         },
     ),
-    OpInfo(
-        "cdist, piecewise",
-        "missing",
-        "sum_k |a_ik - b_jk|, or their maximum",
-        ops.cdist,
-        _cdist,
-        (_two("sums", p=1.0), _two("maxima", p=INFINITY)),
-        corners={"zero size": sample_input("no rows", lambda n: (n(0, 2), n(3, 2)), p=1.0)},
+    op_info("cdist, piecewise", "missing", "sum_k |a_ik - b_jk|, or their maximum", _cdist).on(
+        _two("sums", p=1.0),
+        _two("maxima", p=INFINITY),
+        zero_size=normals((0, 2), (3, 2)),
         smooth=False,
         skips={**_NEEDS_ROWS, "broadcasting": "the entry cdist has a sample that broadcasts"},
     ),
-    OpInfo(
-        "pdist",
-        "missing",
-        "(sum_k |x_ik - x_jk|^p)^(1/p), i < j",
-        ops.pdist,
-        _pdist,
-        (_one("Euclidean"), _one("cubes", p=3.0), _one("powers of one and a half", p=1.5)),
-        corners={"zero size": sample_input("one row", lambda n: (n(1, 2),))},
+    op_info("pdist", "missing", "(sum_k |x_ik - x_jk|^p)^(1/p), i < j", _pdist).on(
+        _one("Euclidean"),
+        _one("cubes", p=3.0),
+        _one("powers of one and a half", p=1.5),
+        zero_size=normals((1, 2)),
         skips={
             **ONE_TENSOR,
             **_NEEDS_ROWS,
             "stride 0": "its rows are equal, and their distance is not differentiable",
         },
     ),
-    OpInfo(
-        "pairwise_distance",
-        "wrong",
-        "(sum_k |a_ik - b_ik + eps|^p)^(1/p)",
-        ops.pairwise_distance,
-        _pairwise_distance,
-        (
-            _same("Euclidean"),
-            _same("sums", p=1.0, keepdim=True),
-            _same("maxima", p=INFINITY),
-            _same("cubes", p=3.0, eps=0.1),
-            sample_input("broadcast", lambda n: (n(2, 1, 3), n(2, 3))),
-        ),
-        corners={"zero size": sample_input("no rows", lambda n: (n(0, 3), n(0, 3)))},
+    op_info(
+        "pairwise_distance", "wrong", "(sum_k |a_ik - b_ik + eps|^p)^(1/p)", _pairwise_distance
+    ).on(
+        _same("Euclidean"),
+        _same("sums", p=1.0, keepdim=True),
+        _same("maxima", p=INFINITY),
+        _same("cubes", p=3.0, eps=0.1),
+        sample_input("broadcast", normals((2, 1, 3), (2, 3))),
+        zero_size=normals((0, 3), (0, 3)),
         smooth=False,
         skips={
             "no dimensions": "needs a dimension of entries",
             "broadcasting": "a sample that broadcasts is in every cell",
         },
-        dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.complex128),
+        dtypes=WITH_COMPLEX,
     ),
 )
