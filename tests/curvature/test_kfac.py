@@ -197,7 +197,8 @@ def test_distances_of_a_network(corrected):
     """From the Hessian, the Gauss-Newton matrix and its blocks, as of dense matrices."""
     loss, params, batch, _ = problem("layers")
     K = hog.KFACOperator(loss, params, split(batch), eigenvalue_corrected=corrected)
-    found = K.error(4000, generator=torch.Generator().manual_seed(0))
+    samples = 1000 if corrected else 4000  # the estimate is the same code for both
+    found = K.error(samples, generator=torch.Generator().manual_seed(0))
     G = hog.GGNOperator(loss, params, batch)
     parts = (G.to_dense(), G.block_diagonal("module").to_dense())
     dense = torch.func.hessian(lambda p: loss(p, batch))(
@@ -212,7 +213,7 @@ def test_distances_of_a_network(corrected):
     for one, M in zip(found, (*parts, H), strict=True):
         expected = (K.to_dense() - M).norm() / M.norm()
         assert abs(one.value - expected) < 4 * one.error
-        assert one.error < 0.05 * expected
+        assert one.error < 0.05 * expected * (4000 / samples) ** 0.5
     assert (H - parts[0]).norm() > 0.05 * H.norm()  # they are told apart
 
 
