@@ -11,6 +11,7 @@ from torch.testing import assert_close
 import hoglib as hog
 from hoglib.errors import UnsupportedError
 from tests.language_models import ENCODER_DECODER, language_model, padded_batch
+from tests.long_tail import FULL
 
 W = torch.linspace(-1, 1, 6, dtype=torch.float64).reshape(3, 2)
 X = torch.linspace(0, 2, 12, dtype=torch.float64).reshape(4, 3)
@@ -179,7 +180,7 @@ def whisper():
     [
         lambda: (language_model("BartForConditionalGeneration"), padded_batch()),
         lambda: (language_model("FalconForCausalLM"), padded_batch()),
-        whisper,
+        pytest.param(whisper, marks=FULL),  # its masks are those of BART
     ],
     ids=["BART", "Falcon", "Whisper"],
 )

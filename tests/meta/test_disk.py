@@ -16,6 +16,7 @@ from torch.testing import assert_close
 import hoglib as hog
 from experiments.benchmarks.memory import peak_bytes
 from hoglib.meta import checkpoints
+from tests.long_tail import all_but
 from tests.oracles import relative
 from tests.several_processes import exit_code_of, found_by_each
 from tests.tensors import F64, randn
@@ -77,9 +78,16 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_losses_are_those_of_the_stored_graph(options, schedule, tmp_path):
+# What differs between options is in each stored state, whichever steps a schedule stores.
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    all_but(
+        lambda name, schedule: schedule == "log" or name in ("adam", "learned rates"),
+        itertools.product(OPTIONS, SCHEDULES),
+    ),
+)
+def test_losses_are_those_of_the_stored_graph(name, schedule, tmp_path):
+    options = OPTIONS[name]
     for given, norm in ((tasks(), False), (of_different_sizes(), True)):
         expected = result(maml_of(network(norm), **options), given)
         maml = maml_of(

@@ -30,6 +30,7 @@ def blocks(monkeypatch):
 def route(request):
     if request.param == "blocks":
         request.getfixturevalue("blocks")
+    return request.param
 
 
 either_route = pytest.mark.usefixtures("route")
@@ -87,20 +88,24 @@ def test_values_and_gradients_are_torchs(name):
 WAYS = only("plain", "causal", "a hidden row", "a float mask", "grouped heads")
 
 
-@either_route
 @pytest.mark.parametrize("name", all_but(WAYS, OPTIONS))
-def test_the_derivatives_in_every_mode(name):
+def test_the_derivatives_in_every_mode(name, route):
     options = {
         k: v[:3, :4] if k == "attn_mask" and v.ndim == 2 else v for k, v in OPTIONS[name].items()
     }
     if options.get("attn_mask", SEEN).ndim > 2:
         options["attn_mask"] = options["attn_mask"][:, :, :3, :4]
+    third = (
+        name == "a hidden row"
+    )  # one example, and one route: by formula it is torch's own operations
+    orders = (1, 2, 3) if third and route == "blocks" else (1, 2)
     heads = 4 if name in ("grouped heads", "a mask for each head") else 1
     keys = 2 if name == "grouped heads" else heads
-    inputs = (draw(2, heads, 3, 2), draw(2, keys, 4, 2, seed=1), draw(2, keys, 4, 2, seed=2))
+    n = 1 if third else 2
+    inputs = (draw(n, heads, 3, 2), draw(n, keys, 4, 2, seed=1), draw(n, keys, 4, 2, seed=2))
     report = hog.verify(
         lambda q, k, v: attention(q, k, v, **options), inputs, modes=["rr", "fr", "rf", "ff"],
-        orders=(1, 2, 3) if name == "a hidden row" else (1, 2),
+        orders=orders,
     )  # fmt: skip
     assert report.ok, report
 

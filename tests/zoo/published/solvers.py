@@ -100,7 +100,7 @@ class RungeKuttaDetached(RungeKutta):
 
 def _fixed_point(x, w):
     z = torch.zeros_like(x)
-    for _ in range(200):
+    for _ in range(80):
         z = torch.tanh(z @ w.mT + x)
     return z
 
@@ -118,7 +118,7 @@ class Equilibrium(Function):
     def _adjoint(z, w, g):
         """u of u = D (g + w^T u), for each row, by iteration, which is differentiable."""
         u = torch.zeros_like(g)
-        for _ in range(200):
+        for _ in range(80):
             u = (1 - z * z) * (g + u @ w)
         return u
 
