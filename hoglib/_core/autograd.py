@@ -19,7 +19,7 @@ from hoglib._core.gradient_graph import (
     graph_summary,
 )
 from hoglib._core.source_location import raising_module
-from hoglib._core.torch_internals import apply, transforms_active
+from hoglib._core.torch_internals import apply, gradients, transforms_active
 from hoglib._core.torch_modes import without_stand_ins
 from hoglib.errors import HoglibError, NoSecondDerivative, UnsupportedError
 
@@ -63,7 +63,7 @@ def gradient_with_graph(
         parts: list[Tensor | None] = [None]
         if value.requires_grad:
             with suspended.resumed() if graph.needs_stand_ins else nullcontext():
-                parts = _grad(value, own, None, what, None, create_graph=True)
+                parts = _grad([value], own, None, what, None, create_graph=True)
     if all(part is None for part in parts):
         raise NoSecondDerivative(
             "func(params, *args): expected a value that depends on params, got one that does not. "
@@ -115,12 +115,12 @@ def vjp(
 
 
 def _grad(
-    outputs: Any, inputs: Vector, cotangents: Vector | None, what: str,
+    outputs: Sequence[Any], inputs: Vector, cotangents: Vector | None, what: str,
     graph: GraphSummary | None, **options: bool,
 ) -> list[Tensor | None]:  # fmt: skip
     """`torch.autograd.grad`, with the errors of `translate_errors`."""
     try:
-        return list(torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True, **options))
+        return gradients(outputs, inputs, cotangents, **options)
     except Exception as error:
         translate_errors(what, graph).explain(error)
         raise

@@ -193,10 +193,8 @@ def gradient(
             if check and create_graph:
                 check_custom_functions(graph, "the inner step")
             with stand_ins.resumed() if graph.needs_stand_ins else nullcontext():
-                found = torch.autograd.grad(
-                    value, own, create_graph=create_graph, allow_unused=True
-                )
-            grads = materialize_grads(list(found), own)
+                found = torch_internals.gradients([value], own, create_graph=create_graph)
+            grads = materialize_grads(found, own)
         return pytree.unflatten(grads, structure), (value.detach(), notes)
 
 

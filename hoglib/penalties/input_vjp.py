@@ -29,7 +29,12 @@ from hoglib._core.gradient_graph import (
     graph_summary,
 )
 from hoglib._core.swap import restore_buffers
-from hoglib._core.torch_internals import transforms_active, uncompiled, watching_functions
+from hoglib._core.torch_internals import (
+    gradients,
+    transforms_active,
+    uncompiled,
+    watching_functions,
+)
 from hoglib.errors import (
     ArgumentTypeError,
     ArgumentValueError,
@@ -191,16 +196,12 @@ class InputVJP:
         grads: list[Tensor | None] = [None] * len(self.leaves)
         if self.y.requires_grad:
             with self.backward_stand_ins(), translate_errors(name):
-                grads = list(
-                    torch.autograd.grad(
-                        # for a scalar torch skips checks of shapes, which take their time
-                        self.y.sum() if cotangent is None else self.y,
-                        self.leaves,
-                        cotangent,
-                        create_graph=self.create_graph if create_graph is None else create_graph,
-                        retain_graph=True if retain_graph else None,
-                        allow_unused=True,
-                    )
+                grads = gradients(
+                    [self.y],
+                    self.leaves,
+                    None if cotangent is None else [cotangent],
+                    create_graph=self.create_graph if create_graph is None else create_graph,
+                    retain_graph=True if retain_graph else None,
                 )
         self.gathered.until_backward_of(grads)
         if self.create_graph and all(g is None for g in grads):

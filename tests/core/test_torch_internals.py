@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hoglib._core import pytree, torch_internals, torch_kernels, torch_sharding
@@ -206,6 +207,56 @@ def test_the_tensor_beneath_the_wrappers():
     torch.func.vmap(torch.func.grad(f))(x)
     assert torch.equal(seen[0], x)
     assert torch_internals.unwrap(x) is x
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_gradients_are_those_of_autograd(weighted, create_graph):
+    x, unused = torch.randn(3, requires_grad=True), torch.ones(2, requires_grad=True)
+    outputs = [x.sin(), x.prod()]
+    weights = (
+        [torch.randn(3), torch.tensor(2.0)] if weighted else [torch.ones(3), torch.tensor(1.0)]
+    )
+    true = torch.autograd.grad(
+        outputs, [x, unused], weights, True, create_graph, allow_unused=True
+    )  # fmt: skip
+    given = weights if weighted else None
+    for keep in (True, None):  # the last frees the graph where none of the gradient is made
+        found = torch_internals.gradients(
+            outputs, [x, unused], given, retain_graph=keep, create_graph=create_graph
+        )
+        assert torch.equal(found[0], true[0])
+        assert found[1] is None
+        assert found[0].requires_grad == create_graph
+    if not create_graph:
+        with pytest.raises(RuntimeError, match="second time"):
+            torch_internals.gradients(outputs, [x], given)
+
+
+def test_gradients_by_weights_of_another_shape_raise():
+    x = torch.randn(3, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"invalid gradient at index 0 - got \[2\]"):
+        torch_internals.gradients([2 * x], [x], [torch.ones(2)])
+
+
+def test_modes_and_subclasses_handle_gradients():
+    class Other(torch.Tensor):
+        pass
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **kwargs or {})
+
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    y = x.sin()
+    with Mode():
+        torch_internals.gradients([y], [x], [torch.ones(2)], retain_graph=True)
+    assert torch.autograd.grad in seen
+    own = x.as_subclass(Other)
+    assert type(torch_internals.gradients([own.sin()], [own])[0]) is Other
+    assert type(torch_internals.gradients([y], [x])[0]) is torch.Tensor
 
 
 def test_after_a_backward_and_what_others_queued_in_it():
