@@ -110,17 +110,18 @@ def recompute(
     modes_of: Sequence[nn.Module] = (),
     nests: bool = False,
     backend: str = "",
-    levels: Any = None,
+    apply: Callable[..., Tensors] | None = None,
 ) -> Any:
     """fn(*args, **keywords) as `remat` runs it, without the check of what fn closes over.
 
     modes_of: modules, besides those among the arguments, whose train or eval mode is restored.
     nests: whether remats inside fn recompute too, outside of torch.func transforms, which refuse it.
     backend: of `hoglib.compile`, which compiles fn and its vjps in reverse mode; "" for none.
-    levels: while a graph is traced, what records fn and its vjps, `hoglib.capture.replay`.
+    apply: a function (run, *tensors) -> run(*tensors) while a graph is traced, which takes the
+        derivatives of a run without side effects in its own way.
     """
     keywords = keywords or {}
-    if _is_bypassed(levels):
+    if _is_bypassed(traced=apply is None and torch_internals.tracing()):
         return fn(*args, **keywords)
     leaves, structure = pytree.flatten((args, keywords))
     nests = nests and not torch_internals.transforms_active()
@@ -132,9 +133,9 @@ def recompute(
         call.run_state = RunState(
             tensors, [*generators, *_generators(leaves)], [*call.scope.modules(), *modes_of]
         )
-        if levels is not None:
+        if apply is not None:
             call = call.with_parts(call.fn, call.constants)
-            call.levels = levels
+            return call.result(apply(call.first, *tensors))
         return call.result(_Recompute.apply(call.first, *tensors))
 
 
@@ -142,11 +143,11 @@ def _call_module(module: nn.Module, args: Any, kwargs: Any) -> Any:
     return module(*args, **kwargs)
 
 
-def _is_bypassed(levels: Any = None) -> bool:
+def _is_bypassed(traced: bool | None = None) -> bool:
     """Whether fn runs without the Function: nothing would be saved, or a derivative be wrong."""
+    traced = torch_internals.tracing() if traced is None else traced
     no_graph = not torch.is_grad_enabled() and not torch_internals.transforms_active()
-    traced = levels is None and torch_internals.tracing()
-    plainly = traced or getattr(_running, "bypass", False)
+    plainly = getattr(_running, "bypass", False) or traced
     return no_graph or plainly or only_plain_operations()
 
 
@@ -203,9 +204,7 @@ class _Recompute(torch.autograd.Function):
             tensors = (*inputs, *(grads[j] for j in arrived))
             autocast = AutocastState(tensor for tensor in tensors if tensor is not None)
             vjp = _Vjp(rerun, ctx.count, wanted, arrived, autocast, extra)
-            run = partial(
-                _run_level if _is_bypassed(rerun.call.levels) else _Recompute.apply, vjp
-            )
+            run = partial(_run_level if _is_bypassed() else _Recompute.apply, vjp)
             for i, grad in zip(wanted, run(*tensors), strict=True):
                 result[i] = grad if ctx.needs_input_grad[i + 1] else None
         return None, *result
@@ -237,9 +236,6 @@ def _run_level(run: Any, *inputs: Tensor | None) -> Tensors:
         or torch_internals.transforms_active()
         or torch_internals.forward_mode_active()
     )
-    if run.call.levels is not None and plain:
-        recorded: Tensors = run.call.levels.run(run, inputs)
-        return recorded
     if run.call.backend and plain and not torch_internals.tracing():
         return _compilers[0](run, inputs)
     outputs: Tensors = run(*inputs)
@@ -448,7 +444,6 @@ class _Call:
     ) -> None:
         self.fn, self.structure, self.nests, self.backend = fn, structure, nests, backend
         self.template: Any = None  # for the compiler
-        self.levels: Any = None  # for the tracer
         self.constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.slots = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         self.scope = _Scope([leaf for leaf in leaves if isinstance(leaf, nn.Module)])
