@@ -135,14 +135,14 @@ class Replay:
         layouts = tuple(None if x is None else _layout(x) for x in tensors)
         autocast = AutocastState(x for x in tensors if x is not None)
         key = key, layouts, autocast.key
-        if key not in self._levels:
+        known = self._levels.get(key)
+        if known is None:
             with keep_swapped():
-                self._levels[key], outputs = self._record(run, tensors)
-            if self._levels[key] is None:
+                known, outputs = self._record(run, tensors)
+            self._levels[key] = known
+            if known is None:
                 return outputs
-        level = self._levels[key]
-        assert level is not None or self.failed
-        return self._copy(level, tensors)
+        return self._copy(known, tensors)
 
     def _forward(self, run: Any, tensors: list[Tensor | None]) -> tuple["_Block", Tensors]:
         call, layouts = run.call, tuple(None if x is None else _layout(x) for x in tensors)
@@ -330,7 +330,9 @@ class _Call:
             with torch.enable_grad():
                 outputs = self.run(*own)
                 pairs = [*zip(outputs, parts[1], strict=True)]
-                for (vjp, *_), given, weights in zip(pending, parts[2::2], parts[3::2], strict=True):
+                for (vjp, *_), given, weights in zip(
+                    pending, parts[2::2], parts[3::2], strict=True
+                ):
                     pairs += zip(vjp.gradients(own, outputs, given, True), weights, strict=True)
             return _pull(pairs, [own[i] for i in wanted])
 
@@ -366,8 +368,9 @@ def _pull(
     if not pairs:
         return (None,) * len(inputs)
     values, weights = zip(*pairs, strict=True)
+    variables: Any = inputs
     return torch.autograd.grad(
-        values, inputs, weights, create_graph=create_graph, allow_unused=True
+        values, variables, weights, create_graph=create_graph, allow_unused=True
     )
 
 
