@@ -112,7 +112,7 @@ def recompute(
     modes_of: Sequence[nn.Module] = (),
     nests: bool = False,
     backend: str = "",
-    levels: Any = None,
+    apply: Callable[..., Tensors] | None = None,
     is_part: bool = False,
 ) -> Any:
     """fn(*args, **keywords) as `remat` runs it, without the check of what fn closes over.
@@ -120,11 +120,12 @@ def recompute(
     modes_of: modules, besides those among the arguments, whose train or eval mode is restored.
     nests: whether remats inside fn recompute too, outside of torch.func transforms, which refuse it.
     backend: of `hoglib.compile`, which compiles fn and its vjps in reverse mode; "" for none.
-    levels: while a graph is traced, what records fn and its vjps, `hoglib.capture.replay`.
+    apply: a function (run, *tensors) -> run(*tensors) while a graph is traced, which takes the
+        derivatives of a run without side effects in its own way.
     is_part: whether a remat around the caller has left it to this one to recompute.
     """
     keywords = keywords or {}
-    if not is_part and _is_bypassed(levels):
+    if not is_part and _is_bypassed(traced=apply is None and torch_internals.tracing()):
         return fn(*args, **keywords)
     leaves, structure = pytree.flatten((args, keywords))
     nests = nests and not torch_internals.transforms_active()
@@ -137,9 +138,9 @@ def recompute(
         call.run_state = RunState(
             tensors, [*generators, *_generators(leaves)], [*call.scope.modules(), *modes_of]
         )
-        if levels is not None:
+        if apply is not None:
             call = call.with_parts(call.fn, call.constants)
-            call.levels = levels
+            return call.result(apply(call.first, *tensors))
         return call.result(_recomputed(call.first, tensors))
 
 
@@ -147,11 +148,11 @@ def _call_module(module: nn.Module, args: Any, kwargs: Any) -> Any:
     return module(*args, **kwargs)
 
 
-def _is_bypassed(levels: Any = None) -> bool:
+def _is_bypassed(traced: bool | None = None) -> bool:
     """Whether fn runs without the Function: nothing would be saved, or a derivative be wrong."""
+    traced = torch_internals.tracing() if traced is None else traced
     no_graph = not torch.is_grad_enabled() and not torch_internals.transforms_active()
-    traced = levels is None and torch_internals.tracing()
-    plainly = traced or getattr(_running, "bypass", False)
+    plainly = getattr(_running, "bypass", False) or traced
     return no_graph or plainly or only_plain_operations()
 
 
@@ -218,8 +219,7 @@ class _Recompute(torch.autograd.Function):
             tensors = (*inputs, *(grads[j] for j in arrived))
             autocast = AutocastState(tensor for tensor in tensors if tensor is not None)
             vjp = _Vjp(rerun, ctx.count, wanted, arrived, autocast, extra)
-            bypassed = _is_bypassed(rerun.call.levels)
-            grads = _run_level(vjp, *tensors) if bypassed else _recomputed(vjp, tensors)
+            grads = _run_level(vjp, *tensors) if _is_bypassed() else _recomputed(vjp, tensors)
             for i, grad in zip(wanted, grads, strict=True):
                 result[i] = grad if ctx.needs_input_grad[i + 1] else None
         return None, *result
@@ -253,9 +253,6 @@ def _run_level(run: Any, *inputs: Tensor | None) -> Tensors:
         or torch_internals.transforms_active()
         or torch_internals.forward_mode_active()
     )
-    if run.call.levels is not None and plain:
-        recorded: Tensors = run.call.levels.run(run, inputs)
-        return recorded
     if run.call.backend and plain and not torch_internals.tracing():
         return _compilers[0](run, inputs)
     outputs: Tensors = run(*inputs)
@@ -542,7 +539,6 @@ class _Call:
     ) -> None:
         self.fn, self.structure, self.nests, self.backend = fn, structure, nests, backend
         self.template: Any = None  # for the compiler
-        self.levels: Any = None  # for the tracer
         self.is_part = self.slices = False
         self.parts: list[nn.Module] = []  # which are recomputed one by one
         self.constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]

@@ -136,6 +136,11 @@ def tracing() -> bool:
     return torch.compiler.is_compiling() or torch._C._get_dispatch_mode(_PROXY) is not None
 
 
+def backward_pass() -> int:
+    """The number of the backward that is running in this thread, each one another; -1 for none."""
+    return torch._C._current_graph_task_id()
+
+
 def fresh_copy(x: Tensor) -> Tensor:
     """While a graph is traced, a copy; what is computed from it is computed again, where the graph has
     computed it before, instead of being kept. Otherwise the tensor itself."""

@@ -12,10 +12,11 @@ A block runs as it is where a copy might differ: where it draws random numbers, 
 reads values or has hooks, and inside torch.func transforms and forward mode.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from threading import local
 from typing import Any, NamedTuple, final
 
@@ -26,9 +27,11 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from hoglib._core import torch_internals
 from hoglib._core.blocks import call_forward, find_blocks, replaced_forwards
 from hoglib._core.gradient_graph import graph_summary
-from hoglib._core.recomputation import Run, recompute
+from hoglib._core.recomputation import recompute
 from hoglib._core.references import is_plain
-from hoglib.capture.block_keys import HOOKS, MAX_CONSTANT, HookCalls, as_variable, call_keys
+from hoglib._core.state import AutocastState
+from hoglib._core.swap import keep_swapped
+from hoglib.capture.block_keys import HOOKS, MAX_CONSTANT, HookCalls, call_keys
 from hoglib.capture.nodes import is_random
 from hoglib.capture.passes import pin_strides, simplify
 from hoglib.capture.reads import Recorder, outside_trace
@@ -87,10 +90,6 @@ class _Block(NamedTuple):
     number: int
     forward: Forward | None  # None if a backward may depend on more than its operations
 
-    def extra_inputs(self, *_: Any) -> frozenset[int]:
-        """None: the vjp of a block whose input is data is traced too, as it computes less."""
-        return frozenset()
-
 
 @final
 class Replay:
@@ -122,83 +121,84 @@ class Replay:
         finally:
             _THREAD.replay = before
 
-    def run(self, run: Any, tensors: Sequence[Tensor | None]) -> Tensors:
-        """run(*tensors), as operations that are recorded, or as a copy of recorded ones."""
-        given = [None if x is None else x.detach() for x in tensors]
-        layouts = tuple(None if x is None else _layout(x) for x in given)
-        call = run.call
-        if isinstance(run, Run):
-            return self._forward(call, run, given, layouts)
-        key = call.template.number, run.key, _autocast(run), layouts
-        if key not in self._levels:
-            self._levels[key], outputs = self._record(run, given)
-            return outputs
-        level = self._levels[key]
-        if level is None:
-            return tuple(run(*given))
-        return self._copy(level, given, call)
+    def apply(self, run: Any, *tensors: Tensor | None) -> Tensors:
+        """run(*tensors) for a call of a block, with vjps that are recorded and copied too."""
+        block, outputs = self._forward(run, list(tensors))
+        call = _Call(self, run, block)
+        *found, call.token = _Forward.apply(call, outputs, *tensors)
+        return tuple(found)
 
-    def _forward(
-        self, call: Any, run: Any, given: list[Tensor | None], layouts: Hashable
+    def level(
+        self, key: Hashable, run: Callable[..., Tensors], tensors: Sequence[Tensor | None]
     ) -> Tensors:
-        key, family, shared = call_keys(call, given)
-        key, family = (key, layouts), (family, layouts)
-        self._shared += shared
-        if key not in self._known:
-            return self._first(call, run, given, key, family)
-        known = self._known[key]
+        """run(*tensors) as operations that are recorded, or as a copy of those of an equal level."""
+        layouts = tuple(None if x is None else _layout(x) for x in tensors)
+        autocast = AutocastState(x for x in tensors if x is not None)
+        key = key, layouts, autocast.key
+        known = self._levels.get(key)
         if known is None:
-            raise CannotReplayError
-        call.template = known
-        call.outputs, call.output_structure, call.output_slots = self._outputs[known.number]
-        call.outputs = list(call.outputs)
-        level = self._levels[known.number]
-        assert level is not None
-        return self._copy(level, given, call)
+            with keep_swapped():
+                known, outputs = self._record(run, tensors)
+            self._levels[key] = known
+            if known is None:
+                return outputs
+        return self._copy(known, tensors)
 
-    def _first(
-        self, call: Any, run: Any, given: list[Tensor | None], key: Hashable, family: Hashable
-    ) -> Tensors:
+    def _forward(self, run: Any, tensors: list[Tensor | None]) -> tuple["_Block", Tensors]:
+        call, layouts = run.call, tuple(None if x is None else _layout(x) for x in tensors)
+        key, family, shared = call_keys(call, tensors)
+        self._shared += shared
+        if (key, layouts) not in self._known:
+            self._known[key, layouts] = None
+            self._known[key, layouts] = self._first(run, tensors, (family, layouts))
+        block = self._known[key, layouts]
+        if block is None:
+            raise CannotReplayError
+        outputs, call.output_structure, call.output_slots = self._outputs[block.number]
+        call.outputs = list(outputs)
+        level = self._levels[block.number]
+        assert level is not None
+        return block, self._copy(level, tensors)
+
+    def _first(self, run: Any, tensors: list[Tensor | None], family: Hashable) -> "_Block":
         """Records the forward of a block that differs from others at least in a number or name."""
-        self._known[key] = None
-        hooks, by_user = HookCalls(), list[bool]()
+        call, hooks, by_user = run.call, HookCalls(), list[bool]()
 
         def forward(*tensors: Tensor | None) -> Tensors:
-            with torch.enable_grad(), hooks:
-                outputs = run(*[None if x is None else as_variable(x) for x in tensors])
+            with hooks:
+                outputs: Tensors = run(*tensors)
             by_user.append(graph_summary(outputs).has_user_code)
-            return tuple(None if y is None else y.detach() for y in outputs)
+            return outputs
 
-        level, outputs = self._record(forward, given)
+        requires = tuple(x is not None and _is_differentiable(x) for x in tensors)
+        level, _ = self._record(_with_graph(forward, requires), tensors)
         if level is None or hooks.registered or not all(map(_is_differentiable, level.examples)):
             raise CannotReplayError
         compared = None
-        plain = all(map(is_plain, call.outputs))
-        if plain and not any(by_user):
+        if all(map(is_plain, call.outputs)) and not any(by_user):
             compared = Forward(
                 _signature(level, get_proxy_mode().tracer.root),  # type: ignore[union-attr]
                 list(call.outputs), call.output_structure, call.output_slots,
             )  # fmt: skip
         alike = self._families.setdefault(family, [])
-        found = None
-        if compared is not None:
-            found = next((x for x in alike if x.forward == compared), None)
-        if found is None:
-            found = _Block(len(self._outputs), compared)
-            self._outputs.append((list(call.outputs), call.output_structure, call.output_slots))
-            self._levels[found.number] = level
-            alike.append(found)
-        self._known[key] = call.template = found
-        return outputs
+        for block in alike:
+            if compared is not None and block.forward == compared:
+                return block
+        found = _Block(len(self._outputs), compared)
+        self._outputs.append((list(call.outputs), call.output_structure, call.output_slots))
+        self._levels[found.number] = level
+        alike.append(found)
+        return found
 
     def _record(
-        self, run: Callable[..., Tensors], given: list[Tensor | None]
+        self, run: Callable[..., Tensors], given: Sequence[Tensor | None]
     ) -> tuple[Level | None, Tensors]:
         """A level as a graph, None if its copies might differ; and its outputs."""
         mode: Any = get_proxy_mode()
         graph, root = mode.tracer.graph, mode.tracer.root
-        last = next(iter(reversed(graph.nodes)))
         reads = len(self._values.reads)
+        given = [None if x is None else x.detach() for x in given]  # each a node of its own
+        last = next(iter(reversed(graph.nodes)))
         outputs = tuple(run(*given))
         self.failed |= len(self._values.reads) != reads
         nodes, at = [], last.next
@@ -225,6 +225,8 @@ class Replay:
         with outside_trace():
             if not replace_writes(own):
                 return None, outputs
+        for node in reversed(nodes):  # a copy is taken, in which the order is that of all copies
+            graph.erase_node(node)
         module = fx.GraphModule(root, own)
         pin_strides(module)
         simplify(module)
@@ -235,7 +237,7 @@ class Replay:
             [node.meta["val"] for node in results],
         ), outputs
 
-    def _copy(self, level: Level, given: list[Tensor | None], call: Any) -> Tensors:
+    def _copy(self, level: Level, given: Sequence[Tensor | None]) -> Tensors:
         self.copies += 1
         if not any(level is x for x in self.numbered):
             self.numbered.append(level)
@@ -267,6 +269,186 @@ class Replay:
             self.failed = True  # repeated operations would stay
 
 
+class _Call:
+    """A call of a block y = f(x), and of its vjp g -> f'(x)^T g."""
+
+    def __init__(self, replay: Replay, run: Any, block: _Block) -> None:
+        self.replay, self.run, self.block = replay, run, block
+        self.token: Any = None
+        # backward pass -> what each vjp was computed from, and the cotangents of its outputs
+        self.pending = defaultdict[int, list[tuple[Vjp, Tensors, Tensors]]](list)
+
+    def vjp(
+        self, vjp: "Vjp", inputs: Tensors, cotangents: Tensors, differentiable: bool
+    ) -> Tensors:
+        """The gradients of the wanted inputs."""
+
+        def run(*tensors: Tensor | None) -> Tensors:
+            own, given = tensors[: len(inputs)], tensors[len(inputs) :]
+            if not differentiable:
+                own = _variables(own, vjp.wanted)
+            with torch.enable_grad():
+                outputs = self.run(*own)
+                return vjp.gradients(own, outputs, given, differentiable)
+
+        tensors = (*inputs, *cotangents)
+        requires = differentiable and tuple(x is not None and x.requires_grad for x in tensors)
+        key = self.block.number, "vjp", vjp, requires
+        return self.replay.level(key, _with_graph(run, requires) if requires else run, tensors)
+
+    def vjp_of_cotangents(
+        self, vjp: "Vjp", inputs: Tensors, cotangents: Tensors, of_gradients: Tensors
+    ) -> Tensors:
+        """The gradients of the cotangents of a vjp, which is linear in them."""
+        count, ends = len(inputs), len(inputs) + len(cotangents)
+
+        def run(*tensors: Tensor | None) -> Tensors:
+            own = _variables(tensors[:count], vjp.wanted)
+            given = _variables(tensors[count:ends], range(len(cotangents)))
+            with torch.enable_grad():
+                found = vjp.gradients(own, self.run(*own), given, True)
+            return _pull([*zip(found, tensors[ends:], strict=True)], given)
+
+        given = tuple(x is not None for x in of_gradients)
+        key = self.block.number, "vjp of cotangents", vjp, given
+        return self.replay.level(key, run, (*inputs, *cotangents, *of_gradients))
+
+    def combined(
+        self, wanted: tuple[int, ...], inputs: Tensors, cotangents: Tensors,
+        pending: list[tuple["Vjp", Tensors, Tensors]],
+    ) -> Tensors:  # fmt: skip
+        """The gradients by the inputs of f, and of the vjps that were computed from them, in one pass
+        over f as autograd makes it."""
+        lengths = [len(inputs), len(cotangents)]
+        for _, of_vjp, of_gradients in pending:
+            lengths += [len(of_vjp), len(of_gradients)]
+
+        def run(*tensors: Tensor | None) -> Tensors:
+            left = iter(tensors)
+            parts = [tuple(islice(left, n)) for n in lengths]
+            own = _variables(parts[0], wanted)
+            with torch.enable_grad():
+                outputs = self.run(*own)
+                pairs = [*zip(outputs, parts[1], strict=True)]
+                for (vjp, *_), given, weights in zip(
+                    pending, parts[2::2], parts[3::2], strict=True
+                ):
+                    pairs += zip(vjp.gradients(own, outputs, given, True), weights, strict=True)
+            return _pull(pairs, [own[i] for i in wanted])
+
+        every = [*inputs, *cotangents]
+        for _, of_vjp, of_gradients in pending:
+            every += [*of_vjp, *of_gradients]
+        key = (
+            self.block.number, "combined", wanted, tuple(vjp for vjp, *_ in pending),
+            tuple(x is not None for x in every),
+        )  # fmt: skip
+        return self.replay.level(key, run, every)
+
+
+class Vjp(NamedTuple):
+    """Which inputs' gradients, for cotangents of which outputs."""
+
+    wanted: tuple[int, ...]
+    arrived: tuple[int, ...]
+
+    def gradients(
+        self, own: Tensors, outputs: Tensors, cotangents: Tensors, create_graph: bool
+    ) -> Tensors:
+        pairs = [(outputs[j], g) for j, g in zip(self.arrived, cotangents, strict=True)]
+        return _pull(pairs, [own[i] for i in self.wanted], create_graph)
+
+
+def _pull(
+    pairs: list[tuple[Tensor | None, Tensor | None]], inputs: Sequence[Tensor | None],
+    create_graph: bool = False,
+) -> Tensors:  # fmt: skip
+    """The gradients of sum <y, g> over the pairs (y, g) that have both."""
+    pairs = [(y, g) for y, g in pairs if y is not None and g is not None and y.requires_grad]
+    if not pairs:
+        return (None,) * len(inputs)
+    values, weights = zip(*pairs, strict=True)
+    variables: Any = inputs
+    return torch.autograd.grad(
+        values, variables, weights, create_graph=create_graph, allow_unused=True
+    )
+
+
+def _variables(tensors: Tensors, wanted: Sequence[int]) -> Tensors:
+    return tuple(
+        x if x is None else x.detach().requires_grad_(i in wanted) for i, x in enumerate(tensors)
+    )
+
+
+class _Forward(torch.autograd.Function):
+    """A call of a block. Its last output is a token, by which its vjps depend on it: the gradient of a
+    vjp by the block's inputs is computed here, together with that of the block's outputs."""
+
+    recomputes = True
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, outputs: Tensors, *inputs: Tensor | None) -> Any:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        token = torch.zeros(())
+        ctx.save_for_backward(*inputs)
+        return (*outputs, token)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        call, inputs = ctx.call, ctx.saved_tensors
+        wanted = tuple(
+            i for i, x in enumerate(inputs)
+            if x is not None and ctx.needs_input_grad[i + 2] and _is_differentiable(x)
+        )  # fmt: skip
+        *cotangents, _ = grads
+        pending = call.pending.pop(torch_internals.backward_pass(), [])
+        arrived = tuple(j for j, g in enumerate(cotangents) if g is not None)
+        vjp, given = Vjp(wanted, arrived), tuple(cotangents[j] for j in arrived)
+        found: Tensors = (None,) * len(wanted)
+        if pending and torch.is_grad_enabled():
+            raise CannotReplayError
+        if pending:
+            found = call.combined(wanted, inputs, tuple(cotangents), pending)
+        elif arrived and wanted:
+            if torch.is_grad_enabled():
+                found = _Vjp.apply(call, vjp, call.token, *inputs, *given)
+            else:
+                found = call.vjp(vjp, inputs, given, False)
+        result: list[Tensor | None] = [None] * len(inputs)
+        for i, grad in zip(wanted, found, strict=True):
+            result[i] = grad
+        return None, None, *result
+
+
+class _Vjp(torch.autograd.Function):
+    """The vjp of a call of a block."""
+
+    recomputes = True
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, vjp: Vjp, token: Tensor, *tensors: Tensor | None) -> Any:
+        ctx.call, ctx.vjp = call, vjp
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors)
+        count = len(tensors) - len(vjp.arrived)
+        return call.vjp(vjp, tensors[:count], tensors[count:], True)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        call, vjp, tensors = ctx.call, ctx.vjp, ctx.saved_tensors
+        if torch.is_grad_enabled():  # the third derivative
+            raise CannotReplayError
+        count = len(tensors) - len(vjp.arrived)
+        inputs, cotangents = tensors[:count], tensors[count:]
+        needed = ctx.needs_input_grad[3 + count :]
+        found: Tensors = (None,) * len(cotangents)
+        if any(needed):
+            found = call.vjp_of_cotangents(vjp, inputs, cotangents, grads)
+        call.pending[torch_internals.backward_pass()].append((vjp, cotangents, grads))
+        return None, None, torch.zeros(()), *[None] * count, *found
+
+
 class _BlockForward:
     """The forward of a block in a trace."""
 
@@ -282,13 +464,29 @@ class _BlockForward:
         last = next(iter(reversed(graph.nodes)))
         try:
             run = partial(call_forward, self._forward)
-            found = recompute(run, self._block, args, kwargs, levels=self._replay)
+            found = recompute(run, self._block, args, kwargs, apply=self._replay.apply)
         except Exception:  # where it is the user's, it is raised again
             while (node := next(iter(reversed(graph.nodes)))) is not last:
                 graph.erase_node(node)
             return self._forward(*args, **kwargs)
         self._replay.modules += self._block.modules()
         return found
+
+
+def _with_graph(run: Callable[..., Tensors], requires: tuple[bool, ...]) -> Callable[..., Tensors]:
+    """A level as it runs where its derivatives are taken, for inputs some of which require grad."""
+
+    def recorded(*tensors: Tensor | None) -> Tensors:
+        with torch.enable_grad():
+            outputs = run(
+                *[
+                    None if x is None else x.detach().requires_grad_(needed)
+                    for x, needed in zip(tensors, requires, strict=True)
+                ]
+            )
+        return tuple(None if y is None else y.detach() for y in outputs)
+
+    return recorded
 
 
 def _node(x: Tensor) -> fx.Node:
@@ -300,10 +498,6 @@ def _node(x: Tensor) -> fx.Node:
 
 def _layout(x: Tensor) -> Hashable:
     return x.dtype, tuple(x.shape), x.stride(), str(x.device)
-
-
-def _autocast(run: Any) -> Hashable:
-    return () if isinstance(run, Run) else (run.autocast.key, *_autocast(run.run))
 
 
 def _is_differentiable(x: Tensor) -> bool:

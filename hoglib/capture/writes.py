@@ -37,8 +37,8 @@ def replace_writes(graph: fx.Graph) -> bool:
     """Uses operations that do not write where nothing reads that memory later; whether none is left."""
     order = {node: i for i, node in enumerate(graph.nodes)}
     writes = [node for node in order if writes_in_place(node)]
-    replaced = [_replace(node, order) for node in writes]
-    return all(replaced)
+    kept = [node for node in writes if not _replace(node, order)]
+    return not kept
 
 
 def _replace(node: fx.Node, order: dict[fx.Node, int]) -> bool:
