@@ -769,7 +769,7 @@ def _without_views(outputs: Tensors, inputs: Sequence[Tensor | None]) -> Tensors
     """The outputs, those that share memory with an input as copies; so are all where that cannot be
     seen, under the vmap of `torch.autograd.grad(is_grads_batched=True)`."""
     given = [x for x in inputs if x is not None]
-    if any(map(torch_internals.is_batched, (*given, *outputs))):
+    if any(map(torch_internals.is_batched, (*given, *(y for y in outputs if y is not None)))):
         return tuple(None if y is None else y.clone() for y in outputs)
     memory = {torch_internals.storage_id(x) for x in given}
     return tuple(
