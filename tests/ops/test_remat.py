@@ -335,9 +335,11 @@ def test_values_and_tangents_come_from_one_run() -> None:
 
 
 def test_a_first_run_that_needs_gradients_enabled_draws_once() -> None:
-    def noisy(x: Tensor) -> Tensor:  # torch has forward mode of this backward only where they are
+    def noisy(x: Tensor) -> Tensor:
         x = F.dropout(x, 0.5)
-        return torch.ops.aten.silu_backward(torch.ones_like(x), x)
+        if not torch.is_grad_enabled():  # as torch raises in forward mode of some operations
+            raise NotImplementedError
+        return x.sin()
 
     x, v = randn(6, 5), torch.ones(6, 5, dtype=DOUBLE)
     results = []
