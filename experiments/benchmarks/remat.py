@@ -6,7 +6,7 @@ The network is a residual MLP, h <- h + V gelu(U h + u) + v in each layer, or to
 encoder, and each layer is rematerialized. First order is the gradient of the mean square output by all
 parameters; second order is a Hessian-vector product, reverse over reverse; "forward" is that product,
 forward over reverse. Repeats are interleaved, times are medians, peak memory counts the tensors that
-are alive at once beyond parameters and data. One thread.
+are alive at once beyond parameters, the vector and data. One thread.
 """
 
 import argparse
@@ -77,20 +77,19 @@ class Network(nn.Module):
         return h.square().mean()
 
 
-def first_order(network: nn.Module, x: Tensor) -> Sequence[Tensor]:
+def first_order(network: nn.Module, x: Tensor, v: dict[str, Tensor]) -> Sequence[Tensor]:
     return torch.autograd.grad(network(x), list(network.parameters()))
 
 
-def second_order(network: nn.Module, x: Tensor) -> Sequence[Tensor]:
+def second_order(network: nn.Module, x: Tensor, v: dict[str, Tensor]) -> Sequence[Tensor]:
     params = list(network.parameters())
     with hoglib.second_order():
         gradient = torch.autograd.grad(network(x), params, create_graph=True)
-        return torch.autograd.grad(gradient, params, [torch.ones_like(p) for p in params])
+        return torch.autograd.grad(gradient, params, list(v.values()))
 
 
-def forward_over_reverse(network: nn.Module, x: Tensor) -> Sequence[Tensor]:
+def forward_over_reverse(network: nn.Module, x: Tensor, v: dict[str, Tensor]) -> Sequence[Tensor]:
     params = hoglib.trainable_params(network)
-    v = {name: torch.ones_like(p) for name, p in params.items()}
     loss = hoglib.functional_loss(network, lambda output, x: output)
     return list(hoglib.hvp(loss, params, v, x, mode="forward-over-reverse")[1].values())
 
@@ -110,10 +109,12 @@ def measure(network: str, sizes: Sizes, device: torch.device) -> list[Row]:
     torch.manual_seed(0)
     layers = nn.ModuleList(LAYERS[network](sizes.width) for _ in range(sizes.layers)).to(device)
     x = torch.randn(*sizes.batch, sizes.width, device=device)
+    params = hoglib.trainable_params(Network(layers, "plain"))
+    v = {name: torch.ones_like(p) for name, p in params.items()}
     rows = []
     for order, derivative in ORDERS.items():
         runs = {
-            method: partial(derivative, Network(layers, method), x)
+            method: partial(derivative, Network(layers, method), x, v)
             for method in METHODS
             if not (order == "forward" and method == "torch checkpoint")  # torch.func refuses it
         }

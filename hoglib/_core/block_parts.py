@@ -117,7 +117,7 @@ _ELEMENTWISE = _named(
     "gelu", "silu", "mish", "tanh", "sigmoid", "softplus", "elu", "celu", "selu", "logsigmoid"
 )  # fmt: skip
 _BY_ROWS = _named("softmax", "log_softmax")
-_SLICES, _FEWEST_ELEMENTS = 4, 2**14
+_SLICES, _FEWEST_ELEMENTS = 2, 2**14
 
 
 @final

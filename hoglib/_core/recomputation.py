@@ -362,9 +362,9 @@ class _Vjp:
         if not pairs:
             return tuple(torch.zeros_like(cast(Tensor, inputs[i])) for i in self.wanted)
         edges, weights = zip(*pairs, strict=True)
-        graph = torch.is_grad_enabled()
+        # Other levels have graphs of their own, so this one is freed while the gradient is computed.
         gradients: Tensors = torch.autograd.grad(
-            edges, variables, weights, retain_graph=graph, create_graph=graph,
+            edges, variables, weights, retain_graph=False, create_graph=torch.is_grad_enabled(),
             allow_unused=True, materialize_grads=True,
         )  # fmt: skip
         return gradients
@@ -374,7 +374,7 @@ class _Vjp:
         it would keep tangents too."""
         if isinstance(self.run, Run) and torch_forward_mode.gradient_with_tangents():
             call: _Call = self.call
-            return call.in_small_parts()
+            return call.in_small_parts(call.parts)
         return nullcontext()
 
 
@@ -435,7 +435,9 @@ class _Jvp:
             own = list(inputs)
             for i, tangent in zip(self.moved, tangents, strict=True):
                 own[i] = forward_ad.make_dual(cast(Tensor, inputs[i]), cast(Tensor, tangent))
-            outputs = self.run(*own)
+            little = self.call.in_small_parts([]) if isinstance(self.run, Run) else nullcontext()
+            with little:
+                outputs = self.run(*own)
             found = [None if y is None else torch_forward_mode.tangent_of(y) for y in outputs]
             values = tuple(torch_forward_mode.primal(y) for y in outputs)
         return values, tuple(
@@ -630,11 +632,11 @@ class _Call:
         return outputs
 
     @contextmanager
-    def in_small_parts(self) -> Iterator[None]:
-        """Inside, a run holds less: its parts are recomputed, and operations run on slices."""
+    def in_small_parts(self, parts: Sequence[nn.Module]) -> Iterator[None]:
+        """Inside, a run holds less: these parts are recomputed, and operations run on slices."""
         before, self.slices = self.slices, True
         try:
-            with replaced_forwards(self.parts, _recompute_part):
+            with replaced_forwards(parts, _recompute_part):
                 yield
         finally:
             self.slices = before
@@ -685,7 +687,7 @@ class _Call:
         random = ContiguousDropout() if self.mixed else nullcontext()
         autocast = self.run_state.autocast.restored()
         sliced = SlicedOperations() if self.slices else nullcontext()
-        with _recomputing(self.nests), self.stand_ins.resume(), autocast, random, sliced:
+        with _recomputing(self.nests, self.slices), self.stand_ins.resume(), autocast, random, sliced:
             outputs = self.fn(*args, **keywords)
         refuse_changed(self.fn, given, self.structure)
         return outputs
@@ -713,18 +715,23 @@ _running = local()
 
 
 @contextmanager
-def _recomputing(nests: bool) -> Iterator[None]:
-    before = inside_recomputation(), getattr(_running, "bypass", False)
-    _running.inside, _running.bypass = True, before[1] or not nests
+def _recomputing(nests: bool, slices: bool) -> Iterator[None]:
+    before = inside_recomputation(), getattr(_running, "bypass", False), keeps_little()
+    _running.inside, _running.bypass, _running.slices = True, before[1] or not nests, slices
     try:
         yield
     finally:
-        _running.inside, _running.bypass = before
+        _running.inside, _running.bypass, _running.slices = before
 
 
 def inside_recomputation() -> bool:
     """Whether the caller is run by a remat, for the first time or again."""
     return getattr(_running, "inside", False)
+
+
+def keeps_little() -> bool:
+    """Whether the caller is run by a remat that keeps tangents too, where memory counts before time."""
+    return getattr(_running, "slices", False)
 
 
 def _generators(leaves: list[Any]) -> list[torch.Generator]:
@@ -769,7 +776,7 @@ def _without_views(outputs: Tensors, inputs: Sequence[Tensor | None]) -> Tensors
     """The outputs, those that share memory with an input as copies; so are all where that cannot be
     seen, under the vmap of `torch.autograd.grad(is_grads_batched=True)`."""
     given = [x for x in inputs if x is not None]
-    if any(map(torch_internals.is_batched, (*given, *outputs))):
+    if any(map(torch_internals.is_batched, (*given, *(y for y in outputs if y is not None)))):
         return tuple(None if y is None else y.clone() for y in outputs)
     memory = {torch_internals.storage_id(x) for x in given}
     return tuple(

@@ -100,7 +100,8 @@ def forward_over_reverse(loss: Any, leaves: Vector, options: ProductOptions) -> 
         value_and_vjp: Any = torch.func.vjp(checked, *own)
         value, pull = value_and_vjp
         one = torch.ones_like(value)
-        return value, pull(one, retain_graph=with_graph, create_graph=with_graph)
+        # Without a graph of the product, the one beneath is freed while the gradient is computed.
+        return value, pull(one, retain_graph=with_graph and not alone, create_graph=with_graph)
 
     def in_forward_mode(with_graph: bool, vector: Vector) -> tuple[Tensor, Vector]:
         function = partial(value_and_gradient, with_graph)

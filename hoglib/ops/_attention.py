@@ -8,6 +8,7 @@ from torch import Tensor
 
 from hoglib._core import validation
 from hoglib._core.mixed_precision import autocast_on, is_half, without_autocast
+from hoglib._core.recomputation import keeps_little
 from hoglib._core.torch_modes import only_plain_operations
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 from hoglib.ops import _attention_blocks as blocks
@@ -92,6 +93,8 @@ def scaled_dot_product_attention(
     dtype = query.dtype
     heads_inside = query.dim() > 3 and query.stride(-3) < query.stride(-2)
     short = _is_short(query, key, value)
+    if short and not dropout_p and not is_half(query) and keeps_little():
+        short = not _has_large_scores(query, key, value)
     if is_half(query) and not (short and autocast_on(query.device.type)):
         query, key, value = query.float(), key.float(), value.float()
     query = query * (1.0 / math.sqrt(query.shape[-1] or 1) if scale is None else scale)
@@ -239,6 +242,13 @@ def _is_short(query: Tensor, key: Tensor, value: Tensor) -> bool:
     scores = query.shape[-2] * key.shape[-2]
     empty = not all(x.numel() for x in (query, key, value))
     return empty or only_plain_operations() or scores <= blocks.sizes(query).formula
+
+
+def _has_large_scores(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether the scores, which the formula keeps, are larger than what the blocks keep."""
+    rows, columns = query.shape[-2], key.shape[-2]
+    kept = (rows + columns) * (query.shape[-1] + value.shape[-1])
+    return rows * columns > kept and not (only_plain_operations() or query.numel() == 0)
 
 
 def _by_formula(

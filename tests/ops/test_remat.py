@@ -314,6 +314,41 @@ def test_each_order_runs_the_function_once_more() -> None:
     assert len(runs) == 3
 
 
+def test_values_and_tangents_come_from_one_run() -> None:
+    runs = []
+
+    def counted(x: Tensor) -> tuple[Tensor, Tensor]:
+        runs.append(1)
+        return x.sin(), x.argsort()  # one without derivatives
+
+    def loss(x: Tensor) -> Tensor:
+        y, order = remat(counted)(x)
+        return y[order].pow(3)[0]
+
+    x, v = randn(3), torch.ones(3, dtype=DOUBLE)
+    jvp(loss, (x,), (v,))
+    assert len(runs) == 1
+    got = jvp(grad(loss), (x,), (v,))[1]
+    assert len(runs) == 3  # forward and backward
+    expected = jvp(grad(lambda x: x.sin()[x.argsort()].pow(3)[0]), (x,), (v,))[1]
+    torch.testing.assert_close(got, expected)
+
+
+def test_a_first_run_that_needs_gradients_enabled_draws_once() -> None:
+    def noisy(x: Tensor) -> Tensor:
+        x = F.dropout(x, 0.5)
+        if not torch.is_grad_enabled():  # as torch raises in forward mode of some operations
+            raise NotImplementedError
+        return x.sin()
+
+    x, v = randn(6, 5), torch.ones(6, 5, dtype=DOUBLE)
+    results = []
+    for fn in (remat(noisy), noisy):
+        torch.manual_seed(0)
+        results.append((jvp(fn, (x,), (v,)), torch.rand(2)))
+    torch.testing.assert_close(*results)
+
+
 def test_inputs_and_outputs_are_freed_with_the_graph() -> None:
     x = randn(3, grad=True)
     hidden = x * 2
