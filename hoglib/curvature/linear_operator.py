@@ -159,7 +159,7 @@ class LinearOperator(ABC):
         return self * (1 / number)
 
     def __neg__(self) -> "LinearOperator":
-        return self * -1.0
+        return ScaledSum([(-1.0, self)])
 
     def damped(self, damping: float) -> "LinearOperator":
         """The operator A + damping I.
