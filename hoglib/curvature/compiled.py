@@ -19,6 +19,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, fx
 
+from hoglib._core import validation
 from hoglib._core.autograd import Vector, grad_enabled
 from hoglib._core.swap import keep_swapped
 from hoglib.capture import backend as backends
@@ -66,13 +67,17 @@ def compiled_linear_map(
     return LinearMap(apply, residuals.bytes, lambda: unused)
 
 
-def compiled_call(
-    caller: str, backend: str, func: Any, run: Run, key: Hashable, *inputs: Any
+def call_or_graph(
+    caller: str, compile: Any, func: Any, run: Run, key: Hashable, *inputs: Any
 ) -> Any:
-    """run(*inputs), a function of tensors that derives from func, as a graph that is kept with func.
+    """run(*inputs), a function of tensors that derives from func, or where compile= says so its graph,
+    which is kept with func.
 
     key: the options of run.
     """
+    backend = validation.backend("compile", compile)
+    if not backend:
+        return run(*inputs)
     owner, own_key = Place.of(func)
     compiled = Compiled(
         run, backend=backend, name=f"{caller} of {function_name(func)}",

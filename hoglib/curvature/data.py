@@ -112,7 +112,7 @@ class Batches:
         shared = self._one and self._processes.splitting
         if self._micro_batch is None and not shared:
             return [batch]
-        own = _as_dict(batch)
+        own = as_dict(batch)
         sizes = [len(x) for x in pytree.tensors(own) if x.dim()]
         if not sizes:
             raise ArgumentTypeError(
@@ -130,7 +130,7 @@ class Batches:
 
 def first_examples(batch: Any, count: int) -> Any:
     """The first rows of each tensor with as many as the first one; None where there are no more."""
-    own = _as_dict(batch)
+    own = as_dict(batch)
     sizes = [len(x) for x in pytree.tensors(own) if x.dim()]
     if not sizes or sizes[0] <= count:
         return None
@@ -138,7 +138,7 @@ def first_examples(batch: Any, count: int) -> Any:
     return piece if own is batch else type(batch)(piece)
 
 
-def _as_dict(batch: Any) -> Any:
+def as_dict(batch: Any) -> Any:
     """A mapping that pytrees do not know, such as BatchEncoding of transformers, as a dict."""
     unknown = isinstance(batch, Mapping) and not isinstance(batch, dict)
     return dict(batch) if unknown else batch
@@ -146,7 +146,7 @@ def _as_dict(batch: Any) -> Any:
 
 def leading_dimension(batch: Any) -> float:
     """The leading dimension of the first tensor of a batch."""
-    for x in pytree.leaves(_as_dict(batch)):
+    for x in pytree.leaves(as_dict(batch)):
         if isinstance(x, Tensor):
             if not x.dim():
                 break

@@ -322,9 +322,9 @@ class DatasetSum:
         if sharding is None:
             yield from ((local, None) for local in self._batches)
             return
-        for step in in_step(self._name, self._batches, sharding):
-            self.sharding = step.sharding
-            yield step.local, step.fingerprint
+        for local, weighted, known in in_step(self._name, self._batches, sharding):
+            self.sharding = weighted
+            yield local, known
 
     def kept_batch(self, value: Tensor, share: float) -> PassTotals:
         """The totals of the only batch, whose product was computed from a kept graph."""

@@ -1,7 +1,7 @@
 """What Fisher matrices need of torch.distributions: samples by a generator, scores, and checks."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -45,22 +45,18 @@ def sample(p: D.Distribution, count: int, like: Tensor, generator: Generator | N
     The samplers of torch.distributions take no generator, so its state becomes that of torch's own
     while they run.
     """
-    if validation.generator(generator) is None:
-        return _sample(p, count)
-    assert generator is not None
-    device = like.device
-    if generator.device.type != device.type or generator.device.index not in (None, device.index):
-        raise ArgumentValueError(
-            f"generator: expected one on the device of the outputs, {device}, got one on "
-            f"{generator.device}; make it with `torch.Generator({str(device)!r})`."
-        )
-    with draw_from(generator, device):
-        return _sample(p, count)
-
-
-def _sample(p: D.Distribution, count: int) -> Tensor:
+    context: AbstractContextManager[Any] = nullcontext()
+    if (own := validation.generator(generator)) is not None:
+        device = like.device
+        if own.device.type != device.type or own.device.index not in (None, device.index):
+            raise ArgumentValueError(
+                f"generator: expected one on the device of the outputs, {device}, got one on "
+                f"{own.device}; make it with `torch.Generator({str(device)!r})`."
+            )
+        context = draw_from(own, device)
     try:
-        return p.sample(torch.Size([count]))
+        with context:
+            return p.sample(torch.Size([count]))
     except NotImplementedError as error:
         raise UnsupportedError(
             f"kind='mc': expected a distribution that can be sampled, got {type(p).__name__}, which "

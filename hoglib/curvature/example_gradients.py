@@ -17,6 +17,7 @@ from hoglib._core.autograd import (
 )
 from hoglib._core.sharding import refuse_sharded
 from hoglib._core.swap import keep_swapped
+from hoglib.curvature.data import as_dict
 from hoglib.errors import (
     ArgumentTypeError,
     ArgumentValueError,
@@ -70,7 +71,7 @@ def per_example_gradients(
     if chunk_size is not None:
         validation.at_least("chunk_size", chunk_size, 1)
     check_norms(loss)
-    own = dict(batch) if hasattr(batch, "keys") and not isinstance(batch, dict) else batch
+    own = as_dict(batch)
     count = number_of_examples(own)
     size = count if chunk_size is None else chunk_size
     compute = (
@@ -91,7 +92,7 @@ def per_example_gradients(
 def gradient_rows(loss: Any, params: Tree, batch: Any, *, vmap: bool | None) -> Iterator[Tensor]:
     """The gradients of the examples of a batch as rows [n, P], some at a time."""
     size = max(1, AT_ONCE // max(pytree.size(params), 1))
-    own = dict(batch) if hasattr(batch, "keys") and not isinstance(batch, dict) else batch
+    own = as_dict(batch)
     count = number_of_examples(own)
     for start in range(0, count, size):
         piece = pytree.rows(own, count, start, start + size)

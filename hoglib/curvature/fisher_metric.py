@@ -21,7 +21,7 @@ import torch
 from torch import Generator, Tensor
 from torch import distributions as D
 
-from hoglib._core import pytree, torch_internals, validation
+from hoglib._core import pytree, validation
 from hoglib._core.autograd import Vector, clone_inference_tensors, grad_enabled
 from hoglib._core.mixed_precision import upcast_half
 from hoglib._core.torch_modes import value_checks_on
@@ -29,12 +29,16 @@ from hoglib.curvature import distributions
 from hoglib.curvature import likelihood as likelihoods
 from hoglib.curvature.gauss_newton import CompositeLoss, MetricProduct, OutputMetric
 from hoglib.curvature.likelihood import Likelihood, Weight
-from hoglib.curvature.linear_map import ProductOptions
-from hoglib.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
+from hoglib.curvature.linear_map import ProductOptions, refuse_transforms
+from hoglib.errors import ArgumentTypeError, ArgumentValueError
 from hoglib.stand_ins.mode import stand_ins_if
 
 Tree = Any
 Metric = Callable[[Vector], Vector]
+LOOP = (
+    "use a loop instead of vmap, or use ggn_vp: for most criteria the exact Fisher matrix is the "
+    "Gauss-Newton matrix."
+)
 
 
 @final
@@ -69,7 +73,7 @@ class FisherMetric(OutputMetric):
     def at(
         self, composite: CompositeLoss, outputs: Vector, mode: str, options: ProductOptions
     ) -> MetricProduct:
-        self._refuse_transforms(options)
+        refuse_transforms(options.caller, LOOP)
         closed_form = getattr(composite.loss, "fisher", None)
         if closed_form is not None:
             self._check_closed_form(options)
@@ -81,14 +85,6 @@ class FisherMetric(OutputMetric):
         values = composite.with_values([y.detach() for y in outputs])
         product = fisher_metric(self, composite.loss, values, composite.batch)
         return lambda u, keep_graph: product(u)
-
-    def _refuse_transforms(self, options: ProductOptions) -> None:
-        if torch_internals.transforms_active():
-            raise UnsupportedError(
-                f"{options.caller}: expected to run outside of torch.func transforms, got a call "
-                "inside; use a loop instead of vmap, or use ggn_vp: for most criteria the exact Fisher "
-                "matrix is the Gauss-Newton matrix."
-            )
 
     def _check_closed_form(self, options: ProductOptions) -> None:
         """Raise for options that a loss with a Fisher matrix of its own does not have."""
@@ -107,7 +103,7 @@ class FisherMetric(OutputMetric):
         self, composite: CompositeLoss, outputs: Vector, options: ProductOptions
     ) -> "Scores":
         """Of the kinds "mc" and "empirical", at these outputs."""
-        self._refuse_transforms(options)
+        refuse_transforms(options.caller, LOOP)
         values = composite.with_values([y.detach() for y in outputs])
         return fisher_scores(self, composite.loss, values, composite.batch)
 

@@ -241,17 +241,21 @@ class CompositeLoss:
     def metric(self, outputs: Vector) -> MetricProduct:
         return self._metric.at(self, outputs, self._mode, self.options)
 
+    def checked_outputs(self, own: Vector, leaves: Vector) -> tuple[Any, ...]:
+        """The outputs at copies of the leaves, what `_checked` returns of them, and their loss."""
+
+        def run() -> tuple[Any, ...]:
+            every = self.outputs(own)
+            return every, *_checked(every, leaves, self.options)
+
+        return self.with_value(run)
+
 
 def double_reverse(composite: CompositeLoss, leaves: Vector) -> LinearMap:
     """J v as the derivative of J^T u by u, without forward mode; the graphs are kept."""
     caller, create_graph = composite.options.caller, composite.options.create_graph
     own = fresh_leaves(leaves, create_graph)
-
-    def run() -> Any:
-        every = composite.outputs(own)
-        return every, *_checked(every, leaves, composite.options)
-
-    every, depends, ys, value = composite.with_value(run)
+    every, depends, ys, value = composite.checked_outputs(own, leaves)
     jacobian = TransposedJacobian(ys, own, caller)
     metric = composite.metric(every)
 
@@ -344,12 +348,7 @@ def differences_of_outputs(composite: CompositeLoss, leaves: Vector) -> LinearMa
             composite.detached_outputs, leaves, vector, composite.sharding
         )
         own = fresh_leaves(leaves, False)
-
-        def run() -> Any:
-            every = composite.outputs(own)
-            return every, *_checked(every, leaves, composite.options)
-
-        every, depends, ys, value = composite.with_value(run)
+        every, depends, ys, value = composite.checked_outputs(own, leaves)
         weighted = composite.metric([y.detach() for y in every])(tangents, False)
         us = [weighted[i] for i in depends]
         return value, _transposed_product(ys, own, us, composite.options, False)

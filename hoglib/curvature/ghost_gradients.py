@@ -17,7 +17,7 @@ from hoglib._core.autograd import Vector, clone_inference_tensors, grad_enabled
 from hoglib._core.logger import LOGGER
 from hoglib._core.state import preserve_random_state
 from hoglib._core.swap import keep_swapped
-from hoglib.curvature.data import first_examples
+from hoglib.curvature.data import as_dict, first_examples
 from hoglib.curvature.example_gradients import (
     check_norms,
     gradient_rows,
@@ -49,9 +49,7 @@ MARGIN = 1.5
 _OPTIONS = FactorOptions(FisherMetric("empirical"), "expand", True, ProductOptions(CALLER))
 
 
-def per_example_gradient_norms(
-    loss: Any, params: Tree, batch: Any, *, vmap: bool | None = None
-) -> Tensor:
+def per_example_gradient_norms(loss: Any, params: Tree, batch: Any) -> Tensor:
     r"""The norm of the gradient of each example of a batch, without the gradients.
 
         |d l_n / d params|        l_n = loss(params, example n), a batch of one
@@ -69,7 +67,6 @@ def per_example_gradient_norms(
         loss: As of `hoglib.per_example_gradients`.
         params: Where the gradients are taken, a dict of tensors by name; of other losses any pytree.
         batch: As of `hoglib.per_example_gradients`.
-        vmap: As of `hoglib.per_example_gradients`, where gradients are computed.
     Returns:
         The norms [N], of all parameters together.
     Raises:
@@ -88,15 +85,10 @@ def per_example_gradient_norms(
         >>> hog.curvature.per_example_gradient_norms(loss, params, batch)  # 2 |x_n| |sum of x_n|
         tensor([70.,  2.])
     """
-    found = _layer_by_layer(loss, params, batch, False, vmap)
-    if found is None:
-        found = _from_gradients(loss, params, batch, False, vmap)
-    return found.sqrt()
+    return _products_of(loss, params, batch, False).sqrt()
 
 
-def per_example_gradient_products(
-    loss: Any, params: Tree, batch: Any, *, vmap: bool | None = None
-) -> Tensor:
+def per_example_gradient_products(loss: Any, params: Tree, batch: Any) -> Tensor:
     r"""The dot products of the gradients of the examples of a batch.
 
         K_nm = <d l_n / d params, d l_m / d params>
@@ -108,7 +100,6 @@ def per_example_gradient_products(
         loss: As of `per_example_gradient_norms`.
         params: As of `per_example_gradient_norms`.
         batch: As of `per_example_gradient_norms`.
-        vmap: As of `per_example_gradient_norms`.
     Returns:
         The products [N, N].
     Raises:
@@ -120,12 +111,17 @@ def per_example_gradient_products(
         tensor([[1., 1.],
                 [1., 5.]])
     """
-    found = _layer_by_layer(loss, params, batch, True, vmap)
-    return _from_gradients(loss, params, batch, True, vmap) if found is None else found
+    return _products_of(loss, params, batch, True)
+
+
+def _products_of(loss: Any, params: Tree, batch: Any, pairs: bool) -> Tensor:
+    """Squared norms [N], or with pairs the products [N, N]."""
+    found = _layer_by_layer(loss, params, batch, pairs)
+    return _from_gradients(loss, params, batch, pairs, None) if found is None else found
 
 
 def _from_gradients(loss: Any, params: Tree, batch: Any, pairs: bool, vmap: bool | None) -> Tensor:
-    """Squared norms [N], or with pairs the products [N, N]."""
+    """The same from the gradients of examples."""
     rows = gradient_rows(loss, params, batch, vmap=vmap)
     if not pairs:
         return torch.cat([_square_of_rows(part) for part in rows])
@@ -133,24 +129,20 @@ def _from_gradients(loss: Any, params: Tree, batch: Any, pairs: bool, vmap: bool
     return every @ every.T
 
 
-def _layer_by_layer(
-    loss: Any, params: Tree, batch: Any, pairs: bool, vmap: bool | None
-) -> Tensor | None:
+def _layer_by_layer(loss: Any, params: Tree, batch: Any, pairs: bool) -> Tensor | None:
     """Squared norms [N], or with pairs the products [N, N]; None where layers do not say them."""
     validation.loss_function("loss", loss)
-    if vmap is not None:
-        validation.flag("vmap", vmap)
     space = Space(params)
     space.refuse_sharded("per_example_gradient_products" if pairs else "per_example_gradient_norms")
     check_norms(loss)
-    own = dict(batch) if hasattr(batch, "keys") and not isinstance(batch, dict) else batch
+    own = as_dict(batch)
     count = number_of_examples(own)
     loss = loss.with_logits() if hasattr(loss, "with_logits") else loss
     if not (hasattr(loss, "outputs") and isinstance(params, dict)):
         return None
     with torch.inference_mode(False), torch.no_grad(), grad_enabled(), keep_swapped():
         leaves, own = clone_inference_tensors((space.leaves(), own))
-        if vmap is not False and _prefers_gradients(loss, space, leaves, own, count, pairs):
+        if _prefers_gradients(loss, space, leaves, own, count, pairs):
             try:
                 return _from_gradients(loss, params, batch, pairs, True).to(space.dtype)
             except UnsupportedError as error:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from functools import partial
 from math import isfinite
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -109,7 +109,7 @@ def jvp(
         (torch.Size([5, 2]), True)
     """
     validation.function("func", func)
-    options = _Options(validation.one_of("mode", mode, ("auto", FORWARD, REVERSE)), stand_ins)
+    options = validation.one_of("mode", mode, ("auto", FORWARD, REVERSE)), stand_ins
     backend = validation.backend("compile", compile)
     leaves, structure = _primals(primals)
     vector, _ = validation.vectors("tangents", tangents, primals, "primals", blocks=False)
@@ -127,11 +127,6 @@ def jvp(
         # new tensors: one that is both primal and tangent would be one input of the graph
         value, tangent = compiled(leaves, [v.view_as(v) for v in vector])
     return value, tangent
-
-
-class _Options(NamedTuple):
-    mode: str
-    stand_ins: bool
 
 
 @final
@@ -177,9 +172,10 @@ def _primals(primals: Tree) -> tuple[Vector, Any]:
 
 
 def _value_and_tangent(
-    run: _Function, options: _Options, leaves: Vector, vector: Vector
+    run: _Function, options: tuple[str, bool], leaves: Vector, vector: Vector
 ) -> tuple[Tree, Tree]:
-    """The value and the tangent in eager mode, in their structure."""
+    """The value and the tangent in eager mode, in their structure; options: mode and stand_ins."""
+    mode, stand_ins = options
     inside = torch_internals.transforms_active()
     create_graph = torch.is_grad_enabled() or inside
     elsewhere = torch_forward_mode.forward_mode_elsewhere()
@@ -189,21 +185,21 @@ def _value_and_tangent(
             f"{CALLER}: expected to run outside of torch.autograd.forward_ad.dual_level, which cannot "
             f"be nested, got a call inside; use hoglib.{CALLER} or torch.func.jvp for the outer one."
         )
-    if options.mode == REVERSE and inside:
+    if mode == REVERSE and inside:
         raise UnsupportedError(
             f"{CALLER}: expected mode='auto' or '{FORWARD}' inside torch.func transforms, got "
             f"'{REVERSE}', which they do not see."
         )
-    with grad_enabled(), restore_buffers(), keep_swapped(), stand_ins_if(options.stand_ins):
+    with grad_enabled(), restore_buffers(), keep_swapped(), stand_ins_if(stand_ins):
         leaves, vector = clone_inference_tensors((leaves, vector))
-        if options.mode == REVERSE:
+        if mode == REVERSE:
             found = by_reverse(run, leaves, vector, create_graph)
         else:
             try:
                 found = by_forward(run, leaves, vector)
             except (RuntimeError, NotImplementedError) as error:
                 reason = no_forward_mode(CALLER, FORWARD, error)
-                if not isinstance(reason, UnsupportedError) or options.mode == FORWARD or inside:
+                if not isinstance(reason, UnsupportedError) or mode == FORWARD or inside:
                     raise reason from error
                 found = by_reverse(run, leaves, vector, create_graph)
     values, tangents, structure = found

@@ -175,18 +175,6 @@ class KFAC(BatchOptimizer):
         self.info: KFACStep | None = None
         super().__init__(loss, params, defaults)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state; raise for that of another optimizer.
-
-        Args:
-            state_dict: From ``state_dict()``.
-        """
-        groups = [dict(group) for group in state_dict["param_groups"]]
-        for group in groups:
-            if "layouts" in group:  # older checkpoints do not have the option
-                group.setdefault("eigenvalue_corrected", False)
-        super().load_state_dict({**state_dict, "param_groups": groups})
-
     def step(self, closure: Any = None) -> Tensor:  # type: ignore[override]
         """Take one step.
 
@@ -258,11 +246,11 @@ class KFAC(BatchOptimizer):
             )
         group["layouts"] = [saved_layout(layout, names) for layout in blocks]
         for layout, block in blocks.items():
-            store = self._store(layout)
+            store, prefix = self._place(layout)
             for name in FACTORS:
                 factor = getattr(block, name)
-                before = store.get(f"{self._prefix(layout)}{name}", torch.zeros_like(factor))
-                store[f"{self._prefix(layout)}{name}"] = decay * before + (1 - decay) * factor
+                before = store.get(prefix + name, torch.zeros_like(factor))
+                store[prefix + name] = decay * before + (1 - decay) * factor
         group["averaged"] += 1
 
     def _invert(self, K: KFACOperator, layouts: list[BlockLayout]) -> None:
@@ -274,7 +262,7 @@ class KFAC(BatchOptimizer):
             self._keep(block.layout, INVERSE, (block.A, block.G, block.values))
 
     def _average_of(self, layout: BlockLayout) -> KroneckerBlock:
-        group, store, prefix = self.param_groups[0], self._store(layout), self._prefix(layout)
+        group, (store, prefix) = self.param_groups[0], self._place(layout)
         correction = 1 - group["decay"] ** group["averaged"]
         A, G = (store[prefix + name] / correction for name in FACTORS)
         if layout.role.matrix == "diagonal":
@@ -329,28 +317,22 @@ class KFAC(BatchOptimizer):
     def _keep(
         self, layout: BlockLayout, names: Sequence[str], tensors: Sequence[Tensor | None]
     ) -> None:
-        store, prefix = self._store(layout), self._prefix(layout)
+        store, prefix = self._place(layout)
         for name, tensor in zip(names, tensors, strict=True):
             if tensor is not None:
                 store[prefix + name] = tensor
 
     def _kept(self, layout: BlockLayout, names: Sequence[str]) -> KroneckerBlock:
-        store, prefix = self._store(layout), self._prefix(layout)
+        store, prefix = self._place(layout)
         A, G, values = (store.get(prefix + name) for name in names)
         return KroneckerBlock(layout, A, G, values)  # type: ignore[arg-type]  # from the first step on
 
-    def _store(self, layout: BlockLayout) -> dict[str, Any]:
-        """The state of the parameter that a block begins with."""
-        region = layout.weight or layout.bias
-        assert region is not None
-        found: dict[str, Any] = self.state[list(self._params.values())[region.leaf]]
-        return found
-
-    def _prefix(self, layout: BlockLayout) -> str:
-        """What tells apart the blocks of rows of one parameter."""
-        region = layout.weight or layout.bias
-        assert region is not None
-        return f"{region.start}:{region.stop} "
+    def _place(self, layout: BlockLayout) -> tuple[dict[str, Any], str]:
+        """The state of the parameter that a block begins with, and a prefix that tells apart the blocks
+        of rows of one parameter."""
+        region = layout.first
+        store = self.state[list(self._params.values())[region.leaf]]
+        return store, f"{region.start}:{region.stop} "
 
     def _move(
         self, K: KFACOperator, batch: Any, inverse: KroneckerMatrix, value: Tensor, g: Tensor

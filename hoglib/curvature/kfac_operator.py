@@ -1,6 +1,6 @@
 """Kronecker-factored approximations of the Gauss-Newton and Fisher matrices, over data."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from hoglib._core import pytree, torch_internals, validation
+from hoglib._core import pytree, validation
 from hoglib._core.autograd import clone_inference_tensors, grad_enabled
 from hoglib._core.swap import keep_swapped
 from hoglib.curvature.data import BatchSize
@@ -24,18 +24,17 @@ from hoglib.curvature.kronecker import (
 )
 from hoglib.curvature.kronecker_factors import BlockSums, EigenvalueSums, FactorSums
 from hoglib.curvature.layer_calls import Region, Role
-from hoglib.curvature.linear_map import ProductOptions
+from hoglib.curvature.linear_map import ProductOptions, refuse_transforms
 from hoglib.curvature.linear_operator import BlockDiagonal, LinearOperator
 from hoglib.curvature.model_run import USUAL, FactorOptions, ModelRun, checked_run
 from hoglib.curvature.operators import GGNOperator, HessianOperator
 from hoglib.curvature.processes import PassTotals, Processes
 from hoglib.curvature.traces import Estimate, random_signs
-from hoglib.curvature.vector_space import Space
+from hoglib.curvature.vector_space import Space, check_named
 from hoglib.errors import (
     ArgumentTypeError,
     ArgumentValueError,
     NonFiniteError,
-    UnsupportedError,
 )
 from hoglib.verification.entry_points import examined_functions
 
@@ -175,11 +174,7 @@ class KFACOperator(KroneckerOperator):
         )
         self._processes = Processes(name, processes, data)
         super().__init__(Space(params, dtype), progress and self._processes.rank == 0)
-        if not isinstance(params, Mapping):
-            raise ArgumentTypeError(
-                f"params: expected a dict of tensors by name, got {validation.describe(params)}; make "
-                "one with `hoglib.trainable_params(model)`."
-            )
+        check_named(params)
         GaussNewtonKind("auto", metric).check_loss(loss)
         # of a language model the logits, whose columns the layers are differentiated by
         loss = loss.with_logits() if hasattr(loss, "with_logits") else loss
@@ -220,17 +215,13 @@ class KFACOperator(KroneckerOperator):
         Returns:
             The operator.
         """
-        if torch_internals.transforms_active():
-            raise UnsupportedError(
-                "KFACOperator: expected to be computed outside of torch.func transforms, got a call "
-                "inside; compute it before, by `update()`."
-            )
+        refuse_transforms("KFACOperator", "compute it before, by `update()`.")
         with (
             examined_functions(type(self).__name__, first_order=True),
             torch.inference_mode(False), torch.no_grad(), self._bar.over("factors"),
         ):  # fmt: skip
             factors = FactorSums()
-            totals = self._pass(factors, self._add_factors)
+            totals = self._pass(factors)
             blocks = factors.blocks(self._sum.weight(totals))
             if self._corrected:
                 blocks = self.corrected([block.eigen() for block in blocks])
@@ -249,10 +240,10 @@ class KFACOperator(KroneckerOperator):
             if not self.by_example:  # the order of examples is not known yet
                 self.by_example, self.checked, self.forms = True, False, USUAL
             sums = EigenvalueSums(blocks)
-            totals = self._pass(sums, self._add_corrections)
+            totals = self._pass(sums)
             return sums.blocks(self._sum.weight(totals))
 
-    def _pass(self, sums: BlockSums, add: Callable[..., None]) -> PassTotals:
+    def _pass(self, sums: BlockSums) -> PassTotals:
         """Add every batch to the sums, in all processes."""
         rows: list[Tensor] = []
 
@@ -263,7 +254,7 @@ class KFACOperator(KroneckerOperator):
             rows.append(sums.pack().to(self.device))
             return rows[0]
 
-        totals = self._sum.run(partial(self._sum.each_batch, partial(self._add, sums, add)), total)
+        totals = self._sum.run(partial(self._sum.each_batch, partial(self._add, sums)), total)
         if rows:
             sums.unpack(rows[0])
         if not sums.finite():
@@ -274,9 +265,7 @@ class KFACOperator(KroneckerOperator):
             )
         return totals
 
-    def _add(
-        self, sums: BlockSums, add: Callable[..., None], batch: Any, number: int, share: float
-    ) -> Tensor:
+    def _add(self, sums: BlockSums, batch: Any, number: int, share: float) -> Tensor:
         with grad_enabled(), keep_swapped():
             leaves, batch = clone_inference_tensors((self.space.leaves(), batch))
             metric = self._factors.metric.for_batch(number)
@@ -294,16 +283,10 @@ class KFACOperator(KroneckerOperator):
                 self.checked = True
             elif not first:
                 run.check_chosen(self.by_example)
-            add(sums, run, share)
+            mean = self._dataset_options.reduction == "mean"
+            sums.add(run, share, share if mean else run.examples)
         self._sum.advance()
         return value
-
-    def _add_factors(self, sums: FactorSums, run: ModelRun, share: float) -> None:
-        mean = self._dataset_options.reduction == "mean"
-        sums.add(run, share, share if mean else run.examples)
-
-    def _add_corrections(self, sums: EigenvalueSums, run: ModelRun, share: float) -> None:
-        sums.add(run, share)
 
     @contextmanager
     def _algorithm(self, name: str, products: int | None = None) -> Iterator[None]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from hoglib._core import validation
 from hoglib._core.autograd import Vector
 from hoglib.curvature.layer_calls import Region, Role
-from hoglib.curvature.linear_operator import LinearOperator
+from hoglib.curvature.linear_operator import LinearOperator, as_number
 from hoglib.curvature.traces import Estimate
 from hoglib.curvature.vector_space import Space
 from hoglib.errors import ArgumentValueError, NotPositiveDefiniteError
@@ -35,6 +35,11 @@ class BlockLayout(NamedTuple):
     role: Role
     weight: Region | None
     bias: Region | None
+
+    @property
+    def first(self) -> Region:
+        """Where it begins: at the weight, or at the bias of a block of a bias alone."""
+        return self.weight or self.bias or Region(0, 0, 0)
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -232,17 +237,10 @@ class KroneckerOperator(LinearOperator):
         return self.map(lambda values: values + number)
 
     def __mul__(self, factor: Any) -> "KroneckerMatrix":
-        number = factor.item() if isinstance(factor, Tensor) and factor.dim() == 0 else factor
-        number = validation.number("factor", number)
+        number = as_number(factor)
         return self.map(lambda values: values * number)
 
     __rmul__ = __mul__
-
-    def __truediv__(self, divisor: Any) -> "KroneckerMatrix":
-        number = divisor.item() if isinstance(divisor, Tensor) and divisor.dim() == 0 else divisor
-        if validation.number("divisor", number) == 0:
-            raise ArgumentValueError("K / c: expected a number other than 0, got 0.")
-        return self * (1 / number)
 
     def inverse(self, damping: float = 0.0, *, method: str = "exact") -> "KroneckerMatrix":
         r"""The inverse of the damped matrix, of the same kind.

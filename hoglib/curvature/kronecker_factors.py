@@ -15,6 +15,7 @@ References:
     Kronecker-factored Eigenbasis, 2018, section 3 (corrected eigenvalues).
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any, final
@@ -23,7 +24,6 @@ import torch
 from torch import Tensor
 
 from hoglib.curvature.kronecker import BlockLayout, KroneckerBlock
-from hoglib.curvature.layer_calls import Region
 from hoglib.curvature.layer_rows import (
     Gradients,
     Layer,
@@ -40,11 +40,15 @@ AT_ONCE = 2**24  # numbers of examples' gradients that are held at once
 PARTS, LARGE = 4, 256  # of the columns of a square, and from how many on
 
 
-class BlockSums:
+class BlockSums(ABC):
     """Tensors of every block, by name, that are summed over batches and processes."""
 
     def __init__(self) -> None:
         self.sums: dict[BlockLayout, dict[str, Tensor]] = {}
+
+    @abstractmethod
+    def add(self, run: ModelRun, share: float, weight: float) -> None:
+        """Add those of a batch: what is linear in the inputs by weight, in the outputs by share."""
 
     def pack(self) -> Tensor:
         """All of them as one row [1, n]."""
@@ -68,7 +72,9 @@ class BlockSums:
             or all(bool(x.isfinite().all()) for x in tensors)
         )
 
-    def include(self, layouts: Iterable[BlockLayout], dtype: torch.dtype, device: Any) -> None:
+    def include(  # noqa: B027 (whose blocks are known has nothing to do)
+        self, layouts: Iterable[BlockLayout], dtype: torch.dtype, device: Any
+    ) -> None:
         """Zeros for those that are not there: of several processes one may have no batch."""
 
 
@@ -145,7 +151,7 @@ class FactorSums(BlockSums):
                 count = sums["count"].clamp(min=torch.finfo(sums["A"].dtype).tiny)
                 A, G = sums["A"].div_(count), sums["G"].div_(divisor)
                 found.append(KroneckerBlock(layout, A, G))
-        return sorted(found, key=lambda b: b.layout.weight or b.layout.bias or Region(0, 0, 0))
+        return sorted(found, key=lambda block: block.layout.first)
 
 
 def _add_square(total: Tensor, rows: Tensor, factor: float) -> None:
@@ -204,7 +210,7 @@ class EigenvalueSums(BlockSums):
             if layout.role.matrix == "kronecker"
         }
 
-    def add(self, run: ModelRun, share: float) -> None:
+    def add(self, run: ModelRun, share: float, weight: float) -> None:
         layers = [layer for layer in run.layers if layer.layout in self.sums]
         inputs = {layer.layout: self._rotated_inputs(layer, run) for layer in layers}
         for gradients in run.columns():

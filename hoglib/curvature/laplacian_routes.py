@@ -6,10 +6,7 @@ tensors, as in a network of 32 units with two coordinates, and for nothing else.
 """
 
 from collections.abc import Callable
-from functools import partial
-from types import FunctionType, MethodType
 from typing import Any, NamedTuple, final
-from weakref import ref
 
 import torch
 from torch import Tensor
@@ -18,6 +15,7 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hoglib._core import torch_internals
+from hoglib._core.closures import owner_of
 from hoglib._core.finite_differences import fixed_random_numbers
 from hoglib.curvature.directions import units
 from hoglib.curvature.input_derivatives import Function
@@ -142,8 +140,9 @@ MAX_KEPT = 64  # counts of one function
 
 
 def _counts(func: Any, values: Function, x: Tensor, options: Options) -> Counts:
-    owner, method = _owner(func)
-    key = (method, x.shape, x.dtype, x.device)
+    # the code of a function that is made anew at each call; a method's object has several
+    owner, name = owner_of(func), getattr(func, "__name__", "")
+    key = (name, x.shape, x.dtype, x.device)
     of_owner: dict[Any, Counts] = _COUNTS.setdefault(owner, {})
     found = of_owner.get(key)
     if found is None:
@@ -152,21 +151,6 @@ def _counts(func: Any, values: Function, x: Tensor, options: Options) -> Counts:
             of_owner.clear()
         of_owner[key] = found
     return found
-
-
-def _owner(func: Any) -> tuple[Any, Any]:
-    """With what the counts of a function are kept: of one that is made anew at each call its code."""
-    while isinstance(func, partial):
-        func = func.func
-    if isinstance(func, MethodType):
-        return _owner(func.__self__)[0], func.__func__
-    if isinstance(func, FunctionType):
-        return func.__code__, None
-    try:
-        ref(func)
-    except TypeError:
-        return type(func), None
-    return func, None
 
 
 def _count(values: Function, x: Tensor, options: Options) -> Counts:

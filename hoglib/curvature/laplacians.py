@@ -17,7 +17,7 @@ from hoglib._core.autograd import clone_inference_tensors
 from hoglib._core.finite_differences import fixed_random_numbers
 from hoglib._core.logger import LOGGER
 from hoglib.curvature import directions as of_operator
-from hoglib.curvature.compiled import compiled_call
+from hoglib.curvature.compiled import call_or_graph
 from hoglib.curvature.directions import Directions
 from hoglib.curvature.input_derivatives import (
     Function,
@@ -35,10 +35,10 @@ from hoglib.curvature.laplacian_routes import (
     uncounted,
     without_choice,
 )
-from hoglib.errors import UnsupportedError
+from hoglib.curvature.linear_map import refuse_transforms
 from hoglib.taylor.algebras import Algebra, Biharmonic, Parts, Univariate, add
 from hoglib.taylor.jet import Options, by_taylor, finished
-from hoglib.taylor.nested import nested
+from hoglib.taylor.nested import along_path
 
 MODES = ("auto", "collapsed", "nested")
 # Elements of all directions that are propagated at once where no graph is kept.
@@ -132,18 +132,15 @@ def laplacian(
     validation.flag("return_gradient", return_gradient)
     validation.flag("return_route", return_route)
     options = Options.of("laplacian", mode, create_graph, stand_ins)
-    backend = validation.backend("compile", compile)
     signs = None
     if num_projections is not None:
         signs = of_operator.draw(x, num_projections, generator, of_operator.signs)
     of_x = coefficients if callable(coefficients) else None
     run = partial(_laplacian, func, options, return_gradient, of_x)
-    inputs = (x, args, None if of_x else coefficients, signs)
-    if backend:
-        key = (options, return_gradient, of_x)
-        *found, route = compiled_call("laplacian", backend, func, run, key, *inputs)
-    else:
-        *found, route = run(*inputs)
+    *found, route = call_or_graph(
+        "laplacian", compile, func, run, (options, return_gradient, of_x),
+        x, args, None if of_x else coefficients, signs,
+    )  # fmt: skip
     return (*found, route) if return_route else tuple(found)
 
 
@@ -327,15 +324,11 @@ def bilaplacian(
     validation.one_of("mode", mode, MODES)
     validation.flag("return_route", return_route)
     options = Options.of("bilaplacian", mode, create_graph, stand_ins)
-    backend = validation.backend("compile", compile)
     v = None
     if num_projections is not None:
         v = of_operator.draw(x, num_projections, generator, of_operator.normals)
     run = partial(_bilaplacian, func, options)
-    if backend:
-        f, B, route = compiled_call("bilaplacian", backend, func, run, options, x, args, v)
-    else:
-        f, B, route = run(x, args, v)
+    f, B, route = call_or_graph("bilaplacian", compile, func, run, options, x, args, v)
     return (f, B, route) if return_route else (f, B)
 
 
@@ -360,28 +353,22 @@ def _bilaplacian(
         route = nested_instead(route) if route.name == COLLAPSED else route
         if v is not None:
             return *finished(options, *_along(values, x, v)), route
-        if torch_internals.transforms_active():
-            raise UnsupportedError(
-                "bilaplacian: expected a call outside of torch.func transforms, where its nested "
-                "derivatives can be taken; call it on all points at once instead of under vmap, pass "
-                "num_projections, or differentiate its result with torch.autograd.grad."
-            )
+        refuse_transforms(
+            "bilaplacian",
+            "call it on all points at once instead of under vmap, pass num_projections, or "
+            "differentiate its result with torch.autograd.grad.",
+        )
         return *finished(options, *_twice(options, values, x)), route
 
 
 def _along(values: Function, x: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """The estimate from nested derivatives along each direction."""
-    total: Tensor | None = None
+    fourth = []
     for u in v:
-
-        def path(t: Tensor, u: Tensor = u) -> list[Tensor]:
-            return [values(x + t[0] * u)]
-
         with fixed_random_numbers([x]):
-            (value,), rows = nested("bilaplacian", path, x, 1, [0] * 4)
-        total = add(total, rows[3][0])
-    assert total is not None
-    return value, total / (3 * len(v))
+            (value,), (series,) = along_path("bilaplacian", lambda x: [values(x)], [x], [[u]], 4)
+        fourth.append(series[3])
+    return value, torch.stack(fourth).sum(0) / (3 * len(v))
 
 
 def _twice(options: Options, values: Function, x: Tensor) -> tuple[Tensor, Tensor]:

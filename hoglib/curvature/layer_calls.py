@@ -9,6 +9,7 @@ what else uses a parameter is noted, to be refused by name.
 
 from collections.abc import Callable
 from functools import partial
+from inspect import signature
 from types import EllipsisType, FunctionType
 from typing import Any, NamedTuple, final
 
@@ -75,10 +76,7 @@ class LayerCall:
     def mean_inputs(self, examples: int) -> Tensor:
         """The mean of a_r over the rows of each example, [groups, examples, into]."""
         self._check_unchanged()
-        if self._mean_of_inputs is None:
-            a = self._rows_of_inputs(self._x)
-        else:
-            a = self._mean_of_inputs(self._x)
+        a = (self._mean_of_inputs or self._rows_of_inputs)(self._x)
         return a if a.shape[1] == examples else self.by_example(a, examples).mean(2)
 
     @property
@@ -281,30 +279,26 @@ def _matmul(
     return LayerCall(role, recorder.region(other), None, input, output, _flat, _flat)
 
 
-def _mul(recorder: LayerRecorder, output: Tensor, input: Any, other: Any) -> LayerCall | None:
-    """Features times a parameter, as RMS norms of language models have it."""
-    found = _features(recorder, output, input, other)
-    if found is None:
-        return None
-    weight, x, rows = found
-    shape, role = output.shape, Role("mul", "diagonal", 1, weight.numel(), weight.numel())
-    return LayerCall(
-        role, recorder.region(weight), None, x, output, lambda x: rows(x.expand(shape)), rows
-    )
+def _elementwise(name: str) -> Callable[..., LayerCall | None]:
+    """Features times a parameter, as RMS norms of language models have it, or plus one."""
+
+    def layer(
+        recorder: LayerRecorder, output: Tensor, input: Any, other: Any, *, alpha: float = 1
+    ) -> LayerCall | None:
+        found = _features(recorder, output, input, other)
+        if found is None or alpha != 1:
+            return None
+        parameter, x, rows = found
+        shape, region = output.shape, recorder.region(parameter)
+        weight, bias = (None, region) if name == "add" else (region, None)
+        role = _diagonal(name, parameter)
+        return LayerCall(role, weight, bias, x, output, lambda x: rows(x.expand(shape)), rows)
+
+    return layer
 
 
-def _add(
-    recorder: LayerRecorder, output: Tensor, input: Any, other: Any, *, alpha: float = 1
-) -> LayerCall | None:
-    """Features plus a parameter."""
-    found = _features(recorder, output, input, other)
-    if found is None or alpha != 1:
-        return None
-    bias, x, rows = found
-    shape, role = output.shape, Role("add", "diagonal", 1, bias.numel(), bias.numel())
-    return LayerCall(
-        role, None, recorder.region(bias), x, output, lambda x: rows(x.expand(shape)), rows
-    )
+def _diagonal(name: str, parameter: Tensor) -> Role:
+    return Role(name, "diagonal", 1, parameter.numel(), parameter.numel())
 
 
 def _features(
@@ -331,10 +325,9 @@ def _prelu(
     rows = _channels if weight.numel() > 1 and input.dim() > 1 else lambda x: x.reshape(1, -1, 1)
     if recorder.region(weight) is None:
         return None
-    role = Role("prelu", "diagonal", 1, weight.numel(), weight.numel())
-    return LayerCall(
-        role, recorder.region(weight), None, input, output, lambda x: rows(x.clamp(max=0)), rows
-    )
+    places = recorder.region(weight), None
+    role = _diagonal("prelu", weight)
+    return LayerCall(role, *places, input, output, lambda x: rows(x.clamp(max=0)), rows)
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -428,72 +421,38 @@ def _embedding(
     return LayerCall(role, recorder.region(weight), None, input, output, indices, _flat)
 
 
-def _layer_norm(
-    recorder: LayerRecorder, output: Tensor, input: Tensor, normalized_shape: Any,
-    weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5,
-) -> LayerCall:  # fmt: skip
-    shape = list(normalized_shape)
-    normalized = partial(F.layer_norm, normalized_shape=shape, eps=eps)
-    return _scaled(
-        recorder, output, input, weight, bias, normalized, _last(len(shape)), "layer_norm"
-    )
+def _normalization(
+    function: Callable[..., Tensor], rows_of: Callable[[dict[str, Any]], Callable[[Tensor], Tensor]]
+) -> Callable[..., LayerCall]:
+    """Of a layer that normalizes, scales by weight and shifts by bias.
+
+    rows_of: how the rows of a tensor like the output follow from the other arguments.
+    """
+    known = signature(function)
+
+    def layer(recorder: LayerRecorder, output: Tensor, *args: Any, **kwargs: Any) -> LayerCall:
+        bound = known.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        x, weight, bias = given.pop("input"), given.pop("weight"), given.pop("bias", None)
+        if given.get("training") or given.get("use_input_stats"):
+            given.update(running_mean=None, running_var=None)  # they have moved already
+        normalized, rows = partial(function, **given), rows_of(given)
+        role = _diagonal(function.__name__, weight if bias is None else bias)
+        places = recorder.region(weight), recorder.region(bias)
+        return LayerCall(role, *places, x, output, lambda x: rows(normalized(x)), rows)
+
+    return layer
 
 
-def _rms_norm(
-    recorder: LayerRecorder, output: Tensor, input: Tensor, normalized_shape: Any,
-    weight: Tensor | None = None, eps: float | None = None,
-) -> LayerCall:  # fmt: skip
-    shape = list(normalized_shape)
-    normalized = partial(F.rms_norm, normalized_shape=shape, eps=eps)
-    return _scaled(recorder, output, input, weight, None, normalized, _last(len(shape)), "rms_norm")
-
-
-def _group_norm(
-    recorder: LayerRecorder, output: Tensor, input: Tensor, num_groups: int,
-    weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5,
-) -> LayerCall:  # fmt: skip
-    normalized = partial(F.group_norm, num_groups=num_groups, eps=eps)
-    return _scaled(recorder, output, input, weight, bias, normalized, _channels, "group_norm")
-
-
-def _batch_norm(
-    recorder: LayerRecorder, output: Tensor, input: Tensor, running_mean: Tensor | None,
-    running_var: Tensor | None, weight: Tensor | None = None, bias: Tensor | None = None,
-    training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
-) -> LayerCall:  # fmt: skip
-    normalized = partial(
-        F.batch_norm, running_mean=None if training else running_mean,
-        running_var=None if training else running_var, training=training, eps=eps,
-    )  # fmt: skip
-    return _scaled(recorder, output, input, weight, bias, normalized, _channels, "batch_norm")
-
-
-def _instance_norm(
-    recorder: LayerRecorder, output: Tensor, input: Tensor, running_mean: Tensor | None = None,
-    running_var: Tensor | None = None, weight: Tensor | None = None, bias: Tensor | None = None,
-    use_input_stats: bool = True, momentum: float = 0.1, eps: float = 1e-5,
-) -> LayerCall:  # fmt: skip
-    normalized = partial(
-        F.instance_norm, running_mean=None if use_input_stats else running_mean,
-        running_var=None if use_input_stats else running_var, use_input_stats=use_input_stats, eps=eps,
-    )  # fmt: skip
-    return _scaled(recorder, output, input, weight, bias, normalized, _channels, "instance_norm")
-
-
-def _scaled(
-    recorder: LayerRecorder, output: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None,
-    normalized: Callable[[Tensor], Tensor], rows: Callable[[Tensor], Tensor], name: str,
-) -> LayerCall:  # fmt: skip
-    """Of a layer that normalizes, scales by weight and shifts by bias."""
-    given = weight if bias is None else bias
-    assert given is not None  # one of them is a parameter
-    role = Role(name, "diagonal", 1, given.numel(), given.numel())
-    places = recorder.region(weight), recorder.region(bias)
-    return LayerCall(role, *places, x, output, lambda x: rows(normalized(x)), rows)
-
-
-def _last(count: int) -> Callable[[Tensor], Tensor]:
+def _last(given: dict[str, Any]) -> Callable[[Tensor], Tensor]:
+    """Of a norm over the last dimensions."""
+    count = len(given["normalized_shape"])
     return lambda x: x.flatten(-count).reshape(1, -1, x.shape[-count:].numel())
+
+
+def _of_channels(given: dict[str, Any]) -> Callable[[Tensor], Tensor]:
+    return _channels
 
 
 def _channels(x: Tensor) -> Tensor:
@@ -506,11 +465,14 @@ LAYERS: dict[Any, Callable[..., LayerCall | None]] = {
     torch.conv1d: _convolution, torch.conv2d: _convolution, torch.conv3d: _convolution,
     F.conv1d: _convolution, F.conv2d: _convolution, F.conv3d: _convolution,
     F.embedding: _embedding,
-    F.layer_norm: _layer_norm, F.rms_norm: _rms_norm, F.group_norm: _group_norm,
-    F.batch_norm: _batch_norm, F.instance_norm: _instance_norm,
+    **{norm: _normalization(norm, _last) for norm in (F.layer_norm, F.rms_norm)},
+    **{
+        norm: _normalization(norm, _of_channels)
+        for norm in (F.group_norm, F.batch_norm, F.instance_norm)
+    },
     **dict.fromkeys((torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__), _matmul),
-    **dict.fromkeys((torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__), _mul),
-    **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__), _add),
+    **dict.fromkeys((torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__), _elementwise("mul")),
+    **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__), _elementwise("add")),
     torch.prelu: _prelu,
 }  # fmt: skip
 _NAMES = frozenset(func.__name__ for func in LAYERS)

@@ -47,8 +47,7 @@ def input_rows(layer: Layer, call: LayerCall, dtype: torch.dtype) -> Tensor:
     """a_r with a 1 for the bias, [groups, rows, into]; of a block of a bias alone the 1."""
     groups, _, _ = layer.layout.sizes
     if layer.layout.weight is None:
-        rows = call.shape.numel() // (layer.layout.role.out * layer.layout.role.groups)
-        return torch.ones(1, rows, 1, dtype=dtype, device=call.device)
+        return torch.ones(1, call.rows, 1, dtype=dtype, device=call.device)
     a = call.inputs().to(dtype)
     if layer.layout.bias is None:
         return a
@@ -57,15 +56,12 @@ def input_rows(layer: Layer, call: LayerCall, dtype: torch.dtype) -> Tensor:
 
 def mean_inputs(layer: Layer, examples: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """a_n, the mean over the rows of an example of all calls, [groups, examples, into]."""
-    groups, out, _ = layer.layout.sizes
+    groups, _, _ = layer.layout.sizes
     ones = torch.ones(groups, examples, 1, dtype=dtype, device=device)
     if layer.layout.weight is None:
         return ones
-    rows = [call.shape.numel() // (groups * out) for call in layer.calls]
-    weighted = [
-        count / sum(rows) * call.mean_inputs(examples).to(dtype)
-        for count, call in zip(rows, layer.calls, strict=True)
-    ]
+    total = sum(call.rows for call in layer.calls)
+    weighted = [call.rows / total * call.mean_inputs(examples).to(dtype) for call in layer.calls]
     mean = torch.stack(weighted).sum(0) if len(weighted) > 1 else weighted[0]
     return mean if layer.layout.bias is None else torch.cat([mean, ones], -1)
 

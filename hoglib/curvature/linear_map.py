@@ -61,18 +61,6 @@ class BoundLoss:
         return pytree.unflatten(leaves, self.structure)
 
 
-def _no_bytes() -> int:
-    return 0
-
-
-def _unknown() -> None:
-    return None
-
-
-def _no() -> bool:
-    return False
-
-
 class LinearMap(NamedTuple):
     """A matrix at one point, known by its products with vectors.
 
@@ -82,11 +70,11 @@ class LinearMap(NamedTuple):
 
     apply: Callable[[Vector, bool], tuple[Tensor, Vector]]
     # memory held between products; of a compiled map it is known after the first product
-    held_bytes: Callable[[], int] = _no_bytes
+    held_bytes: Callable[[], int] = lambda: 0
     # the leaves that the loss does not depend on; None where that is not known
-    unused: Callable[[], tuple[int, ...] | None] = _unknown
+    unused: Callable[[], tuple[int, ...] | None] = lambda: None
     # whether it is known to be zero, because the gradient does not depend on the leaves
-    is_zero: Callable[[], bool] = _no
+    is_zero: Callable[[], bool] = lambda: False
 
 
 class CurvatureKind(ABC):
@@ -202,6 +190,14 @@ def no_forward_mode(caller: str, mode: str, error: Exception) -> Exception:
         f"got an error from one: {str(error).splitlines()[0]}{hint} Outside of torch.func transforms "
         "use the reverse mode."
     )
+
+
+def refuse_transforms(caller: str, advice: str) -> None:
+    """Raise inside of torch.func transforms."""
+    if torch_internals.transforms_active():
+        raise UnsupportedError(
+            f"{caller}: expected a call outside of torch.func transforms, got one inside; {advice}"
+        )
 
 
 def refuse_wrapped_calls(caller: str, func: Any) -> None:

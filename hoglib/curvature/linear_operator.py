@@ -149,15 +149,15 @@ class LinearOperator(ABC):
         return self + (-other) if isinstance(other, LinearOperator) else self + other
 
     def __mul__(self, factor: Any) -> "LinearOperator":
-        return ScaledSum([(_factor(factor), self)])
+        return ScaledSum([(as_number(factor), self)])
 
     __rmul__ = __mul__
 
     def __truediv__(self, divisor: Any) -> "LinearOperator":
-        factor = _factor(divisor)
-        if factor == 0:
+        number = as_number(divisor)
+        if number == 0:
             raise ArgumentValueError("A / c: expected a number other than 0, got 0.")
-        return ScaledSum([(1 / factor, self)])
+        return self * (1 / number)
 
     def __neg__(self) -> "LinearOperator":
         return ScaledSum([(-1.0, self)])
@@ -170,7 +170,7 @@ class LinearOperator(ABC):
         Returns:
             An operator that shares the products of A.
         """
-        return ScaledSum([(1.0, self)], _factor(damping))
+        return ScaledSum([(1.0, self)], as_number(damping))
 
     def block_diagonal(self, blocks: Blocks) -> "LinearOperator":
         """The blocks on the diagonal alone; a product takes one product of A for each block.
@@ -418,7 +418,7 @@ class BlockDiagonal(LinearOperator):
         return total
 
 
-def _factor(value: Any) -> float:
+def as_number(value: Any) -> float:
     if isinstance(value, Tensor) and value.dim() == 0:
         value = value.item()
     return float(validation.number("factor", value))

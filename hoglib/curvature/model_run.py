@@ -275,9 +275,7 @@ class ModelRun:
         return None
 
     def _name(self, layer: Layer) -> str:
-        region = layer.layout.weight or layer.layout.bias
-        assert region is not None
-        return f"{layer.layout.role.name} with {self._names[region.leaf]}"
+        return f"{layer.layout.role.name} with {self._names[layer.layout.first.leaf]}"
 
     def _check_covered(self, recorder: LayerRecorder) -> None:
         """Raise for parameters, or rows of them, that no layer uses, or more than one."""
@@ -387,6 +385,4 @@ def layers_of(recorder: LayerRecorder, joint_bias: bool) -> list[Layer]:
     for bias, calls in by_bias.items():
         role = calls[0].role._replace(transposed=False)
         layers.append(Layer(BlockLayout(role, None, bias), calls))
-    return sorted(
-        layers, key=lambda layer: layer.layout.weight or layer.layout.bias or Region(0, 0, 0)
-    )
+    return sorted(layers, key=lambda layer: layer.layout.first)

@@ -17,9 +17,7 @@ from hoglib.curvature.optimizer import (
     positive_damping,
     refuse_unknown,
 )
-from hoglib.errors import (
-    NotPositiveDefiniteError,
-)
+from hoglib.errors import NotPositiveDefiniteError
 from hoglib.verification.entry_points import examined_functions
 
 RAISED, LOWERED = 1.5, 2 / 3  # factors of the damping
@@ -148,8 +146,6 @@ class NewtonCG(BatchOptimizer):
         groups = [dict(group) for group in state_dict["param_groups"]]
         for group in groups:
             group.setdefault("steps", 0)  # which older checkpoints do not have
-            if "progress" in group:  # the name of stagnation_tol in older checkpoints
-                group["stagnation_tol"] = group.pop("progress")
         super().load_state_dict({**state_dict, "param_groups": groups})
 
     def step(self, closure: Any = None, curvature: Any = None) -> Tensor:  # type: ignore[override]
@@ -213,9 +209,7 @@ class NewtonCG(BatchOptimizer):
         seeded = torch.Generator(next(iter(self._params.values())).device).manual_seed(
             self.param_groups[0]["steps"]
         )
-        K = KFACOperator(
-            self._loss, self._params, batch, kind="mc", generator=seeded, **options
-        )  # fmt: skip
+        K = KFACOperator(self._loss, self._params, batch, kind="mc", generator=seeded, **options)
         return K.inverse(damping)
 
     def _direction(self, G: GGNOperator, g: Tensor, precondition: Any) -> tuple[Tensor, float, int]:

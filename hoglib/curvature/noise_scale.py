@@ -27,9 +27,7 @@ class NoiseScale(NamedTuple):
     square: Tensor
 
 
-def gradient_noise_scale(
-    loss: Any, params: Tree, data: Any, *, vmap: bool | None = None
-) -> NoiseScale:
+def gradient_noise_scale(loss: Any, params: Tree, data: Any) -> NoiseScale:
     r"""The simple noise scale of gradients, an estimate of the largest useful batch size.
 
         B = tr S / |g|^2        tr S = sum_n |g_n - m|^2 / (N - 1)        |g|^2 = |m|^2 - tr S / N
@@ -41,7 +39,6 @@ def gradient_noise_scale(
         loss: The function ``loss(params, batch)``, of a mean over examples.
         params: Where the gradients are taken; any pytree of floating-point tensors.
         data: A batch, or a DataLoader or another re-iterable of batches.
-        vmap: As of `hoglib.per_example_gradients`.
     Returns:
         `NoiseScale`, of three scalar tensors.
     Raises:
@@ -60,7 +57,7 @@ def gradient_noise_scale(
     count, mean = 0, torch.zeros(space.size, dtype=torch.float64, device=space.device)
     spread = torch.zeros((), dtype=torch.float64, device=space.device)
     for batch in [data] if is_batch(data) else data:
-        for rows in gradient_rows(loss, params, to_device(batch, space.device), vmap=vmap):
+        for rows in gradient_rows(loss, params, to_device(batch, space.device), vmap=None):
             part = rows.double()
             own = part.mean(0)
             # two sets of examples together, by Chan's formula

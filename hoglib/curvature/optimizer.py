@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from hoglib._core import validation
+from hoglib.curvature.gauss_newton import GaussNewtonKind
+from hoglib.curvature.vector_space import check_named
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, NonFiniteError
 from hoglib.functional import trainable_params
 
@@ -39,19 +41,9 @@ class BatchOptimizer(torch.optim.Optimizer, ABC):
     def __init__(
         self, loss: Any, params: dict[str, Tensor] | None, defaults: dict[str, Any]
     ) -> None:
-        if not hasattr(loss, "outputs") or not hasattr(loss, "criterion"):
-            raise ArgumentTypeError(
-                "loss: expected one from `hoglib.functional_loss(model, criterion)`, got "
-                f"{validation.describe(loss)}; a closure that returns a value has no outputs to "
-                "linearise."
-            )
-        self._loss = loss
+        self._loss = GaussNewtonKind().check_loss(loss)
         self._params: dict[str, Any] = trainable_params(loss.model) if params is None else params
-        if not isinstance(self._params, dict):
-            raise ArgumentTypeError(
-                f"params: expected a dict of tensors by name, got {validation.describe(params)}; leave "
-                "it out, or take a part of `hoglib.trainable_params(model)`."
-            )
+        check_named(self._params)
         self._trained = [name for name, p in self._params.items() if p.requires_grad]
         super().__init__(list(self._params.items()), defaults)
 

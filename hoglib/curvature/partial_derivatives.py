@@ -11,14 +11,14 @@ from hoglib._core import validation
 from hoglib._core.autograd import clone_inference_tensors
 from hoglib._core.finite_differences import fixed_random_numbers
 from hoglib.curvature import directions as of_operator
-from hoglib.curvature.compiled import compiled_call
+from hoglib.curvature.compiled import call_or_graph
 from hoglib.curvature.input_derivatives import check_points, point_values
 from hoglib.curvature.laplacians import MODES as _MODES
 from hoglib.curvature.laplacians import at_points
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 from hoglib.taylor.algebras import Algebra, MultiIndex, Parts, Univariate
 from hoglib.taylor.jet import MODES, Options, by_taylor, finished
-from hoglib.taylor.nested import nested
+from hoglib.taylor.nested import along_path, nested
 
 
 def directional(
@@ -78,14 +78,8 @@ def directional(
             f"dimension, got {validation.describe(v)} on {v.device}."
         )
     options = Options.of("directional", mode, create_graph, stand_ins)
-    backend = validation.backend("compile", compile)
-    run = partial(_directional, func, options, order)
-    if backend:
-        key = (options, order)
-        found = compiled_call("directional", backend, func, run, key, x, v, args)
-    else:
-        found = run(x, v, args)
-    f, d = found
+    run, key = partial(_directional, func, options, order), (options, order)
+    f, d = call_or_graph("directional", compile, func, run, key, x, v, args)
     return f, d
 
 
@@ -111,13 +105,9 @@ def _directional(
             return finished(options, value, d)
         rows = []
         for u in v if several else [v]:
-
-            def path(t: Tensor, u: Tensor = u) -> list[Tensor]:
-                return call(x + t[0] * u)
-
             with fixed_random_numbers([x]):
-                (value,), of_order = nested("directional", path, x, 1, [0] * order)
-            rows.append(of_order[-1][0])
+                (value,), (series,) = along_path("directional", call, [x], [[u]], order)
+            rows.append(series[-1])
         return finished(options, value, torch.stack(rows) if several else rows[0])
 
 
@@ -172,14 +162,8 @@ def partial_derivative(
             f"the first coordinate and the first by the second one, got {validation.describe(index)}."
         )
     options = Options.of("partial_derivative", mode, create_graph, stand_ins)
-    backend = validation.backend("compile", compile)
-    run = partial(_partial_derivative, func, options, tuple(index))
-    if backend:
-        key = (options, tuple(index))
-        found = compiled_call("partial_derivative", backend, func, run, key, x, args)
-    else:
-        found = run(x, args)
-    f, d = found
+    run, key = partial(_partial_derivative, func, options, tuple(index)), (options, tuple(index))
+    f, d = call_or_graph("partial_derivative", compile, func, run, key, x, args)
     return f, d
 
 

@@ -67,6 +67,19 @@ def combine(every: Sequence[PassTotals]) -> PassTotals:
     )
 
 
+def world_size() -> int:
+    """How many processes of torch.distributed there are; 1 without it."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def gathered(value: Any) -> list[Any]:
+    """The value of each process of torch.distributed; it has to be one that can be pickled."""
+    values = [value] * world_size()
+    if len(values) > 1:
+        dist.all_gather_object(values, value)
+    return values
+
+
 @final
 class Processes:
     """Who shares the data: this process alone, or all of the default group.
@@ -116,11 +129,7 @@ class Processes:
 
     def gather(self, value: Any) -> list[Any]:
         """The value of each process; it has to be one that can be pickled."""
-        if self.alone:
-            return [value]
-        values: list[Any] = [None] * self.world
-        dist.all_gather_object(values, value)
-        return values
+        return [value] if self.alone else gathered(value)
 
     def all_reduce(
         self, total: Tensor, used: Tensor, mine: PassTotals, error: Exception | None

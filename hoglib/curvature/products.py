@@ -28,6 +28,7 @@ from hoglib.curvature.linear_map import (
     check_backend,
     check_blocks,
     double_loss,
+    refuse_transforms,
     refuse_wrapped_calls,
 )
 from hoglib.errors import ArgumentValueError, UnsupportedError
@@ -383,8 +384,4 @@ def _refuse_graph(options: ProductOptions) -> None:
             f"{options.caller}(mode='finite-differences'): expected create_graph=False, got True; "
             "differences have no graph. Use another mode."
         )
-    if torch_internals.transforms_active():
-        raise UnsupportedError(
-            f"{options.caller}(mode='finite-differences'): expected to run outside of torch.func "
-            "transforms, got a call inside; use mode='auto' there."
-        )
+    refuse_transforms(f"{options.caller}(mode='finite-differences')", "use mode='auto' there.")

@@ -3,10 +3,9 @@
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from hoglib._core import validation
-from hoglib.curvature.traces import Estimate, mean_of, random_signs
+from hoglib.curvature.traces import Estimate, basis_of, mean_of, random_signs
 from hoglib.curvature.vector_space import SymmetricMatrix, check_operator
 
 
@@ -49,7 +48,7 @@ def hutchpp(
         return Estimate(trace, torch.zeros_like(trace)) if return_error else trace
     wide = torch.promote_types(operator.dtype, torch.float32)
     signs = random_signs(operator, 2 * count, generator)
-    Q = _basis(operator.apply(signs[:count]).to(wide))
+    Q = basis_of(operator.apply(signs[:count]).to(wide))
     inside = (Q * operator.apply(Q.to(operator.dtype)).to(wide)).double().sum()
     v = signs[count:].to(wide)
     v = v - (v @ Q.T) @ Q
@@ -101,7 +100,7 @@ def xdiag(
     Q, R = torch.linalg.qr(Y.T)
     sizes = R.diagonal().abs()
     if float(sizes.min()) <= size * torch.finfo(wide).eps * float(sizes.max()):
-        Q = _basis(Y).T  # the range of the matrix: nothing is left to estimate
+        Q = basis_of(Y).T  # the range of the matrix: nothing is left to estimate
         Z = operator.apply(Q.T.contiguous().to(operator.dtype)).to(wide).T
         diagonal = (Q * Z).sum(1).to(operator.dtype)
         return Estimate(diagonal, torch.zeros_like(diagonal)) if return_error else diagonal
@@ -119,10 +118,3 @@ def xdiag(
     error = each.std(0) / count**0.5 if count > 1 else torch.full_like(value, torch.inf)
     found = Estimate(value.to(operator.dtype), error.to(operator.dtype))
     return found if return_error else found.value
-
-
-def _basis(rows: Tensor) -> Tensor:
-    """Orthonormal rows that span the given ones."""
-    U, sizes, _ = torch.linalg.svd(rows.T, full_matrices=False)
-    rank = int((sizes > rows.shape[1] * torch.finfo(rows.dtype).eps * sizes.max()).sum())
-    return U.T[: max(rank, 1)].contiguous()

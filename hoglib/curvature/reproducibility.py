@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from hoglib._core.pytree import tensors_in
 from hoglib._core.state import line_that_draws
@@ -132,16 +133,7 @@ class Determinism:
 
     def _random_modules(self) -> str:
         """A sentence on the modules that draw random numbers in train mode; "" for none."""
-        random = [
-            f"{name} ({type(m).__name__})"
-            for name, m in self._named_modules()
-            if m.training and isinstance(m, RANDOM) and getattr(m, "p", None) != 0
-        ]
-        random += [
-            name
-            for name, m in self._named_modules()
-            if m.training and isinstance(m, nn.RNNBase | nn.MultiheadAttention) and m.dropout
-        ]
+        random = self._training(_draws)
         if not random:
             return ""
         return (
@@ -163,7 +155,7 @@ class Determinism:
         if len(before) == len(after) and all(
             close(*total, torch.float32, size) for total, size in zip(totals, sizes, strict=True)
         ):
-            norms = self._modules((nn.modules.batchnorm._BatchNorm,))
+            norms = self._training(lambda m: isinstance(m, _BatchNorm))
             return (
                 "the batches hold the same examples, shuffled, and the loss depends on which examples "
                 f"share a batch{' (' + ', '.join(norms) + ' in train mode)' if norms else ''}. Use a "
@@ -174,16 +166,17 @@ class Determinism:
             "shuffle=True with drop_last=True; turn them off, or pass a list of fixed batches."
         )
 
-    def _named_modules(self) -> list[tuple[str, nn.Module]]:
-        model = self._model
-        return list(model.named_modules()) if isinstance(model, nn.Module) else []
+    def _training(self, chosen: Callable[[nn.Module], bool]) -> list[str]:
+        """The modules of a kind that are in train mode."""
+        named = self._model.named_modules() if isinstance(self._model, nn.Module) else ()
+        return [f"{name} ({type(m).__name__})" for name, m in named if m.training and chosen(m)]
 
-    def _modules(self, kinds: tuple[type, ...]) -> list[str]:
-        return [
-            f"{name} ({type(m).__name__})"
-            for name, m in self._named_modules()
-            if isinstance(m, kinds) and m.training
-        ]
+
+def _draws(module: nn.Module) -> bool:
+    """Whether a module draws random numbers in train mode."""
+    if isinstance(module, nn.RNNBase | nn.MultiheadAttention):
+        return bool(module.dropout)
+    return isinstance(module, RANDOM) and getattr(module, "p", None) != 0
 
 
 def close(a: float, b: float, dtype: torch.dtype, terms: Sequence[float] = ()) -> bool:

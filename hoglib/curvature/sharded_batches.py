@@ -1,7 +1,6 @@
 """The batches of processes that share the parameters: each has its own, and all go on together."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 
@@ -12,18 +11,9 @@ from hoglib.errors import DistributedError
 NUMBERS = 16  # of a batch's fingerprint, eight tensors, that are compared from pass to pass
 
 
-class SharedStep(NamedTuple):
-    """A batch of each process.
-
-    Attributes:
-        local: That of this one, with the weight of all together.
-        sharding: With the part w of this process in that weight.
-        fingerprint: Numbers that change with any of the batches.
-    """
-
-    local: LocalBatch
-    sharding: Sharding
-    fingerprint: tuple[float, ...]
+# the batch of this process with the weight of all together, the sharding with its part in that weight,
+# and numbers that change with any of the batches
+SharedStep = tuple[LocalBatch, Sharding, tuple[float, ...]]
 
 
 def in_step(name: str, batches: Batches, sharding: Sharding) -> Iterator[SharedStep]:
@@ -63,4 +53,4 @@ def in_step(name: str, batches: Batches, sharding: Sharding) -> Iterator[SharedS
                 "the same number, of any size."
             )
         whole = local._replace(pieces=[piece._replace(weight=total)])
-        yield SharedStep(whole, sharding.weighted(weight / total), tuple(every))
+        yield whole, sharding.weighted(weight / total), tuple(every)

@@ -234,8 +234,13 @@ def _leave_one_out(size: int, W: Tensor, R: Tensor, H: Tensor) -> Tensor:
 
 def _trace_on_range(operator: SymmetricMatrix, Y: Tensor) -> Estimate:
     """The trace of a matrix whose rank is below the number of its products Y, which span its range."""
-    U, sizes, _ = torch.linalg.svd(Y.T, full_matrices=False)
-    rank = int((sizes > Y.shape[1] * torch.finfo(Y.dtype).eps * sizes.max()).sum())
-    rows = U.T[:rank].contiguous()
+    rows = basis_of(Y)
     trace = (rows * operator.apply(rows.to(operator.dtype)).to(Y.dtype)).double().sum()
     return Estimate(trace, torch.zeros_like(trace))
+
+
+def basis_of(rows: Tensor) -> Tensor:
+    """Orthonormal rows that span the given ones."""
+    U, sizes, _ = torch.linalg.svd(rows.T, full_matrices=False)
+    rank = int((sizes > rows.shape[1] * torch.finfo(rows.dtype).eps * sizes.max()).sum())
+    return U.T[:rank].contiguous()

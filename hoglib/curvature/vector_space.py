@@ -290,16 +290,21 @@ class Space:
         return "params"
 
 
+def check_named(params: Any) -> None:
+    """Raise for parameters that are no dict of tensors by name."""
+    if not (isinstance(params, Mapping) and all(isinstance(p, Tensor) for p in params.values())):
+        raise ArgumentTypeError(
+            "params: expected a dict of tensors by qualified name, got "
+            f"{validation.describe(params)}; make one with `hoglib.trainable_params(model)`."
+        )
+
+
 def groups_of(blocks: Blocks, params: Tree) -> list[list[int]]:
     """The leaves that share a block of a block-diagonal matrix, for each block."""
     names = pytree.paths(params)
     if blocks is None:
         return [list(range(len(names)))]
-    if not (isinstance(params, Mapping) and all(isinstance(p, Tensor) for p in params.values())):
-        raise ArgumentTypeError(
-            "params: expected a dict of tensors by qualified name where blocks are asked for, got "
-            f"{type(params).__name__}; make one with `hoglib.trainable_params(model)`."
-        )
+    check_named(params)
     if isinstance(blocks, str):
         by_name = {"parameter": lambda name: name, "module": lambda name: name.rpartition(".")[0]}
         blocks = by_name[validation.one_of("blocks", blocks, by_name)]

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple, final
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.seed import isolate_rng
-from torch import distributed
 
 from hoglib._core import validation
 from hoglib._core.source_location import error_text, warn
@@ -13,6 +12,7 @@ from hoglib._core.swap import restore_buffers
 from hoglib.auditing.api import audit
 from hoglib.auditing.problem import NamedProblem, problems
 from hoglib.auditing.routes import requested_routes
+from hoglib.curvature.processes import gathered
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, HoglibError, VerificationError
 from hoglib.verification.report import Report
 
@@ -117,7 +117,7 @@ class SecondOrderAudit(pl.Callback):
             "" if error is None else error_text(error),
             "\n\n".join(self._text(report) for report in self.reports if not report.ok),
         )
-        found = _gather(own)
+        found: list[_Outcome] = gathered(own)
         if error is not None:
             raise error
         for report in self.reports:
@@ -159,14 +159,6 @@ class _Outcome(NamedTuple):
 
     error: str
     wrong: str
-
-
-def _gather(own: _Outcome) -> list[_Outcome]:
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return [own]
-    found: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(found, own)
-    return found
 
 
 def check_method(module: pl.LightningModule) -> None:

@@ -14,6 +14,7 @@ from hoglib._core.sharding import is_sharded
 from hoglib._core.swap import restore_buffers
 from hoglib.curvature import Spectrum, hessian_spectrum
 from hoglib.curvature.density import SpectralDensity
+from hoglib.curvature.processes import gathered, world_size
 from hoglib.errors import (
     ArgumentTypeError,
     ArgumentValueError,
@@ -221,7 +222,7 @@ class CurvatureMonitor(pl.Callback):
             batch = self._batch if self.fixed_batch else batch
             for name, loss, params, given in second_order_problems(module, batch):
                 shared = any(map(is_sharded, pytree.leaves(params)))  # with all its processes
-                processes = "sharded" if _world() > 1 and not shared else None
+                processes = "sharded" if world_size() > 1 and not shared else None
                 spectrum = hessian_spectrum(
                     loss, params, given, k=self.k, num_samples=self.num_samples, steps=self.steps,
                     stand_ins=self.stand_ins, generator=generator.manual_seed(seed),
@@ -260,11 +261,6 @@ def _batches(trainer: pl.Trainer) -> int:
     return trainer.fit_loop.epoch_loop.total_batch_idx + 1
 
 
-def _world() -> int:
-    there = distributed.is_available() and distributed.is_initialized()
-    return distributed.get_world_size() if there else 1
-
-
 @contextmanager
 def _explain_errors(what: str, done: int) -> Iterator[None]:
     """Errors of a measurement name the callback, and say what to do."""
@@ -301,12 +297,9 @@ def _saved(batch: Any) -> _Saved:
                 f"checkpoints can hold, got {validation.describe(leaf)} at batch{path and f' {path}'}; "
                 "give fixed_batch=False, or let the loader return a tuple or dict of tensors."
             )
-    every: list[Any] = [leaves]
-    if _world() > 1:  # gathered now, because a single process writes the checkpoint
-        every = [None] * _world()
-        cpu = [leaf.cpu() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        distributed.all_gather_object(every, cpu)
-    return _Saved(pytree.paths(batch), every)
+    if world_size() > 1:  # gathered now, because a single process writes the checkpoint
+        leaves = [leaf.cpu() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return _Saved(pytree.paths(batch), gathered(leaves))
 
 
 def _restored(saved: _Saved, like: Any) -> Any:
@@ -319,13 +312,13 @@ def _restored(saved: _Saved, like: Any) -> Any:
             f"checkpoint holds, with tensors at {_named(saved.paths)}, got one with "
             f"{_named(paths)}; resume with the data of that fit, or with fixed_batch=False."
         )
-    if len(saved.leaves) != _world():
+    if len(saved.leaves) != world_size():
         raise ArgumentValueError(
             f"CurvatureMonitor: expected {len(saved.leaves)} processes, as in the fit of the "
-            f"checkpoint, each of which had a first batch, got {_world()}; resume with as many, or "
+            f"checkpoint, each of which had a first batch, got {world_size()}; resume with as many, or "
             "with fixed_batch=False."
         )
-    rank = distributed.get_rank() if _world() > 1 else 0
+    rank = distributed.get_rank() if world_size() > 1 else 0
     return pytree.unflatten(
         [
             was.to(leaf.device) if isinstance(was, Tensor) and isinstance(leaf, Tensor) else was

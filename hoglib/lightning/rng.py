@@ -5,9 +5,9 @@ from typing import Any, final
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import distributed
 
 from hoglib._core.state import random_state, set_random_state
+from hoglib.curvature.processes import gathered
 
 KEY = "hoglib.lightning.RNGState"
 
@@ -69,11 +69,7 @@ def _random_states() -> list[dict[str, Any]]:
     own = random_state()
     # as arrays: torch cannot read a pickled state of its own generator
     own = {**own, "torch": own["torch"].numpy(), "cuda": [x.cpu().numpy() for x in own["cuda"]]}
-    states: list[Any] = [own]
-    if distributed.is_available() and distributed.is_initialized():
-        states = [None] * distributed.get_world_size()
-        distributed.all_gather_object(states, own)
-    return [_with_tensors(state) for state in states]
+    return [_with_tensors(state) for state in gathered(own)]
 
 
 def _with_tensors(state: dict[str, Any]) -> dict[str, Any]:

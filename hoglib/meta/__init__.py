@@ -1,6 +1,7 @@
 """Meta-learning: inner loops that can be differentiated, on unmodified modules."""
 
 from hoglib.meta.adaptation import adapt
+from hoglib.meta.gradient_transformation import GradientTransformation
 from hoglib.meta.hypergradient import Hypergradient, hypergradient
 from hoglib.meta.imaml import IMAML
 from hoglib.meta.implicit import Residual
@@ -8,15 +9,7 @@ from hoglib.meta.inner_loop import inner_step
 from hoglib.meta.learner import Learner
 from hoglib.meta.leave_k_out import LeaveKOut, leave_k_out
 from hoglib.meta.maml import MAML, multi_step_weights
-from hoglib.meta.optimizers import (
-    RULES,
-    GradientTransformation,
-    adam,
-    adamw,
-    momentum,
-    rmsprop,
-    sgd,
-)
+from hoglib.meta.optimizers import RULES, adam, adamw, momentum, rmsprop, sgd
 from hoglib.meta.reptile import Reptile
 from hoglib.meta.schedules import scheduled
 from hoglib.meta.tasks import Shard, shard

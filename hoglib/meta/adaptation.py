@@ -10,18 +10,16 @@ from hoglib._core import closures, validation
 from hoglib._core.swap import Params
 from hoglib.errors import UnsupportedError
 from hoglib.functional import FunctionalLoss
-from hoglib.meta.checkpoints import check_directory
+from hoglib.meta.checkpoints import check_memory
 from hoglib.meta.disk_loop import Kept, unroll_on_disk
+from hoglib.meta.gradient_transformation import GradientTransformation
 from hoglib.meta.inner_loop import (
-    MEMORY,
     InnerSteps,
     Loss,
     check_truncate,
     is_truncated,
     unroll,
 )
-from hoglib.meta.optimizers import GradientTransformation
-from hoglib.meta.replay import SCHEDULES
 from hoglib.verification.entry_points import examined_functions
 
 
@@ -90,9 +88,7 @@ def adapt(
     """
     validation.at_least("steps", steps, 0)
     check_truncate(truncate)
-    validation.one_of("memory", memory, (*MEMORY, "disk"))
-    validation.one_of("schedule", schedule, SCHEDULES)
-    where = check_directory(memory, directory)
+    where = check_memory(memory, schedule, directory)
     rest, modules = ({}, []) if memory == "store" else _lifted_from(loss, rule, params)
 
     def loss_at(i: int, params: Params, constants: Any) -> tuple[Tensor, Any]:

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from math import isqrt
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import torch
 
@@ -12,15 +12,9 @@ from hoglib._core.autograd import clone_inference_tensors
 from hoglib._core.finite_differences import to_double
 from hoglib._core.state import preserve_random_state, random_state, set_random_state
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
+from hoglib.meta.checkpoints import Checkpoints
 
 Convert = Callable[[Any], Any]
-
-
-class KeepsFirst(Protocol):
-    """Where the first process of a call leaves what later ones start from; `Checkpoints` do."""
-
-    def first(self, name: str, content: Any) -> Any:
-        """What was given first by this name."""
 
 
 class Batches(ABC):
@@ -36,7 +30,7 @@ class Batches(ABC):
         """That of the last step."""
         return self.at(max(steps, 1) - 1)
 
-    def begin(self, kept: KeepsFirst) -> None:  # noqa: B027 (most draw none)
+    def begin(self, kept: Checkpoints) -> None:  # noqa: B027 (most draw none)
         """Take random numbers from where the first process of a call did."""
 
 
@@ -84,7 +78,7 @@ class Passes(Batches):
         self._iterator: Iterator[Any] | None = None
         self._next = 0
 
-    def begin(self, kept: KeepsFirst) -> None:
+    def begin(self, kept: Checkpoints) -> None:
         self._starts = [(0, kept.first("data", self._starts[0][1]))]
         self._kept, self._iterator, self._next = {}, None, 0
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol, final
 import torch
 from torch import Tensor
 
-from hoglib._core.validation import describe
+from hoglib._core import validation
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, OutputError
 
 try:
@@ -30,6 +30,8 @@ MANIFEST, BACKWARD, LOCK, PART = "manifest.json", "backward.pt", "lock", "task-"
 FILES = "step-*.pt", "first-*.pt", "result-*.pt", BACKWARD
 MODEL = "function", "shapes", "dtypes", "loss"  # in a manifest, what is of the model
 FORMAT = 1
+MEMORY = ("store", "remat", "checkpoint", "disk")
+SCHEDULES = ("sqrt", "log")
 
 
 class State(NamedTuple):
@@ -293,8 +295,15 @@ def digest(leaves: list[Any]) -> str:
     return found.hexdigest()
 
 
-def check_directory(memory: str, directory: Any) -> Path | None:
+def check_memory(memory: str, schedule: str, directory: Any) -> Path | None:
     """The directory of memory="disk", which needs one, as no other does."""
+    validation.one_of("memory", memory, MEMORY)
+    validation.one_of("schedule", schedule, SCHEDULES)
+    return check_directory(memory, directory)
+
+
+def check_directory(memory: str, directory: Any) -> Path | None:
+    """The same of the directory alone."""
     if (memory == "disk") != (directory is not None):
         raise ArgumentValueError(
             "directory: expected one with memory='disk' and only there, got "
@@ -307,7 +316,9 @@ def check_directory(memory: str, directory: Any) -> Path | None:
     if directory is None:
         return None
     if not isinstance(directory, str | os.PathLike):
-        raise ArgumentTypeError(f"directory: expected a path, got {describe(directory)}.")
+        raise ArgumentTypeError(
+            f"directory: expected a path, got {validation.describe(directory)}."
+        )
     found = Path(directory)
     if found.exists() and not found.is_dir():
         raise ArgumentValueError(

@@ -14,10 +14,11 @@ from hoglib._core.autograd import clone_inference_tensors
 from hoglib._core.state import GeneratorStates, RunState
 from hoglib._core.swap import Params, keep_swapped
 from hoglib._core.torch_modes import ActiveStandIns
+from hoglib.curvature.processes import world_size
 from hoglib.errors import UnsupportedError
 from hoglib.meta.checkpoints import OnDisk, digest
+from hoglib.meta.gradient_transformation import GradientTransformation
 from hoglib.meta.inner_loop import InnerSteps, Unrolled, unroll
-from hoglib.meta.optimizers import GradientTransformation
 from hoglib.meta.replay import Replay, Steps, add, describe_call, open_checkpoints, vjp
 from hoglib.meta.tasks import Task, TaskResult, loop_tasks
 
@@ -161,12 +162,8 @@ class _FromDisk(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
         loop, tensors, cotangents = ctx.loop, ctx.saved_tensors, cotangents[:-1]
-        again = (
-            loop.run_state.restored(),
-            loop.stand_ins.resume(),
-            loop.run_state.autocast.restored(),
-        )
-        with again[0], again[1], again[2]:
+        state = loop.run_state
+        with state.restored(), loop.stand_ins.resume(), state.autocast.restored():
             if not torch.is_grad_enabled():
                 return None, *loop.run(tensors, cotangents)
             own = [x.view_as(x) if x.requires_grad else x for x in tensors]
@@ -226,7 +223,7 @@ def loop_tasks_on_disk(
 
 def directory_of_process(directory: Path) -> Path:
     """The directory itself; with several processes, one for each of them below it."""
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if world_size() > 1:
         return directory / f"process-{dist.get_rank():06}"
     return directory
 

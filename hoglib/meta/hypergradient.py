@@ -9,26 +9,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hoglib._core import pytree, torch_internals, validation
-from hoglib._core.autograd import (
-    check_uses_given_params,
-    materialize_grads,
-)
+from hoglib._core import pytree, validation
+from hoglib._core.autograd import Vector, check_uses_given_params, materialize_grads
 from hoglib._core.closures import name_of
 from hoglib._core.gradient_graph import graph_summary
 from hoglib._core.source_location import warn
 from hoglib._core.state import RandomState, preserve_random_state
 from hoglib._core.swap import keep_swapped
+from hoglib.curvature.linear_map import refuse_transforms
 from hoglib.curvature.linear_operator import ProgressBar
-from hoglib.errors import ArgumentValueError, UnsupportedError
+from hoglib.errors import ArgumentValueError
 from hoglib.meta.batches import check_batches
-from hoglib.meta.checkpoints import check_directory
+from hoglib.meta.checkpoints import check_memory
 from hoglib.meta.gradient_transformation import GradientTransformation
 from hoglib.meta.implicit import SOLVERS, Residual, Solver, check_used, implicit_gradient
-from hoglib.meta.inner_loop import MEMORY, check_truncate
+from hoglib.meta.inner_loop import check_truncate
 from hoglib.meta.replay import (
     ALL,
-    SCHEDULES,
     Replay,
     add,
     describe_call,
@@ -191,22 +188,19 @@ def hypergradient(
         (tensor(0.2500), {'target': tensor(0.5000)})
     """
     validation.one_of("method", method, METHODS)
-    validation.one_of("memory", memory, (*MEMORY, "disk"))
-    validation.one_of("schedule", schedule, SCHEDULES)
+    where = check_memory(memory, schedule, directory)
     validation.one_of("reduction", reduction, REDUCTIONS)
     validation.function("outer", outer)
     validation.function("inner", inner)
     check_truncate(truncate)
-    if torch_internals.transforms_active():
-        raise UnsupportedError(
-            "hypergradient: expected to be called outside of torch.func transforms, got called "
-            "inside one; write it with `hoglib.meta.adapt`, which runs inside of any."
-        )
+    refuse_transforms(
+        "hypergradient", "write it with `hoglib.meta.adapt`, which runs inside of any."
+    )
     validation.parameters(hyper, "hyper")
     solver = None
     if method != "unrolled":
         solver = Solver(method, iterations, damping, tol, step_size)
-    kept = _check_memory(memory, schedule, directory, micro_batch, progress, check_rounding, method)
+    kept = _check_memory(memory, schedule, where, micro_batch, progress, check_rounding, method)
     count = check_steps(steps, check_batches(batches, steps), method, rule)
     with prepared_training(
         "hypergradient", outer, inner, params, hyper, rule, count, batches, dtype, stand_ins,
@@ -232,9 +226,7 @@ def hypergradient(
 
 def _unrolled(outer: Any, training: Training, hyper: Any) -> Hypergradient:
     """The gradient through the graph of all steps."""
-    given, structure = pytree.flatten(hyper)
-    own = [leaf.detach().requires_grad_() for leaf in given]
-    at = pytree.unflatten(own, structure)
+    given, own, at = _own(hyper)
     with keep_swapped():
         params, losses = training.unrolled(at)
         value = validation.scalar("outer(params, hyper)", outer(params, at))
@@ -243,16 +235,12 @@ def _unrolled(outer: Any, training: Training, hyper: Any) -> Hypergradient:
         if value.requires_grad:
             check_uses_given_params(graph_summary(value), given, "hypergradient")
             grads = list(torch.autograd.grad(value, own, allow_unused=True))
-    check_used(grads)
-    gradient = pytree.unflatten(materialize_grads(grads, own), structure)
-    return Hypergradient(value.detach(), gradient, detached(params), None)
+    return Hypergradient(value.detach(), _gradient(grads, own, hyper), detached(params), None)
 
 
 def _replayed(outer: Any, training: Training, hyper: Any, memory: _Memory) -> Hypergradient:
     """The gradient through a replay of the steps, from the last to the first."""
-    given, structure = pytree.flatten(hyper)
-    own = [leaf.detach().requires_grad_() for leaf in given]
-    at = pytree.unflatten(own, structure)
+    given, own, at = _own(hyper)
     bar = ProgressBar("hypergradient", memory.progress, unit="step")
     with keep_swapped(), ExitStack() as stack:
         params = training.initial(at)
@@ -291,10 +279,20 @@ def _replayed(outer: Any, training: Training, hyper: Any, memory: _Memory) -> Hy
         if not memory.check_rounding:
             _warn_of_rounding(pulled.rounding.sqrt(), value.detach(), final)
         of_start = vjp(pytree.leaves(start), pulled.carry, own)
-    grads = add(pulled.constants, of_start)
-    check_used(grads)
-    gradient = pytree.unflatten(materialize_grads(grads, own), structure)
+    gradient = _gradient(add(pulled.constants, of_start), own, hyper)
     return Hypergradient(value.detach(), gradient, found, None)
+
+
+def _own(hyper: Any) -> tuple[Vector, Vector, Any]:
+    """The leaves of hyper, leaves of a graph in their place, and these in the structure of hyper."""
+    given, structure = pytree.flatten(hyper)
+    own = [leaf.detach().requires_grad_() for leaf in given]
+    return given, own, pytree.unflatten(own, structure)
+
+
+def _gradient(grads: Sequence[Tensor | None], own: Vector, hyper: Any) -> Any:
+    check_used(grads)
+    return pytree.unflatten(materialize_grads(list(grads), own), pytree.flatten(hyper)[1])
 
 
 def _implicit(outer: Any, training: Training, hyper: Any, solver: Solver) -> Hypergradient:
@@ -314,11 +312,10 @@ def _implicit(outer: Any, training: Training, hyper: Any, solver: Solver) -> Hyp
 
 
 def _check_memory(
-    memory: str, schedule: str, directory: Any, micro_batch: Any, progress: Any,
+    memory: str, schedule: str, where: Path | None, micro_batch: Any, progress: Any,
     check_rounding: Any, method: str,
 ) -> _Memory:  # fmt: skip
     """The options that say how steps are differentiated."""
-    where = check_directory(memory, directory)
     replayed = memory != "store" and method == "unrolled"
     if memory == "disk" and not replayed:
         raise ArgumentValueError(

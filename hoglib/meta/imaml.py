@@ -11,10 +11,10 @@ from hoglib._core import validation
 from hoglib._core.swap import Params
 from hoglib.errors import ArgumentValueError
 from hoglib.functional import Criterion, Forward
+from hoglib.meta.gradient_transformation import GradientTransformation
 from hoglib.meta.implicit import Residual, Solver, implicit_gradient
 from hoglib.meta.learner import Learner
 from hoglib.meta.module_loop import InnerParams, LoopOptions, MetaParams, ModuleLoop
-from hoglib.meta.optimizers import GradientTransformation
 from hoglib.meta.tasks import TaskResult
 
 

@@ -17,12 +17,11 @@ from hoglib._core.recomputation import inside_recomputation, recompute
 from hoglib._core.swap import Params, keep_swapped
 from hoglib._core.torch_modes import without_stand_ins
 from hoglib.errors import NoSecondDerivative
-from hoglib.meta.optimizers import GradientTransformation
+from hoglib.meta.gradient_transformation import GradientTransformation
 from hoglib.verification.entry_points import examined_functions
 
 Loss = Callable[[Params, Any], Tensor]
 LossWithNotes = Callable[[Params], tuple[Tensor, Any]]
-MEMORY = ("store", "remat", "checkpoint")
 RECOMPUTES = (
     "expected a model whose graph keeps its tensors, got one with saved-tensor hooks, as "
     "torch.utils.checkpoint has: a later backward would recompute it with the model's own "
@@ -36,21 +35,15 @@ UNUSED = (
 
 
 def inner_step(
-    loss: Loss,
-    params: Params,
-    batch: Any,
-    rule: GradientTransformation,
-    state: Any,
-    *,
-    first_order: bool = False,
+    loss: Loss, params: Params, batch: Any, rule: GradientTransformation, state: Any
 ) -> tuple[Params, Any]:
     r"""Take one step of the inner loop.
 
         g = grad loss(theta, batch)        (theta', state') = rule.update(theta, g, state)
 
-    The new parameters are differentiable with respect to theta and, unless ``first_order``, through
-    g. It runs under vmap and inside other transforms of torch.func, under no_grad and in inference
-    mode.
+    The new parameters are differentiable with respect to theta, also through g. It runs under vmap and
+    inside other transforms of torch.func, under no_grad and in inference mode. `adapt` takes several
+    steps, also of first order.
 
     Args:
         loss: The loss, a function ``loss(params, batch)`` with a scalar value.
@@ -58,7 +51,6 @@ def inner_step(
         batch: What the loss is computed on, handed to it as it is.
         rule: The update rule, for instance ``hog.meta.sgd(0.1)``.
         state: The state of the rule; ``rule.init(params)`` before the first step.
-        first_order: Treat g as a constant, as first-order MAML does.
 
     Returns:
         The new parameters and the new state of the rule, ``(theta', state')``.
@@ -76,7 +68,7 @@ def inner_step(
         tensor(0.2000)
     """
     with examined_functions("inner_step"):
-        grads, _ = gradient(_without_notes(loss, batch), params, constant=first_order)
+        grads, _ = gradient(_without_notes(loss, batch), params, constant=False)
     return rule.update(params, grads, state)
 
 

@@ -9,14 +9,15 @@ from typing import Any, Generic, TypeVar, final
 import torch
 from torch import Tensor, nn
 
-from hoglib._core import pytree, torch_internals, validation
+from hoglib._core import pytree, validation
 from hoglib._core.autograd import clone_inference_tensors, outside_inference_mode, with_gradients
 from hoglib._core.blocks import Remat, find_blocks, rematerialized
 from hoglib._core.process_failures import together
 from hoglib._core.sharding import Sharding
 from hoglib._core.source_location import warn
 from hoglib._core.swap import Params
-from hoglib.errors import ArgumentValueError, UnsupportedError
+from hoglib.curvature.linear_map import refuse_transforms
+from hoglib.errors import ArgumentValueError
 from hoglib.functional import (
     Forward,
     FunctionalLoss,
@@ -237,12 +238,11 @@ class Learner(nn.Module, ABC):
             NonFiniteError: for an inner or outer loss that is not finite, naming task and step.
         """
         what = type(self).__name__
-        if torch_internals.transforms_active():
-            raise UnsupportedError(
-                f"{what}.loss(tasks): expected to be called outside of torch.func transforms, got "
-                "called inside one, where its gradients have no graph. Write the loss with "
-                "`maml.adapt(support)` and `maml(x, params=adapted)`, which run inside of any."
-            )
+        refuse_transforms(
+            f"{what}.loss(tasks)",
+            "write the loss with `maml.adapt(support)` and `maml(x, params=adapted)`, which run inside "
+            "of any.",
+        )
         tasks = task_sets.unpack(tasks)
         wanted = torch.is_grad_enabled()
         loop = self._loop()

@@ -8,13 +8,13 @@ from typing import Any, final
 from torch import nn
 
 from hoglib._core import validation
-from hoglib._core.blocks import Remat
 from hoglib._core.swap import keep_swapped
 from hoglib.errors import ArgumentValueError
 from hoglib.functional import Criterion, Forward, trainable_params
 from hoglib.meta.checkpoints import check_directory
 from hoglib.meta.compiled import CompileOptions, MetaCompiler
 from hoglib.meta.disk_loop import loop_tasks_on_disk
+from hoglib.meta.gradient_transformation import GradientTransformation
 from hoglib.meta.learner import Learner, Option
 from hoglib.meta.module_loop import (
     GRANULARITIES,
@@ -25,7 +25,7 @@ from hoglib.meta.module_loop import (
     ModuleLoop,
     names_that_adapt,
 )
-from hoglib.meta.optimizers import GradientTransformation, is_transformation
+from hoglib.meta.optimizers import is_transformation
 from hoglib.meta.tasks import Task, TaskResult, TaskRunner
 from hoglib.stand_ins.mode import stand_ins_if
 
@@ -177,8 +177,7 @@ class MAML(Learner):
         )  # fmt: skip
         self._compile_options = CompileOptions(compile, compile_for)
         self._compiler = MetaCompiler()
-        self._check_blocks(self.remat, self.compiled, self.over_tasks)
-        self._check_files(self.memory, self.compiled, self.remat)
+        self._check_together()
         self.rates = self._learned_rates(learn_lr, validation.flag("lr_per_step", lr_per_step))
 
     def _learned_rates(self, granularity: str | None, per_step: bool) -> LearnedRates | None:
@@ -202,31 +201,23 @@ class MAML(Learner):
 
     def _check_change(self, name: str, value: Any) -> None:
         super()._check_change(name, value)
-        given: dict[str, Any] = {
-            "remat": self.remat, "compiled": self.compiled, "memory": self.memory, name: value
-        }  # fmt: skip
-        self._check_blocks(given["remat"], given["compiled"], self.over_tasks)
-        self._check_files(given["memory"], given["compiled"], given["remat"])
+        self._check_together(**{name: value})
 
-    def _check_blocks(self, remat: Remat, compiled: bool | str, over_tasks: str) -> None:
-        """Raise for options that do not go with compiled blocks."""
-        if remat is False or not compiled:
-            return
-        if compiled == "step":
+    def _check_together(self, **changed: Any) -> None:
+        """Raise for options that do not go with compiled blocks, or with states in files."""
+        memory, compiled, remat = (
+            changed.get(name, getattr(self, name)) for name in ("memory", "compiled", "remat")
+        )
+        if compiled == "step" and remat is not False:
             raise ArgumentValueError(
                 "MAML: expected compile=True, 'inductor' or 'eager' with remat=, which compile each "
                 "block, got 'step', whose graphs are of whole inner steps. Leave out one of the two."
             )
-        if over_tasks == "vmap":
+        if compiled and remat is not False and self.over_tasks == "vmap":
             raise ArgumentValueError(
                 "MAML: expected over_tasks='loop' or 'auto' with remat= and compile=, got 'vmap', in "
                 "which blocks are not compiled. Leave out one of the three."
             )
-
-    def _check_files(self, memory: str, compiled: bool | str, remat: Remat) -> None:
-        """Raise for options that do not go with states in files."""
-        if memory != "disk":
-            return
         for setting, given, instead in (
             (
                 f"compile={compiled!r}", compiled and remat is False,
@@ -235,7 +226,7 @@ class MAML(Learner):
             ("over_tasks='vmap'", self.over_tasks == "vmap", "use 'loop' or 'auto'"),
             ("batch_norm='per_step'", self.statistics is not None, "use 'by_mode' or 'frozen'"),
         ):  # fmt: skip
-            if given:
+            if memory == "disk" and given:
                 raise ArgumentValueError(
                     f"MAML: expected memory='store', 'remat' or 'checkpoint' with {setting}, got "
                     f"'disk'; {instead}."
@@ -245,7 +236,7 @@ class MAML(Learner):
     def _block_backend(self) -> str:
         if self.remat is False or not self.compiled:
             return ""
-        self._check_blocks(self.remat, self.compiled, self.over_tasks)  # vmap may be set later
+        self._check_together()  # over_tasks may be set later
         return "eager" if self.compiled == "eager" else "inductor"
 
     @property
@@ -256,7 +247,7 @@ class MAML(Learner):
 
     def _runner(self, loop: ModuleLoop, start: MetaParams, wanted: bool) -> TaskRunner:
         if loop.options.memory == "disk":
-            self._check_files("disk", self.compiled, self.remat)  # over_tasks may be set later
+            self._check_together()
             return self._runner_on_disk(loop, start, wanted)
         if not self.compiled or self._block_backend:
             return super()._runner(loop, start, wanted)

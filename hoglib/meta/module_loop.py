@@ -23,10 +23,10 @@ from hoglib._core.torch_modes import without_stand_ins
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 from hoglib.functional import FunctionalLoss, name_of_loss, trainable_params
 from hoglib.meta import norms
-from hoglib.meta.checkpoints import check_directory, digest
+from hoglib.meta.checkpoints import MEMORY, SCHEDULES, check_directory, digest
 from hoglib.meta.disk_loop import Kept, directory_of_process, unroll_on_disk
+from hoglib.meta.gradient_transformation import GradientTransformation
 from hoglib.meta.inner_loop import (
-    MEMORY,
     RECOMPUTES,
     InnerSteps,
     Unrolled,
@@ -36,8 +36,7 @@ from hoglib.meta.inner_loop import (
     refuse_saved_tensor_hooks,
     unroll,
 )
-from hoglib.meta.optimizers import GradientTransformation, resolve_rule, rule_name
-from hoglib.meta.replay import SCHEDULES
+from hoglib.meta.optimizers import resolve_rule, rule_name
 from hoglib.meta.tasks import TaskResult
 
 InnerParams = Callable[[str, Tensor], bool] | Sequence[str] | str | None
@@ -73,7 +72,7 @@ class LoopOptions:
             "first_order": validation.flag("first_order", self.first_order),
             "truncate": check_truncate(self.truncate),
             "step_weights": _check_step_weights(self.step_weights),
-            "memory": validation.one_of("memory", self.memory, (*MEMORY, "disk")),
+            "memory": validation.one_of("memory", self.memory, MEMORY),
             "schedule": validation.one_of("schedule", self.schedule, SCHEDULES),
             "directory": check_directory("disk", self.directory) if self.uses_directory else None,
             "stand_ins": validation.flag("stand_ins", self.stand_ins),

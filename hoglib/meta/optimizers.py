@@ -26,7 +26,6 @@ from hoglib.meta.gradient_transformation import (
     Direction,
     GradientTransformation,
     Option,
-    Params,
     check_number,
     check_pair,
     plus,
@@ -35,17 +34,6 @@ from hoglib.meta.gradient_transformation import (
     transformation,
     without_dims,
 )
-
-__all__ = [
-    "RULES",
-    "GradientTransformation",
-    "Params",
-    "adam",
-    "adamw",
-    "momentum",
-    "rmsprop",
-    "sgd",
-]
 
 
 def sgd(

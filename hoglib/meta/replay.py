@@ -34,7 +34,6 @@ from hoglib.meta.gradient_transformation import GradientTransformation
 from hoglib.meta.inner_loop import gradient
 
 Loss = Callable[[Any, Any], Tensor]  # of parameters and constants
-SCHEDULES = ("sqrt", "log")
 ALL = "all"
 
 
@@ -180,15 +179,12 @@ class Replay:
 
     # Backward
 
-    def pull(
-        self, cotangents: Any, constants: Sequence[Tensor | None], key: str = ""
-    ) -> Cotangents:
+    def pull(self, cotangents: Any, constants: Sequence[Tensor | None]) -> Cotangents:
         """The gradients by the first state and the constants, of those by the last state.
 
         Args:
             cotangents: By (parameters, state of the rule) at the end; leaves may be None.
             constants: By the constants that require grad, which those of all steps are added to.
-            key: Of what is differentiated: a replay with the same goes on where it was interrupted.
         """
         assert self._final is not None
         own: list[Tensor | None] = list(pytree.leaves(cotangents))
@@ -196,7 +192,7 @@ class Replay:
             self.steps.count, own, list(constants), torch.zeros((), dtype=torch.float64)
         )
         after = self._final.leaves
-        name = f"{key}{digest([x for x in (*own, *constants) if x is not None])}"
+        name = digest([x for x in (*own, *constants) if x is not None])
         at, after = self._resumed(name, at, after)
         every = max(1, isqrt(self.steps.count))
         try:

@@ -8,9 +8,9 @@ from torch import nn
 
 from hoglib.errors import ArgumentValueError
 from hoglib.functional import Criterion, Forward
+from hoglib.meta.gradient_transformation import GradientTransformation
 from hoglib.meta.learner import Learner
 from hoglib.meta.module_loop import InnerParams, LoopOptions, MetaParams, ModuleLoop
-from hoglib.meta.optimizers import GradientTransformation
 from hoglib.meta.tasks import TaskResult
 
 

@@ -7,6 +7,7 @@ run all at once, by vmap, or one after the other.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -28,6 +29,10 @@ from hoglib.errors import (
 from hoglib.stand_ins.mode import stand_ins_if
 
 Task = tuple[Any, Any]
+EMPTY = (
+    "{}: expected at least one example, got an empty set; give every task examples to adapt to and "
+    "examples to evaluate on."
+)
 OVER_TASKS = ("auto", "vmap", "loop")
 # Multiplications for one task, for each tensor of parameters. Measured on perceptrons, transformers and
 # convolutions: below it vmap takes 0.2 to 0.9 of the loop's time, above it 1.0 to 1.6.
@@ -129,19 +134,15 @@ class TaskRunner(NamedTuple):
 def eager_runner(function: TaskFunction, stand_ins: bool) -> TaskRunner:
     """Runs a function of one task operation by operation, with stand-ins for torch calls if wanted."""
 
-    def run_stack(stack: Any) -> TaskResult:
+    def run(function: Callable[..., TaskResult], *given: Any) -> TaskResult:
         with stand_ins_if(stand_ins):
-            return map_tasks(function, stack)
-
-    def run_one(support: Any, query: Any) -> TaskResult:
-        with stand_ins_if(stand_ins):
-            return function(support, query)
+            return function(*given)
 
     def run_each(tasks: Sequence[Task]) -> TaskResult:
         with keep_swapped():  # of all tasks, which replace the same parameters
-            return loop_tasks(run_one, tasks)
+            return loop_tasks(partial(run, function), tasks)
 
-    return TaskRunner(run_stack, run_each)
+    return TaskRunner(partial(run, map_tasks, function), run_each)
 
 
 def run_tasks(
@@ -316,10 +317,7 @@ def check_batch(what: str, batch: Any) -> None:
             f"{', '.join(str(size[0]) for size in sizes)}."
         )
     if sizes and sizes[0][0] == 0:
-        raise ArgumentValueError(
-            f"{what}: expected at least one example, got an empty set; give every task examples to "
-            "adapt to and examples to evaluate on."
-        )
+        raise ArgumentValueError(EMPTY.format(what))
 
 
 def each(tasks: Any) -> Sequence[Task]:
@@ -379,10 +377,7 @@ def _pair(what: str, batch: Any, dims: int) -> list[tuple[int, ...]]:
             "inputs, query targets))."
         )
     if not any(x.numel() for x in tensors):
-        raise ArgumentValueError(
-            f"{what}: expected at least one example, got an empty set; give every task examples to "
-            "adapt to and examples to evaluate on."
-        )
+        raise ArgumentValueError(EMPTY.format(what))
     plain = isinstance(batch, tuple | list) and len(batch) == 2
     if not (plain and all(isinstance(part, Tensor) for part in batch)):
         return []

@@ -1,7 +1,7 @@
 """Parameters and dtypes of the critic that a penalty runs."""
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -18,8 +18,6 @@ def autocast_devices(tensors: Sequence[Tensor]) -> list[str]:
 
 def without_autocast(kinds: Sequence[str]) -> AbstractContextManager[object]:
     """Inside, autocast is off on devices of these types."""
-    if not kinds:
-        return nullcontext()
     stack = ExitStack()
     for kind in kinds:
         stack.enter_context(torch.autocast(kind, enabled=False))

@@ -32,6 +32,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from hoglib._core import pytree, torch_internals, torch_sharding
+from hoglib.curvature.processes import world_size
 from hoglib.errors import DistributedError
 
 _WRAPPERS: WeakValueDictionary[int, DistributedDataParallel] = WeakValueDictionary()
@@ -52,13 +53,9 @@ def averaged(name: str, penalty: Tensor, params: Iterable[Tensor], outputs: Any 
     Without torch.distributed, or a DDP module around the parameters, it is the penalty itself.
     Raises DistributedError, from backward, in all processes.
     """
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+    if world_size() == 1 or not penalty.requires_grad:
         return penalty
-    if (
-        not penalty.requires_grad
-        or torch_internals.transforms_active()
-        or torch_internals.tracing()
-    ):
+    if torch_internals.transforms_active() or torch_internals.tracing():
         return penalty
     groups = _groups(params)
     if not groups:

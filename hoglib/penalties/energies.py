@@ -12,7 +12,8 @@ from hoglib._core.gradient_graph import depends_on_any
 from hoglib._core.source_location import warn
 from hoglib._core.torch_internals import transforms_active
 from hoglib._core.torch_modes import value_checks_on
-from hoglib.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
+from hoglib.curvature.linear_map import refuse_transforms
+from hoglib.errors import ArgumentTypeError, ArgumentValueError
 from hoglib.penalties.compiled import backend_of, leaves_of, run_as_graph
 from hoglib.penalties.distributed import averaged
 from hoglib.penalties.input_vjp import InputVJP, input_vjp
@@ -169,11 +170,7 @@ def _without_penalty_options(options: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _hessian(point: InputVJP, gradient: Vector, index: Any) -> Tensor | list[Tensor]:
     """H, of each structure by itself: [B, ..., ...], or a list for graphs."""
-    if transforms_active():
-        raise UnsupportedError(
-            "forces(hessian=True): expected a call outside of torch.func transforms, got one "
-            "inside; use `torch.func.hessian(energy)` there."
-        )
+    refuse_transforms("forces(hessian=True)", "use `torch.func.hessian(energy)` there.")
     if len(gradient) != 1:
         raise ArgumentValueError(
             f"forces(hessian=True): expected one tensor of positions, got a tree of {len(gradient)}; "
@@ -186,14 +183,12 @@ def _hessian(point: InputVJP, gradient: Vector, index: Any) -> Tensor | list[Ten
         rows = _rows_by_structure(point, g, x, index)
         empty = x.new_zeros(0, *x.shape[1:], 0, *x.shape[1:])
         return [torch.stack(r).reshape(*r[0].shape, *r[0].shape) if r else empty for r in rows]
-    if point.samples is not None:  # structures in a batch: one row of each in every pass
-        shape = x.shape[1:]
-        units = torch.eye(shape.numel(), dtype=x.dtype, device=x.device)
-        found = [_product(point, g, x, u.reshape(shape).expand_as(x)) for u in units]
-        return torch.stack(found, 1).reshape(len(x), *shape, *shape)
-    units = torch.eye(x.numel(), dtype=x.dtype, device=x.device)
-    found = [_product(point, g, x, u.reshape(x.shape)) for u in units]
-    return (torch.stack(found) if found else x).reshape(*x.shape, *x.shape)
+    batched = int(point.samples is not None)  # of a batch one row of each structure in every pass
+    shape = x.shape[batched:]
+    units = torch.eye(shape.numel(), dtype=x.dtype, device=x.device)
+    found = [_product(point, g, x, u.reshape(shape).expand_as(x)) for u in units]
+    whole = torch.stack(found, batched) if found else x
+    return whole.reshape(*x.shape[:batched], *shape, *shape)
 
 
 def _structures(point: InputVJP, index: Any) -> Samples | None:

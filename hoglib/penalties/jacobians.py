@@ -106,14 +106,7 @@ def jacobian(
     _check_projections(num_projections)
 
     def rule(point: InputVJP) -> Tensor:
-        y = point.output_rows()
-        directions, factor = _directions(point, num_projections)
-        total = y.new_zeros(len(y))
-        for k, u in enumerate(directions):
-            last = k + 1 == len(directions)
-            grads = point.vjp(u.view_as(point.y), retain_graph=not last)
-            total = total + point.squared_norms(grads)
-        return total * (factor / 2)
+        return _squares(point, num_projections, lambda grads, u: grads) / 2
 
     return penalty(func, x, args, rule, check_options("jacobian", options, generator))
 
@@ -185,22 +178,19 @@ def sobolev(
     ignoring_derivatives.__wrapped__ = func  # type: ignore[attr-defined]
 
     def rule(point: InputVJP) -> Tensor:
-        y = point.output_rows()
+        point.output_rows()
         given = pytree.leaves(point.args[0])
         _check_jacobian_shapes(point, given)
         assert point.samples is not None
         indices = point.samples.index
-        directions, factor = _directions(point, num_projections)
-        total = y.new_zeros(len(y))
-        for k, u in enumerate(directions):
-            last = k + 1 == len(directions)
-            grads = point.vjp(u.view_as(point.y), retain_graph=not last)
-            errors = [
+
+        def errors(grads: Vector, u: Tensor) -> Vector:
+            return [
                 g - _project(d, u if index is None else u[index], g)
                 for g, d, index in zip(grads, given, indices, strict=True)
             ]
-            total = total + point.squared_norms(errors)
-        return total * factor
+
+        return _squares(point, num_projections, errors)
 
     return penalty(ignoring_derivatives, x, (derivatives, *args), rule, checked)
 
@@ -269,6 +259,17 @@ def lipschitz(
         return (norms - limit).relu().square()
 
     return penalty(func, x, args, rule, check_options("lipschitz", options, generator))
+
+
+def _squares(point: InputVJP, count: int | None, of: Callable[[Vector, Tensor], Vector]) -> Tensor:
+    """C/P sum_p |of(v_p^T J_n, v_p)|^2 for each sample, over P directions v_p of the outputs."""
+    y = point.output_rows()
+    directions, factor = _directions(point, count)
+    total = y.new_zeros(len(y))
+    for k, u in enumerate(directions):
+        grads = point.vjp(u.view_as(point.y), retain_graph=k + 1 < len(directions))
+        total = total + point.squared_norms(of(grads, u))
+    return total * factor
 
 
 def _check_projections(count: int | None) -> None:

@@ -1,7 +1,6 @@
 """The penalty on the gradient of a loss by the parameters."""
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from typing import Any, final
 
 import torch
@@ -15,7 +14,11 @@ from hoglib._core.norms import root
 from hoglib._core.swap import keep_swapped
 from hoglib._core.torch_internals import transforms_active
 from hoglib.penalties.compiled import backend_of, run_as_graph
-from hoglib.penalties.critic_context import autocast_devices, cast_like_parameters
+from hoglib.penalties.critic_context import (
+    autocast_devices,
+    cast_like_parameters,
+    without_autocast,
+)
 from hoglib.penalties.distributed import averaged
 from hoglib.penalties.input_vjp import no_gradient_flow
 from hoglib.penalties.options import check_backend
@@ -123,16 +126,14 @@ class GradientNorm:
                 value = self.func(pytree.unflatten(own, structure), *args)
                 return validation.scalar("func(params, *args)", value)
 
-        with ExitStack() as stack:
-            for kind in () if self.autocast else autocast_devices(leaves):
-                stack.enter_context(torch.autocast(kind, enabled=False))
-                args = cast_like_parameters(leaves, args)
-            for context in (
-                examined_functions(NAME), grad_enabled(), keep_swapped(),
-                stand_ins_if(self.stand_ins),
-                rematerialized(self.remat, self.func, self.backend_of_blocks),
-            ):  # fmt: skip
-                stack.enter_context(context)
+        kinds = () if self.autocast else autocast_devices(leaves)
+        if kinds:
+            args = cast_like_parameters(leaves, args)
+        with (
+            without_autocast(kinds), examined_functions(NAME), grad_enabled(), keep_swapped(),
+            stand_ins_if(self.stand_ins),
+            rematerialized(self.remat, self.func, self.backend_of_blocks),
+        ):  # fmt: skip
             leaves, args = clone_inference_tensors((leaves, args))
             if in_transform:
                 value, found = _gradient_in_transform(of_leaves, leaves)

@@ -4,7 +4,6 @@ penalty = reduce_n rule(J)_n        J the function's InputVJP at the points
 """
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any, NamedTuple, final
 
 import torch
@@ -19,9 +18,10 @@ from hoglib._core.gradient_graph import depends_on_any
 from hoglib._core.source_location import warn
 from hoglib._core.torch_internals import transforms_active
 from hoglib._core.torch_modes import value_checks_on
-from hoglib.errors import ArgumentValueError, UnsupportedError
+from hoglib.curvature.linear_map import refuse_transforms
+from hoglib.errors import ArgumentValueError
 from hoglib.penalties.compiled import RecordedDraws, backend_of, leaves_of, run_as_graph
-from hoglib.penalties.critic_context import autocast_devices
+from hoglib.penalties.critic_context import autocast_devices, without_autocast
 from hoglib.penalties.distributed import averaged
 from hoglib.penalties.input_vjp import (
     NOT_OF_PARAMETERS,
@@ -219,11 +219,7 @@ def _in_micro_batches(
 ) -> Tensor:
     """The penalty as a sum over pieces of the samples, each with its gradients before the next."""
     assert options.micro_batch is not None
-    if transforms_active():
-        raise UnsupportedError(
-            f"{options.name}(micro_batch=...): expected a call outside of torch.func transforms, "
-            "got one inside; leave micro_batch out there."
-        )
+    refuse_transforms(f"{options.name}(micro_batch=...)", "leave micro_batch out there.")
     leaves = check_points(options.name, "the points", x)
     count = len(leaves[0])
     if not count:
@@ -249,7 +245,8 @@ def _in_micro_batches(
         total = value.detach() if total is None else total + value.detach()
         if not reached:
             continue
-        grads = _gradients_without_autocast(value, reached, leaves, options)
+        with without_autocast(() if options.autocast else autocast_devices(leaves)):  # as the piece
+            grads = torch.autograd.grad(value, reached, retain_graph=True, allow_unused=True)
         trainable |= {id(leaf): leaf for leaf in reached}
         own = {id(leaf) for leaf in points}
         for leaf, grad in zip(reached, grads, strict=True):
@@ -268,13 +265,3 @@ def _in_micro_batches(
     tensors, known = zip(*pairs, strict=True)
     value = with_gradients(total, known, tensors, NO_SECOND_BACKWARD)
     return averaged(options.name, value, trainable.values(), list(trainable.values()))
-
-
-def _gradients_without_autocast(
-    value: Tensor, reached: Vector, points: Vector, options: CheckedOptions
-) -> list[Tensor | None]:
-    """The gradients of one piece, in the context in which the piece was computed."""
-    with ExitStack() as stack:
-        for kind in () if options.autocast else autocast_devices(points):
-            stack.enter_context(torch.autocast(kind, enabled=False))
-        return list(torch.autograd.grad(value, reached, retain_graph=True, allow_unused=True))

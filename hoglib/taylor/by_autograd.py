@@ -16,7 +16,7 @@ from hoglib._core.finite_differences import directional_derivative, to_double
 from hoglib.errors import HoglibError
 from hoglib.taylor.algebras import Derivative, MultiIndex, Parts, Univariate, add
 from hoglib.taylor.call import Call, Refused, Rule
-from hoglib.taylor.nested import nested
+from hoglib.taylor.nested import along_path, nested
 
 _COMPARED: set[Any] = set()  # operations whose first derivative agreed with differences
 RELATIVE = 1e-4  # the largest relative error of a central difference that is taken for one
@@ -151,16 +151,8 @@ def _of_directions(
 def _along(
     run: Callable[..., list[Tensor]], xs: list[Tensor], parts: list[Parts], K: int
 ) -> list[Parts]:
-    def path(t: Tensor) -> list[Tensor]:
-        moved = []
-        for x, one in zip(xs, parts, strict=True):
-            for k, part in enumerate(one, start=1):
-                x = x if part is None else x + part * (t[0] ** k / factorial(k))
-            moved.append(x)
-        return _dependent(run(*moved))
-
-    _, rows = nested("jet", path, xs[0], 1, [0] * K)
-    return [list(of_output) for of_output in zip(*rows, strict=True)]
+    _, series = along_path("jet", lambda *moved: _dependent(run(*moved)), xs, parts, K)
+    return [list(own) for own in series]
 
 
 def _mixed(

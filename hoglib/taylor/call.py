@@ -36,18 +36,11 @@ class Call(NamedTuple):
         """The coefficients of bilinear(a, b); a_n, b_n: their own, if they are not those of tensors."""
         a_n = self.parts(a) if a_n is ... else a_n
         b_n = self.parts(b) if b_n is ... else b_n
-        leads, found = self.algebra.leads, self.algebra.zeros()
+        found = self.algebra.zeros()
         if a_n is not None:
-            terms = [
-                p if p is None else bilinear(p, b, lead, False)
-                for p, lead in zip(a_n, leads, strict=True)
-            ]
-            found = sums(found, terms)
+            found = self.of_each(lambda p, lead: bilinear(p, b, bool(lead), False), a_n)
         if b_n is not None:
-            terms = [
-                p if p is None else bilinear(a, p, False, lead)
-                for p, lead in zip(b_n, leads, strict=True)
-            ]
+            terms = self.of_each(lambda p, lead: bilinear(a, p, False, bool(lead)), b_n)
             found = sums(found, terms)
         if a_n is not None and b_n is not None:
             found = sums(found, self.algebra.product(bilinear, a_n, b_n))
@@ -61,10 +54,14 @@ def sums(a: Parts, b: Parts) -> Parts:
     return [add(x, y) for x, y in zip(a, b, strict=True)]
 
 
+def each(function: Callable[[Tensor], Tensor], parts: Parts) -> Parts:
+    return [None if part is None else function(part) for part in parts]
+
+
 def scaled(factor: Any, parts: Parts) -> Parts:
     if not isinstance(factor, Tensor) and factor == 1:
         return parts
-    return [None if part is None else factor * part for part in parts]
+    return each(lambda part: factor * part, parts)
 
 
 def known(call: Call, x: Any) -> Parts:

@@ -1,7 +1,8 @@
 """Operations that are taken apart: the same function of operations that have rules.
 
-Their results are used for the coefficients only; the value is that of torch's own operation. A maximum
-is subtracted where rounding asks for it, as a constant: it cancels.
+Torch's own decompositions are used where there is none here. The results are used for the coefficients
+only; the value is that of torch's own operation. A maximum is subtracted where rounding asks for it, as
+a constant: it cancels.
 """
 
 import math
@@ -19,23 +20,6 @@ from hoglib.taylor.rules import names_of
 Composite = Callable[..., Any]
 
 
-def _softmax(x: Tensor, dim: int, half_to_float: bool = False) -> Tensor:
-    e = _below_largest(x, dim).exp()
-    return e / e.sum(dim, keepdim=True)
-
-
-def _below_largest(x: Tensor, dim: int) -> Tensor:
-    """x minus its largest element, which leaves a softmax as it is. The derivatives of that element are
-    subtracted too: so no large numbers cancel where one element has all the weight."""
-    return x - _finite(x.max(dim, keepdim=True).values)
-
-
-def _safe_softmax(x: Tensor, dim: int, dtype: Any = None) -> Tensor:
-    # a row of -inf, where every key is masked, is zero
-    found = _softmax(x, dim)
-    return torch.where((x == -math.inf).all(dim, keepdim=True), 0, found)
-
-
 def _finite(x: Tensor) -> Tensor:
     return torch.where(x.isfinite(), x, 0)
 
@@ -44,11 +28,6 @@ def _logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
     top = _finite(x.detach().amax(dim, keepdim=True))
     found = (x - top).exp().sum(dim, keepdim=True).log() + top
     return found if keepdim else found.squeeze(dim)
-
-
-def _log_softmax(x: Tensor, dim: int, half_to_float: bool = False) -> Tensor:
-    below = _below_largest(x, dim)
-    return below - below.exp().sum(dim, keepdim=True).log()
 
 
 def _normalized(x: Tensor, dims: list[int], eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -63,19 +42,6 @@ def _layer_norm(x: Tensor, shape: Any, weight: Any, bias: Any, eps: float) -> An
     found, mean, inverse = _normalized(x, list(range(-len(shape), 0)), eps)
     found = found if weight is None else found * weight
     return (found if bias is None else found + bias), mean, inverse
-
-
-def _group_norm(
-    x: Tensor, weight: Any, bias: Any, N: int, C: int, HxW: int, group: int, eps: float
-) -> Any:
-    if not x.numel():
-        return x, x.new_zeros(N, group), x.new_zeros(N, group)
-    parts, mean, inverse = _normalized(x.reshape(N, group, -1), [2], eps)
-    found = parts.reshape(x.shape)
-    shape = (1, C, *(1,) * (x.dim() - 2))
-    found = found if weight is None else found * weight.reshape(shape)
-    found = found if bias is None else found + bias.reshape(shape)
-    return found, mean.reshape(N, group), inverse.reshape(N, group)
 
 
 def _batch_norm(
@@ -125,7 +91,7 @@ def _attention(
         scores = scores.masked_fill(future, -math.inf)
     if attn_mask is not None:
         scores = scores + attn_mask
-    return _softmax(scores, -1) @ v, None
+    return torch.softmax(scores, -1) @ v, None
 
 
 def _distances(a: Tensor, b: Tensor, p: float, mode: Any) -> Tensor:
@@ -181,29 +147,9 @@ def _angle(z: Tensor) -> Tensor:
     return torch.atan2(imaginary, real)
 
 
-def _direction(z: Tensor) -> Tensor:
-    size = _magnitude(z)
-    return torch.where(z == 0, 0, z / torch.where(size == 0, 1, size))
-
-
 def _complex(real: Tensor, imaginary: Tensor) -> Tensor:
     parts = torch.broadcast_tensors(real, imaginary)
     return torch.view_as_complex(torch.stack(parts, -1))
-
-
-def _mean_squares(a: Tensor, b: Tensor, reduction: int = 1) -> Tensor:
-    found = (a - b).square()
-    return found if reduction == 0 else found.mean() if reduction == 1 else found.sum()
-
-
-def _clamp(x: Tensor, low: Any = None, high: Any = None) -> Tensor:
-    x = x if low is None else torch.maximum(x, low)
-    return x if high is None else torch.minimum(x, high)
-
-
-def _glu(x: Tensor, dim: int = -1) -> Tensor:
-    a, b = x.chunk(2, dim)
-    return a * b.sigmoid()
 
 
 def _vector_norm(
@@ -225,25 +171,15 @@ def _vector_norm(
     return x.abs().pow(ord).sum(dims, keepdim).pow(1 / ord)
 
 
-def _xlogy(x: Any, y: Any) -> Tensor:
-    log = y.log() if isinstance(y, Tensor) else math.log(y)
-    return torch.where((torch.as_tensor(x) == 0), 0, x * log)
-
-
 COMPOSITES: dict[str, Composite] = {
-    "_softmax": _softmax,
-    "_safe_softmax": _safe_softmax,
-    "_log_softmax": _log_softmax,
     "logsumexp": _logsumexp,
     "native_layer_norm": _layer_norm,
-    "native_group_norm": _group_norm,
     "native_batch_norm": _batch_norm,
     "_native_batch_norm_legit": _batch_norm,
     "_native_batch_norm_legit_no_training": _batch_norm_in_eval,
     "cudnn_batch_norm": lambda *args: (*_batch_norm(*args), None),
     "cumprod": _scanned(torch.mul),
     "logcumsumexp": _scanned(torch.logaddexp),
-    "logit": lambda x, eps: x.clamp(eps, 1 - eps).logit(),
     "addbmm": lambda x, a, b, *, beta=1, alpha=1: beta * x + alpha * (a @ b).sum(0),
     "fmax": lambda a, b: torch.where(b.isnan() | (a >= b), a, b),
     "fmin": lambda a, b: torch.where(b.isnan() | (a <= b), a, b),
@@ -253,15 +189,10 @@ COMPOSITES: dict[str, Composite] = {
     "copysign": _copysign,
     "abs": _magnitude,
     "angle": _angle,
-    "sgn": _direction,
     "complex": _complex,
     "polar": lambda size, angle: _complex(size * angle.cos(), size * angle.sin()),
     "var_mean": lambda x, dim=None, *, correction=1, keepdim=False: (
         _variance(x, dim, correction=correction, keepdim=keepdim),
-        x.mean(dim, keepdim) if dim else x.mean(list(range(x.dim())), keepdim),
-    ),
-    "std_mean": lambda x, dim=None, *, correction=1, keepdim=False: (
-        _variance(x, dim, correction=correction, keepdim=keepdim).sqrt(),
         x.mean(dim, keepdim) if dim else x.mean(list(range(x.dim())), keepdim),
     ),
     "cholesky_solve": lambda B, L, upper=False: torch.linalg.solve_triangular(
@@ -270,26 +201,16 @@ COMPOSITES: dict[str, Composite] = {
         upper=True,
     ),
     "var": _variance,
-    "std": lambda *args, **kwargs: _variance(*args, **kwargs).sqrt(),
     "_scaled_dot_product_flash_attention_for_cpu": _attention,
     "hardswish": lambda x: x * F.hardtanh(x + 3, 0, 6) / 6,
     "hardsigmoid": lambda x: F.hardtanh(x + 3, 0, 6) / 6,
-    "clamp": _clamp,
-    "clamp_min": _clamp,
-    "clamp_max": lambda x, high: _clamp(x, None, high),
-    "glu": _glu,
-    "_prelu_kernel": lambda x, weight: torch.where(x > 0, x, weight * x),
     "_cdist_forward": _distances,
     "_euclidean_dist": lambda a, b: _distances(a, b, 2, None),
     "prod": _product,
-    "addcmul": lambda x, a, b, *, value=1: x + value * a * b,
-    "addcdiv": lambda x, a, b, *, value=1: x + value * a / b,
     "lerp": lambda a, b, weight: a + weight * (b - a),
     "hypot": lambda a, b: torch.linalg.vector_norm(
         torch.stack(torch.broadcast_tensors(a, b)), dim=[0]
     ),
-    "mse_loss": _mean_squares,
-    "xlogy": _xlogy,
     "logaddexp": lambda a, b: _logsumexp(torch.stack(torch.broadcast_tensors(a, b)), [0]),
     "linalg_vector_norm": _vector_norm,
 }

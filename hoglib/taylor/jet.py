@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from math import factorial
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +30,7 @@ from hoglib.taylor.kinks import (
     warn_if_linear,
     without_derivative,
 )
-from hoglib.taylor.nested import nested
+from hoglib.taylor.nested import along_path
 from hoglib.taylor.propagation import Propagation
 from hoglib.verification.entry_points import examined_functions
 
@@ -107,22 +106,10 @@ def jet(
             validation.tensor("func(*primals)", leaf)
         return leaves
 
-    def path(t: Tensor) -> list[Tensor]:
-        points: list[Tensor] = []
-        for x, parts in zip(xs, lists, strict=True):
-            for k, part in enumerate(parts, start=1):
-                if part is not None:
-                    x = x + part * (t[0] ** k / factorial(k))
-            points.append(x)
-        return call(*points)
-
     with options.entered():
         xs, lists = clone_inference_tensors((xs, lists))
-        found = by_taylor(options, Univariate(K), xs, lists, call)
-        if found is None:
-            leaves, rows = nested("jet", path, xs[0], 1, [0] * K)
-            found = leaves, [list(of_leaf) for of_leaf in zip(*rows, strict=True)]
-        leaves, series = found
+        found: Any = by_taylor(options, Univariate(K), xs, lists, call)
+        leaves, series = found or along_path("jet", call, xs, lists, K)
         done = [
             [finished(options, y, d) for d in known]
             for y, known in zip(leaves, series, strict=True)

@@ -145,6 +145,16 @@ def _scaled_by(part: Tensor, lead: int, x: Tensor, out: Tensor, factor: Any) -> 
     return part * factor
 
 
+# Pooling and resizing, by the dimensions of a batch.
+_BATCHED = {
+    3: ("reflection_pad1d", "replication_pad1d", "upsample_nearest1d"),
+    4: (
+        "reflection_pad2d", "replication_pad2d", "avg_pool2d", "_adaptive_avg_pool2d",
+        "upsample_nearest2d", "upsample_bilinear2d", "upsample_bicubic2d", "pixel_shuffle", "im2col",
+        "col2im",
+    ),
+    5: ("reflection_pad3d", "replication_pad3d", "avg_pool3d", "_adaptive_avg_pool3d"),
+}  # fmt: skip
 # By the name of torch's operation with its overload, or of all its overloads.
 LINEAR: dict[str, Linear] = {
     **dict.fromkeys(
@@ -203,23 +213,11 @@ LINEAR: dict[str, Linear] = {
     "rsub.Scalar": lambda part, lead, x, out, other, alpha=1: -alpha * part,
     "remainder.Scalar": _same,
     "fmod.Scalar": _same,
-    "reflection_pad1d": _batched(aten.reflection_pad1d, 3),
-    "reflection_pad2d": _batched(aten.reflection_pad2d, 4),
-    "reflection_pad3d": _batched(aten.reflection_pad3d, 5),
-    "replication_pad1d": _batched(aten.replication_pad1d, 3),
-    "replication_pad2d": _batched(aten.replication_pad2d, 4),
-    "replication_pad3d": _batched(aten.replication_pad3d, 5),
-    "avg_pool2d": _batched(aten.avg_pool2d, 4),
-    "avg_pool3d": _batched(aten.avg_pool3d, 5),
-    "_adaptive_avg_pool2d": _batched(aten._adaptive_avg_pool2d, 4),
-    "_adaptive_avg_pool3d": _batched(aten._adaptive_avg_pool3d, 5),
-    "upsample_nearest1d": _batched(aten.upsample_nearest1d, 3),
-    "upsample_nearest2d": _batched(aten.upsample_nearest2d, 4),
-    "upsample_bilinear2d": _batched(aten.upsample_bilinear2d, 4),
-    "upsample_bicubic2d": _batched(aten.upsample_bicubic2d, 4),
-    "pixel_shuffle": _batched(aten.pixel_shuffle, 4),
-    "im2col": _batched(aten.im2col, 4),
-    "col2im": _batched(aten.col2im, 4),
+    **{
+        name: _batched(getattr(aten, name), rank)
+        for rank, names in _BATCHED.items()
+        for name in names
+    },
 }
 
 

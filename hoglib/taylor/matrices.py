@@ -1,13 +1,12 @@
 """Rules of functions of matrices."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hoglib.taylor.algebras import Parts, align
-from hoglib.taylor.call import Call, Refused, Rule, known, scaled, sums
+from hoglib.taylor.call import Call, Refused, Rule, each, known, scaled, sums
 
 
 def _inverse(call: Call) -> list[Parts | None]:
@@ -24,17 +23,17 @@ def _solved(call: Call) -> list[Parts | None]:
     as_columns = (lambda t: t.unsqueeze(-1)) if vector else matrix
     back = (lambda t: t.squeeze(-1)) if vector else matrix
     X = as_columns(call.out[0])
-    own = _each(as_columns, known(call, B))
+    own = each(as_columns, known(call, B))
     own = call.of_each(lambda p, lead: align(p, bool(lead), X.dim()), own)
     A = matrix(A)
     n = _fixed_point(
         call,
         X,
-        _each(matrix, known(call, call.args[0])),
+        each(matrix, known(call, call.args[0])),
         lambda part: torch.linalg.solve(A, part),
         own,
     )
-    return [_each(back, n), None, None, None]
+    return [each(back, n), None, None, None]
 
 
 def _triangular(call: Call) -> Parts:
@@ -45,20 +44,21 @@ def _triangular(call: Call) -> Parts:
     part = (lambda t: t.triu(int(unit))) if upper else (lambda t: t.tril(-int(unit)))
     matrix = _as_given if left else _transposed
     X = matrix(call.out)
-    own = call.of_each(lambda p, lead: align(p, bool(lead), X.dim()), _each(matrix, known(call, B)))
-    A_n = _each(lambda t: matrix(part(t)), known(call, A))
+    own = call.of_each(lambda p, lead: align(p, bool(lead), X.dim()), each(matrix, known(call, B)))
+    A_n = each(lambda t: matrix(part(t)), known(call, A))
     options = {"upper": upper == left, "unitriangular": unit}
     solve = lambda t: torch.linalg.solve_triangular(matrix(A), t, **options)  # noqa: E731
-    return _each(matrix, _fixed_point(call, X, A_n, solve, own))
+    return each(matrix, _fixed_point(call, X, A_n, solve, own))
 
 
-def _cholesky(call: Call, L: Tensor, upper: bool) -> Parts:
+def _cholesky(call: Call, L: Tensor) -> Parts:
     """n = L Phi(L^-1 (A_n - n n^H) L^-H) with Phi the lower triangle, its diagonal halved.
 
     As in torch, A_n counts by its Hermitian part.
     """
+    upper = call.kwargs.get("upper", call.args[1] if len(call.args) > 1 else False)
     L = L.mH if upper else L
-    A_n = _each(lambda p: (p + p.mH) / 2, known(call, call.args[0]))
+    A_n = each(lambda p: (p + p.mH) / 2, known(call, call.args[0]))
 
     def times_adjoint(a: Tensor, b: Tensor, *_: bool) -> Tensor:
         return a @ b.mH
@@ -72,23 +72,16 @@ def _cholesky(call: Call, L: Tensor, upper: bool) -> Parts:
     n = call.algebra.zeros()
     for _ in range(call.algebra.order):
         squares = call.algebra.product(times_adjoint, n, n)
-        n = _each(solve, sums(A_n, scaled(-1, squares)))
-    return _each(lambda p: p.mH, n) if upper else n
+        n = each(solve, sums(A_n, scaled(-1, squares)))
+    return each(lambda p: p.mH, n) if upper else n
 
 
 def _cholesky_ex(call: Call) -> list[Parts | None]:
-    upper = call.kwargs.get("upper", call.args[1] if len(call.args) > 1 else False)
-    return [_cholesky(call, call.out[0], upper), None]
+    return [_cholesky(call, call.out[0]), None]
 
 
 def _old_cholesky(call: Call) -> Parts:
-    return _cholesky(
-        call, call.out, call.kwargs.get("upper", call.args[1] if len(call.args) > 1 else False)
-    )
-
-
-def _each(function: Callable[[Tensor], Tensor], parts: Parts) -> Parts:
-    return [None if part is None else function(part) for part in parts]
+    return _cholesky(call, call.out)
 
 
 def _as_given(matrix: Tensor) -> Tensor:
@@ -102,12 +95,12 @@ def _transposed(matrix: Tensor) -> Tensor:
 def _fixed_point(call: Call, X: Tensor, A_n: Parts, solve: Any, start: Parts) -> Parts:
     """The coefficients n of X with A (X + n) + A_n (X + n) = B + B_n, from A^-1 B_n: n = A^-1 B_n -
     A^-1 A_n (X + n), exact after K iterations."""
-    n = start = _each(solve, start)
+    n = start = each(solve, start)
     if all(p is None for p in A_n):
         return n
     for _ in range(call.algebra.order):
-        rest = sums(_each(lambda p: p @ X, A_n), call.algebra.product(_matmul, A_n, n))
-        n = sums(start, scaled(-1, _each(solve, rest)))
+        rest = sums(each(lambda p: p @ X, A_n), call.algebra.product(_matmul, A_n, n))
+        n = sums(start, scaled(-1, each(solve, rest)))
     return n
 
 
@@ -117,12 +110,12 @@ def _matmul(a: Tensor, b: Tensor, lead_a: bool, lead_b: bool) -> Tensor:
 
 def _log_determinant(call: Call, A: Tensor) -> Parts:
     """log |det(A + a)| - log |det A| = sum_k (-1)^(k + 1) / k tr (A^-1 a)^k"""
-    M = [None if p is None else torch.linalg.solve(A, p) for p in known(call, A)]
+    M = each(lambda p: torch.linalg.solve(A, p), known(call, A))
     power, found = M, call.algebra.zeros()
     for k in range(1, call.algebra.order + 1):
         if k > 1:
             power = call.algebra.product(_matmul, power, M)
-        traces = [None if p is None else p.diagonal(dim1=-2, dim2=-1).sum(-1) for p in power]
+        traces = each(lambda p: p.diagonal(dim1=-2, dim2=-1).sum(-1), power)
         found = sums(found, scaled((-1) ** (k + 1) / k, traces))
     return found
 

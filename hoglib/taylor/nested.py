@@ -3,6 +3,7 @@ differentiate. A derivative of y by t with cotangents u is linear in u, so that 
 dy/dt."""
 
 from collections.abc import Callable, Sequence
+from math import factorial
 from typing import Any
 
 import torch
@@ -45,6 +46,30 @@ def nested(
     if not needed:
         value, found = [y.detach() for y in value], [[y.detach() for y in ys] for ys in found]
     return value, found
+
+
+def along_path(
+    caller: str,
+    run: Callable[..., Leaves],
+    xs: Sequence[Tensor],
+    series: Sequence[Sequence[Tensor | None]],
+    K: int,
+) -> tuple[Leaves, list[Leaves]]:
+    """The outputs of run(*xs), and for each its derivatives of orders 1 to K along the path x(t).
+
+    x(t) = x + sum_k x_k t^k / k!        with the coefficients of each x, None for zero
+    """
+
+    def path(t: Tensor) -> Leaves:
+        moved = []
+        for x, parts in zip(xs, series, strict=True):
+            for k, part in enumerate(parts, start=1):
+                x = x if part is None else x + part * (t[0] ** k / factorial(k))
+            moved.append(x)
+        return run(*moved)
+
+    value, rows = nested(caller, path, xs[0], 1, [0] * K)
+    return value, [list(of_output) for of_output in zip(*rows, strict=True)]
 
 
 def _as_real(y: Tensor) -> Tensor:

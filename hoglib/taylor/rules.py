@@ -4,6 +4,7 @@ A rule takes a `Call` and returns the coefficients of the output, or a list of t
 (None for one that is constant). It is made of differentiable operations of torch.
 """
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hoglib.taylor.algebras import Bilinear, Parts, align, multiply
-from hoglib.taylor.call import Call, Rule, known, sums
+from hoglib.taylor.call import Call, Rule, known, scaled, sums
 from hoglib.taylor.derivatives import POINTWISE, arctangent, power_of
 from hoglib.taylor.joins import JOINS
 from hoglib.taylor.kinks import KINKS, one_sided
@@ -92,23 +93,19 @@ def _atan2(call: Call) -> Parts:
     y, x = call.args
     y_n, x_n = known(call, y), known(call, x)
     algebra = call.algebra
-    cross = sums(_times(x, y_n), _times(-y, x_n))
-    along, square = sums(_times(x, x_n), _times(y, y_n)), x * x + y * y
+    cross = sums(scaled(x, y_n), scaled(-y, x_n))
+    along, square = sums(scaled(x, x_n), scaled(y, y_n)), x * x + y * y
     inverse = square.reciprocal()
     inverse_n = algebra.compose(POINTWISE["reciprocal"](square, inverse, algebra.order), along)
-    tangent = sums(_times(inverse, cross), algebra.product(multiply, cross, inverse_n))
+    tangent = sums(scaled(inverse, cross), algebra.product(multiply, cross, inverse_n))
     return algebra.compose(arctangent(torch.zeros_like(call.out), algebra.order), tangent)
-
-
-def _times(factor: Tensor, parts: Parts) -> Parts:
-    return [None if part is None else factor * part for part in parts]
 
 
 def _dropout(call: Call) -> list[Parts | None]:
     x, p, training = call.args
     mask = call.out[1]
     factor = mask / (1 - p) if training and p < 1 else mask
-    return [_times(factor, known(call, x)), None]
+    return [scaled(factor, known(call, x)), None]
 
 
 RULES: dict[str, Rule] = {
@@ -141,10 +138,8 @@ def _pointwise(name: str) -> Rule:
     return rule
 
 
-def _linear(name: str) -> Rule:
-    function = LINEAR[name]
-
-    def rule(call: Call) -> Parts:
+def _linear(function: Callable[..., Any]) -> Rule:
+    def rule(call: Call) -> Any:
         x, *rest = call.args
         return call.of_each(
             lambda part, lead: function(part, lead, x, call.out, *rest, **call.kwargs),
@@ -154,15 +149,9 @@ def _linear(name: str) -> Rule:
     return rule
 
 
-def _several(name: str) -> Rule:
-    function = SEVERAL[name]
-
+def _several(function: Callable[..., Any]) -> Rule:
     def rule(call: Call) -> list[Parts | None]:
-        x, *rest = call.args
-        pieces = [
-            None if part is None else function(part, int(lead), x, call.out, *rest, **call.kwargs)
-            for part, lead in zip(known(call, x), call.algebra.leads, strict=True)
-        ]
+        pieces = _linear(function)(call)
         return [[None if p is None else p[i] for p in pieces] for i in range(len(call.out))]
 
     return rule
@@ -204,9 +193,9 @@ def rule_of(func: Any) -> Rule | None:
         if name in RULES:
             return RULES[name]
         if name in LINEAR:
-            return _linear(name)
+            return _linear(LINEAR[name])
         if name in SEVERAL:
-            return _several(name)
+            return _several(SEVERAL[name])
         if name in POINTWISE:
             return _pointwise(name)
         if name in ZERO:

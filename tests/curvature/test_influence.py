@@ -319,4 +319,4 @@ def test_what_influence_refuses():
     with pytest.raises(hog.errors.NonFiniteError, match="query: expected examples with finite"):
         hog.influence(loss, params, batch, (x * torch.nan, y), **options)
     with pytest.raises(hog.errors.ArgumentTypeError, match="vmap"):
-        hog.curvature.per_example_gradient_norms(loss, params, batch, vmap="yes")
+        hog.per_example_gradients(loss, params, batch, vmap="yes")

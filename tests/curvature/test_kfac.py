@@ -11,7 +11,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import hoglib as hog
-from hoglib.curvature import kfac_operator
+from hoglib.curvature import ghost_gradients, kfac_operator
 from tests.curvature import kfac_of_curvlinops
 from tests.curvature.kronecker_by_definition import dense_kfac
 from tests.curvature.problems import draw
@@ -351,7 +351,8 @@ class Placed(nn.Module):
 
 
 @pytest.mark.parametrize("rows", [1, 0], ids=["[1, T]", "[T]"])
-def test_embeddings_of_positions(rows):
+def test_embeddings_of_positions(rows, monkeypatch):
+    monkeypatch.setattr(ghost_gradients, "_prefers_gradients", lambda *_: False)
     torch.manual_seed(1)
     x = torch.arange(24).reshape(6, 4) % 5
     loss = hog.functional_loss(Placed(False, rows).double(), F.cross_entropy)
@@ -367,7 +368,7 @@ def test_embeddings_of_positions(rows):
     assert_close(torch.kron(A, every[1].G[0]), places, rtol=1e-6, atol=1e-12)
     corrected = hog.KFACOperator(loss, params, split(batch), eigenvalue_corrected=True)
     assert_close(corrected.trace(), G.trace())
-    norms = hog.curvature.per_example_gradient_norms(loss, params, batch, vmap=False)
+    norms = hog.curvature.per_example_gradient_norms(loss, params, batch)
     _, g = hog.per_example_gradients(loss, params, batch)
     assert_close(norms, torch.cat([p.flatten(1) for p in g.values()], 1).norm(dim=1))
 
@@ -836,8 +837,9 @@ CHOSEN = {
 
 
 @pytest.mark.parametrize("name", CHOSEN)
-def test_rows_that_values_choose(name):
+def test_rows_that_values_choose(name, monkeypatch):
     """They are no blocks of each example: refused where these are needed, and right where they are not."""
+    monkeypatch.setattr(ghost_gradients, "_prefers_gradients", lambda *_: False)
     torch.manual_seed(1)
     way, *inputs = CHOSEN[name]
     loss = hog.functional_loss(Chosen(way).double(), F.cross_entropy)
@@ -855,9 +857,9 @@ def test_rows_that_values_choose(name):
     for batch in data:
         gradients = hog.per_example_gradients(loss, params, batch, vmap=False)[1]
         rows = torch.cat([g.flatten(1) for g in gradients.values()], 1)
-        norms = hog.curvature.per_example_gradient_norms(loss, params, batch, vmap=False)
+        norms = hog.curvature.per_example_gradient_norms(loss, params, batch)
         assert_close(norms, rows.norm(dim=1))
-        products = hog.curvature.per_example_gradient_products(loss, params, batch, vmap=False)
+        products = hog.curvature.per_example_gradient_products(loss, params, batch)
         assert_close(products, rows @ rows.T)
 
 

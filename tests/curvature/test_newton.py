@@ -347,20 +347,6 @@ def test_it_resumes_from_a_checkpoint():
     assert resumed.info == optimizer.info
 
 
-def test_a_checkpoint_with_the_former_name_of_stagnation_tol():
-    loss, _, batch = problem("LayerNorm")
-    optimizer = NewtonCG(loss, stagnation_tol=0.25, max_iter=7)
-    optimizer.step(batch)
-    state = optimizer.state_dict()
-    group = state["param_groups"][0]
-    group["progress"] = group.pop("stagnation_tol")
-    resumed = NewtonCG(loss)
-    resumed.load_state_dict(state)
-    assert resumed.param_groups[0]["stagnation_tol"] == 0.25
-    assert "progress" not in resumed.param_groups[0]
-    assert "progress" in group  # the given state is not changed
-
-
 def test_a_copy_is_independent():
     loss, params, batch = problem("LayerNorm")
     optimizer = NewtonCG(loss)
