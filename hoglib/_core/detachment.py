@@ -7,7 +7,8 @@ out, the mode can repair one: it returns the tensor that was detached, or enable
 that ran without.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -18,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from hoglib._core import pytree, source_location
 from hoglib._core.pytree import is_float
 from hoglib._core.source_location import SourceLine
-from hoglib._core.torch_internals import Applying, watching_constructors
+from hoglib._core.torch_internals import Applying, watching_constructors, watching_functions
 
 # Calls whose result does not depend on the values of their arguments.
 VALUE_INDEPENDENT = (
@@ -85,6 +86,13 @@ class DetachmentWatch(TorchFunctionMode):
         # results of .data and .detach() of tensors without a graph
         self._aliases: list[Tensor] = []
         self._seen: dict[tuple[str, SourceLine | None], DetachedGradient] = {}
+
+    @contextmanager
+    def outside_functions(self, seen: Callable[..., None] = lambda *_: None) -> Iterator[None]:
+        """Inside, calls are watched, but for those in the forward of a Function; `seen` is called with
+        each Function and its arguments."""
+        with watching_functions(seen) as self.applying, self:
+            yield
 
     @property
     def detached(self) -> list[DetachedGradient]:

@@ -170,14 +170,8 @@ def env(*, json: bool) -> int:
     if facts is None:
         return NOT_RUN
     facts["stand_ins"] = [
-        {
-            "name": row.name,
-            "lacks": row.lacks,
-            "modes": list(row.modes),
-            "replaced": bool(row.replaces),
-            "instead": row.instead,
-            "issue": row.issue,
-        }
+        {name: getattr(row, name) for name in ("name", "lacks", "modes", "instead", "issue")}
+        | {"replaced": bool(row.replaces)}
         for row in stand_in_table()
     ]
     if json:
@@ -207,12 +201,8 @@ def check(*, json: bool) -> int:
         print(json_format.dumps({**facts, "ok": not wrong, "checks": checks}, indent=2))
     else:
         seconds = sum(outcome.seconds for outcome in outcomes)
-        said = (
-            f"{len(wrong)} of {len(outcomes)} checks failed"
-            if wrong
-            else "The installation is fine"
-        )
-        print(f"\n{said} ({seconds:.0f} s).")
+        failed = f"{len(wrong)} of {len(outcomes)} checks failed"
+        print(f"\n{failed if wrong else 'The installation is fine'} ({seconds:.0f} s).")
     return WRONG if wrong else RIGHT
 
 
@@ -233,10 +223,7 @@ def _environment() -> dict[str, Any] | None:
         "threads": torch.get_num_threads(),
         "compiler": cpp_compiler(),
         "cache": str(cache_dir()),
-        "matrix_products": {
-            "switch": switch,
-            "onednn": torch_kernels.onednn_available(),
-        },
+        "matrix_products": {"switch": switch, "onednn": torch_kernels.onednn_available()},
     }
 
 

@@ -100,7 +100,8 @@ def main(args: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without Unicode
     try:
-        status = _run(given)
+        options = vars(given)
+        status: int = getattr(commands, options.pop("command"))(**options)
         sys.stdout.flush()
         return status
     except KeyboardInterrupt:
@@ -113,13 +114,6 @@ def main(args: Sequence[str] | None = None) -> int:
         _discard_stdout()
         print(f"error: the output could not be written: {error}", file=sys.stderr)
         return 2
-
-
-def _run(given: argparse.Namespace) -> int:
-    options = vars(given)
-    command = options.pop("command")
-    status: int = getattr(commands, command)(**options)
-    return status
 
 
 def _discard_stdout() -> None:
@@ -146,11 +140,11 @@ def _parser() -> argparse.ArgumentParser:
         command("graph", "draw the graph of a function's gradient, with the faults in it", GRAPH)
     )
     ops = command("ops", "list the ops", OPS)
-    ops.add_argument("--markdown", action="store_true", help="as the table of docs/ops.md")
+    _add_switch(ops, "as the table of docs/ops.md", "--markdown")
     env = command("env", "list versions, devices, and the torch calls that have stand-ins", ENV)
-    env.add_argument("--json", action="store_true", help="print JSON")
     check = command("check", "is this installation fine? ten seconds", CHECK)
-    check.add_argument("--json", action="store_true", help="print JSON")
+    for one in (env, check):
+        _add_switch(one, "print JSON", "--json")
     return parser
 
 
@@ -160,18 +154,11 @@ def _add_verify_arguments(parser: argparse.ArgumentParser) -> None:
     _add_input(parser)
     add("--reference", metavar="MODULE:NAME", help="the same function of plain torch operations")
     add("--orders", type=_numbers, metavar="1,2,3", help="orders to check (default: 1,2)")
-    add(
-        "--modes",
-        type=_words,
-        metavar="rr,fr,rf,ff",
-        help="modes to check (default: all supported)",
-    )
-    add(
-        "--surrogate", action="store_true",
-        help="the gradient differs from the derivative on purpose",
-    )  # fmt: skip
-    add("--full", action="store_true", help="check every element instead of random directions")
-    add("--compile", action="store_true", help="check under torch.compile too")
+    modes = "modes to check (default: all supported)"
+    add("--modes", type=_words, metavar="rr,fr,rf,ff", help=modes)
+    _add_switch(parser, "the gradient differs from the derivative on purpose", "--surrogate")
+    _add_switch(parser, "check every element instead of random directions", "--full")
+    _add_switch(parser, "check under torch.compile too", "--compile")
     add(
         "--time-limit", type=float, default=60.0, metavar="SECONDS",
         help="for one check, in a process of its own (default: 60); 0: in this process, without one",
@@ -218,13 +205,12 @@ def _add_input(parser: argparse.ArgumentParser) -> None:
 
 def _add_common_arguments(parser: argparse.ArgumentParser, made: str) -> None:
     _add_seed(parser, made)
-    parser.add_argument("--json", action="store_true", help="print the reports as JSON")
-    parser.add_argument(
-        "-v",
-        "--verbose",
-        action="store_true",
-        help="print the table of checks also of what is right",
-    )
+    _add_switch(parser, "print the reports as JSON", "--json")
+    _add_switch(parser, "print the table of checks also of what is right", "-v", "--verbose")
+
+
+def _add_switch(parser: argparse.ArgumentParser, help: str, *names: str) -> None:
+    parser.add_argument(*names, action="store_true", help=help)
 
 
 def _add_seed(parser: argparse.ArgumentParser, made: str) -> None:

@@ -96,14 +96,9 @@ class Outcomes:
             *(name for name, _ in self.failures),
         ]
         right = sum(report.ok and report.judged for report in self.reports)
-        parts = [f"{right} right"]
-        if wrong:
-            parts.append(f"{len(wrong)} WRONG ({', '.join(wrong)})")
-        if unknown:
-            parts.append(f"{len(unknown)} not judged ({', '.join(unknown)})")
-        if not_run:
-            parts.append(f"{len(not_run)} not run ({', '.join(not_run)})")
-        return ", ".join(parts)
+        kinds = {"WRONG": wrong, "not judged": unknown, "not run": not_run}
+        rest = [f"{len(of)} {kind} ({', '.join(of)})" for kind, of in kinds.items() if of]
+        return ", ".join([f"{right} right", *rest])
 
     def _json(self, **more: object) -> str:
         return json.dumps(

@@ -186,17 +186,8 @@ def _silu(z: Tensor) -> Tensor:
     return z * torch.sigmoid(z) if z.is_complex() else F.silu(z)  # torch's refuses complex numbers
 
 
-def _swish_derivative(z: Tensor) -> Tensor:
-    s = torch.sigmoid(z)
-    return s * (1 + z * (1 - s))
-
-
 # torch's own backward kernels, which it differentiates to any order: one call, and less kept for the
 # second derivative, than by the formulas, which serve complex numbers.
-
-
-def _relu_vjp(g: Tensor, y: Tensor) -> Tensor:
-    return torch.ops.aten.threshold_backward(g, y, 0)
 
 
 def _tanh_vjp(g: Tensor, y: Tensor) -> Tensor:
@@ -208,11 +199,12 @@ def _sigmoid_vjp(g: Tensor, y: Tensor) -> Tensor:
 
 
 def _swish_vjp(g: Tensor, z: Tensor) -> Tensor:
-    return g * _swish_derivative(z)  # torch's kernel has no derivative of its own
+    s = torch.sigmoid(z)  # torch's kernel has no derivative of its own
+    return g * (s * (1 + z * (1 - s)))
 
 
 _ACTIVATIONS = {
-    "relu": _Activation(torch.relu, _relu_vjp),
+    "relu": _Activation(torch.relu, lambda g, y: torch.ops.aten.threshold_backward(g, y, 0)),
     "tanh": _Activation(torch.tanh, _tanh_vjp),
     "sigmoid": _Activation(torch.sigmoid, _sigmoid_vjp),
     "softplus": _Activation(_softplus, lambda g, y: g * -torch.expm1(-y)),

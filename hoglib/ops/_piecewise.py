@@ -4,9 +4,6 @@ A mask is applied with `where`, not by multiplication, so that an infinite gradi
 closed gate is zero behind it, not NaN.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,7 +12,7 @@ from hoglib._core import torch_errors, validation
 from hoglib._core.mixed_precision import upcast_half
 from hoglib.errors import ArgumentValueError
 from hoglib.ops._define import define
-from hoglib.ops._function import Batch, Saved, apply_function, make_function, vmap_by_broadcasting
+from hoglib.ops._pointwise import tanh
 
 
 def relu(x: Tensor) -> Tensor:
@@ -128,8 +125,8 @@ def scaled_activation(x: Tensor, *, scale: float, kind: str) -> Tensor:
         y = a max(x, 0)    dy/dx = a where x > 0, else 0        for kind "relu"
         y = a tanh(x)      dy/dx = a (1 - tanh(x)^2)            for kind "tanh"
 
-    Only x is kept for the derivatives. Differentiable to any order, in reverse and forward mode, under
-    vmap.
+    Only the activation is kept for the derivatives. Differentiable to any order, in reverse and forward
+    mode, under vmap.
 
     Args:
         x: A real floating-point tensor.
@@ -150,10 +147,7 @@ def scaled_activation(x: Tensor, *, scale: float, kind: str) -> Tensor:
     """
     validation.real("x", x)
     validation.one_of("kind", kind, _SCALED)
-    scale = validation.number("scale", scale)
-    function, reference = _SCALED[kind]
-    result: Tensor = apply_function(function, reference, x, scale)
-    return result
+    return validation.number("scale", scale) * _SCALED[kind](x)
 
 
 def split_signs(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -162,8 +156,8 @@ def split_signs(x: Tensor) -> tuple[Tensor, Tensor]:
         pos = max(x, 0)    neg = max(-x, 0)        x = pos - neg
         (g, h) -> g where x > 0, -h where x < 0, and 0 where x = 0
 
-    Every second derivative is 0. Only x is kept for the derivatives. In reverse and forward mode,
-    under vmap.
+    Every second derivative is 0. Only the parts are kept for the derivatives. In reverse and forward
+    mode, under vmap.
 
     Args:
         x: A real floating-point tensor.
@@ -177,9 +171,7 @@ def split_signs(x: Tensor) -> tuple[Tensor, Tensor]:
         >>> hog.ops.split_signs(torch.tensor([-1.0, 2.0]))
         (tensor([0., 2.]), tensor([1., 0.]))
     """
-    validation.real("x", x)
-    pos, neg = apply_function(_SPLIT_SIGNS, _split_reference, x)
-    return pos, neg
+    return relu(validation.real("x", x)), relu(-x)
 
 
 def hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:
@@ -276,76 +268,4 @@ _smooth_l1 = define(
 )
 
 
-class _Scaled(NamedTuple):
-    function: type[torch.autograd.Function]
-    reference: Callable[[Tensor, float], Tensor]
-
-
-def _make_scaled(
-    act: Callable[[Tensor], Tensor], slope: Callable[[Tensor, Tensor], Tensor]
-) -> _Scaled:
-    """slope(x, g) is act'(x) g: linear in g, so that it serves gradients and tangents alike."""
-
-    def forward(x: Tensor, scale: float) -> Tensor:
-        return scale * act(x)
-
-    def backward(saved: Saved, grad: Tensor) -> list[Tensor | None]:
-        x, scale = saved.inputs
-        return [slope(x, scale * grad), None]
-
-    def jvp(saved: Saved, tangent: Tensor, _: None) -> Tensor:
-        x, scale = saved.inputs
-        return slope(x, scale * tangent)
-
-    function = make_function(
-        f"Scaled{act.__name__.capitalize()}",
-        2,
-        forward=forward,
-        backward=backward,
-        jvp=jvp,
-        vmap=vmap_by_broadcasting,
-    )
-    return _Scaled(function, forward)
-
-
-def _tanh_slope(x: Tensor, g: Tensor) -> Tensor:
-    y = torch.tanh(x)
-    return (1 - y * y) * g
-
-
-_SCALED = {
-    "relu": _make_scaled(torch.relu, lambda x, g: torch.where(x <= 0, 0, g)),
-    "tanh": _make_scaled(torch.tanh, _tanh_slope),
-}
-
-
-def _split_reference(x: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.relu(x), torch.relu(-x)
-
-
-def _split_backward(saved: Saved, g: Tensor | None, h: Tensor | None) -> list[Tensor]:
-    (x,) = saved.inputs
-    if h is None:
-        assert g is not None
-        return [torch.where(x > 0, g, 0)]
-    to_neg = torch.where(x < 0, -h, 0)
-    return [to_neg if g is None else torch.where(x > 0, g, to_neg)]
-
-
-def _split_jvp(saved: Saved, tangent: Tensor) -> tuple[Tensor, Tensor]:
-    (x,) = saved.inputs
-    return torch.where(x > 0, tangent, 0), torch.where(x < 0, -tangent, 0)
-
-
-def _split_vmap(batch: Batch, x: Tensor) -> tuple[Any, tuple[int | None, ...]]:
-    return batch.function.apply(x), batch.in_dims * 2
-
-
-_SPLIT_SIGNS = make_function(
-    "SplitSigns",
-    1,
-    forward=_split_reference,
-    backward=_split_backward,
-    jvp=_split_jvp,
-    vmap=_split_vmap,
-)
+_SCALED = {"relu": relu, "tanh": tanh}

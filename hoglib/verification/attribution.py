@@ -25,7 +25,7 @@ from hoglib._core.element_differences import element_scales, random_like
 from hoglib._core.finite_differences import difference_quotient, steps
 from hoglib._core.pytree import is_float
 from hoglib._core.state import same
-from hoglib._core.torch_internals import backward_rule, is_once_differentiable, watching_functions
+from hoglib._core.torch_internals import backward_rule, is_once_differentiable
 from hoglib.verification import function_rules
 from hoglib.verification.call import seed_all
 from hoglib.verification.function_rules import Context, Record, Run, Slot, kind_of
@@ -198,7 +198,7 @@ class _Attribution:
         for k, g in enumerate(incoming):
             if g is not None:
                 leaves[self._argument_name(k)] = [(g, random_like(g, self._random))]
-        with watching_functions(self._apply) as watch.applying, torch.enable_grad(), watch:
+        with watch.outside_functions(self._apply), torch.enable_grad():
             results = self._results(record, incoming)
         return results, leaves
 

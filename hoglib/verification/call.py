@@ -175,20 +175,16 @@ def _vjp(y: Tensor, by: Sequence[Tensor], w: Tensor) -> list[Tensor]:
     return [g.detach() for g in grad([y], by, [w], retain_graph=True)]
 
 
-def jvp(function: TensorMap, x: Sequence[Tensor], j: int, v: Tensor) -> list[Tensor]:
+def jvp(
+    function: TensorMap, x: Sequence[Tensor], j: int, v: Tensor, *, by_torch_func: bool = False
+) -> list[Tensor]:
     """J(x) v, with v a direction of input j, in forward mode."""
-    with forward_ad.dual_level():
-        dual = forward_ad.make_dual(x[j].detach().clone(), v)
-        return [_tangent(y).detach() for y in function(*x[:j], dual, *x[j + 1 :])]
 
+    def moved(*y: Tensor) -> list[Tensor]:
+        return function(*x[:j], *y, *x[j + 1 :])
 
-def func_jvp(function: TensorMap, x: Sequence[Tensor], j: int, v: Tensor) -> list[Tensor]:
-    """The same by torch.func."""
-
-    def moved(y: Tensor) -> list[Tensor]:
-        return function(*x[:j], y, *x[j + 1 :])
-
-    return [t.detach() for t in torch.func.jvp(moved, (x[j].detach(),), (v,))[1]]
+    make = func_tangent if by_torch_func else tangent
+    return [t.detach() for t in make(moved, 1)(x[j].detach().clone(), v)]
 
 
 def _tangent(y: Tensor) -> Tensor:

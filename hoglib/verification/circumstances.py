@@ -88,6 +88,13 @@ class Baseline:
         first = calls.gradient(f, self.n)(*x, *self.u)
         return first, None if self.second is None else self.second_derivative(f, x, self.all_inputs)
 
+    def compare_first(self, name: str, found: list[Tensor], text: str) -> Row:
+        """Whether gradients are the same; `text` says what is wrong with that by {name}."""
+        off, j = self.largest_difference(found, self.first)
+        if off > self.tolerance:
+            return Row(name, "fail", off, text.format(name=self.names[j]))
+        return Row(name, "pass", off)
+
     def compare(
         self, name: str, run: Callable[[], tuple[list[Tensor], list[Tensor] | None]],
         first: list[Tensor], second: list[Tensor] | None, advice: str,
@@ -187,16 +194,12 @@ def extremes(base: Baseline) -> Row:
 
 def with_graph(base: Baseline) -> Row:
     """Whether the gradient is the same with and without create_graph=True."""
-    name = "create_graph"
-    off, j = base.largest_difference(base.once(base.f), base.first)
-    if off > base.tolerance:
-        return Row(
-            name, "fail", off,
-            f"the gradient by {base.names[j]} with create_graph=True is not the one without it: "
-            "backward depends on whether gradients are enabled (torch.is_grad_enabled, requires_grad). "
-            "Compute the same in both cases.",
-        )  # fmt: skip
-    return Row(name, "pass", off)
+    text = (
+        "the gradient by {name} with create_graph=True is not the one without it: backward depends "
+        "on whether gradients are enabled (torch.is_grad_enabled, requires_grad). Compute the same in "
+        "both cases."
+    )
+    return base.compare_first("create_graph", base.once(base.f), text)
 
 
 def deterministic(base: Baseline, options: Options) -> Row:
@@ -246,15 +249,11 @@ def state(base: Baseline) -> Row:
         found = calls.grad(values, leaves, base.u, create_graph=True)
     except Exception as raised:
         return Row(name, "skip", None, f"two calls before a backward raised {format_error(raised)}")
-    off, j = base.largest_difference(found, base.first)
-    if off > base.tolerance:
-        return Row(
-            name, "fail", off,
-            f"the gradient by {base.names[j]} of one call changes when it is called again: "
-            f"something that backward reads is kept {_where(before)}. "
-            "Save it with ctx.save_for_backward.",
-        )  # fmt: skip
-    return Row(name, "pass", off)
+    text = (
+        "the gradient by {name} of one call changes when it is called again: something that backward "
+        f"reads is kept {_where(before)}. Save it with ctx.save_for_backward."
+    )
+    return base.compare_first(name, found, text)
 
 
 def _where(before: dict[type[Function], dict[str, Any]]) -> str:

@@ -115,17 +115,13 @@ class Discrepancy:
         return result
 
 
-def in_forward(
-    at: Target,
-    bounds: Bounds,
-    push: Callable[[TensorMap, Sequence[Tensor], int, Tensor], list[Tensor]],
-) -> Discrepancy:
+def in_forward(at: Target, bounds: Bounds, *, by_torch_func: bool) -> Discrepancy:
     """J v for each direction, element by element."""
     found = Discrepancy()
     concluded = set()
     for n, one in enumerate(at.slopes):
         try:
-            results = push(at.map, at.x, one.column, one.v)
+            results = calls.jvp(at.map, at.x, one.column, one.v, by_torch_func=by_torch_func)
         except Exception as error:
             return _raised(error, at, one.column)
         for i, value in enumerate(results):

@@ -77,28 +77,21 @@ def stage(
     Forward inside: the tangent, of arguments (x, t). That of torch.func is taken with by_torch_func,
     and for a jvp inside a jvp, which only torch.func can do.
     """
-    f, x, rows, columns = first
-    count = len(x)
-    if mode.inner == "r":
-        f, x = calls.gradient(first.map, count), [*x, *like(first.map(*x))]
-        columns = [*columns, *(f"the gradient of {row}" for row in rows)]
-        rows = [f"the gradient by {name}" for name in first.columns]
-    else:
-        make = calls.func_tangent if by_torch_func or mode.outer == "f" else calls.tangent
-        f, x = make(first.map, count), [*x, *like(x)]
-        columns = [*columns, *(f"the tangent of {name}" for name in columns)]
-        rows = [f"the tangent of {row}" for row in rows]
-    at = Stage(f, x, rows, columns)
-    for k in range(2, order):
-        which = ORDINALS[k]
-        if mode.key == "ff":
-            f, x = calls.func_tangent(at.map, len(at.x)), [*at.x, *like(at.x)]
-            columns = [*at.columns, *(f"the {which} tangent of {name}" for name in at.columns)]
-            at = Stage(f, x, [f"the derivative of {row}" for row in at.rows], columns)
+    at = first
+    for k in range(1, order):
+        f, x, rows, columns = at
+        which = f"{ORDINALS[k]} " if k > 1 else ""
+        if mode.inner == "r" if k == 1 else mode.key != "ff":
+            what = f"the {which}derivative" if which else "the gradient"
+            new = [f"the gradient of {row}" for row in rows]
+            rows = [f"{what} by {name}" for name in columns]
+            f, x = calls.gradient(f, len(x)), [*x, *like(f(*x))]
         else:
-            f, x = calls.gradient(at.map, len(at.x)), [*at.x, *like(at.map(*at.x))]
-            columns = [*at.columns, *(f"the gradient of {row}" for row in at.rows)]
-            at = Stage(f, x, [f"the {which} derivative by {name}" for name in at.columns], columns)
+            make = calls.func_tangent if by_torch_func or mode.outer == "f" else calls.tangent
+            new = [f"the {which}tangent of {name}" for name in columns]
+            rows = [f"the {'derivative' if which else 'tangent'} of {row}" for row in rows]
+            f, x = make(f, len(x)), [*x, *like(x)]
+        at = Stage(f, x, rows, [*columns, *new])
     return at
 
 
@@ -335,7 +328,7 @@ class Derivatives:
                 at, bounds, subject.random, full=options.full,
                 graphs_serve_once=subject.graphs_serve_once,
             )  # fmt: skip
-        return in_forward(at, bounds, calls.func_jvp if key == "ff" else calls.jvp)
+        return in_forward(at, bounds, by_torch_func=key == "ff")
 
     def _reverse_row(self, name: str, at: Sequence[Target]) -> Row:
         self.found[name] = self._both(at, "r")

@@ -6,7 +6,6 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
 from hoglib._core import pytree, source_location
@@ -14,7 +13,6 @@ from hoglib._core.detachment import DetachedGradient, DetachmentWatch
 from hoglib._core.element_differences import element_scales, random_like
 from hoglib._core.pytree import is_float
 from hoglib._core.source_location import error_line
-from hoglib._core.torch_internals import watching_functions
 from hoglib.verification import attribution, function_rules
 from hoglib.verification import call as calls
 from hoglib.verification.call import Call
@@ -66,15 +64,8 @@ def attribution_rows(
             if not in_jvp and over_forward == wrong:
                 continue
             several = len(apps) > 1
-            for row in _of(
-                app,
-                moves,
-                in_jvp,
-                several=several,
-                right_once=right_once,
-                raises=raises,
-                raised=raised[in_jvp],
-            ):
+            which = {"several": several, "right_once": right_once, "raised": raised[in_jvp]}
+            for row in _of(app, moves, in_jvp, raises=raises, **which):
                 named |= row.status == "fail"
                 yield row
     if not named and right_once:
@@ -84,10 +75,7 @@ def attribution_rows(
 def forward_rows(subject: Subject, x: list[Tensor]) -> Iterator[Row]:
     """Where the function itself leaves the graph, when its first derivative is wrong."""
     watch = DetachmentWatch()
-
-    def ignore(function: type[Function], args: tuple[Any, ...]) -> None: ...
-
-    with watching_functions(ignore) as watch.applying, watch:
+    with watch.outside_functions():
         subject.map(*(y.clone().requires_grad_() for y in x))
     for detached in _together(watch.detached):
         shown = "; ".join(map(str, detached[:3]))
@@ -240,16 +228,13 @@ def _not_attributed(
 
 def _cuts_under_autograd(app: Application) -> list[DetachedGradient]:
     watch = DetachmentWatch()
-
-    def ignore(function: type[Function], args: tuple[Any, ...]) -> None: ...
-
     with suppress(Exception):
         args = [
             x.requires_grad_(i in app.by) if is_float(x) else x for i, x in enumerate(app.fresh())
         ]
         values = [y for y in pytree.leaves(app.function.apply(*args)) if is_float(y)]
         leaves = [args[i] for i in app.by]
-        with watching_functions(ignore) as watch.applying, watch:
+        with watch.outside_functions():
             calls.watched_gradient(values, leaves)
     return [cut for cut in watch.detached if cut.place]  # others are of the probe itself
 
@@ -342,7 +327,7 @@ def _fault(func: Any, args: Any, kwargs: Any, mode: Mode, order: int) -> str:
         return ""
     if mode.outer == "r":
         return in_reverse(at, BOUNDS, random).wrong
-    return in_forward(at, BOUNDS, calls.func_jvp if mode.key == "ff" else calls.jvp).wrong
+    return in_forward(at, BOUNDS, by_torch_func=mode.key == "ff").wrong
 
 
 def _library(func: Any) -> str:

@@ -78,12 +78,10 @@ def _in_reverse(
 
 
 def _in_forward(key: str) -> Derivative:
-    push = calls.func_jvp if key == "ff" else calls.jvp
-
     def derivative(
         f: TensorMap, x: list[Tensor], j: int, v: Tensor, covectors: Covectors
     ) -> list[float]:
-        tangents = push(f, x, j, v)
+        tangents = calls.jvp(f, x, j, v, by_torch_func=key == "ff")
         return [float((w * tangents[i]).sum()) for i, w in covectors]
 
     return derivative

@@ -265,14 +265,11 @@ def compiled(base: Baseline, options: Options) -> Row:
         return Row(name, "warn", None, f"torch.compile raised {format_error(raised)}")
     finally:
         torch._dynamo.reset()
-    off, j = base.largest_difference(found, base.first)
-    if off > base.tolerance:
-        return Row(
-            name, "fail", off,
-            f"under torch.compile the gradient by {base.names[j]} is different. Does forward or "
-            "backward use something that the compiler treats as a constant (NumPy, Python numbers)?",
-        )  # fmt: skip
-    return Row(name, "pass", off)
+    text = (
+        "under torch.compile the gradient by {name} is different. Does forward or backward use "
+        "something that the compiler treats as a constant (NumPy, Python numbers)?"
+    )
+    return base.compare_first(name, found, text)
 
 
 def _relative_difference(a: Tensor, b: Tensor, scale: float) -> float:
