@@ -39,23 +39,24 @@ def parts_of(modules: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 @contextmanager
-def replaced_forwards(parts: Sequence[nn.Module], run: Callable[..., Any]) -> Iterator[None]:
-    """Inside, a part runs as run(part, its forward, args, kwargs)."""
-    before = [(vars(part), vars(part).get("forward")) for part in parts]
+def replaced_forwards(
+    blocks: Sequence[nn.Module], make: Callable[[nn.Module], Any]
+) -> Iterator[list[Any]]:
+    """Inside, each block has the forward that `make` makes for it; entering returns these."""
+    replaced: list[tuple[dict[str, Any], Any]] = []
     try:
-        for part in parts:
-            vars(part)["forward"] = partial(_forward, run, part, part.forward)
-        yield
+        for block in blocks:
+            fields = vars(block)
+            forward = make(block)
+            replaced.append((fields, fields.get("forward")))
+            fields["forward"] = forward
+        yield [fields["forward"] for fields, _ in replaced]
     finally:
-        for fields, forward in before:
-            if forward is None:
+        for fields, before in replaced:
+            if before is None:
                 del fields["forward"]
             else:
-                fields["forward"] = forward
-
-
-def _forward(run: Any, part: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
-    return run(part, forward, args, kwargs)
+                fields["forward"] = before
 
 
 @final
@@ -69,13 +70,13 @@ class PartsWatch:
 
     def watching(self) -> Any:
         """Inside, they are seen."""
-        return replaced_forwards(self._parts, self._run)
+        return replaced_forwards(self._parts, lambda part: partial(self._run, part, part.forward))
 
     def fit(self) -> list[nn.Module]:
         """Those that can be."""
         return [part for part in self._parts if self._fit.get(id(part))]
 
-    def _run(self, part: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+    def _run(self, part: nn.Module, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
         leaves, structure = pytree.flatten((args, kwargs))
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         state = [*tensors, *part.parameters(), *part.buffers()]

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks
 
 from hoglib._core import closures, pytree, validation
+from hoglib._core.block_parts import replaced_forwards
 from hoglib._core.closures import STATE, ClosureWalker
 from hoglib._core.recomputation import recompute, refuse_changed
 from hoglib._core.references import is_plain
@@ -71,27 +72,6 @@ def _rematerialized(remat: Remat, func: Any, backend: str) -> Iterator[list["Blo
         blocks, lambda block: BlockForward(block, block.forward, backend)
     ) as found:
         yield found
-
-
-@contextmanager
-def replaced_forwards(
-    blocks: Sequence[nn.Module], make: Callable[[nn.Module], Any]
-) -> Iterator[list[Any]]:
-    """Inside, each block has the forward that `make` makes for it; entering returns these."""
-    replaced: list[tuple[dict[str, Any], Any]] = []
-    try:
-        for block in blocks:
-            fields = vars(block)
-            forward = make(block)
-            replaced.append((fields, fields.get("forward")))
-            fields["forward"] = forward
-        yield [fields["forward"] for fields, _ in replaced]
-    finally:
-        for fields, before in replaced:
-            if before is None:
-                del fields["forward"]
-            else:
-                fields["forward"] = before
 
 
 def find_blocks(remat: Remat, func: Any) -> list[nn.Module]:

@@ -378,7 +378,7 @@ class _Vjp:
         return nullcontext()
 
 
-def _recompute_part(part: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _recompute_part(part: nn.Module, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
     def run(part: nn.Module, args: Any, kwargs: Any) -> Any:
         return forward(*args, **kwargs)
 
@@ -636,7 +636,7 @@ class _Call:
         """Inside, a run holds less: these parts are recomputed, and operations run on slices."""
         before, self.slices = self.slices, True
         try:
-            with replaced_forwards(parts, _recompute_part):
+            with replaced_forwards(parts, lambda p: partial(_recompute_part, p, p.forward)):
                 yield
         finally:
             self.slices = before
@@ -687,7 +687,13 @@ class _Call:
         random = ContiguousDropout() if self.mixed else nullcontext()
         autocast = self.run_state.autocast.restored()
         sliced = SlicedOperations() if self.slices else nullcontext()
-        with _recomputing(self.nests, self.slices), self.stand_ins.resume(), autocast, random, sliced:
+        with (
+            _recomputing(self.nests, self.slices),
+            self.stand_ins.resume(),
+            autocast,
+            random,
+            sliced,
+        ):
             outputs = self.fn(*args, **keywords)
         refuse_changed(self.fn, given, self.structure)
         return outputs

@@ -25,7 +25,8 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 from hoglib._core import torch_internals
-from hoglib._core.blocks import call_forward, find_blocks, replaced_forwards
+from hoglib._core.block_parts import replaced_forwards
+from hoglib._core.blocks import call_forward, find_blocks
 from hoglib._core.gradient_graph import graph_summary
 from hoglib._core.recomputation import recompute
 from hoglib._core.references import is_plain
