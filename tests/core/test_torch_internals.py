@@ -438,4 +438,5 @@ def test_each_backward_pass_has_a_number_of_its_own():
     y.register_hook(lambda g: found.append(torch_internals.backward_pass()))
     for _ in range(2):
         torch.autograd.grad(y, x, retain_graph=True)
-    assert torch_internals.backward_pass() == -1 and len({-1, *found}) == 3
+    assert torch_internals.backward_pass() == -1
+    assert len({-1, *found}) == 3
