@@ -57,6 +57,7 @@ AMBIENT = {
     "_core.torch_modes._PLAIN_OPERATIONS",
     "_core.torch_modes._VALUE_CHECKS_OFF",
     "capture.capturing._THREAD",
+    "capture.replay._THREAD",
     "curvature.compiled._RESIDUALS",
     "stand_ins.mode._ACTIVE",
     "stand_ins.mode._ON_WRONG",

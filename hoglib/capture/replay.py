@@ -171,16 +171,21 @@ class Replay:
             by_user.append(graph_summary(outputs).has_user_code)
             return outputs
 
-        requires = tuple(x is not None and _is_differentiable(x) for x in tensors)
+        requires = tuple(
+            x is not None and _is_differentiable(x) and i not in call.buffers
+            for i, x in enumerate(tensors)
+        )
         level, _ = self._record(_with_graph(forward, requires), tensors)
         if level is None or hooks.registered or not all(map(_is_differentiable, level.examples)):
             raise CannotReplayError
         compared = None
         if all(map(is_plain, call.outputs)) and not any(by_user):
+            root = get_proxy_mode().tracer.root  # type: ignore[union-attr]
+            with outside_trace():  # the values of constants
+                operations = _signature(level, root)
             compared = Forward(
-                _signature(level, get_proxy_mode().tracer.root),  # type: ignore[union-attr]
-                list(call.outputs), call.output_structure, call.output_slots,
-            )  # fmt: skip
+                operations, list(call.outputs), call.output_structure, call.output_slots
+            )
         alike = self._families.setdefault(family, [])
         for block in alike:
             if compared is not None and block.forward == compared:
@@ -227,7 +232,8 @@ class Replay:
             if not replace_writes(own):
                 return None, outputs
         for node in reversed(nodes):  # a copy is taken, in which the order is that of all copies
-            graph.erase_node(node)
+            if node.op != "get_attr":  # a constant, which the module of the graph has to hold
+                graph.erase_node(node)
         module = fx.GraphModule(root, own)
         pin_strides(module)
         simplify(module)

@@ -54,16 +54,16 @@ def product_of(model, compile="eager"):
     return torch.cat([part.flatten() for part in product.values()])
 
 
-def blocks(count, change=None):
+def blocks(count, change=None, numbered=True):
     torch.manual_seed(0)
-    return nn.Sequential(*(Block(i, change) for i in range(count))).double()
+    return nn.Sequential(*(Block(numbered * i, change) for i in range(count))).double()
 
 
 def test_what_is_traced_does_not_grow_with_depth(counts):
     recorded = []
     for depth in (4, 9):
         counts["recorded"] = 0
-        model = blocks(depth)
+        model = blocks(depth, numbered=False)
         torch.testing.assert_close(product_of(model), product_of(model, False))
         recorded.append(counts["recorded"])
         assert counts["copies"] == 4 * depth  # two derivatives of the block, and of its vjp
@@ -118,15 +118,17 @@ AS_THEY_ARE = {
 
 
 @pytest.mark.parametrize("change", AS_THEY_ARE)
-def test_blocks_that_are_traced_as_they_are(change, counts):
-    model = blocks(4, AS_THEY_ARE[change])
-    torch.manual_seed(1)
-    plain = product_of(model, False)
-    product_of(model)  # captures
-    torch.manual_seed(1)
-    torch.testing.assert_close(product_of(model), plain)
-    if change != "a read value":
-        assert counts["copies"] == 0
+def test_blocks_that_are_traced_as_they_are(change, counts, monkeypatch):
+    found = []
+    for _ in range(2):
+        model = blocks(4, AS_THEY_ARE[change])
+        torch.manual_seed(1)
+        product_of(model)  # captures
+        torch.manual_seed(1)
+        found.append(product_of(model))
+        assert counts["copies"] == 0 or change == "a read value"
+        monkeypatch.setattr(capturing, "equal_blocks", lambda fn: [])
+    assert torch.equal(*found)
 
 
 def test_a_third_derivative(counts):

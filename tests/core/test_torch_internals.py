@@ -481,3 +481,13 @@ def test_a_gradient_is_held_by_others(of, held, create_graph):
     y.grad_fn.register_prehook(lambda g: seen.append(torch_internals.is_held_elsewhere(g[0])))
     torch.autograd.grad(of(y, z).square().sum(), x, create_graph=create_graph)
     assert seen == [held]
+
+
+def test_each_backward_pass_has_a_number_of_its_own():
+    x, found = torch.ones((), requires_grad=True), []
+    y = x.sin()
+    y.register_hook(lambda g: found.append(torch_internals.backward_pass()))
+    for _ in range(2):
+        torch.autograd.grad(y, x, retain_graph=True)
+    assert torch_internals.backward_pass() == -1
+    assert len({-1, *found}) == 3
