@@ -680,7 +680,13 @@ class _Call:
         random = ContiguousDropout() if self.mixed else nullcontext()
         autocast = self.run_state.autocast.restored()
         sliced = SlicedOperations() if self.slices else nullcontext()
-        with _recomputing(self.nests, self.slices), self.stand_ins.resume(), autocast, random, sliced:
+        with (
+            _recomputing(self.nests, self.slices),
+            self.stand_ins.resume(),
+            autocast,
+            random,
+            sliced,
+        ):
             outputs = self.fn(*args, **keywords)
         refuse_changed(self.fn, given, self.structure)
         return outputs
