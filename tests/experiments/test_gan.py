@@ -73,6 +73,8 @@ def test_as_graphs_the_run_is_the_same(args):
     for compile in ("false", "eager"):
         fit(*args, "--model.compile", compile)
     plain, graphs = (checkpoint(folder(v))["state_dict"] for v in (0, 1))
+    if args != WGAN:  # differences of the critic's outputs have no derivative by it but rounding
+        del plain["critic.3.bias"], graphs["critic.3.bias"]
     assert_close(graphs, plain, rtol=1e-5, atol=1e-6, equal_nan=True)
     assert (folder(1) / "table.txt").read_text().splitlines()[2] in (
         folder(0) / "table.txt"
