@@ -570,14 +570,15 @@ def deep(layers):
     return loss, params, random_like(params), (x, x.sin())
 
 
-def test_equal_blocks_are_compiled_once():
+@pytest.mark.parametrize("mode", ["reverse-over-reverse", "forward-over-reverse"])
+def test_equal_blocks_are_compiled_once(mode):
     counts = []
     for layers in (3, 5):
         loss, params, v, batch = deep(layers)
         found = []
         for compile in (False, "eager"):
             torch.manual_seed(1)  # of dropout
-            found.append(hog.hvp(loss, params, v, batch, remat=True, compile=compile))
+            found.append(hog.hvp(loss, params, v, batch, mode=mode, remat=True, compile=compile))
         assert found[0][0] == pytest.approx(found[1][0].item(), rel=1e-12)
         assert relative(flat(found[1][1]), flat(found[0][1])) < 1e-10
         levels = [level for one in recomputed._TEMPLATES.values() for level in one.levels.values()]
@@ -591,10 +592,11 @@ def test_compiled_blocks_in_other_products_and_operators():
     _, plain = hog.ggn_vp(loss, params, v, batch)
     _, found = hog.ggn_vp(loss, params, v, batch, remat=True, compile="eager")
     assert relative(flat(found), flat(plain)) < 1e-10
-    operator = hog.HessianOperator(loss, params, batch, remat=True, compile="eager")
     _, plain = hog.hvp(loss, params, v, batch)
-    for _ in range(2):
-        assert relative(flat(operator @ v), flat(plain)) < 1e-10
+    for mode in ("auto", "forward-over-reverse"):
+        operator = hog.HessianOperator(loss, params, batch, mode=mode, remat=True, compile="eager")
+        for _ in range(2):
+            assert relative(flat(operator @ v), flat(plain)) < 1e-10
 
 
 def test_a_function_by_compiled_recomputation():
@@ -607,8 +609,8 @@ def test_a_function_by_compiled_recomputation():
 
 def test_what_is_not_compiled_together():
     loss, params, v, batch = deep(2)
-    with pytest.raises(ValueError, match="expected a mode of backward passes"):
-        hog.hvp(loss, params, v, batch, mode="forward-over-reverse", remat=True, compile="eager")
+    with pytest.raises(ValueError, match="passes are compiled, got dual tensors"):
+        hog.ggn_vp(loss, params, v, batch, mode="forward", remat=True, compile="eager")
     with pytest.raises(ValueError, match="got 'step'"):
         hog.MAML(loss.model, F.mse_loss, remat=True, compile="step")
     with pytest.raises(ValueError, match="got 'vmap'"):

@@ -2,12 +2,12 @@
 
     python -m experiments.benchmarks.depth [--smoke] [--part memory|growth|first-call|replay]
 
-The network is torch's transformer encoder as in `experiments.benchmarks.remat`; products are reverse
-over reverse, by `hog.hvp`.
+The network is torch's transformer encoder as in `experiments.benchmarks.remat`; products are by
+`hog.hvp`, reverse over reverse, or forward over reverse.
 
-- memory: plain, with `remat=True`, and with `compile=True` as well. Peaks count what torch's allocator
-  gave at one time, compiled code included, besides parameters, vectors and data. Times are medians of
-  interleaved runs.
+- memory: plain, with `remat=True`, and with `compile=True` as well, in both modes. Peaks count what
+  torch's allocator gave at one time, compiled code included, besides parameters, vectors and data.
+  Times are medians of interleaved runs.
 - growth: the peak at 12 and at 48 layers. What a layer adds is compared with its gradient, its part of
   the product, its input and two cotangents of that, which are kept from layer to layer.
 - first-call: seconds of the processor, of the process and of the compilers that it starts, until a
@@ -46,7 +46,11 @@ METHODS: dict[str, dict[str, Any]] = {
     "remat": {"remat": True},
     "remat, compiled": {"remat": True, "compile": True},
     "compiled": {"compile": True},
-}
+    "forward, remat": {"mode": "forward-over-reverse", "remat": True},
+    "forward, remat, compiled": {
+        "mode": "forward-over-reverse", "remat": True, "compile": True,
+    },
+}  # fmt: skip
 
 
 def product(layers: int, small: bool) -> tuple[Callable[..., Any], int, int]:
@@ -66,9 +70,12 @@ def memory(small: bool) -> list[str]:
     """Peak and time of the products of one network, by each method."""
     layers, repeats = (2, 1) if small else (8, 7)
     run, *_ = product(layers, small)
-    chosen = {name: METHODS[name] for name in ("plain", "remat", "remat, compiled")}
+    chosen = {name: options for name, options in METHODS.items() if name != "compiled"}
     if small:
-        chosen["remat, compiled"] = {"remat": True, "compile": "eager"}
+        chosen = {
+            name: options | ({"compile": "eager"} if "compile" in options else {})
+            for name, options in chosen.items()
+        }
     expected = _flat(run()[1])
     errors, peaks, times = {}, {}, {name: list[float]() for name in chosen}
     for name, options in chosen.items():
@@ -81,7 +88,7 @@ def memory(small: bool) -> list[str]:
             times[name].append(perf_counter() - began)
     plain, most = median(times["plain"]), peaks["plain"]
     return [
-        f"memory      {layers} layers, {name:16} {peaks[name] / MIB:8.1f} MiB {peaks[name] / most:5.2f}"
+        f"memory      {layers} layers, {name:24} {peaks[name] / MIB:8.1f} MiB {peaks[name] / most:5.2f}"
         f" {1e3 * median(times[name]):8.1f} ms {median(times[name]) / plain:5.2f}"
         f"  error {errors[name]:.0e}"
         for name in chosen
@@ -109,7 +116,8 @@ def growth(small: bool) -> list[str]:
 def first_call(small: bool) -> list[str]:
     """Seconds of the processor until there is a product, at two depths."""
     lines = []
-    for name in ("remat, compiled",) if small else ("remat, compiled", "compiled"):
+    compiled = [name for name, options in METHODS.items() if "compile" in options]
+    for name in compiled[:1] if small else compiled:
         seconds = []
         for layers in (2,) if small else (2, 24):
             with tempfile.TemporaryDirectory() as cache:
@@ -119,7 +127,7 @@ def first_call(small: bool) -> list[str]:
                     stdout=subprocess.PIPE, env={**os.environ, "HOGLIB_CACHE_DIR": cache},
                 )  # fmt: skip
             seconds.append(json.loads(done.stdout.splitlines()[-1]))
-            lines.append(f"first call  {layers} layers, {name:16} {seconds[-1]:6.1f} s")
+            lines.append(f"first call  {layers} layers, {name:24} {seconds[-1]:6.1f} s")
         lines.append(f"first call  {name}: the last to the first {seconds[-1] / seconds[0]:.2f}")
     return lines
 

@@ -248,15 +248,16 @@ def _run_level(run: Any, *inputs: Tensor | None) -> Tensors:
     """run(*inputs), compiled where that is asked for and no graph and no tangents are needed."""
     if isinstance(run, _Jvp | _WithTangents):
         return run.without_graph(*inputs)
-    plain = not (
-        torch.is_grad_enabled()
-        or torch_internals.transforms_active()
-        or torch_internals.forward_mode_active()
-    )
-    if run.call.backend and plain and not torch_internals.tracing():
+    if not torch_internals.forward_mode_active() and _is_compiled(run):
         return _compilers[0](run, inputs)
     outputs: Tensors = run(*inputs)
     return outputs
+
+
+def _is_compiled(run: Any) -> bool:
+    """Whether a level whose tensors have no tangents is, here."""
+    differentiated = torch.is_grad_enabled() or torch_internals.transforms_active()
+    return bool(run.call.backend) and not differentiated and not torch_internals.tracing()
 
 
 def _extra_inputs(
@@ -423,8 +424,11 @@ class _Jvp:
                 return self.with_values(*tensors)
             except NotImplementedError:
                 self.call.run_state.rewind()
-        # torch has forward mode of some operations, such as the backward of silu and of layer norm,
-        # only where gradients are enabled; the graph that is then made is not needed.
+        return self.with_values_detached(*tensors)
+
+    def with_values_detached(self, *tensors: Tensor | None) -> tuple[Tensors, Tensors]:
+        """The same where gradients are enabled: torch has forward mode of some operations, such as the
+        backward of silu and of layer norm, only there. The graph that is then made is not needed."""
         with torch.enable_grad():
             found = self.with_values(*(None if x is None else x.detach() for x in tensors))
         values, tangents = (tuple(None if y is None else y.detach() for y in ys) for ys in found)
@@ -473,6 +477,28 @@ class _Jvp:
 
 
 @final
+class ValuesAndTangents:
+    """A jvp as a level to compile: (inputs, tangents of those moved) -> outputs, their tangents."""
+
+    def __init__(self, jvp: _Jvp) -> None:
+        self.run, self.jvp, self.call = jvp.run, jvp, jvp.call
+        self.count = jvp.count
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Which level it is, for calls that are equal."""
+        return "the jvp", self.run.key, self.count, (*self.jvp.moved,)
+
+    def of(self, run: Any) -> "ValuesAndTangents":
+        """The same level of an equal run."""
+        return ValuesAndTangents(_Jvp(run, self.count, self.jvp.moved, self.jvp.autocast))
+
+    def __call__(self, *tensors: Tensor | None) -> Tensors:
+        values, tangents = self.jvp.with_values_detached(*tensors)
+        return *values, *tangents
+
+
+@final
 class _WithTangents:
     """A run whose values are computed together with their tangents, which its jvp then takes."""
 
@@ -492,7 +518,11 @@ class _WithTangents:
         tensors = (*inputs, *(given[i] for i in moved))
         autocast = AutocastState(tensor for tensor in tensors if tensor is not None)
         jvp = _Jvp(self.run, self.count, moved, autocast)
-        values, tangents = jvp.with_values_without_graph(*tensors)
+        if _is_compiled(jvp):
+            found = _compilers[0](ValuesAndTangents(jvp), tensors)
+            values, tangents = found[: len(found) // 2], found[len(found) // 2 :]
+        else:
+            values, tangents = jvp.with_values_without_graph(*tensors)
         self._found = _without_views(tangents, tensors)
         return values
 
@@ -634,6 +664,9 @@ class _Call:
     @contextmanager
     def in_small_parts(self, parts: Sequence[nn.Module]) -> Iterator[None]:
         """Inside, a run holds less: these parts are recomputed, and operations run on slices."""
+        if torch_internals.tracing():  # a compiler decides what is kept
+            yield
+            return
         before, self.slices = self.slices, True
         try:
             with replaced_forwards(parts, lambda p: partial(_recompute_part, p, p.forward)):

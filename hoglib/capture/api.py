@@ -147,8 +147,10 @@ class Compiled:
         return self._graphs.all()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if runs_elsewhere():
-            return self.fn(*args, **kwargs)
+        return self.fn(*args, **kwargs) if runs_elsewhere() else self.run(*args, **kwargs)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """The results by a graph, also in forward mode, for arguments without tangents."""
         form, tensors = signature.parse_call(self.name, args, kwargs, self.dynamic)
         found = self.find_or_capture(form, tensors)
         if found is None:

@@ -22,7 +22,7 @@ def call_keys(call: Any, inputs: list[Tensor | None]) -> tuple[Hashable, Hashabl
     but integers and strings; and the objects that are in the keys by their identity."""
     fixed = (
         call.structure, tuple(call.slots), tuple(call.places), call.backend,
-        tuple(call.state_names.items()), call.stand_ins.active, call.run_state.autocast.key,
+        tuple(call.state_names.items()), call.stand_ins.active, call.run_state.autocast.key, call.mixed,
         *[None if x is None else (x.dtype, x.shape, x.device) for x in inputs],
     )  # fmt: skip
     state = {id(x) for module in call.scope.modules() for x in state_of(module).values()}

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from hoglib._core import recomputation
+from hoglib._core import recomputation, torch_internals
 from hoglib._core.gradient_graph import graph_summary
 from hoglib._core.references import is_plain
 from hoglib._core.torch_modes import value_checks_off, without_stand_ins
@@ -37,12 +37,14 @@ def run_level(run: Any, tensors: Sequence[Tensor | None]) -> tuple[Tensor | None
     call = run.call
     if call.template is None:
         call.template = _template_of(call, _inputs_of(run, tensors))
-    level = call.template.level(run)
+    level: Any = call.template.level(run)
+    if torch_internals.forward_mode_active():  # of the caller; these tensors have no tangents
+        level = level.run
     given = [None if x is None else x.detach().contiguous() for x in tensors]
     # The function runs with stand-ins where its call did; a backward after the call would need graphs
     # of its own if they were also on around it.
     with without_stand_ins():
-        if run is call.first:
+        if run is call.first or getattr(run, "run", None) is call.first:
             outputs = level(given)
             call.adopt_outputs(call.template.call)
             return tuple(outputs)
@@ -96,6 +98,8 @@ class Template:
     def _own(self, run: Any) -> Any:
         if isinstance(run, recomputation.Run):
             return self.call.first
+        if isinstance(run, recomputation.ValuesAndTangents):
+            return run.of(self._own(run.run))
         own = copy(run)
         own.run, own.rerun = self._own(run.run), own
         return own

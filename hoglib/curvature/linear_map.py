@@ -135,12 +135,12 @@ def apply_block(linear_map: LinearMap, vectors: Vector, block: bool) -> tuple[Te
 
 
 def check_blocks(caller: str, remat: Any, backend: str, mode: str) -> Remat:
-    """The option remat=; raises for modes in which blocks are not compiled, where that is asked for."""
+    """The option remat=; raises for a mode in which blocks are not compiled, if that is asked for."""
     remat = check_remat(remat)
-    if backend and remat is not False and mode.startswith("forward"):
+    if backend and remat is not False and mode == "forward":
         raise ArgumentValueError(
-            f"{caller}(mode='{mode}', remat=..., compile=...): expected a mode of backward passes, of "
-            "which each block's are compiled, got forward mode. Leave out mode or compile."
+            f"{caller}(mode='forward', remat=..., compile=...): expected a mode in which each block's "
+            "passes are compiled, got dual tensors. Leave out mode or compile."
         )
     return remat
 
