@@ -421,6 +421,22 @@ def test_on_a_gpu(name, mode):
     assert relative(product, hvp_by_differences(lambda p: loss(p, batch), params, v)) < 1e-7
 
 
+def test_modes_agree_where_v_is_zero_at_a_padding_row():
+    """Reverse mode takes the row for a constant; the tangents of forward mode move it."""
+    model = nn.Sequential(nn.Embedding(4, 3, padding_idx=0), nn.Linear(3, 2), nn.Tanh()).double()
+    ids = torch.tensor([[0, 1, 2], [3, 0, 1]])
+    loss = hog.functional_loss(model, lambda y, x: y.pow(3).mean())
+    params = hog.trainable_params(model)
+    v = random_like(params)
+
+    def products():
+        return [hog.hvp(loss, params, v, (ids, ids), mode=mode)[1] for mode in MODES[1:]]
+
+    assert relative(*products()) > 0.01
+    v["0.weight"][0] = 0
+    assert relative(*products()) < 1e-12
+
+
 def test_the_oracle_sees_a_wrong_hessian():
     # the gradient of x^4 with its graph cut: its differences are right, its double backward is not
     x = {"x": torch.randn(3, dtype=torch.float64)}
