@@ -150,7 +150,11 @@ class Compiled:
         return self.fn(*args, **kwargs) if runs_elsewhere() else self.run(*args, **kwargs)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """The results by a graph, also in forward mode, for arguments without tangents."""
+        """The results by a graph, also inside forward mode.
+
+        Args:
+            *args, **kwargs: The arguments of ``fn``; tensors without tangents.
+        """
         form, tensors = signature.parse_call(self.name, args, kwargs, self.dynamic)
         found = self.find_or_capture(form, tensors)
         if found is None:
