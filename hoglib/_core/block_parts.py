@@ -80,11 +80,11 @@ class PartsWatch:
         leaves, structure = pytree.flatten((args, kwargs))
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         state = [*tensors, *part.parameters(), *part.buffers()]
-        versions = [_version(x) for x in state]
+        versions = [version_of(x) for x in state]
         closed = _is_closed(leaves) and next(_hidden(part), None) is None
         outputs = forward(*args, **kwargs)
         unchanged = (
-            versions == [_version(x) for x in state]
+            versions == [version_of(x) for x in state]
             and pytree.flatten((args, kwargs))[1] == structure
             and next(_hidden(part), None) is None
         )
@@ -102,8 +102,9 @@ def _hidden(part: nn.Module) -> Iterator[Any]:
     return (one for one in closures.unregistered(part) if not one.path.startswith("forward"))
 
 
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+def version_of(tensor: Tensor | None) -> int:
+    """How often a tensor was changed in place; inference tensors do not count it."""
+    return 0 if tensor is None or tensor.is_inference() else tensor._version
 
 
 def _named(*names: str) -> set[Any]:

@@ -19,7 +19,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.func import functional_call
 
 from hoglib._core import closures, pytree, torch_forward_mode, torch_internals, validation
-from hoglib._core.block_parts import PartsWatch, SlicedOperations, replaced_forwards
+from hoglib._core.block_parts import (
+    PartsWatch,
+    SlicedOperations,
+    replaced_forwards,
+    version_of,
+)
+from hoglib._core.pytree import is_float
 from hoglib._core.state import AutocastState, RunState
 from hoglib._core.swap import batch_statistics, keep_swapped
 from hoglib._core.torch_modes import (
@@ -192,9 +198,7 @@ class _Recompute(torch.autograd.Function):
         if torch_internals.forward_mode_active():
             ctx.save_for_forward(*(tensors[i] for i in ctx.saved))
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(
-            *(y for y in outputs if y is not None and not _has_derivatives(y))
-        )
+        ctx.mark_non_differentiable(*(y for y in outputs if y is not None and not is_float(y)))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
@@ -202,7 +206,7 @@ class _Recompute(torch.autograd.Function):
         wanted = [
             i
             for i, x in enumerate(inputs)
-            if x is not None and ctx.needs_input_grad[i + 1] and _has_derivatives(x)
+            if x is not None and ctx.needs_input_grad[i + 1] and is_float(x)
         ]
         result: list[Tensor | None] = [None] * ctx.count
         if wanted and any(grad is not None for grad in grads):
@@ -270,7 +274,7 @@ def _extra_inputs(
     if call.template is None or not isinstance(run, Run):
         return frozenset()
     arguments = (i for i in range(call.arguments) if i not in wanted)
-    free = {i for i in arguments if (x := inputs[i]) is not None and _has_derivatives(x)}
+    free = {i for i in arguments if (x := inputs[i]) is not None and is_float(x)}
     found: frozenset[int] = call.template.extra_inputs(run, len(inputs), wanted, arrived, free)
     return found
 
@@ -445,7 +449,7 @@ class _Jvp:
             found = [None if y is None else torch_forward_mode.tangent_of(y) for y in outputs]
             values = tuple(torch_forward_mode.primal(y) for y in outputs)
         return values, tuple(
-            torch.zeros_like(y) if t is None and y is not None and _has_derivatives(y) else t
+            torch.zeros_like(y) if t is None and y is not None and is_float(y) else t
             for y, t in zip(values, found, strict=True)
         )
 
@@ -463,7 +467,7 @@ class _Jvp:
             values[:], result[:] = [None] * len(outputs), [None] * len(outputs)
             for j, y in enumerate(outputs):
                 if y is not None:
-                    (moved if _has_derivatives(y) else constant).append(j)
+                    (moved if is_float(y) else constant).append(j)
             return tuple(outputs[j] for j in moved), tuple(outputs[j] for j in constant)
 
         at: Any = tuple(inputs[i] for i in self.moved)
@@ -477,24 +481,16 @@ class _Jvp:
 
 
 @final
-class ValuesAndTangents:
-    """A jvp as a level to compile: (inputs, tangents of those moved) -> outputs, their tangents."""
-
-    def __init__(self, jvp: _Jvp) -> None:
-        self.run, self.jvp, self.call = jvp.run, jvp, jvp.call
-        self.count = jvp.count
+class _ValuesAndTangents(_Jvp):
+    """The jvp as a level to compile, which returns the outputs too, before their tangents."""
 
     @property
     def key(self) -> tuple[Any, ...]:
         """Which level it is, for calls that are equal."""
-        return "the jvp", self.run.key, self.count, (*self.jvp.moved,)
-
-    def of(self, run: Any) -> "ValuesAndTangents":
-        """The same level of an equal run."""
-        return ValuesAndTangents(_Jvp(run, self.count, self.jvp.moved, self.jvp.autocast))
+        return "the jvp", self.run.key, self.count, (*self.moved,)
 
     def __call__(self, *tensors: Tensor | None) -> Tensors:
-        values, tangents = self.jvp.with_values_detached(*tensors)
+        values, tangents = self.with_values_detached(*tensors)
         return *values, *tangents
 
 
@@ -517,9 +513,9 @@ class _WithTangents:
         moved = [i for i, t in enumerate(given) if t is not None and inputs[i] is not None]
         tensors = (*inputs, *(given[i] for i in moved))
         autocast = AutocastState(tensor for tensor in tensors if tensor is not None)
-        jvp = _Jvp(self.run, self.count, moved, autocast)
+        jvp = _ValuesAndTangents(self.run, self.count, moved, autocast)
         if _is_compiled(jvp):
-            found = _compilers[0](ValuesAndTangents(jvp), tensors)
+            found = _compilers[0](jvp, tensors)
             values, tangents = found[: len(found) // 2], found[len(found) // 2 :]
         else:
             values, tangents = jvp.with_values_without_graph(*tensors)
@@ -632,17 +628,17 @@ class _Call:
 
     def _first(self, tensors: Tensors) -> Tensors:
         """The first run, with the function's side effects on its modules where torch allows them."""
-        versions = [_version(tensor) for tensor in tensors]
+        versions = [version_of(tensor) for tensor in tensors]
         if self.transformed:
             outputs = self._watching_parts(tensors)
         else:
             before = {i: cast(Tensor, tensors[i]).clone() for i in self.buffers}
             outputs = self._call(tensors)
             self.changed_buffers = {
-                i: copy for i, copy in before.items() if _version(tensors[i]) != versions[i]
+                i: copy for i, copy in before.items() if version_of(tensors[i]) != versions[i]
             }
         for i, (tensor, version) in enumerate(zip(tensors, versions, strict=True)):
-            if _version(tensor) != version and i not in self.buffers:
+            if version_of(tensor) != version and i not in self.buffers:
                 raise ArgumentValueError(
                     f"remat: expected a function that does not change its inputs, got "
                     f"`{closures.name_of(self.fn)}`, which changed {validation.describe(tensor)} "
@@ -807,10 +803,6 @@ def _tensors_held(leaf: Any) -> Iterator[closures.Capture]:
     return (one for one in closures.held(leaf) if isinstance(one.value, Tensor))
 
 
-def _has_derivatives(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
-
-
 def _without_views(outputs: Tensors, inputs: Sequence[Tensor | None]) -> Tensors:
     """The outputs, those that share memory with an input as copies; so are all where that cannot be
     seen, under the vmap of `torch.autograd.grad(is_grads_batched=True)`."""
@@ -822,8 +814,3 @@ def _without_views(outputs: Tensors, inputs: Sequence[Tensor | None]) -> Tensors
         y.clone() if y is not None and torch_internals.storage_id(y) in memory else y
         for y in outputs
     )
-
-
-def _version(tensor: Tensor | None) -> int:
-    # Inference tensors have no version counter.
-    return 0 if tensor is None or tensor.is_inference() else tensor._version

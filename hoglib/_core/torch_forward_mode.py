@@ -123,8 +123,12 @@ def primal(x: Tensor | None) -> Tensor | None:
 
 def gradient_with_tangents() -> bool:
     """Whether exactly one `torch.func.jvp` is active, and inside it one gradient."""
-    stack = torch._C._functorch.get_interpreter_stack() or []
-    return [level.key() for level in stack] == [TransformType.Jvp, TransformType.Grad]
+    return [level.key() for level in _transforms()] == [TransformType.Jvp, TransformType.Grad]
+
+
+def _transforms() -> list[Any]:
+    """The active transforms of torch.func, the outermost first."""
+    return torch._C._functorch.get_interpreter_stack() or []
 
 
 def tangents_without_graph(tensors: Sequence[Tensor | None]) -> list[Tensor | None] | None:
@@ -132,20 +136,18 @@ def tangents_without_graph(tensors: Sequence[Tensor | None]) -> list[Tensor | No
     with one gradient inside it, and nothing else differentiates them. None elsewhere, and where no
     tensor has a tangent.
     """
-    stack = torch._C._functorch.get_interpreter_stack()
-    if not stack or not 1 <= len(stack) <= 2 or stack[0].key() != TransformType.Jvp:
-        return None
-    if len(stack) == 2 and stack[1].key() != TransformType.Grad:
+    stack, inside = _transforms(), gradient_with_tangents()
+    if not inside and [level.key() for level in stack] != [TransformType.Jvp]:
         return None
     found = []
     with ExitStack() as lowered:
-        if len(stack) == 2:
+        if inside:
             inner = pyfunctorch.retrieve_current_functorch_interpreter()
             lowered.enter_context(inner.lower())
         lowered.enter_context(forward_ad._set_fwd_grad_enabled(True))
         for x in tensors:
             x = None if x is None else torch._C._functorch.unwrap_if_dead(x)
-            if x is not None and len(stack) == 2:
+            if x is not None and inside:
                 x = torch._C._functorch._unwrap_for_grad(x, stack[1].level())
             tangent = None
             if x is not None and has_tangent(x):

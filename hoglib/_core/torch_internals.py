@@ -136,11 +136,6 @@ def tracing() -> bool:
     return torch.compiler.is_compiling() or torch._C._get_dispatch_mode(_PROXY) is not None
 
 
-def backward_pass() -> int:
-    """The number of the backward that is running in this thread, each one another; -1 for none."""
-    return torch._C._current_graph_task_id()
-
-
 def fresh_copy(x: Tensor) -> Tensor:
     """While a graph is traced, a copy; what is computed from it is computed again, where the graph has
     computed it before, instead of being kept. Otherwise the tensor itself."""
@@ -227,11 +222,10 @@ def gradients(
     weights = [torch.ones_like(y) for y in outputs] if weights is None else weights
     keep = create_graph if retain_graph is None else retain_graph
     if torch.compiler.is_compiling() or overrides.has_torch_function((*outputs, *inputs)):
-        return list(
-            torch.autograd.grad(
-                outputs, inputs, weights, keep, create_graph, allow_unused=True,
-            )
-        )  # fmt: skip
+        found: Any = torch.autograd.grad(
+            outputs, inputs, weights, keep, create_graph, allow_unused=True
+        )
+        return list(found)
     return list(engine_gradients(outputs, weights, inputs, keep, create_graph))
 
 
@@ -360,7 +354,8 @@ def decomposition(func: Any) -> Callable[..., Any] | None:
 
 
 def running_backward() -> int:
-    """Which backward pass of the engine the caller runs inside; -1 for none."""
+    """The number of the backward pass of the engine that the caller runs inside, each another; -1 for
+    none."""
     return int(torch._C._current_graph_task_id())
 
 

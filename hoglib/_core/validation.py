@@ -9,8 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hoglib._core import pytree
-from hoglib.errors import ArgumentIndexError, ArgumentTypeError, ArgumentValueError, NonFiniteError
+from hoglib._core import pytree, torch_internals
+from hoglib.errors import (
+    ArgumentIndexError,
+    ArgumentTypeError,
+    ArgumentValueError,
+    NonFiniteError,
+    UnsupportedError,
+)
 
 
 def describe(value: Any) -> str:
@@ -395,3 +401,11 @@ def listing(names: Sequence[str], limit: int = 5) -> str:
     """The first names of a list in a sentence, and how many more there are."""
     shown = ", ".join(names[:limit])
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+
+
+def refuse_transforms(caller: str, advice: str) -> None:
+    """Raise inside of torch.func transforms."""
+    if torch_internals.transforms_active():
+        raise UnsupportedError(
+            f"{caller}: expected a call outside of torch.func transforms, got one inside; {advice}"
+        )

@@ -98,10 +98,8 @@ class Template:
     def _own(self, run: Any) -> Any:
         if isinstance(run, recomputation.Run):
             return self.call.first
-        if isinstance(run, recomputation.ValuesAndTangents):
-            return run.of(self._own(run.run))
         own = copy(run)
-        own.run, own.rerun = self._own(run.run), own
+        own.run, own.rerun, own.call = self._own(run.run), own, self.call
         return own
 
 

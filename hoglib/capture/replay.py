@@ -28,6 +28,7 @@ from hoglib._core import torch_internals
 from hoglib._core.block_parts import replaced_forwards
 from hoglib._core.blocks import call_forward, find_blocks
 from hoglib._core.gradient_graph import graph_summary
+from hoglib._core.pytree import is_float
 from hoglib._core.recomputation import recompute
 from hoglib._core.references import is_plain
 from hoglib._core.state import AutocastState
@@ -172,11 +173,10 @@ class Replay:
             return outputs
 
         requires = tuple(
-            x is not None and _is_differentiable(x) and i not in call.buffers
-            for i, x in enumerate(tensors)
+            x is not None and is_float(x) and i not in call.buffers for i, x in enumerate(tensors)
         )
         level, _ = self._record(_with_graph(forward, requires), tensors)
-        if level is None or hooks.registered or not all(map(_is_differentiable, level.examples)):
+        if level is None or hooks.registered or not all(map(is_float, level.examples)):
             raise CannotReplayError
         compared = None
         if all(map(is_plain, call.outputs)) and not any(by_user):
@@ -246,9 +246,9 @@ class Replay:
 
     def _copy(self, level: Level, given: Sequence[Tensor | None]) -> Tensors:
         self.copies += 1
-        if not any(level is x for x in self.numbered):
+        number = next((i for i, x in enumerate(self.numbered) if x is level), len(self.numbered))
+        if number == len(self.numbered):
             self.numbered.append(level)
-        number = next(i for i, x in enumerate(self.numbered) if x is level)
         found = _LEVEL([x for x in given if x is not None], number)
         return tuple(None if i is None else found[i] for i in level.outputs)
 
@@ -406,10 +406,10 @@ class _Forward(torch.autograd.Function):
         call, inputs = ctx.call, ctx.saved_tensors
         wanted = tuple(
             i for i, x in enumerate(inputs)
-            if x is not None and ctx.needs_input_grad[i + 2] and _is_differentiable(x)
+            if x is not None and ctx.needs_input_grad[i + 2] and is_float(x)
         )  # fmt: skip
         *cotangents, _ = grads
-        pending = call.pending.pop(torch_internals.backward_pass(), [])
+        pending = call.pending.pop(torch_internals.running_backward(), [])
         arrived = tuple(j for j, g in enumerate(cotangents) if g is not None)
         vjp, given = Vjp(wanted, arrived), tuple(cotangents[j] for j in arrived)
         found: Tensors = (None,) * len(wanted)
@@ -452,7 +452,7 @@ class _Vjp(torch.autograd.Function):
         found: Tensors = (None,) * len(cotangents)
         if any(needed):
             found = call.vjp_of_cotangents(vjp, inputs, cotangents, grads)
-        call.pending[torch_internals.backward_pass()].append((vjp, cotangents, grads))
+        call.pending[torch_internals.running_backward()].append((vjp, cotangents, grads))
         return None, None, torch.zeros(()), *[None] * count, *found
 
 
@@ -505,10 +505,6 @@ def _node(x: Tensor) -> fx.Node:
 
 def _layout(x: Tensor) -> Hashable:
     return x.dtype, tuple(x.shape), x.stride(), str(x.device)
-
-
-def _is_differentiable(x: Tensor) -> bool:
-    return x.is_floating_point() or x.is_complex()
 
 
 def _signature(level: Level, root: Any) -> Hashable:

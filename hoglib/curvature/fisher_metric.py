@@ -29,7 +29,7 @@ from hoglib.curvature import distributions
 from hoglib.curvature import likelihood as likelihoods
 from hoglib.curvature.gauss_newton import CompositeLoss, MetricProduct, OutputMetric
 from hoglib.curvature.likelihood import Likelihood, Weight
-from hoglib.curvature.linear_map import ProductOptions, refuse_transforms
+from hoglib.curvature.linear_map import ProductOptions
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 from hoglib.stand_ins.mode import stand_ins_if
 
@@ -73,7 +73,7 @@ class FisherMetric(OutputMetric):
     def at(
         self, composite: CompositeLoss, outputs: Vector, mode: str, options: ProductOptions
     ) -> MetricProduct:
-        refuse_transforms(options.caller, LOOP)
+        validation.refuse_transforms(options.caller, LOOP)
         closed_form = getattr(composite.loss, "fisher", None)
         if closed_form is not None:
             self._check_closed_form(options)
@@ -103,7 +103,7 @@ class FisherMetric(OutputMetric):
         self, composite: CompositeLoss, outputs: Vector, options: ProductOptions
     ) -> "Scores":
         """Of the kinds "mc" and "empirical", at these outputs."""
-        refuse_transforms(options.caller, LOOP)
+        validation.refuse_transforms(options.caller, LOOP)
         values = composite.with_values([y.detach() for y in outputs])
         return fisher_scores(self, composite.loss, values, composite.batch)
 

@@ -24,7 +24,7 @@ from hoglib.curvature.kronecker import (
 )
 from hoglib.curvature.kronecker_factors import BlockSums, EigenvalueSums, FactorSums
 from hoglib.curvature.layer_calls import Region, Role
-from hoglib.curvature.linear_map import ProductOptions, refuse_transforms
+from hoglib.curvature.linear_map import ProductOptions
 from hoglib.curvature.linear_operator import BlockDiagonal, LinearOperator
 from hoglib.curvature.model_run import USUAL, FactorOptions, ModelRun, checked_run
 from hoglib.curvature.operators import GGNOperator, HessianOperator
@@ -215,7 +215,7 @@ class KFACOperator(KroneckerOperator):
         Returns:
             The operator.
         """
-        refuse_transforms("KFACOperator", "compute it before, by `update()`.")
+        validation.refuse_transforms("KFACOperator", "compute it before, by `update()`.")
         with (
             examined_functions(type(self).__name__, first_order=True),
             torch.inference_mode(False), torch.no_grad(), self._bar.over("factors"),

@@ -35,7 +35,6 @@ from hoglib.curvature.laplacian_routes import (
     uncounted,
     without_choice,
 )
-from hoglib.curvature.linear_map import refuse_transforms
 from hoglib.taylor.algebras import Algebra, Biharmonic, Parts, Univariate, add
 from hoglib.taylor.jet import Options, by_taylor, finished
 from hoglib.taylor.nested import along_path
@@ -353,7 +352,7 @@ def _bilaplacian(
         route = nested_instead(route) if route.name == COLLAPSED else route
         if v is not None:
             return *finished(options, *_along(values, x, v)), route
-        refuse_transforms(
+        validation.refuse_transforms(
             "bilaplacian",
             "call it on all points at once instead of under vmap, pass num_projections, or "
             "differentiate its result with torch.autograd.grad.",

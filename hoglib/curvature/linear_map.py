@@ -192,14 +192,6 @@ def no_forward_mode(caller: str, mode: str, error: Exception) -> Exception:
     )
 
 
-def refuse_transforms(caller: str, advice: str) -> None:
-    """Raise inside of torch.func transforms."""
-    if torch_internals.transforms_active():
-        raise UnsupportedError(
-            f"{caller}: expected a call outside of torch.func transforms, got one inside; {advice}"
-        )
-
-
 def refuse_wrapped_calls(caller: str, func: Any) -> None:
     """Raise for a function that calls, by itself, a module whose hooks gather its parameters."""
     if getattr(func, "model", None) is None and any(

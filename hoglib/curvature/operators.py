@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from hoglib._core import pytree
+from hoglib._core import pytree, validation
 from hoglib._core.autograd import clone_inference_tensors, grad_enabled
 from hoglib._core.blocks import find_blocks
 from hoglib._core.finite_differences import to_double
@@ -30,7 +30,6 @@ from hoglib.curvature.linear_map import (
     check_backend,
     check_blocks,
     double_loss,
-    refuse_transforms,
     refuse_wrapped_calls,
 )
 from hoglib.curvature.linear_operator import LinearOperator
@@ -96,7 +95,7 @@ class DatasetOperator(LinearOperator):
             yield
 
     def _products(self, rows: Tensor) -> Tensor:
-        refuse_transforms(str(self), "use the function hvp, ggn_vp or fisher_vp there.")
+        validation.refuse_transforms(str(self), "use the function hvp, ggn_vp or fisher_vp there.")
         # of several processes one may have no batch, and adds zeros
         make = torch.empty if self._sum.alone else torch.zeros
         total = make(rows.shape, dtype=self.dtype, device=self.device)

@@ -28,7 +28,6 @@ from hoglib.curvature.linear_map import (
     check_backend,
     check_blocks,
     double_loss,
-    refuse_transforms,
     refuse_wrapped_calls,
 )
 from hoglib.errors import ArgumentValueError, UnsupportedError
@@ -384,4 +383,6 @@ def _refuse_graph(options: ProductOptions) -> None:
             f"{options.caller}(mode='finite-differences'): expected create_graph=False, got True; "
             "differences have no graph. Use another mode."
         )
-    refuse_transforms(f"{options.caller}(mode='finite-differences')", "use mode='auto' there.")
+    validation.refuse_transforms(
+        f"{options.caller}(mode='finite-differences')", "use mode='auto' there."
+    )

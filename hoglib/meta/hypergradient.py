@@ -16,7 +16,6 @@ from hoglib._core.gradient_graph import graph_summary
 from hoglib._core.source_location import warn
 from hoglib._core.state import RandomState, preserve_random_state
 from hoglib._core.swap import keep_swapped
-from hoglib.curvature.linear_map import refuse_transforms
 from hoglib.curvature.linear_operator import ProgressBar
 from hoglib.errors import ArgumentValueError
 from hoglib.meta.batches import check_batches
@@ -193,7 +192,7 @@ def hypergradient(
     validation.function("outer", outer)
     validation.function("inner", inner)
     check_truncate(truncate)
-    refuse_transforms(
+    validation.refuse_transforms(
         "hypergradient", "write it with `hoglib.meta.adapt`, which runs inside of any."
     )
     validation.parameters(hyper, "hyper")

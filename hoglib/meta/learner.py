@@ -16,7 +16,6 @@ from hoglib._core.process_failures import together
 from hoglib._core.sharding import Sharding
 from hoglib._core.source_location import warn
 from hoglib._core.swap import Params
-from hoglib.curvature.linear_map import refuse_transforms
 from hoglib.errors import ArgumentValueError
 from hoglib.functional import (
     Forward,
@@ -238,7 +237,7 @@ class Learner(nn.Module, ABC):
             NonFiniteError: for an inner or outer loss that is not finite, naming task and step.
         """
         what = type(self).__name__
-        refuse_transforms(
+        validation.refuse_transforms(
             f"{what}.loss(tasks)",
             "write the loss with `maml.adapt(support)` and `maml(x, params=adapted)`, which run inside "
             "of any.",

@@ -12,7 +12,6 @@ from hoglib._core.gradient_graph import depends_on_any
 from hoglib._core.source_location import warn
 from hoglib._core.torch_internals import transforms_active
 from hoglib._core.torch_modes import value_checks_on
-from hoglib.curvature.linear_map import refuse_transforms
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 from hoglib.penalties.compiled import backend_of, leaves_of, run_as_graph
 from hoglib.penalties.distributed import averaged
@@ -170,7 +169,7 @@ def _without_penalty_options(options: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _hessian(point: InputVJP, gradient: Vector, index: Any) -> Tensor | list[Tensor]:
     """H, of each structure by itself: [B, ..., ...], or a list for graphs."""
-    refuse_transforms("forces(hessian=True)", "use `torch.func.hessian(energy)` there.")
+    validation.refuse_transforms("forces(hessian=True)", "use `torch.func.hessian(energy)` there.")
     if len(gradient) != 1:
         raise ArgumentValueError(
             f"forces(hessian=True): expected one tensor of positions, got a tree of {len(gradient)}; "

@@ -11,14 +11,13 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hoglib._core import pytree
+from hoglib._core import pytree, validation
 from hoglib._core.autograd import Vector, materialize_grads, translate_errors, with_gradients
 from hoglib._core.closures import owner_of
 from hoglib._core.gradient_graph import depends_on_any
 from hoglib._core.source_location import warn
 from hoglib._core.torch_internals import transforms_active
 from hoglib._core.torch_modes import value_checks_on
-from hoglib.curvature.linear_map import refuse_transforms
 from hoglib.errors import ArgumentValueError
 from hoglib.penalties.compiled import RecordedDraws, backend_of, leaves_of, run_as_graph
 from hoglib.penalties.critic_context import autocast_devices, without_autocast
@@ -219,7 +218,7 @@ def _in_micro_batches(
 ) -> Tensor:
     """The penalty as a sum over pieces of the samples, each with its gradients before the next."""
     assert options.micro_batch is not None
-    refuse_transforms(f"{options.name}(micro_batch=...)", "leave micro_batch out there.")
+    validation.refuse_transforms(f"{options.name}(micro_batch=...)", "leave micro_batch out there.")
     leaves = check_points(options.name, "the points", x)
     count = len(leaves[0])
     if not count:

@@ -486,8 +486,8 @@ def test_a_gradient_is_held_by_others(of, held, create_graph):
 def test_each_backward_pass_has_a_number_of_its_own():
     x, found = torch.ones((), requires_grad=True), []
     y = x.sin()
-    y.register_hook(lambda g: found.append(torch_internals.backward_pass()))
+    y.register_hook(lambda g: found.append(torch_internals.running_backward()))
     for _ in range(2):
         torch.autograd.grad(y, x, retain_graph=True)
-    assert torch_internals.backward_pass() == -1
+    assert torch_internals.running_backward() == -1
     assert len({-1, *found}) == 3
