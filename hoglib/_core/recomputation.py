@@ -587,6 +587,7 @@ class _Call:
         own = copy(self)
         own.fn, own.constants = fn, constants
         own.scope = _Scope([x for x in constants if isinstance(x, nn.Module)])
+        own.run_state, own.parts = self.run_state.without_modules(), []
         own.first = own.rerun = Run(own, own._captured)
         return own
 

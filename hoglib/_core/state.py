@@ -271,6 +271,12 @@ class RunState:
         finally:
             self._set(states, modes)
 
+    def without_modules(self) -> "RunState":
+        """The same for runs that change no modes, which keeps no module alive."""
+        own = copy(self)
+        own._modes = []
+        return own
+
     def rewind(self) -> None:
         """Generators and modes become what they were, for another attempt at the same run."""
         self._set(self._drawn, self._modes)

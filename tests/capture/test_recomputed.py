@@ -1,5 +1,8 @@
 """Graphs of recomputed blocks: which blocks share them, and what they compute."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -128,3 +131,19 @@ def test_the_first_block_shares_the_graphs_of_the_others():
         torch.testing.assert_close(found[name], plain[name], rtol=1e-10, atol=1e-14)
     (template,) = templates()
     assert [str(key).count("the vjp") for key in template.levels] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("mode", ["reverse-over-reverse", "forward-over-reverse"])
+def test_graphs_do_not_keep_the_first_model_alive(mode):
+    def first_weight():
+        layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+        model = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False).double()
+        loss = hog.functional_loss(model, F.mse_loss)
+        params, x = hog.trainable_params(model), torch.randn(2, 3, 4, dtype=DOUBLE)
+        hog.hvp(loss, params, random_like(params), (x, x), mode=mode, remat=True, compile="eager")
+        return weakref.ref(model.layers[0].linear1.weight)
+
+    weight = first_weight()
+    gc.collect()
+    assert weight() is None
+    assert templates()
