@@ -8,7 +8,7 @@ BENCH ?= --jobs 2 # options of python -m experiments.benchmarks
 RECORD ?= # options of python -m tests.record, such as --compare BEFORE AFTER
 
 .DEFAULT_GOAL := help
-.PHONY: help run gan smoke bench bench-full record test test-full docs docs-serve clean
+.PHONY: help run gan smoke bench bench-full record test test-full size docs docs-serve clean
 .DELETE_ON_ERROR:
 
 help:
@@ -20,6 +20,7 @@ help:
 	@echo "make test   lint, format check, types, tests"
 	@echo "make test-full  the same with all cases of each test; twice as long"
 	@echo "make record  results, warnings and messages of pages, examples, verdicts and smoke runs, to compare before and after"
+	@echo "make size   lines of code of hoglib, experiments and tests, by package"
 	@echo "make docs   the documentation site, in build/site; a broken link or reference is an error"
 	@echo "make docs-serve  the same at http://127.0.0.1:8000, built again when a page changes"
 	@echo "make clean  remove the environment and caches (runs/ stays)"
@@ -69,6 +70,9 @@ test: $(READY)
 
 test-full: CASES := -m ''
 test-full: test
+
+size: $(READY)
+	@$(PY) -m tests.size
 
 docs: $(READY)
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict

@@ -24,9 +24,9 @@ class CompileChoice:
     """How the meta-gradient of one learner is run.
 
     Args:
-        option: None: as a graph where that pays for the steps of the run; True: as a graph, in the mode
-            that takes the least time for that many; False: without a graph; or the mode itself, as in
-            :class:`hoglib.MAML`.
+        option: None: where that pays for the steps of the run, as a graph that is not compiled
+            ("eager") and computes the same to the bit; True: as a compiled graph; False: without a
+            graph; or the mode itself, as in :class:`hoglib.MAML`.
         maml: The learner; None for a model without a meta-gradient of MAML.
         instead: What such a model is, for the error message.
     """
@@ -37,7 +37,7 @@ class CompileChoice:
                 f"compile: expected null or false for {instead}, got {option!r}; leave it out."
             )
         if option is not None and maml is not None:
-            maml.compiled = option  # raises for an unknown mode
+            maml.compiled = "inductor" if option is True else option  # raises for an unknown mode
         self.option, self.maml = option, maml
         self.resumed: CompileOption = None
 
@@ -49,24 +49,22 @@ class CompileChoice:
     def save(self, checkpoint: dict[str, Any]) -> None:
         """Store the mode in a checkpoint."""
         if self.maml is not None:
-            checkpoint[KEY] = self.maml.compile_mode
+            checkpoint[KEY] = self.maml.compiled
 
     def apply(self, trainer: pl.Trainer) -> None:
-        """Choose at the start of training, and print the choice where MAML does not print it itself."""
-        if self.maml is None or self.option not in (None, True):
+        """Choose at the start of training, and print the choice, where the option leaves it open."""
+        if self.maml is None or self.option is not None:
             return
-        losses = expected_losses(trainer)
-        self.maml.compile_for = losses
-        self.maml.compiled, message = self._choose(losses)
-        if message and trainer.is_global_zero:
-            print(f"compile: {message}", flush=True)
+        self.maml.compiled, why = self._choose(expected_losses(trainer))
+        if trainer.is_global_zero:
+            print(f"compile: {self.maml.compiled!r}, {why}", flush=True)
 
-    def _choose(self, losses: int | None) -> tuple[bool | str, str]:
+    def _choose(self, losses: float) -> tuple[bool | str, str]:
         if self.resumed is not None:
-            return self.resumed, f"{self.resumed!r}, as the run began"
-        if self.option is None and losses is not None and losses < LOSSES_THAT_PAY:
-            return False, f"False, for {losses:,} losses are too few for a graph to pay"
-        return True, ""
+            return self.resumed, "as the run began"
+        if losses < LOSSES_THAT_PAY:
+            return False, f"for {losses:,.0f} losses are too few for a graph to pay"
+        return "eager", f"for {losses:,.0f} losses pay for a graph"
 
 
 class WithCompileChoice(InProcesses):
@@ -90,7 +88,6 @@ class WithCompileChoice(InProcesses):
         self.compile_choice.load(checkpoint)
 
 
-def expected_losses(trainer: pl.Trainer) -> int | None:
-    """How many losses the whole run computes, those before it was resumed included; None: no limit."""
-    steps = trainer.estimated_stepping_batches
-    return None if steps == float("inf") else int(steps) * trainer.accumulate_grad_batches
+def expected_losses(trainer: pl.Trainer) -> float:
+    """How many losses the whole run computes, those before it was resumed included; inf: no limit."""
+    return trainer.estimated_stepping_batches * trainer.accumulate_grad_batches

@@ -98,11 +98,7 @@ def key(case):
 
 
 def main():
-    from curvlinops import (
-        EKFACLinearOperator,
-        KFACInverseLinearOperator,
-        KFACLinearOperator,
-    )
+    from curvlinops import EKFACLinearOperator, KFACInverseLinearOperator, KFACLinearOperator
 
     def draw_label(operator, outputs):
         count[0] += 1

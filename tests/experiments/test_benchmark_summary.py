@@ -54,14 +54,8 @@ def test_all_is_beside_what_is_by_hand_whatever_the_unit_was():
             "jax": row(2.25, "jax", "JAX", first=1.6),
         }
     )
-    assert found == [
-        "product, MLP",
-        "25 ms",
-        "1.04",
-        "0.80, step (12 s)",
-        "curvlinops 1.20",
-        "0.90 (2 s)",
-    ]
+    assert found[:3] == ["product, MLP", "25 ms", "1.04"]
+    assert found[3:] == ["0.80, step (12 s)", "curvlinops 1.20", "0.90 (2 s)"]
 
 
 def test_why_there_is_no_time_is_said():
@@ -145,16 +139,6 @@ def results():
     return {"machine": MACHINE, "workloads": [measured(methods), long, *steps]}
 
 
-def test_what_was_measured_on_is_said():
-    said = report.measured_on(results())
-    assert "abacus, 2 cores, each process on one of them with 1 thread, Linux" in said
-    assert "jax (missing), other 1.0" in said
-    assert "of 3 to 3 interleaved repeats" in said
-    assert "thread, GPU H200," in report.measured_on(
-        results() | {"machine": MACHINE | {"gpu": "H200"}}
-    )
-
-
 def test_every_page_is_written_from_one_file_of_results(tmp_path, monkeypatch, capsys):
     docs = tmp_path / "docs"
     (docs / "images").mkdir(parents=True)
@@ -179,23 +163,15 @@ def test_every_page_is_written_from_one_file_of_results(tmp_path, monkeypatch, c
     assert short.count("| product, MLP | 20 ms | 1.00 |") == short.count("| MAML, MLP |") == 1
     assert long.count("| theirs | 4.00 (3.60 to 4.40), 1 MiB |") == 1
     assert "one task, conv4-32; inner steps: | 5 | 20 |" in meta
+    assert "| time of a meta-gradient, to the loop by hand | MLP |" in meta
+    assert "abacus, 2 cores, each process on one of them with 1 thread, Linux" in short
+    assert "jax (missing), other 1.0" in short
     assert {path.name for path in (docs / "images").iterdir()} == {
         "benchmarks.png",
         "meta-memory.png",
     }
     assert json.loads((docs / pages.RAW).read_text()) == json.loads(json.dumps(results()))
     assert f"Written: docs/{'benchmark-details.md'}" in capsys.readouterr().out
-
-
-def test_a_page_of_which_nothing_was_measured_stays():
-    found = results()
-    assert set(pages.contents(found | {"workloads": found["workloads"][:1]})) == {
-        "benchmarks.md",
-        "benchmark-details.md",
-    }
-    assert set(pages.contents(found | {"workloads": found["workloads"][2:]})) == {
-        "meta-benchmarks.md"
-    }
 
 
 def test_the_real_pages_have_the_marks(tmp_path):

@@ -1,7 +1,6 @@
 """The benchmarks: every method against its truth, what is done with one that is wrong, the long tables."""
 
 import json
-import os
 import time
 from dataclasses import replace
 from itertools import chain, repeat
@@ -9,15 +8,21 @@ from itertools import chain, repeat
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.func import functional_call
 
 from experiments.benchmarks import __main__ as command
-from experiments.benchmarks import critic_steps, kronecker, report, timing, truths, with_torch
+from experiments.benchmarks import critic_steps, kronecker, method_check, timing, truths, with_torch
 from experiments.benchmarks.critics import CRITICS, critics
-from experiments.benchmarks.measure import measure
-from experiments.benchmarks.meta.tasks import learner
+from experiments.benchmarks.measure import measure, result
+from experiments.benchmarks.meta import report, with_jax, with_peers
+from experiments.benchmarks.meta import with_torch as meta_with_torch
+from experiments.benchmarks.meta.tasks import LEARNERS, Learner, checked, learner, long_loop
+from experiments.benchmarks.meta.workloads import CHOSEN, FORCED, LOOP, MANY_STEPS, META_GRADIENT
 from experiments.benchmarks.method_check import FEW
 from experiments.benchmarks.problems import MODELS, problem
+from experiments.benchmarks.timing import environment
+from experiments.benchmarks.truths import leaves_of
 from experiments.benchmarks.workload import (
     Eigenvalues,
     Method,
@@ -28,7 +33,7 @@ from experiments.benchmarks.workload import (
     peer,
 )
 from experiments.benchmarks.workloads import WORKLOADS, chosen
-from tests.long_tail import all_but
+from tests.long_tail import all_but, only
 
 pytestmark = pytest.mark.usefixtures("own_caches")
 
@@ -74,43 +79,14 @@ def behaviours():
 
 
 def test_only_what_is_right_has_a_time(behaviours):
-    statuses = {name: row["status"] for name, row in behaviours.items()}
-    assert statuses == {
-        "right": "ok",
-        "nearly right": "ok",
-        "wrong": "wrong",
-        "not a number": "wrong",
-        "raising": "raises",
-        "missing": "missing",
-        "unlike": "ok",
-    }
+    statuses = [row["status"] for row in behaviours.values()]
+    assert statuses == ["ok", "ok", "wrong", "wrong", "raises", "missing", "ok"]
     for row in behaviours.values():
         assert ("seconds" in row) == ("ratio" in row) == (row["status"] == "ok")
     assert behaviours["wrong"]["message"] == "wrong by 3e-3"
     assert behaviours["wrong"]["error"] == pytest.approx(3e-3, rel=1e-3)
     assert behaviours["raising"]["message"] == "raises: ValueError: first | line"
     assert behaviours["unlike"]["beside"]["name"] == "right"
-
-
-def test_without_a_unit_the_method_by_hand_is_one_and_without_that_nothing_is_timed():
-    own = Workload("own", ("MLP",), BEHAVIOURS.methods, problem, "nearly right")
-    unit, rows = measure(own, problem("MLP", 1, small=True), 2, 60)
-    assert rows["nearly right"]["seconds"] == {
-        k: unit["seconds"][k] for k in ("median", "low", "high")
-    }
-    assert report.cell(rows["nearly right"]).endswith(" ms")
-    assert rows["right"]["ratio"]["median"] != 1.0
-    unit, rows = measure(replace(own, by_hand="wrong"), problem("MLP", 1, small=True), 2, 60)
-    assert unit == {}
-    assert not any("seconds" in row for row in rows.values())
-    assert report.cell(rows["right"]) == "right"
-
-
-def test_cells_say_why_there_is_no_time(behaviours):
-    assert report.cell(behaviours["wrong"]) == "wrong by 3e-3"
-    assert report.cell(behaviours["raising"]) == "raises: ValueError: first / line"
-    assert report.cell(behaviours["missing"]) == "missing"
-    assert report.cell(None) == ""
 
 
 CURVATURE = {name: w for name, w in WORKLOADS.items() if w.page == "curvature"}
@@ -260,14 +236,6 @@ def test_truth_of_a_critics_step(name):
     torch.testing.assert_close(found, torch.cat([part.reshape(-1) for part in right])[:, None])
 
 
-def test_points_between_are_the_same_for_all_ways():
-    point = critics("MLP", tiny=True)
-    drawn = point.drawn()
-    torch.manual_seed(0)
-    assert torch.equal(drawn, torch.rand(len(point.real)))
-    assert torch.equal(point.double().drawn(), drawn.double())
-
-
 def test_results_of_every_form_are_columns():
     flat = torch.arange(12.0)
     block = flat.reshape(6, 2)
@@ -282,12 +250,9 @@ def test_results_of_every_form_are_columns():
     assert columns(Eigenvalues(torch.ones(5), 3), 1).shape == (5, 1)
 
 
-def test_what_is_not_here_is_missing():
+def test_a_peer_that_is_not_here_or_does_not_import_says_why(tmp_path, monkeypatch):
     with pytest.raises(Missing, match=r"^missing: no_such_library is not installed$"):
         peer("no_such_library")
-
-
-def test_a_peer_that_does_not_import_says_why(tmp_path, monkeypatch):
     (tmp_path / "broken_peer.py").write_text("raise RuntimeError('needs more\\nthan this')")
     monkeypatch.syspath_prepend(tmp_path)
     said = r"^broken_peer does not import: RuntimeError: needs more$"
@@ -296,20 +261,14 @@ def test_a_peer_that_does_not_import_says_why(tmp_path, monkeypatch):
 
 
 def test_a_ratio_is_one_of_neighbours_and_time_is_limited(monkeypatch):
-    seconds, order = chain([0.0, 0.0, 0.5, 0.6], repeat(2.0)), []
-    monkeypatch.setattr(timing.gc, "collect", lambda: order.append("collected"))
+    seconds = chain([0.0, 0.0, 0.5, 0.6], repeat(2.0))
     monkeypatch.setattr(timing.time, "monotonic", seconds.__next__)
-    clock = {"unit": iter([1.0, 2.0, 4.0, 8.0] * 10), "call": iter([10.0] * 40)}
-
-    def once(function, _):
-        function()
-        return next(clock[function])
+    clock, order = {"unit": iter([1.0, 2.0, 4.0, 8.0] * 10), "call": iter([10.0] * 40)}, []
+    monkeypatch.setattr(timing, "once", lambda name, _: order.append(name) or next(clock[name]))
 
     class Named(str):
         def __call__(self):
-            order.append(str(self))
-
-    monkeypatch.setattr(timing, "once", once)
+            pass
 
     def rounds_of_ten_seconds(budget):
         monkeypatch.setattr(timing.time, "perf_counter", iter(range(0, 1000, 10)).__next__)
@@ -318,13 +277,9 @@ def test_a_ratio_is_one_of_neighbours_and_time_is_limited(monkeypatch):
     units, pairs = rounds_of_ten_seconds(45)
     assert units[:4] == [1.0, 2.0, 4.0, 8.0]
     assert pairs["a"][:2] == [(10.0, 10.0 / 2**0.5), (10.0, 10.0 / 8**0.5)]
-    # after a collection a call that is not timed; between two of them each follows the other
-    warm = ["collected", "unit", "unit", "call", "unit"]
-    assert order[:14] == [*warm, "call", "unit", "call", "unit", *warm]
+    assert order[:5] == ["unit", "call", "unit", "call", "unit"]  # each follows the other
     assert len(pairs["a"]) == 4  # a fifth would end beyond 45 s
-    assert len(rounds_of_ten_seconds(15)[1]["a"]) == 3
-    assert len(rounds_of_ten_seconds(5)[1]["a"]) == 1
-    assert len(rounds_of_ten_seconds(1000)[1]["a"]) == 10
+    assert [len(rounds_of_ten_seconds(budget)[1]["a"]) for budget in (15, 5, 1000)] == [3, 1, 10]
 
 
 def test_the_clock_of_the_process_does_not_count_what_it_waits_for():
@@ -345,20 +300,6 @@ def test_a_call_is_timed_until_a_gpu_has_done_its_work(monkeypatch):
     assert happened == ["waited", "called", "waited"]
 
 
-def test_what_was_compiled_before_is_not_seen(tmp_path, monkeypatch):
-    kept = {"a graph": None}
-    monkeypatch.setattr("hoglib.capture.backend._IN_MEMORY", kept)
-    folders = set()
-    for _ in range(2):
-        timing.forget_compiled()
-        for name in ("HOGLIB_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
-            folders.add(os.environ[name])
-            assert os.listdir(os.environ[name]) == []
-    assert kept == {}
-    assert len(folders) == 4
-    assert str(tmp_path) not in folders
-
-
 @pytest.mark.parametrize(
     "point",
     [problem("CNN", 2, True), critics("CNN", tiny=True), learner("sinusoid", small=True)],
@@ -367,13 +308,9 @@ def test_what_was_compiled_before_is_not_seen(tmp_path, monkeypatch):
 def test_a_problem_moves_with_all_it_has(point):
     moved = point.to(torch.device("meta"))
     assert (point.device.type, moved.device.type) == ("cpu", "meta")
-    tensors = [*moved.model.parameters()]
-    for value in vars(moved).values():
-        tensors += [
-            t
-            for t in (value if isinstance(value, tuple) else (value,))
-            if isinstance(t, torch.Tensor)
-        ]
+    values = [value if isinstance(value, tuple) else (value,) for value in vars(moved).values()]
+    tensors = [x for value in values for x in value if isinstance(x, torch.Tensor)]
+    tensors += moved.model.parameters()
     assert {t.device.type for t in tensors} == {"meta"}
     assert all(p.device.type == "cpu" for p in point.model.parameters())
 
@@ -383,24 +320,6 @@ def test_on_a_gpu_hoglib_runs_beside_the_method_by_hand():
         methods = workload.on(workload.problems[0], "cuda").methods
         kept = [method for method in methods if not methods[method].ours]
         assert kept == [workload.by_hand], name
-
-
-def test_the_tables_have_one_unit_each(behaviours):
-    def measured(network, unit):
-        return {"title": "behaviours", "problem": network, "methods": behaviours, "page": "curvature", "device": "cpu", "unit": {"name": unit}}  # fmt: skip
-
-    found = [
-        measured("MLP", GRADIENT.name),
-        measured("CNN", GRADIENT.name),
-        measured("MLP", "by hand"),
-    ]
-    one, other = report.table({"workloads": found}).split("\n\n")
-    lines = one.splitlines()
-    assert lines[0] == "| in plain gradients of the same network | | |"
-    assert lines[2] == "| **behaviours** | **MLP** | **CNN** |"
-    assert "| wrong | wrong by 3e-3 | wrong by 3e-3 |" in lines
-    assert len(lines) == 3 + len(behaviours)
-    assert other.startswith("| to by hand | |\n")
 
 
 def test_the_command(tmp_path, capsys):
@@ -415,11 +334,7 @@ def test_the_command(tmp_path, capsys):
         "clock",
     }  # fmt: skip
     (measured,) = found["workloads"]
-    assert (measured["workload"], measured["problem"], measured["device"]) == (
-        "micro",
-        "MLP",
-        "cpu",
-    )
+    assert measured["workload"] == "micro"
     row = measured["methods"]["by hand"]
     assert row["status"] == "ok"
     assert row["ratio"]["low"] <= row["ratio"]["median"] <= row["ratio"]["high"]
@@ -477,3 +392,108 @@ def test_problems_are_the_same_on_every_call_and_leave_the_random_state():
         assert torch.equal(one.x, two.x)
         assert all(map(torch.equal, one.params.values(), two.params.values()))
     assert torch.equal(torch.get_rng_state(), state)
+
+
+JAX = "JAX jit(vmap(grad))"
+PEERS = ["higher", "TorchOpt", JAX]
+INDUCTOR = 'hoglib.MAML, compile="inductor"'
+WITH_NORMS = ["transformer", "conv4-32"]
+SMALL = [name for name in LEARNERS if name != "conv4-64"]  # which is conv4-32 where it is small
+
+
+@pytest.fixture
+def without_peers(monkeypatch):
+    def missing(name):
+        raise Missing(f"missing: {name} is not installed")
+
+    for module in (method_check, with_peers, with_jax):
+        monkeypatch.setattr(module, "peer", missing)
+
+
+def measured(point, methods, repeats=1):
+    workload = replace(WORKLOADS["meta-gradient"], methods=methods, by_hand=next(iter(methods)))
+    return measure(workload, point, repeats, 60)[1]
+
+
+def test_a_wrong_meta_loss_is_wrong_too():
+    def made(point):
+        call = meta_with_torch.by_hand(point)
+        return lambda: (lambda value, *grads: (value * 1.01, *grads))(*call())
+
+    by_hand, wrong = (
+        Method(make, truth="meta-gradient") for make in (meta_with_torch.by_hand, made)
+    )
+    rows = measured(learner("sinusoid", small=True), {"by hand": by_hand, "loss": wrong})
+    assert rows["loss"]["message"] == "wrong by 1e-2"
+
+
+@pytest.mark.parametrize("name", all_but(only("MLP"), SMALL))
+def test_smoke_of_meta_gradients(name, without_peers):
+    methods = {
+        method: of
+        for method, of in WORKLOADS["meta-gradient"].on(name).methods.items()
+        if name == "sinusoid" or method != INDUCTOR  # which one waits for
+    }
+    rows = measured(learner(name, small=True), methods)
+    statuses = {method: row["status"] for method, row in rows.items()}
+    usual = "wrong" if name in WITH_NORMS else "ok"  # what torch gets wrong through normalisation
+    assert statuses == dict.fromkeys(methods, "ok") | {"grad(vmap) by hand": usual} | (
+        dict.fromkeys(PEERS, "missing")
+    )
+    for method, row in rows.items():
+        if row["status"] == "ok":
+            assert (row["first_seconds"] is not None) == methods[method].compiled, method
+    assert report.cell(rows["higher"], report._time) == "not installed"
+    assert rows[CHOSEN]["beside"]["name"] in FORCED.values()
+
+
+@pytest.mark.parametrize(
+    ("package", "method"), [("higher", "higher"), ("torchopt", "TorchOpt"), ("jax", JAX)]
+)
+def test_smoke_of_a_peer(package, method):
+    pytest.importorskip(package)
+    point = learner("sinusoid", small=True)
+    rows = measured(point, {LOOP: META_GRADIENT[LOOP], method: META_GRADIENT[method]})
+    assert rows[method]["status"] == "ok", rows[method]["message"]
+    assert (rows[method]["first_seconds"] is not None) == (method == JAX)
+
+
+def test_inner_loops_of_many_steps(without_peers):
+    point, exact = long_loop("5", small=True), checked("5")
+    assert (point.count, point.inner_steps) == (1, 2)
+    assert (exact.count, exact.inner_steps, exact.support[0].dtype) == (1, 5, torch.float64)
+    longer = replace(point, inner_steps=9)
+    rows = measure(WORKLOADS["steps"], longer, 1, 60, checked=exact)[1]
+    assert list(rows) == list(MANY_STEPS)
+    assert {name: row["message"] for name, row in rows.items() if row["status"] != "ok"} == {}
+    assert all(row["error"] < 1e-9 for row in rows.values())
+    peaks = {name: row["peak_bytes"] for name, row in rows.items()}
+    stored = peaks.pop("store by hand")
+    for name, peak in peaks.items():
+        assert peak > 0
+        assert "store" in name or peak < 0.7 * stored, name
+
+
+def test_the_meta_gradient_by_hand_is_that_of_the_formula():
+    """One linear task: theta' = theta - alpha X'(X theta - y) 2 / K, and the chain rule."""
+    torch.manual_seed(0)
+    X, y, Z, t = (torch.randn(1, 6, n, dtype=torch.float64) for n in (3, 1, 3, 1))
+    model = nn.Linear(3, 1, bias=False, dtype=torch.float64)
+    point = Learner("linear", model, F.mse_loss, (X, y), (Z, t), 0.1, 1)
+    theta = model.weight.detach().T
+    A = torch.eye(3, dtype=torch.float64) - 0.1 * 2 / 6 * X[0].T @ X[0]
+    residual = Z[0] @ (A @ theta + 0.1 * 2 / 6 * X[0].T @ y[0]) - t[0]
+    value, gradient = leaves_of(meta_with_torch.by_hand(point)()).split((1, 3))
+    torch.testing.assert_close(value, residual.square().mean().reshape(1, 1))
+    torch.testing.assert_close(gradient, A.T @ Z[0].T @ residual * 2 / 6)
+
+
+def test_the_pages_of_many_steps(without_peers, tmp_path):
+    found = result("steps", "5", "cpu", small=True, repeats=1, budget=None)
+    results = {"machine": environment([]) | {"clock": "wall"}, "smoke": True, "workloads": [found]}
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    assert command.main(["--render", "--output", str(tmp_path)]) == 0
+    assert "| one task, conv4-32; inner steps: | 5 |" in (tmp_path / "details.md").read_text()
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "results.json", "table.md", "details.md", "benchmarks.png", "meta-memory.png",
+    }  # fmt: skip

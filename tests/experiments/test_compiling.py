@@ -1,105 +1,46 @@
 """`--model.compile`: which way a run takes, that it says so, and that all are the same run."""
 
-import re
 from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
-import torch
-from torch.testing import assert_close
 
 from experiments.data.sinusoid import SinusoidTasks
 from experiments.maml import JointRegression, MAMLRegression
 from experiments.training import compile_choice
 from experiments.training.compile_choice import LOSSES_THAT_PAY
-from hoglib.stand_ins import mode as stand_in_mode
-from tests.experiments.command import (
-    COMMAND_LINE,
-    ROOT,
-    assert_same_run,
-    checkpoint,
-    metrics,
-    run,
-)
-from tests.experiments.test_sinusoid import JOINT, SMOKE, fit, folder
-from tests.long_tail import FULL
-
-REWEIGHT = ROOT / "configs/smoke/meta/reweight_digits.yaml"
+from tests.experiments.command import COMMAND_LINE, assert_same_run, checkpoint
+from tests.experiments.test_sinusoid import SMOKE, fit, folder
 
 pytestmark = COMMAND_LINE
 
 
-@pytest.fixture
-def many(monkeypatch):
-    """The losses of a smoke run are enough for a graph to pay."""
+def test_a_run_as_a_graph_is_the_run_without_to_the_bit(trained, monkeypatch, capsys):
+    printed, whole = trained(SMOKE, into="whole"), folder(root="whole")
+    assert "compile: False, for 20 losses are too few for a graph to pay\n" in printed
+    assert checkpoint(whole)["compiled"] is False
     monkeypatch.setattr(compile_choice, "LOSSES_THAT_PAY", 15)
+    fit()
+    assert "compile: 'eager', for 20 losses pay for a graph\n" in capsys.readouterr().out
+    assert checkpoint(folder())["compiled"] == "eager"
+    assert_same_run(folder(), whole)
+    assert (folder() / "table.txt").read_bytes() == (whole / "table.txt").read_bytes()
 
 
-def test_a_run_as_a_graph_is_the_run_without_to_the_bit(many, capsys):
-    ways = {"false": (False, ""), "eager": ("eager", ""), "true": ("eager", "20 losses of ")}
-    ways["null"] = ways["true"]
-    for version, (given, (way, said)) in enumerate(ways.items()):
-        fit("--model.compile", given)
-        out, err = capsys.readouterr()
-        assert checkpoint(folder(version))["compiled"] == way
-        assert err.count(said or "losses of") == bool(said)  # it says so in one line
-        assert "compile: " not in out
-        assert_same_run(folder(version), folder())
-        table = (folder(version) / "table.txt").read_bytes()
-        assert table == (folder() / "table.txt").read_bytes()
-
-
-def test_a_short_run_has_no_graph_and_says_so(capsys):
-    fit("--test_after_fit", "false")
-    out, err = capsys.readouterr()
-    assert "compile: False, for 20 losses are too few for a graph to pay\n" in out
-    assert "losses of" not in err
-    assert checkpoint(folder())["compiled"] is False
-
-
-@pytest.mark.parametrize("stopped_at", [10, 15])
-def test_a_resumed_run_goes_on_in_the_way_that_it_began_in(stopped_at, many, capsys):
+def test_a_resumed_run_goes_on_in_the_way_that_it_began_in(monkeypatch, capsys):
     """Also where the steps that it was given at first were too few for a graph."""
-    fit("--trainer.max_steps", stopped_at, "--test_after_fit", "false")
-    began = checkpoint(folder())["compiled"]
-    assert began == (False if stopped_at == 10 else "eager")
-    capsys.readouterr()
-    fit("--ckpt_path", "last")
-    out, err = capsys.readouterr()
-    assert f"compile: {began!r}, as the run began\n" in out
-    assert "losses of" not in err
-    assert checkpoint(folder())["compiled"] == began
-
-
-def test_a_run_from_before_there_was_a_choice_goes_on_without_a_graph(many, capsys):
+    monkeypatch.setattr(compile_choice, "LOSSES_THAT_PAY", 15)
     fit("--trainer.max_steps", "10", "--test_after_fit", "false")
-    content = checkpoint(folder())
-    del content["compiled"]
-    torch.save(content, folder() / "last.ckpt")
+    assert checkpoint(folder())["compiled"] is False
     fit("--ckpt_path", "last", "--test_after_fit", "false")
     assert "compile: False, as the run began\n" in capsys.readouterr().out
-
-
-@FULL
-def test_a_compiled_run_that_is_resumed_is_the_same_run(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("HOGLIB_CACHE_DIR", str(tmp_path / "compiled"))
-    inductor = ["--model.compile", "inductor"]
-    fit(*inductor, "--trainer.logger.save_dir", "whole")
-    fit(*inductor, "--trainer.max_steps", "10", "--test_after_fit", "false")
-    fit("--ckpt_path", "last")  # which leaves it open
-    assert "compile: 'inductor', as the run began\n" in capsys.readouterr().out
-    assert_same_run(folder(), folder(root="whole"))
-    fit("--model.compile", "false", "--test_after_fit", "false")
-    for ours, theirs in zip(metrics(folder())[:4], metrics(folder(1)), strict=False):
-        if ours["train/loss"]:
-            assert float(ours["train/loss"]) == pytest.approx(float(theirs["train/loss"]), rel=1e-4)
+    assert checkpoint(folder())["compiled"] is False
 
 
 LIMITS = {
     "epochs": ({"max_epochs": 3}, 18),
     "steps": ({"max_epochs": 3, "max_steps": 7}, 7),
     "fewer batches": ({"max_epochs": 3, "limit_train_batches": 2}, 6),
-    "accumulated": ({"max_epochs": 2, "accumulate_grad_batches": 3}, 12),
     "accumulated steps": ({"max_epochs": 2, "max_steps": 3, "accumulate_grad_batches": 2}, 6),
 }
 
@@ -107,60 +48,46 @@ LIMITS = {
 @pytest.mark.parametrize("case", LIMITS)
 def test_the_losses_that_it_decides_by_are_those_that_are_computed(case, monkeypatch):
     limits, expected = LIMITS[case]
-    model, called = MAMLRegression(hidden=[3], compile=True), []
-    # after each loss with gradients a learner keeps what training leaves; there is no public hook
-    monkeypatch.setattr(model.maml, "_after_loss", lambda loop, found: called.append(found))
+    model, called, decided_by = MAMLRegression(hidden=[3]), [], []
+    loss, choose = model.maml.loss, model.compile_choice._choose
+    monkeypatch.setattr(model.maml, "loss", lambda tasks: called.append(1) or loss(tasks))
+    monkeypatch.setattr(
+        model.compile_choice, "_choose", lambda losses: decided_by.append(losses) or choose(losses)
+    )
     trainer = pl.Trainer(
         **limits, logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, num_sanity_val_steps=0, limit_val_batches=0,
     )  # fmt: skip
     trainer.fit(model, SinusoidTasks(iterations=6, tasks=2, shots=3))
-    assert model.maml.compile_for == len(called) == expected
+    assert decided_by == [len(called)] == [expected]
 
 
-def test_a_run_without_an_end_is_one_of_many_losses():
-    assert compile_choice.expected_losses(trainer_of(float("inf"))) is None
-    model = MAMLRegression(hidden=[3])
-    model.compile_choice.apply(trainer_of(float("inf")))
-    assert model.maml.compiled is True
-    assert model.maml.compile_for is None
-
-
-@pytest.mark.parametrize("losses", [1, LOSSES_THAT_PAY - 1, LOSSES_THAT_PAY, 10**6])
-def test_the_decision_is_a_function_of_the_number_of_losses(losses):
-    model = MAMLRegression(hidden=[3])
-    model.compile_choice.apply(trainer_of(losses))
-    assert model.maml.compiled == (losses >= LOSSES_THAT_PAY)
-    assert model.maml.compile_for == losses
-
-
-@FULL
-def test_the_cache_has_no_say(tmp_path, monkeypatch, capsys):
-    """What was compiled before costs nothing now, and yet the way is that of an empty cache."""
-    monkeypatch.setenv("HOGLIB_CACHE_DIR", str(tmp_path))
-    batch = SinusoidTasks(iterations=1, tasks=2, shots=3).train_dataloader().batch_of(0)
-    torch.manual_seed(0)
-    model = MAMLRegression(hidden=[3], compile="inductor")
-    model.maml.loss(batch)
-    assert list(tmp_path.glob("*.bin"))
-    model = MAMLRegression(hidden=[3], compile=True)
-    model.compile_choice.apply(trainer_of(300))
-    model.maml.loss(batch)
-    assert model.maml.compile_mode == "eager"
-
-
-def trainer_of(steps, accumulated=1):
+def trainer_of(steps):
     return SimpleNamespace(
-        estimated_stepping_batches=steps, accumulate_grad_batches=accumulated, is_global_zero=True
+        estimated_stepping_batches=steps, accumulate_grad_batches=1, is_global_zero=True
     )
 
 
-def test_what_is_asked_for_is_what_is_done(monkeypatch):
-    for wanted in (False, "eager", "step", "inductor"):
-        model = MAMLRegression(hidden=[3], compile=wanted)
-        model.compile_choice.load({"compiled": "eager"})
-        model.compile_choice.apply(trainer_of(10**6))
-        assert model.maml.compiled == model.maml.compile_mode == wanted
+@pytest.mark.parametrize(
+    ("option", "losses", "resumed", "way"),
+    [
+        (None, LOSSES_THAT_PAY - 1, None, False),
+        (None, LOSSES_THAT_PAY, None, "eager"),
+        (None, float("inf"), None, "eager"),
+        (None, 10**6, {}, False),  # from before there was a choice
+        (None, 10**6, {"compiled": "inductor"}, "inductor"),
+        (True, 10**6, {"compiled": "eager"}, "inductor"),
+        ("eager", 1, {"compiled": False}, "eager"),
+        (False, 10**6, {"compiled": "eager"}, False),
+    ],
+)
+def test_the_way_of_a_run(option, losses, resumed, way):
+    model, content = MAMLRegression(hidden=[3], compile=option), {}
+    if resumed is not None:
+        model.compile_choice.load(resumed)
+    model.compile_choice.apply(trainer_of(losses))
+    model.compile_choice.save(content)
+    assert model.maml.compiled == content["compiled"] == way
 
 
 def test_where_there_is_no_graph_to_be_had_null_and_false_are_fine():
@@ -173,80 +100,3 @@ def test_where_there_is_no_graph_to_be_had_null_and_false_are_fine():
         model.compile_choice.load(content)
         model.compile_choice.apply(trainer_of(10**6))
         assert content == {}
-
-
-def test_the_way_of_a_learner_is_what_was_chosen():
-    model = MAMLRegression(hidden=[3], compile=True)
-    assert model.maml.compile_mode is True
-    batch = SinusoidTasks(iterations=1, tasks=2, shots=3).train_dataloader().batch_of(0)
-    model.maml.compile_for = 5
-    model.maml.loss(batch)
-    assert model.maml.compile_mode == "eager"
-    model.maml.compiled = "step"
-    assert model.maml.compile_mode == "step"
-
-
-BAD = {
-    "a way that is none": (
-        SMOKE, ["--model.compile", "fast"],
-        "compile: expected one of inductor, eager, step; got 'fast'",
-    ),
-    "joint training": (
-        JOINT.config, ["--model.compile", "true"],
-        "compile: expected null or false for joint training, which has no second derivatives",
-    ),
-    "Reptile": (
-        SMOKE, ["--model.algorithm", "reptile", "--model.compile", "eager"],
-        "compile: expected null or false for Reptile, .* got 'eager'; leave it out",
-    ),
-    "reweighting": (REWEIGHT, ["--model.compile", "true"], "null or false for hypergradient"),
-    "among the options": (
-        SMOKE, ["--model.options", "{compile: true}"],
-        "options: expected arguments of MAML, .* got inner_lr, inner_steps, compile",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_what_cannot_be_compiled_is_told_before_training(case, capsys):
-    config, args, message = BAD[case]
-    assert run("fit", "--config", config, *args) == 2
-    error = capsys.readouterr().err
-    assert re.search(message, " ".join(error.split()))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"rule": "adam"}, {"memory": "remat"}, {"learn_lr": "element", "lr_per_step": True}, {"truncate": 1}],
-    ids=str,
-)  # fmt: skip
-def test_options_of_the_inner_loop_run_as_graphs_too(options):
-    losses = []
-    for compile in (False, "eager"):
-        torch.manual_seed(0)
-        model = MAMLRegression(hidden=[4], inner_steps=2, options=options, compile=compile)
-        batch = SinusoidTasks(iterations=1, tasks=2, shots=3, seed=0).train_dataloader().batch_of(0)
-        loss = model.maml.loss(batch)
-        loss.backward()
-        losses.append([loss.detach(), *(p.grad for p in model.parameters())])
-    assert_close(*losses, rtol=0, atol=0)
-
-
-def test_the_operations_of_a_graph_are_not_looked_up_among_the_stand_ins(monkeypatch):
-    """They are in it already, and to look up each would take as long as to run it."""
-    model = MAMLRegression(hidden=[3], compile="eager")
-    batch = SinusoidTasks(iterations=1, tasks=2, shots=3).train_dataloader().batch_of(0)
-    model.maml.loss(batch)
-    looked_up = []
-    original = stand_in_mode._SecondOrder.__torch_function__
-
-    def noting(self, func, *rest):
-        looked_up.append(func)
-        return original(self, func, *rest)
-
-    monkeypatch.setattr(stand_in_mode._SecondOrder, "__torch_function__", noting)
-    model.maml.loss(batch)
-    assert not looked_up
-    model.maml.compiled = False
-    model.maml.loss(batch)
-    assert looked_up

@@ -1,10 +1,9 @@
-"""Gradient descent on digits: known spectra, runs end to end, resume, bad input."""
-
-import json
+"""Digits and gradient descent on them: the split, known spectra, the table."""
 
 import pytest
 import torch
 import torch.nn.functional as F
+from sklearn.datasets import load_digits
 from torch.testing import assert_close
 
 from experiments.curvature import Descent, cross_entropy, squared_error
@@ -13,15 +12,7 @@ from experiments.plots.spectra import eigenvalues_per_decade
 from experiments.tables.curvature import spectrum_table
 from hoglib.curvature import hessian_spectrum
 from hoglib.lightning import Measurement
-from tests.experiments.command import (
-    COMMAND_LINE,
-    DRAWN,
-    checkpoint,
-    metrics,
-    run,
-    smoke,
-)
-from tests.long_tail import FULL
+from tests.experiments.command import COMMAND_LINE, DRAWN, checkpoint, smoke
 
 SMOKE, fit, folder = smoke("curvature/digits")
 PICTURE = "spectrum_over_training.png"
@@ -60,117 +51,19 @@ def test_the_spectrum_of_linear_regression_is_that_of_its_inputs():
     assert abs(value - 10 * float(exact.sum())) < 4 * error
 
 
-def test_a_rate_beyond_the_edge_diverges_and_one_below_does_not():
-    """Of linear regression, whose largest eigenvalue does not change: 2 / lr is the bound."""
-    data = Digits(train=300, test=10, seed=0)
-    edge = 2 / float(torch.linalg.eigvalsh(gram(data.train.x)).max())
-    for factor, grows in ((0.95, False), (1.05, True)):
-        torch.manual_seed(0)
-        model = Descent(hidden=[], lr=factor * edge)
-        optimizer = model.configure_optimizers()
-        losses = []
-        for _ in range(300):
-            losses.append(model.loss(data.train))
-            optimizer.zero_grad()
-            losses[-1].backward()
-            optimizer.step()
-        assert (losses[-1] > losses[0]) == grows
-
-
-def gram(x):
-    x = torch.cat([x, torch.ones(len(x), 1)], 1)
-    return x.T @ x / len(x)
-
-
-@DRAWN
-def test_the_table_and_the_curves_agree(trained):
-    trained(SMOKE)
-    table = (folder() / "table.txt").read_text()
-    rows = metrics(folder())
-    measured = [r for r in rows if r["curvature/largest"]]
-    assert [int(r["step"]) for r in measured] == [0, 5, 10, 15, 20]
-    assert [one["batch"] for one in history(folder())] == [0, 5, 10, 15, 20]
-    lines = table.splitlines()[4:9]
-    losses = {int(r["step"]): float(r["train/loss"]) for r in rows if r["train/loss"]}
-    accuracies = {int(r["step"]) + 1: float(r["val/accuracy"]) for r in rows if r["val/accuracy"]}
-    for row, line in zip(measured, lines, strict=True):
-        step, loss, accuracy, largest, smallest, trace, _, error = line.split()
-        assert step == row["step"]
-        assert int(step) == 20 or loss == f"{losses[int(step)]:.4f}"
-        assert accuracy == (f"{accuracies[int(step)]:.1%}" if int(step) else "-")
-        names = ("largest", "smallest", "trace", "trace_error")
-        values = [float(row[f"curvature/{name}"]) for name in names]
-        told = f"{values[0]:.2f}", f"{values[1]:.3f}", f"{values[2]:.1f}", f"{values[3]:.1f}"
-        assert (largest, smallest, trace, error) == told
-    summary = json.loads((folder() / "summary.json").read_text())
-    assert summary["largest"] == pytest.approx(float(measured[-1]["curvature/largest"]))
-    assert summary["edge"] == pytest.approx(20)
-    assert summary["loss_train"] < losses[19]
-
-
-@FULL
-def test_the_largest_eigenvalue_stays_at_the_edge():
-    fit(
-        "--model.lr", "0.15", "--model.hidden", "[32, 32, 32]", "--data.iterations", "900",
-        "--trainer.callbacks.init_args.every", "100", "--trainer.val_check_interval", "300",
-    )  # fmt: skip
-    largest = [float(one["spectrum"]["largest"][-1]) for one in history(folder())]
-    assert largest[0] < 0.8 * 2 / 0.15
-    for value in largest[-3:]:
-        assert value == pytest.approx(2 / 0.15, rel=0.15)
-
-
-def test_a_fit_with_the_monitor_is_the_fit_without_it(trained):
-    trained(SMOKE)
-    fit("--test_after_fit", "false", "--trainer.callbacks", "null")
-    ours, theirs = (checkpoint(folder(v)) for v in (0, 1))
-    assert_close(ours["state_dict"], theirs["state_dict"], rtol=0, atol=0)
-
-
-@DRAWN
-def test_test_draws_it_all_again(capsys):
-    fit("--seed_everything", "1")
-    config = folder() / "config.yaml"
-    before = {name: (folder() / name).read_bytes() for name in ("table.txt", PICTURE)}
-    for name in before:
-        (folder() / name).unlink()
-    assert run("test", "--config", config) == 0
-    assert before == {name: (folder() / name).read_bytes() for name in before}
-    assert run("validate", "--config", config) == 0
-    assert not folder(1).exists()
-
-
-def test_spectrum_and_verify(trained, capsys):
-    trained(SMOKE)
-    assert run("spectrum", "--config", SMOKE, "--k", "1", "--num_samples", "2", "--steps", "9") == 0
-    numbers = json.loads((folder() / "spectrum.json").read_text())
-    (found,) = numbers.values()
-    last = history(folder())[-1]["spectrum"]
-    assert found["largest"] == pytest.approx(last["largest"].tolist(), rel=1e-4)
-    assert run("verify", "--config", SMOKE) == 0
-    assert "Descent.second_order_problem: right" in capsys.readouterr().out
-
-
-def test_a_run_without_the_monitor_says_so(capsys):
+def test_a_fit_without_the_monitor_is_the_fit_with_it_and_says_so(trained, capsys):
+    trained(SMOKE, into="with")
     fit("--trainer.callbacks", "null")
+    ours, theirs = (checkpoint(folder(root=root)) for root in ("runs", "with"))
+    assert_close(ours["state_dict"], theirs["state_dict"], rtol=0, atol=0)
     assert "No CurvatureMonitor among trainer.callbacks" in capsys.readouterr().out
     assert not (folder() / PICTURE).exists()
 
 
-@pytest.mark.parametrize(
-    "args",
-    [
-        ("--model.loss", "cross_entropy"),
-        pytest.param(("--data.batch", "50"), marks=FULL),
-        pytest.param(("--model.act", "relu"), marks=FULL),
-        ("--trainer.max_steps", "1"),
-        ("--trainer.callbacks.init_args.every", "1000"),
-    ],
-    ids=" ".join,
-)
 @DRAWN
-def test_variants_end_with_their_picture(args):
-    fit(*args)
+def test_variants_end_with_their_picture():
+    fit("--model.loss", "cross_entropy", "--trainer.max_steps", "1",
+        "--trainer.callbacks.init_args.every", "1000")  # fmt: skip
     assert (folder() / PICTURE).stat().st_size > 5000
 
 
@@ -200,3 +93,31 @@ def test_the_table_has_a_dozen_rows_at_most():
     assert rows[0] == ["0", "1.0000", "-", "2.00", "2.000", "8.0", "±", "0.0"]
     assert rows[-1][:2] == ["990", "0.5000"]
     assert len(spectrum_table(many[:1], {}, {}, "title").splitlines()) == 7
+
+
+def rows(images):
+    return {tuple(x.tolist()) for x in images.x}
+
+
+def test_the_parts_have_no_image_in_common_and_are_scikit_learns():
+    data = Digits(seed=3)
+    (batch,) = data.val_dataloader()
+    assert (len(data.train.x), len(batch.x)) == (1297, 500)
+    assert not rows(data.train) & rows(batch)
+    x, label = load_digits(return_X_y=True)
+    expected = sorted((*(row / 8 - 1), digit) for row, digit in zip(x, label, strict=True))
+    parts = [torch.cat([part.x, part.label[:, None]], 1) for part in (data.train, batch)]
+    assert_close(torch.tensor(expected).float(), torch.tensor(sorted(torch.cat(parts).tolist())))
+
+
+def test_there_may_be_a_third_part_to_choose_by():
+    data = Digits(train=1000, test=500, val=200, seed=3)
+    (chosen_by,), (tested,) = data.val_dataloader(), data.test_dataloader()
+    assert (len(data.train.x), len(chosen_by.x), len(tested.x)) == (1000, 200, 500)
+    parts = [rows(part) for part in (data.train, chosen_by, tested)]
+    assert not parts[0] & parts[1] | parts[0] & parts[2] | parts[1] & parts[2]
+    without = Digits(train=1000, test=500, seed=3)
+    assert_close(without.train, data.train, rtol=0, atol=0)
+    assert_close(without.held_out, tested, rtol=0, atol=0)
+    assert_close([*without.val_dataloader()], [tested], rtol=0, atol=0)
+    assert (data.options["val"], without.options.get("val")) == (200, None)

@@ -40,23 +40,6 @@ def test_a_batch_has_tasks_of_ways_and_shots():
             assert all(torch.bincount(task, minlength=7).tolist() == [each] * 7 for task in y)
 
 
-def test_the_stream_belongs_to_the_seed():
-    ours, same, other = (batches(seed=seed) for seed in (0, 0, 1))
-    assert_close(ours, same, rtol=0, atol=0)
-    assert not torch.equal(ours[0][0][0], other[0][0][0])
-    assert not torch.equal(ours[0][0][0], ours[1][0][0])
-
-
-def test_a_stream_goes_on_where_it_was():
-    through = list(Episodes(iterations=5, tasks=2, seed=3).train_dataloader())
-    first = Episodes(iterations=5, tasks=2, seed=3).train_dataloader()
-    for _, _ in zip(range(2), first, strict=False):
-        state = first.state_dict()
-    resumed = Episodes(iterations=5, tasks=2, seed=0).train_dataloader()
-    resumed.load_state_dict(state)
-    assert_close(list(resumed), through[state["position"] :], rtol=0, atol=0)
-
-
 def test_labels_are_those_of_classes_and_no_image_comes_twice():
     counts = [5, 9, 6, 7, 8]
     data = numbered(counts)
@@ -75,12 +58,6 @@ def test_labels_are_those_of_classes_and_no_image_comes_twice():
     assert len(seen) == 15  # every class comes under every label
     drawn = torch.bincount(picks.classes.flatten(), minlength=5)
     assert drawn.min() > 80  # of 120 that are expected, with a standard deviation of 7
-
-
-def test_splits_have_no_class_in_common():
-    data = Episodes()
-    names = [part.data.names for part in (data.train, data.val, data.test)]
-    assert len(set().union(*names)) == sum(map(len, names))
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -104,23 +81,6 @@ def test_the_test_tasks_are_those_of_the_file_whatever_the_seed(kind):
                 chosen = own[picks.images[task, way]]
                 assert_close(sx[task, way * shots : (way + 1) * shots], chosen[:shots])
                 assert_close(qx[task][qy[task] == way], chosen[shots : shots + 4])
-
-
-def test_the_file_is_what_counts(monkeypatch):
-    other = episodes.Picks(
-        torch.arange(3000).reshape(600, 5) % 5, torch.arange(16).expand(600, 5, 16)
-    )
-    monkeypatch.setattr(episodes, "fixed_tasks", lambda: {(5, 1): other})
-    assert torch.equal(Episodes().test_dataloader().picks.classes, other.classes)
-
-
-def test_validation_tasks_and_others_are_the_same_for_every_seed():
-    for options in ({"val_tasks": 5}, {"val_tasks": 5, "ways": 3, "test_tasks": 5}):
-        ours, other = (Episodes(seed=seed, tasks=2, **options) for seed in (0, 1))
-        assert_close(list(ours.val_dataloader()), list(other.val_dataloader()), rtol=0, atol=0)
-        assert len(ours.val_dataloader()) == 3
-        first, second = (next(iter(data.test_dataloader())) for data in (ours, other))
-        assert_close(first, second, rtol=0, atol=0)
 
 
 def test_rotated_classes_are_others_and_in_training_only():
@@ -197,19 +157,15 @@ def test_a_folder_of_train_val_and_test_is_taken_as_it_is(tmp_path):
 
 def test_images_are_read_once_and_again_when_they_change(alphabets, monkeypatch):
     options = {"size": 5, **FEW}
-    before = batches_of(Episodes(str(alphabets), **options))
+    before = list(Episodes(str(alphabets), **options).train_dataloader())
     assert len(list(CACHE.glob("*.npy"))) == 3
     with monkeypatch.context() as patch:
         patch.setattr("experiments.data.image_classes.read_image", None)
-        assert_close(batches_of(Episodes(str(alphabets), **options)), before)
+        assert_close(list(Episodes(str(alphabets), **options).train_dataloader()), before)
     for a in range(10):
         paint(alphabets / f"alphabet{a}/character0/0.png", 255, size=(20, 20))
     changed = Episodes(str(alphabets), **options).train.data.images
     assert (changed == 255).all((1, 2, 3)).sum() == 6
-
-
-def batches_of(data):
-    return list(data.train_dataloader())
 
 
 def test_classes_of_too_few_images_are_left_out_with_a_warning(alphabets):
@@ -233,36 +189,14 @@ def test_what_a_user_may_get_wrong_about_a_folder(alphabets, tmp_path):
     (tmp_path / "empty/folder").mkdir(parents=True)
     refused("at its first or second level, got none", tmp_path / "empty")
     refused("channels: expected", alphabets, channels=2)
-    refused("size: expected", alphabets, size=0)
     refused(r"expected at most the 6 classes of val that have 3 images .* got 7", alphabets, ways=7)
     broken = alphabets / "alphabet3/character1/2.png"
     broken.write_bytes(b"no image")
     refused(re.escape(repr(str(broken))), alphabets)
     (tmp_path / "half/train/a").mkdir(parents=True)
     refused("got train alone", tmp_path / "half")
-    for c in "ab":
-        paint(tmp_path / f"two/{c}/0.png", 3)
+    paint(tmp_path / "two/a/0.png", 3)
     refused("three folders or more", tmp_path / "two")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"ways": 1}, "ways: expected"),
-        ({"shots": 0}, "shots: expected"),
-        ({"queries": 0}, "queries: expected"),
-        ({"tasks": 0}, "tasks: expected"),
-        ({"iterations": 0}, "iterations: expected"),
-        ({"test_tasks": 1}, "test_tasks: expected"),
-        ({"val_tasks": 0}, "val_tasks: expected"),
-        ({"size": 84}, "expected 28 and 1"),
-        ({"shots": 20, "queries": 20}, "ways: expected at most the 0 classes of train"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_what_is_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        Episodes(**options)
 
 
 def test_glyphs_of_too_few_typefaces_are_left_out_with_a_warning():

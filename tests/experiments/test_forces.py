@@ -1,4 +1,6 @@
-"""Potentials of clusters: invariances, forces, losses, table, runs end to end, resume, bad input."""
+"""Potentials of clusters: known energies, the walk against its density, invariances, forces, losses."""
+
+import math
 
 import pytest
 import torch
@@ -8,13 +10,78 @@ from experiments.data.clusters import Structures, energies_and_forces, metropoli
 from experiments.forces import Potentials, errors_of
 from experiments.models.potential import Potential, move_atom, outermost
 from experiments.tables.forces import Errors, forces_table
-from tests.experiments.command import (
-    COMMAND_LINE,
-    DRAWN,
-    checkpoint,
-    metrics,
-    smoke,
-)
+from tests.experiments.command import COMMAND_LINE, smoke
+
+SMALL = {"atoms": 3, "sweeps": 20, "train": 6, "val": 5, "test": 5, "batch": 3, "iterations": 4}
+
+
+def lattice(*atoms):
+    return torch.tensor(atoms, dtype=torch.float64)
+
+
+@pytest.fixture(scope="module")
+def walked():
+    return metropolis_walk(20, 5, 0.3, 2.0, 60, seed=0)
+
+
+WELL = 2 ** (1 / 6)  # where a pair has its lowest energy, -1
+TETRAHEDRON = WELL / math.sqrt(8) * lattice([1, 1, 1], [1, -1, -1], [-1, 1, -1], [-1, -1, 1])
+KNOWN = {
+    "pair in its well": (lattice([0, 0, 0], [0, WELL, 0]), -1.0),
+    "pair at sigma": (lattice([1, 1, 1], [1, 1, 2]), 0.0),
+    "pair at two": (lattice([0, 0, 0], [2, 0, 0]), 4 * (2**-12 - 2**-6)),
+    "tetrahedron": (TETRAHEDRON, -6.0),
+    "three in a row": (lattice([-1, 0, 0], [0, 0, 0], [1, 0, 0]), 4 * (2**-12 - 2**-6)),
+}
+
+
+@pytest.mark.parametrize("case", KNOWN)
+def test_energies_that_are_known(case):
+    x, expected = KNOWN[case]
+    energy, forces = energies_and_forces(x)
+    assert energy.item() == pytest.approx(expected, abs=1e-12)
+    if expected in (-1.0, -6.0):  # minima
+        assert_close(forces, torch.zeros_like(x), rtol=0, atol=1e-12)
+
+
+def test_forces_are_minus_the_derivatives(walked):
+    x = walked.clone().requires_grad_()
+    energy, forces = energies_and_forces(walked)
+    pairs = torch.stack([torch.pdist(one) for one in x]) ** -6
+    by_pairs = 4 * (pairs.square() - pairs).sum(1)
+    assert_close(energy, by_pairs)
+    assert_close(forces, -torch.autograd.grad(by_pairs.sum(), x)[0])
+    step = 1e-6
+    for atom, direction in ((0, 0), (3, 2)):
+        ahead, behind = walked.clone(), walked.clone()
+        ahead[:, atom, direction] += step
+        behind[:, atom, direction] -= step
+        slope = (energies_and_forces(ahead)[0] - energies_and_forces(behind)[0]) / (2 * step)
+        assert_close(forces[:, atom, direction], -slope, rtol=1e-6, atol=1e-6)
+
+
+def test_the_walk_ends_within_the_sphere_and_in_bound_clusters(walked):
+    assert walked.dtype == torch.float64
+    assert_close(walked.mean(1), torch.zeros_like(walked[:, 0]))
+    assert walked.square().sum(-1).max() <= 4
+    energy, _ = energies_and_forces(walked)
+    assert energy.mean() < -3
+    assert len(energy.unique()) == 20  # each walk is another
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0])
+def test_two_atoms_are_as_far_apart_as_the_density_says(temperature):
+    """Of r from 0 to 2 radius the density is r^2 exp(-E / T): mean and variance of E by quadrature."""
+    count, radius = 4000, 1.0
+    found, _ = energies_and_forces(metropolis_walk(count, 2, temperature, radius, 150, seed=0))
+    r = torch.linspace(0.5, 2 * radius, 20001, dtype=torch.float64)
+    energy = 4 * (r**-12 - r**-6)
+    density = r**2 * torch.exp(-energy / temperature)
+    mean = ((density * energy).sum() / density.sum()).item()
+    sigma = ((density * (energy - mean) ** 2).sum() / density.sum()).sqrt().item()
+    assert abs(found.mean().item() - mean) < 4 * sigma / math.sqrt(count)
+    assert found.std().item() == pytest.approx(sigma, rel=0.1)
+
 
 SMOKE, fit, folder = smoke("penalty/forces")
 pytestmark = COMMAND_LINE
@@ -58,17 +125,6 @@ def test_the_energy_stays_where_nature_s_does(case, potential, clusters):
     assert_close(potential(SAME[case](clusters.x)), energy, rtol=0, atol=1e-6)
 
 
-def test_forces_turn_with_the_cluster(potential, clusters):
-    model = Potentials(features=8)
-    model.potentials["both"] = potential
-    torch.manual_seed(1)
-    rotation = torch.linalg.qr(torch.randn(3, 3, dtype=torch.float64))[0]
-    _, forces = model.predict("both", clusters.x)
-    _, others = model.predict("both", clusters.x @ rotation)
-    assert_close(others, forces @ rotation, rtol=0, atol=1e-6)
-    assert_close(forces.sum(1), torch.zeros_like(forces[:, 0]), rtol=0, atol=1e-6)
-
-
 def test_forces_are_minus_differences_of_energies(potential, clusters):
     model = Potentials(features=8)
     model.potentials["both"] = potential
@@ -95,18 +151,6 @@ def test_the_features_by_hand():
     assert_close(found, torch.stack([near + far, 2 * near, near + far])[None])
 
 
-def test_scales_make_features_and_energies_standard(clusters):
-    potential = Potential(8, [4], "tanh").double()
-    potential.scale_to(clusters)
-    scaled = (potential.features(clusters.x) - potential.middle) / potential.width
-    assert_close(scaled.mean((0, 1)), torch.zeros(8).double())
-    assert_close(scaled.std((0, 1)), torch.ones(8).double())
-    with torch.no_grad():
-        for p in potential.parameters():
-            p.zero_()
-    assert_close(potential(clusters.x), clusters.energy.mean().expand(12))
-
-
 def test_the_losses_by_hand(clusters):
     torch.manual_seed(0)
     model = Potentials(weight=0.3, hidden=[8], features=8).double()
@@ -119,11 +163,6 @@ def test_the_losses_by_hand(clusters):
     of_forces = ((clusters.forces + slope) ** 2).sum() / (12 * 5 * 3) / 5
     assert_close(model.loss("energies", clusters), of_energy)
     assert_close(model.loss("both", clusters), of_energy + 0.3 * of_forces)
-
-
-def test_both_start_alike():
-    ours, theirs = Potentials(hidden=[8]).potentials.values()
-    assert_close(ours.state_dict(), theirs.state_dict(), rtol=0, atol=0)
 
 
 def test_errors_by_hand():
@@ -141,33 +180,6 @@ def test_the_outermost_atom_is_moved_on_its_line():
     path = move_atom(cluster, 2, torch.tensor([3.0, 5.0]))
     assert_close(path[0], cluster)
     assert_close(path[1], torch.tensor([[0.0, 1, 0], [0, -1, 0], [5.0, 0, 0]]))
-
-
-@DRAWN
-def test_the_table_and_the_curves_agree(trained):
-    trained(SMOKE)
-    table = (folder() / "table.txt").read_text()
-    rows = metrics(folder())
-    assert [int(row["step"]) for row in rows if row["train/both"]] == [4, 9, 14, 19]
-    assert len([row for row in rows if row["val/force/both"]]) == 2
-    (line,) = [x for x in table.splitlines() if x.startswith("energies and forces  ")]
-    assert f"{float(rows[-1]['test/force/both']):.4f}" in line
-
-
-def test_forces_in_the_loss_lower_their_error():
-    fit("--model.features", "20", "--data.iterations", "250", "--trainer.val_check_interval", "250")
-    last = metrics(folder())[-1]
-    assert float(last["test/force/both"]) < 0.7 * float(last["test/force/energies"])
-
-
-def test_energies_are_learned_alike_with_and_without_the_other():
-    """The network of energies alone knows nothing of forces: their weight does not change it."""
-    for weight in ("1", "50"):
-        fit("--model.weight", weight, "--test_after_fit", "false")
-    a, b = (checkpoint(folder(v))["state_dict"] for v in (0, 1))
-    for name in a:
-        same = torch.equal(a[name], b[name])
-        assert same == (not name.startswith("potentials.both.network")), name
 
 
 def test_the_table():

@@ -6,8 +6,7 @@ from torch.testing import assert_close
 from experiments.data.stream import seeded
 from experiments.helium import energy_loss, local_energy, metropolis
 from experiments.models.wave_function import WaveFunction, distances
-from experiments.tables.helium import helium_table
-from tests.experiments.command import COMMAND_LINE, DRAWN, metrics, smoke
+from tests.experiments.command import COMMAND_LINE
 
 pytestmark = COMMAND_LINE
 
@@ -77,17 +76,3 @@ def test_the_gradient_of_the_energy_by_differences_of_reweighted_means():
             values.append(reweighted())
         flat[i] += 1e-5
         assert_close(g.view(-1)[i], (values[0] - values[1]) / 2e-5, rtol=1e-5, atol=1e-7)
-
-
-@DRAWN
-def test_the_energy_of_the_table_is_the_logged_one(trained):
-    config, _, folder = smoke("pinn/helium")
-    trained(config)
-    (row,) = [row for row in metrics(folder()) if row["test/energy"]]
-    told = f"{float(row['test/energy']):.4f} +- {float(row['test/error']):.4f}"
-    assert told in (folder() / "table.txt").read_text()
-
-
-def test_the_table():
-    lines = helium_table(-2.9032, 0.0001, 0.01, 500, 0.5).splitlines()
-    assert lines[5].split() == ["this", "network", "-2.9032", "+-", "0.0001", "0.52"]

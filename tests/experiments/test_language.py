@@ -10,17 +10,11 @@ from torch.testing import assert_close
 import hoglib as hog
 from experiments.adaptation import ADAPTERS, AdapterMAML, fine_tuning
 from experiments.data.topics import CHARACTERS, SPLITS, TopicTasks, Windows, encode, text, topics
-from experiments.language import LanguageModel, layer_of
+from experiments.language import LanguageModel
 from experiments.maml import errors_after
 from experiments.models.gpt import CharacterGPT, add_adapters
 from experiments.tables.language import perplexity_table
-from tests.experiments.command import (
-    COMMAND_LINE,
-    DRAWN,
-    checkpoint,
-    run,
-    smoke,
-)
+from tests.experiments.command import COMMAND_LINE, DRAWN, checkpoint, run, smoke
 
 LM, ADAPT = smoke("curvature/lm"), smoke("maml/lm_adapt")
 pytestmark = COMMAND_LINE
@@ -44,12 +38,6 @@ class TestText:
         assert len(set.union(*found)) == sum(map(len, found)) > 1000
         assert {*parts[1], *parts[2]} == {name for names in SPLITS.values() for name in names}
 
-    def test_characters(self):
-        assert (
-            "".join(CHARACTERS[i] for i in encode("a~\n é").tolist())
-            == "a~\n \N{REPLACEMENT CHARACTER}"
-        )
-
     def test_windows_are_pieces_of_their_split(self):
         data = Windows(length=20, batch=3, iterations=4, held_out=5, seed=1)
         for split, batch in (
@@ -60,9 +48,6 @@ class TestText:
             everything = "".join(CHARACTERS[i] for i in text(topics(split)).tolist())
             for row in batch.tolist():
                 assert "".join(CHARACTERS[i] for i in row) in everything
-        one, other = (list(data.train_dataloader()) for _ in range(2))
-        assert_close(one, other)
-        assert len({batch.sum().item() for batch in one}) == 4
 
     def test_a_task_is_a_stretch_of_one_topic_without_common_windows(self):
         data = TopicTasks(length=10, shots=3, queries=2, held_out=7, seed=0)
@@ -93,15 +78,6 @@ class TestNetwork:
         names = list(hog.trainable_params(adapted))
         assert names == list(hog.trainable_params(adapted, ADAPTERS + "[AB]"))
         assert len(names) == 2 * 4 * 2
-
-    def test_layers(self):
-        names = [name for name, _ in network().named_parameters()]
-        assert list(dict.fromkeys(map(layer_of, names))) == [
-            "embedding",
-            "block 1",
-            "block 2",
-            "head",
-        ]
 
 
 def test_curvature_along_a_direction_is_that_of_the_loss(monkeypatch):
@@ -144,12 +120,6 @@ class TestFits:
         summary = json.loads((where / "summary.json").read_text())
         assert f"{summary['perplexity']:.2f}" in table
         assert len(summary["largest"]) == 2
-
-    @DRAWN
-    def test_without_spectra_and_directions(self, capsys):
-        args = ("--trainer.callbacks", "null", "--model.directions", "0")
-        LM.fit(*args)
-        assert "Sharpest" not in capsys.readouterr().out
 
     @DRAWN
     def test_adapters_of_a_trained_model(self, trained, capsys):

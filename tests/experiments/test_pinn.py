@@ -8,17 +8,11 @@ from torch.testing import assert_close
 
 import hoglib as hog
 from experiments.data.allen_cahn import allen_cahn_reference
-from experiments.data.squares import EQUATIONS, SquarePoints
+from experiments.data.squares import EQUATIONS
 from experiments.models.networks import mlp
 from experiments.pinn import DENSE, Jacobian, Pinn, Residual, weighted_loss
-from experiments.tables.pinn import pinn_table
 from hoglib.errors import NotPositiveDefiniteError
-from tests.experiments.command import (
-    COMMAND_LINE,
-    DRAWN,
-    metrics,
-    smoke,
-)
+from tests.experiments.command import COMMAND_LINE
 
 STEADY = ("poisson", "plate")
 pytestmark = COMMAND_LINE
@@ -166,49 +160,3 @@ def test_a_matrix_that_rounding_makes_indefinite_is_refused():
     model.weighted = model.weighted[0][:4], torch.full((4,), 1e12)
     with pytest.raises(NotPositiveDefiniteError, match="precision to 64-true, or raise damping"):
         model._inverse(None, 1e-12)
-
-
-def test_batches_are_numbered():
-    stream = SquarePoints(3, 5, seed=1)
-    first, second, _ = list(stream)
-    assert first.shape == (5, 2)
-    assert not torch.equal(first, second)
-    again = SquarePoints(3, 5, seed=1)
-    again.load_state_dict({"seed": 1, "position": 1})
-    assert torch.equal(next(iter(again)), second)
-
-
-@DRAWN
-@pytest.mark.parametrize("name", EQUATIONS)
-def test_both_errors_and_their_cost_are_told(name, trained):
-    config, _, folder = smoke(f"pinn/{name}")
-    trained(config)
-    table = (folder() / "table.txt").read_text()
-    rows = [row for row in metrics(folder()) if row["train/adam"]]
-    assert float(rows[-1]["train/newton_cg"]) < float(rows[0]["train/newton_cg"])
-    for key in ("newton_cg", "adam"):
-        (line,) = [x for x in table.splitlines() if x.lower().startswith(key.replace("_", ""))]
-        assert f"{float(rows[-1][f'val/{key}']):.1e}" in line
-    # both begin with 20 steps of Adam on 16 of 64 points
-    newton, adam = (float(rows[0][f"gradients/{key}"]) for key in ("newton_cg", "adam"))
-    assert 0 <= adam - newton < 16 / 64
-    assert newton > 20 * 16 / 64 + 1
-
-
-@pytest.mark.full
-def test_the_first_step_of_a_compiled_fit_is_the_same_to_rounding(trained):
-    """Later ones differ more: conjugate gradients in float32 stop at other iterations."""
-    config, fit, folder = smoke("pinn/allen_cahn")
-    trained(config, into="plain")
-    fit("--model.compile", "true", "--test_after_fit", "false")
-    (ours, *_), (theirs, *_) = (metrics(folder(root=r)) for r in ("runs", "plain"))
-    for key in ("val/newton_cg", "val/adam", "gradients/newton_cg"):
-        assert float(ours[key]) == pytest.approx(float(theirs[key]), rel=1e-3), (ours, theirs)
-
-
-def test_the_table():
-    curves = {"gradients/adam": [(1, 3.0), (2, 41.6)], "seconds/adam": [(1, 1.0), (2, 2.5)]}
-    ends = {"adam": ("Adam", 0.0012, 0.02, 0.3), "newton_cg": ("NewtonCG", 1.0, 2.0, 3.0)}
-    lines = pinn_table("a wave", curves, ends).splitlines()
-    assert lines[4].split() == ["Adam", "1.2e-03", "2.0e-02", "3.0e-01", "42", "2.5"]
-    assert lines[5].split() == ["NewtonCG", "1.0e+00", "2.0e+00", "3.0e+00", "-", "-"]

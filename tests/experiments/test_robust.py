@@ -1,22 +1,17 @@
-"""Robust classifiers of digits: losses, choice, table, runs end to end, resume, bad input."""
-
-import re
+"""Robust classifiers of digits: attacks with a known worst image, losses, choice."""
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.testing import assert_close
 
 import hoglib as hog
 from experiments.data.digits import Images
+from experiments.evaluation.attacks import fgsm, input_gradient, is_correct, margin, pgd
+from experiments.models.networks import mlp
 from experiments.robust import Penalty, Robustness, choose_weights
-from experiments.tables.classifiers import Tried, robustness_table
-from tests.experiments.command import (
-    COMMAND_LINE,
-    DRAWN,
-    metrics,
-    smoke,
-)
+from tests.experiments.command import COMMAND_LINE, metrics, smoke
 
 SMOKE, fit, folder = smoke("penalty/digits_robust")
 pytestmark = COMMAND_LINE
@@ -51,12 +46,6 @@ def test_the_losses_are_those_of_their_papers(problem, monkeypatch):
     assert {name: model.loss(name, Images(x, label)).item() for name in model.networks} == (
         pytest.approx({name: value.item() for name, value in expected.items()}, rel=1e-5)
     )
-
-
-def test_all_start_alike(problem):
-    first, *others = problem[0].networks.values()
-    for other in others:
-        assert_close(first.state_dict(), other.state_dict(), rtol=0, atol=0)
 
 
 def test_accuracy_without_an_attack_comes_first(problem):
@@ -117,36 +106,124 @@ def test_the_weight_is_chosen_on_the_validation_part(monkeypatch):
     assert {len(x) for _, x in judged} == {50}
 
 
-@DRAWN
-def test_the_table_and_the_curves_agree(trained):
-    trained(SMOKE)
-    table = (folder() / "table.txt").read_text()
-    rows = metrics(folder())
-    assert [int(row["step"]) for row in rows if row["train/plain"]] == [4, 9, 14, 19]
-    last = rows[-1]
-    (line,) = [x for x in table.splitlines() if re.match(r"plain +PGD", x)]
-    for epsilon in ("0", "0.1", "0.2"):
-        assert f"{float(last[f'test/plain/PGD/{epsilon}']):.1%}" in line
-    assert float(last["test/plain/PGD/0.2"]) < float(last["test/plain/PGD/0"])
+WIDE = (-100.0, 100.0)
 
 
-@DRAWN
-def test_without_penalties_there_is_the_plain_network_alone():
-    fit("--model.weights", "{}")
-    table = (folder() / "table.txt").read_text()
-    assert "plain" in table
-    assert "chosen" not in table
+def linear(weight, bias=0.0):
+    """Logits (0, w x + b): class 1 where w x + b is above 0."""
+    network = nn.Linear(len(weight), 2).double()
+    with torch.no_grad():
+        network.weight.copy_(torch.stack([torch.zeros(len(weight)), torch.tensor(weight)]))
+        network.bias.copy_(torch.tensor([0.0, bias]))
+    return network
 
 
-def test_the_table():
-    flags = lambda *counts: torch.stack([torch.arange(100) < c for c in counts])  # noqa: E731
-    right = {"plain": {"FGSM": flags(90, 50)}, "J": {"FGSM": flags(90, 80)}}
-    tried = [Tried("J", 0.5, 0.123, False), Tried("J", 2.0, 0.456, True)]
-    lines = robustness_table([0.0, 0.1], right, tried, 70).splitlines()
-    assert lines[2].split() == ["attack", "0", "0.1"]
-    # 1.96 sqrt(0.9 0.1 / 100) = 5.9%; of 100 pairs 30 differ: 1.96 sqrt(0.3 0.7 / 100) = 9.0%
-    assert lines[4].split() == ["plain", "FGSM", "90.0%", "±", "5.9%", "50.0%", "±", "9.8%"]
-    assert lines[6].split() == ["J:", "gain", "FGSM", "0.0%", "±", "0.0%", "30.0%", "±", "9.0%"]
-    assert lines[-4].split() == ["J", "0.5", "12.3%"]
-    assert lines[-3].split() == ["J", "2", "45.6%", "<-", "chosen"]
-    assert "on 70 other digits" in lines[-1]
+@pytest.fixture
+def attacked():
+    """A network that is no longer random, and images, some of them told wrong."""
+    torch.manual_seed(0)
+    network = mlp([6, 16, 3], "tanh").double()
+    with torch.no_grad():
+        for p in network.parameters():
+            p.mul_(3)
+    x = 2 * torch.rand(200, 6, dtype=torch.float64) - 1
+    return network, x, torch.where(torch.rand(200) < 0.9, network(x).argmax(1), 0)
+
+
+@pytest.mark.parametrize(
+    ("logits", "label", "expected"),
+    [
+        ([1.0, 3.0, 2.0], 1, -1.0),
+        ([1.0, 3.0, 2.0], 2, 1.0),
+        ([1.0, 3.0, 2.0], 0, 2.0),
+        ([2.0, 2.0, 0.0], 0, 0.0),
+        ([float("nan"), 1.0, 0.0], 1, float("inf")),
+    ],
+)
+def test_the_margin(logits, label, expected):
+    found = margin(torch.tensor([logits]), torch.tensor([label]))
+    assert_close(found, torch.tensor([expected]))
+    right = is_correct(nn.Identity(), torch.tensor([logits]), torch.tensor([label]))
+    assert bool(right) == (expected < 0)
+
+
+@pytest.mark.parametrize("attack", [fgsm, pgd])
+@pytest.mark.parametrize(
+    ("label", "expected"), [(1, [0.3, 0.7, 0.1]), (0, [0.7, 0.3, 0.1])], ids=["class 1", "class 0"]
+)
+def test_of_a_linear_network_the_worst_image_is_a_corner(attack, label, expected):
+    """The loss rises along -+ sign(w); a pixel without a weight stays as it is."""
+    x = torch.tensor([[0.5, 0.5, 0.1]], dtype=torch.float64)
+    found = attack(linear([2.0, -1.0, 0.0]), x, torch.tensor([label]), 0.2, bounds=WIDE)
+    assert_close(found, torch.tensor([expected], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("attack", [fgsm, pgd])
+@pytest.mark.parametrize("epsilon", [0.0, 0.1, 0.7])
+def test_images_stay_within_the_bound_and_between_white_and_black(attack, epsilon, attacked):
+    network, x, label = attacked
+    found = attack(network, x, label, epsilon)
+    assert (found - x).abs().max() <= epsilon * (1 + 1e-12)
+    assert found.min() >= -1
+    assert found.max() <= 1
+    assert torch.equal(found, x) == (epsilon == 0)
+
+
+@pytest.mark.parametrize("epsilon", [0.05, 0.2, 0.5])
+def test_pgd_is_at_least_as_strong_as_fgsm_and_as_no_attack(epsilon, attacked):
+    network, x, label = attacked
+    once, many = fgsm(network, x, label, epsilon), pgd(network, x, label, epsilon)
+    with torch.no_grad():
+        margins = [margin(network(y), label) for y in (x, once, many)]
+    assert (margins[2] >= margins[0]).all()
+    assert (margins[2] >= margins[1]).all()
+    assert margins[2].sum() > margins[1].sum()
+
+
+def test_restarts_find_more_and_begin_where_the_generator_says(attacked):
+    network, x, label = attacked
+    state = torch.get_rng_state()
+    one, more, again, other = (
+        pgd(network, x, label, 0.5, 3, restarts, generator=torch.Generator().manual_seed(seed))
+        for restarts, seed in ((1, 0), (9, 0), (9, 0), (9, 1))
+    )
+    assert torch.equal(more, again)
+    assert not torch.equal(more, other)
+    assert torch.equal(torch.get_rng_state(), state)
+    with torch.no_grad():
+        few, many = (margin(network(found), label) for found in (one, more))
+    assert (many >= few).all()
+    assert (many > few + 1e-6).any()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_no_gradient_is_left_and_none_is_missed(mode, attacked):
+    network, x, label = attacked
+    expected = pgd(network, x, label, 0.2, 3, 1)
+    with mode():
+        given = x.clone(), label.clone()  # tensors of that mode
+        found = pgd(network, *given, 0.2, 3, 1)
+        once = fgsm(network, *given, 0.2)
+    assert_close(found, expected, rtol=0, atol=0)
+    for p in network.parameters():
+        assert p.grad is None
+    assert not any(y.requires_grad for y in (found, once, given[0]))
+
+
+def test_the_gradient_is_that_of_each_image_alone(attacked):
+    network, x, label = attacked
+    every = input_gradient(network, x, label)
+    for i in (0, 7):
+        y = x[i : i + 1].clone().requires_grad_()
+        nn.functional.cross_entropy(network(y), label[i : i + 1]).backward()
+        assert_close(every[i : i + 1], y.grad)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"epsilon": -0.1}, {"epsilon": 0.1, "steps": 0}, {"epsilon": 0.1, "restarts": 0}],
+    ids=str,
+)
+def test_what_is_refused(options, attacked):
+    with pytest.raises(ValueError, match=f"{[*options][-1]}: expected"):
+        pgd(*attacked, **options)

@@ -21,9 +21,10 @@ from experiments.training.learners import ALGORITHMS
 from tests.experiments.command import COMMAND_LINE, ROOT, checkpoint, run
 from tests.experiments.test_reweight import examples
 from tests.lightning.test_audit import Poison
-from tests.long_tail import all_but
 
-CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
+CONFIGS = [  # one of each experiment
+    path for path in sorted((ROOT / "configs/smoke").rglob("*.yaml")) if path.stem != "glyphs_20w5s"
+]
 MAML = ROOT / "configs/smoke/maml/sinusoid.yaml"
 GAN_CONFIG = ROOT / "configs/smoke/gan/mixture.yaml"
 pytestmark = COMMAND_LINE
@@ -45,14 +46,6 @@ def poisoned(monkeypatch):
     for module in ("maml", "gan", "reweight"):
         monkeypatch.setattr(f"experiments.{module}.mlp", with_poison)
 
-    critic = networks.image_critic
-
-    def poisoned_critic(channels, act):
-        *layers, last = critic(channels, act)
-        return nn.Sequential(*layers, Poison(), last)
-
-    monkeypatch.setattr("experiments.image_gan.image_critic", poisoned_critic)
-
 
 # What is audited grows with these.
 SMALLER = {
@@ -61,12 +54,7 @@ SMALLER = {
 }
 
 
-@pytest.mark.parametrize(
-    "path",
-    # one config of each experiment
-    all_but(lambda path: "smoke" in path.parts and path.stem != "glyphs_20w5s", CONFIGS),
-    ids=lambda p: str(p.relative_to(ROOT / "configs")),
-)
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: str(p.relative_to(ROOT / "configs/smoke")))
 def test_every_config_is_right(path, capsys):
     assert verify(path, *SMALLER.get(path.stem, ())) == 0
     out = capsys.readouterr().out
@@ -81,28 +69,21 @@ def test_every_config_is_right(path, capsys):
 # Options that make another problem of a config, or judge it another way
 OPTIONS = {
     "reptile": (MAML, "--model.algorithm", "reptile"),
-    "imaml": (MAML, "--model.algorithm", "imaml"),
-    "relu": (MAML, "--model.act", "relu"),
     "no penalty": (GAN_CONFIG, "--model.penalty", "null"),
     "wgan_gp": (GAN_CONFIG, "--model.penalty.kind", "wgan_gp"),
     "torch alone": (GAN_CONFIG, "--stand_ins", "false"),
     "routes": (MAML, "--routes", "[rr, torch.func.hessian]"),
-    "threads": (MAML, "--num_threads", "2"),
     "bfloat16": (MAML, "--trainer.precision", "bf16-mixed"),
-    "float64": (MAML, "--trainer.precision", "64-true"),
 }
 
 
-# that a number of threads is taken is tested with fits; here two threads wait for each other
-@pytest.mark.parametrize("case", all_but(lambda case: case != "threads", OPTIONS))
+@pytest.mark.parametrize("case", OPTIONS)
 def test_options(case):
     assert verify(*OPTIONS[case]) == 0
     assert not list(Path().iterdir())
 
 
-@pytest.mark.parametrize(
-    "config", ["gan/mixture", "gan/mnist", "maml/sinusoid", "meta/reweight_digits"]
-)
+@pytest.mark.parametrize("config", ["gan/mixture", "meta/reweight_digits"])
 def test_what_is_wrong_is_named(config, poisoned, capsys):
     assert verify(ROOT / f"configs/smoke/{config}.yaml") == 1
     out = capsys.readouterr().out
@@ -181,12 +162,13 @@ def test_a_fit_with_the_callback_stops_before_its_first_step(poisoned, capsys):
     assert not list(Path().rglob("metrics.csv"))
 
 
-def test_a_fit_with_the_callback_is_the_fit_without():
+def test_a_fit_with_the_callback_is_the_fit_without(trained):
+    trained(GAN_CONFIG, into="without")
     callback = ("--trainer.callbacks+", "hoglib.lightning.SecondOrderAudit")
-    for args in ((), callback):
-        assert run("fit", "--config", GAN_CONFIG, "--test_after_fit", "false", *args) == 0
+    assert run("fit", "--config", GAN_CONFIG, "--test_after_fit", "false", *callback) == 0
     ours, theirs = (
-        checkpoint(Path(f"runs/smoke/gan/mixture/version_{v}"))["state_dict"] for v in (0, 1)
+        checkpoint(Path(f"{root}/smoke/gan/mixture/version_0"))["state_dict"]
+        for root in ("runs", "without")
     )
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
 

@@ -74,22 +74,12 @@ if TORCH_VERSION >= (2, 13):
 # fmt: on
 
 CASES = [
-    pytest.param(
-        row,
-        fn,
-        inputs,
-        mode,
-        id=f"{row.name} {i} {mode}",
-        marks=[pytest.mark.gpu] if row.device == "cuda" else [],
-    )
+    pytest.param(row, fn, inputs, mode, id=f"{row.name} {i} {mode}",
+                 marks=[pytest.mark.gpu] if row.device == "cuda" else [])
     for row in stand_in_mode.stand_in_table()
     for i, (fn, inputs) in enumerate(SAMPLES[row.name])
     for mode in row.modes
-]
-
-
-def report(fn, inputs, mode):
-    return hog.verify(fn, inputs, modes=mode)
+]  # fmt: skip
 
 
 def test_every_row_has_a_sample():
@@ -100,7 +90,7 @@ def test_every_row_has_a_sample():
 def test_torch_needs_it_still_and_the_stand_in_is_right(row, fn, inputs, mode):
     if row.device == "cuda":
         inputs = inputs.cuda()
-    alone = report(fn, inputs, mode)
+    alone = hog.verify(fn, inputs, modes=mode)
     assert not alone.ok, f"torch {torch.__version__} no longer needs {row.name} in {mode}"
 
     def replaced(*given):
@@ -111,7 +101,7 @@ def test_torch_needs_it_still_and_the_stand_in_is_right(row, fn, inputs, mode):
         with pytest.raises(NotImplementedError, match=f"{row.name}: expected an operation with a"):
             replaced(*(x.clone().requires_grad_() for x in (inputs,)))
     else:
-        assert report(replaced, inputs, mode).ok
+        assert hog.verify(replaced, inputs, modes=mode).ok
 
 
 # torch says so once a process, at the first sparse tensor
@@ -141,20 +131,16 @@ def test_a_refused_call_is_named_with_its_module_and_runs_where_nothing_is_diffe
 def test_versions():
     assert parse_version("2.13.0+cpu") == (2, 13)
     assert parse_version("2.14.0a0+git1234") == (2, 14)
-    gone = STAND_INS[0]._replace(until=(2, 9))
-    assert not gone.applies
-    assert not STAND_INS[0]._replace(since=(9, 0)).applies
+    for other in ({"until": (2, 9)}, {"since": (9, 0)}):
+        assert not STAND_INS[0]._replace(**other).applies
 
 
 def test_env_lists_them(capsys):
+    names = [row.name for row in stand_in_mode.stand_in_table()]
     assert main(["env"]) == 0
     out = capsys.readouterr().out
-    assert torch.__version__ in out
-    for row in stand_in_mode.stand_in_table():
-        assert row.name in out
+    assert all(name in out for name in (*names, torch.__version__))
     assert main(["env", "--json"]) == 0
-    known = json.loads(capsys.readouterr().out)
-    assert [row["name"] for row in known["stand_ins"]] == [
-        row.name for row in stand_in_mode.stand_in_table()
-    ]
-    assert all(row["lacks"] for row in known["stand_ins"])
+    known = json.loads(capsys.readouterr().out)["stand_ins"]
+    assert [row["name"] for row in known] == names
+    assert all(row["lacks"] for row in known)
