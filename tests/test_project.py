@@ -144,6 +144,16 @@ def pins(file):
     return {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in pairs}
 
 
+def test_each_peer_is_pinned_once():
+    from packaging.requirements import Requirement
+
+    peers = pins("constraints-peers.txt")
+    assert not set(peers) & set(pins("constraints.txt"))
+    for text in PYPROJECT["project"]["optional-dependencies"]["peers"]:
+        requirement = Requirement(text)
+        assert requirement.specifier.contains(peers[requirement.name.lower()], prereleases=True)
+
+
 def test_constraints_pin_every_package_that_an_install_brings():
     project = PYPROJECT["project"]
     wanted = [*project["dependencies"], *PYPROJECT["build-system"]["requires"]]
@@ -158,13 +168,18 @@ def test_constraints_pin_every_package_that_an_install_brings():
     }  # fmt: skip
     assert missing == set()
     assert pinned["torch"] == "2.13.0"
-    assert not set(pins("constraints.txt")) & set(pins("constraints-peers.txt"))
 
 
 def test_the_oldest_torch_is_that_of_the_requirement():
     oldest = ".".join(map(str, torch_version.OLDEST))
     (torch,) = PYPROJECT["project"]["dependencies"]
     assert torch.startswith(f"torch>={oldest},")
+
+
+def test_each_bound_has_a_reason():
+    for line in (ROOT / "pyproject.toml").read_text().splitlines():
+        if re.match(r'\s+"[\w\[\]-]+[><=]', line):
+            assert "#" in line, line
 
 
 NOT_SHIPPED = {".git", ".venv", "runs", "build", "dist", "hoglib.egg-info", "shared"}
