@@ -25,19 +25,18 @@ from hoglib.verification import (
     transforms,
     variants,
 )
-from hoglib.verification.accumulation import preserved_grads
 from hoglib.verification.call import name_of
 from hoglib.verification.circumstances import Baseline
 from hoglib.verification.comparison import Discrepancy
 from hoglib.verification.derivatives import Derivatives
 from hoglib.verification.entry_points import no_examination
 from hoglib.verification.examination import applied, examine
-from hoglib.verification.held_modules import lifted
 from hoglib.verification.options import Bounds, Options, parse_modes, parse_orders
 from hoglib.verification.report import ORDINALS, Report, Row
 from hoglib.verification.rounding import PrecisionWatch, exact_products
+from hoglib.verification.side_effects import preserved_grads
 from hoglib.verification.structures import choices, structures
-from hoglib.verification.subject import Subject, as_function
+from hoglib.verification.subject import Subject, as_function, lifted
 
 FIRST = "first derivative: reverse"
 OTHER_DIRECTIONS = "first derivative: other directions"
@@ -70,7 +69,6 @@ def verify(
     modes: Sequence[str] | str | None = None,
     surrogate: bool = False,
     full: bool = False,
-    compile: bool = False,
     eps: float | None = None,
     atol: float = 1e-6,
     rtol: float = 1e-4,
@@ -106,7 +104,6 @@ def verify(
             estimator, a gradient reversal or clipping. Then the derivatives of the gradient itself are
             checked, and the contract. A Function class with ``surrogate = True`` says so itself.
         full: Whether to compare along each element, instead of along random directions.
-        compile: Whether to check under ``torch.compile`` too, which takes seconds.
         eps: The step of differences. Default: chosen for each element by its estimated error.
         atol, rtol: A derivative d is right within ``rtol |d| + atol min(1, largest |d|)``, plus the
             estimated error of the difference.
@@ -139,7 +136,6 @@ def verify(
         modes=parse_modes(modes),
         surrogate=surrogate or getattr(fn, "surrogate", False) is True,
         full=full,
-        compile=compile,
         eps=eps,
         bounds=Bounds(atol, rtol),
         nondet_tol=nondet_tol,
@@ -398,17 +394,14 @@ def _circumstance_rows(subject: Subject, x: list[Tensor], options: Options) -> I
     points = [x, subject.perturbed_point(), subject.perturbed_point()]
     checks: list[Callable[[], Row | Iterable[Row]]] = [
         lambda: circumstances.finite(at_inputs),
-        lambda: circumstances.extremes(base),
         lambda: circumstances.with_graph(base),
         lambda: circumstances.deterministic(base, options),
         lambda: circumstances.state(base),
         lambda: _subset_rows(base),
         lambda: circumstances.outputs_alone(base, options),
         lambda: variants.layouts(base),
-        lambda: variants.dtypes(base),
-        lambda: transforms.rows(subject, points, base.u, options),
-        lambda: variants.autocast(base),
-        lambda: variants.compiled(base, options),
+        lambda: variants.in_float32(base),
+        lambda: transforms.vmapped(subject, points, base.u),
     ]
     for check in checks:
         try:

@@ -26,8 +26,7 @@ from hoglib._core.pytree import is_float
 from hoglib._core.source_location import is_user_code
 from hoglib._core.state import same
 from hoglib._core.torch_internals import backward_rule
-from hoglib.verification.containers import exchanged, opened, steps_to
-from hoglib.verification.saved_expressions import Noted, SavedAt
+from hoglib.verification.saved_values import Noted, SavedAt, exchanged, opened, steps_to
 
 SAVED = "ctx.saved_tensors"
 

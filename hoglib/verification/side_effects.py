@@ -3,17 +3,20 @@
 Each check runs forward, backward and jvp as plain functions inside a mode that sees every torch call.
 """
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from hoglib._core import pytree, source_location
+from hoglib._core.closures import STATE, ClosureWalker
 from hoglib._core.element_differences import max_abs
-from hoglib._core.state import same
+from hoglib._core.state import put_back, same
+from hoglib._core.torch_internals import backward_rule
 from hoglib.verification import call as calls
 from hoglib.verification import function_rules
 from hoglib.verification.call import seed_all
@@ -21,7 +24,7 @@ from hoglib.verification.comparison import Discrepancy
 from hoglib.verification.function_rules import kind_of
 from hoglib.verification.report import Row
 from hoglib.verification.rounding import PrecisionWatch
-from hoglib.verification.subject import Application, Subject
+from hoglib.verification.subject import Application, Subject, as_function
 
 
 class Mutation(NamedTuple):
@@ -276,3 +279,66 @@ class DeviceWatch(TorchFunctionMode):
         if not self.found:
             place = source_location.torch_call_line()
             self.found = what + (f", at {place}" if place else "")
+
+
+ACCUMULATES = (
+    "backward accumulates into .grad of {}, which no derivative with a graph passes through: a second "
+    "derivative by it is lost, and by all that depends on it. Pass these tensors to `apply`, and "
+    "return their gradients."
+)
+
+
+def accumulates(app: Application) -> list[Row]:
+    """Whether backward changes the .grad of a tensor. That of each is restored."""
+    name = "in-place: .grad"
+    run = app.seeded()
+    with preserved_grads(app.function, *app.args) as changed:
+        with torch.enable_grad():
+            function_rules.backward(app.function, run.record, run.incoming())
+        found = changed()
+    if not found:
+        return [Row(name, "pass")]
+    return [Row(name, "fail", None, ACCUMULATES.format(", ".join(found[:3])))]
+
+
+@contextmanager
+def preserved_grads(fn: Any, *held: Any) -> Iterator[Callable[[], list[str]]]:
+    """Restores the .grad of the leaves that a function reaches besides its arguments. Yields a function
+    that describes those whose .grad was changed."""
+    function = as_function(fn)
+    rules: Any = fn
+    if function is not None:
+        rules = (function.forward, backward_rule(function), function.setup_context)
+    walk = ClosureWalker((rules, [x for x in held if not isinstance(x, Tensor)]), STATE)
+    reached = [walk.objects[i] for i in walk.found]
+    named: dict[int, tuple[str, Tensor]] = {
+        id(p): (f"the parameter {name} of a {type(m).__name__}", p)
+        for m in reached
+        if isinstance(m, nn.Module)
+        for name, p in m.named_parameters()
+        if not is_lazy(p)
+    }
+    for x in reached:
+        if isinstance(x, Tensor) and x.is_leaf and x.requires_grad and not is_lazy(x):
+            named.setdefault(id(x), (f"a tensor of shape {tuple(x.shape)}", x))
+    before = {
+        key: (x.grad, None if x.grad is None else x.grad.detach().clone())
+        for key, (_, x) in named.items()
+    }
+
+    def is_changed(key: int) -> bool:
+        grad, value = before[key]
+        now = named[key][1].grad
+        if now is not grad:
+            return True
+        return now is not None and value is not None and not same(now.detach(), value)
+
+    try:
+        yield lambda: [label for key, (label, _) in named.items() if is_changed(key)]
+    finally:
+        for key, (_, x) in named.items():
+            if is_changed(key):
+                grad, value = before[key]
+                x.grad = grad
+                if grad is not None and value is not None:
+                    put_back(grad, value)

@@ -1,6 +1,6 @@
 """Arguments with a structure: a Function may be right along directions that keep it, and no others.
 
-    A = A^T,  A = -A^T,  A = tril(A),  A^T A = 1,  sum_j p_j = 1,  logsumexp_j p_j = 0,  |x| = 1
+    A = A^T,  A = tril(A),  A = triu(A),  sum_j p_j = 1,  logsumexp_j p_j = 0
 
 The backward of a square root that is given symmetric matrices only may assume that. Along a direction
 that leaves the structure its gradient G is not the derivative, and where the argument is always
@@ -47,21 +47,6 @@ def symmetrized(x: Tensor) -> Tensor:
     return (x + x.mH) / 2
 
 
-def _skew(x: Tensor) -> Tensor:
-    return (x - x.mH) / 2
-
-
-def _diagonal(x: Tensor) -> Tensor:
-    return torch.diag_embed(torch.diagonal(x, dim1=-2, dim2=-1))
-
-
-def _orthogonal(x: Tensor) -> Tensor:
-    """The nearest matrix with orthonormal columns, by Newton's iteration, from close to one."""
-    for _ in range(5):
-        x = 1.5 * x - 0.5 * x @ (x.mH @ x)
-    return x
-
-
 def _sum_one(x: Tensor, dim: int) -> Tensor:
     return x / x.sum(dim, keepdim=True)
 
@@ -70,18 +55,10 @@ def _normalized(x: Tensor, dim: int) -> Tensor:
     return x - x.logsumexp(dim, keepdim=True)
 
 
-def _unit(x: Tensor, dim: int) -> Tensor:
-    return x / torch.linalg.vector_norm(x, dim=dim, keepdim=True)
-
-
 MATRICES = (
     Structure("symmetric", symmetrized),
-    Structure("skew-symmetric", _skew),
     Structure("lower triangular", torch.tril),
     Structure("upper triangular", torch.triu),
-    Structure("strictly lower triangular", partial(torch.tril, diagonal=-1)),
-    Structure("strictly upper triangular", partial(torch.triu, diagonal=1)),
-    Structure("diagonal", _diagonal),
 )
 
 
@@ -92,8 +69,6 @@ def structures_of(x: Tensor) -> list[Structure]:
     found: list[Structure] = []
     if x.ndim > 1 and x.shape[-1] == x.shape[-2] > 1:
         found += MATRICES
-    if x.ndim > 1 and 1 < x.shape[-1] <= x.shape[-2]:
-        found.append(Structure("orthonormal in its columns", _orthogonal))
     for dim in range(max(0, x.ndim - MOST_DIMS), x.ndim):
         if x.shape[dim] > 1:
             along = f"along dimension {dim}" if x.ndim > 1 else "altogether"
@@ -102,7 +77,6 @@ def structures_of(x: Tensor) -> list[Structure]:
             if not x.is_complex() and bool((x <= 0).all()):
                 name = f"log-probabilities {along}"
                 found.append(Structure(name, partial(_normalized, dim=dim)))
-            found.append(Structure(f"of length one {along}", partial(_unit, dim=dim)))
     return [one for one in found if one.fits(x)]
 
 
