@@ -8,7 +8,9 @@ from torch.autograd import Function, Variable
 
 import hoglib as hog
 from tests import functions
-from tests.zoo.right import HermitianEigen
+from tests.zoo.cuts import Branch
+from tests.zoo.cuts import SineProduct as Product
+from tests.zoo.right import HermitianEigen, SquareOfSymmetric, Transcription
 
 LABELS = torch.tensor([0, 2, 1, 1])  # of up to four samples
 WEIGHT = nn.Parameter(torch.linspace(-1.0, 1.0, 9, dtype=torch.float64).reshape(3, 3))
@@ -110,20 +112,6 @@ class ComplexCubeAgain(ComplexCube):
         return 3 * g * (z * z).conj()
 
 
-class Product(Function):
-    """y = x sin x: the parts of backward are cut one at a time."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x * x.sin()
-
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return g * (x.sin() + x * x.cos())
-
-
 class PartData(Product):
     @staticmethod
     def backward(ctx, g):
@@ -184,16 +172,6 @@ class PartNested(Product):
     def backward(ctx, g):
         (x,) = ctx.saved_tensors
         return g * (x.sin() + x * CosineCut.apply(x.detach()))
-
-
-class Branch(Product):
-    """Cut for large arguments alone."""
-
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        x = x.detach() if bool(x.max() > 5) else x
-        return g * (x.sin() + x * x.cos())
 
 
 class Accumulates(Function):
@@ -436,39 +414,11 @@ class ScoreSaved(Score):
         return g * slope
 
 
-class SquareOfSymmetric(Function):
-    """A A, whose derivative is written for a symmetric A."""
-
-    @staticmethod
-    def forward(ctx, a):
-        ctx.save_for_backward(a)
-        return a @ a
-
-    @staticmethod
-    def backward(ctx, g):
-        (a,) = ctx.saved_tensors
-        return g @ a + a @ g
-
-
 class SquareOfSymmetricCut(SquareOfSymmetric):
     @staticmethod
     def backward(ctx, g):
         (a,) = ctx.saved_tensors
         return g @ a + a.detach() @ g
-
-
-class Transcription(Function):
-    """-log sum_k exp(p_nk) of log-probabilities p, with the gradient of the logits."""
-
-    @staticmethod
-    def forward(ctx, p):
-        ctx.save_for_backward(p)
-        return -p[:, :2].logsumexp(1)
-
-    @staticmethod
-    def backward(ctx, g):
-        (p,) = ctx.saved_tensors
-        return g[:, None] * (p.exp() - nn.functional.pad(p[:, :2].softmax(1), (0, 1)))
 
 
 class TranscriptionSaved(Transcription):

@@ -639,21 +639,6 @@ def given(function, prepare):
     return lambda: hog.hvp(lambda b: function(prepare(b)).sin().sum(), a, torch.ones_like(a))
 
 
-class RootOfDiagonal(Function):
-    """The square root of a diagonal matrix, element by element."""
-
-    @staticmethod
-    def forward(ctx, d):
-        root = d.sqrt()
-        ctx.save_for_backward(root)
-        return root
-
-    @staticmethod
-    def backward(ctx, g):
-        (root,) = ctx.saved_tensors
-        return torch.diag_embed(g.diagonal() / (2 * root.diagonal()))
-
-
 class FromTriangle(Function):
     """L L^T, with the gradient of a triangle for a triangle."""
 
@@ -670,7 +655,6 @@ class FromTriangle(Function):
 
 STRUCTURED = {
     "symmetric": (SquareOfSymmetric, lambda b: b @ b.mT),
-    "diagonal": (RootOfDiagonal, lambda b: torch.diag_embed(b.diagonal())),
     "triangular": (FromTriangle, torch.tril),
 }
 

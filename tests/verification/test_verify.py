@@ -74,7 +74,7 @@ def test_every_mode_that_is_offered_is_checked():
     assert report.ok
     for title in ("reverse-over-reverse", "forward-over-reverse", "reverse-over-forward"):
         assert report[f"second derivative: {title}"].status == "pass"
-    for name in ("vmap", "torch.func.hessian", "setup_context", "first derivative: forward"):
+    for name in ("vmap", "setup_context", "first derivative: forward"):
         assert report[name].status == "pass"
     assert not any(row.name.startswith("third") for row in report)
 
@@ -274,12 +274,6 @@ def test_raise_exception():
         hog.verify(Bad, x, raise_exception=True)
 
 
-def test_the_compiler():
-    report = hog.verify(hog.ops.square, x, compile=True)
-    assert report["compile"].status == "pass"
-    assert hog.verify(Cube, x)["compile"].status == "skip"
-
-
 # Where nothing can be said, and what is no fault.
 
 
@@ -333,21 +327,6 @@ def test_nan():
     report = hog.verify(torch.sqrt, torch.tensor([-1.0, 2.0]))
     assert "is NaN at the inputs" in report["finite"].text
     assert not report.ok
-
-    class Norm(Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return x.norm()
-
-        @staticmethod
-        def backward(ctx, g):
-            (x,) = ctx.saved_tensors
-            return g * x / x.norm()
-
-    text = hog.verify(Norm, x)["finite: extreme inputs"].text
-    assert "NaN at zeros" in text
-    assert "NaN arises in Norm.backward" in text
 
     class Clipped(Function):
         """x^3 where it is positive; the root of a zero is infinite in the second derivative only."""
