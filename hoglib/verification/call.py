@@ -143,16 +143,11 @@ def vjps(
     function: TensorMap,
     x: Sequence[Tensor],
     covectors: Sequence[tuple[int, Tensor]],
-    *,
-    graphs_serve_once: bool = False,
 ) -> list[list[Tensor]]:
     """For each covector (i, w), J_i(x)^T w by every input.
 
-    The graph is kept from one covector to the next, unless the function allows one backward pass only,
-    or says nothing and must have a new one each time.
+    The graph is kept from one covector to the next, unless the function allows one backward pass only.
     """
-    if graphs_serve_once and len(covectors) > 1:
-        return [vjps(function, x, [one])[0] for one in covectors]
 
     def forward() -> tuple[list[Tensor], list[Tensor]]:
         leaves = [y.detach().clone().requires_grad_() for y in x]

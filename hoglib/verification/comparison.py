@@ -164,16 +164,15 @@ def in_forward(at: Target, bounds: Bounds, *, by_torch_func: bool) -> Discrepanc
 
 
 def in_reverse(
-    at: Target, bounds: Bounds, random: torch.Generator, *, full: bool = False,
-    graphs_serve_once: bool = False,
-) -> Discrepancy:  # fmt: skip
+    at: Target, bounds: Bounds, random: torch.Generator, *, full: bool = False
+) -> Discrepancy:
     """<J^T w, v> for each direction v and a few covectors w."""
     found = Discrepancy()
     covectors = [
         (i, w) for i in range(len(at.rows)) for w in _covectors(at.slopes, i, bounds, random, full)
     ]
     try:
-        pulled = calls.vjps(at.map, at.x, covectors, graphs_serve_once=graphs_serve_once)
+        pulled = calls.vjps(at.map, at.x, covectors)
     except Exception as error:
         return _raised(error, at, -1)
     concluded, rows = set(), set()

@@ -323,11 +323,7 @@ class Derivatives:
     def _compared(self, at: Target, key: str, bounds: Bounds | None = None) -> Discrepancy:
         bounds = bounds or self._options.bounds
         if key[0] == "r":
-            subject, options = self._subject, self._options
-            return in_reverse(
-                at, bounds, subject.random, full=options.full,
-                graphs_serve_once=subject.graphs_serve_once,
-            )  # fmt: skip
+            return in_reverse(at, bounds, self._subject.random, full=self._options.full)
         return in_forward(at, bounds, by_torch_func=key == "ff")
 
     def _reverse_row(self, name: str, at: Sequence[Target]) -> Row:

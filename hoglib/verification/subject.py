@@ -159,15 +159,11 @@ class Subject:
     """A call in float64, or in its own dtype if it refuses that, with what it is made of.
 
     refused: why it is not in float64. computes_narrow: whether the reason is that it works in float32
-    or less whatever it is given. half: the dtype, if that is half precision. graphs_serve_once: whether
-    a second backward pass through a graph is wrong, and through a new one right. told: failed rows of
-    `prepare` that leave something to compare. symmetric: the variables of which one triangle is read.
-    kept: those whose structure the directions of derivatives keep, because the function is right along
+    or less whatever it is given. half: the dtype, if that is half precision. symmetric: the variables
+    of which one triangle is read. kept: those whose structure the directions of derivatives keep, because the function is right along
     these alone.
     """
 
-    graphs_serve_once = False
-    told: Sequence[Row] = ()
     kept: Mapping[int, Structure] = MappingProxyType({})
 
     def __init__(
@@ -281,9 +277,6 @@ class Subject:
                 "generator of its own? Pass random numbers as inputs.",
             )  # fmt: skip
         again = self._again()
-        if again and self.graphs_serve_once:
-            self.told = [Row("deterministic", "fail", None, again)]
-            return None
         return Row("deterministic", "fail", None, again) if again else None
 
     def _again(self) -> str:
@@ -322,9 +315,9 @@ class Subject:
             else "it draws from a generator of its own, counts its calls, adds to .grad of what it "
             "saved, or frees what it reads."
         )
-        self.graphs_serve_once = _same(first, once(*graph()), 1e-6)
-        end = "" if self.graphs_serve_once else " Nothing can be compared."
-        return f"a second backward pass through the same graph {did}: {why}{end}"
+        return (
+            f"a second backward pass through the same graph {did}: {why} Nothing can be compared."
+        )
 
     def perturbed_point(self) -> list[Tensor]:
         """A point near the inputs, without zeros; the inputs themselves if fn is not defined there."""

@@ -200,7 +200,7 @@ def test_noise_above_the_derivative_is_not_judged():
     assert not report.judged
 
 
-def test_a_graph_that_serves_once_is_judged():
+def test_a_graph_that_serves_once_is_told_with_what_backward_changes():
     class Changes(Function):
         """The logarithm of a softplus; backward changes what it saved."""
 
@@ -215,28 +215,8 @@ def test_a_graph_that_serves_once_is_judged():
             p, weight = ctx.kept
             return p.mul_(weight).mul_(g.detach()) + 0 * g, None
 
-    class Accumulates(Function):
-        """x^3 by a leaf that is kept, to whose .grad each backward adds."""
-
-        @staticmethod
-        def forward(ctx, x):
-            ctx.leaf = x.detach().requires_grad_()
-            return x**3
-
-        @staticmethod
-        def backward(ctx, g):
-            with torch.enable_grad():
-                (ctx.leaf**3).backward(g)
-            return ctx.leaf.grad
-
-    report = hog.verify(Changes, (x.requires_grad_(), torch.rand(3)))
-    assert report["deterministic"].status == "fail"
-    assert report["saved: ctx.kept[0]"].status == "fail"
-    assert report["first derivative: reverse"].status == "pass"
-    report = hog.verify(Accumulates, x)
-    assert "adds to .grad of what it saved" in report["deterministic"].text
-    assert "leaves the graph by torch.autograd.backward at" in str(report).replace("\n      ", " ")
-    x.requires_grad_(False)
+    report = hog.verify(Changes, (x.clone().requires_grad_(), torch.rand(3)))
+    assert "backward changes ctx.kept" in report["deterministic"].text
 
 
 def test_memory_is_not_rearranged_for_what_handles_it():
