@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from hoglib._core import pytree
 from hoglib._core.element_differences import max_abs
 from hoglib._core.pytree import is_float
 from hoglib._core.source_location import error_line
@@ -197,7 +198,7 @@ def _context(app: Application) -> list[Row]:
     names = tuple(app.name(i) for i in range(len(run.inputs)))
     attributes = []
     for attribute, value in run.record.attributes.items():
-        for tensor in function_rules.tensors(value)[:1]:
+        for tensor in pytree.tensors(value)[:1]:
             _, what = kind_of(tensor, run, names)
             place = run.record.noted(f"ctx.{attribute}").place
             attributes.append(f"ctx.{attribute} ({what}{f', {place}' if place else ''})")

@@ -348,7 +348,7 @@ def _trial(app: Application) -> tuple[bool, float]:
         args[i] = leaf.clone()  # which may be changed in place
     with _Operations() as operations:
         outputs = app.function.apply(*args)
-        live = [y for y in function_rules.tensors(outputs) if y.requires_grad]
+        live = [y for y in pytree.tensors(outputs) if y.requires_grad]
         grads = calls.grad(live, leaves, list(map(torch.ones_like, live)), create_graph=True)
         operations.returned((outputs, grads))
     with suppress(

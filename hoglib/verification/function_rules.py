@@ -290,11 +290,6 @@ def as_tuple(value: Any) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else (value,)
 
 
-def tensors(value: Any) -> list[Tensor]:
-    """The tensors inside anything that a context may hold."""
-    return pytree.tensors(value)
-
-
 @final
 @dataclass
 class Slot:
@@ -313,7 +308,7 @@ class Slot:
 
 def kind_of(value: Any, run: Run, names: tuple[str, ...]) -> tuple[str, str]:
     """What a slot holds: an input, an output, a copy of one of them, or something forward made."""
-    found = tensors(value)
+    found = pytree.tensors(value)
     for i, x in enumerate(run.inputs):
         if any(t is x for t in found):
             return "input", f"input {_named(names, i)}"

@@ -50,7 +50,7 @@ def in_place(app: Application) -> list[Row]:
         {
             f"{label} ({kind_of(value, run, names)[1]})": value
             for label, slot in run.record.slots().items()
-            for value in function_rules.tensors(slot)
+            for value in pytree.tensors(slot)
         }
     )
     again = Snapshot({app.name(i): x for i, x in enumerate(args)})

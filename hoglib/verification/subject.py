@@ -160,8 +160,8 @@ class Subject:
 
     refused: why it is not in float64. computes_narrow: whether the reason is that it works in float32
     or less whatever it is given. half: the dtype, if that is half precision. symmetric: the variables
-    of which one triangle is read. kept: those whose structure the directions of derivatives keep, because the function is right along
-    these alone.
+    of which one triangle is read. kept: those whose structure the directions of derivatives keep,
+    because the function is right along these alone.
     """
 
     kept: Mapping[int, Structure] = MappingProxyType({})
