@@ -10,7 +10,7 @@ import hoglib as hog
 from tests import functions
 from tests.zoo.cuts import Branch
 from tests.zoo.cuts import SineProduct as Product
-from tests.zoo.right import HermitianEigen, SquareOfSymmetric, Transcription
+from tests.zoo.right import CubeRoot, HermitianEigen, SquareOfSymmetric, Transcription
 
 LABELS = torch.tensor([0, 2, 1, 1])  # of up to four samples
 WEIGHT = nn.Parameter(torch.linspace(-1.0, 1.0, 9, dtype=torch.float64).reshape(3, 3))
@@ -210,23 +210,6 @@ class WrongFactor(Product):
     def backward(ctx, g):
         (x,) = ctx.saved_tensors
         return g * (x.sin() + 2 * x * x.cos())
-
-
-class CubeRoot(Function):
-    """y + y^3 = x, by Newton's method; the derivative by the implicit function theorem."""
-
-    @staticmethod
-    def forward(ctx, x):
-        y = torch.zeros_like(x)
-        for _ in range(40):
-            y = y - (y + y**3 - x) / (1 + 3 * y * y)
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    def backward(ctx, g):
-        (y,) = ctx.saved_tensors
-        return g / (1 + 3 * y * y)
 
 
 class Simplex(Function):

@@ -120,26 +120,6 @@ def _kepler(m, e, g):
     return share, share * y.sin()
 
 
-class BisectedSqrt(Function):
-    """The square root, by bisection, which leaves rounding only."""
-
-    @staticmethod
-    def forward(ctx, x):
-        low, high = torch.zeros_like(x), 1 + x
-        for _ in range(70):
-            middle = (low + high) / 2
-            above = middle * middle > x
-            low, high = torch.where(above, low, middle), torch.where(above, middle, high)
-        y = (low + high) / 2
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    def backward(ctx, g):
-        (y,) = ctx.saved_tensors
-        return g / (2 * y)
-
-
 # --- attention --------------------------------------------------------------------------------------
 
 
@@ -168,33 +148,8 @@ class LogSumExp(Function):
 
 # --- fused activations ------------------------------------------------------------------------------
 
-BiasSilu = recomputed(
-    lambda x, b: functional.silu(x + b),
-    lambda x, b, g: (_silu_gradient(x + b, g), _silu_gradient(x + b, g).sum(0)),
-)
-
-
-def _silu_gradient(z, g):
-    s = torch.sigmoid(z)
-    return g * s * (1 + z * (1 - s))
-
 
 Sigmoid = from_output(torch.sigmoid, lambda y, g: g * y * (1 - y))
-
-
-class TwoNorm(Function):
-    """|x| of each row, kept as an output."""
-
-    @staticmethod
-    def forward(ctx, x):
-        n = x.norm(dim=-1, keepdim=True)
-        ctx.save_for_backward(x, n)
-        return n
-
-    @staticmethod
-    def backward(ctx, g):
-        x, n = ctx.saved_tensors
-        return g * x / n
 
 
 LayerNorm = differentiated(
@@ -205,13 +160,6 @@ LayerNorm = differentiated(
 
 ComplexSquare = recomputed(lambda z: z * z, lambda z, g: 2 * g * z.conj())
 Modulus = recomputed(lambda z: z.abs(), lambda z, g: g * z / z.abs())
-PhaseTurn = recomputed(
-    lambda x, t: torch.polar(x, t),
-    lambda x, t, g: (
-        (g.conj() * torch.polar(torch.ones_like(t), t)).real,
-        (g.conj() * 1j * torch.polar(x, t)).real,
-    ),
-)
 
 # --- sorting and ranking ----------------------------------------------------------------------------
 
@@ -230,50 +178,18 @@ class SortRows(Function):
         return torch.zeros_like(g).scatter(-1, order, g)
 
 
-class LargestTwo(Function):
-    @staticmethod
-    def forward(ctx, x):
-        y, places = x.topk(2, -1)
-        ctx.places, ctx.size = places, x.shape
-        return y
-
-    @staticmethod
-    def backward(ctx, g):
-        return g.new_zeros(ctx.size).scatter(-1, ctx.places, g)
-
-
 Median = recomputed(
     lambda x: x.median(-1).values,
     lambda x, g: g[..., None] * (x == x.median(-1, keepdim=True).values).to(x),
 )
-Cummax = recomputed(
-    lambda x: x.cummax(-1).values,
-    lambda x, g: torch.zeros_like(x).scatter_add(-1, x.cummax(-1).indices, g),
-)
 
 # --- spectral functions -----------------------------------------------------------------------------
-
-Fourier = recomputed(
-    lambda x: torch.fft.rfft(x, norm="ortho"),
-    lambda x, g: torch.fft.irfft(g * _halved(x), n=x.shape[-1], norm="ortho"),
-)
-
-
-def _halved(x):
-    """Of the adjoint: all frequencies but the first and the last stand for two."""
-    weights = torch.full((x.shape[-1] // 2 + 1,), 0.5, dtype=x.dtype)
-    weights[0] = weights[-1] = 1.0
-    return weights
 
 
 PowerSpectrum = differentiated(lambda x: torch.fft.fft(x.to(torch.complex128 if x.dtype == torch.float64 else torch.complex64)).abs() ** 2)  # fmt: skip
 
 
 Inverse = from_output(torch.linalg.inv, lambda y, g: -y.mT @ g @ y.mT)
-LogDeterminant = recomputed(
-    lambda a: torch.logdet(a @ a.mT + torch.eye(3, dtype=a.dtype)),
-    lambda a, g: 2 * g * torch.linalg.solve(a @ a.mT + torch.eye(3, dtype=a.dtype), a),
-)
 Solve = recomputed(
     lambda a, b: torch.linalg.solve(a + 4 * torch.eye(3, dtype=a.dtype), b),
     lambda a, b, g: _solve_gradient(a + 4 * torch.eye(3, dtype=a.dtype), b, g),
@@ -478,8 +394,6 @@ def _back(a, g):
     return torch.stack(found[::-1])
 
 
-CumulativeProduct = recomputed(lambda x: x.cumprod(0), lambda x, g: (g * x.cumprod(0)).flip(0).cumsum(0).flip(0) / x)  # fmt: skip
-
 # --- other kinds ------------------------------------------------------------------------------------
 
 
@@ -609,24 +523,16 @@ RIGHT = [
     Right("root of a cubic", CubeRoot, normal((5,))),
     Right("Kepler's equation, recomputed", Kepler, lambda: (torch.rand(4) + 0.2, torch.rand(4) / 2)),
     Right("Kepler's equation, from its output", KeplerAngle, lambda: (torch.rand(4) + 0.2, torch.rand(4) / 2)),
-    Right("a root by bisection", BisectedSqrt, positive((4,))),
     Right("causal attention", CausalAttention, normal((3, 4), (3, 4), (3, 2))),
     Right("log-sum-exp with its weights", LogSumExp, normal((3, 4))),
-    Right("bias and silu", BiasSilu, normal((3, 4), (4,))),
     Right("sigmoid from its output", Sigmoid, normal((3, 4))),
-    Right("a norm from its output", TwoNorm, normal((3, 4))),
     Right("layer norm", LayerNorm, normal((3, 4), (4,))),
     Right("a complex square", ComplexSquare, normal((3,), dtype=torch.complex64)),
     Right("the modulus of a complex number", Modulus, normal((4,), dtype=torch.complex64)),
-    Right("a complex number by its phase", PhaseTurn, lambda: (torch.rand(4) + 0.5, torch.randn(4))),
     Right("sorted rows", SortRows, distinct),
-    Right("the largest two", LargestTwo, distinct),
     Right("a median", Median, lambda: (torch.randperm(15).reshape(3, 5) / 3,)),
-    Right("a running maximum", Cummax, distinct),
-    Right("a real Fourier transform", Fourier, normal((2, 6))),
     Right("a power spectrum", PowerSpectrum, normal((6,))),
     Right("an inverse from its output", Inverse, lambda: (torch.randn(3, 3) + 4 * torch.eye(3),)),
-    Right("a log-determinant", LogDeterminant, normal((3, 3))),
     Right("eigenvectors, up to a phase", HermitianEigen, hermitian),
     Right("eigenvectors and their adjoint", BothSides, hermitian),
     Right("a square of symmetric matrices", lambda b: SquareOfSymmetric.apply(b @ b.mT), normal((3, 3))),
@@ -638,7 +544,6 @@ RIGHT = [
     Right("a checkpoint that gets a module", Rerun, checkpointed),
     Right("a module that passes its parameters", RerunLayer(), normal((3, 4))),
     Right("a linear scan", LinearScan, lambda: (torch.rand(4, 3), torch.randn(4, 3))),
-    Right("a cumulative product", CumulativeProduct, positive((4, 3))),
     Right("a number among the arguments", ScaledByNumber, lambda: (torch.randn(4), 0.3)),
     Right("a declared reversal", Reversal, normal((4,))),
     Right("a declared loss that is added", AddsLoss, lambda: (torch.randn(4), torch.tensor(0.5))),
