@@ -10,7 +10,13 @@ import hoglib as hog
 from tests import functions
 from tests.zoo.cuts import Branch
 from tests.zoo.cuts import SineProduct as Product
-from tests.zoo.right import CubeRoot, HermitianEigen, SquareOfSymmetric, Transcription
+from tests.zoo.right import (
+    CubeRoot,
+    HermitianEigen,
+    Reversal,
+    SquareOfSymmetric,
+    Transcription,
+)
 
 LABELS = torch.tensor([0, 2, 1, 1])  # of up to four samples
 WEIGHT = nn.Parameter(torch.linspace(-1.0, 1.0, 9, dtype=torch.float64).reshape(3, 3))
@@ -247,20 +253,6 @@ class Gate(Function):
     def backward(ctx, g):
         x, mask = ctx.saved_tensors
         return 2 * g * x.clone() * mask * ctx.scale
-
-
-class Reversal(Function):
-    """A surrogate, and marked as one."""
-
-    surrogate = True
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, g):
-        return -g
 
 
 class GapsSaved(HermitianEigen):
