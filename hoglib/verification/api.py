@@ -21,7 +21,6 @@ from hoglib.verification import (
     elsewhere,
     fix_hints,
     side_effects,
-    transforms,
     variants,
 )
 from hoglib.verification.call import name_of
@@ -369,7 +368,7 @@ def _circumstance_rows(subject: Subject, x: list[Tensor], options: Options) -> I
         lambda: circumstances.outputs_alone(base, options),
         lambda: variants.layouts(base),
         lambda: variants.in_float32(base),
-        lambda: transforms.vmapped(subject, points, base.u),
+        lambda: variants.vmapped(subject, points, base.u),
     ]
     for check in checks:
         try:
