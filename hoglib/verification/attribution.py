@@ -27,9 +27,8 @@ from hoglib._core.pytree import is_float
 from hoglib._core.state import same
 from hoglib._core.torch_internals import backward_rule, is_once_differentiable
 from hoglib.verification import function_rules
-from hoglib.verification.call import seed_all
+from hoglib.verification.call import laid_out_as, seed_all
 from hoglib.verification.function_rules import Context, Record, Run, Slot, kind_of
-from hoglib.verification.layouts import laid_out_as
 from hoglib.verification.rounding import HalfWatch
 from hoglib.verification.subject import Application, application
 

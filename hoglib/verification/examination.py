@@ -27,8 +27,8 @@ from hoglib._core.swap import keep_swapped
 from hoglib.stand_ins.mode import active, stand_ins_if
 from hoglib.verification import call as calls
 from hoglib.verification import circumstances, elsewhere, fix_hints, function_rules, variants
+from hoglib.verification.call import copied
 from hoglib.verification.derivatives import Derivatives
-from hoglib.verification.layouts import copied
 from hoglib.verification.options import NATURAL, Bounds, Options
 from hoglib.verification.report import MODES, Row
 from hoglib.verification.rounding import exact_products
