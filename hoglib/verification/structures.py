@@ -173,8 +173,8 @@ def _same_values(a: list[Tensor] | None, b: list[Tensor] | None) -> bool:
 #
 # An algorithm chooses one of them, and backward gives the gradient of a loss that depends on none: it
 # is right for such a loss, and wrong for the phases that the algorithm happens to choose. So the
-# derivatives are compared after a fixed combination <r, y_j> of each column is made positive. That takes
-# one real number a column from what is compared. A backward that is wrong otherwise stays wrong.
+# derivatives are compared after a fixed combination <r, y_j> of each column is made positive. That
+# takes one real number a column from what is compared. A backward that is wrong otherwise stays wrong.
 
 COLUMNS, ROWS = "columns", "rows"
 

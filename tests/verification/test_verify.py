@@ -443,21 +443,6 @@ def test_nothing_of_the_caller_is_changed():
     assert all(p.grad is None and p.requires_grad for p in module.parameters())
 
 
-def test_settings_can_be_read_inside():
-    class Reads(Cube):
-        @staticmethod
-        def backward(ctx, g):
-            flags = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
-            assert not any(flags)  # reading them raises where those by operator contradict them
-            return Cube.backward(ctx, g)
-
-    before = torch.backends.cudnn.allow_tf32, torch.backends.cudnn.conv.fp32_precision
-    assert hog.verify(Reads, x).ok
-    assert (
-        torch.backends.cudnn.allow_tf32, torch.backends.cudnn.conv.fp32_precision
-    ) == before  # fmt: skip
-
-
 @pytest.mark.parametrize("backend", [torch.backends, torch.backends.cudnn])
 def test_flags_of_cudnn_inside_where_the_precision_was_set(backend):
     class Flags(Cube):
