@@ -94,8 +94,14 @@ def choices(found: dict[int, list[Structure]]) -> Iterator[Chosen]:
 
 def structures(call: Call) -> dict[int, list[Structure]]:
     """The structures of each variable of a call that has any."""
-    found = {j: structures_of(call.value(j)) for j in range(len(call.point))}
+    found = {j: structures_of(_as_given(call.value(j))) for j in range(len(call.point))}
     return {j: some for j, some in found.items() if some}
+
+
+def _as_given(x: Tensor) -> Tensor:
+    """In single precision, if its numbers are of that: they sum to one with that rounding only."""
+    narrow = x.to(torch.complex64 if x.is_complex() else torch.float32)
+    return narrow if torch.equal(narrow.to(x.dtype), x) else x
 
 
 def is_computed_so(x: Tensor, structure: Structure) -> bool:

@@ -404,7 +404,7 @@ def test_wrong_ones_have_the_one_mistake(exhibit):
 def test_a_branch_is_cut_where_it_is_taken():
     (exhibit,) = (e for e in ZOO if e.name == CUT_ELSEWHERE)
     large = (torch.full((3, 4), 6.0, dtype=torch.float64),)
-    assert symptoms(exhibit.wrong, large) == SECOND
+    assert plain(symptoms(exhibit.wrong, large)) == SECOND
     assert symptoms(exhibit.right, large) == set()
 
 
