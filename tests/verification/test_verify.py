@@ -328,6 +328,19 @@ def test_nan():
     assert "is NaN at the inputs" in report["finite"].text
     assert not report.ok
 
+    class Norm(Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x.norm()
+
+        @staticmethod
+        def backward(ctx, g):
+            (x,) = ctx.saved_tensors
+            return g * x / x.norm()
+
+    assert "NaN arises in Norm.backward" in hog.verify(Norm, torch.zeros(3))["finite"].text
+
     class Clipped(Function):
         """x^3 where it is positive; the root of a zero is infinite in the second derivative only."""
 
