@@ -19,10 +19,10 @@ from hoglib._core.pytree import is_float
 from hoglib._core.torch_internals import watching_functions
 from hoglib.verification import call as calls
 from hoglib.verification import function_rules
-from hoglib.verification.call import Call, custom_functions, fresh, is_part
+from hoglib.verification.call import Call, Gauge, custom_functions, fresh, is_part
 from hoglib.verification.precision import call_for
 from hoglib.verification.report import Row
-from hoglib.verification.structures import Gauge, Structure, gauges, one_triangle
+from hoglib.verification.structures import Structure, gauges, one_triangle
 
 
 class Application(NamedTuple):
