@@ -173,13 +173,13 @@ def _grain(values: Sequence[Tensor]) -> Tensor:
     return torch.where(rounded & ~short, torch.finfo(torch.float32).eps, eps)
 
 
-def directions(x: Tensor, draws: int, random: torch.Generator, *, full: bool) -> list[Tensor]:
-    """Random directions in which every element moves; with full, one direction for each element."""
+def directions(x: Tensor, random: torch.Generator, *, full: bool) -> list[Tensor]:
+    """A random direction in which every element moves; with full, one direction for each element."""
     scale = element_scales(x)
     if full:
         eye = torch.eye(x.numel(), dtype=x.dtype, device=x.device).reshape(-1, *x.shape)
         return [one * scale for one in eye]
-    return [random_like(x, random) * scale for _ in range(draws)]
+    return [random_like(x, random) * scale]
 
 
 def element_scales(x: Tensor) -> Tensor:

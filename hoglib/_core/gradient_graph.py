@@ -127,10 +127,7 @@ def half_dtypes(outputs: Iterable[Any]) -> set[torch.dtype]:
 def depends_on_any(value: Tensor, leaves: Iterable[Tensor]) -> bool:
     """Whether a value was computed from one of these leaf tensors; ends at the first."""
     wanted = {id(leaf) for leaf in leaves}
-    for node, parents in walk([value]):
-        if not parents and hasattr(node, "variable") and id(node.variable) in wanted:
-            return True
-    return False
+    return any(id(leaf) in wanted for leaf in leaf_tensors([value]))
 
 
 def graph_bytes(values: Iterable[Tensor]) -> int:

@@ -19,8 +19,7 @@ from hoglib.auditing.checker import Checker, CheckResult
 from hoglib.auditing.locator import Fault
 from hoglib.auditing.messages import FaultMessages, describe_failure, percent
 from hoglib.auditing.observation import Observations, observe
-from hoglib.auditing.problem import Problem, check_arguments
-from hoglib.auditing.reproducible import ReproducibleLoss, reproducible
+from hoglib.auditing.problem import Problem, ReproducibleLoss, check_arguments, reproducible
 from hoglib.auditing.routes import AUTO, FIRST, ROUTES, THIRD, Route, requested_routes
 from hoglib.errors import HoglibError
 from hoglib.functional import FunctionalLoss

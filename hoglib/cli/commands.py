@@ -35,12 +35,12 @@ WIDTH = 100
 def verify(
     target: str, inputs: Sequence[str], *, json: bool, verbose: bool, seed: int,
     reference: str | None, orders: Sequence[int] | None, modes: Sequence[str] | None,
-    surrogate: bool, full: bool, compile: bool, time_limit: float,
+    surrogate: bool, full: bool, time_limit: float,
 ) -> int:  # fmt: skip
     """`hoglib verify`: Functions of a module or a file, with inputs from the command line or their
     own."""
     options: dict[str, Any] = {"orders": orders, "modes": modes}
-    switches = {"surrogate": surrogate, "full": full, "compile": compile}
+    switches = {"surrogate": surrogate, "full": full}
     options |= {name: True for name, on in switches.items() if on}
     with stdout_for(json):
         try:

@@ -158,7 +158,6 @@ def _add_verify_arguments(parser: argparse.ArgumentParser) -> None:
     add("--modes", type=_words, metavar="rr,fr,rf,ff", help=modes)
     _add_switch(parser, "the gradient differs from the derivative on purpose", "--surrogate")
     _add_switch(parser, "check every element instead of random directions", "--full")
-    _add_switch(parser, "check under torch.compile too", "--compile")
     add(
         "--time-limit", type=float, default=60.0, metavar="SECONDS",
         help="for one check, in a process of its own (default: 60); 0: in this process, without one",

@@ -1,11 +1,10 @@
 """`hog.verify`: runs all checks of one function, and reports the cause of a failure first."""
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd import Function
 
@@ -22,30 +21,22 @@ from hoglib.verification import (
     elsewhere,
     fix_hints,
     side_effects,
-    transforms,
     variants,
 )
-from hoglib.verification.accumulation import preserved_grads
 from hoglib.verification.call import name_of
 from hoglib.verification.circumstances import Baseline
 from hoglib.verification.comparison import Discrepancy
 from hoglib.verification.derivatives import Derivatives
 from hoglib.verification.entry_points import no_examination
-from hoglib.verification.examination import applied, examine
-from hoglib.verification.held_modules import lifted
 from hoglib.verification.options import Bounds, Options, parse_modes, parse_orders
 from hoglib.verification.report import ORDINALS, Report, Row
-from hoglib.verification.rounding import PrecisionWatch, exact_products
+from hoglib.verification.rounding import exact_products
+from hoglib.verification.side_effects import preserved_grads
 from hoglib.verification.structures import choices, structures
-from hoglib.verification.subject import Subject, as_function
+from hoglib.verification.subject import Subject, as_function, lifted
 
 FIRST = "first derivative: reverse"
 OTHER_DIRECTIONS = "first derivative: other directions"
-ALONE = "second derivative: of"
-HIDDEN = (
-    "Here the share that is lost is less than the noise of differences in float32, which is why the "
-    "second derivative of the whole passes."
-)
 LEAVING = (
     "it is right along directions that keep {kept}, as it is here, and differs along others. There the "
     "{which} is wrong: {wrong}. That does no harm where the argument is always computed so that it has "
@@ -70,7 +61,6 @@ def verify(
     modes: Sequence[str] | str | None = None,
     surrogate: bool = False,
     full: bool = False,
-    compile: bool = False,
     eps: float | None = None,
     atol: float = 1e-6,
     rtol: float = 1e-4,
@@ -106,7 +96,6 @@ def verify(
             estimator, a gradient reversal or clipping. Then the derivatives of the gradient itself are
             checked, and the contract. A Function class with ``surrogate = True`` says so itself.
         full: Whether to compare along each element, instead of along random directions.
-        compile: Whether to check under ``torch.compile`` too, which takes seconds.
         eps: The step of differences. Default: chosen for each element by its estimated error.
         atol, rtol: A derivative d is right within ``rtol |d| + atol min(1, largest |d|)``, plus the
             estimated error of the difference.
@@ -139,7 +128,6 @@ def verify(
         modes=parse_modes(modes),
         surrogate=surrogate or getattr(fn, "surrogate", False) is True,
         full=full,
-        compile=compile,
         eps=eps,
         bounds=Bounds(atol, rtol),
         nondet_tol=nondet_tol,
@@ -209,7 +197,6 @@ def _rows(
         for app in subject.applications:  # a broken contract may be the cause
             yield from contract.check(app, surrogate=True)
         return
-    yield from subject.told
     yield from _notes(subject)
     points = [subject.x, subject.perturbed_point()]
     derivatives = Derivatives(subject, points, options)
@@ -245,8 +232,6 @@ def _rows(
             right = order == 2 and all(row.status in ("pass", "skip") for row in judged)
             if right and not options.surrogate and as_function(subject.fn) is not None:
                 yield from _guarded(elsewhere.NAME, "skip", elsewhere.rows(subject, options))
-            elif right and not options.surrogate and _rounds(subject):
-                yield from _guarded(ALONE, "skip", _alone(subject))
     differences = derivatives.found
     rows = fix_hints.attribution_rows(subject, points[-1], differences)
     yield from _guarded("attribution", "skip", rows)
@@ -259,9 +244,7 @@ def _rows(
     if reference is not None:
         rows = comparison.reference_rows(subject, reference, points, surrogate=options.surrogate)
         yield from _guarded(comparison.VALUE, "warn", rows)
-    contract_rows = list(
-        _guarded("contract", "skip", _contract_rows(subject, options, differences))
-    )
+    contract_rows = list(_guarded("contract", "skip", _contract_rows(subject, options)))
     yield from contract_rows
     changes = any("in-place" in row.name and row.status == "fail" for row in contract_rows)
     for row in _circumstance_rows(subject, points[-1], options):
@@ -332,24 +315,6 @@ def _gauged(
     return None
 
 
-def _alone(subject: Subject) -> Iterator[Row]:
-    """Each custom Function by itself, where the noise of a narrow dtype may hide its share of the
-    second derivative."""
-    for app in subject.applications:
-        by = tuple(i in app.by for i in range(len(app.args)))
-        verdict = examine(applied(app.function, app.args, by, ""))
-        if verdict.status == "wrong":
-            yield Row(f"{ALONE} {app.function.__name__}", "warn", None, f"{verdict.text} {HIDDEN}")
-
-
-def _rounds(subject: Subject) -> bool:
-    """Whether it computes in less than float64."""
-    watch = PrecisionWatch()
-    with watch:
-        subject.map(*subject.x)
-    return subject.dtype != torch.float64 or bool(watch.rounded)
-
-
 def _notes(subject: Subject) -> Iterator[Row]:
     """How the inputs were treated, where that is not obvious."""
     if subject.refused:
@@ -378,11 +343,9 @@ def _notes(subject: Subject) -> Iterator[Row]:
         )  # fmt: skip
 
 
-def _contract_rows(
-    subject: Subject, options: Options, found: Mapping[str, Discrepancy]
-) -> Iterator[Row]:
+def _contract_rows(subject: Subject, options: Options) -> Iterator[Row]:
     """The contract of each Function that is applied."""
-    yield side_effects.constants_row(subject, found)
+    yield side_effects.constants_row(subject)
     several = len(subject.applications) > 1
     for app in subject.applications:
         for row in contract.check(app, surrogate=options.surrogate):
@@ -398,17 +361,14 @@ def _circumstance_rows(subject: Subject, x: list[Tensor], options: Options) -> I
     points = [x, subject.perturbed_point(), subject.perturbed_point()]
     checks: list[Callable[[], Row | Iterable[Row]]] = [
         lambda: circumstances.finite(at_inputs),
-        lambda: circumstances.extremes(base),
         lambda: circumstances.with_graph(base),
         lambda: circumstances.deterministic(base, options),
         lambda: circumstances.state(base),
         lambda: _subset_rows(base),
         lambda: circumstances.outputs_alone(base, options),
         lambda: variants.layouts(base),
-        lambda: variants.dtypes(base),
-        lambda: transforms.rows(subject, points, base.u, options),
-        lambda: variants.autocast(base),
-        lambda: variants.compiled(base, options),
+        lambda: variants.in_float32(base),
+        lambda: variants.vmapped(subject, points, base.u),
     ]
     for check in checks:
         try:

@@ -27,9 +27,8 @@ from hoglib._core.pytree import is_float
 from hoglib._core.state import same
 from hoglib._core.torch_internals import backward_rule, is_once_differentiable
 from hoglib.verification import function_rules
-from hoglib.verification.call import seed_all
+from hoglib.verification.call import laid_out_as, seed_all
 from hoglib.verification.function_rules import Context, Record, Run, Slot, kind_of
-from hoglib.verification.layouts import laid_out_as
 from hoglib.verification.rounding import HalfWatch
 from hoglib.verification.subject import Application, application
 
@@ -56,11 +55,7 @@ class Diagnosis(NamedTuple):
 
 def step_of(tensors: Iterable[Any]) -> float:
     """The step of the differences, for the narrowest dtype."""
-    return max((steps("slot", _real(x.dtype))[0] for x in tensors if is_float(x)), default=1e-5)
-
-
-def _real(dtype: torch.dtype) -> torch.dtype:
-    return dtype.to_real() if dtype.is_complex else dtype
+    return max((steps("slot", x.dtype.to_real())[0] for x in tensors if is_float(x)), default=1e-5)
 
 
 def diagnose(app: Application, moves: Moves | None = None, *, in_jvp: bool = False) -> Diagnosis:
@@ -89,7 +84,7 @@ class _Attribution:
             self._arguments = self._incoming(base)
             with suppress(Exception):  # reported by `diagnosis`
                 self._results(base.record, self._arguments)
-        given = [_real(app.args[i].dtype) for i in app.by]
+        given = [app.args[i].dtype.to_real() for i in app.by]
         dtypes = given if watch.dtype is None else [*given, watch.dtype]
         self._step = max(steps("slot", dtype)[0] for dtype in dtypes)
         self._least = max(LOST.get(dtype, LOST_NARROW) for dtype in dtypes)
@@ -348,7 +343,7 @@ class _Attribution:
             kind, what = kind_of(value, run, self._app.names)
             kept = type(value).__name__
             slot = Slot(label, kind, what, noted.name, noted.place, kept)
-            slot.graphed = any(t.requires_grad for t in function_rules.tensors(value))
+            slot.graphed = any(t.requires_grad for t in pytree.tensors(value))
             slots.append(slot)
         for k, g in enumerate(self._arguments):
             if g is not None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from inspect import isbuiltin
 from types import MappingProxyType
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,65 @@ from hoglib._core.pytree import is_float
 from hoglib._core.swap import call_with
 from hoglib._core.torch_internals import engine_gradients, transforms_active
 from hoglib.errors import UnsupportedError
-from hoglib.verification.gauges import Gauge
-from hoglib.verification.layouts import Layout, copied, laid_out, layout_of
+
+# The memory layout of an argument: copies that have it too.
+#
+#     x[:, :3]      strides (5, 1)      gaps between the rows
+#     x.mT          strides (1, 4)      another order of the dimensions
+#     x.expand(4)   strides (0,)        one element for all
+#
+# A Function whose forward calls `contiguous()` saves a copy of the first two, and the input itself
+# where that is contiguous: its second derivative is right for some layouts only.
+
+
+class Layout(NamedTuple):
+    """How the dimensions of a tensor are stored, but for the sizes of gaps.
+
+    order: the dimensions of several elements, the innermost one first. gaps: those whose elements are
+    further apart than they are long. repeated: those of stride 0.
+    """
+
+    order: tuple[int, ...]
+    gaps: tuple[int, ...]
+    repeated: tuple[int, ...]
+
+
+def layout_of(x: Tensor) -> Layout | None:
+    """The layout; None for a contiguous tensor, and for one that cannot be copied with its own."""
+    if x.layout is not torch.strided or x.is_contiguous() or type(x) not in (Tensor, nn.Parameter):
+        return None
+    several = [d for d in range(x.dim()) if x.shape[d] > 1]
+    order = sorted((d for d in several if x.stride(d)), key=x.stride)
+    extent, gaps = 1, []
+    for d in order:
+        if x.stride(d) < extent:  # windows that overlap
+            return None
+        gaps += [d] * (x.stride(d) > extent)
+        extent += (x.shape[d] - 1) * x.stride(d)
+    return Layout(tuple(order), tuple(gaps), tuple(d for d in several if not x.stride(d)))
+
+
+def laid_out(x: Tensor, layout: Layout) -> Tensor:
+    """x in new memory of that layout, differentiable; of a repeated dimension, the first element."""
+    strides, extent = [0] * x.dim(), 1
+    for d in layout.order:
+        strides[d] = extent + (d in layout.gaps)
+        extent += (x.shape[d] - 1) * strides[d]
+    part = x
+    for d in layout.repeated:
+        part = part.narrow(d, 0, 1)
+    memory = x.new_zeros(extent).as_strided_scatter(part, part.shape, strides)
+    return memory.as_strided(x.shape, strides)
+
+
+def laid_out_as(like: Tensor, x: Tensor) -> Tensor:
+    layout = layout_of(like)
+    return x if layout is None else laid_out(x, layout)
+
+
+def copied(x: Tensor) -> Tensor:
+    """A detached copy with the same layout."""
+    return laid_out_as(x, x.detach().clone())
 
 
 def fresh(value: Any) -> Any:
@@ -143,16 +200,11 @@ def vjps(
     function: TensorMap,
     x: Sequence[Tensor],
     covectors: Sequence[tuple[int, Tensor]],
-    *,
-    graphs_serve_once: bool = False,
 ) -> list[list[Tensor]]:
     """For each covector (i, w), J_i(x)^T w by every input.
 
-    The graph is kept from one covector to the next, unless the function allows one backward pass only,
-    or says nothing and must have a new one each time.
+    The graph is kept from one covector to the next, unless the function allows one backward pass only.
     """
-    if graphs_serve_once and len(covectors) > 1:
-        return [vjps(function, x, [one])[0] for one in covectors]
 
     def forward() -> tuple[list[Tensor], list[Tensor]]:
         leaves = [y.detach().clone().requires_grad_() for y in x]
@@ -193,6 +245,7 @@ def _tangent(y: Tensor) -> Tensor:
 
 
 Arrange = Callable[[Tensor], Tensor]
+Gauge = Callable[[Sequence[Tensor]], list[Tensor]]
 
 
 @final

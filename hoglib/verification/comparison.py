@@ -50,12 +50,12 @@ class Target(NamedTuple):
 
 def target(
     f: TensorMap, x: Sequence[Tensor], rows: Sequence[str], columns: Sequence[str],
-    random: torch.Generator, *, draws: int = 1, full: bool = False, eps: float | None = None,
+    random: torch.Generator, *, full: bool = False, eps: float | None = None,
 ) -> Target:  # fmt: skip
     slopes = [
         slope(f, x, j, v, eps=eps)
         for j, value in enumerate(x)
-        for v in directions(value, draws, random, full=full)
+        for v in directions(value, random, full=full)
     ]
     return Target(f, list(x), list(rows), list(columns), slopes)
 
@@ -138,7 +138,7 @@ def in_forward(at: Target, bounds: Bounds, *, by_torch_func: bool) -> Discrepanc
                 + bounds.atol * min(1.0, one.size(i))
                 + TRUST * errors
                 + _floor(one, i, bounds)
-                + bounds.natural * _natural(one, i)
+                + bounds.natural * one.scale(i)
             )
             if not value.numel():
                 continue
@@ -164,16 +164,15 @@ def in_forward(at: Target, bounds: Bounds, *, by_torch_func: bool) -> Discrepanc
 
 
 def in_reverse(
-    at: Target, bounds: Bounds, random: torch.Generator, *, full: bool = False,
-    graphs_serve_once: bool = False,
-) -> Discrepancy:  # fmt: skip
+    at: Target, bounds: Bounds, random: torch.Generator, *, full: bool = False
+) -> Discrepancy:
     """<J^T w, v> for each direction v and a few covectors w."""
     found = Discrepancy()
     covectors = [
         (i, w) for i in range(len(at.rows)) for w in _covectors(at.slopes, i, bounds, random, full)
     ]
     try:
-        pulled = calls.vjps(at.map, at.x, covectors, graphs_serve_once=graphs_serve_once)
+        pulled = calls.vjps(at.map, at.x, covectors)
     except Exception as error:
         return _raised(error, at, -1)
     concluded, rows = set(), set()
@@ -196,7 +195,7 @@ def in_reverse(
                 continue
             floor = _floor(one, i, bounds)
             reach, noise = _random_sum(w), TRUST * _random_sum(errors)
-            rounding = allowed = noise + bounds.natural * _natural(one, i) * reach
+            rounding = allowed = noise + bounds.natural * one.scale(i) * reach
             if bool(grad.any()):  # an exact zero was not rounded
                 coarse = bounds.atol > COARSE or bounds.measured
                 varying = float((w * (one.values[i] != 0)).norm()) if coarse else reach
@@ -223,11 +222,6 @@ def _floor(one: Slope, i: int, bounds: Bounds) -> float:
     return FEW * one.grains[i] * one.scale(i) if bounds.measured else one.floors[i]
 
 
-def _natural(one: Slope, i: int) -> float:
-    """The size of the values, that is of a derivative by a direction of length one."""
-    return one.scale(i)
-
-
 DROWNED = "their noise exceeds the derivative"
 
 
@@ -247,7 +241,7 @@ def _is_drowned(
     allows for that.
     """
     eps = one.grains[i]
-    natural = reach * _natural(one, i)
+    natural = reach * one.scale(i)
     number = max(got, expected)
     if number <= noise and noise > max(1e-3, 50 * eps) * natural:
         return True
@@ -267,7 +261,7 @@ def wrong_elements(
         return ""
     w = random_like(f(*x)[i], random)
     got = calls.vjps(f, x, [(i, w)])[0][j].reshape(-1)
-    slopes = [slope(f, x, j, v) for v in directions(x[j], 1, random, full=True)]
+    slopes = [slope(f, x, j, v) for v in directions(x[j], random, full=True)]
     lengths = [float(one.v.sum()) for one in slopes]
     pairs = zip(slopes, lengths, strict=True)
     right = torch.tensor([float((w * one.values[i]).sum()) / length for one, length in pairs])

@@ -8,14 +8,16 @@ and the first on the values.
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
 
-from hoglib._core import element_differences
-from hoglib._core.element_differences import random_like
-from hoglib._core.source_location import SourceLine, format_error, is_user_code
+from hoglib._core import element_differences, torch_internals
+from hoglib._core.element_differences import TensorMap, max_abs, random_like
+from hoglib._core.gradient_graph import walk
+from hoglib._core.source_location import SourceLine, format_error, innermost_line, is_user_code
 from hoglib._core.torch_internals import backward_rule
 from hoglib.verification import call as calls
 from hoglib.verification import function_rules, half_precision
@@ -28,11 +30,9 @@ from hoglib.verification.comparison import (
     target,
     wrong_elements,
 )
-from hoglib.verification.nan_origin import nan_operation
 from hoglib.verification.options import Bounds, Options
 from hoglib.verification.report import MODES, NOT_COMPARED, ORDINALS, Mode, Row
 from hoglib.verification.subject import Subject
-from hoglib.verification.surrogates import what_it_looks_like
 
 COMPOSED = (
     "That is with an incoming gradient that depends on the inputs, as in a network; with another "
@@ -323,11 +323,7 @@ class Derivatives:
     def _compared(self, at: Target, key: str, bounds: Bounds | None = None) -> Discrepancy:
         bounds = bounds or self._options.bounds
         if key[0] == "r":
-            subject, options = self._subject, self._options
-            return in_reverse(
-                at, bounds, subject.random, full=options.full,
-                graphs_serve_once=subject.graphs_serve_once,
-            )  # fmt: skip
+            return in_reverse(at, bounds, self._subject.random, full=self._options.full)
         return in_forward(at, bounds, by_torch_func=key == "ff")
 
     def _reverse_row(self, name: str, at: Sequence[Target]) -> Row:
@@ -452,3 +448,106 @@ def ratio(found: Discrepancy) -> str:
     if abs(share + 1) < 1e-4:
         return " (the sign is wrong)"
     return f" ({share:.4g} times the expected value)"
+
+
+def nan_operation(
+    f: TensorMap, x: Sequence[Tensor], u: Sequence[Tensor], w: Sequence[Tensor] | None = None
+) -> str:
+    """Where the first number arises that is not finite, in the gradient of <u, f> or, with w, in that
+    of <w, G>, where G is the gradient of <u, f>: the backward of a custom Function, or the derivative
+    of what a line of the user's computes; "" if neither is known. An infinite number becomes NaN
+    later, where it is multiplied by zero."""
+    with torch_internals.record_backward_origins():
+        leaves = [y.detach().clone().requires_grad_() for y in x]
+        results, weights = f(*leaves), u
+        if w is not None:
+            results, weights = calls.grad(results, leaves, u, create_graph=True), w
+    found: list[str] = []
+
+    def watch(node: torch.autograd.graph.Node) -> None:
+        def ran(results: Sequence[Tensor | None], incoming: Sequence[Tensor | None]) -> None:
+            if not found and _are_finite(incoming) and not _are_finite(results):
+                found.append(_origin_of(node))
+
+        node.register_hook(ran)
+
+    for node, parents in walk(results):
+        if parents:
+            watch(node)
+    calls.grad(results, leaves, weights)
+    return found[0] if found else ""
+
+
+def _origin_of(node: torch.autograd.graph.Node) -> str:
+    function = torch_internals.custom_function(node) if hasattr(node, "_forward_cls") else None
+    if function is not None:
+        return f"{function.__name__}.backward"
+    line = innermost_line(torch_internals.made_at(node))
+    return f"the derivative of {line}" if line else ""
+
+
+def _are_finite(tensors: Sequence[Tensor | None]) -> bool:
+    return all(x is None or bool(x.isfinite().all()) for x in tensors)
+
+
+# Whether a wrong first derivative looks like a surrogate gradient, told from the values alone.
+#
+#     round(x), sign(x), x > 0        no derivative but zero; the gradient goes straight through
+#     x, with a changed gradient      a reversal, a scaling, a clipping of the gradient
+
+NEAR = 1e-6  # a move that changes the output of no step function, but at a few elements
+
+DECLARED = "declare it: pass surrogate=True, or set `surrogate = True` on the class."
+
+
+def what_it_looks_like(subject: Subject, column: int) -> str:
+    """What forward does to an input, where its derivative cannot be what the gradient is; or empty."""
+    x = subject.x[column]
+    moved = x + NEAR * torch.where(x == 0, 1.0, x)
+    try:
+        values = subject.map(*subject.x)
+        near = subject.map(*subject.x[:column], moved, *subject.x[column + 1 :])
+    except Exception:  # it refuses points that the user did not pass
+        return ""
+    for y, z in zip(values, near, strict=True):
+        if found := _looks_like(x, y.detach(), moved, z.detach()):
+            return f"{found} If its gradient is another one on purpose, {DECLARED}"
+    return ""
+
+
+def _looks_like(x: Tensor, y: Tensor, moved: Tensor, z: Tensor) -> str:
+    if not y.numel():
+        return ""
+    if y.shape == x.shape and torch.equal(y, x) and torch.equal(z, moved):
+        return "forward is the identity, and the gradient is a changed one (reversed, scaled, clipped)."
+    still = y == z
+    share = float(still.double().mean())
+    if share > 0.9:
+        return _step(x, y)
+    through = (y == x) & (z == moved) if y.shape == x.shape else torch.zeros_like(still)
+    if share > 0 and bool((still | through).all()):
+        return "forward clips: its output is the input, or does not depend on it."
+    if y.shape == x.shape and 0 < max_abs(y - x) < 0.01 * max_abs(x):
+        return "forward rounds its input to fewer digits (quantisation)."
+    return ""
+
+
+def _step(x: Tensor, y: Tensor) -> str:
+    """A function that is constant near the inputs."""
+    values = set(y.unique().tolist())
+    if y.shape == x.shape and -1.0 in values and bool(((y == x.sign()) | (x == 0)).all()):
+        what = "takes the sign of its input"
+    elif values <= {0.0, 1.0}:
+        what = "is a step (a threshold, a comparison, an argmax)"
+    elif _is_on_a_grid(sorted(values)):
+        what = "rounds its input"
+    else:
+        what = "is a step function (rounding, quantisation, a choice)"
+    return f"forward {what}, so that its derivative is zero almost everywhere."
+
+
+def _is_on_a_grid(values: Sequence[float]) -> bool:
+    """Whether all are multiples of their smallest distance, as rounded numbers are."""
+    gaps = [b - a for a, b in pairwise(values)]
+    least = min((g for g in gaps if g > 1e-9), default=0.0)
+    return bool(least) and all(abs(v / least - round(v / least)) < 1e-3 for v in values)

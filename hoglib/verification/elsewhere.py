@@ -5,7 +5,7 @@ matrix that is positive at the inputs. Values of other signs and sizes may also 
 domain, so that only a second derivative counts that is wrong where the first one is right.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from math import isnan
@@ -42,20 +42,15 @@ def other_points(subject: Subject) -> Iterator[list[Tensor]]:
                 yield point
 
 
-def is_unseen(failed: Sequence[Row]) -> bool:
-    """Whether no cause is known of what is lost: what backward calls may have no derivative there."""
-    return all(row.name.endswith(fix_hints.UNSEEN) for row in failed)
-
-
-def rows(subject: Subject, options: Options) -> Iterator[Row]:
-    """The row on the second derivative at other values."""
-    bounds = options.bounds._replace(natural=NATURAL)
-    options = replace(options, orders=(1, 2), modes=(MODES["rr"],), bounds=bounds)
+def wrong_rows(subject: Subject, options: Options) -> list[Row] | None:
+    """The row of a second derivative that is wrong at other values, and those of its causes; empty
+    where none is, None where nothing could be judged."""
     judged = False
     for x in other_points(subject):
         derivatives = Derivatives(subject, [x], options)
         with suppress(Exception):  # it may refuse what the user did not pass
-            if any(row.status in ("warn", "fail") for row in derivatives.first_order()):
+            first = () if options.surrogate else derivatives.first_order()
+            if any(row.status in ("warn", "fail") for row in first):
                 continue
             failed = [row for row in derivatives.higher_order(2) if row.status == "fail"]
             found = [derivatives.found[row.name] for row in failed]
@@ -64,11 +59,23 @@ def rows(subject: Subject, options: Options) -> Iterator[Row]:
             judged = True
             causes_of = fix_hints.attribution_rows(subject, x, derivatives.found) if failed else ()
             causes = [row for row in causes_of if row.status == "fail"]
-            if failed and not is_unseen(causes):
-                text = WHERE.format(
-                    wrong=failed[0].text.rstrip("."),
-                    causes=" ".join(row.text for row in causes[:2]),
-                )
-                yield Row(NAME, "fail", failed[0].error, text)
-                return
-    yield Row(NAME, "pass") if judged else Row(NAME, "skip", None, NOT_THERE)
+            # without a known cause, what backward calls may have no derivative there
+            if failed and not all(row.name.endswith(fix_hints.UNSEEN) for row in causes):
+                return [failed[0], *causes]
+    return [] if judged else None
+
+
+def rows(subject: Subject, options: Options) -> Iterator[Row]:
+    """The row on the second derivative at other values."""
+    bounds = options.bounds._replace(natural=NATURAL)
+    options = replace(options, orders=(1, 2), modes=(MODES["rr"],), bounds=bounds)
+    wrong = wrong_rows(subject, options)
+    if wrong is None:
+        yield Row(NAME, "skip", None, NOT_THERE)
+    elif not wrong:
+        yield Row(NAME, "pass")
+    else:
+        failed, *causes = wrong
+        words = " ".join(one.text for one in causes[:2])
+        text = WHERE.format(wrong=failed.text.rstrip("."), causes=words)
+        yield Row(NAME, "fail", failed.error, text)

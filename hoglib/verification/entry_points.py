@@ -28,8 +28,8 @@ from hoglib._core.torch_modes import value_checks_on, without_stand_ins
 from hoglib.errors import HoglibError, NoSecondDerivative, VerificationError
 from hoglib.stand_ins.mode import on_wrong
 from hoglib.verification import side_effects
+from hoglib.verification.call import layout_of
 from hoglib.verification.examination import Applied, Verdict, applied, examine
-from hoglib.verification.layouts import layout_of
 from hoglib.verification.subject import Application, application, is_users
 
 _VERDICTS: WeakKeyDictionary[type[Function], dict[Any, Verdict]] = WeakKeyDictionary()

@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from math import isnan
 from time import perf_counter
 from typing import Any, NamedTuple, final
 
@@ -27,15 +26,13 @@ from hoglib._core.state import AutocastState, StateGuard, preserve_random_state,
 from hoglib._core.swap import keep_swapped
 from hoglib.stand_ins.mode import active, stand_ins_if
 from hoglib.verification import call as calls
-from hoglib.verification import circumstances, fix_hints, function_rules, variants
-from hoglib.verification.accumulation import ACCUMULATES, preserved_grads
+from hoglib.verification import circumstances, elsewhere, fix_hints, function_rules, variants
+from hoglib.verification.call import copied
 from hoglib.verification.derivatives import Derivatives
-from hoglib.verification.elsewhere import is_unseen, other_points
-from hoglib.verification.held_modules import Lifted, lifted
-from hoglib.verification.layouts import copied
 from hoglib.verification.options import NATURAL, Bounds, Options
 from hoglib.verification.report import MODES, Row
 from hoglib.verification.rounding import exact_products
+from hoglib.verification.side_effects import ACCUMULATES, preserved_grads
 from hoglib.verification.structures import (
     Structure,
     choices,
@@ -43,7 +40,7 @@ from hoglib.verification.structures import (
     structures,
     structures_of,
 )
-from hoglib.verification.subject import Application, Subject, parameters
+from hoglib.verification.subject import Application, Lifted, Subject, lifted, parameters
 
 SECONDS = 20.0  # the time that an examination may take; it is estimated before
 OTHER_VALUES = 2  # examinations after one at values that differences do not resolve
@@ -186,13 +183,11 @@ def _judged(given: Applied) -> Verdict:
         found = _in_a_structure(given, subject, here, jvp) or found
     if found.is_told and _in_a_gauge(function, subject, here, jvp, found):
         found = RIGHT
-    if found.status != "right" or not several:
+    if found.status != "right" or not several or subject.half is not None:
         return found
-    for x in other_points(subject):  # values that may take another branch of backward
-        elsewhere = _compared(function, subject, [x], jvp, if_first_is_right=True)
-        if elsewhere.status == "wrong":
-            return elsewhere
-    return found
+    # other values may take another branch of backward
+    wrong = elsewhere.wrong_rows(subject, _options(function, subject, jvp))
+    return _wrong_second(function, wrong) if wrong else found
 
 
 def _in_a_structure(
@@ -247,36 +242,24 @@ def _subject(app: Application) -> tuple[Subject, bool]:
 
 
 def _compared(
-    function: type[Function], subject: Subject, points: list[list[Tensor]], jvp: str, *,
-    if_first_is_right: bool = False,
-) -> Verdict:  # fmt: skip
+    function: type[Function], subject: Subject, points: list[list[Tensor]], jvp: str
+) -> Verdict:
     """The verdict on the derivatives at some points.
 
-    jvp: the mode in which its jvp is differentiated, if it is. if_first_is_right: at points that the
-    user did not pass, where a first derivative that is wrong says nothing: they may be outside of the
-    domain.
+    jvp: the mode in which its jvp is differentiated, if it is.
     """
     derivatives = _derivatives(function, subject, points, jvp)
     is_surrogate = _is_surrogate(function)
     first = [] if is_surrogate else list(derivatives.first_order())
-    if if_first_is_right and any(row.status != "pass" for row in first):
-        return Verdict("unknown")
     second = list(derivatives.higher_order(2))
     name = function.__qualname__
     wrong_first = _silent_failures(first, derivatives, function)
     wrong = _silent_failures(second, derivatives, function)
-    if if_first_is_right and any(isnan(derivatives.found[row.name].got) for row in wrong):
-        return Verdict("unknown")
     if wrong:
         rows = fix_hints.attribution_rows(subject, points[-1], derivatives.found)
-        found = [row for row in rows if row.status == "fail"]
-        if if_first_is_right and is_unseen(found):
-            return Verdict("unknown")
-        causes = [row.text for row in found][:2] or [wrong[0].text]
-        advice = f"`hoglib.verify({name}, inputs)` shows all checks."
-        text = f"the second derivative of {name} is wrong. {' '.join(causes)} {advice}"
-        return Verdict("wrong", text, order=1 if wrong_first else 2, second=True)
-    if not if_first_is_right and not is_surrogate:
+        causes = [row for row in rows if row.status == "fail"]
+        return _wrong_second(function, [wrong[0], *causes], order=1 if wrong_first else 2)
+    if not is_surrogate:
         with suppress(Exception):  # where nothing is left to differentiate, which is judged above
             baseline = circumstances.Baseline(subject, points[-1])
             circumstanced = (
@@ -293,20 +276,35 @@ def _compared(
         text = f"the first derivative of {name} is wrong{which and f' for {which}'}: {row.text}"
         return Verdict("wrong", text)
     unclear = [row.text.split(". ")[0] for row in second if row.status == "warn"]
-    if unclear and not if_first_is_right:
+    if unclear:
         return _not_examined(name, unclear[0], " in full")._replace(left=OTHER_VALUES)
     return Verdict("right" if any(row.status == "pass" for row in second) else "unknown")
+
+
+def _wrong_second(function: type[Function], rows: list[Row], order: int = 2) -> Verdict:
+    """The verdict on a second derivative; rows: what is wrong, and the causes."""
+    name = function.__qualname__
+    causes = " ".join(row.text for row in rows[1:3] or rows)
+    text = (
+        f"the second derivative of {name} is wrong. {causes} `hoglib.verify({name}, inputs)` shows all "
+        "checks."
+    )
+    return Verdict("wrong", text, order=order, second=True)
 
 
 def _derivatives(
     function: type[Function], subject: Subject, points: list[list[Tensor]], jvp: str
 ) -> Derivatives:
+    return Derivatives(subject, points, _options(function, subject, jvp))
+
+
+def _options(function: type[Function], subject: Subject, jvp: str) -> Options:
     options = Options(
         orders=(1, 2), modes=tuple(MODES[key] for key in (("rr", jvp) if jvp else ("rr",))),
-        surrogate=_is_surrogate(function), full=False, compile=False,
+        surrogate=_is_surrogate(function), full=False,
         eps=None, bounds=Bounds(1e-6, 1e-4, NATURAL), nondet_tol=0.0,
     )  # fmt: skip
-    return Derivatives(subject, points, options.in_dtype(subject.dtype))
+    return options.in_dtype(subject.dtype)
 
 
 def _is_surrogate(function: type[Function]) -> bool:
@@ -350,7 +348,7 @@ def _trial(app: Application) -> tuple[bool, float]:
         args[i] = leaf.clone()  # which may be changed in place
     with _Operations() as operations:
         outputs = app.function.apply(*args)
-        live = [y for y in function_rules.tensors(outputs) if y.requires_grad]
+        live = [y for y in pytree.tensors(outputs) if y.requires_grad]
         grads = calls.grad(live, leaves, list(map(torch.ones_like, live)), create_graph=True)
         operations.returned((outputs, grads))
     with suppress(

@@ -8,11 +8,10 @@ they show it.
 import dis
 import inspect
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from inspect import isfunction
-from types import MappingProxyType
 from typing import Any, NamedTuple, final
 
 import torch
@@ -26,8 +25,7 @@ from hoglib._core.pytree import is_float
 from hoglib._core.source_location import is_user_code
 from hoglib._core.state import same
 from hoglib._core.torch_internals import backward_rule
-from hoglib.verification.containers import exchanged, opened, steps_to
-from hoglib.verification.saved_expressions import Noted, SavedAt
+from hoglib.verification.saved_values import Noted, SavedAt, exchanged, opened, steps_to
 
 SAVED = "ctx.saved_tensors"
 
@@ -102,9 +100,6 @@ class Context(FunctionCtx):
     """Replaces autograd's context. What is in its `__dict__` is the Function's, and nothing else."""
 
     __slots__ = ("_hoglib_in_jvp", "_hoglib_record")
-    # what the node of autograd's graph has, which is a context too
-    next_functions: tuple[Any, ...] = ()
-    metadata: Mapping[Any, Any] = MappingProxyType({})
 
     def __init__(self, record: Record, *, in_jvp: bool = False) -> None:
         object.__setattr__(self, "_hoglib_record", record)
@@ -144,21 +139,11 @@ class Context(FunctionCtx):
     saved_variables = saved_for_forward = saved_tensors
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setter = _SETTERS.get(name)
-        if setter is not None:  # attributes by which autograd's context takes the same
-            setattr(_of(self), setter, tuple(value) if setter != "materialize" else value)
-            return
         _of(self).attributes[name] = value
         _note(self, name, name)
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"ctx has no attribute {name!r}")
-
-
-_SETTERS = {
-    "to_save": "saved", "dirty_tensors": "dirty", "non_differentiable": "silent",
-    "materialize_grads": "materialize",
-}  # fmt: skip
 
 
 def _of(context: Context) -> Record:
@@ -305,11 +290,6 @@ def as_tuple(value: Any) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else (value,)
 
 
-def tensors(value: Any) -> list[Tensor]:
-    """The tensors inside anything that a context may hold."""
-    return pytree.tensors(value)
-
-
 @final
 @dataclass
 class Slot:
@@ -328,7 +308,7 @@ class Slot:
 
 def kind_of(value: Any, run: Run, names: tuple[str, ...]) -> tuple[str, str]:
     """What a slot holds: an input, an output, a copy of one of them, or something forward made."""
-    found = tensors(value)
+    found = pytree.tensors(value)
     for i, x in enumerate(run.inputs):
         if any(t is x for t in found):
             return "input", f"input {_named(names, i)}"

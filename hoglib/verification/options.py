@@ -52,7 +52,6 @@ class Options:
     modes: tuple[Mode, ...] | None  # None: all that the function offers
     surrogate: bool
     full: bool
-    compile: bool
     eps: float | None
     bounds: Bounds
     nondet_tol: float

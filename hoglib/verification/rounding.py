@@ -52,7 +52,7 @@ ONLY_SHAPE = ("view_as", "expand_as", "reshape_as", "type_as")
 
 @final
 class PrecisionWatch(TorchFunctionMode):
-    """Describes the first call that rounded float64 numbers (`rounded`; `cast` if by conversion), the
+    """Describes the first call that rounded float64 numbers (`rounded`), the
     first that got a number of lower precision which was made inside (`met`), and the first that got one
     from elsewhere (`foreign`).
 
@@ -62,7 +62,7 @@ class PrecisionWatch(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.rounded = self.cast = self.met = self.foreign = ""
+        self.rounded = self.met = self.foreign = ""
         self._made: list[Tensor] = []
         self._drawn: list[Tensor] = []  # random numbers: their last digits say nothing
 
@@ -88,7 +88,6 @@ class PrecisionWatch(TorchFunctionMode):
         elif any(x.dtype in DOUBLE for x in given):
             lossy = [y for y in results if _loses_digits(y) or _cast(name, args, y)]
             self.rounded = self.rounded or _described(name, "rounded float64 numbers to", lossy)
-            self.cast = self.cast or (self.rounded if name in CASTS else "")
         return result
 
     def _is_made(self, tensor: Tensor) -> bool:

@@ -3,25 +3,25 @@
 Each check runs forward, backward and jvp as plain functions inside a mode that sees every torch call.
 """
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from hoglib._core import pytree, source_location
-from hoglib._core.element_differences import max_abs
-from hoglib._core.state import same
-from hoglib.verification import call as calls
+from hoglib._core.closures import STATE, ClosureWalker
+from hoglib._core.state import put_back, same
+from hoglib._core.torch_internals import backward_rule
 from hoglib.verification import function_rules
 from hoglib.verification.call import seed_all
-from hoglib.verification.comparison import Discrepancy
 from hoglib.verification.function_rules import kind_of
 from hoglib.verification.report import Row
 from hoglib.verification.rounding import PrecisionWatch
-from hoglib.verification.subject import Application, Subject
+from hoglib.verification.subject import Application, Subject, as_function
 
 
 class Mutation(NamedTuple):
@@ -50,7 +50,7 @@ def in_place(app: Application) -> list[Row]:
         {
             f"{label} ({kind_of(value, run, names)[1]})": value
             for label, slot in run.record.slots().items()
-            for value in function_rules.tensors(slot)
+            for value in pytree.tensors(slot)
         }
     )
     again = Snapshot({app.name(i): x for i, x in enumerate(args)})
@@ -79,9 +79,8 @@ def device(app: Application) -> list[Row]:
     return [Row("device", "warn", None, text)]
 
 
-def constants_row(subject: Subject, found: Mapping[str, Discrepancy]) -> Row:
-    """Numbers of lower precision in float64 maths: they cost digits, which is a fault where the
-    derivatives are further off than with float32 inputs."""
+def constants_row(subject: Subject) -> Row:
+    """Numbers of lower precision in float64 maths: they cost digits."""
     name = "dtype: constants"
     if subject.dtype != torch.float64 or subject.half is not None:
         return Row(name, "skip", None, "it was not checked in float64.")
@@ -93,14 +92,11 @@ def constants_row(subject: Subject, found: Mapping[str, Discrepancy]) -> Row:
             run_rules(app, watch)
         except Exception:  # reported by other checks
             continue
-    met = watch.rounded or watch.met
-    harm = met and _is_further_off(subject, found, ROUNDED if watch.rounded else LEAST)
-    if met:
+    if met := watch.rounded or watch.met:
         return Row(
-            name, "fail" if harm else "warn", None,
+            name, "warn", None,
             f"a float32 constant or intermediate enters a float64 computation: {met}. Give it the "
-            "dtype of the inputs, `torch.tensor(0.1, dtype=x.dtype)`, or use a Python number."
-            + (" The error is above what float32 inputs would have." if harm else ""),
+            "dtype of the inputs, `torch.tensor(0.1, dtype=x.dtype)`, or use a Python number.",
         )  # fmt: skip
     if watch.foreign:
         return Row(
@@ -109,36 +105,6 @@ def constants_row(subject: Subject, found: Mapping[str, Discrepancy]) -> Row:
             f"{watch.foreign}. Pass it as an input, or convert it, `table.to(x.dtype)`.",
         )  # fmt: skip
     return Row(name, "pass")
-
-
-def _is_further_off(subject: Subject, found: Mapping[str, Discrepancy], least: float) -> bool:
-    """Whether the first derivative is further off than that at inputs rounded to float32."""
-    first = found.get("first derivative: reverse")
-    if first is None or first.raised is not None:
-        return False
-    if first.wrong:
-        return True
-    rounded = [x.float().to(x.dtype) for x in subject.x]
-    moved = [
-        torch.where(a == b, a * (1 + 6e-8), b) for a, b in zip(subject.x, rounded, strict=True)
-    ]
-    try:
-        here, there = (_gradients(subject, x) for x in (subject.x, moved))
-    except Exception:  # reported by the derivative checks
-        return False
-    pairs = zip(here, there, strict=True)
-    off = max((max_abs(a - b) / (max_abs(a) or 1.0) for a, b in pairs), default=0.0)
-    return first.error > max(10 * off, least)
-
-
-def _gradients(subject: Subject, x: list[Tensor]) -> list[Tensor]:
-    leaves = [y.detach().clone().requires_grad_() for y in x]
-    values = subject.map(*leaves)
-    return calls.grad(values, leaves, list(map(torch.ones_like, values)))
-
-
-LEAST = 1e-5  # differences may be off by that much
-ROUNDED = 1e-3  # those of values that were rounded to float32, at steps of 1e-4 and more
 
 
 def run_rules(app: Application, watch: AbstractContextManager[Any]) -> None:
@@ -276,3 +242,66 @@ class DeviceWatch(TorchFunctionMode):
         if not self.found:
             place = source_location.torch_call_line()
             self.found = what + (f", at {place}" if place else "")
+
+
+ACCUMULATES = (
+    "backward accumulates into .grad of {}, which no derivative with a graph passes through: a second "
+    "derivative by it is lost, and by all that depends on it. Pass these tensors to `apply`, and "
+    "return their gradients."
+)
+
+
+def accumulates(app: Application) -> list[Row]:
+    """Whether backward changes the .grad of a tensor. That of each is restored."""
+    name = "in-place: .grad"
+    run = app.seeded()
+    with preserved_grads(app.function, *app.args) as changed:
+        with torch.enable_grad():
+            function_rules.backward(app.function, run.record, run.incoming())
+        found = changed()
+    if not found:
+        return [Row(name, "pass")]
+    return [Row(name, "fail", None, ACCUMULATES.format(", ".join(found[:3])))]
+
+
+@contextmanager
+def preserved_grads(fn: Any, *held: Any) -> Iterator[Callable[[], list[str]]]:
+    """Restores the .grad of the leaves that a function reaches besides its arguments. Yields a function
+    that describes those whose .grad was changed."""
+    function = as_function(fn)
+    rules: Any = fn
+    if function is not None:
+        rules = (function.forward, backward_rule(function), function.setup_context)
+    walk = ClosureWalker((rules, [x for x in held if not isinstance(x, Tensor)]), STATE)
+    reached = [walk.objects[i] for i in walk.found]
+    named: dict[int, tuple[str, Tensor]] = {
+        id(p): (f"the parameter {name} of a {type(m).__name__}", p)
+        for m in reached
+        if isinstance(m, nn.Module)
+        for name, p in m.named_parameters()
+        if not is_lazy(p)
+    }
+    for x in reached:
+        if isinstance(x, Tensor) and x.is_leaf and x.requires_grad and not is_lazy(x):
+            named.setdefault(id(x), (f"a tensor of shape {tuple(x.shape)}", x))
+    before = {
+        key: (x.grad, None if x.grad is None else x.grad.detach().clone())
+        for key, (_, x) in named.items()
+    }
+
+    def is_changed(key: int) -> bool:
+        grad, value = before[key]
+        now = named[key][1].grad
+        if now is not grad:
+            return True
+        return now is not None and value is not None and not same(now.detach(), value)
+
+    try:
+        yield lambda: [label for key, (label, _) in named.items() if is_changed(key)]
+    finally:
+        for key, (_, x) in named.items():
+            if is_changed(key):
+                grad, value = before[key]
+                x.grad = grad
+                if grad is not None and value is not None:
+                    put_back(grad, value)

@@ -1,6 +1,6 @@
 """Arguments with a structure: a Function may be right along directions that keep it, and no others.
 
-    A = A^T,  A = -A^T,  A = tril(A),  A^T A = 1,  sum_j p_j = 1,  logsumexp_j p_j = 0,  |x| = 1
+    A = A^T,  A = tril(A),  A = triu(A),  sum_j p_j = 1,  logsumexp_j p_j = 0
 
 The backward of a square root that is given symmetric matrices only may assume that. Along a direction
 that leaves the structure its gradient G is not the derivative, and where the argument is always
@@ -25,7 +25,7 @@ from hoglib._core.element_differences import max_abs, random_like
 from hoglib._core.gradient_graph import graph_summary
 from hoglib._core.pytree import is_float
 from hoglib._core.state import preserve_random_state
-from hoglib.verification.call import Arrange, Call
+from hoglib.verification.call import Arrange, Call, Gauge
 
 MOST_DIMS = 4  # of a tensor whose rows are looked at
 MOST_CHOICES = 24  # combinations for several arguments
@@ -47,21 +47,6 @@ def symmetrized(x: Tensor) -> Tensor:
     return (x + x.mH) / 2
 
 
-def _skew(x: Tensor) -> Tensor:
-    return (x - x.mH) / 2
-
-
-def _diagonal(x: Tensor) -> Tensor:
-    return torch.diag_embed(torch.diagonal(x, dim1=-2, dim2=-1))
-
-
-def _orthogonal(x: Tensor) -> Tensor:
-    """The nearest matrix with orthonormal columns, by Newton's iteration, from close to one."""
-    for _ in range(5):
-        x = 1.5 * x - 0.5 * x @ (x.mH @ x)
-    return x
-
-
 def _sum_one(x: Tensor, dim: int) -> Tensor:
     return x / x.sum(dim, keepdim=True)
 
@@ -70,18 +55,10 @@ def _normalized(x: Tensor, dim: int) -> Tensor:
     return x - x.logsumexp(dim, keepdim=True)
 
 
-def _unit(x: Tensor, dim: int) -> Tensor:
-    return x / torch.linalg.vector_norm(x, dim=dim, keepdim=True)
-
-
 MATRICES = (
     Structure("symmetric", symmetrized),
-    Structure("skew-symmetric", _skew),
     Structure("lower triangular", torch.tril),
     Structure("upper triangular", torch.triu),
-    Structure("strictly lower triangular", partial(torch.tril, diagonal=-1)),
-    Structure("strictly upper triangular", partial(torch.triu, diagonal=1)),
-    Structure("diagonal", _diagonal),
 )
 
 
@@ -92,8 +69,6 @@ def structures_of(x: Tensor) -> list[Structure]:
     found: list[Structure] = []
     if x.ndim > 1 and x.shape[-1] == x.shape[-2] > 1:
         found += MATRICES
-    if x.ndim > 1 and 1 < x.shape[-1] <= x.shape[-2]:
-        found.append(Structure("orthonormal in its columns", _orthogonal))
     for dim in range(max(0, x.ndim - MOST_DIMS), x.ndim):
         if x.shape[dim] > 1:
             along = f"along dimension {dim}" if x.ndim > 1 else "altogether"
@@ -102,7 +77,6 @@ def structures_of(x: Tensor) -> list[Structure]:
             if not x.is_complex() and bool((x <= 0).all()):
                 name = f"log-probabilities {along}"
                 found.append(Structure(name, partial(_normalized, dim=dim)))
-            found.append(Structure(f"of length one {along}", partial(_unit, dim=dim)))
     return [one for one in found if one.fits(x)]
 
 
@@ -120,8 +94,14 @@ def choices(found: dict[int, list[Structure]]) -> Iterator[Chosen]:
 
 def structures(call: Call) -> dict[int, list[Structure]]:
     """The structures of each variable of a call that has any."""
-    found = {j: structures_of(call.value(j)) for j in range(len(call.point))}
+    found = {j: structures_of(_as_given(call.value(j))) for j in range(len(call.point))}
     return {j: some for j, some in found.items() if some}
+
+
+def _as_given(x: Tensor) -> Tensor:
+    """In single precision, if its numbers are of that: they sum to one with that rounding only."""
+    narrow = x.to(torch.complex64 if x.is_complex() else torch.float32)
+    return narrow if torch.equal(narrow.to(x.dtype), x) else x
 
 
 def is_computed_so(x: Tensor, structure: Structure) -> bool:
@@ -191,3 +171,53 @@ def _values(call: Call, j: int, x: Tensor) -> list[Tensor] | None:
 
 def _same_values(a: list[Tensor] | None, b: list[Tensor] | None) -> bool:
     return bool(a and b) and all(map(torch.equal, a or [], b or []))
+
+
+# Outputs that are determined up to a sign or a phase of each column: eigenvectors, singular vectors.
+#
+#     y_j -> y_j conj(s_j),    s_j = <r, y_j> / |<r, y_j>|
+#
+# An algorithm chooses one of them, and backward gives the gradient of a loss that depends on none: it
+# is right for such a loss, and wrong for the phases that the algorithm happens to choose. So the
+# derivatives are compared after a fixed combination <r, y_j> of each column is made positive. That
+# takes one real number a column from what is compared. A backward that is wrong otherwise stays wrong.
+
+COLUMNS, ROWS = "columns", "rows"
+
+
+def gauges(outputs: Sequence[Tensor]) -> Iterator[Gauge]:
+    """The maps that fix the phases of the columns, or of the rows, of the matrices among some outputs.
+
+    The columns j of all matrices have one phase, as those of U and V in U diag(s) V^H have, whose rows
+    have the opposite one in V^H.
+    """
+    dims = max((y.dim() for y in outputs), default=0)  # a batch of eigenvalues is no matrix
+    matrices = [
+        k for k, y in enumerate(outputs)
+        if is_float(y) and y.layout is torch.strided and y.dim() == dims > 1
+    ]  # fmt: skip
+    if not 0 < len(matrices) < 3:
+        return
+    for sides in product((COLUMNS, ROWS), repeat=len(matrices)):
+        side_of = dict(zip(matrices, sides, strict=True))
+        vectors = [_as_columns(outputs[k], side) for k, side in side_of.items()]
+        counts = {(*y.shape[:-2], y.shape[-1]) for y in vectors}
+        if len(counts) == 1 and all(y.shape[-2] > 1 for y in vectors):
+            yield partial(_fixed, side_of=side_of)
+
+
+def _as_columns(y: Tensor, side: str) -> Tensor:
+    return y if side == COLUMNS else y.mH
+
+
+def _fixed(outputs: Sequence[Tensor], side_of: dict[int, str]) -> list[Tensor]:
+    first, side = next(iter(side_of.items()))
+    columns = _as_columns(outputs[first], side)
+    random = torch.Generator().manual_seed(4)
+    r = torch.randn(columns.shape[-2], 1, dtype=torch.complex128, generator=random)
+    r = (r if columns.is_complex() else r.real).to(columns)
+    s = (r.conj() * columns).sum(-2, keepdim=True).sgn()
+    found = list(outputs)
+    for k, side in side_of.items():
+        found[k] = _as_columns(_as_columns(outputs[k], side) * s.conj(), side)
+    return found

@@ -10,19 +10,19 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 
 from hoglib._core import pytree
+from hoglib._core.closures import held
 from hoglib._core.pytree import is_float
 from hoglib._core.torch_internals import watching_functions
 from hoglib.verification import call as calls
 from hoglib.verification import function_rules
-from hoglib.verification.call import Call, custom_functions, fresh, is_part
-from hoglib.verification.gauges import Gauge, gauges
+from hoglib.verification.call import Call, Gauge, custom_functions, fresh, is_part
 from hoglib.verification.precision import call_for
 from hoglib.verification.report import Row
-from hoglib.verification.structures import Structure, one_triangle
+from hoglib.verification.structures import Structure, gauges, one_triangle
 
 
 class Application(NamedTuple):
@@ -158,15 +158,11 @@ class Subject:
     """A call in float64, or in its own dtype if it refuses that, with what it is made of.
 
     refused: why it is not in float64. computes_narrow: whether the reason is that it works in float32
-    or less whatever it is given. half: the dtype, if that is half precision. graphs_serve_once: whether
-    a second backward pass through a graph is wrong, and through a new one right. told: failed rows of
-    `prepare` that leave something to compare. symmetric: the variables of which one triangle is read.
-    kept: those whose structure the directions of derivatives keep, because the function is right along
-    these alone.
+    or less whatever it is given. half: the dtype, if that is half precision. symmetric: the variables
+    of which one triangle is read. kept: those whose structure the directions of derivatives keep,
+    because the function is right along these alone.
     """
 
-    graphs_serve_once = False
-    told: Sequence[Row] = ()
     kept: Mapping[int, Structure] = MappingProxyType({})
 
     def __init__(
@@ -192,7 +188,6 @@ class Subject:
         self.symmetric = one_triangle(self.call)
         self.call.projections = {j: one.project for j, one in self.symmetric.items()}
         self.names = [named.get(name, name) for name in self.call.names]
-        self.num_parameters = len(self.names) - self.call.num_inputs
         self.x = self.call.point
         self.dtype = max((x.dtype for x in self.x), key=lambda dtype: torch.finfo(dtype).eps)
         self.applications = applications(self.call.run_with_grad)
@@ -281,9 +276,6 @@ class Subject:
                 "generator of its own? Pass random numbers as inputs.",
             )  # fmt: skip
         again = self._again()
-        if again and self.graphs_serve_once:
-            self.told = [Row("deterministic", "fail", None, again)]
-            return None
         return Row("deterministic", "fail", None, again) if again else None
 
     def _again(self) -> str:
@@ -322,9 +314,9 @@ class Subject:
             else "it draws from a generator of its own, counts its calls, adds to .grad of what it "
             "saved, or frees what it reads."
         )
-        self.graphs_serve_once = _same(first, once(*graph()), 1e-6)
-        end = "" if self.graphs_serve_once else " Nothing can be compared."
-        return f"a second backward pass through the same graph {did}: {why}{end}"
+        return (
+            f"a second backward pass through the same graph {did}: {why} Nothing can be compared."
+        )
 
     def perturbed_point(self) -> list[Tensor]:
         """A point near the inputs, without zeros; the inputs themselves if fn is not defined there."""
@@ -370,3 +362,68 @@ def _same(a: Sequence[Tensor], b: Sequence[Tensor], rtol: float = 1e-12) -> bool
         return False
     pairs = zip(a, b, strict=True)
     return all(torch.allclose(p, q, rtol=rtol, atol=0.0, equal_nan=True) for p, q in pairs)
+
+
+class Lifted(NamedTuple):
+    """A module that applies the Function, the other arguments, and what to tell of it."""
+
+    fn: nn.Module
+    inputs: tuple[Any, ...]
+    row: Row
+
+
+def lifted(fn: Any, inputs: tuple[Any, ...]) -> Lifted | None:
+    """The call as that of a module; None if no argument is a parameter of another one."""
+    function = as_function(fn)
+    if function is None:
+        return None
+    leaves, structure = pytree.flatten(inputs)
+    blocks = [m for leaf in leaves if callable(leaf) for m in _modules(leaf)]
+    block = nn.ModuleList(dict.fromkeys(blocks))
+    names = {id(p): name for name, p in block.named_parameters()}
+    places = {i: names[id(x)] for i, x in enumerate(leaves) if id(x) in names}
+    if not places:
+        return None
+    module = _Applied(function, block, leaves, structure, places)
+    rest = pytree.unflatten([None if i in places else x for i, x in enumerate(leaves)], structure)
+    name = function.__name__
+    text = (
+        f"{name} gets a module and {len(places)} of its parameters. The module computes with its own "
+        "parameters, not with copies, so this call was verified through a module that holds it, by "
+        "its parameters. To do that yourself, wrap it:\n"
+        "    class Wrapped(torch.nn.Module):\n"
+        "        def __init__(self, block):\n"
+        "            super().__init__()\n"
+        "            self.block = block\n"
+        "        def forward(self, x):\n"
+        f"            return {name}.apply(self.block, x, *self.block.parameters())"
+    )
+    return Lifted(module, rest, Row("arguments: a module", "warn", None, text))
+
+
+def _modules(value: Any) -> list[nn.Module]:
+    if isinstance(value, nn.Module):
+        return [value]
+    return [capture.value for capture in held(value) if isinstance(capture.value, nn.Module)]
+
+
+@final
+class _Applied(nn.Module):
+    """Applies a Function to arguments and to the parameters that its block has at that time."""
+
+    def __init__(
+        self, function: type[torch.autograd.Function], block: nn.ModuleList, leaves: list[Any],
+        structure: Any, places: dict[int, str],
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.block = block
+        self._function, self._leaves, self._structure = function, leaves, structure
+        self._places = places
+
+    def forward(self, *inputs: Any) -> Any:
+        own = dict(self.block.named_parameters())
+        given = [
+            own[self._places[i]] if i in self._places else x
+            for i, x in enumerate(pytree.leaves(inputs))
+        ]
+        return self._function.apply(*pytree.unflatten(given, self._structure))

@@ -1,12 +1,10 @@
 """The walk of a gradient's graph, and its custom Functions: which are refused, and which are warned of."""
 
-import warnings
 from functools import cache
 
 import pytest
 import torch
 from torch import nn
-from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
@@ -21,31 +19,6 @@ F64 = torch.float64
 
 class Once(Cube):
     backward = staticmethod(once_differentiable(Cube.backward))
-
-
-class Saves(Cube):
-    """Saves an intermediate."""
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(3 * inputs[0] ** 2)
-        ctx.save_for_forward(*inputs)
-
-    @staticmethod
-    def backward(ctx, g):
-        (slope,) = ctx.saved_tensors
-        return g * slope
-
-
-class Attribute(Cube):
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_forward(*inputs)
-        ctx.slope = 3 * inputs[0] ** 2
-
-    @staticmethod
-    def backward(ctx, g):
-        return g * ctx.slope
 
 
 class Net(nn.Module):
@@ -184,17 +157,6 @@ def test_once_differentiable_raises_by_name():
         hog.hessian(loss, params, batch)
 
 
-@pytest.mark.parametrize("mode", ["reverse-over-reverse", "forward-over-reverse"])
-@pytest.mark.parametrize(
-    ("function", "slot"), [(Saves, r"ctx.saved_tensors\[0\]"), (Attribute, "ctx.slope")]
-)
-def test_warns_of_saved_intermediates_by_name(function, slot, mode):
-    loss, params, v, batch = problem(function.apply)
-    message = rf"hvp: the second derivative of {function.__name__} is wrong. {slot}"
-    with pytest.warns(UserWarning, match=message):
-        hog.hvp(loss, params, v, batch, mode=mode)
-
-
 @pytest.mark.parametrize("over_tasks", ["vmap", "loop"])
 def test_maml_checks_too(over_tasks):
     tasks = tuple((torch.ones(2, 3, 2), torch.zeros(2, 3, 1)) for _ in range(2))
@@ -207,98 +169,8 @@ def test_maml_checks_too(over_tasks):
 
     with pytest.raises(RuntimeError, match=r"the inner step: .* got Once"):
         run(Once)
-    with pytest.warns(UserWarning, match="MAML: the second derivative of Saves is wrong"):
-        run(Saves)
     run(Cube)
     run(Once, first_order=True)  # which differentiates once
-
-
-class NoGrad(Cube):
-    @staticmethod
-    def backward(ctx, g):
-        with torch.no_grad():
-            return Cube.backward(ctx, g)
-
-
-class Zero(Cube):
-    """Stops the gradient."""
-
-    @staticmethod
-    def backward(ctx, g):
-        return torch.zeros_like(g)
-
-
-def test_warns_of_a_detached_gradient_by_name():
-    loss, params, v, batch = problem(NoGrad.apply)
-    for derivative in (
-        lambda: hog.hvp(loss, params, v, batch),
-        lambda: hog.hessian(loss, params, batch),
-    ):
-        with pytest.warns(UserWarning, match="the second derivative of NoGrad is wrong.*no_grad"):
-            derivative()
-
-
-class Scaled(Function):
-    """Saves constants: a number, an integer tensor, a mask that was passed."""
-
-    @staticmethod
-    def forward(ctx, x, mask, index, factor):
-        ctx.save_for_backward(x, mask, index)
-        ctx.factor = factor
-        return factor * x**3 * mask
-
-    @staticmethod
-    def backward(ctx, g):
-        x, mask, _ = ctx.saved_tensors
-        return 3 * ctx.factor * g * x**2 * mask, None, None, None
-
-
-class Exp(Function):
-    """Saves its output, as an attribute too."""
-
-    @staticmethod
-    def forward(ctx, x):
-        y = x.exp()
-        ctx.save_for_backward(y)
-        ctx.y = y
-        return y
-
-    @staticmethod
-    def backward(ctx, g):
-        (y,) = ctx.saved_tensors
-        return g * y
-
-
-class Doubled(Function):
-    @staticmethod
-    def forward(ctx, x):
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx, g):
-        return 2 * g
-
-
-# fmt: off
-RIGHT = {
-    "its input": Cube.apply,
-    "its output": Exp.apply,
-    "constants that were passed": lambda x: Scaled.apply(x, torch.full_like(x, 0.3), torch.tensor(1), 2.0),
-    "hoglib's own": hog.ops.tanh,
-    "a gradient that is stopped": lambda x: x + Zero.apply(x),
-    "linear": lambda x: Doubled.apply(x),
-    "on data only": lambda x: x + Once.apply(torch.ones_like(x)) + Saves.apply(torch.ones_like(x)),
-    "detached": lambda x: x + Once.apply(x).detach(),
-}
-# fmt: on
-
-
-@pytest.mark.parametrize("name", RIGHT)
-def test_no_false_alarm(name):
-    loss, params, v, batch = problem(RIGHT[name])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        hog.hvp(loss, params, v, batch)
 
 
 def scripted():

@@ -30,26 +30,19 @@ def _levels(transform):
 x = torch.tensor(0.3)
 
 
-def test_outside_of_transforms():
-    assert _levels(lambda f: f(x)) == (False, 0)
+LEVELS = {
+    "outside": (lambda f: f(x), (False, 0)),
+    "grad": (lambda f: torch.func.grad(f)(x), (True, 0)),
+    "vmap": (lambda f: torch.func.vmap(f)(x[None]), (True, 0)),
+    "forward under grad and vmap": (lambda f: torch.func.vmap(torch.func.hessian(f))(x[None]), (True, 1)),
+    "forward twice": (lambda f: torch.func.jacfwd(torch.func.jacfwd(f))(x), (True, 2)),
+}  # fmt: skip
 
 
-def test_grad_is_active_and_no_forward_level():
-    assert _levels(lambda f: torch.func.grad(f)(x)) == (True, 0)
-
-
-def test_vmap_is_active_and_no_forward_level():
-    assert _levels(lambda f: torch.func.vmap(f)(x[None])) == (True, 0)
-
-
-def test_one_forward_level_under_grad_and_vmap():
-    hessian = torch.func.hessian
-    assert _levels(lambda f: torch.func.vmap(hessian(f))(x[None])) == (True, 1)
-
-
-def test_two_forward_levels():
-    jacfwd = torch.func.jacfwd
-    assert _levels(lambda f: jacfwd(jacfwd(f))(x)) == (True, 2)
+@pytest.mark.parametrize("name", LEVELS)
+def test_transforms_and_forward_levels(name):
+    transform, levels = LEVELS[name]
+    assert _levels(transform) == levels
 
 
 def test_levels_are_gone_afterwards():

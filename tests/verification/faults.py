@@ -8,7 +8,15 @@ from torch.autograd import Function, Variable
 
 import hoglib as hog
 from tests import functions
-from tests.zoo.right import HermitianEigen
+from tests.zoo.cuts import Branch
+from tests.zoo.cuts import SineProduct as Product
+from tests.zoo.right import (
+    CubeRoot,
+    HermitianEigen,
+    Reversal,
+    SquareOfSymmetric,
+    Transcription,
+)
 
 LABELS = torch.tensor([0, 2, 1, 1])  # of up to four samples
 WEIGHT = nn.Parameter(torch.linspace(-1.0, 1.0, 9, dtype=torch.float64).reshape(3, 3))
@@ -110,20 +118,6 @@ class ComplexCubeAgain(ComplexCube):
         return 3 * g * (z * z).conj()
 
 
-class Product(Function):
-    """y = x sin x: the parts of backward are cut one at a time."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x * x.sin()
-
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return g * (x.sin() + x * x.cos())
-
-
 class PartData(Product):
     @staticmethod
     def backward(ctx, g):
@@ -186,16 +180,6 @@ class PartNested(Product):
         return g * (x.sin() + x * CosineCut.apply(x.detach()))
 
 
-class Branch(Product):
-    """Cut for large arguments alone."""
-
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        x = x.detach() if bool(x.max() > 5) else x
-        return g * (x.sin() + x * x.cos())
-
-
 class Accumulates(Function):
     """y = x W, with the gradient of W added to W.grad in backward."""
 
@@ -234,23 +218,6 @@ class WrongFactor(Product):
         return g * (x.sin() + 2 * x * x.cos())
 
 
-class CubeRoot(Function):
-    """y + y^3 = x, by Newton's method; the derivative by the implicit function theorem."""
-
-    @staticmethod
-    def forward(ctx, x):
-        y = torch.zeros_like(x)
-        for _ in range(40):
-            y = y - (y + y**3 - x) / (1 + 3 * y * y)
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    def backward(ctx, g):
-        (y,) = ctx.saved_tensors
-        return g / (1 + 3 * y * y)
-
-
 class Simplex(Function):
     """Projection onto the simplex by bisection; the saved support has no derivative."""
 
@@ -286,20 +253,6 @@ class Gate(Function):
     def backward(ctx, g):
         x, mask = ctx.saved_tensors
         return 2 * g * x.clone() * mask * ctx.scale
-
-
-class Reversal(Function):
-    """A surrogate, and marked as one."""
-
-    surrogate = True
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, g):
-        return -g
 
 
 class GapsSaved(HermitianEigen):
@@ -436,39 +389,11 @@ class ScoreSaved(Score):
         return g * slope
 
 
-class SquareOfSymmetric(Function):
-    """A A, whose derivative is written for a symmetric A."""
-
-    @staticmethod
-    def forward(ctx, a):
-        ctx.save_for_backward(a)
-        return a @ a
-
-    @staticmethod
-    def backward(ctx, g):
-        (a,) = ctx.saved_tensors
-        return g @ a + a @ g
-
-
 class SquareOfSymmetricCut(SquareOfSymmetric):
     @staticmethod
     def backward(ctx, g):
         (a,) = ctx.saved_tensors
         return g @ a + a.detach() @ g
-
-
-class Transcription(Function):
-    """-log sum_k exp(p_nk) of log-probabilities p, with the gradient of the logits."""
-
-    @staticmethod
-    def forward(ctx, p):
-        ctx.save_for_backward(p)
-        return -p[:, :2].logsumexp(1)
-
-    @staticmethod
-    def backward(ctx, g):
-        (p,) = ctx.saved_tensors
-        return g[:, None] * (p.exp() - nn.functional.pad(p[:, :2].softmax(1), (0, 1)))
 
 
 class TranscriptionSaved(Transcription):

@@ -30,7 +30,6 @@ from tests.verification.faults import (
     WRONG,
     Accumulates,
     OnGraphAgain,
-    SquareOfSymmetric,
 )
 
 F64 = torch.float64
@@ -631,56 +630,6 @@ def test_code_that_is_not_torchs_is_examined_in_its_own_dtype():
     assert told(lambda f: hog.hvp(lambda p: f(p).sum(), x, x), NumberInMemory.apply) == []
     (text,) = told(lambda f: hog.hvp(lambda p: f(p).sum(), x, x), NumberInMemoryCut.apply)
     assert "second derivative of NumberInMemoryCut is wrong" in text
-
-
-def given(function, prepare):
-    """The second order of a Function of a matrix that is made of a [3, 3] tensor."""
-    a = torch.tensor([[1.2, 0.3, -0.4], [0.5, 1.6, 0.2], [-0.1, 0.7, 2.1]], dtype=F64)
-    return lambda: hog.hvp(lambda b: function(prepare(b)).sin().sum(), a, torch.ones_like(a))
-
-
-class RootOfDiagonal(Function):
-    """The square root of a diagonal matrix, element by element."""
-
-    @staticmethod
-    def forward(ctx, d):
-        root = d.sqrt()
-        ctx.save_for_backward(root)
-        return root
-
-    @staticmethod
-    def backward(ctx, g):
-        (root,) = ctx.saved_tensors
-        return torch.diag_embed(g.diagonal() / (2 * root.diagonal()))
-
-
-class FromTriangle(Function):
-    """L L^T, with the gradient of a triangle for a triangle."""
-
-    @staticmethod
-    def forward(ctx, factor):
-        ctx.save_for_backward(factor)
-        return factor @ factor.mT
-
-    @staticmethod
-    def backward(ctx, g):
-        (factor,) = ctx.saved_tensors
-        return ((g + g.mT) @ factor).tril()
-
-
-STRUCTURED = {
-    "symmetric": (SquareOfSymmetric, lambda b: b @ b.mT),
-    "diagonal": (RootOfDiagonal, lambda b: torch.diag_embed(b.diagonal())),
-    "triangular": (FromTriangle, torch.tril),
-}
-
-
-@pytest.mark.parametrize("structure", STRUCTURED)
-def test_a_matrix_keeps_its_structure(structure):
-    function, prepare = STRUCTURED[structure]
-    assert told(lambda f: given(f, prepare)(), function.apply) == []
-    entry_points.forget_verdicts()
-    assert told(lambda f: given(f, lambda b: b + 1)(), function.apply)
 
 
 class Columns(Function):

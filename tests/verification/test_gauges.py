@@ -5,7 +5,7 @@ import torch
 from torch.testing import assert_close
 
 import hoglib as hog
-from hoglib.verification.gauges import gauges
+from hoglib.verification.structures import gauges
 from tests.verification.faults import GapsSaved, SavesExp
 from tests.zoo.right import BothSides, HermitianEigen, hermitian
 

@@ -65,16 +65,6 @@ def root_gradient(a: Tensor, g: Tensor) -> Tensor:
     return v @ ((v.mT @ g @ v) / (s[:, None] + s)) @ v.mT
 
 
-def resolvent(a: Tensor) -> Tensor:
-    """1 + A + A^2, which is (1 - A)^-1 for a strictly triangular [3, 3] matrix."""
-    return torch.eye(3, dtype=a.dtype) + a + a @ a
-
-
-def resolvent_gradient(a: Tensor, g: Tensor) -> Tensor:
-    r = resolvent(a).mT
-    return r @ g @ r
-
-
 def entropy(p: Tensor) -> Tensor:
     return -(p * p.log()).sum(1)
 
@@ -94,49 +84,15 @@ def paths_gradient(q: Tensor, g: Tensor) -> Tensor:
     return g * (q.exp() - F.pad(q[:, :2].sum(0).softmax(0), (0, 1)))
 
 
-def angle(x: Tensor) -> Tensor:
-    return torch.arccos(0.9 * x[:, 0])
-
-
-def angle_gradient(x: Tensor, g: Tensor) -> Tensor:
-    """The part of it that is tangent to the sphere."""
-    d = -0.9 * F.one_hot(torch.tensor(0), 3) * (g / (1 - (0.9 * x[:, 0]) ** 2).sqrt())[:, None]
-    return d - (d * x).sum(1, keepdim=True) * x
-
-
-def cayley_gradient(a: Tensor, g: Tensor) -> Tensor:
-    """Of (1 - A) (1 + A)^-1, where (1 + A)^-T is (1 - A)^-1."""
-    eye = torch.eye(len(a), dtype=a.dtype)
-    return -2 * torch.linalg.inv(eye - a) @ g @ torch.linalg.inv(eye - a)
-
-
 CASES = {
     "symmetric": Case(root, root_gradient, lambda b: b @ b.mT, "(`x`) symmetric"),
-    "strictly triangular": Case(
-        resolvent, resolvent_gradient, lambda b: b.tril(-1), "strictly lower triangular"
-    ),
     "triangular": Case(
         lambda a: a.diagonal().log().sum(), lambda a, g: g * torch.linalg.inv(a).mT,
         torch.triu, "upper triangular",
     ),
-    "diagonal": Case(
-        lambda a: a.sqrt(), lambda a, g: torch.diag_embed(g.diagonal() / (2 * a.diagonal().sqrt())),
-        lambda b: torch.diag_embed(b.diagonal()), "diagonal",
-    ),
-    "skew-symmetric": Case(
-        lambda a: torch.linalg.solve(torch.eye(3, dtype=a.dtype) + a, torch.eye(3, dtype=a.dtype) - a),
-        cayley_gradient, lambda b: b - b.mT, "skew-symmetric",
-    ),
     "probabilities": Case(entropy, entropy_gradient, lambda b: b.softmax(1), "summing to one"),
     "log-probabilities": Case(
         paths, paths_gradient, lambda b: b.log_softmax(1), "log-probabilities along dimension 1"
-    ),
-    "unit vectors": Case(
-        angle, angle_gradient, lambda b: F.normalize(b, dim=1), "of length one along dimension 1"
-    ),
-    "orthonormal": Case(
-        torch.linalg.inv, lambda q, g: -(q @ g @ q),
-        lambda b: torch.linalg.qr(b).Q, "orthonormal in its columns",
     ),
 }  # fmt: skip
 each = pytest.mark.parametrize("name", CASES)
@@ -230,11 +186,8 @@ def test_structures_of_tensors():
     assert names(torch.zeros(3, 3)) == []
     assert names(torch.randn(3, 4)) == []
     assert "symmetric" in names(torch.eye(3))
-    assert "diagonal" in names(2 * torch.eye(3))
     z = torch.randn(2, 3, 3, dtype=torch.complex128)
     assert names(z + z.mH) == ["symmetric"]
     assert names(torch.rand(2, 3, 4).softmax(1)) == ["summing to one along dimension 1"]
     assert names(torch.tensor([0.25, 0.75])) == ["summing to one altogether"]
-    (unit,) = structures_of(torch.tensor([0.6, 0.8]))
-    torch.testing.assert_close(unit.project(torch.tensor([3.0, 4.0])), torch.tensor([0.6, 0.8]))
     assert names(torch.full((2, 2), torch.nan)) == []

@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hoglib as hog
 from hoglib.errors import UnsupportedError
+from tests.zoo.right import InSingle
 
 draw = torch.Generator().manual_seed(0)
 x = torch.randn(4, 3, generator=draw)
@@ -225,21 +226,9 @@ def test_a_module_that_differentiates_by_its_input():
     assert not x.requires_grad
 
 
-class InFloat32(Function):
-    @staticmethod
-    def forward(ctx, t):
-        ctx.save_for_backward(t)
-        return t.float().sin().to(t.dtype)
-
-    @staticmethod
-    def backward(ctx, g):
-        (t,) = ctx.saved_tensors
-        return (g.float() * t.float().cos()).to(t.dtype)
-
-
 @pytest.mark.parametrize("given", [x, x.double()], ids=["in float32", "in float64"])
 def test_maths_in_float32_is_right_and_told(given):
-    row = right(InFloat32, given)["dtype: float64"]
+    row = right(InSingle, given)["dtype: float64"]
     assert row.status == "warn"
     assert "it computes in float32" in row.text
 

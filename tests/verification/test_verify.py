@@ -74,16 +74,9 @@ def test_every_mode_that_is_offered_is_checked():
     assert report.ok
     for title in ("reverse-over-reverse", "forward-over-reverse", "reverse-over-forward"):
         assert report[f"second derivative: {title}"].status == "pass"
-    for name in ("vmap", "torch.func.hessian", "setup_context", "first derivative: forward"):
+    for name in ("vmap", "setup_context", "first derivative: forward"):
         assert report[name].status == "pass"
     assert not any(row.name.startswith("third") for row in report)
-
-
-@pytest.mark.parametrize("form", [Cube, Cube.apply, lambda t: Cube.apply(t)])
-def test_any_form_of_a_function(form):
-    assert hog.verify(form, x).ok
-    assert hog.verify(form, (x,)).ok
-    assert hog.verify(form, [x]).ok
 
 
 def test_orders_and_modes():
@@ -274,12 +267,6 @@ def test_raise_exception():
         hog.verify(Bad, x, raise_exception=True)
 
 
-def test_the_compiler():
-    report = hog.verify(hog.ops.square, x, compile=True)
-    assert report["compile"].status == "pass"
-    assert hog.verify(Cube, x)["compile"].status == "skip"
-
-
 # Where nothing can be said, and what is no fault.
 
 
@@ -345,9 +332,7 @@ def test_nan():
             (x,) = ctx.saved_tensors
             return g * x / x.norm()
 
-    text = hog.verify(Norm, x)["finite: extreme inputs"].text
-    assert "NaN at zeros" in text
-    assert "NaN arises in Norm.backward" in text
+    assert "NaN arises in Norm.backward" in hog.verify(Norm, torch.zeros(3))["finite"].text
 
     class Clipped(Function):
         """x^3 where it is positive; the root of a zero is infinite in the second derivative only."""
@@ -464,21 +449,6 @@ def test_nothing_of_the_caller_is_changed():
     assert all(p.grad is None and p.requires_grad for p in module.parameters())
 
 
-def test_settings_can_be_read_inside():
-    class Reads(Cube):
-        @staticmethod
-        def backward(ctx, g):
-            flags = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
-            assert not any(flags)  # reading them raises where those by operator contradict them
-            return Cube.backward(ctx, g)
-
-    before = torch.backends.cudnn.allow_tf32, torch.backends.cudnn.conv.fp32_precision
-    assert hog.verify(Reads, x).ok
-    assert (
-        torch.backends.cudnn.allow_tf32, torch.backends.cudnn.conv.fp32_precision
-    ) == before  # fmt: skip
-
-
 @pytest.mark.parametrize("backend", [torch.backends, torch.backends.cudnn])
 def test_flags_of_cudnn_inside_where_the_precision_was_set(backend):
     class Flags(Cube):
@@ -513,12 +483,6 @@ def test_reduced_precision_is_off_inside_and_back_afterwards(precision):
         assert torch.get_float32_matmul_precision() == precision
     finally:
         torch.set_float32_matmul_precision("highest")
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_where_gradients_are_off(mode):
-    with mode():
-        assert hog.verify(Cube, torch.randn(3)).ok
 
 
 def test_it_is_the_same_twice():

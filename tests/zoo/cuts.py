@@ -305,6 +305,30 @@ class LogOnce(Log):
         return g / x
 
 
+class SineProduct(Function):
+    """y = x sin x."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x.sin()
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return g * (x.sin() + x * x.cos())
+
+
+class Branch(SineProduct):
+    """Cut for large arguments alone."""
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        x = x.detach() if bool(x.max() > 5) else x
+        return g * (x.sin() + x * x.cos())
+
+
 EXHIBITS = [
     Exhibit(".data in backward", wrong=CubeData, right=Cube, inputs=normal((3, 4)), says=(".data",)),
     Exhibit("Variable() in backward", wrong=CubeVariable, right=Cube, inputs=normal((3, 4)), says=("variable()", "cuts.py:")),
@@ -321,5 +345,6 @@ EXHIBITS = [
     Exhibit("a custom_op without a formula in backward", wrong=CubeCustomOp, right=Cube, inputs=normal((3, 4)), says=("cube_grad_python",)),
     Exhibit("a torch kernel without a derivative in backward", wrong=MishAten, right=Mish, inputs=normal((3, 4)), says=("mish_backward",)),
     Exhibit("kernels called below autograd in backward", wrong=CubeBelowAutograd, right=Cube, inputs=normal((3, 4)), says=("autograd",)),
+    Exhibit("a cut for large values only", wrong=Branch, right=SineProduct, inputs=normal((3, 4)), says=("other values", ".detach()")),
     Exhibit("recomputation from detached copies", wrong=RecomputeDetached, right=Recompute, inputs=normal((3, 4), (4, 2)), says=(".detach()",)),
 ]  # fmt: skip

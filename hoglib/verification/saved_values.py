@@ -1,18 +1,117 @@
-"""What the code that saves a value on a context calls it: the expression in the line that saves it.
+"""What a Function keeps on its context, and what its code calls that.
+
+The members of tuples, lists, dicts and plain objects are looked at one by one:
+
+opened("ctx.stuff", (a, {"b": c}))      # {"ctx.stuff[0]": a, "ctx.stuff[1]['b']": c}
+
+Their names are the expressions in the line that saves them:
 
 ctx.save_for_backward(x, 1 / x)         # "1 / x" is ctx.saved_tensors[1]
 ctx.stuff = (s, c)                      # "s" is ctx.stuff[0]
 """
 
 import ast
+import copy
 import linecache
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from types import FrameType
+from types import BuiltinFunctionType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple, final
 
+import torch
+from torch import Tensor, nn
+
 from hoglib._core.source_location import SourceLine, is_user_code
-from hoglib.verification.containers import Key
+
+DEPTH = 5
+Key = tuple[str, Any]  # how a member is reached, "index", "key" or "attribute"; and by what
+# Kinds whose attributes are none of the Function's values, or cannot be exchanged.
+OPAQUE = (
+    Tensor, nn.Module, type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, torch.dtype,
+    torch.device, torch.Size, torch.Generator, torch.autograd.function.FunctionCtx, BaseException,
+)  # fmt: skip
+
+
+def opened(label: str, value: Any, depth: int = DEPTH) -> dict[str, Any]:
+    """The innermost members by how they are written; the value itself if it is no container.
+
+    Args:
+        label: How the value is written.
+        value: What may be a container, or contain some.
+        depth: How many levels are opened.
+    Returns:
+        At least one entry. An empty container is one.
+    """
+    members = list(_members(value)) if depth else []
+    if not members:
+        return {label: value}
+    found: dict[str, Any] = {}
+    for key, member in members:
+        found |= opened(written(label, key), member, depth - 1)
+    return found
+
+
+def exchanged(label: str, value: Any, members: Mapping[str, Any], depth: int = DEPTH) -> Any:
+    """The value with other members, by the labels that `opened` gives; new containers of its kinds."""
+    own = list(_members(value)) if depth else []
+    if not own:
+        return members.get(label, value)
+    parts = [
+        (key, exchanged(written(label, key), member, members, depth - 1)) for key, member in own
+    ]
+    if isinstance(value, tuple):
+        made = [part for _, part in parts]
+        return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
+    result = copy.copy(value)
+    for (how, key), part in parts:
+        if how == "attribute":
+            vars(result)[key] = part
+        else:
+            result[key] = part
+    return result
+
+
+def written(label: str, key: Key) -> str:
+    """How a member is written."""
+    return f"{label}.{key[1]}" if key[0] == "attribute" else f"{label}[{key[1]!r}]"
+
+
+def steps_to(label: str, value: Any, wanted: str, depth: int = DEPTH) -> list[Key] | None:
+    """The keys from a container to the member with a label; None if it has none."""
+    if label == wanted:
+        return []
+    for key, member in _members(value) if depth else ():
+        rest = steps_to(written(label, key), member, wanted, depth - 1)
+        if rest is not None:
+            return [key, *rest]
+    return None
+
+
+def _members(value: Any) -> Iterator[tuple[Key, Any]]:
+    if isinstance(value, OPAQUE):
+        return
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        yield from ((("attribute", n), x) for n, x in zip(value._fields, value, strict=True))
+    elif type(value) is tuple or isinstance(value, list | deque):
+        yield from ((("index", i), x) for i, x in enumerate(value))
+    elif isinstance(value, dict):
+        yield from ((("key", k), x) for k, x in value.items())
+    elif _is_plain(value):
+        yield from ((("attribute", n), x) for n, x in vars(value).items())
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is an object of a class that a user wrote, which keeps values in attributes."""
+    kind = type(value)
+    own: Callable[..., Any] | None = getattr(kind, "__setattr__", None)
+    return (
+        hasattr(value, "__dict__")
+        and own is object.__setattr__
+        and not callable(value)
+        and kind.__module__.split(".")[0] not in ("builtins", "torch", "numpy", "collections")
+    )
+
 
 LONGEST = 40  # characters of an expression that is a name
 
@@ -70,28 +169,16 @@ def _expressions(file: str, line: int, target: str) -> Sequence[ast.expr]:
     """The arguments of the call that saves, or the value that is assigned; none without a source."""
     lines = linecache.getlines(file)
     text = lines[line - 1] if line <= len(lines) else ""
-    return _found(_Source(file, lines), len(lines), text, line, target)
-
-
-@final
-class _Source:
-    """The lines of a file, which are the same as long as their number and the one in question are."""
-
-    def __init__(self, file: str, lines: Sequence[str]) -> None:
-        self._file, self.lines = file, lines
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Source) and other._file == self._file
-
-    def __hash__(self) -> int:
-        return hash(self._file)
+    return _found(file, len(lines), text, line, target)
 
 
 @lru_cache(maxsize=1024)
-def _found(source: _Source, count: int, text: str, line: int, target: str) -> Sequence[ast.expr]:
+def _found(file: str, count: int, text: str, line: int, target: str) -> Sequence[ast.expr]:
+    """count, text: the number of lines, and the one in question: a file is the same as long as they
+    are."""
     calls: list[ast.Call] = []
     values: list[ast.expr] = []
-    for node in _statements(_tree("".join(source.lines)), line):
+    for node in _statements(_tree("".join(linecache.getlines(file))), line):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             if node.func.attr == target:
                 calls.append(node)
