@@ -1,10 +1,11 @@
 """`hog.verify`: runs all checks of one function, and reports the cause of a failure first."""
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
 
@@ -28,15 +29,21 @@ from hoglib.verification.circumstances import Baseline
 from hoglib.verification.comparison import Discrepancy
 from hoglib.verification.derivatives import Derivatives
 from hoglib.verification.entry_points import no_examination
+from hoglib.verification.examination import applied, examine
 from hoglib.verification.options import Bounds, Options, parse_modes, parse_orders
 from hoglib.verification.report import ORDINALS, Report, Row
-from hoglib.verification.rounding import exact_products
+from hoglib.verification.rounding import PrecisionWatch, exact_products
 from hoglib.verification.side_effects import preserved_grads
 from hoglib.verification.structures import choices, structures
 from hoglib.verification.subject import Subject, as_function, lifted
 
 FIRST = "first derivative: reverse"
 OTHER_DIRECTIONS = "first derivative: other directions"
+ALONE = "second derivative: of"
+HIDDEN = (
+    "Here the share that is lost is less than the noise of differences in float32, which is why the "
+    "second derivative of the whole passes."
+)
 LEAVING = (
     "it is right along directions that keep {kept}, as it is here, and differs along others. There the "
     "{which} is wrong: {wrong}. That does no harm where the argument is always computed so that it has "
@@ -232,6 +239,8 @@ def _rows(
             right = order == 2 and all(row.status in ("pass", "skip") for row in judged)
             if right and not options.surrogate and as_function(subject.fn) is not None:
                 yield from _guarded(elsewhere.NAME, "skip", elsewhere.rows(subject, options))
+            elif right and not options.surrogate and _rounds(subject):
+                yield from _guarded(ALONE, "skip", _alone(subject))
     differences = derivatives.found
     rows = fix_hints.attribution_rows(subject, points[-1], differences)
     yield from _guarded("attribution", "skip", rows)
@@ -244,7 +253,9 @@ def _rows(
     if reference is not None:
         rows = comparison.reference_rows(subject, reference, points, surrogate=options.surrogate)
         yield from _guarded(comparison.VALUE, "warn", rows)
-    contract_rows = list(_guarded("contract", "skip", _contract_rows(subject, options)))
+    contract_rows = list(
+        _guarded("contract", "skip", _contract_rows(subject, options, differences))
+    )
     yield from contract_rows
     changes = any("in-place" in row.name and row.status == "fail" for row in contract_rows)
     for row in _circumstance_rows(subject, points[-1], options):
@@ -315,6 +326,24 @@ def _gauged(
     return None
 
 
+def _alone(subject: Subject) -> Iterator[Row]:
+    """Each custom Function by itself, where the noise of a narrow dtype may hide its share of the
+    second derivative."""
+    for app in subject.applications:
+        by = tuple(i in app.by for i in range(len(app.args)))
+        verdict = examine(applied(app.function, app.args, by, ""))
+        if verdict.status == "wrong":
+            yield Row(f"{ALONE} {app.function.__name__}", "warn", None, f"{verdict.text} {HIDDEN}")
+
+
+def _rounds(subject: Subject) -> bool:
+    """Whether it computes in less than float64."""
+    watch = PrecisionWatch()
+    with watch:
+        subject.map(*subject.x)
+    return subject.dtype != torch.float64 or bool(watch.rounded)
+
+
 def _notes(subject: Subject) -> Iterator[Row]:
     """How the inputs were treated, where that is not obvious."""
     if subject.refused:
@@ -343,9 +372,11 @@ def _notes(subject: Subject) -> Iterator[Row]:
         )  # fmt: skip
 
 
-def _contract_rows(subject: Subject, options: Options) -> Iterator[Row]:
+def _contract_rows(
+    subject: Subject, options: Options, found: Mapping[str, Discrepancy]
+) -> Iterator[Row]:
     """The contract of each Function that is applied."""
-    yield side_effects.constants_row(subject)
+    yield side_effects.constants_row(subject, found)
     several = len(subject.applications) > 1
     for app in subject.applications:
         for row in contract.check(app, surrogate=options.surrogate):

@@ -3,7 +3,7 @@
 Each check runs forward, backward and jvp as plain functions inside a mode that sees every torch call.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, final
 
@@ -14,10 +14,13 @@ from torch.overrides import TorchFunctionMode
 
 from hoglib._core import pytree, source_location
 from hoglib._core.closures import STATE, ClosureWalker
+from hoglib._core.element_differences import max_abs
 from hoglib._core.state import put_back, same
 from hoglib._core.torch_internals import backward_rule
+from hoglib.verification import call as calls
 from hoglib.verification import function_rules
 from hoglib.verification.call import seed_all
+from hoglib.verification.comparison import Discrepancy
 from hoglib.verification.function_rules import kind_of
 from hoglib.verification.report import Row
 from hoglib.verification.rounding import PrecisionWatch
@@ -79,8 +82,9 @@ def device(app: Application) -> list[Row]:
     return [Row("device", "warn", None, text)]
 
 
-def constants_row(subject: Subject) -> Row:
-    """Numbers of lower precision in float64 maths: they cost digits."""
+def constants_row(subject: Subject, found: Mapping[str, Discrepancy]) -> Row:
+    """Numbers of lower precision in float64 maths: they cost digits, which is a fault where the
+    derivatives are further off than with float32 inputs."""
     name = "dtype: constants"
     if subject.dtype != torch.float64 or subject.half is not None:
         return Row(name, "skip", None, "it was not checked in float64.")
@@ -92,11 +96,14 @@ def constants_row(subject: Subject) -> Row:
             run_rules(app, watch)
         except Exception:  # reported by other checks
             continue
-    if met := watch.rounded or watch.met:
+    met = watch.rounded or watch.met
+    harm = met and _is_further_off(subject, found, ROUNDED if watch.rounded else LEAST)
+    if met:
         return Row(
-            name, "warn", None,
+            name, "fail" if harm else "warn", None,
             f"a float32 constant or intermediate enters a float64 computation: {met}. Give it the "
-            "dtype of the inputs, `torch.tensor(0.1, dtype=x.dtype)`, or use a Python number.",
+            "dtype of the inputs, `torch.tensor(0.1, dtype=x.dtype)`, or use a Python number."
+            + (" The error is above what float32 inputs would have." if harm else ""),
         )  # fmt: skip
     if watch.foreign:
         return Row(
@@ -105,6 +112,36 @@ def constants_row(subject: Subject) -> Row:
             f"{watch.foreign}. Pass it as an input, or convert it, `table.to(x.dtype)`.",
         )  # fmt: skip
     return Row(name, "pass")
+
+
+def _is_further_off(subject: Subject, found: Mapping[str, Discrepancy], least: float) -> bool:
+    """Whether the first derivative is further off than that at inputs rounded to float32."""
+    first = found.get("first derivative: reverse")
+    if first is None or first.raised is not None:
+        return False
+    if first.wrong:
+        return True
+    rounded = [x.float().to(x.dtype) for x in subject.x]
+    moved = [
+        torch.where(a == b, a * (1 + 6e-8), b) for a, b in zip(subject.x, rounded, strict=True)
+    ]
+    try:
+        here, there = (_gradients(subject, x) for x in (subject.x, moved))
+    except Exception:  # reported by the derivative checks
+        return False
+    pairs = zip(here, there, strict=True)
+    off = max((max_abs(a - b) / (max_abs(a) or 1.0) for a, b in pairs), default=0.0)
+    return first.error > max(10 * off, least)
+
+
+def _gradients(subject: Subject, x: list[Tensor]) -> list[Tensor]:
+    leaves = [y.detach().clone().requires_grad_() for y in x]
+    values = subject.map(*leaves)
+    return calls.grad(values, leaves, list(map(torch.ones_like, values)))
+
+
+LEAST = 1e-5  # differences may be off by that much
+ROUNDED = 1e-3  # those of values that were rounded to float32, at steps of 1e-4 and more
 
 
 def run_rules(app: Application, watch: AbstractContextManager[Any]) -> None:

@@ -1,6 +1,6 @@
 """Arguments with a structure: a Function may be right along directions that keep it, and no others.
 
-    A = A^T,  A = tril(A),  A = triu(A),  sum_j p_j = 1,  logsumexp_j p_j = 0
+    A = A^T,  A = tril(A),  A = triu(A),  sum_j p_j = 1,  logsumexp_j p_j = 0,  |x| = 1
 
 The backward of a square root that is given symmetric matrices only may assume that. Along a direction
 that leaves the structure its gradient G is not the derivative, and where the argument is always
@@ -55,6 +55,10 @@ def _normalized(x: Tensor, dim: int) -> Tensor:
     return x - x.logsumexp(dim, keepdim=True)
 
 
+def _unit(x: Tensor, dim: int) -> Tensor:
+    return x / torch.linalg.vector_norm(x, dim=dim, keepdim=True)
+
+
 MATRICES = (
     Structure("symmetric", symmetrized),
     Structure("lower triangular", torch.tril),
@@ -77,6 +81,7 @@ def structures_of(x: Tensor) -> list[Structure]:
             if not x.is_complex() and bool((x <= 0).all()):
                 name = f"log-probabilities {along}"
                 found.append(Structure(name, partial(_normalized, dim=dim)))
+            found.append(Structure(f"of length one {along}", partial(_unit, dim=dim)))
     return [one for one in found if one.fits(x)]
 
 
