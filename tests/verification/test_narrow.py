@@ -157,6 +157,19 @@ def test_a_wrong_part_that_is_small_beside_the_others_is_not_right(seed, name, d
     assert report[ROW].status == "pass"
 
 
+def test_a_part_that_is_less_than_the_noise_is_told_by_the_function_alone():
+    torch.manual_seed(0)
+    report = hog.verify(
+        lambda c: 1e-3 * TransportSaved.apply(c) + c.square().sum(), torch.rand(5, 4)
+    )
+    row = report["second derivative: of TransportSaved"]
+    assert row.status == "warn"
+    assert "`Transport.plan(c)`" in row.text
+    assert "less than the noise of differences in float32" in row.text
+    right = hog.verify(lambda c: 1e-3 * Transport.apply(c) + c.square().sum(), torch.rand(5, 4))
+    assert not any(one.name.startswith("second derivative: of") for one in right)
+
+
 class Shaken(Function):
     """x^2 in float32, whose derivative is off by noise that is another one at each point."""
 

@@ -84,6 +84,16 @@ def paths_gradient(q: Tensor, g: Tensor) -> Tensor:
     return g * (q.exp() - F.pad(q[:, :2].sum(0).softmax(0), (0, 1)))
 
 
+def angle(x: Tensor) -> Tensor:
+    return torch.arccos(0.9 * x[:, 0])
+
+
+def angle_gradient(x: Tensor, g: Tensor) -> Tensor:
+    """The part of it that is tangent to the sphere."""
+    d = -0.9 * F.one_hot(torch.tensor(0), 3) * (g / (1 - (0.9 * x[:, 0]) ** 2).sqrt())[:, None]
+    return d - (d * x).sum(1, keepdim=True) * x
+
+
 CASES = {
     "symmetric": Case(root, root_gradient, lambda b: b @ b.mT, "(`x`) symmetric"),
     "triangular": Case(
@@ -93,6 +103,9 @@ CASES = {
     "probabilities": Case(entropy, entropy_gradient, lambda b: b.softmax(1), "summing to one"),
     "log-probabilities": Case(
         paths, paths_gradient, lambda b: b.log_softmax(1), "log-probabilities along dimension 1"
+    ),
+    "unit vectors": Case(
+        angle, angle_gradient, lambda b: F.normalize(b, dim=1), "of length one along dimension 1"
     ),
 }  # fmt: skip
 each = pytest.mark.parametrize("name", CASES)
