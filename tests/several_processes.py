@@ -12,7 +12,7 @@ from torch import multiprocessing
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from experiments.benchmarks.memory import peak_bytes
-from hoglib._core import process_failures, pytree
+from hoglib._core import pytree
 
 # A server imports once what takes seconds, and each process is a copy of it.
 multiprocessing.set_forkserver_preload(["lightning.pytorch", "torch.distributed.fsdp", "hoglib"])
@@ -21,6 +21,7 @@ multiprocessing.set_forkserver_preload(["lightning.pytorch", "torch.distributed.
 # Of the group of processes. None waits for it but in a test that fails, however busy the machine is.
 TIMEOUT = datetime.timedelta(seconds=300)
 TIMED_OUT = "imed out"  # what torch says then
+WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 def found_by_each(function, folder, count=2, backend="gloo"):
@@ -67,6 +68,8 @@ class _BuffersOfTheirOwn(TorchDispatchMode):
     """Gives collectives of the backend copies of their tensors, and copies back what they wrote."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "_c10d_functional" and func is not WAIT:
+            return WAIT(func(*pytree.map_tensors(torch.clone, list(args)))).clone()
         if func.namespace != "c10d":
             return func(*args, **(kwargs or {}))
         pairs = []
@@ -88,8 +91,6 @@ def _run(rank, function, folder, count, backend):
     torch.set_num_threads(1)
     # what Lightning reads where processes are started for it
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", MASTER_ADDR="localhost", MASTER_PORT="1")
-    # messages of a busy machine take longer than those of one that trains
-    process_failures.GRACE_SECONDS, process_failures.LEAVE_SECONDS = 30.0, 200.0
     if backend == "nccl":
         torch.cuda.set_device(rank)
     dist.init_process_group(

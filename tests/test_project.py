@@ -55,8 +55,6 @@ AMBIENT = {
 }
 # What the process remembers; no number depends on it.
 RECORDS = {
-    "_core.process_failures._RUNNING": "which calls of several processes are running, for their errors",
-    "_core.process_failures._EXCHANGES": "processes of which one failed while others waited do not go on",
     "_core.recomputation._compilers": "what stands above registers itself, since imports run downward",
     "_core.source_location._WARNED": "a warning is given once",
     "_core.swap._CLAIMED": "two threads that swap one model's parameters: an error",
@@ -71,7 +69,7 @@ RECORDS = {
     "ops._external._CHAINS": "a dispatcher's operation takes a number for a user's functions",
     "penalties.distributed._CREATION_ORDER": "processes compare their wrappers in one order",
     "penalties.distributed._WRAPPERS": "which DDP module is around a critic: a module does not know",
-    "penalties.sharded_critics._HELD": "how many penalties keep a module's parameters gathered",
+    "penalties.distributed._HELD": "how many penalties keep a module's parameters gathered",
     "penalties.terms._FOUND_DEPENDENT": "whether a critic is batch dependent is measured once",
     "taylor.by_autograd._COMPARED": "an operation is compared with differences once",
     "verification.entry_points._CHANGING": "which Functions have to be watched each time",

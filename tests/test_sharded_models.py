@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import hoglib as hog
 from hoglib._core import sharding
 from hoglib.errors import HoglibError, UnsupportedError
-from hoglib.penalties import sharded_critics
+from hoglib.penalties import distributed
 from tests.long_tail import FULL
 from tests.several_processes import found_by_each, raised_by
 
@@ -287,7 +287,7 @@ def penalties(rank, world):
                 float((p.grad.full_tensor() - q.grad).abs().max())
                 for p, q in zip(*params, strict=True)
             ]
-            assert not sharded_critics._HELD
+            assert not distributed._HELD
             assert all(map(sharding.is_sharded, net.parameters()))
             for optimizer in optimizers:
                 optimizer.step()

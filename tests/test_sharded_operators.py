@@ -210,9 +210,9 @@ class Wire(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-PARTS = {  # how much a process sends of the tensors of the operation, the one that it fills included
-    "_allgather_base_": ("gathers", lambda n: (n - 1) / (n + 1)),
-    "alltoall_base_": ("averages", lambda n: (n - 1) / (2 * n)),  # how shards are averaged
+PARTS = {  # how much a process sends, in units of what it gives to the operation
+    "all_gather_into_tensor": ("gathers", lambda n: n - 1),
+    "reduce_scatter_tensor": ("averages", lambda n: (n - 1) / n),  # how shards are averaged
     "allreduce_": ("sums", lambda n: 2 * (n - 1) / n),
 }  # fmt: skip
 

@@ -16,6 +16,7 @@ from experiments import runs
 from experiments.plots.spectra import plot_spectra
 
 # Not among the public names: it makes `verify` print and exit exactly as `hoglib audit` does.
+from hoglib.cli.isolation import found_here
 from hoglib.cli.outcomes import Outcomes, stdout_for
 from hoglib.errors import ArgumentValueError
 from hoglib.lightning import second_order_problems
@@ -56,9 +57,10 @@ class Trainer(pl.Trainer):
             if description and not json:
                 print(f"{type(model).__name__}.second_order_problem: {description}\n")
             outcomes = Outcomes(torch.initial_seed(), as_json=json)
-            for name, *problem in problems:
-                audited = partial(hog.audit, *problem, routes=routes, stand_ins=stand_ins)
-                outcomes.judge(name, "auditing", audited)
+            audit = partial(hog.audit, routes=routes, stand_ins=stand_ins)
+            checks = [(name, partial(audit, *problem)) for name, *problem in problems]
+            for found in found_here([(type(model).__name__, partial(iter, checks))], outcomes.seed):
+                outcomes.take(found, "auditing")
         self.status = outcomes.conclude(problem=description, stand_ins=stand_ins)
 
     def spectrum(

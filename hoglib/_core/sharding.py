@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from hoglib._core import torch_internals
 from hoglib._core.fingerprint import checksum_of_tensors
-from hoglib._core.process_failures import together, wait, waiting
+from hoglib._core.process_failures import translate_distributed_errors
 from hoglib._core.torch_internals import apply
 from hoglib.errors import (
     ArgumentValueError,
@@ -115,8 +115,7 @@ class Layout(NamedTuple):
         return local
 
     def gather(self, local: Tensor) -> Tensor:
-        with waiting(self.mesh):
-            found: Tensor = self.wrap(local.detach().contiguous()).full_tensor()
+        found: Tensor = self.wrap(local.detach().contiguous()).full_tensor()
         return found
 
     def average(self, value: Tensor, weight: float) -> Tensor:
@@ -130,8 +129,7 @@ class Layout(NamedTuple):
             value.contiguous(), self.mesh, [Partial()] * self.mesh.ndim, run_check=False,
             shape=value.shape, stride=value.contiguous().stride(),
         )  # fmt: skip
-        with waiting(self.mesh):
-            local: Tensor = partial.redistribute(placements=self.placements).to_local()
+        local: Tensor = partial.redistribute(placements=self.placements).to_local()
         return local
 
     def copies(self) -> int:
@@ -357,12 +355,10 @@ class Sharding:
 def all_reduce(value: Tensor, mesh: Any, op: str = "SUM") -> Tensor:
     """The sum, or another reduction, over the processes of a mesh, in place."""
     everyone = mesh.size() == dist.get_world_size()  # one message, however many dimensions
-    with together("all_reduce", mesh):
+    with translate_distributed_errors("all_reduce"):
         for group in [None] if everyone else mesh.get_all_groups():
             # by name: a torch without distributed has no ReduceOp
-            which = getattr(dist.ReduceOp, op)
-            work: Any = dist.all_reduce(value, which, group=group, async_op=True)
-            wait(work, value.device)
+            dist.all_reduce(value, getattr(dist.ReduceOp, op), group=group)
     return value
 
 

@@ -5,15 +5,13 @@ Private torch API, as `torch_internals`.
 """
 
 import sys
-import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from datetime import timedelta
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hoglib._core import pytree
@@ -23,50 +21,6 @@ def averages_otherwise(ddp: DistributedDataParallel) -> bool:
     """Whether its gradients are averaged by a communication hook of the user, or in `join()`."""
     hooked = bool(ddp._comm_hooks) and ddp.mixed_precision is None  # mixed precision uses a hook
     return hooked or bool(ddp._join_config.enable)
-
-
-def default_store() -> Any:
-    """The store by which the processes of the default group found each other."""
-    return torch.distributed.distributed_c10d._get_default_store()
-
-
-def start_collective(func: Any, args: Any) -> tuple[Any, Callable[[], Tensor]] | None:
-    """The work to wait for of one of torch's functional collectives that gather or sum, and what gives
-    its result then; None for any other operation."""
-    if func.namespace != "_c10d_functional" or func.overloadpacket.__name__ not in _COLLECTIVES:
-        return None
-    given, *options = args
-    library: Any = torch.distributed.distributed_c10d
-    group = library._resolve_process_group(options[-1])
-    name = func.overloadpacket.__name__
-    if name == "all_gather_into_tensor":
-        result = given.new_empty(given.shape[0] * options[0], *given.shape[1:])
-        return group._allgather_base(result, given.contiguous()), lambda: result
-    if options[0] != "sum":
-        return None
-    if name == "all_reduce":
-        result = given.clone()
-        return group.allreduce([result]), lambda: result
-    # gloo's own reduce-scatter sums everything in all processes, and its wait knows no timeout
-    parts = given.new_empty(options[1], given.shape[0] // options[1], *given.shape[1:])
-    work = group.alltoall_base(parts.view(given.shape), given.contiguous(), [], [])
-    return work, lambda: parts.sum(0)
-
-
-_COLLECTIVES = ("all_gather_into_tensor", "all_reduce", "reduce_scatter_tensor")
-
-
-def waited(work: Any, seconds: float) -> bool:
-    """Whether the work of a collective of gloo ends within so many seconds; its errors raise."""
-    start = time.monotonic()
-    try:
-        work.wait(timedelta(seconds=seconds))
-    except RuntimeError:
-        # a lost connection raises at once, also where the work does not count as completed
-        if work.is_completed() or time.monotonic() - start < 0.9 * seconds:
-            raise
-        return False
-    return True
 
 
 # the modules that define the hooks of a forward

@@ -1,1 +1,1 @@
-"""The command `hoglib`: verify, audit, graph, ops, env, check."""
+"""The command `hoglib`: verify, audit, ops, env, check."""

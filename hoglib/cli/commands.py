@@ -1,9 +1,7 @@
-"""The commands: verify, audit, graph, ops, env, check. Each prints, and returns the exit status."""
+"""The commands: verify, audit, ops, env, check. Each prints, and returns the exit status."""
 
-import contextlib
 import json as json_format
 import platform
-import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -11,20 +9,16 @@ from typing import Any
 
 import torch
 
-from hoglib._core import torch_kernels
 from hoglib._core.cache import cache_dir
-from hoglib._core.source_location import error_text
 from hoglib._version import __version__
 from hoglib.auditing.api import audit as audit_loss
 from hoglib.auditing.problem import problems
-from hoglib.capture import kernel_choice
 from hoglib.capture.backend import cpp_compiler
 from hoglib.cli import self_test
-from hoglib.cli.isolation import Check, Work, found_in_child
+from hoglib.cli.isolation import Check, Targets, Work, found_here, found_in_child
 from hoglib.cli.outcomes import NOT_RUN, RIGHT, WRONG, Outcomes, print_error, stdout_for
 from hoglib.cli.targets import SAMPLES, Target, factories, functions, object_of
-from hoglib.drawing.picture import graph as draw_graph
-from hoglib.errors import ArgumentValueError, HoglibError
+from hoglib.errors import HoglibError
 from hoglib.stand_ins.mode import stand_in_table
 from hoglib.verification.api import verify as verify_function
 from hoglib.verification.report import MODES
@@ -45,60 +39,39 @@ def verify(
     with stdout_for(json):
         try:
             targets, without_samples = functions(target, inputs)
-            if reference is not None:
-                object_of(reference, "--reference")
+            work = Work(_verifications, (target, tuple(inputs), reference, options), seed)
+            here = _verifications(*work.arguments)
         except HoglibError as error:
             print_error(error)
             return NOT_RUN
-        outcomes = Outcomes(seed, as_json=json, show_tables=verbose or len(targets) == 1)
-        arguments = (target, tuple(inputs), reference, options)
-        if time_limit > 0:
-            work = Work(_checks, arguments, seed)
-            for found in found_in_child(work, [one.name for one in targets], time_limit):
-                outcomes.take(found, "verifying")
-        else:
-            for name, checks in _checks(*arguments):
-                _verify(name, checks, outcomes)
-    names = ", ".join(without_samples)
-    note = f", {len(without_samples)} without {SAMPLES}() ({names})" if names else ""
+        names = [one.name for one in targets]
+        outcomes = Outcomes(seed, as_json=json, show_tables=verbose or len(names) == 1)
+        isolated = time_limit > 0
+        found = found_in_child(work, names, time_limit) if isolated else found_here(here, seed)
+        for one in found:
+            outcomes.take(one, "verifying")
+    missing = ", ".join(without_samples)
+    note = f", {len(without_samples)} without {SAMPLES}() ({missing})" if missing else ""
     return outcomes.conclude(note, without_samples=without_samples)
 
 
-def _verify(name: str, checks: Callable[[], Iterator[Check]], outcomes: Outcomes) -> None:
-    """Each sample of one Function, in this process."""
-    torch.manual_seed(outcomes.seed)
-    try:
-        made = list(checks())
-    except (Exception, SystemExit) as error:
-        outcomes.fail(name, f"its inputs could not be made: {error_text(error)}")
-        return
-    for label, check in made:
-        outcomes.judge(label, "verifying", check)
-
-
-def _checks(
+def _verifications(
     target: str, inputs: Sequence[str], reference: str | None, options: dict[str, Any]
-) -> list[tuple[str, Callable[[], Iterator[Check]]]]:
-    """The targets by name, and the checks of each, by label."""
+) -> Targets:
     if reference is not None:
         options = options | {"reference": object_of(reference, "--reference")}
     return [(one.name, partial(_samples, one, options)) for one in functions(target, inputs)[0]]
 
 
 def _samples(target: Target, options: dict[str, Any]) -> Iterator[Check]:
-    """A check of each sample of one Function."""
+    """A check of each sample of one Function, which may have its reference as a static method."""
     samples = target.samples()
-    if "reference" not in options:
-        options = options | _own_reference(target.fn)
+    own = getattr(target.fn, "reference", None) if isinstance(target.fn, type) else None
+    if callable(own):
+        options = {"reference": own} | options
     for i, sample in enumerate(samples):
         label = f"{target.name}[{i}]" if len(samples) > 1 else target.name
         yield label, partial(verify_function, target.fn, sample, **options)
-
-
-def _own_reference(fn: Any) -> dict[str, Any]:
-    """A Function may have its reference as a static method."""
-    reference = getattr(fn, "reference", None) if isinstance(fn, type) else None
-    return {"reference": reference} if callable(reference) else {}
 
 
 def audit(
@@ -112,47 +85,19 @@ def audit(
         except HoglibError as error:
             print_error(error)
             return NOT_RUN
-        outcomes = Outcomes(seed, as_json=json)
-        for name, factory in found.items():
-            torch.manual_seed(seed)
-            try:
-                made = problems(f"{name}()", factory())
-            except (Exception, SystemExit) as error:
-                outcomes.fail(name, error_text(error))
-                continue
-            outcomes.show_tables = verbose or len(found) == len(made) == 1
-            for one in made:
-                label = f"{name}[{one.name}]" if one.name else name
-                audited = partial(audit_loss, *one[1:], routes=routes, stand_ins=stand_ins)
-                outcomes.judge(label, "auditing", audited)
+        outcomes = Outcomes(seed, as_json=json, show_tables=verbose or len(found) == 1)
+        options = {"routes": routes, "stand_ins": stand_ins}
+        targets = [(name, partial(_problems, name, make, options)) for name, make in found.items()]
+        for one in found_here(targets, seed, making=""):
+            outcomes.take(one, "auditing")
     return outcomes.conclude()
 
 
-def graph(
-    target: str, inputs: Sequence[str], *, output: str | None, order: int, saved: bool, seed: int
-) -> int:
-    """`hoglib graph`: the picture of one function, in a file or as text on stdout."""
-    try:
-        with contextlib.redirect_stdout(sys.stderr):  # the user's code may print, and stdout is DOT
-            targets, _ = functions(target, inputs)
-            if len(targets) != 1:
-                names = ", ".join(one.name for one in targets)
-                raise ArgumentValueError(
-                    f"{target}: expected one Function, got {names}; name one, {target}:Name."
-                )
-            torch.manual_seed(seed)
-            sample = targets[0].samples()[0]
-            picture = draw_graph(targets[0].fn, sample, order=order, saved=saved)
-            if output is not None:
-                picture.save(output)
-    except (Exception, SystemExit) as error:
-        print_error(error_text(error))
-        return NOT_RUN
-    for fault in picture.faults:
-        print(f"fault: {fault}", file=sys.stderr)
-    if output is None:
-        print(picture, end="")
-    return RIGHT
+def _problems(name: str, factory: Callable[[], Any], options: dict[str, Any]) -> Iterator[Check]:
+    """A check of each loss of one factory."""
+    for one in problems(f"{name}()", factory()):
+        label = f"{name}[{one.name}]" if one.name else name
+        yield label, partial(audit_loss, *one[1:], **options)
 
 
 def ops(*, markdown: bool) -> int:
@@ -167,8 +112,6 @@ def ops(*, markdown: bool) -> int:
 def env(*, json: bool) -> int:
     """`hoglib env`: versions, devices, and the torch calls that have stand-ins."""
     facts = _environment()
-    if facts is None:
-        return NOT_RUN
     facts["stand_ins"] = [
         {name: getattr(row, name) for name in ("name", "lacks", "modes", "instead", "issue")}
         | {"replaced": bool(row.replaces)}
@@ -184,8 +127,6 @@ def env(*, json: bool) -> int:
 def check(*, json: bool) -> int:
     """`hoglib check`: the environment, and whether second derivatives are right in it."""
     facts = _environment()
-    if facts is None:
-        return NOT_RUN
     if not json:
         print(_environment_text(facts) + "\n", flush=True)
     outcomes = []
@@ -206,13 +147,7 @@ def check(*, json: bool) -> int:
     return WRONG if wrong else RIGHT
 
 
-def _environment() -> dict[str, Any] | None:
-    """None, after a message, for an environment variable with a wrong value."""
-    try:
-        switch = kernel_choice.switch()
-    except ArgumentValueError as error:
-        print_error(error)
-        return None
+def _environment() -> dict[str, Any]:
     return {
         "hoglib": __version__,
         "python": platform.python_version(),
@@ -223,7 +158,6 @@ def _environment() -> dict[str, Any] | None:
         "threads": torch.get_num_threads(),
         "compiler": cpp_compiler(),
         "cache": str(cache_dir()),
-        "matrix_products": {"switch": switch, "onednn": torch_kernels.onednn_available()},
     }
 
 
@@ -234,7 +168,6 @@ def _environment_text(facts: dict[str, Any]) -> str:
         f"{facts['platform']}, {cuda}, {facts['threads']} threads",
         f"C++ compiler: {facts['compiler'] or 'none; graphs run without being compiled'}",
         f"Compiled graphs: {facts['cache']}",
-        *textwrap.wrap(_matrix_products_text(facts["matrix_products"]), WIDTH),
     ]
     return "\n".join(lines)
 
@@ -258,14 +191,3 @@ def _stand_ins_text(stand_ins: list[dict[str, Any]]) -> str:
                 lines += [" " * (width + 4) + line for line in rest]
     keys = ", ".join(f"{mode.key} {mode.title}" for mode in MODES.values())
     return "\n".join([*lines, "", *textwrap.wrap(f"Modes: {keys}.", WIDTH)])
-
-
-def _matrix_products_text(facts: dict[str, Any]) -> str:
-    if not facts["onednn"]:
-        return "Matrix products: torch's BLAS (oneDNN is missing in this torch, or switched off)."
-    text = {
-        "auto": "compiled graphs use the faster of MKL and oneDNN",
-        "on": "compiled graphs use oneDNN",
-        "off": "torch's BLAS",
-    }[facts["switch"]]
-    return f"Matrix products in float32: {text} ({kernel_choice.SWITCH}={facts['switch']})."

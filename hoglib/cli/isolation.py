@@ -1,4 +1,4 @@
-"""Runs the checks of a command in a child process, which may die, or never return.
+"""Runs the checks of a command: in this process, or in a child, which may die, or never return.
 
 The child judges the Functions in turn and sends what it found. One at which it dies, or that takes too
 long, is reported, and another child goes on behind it. What a Function forked ends with its child: that
@@ -6,9 +6,10 @@ leads a process group of its own.
 """
 
 import contextlib
+import io
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import Connection, wait
@@ -36,17 +37,51 @@ class Found(NamedTuple):
         return self.report is None and not self.why
 
 
-Check = tuple[str, Callable[[], Report]]
+Check = tuple[str, Callable[[], Report]]  # its label, and what it runs
+# names, and what makes the checks of each
+Targets = Sequence[tuple[str, Callable[[], Iterator[Check]]]]
 
 
 @final
 @dataclass(frozen=True)
 class Work:
-    """What a child does: `make(*arguments)` gives, for each target, its name and its checks."""
+    """What a child does: the checks of the targets that `make(*arguments)` gives."""
 
-    make: Callable[..., list[tuple[str, Callable[[], Iterator[Check]]]]]
+    make: Callable[..., Targets]
     arguments: tuple[Any, ...]
     seed: int
+
+
+def found_here(
+    targets: Targets, seed: int, start: int = 0, making: str = "its inputs could not be made: "
+) -> Iterator[Found]:
+    """What is found of each target from the start-th on, in this process."""
+    for place, (name, checks) in enumerate(targets):
+        if place < start:
+            continue
+        yield Found(place, name)
+        torch.manual_seed(seed)
+        try:
+            made = list(checks())
+        except BaseException as error:
+            yield Found(place, name, why=making + _text(error))
+            continue
+        for label, check in made:
+            yield Found(place, label)
+            torch.manual_seed(seed)
+            try:
+                # the user's code runs, and would print, some hundred times
+                with contextlib.redirect_stdout(io.StringIO()):
+                    found = Found(place, label, check())
+            except BaseException as error:
+                found = Found(place, label, why=_text(error))
+            yield found
+
+
+def _text(error: BaseException) -> str:
+    if isinstance(error, KeyboardInterrupt) and parent_process() is None:
+        raise error  # in a child only the user's code raises it
+    return error_text(error)
 
 
 def found_in_child(work: Work, names: list[str], limit: float) -> Iterator[Found]:
@@ -121,27 +156,9 @@ def _run(to: Connection, work: Work, start: int) -> None:
             os._exit(0)
         to.send(found)
 
-    for place, (name, checks) in enumerate(work.make(*work.arguments)):
-        if place < start:
-            continue
-        send(Found(place, name))
-        torch.manual_seed(work.seed)
-        try:
-            for label, check in checks():
-                send(Found(place, label))
-                torch.manual_seed(work.seed)
-                send(_checked(place, label, check))
-        except BaseException as error:
-            why = f"its inputs could not be made: {error_text(error)}"
-            send(Found(place, name, why=why))
+    for found in found_here(work.make(*work.arguments), work.seed, start):
+        send(found)
     send(None)
-
-
-def _checked(place: int, label: str, check: Callable[[], Report]) -> Found:
-    try:
-        return Found(place, label, check())
-    except BaseException as error:  # also KeyboardInterrupt, which only the user's code raises here
-        return Found(place, label, why=error_text(error))
 
 
 def _end_with_parent() -> None:

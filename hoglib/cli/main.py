@@ -10,8 +10,8 @@ from hoglib._version import __version__
 from hoglib.cli import commands
 
 DESCRIPTION = """\
-Checks of second derivatives: verify a custom Function, audit a model's loss, draw the graph of a
-gradient; list hoglib's ops; check this installation.
+Checks of second derivatives: verify a custom Function, audit a model's loss; list hoglib's ops; check
+this installation.
 """
 EXAMPLES = """\
 examples:
@@ -19,7 +19,6 @@ examples:
   hoglib verify file.py                         its Functions that have sample_inputs()
   hoglib verify file.py:MyFunction --input "randn(3, 4)"
   hoglib audit file.py                          its functions named second_order_problem...
-  hoglib graph file.py:fn --input "randn(3)" -o fn.svg
 
 Each command has its own help: hoglib verify --help
 """
@@ -50,16 +49,6 @@ A factory is a function without arguments that returns (loss, params, batch), a 
 or a dict of them by name. loss(params, batch) is a scalar; hoglib.functional_loss makes one.
 
 Exit status: 0 everything is right, 1 something is wrong, 2 something could not be run.
-"""
-GRAPH = """\
-Draw the graph that a second derivative goes through; faults are marked, and printed on stderr.
-
-  hoglib graph package.module:fn --input "randn(3)" -o picture.svg
-  hoglib graph path/to/file.py:fn --input "randn(3)" --order 1 --no-saved
-
-.svg, .png and .pdf need graphviz's program `dot`; .dot and .gv, and stdout without -o, do not.
-
-Exit status: 0 drawn, 2 it could not be drawn.
 """
 OPS = """\
 List the ops of hoglib.ops: formula, orders, dtypes, and whether the compiler takes them.
@@ -136,9 +125,6 @@ def _parser() -> argparse.ArgumentParser:
 
     _add_verify_arguments(command("verify", "verify the derivatives of custom Functions", VERIFY))
     _add_audit_arguments(command("audit", "audit the second derivatives of a model's loss", AUDIT))
-    _add_graph_arguments(
-        command("graph", "draw the graph of a function's gradient, with the faults in it", GRAPH)
-    )
     ops = command("ops", "list the ops", OPS)
     _add_switch(ops, "as the table of docs/ops.md", "--markdown")
     env = command("env", "list versions, devices, and the torch calls that have stand-ins", ENV)
@@ -151,7 +137,10 @@ def _parser() -> argparse.ArgumentParser:
 def _add_verify_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("target", help="package.module:Function, path/to/file.py or path/to/file.py:Function")
-    _add_input(parser)
+    add(
+        "--input", action="append", default=[], metavar="EXPRESSION", dest="inputs",
+        help="an argument; give one --input for each",
+    )  # fmt: skip
     add("--reference", metavar="MODULE:NAME", help="the same function of plain torch operations")
     add("--orders", type=_numbers, metavar="1,2,3", help="orders to check (default: 1,2)")
     modes = "modes to check (default: all supported)"
@@ -179,43 +168,15 @@ def _add_audit_arguments(parser: argparse.ArgumentParser) -> None:
     _add_common_arguments(parser, "a problem is")
 
 
-def _add_graph_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("target", help="package.module:function or path/to/file.py:function")
-    _add_input(parser)
-    add(
-        "-o", "--output", metavar="FILE",
-        help=".svg, .png, .pdf, .dot or .gv (default: DOT text on stdout)",
-    )  # fmt: skip
-    add("--order", type=int, default=2, help="1: the graph of the forward pass alone (default: 2)")
-    add(
-        "--no-saved", action="store_false", dest="saved",
-        help="leave out tensors that are saved for backward",
-    )  # fmt: skip
-    _add_seed(parser, "inputs are")
-
-
-def _add_input(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--input", action="append", default=[], metavar="EXPRESSION", dest="inputs",
-        help="an argument; give one --input for each",
-    )  # fmt: skip
-
-
 def _add_common_arguments(parser: argparse.ArgumentParser, made: str) -> None:
-    _add_seed(parser, made)
+    seed = f"torch's seed, set before {made} made (default: 0)"
+    parser.add_argument("--seed", type=int, default=0, help=seed)
     _add_switch(parser, "print the reports as JSON", "--json")
     _add_switch(parser, "print the table of checks also of what is right", "-v", "--verbose")
 
 
 def _add_switch(parser: argparse.ArgumentParser, help: str, *names: str) -> None:
     parser.add_argument(*names, action="store_true", help=help)
-
-
-def _add_seed(parser: argparse.ArgumentParser, made: str) -> None:
-    parser.add_argument(
-        "--seed", type=int, default=0, help=f"torch's seed, set before {made} made (default: 0)"
-    )
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -1,17 +1,14 @@
 """What a command prints about its reports, and the exit status that follows from them."""
 
 import contextlib
-import io
 import json
 import shutil
 import sys
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import final
 
 import torch
 
-from hoglib._core.source_location import error_text
 from hoglib._version import __version__
 from hoglib.cli.isolation import Found
 from hoglib.verification.report import Report
@@ -31,46 +28,23 @@ class Outcomes:
         self.reports: list[Report] = []
         self.failures: list[tuple[str, str]] = []
 
-    def judge(self, label: str, doing: str, check: Callable[[], Report]) -> None:
-        """Set the seed, run a check, and print its report under a label, or why there is none."""
-        torch.manual_seed(self.seed)
-        _show_progress(f"{doing} {label} ...")
-        try:
-            # the user's code runs, and would print, some hundred times
-            with contextlib.redirect_stdout(io.StringIO()):
-                report = check()
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            _show_progress("")
-            self.fail(label, error_text(error))
-            return
-        _show_progress("")
-        self._add(label, report)
-
-    def _add(self, label: str, report: Report) -> None:
-        report.name = label
-        self.reports.append(report)
-        if not self.as_json:
-            width = min(100, max(60, shutil.get_terminal_size((100, 24)).columns))
-            text = report.text(table=self.show_tables or not report.ok, width=width)
-            print(text + "\n", flush=True)
-
     def take(self, found: Found, doing: str) -> None:
-        """The same for what was found in another process."""
+        """Print a report, or why there is none."""
         if found.is_begin:
             _show_progress(f"{doing} {found.label} ...")
             return
         _show_progress("")
         if found.report is None:
-            self.fail(found.label, found.why)
-        else:
-            self._add(found.label, found.report)
-
-    def fail(self, label: str, why: str) -> None:
-        """Note what could not be run."""
-        self.failures.append((label, why))
-        print_error(f"{label}: {why}")
+            self.failures.append((found.label, found.why))
+            print_error(f"{found.label}: {found.why}")
+            return
+        report = found.report
+        report.name = found.label
+        self.reports.append(report)
+        if not self.as_json:
+            width = min(100, max(60, shutil.get_terminal_size((100, 24)).columns))
+            text = report.text(table=self.show_tables or not report.ok, width=width)
+            print(text + "\n", flush=True)
 
     @property
     def status(self) -> int:

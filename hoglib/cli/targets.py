@@ -6,9 +6,8 @@ import importlib.util
 import math
 import sys
 from collections.abc import Callable, Sequence
-from inspect import isfunction
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +23,7 @@ FACTORY = "second_order_problem"
 
 
 class Target(NamedTuple):
-    """What to verify or to draw, and a function that makes its inputs."""
+    """What to verify, and a function that makes its inputs."""
 
     name: str
     fn: Callable[..., Any] | type[Function]
@@ -51,7 +50,11 @@ def functions(target: str, inputs: Sequence[str]) -> tuple[list[Target], list[st
         raise ArgumentValueError(
             f"--input belongs to one Function: expected {path}:Function, got {target!r}."
         )
-    found = _functions_of_module(module_of_file(path))
+    found = [
+        value
+        for key, value in _defined_in(module_of_file(path)).items()
+        if isinstance(value, type) and issubclass(value, Function) and value.__name__ == key
+    ]
     with_samples = [f for f in found if callable(getattr(f, SAMPLES, None))]
     if not with_samples:
         names = ", ".join(f.__name__ for f in found) or "none"
@@ -80,23 +83,19 @@ def _named_function(target: str, name: str, inputs: Sequence[str]) -> Target:
     return Target(name, fn, getattr(fn, SAMPLES))
 
 
-def _functions_of_module(module: ModuleType) -> list[type[Function]]:
-    """The Functions that a module defines, in the order of its text."""
-    return [
-        value
+def _defined_in(module: ModuleType) -> dict[str, Any]:
+    """The classes and functions that a module defines itself, in the order of its text."""
+    return {
+        key: value
         for key, value in vars(module).items()
-        if isinstance(value, type)
-        and issubclass(value, Function)
-        and value.__module__ == module.__name__
-        and value.__name__ == key
-    ]
+        if isinstance(value, type | FunctionType) and value.__module__ == module.__name__
+    }
 
 
 def _evaluated(expression: str) -> Any:
     """The value of an expression over torch's functions: randn(3, 4), torch.eye(3), 0.5, None."""
-    names = {**vars(torch), "torch": torch, "math": math}
     try:
-        return eval(expression, names)
+        return eval(expression, {**vars(torch), "torch": torch, "math": math})
     except (Exception, SystemExit) as error:
         raise ArgumentValueError(
             f'--input {expression!r}: expected an expression such as "randn(3, 4)", "rand(2) + 1" or '
@@ -120,11 +119,10 @@ def factories(target: str) -> dict[str, Callable[[], Any]]:
             f"expected package.module:factory or path/to/file.py, got {target!r}; a factory is a "
             f"function without arguments that returns {PROBLEM}."
         )
-    module = module_of_file(path)
     found: dict[str, Callable[[], Any]] = {
         key: value
-        for key, value in vars(module).items()
-        if key.startswith(FACTORY) and isfunction(value) and value.__module__ == module.__name__
+        for key, value in _defined_in(module_of_file(path)).items()
+        if key.startswith(FACTORY) and not isinstance(value, type)
     }
     if not found:
         raise ArgumentValueError(
@@ -152,13 +150,7 @@ def object_of(target: str, what: str) -> Any:
 
 
 def _module(name: str) -> ModuleType:
-    sys.path.insert(0, "")  # as `python -m` does
-    try:
-        return importlib.import_module(name)
-    except (Exception, SystemExit) as error:
-        raise ArgumentValueError(f"{name}: the import failed: {error_text(error)}") from error
-    finally:
-        sys.path.remove("")
+    return _imported(name, "", lambda: importlib.import_module(name))  # as `python -m` does
 
 
 def module_of_file(path: str) -> ModuleType:
@@ -170,19 +162,26 @@ def module_of_file(path: str) -> ModuleType:
     while (folder / "__init__.py").is_file():
         parts.insert(0, folder.name)
         folder = folder.parent
-    sys.path.insert(0, str(folder))
-    try:
-        name = ".".join(parts)
+    name = ".".join(parts)
+
+    def load() -> ModuleType:
         if len(parts) > 1:
             return importlib.import_module(name)
         spec = importlib.util.spec_from_file_location(name, file)
         assert spec is not None
         assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         return module
+
+    return _imported(path, str(folder), load)
+
+
+def _imported(what: str, folder: str, load: Callable[[], ModuleType]) -> ModuleType:
+    sys.path.insert(0, folder)
+    try:
+        return load()
     except (Exception, SystemExit) as error:
-        raise ArgumentValueError(f"{path}: the import failed: {error_text(error)}") from error
+        raise ArgumentValueError(f"{what}: the import failed: {error_text(error)}") from error
     finally:
-        sys.path.remove(str(folder))
+        sys.path.remove(folder)

@@ -31,7 +31,7 @@ from hoglib._core.autograd import (
 from hoglib._core.blocks import Remat, check_remat, rematerialized
 from hoglib._core.fingerprint import StateFingerprint, checksum_of_tensors
 from hoglib._core.gradient_graph import graph_summary
-from hoglib._core.process_failures import together
+from hoglib._core.process_failures import translate_distributed_errors
 from hoglib._core.source_location import warn
 from hoglib._core.swap import keep_swapped
 from hoglib.curvature.data import IGNORED, Batches, BatchSize, LocalBatch, counted_labels
@@ -238,7 +238,7 @@ class DatasetSum:
         """The totals of processes that share the parameters: all have them after each batch."""
         sharding, space = self._space.sharding, self._space
         assert sharding is not None
-        with torch.inference_mode(False), together(self._name, sharding.mesh):
+        with torch.inference_mode(False), translate_distributed_errors(self._name):
             changed = self._check_state()
             leaves = space.leaves()
             columns, vectors = 0, [leaf.new_zeros(0) for leaf in leaves]

@@ -11,7 +11,7 @@ from hoglib._core import pytree, torch_internals, validation
 from hoglib._core.autograd import Vector, clone_inference_tensors, grad_enabled
 from hoglib._core.blocks import rematerialized
 from hoglib._core.finite_differences import to_double
-from hoglib._core.process_failures import together
+from hoglib._core.process_failures import translate_distributed_errors
 from hoglib._core.sharding import Sharding
 from hoglib._core.swap import keep_swapped
 from hoglib.capture.capturing import runs_elsewhere
@@ -316,7 +316,7 @@ def _sharded(
     """The value and the product where DTensors are among the parameters: means over the processes."""
     sharding = loss.sharding
     assert sharding is not None
-    with together(options.caller, sharding.mesh):
+    with translate_distributed_errors(options.caller):
         _refuse_sharded(loss.func, options)
         shards = sharding.local_vector("v", vector, sharding.names)
         leaves = sharding.local(pytree.leaves(params))

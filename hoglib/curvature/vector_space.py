@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hoglib._core import pytree, validation
-from hoglib._core.process_failures import together
+from hoglib._core.process_failures import translate_distributed_errors
 from hoglib._core.sharding import AGREEMENT, Sharding, is_sharded, refuse_sharded
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 
@@ -178,7 +178,7 @@ class Space:
             numbers = [float(zlib.crc32(text.encode())), 0.0, 0.0, 0.0]  # as many as for a product
             what = "algorithm, and its options,", *AGREEMENT[1:]
             # as a product does, which other processes may call instead
-            with together(algorithm, self.sharding.mesh):
+            with translate_distributed_errors(algorithm):
                 self.sharding.check_same(algorithm, what, numbers, self.device)
 
     def refuse_sharded(self, caller: str) -> None:

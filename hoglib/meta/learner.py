@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hoglib._core import pytree, validation
 from hoglib._core.autograd import clone_inference_tensors, outside_inference_mode, with_gradients
 from hoglib._core.blocks import Remat, find_blocks, rematerialized
-from hoglib._core.process_failures import together
+from hoglib._core.process_failures import translate_distributed_errors
 from hoglib._core.sharding import Sharding
 from hoglib._core.source_location import warn
 from hoglib._core.swap import Params
@@ -209,7 +209,7 @@ class Learner(nn.Module, ABC):
             shared: AbstractContextManager[None] = nullcontext()
             if sharding is not None:
                 loop = replace(loop, sharding=sharding.defer(self.model, found))
-                shared = together(f"{what}.adapt", sharding.mesh)
+                shared = translate_distributed_errors(f"{what}.adapt")
             with shared:
                 adapted = loop.unroll(start, clone_inference_tensors(support), count).params
         params = {**start.model, **adapted}
@@ -251,7 +251,7 @@ class Learner(nn.Module, ABC):
             return self._loss(
                 what, loop, own, tasks, task_sets.check_tasks(tasks), wanted, sharding
             )
-        with together(what, sharding.mesh):
+        with translate_distributed_errors(what):
             self._refuse_settings(loop, own)
             count = sharded.check_together(what, sharding, own.model, tasks, self.inner_steps)
             return self._loss(what, loop, own, tasks, count, wanted, sharding)

@@ -1,4 +1,4 @@
-"""A penalty under DistributedDataParallel: its gradient is the mean over the processes, or an error.
+"""A penalty of several processes: with DistributedDataParallel its gradient is the mean, or an error.
 
 DistributedDataParallel (DDP) averages gradients if each of its parameters receives one in a backward
 that follows a call of the DDP module. Otherwise it says nothing, or raises only in the next step:
@@ -15,14 +15,19 @@ that follows a call of the DDP module. Otherwise it says nothing, or raises only
 Nothing is compared without a DDP module around the parameters, under `no_sync()`, in `ddp.join()`, with
 a communication hook (which may average differently or later), and if no `.grad` was accumulated, as
 with `torch.autograd.grad`, which a single process may call.
+
+fully_shard (FSDP2) frees the gathered parameters of a critic after a first backward, which the gradient
+inside a penalty is; the penalty's own backward still needs them (``setStorage ... storage of size 0``).
+With ``set_reshard_after_backward(False)`` they are kept, but then also after an optimizer step, so that
+the next forward silently uses the old ones. `GatheredParameters` keeps them for one backward.
 """
 
 import functools
 import gc
 import itertools
 from collections.abc import Iterable
-from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
+from typing import Any, NamedTuple, final
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -208,3 +213,50 @@ def _find_and_watch() -> None:
 def _register(module: nn.Module, *_: Any) -> None:
     if isinstance(module, DistributedDataParallel):
         _WRAPPERS[next(_CREATION_ORDER)] = module
+
+
+# FSDP2
+
+_HELD: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # by how many penalties, each module
+
+
+@final
+class GatheredParameters:
+    """Keeps the parameters of FSDP2 modules gathered until the backward of some tensors, or until
+    nothing refers to it any more.
+
+    Args:
+        modules: Those that ran in a forward; others than those of FSDP2 are left alone.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._modules: list[Any] = [
+            module
+            for module in torch_sharding.fsdp_modules(modules)
+            if torch_sharding.reshards_after_backward(module) or module in _HELD
+        ]
+        for module in self._modules:
+            _HELD[module] = _HELD.get(module, 0) + 1
+            module.set_reshard_after_backward(False, recurse=False)
+
+    def until_backward_of(self, tensors: Iterable[Tensor | None]) -> None:
+        """Release the parameters at the end of the backward that reaches one of the tensors."""
+        for tensor in tensors if self._modules else ():
+            if tensor is not None and tensor.requires_grad:
+                tensor.register_hook(self._release_after_backward)
+
+    def _release_after_backward(self, _: Tensor) -> None:
+        torch_internals.after_backward(self.release)
+
+    def release(self) -> None:
+        """Free the gathered parameters, as FSDP2 does after a backward."""
+        modules, self._modules = self._modules, []
+        for module in modules:
+            _HELD[module] -= 1
+            if not _HELD[module]:
+                del _HELD[module]
+                module.set_reshard_after_backward(True, recurse=False)
+                module.reshard()
+
+    def __del__(self) -> None:
+        self.release()

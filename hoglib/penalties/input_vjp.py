@@ -5,14 +5,14 @@
 This is where a penalty calls `torch.autograd.grad`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
-from hoglib._core import pytree, validation
+from hoglib._core import mixed_precision, pytree, validation
 from hoglib._core.autograd import (
     Vector,
     clone_inference_tensors,
@@ -22,6 +22,7 @@ from hoglib._core.autograd import (
     translate_errors,
 )
 from hoglib._core.blocks import rematerialized
+from hoglib._core.closures import owner_of
 from hoglib._core.detachment import DetachmentWatch
 from hoglib._core.gradient_graph import (
     GraphSummary,
@@ -41,16 +42,9 @@ from hoglib.errors import (
     NoSecondDerivative,
     UnsupportedError,
 )
-from hoglib.penalties.critic_context import (
-    autocast_devices,
-    cast_like_parameters,
-    is_frozen,
-    parameters_of,
-    without_autocast,
-)
+from hoglib.penalties.distributed import GatheredParameters
 from hoglib.penalties.options import CheckedOptions, select_output
 from hoglib.penalties.samples import Samples, check_points, random_like
-from hoglib.penalties.sharded_critics import GatheredParameters
 from hoglib.stand_ins.mode import in_module, stand_ins_if
 from hoglib.verification.entry_points import examined_functions
 
@@ -372,3 +366,44 @@ def _detached_places(func: Function, x: Any, args: tuple[Any, ...]) -> list[str]
             places = [f"the backward of {f.__qualname__}" for f in functions if f is not None]
         return list(dict.fromkeys(places))
     return []
+
+
+# Parameters and dtypes of the function
+
+
+def autocast_devices(tensors: Sequence[Tensor]) -> list[str]:
+    """The device types of the tensors for which autocast is on."""
+    return [kind for kind in {x.device.type for x in tensors} if mixed_precision.autocast_on(kind)]
+
+
+def without_autocast(kinds: Sequence[str]) -> AbstractContextManager[object]:
+    """Inside, autocast is off on devices of these types."""
+    stack = ExitStack()
+    for kind in kinds:
+        stack.enter_context(torch.autocast(kind, enabled=False))
+    return stack
+
+
+def cast_like_parameters(params: Iterable[Tensor], tree: Any) -> Any:
+    """The tree with half-precision tensors, as an autocast region returns them, in float32; and with
+    all of them in half precision if the parameters are."""
+    dtypes = {p.dtype for p in params if p.is_floating_point()}
+    wanted = (
+        dtypes.pop()
+        if len(dtypes) == 1 and dtypes < set(mixed_precision.HALF_DTYPES)
+        else torch.float32
+    )
+    others = {torch.float32, *mixed_precision.HALF_DTYPES}
+    return pytree.map_tensors(lambda x: x.to(wanted) if x.dtype in others else x, tree)
+
+
+def parameters_of(func: Callable[..., Any]) -> Iterable[Tensor]:
+    """The parameters of the module that a function is, or is a method of."""
+    owner = owner_of(func)
+    return owner.parameters() if isinstance(owner, nn.Module) else ()
+
+
+def is_frozen(func: Callable[..., Any]) -> bool:
+    """Whether a function belongs to a module none of whose parameters requires grad."""
+    parameters = list(parameters_of(func))
+    return bool(parameters) and not any(p.requires_grad for p in parameters)

@@ -14,13 +14,13 @@ from hoglib._core.norms import root
 from hoglib._core.swap import keep_swapped
 from hoglib._core.torch_internals import transforms_active
 from hoglib.penalties.compiled import backend_of, run_as_graph
-from hoglib.penalties.critic_context import (
+from hoglib.penalties.distributed import averaged
+from hoglib.penalties.input_vjp import (
     autocast_devices,
     cast_like_parameters,
+    no_gradient_flow,
     without_autocast,
 )
-from hoglib.penalties.distributed import averaged
-from hoglib.penalties.input_vjp import no_gradient_flow
 from hoglib.penalties.options import check_backend
 from hoglib.penalties.terms import PenaltyWithOutputs
 from hoglib.stand_ins.mode import stand_ins_if

@@ -20,13 +20,14 @@ from hoglib._core.torch_internals import transforms_active
 from hoglib._core.torch_modes import value_checks_on
 from hoglib.errors import ArgumentValueError
 from hoglib.penalties.compiled import RecordedDraws, backend_of, leaves_of, run_as_graph
-from hoglib.penalties.critic_context import autocast_devices, without_autocast
 from hoglib.penalties.distributed import averaged
 from hoglib.penalties.input_vjp import (
     NOT_OF_PARAMETERS,
     Function,
     InputVJP,
+    autocast_devices,
     input_vjp,
+    without_autocast,
 )
 from hoglib.penalties.options import CheckedOptions
 from hoglib.penalties.samples import EMPTY, check_points
@@ -225,7 +226,6 @@ def _in_micro_batches(
         raise ArgumentValueError(EMPTY.format(options.name))
     detached = pytree.map_tensors(Tensor.detach, x)
     options_of_piece = options._replace(reduction="sum", micro_batch=None)
-    terms = Terms(func, rule, options_of_piece)
     total: Tensor | None = None
     trainable: dict[int, Tensor] = {}  # by its id
     gradients: dict[int, Tensor] = {}  # of a trainable tensor, summed over the pieces
@@ -234,12 +234,8 @@ def _in_micro_batches(
         piece = pytree.rows((detached, args), count, start, start + options.micro_batch)
         points = [leaf.requires_grad_(old.requires_grad) for leaf, old in
                   zip(pytree.leaves(piece[0]), leaves, strict=True)]  # fmt: skip
-        if backend_of(options.one_graph) is None:
-            value, _, point = evaluate(func, piece[0], piece[1], rule, options_of_piece)
-            reached = point.trainable if point.create_graph else []
-        else:
-            value = _as_graph(terms, piece[0], piece[1], None)
-            reached = leaves_of(value)
+        value = penalty(func, piece[0], piece[1], rule, options_of_piece)
+        reached = leaves_of(value)
         value = value / (count if options.reduction == "mean" else 1)
         total = value.detach() if total is None else total + value.detach()
         if not reached:

@@ -1,14 +1,10 @@
 """`hoglib audit`: targets, exit status, JSON."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from hoglib.cli.main import main
-from tests.long_tail import FULL
 
 HEAD = '''
 import torch
@@ -258,15 +254,3 @@ def test_not_run(write, capsys, case):
     assert status == 2
     assert message in err
     assert "Traceback" not in err
-
-
-@FULL  # the process is that of `hoglib verify`, and what audit prints is tested above
-def test_the_command_itself(write):
-    path = Path(write(HEAD, GOOD, BAD)).resolve()
-    done = subprocess.run(
-        [sys.executable, "-m", "hoglib", "audit", str(path)], capture_output=True, text=True,
-        cwd=Path(__file__).parents[2], check=False,
-    )  # fmt: skip
-    assert done.returncode == 1
-    assert "culprit: 1.1" in done.stdout
-    assert done.stderr == ""

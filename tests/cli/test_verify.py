@@ -114,54 +114,45 @@ def run(capsys, *args):
 
 
 def test_a_right_file(write, capsys):
-    status, out, _ = run(capsys, write(GOOD, CASES, STRAIGHT))
+    status, out, err = run(capsys, write(GOOD, CASES, STRAIGHT, LOUD))
     assert status == 0
-    for name in ("Good", "Cases[0]", "Cases[1]", "Straight"):
+    for name in ("Good", "Cases[0]", "Cases[1]", "Straight", "Loud"):
         assert f"{name}: right, by " in out
-    assert out.rstrip().endswith("4 right")
+    assert out.rstrip().endswith("5 right")
+    assert "loud" not in out + err  # what a Function prints
 
 
-def test_a_wrong_file(write, capsys):
+def test_a_wrong_file(write, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "70")
     status, out, _ = run(capsys, write(GOOD, BAD, BARE))
     assert status == 1
     assert "Bad: WRONG" in out
     assert "mine.py:" in out
     assert "`return 3 * g * x.detach() ** 2`" in " ".join(out.split())
     assert out.rstrip().endswith("1 right, 1 WRONG (Bad), 1 without sample_inputs() (Bare)")
-
-
-@pytest.mark.parametrize("part", [BOOM, NO_SAMPLES])
-def test_what_cannot_run_is_2(write, capsys, part):
-    status, _, _ = run(capsys, write(GOOD, part))
-    assert status == 2
-    status, _, _ = run(capsys, write(GOOD, part, BAD, name="other.py"))
-    assert status == 1
-
-
-def test_what_could_not_be_judged_is_2(write, capsys):
-    status, out, _ = run(capsys, write(GOOD, ONLY_THERE))
-    assert status == 2
-    assert "OnlyThere: NOT JUDGED" in out
-    assert out.rstrip().endswith("1 right, 1 not judged (OnlyThere)")
-
-
-def test_what_does_not_run_is_not_called_wrong(write, capsys):
-    _, out, _ = run(capsys, write(GOOD, BOOM))
-    assert "Boom: NOT RUN." in out
-    assert out.rstrip().endswith("1 right, 1 not run (Boom)")
-
-
-def test_what_a_function_prints_is_not_repeated(write, capsys):
-    status, out, err = run(capsys, write(GOOD, LOUD))
-    assert status == 0
-    assert "loud" not in out + err
-
-
-def test_a_narrow_terminal(write, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "70")
-    _, out, _ = run(capsys, write(GOOD, BAD))
     sentences = out[out.index("FAIL") : out.index("check  ")]
     assert max(map(len, sentences.splitlines())) <= 70
+
+
+@pytest.mark.parametrize(
+    ("part", "says", "end"),
+    [
+        (BOOM, "Boom: NOT RUN.", "1 right, 1 not run (Boom)"),
+        (
+            NO_SAMPLES,
+            "NoSamples: its inputs could not be made: Runtime",
+            "1 right, 1 not run (NoSamples)",
+        ),
+        (ONLY_THERE, "OnlyThere: NOT JUDGED", "1 right, 1 not judged (OnlyThere)"),
+    ],
+)
+def test_what_cannot_run_or_be_judged_is_2(write, capsys, part, says, end):
+    status, out, err = run(capsys, write(GOOD, part))
+    assert status == 2
+    assert says in out + err
+    assert out.rstrip().endswith(end)
+    status, _, _ = run(capsys, write(GOOD, part, BAD, name="other.py"))
+    assert status == 1
 
 
 def test_one_function_of_a_module(write, capsys):
@@ -203,6 +194,8 @@ def test_json(write, capsys):
     assert table["without_samples"] == ["Bare"]
     assert table["not_run"][0]["name"] == "NoSamples"
     assert {"seed", "hoglib", "torch"} <= table.keys()
+    outs = [run(capsys, "mine:Bad", "--json", *seed)[1] for seed in ((), (), ("--seed", "1"))]
+    assert outs[0] == outs[1] != outs[2]
 
 
 def test_a_file_inside_a_package(write, capsys):
@@ -213,12 +206,6 @@ def test_a_file_inside_a_package(write, capsys):
     assert status == 0
     assert "Heir: right" in out
     assert "Good: right" not in out  # imported, not defined there
-
-
-def test_seeds(write, capsys):
-    write(GOOD, BAD)
-    outs = [run(capsys, "mine:Bad", "--json", *seed)[1] for seed in ((), (), ("--seed", "1"))]
-    assert outs[0] == outs[1] != outs[2]
 
 
 # fmt: off
@@ -266,21 +253,11 @@ def test_a_bad_option(capsys):
     assert "hoglib check" in capsys.readouterr().out
 
 
-def test_the_command_itself(write):
-    path = Path(write(GOOD, BAD)).resolve()
-    done = subprocess.run(
-        [sys.executable, "-m", "hoglib", "verify", str(path), "--time-limit", "0"],
-        capture_output=True, text=True,
-        cwd=Path(__file__).parents[2], check=False,
-    )  # fmt: skip
-    assert done.returncode == 1
-    assert "Bad: WRONG" in done.stdout
-    assert done.stderr == ""
-
-
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is full")
 def test_a_full_disk():
     command = [sys.executable, "-m", "hoglib", "env"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 2
@@ -399,11 +376,11 @@ def test_an_end_of_the_command_ends_both_processes(write, tmp_path, by, status):
 
 
 def is_running(process):
+    """Whether a process goes on; one that ended may wait for another to ask for its status."""
     try:
-        os.kill(process, 0)
-    except ProcessLookupError:
+        return "\nState:\tZ" not in Path(f"/proc/{process}/status").read_text()
+    except OSError:
         return False
-    return "\nState:\tZ" not in Path(f"/proc/{process}/status").read_text()  # not reaped yet
 
 
 FORKS = """
@@ -431,7 +408,7 @@ def test_what_a_function_forks_ends_with_it(write, tmp_path, capfd, sleeps):
     out, _ = capfd.readouterr()
     assert out.count("Forks: right") == 1
     until = time.monotonic() + 60
-    while _runs(int(begun.read_text())):
+    while is_running(int(begun.read_text())):
         assert time.monotonic() < until
         time.sleep(0.05)
 
@@ -457,11 +434,3 @@ def test_copies_of_a_function_that_forks_do_not_multiply(write, tmp_path):
     path = write(GOOD, HOSTILE + FORKS_ALWAYS.replace("BEGUN", repr(str(begun))))
     assert main(["verify", f"{path}:Forks"]) == 0
     assert set(begun.read_text().split()) == {"0", "1"}
-
-
-def _runs(pid):
-    """Whether a process goes on; one that ended may wait for another to ask for its status."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False

@@ -1,7 +1,6 @@
 """The private torch API that hoglib reads: these fail when a torch release changes it."""
 
 import threading
-from functools import partial
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hoglib._core import pytree, torch_internals, torch_kernels, torch_sharding
 from tests.functions import Cube
@@ -290,42 +288,6 @@ def test_who_averages_gradients_otherwise():
         assert torch_sharding.averages_otherwise(ddp)
     finally:
         dist.destroy_process_group()
-
-
-def test_collectives_that_are_waited_for_by_parts():
-    """Torch's functional ones, of which sharded tensors consist, start and end as its own run."""
-    started = []
-
-    class Starts(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            found = torch_sharding.start_collective(func, args)
-            if found is None:
-                return func(*args, **(kwargs or {}))
-            started.append(func)
-            work, result = found
-            assert torch_sharding.waited(work, 60.0)
-            return result()
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        assert torch_sharding.default_store().add("count", 1) == 1
-        ops, name, given = (
-            torch.ops._c10d_functional,
-            dist.group.WORLD.group_name,
-            torch.arange(4.0),
-        )
-        calls = [
-            partial(ops.all_gather_into_tensor, given, 1, name),
-            partial(ops.all_reduce, given, "sum", name),
-            partial(ops.reduce_scatter_tensor, given, "sum", 1, name),
-        ]
-        for call in calls:
-            with Starts():
-                got = call()
-            assert torch.equal(got, ops.wait_tensor(call()))
-    finally:
-        dist.destroy_process_group()
-    assert len(started) == len(calls)
 
 
 def test_a_mode_steps_aside_and_comes_back():

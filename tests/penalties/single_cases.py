@@ -1,6 +1,7 @@
 """What is not of the matrix: steps that must not be refused, and modules out of the ordinary."""
 
 import copy
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -42,6 +43,15 @@ def of_one_process(*steps):
 def backward(ddp, step, gp=by_hoglib):
     real, fake = shard(data(step))
     (loss(ddp, real, fake) + gp(ddp, real)).backward()
+
+
+def raised(step):
+    """The error of a step; None if it went through."""
+    try:
+        step()
+    except RuntimeError as error:
+        return error
+    return None
 
 
 def accumulating():
@@ -86,11 +96,7 @@ def wrapped_late():
     by_hoglib(net, shard(data(0))[0]).backward()
     net.zero_grad()
     ddp = DistributedDataParallel(net)
-    try:
-        by_hoglib(ddp.module, shard(data(0))[0]).backward()
-    except RuntimeError as error:
-        return outcome([], [0], error)
-    return "went through"
+    return outcome([], [0], raised(by_hoglib(ddp.module, shard(data(0))[0]).backward))
 
 
 def copied():
@@ -171,9 +177,7 @@ def each(name, around):
     alone, (net, ddp) = critic(), wrapped()
     whole, (own, _) = data(0)[0], shard(data(0))
     PENALTIES[name](alone, whole).backward()
-    try:
-        PENALTIES[name](ddp.module if around else ddp, own).backward()
-    except RuntimeError as error:
+    if error := raised(PENALTIES[name](ddp.module if around else ddp, own).backward):
         return outcome([], [0], error)
     return outcome([gradients(net)], [gradients(alone)])
 
@@ -184,9 +188,7 @@ def overflow(where):
     real, fake = shard(data(0))
     factor = torch.nan if where == "everywhere" or dist.get_rank() else 1.0
     module = ddp if where == "everywhere" else ddp.module
-    try:
-        (factor * loss(module, real, fake) + by_hoglib(module, real)).backward()
-    except RuntimeError as error:
+    if error := raised((factor * loss(module, real, fake) + by_hoglib(module, real)).backward):
         return outcome([], [0], error)
     return "went through" if not gradients(net).isfinite().all() else "finite"
 
@@ -213,13 +215,10 @@ def conditional(around):
     ddp = DistributedDataParallel(net)
     (loss(alone, *data(0)) + by_hand(alone, data(0)[0])).backward()
     real, fake = shard(data(0))
-    try:
-        (loss(ddp, real, fake) + by_hoglib(ddp, real)).backward()
-        if around:
-            ddp.zero_grad()
-            by_hoglib(ddp.module, real).backward()
-    except RuntimeError as error:
-        return outcome([], [0], error)
+    (loss(ddp, real, fake) + by_hoglib(ddp, real)).backward()
+    if around:
+        ddp.zero_grad()
+        return outcome([], [0], raised(by_hoglib(ddp.module, real).backward))
 
     def flat(module):
         dense = [module.embed.weight.grad.to_dense().flatten(), gradients(module.net)]
@@ -240,9 +239,7 @@ def of_parameters(around):
 
     for x in data(0)[0].split(HALF):
         penalise(alone, x)
-    try:
-        penalise(ddp.module if around else ddp, shard(data(0))[0])
-    except RuntimeError as error:
+    if error := raised(lambda: penalise(ddp.module if around else ddp, shard(data(0))[0])):
         return outcome([], [0], error)
     return outcome([gradients(net)], [gradients(alone) / 2])
 
@@ -258,28 +255,16 @@ def not_wrapped():
     return "the same" if same else "another tensor"
 
 
-def message(part):
-    """What the error says."""
-    _, ddp = wrapped()
-    try:
-        by_hoglib(ddp.module, shard(data(0))[0]).backward()
-    except RuntimeError as error:
-        return "said" if part in str(error) else str(error)
-    return "went through"
+def message(part, **options):
+    """What the error says; of a wrong call, or of a wrong wrapper."""
+    _, ddp = wrapped(**options)
+    error = raised(lambda: backward(ddp if options else ddp.module, 0))
+    return "said" if part in str(error) else str(error)
 
 
 def silent(*cell):
     found = train(*cell, gp=by_hand)
     return "silent" if found.startswith("step 0: processes differ") else found
-
-
-def static_message():
-    _, ddp = wrapped(static_graph=True)
-    try:
-        backward(ddp, 0)
-    except RuntimeError as error:
-        return "said" if "Leave static_graph=True out" in str(error) else str(error)
-    return "went through"
 
 
 CASES = {
@@ -310,7 +295,11 @@ CASES = {
     "torch alone: penalty alone": ("silent", silent, "penalty alone", "ddp", "plain"),
     "torch alone: ddp.module": ("silent", silent, "one backward", "ddp.module", "plain"),
     "torch alone: static_graph": ("silent", silent, "one backward", "ddp", "static_graph"),
-    "the error speaks of static_graph": ("said", static_message),
+    "the error speaks of static_graph": (
+        "said",
+        partial(message, static_graph=True),
+        "Leave static_graph=True out",
+    ),
 }
 CASES |= {f"{name}, ddp": ("mean", each, name, False) for name in PENALTIES}
 CASES |= {f"{name}, ddp.module": ("refused", each, name, True) for name in PENALTIES}

@@ -155,8 +155,9 @@ def test_hessians_of_structures_that_act_on_one_another_are_refused():
         penalties.forces(by_structure, x, batch=index, hessian=True)
 
 
+@pytest.mark.parametrize("hessian", [True, False], ids=["a Hessian", "forces alone"])
 @pytest.mark.parametrize("index", [[0, 1], [0, 0, 2, 1], [0.0, 0.0, 1.0, 1.0], [-1, 0, 1, 1]])
-def test_hessians_by_an_index_that_does_not_fit_are_refused(index):
+def test_an_index_that_does_not_fit_is_refused(index, hessian):
     w = draw(3, 4).requires_grad_()
     own = torch.tensor([0, 0, 1, 1])
 
@@ -164,7 +165,7 @@ def test_hessians_by_an_index_that_does_not_fit_are_refused(index):
         return x.new_zeros(2).index_add(0, own, (x @ w).tanh().sum(1))
 
     with pytest.raises(ValueError, match="batch"):
-        penalties.forces(energy, draw(4, 3), batch=torch.tensor(index), hessian=True)
+        penalties.forces(energy, draw(4, 3), batch=torch.tensor(index), hessian=hessian)
 
 
 def test_a_structure_without_atoms_has_an_empty_hessian():
@@ -187,11 +188,3 @@ def test_structures_that_act_on_one_another_are_warned_of():
     with pytest.warns(UserWarning, match="forces: .*depends on the others"):
         penalties.forces(lambda x: model(x) + x.sum() ** 2, X)
     penalties.forces(model, X)
-
-
-@pytest.mark.parametrize(
-    "index", [INDEX.double(), INDEX[:5], INDEX - 1, INDEX.tolist()], ids=["float", "short", "negative", "list"]
-)  # fmt: skip
-def test_an_index_is_checked_without_a_hessian_too(index):
-    with pytest.raises((TypeError, ValueError), match=r"forces: .*batch"):
-        penalties.forces(lambda x: by_index(x, INDEX), ATOMS, batch=index)

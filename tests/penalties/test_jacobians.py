@@ -135,21 +135,6 @@ def test_the_gradient_by_the_parameters_is_that_of_differences(kind):
         assert_close(KINDS[kind](model, x), value.detach())
 
 
-@pytest.mark.parametrize(
-    "kind", ["jacobian, exact", "sobolev", "lipschitz, exact", "input_gradient"]
-)
-def test_in_micro_batches(kind):
-    model, x = build(smooth), draw(5, 3)
-    params = list(model.parameters())[:-1]
-    whole = torch.autograd.grad(KINDS[kind](model, x), params)
-    micro_batches = (
-        torch.autograd.grad(KINDS[kind](model, x, micro_batch=2), params)
-        if kind != "sobolev"
-        else whole
-    )
-    assert_close(micro_batches, whole)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_jacobian_of_zero_is_no_nan(kind):
     model = build(smooth)

@@ -49,17 +49,6 @@ def test_what_a_checkpoint_runs_again_in_backward_runs_with_the_same_operations(
     same(plain, again)
 
 
-def test_forces_through_a_checkpoint():
-    block, last = CHECKPOINTED["layer norm"]().to(F64), nn.Linear(6, 1).to(F64)
-    model = nn.ModuleList([block, last])
-
-    def loss(run):
-        return penalties.forces(lambda x: last(run(x).tanh()).sum(), X)[1].square().sum()
-
-    plain = weights(lambda: loss(block), model)
-    same(plain, weights(lambda: loss(lambda x: checkpoint(block, x, use_reentrant=False)), model))
-
-
 class ChangesItsInput(nn.Module):
     """Multiplies what it is given in place, as an activation with inplace=True that comes first."""
 

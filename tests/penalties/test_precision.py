@@ -109,21 +109,6 @@ def test_in_half_precision_all_through(kind, dtype):
     assert_like_float32(gradient(model), gradient(wide), dtype)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_with_a_gradient_scaler(kind):
-    x, y = images(), images(1)
-    _, expected = reference(kind, x, y)
-    model = critic()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
-    with torch.autocast("cpu", torch.float16):
-        value = KINDS[kind](model, x, y.half())
-    scaler.scale(value).backward()
-    scaler.unscale_(optimizer)
-    _, expected = reference(kind, x, y.half().float())
-    assert_close(gradient(model), expected, rtol=1e-6, atol=1e-8)
-
-
 class Regularised(LightningModule):
     def __init__(self):
         super().__init__()
