@@ -19,7 +19,7 @@ from hoglib.auditing.api import audit as audit_loss
 from hoglib.auditing.problem import problems
 from hoglib.capture import kernel_choice
 from hoglib.capture.backend import cpp_compiler
-from hoglib.cli import self_test
+from hoglib.cli import op_table, self_test
 from hoglib.cli.isolation import Check, Work, found_in_child
 from hoglib.cli.outcomes import NOT_RUN, RIGHT, WRONG, Outcomes, print_error, stdout_for
 from hoglib.cli.targets import SAMPLES, Target, factories, functions, object_of
@@ -157,10 +157,8 @@ def graph(
 
 def ops(*, markdown: bool) -> int:
     """`hoglib ops`: the table of ops."""
-    from hoglib.testing.opinfo import overview  # it builds samples of every op
-
-    table = overview.rows()
-    print(overview.markdown(table) if markdown else overview.text(table))
+    table = op_table.rows()
+    print(op_table.markdown(table) if markdown else op_table.text(table))
     return RIGHT
 
 

@@ -62,7 +62,7 @@ Draw the graph that a second derivative goes through; faults are marked, and pri
 Exit status: 0 drawn, 2 it could not be drawn.
 """
 OPS = """\
-List the ops of hoglib.ops: formula, orders, dtypes, and whether the compiler takes them.
+List the ops of hoglib.ops: the equation of each, and the orders of its derivatives.
 
   hoglib ops
   hoglib ops --markdown > ops.md
