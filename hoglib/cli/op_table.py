@@ -25,7 +25,7 @@ def _of_docstring(text: str) -> tuple[str, str]:
     assert equation is not None
     words = " ".join(body.split()).lower()
     orders = next((cell for said, cell in _ORDERS.items() if said in words), "first")
-    return re.sub(r" {2,}", "; ", equation[1].strip()), orders
+    return re.sub(r",? {2,}", "; ", equation[1].strip()), orders
 
 
 def text(table: list[tuple[str, str, str]]) -> str:

@@ -525,8 +525,8 @@ def batch_norm(
 ) -> Tensor:
     r"""Batch norm of each channel over the batch, as `torch.nn.functional.batch_norm`.
 
-        training    d = x - mean(x)    y = d / sqrt(mean(d^2) + eps) * weight + bias
-        evaluation  y = (x - running_mean) / sqrt(running_var + eps) * weight + bias
+        d = x - mean(x)    y = d / sqrt(mean(d^2) + eps) * weight + bias    in training
+        y = (x - running_mean) / sqrt(running_var + eps) * weight + bias    in evaluation
 
     In training the running statistics, where given, move by momentum toward the batch's, with the
     unbiased variance; under a torch.func transform, and without elements, they stay. They have no

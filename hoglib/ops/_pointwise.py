@@ -438,8 +438,7 @@ def clamp(
 def smooth_l1(input: Tensor, target: Tensor, *, beta: float = 1.0) -> Tensor:
     r"""Smooth L1 distance, element by element.
 
-        d = input - target
-        y = d^2 / (2 beta) where |d| < beta, else |d| - beta / 2
+        y = d^2 / (2 beta) where |d| < beta, else |d| - beta / 2        d = input - target
         dy/dinput = d / beta where |d| < beta, else sign(d)        dy/dtarget = -dy/dinput
 
     As in torch, the second derivative where the pieces meet, at |d| = beta, is 0. `y.mean()` is

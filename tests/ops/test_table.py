@@ -12,7 +12,7 @@ from tests.ops.opinfo import CATALOGUE
 ROOT = Path(__file__).parents[2]
 ROWS = {name: (equation, orders) for name, equation, orders in op_table.rows()}
 SMOOTH = [
-    info.op.__name__
+    info.name
     for info in CATALOGUE
     if info.smooth and not info.surrogate and info.max_order is None and hasattr(ops, info.name)
 ]
