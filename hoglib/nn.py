@@ -1,6 +1,5 @@
 """The ops as modules, with torch's names, reprs and state dicts."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,22 +9,14 @@ from hoglib import ops
 from hoglib._core import validation
 
 __all__ = [
-    "ClipGradient",
     "CrossEntropyLoss",
-    "GradientReversal",
     "Linear",
     "LinearAct",
-    "LogSumExp",
     "Remat",
-    "ScaleGradient",
     "Sigmoid",
-    "SmoothL1Loss",
-    "StraightThrough",
     "Swish",
     "Tanh",
 ]
-
-_REDUCTIONS = ("mean", "sum", "none")
 
 
 class Tanh(nn.Module):
@@ -196,45 +187,6 @@ class LinearAct(nn.Linear):
         return f"{super().extra_repr()}, act={self.act!r}"
 
 
-class SmoothL1Loss(nn.Module):
-    r"""`torch.nn.SmoothL1Loss` by :func:`hoglib.ops.smooth_l1`.
-
-        d^2 / (2 beta) where |d| < beta, else |d| - beta / 2,        d = input - target
-
-    Args:
-        reduction: "mean", "sum" or "none". Default: "mean".
-        beta: Where the quadratic piece ends. Default: 1.
-    Raises:
-        ValueError: for an unknown reduction.
-    Example:
-        >>> hog.nn.SmoothL1Loss()(torch.tensor([0.5, 2.0]), torch.zeros(2))
-        tensor(0.8125)
-    """
-
-    def __init__(self, reduction: str = "mean", beta: float = 1.0) -> None:
-        super().__init__()
-        self.reduction = validation.one_of("reduction", reduction, _REDUCTIONS)
-        self.beta = beta
-
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        """Compute the loss.
-
-        Args:
-            input: A real floating-point tensor.
-            target: A real floating-point tensor; the two broadcast.
-        Returns:
-            The loss: a scalar, or with reduction "none" one for each element.
-        """
-        values = ops.smooth_l1(input, target, beta=self.beta)
-        if self.reduction == "none":
-            return values
-        return values.mean() if self.reduction == "mean" else values.sum()
-
-    def extra_repr(self) -> str:
-        """The options, for the repr."""
-        return f"reduction={self.reduction!r}, beta={self.beta}"
-
-
 class CrossEntropyLoss(nn.Module):
     r"""`torch.nn.CrossEntropyLoss` without class weights, by :func:`hoglib.ops.softmax_cross_entropy`.
 
@@ -256,7 +208,7 @@ class CrossEntropyLoss(nn.Module):
     ) -> None:
         super().__init__()
         self.ignore_index = ignore_index
-        self.reduction = validation.one_of("reduction", reduction, _REDUCTIONS)
+        self.reduction = validation.one_of("reduction", reduction, ("mean", "sum", "none"))
         self.label_smoothing = label_smoothing
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
@@ -282,177 +234,6 @@ class CrossEntropyLoss(nn.Module):
             f"ignore_index={self.ignore_index}, reduction={self.reduction!r}, "
             f"label_smoothing={self.label_smoothing}"
         )
-
-
-class LogSumExp(nn.Module):
-    r"""Pooling by :func:`hoglib.ops.logsumexp`: a smooth maximum, with a gradient to every entry.
-
-        y = log sum_i exp(x_i)
-
-    Args:
-        dim: The dimensions to reduce, an int or several. Default: the last.
-        keepdim: Whether the reduced dimensions stay, with size 1. Default: False.
-    Example:
-        >>> hog.nn.LogSumExp()(torch.zeros(3, 2))
-        tensor([0.6931, 0.6931, 0.6931])
-    """
-
-    def __init__(self, dim: int | Sequence[int] = -1, *, keepdim: bool = False) -> None:
-        super().__init__()
-        self.dim = dim if isinstance(dim, int) else tuple(dim)
-        self.keepdim = keepdim
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Reduce.
-
-        Args:
-            x: A floating-point or complex tensor.
-        Returns:
-            y, of the dtype of x.
-        """
-        return ops.logsumexp(x, self.dim, keepdim=self.keepdim)
-
-    def extra_repr(self) -> str:
-        """The options, for the repr."""
-        return f"dim={self.dim}, keepdim={self.keepdim}"
-
-
-class StraightThrough(nn.Module):
-    r"""A step function with the gradient of the identity, by :func:`hoglib.ops.straight_through`.
-
-        y = sign(x), heaviside(x) or round(x)        g -> g
-
-    Args:
-        kind: "sign", "heaviside" or "round". Default: "sign".
-    Raises:
-        ValueError: for an unknown kind.
-    References:
-        Bengio, Léonard and Courville, Estimating or Propagating Gradients Through Stochastic Neurons,
-        2013, section 4.
-    Example:
-        >>> x = torch.tensor([-0.3, 1.7], requires_grad=True)
-        >>> y = hog.nn.StraightThrough("round")(x)
-        >>> torch.autograd.grad(y.sum(), x)
-        (tensor([1., 1.]),)
-    """
-
-    def __init__(self, kind: str = "sign") -> None:
-        super().__init__()
-        self.kind = validation.one_of("kind", kind, ("sign", "heaviside", "round"))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply the step function.
-
-        Args:
-            x: A real floating-point tensor.
-        Returns:
-            y, like x.
-        """
-        return ops.straight_through(x, kind=self.kind)
-
-    def extra_repr(self) -> str:
-        """The options, for the repr."""
-        return f"kind={self.kind!r}"
-
-
-class ScaleGradient(nn.Module):
-    r"""The identity, with its gradient scaled, by :func:`hoglib.ops.scale_gradient`.
-
-        y = x        g -> a g
-
-    Args:
-        scale: a, a Python number.
-    Example:
-        >>> x = torch.ones(2, requires_grad=True)
-        >>> torch.autograd.grad(hog.nn.ScaleGradient(0.5)(x).sum(), x)
-        (tensor([0.5000, 0.5000]),)
-    """
-
-    def __init__(self, scale: float) -> None:
-        super().__init__()
-        self.scale = scale
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Copy x.
-
-        Args:
-            x: A floating-point or complex tensor.
-        Returns:
-            y, a copy of x.
-        """
-        return ops.scale_gradient(x, scale=self.scale)
-
-    def extra_repr(self) -> str:
-        """The options, for the repr."""
-        return f"scale={self.scale}"
-
-
-class GradientReversal(nn.Module):
-    r"""The identity, with its gradient reversed, by :func:`hoglib.ops.reverse_gradient`.
-
-        y = x        g -> -a g
-
-    Args:
-        scale: a, a Python number. Default: 1.
-    References:
-        Ganin and Lempitsky, Unsupervised Domain Adaptation by Backpropagation, 2015, equation 10.
-    Example:
-        >>> x = torch.ones(2, requires_grad=True)
-        >>> torch.autograd.grad(hog.nn.GradientReversal()(x).sum(), x)
-        (tensor([-1., -1.]),)
-    """
-
-    def __init__(self, scale: float = 1.0) -> None:
-        super().__init__()
-        self.scale = scale
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Copy x.
-
-        Args:
-            x: A floating-point or complex tensor.
-        Returns:
-            y, a copy of x.
-        """
-        return ops.reverse_gradient(x, scale=self.scale)
-
-    def extra_repr(self) -> str:
-        """The options, for the repr."""
-        return f"scale={self.scale}"
-
-
-class ClipGradient(nn.Module):
-    r"""The identity, with its gradient clipped, by :func:`hoglib.ops.clip_gradient`.
-
-        y = x        g -> min(max(g, -c), c)
-
-    Args:
-        bound: c, a number greater than 0.
-    Raises:
-        ValueError: for a bound that is not positive.
-    Example:
-        >>> x = torch.ones(2, requires_grad=True)
-        >>> torch.autograd.grad(hog.nn.ClipGradient(0.25)(x).sum(), x)
-        (tensor([0.2500, 0.2500]),)
-    """
-
-    def __init__(self, bound: float) -> None:
-        super().__init__()
-        self.bound = validation.positive("bound", bound)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Copy x.
-
-        Args:
-            x: A real floating-point tensor.
-        Returns:
-            y, a copy of x.
-        """
-        return ops.clip_gradient(x, bound=self.bound)
-
-    def extra_repr(self) -> str:
-        """The options, for the repr."""
-        return f"bound={self.bound}"
 
 
 class Remat(nn.Module):

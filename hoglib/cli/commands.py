@@ -14,7 +14,7 @@ from hoglib._version import __version__
 from hoglib.auditing.api import audit as audit_loss
 from hoglib.auditing.problem import problems
 from hoglib.capture.backend import cpp_compiler
-from hoglib.cli import self_test
+from hoglib.cli import op_table, self_test
 from hoglib.cli.isolation import Check, Targets, Work, found_here, found_in_child
 from hoglib.cli.outcomes import NOT_RUN, RIGHT, WRONG, Outcomes, print_error, stdout_for
 from hoglib.cli.targets import SAMPLES, Target, factories, functions, object_of
@@ -102,10 +102,8 @@ def _problems(name: str, factory: Callable[[], Any], options: dict[str, Any]) ->
 
 def ops(*, markdown: bool) -> int:
     """`hoglib ops`: the table of ops."""
-    from hoglib.testing.opinfo import overview  # it builds samples of every op
-
-    table = overview.rows()
-    print(overview.markdown(table) if markdown else overview.text(table))
+    table = op_table.rows()
+    print(op_table.markdown(table) if markdown else op_table.text(table))
     return RIGHT
 
 

@@ -51,7 +51,7 @@ or a dict of them by name. loss(params, batch) is a scalar; hoglib.functional_lo
 Exit status: 0 everything is right, 1 something is wrong, 2 something could not be run.
 """
 OPS = """\
-List the ops of hoglib.ops: formula, orders, dtypes, and whether the compiler takes them.
+List the ops of hoglib.ops: the equation of each, and the orders of its derivatives.
 
   hoglib ops
   hoglib ops --markdown > ops.md

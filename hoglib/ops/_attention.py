@@ -123,6 +123,7 @@ def attention_dropout_mask(
         P_ls is kept and divided by 1 - p where the mask is True, and is 0 elsewhere.
 
     It draws from torch's generator what the attention with these arguments would draw in its place.
+    It has no derivative of any order.
 
     Args:
         query: As for the attention.

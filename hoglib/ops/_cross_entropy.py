@@ -10,8 +10,8 @@ from hoglib._core.mixed_precision import is_autocast
 from hoglib.errors import ArgumentIndexError, ArgumentTypeError, ArgumentValueError
 from hoglib.ops._define import promote_dtypes
 from hoglib.ops._function import Saved, apply_function, make_function
-from hoglib.ops._products import mul
-from hoglib.ops._reductions import logsumexp, sum
+from hoglib.ops._pointwise import mul
+from hoglib.ops._products import logsumexp, sum
 
 
 def softmax_cross_entropy(

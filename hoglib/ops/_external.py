@@ -1,6 +1,6 @@
 """Code that torch cannot see into, NumPy, SciPy, C++, as an op with hand-given derivatives.
 
-`Cube` in `hoglib.testing.opinfo.hand_written` is this chain of Functions written out for one function
+`Cube` in `tests/ops/opinfo/hand_written.py` is this chain of Functions written out for one function
 of one input, to be read first. Here it serves any number of inputs and as many orders as there are
 derivatives:
 

@@ -79,7 +79,7 @@ def huber_loss(
         y = w d^2 / 2 where |d| < delta, else w delta (|d| - delta / 2),        d = input - target
 
     torch does not differentiate its gradient in forward mode. As in torch, the second derivative where
-    the pieces meet, at |d| = delta, is 0. Differentiable in every mode, under vmap.
+    the pieces meet, at |d| = delta, is 0. Differentiable to any order, in every mode, under vmap.
 
     Args:
         input: A real floating-point tensor.
@@ -136,7 +136,7 @@ def multi_margin_loss(
 
     torch differentiates its own once. Where a margin is met exactly, all derivatives are those of the
     side that meets it: 0. Half precision, which torch refuses on a CPU, is computed in float32. The
-    mean over no rows is 0. Differentiable in every mode, under vmap.
+    mean over no rows is 0. Differentiable to any order, in every mode, under vmap.
 
     Args:
         input: x, a real floating-point tensor.

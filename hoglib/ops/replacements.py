@@ -13,14 +13,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hoglib import ops
-from hoglib.ops._batch_norm import torch_batch_norm, torch_instance_norm
 from hoglib.ops._ctc_loss import torch_ctc_loss
-from hoglib.ops._determinants import torch_det, torch_slogdet
 from hoglib.ops._embedding_bag import torch_embedding_bag
 from hoglib.ops._grid_sample import torch_grid_sampler
-from hoglib.ops._layer_norm import torch_layer_norm
-from hoglib.ops._solve import torch_cholesky_inverse, torch_triangular_solve
-from hoglib.ops._weight_norm import torch_weight_norm_interface
+from hoglib.ops._linalg import (
+    torch_cholesky_inverse,
+    torch_det,
+    torch_slogdet,
+    torch_triangular_solve,
+)
+from hoglib.ops._norms import (
+    torch_batch_norm,
+    torch_instance_norm,
+    torch_layer_norm,
+    torch_weight_norm_interface,
+)
 
 Replacements = dict[Callable[..., Any], Callable[..., Any]]
 

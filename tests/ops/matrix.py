@@ -19,7 +19,7 @@ from torch.testing import assert_close
 import hoglib as hog
 from hoglib._core.tolerances import TOLERANCES
 from hoglib._core.torch_modes import plain_operations
-from hoglib.testing.opinfo import OpInfo, SampleInput
+from tests.ops.opinfo import OpInfo, SampleInput
 
 F64 = torch.float64
 Function = Callable[..., Any]

@@ -370,15 +370,6 @@ def test_blocks_are_the_formula_at_every_order(name):
         )
 
 
-@either_route
-def test_torch_checks_its_second_derivative():
-    inputs = [x[:1, :2, :3].clone().requires_grad_() for x in qkv()]
-    assert torch.autograd.gradgradcheck(
-        lambda *x: attention(*x, is_causal=True), inputs, check_fwd_over_rev=True,
-        check_rev_over_rev=True,
-    )  # fmt: skip
-
-
 @pytest.mark.usefixtures("blocks")
 def test_blocks_of_batched_cotangents():
     """torch.autograd.grad(is_grads_batched=True), whose vmap is not that of torch.func."""

@@ -304,22 +304,6 @@ def test_products_of_runs_by_the_definition() -> None:
     assert_close(segmented_scan(x, keys, 0), expected)
 
 
-def test_under_vmap_and_as_one_graph() -> None:
-    lengths = torch.tensor([2, 0, 4])
-    functions: list[Callable[[Tensor], Tensor]] = [
-        lambda x: hog.ops.segment_reduce(x, "prod", lengths=lengths),
-        lambda x: hog.ops.segment_reduce(x, "max", lengths=lengths),
-        lambda x: hog.ops.index_reduce(x, 0, INDEX % 3, x, "prod"),
-        lambda x: hog.ops.scatter_reduce(x, 0, PLACES, x, "prod"),
-    ]
-    batch = torch.stack([with_zeros(), normal(6, 3), normal(6, 3, seed=5)])
-    for function in functions:
-        assert_close(torch.func.vmap(function)(batch), torch.stack([function(x) for x in batch]))
-        torch._dynamo.reset()
-        compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
-        assert_close(compiled(batch[0]), function(batch[0]))
-
-
 POINTS = torch.tensor([-5.0, -3.0, -2.9, 0.0, 1.0, 3.0, 4.0], dtype=F64)
 
 
@@ -328,15 +312,6 @@ def test_hardsigmoid_has_the_values_and_gradients_of_torch(dtype: torch.dtype) -
     same(hog.ops.hardsigmoid, F.hardsigmoid, POINTS.to(dtype))
     same(hog.ops.hardsigmoid, F.hardsigmoid, POINTS.to(dtype)[:0])
     same(hog.ops.hardsigmoid, F.hardsigmoid, POINTS.to(dtype)[2])
-
-
-def test_hardsigmoid_is_right_in_all_modes() -> None:
-    hog.verify(
-        hog.ops.hardsigmoid, 3 * normal(3, 2), orders=(1, 2, 3), modes=MODES
-    ).raise_if_failed()
-    for order in (2, 3):
-        total = lambda x: hog.ops.hardsigmoid(x).sum()  # noqa: E731
-        assert all(d == 0 for d in in_every_mix(total, POINTS, POINTS.cos(), order))
 
 
 def test_hardsigmoid_in_place_is_that_of_torch() -> None:

@@ -249,28 +249,6 @@ def test_dtypes_under_autocast_are_those_of_torch(dtype: torch.dtype, mode: str)
     assert_close(*pairs)
 
 
-@by
-def test_cdist_under_vmap(mode: str) -> None:
-    x, y = normal(6, 4, 3), normal(5, 3, seed=1)
-    ours = torch.func.vmap(lambda a: hog.ops.cdist(a, y, 2.0, mode))(x)
-    assert_close(ours, torch.cdist(x, y))
-    hessians = torch.func.vmap(torch.func.hessian(lambda a: hog.ops.cdist(a, y, 2.0, mode).sum()))(
-        x
-    )
-    one = torch.func.hessian(lambda a: hog.ops.cdist(a, y).sum())(x[3])
-    assert_close(hessians[3], one)
-
-
-@by
-def test_cdist_as_one_graph(mode: str) -> None:
-    x = normal(4, 3)
-    torch._dynamo.reset()
-    compiled = torch.compile(
-        lambda a: hog.ops.cdist(a, a, 2.0, mode), backend="aot_eager", fullgraph=True
-    )
-    assert_close(compiled(x), torch.cdist(x, x))
-
-
 WRONG: dict[str, tuple[Any, ...]] = {
     "one dimension": (torch.ones(3), torch.ones(4, 3)),
     "other lengths of rows": (torch.ones(4, 2), torch.ones(4, 3)),

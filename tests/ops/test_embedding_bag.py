@@ -166,20 +166,6 @@ def test_rows_are_scaled_down_to_max_norm_in_the_table() -> None:
     assert not torch.equal(ours[0], before[0])
 
 
-@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
-@pytest.mark.parametrize("name", ["rows", "offsets"])
-def test_under_vmap_and_as_one_graph(name: str, mode: str) -> None:
-    input, bags = BAGS[name]
-
-    def bag(w: Tensor) -> Tensor:
-        return hog.ops.embedding_bag(input, w, mode=mode, **bags)
-
-    tables = torch.stack([table(), table() + 1, -table()])
-    assert_close(torch.func.vmap(bag)(tables), torch.stack([bag(w) for w in tables]))
-    torch._dynamo.reset()
-    assert_close(torch.compile(bag, backend="aot_eager", fullgraph=True)(table()), bag(table()))
-
-
 WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "a vector for a table": ((ROWS, torch.ones(3)), {}),
     "offsets of rows": ((ROWS, table(), OFFSETS), {}),
@@ -187,20 +173,14 @@ WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "offsets of two dimensions": ((INDICES, table(), OFFSETS[None]), {}),
     "three dimensions": ((ROWS[None], table()), {}),
     "unknown mode": ((ROWS, table()), {"mode": "median"}),
-    "scales of another shape": (
-        (ROWS, table()),
-        {"mode": "sum", "per_sample_weights": table(2, 2)},
-    ),
-    "scales of another dtype": (
-        (ROWS, table()),
-        {"mode": "sum", "per_sample_weights": table(2, 3).float()},
-    ),
+    "scales of another shape": ((ROWS, table()), {"mode": "sum", "per_sample_weights": table(2, 2)}),
+    "scales of another dtype": ((ROWS, table()), {"mode": "sum", "per_sample_weights": table(2, 3).float()}),
     "scales of a mean": ((ROWS, table()), {"per_sample_weights": table(2, 3)}),
     "padding that is no row": ((ROWS, table()), {"padding_idx": 4}),
     "whole numbers for a table": ((ROWS, table().long()), {}),
     "complex numbers": ((ROWS, table() * 1j), {}),
     "no indices": ((ROWS.double(), table()), {}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("given", "options"), WRONG.values(), ids=WRONG.keys())

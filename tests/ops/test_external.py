@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 import scipy.special as sp
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
@@ -17,30 +15,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import hoglib as hog
 from hoglib.ops import external
-from hoglib.testing.opinfo.hand_written import cube as cube_by_hand
+from tests.ops.opinfo.hand_written import cube as cube_by_hand
 
 DOUBLE = torch.float64
-
-
-def ellipk_slope(m):
-    return (sp.ellipe(m) / (1 - m) - sp.ellipk(m)) / (2 * m)
-
-
-def ellipk_bend(m):
-    slope_of_e = (sp.ellipe(m) - sp.ellipk(m)) / (2 * m)
-    return (
-        (slope_of_e * (1 - m) + sp.ellipe(m)) / (1 - m) ** 2 - ellipk_slope(m)
-    ) / (2 * m) - ellipk_slope(m) / m  # fmt: skip
-
-
-def lambertw_slope(x):
-    w = sp.lambertw(x).real
-    return np.exp(-w) / (1 + w)
-
-
-def lambertw_bend(x):
-    w = sp.lambertw(x).real
-    return -np.exp(-2 * w) * (w + 2) / (1 + w) ** 3
 
 
 def beta_density(a, b, x):
@@ -94,11 +71,6 @@ CASES: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
         )(torch.tensor([0.0, 1.0, 2.5], dtype=DOUBLE), x),
         (positive(2, 1, high=3.0),),
     ),
-    "elliptic K": (external(sp.ellipk, ellipk_slope, ellipk_bend), (positive(4),)),
-    "Lambert W": (
-        external(lambda x: sp.lambertw(x).real, lambertw_slope, lambertw_bend),
-        (positive(4, high=4.0),),
-    ),
     "incomplete beta": (
         lambda x: external(
             sp.betainc,
@@ -135,18 +107,6 @@ def test_derivatives_agree_with_finite_differences(op, inputs) -> None:
     batched = inputs[0].dim() > 0
     assert gradcheck(op, inputs, check_forward_ad=True, check_batched_grad=batched)
     assert gradgradcheck(op, inputs, check_fwd_over_rev=True, check_batched_grad=batched)
-
-
-@pytest.mark.parametrize(
-    "op", [cube, cube_by_hand, lambda x: kv(0.5, x)], ids=["cube", "by hand", "kv"]
-)
-def test_third_order(op: Callable[[Tensor], Tensor]) -> None:
-    x = positive(3)
-
-    def gradient(x: Tensor) -> Tensor:
-        return torch.autograd.grad(op(x).sin().sum(), x, create_graph=True)[0]
-
-    assert gradgradcheck(gradient, x)
 
 
 ROUTES = {
@@ -249,36 +209,6 @@ def test_mixed_dtypes_are_promoted_and_gradients_come_back_in_their_own() -> Non
     y = power(x, n)
     assert y.dtype == DOUBLE
     assert [g.dtype for g in torch.autograd.grad(y.sum(), [x, n])] == [DOUBLE, torch.float32]
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    shapes=st.sampled_from(
-        [((), ()), ((0,), ()), ((3,), (1,)), ((2, 0), (1, 1)), ((2, 1), (3,)), ((2, 3), (2, 3)), ((4,), (2, 1, 4))]
-    ),
-    layout=st.sampled_from(["contiguous", "strided", "transposed", "expanded"]),
-    wanted=st.sampled_from([(True, True), (True, False), (False, True)]),
-)  # fmt: skip
-def test_any_shape_layout_and_subset(shapes: Any, layout: str, wanted: Any) -> None:
-    inputs = []
-    for shape, needs in zip(shapes, wanted, strict=True):
-        x = positive(*shape).detach()
-        if layout == "strided" and shape:
-            x = x.repeat_interleave(2, -1)[..., ::2]
-        elif layout == "transposed":
-            x = x.permute(list(reversed(range(x.dim()))))
-            x = x.contiguous().permute(list(reversed(range(x.dim()))))
-        elif layout == "expanded":
-            x = x.sum().expand(shape)
-        inputs.append(x.requires_grad_(needs))
-    chosen = [x for x, needs in zip(inputs, wanted, strict=True) if needs]
-
-    def both(op: Callable[..., Tensor]) -> Any:
-        y = op(*inputs)
-        first = torch.autograd.grad(y.sin().sum(), chosen, create_graph=True)
-        return y, first, torch.autograd.grad(sum(g.sin().sum() for g in first), chosen)
-
-    torch.testing.assert_close(both(power), both(torch.pow))
 
 
 def test_conjugate_views_and_work_in_place_inside_harm_nobody() -> None:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hoglib as hog
 from hoglib import ops
-from hoglib.ops import _fused_norms
+from hoglib.ops import _norms
 
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
 
@@ -196,7 +196,7 @@ def test_no_graph_outlives_its_results(order: int) -> None:
 
 
 def test_the_first_gradient_alone_makes_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_fused_norms.FusedNormGradient, "apply", None)
+    monkeypatch.setattr(_norms.FusedNormGradient, "apply", None)
     given = tuple(leaves(INPUTS["images"]).values())
     assert len(torch.autograd.grad(norm(*given).sum(), given)) == 3
 

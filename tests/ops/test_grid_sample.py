@@ -117,17 +117,6 @@ def test_derivatives_in_every_mode(options: tuple[str, str, bool], orders: tuple
     assert report.ok, report
 
 
-def test_a_volume_in_every_mode() -> None:
-    def sampled(input: Tensor, grid: Tensor) -> Tensor:
-        return ops.grid_sample(input, grid, align_corners=False)
-
-    report = hog.verify(
-        sampled, (normal(1, 1, 2, 3, 2), 0.7 * normal(1, 1, 2, 1, 3)),
-        modes=("rr", "fr", "rf", "ff"),
-    )  # fmt: skip
-    assert report.ok, report
-
-
 @every_padding
 @pytest.mark.parametrize("place", [0.0, 3.0, 1.0], ids=["first", "last", "middle"])
 def test_derivatives_on_a_pixel_are_one_sided_at_every_order(padding: str, place: float) -> None:
@@ -225,30 +214,6 @@ def test_nothing_to_sample(name: str) -> None:
         for f in (ops.grid_sample, F.grid_sample)
     )
     assert_close(ours, theirs)
-
-
-@every_mode
-def test_vmap(mode: str) -> None:
-    images, grids = normal(3, 2, 1, 4, 5), normal(3, 2, 2, 3, 2)
-
-    def gradients(image: Tensor, grid: Tensor) -> Any:
-        return torch.func.grad(
-            lambda x, g: ops.grid_sample(x, g, mode, "border", True).cos().sum(), (0, 1)
-        )(image, grid)
-
-    together = torch.func.vmap(gradients)(images, grids)
-    for k in range(3):
-        expected = value_and_grads(F.grid_sample, images[k], grids[k], mode, "border", True)[1:]
-        assert_close(tuple(g[k] for g in together), expected)
-    shared = torch.func.vmap(lambda g: ops.grid_sample(images[0], g, mode, align_corners=True))
-    assert_close(shared(grids)[1], F.grid_sample(images[0], grids[1], mode, align_corners=True))
-
-
-def test_nearest_has_a_gradient_zero_by_grid() -> None:
-    grid = normal(1, 2, 2, 2).requires_grad_()
-    y = ops.grid_sample(normal(1, 2, 3, 4), grid, "nearest", align_corners=False)
-    (grad,) = torch.autograd.grad(y.sum(), grid)
-    assert not grad.any()
 
 
 # Arguments.

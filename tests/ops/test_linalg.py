@@ -321,7 +321,7 @@ SINGULAR_CALLS = {
         torch.ones(1, 2),
     ),
     "cholesky inverse": (hog.ops.cholesky_inverse, torch.cholesky_inverse, False),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SINGULAR_CALLS)

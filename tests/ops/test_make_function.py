@@ -85,27 +85,6 @@ def test_one_output_alone(output):
     assert_close(grads, (torch.ones_like(a), sign * torch.ones_like(b)))
 
 
-def test_constants_are_kept_and_have_no_derivative():
-    power = define(lambda t, n: t**n, [lambda t, n, y: n * t ** (n - 1), lambda t, n, y: None])
-    t = x.clone().requires_grad_()
-    (grad,) = torch.autograd.grad(power(t, 3).sum(), t, create_graph=True)
-    (second,) = torch.autograd.grad(grad.sum(), t)
-    assert_close(second, 6 * x)
-    assert_close(torch.func.vmap(power, (0, None))(x, 3), x**3)
-
-
-def test_jvp_inside_jvp_without_a_reference_raises():
-    op = define(cube, [lambda t, y: 3 * t * t])
-    with pytest.raises(NotImplementedError, match="jvp inside jvp"):
-        torch.func.jacfwd(torch.func.jacfwd(op))(x)
-
-
-def test_jvp_inside_jvp_with_a_reference_is_right():
-    op = cubes([])
-    H = torch.func.jacfwd(torch.func.jacfwd(lambda t: op(t).sum()))(x)
-    assert_close(H, torch.diag(6 * x))
-
-
 def test_torch_still_gives_zero_for_jvp_inside_jvp_of_a_function():
     # If this fails, torch has mended it, and `call` need not turn to the reference any more.
     function = make_function(
@@ -130,29 +109,3 @@ def test_what_is_not_kept_is_not_held_in_memory():
     assert gone() is None
     (grad,) = torch.autograd.grad(y.sum(), source, create_graph=True)
     assert_close(torch.autograd.grad(grad.sum(), source)[0], 4 * torch.exp(2 * source.detach()))
-
-
-def test_a_kept_intermediate_would_lose_its_share():
-    # the fault that make_function rules out: the tests of the ops must be able to see it
-    class Faulty(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, t):
-            ctx.square = t * t
-            return t**3
-
-        @staticmethod
-        def backward(ctx, g):
-            return 3 * g * ctx.square
-
-    with pytest.raises(RuntimeError):
-        torch.autograd.gradgradcheck(Faulty.apply, [x.clone().requires_grad_()])
-
-
-def test_gradients_are_summed_over_broadcast_dimensions():
-    op = define(lambda a, b: a * b, [lambda a, b, y: b, lambda a, b, y: a])
-    a, b = (
-        torch.randn(2, 1, 3).double().requires_grad_(),
-        torch.randn(4, 1).double().requires_grad_(),
-    )
-    assert torch.autograd.gradgradcheck(op, [a, b])
-    assert [g.shape for g in torch.autograd.grad(op(a, b).sum(), [a, b])] == [a.shape, b.shape]

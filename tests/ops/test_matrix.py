@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import pytest
 
 from hoglib import ops
-from hoglib.testing.opinfo import CATALOGUE, OpInfo, SampleInput
 from tests.long_tail import FULL, all_but
 from tests.ops.matrix import CELLS, ONCE, Case, in_one_graph
+from tests.ops.opinfo import CATALOGUE, OpInfo, SampleInput
 
 # What each sample of an op goes through in `make test`; the other cells get the first one. That ops
 # are compiled is tested with all ops of a theme in one graph.

@@ -13,15 +13,15 @@ from hoglib.ops._function import (  # to make faulty ops as hoglib makes right o
     Saved,
     make_function,
 )
-from hoglib.testing.opinfo.op_info import (
+from tests.functions import KeepsIntermediate, OnceDifferentiable
+from tests.ops.matrix import CELLS
+from tests.ops.opinfo.op_info import (
     WITH_COMPLEX,
     OpInfo,
     elementwise_info,
     normals,
     sample_input,
 )
-from tests.functions import KeepsIntermediate, OnceDifferentiable
-from tests.ops.matrix import CELLS
 
 # What a cell raises when it finds a mistake: its own assertion, torch's account of a wrong derivative,
 # torch's refusal of the code, or an error that was due and did not come.

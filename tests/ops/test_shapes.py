@@ -14,8 +14,8 @@ from torch.testing import assert_close
 
 from hoglib import ops
 from hoglib._core.tolerances import TOLERANCES
-from hoglib.testing.opinfo import references
 from tests.ops.matrix import F64, close, orders, weights
+from tests.ops.opinfo import references
 
 few = settings(max_examples=25, deadline=None, derandomize=True)
 sizes = st.integers(0, 3)

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import hoglib as hog
-from hoglib.testing.opinfo import CATALOGUE
 from tests.long_tail import all_but
+from tests.ops.opinfo import CATALOGUE
 
 # What fails, and why that is as it should be.
 EXPECTED = {

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hoglib import ops
-from hoglib.testing.opinfo.op_info import (
+from tests.ops.opinfo.op_info import (
     ONE_TENSOR,
     elementwise_info,
     normals,
@@ -166,9 +166,7 @@ _SAMPLES_OF_CLASSES = (
 )
 
 OPS = (
-    op_info(
-        "softmax_cross_entropy", "reduce", "sum_c q_c (log sum_d e^z_d - z_c)", F.cross_entropy
-    ).on(
+    op_info("softmax_cross_entropy", "reduce", F.cross_entropy).on(
         *_SAMPLES_OF_CLASSES,
         zero_size=sample_input("no rows", lambda n: (n(0, 3), _NO_CLASSES), reduction="sum"),
         skips={
@@ -176,31 +174,20 @@ OPS = (
             "broadcasting": "logits and target have one shape for the rows",
         },
     ),
-    elementwise_info("mse_loss", "mean of (input - target)^2", _mse, theme="missing", tensors=2).on(
+    elementwise_info("mse_loss", _mse, theme="missing", tensors=2).on(
         sample_input("mean", normals((2, 3), (2, 3))),
         sample_input("sum", lambda n: (n(2, 3) / 4, n(2, 3) / 4), reduction="sum"),
         sample_input("none", normals((2, 3), (2, 3)), reduction="none"),
         skips=WARNS,
     ),
-    elementwise_info(
-        "huber_loss",
-        "mean of d^2 / 2 or delta (|d| - delta / 2), d = input - target",
-        _huber,
-        theme="missing",
-        tensors=2,
-    ).on(
+    elementwise_info("huber_loss", _huber, theme="missing", tensors=2).on(
         sample_input("mean", normals((2, 3), (2, 3))),
         sample_input("narrow", normals((2, 3), (2, 3)), delta=0.5, reduction="sum"),
         sample_input("weighted", lambda n: (n(2, 3), n(2, 3), "mean", 0.8, n(2, 3) ** 2 + 1)),
         smooth=False,
         skips=WARNS,
     ),
-    op_info(
-        "multi_margin_loss",
-        "missing",
-        "sum over j != t of w_t max(0, margin - x_t + x_j)^p / C",
-        _multi_margin,
-    ).on(
+    op_info("multi_margin_loss", "missing", _multi_margin).on(
         sample_input("rows", lambda n: (n(3, 4), _CLASSES)),
         sample_input("squared", lambda n: (n(3, 4), _CLASSES), p=2, margin=0.7, reduction="none"),
         sample_input("weighted", lambda n: (n(3, 4), _CLASSES, 2, 1.0, n(4) ** 2), reduction="sum"),
@@ -209,89 +196,34 @@ OPS = (
         smooth=False,
         skips={"broadcasting": "input has a row for each class of target"},
     ),
-    op_info(
-        "multilabel_margin_loss",
-        "missing",
-        "sum over i in t, j not in t of max(0, 1 - x_i + x_j) / C",
-        _multilabel_margin,
-    ).on(
+    op_info("multilabel_margin_loss", "missing", _multilabel_margin).on(
         sample_input("rows", lambda n: (n(2, 3), torch.tensor([[1, -1, 0], [2, 0, -1]]))),
         sample_input("one row", lambda n: (n(4), torch.tensor([3, 0, -1, 2])), reduction="sum"),
-        sample_input(
-            "twice the same",
-            lambda n: (n(2, 3), torch.tensor([[1, 1, -1], [-1, 0, 1]])),
-            reduction="none",
-        ),
-        zero_size=sample_input(
-            "no rows", lambda n: (n(0, 3), _NO_CLASSES.reshape(0, 3)), reduction="none"
-        ),
+        sample_input("twice the same", lambda n: (n(2, 3), torch.tensor([[1, 1, -1], [-1, 0, 1]])), reduction="none"),
+        zero_size=sample_input("no rows", lambda n: (n(0, 3), _NO_CLASSES.reshape(0, 3)), reduction="none"),
         smooth=False,
         skips={**ONE_TENSOR, "no dimensions": "torch takes it, and its one class loses nothing"},
     ),
-    op_info(
-        "linear_cross_entropy",
-        "missing",
-        "sum_c w_c q_c (log sum_d e^z_d - z_c), z = x W^T + b",
-        _linear_cross_entropy,
-    ).on(
+    op_info("linear_cross_entropy", "missing", _linear_cross_entropy).on(
         sample_input("rows", lambda n: (n(3, 2), n(4, 2), _CLASSES)),
-        sample_input(
-            "positions",
-            lambda n: (n(2, 3), n(4, 2, 3), torch.tensor([[0, 3], [1, -100]])),
-            label_smoothing=0.1,
-        ),
-        sample_input(
-            "probabilities",
-            lambda n: (n(2, 3), n(4, 3), n(2, 4) ** 2),
-            reduction="sum",
-            label_smoothing=0.2,
-        ),
-        sample_input(
-            "ignored",
-            lambda n: (n(3, 2), n(4, 2), _CLASSES),
-            reduction="none",
-            ignore_index=3,
-        ),
-        zero_size=sample_input(
-            "no rows", lambda n: (n(0, 2), n(4, 2), _NO_CLASSES), reduction="sum"
-        ),
-        skips={
-            "no dimensions": "needs a dimension of features",
-            "broadcasting": "input has a row for each target",
-        },
+        sample_input("positions", lambda n: (n(2, 3), n(4, 2, 3), torch.tensor([[0, 3], [1, -100]])), label_smoothing=0.1),
+        sample_input("probabilities", lambda n: (n(2, 3), n(4, 3), n(2, 4) ** 2), reduction="sum", label_smoothing=0.2),
+        sample_input("ignored", lambda n: (n(3, 2), n(4, 2), _CLASSES), reduction="none", ignore_index=3),
+        zero_size=sample_input("no rows", lambda n: (n(0, 2), n(4, 2), _NO_CLASSES), reduction="sum"),
+        skips={"no dimensions": "needs a dimension of features", "broadcasting": "input has a row for each target"},
     ),
-    op_info("soft_margin_loss", "missing", "log(1 + exp(-t x))", _logistic).on(
+    op_info("soft_margin_loss", "missing", _logistic).on(
         sample_input("mean", lambda n: (n(2, 3), _SIGNS)),
         sample_input("sum", lambda n: (n(2, 3), _SIGNS), reduction="sum"),
         sample_input("each", lambda n: (n(2, 3), _SIGNS), reduction="none"),
         zero_size=sample_input("zero size", lambda n: (n(2, 0), _SIGNS[:, :0]), reduction="sum"),
         skips={**ONE_TENSOR, "no dimensions": "the targets of the sample have two dimensions"},
     ),
-    op_info(
-        "ctc_loss",
-        "missing",
-        "-log P(target | log_softmax(x))",
-        _of_scores(_sum_over_paths),
-        _of_scores(ops.ctc_loss),
-    ).on(
+    op_info("ctc_loss", "missing", _of_scores(_sum_over_paths), _of_scores(ops.ctc_loss)).on(
         sample_input("padded targets", lambda n: (n(3, 2, 3), _PAIRS, (3, 3), (2, 2))),
-        sample_input(
-            "concatenated targets of several lengths",
-            lambda n: (n(3, 2, 3), torch.tensor([1, 2, 1]), (3, 2), (2, 1)),
-            reduction="none",
-        ),
-        sample_input(
-            "last class blank",
-            lambda n: (n(3, 1, 3), torch.tensor([[0, 1]]), (3,), (2,)),
-            blank=2,
-            reduction="sum",
-        ),
-        sample_input(
-            "impossible and empty",
-            lambda n: (n(2, 3, 3), _PAIRS[[1, 0, 1]], (2, 1, 0), (2, 0, 0)),
-            reduction="none",
-            zero_infinity=True,
-        ),
+        sample_input("concatenated targets of several lengths", lambda n: (n(3, 2, 3), torch.tensor([1, 2, 1]), (3, 2), (2, 1)), reduction="none"),
+        sample_input("last class blank", lambda n: (n(3, 1, 3), torch.tensor([[0, 1]]), (3,), (2,)), blank=2, reduction="sum"),
+        sample_input("impossible and empty", lambda n: (n(2, 3, 3), _PAIRS[[1, 0, 1]], (2, 1, 0), (2, 0, 0)), reduction="none", zero_infinity=True),
         sample_input("no batch", lambda n: (n(3, 3), torch.tensor([1, 1]), (3,), (2,))),
         zero_size=lambda n: (n(2, 2, 3), _PAIRS[:, :0], (2, 1), (0, 0)),
         skips={
@@ -300,4 +232,4 @@ OPS = (
             "bfloat16": "torch's own refuses it too, outside of autocast",
         },
     ),
-)
+)  # fmt: skip

@@ -5,7 +5,10 @@ from typing import Any
 
 import torch
 
+from hoglib._core.tolerances import TOLERANCES, Tolerance
 from hoglib.verification import verify
+
+__all__ = ["TOLERANCES", "Tolerance", "assert_double_differentiable"]
 
 
 def assert_double_differentiable(

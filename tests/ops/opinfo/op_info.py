@@ -25,7 +25,6 @@ class OpInfo(NamedTuple):
 
     name: str
     theme: str
-    formula: str
     op: Callable[..., Any]
     ref: Callable[..., Any]  # the same function of plain torch operations
     samples: tuple[SampleInput, ...] = ()
@@ -63,12 +62,11 @@ Build = Callable[[Normal], tuple[Any, ...]]
 def op_info(
     name: str,
     theme: str,
-    formula: str,
     ref: Callable[..., Any],
     op: Callable[..., Any] | None = None,
 ) -> OpInfo:
     """An entry without samples; its op is by default the one of that name, up to a comma."""
-    return OpInfo(name, theme, formula, op or getattr(ops, name.split(",")[0]), ref)
+    return OpInfo(name, theme, op or getattr(ops, name.split(",")[0]), ref)
 
 
 def sample_input(name: str, build: Build, **kwargs: Any) -> SampleInput:
@@ -113,7 +111,7 @@ def normals(*shapes: tuple[int, ...]) -> Build:
 
 
 def elementwise_info(
-    name: str, formula: str, ref: Callable[..., Any], op: Callable[..., Any] | None = None, *,
+    name: str, ref: Callable[..., Any], op: Callable[..., Any] | None = None, *,
     theme: str = "pointwise", tensors: int = 1, numbers: tuple[float, ...] = (),
 ) -> OpInfo:  # fmt: skip
     """An elementwise op of some tensors that may have one shape, and of numbers after them."""
@@ -121,7 +119,7 @@ def elementwise_info(
     def build(*shape: int) -> Build:
         return lambda n: (*normals(*[shape] * tensors)(n), *numbers)
 
-    return op_info(name, theme, formula, ref, op).on(
+    return op_info(name, theme, ref, op).on(
         sample_input("matrix", build(2, 3)),
         zero_size=build(2, 0, 3),
         no_dimensions=build(),

@@ -1,0 +1,857 @@
+"""Layer, batch, instance and weight norm, right in every mode and at every order.
+
+Layer, batch and instance norm share mean 0 and variance 1 along rows, and its derivatives:
+
+    d = x - mean(x)        r = (mean(d^2) + eps)^(-1/2)        y = d r
+
+torch's layer_norm and batch_norm take mean and r for constants in forward mode; its group_norm takes
+them for outputs, and is right in every mode and at third order. A group that is a row makes it any of
+the others, in one kernel that keeps x only. Its fused backward refuses tangents, so in forward mode
+the equations are written out.
+
+In plain reverse mode batch and layer norm run torch's fused kernels. torch's own double backward takes
+the mean and r for constants, so its third derivatives are wrong. Here the backward is a Function of its
+own, and the derivative of that one is written out. For n values with h = d r, the projection, which is
+symmetric, is
+
+    P u = r (u - mean(u) - h mean(u h))
+
+Batch norm, for each channel of n values, with one weight and bias, and k = w r / n:
+
+    y  = w h + b
+    dx = w P g        dw = sum(g h)        db = sum(g)                             for g by y
+    Dw = sum(g P v)        Dg = w P v + a h + c                          for v, a, c by dx, dw, db
+    Dx = P((a - k sum(v h)) g - k sum(g h) v) - k Dw h
+
+Layer norm, for each row of n values, with n weights and biases, G = w g and k = r / n:
+
+    y  = w h + b
+    dx = P G        dw = sum(g h) over rows        db = sum(g) over rows             for g by y
+    Dw = sum(g P v) over rows        Dg = w P v + a h + c                for v, a, c by dx, dw, db
+    Dx = P(a g - k sum(v h) G - k sum(G h) v) - k sum(G P v) h
+
+A pass that is not differentiated again runs torch's kernel of the first backward, which gives P u (and
+for batch norm sum(u h) with it); any other runs the same in torch's operations.
+
+Batch and instance norm normalise each channel by statistics of the input or by running ones; they
+differ in the dimensions that the mean is over, and in the kernel that does it in one go.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf, nan, prod
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hoglib._core import validation
+from hoglib._core.mixed_precision import autocast_on, upcast_dtype
+from hoglib._core.running_statistics import running_statistics_frozen
+from hoglib._core.torch_errors import TorchValueError
+from hoglib._core.torch_internals import forward_mode_active, transforms_active
+from hoglib._core.torch_modes import plain_reverse_mode, without_stand_ins
+from hoglib.errors import ArgumentIndexError, ArgumentTypeError, ArgumentValueError
+
+Parameter = Tensor | None
+Mask = tuple[bool, bool, bool]
+
+
+def _can_fuse(x: Tensor, eps: float) -> bool:
+    """Whether torch's kernels normalise x with the right derivatives: they divide by sqrt(0 + eps)."""
+    return eps > 0 and x.numel() > 0 and not forward_mode_active()
+
+
+def _normalize_rows(rows: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """Rows [N, C, n] standardised along n, with a weight and a bias for each of C, by group_norm."""
+    # torch's own refuses to differentiate twice with a bias and no weight
+    inside = None if weight is None else bias
+    cudnn: bool = torch.backends.cudnn.enabled
+    y = torch.group_norm(rows, rows.shape[1], weight, inside, eps, cudnn)
+    return y if weight is not None or bias is None else y + bias[:, None]
+
+
+def _moments(x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Differences from the mean, and their biased variance, along dims that are kept."""
+    d = x - x.mean(dims, keepdim=True)
+    return d, (d * d).mean(dims, keepdim=True)
+
+
+def _standardize(
+    d: Tensor, variance: Tensor, weight: Tensor | None, eps: float, at_zero: float
+) -> Tensor:
+    """d (variance + eps)^(-1/2) weight; where variance + eps is 0, at_zero with derivative 0."""
+    spread = variance + eps
+    if eps > 0:  # a number of the model's, not of its data
+        r = spread.rsqrt()
+        return d * (r if weight is None else r * weight)
+    none = spread <= 0
+    r = torch.where(none, 0.0, torch.where(none, 1.0, spread).rsqrt())
+    y = torch.where(none, at_zero, d * r)
+    return y if weight is None else y * weight
+
+
+def _value_at_zero_variance(eps: float) -> float:
+    """What batch norm gives at variance 0, which torch lets pass where eps is 0."""
+    return 0.0 if eps == 0 else nan
+
+
+def _scale_and_shift(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """y weight + bias, where given, in one kernel."""
+    if weight is not None and bias is not None:
+        return torch.addcmul(bias, y, weight)
+    if weight is not None:
+        return y * weight
+    return y if bias is None else y + bias
+
+
+def _cast(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return x if x is None or x.dtype == dtype else x.to(dtype)
+
+
+def _check_dtypes(input: Tensor, **parameters: Tensor | None) -> None:
+    """Parameters have the dtype of the input, or are all float32 beside an input of half precision."""
+    given = {name: value for name, value in parameters.items() if value is not None}
+    for name, value in given.items():
+        validation.tensor(name, value)
+    dtypes = {value.dtype for value in given.values()}
+    allowed = [{input.dtype}, {upcast_dtype(input.dtype)}]
+    if dtypes and dtypes not in allowed:
+        names = ", ".join(f"{name} {value.dtype}" for name, value in given.items())
+        raise TorchValueError(
+            f"{names}: expected {' or '.join(sorted({str(*d) for d in allowed}))} for all of them, as "
+            f"the input is {input.dtype}; convert them with `.to`."
+        )
+
+
+class _RunningStatistics(NamedTuple):
+    """Running statistics that one call updates; None for those it leaves alone."""
+
+    mean: Tensor | None
+    var: Tensor | None
+    momentum: float
+
+    def update(self, x: Tensor, dims: tuple[int, ...]) -> None:
+        """Move toward the mean and the variance of x along dims, averaged over samples."""
+        if self.mean is None:
+            return
+        with torch.no_grad():
+            x = x.detach()
+            mean = x.mean(dims, keepdim=True)
+            var = (x - mean).square().mean(dims)  # a third of the time of `torch.var`
+            if 0 not in dims:
+                mean, var = mean.reshape(x.shape[:2]).mean(0), var.mean(0)
+            count = x.numel() // x.shape[1] // (1 if 0 in dims else x.shape[0])
+            self.move_toward(mean, var, count)
+
+    def move_toward(self, mean: Tensor, var: Tensor, count: int) -> None:
+        """Move by `momentum` toward a mean and the biased variance of `count` values; in no_grad."""
+        if self.mean is None or self.var is None:
+            return
+        unbiased = var * (count / (count - 1) if count > 1 else inf)
+        for running, now in ((self.mean, mean), (self.var, unbiased)):
+            old = running.to(now.dtype)
+            running.copy_(old * (1 - self.momentum) + now.reshape(old.shape) * self.momentum)
+
+
+def _check_running_statistics(mean: Tensor | None, var: Tensor | None, *, required: bool) -> None:
+    """Both or neither, neither differentiable; both where they are required."""
+    given = {"running_mean": mean, "running_var": var}
+    missing = [name for name, value in given.items() if value is None]
+    if required and missing:
+        raise TorchValueError(
+            f"{', '.join(missing)}: expected running statistics, got None; pass both, or normalise by "
+            "the statistics of the input."
+        )
+    if len(missing) == 1:
+        raise ArgumentValueError(
+            f"{missing[0]}: expected running_mean and running_var, or neither, got None."
+        )
+    for name, value in given.items():
+        if value is not None and value.requires_grad and torch.is_grad_enabled():
+            raise TorchValueError(
+                f"{name}: expected a tensor that does not require grad; batch norm is not "
+                "differentiable by it. Pass it detached."
+            )
+
+
+def _fuse(x: Tensor, weight: Parameter, bias: Parameter, norm: "_BatchNorm | _LayerNorm") -> Tensor:
+    """Standardised by torch's fused kernel, the running statistics of a batch updated.
+
+    In plain reverse mode, for eps > 0.
+    """
+    y: Tensor = FusedNorm.apply(x, weight, bias, norm)
+    return y
+
+
+class FusedNorm(torch.autograd.Function):
+    runs_user_code = False
+    part_of_an_op = True
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Parameter, bias: Parameter, norm: "_BatchNorm | _LayerNorm"
+    ) -> Tensor:
+        with without_stand_ins():
+            y, mean, r = norm.kernel(x, weight, bias)
+        ctx.norm = norm
+        ctx.save_for_backward(x, weight, bias if norm.reads_bias else None, mean, r)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, mean, r = ctx.saved_tensors
+        needs, norm = ctx.needs_input_grad[:3], ctx.norm
+        with without_stand_ins():
+            if not plain_reverse_mode():
+                grads = norm.gradients(g, x, weight)
+            elif torch.is_grad_enabled():
+                grads = FusedNormGradient.apply(g, x, weight, bias, mean, r, norm)
+            else:
+                return *norm.kernel_gradients(g, x, weight, bias, mean, r, needs), None
+        pairs = zip(needs, grads, strict=True)
+        return *(grad if need else None for need, grad in pairs), None
+
+
+class FusedNormGradient(torch.autograd.Function):
+    runs_user_code = False
+    part_of_an_op = True
+
+    @staticmethod
+    def forward(
+        ctx: Any, g: Tensor, x: Tensor, weight: Parameter, bias: Parameter, mean: Tensor, r: Tensor,
+        norm: "_BatchNorm | _LayerNorm",
+    ) -> tuple[Tensor, Parameter, Parameter]:  # fmt: skip
+        dx, dw, db = norm.kernel_gradients(g, x, weight, bias, mean, r, (True, True, True))
+        ctx.norm = norm
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(g, x, weight, mean, r, dw if norm.reads_dw else None)
+        return dx, dw, db
+
+    @staticmethod
+    def backward(ctx: Any, v: Parameter, a: Parameter, c: Parameter) -> tuple[Tensor | None, ...]:
+        g, x, weight, mean, r, gh = ctx.saved_tensors
+        with without_stand_ins():
+            v = torch.zeros_like(x) if v is None else v
+            by: _Kernels | _Composite
+            if torch.is_grad_enabled() or not plain_reverse_mode():
+                by, gh = _Composite(x, ctx.norm), None  # gh would be a constant there
+            else:
+                by = _Kernels(x, mean, r, ctx.norm)
+            found = ctx.norm.double_backward(v, a, c, g, weight, by, gh, ctx.needs_input_grad)
+            return *found, *(None,) * 4
+
+
+class _Kernels:
+    """h, r and P by the kernels, for a pass that is not differentiated."""
+
+    def __init__(self, x: Tensor, mean: Tensor, r: Tensor, norm: "_BatchNorm | _LayerNorm") -> None:
+        self.x, self.mean, self.r, self.norm = x, mean, r, norm
+        self.h = (x - norm.along(mean, x)).mul_(norm.along(r, x))
+
+    def project(self, u: Tensor) -> tuple[Tensor, Parameter]:
+        """P u, and for batch norm sum(u h)."""
+        given = u, self.x, None, None, self.mean, self.r, (True, True, False)
+        return self.norm.kernel_gradients(*given)[:2]
+
+
+class _Composite:
+    """The same in torch's operations, which can be differentiated."""
+
+    def __init__(self, x: Tensor, norm: "_BatchNorm | _LayerNorm") -> None:
+        self.dims = norm.dims(x)
+        d, var = _moments(x, self.dims)
+        self.r = (var + norm.eps).rsqrt()
+        self.h = d * self.r
+
+    def project(self, u: Tensor) -> tuple[Tensor, Tensor]:
+        """P u and sum(u h)."""
+        centered = u - u.mean(self.dims, keepdim=True)
+        uh = (centered * self.h).sum(self.dims, keepdim=True)
+        return (centered - self.h * (uh * (uh.numel() / u.numel()))) * self.r, uh
+
+
+@dataclass
+class _BatchNorm:
+    statistics: _RunningStatistics
+    eps: float
+    reads_bias: ClassVar[bool] = False  # in a backward
+    reads_dw: ClassVar[bool] = True
+
+    def dims(self, x: Tensor) -> tuple[int, ...]:
+        return (0, *range(2, x.dim()))
+
+    def along(self, value: Tensor, x: Tensor) -> Tensor:
+        """One element for each channel of x, so that it broadcasts."""
+        return value if x.dim() == 2 else value.view(-1, *[1] * (x.dim() - 2))
+
+    def kernel(
+        self, x: Tensor, weight: Parameter, bias: Parameter
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """y, mean and r."""
+        statistics, eps, dims = self.statistics, self.eps, self.dims(x)
+        if x.device.type != "cpu" or x.dim() == 2 or x.numel() < 2**13:
+            running = [value for value in statistics[:2] if value is not None]
+            if any(value.dtype != x.dtype or value.dim() != 1 for value in running):
+                statistics.update(x, dims)
+                statistics = _RunningStatistics(None, None, 0.0)
+            return torch.native_batch_norm(
+                x, weight, bias, statistics.mean, statistics.var, True, statistics.momentum, eps
+            )
+        # its statistics of images take several times as long as these
+        mean = x.mean(dims, keepdim=True)
+        var = (x - mean).square_().mean(dims)
+        mean = mean.view(-1)
+        statistics.move_toward(mean, var, x.numel() // x.shape[1])
+        y = torch.native_batch_norm(x, weight, bias, mean, var, False, 0.0, eps)[0]
+        return y, mean, (var + eps).rsqrt_()
+
+    def kernel_gradients(
+        self, g: Tensor, x: Tensor, weight: Parameter, bias: Parameter, mean: Tensor, r: Tensor,
+        mask: Mask,
+    ) -> tuple[Tensor, Parameter, Parameter]:  # fmt: skip
+        """dx, dw and db; None where the mask is False."""
+        grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten.native_batch_norm_backward.default(
+            g, x, weight, None, None, mean, r, True, self.eps, mask
+        )
+        return grads
+
+    def gradients(self, g: Tensor, x: Tensor, weight: Parameter) -> tuple[Tensor, Tensor, Tensor]:
+        """dx, dw and db."""
+        p, gh = _Composite(x, self).project(g)
+        dx = p if weight is None else p * self.along(weight, g)
+        return dx, gh.view(-1), g.sum(self.dims(g))
+
+    def double_backward(
+        self, v: Tensor, a: Parameter, c: Parameter, g: Tensor, weight: Parameter,
+        by: _Kernels | _Composite, gh: Parameter, needs: tuple[bool, ...],
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        """Dg, Dx and Dw."""
+        n = v.numel() // v.shape[1]
+        r = by.r.view(-1)
+        k = r if weight is None else r * weight  # times n
+        p, sums = by.project(v)
+        assert sums is not None
+        vh = sums.view(-1)
+        dw = (p * g).sum(self.dims(v))
+        dg = dx = None
+        if needs[0]:
+            dg = p if weight is None else p * self.along(weight, p)
+            dg = dg if a is None else _plus(dg, by.h, self.along(a, dg))
+            dg = dg if c is None else dg + self.along(c, dg)
+        if needs[1]:
+            gh = (g * by.h).sum(self.dims(v)) if gh is None else gh
+            factor = k * vh * (-1 / n) if a is None else torch.addcmul(a, k, vh, value=-1 / n)
+            u = _plus(g * self.along(factor, g), v, self.along(k * gh, v), -1 / n)
+            dx = _plus(by.project(u)[0], by.h, self.along(k * dw, v), -1 / n)
+        return dg, dx, dw if needs[2] else None
+
+
+@dataclass
+class _LayerNorm:
+    shape: tuple[int, ...]
+    eps: float
+    reads_bias: ClassVar[bool] = True
+    reads_dw: ClassVar[bool] = False
+
+    def dims(self, x: Tensor) -> tuple[int, ...]:
+        return tuple(range(-len(self.shape), 0))
+
+    def along(self, value: Tensor, x: Tensor) -> Tensor:
+        return value
+
+    def kernel(
+        self, x: Tensor, weight: Parameter, bias: Parameter
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """y, mean and r."""
+        return torch.native_layer_norm(x, self.shape, weight, bias, self.eps)
+
+    def kernel_gradients(
+        self, g: Tensor, x: Tensor, weight: Parameter, bias: Parameter, mean: Tensor, r: Tensor,
+        mask: Mask,
+    ) -> tuple[Tensor, Parameter, Parameter]:  # fmt: skip
+        """dx, dw and db; None where the mask is False, or where there is no parameter."""
+        wanted = mask[0], mask[1] and weight is not None, mask[2] and bias is not None
+        grads: tuple[Tensor, Parameter, Parameter]
+        grads = torch.ops.aten.native_layer_norm_backward.default(
+            g, x, self.shape, mean, r, weight, bias, wanted
+        )
+        return grads
+
+    def gradients(self, g: Tensor, x: Tensor, weight: Parameter) -> tuple[Tensor, Tensor, Tensor]:
+        """dx, dw and db."""
+        by = _Composite(x, self)
+        dx = by.project(g if weight is None else g * weight)[0]
+        return dx, self._sum_over_rows(g * by.h), self._sum_over_rows(g)
+
+    def double_backward(
+        self, v: Tensor, a: Parameter, c: Parameter, g: Tensor, weight: Parameter,
+        by: _Kernels | _Composite, gh: Parameter, needs: tuple[bool, ...],
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        """Dg, Dx and Dw."""
+        p = by.project(v)[0]
+        dg = dx = dw = None
+        if needs[2] or needs[1]:
+            gp = g * p
+            dw = self._sum_over_rows(gp) if needs[2] else None
+        if needs[1]:
+            dims = self.dims(v)
+            k = by.r * (-1 / torch.Size(self.shape).numel())
+            scaled = g if weight is None else g * weight
+            vh = (v * by.h).sum(dims, keepdim=True)
+            gh = (scaled * by.h).sum(dims, keepdim=True)
+            q = (gp if weight is None else gp * weight).sum(dims, keepdim=True)
+            u = _plus(scaled * (k * vh), v, k * gh)
+            u = u if a is None else _plus(u, g, a)
+            dx = _plus(by.project(u)[0], by.h, k * q)
+        if needs[0]:
+            dg = p if weight is None else p * weight
+            dg = dg if a is None else _plus(dg, by.h, a)
+            dg = dg if c is None else dg + c
+        return dg, dx, dw
+
+    def _sum_over_rows(self, value: Tensor) -> Tensor:
+        """Summed over all but the last dimensions."""
+        rows = tuple(range(value.dim() - len(self.shape)))
+        return value.sum(rows) if rows else value
+
+
+def _plus(y: Tensor, term: Tensor, factor: Tensor, value: float = 1.0) -> Tensor:
+    # not in place: a vmap around the backward, of the old kind too, may batch the factor alone
+    return torch.addcmul(y, term, factor, value=value)
+
+
+def layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    r"""Layer norm over the last dimensions, as `torch.nn.functional.layer_norm`.
+
+        d = x - mean(x)        y = d / sqrt(mean(d^2) + eps) * weight + bias
+
+    Half precision is computed in float32, and may have float32 parameters. Where the variance and eps
+    are 0, y is NaN, as torch's is, and its derivative 0. Differentiable to any order, in every mode,
+    under vmap.
+
+    Args:
+        input: x, a real floating-point tensor.
+        normalized_shape: The sizes of the last dimensions, which the mean is over.
+        weight: Scale of each element. Default: none.
+        bias: Shift of each element. Default: none.
+        eps: Added to the variance. Default: 1e-5.
+    Returns:
+        y, like input.
+    Raises:
+        TypeError: for an integer or complex input, or a normalized_shape that is no tuple or list.
+        RuntimeError: for shapes and dtypes that do not fit.
+    Shape:
+        - input, y: [..., \*normalized_shape]
+        - weight, bias: normalized_shape
+    References:
+        Ba, Kiros and Hinton, Layer Normalization, 2016.
+    Example:
+        >>> x = torch.tensor([[0.0, 1.0, 5.0]])
+        >>> hog.ops.layer_norm(x, (3,))
+        tensor([[-0.9258, -0.4629,  1.3887]])
+        >>> w = torch.ones(3)
+        >>> hog.hvp(lambda w: hog.ops.layer_norm(x, (3,), w).square().sum(), w, w)[1]
+        tensor([1.7143, 0.4286, 3.8571])
+    """
+    validation.real("input", input)
+    shape = _check_shape(input, normalized_shape)
+    for name, value in (("weight", weight), ("bias", bias)):
+        if value is not None and tuple(value.shape) != shape:
+            raise TorchValueError(
+                f"{name}: expected normalized_shape {shape}, got {validation.describe(value)}."
+            )
+    dtype = input.dtype
+    # on a GPU autocast runs it in float32, and its result stays so; on a CPU it leaves it alone
+    if input.device.type != "cpu" and autocast_on(input.device.type):
+        dtype = upcast_dtype(dtype)
+    else:
+        _check_dtypes(input, weight=weight, bias=bias)
+    inner = upcast_dtype(dtype)
+    x = input.to(inner)
+    if _can_fuse(x, eps) and plain_reverse_mode():
+        y = _fuse(x, _cast(weight, inner), _cast(bias, inner), _LayerNorm(shape, eps))
+        return y if y.dtype == dtype else y.to(dtype)
+    if _can_fuse(x, eps):
+        y = _normalize_rows(x.reshape(1, -1, prod(shape)), None, None, eps).reshape(x.shape)
+    else:
+        y = _standardize(*_moments(x, tuple(range(-len(shape), 0))), None, eps, nan)
+    return _scale_and_shift(y, _cast(weight, inner), _cast(bias, inner)).to(dtype)
+
+
+def torch_layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Tensor:
+    """With the signature of `torch.layer_norm`."""
+    return layer_norm(input, normalized_shape, weight, bias, eps)
+
+
+def _check_shape(input: Tensor, shape: Any) -> tuple[int, ...]:
+    """normalized_shape as a tuple."""
+    if not isinstance(shape, tuple | list):
+        raise ArgumentTypeError(
+            f"normalized_shape: expected a tuple of whole numbers, got {validation.describe(shape)}; "
+            "write `(n,)`."
+        )
+    result = tuple(shape)
+    if not result or tuple(input.shape[-len(result) :]) != result:
+        raise TorchValueError(
+            f"normalized_shape: expected the last dimensions of the input, at least one, got "
+            f"{list(result)}; the input has shape {tuple(input.shape)}."
+        )
+    return result
+
+
+def batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    r"""Batch norm of each channel over the batch, as `torch.nn.functional.batch_norm`.
+
+        d = x - mean(x)    y = d / sqrt(mean(d^2) + eps) * weight + bias    in training
+        y = (x - running_mean) / sqrt(running_var + eps) * weight + bias    in evaluation
+
+    In training the running statistics, where given, move by momentum toward the batch's, with the
+    unbiased variance; under a torch.func transform, and without elements, they stay. They have no
+    derivative. Half precision is computed in float32, and may have float32 parameters. Differentiable
+    to any order, in every mode, under vmap.
+
+    Args:
+        input: x, a real floating-point tensor.
+        running_mean: Running mean, updated in place; None only in training, and then both are.
+        running_var: Running variance, updated in place; None only in training, and then both are.
+        weight: Scale of each channel. Default: none.
+        bias: Shift of each channel. Default: none.
+        training: Whether to normalise by the statistics of the batch. Default: False.
+        momentum: Step of the running statistics, from 0 to 1. Default: 0.1.
+        eps: Added to the variance. Default: 1e-5.
+    Returns:
+        y, like input.
+    Raises:
+        TypeError: for an integer or complex input.
+        ValueError: in training for one value in a channel or an eps of 0 or less; for one running
+            statistic alone.
+        RuntimeError: for missing running statistics, for those that require grad, and for shapes and
+            dtypes that do not fit.
+    Shape:
+        - input, y: [N, C, ...]
+        - running_mean, running_var, weight, bias: [C]
+    References:
+        Ioffe and Szegedy, Batch Normalization, 2015.
+    Example:
+        >>> x = torch.tensor([[0.0], [1.0], [5.0]])
+        >>> hog.ops.batch_norm(x, None, None, training=True)
+        tensor([[-0.9258],
+                [-0.4629],
+                [ 1.3887]])
+        >>> f = lambda x: hog.ops.batch_norm(x, None, None, training=True)[0].sum()
+        >>> hog.hvp(f, x, torch.ones(3, 1))[1].abs().max() < 1e-5  # a shift changes nothing
+        tensor(True)
+    """
+    values = validation.real("input", input).numel()
+    if training and input.dim() > 1 and values and values == input.shape[1]:
+        raise ArgumentValueError(
+            "input: expected more than 1 value per channel when training, got input size "
+            f"{tuple(input.shape)}."
+        )
+    if eps < 0 or (training and eps == 0):
+        raise ArgumentValueError(f"eps: expected a positive number, got {eps}.")
+    return torch_batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps)
+
+
+def instance_norm(
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    r"""Instance norm of each channel of each sample, as `torch.nn.functional.instance_norm`.
+
+        d = x - mean(x)        y = d / sqrt(mean(d^2) + eps) * weight + bias
+
+    The mean is over the dimensions after the second; without use_input_stats running_mean and
+    running_var stand for mean(x) and mean(d^2). With it the running statistics, where given, move by
+    momentum toward the mean over N of the input's, with unbiased variances; under a torch.func
+    transform they stay. They have no derivative. Half precision is computed in float32, and may have
+    float32 parameters. Where the variance and eps are 0, y = bias and the derivative is 0.
+    Differentiable to any order, in every mode, under vmap.
+
+    Args:
+        input: x, a real floating-point tensor.
+        running_mean: Running mean, updated in place. Default: none.
+        running_var: Running variance, updated in place. Default: none.
+        weight: Scale of each channel. Default: none.
+        bias: Shift of each channel. Default: none.
+        use_input_stats: Whether to normalise by the statistics of the input. Default: True.
+        momentum: Step of the running statistics, from 0 to 1. Default: 0.1.
+        eps: Added to the variance. Default: 1e-5.
+    Returns:
+        y, like input.
+    Raises:
+        TypeError: for an integer or complex input.
+        ValueError: for one value in a channel of a sample; for one running statistic alone.
+        RuntimeError: for missing running statistics, for those that require grad, and for shapes and
+            dtypes that do not fit.
+    Shape:
+        - input, y: [N, C, ...]
+        - running_mean, running_var, weight, bias: [C]
+    References:
+        Ulyanov, Vedaldi and Lempitsky, Instance Normalization, 2016.
+    Example:
+        >>> x = torch.tensor([[[0.0, 1.0, 5.0]]])
+        >>> hog.ops.instance_norm(x)
+        tensor([[[-0.9258, -0.4629,  1.3887]]])
+    """
+    if use_input_stats and prod(validation.real("input", input).shape[2:]) == 1:
+        raise ArgumentValueError(
+            "input: expected more than 1 spatial element when training, got input size "
+            f"{tuple(input.shape)}."
+        )
+    return torch_instance_norm(
+        input, weight, bias, running_mean, running_var, use_input_stats, momentum, eps
+    )
+
+
+def torch_batch_norm(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool = True,
+) -> Tensor:
+    """With the signature of `torch.batch_norm`, which takes one value a channel, and any eps."""
+    statistics = _RunningStatistics(running_mean, running_var, momentum)
+    dims = (0, *range(2, input.dim()))
+    return _normalize(input, weight, bias, statistics, training, eps, dims)
+
+
+def torch_instance_norm(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    use_input_stats: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool = True,
+) -> Tensor:
+    """With the signature of `torch.instance_norm`, which takes one value a channel."""
+    rows = input[..., None] if input.dim() == 2 else input
+    statistics = _RunningStatistics(running_mean, running_var, momentum)
+    dims = tuple(range(2, rows.dim()))
+    y = _normalize(rows, weight, bias, statistics, use_input_stats, eps, dims)
+    return y.reshape(input.shape)
+
+
+def _normalize(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    given: _RunningStatistics,
+    by_input: bool,
+    eps: float,
+    dims: tuple[int, ...],
+) -> Tensor:
+    """The input normalised by its own statistics along dims, or by the running ones."""
+    validation.real("input", input)
+    parameters = {
+        "weight": weight,
+        "bias": bias,
+        "running_mean": given.mean,
+        "running_var": given.var,
+    }
+    _check_channels(input, **parameters)
+    _check_running_statistics(given.mean, given.var, required=not by_input)
+    _check_dtypes(input, **parameters)
+    inner = upcast_dtype(input.dtype)
+    x = input if input.dtype == inner else input.to(inner)
+    weight, bias = _cast(weight, inner), _cast(bias, inner)
+    if not by_input:
+        assert given.mean is not None
+        assert given.var is not None
+        y = _normalize_by_running(x, given.mean, given.var, weight, bias, eps)
+        return y.to(input.dtype)
+    updated = given.mean is not None and given.var is not None and _updates(x)
+    statistics = given if updated else _RunningStatistics(None, None, given.momentum)
+    if _can_fuse(x, eps):
+        fused = _by_kernel(x, _flat(weight), _flat(bias), statistics, eps, dims)
+        if fused is not None:
+            return fused if fused.dtype == input.dtype else fused.to(input.dtype)
+    statistics.update(x, dims)
+    weight, bias = (None if p is None else _along_channels(p, x) for p in (weight, bias))
+    if not x.numel():  # there is no mean, and NaN times nothing would reach the weight
+        return _scale_and_shift(x, weight, bias).to(input.dtype)
+    y = _standardize(*_moments(x, dims), weight, eps, _value_at_zero_variance(eps))
+    return (y if bias is None else y + bias).to(input.dtype)
+
+
+def _by_kernel(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    statistics: _RunningStatistics,
+    eps: float,
+    dims: tuple[int, ...],
+) -> Tensor | None:
+    """y in one kernel, with the statistics updated; or None for a layout that it does not take."""
+    over_batch = 0 in dims
+    if over_batch and plain_reverse_mode():
+        return _fuse(x, weight, bias, _BatchNorm(statistics, eps))
+    if over_batch and not x.is_contiguous():  # others, channels last above all, keep their layout
+        return None
+    statistics.update(x, dims)
+    if not over_batch:
+        return _normalize_rows(x.flatten(2), weight, bias, eps).reshape(x.shape)
+    across = x.transpose(0, 1)
+    y = _normalize_rows(across.reshape(1, x.shape[1], -1), weight, bias, eps)
+    return y.reshape(across.shape).transpose(0, 1).contiguous()
+
+
+def _normalize_by_running(
+    x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
+    """(x - mean) (var + eps)^(-1/2) weight + bias as one multiplication and addition by channels."""
+    scale = (var.detach().reshape(-1).to(x.dtype) + eps).rsqrt()
+    scale = scale if weight is None else scale * weight
+    shift = -mean.detach().reshape(-1).to(x.dtype) * scale
+    shift = shift if bias is None else shift + bias
+    return torch.addcmul(_along_channels(shift, x), x, _along_channels(scale, x))
+
+
+def _check_channels(input: Tensor, **given: Tensor | None) -> None:
+    """Each tensor has one element for each channel, dimension 1 of the input."""
+    if input.dim() == 1 and not input.numel():
+        return  # torch takes this for no batch
+    if input.dim() < 2:
+        raise ArgumentIndexError(
+            f"input: expected [N, C, ...], got {validation.describe(input)}; add the missing "
+            "dimensions with `unsqueeze`."
+        )
+    for name, value in given.items():
+        if value is not None and value.numel() != input.shape[1]:
+            raise TorchValueError(
+                f"{name}: expected {input.shape[1]} elements, one for each channel, got "
+                f"{validation.describe(value)}."
+            )
+
+
+def _updates(x: Tensor) -> bool:
+    """Whether running statistics are updated. Under a torch.func transform they are not: they would
+    take values that belong to the transform."""
+    compiling = torch.compiler.is_compiling()  # the compiler cannot read a context variable
+    frozen = not compiling and running_statistics_frozen()
+    return bool(x.numel()) and not transforms_active() and not frozen
+
+
+def _along_channels(value: Tensor, x: Tensor) -> Tensor:
+    return value.reshape(-1, *[1] * (x.dim() - 2))
+
+
+def _flat(value: Tensor | None) -> Tensor | None:
+    return value if value is None or value.dim() == 1 else value.reshape(-1)
+
+
+def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    r"""A weight from its direction and its length, as `torch._weight_norm`.
+
+        w = g v / ||v||        dw/dv = (g / ||v||) (1 - v v^T / ||v||^2)        dw/dg = v / ||v||
+
+    There is one norm for each index along dim, over all other dimensions. Where v is 0, w and all
+    derivatives are 0, by convention: torch's w is NaN there. Half precision is computed in float32.
+    Differentiable to any order, in every mode, under vmap, for complex numbers too.
+
+    Args:
+        v: The direction, a floating-point or complex tensor.
+        g: The length for each norm.
+        dim: The dimension along which there is one norm for each index; -1 means one norm over all
+            dimensions, not the last. Default: 0.
+    Returns:
+        w, of the promoted dtype.
+    Raises:
+        TypeError: for integer tensors.
+        IndexError: for a dim that v lacks.
+        RuntimeError: for shapes and dtypes that do not fit.
+    Shape:
+        - v, w: any
+        - g: along the first and the last dimension one element for each norm, else any shape that
+          broadcasts with v
+    References:
+        Salimans and Kingma, Weight Normalization, 2016.
+    Example:
+        >>> v, g = torch.tensor([[3.0, 4.0]]), torch.ones(1, 1)
+        >>> hog.ops.weight_norm(v, g)
+        tensor([[0.6000, 0.8000]])
+        >>> hog.hvp(lambda v: hog.ops.weight_norm(v, g).sum(), v, v)[1]
+        tensor([[-0.0320,  0.0240]])
+    """
+    return _weight_and_squares(v, g, dim)[0]
+
+
+def torch_weight_norm_interface(v: Tensor, g: Tensor, dim: int = 0) -> tuple[Tensor, Tensor]:
+    """`torch._weight_norm_interface`: the norms too, as constants, in the dtype computed in."""
+    if dim not in (0, v.dim() - 1):
+        raise TorchValueError(f"dim: expected the first or the last dimension, got {dim}.")
+    w, squares = _weight_and_squares(v, g, dim)
+    return w, squares.detach().sqrt()
+
+
+def _weight_and_squares(v: Tensor, g: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """The weight, and the squares of the norms."""
+    validation.differentiable("v", v)
+    validation.differentiable("g", g)
+    rank = v.dim()
+    kept = None if dim == -1 else validation.dim("dim", dim, rank)
+    dtype = _result_type(v, g)
+    inner = upcast_dtype(dtype)
+    direction, length = v.to(inner), g.to(inner)
+    others = [d for d in range(rank) if d != kept]
+    entries = (direction * direction.conj()).real
+    squares = entries.sum(others, keepdim=True) if others else entries
+    if rank and kept is not None and dim in (0, rank - 1):
+        length = _one_for_each_norm(v, g, length, squares)
+    zero = squares == 0
+    scale = torch.where(zero, 0.0, length * torch.where(zero, 1.0, squares).rsqrt())
+    return (direction * scale).to(dtype), squares
+
+
+def _result_type(v: Tensor, g: Tensor) -> torch.dtype:
+    """`torch.result_type`, which the compiler does not take."""
+    if v.dim() and not g.dim() and v.is_complex() >= g.is_complex():
+        return v.dtype  # a tensor without dimensions does not count
+    return torch.promote_types(v.dtype, g.dtype)
+
+
+def _one_for_each_norm(v: Tensor, g: Tensor, length: Tensor, squares: Tensor) -> Tensor:
+    """Along the first and the last dimension torch reads g as a list, whatever its shape."""
+    if v.dtype != g.dtype or g.numel() != squares.numel():
+        raise TorchValueError(
+            f"g: expected {squares.numel()} elements of {v.dtype}, one for each norm, got "
+            f"{validation.describe(g)}."
+        )
+    return length.reshape(squares.shape)
