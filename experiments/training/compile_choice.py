@@ -14,8 +14,9 @@ from hoglib.errors import ArgumentValueError
 
 KEY = "compiled"  # in checkpoints
 # Capturing a meta-gradient takes about as long as this many losses without a graph, whatever the
-# model: both grow with the number of its operations.
+# model: both grow with the number of its operations. Compiling takes as long as so many with one.
 LOSSES_THAT_PAY = 200
+LOSSES_THAT_PAY_FOR_COMPILING = 10_000
 
 CompileOption = bool | str | None
 
@@ -24,9 +25,8 @@ class CompileChoice:
     """How the meta-gradient of one learner is run.
 
     Args:
-        option: None: as a graph where that pays for the steps of the run; True: as a graph, in the mode
-            that takes the least time for that many; False: without a graph; or the mode itself, as in
-            :class:`hoglib.MAML`.
+        option: As in :class:`hoglib.MAML`; or None: what pays for the number of steps of the run, no
+            graph, a graph ("eager") or a compiled one (True).
         maml: The learner; None for a model without a meta-gradient of MAML.
         instead: What such a model is, for the error message.
     """
@@ -43,30 +43,29 @@ class CompileChoice:
 
     def load(self, checkpoint: dict[str, Any]) -> None:
         """Remember the mode of a run that is resumed."""
-        # checkpoints from before this option was there were trained without a graph
-        self.resumed = checkpoint.get(KEY, False)
+        self.resumed = checkpoint.get(KEY)
 
     def save(self, checkpoint: dict[str, Any]) -> None:
         """Store the mode in a checkpoint."""
         if self.maml is not None:
-            checkpoint[KEY] = self.maml.compile_mode
+            checkpoint[KEY] = self.maml.compiled
 
     def apply(self, trainer: pl.Trainer) -> None:
-        """Choose at the start of training, and print the choice where MAML does not print it itself."""
-        if self.maml is None or self.option not in (None, True):
+        """Choose at the start of training, and print the choice."""
+        if self.maml is None or self.option is not None:
             return
-        losses = expected_losses(trainer)
-        self.maml.compile_for = losses
-        self.maml.compiled, message = self._choose(losses)
-        if message and trainer.is_global_zero:
-            print(f"compile: {message}", flush=True)
+        self.maml.compiled, reason = self._choose(expected_losses(trainer))
+        if trainer.is_global_zero:
+            print(f"compile: {self.maml.compiled!r}, {reason}", flush=True)
 
     def _choose(self, losses: int | None) -> tuple[bool | str, str]:
         if self.resumed is not None:
-            return self.resumed, f"{self.resumed!r}, as the run began"
-        if self.option is None and losses is not None and losses < LOSSES_THAT_PAY:
-            return False, f"False, for {losses:,} losses are too few for a graph to pay"
-        return True, ""
+            return self.resumed, "as the run began"
+        if losses is None or losses >= LOSSES_THAT_PAY_FOR_COMPILING:
+            return True, "which pays for long runs"
+        if losses < LOSSES_THAT_PAY:
+            return False, f"for {losses:,} losses are too few for a graph to pay"
+        return "eager", f"for {losses:,} losses are too few for compiling to pay"
 
 
 class WithCompileChoice(InProcesses):

@@ -15,7 +15,7 @@ ALGORITHMS: dict[str, type[Learner]] = {
     "reptile": hog.meta.Reptile,
     "imaml": hog.meta.IMAML,
 }
-SET_BY_EXPERIMENTS = ("self", "model", "criterion", "compile", "compile_for")
+SET_BY_EXPERIMENTS = ("self", "model", "criterion", "compile")
 
 
 def make_learner(

@@ -11,13 +11,11 @@ from typing import Any
 
 import torch
 
-from hoglib._core import torch_kernels
 from hoglib._core.cache import cache_dir
 from hoglib._core.source_location import error_text
 from hoglib._version import __version__
 from hoglib.auditing.api import audit as audit_loss
 from hoglib.auditing.problem import problems
-from hoglib.capture import kernel_choice
 from hoglib.capture.backend import cpp_compiler
 from hoglib.cli import self_test
 from hoglib.cli.isolation import Check, Work, found_in_child
@@ -167,8 +165,6 @@ def ops(*, markdown: bool) -> int:
 def env(*, json: bool) -> int:
     """`hoglib env`: versions, devices, and the torch calls that have stand-ins."""
     facts = _environment()
-    if facts is None:
-        return NOT_RUN
     facts["stand_ins"] = [
         {name: getattr(row, name) for name in ("name", "lacks", "modes", "instead", "issue")}
         | {"replaced": bool(row.replaces)}
@@ -184,8 +180,6 @@ def env(*, json: bool) -> int:
 def check(*, json: bool) -> int:
     """`hoglib check`: the environment, and whether second derivatives are right in it."""
     facts = _environment()
-    if facts is None:
-        return NOT_RUN
     if not json:
         print(_environment_text(facts) + "\n", flush=True)
     outcomes = []
@@ -206,13 +200,7 @@ def check(*, json: bool) -> int:
     return WRONG if wrong else RIGHT
 
 
-def _environment() -> dict[str, Any] | None:
-    """None, after a message, for an environment variable with a wrong value."""
-    try:
-        switch = kernel_choice.switch()
-    except ArgumentValueError as error:
-        print_error(error)
-        return None
+def _environment() -> dict[str, Any]:
     return {
         "hoglib": __version__,
         "python": platform.python_version(),
@@ -223,7 +211,6 @@ def _environment() -> dict[str, Any] | None:
         "threads": torch.get_num_threads(),
         "compiler": cpp_compiler(),
         "cache": str(cache_dir()),
-        "matrix_products": {"switch": switch, "onednn": torch_kernels.onednn_available()},
     }
 
 
@@ -234,7 +221,6 @@ def _environment_text(facts: dict[str, Any]) -> str:
         f"{facts['platform']}, {cuda}, {facts['threads']} threads",
         f"C++ compiler: {facts['compiler'] or 'none; graphs run without being compiled'}",
         f"Compiled graphs: {facts['cache']}",
-        *textwrap.wrap(_matrix_products_text(facts["matrix_products"]), WIDTH),
     ]
     return "\n".join(lines)
 
@@ -258,14 +244,3 @@ def _stand_ins_text(stand_ins: list[dict[str, Any]]) -> str:
                 lines += [" " * (width + 4) + line for line in rest]
     keys = ", ".join(f"{mode.key} {mode.title}" for mode in MODES.values())
     return "\n".join([*lines, "", *textwrap.wrap(f"Modes: {keys}.", WIDTH)])
-
-
-def _matrix_products_text(facts: dict[str, Any]) -> str:
-    if not facts["onednn"]:
-        return "Matrix products: torch's BLAS (oneDNN is missing in this torch, or switched off)."
-    text = {
-        "auto": "compiled graphs use the faster of MKL and oneDNN",
-        "on": "compiled graphs use oneDNN",
-        "off": "torch's BLAS",
-    }[facts["switch"]]
-    return f"Matrix products in float32: {text} ({kernel_choice.SWITCH}={facts['switch']})."

@@ -5,13 +5,10 @@ from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
-import torch
-from torch.testing import assert_close
 
 from experiments.data.sinusoid import SinusoidTasks
 from experiments.maml import JointRegression, MAMLRegression
 from experiments.training import compile_choice
-from experiments.training.compile_choice import LOSSES_THAT_PAY
 from hoglib.stand_ins import mode as stand_in_mode
 from tests.experiments.command import (
     COMMAND_LINE,
@@ -36,14 +33,14 @@ def many(monkeypatch):
 
 
 def test_a_run_as_a_graph_is_the_run_without_to_the_bit(many, capsys):
-    ways = {"false": (False, ""), "eager": ("eager", ""), "true": ("eager", "20 losses of ")}
-    ways["null"] = ways["true"]
-    for version, (given, (way, said)) in enumerate(ways.items()):
+    for version, (given, way) in enumerate(
+        {"false": False, "eager": "eager", "null": "eager"}.items()
+    ):
         fit("--model.compile", given)
-        out, err = capsys.readouterr()
+        out = capsys.readouterr().out
         assert checkpoint(folder(version))["compiled"] == way
-        assert err.count(said or "losses of") == bool(said)  # it says so in one line
-        assert "compile: " not in out
+        said = "compile: 'eager', for 20 losses are too few for compiling to pay\n"
+        assert out.count("compile: ") == out.count(said) == (given == "null")
         assert_same_run(folder(version), folder())
         table = (folder(version) / "table.txt").read_bytes()
         assert table == (folder() / "table.txt").read_bytes()
@@ -51,9 +48,8 @@ def test_a_run_as_a_graph_is_the_run_without_to_the_bit(many, capsys):
 
 def test_a_short_run_has_no_graph_and_says_so(capsys):
     fit("--test_after_fit", "false")
-    out, err = capsys.readouterr()
-    assert "compile: False, for 20 losses are too few for a graph to pay\n" in out
-    assert "losses of" not in err
+    said = capsys.readouterr().out
+    assert "compile: False, for 20 losses are too few for a graph to pay\n" in said
     assert checkpoint(folder())["compiled"] is False
 
 
@@ -65,19 +61,8 @@ def test_a_resumed_run_goes_on_in_the_way_that_it_began_in(stopped_at, many, cap
     assert began == (False if stopped_at == 10 else "eager")
     capsys.readouterr()
     fit("--ckpt_path", "last")
-    out, err = capsys.readouterr()
-    assert f"compile: {began!r}, as the run began\n" in out
-    assert "losses of" not in err
+    assert f"compile: {began!r}, as the run began\n" in capsys.readouterr().out
     assert checkpoint(folder())["compiled"] == began
-
-
-def test_a_run_from_before_there_was_a_choice_goes_on_without_a_graph(many, capsys):
-    fit("--trainer.max_steps", "10", "--test_after_fit", "false")
-    content = checkpoint(folder())
-    del content["compiled"]
-    torch.save(content, folder() / "last.ckpt")
-    fit("--ckpt_path", "last", "--test_after_fit", "false")
-    assert "compile: False, as the run began\n" in capsys.readouterr().out
 
 
 @FULL
@@ -107,46 +92,28 @@ LIMITS = {
 @pytest.mark.parametrize("case", LIMITS)
 def test_the_losses_that_it_decides_by_are_those_that_are_computed(case, monkeypatch):
     limits, expected = LIMITS[case]
-    model, called = MAMLRegression(hidden=[3], compile=True), []
+    model, called, decided = MAMLRegression(hidden=[3]), [], []
     # after each loss with gradients a learner keeps what training leaves; there is no public hook
     monkeypatch.setattr(model.maml, "_after_loss", lambda loop, found: called.append(found))
+    monkeypatch.setattr(
+        model.compile_choice, "_choose", lambda losses: (decided.append(losses), (False, ""))[1]
+    )
     trainer = pl.Trainer(
         **limits, logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, num_sanity_val_steps=0, limit_val_batches=0,
     )  # fmt: skip
     trainer.fit(model, SinusoidTasks(iterations=6, tasks=2, shots=3))
-    assert model.maml.compile_for == len(called) == expected
+    assert decided == [len(called)] == [expected]
 
 
-def test_a_run_without_an_end_is_one_of_many_losses():
-    assert compile_choice.expected_losses(trainer_of(float("inf"))) is None
-    model = MAMLRegression(hidden=[3])
-    model.compile_choice.apply(trainer_of(float("inf")))
-    assert model.maml.compiled is True
-    assert model.maml.compile_for is None
+DECISIONS = {1: False, 199: False, 200: "eager", 9_999: "eager", 10_000: True, float("inf"): True}
 
 
-@pytest.mark.parametrize("losses", [1, LOSSES_THAT_PAY - 1, LOSSES_THAT_PAY, 10**6])
+@pytest.mark.parametrize("losses", DECISIONS)
 def test_the_decision_is_a_function_of_the_number_of_losses(losses):
     model = MAMLRegression(hidden=[3])
     model.compile_choice.apply(trainer_of(losses))
-    assert model.maml.compiled == (losses >= LOSSES_THAT_PAY)
-    assert model.maml.compile_for == losses
-
-
-@FULL
-def test_the_cache_has_no_say(tmp_path, monkeypatch, capsys):
-    """What was compiled before costs nothing now, and yet the way is that of an empty cache."""
-    monkeypatch.setenv("HOGLIB_CACHE_DIR", str(tmp_path))
-    batch = SinusoidTasks(iterations=1, tasks=2, shots=3).train_dataloader().batch_of(0)
-    torch.manual_seed(0)
-    model = MAMLRegression(hidden=[3], compile="inductor")
-    model.maml.loss(batch)
-    assert list(tmp_path.glob("*.bin"))
-    model = MAMLRegression(hidden=[3], compile=True)
-    model.compile_choice.apply(trainer_of(300))
-    model.maml.loss(batch)
-    assert model.maml.compile_mode == "eager"
+    assert model.maml.compiled == DECISIONS[losses]
 
 
 def trainer_of(steps, accumulated=1):
@@ -155,12 +122,12 @@ def trainer_of(steps, accumulated=1):
     )
 
 
-def test_what_is_asked_for_is_what_is_done(monkeypatch):
-    for wanted in (False, "eager", "step", "inductor"):
+def test_what_is_asked_for_is_what_is_done():
+    for wanted in (False, "eager", "inductor", True):
         model = MAMLRegression(hidden=[3], compile=wanted)
         model.compile_choice.load({"compiled": "eager"})
         model.compile_choice.apply(trainer_of(10**6))
-        assert model.maml.compiled == model.maml.compile_mode == wanted
+        assert model.maml.compiled == wanted
 
 
 def test_where_there_is_no_graph_to_be_had_null_and_false_are_fine():
@@ -175,21 +142,10 @@ def test_where_there_is_no_graph_to_be_had_null_and_false_are_fine():
         assert content == {}
 
 
-def test_the_way_of_a_learner_is_what_was_chosen():
-    model = MAMLRegression(hidden=[3], compile=True)
-    assert model.maml.compile_mode is True
-    batch = SinusoidTasks(iterations=1, tasks=2, shots=3).train_dataloader().batch_of(0)
-    model.maml.compile_for = 5
-    model.maml.loss(batch)
-    assert model.maml.compile_mode == "eager"
-    model.maml.compiled = "step"
-    assert model.maml.compile_mode == "step"
-
-
 BAD = {
     "a way that is none": (
         SMOKE, ["--model.compile", "fast"],
-        "compile: expected one of inductor, eager, step; got 'fast'",
+        "compile: expected one of inductor, eager; got 'fast'",
     ),
     "joint training": (
         JOINT.config, ["--model.compile", "true"],
@@ -213,23 +169,6 @@ def test_what_cannot_be_compiled_is_told_before_training(case, capsys):
     assert run("fit", "--config", config, *args) == 2
     error = capsys.readouterr().err
     assert re.search(message, " ".join(error.split()))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"rule": "adam"}, {"memory": "remat"}, {"learn_lr": "element", "lr_per_step": True}, {"truncate": 1}],
-    ids=str,
-)  # fmt: skip
-def test_options_of_the_inner_loop_run_as_graphs_too(options):
-    losses = []
-    for compile in (False, "eager"):
-        torch.manual_seed(0)
-        model = MAMLRegression(hidden=[4], inner_steps=2, options=options, compile=compile)
-        batch = SinusoidTasks(iterations=1, tasks=2, shots=3, seed=0).train_dataloader().batch_of(0)
-        loss = model.maml.loss(batch)
-        loss.backward()
-        losses.append([loss.detach(), *(p.grad for p in model.parameters())])
-    assert_close(*losses, rtol=0, atol=0)
 
 
 def test_the_operations_of_a_graph_are_not_looked_up_among_the_stand_ins(monkeypatch):

@@ -30,7 +30,6 @@ META_GRADIENT: dict[str, Method] = {
     "higher": library(with_peers.higher, called="higher"),
     "TorchOpt": library(with_peers.torchopt, called="TorchOpt"),
     'hoglib.MAML, compile="eager"': compiled("eager"),
-    'hoglib.MAML, compile="step"': compiled("step"),
     'hoglib.MAML, compile="inductor"': compiled("inductor", problems=WHOLE),
     "JAX jit(vmap(grad))": way(
         with_jax.vmap_of_grad, compiled=True, library="jax", column="jax", called="JAX"
