@@ -11,10 +11,9 @@ import shutil
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from time import perf_counter
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 from torch import Tensor, fx
@@ -89,6 +88,7 @@ def backend_name(backend: Any) -> str:
     return str(getattr(backend, "__name__", None) or repr(backend))
 
 
+_TORCH_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 _MISSING_COMPILER = ("InvalidCxxCompiler", "CppCompileError", "TritonMissing")
 _COMPILING = threading.RLock()
 
@@ -165,7 +165,8 @@ def _count_found() -> int:
     return sum(n for kind in counters.values() for key, n in kind.items() if "cache_hit" in key)
 
 
-def _torch_cache() -> AbstractContextManager[Any]:
+@contextmanager
+def _torch_cache() -> Iterator[None]:
     """Inside, the caches of torch's compiler are in hoglib's directory, one for each kind of processor
     and number of threads, which not every version of torch has in its keys."""
     from torch._inductor.utils import fresh_cache
@@ -181,8 +182,17 @@ def _torch_cache() -> AbstractContextManager[Any]:
             f"hoglib could not write compiled code to {cache_dir()} ({error}). Set HOGLIB_CACHE_DIR to "
             "a directory that can be written to."
         )
-        return fresh_cache()
-    return mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(directory))
+        with fresh_cache():
+            yield
+        return
+    before = os.environ.get(_TORCH_CACHE)
+    os.environ[_TORCH_CACHE] = str(directory)
+    try:
+        yield
+    finally:
+        del os.environ[_TORCH_CACHE]
+        if before is not None:
+            os.environ[_TORCH_CACHE] = before
 
 
 @contextmanager

@@ -43,7 +43,7 @@ class GraphEntry:
         arguments: dtypes and shapes of the arguments, in short.
         nodes: The number of operations.
         backend: "inductor", "eager", or the name of the backend function.
-        source: "compiled", or "memory" or "disk" if the compiled code was found there.
+        source: "compiled", or "cache" if the compiled code was found there.
         seconds_to_trace: Seconds.
         seconds_to_compile: Seconds.
         draws: Whether the graph draws random numbers.

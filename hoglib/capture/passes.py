@@ -247,6 +247,9 @@ def _memory_format(value: Tensor) -> torch.memory_format:
     return torch.contiguous_format
 
 
+MAX_NODES = 5000  # of a graph; merging a larger one takes too long
+
+
 def merge_sums(module: fx.GraphModule) -> None:
     """Merges sums of matrix products whose inner dimension is small.
 
@@ -257,6 +260,8 @@ def merge_sums(module: fx.GraphModule) -> None:
     the time to read and write the weight's gradients, as long as products of few rows.
     """
     graph = module.graph
+    if len(graph.nodes) > MAX_NODES:
+        return
     for root in reversed(graph.find_nodes(op="call_function", target=aten.add.Tensor)):
         if not root.users or not _is_sum(root) or _within_a_sum(root):
             continue
