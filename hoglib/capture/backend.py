@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from hoglib._core import validation
-from hoglib._core.cache import cache_dir, make_private_dir
+from hoglib._core.cache import cache_dir, make_cache_dir
 from hoglib._core.logger import LOGGER
 from hoglib._core.source_location import warn
 from hoglib.capture.passes import (
@@ -173,14 +173,11 @@ def _torch_cache() -> Iterator[None]:
 
     capability = getattr(torch.backends.cpu, "get_cpu_capability", platform.machine)()
     try:
-        directory = make_private_dir(cache_dir()) / f"{capability}-{torch.get_num_threads()}"
-        directory.mkdir(exist_ok=True)
-        if not os.access(directory, os.W_OK):
-            raise PermissionError("it is read-only")
+        directory = make_cache_dir() / f"{capability}-{torch.get_num_threads()}"
     except OSError as error:
         warn(
             f"hoglib could not write compiled code to {cache_dir()} ({error}). Set HOGLIB_CACHE_DIR to "
-            "a directory that can be written to."
+            "a directory of yours that can be written to."
         )
         with fresh_cache():
             yield

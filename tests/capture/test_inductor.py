@@ -112,6 +112,10 @@ def test_a_directory_that_cannot_be_written_is_told_of(tmp_path, monkeypatch):
         UserWarning, match=r"could not write compiled code to .*Set HOGLIB_CACHE_DIR"
     ):
         assert_close(fast(draw(3)), function()(draw(3)))
+    monkeypatch.setenv("HOGLIB_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(os, "getuid", lambda: tmp_path.stat().st_uid + 1)
+    with pytest.raises(PermissionError, match="belongs to another user"):
+        disk_cache.make_cache_dir()
 
 
 def test_where_the_directory_is(tmp_path, monkeypatch):

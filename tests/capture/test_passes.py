@@ -71,7 +71,7 @@ def test_a_sum_of_products_of_few_rows_is_one_product(rows, products):
     def fn(a, b, c, d, x):
         return (x + a.t() @ b) + (d.t() @ c).t()
 
-    given = [draw(rows, n, seed=i) for i, n in enumerate((6, 5, 6, 5))] + [draw(6, 5)]
+    given = [draw(rows, n, seed=i) for i, n in enumerate((30, 25, 30, 25))] + [draw(30, 25)]
     graph = make_fx(fn, tracing_mode="fake")(*given)
     merge_sums(graph)
     graph.recompile()
