@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from time import perf_counter
 from types import FunctionType, MethodType
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from typing import Any, NamedTuple, Protocol, final
 
 import torch
 from torch import Tensor, fx, nn
@@ -24,9 +24,6 @@ from hoglib.capture.guards import Guards, discard_traced_tensors
 from hoglib.capture.passes import is_random, pin_strides, simplify
 from hoglib.capture.signature import CallSignature
 from hoglib.capture.trace import InputRef, OutputSlot, Traced, trace
-
-if TYPE_CHECKING:
-    from hoglib.capture.api import Compiled
 
 CAPTURING = threading.RLock()
 MAX_KEPT = 32  # things that are kept for one object
@@ -224,8 +221,20 @@ def shared_tensors(tensors: list[Tensor], lifted: list[Tensor]) -> list[tuple[in
     return [(places[id(x)], j) for j, x in enumerate(lifted) if id(x) in places]
 
 
+class Function(Protocol):
+    """What is captured: a `Compiled`."""
+
+    fn: Callable[..., Any]
+    backend: Any
+    dynamic: bool
+    check: bool
+    name: str
+
+    def on_tensors(self, form: CallSignature) -> Callable[..., Any]: ...
+
+
 def capture(
-    function: "Compiled", form: CallSignature, tensors: list[Tensor]
+    function: Function, form: CallSignature, tensors: list[Tensor]
 ) -> tuple[GraphEntry, list[Tensor]]:
     """Traces, simplifies, compiles and checks the graph for a call.
 
@@ -308,7 +317,7 @@ def _is_compiled(value: Any) -> bool:
 
 
 def _trace(
-    function: "Compiled", form: CallSignature, tensors: list[Tensor]
+    function: Function, form: CallSignature, tensors: list[Tensor]
 ) -> tuple[Traced, list[tuple[int, int]]]:
     """The graph, and which arguments the function also reaches by another path.
 

@@ -148,11 +148,11 @@ class PartialEval:
 
 def _residuals(graph: fx.Graph, depends: set[fx.Node]) -> list[fx.Node]:
     """What the nodes that depend on the vector use of the others; views are made anew."""
-    found = {}
+    found: dict[fx.Node, None] = {}
     for node in graph.nodes:
         for x in node.all_input_nodes if node in depends else ():
             while x.target in VIEWS and x not in depends:
-                x = x.args[0]
+                x = x.all_input_nodes[0]
             if x.op == "call_function" and x not in depends:
                 found[x] = None
     return list(found)
@@ -165,7 +165,7 @@ def _part(module: fx.GraphModule, inputs: list[fx.Node], outputs: list[fx.Node])
         if node in needed:
             needed.update(x for x in node.all_input_nodes if x not in inputs)
     part = fx.Graph()
-    places = {}
+    places: dict[fx.Node, fx.Node] = {}
     for node in inputs:
         places[node] = part.placeholder(node.name)
         places[node].meta.update(node.meta)
