@@ -118,18 +118,22 @@ def pin_strides(module: fx.GraphModule) -> None:
     for node in module.graph.nodes:
         if node.target not in RESHAPES or 1 not in fake_value(node).shape:
             continue
-        source, found = fake_value(node.args[0]), fake_value(node)
-        sizes = (*source.shape, *source.stride(), *found.shape, *found.stride())
-        if not all(isinstance(n, int) for n in sizes):
+        source, found = _layout(node.args[0]), _layout(node)
+        if source is None or found is None or not _is_static(source) or not _is_static(found):
             continue
-        real = torch.empty_strided(source.shape, source.stride(), device="meta")
-        if real.reshape(found.shape).stride() != found.stride():
+        _, shape, strides, _ = source
+        real = torch.empty_strided(shape, strides, device="meta").reshape(found[1])
+        if real.stride() != found[2]:
             node.target = aten.as_strided.default
-            node.args = (node.args[0], list(found.shape), list(found.stride()))
+            node.args = (node.args[0], list(found[1]), list(found[2]))
+
+
+def _is_static(layout: tuple[Any, ...]) -> bool:
+    return all(isinstance(n, int) for n in (*layout[1], *layout[2]))
 
 
 def simplify(module: fx.GraphModule) -> None:
-    """Removes unused nodes and repeated computations; results stay equal bit for bit.
+    """Removes unused nodes, repeated computations and views of views; results stay equal bit for bit.
 
     In a graph with in-place operations only unused nodes are removed, because a repeated computation
     may have another result after a write.
@@ -141,10 +145,13 @@ def simplify(module: fx.GraphModule) -> None:
         for node in list(graph.nodes):
             if node.op != "call_function" or is_random(node) or is_fresh(node):
                 continue
-            of_itself = node.target in (aten.detach.default, aten.alias.default)
-            same: Any = node.args[0] if of_itself else known.setdefault(_key(node), node)
-            if same is not node:
-                replace_node(graph, node, same)
+            same = _viewed_node(node) or known.get(key := _key(node))
+            if same is None:
+                _collapse_reshapes(node)
+                known[key] = node
+            else:
+                node.replace_all_uses_with(same)
+                graph.erase_node(node)
         graph.eliminate_dead_code(lambda node: node.is_impure() or is_random(node))
 
 
@@ -160,6 +167,46 @@ def _frozen(value: Any) -> Hashable:
     if isinstance(value, fx.Node):
         return value
     return type(value), repr(value)
+
+
+def _layout(node: Any) -> tuple[Any, ...] | None:
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    if not isinstance(value, Tensor) or value.layout is not torch.strided:
+        return None
+    return value.dtype, tuple(value.shape), value.stride(), value.storage_offset()
+
+
+def _viewed_node(node: fx.Node) -> fx.Node | None:
+    """The node that a chain of views returns to: it has the same layout as the last view."""
+    if node.target not in VIEWS:
+        return None
+    wanted = _layout(node)
+    if wanted is None or not _is_static(wanted):
+        return None
+    at: Any = node
+    while isinstance(at, fx.Node) and at.target in VIEWS:
+        at = at.args[0]
+        if _layout(at) == wanted:
+            return at if isinstance(at, fx.Node) else None
+    return None
+
+
+def _collapse_reshapes(node: fx.Node) -> None:
+    """Turns a reshape of a reshape of a contiguous tensor into one reshape."""
+    if node.target not in RESHAPES:
+        return
+    source: Any = node.args[0]
+    while (
+        isinstance(source, fx.Node)
+        and source.target in RESHAPES
+        and isinstance(before := source.args[0], fx.Node)
+        and isinstance(value := before.meta.get("val"), Tensor)
+        and value.layout is torch.strided
+        and value.is_contiguous()
+    ):
+        source = before
+    if source is not node.args[0]:
+        node.args = (source, *node.args[1:])
 
 
 SUMS = (aten.add.Tensor, aten.sub.Tensor, aten.add_.Tensor, aten.sub_.Tensor)
