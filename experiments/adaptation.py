@@ -47,7 +47,7 @@ class AdapterMAML(WithCompileChoice, Experiment):
         lr: Learning rate of the outer Adam.
         eval_steps: Numbers of gradient steps after which held-out tasks are evaluated.
         compile: Whether MAML's meta-gradient runs as a graph: null, if that pays for the steps of the
-            run; true; false; or the mode itself, as in `hoglib.MAML`.
+            run, compiled if that pays too; true; false; or "eager" or "inductor", as in `hoglib.MAML`.
     """
 
     shared = TASKS

@@ -42,8 +42,7 @@ class FewShotClassification(WithCompileChoice, Experiment):
         lr: Learning rate of the outer Adam.
         decay: Whether it falls linearly to zero.
         compile: Whether MAML's meta-gradient runs as a graph: null, if that pays for the steps of the
-            run, and then without being compiled; true, compiled; false; or the mode itself, as in
-            `hoglib.MAML`.
+            run, compiled if that pays too; true; false; or "eager" or "inductor", as in `hoglib.MAML`.
         size: Pixels of a side of the images.
         inputs: Colour channels of the images.
     """

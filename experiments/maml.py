@@ -42,8 +42,8 @@ class FewShotRegression(WithCompileChoice):
         options: Further arguments of `hoglib.MAML`, `hoglib.meta.Reptile` or `hoglib.meta.IMAML`, such
             as learn_lr, rule, inner_params or memory.
         compile: Whether MAML's meta-gradient runs as a graph: null, if that pays for the steps of the
-            run, and then without being compiled; true, compiled; false; or the mode itself, as in
-            `hoglib.MAML`. With null a resumed run continues in the mode in which it began.
+            run, compiled if that pays too; true; false; or "eager" or "inductor", as in `hoglib.MAML`.
+            A resumed run continues as it began.
     """
 
     label: str

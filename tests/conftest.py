@@ -2,7 +2,6 @@
 there is no GPU."""
 
 import gc
-import os
 from collections import Counter
 
 import pytest
@@ -12,7 +11,6 @@ from hoglib._core import source_location
 from hoglib.verification import entry_points
 
 torch.set_num_threads(1)
-os.environ["HOGLIB_ONEDNN"] = "off"  # what is timed on a busy machine is another thing every time
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -615,8 +615,6 @@ def test_what_is_not_compiled_together():
     loss, params, v, batch = deep(2)
     with pytest.raises(ValueError, match="passes are compiled, got dual tensors"):
         hog.ggn_vp(loss, params, v, batch, mode="forward", remat=True, compile="eager")
-    with pytest.raises(ValueError, match="got 'step'"):
-        hog.MAML(loss.model, F.mse_loss, remat=True, compile="step")
     with pytest.raises(ValueError, match="got 'vmap'"):
         hog.MAML(loss.model, F.mse_loss, remat=True, compile=True, over_tasks="vmap")
     loss.model.layers[0].scale = torch.ones(1)

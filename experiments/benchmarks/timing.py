@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 import hoglib as hog
-from hoglib.capture.backend import clear_compiled
 
 COLLECTED_EVERY = 1.0  # seconds between two collections of garbage, at least
 Call = Callable[[], object]
@@ -149,11 +148,13 @@ def environment(peers: list[str]) -> dict[str, Any]:
 
 def forget_compiled() -> None:
     """What is compiled next is found in no cache: as on a machine that has not run it before."""
+    from torch._inductor.utils import clear_caches  # of torch's kernels, in this process
+
     for name in ("HOGLIB_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
         os.environ[name] = mkdtemp()
         atexit.register(shutil.rmtree, os.environ[name], ignore_errors=True)
     torch.compiler.reset()
-    clear_compiled()
+    clear_caches()
 
 
 def smoke(description: str | None) -> bool:

@@ -14,8 +14,9 @@ from hoglib.errors import ArgumentValueError
 
 KEY = "compiled"  # in checkpoints
 # Capturing a meta-gradient takes about as long as this many losses without a graph, whatever the
-# model: both grow with the number of its operations.
+# model: both grow with the number of its operations. Compiling takes as long as so many with one.
 LOSSES_THAT_PAY = 200
+LOSSES_THAT_PAY_FOR_COMPILING = 10_000
 
 CompileOption = bool | str | None
 
@@ -24,9 +25,8 @@ class CompileChoice:
     """How the meta-gradient of one learner is run.
 
     Args:
-        option: None: where that pays for the steps of the run, as a graph that is not compiled
-            ("eager") and computes the same to the bit; True: as a compiled graph; False: without a
-            graph; or the mode itself, as in :class:`hoglib.MAML`.
+        option: As in :class:`hoglib.MAML`; or None: what pays for the number of steps of the run, no
+            graph, a graph ("eager") or a compiled one (True).
         maml: The learner; None for a model without a meta-gradient of MAML.
         instead: What such a model is, for the error message.
     """
@@ -37,14 +37,13 @@ class CompileChoice:
                 f"compile: expected null or false for {instead}, got {option!r}; leave it out."
             )
         if option is not None and maml is not None:
-            maml.compiled = "inductor" if option is True else option  # raises for an unknown mode
+            maml.compiled = option  # raises for an unknown mode
         self.option, self.maml = option, maml
         self.resumed: CompileOption = None
 
     def load(self, checkpoint: dict[str, Any]) -> None:
         """Remember the mode of a run that is resumed."""
-        # checkpoints from before this option was there were trained without a graph
-        self.resumed = checkpoint.get(KEY, False)
+        self.resumed = checkpoint.get(KEY)
 
     def save(self, checkpoint: dict[str, Any]) -> None:
         """Store the mode in a checkpoint."""
@@ -52,19 +51,21 @@ class CompileChoice:
             checkpoint[KEY] = self.maml.compiled
 
     def apply(self, trainer: pl.Trainer) -> None:
-        """Choose at the start of training, and print the choice, where the option leaves it open."""
+        """Choose at the start of training, and print the choice."""
         if self.maml is None or self.option is not None:
             return
-        self.maml.compiled, why = self._choose(expected_losses(trainer))
+        self.maml.compiled, reason = self._choose(expected_losses(trainer))
         if trainer.is_global_zero:
-            print(f"compile: {self.maml.compiled!r}, {why}", flush=True)
+            print(f"compile: {self.maml.compiled!r}, {reason}", flush=True)
 
-    def _choose(self, losses: float) -> tuple[bool | str, str]:
+    def _choose(self, losses: int | None) -> tuple[bool | str, str]:
         if self.resumed is not None:
             return self.resumed, "as the run began"
+        if losses is None or losses >= LOSSES_THAT_PAY_FOR_COMPILING:
+            return True, "which pays for long runs"
         if losses < LOSSES_THAT_PAY:
-            return False, f"for {losses:,.0f} losses are too few for a graph to pay"
-        return "eager", f"for {losses:,.0f} losses pay for a graph"
+            return False, f"for {losses:,} losses are too few for a graph to pay"
+        return "eager", f"for {losses:,} losses are too few for compiling to pay"
 
 
 class WithCompileChoice(InProcesses):
@@ -88,6 +89,7 @@ class WithCompileChoice(InProcesses):
         self.compile_choice.load(checkpoint)
 
 
-def expected_losses(trainer: pl.Trainer) -> float:
-    """How many losses the whole run computes, those before it was resumed included; inf: no limit."""
-    return trainer.estimated_stepping_batches * trainer.accumulate_grad_batches
+def expected_losses(trainer: pl.Trainer) -> int | None:
+    """How many losses the whole run computes, those before it was resumed included; None: no limit."""
+    steps = trainer.estimated_stepping_batches
+    return None if steps == float("inf") else int(steps) * trainer.accumulate_grad_batches

@@ -17,8 +17,7 @@ One module for one question:
     source_location       which line of the user's code it is
     torch_modes           which modes the caller runs in
     torch_internals       torch's private API (torch_forward_mode: levels and tangents;
-                          torch_sharding: FSDP, tensor parallelism, DDP; torch_kernels: attention
-                          and oneDNN)
+                          torch_sharding: FSDP, tensor parallelism, DDP; torch_kernels: attention)
     torch_version         which torch it is, and whether it is new enough
 
 The others are smaller, or serve the kernels: norms, tolerances, torch_errors, mixed_precision,

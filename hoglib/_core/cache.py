@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from tempfile import TemporaryFile
 
 
 def cache_dir() -> Path:
@@ -12,7 +13,15 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hoglib"
 
 
-def make_private_dir(directory: Path) -> Path:
-    """The directory, which is created if necessary, readable for the user only."""
+def make_cache_dir() -> Path:
+    """The same, created where there is none, readable for the user only.
+
+    Raises OSError where it cannot be written, and where it is another user's: reading it runs code.
+    """
+    directory = cache_dir()
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return directory
+    owner = getattr(os, "getuid", lambda: None)()
+    if owner is not None and directory.stat().st_uid != owner:
+        raise PermissionError(f"{directory} belongs to another user")
+    with TemporaryFile(dir=directory):
+        return directory

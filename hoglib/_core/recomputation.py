@@ -118,7 +118,6 @@ def recompute(
     modes_of: Sequence[nn.Module] = (),
     nests: bool = False,
     backend: str = "",
-    apply: Callable[..., Tensors] | None = None,
     is_part: bool = False,
 ) -> Any:
     """fn(*args, **keywords) as `remat` runs it, without the check of what fn closes over.
@@ -126,12 +125,10 @@ def recompute(
     modes_of: modules, besides those among the arguments, whose train or eval mode is restored.
     nests: whether remats inside fn recompute too, outside of torch.func transforms, which refuse it.
     backend: of `hoglib.compile`, which compiles fn and its vjps in reverse mode; "" for none.
-    apply: a function (run, *tensors) -> run(*tensors) while a graph is traced, which takes the
-        derivatives of a run without side effects in its own way.
     is_part: whether a remat around the caller has left it to this one to recompute.
     """
     keywords = keywords or {}
-    if not is_part and _is_bypassed(traced=apply is None and torch_internals.tracing()):
+    if not is_part and _is_bypassed():
         return fn(*args, **keywords)
     leaves, structure = pytree.flatten((args, keywords))
     nests = nests and not torch_internals.transforms_active()
@@ -144,9 +141,6 @@ def recompute(
         call.run_state = RunState(
             tensors, [*generators, *_generators(leaves)], [*call.scope.modules(), *modes_of]
         )
-        if apply is not None:
-            call = call.with_parts(call.fn, call.constants)
-            return call.result(apply(call.first, *tensors))
         return call.result(_recomputed(call.first, tensors))
 
 
@@ -154,11 +148,10 @@ def _call_module(module: nn.Module, args: Any, kwargs: Any) -> Any:
     return module(*args, **kwargs)
 
 
-def _is_bypassed(traced: bool | None = None) -> bool:
+def _is_bypassed() -> bool:
     """Whether fn runs without the Function: nothing would be saved, or a derivative be wrong."""
-    traced = torch_internals.tracing() if traced is None else traced
     no_graph = not torch.is_grad_enabled() and not torch_internals.transforms_active()
-    plainly = getattr(_running, "bypass", False) or traced
+    plainly = getattr(_running, "bypass", False) or torch_internals.tracing()
     return no_graph or plainly or only_plain_operations()
 
 

@@ -156,10 +156,10 @@ def at_least(what: str, value: Any, minimum: int) -> int:
     return int(value)
 
 
-def backend(name: str, value: Any, more: Sequence[str] = ()) -> str:
-    """The backend that an option compile= names, or "" for none; more: other names that it takes."""
+def backend(name: str, value: Any) -> str:
+    """The backend that an option compile= names, or "" for none."""
     if isinstance(value, str):
-        return one_of(name, value, ["inductor", "eager", *more])
+        return one_of(name, value, ["inductor", "eager"])
     return "inductor" if flag(name, value) else ""
 
 

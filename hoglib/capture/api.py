@@ -1,6 +1,6 @@
 """`hoglib.compile`: a function of pytrees of tensors, second derivatives included, as one graph."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import MethodType
@@ -28,7 +28,7 @@ from hoglib.capture.capturing import (
 )
 from hoglib.capture.signature import CallSignature
 from hoglib.capture.trace import as_leaf, without_tensor_hooks
-from hoglib.errors import NoSecondDerivative, UnsupportedError
+from hoglib.errors import NoSecondDerivative
 from hoglib.verification.entry_points import examined_functions
 
 OPTIONS = ("backend", "dynamic", "check", "name")
@@ -36,7 +36,6 @@ MAX_GRAPHS = (
     16  # of one function: with more, something changes at each call that should be a tensor
 )
 MISSES_TO_WARN = 3  # captures for one signature, one after the other
-MISSES_TO_REFUSE = 8  # the same, where values that the function reads differ
 
 
 def compile(
@@ -74,8 +73,7 @@ def compile(
             ``torch.autograd.grad(create_graph=True)``, hoglib's functions and custom Functions inside
             it are traced.
         backend: "inductor", torch's compiler; "eager", which runs the operations of the graph one by
-            one, bit for bit as ``fn`` (but for a cross-entropy of more than four million logits, which
-            it computes in chunks), without the overhead of autograd and without compile time; or
+            one, bit for bit as ``fn``, without the overhead of autograd and without compile time; or
             a function (graph module, inputs) -> function. If there is no C++ compiler, "inductor"
             warns and runs as "eager".
         dynamic: Whether sizes are symbolic, for sizes that change from call to call.
@@ -114,7 +112,7 @@ class Compiled:
         name: The name of the function in messages. Default: its qualified name.
         place: Where graphs are kept, for functions that are made anew at each call and compute the
             same from what they reach. Default: with the function.
-        before: A function that is called with the arguments before each capture, and makes all checks
+        precheck: A function that is called with the arguments before each capture, and makes all checks
             of values: ``fn`` makes none while it is captured and compared.
     Example:
         >>> square = hog.compile(lambda x: x.square(), backend="eager", name="square")
@@ -127,7 +125,7 @@ class Compiled:
     def __init__(
         self, fn: Callable[..., Any], *, backend: Any, dynamic: bool = False, check: bool = True,
         name: str | None = None, place: Place | None = None,
-        before: Callable[..., Any] | None = None,
+        precheck: Callable[..., Any] | None = None,
     ) -> None:  # fmt: skip
         self.fn = validation.function("fn", fn)
         if not callable(backend):
@@ -138,7 +136,7 @@ class Compiled:
         self.name = name or function_name(fn)
         owner, key = place or Place.of(fn)
         self._graphs = kept(Place(owner, (key, backend, dynamic, check)), Graphs, self.name)
-        self._before = before
+        self._precheck = precheck
         self.__doc__ = fn.__doc__
 
     @property
@@ -189,10 +187,10 @@ class Compiled:
                 return None
             self._count_miss(form, tensors)
             checked: AbstractContextManager[None] = nullcontext()
-            if self._before is not None:
+            if self._precheck is not None:
                 args, kwargs = form.fill(tensors)
                 with examined_functions(self.name):
-                    self._before(*args, **kwargs)
+                    self._precheck(*args, **kwargs)
                 checked = value_checks_off()
             with checked, examined_functions(self.name) as met:
                 entry, lifted = capture(self, form, tensors)
@@ -263,23 +261,13 @@ class Compiled:
         return None
 
     def _count_miss(self, form: CallSignature, tensors: list[Tensor]) -> None:
-        """Warns if calls of one signature are captured again and again, and raises UnsupportedError
-        if they are because of values that the function reads."""
+        """Warns if calls of one signature are captured again and again."""
         known = self._graphs.by_signature.get(form.key)
         if not known:
             return
         self._graphs.misses = misses = self._graphs.misses + 1
-        if misses < MISSES_TO_WARN:
-            return
-        reason, is_read = known[-1].explain_mismatch(self.fn, form, tensors)
-        if is_read and misses >= MISSES_TO_REFUSE:
-            raise UnsupportedError(
-                f"{self.name}: expected a function that reads the same integers in most calls, got one "
-                f"that reads other ones in each of the last {misses} calls ({reason}): each would "
-                "capture a graph, which takes seconds. Pad to one length, use torch.where, move the "
-                "part that depends on these values out of the function, or do not compile it."
-            )
         if misses == MISSES_TO_WARN:
+            reason = known[-1].explain_mismatch(self.fn, form, tensors)
             warn(
                 f"{self.name} was captured again in each of the last {misses} calls, which takes "
                 f"seconds: {reason}. Keep it the same from call to call, or do not compile."
@@ -375,6 +363,41 @@ class Pullback:
                     create_graph=create_graph, allow_unused=True,
                 )  # fmt: skip
         return materialize_grads(list(grads), inputs)
+
+
+def kept_graph(
+    run: Callable[..., Any], name: str, owner: Any, key: Hashable, backend: Any,
+    *, precheck: Callable[..., Any] | None = None, kind: Any = Compiled,
+) -> Any:  # fmt: skip
+    """A function that is made anew at each call, as a graph that is found again: by its owner, the
+    object that it derives from, and a key of all else that it depends on.
+
+    Args:
+        run: The function.
+        name: Its name in messages.
+        owner: A function, whose graphs a method shares with its object; or another object.
+        key: The options of ``run``.
+        backend: Of :func:`compile`.
+        precheck: Called with the arguments before each capture; see :class:`Compiled`.
+        kind: Compiled, or CompiledLoss.
+    """
+    place = Place.of(owner)
+    place = Place(place.owner, (place.key, name, key))
+    return kind(run, backend=backend, name=name, place=place, precheck=precheck)
+
+
+def call_or_graph(
+    caller: str, compile: Any, func: Any, run: Callable[..., Any], key: Hashable, *inputs: Any
+) -> Any:
+    """run(*inputs), a function of tensors that derives from func, or where compile= says so its graph.
+
+    key: the options of run.
+    """
+    backend = validation.backend("compile", compile)
+    if not backend:
+        return run(*inputs)
+    name = f"{caller} of {function_name(func)}"
+    return kept_graph(run, name, func, key, backend, precheck=run)(*inputs)
 
 
 def trace_graph(

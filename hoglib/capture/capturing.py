@@ -16,17 +16,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hoglib._core import pytree, torch_internals
 from hoglib._core.autograd import outside_inference_mode
 from hoglib._core.closures import ClosureWalker
-from hoglib._core.logger import LOGGER
 from hoglib._core.source_location import warn
 from hoglib._core.state import preserve_random_state
-from hoglib.capture import backend as backends
+from hoglib.capture.backend import make_runner
 from hoglib.capture.check import OF_BACKEND, OF_CAPTURE, Comparison, tolerance_of
 from hoglib.capture.guards import Guards, discard_traced_tensors
-from hoglib.capture.head_loss import HeadLosses
-from hoglib.capture.nodes import is_random
-from hoglib.capture.passes import pin_strides, simplify
-from hoglib.capture.reads import ReadGuards, split_reads
-from hoglib.capture.replay import equal_blocks
+from hoglib.capture.passes import is_random, pin_strides, simplify
 from hoglib.capture.signature import CallSignature
 from hoglib.capture.trace import InputRef, OutputSlot, Traced, trace
 
@@ -34,13 +29,6 @@ CAPTURING = threading.RLock()
 MAX_KEPT = 32  # things that are kept for one object
 # Ambient state, because a function that is compared with its graph may call other compiled functions.
 _THREAD = threading.local()
-
-
-class Mismatch(NamedTuple):
-    """Why a graph is not that of a call."""
-
-    reason: str
-    is_read: bool  # a value that the function reads differs
 
 
 @final
@@ -52,7 +40,7 @@ class GraphEntry:
         arguments: dtypes and shapes of the arguments, in short.
         nodes: The number of operations.
         backend: "inductor", "eager", or the name of the backend function.
-        source: "compiled", or "memory" or "disk" if the compiled code was found there.
+        source: "compiled", or "cache" if the compiled code was found there.
         seconds_to_trace: Seconds.
         seconds_to_compile: Seconds.
         draws: Whether the graph draws random numbers.
@@ -75,7 +63,6 @@ class GraphEntry:
     code: str = field(repr=False)
     run: Callable[..., Any] = field(repr=False)
     reached: Guards = field(repr=False)
-    reads: ReadGuards | None = field(repr=False)
     # Arguments that the function also reaches by another path, and their places among those lifted.
     shared: list[tuple[int, int]] = field(repr=False)
     leaves: list[Any] = field(repr=False)  # of the output; an OutputSlot in the place of a tensor
@@ -123,14 +110,9 @@ class GraphEntry:
             shared_tensors(tensors, lifted) != self.shared
         ):
             return None
-        return lifted if self.holds(tensors) and not self._changed_read(tensors, lifted) else None
+        return lifted if self.holds(tensors) else None
 
-    def _changed_read(self, tensors: list[Tensor], lifted: list[Tensor]) -> str | None:
-        """In words, a value that the function reads and that differs from that of the capture."""
-        reads = self.reads
-        return None if reads is None else reads.change(self.graph_inputs(tensors, lifted))
-
-    def explain_mismatch(self, fn: Any, form: CallSignature, tensors: list[Tensor]) -> Mismatch:
+    def explain_mismatch(self, fn: Any, form: CallSignature, tensors: list[Tensor]) -> str:
         """Why this is not the graph of a call of the same signature.
 
         Args:
@@ -138,16 +120,15 @@ class GraphEntry:
             form: A call without its tensors.
             tensors: The tensors among its arguments.
         Returns:
-            What differs, in words, and whether it is a value that the function reads.
+            What differs, in words.
         """
         root = fn, form.constants
         lifted = self.reached.resolve(root)
         if lifted is None:
-            return Mismatch(self.reached.explain(root), False)
+            return self.reached.explain(root)
         if shared_tensors(tensors, lifted) != self.shared:
-            return Mismatch("other arguments are also reached by another path", False)
-        change = self._changed_read(tensors, lifted)
-        return Mismatch(change or "the assumptions on symbolic sizes do not hold", bool(change))
+            return "other arguments are also reached by another path"
+        return "the assumptions on symbolic sizes do not hold"
 
     def graph_inputs(self, tensors: list[Tensor], lifted: list[Tensor]) -> list[Tensor]:
         """The inputs of the graph: each tensor once, those that are reached last.
@@ -240,11 +221,14 @@ def shared_tensors(tensors: list[Tensor], lifted: list[Tensor]) -> list[tuple[in
     return [(places[id(x)], j) for j, x in enumerate(lifted) if id(x) in places]
 
 
-class Function(backends.Options, Protocol):
-    """What is captured."""
+class Function(Protocol):
+    """What is captured: a `Compiled`."""
 
     fn: Callable[..., Any]
+    backend: Any
+    dynamic: bool
     check: bool
+    name: str
 
     def on_tensors(self, form: CallSignature) -> Callable[..., Any]: ...
 
@@ -256,32 +240,6 @@ def capture(
 
     Returns the graph, and the tensors that the function reaches besides its arguments.
     """
-    if function.check and not function.dynamic and (blocks := equal_blocks(function.fn)):
-        try:
-            return _capture(function, form, tensors, blocks)
-        except _TracedOnceError as error:
-            LOGGER.debug("%s: each block is traced (%s)", function.name, error)
-    return _capture(function, form, tensors, [])
-
-
-class _TracedOnceError(Exception):
-    """A trace in which equal blocks were traced once failed, or is not that of the function."""
-
-
-@contextmanager
-def _of_trace(blocks: list[nn.Module]) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        if blocks:
-            raise _TracedOnceError(str(error)) from error
-        raise
-
-
-def _capture(
-    function: Function, form: CallSignature, tensors: list[Tensor], blocks: list[nn.Module]
-) -> tuple[GraphEntry, list[Tensor]]:
-    """blocks: modules of which equal ones are traced once."""
     root = (function.fn, form.constants)
     walk = ClosureWalker(root)
     has_compiled_code = any(map(_is_compiled, walk.objects))
@@ -292,10 +250,9 @@ def _capture(
         torch_internals.eagerly(has_compiled_code),
     ):
         began = perf_counter()
-        with discard_traced_tensors(walk), _of_trace(blocks):
-            traced, shared = _trace(function, form, tensors, blocks)
+        with discard_traced_tensors(walk):
+            traced, shared = _trace(function, form, tensors)
         pin_strides(traced.graph)
-        reads = split_reads(traced.graph, traced.reads)
         simplify(traced.graph)
         traced.graph.recompile()
         seconds = perf_counter() - began
@@ -315,7 +272,6 @@ def _capture(
             code=code,
             run=traced.graph.forward,
             reached=reached,
-            reads=reads,
             shared=shared,
             leaves=traced.leaves,
             structure=traced.structure,
@@ -323,7 +279,7 @@ def _capture(
             holds=_shape_guards(traced.graph, own) if function.dynamic else _always,
         )
         if function.check:  # before compiling, which may take minutes
-            with _eager_mode(), _of_trace(blocks):
+            with _eager_mode():
                 comparison = Comparison(
                     function.name, function.on_tensors(form), tensors, entry,
                     tolerance_of(traced.graph),
@@ -331,7 +287,9 @@ def _capture(
                 )  # fmt: skip
                 comparison.check(entry, traced.lifted, OF_CAPTURE)
             reached = reached.refresh(function.name, root, traced.lifted, traced.modules)
-        runner, backend = backends.make_runner(function, traced.graph, inputs)
+        runner, backend = make_runner(
+            traced.graph, inputs, function.backend, function.name, function.dynamic
+        )
         entry = replace(
             entry, backend=backend, source=runner.source, seconds_to_compile=runner.seconds,
             run=runner.run, reached=reached,
@@ -359,7 +317,7 @@ def _is_compiled(value: Any) -> bool:
 
 
 def _trace(
-    function: Function, form: CallSignature, tensors: list[Tensor], blocks: list[nn.Module]
+    function: Function, form: CallSignature, tensors: list[Tensor]
 ) -> tuple[Traced, list[tuple[int, int]]]:
     """The graph, and which arguments the function also reaches by another path.
 
@@ -368,12 +326,8 @@ def _trace(
     """
     run, name = function.on_tensors(form), function.name
 
-    def traced_with(run: Callable[..., Any], tensors: list[Tensor]) -> Traced:
-        heads = None if function.dynamic else HeadLosses()  # their sizes must be known
-        return trace(name, run, tensors, function.dynamic, heads, blocks)
-
     try:
-        traced = traced_with(run, tensors)
+        traced = trace(name, run, tensors, function.dynamic)
         also_reached = {i for i, _ in shared_tensors(tensors, traced.lifted)}
     except Exception:
         # a derivative with respect to one of the two, where the other one was used; or a comparison of
@@ -389,7 +343,7 @@ def _trace(
             left = iter(given)
             return run(*[x if i in also_reached else next(left) for i, x in enumerate(tensors)])
 
-        traced = traced_with(with_reached, own)
+        traced = trace(name, with_reached, own, function.dynamic)
     return traced, shared_tensors(tensors, traced.lifted)
 
 

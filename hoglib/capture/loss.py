@@ -85,7 +85,7 @@ class CompiledLoss:
         check: Whether the first run of each graph is compared with ``fn`` and its gradient.
         name: The name of the loss in messages. Default: its qualified name.
         place: Where graphs are kept. Default: with the function.
-        before: A function that is called with the arguments before each capture.
+        precheck: A function that is called with the arguments before each capture.
     Example:
         >>> hog.compiled_loss(nn.functional.mse_loss, backend="eager")
         hoglib.compiled_loss(mse_loss), 0 graphs
@@ -94,13 +94,13 @@ class CompiledLoss:
     def __init__(
         self, fn: Callable[..., Tensor], *, backend: Any, dynamic: bool = False, check: bool = True,
         name: str | None = None, place: Place | None = None,
-        before: Callable[..., Any] | None = None,
+        precheck: Callable[..., Any] | None = None,
     ) -> None:  # fmt: skip
         validation.function("loss_fn", fn)
         self.fn, self.name, self.__doc__ = fn, name or function_name(fn), fn.__doc__
         self._place = place or Place.of(fn)
         self._options: dict[str, Any] = {
-            "backend": backend, "dynamic": dynamic, "check": check, "before": before,
+            "backend": backend, "dynamic": dynamic, "check": check, "precheck": precheck,
         }  # fmt: skip
         self._with_gradient = self._gradient(create_graph=False)
 

@@ -8,26 +8,25 @@ integers and strings too, such as the number of a layer, if the graphs of their 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from copy import copy, deepcopy
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, NamedTuple, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from hoglib._core import recomputation, torch_internals
+from hoglib._core.closures import name_of
 from hoglib._core.gradient_graph import graph_summary
 from hoglib._core.references import is_plain
 from hoglib._core.torch_modes import value_checks_off, without_stand_ins
-from hoglib.capture.api import Compiled, trace_graph
-from hoglib.capture.block_keys import (
-    MAX_CONSTANT,
-    HookCalls,
-    as_variable,
-    block_name,
-    call_keys,
-    state_of,
-)
-from hoglib.capture.capturing import Place
+from hoglib.capture.api import Compiled, kept_graph, trace_graph
+from hoglib.errors import UnsupportedError
 
+_MAX_CONSTANT = 64  # numbers of a tensor that two blocks have in common
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_OF_MODULES = {*vars(nn.Module()), "forward"}
 MAX_TEMPLATES = 64
 _TEMPLATES: OrderedDict[Hashable, "Template"] = OrderedDict()
 
@@ -75,13 +74,10 @@ class Template:
         """The graph of a level, of this call or of an equal one."""
         found = self.levels.get(run.key)
         if found is None:
-            name = f"{run.key[0]} of {block_name(self.call)}"
-            found = self.levels[run.key] = Compiled(
-                _Level(self._own(run)),
-                backend=self.call.backend,
-                name=name,
-                place=Place(self, run.key),
-            )
+            name = f"{run.key[0]} of {_block_name(self.call)}"
+            level = _Level(self._own(run))
+            found = kept_graph(level, name, self, run.key, self.call.backend)
+            self.levels[run.key] = found
         return found
 
     def extra_inputs(
@@ -127,20 +123,20 @@ class Forward(NamedTuple):
 
 
 def _forward_of(call: Any, inputs: list[Tensor | None]) -> Forward | None:
-    hooks = HookCalls()
+    hooks = _HookCalls()
     by_user: list[bool] = []
 
     def run(tensors: list[Tensor | None]) -> list[Tensor | None]:
         with torch.enable_grad(), hooks:
-            outputs = call.first(*[None if x is None else as_variable(x) for x in tensors])
+            outputs = call.first(*[None if x is None else _as_variable(x) for x in tensors])
         by_user.append(graph_summary(outputs).has_user_code)
         return [None if y is None else y.detach() for y in outputs]
 
     given = [None if x is None else x.detach().contiguous() for x in inputs]
     with torch.no_grad():
-        entry, lifted = trace_graph(run, given, name=f"the forward of {block_name(call)}")
-    small = all(x.numel() <= MAX_CONSTANT for x in lifted)
-    plain = small and entry.reads is None and all(map(is_plain, call.outputs))
+        entry, lifted = trace_graph(run, given, name=f"the forward of {_block_name(call)}")
+    small = all(x.numel() <= _MAX_CONSTANT for x in lifted)
+    plain = small and all(map(is_plain, call.outputs))
     if not plain or hooks.registered or any(by_user):
         return None
     constants = [(x.dtype, x.tolist()) for x in lifted]
@@ -156,12 +152,12 @@ def _inputs_of(run: Any, tensors: Sequence[Tensor | None]) -> list[Tensor | None
 
 def _template_of(call: Any, inputs: list[Tensor | None]) -> Template:
     """The template of a call and of those that are equal, for inputs of these shapes."""
-    key, family, shared = call_keys(call, inputs)
+    key, family, shared = _call_keys(call, inputs)
     found = _TEMPLATES.get(key)
     if found is None:
         memo: dict[int, Any] = {id(x): x for x in shared}
         for module in call.scope.modules():
-            for x in state_of(module).values():
+            for x in _state_of(module).values():
                 memo[id(x)] = torch.empty_like(x, device="meta")
         made = Template(call, *deepcopy((call.fn, call.constants), memo), family)
         found = _TEMPLATES[key] = _equal_template(made, inputs) or made
@@ -177,3 +173,98 @@ def _equal_template(made: Template, inputs: list[Tensor | None]) -> Template | N
     if not alike or (forward := made.forward(inputs)) is None:
         return None
     return next((x for x in alike.values() if x.forward(inputs) == forward), None)
+
+
+def _call_keys(call: Any, inputs: list[Tensor | None]) -> tuple[Hashable, Hashable, list[Any]]:
+    """A key of all that a call depends on besides tensors, for inputs of these shapes; the key of all
+    but integers and strings; and the objects that are in the keys by their identity."""
+    fixed = (
+        call.structure, tuple(call.slots), tuple(call.places), call.backend,
+        tuple(call.state_names.items()), call.stand_ins.active, call.run_state.autocast.key, call.mixed,
+        *[None if x is None else (x.dtype, x.shape, x.device) for x in inputs],
+    )  # fmt: skip
+    state = {id(x) for module in call.scope.modules() for x in _state_of(module).values()}
+    reader = _Reader(state, _block_name(call))
+    key = reader.key((call.fn, call.constants)), fixed
+    family = _Reader(state, _block_name(call), labels=False).key((call.fn, call.constants)), fixed
+    return key, family, reader.shared
+
+
+def _state_of(module: nn.Module) -> dict[str, Tensor]:
+    own = {**module._parameters, **module._buffers}
+    return {name: x for name, x in own.items() if x is not None}
+
+
+def _block_name(call: Any) -> str:
+    modules = list(call.scope.held)
+    return type(modules[0]).__name__ if modules else name_of(call.fn)
+
+
+def _as_variable(x: Tensor) -> Tensor:
+    return x.detach().requires_grad_(x.is_floating_point() or x.is_complex())
+
+
+class _HookCalls(TorchFunctionMode):
+    """Notes whether a hook of a gradient was registered inside."""
+
+    registered = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.registered |= func is Tensor.register_hook
+        return func(*args, **(kwargs or {}))
+
+
+@final
+class _Reader:
+    """All that a function reads besides tensors, as a key: equal keys, equal graphs.
+
+    labels: whether integers and strings, which may be no more than numbers and names, are in the key.
+    shared: objects that are compared by identity, which a template has to share.
+    """
+
+    def __init__(self, state: set[int], name: str, *, labels: bool = True) -> None:
+        self._state, self._name, self._labels = state, name, labels
+        self._seen = dict[int, int]()
+        self.shared: list[Any] = []
+
+    def key(self, value: Any) -> Hashable:
+        if is_plain(value):
+            if type(value) in (int, str) and not self._labels:
+                return type(value).__name__
+            return type(value), value
+        if id(value) in self._seen:
+            return "seen", self._seen[id(value)]
+        self._seen[id(value)] = len(self._seen)
+        if isinstance(value, Tensor):
+            if id(value) in self._state:
+                return "state", tuple(value.shape), value.dtype
+            raise UnsupportedError(
+                f"remat(compile=True): expected tensors as arguments, parameters or buffers of "
+                f"{self._name}, got a {type(value).__name__} in an attribute, which a graph for all "
+                "equal blocks would share. Use register_buffer, or compile=False."
+            )
+        if isinstance(value, nn.Module):
+            return self._module(value)
+        if isinstance(value, list | tuple):
+            return type(value), *map(self.key, value)
+        if isinstance(value, dict):
+            keys = (k if is_plain(k) else self.key(k) for k in value)
+            return type(value), *zip(keys, map(self.key, value.values()), strict=True)
+        if isinstance(value, partial):
+            return "partial", self.key(value.func), self.key(value.args), self.key(value.keywords)
+        if isinstance(value, MethodType):
+            return "method", value.__func__, self.key(value.__self__)
+        if isinstance(value, FunctionType | BuiltinFunctionType) or not hasattr(value, "__dict__"):
+            self.shared.append(value)
+            return "object", id(value)
+        return type(value), self.key(vars(value))
+
+    def _module(self, module: nn.Module) -> Hashable:
+        fields = vars(module)
+        own = {name: value for name, value in fields.items() if name not in _OF_MODULES}
+        hooks = [tuple(fields[name].values()) for name in _HOOKS if fields.get(name)]
+        state = tuple((name, self.key(x)) for name, x in _state_of(module).items())
+        children = tuple(
+            (n, None if m is None else self.key(m)) for n, m in module._modules.items()
+        )
+        return type(module), module.training, state, children, self.key(own), self.key(hooks)

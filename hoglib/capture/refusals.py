@@ -4,29 +4,31 @@ Two modes check: one sees calls on tensors in Python (`.item()`, NumPy, `backwar
 each operation before it runs, so that a refused operation changes nothing.
 """
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode,
+)
 
 from hoglib._core import pytree, torch_internals, validation
-from hoglib.capture.head_loss import FOLLOWED, HeadLosses
-from hoglib.capture.reads import Recorder, outside_trace, user_line, value_read_error
+from hoglib._core.source_location import is_user_file
 from hoglib.errors import HoglibError, UnsupportedError
 
 aten = torch.ops.aten
-_READ_ONE = {
+_READS = {
     Tensor.item, Tensor.__float__, Tensor.__int__, Tensor.__bool__, Tensor.__index__,
-    Tensor.__complex__,
+    Tensor.__complex__, Tensor.numpy, Tensor.__array__, Tensor.tolist,
 }  # fmt: skip
-_READ_ALL = {Tensor.numpy, Tensor.__array__, Tensor.tolist}  # of memory, without an operation
-_MASKS = (torch.bool, torch.uint8)
-_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 _GUARDS = (
     "DataDependentOutputException", "DynamicOutputShapeException", "GuardOnDataDependentSymNode",
     "UnsupportedOperatorException",
@@ -34,6 +36,7 @@ _GUARDS = (
 _WORDS = (
     "trying to get value out of a tracing tensor", ".numpy() is not supported", "data_ptr",
     "Cannot access data pointer", "Not available for 'meta'",
+    "size_bytes_is_heap_allocated_",  # of a storage of symbolic size
     "its data is not allocated yet",  # of torch.tensor([x[0]]), which reads the elements of its list
 )  # fmt: skip
 # of the operations by which fully_shard gathers parameters
@@ -44,70 +47,39 @@ _NORMS = (aten.native_batch_norm.default, aten.cudnn_batch_norm.default)
 
 
 class PythonChecks(TorchFunctionMode):
-    """Handles calls that read values, also of tensors that are not arguments, and refuses
-    `backward()`."""
+    """Refuses calls that read values, also of tensors that are not arguments, and `backward()`."""
 
-    def __init__(self, what: str, values: Recorder, heads: HeadLosses | None = None) -> None:
+    def __init__(self, what: str) -> None:
         super().__init__()
         self._what = what
-        self._values = values
-        self._heads = heads
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        reads_all = func in _READ_ALL or (func is Tensor.__format__ and not args[0].dim())
-        if reads_all and torch_internals.unwrap(args[0]) is args[0]:
-            with self._values.named(f"Tensor.{func.__name__}"):
-                return func(self._values.read(args[0]), *args[1:], **kwargs)
-        if func in _READ_ONE:
-            with self._values.named(f"Tensor.{func.__name__}"):
-                return func(*args, **kwargs)
+        if func in _READS or (func is Tensor.__format__ and not args[0].dim()):
+            constant = _constant(args[0])
+            if constant is None:
+                raise value_read_error(self._what, f"Tensor.{func.__name__}", user_line())
+            with _disable_current_modes():
+                return func(constant, *args[1:], **(kwargs or {}))
         if func is Tensor.data_ptr and not torch_internals.transforms_active():
             raise value_read_error(self._what, "Tensor.data_ptr", user_line())
         if func is Tensor.backward:
             raise backward_call_error(self._what, user_line())
-        run = _item if func is Tensor.__getitem__ else func
-        if self._heads is not None and func in FOLLOWED:
-            return self._heads.call(func, run, args, kwargs)
-        return run(*args, **kwargs)
-
-
-def _item(tensor: Tensor, index: Any) -> Tensor:
-    """tensor[index]; torch would read the value of an integer tensor that has no dimensions."""
-    parts = list(index) if isinstance(index, tuple) else [index]
-    numbers = [x for x in parts if isinstance(x, Tensor)]
-    if not all(x.dim() == 0 and x.dtype in _INTEGERS for x in numbers) or not all(
-        x is None or x is ... or type(x) is int or isinstance(x, slice | Tensor) for x in parts
-    ):
-        return tensor[index]
-    whole = tensor = tensor[tuple(slice(None) if isinstance(x, Tensor) else x for x in parts)]
-    kept = [x for x in parts if type(x) is not int]  # one dimension each, but for an ellipsis
-    for i in reversed(range(len(kept))):
-        if isinstance(kept[i], Tensor):
-            dim = tensor.dim() - len(kept) + i if any(x is ... for x in kept[:i]) else i
-            row = kept.pop(i).reshape(1)
-            tensor = tensor[(slice(None),) * dim + (row,)].squeeze(dim)
-    mode = _get_current_dispatch_mode()
-    if isinstance(mode, OperationChecks) and tensor is not whole:
-        mode.note_copy(whole, tensor)
-    return tensor
+        return func(*args, **(kwargs or {}))
 
 
 class OperationChecks(TorchDispatchMode):
-    """Handles operations that read values, or whose shape depends on them; refuses those that draw from
-    a `torch.Generator`, or write to an argument of the function or to a tensor that it reaches."""
+    """Refuses operations that read values, or whose shape depends on them; those that draw from a
+    `torch.Generator`; and those that write to an argument of the function or to a tensor that it
+    reaches."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, what: str, given: Sequence[Tensor], values: Recorder) -> None:
+    def __init__(self, what: str, given: Sequence[Tensor]) -> None:
         super().__init__()
         self._what = what
-        self._values = values
         self._kept = {torch_internals.storage_id(x) for x in given}
         self._views: list[Tensor] = []  # kept alive, so that no other tensor gets their memory
         self.outer: list[Tensor] = []  # tensors that were computed with a graph before the trace
-        self._copies: list[tuple[int, int]] = []  # storages of tensors, and of copies for views
-        self._stale: set[int] = set()  # those that a view would have changed
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):  # most calls are these, of autograd
@@ -116,8 +88,7 @@ class OperationChecks(TorchDispatchMode):
         if not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
         if _reads_values(func, args):
-            with self._values.named(str(func)):
-                return self._read(func, args, kwargs)
+            raise value_read_error(self._what, str(func), user_line())
         views = False
         for argument, value in _named_arguments(func, args, kwargs):
             if isinstance(value, torch.Generator):
@@ -125,9 +96,6 @@ class OperationChecks(TorchDispatchMode):
             if isinstance(value, Tensor):
                 if not isinstance(value, FakeTensor) and value.grad_fn:
                     self.outer.append(value)
-                self.refuse_stale([value])
-                if self._copies and _writes(func, argument):
-                    self._write_copies(func, torch_internals.storage_id(value))
                 if argument.alias_info is not None or _writes(func, argument):
                     if _writes(func, argument) and self._is_kept(value):
                         raise self._changes(func)
@@ -139,75 +107,6 @@ class OperationChecks(TorchDispatchMode):
                     self._views.append(one)
                     self._kept.add(torch_internals.storage_id(one))
         return result
-
-    def note_copy(self, tensor: Tensor, copy: Tensor) -> None:
-        """Notes a tensor that stands for what would be a view: a write to either is not one to both."""
-        tensor, copy = torch_internals.unwrap(tensor), torch_internals.unwrap(copy)
-        self._views += [tensor, copy]
-        self._copies.append((torch_internals.storage_id(tensor), torch_internals.storage_id(copy)))
-
-    def refuse_stale(self, values: Sequence[Any]) -> None:
-        """Raises UnsupportedError if a view in the place of one of these copies would have changed."""
-        if self._stale and any(
-            torch_internals.storage_id(torch_internals.unwrap(x)) in self._stale
-            for x in values
-            if isinstance(x, Tensor)
-        ):
-            raise UnsupportedError(
-                f"{self._what}: expected tensor[i], with i an integer tensor without dimensions, where "
-                "neither result nor tensor is changed in place, got one that is used after the other "
-                f"one changed{user_line()}: a graph has a copy there, and no view. Write `tensor[i] = "
-                "value`, and take tensor[i] again afterwards."
-            )
-
-    def _write_copies(self, func: Any, storage: int) -> None:
-        """Makes stale what a view would have changed with this storage."""
-        written, found = {storage}, {storage}
-        while found:  # copies of copies too
-            found = {x for pair in self._copies if written & {*pair} for x in pair} - written
-            written |= found
-        if written & self._kept:
-            raise self._changes(func)
-        self._stale |= written - {storage}
-
-    def _read(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The result of an operation that depends on values in a way that a graph cannot record."""
-        read = self._values.read
-        if func is aten._local_scalar_dense.default:
-            return read(args[0]).item()
-        if func is aten.equal.default:
-            a, b = args
-            if a is b or self._values.same(a, b):  # unless it contains NaN
-                return not read(aten.isnan(a).any(), any_dtype=True)
-            given = self._values.is_given(a) and self._values.is_given(b)  # as data, not computed
-            return a.shape == b.shape and bool(read(aten.eq(a, b).all(), any_dtype=given))
-        if func is aten.index.Tensor and all(x is None or x.dim() for x in args[1]):
-            return func(args[0], self._without_masks(args[1]))
-        if func is aten.nonzero.default and args[0].dim():
-            return self._nonzero(args[0])
-        if func is aten.masked_select.default:
-            x, mask = torch.broadcast_tensors(*args)
-            return aten.index.Tensor(x, self._without_masks([mask]))
-        if func is aten.repeat_interleave.Tensor:
-            return func(args[0], output_size=int(read(args[0].sum())))
-        # The result is a constant of the graph.
-        given = pytree.map_tensors(read, (args, kwargs))
-        with outside_trace():
-            args, kwargs = given
-            result = func(*args, **kwargs)
-        return pytree.map_tensors(aten.clone.default, result)
-
-    def _without_masks(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Indices with the places of its nonzero items instead of each mask."""
-        found: list[Tensor | None] = []
-        for x in indices:
-            found += [x] if x is None or x.dtype not in _MASKS else self._nonzero(x).unbind(1)
-        return found
-
-    def _nonzero(self, x: Tensor) -> Tensor:
-        count = self._values.read(aten.count_nonzero.default(x))
-        found: Tensor = aten.nonzero_static(x, size=int(count))
-        return found
 
     def _draws(self, func: Any) -> Exception:
         return UnsupportedError(
@@ -300,8 +199,43 @@ def backward_call_error(what: str, where: str) -> Exception:
 
 
 def _reads_values(func: torch._ops.OpOverload, args: Any) -> bool:
-    """Whether the output or its shape depends on values in a way that a graph cannot record."""
-    if func is torch.ops.aten.index.Tensor:  # tagged for the sake of its masks
+    """Whether the output or its shape depends on values that are not known."""
+    if func is aten.index.Tensor:  # tagged for the sake of its masks
         return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
-    tags = func.tags
-    return torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
+    if torch.Tag.data_dependent_output in func.tags:
+        return any(_constant(x) is None for x in pytree.tensors(args))
+    return torch.Tag.dynamic_output_shape in func.tags
+
+
+def _constant(tensor: Tensor) -> Tensor | None:
+    """The values of a tensor that the function makes from a number, as `torch.tensor(2.0)`."""
+    found: Tensor | None = getattr(torch_internals.unwrap(tensor), "constant", None)
+    return found
+
+
+def value_read_error(what: str, how: str, where: str) -> Exception:
+    return UnsupportedError(
+        f"{what}: expected a function whose graph is the same for all values of its tensors, got one "
+        f"that reads them ({how}{where}): the value that if, float(), .item(), a mask as an index or "
+        "NumPy reads would become a constant. Pass what is known before the call as a Python number or "
+        "bool, of which each value has a graph; use torch.where, torch.index_select and numbers in "
+        "tensors for the rest; or move this part out of the function."
+    )
+
+
+def user_line(trace: TracebackType | None = None) -> str:
+    """The innermost file and line of the user's, of the current stack or of a traceback."""
+    if trace is None:
+        frame: Any = sys._getframe(1)
+        while frame is not None:
+            if is_user_file(frame.f_code.co_filename):
+                return f" in {frame.f_code.co_filename}:{frame.f_lineno}"
+            frame = frame.f_back
+        return ""
+    found = ""
+    at: TracebackType | None = trace
+    while at is not None:
+        if is_user_file(at.tb_frame.f_code.co_filename):
+            found = f" in {at.tb_frame.f_code.co_filename}:{at.tb_lineno}"
+        at = at.tb_next
+    return found

@@ -7,8 +7,9 @@ reaches besides its arguments (parameters, buffers, closures) become inputs of t
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -19,15 +20,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hoglib._core import pytree, validation
 from hoglib._core.gradient_graph import leaf_tensors, walk
-from hoglib.capture.head_loss import HeadLosses, exist
-from hoglib.capture.reads import Read, Recorder
 from hoglib.capture.refusals import (
     OperationChecks,
     PythonChecks,
     backward_call_error,
     translate_tracing_errors,
 )
-from hoglib.capture.replay import Replay
 from hoglib.errors import UnsupportedError
 
 
@@ -40,7 +38,6 @@ class Traced(NamedTuple):
     leaves: list[Any]  # of the output; an OutputSlot in the place of a tensor
     structure: Any
     differentiable: list[bool]  # which tensors of the output require grad
-    reads: list[Read]  # the last outputs of the graph: the values that the function read
 
 
 class OutputSlot:
@@ -64,24 +61,17 @@ class InputRef:
         self.is_argument = is_argument
 
 
-def trace(
-    name: str, function: Callable[..., Any], tensors: list[Tensor], dynamic: bool,
-    heads: HeadLosses | None = None, blocks: Sequence[nn.Module] = (),
-) -> Traced:  # fmt: skip
-    """The graph of a function at tensors of these shapes, with logits in chunks if ``heads`` is given.
-    Equal ones of the blocks are traced once.
+def trace(name: str, function: Callable[..., Any], tensors: list[Tensor], dynamic: bool) -> Traced:
+    """The graph of a function at tensors of these shapes.
 
     Raises UnsupportedError, with the user's line, for what a graph cannot contain.
     """
     out: dict[str, Any] = {}
     modules: list[nn.Module] = []
-    values = Recorder(name, tensors)
-    replay = Replay(blocks, values)
 
     def run(*given: Tensor) -> list[Tensor]:
-        with OperationChecks(name, given, values) as checks:
+        with OperationChecks(name, given):
             leaves, out["structure"] = pytree.flatten(function(*given))
-            checks.refuse_stale(leaves)
         if any(x.grad is not None for x in given if x.is_leaf):  # by `torch.autograd.backward`
             raise backward_call_error(name, "")
         found = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -89,12 +79,12 @@ def trace(
         out["leaves"] = [OutputSlot(next(count)) if isinstance(x, Tensor) else x for x in leaves]
         out["recorded"] = [x for x in found if x.requires_grad]
         out["differentiable"] = [x.requires_grad for x in found]
-        return found + values.outputs
+        return found
 
     with (
         translate_tracing_errors(name),
         record_modules(name, modules),
-        PythonChecks(name, values, heads),
+        PythonChecks(name),
         warnings.catch_warnings(),
         torch._dynamo.config.patch(error_on_nested_fx_trace=False),  # compiled modules run eagerly
     ):
@@ -105,14 +95,7 @@ def trace(
         tracer = make_fx(
             run, tracing_mode="symbolic" if dynamic else "fake", _allow_non_fake_inputs=True
         )
-        with replay.recording():
-            graph = tracer(*[as_leaf(x) for x in tensors])
-    replay.expand(graph.graph)
-    if replay.failed:
-        return trace(name, function, tensors, dynamic, heads and HeadLosses())
-    modules += {id(x): x for x in replay.modules if x not in modules}.values()
-    if heads is not None and exist(graph.graph, heads.replaced):
-        return trace(name, function, tensors, dynamic, blocks=blocks)
+        graph = tracer(*[as_leaf(x) for x in tensors])
     _check_outputs(name, out["leaves"])
     lifted = _lift(name, graph, out["recorded"])
     if out["recorded"]:
@@ -120,9 +103,7 @@ def trace(
     for leaf in out["leaves"]:
         if isinstance(leaf, InputRef) and isinstance(leaf.where, Tensor):
             leaf.where = next(i for i, x in enumerate(lifted) if x is leaf.where)
-    return Traced(
-        graph, lifted, modules, out["leaves"], out["structure"], out["differentiable"], values.reads
-    )
+    return Traced(graph, lifted, modules, out["leaves"], out["structure"], out["differentiable"])
 
 
 def as_leaf(tensor: Tensor) -> Tensor:
@@ -207,7 +188,8 @@ def _lift(name: str, graph: fx.GraphModule, recorded: list[Tensor]) -> list[Tens
                 f"{value.layout}. Convert it, or do not compile."
             )
         lifted[id(value)] = value
-        with _insert_after(graph.graph, last[-1] if last else None):
+        insert = graph.graph.inserting_after if last else graph.graph.inserting_before
+        with insert(last[-1] if last else None):
             inputs[id(value)] = graph.graph.placeholder(f"lifted_{len(lifted)}")
         inputs[id(value)].meta.update(meta)
         last.append(inputs[id(value)])
@@ -215,7 +197,7 @@ def _lift(name: str, graph: fx.GraphModule, recorded: list[Tensor]) -> list[Tens
     for node in before:
         if node.op != "get_attr":
             continue
-        value = _attribute(graph, str(node.target))
+        value = attrgetter(str(node.target))(graph)
         if not isinstance(value, Tensor):
             raise UnsupportedError(
                 f"{name}: expected a graph of tensors, got one that holds a {type(value).__name__}. "
@@ -233,19 +215,6 @@ def _lift(name: str, graph: fx.GraphModule, recorded: list[Tensor]) -> list[Tens
     for registry in (graph._buffers, graph._parameters):  # which would keep the tensors alive
         registry.clear()
     return list(lifted.values())
-
-
-@contextmanager
-def _insert_after(graph: fx.Graph, node: fx.Node | None) -> Iterator[None]:
-    with graph.inserting_before() if node is None else graph.inserting_after(node):
-        yield
-
-
-def _attribute(graph: fx.GraphModule, path: str) -> Any:
-    value: Any = graph
-    for name in path.split("."):
-        value = getattr(value, name)
-    return value
 
 
 def _check_independent(name: str, lifted: list[Tensor]) -> None:

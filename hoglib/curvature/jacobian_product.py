@@ -22,8 +22,8 @@ from hoglib._core.sharding import Sharding, refuse_sharded
 from hoglib._core.swap import keep_swapped, restore_buffers
 from hoglib._core.tolerances import TOLERANCES
 from hoglib._core.torch_modes import ActiveStandIns, value_checks_on, without_stand_ins
-from hoglib.capture.api import Compiled, function_name
-from hoglib.capture.capturing import Place, runs_elsewhere
+from hoglib.capture.api import function_name, kept_graph
+from hoglib.capture.capturing import runs_elsewhere
 from hoglib.curvature.linear_map import no_forward_mode
 from hoglib.errors import (
     ArgumentTypeError,
@@ -120,10 +120,8 @@ def jvp(
     with torch.inference_mode(False):
         leaves, vector = clone_inference_tensors((leaves, vector))
         pushed = partial(_value_and_tangent, run, options)
-        compiled = Compiled(
-            pushed, backend=backend, name=f"jvp of {function_name(func)}",
-            place=Place(owner_of(func), ("jvp", structure, options)), before=pushed,
-        )  # fmt: skip
+        name, key = f"jvp of {function_name(func)}", (structure, options)
+        compiled = kept_graph(pushed, name, owner_of(func), key, backend, precheck=pushed)
         # new tensors: one that is both primal and tangent would be one input of the graph
         value, tangent = compiled(leaves, [v.view_as(v) for v in vector])
     return value, tangent

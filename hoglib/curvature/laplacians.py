@@ -16,8 +16,8 @@ from hoglib._core import torch_internals, validation
 from hoglib._core.autograd import clone_inference_tensors
 from hoglib._core.finite_differences import fixed_random_numbers
 from hoglib._core.logger import LOGGER
+from hoglib.capture.api import call_or_graph
 from hoglib.curvature import directions as of_operator
-from hoglib.curvature.compiled import call_or_graph
 from hoglib.curvature.directions import Directions
 from hoglib.curvature.input_derivatives import (
     Function,

@@ -10,8 +10,8 @@ from torch import Tensor
 from hoglib._core import validation
 from hoglib._core.autograd import clone_inference_tensors
 from hoglib._core.finite_differences import fixed_random_numbers
+from hoglib.capture.api import call_or_graph
 from hoglib.curvature import directions as of_operator
-from hoglib.curvature.compiled import call_or_graph
 from hoglib.curvature.input_derivatives import check_points, point_values
 from hoglib.curvature.laplacians import MODES as _MODES
 from hoglib.curvature.laplacians import at_points

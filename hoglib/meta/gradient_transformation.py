@@ -61,8 +61,7 @@ def transformation(
 
     decoupled takes the decay from theta: theta' = (1 - lr lambda) theta - lr u. slots name what a
     direction keeps from step to step, a tree like params each. A rate that is a function of the step
-    has a count of its own, "at", which tells `compile="step"` that steps differ. A rule without either
-    has no state.
+    has a count of its own, "at". A rule without either has no state.
     """
     schedule = lr if callable(lr) and not isinstance(lr, Tensor) else None
     lr = check_rates("lr", lr) if schedule is None else lr

@@ -88,12 +88,8 @@ class MAML(Learner):
         over_tasks: "vmap" runs all tasks at once, "loop" one after the other. "auto" chooses by the
             shapes of parameters and tasks, and loops, with a warning, where vmap cannot run the
             model. Parameters that are DTensors need the loop.
-        compile: Run the meta-gradient as a graph (`hoglib.compile`). "inductor": compiled with all
-            inner steps. "step": one inner step is compiled and used for all; the parameters after
-            each step are kept, whatever memory says. "eager": captured, and its operations run one
-            by one. True chooses what takes least time for compile_for losses, and prints which;
-            `compile_mode` is the choice.
-        compile_for: The number of losses that will be computed, for compile=True. Default: 10,000.
+        compile: Run the meta-gradient as a graph of all inner steps (`hoglib.compile`): True or
+            "inductor" compiles it, "eager" runs its operations one by one.
         stand_ins: Run inside `hoglib.second_order()`, where torch calls without a right second
             derivative are replaced by their stand-ins.
         remat: Blocks of the model whose intermediate values are recomputed in backward instead of kept,
@@ -133,7 +129,6 @@ class MAML(Learner):
     truncate = Option[int | None]("_options")
     step_weights = Option[Sequence[float] | None]("_options")
     compiled = Option[bool | str]("_compile_options")
-    compile_for = Option[int | None]("_compile_options")
 
     def __init__(
         self,
@@ -161,7 +156,6 @@ class MAML(Learner):
         forward: Forward | None = None,
         over_tasks: str = "auto",
         compile: bool | str = False,
-        compile_for: int | None = None,
         stand_ins: bool = True,
         remat: bool | str | Sequence[str] = False,
     ) -> None:
@@ -175,7 +169,7 @@ class MAML(Learner):
             model, criterion, options,
             rule=rule, inner_loss=inner_loss, forward=forward, over_tasks=over_tasks,
         )  # fmt: skip
-        self._compile_options = CompileOptions(compile, compile_for)
+        self._compile_options = CompileOptions(compile)
         self._compiler = MetaCompiler()
         self._check_together()
         self.rates = self._learned_rates(learn_lr, validation.flag("lr_per_step", lr_per_step))
@@ -208,11 +202,6 @@ class MAML(Learner):
         memory, compiled, remat = (
             changed.get(name, getattr(self, name)) for name in ("memory", "compiled", "remat")
         )
-        if compiled == "step" and remat is not False:
-            raise ArgumentValueError(
-                "MAML: expected compile=True, 'inductor' or 'eager' with remat=, which compile each "
-                "block, got 'step', whose graphs are of whole inner steps. Leave out one of the two."
-            )
         if compiled and remat is not False and self.over_tasks == "vmap":
             raise ArgumentValueError(
                 "MAML: expected over_tasks='loop' or 'auto' with remat= and compile=, got 'vmap', in "
@@ -237,13 +226,7 @@ class MAML(Learner):
         if self.remat is False or not self.compiled:
             return ""
         self._check_together()  # over_tasks may be set later
-        return "eager" if self.compiled == "eager" else "inductor"
-
-    @property
-    def compile_mode(self) -> bool | str:
-        """How the meta-gradient is run: False or a mode; True until the first loss chooses one."""
-        chosen = self._compiler.chosen if self.compiled is True else None
-        return self.compiled if chosen is None else chosen
+        return self._compile_options.backend
 
     def _runner(self, loop: ModuleLoop, start: MetaParams, wanted: bool) -> TaskRunner:
         if loop.options.memory == "disk":
@@ -251,9 +234,7 @@ class MAML(Learner):
             return self._runner_on_disk(loop, start, wanted)
         if not self.compiled or self._block_backend:
             return super()._runner(loop, start, wanted)
-        return self._compiler.runner(
-            self._compile_options, loop, start, wanted, type(self).__name__
-        )
+        return self._compiler.runner(self._compile_options.backend, loop, start, wanted)
 
     def _runner_on_disk(self, loop: ModuleLoop, start: MetaParams, wanted: bool) -> TaskRunner:
         """Tasks one by one, whose states and results are kept in files."""

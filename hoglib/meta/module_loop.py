@@ -31,7 +31,6 @@ from hoglib.meta.inner_loop import (
     InnerSteps,
     Unrolled,
     check_truncate,
-    gradient,
     is_truncated,
     refuse_saved_tensor_hooks,
     unroll,
@@ -236,24 +235,6 @@ class ModuleLoop:
             },
             replaces=True,
         )  # fmt: skip
-
-    def step(
-        self, start: MetaParams, carry: Any, count: Tensor, support: Any, constant: bool
-    ) -> tuple[Any, Tensor]:
-        """One inner step alone, where all steps are equal: the next carry, and the loss.
-
-        carry: the parameters that adapt, and the slots of the rule's state. count: the number of
-        steps before this one, which is the rest of its state.
-        """
-        params, slots = carry
-        rule = self.rule_at(0, start)
-        grads, (loss, _) = gradient(
-            lambda params: (self.inner_value(start, params, support, 0), ()), params,
-            constant=constant, check=True,
-        )  # fmt: skip
-        state = {"step": count, **slots} if slots else {}
-        params, state = rule.update(params, grads, state)
-        return (params, {slot: tree for slot, tree in state.items() if slot != "step"}), loss
 
     def inner_value(self, start: MetaParams, params: Params, support: Any, step: int) -> Tensor:
         """The loss that an inner step decreases."""

@@ -14,7 +14,7 @@ from hoglib._core import pytree
 from hoglib._core.closures import owner_of
 from hoglib._core.gradient_graph import graph_summary
 from hoglib._core.state import preserve_random_state
-from hoglib.capture.api import Compiled
+from hoglib.capture.api import Compiled, kept_graph
 from hoglib.capture.capturing import Place, kept, runs_elsewhere
 from hoglib.capture.loss import CompiledLoss
 from hoglib.capture.signature import parse_call
@@ -50,9 +50,9 @@ def run_as_graph(
             known[signature] = draws.recorded
             raise _OtherDraws
 
-    def run(before: Callable[..., Any]) -> Any:
+    def run(precheck: Callable[..., Any]) -> Any:
         kind = CompiledLoss if with_gradients else Compiled
-        compiled = kind(term, backend=backend, name=name, place=Place(owner, name), before=before)
+        compiled = kept_graph(term, name, owner, None, backend, precheck=precheck, kind=kind)
         return compiled(*args, [draw.tensor(generator) for draw in known.get(signature, ())])
 
     try:

@@ -40,32 +40,9 @@ def of_numpy(x):
     return x * np.random.rand()
 
 
-def of_python(x):
-    return x * random.random()
-
-
 def of_an_iterator():
     numbers = iter(range(100))
     return lambda x: x * next(numbers)
-
-
-def of_an_own_numpy_generator():
-    rng = np.random.default_rng(0)
-    return lambda x: x * rng.random()
-
-
-def of_a_generator_kept_by_a_buffer():
-    """A NumPy result of the values of the first call, kept past what a trace can see."""
-    kept = {}
-
-    def fn(x):
-        if "scale" not in kept:
-            kept["scale"] = 1.0
-        else:
-            kept["scale"] += 1
-        return x * kept["scale"]
-
-    return fn
 
 
 def of_a_seed(x):
@@ -91,10 +68,7 @@ UNEQUAL = {
     "a count of its calls": Counting,
     "a tensor kept from the call before": Remembering,
     "random numbers of NumPy": lambda: of_numpy,
-    "random numbers of Python": lambda: of_python,
     "an iterator": of_an_iterator,
-    "random numbers of a NumPy generator": of_an_own_numpy_generator,
-    "a number kept in a dict": of_a_generator_kept_by_a_buffer,
 }
 
 

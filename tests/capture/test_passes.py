@@ -3,10 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing import assert_close
 
 import hoglib as hog
 from hoglib.capture.api import trace_graph
+from hoglib.capture.passes import merge_sums
 from tests.capture.models import draw
 
 WEIGHT = draw(3)
@@ -64,3 +66,16 @@ def test_a_view_of_a_batch_of_one_has_the_layout_of_the_trace():
 
     x = draw(1, 4, 8)
     assert_close(hog.compile(fn, backend="eager")(x), fn(x))
+
+
+@pytest.mark.parametrize(("rows", "products"), [(2, 1), (20, 2)])  # of many rows it does not pay
+def test_a_sum_of_products_of_few_rows_is_one_product(rows, products):
+    def fn(a, b, c, d, x):
+        return (x + a.t() @ b) + (d.t() @ c).t()
+
+    given = [draw(rows, n, seed=i) for i, n in enumerate((30, 25, 30, 25))] + [draw(30, 25)]
+    graph = make_fx(fn, tracing_mode="fake")(*given)
+    merge_sums(graph)
+    graph.recompile()
+    assert graph.code.count("aten.mm.default") == products
+    assert_close(graph(*given), fn(*given))

@@ -8,7 +8,7 @@ import pytest
 from experiments.data.sinusoid import SinusoidTasks
 from experiments.maml import JointRegression, MAMLRegression
 from experiments.training import compile_choice
-from experiments.training.compile_choice import LOSSES_THAT_PAY
+from experiments.training.compile_choice import LOSSES_THAT_PAY, LOSSES_THAT_PAY_FOR_COMPILING
 from tests.experiments.command import COMMAND_LINE, assert_same_run, checkpoint
 from tests.experiments.test_sinusoid import SMOKE, fit, folder
 
@@ -21,7 +21,7 @@ def test_a_run_as_a_graph_is_the_run_without_to_the_bit(trained, monkeypatch, ca
     assert checkpoint(whole)["compiled"] is False
     monkeypatch.setattr(compile_choice, "LOSSES_THAT_PAY", 15)
     fit()
-    assert "compile: 'eager', for 20 losses pay for a graph\n" in capsys.readouterr().out
+    assert "compile: 'eager', for 20 losses are too few for compiling to pay\n" in capsys.readouterr().out
     assert checkpoint(folder())["compiled"] == "eager"
     assert_same_run(folder(), whole)
     assert (folder() / "table.txt").read_bytes() == (whole / "table.txt").read_bytes()
@@ -73,10 +73,12 @@ def trainer_of(steps):
     [
         (None, LOSSES_THAT_PAY - 1, None, False),
         (None, LOSSES_THAT_PAY, None, "eager"),
-        (None, float("inf"), None, "eager"),
+        (None, LOSSES_THAT_PAY_FOR_COMPILING - 1, None, "eager"),
+        (None, LOSSES_THAT_PAY_FOR_COMPILING, None, True),
+        (None, float("inf"), None, True),
         (None, 10**6, {}, False),  # from before there was a choice
         (None, 10**6, {"compiled": "inductor"}, "inductor"),
-        (True, 10**6, {"compiled": "eager"}, "inductor"),
+        (True, 10**6, {"compiled": "eager"}, True),
         ("eager", 1, {"compiled": False}, "eager"),
         (False, 10**6, {"compiled": "eager"}, False),
     ],

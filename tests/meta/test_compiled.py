@@ -1,7 +1,6 @@
-"""The meta-gradient as graphs: whole, by the step, operation by operation; each equal to plain."""
+"""The meta-gradient as graphs, compiled and operation by operation; each equal to plain."""
 
 import copy
-import logging
 import pickle
 
 import pytest
@@ -10,13 +9,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import hoglib as hog
-from hoglib.capture import api, capturing
-from hoglib.meta.compiled import fastest_mode
+from hoglib.capture import capturing
 from tests.long_tail import all_but
 from tests.meta.test_maml import as_list, stacks
 from tests.oracles import relative
-
-UNEQUAL_STEPS = {"lr_per_step", "step_weights", "batch_norm"}
 
 
 class Named(nn.Module):
@@ -66,15 +62,6 @@ CASES = {
 }
 
 
-@pytest.fixture
-def uncompiled(monkeypatch):
-    """Graphs run operation by operation, in every mode: compiling is another's test."""
-    make = api.Compiled.__init__
-    monkeypatch.setattr(
-        api.Compiled, "__init__", lambda self, fn, **given: make(self, fn, **given | {"backend": "eager"})
-    )  # fmt: skip
-
-
 def learner(make, compile, **options):
     torch.manual_seed(0)
     model = make().double()
@@ -99,24 +86,13 @@ def test_weights_of_steps_that_change_take_no_graph_of_their_own():
     )  # with an outer loss after the first step, and without
 
 
-@pytest.mark.usefixtures("uncompiled")
-@pytest.mark.parametrize(
-    ("case", "mode"),
-    all_but(
-        lambda case, mode: mode == "step",  # whose graphs are made of the same steps
-        [(case, mode) for case in (*CASES, "a list of tasks") for mode in ("eager", "step")],
-    ),
-)
-def test_a_graph_gives_the_meta_gradient(case, mode):
+@pytest.mark.parametrize("case", [*CASES, "a list of tasks"])
+def test_a_graph_gives_the_meta_gradient(case):
     tasks = stacks if case in CASES else lambda: as_list(stacks())
     make, options = CASES.get(case, (plain_net, {}))
-    if mode == "step" and UNEQUAL_STEPS & options.keys():
-        with pytest.raises(NotImplementedError, match="expected inner steps that are equal"):
-            learner(make, mode, **options).loss(tasks())
-        return
     torch.manual_seed(1)
     first, second = tasks(), tasks()
-    ours, plain = (learner(make, mode, **options), learner(make, False, **options))
+    ours, plain = (learner(make, mode, **options) for mode in ("eager", False))
     for given in (first, second):  # the second finds the graph of the first, at other parameters
         assert relative(meta_gradient(ours, given), meta_gradient(plain, given)) < 1e-12
         for p, q in zip(ours.parameters(), plain.parameters(), strict=True):
@@ -133,11 +109,8 @@ def test_a_graph_gives_the_meta_gradient(case, mode):
 
 @pytest.mark.parametrize(
     ("mode", "over_tasks"),
-    # that a loop and a step are captured, the tests above show without the compiler
-    all_but(
-        lambda mode, over_tasks: (mode, over_tasks) == ("inductor", "vmap"),
-        [("inductor", "vmap"), ("inductor", "loop"), ("step", "vmap")],
-    ),
+    # that a loop is captured, the tests above show without the compiler
+    all_but(lambda mode, over_tasks: over_tasks == "vmap", [(True, "vmap"), ("inductor", "loop")]),
 )
 def test_compiled_it_is_the_same(mode, over_tasks):
     def make():
@@ -151,16 +124,6 @@ def test_compiled_it_is_the_same(mode, over_tasks):
     assert {entry.backend for entry in capturing.graphs_of(ours._compiler)} == {"inductor"}
 
 
-@pytest.mark.usefixtures("uncompiled")
-@pytest.mark.parametrize("steps", [1, 2, 7])
-def test_by_the_step_there_are_three_graphs_whatever_the_steps(steps):
-    maml = learner(plain_net, "step")
-    maml.inner_steps = steps
-    maml.loss(stacks())
-    assert len(capturing.graphs_of(maml._compiler)) == 3
-
-
-@pytest.mark.usefixtures("uncompiled")
 def test_options_that_change_between_steps_are_heeded():
     tasks = stacks()
     ours, plain = learner(plain_net, "eager"), learner(plain_net, False)
@@ -170,13 +133,10 @@ def test_options_that_change_between_steps_are_heeded():
         assert relative(meta_gradient(ours, tasks), meta_gradient(plain, tasks)) < 1e-12
 
 
-@pytest.mark.usefixtures("uncompiled")
 def test_dropout_is_drawn_once_for_a_step_and_its_backward():
     def make():
         return nn.Sequential(nn.Linear(2, 6), nn.Dropout(0.5), nn.Linear(6, 2))
 
-    with pytest.raises(NotImplementedError, match="dropout"):
-        learner(make, "step").loss(stacks())
     tasks = stacks()
     ours, plain = learner(make, "eager"), learner(make, False)
     meta_gradient(ours, tasks), meta_gradient(plain, tasks)  # both look at the model at first
@@ -186,41 +146,7 @@ def test_dropout_is_drawn_once_for_a_step_and_its_backward():
     assert relative(found, meta_gradient(plain, tasks)) < 1e-12
 
 
-def test_what_pays_depends_on_the_operations_and_the_losses():
-    assert fastest_mode(200, losses=1, by_step=True) == "eager"
-    assert fastest_mode(200, losses=6000, by_step=True) == "eager"
-    assert fastest_mode(200, losses=10**6, by_step=True) == "inductor"
-    assert fastest_mode(5000, losses=3000, by_step=True) == "step"
-    assert fastest_mode(5000, losses=30_000, by_step=False) == "inductor"
-    assert fastest_mode(5000, losses=10**6, by_step=True) == "inductor"
-
-
-@pytest.mark.usefixtures("uncompiled")
-def test_it_says_what_it_chose_and_why(capfd):
-    maml = learner(plain_net, True, compile_for=20)
-    maml.loss(stacks())
-    said = capfd.readouterr().err
-    assert maml.compile_mode == "eager"
-    assert "MAML: 20 losses of" in said
-    assert "would take longer than it saves" in said
-    logger = logging.getLogger("hoglib")
-    level = logger.level
-    try:
-        logger.setLevel(logging.WARNING)
-        learner(plain_net, True, compile_for=20).loss(stacks())
-    finally:
-        logger.setLevel(level)
-    assert not capfd.readouterr().err
-
-
-@pytest.mark.usefixtures("uncompiled")
-def test_it_chooses_where_steps_are_unequal_too():
-    maml = learner(plain_net, True, compile_for=20, learn_lr="layer", lr_per_step=True)
-    maml.loss(stacks())
-    assert maml.compile_mode == "eager"
-
-
-@pytest.mark.parametrize("wrong", ["fast", 1, None])
+@pytest.mark.parametrize("wrong", ["fast", "step", 1, None])
 def test_a_wrong_way_is_explained(wrong):
     with pytest.raises((TypeError, ValueError), match="compile"):
         learner(plain_net, wrong)
@@ -236,7 +162,6 @@ def test_what_cannot_be_captured_is_refused_by_name():
         maml.loss(stacks())
 
 
-@pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda maml: pickle.loads(pickle.dumps(maml))])
 def test_a_copy_has_graphs_of_its_own(again):
     tasks = stacks()

@@ -735,7 +735,7 @@ CHANGES = {
     "first_order": ("no", TypeError), "memory": ("disk", ValueError), "inner_steps": (0, ValueError),
     "batch_norm": ("per_step", ValueError), "truncate": ("no", TypeError), "inner_lr": (-1.0, ValueError),
     "over_tasks": ("map", ValueError), "inner_params": (3, TypeError), "rule_options": ([1], TypeError),
-    "stand_ins": (1, TypeError), "step_weights": ([-1.0], ValueError), "compile_for": (0, ValueError),
+    "stand_ins": (1, TypeError), "step_weights": ([-1.0], ValueError),
 }  # fmt: skip
 
 

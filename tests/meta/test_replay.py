@@ -728,11 +728,3 @@ def test_each_step_has_a_learned_rate(way, tmp_path):
 def test_a_schedule_of_momentum_is_refused():
     with pytest.raises(ValueError, match="cycle_momentum=False"):
         hog.meta.scheduled(0.1, lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.2, 9), steps=3)
-
-
-def test_a_schedule_is_no_equal_step_for_the_compiler():
-    rule = lambda lr: hog.meta.sgd(lambda i: lr / (i + 1))  # noqa: E731
-    maml = hog.MAML(nn.Linear(2, 1), F.mse_loss, rule=rule, inner_steps=2, compile="step")
-    task = torch.randn(3, 2), torch.randn(3, 1)
-    with pytest.raises(NotImplementedError, match="a rule that counts steps by itself"):
-        maml.loss([(task, task)])

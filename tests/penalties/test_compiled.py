@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import warnings
 import weakref
 
 import pytest
@@ -38,21 +37,15 @@ def with_outputs(found):
 # name: (critic, (critic, **options) -> scalar)
 KINDS = {
     "wgan_gp": (plain, lambda c, **o: penalties.wgan_gp(c, X, FAKE, generator=generator(), **o)),
-    "wgan_gp, one-sided": (
-        plain,
-        lambda c, **o: penalties.wgan_gp(c, X, FAKE, target=0.1, one_sided=True, **o),
-    ),
     "zero_centred": (
         plain, lambda c, **o: penalties.zero_centred(c, X, FAKE, generator=generator(), **o)
     ),
     "r1": (plain, lambda c, **o: penalties.r1(c, X, **o)),
-    "r2": (plain, lambda c, **o: penalties.r2(c, FAKE, **o)),
     "r1_r2": (plain, lambda c, **o: penalties.r1_r2(c, X, FAKE, **o)),
     "dragan": (plain, lambda c, **o: penalties.dragan(c, X, generator=generator(), **o)),
     "jacobian": (
         SMOOTH, lambda c, **o: penalties.jacobian(c, X, generator=generator(), **o)
     ),
-    "jacobian, exact": (SMOOTH, lambda c, **o: penalties.jacobian(c, X, num_projections=None, **o)),
     "lipschitz": (
         SMOOTH, lambda c, **o: penalties.lipschitz(c, X, bound=0.1, generator=generator(), **o)
     ),
@@ -60,12 +53,6 @@ KINDS = {
     "input_gradient": (
         SMOOTH,
         lambda c, **o: penalties.input_gradient(lambda x: c(x).square().sum(1), X, **o),
-    ),
-    "parameter_gradient": (
-        SMOOTH,
-        lambda c, **o: penalties.parameter_gradient(
-            mean_square(c), dict(c.named_parameters()), X, **o
-        ),
     ),
     "parameter_gradient with outputs": (
         SMOOTH,
@@ -75,11 +62,9 @@ KINDS = {
             )
         ),
     ),
-    "a sum": (plain, lambda c, **o: penalties.r1(c, X, reduction="sum", **o)),
     "terms": (
         plain, lambda c, **o: (penalties.r1(c, X, reduction="none", **o) * X[:, 0]).sum()
     ),
-    "outputs": (plain, lambda c, **o: with_outputs(penalties.r1(c, X, return_outputs=True, **o))),
     "outputs of both": (
         plain, lambda c, **o: with_outputs(penalties.r1_r2(c, X, FAKE, return_outputs=True, **o))
     ),
@@ -88,7 +73,6 @@ KINDS = {
         SMOOTH,
         lambda c, **o: penalties.jacobian(c, X, generator=generator(), micro_batch=2, **o),
     ),
-    "graphs": (plain, lambda c, **o: penalties.r1(pooled(c), X, GRAPHS, batch=GRAPHS, **o)),
     "between graphs": (
         plain,
         lambda c, **o: penalties.wgan_gp(
@@ -163,14 +147,8 @@ def test_compiled_is_eager_while_parameters_change(name, calls):
     expected = train(build(make), penalty)
     assert_close(train(build(make), penalty, compile="eager"), expected, rtol=1e-10, atol=1e-12)
     assert expected[0][0] != expected[-1][0]
-    several = {
-        "outputs": 2,
-        "outputs of both": 2,
-        "terms": 2,
-        "micro_batches": 2,
-        "micro-batches of projections": 2,
-    }
-    most = several.get(name, 2 if name.endswith("with outputs") else 1)
+    several = ("outputs", "terms", "micro")  # are two graphs
+    most = 1 + any(word in name for word in several)
     assert 1 <= len(calls) <= most  # and not one a step, though functions are made anew
 
 
@@ -180,7 +158,7 @@ def test_the_compiler_agrees(name, tmp_path, monkeypatch):
     make, penalty = KINDS[name]
     expected = train(build(make), penalty)
     assert_close(train(build(make), penalty, compile=True), expected, rtol=1e-10, atol=1e-12)
-    assert list(tmp_path.glob("*.bin"))
+    assert list(tmp_path.rglob("*.so"))
 
 
 @pytest.mark.parametrize(
@@ -277,20 +255,6 @@ def test_gradients_by_points_and_twice():
         return by_points, *grads, again
 
     assert_close(found(compile="eager"), found(), rtol=1e-10, atol=1e-12)
-
-
-def test_backward_accumulates_scales_and_runs_twice():
-    critic, plainly = build(plain), build(plain)
-    for c, options in ((critic, {"compile": "eager"}), (plainly, {})):
-        for weight in (1.0, 10.0):
-            value = weight * penalties.r1(c, X, **options)
-            value.backward(retain_graph=True)
-            value.backward()
-    assert_close(
-        [p.grad for p in critic.parameters() if p.grad is not None],
-        [p.grad for p in plainly.parameters() if p.grad is not None],
-        rtol=1e-10, atol=1e-12,
-    )  # fmt: skip
 
 
 def test_gradients_share_no_memory_with_one_another_or_the_graph():
@@ -424,38 +388,12 @@ def step(critic, penalty):
     ["wgan_gp", "zero_centred", "r1", "r2", "r1_r2", "dragan", "lipschitz"],
 )
 def test_a_whole_step_is_one_graph(kind):
-    def found(compiling):
-        critic = build(plain)
-        loss = step(critic, hog.GradientPenalty(kind))
-        if compiling:
-            loss = hog.compiled_loss(loss, backend="eager")
-        steps = []
-        for _ in range(3):
-            torch.manual_seed(0)
-            value = loss(X, FAKE)
-            grads = gradients(critic, value)
-            steps.append((value.detach(), grads))
-            with torch.no_grad():
-                for p, g in zip(critic.parameters(), grads, strict=True):
-                    p.sub_(0.1 * g)
-        if compiling:
-            assert len(loss.signatures) == 1
-        return steps
-
-    assert_close(found(True), found(False), rtol=1e-10, atol=1e-12)
-
-
-def test_a_step_by_hand_is_one_graph():
-    critic = build(plain)
-
-    def loss(real):
-        x = real.detach().requires_grad_()
-        (g,) = torch.autograd.grad(critic(x).sum(), x, create_graph=True)
-        return g.square().sum(1).mean() / 2
-
-    value = hog.compiled_loss(loss, backend="eager")(X)
-    expected = penalties.r1(critic, X)
-    assert_close((value, gradients(critic, value)), (expected, gradients(critic, expected)))
+    critic, plainly, penalty = build(plain), build(plain), hog.GradientPenalty(kind)
+    loss = hog.compiled_loss(step(critic, penalty), backend="eager")
+    found = train(critic, lambda _: loss(X, FAKE), 3)
+    expected = train(plainly, lambda _: step(plainly, penalty)(X, FAKE), 3)
+    assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    assert len(loss.signatures) == 1
 
 
 def test_lazily_a_graph_cannot_count():
@@ -489,10 +427,3 @@ def test_a_penalty_of_a_config_resumes_its_rhythm(calls):
     assert_close([*values, *run(again, 4)], expected)
     assert "compile='eager'" in repr(first)
     assert copy.deepcopy(first).calls == 4
-
-
-def test_nothing_is_warned_of_in_a_plain_run():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(2):
-            penalties.wgan_gp(build(plain), X, FAKE, compile="eager").backward()
