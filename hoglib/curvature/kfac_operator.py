@@ -29,8 +29,8 @@ from hoglib.curvature.linear_operator import BlockDiagonal, LinearOperator
 from hoglib.curvature.model_run import USUAL, FactorOptions, ModelRun, checked_run
 from hoglib.curvature.operators import GGNOperator, HessianOperator
 from hoglib.curvature.processes import PassTotals, Processes
-from hoglib.curvature.traces import Estimate, random_signs
-from hoglib.curvature.vector_space import Space, check_named
+from hoglib.curvature.traces import Estimate
+from hoglib.curvature.vector_space import Space, check_named, random_signs
 from hoglib.errors import (
     ArgumentTypeError,
     ArgumentValueError,
@@ -318,7 +318,7 @@ class KFACOperator(KroneckerOperator):
         }
         given = (self._loss, self.space.params, self._data)
         G, H = GGNOperator(*given, **options), HessianOperator(*given, **options)
-        rows = random_signs(self, num_samples, generator)
+        rows = random_signs(self.space, num_samples, generator)
         ours = self.apply(rows)
         masks = [_mask(block.layout, self.space) for block in self.blocks()]
         every: list[LinearOperator] = [G, BlockDiagonal(G, masks), H]
