@@ -1,10 +1,12 @@
 """Curvature of scalar functions of parameters: products with vectors, whole matrices, operators."""
 
 from hoglib.curvature.dense import ggn, hessian
-from hoglib.curvature.example_gradients import per_example_gradients
-from hoglib.curvature.ghost_gradients import (
+from hoglib.curvature.example_gradients import (
+    NoiseScale,
+    gradient_noise_scale,
     per_example_gradient_norms,
     per_example_gradient_products,
+    per_example_gradients,
 )
 from hoglib.curvature.influence_scores import influence
 from hoglib.curvature.jacobian_product import jvp
@@ -14,7 +16,6 @@ from hoglib.curvature.laplacian_routes import Route
 from hoglib.curvature.laplacians import bilaplacian, laplacian
 from hoglib.curvature.linear_operator import LinearOperator, LowRankOperator
 from hoglib.curvature.newton import NewtonCG, NewtonStep
-from hoglib.curvature.noise_scale import NoiseScale, gradient_noise_scale
 from hoglib.curvature.operators import FisherOperator, GGNOperator, HessianOperator
 from hoglib.curvature.partial_derivatives import directional, partial_derivative
 from hoglib.curvature.products import fisher_vp, ggn_vp, hvp

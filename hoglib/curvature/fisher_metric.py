@@ -25,7 +25,6 @@ from hoglib._core import pytree, validation
 from hoglib._core.autograd import Vector, clone_inference_tensors, grad_enabled
 from hoglib._core.mixed_precision import upcast_half
 from hoglib._core.torch_modes import value_checks_on
-from hoglib.curvature import distributions
 from hoglib.curvature import likelihood as likelihoods
 from hoglib.curvature.gauss_newton import CompositeLoss, MetricProduct, OutputMetric
 from hoglib.curvature.likelihood import Likelihood, Weight
@@ -238,7 +237,7 @@ def _distribution(
         chosen = likelihoods.inferred(loss, constant, at.batch, options.reduction)
     else:
         chosen = likelihoods.given(options.likelihood, loss, constant, at.batch)
-    p = distributions.make(chosen, constant)
+    p = likelihoods.make_distribution(chosen, constant)
     return chosen, p, likelihoods.weight(chosen, p, options.reduction)
 
 
@@ -271,13 +270,13 @@ def _exact(
     weight: Weight,
 ) -> Metric:
     """M u by differentiating the gradient of w sum_t KL(p_t(outputs0) || p_t(outputs)) once more."""
-    q = distributions.make(likelihood, rebuild(own))
-    distributions.refuse_moving_support(q)
-    distributions.refuse_wrong_divergence(q)
-    with distributions.translate_divergence_errors(q):
+    q = likelihoods.make_distribution(likelihood, rebuild(own))
+    likelihoods.refuse_moving_support(q)
+    likelihoods.refuse_wrong_divergence(q)
+    with likelihoods.translate_divergence_errors(q):
         divergence = weight * D.kl_divergence(p, q).sum()
         if not divergence.requires_grad:
-            distributions.refuse_constant()
+            likelihoods.refuse_constant()
         gradient = torch.autograd.grad(divergence, own, create_graph=True, allow_unused=True)
     pairs = [(i, g) for i, g in enumerate(gradient) if g is not None]
 
@@ -292,7 +291,7 @@ def _exact(
 
     if not value_checks_on():
         return metric
-    with distributions.translate_divergence_errors(q):  # some appear in the second derivative only
+    with likelihoods.translate_divergence_errors(q):  # some appear in the second derivative only
         for part in (*(g for _, g in pairs), *metric([torch.ones_like(leaf) for leaf in own])):
             validation.finite("KL(p || p)", part, "Its derivatives are not finite at p.")
     return metric
@@ -307,14 +306,14 @@ def _sampled(
     random = options.random_numbers(own[0].device)
     if family is not None:
         f = own[0].detach()
-        y = distributions.sample(p, count, f, random)
+        y = likelihoods.sample(p, count, f, random)
         scores = [family.score(f, y).mul_(likelihoods.mask(likelihood, f))]
         by_example = f.dim() > (1 if family.classes else 0)
     else:
-        q = distributions.make(likelihood, at.rebuild(own))
-        distributions.refuse_moving_support(q)
-        y = distributions.sample(p, count, own[0], random)
-        scores, by_example = distributions.scores(q, y, own)
+        q = likelihoods.make_distribution(likelihood, at.rebuild(own))
+        likelihoods.refuse_moving_support(q)
+        y = likelihoods.sample(p, count, own[0], random)
+        scores, by_example = likelihoods.scores(q, y, own)
     return Scores(scores, weight / count, by_example)
 
 

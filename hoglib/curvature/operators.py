@@ -1,7 +1,7 @@
 """The Hessian, Gauss-Newton and Fisher matrices of a loss over data, as linear operators."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, final
@@ -47,17 +47,30 @@ class DatasetOperator(LinearOperator):
     `LinearOperator` describes products, algebra and algorithms.
     """
 
-    @abstractmethod
     def __init__(
         self,
-        kind: CurvatureKind,
         loss: Any,
         params: Tree,
         data: Any,
-        options: DatasetOptions,
-        compile: bool | str,
+        *,
+        reduction: str = "mean",
+        mode: str = "auto",
+        batch_size: BatchSize | None = None,
+        micro_batch: int | None = None,
+        memory_limit: float = MEMORY_LIMIT,
+        check_deterministic: bool = True,
+        stand_ins: bool = True,
+        progress: bool = False,
+        compile: bool | str = False,
+        processes: str | None = None,
+        dtype: torch.dtype | None = None,
+        remat: bool | str | Sequence[str] = False,
     ) -> None:
-        name = type(self).__name__
+        options = DatasetOptions(
+            reduction, batch_size, micro_batch, memory_limit, check_deterministic, stand_ins, progress,
+            processes, dtype, remat,
+        )  # fmt: skip
+        name, kind = type(self).__name__, self._kind_of(mode)
         backend = check_backend(name, compile, kind)
         check_blocks(name, options.remat, backend, kind.mode)
         processes = Processes(name, options.processes, data)
@@ -80,6 +93,10 @@ class DatasetOperator(LinearOperator):
             name, stand_ins=options.stand_ins, backend=backend, remat=options.remat
         )
         self._sum.backend = backend
+
+    @abstractmethod
+    def _kind_of(self, mode: str) -> CurvatureKind:
+        """The matrix at one batch, whose products are computed in this mode."""
 
     def value(self) -> Tensor:
         """The loss over the data, a scalar tensor."""
@@ -295,30 +312,8 @@ class HessianOperator(DatasetOperator):
         tensor(2.)
     """
 
-    def __init__(
-        self,
-        loss: Callable[..., Tensor],
-        params: Tree,
-        data: Any,
-        *,
-        reduction: str = "mean",
-        mode: str = "auto",
-        batch_size: BatchSize | None = None,
-        micro_batch: int | None = None,
-        memory_limit: float = MEMORY_LIMIT,
-        check_deterministic: bool = True,
-        stand_ins: bool = True,
-        progress: bool = False,
-        compile: bool | str = False,
-        processes: str | None = None,
-        dtype: torch.dtype | None = None,
-        remat: bool | str | Sequence[str] = False,
-    ) -> None:
-        options = DatasetOptions(
-            reduction, batch_size, micro_batch, memory_limit, check_deterministic, stand_ins, progress,
-            processes, dtype, remat,
-        )  # fmt: skip
-        super().__init__(HessianKind(mode), loss, params, data, options, compile)
+    def _kind_of(self, mode: str) -> CurvatureKind:
+        return HessianKind(mode)
 
 
 @final
@@ -385,30 +380,8 @@ class GGNOperator(DatasetOperator):
         tensor([[10.]])
     """
 
-    def __init__(
-        self,
-        loss: Any,
-        params: Tree,
-        data: Any,
-        *,
-        reduction: str = "mean",
-        mode: str = "auto",
-        batch_size: BatchSize | None = None,
-        micro_batch: int | None = None,
-        memory_limit: float = MEMORY_LIMIT,
-        check_deterministic: bool = True,
-        stand_ins: bool = True,
-        progress: bool = False,
-        compile: bool | str = False,
-        processes: str | None = None,
-        dtype: torch.dtype | None = None,
-        remat: bool | str | Sequence[str] = False,
-    ) -> None:
-        options = DatasetOptions(
-            reduction, batch_size, micro_batch, memory_limit, check_deterministic, stand_ins, progress,
-            processes, dtype, remat,
-        )  # fmt: skip
-        super().__init__(GaussNewtonKind(mode), loss, params, data, options, compile)
+    def _kind_of(self, mode: str) -> CurvatureKind:
+        return GaussNewtonKind(mode)
 
 
 @final
@@ -508,9 +481,13 @@ class FisherOperator(DatasetOperator):
         dtype: torch.dtype | None = None,
         remat: bool | str | Sequence[str] = False,
     ) -> None:
-        options = DatasetOptions(
-            reduction, batch_size, micro_batch, memory_limit, check_deterministic, stand_ins, progress,
-            processes, dtype, remat,
+        self._metric = FisherMetric(kind, likelihood, reduction, num_samples, generator).seeded()
+        super().__init__(
+            loss, params, data, reduction=reduction, mode=mode, batch_size=batch_size,
+            micro_batch=micro_batch, memory_limit=memory_limit, stand_ins=stand_ins,
+            check_deterministic=check_deterministic, progress=progress, compile=compile,
+            processes=processes, dtype=dtype, remat=remat,
         )  # fmt: skip
-        metric = FisherMetric(kind, likelihood, reduction, num_samples, generator).seeded()
-        super().__init__(GaussNewtonKind(mode, metric), loss, params, data, options, compile)
+
+    def _kind_of(self, mode: str) -> CurvatureKind:
+        return GaussNewtonKind(mode, self._metric)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import hoglib as hog
-from hoglib.curvature import density
+from hoglib.curvature import lanczos_quadrature
 from tests.curvature.problems import F64, Given, draw, matrix, problem
 
 VALUES = [-3.0, -0.2, 0.0, 0.1, 0.4, 0.9, 1.5, 2.5, *([0.05] * 30)]
@@ -94,7 +94,7 @@ def test_standard_errors_are_those_of_many_runs():
 @pytest.mark.parametrize("samples_at_once", [1, 2, 7])
 def test_samples_in_several_blocks_are_the_same(samples_at_once, monkeypatch):
     whole = Given(matrix(VALUES)).spectral_density(7, steps=6, generator=seeded())
-    monkeypatch.setattr(density, "AT_ONCE", samples_at_once * 6 * len(VALUES) * 8)
+    monkeypatch.setattr(lanczos_quadrature, "AT_ONCE", samples_at_once * 6 * len(VALUES) * 8)
     parts = Given(matrix(VALUES)).spectral_density(7, steps=6, generator=seeded())
     assert_close(parts.density, whole.density)
     assert_close(parts.nodes, whole.nodes)

@@ -204,29 +204,6 @@ def test_a_resumed_run_is_the_same_run(options):
     copy.deepcopy(optimizer).step(batch)
 
 
-def test_ten_steps_get_further_than_fifty_of_gradient_descent():
-    """On a badly scaled problem, each with the best of three settings that are factors apart."""
-
-    def after_kfac(damping):
-        loss, params, batch = problem()
-        optimizer = KFAC(loss, damping=damping)
-        for _ in range(10):
-            optimizer.step(batch)
-        return float(loss(params, batch).detach())
-
-    def after_descent(lr):
-        loss, params, batch = problem()
-        plain = torch.optim.SGD(params.values(), lr, momentum=0.9)
-        for _ in range(50):
-            plain.zero_grad()
-            loss(params, batch).backward()
-            plain.step()
-        return float(loss(params, batch).detach())
-
-    found = min(map(after_kfac, (1e-1, 1e-2, 1e-3)))
-    assert found < 0.7 * min(map(after_descent, (0.1, 0.3, 1.0)))
-
-
 def test_what_is_refused():
     loss, params, batch = problem()
     with pytest.raises(hog.errors.ArgumentTypeError, match="expected options of KFACOperator"):

@@ -214,10 +214,7 @@ SPECIAL = {
     "softmax far out": (lambda x: torch.stack([x, 0 * x]).softmax(0)[0], 800.0, (0.0, 0.0, 0.0)),
     "a tie of a maximum": (lambda x: torch.stack([x, 3 * x]).amax(), 0.0, (2.0, 0.0, 0.0)),
     "atan2 left of the origin": (lambda x: torch.atan2(x, x - 2), 0.0, (-0.5, -0.5, -0.5)),
-    "determinant of a singular matrix": (
-        lambda x: torch.linalg.det(torch.stack([torch.stack([x + 1, x]), torch.stack([x, 1 + 0 * x])])),
-        0.0, (1.0, -2.0, 0.0),
-    ),
+    "determinant of a singular matrix": (lambda x: torch.linalg.det(torch.stack([torch.stack([x + 1, x]), torch.stack([x, 1 + 0 * x])])), 0.0, (1.0, -2.0, 0.0)),
 }  # fmt: skip
 
 
