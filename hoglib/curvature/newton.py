@@ -137,17 +137,6 @@ class NewtonCG(BatchOptimizer):
         self.info: NewtonStep | None = None
         super().__init__(loss, params, defaults)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state; raise for that of another optimizer.
-
-        Args:
-            state_dict: From ``state_dict()``.
-        """
-        groups = [dict(group) for group in state_dict["param_groups"]]
-        for group in groups:
-            group.setdefault("steps", 0)  # which older checkpoints do not have
-        super().load_state_dict({**state_dict, "param_groups": groups})
-
     def step(self, closure: Any = None, curvature: Any = None) -> Tensor:  # type: ignore[override]
         """Take one step.
 
