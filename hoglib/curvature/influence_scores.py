@@ -12,8 +12,8 @@ from hoglib._core import validation
 from hoglib.curvature.data import is_batch, to_device
 from hoglib.curvature.example_gradients import gradient_rows
 from hoglib.curvature.kfac_operator import KFACOperator
+from hoglib.curvature.newton import refuse_unknown
 from hoglib.curvature.operators import GGNOperator
-from hoglib.curvature.optimizer import refuse_unknown
 from hoglib.curvature.vector_space import Space
 from hoglib.errors import ArgumentValueError, NonFiniteError
 from hoglib.verification.entry_points import examined_functions

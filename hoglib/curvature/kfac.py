@@ -16,13 +16,13 @@ from hoglib.curvature.kronecker import (
     KroneckerMatrix,
 )
 from hoglib.curvature.model_run import USUAL
-from hoglib.curvature.operators import GGNOperator
-from hoglib.curvature.optimizer import (
+from hoglib.curvature.newton import (
     BatchOptimizer,
     finite_or_infinite,
     positive_damping,
     refuse_unknown,
 )
+from hoglib.curvature.operators import GGNOperator
 from hoglib.errors import ArgumentValueError
 from hoglib.verification.entry_points import examined_functions
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
-from hoglib._core import pytree, torch_internals, validation
+from hoglib._core import pytree, validation
 from hoglib._core.autograd import NOT_DIFFERENTIABLE, Vector
 from hoglib._core.blocks import Remat, check_remat
 from hoglib._core.closures import STATE, ClosureWalker
@@ -113,25 +113,15 @@ def apply_block(linear_map: LinearMap, vectors: Vector, block: bool) -> tuple[Te
     """The loss, and the product with one vector or with each column of a block (the last dimension)."""
     if not block:
         return linear_map.apply(vectors, False)
+    values, products = [], []
     count = vectors[0].shape[-1]
-    if any(leaf.requires_grad for leaf in vectors) or torch_internals.transforms_active():
-        applied = [
-            linear_map.apply([leaf[..., j] for leaf in vectors], j + 1 < count)
-            for j in range(count)
-        ]
-        products = zip(*(product for _, product in applied), strict=True)
-        return applied[0][0], [torch.stack(parts, -1) for parts in products]
-    # contiguous copies of the columns: matrix products with strided vectors take half as long again
-    column = [leaf.new_empty(leaf.shape[:-1]) for leaf in vectors]
-    found: Vector = []
     for j in range(count):
-        for place, leaf in zip(column, vectors, strict=True):
-            place.copy_(leaf[..., j])
+        # contiguous: matrix products with strided vectors take half as long again
+        column = [leaf[..., j].contiguous() for leaf in vectors]
         value, product = linear_map.apply(column, j + 1 < count)
-        found = found or [part.new_empty((count, *part.shape)) for part in product]
-        for whole, part in zip(found, product, strict=True):
-            whole[j].copy_(part)
-    return value, [whole.movedim(0, -1) for whole in found]
+        values.append(value)
+        products.append(product)
+    return values[0], [torch.stack(parts, -1) for parts in zip(*products, strict=True)]
 
 
 def check_blocks(caller: str, remat: Any, backend: str, mode: str) -> Remat:

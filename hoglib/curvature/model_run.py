@@ -73,7 +73,10 @@ def mean_inputs(layer: Layer, examples: int, dtype: torch.dtype, device: torch.d
     if layer.layout.weight is None:
         return ones
     total = sum(call.rows for call in layer.calls)
-    weighted = [call.rows / total * call.mean_inputs(examples).to(dtype) for call in layer.calls]
+    weighted = [
+        call.rows / total * call.by_example(call.inputs().to(dtype), examples).mean(2)
+        for call in layer.calls
+    ]
     mean = torch.stack(weighted).sum(0) if len(weighted) > 1 else weighted[0]
     return mean if layer.layout.bias is None else torch.cat([mean, ones], -1)
 

@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import io
 import weakref
 from functools import partial
 
@@ -14,11 +13,9 @@ from torch import nn
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
-from tqdm import tqdm
 
 import hoglib as hog
 from hoglib._core.fingerprint import StateFingerprint
-from hoglib.curvature import linear_operator
 from hoglib.errors import NondeterministicError
 from tests.curvature.problems import (
     F64,
@@ -670,30 +667,6 @@ def test_a_bar_counts_products(capsys):
     assert "HessianOperator trace:" in shown
     hog.HessianOperator(loss, params, batch) @ draw(operator.shape[0])
     assert not capsys.readouterr().err
-
-
-@pytest.fixture
-def bars(monkeypatch):
-    """Bars that are not drawn: a tqdm shows only some of its counts."""
-    shown = []
-
-    def silent(**options):
-        shown.append(tqdm(**options, file=io.StringIO()))
-        return shown[-1]
-
-    monkeypatch.setattr(linear_operator, "_tqdm", lambda: silent)
-    return shown
-
-
-@pytest.mark.parametrize("matrix", [partial(hog.hessian, compile="eager"), hog.hessian, hog.ggn])
-def test_a_bar_counts_the_rows_of_a_matrix(matrix, bars):
-    loss = hog.functional_loss(nn.Linear(2, 1), F.mse_loss)
-    given = loss, hog.trainable_params(loss.model), (torch.ones(4, 2), torch.zeros(4, 1))
-    matrix(*given)
-    assert not bars
-    matrix(*given, progress=True)
-    name = "ggn" if matrix is hog.ggn else "hessian"
-    assert [(bar.desc, bar.n, bar.total) for bar in bars] == [(f"{name} products", 3, 3)]
 
 
 def test_blocks_on_the_diagonal():
