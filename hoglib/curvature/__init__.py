@@ -4,11 +4,11 @@ from hoglib.curvature.dense import ggn, hessian
 from hoglib.curvature.example_gradients import (
     NoiseScale,
     gradient_noise_scale,
+    influence,
     per_example_gradient_norms,
     per_example_gradient_products,
     per_example_gradients,
 )
-from hoglib.curvature.influence_scores import influence
 from hoglib.curvature.jacobian_product import jvp
 from hoglib.curvature.kfac import KFAC, KFACStep
 from hoglib.curvature.kfac_operator import KFACError, KFACOperator

@@ -21,8 +21,13 @@ from hoglib._core.swap import keep_swapped
 from hoglib.capture.capturing import runs_elsewhere
 from hoglib.curvature.compiled import compiled_linear_map
 from hoglib.curvature.gauss_newton import GaussNewtonKind
-from hoglib.curvature.hessian_product import HessianKind
-from hoglib.curvature.linear_map import BoundLoss, LinearMap, ProductOptions, check_backend
+from hoglib.curvature.linear_map import (
+    BoundLoss,
+    HessianKind,
+    LinearMap,
+    ProductOptions,
+    check_backend,
+)
 from hoglib.curvature.vector_space import Blocks, groups_of
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 from hoglib.stand_ins.mode import stand_ins_if

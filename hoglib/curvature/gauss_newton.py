@@ -30,7 +30,6 @@ from hoglib._core.gradient_graph import (
     graph_bytes,
     graph_summary,
 )
-from hoglib.curvature.hessian_product import forward_over_reverse, reverse_over_reverse
 from hoglib.curvature.jacobian_product import TransposedJacobian, are_adjoint, detached
 from hoglib.curvature.linear_map import (
     DIFFERENCES,
@@ -38,7 +37,9 @@ from hoglib.curvature.linear_map import (
     CurvatureKind,
     LinearMap,
     ProductOptions,
+    forward_over_reverse,
     no_forward_mode,
+    reverse_over_reverse,
 )
 from hoglib.errors import (
     ArgumentTypeError,

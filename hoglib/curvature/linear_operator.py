@@ -537,36 +537,32 @@ class LinearOperator(ABC):
         self,
         rank: int,
         *,
-        method: str = "nystrom",
         oversampling: int = 10,
         generator: Generator | None = None,
     ) -> "LowRankOperator":
         r"""The largest eigenvalues and their eigenvectors, by products with random vectors.
 
-            nystrom       A S (S^T A S)^-1 (A S)^T                A positive semi-definite
-            randomized    Q (Q^T A Q) Q^T, Q a basis of A S       any A, twice as many products
+            A S (S^T A S)^-1 (A S)^T                A positive semi-definite (Nystrom's method)
 
         with S orthonormal, random, of rank + oversampling columns, one product each. All are
         computed at once, where `eigsh` takes one after the other until its eigenvalues converge.
-        Before the smallest eigenvalues are cut off, the error of "nystrom" in the trace norm is on
-        average at most 1 + rank / (oversampling - 1) times the sum of the eigenvalues that are not
-        kept. That of a result L is |A - L|^2 in the Frobenius norm, estimated by ``(A -
-        L).squared_frobenius(16)``.
+        Before the smallest eigenvalues are cut off, the error in the trace norm is on average at
+        most 1 + rank / (oversampling - 1) times the sum of the eigenvalues that are not kept. That
+        of a result L is |A - L|^2 in the Frobenius norm, estimated by
+        ``(A - L).squared_frobenius(16)``.
 
         Args:
-            rank: Eigenvalues that are kept; those of largest magnitude.
-            method: As above.
+            rank: Eigenvalues that are kept, the largest.
             oversampling: Further columns of S.
             generator: Of S; None is torch's global generator.
         Returns:
             `LowRankOperator`, with ``values`` and ``vectors``, ``inverse`` and ``preconditioner``.
         Raises:
-            NotPositiveDefiniteError: with "nystrom", for a matrix with negative eigenvalues.
+            NotPositiveDefiniteError: for a matrix with negative eigenvalues.
             ArgumentValueError: for a rank larger than P.
         References:
             Tropp, Yurtsever, Udell and Cevher, Fixed-Rank Approximation of a Positive-Semidefinite
-            Matrix from Streaming Data, 2017, algorithm 3. Halko, Martinsson and Tropp, Finding
-            Structure with Randomness, 2011, section 5.3.
+            Matrix from Streaming Data, 2017, algorithm 3.
         Example:
             >>> A = hog.HessianOperator(lambda p, x: (p @ x).square(), torch.ones(9), torch.ones(9))
             >>> L = A.low_rank(1)  # 2 x x^T is of rank one
@@ -574,7 +570,7 @@ class LinearOperator(ABC):
             tensor([18.])
         """
         with self._algorithm("low_rank"):
-            found = low_rank.eigenpairs(self, rank, method, oversampling, generator)
+            found = low_rank.eigenpairs(self, rank, oversampling, generator)
         return LowRankOperator(self.space, *found)
 
     def __repr__(self) -> str:

@@ -1,6 +1,4 @@
-"""Approximations of a matrix by a few eigenvectors, from its products with random vectors."""
-
-from collections.abc import Callable
+"""Nystrom's approximation of a matrix by a few eigenvectors, from its products with random vectors."""
 
 import torch
 from torch import Generator, Tensor
@@ -9,40 +7,29 @@ from hoglib._core import validation
 from hoglib.curvature.vector_space import SymmetricMatrix
 from hoglib.errors import ArgumentValueError, NotPositiveDefiniteError
 
-METHODS = ("nystrom", "randomized")
-
 
 def eigenpairs(
-    operator: SymmetricMatrix, rank: int, method: str, oversampling: int, generator: Generator | None
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    operator: SymmetricMatrix, rank: int, oversampling: int, generator: Generator | None
+) -> tuple[Tensor, Tensor]:
     """Eigenvectors as rows [k, P] and eigenvalues [k], as `LinearOperator.low_rank` describes them."""
     operator.space.refuse_sharded("low_rank")
     size = operator.shape[0]
-    validation.one_of("method", method, METHODS)
     validation.generator(generator)
     if validation.at_least("rank", rank, 1) > size:
         raise ArgumentValueError(f"rank: expected at most {size}, the size of A, got {rank}.")
     columns = min(rank + validation.at_least("oversampling", oversampling, 0), size)
     device = operator.device if generator is None else generator.device
     wide = torch.promote_types(operator.dtype, torch.float32)
-    noise = torch.randn(size, columns, generator=generator, device=device, dtype=wide)
-    S = torch.linalg.qr(noise.to(operator.device))[0]
-
-    def product(X: Tensor) -> Tensor:
-        return operator.apply(X.T.to(operator.dtype)).to(wide).T
-
     with torch.inference_mode(False), torch.no_grad():
-        Y = product(S)
-        if method == "nystrom":
-            U, values = _nystrom(S, Y, torch.finfo(operator.space.precision).eps)
-        else:
-            U, values = _projected(Y, product)
-    kept = values.abs().argsort(descending=True)[:rank]
-    return U[:, kept].T.contiguous(), values[kept]
+        drawn = torch.randn(size, columns, generator=generator, device=device, dtype=wide)
+        S = torch.linalg.qr(drawn.to(operator.device))[0]
+        Y = operator.apply(S.T.to(operator.dtype)).to(wide).T
+        U, values = _nystrom(S, Y, torch.finfo(operator.space.precision).eps)
+    return U[:, :rank].T.contiguous(), values[:rank]
 
 
 def _nystrom(S: Tensor, Y: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Eigenvectors and eigenvalues of Y (S^T Y)^-1 Y^T, Y = A S, which is rounded to eps."""
+    """Eigenvectors and eigenvalues, descending, of Y (S^T Y)^-1 Y^T; Y = A S is rounded to eps."""
     size = float(torch.linalg.matrix_norm(Y, 2))
     # a shift keeps the small matrix positive definite in spite of the rounding here
     shift = torch.finfo(Y.dtype).eps * Y.shape[0] ** 0.5 * size
@@ -53,19 +40,11 @@ def _nystrom(S: Tensor, Y: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     lowest = float(values[0])
     if lowest < -10 * max(noise, shift):
         raise NotPositiveDefiniteError(
-            "low_rank: expected a positive semi-definite matrix, got a direction of curvature "
-            f"{lowest:.3g}; use method='randomized'."
+            "low_rank: expected a positive semi-definite matrix, as a GGNOperator is, got a direction "
+            f"of curvature {lowest:.3g}; `eigsh` finds eigenvalues of either sign."
         )
     # of directions that are rounding nothing is known
     roots = torch.where(values > noise, values.clamp(min=0).rsqrt(), 0)
     B = Y @ (vectors * roots).to(Y)
     U, sizes, _ = torch.linalg.svd(B, full_matrices=False)
     return U, (sizes.square() - shift).clamp(min=0)
-
-
-def _projected(Y: Tensor, product: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """Eigenvectors and eigenvalues of Q Q^T A Q Q^T, Q an orthonormal basis of Y."""
-    Q = torch.linalg.qr(Y)[0]
-    T = Q.T @ product(Q)
-    values, vectors = torch.linalg.eigh((T + T.T) / 2)
-    return Q @ vectors, values

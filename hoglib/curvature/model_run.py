@@ -15,12 +15,11 @@ from hoglib._core.state import preserve_random_state
 from hoglib._core.torch_modes import plain_operations
 from hoglib._core.validation import listing
 from hoglib.curvature.data import first_examples, leading_dimension
-from hoglib.curvature.fisher_metric import FisherMetric
+from hoglib.curvature.fisher_metric import FisherMetric, columns, examples_of
 from hoglib.curvature.gauss_newton import CompositeLoss
 from hoglib.curvature.kronecker import BlockLayout
 from hoglib.curvature.layer_calls import LayerCall, LayerRecorder, Region, unlike_rows
 from hoglib.curvature.linear_map import BoundLoss, ProductOptions
-from hoglib.curvature.output_columns import columns, examples_of
 from hoglib.curvature.vector_space import Space
 from hoglib.errors import ArgumentTypeError, NoSecondDerivative, UnsupportedError
 

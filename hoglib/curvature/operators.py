@@ -20,11 +20,11 @@ from hoglib.curvature.data import BatchSize
 from hoglib.curvature.dataset_sum import MEMORY_LIMIT, DatasetOptions, DatasetSum
 from hoglib.curvature.fisher_metric import FisherMetric
 from hoglib.curvature.gauss_newton import GaussNewtonKind
-from hoglib.curvature.hessian_product import HessianKind
 from hoglib.curvature.linear_map import (
     DIFFERENCES,
     BoundLoss,
     CurvatureKind,
+    HessianKind,
     LinearMap,
     ProductOptions,
     check_backend,
