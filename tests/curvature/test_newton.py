@@ -96,15 +96,6 @@ def test_steps_are_those_with_matrices(name):
         assert {"good", "bad"} <= ratios
 
 
-@pytest.mark.parametrize("start", [[-1.2, 1.0], [0.0, 0.0], [5.0, -5.0], [-8.0, 60.0]], ids=str)
-def test_the_minimum_of_rosenbrocks_function_is_found(start):
-    loss = squares(rosenbrock, start)
-    optimizer = NewtonCG(loss)
-    for _ in range(60):
-        optimizer.step(HERE)
-    assert_close(loss.model.p.detach(), torch.ones(2, dtype=F64), rtol=0, atol=1e-8)
-
-
 def test_a_quadratic_is_solved_and_steps_at_the_minimum_stay():
     loss, batch, _, best = regression()
     optimizer = NewtonCG(loss, damping=1e-3)
