@@ -73,16 +73,16 @@ class DatasetOperator(LinearOperator):
         name, kind = type(self).__name__, self._kind_of(mode)
         backend = check_backend(name, compile, kind)
         check_blocks(name, options.remat, backend, kind.mode)
-        processes = Processes(name, options.processes, data)
+        sharing = Processes(name, options.processes, data)
         # the first process shows the bar for all
-        super().__init__(Space(params, options.dtype), options.progress and processes.rank == 0)
+        super().__init__(Space(params, options.dtype), options.progress and sharing.rank == 0)
         kind.check_loss(loss)
         if self.space.sharding is not None:
             _check_sharded(name, loss, kind, options, backend)
         if options.remat is not False:
             find_blocks(options.remat, loss)  # raises where there are none
         self._sum = DatasetSum(
-            loss, self.space, data, options, processes, self._bar,
+            loss, self.space, data, options, sharing, self._bar,
             name=name, seed=kind.seed, fixed_batches=kind.random, takes_shards=True,
         )  # fmt: skip
         self._kind = kind
