@@ -1,4 +1,7 @@
-"""The data of an operator: what a batch is, its weight, how it is split and moved."""
+"""The data of an operator: what a batch is, its weight, how it is split and moved.
+
+Processes that share the parameters have batches of their own, and go on together (`in_step`).
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import length_hint

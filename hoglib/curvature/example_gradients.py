@@ -1,4 +1,10 @@
-"""Gradients of every example of a batch by itself."""
+"""Gradients of every example of a batch by itself, their norms and products, and what they tell.
+
+Norms and products come from the inputs a_nt of each layer at the positions t of example n, and the
+gradients g_nt by its outputs:
+
+    dW_n = sum_t g_nt a_nt^T        <dW_n, dW_m> = sum_tu <g_nt, g_mu> <a_nt, a_mu>
+"""
 
 import inspect
 from collections.abc import Iterable, Iterator

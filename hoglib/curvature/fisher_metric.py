@@ -7,6 +7,16 @@
 with s_t = d(-log p(y_t)) / doutputs the score of a term, w = 1/T for the mean over T terms, and W = N
 for the mean over N examples; both are 1 for a sum.
 
+`columns` gives M as a sum of squares, M = sum_c s_c s_c^T, example by example. Examples are the rows of
+the outputs, n, and M is block-diagonal in them: one vector s_c like the outputs holds a column of the
+square root of every block, so that one backward pass of it gives the vector J_n^T s_cn of every example
+at once.
+
+    exact        columns of the square root of each block, as many as an example has outputs
+    mc           sqrt(w / S) times the score of each of S draws; without a likelihood S random sums of
+                 the columns
+    empirical    sqrt(W) times the gradient of the loss of each example
+
 References:
     Amari, Natural Gradient Works Efficiently in Learning, 1998. Martens, New Insights and Perspectives
     on the Natural Gradient Method, 2020, sections 8 and 9 (exact, mc) and 11 (empirical).

@@ -1,4 +1,8 @@
-"""One run of a model, in which its layers are recorded, and checked against autograd."""
+"""One run of a model, in which its layers are recorded, and checked against autograd.
+
+Its layers have rows: an example, or a position of one, at which the weights are used. A row has inputs
+a_r, and gradients g_r by the outputs.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress

@@ -1,4 +1,4 @@
-"""Newton steps with the Gauss-Newton matrix, as an optimizer of torch."""
+"""Optimizers that are given batches, not gradients, and Newton steps with the Gauss-Newton matrix."""
 
 import inspect
 from abc import ABC, abstractmethod

@@ -1,4 +1,4 @@
-"""Vectors on the parameters, in each form that users give them, and the matrices that act on them."""
+"""Vectors on the parameters, given in each form or drawn, and the matrices that act on them."""
 
 import zlib
 from collections.abc import Callable, Hashable, Iterable, Mapping
