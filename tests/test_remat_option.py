@@ -394,32 +394,6 @@ def test_penalties_are_the_same(name, compile, runs, levels):
     assert len(levels()) == (9 if compile else 0)
 
 
-class WithSpectralNorm(nn.Module):
-    def __init__(self):
-        super().__init__()
-        norm = nn.utils.parametrizations.spectral_norm
-        self.blocks = nn.ModuleList(
-            nn.Sequential(norm(nn.Linear(4, 4)), nn.Tanh()) for _ in range(2)
-        )
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x.sum(-1)
-
-
-def test_spectral_norm_is_updated_by_no_penalty():
-    torch.manual_seed(0)
-    critic = WithSpectralNorm().double()
-    x, before = torch.randn(3, 4, dtype=DOUBLE), copy.deepcopy(critic.state_dict())
-    grads = []
-    for remat in (False, True):
-        value = hog.penalties.r1(critic, x, remat=remat)
-        grads.append(torch.autograd.grad(value, list(critic.parameters())))
-        torch.testing.assert_close(critic.state_dict(), before, rtol=0, atol=0)
-    torch.testing.assert_close(*grads)
-
-
 def test_the_gradient_by_parameters(levels):
     loss, params, _, batch = problem("transformer", train=False)
     grads = [
@@ -522,14 +496,6 @@ def test_compiled_blocks_in_other_products_and_operators():
         operator = hog.HessianOperator(loss, params, batch, mode=mode, remat=True, compile="eager")
         for _ in range(2):
             assert relative(flat(operator @ v), flat(plain)) < 1e-10
-
-
-def test_a_function_by_compiled_recomputation():
-    weight = torch.randn(3, 3, dtype=DOUBLE, requires_grad=True)
-    x = torch.randn(2, 3, dtype=DOUBLE)
-    fn = hog.ops.remat(lambda x, w: {"y": (torch.tanh(x @ w), None)}, compile="eager")
-    assert fn(x, weight)["y"][1] is None
-    assert torch.autograd.gradgradcheck(lambda w: fn(x, w)["y"][0], weight)
 
 
 def test_what_is_not_compiled_together():
