@@ -328,10 +328,7 @@ def refused(rank, world):
     )
     operator = hog.HessianOperator(one, params, [batch])
     experts = shard(Experts((0, 1) if rank == 0 else (1, 0)).double())
-    routed, theirs = (
-        hog.functional_loss(experts, F.cross_entropy),
-        hog.trainable_params(experts),
-    )
+    routed, theirs = (hog.functional_loss(experts, F.cross_entropy), hog.trainable_params(experts))
     again = shard(Recomputing().double())
     recomputing, its = hog.functional_loss(again, F.cross_entropy), hog.trainable_params(again)
     calls = {

@@ -101,12 +101,7 @@ def hessian(
             loss = BoundLoss(func, structure, inputs)
             point = compiled_linear_map(kind, loss, leaves, options, True)
             return _nested(_by_products(point, leaves, groups), params, structure, blocks)
-    with (
-        examined_functions("hessian"),
-        grad_enabled(),
-        keep_swapped(),
-        stand_ins_if(stand_ins),
-    ):
+    with examined_functions("hessian"), grad_enabled(), keep_swapped(), stand_ins_if(stand_ins):
         leaves, inputs = clone_inference_tensors((leaves, args))
         loss = BoundLoss(func, structure, inputs)
         if torch_internals.transforms_active():

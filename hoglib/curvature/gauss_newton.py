@@ -25,11 +25,7 @@ from hoglib._core.autograd import (
     without_graph,
 )
 from hoglib._core.finite_differences import directional_derivative
-from hoglib._core.gradient_graph import (
-    check_custom_functions,
-    graph_bytes,
-    graph_summary,
-)
+from hoglib._core.gradient_graph import check_custom_functions, graph_bytes, graph_summary
 from hoglib.curvature.jacobian_product import TransposedJacobian, are_adjoint, detached
 from hoglib.curvature.linear_map import (
     DIFFERENCES,

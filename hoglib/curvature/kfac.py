@@ -9,12 +9,7 @@ from torch import Tensor
 
 from hoglib._core import pytree, validation
 from hoglib.curvature.kfac_operator import KFACOperator, layout_of, saved_layout
-from hoglib.curvature.kronecker import (
-    METHODS,
-    BlockLayout,
-    KroneckerBlock,
-    KroneckerMatrix,
-)
+from hoglib.curvature.kronecker import METHODS, BlockLayout, KroneckerBlock, KroneckerMatrix
 from hoglib.curvature.model_run import USUAL
 from hoglib.curvature.newton import (
     BatchOptimizer,

@@ -534,11 +534,7 @@ class LinearOperator(ABC):
             return lanczos_quadrature.matrix_function(self, b, function, steps)
 
     def low_rank(
-        self,
-        rank: int,
-        *,
-        oversampling: int = 10,
-        generator: Generator | None = None,
+        self, rank: int, *, oversampling: int = 10, generator: Generator | None = None
     ) -> "LowRankOperator":
         r"""The largest eigenvalues and their eigenvectors, by products with random vectors.
 

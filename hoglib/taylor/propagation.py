@@ -31,12 +31,7 @@ from hoglib.taylor.algebras import Algebra, Parts, align
 from hoglib.taylor.call import Call, Refused, Rule, to_dtype
 from hoglib.taylor.composites import composite_of
 from hoglib.taylor.kinks import Kink, Kinks, here
-from hoglib.taylor.rules import (
-    is_composite,
-    is_constant,
-    names_of,
-    rule_of,
-)
+from hoglib.taylor.rules import is_composite, is_constant, names_of, rule_of
 
 aten = torch.ops.aten
 _OVERWRITES = {"zero", "fill.Scalar", "normal", "uniform", "random", "bernoulli", "exponential"}
