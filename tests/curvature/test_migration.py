@@ -29,7 +29,7 @@ def cells():
                 yield from ((page.stem, code) for code in re.findall(r"`([^`]+)`", row[1]))
 
 
-@pytest.mark.parametrize(("page", "code"), cells())
+@pytest.mark.parametrize(("page", "code"), list(cells()))
 def test_what_a_row_calls_exists(page, code):
     for path in re.findall(r"\bhog\.([a-zA-Z_.]+\w)", code):
         reduce(getattr, path.split("."), hog)
