@@ -555,7 +555,7 @@ def influence(
             a `hoglib.KFACOperator`, with corrected eigenvalues, for deep networks.
         damping: As above: the weight decay that the parameters were trained with, or more.
         vmap: As of `hoglib.per_example_gradients`.
-        tol: Of "cg", as of `hoglib.curvature.cg`.
+        tol: Of "cg", as of `LinearOperator.solve`.
         **options: Of `hoglib.GGNOperator` or `hoglib.KFACOperator`, such as kind="mc" and
             progress=True.
     Returns:

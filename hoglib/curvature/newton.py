@@ -183,13 +183,13 @@ class NewtonCG(BatchOptimizer):
             `hoglib.trainable_params` of the loss's model returns.
         lr: The largest length a of a step.
         damping: The first damping.
-        max_iter: Iterations of `hoglib.curvature.cg`, at most.
+        max_iter: Iterations of `LinearOperator.solve`, at most.
         stagnation_tol: End these where the quadratic model hardly falls any more; that of
-            `hoglib.curvature.cg`.
+            `LinearOperator.solve`.
         warm_start: The part of the last direction from which conjugate gradients start; 0 for none.
         preconditioner: Of conjugate gradients: "kfac", the damped inverse of a
             `hoglib.KFACOperator` of the step's batch, kind="mc"; or a function (G, damping) of the
-            matrix that returns one, as `hoglib.curvature.cg` takes it. Default: none.
+            matrix that returns one, as `LinearOperator.solve` takes it. Default: none.
         preconditioner_every: Steps from one preconditioner to the next; a run that is resumed begins
             with a new one.
         **options: Of `hoglib.GGNOperator`, such as micro_batch, compile, processes and progress.
