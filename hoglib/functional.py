@@ -204,10 +204,7 @@ class FunctionalLoss:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        criterion: Criterion | None = None,
-        forward: Forward | None = None,
+        self, model: nn.Module, criterion: Criterion | None = None, forward: Forward | None = None
     ) -> None:
         _check_module(model)
         self.model = model

@@ -1,7 +1,6 @@
 """The loss of a language model without its logits: the features before the head, and the head."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, final
 
@@ -10,6 +9,7 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from hoglib._core import pytree, torch_internals, validation
+from hoglib._core.block_parts import replaced_forwards
 from hoglib._core.call_errors import translate_device_errors
 from hoglib._core.state import preserve_random_state
 from hoglib._core.swap import Params
@@ -314,7 +314,7 @@ class LanguageModelLoss(FunctionalLoss):
             seen.append(scale * F.linear(x[..., :2, :], head.weight, head.bias))  # type: ignore[arg-type]
             return seen[-1].clone()
 
-        with _forward_of(head, short):
+        with replaced_forwards([head], lambda _: short):
             outputs = self._run(batch)
         return _logits(outputs), seen[0]
 
@@ -430,7 +430,7 @@ def _until_head(run: Callable[[], Any], head: nn.Module) -> Tensor:
         reached.append(x)
         raise _HeadReached
 
-    with _forward_of(head, stop):
+    with replaced_forwards([head], lambda _: stop):
         try:
             run()
         except _HeadReached:
@@ -439,20 +439,6 @@ def _until_head(run: Callable[[], Any], head: nn.Module) -> Tensor:
         "head: expected a layer that the model calls on its features, got one that it does not call; "
         "pass body=, a function (model, batch) -> features."
     )
-
-
-@contextmanager
-def _forward_of(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Inside, the module runs this instead of its forward."""
-    before = vars(module).get("forward")
-    module.forward = forward
-    try:
-        yield
-    finally:
-        if before is None:
-            del module.forward
-        else:
-            module.forward = before
 
 
 def _logits(outputs: Any) -> Tensor | None:

@@ -74,8 +74,4 @@ def padded_batch(rows: int = 3, length: int = 6) -> dict[str, Tensor]:
     ids = torch.randint(3, VOCABULARY, (rows, length), generator=generator)
     mask = torch.ones_like(ids)
     mask[0, length - 2 :] = 0
-    return {
-        "input_ids": ids,
-        "attention_mask": mask,
-        "labels": torch.where(mask != 0, ids, -100),
-    }
+    return {"input_ids": ids, "attention_mask": mask, "labels": torch.where(mask != 0, ids, -100)}

@@ -69,7 +69,6 @@ RECORDS = {
     "penalties.distributed._WRAPPERS": "which DDP module is around a critic: a module does not know",
     "penalties.distributed._HELD": "how many penalties keep a module's parameters gathered",
     "penalties.terms._FOUND_DEPENDENT": "whether a critic is batch dependent is measured once",
-    "taylor.by_autograd._COMPARED": "an operation is compared with differences once",
     "verification.entry_points._CHANGING": "which Functions have to be watched each time",
     "verification.entry_points._TOLD": "a warning is given once",
     "verification.entry_points._VERDICTS": "a Function is examined once",

@@ -116,17 +116,6 @@ def gpt2():
     return hog.functional_loss(model), {"input_ids": tokens, "labels": tokens}
 
 
-def t5():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.T5Config(
-        d_model=4, num_layers=2, num_heads=2, d_kv=2, d_ff=4, vocab_size=7, decoder_start_token_id=0,
-        pad_token_id=0,
-    )  # fmt: skip
-    tokens = torch.randint(0, 7, (2, 4))
-    model = transformers.T5ForConditionalGeneration(config)
-    return hog.functional_loss(model), {"input_ids": tokens, "labels": tokens}
-
-
 def shared_codec():
     tokens = torch.randint(0, 7, (2, 3))
     return hog.functional_loss(SharedCodec(), F.cross_entropy), (tokens, tokens.flatten())
@@ -142,13 +131,12 @@ def transformer():
 
 
 MODELS = {"ResNet": resnet, "transformer": transformer, "shared codec": shared_codec}
-PEERS = {"GPT-2": gpt2, "T5": t5}
+PEERS = {"GPT-2": gpt2}
 BLOCKS = {
     "ResNet": ["layer1.0", "layer1.1", "layer2.0", "layer2.1"],
     "transformer": ["body.layers.0", "body.layers.1"],
     "shared codec": ["encoder.0", "encoder.1"],
     "GPT-2": ["transformer.h.0", "transformer.h.1"],
-    "T5": ["encoder.block.0", "encoder.block.1", "decoder.block.0", "decoder.block.1"],
 }
 
 
@@ -215,8 +203,7 @@ def test_products_are_the_same(name, product, mode, runs):
         assert bool(runs) is remat
     (value, plain), (same_value, recomputed) = found
     assert value == same_value
-    # T5 normalises in float32, and differences amplify rounding
-    limit = 1e-6 if name == "T5" else 1e-9 if mode == "finite-differences" else 1e-12
+    limit = 1e-9 if mode == "finite-differences" else 1e-12  # differences amplify rounding
     assert relative(flat(recomputed), flat(plain)) < limit
     assert not any("forward" in vars(module) for module in loss.model.modules())
 
@@ -290,23 +277,6 @@ def test_a_cache_that_blocks_fill_is_one_of_their_own():
     loss.model.shared = list
     with pytest.raises(ValueError, match="changes a list or dict among its arguments"):
         hog.hvp(loss, params, v, batch, remat=True)
-
-
-class Held:
-    def __init__(self, x):
-        self.x = x
-
-
-def test_an_output_that_hides_a_tensor_is_refused():
-    class Hiding(Layer):
-        def forward(self, x):
-            return Held(super().forward(x)[0])
-
-    model = nn.ModuleList([Hiding(), Hiding()]).double()
-    loss = hog.functional_loss(model, lambda y, x: y.x.square().sum(), forward=lambda m, x: m[0](x))
-    params = hog.trainable_params(model, "0.*")
-    with pytest.raises(ValueError, match=r"got a Held that holds a tensor \(value\.x\)"):
-        hog.hvp(loss, params, params, torch.ones(2, 4, dtype=DOUBLE), remat=True)
 
 
 # Names
@@ -424,32 +394,6 @@ def test_penalties_are_the_same(name, compile, runs, levels):
     assert len(levels()) == (9 if compile else 0)
 
 
-class WithSpectralNorm(nn.Module):
-    def __init__(self):
-        super().__init__()
-        norm = nn.utils.parametrizations.spectral_norm
-        self.blocks = nn.ModuleList(
-            nn.Sequential(norm(nn.Linear(4, 4)), nn.Tanh()) for _ in range(2)
-        )
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x.sum(-1)
-
-
-def test_spectral_norm_is_updated_by_no_penalty():
-    torch.manual_seed(0)
-    critic = WithSpectralNorm().double()
-    x, before = torch.randn(3, 4, dtype=DOUBLE), copy.deepcopy(critic.state_dict())
-    grads = []
-    for remat in (False, True):
-        value = hog.penalties.r1(critic, x, remat=remat)
-        grads.append(torch.autograd.grad(value, list(critic.parameters())))
-        torch.testing.assert_close(critic.state_dict(), before, rtol=0, atol=0)
-    torch.testing.assert_close(*grads)
-
-
 def test_the_gradient_by_parameters(levels):
     loss, params, _, batch = problem("transformer", train=False)
     grads = [
@@ -474,11 +418,9 @@ def tasks():
 
 
 @pytest.mark.parametrize("over_tasks", ["loop", "vmap"])
-@pytest.mark.parametrize("memory", ["store", "remat", "checkpoint", "disk"])
-def test_every_pair_of_memory_and_remat(memory, over_tasks, runs, tmp_path):
+@pytest.mark.parametrize("memory", ["store", "remat", "checkpoint"])
+def test_every_pair_of_memory_and_remat(memory, over_tasks, runs):
     grads = []
-    options = {"directory": tmp_path} if memory == "disk" else {}
-    over_tasks = "auto" if memory == "disk" and over_tasks == "vmap" else over_tasks
     for remat in ({}, {"remat": True}, {"remat": True, "compile": "eager"}):
         torch.manual_seed(0)
         model = Transformer().double().eval()
@@ -486,7 +428,7 @@ def test_every_pair_of_memory_and_remat(memory, over_tasks, runs, tmp_path):
             over_tasks = "loop"
         maml = hog.MAML(
             model, F.mse_loss, inner_lr=0.1, inner_steps=2, memory=memory, over_tasks=over_tasks,
-            **remat, **options,
+            **remat,
         )  # fmt: skip
         runs.clear()
         maml.loss(tasks()).backward()
@@ -495,30 +437,6 @@ def test_every_pair_of_memory_and_remat(memory, over_tasks, runs, tmp_path):
     assert relative(recomputed, plain) < 1e-10
     assert relative(compiled, plain) < 1e-10
     assert more > fewer
-
-
-@pytest.mark.parametrize("memory", ["store", "remat", "checkpoint", "disk", "disk, log"])
-def test_recomputed_layers_in_a_loop_that_is_stored_recomputed_or_on_disk(memory, tmp_path, runs):
-    """`adapt` on a model whose layers recompute: the same parameters and gradients as without."""
-    memory, *schedule = memory.split(", ")
-    options = {"memory": memory, **({"schedule": schedule[0]} if schedule else {})}
-    x, found = torch.randn(3, 4, dtype=DOUBLE), []
-    for remat in (False, True):
-        torch.manual_seed(0)
-        layers = [nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Dropout(0.2)) for _ in range(3)]
-        model = nn.Sequential(*(map(hog.nn.Remat, layers) if remat else layers)).double()
-        if memory == "disk":
-            options["directory"] = tmp_path
-        loss = hog.functional_loss(model, F.mse_loss)
-        params, leaf = hog.trainable_params(model), x.clone().requires_grad_()
-        torch.manual_seed(2)
-        more = options if remat else {}
-        after = hog.meta.adapt(loss, params, (leaf, leaf.sin()), hog.meta.sgd(0.1), steps=5, **more)
-        value = flat(after).square().sum()
-        grads = torch.autograd.grad(value, [*params.values(), leaf])
-        found.append(torch.cat([value.detach().reshape(1), *(g.flatten() for g in grads)]))
-    assert runs
-    assert relative(found[1], found[0]) < 1e-11
 
 
 @pytest.mark.parametrize("learner", [hog.meta.Reptile, hog.meta.IMAML])
@@ -535,29 +453,6 @@ def test_other_learners(learner, runs):
 
 
 # Compiled blocks
-
-
-@pytest.mark.parametrize("memory", ["store", "remat", "checkpoint"])
-def test_meta_gradients_by_compiled_blocks(memory, levels):
-    """Also through dropout, and with the same three graphs for each memory."""
-    grads = []
-    for options in ({}, {"remat": True, "compile": "eager"}):
-        torch.manual_seed(0)
-        model = Transformer().double().train()
-        maml = hog.MAML(
-            model, F.mse_loss, inner_lr=0.1, inner_steps=2, memory=memory,
-            over_tasks="auto" if options else "loop", **options,
-        )  # fmt: skip
-        torch.manual_seed(1)
-        maml.loss(tasks()).backward()
-        grads.append(flat({n: p.grad for n, p in model.named_parameters()}))
-    assert relative(grads[1], grads[0]) < 1e-10
-    assert len(levels()) == 3
-    with pytest.raises(ValueError, match="got 'step'"):
-        maml.compiled = "step"
-    maml.over_tasks = "vmap"
-    with pytest.raises(ValueError, match="got 'vmap'"):
-        maml.loss(tasks())
 
 
 def deep(layers):
@@ -601,14 +496,6 @@ def test_compiled_blocks_in_other_products_and_operators():
         operator = hog.HessianOperator(loss, params, batch, mode=mode, remat=True, compile="eager")
         for _ in range(2):
             assert relative(flat(operator @ v), flat(plain)) < 1e-10
-
-
-def test_a_function_by_compiled_recomputation():
-    weight = torch.randn(3, 3, dtype=DOUBLE, requires_grad=True)
-    x = torch.randn(2, 3, dtype=DOUBLE)
-    fn = hog.ops.remat(lambda x, w: {"y": (torch.tanh(x @ w), None)}, compile="eager")
-    assert fn(x, weight)["y"][1] is None
-    assert torch.autograd.gradgradcheck(lambda w: fn(x, w)["y"][0], weight)
 
 
 def test_what_is_not_compiled_together():

@@ -7,7 +7,7 @@ from torch import nn
 
 import hoglib as hog
 from hoglib._core import sharding
-from hoglib.curvature import random_rows
+from hoglib.curvature import vector_space
 from tests.several_processes import found_by_each, peak_held
 from tests.test_sharded_models import spread
 
@@ -108,7 +108,7 @@ def peaks(blocks, batch, remat=True, only=""):
 
 
 def every(rank, folder, found):
-    random_rows.AT_ONCE = 2**10  # numbers that are drawn at once: fewer than those of a block
+    vector_space.DRAWN_AT_ONCE = 2**10  # fewer numbers than those of a block
     rows = slice(rank, rank + 1)
     ours = computed(network(BLOCKS, True), samples(rows), True)
     theirs = computed(network(BLOCKS, False), samples(), False)

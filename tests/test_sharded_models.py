@@ -328,10 +328,7 @@ def refused(rank, world):
     )
     operator = hog.HessianOperator(one, params, [batch])
     experts = shard(Experts((0, 1) if rank == 0 else (1, 0)).double())
-    routed, theirs = (
-        hog.functional_loss(experts, F.cross_entropy),
-        hog.trainable_params(experts),
-    )
+    routed, theirs = (hog.functional_loss(experts, F.cross_entropy), hog.trainable_params(experts))
     again = shard(Recomputing().double())
     recomputing, its = hog.functional_loss(again, F.cross_entropy), hog.trainable_params(again)
     calls = {
@@ -374,57 +371,30 @@ def refused(rank, world):
 FAILING = ("hvp", "hvp, forward", "hvp, differences", "ggn_vp", "ggn_vp, reverse", "fisher_vp")
 IN_ONE = "got an error in one, which has to be fixed there"
 REFUSED = {
-    "create_graph": (
-        "UnsupportedError",
-        "hvp(create_graph=True): expected parameters that this process holds whole",
-    ),
+    "create_graph": ("UnsupportedError", "hvp(create_graph=True): expected parameters that this process holds whole"),
     "compile": ("UnsupportedError", "leave compile out"),
-    "whole vectors": (
-        "ArgumentValueError",
-        "expected a DTensor with the placements of its parameter",
-    ),
-    "a function of the module": (
-        "UnsupportedError",
-        "expected `hoglib.functional_loss(model, criterion, forward=...)`",
-    ),
+    "whole vectors": ("ArgumentValueError", "expected a DTensor with the placements of its parameter"),
+    "a function of the module": ("UnsupportedError", "expected `hoglib.functional_loss(model, criterion, forward=...)`"),
     "hessian": ("UnsupportedError", "hessian: expected params that each process holds whole"),
     "ggn": ("UnsupportedError", "ggn: expected params that each process holds whole"),
-    "a dense matrix": (
-        "UnsupportedError",
-        "to_dense: expected params that each process holds whole",
-    ),
+    "a dense matrix": ("UnsupportedError", "to_dense: expected params that each process holds whole"),
     "jvp": ("UnsupportedError", "jvp: expected primals that each process holds whole"),
-    "per-example gradients": (
-        "UnsupportedError",
-        "per_example_gradients: expected params that each process holds whole",
-    ),
+    "per-example gradients": ("UnsupportedError", "per_example_gradients: expected params that each process holds whole"),
     "their norms": ("UnsupportedError", "per_example_gradient_norms: expected params that each"),
     "their products": ("UnsupportedError", "per_example_gradient_products: expected params that"),
     "noise scale": ("UnsupportedError", "gradient_noise_scale: expected params that each process"),
     "influence": ("UnsupportedError", "influence: expected params that each process holds whole"),
     "KFAC": ("UnsupportedError", "KFACOperator: expected params that each process holds whole"),
-    "a penalty of parameters": (
-        "UnsupportedError",
-        "expected params that each process holds whole",
-    ),
-    "a compiled penalty": (
-        "UnsupportedError",
-        "r1 and its gradient: expected a module whose parameters this process holds whole",
-    ),
+    "a penalty of parameters": ("UnsupportedError", "expected params that each process holds whole"),
+    "a compiled penalty": ("UnsupportedError", "r1 and its gradient: expected a module whose parameters this process holds whole"),
     "MAML": ("UnsupportedError", "expected params that each process holds whole"),
     "audit": ("UnsupportedError", "expected params that each process holds whole"),
     "the loss itself": ("UnsupportedError", "expected params that each process holds whole"),
-    "other vectors": (
-        "DistributedError",
-        "expected the same vectors, where they are not sharded, in all",
-    ),
+    "other vectors": ("DistributedError", "expected the same vectors, where they are not sharded, in all"),
     "other blocks": ("DistributedError", "expected the same number of vectors in all"),
-    "a checkpoint in a block": (
-        "UnsupportedError",
-        "leave torch.utils.checkpoint out of it",
-    ),
+    "a checkpoint in a block": ("UnsupportedError", "leave torch.utils.checkpoint out of it"),
     "other experts": ("DistributedError", "expected the same blocks in the same order in all"),
-}
+}  # fmt: skip
 
 
 @contextmanager

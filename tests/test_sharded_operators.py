@@ -140,17 +140,14 @@ def algorithms(net, rows, all_of_them):
         "density": lambda op: (
             op.spectral_density(2, steps=5, generator=seeded(), width=0.1).density
         ),
-        "frobenius": lambda op: hog.curvature.hutchinson_frobenius(op, 2, generator=seeded()),
+        "frobenius": lambda op: op.squared_frobenius(2, generator=seeded()),
     }.items():
         found[name] = pair.error(estimate(A), estimate(B))
     found["diagonal"] = pair.error(
         A.unravel(A.diagonal(2, generator=seeded())), B.unravel(B.diagonal(2, generator=seeded()))
     )
     found["function"] = pair.error(
-        *(
-            hog.curvature.matrix_function(op, b, torch.exp, steps=4)
-            for op, b in ((A, v), (B, along))
-        )
+        *(op.matrix_function(b, torch.exp, steps=4) for op, b in ((A, v), (B, along)))
     )
     twice, expected = 2 * A - A.damped(0.5), 2 * B - B.damped(0.5)
     found["algebra"] = pair.error(twice @ v, expected @ along)
@@ -350,9 +347,8 @@ def refused(rank, world):
         "to_scipy": H.to_scipy,
         "block_diagonal": lambda: H.block_diagonal("parameter"),
         "xtrace": lambda: H.trace(8, method="xtrace"),
-        "hutch++": lambda: H.trace(8, method="hutch++"),
         "xdiag": lambda: H.diagonal(8, method="xdiag"),
-        "low_rank": lambda: hog.curvature.low_rank(H, 2),
+        "low_rank": lambda: H.low_rank(2),
         "whole vectors": lambda: H @ gathered(v),
         "flat vectors": lambda: H @ torch.ones(H.shape[0], dtype=torch.float64),
         "batches": lambda: make(batches[: 1 + (rank > 0)]) @ v,
@@ -384,14 +380,8 @@ class Broken:
 
 WHOLE = "that each process holds whole"
 REFUSED = {
-    "processes": (
-        "UnsupportedError",
-        "HessianOperator(processes=...): expected parameters that this",
-    ),
-    "reduction": (
-        "UnsupportedError",
-        "HessianOperator(reduction=...): expected parameters that this",
-    ),
+    "processes": ("UnsupportedError", "HessianOperator(processes=...): expected parameters that this"),
+    "reduction": ("UnsupportedError", "HessianOperator(reduction=...): expected parameters that this"),
     "micro_batch": ("UnsupportedError", "pass smaller batches"),
     "compile": ("UnsupportedError", "gathers are not captured"),
     "kind": ("UnsupportedError", "FisherOperator(kind=...): expected parameters that this"),
@@ -400,33 +390,20 @@ REFUSED = {
     "to_scipy": ("UnsupportedError", f"to_scipy: expected params {WHOLE}"),
     "block_diagonal": ("UnsupportedError", f"block_diagonal: expected params {WHOLE}"),
     "xtrace": ("UnsupportedError", f"xtrace: expected params {WHOLE}"),
-    "hutch++": ("UnsupportedError", f"hutchpp: expected params {WHOLE}"),
     "xdiag": ("UnsupportedError", f"xdiag: expected params {WHOLE}"),
     "low_rank": ("UnsupportedError", f"low_rank: expected params {WHOLE}"),
-    "whole vectors": (
-        "ArgumentValueError",
-        "expected a DTensor with the placements of its parameter",
-    ),
+    "whole vectors": ("ArgumentValueError", "expected a DTensor with the placements of its parameter"),
     "flat vectors": ("ArgumentValueError", "A flat vector is the part of this process"),
     "batches": ("DistributedError", "expected as many batches in each of"),
     "data": ("NonFiniteError", "expected a finite number, got nan"),
-    "vectors": (
-        "DistributedError",
-        "expected the same vectors, where they are not sharded, in all",
-    ),
+    "vectors": ("DistributedError", "expected the same vectors, where they are not sharded, in all"),
     "columns": ("DistributedError", "expected the same number of vectors in all"),
     "tolerance": ("DistributedError", "cg: expected the same algorithm, and its options, in all"),
-    "eigenvalues": (
-        "DistributedError",
-        "eigsh: expected the same algorithm, and its options, in all",
-    ),
-    "another algorithm": (
-        "DistributedError",
-        "expected the same algorithm, and its options, in all",
-    ),
+    "eigenvalues": ("DistributedError", "eigsh: expected the same algorithm, and its options, in all"),
+    "another algorithm": ("DistributedError", "expected the same algorithm, and its options, in all"),
     "another call": ("DistributedError", "All processes have to make the same call"),
     "seed": ("DistributedError", "expected the same random numbers in all"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=FULL)])

@@ -67,18 +67,6 @@ class Residual(nn.Module):
         return self.head((x + self.norm2(self.second(y))).tanh().mean((2, 3)))
 
 
-class ConvNeXt(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.depthwise, self.norm = nn.Conv2d(3, 3, 3, padding=1, groups=3), nn.LayerNorm(3)
-        self.wide, self.narrow = nn.Linear(3, 6), nn.Linear(6, 3)
-        self.scale = nn.Parameter(0.5 * torch.ones(3))
-
-    def forward(self, x):
-        y = self.norm(self.depthwise(x).permute(0, 2, 3, 1))
-        return (x.permute(0, 2, 3, 1) + self.scale * self.narrow(F.gelu(self.wide(y)))).mean((1, 2))
-
-
 class Metric(nn.Module):
     def __init__(self):
         super().__init__()
@@ -87,17 +75,6 @@ class Metric(nn.Module):
     def forward(self, x):
         y = self.net(x)
         return torch.cdist(y, y)  # zero distances on the diagonal
-
-
-class SpatialTransformer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.where, self.conv = nn.Linear(16, 6), nn.Conv2d(1, 2, 2)
-
-    def forward(self, x):
-        theta = 0.3 * self.where(x.flatten(1)).view(-1, 2, 3) + torch.eye(2, 3, dtype=x.dtype)
-        grid = F.affine_grid(theta, x.shape, align_corners=False)
-        return self.conv(F.grid_sample(x, grid, align_corners=False)).flatten(1)
 
 
 class DeepSets(nn.Module):
@@ -141,7 +118,6 @@ MODELS = {
     "residual with batch norm in eval": (lambda: Residual(nn.BatchNorm2d).eval(), IMAGES, mse, (3, 3)),
     "residual with instance norm": (lambda: Residual(lambda n: nn.InstanceNorm2d(n, affine=True)), IMAGES, mse, (3, 3)),
     "residual with group norm": (lambda: Residual(lambda n: nn.GroupNorm(1, n)), IMAGES, mse, (3, 3)),
-    "ConvNeXt block": (ConvNeXt, draw(2, 3, 4, 4), mse, (2, 3)),
     "bag of words, mean": (bag, WORDS, mse, (2, 2)),
     "bag of words, sum": (lambda: bag(mode="sum"), WORDS, mse, (2, 2)),
     "bag of words, max": (lambda: bag(mode="max"), WORDS, mse, (2, 2)),
@@ -149,7 +125,6 @@ MODELS = {
     "weight norm": (lambda: nn.Sequential(weight_norm(nn.Linear(3, 4)), nn.Tanh(), weight_norm(nn.Linear(4, 2))), ROWS, mse, (6, 2)),
     "spectral norm in eval": (lambda: nn.Sequential(spectral_norm(nn.Linear(3, 4)), nn.Tanh(), spectral_norm(nn.Linear(4, 2))).eval(), ROWS, mse, (6, 2)),
     "metric learning": (Metric, ROWS, mse, (6, 6)),
-    "spatial transformer": (SpatialTransformer, draw(2, 1, 4, 4), mse, (2, 18)),
     "deep sets, mean": (DeepSets, ROWS, mse, (3, 2)),
     "deep sets, max": (lambda: DeepSets("max"), ROWS, mse, (3, 2)),
     "multi-margin loss": (lambda: nn.Linear(3, 4), ROWS, lambda y, t: F.multi_margin_loss(y.tanh(), t), torch.tensor([0, 1, 2, 3, 0, 1])),

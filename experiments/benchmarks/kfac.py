@@ -157,7 +157,7 @@ def _solved(seed: int, small: bool, random: bool, trained: int, damping: float) 
         adam.step()
     G = hog.GGNOperator(loss, params, batch)
     rank = 5 if small else 100
-    low = hog.curvature.low_rank(G, rank, generator=torch.Generator().manual_seed(seed))
+    low = G.low_rank(rank, generator=torch.Generator().manual_seed(seed))
     K = hog.KFACOperator(loss, params, batch)
     corrected = hog.KFACOperator(loss, params, batch, eigenvalue_corrected=True)
     b = G.ravel(G.gradient()[1])

@@ -93,25 +93,6 @@ def size(tree: Tree) -> int:
     return sum(leaf.numel() for leaf in leaves(tree))
 
 
-def ravel(tree: Tree) -> tuple[Tensor, Callable[[Tensor], Tree]]:
-    """All leaves as one vector, and the function from such a vector to the structure of the tree."""
-    flat, structure = flatten(tree)
-    shapes = [leaf.shape for leaf in flat]
-    sizes = [leaf.numel() for leaf in flat]
-    dtypes = [leaf.dtype for leaf in flat]
-
-    def unravel(vector: Tensor) -> Tree:
-        parts = vector.split(sizes)
-        shaped = (
-            part.reshape(shape).to(dtype)
-            for part, shape, dtype in zip(parts, shapes, dtypes, strict=True)
-        )
-        return unflatten(list(shaped), structure)
-
-    vector = torch.cat([leaf.reshape(-1) for leaf in flat]) if flat else torch.zeros(0)
-    return vector, unravel
-
-
 def sum_scalars(terms: Sequence[Tensor]) -> Tensor:
     """The sum of scalar tensors; zero for an empty sequence."""
     return torch.stack(list(terms)).sum() if terms else torch.zeros(())

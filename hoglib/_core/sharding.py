@@ -26,11 +26,7 @@ from hoglib._core import torch_internals
 from hoglib._core.fingerprint import checksum_of_tensors
 from hoglib._core.process_failures import translate_distributed_errors
 from hoglib._core.torch_internals import apply
-from hoglib.errors import (
-    ArgumentValueError,
-    DistributedError,
-    UnsupportedError,
-)
+from hoglib.errors import ArgumentValueError, DistributedError, UnsupportedError
 
 Vector = list[Tensor]
 ROUNDING = 1e-9  # of a checksum, between processes, which may run on unlike machines

@@ -1,4 +1,7 @@
-"""The data of an operator: what a batch is, its weight, how it is split and moved."""
+"""The data of an operator: what a batch is, its weight, how it is split and moved.
+
+Processes that share the parameters have batches of their own, and go on together (`in_step`).
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import length_hint
@@ -11,8 +14,9 @@ from torch.utils.data import Dataset, IterableDataset
 from hoglib._core import pytree, validation
 from hoglib._core.fingerprint import checksum
 from hoglib._core.pytree import rows, tensors_in
+from hoglib._core.sharding import Sharding
 from hoglib.curvature.processes import Processes
-from hoglib.errors import ArgumentTypeError, ArgumentValueError
+from hoglib.errors import ArgumentTypeError, ArgumentValueError, DistributedError
 
 BatchSize = Callable[[Any], float]
 IGNORED = -100
@@ -212,3 +216,51 @@ def to_device(batch: Any, device: torch.device) -> Any:
     if tensors:
         return pytree.map_tensors(lambda x: x.to(device), batch)
     return batch.to(device) if hasattr(batch, "to") else batch  # such as a batch of graphs
+
+
+NUMBERS = 16  # of a batch's fingerprint, eight tensors, that are compared from pass to pass
+
+
+# the batch of this process with the weight of all together, the sharding with its part in that weight,
+# and numbers that change with any of the batches
+SharedStep = tuple[LocalBatch, Sharding, tuple[float, ...]]
+
+
+def in_step(name: str, batches: Batches, sharding: Sharding) -> Iterator[SharedStep]:
+    """The batches of all processes, by one small all-reduce each.
+
+    Raises in all of them where one has fewer, or an error while its data is read.
+    """
+    own, world = iter(batches), sharding.mesh.size()
+    while True:
+        local, weight, error = None, 0.0, None
+        numbers = [0.0] * NUMBERS
+        try:
+            local = next(own, None)
+            if local is not None:
+                (piece,) = local.pieces
+                weight = piece.weight
+                found = fingerprint(piece.batch)[:NUMBERS]
+                numbers[: len(found)] = found
+        except Exception as caught:  # the other processes wait for this one
+            error = caught
+        mine = [float(error is not None), float(local is not None), weight, *numbers]
+        sums = torch.tensor(mine, dtype=torch.float64, device=batches.device)
+        failed, given, total, *every = sharding.sum(sums).tolist()
+        if error is not None:
+            raise error
+        if failed:
+            raise DistributedError(
+                f"{name}: expected a batch from each of {world} processes, got an error in one while "
+                "it read its data: look at its own output."
+            )
+        if not given:
+            return
+        if given < world or local is None:
+            raise DistributedError(
+                f"{name}: expected as many batches in each of {world} processes, whose parameters are "
+                f"gathered together, got one more in {given:.0f} of them than in the others; give each "
+                "the same number, of any size."
+            )
+        whole = local._replace(pieces=[piece._replace(weight=total)])
+        yield whole, sharding.weighted(weight / total), tuple(every)

@@ -34,7 +34,7 @@ from hoglib._core.gradient_graph import graph_summary
 from hoglib._core.process_failures import translate_distributed_errors
 from hoglib._core.source_location import warn
 from hoglib._core.swap import keep_swapped
-from hoglib.curvature.data import IGNORED, Batches, BatchSize, LocalBatch, counted_labels
+from hoglib.curvature.data import IGNORED, Batches, BatchSize, LocalBatch, counted_labels, in_step
 from hoglib.curvature.likelihood import check_reduction
 from hoglib.curvature.linear_operator import ProgressBar
 from hoglib.curvature.processes import (
@@ -45,7 +45,6 @@ from hoglib.curvature.processes import (
     constants_of,
 )
 from hoglib.curvature.reproducibility import Determinism, Symmetry, close
-from hoglib.curvature.sharded_batches import in_step
 from hoglib.curvature.vector_space import Space
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, NondeterministicError
 from hoglib.stand_ins.mode import stand_ins_if

@@ -21,9 +21,13 @@ from hoglib._core.swap import keep_swapped
 from hoglib.capture.capturing import runs_elsewhere
 from hoglib.curvature.compiled import compiled_linear_map
 from hoglib.curvature.gauss_newton import GaussNewtonKind
-from hoglib.curvature.hessian_product import HessianKind
-from hoglib.curvature.linear_map import BoundLoss, LinearMap, ProductOptions, check_backend
-from hoglib.curvature.linear_operator import ProgressBar
+from hoglib.curvature.linear_map import (
+    BoundLoss,
+    HessianKind,
+    LinearMap,
+    ProductOptions,
+    check_backend,
+)
 from hoglib.curvature.vector_space import Blocks, groups_of
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 from hoglib.stand_ins.mode import stand_ins_if
@@ -42,7 +46,6 @@ def hessian(
     create_graph: bool = False,
     stand_ins: bool = True,
     compile: bool | str = False,
-    progress: bool = False,
 ) -> Tree:
     r"""The Hessian of a scalar function, in the layout of `torch.func.hessian`.
 
@@ -66,7 +69,6 @@ def hessian(
             second derivative, or a wrong one.
         compile: Capture the product with a vector as a graph and compile it: True for inductor, "eager"
             to run the captured graph by torch. What all rows share runs once. Not with create_graph.
-        progress: Show a bar that counts products, one for each row (needs tqdm).
     Returns:
         H: for params a dict, a dict of dicts; for any other pytree nested alike; for one tensor one
         tensor.
@@ -85,7 +87,6 @@ def hessian(
     validation.not_the_model("func", func, params)
     leaves, structure = _real_leaves("hessian", params)
     groups = groups_of(blocks, params)
-    bar = ProgressBar("hessian", validation.flag("progress", progress))
     kind = HessianKind()
     options = ProductOptions(
         "hessian", create_graph, stand_ins, check_backend("hessian", compile, kind)
@@ -99,13 +100,8 @@ def hessian(
             leaves, inputs = clone_inference_tensors((leaves, args))
             loss = BoundLoss(func, structure, inputs)
             point = compiled_linear_map(kind, loss, leaves, options, True)
-            return _nested(_by_products(point, leaves, groups, bar), params, structure, blocks)
-    with (
-        examined_functions("hessian"),
-        grad_enabled(),
-        keep_swapped(),
-        stand_ins_if(stand_ins),
-    ):
+            return _nested(_by_products(point, leaves, groups), params, structure, blocks)
+    with examined_functions("hessian"), grad_enabled(), keep_swapped(), stand_ins_if(stand_ins):
         leaves, inputs = clone_inference_tensors((leaves, args))
         loss = BoundLoss(func, structure, inputs)
         if torch_internals.transforms_active():
@@ -113,13 +109,12 @@ def hessian(
             full = torch.func.jacfwd(torch.func.grad(loss, every), every)(*leaves)
             entries = {(a, b): full[a][b] for group in groups for a in group for b in group}
         else:
-            entries = _by_rows(loss, leaves, groups, options, bar)
+            entries = _by_rows(loss, leaves, groups, options)
     return _nested(entries, params, structure, blocks)
 
 
 def ggn(
-    loss: Any, params: Tree, batch: Any, *, blocks: Blocks = None, stand_ins: bool = True,
-    progress: bool = False,
+    loss: Any, params: Tree, batch: Any, *, blocks: Blocks = None, stand_ins: bool = True
 ) -> Tree:  # fmt: skip
     r"""The generalised Gauss-Newton matrix, in the layout of `hessian`.
 
@@ -137,7 +132,6 @@ def ggn(
             qualified name that returns its block, or a list of lists of names.
         stand_ins: Run the loss inside `hoglib.second_order()`, which replaces torch calls that have no
             second derivative, or a wrong one.
-        progress: Show a bar that counts products (needs tqdm).
     Returns:
         G: for params a dict, a dict of dicts; ``G[a][b]`` has the shape of ``params[a]`` followed by
         that of ``params[b]``.
@@ -157,13 +151,12 @@ def ggn(
     kind.check_loss(loss)
     leaves, structure = _real_leaves("ggn", params)
     groups = groups_of(blocks, params)
-    bar = ProgressBar("ggn", validation.flag("progress", progress))
     with examined_functions("ggn"), grad_enabled(), keep_swapped(), stand_ins_if(stand_ins):
         leaves, args = clone_inference_tensors((leaves, (batch,)))
         bound = BoundLoss(loss, structure, args)
         options = ProductOptions("ggn", stand_ins=stand_ins)
         point = kind.linearize(bound, leaves, options, True)
-        entries = _by_products(point, leaves, groups, bar)
+        entries = _by_products(point, leaves, groups)
     return _nested(entries, params, structure, blocks)
 
 
@@ -179,29 +172,24 @@ def _real_leaves(caller: str, params: Tree) -> tuple[Vector, Any]:
     return leaves, structure
 
 
-def _by_rows(
-    loss: BoundLoss, leaves: Vector, groups: Groups, options: ProductOptions, bar: ProgressBar
-) -> Entries:
+def _by_rows(loss: BoundLoss, leaves: Vector, groups: Groups, options: ProductOptions) -> Entries:
     """H[a][b] for each pair of leaves in a group, one backward pass a row."""
     found = gradient_with_graph(loss, leaves, options.caller, options.create_graph)
     note_lost_graph(found)
     _, own, gradient, _ = found
     entries = {}
-    with bar.over("products", _size(leaves, groups)):
-        for group in groups:
-            columns = [own[b] for b in group]
-            for a in group:
-                rows = list(_rows(gradient[a], columns, options, bar))
-                for b, *parts in zip(group, *rows, strict=True):
-                    shape = own[a].shape + own[b].shape
-                    whole = torch.stack(parts) if parts else own[a].new_zeros(shape)
-                    entries[a, b] = whole.reshape(shape)
+    for group in groups:
+        columns = [own[b] for b in group]
+        for a in group:
+            rows = list(_rows(gradient[a], columns, options))
+            for b, *parts in zip(group, *rows, strict=True):
+                shape = own[a].shape + own[b].shape
+                whole = torch.stack(parts) if parts else own[a].new_zeros(shape)
+                entries[a, b] = whole.reshape(shape)
     return entries
 
 
-def _rows(
-    gradient: Tensor | None, columns: Vector, options: ProductOptions, bar: ProgressBar
-) -> Iterable[Vector]:
+def _rows(gradient: Tensor | None, columns: Vector, options: ProductOptions) -> Iterable[Vector]:
     """The derivative of each entry of the gradient of a leaf, by the leaves of the columns."""
     if gradient is None or not gradient.requires_grad:
         return
@@ -211,31 +199,23 @@ def _rows(
             row = torch.autograd.grad(
                 entry, columns, retain_graph=True, create_graph=create_graph, allow_unused=True
             )
-        bar.advance(1)
         yield materialize_grads(list(row), columns)
 
 
-def _by_products(point: LinearMap, leaves: Vector, groups: Groups, bar: ProgressBar) -> Entries:
+def _by_products(point: LinearMap, leaves: Vector, groups: Groups) -> Entries:
     """M[a][b] for each pair of leaves in a group, one product a column."""
     columns = {}
-    with bar.over("products", _size(leaves, groups)):
-        for group in groups:
-            for b in group:
-                products = []
-                for unit in _units(leaves, b):
-                    products.append(point.apply(unit, True)[1])
-                    bar.advance(1)
-                for a in group:
-                    entries = [product[a] for product in products]
-                    shape = leaves[a].shape + leaves[b].shape
-                    block = torch.stack(entries, -1) if entries else leaves[a].new_zeros(shape)
-                    columns[a, b] = block.reshape(shape).detach()
+    for group in groups:
+        for b in group:
+            products = []
+            for unit in _units(leaves, b):
+                products.append(point.apply(unit, True)[1])
+            for a in group:
+                entries = [product[a] for product in products]
+                shape = leaves[a].shape + leaves[b].shape
+                block = torch.stack(entries, -1) if entries else leaves[a].new_zeros(shape)
+                columns[a, b] = block.reshape(shape).detach()
     return columns
-
-
-def _size(leaves: Vector, groups: Groups) -> int:
-    """The rows of all blocks: the products to be computed."""
-    return sum(leaves[i].numel() for group in groups for i in group)
 
 
 def _units(leaves: Vector, which: int) -> Iterable[Vector]:

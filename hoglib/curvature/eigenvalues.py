@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from hoglib._core import validation
-from hoglib.curvature.random_rows import normals
-from hoglib.curvature.vector_space import Space, SymmetricMatrix, check_operator
+from hoglib.curvature.vector_space import Space, SymmetricMatrix, random_normals
 from hoglib.errors import (
     ArgumentTypeError,
     ArgumentValueError,
@@ -73,54 +72,11 @@ class Eigenpairs:
 
 
 def eigsh(
-    operator: SymmetricMatrix,
-    k: int = 6,
-    *,
-    which: str = "LM",
-    tol: float | None = None,
-    max_iter: int | None = None,
-    block: int = 1,
-    generator: torch.Generator | None = None,
-    basis_dtype: torch.dtype | None = None,
-    basis_device: torch.device | str | None = None,
-) -> Eigenpairs:
-    r"""k eigenvalues and eigenvectors of an operator, by thick-restart Lanczos.
-
-        A v = value v,        |A v - value v| <= tol |value|
-
-    The basis holds 2 k + 2 vectors, at least 21, on the device; up to three times as many where they
-    are short, or convergence is slow. Matrices of up to 21 or 2 k + 2 rows are made dense.
-
-    Args:
-        operator: The matrix A [P, P], a `LinearOperator`.
-        k: How many eigenpairs.
-        which: "LM" the largest in magnitude, "LA" the largest, "SA" the smallest, "BE" both ends, "SM"
-            the smallest in magnitude, which takes many products.
-        tol: Relative tolerance of the residuals, as far as rounding allows. Default: 1e-10 in float64,
-            1e-5 in float32.
-        max_iter: How often the basis is filled, at most. Default: 10 P.
-        block: Vectors that are multiplied at once. Eigenvalues that are repeated up to as often are
-            found as often, where a single vector may miss some.
-        generator: Of the starting vectors; None is the same ones every time.
-        basis_dtype: torch.float32 or torch.float64. float32 halves the basis of an operator in float64;
-            residuals are then up to 1e-6 |A|, and tol is 1e-5 by default. Default: that of the
-            operator, at least float32.
-        basis_device: Where the basis is held and orthogonalised: "cpu" keeps it out of the memory of a
-            GPU, which then holds the vectors of one product. Default: the operator's device.
-    Returns:
-        `Eigenpairs`, which unpack as (values, vectors): values ascending.
-    Raises:
-        ArgumentTypeError, ArgumentValueError: for another dtype or device of the basis.
-        ConvergenceError: where it did not converge, with the eigenvalues that were found.
-    References:
-        Wu and Simon, Thick-Restart Lanczos Method for Large Symmetric Eigenvalue Problems, 2000.
-    Example:
-        >>> A = hog.HessianOperator(lambda p, x: (p * p * x).sum(), torch.ones(3), torch.arange(3.0))
-        >>> values, vectors = hog.curvature.eigsh(A, 2)
-        >>> values
-        tensor([2., 4.])
-    """
-    check_operator(operator)
+    operator: SymmetricMatrix, k: int, which: str, tol: float | None, max_iter: int | None,
+    block: int, generator: torch.Generator | None, basis_dtype: torch.dtype | None,
+    basis_device: torch.device | str | None,
+) -> Eigenpairs:  # fmt: skip
+    """A v = value v to |A v - value v| <= tol |value|, as `LinearOperator.eigsh` describes it."""
     operator.space.check_same_call("eigsh", k, which, tol, max_iter, block)
     size = operator.shape[0]
     if validation.at_least("k", k, 1) > size:
@@ -144,7 +100,7 @@ def eigsh(
     else:
 
         def draw(count: int) -> Tensor:
-            return normals(space, count, random, wide).to(device)
+            return random_normals(space, count, random, wide).to(device)
 
         def apply(rows: Tensor) -> Tensor:
             return operator.apply(rows.to(operator.device, operator.dtype)).to(device, wide)

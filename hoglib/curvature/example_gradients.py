@@ -1,33 +1,63 @@
-"""Gradients of every example of a batch by itself."""
+"""Gradients of every example of a batch by itself, their norms and products, and what they tell.
 
-from collections.abc import Iterator
-from typing import Any
+Norms and products come from the inputs a_nt of each layer at the positions t of example n, and the
+gradients g_nt by its outputs:
+
+    dW_n = sum_t g_nt a_nt^T        <dW_n, dW_m> = sum_tu <g_nt, g_mu> <a_nt, a_mu>
+"""
+
+import inspect
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.data import DataLoader, RandomSampler
 
 from hoglib._core import pytree, validation
 from hoglib._core.autograd import (
+    Vector,
     clone_inference_tensors,
     fresh_leaves,
     grad_enabled,
     materialize_grads,
     translate_errors,
 )
+from hoglib._core.logger import LOGGER
 from hoglib._core.sharding import refuse_sharded
 from hoglib._core.swap import keep_swapped
-from hoglib.curvature.data import as_dict
+from hoglib.curvature.data import as_dict, is_batch, to_device
+from hoglib.curvature.fisher_metric import FisherMetric
+from hoglib.curvature.kfac_operator import KFACOperator
+from hoglib.curvature.kronecker_factors import AT_ONCE
+from hoglib.curvature.linear_map import ProductOptions
+from hoglib.curvature.model_run import (
+    FactorOptions,
+    Gradients,
+    Layer,
+    ModelRun,
+    by_example,
+    checked_run,
+    is_embedding,
+    output_gradients,
+    scale_and_shift_gradients,
+)
+from hoglib.curvature.newton import refuse_unknown
+from hoglib.curvature.operators import GGNOperator
+from hoglib.curvature.vector_space import Space
 from hoglib.errors import (
     ArgumentTypeError,
     ArgumentValueError,
     HoglibError,
+    NonFiniteError,
     UnsupportedError,
 )
 from hoglib.stand_ins.mode import stand_ins_if
+from hoglib.verification.entry_points import examined_functions
 
 Tree = Any
-AT_ONCE = 2**26  # numbers of gradients that are held at once, by default
+ROWS_AT_ONCE = 2**26  # numbers of gradients that are held at once, by default
 
 
 def per_example_gradients(
@@ -91,7 +121,7 @@ def per_example_gradients(
 
 def gradient_rows(loss: Any, params: Tree, batch: Any, *, vmap: bool | None) -> Iterator[Tensor]:
     """The gradients of the examples of a batch as rows [n, P], some at a time."""
-    size = max(1, AT_ONCE // max(pytree.size(params), 1))
+    size = max(1, ROWS_AT_ONCE // max(pytree.size(params), 1))
     own = as_dict(batch)
     count = number_of_examples(own)
     for start in range(0, count, size):
@@ -181,3 +211,420 @@ def _in_turn(
         values.append(value.detach())
         rows.append(materialize_grads(list(parts), own))
     return torch.stack(values), [torch.stack(parts) for parts in zip(*rows, strict=True)]
+
+
+CALLER = "per_example_gradient_norms"
+_OPTIONS = FactorOptions(FisherMetric("empirical"), "expand", True, ProductOptions(CALLER))
+
+
+def per_example_gradient_norms(loss: Any, params: Tree, batch: Any) -> Tensor:
+    r"""The norm of the gradient of each example of a batch, without the gradients.
+
+        |d l_n / d params|        l_n = loss(params, example n), a batch of one
+
+    Layers that `hoglib.KFACOperator` knows take one forward and one backward pass of the batch: norms
+    are computed from the inputs of a layer and the gradients by its outputs: by the products of its T
+    positions (ghost norms) where T^2 is at most the number of its weights, else by the gradients of
+    that layer alone, which are held for some examples at a time. For any other use of a parameter,
+    and losses that are no `hoglib.functional_loss`, they are those of `hoglib.per_example_gradients`,
+    some examples at a time; ``logging.getLogger("hoglib")`` tells why, at level DEBUG.
+
+    Args:
+        loss: As of `hoglib.per_example_gradients`.
+        params: Where the gradients are taken, a dict of tensors by name; of other losses any pytree.
+        batch: As of `hoglib.per_example_gradients`.
+    Returns:
+        The norms [N], of all parameters together.
+    Raises:
+        ArgumentValueError: for batch norm in train mode, where an example alone has another loss.
+    References:
+        Goodfellow, Efficient Per-Example Gradient Computations, 2015. Li, Tramer, Liang and Hashimoto,
+        Large Language Models Can Be Strong Differentially Private Learners, 2022, section 4. Bu, Mao
+        and Xu, Scalable and Efficient Training of Large Convolutional Neural Networks with
+        Differential Privacy, 2022 (the choice by layer).
+    Example:
+        >>> model = nn.Linear(2, 1, bias=False)
+        >>> with torch.no_grad():
+        ...     _ = model.weight.fill_(1.0)
+        >>> loss, params = hog.functional_loss(model, F.mse_loss), hog.trainable_params(model)
+        >>> batch = torch.tensor([[3.0, 4.0], [0.0, 1.0]]), torch.zeros(2, 1)
+        >>> hog.curvature.per_example_gradient_norms(loss, params, batch)  # 2 |x_n| |sum of x_n|
+        tensor([70.,  2.])
+    """
+    return _products_of(loss, params, batch, False).sqrt()
+
+
+def per_example_gradient_products(loss: Any, params: Tree, batch: Any) -> Tensor:
+    r"""The dot products of the gradients of the examples of a batch.
+
+        K_nm = <d l_n / d params, d l_m / d params>
+
+    The gradients of one layer at a time are held, and none of a linear layer that each example uses
+    once; else as `per_example_gradient_norms`.
+
+    Args:
+        loss: As of `per_example_gradient_norms`.
+        params: As of `per_example_gradient_norms`.
+        batch: As of `per_example_gradient_norms`.
+    Returns:
+        The products [N, N].
+    Raises:
+        ArgumentValueError: for batch norm in train mode, where an example alone has another loss.
+    Example:
+        >>> x = torch.tensor([[1.0, 0.0], [1.0, 2.0]])
+        >>> loss = lambda p, x: (x @ p).sum()
+        >>> hog.curvature.per_example_gradient_products(loss, torch.ones(2), x)
+        tensor([[1., 1.],
+                [1., 5.]])
+    """
+    return _products_of(loss, params, batch, True)
+
+
+def _products_of(loss: Any, params: Tree, batch: Any, pairs: bool) -> Tensor:
+    """Squared norms [N], or with pairs the products [N, N]."""
+    found = _layer_by_layer(loss, params, batch, pairs)
+    if found is not None:
+        return found
+    rows = gradient_rows(loss, params, batch, vmap=None)
+    if not pairs:
+        return torch.cat([_square_of_rows(part) for part in rows])
+    every = torch.cat(list(rows))
+    return every @ every.T
+
+
+def _layer_by_layer(loss: Any, params: Tree, batch: Any, pairs: bool) -> Tensor | None:
+    """Squared norms [N], or with pairs the products [N, N]; None where layers do not say them."""
+    validation.loss_function("loss", loss)
+    space = Space(params)
+    space.refuse_sharded("per_example_gradient_products" if pairs else "per_example_gradient_norms")
+    check_norms(loss)
+    own = as_dict(batch)
+    count = number_of_examples(own)
+    loss = loss.with_logits() if hasattr(loss, "with_logits") else loss
+    if not (hasattr(loss, "outputs") and isinstance(params, dict)):
+        return None
+    with torch.inference_mode(False), torch.no_grad(), grad_enabled(), keep_swapped():
+        leaves, own = clone_inference_tensors((space.leaves(), own))
+        try:
+            run = _checked(loss, space, leaves, own, count)
+        except HoglibError as error:  # of the layers; what is wrong with the loss comes again
+            LOGGER.debug("%s: from the gradients of single examples, because of %s", CALLER, error)
+            return None
+        gradients = run.gradients(_by_outputs(run, loss, own))
+        with torch.no_grad():
+            total = torch.zeros(count, *([count] if pairs else []), dtype=run.dtype)
+            total = total.to(run.device)
+            for layer in run.layers:
+                total += (_products if pairs else _squares)(layer, gradients, run)
+    return total.to(space.dtype)
+
+
+def _checked(loss: Any, space: Space, leaves: Vector, batch: Any, count: int) -> ModelRun:
+    """A run of the model, whose layers treat each example by itself."""
+    given = (loss, space, leaves, batch, _OPTIONS)
+    run, _ = checked_run(ModelRun(*given), *given, True)
+    if run.examples != count:
+        raise ArgumentValueError("outputs: expected one for each example.")
+    return run
+
+
+def _by_outputs(run: ModelRun, loss: Any, batch: Any) -> Vector:
+    """The gradients of the loss of each example by its outputs."""
+    outputs, given = run.outputs()
+
+    def criterion(shifts: Vector, both: Any) -> Tensor:
+        own, example = both
+        left = iter(shifts)
+        parts, form = pytree.flatten(own)
+        moved = [x + next(left) if pytree.is_float(x) else x for x in parts]
+        value: Tensor = loss.criterion(pytree.unflatten(moved, form), example)
+        return value
+
+    zeros = [torch.zeros_like(y[:1]) for y in given]
+    _, gradients = per_example_gradients(criterion, zeros, (outputs, batch))
+    return [g.squeeze(1) for g in gradients]
+
+
+def _squares(layer: Layer, gradients: Gradients, run: ModelRun) -> Tensor:
+    """The squared norms of the gradients of a layer, [N]."""
+    N = run.examples
+    if layer.layout.role.matrix == "diagonal":
+        return _scale_and_shift(layer, gradients, N).square().sum(1)
+    if is_embedding(layer) and layer.layout.weight is not None:
+        at, g = _indices(layer, N), _outputs(layer, gradients, N)
+        same = (at == at.mT) & (at >= 0)  # [N, T, T]: the same row of the table
+        return ((g[0] @ g[0].mT) * same).sum((1, 2))
+    if _by_gradients(layer, run, False):
+        parts = _gradients(layer, gradients, run)
+        return torch.cat([sum(map(_square_of_rows, part), part[0].new_zeros(())) for part in parts])
+    a, g = _inputs(layer, run), _outputs(layer, gradients, N)
+    if a.shape[2] == 1:
+        size = a.square().sum(3) + (layer.layout.bias is not None)
+        return (size * g.square().sum(3)).sum((0, 2))
+    chunks = max(1, AT_ONCE // (len(a) * a.shape[2] ** 2))
+    pairs = zip(a.split(chunks, 1), g.split(chunks, 1), strict=True)
+    return torch.cat([(_grams(layer, x) * (y @ y.mT)).sum((0, 2, 3)) for x, y in pairs])
+
+
+def _products(layer: Layer, gradients: Gradients, run: ModelRun) -> Tensor:
+    """The products of the gradients of a layer, [N, N]."""
+    N = run.examples
+    if layer.layout.role.matrix == "diagonal":
+        rows = _scale_and_shift(layer, gradients, N)
+        return rows @ rows.T
+    if is_embedding(layer) and layer.layout.weight is not None:
+        places, g = _indices(layer, N), _outputs(layer, gradients, N)
+        at, features = places.flatten(), g[0].flatten(0, 1)
+        owner = torch.arange(N, device=at.device).repeat_interleave(g.shape[2])
+        seen, places = at.unique(return_inverse=True)  # only rows of the table that are used
+        table = features.new_zeros(N * len(seen), features.shape[1])
+        table.index_add_(0, owner * len(seen) + places, features * (at >= 0).unsqueeze(1))
+        rows = table.view(N, -1)
+        return rows @ rows.T
+    if _by_gradients(layer, run, True):
+        rows = torch.cat([torch.cat(part, 1) for part in _gradients(layer, gradients, run)])
+        return rows @ rows.T
+    a, g = (x.flatten(1, 2) for x in (_inputs(layer, run), _outputs(layer, gradients, N)))
+    found = (_grams(layer, a) * (g @ g.mT)).sum(0)
+    return found.view(N, len(found) // N, N, -1).sum((1, 3))
+
+
+def _by_gradients(layer: Layer, run: ModelRun, pairs: bool) -> bool:
+    """Whether the gradients of a layer are fewer numbers than the products of its positions.
+
+    With T positions, T^2 > into out; for pairs, which need all products at once, N T^2.
+    """
+    groups, out, into = layer.layout.sizes
+    T = sum(call.rows for call in layer.calls) // run.examples
+    if layer.layout.weight is None or (pairs and groups * (run.examples * T) ** 2 > AT_ONCE):
+        return True
+    return (run.examples if pairs else 1) * T * T > into * out
+
+
+def _square_of_rows(rows: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(rows, dim=1).square()  # holds no squares
+
+
+def _gradients(layer: Layer, gradients: Gradients, run: ModelRun) -> Iterator[list[Tensor]]:
+    """The gradients of the examples by the weight and the bias of a layer, [n, numbers] each, some at a
+    time."""
+    N = run.examples
+    groups, out, into = layer.layout.sizes
+    if layer.layout.weight is None:
+        yield [_outputs(layer, gradients, N).sum(2).movedim(1, 0).flatten(1)]
+        return
+    direct = all(call.has_patches() and call.shape[0] == N for call in layer.calls)
+    a = None if direct else _inputs(layer, run)
+    g = _outputs(layer, gradients, N)
+    size = max(1, AT_ONCE // (groups * into * out))
+    for start in range(0, N, size):
+        stop = min(start + size, N)
+        if a is None:
+            parts = [
+                call.weight_gradients(gradients.plain(call).to(run.dtype), start, stop)
+                for call in layer.calls
+            ]
+            found = torch.stack(parts).sum(0) if len(parts) > 1 else parts[0]
+        else:
+            found = (g[:, start:stop].mT @ a[:, start:stop]).movedim(1, 0)
+        rows = [found.flatten(1)]
+        if layer.layout.bias is not None:
+            rows.append(g[:, start:stop].sum(2).movedim(1, 0).flatten(1))
+        yield rows
+
+
+def _grams(layer: Layer, a: Tensor) -> Tensor:
+    """<a_t, a_u>, of inputs with a 1 for the bias where there is one."""
+    found = a @ a.mT
+    return found if layer.layout.bias is None else found.add_(1)
+
+
+def _indices(layer: Layer, examples: int) -> Tensor:
+    """Of an embedding, [N, positions, 1]."""
+    return by_example(layer, [call.inputs() for call in layer.calls], examples)[0]
+
+
+def _inputs(layer: Layer, run: ModelRun) -> Tensor:
+    """Without a 1 for the bias, [groups, N, positions, features]."""
+    return by_example(layer, [call.inputs().to(run.dtype) for call in layer.calls], run.examples)
+
+
+def _outputs(layer: Layer, gradients: Gradients, examples: int) -> Tensor:
+    """Gradients by the outputs, [groups, N, positions, features]."""
+    rows = [output_gradients(layer, call, gradients) for call in layer.calls]
+    return by_example(layer, rows, examples)
+
+
+def _scale_and_shift(layer: Layer, gradients: Gradients, examples: int) -> Tensor:
+    rows = [scale_and_shift_gradients(layer, call, gradients) for call in layer.calls]
+    return by_example(layer, rows, examples).sum(-2)
+
+
+class NoiseScale(NamedTuple):
+    """The noise of gradients.
+
+    Attributes:
+        scale: tr S / |g|^2: of batches much smaller, gradients are mostly noise.
+        variance: tr S, the sum of the variances of the gradient of one example.
+        square: |g|^2, of the gradient of the loss over all examples of the distribution.
+    """
+
+    scale: Tensor
+    variance: Tensor
+    square: Tensor
+
+
+def gradient_noise_scale(loss: Any, params: Tree, data: Any) -> NoiseScale:
+    r"""The simple noise scale of gradients, an estimate of the largest useful batch size.
+
+        B = tr S / |g|^2        tr S = sum_n |g_n - m|^2 / (N - 1)        |g|^2 = |m|^2 - tr S / N
+
+    with the gradients g_n of examples and their mean m; both parts are unbiased. |g|^2 may come out
+    negative where N is far too small, and so may B.
+
+    Args:
+        loss: The function ``loss(params, batch)``, of a mean over examples.
+        params: Where the gradients are taken; any pytree of floating-point tensors.
+        data: A batch, or a DataLoader or another re-iterable of batches.
+    Returns:
+        `NoiseScale`, of three scalar tensors.
+    Raises:
+        ArgumentValueError: for fewer than two examples.
+    References:
+        McCandlish, Kaplan, Amodei and the OpenAI Dota Team, An Empirical Model of Large-Batch Training,
+        2018, section 2.2 and appendix A.1.
+    Example:
+        >>> loss = lambda p, x: (p * x).mean()
+        >>> x = torch.tensor([1.0, 3.0])
+        >>> hog.curvature.gradient_noise_scale(loss, torch.tensor(1.0), x).variance
+        tensor(2.)
+    """
+    space = Space(params)
+    space.refuse_sharded("gradient_noise_scale")
+    count, mean = 0, torch.zeros(space.size, dtype=torch.float64, device=space.device)
+    spread = torch.zeros((), dtype=torch.float64, device=space.device)
+    for batch in [data] if is_batch(data) else data:
+        for rows in gradient_rows(loss, params, to_device(batch, space.device), vmap=None):
+            part = rows.double()
+            own = part.mean(0)
+            # two sets of examples together, by Chan's formula
+            total = count + len(part)
+            spread += (part - own).square().sum()
+            spread += (own - mean).square().sum() * (count * len(part) / total)
+            mean += (own - mean) * (len(part) / total)
+            count = total
+    if count < 2:
+        raise ArgumentValueError(f"data: expected at least two examples, got {count}.")
+    variance = spread / (count - 1)
+    square = mean.square().sum() - variance / count
+    return NoiseScale(*(x.to(space.dtype) for x in (variance / square, variance, square)))
+
+
+SOLVERS = ("cg", "kfac", "ekfac")
+
+
+def influence(
+    loss: Any,
+    params: Tree,
+    train: Any,
+    query: Any,
+    *,
+    solver: str = "ekfac",
+    damping: float,
+    vmap: bool | None = None,
+    tol: float | None = None,
+    **options: Any,
+) -> Tensor:
+    r"""The influence of each training example on the loss of each query.
+
+        s_nq = d loss(params(e), query q) / d e  at e = 0
+             = -grad loss(query q)^T (G + damping I)^-1 grad loss(example n)
+
+    where params(e) minimizes the mean loss of the training data plus e loss(example n) plus
+    damping/2 |params|^2, and G is the Gauss-Newton matrix of the training data. A positive score: more
+    weight on the example raises the loss of the query. To leave an example out is e = -1/N, so that the
+    loss of the query changes by about -s_nq / N.
+
+    Args:
+        loss: From `hoglib.functional_loss`.
+        params: The parameters as they were trained, a dict of tensors by name.
+        train: The training data: a batch, or a DataLoader or another re-iterable of batches, in a fixed
+            order.
+        query: The queries, as train.
+        solver: How the inverse is applied: "cg", exactly, by conjugate gradients; "kfac" or "ekfac", by
+            a `hoglib.KFACOperator`, with corrected eigenvalues, for deep networks.
+        damping: As above: the weight decay that the parameters were trained with, or more.
+        vmap: As of `hoglib.per_example_gradients`.
+        tol: Of "cg", as of `LinearOperator.solve`.
+        **options: Of `hoglib.GGNOperator` or `hoglib.KFACOperator`, such as kind="mc" and
+            progress=True.
+    Returns:
+        The scores [train, query], in the order of the data.
+    Raises:
+        ArgumentTypeError: for an option that the operator does not have.
+        ArgumentValueError: for a DataLoader that shuffles, whose order nobody knows afterwards, for
+            batch norm in train mode, and tol with another solver than "cg".
+        NonFiniteError: for an example whose gradient is not finite.
+    References:
+        Koh and Liang, Understanding Black-box Predictions via Influence Functions, 2017, equation 2.
+        Grosse et al., Studying Large Language Model Generalization with Influence Functions, 2023,
+        section 3 (ekfac). Bae et al., If Influence Functions Are the Answer, Then What Is the
+        Question?, 2022 (G and damping).
+    Example:
+        >>> model = nn.Linear(1, 1, bias=False)
+        >>> with torch.no_grad():
+        ...     _ = model.weight.fill_(1.0)
+        >>> loss, params = hog.functional_loss(model, F.mse_loss), hog.trainable_params(model)
+        >>> data = torch.tensor([[1.0], [1.0]]), torch.tensor([[0.0], [2.0]])
+        >>> query = torch.ones(1, 1), torch.tensor([[2.0]])
+        >>> hog.influence(loss, params, data, query, damping=0.0, solver="cg")
+        tensor([[ 2.],
+                [-2.]])
+    """
+    validation.one_of("solver", solver, SOLVERS)
+    validation.number("damping", damping, minimum=0)
+    for name, data in (("train", train), ("query", query)):
+        _check_order(name, data)
+    operator = GGNOperator if solver == "cg" else KFACOperator
+    known = set(inspect.signature(operator).parameters) - {"loss", "params", "data"}
+    refuse_unknown("influence", options, known - {"eigenvalue_corrected"}, operator.__name__)
+    if tol is not None and solver != "cg":
+        raise ArgumentValueError(
+            f"tol: expected none with solver={solver!r}, which has a closed form, got {tol}; it "
+            "is for solver='cg'."
+        )
+    space = Space(params)
+    space.refuse_sharded("influence")
+
+    def rows(name: str, data: Any) -> Iterable[Tensor]:
+        for number, batch in enumerate([data] if is_batch(data) else data):
+            moved = to_device(batch, space.device)
+            for part in gradient_rows(loss, params, moved, vmap=vmap):
+                if not bool(part.isfinite().all()):
+                    raise NonFiniteError(
+                        f"{name}: expected examples with finite gradients, got one with NaN or "
+                        f"infinity in batch {number}; look for NaN in the data and in the parameters."
+                    )
+                yield part.to(space.dtype)
+
+    with examined_functions("influence", first_order=solver != "cg"):
+        asked = list(rows("query", query))
+        if not asked:
+            raise ArgumentValueError("query: expected at least one batch, got none.")
+        queries = torch.cat(asked)
+        if solver == "cg":
+            directions = GGNOperator(loss, params, train, **options).solve(
+                queries.T, damping=damping, tol=tol
+            )
+        else:
+            K = KFACOperator(loss, params, train, eigenvalue_corrected=solver == "ekfac", **options)
+            directions = K.solve(queries.T, damping=damping)
+        return torch.cat([-(part @ directions) for part in rows("train", train)])
+
+
+def _check_order(name: str, data: Any) -> None:
+    if isinstance(data, DataLoader) and isinstance(data.sampler, RandomSampler):
+        raise ArgumentValueError(
+            f"{name}: expected data in a fixed order, that of the scores, got a DataLoader that "
+            "shuffles; make one with shuffle=False."
+        )

@@ -25,12 +25,7 @@ from hoglib._core.autograd import (
     without_graph,
 )
 from hoglib._core.finite_differences import directional_derivative
-from hoglib._core.gradient_graph import (
-    check_custom_functions,
-    graph_bytes,
-    graph_summary,
-)
-from hoglib.curvature.hessian_product import forward_over_reverse, reverse_over_reverse
+from hoglib._core.gradient_graph import check_custom_functions, graph_bytes, graph_summary
 from hoglib.curvature.jacobian_product import TransposedJacobian, are_adjoint, detached
 from hoglib.curvature.linear_map import (
     DIFFERENCES,
@@ -38,7 +33,9 @@ from hoglib.curvature.linear_map import (
     CurvatureKind,
     LinearMap,
     ProductOptions,
+    forward_over_reverse,
     no_forward_mode,
+    reverse_over_reverse,
 )
 from hoglib.errors import (
     ArgumentTypeError,

@@ -18,11 +18,7 @@ from torch.overrides import TorchFunctionMode
 from hoglib._core import torch_forward_mode, torch_internals, validation
 from hoglib._core.autograd import translate_errors
 from hoglib._core.finite_differences import fixed_random_numbers
-from hoglib._core.gradient_graph import (
-    GraphSummary,
-    check_custom_functions,
-    graph_summary,
-)
+from hoglib._core.gradient_graph import GraphSummary, check_custom_functions, graph_summary
 from hoglib._core.swap import call_with
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, NoSecondDerivative
 

@@ -1,8 +1,6 @@
 """Steps by the inverse of a Kronecker-factored matrix, as an optimizer of torch."""
 
 import inspect
-from collections.abc import Sequence
-from dataclasses import replace
 from math import nan, sqrt
 from typing import Any, NamedTuple, final
 
@@ -11,21 +9,15 @@ from torch import Tensor
 
 from hoglib._core import pytree, validation
 from hoglib.curvature.kfac_operator import KFACOperator, layout_of, saved_layout
-from hoglib.curvature.kronecker import (
-    METHODS,
-    BlockLayout,
-    KroneckerBlock,
-    KroneckerMatrix,
-    diagonal_of,
-)
+from hoglib.curvature.kronecker import METHODS, BlockLayout, KroneckerBlock, KroneckerMatrix
 from hoglib.curvature.model_run import USUAL
-from hoglib.curvature.operators import GGNOperator
-from hoglib.curvature.optimizer import (
+from hoglib.curvature.newton import (
     BatchOptimizer,
     finite_or_infinite,
     positive_damping,
     refuse_unknown,
 )
+from hoglib.curvature.operators import GGNOperator
 from hoglib.errors import ArgumentValueError
 from hoglib.verification.entry_points import examined_functions
 
@@ -36,7 +28,6 @@ FACTORS = ("A", "G")
 ADAPT_EVERY, ADAPTED = 5, 0.95**5
 GGN_OPTIONS = OPTIONS & set(inspect.signature(GGNOperator).parameters)
 INVERSE = ("inverse_A", "inverse_G", "inverse_values")
-VECTORS, VALUES = ("vectors_A", "vectors_G"), "values"  # with eigenvalue_corrected
 
 
 class KFACStep(NamedTuple):
@@ -77,14 +68,6 @@ class KFAC(BatchOptimizer):
     more than 3/4 of what the model says, and divided by it for less than 1/4. With ``rescale=False``
     v <- momentum v + lr nu d, nu = min(1, sqrt(kl_clip / (lr^2 |g^T d|))), at a fixed damping.
 
-    With ``eigenvalue_corrected=True`` (EKFAC) K = Q_G diag(L) Q_A^T takes the place of G ⊗ A,
-
-        Q_A, Q_G eigenvectors of the averages A, G               each inverse_every steps
-        L <- decay L + (1 - decay) L_batch, and the inverse      each factors_every steps
-
-    with L_batch as in `hoglib.KFACOperator`, by a second pass over the batch; where the eigenvectors
-    change, L becomes the diagonal of Q_G diag(L) Q_A^T in the new basis.
-
     The moving averages are divided by 1 - decay^t, and so start with the first batch. The loss must not
     mix examples: batch norm has to be in eval mode. `.grad` is not used. ``info`` is the `KFACStep` of
     the last step; ``state_dict()`` has factors, inverses and v, so that a resumed run is the same run.
@@ -101,12 +84,10 @@ class KFAC(BatchOptimizer):
         weight_decay: The factor of the parameters in the gradient.
         kl_clip: Bound of lr^2 g^T K^-1 g without rescaling, which is twice the change of the outputs'
             distribution to second order; None for no bound.
-        method: "exact", "pi" or "factors", as of ``KFACOperator.inverse``; with eigenvalue_corrected
-            "exact".
+        method: "exact", "pi" or "factors", as of ``KFACOperator.inverse``.
         factors_every: Steps from one update of the factors to the next.
         inverse_every: Steps from one inverse to the next.
         kind: As of `hoglib.KFACOperator`; "mc" takes one backward pass for the factors.
-        eigenvalue_corrected: As above.
         seed: Of the draws of kind="mc".
         **options: Of `hoglib.KFACOperator`, such as approximation, joint_bias, num_samples, processes.
     Raises:
@@ -115,8 +96,7 @@ class KFAC(BatchOptimizer):
     References:
         Martens and Grosse, Optimizing Neural Networks with Kronecker-factored Approximate Curvature,
         2015, sections 6.4, 6.5 and 7. Ba, Grosse and Martens, Distributed Second-order Optimization
-        using Kronecker-factored Approximations, 2017, section 5 (kl_clip). George et al., Fast
-        Approximate Natural Gradient Descent in a Kronecker-factored Eigenbasis, 2018 (EKFAC).
+        using Kronecker-factored Approximations, 2017, section 5 (kl_clip).
     Example:
         >>> model = nn.Linear(1, 1, bias=False)
         >>> loss = hog.functional_loss(model, F.mse_loss)
@@ -143,7 +123,6 @@ class KFAC(BatchOptimizer):
         factors_every: int = 1,
         inverse_every: int = 1,
         kind: str = "mc",
-        eigenvalue_corrected: bool = False,
         seed: int = 0,
         **options: Any,
     ) -> None:
@@ -159,17 +138,11 @@ class KFAC(BatchOptimizer):
             "method": validation.one_of("method", method, METHODS),
             "factors_every": validation.at_least("factors_every", factors_every, 1),
             "inverse_every": validation.at_least("inverse_every", inverse_every, 1),
-            "eigenvalue_corrected": validation.flag("eigenvalue_corrected", eigenvalue_corrected),
             "seed": validation.at_least("seed", seed, 0),
             "steps": 0,
             "averaged": 0,  # batches in the moving averages
             "layouts": [],
         }
-        if eigenvalue_corrected and method != "exact":
-            raise ArgumentValueError(
-                f"method: expected 'exact' with eigenvalue_corrected=True, got {method!r}, which damps "
-                "the factors, whose eigenvalues are replaced."
-            )
         self._options = {**options, "kind": kind}
         self._checked, self._forms = False, USUAL
         self.info: KFACStep | None = None
@@ -193,7 +166,6 @@ class KFAC(BatchOptimizer):
         seeded = torch.Generator(device).manual_seed(group["seed"] + group["steps"])
         K = KFACOperator(self._loss, self._params, batch, generator=seeded, **self._options)
         K.checked, K.forms = self._checked, self._forms
-        K.by_example = K.by_example or group["eigenvalue_corrected"]
         value, gradient = K.gradient()
         with torch.no_grad():
             g = K.ravel(gradient)
@@ -202,12 +174,9 @@ class KFAC(BatchOptimizer):
                 self._average(K)
             # layouts are there from the first step on
             layouts = [layout_of(one, list(self._params)) for one in group["layouts"]]
-            turns = group["steps"] % group["inverse_every"] == 0
-            if group["eigenvalue_corrected"] and (turns or new_factors):
-                self._correct(K, layouts, turns, new_factors)
-            elif turns:
+            if group["steps"] % group["inverse_every"] == 0:
                 self._invert(K, layouts)
-            inverse = KroneckerMatrix(K.space, [self._kept(layout, INVERSE) for layout in layouts])
+            inverse = KroneckerMatrix(K.space, [self._inverse_of(layout) for layout in layouts])
             step, slope, expected, products = self._move(K, batch, inverse, value, g)
             for name, part in K.unravel(step).items():
                 self.state[self._params[name]]["direction"] = part.clone()
@@ -259,7 +228,10 @@ class KFAC(BatchOptimizer):
         averages = KroneckerMatrix(K.space, [self._average_of(layout) for layout in layouts])
         inverse = averages.inverse(group["damping"], method=group["method"])
         for block in inverse.blocks():
-            self._keep(block.layout, INVERSE, (block.A, block.G, block.values))
+            store, prefix = self._place(block.layout)
+            for name, tensor in zip(INVERSE, (block.A, block.G, block.values), strict=True):
+                if tensor is not None:
+                    store[prefix + name] = tensor
 
     def _average_of(self, layout: BlockLayout) -> KroneckerBlock:
         group, (store, prefix) = self.param_groups[0], self._place(layout)
@@ -269,62 +241,9 @@ class KFAC(BatchOptimizer):
             G = torch.ones_like(G)  # no average, but a constant
         return KroneckerBlock(layout, A, G)
 
-    def _correct(
-        self, K: KFACOperator, layouts: list[BlockLayout], turns: bool, new_values: bool
-    ) -> None:
-        """Compute the inverse by corrected eigenvalues: turn to the eigenvectors of the averages, and
-        add the eigenvalues of a batch to their moving average."""
-        group = self.param_groups[0]
-        decay, correction = group["decay"], 1 - group["decay"] ** group["averaged"]
-        blocks = []
-        for layout in layouts:
-            if turns:
-                block = self._turned(self._average_of(layout).eigen())
-                self._keep(layout, (*VECTORS, VALUES), (block.A, block.G, block.values))
-            else:
-                block = self._kept(layout, (*VECTORS, VALUES))
-            blocks.append(block)
-        if new_values:
-            for block in K.corrected(blocks):
-                if block.layout.role.matrix == "kronecker":
-                    values = self._kept(block.layout, (*VECTORS, VALUES)).values
-                    assert values is not None
-                    assert block.values is not None
-                    values.mul_(decay).add_(block.values, alpha=1 - decay)
-        averages = [self._kept(layout, (*VECTORS, VALUES)) for layout in layouts]
-        averages = [
-            block.map(lambda values: values / correction)
-            if block.layout.role.matrix == "kronecker"
-            else block
-            for block in averages
-        ]
-        for block in KroneckerMatrix(K.space, averages).inverse(group["damping"]).blocks():
-            self._keep(block.layout, INVERSE, (block.A, block.G, block.values))
-
-    def _turned(self, block: KroneckerBlock) -> KroneckerBlock:
-        """With the moving average of eigenvalues, as it is in the basis of new eigenvectors."""
-        if block.layout.role.matrix == "diagonal":
-            return block  # whose eigenvalues are those of the average
-        before = self._kept(block.layout, (*VECTORS, VALUES))
-        values = block.values
-        assert values is not None
-        if before.values is None:
-            return replace(block, values=torch.zeros_like(values))
-        A = None if block.A is None or before.A is None else block.A.mT @ before.A
-        turned = replace(before, A=A, G=block.G.mT @ before.G)
-        return replace(block, values=diagonal_of(turned))
-
-    def _keep(
-        self, layout: BlockLayout, names: Sequence[str], tensors: Sequence[Tensor | None]
-    ) -> None:
+    def _inverse_of(self, layout: BlockLayout) -> KroneckerBlock:
         store, prefix = self._place(layout)
-        for name, tensor in zip(names, tensors, strict=True):
-            if tensor is not None:
-                store[prefix + name] = tensor
-
-    def _kept(self, layout: BlockLayout, names: Sequence[str]) -> KroneckerBlock:
-        store, prefix = self._place(layout)
-        A, G, values = (store.get(prefix + name) for name in names)
+        A, G, values = (store.get(prefix + name) for name in INVERSE)
         return KroneckerBlock(layout, A, G, values)  # type: ignore[arg-type]  # from the first step on
 
     def _place(self, layout: BlockLayout) -> tuple[dict[str, Any], str]:

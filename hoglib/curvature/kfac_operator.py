@@ -16,12 +16,7 @@ from hoglib.curvature.data import BatchSize
 from hoglib.curvature.dataset_sum import DatasetOptions, DatasetSum
 from hoglib.curvature.fisher_metric import FisherMetric
 from hoglib.curvature.gauss_newton import GaussNewtonKind
-from hoglib.curvature.kronecker import (
-    BlockLayout,
-    KroneckerBlock,
-    KroneckerOperator,
-    leaves_of,
-)
+from hoglib.curvature.kronecker import BlockLayout, KroneckerBlock, KroneckerOperator, leaves_of
 from hoglib.curvature.kronecker_factors import BlockSums, EigenvalueSums, FactorSums
 from hoglib.curvature.layer_calls import Region, Role
 from hoglib.curvature.linear_map import ProductOptions
@@ -29,13 +24,9 @@ from hoglib.curvature.linear_operator import BlockDiagonal, LinearOperator
 from hoglib.curvature.model_run import USUAL, FactorOptions, ModelRun, checked_run
 from hoglib.curvature.operators import GGNOperator, HessianOperator
 from hoglib.curvature.processes import PassTotals, Processes
-from hoglib.curvature.traces import Estimate, random_signs
-from hoglib.curvature.vector_space import Space, check_named
-from hoglib.errors import (
-    ArgumentTypeError,
-    ArgumentValueError,
-    NonFiniteError,
-)
+from hoglib.curvature.traces import Estimate
+from hoglib.curvature.vector_space import Space, check_named, random_signs
+from hoglib.errors import ArgumentTypeError, ArgumentValueError, NonFiniteError
 from hoglib.verification.entry_points import examined_functions
 
 Tree = Any
@@ -162,16 +153,10 @@ class KFACOperator(KroneckerOperator):
         validation.one_of("approximation", approximation, ("expand", "reduce"))
         metric = FisherMetric(kind, likelihood, reduction, num_samples, generator).seeded()
         options = DatasetOptions(
-            reduction,
-            batch_size,
-            micro_batch,
-            0,
-            check_deterministic,
-            False,
-            progress,
-            processes,
-            dtype,
-        )
+            reduction=reduction, batch_size=batch_size, micro_batch=micro_batch, memory_limit=0,
+            check_deterministic=check_deterministic, stand_ins=False, progress=progress,
+            processes=processes, dtype=dtype,
+        )  # fmt: skip
         self._processes = Processes(name, processes, data)
         super().__init__(Space(params, dtype), progress and self._processes.rank == 0)
         check_named(params)
@@ -318,7 +303,7 @@ class KFACOperator(KroneckerOperator):
         }
         given = (self._loss, self.space.params, self._data)
         G, H = GGNOperator(*given, **options), HessianOperator(*given, **options)
-        rows = random_signs(self, num_samples, generator)
+        rows = random_signs(self.space, num_samples, generator)
         ours = self.apply(rows)
         masks = [_mask(block.layout, self.space) for block in self.blocks()]
         every: list[LinearOperator] = [G, BlockDiagonal(G, masks), H]
@@ -425,11 +410,7 @@ def saved_layout(layout: BlockLayout, names: list[str]) -> dict[str, Any]:
     def place(region: Region | None) -> Any:
         return None if region is None else (names[region.leaf], region.start, region.stop)
 
-    return {
-        "role": tuple(layout.role),
-        "weight": place(layout.weight),
-        "bias": place(layout.bias),
-    }
+    return {"role": tuple(layout.role), "weight": place(layout.weight), "bias": place(layout.bias)}
 
 
 def layout_of(saved: Mapping[str, Any], names: list[str]) -> BlockLayout:

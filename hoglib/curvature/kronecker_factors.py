@@ -24,9 +24,10 @@ import torch
 from torch import Tensor
 
 from hoglib.curvature.kronecker import BlockLayout, KroneckerBlock
-from hoglib.curvature.layer_rows import (
+from hoglib.curvature.model_run import (
     Gradients,
     Layer,
+    ModelRun,
     by_example,
     input_rows,
     is_embedding,
@@ -34,7 +35,6 @@ from hoglib.curvature.layer_rows import (
     output_gradients,
     scale_and_shift_gradients,
 )
-from hoglib.curvature.model_run import ModelRun
 
 AT_ONCE = 2**24  # numbers of examples' gradients that are held at once
 PARTS, LARGE = 4, 256  # of the columns of a square, and from how many on

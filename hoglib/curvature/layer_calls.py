@@ -55,7 +55,6 @@ class LayerCall:
     def __init__(
         self, role: Role, weight: Region | None, bias: Region | None, x: Tensor, output: Tensor,
         rows_of_inputs: Callable[[Tensor], Tensor], rows_of_outputs: Callable[[Tensor], Tensor],
-        mean_of_inputs: Callable[[Tensor], Tensor] | None = None,
         weight_gradients: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> None:  # fmt: skip
         self.role, self.weight, self.bias = role, weight, bias
@@ -63,7 +62,7 @@ class LayerCall:
         self.shape, self.device = output.shape, output.device
         self.time_first = False  # whether rows are ordered by position before example
         self._x, self._version = x.detach(), x._version
-        self._rows_of_inputs, self._mean_of_inputs = rows_of_inputs, mean_of_inputs
+        self._rows_of_inputs = rows_of_inputs
         self._weight_gradients = weight_gradients
         self.rows_of_outputs = rows_of_outputs  # of a tensor like the output: [groups, rows, out]
 
@@ -72,12 +71,6 @@ class LayerCall:
         the normalized inputs [1, rows, into]."""
         self._check_unchanged()
         return self._rows_of_inputs(self._x)
-
-    def mean_inputs(self, examples: int) -> Tensor:
-        """The mean of a_r over the rows of each example, [groups, examples, into]."""
-        self._check_unchanged()
-        a = (self._mean_of_inputs or self._rows_of_inputs)(self._x)
-        return a if a.shape[1] == examples else self.by_example(a, examples).mean(2)
 
     @property
     def rows(self) -> int:
@@ -360,15 +353,6 @@ def _convolution(
         x = x.movedim(2, 2 + spatial)
         return x.reshape(groups, -1, weight.shape[1] * kernel.numel())
 
-    def mean_patch(x: Tensor) -> Tensor:
-        """By one small matrix for each dimension, which sums what an element of the kernel meets."""
-        x = x if x.dim() == spatial + 2 else x.unsqueeze(0)
-        x = x.unflatten(1, (groups, -1))  # [N, groups, channels, sizes...]
-        for d in range(spatial):
-            met = _met(x.shape[3], kernel[d], stride[d], dilation[d], pads[d]).to(x)
-            x = torch.tensordot(x, met, dims=([3], [1]))  # the next dimension is third then
-        return x.movedim(1, 0).flatten(2)
-
     def rows(gradient: Tensor) -> Tensor:
         g = gradient if gradient.dim() == spatial + 2 else gradient.unsqueeze(0)
         g = g.unflatten(1, (groups, -1)).movedim(1, 0).movedim(2, -1)
@@ -388,15 +372,7 @@ def _convolution(
     role = Role(f"conv{spatial}d", "kronecker", groups, weight.shape[0] // groups, into)
     places = recorder.region(weight), recorder.region(bias)
     direct = weight_gradients if input.dim() == spatial + 2 else None
-    return LayerCall(role, *places, input, output, patches, rows, mean_patch, direct)
-
-
-def _met(size: int, kernel: int, stride: int, dilation: int, pads: tuple[int, int]) -> Tensor:
-    """At which part of its positions an element of the kernel meets an input, [kernel, size]."""
-    count = (size + sum(pads) - dilation * (kernel - 1) - 1) // stride + 1
-    at = torch.arange(count) * stride - pads[0]
-    at = at + torch.arange(kernel).unsqueeze(1) * dilation  # [kernel, positions]
-    return (at.unsqueeze(-1) == torch.arange(size)).sum(1) / count
+    return LayerCall(role, *places, input, output, patches, rows, direct)
 
 
 def _each(value: Any, count: int) -> tuple[int, ...]:

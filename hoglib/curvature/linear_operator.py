@@ -1,33 +1,25 @@
 """Symmetric linear operators on the space of parameters, and their algebra."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from hoglib._core import validation
 from hoglib._core.autograd import outside_inference_mode
-from hoglib.curvature import (
-    density,
-    eigenvalues,
-    linear_systems,
-    matrix_functions,
-    projected_estimators,
-    traces,
-)
+from hoglib.curvature import eigenvalues, lanczos_quadrature, linear_systems, low_rank, traces
 from hoglib.curvature.vector_space import Blocks, Space, groups_of
-from hoglib.errors import ArgumentTypeError, ArgumentValueError, MissingDependencyError
+from hoglib.errors import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    MissingDependencyError,
+    NotPositiveDefiniteError,
+)
 
 Tree = Any
-TRACES = {
-    "hutchinson": traces.hutchinson_trace,
-    "hutch++": projected_estimators.hutchpp,
-    "xtrace": traces.xtrace,
-}
-DIAGONALS = {"hutchinson": traces.hutchinson_diagonal, "xdiag": projected_estimators.xdiag}
 
 
 class LinearOperator(ABC):
@@ -219,29 +211,50 @@ class LinearOperator(ABC):
         stagnation_tol: float = 0.0,
         return_info: bool = False,
     ) -> Any:
-        """x with (A + damping I) x = b, by conjugate gradients, as `hoglib.curvature.cg`.
+        r"""x with (A + damping I) x = b, by conjugate gradients.
+
+            B x = b,  B = A + damping I,        |b - B x| <= max(tol |b|, atol)
+
+        The columns of a block are solved side by side, each by its own coefficients. The iteration
+        ends by the true residual, which is computed from x where the recurrence says that it is
+        small enough; where the two differ, the iteration starts again from the true one. A warning
+        says where the tolerance was missed, unless ``return_info`` or ``stagnation_tol`` is given.
 
         Args:
-            b: Right-hand side: a vector or a block, flat or in the structure of params.
+            b: Right-hand side: a vector or a block, flat or in the structure of the operator's params.
             damping: What is added to the diagonal of A.
-            tol: Relative tolerance of the residual. Default: 1e-8 in float64, 1e-5 in float32.
-            atol: Absolute tolerance of the residual.
+            tol: Relative tolerance. Default: 1e-8 in float64, 1e-5 in float32.
+            atol: Absolute tolerance.
             max_iter: Iterations at most. Default: 10 P, at most 1000.
-            preconditioner: An approximation of the diagonal (a vector), or of A^-1 (an operator or a
-                function).
-            x0: Where to start; zero by default.
-            stagnation_tol: Stop where the quadratic function of x falls by less than this, relative to
-                itself, an iteration; 0 for never.
+            preconditioner: A vector that approximates the diagonal of B (the residual is divided by
+                it), or an operator, or a function of residuals in the form of b, that approximates
+                B^-1.
+            x0: Where to start, in the form of b; zero by default.
+            stagnation_tol: End a column also where q(x) = x^T B x / 2 - b^T x, which each iteration
+                lowers, is negative and fell in the last k = max(10, i / 10) of its i iterations by
+                less than k stagnation_tol |q(x)|; for Newton steps, which need no more. With a
+                preconditioner k is max(5, i / 10), as few iterations are needed then. 0 for never.
             return_info: Return how well the system was solved, too.
         Returns:
             x in the form of b; with ``return_info``, ``(x, Solution)``.
+        Raises:
+            NotPositiveDefiniteError: at a direction p with p^T B p <= 0, with its curvature.
+        Shape:
+            - b: [P], [P, k], or like params
+        References:
+            Hestenes and Stiefel, Methods of Conjugate Gradients for Solving Linear Systems, 1952.
+            Martens, Deep Learning via Hessian-free Optimization, 2010, section 4.4 (stagnation_tol).
+        Example:
+            >>> one = torch.ones(2)
+            >>> A = hog.HessianOperator(lambda p, x: (p * x).square().sum(), one, one)
+            >>> A.solve(torch.ones(2))
+            tensor([0.5000, 0.5000])
         """
         operator = self.damped(damping) if damping else self
         with self._algorithm("solve"):
             return linear_systems.cg(
-                operator, b, tol=tol, atol=atol, max_iter=max_iter, preconditioner=preconditioner,
-                x0=x0, stagnation_tol=stagnation_tol, return_info=return_info,
-            )  # fmt: skip
+                operator, b, tol, atol, max_iter, preconditioner, x0, stagnation_tol, return_info
+            )
 
     def eigsh(
         self,
@@ -251,31 +264,51 @@ class LinearOperator(ABC):
         tol: float | None = None,
         max_iter: int | None = None,
         block: int = 1,
-        generator: torch.Generator | None = None,
+        generator: Generator | None = None,
         basis_dtype: torch.dtype | None = None,
         basis_device: torch.device | str | None = None,
     ) -> eigenvalues.Eigenpairs:
-        """k eigenvalues and eigenvectors, with residuals, as `hoglib.curvature.eigsh`.
+        r"""k eigenvalues and eigenvectors, by thick-restart Lanczos.
+
+            A v = value v,        |A v - value v| <= tol |value|
+
+        The basis holds 2 k + 2 vectors, at least 21, on the device; up to three times as many where
+        they are short, or convergence is slow. Matrices of up to 21 or 2 k + 2 rows are made dense.
 
         Args:
-            k: How many.
-            which: "LM" the largest in magnitude, "LA" the largest, "SA" the smallest, "BE" both ends,
-                "SM" the smallest in magnitude.
-            tol: Tolerance of |A v - value v|, relative to |value|. Default: 1e-10 in float64, 1e-5 in
-                float32.
-            max_iter: How often the basis is filled. Default: 10 P.
-            block: Vectors that are multiplied at once.
+            k: How many eigenpairs.
+            which: "LM" the largest in magnitude, "LA" the largest, "SA" the smallest, "BE" both
+                ends, "SM" the smallest in magnitude, which takes many products.
+            tol: Relative tolerance of the residuals, as far as rounding allows. Default: 1e-10 in
+                float64, 1e-5 in float32.
+            max_iter: How often the basis is filled, at most. Default: 10 P.
+            block: Vectors that are multiplied at once. Eigenvalues that are repeated up to as often are
+                found as often, where a single vector may miss some.
             generator: Of the starting vectors; None is the same ones every time.
-            basis_dtype: torch.float32 or torch.float64. Default: the operator's, at least float32.
-            basis_device: Where the basis is held, such as "cpu". Default: the operator's device.
+            basis_dtype: torch.float32 or torch.float64. float32 halves the basis of an operator in
+                float64; residuals are then up to 1e-6 |A|, and tol is 1e-5 by default. Default:
+                that of the operator, at least float32.
+            basis_device: Where the basis is held and orthogonalised: "cpu" keeps it out of the
+                memory of a GPU, which then holds the vectors of one product. Default: the
+                operator's device.
         Returns:
-            `Eigenpairs`, which unpack as (values, vectors).
+            `Eigenpairs`, which unpack as (values, vectors): values ascending.
+        Raises:
+            ArgumentTypeError, ArgumentValueError: for another dtype or device of the basis.
+            ConvergenceError: where it did not converge, with the eigenvalues that were found.
+        References:
+            Wu and Simon, Thick-Restart Lanczos Method for Large Symmetric Eigenvalue Problems, 2000.
+        Example:
+            >>> x = torch.arange(3.0)
+            >>> A = hog.HessianOperator(lambda p, x: (p * p * x).sum(), torch.ones(3), x)
+            >>> values, vectors = A.eigsh(2)
+            >>> values
+            tensor([2., 4.])
         """
         with self._algorithm("eigsh"):
             return eigenvalues.eigsh(
-                self, k, which=which, tol=tol, max_iter=max_iter, block=block, generator=generator,
-                basis_dtype=basis_dtype, basis_device=basis_device,
-            )  # fmt: skip
+                self, k, which, tol, max_iter, block, generator, basis_dtype, basis_device
+            )
 
     def spectral_density(
         self,
@@ -284,22 +317,43 @@ class LinearOperator(ABC):
         steps: int = 80,
         grid: Tensor | None = None,
         width: float | None = None,
-        generator: torch.Generator | None = None,
-    ) -> density.SpectralDensity:
-        """The density of the eigenvalues, as `hoglib.curvature.spectral_density`.
+        generator: Generator | None = None,
+    ) -> lanczos_quadrature.SpectralDensity:
+        r"""The density of the eigenvalues, by stochastic Lanczos quadrature.
+
+            density(t) = 1/P sum over eigenvalues of N(t; eigenvalue, width^2)
+                       = E[v^T N(t; A, width^2) v]        v of signs, of length one
+                       ~ mean over samples of sum over i of weights_i N(t; nodes_i, width^2)
+
+        Each sample takes `steps` of Lanczos, T = V^T A V, with full reorthogonalisation: nodes are
+        the eigenvalues of T, weights the squared first entries of its eigenvectors. The samples'
+        vectors are multiplied as one block. It holds samples x steps vectors in memory, or 1 GiB of
+        them, or the steps of one sample.
 
         Args:
             num_samples: Random vectors.
             steps: Lanczos steps of each, one product a step.
-            grid: Where the density is evaluated, [n]; over the whole spectrum by default.
-            width: Standard deviation of the Gaussian around each node. Default: 1% of the range.
-            generator: Of the random vectors.
+            grid: The points t, [n]; by default from end to end of the nodes and five widths more, a
+                quarter of a width apart (10^5 points at most).
+            width: Standard deviation of the Gaussian. Default: 1% of the range of the nodes.
+            generator: Of the signs; None is torch's global generator.
         Returns:
             `SpectralDensity`.
+        References:
+            Golub and Meurant, Matrices, Moments and Quadrature, 2010. Ubaru, Chen and Saad, Fast
+            Estimation of tr(f(A)) via Stochastic Lanczos Quadrature, 2017. Ghorbani, Krishnan and
+            Xiao, An Investigation into Neural Net Optimization via Hessian Eigenvalue Density,
+            2019.
+        Example:
+            >>> one = torch.ones(2)
+            >>> A = hog.HessianOperator(lambda p, x: (p * x).square().sum(), one, one)
+            >>> A.spectral_density(3, width=0.1).average(lambda t: t**2).value
+            tensor(4., dtype=torch.float64)
         """
+        self.space.check_same_call("spectral_density", num_samples, steps)
         with self._algorithm("spectral_density", num_samples * min(steps, self.shape[0])):
-            return density.spectral_density(
-                self, num_samples, steps=steps, grid=grid, width=width, generator=generator
+            return lanczos_quadrature.spectral_density(
+                self, num_samples, steps, grid, width, generator
             )
 
     def trace(
@@ -307,72 +361,213 @@ class LinearOperator(ABC):
         num_samples: int = 64,
         *,
         method: str = "hutchinson",
-        generator: torch.Generator | None = None,
+        generator: Generator | None = None,
         return_error: bool = False,
     ) -> Any:
-        """The trace, estimated by products with random vectors.
+        r"""The trace, estimated by products with random vectors.
+
+            hutchinson    tr A = E[v^T A v], v of signs;  Var = 2 sum over i != j of A_ij^2
+            xtrace        tr A = tr(Q_i^T A Q_i) + E[w_i^T (I - Q_i Q_i^T) A (I - Q_i Q_i^T) w_i]
+
+        with normal vectors w_i and Q_i an orthonormal basis of the products A w_j of all others;
+        the estimate of "xtrace" is the mean over the w_i. Where the eigenvalues decay fast, its
+        error decays as fast with num_samples; where all are alike, it is that of "hutchinson" with
+        half as many. It is exact for a rank below num_samples / 2, and from num_samples = P on,
+        where the matrix is made dense. It holds 1.5 num_samples vectors in memory.
 
         Args:
-            num_samples: Products.
-            method: "hutchinson", as `hoglib.curvature.hutchinson_trace`, "hutch++", as
-                `hoglib.curvature.hutchpp`, or "xtrace", as `hoglib.curvature.xtrace`.
-            generator: Of the random vectors.
-            return_error: Return the standard error, too.
+            num_samples: Products; of "xtrace" at least 4, half of them with the w_i, half with Q.
+            method: "hutchinson" or "xtrace".
+            generator: Of the random vectors; None is torch's global generator.
+            return_error: Return the standard error, too. That of "xtrace" is a guide only: the
+                estimates of one run depend on each other.
         Returns:
             The trace, a scalar tensor; with ``return_error`` an `Estimate`.
+        References:
+            Hutchinson, A Stochastic Estimator of the Trace of the Influence Matrix, 1990. Epperly,
+            Tropp and Webber, XTrace: Making the Most of Every Sample in Stochastic Trace
+            Estimation, 2024; for symmetric matrices here.
+        Example:
+            >>> A = hog.HessianOperator(lambda p, x: (p @ x).square(), torch.ones(9), torch.ones(9))
+            >>> A.trace(4, method="xtrace")  # a matrix of rank one, 2 x x^T
+            tensor(18.0000)
         """
-        estimate = TRACES[validation.one_of("method", method, list(TRACES))]
+        estimate = traces.TRACES[validation.one_of("method", method, traces.TRACES)]
         self.space.check_same_call("trace", num_samples, method)
         with self._algorithm("trace", num_samples):
-            return estimate(self, num_samples, generator=generator, return_error=return_error)
+            return estimate(self, num_samples, generator).returned(return_error)
 
     def diagonal(
         self,
         num_samples: int = 64,
         *,
         method: str = "hutchinson",
-        generator: torch.Generator | None = None,
+        generator: Generator | None = None,
         return_error: bool = False,
     ) -> Any:
-        """The diagonal, estimated by products with random vectors.
+        r"""The diagonal, estimated by products with random vectors.
+
+            hutchinson    diag A = E[v * A v], v of signs;  Var_i = sum over j != i of A_ij^2
+            xdiag         diag A = diag(Q_i Q_i^T A) + E[w_i * (A - Q_i Q_i^T A) w_i]
+
+        with signs w_i and Q_i an orthonormal basis of the products A w_j of all others; the estimate of
+        "xdiag" is the mean over the w_i.
 
         Args:
-            num_samples: Products.
-            method: "hutchinson", as `hoglib.curvature.hutchinson_diagonal`, or "xdiag", as
-                `hoglib.curvature.xdiag`.
-            generator: Of the random vectors.
-            return_error: Return the standard errors, too.
+            num_samples: Products; of "xdiag" at least 4, half of them with the w_i, half with Q.
+            method: "hutchinson" or "xdiag".
+            generator: Of the random vectors; None is torch's global generator.
+            return_error: Return the standard errors, too. Those of "xdiag" are a guide only: the
+                estimates of one run depend on each other.
         Returns:
-            The diagonal [P]; with ``return_error`` an `Estimate`.
+            The diagonal [P]; with ``return_error`` an `Estimate` of two such tensors.
+        References:
+            Bekas, Kokiopoulou and Saad, An Estimator for the Diagonal of a Matrix, 2007. Epperly,
+            Tropp and Webber, XTrace: Making the Most of Every Sample in Stochastic Trace
+            Estimation, 2024, section 2.4; for symmetric matrices here.
+        Example:
+            >>> one = torch.ones(2)
+            >>> A = hog.HessianOperator(lambda p, x: (p * x).square().sum(), one, one)
+            >>> A.diagonal(4)
+            tensor([2., 2.])
         """
-        estimate = DIAGONALS[validation.one_of("method", method, list(DIAGONALS))]
+        estimate = traces.DIAGONALS[validation.one_of("method", method, traces.DIAGONALS)]
         self.space.check_same_call("diagonal", num_samples, method)
         with self._algorithm("diagonal", num_samples):
-            return estimate(self, num_samples, generator=generator, return_error=return_error)
+            return estimate(self, num_samples, generator).returned(return_error)
+
+    def squared_frobenius(
+        self,
+        num_samples: int = 64,
+        *,
+        generator: Generator | None = None,
+        return_error: bool = False,
+    ) -> Any:
+        r"""The squared Frobenius norm, from random vectors v of independent signs.
+
+            |A|_F^2 = sum of A_ij^2 = E[|A v|^2]
+
+        Args:
+            num_samples: Random vectors, one product each.
+            generator: Of the random vectors; None is torch's global generator.
+            return_error: Return the standard error, too.
+        Returns:
+            The mean over the vectors, a scalar tensor; with ``return_error`` an `Estimate`.
+        Example:
+            >>> one = torch.ones(2)
+            >>> A = hog.HessianOperator(lambda p, x: (p * x).square().sum(), one, one)
+            >>> A.squared_frobenius(4)
+            tensor(8.)
+        """
+        self.space.check_same_call("squared_frobenius", num_samples)
+        with self._algorithm("squared_frobenius", num_samples):
+            found = traces.squared_frobenius(self, num_samples, generator)
+        return found.returned(return_error)
 
     def logdet(
         self,
         num_samples: int = 10,
         *,
         steps: int = 80,
-        generator: torch.Generator | None = None,
+        generator: Generator | None = None,
         return_error: bool = False,
     ) -> Any:
-        """The logarithm of the determinant, as `hoglib.curvature.logdet`.
+        r"""The logarithm of the determinant of a positive definite A, by random vectors.
+
+            log det A = tr log A = P E[v^T log(A) v]
+
+        with v random unit vectors, and log(A) v by Lanczos' method. Damping, ``G.damped(1e-3)``, makes
+        a semi-definite matrix positive definite.
 
         Args:
             num_samples: Random vectors.
             steps: Lanczos steps of each, one product a step.
-            generator: Of the random vectors.
+            generator: Of the random vectors; None is torch's global generator.
             return_error: Return the standard error, too.
         Returns:
             The logarithm, a scalar tensor; with ``return_error`` an `Estimate`.
+        Raises:
+            NotPositiveDefiniteError: for an eigenvalue that is not positive.
+        References:
+            Ubaru, Chen and Saad, Fast Estimation of tr(f(A)) via Stochastic Lanczos Quadrature, 2017.
+        Example:
+            >>> one = torch.ones(2)
+            >>> A = hog.HessianOperator(lambda p, x: (p * x).square().sum(), one, one)
+            >>> A.logdet()  # of 2 I
+            tensor(1.3863)
         """
         self.space.check_same_call("logdet", num_samples, steps)
         with self._algorithm("logdet", num_samples * min(steps, self.shape[0])):
-            return matrix_functions.logdet(
-                self, num_samples, steps=steps, generator=generator, return_error=return_error
-            )
+            found = lanczos_quadrature.logdet(self, num_samples, steps, generator)
+        return found.returned(return_error)
+
+    def matrix_function(
+        self, b: Tree, function: Callable[[Tensor], Tensor], *, steps: int = 50
+    ) -> Tree:
+        r"""The product of a function of A with a vector, by Lanczos' method.
+
+            f(A) b = |b| V f(T) e_1        T = V^T A V, the columns of V orthonormal, V e_1 = b / |b|
+
+        It is exact for polynomials of a degree below steps, and from steps = P on; smooth functions
+        converge fast. It holds steps vectors for each vector of b.
+
+        Args:
+            b: A vector or a block, flat or in the structure of the operator's params.
+            function: f, of eigenvalues in float64, element by element: ``torch.exp``,
+                ``lambda x: x.clamp(min=0).sqrt()``.
+            steps: Products for each vector.
+        Returns:
+            f(A) b in the form of b.
+        Raises:
+            ArgumentValueError: for a function that is not taken element by element.
+            NonFiniteError: for values of the function, or a vector, that are not finite.
+        References:
+            Higham, Functions of Matrices, 2008, section 13.2.
+        Example:
+            >>> one = torch.ones(2)
+            >>> A = hog.HessianOperator(lambda p, x: (p * x).square().sum(), one, one)
+            >>> A.matrix_function(torch.ones(2), torch.log2).round()  # A is 2 I
+            tensor([1., 1.])
+        """
+        self.space.check_same_call("matrix_function", steps)
+        with self._algorithm("matrix_function"):
+            return lanczos_quadrature.matrix_function(self, b, function, steps)
+
+    def low_rank(
+        self, rank: int, *, oversampling: int = 10, generator: Generator | None = None
+    ) -> "LowRankOperator":
+        r"""The largest eigenvalues and their eigenvectors, by products with random vectors.
+
+            A S (S^T A S)^-1 (A S)^T                A positive semi-definite (Nystrom's method)
+
+        with S orthonormal, random, of rank + oversampling columns, one product each. All are
+        computed at once, where `eigsh` takes one after the other until its eigenvalues converge.
+        Before the smallest eigenvalues are cut off, the error in the trace norm is on average at
+        most 1 + rank / (oversampling - 1) times the sum of the eigenvalues that are not kept. That
+        of a result L is |A - L|^2 in the Frobenius norm, estimated by
+        ``(A - L).squared_frobenius(16)``.
+
+        Args:
+            rank: Eigenvalues that are kept, the largest.
+            oversampling: Further columns of S.
+            generator: Of S; None is torch's global generator.
+        Returns:
+            `LowRankOperator`, with ``values`` and ``vectors``, ``inverse`` and ``preconditioner``.
+        Raises:
+            NotPositiveDefiniteError: for a matrix with negative eigenvalues.
+            ArgumentValueError: for a rank larger than P.
+        References:
+            Tropp, Yurtsever, Udell and Cevher, Fixed-Rank Approximation of a Positive-Semidefinite
+            Matrix from Streaming Data, 2017, algorithm 3.
+        Example:
+            >>> A = hog.HessianOperator(lambda p, x: (p @ x).square(), torch.ones(9), torch.ones(9))
+            >>> L = A.low_rank(1)  # 2 x x^T is of rank one
+            >>> L.values.round(decimals=3)
+            tensor([18.])
+        """
+        with self._algorithm("low_rank"):
+            found = low_rank.eigenpairs(self, rank, oversampling, generator)
+        return LowRankOperator(self.space, *found)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.shape[0]} x {self.shape[1]}, {self.dtype})"
@@ -416,6 +611,79 @@ class BlockDiagonal(LinearOperator):
         for mask, part in zip(self._masks, parts.split(len(rows)), strict=True):
             total += part * mask
         return total
+
+
+@final
+class LowRankOperator(LinearOperator):
+    r"""A matrix by some of its eigenvectors, and a multiple of the identity on the rest of the space.
+
+        A = U diag(values) U^T + rest (I - U U^T)        the columns of U orthonormal
+
+    Args:
+        space: The vector space that it acts on.
+        rows: The columns of U as rows [k, P].
+        values: The eigenvalues [k], descending by magnitude.
+        rest: The eigenvalue of all other directions.
+    Example:
+        >>> A = hog.HessianOperator(lambda p, x: (p @ x).square(), torch.ones(9), torch.ones(9))
+        >>> L = A.low_rank(1, generator=torch.Generator().manual_seed(0))
+        >>> (L.inverse(2.0) @ torch.ones(9)).round(decimals=3)  # (2 x x^T + 2 I)^-1 x
+        tensor([0.0500, 0.0500, 0.0500, 0.0500, 0.0500, 0.0500, 0.0500, 0.0500, 0.0500])
+    """
+
+    def __init__(self, space: Space, rows: Tensor, values: Tensor, rest: float = 0.0) -> None:
+        super().__init__(space)
+        self._rows, self.values, self.rest = rows, values, rest
+
+    @property
+    def vectors(self) -> Tensor:
+        """The eigenvectors U [P, k]."""
+        return self._rows.T
+
+    def _products(self, rows: Tensor) -> Tensor:
+        wide = rows.to(self._rows.dtype)
+        parts = wide @ self._rows.T
+        product = (parts * (self.values - self.rest)) @ self._rows
+        return (product + self.rest * wide).to(rows.dtype)
+
+    def inverse(self, damping: float = 0.0) -> "LowRankOperator":
+        r"""The inverse of the damped matrix, (A + damping I)^-1, in closed form.
+
+        Args:
+            damping: What is added to the diagonal.
+        Returns:
+            The inverse, an operator.
+        Raises:
+            NotPositiveDefiniteError: for an eigenvalue that is not positive with this damping.
+        """
+        number = validation.number("damping", damping, minimum=0)
+        lowest = min(float(self.values.min()), self.rest) + number
+        if lowest <= 0:
+            raise NotPositiveDefiniteError(
+                "inverse: expected a positive definite matrix, got one whose smallest eigenvalue is "
+                f"{lowest:.3g} with the damping {number:g}; use damping > 0."
+            )
+        return LowRankOperator(
+            self.space, self._rows, 1 / (self.values + number), 1 / (self.rest + number)
+        )
+
+    def preconditioner(self, damping: float) -> "LowRankOperator":
+        r"""An approximation of (A + damping I)^-1 for conjugate gradients.
+
+            U diag(1 / (values + damping)) U^T + (I - U U^T) / (min(values) + damping)
+
+        The eigenvalues of A that are not known are at most about the smallest that is.
+
+        Args:
+            damping: Of the system that is solved; positive.
+        Returns:
+            The approximation, for ``preconditioner=`` of ``solve`` and `NewtonCG`.
+        References:
+            Frangella, Tropp and Udell, Randomized Nystrom Preconditioning, 2023, equation 1.3.
+        """
+        validation.positive("damping", damping)
+        smallest = float(self.values.min())
+        return LowRankOperator(self.space, self._rows, self.values, smallest).inverse(damping)
 
 
 def as_number(value: Any) -> float:

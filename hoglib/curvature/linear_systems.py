@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hoglib._core import validation
-from hoglib.curvature.vector_space import Space, SymmetricMatrix, check_operator
+from hoglib.curvature.vector_space import Space, SymmetricMatrix
 from hoglib.errors import ArgumentValueError, NotPositiveDefiniteError
 
 RTOL = {torch.float64: 1e-8, torch.float32: 1e-5}
@@ -32,55 +32,15 @@ class Solution(NamedTuple):
 
 
 def cg(
-    operator: SymmetricMatrix,
-    b: Any,
-    *,
-    tol: float | None = None,
-    atol: float = 0.0,
-    max_iter: int | None = None,
-    preconditioner: Any = None,
-    x0: Any = None,
-    stagnation_tol: float = 0.0,
-    return_info: bool = False,
-) -> Any:
-    r"""Solve a symmetric positive definite system by conjugate gradients.
-
-        A x = b,        |b - A x| <= max(tol |b|, atol)
+    operator: SymmetricMatrix, b: Any, tol: float | None, atol: float, max_iter: int | None,
+    preconditioner: Any, x0: Any, stagnation_tol: float, return_info: bool,
+) -> Any:  # fmt: skip
+    """Solve A x = b to |b - A x| <= max(tol |b|, atol), as `LinearOperator.solve` describes it.
 
     The columns of a block are solved side by side, each by its own coefficients. The iteration ends by
     the true residual, which is computed from x where the recurrence says that it is small enough; where
-    the two differ, the iteration starts again from the true one. A warning says where the tolerance was
-    missed, unless ``return_info`` or ``stagnation_tol`` is given.
-
-    Args:
-        operator: The matrix A [P, P], a `LinearOperator`.
-        b: Right-hand side: a vector or a block, flat or in the structure of the operator's params.
-        tol: Relative tolerance. Default: 1e-8 in float64, 1e-5 in float32.
-        atol: Absolute tolerance.
-        max_iter: Iterations at most. Default: 10 P, at most 1000.
-        preconditioner: A vector that approximates the diagonal of A (the residual is divided by it), or
-            an operator, or a function of residuals in the form of b, that approximates A^-1.
-        x0: Where to start, in the form of b; zero by default.
-        stagnation_tol: End a column also where q(x) = x^T A x / 2 - b^T x, which each iteration lowers,
-            is negative and fell in the last k = max(10, i / 10) of its i iterations by less than
-            k stagnation_tol |q(x)|; for Newton steps, which need no more. With a preconditioner k is
-            max(5, i / 10), as few iterations are needed then. 0 for never.
-        return_info: Return how well the system was solved, too.
-    Returns:
-        x in the form of b; with ``return_info``, ``(x, Solution)``.
-    Raises:
-        NotPositiveDefiniteError: at a direction p with p^T A p <= 0, with its curvature.
-    Shape:
-        - b: [P], [P, k], or like params
-    References:
-        Hestenes and Stiefel, Methods of Conjugate Gradients for Solving Linear Systems, 1952.
-        Martens, Deep Learning via Hessian-free Optimization, 2010, section 4.4 (stagnation_tol).
-    Example:
-        >>> A = hog.HessianOperator(lambda p, x: (p * x).square().sum(), torch.ones(2), torch.ones(2))
-        >>> hog.curvature.cg(A, torch.ones(2))
-        tensor([0.5000, 0.5000])
+    the two differ, the iteration starts again from the true one.
     """
-    check_operator(operator)
     operator.space.check_same_call("cg", tol, atol, max_iter, stagnation_tol)
     rows, rebuild = operator.space.rows(b, "b")
     default = RTOL.get(operator.space.precision, 1e-2)

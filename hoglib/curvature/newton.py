@@ -1,24 +1,132 @@
-"""Newton steps with the Gauss-Newton matrix, as an optimizer of torch."""
+"""Optimizers that are given batches, not gradients, and Newton steps with the Gauss-Newton matrix."""
 
 import inspect
-from collections.abc import Callable
-from math import nan
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection
+from math import inf, nan
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from hoglib._core import validation
+from hoglib.curvature.gauss_newton import GaussNewtonKind
 from hoglib.curvature.kfac_operator import KFACOperator
 from hoglib.curvature.operators import GGNOperator
-from hoglib.curvature.optimizer import (
-    BatchOptimizer,
-    finite_or_infinite,
-    positive_damping,
-    refuse_unknown,
+from hoglib.curvature.vector_space import check_named
+from hoglib.errors import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    NonFiniteError,
+    NotPositiveDefiniteError,
 )
-from hoglib.errors import NotPositiveDefiniteError
+from hoglib.functional import trainable_params
 from hoglib.verification.entry_points import examined_functions
+
+
+def refuse_unknown(
+    caller: str, options: dict[str, Any], known: Collection[str], operator: str
+) -> None:
+    """Raises for an option that an optimizer cannot pass on to the operator of its steps."""
+    unknown = sorted(set(options).difference(known))
+    if unknown:
+        raise ArgumentTypeError(
+            f"{caller}: expected options of {operator}, {', '.join(sorted(known))}, got "
+            f"{', '.join(unknown)}."
+        )
+
+
+class BatchOptimizer(torch.optim.Optimizer, ABC):
+    """An optimizer of torch whose steps compute the loss at a batch; `.grad` is not used.
+
+    Args:
+        loss: From `hoglib.functional_loss`.
+        params: A dict of tensors by name; by default all trainable ones of the loss's model.
+        defaults: The options, which ``state_dict()`` contains.
+    """
+
+    info: Any  # about the last step
+
+    def __init__(
+        self, loss: Any, params: dict[str, Tensor] | None, defaults: dict[str, Any]
+    ) -> None:
+        self._loss = GaussNewtonKind().check_loss(loss)
+        self._params: dict[str, Any] = trainable_params(loss.model) if params is None else params
+        check_named(self._params)
+        self._trained = [name for name, p in self._params.items() if p.requires_grad]
+        super().__init__(list(self._params.items()), defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raise for a second group: a step is a step of all parameters.
+
+        Args:
+            param_group: The group.
+        """
+        if self.param_groups:
+            raise ArgumentValueError(
+                "param_groups: expected one group, got a second; the matrix is that of all parameters. "
+                "Give all of them as params."
+            )
+        super().add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state; raise for that of another optimizer.
+
+        Args:
+            state_dict: From ``state_dict()``.
+        """
+        lacking = self.defaults.keys() - state_dict["param_groups"][0].keys()
+        if lacking:
+            raise ArgumentValueError(
+                f"state_dict: expected that of a {type(self).__name__}, got one without "
+                f"{', '.join(sorted(lacking))}, of another optimizer; start with a fresh state."
+            )
+        super().load_state_dict(state_dict)
+
+    def _batch(self, closure: Any) -> Any:
+        """The batch that a step is given, as it is or by a function."""
+        frozen = [name for name in self._trained if not self._params[name].requires_grad]
+        if frozen:  # a step would move them all the same
+            raise ArgumentValueError(
+                f"params: expected parameters that require gradients, as they did at first, got "
+                f"{validation.listing(frozen)} without; make a new optimizer of those to be trained."
+            )
+        batch = closure() if callable(closure) else closure
+        if batch is None:
+            raise ArgumentTypeError(
+                "step: expected a batch, or a function without arguments that returns one, got None; "
+                "the matrix is computed on the batch: `optimizer.step((x, y))`."
+            )
+        return batch
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies: that of torch leaves out the attributes of subclasses."""
+        return {**vars(self), **super().__getstate__()}
+
+    @abstractmethod
+    def step(self, closure: Any = None) -> Tensor:  # type: ignore[override]
+        """Take one step; return the loss before it.
+
+        Args:
+            closure: A batch, or a re-iterable of batches, or a function that returns one.
+        """
+
+
+def positive_damping(damping: Any) -> float:
+    if not 0 < validation.number("damping", damping) < inf:
+        raise ArgumentValueError(
+            f"damping: expected a number greater than 0, got {damping}; 1 is usual."
+        )
+    return float(damping)
+
+
+def finite_or_infinite(loss: Callable[[], Tensor]) -> float:
+    """The loss, or infinity where it overflows, because the step is too long."""
+    try:
+        return float(loss())
+    except NonFiniteError:
+        return inf
+
 
 RAISED, LOWERED = 1.5, 2 / 3  # factors of the damping
 FARTHEST = 1e8  # by which the damping may differ from the first, either way
@@ -75,13 +183,13 @@ class NewtonCG(BatchOptimizer):
             `hoglib.trainable_params` of the loss's model returns.
         lr: The largest length a of a step.
         damping: The first damping.
-        max_iter: Iterations of `hoglib.curvature.cg`, at most.
+        max_iter: Iterations of `LinearOperator.solve`, at most.
         stagnation_tol: End these where the quadratic model hardly falls any more; that of
-            `hoglib.curvature.cg`.
+            `LinearOperator.solve`.
         warm_start: The part of the last direction from which conjugate gradients start; 0 for none.
         preconditioner: Of conjugate gradients: "kfac", the damped inverse of a
             `hoglib.KFACOperator` of the step's batch, kind="mc"; or a function (G, damping) of the
-            matrix that returns one, as `hoglib.curvature.cg` takes it. Default: none.
+            matrix that returns one, as `LinearOperator.solve` takes it. Default: none.
         preconditioner_every: Steps from one preconditioner to the next; a run that is resumed begins
             with a new one.
         **options: Of `hoglib.GGNOperator`, such as micro_batch, compile, processes and progress.
@@ -136,17 +244,6 @@ class NewtonCG(BatchOptimizer):
         self._last: tuple[int, Any] | None = None  # the step of the last one, and that
         self.info: NewtonStep | None = None
         super().__init__(loss, params, defaults)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state; raise for that of another optimizer.
-
-        Args:
-            state_dict: From ``state_dict()``.
-        """
-        groups = [dict(group) for group in state_dict["param_groups"]]
-        for group in groups:
-            group.setdefault("steps", 0)  # which older checkpoints do not have
-        super().load_state_dict({**state_dict, "param_groups": groups})
 
     def step(self, closure: Any = None, curvature: Any = None) -> Tensor:  # type: ignore[override]
         """Take one step.

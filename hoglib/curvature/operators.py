@@ -1,7 +1,7 @@
 """The Hessian, Gauss-Newton and Fisher matrices of a loss over data, as linear operators."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, final
@@ -20,11 +20,11 @@ from hoglib.curvature.data import BatchSize
 from hoglib.curvature.dataset_sum import MEMORY_LIMIT, DatasetOptions, DatasetSum
 from hoglib.curvature.fisher_metric import FisherMetric
 from hoglib.curvature.gauss_newton import GaussNewtonKind
-from hoglib.curvature.hessian_product import HessianKind
 from hoglib.curvature.linear_map import (
     DIFFERENCES,
     BoundLoss,
     CurvatureKind,
+    HessianKind,
     LinearMap,
     ProductOptions,
     check_backend,
@@ -47,29 +47,42 @@ class DatasetOperator(LinearOperator):
     `LinearOperator` describes products, algebra and algorithms.
     """
 
-    @abstractmethod
     def __init__(
         self,
-        kind: CurvatureKind,
         loss: Any,
         params: Tree,
         data: Any,
-        options: DatasetOptions,
-        compile: bool | str,
+        *,
+        reduction: str = "mean",
+        mode: str = "auto",
+        batch_size: BatchSize | None = None,
+        micro_batch: int | None = None,
+        memory_limit: float = MEMORY_LIMIT,
+        check_deterministic: bool = True,
+        stand_ins: bool = True,
+        progress: bool = False,
+        compile: bool | str = False,
+        processes: str | None = None,
+        dtype: torch.dtype | None = None,
+        remat: bool | str | Sequence[str] = False,
     ) -> None:
-        name = type(self).__name__
+        options = DatasetOptions(
+            reduction, batch_size, micro_batch, memory_limit, check_deterministic, stand_ins, progress,
+            processes, dtype, remat,
+        )  # fmt: skip
+        name, kind = type(self).__name__, self._kind_of(mode)
         backend = check_backend(name, compile, kind)
         check_blocks(name, options.remat, backend, kind.mode)
-        processes = Processes(name, options.processes, data)
+        sharing = Processes(name, options.processes, data)
         # the first process shows the bar for all
-        super().__init__(Space(params, options.dtype), options.progress and processes.rank == 0)
+        super().__init__(Space(params, options.dtype), options.progress and sharing.rank == 0)
         kind.check_loss(loss)
         if self.space.sharding is not None:
             _check_sharded(name, loss, kind, options, backend)
         if options.remat is not False:
             find_blocks(options.remat, loss)  # raises where there are none
         self._sum = DatasetSum(
-            loss, self.space, data, options, processes, self._bar,
+            loss, self.space, data, options, sharing, self._bar,
             name=name, seed=kind.seed, fixed_batches=kind.random, takes_shards=True,
         )  # fmt: skip
         self._kind = kind
@@ -80,6 +93,10 @@ class DatasetOperator(LinearOperator):
             name, stand_ins=options.stand_ins, backend=backend, remat=options.remat
         )
         self._sum.backend = backend
+
+    @abstractmethod
+    def _kind_of(self, mode: str) -> CurvatureKind:
+        """The matrix at one batch, whose products are computed in this mode."""
 
     def value(self) -> Tensor:
         """The loss over the data, a scalar tensor."""
@@ -295,30 +312,8 @@ class HessianOperator(DatasetOperator):
         tensor(2.)
     """
 
-    def __init__(
-        self,
-        loss: Callable[..., Tensor],
-        params: Tree,
-        data: Any,
-        *,
-        reduction: str = "mean",
-        mode: str = "auto",
-        batch_size: BatchSize | None = None,
-        micro_batch: int | None = None,
-        memory_limit: float = MEMORY_LIMIT,
-        check_deterministic: bool = True,
-        stand_ins: bool = True,
-        progress: bool = False,
-        compile: bool | str = False,
-        processes: str | None = None,
-        dtype: torch.dtype | None = None,
-        remat: bool | str | Sequence[str] = False,
-    ) -> None:
-        options = DatasetOptions(
-            reduction, batch_size, micro_batch, memory_limit, check_deterministic, stand_ins, progress,
-            processes, dtype, remat,
-        )  # fmt: skip
-        super().__init__(HessianKind(mode), loss, params, data, options, compile)
+    def _kind_of(self, mode: str) -> CurvatureKind:
+        return HessianKind(mode)
 
 
 @final
@@ -385,30 +380,8 @@ class GGNOperator(DatasetOperator):
         tensor([[10.]])
     """
 
-    def __init__(
-        self,
-        loss: Any,
-        params: Tree,
-        data: Any,
-        *,
-        reduction: str = "mean",
-        mode: str = "auto",
-        batch_size: BatchSize | None = None,
-        micro_batch: int | None = None,
-        memory_limit: float = MEMORY_LIMIT,
-        check_deterministic: bool = True,
-        stand_ins: bool = True,
-        progress: bool = False,
-        compile: bool | str = False,
-        processes: str | None = None,
-        dtype: torch.dtype | None = None,
-        remat: bool | str | Sequence[str] = False,
-    ) -> None:
-        options = DatasetOptions(
-            reduction, batch_size, micro_batch, memory_limit, check_deterministic, stand_ins, progress,
-            processes, dtype, remat,
-        )  # fmt: skip
-        super().__init__(GaussNewtonKind(mode), loss, params, data, options, compile)
+    def _kind_of(self, mode: str) -> CurvatureKind:
+        return GaussNewtonKind(mode)
 
 
 @final
@@ -508,9 +481,13 @@ class FisherOperator(DatasetOperator):
         dtype: torch.dtype | None = None,
         remat: bool | str | Sequence[str] = False,
     ) -> None:
-        options = DatasetOptions(
-            reduction, batch_size, micro_batch, memory_limit, check_deterministic, stand_ins, progress,
-            processes, dtype, remat,
+        self._metric = FisherMetric(kind, likelihood, reduction, num_samples, generator).seeded()
+        super().__init__(
+            loss, params, data, reduction=reduction, mode=mode, batch_size=batch_size,
+            micro_batch=micro_batch, memory_limit=memory_limit, stand_ins=stand_ins,
+            check_deterministic=check_deterministic, progress=progress, compile=compile,
+            processes=processes, dtype=dtype, remat=remat,
         )  # fmt: skip
-        metric = FisherMetric(kind, likelihood, reduction, num_samples, generator).seeded()
-        super().__init__(GaussNewtonKind(mode, metric), loss, params, data, options, compile)
+
+    def _kind_of(self, mode: str) -> CurvatureKind:
+        return GaussNewtonKind(mode, self._metric)

@@ -18,11 +18,11 @@ from hoglib.capture.capturing import runs_elsewhere
 from hoglib.curvature.compiled import compiled_linear_map
 from hoglib.curvature.fisher_metric import FisherMetric
 from hoglib.curvature.gauss_newton import GaussNewtonKind
-from hoglib.curvature.hessian_product import HessianKind
 from hoglib.curvature.linear_map import (
     DIFFERENCES,
     BoundLoss,
     CurvatureKind,
+    HessianKind,
     ProductOptions,
     apply_block,
     check_backend,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hoglib._core import validation
 from hoglib._core.source_location import warn
-from hoglib.curvature.density import SpectralDensity
+from hoglib.curvature.lanczos_quadrature import SpectralDensity
 from hoglib.curvature.operators import HessianOperator
 from hoglib.errors import ArgumentValueError, ConvergenceError
 

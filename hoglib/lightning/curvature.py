@@ -13,7 +13,7 @@ from hoglib._core import pytree, validation
 from hoglib._core.sharding import is_sharded
 from hoglib._core.swap import restore_buffers
 from hoglib.curvature import Spectrum, hessian_spectrum
-from hoglib.curvature.density import SpectralDensity
+from hoglib.curvature.lanczos_quadrature import SpectralDensity
 from hoglib.curvature.processes import gathered, world_size
 from hoglib.errors import (
     ArgumentTypeError,

@@ -153,7 +153,7 @@ def hypergradient(
         iterations: The iterations of the linear solver. Default: until tol for "cg", 100 for
             "neumann".
         damping: A number that is added to the diagonal of H, 0 or more.
-        tol: The relative tolerance of conjugate gradients. Default: that of `hoglib.curvature.cg`.
+        tol: The relative tolerance of conjugate gradients. Default: that of `LinearOperator.solve`.
         step_size: The step size of the Neumann series, below 2 over the largest eigenvalue of H.
         stand_ins: Run inside `hoglib.second_order()`, where torch calls without a right second
             derivative are replaced by their stand-ins.

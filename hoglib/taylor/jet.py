@@ -23,13 +23,7 @@ from hoglib.errors import (
 from hoglib.stand_ins.mode import stand_ins_if
 from hoglib.taylor.algebras import Algebra, Parts, Univariate
 from hoglib.taylor.call import Refused
-from hoglib.taylor.kinks import (
-    Kinks,
-    along_paths,
-    infinite,
-    warn_if_linear,
-    without_derivative,
-)
+from hoglib.taylor.kinks import Kinks, along_paths, infinite, warn_if_linear, without_derivative
 from hoglib.taylor.nested import along_path
 from hoglib.taylor.propagation import Propagation
 from hoglib.verification.entry_points import examined_functions

@@ -28,16 +28,10 @@ from hoglib._core import torch_internals
 from hoglib._core.logger import LOGGER
 from hoglib._core.torch_modes import plain_operations
 from hoglib.taylor.algebras import Algebra, Parts, align
-from hoglib.taylor.by_autograd import operation_rule
 from hoglib.taylor.call import Call, Refused, Rule, to_dtype
 from hoglib.taylor.composites import composite_of
 from hoglib.taylor.kinks import Kink, Kinks, here
-from hoglib.taylor.rules import (
-    is_composite,
-    is_constant,
-    names_of,
-    rule_of,
-)
+from hoglib.taylor.rules import is_composite, is_constant, names_of, rule_of
 
 aten = torch.ops.aten
 _OVERWRITES = {"zero", "fill.Scalar", "normal", "uniform", "random", "bernoulli", "exponential"}
@@ -129,7 +123,7 @@ class Propagation(TorchDispatchMode):
         rule = None if is_composite(func, args) else rule_of(func)
         if rule is None:
             given = self._composite(func, args, kwargs)
-            rule = operation_rule(func) if given is None else lambda call: given
+            rule = _given(func, given)
         self._defer(rule, func, args, kwargs, out, None)
         return out
 
@@ -238,7 +232,7 @@ class Propagation(TorchDispatchMode):
             self._series[old] = parts
         if rule is None:
             given = self._composite(functional, (old, *args[1:]), kwargs)
-            rule = operation_rule(functional) if given is None else lambda call: given
+            rule = _given(functional, given)
         out = func(*args, **kwargs)
         self._defer(rule, func, (old, *args[1:]), kwargs, out, target)
         return out
@@ -296,6 +290,13 @@ def _reads_no_values(func: Any) -> bool:
 def _geometry(size: torch.Size, base: Tensor, view: Tensor) -> Any:
     strides = (base.numel(),) * len(size) + view.stride()
     return size + view.shape, strides, view.storage_offset() - base.storage_offset()
+
+
+def _given(func: Any, found: Any) -> Rule:
+    """The rule of an operation that was taken apart."""
+    if found is None:
+        raise Refused(f"torch.ops.{func}")
+    return lambda call: found
 
 
 def _copied(call: Call) -> Parts | None:

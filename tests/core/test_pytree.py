@@ -36,22 +36,6 @@ def test_the_structure_comes_back():
     ]
 
 
-def test_ravel_and_back():
-    a = tree(0)
-    flat, unravel = pytree.ravel(a)
-    torch.testing.assert_close(flat, vector(a))
-    back = unravel(flat * 2)
-    torch.testing.assert_close(vector(back), 2 * flat)
-    assert isinstance(back["b"][1], Pair)
-
-
-def test_ravel_keeps_each_dtype():
-    a = {"x": torch.ones(2), "y": torch.ones(3, dtype=torch.float64)}
-    flat, unravel = pytree.ravel(a)
-    assert flat.dtype == torch.float64
-    assert [leaf.dtype for leaf in pytree.leaves(unravel(flat))] == [torch.float32, torch.float64]
-
-
 def test_dot_of_complex_leaves_is_hermitian():
     a = {"z": torch.tensor([1 + 2j])}
     assert pytree.dot(a, a) == 5
@@ -60,4 +44,3 @@ def test_dot_of_complex_leaves_is_hermitian():
 
 def test_no_leaves():
     assert pytree.dot({}, {}) == 0
-    assert pytree.ravel({})[0].shape == (0,)

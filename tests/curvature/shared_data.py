@@ -94,14 +94,8 @@ def products(kind, data, rank, world, **options):
     size = A.shape[0]
     v, V = draw(size), draw(size, 3, seed=1)
     value, gradient = A.gradient()
-    found = [
-        value.reshape(1),
-        A.value().reshape(1),
-        flat(gradient),
-        A @ v,
-        (A @ V).reshape(-1),
-        A @ v,
-    ]
+    found = [value.reshape(1), A.value().reshape(1), flat(gradient)]
+    found += [A @ v, (A @ V).reshape(-1), A @ v]
     with torch.no_grad():
         for p in params.values():
             p *= 0.9  # as an optimizer's step
@@ -166,12 +160,8 @@ def messages_of_a_product(rank, world):
     dist.all_reduce = counted
     loss, params = loss_and_params()
     A = hog.HessianOperator(loss, params, BATCH, processes="shard")
-    for call in (
-        lambda: A @ params,
-        lambda: A @ params,
-        A.gradient,
-        lambda: A @ draw(A.shape[0], 3),
-    ):
+    product, block = (lambda: A @ params), (lambda: A @ draw(A.shape[0], 3))
+    for call in (product, product, A.gradient, block):
         counts.append(0)
         call()
     dist.all_reduce = reduce

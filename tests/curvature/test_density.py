@@ -4,13 +4,11 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
 from torch.testing import assert_close
 
 import hoglib as hog
-from hoglib.curvature import density
-from tests.curvature.problems import F64, Given, draw, matrix, problem
+from hoglib.curvature import lanczos_quadrature
+from tests.curvature.problems import F64, Given, matrix, problem
 
 VALUES = [-3.0, -0.2, 0.0, 0.1, 0.4, 0.9, 1.5, 2.5, *([0.05] * 30)]
 
@@ -94,7 +92,7 @@ def test_standard_errors_are_those_of_many_runs():
 @pytest.mark.parametrize("samples_at_once", [1, 2, 7])
 def test_samples_in_several_blocks_are_the_same(samples_at_once, monkeypatch):
     whole = Given(matrix(VALUES)).spectral_density(7, steps=6, generator=seeded())
-    monkeypatch.setattr(density, "AT_ONCE", samples_at_once * 6 * len(VALUES) * 8)
+    monkeypatch.setattr(lanczos_quadrature, "AT_ONCE", samples_at_once * 6 * len(VALUES) * 8)
     parts = Given(matrix(VALUES)).spectral_density(7, steps=6, generator=seeded())
     assert_close(parts.density, whole.density)
     assert_close(parts.nodes, whole.nodes)
@@ -145,22 +143,6 @@ def test_samples_of_different_lengths():
     values, vectors = torch.linalg.eigh(mixed)
     exact = ((v @ vectors).square() * values.exp()).sum(1)
     assert_close((found.weights * found.nodes.exp()).sum(1), exact)
-
-
-def test_linear_regression_has_the_density_of_marchenko_and_pastur():
-    # the Hessian of the mean square of [n, p] normal inputs is 2 X^T X / n
-    n, p = 1200, 300
-    ratio = p / n
-    model = nn.Linear(p, 1, bias=False).double()
-    loss = hog.functional_loss(model, F.mse_loss)
-    operator = hog.HessianOperator(loss, hog.trainable_params(model), (draw(n, p), draw(n, 1)))
-    low, high = 2 * (1 - ratio**0.5) ** 2, 2 * (1 + ratio**0.5) ** 2
-    grid = torch.linspace(low + 0.5, high - 0.5, 50, dtype=F64)
-    found = operator.spectral_density(10, steps=40, grid=grid, width=0.1, generator=seeded())
-    law = ((high - grid) * (grid - low)).sqrt() / (2 * math.pi * 2 * ratio * grid)
-    assert_close(found.density, law, rtol=0.1, atol=0.03)
-    assert bool((found.grid == grid).all())
-    assert found.width == 0.1
 
 
 def test_lower_precision_and_repetition():

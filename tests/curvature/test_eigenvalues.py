@@ -171,8 +171,9 @@ def test_too_few_fillings_of_the_basis():
         operator.eigsh(5, max_iter=2)
     with pytest.raises(ValueError, match="max_iter: expected a whole number of at least 1"):
         operator.eigsh(5, max_iter=0)
-    with pytest.raises(ValueError, match="block: expected a whole number of at least 1"):
-        operator.eigsh(5, block=0)
+    for options, words in (({"block": 0}, "at least 1"), ({"k": 301}, "at most 300"), ({"which": "largest"}, "LM, LA, SA, BE, SM")):  # fmt: skip
+        with pytest.raises(ValueError, match=words):
+            operator.eigsh(**options)
 
 
 @pytest.mark.parametrize("device", [None, "cpu", torch.device("cpu")], ids=str)

@@ -22,7 +22,6 @@ from tests.curvature.problems import (
 )
 
 MODES = ["auto", "forward", "reverse", "finite-differences"]
-FORWARDLESS = ["LSTM"]
 
 
 def vector(params, seed=7):
@@ -70,26 +69,6 @@ def test_of_a_linear_model_it_is_the_hessian():
     batch = (draw(5, 3), torch.tensor([0, 1, 2, 0, 1]))
     G = nested_to_matrix(hog.ggn(loss, params, batch), params)
     assert relative(G, dense_hessian(loss, params, batch)) < 1e-7
-
-
-def test_linear_regression_in_closed_form():
-    X, y = draw(6, 3), draw(6, 1, seed=1)
-    loss = hog.functional_loss(nn.Linear(3, 1, bias=False).double(), F.mse_loss)
-    params = hog.trainable_params(loss.model)
-    G = hog.ggn(loss, params, (X, y))["weight"]["weight"].reshape(3, 3)
-    assert_close(G, 2 * X.T @ X / 6)
-
-
-def test_logistic_regression_in_closed_form():
-    X, y = draw(6, 3), torch.tensor([0.0, 1, 1, 0, 1, 0], dtype=torch.float64)[:, None]
-    loss = hog.functional_loss(
-        nn.Linear(3, 1, bias=False).double(), F.binary_cross_entropy_with_logits
-    )
-    params = hog.trainable_params(loss.model)
-    p = torch.sigmoid(X @ params["weight"].detach().T)[:, 0]
-    expected = X.T @ torch.diag(p * (1 - p)) @ X / 6
-    assert_close(hog.ggn(loss, params, (X, y))["weight"]["weight"].reshape(3, 3), expected)
-    assert_close(hog.hessian(loss, params, (X, y))["weight"]["weight"].reshape(3, 3), expected)
 
 
 @pytest.mark.parametrize("blocks", ["parameter", "module"])

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
 import hoglib as hog
-from hoglib.curvature import ghost_gradients
+from hoglib.curvature import example_gradients
 from tests.curvature.problems import CRITERIA, MODELS, draw, problem
 
 F64 = torch.float64
@@ -55,7 +55,7 @@ def test_norms_and_products_are_those_of_the_gradients(name, criterion):
     ghosts(*problem(name, criterion))
 
 
-def test_clipped_gradients_are_taken_as_they_are(monkeypatch):
+def test_clipped_gradients_are_taken_as_they_are():
     class Clipped(nn.Module):
         def __init__(self):
             super().__init__()
@@ -64,7 +64,6 @@ def test_clipped_gradients_are_taken_as_they_are(monkeypatch):
         def forward(self, x):
             return self.last(hog.ops.clip_gradient(self.first(x).tanh(), bound=0.05))
 
-    monkeypatch.setattr(ghost_gradients, "_prefers_gradients", lambda *_: False)
     torch.manual_seed(0)
     loss = hog.functional_loss(Clipped().double(), F.mse_loss)
     given = loss, hog.trainable_params(loss.model), (draw(5, 3), 3 * draw(5, 2))
@@ -77,8 +76,7 @@ def through_layers(monkeypatch):
     def refused(*args, **options):
         raise AssertionError("gradients of all parameters")
 
-    monkeypatch.setattr("hoglib.curvature.ghost_gradients.gradient_rows", refused)
-    monkeypatch.setattr("hoglib.curvature.ghost_gradients._prefers_gradients", lambda *args: False)
+    monkeypatch.setattr(example_gradients, "gradient_rows", refused)
 
 
 @pytest.mark.parametrize("length", [2, 40], ids=["few positions", "many positions"])
@@ -132,36 +130,30 @@ class Positions(nn.Module):
         return self.second(torch.tanh(self.first(x))).sin().mean(1)[:, :3]
 
 
-# network, input shape, and of how many layers the gradients are cheaper than the products of positions;
-# None where the gradients of all parameters are
+# network, input shape, and of how many layers the gradients are fewer numbers than the products of
+# positions
 CHOICES = {
-    "a small CNN": (lambda: Convolutions(2, 4, 4), (6, 2, 16, 16), None),
+    "a small CNN": (lambda: Convolutions(2, 4, 4), (6, 2, 16, 16), 2),
     "few pixels, many channels": (lambda: Convolutions(2, 8, 96, 96), (6, 2, 16, 16), 1),
     "few positions": (lambda: Positions(64), (6, 2, 3), 0),
-    "many positions": (lambda: Positions(8), (6, 40, 3), None),
+    "many positions": (lambda: Positions(8), (6, 40, 3), 2),
     "one position": (lambda: nn.Sequential(nn.Linear(50, 60), nn.Tanh(), nn.Linear(60, 3)), (6, 50), 0),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CHOICES)
-def test_the_cheaper_way_is_chosen_by_counts(name, monkeypatch):
-    """T^2 (into + out) multiplications and 2 T^2 numbers, and patches of convolutions, against T into out
-    multiplications and 2 into out numbers, of which each counts as 64 multiplications."""
-    make, shape, by_layer = CHOICES[name]
+def test_the_way_of_each_layer_is_that_of_fewer_numbers(name, monkeypatch):
+    make, shape, by_gradients = CHOICES[name]
     torch.manual_seed(0)
-    model = make().double()
     batch = draw(*shape), torch.arange(shape[0]) % 3
-    loss, params = hog.functional_loss(model, F.cross_entropy), hog.trainable_params(model)
-    called = []
-    for way in ("gradient_rows", "_gradients"):
-        run = getattr(ghost_gradients, way)
-        counted = lambda *args, way=way, run=run, **kwargs: called.append(way) or run(*args, **kwargs)  # noqa: E731 # fmt: skip
-        monkeypatch.setattr(ghost_gradients, way, counted)
-    ghosts(loss, params, batch)
+    loss = hog.functional_loss(make().double(), F.cross_entropy)
+    through_layers(monkeypatch)
+    called, run = [], example_gradients._gradients
+    monkeypatch.setattr(example_gradients, "_gradients", lambda *a: called.append(a) or run(*a))
+    ghosts(loss, hog.trainable_params(loss.model), batch)
     called.clear()
-    hog.curvature.per_example_gradient_norms(loss, params, batch)
-    taken = ["gradient_rows"] if by_layer is None else ["_gradients"] * by_layer
-    assert called == taken
+    hog.curvature.per_example_gradient_norms(loss, hog.trainable_params(loss.model), batch)
+    assert len(called) == by_gradients
 
 
 def test_norms_of_other_losses(monkeypatch, caplog):

@@ -5,7 +5,6 @@ import pickle
 import threading
 from dataclasses import dataclass
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -28,56 +27,6 @@ def made(model, criterion=F.cross_entropy, **options):
 
 
 # Changes past pointers and version counters
-
-
-def fused(model, batch):
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    torch.optim.AdamW(model.parameters(), 0.1, fused=True).step()
-
-
-def past_autograd(model, batch):
-    model[0].weight.data.mul_(1.5)
-
-
-def by_numpy(model, batch):
-    model[0].weight.detach().numpy()[:] *= 1.5
-
-
-def another_activation(model, batch):
-    model[1] = nn.Sigmoid()
-
-
-def data(model, batch):
-    batch[0].data.mul_(2)
-
-
-def of_sum_zero(model, batch):
-    model[0].weight.data[0] += 0.5
-    model[0].weight.data[1] -= 0.5
-
-
-def of_sum_and_norm_zero(model, batch):
-    with torch.no_grad():
-        model[0].weight.copy_(model[0].weight.flip(0))
-
-
-CHANGES = [
-    fused, past_autograd, by_numpy, another_activation, data, of_sum_zero, of_sum_and_norm_zero,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("make", [hog.HessianOperator, hog.GGNOperator])
-def test_a_change_past_the_version_counters_is_detected(make, change):
-    model, batch = net(), (BATCH[0].clone(), BATCH[1])
-    loss, params = made(model)
-    operator, v = make(loss, params, batch), draw(26)
-    before = operator @ v
-    change(model, batch)
-    after = make(loss, params, batch) @ v
-    assert_close(operator @ v, after)
-    assert relative(before, after) > 1e-2
 
 
 class Tempered(nn.Module):
@@ -319,69 +268,6 @@ def test_parameters_in_another_layout():
     assert_close(G["3.bias"]["3.bias"], A[-2:, -2:], rtol=1e-6, atol=1e-9)
 
 
-# Custom Functions whose second derivative is not in their graph
-
-
-class Detaches(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x.sin()
-
-    @staticmethod
-    def backward(ctx, g):
-        return g * ctx.saved_tensors[0].detach().cos()
-
-
-class Numbers(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.slope = np.cos(x.detach().numpy())
-        return x.sin()
-
-    @staticmethod
-    def backward(ctx, g):
-        return g * torch.from_numpy(ctx.slope)
-
-
-class Right(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x.sin()
-
-    @staticmethod
-    def backward(ctx, g):
-        return g * ctx.saved_tensors[0].cos()
-
-
-PRODUCTS = {
-    "hvp": lambda f, x: hog.hvp(f, x, torch.ones_like(x), torch.ones(1)),
-    "hessian": lambda f, x: hog.hessian(f, x, torch.ones(1)),
-    "HessianOperator": lambda f, x: hog.HessianOperator(f, x, torch.ones(1)) @ torch.ones_like(x),
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("product", PRODUCTS)
-@pytest.mark.parametrize("function", [Detaches, Numbers])
-def test_a_lost_second_derivative_warns_once(function, product, dtype):
-    x, func = draw(4).to(dtype), lambda p, b: (function.apply(p) + p**2).sum() * b.mean()
-    with pytest.warns(
-        UserWarning, match=rf"{product}: the second derivative of {function.__name__} is wrong"
-    ):
-        PRODUCTS[product](func, x)
-    PRODUCTS[product](func, x)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
-def test_no_false_alarm_of_a_right_function(scale, dtype):
-    x = (scale * draw(200)).to(dtype)
-    hog.hvp(lambda p: (Right.apply(p / scale) + (p / scale) ** 4).sum(), x, torch.ones_like(x))
-    hog.hvp(lambda p: (Right.apply(p).relu() + p.abs()).sum(), x, torch.ones_like(x))
-
-
 # Randomness, copies and threads
 
 
@@ -527,22 +413,3 @@ def test_errors_say_what_to_do(case):
     call, kind, message = MORE_ERRORS[case]
     with pytest.raises(kind, match=message):
         call(*made(net()))
-
-
-def test_dropout_is_no_fault_of_a_function():
-    """A Function is examined by itself, at the arguments that it got."""
-    first, last = nn.Linear(3, 8), nn.Linear(8, 2)
-    net = nn.Sequential(first, nn.Dropout(0.5), nn.Linear(8, 8)).double()
-    last.double()
-    params = dict(net.named_parameters())
-
-    def loss(p, x):
-        return last(Right.apply(torch.func.functional_call(net, p, (x,)))).square().mean()
-
-    hog.hvp(
-        loss,
-        params,
-        {n: torch.randn_like(p) for n, p in params.items()},
-        torch.randn(5, 3).double(),
-    )
-    hog.hessian(loss, params, torch.randn(5, 3).double())

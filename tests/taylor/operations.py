@@ -51,20 +51,10 @@ def named(module, names, x):
 
 
 CASES = {
-    **named(
-        torch,
-        "exp exp2 expm1 sin cos tan sinh cosh tanh asinh atan sigmoid erf erfc square relu abs "
-        "sinc",
-        X,
-    ),
+    **named(torch, "exp exp2 expm1 sin cos tan sinh cosh tanh asinh atan sigmoid erf erfc square relu abs " "sinc", X),
     **named(torch, "log log2 log10 log1p sqrt rsqrt reciprocal lgamma digamma", P),
     **named(torch, "asin acos atanh erfinv", U),
-    **named(
-        F,
-        "silu gelu softplus elu selu celu mish leaky_relu hardtanh hardswish hardsigmoid logsigmoid relu6 softsign "
-        "tanhshrink hardshrink softshrink",
-        X,
-    ),
+    **named(F, "silu gelu softplus elu selu celu mish leaky_relu hardtanh hardswish hardsigmoid logsigmoid relu6 softsign " "tanhshrink hardshrink softshrink", X),
     "acosh": (torch.acosh, P + 1),
     "logit": (torch.logit, 0.4 * U + 0.5),
     "gelu tanh": (lambda x: F.gelu(x, approximate="tanh"), X),
@@ -99,10 +89,7 @@ CASES = {
     "cdist": (lambda x: torch.cdist(x, W.T), X),
     "cosine": (lambda x: F.cosine_similarity(x, W.T[:4]), X),
     "attention": (lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None]), X),
-    "causal attention": (
-        lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None], is_causal=True),
-        X,
-    ),
+    "causal attention": (lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None], is_causal=True), X),
     "conv1d": (lambda x: F.conv1d(x[:, None], W[None, :1, :2] * 1.0), X),
     "conv2d": (lambda x: F.conv2d(x[None, None], W[None, None, :2, :2], padding=1), X),
     "transposed convolution": (lambda x: F.conv_transpose1d(x[:, None], W[:1, None, :2]), X),
@@ -186,22 +173,9 @@ CASES = {
     "item assignment": (assigned, X),
     "a buffer that is written to": (written, X),
     "in-place on a view": (view_changed, X),
-    "index_add": (
-        lambda x: torch.zeros(4, 3, dtype=x.dtype).index_add(0, torch.tensor([0, 0, 1, 2]), x**2),
-        X,
-    ),
-    "scatter_add": (
-        lambda x: torch.zeros(4, 3, dtype=x.dtype).scatter_add(
-            0, torch.tensor([[0, 1, 2]] * 4), x**2
-        ),
-        X,
-    ),
-    "index_add_": (
-        lambda x: (
-            torch.zeros(4, 3, dtype=x.dtype).index_add_(0, torch.tensor([0, 0, 1, 2]), x**2) ** 2
-        ),
-        X,
-    ),
+    "index_add": (lambda x: torch.zeros(4, 3, dtype=x.dtype).index_add(0, torch.tensor([0, 0, 1, 2]), x**2), X),
+    "scatter_add": (lambda x: torch.zeros(4, 3, dtype=x.dtype).scatter_add(0, torch.tensor([[0, 1, 2]] * 4), x**2), X),
+    "index_add_": (lambda x: (torch.zeros(4, 3, dtype=x.dtype).index_add_(0, torch.tensor([0, 0, 1, 2]), x**2) ** 2), X),
     "embedding": (lambda x: F.embedding(torch.tensor([0, 1]), x) ** 2, X),
     "round": (lambda x: x * x.round(), X),
     "frac": (lambda x: x.frac() ** 2, X),
@@ -214,17 +188,11 @@ CASES = {
     "addmm": (lambda x: torch.addmm(x @ x.T, x, x.T, beta=0.5, alpha=2.0), X),
     "baddbmm": (lambda x: torch.baddbmm(x[None, :, :1], x[None], x.T[None]), X),
     "tensordot": (lambda x: torch.tensordot(x, x, ([1], [1])), X),
-    "multi-head attention": (
-        lambda x: ATTENTION(x[None], x[None], x[None], need_weights=False)[0],
-        X,
-    ),
+    "multi-head attention": (lambda x: ATTENTION(x[None], x[None], x[None], need_weights=False)[0], X),
     "transformer layer": (LAYER, X[None]),
     "sinc": (torch.sinc, X),
     "Gaussian likelihood": (lambda x: F.gaussian_nll_loss(x, x**2, P), X),
-    "Kullback-Leibler divergence": (
-        lambda x: F.kl_div(x.log_softmax(1), P.softmax(1), reduction="batchmean"),
-        X,
-    ),
+    "Kullback-Leibler divergence": (lambda x: F.kl_div(x.log_softmax(1), P.softmax(1), reduction="batchmean"), X),
     "logsigmoid big": (F.logsigmoid, 30 * X),
     "softplus big": (F.softplus, 30 * X),
     "dist": (lambda x: torch.dist(x, x**2), X),
@@ -246,43 +214,17 @@ CASES = {
     "solve from the right": (lambda x: torch.linalg.solve(x[:3], x, left=False), X),
     "solve of batches": (lambda x: torch.linalg.solve(torch.stack([x[:3], x[1:]]), x.T), X),
     "triangular solve": (lambda x: torch.linalg.solve_triangular(x[:3], x.T, upper=True), X),
-    "triangular solve from the right": (
-        lambda x: torch.linalg.solve_triangular(
-            x[:3], x, upper=False, left=False, unitriangular=True
-        ),
-        X,
-    ),
-    "eigh": (lambda x: torch.linalg.eigh(spd(x))[0], X),
-    "svdvals": (torch.linalg.svdvals, X),
-    "QR": (lambda x: torch.linalg.qr(x)[1], X),
-    "LU": (lambda x: torch.linalg.lu_factor(x[:3])[0], X),
-    "pinv": (torch.linalg.pinv, X),
-    "matrix_exp": (lambda x: torch.linalg.matrix_exp(x[:3]), X),
+    "triangular solve from the right": (lambda x: torch.linalg.solve_triangular(x[:3], x, upper=False, left=False, unitriangular=True), X),
     "rfft": (lambda x: torch.fft.rfft(x, dim=0).abs(), X + 2),
     "spectral derivative": (lambda x: torch.fft.ifft(1j * torch.fft.fft(x**2)).real, X),
     "irfft2": (lambda x: torch.fft.irfft2(torch.fft.rfft2(x) ** 2, s=x.shape), X),
-    "stft": (
-        lambda x: (
-            torch.stft(x.flatten(), 8, window=torch.ones(8, dtype=x.dtype), return_complex=True)
-            .abs()
-            .square()
-        ),
-        X,
-    ),
+    "stft": (lambda x: (torch.stft(x.flatten(), 8, window=torch.ones(8, dtype=x.dtype), return_complex=True) .abs() .square()), X),
     "polar": (lambda x: torch.polar(x, x**2).real, P),
     "complex": (lambda x: (torch.complex(x, x**2).exp() * 1j).conj().imag, X),
     "angle": (lambda x: torch.angle(torch.complex(x, x**2)), X),
     "complex sgn": (lambda x: torch.complex(x, x**2).sgn().real, X),
     "complex norm": (lambda x: torch.complex(x, x**2).norm(dim=1), X),
-    "complex products": (
-        lambda x: torch.view_as_real(
-            torch.vdot(*(torch.complex(x, x**2) @ W.to(torch.complex128) * 1j)[:2])
-        ),
-        X,
-    ),
-    **{name: (getattr(torch.special, name), P) for name in ("i0", "i1e", "erfcx", "log_ndtr")},
-    "polygamma": (lambda x: torch.special.polygamma(1, x), P),
-    "ndtri": (torch.special.ndtri, P / 4),
+    "complex products": (lambda x: torch.view_as_real(torch.vdot(*(torch.complex(x, x**2) @ W.to(torch.complex128) * 1j)[:2])), X),
     "fmax": (lambda x: torch.fmax(x**2, x), X),
     "remainder of tensors": (lambda x: torch.remainder(x**2, P), X),
     "fmod of tensors": (lambda x: torch.fmod(x**3, P), X),
@@ -290,14 +232,20 @@ CASES = {
     "std_mean": (lambda x: torch.stack(torch.std_mean(x, 1)), X),
     "quantile": (lambda x: (x**2).quantile(0.3, dim=0), X),
     "as_strided": (lambda x: (x * 1).as_strided((2, 3), (1, 3), 1) ** 2, X),
-    "scatter_reduce": (
-        lambda x: x.scatter_reduce(0, torch.tensor([[0, 0, 1], [1, 0, 1]]), x[:2] ** 2, "mean"),
-        X,
-    ),
-    "adaptive maximum": (lambda x: F.adaptive_max_pool2d(x[None] ** 2, (3, 2)), X),
-}
+}  # fmt: skip
 
 # Those that are nested in reverse mode with the whole function.
 WITHOUT_A_RULE = {
+    "eigh": (lambda x: torch.linalg.eigh(spd(x))[0], X),
+    "svdvals": (torch.linalg.svdvals, X),
+    "QR": (lambda x: torch.linalg.qr(x)[1], X),
+    "LU": (lambda x: torch.linalg.lu_factor(x[:3])[0], X),
+    "pinv": (torch.linalg.pinv, X),
+    "matrix_exp": (lambda x: torch.linalg.matrix_exp(x[:3]), X),
+    **{name: (getattr(torch.special, name), P) for name in ("i0", "i1e", "erfcx", "log_ndtr")},
+    "polygamma": (lambda x: torch.special.polygamma(1, x), P),
+    "ndtri": (torch.special.ndtri, P / 4),
+    "scatter_reduce": (lambda x: x.scatter_reduce(0, torch.tensor([[0, 0, 1], [1, 0, 1]]), x[:2] ** 2, "mean"), X),
+    "adaptive maximum": (lambda x: F.adaptive_max_pool2d(x[None] ** 2, (3, 2)), X),
     "random numbers": (lambda x: x * torch.normal(0 * x, 1e-9 + 0 * x), X),
-}
+}  # fmt: skip

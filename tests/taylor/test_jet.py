@@ -6,7 +6,6 @@ from torch import nn
 from torch.testing import assert_close
 
 import hoglib as hog
-from hoglib.taylor import propagation
 
 
 def points(*shape):
@@ -134,16 +133,6 @@ def test_ops_of_hoglib_run_as_their_references():
     assert_close(hog.jet(remat, x, [v, None], mode="taylor"), hog.jet(torch.tanh, x, [v, None]))
 
 
-def test_a_derivative_within_the_function():
-    def force(x):
-        x = x.requires_grad_() if x.is_leaf else x
-        return torch.autograd.grad(x.pow(4).sum(), x, create_graph=True)[0]
-
-    x = points(3)
-    _, found = hog.jet(force, x, [torch.ones_like(x), None])
-    assert_close(found, [12 * x**2, 24 * x])
-
-
 def test_a_derivative_within_the_function_of_what_autograd_saved():
     """The backward of tanh reads its result, as another object; x adds coefficients beside it."""
 
@@ -188,38 +177,6 @@ def test_inside_transforms_and_contexts():
     with torch.no_grad():
         assert not jets(x.requires_grad_()).requires_grad
     assert not hog.jet(torch.sin, x, [x.detach()], create_graph=False)[1][0].requires_grad
-
-
-def test_in_a_compiled_function():
-    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.LayerNorm(4), nn.Linear(4, 1)).double()
-    params = {n: p.detach() for n, p in net.named_parameters()}
-    x, v = points(5, 3), points(5, 3)
-
-    def loss(params, x):
-        func = lambda x: torch.func.functional_call(net, params, (x,))  # noqa: E731
-        return hog.jet(func, x, [v, None])[1][1].square().mean()
-
-    value_and_grad = hog.compiled_loss(loss, backend="eager")
-    leaves = {n: p.clone().requires_grad_() for n, p in params.items()}
-    value = value_and_grad(leaves, x)
-    value.backward()
-    plain = {n: p.clone().requires_grad_() for n, p in params.items()}
-    expected = loss(plain, x)
-    expected.backward()
-    assert_close(value, expected)
-    assert_close({n: p.grad for n, p in leaves.items()}, {n: p.grad for n, p in plain.items()})
-
-
-def test_nothing_is_held_afterwards(monkeypatch):
-    made = []
-    start = propagation.Propagation.__init__
-    monkeypatch.setattr(
-        propagation.Propagation, "__init__", lambda self, *a: made.append(self) or start(self, *a)
-    )
-    hog.jet(lambda x: x.exp().sin(), torch.ones(2), [torch.ones(2)])
-    with pytest.raises(ZeroDivisionError):
-        hog.jet(lambda x: x / (1 // 0), torch.ones(2), [torch.ones(2)])
-    assert [len(run._series) for run in made] == [0, 0]
 
 
 ONE = torch.ones(2)

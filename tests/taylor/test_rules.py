@@ -9,7 +9,6 @@ import torch
 from torch.testing import assert_close
 
 import hoglib as hog
-from hoglib.taylor import by_autograd
 from hoglib.taylor.algebras import Univariate
 from hoglib.taylor.propagation import Propagation
 from tests.taylor.operations import CASES, WITHOUT_A_RULE
@@ -105,34 +104,6 @@ def test_logcumsumexp_of_numbers_that_lie_far_apart():
     )
 
 
-def test_a_derivative_of_torch_that_is_no_difference_quotient_is_refused(monkeypatch):
-    # eigvalsh reads one triangle, and torch differentiates it as if it read both
-    monkeypatch.setattr(by_autograd, "_COMPARED", set())
-    x = torch.randn(3, 3, dtype=torch.float64)
-    with pytest.raises(NotImplementedError, match=r"_linalg_eigh.*not its difference quotient"):
-        hog.jet(torch.linalg.eigvalsh, x, [torch.ones_like(x)], mode="taylor")
-
-
-OF_POINTS = {
-    "matrix_exp": lambda x: torch.linalg.matrix_exp(x.unflatten(1, (2, 2)) ** 2)[:, 0, 1],
-    "i1": lambda x: torch.special.i1(x**2).prod(1),
-}
-
-
-@pytest.mark.parametrize("name", OF_POINTS)
-def test_an_operation_without_a_rule_in_each_operator(name):
-    func, x = OF_POINTS[name], torch.randn(3, 4, dtype=torch.float64)
-    a = torch.tensor([1.0, -2.0, 0.0, 3.0], dtype=x.dtype)
-    for operator in (
-        lambda **mode: hog.laplacian(func, x, coefficients=a, **mode),
-        lambda **mode: hog.partial_derivative(func, x, index=(0, 3, 0), **mode),
-        lambda **mode: hog.bilaplacian(
-            func, x, **mode
-        ),  # of which only elementwise ones are collapsed
-    ):
-        assert_close(operator(), operator(mode="nested"), rtol=1e-9, atol=1e-9)
-
-
 def test_complex_values_are_differentiated_in_every_mode():
     x, v = torch.randn(2, 3, dtype=torch.float64)
     for mode in ("taylor", "nested"):
@@ -214,10 +185,7 @@ SPECIAL = {
     "softmax far out": (lambda x: torch.stack([x, 0 * x]).softmax(0)[0], 800.0, (0.0, 0.0, 0.0)),
     "a tie of a maximum": (lambda x: torch.stack([x, 3 * x]).amax(), 0.0, (2.0, 0.0, 0.0)),
     "atan2 left of the origin": (lambda x: torch.atan2(x, x - 2), 0.0, (-0.5, -0.5, -0.5)),
-    "determinant of a singular matrix": (
-        lambda x: torch.linalg.det(torch.stack([torch.stack([x + 1, x]), torch.stack([x, 1 + 0 * x])])),
-        0.0, (1.0, -2.0, 0.0),
-    ),
+    "determinant of a singular matrix": (lambda x: torch.linalg.det(torch.stack([torch.stack([x + 1, x]), torch.stack([x, 1 + 0 * x])])), 0.0, (1.0, -2.0, 0.0)),
 }  # fmt: skip
 
 

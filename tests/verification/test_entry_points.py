@@ -285,8 +285,7 @@ NO_ENTRY_POINTS = {
     },
     "draws what it is given, right or wrong": {"graph", "Graph"},
     "takes an operator, which is an entry point": {
-        "cg", "eigsh", "hutchinson_diagonal", "hutchinson_frobenius", "hutchinson_trace", "spectral_density",
-        "xtrace", "LinearOperator", "LowRankOperator", "low_rank", "hutchpp", "logdet", "matrix_function", "xdiag",
+        "LinearOperator", "LowRankOperator",
     },
     "its function is differentiated by an entry point": {
         "functional_loss", "language_model_loss", "second_order", "trainable_params", "second_order_problems", "MetaAnnealing",

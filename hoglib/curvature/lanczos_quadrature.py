@@ -1,16 +1,16 @@
-"""Spectral densities of operators, by stochastic Lanczos quadrature."""
+"""Functions of operators, and densities of their eigenvalues, by Lanczos' method."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from hoglib._core import validation
 from hoglib.curvature.eigenvalues import ROUNDING
-from hoglib.curvature.traces import Estimate, mean_of, random_signs
-from hoglib.curvature.vector_space import Space, SymmetricMatrix, check_operator
-from hoglib.errors import ArgumentValueError
+from hoglib.curvature.traces import Estimate, mean_of
+from hoglib.curvature.vector_space import Space, SymmetricMatrix, random_signs
+from hoglib.errors import ArgumentValueError, NotPositiveDefiniteError
 
 MOST_POINTS = 100_000
 AT_ONCE = 2**30  # bytes of the bases of the samples that run at once
@@ -58,46 +58,14 @@ class SpectralDensity(NamedTuple):
 
 
 def spectral_density(
-    operator: SymmetricMatrix,
-    num_samples: int = 10,
-    *,
-    steps: int = 80,
-    grid: Tensor | None = None,
-    width: float | None = None,
-    generator: torch.Generator | None = None,
-) -> SpectralDensity:
-    r"""The density of the eigenvalues of an operator, by stochastic Lanczos quadrature.
+    operator: SymmetricMatrix, num_samples: int, steps: int, grid: Tensor | None,
+    width: float | None, generator: Generator | None,
+) -> SpectralDensity:  # fmt: skip
+    """density(t) = 1/P sum over eigenvalues of N(t; eigenvalue, width^2), from samples of signs.
 
-        density(t) = 1/P sum over eigenvalues of N(t; eigenvalue, width^2)
-                   = E[v^T N(t; A, width^2) v]        v of signs, of length one
-                   ~ mean over samples of sum over i of weights_i N(t; nodes_i, width^2)
-
-    Each sample takes `steps` of Lanczos, T = V^T A V, with full reorthogonalisation: nodes are the
-    eigenvalues of T, weights the squared first entries of its eigenvectors. The samples' vectors are
-    multiplied as one block. It holds samples x steps vectors in memory, or 1 GiB of them, or the steps
-    of one sample.
-
-    Args:
-        operator: The matrix A [P, P], a `LinearOperator`.
-        num_samples: Random vectors.
-        steps: Lanczos steps of each, one product a step.
-        grid: The points t, [n]; by default from end to end of the nodes and five widths more, a quarter
-            of a width apart (10^5 points at most).
-        width: Standard deviation of the Gaussian. Default: 1% of the range of the nodes.
-        generator: Of the signs; None is torch's global generator.
-    Returns:
-        `SpectralDensity`.
-    References:
-        Golub and Meurant, Matrices, Moments and Quadrature, 2010. Ubaru, Chen and Saad, Fast
-        Estimation of tr(f(A)) via Stochastic Lanczos Quadrature, 2017. Ghorbani, Krishnan and Xiao, An
-        Investigation into Neural Net Optimization via Hessian Eigenvalue Density, 2019.
-    Example:
-        >>> A = hog.HessianOperator(lambda p, x: (p * x).square().sum(), torch.ones(2), torch.ones(2))
-        >>> hog.curvature.spectral_density(A, 3, width=0.1).average(lambda t: t**2).value
-        tensor(4., dtype=torch.float64)
+    Each takes `steps` of Lanczos, T = V^T A V: nodes are the eigenvalues of T, weights the squared
+    first entries of its eigenvectors. The samples' vectors are multiplied as one block.
     """
-    check_operator(operator)
-    operator.space.check_same_call("spectral_density", num_samples, steps)
     size = operator.shape[0]
     validation.at_least("num_samples", num_samples, 1)
     steps = min(validation.at_least("steps", steps, 1), size)
@@ -120,7 +88,7 @@ def spectral_density(
         found.append(
             tridiagonal(
                 lambda rows: operator.apply(rows.to(operator.dtype)).to(wide),
-                random_signs(operator, count, generator).to(wide).div_(size**0.5), steps,
+                random_signs(operator.space, count, generator).to(wide).div_(size**0.5), steps,
                 operator.space,
             )[0]
         )  # fmt: skip
@@ -188,3 +156,40 @@ def _smoothed(
         densities.append((torch.exp(-z.square() / 2) @ w) / (width * (2 * torch.pi) ** 0.5))
     density, error = mean_of(torch.stack(densities))
     return SpectralDensity(nodes, weights, grid, density, error, width, products)
+
+
+def matrix_function(
+    operator: SymmetricMatrix, b: Any, function: Callable[[Tensor], Tensor], steps: int
+) -> Any:
+    """f(A) b = |b| V f(T) e_1, T = V^T A V, the columns of V orthonormal, V e_1 = b / |b|."""
+    validation.function("function", function)
+    rows, rebuild = operator.space.rows(b, "b")
+    validation.finite("b", rows, "f(A) b does not exist there.")
+    count = min(validation.at_least("steps", steps, 1), operator.shape[0])
+    size = operator.space.norms(rows)[:, None]
+    start = rows / torch.where(size > 0, size, torch.ones_like(size))
+    T, V = tridiagonal(operator.apply, start, count, operator.space)
+    theta, S = torch.linalg.eigh(T)
+    present = S[:, 0].square() > torch.finfo(T.dtype).eps ** 2  # of others no part is in b
+    values = validation.of_eigenvalues(function, theta, present & (size > 0))
+    weights = torch.einsum("sij,sj,sj->si", S, values, S[:, 0]).to(V)
+    found = size * torch.einsum("snp,sn->sp", V, weights)
+    return rebuild(torch.where(size > 0, found, 0))
+
+
+def logdet(
+    operator: SymmetricMatrix, num_samples: int, steps: int, generator: Generator | None
+) -> Estimate:
+    """log det A = tr log A, from the density of the eigenvalues."""
+    found = spectral_density(operator, num_samples, steps, None, None, generator)
+    present = found.weights > torch.finfo(found.weights.dtype).eps
+    lowest = float(found.nodes[present].min())
+    if lowest <= 0:
+        raise NotPositiveDefiniteError(
+            f"logdet: expected a positive definite matrix, got one with the eigenvalue {lowest:.3g}; "
+            "add damping, `A.damped(...)`."
+        )
+    tiny = torch.finfo(found.nodes.dtype).tiny
+    average = found.average(lambda x: x.clamp(min=tiny).log())
+    size = operator.shape[0]
+    return Estimate(*((size * part).to(operator.device, operator.dtype) for part in average))
