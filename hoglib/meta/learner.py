@@ -27,7 +27,6 @@ from hoglib.functional import (
 from hoglib.meta import norms, sharded
 from hoglib.meta import tasks as task_sets
 from hoglib.meta.checks import check_derivatives, check_finite
-from hoglib.meta.disk_loop import digest_of_generators
 from hoglib.meta.inner_loop import RECOMPUTES
 from hoglib.meta.module_loop import (
     InnerParams,
@@ -195,9 +194,6 @@ class Learner(nn.Module, ABC):
         if params is not None:
             start = start._replace(model=params)
         what = type(self).__name__
-        if loop.options.memory == "disk":
-            drawn = digest_of_generators(list(start.model.values()))
-            loop = replace(loop, on_disk=loop.kept(what, "adapt", generators=drawn))
         sharding = sharded.sharding_of(start.model)
         if sharding is not None:
             self._refuse_settings(loop, start)
@@ -298,8 +294,7 @@ class Learner(nn.Module, ABC):
 
     def _run(self, loop: ModuleLoop, start: MetaParams, tasks: Any, wanted: bool) -> TaskResult:
         runner, what = self._runner(loop, start, wanted), type(self).__name__
-        on_disk = loop.options.memory == "disk"
-        shared = loop.sharding is not None or self._block_backend or on_disk
+        shared = loop.sharding is not None or self._block_backend
         how = "loop" if shared else self.over_tasks
         found, self._vmappable = run_tasks(runner, tasks, what, start.model, how, self._vmappable)
         return found
@@ -340,7 +335,7 @@ class Learner(nn.Module, ABC):
         batch_norms = norms.find_batch_norms(self.model)
         self._warn_of_initial_statistics(batch_norms)
         options = self._options
-        if self._recomputes and options.memory != "disk":
+        if self._recomputes:
             options = replace(options, memory="remat")
         learned = nn.ModuleDict()
         for name in ("criterion", "inner_loss", "rates", "rule"):

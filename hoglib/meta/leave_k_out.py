@@ -8,9 +8,7 @@ from torch import Tensor
 
 from hoglib._core import pytree, validation
 from hoglib._core.state import RandomState, preserve_random_state
-from hoglib.curvature.linear_operator import ProgressBar
 from hoglib.errors import ArgumentValueError
-from hoglib.meta.batches import check_batches
 from hoglib.meta.gradient_transformation import GradientTransformation
 from hoglib.meta.hypergradient import Hypergradient
 from hoglib.meta.training import check_steps, detached, prepared_training
@@ -49,7 +47,6 @@ def leave_k_out(
     batches: Sequence[Any] | Iterable[Any] | Callable[[int], Any] | None = None,
     dtype: torch.dtype | None = None,
     generator: torch.Generator | None = None,
-    progress: bool = False,
     stand_ins: bool = True,
 ) -> LeaveKOut:
     r"""Train without random subsets of examples, and compare with what a hypergradient predicts.
@@ -71,7 +68,6 @@ def leave_k_out(
         factor: What the weights of a subset are multiplied by: 0 leaves the examples out, 1 + 1e-3
             stays in the range where the gradient is exact.
         generator: Draws the subsets. Default: torch's own.
-        progress: Show a bar that counts trainings (needs tqdm).
 
     Returns:
         A `LeaveKOut`.
@@ -103,7 +99,7 @@ def leave_k_out(
     validation.number("factor", factor)
     validation.generator(generator)
     place = _place(hyper, weights)
-    count = check_steps(steps, check_batches(batches, steps), "unrolled", rule)
+    count = check_steps(steps, batches, "unrolled", rule)
     leaf: Tensor = pytree.leaves(hyper)[place]
     if k > leaf.numel():
         raise ArgumentValueError(
@@ -113,13 +109,11 @@ def leave_k_out(
     chosen = torch.stack(
         [torch.randperm(leaf.numel(), generator=generator)[:k] for _ in range(subsets)]
     )
-    bar = ProgressBar("leave_k_out", validation.flag("progress", progress), unit="training")
     values = []
     with (
         prepared_training(
             "leave_k_out", outer, inner, params, hyper, rule, count, batches, dtype, stand_ins
         ) as (training, at),
-        bar.over("without random subsets", subsets),
         torch.no_grad(),
         preserve_random_state(*training.generators()),
     ):
@@ -130,7 +124,6 @@ def leave_k_out(
             trained, losses = training.unrolled(changed)
             training.check_finite(losses)
             values.append(validation.scalar("outer(params, hyper)", outer(trained, changed)))
-            bar.advance(1)
     predicted = (factor - 1) * slope[chosen.to(slope.device)].sum(1)
     actual = torch.stack(values) - found.value
     return LeaveKOut(predicted, actual, chosen, spearman(predicted, actual))

@@ -47,7 +47,6 @@ def refuse_settings(
     for setting, given, instead in (
         ("over_tasks='vmap'", over_tasks == "vmap", "use 'loop'"),
         (f"compile={compiled!r}", compiled, "leave compile out"),
-        ("memory='disk'", loop.options.memory == "disk", "use 'remat' or 'checkpoint'"),
         ("batch_norm='per_step'", loop.statistics is not None, "use 'by_mode' or 'frozen'"),
         ("learn_lr=...", loop.rates is not None, "leave learn_lr out"),
         ("rule=...", not isinstance(loop.rule, str), "name a rule, whose steps are elementwise"),
