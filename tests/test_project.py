@@ -77,7 +77,6 @@ RECORDS = {
     "capture.backend._IN_MEMORY": "compiled graphs",
     "capture.capturing._KEPT": "captured functions, as long as their owners live",
     "capture.recomputed._TEMPLATES": "captured recomputations",
-    "curvature.laplacian_routes._COUNTS": "the work of one run of a function, by shape",
     "ops._external._CHAINS": "a dispatcher's operation takes a number for a user's functions",
     "penalties.distributed._CREATION_ORDER": "processes compare their wrappers in one order",
     "penalties.distributed._WRAPPERS": "which DDP module is around a critic: a module does not know",

@@ -12,7 +12,6 @@ from hoglib.curvature.influence_scores import influence
 from hoglib.curvature.jacobian_product import jvp
 from hoglib.curvature.kfac import KFAC, KFACStep
 from hoglib.curvature.kfac_operator import KFACError, KFACOperator
-from hoglib.curvature.laplacian_routes import Route
 from hoglib.curvature.laplacians import bilaplacian, laplacian
 from hoglib.curvature.linear_operator import LinearOperator
 from hoglib.curvature.linear_systems import cg
@@ -45,7 +44,6 @@ __all__ = [
     "NewtonCG",
     "NewtonStep",
     "NoiseScale",
-    "Route",
     "Spectrum",
     "bilaplacian",
     "cg",

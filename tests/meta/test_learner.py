@@ -5,6 +5,7 @@ import functools
 import pickle
 import warnings
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -20,74 +21,6 @@ MEMORY = ["store", "remat", "checkpoint"]
 MAPPED = pytest.mark.parametrize("over_tasks", ["loop", "vmap"])
 
 
-def by_hand(learner, tasks, inner, steps, query=None):
-    """The meta-gradient of all that is learned, by torch's own backward: inner(learned, params, batch, i)
-    gives the parameters after step i, query the loss of a task."""
-    learned = {n: p.detach().clone().requires_grad_() for n, p in learner.named_parameters()}
-    of_model = {n.removeprefix("model."): p for n, p in learned.items() if n.startswith("model.")}
-    total = 0.0
-    for support, (x, y) in as_list(tasks):
-        params = dict(of_model)
-        for i in range(steps):
-            params = inner(learned, params, support, i)
-        loss = F.mse_loss(functional_call(learner.model, params, (x,)), y)
-        total = total + loss / len(tasks[0][0])
-    grads = torch.autograd.grad(total, list(learned.values()), allow_unused=True)
-    return {
-        n: torch.zeros_like(p) if g is None else g
-        for (n, p), g in zip(learned.items(), grads, strict=True)
-    }
-
-
-def inner_gradients(learner, params, support, loss=F.mse_loss):
-    x, y = support
-    value = loss(functional_call(learner.model, params, (x,)), y)
-    grads = torch.autograd.grad(value, list(params.values()), create_graph=True)
-    return dict(zip(params, grads, strict=True))
-
-
-RATES = {
-    "model": lambda name: "rates.values.model",
-    "layer": lambda name: f"rates.values.{name.rpartition('.')[0]}",
-    "parameter": lambda name: f"rates.values.{name.replace('.', '/')}",
-    "element": lambda name: f"rates.values.{name.replace('.', '/')}",
-}
-
-
-@MAPPED
-@pytest.mark.parametrize("memory", MEMORY)
-@pytest.mark.parametrize("per_step", [False, True], ids=["one rate", "a rate a step"])
-@pytest.mark.parametrize("of", RATES)
-def test_learned_rates(of, per_step, memory, over_tasks):
-    tasks = image_tasks()
-    maml = hog.MAML(
-        network("LayerNorm"), F.mse_loss, inner_lr=0.05, inner_steps=3, learn_lr=of,
-        lr_per_step=per_step, memory=memory, over_tasks=over_tasks,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    for rate in maml.rates.parameters():
-        with torch.no_grad():
-            rate.mul_(1 + 0.2 * torch.rand_like(rate))
-
-    def inner(learned, params, support, i):
-        g = inner_gradients(maml, params, support)
-        rates = {n: learned[RATES[of](n)] for n in params}
-        return {n: p - (rates[n][i] if per_step else rates[n]) * g[n] for n, p in params.items()}
-
-    expected = by_hand(maml, tasks, inner, 3)
-    assert relative(meta_gradient(maml, tasks), expected) < 1e-12
-    assert all(g.abs().sum() > 0 for n, g in expected.items() if n.startswith("rates"))
-
-
-def test_sizes_of_learned_rates():
-    model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2))
-    sizes = {}
-    for of in RATES:
-        maml = hog.MAML(model, F.mse_loss, inner_steps=4, learn_lr=of, lr_per_step=True)
-        sizes[of] = sum(p.numel() for p in maml.rates.parameters()) // 4
-    assert sizes == {"model": 1, "layer": 2, "parameter": 4, "element": 17}
-
-
 class Learned(nn.Module):
     """An inner loss with parameters."""
 
@@ -97,26 +30,6 @@ class Learned(nn.Module):
 
     def forward(self, outputs, targets):
         return self.net(outputs - targets).square().mean()
-
-
-@MAPPED
-@pytest.mark.parametrize("memory", MEMORY)
-def test_learned_inner_loss(memory, over_tasks):
-    torch.manual_seed(0)
-    tasks, loss = image_tasks(), Learned()
-    maml = hog.MAML(
-        network("none"), F.mse_loss, inner_lr=0.05, inner_steps=2, inner_loss=loss, memory=memory,
-        over_tasks=over_tasks,
-    )  # fmt: skip
-
-    def inner(learned, params, support, i):
-        own = {n.removeprefix("inner_loss."): p for n, p in learned.items() if "inner_loss." in n}
-        g = inner_gradients(maml, params, support, lambda *a: functional_call(loss, own, a))
-        return {n: p - 0.05 * g[n] for n, p in params.items()}
-
-    expected = by_hand(maml, tasks, inner, 2)
-    assert relative(meta_gradient(maml, tasks), expected) < 1e-12
-    assert all(g.abs().sum() > 0 for n, g in expected.items() if n != "inner_loss.net.2.bias")
 
 
 class LearnedRule(nn.Module):
@@ -136,37 +49,144 @@ class LearnedRule(nn.Module):
         return new, state
 
 
+class RuleOfRate(nn.Module):
+    """A rule with a parameter, as a function of the learning rate."""
+
+    def __init__(self):
+        super().__init__()
+        self.mu = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
+
+    def forward(self, lr):
+        return hog.meta.sgd(lr, momentum=self.mu)
+
+
+class Step(NamedTuple):
+    """What a step by hand is given; state: of the step before, {} in the first."""
+
+    model: nn.Module
+    learned: dict
+    params: dict
+    state: dict
+    support: tuple
+    i: int
+
+    def gradients(self, loss=F.mse_loss, names=None):
+        """By plain autograd, of the parameters of these names."""
+        x, y = self.support
+        names = list(self.params) if names is None else names
+        value = loss(functional_call(self.model, self.params, (x,)), y)
+        own = [self.params[n] for n in names]
+        return dict(zip(names, torch.autograd.grad(value, own, create_graph=True), strict=True))
+
+
+def descend(at, g, rate=0.05):
+    return {n: p - rate * g[n] if n in g else p for n, p in at.params.items()}, {}
+
+
+def of_rates(of, per_step, constant=False):
+    def step(at):
+        rates = {n: at.learned[RATES[of](n)] for n in at.params}
+        rates = {n: rate[at.i] if per_step else rate for n, rate in rates.items()}
+        g = {n: x.detach() if constant else x for n, x in at.gradients().items()}
+        return {n: p - rates[n] * g[n] for n, p in at.params.items()}, {}
+
+    return step
+
+
+def of_learned_loss(at):
+    own = {n.removeprefix("inner_loss."): p for n, p in at.learned.items() if "inner_loss." in n}
+    return descend(at, at.gradients(lambda *given: functional_call(LOSS, own, given)))
+
+
+def of_learned_rule(at):
+    g = at.gradients()
+    state = {n: 0.5 * at.state[n] + g[n] if at.state else g[n] for n in g}
+    size, decay = at.learned["rule.size"], at.learned["rule.decay"]
+    return {n: p * (1 - decay) - size * state[n] for n, p in at.params.items()}, state
+
+
+def of_learned_momentum(at):
+    g = at.gradients()
+    state = {n: at.learned["rule.mu"] * at.state[n] + g[n] if at.state else g[n] for n in g}
+    return descend(at, state)[0], state
+
+
+def of_the_head(at):
+    return descend(at, at.gradients(names=["4.weight", "4.bias"]))
+
+
+def truncated(rule):
+    def step(at):  # the steps before the last two are taken at face value
+        g = {n: x.detach() if at.i < 1 else x for n, x in at.gradients().items()}
+        return rule.update(at.params, g, at.state or rule.init(at.params))
+
+    return step
+
+
+RATES = {
+    "model": lambda name: "rates.values.model",
+    "layer": lambda name: f"rates.values.{name.rpartition('.')[0]}",
+    "parameter": lambda name: f"rates.values.{name.replace('.', '/')}",
+    "element": lambda name: f"rates.values.{name.replace('.', '/')}",
+}
+LOSS, WEIGHTS = Learned(), [0.5, 0.0, 0.5]
+BY_HAND = {
+    **{f"a rate for each {of}": ({"learn_lr": of}, of_rates(of, False)) for of in RATES},
+    **{
+        f"a rate for each {of} and step": ({"learn_lr": of, "lr_per_step": True}, of_rates(of, True))
+        for of in RATES
+    },
+    "rates, first order": ({"learn_lr": "parameter", "first_order": True}, of_rates("parameter", False, True)),
+    "an inner loss": ({"inner_loss": LOSS}, of_learned_loss),
+    "a rule": ({"rule": LearnedRule()}, of_learned_rule),
+    "a rule of the rate": ({"rule": RuleOfRate()}, of_learned_momentum),
+    "the head adapts": ({"inner_params": ["4"]}, of_the_head),
+    "losses after steps": ({"step_weights": WEIGHTS}, lambda at: descend(at, at.gradients())),
+    "truncated": ({"truncate": 2}, truncated(hog.meta.sgd(0.05))),
+    "truncated, adam": (
+        {"truncate": 2, "rule": "adam", "rule_options": {"eps": 0.1}}, truncated(hog.meta.adam(0.05, eps=0.1)),
+    ),
+}  # fmt: skip
+
+
 @MAPPED
 @pytest.mark.parametrize("memory", MEMORY)
-def test_learned_rule(memory, over_tasks):
-    tasks = image_tasks()
+@pytest.mark.parametrize("case", BY_HAND)
+def test_what_is_learned_by_hand(case, memory, over_tasks):
+    """The meta-gradient of everything, by torch's own backward through steps that are written here."""
+    options, step = BY_HAND[case]
+    tasks, model = image_tasks(), network("LayerNorm")
     maml = hog.MAML(
-        network("none"), F.mse_loss, inner_steps=3, rule=LearnedRule(), memory=memory,
-        over_tasks=over_tasks,
+        model, F.mse_loss, inner_lr=0.05, inner_steps=3, memory=memory, over_tasks=over_tasks, **options
     )  # fmt: skip
+    torch.manual_seed(0)
+    for rate in [] if maml.rates is None else maml.rates.parameters():
+        with torch.no_grad():
+            rate.mul_(1 + 0.2 * torch.rand_like(rate))
+    learned = {n: p.detach().clone().requires_grad_() for n, p in maml.named_parameters()}
+    value = 0.0
+    for support, (x, y) in as_list(tasks):
+        params = {n.removeprefix("model."): p for n, p in learned.items() if n.startswith("model.")}
+        state = {}
+        for i, weight in enumerate(options.get("step_weights", [0, 0, 1])):
+            params, state = step(Step(model, learned, params, state, support, i))
+            value = value + weight * F.mse_loss(functional_call(model, params, (x,)), y) / 2
+    grads = torch.autograd.grad(value, list(learned.values()), materialize_grads=True)
+    expected = dict(zip(learned, grads, strict=True))
+    assert abs(maml.loss(tasks).detach() - value) < 1e-12
     ours = meta_gradient(maml, tasks)
+    assert relative([ours[n] for n in expected], list(expected.values())) < 1e-12
+    flat = "inner_loss.net.2.bias"  # of a loss of differences alone
+    assert all(g.abs().sum() > 0 for n, g in expected.items() if "model" not in n and n != flat)
 
-    def meta_loss(learned):
-        rule = LearnedRule()
-        losses = []
-        for (sx, sy), (qx, qy) in as_list(tasks):
-            params = {n.removeprefix("model."): p for n, p in learned.items() if "model." in n}
-            state = rule.init(params)
-            for _ in range(3):
-                g = torch.func.grad(
-                    lambda p, sx=sx, sy=sy: F.mse_loss(functional_call(maml.model, p, (sx,)), sy)
-                )(params)
-                state = {n: 0.5 * state[n] + g[n] for n in params}
-                params = {
-                    n: p * (1 - learned["rule.decay"]) - learned["rule.size"] * state[n]
-                    for n, p in params.items()
-                }
-            losses.append(F.mse_loss(functional_call(maml.model, params, (qx,)), qy))
-        return torch.stack(losses).mean()
 
-    learned = {n: p.detach() for n, p in maml.named_parameters()}
-    assert relative(ours, torch.func.grad(meta_loss)(learned)) < 1e-12
-    assert set(ours) == set(learned)
+def test_sizes_of_learned_rates():
+    model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2))
+    sizes = {}
+    for of in RATES:
+        maml = hog.MAML(model, F.mse_loss, inner_steps=4, learn_lr=of, lr_per_step=True)
+        sizes[of] = sum(p.numel() for p in maml.rates.parameters()) // 4
+    assert sizes == {"model": 1, "layer": 2, "parameter": 4, "element": 17}
 
 
 @pytest.mark.parametrize(
@@ -192,59 +212,12 @@ HEADS = {
 }
 
 
-@MAPPED
-@pytest.mark.parametrize("memory", MEMORY)
 @pytest.mark.parametrize("head", HEADS)
-def test_a_part_adapts_and_everything_learns(head, memory, over_tasks):
-    """ANIL."""
-    tasks = image_tasks()
-    maml = hog.MAML(
-        network("BatchNorm"), F.mse_loss, inner_lr=0.1, inner_steps=3, inner_params=HEADS[head],
-        memory=memory, over_tasks=over_tasks,
-    )  # fmt: skip
-    before = {n: p.clone() for n, p in maml.model.named_parameters()}
-    adapted = maml.adapt(as_list(tasks)[0][0])
+def test_the_parts_that_adapt(head):
+    maml = hog.MAML(network("BatchNorm"), F.mse_loss, inner_params=HEADS[head])
+    before = dict(maml.model.named_parameters())
+    adapted = maml.adapt(as_list(image_tasks())[0][0])
     assert [n for n in before if not torch.equal(adapted[n], before[n])] == ["4.weight", "4.bias"]
-
-    def inner(learned, params, support, i):
-        head = {n: p for n, p in params.items() if n.startswith("4")}
-        x, y = support
-        value = F.mse_loss(functional_call(plain, params, (x,)), y)
-        grads = torch.autograd.grad(value, list(head.values()), create_graph=True)
-        return {**params, **{n: head[n] - 0.1 * g for n, g in zip(head, grads, strict=True)}}
-
-    plain = without_statistics(maml.model)
-    expected = by_hand(
-        type("", (), {"model": plain, "named_parameters": maml.named_parameters})(), tasks, inner, 3
-    )
-    assert relative(meta_gradient(maml, tasks), expected) < 1e-12
-
-
-def without_statistics(model):
-    twin = copy.deepcopy(model)
-    for layer in twin.modules():
-        if isinstance(layer, nn.BatchNorm2d):
-            layer.track_running_stats = False
-            layer.running_mean = layer.running_var = layer.num_batches_tracked = None
-    return twin
-
-
-@MAPPED
-@pytest.mark.parametrize("memory", MEMORY)
-def test_multi_step_loss(memory, over_tasks):
-    tasks, weights = image_tasks(), [0.5, 0.0, 0.2, 0.3]
-    options = {"inner_lr": 0.05, "memory": memory, "over_tasks": over_tasks}
-    maml = hog.MAML(
-        network("LayerNorm"), F.mse_loss, inner_steps=4, step_weights=weights, **options
-    )
-    value, ours = maml.loss(tasks).item(), meta_gradient(maml, tasks)
-    expected, total = {n: torch.zeros_like(g) for n, g in ours.items()}, 0.0
-    for i, weight in enumerate(weights):
-        part = hog.MAML(network("LayerNorm"), F.mse_loss, inner_steps=i + 1, **options)
-        total += weight * part.loss(tasks).item()
-        expected = {n: expected[n] + weight * g for n, g in meta_gradient(part, tasks).items()}
-    assert relative(ours, expected) < 1e-12
-    assert abs(value - total) < 1e-12
 
 
 def test_annealed_weights():
@@ -253,34 +226,6 @@ def test_annealed_weights():
     assert hog.meta.multi_step_weights(4, 10, 10) == [0, 0, 0, 1]
     halfway = hog.meta.multi_step_weights(4, 5, 10)
     assert halfway == [0.125] * 3 + [0.625]
-
-
-@MAPPED
-@pytest.mark.parametrize("memory", MEMORY)
-@pytest.mark.parametrize("rule", ["sgd", "adam"])
-def test_truncation(rule, memory, over_tasks):
-    """The steps before the last two are taken at face value."""
-    tasks, options = image_tasks(), {"inner_lr": 0.02, "rule": rule, "over_tasks": over_tasks}
-    if rule == "adam":
-        options["rule_options"] = {"eps": 0.1}
-    maml = hog.MAML(
-        network("LayerNorm"), F.mse_loss, inner_steps=5, truncate=2, memory=memory, **options
-    )
-    ours = meta_gradient(maml, tasks)
-    made = hog.meta.sgd(0.02) if rule == "sgd" else hog.meta.adam(0.02, eps=0.1)
-    expected = {n: torch.zeros_like(g) for n, g in ours.items()}
-    for support, query in as_list(tasks):
-        params = hog.trainable_params(maml.model)
-        state = made.init(params)
-        for i in range(5):
-            g = inner_gradients(maml, params, support)
-            if i < 3:
-                g = {n: x.detach() for n, x in g.items()}
-            params, state = made.update(params, g, state)
-        grads = torch.autograd.grad(maml.objective(params, query), list(maml.model.parameters()))
-        for n, g in zip(expected, grads, strict=True):
-            expected[n] += g / len(tasks[0][0])
-    assert relative(ours, expected) < 1e-12
 
 
 @pytest.mark.parametrize("steps", [1, 3])
@@ -386,27 +331,6 @@ def test_a_list_of_equal_tasks_is_stacked_where_that_pays():
 
 def fixed():
     return (rand(3, 4, 2), rand(3, 4, 2)), (rand(3, 5, 2), rand(3, 5, 2))
-
-
-def test_criterion_with_parameters_is_learned():
-    class Scaled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.log_scale = nn.Parameter(torch.tensor(0.3, dtype=torch.float64))
-
-        def forward(self, outputs, targets):
-            return self.log_scale.exp() * F.mse_loss(outputs, targets) - self.log_scale
-
-    maml = hog.MAML(network("none"), Scaled(), inner_lr=0.05, inner_steps=2)
-    ours, tasks = meta_gradient(maml, image_tasks()), image_tasks()
-
-    def at(scale):
-        with torch.no_grad():
-            maml.criterion.log_scale.fill_(scale)
-            return maml.loss(tasks)
-
-    slope = (at(0.3 + 1e-5) - at(0.3 - 1e-5)) / 2e-5
-    assert abs(ours["criterion.log_scale"] - slope) < 1e-7 * abs(slope)
 
 
 # Batch norm
@@ -582,16 +506,21 @@ def test_errors(error):
         call()
 
 
-def test_first_order_gives_learned_rates_their_gradient():
-    maml = hog.MAML(network("none"), F.mse_loss, learn_lr="parameter", first_order=True)
-    grads = meta_gradient(maml, image_tasks())
-    assert all(g.abs().sum() > 0 for n, g in grads.items() if n.startswith("rates"))
+class Scaled(nn.Module):
+    """A criterion with a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.log_scale = nn.Parameter(torch.tensor(0.3, dtype=torch.float64))
+
+    def forward(self, outputs, targets):
+        return self.log_scale.exp() * F.mse_loss(outputs, targets) - self.log_scale
 
 
 def test_random_directions_of_the_whole_kitchen_sink():
     """Everything at once, against differences."""
     maml = hog.MAML(
-        network("GroupNorm"), F.mse_loss, inner_lr=0.02, inner_steps=4, learn_lr="parameter",
+        network("GroupNorm"), Scaled(), inner_lr=0.02, inner_steps=4, learn_lr="parameter",
         lr_per_step=True, rule="adam", rule_options={"eps": 0.1}, inner_loss=Learned(),
         inner_params=["4", "1"], step_weights=[0.1, 0.2, 0.3, 0.4], memory="checkpoint",
     )  # fmt: skip
@@ -664,44 +593,6 @@ def test_two_tasks_of_single_tensors_are_tasks():
     assert abs(maml.loss(collated).item() - sum(values) / 2) < 1e-12
 
 
-def test_what_vmap_refuses_is_looped_over():
-    scripted = nn.Sequential(torch.jit.script(nn.Linear(2, 3)), nn.Tanh(), nn.Linear(3, 2)).double()
-    tasks = fixed()
-    expected = meta_gradient(hog.MAML(scripted, F.mse_loss, over_tasks="loop"), tasks)
-    with pytest.warns(UserWarning, match="loops over the tasks"):
-        assert relative(meta_gradient(hog.MAML(scripted, F.mse_loss), tasks), expected) == 0
-
-
-class RuleOfRate(nn.Module):
-    """A rule with a parameter, as a function of the learning rate."""
-
-    def __init__(self):
-        super().__init__()
-        self.mu = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
-
-    def forward(self, lr):
-        return hog.meta.sgd(lr, momentum=self.mu)
-
-
-@MAPPED
-@pytest.mark.parametrize("memory", MEMORY)
-def test_a_rule_that_is_a_module_of_the_rate_is_learned(memory, over_tasks):
-    tasks = image_tasks()
-    maml = hog.MAML(
-        network("none"), F.mse_loss, inner_lr=0.05, inner_steps=3, rule=RuleOfRate(),
-        memory=memory, over_tasks=over_tasks,
-    )  # fmt: skip
-    ours = meta_gradient(maml, tasks)["rule.mu"]
-
-    def at(mu):
-        with torch.no_grad():
-            maml.rule.mu.fill_(mu)
-            return maml.loss(tasks)
-
-    slope = (at(0.5 + 1e-5) - at(0.5 - 1e-5)) / 2e-5
-    assert abs(ours - slope) < 1e-6 * abs(slope)
-
-
 def test_a_tensor_outside_of_modules_warns():
     mu = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
     rule = functools.partial(hog.meta.sgd, momentum=mu)
@@ -735,7 +626,7 @@ CHANGES = {
     "first_order": ("no", TypeError), "memory": ("disk", ValueError), "inner_steps": (0, ValueError),
     "batch_norm": ("per_step", ValueError), "truncate": ("no", TypeError), "inner_lr": (-1.0, ValueError),
     "over_tasks": ("map", ValueError), "inner_params": (3, TypeError), "rule_options": ([1], TypeError),
-    "stand_ins": (1, TypeError), "step_weights": ([-1.0], ValueError), "compile_for": (0, ValueError),
+    "stand_ins": (1, TypeError), "step_weights": ([-1.0], ValueError),
 }  # fmt: skip
 
 

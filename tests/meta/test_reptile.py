@@ -54,17 +54,6 @@ def test_definition(name, rule, over_tasks):
     assert relative(meta_gradient(learner, tasks), expected) < 1e-12
 
 
-def test_a_step_of_gradient_descent_is_the_step_of_the_paper():
-    """theta + epsilon mean_i (theta_i - theta)."""
-    learner = hog.meta.Reptile(network("none"), F.mse_loss, inner_lr=0.05, inner_steps=4)
-    before = {n: p.detach().clone() for n, p in learner.named_parameters()}
-    toward, _ = moved(learner.model, as_list(image_tasks()), 4)
-    learner.loss(image_tasks()).backward()
-    torch.optim.SGD(learner.parameters(), lr=0.3).step()
-    for n, p in learner.named_parameters():
-        torch.testing.assert_close(p.detach(), before[n] - 0.3 * toward[n])
-
-
 def test_uneven_tasks_and_a_part_that_adapts():
     tasks = [image_tasks(1, shots, queries) for shots, queries in ((2, 3), (5, 1))]
     tasks = [as_list(task)[0] for task in tasks]
