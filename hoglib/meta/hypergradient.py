@@ -21,7 +21,7 @@ from hoglib.meta.gradient_transformation import GradientTransformation
 from hoglib.meta.implicit import SOLVERS, Residual, Solver, check_used, implicit_gradient
 from hoglib.meta.inner_loop import MEMORY, check_truncate
 from hoglib.meta.replay import ALL, Replay, add, vjp
-from hoglib.meta.training import REDUCTIONS, Training, check_steps, detached, prepared_training
+from hoglib.meta.training import Training, check_steps, detached, prepared_training
 
 METHODS = ("unrolled", *SOLVERS)
 SCHEDULES = ("sqrt", "log")
@@ -52,8 +52,6 @@ def hypergradient(
     schedule: str = "sqrt",
     directory: str | Path | None = None,
     truncate: int | None = None,
-    micro_batch: int | None = None,
-    reduction: str = "mean",
     dtype: torch.dtype | None = None,
     iterations: int | None = None,
     damping: float = 0.0,
@@ -108,9 +106,6 @@ def hypergradient(
         directory: Where "disk" keeps its files. The same call goes on there after an interruption, and
             returns its result at once after its end; another call is refused.
         truncate: With "unrolled", differentiate through the last so many steps only. Default: all.
-        micro_batch: Compute the loss of a step, its gradient and its double backward in pieces of so
-            many examples (rows of the tensors of the batch). Not with memory="store".
-        reduction: What inner is of the examples, with micro_batch: their "mean" or "sum".
         dtype: torch.float64 converts params, hyper, batches and the buffers of modules, and computes
             in double precision. Default: the dtypes as they are.
         iterations: The iterations of the linear solver. Default: until tol for "cg", 100 for
@@ -153,7 +148,6 @@ def hypergradient(
     validation.one_of("memory", memory, [*MEMORY, "disk"])
     validation.one_of("schedule", schedule, SCHEDULES)
     where = check_directory(memory, directory)
-    validation.one_of("reduction", reduction, REDUCTIONS)
     validation.function("outer", outer)
     validation.function("inner", inner)
     check_truncate(truncate)
@@ -164,11 +158,11 @@ def hypergradient(
     solver = None
     if method != "unrolled":
         solver = Solver(method, iterations, damping, tol, step_size)
-    _check_together(memory, schedule, micro_batch, method)
+    _check_together(memory, schedule, method)
     count = check_steps(steps, batches, method, rule)
     with prepared_training(
         "hypergradient", outer, inner, params, hyper, rule, count, batches, dtype, stand_ins,
-        truncate=truncate, micro_batch=micro_batch, reduction=reduction,
+        truncate=truncate,
     ) as (training, at):  # fmt: skip
         if solver is not None:
             return _implicit(outer, training, at, solver)
@@ -240,7 +234,6 @@ def _described(training: Training, schedule: str, start: Any, hyper: Any) -> dic
         "initial parameters": digest(pytree.leaves(start)),
         "arguments": digest(pytree.tensors(hyper)),
         "inner": name_of(training.inner), "truncate": training.truncate,
-        "micro_batch": training.micro_batch, "reduction": training.reduction,
     }  # fmt: skip
 
 
@@ -272,7 +265,7 @@ def _implicit(outer: Any, training: Training, hyper: Any, solver: Solver) -> Hyp
     return Hypergradient(value, gradient, detached(params), residual)
 
 
-def _check_together(memory: str, schedule: str, micro_batch: Any, method: str) -> None:
+def _check_together(memory: str, schedule: str, method: str) -> None:
     """Raise for options that do not go with how steps are differentiated."""
     replayed = memory != "store" and method == "unrolled"
     if memory == "disk" and not replayed:
@@ -285,13 +278,6 @@ def _check_together(memory: str, schedule: str, micro_batch: Any, method: str) -
             f"schedule: expected memory='checkpoint' or 'disk' with schedule={schedule!r}, got "
             f"memory={memory!r}, which keeps every step."
         )
-    if micro_batch is not None:
-        validation.at_least("micro_batch", micro_batch, 1)
-        if not replayed:
-            raise ArgumentValueError(
-                "micro_batch: expected method='unrolled' with memory='remat', 'checkpoint' or 'disk', "
-                f"which differentiate one step at a time, got method={method!r} with memory={memory!r}."
-            )
 
 
 def _check_finite(training: Training, losses: list[Tensor], value: Tensor) -> None:

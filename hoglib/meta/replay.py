@@ -29,7 +29,7 @@ from hoglib._core.state import GeneratorStates
 from hoglib.errors import ArgumentValueError, NondeterministicError
 from hoglib.meta.checkpoints import BACKWARD, InMemory, OnDisk, State, digest
 from hoglib.meta.inner_loop import gradient
-from hoglib.meta.training import LossPart, Training
+from hoglib.meta.training import Training
 
 ALL = "all"
 
@@ -128,31 +128,23 @@ class Replay:
             )
 
     def _step(self, i: int, state: State) -> tuple[State, Tensor]:
-        """The state after step i, with the operations that the replay differentiates."""
-        params, memory = self._carry(_fresh(state.leaves))
+        """The state after step i, and the loss, by the operations that the replay differentiates."""
+        after, loss = self._after(i, _fresh(state.leaves))
+        leaves = [x.detach() if isinstance(x, Tensor) else x for x in after]
+        return State(leaves, self._generators.now()), loss
+
+    def _after(self, i: int, leaves: list[Any]) -> tuple[list[Any], Tensor]:
+        """The leaves of the state after step i, with a graph from those before it; and the loss."""
+        params, memory = self._carry(leaves)
+
+        def loss(params: Any) -> tuple[Tensor, tuple[()]]:
+            return self.training.value(params, self.constants, self.training.batches.at(i)), ()
+
+        constant = self.training.is_constant(i)
         with torch.enable_grad():
-            grads, loss = self._gradient(i, params)
-            grads = pytree.map(Tensor.detach, grads)
-            after = self.training.rule_of(self.constants).update(params, grads, memory)
-        return State(self._flat(after), self._generators.now()), loss
-
-    def _gradient(self, i: int, params: Any) -> tuple[Any, Tensor]:
-        """The gradient of the loss of step i, and the loss; with a graph if the loss has one part."""
-        constant, parts = self.training.is_constant(i), self.training.parts(i)
-        grads, (loss, _) = self._of_part(parts[0], params, constant, i == 0)
-        for part in parts[1:]:
-            more, (value, _) = self._of_part(part, params, constant, False)
-            grads, loss = (
-                pytree.map(lambda a, b: a.detach() + b.detach(), grads, more),
-                loss + value,
-            )
-        return grads, loss
-
-    def _of_part(self, part: LossPart, params: Any, constant: bool, check: bool) -> tuple[Any, Any]:
-        return gradient(
-            lambda params: (part(params, self.constants), ()), params,
-            constant=constant, alone=True, check=check,
-        )  # fmt: skip
+            grads, (value, _) = gradient(loss, params, constant=constant, alone=True, check=i == 0)
+            rule = self.training.rule_of(self.constants)
+            return self._in_order(rule.update(params, grads, memory)), value
 
     # Backward
 
@@ -209,39 +201,17 @@ class Replay:
 
     def _pull_step(self, at: Cotangents, before: State, after: list[Any]) -> Cotangents:
         """Through step at.step - 1, from the state before it; after: the training's state after it."""
-        i = at.step - 1
-        constant, parts = self.training.is_constant(i), self.training.parts(i)
         own = _fresh(before.leaves)
-        params, memory = self._carry(own)
         self._generators.set(before.generators)
-        with torch.enable_grad():
-            grads, _ = self._gradient(i, params)
-            flat, structure = pytree.flatten(grads)
-            cut = [g.detach().requires_grad_() for g in flat]
-            found = self.training.rule_of(self.constants).update(
-                params, pytree.unflatten(cut, structure), memory
-            )
-        leaves = self._in_order(found)
-        self._check_replayed(i, leaves, after)
+        leaves, _ = self._after(at.step - 1, own)
+        self._check_replayed(at.step - 1, leaves, after)
         variables = [x for x in own if _is_wanted(x)]
-        pulled = vjp(leaves, at.carry, [*variables, *cut, *self._wanted])
-        of_grads = pulled[len(variables) : len(variables) + len(cut)]
-        targets = [*variables, *self._wanted]
-        sums = [*pulled[: len(variables)], *pulled[len(variables) + len(cut) :]]
-        if not constant and any(u is not None for u in of_grads):
-            if len(parts) == 1:
-                sums = add(sums, vjp(flat, of_grads, targets))
-            else:
-                self._generators.set(before.generators)
-                for part in parts:
-                    with torch.enable_grad():
-                        grads, _ = self._of_part(part, params, False, False)
-                    sums = add(sums, vjp(pytree.leaves(grads), of_grads, targets))
-        carry = iter(sums[: len(variables)])
+        pulled = vjp(leaves, at.carry, [*variables, *self._wanted])
+        carry = iter(pulled[: len(variables)])
         return Cotangents(
-            i,
+            at.step - 1,
             [next(carry) if _is_wanted(x) else None for x in own],
-            add(at.constants, sums[len(variables) :]),
+            add(at.constants, pulled[len(variables) :]),
             at.rounding + self._rounding(at.carry, after),
         )
 
@@ -295,9 +265,6 @@ class Replay:
 
     def _carry(self, leaves: list[Any]) -> Any:
         return pytree.unflatten(leaves, self._structure)
-
-    def _flat(self, carry: Any) -> list[Any]:
-        return [x.detach() if isinstance(x, Tensor) else x for x in self._in_order(carry)]
 
     def _in_order(self, carry: Any) -> list[Any]:
         leaves, structure = pytree.flatten(carry)

@@ -1,7 +1,7 @@
 """A training as a function of what it was set up with, which `hypergradient` differentiates, and the
 batches of its steps."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from math import isqrt
@@ -29,8 +29,6 @@ from hoglib.meta.optimizers import is_transformation, resolve_rule
 from hoglib.stand_ins.mode import stand_ins_if
 from hoglib.verification.entry_points import examined_functions
 
-REDUCTIONS = ("mean", "sum")
-LossPart = Callable[[Any, Any], Tensor]  # of params and hyper
 Get = Callable[[int], Any]
 Convert = Callable[[Any], Any]
 
@@ -139,8 +137,6 @@ class Training:
     count: int  # of steps
     batches: Batches
     truncate: int | None = None
-    micro_batch: int | None = None
-    reduction: str = "mean"
 
     def unrolled(self, hyper: Any) -> tuple[Any, list[Tensor]]:
         """The parameters at the end, with the graph of all steps, and the loss of each step."""
@@ -178,22 +174,6 @@ class Training:
                 torch.stack(losses), "Look for NaN in params, hyper or the data.",
                 "The inner training diverges: lower its learning rate.", self.count,
             )  # fmt: skip
-
-    def parts(self, i: int) -> Sequence[LossPart]:
-        """Functions whose sum is the loss of step i, by micro-batches."""
-        batch = self.batches.at(i)
-        rows = _rows(batch)
-        if self.micro_batch is None or rows <= self.micro_batch:
-            return [lambda params, hyper: self.value(params, hyper, batch)]
-        starts = range(0, rows, self.micro_batch)
-        return [
-            self._part(batch, rows, start, min(start + self.micro_batch, rows)) for start in starts
-        ]
-
-    def _part(self, batch: Any, rows: int, start: int, end: int) -> LossPart:
-        piece = pytree.rows(batch, rows, start, end)
-        weight = (end - start) / rows if self.reduction == "mean" else 1.0
-        return lambda params, hyper: weight * self.value(params, hyper, piece)
 
 
 def check_steps(steps: int | None, batches: Any, method: str, rule: Any) -> int:
@@ -262,14 +242,6 @@ def _is_function(batches: Any) -> bool:
 
 def detached(tree: Any) -> Any:
     return pytree.map_tensors(Tensor.detach, tree)
-
-
-def _rows(batch: Any) -> int:
-    """The number of examples in a batch."""
-    for x in pytree.leaves(batch):
-        if isinstance(x, Tensor) and x.dim():
-            return len(x)
-    return 0
 
 
 @contextmanager

@@ -159,45 +159,6 @@ def test_replays_against_the_whole_graph(way, rule, source, options, tmp_path):
     assert relative(found.gradient, expected.gradient) < 1e-12
 
 
-@pytest.mark.parametrize("way", REPLAYS)
-def test_micro_batches_are_the_graph_of_their_sum(way, tmp_path):
-    """Each piece draws in its turn, forward and backward."""
-    outer, inner, start, hyper = problem(network(0.4))
-
-    def pieces(params, hyper, rows):
-        return sum(len(part) / len(rows) * inner(params, hyper, part) for part in rows.split(4))
-
-    batches = [torch.arange(i, i + 9) for i in range(6)]
-    memory = {**WAYS[way], **({"directory": tmp_path} if "disk" in way else {})}
-    found = []
-    for loss, options in ((pieces, {}), (inner, {"micro_batch": 4, **memory})):
-        torch.manual_seed(1)
-        given = outer, loss, start, hyper
-        found.append(hog.meta.hypergradient(*given, rule=RULES["sgd"], batches=batches, **options))
-    assert relative(found[1].params, found[0].params) < 1e-13
-    assert relative(found[1].gradient, found[0].gradient) < 1e-12
-
-
-def test_a_graph_is_held_of_a_piece_only():
-    def peak(**options):
-        torch.manual_seed(0)
-        model = nn.Sequential(
-            nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)
-        )
-        of = hog.functional_loss(model, F.mse_loss)
-        x, y = randn(4096, 3, dtype=F32), randn(4096, 1, dtype=F32)
-        inner = lambda p, h, batch: h * of(p, batch)  # noqa: E731
-        given = hog.trainable_params(model), torch.tensor(1.0)
-        return peak_bytes(
-            lambda: hog.meta.hypergradient(
-                lambda p, h: p["0.weight"].square().sum(), inner, *given, rule=hog.meta.sgd(0.1),
-                batches=lambda i: (x, y), steps=4, memory="checkpoint", **options,
-            ), torch.device("cpu"),
-        )  # fmt: skip
-
-    assert peak(micro_batch=256) < 0.2 * peak()
-
-
 @pytest.mark.parametrize("schedule", ["sqrt", "log"])
 def test_files_and_memory_are_bounded(schedule, tmp_path, monkeypatch):
     """Tensors alive at once, in copies of the parameters, are of a few steps by "log", of sqrt(steps)
@@ -396,8 +357,6 @@ ARGUMENTS = {
     "a file": (lambda p: run("disk", path=Path(__file__)), ValueError, "expected a directory, got the file"),
     "log, with store": (refused(schedule="log"), ValueError, "schedule: expected memory='checkpoint' or 'disk'"),
     "an unknown schedule": (lambda p: run("checkpoint", schedule="all"), ValueError, "expected one of sqrt, log|sqrt, log"),
-    "micro-batches, with store": (refused(micro_batch=2), ValueError, "micro_batch: expected .*'remat'"),
-    "no examples": (lambda p: run("remat", micro_batch=0), ValueError, "micro_batch"),
     "disk, by the implicit theorem": (lambda p: run("disk", path=p, method="cg"), ValueError, "differentiates no steps"),
     "float32": (refused(dtype=torch.float32), ValueError, "dtype: expected torch.float64"),
     "an iterator": (lambda p: by_batches(iter([1])), TypeError, "which can be read once"),
