@@ -52,7 +52,6 @@ def hypergradient(
     schedule: str = "sqrt",
     directory: str | Path | None = None,
     truncate: int | None = None,
-    dtype: torch.dtype | None = None,
     iterations: int | None = None,
     damping: float = 0.0,
     tol: float | None = None,
@@ -106,8 +105,6 @@ def hypergradient(
         directory: Where "disk" keeps its files. The same call goes on there after an interruption, and
             returns its result at once after its end; another call is refused.
         truncate: With "unrolled", differentiate through the last so many steps only. Default: all.
-        dtype: torch.float64 converts params, hyper, batches and the buffers of modules, and computes
-            in double precision. Default: the dtypes as they are.
         iterations: The iterations of the linear solver. Default: until tol for "cg", 100 for
             "neumann".
         damping: A number that is added to the diagonal of H, 0 or more.
@@ -161,9 +158,8 @@ def hypergradient(
     _check_together(memory, schedule, method)
     count = check_steps(steps, batches, method, rule)
     with prepared_training(
-        "hypergradient", outer, inner, params, hyper, rule, count, batches, dtype, stand_ins,
-        truncate=truncate,
-    ) as (training, at):  # fmt: skip
+        "hypergradient", inner, params, hyper, rule, count, batches, stand_ins, truncate
+    ) as (training, at):
         if solver is not None:
             return _implicit(outer, training, at, solver)
         if memory == "store":
@@ -297,6 +293,7 @@ def _warn_of_rounding(change: Tensor, value: Tensor, params: list[Tensor]) -> No
         warn(
             "hypergradient: rounding of the parameters, over all steps, moves the outer loss by about "
             f"{size:.2g} of its value, to first order; stable trainings stay below {MOVES:g}. Its "
-            "gradient may be far off. Use dtype=torch.float64, or make the training smoother: a lower "
-            "learning rate, larger batches, smooth activations, a larger eps of Adam."
+            "gradient may be far off. Use float64 for params, hyper, data and modules, or make the "
+            "training smoother: a lower learning rate, larger batches, smooth activations, a larger "
+            "eps of Adam."
         )

@@ -45,7 +45,6 @@ def leave_k_out(
     rule: GradientTransformation | Callable[[Any], GradientTransformation] | None = None,
     steps: int | None = None,
     batches: Sequence[Any] | Iterable[Any] | Callable[[int], Any] | None = None,
-    dtype: torch.dtype | None = None,
     generator: torch.Generator | None = None,
     stand_ins: bool = True,
 ) -> LeaveKOut:
@@ -60,7 +59,7 @@ def leave_k_out(
 
     Args:
         found: The result of `hypergradient` for the same arguments.
-        outer, inner, params, hyper, rule, steps, batches, dtype, stand_ins: Those of `hypergradient`.
+        outer, inner, params, hyper, rule, steps, batches, stand_ins: Those of `hypergradient`.
         k: The size of a subset.
         subsets: The number of subsets, each of which is a training; at least 3.
         weights: The leaf of hyper with the weights, by its name ("weights", "data[0]"). Default: hyper
@@ -111,9 +110,10 @@ def leave_k_out(
     )
     values = []
     with (
-        prepared_training(
-            "leave_k_out", outer, inner, params, hyper, rule, count, batches, dtype, stand_ins
-        ) as (training, at),
+        prepared_training("leave_k_out", inner, params, hyper, rule, count, batches, stand_ins) as (
+            training,
+            at,
+        ),
         torch.no_grad(),
         preserve_random_state(*training.generators()),
     ):

@@ -2,24 +2,17 @@
 batches of its steps."""
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isqrt
 from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hoglib._core import closures, pytree, validation
 from hoglib._core.autograd import clone_inference_tensors, grad_enabled
-from hoglib._core.closures import STATE, ClosureWalker
-from hoglib._core.finite_differences import to_double
-from hoglib._core.state import (
-    StateGuard,
-    preserve_random_state,
-    random_state,
-    set_random_state,
-)
+from hoglib._core.state import preserve_random_state, random_state, set_random_state
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 from hoglib.meta.checkpoints import OnDisk
 from hoglib.meta.checks import check_inner_losses
@@ -30,19 +23,18 @@ from hoglib.stand_ins.mode import stand_ins_if
 from hoglib.verification.entry_points import examined_functions
 
 Get = Callable[[int], Any]
-Convert = Callable[[Any], Any]
 
 
 class Batches:
     """The batch of each step of a training, by a function of the step."""
 
-    def __init__(self, get: Get | None, convert: Convert, end: int | None = None) -> None:
+    def __init__(self, get: Get | None, end: int | None = None) -> None:
         self.given = get is not None  # whether the loss takes one
-        self._get, self._convert, self._end = get, convert, end
+        self._get, self._end = get, end
 
     def at(self, i: int) -> Any:
         """The batch of step i, the same in each call."""
-        return None if self._get is None else self._convert(self._get(i))
+        return None if self._get is None else clone_inference_tensors(self._get(i))
 
     def last(self, steps: int) -> Any:
         """That of the last step, or of the last one that there is."""
@@ -62,8 +54,8 @@ class Passes(Batches):
     asks for them in reverse.
     """
 
-    def __init__(self, source: Iterable[Any], convert: Convert, steps: int) -> None:
-        super().__init__(None, convert)
+    def __init__(self, source: Iterable[Any], steps: int) -> None:
+        super().__init__(None)
         self.given, self._source = True, source
         held = (capture.value for capture in closures.held(source))
         self._generators = [value for value in held if isinstance(value, torch.Generator)]
@@ -105,7 +97,7 @@ class Passes(Batches):
                 self._iterator = None
                 return
             self._stream = self._random()
-        self._kept[self._next] = self._convert(batch)
+        self._kept[self._next] = clone_inference_tensors(batch)
         self._next += 1
         while len(self._kept) > self._window:
             del self._kept[next(iter(self._kept))]
@@ -222,18 +214,13 @@ def _check_batches(batches: Any, steps: int | None) -> int | None:
     return count
 
 
-def make_batches(batches: Any, steps: int, double: bool) -> Batches:
+def make_batches(batches: Any, steps: int) -> Batches:
     """The batches of a training of so many steps, which `check_steps` has checked."""
-
-    def convert(batch: Any) -> Any:
-        batch = clone_inference_tensors(batch)
-        return to_double(batch) if double else batch
-
     if batches is None or _is_function(batches):
-        return Batches(batches, convert)
+        return Batches(batches)
     if hasattr(batches, "__getitem__") and hasattr(batches, "__len__"):
-        return Batches(batches.__getitem__, convert, len(batches))
-    return Passes(batches, convert, steps)
+        return Batches(batches.__getitem__, len(batches))
+    return Passes(batches, steps)
 
 
 def _is_function(batches: Any) -> bool:
@@ -246,34 +233,10 @@ def detached(tree: Any) -> Any:
 
 @contextmanager
 def prepared_training(
-    what: str, outer: Any, inner: Any, params: Any, hyper: Any, rule: Any, count: int, batches: Any,
-    dtype: torch.dtype | None, stand_ins: bool, **options: Any,
+    what: str, inner: Any, params: Any, hyper: Any, rule: Any, count: int, batches: Any,
+    stand_ins: bool, truncate: int | None = None,
 ) -> Iterator[tuple[Training, Any]]:  # fmt: skip
-    """The training, and hyper; inside, autograd records, with stand-ins and in the dtype asked for."""
-    if dtype not in (None, torch.float64):
-        raise ArgumentValueError(
-            f"dtype: expected torch.float64 or None, got {dtype}; convert params, hyper and the data."
-        )
-    double = dtype is not None
-    with ExitStack() as stack:
-        stack.enter_context(examined_functions(what))
-        stack.enter_context(grad_enabled())
-        stack.enter_context(stand_ins_if(stand_ins))
-        if double:
-            params, hyper = _doubled_start(params), to_double(hyper)
-            guard = StateGuard(_modules(inner, outer, rule), double=True)
-            stack.enter_context(guard).begin()
-        source = make_batches(batches, count, double)
-        start = clone_inference_tensors(params)
-        training = Training(inner, start, rule, count, source, **options)
-        yield training, clone_inference_tensors(hyper)
-
-
-def _modules(*functions: Any) -> list[nn.Module]:
-    """The modules that functions reach."""
-    reached = (x for fn in functions for x in ClosureWalker(fn, STATE).objects)
-    return [x for x in reached if isinstance(x, nn.Module)]
-
-
-def _doubled_start(params: Any) -> Any:
-    return (lambda hyper: to_double(params(hyper))) if callable(params) else to_double(params)
+    """The training, and hyper; inside, autograd records, with stand-ins if wanted."""
+    with examined_functions(what), grad_enabled(), stand_ins_if(stand_ins):
+        source, start = make_batches(batches, count), clone_inference_tensors(params)
+        yield Training(inner, start, rule, count, source, truncate), clone_inference_tensors(hyper)

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
@@ -358,7 +357,6 @@ ARGUMENTS = {
     "log, with store": (refused(schedule="log"), ValueError, "schedule: expected memory='checkpoint' or 'disk'"),
     "an unknown schedule": (lambda p: run("checkpoint", schedule="all"), ValueError, "expected one of sqrt, log|sqrt, log"),
     "disk, by the implicit theorem": (lambda p: run("disk", path=p, method="cg"), ValueError, "differentiates no steps"),
-    "float32": (refused(dtype=torch.float32), ValueError, "dtype: expected torch.float64"),
     "an iterator": (lambda p: by_batches(iter([1])), TypeError, "which can be read once"),
     "a number of batches": (lambda p: by_batches(3), TypeError, "batches: expected a sequence"),
     "no batches": (lambda p: by_batches([]), ValueError, "one for each of 2 steps, got 0"),
@@ -418,7 +416,7 @@ def test_a_training_that_is_not_repeated_is_refused(name, memory):
         )  # fmt: skip
 
 
-# Batches, dtypes, rounding
+# Batches, rounding
 
 
 def test_a_loader_gives_the_same_batches_again_and_those_of_a_loop():
@@ -426,7 +424,7 @@ def test_a_loader_gives_the_same_batches_again_and_those_of_a_loop():
     expected = [batch for _ in range(3) for (batch,) in loader_of_global()]
     torch.manual_seed(7)
     before = torch.get_rng_state()
-    batches = make_batches(loader_of_global(), 15, False)
+    batches = make_batches(loader_of_global(), 15)
     asked = [*range(15), *range(14, -1, -1), 3, 11, 0]
     for i in asked:
         (batch,) = batches.at(i)
@@ -440,37 +438,12 @@ def loader_of_global():
     return DataLoader(TensorDataset(torch.arange(24)), batch_size=5, shuffle=True)
 
 
-def test_double_precision():
-    """Of float32 parameters, data, and buffers, which stay as they are."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)).eval()
-    model[1].running_var.mul_(2.3)
-    of = hog.functional_loss(model, F.mse_loss)
-    x, y = X.float(), Y.float()
-
-    def found(of, params, convert=lambda t: t, **options):
-        return hog.meta.hypergradient(
-            lambda p, h: p["3.weight"].square().sum(), lambda p, h, batch: h.square() * of(p, batch),
-            params, convert(torch.tensor(1.5)), rule=hog.meta.sgd(0.1), steps=20, memory="checkpoint",
-            batches=lambda i: (convert(x[i:]), convert(y[i:])), **options,
-        )  # fmt: skip
-
-    ours = found(of, hog.trainable_params(model), dtype=F64)
-    assert ours.gradient.dtype == ours.params["0.weight"].dtype == F64
-    assert model[1].running_var.dtype == F32
-    doubled = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)).eval()
-    doubled.load_state_dict(model.state_dict())
-    other = hog.functional_loss(doubled.double(), F.mse_loss)
-    expected = found(other, hog.trainable_params(doubled), torch.Tensor.double)
-    assert torch.equal(ours.gradient, expected.gradient)
-
-
-def logistic(rate, **options):
+def logistic(rate, dtype=F32):
     """w <- rate w (1 - w), by gradient descent: chaotic for rates near 4."""
     return hog.meta.hypergradient(
         lambda p, h: p["w"].sum(), lambda p, h: (p["w"].square() / 2 - h * (p["w"].square() / 2 - p["w"] ** 3 / 3)).sum(),
-        {"w": torch.full((2,), 0.3)}, torch.tensor(rate), rule=hog.meta.sgd(1.0), steps=25,
-        memory="checkpoint", **options,
+        {"w": torch.full((2,), 0.3, dtype=dtype)}, torch.tensor(rate, dtype=dtype), rule=hog.meta.sgd(1.0),
+        steps=25, memory="checkpoint",
     )  # fmt: skip
 
 
