@@ -2,16 +2,14 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from hoglib._core import pytree, validation
 from hoglib._core.autograd import translate_errors
-from hoglib._core.finite_differences import (
-    fixed_random_numbers,
-)
+from hoglib._core.finite_differences import fixed_random_numbers
 from hoglib._core.gradient_graph import depends_on_any, graph_summary
 from hoglib._core.source_location import warn
 from hoglib.errors import NonFiniteError, NoSecondDerivative
@@ -35,10 +33,6 @@ def check_derivatives(
     support, query = task
     before = [start.model[name] for name in loop.adapting]
 
-    def inner(start: MetaParams, *leaves: Tensor) -> Tensor:
-        params = dict(zip(loop.adapting, leaves, strict=True))
-        return loop.inner_value(start, params, support, 0)
-
     leaves, structure = pytree.flatten(start)
     own = [leaf.detach().requires_grad_() for leaf in leaves]
     at = pytree.unflatten(own, structure)
@@ -46,14 +40,13 @@ def check_derivatives(
 
     def losses() -> list[Tensor]:
         """The inner loss at the start, and the outer loss after a step or two."""
-        first = inner(at, *adapting.values())
+        first = loop.inner_value(at, adapting, support, 0)
         if not depends_on_any(first, list(adapting.values())):
             raise NoSecondDerivative(UNUSED.format(which="inner", whom=" that adapt"))
         params, state = adapting, loop.rule_at(0, at).init(adapting)
-        for i in range(
-            min(2, loop.options.inner_steps)
-        ):  # some rules use all of theirs in the second
-            grads, _ = gradient(_inner_loss_at(loop, i, at, support), params, constant=True)
+        for i in range(min(2, loop.options.inner_steps)):  # some rules use all theirs in the second
+            inner = partial(loop.inner_value, at, support=support, step=i)
+            grads, _ = gradient(lambda params: (inner(params), ()), params, constant=True)  # noqa: B023
             params, state = loop.rule_at(i, at).update(params, grads, state)
         last = loop.outer_value(at, params, query, loop.options.inner_steps)
         if not last.requires_grad:
@@ -100,17 +93,8 @@ def check_inner_losses(losses: Tensor, at_first: str, later: str, steps: int | N
         )
 
 
-def _inner_loss_at(
-    loop: ModuleLoop, i: int, start: MetaParams, support: object
-) -> Callable[..., Any]:
-    return lambda params: (loop.inner_value(start, params, support, i), ())
-
-
 def _check_leaves(
-    what: str,
-    losses: Callable[[], list[Tensor]],
-    own: list[Tensor],
-    learned: dict[str, Tensor],
+    what: str, losses: Callable[[], list[Tensor]], own: list[Tensor], learned: dict[str, Tensor]
 ) -> None:
     """Raise or warn where the graphs of the losses end in other leaves than their own."""
     found = _other_leaves(losses(), own)

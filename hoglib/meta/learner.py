@@ -37,13 +37,7 @@ from hoglib.meta.module_loop import (
     names_that_adapt,
 )
 from hoglib.meta.optimizers import resolve_rule, rule_name
-from hoglib.meta.tasks import (
-    OVER_TASKS,
-    TaskResult,
-    TaskRunner,
-    eager_runner,
-    run_tasks,
-)
+from hoglib.meta.tasks import TaskResult, TaskRunner
 from hoglib.stand_ins.mode import stand_ins_if
 from hoglib.verification.entry_points import examined_functions
 
@@ -243,24 +237,23 @@ class Learner(nn.Module, ABC):
         loop = self._loop()
         own = loop.meta_params()
         sharding = sharded.sharding_of(own.model)
-        if sharding is None:
-            return self._loss(
-                what, loop, own, tasks, task_sets.check_tasks(tasks), wanted, sharding
-            )
-        with together(what, sharding.mesh):
-            self._refuse_settings(loop, own)
-            count = sharded.check_together(what, sharding, own.model, tasks, self.inner_steps)
-            return self._loss(what, loop, own, tasks, count, wanted, sharding)
+        with nullcontext() if sharding is None else together(what, sharding.mesh):
+            if sharding is None:
+                count = task_sets.check_tasks(tasks)
+            else:
+                self._refuse_settings(loop, own)
+                count = sharded.check_together(what, sharding, own.model, tasks, self.inner_steps)
+            with task_sets.stacks_in_errors(what, tasks, count):
+                return self._loss(what, loop, own, tasks, wanted, sharding)
 
     def _loss(
-        self, what: str, loop: ModuleLoop, own: MetaParams, tasks: Any, count: int, wanted: bool,
+        self, what: str, loop: ModuleLoop, own: MetaParams, tasks: Any, wanted: bool,
         sharding: Sharding | None,
     ) -> Tensor:  # fmt: skip
-        """The meta-loss over so many tasks, which were checked."""
+        """The meta-loss over tasks, which were checked."""
         examined = examined_functions(what, first_order=self._takes_first_derivatives)
-        stacked = task_sets.stacks_in_errors(what, tasks, count)
         blocks = rematerialized(self.remat, self.model, self._block_backend)
-        with examined, outside_inference_mode(), stacked, blocks as parts:
+        with examined, outside_inference_mode(), blocks as parts:
             start = pytree.map(Tensor.detach, own)
             if sharding is not None:
                 start = start._replace(model=sharded.shards_of(own.model, sharding))
@@ -296,7 +289,9 @@ class Learner(nn.Module, ABC):
         runner, what = self._runner(loop, start, wanted), type(self).__name__
         shared = loop.sharding is not None or self._block_backend
         how = "loop" if shared else self.over_tasks
-        found, self._vmappable = run_tasks(runner, tasks, what, start.model, how, self._vmappable)
+        found, self._vmappable = task_sets.run_tasks(
+            runner, tasks, what, start.model, how, self._vmappable
+        )
         return found
 
     def _refuse_settings(self, loop: ModuleLoop, start: MetaParams) -> None:
@@ -315,7 +310,7 @@ class Learner(nn.Module, ABC):
         model = {n: p if n in loop.adapting else p.clone() for n, p in start.model.items()}
         start = MetaParams(model, pytree.map(Tensor.clone, start.modules))
         of_task = partial(self._task_result, loop, start, wanted)
-        return eager_runner(of_task, loop.options.stand_ins)
+        return task_sets.eager_runner(of_task, loop.options.stand_ins)
 
     @abstractmethod
     def _task_result(
@@ -382,7 +377,7 @@ class Learner(nn.Module, ABC):
 
     @over_tasks.setter
     def over_tasks(self, value: str) -> None:
-        self._over_tasks = validation.one_of("over_tasks", value, OVER_TASKS)
+        self._over_tasks = validation.one_of("over_tasks", value, task_sets.OVER_TASKS)
         self._vmappable = True
 
     def _check_change(self, name: str, value: Any) -> None:

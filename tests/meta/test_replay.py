@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import hoglib as hog
 from experiments.benchmarks.memory import peak_bytes
 from hoglib.meta import checkpoints
-from hoglib.meta.leave_k_out import spearman
+from hoglib.meta.hypergradient import spearman
 from hoglib.meta.training import make_batches
 from tests.oracles import relative
 from tests.several_processes import exit_code_of
