@@ -112,7 +112,9 @@ class OnDisk:
         with self._explained("the manifest"):
             for left in self.directory.glob(_temporary("*")):  # of a process that was killed
                 left.unlink(missing_ok=True)
-            known = _read_manifest(manifest)
+            known: dict[str, Any] | None = {} if manifest.exists() else None
+            with suppress(FileNotFoundError, ValueError):  # a damaged one is that of no call
+                known = json.loads(manifest.read_text())
         wanted = json.loads(json.dumps(self._call))
         other = [name for name, value in wanted.items() if (known or {}).get(name) != value]
         if known is not None and other:
@@ -197,8 +199,6 @@ class OnDisk:
     def _explained(self, what: str) -> Iterator[None]:
         try:
             yield
-        except OutputError:
-            raise
         except OSError as error:
             raise OutputError(
                 error.errno,
@@ -259,17 +259,6 @@ def check_directory(memory: str, directory: Any) -> Path | None:
 
 def _temporary(name: str) -> str:
     return f"{name}.tmp"
-
-
-def _read_manifest(path: Path) -> dict[str, Any] | None:
-    """What a manifest says; {} for a damaged one, None for none."""
-    if not path.exists():
-        return None
-    try:
-        known = json.loads(path.read_text())
-    except ValueError:
-        return {}
-    return known if isinstance(known, dict) else {}
 
 
 def _name(step: int) -> str:

@@ -24,9 +24,8 @@ from hoglib.functional import (
     functional_loss,
     trainable_params,
 )
-from hoglib.meta import norms, sharded
+from hoglib.meta import checks, norms
 from hoglib.meta import tasks as task_sets
-from hoglib.meta.checks import check_derivatives, check_finite
 from hoglib.meta.inner_loop import RECOMPUTES
 from hoglib.meta.module_loop import (
     InnerParams,
@@ -158,10 +157,10 @@ class Learner(nn.Module, ABC):
         if params is None:
             return self.model(*args, **kwargs)
         loop = self._loop()
-        sharding = sharded.sharding_of(params)
+        sharding = checks.sharding_of(params)
         if sharding is not None:
-            sharded.refuse_graph(f"{type(self).__name__}(params=...)")
-            loop, params = replace(loop, sharding=sharding), sharded.shards_of(params, sharding)
+            checks.refuse_graph(f"{type(self).__name__}(params=...)")
+            loop, params = replace(loop, sharding=sharding), checks.shards_of(params, sharding)
         with loop.keeps_graph(RECOMPUTES_LATER):
             return loop.call(params, *args, **kwargs)
 
@@ -188,11 +187,11 @@ class Learner(nn.Module, ABC):
         if params is not None:
             start = start._replace(model=params)
         what = type(self).__name__
-        sharding = sharded.sharding_of(start.model)
+        sharding = checks.sharding_of(start.model)
         if sharding is not None:
             self._refuse_settings(loop, start)
-            sharded.refuse_graph(f"{what}.adapt")
-            start = start._replace(model=sharded.shards_of(start.model, sharding))
+            checks.refuse_graph(f"{what}.adapt")
+            start = start._replace(model=checks.shards_of(start.model, sharding))
         examined = examined_functions(what, first_order=self._takes_first_derivatives)
         blocks = rematerialized(self.remat, self.model, self._block_backend)
         with examined, outside_inference_mode(), stand_ins_if(self.stand_ins), blocks as found:
@@ -203,7 +202,7 @@ class Learner(nn.Module, ABC):
             with shared:
                 adapted = loop.unroll(start, clone_inference_tensors(support), count).params
         params = {**start.model, **adapted}
-        return params if sharding is None else sharded.wrapped(params, sharding)
+        return params if sharding is None else checks.wrapped(params, sharding)
 
     def loss(self, tasks: Any) -> Tensor:
         """Compute the meta-loss over tasks; its `backward()` fills the `.grad` of all that is learned.
@@ -236,13 +235,13 @@ class Learner(nn.Module, ABC):
         wanted = torch.is_grad_enabled()
         loop = self._loop()
         own = loop.meta_params()
-        sharding = sharded.sharding_of(own.model)
+        sharding = checks.sharding_of(own.model)
         with nullcontext() if sharding is None else together(what, sharding.mesh):
             if sharding is None:
                 count = task_sets.check_tasks(tasks)
             else:
                 self._refuse_settings(loop, own)
-                count = sharded.check_together(what, sharding, own.model, tasks, self.inner_steps)
+                count = checks.check_together(what, sharding, own.model, tasks, self.inner_steps)
             with task_sets.stacks_in_errors(what, tasks, count):
                 return self._loss(what, loop, own, tasks, wanted, sharding)
 
@@ -256,12 +255,12 @@ class Learner(nn.Module, ABC):
         with examined, outside_inference_mode(), blocks as parts:
             start = pytree.map(Tensor.detach, own)
             if sharding is not None:
-                start = start._replace(model=sharded.shards_of(own.model, sharding))
+                start = start._replace(model=checks.shards_of(own.model, sharding))
                 loop = replace(loop, sharding=sharding.defer(self.model, parts))
             tasks = clone_inference_tensors(tasks)
             if wanted and self._checked_model != id(self.model):
                 learned: Params = dict(self.named_parameters())
-                check_derivatives(what, loop, start, task_sets.first(tasks), learned)
+                checks.check_derivatives(what, loop, start, task_sets.first(tasks), learned)
                 self._checked_model = id(self.model)
             try:
                 found = self._run(loop, start, tasks, wanted)
@@ -271,7 +270,7 @@ class Learner(nn.Module, ABC):
                 self._recomputes = True
                 again = replace(self._loop(), sharding=loop.sharding)
                 found = self._run(again, start, tasks, wanted)
-        check_finite(found)
+        checks.check_finite(found)
         if not wanted:
             return found.value.mean()
         self._after_loss(loop, found)
@@ -297,7 +296,7 @@ class Learner(nn.Module, ABC):
     def _refuse_settings(self, loop: ModuleLoop, start: MetaParams) -> None:
         """Raise for settings that parameters which processes share do not go with."""
         compiled = getattr(self, "compiled", False)
-        sharded.refuse_settings(type(self).__name__, loop, start, self.over_tasks, compiled)
+        checks.refuse_settings(type(self).__name__, loop, start, self.over_tasks, compiled)
 
     @property
     def _block_backend(self) -> str:

@@ -338,45 +338,6 @@ def rmsprop(
     return transformation(at, slots, lr, weight_decay)
 
 
-RULES: dict[str, Callable[..., GradientTransformation]] = {
-    "sgd": sgd,
-    "momentum": momentum,
-    "adam": adam,
-    "adamw": adamw,
-    "rmsprop": rmsprop,
-}
-
-
-EXPECTED = (
-    f"one of {', '.join(RULES)}, a `hoglib.meta.GradientTransformation`, a module with "
-    "init and update, or a function from a learning rate to one"
-)
-
-
-def resolve_rule(rule: Any, lr: Any, options: dict[str, Any]) -> GradientTransformation:
-    """The update rule that a name, a function of the learning rate or an object stands for."""
-    if isinstance(rule, str):
-        return _named(validation.one_of("rule", rule, RULES), lr, options)
-    if options:
-        raise ArgumentValueError(
-            "rule_options: expected none with a rule that is not a name, got "
-            f"{', '.join(options)}; give them to the rule itself, for instance by functools.partial."
-        )
-    if is_transformation(rule):
-        return GradientTransformation(rule.init, rule.update)
-    if isinstance(rule, type) and issubclass(rule, torch.optim.Optimizer):
-        raise ArgumentTypeError(
-            f"rule: expected {EXPECTED}, got {rule.__name__} of torch.optim, which changes parameters "
-            "in place; name the rule."
-        )
-    found = validation.function("rule", rule)(lr)
-    if not is_transformation(found):
-        raise ArgumentTypeError(
-            f"rule: expected {EXPECTED}, got {validation.describe(found)} from it."
-        )
-    return GradientTransformation(found.init, found.update)
-
-
 def scheduled(lr: Any, scheduler: Callable[[Any], Any], *, steps: int) -> Callable[[int], Any]:
     r"""The learning rates that a scheduler of torch.optim sets, as a function of the step.
 
@@ -435,6 +396,45 @@ def scheduled(lr: Any, scheduler: Callable[[Any], Any], *, steps: int) -> Callab
         return lr * (rates[i] / initial) if isinstance(lr, Tensor) else rates[i]
 
     return at
+
+
+RULES: dict[str, Callable[..., GradientTransformation]] = {
+    "sgd": sgd,
+    "momentum": momentum,
+    "adam": adam,
+    "adamw": adamw,
+    "rmsprop": rmsprop,
+}
+
+
+EXPECTED = (
+    f"one of {', '.join(RULES)}, a `hoglib.meta.GradientTransformation`, a module with "
+    "init and update, or a function from a learning rate to one"
+)
+
+
+def resolve_rule(rule: Any, lr: Any, options: dict[str, Any]) -> GradientTransformation:
+    """The update rule that a name, a function of the learning rate or an object stands for."""
+    if isinstance(rule, str):
+        return _named(validation.one_of("rule", rule, RULES), lr, options)
+    if options:
+        raise ArgumentValueError(
+            "rule_options: expected none with a rule that is not a name, got "
+            f"{', '.join(options)}; give them to the rule itself, for instance by functools.partial."
+        )
+    if is_transformation(rule):
+        return GradientTransformation(rule.init, rule.update)
+    if isinstance(rule, type) and issubclass(rule, torch.optim.Optimizer):
+        raise ArgumentTypeError(
+            f"rule: expected {EXPECTED}, got {rule.__name__} of torch.optim, which changes parameters "
+            "in place; name the rule."
+        )
+    found = validation.function("rule", rule)(lr)
+    if not is_transformation(found):
+        raise ArgumentTypeError(
+            f"rule: expected {EXPECTED}, got {validation.describe(found)} from it."
+        )
+    return GradientTransformation(found.init, found.update)
 
 
 def is_transformation(rule: Any) -> bool:
