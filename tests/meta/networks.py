@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hoglib as hog
@@ -19,6 +20,17 @@ class Attends(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x.reshape(len(x), -1, 4)).mean(1)
+
+
+class Scaled(nn.Module):
+    """A loss with a parameter: its size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_size = nn.Parameter(torch.tensor(0.4, dtype=torch.float64))
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return self.log_size.exp() * F.mse_loss(outputs, targets)
 
 
 def image_net(*middle: nn.Module) -> nn.Sequential:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.func import functional_call
 
 import hoglib as hog
-from tests.meta.networks import as_list, image_tasks, meta_gradient, network
+from tests.meta.networks import Scaled, as_list, image_tasks, meta_gradient, network
 from tests.oracles import random_like, relative
 
 MEMORY = ["store", "remat", "checkpoint"]
@@ -503,17 +503,6 @@ def test_errors(error):
     call, kind, message = ERRORS[error]
     with pytest.raises(kind, match=message):
         call()
-
-
-class Scaled(nn.Module):
-    """A criterion with a parameter."""
-
-    def __init__(self):
-        super().__init__()
-        self.log_scale = nn.Parameter(torch.tensor(0.3, dtype=torch.float64))
-
-    def forward(self, outputs, targets):
-        return self.log_scale.exp() * F.mse_loss(outputs, targets) - self.log_scale
 
 
 def test_random_directions_of_the_whole_kitchen_sink():

@@ -12,6 +12,7 @@ from torch.testing import assert_close
 import hoglib as hog
 from hoglib.meta.tasks import vmap_pays
 from tests.long_tail import FULL
+from tests.meta.networks import as_list
 from tests.models import MODELS, build
 from tests.oracles import random_like, relative, slopes_by_differences
 
@@ -22,11 +23,6 @@ ORDERS = pytest.mark.parametrize("first_order", [False, True], ids=["second orde
 def stacks(tasks=3, shots=4, queries=5):
     rand = lambda n: torch.randn(tasks, n, 2, dtype=torch.float64)  # noqa: E731
     return (rand(shots), rand(shots)), (rand(queries), rand(queries))
-
-
-def as_list(tasks):
-    (sx, sy), (qx, qy) = tasks
-    return [((sx[i], sy[i]), (qx[i], qy[i])) for i in range(len(sx))]
 
 
 def maml(name, **options):
