@@ -93,6 +93,10 @@ def of_rates(of, per_step, constant=False):
     return step
 
 
+def of_first_order(at):
+    return descend(at, {n: g.detach() for n, g in at.gradients().items()})
+
+
 def of_learned_loss(at):
     own = {n.removeprefix("inner_loss."): p for n, p in at.learned.items() if "inner_loss." in n}
     return descend(at, at.gradients(lambda *given: functional_call(LOSS, own, given)))
@@ -137,6 +141,7 @@ BY_HAND = {
         for of in RATES
     },
     "rates, first order": ({"learn_lr": "parameter", "first_order": True}, of_rates("parameter", False, True)),
+    "first order": ({"first_order": True}, of_first_order),
     "an inner loss": ({"inner_loss": LOSS}, of_learned_loss),
     "a rule": ({"rule": LearnedRule()}, of_learned_rule),
     "a rule of the rate": ({"rule": RuleOfRate()}, of_learned_momentum),

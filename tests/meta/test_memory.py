@@ -66,6 +66,37 @@ def test_adapt_is_differentiable_twice_whatever_changes_after_it(memory):
     assert relative(*found) < 1e-12
 
 
+@pytest.mark.parametrize("options", [{}, {"first_order": True}, {"truncate": 3}], ids=str)
+@pytest.mark.parametrize("memory", MEMORY[1:])
+def test_adapt_of_a_loss_is_differentiable_by_all_that_it_depends_on(memory, options):
+    """By parameters that adapt, those that do not, and the batch; twice."""
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Dropout(0.3), nn.Linear(5, 2)).double()
+    loss, params = hog.functional_loss(model, F.mse_loss), hog.trainable_params(model, "0.*")
+    x, found = torch.randn(6, 3, dtype=torch.float64, requires_grad=True), []
+    inputs = [*params.values(), x, model[3].weight]
+    for kind in ("store", memory):
+        torch.manual_seed(3)
+        adapted = hog.meta.adapt(
+            loss, params, (x, x[:, :2].detach()), hog.meta.adam(0.05, eps=0.1), steps=7, memory=kind,
+            **options,
+        )  # fmt: skip
+        value = sum(p.sin().sum() for p in adapted.values())
+        g = torch.autograd.grad(value, inputs, create_graph=True, materialize_grads=True)
+        squares = sum(part.square().sum() for part in g)
+        found.append([*g, *torch.autograd.grad(squares, inputs, materialize_grads=True)])
+    assert relative(*found) < 1e-12
+
+
+def test_a_loss_or_rule_that_closes_over_a_tensor_is_not_recomputed():
+    constant, given = torch.tensor(2.0, requires_grad=True), (torch.tensor(1.0), 2.0)
+    for loss, rule in (
+        (lambda p, x: (p * constant).square(), hog.meta.sgd(0.1)),
+        (lambda p, x: p.square(), hog.meta.sgd(constant)),
+    ):
+        with pytest.raises(ValueError, match=r"adapt.*closes over|adapt\(rule=\.\.\.\)"):
+            hog.meta.adapt(loss, *given, rule, steps=3, memory="remat")
+
+
 class Checkpointed(nn.Module):
     """Runs its first part again in backward, where its own parameters are back in their places."""
 

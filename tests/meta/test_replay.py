@@ -20,18 +20,11 @@ from experiments.benchmarks.memory import peak_bytes
 from hoglib.meta import checkpoints
 from hoglib.meta.hypergradient import spearman
 from hoglib.meta.training import make_batches
+from tests.meta.test_hypergradient import WAYS, kept
 from tests.oracles import relative
 from tests.several_processes import exit_code_of
 from tests.tensors import F32, F64, randn
 
-WAYS = {
-    "store": {"memory": "store"},
-    "remat": {"memory": "remat"},
-    "checkpoint": {"memory": "checkpoint"},
-    "checkpoint, log": {"memory": "checkpoint", "schedule": "log"},
-    "disk": {"memory": "disk"},
-    "disk, log": {"memory": "disk", "schedule": "log"},
-}
 REPLAYS = [name for name in WAYS if name != "store"]
 X, Y = randn(24, 3), randn(24, 2)
 VX, VY = randn(7, 3, seed=1), randn(7, 2, seed=1)
@@ -42,22 +35,17 @@ def network(dropout=0.0):
     return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Dropout(dropout), nn.Linear(5, 2)).double()
 
 
-def problem(model, whole=False):
+def problem(model):
     """Weights of all examples, learning rates of all steps, and the initial parameters."""
     of = hog.functional_loss(model, lambda outputs, y: (outputs - y).square().sum(1))
     start = {name: p.detach() for name, p in hog.trainable_params(model).items()}
-    hyper = {
-        "weights": torch.ones(24, dtype=F64),
-        "log_lr": torch.tensor(-3.0, dtype=F64),
-        "start": start,
-    }
-
-    def per_example(params, rows):
-        return (of.call(params, X[rows]) - Y[rows]).square().sum(1)
+    log_lr = torch.tensor(-3.0, dtype=F64)
+    hyper = {"weights": torch.ones(24, dtype=F64), "log_lr": log_lr, "start": start}
 
     def inner(params, hyper, rows=None):
         rows = torch.arange(24) if rows is None else rows[0] if isinstance(rows, list) else rows
-        return (hyper["weights"][rows] * per_example(params, rows)).mean()
+        errors = (of.call(params, X[rows]) - Y[rows]).square().sum(1)
+        return (hyper["weights"][rows] * errors).mean()
 
     def outer(params, hyper):
         return (of.call(params, VX) - VY).square().sum() + hyper["weights"].square().sum() / 100
@@ -95,52 +83,10 @@ SOURCES = {
 def run(way, rule="adam", source="list", steps=11, dropout=0.0, path=None, **options):
     torch.manual_seed(2)
     random.seed(2)
-    memory = {**WAYS[way], **({"directory": path} if "disk" in way else {})}
     return hog.meta.hypergradient(
         *problem(network(dropout)), rule=RULES[rule], steps=steps, batches=SOURCES[source](),
-        **memory, **options,
+        **kept(way, path), **options,
     )  # fmt: skip
-
-
-def by_hand(steps, batches):
-    """The same training with AdamW written out, and autograd through all of it."""
-    model = network()
-    outer, inner, _, hyper = problem(model)
-    leaves = [hyper["weights"], hyper["log_lr"], *hyper["start"].values()]
-    own = [x.detach().clone().requires_grad_() for x in leaves]
-    at = {
-        "weights": own[0],
-        "log_lr": own[1],
-        "start": dict(zip(hyper["start"], own[2:], strict=True)),
-    }
-    params = at["start"]
-    m = {n: torch.zeros_like(p) for n, p in params.items()}
-    v = {n: torch.zeros_like(p) for n, p in params.items()}
-    lr = own[1].exp()
-    for t in range(1, steps + 1):
-        value = inner(params, at, batches[t - 1])
-        grads = torch.autograd.grad(value, list(params.values()), create_graph=True)
-        new = {}
-        for (n, p), g in zip(params.items(), grads, strict=True):
-            m[n] = 0.9 * m[n] + 0.1 * g
-            v[n] = 0.999 * v[n] + 0.001 * g**2
-            step = (m[n] / (1 - 0.9**t)) / ((v[n] / (1 - 0.999**t)).sqrt() + 0.05)
-            new[n] = p * (1 - lr * 0.01) - lr * step
-        params = new
-    grads = torch.autograd.grad(outer(params, at), own)
-    return params, {
-        "weights": grads[0],
-        "log_lr": grads[1],
-        "start": dict(zip(params, grads[2:], strict=True)),
-    }
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_training_by_hand(way, tmp_path):
-    params, expected = by_hand(11, SOURCES["list"]())
-    found = run(way, path=tmp_path)
-    assert relative(found.params, params) < 1e-13
-    assert relative(found.gradient, expected) < 1e-12
 
 
 PAIRS = [
@@ -536,7 +482,7 @@ def test_each_step_has_a_learned_rate(way, tmp_path):
             rule=lambda h: hog.meta.sgd(lambda i: h[i]), steps=7, **options,
         )  # fmt: skip
 
-    ours = found(rates, **WAYS[way], **({"directory": tmp_path} if "disk" in way else {})).gradient
+    ours = found(rates, **kept(way, tmp_path)).gradient
     for i in range(7):  # p_7 = prod (1 - a_j) p_0
         shrunk = (1 - rates).prod() * randn(3)
         expected = (2 * (shrunk - 1) * -shrunk / (1 - rates[i])).sum()
