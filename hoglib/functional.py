@@ -25,7 +25,6 @@ from hoglib._core.call_errors import (
     function_name,
     translate_device_errors,
 )
-from hoglib._core.closures import name_of
 from hoglib._core.sharding import refuse_fsdp1
 from hoglib._core.swap import NormPolicy, Params, swap_parameters, train_mode_batch_statistics
 from hoglib._core.torch_internals import eagerly, has_compiled
@@ -173,12 +172,6 @@ def _check_pattern(model: nn.Module, pattern: Any, params: Params) -> None:
         f"patterns: expected one that a trainable parameter of {type(model).__name__} matches, got "
         f"{pattern!r}: {advice}"
     )
-
-
-def name_of_loss(loss: "FunctionalLoss") -> str:
-    """The names of a loss: its criterion, how the model is called, and the model."""
-    given = [fn for fn in (loss._criterion, loss._forward) if fn is not None]
-    return ", ".join([*map(name_of, given), type(loss.model).__name__])
 
 
 class FunctionalLoss:

@@ -63,7 +63,6 @@ RECORDS = {
     "_core.torch_internals._WATCHES": "who watches, for what stands in torch's place",
     "capture.capturing._KEPT": "captured functions, as long as their owners live",
     "capture.recomputed._TEMPLATES": "captured recomputations",
-    "curvature.laplacian_routes._COUNTS": "the work of one run of a function, by shape",
     "ops._external._CHAINS": "a dispatcher's operation takes a number for a user's functions",
     "penalties.distributed._CREATION_ORDER": "processes compare their wrappers in one order",
     "penalties.distributed._WRAPPERS": "which DDP module is around a critic: a module does not know",

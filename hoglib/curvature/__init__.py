@@ -12,7 +12,6 @@ from hoglib.curvature.example_gradients import (
 from hoglib.curvature.jacobian_product import jvp
 from hoglib.curvature.kfac import KFAC, KFACStep
 from hoglib.curvature.kfac_operator import KFACError, KFACOperator
-from hoglib.curvature.laplacian_routes import Route
 from hoglib.curvature.laplacians import bilaplacian, laplacian
 from hoglib.curvature.linear_operator import LinearOperator, LowRankOperator
 from hoglib.curvature.newton import NewtonCG, NewtonStep
@@ -34,7 +33,6 @@ __all__ = [
     "NewtonCG",
     "NewtonStep",
     "NoiseScale",
-    "Route",
     "Spectrum",
     "bilaplacian",
     "directional",

@@ -5,7 +5,7 @@ second ones, which needs nothing else of them (`hoglib.taylor`).
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import cache, partial
 from typing import Any
 
@@ -15,7 +15,6 @@ from torch import Tensor
 from hoglib._core import torch_internals, validation
 from hoglib._core.autograd import clone_inference_tensors
 from hoglib._core.finite_differences import fixed_random_numbers
-from hoglib._core.logger import LOGGER
 from hoglib.capture.api import call_or_graph
 from hoglib.curvature import directions as of_operator
 from hoglib.curvature.directions import Directions
@@ -27,14 +26,6 @@ from hoglib.curvature.input_derivatives import (
     gradients,
     point_values,
 )
-from hoglib.curvature.laplacian_routes import (
-    COLLAPSED,
-    Route,
-    choose,
-    nested_instead,
-    uncounted,
-    without_choice,
-)
 from hoglib.taylor.algebras import Algebra, Biharmonic, Parts, Univariate, add
 from hoglib.taylor.jet import Options, by_taylor, finished
 from hoglib.taylor.nested import along_path
@@ -42,6 +33,9 @@ from hoglib.taylor.nested import along_path
 MODES = ("auto", "collapsed", "nested")
 # Elements of all directions that are propagated at once where no graph is kept.
 AT_ONCE = 2**24
+# Directions, and elements of x, up to which nested derivatives take less time: the rules of Taylor mode
+# are Python code that runs at each operation.
+FEW, SMALL = 2, 1024
 
 
 def laplacian(
@@ -52,7 +46,6 @@ def laplacian(
     num_projections: int | None = None,
     generator: torch.Generator | None = None,
     return_gradient: bool = False,
-    return_route: bool = False,
     mode: str = "auto",
     create_graph: bool | None = None,
     compile: bool | str = False,
@@ -68,9 +61,8 @@ def laplacian(
     sum of the second ones beside each value: the collapsed route, also called forward Laplacian. Where
     an operation has no Taylor rule, as a custom Function of yours, it is nested: a gradient with its
     graph and a backward pass for each element; inside torch.func transforms forward-over-reverse. It is
-    also nested for few elements, at most 5, where the operations of func and the sizes of their results
-    promise less time; to count them, func runs once more at the first call for a shape of x.
-    return_route tells which was taken, and why.
+    also nested, where that is faster, for at most two directions of points with at most 1,024 elements
+    in all.
 
     The estimate takes k directions, or 2k with coefficients. Its mean is L, its variance
     2/k sum_{i != j} S_ij^2 with S the symmetric part of H a, so that for a diagonal S it is exact.
@@ -89,7 +81,6 @@ def laplacian(
         num_projections: k random vectors instead of all elements of a point; None is exact.
         generator: Of these vectors; None is torch's global generator.
         return_gradient: Return the gradient of each output by its point, too.
-        return_route: Return the route that was taken, a `hoglib.curvature.Route`, too.
         mode: "collapsed", which raises where an operation has no Taylor rule; "nested"; or "auto".
         create_graph: Whether the results can be differentiated again, by parameters, x or args. By
             default they can where gradients are enabled and something requires one; then all
@@ -99,7 +90,7 @@ def laplacian(
         stand_ins: Run func inside `hoglib.second_order()`, which replaces torch calls that have no
             second derivative, or a wrong one.
     Returns:
-        The pair (f, L); behind it, with return_gradient, g, and with return_route the route.
+        The pair (f, L); with return_gradient (f, L, g).
     Raises:
         ArgumentTypeError, ArgumentValueError: for an x, a value or an option of the wrong kind, and
             where train-mode batch norm makes points depend on each other.
@@ -129,25 +120,24 @@ def laplacian(
     check_points(x)
     validation.one_of("mode", mode, MODES)
     validation.flag("return_gradient", return_gradient)
-    validation.flag("return_route", return_route)
     options = Options.of("laplacian", mode, create_graph, stand_ins)
     signs = None
     if num_projections is not None:
         signs = of_operator.draw(x, num_projections, generator, of_operator.signs)
     of_x = coefficients if callable(coefficients) else None
     run = partial(_laplacian, func, options, return_gradient, of_x)
-    *found, route = call_or_graph(
+    found: tuple[Any, ...] = call_or_graph(
         "laplacian", compile, func, run, (options, return_gradient, of_x),
         x, args, None if of_x else coefficients, signs,
     )  # fmt: skip
-    return (*found, route) if return_route else tuple(found)
+    return found
 
 
 def _laplacian(
     func: Callable[..., Tensor], options: Options, with_gradient: bool, of_x: Any,
     x: Tensor, args: Any, coefficients: Any, signs: Tensor | None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """f, L, the gradient if it is asked for, and the route.
+    """f, L, and the gradient if it is asked for.
 
     of_x: the function that returns the coefficients, if one does.
     """
@@ -159,23 +149,44 @@ def _laplacian(
         def chosen(batched: bool) -> Directions:
             return of_operator.directions(x, batched, of_x or coefficients, signs)
 
-        def number(batched: bool) -> int:
-            return len(chosen(batched).vectors)
-
-        route = without_choice(options, x)
-        if route is None:
-            route = choose(func, values, x, number, options, with_gradient)
-        found = None
-        if route.name == COLLAPSED:
+        found = _of_few_directions(options, values, x, chosen)
+        if found is None:
             found = _collapsed(options, values, x, chosen, with_gradient)
-            route = route if found is not None else nested_instead(route)
         if found is None:
             found = *_nested(options, values, x, lambda batched: chosen(batched).probes()), None
         value, total, gradient = found
         if with_gradient and gradient is None:
             gradient = gradients(values, x, options.keep)
-        LOGGER.debug("laplacian: %s", route)
-        return (value, total, gradient, route) if with_gradient else (value, total, route)
+        return (value, total, gradient) if with_gradient else (value, total)
+
+
+def _of_few_directions(
+    options: Options, values: Function, x: Tensor, chosen: Callable[[bool], Directions]
+) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    """Nested derivatives of at most FEW directions of many points with at most SMALL elements; None
+    elsewhere.
+
+    None also for one point, which the value tells, and for a sum that is zero everywhere, as that of a
+    func that is piecewise linear: Taylor mode warns of it.
+    """
+    if options.mode != "auto" or not 0 < x.numel() <= SMALL or x.dim() < 2:
+        return None
+    without = torch_internals.transforms_active() or torch_internals.tracing()
+    if without or len(chosen(True).vectors) > FEW:
+        return None
+
+    def probes(batched: bool) -> Any:
+        if not batched:
+            raise _OtherLayout
+        return chosen(True).probes()
+
+    state = torch.get_rng_state()
+    with suppress(_OtherLayout):
+        value, total = by_reverse(values, x, probes, options.keep, options.always)
+        if total.any():
+            return value, total, None
+    torch.set_rng_state(state)
+    return None
 
 
 def _nested(options: Options, values: Function, x: Tensor, probes: Any) -> tuple[Tensor, Tensor]:
@@ -270,7 +281,6 @@ def bilaplacian(
     *args: Any,
     num_projections: int | None = None,
     generator: torch.Generator | None = None,
-    return_route: bool = False,
     mode: str = "auto",
     create_graph: bool | None = None,
     compile: bool | str = False,
@@ -295,13 +305,12 @@ def bilaplacian(
         *args: Further arguments of func.
         num_projections: k random vectors instead of the exact sum.
         generator: Of these vectors; None is torch's global generator.
-        return_route: Return the route that was taken, too, as for `laplacian`.
         mode: "collapsed", which raises where an operation has no Taylor rule; "nested"; or "auto".
         create_graph: As for `laplacian`.
         compile: As for `laplacian`.
         stand_ins: As for `laplacian`.
     Returns:
-        The pair (f, B), with return_route the triple of them and the route.
+        The pair (f, B).
     Raises:
         ArgumentTypeError, ArgumentValueError, NoSecondDerivative: as for `laplacian`.
         UnsupportedError: where torch has no derivative of an operation, and for the exact biharmonic
@@ -321,19 +330,18 @@ def bilaplacian(
     validation.function("func", func)
     check_points(x)
     validation.one_of("mode", mode, MODES)
-    validation.flag("return_route", return_route)
     options = Options.of("bilaplacian", mode, create_graph, stand_ins)
     v = None
     if num_projections is not None:
         v = of_operator.draw(x, num_projections, generator, of_operator.normals)
     run = partial(_bilaplacian, func, options)
-    f, B, route = call_or_graph("bilaplacian", compile, func, run, options, x, args, v)
-    return (f, B, route) if return_route else (f, B)
+    found: tuple[Any, ...] = call_or_graph("bilaplacian", compile, func, run, options, x, args, v)
+    return found
 
 
 def _bilaplacian(
     func: Callable[..., Tensor], options: Options, x: Tensor, args: Any, v: Tensor | None
-) -> tuple[Tensor, Tensor, Route]:
+) -> tuple[Tensor, Tensor]:
     with options.entered():
         x, inputs = clone_inference_tensors((x, args))
         values = point_values(func, inputs)
@@ -344,20 +352,18 @@ def _bilaplacian(
             e = of_operator.units(x, batched)
             return [(Biharmonic(len(e), x.device), [e, None, None, None])]
 
-        route = without_choice(options, x) or uncounted(COLLAPSED, None, "it costs less")
         found = at_points(options, values, x, pieces)
         if found is not None:
             ((value, parts),) = found[0]
-            return *finished(options, value, parts[3]), route
-        route = nested_instead(route) if route.name == COLLAPSED else route
+            return finished(options, value, parts[3])
         if v is not None:
-            return *finished(options, *_along(values, x, v)), route
+            return finished(options, *_along(values, x, v))
         validation.refuse_transforms(
             "bilaplacian",
             "call it on all points at once instead of under vmap, pass num_projections, or "
             "differentiate its result with torch.autograd.grad.",
         )
-        return *finished(options, *_twice(options, values, x)), route
+        return finished(options, *_twice(options, values, x))
 
 
 def _along(values: Function, x: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,17 +1,13 @@
 """Meta-learning: inner loops that can be differentiated, on unmodified modules."""
 
-from hoglib.meta.adaptation import adapt
+from hoglib.meta.first_order import IMAML, Reptile
 from hoglib.meta.gradient_transformation import GradientTransformation
-from hoglib.meta.hypergradient import Hypergradient, hypergradient
-from hoglib.meta.imaml import IMAML
+from hoglib.meta.hypergradient import Hypergradient, LeaveKOut, hypergradient, leave_k_out
 from hoglib.meta.implicit import Residual
-from hoglib.meta.inner_loop import inner_step
+from hoglib.meta.inner_loop import adapt, inner_step
 from hoglib.meta.learner import Learner
-from hoglib.meta.leave_k_out import LeaveKOut, leave_k_out
 from hoglib.meta.maml import MAML, multi_step_weights
-from hoglib.meta.optimizers import RULES, adam, adamw, momentum, rmsprop, sgd
-from hoglib.meta.reptile import Reptile
-from hoglib.meta.schedules import scheduled
+from hoglib.meta.optimizers import RULES, adam, adamw, momentum, rmsprop, scheduled, sgd
 from hoglib.meta.tasks import Shard, shard
 
 __all__ = [

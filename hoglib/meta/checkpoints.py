@@ -8,17 +8,16 @@ import hashlib
 import io
 import json
 import os
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from ctypes import string_at
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 
-from hoglib._core import validation
+from hoglib._core import pytree, validation
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, OutputError
 
 try:
@@ -26,12 +25,8 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-MANIFEST, BACKWARD, LOCK, PART = "manifest.json", "backward.pt", "lock", "task-"
-FILES = "step-*.pt", "first-*.pt", "result-*.pt", BACKWARD
-MODEL = "function", "shapes", "dtypes", "loss"  # in a manifest, what is of the model
+MANIFEST, BACKWARD, LOCK = "manifest.json", "backward.pt", "lock"
 FORMAT = 1
-MEMORY = ("store", "remat", "checkpoint", "disk")
-SCHEDULES = ("sqrt", "log")
 
 
 class State(NamedTuple):
@@ -41,68 +36,44 @@ class State(NamedTuple):
     generators: list[Tensor]
 
 
-class Checkpoints(Protocol):
-    """States by the number of steps before them."""
-
-    def positions(self) -> list[int]:
-        """The steps that a state is kept of, ascending."""
-
-    def save(self, step: int, state: State, losses: list[Tensor]) -> None:
-        """Keep a state, with the losses of all steps before it."""
-
-    def load(self, step: int) -> State | None:
-        """A state that is kept; None for a file that cannot be read, which is then removed."""
-
-    def drop(self, step: int) -> None:
-        """Keep this state no longer."""
-
-    def first(self, name: str, content: Any) -> Any:
-        """What the first process of a call gave by this name."""
-
-
 @final
 class InMemory:
-    """`Checkpoints` in memory."""
+    """States in memory, by the number of steps before them."""
 
     def __init__(self) -> None:
         self._states: dict[int, State] = {}
 
     def positions(self) -> list[int]:
+        """The steps that a state is kept of, ascending."""
         return sorted(self._states)
 
     def save(self, step: int, state: State, losses: list[Tensor]) -> None:
+        """Keep a state, with the losses of all steps before it."""
         self._states[step] = state
 
     def load(self, step: int) -> State | None:
+        """A state that is kept; None for a file that cannot be read, which is then removed."""
         return self._states.get(step)
 
     def drop(self, step: int) -> None:
+        """Keep this state no longer."""
         self._states.pop(step, None)
-
-    def first(self, name: str, content: Any) -> Any:
-        return content
 
 
 @final
 class OnDisk:
-    """`Checkpoints` in the files of a directory, which belong to one call.
+    """States, as of `InMemory`, in the files of a directory, which belong to one call.
 
     Args:
         directory: The directory, which is created if necessary.
         call: What the call is, by names: any difference to that in the directory is refused.
-        like: The leaves of a state, which those of the files have to be like.
-        replaces: Another call of the same function with the same model is replaced: its files are
-            removed.
     Raises:
         ArgumentValueError: for a directory that holds another call.
         OutputError: for one that cannot be written to.
     """
 
-    def __init__(
-        self, directory: Path, call: dict[str, Any], like: list[Any], replaces: bool = False
-    ) -> None:
-        self.directory, self._like = directory, like
-        self._call, self._replaces = {"format": FORMAT, **call}, replaces
+    def __init__(self, directory: Path, call: dict[str, Any]) -> None:
+        self.directory, self._call = directory, {"format": FORMAT, **call}
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -141,42 +112,19 @@ class OnDisk:
         with self._explained("the manifest"):
             for left in self.directory.glob(_temporary("*")):  # of a process that was killed
                 left.unlink(missing_ok=True)
-            known = _read_manifest(manifest)
+            known: dict[str, Any] | None = {} if manifest.exists() else None
+            with suppress(FileNotFoundError, ValueError):  # a damaged one is that of no call
+                known = json.loads(manifest.read_text())
         wanted = json.loads(json.dumps(self._call))
         other = [name for name, value in wanted.items() if (known or {}).get(name) != value]
         if known is not None and other:
-            kept = [name for name in other if name in MODEL] if self._replaces else other
-            if kept and (not self._replaces or self._has_files()):
-                same = "model" if self._replaces else "call"
-                raise ArgumentValueError(
-                    f"directory: expected that of the same {same}, got {self.directory}, which holds "
-                    f"another one: its {kept[0]} {_short(known.get(kept[0]))}, here "
-                    f"{_short(wanted[kept[0]])}. Name another directory, or delete this one."
-                )
-            self.clear()
-        if other:
+            raise ArgumentValueError(
+                f"directory: expected that of the same call, got {self.directory}, which holds "
+                f"another one: its {other[0]} {_short(known.get(other[0]))}, here "
+                f"{_short(wanted[other[0]])}. Name another directory, or delete this one."
+            )
+        if known is None:
             self._write(MANIFEST, json.dumps(wanted, indent=1).encode())
-
-    def _has_files(self) -> bool:
-        patterns = *FILES, f"{PART}*"
-        return any(any(self.directory.glob(pattern)) for pattern in patterns)
-
-    def clear(self) -> None:
-        """Remove what was kept, but not the manifest: a process that is killed here leaves no files
-        without one."""
-        for pattern in FILES:
-            for path in self.directory.glob(pattern):
-                path.unlink(missing_ok=True)
-        for path in self.directory.glob(f"{PART}*"):
-            shutil.rmtree(path, ignore_errors=True)
-
-    def part(self, number: int) -> Path:
-        """A directory for a part of the call, of which there may be one or none."""
-        return self.directory / f"{PART}{number:06}"
-
-    def drop_part(self, number: int) -> None:
-        """Keep this part no longer."""
-        shutil.rmtree(self.part(number), ignore_errors=True)
 
     def positions(self) -> list[int]:
         found = (path.stem.removeprefix("step-") for path in self.directory.glob("step-*.pt"))
@@ -193,13 +141,13 @@ class OnDisk:
 
     def load(self, step: int) -> State | None:
         content = self.get(_name(step))
-        if content is None or not self._is_like(content.get("leaves")):
+        if content is None:
             self.drop(step)
             return None
         return State(content["leaves"], content["generators"])
 
     def losses(self, step: int) -> list[Tensor]:
-        """The losses that were saved with a state."""
+        """The losses that were saved with a state; none for a damaged file."""
         content = self.get(_name(step))
         return [] if content is None else list(content["losses"])
 
@@ -207,6 +155,7 @@ class OnDisk:
         (self.directory / _name(step)).unlink(missing_ok=True)
 
     def first(self, name: str, content: Any) -> Any:
+        """What the first process of a call gave by this name."""
         known = self.get(f"first-{name}.pt")
         if known is None:
             self.put(f"first-{name}.pt", {"value": content})
@@ -216,7 +165,8 @@ class OnDisk:
     def put(self, name: str, content: dict[str, Any]) -> None:
         """Write a file of tensors and plain values."""
         buffer = io.BytesIO()
-        torch.save(_on_its_own(content), buffer)
+        own = pytree.map_tensors(lambda x: x.detach().clone(), content)
+        torch.save(own, buffer)  # which writes the whole of a storage
         self._write(name, buffer.getbuffer())
 
     def get(self, name: str) -> dict[str, Any] | None:
@@ -249,8 +199,6 @@ class OnDisk:
     def _explained(self, what: str) -> Iterator[None]:
         try:
             yield
-        except OutputError:
-            raise
         except OSError as error:
             raise OutputError(
                 error.errno,
@@ -259,17 +207,6 @@ class OnDisk:
                 "schedule='log', which keeps fewest files. What is there is whole, and the same call "
                 "goes on from it",
             ) from error
-
-    def _is_like(self, leaves: Any) -> bool:
-        if not isinstance(leaves, list) or len(leaves) != len(self._like):
-            return False
-        return all(
-            type(a) is type(b)
-            if not isinstance(b, Tensor)
-            else isinstance(a, Tensor)
-            and (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
-            for a, b in zip(leaves, self._like, strict=True)
-        )
 
 
 def write_bytes(path: Path, content: Any) -> None:
@@ -295,15 +232,8 @@ def digest(leaves: list[Any]) -> str:
     return found.hexdigest()
 
 
-def check_memory(memory: str, schedule: str, directory: Any) -> Path | None:
-    """The directory of memory="disk", which needs one, as no other does."""
-    validation.one_of("memory", memory, MEMORY)
-    validation.one_of("schedule", schedule, SCHEDULES)
-    return check_directory(memory, directory)
-
-
 def check_directory(memory: str, directory: Any) -> Path | None:
-    """The same of the directory alone."""
+    """The directory of memory="disk", which needs one, as no other does."""
     if (memory == "disk") != (directory is not None):
         raise ArgumentValueError(
             "directory: expected one with memory='disk' and only there, got "
@@ -331,17 +261,6 @@ def _temporary(name: str) -> str:
     return f"{name}.tmp"
 
 
-def _read_manifest(path: Path) -> dict[str, Any] | None:
-    """What a manifest says; {} for a damaged one, None for none."""
-    if not path.exists():
-        return None
-    try:
-        known = json.loads(path.read_text())
-    except ValueError:
-        return {}
-    return known if isinstance(known, dict) else {}
-
-
 def _name(step: int) -> str:
     return f"step-{step:09}.pt"
 
@@ -349,15 +268,3 @@ def _name(step: int) -> str:
 def _short(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) < 40 else f"{text[:16]}...{text[-8:]}"
-
-
-def _on_its_own(content: Any) -> Any:
-    """Tensors with storages of their own: torch.save writes the whole of a storage."""
-    own: Callable[[Any], Any] = _on_its_own
-    if isinstance(content, Tensor):
-        return content.detach().clone()
-    if isinstance(content, dict):
-        return {name: own(part) for name, part in content.items()}
-    if isinstance(content, list | tuple):
-        return type(content)(own(part) for part in content)
-    return content

@@ -1,7 +1,15 @@
-"""Checks of an inner loop: finite losses, and derivatives that reach all that is learned."""
+"""Checks of an inner loop: finite losses, and derivatives that reach all that is learned.
+
+And what goes with parameters that several processes share: each process holds its shards of the initial
+and of the adapted parameters, and computes the losses of its part of each task at whole ones, which are
+gathered for each loss. Inner gradients are averaged over the processes, so that all of them take the
+same inner step.
+"""
 
 import math
 from collections.abc import Callable
+from functools import partial
+from numbers import Real
 from typing import Any
 
 import torch
@@ -9,16 +17,20 @@ from torch import Tensor
 
 from hoglib._core import pytree, validation
 from hoglib._core.autograd import translate_errors
-from hoglib._core.finite_differences import (
-    fixed_random_numbers,
-)
+from hoglib._core.finite_differences import fixed_random_numbers
 from hoglib._core.gradient_graph import depends_on_any, graph_summary
+from hoglib._core.sharding import Sharding, refuse_sharded
 from hoglib._core.source_location import warn
-from hoglib.errors import NonFiniteError, NoSecondDerivative
+from hoglib._core.swap import Params
+from hoglib.errors import NonFiniteError, NoSecondDerivative, UnsupportedError
 from hoglib.meta.inner_loop import UNUSED, gradient
 from hoglib.meta.module_loop import MetaParams, ModuleLoop
-from hoglib.meta.tasks import Task, TaskResult
+from hoglib.meta.tasks import Task, TaskResult, check_tasks
 from hoglib.stand_ins.mode import stand_ins_if
+
+AGREEMENT = (
+    "number of tasks", "number of inner steps", "parameters, where they are not sharded,",
+)  # fmt: skip
 
 
 def check_derivatives(
@@ -35,10 +47,6 @@ def check_derivatives(
     support, query = task
     before = [start.model[name] for name in loop.adapting]
 
-    def inner(start: MetaParams, *leaves: Tensor) -> Tensor:
-        params = dict(zip(loop.adapting, leaves, strict=True))
-        return loop.inner_value(start, params, support, 0)
-
     leaves, structure = pytree.flatten(start)
     own = [leaf.detach().requires_grad_() for leaf in leaves]
     at = pytree.unflatten(own, structure)
@@ -46,14 +54,13 @@ def check_derivatives(
 
     def losses() -> list[Tensor]:
         """The inner loss at the start, and the outer loss after a step or two."""
-        first = inner(at, *adapting.values())
+        first = loop.inner_value(at, adapting, support, 0)
         if not depends_on_any(first, list(adapting.values())):
             raise NoSecondDerivative(UNUSED.format(which="inner", whom=" that adapt"))
         params, state = adapting, loop.rule_at(0, at).init(adapting)
-        for i in range(
-            min(2, loop.options.inner_steps)
-        ):  # some rules use all of theirs in the second
-            grads, _ = gradient(_inner_loss_at(loop, i, at, support), params, constant=True)
+        for i in range(min(2, loop.options.inner_steps)):  # some rules use all theirs in the second
+            inner = partial(loop.inner_value, at, support=support, step=i)
+            grads, _ = gradient(lambda params: (inner(params), ()), params, constant=True)  # noqa: B023
             params, state = loop.rule_at(i, at).update(params, grads, state)
         last = loop.outer_value(at, params, query, loop.options.inner_steps)
         if not last.requires_grad:
@@ -100,17 +107,8 @@ def check_inner_losses(losses: Tensor, at_first: str, later: str, steps: int | N
         )
 
 
-def _inner_loss_at(
-    loop: ModuleLoop, i: int, start: MetaParams, support: object
-) -> Callable[..., Any]:
-    return lambda params: (loop.inner_value(start, params, support, i), ())
-
-
 def _check_leaves(
-    what: str,
-    losses: Callable[[], list[Tensor]],
-    own: list[Tensor],
-    learned: dict[str, Tensor],
+    what: str, losses: Callable[[], list[Tensor]], own: list[Tensor], learned: dict[str, Tensor]
 ) -> None:
     """Raise or warn where the graphs of the losses end in other leaves than their own."""
     found = _other_leaves(losses(), own)
@@ -138,3 +136,67 @@ def _other_leaves(values: list[Tensor], own: list[Tensor]) -> list[Tensor]:
     for value in values:
         found |= graph_summary(value).leaves
     return [leaf for key, leaf in found.items() if key not in known]
+
+
+# Parameters that several processes share (DTensor)
+
+
+def sharding_of(params: Params) -> Sharding | None:
+    """How parameters are shared; None if this process holds all of them whole."""
+    return Sharding.of(list(params.values()), lambda: list(params))
+
+
+def shards_of(params: Params, sharding: Sharding) -> Params:
+    """The parts of parameters that this process holds, without a graph."""
+    return dict(zip(params, sharding.local(list(params.values())), strict=True))
+
+
+def wrapped(shards: Params, sharding: Sharding) -> Params:
+    """DTensors of these shards."""
+    return dict(zip(shards, sharding.wrap(list(shards.values())), strict=True))
+
+
+def refuse_settings(
+    what: str, loop: ModuleLoop, start: MetaParams, over_tasks: str, compiled: Any
+) -> None:
+    """Raise for settings that shards of the parameters do not go with."""
+    if loop.strength:
+        refuse_sharded(what, list(start.model.values()))
+    numbers = (loop.options.rule_options or {}).values()
+    plain = all(isinstance(x, Real | tuple | list) for x in numbers)
+    for setting, given, instead in (
+        ("over_tasks='vmap'", over_tasks == "vmap", "use 'loop'"),
+        (f"compile={compiled!r}", compiled, "leave compile out"),
+        ("batch_norm='per_step'", loop.statistics is not None, "use 'by_mode' or 'frozen'"),
+        ("learn_lr=...", loop.rates is not None, "leave learn_lr out"),
+        ("rule=...", not isinstance(loop.rule, str), "name a rule, whose steps are elementwise"),
+        ("rule_options=...", not plain, "give numbers"),
+        ("inner_loss=...", bool(start.modules), "give losses without parameters of their own"),
+    ):
+        if given:
+            raise UnsupportedError(
+                f"{what}({setting}): expected parameters that each process holds whole, got DTensors, "
+                f"as fully_shard (FSDP2) and parallelize_module make; {instead}."
+            )
+
+
+def refuse_graph(what: str) -> None:
+    """Raise where grad mode is on."""
+    if torch.is_grad_enabled():
+        raise UnsupportedError(
+            f"{what}: expected params that each process holds whole, got DTensors, whose adaptation "
+            "has no graph; use `loss(tasks)`, or call it under torch.no_grad()."
+        )
+
+
+def check_together(what: str, sharding: Sharding, start: Params, tasks: Any, steps: int) -> int:
+    """The number of tasks, the same in all processes; raises in all of them where one has an error."""
+    count, error = 0, None
+    try:
+        count = check_tasks(tasks)
+    except Exception as caught:  # the other processes wait for this one
+        error = caught
+    leaves = sharding.local(list(start.values()))
+    numbers = [count, steps, sharding.checksum_of_whole(leaves)]
+    sharding.check_same(what, AGREEMENT, numbers, leaves[0].device, error=error)
+    return count

@@ -1,8 +1,8 @@
-"""Gradients of a validation loss with respect to what an inner training was set up with."""
+"""Gradients of a validation loss with respect to what an inner training was set up with, and a check
+whether those by weights of examples predict what a training without some of them gives."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,31 +16,18 @@ from hoglib._core.gradient_graph import graph_summary
 from hoglib._core.source_location import warn
 from hoglib._core.state import RandomState, preserve_random_state
 from hoglib._core.swap import keep_swapped
-from hoglib.curvature.linear_operator import ProgressBar
 from hoglib.errors import ArgumentValueError
-from hoglib.meta.batches import check_batches
-from hoglib.meta.checkpoints import check_memory
+from hoglib.meta.checkpoints import OnDisk, check_directory, digest
 from hoglib.meta.gradient_transformation import GradientTransformation
 from hoglib.meta.implicit import SOLVERS, Residual, Solver, check_used, implicit_gradient
-from hoglib.meta.inner_loop import check_truncate
-from hoglib.meta.replay import (
-    ALL,
-    Replay,
-    add,
-    describe_call,
-    open_checkpoints,
-    vjp,
-)
-from hoglib.meta.training import REDUCTIONS, Training, check_steps, detached, prepared_training
+from hoglib.meta.inner_loop import MEMORY, check_truncate
+from hoglib.meta.replay import ALL, Replay, add, vjp
+from hoglib.meta.training import Training, check_steps, detached, prepared_training
 
 METHODS = ("unrolled", *SOLVERS)
-UNSTABLE = 1e-3  # of the gradient: what check_rounding tells
+SCHEDULES = ("sqrt", "log")
 MOVES = 1e-5  # of the outer loss: what rounding of the parameters may move it by
 EXACT = 1e-12  # rounding of float64, which amplified likewise does no harm
-SMOOTHER = (
-    "Use dtype=torch.float64, or make the training smoother: a lower learning rate, larger batches, "
-    "smooth activations, a larger eps of Adam."
-)
 
 
 class Hypergradient(NamedTuple):
@@ -50,24 +37,6 @@ class Hypergradient(NamedTuple):
     gradient: Any  # its gradient, in the structure of hyper
     params: Any  # after the inner training
     residual: Residual | None  # of an implicit method
-    # With check_rounding: how far the gradient moves, relative to its norm, if the initial parameters
-    # do by one rounding error
-    rounding: Tensor | None = None
-
-
-class _Memory(NamedTuple):
-    """How the steps are differentiated."""
-
-    kind: str
-    schedule: str
-    directory: Path | None
-    progress: bool
-    check_rounding: bool
-
-    def beside(self) -> "_Memory":
-        """For a second training, whose files go into a directory within."""
-        within = None if self.directory is None else self.directory / "moved"
-        return self._replace(directory=within)
 
 
 def hypergradient(
@@ -84,11 +53,6 @@ def hypergradient(
     schedule: str = "sqrt",
     directory: str | Path | None = None,
     truncate: int | None = None,
-    micro_batch: int | None = None,
-    reduction: str = "mean",
-    dtype: torch.dtype | None = None,
-    check_rounding: bool = False,
-    progress: bool = False,
     iterations: int | None = None,
     damping: float = 0.0,
     tol: float | None = None,
@@ -110,6 +74,10 @@ def hypergradient(
 
     with H the Hessian of inner at theta*. The rule and the initial point have no influence then. It
     works under no_grad and in inference mode. Nothing is written to `.grad`.
+
+    A warning tells where rounding of the parameters in all steps moves the outer loss by more than 1e-5
+    of its value, to first order: sqrt(sum (d outer / d theta_i theta_i eps)^2). It is not measured with
+    memory="store", nor in float64.
 
     Args:
         outer: The loss that is differentiated, ``outer(params, hyper)``, a scalar.
@@ -138,18 +106,6 @@ def hypergradient(
         directory: Where "disk" keeps its files. The same call goes on there after an interruption, and
             returns its result at once after its end; another call is refused.
         truncate: With "unrolled", differentiate through the last so many steps only. Default: all.
-        micro_batch: Compute the loss of a step, its gradient and its double backward in pieces of so
-            many examples (rows of the tensors of the batch). Not with memory="store".
-        reduction: What inner is of the examples, with micro_batch: their "mean" or "sum".
-        dtype: torch.float64 converts params, hyper, batches and the buffers of modules, and computes
-            in double precision. Default: the dtypes as they are.
-        check_rounding: Compute the gradient once more from initial parameters that are moved by one
-            unit in the last place, each up or down at random, and warn if it moves by more than a
-            thousandth of its norm. Takes as long again. Default: warn where rounding of the parameters
-            in all steps moves the outer loss by more than 1e-5 of its value, to first order:
-            sqrt(sum (d outer / d theta_i theta_i eps)^2). That costs nothing; it is not measured with
-            memory="store", nor in float64.
-        progress: Show a bar that counts steps (needs tqdm). Not with memory="store".
         iterations: The iterations of the linear solver. Default: until tol for "cg", 100 for
             "neumann".
         damping: A number that is added to the diagonal of H, 0 or more.
@@ -159,8 +115,8 @@ def hypergradient(
             derivative are replaced by their stand-ins.
 
     Returns:
-        A `Hypergradient`: ``value``, ``gradient`` in the structure of hyper, ``params`` (theta*)
-        of an implicit method ``residual``, and with check_rounding ``rounding``.
+        A `Hypergradient`: ``value``, ``gradient`` in the structure of hyper, ``params`` (theta*) and,
+        of an implicit method, ``residual``.
 
     Raises:
         NoSecondDerivative: for functions that do not depend on hyper as given.
@@ -187,8 +143,9 @@ def hypergradient(
         (tensor(0.2500), {'target': tensor(0.5000)})
     """
     validation.one_of("method", method, METHODS)
-    where = check_memory(memory, schedule, directory)
-    validation.one_of("reduction", reduction, REDUCTIONS)
+    validation.one_of("memory", memory, [*MEMORY, "disk"])
+    validation.one_of("schedule", schedule, SCHEDULES)
+    where = check_directory(memory, directory)
     validation.function("outer", outer)
     validation.function("inner", inner)
     check_truncate(truncate)
@@ -199,28 +156,16 @@ def hypergradient(
     solver = None
     if method != "unrolled":
         solver = Solver(method, iterations, damping, tol, step_size)
-    kept = _check_memory(memory, schedule, where, micro_batch, progress, check_rounding, method)
-    count = check_steps(steps, check_batches(batches, steps), method, rule)
+    _check_together(memory, schedule, method)
+    count = check_steps(steps, batches, method, rule)
     with prepared_training(
-        "hypergradient", outer, inner, params, hyper, rule, count, batches, dtype, stand_ins,
-        truncate=truncate, micro_batch=micro_batch, reduction=reduction,
-    ) as (training, at):  # fmt: skip
-
-        def compute(training: Training, kept: _Memory) -> Hypergradient:
-            if solver is not None:
-                return _implicit(outer, training, at, solver)
-            if kept.kind == "store":
-                return _unrolled(outer, training, at)
-            return _replayed(outer, training, at, kept)
-
-        drawn = RandomState(training.generators())
-        found = compute(training, kept)
-        if not check_rounding:
-            return found
-        with preserve_random_state(*training.generators()):
-            drawn.restore()
-            moved = compute(replace(training, start=_moved(training.start)), kept.beside())
-        return found._replace(rounding=_rounding(found.gradient, moved.gradient))
+        "hypergradient", inner, params, hyper, rule, count, batches, stand_ins, truncate
+    ) as (training, at):
+        if solver is not None:
+            return _implicit(outer, training, at, solver)
+        if memory == "store":
+            return _unrolled(outer, training, at)
+        return _replayed(outer, training, at, ALL if memory == "remat" else schedule, where)
 
 
 def _unrolled(outer: Any, training: Training, hyper: Any) -> Hypergradient:
@@ -237,33 +182,26 @@ def _unrolled(outer: Any, training: Training, hyper: Any) -> Hypergradient:
     return Hypergradient(value.detach(), _gradient(grads, own, hyper), detached(params), None)
 
 
-def _replayed(outer: Any, training: Training, hyper: Any, memory: _Memory) -> Hypergradient:
+def _replayed(
+    outer: Any, training: Training, hyper: Any, schedule: str, directory: Path | None
+) -> Hypergradient:
     """The gradient through a replay of the steps, from the last to the first."""
     given, own, at = _own(hyper)
-    bar = ProgressBar("hypergradient", memory.progress, unit="step")
     with keep_swapped(), ExitStack() as stack:
         params = training.initial(at)
         start = params, training.rule_of(at).init(params)
-        call = describe_call(
-            "hypergradient", training.count, memory.schedule, detached(start), hyper,
-            inner=name_of(training.inner), truncate=training.truncate,
-            micro_batch=training.micro_batch, reduction=training.reduction,
-        )  # fmt: skip
-        like = pytree.leaves(detached(start))
-        kept = stack.enter_context(open_checkpoints(memory.directory, call, like))
-        training.batches.begin(kept)
+        files = None
+        if directory is not None:
+            files = OnDisk(directory, _described(training, schedule, start, hyper))
+            stack.enter_context(files.held())
+            training.batches.begin(files)
         if any(leaf.requires_grad for leaf in given):
             with preserve_random_state(*training.generators()):
                 first = training.value(params, at, training.batches.at(0))
             check_uses_given_params(graph_summary(first), given, "hypergradient")
             del first
-        replay = Replay(
-            "hypergradient", training.steps(), detached(start), at,
-            schedule=ALL if memory.kind == "remat" else memory.schedule,
-            checkpoints=kept, generators=training.generators(), advance=lambda: bar.advance(1),
-        )  # fmt: skip
-        stack.enter_context(bar.over("steps, forward and backward"))
-        (found, state), losses = replay.run(training.check_finite)
+        replay = Replay(training, detached(start), at, schedule, files)
+        (found, state), losses = replay.run()
         leaves, form = pytree.flatten(found)
         final = [x.detach().requires_grad_() for x in leaves]
         value = validation.scalar("outer(params, hyper)", outer(pytree.unflatten(final, form), at))
@@ -275,11 +213,25 @@ def _replayed(outer: Any, training: Training, hyper: Any, memory: _Memory) -> Hy
         by_state = pytree.map(lambda _: None, state)
         end = pytree.unflatten(slopes[: len(final)], form), by_state
         pulled = replay.pull(end, slopes[len(final) :])
-        if not memory.check_rounding:
-            _warn_of_rounding(pulled.rounding.sqrt(), value.detach(), final)
+        _warn_of_rounding(pulled.rounding.sqrt(), value.detach(), final)
         of_start = vjp(pytree.leaves(start), pulled.carry, own)
     gradient = _gradient(add(pulled.constants, of_start), own, hyper)
     return Hypergradient(value.detach(), gradient, found, None)
+
+
+def _described(training: Training, schedule: str, start: Any, hyper: Any) -> dict[str, Any]:
+    """What tells a call from another one, by names for messages."""
+    tensors = pytree.tensors(start)
+    return {
+        "function": "hypergradient", "steps": training.count, "schedule": schedule,
+        "torch": torch.__version__,
+        "shapes": [list(x.shape) for x in tensors],
+        "dtypes": sorted({str(x.dtype) for x in tensors}),
+        "devices": sorted({str(x.device) for x in tensors}),
+        "initial parameters": digest(pytree.leaves(start)),
+        "arguments": digest(pytree.tensors(hyper)),
+        "inner": name_of(training.inner), "truncate": training.truncate,
+    }  # fmt: skip
 
 
 def _own(hyper: Any) -> tuple[Vector, Vector, Any]:
@@ -310,11 +262,8 @@ def _implicit(outer: Any, training: Training, hyper: Any, solver: Solver) -> Hyp
     return Hypergradient(value, gradient, detached(params), residual)
 
 
-def _check_memory(
-    memory: str, schedule: str, where: Path | None, micro_batch: Any, progress: Any,
-    check_rounding: Any, method: str,
-) -> _Memory:  # fmt: skip
-    """The options that say how steps are differentiated."""
+def _check_together(memory: str, schedule: str, method: str) -> None:
+    """Raise for options that do not go with how steps are differentiated."""
     replayed = memory != "store" and method == "unrolled"
     if memory == "disk" and not replayed:
         raise ArgumentValueError(
@@ -326,39 +275,11 @@ def _check_memory(
             f"schedule: expected memory='checkpoint' or 'disk' with schedule={schedule!r}, got "
             f"memory={memory!r}, which keeps every step."
         )
-    if micro_batch is not None:
-        validation.at_least("micro_batch", micro_batch, 1)
-    if not replayed and (micro_batch is not None or progress):
-        name = "progress" if micro_batch is None else "micro_batch"
-        raise ArgumentValueError(
-            f"{name}: expected method='unrolled' with memory='remat', 'checkpoint' or 'disk', which "
-            f"differentiate one step at a time, got method={method!r} with memory={memory!r}."
-        )
-    return _Memory(
-        memory, schedule, where, validation.flag("progress", progress),
-        validation.flag("check_rounding", check_rounding),
-    )  # fmt: skip
 
 
 def _check_finite(training: Training, losses: list[Tensor], value: Tensor) -> None:
     training.check_finite(losses)
     validation.finite("outer(params, hyper)", value.detach(), "Look for NaN in its data.")
-
-
-def _moved(start: Any) -> Any:
-    """The initial parameters, each moved by one unit in the last place, up or down at random."""
-    if callable(start):
-        return lambda hyper: _moved(start(hyper))
-    generator = torch.Generator().manual_seed(0)
-
-    def move(x: Tensor) -> Tensor:
-        if not x.is_floating_point():
-            return x
-        up = torch.rand(x.shape, generator=generator).to(x.device) < 0.5
-        to = torch.where(up, torch.inf, -torch.inf).to(x.dtype)
-        return x + (torch.nextafter(x.detach(), to) - x.detach())
-
-    return pytree.map_tensors(move, start)
 
 
 def _warn_of_rounding(change: Tensor, value: Tensor, params: list[Tensor]) -> None:
@@ -373,20 +294,161 @@ def _warn_of_rounding(change: Tensor, value: Tensor, params: list[Tensor]) -> No
         warn(
             "hypergradient: rounding of the parameters, over all steps, moves the outer loss by about "
             f"{size:.2g} of its value, to first order; stable trainings stay below {MOVES:g}. Its "
-            f"gradient may be far off, which check_rounding=True measures. {SMOOTHER}"
+            "gradient may be far off. Use float64 for params, hyper, data and modules, or make the "
+            "training smoother: a lower learning rate, larger batches, smooth activations, a larger "
+            "eps of Adam."
         )
 
 
-def _rounding(gradient: Any, moved: Any) -> Tensor:
-    """|gradient - moved| / |gradient|; warns where it is large."""
-    size = pytree.norm(gradient)
-    found = pytree.norm(pytree.add(gradient, moved, alpha=-1.0)) / size.clamp_min(
-        torch.finfo(size.dtype).tiny
+class LeaveKOut(NamedTuple):
+    """The result of `leave_k_out`; printed, it is a summary."""
+
+    predicted: Tensor  # changes of the outer loss by the gradient, one for each subset
+    actual: Tensor  # changes after a training without the subset
+    subsets: Tensor  # [subsets, k]: which weights were changed
+    correlation: float  # Spearman's, of the ranks of predicted and actual changes
+
+    def __str__(self) -> str:
+        count, k = self.subsets.shape
+        return (
+            f"leave {k} out, {count} random subsets: rank correlation {self.correlation:.3f} "
+            "(Spearman) of predicted and actual changes of the outer loss\n"
+            f"predicted {_range(self.predicted)}, actual {_range(self.actual)}"
+        )
+
+
+def leave_k_out(
+    found: Hypergradient,
+    outer: Callable[..., Tensor],
+    inner: Callable[..., Tensor],
+    params: Any,
+    hyper: Any,
+    *,
+    k: int,
+    subsets: int = 20,
+    weights: str | None = None,
+    factor: float = 0.0,
+    rule: GradientTransformation | Callable[[Any], GradientTransformation] | None = None,
+    steps: int | None = None,
+    batches: Sequence[Any] | Iterable[Any] | Callable[[int], Any] | None = None,
+    generator: torch.Generator | None = None,
+    stand_ins: bool = True,
+) -> LeaveKOut:
+    r"""Train without random subsets of examples, and compare with what a hypergradient predicts.
+
+        predicted_S = (factor - 1) sum_{i in S} w_i d outer / d w_i        S a random subset of size k
+        actual_S = outer after a training with w_i <- factor w_i for i in S, minus found.value
+
+    The rank correlation of both, the linear datamodelling score, says how much the values of examples
+    are worth. It is low where the training is not smooth: for high learning rates, ReLU, or subsets so
+    large that the loss is not linear in them.
+
+    Args:
+        found: The result of `hypergradient` for the same arguments.
+        outer, inner, params, hyper, rule, steps, batches, stand_ins: Those of `hypergradient`.
+        k: The size of a subset.
+        subsets: The number of subsets, each of which is a training; at least 3.
+        weights: The leaf of hyper with the weights, by its name ("weights", "data[0]"). Default: hyper
+            is a tensor itself.
+        factor: What the weights of a subset are multiplied by: 0 leaves the examples out, 1 + 1e-3
+            stays in the range where the gradient is exact.
+        generator: Draws the subsets. Default: torch's own.
+
+    Returns:
+        A `LeaveKOut`.
+
+    Raises:
+        ArgumentValueError: for a k that is larger than the number of weights, and for a leaf that hyper
+            does not have.
+
+    References:
+        Park et al., TRAK: Attributing Model Behavior at Scale, 2023 (linear datamodelling score); Ilyas
+        and Engstrom, MAGIC: Near-Optimal Data Attribution for Deep Learning, 2025.
+
+    Example:
+        >>> x, y = torch.randn(20, 2), torch.randn(20)
+        >>> inner = lambda params, w: (w * (x @ params["w"] - y).square()).mean()
+        >>> outer = lambda params, w: (params["w"] - 1).square().sum()
+        >>> problem = outer, inner, {"w": torch.zeros(2)}, torch.ones(20)
+        >>> training = {"rule": hog.meta.sgd(0.1), "steps": 30}
+        >>> found = hog.meta.hypergradient(*problem, memory="checkpoint", **training)
+        >>> check = hog.meta.leave_k_out(found, *problem, k=2, subsets=5, **training)
+        >>> check.predicted.shape, check.subsets.shape
+        (torch.Size([5]), torch.Size([5, 2]))
+    """
+    validation.function("outer", outer)
+    validation.function("inner", inner)
+    validation.parameters(hyper, "hyper")
+    validation.at_least("k", k, 1)
+    validation.at_least("subsets", subsets, 3)
+    validation.number("factor", factor)
+    validation.generator(generator)
+    place = _place(hyper, weights)
+    count = check_steps(steps, batches, "unrolled", rule)
+    leaf: Tensor = pytree.leaves(hyper)[place]
+    if k > leaf.numel():
+        raise ArgumentValueError(
+            f"k: expected at most the number of weights, {leaf.numel()}, got {k}; take fewer."
+        )
+    slope = (leaf * pytree.leaves(found.gradient)[place]).flatten()
+    chosen = torch.stack(
+        [torch.randperm(leaf.numel(), generator=generator)[:k] for _ in range(subsets)]
     )
-    if not bool(found <= UNSTABLE):
-        warn(
-            "hypergradient: initial parameters that differ by one unit in the last place move the "
-            f"gradient by {float(found):.2g} of its norm: {size.dtype} does not determine it. "
-            f"{SMOOTHER}"
+    values = []
+    with (
+        prepared_training("leave_k_out", inner, params, hyper, rule, count, batches, stand_ins) as (
+            training,
+            at,
+        ),
+        torch.no_grad(),
+        preserve_random_state(*training.generators()),
+    ):
+        drawn = RandomState(training.generators())
+        for subset in chosen:
+            drawn.restore()
+            changed = _changed(detached(at), place, subset, factor)
+            trained, losses = training.unrolled(changed)
+            training.check_finite(losses)
+            values.append(validation.scalar("outer(params, hyper)", outer(trained, changed)))
+    predicted = (factor - 1) * slope[chosen.to(slope.device)].sum(1)
+    actual = torch.stack(values) - found.value
+    return LeaveKOut(predicted, actual, chosen, spearman(predicted, actual))
+
+
+def spearman(a: Tensor, b: Tensor) -> float:
+    """The correlation of the ranks of two vectors; equal numbers share the mean of their ranks.
+
+    References:
+        Spearman, The proof and measurement of association between two things, 1904.
+    """
+    x, y = (_ranks(v) - _ranks(v).mean() for v in (a, b))
+    return float((x @ y) / (x.norm() * y.norm()))
+
+
+def _ranks(values: Tensor) -> Tensor:
+    _, which, counts = values.double().unique(return_inverse=True, return_counts=True)
+    last = counts.cumsum(0).double()
+    return (last - (counts - 1) / 2)[which]
+
+
+def _place(hyper: Any, weights: str | None) -> int:
+    """The place of the leaf with the weights."""
+    paths = pytree.paths(hyper)
+    name = "" if weights is None else weights
+    if name not in paths:
+        raise ArgumentValueError(
+            f"weights: expected the name of a leaf of hyper, {validation.listing(paths)}, got "
+            f"{weights!r}; name the one with the weights of examples."
         )
-    return found
+    return paths.index(name)
+
+
+def _changed(hyper: Any, place: int, subset: Tensor, factor: float) -> Any:
+    leaves, structure = pytree.flatten(hyper)
+    leaf = leaves[place].clone()
+    leaf.view(-1)[subset.to(leaf.device)] *= factor
+    return pytree.unflatten([*leaves[:place], leaf, *leaves[place + 1 :]], structure)
+
+
+def _range(values: Tensor) -> str:
+    return f"{float(values.min()):.3g} to {float(values.max()):.3g}"

@@ -10,18 +10,20 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks
 
-from hoglib._core import pytree, torch_internals, validation
+from hoglib._core import closures, pytree, torch_internals, validation
 from hoglib._core.autograd import fresh_leaves, materialize_grads
 from hoglib._core.gradient_graph import check_custom_functions, graph_summary
 from hoglib._core.recomputation import inside_recomputation, recompute
 from hoglib._core.swap import Params, keep_swapped
 from hoglib._core.torch_modes import without_stand_ins
 from hoglib.errors import NoSecondDerivative
+from hoglib.functional import FunctionalLoss
 from hoglib.meta.gradient_transformation import GradientTransformation
 from hoglib.verification.entry_points import examined_functions
 
 Loss = Callable[[Params, Any], Tensor]
 LossWithNotes = Callable[[Params], tuple[Tensor, Any]]
+MEMORY = ("store", "remat", "checkpoint")
 RECOMPUTES = (
     "expected a model whose graph keeps its tensors, got one with saved-tensor hooks, as "
     "torch.utils.checkpoint has: a later backward would recompute it with the model's own "
@@ -70,6 +72,77 @@ def inner_step(
     with examined_functions("inner_step"):
         grads, _ = gradient(_without_notes(loss, batch), params, constant=False)
     return rule.update(params, grads, state)
+
+
+def adapt(
+    loss: Loss,
+    params: Params,
+    batch: Any,
+    rule: GradientTransformation,
+    *,
+    steps: int,
+    first_order: bool = False,
+    truncate: int | None = None,
+    memory: str = "store",
+) -> Params:
+    r"""Take several inner steps on one batch.
+
+        theta_0 = params        theta_{i+1} = inner_step(theta_i)        returns theta_steps
+
+    Gradients flow to params, to tensors of the batch, to those of the rule and, if loss is a
+    :func:`hoglib.functional_loss`, to the model's other parameters.
+
+    Args:
+        loss: The loss, a function ``loss(params, batch)`` with a scalar value.
+        params: The initial parameters, a pytree of tensors.
+        batch: What the loss is computed on, handed to it as it is.
+        rule: The update rule, for instance ``hog.meta.sgd(0.1)``.
+        steps: The number of steps, 0 or more.
+        first_order: Treat the gradient of every step as a constant.
+        truncate: Differentiate through the last so many steps only; the gradients of those before
+            are constants. Default: all steps.
+        memory: What is kept for backward. "store": the graph of every step. "remat": the parameters
+            after every step, which is run again in backward. "checkpoint": the parameters after
+            every sqrt(steps)-th step and, during backward, the graphs of as many steps, which needs
+            least where parameters outweigh activations. Longer trainings are for `hypergradient`.
+
+    Returns:
+        The parameters after the last step, in the structure of params.
+
+    Raises:
+        NoSecondDerivative: for a loss that does not depend on params, and for a custom Function
+            that is ``@once_differentiable``.
+        ArgumentValueError: for another ``memory`` than "store" with a loss or rule that closes over
+            tensors, since their gradients would be lost.
+
+    References:
+        Finn, Abbeel and Levine, Model-Agnostic Meta-Learning, 2017; Shaban et al., Truncated
+        Back-propagation for Bilevel Optimization, 2019 (truncate).
+
+    Example:
+        >>> w = torch.tensor(1.0, requires_grad=True)
+        >>> loss = lambda params, x: (params["w"] * x).square()
+        >>> adapted = hog.meta.adapt(loss, {"w": w}, 2.0, hog.meta.sgd(0.1), steps=2)
+        >>> torch.autograd.grad(adapted["w"], w)  # of w (1 - 0.8)^2
+        (tensor(0.0400),)
+    """
+    validation.at_least("steps", steps, 0)
+    check_truncate(truncate)
+    validation.one_of("memory", memory, MEMORY)
+    rest, modules = ({}, []) if memory == "store" else _lifted_from(loss, rule, params)
+
+    def loss_at(i: int, params: Params, constants: Any) -> tuple[Tensor, Any]:
+        batch, rest, _ = constants
+        value = loss({**rest, **params} if rest else params, batch)
+        return validation.scalar("loss(params, batch)", value), ()
+
+    inner = InnerSteps(
+        loss_at, lambda i, _: rule, lambda i: first_order or is_truncated(i, steps, truncate)
+    )
+    with examined_functions("adapt"):
+        return unroll(
+            inner, steps, params, (batch, rest, modules), memory, _modules_of(loss, modules)
+        ).params
 
 
 class InnerSteps(NamedTuple):
@@ -256,3 +329,24 @@ def _lift_tensors(run: Callable[..., Any], constants: Any) -> tuple[Callable[...
 
 def _without_notes(loss: Loss, batch: Any) -> LossWithNotes:
     return lambda params: (validation.scalar("loss(params, batch)", loss(params, batch)), ())
+
+
+def _modules_of(loss: Loss, modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """All modules whose train or eval mode the loss depends on."""
+    models = [loss.model] if isinstance(loss, FunctionalLoss) else []
+    return [part for module in (*models, *modules) for part in module.modules()]
+
+
+def _lifted_from(
+    loss: Loss, rule: GradientTransformation, params: Params
+) -> tuple[Params, list[nn.Module]]:
+    """The model's other parameters and the modules that a loss reads, as inputs of a recomputation."""
+    closures.refuse("adapt(rule=...)", rule.update)
+    if not isinstance(loss, FunctionalLoss):
+        closures.refuse("adapt", loss)
+        return {}, []
+    rest: Params = {
+        n: p for n, p in loss.model.named_parameters() if p.requires_grad and n not in params
+    }
+    criterion = loss.user_criterion
+    return rest, [criterion] if isinstance(criterion, nn.Module) else []

@@ -24,10 +24,8 @@ from hoglib.functional import (
     functional_loss,
     trainable_params,
 )
-from hoglib.meta import norms, sharded
+from hoglib.meta import checks, norms
 from hoglib.meta import tasks as task_sets
-from hoglib.meta.checks import check_derivatives, check_finite
-from hoglib.meta.disk_loop import digest_of_generators
 from hoglib.meta.inner_loop import RECOMPUTES
 from hoglib.meta.module_loop import (
     InnerParams,
@@ -38,13 +36,7 @@ from hoglib.meta.module_loop import (
     names_that_adapt,
 )
 from hoglib.meta.optimizers import resolve_rule, rule_name
-from hoglib.meta.tasks import (
-    OVER_TASKS,
-    TaskResult,
-    TaskRunner,
-    eager_runner,
-    run_tasks,
-)
+from hoglib.meta.tasks import TaskResult, TaskRunner
 from hoglib.stand_ins.mode import stand_ins_if
 from hoglib.verification.entry_points import examined_functions
 
@@ -165,10 +157,10 @@ class Learner(nn.Module, ABC):
         if params is None:
             return self.model(*args, **kwargs)
         loop = self._loop()
-        sharding = sharded.sharding_of(params)
+        sharding = checks.sharding_of(params)
         if sharding is not None:
-            sharded.refuse_graph(f"{type(self).__name__}(params=...)")
-            loop, params = replace(loop, sharding=sharding), sharded.shards_of(params, sharding)
+            checks.refuse_graph(f"{type(self).__name__}(params=...)")
+            loop, params = replace(loop, sharding=sharding), checks.shards_of(params, sharding)
         with loop.keeps_graph(RECOMPUTES_LATER):
             return loop.call(params, *args, **kwargs)
 
@@ -195,14 +187,11 @@ class Learner(nn.Module, ABC):
         if params is not None:
             start = start._replace(model=params)
         what = type(self).__name__
-        if loop.options.memory == "disk":
-            drawn = digest_of_generators(list(start.model.values()))
-            loop = replace(loop, on_disk=loop.kept(what, "adapt", generators=drawn))
-        sharding = sharded.sharding_of(start.model)
+        sharding = checks.sharding_of(start.model)
         if sharding is not None:
             self._refuse_settings(loop, start)
-            sharded.refuse_graph(f"{what}.adapt")
-            start = start._replace(model=sharded.shards_of(start.model, sharding))
+            checks.refuse_graph(f"{what}.adapt")
+            start = start._replace(model=checks.shards_of(start.model, sharding))
         examined = examined_functions(what, first_order=self._takes_first_derivatives)
         blocks = rematerialized(self.remat, self.model, self._block_backend)
         with examined, outside_inference_mode(), stand_ins_if(self.stand_ins), blocks as found:
@@ -213,7 +202,7 @@ class Learner(nn.Module, ABC):
             with shared:
                 adapted = loop.unroll(start, clone_inference_tensors(support), count).params
         params = {**start.model, **adapted}
-        return params if sharding is None else sharded.wrapped(params, sharding)
+        return params if sharding is None else checks.wrapped(params, sharding)
 
     def loss(self, tasks: Any) -> Tensor:
         """Compute the meta-loss over tasks; its `backward()` fills the `.grad` of all that is learned.
@@ -246,33 +235,32 @@ class Learner(nn.Module, ABC):
         wanted = torch.is_grad_enabled()
         loop = self._loop()
         own = loop.meta_params()
-        sharding = sharded.sharding_of(own.model)
-        if sharding is None:
-            return self._loss(
-                what, loop, own, tasks, task_sets.check_tasks(tasks), wanted, sharding
-            )
-        with translate_distributed_errors(what):
-            self._refuse_settings(loop, own)
-            count = sharded.check_together(what, sharding, own.model, tasks, self.inner_steps)
-            return self._loss(what, loop, own, tasks, count, wanted, sharding)
+        sharding = checks.sharding_of(own.model)
+        with nullcontext() if sharding is None else translate_distributed_errors(what):
+            if sharding is None:
+                count = task_sets.check_tasks(tasks)
+            else:
+                self._refuse_settings(loop, own)
+                count = checks.check_together(what, sharding, own.model, tasks, self.inner_steps)
+            with task_sets.stacks_in_errors(what, tasks, count):
+                return self._loss(what, loop, own, tasks, wanted, sharding)
 
     def _loss(
-        self, what: str, loop: ModuleLoop, own: MetaParams, tasks: Any, count: int, wanted: bool,
+        self, what: str, loop: ModuleLoop, own: MetaParams, tasks: Any, wanted: bool,
         sharding: Sharding | None,
     ) -> Tensor:  # fmt: skip
-        """The meta-loss over so many tasks, which were checked."""
+        """The meta-loss over tasks, which were checked."""
         examined = examined_functions(what, first_order=self._takes_first_derivatives)
-        stacked = task_sets.stacks_in_errors(what, tasks, count)
         blocks = rematerialized(self.remat, self.model, self._block_backend)
-        with examined, outside_inference_mode(), stacked, blocks as parts:
+        with examined, outside_inference_mode(), blocks as parts:
             start = pytree.map(Tensor.detach, own)
             if sharding is not None:
-                start = start._replace(model=sharded.shards_of(own.model, sharding))
+                start = start._replace(model=checks.shards_of(own.model, sharding))
                 loop = replace(loop, sharding=sharding.defer(self.model, parts))
             tasks = clone_inference_tensors(tasks)
             if wanted and self._checked_model != id(self.model):
                 learned: Params = dict(self.named_parameters())
-                check_derivatives(what, loop, start, task_sets.first(tasks), learned)
+                checks.check_derivatives(what, loop, start, task_sets.first(tasks), learned)
                 self._checked_model = id(self.model)
             try:
                 found = self._run(loop, start, tasks, wanted)
@@ -282,7 +270,7 @@ class Learner(nn.Module, ABC):
                 self._recomputes = True
                 again = replace(self._loop(), sharding=loop.sharding)
                 found = self._run(again, start, tasks, wanted)
-        check_finite(found)
+        checks.check_finite(found)
         if not wanted:
             return found.value.mean()
         self._after_loss(loop, found)
@@ -298,16 +286,17 @@ class Learner(nn.Module, ABC):
 
     def _run(self, loop: ModuleLoop, start: MetaParams, tasks: Any, wanted: bool) -> TaskResult:
         runner, what = self._runner(loop, start, wanted), type(self).__name__
-        on_disk = loop.options.memory == "disk"
-        shared = loop.sharding is not None or self._block_backend or on_disk
+        shared = loop.sharding is not None or self._block_backend
         how = "loop" if shared else self.over_tasks
-        found, self._vmappable = run_tasks(runner, tasks, what, start.model, how, self._vmappable)
+        found, self._vmappable = task_sets.run_tasks(
+            runner, tasks, what, start.model, how, self._vmappable
+        )
         return found
 
     def _refuse_settings(self, loop: ModuleLoop, start: MetaParams) -> None:
         """Raise for settings that parameters which processes share do not go with."""
         compiled = getattr(self, "compiled", False)
-        sharded.refuse_settings(type(self).__name__, loop, start, self.over_tasks, compiled)
+        checks.refuse_settings(type(self).__name__, loop, start, self.over_tasks, compiled)
 
     @property
     def _block_backend(self) -> str:
@@ -320,7 +309,7 @@ class Learner(nn.Module, ABC):
         model = {n: p if n in loop.adapting else p.clone() for n, p in start.model.items()}
         start = MetaParams(model, pytree.map(Tensor.clone, start.modules))
         of_task = partial(self._task_result, loop, start, wanted)
-        return eager_runner(of_task, loop.options.stand_ins)
+        return task_sets.eager_runner(of_task, loop.options.stand_ins)
 
     @abstractmethod
     def _task_result(
@@ -340,7 +329,7 @@ class Learner(nn.Module, ABC):
         batch_norms = norms.find_batch_norms(self.model)
         self._warn_of_initial_statistics(batch_norms)
         options = self._options
-        if self._recomputes and options.memory != "disk":
+        if self._recomputes:
             options = replace(options, memory="remat")
         learned = nn.ModuleDict()
         for name in ("criterion", "inner_loss", "rates", "rule"):
@@ -387,7 +376,7 @@ class Learner(nn.Module, ABC):
 
     @over_tasks.setter
     def over_tasks(self, value: str) -> None:
-        self._over_tasks = validation.one_of("over_tasks", value, OVER_TASKS)
+        self._over_tasks = validation.one_of("over_tasks", value, task_sets.OVER_TASKS)
         self._vmappable = True
 
     def _check_change(self, name: str, value: Any) -> None:

@@ -1,19 +1,14 @@
 """Model-agnostic meta-learning on an unmodified module."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from pathlib import Path
 from typing import Any, final
 
 from torch import nn
 
 from hoglib._core import validation
-from hoglib._core.swap import keep_swapped
 from hoglib.errors import ArgumentValueError
 from hoglib.functional import Criterion, Forward, trainable_params
-from hoglib.meta.checkpoints import check_directory
 from hoglib.meta.compiled import CompileOptions, MetaCompiler
-from hoglib.meta.disk_loop import loop_tasks_on_disk
 from hoglib.meta.gradient_transformation import GradientTransformation
 from hoglib.meta.learner import Learner, Option
 from hoglib.meta.module_loop import (
@@ -26,8 +21,7 @@ from hoglib.meta.module_loop import (
     names_that_adapt,
 )
 from hoglib.meta.optimizers import is_transformation
-from hoglib.meta.tasks import Task, TaskResult, TaskRunner
-from hoglib.stand_ins.mode import stand_ins_if
+from hoglib.meta.tasks import TaskResult, TaskRunner
 
 
 @final
@@ -52,17 +46,8 @@ class MAML(Learner):
         memory: What is kept for backward. "store": the graph of every inner step. "remat": the
             parameters after every step, at about 1.6 times the time. "checkpoint": the parameters
             after every sqrt(steps)-th step and the graphs of as many, which needs least where
-            parameters outweigh activations. "disk": the parameters after a few steps, in files of
-            the directory; backward holds the graph of one step, and each step that is run again is
-            compared with the first run, bit for bit. All give the same gradient to rounding. Models
-            that contain torch.utils.checkpoint are run by "remat".
-        schedule: What "disk" keeps: "sqrt" the parameters after every sqrt(steps)-th step and, in
-            memory, those of sqrt(steps) steps that are run again; "log" those after log2(steps) steps.
-        directory: Where "disk" keeps its files. `loss` runs tasks one after the other and keeps the
-            gradient of each that is complete; the same `loss` (parameters, tasks and options) goes on
-            there after an interruption, bit for bit, and removes its files at its end. Another one of
-            the same model replaces them; that of another model is refused. Each process of
-            torch.distributed has a directory of its own below.
+            parameters outweigh activations. All give the same gradient to rounding. Models that
+            contain torch.utils.checkpoint are run by "remat".
         rule: The update rule: "sgd", "momentum", "adam", "adamw" or "rmsprop"; a function from a
             learning rate to a `hoglib.meta.GradientTransformation`; or an object with ``init`` and
             ``update``, whose parameters are learned if it is a module.
@@ -85,9 +70,10 @@ class MAML(Learner):
             statistics in either mode.
         forward: How the model is called, ``forward(model, batch)``. Default: by the parts of the
             batch.
-        over_tasks: "vmap" runs all tasks at once, "loop" one after the other. "auto" chooses by the
-            shapes of parameters and tasks, and loops, with a warning, where vmap cannot run the
-            model. Parameters that are DTensors need the loop.
+        over_tasks: "vmap" runs all tasks at once, "loop" one after the other. "auto" takes vmap, but on
+            a CPU with a parameter of more than two dimensions, as a convolution's, or of more than
+            2**18 elements; it loops, with a warning, where vmap cannot run the model. Parameters that
+            are DTensors need the loop.
         compile: Run the meta-gradient as a graph of all inner steps (`hoglib.compile`): True or
             "inductor" compiles it, "eager" runs its operations one by one.
         stand_ins: Run inside `hoglib.second_order()`, where torch calls without a right second
@@ -124,8 +110,6 @@ class MAML(Learner):
 
     first_order = Option[bool]("_options")
     memory = Option[str]("_options")
-    schedule = Option[str]("_options")
-    directory = Option[str | Path | None]("_options")
     truncate = Option[int | None]("_options")
     step_weights = Option[Sequence[float] | None]("_options")
     compiled = Option[bool | str]("_compile_options")
@@ -139,8 +123,6 @@ class MAML(Learner):
         inner_steps: int = 1,
         first_order: bool = False,
         memory: str = "store",
-        schedule: str = "sqrt",
-        directory: str | Path | None = None,
         rule: str
         | GradientTransformation
         | Callable[[Any], GradientTransformation]
@@ -163,7 +145,7 @@ class MAML(Learner):
             inner_lr=inner_lr, inner_steps=inner_steps, rule_options=rule_options,
             inner_params=inner_params, batch_norm=batch_norm, first_order=first_order,
             truncate=truncate, step_weights=step_weights, memory=memory, stand_ins=stand_ins,
-            remat=remat, schedule=schedule, directory=check_directory(memory, directory),
+            remat=remat,
         )  # fmt: skip
         super().__init__(
             model, criterion, options,
@@ -198,28 +180,13 @@ class MAML(Learner):
         self._check_together(**{name: value})
 
     def _check_together(self, **changed: Any) -> None:
-        """Raise for options that do not go with compiled blocks, or with states in files."""
-        memory, compiled, remat = (
-            changed.get(name, getattr(self, name)) for name in ("memory", "compiled", "remat")
-        )
+        """Raise for options that do not go with compiled blocks."""
+        compiled, remat = (changed.get(name, getattr(self, name)) for name in ("compiled", "remat"))
         if compiled and remat is not False and self.over_tasks == "vmap":
             raise ArgumentValueError(
                 "MAML: expected over_tasks='loop' or 'auto' with remat= and compile=, got 'vmap', in "
                 "which blocks are not compiled. Leave out one of the three."
             )
-        for setting, given, instead in (
-            (
-                f"compile={compiled!r}", compiled and remat is False,
-                "add remat=, with which blocks are compiled, or leave compile out",
-            ),
-            ("over_tasks='vmap'", self.over_tasks == "vmap", "use 'loop' or 'auto'"),
-            ("batch_norm='per_step'", self.statistics is not None, "use 'by_mode' or 'frozen'"),
-        ):  # fmt: skip
-            if memory == "disk" and given:
-                raise ArgumentValueError(
-                    f"MAML: expected memory='store', 'remat' or 'checkpoint' with {setting}, got "
-                    f"'disk'; {instead}."
-                )
 
     @property
     def _block_backend(self) -> str:
@@ -229,29 +196,9 @@ class MAML(Learner):
         return self._compile_options.backend
 
     def _runner(self, loop: ModuleLoop, start: MetaParams, wanted: bool) -> TaskRunner:
-        if loop.options.memory == "disk":
-            self._check_together()
-            return self._runner_on_disk(loop, start, wanted)
         if not self.compiled or self._block_backend:
             return super()._runner(loop, start, wanted)
         return self._compiler.runner(self._compile_options.backend, loop, start, wanted)
-
-    def _runner_on_disk(self, loop: ModuleLoop, start: MetaParams, wanted: bool) -> TaskRunner:
-        """Tasks one by one, whose states and results are kept in files."""
-        steps = self.inner_steps
-        weights = loop.options.weights_for(steps)
-        kept = loop.kept("MAML", "loss", weights, gradients=wanted)
-
-        def of_task(directory: Path, support: Any, query: Any) -> TaskResult:
-            of_loop = replace(loop, on_disk=kept._replace(directory=directory))
-            with stand_ins_if(self.stand_ins):
-                return self._task_result(of_loop, start, wanted, support, query)
-
-        def run_each(tasks: Sequence[Task]) -> TaskResult:
-            with keep_swapped():  # of all tasks, which replace the same parameters
-                return loop_tasks_on_disk(of_task, tasks, start, wanted, steps, kept)
-
-        return TaskRunner(run_each, run_each)
 
     def _task_result(
         self, loop: ModuleLoop, start: MetaParams, wanted: bool, support: Any, query: Any

@@ -8,7 +8,6 @@ inner step.
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple, final
 
 import torch
@@ -21,12 +20,11 @@ from hoglib._core.sharding import Sharding
 from hoglib._core.swap import Params, keep_swapped, swap_parameters
 from hoglib._core.torch_modes import without_stand_ins
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
-from hoglib.functional import FunctionalLoss, name_of_loss, trainable_params
+from hoglib.functional import FunctionalLoss, trainable_params
 from hoglib.meta import norms
-from hoglib.meta.checkpoints import MEMORY, SCHEDULES, check_directory, digest
-from hoglib.meta.disk_loop import Kept, directory_of_process, unroll_on_disk
 from hoglib.meta.gradient_transformation import GradientTransformation
 from hoglib.meta.inner_loop import (
+    MEMORY,
     RECOMPUTES,
     InnerSteps,
     Unrolled,
@@ -35,7 +33,7 @@ from hoglib.meta.inner_loop import (
     refuse_saved_tensor_hooks,
     unroll,
 )
-from hoglib.meta.optimizers import resolve_rule, rule_name
+from hoglib.meta.optimizers import resolve_rule
 from hoglib.meta.tasks import TaskResult
 
 InnerParams = Callable[[str, Tensor], bool] | Sequence[str] | str | None
@@ -58,8 +56,6 @@ class LoopOptions:
     memory: str = "store"
     stand_ins: bool = True
     remat: Remat = False
-    schedule: str = "sqrt"  # of "disk"
-    directory: str | Path | None = None  # of "disk"
 
     def __post_init__(self) -> None:
         checked = {
@@ -72,18 +68,11 @@ class LoopOptions:
             "truncate": check_truncate(self.truncate),
             "step_weights": _check_step_weights(self.step_weights),
             "memory": validation.one_of("memory", self.memory, MEMORY),
-            "schedule": validation.one_of("schedule", self.schedule, SCHEDULES),
-            "directory": check_directory("disk", self.directory) if self.uses_directory else None,
             "stand_ins": validation.flag("stand_ins", self.stand_ins),
             "remat": check_remat(self.remat),
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
-
-    @property
-    def uses_directory(self) -> bool:
-        """Whether there is a directory, or has to be one; it may be named before memory is "disk"."""
-        return self.memory == "disk" or self.directory is not None
 
     def weights_for(self, steps: int) -> StepWeights:
         """The weights of the outer losses after each step; None for the last loss alone."""
@@ -118,7 +107,6 @@ class ModuleLoop:
     batch_norms: norms.BatchNorms
     strength: float = 0.0  # of the proximal term, strength / 2 |params - start|^2
     sharding: Sharding | None = None  # of the parameters, where each process holds a part of them
-    on_disk: Kept | None = None  # where memory="disk" keeps the states of this loop
 
     def meta_params(self) -> MetaParams:
         """All that is learned, as it is now."""
@@ -203,38 +191,7 @@ class ModuleLoop:
         rest = {n: p for n, p in start.model.items() if n not in params}
         modules = [*self.criterion_loss.model.modules(), *self.learned_modules.modules()]
         constants = start._replace(model=rest), support, query
-        if options.memory == "disk":
-            assert self.on_disk is not None
-            return unroll_on_disk(inner, steps, params, constants, self.on_disk, modules)
         return unroll(inner, steps, params, constants, options.memory, modules)
-
-    def kept(self, learner: str, call: str, weights: StepWeights = None, **more: Any) -> Kept:
-        """Where memory="disk" keeps the files of a call, and the options that tell it from others."""
-        options = self.options
-        assert options.directory is not None
-        directory = directory_of_process(Path(options.directory)) / call
-        numbers = {
-            name: value
-            for name, value in (options.rule_options or {}).items()
-            if isinstance(value, bool | int | float | str)
-        }
-        model = self.criterion_loss.model
-        layers = [f"{name} {type(m).__name__} {m.training}" for name, m in model.named_modules()]
-        fixed = [x for x in (*model.parameters(), *model.buffers()) if not x.requires_grad]
-        return Kept(
-            f"{learner}.{call}", directory, options.schedule,
-            {
-                "loss": name_of_loss(self.criterion_loss),
-                "inner loss": name_of_loss(self.inner_criterion_loss),
-                "layers and their modes": digest(layers),
-                "buffers and frozen parameters": digest(fixed), "rule": rule_name(self.rule),
-                "rule options": numbers, "inner_lr": options.inner_lr,
-                "first_order": options.first_order, "truncate": options.truncate,
-                "step weights": None if weights is None else [float(w) for w in weights],
-                "batch_norm": options.batch_norm, "adapting": list(self.adapting), **more,
-            },
-            replaces=True,
-        )  # fmt: skip
 
     def inner_value(self, start: MetaParams, params: Params, support: Any, step: int) -> Tensor:
         """The loss that an inner step decreases."""

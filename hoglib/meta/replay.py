@@ -17,9 +17,7 @@ References:
     Metagradient Descent, 2025, algorithm 1 (REPLAY).
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from math import isqrt
 from typing import Any, NamedTuple, final
 
@@ -29,23 +27,11 @@ from torch import Tensor
 from hoglib._core import pytree
 from hoglib._core.state import GeneratorStates
 from hoglib.errors import ArgumentValueError, NondeterministicError
-from hoglib.meta.checkpoints import BACKWARD, Checkpoints, InMemory, OnDisk, State, digest
-from hoglib.meta.gradient_transformation import GradientTransformation
+from hoglib.meta.checkpoints import BACKWARD, InMemory, OnDisk, State, digest
 from hoglib.meta.inner_loop import gradient
+from hoglib.meta.training import Training
 
-Loss = Callable[[Any, Any], Tensor]  # of parameters and constants
 ALL = "all"
-
-
-@final
-@dataclass(frozen=True)
-class Steps:
-    """The steps of a training, by their number i."""
-
-    count: int
-    parts: Callable[[int], Sequence[Loss]]  # functions whose sum is the loss of step i
-    rule: Callable[[int, Any], GradientTransformation]  # (i, constants)
-    constant: Callable[[int], bool]  # whether the gradient of step i is a constant
 
 
 class Cotangents(NamedTuple):
@@ -63,42 +49,37 @@ class Replay:
     """A training that can be run, and then be differentiated in reverse.
 
     Args:
-        what: The function that messages name.
-        steps: What is run.
+        training: What is run.
         start: The first state: (parameters, state of the rule), without a graph.
-        constants: A pytree whose floating-point tensors require grad where they are wanted.
+        constants: hyper, whose floating-point tensors require grad where they are wanted.
         schedule: "all", "sqrt" or "log".
-        checkpoints: Where states are kept.
-        generators: Generators that the steps draw from besides torch's own.
-        advance: Called after each step that is run, forward or backward.
+        files: Where states are kept. Default: in memory.
     """
 
     def __init__(
-        self, what: str, steps: Steps, start: Any, constants: Any, *, schedule: str,
-        checkpoints: Checkpoints, generators: Sequence[torch.Generator] = (),
-        advance: Callable[[], None] = lambda: None,
-    ) -> None:  # fmt: skip
-        self.what, self.steps, self.constants = what, steps, constants
+        self, training: Training, start: Any, constants: Any, schedule: str, files: OnDisk | None
+    ) -> None:
+        self.training, self.constants = training, constants
         self._leaves, self._structure = pytree.flatten(start)
         self._wanted = [x for x in pytree.leaves(constants) if _is_wanted(x)]
-        self._schedule, self._checkpoints, self._advance = schedule, checkpoints, advance
+        self._schedule, self._files = schedule, files
+        self._kept: InMemory | OnDisk = InMemory() if files is None else files
         self._segment = InMemory()  # of "sqrt": the states of the segment that is replayed
         devices = [x for x in (*self._leaves, *self._wanted) if isinstance(x, Tensor)]
-        self._generators = GeneratorStates({x.device for x in devices}, generators)
-        drawn = checkpoints.first("generators", self._generators.now())
-        self._start = State(self._leaves, drawn)
+        self._generators = GeneratorStates({x.device for x in devices}, training.generators())
+        drawn = self._generators.now()
+        self._start = State(self._leaves, files.first("generators", drawn) if files else drawn)
         self._final: State | None = None
 
     # Forward
 
-    def run(
-        self, losses_so_far: Callable[[list[Tensor]], None] = lambda _: None
-    ) -> tuple[Any, list[Tensor]]:
+    def run(self) -> tuple[Any, list[Tensor]]:
         """The state at the end, and the loss of each step; from the last state that is kept.
 
-        losses_so_far: called with the losses now and then, to end a training that diverges.
+        It ends with an error when a training diverges, which is looked for now and then.
         """
-        count, kept = self.steps.count, set(self._kept(0, self.steps.count))
+        count = self.training.count
+        kept = set(self._to_keep(0, count))
         begin, state, losses = self._last_kept()
         every = max(1, isqrt(count))
         rolling = None
@@ -107,16 +88,16 @@ class Replay:
             state, loss = self._step(i, state)
             losses.append(loss)
             done = i + 1
-            if done == 1:
-                self._checkpoints.first("step", digest(state.leaves))
+            if done == 1 and self._files is not None:
+                self._files.first("step", digest(state.leaves))
             if done % every == 0:
-                losses_so_far(losses)
+                self.training.check_finite(losses)
             if done in kept:
-                self._checkpoints.save(done, state, losses)
-            elif isinstance(self._checkpoints, OnDisk) and (done % every == 0 or done == count):
-                self._checkpoints.save(done, state, losses)
+                self._kept.save(done, state, losses)
+            elif self._files is not None and (done % every == 0 or done == count):
+                self._files.save(done, state, losses)
                 if rolling is not None:
-                    self._checkpoints.drop(rolling)
+                    self._files.drop(rolling)
                 rolling = done
         self._final = state
         self._generators.set(state.generators)
@@ -124,19 +105,16 @@ class Replay:
 
     def _last_kept(self) -> tuple[int, State, list[Tensor]]:
         """The last state that an earlier process kept, or the start."""
-        if isinstance(self._checkpoints, OnDisk):
-            for step in reversed(self._checkpoints.positions()):
-                state = self._checkpoints.load(step) if step <= self.steps.count else None
-                losses = self._checkpoints.losses(step)
+        if self._files is not None:
+            for step in reversed(self._files.positions()):
+                state, losses = self._files.load(step), self._files.losses(step)
                 if state is not None and len(losses) == step:
-                    self._check_first_step(losses)
+                    self._check_first_step(self._files, losses)
                     return step, state, losses
         return 0, self._start, []
 
-    def _check_first_step(self, losses: list[Tensor]) -> None:
+    def _check_first_step(self, kept: OnDisk, losses: list[Tensor]) -> None:
         """Raise if the first step is not that of the training whose states are in the directory."""
-        kept = self._checkpoints
-        assert isinstance(kept, OnDisk)
         self._generators.set(self._start.generators)
         state, loss = self._step(0, self._start)
         is_same = _is_equal(loss.cpu(), losses[0].cpu())
@@ -150,32 +128,23 @@ class Replay:
             )
 
     def _step(self, i: int, state: State) -> tuple[State, Tensor]:
-        """The state after step i, with the operations that the replay differentiates."""
-        params, memory = self._carry(_fresh(state.leaves))
+        """The state after step i, and the loss, by the operations that the replay differentiates."""
+        after, loss = self._after(i, _fresh(state.leaves))
+        leaves = [x.detach() if isinstance(x, Tensor) else x for x in after]
+        return State(leaves, self._generators.now()), loss
+
+    def _after(self, i: int, leaves: list[Any]) -> tuple[list[Any], Tensor]:
+        """The leaves of the state after step i, with a graph from those before it; and the loss."""
+        params, memory = self._carry(leaves)
+
+        def loss(params: Any) -> tuple[Tensor, tuple[()]]:
+            return self.training.value(params, self.constants, self.training.batches.at(i)), ()
+
+        constant = self.training.is_constant(i)
         with torch.enable_grad():
-            grads, loss = self._gradient(i, params)
-            grads = pytree.map(Tensor.detach, grads)
-            after = self.steps.rule(i, self.constants).update(params, grads, memory)
-        self._advance()
-        return State(self._flat(after), self._generators.now()), loss
-
-    def _gradient(self, i: int, params: Any) -> tuple[Any, Tensor]:
-        """The gradient of the loss of step i, and the loss; with a graph if the loss has one part."""
-        constant, parts = self.steps.constant(i), self.steps.parts(i)
-        grads, (loss, _) = self._of_part(parts[0], params, constant, i == 0)
-        for part in parts[1:]:
-            more, (value, _) = self._of_part(part, params, constant, False)
-            grads, loss = (
-                pytree.map(lambda a, b: a.detach() + b.detach(), grads, more),
-                loss + value,
-            )
-        return grads, loss
-
-    def _of_part(self, part: Loss, params: Any, constant: bool, check: bool) -> tuple[Any, Any]:
-        return gradient(
-            lambda params: (part(params, self.constants), ()), params,
-            constant=constant, alone=True, check=check,
-        )  # fmt: skip
+            grads, (value, _) = gradient(loss, params, constant=constant, alone=True, check=i == 0)
+            rule = self.training.rule_of(self.constants)
+            return self._in_order(rule.update(params, grads, memory)), value
 
     # Backward
 
@@ -189,84 +158,60 @@ class Replay:
         assert self._final is not None
         own: list[Tensor | None] = list(pytree.leaves(cotangents))
         at = Cotangents(
-            self.steps.count, own, list(constants), torch.zeros((), dtype=torch.float64)
+            self.training.count, own, list(constants), torch.zeros((), dtype=torch.float64)
         )
         after = self._final.leaves
         name = digest([x for x in (*own, *constants) if x is not None])
         at, after = self._resumed(name, at, after)
-        every = max(1, isqrt(self.steps.count))
+        every = max(1, isqrt(self.training.count))
         try:
             while at.step:
                 before = self._state_before(at.step - 1)
                 at = self._pull_step(at, before, after)
                 after = before.leaves
                 self._drop_from(at.step)
-                if isinstance(self._checkpoints, OnDisk) and at.step % every == 0:
-                    self._checkpoints.put(BACKWARD, {"of": name, "after": after, **at._asdict()})
+                if self._files is not None and at.step % every == 0:
+                    self._files.put(BACKWARD, {"of": name, "after": after, **at._asdict()})
         finally:
             self._generators.set(self._final.generators)
         return at
 
     def _resumed(self, name: str, at: Cotangents, after: list[Any]) -> tuple[Cotangents, list[Any]]:
         """Where an earlier process was with the same gradient, or the end."""
-        if isinstance(self._checkpoints, OnDisk):
-            known = self._checkpoints.get(BACKWARD)
-            if known is not None and known["of"] == name:
-                return Cotangents(*(known[field] for field in Cotangents._fields)), known["after"]
+        known = None if self._files is None else self._files.get(BACKWARD)
+        if known is not None and known["of"] == name:
+            return Cotangents(*(known[field] for field in Cotangents._fields)), known["after"]
         return at, after
 
     def _state_before(self, step: int) -> State:
         """The state after so many steps, from the last one before it that is kept."""
         state, begin = self._start, 0
-        for kept in (self._segment, self._checkpoints):
+        for kept in (self._segment, self._kept):
             for position in reversed(kept.positions()):
                 if begin < position <= step and (found := kept.load(position)) is not None:
                     state, begin = found, position
-        keep = {*self._kept(begin, step + 1, replay=True)} - {step}
+        keep = {*self._to_keep(begin, step + 1, replay=True)} - {step}
         self._generators.set(state.generators)
         for i in range(begin, step):
             state, _ = self._step(i, state)
             if i + 1 in keep:
-                where = self._segment if self._schedule == "sqrt" else self._checkpoints
+                where = self._segment if self._schedule == "sqrt" else self._kept
                 where.save(i + 1, state, [])
         return state
 
     def _pull_step(self, at: Cotangents, before: State, after: list[Any]) -> Cotangents:
         """Through step at.step - 1, from the state before it; after: the training's state after it."""
-        i = at.step - 1
-        constant, parts = self.steps.constant(i), self.steps.parts(i)
         own = _fresh(before.leaves)
-        params, memory = self._carry(own)
         self._generators.set(before.generators)
-        with torch.enable_grad():
-            grads, _ = self._gradient(i, params)
-            flat, structure = pytree.flatten(grads)
-            cut = [g.detach().requires_grad_() for g in flat]
-            found = self.steps.rule(i, self.constants).update(
-                params, pytree.unflatten(cut, structure), memory
-            )
-        leaves = self._in_order(found)
-        self._check_replayed(i, leaves, after)
+        leaves, _ = self._after(at.step - 1, own)
+        self._check_replayed(at.step - 1, leaves, after)
         variables = [x for x in own if _is_wanted(x)]
-        pulled = vjp(leaves, at.carry, [*variables, *cut, *self._wanted])
-        of_grads = pulled[len(variables) : len(variables) + len(cut)]
-        targets = [*variables, *self._wanted]
-        sums = [*pulled[: len(variables)], *pulled[len(variables) + len(cut) :]]
-        if not constant and any(u is not None for u in of_grads):
-            if len(parts) == 1:
-                sums = add(sums, vjp(flat, of_grads, targets))
-            else:
-                self._generators.set(before.generators)
-                for part in parts:
-                    with torch.enable_grad():
-                        grads, _ = self._of_part(part, params, False, False)
-                    sums = add(sums, vjp(pytree.leaves(grads), of_grads, targets))
-        self._advance()
-        carry = iter(sums[: len(variables)])
+        pulled = vjp(leaves, at.carry, [*variables, *self._wanted])
+        carry = iter(pulled[: len(variables)])
         return Cotangents(
-            i,
+            at.step - 1,
             [next(carry) if _is_wanted(x) else None for x in own],
-            add(at.constants, sums[len(variables) :]),
+            add(at.constants, pulled[len(variables) :]),
             at.rounding + self._rounding(at.carry, after),
         )
 
@@ -288,24 +233,25 @@ class Replay:
             if isinstance(now, Tensor) and isinstance(then, Tensor) and now.shape == then.shape:
                 gap = f", by up to {float((now.detach() - then).abs().max()):.2g}"
             raise NondeterministicError(
-                f"{self.what}: expected a replay with the parameters of the training, got others after "
-                f"step {i + 1} of {self.steps.count}{gap} ({name}). Two runs of a step differ. Look "
-                "for nondeterministic operations (`torch.use_deterministic_algorithms(True)`), random "
-                "numbers that are not torch's (NumPy, random), data in another order or changed in "
-                "place, and modules that count or keep statistics."
+                "hypergradient: expected a replay with the parameters of the training, got others "
+                f"after step {i + 1} of {self.training.count}{gap} ({name}). Two runs of a step "
+                "differ. Look for nondeterministic operations "
+                "(`torch.use_deterministic_algorithms(True)`), random numbers that are not torch's "
+                "(NumPy, random), data in another order or changed in place, and modules that count "
+                "or keep statistics."
             )
 
     def _drop_from(self, step: int) -> None:
-        for kept in (self._segment, self._checkpoints):
+        for kept in (self._segment, self._kept):
             for position in reversed(kept.positions()):
                 if position < max(step, 1):
                     break
-                if position < self.steps.count:
+                if position < self.training.count:
                     kept.drop(position)
 
     # States
 
-    def _kept(self, begin: int, end: int, replay: bool = False) -> Iterator[int]:
+    def _to_keep(self, begin: int, end: int, replay: bool = False) -> Iterator[int]:
         """The states between two that are kept on the way from one to the other."""
         if self._schedule == ALL or (self._schedule == "sqrt" and replay):
             yield from range(begin + 1, end)
@@ -320,9 +266,6 @@ class Replay:
     def _carry(self, leaves: list[Any]) -> Any:
         return pytree.unflatten(leaves, self._structure)
 
-    def _flat(self, carry: Any) -> list[Any]:
-        return [x.detach() if isinstance(x, Tensor) else x for x in self._in_order(carry)]
-
     def _in_order(self, carry: Any) -> list[Any]:
         leaves, structure = pytree.flatten(carry)
         if structure == self._structure:
@@ -331,38 +274,10 @@ class Replay:
             return pytree.leaves(pytree.map(lambda _, x: x, self._carry(self._leaves), carry))
         except (ValueError, TypeError) as error:
             raise ArgumentValueError(
-                f"{self.what}: expected a rule whose parameters and state keep the structure of params "
-                "and init(params), got one that changes it; make all slots of the state in init."
+                "hypergradient: expected a rule whose parameters and state keep the structure of "
+                "params and init(params), got one that changes it; make all slots of the state in "
+                "init."
             ) from error
-
-
-@contextmanager
-def open_checkpoints(
-    directory: Any, call: dict[str, Any], like: list[Any], replaces: bool = False
-) -> Iterator[Checkpoints]:
-    """Where a replay keeps its states: in memory, or in a directory, which is locked meanwhile."""
-    if directory is None:
-        yield InMemory()
-        return
-    kept = OnDisk(directory, call, like, replaces)
-    with kept.held():
-        yield kept
-
-
-def describe_call(
-    what: str, steps: int, schedule: str, start: Any, constants: Any, **more: Any
-) -> dict[str, Any]:
-    """What tells a call from another one, by names for messages."""
-    tensors = pytree.tensors(start)
-    return {
-        "function": what, "steps": steps, "schedule": schedule, "torch": torch.__version__,
-        "shapes": [list(x.shape) for x in tensors],
-        "dtypes": sorted({str(x.dtype) for x in tensors}),
-        "devices": sorted({str(x.device) for x in tensors}),
-        "initial parameters": digest(pytree.leaves(start)),
-        "arguments": digest(pytree.tensors(constants)),
-        **more,
-    }  # fmt: skip
 
 
 def vjp(outputs: list[Any], cotangents: Sequence[Tensor | None], inputs: list[Tensor]) -> list[Any]:

@@ -34,9 +34,6 @@ EMPTY = (
     "examples to evaluate on."
 )
 OVER_TASKS = ("auto", "vmap", "loop")
-# Multiplications for one task, for each tensor of parameters. Measured on perceptrons, transformers and
-# convolutions: below it vmap takes 0.2 to 0.9 of the loop's time, above it 1.0 to 1.6.
-VMAP_WORK = 6e5
 
 
 class Shard(NamedTuple):
@@ -181,7 +178,7 @@ def _stack_for_vmap(tasks: Any, params: Params, over_tasks: str, vmappable: bool
     """The tasks as one stack, if vmap is to run them."""
     if over_tasks == "loop":
         return None
-    if over_tasks == "auto" and not (vmappable and vmap_pays(params, tasks)):
+    if over_tasks == "auto" and not (vmappable and vmap_pays(params)):
         return None
     stack = stacked(tasks)
     if stack is None and over_tasks == "vmap":
@@ -192,24 +189,12 @@ def _stack_for_vmap(tasks: Any, params: Params, over_tasks: str, vmappable: bool
     return stack
 
 
-def vmap_pays(params: Params, tasks: Any) -> bool:
-    """Whether all tasks at once are likely to be faster than one after the other, by shapes alone.
-
-    vmap saves the fixed overhead of each operation, of which there are about as many as tensors of
-    parameters. On a CPU it costs slower kernels (grouped convolutions, batches of matrix products), in
-    proportion to the work: about as many multiplications as there are parameters times rows that they
-    are applied to. On other devices one launch for all tasks is faster.
-    """
-    if any(p.device.type != "cpu" for p in params.values()):
-        return True
-    first = tasks[0][0] if isinstance(tasks, list) else tasks[0]
-    shapes = [x.shape for x in pytree.leaves(first) if isinstance(x, Tensor)]
-    if not isinstance(tasks, list):
-        shapes = [shape[1:] for shape in shapes]
-    rows = max(
-        (shape.numel() // (shape[1] if len(shape) > 1 else 1) for shape in shapes), default=1
+def vmap_pays(params: Params) -> bool:
+    """Whether all tasks at once are likely to be faster than one after the other: on a CPU unless a
+    parameter has more than two dimensions, as a convolution's weight, or more than 2**18 elements."""
+    return all(
+        p.device.type != "cpu" or (p.dim() < 3 and p.numel() <= 2**18) for p in params.values()
     )
-    return rows * pytree.size(params) <= VMAP_WORK * len(params)
 
 
 def map_tasks(function: TaskFunction, tasks: Any) -> TaskResult:

@@ -1,5 +1,6 @@
 """Operators of higher order by the inputs: coefficients, routes, estimates, biharmonics, directions."""
 
+import itertools
 import logging
 import math
 
@@ -108,27 +109,25 @@ def test_the_routes_agree(name):
     assert_close(*results, rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize(
-    "how", ["exact", "estimate", "coefficients", "transform", "one point", "no graph"]
-)
+GRADIENTS = {
+    "exact": lambda net, x: hog.laplacian(net, x, return_gradient=True)[2],
+    "estimate": lambda net, x: hog.laplacian(net, x, return_gradient=True, num_projections=2)[2],
+    "coefficients": lambda net, x: hog.laplacian(net, x, return_gradient=True, coefficients=x.cos())[2],
+    "no graph": lambda net, x: hog.laplacian(net, x, return_gradient=True, create_graph=False)[2],
+    "transform": lambda net, x: torch.func.vmap(lambda p: hog.laplacian(net, p[None], return_gradient=True)[2][0])(x),
+    "one point": lambda net, x: torch.stack(
+        [hog.laplacian(lambda p: net(p.flatten())[0], p[:, None], return_gradient=True)[2] for p in x]
+    ).mT,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", GRADIENTS)
 def test_the_gradient_comes_with_it(how):
     net, x = smooth(), points(5, 3)
     expected = torch.func.vmap(torch.func.jacrev(net))(x).detach()
-    options = {
-        "estimate": {"num_projections": 2}, "coefficients": {"coefficients": x.cos()},
-        "no graph": {"create_graph": False},
-    }.get(how, {})  # fmt: skip
-    if how == "transform":
-        lap = lambda p: hog.laplacian(net, p[None], return_gradient=True)[2][0]  # noqa: E731
-        found = torch.func.vmap(lap)(x)
-    elif how == "one point":
-        expected = expected[0, 0].reshape(3, 1)
-        func = lambda x: net(x.reshape(3))[0]  # noqa: E731
-        found = hog.laplacian(func, x[0].reshape(3, 1), return_gradient=True)[2]
-    else:
-        found = hog.laplacian(net, x, return_gradient=True, **options)[2]
-        assert found.requires_grad == (how != "no graph")
-    assert_close(found.detach(), expected)
+    found = GRADIENTS[how](net, x)
+    assert found.requires_grad == (how != "no graph")
+    assert_close(found.detach(), expected[:, : found.shape[1]])
 
 
 def test_many_directions_without_a_graph_go_by_parts(monkeypatch):
@@ -144,72 +143,64 @@ def test_many_directions_without_a_graph_go_by_parts(monkeypatch):
     assert_close(found, tuple(part.detach() for part in expected))
 
 
-def tanh_net(inputs, width):
-    layers = [nn.Linear(inputs, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh()]
-    return nn.Sequential(*layers, nn.Linear(width, 1))
+ROUTES = {
+    "two coordinates": ((64, 2), {}, "nested"),
+    "one estimate": ((64, 3), {"num_projections": 1}, "nested"),
+    "three coordinates": ((64, 3), {}, "collapsed"),
+    "many points": ((513, 2), {}, "collapsed"),
+    "as asked": ((64, 2), {"mode": "collapsed"}, "collapsed"),
+}
 
 
-def test_the_route_is_chosen_by_what_it_costs():
-    """A few directions of small tensors are nested; the function is counted once for a shape."""
-    small, runs = tanh_net(2, 16), []
-    func = lambda x: runs.append(1) or small(x)  # noqa: E731
-    x = torch.rand(64, 2)
-    for expected in (2, 1):
-        runs.clear()
-        assert hog.laplacian(func, x, return_route=True)[2].name == "nested"
-        assert len(runs) == expected
-    route = hog.laplacian(small, x, return_gradient=True, return_route=True)[3]
-    assert route.multiplications == 64 * (2 * 16 + 16 * 16 + 16)
-    assert route.elements == 64 * (4 * 16 + 1) + 2 * 16 + 16 * 16 + 16  # weights are transposed
-    assert (route.directions, route.operations) == (2, 3 * 2 + 2)
-    for net, points in ((tanh_net(2, 64), (4096, 2)), (tanh_net(48, 16), (64, 48))):
-        assert hog.laplacian(net, torch.rand(points), return_route=True)[2].name == "collapsed"
-    # one point, whose number of directions is known from the value only
-    assert hog.laplacian(torch.sum, torch.rand(9), return_route=True)[2].directions == 9
-    estimate = hog.laplacian(
-        tanh_net(48, 16), torch.rand(64, 48), num_projections=1, return_route=True
-    )
-    assert estimate[2].directions == 1
-
-
-def test_counting_draws_no_random_numbers():
-    net, x = (
-        nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 1)),
-        torch.rand(4, 2),
+@pytest.mark.parametrize("name", ROUTES)
+def test_nested_derivatives_are_for_few_directions_of_few_points(name, monkeypatch):
+    """Either way random numbers are drawn once."""
+    shape, options, route = ROUTES[name]
+    net = nn.Sequential(nn.Linear(shape[1], 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 1))
+    x, taken, by_reverse = torch.rand(shape), [], laplacians.by_reverse
+    monkeypatch.setattr(
+        laplacians, "by_reverse", lambda *given: taken.append("nested") or by_reverse(*given)
     )
     results = []
-    for mode in ("auto", "nested"):
+    for mode in ({}, {"mode": "nested"}):
         torch.manual_seed(0)
-        results.append(hog.laplacian(net, x, mode=mode))
-    assert_close(*results, rtol=0, atol=0)
+        results.append(hog.laplacian(net, x, **{**options, **mode}))
+    assert len(taken) == 1 + (route == "nested")
+    assert_close(*results, rtol=1e-4, atol=1e-5)
 
 
-def test_the_route_is_told(caplog):
+def test_one_point_that_looks_like_many_and_zeros_are_collapsed():
+    """Which the value tells, after one run."""
+    runs = []
+
+    def of_one(x):
+        runs.append(1)
+        return (x.square() * torch.dropout(torch.ones_like(x), 0.5, True)).sum()
+
+    x = points(9, 2)
+    torch.manual_seed(0)
+    lap = hog.laplacian(of_one, x)[1]
+    assert len(runs) > 1
+    torch.manual_seed(0)
+    assert_close(lap, hog.laplacian(of_one, x, mode="nested")[1])
+    with pytest.warns(UserWarning, match="piecewise linear"):
+        hog.laplacian(lambda x: x.relu().sum(1), points(4, 2))
+
+
+def test_an_operation_without_a_rule_is_nested_and_told(caplog):
     logger = logging.getLogger("hoglib")
     logger.addHandler(caplog.handler)
     unruly = lambda x: (x**2 + torch.normal(0 * x, 0 * x)).sum(1)  # noqa: E731
+    x = points(4, 9)
     with caplog.at_level("DEBUG", logger="hoglib"):
-        route = hog.laplacian(unruly, points(4, 9), return_route=True)[2]
+        assert_close(hog.laplacian(unruly, x)[1], torch.full_like(x[:, 0], 18))
     logger.removeHandler(caplog.handler)
-    first, second = caplog.messages
-    assert first.startswith(
+    assert caplog.messages[0].startswith(
         "laplacian: nested derivatives, for want of a rule for torch.ops.aten.normal"
     )
-    assert second == f"laplacian: {route}" == "laplacian: nested: an operation has no Taylor rule"
     x = points(4, 2)
-    squares = lambda x: x.square().sum(1)  # noqa: E731
-    assert hog.laplacian(squares, x, mode="collapsed", return_route=True)[2].name == "collapsed"
-    assert hog.bilaplacian(squares, x, return_route=True)[2].name == "collapsed"
-    assert hog.bilaplacian(unruly, x, return_route=True)[2].name == "nested"
-    names = []
-
-    def of_point(x):
-        _, lap, route = hog.laplacian(squares, x[None], return_route=True)
-        names.append(route.name)
-        return lap
-
-    torch.func.vmap(of_point)(x)
-    assert names == ["forward-over-reverse"]
+    sines = lambda x: Sine.apply(x).sum(1)  # noqa: E731
+    assert_close(hog.laplacian(sines, x, compile="eager"), (x.sin().sum(1), -x.sin().sum(1)))
 
 
 COMPILED = {
@@ -218,6 +209,7 @@ COMPILED = {
     "with a function": lambda net, x, **k: hog.laplacian(net, x, coefficients=torch.cos, **k),
     "estimate": lambda net, x, **k: hog.laplacian(net, x, num_projections=2, **k),
     "biharmonic": hog.bilaplacian,
+    "few directions": lambda net, x, **k: hog.laplacian(net, x, num_projections=1, **k),
     "its estimate": lambda net, x, **k: hog.bilaplacian(net, x, num_projections=2, **k),
     "directional": lambda net, x, **k: hog.directional(net, x, x.cos(), 3, **k),
     "partial": lambda net, x, **k: hog.partial_derivative(net, x, index=(0, 0, 1), **k),
@@ -250,17 +242,7 @@ def test_compiled(name):
 @pytest.mark.full
 def test_compiled_by_inductor():
     net, x = smooth().float(), points(5, 3).float()
-    found = hog.laplacian(net, x, compile=True, return_route=True)
-    assert_close(found[:2], hog.laplacian(net, x), rtol=1e-4, atol=1e-5)
-    assert str(found[2]) == "collapsed: captured as a graph"
-
-
-def test_an_operation_without_a_rule_is_nested_in_a_graph():
-    x = points(4, 2)
-    unruly = lambda x: Sine.apply(x).sum(1)  # noqa: E731
-    *found, route = hog.laplacian(unruly, x, compile="eager", return_route=True)
-    assert route.name == "nested"
-    assert_close(tuple(found), (x.sin().sum(1), -x.sin().sum(1)))
+    assert_close(hog.laplacian(net, x, compile=True), hog.laplacian(net, x), rtol=1e-4, atol=1e-5)
 
 
 def test_an_outer_derivative_of_a_laplacian():
@@ -376,12 +358,6 @@ class Cosine(torch.autograd.Function):
         return -Sine.apply(ctx.saved_tensors[0]) * g
 
 
-def test_the_biharmonic_by_laplacians_of_laplacians():
-    net, x = smooth(outputs=1), points(4, 3)
-    inner = lambda x: hog.laplacian(net, x, mode="collapsed")[1]  # noqa: E731
-    assert_close(hog.laplacian(inner, x, mode="collapsed")[1], hog.bilaplacian(net, x)[1])
-
-
 def test_the_estimates_have_the_promised_mean_and_variance():
     # f = x^T H x / 2 with the operator a, and a quartic T
     H = torch.tensor([[1.0, 0.7], [0.7, -2.0]], dtype=torch.float64)
@@ -400,14 +376,7 @@ def test_the_estimates_have_the_promised_mean_and_variance():
     quartic = lambda x: x[:, 0] ** 4 + 2 * x.square().prod(1)  # noqa: E731
     T = torch.zeros(2, 2, 2, 2, dtype=torch.float64)
     T[0, 0, 0, 0] = 24
-    for places in {
-        (0, 0, 1, 1),
-        (0, 1, 0, 1),
-        (0, 1, 1, 0),
-        (1, 0, 0, 1),
-        (1, 0, 1, 0),
-        (1, 1, 0, 0),
-    }:
+    for places in itertools.permutations((0, 0, 1, 1)):
         T[places] = 8
     M = torch.einsum("ijkk->ij", T)
     variance = (8 * T.square().sum() + 24 * M.square().sum()) / (3 * k)
@@ -434,8 +403,7 @@ def test_directions(order, mode):
 
 
 def test_a_direction_at_each_point_and_the_gradient_of_its_derivative():
-    net, x = smooth(), points(4, 3)
-    v = points(4, 3)
+    net, x, v = smooth(), points(4, 3), points(4, 3)
     results = []
     for mode in ("taylor", "nested"):
         d = hog.directional(net, x, v, 3, mode=mode)[1]
@@ -448,28 +416,20 @@ def test_a_direction_at_each_point_and_the_gradient_of_its_derivative():
 @pytest.mark.parametrize("mode", ["collapsed", "nested"])
 @pytest.mark.parametrize("index", [(0,), (1, 1), (0, 0, 1), (2, 0, 1), (0, 2, 2, 2), (-1,)])
 def test_partial_derivatives(index, mode):
-    x = points(5, 3)
-    func = lambda x: (x[:, 0] * x[:, 1]).sin() * x[:, 2] ** 3 + x[:, 0] ** 4  # noqa: E731
+    x, w = points(5, 3), points(3).requires_grad_()
+    func = lambda x: (w[0] * x[:, 0] * x[:, 1]).sin() * x[:, 2] ** 3 + w[1] * x[:, 0] ** 4  # noqa: E731
     value, d = hog.partial_derivative(func, x, index=index, mode=mode)
-    expected, own = None, x.clone().requires_grad_()
+    own = x.clone().requires_grad_()
     expected = func(own)
     for i in index:
         (g,) = torch.autograd.grad(expected.sum(), own, create_graph=True)
         expected = g[:, i]
     assert_close(value, func(x))
-    assert_close(d, expected.detach())
-
-
-def test_a_partial_derivative_of_one_point_and_of_a_network():
-    net, x = smooth(), points(4, 3)
-    found = [
-        hog.partial_derivative(net, x, index=(0, 1, 1), mode=m)[1] for m in ("collapsed", "nested")
-    ]
-    assert_close(*found)
-    gradients = [torch.autograd.grad(d.square().sum(), net[0].weight)[0] for d in found]
-    assert_close(*gradients)
-    flat = lambda p: net(p[None])[0, 0]  # noqa: E731
-    assert_close(hog.partial_derivative(flat, x[0], index=(0, 1, 1))[1], found[0][0, 0])
+    assert_close(d, expected)
+    of_w = [torch.autograd.grad(y.sum(), w, retain_graph=True)[0] for y in (d, expected)]
+    assert_close(*of_w)
+    of_point = hog.partial_derivative(lambda p: func(p[None])[0], x[0], index=index, mode=mode)
+    assert_close(of_point[1], d[0])
 
 
 X = torch.randn(4, 3)

@@ -3,20 +3,10 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hoglib as hog
-
-
-class Masked(nn.Module):
-    """Dropout whose mask is fixed."""
-
-    def __init__(self, features: int) -> None:
-        super().__init__()
-        self.register_buffer("mask", (torch.arange(features) % 3 > 0) * 1.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.mask
 
 
 class Attends(nn.Module):
@@ -32,6 +22,17 @@ class Attends(nn.Module):
         return self.layer(x.reshape(len(x), -1, 4)).mean(1)
 
 
+class Scaled(nn.Module):
+    """A loss with a parameter: its size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_size = nn.Parameter(torch.tensor(0.4, dtype=torch.float64))
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return self.log_size.exp() * F.mse_loss(outputs, targets)
+
+
 def image_net(*middle: nn.Module) -> nn.Sequential:
     """[N, 1, 4, 4] to [N, 2], smooth, so that differences tell."""
     return nn.Sequential(
@@ -43,14 +44,7 @@ NETWORKS: dict[str, Any] = {
     "none": image_net,
     "BatchNorm": lambda: image_net(nn.BatchNorm2d(3)),
     "LayerNorm": lambda: image_net(nn.LayerNorm([3, 4, 4])),
-    "InstanceNorm": lambda: image_net(nn.InstanceNorm2d(3, affine=True)),
     "GroupNorm": lambda: image_net(nn.GroupNorm(3, 3)),
-    "max-pool": lambda: nn.Sequential(
-        nn.Conv2d(1, 3, 3, padding=1), nn.MaxPool2d(2), nn.Tanh(), nn.Flatten(), nn.Linear(12, 2)
-    ),
-    "fixed dropout": lambda: nn.Sequential(
-        nn.Flatten(), nn.Linear(16, 6), Masked(6), nn.SiLU(), nn.Linear(6, 2)
-    ),
     "attention": lambda: nn.Sequential(Attends(), nn.Linear(4, 2)),
     "hoglib ops": lambda: nn.Sequential(
         nn.Flatten(), hog.nn.LinearAct(16, 5, act="swish"), hog.nn.Linear(5, 2)

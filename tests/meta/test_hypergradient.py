@@ -8,7 +8,14 @@ import hoglib as hog
 from tests.oracles import relative
 
 F64 = torch.float64
-MEMORY = ["store", "remat", "checkpoint"]
+WAYS = {
+    "store": {},
+    "remat": {"memory": "remat"},
+    "checkpoint": {"memory": "checkpoint"},
+    "checkpoint, log": {"memory": "checkpoint", "schedule": "log"},
+    "disk": {"memory": "disk"},
+    "disk, log": {"memory": "disk", "schedule": "log"},
+}
 STEPS, RATE = 6, 0.15
 
 
@@ -78,11 +85,16 @@ def closed_form(steps=STEPS, truncate=None, batches=None):
 BATCHES = [slice(0, 4), slice(2, 8), slice(5, 6), slice(0, 8), slice(3, 7), slice(1, 3)]
 
 
-@pytest.mark.parametrize("memory", MEMORY)
+def kept(way, path):
+    """The options of a way to memory."""
+    return {**WAYS[way], **({"directory": path} if "disk" in way else {})}
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("batches", [None, BATCHES], ids=["one batch", "batches"])
 @pytest.mark.parametrize("truncate", [None, 0, 1, 4, STEPS, 99])
-def test_unrolled(truncate, batches, memory):
-    found = hypergradient(memory=memory, truncate=truncate, batches=batches)
+def test_unrolled(truncate, batches, way, tmp_path):
+    found = hypergradient(truncate=truncate, batches=batches, **kept(way, tmp_path))
     w, expected = closed_form(truncate=truncate, batches=batches)
     assert_close(found.params["w"], w, rtol=1e-12, atol=0)
     assert_close(found.value, outer({"w": w}, HYPER), rtol=1e-12, atol=0)
@@ -91,8 +103,8 @@ def test_unrolled(truncate, batches, memory):
         assert_close(found.gradient[name], expected[name], rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("memory", MEMORY)
-def test_rules_with_state_and_learned_options(memory):
+@pytest.mark.parametrize("way", WAYS)
+def test_rules_with_state_and_learned_options(way, tmp_path):
     """Adam, and its betas, against differences of the validation loss."""
     hyper = {**HYPER, "beta": torch.tensor(0.8, dtype=F64)}
 
@@ -100,7 +112,7 @@ def test_rules_with_state_and_learned_options(memory):
         rule = lambda h: hog.meta.adam(h["rate"], betas=(h["beta"], 0.95), eps=0.1)  # noqa: E731
         return hypergradient(hyper, rule=rule, **options)
 
-    ours = found(hyper, memory=memory).gradient
+    ours = found(hyper, **kept(way, tmp_path)).gradient
     assert relative(ours, found(hyper).gradient) < 1e-12
     for name, at in hyper.items():
         direction = torch.ones_like(at)

@@ -5,6 +5,7 @@ import functools
 import pickle
 import warnings
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -13,79 +14,11 @@ from torch import nn
 from torch.func import functional_call
 
 import hoglib as hog
-from tests.meta.networks import as_list, image_tasks, meta_gradient, network
-from tests.oracles import gradient_by_differences, random_like, relative
+from tests.meta.networks import Scaled, as_list, image_tasks, meta_gradient, network
+from tests.oracles import random_like, relative
 
 MEMORY = ["store", "remat", "checkpoint"]
 MAPPED = pytest.mark.parametrize("over_tasks", ["loop", "vmap"])
-
-
-def by_hand(learner, tasks, inner, steps, query=None):
-    """The meta-gradient of all that is learned, by torch's own backward: inner(learned, params, batch, i)
-    gives the parameters after step i, query the loss of a task."""
-    learned = {n: p.detach().clone().requires_grad_() for n, p in learner.named_parameters()}
-    of_model = {n.removeprefix("model."): p for n, p in learned.items() if n.startswith("model.")}
-    total = 0.0
-    for support, (x, y) in as_list(tasks):
-        params = dict(of_model)
-        for i in range(steps):
-            params = inner(learned, params, support, i)
-        loss = F.mse_loss(functional_call(learner.model, params, (x,)), y)
-        total = total + loss / len(tasks[0][0])
-    grads = torch.autograd.grad(total, list(learned.values()), allow_unused=True)
-    return {
-        n: torch.zeros_like(p) if g is None else g
-        for (n, p), g in zip(learned.items(), grads, strict=True)
-    }
-
-
-def inner_gradients(learner, params, support, loss=F.mse_loss):
-    x, y = support
-    value = loss(functional_call(learner.model, params, (x,)), y)
-    grads = torch.autograd.grad(value, list(params.values()), create_graph=True)
-    return dict(zip(params, grads, strict=True))
-
-
-RATES = {
-    "model": lambda name: "rates.values.model",
-    "layer": lambda name: f"rates.values.{name.rpartition('.')[0]}",
-    "parameter": lambda name: f"rates.values.{name.replace('.', '/')}",
-    "element": lambda name: f"rates.values.{name.replace('.', '/')}",
-}
-
-
-@MAPPED
-@pytest.mark.parametrize("memory", MEMORY)
-@pytest.mark.parametrize("per_step", [False, True], ids=["one rate", "a rate a step"])
-@pytest.mark.parametrize("of", RATES)
-def test_learned_rates(of, per_step, memory, over_tasks):
-    tasks = image_tasks()
-    maml = hog.MAML(
-        network("LayerNorm"), F.mse_loss, inner_lr=0.05, inner_steps=3, learn_lr=of,
-        lr_per_step=per_step, memory=memory, over_tasks=over_tasks,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    for rate in maml.rates.parameters():
-        with torch.no_grad():
-            rate.mul_(1 + 0.2 * torch.rand_like(rate))
-
-    def inner(learned, params, support, i):
-        g = inner_gradients(maml, params, support)
-        rates = {n: learned[RATES[of](n)] for n in params}
-        return {n: p - (rates[n][i] if per_step else rates[n]) * g[n] for n, p in params.items()}
-
-    expected = by_hand(maml, tasks, inner, 3)
-    assert relative(meta_gradient(maml, tasks), expected) < 1e-12
-    assert all(g.abs().sum() > 0 for n, g in expected.items() if n.startswith("rates"))
-
-
-def test_sizes_of_learned_rates():
-    model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2))
-    sizes = {}
-    for of in RATES:
-        maml = hog.MAML(model, F.mse_loss, inner_steps=4, learn_lr=of, lr_per_step=True)
-        sizes[of] = sum(p.numel() for p in maml.rates.parameters()) // 4
-    assert sizes == {"model": 1, "layer": 2, "parameter": 4, "element": 17}
 
 
 class Learned(nn.Module):
@@ -97,26 +30,6 @@ class Learned(nn.Module):
 
     def forward(self, outputs, targets):
         return self.net(outputs - targets).square().mean()
-
-
-@MAPPED
-@pytest.mark.parametrize("memory", MEMORY)
-def test_learned_inner_loss(memory, over_tasks):
-    torch.manual_seed(0)
-    tasks, loss = image_tasks(), Learned()
-    maml = hog.MAML(
-        network("none"), F.mse_loss, inner_lr=0.05, inner_steps=2, inner_loss=loss, memory=memory,
-        over_tasks=over_tasks,
-    )  # fmt: skip
-
-    def inner(learned, params, support, i):
-        own = {n.removeprefix("inner_loss."): p for n, p in learned.items() if "inner_loss." in n}
-        g = inner_gradients(maml, params, support, lambda *a: functional_call(loss, own, a))
-        return {n: p - 0.05 * g[n] for n, p in params.items()}
-
-    expected = by_hand(maml, tasks, inner, 2)
-    assert relative(meta_gradient(maml, tasks), expected) < 1e-12
-    assert all(g.abs().sum() > 0 for n, g in expected.items() if n != "inner_loss.net.2.bias")
 
 
 class LearnedRule(nn.Module):
@@ -136,37 +49,149 @@ class LearnedRule(nn.Module):
         return new, state
 
 
+class RuleOfRate(nn.Module):
+    """A rule with a parameter, as a function of the learning rate."""
+
+    def __init__(self):
+        super().__init__()
+        self.mu = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
+
+    def forward(self, lr):
+        return hog.meta.sgd(lr, momentum=self.mu)
+
+
+class Step(NamedTuple):
+    """What a step by hand is given; state: of the step before, {} in the first."""
+
+    model: nn.Module
+    learned: dict
+    params: dict
+    state: dict
+    support: tuple
+    i: int
+
+    def gradients(self, loss=F.mse_loss, names=None):
+        """By plain autograd, of the parameters of these names."""
+        x, y = self.support
+        names = list(self.params) if names is None else names
+        value = loss(functional_call(self.model, self.params, (x,)), y)
+        own = [self.params[n] for n in names]
+        return dict(zip(names, torch.autograd.grad(value, own, create_graph=True), strict=True))
+
+
+def descend(at, g, rate=0.05):
+    return {n: p - rate * g[n] if n in g else p for n, p in at.params.items()}, {}
+
+
+def of_rates(of, per_step, constant=False):
+    def step(at):
+        rates = {n: at.learned[RATES[of](n)] for n in at.params}
+        rates = {n: rate[at.i] if per_step else rate for n, rate in rates.items()}
+        g = {n: x.detach() if constant else x for n, x in at.gradients().items()}
+        return {n: p - rates[n] * g[n] for n, p in at.params.items()}, {}
+
+    return step
+
+
+def of_first_order(at):
+    return descend(at, {n: g.detach() for n, g in at.gradients().items()})
+
+
+def of_learned_loss(at):
+    own = {n.removeprefix("inner_loss."): p for n, p in at.learned.items() if "inner_loss." in n}
+    return descend(at, at.gradients(lambda *given: functional_call(LOSS, own, given)))
+
+
+def of_learned_rule(at):
+    g = at.gradients()
+    state = {n: 0.5 * at.state[n] + g[n] if at.state else g[n] for n in g}
+    size, decay = at.learned["rule.size"], at.learned["rule.decay"]
+    return {n: p * (1 - decay) - size * state[n] for n, p in at.params.items()}, state
+
+
+def of_learned_momentum(at):
+    g = at.gradients()
+    state = {n: at.learned["rule.mu"] * at.state[n] + g[n] if at.state else g[n] for n in g}
+    return descend(at, state)[0], state
+
+
+def of_the_head(at):
+    return descend(at, at.gradients(names=["4.weight", "4.bias"]))
+
+
+def truncated(rule):
+    def step(at):  # the steps before the last two are taken at face value
+        g = {n: x.detach() if at.i < 1 else x for n, x in at.gradients().items()}
+        return rule.update(at.params, g, at.state or rule.init(at.params))
+
+    return step
+
+
+RATES = {
+    "model": lambda name: "rates.values.model",
+    "layer": lambda name: f"rates.values.{name.rpartition('.')[0]}",
+    "parameter": lambda name: f"rates.values.{name.replace('.', '/')}",
+    "element": lambda name: f"rates.values.{name.replace('.', '/')}",
+}
+LOSS, WEIGHTS = Learned(), [0.5, 0.0, 0.5]
+BY_HAND = {
+    **{f"a rate for each {of}": ({"learn_lr": of}, of_rates(of, False)) for of in RATES},
+    **{
+        f"a rate for each {of} and step": ({"learn_lr": of, "lr_per_step": True}, of_rates(of, True))
+        for of in RATES
+    },
+    "rates, first order": ({"learn_lr": "parameter", "first_order": True}, of_rates("parameter", False, True)),
+    "first order": ({"first_order": True}, of_first_order),
+    "an inner loss": ({"inner_loss": LOSS}, of_learned_loss),
+    "a rule": ({"rule": LearnedRule()}, of_learned_rule),
+    "a rule of the rate": ({"rule": RuleOfRate()}, of_learned_momentum),
+    "the head adapts": ({"inner_params": ["4"]}, of_the_head),
+    "losses after steps": ({"step_weights": WEIGHTS}, lambda at: descend(at, at.gradients())),
+    "truncated": ({"truncate": 2}, truncated(hog.meta.sgd(0.05))),
+    "truncated, adam": (
+        {"truncate": 2, "rule": "adam", "rule_options": {"eps": 0.1}}, truncated(hog.meta.adam(0.05, eps=0.1)),
+    ),
+}  # fmt: skip
+
+
 @MAPPED
 @pytest.mark.parametrize("memory", MEMORY)
-def test_learned_rule(memory, over_tasks):
-    tasks = image_tasks()
+@pytest.mark.parametrize("case", BY_HAND)
+def test_what_is_learned_by_hand(case, memory, over_tasks):
+    """The meta-gradient of everything, by torch's own backward through steps that are written here."""
+    options, step = BY_HAND[case]
+    tasks, model = image_tasks(), network("LayerNorm")
     maml = hog.MAML(
-        network("none"), F.mse_loss, inner_steps=3, rule=LearnedRule(), memory=memory,
-        over_tasks=over_tasks,
+        model, F.mse_loss, inner_lr=0.05, inner_steps=3, memory=memory, over_tasks=over_tasks, **options
     )  # fmt: skip
+    torch.manual_seed(0)
+    for rate in [] if maml.rates is None else maml.rates.parameters():
+        with torch.no_grad():
+            rate.mul_(1 + 0.2 * torch.rand_like(rate))
+    learned = {n: p.detach().clone().requires_grad_() for n, p in maml.named_parameters()}
+    value = 0.0
+    for support, (x, y) in as_list(tasks):
+        params = {n.removeprefix("model."): p for n, p in learned.items() if n.startswith("model.")}
+        state = {}
+        for i, weight in enumerate(options.get("step_weights", [0, 0, 1])):
+            params, state = step(Step(model, learned, params, state, support, i))
+            value = value + weight * F.mse_loss(functional_call(model, params, (x,)), y) / 2
+    grads = torch.autograd.grad(value, list(learned.values()), materialize_grads=True)
+    expected = dict(zip(learned, grads, strict=True))
+    assert abs(maml.loss(tasks).detach() - value) < 1e-12
     ours = meta_gradient(maml, tasks)
+    assert relative([ours[n] for n in expected], list(expected.values())) < 1e-12
+    flat = "inner_loss.net.2.bias"  # of a loss of differences alone
+    assert all(g.abs().sum() > 0 for n, g in expected.items() if "model" not in n and n != flat)
 
-    def meta_loss(learned):
-        rule = LearnedRule()
-        losses = []
-        for (sx, sy), (qx, qy) in as_list(tasks):
-            params = {n.removeprefix("model."): p for n, p in learned.items() if "model." in n}
-            state = rule.init(params)
-            for _ in range(3):
-                g = torch.func.grad(
-                    lambda p, sx=sx, sy=sy: F.mse_loss(functional_call(maml.model, p, (sx,)), sy)
-                )(params)
-                state = {n: 0.5 * state[n] + g[n] for n in params}
-                params = {
-                    n: p * (1 - learned["rule.decay"]) - learned["rule.size"] * state[n]
-                    for n, p in params.items()
-                }
-            losses.append(F.mse_loss(functional_call(maml.model, params, (qx,)), qy))
-        return torch.stack(losses).mean()
 
-    learned = {n: p.detach() for n, p in maml.named_parameters()}
-    assert relative(ours, torch.func.grad(meta_loss)(learned)) < 1e-12
-    assert set(ours) == set(learned)
+def test_sizes_of_learned_rates():
+    model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2))
+    sizes = {}
+    for of in RATES:
+        maml = hog.MAML(model, F.mse_loss, inner_steps=4, learn_lr=of, lr_per_step=True)
+        sizes[of] = sum(p.numel() for p in maml.rates.parameters()) // 4
+    assert sizes == {"model": 1, "layer": 2, "parameter": 4, "element": 17}
 
 
 @pytest.mark.parametrize(
@@ -192,59 +217,12 @@ HEADS = {
 }
 
 
-@MAPPED
-@pytest.mark.parametrize("memory", MEMORY)
 @pytest.mark.parametrize("head", HEADS)
-def test_a_part_adapts_and_everything_learns(head, memory, over_tasks):
-    """ANIL."""
-    tasks = image_tasks()
-    maml = hog.MAML(
-        network("BatchNorm"), F.mse_loss, inner_lr=0.1, inner_steps=3, inner_params=HEADS[head],
-        memory=memory, over_tasks=over_tasks,
-    )  # fmt: skip
-    before = {n: p.clone() for n, p in maml.model.named_parameters()}
-    adapted = maml.adapt(as_list(tasks)[0][0])
+def test_the_parts_that_adapt(head):
+    maml = hog.MAML(network("BatchNorm"), F.mse_loss, inner_params=HEADS[head])
+    before = dict(maml.model.named_parameters())
+    adapted = maml.adapt(as_list(image_tasks())[0][0])
     assert [n for n in before if not torch.equal(adapted[n], before[n])] == ["4.weight", "4.bias"]
-
-    def inner(learned, params, support, i):
-        head = {n: p for n, p in params.items() if n.startswith("4")}
-        x, y = support
-        value = F.mse_loss(functional_call(plain, params, (x,)), y)
-        grads = torch.autograd.grad(value, list(head.values()), create_graph=True)
-        return {**params, **{n: head[n] - 0.1 * g for n, g in zip(head, grads, strict=True)}}
-
-    plain = without_statistics(maml.model)
-    expected = by_hand(
-        type("", (), {"model": plain, "named_parameters": maml.named_parameters})(), tasks, inner, 3
-    )
-    assert relative(meta_gradient(maml, tasks), expected) < 1e-12
-
-
-def without_statistics(model):
-    twin = copy.deepcopy(model)
-    for layer in twin.modules():
-        if isinstance(layer, nn.BatchNorm2d):
-            layer.track_running_stats = False
-            layer.running_mean = layer.running_var = layer.num_batches_tracked = None
-    return twin
-
-
-@MAPPED
-@pytest.mark.parametrize("memory", MEMORY)
-def test_multi_step_loss(memory, over_tasks):
-    tasks, weights = image_tasks(), [0.5, 0.0, 0.2, 0.3]
-    options = {"inner_lr": 0.05, "memory": memory, "over_tasks": over_tasks}
-    maml = hog.MAML(
-        network("LayerNorm"), F.mse_loss, inner_steps=4, step_weights=weights, **options
-    )
-    value, ours = maml.loss(tasks).item(), meta_gradient(maml, tasks)
-    expected, total = {n: torch.zeros_like(g) for n, g in ours.items()}, 0.0
-    for i, weight in enumerate(weights):
-        part = hog.MAML(network("LayerNorm"), F.mse_loss, inner_steps=i + 1, **options)
-        total += weight * part.loss(tasks).item()
-        expected = {n: expected[n] + weight * g for n, g in meta_gradient(part, tasks).items()}
-    assert relative(ours, expected) < 1e-12
-    assert abs(value - total) < 1e-12
 
 
 def test_annealed_weights():
@@ -253,34 +231,6 @@ def test_annealed_weights():
     assert hog.meta.multi_step_weights(4, 10, 10) == [0, 0, 0, 1]
     halfway = hog.meta.multi_step_weights(4, 5, 10)
     assert halfway == [0.125] * 3 + [0.625]
-
-
-@MAPPED
-@pytest.mark.parametrize("memory", MEMORY)
-@pytest.mark.parametrize("rule", ["sgd", "adam"])
-def test_truncation(rule, memory, over_tasks):
-    """The steps before the last two are taken at face value."""
-    tasks, options = image_tasks(), {"inner_lr": 0.02, "rule": rule, "over_tasks": over_tasks}
-    if rule == "adam":
-        options["rule_options"] = {"eps": 0.1}
-    maml = hog.MAML(
-        network("LayerNorm"), F.mse_loss, inner_steps=5, truncate=2, memory=memory, **options
-    )
-    ours = meta_gradient(maml, tasks)
-    made = hog.meta.sgd(0.02) if rule == "sgd" else hog.meta.adam(0.02, eps=0.1)
-    expected = {n: torch.zeros_like(g) for n, g in ours.items()}
-    for support, query in as_list(tasks):
-        params = hog.trainable_params(maml.model)
-        state = made.init(params)
-        for i in range(5):
-            g = inner_gradients(maml, params, support)
-            if i < 3:
-                g = {n: x.detach() for n, x in g.items()}
-            params, state = made.update(params, g, state)
-        grads = torch.autograd.grad(maml.objective(params, query), list(maml.model.parameters()))
-        for n, g in zip(expected, grads, strict=True):
-            expected[n] += g / len(tasks[0][0])
-    assert relative(ours, expected) < 1e-12
 
 
 @pytest.mark.parametrize("steps", [1, 3])
@@ -295,22 +245,27 @@ def test_truncation_at_its_ends_is_first_order_and_the_whole(steps):
 # Batches of any kind
 
 
-class TwoInputs(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(2, 2)
-
+class TwoInputs(nn.Linear):
     def forward(self, a, b):
-        return self.layer(a) * b
+        return super().forward(a) * b
 
 
-class OfDict(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(2, 2)
-
+class OfDict(nn.Linear):
     def forward(self, batch):
-        return {"out": self.layer(batch["x"]) * batch["scale"]}
+        return {"out": super().forward(batch["x"]) * batch["scale"]}
+
+
+class OfPairs(nn.Linear):
+    def forward(self, batch):
+        return super().forward(batch.x)
+
+
+@dataclass
+class Pair:
+    """A batch that only the model knows the inside of."""
+
+    x: torch.Tensor
+    y: torch.Tensor
 
 
 def rand(*shape):
@@ -318,18 +273,18 @@ def rand(*shape):
     return torch.randn(*shape, dtype=torch.float64, generator=generator)
 
 
+# the model, its criterion and forward, and a batch of x, y and a number
 KINDS = {
-    "several inputs": (TwoInputs, F.mse_loss, None, lambda k: (rand(3, k, 2), rand(3, k, 2), rand(3, k, 2))),
+    "several inputs": (TwoInputs, F.mse_loss, None, lambda x, y, n: (x, n, y)),
     "a dict": (
-        OfDict, lambda out, batch: F.mse_loss(out["out"], batch["y"]), None,
-        lambda k: {"x": rand(3, k, 2), "y": rand(3, k, 2), "scale": rand(3)},
+        OfDict, lambda out, batch: F.mse_loss(out["out"], batch["y"]), None, lambda x, y, n: {"x": x, "y": y, "scale": n},
     ),
-    "a tensor": (lambda: nn.Linear(2, 2), lambda out, x: F.mse_loss(out, x), None, lambda k: rand(3, k, 2)),
+    "a tensor": (nn.Linear, lambda out, x: F.mse_loss(out, x), None, lambda x, y, n: x),
     "by forward": (
-        TwoInputs, lambda out, batch: F.mse_loss(out, batch["y"]),
-        lambda model, batch: model(b=batch["b"], a=batch["a"]),
-        lambda k: {"a": rand(3, k, 2), "b": rand(3, k, 2), "y": rand(3, k, 2)},
+        TwoInputs, lambda out, batch: F.mse_loss(out, batch["y"]), lambda model, batch: model(b=batch["n"], a=batch["x"]),
+        lambda x, y, n: {"x": x, "n": n, "y": y},
     ),
+    "objects": (OfPairs, lambda out, batch: F.mse_loss(out, batch.y), None, lambda x, y, n: Pair(x, y)),
 }  # fmt: skip
 
 
@@ -339,17 +294,13 @@ KINDS = {
 def test_batches_of_any_kind(kind, memory, over_tasks):
     make, criterion, forward, batch = KINDS[kind]
     torch.manual_seed(0)
-    model, tasks = make().double(), (batch(4), batch(5))
-    maml = hog.MAML(
-        model, criterion, forward=forward, inner_lr=0.1, inner_steps=2, memory=memory,
-        over_tasks=over_tasks,
-    )  # fmt: skip
-    ours = meta_gradient(maml, tasks)
-    loss = hog.functional_loss(model, criterion, forward=forward)
+    model, numbers = make(2, 2).double(), rand(3)
     one_by_one = [
-        tuple(torch.utils._pytree.tree_map(lambda t, i=i: t[i], part) for part in tasks)
-        for i in range(3)
-    ]
+        tuple(batch(rand(3, k, 2)[i], rand(3, k, 2)[i].cos(), numbers[i]) for k in (4, 5)) for i in range(3)
+    ]  # fmt: skip
+    options = {"forward": forward, "inner_lr": 0.1, "inner_steps": 2, "memory": memory}
+    maml = hog.MAML(model, criterion, over_tasks=over_tasks, **options)
+    loss = hog.functional_loss(model, criterion, forward=forward)
 
     def meta_loss(params):
         values = []
@@ -362,12 +313,12 @@ def test_batches_of_any_kind(kind, memory, over_tasks):
         return torch.stack(values).mean()
 
     params = {n: p.detach() for n, p in model.named_parameters()}
-    expected = {f"model.{n}": g for n, g in gradient_by_differences(meta_loss, params).items()}
-    assert relative(ours, expected) < 1e-6
-    if over_tasks == "loop":
-        assert relative(meta_gradient(maml, one_by_one), ours) < 1e-12
+    expected = {f"model.{n}": g for n, g in torch.func.grad(meta_loss)(params).items()}
+    if kind != "objects" or over_tasks == "loop":
+        assert relative(meta_gradient(maml, one_by_one), expected) < 1e-12
+    if kind != "objects":
         collated = torch.utils.data.default_collate(one_by_one)
-        assert relative(meta_gradient(maml, collated), ours) < 1e-12
+        assert relative(meta_gradient(maml, collated), expected) < 1e-12
 
 
 def test_a_list_of_equal_tasks_is_stacked_where_that_pays():
@@ -386,27 +337,6 @@ def test_a_list_of_equal_tasks_is_stacked_where_that_pays():
 
 def fixed():
     return (rand(3, 4, 2), rand(3, 4, 2)), (rand(3, 5, 2), rand(3, 5, 2))
-
-
-def test_criterion_with_parameters_is_learned():
-    class Scaled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.log_scale = nn.Parameter(torch.tensor(0.3, dtype=torch.float64))
-
-        def forward(self, outputs, targets):
-            return self.log_scale.exp() * F.mse_loss(outputs, targets) - self.log_scale
-
-    maml = hog.MAML(network("none"), Scaled(), inner_lr=0.05, inner_steps=2)
-    ours, tasks = meta_gradient(maml, image_tasks()), image_tasks()
-
-    def at(scale):
-        with torch.no_grad():
-            maml.criterion.log_scale.fill_(scale)
-            return maml.loss(tasks)
-
-    slope = (at(0.3 + 1e-5) - at(0.3 - 1e-5)) / 2e-5
-    assert abs(ours["criterion.log_scale"] - slope) < 1e-7 * abs(slope)
 
 
 # Batch norm
@@ -515,10 +445,8 @@ def test_an_inner_loss_that_is_not_finite_names_task_and_step(step, over_tasks):
         maml.loss(tasks)
 
 
-class Idle(nn.Linear):
-    def __init__(self):
-        super().__init__(2, 2)
-        self.idle = nn.Parameter(torch.zeros(2))
+IDLE = nn.Linear(2, 2).double()
+IDLE.idle = nn.Parameter(torch.zeros(2))
 
 
 def make(**options):
@@ -552,7 +480,7 @@ ERRORS = {
         ), ValueError, "same shapes",
     ),
     "stacks of other lengths": (
-        lambda: hog.MAML(OfDict().double(), lambda o, b: o["out"].mean()).loss(
+        lambda: hog.MAML(OfDict(2, 2).double(), lambda o, b: o["out"].mean()).loss(
             ({"x": rand(3, 4, 2), "scale": rand(2)}, {"x": rand(3, 4, 2), "scale": rand(3)})
         ), ValueError, "support: .*leading dimension is that of the tasks",
     ),
@@ -569,7 +497,7 @@ ERRORS = {
         RuntimeError, "outer loss: .*does not; look for .detach",
     ),
     "inner parameters that nothing uses": (
-        lambda: hog.MAML(Idle().double(), F.mse_loss, inner_params="idle").loss(fixed()),
+        lambda: hog.MAML(IDLE, F.mse_loss, inner_params="idle").loss(fixed()),
         RuntimeError, "parameters that adapt.*that nothing uses",
     ),
 }  # fmt: skip
@@ -582,16 +510,10 @@ def test_errors(error):
         call()
 
 
-def test_first_order_gives_learned_rates_their_gradient():
-    maml = hog.MAML(network("none"), F.mse_loss, learn_lr="parameter", first_order=True)
-    grads = meta_gradient(maml, image_tasks())
-    assert all(g.abs().sum() > 0 for n, g in grads.items() if n.startswith("rates"))
-
-
 def test_random_directions_of_the_whole_kitchen_sink():
     """Everything at once, against differences."""
     maml = hog.MAML(
-        network("GroupNorm"), F.mse_loss, inner_lr=0.02, inner_steps=4, learn_lr="parameter",
+        network("GroupNorm"), Scaled(), inner_lr=0.02, inner_steps=4, learn_lr="parameter",
         lr_per_step=True, rule="adam", rule_options={"eps": 0.1}, inner_loss=Learned(),
         inner_params=["4", "1"], step_weights=[0.1, 0.2, 0.3, 0.4], memory="checkpoint",
     )  # fmt: skip
@@ -633,28 +555,6 @@ def test_compiled_models_run_as_they_were():
             assert relative(list(ours.values()), list(expected.values())) < 1e-12
 
 
-@dataclass
-class Pair:
-    """A batch that only the model knows the inside of."""
-
-    x: torch.Tensor
-    y: torch.Tensor
-
-
-@pytest.mark.parametrize("memory", MEMORY)
-def test_batches_that_are_objects(memory):
-    class OfPairs(nn.Sequential):
-        def forward(self, batch):
-            return super().forward(batch.x)
-
-    tasks = as_list(image_tasks())
-    model = OfPairs(*network("none"))
-    maml = hog.MAML(model, lambda out, b: F.mse_loss(out, b.y), inner_steps=2, memory=memory)
-    ours = meta_gradient(maml, [(Pair(*support), Pair(*query)) for support, query in tasks])
-    plain = hog.MAML(network("none"), F.mse_loss, inner_steps=2)
-    assert relative(ours, meta_gradient(plain, tasks)) < 1e-12
-
-
 def test_two_tasks_of_single_tensors_are_tasks():
     maml = hog.MAML(nn.Linear(2, 2).double(), F.mse_loss)
     tasks = [(rand(4, 2), rand(4, 2)), (rand(4, 2) + 1, rand(4, 2) - 1)]
@@ -662,44 +562,6 @@ def test_two_tasks_of_single_tensors_are_tasks():
     assert abs(maml.loss(tasks).item() - sum(values) / 2) < 1e-12
     collated = [torch.stack([s for s, _ in tasks]), torch.stack([q for _, q in tasks])]
     assert abs(maml.loss(collated).item() - sum(values) / 2) < 1e-12
-
-
-def test_what_vmap_refuses_is_looped_over():
-    scripted = nn.Sequential(torch.jit.script(nn.Linear(2, 3)), nn.Tanh(), nn.Linear(3, 2)).double()
-    tasks = fixed()
-    expected = meta_gradient(hog.MAML(scripted, F.mse_loss, over_tasks="loop"), tasks)
-    with pytest.warns(UserWarning, match="loops over the tasks"):
-        assert relative(meta_gradient(hog.MAML(scripted, F.mse_loss), tasks), expected) == 0
-
-
-class RuleOfRate(nn.Module):
-    """A rule with a parameter, as a function of the learning rate."""
-
-    def __init__(self):
-        super().__init__()
-        self.mu = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
-
-    def forward(self, lr):
-        return hog.meta.sgd(lr, momentum=self.mu)
-
-
-@MAPPED
-@pytest.mark.parametrize("memory", MEMORY)
-def test_a_rule_that_is_a_module_of_the_rate_is_learned(memory, over_tasks):
-    tasks = image_tasks()
-    maml = hog.MAML(
-        network("none"), F.mse_loss, inner_lr=0.05, inner_steps=3, rule=RuleOfRate(),
-        memory=memory, over_tasks=over_tasks,
-    )  # fmt: skip
-    ours = meta_gradient(maml, tasks)["rule.mu"]
-
-    def at(mu):
-        with torch.no_grad():
-            maml.rule.mu.fill_(mu)
-            return maml.loss(tasks)
-
-    slope = (at(0.5 + 1e-5) - at(0.5 - 1e-5)) / 2e-5
-    assert abs(ours - slope) < 1e-6 * abs(slope)
 
 
 def test_a_tensor_outside_of_modules_warns():

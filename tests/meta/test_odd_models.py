@@ -4,7 +4,6 @@ The oracle shares no code with hoglib: `torch.func.functional_call`, first deriv
 """
 
 import itertools
-import warnings
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from torch import nn
 
 import hoglib as hog
 from tests.long_tail import all_but
-from tests.meta.odd_cases import CASES, WITHOUT, Case, hidden, x4
+from tests.meta.odd_cases import CASES, WITHOUT, Case, x4
 
 MEMORY = ("store", "remat", "checkpoint")
 STEPS, LR = 3, 0.05
@@ -84,14 +83,8 @@ def along(grads: Any, v: Any) -> float:
 
 # A rule sees tensors by name, whatever model they are of: adam gets those whose tensors are odd.
 BY_ADAM = (
-    "complex",
-    "tied",
-    "lists of parameters",
-    "numbers",
-    "frozen part",
-    "unused and empty",
-    "remat inside",
-)
+    "complex", "tied", "lists of parameters", "numbers", "frozen part", "unused and empty", "remat inside",
+)  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's, of vmap
@@ -174,25 +167,3 @@ def test_an_exception_leaves_the_model_as_it_was(over, memory, error):
     assert raised >= STEPS
     case.model.left = 0
     assert torch.equal(maml.loss(tasks).detach(), whole)
-
-
-@pytest.mark.parametrize("kind", ["old", "new"])
-def test_functions_that_lose_a_part_warn(kind):
-    class Loses(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.kept = x.cos() if kind == "old" else x.detach().cos().numpy()
-            return x.sin()
-
-        @staticmethod
-        def backward(ctx, g):
-            return g * torch.as_tensor(ctx.kept)
-
-    case = Case(hidden(nn.Linear(4, 4), lambda net, h: Loses.apply(h)), x4)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        learner(case, "momentum", over_tasks="loop").loss(case.tasks())
-    assert any(
-        "derivative of" in str(one.message) and "Loses is wrong" in str(one.message)
-        for one in caught
-    )

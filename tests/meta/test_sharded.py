@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
 
 import hoglib as hog
 from hoglib._core import sharding
 from tests.long_tail import FULL
+from tests.meta.networks import Scaled
 from tests.several_processes import found_by_each, raised_by
 from tests.test_sharded_models import LAYOUTS, counted, fsdp, grid, model, part, plain_name, shard
 from tests.test_sharded_operators import plan
@@ -105,15 +105,6 @@ def on_two_dimensions():
     return error(net, one)
 
 
-class Learned(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
-
-    def forward(self, outputs, targets):
-        return self.scale * F.cross_entropy(outputs, targets)
-
-
 def messages(rank, world):
     """How often the meta-gradient of a task gathers and averages each parameter, for some inner steps."""
     net, rows = fsdp(rank, world)
@@ -152,7 +143,7 @@ def refused(rank, world):
         "rates": lambda: maml(learn_lr="layer").loss(mine),
         "rule": lambda: maml(rule=hog.meta.sgd(0.1)).loss(mine),
         "rule options": lambda: maml(rule_options={"weight_decay": torch.ones(1)}).loss(mine),
-        "learned loss": lambda: maml(inner_loss=Learned()).loss(mine),
+        "learned loss": lambda: maml(inner_loss=Scaled()).loss(mine),
         "statistics": lambda: maml(batch_norm="per_step").loss(mine),
         "imaml": lambda: hog.meta.IMAML(net, F.cross_entropy).loss(mine),
         "adapt": lambda: maml().adapt(support),

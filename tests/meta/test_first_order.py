@@ -1,4 +1,7 @@
-"""iMAML on tasks whose minima are solutions of linear equations, which autograd goes through."""
+"""iMAML on tasks whose minima are solutions of linear equations, which autograd goes through; Reptile by
+its definition: copies of the model, torch's own optimizers, and differences of weights."""
+
+import copy
 
 import pytest
 import torch
@@ -8,7 +11,8 @@ from torch.func import functional_call
 from torch.testing import assert_close
 
 import hoglib as hog
-from tests.meta.networks import as_list, image_tasks, meta_gradient, network
+from tests.functions import OnceDifferentiable
+from tests.meta.networks import Scaled, as_list, image_tasks, meta_gradient, network
 from tests.oracles import relative
 
 LAMBDA = 2.0
@@ -35,17 +39,6 @@ def linear():
 def with_body():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 2, bias=False), nn.Linear(2, 1, bias=False)).double()
-
-
-class Scaled(nn.Module):
-    """A learned inner loss: its size."""
-
-    def __init__(self):
-        super().__init__()
-        self.log_size = nn.Parameter(torch.tensor(0.4, dtype=torch.float64))
-
-    def forward(self, outputs, targets):
-        return self.log_size.exp() * F.mse_loss(outputs, targets)
 
 
 def body_of(found, x):
@@ -185,18 +178,6 @@ def test_negative_curvature_warns_and_its_solution_is_used():
     assert steady.residual.system < 1e-8
 
 
-def test_only_forwards_grow_with_the_steps():
-    """No step is run a second time, or kept: the graph is that of one gradient."""
-    sizes = []
-    for steps in (2, 20):
-        learner = hog.meta.IMAML(linear(), F.mse_loss, inner_steps=steps, iterations=2)
-        calls = []
-        learner.model.register_forward_hook(lambda *_, calls=calls: calls.append(1))
-        learner.loss(TASKS)
-        sizes.append(len(calls))
-    assert sizes[1] - sizes[0] == 3 * 18
-
-
 ERRORS = {
     "no strength": ({"strength": 0}, ValueError, "strength: expected a number greater than 0"),
     "an unknown solver": ({"solver": "lu"}, ValueError, "solver: expected one of cg, neumann"),
@@ -210,3 +191,86 @@ def test_errors(error):
     options, kind, message = ERRORS[error]
     with pytest.raises(kind, match=message):
         hog.meta.IMAML(linear(), F.mse_loss, **options)
+
+
+# Reptile
+
+# with its own eps a step of Adam is a sign, almost: of rounding, for a bias before batch norm
+RULES = {
+    "sgd": (torch.optim.SGD, {}),
+    "momentum": (torch.optim.SGD, {"momentum": 0.9}),
+    "adam": (torch.optim.Adam, {"betas": (0.0, 0.999), "eps": 0.1}),  # the paper's betas
+    "adamw": (torch.optim.AdamW, {"weight_decay": 0.1, "eps": 0.1}),
+    "rmsprop": (torch.optim.RMSprop, {"alpha": 0.9, "eps": 0.1}),
+}
+NAMES = ["none", "BatchNorm", "LayerNorm", "attention", "hoglib ops"]
+
+
+def moved(model, tasks, steps, rule="sgd", lr=0.05, adapting=""):
+    """mean_i (theta - theta_i) and mean_i L(theta_i; query_i)."""
+    optimizer, options = RULES[rule]
+    total, value = {n: torch.zeros_like(p) for n, p in model.named_parameters()}, 0.0
+    for (x, y), (qx, qy) in tasks:
+        twin = copy.deepcopy(model)
+        chosen = [p for n, p in twin.named_parameters() if n.startswith(adapting)]
+        inner = optimizer(chosen, lr=lr, **options)
+        for _ in range(steps):
+            inner.zero_grad()
+            F.mse_loss(twin(x), y).backward()
+            inner.step()
+        value += F.mse_loss(twin(qx), qy).item() / len(tasks)
+        for (n, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
+            total[n] += (p - q).detach() / len(tasks)
+    return {f"model.{n}": g for n, g in total.items()}, value
+
+
+@pytest.mark.parametrize("over_tasks", ["loop", "vmap"])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", NAMES)
+def test_reptile_by_its_definition(name, rule, over_tasks):
+    tasks = image_tasks()
+    learner = hog.meta.Reptile(
+        network(name), F.mse_loss, inner_lr=0.05, inner_steps=4, rule=rule,
+        rule_options=RULES[rule][1], over_tasks=over_tasks,
+    )  # fmt: skip
+    expected, value = moved(learner.model, as_list(tasks), 4, rule)
+    assert abs(learner.loss(tasks).item() - value) < 1e-10
+    assert relative(meta_gradient(learner, tasks), expected) < 1e-12
+
+
+def test_uneven_tasks_and_a_part_that_adapts():
+    tasks = [image_tasks(1, shots, queries) for shots, queries in ((2, 3), (5, 1))]
+    tasks = [as_list(task)[0] for task in tasks]
+    learner = hog.meta.Reptile(
+        network("none"), F.mse_loss, inner_lr=0.05, inner_steps=3, inner_params=["3"]
+    )
+    ours = meta_gradient(learner, tasks)
+    assert not ours["model.0.weight"].any()
+    assert relative(ours, moved(learner.model, tasks, 3, adapting="3")[0]) < 1e-10
+
+
+class UsesOnce(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(16, 2)
+
+    def forward(self, x):
+        return OnceDifferentiable.apply(self.layer(x.flatten(1)))
+
+
+def test_nothing_is_differentiated_twice():
+    torch.manual_seed(0)
+    model = UsesOnce().double()
+    learner = hog.meta.Reptile(model, F.mse_loss, inner_lr=0.05, inner_steps=3, over_tasks="loop")
+    expected, _ = moved(model, as_list(image_tasks()), 3)
+    assert relative(meta_gradient(learner, image_tasks()), expected) < 1e-12
+
+
+@pytest.mark.parametrize("which", ["inner_loss", "criterion"])
+def test_a_learned_loss_would_get_no_gradient(which):
+    criterion, options = (Scaled(), {}) if which == "criterion" else (F.mse_loss, {which: Scaled()})
+    with pytest.raises(ValueError, match=f"without parameters of their own, got {which}.log_size"):
+        hog.meta.Reptile(network("none"), criterion, **options)
+    frozen = Scaled().requires_grad_(False)
+    criterion, options = (frozen, {}) if which == "criterion" else (F.mse_loss, {which: frozen})
+    assert hog.meta.Reptile(network("none"), criterion, **options).loss(image_tasks()) > 0
