@@ -61,8 +61,8 @@ def laplacian(
     sum of the second ones beside each value: the collapsed route, also called forward Laplacian. Where
     an operation has no Taylor rule, as a custom Function of yours, it is nested: a gradient with its
     graph and a backward pass for each element; inside torch.func transforms forward-over-reverse. It is
-    also nested, where that is faster, for at most two directions of points with at most 1,024 elements
-    in all.
+    also nested, where that is faster, for at most two directions and one output of points with at most
+    1,024 elements in all.
 
     The estimate takes k directions, or 2k with coefficients. Its mean is L, its variance
     2/k sum_{i != j} S_ij^2 with S the symmetric part of H a, so that for a diagonal S it is exact.
@@ -163,11 +163,11 @@ def _laplacian(
 def _of_few_directions(
     options: Options, values: Function, x: Tensor, chosen: Callable[[bool], Directions]
 ) -> tuple[Tensor, Tensor, Tensor | None] | None:
-    """Nested derivatives of at most FEW directions of many points with at most SMALL elements; None
-    elsewhere.
+    """Nested derivatives of one output, in at most FEW directions, of many points with at most SMALL
+    elements; None elsewhere.
 
-    None also for one point, which the value tells, and for a sum that is zero everywhere, as that of a
-    func that is piecewise linear: Taylor mode warns of it.
+    None also for a sum that is zero everywhere, as that of a func that is piecewise linear: Taylor mode
+    warns of it.
     """
     if options.mode != "auto" or not 0 < x.numel() <= SMALL or x.dim() < 2:
         return None
@@ -175,14 +175,17 @@ def _of_few_directions(
     if without or len(chosen(True).vectors) > FEW:
         return None
 
-    def probes(batched: bool) -> Any:
-        if not batched:
+    def of_one_output(own: Tensor) -> Tensor:
+        y = values(own)
+        if not y.dim() or y.numel() != len(y):
             raise _OtherLayout
-        return chosen(True).probes()
+        return y
 
     state = torch.get_rng_state()
     with suppress(_OtherLayout):
-        value, total = by_reverse(values, x, probes, options.keep, options.always)
+        value, total = by_reverse(
+            of_one_output, x, lambda _: chosen(True).probes(), options.keep, options.always
+        )
         if total.any():
             return value, total, None
     torch.set_rng_state(state)
@@ -266,7 +269,8 @@ def at_points(
 
 
 class _OtherLayout(Exception):
-    """The value is that of many points where one was expected, or the other way round."""
+    """The value is that of many points where one was expected, or the other way round, or not that of
+    one output."""
 
 
 def _as_gradient(first: Tensor, value: Tensor, x: Tensor, batched: bool) -> Tensor:

@@ -71,9 +71,9 @@ class MAML(Learner):
         forward: How the model is called, ``forward(model, batch)``. Default: by the parts of the
             batch.
         over_tasks: "vmap" runs all tasks at once, "loop" one after the other. "auto" takes vmap, but on
-            a CPU with a parameter of more than two dimensions, as a convolution's, or of more than
-            2**18 elements; it loops, with a warning, where vmap cannot run the model. Parameters that
-            are DTensors need the loop.
+            a CPU with a parameter of more than 2**18 elements, or 2**12 in more than two dimensions,
+            as a convolution's; it loops, with a warning, where vmap cannot run the model. Parameters
+            that are DTensors need the loop.
         compile: Run the meta-gradient as a graph of all inner steps (`hoglib.compile`): True or
             "inductor" compiles it, "eager" runs its operations one by one.
         stand_ins: Run inside `hoglib.second_order()`, where torch calls without a right second

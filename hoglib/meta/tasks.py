@@ -191,9 +191,10 @@ def _stack_for_vmap(tasks: Any, params: Params, over_tasks: str, vmappable: bool
 
 def vmap_pays(params: Params) -> bool:
     """Whether all tasks at once are likely to be faster than one after the other: on a CPU unless a
-    parameter has more than two dimensions, as a convolution's weight, or more than 2**18 elements."""
+    parameter has more than 2**18 elements, or 2**12 in more than two dimensions, as a convolution's."""
     return all(
-        p.device.type != "cpu" or (p.dim() < 3 and p.numel() <= 2**18) for p in params.values()
+        p.device.type != "cpu" or p.numel() <= (2**18 if p.dim() < 3 else 2**12)
+        for p in params.values()
     )
 
 

@@ -144,28 +144,29 @@ def test_many_directions_without_a_graph_go_by_parts(monkeypatch):
 
 
 ROUTES = {
-    "two coordinates": ((64, 2), {}, "nested"),
-    "one estimate": ((64, 3), {"num_projections": 1}, "nested"),
-    "three coordinates": ((64, 3), {}, "collapsed"),
-    "many points": ((513, 2), {}, "collapsed"),
-    "as asked": ((64, 2), {"mode": "collapsed"}, "collapsed"),
+    "two coordinates": ((64, 2, 1), {}, "nested"),
+    "one estimate": ((64, 3, 1), {"num_projections": 1}, "nested"),
+    "three coordinates": ((64, 3, 1), {}, "collapsed"),
+    "two outputs": ((64, 2, 2), {}, "collapsed"),
+    "many points": ((513, 2, 1), {}, "collapsed"),
+    "as asked": ((64, 2, 1), {"mode": "collapsed"}, "collapsed"),
 }
 
 
 @pytest.mark.parametrize("name", ROUTES)
 def test_nested_derivatives_are_for_few_directions_of_few_points(name, monkeypatch):
     """Either way random numbers are drawn once."""
-    shape, options, route = ROUTES[name]
-    net = nn.Sequential(nn.Linear(shape[1], 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 1))
-    x, taken, by_reverse = torch.rand(shape), [], laplacians.by_reverse
+    (count, inputs, outputs), options, route = ROUTES[name]
+    net = nn.Sequential(nn.Linear(inputs, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, outputs))
+    x, taken, by_taylor = torch.rand(count, inputs), [], laplacians.by_taylor
     monkeypatch.setattr(
-        laplacians, "by_reverse", lambda *given: taken.append("nested") or by_reverse(*given)
+        laplacians, "by_taylor", lambda *given: taken.append("collapsed") or by_taylor(*given)
     )
     results = []
     for mode in ({}, {"mode": "nested"}):
         torch.manual_seed(0)
         results.append(hog.laplacian(net, x, **{**options, **mode}))
-    assert len(taken) == 1 + (route == "nested")
+    assert taken == ([] if route == "nested" else ["collapsed"])
     assert_close(*results, rtol=1e-4, atol=1e-5)
 
 
