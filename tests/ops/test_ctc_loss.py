@@ -10,18 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.testing import assert_close
 
-import hoglib as hog
 from hoglib import ops
 from hoglib.ops import replacements
-from tests.long_tail import all_but
 
 F64 = torch.float64
 INF = torch.inf
-
-
-def log_softmax(x: Tensor) -> Tensor:
-    """Without torch's log_softmax, which raises in reverse over forward mode."""
-    return x - x.exp().sum(-1, True).log()
 
 
 def scores(*shape: int, dtype: torch.dtype = F64) -> Tensor:
@@ -107,31 +100,6 @@ def test_unnormalised_scores_have_torchs_value() -> None:
 
 
 # A label twice in a row, a target of fewer steps and labels than the other, and the empty ones
-SMOOTH = {
-    "padded": (torch.tensor([[1, 1, -7], [2, 9, 0]]), (4, 3), (2, 1)),
-    "no steps or labels": (LABELS, (4, 0, 2), (2, 0, 0)),
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "reduction"),
-    all_but(
-        # the paths are summed alike for all; a mean has factors of its own
-        lambda name, reduction: (
-            (name, reduction) in (("padded", "none"), ("no steps or labels", "mean"))
-        ),
-        [(name, reduction) for reduction in ("none", "mean", "sum") for name in SMOOTH],
-    ),
-)
-def test_derivatives_in_every_mode(name: str, reduction: str) -> None:
-    def loss(x: Tensor) -> Tensor:
-        return ops.ctc_loss(log_softmax(x), *SMOOTH[name], reduction=reduction)
-
-    modes = ("rr", "fr", "rf", "ff")
-    orders = (1, 2, 3) if name == "padded" else (1, 2)
-    shape = (4, 2, 3) if name == "padded" else (6, 3, 5)
-    report = hog.verify(loss, scores(*shape), orders=orders, modes=modes)
-    assert report.ok, report
 
 
 def all_derivatives(

@@ -151,22 +151,6 @@ def test_cross_entropy_names_a_class_out_of_range(target: list[int]) -> None:
 # Gradients that are not derivatives: each rule in closed form.
 
 
-def test_second_derivatives_of_gradient_ops() -> None:
-    x = tensor(0.2, 0.9)
-    cases = {
-        "half": (lambda x: ops.scale_gradient(x, scale=0.5), 0.25 * 6 * x),
-        "reversed": (ops.reverse_gradient, 6 * x),
-        "rounded": (lambda x: ops.straight_through(x, kind="round"), 6 * x.round()),
-        "clamped": (lambda x: ops.clamp(x, max=0.5, straight_through=True), 6 * x.clamp(max=0.5)),
-    }
-    for name, (op, expected) in cases.items():
-        for mode in ("reverse-over-reverse", "forward-over-reverse"):
-            _, product = hog.hvp(
-                lambda x, op=op: (op(x) ** 3).sum(), x, torch.ones(2).to(x), mode=mode
-            )
-            assert_close(product, expected, msg=lambda text, n=name, m=mode: f"{n}, {m}: {text}")
-
-
 def test_second_derivatives_of_a_clipped_gradient() -> None:
     x, c = tensor(0.1, 0.2, 0.9), 1.0
 

@@ -20,10 +20,6 @@ from tests.ops.opinfo.hand_written import cube as cube_by_hand
 DOUBLE = torch.float64
 
 
-def beta_density(a, b, x):
-    return x ** (a - 1) * (1 - x) ** (b - 1) / sp.beta(a, b)
-
-
 cube = external(lambda x: x**3, lambda x: 3 * x**2, lambda x: 6 * x, lambda x: 6.0)
 tanh = external(
     np.tanh,
@@ -60,29 +56,8 @@ CASES: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
         cube_by_hand,
         (torch.complex(positive(3).detach(), positive(3).detach() + 1).requires_grad_(),),
     ),
-    "tanh of a scalar": (tanh, (positive(),)),
     "power, broadcast": (power, (positive(2, 1), positive(3))),
     "Bessel K of a fixed order": (lambda x: kv(1.5, x), (positive(4, high=3.0),)),
-    "Bessel J, orders in a tensor": (
-        lambda x: external(
-            sp.jv,
-            lambda v, x: (None, sp.jvp(v, x)),
-            lambda v, x: ((None, None), (None, sp.jvp(v, x, 2))),
-        )(torch.tensor([0.0, 1.0, 2.5], dtype=DOUBLE), x),
-        (positive(2, 1, high=3.0),),
-    ),
-    "incomplete beta": (
-        lambda x: external(
-            sp.betainc,
-            lambda a, b, x: (None, None, beta_density(a, b, x)),
-            lambda a, b, x: (
-                None,
-                None,
-                (None, None, beta_density(a, b, x) * ((a - 1) / x - (b - 1) / (1 - x))),
-            ),
-        )(2.5, 1.5, x),
-        (positive(4),),
-    ),
     "complex error function": (
         external(
             sp.wofz,
@@ -90,14 +65,6 @@ CASES: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
             lambda z: (4 * z**2 - 2) * sp.wofz(z) - 4j * z / math.sqrt(math.pi),
         ),
         (torch.complex(positive(3).detach(), positive(3).detach() + 1).requires_grad_(),),
-    ),
-    "a Python function": (
-        external(
-            np.vectorize(math.erf),
-            lambda x: 2 / math.sqrt(math.pi) * np.exp(-(x**2)),
-            lambda x: -4 * x / math.sqrt(math.pi) * np.exp(-(x**2)),
-        ),
-        (positive(3),),
     ),
 }  # fmt: skip
 

@@ -10,10 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.testing import assert_close
 
-import hoglib as hog
 from hoglib import ops
 from hoglib.ops import replacements
-from tests.long_tail import FULL
 
 F64 = torch.float64
 NAN, INF = torch.nan, torch.inf
@@ -78,43 +76,7 @@ def test_volumes_are_torchs(
     assert_close(ours, theirs)
 
 
-SMOOTH = [
-    ("bilinear", "zeros", False),
-    ("bilinear", "border", True),
-    ("bilinear", "reflection", False),
-    ("nearest", "border", False),
-    ("bicubic", "zeros", True),
-    ("bicubic", "reflection", True),
-]
-
-
-IN_SHORT = [
-    ("bilinear", "zeros", False),
-    ("nearest", "border", False),
-    ("bicubic", "reflection", True),
-]
 # The third in reverse mode is in test_matrix.py, "grid_sample-third derivative"
-TO_THIRD_ORDER = [("bilinear", "zeros", False), ("bicubic", "zeros", True)]
-
-
-@pytest.mark.parametrize(
-    ("options", "orders"),
-    [
-        *(pytest.param(o, (1, 2), marks=() if o in IN_SHORT else FULL) for o in SMOOTH),
-        *(pytest.param(o, (1, 2, 3), marks=FULL) for o in TO_THIRD_ORDER),
-    ],
-    ids=str,
-)
-def test_derivatives_in_every_mode(options: tuple[str, str, bool], orders: tuple[int, ...]) -> None:
-    def sampled(input: Tensor, grid: Tensor) -> Tensor:
-        return ops.grid_sample(input, grid, *options)
-
-    # what follows the second is torch's own, of one operation after the other
-    report = hog.verify(
-        sampled, (normal(1, 2, 3, 4), 0.7 * normal(1, 2, 2, 2)),
-        orders=orders, modes=("rr", "fr", "rf", "ff"),
-    )  # fmt: skip
-    assert report.ok, report
 
 
 @every_padding
@@ -174,16 +136,6 @@ def test_a_place_that_is_no_number_harms_no_other(mode: str, padding: str, value
 
 
 # Dtypes, sizes, transforms.
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-@every_mode
-def test_narrow_dtypes(dtype: torch.dtype, mode: str) -> None:
-    image, grid = normal(2, 3, 4, 5, dtype=dtype), (0.4 * normal(2, 3, 3, 2)).to(dtype)
-    ours = value_and_grads(ops.grid_sample, image, grid, mode, "zeros", False)
-    wide = value_and_grads(F.grid_sample, image.float(), grid.float(), mode, "zeros", False)
-    assert ours[0].dtype == F.grid_sample(image, grid, mode, align_corners=False).dtype == dtype
-    assert_close(ours, tuple(x.to(dtype) for x in wide), rtol=0.02, atol=0.02)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Stand-ins for losses: torch's values, errors and first gradients, and second derivatives in every mode."""
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,6 @@ from torch.testing import assert_close
 
 import hoglib as hog
 from hoglib.ops import replacements as tables
-from tests.ops.checks import MODES
 
 F64 = torch.float64
 REDUCTIONS = ("none", "mean", "sum")
@@ -114,38 +112,6 @@ def test_values_and_first_derivatives_are_those_of_torch(case: str, reduction: s
 
 
 # One case of each formula, with the options that have a part in it
-TO_THIRD_ORDER = (
-    "mse", "huber", "weighted hinge", "hinge of several labels", "ignored and weighted",
-    "smoothed probabilities",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_derivatives_in_every_mode(case: str) -> None:
-    pair, make, options = CASES[case]
-    call, tensors = fixed(PAIRS[pair][0], make(), reduction="sum", **options)
-    orders = (1, 2, 3) if case in TO_THIRD_ORDER else (1, 2)
-    report = hog.verify(lambda *t: call(*t).sin(), tuple(tensors), orders=orders, modes=MODES)
-    assert report.ok, str(report)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("case", CASES)
-def test_narrow_dtypes(case: str, dtype: torch.dtype) -> None:
-    """The dtype is torch's; the value that of float64, to the dtype's precision."""
-    pair, make, options = CASES[case]
-    inputs = tuple(x.to(dtype) if x.is_floating_point() else x for x in make())
-    narrow = {k: v.to(dtype) if isinstance(v, Tensor) else v for k, v in options.items()}
-    exact = PAIRS[pair][1](
-        *(x.double() if x.is_floating_point() else x for x in inputs),
-        **{k: v.double() if isinstance(v, Tensor) else v for k, v in narrow.items()},
-    )
-    for context in (contextlib.nullcontext(), torch.autograd.forward_ad.dual_level()):
-        with context:
-            value = PAIRS[pair][0](*inputs, **narrow)
-        assert value.dtype == dtype
-        tolerance = 1e-5 if dtype == torch.float32 else 3e-2
-        assert_close(value.double(), exact, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("case", [name for name in CASES if name != "huber with any delta"])

@@ -72,22 +72,6 @@ def test_broadcasting(name: str, data: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
-@few
-@given(data=st.data())
-def test_vmap_of_broadcasting(name: str, data: Any) -> None:
-    count, ours, theirs = ELEMENTWISE[name]
-    inputs = data.draw(broadcastable(count))
-    mapped = data.draw(st.lists(st.booleans(), min_size=count, max_size=count).filter(any))
-    dims = [data.draw(st.integers(-x.dim() - 1, x.dim())) if m else None
-            for x, m in zip(inputs, mapped, strict=True)]  # fmt: skip
-    batched = [
-        x if d is None else torch.stack([x, x - 1], d) for x, d in zip(inputs, dims, strict=True)
-    ]
-    a, b = (torch.func.vmap(f, tuple(dims))(*batched) for f in (ours, theirs))
-    close(a, b)
-
-
-@pytest.mark.parametrize("name", ELEMENTWISE)
 @pytest.mark.parametrize(
     "dtypes",
     list(itertools.product([torch.float32, F64, torch.bfloat16], repeat=2)),
@@ -147,20 +131,6 @@ def test_reductions(name: str, data: Any) -> None:
     a, b = (torch.func.vmap(lambda x, f=f: f(x, dim, keepdim=keepdim), at)(stacked)
             for f in (ours, theirs))  # fmt: skip
     close(a, b)
-
-
-@few
-@given(data=st.data())
-def test_bias_add(data: Any) -> None:
-    x = data.draw(tensors(data.draw(positive_shapes)))
-    dim = data.draw(st.integers(-x.dim(), x.dim() - 1))
-    bias = data.draw(tensors((x.shape[dim],)))
-    same(
-        lambda x, b: ops.bias_add(x, b, dim=dim),
-        lambda x, b: references.bias_add(x, b, dim=dim),
-        x,
-        bias,
-    )
 
 
 @few
