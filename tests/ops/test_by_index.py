@@ -11,7 +11,6 @@ from torch.testing import assert_close
 
 import hoglib as hog
 from hoglib.ops import replacements
-from hoglib.ops._indexing import segmented_scan
 from tests.ops.checks import MODES, in_every_mix
 
 F64 = torch.float64
@@ -270,12 +269,6 @@ def test_errors_by_index_are_of_the_type_of_torchs() -> None:
             torch.index_reduce(*given)
         with pytest.raises(type(theirs.value), match="expected"):
             hog.ops.index_reduce(*given)
-
-
-def test_products_of_runs_by_the_definition() -> None:
-    x, keys = normal(9), torch.tensor([0, 0, 0, 0, 0, 2, 2, 5, 5])
-    expected = torch.stack([x[: i + 1][keys[: i + 1] == keys[i]].prod() for i in range(9)])
-    assert_close(segmented_scan(x, keys, 0), expected)
 
 
 POINTS = torch.tensor([-5.0, -3.0, -2.9, 0.0, 1.0, 3.0, 4.0], dtype=F64)

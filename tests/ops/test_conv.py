@@ -96,9 +96,6 @@ def test_torch_func_agrees_with_the_convolution_of_torch(name: str, route: Any) 
     torch.testing.assert_close(route(ours, inputs), route(torchs, inputs), atol=1e-10, rtol=1e-8)
 
 
-# Inputs of every kind.
-
-
 def test_autocast_is_that_of_torch() -> None:
     ours, torchs, inputs = made("2d, all options", torch.float32)
     inputs = requiring_grad(inputs)

@@ -10,9 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.testing import assert_close
-from torch.utils.checkpoint import checkpoint
 
-import hoglib as hog
 from hoglib import ops
 from hoglib.ops import _norms
 
@@ -127,18 +125,6 @@ def test_tangents_of_incoming_gradients() -> None:
         dual = torch.autograd.grad(y, given, forward_ad.make_dual(g, t), retain_graph=True)
         tangents = tuple(forward_ad.unpack_dual(value).tangent for value in dual)
     assert_close(tangents, torch.autograd.grad(y, given, t))
-
-
-def test_a_checkpoint_runs_it_again() -> None:
-    def slopes(run: Any) -> tuple[Tensor, ...]:
-        given = tuple(leaves(INPUTS["images"]).values())
-        with hog.second_order():
-            y = run(lambda *v: F.batch_norm(v[0], None, None, *v[1:], True).sin(), *given)
-            grads = torch.autograd.grad(y.sum(), given, create_graph=True)
-        return torch.autograd.grad(sum(g.sin().sum() for g in grads), given)
-
-    again = slopes(lambda f, *v: checkpoint(f, *v, use_reentrant=False))
-    assert_close(again, slopes(lambda f, *v: f(*v)))
 
 
 @pytest.mark.parametrize("order", [1, 2, 3])

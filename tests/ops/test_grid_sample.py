@@ -76,9 +76,6 @@ def test_volumes_are_torchs(
     assert_close(ours, theirs)
 
 
-# The third in reverse mode is in test_matrix.py, "grid_sample-third derivative"
-
-
 @every_padding
 @pytest.mark.parametrize("place", [0.0, 3.0, 1.0], ids=["first", "last", "middle"])
 def test_derivatives_on_a_pixel_are_one_sided_at_every_order(padding: str, place: float) -> None:
@@ -150,24 +147,6 @@ def test_autocast_gives_torchs_dtype(dtypes: tuple[torch.dtype, torch.dtype]) ->
     assert_close(ours, theirs)
 
 
-EMPTY = {
-    "no images": ((0, 2, 3, 4), (0, 2, 2, 2)),
-    "no channels": ((1, 0, 3, 4), (1, 2, 2, 2)),
-    "no places": ((1, 2, 3, 4), (1, 0, 2, 2)),
-    "no places in a volume": ((1, 2, 3, 4, 2), (1, 2, 2, 0, 3)),
-}
-
-
-@pytest.mark.parametrize("name", EMPTY)
-def test_nothing_to_sample(name: str) -> None:
-    image, grid = (normal(*shape) for shape in EMPTY[name])
-    ours, theirs = (
-        value_and_grads(f, image, grid, "bilinear", "zeros", True)
-        for f in (ops.grid_sample, F.grid_sample)
-    )
-    assert_close(ours, theirs)
-
-
 # Arguments.
 
 
@@ -221,8 +200,3 @@ def test_errors_are_torchs(name: str) -> None:
 def test_a_number_that_is_no_option() -> None:
     with pytest.raises(ValueError, match="interpolation_mode 0, 1 or 2"):
         replacements.GRID_SAMPLE[torch.grid_sampler](X, G, 3, 0, True)
-
-
-def test_complex_images() -> None:
-    with pytest.raises(TypeError, match="input: expected"):
-        ops.grid_sample(X.to(torch.complex128), G, align_corners=True)

@@ -271,9 +271,8 @@ def test_running_statistics_take_no_tangents() -> None:
     )
 
 
-@pytest.mark.parametrize("transform", ["grad", "vmap", "jvp"])
 @pytest.mark.parametrize("name", ["batch_norm", "instance_norm"])
-def test_transforms_leave_running_statistics_alone(name: str, transform: str) -> None:
+def test_transforms_leave_running_statistics_alone(name: str) -> None:
     running = statistics(2)
     flag = {"training": True} if name == "batch_norm" else {}
 
@@ -281,12 +280,9 @@ def test_transforms_leave_running_statistics_alone(name: str, transform: str) ->
         return getattr(ops, name)(x, **running, **flag).sin().sum()
 
     x = randn(3, 2, 4)
-    if transform == "grad":
-        torch.func.grad(f)(x)
-    elif transform == "vmap":
-        torch.func.vmap(f)(torch.stack([x, 2 * x]))
-    else:
-        torch.func.jvp(f, (x,), (x,))
+    torch.func.grad(f)(x)
+    torch.func.vmap(f)(torch.stack([x, 2 * x]))
+    torch.func.jvp(f, (x,), (x,))
     assert_close(running, statistics(2), rtol=0, atol=0)
 
 
@@ -367,23 +363,6 @@ def test_autocast_gives_torchs_dtype(case: tuple[Any, ...], dtype: torch.dtype) 
     assert_close(result, reference, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("case", [
-    layer(randn(0, 3), weight=randn(3), bias=randn(3)),
-    layer(randn(3, 0), bias=randn(0)),
-    batch(randn(0, 3), weight=randn(3), bias=randn(3)),
-    batch(randn(2, 3, 0), weight=randn(3)),
-    batch(randn(0)),
-    evaluation("batch_norm", randn(0, 3), weight=randn(3)),
-    instance(randn(2, 3, 0), weight=randn(3), bias=randn(3)),
-], ids=["no rows", "rows of nothing", "no batch", "empty images", "nothing at all", "evaluation", "empty instances"])  # fmt: skip
-def test_empty(case: tuple[Any, ...]) -> None:
-    theirs, ours, args, options = case
-    function, tensors = bound(ours, args, options)
-    result = gradients(function, tensors)
-    assert_close(result, gradients(bound(theirs, args, options)[0], tensors))
-    assert not any(r.any() for r in result)
-
-
 def test_empty_where_torch_fails() -> None:
     """torch raises an IndexError at the first; at the others the process dies, divided by zero."""
     assert ops.instance_norm(randn(0, 3, 2), weight=randn(3)).shape == (0, 3, 2)
@@ -441,9 +420,6 @@ def test_refusals_of_our_own() -> None:
         ops.batch_norm(X, None, None, training=True, eps=0.0)
     with pytest.raises(RuntimeError, match="elements"):
         ops.weight_norm(X, torch.ones((), dtype=F64), 0)
-    for function in (ops.batch_norm, ops.instance_norm):
-        with pytest.raises(TypeError, match="complex"):
-            function(X.to(torch.complex128), None, None)
     with pytest.raises(TypeError, match="no derivatives"):
         ops.layer_norm(torch.ones(2, 3, dtype=torch.long), (3,))
 
