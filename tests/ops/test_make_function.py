@@ -7,11 +7,6 @@ import torch
 from torch.testing import assert_close
 
 from hoglib.ops._define import define
-from hoglib.ops._function import make_function
-
-
-def cube(x):
-    return x**3
 
 
 def product_counting(calls):
@@ -36,19 +31,6 @@ def test_partials_are_asked_for_only_where_a_gradient_is_wanted():
     op(a, b).sum().backward()
     assert calls == ["a"]
     assert_close(a.grad, b)
-
-
-def test_torch_still_gives_zero_for_jvp_inside_jvp_of_a_function():
-    # If this fails, torch has mended it, and `call` need not turn to the reference any more.
-    function = make_function(
-        "Cube",
-        1,
-        forward=cube,
-        backward=lambda saved, g: [g * 3 * saved.inputs[0] ** 2],
-        jvp=lambda saved, t: t * 3 * saved.inputs[0] ** 2,
-    )
-    H = torch.func.jacfwd(torch.func.jacfwd(lambda t: function.apply(t).sum()))(x)
-    assert_close(H, torch.zeros(2, 2, dtype=torch.float64))
 
 
 def test_what_is_not_kept_is_not_held_in_memory():

@@ -22,7 +22,6 @@ REPLACES = {
     **replacements.WEIGHT_NORM,
 }
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
-NORMS = ["layer_norm", "batch_norm", "instance_norm", "weight_norm"]
 
 
 def randn(*shape: int, dtype: torch.dtype = F64) -> Tensor:
@@ -117,18 +116,6 @@ def test_derivatives_are_right_in_every_mode(case: tuple[Any, ...]) -> None:
     _, ours, args, options = case
     function, tensors = bound(ours, args, options)
     hog.verify(function, tensors, orders=2, modes=MODES, raise_exception=True)
-
-
-@pytest.mark.parametrize("name", NORMS)
-def test_torch_is_wrong_where_we_replace_it(name: str) -> None:
-    """When this fails, a release of torch has mended its norm."""
-    cases = {
-        "layer_norm": OPTIONS["layer"], "batch_norm": OPTIONS["batch"],
-        "instance_norm": OPTIONS["instance"], "weight_norm": OPTIONS["weight, first dimension"],
-    }  # fmt: skip
-    theirs, _, args, options = cases[name]
-    function, tensors = bound(theirs, args, options)
-    assert not hog.verify(function, tensors, orders=(1, 2), modes=MODES).ok
 
 
 # Forward mode without torch.func, where the fused kernel has no rule.
@@ -326,17 +313,6 @@ def test_half_precision(name: str, parameters: str, dtype: torch.dtype) -> None:
         if exact is not None:  # one rounding, at the end
             step = torch.finfo(value.dtype).eps if value.dtype != F32 else 1e-2
             assert_close(value.double(), exact[i], rtol=4 * step, atol=4 * step)
-
-
-@pytest.mark.parametrize("dtype", [BF16, torch.float16])
-@pytest.mark.parametrize("dim", [0, 1, -1])
-def test_half_precision_weight_norm(dim: int, dtype: torch.dtype) -> None:
-    v, g = randn(3, 4, dtype=dtype), randn(*[(3, 1), (1, 4), ()][dim], dtype=dtype)
-    result, reference = ops.weight_norm(v, g, dim), torch._weight_norm(v, g, dim)
-    assert result.dtype == reference.dtype == dtype
-    assert_close(result, reference, rtol=2e-2, atol=2e-2)
-    exact = ops.weight_norm(v.double(), g.double(), dim).to(dtype)
-    assert_close(result, exact, rtol=torch.finfo(dtype).eps, atol=0)
 
 
 @pytest.mark.parametrize("v", [F64, F32, BF16])
