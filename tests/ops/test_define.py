@@ -92,6 +92,15 @@ def test_nothing_is_kept_that_the_partials_do_not_read() -> None:
     assert kept == {"both": 2, "inputs": 1, "output": 1, "none": 0}
 
 
+def test_partials_are_asked_for_only_where_a_gradient_is_wanted() -> None:
+    calls: list[str] = []
+    by_a, by_b = (lambda a, b, y: calls.append("a") or b), (lambda a, b, y: calls.append("b") or a)
+    a, b = X.clone().requires_grad_(), X.clone()
+    define(torch.mul, [by_a, by_b])(a, b).sum().backward()
+    assert calls == ["a"]
+    assert_close(a.grad, b)
+
+
 def test_wrong_definitions_and_calls_are_explained() -> None:
     with pytest.raises(TypeError, match=r"partials\[0\]: expected a function"):
         define(torch.exp, [1.0])  # type: ignore[list-item]
