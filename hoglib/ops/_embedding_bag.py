@@ -70,7 +70,11 @@ def embedding_bag(
         (tensor([[5.]]), tensor([4., 0., 4.]))
     """
     _check(input, weight, per_sample_weights, mode)
-    _check_gradient_options(scale_grad_by_freq, sparse)
+    for name, value in (("scale_grad_by_freq", scale_grad_by_freq), ("sparse", sparse)):
+        if value:
+            raise UnsupportedError(
+                f"{name}: expected False, got {value}; such a gradient cannot be differentiated again."
+            )
     if input.dim() == 2:
         if offsets is not None:
             raise ArgumentValueError(
@@ -255,19 +259,6 @@ def _check(input: Tensor, weight: Tensor, scale: Tensor | None, mode: str) -> No
             f"weight: expected 2 dimensions, got {validation.describe(weight)}; it is a table of rows."
         )
     torch_errors.real("weight", weight)
-    if scale is not None and scale.dtype != weight.dtype:
-        raise torch_errors.TorchTypeError(
-            f"per_sample_weights: expected {weight.dtype} as in weight, got {scale.dtype}; convert it."
-        )
-    if input.dtype not in (torch.int64, torch.int32):
-        raise torch_errors.TorchTypeError(
-            f"input: expected indices, int64 or int32, got {validation.describe(input)}; use `.long()`."
-        )
-
-
-def _check_gradient_options(scale_grad_by_freq: bool, sparse: bool) -> None:
-    for name, value in (("scale_grad_by_freq", scale_grad_by_freq), ("sparse", sparse)):
-        if value:
-            raise UnsupportedError(
-                f"{name}: expected False, got {value}; such a gradient cannot be differentiated again."
-            )
+    if scale is not None:
+        torch_errors.dtype_of("weight", weight, "per_sample_weights", scale)
+    torch_errors.indices("input", input, "indices, int64 or int32")

@@ -66,14 +66,8 @@ def grid_sample(
         >>> hog.hvp(lambda grid: f(grid).sum(), grid, torch.tensor([[[[1.0, 0.0]]]]))[1]
         tensor([[[[0.0000, 0.5000]]]])
     """
-    for what, value, known in (
-        ("mode", mode, _MODES),
-        ("padding_mode", padding_mode, _PADDING_MODES),
-    ):
-        if value not in known:
-            raise ArgumentValueError(
-                f"grid_sample: expected {what} to be one of {', '.join(known)}, got {value!r}."
-            )
+    validation.one_of("mode", mode, _MODES)
+    validation.one_of("padding_mode", padding_mode, _PADDING_MODES)
     if align_corners is None:
         warnings.warn(
             "Default grid_sample and affine_grid behavior has changed to align_corners=False since "

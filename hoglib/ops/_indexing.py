@@ -127,14 +127,8 @@ def index_reduce(
         raise ArgumentIndexError(
             f"index: expected a vector of indices, got {validation.describe(index)}."
         )
-    if index.dtype not in (torch.int64, torch.int32):
-        raise torch_errors.TorchTypeError(
-            f"index: expected int64 or int32, got {validation.describe(index)}; use `.long()`."
-        )
-    if source.dtype != input.dtype:
-        raise torch_errors.TorchTypeError(
-            f"source: expected {input.dtype} as in input, got {source.dtype}; convert one of them."
-        )
+    torch_errors.indices("index", index)
+    torch_errors.dtype_of("input", input, "source", source)
     axis = validation.dim("dim", dim, input.dim())
     x, s = torch.atleast_1d(input), torch.atleast_1d(source)
     shape = (*x.shape[:axis], index.numel(), *x.shape[axis + 1 :])
@@ -259,10 +253,7 @@ def _check_segments(
             f"lengths: expected {tuple(data.shape[:axis])} before the last dimension, as in data, got "
             f"{tuple(given.shape[:-1])}."
         )
-    if given.dtype not in (torch.int64, torch.int32):
-        raise torch_errors.TorchTypeError(
-            f"lengths: expected whole numbers, int64 or int32, got {validation.describe(given)}."
-        )
+    torch_errors.indices("lengths", given, "whole numbers, int64 or int32")
     return given, axis
 
 

@@ -126,16 +126,6 @@ def logdet(input: Tensor) -> Tensor:
     return torch.where(sign == -1, float("nan"), logarithm)
 
 
-def torch_det(input: Tensor) -> Tensor:
-    """With the signature of `torch.det`, where A is called input."""
-    return det(input)
-
-
-def torch_slogdet(input: Tensor, *, out: Any = None) -> Any:
-    """With the signature of `torch.slogdet`, where A is called input."""
-    return slogdet(input, out=out)
-
-
 def _has_factors(A: Tensor) -> bool:
     """Whether torch factorises A; what it refuses, and empty matrices, are left to it."""
     dtypes = (torch.float32, torch.float64, torch.complex64, torch.complex128)
@@ -380,13 +370,6 @@ def cholesky_inverse(L: Tensor, upper: bool = False, *, out: Tensor | None = Non
     identity = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device)
     inverse = torch.linalg.solve_triangular(L, identity, upper=upper)
     return inverse @ inverse.mH if upper else inverse.mH @ inverse
-
-
-def torch_cholesky_inverse(
-    input: Tensor, upper: bool = False, *, out: Tensor | None = None
-) -> Tensor:
-    """With the signature of `torch.cholesky_inverse`, where L is called input."""
-    return cholesky_inverse(input, upper, out=out)
 
 
 def torch_triangular_solve(

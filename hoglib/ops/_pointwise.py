@@ -220,14 +220,10 @@ def power(x: Tensor, exponent: float) -> Tensor:
     return _power(x, validation.number("exponent", exponent))
 
 
-def _power_formula(x: Tensor, n: float) -> Tensor:
-    return torch.pow(x, n)
-
-
 _power = define(
-    _power_formula,
+    torch.pow,
     [lambda x, n, _: n * torch.pow(x, n - 1) if n != 0 else 0.0, None],
-    reference=_power_formula,
+    reference=torch.pow,
     keep="inputs",
 )
 
@@ -766,8 +762,7 @@ def reverse_gradient(x: Tensor, *, scale: float = 1.0) -> Tensor:
         >>> torch.func.grad(lambda x: hog.ops.reverse_gradient(x) ** 2)(x)
         tensor(-6.)
     """
-    validation.differentiable("x", x)
-    return _scale_gradient(x, -validation.number("scale", scale))
+    return scale_gradient(x, scale=-validation.number("scale", scale))
 
 
 def _copy(x: Tensor, *_: float) -> Tensor:

@@ -16,12 +16,7 @@ from hoglib import ops
 from hoglib.ops._ctc_loss import torch_ctc_loss
 from hoglib.ops._embedding_bag import torch_embedding_bag
 from hoglib.ops._grid_sample import torch_grid_sampler
-from hoglib.ops._linalg import (
-    torch_cholesky_inverse,
-    torch_det,
-    torch_slogdet,
-    torch_triangular_solve,
-)
+from hoglib.ops._linalg import torch_triangular_solve
 from hoglib.ops._norms import (
     torch_batch_norm,
     torch_instance_norm,
@@ -31,20 +26,34 @@ from hoglib.ops._norms import (
 
 Replacements = dict[Callable[..., Any], Callable[..., Any]]
 
+
+def _of_input(op: Callable[..., Any]) -> Callable[..., Any]:
+    """The op with its first argument called input, as torch calls it outside of torch.linalg."""
+
+    def adapter(input: Tensor, *args: Any, **options: Any) -> Any:
+        return op(input, *args, **options)
+
+    return adapter
+
+
+_det, _slogdet = _of_input(ops.det), _of_input(ops.slogdet)
+_cholesky_inverse = _of_input(ops.cholesky_inverse)
+
+
 ATTENTION: Replacements = {F.scaled_dot_product_attention: ops.scaled_dot_product_attention}
 BATCH_NORM: Replacements = {F.batch_norm: ops.batch_norm, torch.batch_norm: torch_batch_norm}
 CHOLESKY_INVERSE: Replacements = {
-    torch.cholesky_inverse: torch_cholesky_inverse,
-    Tensor.cholesky_inverse: torch_cholesky_inverse,
+    torch.cholesky_inverse: _cholesky_inverse,
+    Tensor.cholesky_inverse: _cholesky_inverse,
 }
 CTC_LOSS: Replacements = {F.ctc_loss: ops.ctc_loss, torch.ctc_loss: torch_ctc_loss}
 DETERMINANT: Replacements = {
     torch.linalg.det: ops.det,
-    torch.det: torch_det,
-    Tensor.det: torch_det,
+    torch.det: _det,
+    Tensor.det: _det,
     torch.linalg.slogdet: ops.slogdet,
-    torch.slogdet: torch_slogdet,
-    Tensor.slogdet: torch_slogdet,
+    torch.slogdet: _slogdet,
+    Tensor.slogdet: _slogdet,
     torch.logdet: ops.logdet,
     Tensor.logdet: ops.logdet,
 }

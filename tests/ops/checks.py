@@ -2,22 +2,12 @@
 
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
-import hoglib as hog
-
 MODES = ("rr", "fr", "rf", "ff")
 Scalar = Callable[[Tensor], Tensor]
-
-
-def right_in_every_mode(
-    function: Callable[..., Any], *inputs: Any, orders: tuple[int, ...] = (1, 2, 3)
-) -> None:
-    """Finite differences agree with the derivatives in each mode, to third order."""
-    hog.verify(function, inputs, orders=orders, modes=MODES).raise_if_failed()
 
 
 def in_every_mix(function: Scalar, x: Tensor, v: Tensor, order: int) -> Iterator[Tensor]:

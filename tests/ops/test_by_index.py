@@ -11,8 +11,6 @@ from torch.testing import assert_close
 
 import hoglib as hog
 from hoglib.ops import replacements
-from hoglib.ops._indexing import segmented_scan
-from tests.long_tail import FULL
 from tests.ops.checks import MODES, in_every_mix
 
 F64 = torch.float64
@@ -76,17 +74,13 @@ def test_segments_have_the_values_and_gradients_of_torch(
     same(ours, theirs, DATA)
 
 
-@reductions
-@pytest.mark.parametrize("name", ["lengths", "lengths of a batch"])
-def test_segments_are_right_in_all_modes(reduce: str, name: str) -> None:
-    """Products of one segmentation to the third order: the other one only says which are multiplied."""
+def test_products_of_segments_with_zeros_are_right_in_all_modes() -> None:
     data = normal(5, 2)
-    if reduce == "prod":
-        data[0, 0] = data[2, 1] = data[3, 1] = 0.0
+    data[0, 0] = data[2, 1] = data[3, 1] = 0.0
     hog.verify(
-        lambda x: hog.ops.segment_reduce(x, reduce, initial=1.5, **SEGMENTS[name]),
+        lambda x: hog.ops.segment_reduce(x, "prod", initial=1.5, **SEGMENTS["lengths"]),
         data,
-        orders=(1, 2, 3) if reduce == "prod" and name == "lengths" else (1, 2),
+        orders=(1, 2, 3),
         modes=MODES,
     ).raise_if_failed()
 
@@ -219,49 +213,16 @@ def test_index_reduce_has_the_values_and_gradients_of_torch(
     same(ours, theirs, normal(4, 3), normal(4, 2, seed=2))
 
 
-# Products to the third order, the others are linear where they are smooth; without `self` they are those
-# with a factor 1 in its place.
-@pytest.mark.parametrize(
-    ("reduce", "include_self", "orders"),
-    [
-        *((reduce, by, (1, 2)) for reduce in ("mean", "amax", "amin") for by in (True, False)),
-        ("prod", False, (1, 2)),
-        ("prod", True, (1, 2, 3)),
-        pytest.param("prod", False, (1, 2, 3), marks=FULL),
-    ],
-)
-def test_by_index_is_right_in_all_modes(
-    reduce: str, include_self: bool, orders: tuple[int, ...]
-) -> None:
-    """Products also where factors are 0."""
-    source = with_zeros() if reduce == "prod" else normal(6, 3, seed=1)
+@with_self
+def test_products_by_index_with_zeros_are_right_in_all_modes(include_self: bool) -> None:
+    """To the third order with `self`; without it they are those with a factor 1 in its place."""
     for function, places in ((hog.ops.index_reduce, INDEX), (hog.ops.scatter_reduce, PLACES)):
         hog.verify(
-            lambda x, s, f=function, i=places: f(x, 0, i, s, reduce, include_self=include_self),
-            (normal(4, 3), source),
-            orders=orders,
+            lambda x, s, f=function, i=places: f(x, 0, i, s, "prod", include_self=include_self),
+            (normal(4, 3), with_zeros()),
+            orders=(1, 2, 3) if include_self else (1, 2),
             modes=MODES,
         ).raise_if_failed()
-
-
-def test_the_hessian_of_torchs_products_is_wrong_and_this_one_is_right() -> None:
-    source, v = normal(6, 3, seed=1), normal(6, 3, seed=2)
-    slopes = [
-        list(in_every_mix(lambda s, f=f: f(normal(4, 3), 0, PLACES, s, "prod").sum(), source, v, 2))
-        for f in (hog.ops.scatter_reduce, torch.scatter_reduce)
-    ]
-    ours, theirs = slopes  # in the order rr, rf, fr, ff: the first letter is the inner mode
-    for slope in ours:
-        assert_close(slope, theirs[0])
-    assert any(abs(slope - theirs[0]) > 0.1 for slope in theirs)  # else it need not be replaced
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["half", "bfloat16"])
-def test_products_by_index_of_narrow_dtypes(dtype: torch.dtype) -> None:
-    x, s = normal(4, 3, dtype=dtype), normal(6, 3, seed=1, dtype=dtype)
-    ours = hog.ops.index_reduce(x, 0, INDEX, s, "prod")
-    theirs = torch.index_reduce(x.double(), 0, INDEX, s.double(), "prod").to(dtype)
-    assert_close(ours, theirs)
 
 
 def test_no_dimensions_and_nothing_to_scatter() -> None:
@@ -296,12 +257,6 @@ def test_errors_by_index_are_of_the_type_of_torchs() -> None:
             torch.index_reduce(*given)
         with pytest.raises(type(theirs.value), match="expected"):
             hog.ops.index_reduce(*given)
-
-
-def test_products_of_runs_by_the_definition() -> None:
-    x, keys = normal(9), torch.tensor([0, 0, 0, 0, 0, 2, 2, 5, 5])
-    expected = torch.stack([x[: i + 1][keys[: i + 1] == keys[i]].prod() for i in range(9)])
-    assert_close(segmented_scan(x, keys, 0), expected)
 
 
 POINTS = torch.tensor([-5.0, -3.0, -2.9, 0.0, 1.0, 3.0, 4.0], dtype=F64)

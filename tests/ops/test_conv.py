@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.autograd import gradcheck, gradgradcheck
-from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
+from torch.func import grad, hessian, jacfwd, jacrev
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
@@ -72,17 +71,6 @@ def requiring_grad(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(t.detach().clone().requires_grad_() for t in inputs)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_derivatives_agree_with_finite_differences(name: str) -> None:
-    ours, _, inputs = made(name)
-    inputs = requiring_grad(inputs)
-    assert gradcheck(ours, inputs, check_forward_ad=True, check_batched_grad=True)
-    # along random directions: each element is compared with torch's convolution below
-    assert gradgradcheck(
-        ours, inputs, check_fwd_over_rev=True, check_batched_grad=True, fast_mode=True
-    )
-
-
 def scalar(fn: Callable[..., Any]) -> Callable[..., Tensor]:
     return lambda *args: sum(leaf.tanh().sum() for leaf in pytree.tree_leaves(fn(*args)))
 
@@ -106,82 +94,6 @@ ROUTES: dict[str, Callable[[Callable[..., Tensor], tuple[Tensor, ...]], Any]] = 
 def test_torch_func_agrees_with_the_convolution_of_torch(name: str, route: Any) -> None:
     ours, torchs, inputs = made(name)
     torch.testing.assert_close(route(ours, inputs), route(torchs, inputs), atol=1e-10, rtol=1e-8)
-
-
-def stacked(inputs: tuple[Tensor, ...], dims: tuple[int | None, ...]) -> list[Tensor]:
-    return [
-        t if dim is None else torch.stack([t, 2 * t, -t], dim)
-        for t, dim in zip(inputs, dims, strict=True)
-    ]
-
-
-DIMS = [(0, None, None), (None, 0, None), (None, None, 0), (1, 0, None), (0, 2, 0), (-1, None, 1)]
-BATCHED = {
-    "value": lambda f: f,
-    "gradient": lambda f: grad(scalar(f), (0, 1, 2)),
-    "jvp": lambda f: lambda *args: jvp(f, args, args),
-    "grad of grad": lambda f: grad(scalar(grad(scalar(f), (0, 1, 2))), (0, 1, 2)),
-    "jvp of grad": lambda f: lambda *args: jvp(grad(scalar(f), (0, 1)), args, args),
-}
-
-
-@pytest.mark.parametrize("dims", DIMS, ids=str)
-@pytest.mark.parametrize("transform", BATCHED.values(), ids=BATCHED.keys())
-@pytest.mark.parametrize("name", ["1d, depthwise", "2d, all options", "2d, unbatched", "3d"])
-def test_vmap_agrees_with_a_loop(name: str, transform: Any, dims: tuple[int | None, ...]) -> None:
-    ours, torchs, inputs = made(name)
-    batch = stacked(inputs, dims)
-    got = vmap(transform(ours), dims)(*batch)
-    each = [
-        transform(torchs)(
-            *(t if d is None else t.select(d, i) for t, d in zip(batch, dims, strict=True))
-        )
-        for i in range(3)
-    ]
-    expected = pytree.tree_map(lambda *parts: torch.stack(parts), *each)
-    torch.testing.assert_close(got, expected, atol=1e-10, rtol=1e-8)
-
-
-# Inputs of every kind.
-
-
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "transposed": lambda t: t.mT.contiguous().mT,
-    "channels last": lambda t: t.to(memory_format=torch.channels_last),
-    "every second": lambda t: t.repeat_interleave(2, -1)[..., ::2],
-    "expanded": lambda t: t[:1].expand(t.shape),
-    "offset": lambda t: torch.cat([t[:1], t])[1:],
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_layouts(layout: Callable[[Tensor], Tensor]) -> None:
-    x, weight = layout(randn(2, 2, 4, 4)), layout(randn(2, 2, 3, 2))
-    torch.testing.assert_close(
-        ROUTES["rr"](ops.conv2d, (x, weight)), ROUTES["rr"](F.conv2d, (x, weight))
-    )
-    assert gradcheck(ops.conv2d, requiring_grad((x, weight)))
-    y = ops.conv2d(x.requires_grad_(), weight)
-    g = (
-        layout(torch.ones_like(y))
-        if layout is not LAYOUTS["transposed"]
-        else torch.ones(()).expand(y.shape)
-    )
-    torch.testing.assert_close(
-        torch.autograd.grad(y, x, g.to(DOUBLE), retain_graph=True),
-        torch.autograd.grad(F.conv2d(x, weight), x, g.to(DOUBLE)),
-    )
-
-
-def test_no_samples() -> None:
-    x, weight, bias = randn(0, 2, 4, 4), randn(3, 2, 2, 2), randn(3)
-    x, weight, bias = requiring_grad((x, weight, bias))
-    y = ops.conv2d(x, weight, bias)
-    assert y.shape == (0, 3, 3, 3)
-    first = torch.autograd.grad(y.sum(), [x, weight, bias], create_graph=True)
-    torch.testing.assert_close(first, (x * 0, weight * 0, bias * 0))
-    second = torch.autograd.grad(sum(g.pow(2).sum() for g in first), [x, weight])
-    torch.testing.assert_close(second, (x * 0, weight * 0))
 
 
 def test_autocast_is_that_of_torch() -> None:

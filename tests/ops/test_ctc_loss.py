@@ -10,18 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.testing import assert_close
 
-import hoglib as hog
 from hoglib import ops
 from hoglib.ops import replacements
-from tests.long_tail import all_but
 
 F64 = torch.float64
 INF = torch.inf
-
-
-def log_softmax(x: Tensor) -> Tensor:
-    """Without torch's log_softmax, which raises in reverse over forward mode."""
-    return x - x.exp().sum(-1, True).log()
 
 
 def scores(*shape: int, dtype: torch.dtype = F64) -> Tensor:
@@ -64,16 +57,6 @@ def test_values_and_gradients_are_torchs(name: str, reduction: str) -> None:
     assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("blank", [0, 2, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, F64], ids=["float32", "float64"])
-def test_blanks_and_dtypes(blank: int, dtype: torch.dtype) -> None:
-    x = scores(6, 2, 5, dtype=dtype).log_softmax(-1)
-    others = (torch.tensor([[1, 3], [3, 3]]), (6, 5), (2, 2), blank)
-    ours, theirs = (value_and_grad(f, x, *others) for f in (ops.ctc_loss, F.ctc_loss))
-    assert ours[0].dtype == dtype
-    assert_close(ours, theirs)
-
-
 @pytest.mark.parametrize("targets", [[1, 2], [[1, 2]]], ids=["one row", "a batch of one"])
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 def test_without_a_batch(targets: list[Any], reduction: str) -> None:
@@ -106,34 +89,6 @@ def test_unnormalised_scores_have_torchs_value() -> None:
 # Derivatives.
 
 
-# A label twice in a row, a target of fewer steps and labels than the other, and the empty ones
-SMOOTH = {
-    "padded": (torch.tensor([[1, 1, -7], [2, 9, 0]]), (4, 3), (2, 1)),
-    "no steps or labels": (LABELS, (4, 0, 2), (2, 0, 0)),
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "reduction"),
-    all_but(
-        # the paths are summed alike for all; a mean has factors of its own
-        lambda name, reduction: (
-            (name, reduction) in (("padded", "none"), ("no steps or labels", "mean"))
-        ),
-        [(name, reduction) for reduction in ("none", "mean", "sum") for name in SMOOTH],
-    ),
-)
-def test_derivatives_in_every_mode(name: str, reduction: str) -> None:
-    def loss(x: Tensor) -> Tensor:
-        return ops.ctc_loss(log_softmax(x), *SMOOTH[name], reduction=reduction)
-
-    modes = ("rr", "fr", "rf", "ff")
-    orders = (1, 2, 3) if name == "padded" else (1, 2)
-    shape = (4, 2, 3) if name == "padded" else (6, 3, 5)
-    report = hog.verify(loss, scores(*shape), orders=orders, modes=modes)
-    assert report.ok, report
-
-
 def all_derivatives(
     function: Callable[[Tensor], Tensor], x: Tensor, orders: int = 3
 ) -> list[Tensor]:
@@ -161,15 +116,6 @@ def test_an_impossible_target_has_derivatives_zero(zero_infinity: bool) -> None:
         assert not derivative[0].any()
         assert derivative[1].isfinite().all()
         assert derivative[1].any()
-    theirs = value_and_grad(
-        F.ctc_loss, x, torch.tensor([[1, 1], [1, 2]]), (2, 2), (2, 2), zero_infinity=True
-    )
-    assert_close(
-        value_and_grad(
-            ops.ctc_loss, x, torch.tensor([[1, 1], [1, 2]]), (2, 2), (2, 2), zero_infinity=True
-        ),
-        theirs,
-    )
 
 
 def test_a_class_that_cannot_be_has_derivatives_zero() -> None:

@@ -1,6 +1,7 @@
 """`hoglib.ops.define`: what a user's own op may be made of, and what it refuses."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +16,35 @@ X = torch.linspace(-1, 2, 4, dtype=F64)
 cube = define(lambda x: x**3, [lambda x, _: 3 * x * x], keep="inputs")
 
 
-def test_constant_partials() -> None:
-    op = define(lambda x, y: 2 * x - y, [lambda *_: 2, lambda *_: -1.0], keep="none")
-    hog.testing.assert_double_differentiable(op, (X, X[:1]), reference=lambda x, y: 2 * x - y)
+def wave(x: Tensor, y: Tensor) -> Tensor:
+    return torch.exp(1j * x) * y
+
+
+def square_where(x: Tensor, chosen: Tensor) -> Tensor:
+    return torch.where(chosen, x * x, 0)
+
+
+# the formula, its partials, what they read, inputs
+RIGHT: dict[str, tuple[Callable[..., Tensor], list[Any], str, tuple[Tensor, ...]]] = {
+    "constant partials": (lambda x, y: 2 * x - y, [lambda *_: 2, lambda *_: -1.0], "none", (X, X[:1])),
+    "a mask as a partial": (torch.relu, [lambda x, _: x > 0], "inputs", (X + 0.1,)),
+    "a complex value of real inputs": (
+        wave, [lambda x, y, z: 1j * z, lambda x, y, z: torch.exp(1j * x)], "both", (X, X.flip(0)),
+    ),
+    "a constant complex partial": (lambda x: 1j * x, [lambda *_: 1j], "none", (X,)),
+    "real and complex inputs": (
+        torch.mul, [lambda x, y, _: y, lambda x, y, _: x], "inputs", (X, X.flip(0) + 1j),
+    ),
+    "a tensor that is no number": (
+        square_where, [lambda x, chosen, _: torch.where(chosen, 2 * x, 0), None], "inputs", (X, X > 0),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("formula", "partials", "keep", "inputs"), RIGHT.values(), ids=RIGHT)
+def test_what_partials_may_be(formula: Any, partials: Any, keep: str, inputs: Any) -> None:
+    op = define(formula, partials, keep=keep)
+    hog.testing.assert_double_differentiable(op, inputs, reference=formula)
 
 
 @pytest.mark.parametrize(
@@ -29,48 +56,6 @@ def test_a_forward_that_returns_its_input(forward: Callable[[Tensor], Tensor]) -
     x = X.clone()
     op(x).add_(1)
     assert_close(x, X)
-
-
-def test_masks_as_partials() -> None:
-    op = define(torch.relu, [lambda x, _: x > 0], keep="inputs")
-    hog.testing.assert_double_differentiable(op, (X + 0.1,), reference=torch.relu)
-
-
-def test_complex_value_of_real_inputs() -> None:
-    def wave(x: Tensor, y: Tensor) -> Tensor:
-        return torch.exp(1j * x) * y
-
-    op = define(wave, [lambda x, y, z: 1j * z, lambda x, y, z: torch.exp(1j * x)])
-    hog.testing.assert_double_differentiable(op, (X, X.flip(0)))
-    grads = torch.func.grad(lambda *v: op(*v).real.sum(), (0, 1))(X, X)
-    assert [g.dtype for g in grads] == [F64, F64]
-
-
-def test_constant_complex_partial_of_a_real_input() -> None:
-    op = define(lambda x: 1j * x, [lambda *_: 1j], keep="none")
-    hog.testing.assert_double_differentiable(op, (X,), reference=lambda x: 1j * x)
-
-
-def test_real_and_complex_inputs_together() -> None:
-    op = define(torch.mul, [lambda x, y, _: y, lambda x, y, _: x], keep="inputs")
-    hog.testing.assert_double_differentiable(op, (X, X.flip(0) + 1j))
-
-
-def test_integer_tensors_are_constants() -> None:
-    op = define(
-        lambda x, chosen: torch.where(chosen, x * x, 0),
-        [lambda x, chosen, _: torch.where(chosen, 2 * x, 0), None],
-        keep="inputs",
-    )
-    chosen = X > 0
-    hog.testing.assert_double_differentiable(
-        op, (X, chosen), reference=lambda x, c: torch.where(c, x * x, 0)
-    )
-
-
-def test_third_order() -> None:
-    third = torch.func.grad(torch.func.grad(torch.func.grad(cube)))
-    assert_close(third(torch.tensor(2.0, dtype=F64)), torch.tensor(6.0, dtype=F64))
 
 
 def test_jvp_inside_jvp_raises_without_a_reference_and_is_right_with_one() -> None:
@@ -105,6 +90,15 @@ def test_nothing_is_kept_that_the_partials_do_not_read() -> None:
         y = op(X.clone().requires_grad_())
         kept[keep] = len(y.grad_fn.saved_tensors)  # type: ignore[union-attr]
     assert kept == {"both": 2, "inputs": 1, "output": 1, "none": 0}
+
+
+def test_partials_are_asked_for_only_where_a_gradient_is_wanted() -> None:
+    calls: list[str] = []
+    by_a, by_b = (lambda a, b, y: calls.append("a") or b), (lambda a, b, y: calls.append("b") or a)
+    a, b = X.clone().requires_grad_(), X.clone()
+    define(torch.mul, [by_a, by_b])(a, b).sum().backward()
+    assert calls == ["a"]
+    assert_close(a.grad, b)
 
 
 def test_wrong_definitions_and_calls_are_explained() -> None:

@@ -11,8 +11,7 @@ from torch.testing import assert_close
 
 import hoglib as hog
 from hoglib.ops import replacements
-from tests.long_tail import FULL
-from tests.ops.checks import MODES, in_every_mix
+from tests.ops.checks import in_every_mix
 
 F64 = torch.float64
 INFINITY = float("inf")
@@ -28,9 +27,6 @@ POWERS = {
     "maxima": INFINITY,
 }
 each_power = pytest.mark.parametrize("p", POWERS.values(), ids=POWERS.keys())
-smooth_powers = pytest.mark.parametrize(
-    "p", [1.5, 2.0, 2.5, 3.0, 4.0], ids=["one and a half", "two", "two and a half", "three", "four"]
-)
 by = pytest.mark.parametrize(
     "mode",
     ["use_mm_for_euclid_dist", "donot_use_mm_for_euclid_dist"],
@@ -114,44 +110,6 @@ def test_ties_zeros_and_equal_rows_have_the_gradients_of_torch(p: float, mode: s
     y = torch.tensor([[0.0, 0.0, 0.0], [2.0, -2.0, 1.0]], dtype=F64)
     same(lambda a, b: hog.ops.cdist(a, b, p, mode), lambda a, b: torch.cdist(a, b, p, mode), x, y)
     same(lambda a: hog.ops.pdist(a, p), lambda a: F.pdist(a, p), x)
-
-
-@smooth_powers
-@by
-def test_cdist_is_right_in_all_modes(p: float, mode: str) -> None:
-    """To the third order by products and with a fractional power, whose formulas are their own."""
-    inputs, orders = (normal(3, 2), normal(2, 2, seed=1)), (1, 2)
-    if (p == 2 and "donot" not in mode) or (p == 2.5 and "donot" in mode):
-        orders = (1, 2, 3)
-    hog.verify(
-        lambda a, b: hog.ops.cdist(a, b, p, mode), inputs, orders=orders, modes=MODES
-    ).raise_if_failed()
-
-
-@pytest.mark.parametrize("p", [0.5, 1.0, INFINITY], ids=["half powers", "sums", "maxima"])
-def test_cdist_with_kinks_is_right_in_all_modes(p: float) -> None:
-    inputs = (normal(3, 2), normal(2, 2, seed=1))
-    hog.verify(
-        lambda a, b: hog.ops.cdist(a, b, p), inputs, orders=(1, 2), modes=MODES
-    ).raise_if_failed()
-
-
-# They are norms of differences, as cdist, whose third order is above.
-@pytest.mark.parametrize(
-    ("p", "orders"),
-    [
-        *((p, (1, 2)) for p in (1.0, 2.0, 3.0, INFINITY)),
-        pytest.param(3.0, (1, 2, 3), marks=FULL),
-    ],
-)
-def test_pdist_and_pairwise_distance_are_right_in_all_modes(
-    p: float, orders: tuple[int, ...]
-) -> None:
-    x, y = normal(3, 2), normal(3, 2, seed=1)
-    for fn, inputs in ((hog.ops.pdist, (x,)), (hog.ops.pairwise_distance, (x, y))):
-        hog.verify(
-            lambda *t, fn=fn: fn(*t, p=p), inputs, orders=orders, modes=MODES
-        ).raise_if_failed()
 
 
 @each_power

@@ -100,30 +100,6 @@ def test_a_last_offset_before_the_end_ends_the_last_bag() -> None:
     assert_close(y, w[INDICES[:2]].mean(0, keepdim=True))
 
 
-@each_option
-@pytest.mark.parametrize("name", ["rows", "offsets"])
-def test_right_in_all_modes(name: str, options: Any) -> None:
-    """To the second order: of what is linear, the third has nothing to lose."""
-    input, bags = BAGS[name]
-    hog.verify(
-        lambda w: hog.ops.embedding_bag(input, w, **bags, **options),
-        table(),
-        orders=(1, 2),
-        modes=("rr", "fr", "rf", "ff"),
-    ).raise_if_failed()
-
-
-@pytest.mark.parametrize("name", ["rows", "offsets"])
-def test_weighted_sums_are_right_in_all_modes(name: str) -> None:
-    input, bags = BAGS[name]
-    hog.verify(
-        lambda w, s: hog.ops.embedding_bag(input, w, mode="sum", per_sample_weights=s, **bags),
-        (table(), table(*input.shape)),
-        orders=(1, 2, 3),
-        modes=("rr", "fr", "rf", "ff"),
-    ).raise_if_failed()
-
-
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_empty_bags_have_derivatives_zero(mode: str) -> None:
     def total(w: Tensor) -> Tensor:

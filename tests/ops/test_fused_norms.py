@@ -2,18 +2,14 @@
 
 import gc
 import weakref
-from itertools import combinations
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.testing import assert_close
-from torch.utils.checkpoint import checkpoint
 
-import hoglib as hog
 from hoglib import ops
 from hoglib.ops import _norms
 
@@ -40,25 +36,11 @@ INPUTS = {
     "volumes": randn(2, 2, 2, 1, 2),
 }
 each_input = pytest.mark.parametrize("x", INPUTS.values(), ids=INPUTS)
-SUBSETS = [s for n in (1, 2, 3) for s in combinations(("x", "weight", "bias"), n)]
 
 
 def leaves(x: Tensor, wanted: Any = ("x", "weight", "bias")) -> dict[str, Tensor]:
     given = {"x": x.clone(), "weight": randn(x.shape[1]), "bias": randn(x.shape[1]) + 1}
     return {name: value.requires_grad_(name in wanted) for name, value in given.items()}
-
-
-@each_input
-@pytest.mark.parametrize("wanted", SUBSETS, ids="+".join)
-def test_second_derivatives_by_any_of_them(x: Tensor, wanted: tuple[str, ...]) -> None:
-    given = leaves(x, wanted)
-    free = [given[name] for name in wanted]
-
-    def slopes(*values: Tensor) -> tuple[Tensor, ...]:
-        now = {**given, **dict(zip(wanted, values, strict=True))}
-        return torch.autograd.grad(norm(**now).sin().sum(), values, create_graph=True)
-
-    assert torch.autograd.gradcheck(slopes, free)
 
 
 @each_input
@@ -130,49 +112,7 @@ def test_running_statistics_of_any_form(shape: tuple[int, ...], form: str) -> No
     assert_close([value.reshape(3) for value in ours], theirs)
 
 
-# What may look on while a backward runs whose forward ran plainly.
-
-
-def test_a_batch_of_gradients() -> None:
-    given = list(leaves(INPUTS["images"]).values())
-    y, many = norm(*given), randn(4, 2, 3, 2, 3)
-    batched = torch.autograd.grad(y, given, many, is_grads_batched=True, retain_graph=True)
-    loop = [torch.autograd.grad(y, given, g, retain_graph=True) for g in many]
-    assert_close(batched, tuple(torch.stack(parts) for parts in zip(*loop, strict=True)))
-
-
-def test_a_batch_of_second_gradients() -> None:
-    given = list(leaves(INPUTS["images"]).values())
-    grads = torch.autograd.grad(norm(*given).sin().sum(), given, create_graph=True)
-    many = [randn(4, *g.shape) for g in grads]
-    batched = torch.autograd.grad(grads, given, many, is_grads_batched=True, retain_graph=True)
-    loop = [
-        torch.autograd.grad(grads, given, [m[i] for m in many], retain_graph=True) for i in range(4)
-    ]
-    assert_close(batched, tuple(torch.stack(parts) for parts in zip(*loop, strict=True)))
-
-
-def test_tangents_of_incoming_gradients() -> None:
-    """A backward is linear in what comes in."""
-    given = list(leaves(INPUTS["images"]).values())
-    y = norm(*given)
-    g, t = randn(*y.shape), randn(*y.shape).cos()
-    with forward_ad.dual_level():
-        dual = torch.autograd.grad(y, given, forward_ad.make_dual(g, t), retain_graph=True)
-        tangents = tuple(forward_ad.unpack_dual(value).tangent for value in dual)
-    assert_close(tangents, torch.autograd.grad(y, given, t))
-
-
-def test_a_checkpoint_runs_it_again() -> None:
-    def slopes(run: Any) -> tuple[Tensor, ...]:
-        given = tuple(leaves(INPUTS["images"]).values())
-        with hog.second_order():
-            y = run(lambda *v: F.batch_norm(v[0], None, None, *v[1:], True).sin(), *given)
-            grads = torch.autograd.grad(y.sum(), given, create_graph=True)
-        return torch.autograd.grad(sum(g.sin().sum() for g in grads), given)
-
-    again = slopes(lambda f, *v: checkpoint(f, *v, use_reentrant=False))
-    assert_close(again, slopes(lambda f, *v: f(*v)))
+# What is freed, and what is not made.
 
 
 @pytest.mark.parametrize("order", [1, 2, 3])
@@ -206,18 +146,6 @@ def test_zero_weights() -> None:
     assert torch.autograd.gradgradcheck(norm, (x, w))
 
 
-@pytest.mark.parametrize("shape", [(3,), (4, 3), (2, 4, 3)], ids=str)
-@pytest.mark.parametrize("absent", [(), ("weight",), ("bias",), ("weight", "bias")], ids=str)
-def test_layer_norm_to_third_order(shape: tuple[int, ...], absent: tuple[str, ...]) -> None:
-    given = {"x": randn(*shape), "weight": randn(3), "bias": randn(3) + 1}
-    names = [name for name in given if name not in absent]
-    free = [given[name].requires_grad_() for name in names]
-
-    def curvature(*values: Tensor) -> tuple[Tensor, ...]:
-        now = dict(zip(names, values, strict=True))
-        y = ops.layer_norm(now.pop("x"), (3,), **now)
-        assert type(y.grad_fn).__name__ == "FusedNormBackward"
-        grads = torch.autograd.grad(y.sin().sum(), values, create_graph=True)
-        return torch.autograd.grad(sum(g.sin().sum() for g in grads), values, create_graph=True)
-
-    assert torch.autograd.gradcheck(curvature, free)
+def test_layer_norm_runs_it_too() -> None:
+    y = ops.layer_norm(randn(4, 3).requires_grad_(), (3,), randn(3))
+    assert type(y.grad_fn).__name__ == "FusedNormBackward"

@@ -10,10 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.testing import assert_close
 
-import hoglib as hog
 from hoglib import ops
 from hoglib.ops import replacements
-from tests.long_tail import FULL
 
 F64 = torch.float64
 NAN, INF = torch.nan, torch.inf
@@ -78,45 +76,6 @@ def test_volumes_are_torchs(
     assert_close(ours, theirs)
 
 
-SMOOTH = [
-    ("bilinear", "zeros", False),
-    ("bilinear", "border", True),
-    ("bilinear", "reflection", False),
-    ("nearest", "border", False),
-    ("bicubic", "zeros", True),
-    ("bicubic", "reflection", True),
-]
-
-
-IN_SHORT = [
-    ("bilinear", "zeros", False),
-    ("nearest", "border", False),
-    ("bicubic", "reflection", True),
-]
-# The third in reverse mode is in test_matrix.py, "grid_sample-third derivative"
-TO_THIRD_ORDER = [("bilinear", "zeros", False), ("bicubic", "zeros", True)]
-
-
-@pytest.mark.parametrize(
-    ("options", "orders"),
-    [
-        *(pytest.param(o, (1, 2), marks=() if o in IN_SHORT else FULL) for o in SMOOTH),
-        *(pytest.param(o, (1, 2, 3), marks=FULL) for o in TO_THIRD_ORDER),
-    ],
-    ids=str,
-)
-def test_derivatives_in_every_mode(options: tuple[str, str, bool], orders: tuple[int, ...]) -> None:
-    def sampled(input: Tensor, grid: Tensor) -> Tensor:
-        return ops.grid_sample(input, grid, *options)
-
-    # what follows the second is torch's own, of one operation after the other
-    report = hog.verify(
-        sampled, (normal(1, 2, 3, 4), 0.7 * normal(1, 2, 2, 2)),
-        orders=orders, modes=("rr", "fr", "rf", "ff"),
-    )  # fmt: skip
-    assert report.ok, report
-
-
 @every_padding
 @pytest.mark.parametrize("place", [0.0, 3.0, 1.0], ids=["first", "last", "middle"])
 def test_derivatives_on_a_pixel_are_one_sided_at_every_order(padding: str, place: float) -> None:
@@ -176,16 +135,6 @@ def test_a_place_that_is_no_number_harms_no_other(mode: str, padding: str, value
 # Dtypes, sizes, transforms.
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-@every_mode
-def test_narrow_dtypes(dtype: torch.dtype, mode: str) -> None:
-    image, grid = normal(2, 3, 4, 5, dtype=dtype), (0.4 * normal(2, 3, 3, 2)).to(dtype)
-    ours = value_and_grads(ops.grid_sample, image, grid, mode, "zeros", False)
-    wide = value_and_grads(F.grid_sample, image.float(), grid.float(), mode, "zeros", False)
-    assert ours[0].dtype == F.grid_sample(image, grid, mode, align_corners=False).dtype == dtype
-    assert_close(ours, tuple(x.to(dtype) for x in wide), rtol=0.02, atol=0.02)
-
-
 @pytest.mark.parametrize(
     "dtypes", list(itertools.product([torch.bfloat16, torch.float32], repeat=2)), ids=str
 )
@@ -195,24 +144,6 @@ def test_autocast_gives_torchs_dtype(dtypes: tuple[torch.dtype, torch.dtype]) ->
         ours, theirs = (
             f(image, grid, align_corners=False) for f in (ops.grid_sample, F.grid_sample)
         )
-    assert_close(ours, theirs)
-
-
-EMPTY = {
-    "no images": ((0, 2, 3, 4), (0, 2, 2, 2)),
-    "no channels": ((1, 0, 3, 4), (1, 2, 2, 2)),
-    "no places": ((1, 2, 3, 4), (1, 0, 2, 2)),
-    "no places in a volume": ((1, 2, 3, 4, 2), (1, 2, 2, 0, 3)),
-}
-
-
-@pytest.mark.parametrize("name", EMPTY)
-def test_nothing_to_sample(name: str) -> None:
-    image, grid = (normal(*shape) for shape in EMPTY[name])
-    ours, theirs = (
-        value_and_grads(f, image, grid, "bilinear", "zeros", True)
-        for f in (ops.grid_sample, F.grid_sample)
-    )
     assert_close(ours, theirs)
 
 
@@ -269,8 +200,3 @@ def test_errors_are_torchs(name: str) -> None:
 def test_a_number_that_is_no_option() -> None:
     with pytest.raises(ValueError, match="interpolation_mode 0, 1 or 2"):
         replacements.GRID_SAMPLE[torch.grid_sampler](X, G, 3, 0, True)
-
-
-def test_complex_images() -> None:
-    with pytest.raises(TypeError, match="input: expected"):
-        ops.grid_sample(X.to(torch.complex128), G, align_corners=True)

@@ -22,7 +22,6 @@ REPLACES = {
     **replacements.WEIGHT_NORM,
 }
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
-NORMS = ["layer_norm", "batch_norm", "instance_norm", "weight_norm"]
 
 
 def randn(*shape: int, dtype: torch.dtype = F64) -> Tensor:
@@ -58,21 +57,12 @@ def evaluation(function: str, x: Tensor, **options: Any) -> tuple[Any, ...]:
 
 OPTIONS = {
     "layer": layer(randn(3, 4), weight=randn(4), bias=randn(4)),
-    "layer, weight alone": layer(randn(2, 3, 4), weight=randn(4)),
-    "layer, bias alone": layer(randn(2, 3, 4), bias=randn(4)),
-    "layer, wide eps": layer(randn(3, 4), eps=0.5),
     "layer, no eps": layer(randn(3, 4), eps=0.0),
-    "layer over three dimensions": (
-        F.layer_norm, ops.layer_norm, (randn(2, 3, 2), (2, 3, 2)), {"weight": randn(2, 3, 2)},
-    ),
     "layer of one number": layer(randn(3, 1), bias=randn(1)),
     "layer, one row": layer(randn(5), weight=randn(5), bias=randn(5)),
     "layer, strided": layer(randn(4, 3).t(), weight=randn(4)),
     "batch": batch(randn(4, 3), weight=randn(3), bias=randn(3)),
     "batch of images": batch(randn(2, 3, 2, 2), weight=randn(3), bias=randn(3)),
-    "batch, weight alone": batch(randn(4, 3, 2), weight=randn(3)),
-    "batch, bias alone": batch(randn(4, 3, 2), bias=randn(3)),
-    "batch, wide eps": batch(randn(4, 3), eps=0.5),
     "batch of one image": batch(randn(1, 3, 2, 2)),
     "batch, channels last": batch(
         randn(2, 3, 2, 2).contiguous(memory_format=torch.channels_last), weight=randn(3), bias=randn(3),
@@ -80,17 +70,10 @@ OPTIONS = {
     "batch, evaluation": evaluation("batch_norm", randn(2, 3, 2), weight=randn(3), bias=randn(3)),
     "batch, evaluation, bias alone": evaluation("batch_norm", randn(2, 3), bias=randn(3)),
     "instance": instance(randn(2, 3, 4), weight=randn(3), bias=randn(3)),
-    "instance of images": instance(randn(2, 3, 2, 2), weight=randn(3), bias=randn(3)),
-    "instance, weight alone": instance(randn(2, 3, 4), weight=randn(3)),
-    "instance, bias alone": instance(randn(2, 3, 4), bias=randn(3)),
-    "instance, wide eps": instance(randn(2, 3, 4), eps=0.5),
     "instance, no eps": instance(randn(2, 3, 4), eps=0.0),
     "instance, evaluation": evaluation("instance_norm", randn(2, 3, 2), weight=randn(3), use_input_stats=False),
     "weight, first dimension": weight(randn(3, 4), randn(3, 1), 0),
-    "weight, last dimension": weight(randn(3, 2, 4), randn(1, 1, 4), 2),
-    "weight, middle dimension": weight(randn(3, 2, 4), randn(1, 2, 1), 1),
     "weight, middle from the end": weight(randn(3, 2, 4), randn(1, 2, 1), -2),
-    "weight over all": weight(randn(3, 4), randn(), -1),
     "weight, lengths as a list": weight(randn(3, 4), randn(3), 0),
     "weight of a vector": weight(randn(4), randn(4), 0),
 }  # fmt: skip
@@ -133,18 +116,6 @@ def test_derivatives_are_right_in_every_mode(case: tuple[Any, ...]) -> None:
     _, ours, args, options = case
     function, tensors = bound(ours, args, options)
     hog.verify(function, tensors, orders=2, modes=MODES, raise_exception=True)
-
-
-@pytest.mark.parametrize("name", NORMS)
-def test_torch_is_wrong_where_we_replace_it(name: str) -> None:
-    """When this fails, a release of torch has mended its norm."""
-    cases = {
-        "layer_norm": OPTIONS["layer"], "batch_norm": OPTIONS["batch"],
-        "instance_norm": OPTIONS["instance"], "weight_norm": OPTIONS["weight, first dimension"],
-    }  # fmt: skip
-    theirs, _, args, options = cases[name]
-    function, tensors = bound(theirs, args, options)
-    assert not hog.verify(function, tensors, orders=(1, 2), modes=MODES).ok
 
 
 # Forward mode without torch.func, where the fused kernel has no rule.
@@ -287,9 +258,8 @@ def test_running_statistics_take_no_tangents() -> None:
     )
 
 
-@pytest.mark.parametrize("transform", ["grad", "vmap", "jvp"])
 @pytest.mark.parametrize("name", ["batch_norm", "instance_norm"])
-def test_transforms_leave_running_statistics_alone(name: str, transform: str) -> None:
+def test_transforms_leave_running_statistics_alone(name: str) -> None:
     running = statistics(2)
     flag = {"training": True} if name == "batch_norm" else {}
 
@@ -297,12 +267,9 @@ def test_transforms_leave_running_statistics_alone(name: str, transform: str) ->
         return getattr(ops, name)(x, **running, **flag).sin().sum()
 
     x = randn(3, 2, 4)
-    if transform == "grad":
-        torch.func.grad(f)(x)
-    elif transform == "vmap":
-        torch.func.vmap(f)(torch.stack([x, 2 * x]))
-    else:
-        torch.func.jvp(f, (x,), (x,))
+    torch.func.grad(f)(x)
+    torch.func.vmap(f)(torch.stack([x, 2 * x]))
+    torch.func.jvp(f, (x,), (x,))
     assert_close(running, statistics(2), rtol=0, atol=0)
 
 
@@ -348,17 +315,6 @@ def test_half_precision(name: str, parameters: str, dtype: torch.dtype) -> None:
             assert_close(value.double(), exact[i], rtol=4 * step, atol=4 * step)
 
 
-@pytest.mark.parametrize("dtype", [BF16, torch.float16])
-@pytest.mark.parametrize("dim", [0, 1, -1])
-def test_half_precision_weight_norm(dim: int, dtype: torch.dtype) -> None:
-    v, g = randn(3, 4, dtype=dtype), randn(*[(3, 1), (1, 4), ()][dim], dtype=dtype)
-    result, reference = ops.weight_norm(v, g, dim), torch._weight_norm(v, g, dim)
-    assert result.dtype == reference.dtype == dtype
-    assert_close(result, reference, rtol=2e-2, atol=2e-2)
-    exact = ops.weight_norm(v.double(), g.double(), dim).to(dtype)
-    assert_close(result, exact, rtol=torch.finfo(dtype).eps, atol=0)
-
-
 @pytest.mark.parametrize("v", [F64, F32, BF16])
 @pytest.mark.parametrize("g", [F64, F32, BF16])
 @pytest.mark.parametrize("dim", [1, -1])
@@ -381,23 +337,6 @@ def test_autocast_gives_torchs_dtype(case: tuple[Any, ...], dtype: torch.dtype) 
     assert result.dtype == reference.dtype
     tolerance = 5e-2 if dtype == BF16 else 1e-5
     assert_close(result, reference, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize("case", [
-    layer(randn(0, 3), weight=randn(3), bias=randn(3)),
-    layer(randn(3, 0), bias=randn(0)),
-    batch(randn(0, 3), weight=randn(3), bias=randn(3)),
-    batch(randn(2, 3, 0), weight=randn(3)),
-    batch(randn(0)),
-    evaluation("batch_norm", randn(0, 3), weight=randn(3)),
-    instance(randn(2, 3, 0), weight=randn(3), bias=randn(3)),
-], ids=["no rows", "rows of nothing", "no batch", "empty images", "nothing at all", "evaluation", "empty instances"])  # fmt: skip
-def test_empty(case: tuple[Any, ...]) -> None:
-    theirs, ours, args, options = case
-    function, tensors = bound(ours, args, options)
-    result = gradients(function, tensors)
-    assert_close(result, gradients(bound(theirs, args, options)[0], tensors))
-    assert not any(r.any() for r in result)
 
 
 def test_empty_where_torch_fails() -> None:
@@ -457,9 +396,6 @@ def test_refusals_of_our_own() -> None:
         ops.batch_norm(X, None, None, training=True, eps=0.0)
     with pytest.raises(RuntimeError, match="elements"):
         ops.weight_norm(X, torch.ones((), dtype=F64), 0)
-    for function in (ops.batch_norm, ops.instance_norm):
-        with pytest.raises(TypeError, match="complex"):
-            function(X.to(torch.complex128), None, None)
     with pytest.raises(TypeError, match="no derivatives"):
         ops.layer_norm(torch.ones(2, 3, dtype=torch.long), (3,))
 

@@ -112,8 +112,6 @@ def test_relu_with_frozen_weights_can_be_differentiated_twice_as_in_torch():
 
 
 ERRORS = {
-    "integer x": (lambda: hog.ops.tanh(torch.arange(3)), TypeError, r"x: .*int64.*x\.float\(\)"),
-    "a list": (lambda: hog.ops.sigmoid([1.0]), TypeError, "expected a torch.Tensor, got list"),
     "integer beta": (
         lambda: hog.ops.swish(rand(2), torch.ones(2, dtype=torch.int)), TypeError, r"beta\.float\(\)",
     ),
@@ -125,9 +123,6 @@ ERRORS = {
     ),
     "x without dimensions": (
         lambda: hog.ops.linear(rand(), rand(4, 2)), ValueError, r"x \(\)",
-    ),
-    "unknown act": (
-        lambda: hog.ops.linear_act(rand(3, 2), rand(4, 2), act="gelu"), ValueError, "one of relu",
     ),
 }  # fmt: skip
 

@@ -1,6 +1,5 @@
 """Stand-ins for losses: torch's values, errors and first gradients, and second derivatives in every mode."""
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,6 @@ from torch.testing import assert_close
 
 import hoglib as hog
 from hoglib.ops import replacements as tables
-from tests.ops.checks import MODES
 
 F64 = torch.float64
 REDUCTIONS = ("none", "mean", "sum")
@@ -113,41 +111,6 @@ def test_values_and_first_derivatives_are_those_of_torch(case: str, reduction: s
     assert_close((tangent * value.cos()).sum(), slope)
 
 
-# One case of each formula, with the options that have a part in it
-TO_THIRD_ORDER = (
-    "mse", "huber", "weighted hinge", "hinge of several labels", "ignored and weighted",
-    "smoothed probabilities",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_derivatives_in_every_mode(case: str) -> None:
-    pair, make, options = CASES[case]
-    call, tensors = fixed(PAIRS[pair][0], make(), reduction="sum", **options)
-    orders = (1, 2, 3) if case in TO_THIRD_ORDER else (1, 2)
-    report = hog.verify(lambda *t: call(*t).sin(), tuple(tensors), orders=orders, modes=MODES)
-    assert report.ok, str(report)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("case", CASES)
-def test_narrow_dtypes(case: str, dtype: torch.dtype) -> None:
-    """The dtype is torch's; the value that of float64, to the dtype's precision."""
-    pair, make, options = CASES[case]
-    inputs = tuple(x.to(dtype) if x.is_floating_point() else x for x in make())
-    narrow = {k: v.to(dtype) if isinstance(v, Tensor) else v for k, v in options.items()}
-    exact = PAIRS[pair][1](
-        *(x.double() if x.is_floating_point() else x for x in inputs),
-        **{k: v.double() if isinstance(v, Tensor) else v for k, v in narrow.items()},
-    )
-    for context in (contextlib.nullcontext(), torch.autograd.forward_ad.dual_level()):
-        with context:
-            value = PAIRS[pair][0](*inputs, **narrow)
-        assert value.dtype == dtype
-        tolerance = 1e-5 if dtype == torch.float32 else 3e-2
-        assert_close(value.double(), exact, atol=tolerance, rtol=tolerance)
-
-
 @pytest.mark.parametrize("case", [name for name in CASES if name != "huber with any delta"])
 def test_autocast(case: str) -> None:
     pair, make, options = CASES[case]
@@ -196,15 +159,6 @@ def test_large_logits() -> None:
     assert_close(tangent, torch.tensor([0, 1], dtype=F64))
 
 
-def test_positions_of_a_linear_cross_entropy() -> None:
-    x, W = normal(2, 3), normal(4, 5, 3)
-    target = torch.tensor([[0, 3, 1, -100, 2], [1, 1, 2, 0, 0]])
-    expected = F.cross_entropy(torch.einsum("nf,cpf->ncp", x, W), target)
-    assert_close(hog.ops.linear_cross_entropy(x, W, target), expected)
-    value, _ = torch.func.jvp(lambda x: hog.ops.linear_cross_entropy(x, W, target), (x,), (x,))
-    assert_close(value, expected)
-
-
 @pytest.mark.parametrize("pair", ["mse", "huber"])
 def test_broadcasting_warns_as_torch_does(pair: str) -> None:
     a, b = normal(3, 1), normal(4)
@@ -240,24 +194,12 @@ def test_mixed_dtypes(pair: str, types: Any) -> None:
     assert_close(ours, theirs, atol=1e-2, rtol=1e-2)  # dtypes too
 
 
-EMPTY = {
-    "mse": ("mse", (torch.ones(0, 3), torch.ones(0, 3))),
-    "huber": ("huber", (torch.ones(0, 3), torch.ones(0, 3))),
-    "multi margin": ("multi margin", (torch.ones(0, 3), CLASSES[:0])),
-    "multilabel margin": ("multilabel margin", (torch.ones(0, 4), LISTS[:0])),
-    "linear cross entropy": ("linear cross entropy", (torch.ones(0, 2), torch.ones(4, 2), CLASSES[:0])),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("name", EMPTY)
-def test_no_rows(name: str, reduction: str) -> None:
-    pair, inputs = EMPTY[name]
-    ours = PAIRS[pair][0](*inputs, reduction=reduction)
-    if "margin" in pair and reduction != "none":
-        assert ours == 0  # torch's is memory that nobody wrote
-    else:
-        assert_close(ours, PAIRS[pair][1](*inputs, reduction=reduction), equal_nan=True)
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_the_hinge_loss_of_no_rows_is_zero(reduction: str) -> None:
+    """torch's is memory that nobody wrote."""
+    none = torch.ones(0, 4)
+    assert hog.ops.multi_margin_loss(none, CLASSES[:0], reduction=reduction) == 0
+    assert hog.ops.multilabel_margin_loss(none, LISTS[:0], reduction=reduction) == 0
 
 
 WRONG = {
@@ -305,14 +247,6 @@ def test_shapes_of_a_linear_cross_entropy() -> None:
     ):
         with pytest.raises(RuntimeError, match=words):
             hog.ops.linear_cross_entropy(*arguments, **options)
-
-
-@pytest.mark.parametrize("pair", PAIRS)
-def test_complex_numbers_are_refused(pair: str) -> None:
-    x = torch.ones(4, 4, dtype=torch.complex64)
-    more = {"mse": (x,), "huber": (x,), "multi margin": (LISTS[1],), "multilabel margin": (LISTS,)}
-    with pytest.raises(TypeError, match="complex"):
-        PAIRS[pair][0](x, *more.get(pair, (x, LISTS[1])))
 
 
 @pytest.mark.parametrize(

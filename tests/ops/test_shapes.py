@@ -20,7 +20,6 @@ from tests.ops.opinfo import references
 few = settings(max_examples=25, deadline=None, derandomize=True)
 sizes = st.integers(0, 3)
 shapes = st.lists(sizes, max_size=3).map(tuple)
-positive_shapes = st.lists(st.integers(1, 3), min_size=1, max_size=3).map(tuple)
 
 
 @st.composite
@@ -72,22 +71,6 @@ def test_broadcasting(name: str, data: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
-@few
-@given(data=st.data())
-def test_vmap_of_broadcasting(name: str, data: Any) -> None:
-    count, ours, theirs = ELEMENTWISE[name]
-    inputs = data.draw(broadcastable(count))
-    mapped = data.draw(st.lists(st.booleans(), min_size=count, max_size=count).filter(any))
-    dims = [data.draw(st.integers(-x.dim() - 1, x.dim())) if m else None
-            for x, m in zip(inputs, mapped, strict=True)]  # fmt: skip
-    batched = [
-        x if d is None else torch.stack([x, x - 1], d) for x, d in zip(inputs, dims, strict=True)
-    ]
-    a, b = (torch.func.vmap(f, tuple(dims))(*batched) for f in (ours, theirs))
-    close(a, b)
-
-
-@pytest.mark.parametrize("name", ELEMENTWISE)
 @pytest.mark.parametrize(
     "dtypes",
     list(itertools.product([torch.float32, F64, torch.bfloat16], repeat=2)),
@@ -118,49 +101,6 @@ def test_promotion_is_that_of_torch(
     places = (0, 1)
     grads = torch.func.vmap(torch.func.grad(lambda *v: ours(*v).sum(), places), dims)(*inputs)
     assert [g.dtype for g in grads] == list(dtypes)
-
-
-@few
-@given(data=st.data())
-def test_matmul(data: Any) -> None:
-    n, k, m = (data.draw(sizes) for _ in range(3))
-    batch = data.draw(st.lists(st.integers(1, 2), max_size=2).map(tuple))
-    rows = data.draw(st.sampled_from([(k,), (n, k), (*batch, n, k)]))
-    ones = tuple(data.draw(st.sampled_from([size, 1])) for size in batch)
-    columns = data.draw(st.sampled_from([(k,), (k, m), (*ones, k, m)]))
-    same(ops.matmul, torch.matmul, data.draw(tensors(rows)), data.draw(tensors(columns)))
-
-
-@pytest.mark.parametrize("name", ["sum", "mean", "amax", "logsumexp"])
-@few
-@given(data=st.data())
-def test_reductions(name: str, data: Any) -> None:
-    x = data.draw(tensors(data.draw(positive_shapes)))
-    dims = data.draw(st.sets(st.integers(0, x.dim() - 1), min_size=1))
-    signed = tuple(d - x.dim() * data.draw(st.booleans()) for d in dims)
-    dim = signed[0] if len(signed) == 1 and data.draw(st.booleans()) else signed
-    keepdim = data.draw(st.booleans())
-    ours, theirs = getattr(ops, name), getattr(torch, name)
-    same(lambda x: ours(x, dim, keepdim=keepdim), lambda x: theirs(x, dim, keepdim=keepdim), x)
-    at = data.draw(st.integers(0, x.dim()))
-    stacked = torch.stack([x, -x], at)
-    a, b = (torch.func.vmap(lambda x, f=f: f(x, dim, keepdim=keepdim), at)(stacked)
-            for f in (ours, theirs))  # fmt: skip
-    close(a, b)
-
-
-@few
-@given(data=st.data())
-def test_bias_add(data: Any) -> None:
-    x = data.draw(tensors(data.draw(positive_shapes)))
-    dim = data.draw(st.integers(-x.dim(), x.dim() - 1))
-    bias = data.draw(tensors((x.shape[dim],)))
-    same(
-        lambda x, b: ops.bias_add(x, b, dim=dim),
-        lambda x, b: references.bias_add(x, b, dim=dim),
-        x,
-        bias,
-    )
 
 
 @few

@@ -19,7 +19,9 @@ from tests.ops.opinfo.op_info import (
     sample_input,
 )
 
-WARNS = {"broadcasting": "torch warns of it, which is an error here; in tests/ops/test_losses.py"}
+WARNS = {
+    "broadcasting": "torch warns of it, which is an error here; in tests/ops/test_regression.py"
+}
 
 
 def _reduced(loss: Tensor, reduction: str) -> Tensor:
