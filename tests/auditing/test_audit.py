@@ -12,7 +12,6 @@ from torch.func import functional_call, hessian, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
 import hoglib as hog
-from hoglib.auditing import checker
 from hoglib.auditing.routes import ROUTES
 from tests.auditing.cases import (
     Applies,
@@ -20,8 +19,6 @@ from tests.auditing.cases import (
     Images,
     Matrices,
     Net,
-    RawNorm,
-    Recomputed,
     WrongScale,
     problem,
     smooth,
@@ -43,16 +40,6 @@ def audited(model: nn.Module, **options: Any) -> hog.Report:
 
 
 # What is right.
-
-
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(6, 18), nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).chunk(3, -1)
-        return x + self.out((q @ k.mT / 6**0.5).softmax(-1) @ v)
 
 
 class LastOfLSTM(nn.Module):
@@ -83,7 +70,6 @@ CLEAN: dict[str, Callable[[], nn.Module]] = {
     "relu": lambda: nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 3)),
     "group norm and convolution": lambda: Images(nn.GroupNorm(2, 4)),
     "batch norm in eval mode": lambda: smooth(nn.BatchNorm1d(6)).eval(),
-    "attention": lambda: smooth(Attention()),
     "rms norm": lambda: Net(nn.RMSNorm(6), nn.RMSNorm(6)),
     "lstm": LastOfLSTM,
     "spectral norm": lambda: smooth(
@@ -186,9 +172,9 @@ def with_a_hook() -> nn.Module:
 
 
 POISONED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
-    "raw kernel in a residual block": (
-        lambda: Net(nn.Identity(), Applies(RawNorm.apply), nn.Identity()),
-        "blocks.1.norm", "RawNorm",
+    "cached tensor in a residual block": (
+        lambda: Net(nn.Identity(), Applies(Cached.apply), nn.Identity()),
+        "blocks.1.norm", "ctx.slope",
     ),
     "cached tensor on ctx": (lambda: smooth(Applies(Cached.apply)), "2", "ctx.slope"),
     "once_differentiable": (
@@ -200,7 +186,6 @@ POISONED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
         lambda: nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.ReLU(), Applies(WrongScale.apply), nn.Linear(6, 3)),
         "3", "0.5 times",
     ),
-    "recomputing over a closure": (Recomputed, "Recomputed", "Recompute"),
     "cdist": (
         lambda: smooth(Applies(lambda x: torch.cdist(x, x.detach() + 1)[:, :1] * x)), "2", "cdist",
     ),
@@ -225,7 +210,7 @@ def test_a_fault_is_named_by_module_and_operation(name: str) -> None:
 
 
 def test_two_faults_are_named_and_one_operation_explained_once() -> None:
-    report = audited(Net(Applies(RawNorm.apply), nn.Identity(), Applies(RawNorm.apply)))
+    report = audited(Net(Applies(Cached.apply), nn.Identity(), Applies(Cached.apply)))
     assert report.culprits == ("blocks.0.norm", "blocks.2.norm")
     assert "See `blocks.0.norm`." in report["culprit: blocks.2.norm"].text
 
@@ -366,18 +351,6 @@ def test_a_declared_surrogate_is_skipped() -> None:
 
 
 # What cannot be judged.
-
-
-def test_without_agreement_of_differences_nothing_is_judged(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(checker, "RIGHT", {torch.float64: 0.0, torch.float32: 0.0})
-    monkeypatch.setattr(checker, "CLEARLY", 1e12)
-    report = hog.audit(lambda w, b: w.sin().sum(), torch.ones(3), None)
-    assert report.ok
-    assert not report.judged
-    with pytest.raises(hog.VerificationError, match="NOT JUDGED"):
-        report.raise_if_failed()
 
 
 def test_a_stopped_gradient_inside_a_transform_is_not_judged() -> None:

@@ -617,18 +617,9 @@ class NumberInMemory(Function):
         return 2 * g * x
 
 
-class NumberInMemoryCut(NumberInMemory):
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return 2 * g * x.detach()
-
-
 def test_code_that_is_not_torchs_is_examined_in_its_own_dtype():
     x = X.float()
     assert told(lambda f: hog.hvp(lambda p: f(p).sum(), x, x), NumberInMemory.apply) == []
-    (text,) = told(lambda f: hog.hvp(lambda p: f(p).sum(), x, x), NumberInMemoryCut.apply)
-    assert "second derivative of NumberInMemoryCut is wrong" in text
 
 
 class Columns(Function):
@@ -694,22 +685,6 @@ class Oscillates(Function):
 def test_what_cannot_be_compared_is_told():
     (text,) = told(lambda f: hog.hvp(lambda p: f(p).sum(), X, X), Oscillates.apply)
     assert "Oscillates was not examined in full" in text
-
-
-class Almost(Function):
-    """The identity, but for what a solver leaves, which backward neglects."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x + 1e-7 * (3 * x).sin()
-
-    @staticmethod
-    def backward(ctx, g):
-        return g.clone()
-
-
-def test_a_second_derivative_that_no_product_notices_is_not_told():
-    assert told(lambda f: hog.hvp(lambda p: f(p).square().sum(), X, X), Almost.apply) == []
 
 
 class MaskedSoftmax(Function):

@@ -177,42 +177,6 @@ class ClipGradientInPlace(ClipGradient):
         return g.data.clamp_(-0.5, 0.5)
 
 
-def _softmax_gradient(p, g):
-    return p * (g - (g * p).sum(-1, keepdim=True))
-
-
-class GumbelHard(Function):
-    """y = the one-hot of the largest of logits + noise; both receive the gradient of softmax."""
-
-    @staticmethod
-    def forward(ctx, logits, noise):
-        ctx.save_for_backward(logits, noise)
-        z = logits + noise
-        return torch.zeros_like(z).scatter(-1, z.argmax(-1, keepdim=True), 1.0)
-
-    @staticmethod
-    def backward(ctx, g):
-        logits, noise = ctx.saved_tensors
-        gz = _softmax_gradient(torch.softmax(logits + noise, -1), g)
-        return gz, gz
-
-
-class GumbelHardSavesSoft(Function):
-    """The same, but the softmax is saved."""
-
-    @staticmethod
-    def forward(ctx, logits, noise):
-        p = torch.softmax(logits + noise, -1)
-        ctx.save_for_backward(p)
-        return torch.zeros_like(p).scatter(-1, p.argmax(-1, keepdim=True), 1.0)
-
-    @staticmethod
-    def backward(ctx, g):
-        (p,) = ctx.saved_tensors
-        gz = _softmax_gradient(p, g)
-        return gz, gz
-
-
 def _activations_and_step():
     return torch.randn(3, 4), 0.2 + 0.1 * torch.rand(())
 
@@ -229,6 +193,4 @@ SPECIMENS = [
     Specimen("gradient reversal", Reversal, normal((3, 4)), options=SURROGATE),
     Specimen("gradient clipping", ClipGradient, positive((3, 4)), options=SURROGATE),
     Specimen("gradient clipping in place", ClipGradientInPlace, positive((3, 4)), "fail", ("in place", "grad_output"), SURROGATE),
-    Specimen("hard Gumbel softmax", GumbelHard, normal((3, 4), (3, 4)), options=SURROGATE),
-    Specimen("hard Gumbel softmax, soft one saved", GumbelHardSavesSoft, normal((3, 4), (3, 4)), "fail", ("saved_tensors[0]",), SURROGATE),
 ]  # fmt: skip
