@@ -42,16 +42,6 @@ def audited(model: nn.Module, **options: Any) -> hog.Report:
 # What is right.
 
 
-class LastOfLSTM(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm, self.head = nn.LSTM(2, 5, batch_first=True), nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.head(self.lstm(x.reshape(len(x), 2, 2))[0][:, -1])
-        return y
-
-
 class CastsToFloat32(nn.Module):
     """In float64 the casts have no effect."""
 
@@ -71,7 +61,6 @@ CLEAN: dict[str, Callable[[], nn.Module]] = {
     "group norm and convolution": lambda: Images(nn.GroupNorm(2, 4)),
     "batch norm in eval mode": lambda: smooth(nn.BatchNorm1d(6)).eval(),
     "rms norm": lambda: Net(nn.RMSNorm(6), nn.RMSNorm(6)),
-    "lstm": LastOfLSTM,
     "spectral norm": lambda: smooth(
         nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6))
     ).eval(),
@@ -143,18 +132,6 @@ def weight_norm() -> nn.Module:
     return smooth(nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)))
 
 
-class NaNAtZero(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x * x.square().sum(-1, keepdim=True).sqrt()
-
-
-def not_finite_at_the_parameters() -> nn.Module:
-    model = smooth(NaNAtZero())
-    for p in model[0].parameters():
-        nn.init.zeros_(p)
-    return model
-
-
 class Float32Only(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype != torch.float32:
@@ -193,7 +170,6 @@ POISONED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "what does not run in float64": (
         lambda: smooth(Float32Only(), Applies(Cached.apply)), "3", "ctx.slope",
     ),
-    "not finite at the parameters": (not_finite_at_the_parameters, "2", "is not finite"),
 }  # fmt: skip
 
 

@@ -10,7 +10,6 @@ from torch import nn
 from hoglib._core.state import (
     RandomState,
     StateGuard,
-    draw_from,
     preserve_random_state,
 )
 
@@ -62,19 +61,6 @@ def test_a_generator_that_has_drawn_is_named() -> None:
     assert len(state.drawn()) == 4
     state.restore()
     assert state.drawn() == []
-
-
-def test_torch_draws_from_another_generator() -> None:
-    mine, same = torch.Generator().manual_seed(3), torch.Generator().manual_seed(3)
-    before = torch.get_rng_state()
-    with draw_from(mine, torch.device("cpu")):
-        inside = torch.rand(4)
-    assert torch.equal(inside, torch.rand(4, generator=same))
-    assert torch.equal(torch.rand(4, generator=mine), torch.rand(4, generator=same))
-    assert torch.equal(before, torch.get_rng_state())
-    with pytest.raises(KeyError), draw_from(mine, torch.device("cpu")):
-        raise KeyError
-    assert torch.equal(before, torch.get_rng_state())
 
 
 @pytest.mark.parametrize("double", [False, True])

@@ -4,9 +4,7 @@ import itertools
 
 import pytest
 import torch
-from torch import nn
 from torch.autograd import Function
-from torch.nn import functional as F
 
 import hoglib as hog
 from tests.long_tail import all_but
@@ -193,24 +191,3 @@ def test_forward_mode():
     assert report["first derivative: forward"].status == "pass"
     assert report["second derivative: forward-over-reverse"].status == "pass"
     assert hog.verify(Doubled, x)["first derivative: forward"].status == "fail"
-
-
-class Mixed(nn.Module):
-    """Layers, the middle one of which computes in bfloat16."""
-
-    def __init__(self, product):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.product = nn.Linear(5, 8), product
-        self.weight = nn.Parameter(torch.randn(8, 4) / 3)
-
-    def forward(self, x):
-        return self.product.apply(F.silu(self.first(x)), self.weight).square().sum(1)
-
-
-def test_in_a_module_of_float32_layers():
-    x = inputs([(6, 5)], torch.float32, 0)
-    report = hog.verify(Mixed(matrix_product(torch.bfloat16)), x)
-    assert not report.failed, report
-    report = hog.verify(Mixed(matrix_product(torch.bfloat16, wrong=torch.Tensor.detach)), x)
-    assert report[SECOND].status == "fail"
