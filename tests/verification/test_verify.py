@@ -109,7 +109,8 @@ def test_a_derivative_that_is_wrong_from_a_high_order_on(degree, order):
     power = lambda x: Power.apply(x, degree)  # noqa: E731  # its slopes are right down to x^3
     assert hog.verify(power, x, orders=tuple(range(1, degree - 1)), modes="rr").ok
     report = hog.verify(power, x, orders=degree - 1, modes="rr")
-    assert f"{order} derivative: reverse-over-reverse" in names(report, "fail")
+    failed = {name for name in names(report, "fail") if " derivative: " in name}
+    assert failed == {f"{order} derivative: reverse-over-reverse"}
     assert hog.verify(lambda x: x.sin() * x.exp(), x, orders=(3, 4)).ok
 
 
