@@ -1,7 +1,5 @@
 """What a callable reaches: one traversal, seen with each scope."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
@@ -10,7 +8,6 @@ from hoglib._core.closures import ALL, HELD, READ, ClosureWalker, Scope, held, r
 from hoglib._core.fingerprint import StateFingerprint
 
 WEIGHT = torch.ones(3)
-SETTINGS = SimpleNamespace(weight=WEIGHT)
 
 
 class Model:
