@@ -10,23 +10,6 @@ from torch.autograd import Function
 import hoglib as hog
 
 
-class RawNorm(Function):
-    """Backward by a kernel, of what forward made."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        y, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], None, None, 1e-5)
-        ctx.save_for_backward(x, mean, rstd)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        x, mean, rstd = ctx.saved_tensors
-        raw = torch.ops.aten.native_layer_norm_backward
-        shape = x.shape[-1:]
-        return raw(g.detach(), x.detach(), shape, mean, rstd, None, None, [True, False, False])[0]
-
-
 class Cached(Function):
     """exp, with the result as an attribute of ctx made by forward."""
 
@@ -52,24 +35,6 @@ class WrongScale(Function):
     def backward(ctx: Any, g: Tensor) -> Any:
         (x,) = ctx.saved_tensors
         return g * x
-
-
-class Recompute(Function):
-    """Runs a function once more in backward; what that closes over gets nothing."""
-
-    @staticmethod
-    def forward(ctx: Any, function: Any, x: Tensor) -> Tensor:
-        ctx.function = function
-        ctx.save_for_backward(x)
-        return function(x)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        (x,) = ctx.saved_tensors
-        with torch.enable_grad():
-            x = x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
-            y = ctx.function(x)
-        return None, *torch.autograd.grad(y, x, g, create_graph=torch.is_grad_enabled())
 
 
 class Applies(nn.Module):
@@ -136,17 +101,6 @@ class Images(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = F.gelu(self.norm(self.conv(x.reshape(len(x), 1, 4, 4))))
         y: Tensor = self.head(h.flatten(2).mean(2))
-        return y
-
-
-class Recomputed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.last = nn.Linear(4, 4), nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h: Tensor = Recompute.apply(self.inner, (x * self.last.weight[0]).sin())  # type: ignore[no-untyped-call]
-        y: Tensor = self.last(h)
         return y
 
 

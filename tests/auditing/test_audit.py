@@ -12,7 +12,6 @@ from torch.func import functional_call, hessian, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
 import hoglib as hog
-from hoglib.auditing import checker
 from hoglib.auditing.routes import ROUTES
 from tests.auditing.cases import (
     Applies,
@@ -20,8 +19,6 @@ from tests.auditing.cases import (
     Images,
     Matrices,
     Net,
-    RawNorm,
-    Recomputed,
     WrongScale,
     problem,
     smooth,
@@ -45,26 +42,6 @@ def audited(model: nn.Module, **options: Any) -> hog.Report:
 # What is right.
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(6, 18), nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).chunk(3, -1)
-        return x + self.out((q @ k.mT / 6**0.5).softmax(-1) @ v)
-
-
-class LastOfLSTM(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm, self.head = nn.LSTM(2, 5, batch_first=True), nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.head(self.lstm(x.reshape(len(x), 2, 2))[0][:, -1])
-        return y
-
-
 class CastsToFloat32(nn.Module):
     """In float64 the casts have no effect."""
 
@@ -83,9 +60,7 @@ CLEAN: dict[str, Callable[[], nn.Module]] = {
     "relu": lambda: nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 3)),
     "group norm and convolution": lambda: Images(nn.GroupNorm(2, 4)),
     "batch norm in eval mode": lambda: smooth(nn.BatchNorm1d(6)).eval(),
-    "attention": lambda: smooth(Attention()),
     "rms norm": lambda: Net(nn.RMSNorm(6), nn.RMSNorm(6)),
-    "lstm": LastOfLSTM,
     "spectral norm": lambda: smooth(
         nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6))
     ).eval(),
@@ -157,18 +132,6 @@ def weight_norm() -> nn.Module:
     return smooth(nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)))
 
 
-class NaNAtZero(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x * x.square().sum(-1, keepdim=True).sqrt()
-
-
-def not_finite_at_the_parameters() -> nn.Module:
-    model = smooth(NaNAtZero())
-    for p in model[0].parameters():
-        nn.init.zeros_(p)
-    return model
-
-
 class Float32Only(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype != torch.float32:
@@ -186,9 +149,9 @@ def with_a_hook() -> nn.Module:
 
 
 POISONED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
-    "raw kernel in a residual block": (
-        lambda: Net(nn.Identity(), Applies(RawNorm.apply), nn.Identity()),
-        "blocks.1.norm", "RawNorm",
+    "cached tensor in a residual block": (
+        lambda: Net(nn.Identity(), Applies(Cached.apply), nn.Identity()),
+        "blocks.1.norm", "ctx.slope",
     ),
     "cached tensor on ctx": (lambda: smooth(Applies(Cached.apply)), "2", "ctx.slope"),
     "once_differentiable": (
@@ -200,7 +163,6 @@ POISONED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
         lambda: nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.ReLU(), Applies(WrongScale.apply), nn.Linear(6, 3)),
         "3", "0.5 times",
     ),
-    "recomputing over a closure": (Recomputed, "Recomputed", "Recompute"),
     "cdist": (
         lambda: smooth(Applies(lambda x: torch.cdist(x, x.detach() + 1)[:, :1] * x)), "2", "cdist",
     ),
@@ -208,7 +170,6 @@ POISONED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "what does not run in float64": (
         lambda: smooth(Float32Only(), Applies(Cached.apply)), "3", "ctx.slope",
     ),
-    "not finite at the parameters": (not_finite_at_the_parameters, "2", "is not finite"),
 }  # fmt: skip
 
 
@@ -225,7 +186,7 @@ def test_a_fault_is_named_by_module_and_operation(name: str) -> None:
 
 
 def test_two_faults_are_named_and_one_operation_explained_once() -> None:
-    report = audited(Net(Applies(RawNorm.apply), nn.Identity(), Applies(RawNorm.apply)))
+    report = audited(Net(Applies(Cached.apply), nn.Identity(), Applies(Cached.apply)))
     assert report.culprits == ("blocks.0.norm", "blocks.2.norm")
     assert "See `blocks.0.norm`." in report["culprit: blocks.2.norm"].text
 
@@ -366,18 +327,6 @@ def test_a_declared_surrogate_is_skipped() -> None:
 
 
 # What cannot be judged.
-
-
-def test_without_agreement_of_differences_nothing_is_judged(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(checker, "RIGHT", {torch.float64: 0.0, torch.float32: 0.0})
-    monkeypatch.setattr(checker, "CLEARLY", 1e12)
-    report = hog.audit(lambda w, b: w.sin().sum(), torch.ones(3), None)
-    assert report.ok
-    assert not report.judged
-    with pytest.raises(hog.VerificationError, match="NOT JUDGED"):
-        report.raise_if_failed()
 
 
 def test_a_stopped_gradient_inside_a_transform_is_not_judged() -> None:

@@ -215,32 +215,6 @@ def test_what_modules_keep_is_as_it_was() -> None:
     assert judged(report)
 
 
-class Records(nn.Module):
-    """Registers a hook at its first run, which is remembered by an attribute, as transformers does for
-    its hidden states."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.ready = Base(), False
-
-    def forward(self, x: Tensor) -> Tensor:
-        states: list[Tensor] = []
-        self.states = states
-        if not self.ready:
-            self.inner.first.register_forward_hook(lambda m, args, y: self.states.append(y))
-            self.ready = True
-        y: Tensor = self.inner(x)
-        return y * sum(state.square().mean() for state in states)
-
-
-def test_a_hook_that_the_first_run_registers_does_not_pile_up() -> None:
-    model = Records()
-    report = audited(model)
-    assert judged(report)
-    assert not any(row.name == "state" for row in report)  # every run is as the first
-    assert not model.inner.first._forward_hooks
-
-
 def test_a_batch_that_the_loss_changes_is_as_it_was() -> None:
     model = Base()
     _, params, (x, y) = problem(model)
@@ -289,12 +263,6 @@ def test_after_ctrl_c_everything_is_as_it_was(at: int) -> None:
     assert torch.equal(state, torch.get_rng_state())
     assert not nn.modules.module._global_forward_hooks
     assert not nn.modules.module._global_forward_pre_hooks
-
-
-@pytest.mark.parametrize("at", [1, 3, 6, 30])
-def test_an_error_in_any_run_is_reported(at: int) -> None:
-    report = audited(Interrupted(at, ValueError))
-    assert report.ok or "bad luck" in str(report)
 
 
 def test_parameters_that_a_loss_writes_to_are_as_they_were() -> None:

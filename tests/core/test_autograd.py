@@ -17,39 +17,6 @@ def test_grad_enabled_records_in_inference_mode():
     assert torch.autograd.grad(y.sum(), x)[0].tolist() == [2.0, 2.0]
 
 
-def test_outside_inference_mode_makes_tensors_that_can_be_saved():
-    with torch.inference_mode(), autograd.outside_inference_mode():
-        x = torch.ones(2)
-        assert not torch.is_grad_enabled()
-    assert not x.is_inference()
-
-
-def test_clone_inference_tensors_copies_those_alone():
-    with torch.inference_mode():
-        inference = torch.ones(2)
-    plain = torch.ones(2)
-    found = autograd.clone_inference_tensors({"a": inference, "b": [plain]})
-    assert not found["a"].is_inference()
-    assert found["b"][0] is plain
-
-
-def test_fresh_leaves_are_connected_with_create_graph():
-    x = torch.ones(2, requires_grad=True)
-    (alone,), (connected,) = (autograd.fresh_leaves([x], graph) for graph in (False, True))
-    assert alone.is_leaf
-    assert alone.requires_grad
-    assert torch.autograd.grad(connected.sum(), x)[0].tolist() == [1.0, 1.0]
-
-
-def test_vjp_takes_outputs_without_a_graph_as_constants():
-    x, unused = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
-    u = torch.ones(2)
-    grads = autograd.vjp([None, torch.ones(2), 3 * x], [x, unused], [u, u, u], "test")
-    assert grads[1] is None
-    assert [g.tolist() for g in autograd.materialize_grads(grads, [x, unused])] == [[3, 3], [0, 0]]
-    assert autograd.vjp([None, u], [x, unused], [u, u], "test") == [None, None]
-
-
 def test_translate_errors_names_the_operation_and_lets_others_pass():
     with (
         pytest.raises(UnsupportedError, match=r"test: .*double backward.*stand_ins=True"),
@@ -60,18 +27,6 @@ def test_translate_errors_names_the_operation_and_lets_others_pass():
         raise RuntimeError("another")
     with pytest.raises(NoSecondDerivative), autograd.translate_errors("test"):
         raise NoSecondDerivative("not implemented")
-
-
-def test_without_graph_also_of_a_function_that_differentiates():
-    x = torch.ones(2, requires_grad=True)
-
-    def gradient_norm():
-        return torch.autograd.grad(x.square().sum(), x)[0].sum()
-
-    for function, value in ((lambda: x.sum(), 2), (gradient_norm, 4)):
-        found = autograd.without_graph(function)
-        assert not found.requires_grad
-        assert found == value
 
 
 def test_gradients_computed_before_are_scaled():

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hoglib as hog
 from experiments.benchmarks.memory import peak_bytes
-from hoglib._core import block_parts, recomputation, torch_forward_mode
+from hoglib._core import block_parts, recomputation
 
 FORWARD = "forward-over-reverse"
 
@@ -259,10 +259,6 @@ def test_attention_with_dropout_draws_in_one_order(any_size: list[int]) -> None:
     assert not any_size
 
 
-def test_attention_with_large_scores() -> None:
-    agree(lambda: Block(4), inputs(2, 40, 4))
-
-
 # Memory, beside parameters, vectors and data.
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -294,28 +290,3 @@ def test_at_most_twice_the_memory_of_a_checkpointed_gradient(name: str) -> None:
 
     first, ours = (peak_bytes(run, x.device) for run in (gradient, forward_over_reverse))
     assert ours <= 2 * first
-
-
-def test_tangents_of_tensors_without_a_graph() -> None:
-    x, v = torch.randn(3), torch.randn(3)
-    found = []
-
-    def run(x: Tensor) -> Tensor:
-        found.append(torch_forward_mode.tangents_without_graph([None, x, v]))
-        found.append(torch_forward_mode.gradient_with_tangents())
-        return x.sum()
-
-    torch.func.jvp(run, (x,), (v,))
-    torch.func.jvp(torch.func.grad(run), (x,), (v,))
-    torch.func.grad(run)(x)
-    torch.func.vmap(run)(x[None])
-    run(x)
-    torch.func.jvp(run, (x.clone().requires_grad_(),), (v,))
-    torch.func.grad(lambda x: torch.func.jvp(run, (x,), (v,))[1])(x)
-    tangents, inside = found[::2], found[1::2]
-    for one in tangents[:2]:
-        assert one[::2] == [None, None]
-        assert torch.equal(one[1], v)
-        assert not torch._C._functorch.is_functorch_wrapped_tensor(one[1])
-    assert tangents[2:] == [None] * 5
-    assert inside == [False, True, False, False, False, False, False]

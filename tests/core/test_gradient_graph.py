@@ -70,12 +70,6 @@ def test_a_summary_ends_at_the_tensors_it_starts_from():
     assert not since.leaves
 
 
-def test_a_summary_of_a_value_without_a_graph_is_empty():
-    graph = graph_summary(torch.ones(3))
-    assert not graph.leaves
-    assert not graph.functions
-
-
 @cache
 def learner(function):
     """Checks its model in the first loss."""

@@ -28,19 +28,7 @@ def test_algebra_is_that_of_vectors():
     torch.testing.assert_close(pytree.norm(a), vector(a).norm())
 
 
-def test_the_structure_comes_back():
-    result = pytree.add(tree(0), tree(1))
-    assert isinstance(result["b"][1], Pair)
-    assert [leaf.shape for leaf in pytree.leaves(result)] == [
-        x.shape for x in pytree.leaves(tree(0))
-    ]
-
-
 def test_dot_of_complex_leaves_is_hermitian():
     a = {"z": torch.tensor([1 + 2j])}
     assert pytree.dot(a, a) == 5
     assert pytree.norm(a) == pytest.approx(5**0.5)
-
-
-def test_no_leaves():
-    assert pytree.dot({}, {}) == 0

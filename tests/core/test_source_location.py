@@ -11,7 +11,6 @@ from torch import nn
 import hoglib as hog
 from hoglib._core import source_location
 from hoglib._core.source_location import SourceLine
-from hoglib.errors import ArgumentValueError
 
 
 def here():
@@ -63,11 +62,6 @@ def test_an_error_has_the_line_that_raised_it():
     assert line.source == "return nn.Linear(2, 3)(torch.ones(4))"
     assert str(line) in source_location.format_error(caught.value)
     assert source_location.format_error(ValueError("no traceback. ")) == "ValueError: no traceback"
-
-
-def test_the_text_of_an_error_has_its_type_unless_it_is_hoglibs():
-    assert source_location.error_text(ValueError("a")) == "ValueError: a"
-    assert source_location.error_text(ArgumentValueError("a")) == "a"
 
 
 def test_the_running_module_is_the_innermost_one():

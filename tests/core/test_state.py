@@ -1,7 +1,6 @@
 """Saving and restoring random numbers, settings, and the state of modules."""
 
 import random
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,11 +9,8 @@ from torch import nn
 
 from hoglib._core.state import (
     RandomState,
-    RunState,
     StateGuard,
-    draw_from,
     preserve_random_state,
-    preserve_settings,
 )
 
 
@@ -65,44 +61,6 @@ def test_a_generator_that_has_drawn_is_named() -> None:
     assert len(state.drawn()) == 4
     state.restore()
     assert state.drawn() == []
-
-
-def test_torch_draws_from_another_generator() -> None:
-    mine, same = torch.Generator().manual_seed(3), torch.Generator().manual_seed(3)
-    before = torch.get_rng_state()
-    with draw_from(mine, torch.device("cpu")):
-        inside = torch.rand(4)
-    assert torch.equal(inside, torch.rand(4, generator=same))
-    assert torch.equal(torch.rand(4, generator=mine), torch.rand(4, generator=same))
-    assert torch.equal(before, torch.get_rng_state())
-    with pytest.raises(KeyError), draw_from(mine, torch.device("cpu")):
-        raise KeyError
-    assert torch.equal(before, torch.get_rng_state())
-
-
-def test_settings_are_restored_after_an_error() -> None:
-    settings = SimpleNamespace(a=1, b=2)
-    inside = []
-    with pytest.raises(KeyError), preserve_settings([(settings, "a", 3), (settings, "b", 4)]):
-        raise KeyError(inside.append((settings.a, settings.b)))
-    assert inside == [(3, 4)]
-    assert (settings.a, settings.b) == (1, 2)
-
-
-def test_a_run_is_repeated_under_its_conditions() -> None:
-    layer, x = nn.Dropout(0.5), torch.ones(100)
-    state = RunState([x], [], [layer])
-    with torch.autocast("cpu"):
-        state = RunState([x], [], [layer])
-        first = layer(x)
-    layer.eval()
-    drawn = torch.get_rng_state()
-    with state.restored(), state.autocast.restored():
-        assert layer.training
-        assert torch.is_autocast_enabled("cpu")
-        assert torch.equal(layer(x), first)
-    assert not layer.training
-    assert torch.equal(drawn, torch.get_rng_state())
 
 
 @pytest.mark.parametrize("double", [False, True])

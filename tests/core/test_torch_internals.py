@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
-from hoglib._core import pytree, torch_internals, torch_kernels, torch_sharding
+from hoglib._core import torch_internals, torch_kernels, torch_sharding
 from tests.functions import Cube
 
 
@@ -43,12 +43,6 @@ def test_transforms_and_forward_levels(name):
     assert _levels(transform) == levels
 
 
-def test_levels_are_gone_afterwards():
-    torch.func.jvp(torch.sin, (x,), (x,))
-    assert not torch_internals.transforms_active()
-    assert torch_internals.forward_levels() == 0
-
-
 def test_forward_mode_by_torch_func_and_by_dual_numbers():
     seen = []
 
@@ -78,12 +72,6 @@ def test_tracing_by_make_fx_and_by_the_compiler():
         lambda x: x.sin() if torch_internals.tracing() else x.cos(), fullgraph=True, backend="eager"
     )
     torch.testing.assert_close(compiled(x), x.sin())
-
-
-def test_pytree_paths_read_aloud():
-    tree = {"layer1.weight": x, "more": [x, (x, {"b": x})]}
-    assert pytree.paths(tree) == ["layer1.weight", "more[0]", "more[1][0]", "more[1][1].b"]
-    assert pytree.paths(x) == [""]
 
 
 class Twice(torch.autograd.Function):
@@ -127,26 +115,6 @@ def test_functions_are_seen_as_they_are_applied_but_not_inside_one_another():
     assert len(seen) == 3
 
 
-def test_functions_are_seen_no_more_after_one_that_raised():
-    seen = []
-    try:
-        with torch_internals.watching_functions(lambda f, args: seen.append(f)) as applying:
-            Twice.apply("no tensor", 1, 2)
-    except TypeError:
-        pass
-    Twice.apply(x)
-    assert seen == [Twice]
-    assert applying.depth == 0
-
-
-def test_the_function_of_a_node():
-    w = torch.ones((), requires_grad=True)
-    assert torch_internals.custom_function(Twice.apply(w).grad_fn) is Twice
-    assert torch_internals.custom_function(FourTimes.apply(w).grad_fn) is FourTimes
-    assert torch_internals.custom_function(w.sin().grad_fn) is None
-    assert torch_internals.custom_function(None) is None
-
-
 def test_own_kernels_are_those_of_torch():
     lstm, x = torch.nn.LSTM(3, 2), torch.randn(4, 1, 3)
     before = torch.backends.mkldnn.enabled, torch.backends.cudnn.enabled
@@ -168,14 +136,6 @@ def test_the_function_behind_those_that_transforms_make():
     torch.func.grad(look)(x)
     torch.func.grad(torch.func.grad(look))(x)
     assert seen == [FourTimes, FourTimes]
-
-
-def test_once_differentiable_is_known_by_its_wrapper():
-    class Once(Twice):
-        backward = staticmethod(torch.autograd.function.once_differentiable(lambda ctx, g: g + g))
-
-    assert torch_internals.is_once_differentiable(Once)
-    assert not torch_internals.is_once_differentiable(Twice)
 
 
 def test_bytes_of_what_a_graph_put_out():
@@ -374,47 +334,6 @@ def test_a_watch_on_functions_may_stand_inside_of_another():
             Cube.apply(x)
         Cube.apply(x)
     assert (outer, inner) == ([Cube, Cube], [Cube])
-
-
-@pytest.mark.parametrize(
-    ("change", "same"),
-    [
-        (torch.Tensor.clone, True),
-        (torch.Tensor.t, False),
-        (torch.Tensor.double, False),
-        (lambda w: w.clone().requires_grad_(), False),
-        (torch.nn.Parameter, False),
-    ],
-)
-def test_a_check_of_tensors_sees_all_but_values(change, same):
-    w = torch.ones(2, 2)
-    assert torch_internals.tensor_check([w, x])(change(w), x) is same
-
-
-def test_a_function_is_applied_in_and_outside_of_transforms():
-    y = torch.tensor(2.0, requires_grad=True)
-    torch_internals.apply(Cube, y).backward()
-    assert y.grad == 12
-    assert torch.func.vmap(lambda x: torch_internals.apply(Cube, x))(y[None]) == 8
-
-
-def test_the_fused_attention_of_the_cpu():
-    q, k, v, g = (torch.randn(2, 1, 5, 4).mT.contiguous().mT.requires_grad_() for _ in range(4))
-    bias = torch.randn(2, 1, 5, 5)
-    y, logsumexp = torch_kernels.cpu_attention(q, k, v, bias, False)
-    scores = q @ k.mT + bias
-    right = torch.softmax(scores, -1) @ v
-    torch.testing.assert_close((y, logsumexp), (right, scores.logsumexp(-1)))
-    with torch.no_grad():
-        found = torch_kernels.cpu_attention_gradients(g, q, k, v, y, logsumexp, bias, False)
-    torch.testing.assert_close(found, torch.autograd.grad(right, (q, k, v), g))
-
-
-def test_the_dtypes_that_nodes_computed_in():
-    x = torch.ones(2, requires_grad=True)
-    node = x.bfloat16().sin().float().grad_fn
-    assert torch_internals.output_dtypes(node) == [torch.float32]
-    assert torch_internals.output_dtypes(node.next_functions[0][0]) == [torch.bfloat16]
 
 
 @pytest.mark.parametrize("create_graph", [False, True])

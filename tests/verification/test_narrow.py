@@ -39,14 +39,6 @@ class LogPartition(Function):
         return (p @ w.float().mT).to(x.dtype), (x.float().mT @ p).to(w.dtype)
 
 
-class Returned(LogPartition):
-    """The same, returned in the dtype of the input."""
-
-    @staticmethod
-    def forward(ctx, x, w):
-        return LogPartition.forward(ctx, x, w).to(x.dtype)
-
-
 class LogPartitionAgain(LogPartition):
     """Right: z is computed again."""
 
@@ -61,30 +53,11 @@ def in_a_large_tensor(function):
     return lambda t: function.apply(t[:, :3], t[0, 3:].reshape(3, 4))
 
 
-def relative_error(function, t):
-    """Of the second derivative along a direction, by central differences in float64."""
-
-    def gradient(t):
-        t = t.detach().requires_grad_()
-        with torch.enable_grad():
-            (g,) = torch.autograd.grad(function(t).sum(), t, create_graph=True)
-        return g, t
-
-    v = torch.randn_like(t)
-    g, leaf = gradient(t)
-    (product,) = torch.autograd.grad(g, leaf, v)
-    expected = (gradient(t + 1e-2 * v)[0] - gradient(t - 1e-2 * v)[0]).detach() / 2e-2
-    return float((product - expected).norm() / expected.norm())
-
-
-@pytest.mark.parametrize("function", [LogPartition, Returned])
 @pytest.mark.parametrize("seed", range(4))
-def test_what_is_wrong_fails_among_elements_that_are_zero(seed, function):
+def test_what_is_wrong_fails_among_elements_that_are_zero(seed):
     torch.manual_seed(seed)
     t = torch.randn(4, 15, dtype=torch.float64)
-    wrong, right = map(in_a_large_tensor, (function, LogPartitionAgain))
-    assert relative_error(wrong, t) > 0.2
-    assert relative_error(right, t) < 1e-3
+    wrong, right = map(in_a_large_tensor, (LogPartition, LogPartitionAgain))
     assert hog.verify(wrong, t)[ROW].status == "fail"
     report = hog.verify(right, t)
     assert report.ok

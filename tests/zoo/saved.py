@@ -36,23 +36,6 @@ class SwishSigmoidOnCtx(Function):
         return g * (ctx.s + x * ctx.s * (1 - ctx.s))
 
 
-class SwishListOnCtx(Function):
-    """y = x s(x), but s hides in a list on ctx."""
-
-    @staticmethod
-    def forward(ctx, x):
-        s = torch.sigmoid(x)
-        ctx.save_for_backward(x)
-        ctx.cache = [s]
-        return x * s
-
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        (s,) = ctx.cache
-        return g * (s + x * s * (1 - s))
-
-
 class SwishNestedOnCtx(Function):
     """y = x s(x), but s hides in a tuple in a dict on ctx, beside x."""
 
@@ -113,40 +96,6 @@ class SwishSavesSigmoid(Function):
     def backward(ctx, g):
         x, s = ctx.saved_tensors
         return g * (s + x * s * (1 - s))
-
-
-def _rms_gradient(x, r, g):
-    return r * g - x * r**3 * (g * x).mean(-1, keepdim=True)
-
-
-class RMSNorm(Function):
-    """y = x r, r = (mean x^2 + eps)^(-1/2): computes r again in the backward."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
-
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        r = (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
-        return _rms_gradient(x, r, g)
-
-
-class RMSNormSavesScale(Function):
-    """y = x r, but r, an intermediate, is saved."""
-
-    @staticmethod
-    def forward(ctx, x):
-        r = (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
-        ctx.save_for_backward(x, r)
-        return x * r
-
-    @staticmethod
-    def backward(ctx, g):
-        x, r = ctx.saved_tensors
-        return _rms_gradient(x, r, g)
 
 
 class Tanh(Function):
@@ -337,14 +286,12 @@ class SmoothedIfAsked(Function):
 EXHIBITS = [
     Exhibit("an intermediate saved where the input requires grad", wrong=SmoothedIfAsked, right=Smoothed, inputs=normal((3, 4)), says=("saved: ctx.saved_tensors[0]", "100 %")),
     Exhibit("an intermediate kept on ctx", wrong=SwishSigmoidOnCtx, right=Swish, inputs=normal((3, 4)), says=("ctx.s",)),
-    Exhibit("an intermediate in a list on ctx", wrong=SwishListOnCtx, right=Swish, inputs=normal((3, 4)), says=("ctx.cache",)),
     Exhibit("an intermediate in a tuple in a dict on ctx", wrong=SwishNestedOnCtx, right=Swish, inputs=normal((3, 4)), says=("saved: ctx.cache['kept'][1]", "`s`")),
-    Exhibit("an intermediate in save_for_backward", wrong=RMSNormSavesScale, right=RMSNorm, inputs=normal((3, 4)), says=("saved_tensors[1]",)),
     Exhibit("an intermediate computed in setup_context", wrong=SwishSavesSigmoid, right=SwishNew, inputs=normal((3, 4)), says=("saved_tensors[1]",)),
     Exhibit("a copy of the output saved", wrong=TanhSavesClone, right=Tanh, inputs=normal((3, 4)), says=("saved_tensors[0]",)),
     Exhibit("a detached input saved", wrong=ExpSavesDetached, right=Exp, inputs=normal((3, 4)), says=("saved_tensors[0]",)),
     Exhibit("a detached output kept as an attribute", wrong=TanhKeepsDetachedOutput, right=Tanh, inputs=normal((3, 4)), says=("ctx.y",)),
-    Exhibit("a Python number from .item() on ctx", wrong=ScaleByFloat, right=ScaleByMean, inputs=normal((3, 4)), says=("ctx.m",)),
+    Exhibit("a Python number from .item() on ctx", wrong=ScaleByFloat, right=ScaleByMean, inputs=normal((3, 4)), says=("ctx.m", "(float)")),
     Exhibit("a saved clone that costs only memory", wrong=ReluSavesClone, right=Relu, inputs=normal((3, 4)), says=("a clone is saved",), verdict="warn"),
     Exhibit("the input kept as an attribute", wrong=ExpKeepsInput, right=Exp, inputs=normal((3, 4)), says=("ctx.x",), verdict="warn"),
     Exhibit("the output kept as an attribute", wrong=TanhKeepsOutput, right=Tanh, inputs=normal((3, 4)), says=("ctx.y",), verdict="warn"),

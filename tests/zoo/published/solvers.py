@@ -88,16 +88,6 @@ class RungeKutta(Function):
             return torch.autograd.grad(_runge_kutta(x, w), (x, w), g, create_graph=twice)
 
 
-class RungeKuttaDetached(RungeKutta):
-    """The same, but it starts from detached copies."""
-
-    @staticmethod
-    def backward(ctx, g):
-        with torch.enable_grad():
-            x, w = (t.detach().requires_grad_() for t in ctx.saved_tensors)
-            return torch.autograd.grad(_runge_kutta(x, w), (x, w), g)
-
-
 def _fixed_point(x, w):
     z = torch.zeros_like(x)
     for _ in range(80):
@@ -140,17 +130,6 @@ class EquilibriumDetached(Equilibrium):
         return u, u.mT @ z
 
 
-class EquilibriumNoGrad(Equilibrium):
-    """The same, but the adjoint is solved under no_grad."""
-
-    @staticmethod
-    def backward(ctx, g):
-        z, w = ctx.saved_tensors
-        with torch.no_grad():
-            u = Equilibrium._adjoint(z, w, g)
-        return u, u.mT @ z
-
-
 class Reversible(Function):
     """(y1, y2) with y1 = x1 + tanh(x2 v), y2 = x2 + tanh(y1 w), inverted from the outputs."""
 
@@ -184,25 +163,6 @@ class ReversibleData(Reversible):
         return Reversible._gradients(y1.data, y2.data, v, w, g1, g2)
 
 
-class DenseBoth(Function):
-    """y = x w^T + b; right at any order, with every gradient computed, needed or not."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x, w, b):
-        return x @ w.mT + b
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs[:2])
-
-    @staticmethod
-    def backward(ctx, g):
-        x, w = ctx.saved_tensors
-        return g @ w, g.mT @ x, g.sum(0)
-
-
 def _state_and_weight():
     return torch.randn(2, 3), 0.3 * torch.randn(3, 3)
 
@@ -211,11 +171,8 @@ SPECIMENS = [
     Specimen("Euler's method, adjoint", Euler, normal((2, 3), (3, 3))),
     Specimen("Euler's method, trajectory saved", EulerSavesTrajectory, normal((2, 3), (3, 3)), "fail", ("saved_tensors[1]",)),
     Specimen("Runge-Kutta, run again", RungeKutta, normal((2, 3), (3, 3))),
-    Specimen("Runge-Kutta, run again from detached copies", RungeKuttaDetached, normal((2, 3), (3, 3)), "fail", (".detach()",)),
     Specimen("fixed point, implicit gradient", Equilibrium, _state_and_weight),
     Specimen("fixed point, detached", EquilibriumDetached, _state_and_weight, "fail", (".detach()",)),
-    Specimen("fixed point, adjoint under no_grad", EquilibriumNoGrad, _state_and_weight, "fail", ("no_grad",)),
     Specimen("reversible block", Reversible, normal((2, 3), (2, 3), (3, 3), (3, 3))),
     Specimen("reversible block, .data", ReversibleData, normal((2, 3), (2, 3), (3, 3), (3, 3)), "fail", (".data",)),
-    Specimen("dense layer, every gradient", DenseBoth, normal((2, 3), (4, 3), (4,)), "warn", ("needs_input_grad",)),
 ]  # fmt: skip

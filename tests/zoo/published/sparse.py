@@ -38,45 +38,6 @@ class CrossEntropyGradientInForward(Function):
         return gz * g, None
 
 
-def _focal_gradient(p, t, g):
-    """g dy/dz for y = -sum_i (1 - q)^2 log q, q = p_i(t_i)."""
-    q = p.gather(-1, t[:, None])
-    by_log_q = 2 * (1 - q) * q * q.log() - (1 - q) ** 2
-    onehot = torch.zeros_like(p).scatter(-1, t[:, None], 1.0)
-    return g * by_log_q * (onehot - p)
-
-
-class Focal(Function):
-    """y = -sum_i (1 - q)^2 log q, q = p_i(t_i), with p computed again."""
-
-    @staticmethod
-    def forward(ctx, z, t):
-        ctx.save_for_backward(z, t)
-        q = torch.softmax(z, -1).gather(-1, t[:, None])
-        return -((1 - q) ** 2 * q.log()).sum()
-
-    @staticmethod
-    def backward(ctx, g):
-        z, t = ctx.saved_tensors
-        return _focal_gradient(torch.softmax(z, -1), t, g), None
-
-
-class FocalSavesProbabilities(Function):
-    """The same, but p is saved."""
-
-    @staticmethod
-    def forward(ctx, z, t):
-        p = torch.softmax(z, -1)
-        ctx.save_for_backward(p, t)
-        q = p.gather(-1, t[:, None])
-        return -((1 - q) ** 2 * q.log()).sum()
-
-    @staticmethod
-    def backward(ctx, g):
-        p, t = ctx.saved_tensors
-        return _focal_gradient(p, t, g), None
-
-
 class Sparsemax(Function):
     """y = the point of the simplex next to z; z receives g less its mean over the support of y."""
 
@@ -232,8 +193,6 @@ def _spread():
 SPECIMENS = [
     Specimen("cross-entropy", CrossEntropy, _logits_and_targets),
     Specimen("cross-entropy, gradient computed in the forward", CrossEntropyGradientInForward, _logits_and_targets, "fail", ("saved_tensors[0]",)),
-    Specimen("focal loss", Focal, _logits_and_targets),
-    Specimen("focal loss, probabilities saved", FocalSavesProbabilities, _logits_and_targets, "fail", ("saved_tensors[0]",)),
     Specimen("sparsemax", Sparsemax, _spread),
     Specimen("1.5-entmax", Entmax, _spread),
     Specimen("1.5-entmax, square root of zero", EntmaxNaN, _spread, "fail", ("nan",)),

@@ -88,21 +88,6 @@ class DoReFaWeight(Function):
         return _dorefa_gradient(g, torch.tanh(x))
 
 
-class DoReFaWeightSavesTanh(Function):
-    """The same, but t is saved."""
-
-    @staticmethod
-    def forward(ctx, x):
-        t = torch.tanh(x)
-        ctx.save_for_backward(t)
-        return 2 * _quantise(t / (2 * t.abs().max()) + 0.5) - 1
-
-    @staticmethod
-    def backward(ctx, g):
-        (t,) = ctx.saved_tensors
-        return _dorefa_gradient(g, t)
-
-
 def _lsq_gradient(v, g, lo=-4, hi=3):
     inside = (v >= lo) & (v <= hi)
     slope = torch.where(inside, torch.round(v) - v, v.clamp(lo, hi))
@@ -177,42 +162,6 @@ class ClipGradientInPlace(ClipGradient):
         return g.data.clamp_(-0.5, 0.5)
 
 
-def _softmax_gradient(p, g):
-    return p * (g - (g * p).sum(-1, keepdim=True))
-
-
-class GumbelHard(Function):
-    """y = the one-hot of the largest of logits + noise; both receive the gradient of softmax."""
-
-    @staticmethod
-    def forward(ctx, logits, noise):
-        ctx.save_for_backward(logits, noise)
-        z = logits + noise
-        return torch.zeros_like(z).scatter(-1, z.argmax(-1, keepdim=True), 1.0)
-
-    @staticmethod
-    def backward(ctx, g):
-        logits, noise = ctx.saved_tensors
-        gz = _softmax_gradient(torch.softmax(logits + noise, -1), g)
-        return gz, gz
-
-
-class GumbelHardSavesSoft(Function):
-    """The same, but the softmax is saved."""
-
-    @staticmethod
-    def forward(ctx, logits, noise):
-        p = torch.softmax(logits + noise, -1)
-        ctx.save_for_backward(p)
-        return torch.zeros_like(p).scatter(-1, p.argmax(-1, keepdim=True), 1.0)
-
-    @staticmethod
-    def backward(ctx, g):
-        (p,) = ctx.saved_tensors
-        gz = _softmax_gradient(p, g)
-        return gz, gz
-
-
 def _activations_and_step():
     return torch.randn(3, 4), 0.2 + 0.1 * torch.rand(())
 
@@ -223,12 +172,9 @@ SPECIMENS = [
     Specimen("straight-through sign, gradient in place", SignStraightThroughInPlace, normal((3, 4)), "fail", ("in place", "grad_output"), SURROGATE),
     Specimen("ternary weights", Ternary, normal((3, 4)), options=SURROGATE),
     Specimen("DoReFa weights", DoReFaWeight, normal((3, 4)), options=SURROGATE),
-    Specimen("DoReFa weights, tanh saved", DoReFaWeightSavesTanh, normal((3, 4)), "fail", ("saved_tensors[0]",), SURROGATE),
     Specimen("learned step size", LearnedStep, _activations_and_step, options=SURROGATE),
     Specimen("learned step size, ratio saved", LearnedStepSavesRatio, _activations_and_step, "fail", ("saved_tensors[0]",), SURROGATE),
     Specimen("gradient reversal", Reversal, normal((3, 4)), options=SURROGATE),
     Specimen("gradient clipping", ClipGradient, positive((3, 4)), options=SURROGATE),
     Specimen("gradient clipping in place", ClipGradientInPlace, positive((3, 4)), "fail", ("in place", "grad_output"), SURROGATE),
-    Specimen("hard Gumbel softmax", GumbelHard, normal((3, 4), (3, 4)), options=SURROGATE),
-    Specimen("hard Gumbel softmax, soft one saved", GumbelHardSavesSoft, normal((3, 4), (3, 4)), "fail", ("saved_tensors[0]",), SURROGATE),
 ]  # fmt: skip
