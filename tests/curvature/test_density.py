@@ -98,14 +98,6 @@ def test_samples_in_several_blocks_are_the_same(samples_at_once, monkeypatch):
     assert_close(parts.nodes, whole.nodes)
 
 
-def test_all_samples_are_multiplied_as_one_block(monkeypatch):
-    operator, blocks = Given(matrix(VALUES)), []
-    apply = operator.apply
-    monkeypatch.setattr(operator, "apply", lambda rows: blocks.append(len(rows)) or apply(rows))
-    operator.spectral_density(7, steps=6, generator=seeded())
-    assert blocks == [7] * 6
-
-
 KNOWN = {
     "zero": (torch.zeros(9, 9, dtype=F64), [0.0]),
     "a multiple of the identity": (3 * torch.eye(9, dtype=F64), [3.0]),
