@@ -108,7 +108,8 @@ class TestOrders:
         v = random_like(params)
         whole = with_all_logits(model, True, label_smoothing=0.1)
         _, expected = product(whole, params, v, batch)
-        assert relative(product(chunked, params, v, batch, mode=mode)[1], expected) < 1e-8
+        limit = 1e-8 if product is hog.ggn_vp else 1e-9
+        assert relative(product(chunked, params, v, batch, mode=mode)[1], expected) < limit
 
     @pytest.mark.parametrize(
         ("tied", "names"), [(False, ["mix.*"]), (True, [])], ids=["frozen", "tied"]

@@ -3,7 +3,6 @@
 import functools
 import itertools
 import traceback
-from functools import partial
 
 import pytest
 import torch
@@ -24,10 +23,9 @@ CASES = {
 MORE = {
     "algorithms": shared_data.algorithms,
     "float32": shared_data.in_single_precision,
-    "steps of KFAC": partial(shared_data.steps, partial(hog.curvature.KFAC, kind="exact")),
-    "steps of NewtonCG": partial(shared_data.steps, partial(hog.curvature.NewtonCG, max_iter=5)),
+    "steps of KFAC": shared_data.kfac_steps,
 } | {
-    f"Kronecker factors, {data}": partial(shared_data.kronecker_factors, data)
+    f"Kronecker factors, {data}": functools.partial(shared_data.kronecker_factors, data)
     for data in ("one batch", "fewer batches than processes", "parts of unlike sizes")
 }
 
