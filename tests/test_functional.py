@@ -413,19 +413,6 @@ def test_a_loss_of_the_same_model_inside_forward(within):
     assert all(p is own[n] for n, p in model.named_parameters())
 
 
-def test_after_an_error_in_forward_the_model_has_its_own():
-    model = net().double()
-    params = hog.trainable_params(model)
-
-    def forward(model, batch):
-        raise KeyError("mine")
-
-    loss = hog.functional_loss(model, to_itself, forward=forward)
-    with pytest.raises(KeyError, match="mine"):
-        loss(shifted(params), X)
-    assert all(p is params[n] for n, p in model.named_parameters())
-
-
 def test_a_recurrent_layer_does_not_keep_swapped_parameters():
     model = nn.LSTM(2, 2).double()
     own = [id(p) for p in model._flat_weights]
@@ -604,14 +591,3 @@ def test_hooks_that_count_passes_on_the_parameters():
         hog.hvp(loss, params, params, (X[:, :1], Y))
     model.disable_hooks()
     hog.hvp(loss, params, params, (X, Y))
-
-
-def test_hooks_of_one_backward():
-    model = PerExample(net().double())
-    with pytest.raises(
-        hog.errors.UnsupportedError,
-        match=f"^r1: .*a PerExample with hooks that failed: .*pop from empty.*{TURN_OFF}",
-    ):
-        hog.penalties.r1(lambda x: model(x)[:, 0], X)
-    model.disable_hooks()
-    hog.penalties.r1(lambda x: model(x)[:, 0], X).backward()

@@ -58,8 +58,8 @@ class SpectralDensity(NamedTuple):
 
 
 def spectral_density(
-    operator: SymmetricMatrix, num_samples: int, steps: int, grid: Tensor | None,
-    width: float | None, generator: Generator | None,
+    operator: SymmetricMatrix, num_samples: int, steps: int, width: float | None,
+    generator: Generator | None,
 ) -> SpectralDensity:  # fmt: skip
     """density(t) = 1/P sum over eigenvalues of N(t; eigenvalue, width^2), from samples of signs.
 
@@ -73,11 +73,6 @@ def spectral_density(
     if width is not None and not validation.number("width", width) > 0:
         raise ArgumentValueError(
             f"width: expected a number greater than 0, got {width}; 1% of the range is usual."
-        )
-    if grid is not None and validation.real("grid", grid).dim() != 1:
-        raise ArgumentValueError(
-            f"grid: expected a tensor of points [n], got shape {tuple(grid.shape)}; "
-            "`torch.linspace` makes one."
         )
     before = operator.count
     wide = torch.promote_types(operator.dtype, torch.float32)  # of the bases
@@ -94,7 +89,7 @@ def spectral_density(
         )  # fmt: skip
     nodes, vectors = torch.linalg.eigh(torch.cat(found))
     weights = vectors[:, 0].square()
-    return _smoothed(nodes, weights, grid, width, operator.count - before)
+    return _smoothed(nodes, weights, width, operator.count - before)
 
 
 def tridiagonal(
@@ -138,7 +133,7 @@ def tridiagonal(
 
 
 def _smoothed(
-    nodes: Tensor, weights: Tensor, grid: Tensor | None, width: float | None, products: int
+    nodes: Tensor, weights: Tensor, width: float | None, products: int
 ) -> SpectralDensity:
     """The density of the nodes, each of which is a Gaussian, on a grid."""
     present = nodes[weights > torch.finfo(weights.dtype).eps]
@@ -146,10 +141,8 @@ def _smoothed(
     if width is None:
         # for a multiple of the identity 1% of the eigenvalue; for zero 1% of one
         width = 0.01 * ((high - low) or abs(high) or 1.0)
-    if grid is None:
-        points = int(min(4 * (high - low) / width + 41, MOST_POINTS))
-        grid = torch.linspace(low - 5 * width, high + 5 * width, points, dtype=torch.float64)
-    grid = grid.to("cpu", torch.float64)
+    points = int(min(4 * (high - low) / width + 41, MOST_POINTS))
+    grid = torch.linspace(low - 5 * width, high + 5 * width, points, dtype=torch.float64)
     densities = []
     for t, w in zip(nodes, weights, strict=True):
         z = (grid[:, None] - t) / width
@@ -181,7 +174,7 @@ def logdet(
     operator: SymmetricMatrix, num_samples: int, steps: int, generator: Generator | None
 ) -> Estimate:
     """log det A = tr log A, from the density of the eigenvalues."""
-    found = spectral_density(operator, num_samples, steps, None, None, generator)
+    found = spectral_density(operator, num_samples, steps, None, generator)
     present = found.weights > torch.finfo(found.weights.dtype).eps
     lowest = float(found.nodes[present].min())
     if lowest <= 0:

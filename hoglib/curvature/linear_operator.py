@@ -315,7 +315,6 @@ class LinearOperator(ABC):
         num_samples: int = 10,
         *,
         steps: int = 80,
-        grid: Tensor | None = None,
         width: float | None = None,
         generator: Generator | None = None,
     ) -> lanczos_quadrature.SpectralDensity:
@@ -327,14 +326,13 @@ class LinearOperator(ABC):
 
         Each sample takes `steps` of Lanczos, T = V^T A V, with full reorthogonalisation: nodes are
         the eigenvalues of T, weights the squared first entries of its eigenvectors. The samples'
-        vectors are multiplied as one block. It holds samples x steps vectors in memory, or 1 GiB of
-        them, or the steps of one sample.
+        vectors are multiplied as one block. The points t go from end to end of the nodes and five
+        widths more, a quarter of a width apart (10^5 points at most). It holds samples x steps
+        vectors in memory, or 1 GiB of them, or the steps of one sample.
 
         Args:
             num_samples: Random vectors.
             steps: Lanczos steps of each, one product a step.
-            grid: The points t, [n]; by default from end to end of the nodes and five widths more, a
-                quarter of a width apart (10^5 points at most).
             width: Standard deviation of the Gaussian. Default: 1% of the range of the nodes.
             generator: Of the signs; None is torch's global generator.
         Returns:
@@ -352,9 +350,7 @@ class LinearOperator(ABC):
         """
         self.space.check_same_call("spectral_density", num_samples, steps)
         with self._algorithm("spectral_density", num_samples * min(steps, self.shape[0])):
-            return lanczos_quadrature.spectral_density(
-                self, num_samples, steps, grid, width, generator
-            )
+            return lanczos_quadrature.spectral_density(self, num_samples, steps, width, generator)
 
     def trace(
         self,

@@ -295,21 +295,6 @@ def test_graphs_are_shared_by_all_that_compile_a_function_alike():
     assert captured(lambda x: x * 2).signatures == []
 
 
-def test_graphs_of_a_method_are_kept_with_its_object():
-    class Problem:
-        def __init__(self, weight):
-            self.weight = weight
-
-        def value(self, x):
-            return self.weight * x
-
-    one, other, x = Problem(draw(3)), Problem(draw(3, seed=1)), draw(3, seed=2)
-    captured(one.value)(x)
-    assert len(captured(one.value).signatures) == 1
-    assert captured(other.value).signatures == []
-    assert_close(captured(other.value)(x), other.weight * x)
-
-
 def test_a_graph_can_be_looked_at():
     fast = captured(lambda x, n: torch.func.grad(lambda x: (x**n).sum())(x))
     fast(draw(3, 2), 3)

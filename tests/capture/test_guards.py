@@ -232,18 +232,11 @@ def by_a_method_and_a_property():
     return lambda x: one.times(x), lambda: one._held.update(w=draw(3, seed=7))
 
 
-def by_getattr():
-    held = Holder(draw(3))
-    return lambda x: x * getattr(held, "val" + "ue"), lambda: setattr(
-        held, "value", draw(3, seed=7)
-    )
-
-
 PLACES = [
     closure, global_variable, of_a_python_module, attribute_of_an_attribute, slot,
     attribute_of_a_class, item_of_a_dict, item_of_a_list, default, argument_of_a_partial,
     of_a_decorated_function, attribute_of_a_function,
-    by_a_method_and_a_property, by_getattr,
+    by_a_method_and_a_property,
 ]  # fmt: skip
 
 
@@ -264,11 +257,6 @@ def number_of_a_closure():
         number = 3.0
 
     return lambda x: x * number, change
-
-
-def number_in_a_dict():
-    held = {"power": 2}
-    return lambda x: x ** held["power"], lambda: held.update(power=3)
 
 
 def global_number():
@@ -301,7 +289,7 @@ def function_of_an_object():
 
 
 NUMBERS = [
-    number_of_a_closure, number_in_a_dict, global_number,
+    number_of_a_closure, global_number,
     number_that_a_layer_reads, length_of_a_list, function_of_a_closure, function_of_an_object,
 ]  # fmt: skip
 

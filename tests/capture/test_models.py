@@ -81,13 +81,3 @@ def test_a_captured_second_derivative_is_the_eager_one(name, route):
     result = fast(params, v, other)
     assert_close(result, second(params, v, other), **EXACT)
     assert len(fast.signatures) == 1
-
-
-@pytest.mark.parametrize("name", ["MLP", "custom Function with a jvp"])
-def test_a_compiled_second_derivative_is_the_eager_one(name, tmp_path, monkeypatch):
-    monkeypatch.setenv("HOGLIB_CACHE_DIR", str(tmp_path))
-    _, loss, params, v, batch = problem(name)
-    fast = hog.compile(lambda *args: hog.hvp(loss, *args))
-    expected = hog.hvp(loss, params, v, batch)
-    assert_close(fast(params, v, batch), expected, **EXACT)
-    assert fast.signatures[0].backend == "inductor"

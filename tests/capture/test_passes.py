@@ -49,15 +49,6 @@ def test_a_graph_is_small(fn, count):
     assert fast.signatures[0].nodes == trace_graph(fn, draw(3))[0].nodes
 
 
-def test_a_gradient_shares_what_it_shares_with_its_value():
-    def fn(x):
-        return torch.func.grad_and_value(lambda x: x.exp().sum())(x)
-
-    fast = hog.compile(fn, backend="eager")
-    fast(draw(3))
-    assert fast.signatures[0].code.count("aten.exp.default") == 1
-
-
 def test_a_view_of_a_batch_of_one_has_the_layout_of_the_trace():
     """As in attention over the pixels of an image."""
 

@@ -94,24 +94,6 @@ def test_blocks_that_differ_in_a_number_share_graphs_if_they_compute_the_same(us
     assert found == expected
 
 
-def test_layers_of_a_transformer_share_graphs():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        num_hidden_layers=3, hidden_size=8, intermediate_size=8, num_attention_heads=2,
-        num_key_value_heads=1, vocab_size=11,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(config).double()  # with a cache, indexed by the layer
-    loss = hog.functional_loss(model, lambda y, x: F.cross_entropy(y.logits[:, 0], x[:, 1]))
-    params, ids = hog.trainable_params(model), torch.randint(11, (2, 3))
-    v = random_like(params)
-    _, plain = hog.hvp(loss, params, v, (ids, ids))
-    _, found = hog.hvp(loss, params, v, (ids, ids), remat=True, compile="eager")
-    for name in params:
-        torch.testing.assert_close(found[name], plain[name], rtol=1e-5, atol=1e-7)
-    assert len(templates()) == 1
-
-
 def test_the_first_block_shares_the_graphs_of_the_others():
     """Its input is data, whose gradient only the others need."""
     torch.manual_seed(0)

@@ -207,22 +207,6 @@ def test_the_frobenius_norm():
     assert error < 0.05 * value
 
 
-def test_results_are_unpacked_and_indexed():
-    A = quadratic(POSITIVE)
-    pairs = A.eigsh(2)
-    values, vectors = pairs
-    assert len(pairs) == 2
-    assert pairs[0] is values is pairs.values
-    assert pairs[1] is vectors is pairs[-1]
-    estimate = A.trace(3, return_error=True)
-    value, error = estimate
-    assert estimate.value is value is estimate[0]
-    assert estimate.error is error
-    density = A.spectral_density(2)
-    assert density[0] is density.nodes
-    assert density.average(torch.exp).value.shape == ()
-
-
 def test_estimates_are_reproduced_by_the_generator_alone():
     operator = quadratic(matrix(SPECTRUM))
     state = torch.get_rng_state()

@@ -1,7 +1,6 @@
 """compile=True of products and operators: equal to eager results, from call to call."""
 
 import gc
-import warnings
 from functools import partial
 
 import pytest
@@ -14,7 +13,7 @@ import hoglib as hog
 from hoglib.capture import capturing
 from hoglib.curvature import compiled
 from tests.curvature.problems import F64, MODELS, draw, flat, problem, relative
-from tests.long_tail import FULL, all_but
+from tests.long_tail import all_but
 
 CLOSE = 1e-10
 PRODUCTS = {
@@ -128,18 +127,6 @@ def test_the_first_half_runs_once_for_a_block(monkeypatch):
     assert runs[0] < runs[1]
 
 
-@FULL  # of a block; the next test compiles one vector's, and those above capture blocks
-@pytest.mark.parametrize("kind", ["Hessian", "Fisher"])
-def test_inductor(kind, tmp_path, monkeypatch, capfd):
-    monkeypatch.setenv("HOGLIB_CACHE_DIR", str(tmp_path))
-    product, _ = PRODUCTS[kind]
-    _, loss, params = small()
-    V = like(params, 2)  # one vector is the next test's
-    same(product(loss, params, V, batch_of(), compile=True), product(loss, params, V, batch_of()))
-    assert "compil" in capfd.readouterr().err
-    assert list(tmp_path.iterdir())
-
-
 def test_convolutions_by_inductor(tmp_path, monkeypatch):
     """Whose gradients go to other kernels than in eager mode."""
     monkeypatch.setenv("HOGLIB_CACHE_DIR", str(tmp_path))
@@ -169,15 +156,6 @@ def test_parameters_that_are_changed_and_replaced(part):
         run = partial(hog.hvp, loss, params, like(params), batch_of())
         same(run(compile="eager"), run())
     assert graphs(loss) == 1
-
-
-def test_modes_of_the_model_have_graphs_of_their_own():
-    loss, params, batch = problem("CNN with BatchNorm in train")
-    v = like(params)
-    for train in (True, False, True):
-        loss.model.train(train)
-        same(hog.hvp(loss, params, v, batch, compile="eager"), hog.hvp(loss, params, v, batch))
-    assert graphs(loss) == 2
 
 
 def test_nothing_of_the_models_is_changed():
@@ -301,42 +279,6 @@ def test_under_no_grad_inference_mode_and_transforms():
     V = like(params, 2)
     assert relative(flat(many(V)), flat(hog.hvp(loss, params, V, batch)[1])) < CLOSE
     assert graphs(loss) == before
-
-
-class NumpyCube(torch.autograd.Function):
-    """Right to the first order; the second lacks a part."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return g * 3 * x.detach() ** 2
-
-
-def test_custom_functions_are_checked_when_a_graph_is_captured():
-    func = lambda x: NumpyCube.apply(x).square().sum()  # noqa: E731
-    with pytest.warns(UserWarning, match="NumpyCube"):
-        hog.hvp(func, draw(3), draw(3, seed=1), compile="eager")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        hog.hvp(func, draw(3), draw(3, seed=2), compile="eager")
-
-
-def test_parameters_from_elsewhere_are_refused():
-    model = mlp()
-    params = hog.trainable_params(model)
-
-    def func(p, x):
-        penalty = sum(q.square().sum() for q in model.parameters())
-        return torch.func.functional_call(model, p, x).square().mean() + penalty
-
-    for _ in range(2):  # nothing is kept of a capture that raised
-        with pytest.raises(RuntimeError, match="uses the params it is given"):
-            hog.hvp(func, params, like(params), draw(2, 3), compile="eager")
 
 
 def test_refusals():

@@ -98,14 +98,6 @@ def test_samples_in_several_blocks_are_the_same(samples_at_once, monkeypatch):
     assert_close(parts.nodes, whole.nodes)
 
 
-def test_all_samples_are_multiplied_as_one_block(monkeypatch):
-    operator, blocks = Given(matrix(VALUES)), []
-    apply = operator.apply
-    monkeypatch.setattr(operator, "apply", lambda rows: blocks.append(len(rows)) or apply(rows))
-    operator.spectral_density(7, steps=6, generator=seeded())
-    assert blocks == [7] * 6
-
-
 KNOWN = {
     "zero": (torch.zeros(9, 9, dtype=F64), [0.0]),
     "a multiple of the identity": (3 * torch.eye(9, dtype=F64), [3.0]),
@@ -161,8 +153,6 @@ def test_lower_precision_and_repetition():
 ERRORS = {
     "no samples": ({"num_samples": 0}, ValueError, "num_samples: expected a whole number of at least 1"),
     "no steps": ({"steps": 0}, ValueError, "steps: expected a whole number of at least 1"),
-    "a number of points": ({"grid": 100}, TypeError, "grid: expected a torch.Tensor"),
-    "points in a matrix": ({"grid": torch.zeros(2, 2)}, ValueError, r"grid: expected a tensor of points \[n\], got shape \(2, 2\)"),
     "a width of zero": ({"width": 0.0}, ValueError, "width: expected a number greater than 0"),
     "a seed": ({"generator": 3}, TypeError, "generator: expected a torch.Generator"),
 }  # fmt: skip

@@ -1,7 +1,5 @@
 """Eigenpairs by thick-restart Lanczos against dense ones, and against SciPy in products."""
 
-import sys
-
 import pytest
 import scipy.sparse.linalg
 import torch
@@ -10,8 +8,7 @@ from torch.testing import assert_close
 import hoglib as hog
 from hoglib.curvature import eigenvalues
 from hoglib.curvature.eigenvalues import Basis
-from hoglib.curvature.vector_space import Space
-from tests.curvature.problems import F64, Given, draw, matrix, problem
+from tests.curvature.problems import F64, Given, draw, matrix
 
 ENDS = ["LM", "LA", "SA", "BE", "SM"]
 
@@ -84,45 +81,6 @@ def test_a_repeated_eigenvalue_is_found_as_often_as_it_is(block):
     assert float(pairs.residuals.max()) < 1e-9
 
 
-def test_a_block_finds_copies_that_a_single_vector_does_not_see_early():
-    values = [3.0, 3.0, 3.0, *([2.0] * 4), *torch.linspace(0, 1, 150).tolist()]
-    seen = Given(matrix(values)).eigsh(3, which="LA", block=3, tol=1e-4)
-    assert_close(seen.values, torch.full((3,), 3.0, dtype=F64))
-    missed = Given(matrix(values)).eigsh(3, which="LA", tol=1e-4)
-    assert missed.values[0] < 2.5
-
-
-@pytest.mark.parametrize("block", [1, 2, 5])
-def test_a_basis_represents_its_products(block):
-    A = matrix([*draw(40).tolist(), 5.0, 5.0])
-    random = torch.Generator().manual_seed(0)
-    vectors = lambda count: torch.randn(count, len(A), dtype=F64, generator=random)  # noqa: E731
-    basis = Basis(vectors(block), 20, vectors, Space(torch.zeros(len(A), dtype=F64)))
-    for cycle in range(3):
-        while basis.m + block <= 20:
-            basis.add_products(basis.rest @ A)
-        V, T = basis.V[: basis.n], basis.T[: basis.n, : basis.m]
-        assert_close(V @ V.T, torch.eye(basis.n, dtype=F64), atol=1e-13, rtol=0)
-        assert_close(V[: basis.m] @ A, T.T @ V, atol=1e-12, rtol=0)
-        theta, S, residuals = basis.ritz()
-        rows = basis.combine(S)
-        assert_close((rows @ A - theta[:, None] * rows).norm(dim=1), residuals, atol=1e-12, rtol=0)
-        basis.restart(theta[-8:], S[:, -8:])
-        assert basis.m == 8, cycle
-
-
-def test_an_exhausted_space_continues_with_another_vector():
-    # a start that is an eigenvector spans one dimension
-    A = torch.diag(torch.linspace(1, 2, 50, dtype=F64))
-    space = Space(torch.zeros(50, dtype=F64))
-    basis = Basis(torch.eye(50, dtype=F64)[:1], 50, lambda count: draw(count, 50), space)
-    for _ in range(50):
-        basis.add_products(basis.rest @ A)
-    assert float(basis.T[1, 0]) == 0
-    assert_close(basis.ritz()[0], A.diagonal())
-    assert len(basis.rest) == 0
-
-
 @pytest.mark.parametrize("scale", [1e-20, 1e20])
 def test_the_size_of_a_matrix_changes_nothing(scale):
     A = MATRICES["random"]
@@ -141,18 +99,6 @@ def test_lower_precision(dtype):
         pairs.values.double(), torch.tensor([3.0, 5, 10], dtype=F64), rtol=tolerance, atol=0
     )
     assert float(pairs.residuals.max()) < 10 * tolerance
-
-
-def test_network_eigenvalues_without_scipy(monkeypatch):
-    loss, params, batch = problem("transformer block")
-    operator = hog.HessianOperator(loss, params, batch)
-    true = torch.linalg.eigvalsh(operator.to_dense())
-    for name in ("scipy", "scipy.sparse", "scipy.sparse.linalg"):
-        monkeypatch.setitem(sys.modules, name, None)
-    for which in ("LM", "LA", "SA", "BE"):
-        assert_close(
-            operator.eigsh(3, which=which).values, at(true, 3, which), rtol=1e-8, atol=1e-10
-        )
 
 
 def test_results_are_those_of_the_generator_alone():

@@ -2,7 +2,6 @@
 
 import logging
 import re
-from itertools import pairwise
 
 import pytest
 import torch
@@ -104,56 +103,6 @@ def test_shared_weights_take_no_gradients(length, monkeypatch):
     through_layers(monkeypatch)
     ghosts(loss, params, batch)
     assert all(p.grad is None for p in params.values())
-
-
-class Convolutions(nn.Module):
-    """Of pixels, and a linear layer; their widths decide what is cheaper."""
-
-    def __init__(self, *widths):
-        super().__init__()
-        pairs = list(pairwise(widths))
-        self.layers = nn.Sequential(*(nn.Conv2d(a, b, 3, stride=2, padding=1) for a, b in pairs))
-        self.head = nn.Linear(widths[-1], 3)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return self.head(x.mean((2, 3)))
-
-
-class Positions(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.first, self.second = nn.Linear(3, width), nn.Linear(width, width)
-
-    def forward(self, x):
-        return self.second(torch.tanh(self.first(x))).sin().mean(1)[:, :3]
-
-
-# network, input shape, and of how many layers the gradients are fewer numbers than the products of
-# positions
-CHOICES = {
-    "a small CNN": (lambda: Convolutions(2, 4, 4), (6, 2, 16, 16), 2),
-    "few pixels, many channels": (lambda: Convolutions(2, 8, 96, 96), (6, 2, 16, 16), 1),
-    "few positions": (lambda: Positions(64), (6, 2, 3), 0),
-    "many positions": (lambda: Positions(8), (6, 40, 3), 2),
-    "one position": (lambda: nn.Sequential(nn.Linear(50, 60), nn.Tanh(), nn.Linear(60, 3)), (6, 50), 0),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", CHOICES)
-def test_the_way_of_each_layer_is_that_of_fewer_numbers(name, monkeypatch):
-    make, shape, by_gradients = CHOICES[name]
-    torch.manual_seed(0)
-    batch = draw(*shape), torch.arange(shape[0]) % 3
-    loss = hog.functional_loss(make().double(), F.cross_entropy)
-    through_layers(monkeypatch)
-    called, run = [], example_gradients._gradients
-    monkeypatch.setattr(example_gradients, "_gradients", lambda *a: called.append(a) or run(*a))
-    ghosts(loss, hog.trainable_params(loss.model), batch)
-    called.clear()
-    hog.curvature.per_example_gradient_norms(loss, hog.trainable_params(loss.model), batch)
-    assert len(called) == by_gradients
 
 
 def test_norms_of_other_losses(monkeypatch, caplog):

@@ -351,15 +351,6 @@ def test_a_function_that_cannot_give_all_outputs_at_once_gives_one_after_another
     assert_close(hog.laplacian(func, x)[1][keep], lap[keep])
 
 
-@pytest.mark.parametrize(("outputs", "passes"), [(1, 4), (5, 5)])
-def test_several_outputs_take_one_pass_more_than_one(outputs, passes, monkeypatch):
-    calls, grad = [], torch.autograd.grad
-    monkeypatch.setattr(torch.autograd, "grad", lambda *a, **k: calls.append(1) or grad(*a, **k))
-    net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, outputs))
-    hog.laplacian(net, torch.randn(4, 3), stand_ins=False, mode="nested")
-    assert len(calls) == passes
-
-
 def test_outputs_go_together_where_they_cancel(monkeypatch):
     # the outputs of a softmax sum to 1: the Laplacians to 0
     monkeypatch.setattr(input_derivatives, "_of_one_output", None)  # private: not by single outputs
@@ -409,45 +400,6 @@ def test_batch_norm_within_one_point_is_no_error():
     norm.reset_running_stats()
     assert_close(hog.laplacian(func, x, create_graph=False)[1], trace)
     assert_close(norm.running_mean, torch.zeros(2, dtype=torch.float64))
-
-
-class Detached(torch.autograd.Function):
-    """x^2 whose backward has no graph."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x**2
-
-    @staticmethod
-    def backward(ctx, g):
-        return g * 2 * ctx.saved_tensors[0].detach().clone().data
-
-
-class OnceOnly(Detached):
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, g):
-        return g * 2 * ctx.saved_tensors[0]
-
-
-def test_functions_that_lose_the_second_derivative_raise():
-    with pytest.raises(RuntimeError, match=r"laplacian: .*OnceOnly"):
-        hog.laplacian(lambda x: OnceOnly.apply(x).sum(1), X)
-
-    class Bare(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return x**2
-
-        @staticmethod
-        def backward(ctx, g):
-            with torch.no_grad():
-                return g * 2 * ctx.saved_tensors[0]
-
-    with pytest.warns(UserWarning, match=r"laplacian: .*Bare"):
-        hog.laplacian(lambda x: Bare.apply(x).sum(1), X)
 
 
 @pytest.mark.gpu

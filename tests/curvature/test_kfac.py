@@ -572,18 +572,6 @@ def test_criteria_without_a_closed_form():
     assert_close(hog.KFACOperator(squares, params, batch).to_dense(), expected)
 
 
-def test_draws_of_a_criterion_without_a_likelihood():
-    loss, params, batch, _ = problem("layers")
-    own = hog.functional_loss(
-        loss.model, lambda f, y: -f.log_softmax(1)[torch.arange(len(y)), y].mean()
-    )
-    K = hog.KFACOperator(
-        own, params, batch, kind="mc", num_samples=2000, generator=torch.Generator().manual_seed(0)
-    ).to_dense()
-    expected = hog.KFACOperator(loss, params, batch).to_dense()
-    assert (K - expected).norm() < 0.05 * expected.norm()
-
-
 def test_terms_of_positions_are_apart():
     """Outputs [N, C, L]: the positions of an example depend on each other, and each has its columns."""
 
@@ -704,15 +692,6 @@ class InFunction(nn.Module):
         return self.layer(x) + self.Cube.apply(self.layer.weight).sum()
 
 
-class TimeFirst(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(3, 3)
-
-    def forward(self, x):
-        return torch.tanh(self.layer(x.transpose(0, 1))).sum(0)
-
-
 LABELS = torch.arange(6) % 3
 REFUSED = {
     "a parameter of its own": (Scaled, draw(6, 3), LABELS, {}, r"params\['scale'\], which mul"),
@@ -741,27 +720,6 @@ def test_what_is_refused(name):
     )
     with pytest.raises((hog.errors.UnsupportedError, hog.errors.ArgumentValueError), match=message):
         K.update()
-
-
-@pytest.mark.parametrize("corrected", [False, True], ids=["KFAC", "EKFAC"])
-@pytest.mark.parametrize("approximation", ["expand", "reduce"])
-def test_positions_may_come_before_examples(approximation, corrected):
-    """As inside of torch's attention."""
-    torch.manual_seed(1)
-    model = TimeFirst().double()
-    loss, params = hog.functional_loss(model, F.cross_entropy), hog.trainable_params(model)
-    batch_first = hog.functional_loss(
-        model,
-        lambda f, batch: F.cross_entropy(f, batch[1]),
-        forward=lambda m, batch: torch.tanh(m.layer(batch[0])).sum(1),
-    )
-    batch = draw(6, 6, 3), LABELS
-    data = [tuple(t[:4] for t in batch), tuple(t[4:] for t in batch)]
-    options = {"approximation": approximation, "eigenvalue_corrected": corrected}
-    assert_close(
-        hog.KFACOperator(loss, params, data, **options).to_dense(),
-        hog.KFACOperator(batch_first, params, data, **options).to_dense(),
-    )
 
 
 class ClassToken(nn.Module):

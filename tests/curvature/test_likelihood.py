@@ -187,13 +187,6 @@ def test_a_likelihood_of_several_outputs(dtype):
     assert_close(dense(metric("exact", outputs, likelihood=heteroscedastic), outputs), expected / 8)
 
 
-def test_a_multivariate_normal():
-    A = torch.randn(3, 3, dtype=torch.float64)
-    covariance, f = A @ A.T + torch.eye(3), logits(2, 3)
-    M = metric("exact", f, likelihood=lambda f: D.MultivariateNormal(f, covariance))
-    assert_close(dense(M, f), torch.block_diag(*2 * [covariance.inverse()]) / 2)
-
-
 # empirical
 
 
@@ -367,20 +360,6 @@ KINDS = {
     "mc": {"kind": "mc", "likelihood": lambda f: D.Categorical(logits=f), "num_samples": 3},
     "empirical": {"kind": "empirical", "criterion": F.cross_entropy},
 }
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_symmetric_positive_semi_definite_linear_and_reusable(name):
-    f = logits(4, 3)
-    M = metric(outputs=f, targets=TARGETS, **KINDS[name])
-    whole = dense(M, f)
-    assert_close(whole, whole.T)
-    assert torch.linalg.eigvalsh(whole).min() > -1e-12
-    assert whole.abs().sum() > 0
-    u, v = logits(4, 3), logits(4, 3)
-    assert_close(M([2 * u - v])[0], 2 * M([u])[0] - M([v])[0])
-    batched = torch.func.vmap(lambda u: M([u])[0])(torch.stack([u, v]))
-    assert_close(batched, torch.stack([M([u])[0], M([v])[0]]))
 
 
 CONTEXTS = {

@@ -5,7 +5,7 @@ import torch
 from torch.testing import assert_close
 
 import hoglib as hog
-from tests.curvature.problems import Given, problem
+from tests.curvature.problems import Given, matrix, problem
 
 SIZE = 60
 FAST, POLYNOMIAL = 0.6 ** torch.arange(SIZE).double(), 1 / torch.arange(1, SIZE + 1).double() ** 2
@@ -15,13 +15,6 @@ FLAT = torch.linspace(1, 2, SIZE, dtype=torch.float64)
 
 def seeded(seed=0):
     return torch.Generator().manual_seed(seed)
-
-
-def matrix(eigenvalues):
-    """Symmetric, with these eigenvalues."""
-    size = len(eigenvalues)
-    Q = torch.linalg.qr(torch.randn(size, size, generator=seeded(), dtype=torch.float64))[0]
-    return (Q * eigenvalues) @ Q.T
 
 
 def by_definition(A, count, generator):
@@ -101,26 +94,6 @@ def test_as_many_samples_as_rows_make_it_dense():
         assert error == 0
     operator = Given(A)
     assert abs(float(operator.trace(SIZE - 1, method="xtrace") - FLAT.sum())) < 3
-
-
-def test_of_a_network_in_float32_and_float64():
-    operator = hog.GGNOperator(*problem("LayerNorm"))
-    exact = operator.to_dense().trace()
-    for dtype in (torch.float64, torch.float32):
-        A = Given(operator.to_dense().to(dtype))
-        trace, error = A.trace(20, method="xtrace", generator=seeded(), return_error=True)
-        assert trace.dtype is error.dtype is dtype
-        assert abs(float(trace - exact)) < 5 * float(error) + 1e-4 * float(exact)
-
-
-def test_the_generator_decides():
-    A = Given(matrix(POLYNOMIAL))
-    first, again, other = (A.trace(8, method="xtrace", generator=seeded(s)) for s in (0, 0, 1))
-    assert first == again != other
-    torch.manual_seed(0)
-    drawn = A.trace(8, method="xtrace")
-    torch.manual_seed(0)
-    assert A.trace(8, method="xtrace") == drawn
 
 
 @pytest.mark.parametrize(

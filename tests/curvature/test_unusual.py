@@ -388,14 +388,6 @@ def test_one_tensor_of_several_dimensions():
     assert_close(operator @ V.reshape(6, 4), 6 * x.reshape(6, 1) * V.reshape(6, 4))
 
 
-def test_a_zero_matrix_has_zero_eigenvalues():
-    operator = hog.HessianOperator(
-        lambda p, b: p.sum() * b.mean(), draw(9), torch.ones(1, dtype=F64)
-    )
-    pairs = operator.eigsh(3)
-    assert pairs.values.abs().max() == pairs.residuals.max() == 0
-
-
 MORE_ERRORS = {
     "a reduction that is not the criterion's": (lambda loss, p: hog.HessianOperator(loss, p, BATCH, reduction="sum"), ValueError, "criterion's own, 'mean'"),
     "a module for a loss": (lambda loss, p: hog.HessianOperator(loss.model, p, BATCH), TypeError, "functional_loss"),
