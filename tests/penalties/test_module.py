@@ -77,15 +77,6 @@ def test_lazily_the_mean_is_the_same():
     assert values[1].dtype == full.dtype
 
 
-def test_a_step_without_penalty_can_be_added_and_stands_alone():
-    module, critic = hog.GradientPenalty("r1", every=2), build(plain)
-    module(critic, X)
-    zero = module(critic, X)
-    (critic(X).mean() + zero).backward()
-    zero = module.train()(critic, X)
-    zero.backward()
-
-
 def test_evaluation_counts_nothing_and_skips_nothing():
     critic, module = build(plain), hog.GradientPenalty("r1", 10.0, every=3)
     full = 10 * penalties.r1(critic, X).detach()
