@@ -208,6 +208,8 @@ class _Subject:
         critic = _Critic(uniform(*like.shape) + 0.5, self.options.get("target") or 1.0)
         real, fake, at_zero = samples(), 3 * samples(), samples()
         at_zero[0] = -1.0
+        # raises for an unknown option, before the penalty can
+        self._own(critic, [real] * len(self.kind.sets))
         try:
             called = self._call(critic, real, fake)
             called_at_zero = self._call(critic, at_zero, at_zero.clone())
@@ -269,12 +271,17 @@ class _Subject:
     def _right(self, critic: _Critic, called: _Called) -> Tensor:
         """hoglib's own value, where what is drawn is both real and fake; NaN where too little is."""
         critic.requires_grad_()
-        points = [[x, x] for x in called.drawn] if self.kind.draw else [called.given]
-        own = [self.kind.own(critic, *xs, **self.options) for xs in points]
-        if not own:
+        if not self.kind.draw:
+            return self.weight * self._own(critic, called.given)
+        if not called.drawn:
             return called.value.new_full((), torch.nan)
-        mean: Tensor = self.weight * torch.stack(own).mean()
-        return mean
+        return self.weight * torch.stack([self._own(critic, [x]) for x in called.drawn]).mean()
+
+    def _own(self, critic: _Critic, points: list[Tensor]) -> Tensor:
+        """hoglib's own value, at these points alone."""
+        sets = [points[0], points[0]] if self.kind.draw else points
+        value: Tensor = self.kind.own(critic, *sets, **self.options)
+        return value
 
     def _compare(self, name: str, found: Tensor, right: Tensor, text: str) -> Row:
         error = float((found - right).norm() / right.norm().clamp(min=1e-3))

@@ -1,6 +1,5 @@
 """Penalties without effect, or with another one than it seems: each mistake is named."""
 
-import warnings
 
 import pytest
 import torch
@@ -172,14 +171,3 @@ def test_samples_on_their_own_are_not_accused():
     penalties.r1(pooled, X, index, batch=index)
     with pytest.warns(UserWarning, match="depends on the others"):
         penalties.r1(lambda x, i: pooled(x, i) + pooled(x, i).sum(), X, index, batch=index)
-
-
-def test_warnings_are_for_the_line_of_the_user():
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("default")
-        model = build(batch_norm)
-        for _ in range(3):
-            penalties.r1(model, X)  # one line, warned of once
-        penalties.r1(model, X)
-    assert len(caught) == 2
-    assert {w.filename for w in caught} == {__file__}
