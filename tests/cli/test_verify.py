@@ -328,12 +328,8 @@ def test_one_that_kills_or_never_returns_does_not_stop_the_others(write, capfd):
 )
 def test_an_end_of_the_command_ends_both_processes(write, tmp_path, by, status):
     begun = tmp_path / "pid"
-    marked = (
-        f'__import__("pathlib").Path({str(begun)!r}).write_text(str(__import__("os").getpid()))'
-    )
-    path = Path(
-        write(GOOD, HOSTILE.replace("time.sleep(1000)", f"{marked}\n        time.sleep(1000)"))
-    )
+    marked = f"__import__('pathlib').Path({str(begun)!r}).write_text(str(os.getpid()))\n        "
+    path = Path(write(GOOD, HOSTILE.replace("time.sleep", f"{marked}time.sleep")))
     command = [sys.executable, "-m", "hoglib", "verify", f"{path.resolve()}:Sleeps"]
     parent = subprocess.Popen(
         command, cwd=Path(__file__).parents[2], start_new_session=True, stderr=subprocess.PIPE,
@@ -347,9 +343,8 @@ def test_an_end_of_the_command_ends_both_processes(write, tmp_path, by, status):
     _, err = parent.communicate(timeout=30)
     assert parent.returncode == status
     assert b"Traceback" not in err
-    while (
-        is_running(child) and time.monotonic() < deadline
-    ):  # the child of a killed one sees its end
+    # the child of a killed one sees its end
+    while is_running(child) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not is_running(child)
 

@@ -22,11 +22,8 @@ def test_every_kind_is_its_function_by_its_weight(kind):
     critic = build(smooth if kind in ("jacobian", "sobolev") else plain)
     function = getattr(penalties, kind)
     module = hog.GradientPenalty(kind, weight=3.0)
-    draws = (
-        {"generator": generator()}
-        if kind in ("wgan_gp", "zero_centred", "dragan", "jacobian")
-        else {}
-    )
+    random = kind in ("wgan_gp", "zero_centred", "dragan", "jacobian")
+    draws = {"generator": generator()} if random else {}
     points, given = {
         "wgan_gp": ((X, FAKE), (X, FAKE)),
         "zero_centred": ((X, FAKE), (X, FAKE)),
