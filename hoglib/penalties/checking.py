@@ -221,10 +221,8 @@ class _Subject:
         text = f"it returned {float(called.value):.4g}, where w mean_n {self.kind.term} "
         text += f"is {float(right):.4g} at the points that the critic was called with. {TERM}"
         if not called.drawn:
-            text = (
-                f"the critic that was passed was called with fewer than {N} points. Penalise each "
-            )
-            text += "sample; if the penalty is lazy, pass every=."
+            text = f"the critic that was passed was called with fewer than {N} points. "
+            text += "Penalise each sample; if the penalty is lazy, pass every=."
         value = self._compare("value", called.value, right, text)
         yield value
         if self.kind.draw and called.drawn:
@@ -271,11 +269,11 @@ class _Subject:
     def _right(self, critic: _Critic, called: _Called) -> Tensor:
         """hoglib's own value, where what is drawn is both real and fake; NaN where too little is."""
         critic.requires_grad_()
-        if not self.kind.draw:
-            return self.weight * self._own(critic, called.given)
-        if not called.drawn:
+        points = [[x] for x in called.drawn] if self.kind.draw else [called.given]
+        if not points:
             return called.value.new_full((), torch.nan)
-        return self.weight * torch.stack([self._own(critic, [x]) for x in called.drawn]).mean()
+        mean: Tensor = self.weight * torch.stack([self._own(critic, xs) for xs in points]).mean()
+        return mean
 
     def _own(self, critic: _Critic, points: list[Tensor]) -> Tensor:
         """hoglib's own value, at these points alone."""
@@ -311,12 +309,10 @@ def _wrong_points(kind: Kind, x: Tensor, real: Tensor, fake: Tensor) -> str:
         (fixed, f"there is one coefficient for the whole batch, {low:.3g}"),
         (low < -tiny or high > 1 + tiny, f"coefficients are between {low:.2g} and {high:.2g}"),
     )
+    shared, level = ((noise - n).abs().max() < tiny for n in (noise[:1], noise[:, :1]))
     added = (
-        (
-            float((noise - noise[:1]).abs().max()) < tiny,
-            "there is no noise, or one for all samples",
-        ),
-        (float((noise - noise[:, :1]).abs().max()) < tiny, "the noise is one number per sample"),
+        (shared, "there is no noise, or one for all samples"),
+        (level, "the noise is one number per sample"),
         (not apart, "the points are between real and fake, as in WGAN-GP"),
     )
     ways = interpolation if kind.draw == INTERPOLATE else added
