@@ -21,10 +21,7 @@ def test_a_run_as_a_graph_is_the_run_without_to_the_bit(trained, monkeypatch, ca
     assert checkpoint(whole)["compiled"] is False
     monkeypatch.setattr(compile_choice, "LOSSES_THAT_PAY", 15)
     fit()
-    assert (
-        "compile: 'eager', for 20 losses are too few for compiling to pay\n"
-        in capsys.readouterr().out
-    )
+    assert "compile: 'eager', for 20 losses are too few for compiling to pay\n" in capsys.readouterr().out
     assert checkpoint(folder())["compiled"] == "eager"
     assert_same_run(folder(), whole)
     assert (folder() / "table.txt").read_bytes() == (whole / "table.txt").read_bytes()
