@@ -1,9 +1,8 @@
 """`hog.graph`: what is in a picture of a gradient's graph, which faults it marks, and how it is saved."""
 
+import copy
 import re
-import shutil
 import sys
-import weakref
 from pathlib import Path
 
 import pytest
@@ -53,22 +52,14 @@ class Masked(ClassicCube):
         return 3 * mask * x**2 * g, None
 
 
-class Nested(ClassicCube):
-    """Right: its backward applies a Function."""
-
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return 3 * Scaled.apply(x) * x / 3 * g
-
-
 class Partly(ClassicCube):
-    """One of two factors x is detached, and half of the second derivative with it."""
+    """One of two factors x is detached, and half of the second derivative with it; the other goes
+    through a Function."""
 
     @staticmethod
     def backward(ctx, g):
         (x,) = ctx.saved_tensors
-        return 3 * x * x.detach() * g
+        return Scaled.apply(x) * x.detach() * g
 
 
 class Breaks(ClassicCube):
@@ -112,6 +103,8 @@ def test_a_function_its_gradient_and_the_way_between_them():
     assert "grad of" not in str(first)
     assert reaches(third, "inputs[0]", "second derivative by inputs[0]")
     assert picture.faults == third.faults == ()
+    assert str(hog.graph(Cube, x3())) == str(picture)
+    assert "0x" not in str(picture)
 
 
 def test_models_losses_lists_and_complex_tensors():
@@ -132,20 +125,13 @@ def test_models_losses_lists_and_complex_tensors():
     }
 
 
-def test_the_text_is_the_same_twice_and_names_no_address():
-    for fn in (KeepsIntermediate, ThroughNumpy, nn.Sequential(nn.Linear(3, 4), nn.Tanh())):
-        first, second = (str(hog.graph(fn, torch.ones(2, 3))) for _ in range(2))
-        assert first == second
-        assert "0x" not in first
-
-
 # What is wrong.
 
 
 @pytest.mark.parametrize(
     ("function", "others"),
-    [(Cube, ()), (Scaled, ()), (Nested, ()), (Masked, (torch.ones(3),))],
-    ids=["Cube", "linear", "applies a Function", "saves an input without a gradient"],
+    [(Cube, ()), (Scaled, ()), (Masked, (torch.ones(3),))],
+    ids=["Cube", "linear", "saves an input without a gradient"],
 )
 def test_right_functions_have_no_fault(function, others):
     def fn(x, *rest):
@@ -206,7 +192,7 @@ def test_an_output_without_a_graph_is_reported():
 
 @pytest.mark.gpu
 def test_on_a_gpu():
-    for function in (Cube, Nested, KeepsIntermediate, BackwardWithoutGrad, Breaks):
+    for function in (Cube, KeepsIntermediate, BackwardWithoutGrad, Breaks):
         expected, found = (hog.graph(function, x3().to(at)) for at in ("cpu", "cuda"))
         assert str(found) == str(expected)
         assert found.faults == expected.faults
@@ -219,33 +205,22 @@ def test_nothing_that_was_passed_changes():
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)).train()
     model[0].weight.grad = torch.ones(4, 3)
     x = torch.randn(5, 3)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    state = torch.get_rng_state()
-    hidden = weakref.ref(model)  # found only when it runs
-    loss = hog.functional_loss(model, F.mse_loss)
-    for fn in (model, lambda x: model(x).sum(), lambda x: hidden()(x).sum()):
+    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    for fn in (model, lambda x: model(x).sum()):
         hog.graph(fn, x)
-    hog.graph(loss, (hog.trainable_params(model), (x, torch.randn(5, 4))))
     hog.graph(lambda x: x.mul_(2).sum(), x)
     assert torch.equal(torch.get_rng_state(), state)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
     assert torch.equal(model[0].weight.grad, torch.ones(4, 3))
     assert model[0].bias.grad is None
     assert not x.requires_grad
     assert x.grad is None
     with pytest.raises(AttributeError):
         hog.graph(lambda x: x.mine, x)
-    hog.graph(Breaks, x)
-    assert not torch.is_anomaly_enabled()
-    assert not torch.nn.modules.module._global_forward_hooks
-    assert not torch.overrides._get_current_function_mode_stack()
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=lambda m: m.__name__)
-def test_where_gradients_are_off(mode):
-    expected = str(hog.graph(Cube, x3()))
-    with mode():
-        assert str(hog.graph(Cube, x3())) == expected
+    for mode in (torch.no_grad, torch.inference_mode):
+        expected = str(hog.graph(Cube, x3()))
+        with mode():
+            assert str(hog.graph(Cube, x3())) == expected
 
 
 @pytest.mark.parametrize(
@@ -290,13 +265,6 @@ def test_graphviz_draws(tmp_path, monkeypatch):
     with pytest.raises(DrawingError, match="ended with status 1 and said: no such font"):
         picture.save(tmp_path / "a.svg")
     assert (tmp_path / "a.svg").read_text() == drawn
-
-
-@pytest.mark.skipif(not shutil.which("dot"), reason="graphviz's program `dot` is not installed")
-def test_graphviz_reads_the_text(tmp_path):
-    for fn in (KeepsIntermediate, ThroughNumpy, Partly, OnceDifferentiable, Breaks):
-        picture = hog.graph(lambda x, fn=fn: fn.apply(x.sin()).sum(), x3(), order=3)
-        assert picture.save(tmp_path / "a.svg").read_bytes().startswith(b"<?xml")
 
 
 def test_the_pictures_of_the_page_are_those_of_its_code(tmp_path, monkeypatch):

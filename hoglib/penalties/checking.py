@@ -208,6 +208,8 @@ class _Subject:
         critic = _Critic(uniform(*like.shape) + 0.5, self.options.get("target") or 1.0)
         real, fake, at_zero = samples(), 3 * samples(), samples()
         at_zero[0] = -1.0
+        # raises for an unknown option, before the penalty can
+        self._own(critic, [real] * len(self.kind.sets))
         try:
             called = self._call(critic, real, fake)
             called_at_zero = self._call(critic, at_zero, at_zero.clone())
@@ -219,10 +221,8 @@ class _Subject:
         text = f"it returned {float(called.value):.4g}, where w mean_n {self.kind.term} "
         text += f"is {float(right):.4g} at the points that the critic was called with. {TERM}"
         if not called.drawn:
-            text = (
-                f"the critic that was passed was called with fewer than {N} points. Penalise each "
-            )
-            text += "sample; if the penalty is lazy, pass every=."
+            text = f"the critic that was passed was called with fewer than {N} points. "
+            text += "Penalise each sample; if the penalty is lazy, pass every=."
         value = self._compare("value", called.value, right, text)
         yield value
         if self.kind.draw and called.drawn:
@@ -269,12 +269,17 @@ class _Subject:
     def _right(self, critic: _Critic, called: _Called) -> Tensor:
         """hoglib's own value, where what is drawn is both real and fake; NaN where too little is."""
         critic.requires_grad_()
-        points = [[x, x] for x in called.drawn] if self.kind.draw else [called.given]
-        own = [self.kind.own(critic, *xs, **self.options) for xs in points]
-        if not own:
+        points = [[x] for x in called.drawn] if self.kind.draw else [called.given]
+        if not points:
             return called.value.new_full((), torch.nan)
-        mean: Tensor = self.weight * torch.stack(own).mean()
+        mean: Tensor = self.weight * torch.stack([self._own(critic, xs) for xs in points]).mean()
         return mean
+
+    def _own(self, critic: _Critic, points: list[Tensor]) -> Tensor:
+        """hoglib's own value, at these points alone."""
+        sets = [points[0], points[0]] if self.kind.draw else points
+        value: Tensor = self.kind.own(critic, *sets, **self.options)
+        return value
 
     def _compare(self, name: str, found: Tensor, right: Tensor, text: str) -> Row:
         error = float((found - right).norm() / right.norm().clamp(min=1e-3))
@@ -304,12 +309,10 @@ def _wrong_points(kind: Kind, x: Tensor, real: Tensor, fake: Tensor) -> str:
         (fixed, f"there is one coefficient for the whole batch, {low:.3g}"),
         (low < -tiny or high > 1 + tiny, f"coefficients are between {low:.2g} and {high:.2g}"),
     )
+    shared, level = ((noise - n).abs().max() < tiny for n in (noise[:1], noise[:, :1]))
     added = (
-        (
-            float((noise - noise[:1]).abs().max()) < tiny,
-            "there is no noise, or one for all samples",
-        ),
-        (float((noise - noise[:, :1]).abs().max()) < tiny, "the noise is one number per sample"),
+        (shared, "there is no noise, or one for all samples"),
+        (level, "the noise is one number per sample"),
         (not apart, "the points are between real and fake, as in WGAN-GP"),
     )
     ways = interpolation if kind.draw == INTERPOLATE else added

@@ -41,13 +41,6 @@ def test_a_right_installation_passes(capsys, no_compiler):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.full
-def test_it_compiles(capsys):
-    status, found = outcomes(capsys)
-    assert status == 0
-    assert found["compiled Hessian-vector product"]["status"] == "ok"
-
-
 def double(function):
     """The function, whose result, or the second of two, is twice as large."""
 

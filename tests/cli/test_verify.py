@@ -137,20 +137,16 @@ def test_a_wrong_file(write, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("part", "says", "end"),
     [
-        (BOOM, "Boom: NOT RUN.", "1 right, 1 not run (Boom)"),
-        (
-            NO_SAMPLES,
-            "NoSamples: its inputs could not be made: Runtime",
-            "1 right, 1 not run (NoSamples)",
-        ),
-        (ONLY_THERE, "OnlyThere: NOT JUDGED", "1 right, 1 not judged (OnlyThere)"),
+        (BOOM, "Boom: NOT RUN.", "1 not run (Boom)"),
+        (NO_SAMPLES, "NoSamples: its inputs could not be made: Runtime", "1 not run (NoSamples)"),
+        (ONLY_THERE, "OnlyThere: NOT JUDGED", "1 not judged (OnlyThere)"),
     ],
 )
 def test_what_cannot_run_or_be_judged_is_2(write, capsys, part, says, end):
     status, out, err = run(capsys, write(GOOD, part))
     assert status == 2
     assert says in out + err
-    assert out.rstrip().endswith(end)
+    assert out.rstrip().endswith(f"1 right, {end}")
     status, _, _ = run(capsys, write(GOOD, part, BAD, name="other.py"))
     assert status == 1
 
@@ -162,12 +158,8 @@ def test_one_function_of_a_module(write, capsys):
     assert "check  " in out  # the table too
     assert run(capsys, "mine:Bad", "--input", "rand(2) + 1", "--modes", "rr")[0] == 1
     assert run(capsys, "mine.py:Bad")[0] == 1  # by its own samples
-    assert (
-        run(capsys, "torch.nn.functional:linear", "--input", "randn(3, 4)", "--input=-randn(2, 4)")[
-            0
-        ]
-        == 0
-    )
+    several = "torch.nn.functional:linear", "--input", "randn(3, 4)", "--input=-randn(2, 4)"
+    assert run(capsys, *several)[0] == 0
 
 
 def test_options(write, capsys):
@@ -270,12 +262,6 @@ import os
 import sys
 
 
-class Exits(Good):
-    @staticmethod
-    def forward(ctx, x):
-        os._exit(3)
-
-
 class Kills(Good):
     @staticmethod
     def forward(ctx, x):
@@ -321,12 +307,11 @@ class Shouts(Good):
 
 def test_one_that_kills_or_never_returns_does_not_stop_the_others(write, capfd):
     path = write(GOOD, HOSTILE)
-    status = main(["verify", path, "--time-limit", "8"])
+    status = main(["verify", path, "--time-limit", "20"])
     out, err = capfd.readouterr()
     assert status == 1
-    assert "Exits: it ended the process with exit status 3" in err
     assert "Kills: it ended the process by SIG" in err
-    assert "Sleeps: it did not return within 8 seconds" in err
+    assert "Sleeps: it did not return within 20 seconds" in err
     assert "Recurses.backward raised RecursionError" in out
     assert "Interrupts: KeyboardInterrupt" in err
     assert "Ends: BaseException: the end" in err
@@ -334,14 +319,8 @@ def test_one_that_kills_or_never_returns_does_not_stop_the_others(write, capfd):
     assert "loud" not in out
     assert "Shouts: right" in out
     assert out.rstrip().endswith(
-        "2 right, 1 WRONG (Recurses), 5 not run (Exits, Kills, Sleeps, Interrupts, Ends)"
+        "2 right, 1 WRONG (Recurses), 4 not run (Kills, Sleeps, Interrupts, Ends)"
     )
-
-
-def test_a_base_exception_is_reported_without_a_child(write, capsys):
-    status, _, err = run(capsys, f"{write(GOOD, HOSTILE)}:Ends")
-    assert status == 2
-    assert "Ends: BaseException: the end" in err
 
 
 @pytest.mark.parametrize(
@@ -349,12 +328,8 @@ def test_a_base_exception_is_reported_without_a_child(write, capsys):
 )
 def test_an_end_of_the_command_ends_both_processes(write, tmp_path, by, status):
     begun = tmp_path / "pid"
-    marked = (
-        f'__import__("pathlib").Path({str(begun)!r}).write_text(str(__import__("os").getpid()))'
-    )
-    path = Path(
-        write(GOOD, HOSTILE.replace("time.sleep(1000)", f"{marked}\n        time.sleep(1000)"))
-    )
+    marked = f"__import__('pathlib').Path({str(begun)!r}).write_text(str(os.getpid()))\n        "
+    path = Path(write(GOOD, HOSTILE.replace("time.sleep", f"{marked}time.sleep")))
     command = [sys.executable, "-m", "hoglib", "verify", f"{path.resolve()}:Sleeps"]
     parent = subprocess.Popen(
         command, cwd=Path(__file__).parents[2], start_new_session=True, stderr=subprocess.PIPE,
@@ -368,9 +343,8 @@ def test_an_end_of_the_command_ends_both_processes(write, tmp_path, by, status):
     _, err = parent.communicate(timeout=30)
     assert parent.returncode == status
     assert b"Traceback" not in err
-    while (
-        is_running(child) and time.monotonic() < deadline
-    ):  # the child of a killed one sees its end
+    # the child of a killed one sees its end
+    while is_running(child) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not is_running(child)
 

@@ -25,11 +25,8 @@ class Conditional(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(nn.Conv2d(2, 3, 2), nn.SiLU(), nn.Flatten())
-        self.label, self.score, self.classes = (
-            nn.Embedding(4, 12),
-            nn.Linear(12, 1),
-            nn.Linear(12, 4),
-        )
+        self.label, self.score = nn.Embedding(4, 12), nn.Linear(12, 1)
+        self.classes = nn.Linear(12, 4)
 
     def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         h = torch.tanh(self.body(x))

@@ -55,6 +55,7 @@ def test_structures_in_a_batch(energy):
     e, f, h = penalties.forces(energy, X, hessian=True)
     assert_close(e, energy(X))
     assert_close(f, forces_of(X))
+    assert_close(torch.func.vmap(lambda x: penalties.forces(pairs, x))(X), (pairs(X), f))
     assert_close(h, torch.stack([torch.autograd.functional.hessian(pairs, x) for x in X]))
 
 
@@ -69,17 +70,14 @@ def test_structures_as_graphs():
         mine = ATOMS[order][INDEX[order] == k]
         assert_close(h[k], torch.autograd.functional.hessian(pairs, mine))
     assert [tuple(block.shape) for block in h] == [(4, 3, 4, 3), (3, 3, 3, 3), (4, 3, 4, 3)]
+    cubes = lambda x, index: torch.zeros(4, dtype=F64).index_add(0, index, x.pow(3).sum(1))  # noqa: E731
+    _, f, h = penalties.forces(cubes, ATOMS, INDEX, batch=INDEX, hessian=True)
+    assert_close(f, -3 * ATOMS**2)
+    assert tuple(h[3].shape) == (0, 3, 0, 3)  # the last has no atoms
 
 
 def forces_of_graphs():
     return torch.cat([forces_of(ATOMS[k == INDEX]) for k in range(3)])
-
-
-def test_a_structure_without_atoms():
-    energy = lambda x, index: torch.zeros(4, dtype=F64).index_add(0, index, x.pow(3).sum(1))  # noqa: E731
-    _, f, h = penalties.forces(energy, ATOMS, INDEX, batch=INDEX, hessian=True)
-    assert_close(f, -3 * ATOMS**2)
-    assert tuple(h[3].shape) == (0, 3, 0, 3)
 
 
 def test_positions_and_cell():
@@ -113,11 +111,6 @@ def test_prediction_is_the_same_call(mode):
         found = penalties.forces(model, X.clone(), hessian=True)
     assert all(not part.requires_grad for part in found)
     assert_close(found, tuple(part.detach() for part in (e, f, h)))
-
-
-def test_under_vmap():
-    many = torch.func.vmap(lambda x: penalties.forces(pairs, x))(X)
-    assert_close(many, (pairs(X), forces_of(X)))
 
 
 REFUSED = {
@@ -166,12 +159,6 @@ def test_an_index_that_does_not_fit_is_refused(index, hessian):
 
     with pytest.raises(ValueError, match="batch"):
         penalties.forces(energy, draw(4, 3), batch=torch.tensor(index), hessian=hessian)
-
-
-def test_a_structure_without_atoms_has_an_empty_hessian():
-    w = draw(3, 4).requires_grad_()
-    found = penalties.forces(lambda x: (x @ w).tanh().sum() + w.sum(), draw(0, 3), hessian=True)
-    assert found[2].shape == (0, 3, 0, 3)
 
 
 def test_forces_that_train_nothing_are_warned_of():

@@ -167,14 +167,6 @@ def test_it_sees_what_backward_runs_again():
     torch.testing.assert_close(leaf.grad, grad(scalar)(X), rtol=1e-6, atol=1e-8)
 
 
-def test_everything_else_goes_straight_through():
-    model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Conv1d(3, 3, 1), nn.Softmax(-1)).double()
-    plain = model(X)
-    with hog.second_order():
-        inside = model(X)
-    assert torch.equal(plain, inside)
-
-
 def test_another_mode_beside_it_sees_its_calls():
     class Counting(torch.overrides.TorchFunctionMode):
         calls = 0
@@ -253,10 +245,3 @@ def test_what_torch_has_wrong_through_norms_is_right_inside(name):
     assert sum(float((found[key] * v[key]).sum()) for key in v) == pytest.approx(expected, rel=1e-6)
     right = hog.hessian(lambda p: task(p, batches[0]), params)
     torch.testing.assert_close(whole, right)
-
-
-def test_a_product_through_a_checkpoint_recomputes_with_stand_ins():
-    model, x, v = Attention(), torch.randn(2, 3, 4), torch.randn(2, 3, 4)
-    expected = hog.hvp(lambda x: model(x).pow(3).sum(), x, v)
-    found = hog.hvp(lambda x: checkpoint(model, x, use_reentrant=False).pow(3).sum(), x, v)
-    torch.testing.assert_close(found, expected)
