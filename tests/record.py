@@ -290,12 +290,12 @@ def main() -> int:
         return 0
     chosen = [part for part in parts() if part.startswith(tuple(given.only))]
     record: dict[str, Any] = {}
+    given.output.parent.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(given.jobs) as pool:
         for part, found in zip(chosen, pool.map(run_part, chosen), strict=True):
             record[part] = found
+            given.output.write_text(json.dumps(record, indent=1))
             print(f"{len(record)}/{len(chosen)} {part}", flush=True)
-    given.output.parent.mkdir(parents=True, exist_ok=True)
-    given.output.write_text(json.dumps(record, indent=1))
     print(given.output)
     return 0
 
