@@ -16,6 +16,7 @@ from hoglib._core.gradient_graph import graph_summary
 from hoglib._core.source_location import warn
 from hoglib._core.state import RandomState, preserve_random_state
 from hoglib._core.swap import keep_swapped
+from hoglib.curvature.linear_operator import ProgressBar
 from hoglib.errors import ArgumentValueError
 from hoglib.meta.checkpoints import OnDisk, check_directory, digest
 from hoglib.meta.gradient_transformation import GradientTransformation
@@ -53,6 +54,7 @@ def hypergradient(
     schedule: str = "sqrt",
     directory: str | Path | None = None,
     truncate: int | None = None,
+    progress: bool = False,
     iterations: int | None = None,
     damping: float = 0.0,
     tol: float | None = None,
@@ -106,6 +108,7 @@ def hypergradient(
         directory: Where "disk" keeps its files. The same call goes on there after an interruption, and
             returns its result at once after its end; another call is refused.
         truncate: With "unrolled", differentiate through the last so many steps only. Default: all.
+        progress: Show a bar that counts steps (needs tqdm). Not with memory="store".
         iterations: The iterations of the linear solver. Default: until tol for "cg", 100 for
             "neumann".
         damping: A number that is added to the diagonal of H, 0 or more.
@@ -156,7 +159,7 @@ def hypergradient(
     solver = None
     if method != "unrolled":
         solver = Solver(method, iterations, damping, tol, step_size)
-    _check_together(memory, schedule, method)
+    _check_together(memory, schedule, method, progress)
     count = check_steps(steps, batches, method, rule)
     with prepared_training(
         "hypergradient", inner, params, hyper, rule, count, batches, stand_ins, truncate
@@ -165,7 +168,8 @@ def hypergradient(
             return _implicit(outer, training, at, solver)
         if memory == "store":
             return _unrolled(outer, training, at)
-        return _replayed(outer, training, at, ALL if memory == "remat" else schedule, where)
+        order = ALL if memory == "remat" else schedule
+        return _replayed(outer, training, at, order, where, progress)
 
 
 def _unrolled(outer: Any, training: Training, hyper: Any) -> Hypergradient:
@@ -183,10 +187,16 @@ def _unrolled(outer: Any, training: Training, hyper: Any) -> Hypergradient:
 
 
 def _replayed(
-    outer: Any, training: Training, hyper: Any, schedule: str, directory: Path | None
+    outer: Any,
+    training: Training,
+    hyper: Any,
+    schedule: str,
+    directory: Path | None,
+    progress: bool,
 ) -> Hypergradient:
     """The gradient through a replay of the steps, from the last to the first."""
     given, own, at = _own(hyper)
+    bar = ProgressBar("hypergradient", progress, unit="step")
     with keep_swapped(), ExitStack() as stack:
         params = training.initial(at)
         start = params, training.rule_of(at).init(params)
@@ -200,7 +210,8 @@ def _replayed(
                 first = training.value(params, at, training.batches.at(0))
             check_uses_given_params(graph_summary(first), given, "hypergradient")
             del first
-        replay = Replay(training, detached(start), at, schedule, files)
+        replay = Replay(training, detached(start), at, schedule, files, lambda: bar.advance(1))
+        stack.enter_context(bar.over("steps, forward and backward"))
         (found, state), losses = replay.run()
         leaves, form = pytree.flatten(found)
         final = [x.detach().requires_grad_() for x in leaves]
@@ -262,7 +273,7 @@ def _implicit(outer: Any, training: Training, hyper: Any, solver: Solver) -> Hyp
     return Hypergradient(value, gradient, detached(params), residual)
 
 
-def _check_together(memory: str, schedule: str, method: str) -> None:
+def _check_together(memory: str, schedule: str, method: str, progress: Any) -> None:
     """Raise for options that do not go with how steps are differentiated."""
     replayed = memory != "store" and method == "unrolled"
     if memory == "disk" and not replayed:
@@ -274,6 +285,11 @@ def _check_together(memory: str, schedule: str, method: str) -> None:
         raise ArgumentValueError(
             f"schedule: expected memory='checkpoint' or 'disk' with schedule={schedule!r}, got "
             f"memory={memory!r}, which keeps every step."
+        )
+    if validation.flag("progress", progress) and not replayed:
+        raise ArgumentValueError(
+            "progress: expected method='unrolled' with memory='remat', 'checkpoint' or 'disk', which "
+            f"differentiate one step at a time, got method={method!r} with memory={memory!r}."
         )
 
 
@@ -332,6 +348,7 @@ def leave_k_out(
     steps: int | None = None,
     batches: Sequence[Any] | Iterable[Any] | Callable[[int], Any] | None = None,
     generator: torch.Generator | None = None,
+    progress: bool = False,
     stand_ins: bool = True,
 ) -> LeaveKOut:
     r"""Train without random subsets of examples, and compare with what a hypergradient predicts.
@@ -353,6 +370,7 @@ def leave_k_out(
         factor: What the weights of a subset are multiplied by: 0 leaves the examples out, 1 + 1e-3
             stays in the range where the gradient is exact.
         generator: Draws the subsets. Default: torch's own.
+        progress: Show a bar that counts trainings (needs tqdm).
 
     Returns:
         A `LeaveKOut`.
@@ -394,12 +412,14 @@ def leave_k_out(
     chosen = torch.stack(
         [torch.randperm(leaf.numel(), generator=generator)[:k] for _ in range(subsets)]
     )
+    bar = ProgressBar("leave_k_out", validation.flag("progress", progress), unit="training")
     values = []
     with (
         prepared_training("leave_k_out", inner, params, hyper, rule, count, batches, stand_ins) as (
             training,
             at,
         ),
+        bar.over("without random subsets", subsets),
         torch.no_grad(),
         preserve_random_state(*training.generators()),
     ):
@@ -410,6 +430,7 @@ def leave_k_out(
             trained, losses = training.unrolled(changed)
             training.check_finite(losses)
             values.append(validation.scalar("outer(params, hyper)", outer(trained, changed)))
+            bar.advance(1)
     predicted = (factor - 1) * slope[chosen.to(slope.device)].sum(1)
     actual = torch.stack(values) - found.value
     return LeaveKOut(predicted, actual, chosen, spearman(predicted, actual))

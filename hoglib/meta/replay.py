@@ -17,7 +17,7 @@ References:
     Metagradient Descent, 2025, algorithm 1 (REPLAY).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import isqrt
 from typing import Any, NamedTuple, final
 
@@ -54,12 +54,14 @@ class Replay:
         constants: hyper, whose floating-point tensors require grad where they are wanted.
         schedule: "all", "sqrt" or "log".
         files: Where states are kept. Default: in memory.
+        advance: Called after each step that is run, forward or backward.
     """
 
     def __init__(
-        self, training: Training, start: Any, constants: Any, schedule: str, files: OnDisk | None
-    ) -> None:
-        self.training, self.constants = training, constants
+        self, training: Training, start: Any, constants: Any, schedule: str, files: OnDisk | None,
+        advance: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self.training, self.constants, self._advance = training, constants, advance
         self._leaves, self._structure = pytree.flatten(start)
         self._wanted = [x for x in pytree.leaves(constants) if _is_wanted(x)]
         self._schedule, self._files = schedule, files
@@ -131,6 +133,7 @@ class Replay:
         """The state after step i, and the loss, by the operations that the replay differentiates."""
         after, loss = self._after(i, _fresh(state.leaves))
         leaves = [x.detach() if isinstance(x, Tensor) else x for x in after]
+        self._advance()
         return State(leaves, self._generators.now()), loss
 
     def _after(self, i: int, leaves: list[Any]) -> tuple[list[Any], Tensor]:
@@ -208,6 +211,7 @@ class Replay:
         variables = [x for x in own if _is_wanted(x)]
         pulled = vjp(leaves, at.carry, [*variables, *self._wanted])
         carry = iter(pulled[: len(variables)])
+        self._advance()
         return Cotangents(
             at.step - 1,
             [next(carry) if _is_wanted(x) else None for x in own],

@@ -270,6 +270,11 @@ def test_other_values_in_the_directory_are_refused(tmp_path):
         problem(0.0, 0.1)
 
 
+def test_a_bar_counts_the_steps(capsys):
+    run("checkpoint", steps=11, progress=True)
+    assert "hypergradient steps, forward and backward" in capsys.readouterr().err
+
+
 def test_a_directory_with_other_files_or_of_another_process_is_refused(tmp_path):
     (tmp_path / "thesis.txt").write_text("x")
     with pytest.raises(ValueError, match=r"which holds thesis\.txt"):
@@ -301,6 +306,7 @@ ARGUMENTS = {
     "a directory that is a number": (lambda p: run("disk", path=3), TypeError, "directory: expected a path"),
     "a file": (lambda p: run("disk", path=Path(__file__)), ValueError, "expected a directory, got the file"),
     "log, with store": (refused(schedule="log"), ValueError, "schedule: expected memory='checkpoint' or 'disk'"),
+    "a bar, with store": (refused(progress=True), ValueError, "progress: expected"),
     "an unknown schedule": (lambda p: run("checkpoint", schedule="all"), ValueError, "expected one of sqrt, log|sqrt, log"),
     "disk, by the implicit theorem": (lambda p: run("disk", path=p, method="cg"), ValueError, "differentiates no steps"),
     "an iterator": (lambda p: by_batches(iter([1])), TypeError, "which can be read once"),
