@@ -103,20 +103,17 @@ class Baseline:
             found, twice = run()
         except Exception as raised:
             return Row(name, "fail", None, f"backward raised {format_error(raised)}. {advice}")
-        error, j = self.largest_difference(found, first)
-        if error > self.tolerance:
-            return Row(
-                name, "fail", error, f"the gradient by {self.names[j]} is different. {advice}"
-            )
-        if second is not None and twice is not None:
-            also, j = self.largest_difference(twice, second)
-            if also > self.tolerance:
-                return Row(
-                    name, "fail", also,
-                    f"the second derivative by {self.names[j]} is different. {advice}",
-                )  # fmt: skip
-            error = max(error, also)
-        return Row(name, "pass", error)
+        worst = 0.0
+        for what, ours, right in (
+            ("gradient", found, first), ("second derivative", twice, second),
+        ):  # fmt: skip
+            if ours is not None and right is not None:
+                error, j = self.largest_difference(ours, right)
+                if error > self.tolerance:
+                    text = f"the {what} by {self.names[j]} is different. {advice}"
+                    return Row(name, "fail", error, text)
+                worst = max(worst, error)
+        return Row(name, "pass", worst)
 
 
 NAN = (
