@@ -95,7 +95,8 @@ class Discrepancy:
         if wrong:
             self.faulty.add(j)
             if not (self.wrong and self.error >= error):
-                self.wrong = f"{_label(at, i, j)}{where}: expected {expected:.6g}, got {got:.6g}"
+                what = f"{at.rows[i]}, by {at.columns[j]}{where}"
+                self.wrong = f"{what}: expected {expected:.6g}, got {got:.6g}"
                 self.row, self.column, self.got, self.expected = i, j, got, expected
                 self.error = error
         elif not self.wrong:
@@ -302,10 +303,6 @@ def _covectors(
         # what is allowed for many small elements would exceed the few that are large
         draws[-1] = random_like(like, random) * known
     return draws
-
-
-def _label(at: Target, i: int, j: int) -> str:
-    return f"{at.rows[i]}, by {at.columns[j]}"
 
 
 def _raised(error: Exception, at: Target, column: int) -> Discrepancy:
