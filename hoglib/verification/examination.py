@@ -45,7 +45,6 @@ from hoglib.verification.subject import Application, Lifted, Subject, lifted, pa
 SECONDS = 20.0  # the time that an examination may take; it is estimated before
 OTHER_VALUES = 2  # examinations after one at values that differences do not resolve
 EVALUATIONS = 30  # of a derivative by one tensor
-FIRST, SECOND = "first derivative", "second derivative"
 
 
 class Verdict(NamedTuple):
@@ -351,9 +350,8 @@ def _trial(app: Application) -> tuple[bool, float]:
         live = [y for y in pytree.tensors(outputs) if y.requires_grad]
         grads = calls.grad(live, leaves, list(map(torch.ones_like, live)), create_graph=True)
         operations.returned((outputs, grads))
-    with suppress(
-        RuntimeError
-    ):  # it cannot be differentiated again, which the entry point raises too
+    # it cannot be differentiated again, which the entry point raises too
+    with suppress(RuntimeError):
         calls.grad(grads, leaves, list(map(torch.ones_like, grads)))
     if any(x.is_cuda for x in leaves):
         torch.cuda.synchronize()
