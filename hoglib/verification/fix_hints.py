@@ -286,9 +286,9 @@ def culprit_rows(subject: Subject, x: list[Tensor], wrong: list[str]) -> Iterato
             fault = _fault(func, args, kwargs, mode, 3 if name.startswith("third") else 2)
             if fault:
                 at = f" at {place}" if place else ""
-                library = _library(func)
+                library = getattr(func, "namespace", "aten")
                 whose, fix = ("torch's own", "Use another mode, or another operation.")
-                if library:
+                if library not in OWN:
                     whose = f"the custom op {library}::"
                     fix = (
                         "See what its torch.library.register_autograd gets: setup_context must save "
@@ -319,12 +319,6 @@ def _fault(func: Any, args: Any, kwargs: Any, mode: Mode, order: int) -> str:
     if mode.outer == "r":
         return in_reverse(at, BOUNDS, random).wrong
     return in_forward(at, BOUNDS, by_torch_func=mode.key == "ff").wrong
-
-
-def _library(func: Any) -> str:
-    """The namespace of an op that is not torch's."""
-    namespace = getattr(func, "namespace", "aten")
-    return "" if namespace in OWN else str(namespace)
 
 
 @final
