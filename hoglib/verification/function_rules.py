@@ -42,9 +42,8 @@ class Record:
     silent: tuple[Any, ...] = ()  # outputs marked non-differentiable
     materialize: bool = True
     attributes: dict[str, Any] = field(default_factory=dict)
-    written: dict[str, SavedAt] = field(
-        default_factory=dict
-    )  # by attribute; saved tensors by SAVED
+    # by attribute; saved tensors by SAVED
+    written: dict[str, SavedAt] = field(default_factory=dict)
     notes: dict[str, Noted] = field(default_factory=dict)
 
     def held(self, *, in_jvp: bool = False) -> dict[str, Any]:
@@ -236,12 +235,6 @@ def _state(record: Record, function: type[Function]) -> dict[str, Any]:
     }
 
 
-def jvp(
-    function: type[Function], record: Record, tangents: Sequence[Tensor | None]
-) -> tuple[Any, ...]:
-    return as_tuple(function.jvp(Context(record, in_jvp=True), *tangents))
-
-
 MEMORY = frozenset({"storage", "untyped_storage", "data_ptr", "resize_", "set_"})
 
 
@@ -301,7 +294,6 @@ class Slot:
     name: str = ""  # of the local variable that was saved
     place: source_location.SourceLine | None = None
     type: str = "Tensor"
-    lost: float = 0.0
     share: float = 0.0
     graphed: bool = False  # it has a graph, which forward built
 
