@@ -122,9 +122,8 @@ def _integrals(
             if h == HALF_LENGTHS[-1]:
                 raise
             continue
-        numbers = torch.tensor(
-            lines, dtype=torch.float64
-        )  # centre, covector, (got, expected, size)
+        # centre, covector, (got, expected, size)
+        numbers = torch.tensor(lines, dtype=torch.float64)
         if bool(numbers[..., 1:].isfinite().all()):
             got, expected, sizes = (list(part.unbind(1)) for part in numbers.unbind(-1))
             return got, expected, sizes
