@@ -104,10 +104,6 @@ class HalfWatch(TorchDispatchMode):
         self.dtype: torch.dtype | None = None
         self.where = ""
 
-    def __enter__(self) -> "HalfWatch":
-        super().__enter__()
-        return self
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if self.dtype is None:
