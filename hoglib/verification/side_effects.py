@@ -159,7 +159,8 @@ def run_rules(app: Application, watch: AbstractContextManager[Any]) -> None:
                 torch.ones_like(x) if i in app.by else None for i, x in enumerate(run.inputs)
             ]
             with watch:
-                function_rules.jvp(app.function, run.record, tangents)
+                context = function_rules.Context(run.record, in_jvp=True)
+                app.function.jvp(context, *tangents)
 
 
 IN_PLACE = (
@@ -248,9 +249,8 @@ class DeviceWatch(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.found = ""
-        self._made: dict[
-            int, Tensor
-        ] = {}  # made on the default device; kept alive so that ids stay unique
+        # made on the default device; kept alive so that ids stay unique
+        self._made: dict[int, Tensor] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
