@@ -22,7 +22,6 @@ from hoglib.verification import (
     elsewhere,
     fix_hints,
     side_effects,
-    variants,
 )
 from hoglib.verification.call import name_of
 from hoglib.verification.circumstances import Baseline
@@ -397,9 +396,9 @@ def _circumstance_rows(subject: Subject, x: list[Tensor], options: Options) -> I
         lambda: circumstances.state(base),
         lambda: _subset_rows(base),
         lambda: circumstances.outputs_alone(base, options),
-        lambda: variants.layouts(base),
-        lambda: variants.in_float32(base),
-        lambda: variants.vmapped(subject, points, base.u),
+        lambda: circumstances.layouts(base),
+        lambda: circumstances.in_float32(base),
+        lambda: circumstances.vmapped(subject, points, base.u),
     ]
     for check in checks:
         try:

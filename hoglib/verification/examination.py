@@ -26,7 +26,7 @@ from hoglib._core.state import AutocastState, StateGuard, preserve_random_state,
 from hoglib._core.swap import keep_swapped
 from hoglib.stand_ins.mode import active, stand_ins_if
 from hoglib.verification import call as calls
-from hoglib.verification import circumstances, elsewhere, fix_hints, function_rules, variants
+from hoglib.verification import circumstances, elsewhere, fix_hints, function_rules
 from hoglib.verification.call import copied
 from hoglib.verification.derivatives import Derivatives
 from hoglib.verification.options import NATURAL, Bounds, Options
@@ -261,10 +261,8 @@ def _compared(
     if not is_surrogate:
         with suppress(Exception):  # where nothing is left to differentiate, which is judged above
             baseline = circumstances.Baseline(subject, points[-1])
-            circumstanced = (
-                circumstances.with_graph(baseline),
-                *variants.gradient_layouts(baseline),
-            )
+            with_graph = circumstances.with_graph(baseline)
+            circumstanced = (with_graph, *circumstances.gradient_layouts(baseline))
             differing = [r for r in circumstanced if r.status == "fail" and r.error is not None]
             wrong_first = differing[:1] or wrong_first
     if first and not wrong_first and (kind := derivatives.what_it_looks_like()):
