@@ -20,8 +20,8 @@ from hoglib._core.torch_internals import watching_functions
 from hoglib.verification import call as calls
 from hoglib.verification import function_rules
 from hoglib.verification.call import Call, Gauge, custom_functions, fresh, is_part
-from hoglib.verification.precision import call_for
 from hoglib.verification.report import Row
+from hoglib.verification.rounding import call_for
 from hoglib.verification.structures import Structure, gauges, one_triangle
 
 
