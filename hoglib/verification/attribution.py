@@ -275,8 +275,10 @@ class _Attribution:
             record = self._run(0.0).record
             lacking = self._in_jvp and bool(record.saved) and not record.for_forward
             kept = bool(record.slots(in_jvp=self._in_jvp))
-            cuts = self._cuts_before_error()
-            return Diagnosis(1.0, [], cuts, self._once, error, [], lacking, kept)
+            before = DetachmentWatch()
+            with suppress(Exception):  # the calls that left the graph before backward raised
+                self._autograd_terms(before)
+            return Diagnosis(1.0, [], before.detached, self._once, error, [], lacking, kept)
         size = max(whole, 1e-300)
         total = sum(lost.values())
         if total <= self._least * size:
@@ -288,13 +290,6 @@ class _Attribution:
             if slot.share > max(WORTH_SAYING, self._least * size / total):
                 slots.append(slot)
         return Diagnosis(total / size, slots, detached, self._once, None, inner)
-
-    def _cuts_before_error(self) -> list[DetachedGradient]:
-        """The calls that left the graph before backward raised."""
-        watch = DetachmentWatch()
-        with suppress(Exception):
-            self._autograd_terms(watch)
-        return watch.detached
 
     def _harmful_detachments(
         self, detached: list[DetachedGradient], total: float, size: float
@@ -330,15 +325,11 @@ class _Attribution:
         for label, value in run.record.slots(in_jvp=self._in_jvp).items():
             noted = run.record.noted(label)
             kind, what = kind_of(value, run, self._app.names)
-            kept = type(value).__name__
-            slot = Slot(label, kind, what, noted.name, noted.place, kept)
+            slot = Slot(label, kind, what, noted.name, noted.place, type(value).__name__)
             slot.graphed = any(t.requires_grad for t in pytree.tensors(value))
             slots.append(slot)
-        for k, g in enumerate(self._arguments):
-            if g is not None:
-                name = self._argument_name(k)
-                slots.append(Slot(name, "gradient", name))
-        return slots
+        names = [self._argument_name(k) for k, g in enumerate(self._arguments) if g is not None]
+        return slots + [Slot(name, "gradient", name) for name in names]
 
 
 def _is_same(a: Any, b: Any) -> bool:
