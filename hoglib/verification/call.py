@@ -311,7 +311,6 @@ class Call:
         self.positions = [i for i, is_free in enumerate(free) if is_free]
         self._num_leaves = len(leaves)
         self.num_inputs = sum(free[: len(leaves)])
-        self._names = names
         self.names = [names[i] for i in self.positions]
         self.point = [real(self._values[i]) for i in self.positions]
         self.complex_variables = [self._values[i].is_complex() for i in self.positions]
