@@ -130,8 +130,7 @@ def examine(given: Applied) -> Verdict:
     app = given.app
     name = app.function.__qualname__
     with ExitStack() as stack:
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")
+        stack.enter_context(warnings.catch_warnings(action="ignore"))
         for context in (
             torch_internals.without_transforms(), torch_internals.without_saved_tensor_hooks(),
             grad_enabled(), keep_swapped(), exact_products(), preserve_random_state(),
