@@ -40,23 +40,18 @@ def attribution_rows(
     raises = found.get("first derivative: reverse", Discrepancy()).raised is not None
     over_forward = [name for name in wrong if name.endswith("over-forward")]
     named = False
-    raised = {
-        in_jvp: any(
-            one.raised is not None
-            for name, one in found.items()
-            if name.endswith("over-forward" if in_jvp else "reverse-over-reverse")
-        )
-        for in_jvp in (False, True)
-    }
+    raised = [name for name, one in found.items() if one.raised is not None]
     for app, moves in apps:
         for in_jvp in (False, True):
             if in_jvp and (not over_forward or not function_rules.offers_jvp(app.function)):
                 continue
             if not in_jvp and over_forward == wrong:
                 continue
-            several = len(apps) > 1
-            which = {"several": several, "right_once": right_once, "raised": raised[in_jvp]}
-            for row in _of(app, moves, in_jvp, raises=raises, **which):
+            mode = "over-forward" if in_jvp else "reverse-over-reverse"
+            for row in _of(
+                app, moves, in_jvp, several=len(apps) > 1, right_once=right_once, raises=raises,
+                raised=any(name.endswith(mode) for name in raised),
+            ):  # fmt: skip
                 named |= row.status == "fail"
                 yield row
     if not named and right_once:
@@ -327,9 +322,7 @@ class _Calls(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[
-            tuple[Any, tuple[Any, ...], dict[str, Any], source_location.SourceLine | None]
-        ] = []
+        self.calls: list[tuple[Any, Any, Any, source_location.SourceLine | None]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
