@@ -301,23 +301,19 @@ class Slot:
 def kind_of(value: Any, run: Run, names: tuple[str, ...]) -> tuple[str, str]:
     """What a slot holds: an input, an output, a copy of one of them, or something forward made."""
     found = pytree.tensors(value)
-    for i, x in enumerate(run.inputs):
+    labels = [*names, *range(len(names), len(run.inputs))]
+    inputs = [(f"input {label}", x) for label, x in zip(labels, run.inputs, strict=False)]
+    outputs = [(f"output {k}", y) for k, y in enumerate(run.outputs)]
+    for what, x in inputs:
         if any(t is x for t in found):
-            return "input", f"input {_named(names, i)}"
-    for k, y in enumerate(run.outputs):
+            return "input", what
+    for what, y in outputs:
         if any(t is y for t in found):
             if run.record.is_silent(y):
-                return "intermediate", f"output {k}, which is marked non-differentiable"
-            return "output", f"output {k}"
+                return "intermediate", f"{what}, which is marked non-differentiable"
+            return "output", what
     for t in found:
-        for i, x in enumerate(run.inputs):
+        for what, x in (*inputs, *outputs):
             if t.numel() and same(t, x):
-                return "copy", f"a copy of input {_named(names, i)}"
-        for k, y in enumerate(run.outputs):
-            if t.numel() and same(t, y):
-                return "copy", f"a copy of output {k}"
+                return "copy", f"a copy of {what}"
     return "intermediate", "an intermediate that forward made"
-
-
-def _named(names: tuple[str, ...], i: int) -> str:
-    return names[i] if i < len(names) else str(i)
