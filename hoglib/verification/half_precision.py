@@ -42,7 +42,7 @@ def compared(at: Target, key: str, dtype: torch.dtype, random: torch.Generator) 
         random: Of the directions.
     """
     found = Discrepancy()
-    eps = torch.finfo(dtype).eps
+    eps, short = torch.finfo(dtype).eps, str(dtype).removeprefix("torch.")
     derivative = _in_reverse if key[0] == "r" else _in_forward(key)
     concluded, rows = set(), set()
     try:
@@ -60,9 +60,7 @@ def compared(at: Target, key: str, dtype: torch.dtype, random: torch.Generator) 
                         concluded.add(j)
                         rows.add(i)
                     else:
-                        found.problem = found.problem or DROWNED.format(
-                            dtype=str(dtype).removeprefix("torch.")
-                        )
+                        found.problem = found.problem or DROWNED.format(dtype=short)
     except Exception as error:
         text = f"it raised {type(error).__name__}: {error}".rstrip()
         return Discrepancy(error=float("inf"), wrong=text, raised=error)
