@@ -224,10 +224,8 @@ def _wrapped(text: str, width: int) -> list[str]:
         if line.startswith("    "):
             lines.append("  " + line)
         else:
-            lines += [
-                "      " + part
-                for part in textwrap.wrap(line, width - 6, break_long_words=False) or [""]
-            ]
+            parts = textwrap.wrap(line, width - 6, break_long_words=False) or [""]
+            lines += ["      " + part for part in parts]
     return lines
 
 
