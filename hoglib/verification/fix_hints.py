@@ -331,12 +331,13 @@ class _Calls(TorchFunctionMode):
         made = any(is_float(y) and y.requires_grad for y in pytree.leaves(result))
         if graphed and made and len(self.calls) < MOST:
             self.calls.append(
-                (func, _detached(args), _detached(kwargs), source_location.torch_call_line())
+                (func, *detached_copy((args, kwargs)), source_location.torch_call_line())
             )
         return result
 
 
-def _detached(tree: Any) -> Any:
+def detached_copy(tree: Any) -> Any:
+    """A copy whose tensors are leaves, which require grad where the originals do."""
     return pytree.map_tensors(
         lambda x: x.detach().clone().requires_grad_(x.requires_grad and is_float(x)), tree
     )
