@@ -18,12 +18,7 @@ import torch
 from torch import Tensor
 
 from hoglib._core import pytree
-from hoglib._core.autograd import (
-    Vector,
-    fresh_leaves,
-    materialize_grads,
-    translate_errors,
-)
+from hoglib._core.autograd import Vector, fresh_leaves, materialize_grads, translate_errors
 from hoglib._core.sharding import Sharding
 
 Use = Literal["product", "element", "element, more", "element, short", "slot", "route"]
