@@ -21,12 +21,7 @@ from hoglib._core.autograd import Vector
 from hoglib._core.element_differences import random_like
 from hoglib._core.module_names import ModuleNames
 from hoglib._core.pytree import is_float
-from hoglib._core.source_location import (
-    SourceLine,
-    caller_line,
-    running_module,
-    torch_call_line,
-)
+from hoglib._core.source_location import SourceLine, caller_line, running_module, torch_call_line
 from hoglib._core.swap import call_with
 from hoglib._core.torch_internals import transforms_active
 from hoglib.auditing.routes import Checker, CheckResult, Route, Scalar
