@@ -16,7 +16,6 @@ from hoglib._core import pytree, validation
 from hoglib._core.autograd import Vector, clone_inference_tensors, grad_enabled
 from hoglib._core.finite_differences import distance
 from hoglib._core.module_names import ModuleNames
-from hoglib._core.pytree import is_float
 from hoglib._core.source_location import format_error, raising_module
 from hoglib._core.torch_internals import eagerly
 from hoglib.auditing.locator import Fault, RecordedCall
@@ -39,7 +38,7 @@ from hoglib.stand_ins.mode import stand_in_of, stand_ins_if
 from hoglib.verification.api import verify
 from hoglib.verification.call import name_of
 from hoglib.verification.entry_points import no_examination
-from hoglib.verification.fix_hints import is_culprit
+from hoglib.verification.fix_hints import detached_copy, is_culprit
 from hoglib.verification.report import CULPRIT, Report, Row
 from hoglib.verification.rounding import exact_products
 
@@ -498,11 +497,8 @@ def _verification_result(function: type[Function], args: tuple[Any, ...]) -> str
     given = pytree.tensors(args)
     if sum(x.numel() for x in given) > MAX_VERIFIED:
         return ""
-    inputs = pytree.map_tensors(
-        lambda x: x.detach().requires_grad_(x.requires_grad and is_float(x)), args
-    )
     with suppress(Exception):  # an explanation is not worth an error
-        report = verify(function, inputs)
+        report = verify(function, detached_copy(args))
         culprits = [row for row in report.failed if is_culprit(row)] or list(report.failed)
         words = " ".join(dict.fromkeys(row.text for row in culprits[:2]))
         return words.replace("pass surrogate=True", "set `surrogate = True` on the Function")
