@@ -197,9 +197,7 @@ def func_tangent(function: TensorMap, count: int) -> TensorMap:
 
 
 def vjps(
-    function: TensorMap,
-    x: Sequence[Tensor],
-    covectors: Sequence[tuple[int, Tensor]],
+    function: TensorMap, x: Sequence[Tensor], covectors: Sequence[tuple[int, Tensor]]
 ) -> list[list[Tensor]]:
     """For each covector (i, w), J_i(x)^T w by every input.
 
@@ -371,11 +369,7 @@ class Call:
         return pytree.leaves(self._function(*inputs))
 
     def map(
-        self,
-        which: Sequence[int],
-        *,
-        before: Arrange | None = None,
-        after: Arrange | None = None,
+        self, which: Sequence[int], *, before: Arrange | None = None, after: Arrange | None = None
     ) -> TensorMap:
         """The map to some of the leaves of what fn returns; `after` rearranges them."""
 
