@@ -44,12 +44,9 @@ class Baseline:
             self.second = self.second_derivative(self.f, x, self.all_inputs)
         except Exception:  # reported by the derivative checks
             self.second = None
+        self.tolerance = float(subject.eps**0.5)
         # smaller differences may come from a sum whose terms cancel
         self._floor = 1e-4 * max(max(map(max_abs, self.values)), 1e-3 * max(map(max_abs, x)))
-
-    @property
-    def tolerance(self) -> float:
-        return float(self.subject.eps**0.5)
 
     def largest_difference(
         self, a: Sequence[Tensor], b: Sequence[Tensor], *, relative: bool = True
@@ -320,10 +317,8 @@ def outputs_alone(base: Baseline, options: Options) -> Row:
     sums = [torch.stack(column).sum(0) for column in zip(*parts, strict=True)]
     off, j = base.largest_difference(sums, base.first)
     if off > base.tolerance:
-        text = (
-            f"the gradient by {base.names[j]} of all outputs is not the sum of those of each output"
-        )
-        return failed(f"{text} alone", off)
+        text = f"the gradient by {base.names[j]} of all outputs is not the sum of those of each"
+        return failed(f"{text} output alone", off)
     return Row(name, "pass", off)
 
 
@@ -487,12 +482,8 @@ def _fault(subject: Subject, points: Sequence[list[Tensor]], u: list[Tensor]) ->
     f, n, eps = subject.map, len(subject.x), subject.eps
     here = points[0]
     batch = [torch.stack(parts) for parts in zip(*points, strict=True)]
-    fault = _differs(
-        "the value under vmap over all inputs",
-        _vmap(f, (0,) * n, batch),
-        [f(*x) for x in points],
-        eps,
-    )
+    found = _vmap(f, (0,) * n, batch)
+    fault = _differs("the value under vmap over all inputs", found, [f(*x) for x in points], eps)
     for j, name in enumerate(subject.names):
         mixed = [*here[:j], batch[j].movedim(0, -1), *here[j + 1 :]]
         dims = tuple(-1 if k == j else None for k in range(n))
