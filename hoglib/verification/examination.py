@@ -100,10 +100,7 @@ def applied(
     tensors = pytree.tensors(args)
     by_module = lifted(function, args)
     if by_module is not None:
-        inputs = pytree.map_tensors(
-            lambda x: x.detach().clone().requires_grad_(x.requires_grad), by_module.inputs
-        )
-        by_module = by_module._replace(inputs=inputs)
+        by_module = by_module._replace(inputs=fix_hints.detached_copy(by_module.inputs))
     kept = () if by_module else tuple(_kept(graphed, copies, wanted))
     return Applied(app, by_module, forward, AutocastState(tensors), active(), kept)
 
