@@ -264,11 +264,8 @@ def is_stub(rule: Any) -> bool:
     if does <= {"LOAD_CONST", "RETURN_VALUE", "RETURN_CONST"}:
         return all(x.argval is None for x in instructions if x.opname.endswith("_CONST"))
     first = instructions[0]
-    return (
-        first.opname == "LOAD_GLOBAL"
-        and first.argval == "NotImplementedError"
-        and (does.isdisjoint({"RETURN_VALUE", "RETURN_CONST"}))
-    )
+    raises = first.opname == "LOAD_GLOBAL" and first.argval == "NotImplementedError"
+    return raises and does.isdisjoint({"RETURN_VALUE", "RETURN_CONST"})
 
 
 _NO_WORK = ("RESUME", "NOP", "PUSH_NULL", "CACHE", "COPY_FREE_VARS")
