@@ -248,9 +248,7 @@ def _is_drowned(
         return True
     some = got > 100 * eps * natural
     least = noise + reach * one.floors[i] if rounding is None else rounding
-    if not some:
-        return False
-    return (number <= least and off > 0.5 * number) or 0.1 * number < off <= least
+    return some and ((number <= least and off > 0.5 * number) or 0.1 * number < off <= least)
 
 
 def wrong_elements(
