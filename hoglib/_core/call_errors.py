@@ -56,9 +56,8 @@ def explain_criterion(criterion: Any, outputs: Any, targets: Any, whole: bool, r
     """What to do about outputs and targets that a criterion does not take."""
     second = "batch" if whole else "targets"
     function = criterion.forward if isinstance(criterion, nn.Module) else criterion
-    name = (
-        function_name(function) if function is criterion else f"{type(criterion).__name__}.forward"
-    )
+    name = f"{type(criterion).__name__}.forward"
+    name = function_name(function) if function is criterion else name
     if "missing" in reason:
         advice = "Give it the other arguments beforehand, by functools.partial."
     else:
