@@ -118,9 +118,7 @@ def dim(what: str, value: Any, rank: int) -> int:
 def dims(what: str, value: Any, rank: int) -> tuple[int, ...]:
     """Dimensions from one or several, in order; None and an empty tuple mean all, as in torch."""
     several = value is None or isinstance(value, tuple | list)
-    result = (
-        {dim(what, entry, rank) for entry in (value or ())} if several else {dim(what, value, rank)}
-    )
+    result = {dim(what, entry, rank) for entry in ((value or ()) if several else (value,))}
     if several and value and len(result) < len(value):
         raise ArgumentValueError(f"{what}: expected each dimension once, got {describe(value)}.")
     return tuple(sorted(result)) if result else tuple(range(max(rank, 1)))
