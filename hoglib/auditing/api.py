@@ -174,11 +174,8 @@ class _Audit:
         if self._seen is None or not self._right:
             return report
         with eagerly(self._seen.compiled):
-            own = {row.name: row for row in self._own_rows(self._seen)}
-        rows: list[Row] = []
-        for row in report:
-            rows.append(row)
-            rows += [own[name] for name in [f"{row.name}{WITHOUT}"] if name in own]
+            own = {row.name.removesuffix(WITHOUT): row for row in self._own_rows(self._seen)}
+        rows = [part for row in report for part in (row, own.get(row.name)) if part is not None]
         return Report(report.name, rows, judged=self._judged)
 
     def _own_rows(self, seen: Observations) -> Iterator[Row]:
