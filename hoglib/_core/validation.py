@@ -340,11 +340,9 @@ def scalar(what: str, value: Any) -> Tensor:
     """Checks for a real floating-point tensor without dimensions."""
     tensor(what, value)
     if value.dim() != 0:
-        how = (
-            "take its one number with `.squeeze()`"
-            if value.numel() == 1
-            else ("reduce it, for instance with `.mean()`")
-        )
+        how = "reduce it, for instance with `.mean()`"
+        if value.numel() == 1:
+            how = "take its one number with `.squeeze()`"
         raise ArgumentValueError(
             f"{what}: expected a scalar, got {describe(value)}; {how}, or use a "
             "criterion with reduction='mean'."
