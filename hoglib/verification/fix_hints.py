@@ -330,9 +330,8 @@ class _Calls(TorchFunctionMode):
         graphed = any(is_float(x) and x.requires_grad for x in pytree.leaves((args, kwargs)))
         made = any(is_float(y) and y.requires_grad for y in pytree.leaves(result))
         if graphed and made and len(self.calls) < MOST:
-            self.calls.append(
-                (func, *detached_copy((args, kwargs)), source_location.torch_call_line())
-            )
+            line = source_location.torch_call_line()
+            self.calls.append((func, detached_copy(args), detached_copy(kwargs), line))
         return result
 
 
