@@ -13,11 +13,7 @@ from torch import Tensor
 
 from hoglib._core import pytree
 from hoglib._core.call_errors import ErrorTranslation
-from hoglib._core.gradient_graph import (
-    GraphSummary,
-    check_custom_functions,
-    graph_summary,
-)
+from hoglib._core.gradient_graph import GraphSummary, check_custom_functions, graph_summary
 from hoglib._core.source_location import raising_module
 from hoglib._core.torch_internals import apply, gradients, transforms_active
 from hoglib._core.torch_modes import without_stand_ins

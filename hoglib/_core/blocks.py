@@ -68,9 +68,7 @@ def _rematerialized(remat: Remat, func: Any, backend: str) -> Iterator[list["Blo
         for block in find_blocks(remat, func)
         if not isinstance(vars(block).get("forward"), BlockForward)  # by an outer context
     ]
-    with replaced_forwards(
-        blocks, lambda block: BlockForward(block, block.forward, backend)
-    ) as found:
+    with replaced_forwards(blocks, lambda one: BlockForward(one, one.forward, backend)) as found:
         yield found
 
 

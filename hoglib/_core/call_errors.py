@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping
 from numbers import Number
-from types import TracebackType
+from traceback import walk_tb
 from typing import Any, final
 
 from torch import Tensor, nn
@@ -31,7 +31,8 @@ def explain_call_error(
     reason = _misuse(error, args)
     if reason is None and isinstance(error, TypeError):
         reason = binding_error(target, args, keywords)
-        if _was_entered(target, error.__traceback__):
+        code = getattr(inspect.unwrap(target), "__code__", None)
+        if any(frame.f_code is code for frame, _ in walk_tb(error.__traceback__)):
             return
     if reason is not None:
         raise ArgumentTypeError(explain(reason)) from error
@@ -55,9 +56,8 @@ def explain_criterion(criterion: Any, outputs: Any, targets: Any, whole: bool, r
     """What to do about outputs and targets that a criterion does not take."""
     second = "batch" if whole else "targets"
     function = criterion.forward if isinstance(criterion, nn.Module) else criterion
-    name = (
-        function_name(function) if function is criterion else f"{type(criterion).__name__}.forward"
-    )
+    name = f"{type(criterion).__name__}.forward"
+    name = function_name(function) if function is criterion else name
     if "missing" in reason:
         advice = "Give it the other arguments beforehand, by functools.partial."
     else:
@@ -96,15 +96,6 @@ def binding_error(
     except TypeError as error:
         return str(error)
     return None
-
-
-def _was_entered(function: Callable[..., Any], traceback: TracebackType | None) -> bool:
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    while traceback is not None:
-        if traceback.tb_frame.f_code is code:
-            return True
-        traceback = traceback.tb_next
-    return False
 
 
 def describe_argument(value: Any) -> str:
@@ -162,7 +153,9 @@ class translate_device_errors(ErrorTranslation):  # noqa: N801 a context manager
     def explain(self, error: Exception) -> None:
         if not isinstance(error, RuntimeError) or isinstance(error, HoglibError):
             return
-        if not _is_device_error(str(error)):
+        text = str(error)
+        # "torch.cuda.": as in "Input type (torch.cuda.FloatTensor)"
+        if not ("device" in text.lower() or "torch.cuda." in text or "meta tensor" in text):
             return
         devices = {tensor.device for _, tensor in tensors_in("", self._reference)}
         found = tensors_in("batch", self._batch)
@@ -176,11 +169,6 @@ class translate_device_errors(ErrorTranslation):  # noqa: N801 a context manager
             f"got {validation.describe(tensor)} on {tensor.device}; move the batch with "
             f"`.to({expected.split(' and ')[0]!r})`, or the model with `.to({str(tensor.device)!r})`."
         ) from error
-
-
-def _is_device_error(text: str) -> bool:
-    # "torch.cuda.": as in "Input type (torch.cuda.FloatTensor)"
-    return "device" in text.lower() or "torch.cuda." in text or "meta tensor" in text
 
 
 def function_name(function: Any) -> str:

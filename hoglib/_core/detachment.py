@@ -121,10 +121,8 @@ class DetachmentWatch(TorchFunctionMode):
                 return args[0]
             self._lost.append((args[0], found))
             return func(*args, **kwargs)
-        if (
-            func is torch.autograd.grad
-            and (INNER, source_location.torch_call_line()) in self._repair
-        ):
+        repaired = func is torch.autograd.grad and self._repair
+        if repaired and (INNER, source_location.torch_call_line()) in self._repair:
             return func(*args, **(kwargs | {"create_graph": True}))
         if name == "backward" and func is not Tensor.backward:  # which calls the other one
             if has_graph and not kwargs.get("create_graph"):
@@ -156,7 +154,7 @@ class DetachmentWatch(TorchFunctionMode):
             if any(one.kind == "backward" for one in self._seen.values()):
                 return result
             found = self._note(".grad", "backward")
-        elif name == "grad" and func is torch.autograd.grad:
+        elif name == "grad":
             found = self._note(INNER, "inner")
         elif not torch.is_grad_enabled():
             by = "torch.inference_mode" if torch.is_inference_mode_enabled() else "torch.no_grad"

@@ -18,12 +18,7 @@ import torch
 from torch import Tensor
 
 from hoglib._core import pytree
-from hoglib._core.autograd import (
-    Vector,
-    fresh_leaves,
-    materialize_grads,
-    translate_errors,
-)
+from hoglib._core.autograd import Vector, fresh_leaves, materialize_grads, translate_errors
 from hoglib._core.sharding import Sharding
 
 Use = Literal["product", "element", "element, more", "element, short", "slot", "route"]
@@ -92,9 +87,8 @@ def directional_derivative(
     """
     if not _norm([v.detach() for v in vector], sharding):
         return [torch.zeros_like(x) for x in function(leaves)]
-    slopes = central_differences(
-        function, leaves, vector, steps("product", torch.float64), sharding
-    )
+    table = steps("product", torch.float64)
+    slopes = central_differences(function, leaves, vector, table, sharding)
     extrapolated = [
         [(100 * fine - coarse) / 99 for coarse, fine in zip(*pair, strict=True)]
         for pair in pairwise(slopes)

@@ -601,9 +601,8 @@ class _Call:
         self.places = [order[id(leaves[i])] for i in self.slots]
         self.arguments = len(tensors)
         index: dict[int, int] = {}
-        self.state_names: dict[
-            str, int
-        ] = {}  # name of a parameter or buffer -> index of its tensor
+        # name of a parameter or buffer -> index of its tensor
+        self.state_names: dict[str, int] = {}
         for kind in (nn.Module.named_parameters, nn.Module.named_buffers):
             start = len(tensors)
             for prefix, module in self.scope.named_modules():
@@ -702,15 +701,12 @@ class _Call:
         for i, place in zip(self.slots, self.places, strict=True):
             leaves[i] = tensors[place]
         args, keywords = given = pytree.unflatten(leaves, self.structure)
-        random = ContiguousDropout() if self.mixed else nullcontext()
-        autocast = self.run_state.autocast.restored()
-        sliced = SlicedOperations() if self.slices else nullcontext()
         with (
             _recomputing(self.nests, self.slices),
             self.stand_ins.resume(),
-            autocast,
-            random,
-            sliced,
+            self.run_state.autocast.restored(),
+            ContiguousDropout() if self.mixed else nullcontext(),
+            SlicedOperations() if self.slices else nullcontext(),
         ):
             outputs = self.fn(*args, **keywords)
         refuse_changed(self.fn, given, self.structure)

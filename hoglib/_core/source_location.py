@@ -8,7 +8,8 @@ import sys
 import sysconfig
 import warnings
 from collections.abc import Callable, Sequence
-from types import FrameType, TracebackType
+from traceback import walk_tb
+from types import FrameType
 from typing import NamedTuple
 
 import torch
@@ -164,23 +165,19 @@ def running_module() -> nn.Module | None:
 
 def raising_module(error: BaseException) -> nn.Module | None:
     """The innermost module in the traceback of an error."""
-    trace, innermost = error.__traceback__, None
-    while trace is not None:
-        owner = trace.tb_frame.f_locals.get("self")
+    innermost: nn.Module | None = None
+    for frame, _ in walk_tb(error.__traceback__):
+        owner = frame.f_locals.get("self")
         innermost = owner if isinstance(owner, nn.Module) else innermost
-        trace = trace.tb_next
     return innermost
 
 
 def error_line(error: BaseException) -> SourceLine | None:
     """The innermost line of user code in the traceback of an error."""
-    trace: TracebackType | None = error.__traceback__
     innermost = None
-    while trace is not None:
-        file = trace.tb_frame.f_code.co_filename
-        if is_user_code(file):
-            innermost = SourceLine(file, trace.tb_lineno)
-        trace = trace.tb_next
+    for frame, line in walk_tb(error.__traceback__):
+        if is_user_code(frame.f_code.co_filename):
+            innermost = SourceLine(frame.f_code.co_filename, line)
     return innermost
 
 
@@ -192,11 +189,9 @@ def line_in(error: BaseException, function: Callable[..., object]) -> SourceLine
     seen = set()  # the context of a cause may be the error itself
     while cause is not None and code is not None and id(cause) not in seen:
         seen.add(id(cause))
-        trace = cause.__traceback__
-        while trace is not None:
-            if trace.tb_frame.f_code is code:
-                return SourceLine(code.co_filename, trace.tb_lineno)
-            trace = trace.tb_next
+        for frame, line in walk_tb(cause.__traceback__):
+            if frame.f_code is code:
+                return SourceLine(code.co_filename, line)
         cause = cause.__cause__ or cause.__context__
     return None
 

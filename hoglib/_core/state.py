@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from copy import copy
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -107,18 +107,19 @@ class RandomState:
     ) -> None:
         self._global = random_state()
         self._generators = [(generator, generator.get_state()) for generator in generators]
-        self._kept: list[tuple[_KeptGenerator, Any]] = []
+        # how to get and to set the states of others, and these
+        self._kept: list[tuple[Callable[[], Any], Callable[[Any], None], Any]] = []
         for module in modules:
             self.add(module)
 
     def add(self, module: nn.Module) -> None:
         """Includes the generators that are attributes of a module."""
-        self._kept += [(kept, kept.get()) for kept in _kept_generators(module)]
+        self._kept += [(get, put, get()) for get, put in _kept_generators(module)]
 
     def restore(self) -> None:
         """Sets all generators to their saved states."""
-        for kept, state in self._kept:
-            kept.set(state)
+        for _, put, state in self._kept:
+            put(state)
         for generator, state in self._generators:
             generator.set_state(state)
         set_random_state(self._global)
@@ -128,7 +129,7 @@ class RandomState:
         found = []
         if any(not torch.equal(state, g.get_state()) for g, state in self._generators):
             found.append("a torch.Generator")
-        if any(str(kept.get()) != str(state) for kept, state in self._kept):
+        if any(str(get()) != str(state) for get, _, state in self._kept):
             found.append("a generator that it keeps")
         now, before = random_state(), self._global
         if now["python"] != before["python"]:
@@ -174,20 +175,16 @@ class _FirstDraw(TorchFunctionMode):
         return result
 
 
-class _KeptGenerator(NamedTuple):
-    """A generator of Python's or NumPy's that a module keeps."""
-
-    get: Callable[[], Any]
-    set: Callable[[Any], None]
-
-
-def _kept_generators(module: nn.Module) -> Iterator[_KeptGenerator]:
+def _kept_generators(
+    module: nn.Module,
+) -> Iterator[tuple[Callable[[], Any], Callable[[Any], None]]]:
+    """How to get and to set the states of the generators of Python's or NumPy's that a module keeps."""
     for value in vars(module).values():
         if isinstance(value, random.Random):
-            yield _KeptGenerator(value.getstate, value.setstate)
+            yield value.getstate, value.setstate
         bits = getattr(value, "bit_generator", None)
         if type(value).__module__.startswith("numpy.random") and bits is not None:
-            yield _KeptGenerator(partial(getattr, bits, "state"), partial(setattr, bits, "state"))
+            yield partial(getattr, bits, "state"), partial(setattr, bits, "state")
 
 
 def _default_generator(device: torch.device) -> torch.Generator | None:
@@ -507,9 +504,8 @@ def put_back(x: Tensor, value: Tensor) -> None:
     stays."""
     if x.layout is not torch.sparse_coo:
         x.data.copy_(value)
-    elif (
-        x._nnz() == value._nnz()
-    ):  # copy_ would give it other memory, and `x.data` is another tensor
+    # copy_ would give it other memory, and `x.data` is another tensor
+    elif x._nnz() == value._nnz():
         data = x.detach()
         data._indices().copy_(value._indices())
         data._values().copy_(value._values())

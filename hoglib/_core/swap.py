@@ -129,11 +129,10 @@ class keep_swapped:  # noqa: N801 a context manager
     """Inside, a model keeps its swapped parameters until the next swap, or the end of the block."""
 
     def __enter__(self) -> "ModulePatch":
-        outer = _KEPT.get()
-        self._own = None if outer is not None else ModulePatch()
-        if self._own is None:
-            assert outer is not None
+        self._own: ModulePatch | None = None
+        if (outer := _KEPT.get()) is not None:
             return outer
+        self._own = ModulePatch()
         self._token = _KEPT.set(self._own)
         return self._own
 

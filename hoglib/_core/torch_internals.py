@@ -392,9 +392,8 @@ def has_dynamo() -> bool:
 
 def has_compiled(module: torch.nn.Module) -> bool:
     """Whether a part of it was compiled, as a new module or in place."""
-    return any(
-        is_compiled(part) or part._compiled_call_impl is not None for part in module.modules()
-    )
+    parts = module.modules()
+    return any(is_compiled(part) or part._compiled_call_impl is not None for part in parts)
 
 
 def eagerly(wanted: bool) -> AbstractContextManager[Any]:

@@ -118,9 +118,7 @@ def dim(what: str, value: Any, rank: int) -> int:
 def dims(what: str, value: Any, rank: int) -> tuple[int, ...]:
     """Dimensions from one or several, in order; None and an empty tuple mean all, as in torch."""
     several = value is None or isinstance(value, tuple | list)
-    result = (
-        {dim(what, entry, rank) for entry in (value or ())} if several else {dim(what, value, rank)}
-    )
+    result = {dim(what, entry, rank) for entry in ((value or ()) if several else (value,))}
     if several and value and len(result) < len(value):
         raise ArgumentValueError(f"{what}: expected each dimension once, got {describe(value)}.")
     return tuple(sorted(result)) if result else tuple(range(max(rank, 1)))
@@ -342,11 +340,9 @@ def scalar(what: str, value: Any) -> Tensor:
     """Checks for a real floating-point tensor without dimensions."""
     tensor(what, value)
     if value.dim() != 0:
-        how = (
-            "take its one number with `.squeeze()`"
-            if value.numel() == 1
-            else ("reduce it, for instance with `.mean()`")
-        )
+        how = "reduce it, for instance with `.mean()`"
+        if value.numel() == 1:
+            how = "take its one number with `.squeeze()`"
         raise ArgumentValueError(
             f"{what}: expected a scalar, got {describe(value)}; {how}, or use a "
             "criterion with reduction='mean'."

@@ -21,18 +21,13 @@ from hoglib._core.autograd import Vector
 from hoglib._core.element_differences import random_like
 from hoglib._core.module_names import ModuleNames
 from hoglib._core.pytree import is_float
-from hoglib._core.source_location import (
-    SourceLine,
-    caller_line,
-    running_module,
-    torch_call_line,
-)
+from hoglib._core.source_location import SourceLine, caller_line, running_module, torch_call_line
 from hoglib._core.swap import call_with
 from hoglib._core.torch_internals import transforms_active
-from hoglib.auditing.checker import Checker, CheckResult
-from hoglib.auditing.routes import Route, Scalar
+from hoglib.auditing.routes import Checker, CheckResult, Route, Scalar
 from hoglib.auditing.stop_gradients import CallMode, StopGradientReplay
 from hoglib.verification.call import Call, is_part, real
+from hoglib.verification.fix_hints import detached_copy
 
 MAX_OPERATIONS = 40  # in one module's own code
 
@@ -176,7 +171,7 @@ def record_calls(
         call = RecordedCall(module)
         if not transforms_active():  # whose tensors cannot be copied
             call.run = module
-            call.args, call.kwargs = _detached_copy((args, kwargs))
+            call.args, call.kwargs = detached_copy((args, kwargs))
             # a loss substitutes plain tensors for the parameters that it was given
             call.parameters = {
                 name: p.detach().requires_grad_()
@@ -245,7 +240,7 @@ class _OperationRecorder(CallMode):
         key = call.operation, line, tuple((tuple(x.shape), x.dtype) for x in tensors)
         full = sum(bool(part.operation) for part in parts.values()) >= MAX_OPERATIONS
         if not (key in parts or full or transforms_active()):
-            call.args, call.kwargs = _detached_copy(inputs)
+            call.args, call.kwargs = detached_copy(inputs)
             call.line, call.module = line, running_module()
             parts[key] = call
         return key
@@ -253,8 +248,3 @@ class _OperationRecorder(CallMode):
 
 def _requires_grad(x: Any) -> bool:
     return is_float(x) and bool(x.requires_grad)
-
-
-def _detached_copy(tree: Any) -> Any:
-    """A copy whose tensors are leaves, which require grad where the originals do."""
-    return pytree.map_tensors(lambda x: x.detach().clone().requires_grad_(_requires_grad(x)), tree)

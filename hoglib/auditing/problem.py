@@ -21,8 +21,8 @@ from hoglib._core.module_names import ModuleNames
 from hoglib._core.state import StateGuard
 from hoglib._core.swap import keep_swapped
 from hoglib._core.torch_internals import no_autocast, transforms_active
-from hoglib.auditing.checker import Checker, scale
 from hoglib.auditing.locator import Locator
+from hoglib.auditing.routes import Checker, scale
 from hoglib.auditing.stop_gradients import StopGradientReplay
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from hoglib.verification.call import real

@@ -1,15 +1,25 @@
-"""The derivatives that `audit` checks, each as a function of leaves and directions."""
+"""The derivatives that `audit` checks, each as a function of leaves and directions, and their
+comparison with central differences."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from math import inf, nan
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 from torch.func import grad, jacrev, jvp, vmap
 
 from hoglib._core import pytree, validation
-from hoglib._core.autograd import Vector, fresh_leaves
-from hoglib._core.finite_differences import gradient_function
+from hoglib._core.autograd import Vector, dense, fresh_leaves
+from hoglib._core.element_differences import random_like
+from hoglib._core.finite_differences import (
+    both_sides,
+    difference_quotient,
+    gradient_function,
+    steps,
+)
+from hoglib.auditing.stop_gradients import StopGradientReplay
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 
 Scalar = Callable[..., Tensor]  # a scalar function of leaves
@@ -172,3 +182,172 @@ ROUTES = (
     Route("grad of vmap", "grad of vmap", "hessian", grad_of_vmap),
     THIRD,
 )
+
+
+# Compares the derivatives of a scalar function f, with gradient g, with central differences.
+#
+#     derivative                is compared with
+#     first    <g, v>           (f(x + h v) - f(x - h v)) / 2h
+#     H v                       (g(x + h v) - g(x - h v)) / 2h
+#     w^T H v, a number         the same, and w
+#     third    of w^T H v       (H v at x + h w - H v at x - h w) / 2h, by reverse-over-reverse
+#
+# Steps h are tried until the derivative agrees with a difference. It is wrong if it agrees with none,
+# and two differences agree with each other and their one-sided slopes; otherwise (at a kink, or where
+# numbers cancel) nothing is known. Values that f takes out of its graph are held constant.
+
+RIGHT = {torch.float64: 1e-5, torch.float32: 1e-2}
+CLEARLY = 10  # a wrong result is that many times further from a difference than its uncertainty
+# Largest uncertainty of a difference to call a vector wrong, to call a number wrong.
+OF_VECTOR, OF_NUMBER = 1e-2, 1e-3
+SHARE = 1e-3  # tensors smaller than this share of all are compared relative to all
+
+
+class CheckResult(NamedTuple):
+    """What is known about a route. `wrong`: True, False, or None where nothing could be compared."""
+
+    wrong: bool | None
+    error: float | None = None  # relative
+    raised: Exception | None = None
+    product: Vector | None = None  # of a check that compares nothing
+
+    @property
+    def at_fault(self) -> bool:
+        """Whether it is wrong or raises."""
+        return self.wrong is True or self.raised is not None
+
+
+# Slopes of a function F in units of its arguments: (F(x + h v) - F(x - h v)) / 2h, and
+# (F(x + h v) - F(x)) / h, which differs by O(h) unless there is a kink within h.
+_Slope = tuple[Vector, Vector]
+
+
+@final
+class Checker:
+    """Checks routes of one function at one point, along random directions v and w.
+
+    stops: holds the values that the function takes out of its graph; None to let them vary.
+    """
+
+    def __init__(
+        self, f: Scalar, leaves: Sequence[Tensor], stops: StopGradientReplay | None, seed: int = 0
+    ) -> None:
+        self._f, self._stops = f, stops
+        self._leaves = [x.detach() for x in leaves]
+        self._dtype = max((x.dtype for x in leaves), key=lambda dtype: torch.finfo(dtype).eps)
+        random = torch.Generator("cpu").manual_seed(seed)
+        self._scales = [scale(x) for x in self._leaves]
+        self._v, self._w = (
+            _times([random_like(x, random) for x in self._leaves], self._scales) for _ in range(2)
+        )
+        self._known: dict[tuple[str, float], _Slope | None] = {}
+        self._here: dict[str, Vector] = {}
+        self.products: dict[str, Vector] = {}  # by the routes that were checked
+
+    def check(self, route: Route, *, compare: bool = True) -> CheckResult:
+        """Whether a route is right; without `compare`, whether it does not raise and is finite."""
+        # copies, because code under no_grad may write to its arguments
+        leaves = [x.clone() for x in self._leaves]
+        try:
+            found = route.product(self._f, leaves, self._v, self._w)
+        except Exception as error:
+            return CheckResult(None, raised=error)
+        found = [dense(part.detach()) for part in found]
+        if not _all_finite(found):
+            return CheckResult(True, nan)
+        self.products[route.key] = found
+        return self._compare(route, found) if compare else CheckResult(False, product=found)
+
+    def _compare(self, route: Route, found: Vector) -> CheckResult:
+        size, limit = None, OF_VECTOR  # size: what the error of a number is relative to
+        if route.quantity == "first":
+            size, limit = float(pytree.norm(_times(found, self._scales))), OF_NUMBER
+            found = [pytree.dot(found, self._v)]
+        elif route.quantity != "curvature":
+            found = _times(found, self._scales)
+        tried: list[tuple[Vector, float]] = []  # slopes, and their relative bends
+        best = doubt = inf
+        for step in steps("route", self._dtype):
+            slope = self._slope(route.quantity, step)
+            if slope is None:
+                continue
+            central, one_sided = slope
+            if route.quantity == "curvature":
+                size, limit = float(pytree.norm(central)), OF_NUMBER
+                w = [part / unit for part, unit in zip(self._w, self._scales, strict=True)]
+                central, one_sided = ([pytree.dot(part, w)] for part in slope)
+            error = _distance(found, central, size)
+            if error < RIGHT.get(self._dtype, RIGHT[torch.float32]):
+                return CheckResult(False, error)
+            best, bend = min(best, error), _distance(one_sided, central, size)
+            for other, other_bend in tried:
+                gap = _distance(other, central, size)
+                doubt = min(doubt, max(gap, min(bend, other_bend)))
+            if doubt < limit and best > CLEARLY * doubt:
+                return CheckResult(True, best)
+            tried.append((central, bend))
+        return CheckResult(None)
+
+    def _slope(self, quantity: str, step: float) -> _Slope | None:
+        """A slope of the function that gives a quantity; None where that raises, or where it stops a
+        gradient inside a transform of torch.func, which cannot be held constant."""
+        kind = "hessian" if quantity == "curvature" else quantity
+        if (kind, step) not in self._known:
+            self._known[kind, step] = None
+            along = self._w if kind == "third" else self._v
+            try:
+                if kind not in self._here:  # the first run records the values to hold
+                    self._here[kind] = self._function(kind, self._leaves)
+                if self._stops is None or not self._stops.beyond:
+                    self._known[kind, step] = self._difference(kind, along, step)
+            except Exception:  # the function need not accept another point
+                pass
+        return self._known[kind, step]
+
+    def _difference(self, kind: str, along: Vector, step: float) -> _Slope | None:
+        above, below = both_sides(lambda x: self._function(kind, x), self._leaves, along, step)
+        central = difference_quotient(above, below, step)
+        one_sided = difference_quotient(above, self._here[kind], step / 2)
+        if kind != "first":
+            central, one_sided = _times(central, self._scales), _times(one_sided, self._scales)
+        return (central, one_sided) if _all_finite(central) else None
+
+    def _function(self, kind: str, x: Vector) -> Vector:
+        """What is differenced."""
+        leaves = [part.clone() for part in x]
+        if kind == "first":
+            return [self._held(*fresh_leaves(leaves, False)).detach()]
+        if kind == "hessian":
+            return gradient_function(self._held)(leaves)
+        return reverse_over_reverse(self._held, leaves, self._v, self._w)
+
+    def _held(self, *own: Tensor) -> Tensor:
+        with nullcontext() if self._stops is None else self._stops.held():
+            return self._f(*own)
+
+
+def _distance(found: Vector, truth: Vector, size: float | None) -> float:
+    """The largest difference of two vectors, a tensor at a time; relative to their size, or a given
+    one."""
+    pairs = list(zip(found, truth, strict=True))
+    sizes = [max(float(a.norm()), float(b.norm())) if size is None else 0.0 for a, b in pairs]
+    floor = SHARE * sum(one**2 for one in sizes) ** 0.5 if size is None else size
+    gaps = [
+        float((a - b).norm()) / max(one + floor, 1e-300)
+        for (a, b), one in zip(pairs, sizes, strict=True)
+    ]
+    return inf if any(gap != gap for gap in gaps) else max(gaps)
+
+
+def _times(parts: Vector, units: Sequence[float]) -> Vector:
+    return [part * unit for part, unit in zip(parts, units, strict=True)]
+
+
+def _all_finite(parts: Vector) -> bool:
+    return all(bool(part.isfinite().all()) for part in parts)
+
+
+def scale(x: Tensor) -> float:
+    """The root mean square of a tensor, which steps are relative to; 0.01 for a tensor of zeros."""
+    size = float(x.norm()) / max(x.numel(), 1) ** 0.5
+    return size if size > 1e-8 and size == size else 0.01

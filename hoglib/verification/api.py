@@ -22,7 +22,6 @@ from hoglib.verification import (
     elsewhere,
     fix_hints,
     side_effects,
-    variants,
 )
 from hoglib.verification.call import name_of
 from hoglib.verification.circumstances import Baseline
@@ -149,9 +148,8 @@ def verify(
         exact_products(),
         preserve_random_state(),
         preserved_grads(fn, *arguments),
-        warnings.catch_warnings(),
+        warnings.catch_warnings(action="ignore"),  # the checks do what torch warns of, on purpose
     ):
-        warnings.simplefilter("ignore")  # the checks do what torch warns of, on purpose
         report = _report(fn, arguments, reference, options)
     return report.raise_if_failed() if raise_exception else report
 
@@ -253,9 +251,8 @@ def _rows(
     if reference is not None:
         rows = comparison.reference_rows(subject, reference, points, surrogate=options.surrogate)
         yield from _guarded(comparison.VALUE, "warn", rows)
-    contract_rows = list(
-        _guarded("contract", "skip", _contract_rows(subject, options, differences))
-    )
+    rows = _contract_rows(subject, options, differences)
+    contract_rows = list(_guarded("contract", "skip", rows))
     yield from contract_rows
     changes = any("in-place" in row.name and row.status == "fail" for row in contract_rows)
     for row in _circumstance_rows(subject, points[-1], options):
@@ -397,9 +394,9 @@ def _circumstance_rows(subject: Subject, x: list[Tensor], options: Options) -> I
         lambda: circumstances.state(base),
         lambda: _subset_rows(base),
         lambda: circumstances.outputs_alone(base, options),
-        lambda: variants.layouts(base),
-        lambda: variants.in_float32(base),
-        lambda: variants.vmapped(subject, points, base.u),
+        lambda: circumstances.layouts(base),
+        lambda: circumstances.in_float32(base),
+        lambda: circumstances.vmapped(subject, points, base.u),
     ]
     for check in checks:
         try:

@@ -159,10 +159,8 @@ class _Attribution:
         return terms
 
     def _term(self, labels: Sequence[str]) -> list[Tensor]:
-        above, below = (
-            self._results_with_moved(labels, self._step),
-            self._results_with_moved(labels, -self._step),
-        )
+        ends = self._step, -self._step
+        above, below = (self._results_with_moved(labels, h) for h in ends)
         return [slope.detach() for slope in difference_quotient(above, below, self._step)]
 
     # What autograd sees of it.
@@ -200,9 +198,8 @@ class _Attribution:
     def _apply(self, function: type[Function], args: tuple[Any, ...]) -> None:
         """Record a Function that backward applies."""
         app = application(function, args)
-        if function.__module__.startswith(
-            "hoglib.ops."
-        ):  # may read outputs as if they were constants
+        # ops of hoglib may read outputs as if they were constants
+        if function.__module__.startswith("hoglib.ops."):
             return
         if app is not None and function not in [other.function for other in self._inner]:
             self._inner.append(app)
@@ -278,34 +275,21 @@ class _Attribution:
             record = self._run(0.0).record
             lacking = self._in_jvp and bool(record.saved) and not record.for_forward
             kept = bool(record.slots(in_jvp=self._in_jvp))
-            return Diagnosis(
-                1.0, [], self._cuts_before_error(), self._once, error, [], lacking, kept
-            )
+            before = DetachmentWatch()
+            with suppress(Exception):  # the calls that left the graph before backward raised
+                self._autograd_terms(before)
+            return Diagnosis(1.0, [], before.detached, self._once, error, [], lacking, kept)
         size = max(whole, 1e-300)
         total = sum(lost.values())
         if total <= self._least * size:
             return Diagnosis(0.0, [], [], self._once, None, inner)
         detached = self._harmful_detachments(watch.detached, total, size)
-        slots = [
-            slot
-            for slot in self._describe_slots()
-            if lost.get(slot.label, 0.0) > self._least * size
-        ]
-        for slot in slots:
-            slot.lost = lost[slot.label]
-            slot.share = slot.lost / total
-        return Diagnosis(
-            total / size,
-            [s for s in slots if s.share > WORTH_SAYING],
-            detached, self._once, None, inner,
-        )  # fmt: skip
-
-    def _cuts_before_error(self) -> list[DetachedGradient]:
-        """The calls that left the graph before backward raised."""
-        watch = DetachmentWatch()
-        with suppress(Exception):
-            self._autograd_terms(watch)
-        return watch.detached
+        slots = []
+        for slot in self._describe_slots():
+            slot.share = lost.get(slot.label, 0.0) / total
+            if slot.share > max(WORTH_SAYING, self._least * size / total):
+                slots.append(slot)
+        return Diagnosis(total / size, slots, detached, self._once, None, inner)
 
     def _harmful_detachments(
         self, detached: list[DetachedGradient], total: float, size: float
@@ -341,15 +325,11 @@ class _Attribution:
         for label, value in run.record.slots(in_jvp=self._in_jvp).items():
             noted = run.record.noted(label)
             kind, what = kind_of(value, run, self._app.names)
-            kept = type(value).__name__
-            slot = Slot(label, kind, what, noted.name, noted.place, kept)
+            slot = Slot(label, kind, what, noted.name, noted.place, type(value).__name__)
             slot.graphed = any(t.requires_grad for t in pytree.tensors(value))
             slots.append(slot)
-        for k, g in enumerate(self._arguments):
-            if g is not None:
-                name = self._argument_name(k)
-                slots.append(Slot(name, "gradient", name))
-        return slots
+        names = [self._argument_name(k) for k, g in enumerate(self._arguments) if g is not None]
+        return slots + [Slot(name, "gradient", name) for name in names]
 
 
 def _is_same(a: Any, b: Any) -> bool:

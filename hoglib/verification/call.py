@@ -197,9 +197,7 @@ def func_tangent(function: TensorMap, count: int) -> TensorMap:
 
 
 def vjps(
-    function: TensorMap,
-    x: Sequence[Tensor],
-    covectors: Sequence[tuple[int, Tensor]],
+    function: TensorMap, x: Sequence[Tensor], covectors: Sequence[tuple[int, Tensor]]
 ) -> list[list[Tensor]]:
     """For each covector (i, w), J_i(x)^T w by every input.
 
@@ -311,7 +309,6 @@ class Call:
         self.positions = [i for i, is_free in enumerate(free) if is_free]
         self._num_leaves = len(leaves)
         self.num_inputs = sum(free[: len(leaves)])
-        self._names = names
         self.names = [names[i] for i in self.positions]
         self.point = [real(self._values[i]) for i in self.positions]
         self.complex_variables = [self._values[i].is_complex() for i in self.positions]
@@ -372,11 +369,7 @@ class Call:
         return pytree.leaves(self._function(*inputs))
 
     def map(
-        self,
-        which: Sequence[int],
-        *,
-        before: Arrange | None = None,
-        after: Arrange | None = None,
+        self, which: Sequence[int], *, before: Arrange | None = None, after: Arrange | None = None
     ) -> TensorMap:
         """The map to some of the leaves of what fn returns; `after` rearranges them."""
 

@@ -95,7 +95,8 @@ class Discrepancy:
         if wrong:
             self.faulty.add(j)
             if not (self.wrong and self.error >= error):
-                self.wrong = f"{_label(at, i, j)}{where}: expected {expected:.6g}, got {got:.6g}"
+                what = f"{at.rows[i]}, by {at.columns[j]}{where}"
+                self.wrong = f"{what}: expected {expected:.6g}, got {got:.6g}"
                 self.row, self.column, self.got, self.expected = i, j, got, expected
                 self.error = error
         elif not self.wrong:
@@ -247,9 +248,7 @@ def _is_drowned(
         return True
     some = got > 100 * eps * natural
     least = noise + reach * one.floors[i] if rounding is None else rounding
-    if not some:
-        return False
-    return (number <= least and off > 0.5 * number) or 0.1 * number < off <= least
+    return some and ((number <= least and off > 0.5 * number) or 0.1 * number < off <= least)
 
 
 def wrong_elements(
@@ -262,10 +261,8 @@ def wrong_elements(
     w = random_like(f(*x)[i], random)
     got = calls.vjps(f, x, [(i, w)])[0][j].reshape(-1)
     slopes = [slope(f, x, j, v) for v in directions(x[j], random, full=True)]
-    lengths = [float(one.v.sum()) for one in slopes]
-    pairs = zip(slopes, lengths, strict=True)
-    right = torch.tensor([float((w * one.values[i]).sum()) / length for one, length in pairs])
-    right = right.to(got)
+    found = [float((w * one.values[i]).sum()) / float(one.v.sum()) for one in slopes]
+    right = torch.tensor(found).to(got)
     wrong = ((got - right).abs() > 1e-4 * right.abs().max()).nonzero().reshape(-1).tolist()
     if not wrong:
         return ""
@@ -302,10 +299,6 @@ def _covectors(
         # what is allowed for many small elements would exceed the few that are large
         draws[-1] = random_like(like, random) * known
     return draws
-
-
-def _label(at: Target, i: int, j: int) -> str:
-    return f"{at.rows[i]}, by {at.columns[j]}"
 
 
 def _raised(error: Exception, at: Target, column: int) -> Discrepancy:
@@ -416,9 +409,6 @@ def _describe_pair(a: Any, b: Any) -> str:
         return f"{a!r}, expected {b!r}"
     if a.shape != b.shape:
         return f"shape {tuple(a.shape)}, expected {tuple(b.shape)}"
-    k = (
-        int((a - b).abs().nan_to_num(torch.inf).argmax())
-        if is_float(a)
-        else int((a != b).int().argmax())
-    )
+    off = (a - b).abs().nan_to_num(torch.inf) if is_float(a) else (a != b).int()
+    k = int(off.argmax())
     return f"element {k} is {a.reshape(-1)[k].item():.8g}, expected {b.reshape(-1)[k].item():.8g}"

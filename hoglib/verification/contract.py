@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from hoglib._core import pytree
 from hoglib._core.element_differences import max_abs
@@ -46,7 +45,9 @@ UNSUMMED = (
 
 def check(app: Application, *, surrogate: bool = False) -> list[Row]:
     """The contract of one Function, from running it as plain functions."""
-    rows = [_setup_context(app.function)]
+    classic = function_rules.is_classic(app.function)
+    text = f"{app.function.__name__} has no setup_context. {SETUP}" if classic else ""
+    rows = [Row("setup_context", "warn" if classic else "pass", None, text)]
     checks: list[Callable[[Application], list[Row]]] = [gradients, in_place, accumulates, _context]
     checks += [] if surrogate else [linear]
     checks += [_needs_input_grad, device]
@@ -63,14 +64,6 @@ def check(app: Application, *, surrogate: bool = False) -> list[Row]:
         text = f"not judged: it does not run as plain functions, outside of autograd{at}."
         rows.append(Row("contract", "skip", None, text))
     return rows
-
-
-def _setup_context(function: type[Function]) -> Row:
-    if function_rules.is_classic(function):
-        return Row(
-            "setup_context", "warn", None, f"{function.__name__} has no setup_context. {SETUP}"
-        )
-    return Row("setup_context", "pass")
 
 
 def gradients(app: Application) -> list[Row]:
@@ -96,18 +89,11 @@ def gradients(app: Application) -> list[Row]:
                 f"the gradient of {name} is {grad.dtype}, and {name} {x.dtype}: autograd casts it, "
                 f"and the digits are lost. Make constants with `dtype={name.strip('`')}.dtype`."
             )
-    return [
-        number,
-        *(
-            Row(
-                f"gradients: {what}",
-                ("warn" if what in harmless else "fail") if texts else "pass",
-                None,
-                " ".join(texts),
-            )
-            for what, texts in faults.items()
-        ),
-    ]
+    rows = [number]
+    for what, texts in faults.items():
+        status = ("warn" if what in harmless else "fail") if texts else "pass"
+        rows.append(Row(f"gradients: {what}", status, None, " ".join(texts)))
+    return rows
 
 
 def _number(app: Application, run: Run, returned: Sequence[Any]) -> Row:
@@ -174,7 +160,7 @@ def _needs_input_grad(app: Application) -> list[Row]:
     name = "needs_input_grad"
     if len(app.by) < 2:
         return [Row(name, "skip", None, "it is differentiated by one input only.")]
-    idle = []
+    idle: list[int] = []
     for i in app.by:
         alone = app._replace(by=tuple(j for j in app.by if j != i))
         run = alone.seeded()
@@ -182,13 +168,13 @@ def _needs_input_grad(app: Application) -> list[Row]:
         returned = function_rules.backward(app.function, run.record, grads)
         free = i < len(returned) and any(returned[i] is g for g in grads)
         if i < len(returned) and isinstance(returned[i], Tensor) and not free:
-            idle.append(app.name(i))
+            idle.append(i)
     if not idle:
         return [Row(name, "pass")]
-    first = app.by.index(next(i for i in app.by if app.name(i) == idle[0]))
     text = (
-        f"needs_input_grad is ignored: backward computes a gradient for {', '.join(idle)} even if "
-        f"none is needed. Check first: `if ctx.needs_input_grad[{app.by[first]}]:`."
+        f"needs_input_grad is ignored: backward computes a gradient for "
+        f"{', '.join(map(app.name, idle))} even if "
+        f"none is needed. Check first: `if ctx.needs_input_grad[{idle[0]}]:`."
     )
     return [Row(name, "warn", None, text)]
 

@@ -326,7 +326,9 @@ def _verdict(met: MetFunctions, function: type[Function], kinds: Any) -> Verdict
     """The verdict on a Function that was met, which is examined if there is none yet."""
     verdict = _VERDICTS[function].get(kinds)
     if verdict is None or verdict.left:
-        verdict = _examined(met.applied[function, kinds], verdict)
+        before, verdict = verdict, examine(met.applied[function, kinds])
+        if before is not None and verdict.left:  # there may be a next one, at other values
+            verdict = verdict._replace(left=before.left - 1)
         _VERDICTS[function][kinds] = verdict
     return verdict
 
@@ -346,14 +348,6 @@ def _explain(error: Exception, met: MetFunctions) -> None:
                 error.args = (f"{error} {text[0].upper()}{text[1:]}", *error.args[1:])
             else:
                 error.add_note(text)
-
-
-def _examined(given: Applied, before: Verdict | None) -> Verdict:
-    """The verdict; before: one at other values, which were no good."""
-    verdict = examine(given)
-    if before is not None and verdict.left:
-        return verdict._replace(left=before.left - 1)
-    return verdict
 
 
 def _runs_again() -> bool:

@@ -26,7 +26,7 @@ from hoglib._core.state import AutocastState, StateGuard, preserve_random_state,
 from hoglib._core.swap import keep_swapped
 from hoglib.stand_ins.mode import active, stand_ins_if
 from hoglib.verification import call as calls
-from hoglib.verification import circumstances, elsewhere, fix_hints, function_rules, variants
+from hoglib.verification import circumstances, elsewhere, fix_hints, function_rules
 from hoglib.verification.call import copied
 from hoglib.verification.derivatives import Derivatives
 from hoglib.verification.options import NATURAL, Bounds, Options
@@ -45,7 +45,6 @@ from hoglib.verification.subject import Application, Lifted, Subject, lifted, pa
 SECONDS = 20.0  # the time that an examination may take; it is estimated before
 OTHER_VALUES = 2  # examinations after one at values that differences do not resolve
 EVALUATIONS = 30  # of a derivative by one tensor
-FIRST, SECOND = "first derivative", "second derivative"
 
 
 class Verdict(NamedTuple):
@@ -101,10 +100,7 @@ def applied(
     tensors = pytree.tensors(args)
     by_module = lifted(function, args)
     if by_module is not None:
-        inputs = pytree.map_tensors(
-            lambda x: x.detach().clone().requires_grad_(x.requires_grad), by_module.inputs
-        )
-        by_module = by_module._replace(inputs=inputs)
+        by_module = by_module._replace(inputs=fix_hints.detached_copy(by_module.inputs))
     kept = () if by_module else tuple(_kept(graphed, copies, wanted))
     return Applied(app, by_module, forward, AutocastState(tensors), active(), kept)
 
@@ -131,8 +127,7 @@ def examine(given: Applied) -> Verdict:
     app = given.app
     name = app.function.__qualname__
     with ExitStack() as stack:
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")
+        stack.enter_context(warnings.catch_warnings(action="ignore"))
         for context in (
             torch_internals.without_transforms(), torch_internals.without_saved_tensor_hooks(),
             grad_enabled(), keep_swapped(), exact_products(), preserve_random_state(),
@@ -262,10 +257,8 @@ def _compared(
     if not is_surrogate:
         with suppress(Exception):  # where nothing is left to differentiate, which is judged above
             baseline = circumstances.Baseline(subject, points[-1])
-            circumstanced = (
-                circumstances.with_graph(baseline),
-                *variants.gradient_layouts(baseline),
-            )
+            with_graph = circumstances.with_graph(baseline)
+            circumstanced = (with_graph, *circumstances.gradient_layouts(baseline))
             differing = [r for r in circumstanced if r.status == "fail" and r.error is not None]
             wrong_first = differing[:1] or wrong_first
     if first and not wrong_first and (kind := derivatives.what_it_looks_like()):
@@ -351,9 +344,8 @@ def _trial(app: Application) -> tuple[bool, float]:
         live = [y for y in pytree.tensors(outputs) if y.requires_grad]
         grads = calls.grad(live, leaves, list(map(torch.ones_like, live)), create_graph=True)
         operations.returned((outputs, grads))
-    with suppress(
-        RuntimeError
-    ):  # it cannot be differentiated again, which the entry point raises too
+    # it cannot be differentiated again, which the entry point raises too
+    with suppress(RuntimeError):
         calls.grad(grads, leaves, list(map(torch.ones_like, grads)))
     if any(x.is_cuda for x in leaves):
         torch.cuda.synchronize()

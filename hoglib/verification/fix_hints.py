@@ -40,23 +40,18 @@ def attribution_rows(
     raises = found.get("first derivative: reverse", Discrepancy()).raised is not None
     over_forward = [name for name in wrong if name.endswith("over-forward")]
     named = False
-    raised = {
-        in_jvp: any(
-            one.raised is not None
-            for name, one in found.items()
-            if name.endswith("over-forward" if in_jvp else "reverse-over-reverse")
-        )
-        for in_jvp in (False, True)
-    }
+    raised = [name for name, one in found.items() if one.raised is not None]
     for app, moves in apps:
         for in_jvp in (False, True):
             if in_jvp and (not over_forward or not function_rules.offers_jvp(app.function)):
                 continue
             if not in_jvp and over_forward == wrong:
                 continue
-            several = len(apps) > 1
-            which = {"several": several, "right_once": right_once, "raised": raised[in_jvp]}
-            for row in _of(app, moves, in_jvp, raises=raises, **which):
+            mode = "over-forward" if in_jvp else "reverse-over-reverse"
+            for row in _of(
+                app, moves, in_jvp, several=len(apps) > 1, right_once=right_once, raises=raises,
+                raised=any(name.endswith(mode) for name in raised),
+            ):  # fmt: skip
                 named |= row.status == "fail"
                 yield row
     if not named and right_once:
@@ -286,9 +281,9 @@ def culprit_rows(subject: Subject, x: list[Tensor], wrong: list[str]) -> Iterato
             fault = _fault(func, args, kwargs, mode, 3 if name.startswith("third") else 2)
             if fault:
                 at = f" at {place}" if place else ""
-                library = _library(func)
+                library = getattr(func, "namespace", "aten")
                 whose, fix = ("torch's own", "Use another mode, or another operation.")
-                if library:
+                if library not in OWN:
                     whose = f"the custom op {library}::"
                     fix = (
                         "See what its torch.library.register_autograd gets: setup_context must save "
@@ -321,21 +316,13 @@ def _fault(func: Any, args: Any, kwargs: Any, mode: Mode, order: int) -> str:
     return in_forward(at, BOUNDS, by_torch_func=mode.key == "ff").wrong
 
 
-def _library(func: Any) -> str:
-    """The namespace of an op that is not torch's."""
-    namespace = getattr(func, "namespace", "aten")
-    return "" if namespace in OWN else str(namespace)
-
-
 @final
 class _Calls(TorchFunctionMode):
     """Collects the outermost torch calls that get and return tensors with a graph."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[
-            tuple[Any, tuple[Any, ...], dict[str, Any], source_location.SourceLine | None]
-        ] = []
+        self.calls: list[tuple[Any, Any, Any, source_location.SourceLine | None]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -343,13 +330,13 @@ class _Calls(TorchFunctionMode):
         graphed = any(is_float(x) and x.requires_grad for x in pytree.leaves((args, kwargs)))
         made = any(is_float(y) and y.requires_grad for y in pytree.leaves(result))
         if graphed and made and len(self.calls) < MOST:
-            self.calls.append(
-                (func, _detached(args), _detached(kwargs), source_location.torch_call_line())
-            )
+            line = source_location.torch_call_line()
+            self.calls.append((func, detached_copy(args), detached_copy(kwargs), line))
         return result
 
 
-def _detached(tree: Any) -> Any:
+def detached_copy(tree: Any) -> Any:
+    """A copy whose tensors are leaves, which require grad where the originals do."""
     return pytree.map_tensors(
         lambda x: x.detach().clone().requires_grad_(x.requires_grad and is_float(x)), tree
     )

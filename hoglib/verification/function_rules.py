@@ -42,9 +42,8 @@ class Record:
     silent: tuple[Any, ...] = ()  # outputs marked non-differentiable
     materialize: bool = True
     attributes: dict[str, Any] = field(default_factory=dict)
-    written: dict[str, SavedAt] = field(
-        default_factory=dict
-    )  # by attribute; saved tensors by SAVED
+    # by attribute; saved tensors by SAVED
+    written: dict[str, SavedAt] = field(default_factory=dict)
     notes: dict[str, Noted] = field(default_factory=dict)
 
     def held(self, *, in_jvp: bool = False) -> dict[str, Any]:
@@ -236,12 +235,6 @@ def _state(record: Record, function: type[Function]) -> dict[str, Any]:
     }
 
 
-def jvp(
-    function: type[Function], record: Record, tangents: Sequence[Tensor | None]
-) -> tuple[Any, ...]:
-    return as_tuple(function.jvp(Context(record, in_jvp=True), *tangents))
-
-
 MEMORY = frozenset({"storage", "untyped_storage", "data_ptr", "resize_", "set_"})
 
 
@@ -271,11 +264,8 @@ def is_stub(rule: Any) -> bool:
     if does <= {"LOAD_CONST", "RETURN_VALUE", "RETURN_CONST"}:
         return all(x.argval is None for x in instructions if x.opname.endswith("_CONST"))
     first = instructions[0]
-    return (
-        first.opname == "LOAD_GLOBAL"
-        and first.argval == "NotImplementedError"
-        and (does.isdisjoint({"RETURN_VALUE", "RETURN_CONST"}))
-    )
+    raises = first.opname == "LOAD_GLOBAL" and first.argval == "NotImplementedError"
+    return raises and does.isdisjoint({"RETURN_VALUE", "RETURN_CONST"})
 
 
 _NO_WORK = ("RESUME", "NOP", "PUSH_NULL", "CACHE", "COPY_FREE_VARS")
@@ -301,7 +291,6 @@ class Slot:
     name: str = ""  # of the local variable that was saved
     place: source_location.SourceLine | None = None
     type: str = "Tensor"
-    lost: float = 0.0
     share: float = 0.0
     graphed: bool = False  # it has a graph, which forward built
 
@@ -309,23 +298,19 @@ class Slot:
 def kind_of(value: Any, run: Run, names: tuple[str, ...]) -> tuple[str, str]:
     """What a slot holds: an input, an output, a copy of one of them, or something forward made."""
     found = pytree.tensors(value)
-    for i, x in enumerate(run.inputs):
+    labels = [*names, *range(len(names), len(run.inputs))]
+    inputs = [(f"input {label}", x) for label, x in zip(labels, run.inputs, strict=False)]
+    outputs = [(f"output {k}", y) for k, y in enumerate(run.outputs)]
+    for what, x in inputs:
         if any(t is x for t in found):
-            return "input", f"input {_named(names, i)}"
-    for k, y in enumerate(run.outputs):
+            return "input", what
+    for what, y in outputs:
         if any(t is y for t in found):
             if run.record.is_silent(y):
-                return "intermediate", f"output {k}, which is marked non-differentiable"
-            return "output", f"output {k}"
+                return "intermediate", f"{what}, which is marked non-differentiable"
+            return "output", what
     for t in found:
-        for i, x in enumerate(run.inputs):
+        for what, x in (*inputs, *outputs):
             if t.numel() and same(t, x):
-                return "copy", f"a copy of input {_named(names, i)}"
-        for k, y in enumerate(run.outputs):
-            if t.numel() and same(t, y):
-                return "copy", f"a copy of output {k}"
+                return "copy", f"a copy of {what}"
     return "intermediate", "an intermediate that forward made"
-
-
-def _named(names: tuple[str, ...], i: int) -> str:
-    return names[i] if i < len(names) else str(i)

@@ -42,7 +42,7 @@ def compared(at: Target, key: str, dtype: torch.dtype, random: torch.Generator) 
         random: Of the directions.
     """
     found = Discrepancy()
-    eps = torch.finfo(dtype).eps
+    eps, short = torch.finfo(dtype).eps, str(dtype).removeprefix("torch.")
     derivative = _in_reverse if key[0] == "r" else _in_forward(key)
     concluded, rows = set(), set()
     try:
@@ -60,9 +60,7 @@ def compared(at: Target, key: str, dtype: torch.dtype, random: torch.Generator) 
                         concluded.add(j)
                         rows.add(i)
                     else:
-                        found.problem = found.problem or DROWNED.format(
-                            dtype=str(dtype).removeprefix("torch.")
-                        )
+                        found.problem = found.problem or DROWNED.format(dtype=short)
     except Exception as error:
         text = f"it raised {type(error).__name__}: {error}".rstrip()
         return Discrepancy(error=float("inf"), wrong=text, raised=error)
@@ -122,9 +120,8 @@ def _integrals(
             if h == HALF_LENGTHS[-1]:
                 raise
             continue
-        numbers = torch.tensor(
-            lines, dtype=torch.float64
-        )  # centre, covector, (got, expected, size)
+        # centre, covector, (got, expected, size)
+        numbers = torch.tensor(lines, dtype=torch.float64)
         if bool(numbers[..., 1:].isfinite().all()):
             got, expected, sizes = (list(part.unbind(1)) for part in numbers.unbind(-1))
             return got, expected, sizes

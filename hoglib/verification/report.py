@@ -139,20 +139,15 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """What `to_json` writes, as a dict."""
+        known = (
+            row if isfinite(row.error or 0.0) else row._replace(error=None) for row in self.rows
+        )
         return {
             "name": self.name,
             "ok": self.ok,
             "judged": self.judged,
             "counts": {status: len(self._with_status(status)) for status in STATUSES},
-            "rows": [
-                {
-                    "name": row.name,
-                    "status": row.status,
-                    "error": row.error if row.error is None or isfinite(row.error) else None,
-                    "text": row.text,
-                }
-                for row in self.rows
-            ],
+            "rows": [row._asdict() for row in known],
         }
 
     def __repr__(self) -> str:
@@ -229,10 +224,8 @@ def _wrapped(text: str, width: int) -> list[str]:
         if line.startswith("    "):
             lines.append("  " + line)
         else:
-            lines += [
-                "      " + part
-                for part in textwrap.wrap(line, width - 6, break_long_words=False) or [""]
-            ]
+            parts = textwrap.wrap(line, width - 6, break_long_words=False) or [""]
+            lines += ["      " + part for part in parts]
     return lines
 
 

@@ -5,7 +5,7 @@ Each check runs forward, backward and jvp as plain functions inside a mode that 
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -26,12 +26,8 @@ from hoglib.verification.report import Row
 from hoglib.verification.rounding import PrecisionWatch
 from hoglib.verification.subject import Application, Subject, as_function
 
-
-class Mutation(NamedTuple):
-    """A tensor that was changed, and the call that did it, if that was seen."""
-
-    name: str
-    place: source_location.SourceLine | None
+# The names of tensors that were changed, and the calls that did it, if those were seen.
+Changes = dict[str, source_location.SourceLine | None]
 
 
 def in_place(app: Application) -> list[Row]:
@@ -43,7 +39,8 @@ def in_place(app: Application) -> list[Row]:
     declared = {
         app.name(i) for i, x in enumerate(args) if any(x is other for other in run.record.dirty)
     }
-    forward = [m for m in inputs.changed(watch.places) if m.name not in declared]
+    changed = inputs.changed(watch.places)
+    forward = {name: place for name, place in changed.items() if name not in declared}
     differentiated = {app.name(i) for i in app.by}
 
     grads = run.incoming()
@@ -159,7 +156,8 @@ def run_rules(app: Application, watch: AbstractContextManager[Any]) -> None:
                 torch.ones_like(x) if i in app.by else None for i, x in enumerate(run.inputs)
             ]
             with watch:
-                function_rules.jvp(app.function, run.record, tangents)
+                context = function_rules.Context(run.record, in_jvp=True)
+                app.function.jvp(context, *tangents)
 
 
 IN_PLACE = (
@@ -169,19 +167,19 @@ IN_PLACE = (
 
 
 def _mutated(
-    name: str, by: str, changes: list[Mutation], differentiated: set[str] | None, example: str,
+    name: str, by: str, changes: Changes, differentiated: set[str] | None, example: str,
     also: str = "",
 ) -> Row:  # fmt: skip
     if not changes:
         return Row(name, "pass")
     what = name.removeprefix("in-place: ").removesuffix("s")
-    listed = "; ".join(m.name + (f", at {m.place}" if m.place else "") for m in changes)
+    listed = "; ".join(name + (f", at {place}" if place else "") for name, place in changes.items())
     what = {"input": "its input", "grad_output": "grad_output, the incoming gradient,"}.get(
         what, f"a {what}"
     )
     text = f"{by} changes {what} in place (in-place): {listed}. "
     text += IN_PLACE.format(example=example) + also
-    only_buffers = differentiated is not None and not any(m.name in differentiated for m in changes)
+    only_buffers = differentiated is not None and differentiated.isdisjoint(changes)
     return Row(name, "warn" if only_buffers else "fail", None, text)
 
 
@@ -196,12 +194,12 @@ class Snapshot:
             if isinstance(x, Tensor)
         }
 
-    def changed(self, places: dict[int, source_location.SourceLine | None]) -> list[Mutation]:
-        return [
-            Mutation(name, places.get(_storage(x)))
+    def changed(self, places: dict[int, source_location.SourceLine | None]) -> Changes:
+        return {
+            name: places.get(_storage(x))
             for name, (x, version, value) in self._was.items()
             if x._version != version or not same(x, value)
-        ]
+        }
 
 
 @final
@@ -248,9 +246,8 @@ class DeviceWatch(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.found = ""
-        self._made: dict[
-            int, Tensor
-        ] = {}  # made on the default device; kept alive so that ids stay unique
+        # made on the default device; kept alive so that ids stay unique
+        self._made: dict[int, Tensor] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

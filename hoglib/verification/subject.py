@@ -20,8 +20,8 @@ from hoglib._core.torch_internals import watching_functions
 from hoglib.verification import call as calls
 from hoglib.verification import function_rules
 from hoglib.verification.call import Call, Gauge, custom_functions, fresh, is_part
-from hoglib.verification.precision import call_for
 from hoglib.verification.report import Row
+from hoglib.verification.rounding import call_for
 from hoglib.verification.structures import Structure, gauges, one_triangle
 
 
@@ -340,15 +340,11 @@ class Subject:
     @property
     def offers_forward(self) -> bool | None:
         """Whether forward mode is declared by every custom Function; None for torch's own functions."""
-        if not self.functions:
-            return None
-        return all(map(function_rules.offers_jvp, self.functions))
+        return all(map(function_rules.offers_jvp, self.functions)) if self.functions else None
 
     @property
     def offers_vmap(self) -> bool | None:
-        if not self.functions:
-            return None
-        return all(map(function_rules.offers_vmap, self.functions))
+        return all(map(function_rules.offers_vmap, self.functions)) if self.functions else None
 
 
 def as_function(fn: Any) -> type[Function] | None:

@@ -14,22 +14,19 @@ from torch.func import functional_call
 from experiments.benchmarks import __main__ as command
 from experiments.benchmarks import critic_steps, kronecker, method_check, timing, truths, with_torch
 from experiments.benchmarks.critics import CRITICS, critics
-from experiments.benchmarks.measure import measure, result
+from experiments.benchmarks.measure import measure
 from experiments.benchmarks.meta import report, with_jax, with_peers
 from experiments.benchmarks.meta import with_torch as meta_with_torch
 from experiments.benchmarks.meta.tasks import LEARNERS, Learner, checked, learner, long_loop
 from experiments.benchmarks.meta.workloads import CHOSEN, FORCED, LOOP, MANY_STEPS, META_GRADIENT
 from experiments.benchmarks.method_check import FEW
 from experiments.benchmarks.problems import MODELS, problem
-from experiments.benchmarks.timing import environment
 from experiments.benchmarks.truths import leaves_of
 from experiments.benchmarks.workload import (
-    Eigenvalues,
     Method,
     Missing,
     Unit,
     Workload,
-    columns,
     peer,
 )
 from experiments.benchmarks.workloads import WORKLOADS, chosen
@@ -234,20 +231,6 @@ def test_truth_of_a_critics_step(name):
     right = [loss, *torch.autograd.grad(loss, [w, exact.model.bias])]
     found = truths.TRUTHS[name].value(replace(point, model=model))
     torch.testing.assert_close(found, torch.cat([part.reshape(-1) for part in right])[:, None])
-
-
-def test_results_of_every_form_are_columns():
-    flat = torch.arange(12.0)
-    block = flat.reshape(6, 2)
-    assert columns(flat, 1).shape == (12, 1)
-    assert torch.equal(columns(block, 2), block.double())
-    leaves = (block[:4].reshape(2, 2, 2), block[4:])
-    assert torch.equal(columns(leaves, 2), block.double())
-    assert torch.equal(columns(dict(enumerate(leaves)), 2), block.double())
-    one_a_vector = [(block[:4, i].reshape(2, 2), block[4:, i]) for i in range(2)]
-    assert torch.equal(columns(one_a_vector, 2), block.double())
-    assert torch.equal(columns(block.numpy(), 2), block.double())
-    assert columns(Eigenvalues(torch.ones(5), 3), 1).shape == (5, 1)
 
 
 def test_a_peer_that_is_not_here_or_does_not_import_says_why(tmp_path, monkeypatch):
@@ -486,14 +469,3 @@ def test_the_meta_gradient_by_hand_is_that_of_the_formula():
     value, gradient = leaves_of(meta_with_torch.by_hand(point)()).split((1, 3))
     torch.testing.assert_close(value, residual.square().mean().reshape(1, 1))
     torch.testing.assert_close(gradient, A.T @ Z[0].T @ residual * 2 / 6)
-
-
-def test_the_pages_of_many_steps(without_peers, tmp_path):
-    found = result("steps", "5", "cpu", small=True, repeats=1, budget=None)
-    results = {"machine": environment([]) | {"clock": "wall"}, "smoke": True, "workloads": [found]}
-    (tmp_path / "results.json").write_text(json.dumps(results))
-    assert command.main(["--render", "--output", str(tmp_path)]) == 0
-    assert "| one task, conv4-32; inner steps: | 5 |" in (tmp_path / "details.md").read_text()
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "results.json", "table.md", "details.md", "benchmarks.png", "meta-memory.png",
-    }  # fmt: skip

@@ -150,29 +150,6 @@ def test_the_batch_is_the_first_of_the_training(monkeypatch):
     torch.testing.assert_close(audited, trained, rtol=0, atol=0)
 
 
-def test_a_fit_with_the_callback_stops_before_its_first_step(poisoned, capsys):
-    callback = ("--trainer.callbacks+", "hoglib.lightning.SecondOrderAudit")
-    assert run("fit", "--config", GAN_CONFIG, *callback) == 2
-    error = capsys.readouterr().err
-    (said,) = [line for line in error.splitlines() if line.startswith("error: ")]
-    assert "GAN.second_order_problem: expected right second derivatives" in said
-    assert "RawSquare" in error
-    assert "Traceback" not in error
-    assert not list(Path().rglob("last.ckpt"))
-    assert not list(Path().rglob("metrics.csv"))
-
-
-def test_a_fit_with_the_callback_is_the_fit_without(trained):
-    trained(GAN_CONFIG, into="without")
-    callback = ("--trainer.callbacks+", "hoglib.lightning.SecondOrderAudit")
-    assert run("fit", "--config", GAN_CONFIG, "--test_after_fit", "false", *callback) == 0
-    ours, theirs = (
-        checkpoint(Path(f"{root}/smoke/gan/mixture/version_0"))["state_dict"]
-        for root in ("runs", "without")
-    )
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
-
-
 class Bare(pl.LightningModule):
     """Of somebody else: without the method, and with data of its own."""
 
