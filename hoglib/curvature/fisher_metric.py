@@ -264,19 +264,10 @@ def _expected(options: FisherMetric, loss: Any, at: _Outputs) -> Metric:
     if options.kind == "mc":
         return _outer_products(*_sampled(options, chosen, p, weight, at))
     if chosen.family is not None:
-        return _closed_form(chosen, at.own, weight)
+        family, f = chosen.family, at.own[0].detach()
+        factor = weight * likelihoods.mask(chosen, f)
+        return lambda vector: [factor * family.information(f, vector[0])]
     return _exact(chosen, p, at.rebuild, at.own, weight)
-
-
-def _closed_form(likelihood: Likelihood, own: Vector, weight: Weight) -> Metric:
-    family, f = likelihood.family, own[0].detach()
-    assert family is not None
-    mask = likelihoods.mask(likelihood, f)
-
-    def metric(vector: Vector) -> Vector:
-        return [weight * mask * family.information(f, vector[0])]
-
-    return metric
 
 
 def _exact(
