@@ -255,11 +255,10 @@ class ModelRun:
         ours = [p.new_empty((1, *(p.shape or (1,))), dtype=self.dtype) for p in self._own]
         summed = [0.0] * len(self._own)
         for layer in self.layers:
-            for region in (layer.layout.weight, layer.layout.bias):
-                if region is not None:
-                    summed[region.leaf] += sum(
-                        float(call.rounding(gradients.plain(call))) for call in layer.calls
-                    )
+            for region in layer.layout.regions:
+                summed[region.leaf] += sum(
+                    float(call.rounding(gradients.plain(call))) for call in layer.calls
+                )
             layer.layout.scatter(summed_gradient(layer, gradients, self.dtype).unsqueeze(0), ours)
         parts = zip(self._names, ours, self._own, wanted, summed, strict=True)
         for name, one, p, expected, terms in parts:
@@ -403,8 +402,8 @@ class ModelRun:
             uses = [
                 region
                 for layer in self.layers
-                for region in (layer.layout.weight, layer.layout.bias)
-                if region is not None and region.leaf == number
+                for region in layer.layout.regions
+                if region.leaf == number
             ]
             uses.sort()
             ends = [0, *(region.stop for region in uses)]
