@@ -32,9 +32,8 @@ from hoglib.errors import NoSecondDerivative
 from hoglib.verification.entry_points import examined_functions
 
 OPTIONS = ("backend", "dynamic", "check", "name")
-MAX_GRAPHS = (
-    16  # of one function: with more, something changes at each call that should be a tensor
-)
+# of one function: with more, something changes at each call that should be a tensor
+MAX_GRAPHS = 16
 MISSES_TO_WARN = 3  # captures for one signature, one after the other
 
 
