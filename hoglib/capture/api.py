@@ -289,7 +289,7 @@ class Compiled:
     def __reduce__(self) -> Any:
         """A copy has graphs of its own."""
         options = {name: getattr(self, name) for name in OPTIONS}
-        return rebuild, (type(self), self.fn, options)
+        return partial(type(self), **options), (self.fn,)
 
     def __repr__(self) -> str:
         return f"hoglib.compile({self.name}, backend={self.backend!r}), {count_graphs(self.signatures)}"
@@ -425,11 +425,6 @@ def check_unchanged(
             "numbers are those of the call, got others (a new tensor in the place of a parameter, "
             "another mode, another value of an attribute). Call backward before they change."
         )
-
-
-def rebuild(kind: Any, fn: Any, options: dict[str, Any]) -> Any:
-    """A copy or an unpickled object."""
-    return kind(fn, **options)
 
 
 def count_graphs(graphs: list[GraphEntry]) -> str:
