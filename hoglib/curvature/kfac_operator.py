@@ -16,7 +16,13 @@ from hoglib.curvature.data import BatchSize
 from hoglib.curvature.dataset_sum import DatasetOptions, DatasetSum
 from hoglib.curvature.fisher_metric import FisherMetric
 from hoglib.curvature.gauss_newton import GaussNewtonKind
-from hoglib.curvature.kronecker import BlockLayout, KroneckerBlock, KroneckerOperator, leaves_of
+from hoglib.curvature.kronecker import (
+    BlockLayout,
+    KroneckerBlock,
+    KroneckerMatrix,
+    KroneckerOperator,
+    leaves_of,
+)
 from hoglib.curvature.kronecker_factors import BlockSums, EigenvalueSums, FactorSums
 from hoglib.curvature.layer_calls import Region, Role
 from hoglib.curvature.linear_map import ProductOptions
@@ -321,12 +327,8 @@ class KFACOperator(KroneckerOperator):
         with torch.inference_mode(False), torch.no_grad():
             # in the basis of the parameters themselves
             squares = self.corrected([block.unrotated() for block in self.blocks()])
-            row = torch.zeros(1, self.space.size, dtype=self.dtype, device=self.device)
-            leaves = leaves_of(self.space, row)
-            for block in squares:
-                assert block.values is not None
-                block.layout.scatter(block.values.unsqueeze(0), leaves)
-        return row[0]
+        found: Tensor = KroneckerMatrix(self.space, squares).diagonal()
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """The factors, in a form that `torch.save` and ``torch.load(weights_only=True)`` take.
