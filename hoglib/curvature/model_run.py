@@ -219,8 +219,7 @@ class ModelRun:
         """For each column s_c of M the gradients by the outputs of all calls."""
         given = [y.detach() for y in self._outputs]
         found = columns(self.options.metric, self._composite, given, self.options.product)
-        for column in found:
-            yield self.gradients(column)
+        return map(self.gradients, found)
 
     def gradients(self, column: Vector) -> "Gradients":
         calls = self._calls()
@@ -285,10 +284,7 @@ class ModelRun:
         calls, halves = self._calls(), self._halves()
         touched: dict[int, list[Tensor]] = {id(call): [] for call in calls}
         for half in halves:
-            gradients, first = first, None
-            if gradients is None:
-                found = self._backward([call.edge for call in calls], self._probe(half))
-                gradients = Gradients(calls, found, self.dtype, self.device)
+            gradients, first = first or self.gradients(self._probe(half)), None
             for call in calls:
                 touched[id(call)].append((gradients.of(call) != 0).any(-1).any(0))
         for layer in self.layers:
