@@ -135,12 +135,12 @@ class Comparison:
             return False
         try:
             return any(
-                bool(run.reference[index].count_nonzero())
+                bool(reference[index].count_nonzero())
                 and not _difference(
-                    run.reference[index], run.found[index].to(run.reference[index].dtype),
-                    _norm(run.reference), self._tolerance,
+                    reference[index], ours[index].to(reference[index].dtype), _norm(reference),
+                    self._tolerance,
                 )
-                for run in nearby
+                for reference, ours in nearby
             )  # fmt: skip
         except (RuntimeError, NotImplementedError, TypeError):  # operations without float64
             return False
@@ -214,13 +214,6 @@ def _norm(tensors: list[Tensor]) -> float:
     return total**0.5
 
 
-class Run(NamedTuple):
-    """The outputs at some inputs: of the operations in float64, and of the compiled code."""
-
-    reference: list[Tensor]
-    found: list[Tensor]
-
-
 @final
 class RunsNearby:
     """The runs at some inputs and at others that differ by rounding, each computed once."""
@@ -230,19 +223,20 @@ class RunsNearby:
         inputs: list[Tensor],
     ) -> None:  # fmt: skip
         self._compiled, self._graph, self._inputs = compiled, graph, inputs
-        self._runs: list[Run] = []
+        # the outputs of the operations in float64, and of the compiled code
+        self._runs: list[tuple[list[Tensor], list[Tensor]]] = []
 
     def is_random(self) -> bool:
         """Whether the operations draw random numbers, which are others in float64."""
         return any(map(is_random, self._graph.graph.nodes))
 
-    def __iter__(self) -> Iterator[Run]:
+    def __iter__(self) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
         for seed in range(DRAWS + 1):
             if seed == len(self._runs):
                 inputs = _last_places_changed(self._inputs, seed) if seed else self._inputs
                 with torch.no_grad():
                     reference: list[Tensor] = _InDouble(self._graph).run(*inputs)
-                self._runs.append(Run(reference, self._compiled(inputs)))
+                self._runs.append((reference, self._compiled(inputs)))
             yield self._runs[seed]
 
 
