@@ -249,8 +249,9 @@ def _collapsed(
     gradient = None
     if with_gradient and unit:
         firsts = [first for _, (first, _) in runs if first is not None]
-        if sum(map(len, firsts)) == (x.shape[1:] if batched else x.shape).numel():
-            gradient = _as_gradient(torch.cat(firsts), value, x, batched)
+        point = x.shape[1:] if batched else x.shape
+        if sum(map(len, firsts)) == point.numel():  # [D, ...f] -> [...f, *point]
+            gradient = torch.cat(firsts).movedim(0, -1).reshape(*value.shape, *point)
             gradient = gradient if options.keep else gradient.detach()
     return *finished(options, value, total), gradient
 
@@ -292,12 +293,6 @@ def at_points(
 class _OtherLayout(Exception):
     """The value is that of many points where one was expected, or the other way round, or not that of
     one output."""
-
-
-def _as_gradient(first: Tensor, value: Tensor, x: Tensor, batched: bool) -> Tensor:
-    """[D, ...f] -> [...f, *point]"""
-    shape = x.shape[1:] if batched else x.shape
-    return first.movedim(0, -1).reshape(*value.shape, *shape)
 
 
 def bilaplacian(
