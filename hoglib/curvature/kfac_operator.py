@@ -371,8 +371,16 @@ class KFACOperator(KroneckerOperator):
                 f"state_dict: expected that of an operator with {self._saved_options()}, got one with "
                 f"{state_dict['options']}."
             )
+        names = pytree.paths(self.space.params)
+        dtype = torch.promote_types(self.dtype, torch.float32)
+        blocks = []
         try:
-            blocks = self._loaded(state_dict["blocks"])
+            for one in state_dict["blocks"]:
+                tensors: Any = {
+                    key: None if one[key] is None else one[key].to(self.device, dtype)
+                    for key in ("A", "G", "values")
+                }
+                blocks.append(KroneckerBlock(layout_of(one, names), **tensors))
         except (KeyError, TypeError, AttributeError) as error:
             raise ArgumentTypeError(
                 "state_dict: expected blocks as `KFACOperator.state_dict()` has them, got others "
@@ -388,18 +396,6 @@ class KFACOperator(KroneckerOperator):
                 "params of other names or shapes."
             )
         self._blocks, self._error = blocks, None
-
-    def _loaded(self, saved: Sequence[Mapping[str, Any]]) -> list[KroneckerBlock]:
-        names = pytree.paths(self.space.params)
-        dtype = torch.promote_types(self.dtype, torch.float32)
-        blocks = []
-        for one in saved:
-            tensors: Any = {
-                key: None if one[key] is None else one[key].to(self.device, dtype)
-                for key in ("A", "G", "values")
-            }
-            blocks.append(KroneckerBlock(layout_of(one, names), **tensors))
-        return blocks
 
     def __repr__(self) -> str:
         text = super().__repr__()
