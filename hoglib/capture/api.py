@@ -32,9 +32,8 @@ from hoglib.errors import NoSecondDerivative
 from hoglib.verification.entry_points import examined_functions
 
 OPTIONS = ("backend", "dynamic", "check", "name")
-MAX_GRAPHS = (
-    16  # of one function: with more, something changes at each call that should be a tensor
-)
+# of one function: with more, something changes at each call that should be a tensor
+MAX_GRAPHS = 16
 MISSES_TO_WARN = 3  # captures for one signature, one after the other
 
 
@@ -290,7 +289,7 @@ class Compiled:
     def __reduce__(self) -> Any:
         """A copy has graphs of its own."""
         options = {name: getattr(self, name) for name in OPTIONS}
-        return rebuild, (type(self), self.fn, options)
+        return partial(type(self), **options), (self.fn,)
 
     def __repr__(self) -> str:
         return f"hoglib.compile({self.name}, backend={self.backend!r}), {count_graphs(self.signatures)}"
@@ -426,11 +425,6 @@ def check_unchanged(
             "numbers are those of the call, got others (a new tensor in the place of a parameter, "
             "another mode, another value of an attribute). Call backward before they change."
         )
-
-
-def rebuild(kind: Any, fn: Any, options: dict[str, Any]) -> Any:
-    """A copy or an unpickled object."""
-    return kind(fn, **options)
 
 
 def count_graphs(graphs: list[GraphEntry]) -> str:

@@ -209,12 +209,6 @@ def kept(place: Place, make: Callable[[], Any], name: str) -> Any:
     return found
 
 
-def graphs_of(owner: Any) -> list[GraphEntry]:
-    """All graphs that are kept for an object."""
-    found = list(_KEPT.get(owner, {}).values())
-    return [one for graphs in found if isinstance(graphs, Graphs) for one in graphs.all()]
-
-
 def shared_tensors(tensors: list[Tensor], lifted: list[Tensor]) -> list[tuple[int, int]]:
     """Which arguments the function also reaches by another path: their indices in both lists."""
     places = {id(x): i for i, x in enumerate(tensors)}
@@ -276,7 +270,7 @@ def capture(
             leaves=traced.leaves,
             structure=traced.structure,
             differentiable=traced.differentiable,
-            holds=_shape_guards(traced.graph, own) if function.dynamic else _always,
+            holds=_shape_guards(traced.graph, own) if function.dynamic else lambda _: True,
         )
         if function.check:  # before compiling, which may take minutes
             with _eager_mode():
@@ -367,7 +361,3 @@ def _shape_guards(graph: fx.GraphModule, own: list[int]) -> Callable[[list[Tenso
         return bool(shapes.evaluate_guards_for_args(placeholders, [tensors[i] for i in own]))
 
     return hold
-
-
-def _always(tensors: list[Tensor]) -> bool:
-    return True

@@ -131,16 +131,16 @@ class Comparison:
         differ by rounding, for which it is not zero."""
         if expected.shape != found.shape or expected.dtype is not found.dtype:
             return False
-        if not _is_inexact(found) or nearby.is_random():
+        if not pytree.is_float(found) or nearby.is_random():
             return False
         try:
             return any(
-                bool(run.reference[index].count_nonzero())
+                bool(reference[index].count_nonzero())
                 and not _difference(
-                    run.reference[index], run.found[index].to(run.reference[index].dtype),
-                    _norm(run.reference), self._tolerance,
+                    reference[index], ours[index].to(reference[index].dtype), _norm(reference),
+                    self._tolerance,
                 )
-                for run in nearby
+                for reference, ours in nearby
             )  # fmt: skip
         except (RuntimeError, NotImplementedError, TypeError):  # operations without float64
             return False
@@ -161,7 +161,7 @@ def tolerance_of(graph: fx.GraphModule) -> float:
     A model in float64 may compute a loss, a norm or an angle in float32.
     """
     values = [node.meta.get("val") for node in graph.graph.nodes if node.op == "call_function"]
-    dtypes = {x.dtype for x in pytree.tensors(values) if _is_inexact(x)}
+    dtypes = {x.dtype for x in pytree.tensors(values) if pytree.is_float(x)}
     return max(
         (TOLERANCES.get(x, HALF_PRECISION_TOLERANCE) for x in dtypes),
         default=TOLERANCES[torch.float64],
@@ -173,7 +173,7 @@ def _difference(expected: Tensor, found: Tensor, scale: float, tolerance: float)
         return f"{validation.describe(found)} instead of {validation.describe(expected)}"
     if expected.is_meta:
         return None
-    if not _is_inexact(expected):
+    if not pytree.is_float(expected):
         return None if torch.equal(expected, found) else "other integers"
     finite = expected.isfinite() & found.isfinite()
     same_nans = torch.equal(expected.isnan(), found.isnan())
@@ -184,16 +184,12 @@ def _difference(expected: Tensor, found: Tensor, scale: float, tolerance: float)
     return f"a difference of norm {distance:.1e} where the norm is {norm:.1e}"
 
 
-def _is_inexact(x: Tensor) -> bool:
-    return x.is_floating_point() or x.is_complex()
-
-
 def _perturbed(tensors: list[Tensor]) -> list[Tensor]:
     """Values of about the same size and sign, in the same layout, so that probabilities stay so."""
     generator = torch.Generator("cpu").manual_seed(0)
     found = []
     for x in tensors:
-        if _is_inexact(x) and x.numel():
+        if pytree.is_float(x) and x.numel():
             # All memory that x spans, of which it may show parts more than once.
             span = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
             plain = x.detach()
@@ -213,16 +209,9 @@ def _perturbed(tensors: list[Tensor]) -> list[Tensor]:
 def _norm(tensors: list[Tensor]) -> float:
     total = 0.0
     for x in tensors:
-        if _is_inexact(x) and not x.is_meta:
+        if pytree.is_float(x) and not x.is_meta:
             total += float(torch.nan_to_num(x.detach().abs().double()).square().sum())
     return total**0.5
-
-
-class Run(NamedTuple):
-    """The outputs at some inputs: of the operations in float64, and of the compiled code."""
-
-    reference: list[Tensor]
-    found: list[Tensor]
 
 
 @final
@@ -234,19 +223,20 @@ class RunsNearby:
         inputs: list[Tensor],
     ) -> None:  # fmt: skip
         self._compiled, self._graph, self._inputs = compiled, graph, inputs
-        self._runs: list[Run] = []
+        # the outputs of the operations in float64, and of the compiled code
+        self._runs: list[tuple[list[Tensor], list[Tensor]]] = []
 
     def is_random(self) -> bool:
         """Whether the operations draw random numbers, which are others in float64."""
         return any(map(is_random, self._graph.graph.nodes))
 
-    def __iter__(self) -> Iterator[Run]:
+    def __iter__(self) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
         for seed in range(DRAWS + 1):
             if seed == len(self._runs):
                 inputs = _last_places_changed(self._inputs, seed) if seed else self._inputs
                 with torch.no_grad():
                     reference: list[Tensor] = _InDouble(self._graph).run(*inputs)
-                self._runs.append(Run(reference, self._compiled(inputs)))
+                self._runs.append((reference, self._compiled(inputs)))
             yield self._runs[seed]
 
 
@@ -273,7 +263,7 @@ def _last_places_changed(inputs: list[Tensor], seed: int) -> list[Tensor]:
     generator = torch.Generator("cpu").manual_seed(seed)
     found = []
     for x in inputs:
-        if x.is_floating_point() or x.is_complex():
+        if pytree.is_float(x):
             up = torch.randint(2, x.shape, generator=generator, device="cpu").to(x.device)
             factor = 1 + torch.finfo(x.dtype).eps * (2 * up - 1).double()
             x = torch.empty_like(x).copy_((x * factor).to(x.dtype))  # in the same layout

@@ -1,7 +1,7 @@
 """`hoglib.compiled_loss`: a loss whose value and gradient are computed together, by one graph."""
 
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from types import MethodType
 from typing import Any, final
 
@@ -19,7 +19,6 @@ from hoglib.capture.api import (
     check_unchanged,
     count_graphs,
     function_name,
-    rebuild,
     requiring_grad,
 )
 from hoglib.capture.capturing import GraphEntry, Place, runs_elsewhere
@@ -191,7 +190,7 @@ class CompiledLoss:
     def __reduce__(self) -> Any:
         """A copy has graphs of its own."""
         options = {name: getattr(self._value, name) for name in OPTIONS}
-        return rebuild, (type(self), self.fn, options)
+        return partial(type(self), **options), (self.fn,)
 
     def __repr__(self) -> str:
         return f"hoglib.compiled_loss({self.name}), {count_graphs(self.signatures)}"

@@ -145,7 +145,8 @@ def simplify(module: fx.GraphModule) -> None:
         for node in list(graph.nodes):
             if node.op != "call_function" or is_random(node) or is_fresh(node):
                 continue
-            same = _viewed_node(node) or known.get(key := _key(node))
+            key = node.target, _frozen(node.args), _frozen(node.kwargs)
+            same = _viewed_node(node) or known.get(key)
             if same is None:
                 _collapse_reshapes(node)
                 known[key] = node
@@ -153,10 +154,6 @@ def simplify(module: fx.GraphModule) -> None:
                 node.replace_all_uses_with(same)
                 graph.erase_node(node)
         graph.eliminate_dead_code(lambda node: node.is_impure() or is_random(node))
-
-
-def _key(node: fx.Node) -> Hashable:
-    return node.target, _frozen(node.args), _frozen(node.kwargs)
 
 
 def _frozen(value: Any) -> Hashable:

@@ -115,9 +115,8 @@ class Forward(NamedTuple):
 
     code: str  # of the graph
     constants: list[Any]  # small tensors that it makes from numbers
-    outputs: list[
-        Any
-    ]  # the results without their tensors, their structure, the places of the tensors
+    # the results without their tensors, their structure, the places of the tensors
+    outputs: list[Any]
     structure: Any
     slots: list[int]
 

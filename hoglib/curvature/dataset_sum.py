@@ -327,8 +327,7 @@ class DatasetSum:
 
     def kept_batch(self, value: Tensor, share: float) -> PassTotals:
         """The totals of the only batch, whose product was computed from a kept graph."""
-        loss = float(value.detach())
-        return PassTotals(pieces=1, weight=share, loss=share * loss, largest=abs(loss))
+        return _totals([share], [float(value.detach())])
 
     def record_first_pass(self, batch: Any, value: Tensor) -> Tensor:
         """The loss of the only batch once more, to compare with: there will be no other pass.

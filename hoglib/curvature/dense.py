@@ -26,7 +26,7 @@ from hoglib.curvature.linear_map import (
     HessianKind,
     LinearMap,
     ProductOptions,
-    check_backend,
+    checked_options,
 )
 from hoglib.curvature.vector_space import Blocks, groups_of
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
@@ -88,9 +88,7 @@ def hessian(
     leaves, structure = _real_leaves("hessian", params)
     groups = groups_of(blocks, params)
     kind = HessianKind()
-    options = ProductOptions(
-        "hessian", create_graph, stand_ins, check_backend("hessian", compile, kind)
-    )
+    options = checked_options("hessian", kind, create_graph, stand_ins, compile)
     if options.backend and create_graph:
         raise ArgumentValueError(
             "hessian(compile=True): expected create_graph=False, got True; leave one of the two out."

@@ -307,9 +307,14 @@ class Basis:
 def to_scipy(operator: SymmetricMatrix, dtype: Any = None) -> Any:
     """`LinearOperator.to_scipy`."""
     operator.space.refuse_sharded("to_scipy")
-    linalg = _scipy_linalg()
-    import numpy as np
-
+    try:
+        import numpy as np
+        from scipy.sparse import linalg
+    except ImportError as error:
+        raise MissingDependencyError(
+            "to_scipy: expected the package scipy to be installed, and it is not; `pip install "
+            "scipy`."
+        ) from error
     own = operator.dtype if operator.dtype in (torch.float32, torch.float64) else torch.float32
     target = np.dtype(str(own).removeprefix("torch.") if dtype is None else dtype)
 
@@ -322,14 +327,3 @@ def to_scipy(operator: SymmetricMatrix, dtype: Any = None) -> Any:
         operator.shape, matvec=lambda v: matmat(v).reshape(-1), matmat=matmat, dtype=target,
         rmatvec=lambda v: matmat(v).reshape(-1), rmatmat=matmat,
     )  # fmt: skip
-
-
-def _scipy_linalg() -> Any:
-    try:
-        from scipy.sparse import linalg
-    except ImportError as error:
-        raise MissingDependencyError(
-            "to_scipy: expected the package scipy to be installed, and it is not; `pip install "
-            "scipy`."
-        ) from error
-    return linalg

@@ -306,7 +306,10 @@ def _layer_by_layer(loss: Any, params: Tree, batch: Any, pairs: bool) -> Tensor 
     with torch.inference_mode(False), torch.no_grad(), grad_enabled(), keep_swapped():
         leaves, own = clone_inference_tensors((space.leaves(), own))
         try:
-            run = _checked(loss, space, leaves, own, count)
+            given = (loss, space, leaves, own, _OPTIONS)
+            run, _ = checked_run(ModelRun(*given), *given, True)
+            if run.examples != count:
+                raise ArgumentValueError("outputs: expected one for each example.")
         except HoglibError as error:  # of the layers; what is wrong with the loss comes again
             LOGGER.debug("%s: from the gradients of single examples, because of %s", CALLER, error)
             return None
@@ -317,15 +320,6 @@ def _layer_by_layer(loss: Any, params: Tree, batch: Any, pairs: bool) -> Tensor 
             for layer in run.layers:
                 total += (_products if pairs else _squares)(layer, gradients, run)
     return total.to(space.dtype)
-
-
-def _checked(loss: Any, space: Space, leaves: Vector, batch: Any, count: int) -> ModelRun:
-    """A run of the model, whose layers treat each example by itself."""
-    given = (loss, space, leaves, batch, _OPTIONS)
-    run, _ = checked_run(ModelRun(*given), *given, True)
-    if run.examples != count:
-        raise ArgumentValueError("outputs: expected one for each example.")
-    return run
 
 
 def _by_outputs(run: ModelRun, loss: Any, batch: Any) -> Vector:

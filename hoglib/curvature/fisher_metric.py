@@ -118,10 +118,17 @@ class FisherMetric(OutputMetric):
     def scores(
         self, composite: CompositeLoss, outputs: Vector, options: ProductOptions
     ) -> "Scores":
-        """Of the kinds "mc" and "empirical", at these outputs."""
+        """The vectors whose squares are M at these outputs, for the kinds "mc" and "empirical"; as
+        `fisher_metric`."""
         validation.refuse_transforms(options.caller, LOOP)
-        values = composite.with_values([y.detach() for y in outputs])
-        return fisher_scores(self, composite.loss, values, composite.batch)
+        at = _Outputs(composite.with_values([y.detach() for y in outputs]), composite.batch)
+        with _evaluation_context(at.own[0]):
+            if self.kind == "empirical":
+                found = _empirical(self, composite.loss, at)
+            else:
+                found = _sampled(self, *_distribution(self, composite.loss, at), at)
+        scores = [s.to(dtype) for s, dtype in zip(found.scores, at.dtypes, strict=True)]
+        return found._replace(scores=scores)
 
     def closed_form(
         self, composite: CompositeLoss, outputs: Vector
@@ -179,18 +186,6 @@ class Scores(NamedTuple):
     scores: Vector  # [S, *leaf]
     weight: Weight
     by_example: bool
-
-
-def fisher_scores(options: FisherMetric, loss: Any, outputs: Tree, batch: Any) -> Scores:
-    """The vectors whose squares are M, for the kinds "mc" and "empirical"; as `fisher_metric`."""
-    at = _Outputs(outputs, batch)
-    with _evaluation_context(at.own[0]):
-        if options.kind == "empirical":
-            found = _empirical(options, loss, at)
-        else:
-            found = _sampled(options, *_distribution(options, loss, at), at)
-    scores = [s.to(dtype) for s, dtype in zip(found.scores, at.dtypes, strict=True)]
-    return found._replace(scores=scores)
 
 
 @final
@@ -264,19 +259,10 @@ def _expected(options: FisherMetric, loss: Any, at: _Outputs) -> Metric:
     if options.kind == "mc":
         return _outer_products(*_sampled(options, chosen, p, weight, at))
     if chosen.family is not None:
-        return _closed_form(chosen, at.own, weight)
+        family, f = chosen.family, at.own[0].detach()
+        factor = weight * likelihoods.mask(chosen, f)
+        return lambda vector: [factor * family.information(f, vector[0])]
     return _exact(chosen, p, at.rebuild, at.own, weight)
-
-
-def _closed_form(likelihood: Likelihood, own: Vector, weight: Weight) -> Metric:
-    family, f = likelihood.family, own[0].detach()
-    assert family is not None
-    mask = likelihoods.mask(likelihood, f)
-
-    def metric(vector: Vector) -> Vector:
-        return [weight * mask * family.information(f, vector[0])]
-
-    return metric
 
 
 def _exact(

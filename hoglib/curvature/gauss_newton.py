@@ -280,7 +280,11 @@ def forward_then_reverse(composite: CompositeLoss, leaves: Vector) -> LinearMap:
         own = fresh_leaves(leaves, create_graph)
 
         def run() -> Any:
-            every, tangents = _outputs_and_tangents(composite, own, vector)
+            with torch_forward_mode.one_thread_in_forward_mode(caller), forward_ad.dual_level():
+                duals = [forward_ad.make_dual(p, v) for p, v in zip(own, vector, strict=True)]
+                pairs = [forward_ad.unpack_dual(y) for y in composite.outputs(duals)]
+                every = [y for y, _ in pairs]
+                tangents = [torch.zeros_like(y) if t is None else t for y, t in pairs]
             return every, tangents, *_checked(every, leaves, composite.options)
 
         try:
@@ -308,16 +312,6 @@ def forward_then_reverse(composite: CompositeLoss, leaves: Vector) -> LinearMap:
         return value, product
 
     return LinearMap(apply)
-
-
-def _outputs_and_tangents(
-    composite: CompositeLoss, own: Vector, vector: Vector
-) -> tuple[Vector, Vector]:
-    caller = composite.options.caller
-    with torch_forward_mode.one_thread_in_forward_mode(caller), forward_ad.dual_level():
-        duals = [forward_ad.make_dual(p, v) for p, v in zip(own, vector, strict=True)]
-        pairs = [forward_ad.unpack_dual(y) for y in composite.outputs(duals)]
-        return [y for y, _ in pairs], [torch.zeros_like(y) if t is None else t for y, t in pairs]
 
 
 def in_transforms(composite: CompositeLoss, leaves: Vector) -> LinearMap:

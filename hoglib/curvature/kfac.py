@@ -184,7 +184,11 @@ class KFAC(BatchOptimizer):
         ratio, adapts = nan, group["rescale"] and group["steps"] % ADAPT_EVERY == 0 and expected < 0
         if adapts:
             ratio = (finite_or_infinite(K.value) - float(value)) / expected
-            self._adapt(ratio)
+            # by how much of the expected decrease there was
+            if ratio > 0.75:
+                group["damping"] *= ADAPTED
+            elif ratio < 0.25:
+                group["damping"] /= ADAPTED
         self._checked, self._forms = K.checked, K.forms
         group["steps"] += 1
         self.info = KFACStep(
@@ -192,14 +196,6 @@ class KFAC(BatchOptimizer):
             products, int(adapts), int(new_factors),
         )  # fmt: skip
         return value
-
-    def _adapt(self, ratio: float) -> None:
-        """Change the damping by how much of the expected decrease there was."""
-        group = self.param_groups[0]
-        if ratio > 0.75:
-            group["damping"] *= ADAPTED
-        elif ratio < 0.25:
-            group["damping"] /= ADAPTED
 
     def _average(self, K: KFACOperator) -> None:
         """Add the factors of a batch to the moving averages."""

@@ -16,7 +16,13 @@ from hoglib.curvature.data import BatchSize
 from hoglib.curvature.dataset_sum import DatasetOptions, DatasetSum
 from hoglib.curvature.fisher_metric import FisherMetric
 from hoglib.curvature.gauss_newton import GaussNewtonKind
-from hoglib.curvature.kronecker import BlockLayout, KroneckerBlock, KroneckerOperator, leaves_of
+from hoglib.curvature.kronecker import (
+    BlockLayout,
+    KroneckerBlock,
+    KroneckerMatrix,
+    KroneckerOperator,
+    leaves_of,
+)
 from hoglib.curvature.kronecker_factors import BlockSums, EigenvalueSums, FactorSums
 from hoglib.curvature.layer_calls import Region, Role
 from hoglib.curvature.linear_map import ProductOptions
@@ -321,12 +327,8 @@ class KFACOperator(KroneckerOperator):
         with torch.inference_mode(False), torch.no_grad():
             # in the basis of the parameters themselves
             squares = self.corrected([block.unrotated() for block in self.blocks()])
-            row = torch.zeros(1, self.space.size, dtype=self.dtype, device=self.device)
-            leaves = leaves_of(self.space, row)
-            for block in squares:
-                assert block.values is not None
-                block.layout.scatter(block.values.unsqueeze(0), leaves)
-        return row[0]
+        found: Tensor = KroneckerMatrix(self.space, squares).diagonal()
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """The factors, in a form that `torch.save` and ``torch.load(weights_only=True)`` take.
@@ -369,8 +371,16 @@ class KFACOperator(KroneckerOperator):
                 f"state_dict: expected that of an operator with {self._saved_options()}, got one with "
                 f"{state_dict['options']}."
             )
+        names = pytree.paths(self.space.params)
+        dtype = torch.promote_types(self.dtype, torch.float32)
+        blocks = []
         try:
-            blocks = self._loaded(state_dict["blocks"])
+            for one in state_dict["blocks"]:
+                tensors: Any = {
+                    key: None if one[key] is None else one[key].to(self.device, dtype)
+                    for key in ("A", "G", "values")
+                }
+                blocks.append(KroneckerBlock(layout_of(one, names), **tensors))
         except (KeyError, TypeError, AttributeError) as error:
             raise ArgumentTypeError(
                 "state_dict: expected blocks as `KFACOperator.state_dict()` has them, got others "
@@ -386,18 +396,6 @@ class KFACOperator(KroneckerOperator):
                 "params of other names or shapes."
             )
         self._blocks, self._error = blocks, None
-
-    def _loaded(self, saved: Sequence[Mapping[str, Any]]) -> list[KroneckerBlock]:
-        names = pytree.paths(self.space.params)
-        dtype = torch.promote_types(self.dtype, torch.float32)
-        blocks = []
-        for one in saved:
-            tensors: Any = {
-                key: None if one[key] is None else one[key].to(self.device, dtype)
-                for key in ("A", "G", "values")
-            }
-            blocks.append(KroneckerBlock(layout_of(one, names), **tensors))
-        return blocks
 
     def __repr__(self) -> str:
         text = super().__repr__()

@@ -37,6 +37,11 @@ class BlockLayout(NamedTuple):
     bias: Region | None
 
     @property
+    def regions(self) -> list[Region]:
+        """The weight and the bias, those that there are."""
+        return [region for region in (self.weight, self.bias) if region is not None]
+
+    @property
     def first(self) -> Region:
         """Where it begins: at the weight, or at the bias of a block of a bias alone."""
         return self.weight or self.bias or Region(0, 0, 0)
@@ -45,9 +50,8 @@ class BlockLayout(NamedTuple):
     def sizes(self) -> tuple[int, int, int]:
         """(groups, out, into) of V."""
         groups, out, into = self.role.groups, self.role.out, self.role.into
-        given = (self.weight is not None) + (self.bias is not None)
         if self.role.matrix == "diagonal":
-            return 1, 1, given * into
+            return 1, 1, len(self.regions) * into
         if self.weight is None:
             return 1, groups * out, 1
         return groups, out, into + (self.bias is not None)
@@ -57,9 +61,7 @@ class BlockLayout(NamedTuple):
         parts = []
         k = len(leaves[0])
         groups, out, _ = self.sizes
-        for region in (self.weight, self.bias):
-            if region is None:
-                continue
+        for region in self.regions:
             rows = leaves[region.leaf][:, region.start : region.stop]
             if self.role.matrix == "diagonal" or region is not self.weight:
                 shape = (k, 1, 1, -1) if self.role.matrix == "diagonal" else (k, groups, out, 1)
@@ -73,9 +75,7 @@ class BlockLayout(NamedTuple):
     def scatter(self, V: Tensor, leaves: Vector) -> None:
         """Write V into these parameters' places of leaves."""
         at = 0
-        for region in (self.weight, self.bias):
-            if region is None:
-                continue
+        for region in self.regions:
             target = leaves[region.leaf][:, region.start : region.stop]
             if self.role.matrix == "diagonal":
                 width = self.role.into
@@ -267,7 +267,15 @@ class KroneckerOperator(LinearOperator):
         number = validation.number("damping", damping, minimum=0)
         if validation.one_of("method", method, METHODS) == "exact":
             damped = self.damped(number)
-            _check_invertible(damped.blocks(), number)
+            values = [_given(block.values) for block in damped.blocks()]
+            lowest = min(float(v.min()) for v in values)
+            largest = max(float(v.abs().max()) for v in values)
+            rounding = torch.finfo(values[0].dtype).eps * largest
+            if lowest <= (0 if number else rounding):
+                raise NotPositiveDefiniteError(
+                    "inverse: expected a positive definite matrix, got one whose smallest eigenvalue "
+                    f"is {lowest:.3g} with the damping {number:g}; use damping > 0."
+                )
             return damped.map(torch.reciprocal)
         blocks = self.blocks()
         if any(block.values is not None for block in blocks):
@@ -388,15 +396,3 @@ def diagonal_of(block: KroneckerBlock) -> Tensor:
         return block.G.diagonal(dim1=-2, dim2=-1).unsqueeze(-1) * a.unsqueeze(-2)
     found = block.G.square() @ block.values
     return found if block.A is None else found @ block.A.square().mT
-
-
-def _check_invertible(blocks: Sequence[KroneckerBlock], damping: float) -> None:
-    values = [_given(block.values) for block in blocks]
-    lowest = min(float(v.min()) for v in values)
-    largest = max(float(v.abs().max()) for v in values)
-    rounding = torch.finfo(values[0].dtype).eps * largest
-    if lowest <= (0 if damping else rounding):
-        raise NotPositiveDefiniteError(
-            f"inverse: expected a positive definite matrix, got one whose smallest eigenvalue is "
-            f"{lowest:.3g} with the damping {damping:g}; use damping > 0."
-        )

@@ -184,11 +184,8 @@ def _shapes(layout: BlockLayout) -> dict[str, tuple[int, ...]]:
     groups, out, into = layout.sizes
     if layout.role.matrix == "diagonal":
         return {"A": (1, into, into)}
-    a = (
-        (groups, into)
-        if layout.role.name == "embedding" and layout.weight
-        else (groups, into, into)
-    )
+    # embeddings have no bias
+    a = (groups, into) if layout.role.name == "embedding" else (groups, into, into)
     return {"A": a, "G": (groups, out, out), "count": ()}
 
 

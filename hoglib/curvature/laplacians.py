@@ -1,5 +1,9 @@
 """The Laplacian of a function by its inputs, at many points, and the Laplacian of the Laplacian.
 
+Second-order operators are weighted sums of second derivatives along directions,
+
+    sum_ij a_ij d_i d_j f = sum_r w_r v_r^T H v_r
+
 The collapsed route propagates values, first derivatives along all directions, and the *sum* of the
 second ones, which needs nothing else of them (`hoglib.taylor`).
 """
@@ -7,7 +11,7 @@ second ones, which needs nothing else of them (`hoglib.taylor`).
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,16 +20,16 @@ from hoglib._core import torch_internals, validation
 from hoglib._core.autograd import clone_inference_tensors
 from hoglib._core.finite_differences import fixed_random_numbers
 from hoglib.capture.api import call_or_graph
-from hoglib.curvature import directions as of_operator
-from hoglib.curvature.directions import Directions
 from hoglib.curvature.input_derivatives import (
     Function,
+    Weighted,
     by_forward,
     by_reverse,
     check_points,
     gradients,
     point_values,
 )
+from hoglib.errors import ArgumentTypeError, ArgumentValueError
 from hoglib.taylor.algebras import Algebra, Biharmonic, Parts, Univariate, add
 from hoglib.taylor.jet import Options, by_taylor, finished
 from hoglib.taylor.nested import along_path
@@ -36,6 +40,25 @@ AT_ONCE = 2**24
 # Directions, and elements of x, up to which nested derivatives take less time: the rules of Taylor mode
 # are Python code that runs at each operation.
 FEW, SMALL = 2, 1024
+
+
+class Directions(NamedTuple):
+    """Directions v_r, [R, *x.shape], and weights w_r: [R], or one number for all.
+
+    unit: they are the elements of a point, one after another.
+    """
+
+    vectors: Tensor
+    weights: Tensor | float
+    unit: bool
+
+    def probes(self) -> list[Weighted]:
+        """As the nested routes take them."""
+        weights = self.weights
+        if not isinstance(weights, Tensor):
+            weights = [weights] * len(self.vectors)  # type: ignore[assignment]
+        vectors = range(len(self.vectors)) if self.unit else self.vectors.unbind()
+        return list(zip(vectors, weights, strict=True))  # type: ignore[arg-type]
 
 
 def laplacian(
@@ -121,9 +144,7 @@ def laplacian(
     validation.one_of("mode", mode, MODES)
     validation.flag("return_gradient", return_gradient)
     options = Options.of("laplacian", mode, create_graph, stand_ins)
-    signs = None
-    if num_projections is not None:
-        signs = of_operator.draw(x, num_projections, generator, of_operator.signs)
+    signs = _draw(x, num_projections, generator, _signs)
     of_x = coefficients if callable(coefficients) else None
     run = partial(_laplacian, func, options, return_gradient, of_x)
     found: tuple[Any, ...] = call_or_graph(
@@ -147,7 +168,7 @@ def _laplacian(
 
         @cache
         def chosen(batched: bool) -> Directions:
-            return of_operator.directions(x, batched, of_x or coefficients, signs)
+            return directions_of(x, batched, of_x or coefficients, signs)
 
         found = _of_few_directions(options, values, x, chosen)
         if found is None:
@@ -228,8 +249,9 @@ def _collapsed(
     gradient = None
     if with_gradient and unit:
         firsts = [first for _, (first, _) in runs if first is not None]
-        if sum(map(len, firsts)) == (x.shape[1:] if batched else x.shape).numel():
-            gradient = _as_gradient(torch.cat(firsts), value, x, batched)
+        point = x.shape[1:] if batched else x.shape
+        if sum(map(len, firsts)) == point.numel():  # [D, ...f] -> [...f, *point]
+            gradient = torch.cat(firsts).movedim(0, -1).reshape(*value.shape, *point)
             gradient = gradient if options.keep else gradient.detach()
     return *finished(options, value, total), gradient
 
@@ -271,12 +293,6 @@ def at_points(
 class _OtherLayout(Exception):
     """The value is that of many points where one was expected, or the other way round, or not that of
     one output."""
-
-
-def _as_gradient(first: Tensor, value: Tensor, x: Tensor, batched: bool) -> Tensor:
-    """[D, ...f] -> [...f, *point]"""
-    shape = x.shape[1:] if batched else x.shape
-    return first.movedim(0, -1).reshape(*value.shape, *shape)
 
 
 def bilaplacian(
@@ -335,9 +351,7 @@ def bilaplacian(
     check_points(x)
     validation.one_of("mode", mode, MODES)
     options = Options.of("bilaplacian", mode, create_graph, stand_ins)
-    v = None
-    if num_projections is not None:
-        v = of_operator.draw(x, num_projections, generator, of_operator.normals)
+    v = _draw(x, num_projections, generator, _normals)
     run = partial(_bilaplacian, func, options)
     found: tuple[Any, ...] = call_or_graph("bilaplacian", compile, func, run, options, x, args, v)
     return found
@@ -353,7 +367,7 @@ def _bilaplacian(
         def pieces(batched: bool) -> list[tuple[Algebra, Parts]]:
             if v is not None:
                 return [(Univariate(4, True, 1 / (3 * len(v))), [v, None, None, None])]
-            e = of_operator.units(x, batched)
+            e = units(x, batched)
             return [(Biharmonic(len(e), x.device), [e, None, None, None])]
 
         found = at_points(options, values, x, pieces)
@@ -385,7 +399,7 @@ def _twice(options: Options, values: Function, x: Tensor) -> tuple[Tensor, Tenso
     first: list[Tensor] = []
 
     def probes(batched: bool) -> Any:
-        return of_operator.directions(x, batched, None, None).probes()
+        return directions_of(x, batched, None, None).probes()
 
     def inner(points: Tensor) -> Tensor:
         value, total = by_reverse(values, points, probes, keep=True, always=True)
@@ -394,3 +408,108 @@ def _twice(options: Options, values: Function, x: Tensor) -> tuple[Tensor, Tenso
 
     _, total = by_reverse(inner, x, probes, options.keep, options.always)
     return first[0], total
+
+
+def units(x: Tensor, batched: bool) -> Tensor:
+    """The elements of a point as directions, [D, *x.shape], of which points share the memory."""
+    shape = x.shape[1:] if batched else x.shape
+    D = shape.numel()
+    e = torch.eye(D, dtype=x.dtype, device=x.device)
+    if not batched:
+        return e.reshape(D, *shape)
+    return e.reshape(D, 1, *shape).expand(D, len(x), *shape)
+
+
+def directions_of(x: Tensor, batched: bool, coefficients: Any, signs: Tensor | None) -> Directions:
+    """Of the operator sum_ij a_ij d_i d_j with these coefficients, or of the Laplacian.
+
+    signs: random vectors [k, *x.shape] of independent signs, which replace the exact sum.
+    """
+    if coefficients is None:
+        if signs is None:
+            return Directions(units(x, batched), 1.0, True)
+        return Directions(signs, 1 / len(signs), False)
+    a = _check_coefficients(coefficients, x, batched)
+    D = (x.shape[1:] if batched else x.shape).numel()
+    e = units(x, batched)
+    if signs is None and a.dim() == 1:
+        return Directions(e, a, True)
+    if signs is None and _is_nonnegative(a, D, batched):
+        if _is_diagonal(a, batched):  # sqrt(a_i) e_i
+            return Directions(e * a.sqrt().reshape(x.shape), 1.0, False)
+        sizes, q = torch.linalg.eigh((a + a.mT) / 2)
+        v = (q * sizes.clamp(min=0).sqrt().unsqueeze(-2)).movedim(-1, 0)
+        return Directions(v.reshape(D, *x.shape), 1.0, False)
+    # d_u d_z = 1/4 (d_(u + z)^2 - d_(u - z)^2) with z = a u; s balances the two
+    u = e if signs is None else signs
+    flat = u.reshape(len(u), -1, D)
+    z = (
+        flat * a
+        if _is_diagonal(a, batched)
+        else torch.einsum("nij,rnj->rni", a.reshape(-1, D, D), flat)
+    )
+    s = a.detach().abs().mean().sqrt()
+    s = torch.where(s > 0, s, torch.ones_like(s))
+    u, z = u * s, (z / s).reshape(u.shape)
+    weights = torch.full((2 * len(u),), 0.25, dtype=x.dtype, device=x.device)
+    weights[len(u) :] = -0.25
+    if signs is not None:
+        weights = weights / len(signs)
+    return Directions(torch.cat([u + z, u - z]), weights, False)
+
+
+def _is_diagonal(a: Tensor, batched: bool) -> bool:
+    return a.dim() == (2 if batched else 1) or a.dim() == 1
+
+
+def _is_nonnegative(a: Tensor, D: int, batched: bool) -> bool:
+    """Whether the matrices have real roots that need no derivative; False where values are unknown."""
+    if a.requires_grad or torch_internals.tracing() or torch_internals.transforms_active():
+        return False
+    if _is_diagonal(a, batched):
+        return bool((a >= 0).all())
+    sizes = torch.linalg.eigvalsh((a + a.mT) / 2)
+    floor = -torch.finfo(a.dtype).eps * D * sizes.abs().amax() if sizes.numel() else 0
+    return bool((sizes >= floor).all())
+
+
+def _check_coefficients(coefficients: Any, x: Tensor, batched: bool) -> Tensor:
+    """The tensor a: [D], [N, D] or [N, D, D]; of one point [D] or [D, D]."""
+    a = coefficients(x) if callable(coefficients) else coefficients
+    validation.tensor("coefficients", a)
+    D = (x.shape[1:] if batched else x.shape).numel()
+    allowed = [(D,), (len(x), D), (len(x), D, D)] if batched else [(D,), (D, D)]
+    if tuple(a.shape) not in allowed:
+        raise ArgumentValueError(
+            f"coefficients: expected {' or '.join(str(list(shape)) for shape in allowed)} for x of "
+            f"shape {tuple(x.shape)}, with the elements of a point in one dimension, got "
+            f"{validation.describe(a)}."
+        )
+    if a.dtype != x.dtype or a.device != x.device:
+        raise ArgumentTypeError(
+            f"coefficients: expected {x.dtype} on {x.device}, as x, got {validation.describe(a)} on "
+            f"{a.device}; convert them with `.to(x)`."
+        )
+    return a
+
+
+def _draw(x: Tensor, number: Any, generator: Any, sampler: Callable[..., Tensor]) -> Tensor | None:
+    """number random vectors like x, [number, *x.shape]; None for none."""
+    if number is None:
+        return None
+    validation.at_least("num_projections", number, 1)
+    if validation.generator(generator) is not None and generator.device.type != x.device.type:
+        raise ArgumentValueError(
+            f"generator: expected one on {x.device.type}, as x, got one on {generator.device.type}; "
+            f"make it with `torch.Generator({x.device.type!r})`."
+        )
+    return sampler((number, *x.shape), generator, x)
+
+
+def _signs(shape: tuple[int, ...], generator: Any, x: Tensor) -> Tensor:
+    """-1 or 1 at each element of each point."""
+    return (2 * torch.randint(0, 2, shape, generator=generator, device=x.device) - 1).to(x.dtype)
+
+
+def _normals(shape: tuple[int, ...], generator: Any, x: Tensor) -> Tensor:
+    return torch.randn(shape, generator=generator, device=x.device, dtype=x.dtype)

@@ -155,9 +155,8 @@ class LayerRecorder(TorchFunctionMode):
         self._leaves = leaves
         self._numbers = {id(leaf): i for i, leaf in enumerate(leaves)}
         self._storages = {leaf.untyped_storage().data_ptr(): i for i, leaf in enumerate(leaves)}
-        self._views: dict[
-            int, tuple[Region, Tensor]
-        ] = {}  # kept alive, so that an id stays its own
+        # kept alive, so that an id stays its own
+        self._views: dict[int, tuple[Region, Tensor]] = {}
 
     def region(self, tensor: Any) -> Region | None:
         """What a tensor is of the leaves."""
@@ -427,10 +426,6 @@ def _last(given: dict[str, Any]) -> Callable[[Tensor], Tensor]:
     return lambda x: x.flatten(-count).reshape(1, -1, x.shape[-count:].numel())
 
 
-def _of_channels(given: dict[str, Any]) -> Callable[[Tensor], Tensor]:
-    return _channels
-
-
 def _channels(x: Tensor) -> Tensor:
     return _flat(x.movedim(1, -1))
 
@@ -443,7 +438,7 @@ LAYERS: dict[Any, Callable[..., LayerCall | None]] = {
     F.embedding: _embedding,
     **{norm: _normalization(norm, _last) for norm in (F.layer_norm, F.rms_norm)},
     **{
-        norm: _normalization(norm, _of_channels)
+        norm: _normalization(norm, lambda given: _channels)
         for norm in (F.group_norm, F.batch_norm, F.instance_norm)
     },
     **dict.fromkeys((torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__), _matmul),

@@ -136,19 +136,12 @@ def apply_block(linear_map: LinearMap, vectors: Vector, block: bool) -> tuple[Te
     return values[0], [torch.stack(parts, -1) for parts in zip(*products, strict=True)]
 
 
-def check_blocks(caller: str, remat: Any, backend: str, mode: str) -> Remat:
-    """The option remat=; raises for a mode in which blocks are not compiled, if that is asked for."""
-    remat = check_remat(remat)
-    if backend and remat is not False and mode == "forward":
-        raise ArgumentValueError(
-            f"{caller}(mode='forward', remat=..., compile=...): expected a mode in which each block's "
-            "passes are compiled, got dual tensors. Leave out mode or compile."
-        )
-    return remat
-
-
-def check_backend(caller: str, compile: Any, kind: CurvatureKind) -> str:
-    """The backend that compile= names, or "" for none; raises for a kind that has no graph."""
+def checked_options(
+    caller: str, kind: CurvatureKind, create_graph: bool, stand_ins: bool, compile: Any,
+    remat: Any = False, strict: tuple[str, ...] | None = None,
+) -> ProductOptions:  # fmt: skip
+    """The options; raises where compile= names a backend for a kind that has no graph, or for a mode
+    in which blocks are not compiled."""
     backend = validation.backend("compile", compile)
     if backend and kind.mode == DIFFERENCES:
         raise ArgumentValueError(
@@ -161,7 +154,13 @@ def check_backend(caller: str, compile: Any, kind: CurvatureKind) -> str:
             "sampled one; a graph cannot draw from a torch.Generator. Use kind='exact', of which it "
             "is an estimate, or compile=False."
         )
-    return backend
+    remat = check_remat(remat)
+    if backend and remat is not False and kind.mode == "forward":
+        raise ArgumentValueError(
+            f"{caller}(mode='forward', remat=..., compile=...): expected a mode in which each block's "
+            "passes are compiled, got dual tensors. Leave out mode or compile."
+        )
+    return ProductOptions(caller, create_graph, stand_ins, backend, strict, remat)
 
 
 def double_loss(loss: Any) -> Any:
@@ -226,11 +225,20 @@ class HessianKind(CurvatureKind):
     ) -> LinearMap:
         mode = REVERSE if self.mode == "auto" else self.mode
         if torch_internals.transforms_active() and mode != DIFFERENCES:
-            _refuse_in_transforms(self.mode, options)
+            if self.mode == REVERSE:
+                raise UnsupportedError(
+                    f"{options.caller}: expected mode='auto' or '{FORWARD}' inside torch.func "
+                    f"transforms, got '{REVERSE}', whose vmap is silently wrong through normalisation "
+                    "layers."
+                )
             mode = FORWARD
         if mode == REVERSE:
             return reverse_over_reverse(loss, leaves, options)
-        _refuse_strict(mode, options)
+        if options.strict is not None:
+            raise ArgumentValueError(
+                f"{options.caller}(strict=True): expected mode='{REVERSE}', got {mode}, which "
+                "cannot tell a missing second derivative from a zero."
+            )
         linearize = forward_over_reverse if mode == FORWARD else differences_of_gradient
         return linearize(loss, leaves, options)
 
@@ -336,20 +344,4 @@ def _check_strict(caller: str, names: tuple[str, ...], product: list[Tensor | No
             f"{caller}(strict=True): expected a second derivative for every parameter, got none for "
             f"{', '.join(missing)}: the gradient does not depend on it. Leave it out of params, "
             f"or use strict=False, which gives zero there."
-        )
-
-
-def _refuse_strict(mode: str, options: ProductOptions) -> None:
-    if options.strict is not None:
-        raise ArgumentValueError(
-            f"{options.caller}(strict=True): expected mode='{REVERSE}', got {mode}, which "
-            "cannot tell a missing second derivative from a zero."
-        )
-
-
-def _refuse_in_transforms(mode: str, options: ProductOptions) -> None:
-    if mode == REVERSE:
-        raise UnsupportedError(
-            f"{options.caller}: expected mode='auto' or '{FORWARD}' inside torch.func transforms, "
-            f"got '{REVERSE}', whose vmap is silently wrong through normalisation layers."
         )

@@ -10,7 +10,7 @@ from torch import Generator, Tensor
 
 from hoglib._core import validation
 from hoglib._core.autograd import outside_inference_mode
-from hoglib.curvature import eigenvalues, lanczos_quadrature, linear_systems, low_rank, traces
+from hoglib.curvature import eigenvalues, lanczos_quadrature, linear_systems, traces
 from hoglib.curvature.vector_space import Blocks, Space, groups_of
 from hoglib.errors import (
     ArgumentTypeError,
@@ -561,9 +561,22 @@ class LinearOperator(ABC):
             >>> L.values.round(decimals=3)
             tensor([18.])
         """
-        with self._algorithm("low_rank"):
-            found = low_rank.eigenpairs(self, rank, oversampling, generator)
-        return LowRankOperator(self.space, *found)
+        with self._algorithm("low_rank"), torch.inference_mode(False), torch.no_grad():
+            self.space.refuse_sharded("low_rank")
+            size = self.shape[0]
+            validation.generator(generator)
+            if validation.at_least("rank", rank, 1) > size:
+                raise ArgumentValueError(
+                    f"rank: expected at most {size}, the size of A, got {rank}."
+                )
+            columns = min(rank + validation.at_least("oversampling", oversampling, 0), size)
+            device = self.device if generator is None else generator.device
+            wide = torch.promote_types(self.dtype, torch.float32)
+            drawn = torch.randn(size, columns, generator=generator, device=device, dtype=wide)
+            S = torch.linalg.qr(drawn.to(self.device))[0]
+            Y = self.apply(S.T.to(self.dtype)).to(wide).T
+            U, values = _nystrom(S, Y, torch.finfo(self.space.precision).eps)
+            return LowRankOperator(self.space, U[:, :rank].T.contiguous(), values[:rank])
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.shape[0]} x {self.shape[1]}, {self.dtype})"
@@ -682,6 +695,28 @@ class LowRankOperator(LinearOperator):
         return LowRankOperator(self.space, self._rows, self.values, smallest).inverse(damping)
 
 
+def _nystrom(S: Tensor, Y: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Eigenvectors and eigenvalues, descending, of Y (S^T Y)^-1 Y^T; Y = A S is rounded to eps."""
+    size = float(torch.linalg.matrix_norm(Y, 2))
+    # a shift keeps the small matrix positive definite in spite of the rounding here
+    shift = torch.finfo(Y.dtype).eps * Y.shape[0] ** 0.5 * size
+    noise = eps * size  # of the products
+    Y = Y + shift * S
+    C = (S.T @ Y).double()
+    values, vectors = torch.linalg.eigh((C + C.T) / 2)
+    lowest = float(values[0])
+    if lowest < -10 * max(noise, shift):
+        raise NotPositiveDefiniteError(
+            "low_rank: expected a positive semi-definite matrix, as a GGNOperator is, got a direction "
+            f"of curvature {lowest:.3g}; `eigsh` finds eigenvalues of either sign."
+        )
+    # of directions that are rounding nothing is known
+    roots = torch.where(values > noise, values.clamp(min=0).rsqrt(), 0)
+    B = Y @ (vectors * roots).to(Y)
+    U, sizes, _ = torch.linalg.svd(B, full_matrices=False)
+    return U, (sizes.square() - shift).clamp(min=0)
+
+
 def as_number(value: Any) -> float:
     if isinstance(value, Tensor) and value.dim() == 0:
         value = value.item()
@@ -707,7 +742,14 @@ class ProgressBar:
     @contextmanager
     def _shown(self, work: str, total: int | None) -> Iterator[None]:
         self._done = 0.0
-        self._open = _tqdm()(total=total, desc=f"{self._name} {work}", unit=self._unit, leave=False)
+        try:
+            from tqdm.auto import tqdm
+        except ImportError as error:
+            raise MissingDependencyError(
+                "progress=True: expected the package tqdm to be installed, and it is not; `pip install "
+                "tqdm`, or leave progress at False."
+            ) from error
+        self._open = tqdm(total=total, desc=f"{self._name} {work}", unit=self._unit, leave=False)
         try:
             yield
         finally:
@@ -719,14 +761,3 @@ class ProgressBar:
         if self._open is not None:
             self._done += products
             self._open.update(round(self._done, 2) - self._open.n)
-
-
-def _tqdm() -> Any:
-    try:
-        from tqdm.auto import tqdm
-    except ImportError as error:
-        raise MissingDependencyError(
-            "progress=True: expected the package tqdm to be installed, and it is not; `pip install "
-            "tqdm`, or leave progress at False."
-        ) from error
-    return tqdm

@@ -219,8 +219,7 @@ class ModelRun:
         """For each column s_c of M the gradients by the outputs of all calls."""
         given = [y.detach() for y in self._outputs]
         found = columns(self.options.metric, self._composite, given, self.options.product)
-        for column in found:
-            yield self.gradients(column)
+        return map(self.gradients, found)
 
     def gradients(self, column: Vector) -> "Gradients":
         calls = self._calls()
@@ -255,11 +254,10 @@ class ModelRun:
         ours = [p.new_empty((1, *(p.shape or (1,))), dtype=self.dtype) for p in self._own]
         summed = [0.0] * len(self._own)
         for layer in self.layers:
-            for region in (layer.layout.weight, layer.layout.bias):
-                if region is not None:
-                    summed[region.leaf] += sum(
-                        float(call.rounding(gradients.plain(call))) for call in layer.calls
-                    )
+            for region in layer.layout.regions:
+                summed[region.leaf] += sum(
+                    float(call.rounding(gradients.plain(call))) for call in layer.calls
+                )
             layer.layout.scatter(summed_gradient(layer, gradients, self.dtype).unsqueeze(0), ours)
         parts = zip(self._names, ours, self._own, wanted, summed, strict=True)
         for name, one, p, expected, terms in parts:
@@ -286,10 +284,7 @@ class ModelRun:
         calls, halves = self._calls(), self._halves()
         touched: dict[int, list[Tensor]] = {id(call): [] for call in calls}
         for half in halves:
-            gradients, first = first, None
-            if gradients is None:
-                found = self._backward([call.edge for call in calls], self._probe(half))
-                gradients = Gradients(calls, found, self.dtype, self.device)
+            gradients, first = first or self.gradients(self._probe(half)), None
             for call in calls:
                 touched[id(call)].append((gradients.of(call) != 0).any(-1).any(0))
         for layer in self.layers:
@@ -403,8 +398,8 @@ class ModelRun:
             uses = [
                 region
                 for layer in self.layers
-                for region in (layer.layout.weight, layer.layout.bias)
-                if region is not None and region.leaf == number
+                for region in layer.layout.regions
+                if region.leaf == number
             ]
             uses.sort()
             ends = [0, *(region.stop for region in uses)]

@@ -26,9 +26,7 @@ from hoglib.curvature.linear_map import (
     CurvatureKind,
     HessianKind,
     LinearMap,
-    ProductOptions,
-    check_backend,
-    check_blocks,
+    checked_options,
     double_loss,
     refuse_wrapped_calls,
 )
@@ -71,14 +69,15 @@ class DatasetOperator(LinearOperator):
             processes, dtype, remat,
         )  # fmt: skip
         name, kind = type(self).__name__, self._kind_of(mode)
-        backend = check_backend(name, compile, kind)
-        check_blocks(name, options.remat, backend, kind.mode)
+        self._options = checked_options(
+            name, kind, False, options.stand_ins, compile, options.remat
+        )
         sharing = Processes(name, options.processes, data)
         # the first process shows the bar for all
         super().__init__(Space(params, options.dtype), options.progress and sharing.rank == 0)
         kind.check_loss(loss)
         if self.space.sharding is not None:
-            _check_sharded(name, loss, kind, options, backend)
+            _check_sharded(name, loss, kind, options, self._options.backend)
         if options.remat is not False:
             find_blocks(options.remat, loss)  # raises where there are none
         self._sum = DatasetSum(
@@ -89,10 +88,7 @@ class DatasetOperator(LinearOperator):
         self._in_double = kind.mode == DIFFERENCES
         self._loss = double_loss(loss) if self._in_double else loss
         self._memory_limit = options.memory_limit
-        self._options = ProductOptions(
-            name, stand_ins=options.stand_ins, backend=backend, remat=options.remat
-        )
-        self._sum.backend = backend
+        self._sum.backend = self._options.backend
 
     @abstractmethod
     def _kind_of(self, mode: str) -> CurvatureKind:

@@ -11,10 +11,9 @@ from hoglib._core import validation
 from hoglib._core.autograd import clone_inference_tensors
 from hoglib._core.finite_differences import fixed_random_numbers
 from hoglib.capture.api import call_or_graph
-from hoglib.curvature import directions as of_operator
+from hoglib.curvature import laplacians
 from hoglib.curvature.input_derivatives import check_points, point_values
-from hoglib.curvature.laplacians import MODES as _MODES
-from hoglib.curvature.laplacians import at_points
+from hoglib.curvature.laplacians import at_points, units
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 from hoglib.taylor.algebras import Algebra, MultiIndex, Parts, Univariate
 from hoglib.taylor.jet import MODES, Options, by_taylor, finished
@@ -155,7 +154,7 @@ def partial_derivative(
     """
     validation.function("func", func)
     check_points(x)
-    validation.one_of("mode", mode, _MODES)
+    validation.one_of("mode", mode, laplacians.MODES)
     if not isinstance(index, tuple | list) or not index:
         raise ArgumentTypeError(
             "index: expected a tuple of coordinates, such as (0, 0, 1) for the second derivative by "
@@ -176,7 +175,7 @@ def _partial_derivative(
 
         def path(batched: bool) -> tuple[list[Tensor], tuple[int, ...], list[int]]:
             """The coordinates as directions, their orders, and the index by their places."""
-            e = of_operator.units(x, batched)
+            e = units(x, batched)
             for k, i in enumerate(index):
                 if isinstance(i, bool) or not isinstance(i, int) or not -len(e) <= i < len(e):
                     raise ArgumentValueError(

@@ -25,8 +25,7 @@ from hoglib.curvature.linear_map import (
     HessianKind,
     ProductOptions,
     apply_block,
-    check_backend,
-    check_blocks,
+    checked_options,
     double_loss,
     refuse_wrapped_calls,
 )
@@ -98,11 +97,8 @@ def hvp(
         (tensor(2.), tensor([4., 2.]))
     """
     kind = HessianKind(mode)
-    backend = check_backend("hvp", compile, kind)
-    options = ProductOptions(
-        "hvp", create_graph, stand_ins, backend, tuple(pytree.paths(params)) if strict else None,
-        check_blocks("hvp", remat, backend, mode),
-    )  # fmt: skip
+    names = tuple(pytree.paths(params)) if strict else None
+    options = checked_options("hvp", kind, create_graph, stand_ins, compile, remat, names)
     return _product(kind, func, params, v, args, options)
 
 
@@ -166,14 +162,7 @@ def ggn_vp(
         tensor([[10.]])
     """
     kind = GaussNewtonKind(mode)
-    backend = check_backend("ggn_vp", compile, kind)
-    options = ProductOptions(
-        "ggn_vp",
-        create_graph,
-        stand_ins,
-        backend,
-        remat=check_blocks("ggn_vp", remat, backend, mode),
-    )
+    options = checked_options("ggn_vp", kind, create_graph, stand_ins, compile, remat)
     return _product(kind, loss, params, v, (batch,), options)
 
 
@@ -247,14 +236,7 @@ def fisher_vp(
     """
     metric = FisherMetric(kind, likelihood, reduction, num_samples, generator)
     matrix = GaussNewtonKind(mode, metric)
-    backend = check_backend("fisher_vp", compile, matrix)
-    options = ProductOptions(
-        "fisher_vp",
-        False,
-        stand_ins,
-        backend,
-        remat=check_blocks("fisher_vp", remat, backend, mode),
-    )
+    options = checked_options("fisher_vp", matrix, False, stand_ins, compile, remat)
     return _product(matrix, loss, params, v, (batch,), options)
 
 
@@ -289,7 +271,13 @@ def _computed(
 ) -> tuple[Tensor, Vector]:
     """The value and the product by finite differences, by a compiled graph, or in eager mode."""
     if kind.mode == DIFFERENCES:
-        _refuse_graph(options)
+        caller = f"{options.caller}(mode='finite-differences')"
+        if options.create_graph:
+            raise ArgumentValueError(
+                f"{caller}: expected create_graph=False, got True; differences have no graph. Use "
+                "another mode."
+            )
+        validation.refuse_transforms(caller, "use mode='auto' there.")
         double = replace(loss, func=double_loss(loss.func), args=to_double(loss.args))
         at, along = to_double(leaves), to_double(vector)
         value, product = _applied(kind, double, at, along, block, options)
@@ -374,15 +362,3 @@ def _refuse_sharded(func: Any, options: ProductOptions) -> None:
             "transforms, got DTensors; call it outside of them."
         )
     refuse_wrapped_calls(options.caller, func)
-
-
-def _refuse_graph(options: ProductOptions) -> None:
-    """Raise where a derivative of finite differences is asked for."""
-    if options.create_graph:
-        raise ArgumentValueError(
-            f"{options.caller}(mode='finite-differences'): expected create_graph=False, got True; "
-            "differences have no graph. Use another mode."
-        )
-    validation.refuse_transforms(
-        f"{options.caller}(mode='finite-differences')", "use mode='auto' there."
-    )

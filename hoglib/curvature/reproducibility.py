@@ -190,16 +190,11 @@ def _not_finite(batch: Any) -> bool:
     )
 
 
-class Bound(NamedTuple):
-    """By how much of their size v.Aw and w.Av may differ, for random vectors and for any."""
-
-    random: float  # over sqrt(P), by which products with random vectors are smaller than their size
-    rounding: float
-
-
+# by how much of their size v.Aw and w.Av may differ: for random vectors, over sqrt(P), by which their
+# products are smaller than their size; and for any vectors, by rounding
 BOUNDS = {
-    torch.float64: Bound(1e-6, 1e-10), torch.float32: Bound(1e-2, 1e-5),
-    torch.float16: Bound(5e-2, 2e-3), torch.bfloat16: Bound(0.2, 1e-2),
+    torch.float64: (1e-6, 1e-10), torch.float32: (1e-2, 1e-5),
+    torch.float16: (5e-2, 2e-3), torch.bfloat16: (0.2, 1e-2),
 }  # fmt: skip
 
 
@@ -256,5 +251,5 @@ class Symmetry:
                 stacklevel=5,
             )
 
-    def _exceeds(self, gap: float, size: float, bound: Bound) -> bool:
-        return gap > size * max(bound.random / self._space.size**0.5, bound.rounding)
+    def _exceeds(self, gap: float, size: float, bound: tuple[float, float]) -> bool:
+        return gap > size * max(bound[0] / self._space.size**0.5, bound[1])

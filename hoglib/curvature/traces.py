@@ -114,43 +114,43 @@ def xtrace(operator: SymmetricMatrix, num_samples: int, generator: Generator | N
     w = torch.randn(count, size, generator=random, dtype=torch.float32, device=device)
     w = w.to(operator.device, wide)
     w *= size**0.5 / w.norm(dim=1, keepdim=True)
-    Y = operator.apply(w.to(operator.dtype)).to(wide)
+    Q, R, Z = _basis_of_products(operator, w)
+    if R is None:
+        return _exactly((Q * Z).double().sum().to(operator.dtype))
     # what is smaller than a vector is in float64 from here on
-    Q, R = torch.linalg.qr(Y.T)
-    sizes = R.diagonal().abs()
-    if float(sizes.min()) <= size * torch.finfo(wide).eps * float(sizes.max()):
-        found = _trace_on_range(operator, Y)
-    else:
-        H = (Q.T @ operator.apply(Q.T.contiguous().to(operator.dtype)).to(wide).T).double()
-        found = mean_of(_leave_one_out(size, (Q.T @ w.T).double(), R.double(), H))
-    return Estimate(*(part.to(operator.dtype) for part in found))
-
-
-def _leave_one_out(size: int, W: Tensor, R: Tensor, H: Tensor) -> Tensor:
-    """The estimate of each w_i, from W = Q^T w, A w = Q R and H = Q^T A Q, all [count, count]."""
-    count = len(R)
-    # s_i, a unit vector: Q spans Q_i and s_i
-    S = torch.linalg.solve_triangular(R.T, torch.eye(count).to(R), upper=False)
-    S = S / S.norm(dim=0)
+    W, R, H = (Q.T @ w.T).double(), R.double(), (Q.T @ Z).double()
+    S = _left_out(R)
     H = (H + H.T) / 2
     inside = H.diagonal().sum() - (S * (H @ S)).sum(0)
     PW = W - S * (S * W).sum(0)  # Q_i^T w_i, in coordinates of Q
     PR = R - S * (S * R).sum(0)
     outside = (W * R).sum(0) - 2 * (W * PR).sum(0) + (PW * (H @ PW)).sum(0)
-    return inside + outside * (size - count + 1) / (size - PW.square().sum(0))
+    found = mean_of(inside + outside * (size - count + 1) / (size - PW.square().sum(0)))
+    return Estimate(*(part.to(operator.dtype) for part in found))
 
 
-def _trace_on_range(operator: SymmetricMatrix, Y: Tensor) -> Estimate:
-    """The trace of a matrix whose rank is below the number of its products Y, which span its range."""
-    rows = basis_of(Y)
-    return _exactly((rows * operator.apply(rows.to(operator.dtype)).to(Y.dtype)).double().sum())
+def _basis_of_products(
+    operator: SymmetricMatrix, w: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Q, R and A Q with the products A w^T = Q R of the rows of w and orthonormal columns of Q.
+
+    R is None for a matrix whose rank is below the number of its products; Q then spans its range, on
+    which nothing is left to estimate.
+    """
+    Y = operator.apply(w.to(operator.dtype)).to(w.dtype)
+    Q, R = torch.linalg.qr(Y.T)
+    sizes = R.diagonal().abs()
+    if float(sizes.min()) <= w.shape[1] * torch.finfo(w.dtype).eps * float(sizes.max()):
+        U, lengths, _ = torch.linalg.svd(Y.T, full_matrices=False)
+        rank = int((lengths > Y.shape[1] * torch.finfo(Y.dtype).eps * lengths.max()).sum())
+        Q, R = U[:, :rank], None
+    return Q, R, operator.apply(Q.T.contiguous().to(operator.dtype)).to(w.dtype).T
 
 
-def basis_of(rows: Tensor) -> Tensor:
-    """Orthonormal rows that span the given ones."""
-    U, sizes, _ = torch.linalg.svd(rows.T, full_matrices=False)
-    rank = int((sizes > rows.shape[1] * torch.finfo(rows.dtype).eps * sizes.max()).sum())
-    return U.T[:rank].contiguous()
+def _left_out(R: Tensor) -> Tensor:
+    """Unit vectors s_i as columns: Q spans Q_i, the basis of all other products, and Q s_i."""
+    S = torch.linalg.solve_triangular(R.T, torch.eye(len(R)).to(R), upper=False)
+    return S / S.norm(dim=0)
 
 
 def xdiag(operator: SymmetricMatrix, num_samples: int, generator: Generator | None) -> Estimate:
@@ -161,22 +161,14 @@ def xdiag(operator: SymmetricMatrix, num_samples: int, generator: Generator | No
     operator.space.refuse_sharded("xdiag")
     count = validation.at_least("num_samples", num_samples, 4) // 2
     validation.generator(generator)
-    size = operator.shape[0]
-    if 2 * count >= size:
+    if 2 * count >= operator.shape[0]:
         return _exactly(operator.to_dense().diagonal().clone())
     wide = torch.promote_types(operator.dtype, torch.float32)
     w = random_signs(operator.space, count, generator).to(wide)
-    Y = operator.apply(w.to(operator.dtype)).to(wide)
-    Q, R = torch.linalg.qr(Y.T)
-    sizes = R.diagonal().abs()
-    if float(sizes.min()) <= size * torch.finfo(wide).eps * float(sizes.max()):
-        Q = basis_of(Y).T  # the range of the matrix: nothing is left to estimate
-        Z = operator.apply(Q.T.contiguous().to(operator.dtype)).to(wide).T
+    Q, R, Z = _basis_of_products(operator, w)
+    if R is None:
         return _exactly((Q * Z).sum(1).to(operator.dtype))
-    Z = operator.apply(Q.T.contiguous().to(operator.dtype)).to(wide).T  # A Q
-    # s_i, a unit vector: Q spans Q_i and Q s_i
-    S = torch.linalg.solve_triangular(R.T, torch.eye(count).to(R), upper=False)
-    S = S / S.norm(dim=0)
+    S = _left_out(R)
     left = (Q @ S).T  # Q s_i as rows
     inside = (Q * Z).sum(1) - left * (Z @ S).T
     # w_i * Q s_i s_i^T Q^T A w_i, and A w_i = Q R_i

@@ -64,7 +64,10 @@ def softmax_cross_entropy(
     if is_autocast(logits):
         logits = logits.float()
     if target.is_floating_point():
-        rows = _from_probabilities(logits, target, axis, smoothing)
+        logits, target = promote_dtypes(logits, target)
+        q = target * (1 - smoothing) + smoothing / logits.shape[axis] if smoothing else target
+        shifted = logits - logits.detach().amax(axis, True)
+        rows = sum(mul(q, logsumexp(shifted, axis, keepdim=True) - shifted), axis)
         return _reduce_rows(rows, reduction, None)
     counts = target != ignore_index
     classes = torch.where(counts, target, 0).long()
@@ -87,13 +90,6 @@ def _reduce_rows(rows: Tensor, reduction: str, counts: Tensor | None) -> Tensor:
     if reduction == "sum":
         return rows.sum()
     return rows.mean() if counts is None else rows.sum() / counts.sum()
-
-
-def _from_probabilities(logits: Tensor, target: Tensor, axis: int, smoothing: float) -> Tensor:
-    logits, target = promote_dtypes(logits, target)
-    q = target * (1 - smoothing) + smoothing / logits.shape[axis] if smoothing else target
-    shifted = logits - logits.detach().amax(axis, True)
-    return sum(mul(q, logsumexp(shifted, axis, keepdim=True) - shifted), axis)
 
 
 class _Rows(NamedTuple):

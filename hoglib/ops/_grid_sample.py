@@ -76,13 +76,25 @@ def grid_sample(
             stacklevel=2,
         )
         align_corners = False
-    input, grid, dtype = _cast(input, grid)
+    validation.real("input", input)
+    validation.real("grid", grid)
+    input, grid = (x.float() if is_autocast(x) else x for x in (input, grid))
+    if input.dtype != grid.dtype:
+        raise TorchValueError(
+            f"grid_sample: expected input and grid of one dtype, got {input.dtype} and {grid.dtype}; "
+            "convert one of them."
+        )
+    dtype = input.dtype
+    if dtype in HALF_DTYPES:
+        input, grid = input.float(), grid.float()
     _check_shapes(input, grid, mode)
     places, weights = None, None
     # the last coordinate belongs to the first spatial dimension
     for axis in range(grid.shape[-1]):
         size = input.shape[-1 - axis]
-        x = _position(grid[..., axis].flatten(1), size, align_corners)
+        g = grid[..., axis].flatten(1) + 1
+        # from -1 ... 1 to pixels, 0 ... size - 1
+        x = g * ((size - 1) / 2) if align_corners else g * (size / 2) - 0.5
         i, w = _neighbours(x, size, mode, padding_mode, align_corners)
         if places is None or weights is None:
             places, weights, stride = i, w, size
@@ -114,11 +126,6 @@ def torch_grid_sampler(
     return grid_sample(
         input, grid, _MODES[interpolation_mode], _PADDING_MODES[padding_mode], align_corners
     )
-
-
-def _position(g: Tensor, size: int, align_corners: bool) -> Tensor:
-    """From -1 ... 1 to pixels, 0 ... size - 1."""
-    return (g + 1) * ((size - 1) / 2) if align_corners else (g + 1) * (size / 2) - 0.5
 
 
 def _neighbours(
@@ -174,22 +181,6 @@ def _reflect(x: Tensor, period: float) -> Tensor:
     x = x - (x.detach() / period).floor() * period
     back = period - x
     return torch.where(x > back, back, x)
-
-
-def _cast(input: Tensor, grid: Tensor) -> tuple[Tensor, Tensor, torch.dtype]:
-    """Both in the dtype to compute in, and that of the result."""
-    validation.real("input", input)
-    validation.real("grid", grid)
-    input, grid = (x.float() if is_autocast(x) else x for x in (input, grid))
-    if input.dtype != grid.dtype:
-        raise TorchValueError(
-            f"grid_sample: expected input and grid of one dtype, got {input.dtype} and {grid.dtype}; "
-            "convert one of them."
-        )
-    dtype = input.dtype
-    if dtype in HALF_DTYPES:
-        input, grid = input.float(), grid.float()
-    return input, grid, dtype
 
 
 def _check_shapes(input: Tensor, grid: Tensor, mode: str) -> None:

@@ -205,7 +205,11 @@ def segment_reduce(
     torch_errors.real("data", data)
     kind = reduce.removeprefix("a")
     if offsets is None and not unsafe and data.device.type == "cpu":
-        _check_lengths(given, data.shape[axis])
+        # an assertion inside the graph, because a branch on values would leave it
+        torch._assert_async(
+            ((given >= 0).all(-1) & (given.sum(-1) == data.shape[axis])).all(),
+            "lengths: expected whole numbers of at least 0 that sum to data.size(axis); or set unsafe.",
+        )
     keys, count = _segment_of_each(given, offsets is not None, data.shape[axis])
     rest = data.dim() - axis - 1
     into = keys.reshape(keys.shape + (1,) * rest).expand(data.shape)
@@ -255,14 +259,6 @@ def _check_segments(
         )
     torch_errors.indices("lengths", given, "whole numbers, int64 or int32")
     return given, axis
-
-
-def _check_lengths(lengths: Tensor, n: int) -> None:
-    """An assertion inside the graph, because a branch on values would leave it."""
-    text = (
-        "lengths: expected whole numbers of at least 0 that sum to data.size(axis); or set unsafe."
-    )
-    torch._assert_async(((lengths >= 0).all(-1) & (lengths.sum(-1) == n)).all(), text)
 
 
 def _segment_of_each(given: Tensor, are_offsets: bool, n: int) -> tuple[Tensor, int]:

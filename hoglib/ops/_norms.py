@@ -91,11 +91,6 @@ def _standardize(
     return y if weight is None else y * weight
 
 
-def _value_at_zero_variance(eps: float) -> float:
-    """What batch norm gives at variance 0, which torch lets pass where eps is 0."""
-    return 0.0 if eps == 0 else nan
-
-
 def _scale_and_shift(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     """y weight + bias, where given, in one kernel."""
     if weight is not None and bias is not None:
@@ -461,7 +456,17 @@ def layer_norm(
         tensor([1.7143, 0.4286, 3.8571])
     """
     validation.real("input", input)
-    shape = _check_shape(input, normalized_shape)
+    if not isinstance(normalized_shape, tuple | list):
+        raise ArgumentTypeError(
+            "normalized_shape: expected a tuple of whole numbers, got "
+            f"{validation.describe(normalized_shape)}; write `(n,)`."
+        )
+    shape = tuple(normalized_shape)
+    if not shape or tuple(input.shape[-len(shape) :]) != shape:
+        raise TorchValueError(
+            f"normalized_shape: expected the last dimensions of the input, at least one, got "
+            f"{list(shape)}; the input has shape {tuple(input.shape)}."
+        )
     for name, value in (("weight", weight), ("bias", bias)):
         if value is not None and tuple(value.shape) != shape:
             raise TorchValueError(
@@ -495,22 +500,6 @@ def torch_layer_norm(
 ) -> Tensor:
     """With the signature of `torch.layer_norm`."""
     return layer_norm(input, normalized_shape, weight, bias, eps)
-
-
-def _check_shape(input: Tensor, shape: Any) -> tuple[int, ...]:
-    """normalized_shape as a tuple."""
-    if not isinstance(shape, tuple | list):
-        raise ArgumentTypeError(
-            f"normalized_shape: expected a tuple of whole numbers, got {validation.describe(shape)}; "
-            "write `(n,)`."
-        )
-    result = tuple(shape)
-    if not result or tuple(input.shape[-len(result) :]) != result:
-        raise TorchValueError(
-            f"normalized_shape: expected the last dimensions of the input, at least one, got "
-            f"{list(result)}; the input has shape {tuple(input.shape)}."
-        )
-    return result
 
 
 def batch_norm(
@@ -707,7 +696,8 @@ def _normalize(
     weight, bias = (None if p is None else _along_channels(p, x) for p in (weight, bias))
     if not x.numel():  # there is no mean, and NaN times nothing would reach the weight
         return _scale_and_shift(x, weight, bias).to(input.dtype)
-    y = _standardize(*_moments(x, dims), weight, eps, _value_at_zero_variance(eps))
+    # at variance 0, which torch lets pass where eps is 0
+    y = _standardize(*_moments(x, dims), weight, eps, 0.0 if eps == 0 else nan)
     return (y if bias is None else y + bias).to(input.dtype)
 
 

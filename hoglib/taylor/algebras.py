@@ -165,9 +165,8 @@ class Biharmonic(Algebra):
         a_i, a_ij, a_iL, _ = a
         b_i, b_ij, b_iL, _ = b
         a_L, b_L = self._trace(a_ij), self._trace(b_ij)
-        square = (
-            a is b and bilinear is multiply
-        )  # the product of a matrix with itself has two orders
+        # but the product of a matrix with itself has two orders
+        square = a is b and bilinear is multiply
 
         def term(x: Tensor | None, y: Tensor | None, lx: bool, ly: bool) -> Tensor | None:
             return None if x is None or y is None else bilinear(x, y, lx, ly)

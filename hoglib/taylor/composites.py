@@ -65,12 +65,6 @@ def _batch_norm(
     return found, *((mean.flatten(), inverse.flatten()) if training else (None, None))
 
 
-def _batch_norm_in_eval(
-    x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, m: float, eps: float
-) -> Any:
-    return _batch_norm(x, weight, bias, mean, var, False, m, eps)
-
-
 def _variance(x: Tensor, dim: Any = None, *, correction: Any = 1, keepdim: bool = False) -> Tensor:
     dims = list(range(x.dim())) if dim is None or dim == [] else dim
     centred = x - x.mean(dims, keepdim=True)
@@ -176,7 +170,8 @@ COMPOSITES: dict[str, Composite] = {
     "native_layer_norm": _layer_norm,
     "native_batch_norm": _batch_norm,
     "_native_batch_norm_legit": _batch_norm,
-    "_native_batch_norm_legit_no_training": _batch_norm_in_eval,
+    # without the argument training
+    "_native_batch_norm_legit_no_training": lambda *args: _batch_norm(*args[:5], False, *args[5:]),
     "cudnn_batch_norm": lambda *args: (*_batch_norm(*args), None),
     "cumprod": _scanned(torch.mul),
     "logcumsumexp": _scanned(torch.logaddexp),

@@ -155,10 +155,6 @@ def _mish(x: Tensor, y: Tensor, K: int) -> list[Derivative]:
     return _times_x(x, [t, *tanh])
 
 
-def arctangent(w: Tensor, K: int) -> list[Derivative]:
-    return _rational(1, w, K)
-
-
 def _elu(
     x: Tensor, y: Tensor, K: int, alpha: float = 1, scale: float = 1, input_scale: float = 1
 ) -> list[Derivative]:

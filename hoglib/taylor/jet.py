@@ -264,15 +264,10 @@ def finished(options: Options, value: Tensor, derivative: Tensor | None) -> tupl
         return value, d
     if not options.keep:
         return value.detach().clone(), d.detach().clone()
-    return value, _with_graph(d, value)
-
-
-def _with_graph(d: Tensor, y: Tensor) -> Tensor:
-    """A zero derivative that a loss can still go backward from, where the value has a graph."""
-    if d.requires_grad or not y.requires_grad:
-        return d
-    zero = y.masked_fill(torch.ones_like(y, dtype=torch.bool), 0)
-    return d + zero
+    if value.requires_grad and not d.requires_grad:
+        # a zero derivative that a loss can still go backward from
+        d = d + value.masked_fill(torch.ones_like(value, dtype=torch.bool), 0)
+    return value, d
 
 
 def _check_series(primals: Any, series: Any) -> tuple[list[Tensor], list[Parts]]:

@@ -68,15 +68,6 @@ def blended(call: Call, mask: Tensor, a: Any, b: Any) -> Parts:
     return found
 
 
-def _where(call: Call) -> Parts:
-    return blended(call, *call.args)
-
-
-def _masked_fill(call: Call) -> Parts:
-    x, mask, value = call.args
-    return blended(call, mask, value, x)
-
-
 def _extremum(call: Call) -> Parts:
     a, b = call.args
     larger = a > b if call.name == "maximum" else a < b
@@ -172,8 +163,8 @@ JOINS: dict[str, Rule] = {
     "rsub.Tensor": _added(1, swapped=True),
     "cat": _joined(torch.cat),
     "stack": _joined(torch.stack),
-    "where.self": _where,
-    "masked_fill": _masked_fill,
+    "where.self": lambda call: blended(call, *call.args),
+    "masked_fill": lambda call: blended(call, call.args[1], call.args[2], call.args[0]),
     "maximum": _extremum,
     "minimum": _extremum,
     **dict.fromkeys(("amax", "amin", "max", "min"), _reduced_extremum),

@@ -33,15 +33,13 @@ def _permuted(part: Tensor, lead: int, x: Tensor, out: Tensor, dims: Sequence[in
     return part.permute([*range(lead), *(d % x.dim() + lead for d in dims)])
 
 
-def by_dim(operation: Callable[..., Tensor], place: int = 0) -> Linear:
-    """Of an operation whose argument at this place is a dimension, or several."""
+def by_dim(operation: Callable[..., Tensor]) -> Linear:
+    """Of an operation whose first argument is a dimension, or several."""
 
-    def run(part: Tensor, lead: int, x: Tensor, out: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        given = list(args)
-        if len(given) <= place:  # the default, which is 0
-            given += [0] * (place + 1 - len(given))
-        given[place] = shifted(given[place], lead, x)
-        return operation(part, *given, **kwargs)
+    def run(
+        part: Tensor, lead: int, x: Tensor, out: Tensor, dim: Any = 0, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        return operation(part, shifted(dim, lead, x), *args, **kwargs)
 
     return run
 
@@ -101,19 +99,11 @@ def _batched(operation: Any, rank: int) -> Linear:
     return run
 
 
-def _masked(part: Tensor, lead: int, x: Tensor, out: Tensor, mask: Tensor, value: Any) -> Tensor:
-    return _expanded(part, lead, x, out).masked_fill(mask, 0)
-
-
 def _selected(part: Tensor, lead: int, x: Tensor, out: Tensor, mask: Tensor) -> Tensor:
     part = align(part, bool(lead), mask.dim())
     shape = torch.broadcast_shapes(x.shape, mask.shape)
     part, mask = part.expand(part.shape[:lead] + shape), mask.expand(shape)
     return part[:, mask] if lead else part[mask]
-
-
-def _unfolded(part: Tensor, lead: int, x: Tensor, out: Tensor, dim: int, *args: Any) -> Tensor:
-    return part.unfold(shifted(dim, lead, x), *args)
 
 
 def _cast(part: Tensor, lead: int, x: Tensor, out: Tensor, *args: Any, **_: Any) -> Tensor:
@@ -139,10 +129,6 @@ def _strided(
     return part.as_strided(
         (*rows, *size), (*(x.numel(),) * lead, *stride), part.storage_offset() + start
     )
-
-
-def _scaled_by(part: Tensor, lead: int, x: Tensor, out: Tensor, factor: Any) -> Tensor:
-    return part * factor
 
 
 # Pooling and resizing, by the dimensions of a batch.
@@ -186,7 +172,6 @@ LINEAR: dict[str, Linear] = {
     "index.Tensor": _indexed,
     "gather": _gathered,
     "masked_select": _selected,
-    "masked_fill": _masked,
     "flip": by_dim(torch.flip),
     "roll": lambda part, lead, x, out, shifts, dims=(): (
         part.roll(shifts, shifted(list(dims), lead, x))
@@ -194,7 +179,7 @@ LINEAR: dict[str, Linear] = {
         else part.flatten(lead).roll(shifts, lead).reshape(part.shape)
     ),
     "repeat": _repeated,
-    "unfold": _unfolded,
+    "unfold": by_dim(Tensor.unfold),
     "tril": lambda part, lead, x, out, diagonal=0: part.tril(diagonal),
     "triu": lambda part, lead, x, out, diagonal=0: part.triu(diagonal),
     "cumsum": by_dim(torch.cumsum),
@@ -205,7 +190,7 @@ LINEAR: dict[str, Linear] = {
     "sum": _reduced(torch.sum),
     "mean": _reduced(torch.mean),
     "neg": lambda part, lead, x, out: -part,
-    "mul.Scalar": _scaled_by,
+    "mul.Scalar": lambda part, lead, x, out, factor: part * factor,
     "div.Scalar": lambda part, lead, x, out, divisor: part / divisor,
     "constant_pad_nd": lambda part, lead, x, out, pad, value=0: torch.constant_pad_nd(part, pad, 0),
     "add.Scalar": lambda part, lead, x, out, other, alpha=1: part,

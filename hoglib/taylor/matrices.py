@@ -19,7 +19,7 @@ def _solved(call: Call) -> list[Parts | None]:
     A, B = call.args[:2]
     left = call.kwargs.get("left", call.args[2] if len(call.args) > 2 else True)
     vector = B.dim() == 1 or (A.dim() - 1 == B.dim() and B.shape == A.shape[:-1])
-    matrix = _as_given if left else _transposed
+    matrix = (lambda t: t) if left else (lambda t: t.mT)
     as_columns = (lambda t: t.unsqueeze(-1)) if vector else matrix
     back = (lambda t: t.squeeze(-1)) if vector else matrix
     X = as_columns(call.out[0])
@@ -42,7 +42,7 @@ def _triangular(call: Call) -> Parts:
     upper, left = call.kwargs["upper"], call.kwargs.get("left", True)
     unit = call.kwargs.get("unitriangular", False)
     part = (lambda t: t.triu(int(unit))) if upper else (lambda t: t.tril(-int(unit)))
-    matrix = _as_given if left else _transposed
+    matrix = (lambda t: t) if left else (lambda t: t.mT)
     X = matrix(call.out)
     own = call.of_each(lambda p, lead: align(p, bool(lead), X.dim()), each(matrix, known(call, B)))
     A_n = each(lambda t: matrix(part(t)), known(call, A))
@@ -74,22 +74,6 @@ def _cholesky(call: Call, L: Tensor) -> Parts:
         squares = call.algebra.product(times_adjoint, n, n)
         n = each(solve, sums(A_n, scaled(-1, squares)))
     return each(lambda p: p.mH, n) if upper else n
-
-
-def _cholesky_ex(call: Call) -> list[Parts | None]:
-    return [_cholesky(call, call.out[0]), None]
-
-
-def _old_cholesky(call: Call) -> Parts:
-    return _cholesky(call, call.out)
-
-
-def _as_given(matrix: Tensor) -> Tensor:
-    return matrix
-
-
-def _transposed(matrix: Tensor) -> Tensor:
-    return matrix.mT
 
 
 def _fixed_point(call: Call, X: Tensor, A_n: Parts, solve: Any, start: Parts) -> Parts:
@@ -136,8 +120,8 @@ MATRICES: dict[str, Rule] = {
     "linalg_inv_ex": _inverse,
     "_linalg_solve_ex": _solved,
     "linalg_solve_triangular": _triangular,
-    "linalg_cholesky_ex": _cholesky_ex,
-    "cholesky": _old_cholesky,
+    "linalg_cholesky_ex": lambda call: [_cholesky(call, call.out[0]), None],
+    "cholesky": lambda call: _cholesky(call, call.out),
     "_linalg_slogdet": _slogdet,
     "_linalg_det": _determinant,
 }

@@ -36,10 +36,6 @@ def _matvec(a: Tensor, b: Tensor, lead_a: bool, lead_b: bool) -> Tensor:
     return (a @ b.unsqueeze(-1)).squeeze(-1) if lead_a else b @ a.transpose(-1, -2)
 
 
-def _dot(a: Tensor, b: Tensor, lead_a: bool, lead_b: bool) -> Tensor:
-    return (a * b).sum(-1)
-
-
 def _bilinear(bilinear: Bilinear) -> Rule:
     return lambda call: call.product(bilinear, *call.args[:2])
 
@@ -133,8 +129,8 @@ PRODUCTS: dict[str, Rule] = {
     "mm": _bilinear(matmul),
     "bmm": _bilinear(matmul),
     "mv": _bilinear(_matvec),
-    "dot": _bilinear(_dot),
-    "vdot": _bilinear(lambda a, b, _, lead: _dot(a.conj(), b, False, lead)),
+    "dot": _bilinear(lambda a, b, *_: (a * b).sum(-1)),
+    "vdot": _bilinear(lambda a, b, *_: (a.conj() * b).sum(-1)),
     "_trilinear": _trilinear,
     "addmm": _affine(matmul),
     "baddbmm": _affine(matmul),

@@ -24,7 +24,7 @@ from torch.autograd import Function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from hoglib._core import torch_internals
+from hoglib._core import pytree, torch_internals
 from hoglib._core.logger import LOGGER
 from hoglib._core.torch_modes import plain_operations
 from hoglib.taylor.algebras import Algebra, Parts, align
@@ -117,7 +117,7 @@ class Propagation(TorchDispatchMode):
             return self._run_in_place(func, args, kwargs)
         out = func(*args, **kwargs)
         tensors = [y for y in _outputs(out) if isinstance(y, Tensor)]
-        if is_constant(func) or not any(map(_is_inexact, tensors)):
+        if is_constant(func) or not any(map(pytree.is_float, tensors)):
             self.kinks.compared(names_of(func)[1], out)
             return out
         rule = None if is_composite(func, args) else rule_of(func)
@@ -153,7 +153,7 @@ class Propagation(TorchDispatchMode):
             outputs = call.out if several else [call.out]
             given = found if several and found is not None else [found] * len(outputs)
             for out, parts in zip(outputs, given, strict=False):
-                if not isinstance(out, Tensor) or not _is_inexact(out):
+                if not pytree.is_float(out):
                     continue
                 parts = self._algebra.zeros() if parts is None else parts
                 self._series[out] = [self._fitted(p, i, out) for i, p in enumerate(parts)]
@@ -313,10 +313,6 @@ def _tensors(args: Sequence[Any], kwargs: Any) -> Any:
             yield x
         elif isinstance(x, list | tuple):
             yield from (y for y in x if isinstance(y, Tensor))
-
-
-def _is_inexact(x: Tensor) -> bool:
-    return x.is_floating_point() or x.is_complex()
 
 
 def _outputs(out: Any) -> Sequence[Any]:

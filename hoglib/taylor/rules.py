@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hoglib.taylor.algebras import Bilinear, Parts, align, multiply
 from hoglib.taylor.call import Call, Rule, known, scaled, sums
-from hoglib.taylor.derivatives import POINTWISE, arctangent, power_of
+from hoglib.taylor.derivatives import POINTWISE, power_of
 from hoglib.taylor.joins import JOINS
 from hoglib.taylor.kinks import KINKS, one_sided
 from hoglib.taylor.linear import CONSTANT, LINEAR, SEVERAL, ZERO
@@ -98,7 +98,8 @@ def _atan2(call: Call) -> Parts:
     inverse = square.reciprocal()
     inverse_n = algebra.compose(POINTWISE["reciprocal"](square, inverse, algebra.order), along)
     tangent = sums(scaled(inverse, cross), algebra.product(multiply, cross, inverse_n))
-    return algebra.compose(arctangent(torch.zeros_like(call.out), algebra.order), tangent)
+    zero = torch.zeros_like(call.out)
+    return algebra.compose(POINTWISE["atan"](zero, zero, algebra.order), tangent)
 
 
 def _dropout(call: Call) -> list[Parts | None]:

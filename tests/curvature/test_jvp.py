@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 import hoglib as hog
 from hoglib._core.closures import owner_of
-from hoglib.capture import capturing
 from hoglib.errors import (
     ArgumentTypeError,
     ArgumentValueError,
@@ -23,6 +22,7 @@ from hoglib.errors import (
 )
 from hoglib.verification import entry_points
 from tests.functions import ClassicCube, Cube, Detached, DetachedTangent, OnceDifferentiable
+from tests.graphs import graphs_of
 from tests.models import MODELS
 from tests.models import build as build_plain
 from tests.oracles import relative
@@ -276,7 +276,7 @@ def test_compiled_it_is_the_same_also_for_a_func_that_is_made_anew(name):
         return lambda x: model(x)
 
     def graphs():
-        return len(capturing.graphs_of(owner_of(made_anew())))
+        return len(graphs_of(owner_of(made_anew())))
 
     before = graphs()  # of other models
     for _ in range(2):

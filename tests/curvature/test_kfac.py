@@ -221,15 +221,6 @@ def test_distances_of_a_network(corrected, monkeypatch):
     assert (H - parts[0]).norm() > 0.05 * H.norm()  # they are told apart
 
 
-def test_micro_batches_change_nothing():
-    loss, params, batch, _ = problem("positions")
-    made = [
-        hog.KFACOperator(loss, params, batch, micro_batch=size, eigenvalue_corrected=True)
-        for size in (None, 3)
-    ]
-    assert_close(made[0].to_dense(), made[1].to_dense())
-
-
 def test_a_bias_by_itself():
     loss, params, batch, _ = problem("layers")
     K = hog.KFACOperator(loss, params, batch, joint_bias=False)

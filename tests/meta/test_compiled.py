@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hoglib as hog
-from hoglib.capture import capturing
+from tests.graphs import graphs_of
 from tests.long_tail import all_but
 from tests.meta.test_maml import as_list, stacks
 from tests.oracles import relative
@@ -82,7 +82,7 @@ def test_weights_of_steps_that_change_take_no_graph_of_their_own():
         assert relative(meta_gradient(ours, tasks), meta_gradient(plain, tasks)) < 1e-12
     # looks inside: how many graphs there are is no public property of a learner
     assert (
-        len(capturing.graphs_of(ours._compiler)) == 2
+        len(graphs_of(ours._compiler)) == 2
     )  # with an outer loss after the first step, and without
 
 
@@ -121,7 +121,7 @@ def test_compiled_it_is_the_same(mode, over_tasks):
     # more steps and layers are more of the same operations, of which each takes a second to compile
     ours.inner_steps = plain.inner_steps = 1
     assert relative(meta_gradient(ours, tasks), meta_gradient(plain, tasks)) < 1e-10
-    assert {entry.backend for entry in capturing.graphs_of(ours._compiler)} == {"inductor"}
+    assert {entry.backend for entry in graphs_of(ours._compiler)} == {"inductor"}
 
 
 def test_options_that_change_between_steps_are_heeded():
