@@ -94,7 +94,9 @@ def _compare_after(name: str, group: DDPParameters) -> None:
 
     def compare() -> None:
         changed = [p for key, p in group.params.items() if _grad_version(p) != before[key]]
-        if not changed or not _is_averaging(group.ddp):
+        if not changed or not group.ddp.require_backward_grad_sync:
+            return
+        if torch_sharding.averages_otherwise(group.ddp):
             return
         _raise_if_different(name, group)
         _compare_again(name, group, min(changed, key=Tensor.numel))
@@ -172,15 +174,12 @@ def _grad_version(param: Tensor) -> tuple[int, int]:
     return (id(param.grad), -1 if param.grad is None else param.grad._version)
 
 
-def _is_averaging(ddp: DistributedDataParallel) -> bool:
-    return bool(ddp.require_backward_grad_sync) and not torch_sharding.averages_otherwise(ddp)
-
-
 def _groups(params: Iterable[Tensor]) -> list[DDPParameters]:
     """The DDP modules that average gradients of the parameters; for two around one the newer."""
     wanted = {id(p) for p in params if p.requires_grad}
     groups = []
-    for ddp in reversed(_wrappers()):
+    _find_and_watch()
+    for ddp in reversed(list(_WRAPPERS.values())):  # all that are alive
         own = {
             name: p
             for name, p in ddp.module.named_parameters()
@@ -192,18 +191,13 @@ def _groups(params: Iterable[Tensor]) -> list[DDPParameters]:
     return groups
 
 
-def _wrappers() -> list[DistributedDataParallel]:
-    """All DDP modules that are alive, oldest first.
+@functools.cache
+def _find_and_watch() -> None:
+    """Registers all DDP modules, oldest first.
 
     A module does not know what wraps it. Those created before the first call are found among the
     objects of the garbage collector (60 to 200 ms, once); later ones by a hook as they register theirs.
     """
-    _find_and_watch()
-    return list(_WRAPPERS.values())
-
-
-@functools.cache
-def _find_and_watch() -> None:
     for found in gc.get_objects():
         if issubclass(type(found), DistributedDataParallel):  # isinstance would ask proxies
             _register(found)
