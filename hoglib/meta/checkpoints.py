@@ -80,7 +80,14 @@ class OnDisk:
         """Inside, the directory is that of the call, and no other process works in it."""
         with self._explained("the manifest"):
             self.directory.mkdir(parents=True, exist_ok=True)
-        self._refuse_other_files()  # before there is a lock in a directory of somebody else's
+        known = LOCK, _temporary(MANIFEST)
+        others = [path.name for path in self.directory.iterdir() if path.name not in known]
+        # before there is a lock in a directory of somebody else's
+        if others and not (self.directory / MANIFEST).exists():
+            raise ArgumentValueError(
+                f"directory: expected an empty directory or one of an earlier memory='disk', got "
+                f"{self.directory}, which holds {', '.join(sorted(others)[:3])}; name another one."
+            )
         with ExitStack() as stack:
             with self._explained("its lock"):
                 stream = stack.enter_context((self.directory / LOCK).open("w"))
@@ -94,17 +101,6 @@ class OnDisk:
                 ) from None
             self._open()
             yield
-
-    def _refuse_other_files(self) -> None:
-        if (self.directory / MANIFEST).exists():
-            return
-        known = LOCK, _temporary(MANIFEST)
-        others = [path.name for path in self.directory.iterdir() if path.name not in known]
-        if others:
-            raise ArgumentValueError(
-                f"directory: expected an empty directory or one of an earlier memory='disk', got "
-                f"{self.directory}, which holds {', '.join(sorted(others)[:3])}; name another one."
-            )
 
     def _open(self) -> None:
         """Go on with the call of the directory, which has to be this one."""
