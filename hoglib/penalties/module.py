@@ -142,7 +142,10 @@ class GradientPenalty(nn.Module):
         self._check_returns_scalar(options)
         factor = self.factor()
         if not factor and self.weight:
-            return _zero(real, fake)
+            # backward may be called on it, and reaches no parameter
+            like = pytree.tensors((real, fake))[0]
+            dtype = like.dtype if like.is_floating_point() else torch.get_default_dtype()
+            return torch.zeros((), dtype=dtype, device=like.device, requires_grad=True)
         return self.value(critic, real, fake, *args, **options) * factor
 
     def factor(self) -> float:
@@ -219,10 +222,3 @@ class GradientPenalty(nn.Module):
         """Kind, weight, schedule and options."""
         more = "".join(f", {name}={value!r}" for name, value in self.options.items())
         return f"kind={self.kind!r}, weight={self.weight:g}, every={self.every}{more}"
-
-
-def _zero(*trees: Any) -> Tensor:
-    """A zero to be added to a loss; backward may be called on it, and reaches no parameter."""
-    like = pytree.tensors(trees)[0]
-    dtype = like.dtype if like.is_floating_point() else torch.get_default_dtype()
-    return torch.zeros((), dtype=dtype, device=like.device, requires_grad=True)
