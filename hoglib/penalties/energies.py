@@ -79,7 +79,7 @@ def forces(
             )
     checked = check_options("forces", options)
     function = Forces(energy, hessian, checked._replace(batch=None))
-    backend = backend_of(checked.one_graph)
+    backend = backend_of(checked.compile, checked.remat)
     if backend is None:
         return function(positions, args, checked.batch)
     found = run_as_graph(

@@ -91,7 +91,7 @@ def parameter_gradient(
     remat, backend = check_remat(remat), check_backend(compile)
     blocks = "" if remat is False else backend
     norm = GradientNorm(func, squared, autocast, stand_ins, return_outputs, remat, blocks)
-    backend = backend_of("" if blocks else backend)
+    backend = backend_of(backend, remat)
     if backend is None:
         return norm(params, args)
     found = run_as_graph(

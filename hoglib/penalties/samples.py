@@ -138,13 +138,6 @@ class Samples:
         """|g_n|^2, the sum of squares over each sample's entries: [N], of half precision in float32."""
         return self.sums([upcast_half(g).square() for g in grads])
 
-    def rows_of(self, sample: int, part: Tensor, which: int) -> Tensor:
-        """A mask of the rows of a leaf that belong to one sample."""
-        index = self.index[which]
-        if index is None:
-            return torch.arange(len(part), device=part.device) == sample
-        return index == sample
-
 
 def _indices(
     name: str, leaves: Sequence[Tensor], structure: Any, batch: Any

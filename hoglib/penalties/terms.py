@@ -53,7 +53,7 @@ def penalty(
     """The reduced terms of a rule at x; with return_outputs also what func returned there."""
     if options.micro_batch is not None:
         return _in_micro_batches(func, x, args, rule, options)
-    backend = backend_of(options.one_graph)
+    backend = backend_of(options.compile, options.remat)
     if backend is not None:  # a compiled graph: of the value and its gradients if it comes alone
         terms = Terms(func, rule, options._replace(batch=None))
         found = run_as_graph(
@@ -161,11 +161,12 @@ def is_batch_dependent(point: InputVJP) -> bool | None:
     with translate_errors(point.options.name):
         grads = torch.autograd.grad(score, point.leaves, retain_graph=True, allow_unused=True)
     own = others = 0.0
-    for k, grad in enumerate(grads):
+    for grad, index in zip(grads, samples.index, strict=True):
         if grad is None or not grad.numel():
             continue
         size = grad.detach().abs().reshape(len(grad), -1).amax(1)
-        mine = samples.rows_of(last, grad, k)
+        rows = torch.arange(len(grad), device=grad.device) if index is None else index
+        mine = rows == last
         own = max(own, float(size[mine].amax()) if mine.any() else 0.0)
         others = max(others, float(size[~mine].amax()) if not mine.all() else 0.0)
     return None if not own and not others else others > TOLERANCE * own
