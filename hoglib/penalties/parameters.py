@@ -136,7 +136,7 @@ class GradientNorm:
         ):  # fmt: skip
             leaves, args = clone_inference_tensors((leaves, args))
             if in_transform:
-                # whose levels autograd.grad does not see
+                # torch.func transforms, whose levels autograd.grad does not see
                 gradient: Any = torch.func.grad_and_value(
                     of_leaves, argnums=tuple(range(len(leaves)))
                 )
