@@ -16,9 +16,8 @@ from hoglib.auditing.problem import problems
 from hoglib.capture.backend import cpp_compiler
 from hoglib.cli import op_table, self_test
 from hoglib.cli.isolation import Check, Targets, found_here, found_in_child
-from hoglib.cli.outcomes import NOT_RUN, RIGHT, WRONG, Outcomes, print_error, stdout_for
+from hoglib.cli.outcomes import RIGHT, WRONG, Outcomes, stdout_for
 from hoglib.cli.targets import SAMPLES, Target, factories, functions, object_of
-from hoglib.errors import HoglibError
 from hoglib.stand_ins.mode import stand_in_table
 from hoglib.verification.api import verify as verify_function
 from hoglib.verification.report import MODES
@@ -37,13 +36,9 @@ def verify(
     switches = {"surrogate": surrogate, "full": full}
     options |= {name: True for name, on in switches.items() if on}
     with stdout_for(json):
-        try:
-            targets, without_samples = functions(target, inputs)
-            make = partial(_verifications, target, tuple(inputs), reference, options)
-            here = make()
-        except HoglibError as error:
-            print_error(error)
-            return NOT_RUN
+        targets, without_samples = functions(target, inputs)
+        make = partial(_verifications, target, tuple(inputs), reference, options)
+        here = make()
         names = [one.name for one in targets]
         outcomes = Outcomes(seed, as_json=json, show_tables=verbose or len(names) == 1)
         isolated = found_in_child(make, seed, names, time_limit)
@@ -84,11 +79,7 @@ def audit(
 ) -> int:  # fmt: skip
     """`hoglib audit`: the losses that a factory of a module or a file returns."""
     with stdout_for(json):
-        try:
-            found = factories(target)
-        except HoglibError as error:
-            print_error(error)
-            return NOT_RUN
+        found = factories(target)
         outcomes = Outcomes(seed, as_json=json, show_tables=verbose or len(found) == 1)
         options = {"routes": routes, "stand_ins": stand_ins}
         targets = [(name, partial(_problems, name, make, options)) for name, make in found.items()]

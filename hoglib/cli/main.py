@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 from hoglib._version import __version__
 from hoglib.cli import commands
+from hoglib.cli.outcomes import NOT_RUN, print_error
+from hoglib.errors import HoglibError
 
 DESCRIPTION = """\
 Checks of second derivatives: verify a custom Function, audit a model's loss; list hoglib's ops; check
@@ -90,7 +92,11 @@ def main(args: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without Unicode
     try:
         options = vars(given)
-        status: int = getattr(commands, options.pop("command"))(**options)
+        try:
+            status: int = getattr(commands, options.pop("command"))(**options)
+        except HoglibError as error:
+            print_error(error)
+            status = NOT_RUN
         sys.stdout.flush()
         return status
     except KeyboardInterrupt:
