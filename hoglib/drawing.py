@@ -257,13 +257,12 @@ class _Drawing:
         running: list[Any] = []
         handles: list[Any] = []
         for grad_fn, _ in walk(values):
-            if not hasattr(grad_fn, "variable"):
-                handles.append(
-                    grad_fn.register_prehook(lambda _, node=grad_fn: running.append(node))
-                )
-                function = torch_internals.custom_function(grad_fn)
-                if drawn and FunctionNode(grad_fn, function).by_user:
-                    handles += self._watch(grad_fn, function, k)
+            if hasattr(grad_fn, "variable"):
+                continue
+            handles.append(grad_fn.register_prehook(lambda _, node=grad_fn: running.append(node)))
+            function = torch_internals.custom_function(grad_fn)
+            if drawn and FunctionNode(grad_fn, function).by_user:
+                handles += self._watch(grad_fn, function, k)
         for u in incoming if drawn else ():
             self._add_leaf(u, "incoming", "incoming gradient", k)
         try:
