@@ -257,13 +257,12 @@ class _Drawing:
         running: list[Any] = []
         handles: list[Any] = []
         for grad_fn, _ in walk(values):
-            if not hasattr(grad_fn, "variable"):
-                handles.append(
-                    grad_fn.register_prehook(lambda _, node=grad_fn: running.append(node))
-                )
-                function = torch_internals.custom_function(grad_fn)
-                if drawn and FunctionNode(grad_fn, function).by_user:
-                    handles += self._watch(grad_fn, function, k)
+            if hasattr(grad_fn, "variable"):
+                continue
+            handles.append(grad_fn.register_prehook(lambda _, node=grad_fn: running.append(node)))
+            function = torch_internals.custom_function(grad_fn)
+            if drawn and FunctionNode(grad_fn, function).by_user:
+                handles += self._watch(grad_fn, function, k)
         for u in incoming if drawn else ():
             self._add_leaf(u, "incoming", "incoming gradient", k)
         try:
@@ -347,23 +346,21 @@ class _Drawing:
                 return  # it is lost before
             grads = [g for g in returned if is_float(g)]
             lost = once or any(not g.requires_grad and bool(g.any()) for g in grads)
-            if lost or why:
-                whole = lost or _depends_only_on(incoming, grads, grad_fn)
-                self._add_break(grad_fn, "; ".join(why), whole, order)
+            if not (lost or why):
+                return
+            whole = lost or _depends_only_on(incoming, grads, grad_fn)
+            kind, how = ("detached", "DETACHED") if whole else ("partial", "partly detached")
+            effect = "is silently zero" if whole else "may be incomplete"
+            name, reason = f"{self._nodes[self._keys[grad_fn]].name}.backward", "; ".join(why)
+            text = textwrap.fill(reason, LINE_LENGTH)
+            key = self._add(_Node(kind, f"{how} in {name}", order, text, f"made in {name}"))
+            self._edges[self._keys[grad_fn], key] = BREAK
+            self.faults.append(
+                f"{name} leaves the graph{f' ({reason})' if why else ''}: {DERIVATIVES[order + 1]} "
+                f"through it {effect}."
+            )
 
         return [grad_fn.register_prehook(enter), grad_fn.register_hook(leave)]
-
-    def _add_break(self, grad_fn: Any, why: str, whole: bool, order: int) -> None:
-        name = f"{self._nodes[self._keys[grad_fn]].name}.backward"
-        kind, how = ("detached", "DETACHED") if whole else ("partial", "partly detached")
-        text = textwrap.fill(why, LINE_LENGTH)
-        key = self._add(_Node(kind, f"{how} in {name}", order, text, f"made in {name}"))
-        self._edges[self._keys[grad_fn], key] = BREAK
-        effect = "is silently zero" if whole else "may be incomplete"
-        self.faults.append(
-            f"{name} leaves the graph{f' ({why})' if why else ''}: {DERIVATIVES[order + 1]} through it "
-            f"{effect}."
-        )
 
     def _made_in_forward(self, grad_fn: Any, function: type[Function]) -> list[str]:
         """The tensors that a Function saves and that are neither inputs nor outputs: constants to the

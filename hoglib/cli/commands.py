@@ -15,10 +15,9 @@ from hoglib.auditing.api import audit as audit_loss
 from hoglib.auditing.problem import problems
 from hoglib.capture.backend import cpp_compiler
 from hoglib.cli import op_table, self_test
-from hoglib.cli.isolation import Check, Targets, Work, found_here, found_in_child
-from hoglib.cli.outcomes import NOT_RUN, RIGHT, WRONG, Outcomes, print_error, stdout_for
+from hoglib.cli.isolation import Check, Targets, found_here, found_in_child
+from hoglib.cli.outcomes import RIGHT, WRONG, Outcomes, stdout_for
 from hoglib.cli.targets import SAMPLES, Target, factories, functions, object_of
-from hoglib.errors import HoglibError
 from hoglib.stand_ins.mode import stand_in_table
 from hoglib.verification.api import verify as verify_function
 from hoglib.verification.report import MODES
@@ -37,18 +36,13 @@ def verify(
     switches = {"surrogate": surrogate, "full": full}
     options |= {name: True for name, on in switches.items() if on}
     with stdout_for(json):
-        try:
-            targets, without_samples = functions(target, inputs)
-            work = Work(_verifications, (target, tuple(inputs), reference, options), seed)
-            here = _verifications(*work.arguments)
-        except HoglibError as error:
-            print_error(error)
-            return NOT_RUN
+        targets, without_samples = functions(target, inputs)
+        make = partial(_verifications, target, tuple(inputs), reference, options)
+        here = make()
         names = [one.name for one in targets]
         outcomes = Outcomes(seed, as_json=json, show_tables=verbose or len(names) == 1)
-        isolated = time_limit > 0
-        found = found_in_child(work, names, time_limit) if isolated else found_here(here, seed)
-        for one in found:
+        isolated = found_in_child(make, seed, names, time_limit)
+        for one in isolated if time_limit > 0 else found_here(here, seed):
             outcomes.take(one, "verifying")
     missing = ", ".join(without_samples)
     note = f", {len(without_samples)} without {SAMPLES}() ({missing})" if missing else ""
@@ -64,8 +58,13 @@ def _verifications(
 
 
 def _samples(target: Target, options: dict[str, Any]) -> Iterator[Check]:
-    """A check of each sample of one Function, which may have its reference as a static method."""
-    samples = target.samples()
+    """A check of each sample of one Function, which may have its reference as a static method.
+
+    A list of tuples is several samples, anything else is one.
+    """
+    made = target.inputs()
+    several = isinstance(made, list) and made and all(isinstance(one, tuple) for one in made)
+    samples = made if several else [made]
     own = getattr(target.fn, "reference", None) if isinstance(target.fn, type) else None
     if callable(own):
         options = {"reference": own} | options
@@ -80,11 +79,7 @@ def audit(
 ) -> int:  # fmt: skip
     """`hoglib audit`: the losses that a factory of a module or a file returns."""
     with stdout_for(json):
-        try:
-            found = factories(target)
-        except HoglibError as error:
-            print_error(error)
-            return NOT_RUN
+        found = factories(target)
         outcomes = Outcomes(seed, as_json=json, show_tables=verbose or len(found) == 1)
         options = {"routes": routes, "stand_ins": stand_ins}
         targets = [(name, partial(_problems, name, make, options)) for name, make in found.items()]
@@ -102,8 +97,7 @@ def _problems(name: str, factory: Callable[[], Any], options: dict[str, Any]) ->
 
 def ops(*, markdown: bool) -> int:
     """`hoglib ops`: the table of ops."""
-    table = op_table.rows()
-    print(op_table.markdown(table) if markdown else op_table.text(table))
+    print((op_table.markdown if markdown else op_table.text)(op_table.rows()))
     return RIGHT
 
 
@@ -161,13 +155,12 @@ def _environment() -> dict[str, Any]:
 
 def _environment_text(facts: dict[str, Any]) -> str:
     cuda = f"CUDA {facts['cuda']}, {', '.join(facts['devices'])}" if facts["devices"] else "no GPU"
-    lines = [
+    return (
         f"hoglib {facts['hoglib']}, Python {facts['python']}, torch {facts['torch']}, "
-        f"{facts['platform']}, {cuda}, {facts['threads']} threads",
-        f"C++ compiler: {facts['compiler'] or 'none; graphs run without being compiled'}",
-        f"Compiled graphs: {facts['cache']}",
-    ]
-    return "\n".join(lines)
+        f"{facts['platform']}, {cuda}, {facts['threads']} threads\n"
+        f"C++ compiler: {facts['compiler'] or 'none; graphs run without being compiled'}\n"
+        f"Compiled graphs: {facts['cache']}"
+    )
 
 
 def _stand_ins_text(stand_ins: list[dict[str, Any]]) -> str:

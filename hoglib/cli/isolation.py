@@ -10,11 +10,10 @@ import io
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import Connection, wait
 from threading import Thread
-from typing import Any, NamedTuple, final
+from typing import NamedTuple
 
 import torch
 
@@ -25,31 +24,17 @@ START = 300.0  # seconds for a child to import torch and the user's file
 
 
 class Found(NamedTuple):
-    """What is known of one check: that it began, its report, or why there is none."""
+    """What is known of one check: its report, or why there is none; with neither, that it began."""
 
     place: int  # of the target in their order
     label: str
     report: Report | None = None
     why: str = ""
 
-    @property
-    def is_begin(self) -> bool:
-        return self.report is None and not self.why
-
 
 Check = tuple[str, Callable[[], Report]]  # its label, and what it runs
 # names, and what makes the checks of each
 Targets = Sequence[tuple[str, Callable[[], Iterator[Check]]]]
-
-
-@final
-@dataclass(frozen=True)
-class Work:
-    """What a child does: the checks of the targets that `make(*arguments)` gives."""
-
-    make: Callable[..., Targets]
-    arguments: tuple[Any, ...]
-    seed: int
 
 
 def found_here(
@@ -84,28 +69,33 @@ def _text(error: BaseException) -> str:
     return error_text(error)
 
 
-def found_in_child(work: Work, names: list[str], limit: float) -> Iterator[Found]:
+def found_in_child(
+    make: Callable[[], Targets], seed: int, names: list[str], limit: float
+) -> Iterator[Found]:
     """What is found of each target, with at most `limit` seconds for a check.
 
     Args:
-        work: What to do. It is pickled.
+        make: Makes the targets, in the child. It is pickled.
+        seed: Of torch, set before each check.
         names: Of the targets.
         limit: In seconds.
     """
     start = 0
     while start < len(names):
         at = Found(start, names[start])
-        for found in _of_one_child(work, at, limit):
+        for found in _of_one_child(make, seed, at, limit):
             at = found
             yield found
         start = at.place + 1
 
 
-def _of_one_child(work: Work, at: Found, limit: float) -> Iterator[Found]:
+def _of_one_child(
+    make: Callable[[], Targets], seed: int, at: Found, limit: float
+) -> Iterator[Found]:
     """Until all targets are done, or the child is."""
     context = get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
-    child = context.Process(target=_run, args=(theirs, work, at.place), daemon=True)
+    child = context.Process(target=_run, args=(theirs, make, seed, at.place), daemon=True)
     child.start()
     theirs.close()
     allowed = START
@@ -141,22 +131,31 @@ def _ended(code: int | None) -> str:
     return f"it ended the process with exit status {code}."
 
 
-def _run(to: Connection, work: Work, start: int) -> None:
+def _run(to: Connection, make: Callable[[], Targets], seed: int, start: int) -> None:
     """The child: sends what it finds, and None at the end."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent reports an interrupt
-    copies = _Copies()
+    generation = 0  # of copies, which a Function forks
+
+    def count_copies() -> None:
+        """Ends copies of copies at once: those of a Function that forks at each call, and that return
+        from it as their original does, would double in number at each."""
+        nonlocal generation
+        generation += 1
+        if generation > 1:
+            os._exit(0)
+
     if hasattr(os, "fork"):  # not on Windows
         os.setpgid(0, 0)
-        os.register_at_fork(after_in_child=copies.count)
+        os.register_at_fork(after_in_child=count_copies)
     Thread(target=_end_with_parent, daemon=True).start()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the user's code runs some hundred times
 
     def send(found: Found | None) -> None:
-        if copies.generation:  # a Function forked this one, which went on as its original does
+        if generation:  # a Function forked this one, which went on as its original does
             os._exit(0)
         to.send(found)
 
-    for found in found_here(work.make(*work.arguments), work.seed, start):
+    for found in found_here(make(), seed, start):
         send(found)
     send(None)
 
@@ -173,16 +172,3 @@ def _end_with_parent() -> None:
 def _kill_group(leader: int) -> None:
     if hasattr(os, "killpg"):  # not on Windows
         os.killpg(leader, signal.SIGKILL)
-
-
-class _Copies:
-    """Ends copies of copies of the child at once: those of a Function that forks at each call, and that
-    return from it as their original does, would double in number at each."""
-
-    def __init__(self) -> None:
-        self.generation = 0
-
-    def count(self) -> None:
-        self.generation += 1
-        if self.generation > 1:
-            os._exit(0)

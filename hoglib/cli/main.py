@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 from hoglib._version import __version__
 from hoglib.cli import commands
+from hoglib.cli.outcomes import NOT_RUN, print_error
+from hoglib.errors import HoglibError
 
 DESCRIPTION = """\
 Checks of second derivatives: verify a custom Function, audit a model's loss; list hoglib's ops; check
@@ -90,7 +92,11 @@ def main(args: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without Unicode
     try:
         options = vars(given)
-        status: int = getattr(commands, options.pop("command"))(**options)
+        try:
+            status: int = getattr(commands, options.pop("command"))(**options)
+        except HoglibError as error:
+            print_error(error)
+            status = NOT_RUN
         sys.stdout.flush()
         return status
     except KeyboardInterrupt:
@@ -123,19 +129,8 @@ def _parser() -> argparse.ArgumentParser:
             name, help=summary, description=description, formatter_class=raw
         )
 
-    _add_verify_arguments(command("verify", "verify the derivatives of custom Functions", VERIFY))
-    _add_audit_arguments(command("audit", "audit the second derivatives of a model's loss", AUDIT))
-    ops = command("ops", "list the ops", OPS)
-    _add_switch(ops, "as the table of docs/ops.md", "--markdown")
-    env = command("env", "list versions, devices, and the torch calls that have stand-ins", ENV)
-    check = command("check", "is this installation fine? ten seconds", CHECK)
-    for one in (env, check):
-        _add_switch(one, "print JSON", "--json")
-    return parser
-
-
-def _add_verify_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+    verify = command("verify", "verify the derivatives of custom Functions", VERIFY)
+    add = verify.add_argument
     add("target", help="package.module:Function, path/to/file.py or path/to/file.py:Function")
     add(
         "--input", action="append", default=[], metavar="EXPRESSION", dest="inputs",
@@ -145,17 +140,15 @@ def _add_verify_arguments(parser: argparse.ArgumentParser) -> None:
     add("--orders", type=_numbers, metavar="1,2,3", help="orders to check (default: 1,2)")
     modes = "modes to check (default: all supported)"
     add("--modes", type=_words, metavar="rr,fr,rf,ff", help=modes)
-    _add_switch(parser, "the gradient differs from the derivative on purpose", "--surrogate")
-    _add_switch(parser, "check every element instead of random directions", "--full")
+    _add_switch(verify, "the gradient differs from the derivative on purpose", "--surrogate")
+    _add_switch(verify, "check every element instead of random directions", "--full")
     add(
         "--time-limit", type=float, default=60.0, metavar="SECONDS",
         help="for one check, in a process of its own (default: 60); 0: in this process, without one",
     )  # fmt: skip
-    _add_common_arguments(parser, "inputs are")
-
-
-def _add_audit_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+    _add_common_arguments(verify, "inputs are")
+    audit = command("audit", "audit the second derivatives of a model's loss", AUDIT)
+    add = audit.add_argument
     add("target", help="package.module:factory, path/to/file.py or path/to/file.py:factory")
     add(
         "--routes", type=_words, metavar="rr,fr,...",
@@ -165,7 +158,14 @@ def _add_audit_arguments(parser: argparse.ArgumentParser) -> None:
         "--stand-ins", action=argparse.BooleanOptionalAction, default=True,
         help="check what hoglib runs, inside of hoglib.second_order(), or torch as it is",
     )  # fmt: skip
-    _add_common_arguments(parser, "a problem is")
+    _add_common_arguments(audit, "a problem is")
+    ops = command("ops", "list the ops", OPS)
+    _add_switch(ops, "as the table of docs/ops.md", "--markdown")
+    env = command("env", "list versions, devices, and the torch calls that have stand-ins", ENV)
+    check = command("check", "is this installation fine? ten seconds", CHECK)
+    for one in (env, check):
+        _add_switch(one, "print JSON", "--json")
+    return parser
 
 
 def _add_common_arguments(parser: argparse.ArgumentParser, made: str) -> None:

@@ -30,7 +30,7 @@ class Outcomes:
 
     def take(self, found: Found, doing: str) -> None:
         """Print a report, or why there is none."""
-        if found.is_begin:
+        if found.report is None and not found.why:
             _show_progress(f"{doing} {found.label} ...")
             return
         _show_progress("")
@@ -57,26 +57,7 @@ class Outcomes:
     def conclude(self, note: str = "", **more: object) -> int:
         """Print the JSON, or one line about several reports and the note; the exit status."""
         if self.as_json:
-            print(self._json(**more))
-        elif note or len(self.reports) + len(self.failures) > 1:
-            print(self._summary() + note)
-        return self.status
-
-    def _summary(self) -> str:
-        wrong = [report.name for report in self.reports if report.ran and not report.ok]
-        unknown = [report.name for report in self.reports if report.ok and not report.judged]
-        not_run = [
-            *(report.name for report in self.reports if not report.ran),
-            *(name for name, _ in self.failures),
-        ]
-        right = sum(report.ok and report.judged for report in self.reports)
-        kinds = {"WRONG": wrong, "not judged": unknown, "not run": not_run}
-        rest = [f"{len(of)} {kind} ({', '.join(of)})" for kind, of in kinds.items() if of]
-        return ", ".join([f"{right} right", *rest])
-
-    def _json(self, **more: object) -> str:
-        return json.dumps(
-            {
+            found = {
                 "ok": self.status == RIGHT,
                 "reports": [report.to_dict() for report in self.reports],
                 "not_run": [{"name": name, "error": error} for name, error in self.failures],
@@ -84,9 +65,21 @@ class Outcomes:
                 "seed": self.seed,
                 "hoglib": __version__,
                 "torch": torch.__version__,
-            },
-            indent=2,
-        )
+            }
+            print(json.dumps(found, indent=2))
+        elif note or len(self.reports) + len(self.failures) > 1:
+            print(self._summary() + note)
+        return self.status
+
+    def _summary(self) -> str:
+        wrong = [report.name for report in self.reports if report.ran and not report.ok]
+        unknown = [report.name for report in self.reports if report.ok and not report.judged]
+        not_run = [report.name for report in self.reports if not report.ran]
+        not_run += [name for name, _ in self.failures]
+        right = sum(report.ok and report.judged for report in self.reports)
+        kinds = {"WRONG": wrong, "not judged": unknown, "not run": not_run}
+        rest = [f"{len(of)} {kind} ({', '.join(of)})" for kind, of in kinds.items() if of]
+        return ", ".join([f"{right} right", *rest])
 
 
 def stdout_for(as_json: bool) -> AbstractContextManager:

@@ -65,8 +65,9 @@ def _outcome(name: str, check: Check, device: torch.device) -> Outcome:
     return Outcome(name, status, perf_counter() - began, why)
 
 
-def _network(device: torch.device) -> nn.Module:
-    """A float64 network with LayerNorm and attention, whose second derivatives torch has in part."""
+def hessian_vector_product(device: torch.device) -> None:
+    """Of a network with LayerNorm and attention, whose second derivatives torch has in part, against
+    central differences of the gradient."""
 
     class Attention(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -74,12 +75,7 @@ def _network(device: torch.device) -> nn.Module:
             return F.scaled_dot_product_attention(q, k, v)
 
     layers = nn.Linear(3, 12), nn.LayerNorm(12), Attention(), nn.Tanh(), nn.Linear(4, 2)
-    return nn.Sequential(*layers).to(device, torch.float64)
-
-
-def hessian_vector_product(device: torch.device) -> None:
-    """Against central differences of the gradient."""
-    model = _network(device)
+    model = nn.Sequential(*layers).to(device, torch.float64)
     x, y = torch.randn(2, 5, 3).to(device).double(), torch.randn(2, 5, 2).to(device).double()
     loss, params = hog.functional_loss(model, F.mse_loss), hog.trainable_params(model)
     v = {name: torch.randn_like(p) for name, p in params.items()}

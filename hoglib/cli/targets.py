@@ -1,7 +1,6 @@
 """The objects that a target on the command line names: Functions to verify, factories of losses to
 audit."""
 
-import importlib
 import importlib.util
 import math
 import sys
@@ -29,18 +28,24 @@ class Target(NamedTuple):
     fn: Callable[..., Any] | type[Function]
     inputs: Callable[[], Any]
 
-    def samples(self) -> list[Any]:
-        """The inputs of each call: a list of tuples is several, anything else is one."""
-        made = self.inputs()
-        several = isinstance(made, list) and made and all(isinstance(one, tuple) for one in made)
-        return made if several else [made]
-
 
 def functions(target: str, inputs: Sequence[str]) -> tuple[list[Target], list[str]]:
     """The Functions that a target names, and the names of those in its file that have no samples."""
     path, _, name = target.partition(":")
     if name:
-        return [_named_function(target, name, inputs)], []
+        fn = object_of(target, "target")
+        if isinstance(fn, type) and not issubclass(fn, Function):
+            raise ArgumentValueError(
+                f"{target}: expected a Function, a function or a module, got the class {fn.__name__}; "
+                f"name an instance of it: define `model = {fn.__name__}(...)` and pass :model."
+            )
+        if not inputs and not hasattr(fn, SAMPLES):
+            raise ArgumentValueError(
+                f"{target}: expected inputs, got none; pass one --input for each argument, such as "
+                f'--input "randn(3, 4)", or give the Function a static method {SAMPLES}().'
+            )
+        own = (lambda: tuple(map(_evaluated, inputs))) if inputs else getattr(fn, SAMPLES)
+        return [Target(name, fn, own)], []
     if not path.endswith(".py"):
         raise ArgumentValueError(
             f"expected package.module:Function or path/to/file.py, got {target!r}"
@@ -64,23 +69,6 @@ def functions(target: str, inputs: Sequence[str]) -> tuple[list[Target], list[st
         )
     without = [f.__name__ for f in found if f not in with_samples]
     return [Target(f.__name__, f, getattr(f, SAMPLES)) for f in with_samples], without
-
-
-def _named_function(target: str, name: str, inputs: Sequence[str]) -> Target:
-    fn = object_of(target, "target")
-    if isinstance(fn, type) and not issubclass(fn, Function):
-        raise ArgumentValueError(
-            f"{target}: expected a Function, a function or a module, got the class {fn.__name__}; "
-            f"name an instance of it: define `model = {fn.__name__}(...)` and pass :model."
-        )
-    if inputs:
-        return Target(name, fn, lambda: tuple(map(_evaluated, inputs)))
-    if not hasattr(fn, SAMPLES):
-        raise ArgumentValueError(
-            f"{target}: expected inputs, got none; pass one --input for each argument, such as --input "
-            f'"randn(3, 4)", or give the Function a static method {SAMPLES}().'
-        )
-    return Target(name, fn, getattr(fn, SAMPLES))
 
 
 def _defined_in(module: ModuleType) -> dict[str, Any]:
@@ -137,7 +125,10 @@ def object_of(target: str, what: str) -> Any:
     path, _, name = target.partition(":")
     if not name:
         raise ArgumentValueError(f"{what}: expected package.module:name, got {target!r}.")
-    found: Any = module_of_file(path) if path.endswith(".py") else _module(path)
+    if path.endswith(".py"):
+        found: Any = module_of_file(path)
+    else:
+        found = _imported(path, "", lambda: importlib.import_module(path))  # as `python -m` does
     for part in name.split("."):
         if not hasattr(found, part):
             known = [key for key, value in vars(found).items() if callable(value) and key[0] != "_"]
@@ -147,10 +138,6 @@ def object_of(target: str, what: str) -> Any:
             )
         found = getattr(found, part)
     return found
-
-
-def _module(name: str) -> ModuleType:
-    return _imported(name, "", lambda: importlib.import_module(name))  # as `python -m` does
 
 
 def module_of_file(path: str) -> ModuleType:

@@ -1,7 +1,7 @@
 """Second derivatives audited before the first step of a fit."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -110,55 +110,40 @@ class SecondOrderAudit(pl.Callback):
         error: Exception | None = None
         try:
             with isolate_rng():
-                self.reports = tuple(self._audit(pl_module, batch))
+                found = []
+                for name, *problem in second_order_problems(pl_module, batch):
+                    report = audit(*problem, routes=self.routes, stand_ins=self.stand_ins)
+                    report.name = name
+                    found.append(report)
+                self.reports = tuple(found)
         except Exception as caught:  # raised below, once the other processes know of it
             error = caught
-        own = _Outcome(
-            "" if error is None else error_text(error),
-            "\n\n".join(self._text(report) for report in self.reports if not report.ok),
-        )
-        found: list[_Outcome] = gathered(own)
+        why = "" if error is None else error_text(error)
+        own = why, "\n\n".join(self._text(report) for report in self.reports if not report.ok)
+        everywhere: list[tuple[str, str]] = gathered(own)
         if error is not None:
             raise error
         for report in self.reports:
             if report.ok or self.action == "warn":
                 pl_module.print(self._text(report) + "\n")
-        for rank, outcome in enumerate(found):
-            if outcome.error or outcome.wrong:
-                self._act(pl_module, outcome, f" in process {rank}" if len(found) > 1 else "")
-
-    def _audit(self, module: pl.LightningModule, batch: Any) -> list[Report]:
-        found = []
-        for name, *problem in second_order_problems(module, batch):
-            report = audit(*problem, routes=self.routes, stand_ins=self.stand_ins)
-            report.name = name
-            found.append(report)
-        return found
+        for rank, (why, wrong) in enumerate(everywhere):
+            where = f" in process {rank}" if len(everywhere) > 1 else ""
+            what = f"{type(pl_module).__name__}.{METHOD}{where}"
+            if why:
+                raise ArgumentValueError(f"{what}: {why}")
+            if not wrong:
+                continue
+            message = f"{what}: expected right second derivatives, got these:\n\n{wrong}\n\n"
+            if self.action == "warn":
+                warn(f"{message}The training continues with them.")
+            else:
+                raise WrongSecondDerivative(
+                    f"{message}No step was taken. Fix the modules that are named, or train with the "
+                    "wrong derivatives: SecondOrderAudit(action='warn')."
+                )
 
     def _text(self, report: Report) -> str:
         return report.text(table=self.verbose)
-
-    def _act(self, module: pl.LightningModule, outcome: "_Outcome", where: str) -> None:
-        what = f"{type(module).__name__}.{METHOD}"
-        if outcome.error:
-            raise ArgumentValueError(f"{what}{where}: {outcome.error}")
-        message = (
-            f"{what}{where}: expected right second derivatives, got these:\n\n{outcome.wrong}\n\n"
-        )
-        if self.action == "warn":
-            warn(f"{message}The training continues with them.")
-        else:
-            raise WrongSecondDerivative(
-                f"{message}No step was taken. Fix the modules that are named, or train with the wrong "
-                "derivatives: SecondOrderAudit(action='warn')."
-            )
-
-
-class _Outcome(NamedTuple):
-    """What one process found: why it could not audit, and the text of the reports that failed."""
-
-    error: str
-    wrong: str
 
 
 def check_method(module: pl.LightningModule) -> None:

@@ -1,7 +1,6 @@
 """The spectrum of the Hessian, measured during a fit."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple, final
 
 import lightning.pytorch as pl
@@ -160,8 +159,7 @@ class CurvatureMonitor(pl.Callback):
             self._start(done, batch)
         # only now has Lightning's step count for the loggers reached the batch of the measurement
         if done % self.every == 0:
-            if not self._measured(done):
-                self._measure(pl_module, done, batch)
+            self._measure(pl_module, done, batch)
             self._log(trainer, pl_module, done)
 
     def on_train_batch_end(
@@ -181,8 +179,7 @@ class CurvatureMonitor(pl.Callback):
         if self._batch is None:
             return  # there was no batch
         done = _batches(trainer)
-        if not self._measured(done):
-            self._measure(pl_module, done, self._batch)
+        self._measure(pl_module, done, self._batch)
         self._log(trainer, pl_module, done, shown=False)
 
     def state_dict(self) -> dict[str, Any]:
@@ -210,26 +207,38 @@ class CurvatureMonitor(pl.Callback):
             self._saved = _saved(batch)
         self._batch = _restored(self._saved, batch)
 
-    def _measured(self, done: int) -> bool:
-        return bool(self.history) and self.history[-1].batch == done
-
     def _measure(self, module: pl.LightningModule, done: int, batch: Any) -> None:
+        if self.history and self.history[-1].batch == done:
+            return  # measured already
         own = f"{type(module).__name__}.{METHOD}"
         generator = torch.Generator()
         seed = (self.seed * 2**20 + done) % 2**32  # torch uses the lower bits of a larger one
+        when = f"CurvatureMonitor, {own} after {done} batches"
         found = []
-        with isolate_rng(), restore_buffers(), torch.enable_grad(), _explain_errors(own, done):
-            batch = self._batch if self.fixed_batch else batch
-            for name, loss, params, given in second_order_problems(module, batch):
-                shared = any(map(is_sharded, pytree.leaves(params)))  # with all its processes
-                processes = "sharded" if world_size() > 1 and not shared else None
-                spectrum = hessian_spectrum(
-                    loss, params, given, k=self.k, num_samples=self.num_samples, steps=self.steps,
-                    stand_ins=self.stand_ins, generator=generator.manual_seed(seed),
-                    processes=processes, max_iter=self.max_iter,
-                )  # fmt: skip
-                short = name.removeprefix(own).removeprefix("[").removesuffix("]")
-                found.append(Measurement(done, short, spectrum))
+        try:
+            with isolate_rng(), restore_buffers(), torch.enable_grad():
+                batch = self._batch if self.fixed_batch else batch
+                for name, loss, params, given in second_order_problems(module, batch):
+                    shared = any(map(is_sharded, pytree.leaves(params)))  # with all its processes
+                    processes = "sharded" if world_size() > 1 and not shared else None
+                    spectrum = hessian_spectrum(
+                        loss, params, given, k=self.k, num_samples=self.num_samples,
+                        steps=self.steps, stand_ins=self.stand_ins,
+                        generator=generator.manual_seed(seed), processes=processes,
+                        max_iter=self.max_iter,
+                    )  # fmt: skip
+                    short = name.removeprefix(own).removeprefix("[").removesuffix("]")
+                    found.append(Measurement(done, short, spectrum))
+        except NondeterministicError as error:
+            raise NondeterministicError(
+                f"{when}: expected a loss that is the same at each call, got one that is not ({error}) "
+                f"Measure a copy of the network in eval mode, for instance\n{QUIET}"
+            ) from error
+        except NonFiniteError as error:
+            raise NonFiniteError(
+                f"{when}: {error} The training has diverged, or its first loss is not finite: lower "
+                "the learning rate, or look at the initial parameters."
+            ) from error
         self.history += found  # of all problems or none
 
     def _at(self, done: int) -> Iterator[Measurement]:
@@ -259,24 +268,6 @@ class CurvatureMonitor(pl.Callback):
 def _batches(trainer: pl.Trainer) -> int:
     """The batches of all epochs up to the one in progress, or the one that has just ended."""
     return trainer.fit_loop.epoch_loop.total_batch_idx + 1
-
-
-@contextmanager
-def _explain_errors(what: str, done: int) -> Iterator[None]:
-    """Errors of a measurement name the callback, and say what to do."""
-    try:
-        yield
-    except NondeterministicError as error:
-        raise NondeterministicError(
-            f"CurvatureMonitor, {what} after {done} batches: expected a loss that is the same at "
-            f"each call, got one that is not ({error}) Measure a copy of the network in eval "
-            f"mode, for instance\n{QUIET}"
-        ) from error
-    except NonFiniteError as error:
-        raise NonFiniteError(
-            f"CurvatureMonitor, {what} after {done} batches: {error} The training has diverged, or "
-            "its first loss is not finite: lower the learning rate, or look at the initial parameters."
-        ) from error
 
 
 class _Saved(NamedTuple):

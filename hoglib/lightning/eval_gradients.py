@@ -47,20 +47,13 @@ class EvalGradients:
         super().__init_subclass__(**options)
         for name in STEPS:
             step = getattr(cls, name, None)
+            # Lightning's own does nothing; overriding it would make the trainer run the loop. Its
+            # predict_step calls forward, and counts as a step.
+            default = name != "predict_step" and step is getattr(pl.LightningModule, name)
             if name in vars(cls):
                 setattr(cls, name, _with_gradients(vars(cls)[name]))
-            elif (
-                step is not None
-                and not hasattr(step, "_enables_gradients")
-                and not _is_default(name, step)
-            ):
+            elif step is not None and not default and not hasattr(step, "_enables_gradients"):
                 setattr(cls, name, _with_gradients(_inherited(cls, name, step)))
-
-
-def _is_default(name: str, step: Step) -> bool:
-    """Whether a step is Lightning's own, which does nothing; overriding it would make the trainer run
-    the loop. Lightning's own predict_step calls forward, and counts as a step."""
-    return name != "predict_step" and step is getattr(pl.LightningModule, name)
 
 
 def _inherited(cls: type, name: str, step: Step) -> Step:

@@ -80,7 +80,14 @@ class OnDisk:
         """Inside, the directory is that of the call, and no other process works in it."""
         with self._explained("the manifest"):
             self.directory.mkdir(parents=True, exist_ok=True)
-        self._refuse_other_files()  # before there is a lock in a directory of somebody else's
+        known = LOCK, f"{MANIFEST}.tmp"
+        others = [path.name for path in self.directory.iterdir() if path.name not in known]
+        # before there is a lock in a directory of somebody else's
+        if others and not (self.directory / MANIFEST).exists():
+            raise ArgumentValueError(
+                f"directory: expected an empty directory or one of an earlier memory='disk', got "
+                f"{self.directory}, which holds {', '.join(sorted(others)[:3])}; name another one."
+            )
         with ExitStack() as stack:
             with self._explained("its lock"):
                 stream = stack.enter_context((self.directory / LOCK).open("w"))
@@ -95,22 +102,11 @@ class OnDisk:
             self._open()
             yield
 
-    def _refuse_other_files(self) -> None:
-        if (self.directory / MANIFEST).exists():
-            return
-        known = LOCK, _temporary(MANIFEST)
-        others = [path.name for path in self.directory.iterdir() if path.name not in known]
-        if others:
-            raise ArgumentValueError(
-                f"directory: expected an empty directory or one of an earlier memory='disk', got "
-                f"{self.directory}, which holds {', '.join(sorted(others)[:3])}; name another one."
-            )
-
     def _open(self) -> None:
         """Go on with the call of the directory, which has to be this one."""
         manifest = self.directory / MANIFEST
         with self._explained("the manifest"):
-            for left in self.directory.glob(_temporary("*")):  # of a process that was killed
+            for left in self.directory.glob("*.tmp"):  # of a process that was killed
                 left.unlink(missing_ok=True)
             known: dict[str, Any] | None = {} if manifest.exists() else None
             with suppress(FileNotFoundError, ValueError):  # a damaged one is that of no call
@@ -185,7 +181,7 @@ class OnDisk:
 
     def _write(self, name: str, content: Any) -> None:
         """Write a file so that it is there as a whole or not at all."""
-        temporary = self.directory / _temporary(name)
+        temporary = self.directory / f"{name}.tmp"
         with self._explained(f"{len(content) / 2**20:.1f} MiB"):
             try:
                 write_bytes(temporary, content)
@@ -255,10 +251,6 @@ def check_directory(memory: str, directory: Any) -> Path | None:
             f"directory: expected a directory, got the file {found}; name another."
         )
     return found
-
-
-def _temporary(name: str) -> str:
-    return f"{name}.tmp"
 
 
 def _name(step: int) -> str:

@@ -76,8 +76,8 @@ def _meta_gradient(
 
     def of_task(support: Any, query: Any) -> TaskResult:
         if wanted:
-            return loop.meta_gradient(start, support, query, None, given)
-        return loop.outer_loss(start, support, query, None, given)[0]
+            return loop.meta_gradient(start, support, query, given)
+        return loop.outer_loss(start, support, query, given)[0]
 
     with stand_ins_if(loop.options.stand_ins):
         return map_tasks(of_task, (support, query)) if mapped else of_task(support, query)

@@ -115,14 +115,13 @@ class ModuleLoop:
         return MetaParams(model, {name: p for name, p in learned if p.requires_grad})
 
     def meta_gradient(
-        self, start: MetaParams, support: Any, query: Any, steps: int | None = None,
-        weights: StepWeights = None,
-    ) -> TaskResult:  # fmt: skip
+        self, start: MetaParams, support: Any, query: Any, weights: StepWeights = None
+    ) -> TaskResult:
         """The outer loss of one task and its gradient with respect to all that is learned."""
         if torch_internals.transforms_active():
 
             def outer(start: MetaParams) -> tuple[Tensor, TaskResult]:
-                result, _ = self.outer_loss(start, support, query, steps, weights)
+                result, _ = self.outer_loss(start, support, query, weights)
                 return result.value, result
 
             grads, (_, result) = torch.func.grad_and_value(outer, has_aux=True)(start)
@@ -132,20 +131,19 @@ class ModuleLoop:
             own = [leaf.detach().requires_grad_() for leaf in leaves]
         with keep_swapped():  # backward may recompute parts of the model
             start = pytree.unflatten(own, structure)
-            result, _ = self.outer_loss(start, support, query, steps, weights)
+            result, _ = self.outer_loss(start, support, query, weights)
             found = torch.autograd.grad(result.value, own, allow_unused=True)
         grads = pytree.unflatten(materialize_grads(list(found), own), structure)
         return result._replace(value=result.value.detach(), grads=grads)
 
     def outer_loss(
-        self, start: MetaParams, support: Any, query: Any, steps: int | None = None,
-        weights: StepWeights = None,
-    ) -> tuple[TaskResult, Params]:  # fmt: skip
+        self, start: MetaParams, support: Any, query: Any, weights: StepWeights = None
+    ) -> tuple[TaskResult, Params]:
         """The outer loss of one task after the inner loop, without its gradient; and what adapted.
 
-        steps, weights: of the outer losses; where they are not those of the options.
+        weights: of the outer losses; where they are not those of the options.
         """
-        steps = self.options.inner_steps if steps is None else steps
+        steps = self.options.inner_steps
         weights = self.options.weights_for(steps) if weights is None else weights
         found = self.unroll(start, support, steps, query, weights)
         with self._record_statistics() as statistics:
@@ -170,11 +168,12 @@ class ModuleLoop:
 
         def outer(i: int, params: Params, constants: Any) -> Tensor | None:
             start, _, query = constants
-            if weights is None or i + 1 == steps or not _is_used(weights[i]):
+            weight: float | Tensor = 0.0 if weights is None or i + 1 == steps else weights[i]
+            if not isinstance(weight, Tensor) and weight == 0:
                 return None
             with self.keeps_graph():
                 value = self.outer_value(start, params, query, i + 1)
-            return _weighted(weights[i], value)
+            return _weighted(weight, value)
 
         fixed_rule = None if start.modules else self.rule_at(0, start)
         inner = InnerSteps(
@@ -380,10 +379,6 @@ def _check_step_weights(value: Any) -> list[float] | None:
             f"step_weights: expected a list of numbers, got {validation.describe(value)}."
         )
     return [validation.number("step_weights", weight, minimum=0) for weight in value]
-
-
-def _is_used(weight: float | Tensor) -> bool:
-    return isinstance(weight, Tensor) or weight != 0
 
 
 def _weighted(weight: float | Tensor, value: Tensor) -> Tensor:

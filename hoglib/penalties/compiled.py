@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hoglib._core import pytree
+from hoglib._core.blocks import Remat
 from hoglib._core.closures import owner_of
 from hoglib._core.gradient_graph import graph_summary
 from hoglib._core.state import preserve_random_state
@@ -68,10 +69,14 @@ def _was_checked(*_: Any) -> None:
     """Nothing more to check before the capture."""
 
 
-def backend_of(backend: Any) -> Any:
-    """The backend of the options; None where nothing is compiled: without gradients, and where the call
-    is part of an outer transform or capture."""
-    return backend if backend and torch.is_grad_enabled() and not runs_elsewhere() else None
+def backend_of(backend: Any, remat: Remat) -> Any:
+    """The backend that runs a penalty as one graph; with remat it runs the blocks instead.
+
+    None where nothing is compiled: without gradients, and where the call is part of an outer transform
+    or capture.
+    """
+    wanted = backend and remat is False and torch.is_grad_enabled() and not runs_elsewhere()
+    return backend if wanted else None
 
 
 def leaves_of(value: Tensor) -> list[Tensor]:

@@ -26,7 +26,7 @@ import functools
 import gc
 import itertools
 from collections.abc import Iterable
-from typing import Any, NamedTuple, final
+from typing import Any, final
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
@@ -44,11 +44,8 @@ _WRAPPERS: WeakValueDictionary[int, DistributedDataParallel] = WeakValueDictiona
 _CREATION_ORDER = itertools.count()
 
 
-class DDPParameters(NamedTuple):
-    """A DDP module, and the parameters of a critic whose gradients it averages."""
-
-    ddp: DistributedDataParallel
-    params: dict[str, Tensor]
+# a DDP module, and the parameters of a critic whose gradients it averages
+DDPParameters = tuple[DistributedDataParallel, dict[str, Tensor]]
 
 
 def averaged(name: str, penalty: Tensor, params: Iterable[Tensor], outputs: Any = ()) -> Tensor:
@@ -82,42 +79,42 @@ class _Averaged(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        for group in ctx.groups:
-            _compare_after(ctx.name, group)
+        for ddp, params in ctx.groups:
+            _compare_after(ctx.name, ddp, params)
         # None, not zeros: 0 * inf is NaN, and with find_unused_parameters=True .grad stays as it is
         return grads[0], None, None, *(None,) * ctx.outputs
 
 
-def _compare_after(name: str, group: DDPParameters) -> None:
-    """Compares the gradients at the end of the running backward, if it accumulates any."""
-    before = {key: _grad_version(p) for key, p in group.params.items()}
+def _compare_after(name: str, ddp: DistributedDataParallel, params: dict[str, Tensor]) -> None:
+    """Compares the gradients at the end of the running backward, if it accumulates any.
+
+    Once more if another backward adds to these gradients before an optimizer step: the gradient of a
+    loss that was computed before the penalty's backward is not averaged any more.
+    """
+    before = {key: _grad_version(p) for key, p in params.items()}
 
     def compare() -> None:
-        changed = [p for key, p in group.params.items() if _grad_version(p) != before[key]]
-        if not changed or not _is_averaging(group.ddp):
+        changed = [p for key, p in params.items() if _grad_version(p) != before[key]]
+        if not changed or not ddp.require_backward_grad_sync:
             return
-        _raise_if_different(name, group)
-        _compare_again(name, group, min(changed, key=Tensor.numel))
+        if torch_sharding.averages_otherwise(ddp):
+            return
+        _raise_if_different(name, ddp, params)
+        param = min(changed, key=Tensor.numel)
+        grad, version = param.grad, param._version
+
+        def added(p: Tensor) -> None:
+            handle.remove()
+            if p.grad is grad and p._version == version:
+                _compare_after(name, ddp, params)
+
+        handle = param.register_post_accumulate_grad_hook(added)
 
     torch_internals.after_backward(compare)
 
 
-def _compare_again(name: str, group: DDPParameters, param: Tensor) -> None:
-    """Compares once more if another backward adds to these gradients before an optimizer step: the
-    gradient of a loss that was computed before the penalty's backward is not averaged any more."""
-    grad, version = param.grad, param._version
-
-    def added(p: Tensor) -> None:
-        handle.remove()
-        if p.grad is grad and p._version == version:
-            _compare_after(name, group)
-
-    handle = param.register_post_accumulate_grad_hook(added)
-
-
-def _raise_if_different(name: str, group: DDPParameters) -> None:
+def _raise_if_different(name: str, ddp: DistributedDataParallel, params: dict[str, Tensor]) -> None:
     """Raises if the norm of a gradient differs between processes; equal norms are taken for equal."""
-    ddp, params = group
     norms = torch.stack([_norm(p) for p in params.values()]).double().nan_to_num(nan=torch.inf)
     extremes = torch.cat([norms, -norms])
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group=ddp.process_group)
@@ -131,12 +128,11 @@ def _raise_if_different(name: str, group: DDPParameters) -> None:
             f"{name}: expected gradients that are the same in all "
             f"{dist.get_world_size(ddp.process_group)} processes at the end of backward, got different "
             f"ones of {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}, which "
-            f"DistributedDataParallel has not averaged. {_advice(group)}"
+            f"DistributedDataParallel has not averaged. {_advice(ddp, params)}"
         )
 
 
-def _advice(group: DDPParameters) -> str:
-    ddp, params = group
+def _advice(ddp: DistributedDataParallel, params: dict[str, Tensor]) -> str:
     own = {id(p) for p in params.values()}
     idle = any(p.requires_grad and id(p) not in own for p in ddp.module.parameters())
     steps = [
@@ -172,15 +168,12 @@ def _grad_version(param: Tensor) -> tuple[int, int]:
     return (id(param.grad), -1 if param.grad is None else param.grad._version)
 
 
-def _is_averaging(ddp: DistributedDataParallel) -> bool:
-    return bool(ddp.require_backward_grad_sync) and not torch_sharding.averages_otherwise(ddp)
-
-
 def _groups(params: Iterable[Tensor]) -> list[DDPParameters]:
     """The DDP modules that average gradients of the parameters; for two around one the newer."""
     wanted = {id(p) for p in params if p.requires_grad}
     groups = []
-    for ddp in reversed(_wrappers()):
+    _find_and_watch()
+    for ddp in reversed(list(_WRAPPERS.values())):  # all that are alive
         own = {
             name: p
             for name, p in ddp.module.named_parameters()
@@ -188,22 +181,17 @@ def _groups(params: Iterable[Tensor]) -> list[DDPParameters]:
         }
         wanted -= {id(p) for p in own.values()}
         if own:
-            groups.append(DDPParameters(ddp, own))
+            groups.append((ddp, own))
     return groups
-
-
-def _wrappers() -> list[DistributedDataParallel]:
-    """All DDP modules that are alive, oldest first.
-
-    A module does not know what wraps it. Those created before the first call are found among the
-    objects of the garbage collector (60 to 200 ms, once); later ones by a hook as they register theirs.
-    """
-    _find_and_watch()
-    return list(_WRAPPERS.values())
 
 
 @functools.cache
 def _find_and_watch() -> None:
+    """Registers all DDP modules, oldest first.
+
+    A module does not know what wraps it. Those created before the first call are found among the
+    objects of the garbage collector (60 to 200 ms, once); later ones by a hook as they register theirs.
+    """
     for found in gc.get_objects():
         if issubclass(type(found), DistributedDataParallel):  # isinstance would ask proxies
             _register(found)

@@ -1,6 +1,6 @@
 """Forces, and matrices of force constants: derivatives of energies by positions."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple, Unpack, final
 
 import torch
@@ -71,9 +71,15 @@ def forces(
                 [0., 1.]])
     """
     validation.flag("hessian", hessian)
-    checked = check_options("forces", _without_penalty_options(options))
+    for name in ("reduction", "micro_batch", "return_outputs"):
+        if name in options:
+            raise ArgumentTypeError(
+                "forces: expected options among output, batch, autocast, stand_ins, compile; got "
+                f"{name!r}, which is an option of penalties only. Leave it out."
+            )
+    checked = check_options("forces", options)
     function = Forces(energy, hessian, checked._replace(batch=None))
-    backend = backend_of(checked.one_graph)
+    backend = backend_of(checked.compile, checked.remat)
     if backend is None:
         return function(positions, args, checked.batch)
     found = run_as_graph(
@@ -157,16 +163,6 @@ class Forces:
         return _result(energy, forces, hessian)
 
 
-def _without_penalty_options(options: Mapping[str, Any]) -> Mapping[str, Any]:
-    for name in ("reduction", "micro_batch", "return_outputs"):
-        if name in options:
-            raise ArgumentTypeError(
-                "forces: expected options among output, batch, autocast, stand_ins, compile; got "
-                f"{name!r}, which is an option of penalties only. Leave it out."
-            )
-    return options
-
-
 def _hessian(point: InputVJP, gradient: Vector, index: Any) -> Tensor | list[Tensor]:
     """H, of each structure by itself: [B, ..., ...], or a list for graphs."""
     validation.refuse_transforms("forces(hessian=True)", "use `torch.func.hessian(energy)` there.")
@@ -176,8 +172,12 @@ def _hessian(point: InputVJP, gradient: Vector, index: Any) -> Tensor | list[Ten
             "pass the others after it, as arguments of energy."
         )
     x, (g,) = point.leaves[0], gradient
-    if point.samples is not None:
-        _check_independent(point)
+    if point.samples is not None and value_checks_on() and is_batch_dependent(point):
+        raise ArgumentValueError(
+            f"forces(hessian=True): expected {point.y.numel()} energies of structures that do not act "
+            "on one another, got one that depends on the positions of others. Energies of atoms: add "
+            "them up by structure, and pass batch= for several."
+        )
     if index is not None:
         rows = _rows_by_structure(point, g, x, index)
         empty = x.new_zeros(0, *x.shape[1:], 0, *x.shape[1:])
@@ -210,16 +210,6 @@ def _structures(point: InputVJP, index: Any) -> Samples | None:
         )
     samples.set_count(y.numel())
     return samples
-
-
-def _check_independent(point: InputVJP) -> None:
-    """Raises if the energy of one structure depends on the positions of others."""
-    if value_checks_on() and is_batch_dependent(point):
-        raise ArgumentValueError(
-            f"forces(hessian=True): expected {point.y.numel()} energies of structures that do not act "
-            "on one another, got one that depends on the positions of others. Energies of atoms: add "
-            "them up by structure, and pass batch= for several."
-        )
 
 
 def _rows_by_structure(point: InputVJP, g: Tensor, x: Tensor, index: Tensor) -> list[list[Tensor]]:

@@ -137,11 +137,12 @@ class InputVJP:
         self.trainable = [leaf for key, leaf in self.graph.leaves.items() if key not in own]
         self.create_graph = create_graph and bool(self.trainable)
         self.gathered = GatheredParameters(self.modules if self.create_graph else ())
-        self.check_functions = self.create_graph and self.graph.has_user_code
-        if self.check_functions:
+        if self.create_graph and self.graph.has_user_code:
             check_gradient_flow(self.options.name, self.graph)
-        elif create_graph and not self.y.requires_grad and not is_frozen(self.func):
-            raise self.no_gradient_flow(NOT_OF_POINTS)
+        elif create_graph and not self.y.requires_grad:
+            frozen = [not p.requires_grad for p in parameters_of(self.func)]
+            if not (frozen and all(frozen)):
+                raise self.no_gradient_flow(NOT_OF_POINTS)
 
     def _run(self) -> Any:
         """The outputs of the function; at copies of the points if it changes them in place, which torch
@@ -186,10 +187,9 @@ class InputVJP:
         if self.transform_vjp is not None:
             u = torch.ones_like(self.y) if cotangent is None else cotangent
             return list(self.transform_vjp(u))
-        name = self.options.name
         grads: list[Tensor | None] = [None] * len(self.leaves)
         if self.y.requires_grad:
-            with self.backward_stand_ins(), translate_errors(name):
+            with self.backward_stand_ins(), translate_errors(self.options.name):
                 grads = gradients(
                     [self.y],
                     self.leaves,
@@ -306,7 +306,7 @@ class InputVJP:
             return self._select(outputs), outputs
 
         self.leaves, self.trainable = self.points, []
-        self.create_graph, self.check_functions = True, False
+        self.create_graph = True
         evaluated: Any = torch.func.vjp(function, *self.points, has_aux=True)
         self.y, vjp, self.outputs = evaluated
 
@@ -401,9 +401,3 @@ def parameters_of(func: Callable[..., Any]) -> Iterable[Tensor]:
     """The parameters of the module that a function is, or is a method of."""
     owner = owner_of(func)
     return owner.parameters() if isinstance(owner, nn.Module) else ()
-
-
-def is_frozen(func: Callable[..., Any]) -> bool:
-    """Whether a function belongs to a module none of whose parameters requires grad."""
-    parameters = list(parameters_of(func))
-    return bool(parameters) and not any(p.requires_grad for p in parameters)

@@ -262,9 +262,18 @@ def lipschitz(
 
 
 def _squares(point: InputVJP, count: int | None, of: Callable[[Vector, Tensor], Vector]) -> Tensor:
-    """C/P sum_p |of(v_p^T J_n, v_p)|^2 for each sample, over P directions v_p of the outputs."""
+    """C/P sum_p |of(v_p^T J_n, v_p)|^2 for each sample, over P directions v_p of the outputs, each of
+    length one."""
     y = point.output_rows()
-    directions, factor = _directions(point, count)
+    outputs = y.shape[1]
+    directions: Sequence[Tensor]
+    if count is None or count >= outputs:
+        directions = [e.expand_as(y) for e in torch.eye(outputs, dtype=y.dtype, device=y.device)]
+        factor = 1.0
+    else:
+        v = point.random(torch.randn, (len(y), outputs, count))
+        basis = torch.linalg.qr(v)[0] if count > 1 else F.normalize(v, dim=1)
+        directions, factor = basis.to(y).unbind(2), outputs / count
     total = y.new_zeros(len(y))
     for k, u in enumerate(directions):
         grads = point.vjp(u.view_as(point.y), retain_graph=k + 1 < len(directions))
@@ -298,17 +307,6 @@ def _project(derivative: Tensor, u: Tensor, like: Tensor) -> Tensor:
     size = like.shape[1:].numel()
     d = derivative.reshape(*u.shape, size).to(like)
     return torch.einsum("nc,ncd->nd", u.to(like), d).view_as(like)
-
-
-def _directions(point: InputVJP, count: int | None) -> tuple[Sequence[Tensor], float]:
-    """Directions of the outputs [N, C], each of length one, and the weight of a square: C / P."""
-    y = point.output_rows()
-    outputs = y.shape[1]
-    if count is None or count >= outputs:
-        return [e.expand_as(y) for e in torch.eye(outputs, dtype=y.dtype, device=y.device)], 1.0
-    v = point.random(torch.randn, (len(y), outputs, count))
-    basis = torch.linalg.qr(v)[0] if count > 1 else F.normalize(v, dim=1)
-    return basis.to(y).unbind(2), outputs / count
 
 
 def _spectral_norms(point: InputVJP) -> Tensor:

@@ -101,7 +101,11 @@ class GradientPenalty(nn.Module):
         }  # fmt: skip
         given = {key: value for key, value in chosen.items() if value is not None}
         self.options = {**(options or {}), **given}
-        known = _option_names(self.kind)
+        # the keywords of the kind's function, and those that all penalties of inputs share
+        parameters = inspect.signature(KINDS[self.kind][0]).parameters.values()
+        known = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
+        if self.kind != "parameter_gradient":
+            known += OPTION_NAMES
         for name in self.options:
             if name not in known:
                 raise ArgumentTypeError(
@@ -109,8 +113,8 @@ class GradientPenalty(nn.Module):
                     f"{', '.join(known)}; got {name!r}."
                 )
         self._check_returns_scalar(self.options)
-        shared = {k: v for k, v in self.options.items() if k in OPTION_NAMES}
         if self.kind != "parameter_gradient":
+            shared = {k: v for k, v in self.options.items() if k in OPTION_NAMES}
             check_options(f"hoglib.penalties.{self.kind}", shared)
         # not a Python number, which would be a constant of a graph that this module is a part of
         self._calls = array("q", [0])
@@ -138,7 +142,10 @@ class GradientPenalty(nn.Module):
         self._check_returns_scalar(options)
         factor = self.factor()
         if not factor and self.weight:
-            return _zero(real, fake)
+            # backward may be called on it, and reaches no parameter
+            like = pytree.tensors((real, fake))[0]
+            dtype = like.dtype if like.is_floating_point() else torch.get_default_dtype()
+            return torch.zeros((), dtype=dtype, device=like.device, requires_grad=True)
         return self.value(critic, real, fake, *args, **options) * factor
 
     def factor(self) -> float:
@@ -215,18 +222,3 @@ class GradientPenalty(nn.Module):
         """Kind, weight, schedule and options."""
         more = "".join(f", {name}={value!r}" for name, value in self.options.items())
         return f"kind={self.kind!r}, weight={self.weight:g}, every={self.every}{more}"
-
-
-def _option_names(kind: str) -> list[str]:
-    """The keywords of a kind's function, and those that all penalties of inputs share."""
-    parameters = inspect.signature(KINDS[kind][0]).parameters.values()
-    own = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
-    shares = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
-    return [*own, *(OPTION_NAMES if shares else ())]
-
-
-def _zero(*trees: Any) -> Tensor:
-    """A zero to be added to a loss; backward may be called on it, and reaches no parameter."""
-    like = pytree.tensors(trees)[0]
-    dtype = like.dtype if like.is_floating_point() else torch.get_default_dtype()
-    return torch.zeros((), dtype=dtype, device=like.device, requires_grad=True)

@@ -85,11 +85,6 @@ class CheckedOptions(NamedTuple):
     return_outputs: bool = False
     compile: Any = ""
 
-    @property
-    def one_graph(self) -> Any:
-        """The backend that runs the penalty as one graph; with remat it runs the blocks instead."""
-        return self.compile if self.remat is False else ""
-
 
 def check_options(
     name: str, options: Mapping[str, Any], generator: torch.Generator | None = None
@@ -119,26 +114,22 @@ def check_options(
             "output: expected a position, a key, the name of an attribute, or a function of the "
             f"outputs, got {validation.describe(output)}."
         )
-    if checked.micro_batch is not None:
-        _check_micro_batch(checked)
-    return checked
-
-
-def _check_micro_batch(options: CheckedOptions) -> None:
-    """Raises for options that need all samples at once."""
-    validation.at_least("micro_batch", options.micro_batch, 1)
-    for key, given in (
-        ("batch", options.batch is not None),
-        ("return_outputs", options.return_outputs),
-        ("reduction", options.reduction == "none"),
+    if checked.micro_batch is None:
+        return checked
+    validation.at_least("micro_batch", checked.micro_batch, 1)
+    for key, needs_all_samples in (
+        ("batch", checked.batch is not None),
+        ("return_outputs", checked.return_outputs),
+        ("reduction", checked.reduction == "none"),
     ):
-        if given:
-            value = options.reduction if key == "reduction" else "..."
+        if needs_all_samples:
+            value = checked.reduction if key == "reduction" else "..."
             raise ArgumentValueError(
-                f"{options.name}(micro_batch={options.micro_batch}): expected it without "
-                f"{key}={value}, got both. micro_batch= splits the inputs by rows and keeps only "
-                "the sum over the pieces; leave one of the two out."
+                f"{name}(micro_batch={checked.micro_batch}): expected it without {key}={value}, got "
+                "both. micro_batch= splits the inputs by rows and keeps only the sum over the pieces; "
+                "leave one of the two out."
             )
+    return checked
 
 
 def check_backend(value: Any) -> Any:

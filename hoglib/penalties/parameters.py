@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hoglib._core import pytree, validation
-from hoglib._core.autograd import Vector, clone_inference_tensors, grad_enabled, gradient_with_graph
+from hoglib._core.autograd import clone_inference_tensors, grad_enabled, gradient_with_graph
 from hoglib._core.blocks import Remat, check_remat, rematerialized
 from hoglib._core.mixed_precision import upcast_half
 from hoglib._core.norms import root
@@ -91,7 +91,7 @@ def parameter_gradient(
     remat, backend = check_remat(remat), check_backend(compile)
     blocks = "" if remat is False else backend
     norm = GradientNorm(func, squared, autocast, stand_ins, return_outputs, remat, blocks)
-    backend = backend_of("" if blocks else backend)
+    backend = backend_of(backend, remat)
     if backend is None:
         return norm(params, args)
     found = run_as_graph(
@@ -136,7 +136,11 @@ class GradientNorm:
         ):  # fmt: skip
             leaves, args = clone_inference_tensors((leaves, args))
             if in_transform:
-                value, found = _gradient_in_transform(of_leaves, leaves)
+                # torch.func transforms, whose levels autograd.grad does not see
+                gradient: Any = torch.func.grad_and_value(
+                    of_leaves, argnums=tuple(range(len(leaves)))
+                )
+                found, value = gradient(*leaves)
             else:
                 value, _, grads, _ = gradient_with_graph(of_leaves, leaves, NAME, create_graph)
                 found = [g for g in grads if g is not None]
@@ -153,10 +157,3 @@ class GradientNorm:
         elif not in_transform:
             norm, value = norm.detach(), value.detach()
         return PenaltyWithOutputs(norm, value) if self.return_outputs else norm
-
-
-def _gradient_in_transform(func: Callable[..., Tensor], leaves: Vector) -> tuple[Tensor, Vector]:
-    """Inside torch.func transforms, whose levels autograd.grad does not see."""
-    gradient: Any = torch.func.grad_and_value(func, argnums=tuple(range(len(leaves))))
-    found, value = gradient(*leaves)
-    return value, list(found)

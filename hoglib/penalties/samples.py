@@ -30,10 +30,11 @@ def interpolate(
         )
     e = random_like(leaves[0], torch.rand, (samples.count or 0,), generator)
     mixed = []
-    for k, (a, b) in enumerate(zip(leaves, others, strict=True)):
+    for a, b, index in zip(leaves, others, samples.index, strict=True):
         dtype = torch.promote_types(a.dtype, b.dtype)
         a, b = a.to(dtype), b.to(dtype)
-        mixed.append(torch.lerp(b, a, samples.expand(e, a, k).expand_as(a)))
+        of_rows = (e if index is None else e[index]).to(a).reshape(-1, *[1] * (a.dim() - 1))
+        mixed.append(torch.lerp(b, a, of_rows.expand_as(a)))
     return pytree.unflatten(mixed, structure)
 
 
@@ -43,7 +44,9 @@ def add_noise(name: str, real: Any, std: float | None, generator: torch.Generato
     moved = []
     for leaf in leaves:
         d = random_like(leaf, torch.randn, leaf.shape, generator).to(leaf)
-        scale = std if std is not None else _half_deviation(leaf)
+        scale: Tensor | float = 0.0 if std is None else std
+        if std is None and leaf.numel():
+            scale = 0.5 * leaf.detach().std(correction=0)
         moved.append(leaf + scale * d)
     return pytree.unflatten(moved, structure)
 
@@ -64,14 +67,13 @@ def check_points(name: str, argument: str, tree: Any) -> list[Tensor]:
     leaves = pytree.leaves(tree)
     if not leaves:
         raise ArgumentValueError(f"{name}: expected {argument} with at least one tensor, got none.")
-    if all(
-        isinstance(x, Tensor) and x.is_floating_point() and x.dim() and x.layout is torch.strided
-        for x in leaves
-    ):
-        return leaves
-    for path, leaf in zip(pytree.paths(tree), leaves, strict=True):
+    for k, leaf in enumerate(leaves):
+        real = isinstance(leaf, Tensor) and leaf.is_floating_point()
+        if real and leaf.dim() and leaf.layout is torch.strided:
+            continue
+        path = pytree.paths(tree)[k]
         where = f"{argument}[{path!r}]" if path else argument
-        if isinstance(leaf, Tensor) and not leaf.is_floating_point():
+        if isinstance(leaf, Tensor) and not real:
             raise ArgumentTypeError(
                 f"{name}: {where}: expected a real floating-point tensor to differentiate by, got "
                 f"{validation.describe(leaf)}; pass labels and other inputs without a derivative after "
@@ -83,11 +85,9 @@ def check_points(name: str, argument: str, tree: Any) -> list[Tensor]:
                 f"{name}: {where}: expected a dense tensor, got one of layout {leaf.layout}; pass its "
                 "values as the points, and its indices after them as a further argument."
             )
-        if not leaf.dim():
-            raise ArgumentValueError(
-                f"{name}: {where}: expected a leading dimension of samples, got a scalar; "
-                "unsqueeze it."
-            )
+        raise ArgumentValueError(
+            f"{name}: {where}: expected a leading dimension of samples, got a scalar; unsqueeze it."
+        )
     return leaves
 
 
@@ -138,19 +138,6 @@ class Samples:
         """|g_n|^2, the sum of squares over each sample's entries: [N], of half precision in float32."""
         return self.sums([upcast_half(g).square() for g in grads])
 
-    def expand(self, values: Tensor, leaf: Tensor, which: int) -> Tensor:
-        """One value per sample [N], in the place of each row of a leaf."""
-        index = self.index[which]
-        rows = values if index is None else values[index]
-        return rows.to(leaf).reshape(-1, *[1] * (leaf.dim() - 1))
-
-    def rows_of(self, sample: int, part: Tensor, which: int) -> Tensor:
-        """A mask of the rows of a leaf that belong to one sample."""
-        index = self.index[which]
-        if index is None:
-            return torch.arange(len(part), device=part.device) == sample
-        return index == sample
-
 
 def _indices(
     name: str, leaves: Sequence[Tensor], structure: Any, batch: Any
@@ -193,12 +180,9 @@ def _check_same_form(
             f"{name}: expected fake with the structure of real, {_describe_tree(real)}, got "
             f"{_describe_tree(fake)}."
         )
-    if all(
-        a.shape == b.shape and a.device == b.device for a, b in zip(leaves, others, strict=True)
-    ):
-        return
-    for path, a, b in zip(pytree.paths(real), leaves, others, strict=True):
+    for k, (a, b) in enumerate(zip(leaves, others, strict=True)):
         if a.shape != b.shape or a.device != b.device:
+            path = pytree.paths(real)[k]
             which = f"[{path!r}]" if path else ""
             raise ArgumentValueError(
                 f"{name}: expected fake{which} like real{which}, {tuple(a.shape)} on {a.device}, got "
@@ -206,10 +190,6 @@ def _check_same_form(
                 "(the last batch may be smaller; graphs need equal numbers of rows), on the same "
                 "device."
             )
-
-
-def _half_deviation(leaf: Tensor) -> Tensor | float:
-    return 0.5 * leaf.detach().std(correction=0) if leaf.numel() else 0.0
 
 
 def _describe_tree(tree: Any) -> str:

@@ -53,8 +53,16 @@ def penalty(
     """The reduced terms of a rule at x; with return_outputs also what func returned there."""
     if options.micro_batch is not None:
         return _in_micro_batches(func, x, args, rule, options)
-    if backend_of(options.one_graph) is not None:
-        return _as_graph(Terms(func, rule, options._replace(batch=None)), x, args, options.batch)
+    backend = backend_of(options.compile, options.remat)
+    if backend is not None:  # a compiled graph: of the value and its gradients if it comes alone
+        terms = Terms(func, rule, options._replace(batch=None))
+        found = run_as_graph(
+            options.name, terms, (x, args, options.batch), backend, options.generator,
+            with_gradients=options.reduction != "none" and not options.return_outputs,
+        )  # fmt: skip
+        value, *returned = found if options.return_outputs else (found,)
+        value = averaged(options.name, value, leaves_of(value), returned)
+        return PenaltyWithOutputs(value, *returned) if options.return_outputs else value
     value, outputs, point = evaluate(func, x, args, rule, options)
     if point.create_graph:
         value = averaged(options.name, value, point.trainable, outputs)
@@ -92,28 +100,12 @@ def evaluate(
                 raise point.no_gradient_flow(NOT_OF_PARAMETERS)
             if value_checks_on():
                 check_batch_dependence(point)
-        value, outputs = _reduce(terms, options.reduction), point.outputs
+        if options.reduction != "none":
+            terms = terms.mean() if options.reduction == "mean" else terms.sum()
+        value, outputs = terms, point.outputs
     if not point.create_graph:
         value, outputs = value.detach(), pytree.map_tensors(Tensor.detach, outputs)
     return value, outputs, point
-
-
-def _reduce(terms: Tensor, reduction: str) -> Tensor:
-    if reduction == "none":
-        return terms
-    return terms.mean() if reduction == "mean" else terms.sum()
-
-
-def _as_graph(terms: Terms, x: Any, args: tuple[Any, ...], batch: Any) -> Any:
-    """The value by a compiled graph: of it and its gradients if it is a scalar that comes alone."""
-    options = terms.options
-    found = run_as_graph(
-        options.name, terms, (x, args, batch), backend_of(options.one_graph), options.generator,
-        with_gradients=options.reduction != "none" and not options.return_outputs,
-    )  # fmt: skip
-    value, *outputs = found if options.return_outputs else (found,)
-    value = averaged(options.name, value, leaves_of(value), outputs)
-    return PenaltyWithOutputs(value, *outputs) if options.return_outputs else value
 
 
 # Samples whose scores depend on one another
@@ -169,11 +161,12 @@ def is_batch_dependent(point: InputVJP) -> bool | None:
     with translate_errors(point.options.name):
         grads = torch.autograd.grad(score, point.leaves, retain_graph=True, allow_unused=True)
     own = others = 0.0
-    for k, grad in enumerate(grads):
+    for grad, index in zip(grads, samples.index, strict=True):
         if grad is None or not grad.numel():
             continue
         size = grad.detach().abs().reshape(len(grad), -1).amax(1)
-        mine = samples.rows_of(last, grad, k)
+        rows = torch.arange(len(grad), device=grad.device) if index is None else index
+        mine = rows == last
         own = max(own, float(size[mine].amax()) if mine.any() else 0.0)
         others = max(others, float(size[~mine].amax()) if not mine.all() else 0.0)
     return None if not own and not others else others > TOLERANCE * own
