@@ -1,7 +1,8 @@
-"""Settings of every test: one torch thread, torch's own matrix products, and GPU tests skipped where
-there is no GPU."""
+"""Settings of every test: one torch thread, matrix products that do not depend on the layout, and GPU
+tests skipped where there is no GPU."""
 
 import gc
+import os
 from collections import Counter
 
 import pytest
@@ -11,6 +12,9 @@ from hoglib._core import source_location
 from hoglib.verification import entry_points
 
 torch.set_num_threads(1)
+# On Intel processors MKL rounds a product otherwise for a transposed or unaligned matrix, and a graph
+# that is run one operation at a time has other layouts than autograd. MKL reads this at its first call.
+os.environ.setdefault("MKL_CBWR", "AVX2,STRICT")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
