@@ -73,8 +73,8 @@ def compile(
             it are traced.
         backend: "inductor", torch's compiler; "eager", which runs the operations of the graph one by
             one, bit for bit as ``fn`` (on Intel processors with ``MKL_CBWR=AVX2,STRICT``), without the
-            overhead of autograd and without compile time; or a function (graph module, inputs) -> function. If there is no C++ compiler, "inductor"
-            warns and runs as "eager".
+            overhead of autograd and without compile time; or a function (graph module, inputs) ->
+            function. If there is no C++ compiler, "inductor" warns and runs as "eager".
         dynamic: Whether sizes are symbolic, for sizes that change from call to call.
         check: Whether the first run of each graph is compared with ``fn``, also at other values; the
             first call then runs ``fn`` three times. Nothing else detects what ``fn`` reads besides
