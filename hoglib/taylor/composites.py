@@ -171,7 +171,9 @@ COMPOSITES: dict[str, Composite] = {
     "native_batch_norm": _batch_norm,
     "_native_batch_norm_legit": _batch_norm,
     # without the argument training
-    "_native_batch_norm_legit_no_training": lambda *args: _batch_norm(*args[:5], False, *args[5:]),
+    "_native_batch_norm_legit_no_training": lambda x, weight, bias, mean, var, m, eps: _batch_norm(
+        x, weight, bias, mean, var, False, m, eps
+    ),
     "cudnn_batch_norm": lambda *args: (*_batch_norm(*args), None),
     "cumprod": _scanned(torch.mul),
     "logcumsumexp": _scanned(torch.logaddexp),
