@@ -43,7 +43,8 @@ class CompileChoice:
 
     def load(self, checkpoint: dict[str, Any]) -> None:
         """Remember the mode of a run that is resumed."""
-        self.resumed = checkpoint.get(KEY)
+        # checkpoints from before this option was there were trained without a graph
+        self.resumed = checkpoint.get(KEY, False)
 
     def save(self, checkpoint: dict[str, Any]) -> None:
         """Store the mode in a checkpoint."""

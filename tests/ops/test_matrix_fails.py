@@ -49,7 +49,7 @@ def cube(function: Callable[[Tensor], Any], *cells: str, name: str, **others: An
 
 def entry(function: Callable[..., Any], reference: Callable[..., Any], **others: Any) -> OpInfo:
     samples = others.pop("samples", ())
-    return elementwise_info("broken", "x^3", reference, function).on(*samples, **others)
+    return elementwise_info("broken", reference, function).on(*samples, **others)
 
 
 def from_class(cls: type[torch.autograd.Function]) -> Callable[..., Any]:

@@ -297,7 +297,7 @@ NO_ENTRY_POINTS = {
     },
     "holds numbers": {
         "EnergyForces", "EnergyForcesHessian", "GraphEntry", "Hypergradient", "Measurement", "NewtonStep",
-        "KFACError", "KFACStep", "LeaveKOut", "NoiseScale", "Options", "PenaltyWithOutputs", "Report", "Residual", "Route", "Shard", "Spectrum", "TOLERANCES", "Tolerance",
+        "KFACError", "KFACStep", "LeaveKOut", "NoiseScale", "Options", "PenaltyWithOutputs", "Report", "Residual", "Shard", "Spectrum", "TOLERANCES", "Tolerance",
         "VerificationError", "__version__",
     },
     "a package": {"capture", "curvature", "errors", "meta", "nn", "ops", "penalties", "testing"},
