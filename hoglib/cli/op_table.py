@@ -41,6 +41,6 @@ def text(table: list[tuple[str, str, str]]) -> str:
 
 def markdown(table: list[tuple[str, str, str]]) -> str:
     """The table for a page of the docs."""
-    escaped = [[cell.replace("|", r"\|") for cell in line] for line in table]
+    escaped = [[re.sub(r"([|\[])", r"\\\1", cell) for cell in line] for line in table]  # no links
     lines = [list(HEAD), ["---"] * len(HEAD), *escaped]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
