@@ -17,8 +17,9 @@ from torch.utils.data import DataLoader
 
 import hoglib as hog
 from hoglib._core.swap import keep_swapped
-from tests.models import Tied
+from tests.models import Remembers, Tied
 from tests.oracles import random_like, relative
+from tests.refused import refused
 
 
 def randn(*shape):
@@ -63,21 +64,6 @@ class Siamese(nn.Module):
 
     def forward(self, x):
         raise AssertionError("only its encoder is called")
-
-
-class Remembers(nn.Module):
-    """Adds an average of its inputs, that of this call included, which it keeps by assignment."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = net()
-        self.register_buffer("average", torch.zeros(2))
-        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x):
-        self.average = self.average + x.mean(0).detach()
-        self.calls += 1
-        return self.net(x) * self.average * self.calls.clone()
 
 
 class Looks(nn.Module):
@@ -526,11 +512,7 @@ ERRORS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("error", ERRORS)
-def test_errors(error):
-    call, kind, message = ERRORS[error]
-    with pytest.raises(kind, match=message):
-        call()
+test_errors = refused(ERRORS)
 
 
 def test_a_data_parallel_of_several_devices_is_refused():

@@ -7,6 +7,7 @@ from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 import hoglib as hog
+from tests.oracles import hvp_by_differences
 
 F64 = torch.float64
 
@@ -142,20 +143,6 @@ def made(name):
     return model, criterion, (inputs, targets)
 
 
-def gradient(loss, params, batch):
-    """By torch alone, to first order."""
-    leaves = {name: p.detach().clone().requires_grad_() for name, p in params.items()}
-    grads = torch.autograd.grad(loss(leaves, batch), list(leaves.values()), allow_unused=True)
-    return {
-        name: torch.zeros_like(p) if g is None else g
-        for (name, p), g in zip(leaves.items(), grads, strict=True)
-    }
-
-
-def along(params, v, h):
-    return {name: p.detach() + h * v[name] for name, p in params.items()}
-
-
 @pytest.mark.parametrize("mode", ["reverse-over-reverse", "forward-over-reverse"])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_product_with_the_hessian(name, mode):
@@ -164,10 +151,7 @@ def test_the_product_with_the_hessian(name, mode):
     before = {key: value.clone() for key, value in model.state_dict().items()}
     v = {key: draw(*p.shape, seed=7) for key, p in params.items()}
     _, product = hog.hvp(loss, params, v, batch, mode=mode)
-    h = 1e-5
-    ends = [gradient(loss, along(params, v, s * h), batch) for s in (1, -1)]
-    for key in params:
-        expected = (ends[0][key] - ends[1][key]) / (2 * h)
+    for key, expected in hvp_by_differences(lambda p: loss(p, batch), params, v).items():
         scale = max(float(expected.abs().max()), 1e-2)
         torch.testing.assert_close(product[key], expected, rtol=0, atol=2e-6 * scale)
     after = model.state_dict()

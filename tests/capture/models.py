@@ -6,12 +6,22 @@ from torch.nn.utils import parametrizations
 
 import hoglib as hog
 from tests.functions import Cube
+from tests.models import Through
 
 F64 = torch.float64
 
 
 def draw(*shape, seed=0, dtype=F64):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def captured(fn, **options):
+    return hog.compile(fn, backend="eager", **options)
+
+
+def small():
+    torch.manual_seed(0)
+    return net(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
 
 
 def net(*layers):
@@ -39,15 +49,6 @@ class Complex(nn.Module):
 
     def forward(self, x):
         return ((x.to(self.weight.dtype) @ self.weight).tanh() * 1j).abs().square() + x
-
-
-class Through(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
 
 
 def in_eval_mode(model):

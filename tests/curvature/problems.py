@@ -9,23 +9,13 @@ from torch import nn
 import hoglib as hog
 from hoglib.curvature import LinearOperator
 from hoglib.curvature.vector_space import Space
+from tests.models import Tied
 
 F64 = torch.float64
 
 
 def draw(*shape, seed=0):
     return torch.randn(shape, dtype=F64, generator=torch.Generator().manual_seed(seed))
-
-
-class TiedAndFrozen(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
-        self.second.weight = self.first.weight
-        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
-
-    def forward(self, x):
-        return self.second(torch.tanh(self.first(x))) * self.frozen
 
 
 class LastOfLSTM(nn.Module):
@@ -63,7 +53,7 @@ MODELS = {
     "GroupNorm": (lambda: nn.Sequential(nn.Linear(3, 4), nn.GroupNorm(2, 4), nn.GELU(), nn.Linear(4, 3)), (3,)),
     "transformer block": (Block, (3, 2)),
     "LSTM": (LastOfLSTM, (3, 2)),
-    "tied and frozen": (TiedAndFrozen, (3,)),
+    "tied and frozen": (lambda: Tied(3), (3,)),
 }  # fmt: skip
 SMOOTH = [name for name in MODELS if name != "ReLU"]
 CRITERIA = {

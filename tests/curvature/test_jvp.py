@@ -23,7 +23,7 @@ from hoglib.errors import (
 from hoglib.verification import entry_points
 from tests.functions import ClassicCube, Cube, Detached, DetachedTangent, OnceDifferentiable
 from tests.graphs import graphs_of
-from tests.models import MODELS
+from tests.models import MODELS, Through
 from tests.models import build as build_plain
 from tests.oracles import relative
 
@@ -44,13 +44,8 @@ class Attention(nn.Module):
         return self.out(F.scaled_dot_product_attention(q, k, v).flatten(1))
 
 
-class Applied(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.first, self.function, self.last = nn.Linear(2, 3), function, nn.Linear(3, 2)
-
-    def forward(self, x):
-        return self.last(self.function(self.first(x)))
+def applied(function):
+    return nn.Sequential(nn.Linear(2, 3), Through(function), nn.Linear(3, 2))
 
 
 OWN = {
@@ -58,10 +53,10 @@ OWN = {
     "InstanceNorm": lambda: nn.Sequential(
         nn.Linear(2, 6), nn.Unflatten(1, (2, 3)), nn.InstanceNorm1d(2), nn.Flatten(), nn.Linear(6, 2)
     ),
-    "a Function with a jvp": lambda: Applied(Cube.apply),
-    "a Function without a jvp": lambda: Applied(ClassicCube.apply),
-    "a checkpoint": lambda: Applied(lambda x: checkpoint(torch.tanh, x, use_reentrant=False)),
-    "remat": lambda: Applied(hog.ops.remat(torch.tanh)),
+    "a Function with a jvp": lambda: applied(Cube.apply),
+    "a Function without a jvp": lambda: applied(ClassicCube.apply),
+    "a checkpoint": lambda: applied(lambda x: checkpoint(torch.tanh, x, use_reentrant=False)),
+    "remat": lambda: applied(hog.ops.remat(torch.tanh)),
 }  # fmt: skip
 
 
@@ -210,13 +205,13 @@ def test_functions_that_are_wrong_are_told_and_what_is_missing_raises():
     entry_points.forget_verdicts()
     for function, words in ((DetachedTangent, "DetachedTangent.jvp leaves"), (Detached, "Detached.backward leaves")):  # fmt: skip
         with pytest.warns(UserWarning, match=f"jvp: the second derivative of .*{words}"):
-            hog.jvp(Applied(function.apply).double(), X, V)
+            hog.jvp(applied(function.apply).double(), X, V)
     with hog.second_order(on_wrong="raise"), pytest.raises(VerificationError, match="jvp: "):
-        hog.jvp(Applied(DetachedTangent.apply).double(), X, V)
+        hog.jvp(applied(DetachedTangent.apply).double(), X, V)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for right in (Cube, ClassicCube):
-            hog.jvp(Applied(right.apply).double(), X, V)
+            hog.jvp(applied(right.apply).double(), X, V)
     with pytest.raises(NoSecondDerivative, match="OnceDifferentiable, whose backward is @once"):
         hog.jvp(OnceDifferentiable.apply, X, V, mode="reverse")
 

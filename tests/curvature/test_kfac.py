@@ -13,6 +13,7 @@ import hoglib as hog
 from hoglib.curvature import kfac_operator
 from tests.curvature.kronecker_by_definition import dense_kfac
 from tests.curvature.problems import draw
+from tests.functions import ClassicCube
 
 F64 = torch.float64
 
@@ -664,23 +665,12 @@ class TiedEmbedding(nn.Module):
 class InFunction(nn.Module):
     """A weight that a layer uses, and a Function, which the layers do not show."""
 
-    class Cube(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return x**3
-
-        @staticmethod
-        def backward(ctx, g):
-            (x,) = ctx.saved_tensors
-            return 3 * g * x**2
-
     def __init__(self):
         super().__init__()
         self.layer = nn.Linear(3, 3, bias=False)
 
     def forward(self, x):
-        return self.layer(x) + self.Cube.apply(self.layer.weight).sum()
+        return self.layer(x) + ClassicCube.apply(self.layer.weight).sum()
 
 
 LABELS = torch.arange(6) % 3

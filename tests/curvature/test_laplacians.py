@@ -12,8 +12,10 @@ from torch.testing import assert_close
 import hoglib as hog
 from hoglib.curvature import laplacians
 from tests.curvature.test_input_derivatives import Attends, images
+from tests.functions import Sine
 from tests.models import MODELS, build
 from tests.oracles import gradient_by_differences
+from tests.refused import refused
 
 
 def points(*shape):
@@ -337,28 +339,6 @@ def test_biharmonics_of_networks_and_their_gradients(name):
     assert_close(*results, rtol=1e-7, atol=1e-8)
 
 
-class Sine(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x.sin()
-
-    @staticmethod
-    def backward(ctx, g):
-        return Cosine.apply(ctx.saved_tensors[0]) * g
-
-
-class Cosine(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x.cos()
-
-    @staticmethod
-    def backward(ctx, g):
-        return -Sine.apply(ctx.saved_tensors[0]) * g
-
-
 def test_the_estimates_have_the_promised_mean_and_variance():
     # f = x^T H x / 2 with the operator a, and a quartic T
     H = torch.tensor([[1.0, 0.7], [0.7, -2.0]], dtype=torch.float64)
@@ -463,11 +443,7 @@ ERRORS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("error", ERRORS)
-def test_errors(error):
-    call, kind, message = ERRORS[error]
-    with pytest.raises(kind, match=message):
-        call()
+test_errors = refused(ERRORS)
 
 
 @pytest.mark.gpu

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.testing import assert_close
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import hoglib as hog
@@ -29,6 +28,7 @@ from tests.curvature.problems import (
     problem,
     relative,
 )
+from tests.models import Checkpointed
 
 OPERATORS = {
     "Hessian": (hog.HessianOperator, dense_hessian),
@@ -301,25 +301,19 @@ def test_a_kept_graph_is_dropped_when_something_changes(make, name, several):
     assert relative(before, fresh) > 1e-3
 
 
-class Checkpointed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.block = nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-        self.last = nn.Linear(4, 3)
-
-    def forward(self, x):
-        return self.last(checkpoint(self.block, self.first(x), use_reentrant=False))
+def checkpointed(again):
+    body = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Tanh())
+    return Checkpointed(body, nn.Linear(4, 3), again).double()
 
 
 @pytest.mark.parametrize("kind", ["Hessian", "Gauss-Newton"])
 def test_a_kept_graph_through_a_checkpoint(kind):
     # what backward runs again must find the parameters of the point, not the model's own
     make, oracle = OPERATORS[kind]
-    there, here = Checkpointed().double(), Checkpointed().double()
+    there, here = (checkpointed(again) for again in (False, True))
     params = {n: p.detach().clone() for n, p in there.named_parameters()}
     batch = (draw(5, 3), torch.arange(5) % 3)
-    plain = hog.functional_loss(WithoutCheckpoint(there), F.cross_entropy)
-    A = oracle(plain, {f"inner.{n}": p for n, p in params.items()}, batch)
+    A = oracle(hog.functional_loss(there, F.cross_entropy), params, batch)
     loss = hog.functional_loss(here, F.cross_entropy)
     operator, own = make(loss, params, batch), dict(here.named_parameters())
     for seed in range(3):
@@ -329,15 +323,6 @@ def test_a_kept_graph_through_a_checkpoint(kind):
     if kind == "Gauss-Newton":
         tree = operator.space.tree(v)
         assert relative(flat(hog.ggn_vp(loss, params, tree, batch)[1]), A @ v) < 1e-7
-
-
-class WithoutCheckpoint(nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        return self.inner.last(self.inner.block(self.inner.first(x)))
 
 
 def test_the_memory_limit_is_in_bytes_of_the_graph():

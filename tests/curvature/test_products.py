@@ -10,8 +10,9 @@ from torch import nn
 from torch.testing import assert_close
 
 import hoglib as hog
-from tests.models import MODELS, build
+from tests.models import MODELS, Remembers, build
 from tests.oracles import hvp_by_differences, random_like, relative
+from tests.refused import refused
 
 MODES = ["auto", "reverse-over-reverse", "forward-over-reverse"]
 
@@ -164,19 +165,6 @@ def test_nothing_of_the_model_changes(name):
     assert model.training == mode
 
 
-class Remembers(nn.Module):
-    """Keeps an average of its inputs, by assignment."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(2, 2)
-        self.register_buffer("average", torch.zeros(2))
-
-    def forward(self, x):
-        self.average = 0.9 * self.average + 0.1 * x.mean(0).detach()
-        return self.linear(x) - self.average
-
-
 def shared_norm():
     norm = nn.BatchNorm1d(2)
     return nn.Sequential(norm, nn.Linear(2, 2), nn.Tanh(), norm)
@@ -302,11 +290,7 @@ ERRORS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("error", ERRORS)
-def test_errors(error):
-    call, kind, message = ERRORS[error]
-    with pytest.raises(kind, match=message):
-        call()
+test_errors = refused(ERRORS)
 
 
 @pytest.mark.gpu

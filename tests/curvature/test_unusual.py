@@ -13,6 +13,9 @@ from torch.testing import assert_close
 
 import hoglib as hog
 from tests.curvature.problems import F64, dense_ggn, dense_hessian, draw, flat, relative
+from tests.functions import WrongTangent
+from tests.models import Through
+from tests.refused import refused
 
 BATCH = (draw(6, 3), torch.arange(6) % 2)
 
@@ -174,37 +177,9 @@ def test_a_scripted_part_takes_the_reverse():
 
 
 def test_a_wrong_jvp_raises_and_auto_avoids_it():
-    class Doubled(torch.autograd.Function):
-        generate_vmap_rule = True
-
-        @staticmethod
-        def forward(x):
-            return x.sin()
-
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            ctx.save_for_backward(*inputs)
-            ctx.save_for_forward(*inputs)
-
-        @staticmethod
-        def backward(ctx, g):
-            return g * ctx.saved_tensors[0].cos()
-
-        @staticmethod
-        def jvp(ctx, t):
-            return 2 * t * ctx.saved_tensors[0].cos()
-
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(3, 2, dtype=F64)
-
-        def forward(self, x):
-            return Doubled.apply(self.linear(x))
-
-    loss, params = made(Net())
+    loss, params = made(nn.Sequential(nn.Linear(3, 2, dtype=F64), Through(WrongTangent.apply)))
     v = {n: draw(*p.shape) for n, p in params.items()}
-    with pytest.warns(UserWarning, match="the jvp of Doubled is wrong"):
+    with pytest.warns(UserWarning, match="the jvp of WrongTangent is wrong"):
         product = hog.ggn_vp(loss, params, v, BATCH)[1]
     assert relative(flat(product), dense_ggn(loss, params, BATCH) @ flat(v)) < 1e-7
     with pytest.raises(NotImplementedError, match="a wrong jvp"):
@@ -400,8 +375,4 @@ MORE_ERRORS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", MORE_ERRORS)
-def test_errors_say_what_to_do(case):
-    call, kind, message = MORE_ERRORS[case]
-    with pytest.raises(kind, match=message):
-        call(*made(net()))
+test_errors_say_what_to_do = refused(MORE_ERRORS, lambda: made(net()))

@@ -11,6 +11,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 import hoglib as hog
+from tests.functions import Sine
 
 # no checkpoints inside: an oracle that uses .backward(inputs=...) goes without
 WITHOUT: ContextVar[bool] = ContextVar("without checkpoints", default=False)
@@ -160,19 +161,6 @@ def forces(net: Any, x: Any) -> Any:
 def checkpointed(net: Any, h: Any) -> Any:
     run = nn.Sequential(net.more, nn.Tanh())
     return checkpoint(run, h, use_reentrant=False) if not WITHOUT.get() else run(h)
-
-
-class Sine(torch.autograd.Function):
-    """Right, in the old style."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x.sin()
-
-    @staticmethod
-    def backward(ctx, g):
-        return g * ctx.saved_tensors[0].cos()
 
 
 def complex_net(net: Any, x: Any) -> Any:

@@ -11,7 +11,8 @@ from torch import nn
 import hoglib as hog
 from tests.graphs import graphs_of
 from tests.long_tail import all_but
-from tests.meta.test_maml import as_list, stacks
+from tests.meta.networks import as_list, meta_gradient
+from tests.meta.test_maml import stacks
 from tests.oracles import relative
 
 
@@ -66,12 +67,6 @@ def learner(make, compile, **options):
     torch.manual_seed(0)
     model = make().double()
     return hog.MAML(model, F.mse_loss, inner_lr=0.1, inner_steps=2, compile=compile, **options)
-
-
-def meta_gradient(maml, tasks):
-    maml.zero_grad()
-    maml.loss(tasks).backward()
-    return {n: p.grad.clone() for n, p in maml.named_parameters() if p.grad is not None}
 
 
 def test_weights_of_steps_that_change_take_no_graph_of_their_own():

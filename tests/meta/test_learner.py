@@ -16,6 +16,7 @@ from torch.func import functional_call
 import hoglib as hog
 from tests.meta.networks import Scaled, as_list, image_tasks, meta_gradient, network
 from tests.oracles import random_like, relative
+from tests.refused import refused
 
 MEMORY = ["store", "remat", "checkpoint"]
 MAPPED = pytest.mark.parametrize("over_tasks", ["loop", "vmap"])
@@ -503,11 +504,7 @@ ERRORS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("error", ERRORS)
-def test_errors(error):
-    call, kind, message = ERRORS[error]
-    with pytest.raises(kind, match=message):
-        call()
+test_errors = refused(ERRORS)
 
 
 def test_random_directions_of_the_whole_kitchen_sink():

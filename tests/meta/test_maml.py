@@ -15,6 +15,7 @@ from tests.long_tail import FULL
 from tests.meta.networks import as_list
 from tests.models import MODELS, build
 from tests.oracles import random_like, relative, slopes_by_differences
+from tests.refused import refused
 
 STEPS = [1, 3]
 ORDERS = pytest.mark.parametrize("first_order", [False, True], ids=["second order", "first order"])
@@ -334,11 +335,7 @@ ERRORS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("error", ERRORS)
-def test_errors(error):
-    call, kind, message = ERRORS[error]
-    with pytest.raises(kind, match=message):
-        call()
+test_errors = refused(ERRORS)
 
 
 def test_an_error_of_the_model_says_how_the_tasks_were_read():

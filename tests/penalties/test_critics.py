@@ -23,6 +23,7 @@ from tests.penalties.critics import (
     plain,
     with_params,
 )  # fmt: skip
+from tests.refused import refused
 
 KINDS = {
     "wgan_gp": lambda c, real, fake, *a, **k: penalties.wgan_gp(c, real, fake, *a, generator=generator(), **k),
@@ -376,8 +377,4 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_is_refused(case):
-    call, error, message = REFUSED[case]
-    with pytest.raises(error, match=message):
-        call()
+test_what_is_refused = refused(REFUSED)
