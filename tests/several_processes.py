@@ -5,6 +5,7 @@ import gc
 import json
 import os
 import warnings
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,16 @@ def found_by_each(function, folder, count=2, backend="gloo"):
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(count)]
 
 
+@contextmanager
+def alone():
+    """A group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
 def exit_code_of(function, *args):
     """That of a process of its own that calls a function of a module; -n where signal n ended it."""
     process = multiprocessing.get_context("forkserver").Process(target=function, args=args)
@@ -51,6 +62,13 @@ def raised_by(calls):
         except Exception as error:
             found[name] = type(error).__name__, str(error)
     return found
+
+
+def assert_raised(found, expected, rank):
+    """What `raised_by` found is, of each name, the class and the words that are expected."""
+    for name, (kind, words) in expected.items():
+        assert found[name][0] == kind, (rank, name, found[name])
+        assert words in found[name][1], (rank, name, found[name])
 
 
 def peak_held(run):

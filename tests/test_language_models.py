@@ -133,17 +133,6 @@ class TestOrders:
 
 
 class TestFisher:
-    def dense(self, loss, params, batch, **options):
-        names = list(params)
-        columns = []
-        for name in names:
-            for i in range(params[name].numel()):
-                v = {k: torch.zeros_like(p) for k, p in params.items()}
-                v[name].view(-1)[i] = 1
-                out = hog.fisher_vp(loss, params, v, batch, **options)[1]
-                columns.append(torch.cat([out[k].reshape(-1) for k in names]))
-        return torch.stack(columns)
-
     def test_exact_is_the_ggn(self):
         chunked, params, v, batch = small()
         a, b = hog.fisher_vp(chunked, params, v, batch), hog.ggn_vp(chunked, params, v, batch)
@@ -159,11 +148,12 @@ class TestFisher:
             grads = torch.autograd.grad(own, list(params.values()))
             flat = torch.cat([g.reshape(-1) for g in grads])
             expected = expected + len(SHIFTED) * torch.outer(flat, flat)
-        assert_close(self.dense(chunked, params, batch, kind="empirical"), expected)
+        operator = hog.FisherOperator(chunked, params, batch, kind="empirical")
+        assert_close(operator.to_dense(), expected)
 
     def test_sampled_is_an_estimate_of_the_exact(self):
         chunked, params, _, batch = small("head.*")
-        exact = self.dense(chunked, params, batch, kind="exact")
+        exact = hog.FisherOperator(chunked, params, batch, kind="exact").to_dense()
         errors = []
         for samples in (10, 160):
             operator = hog.FisherOperator(

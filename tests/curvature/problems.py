@@ -14,8 +14,12 @@ from tests.models import Tied
 F64 = torch.float64
 
 
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
 def draw(*shape, seed=0):
-    return torch.randn(shape, dtype=F64, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(shape, dtype=F64, generator=seeded(seed))
 
 
 class LastOfLSTM(nn.Module):

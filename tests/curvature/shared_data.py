@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import hoglib as hog
-from tests.curvature.problems import draw, flat, problem
+from tests.curvature.problems import draw, flat, problem, seeded
 
 MC = partial(hog.FisherOperator, kind="mc", num_samples=2)
 KINDS = {
@@ -22,10 +22,6 @@ KINDS = {
     "mc": lambda *given, **options: MC(*given, **options, generator=seeded(5)),
 }
 BATCH = (draw(8, 3, seed=3), torch.arange(8) % 3)
-
-
-def seeded(seed):
-    return torch.Generator().manual_seed(seed)
 
 
 def rows(start, end):

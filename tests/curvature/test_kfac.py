@@ -13,7 +13,9 @@ import hoglib as hog
 from hoglib.curvature import kfac_operator
 from tests.curvature.kronecker_by_definition import dense_kfac
 from tests.curvature.problems import draw
+from tests.curvature.test_influence import ghosts, rows_of
 from tests.functions import ClassicCube
+from tests.unchanged import unchanged
 
 F64 = torch.float64
 
@@ -350,9 +352,7 @@ def test_embeddings_of_positions(rows):
     assert_close(torch.kron(A, every[1].G[0]), places, rtol=1e-6, atol=1e-12)
     corrected = hog.KFACOperator(loss, params, split(batch), eigenvalue_corrected=True)
     assert_close(corrected.trace(), G.trace())
-    norms = hog.curvature.per_example_gradient_norms(loss, params, batch)
-    _, g = hog.per_example_gradients(loss, params, batch)
-    assert_close(norms, torch.cat([p.flatten(1) for p in g.values()], 1).norm(dim=1))
+    ghosts(loss, params, batch)
 
 
 def test_embeddings_of_one_sequence():
@@ -418,9 +418,7 @@ def test_experts(signs):
     params, batch = hog.trainable_params(loss.model), (x, LABELS)
     with pytest.raises(hog.errors.UnsupportedError, match=r"as of an expert|examples apart"):
         hog.KFACOperator(loss, params, batch, eigenvalue_corrected=True).update()
-    _, g = hog.per_example_gradients(loss, params, batch, vmap=False)
-    rows = torch.cat([p.flatten(1) for p in g.values()], 1)
-    assert_close(hog.curvature.per_example_gradient_norms(loss, params, batch), rows.norm(dim=1))
+    ghosts(loss, params, batch, vmap=False)
 
 
 class NextWord(nn.Module):
@@ -469,8 +467,7 @@ def test_language_model_losses(kind):
         scores = hog.influence(loss, params, data, whole, damping=0.1)
         assert scores.shape == (5, 5)
         norms = hog.curvature.per_example_gradient_norms(loss, params, whole)
-        _, g = hog.per_example_gradients(logits, params, whole)
-        assert_close(norms, torch.cat([p.flatten(1) for p in g.values()], 1).norm(dim=1))
+        assert_close(norms, rows_of(logits, params, whole).norm(dim=1))
 
 
 class Attention(nn.Module):
@@ -618,12 +615,8 @@ def test_factors_are_kept_until_update():
 
 def test_nothing_of_the_model_changes():
     loss, params, batch, _ = problem("conv2d, groups, dilation")
-    state, copied = torch.get_rng_state(), copy.deepcopy(loss.model.state_dict())
-    hog.KFACOperator(loss, params, batch, kind="mc", generator=torch.Generator()).to_dense()
-    assert torch.equal(torch.get_rng_state(), state)
-    assert all(torch.equal(a, copied[k]) for k, a in loss.model.state_dict().items())
-    assert all(p.grad is None for p in params.values())
-    assert not loss.model.layers[0]._forward_hooks
+    with unchanged(loss.model):
+        hog.KFACOperator(loss, params, batch, kind="mc", generator=torch.Generator()).to_dense()
 
 
 class Noisy(nn.Linear):
@@ -786,12 +779,7 @@ def test_rows_that_values_choose(name):
         layer = hog.functional_loss(Chosen(lambda x, layer: layer(x)).double(), F.cross_entropy)
         assert_close(K.to_dense(), hog.KFACOperator(layer, params, data).to_dense())
     for batch in data:
-        gradients = hog.per_example_gradients(loss, params, batch, vmap=False)[1]
-        rows = torch.cat([g.flatten(1) for g in gradients.values()], 1)
-        norms = hog.curvature.per_example_gradient_norms(loss, params, batch)
-        assert_close(norms, rows.norm(dim=1))
-        products = hog.curvature.per_example_gradient_products(loss, params, batch)
-        assert_close(products, rows @ rows.T)
+        ghosts(loss, params, batch, vmap=False)
 
 
 def test_autocast():

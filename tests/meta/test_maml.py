@@ -16,6 +16,7 @@ from tests.meta.networks import as_list
 from tests.models import MODELS, build
 from tests.oracles import random_like, relative, slopes_by_differences
 from tests.refused import refused
+from tests.unchanged import unchanged
 
 STEPS = [1, 3]
 ORDERS = pytest.mark.parametrize("first_order", [False, True], ids=["second order", "first order"])
@@ -130,14 +131,9 @@ def test_without_grad_the_value_and_the_adaptation_are_there(context):
 @pytest.mark.parametrize("name", MODELS)
 def test_the_model_is_untouched(name):
     learner, tasks = maml(name, inner_steps=2), stacks()
-    before = {n: t.clone() for n, t in learner.model.state_dict().items()}
-    mode, rng = learner.model.training, torch.get_rng_state()
-    learner.loss(tasks)
-    learner.adapt(as_list(tasks)[0][0])
-    assert_close(dict(learner.model.state_dict()), before, rtol=0, atol=0)
-    assert all(p.grad is None for p in learner.model.parameters())
-    assert learner.model.training == mode
-    assert torch.equal(torch.get_rng_state(), rng)
+    with unchanged(learner.model):
+        learner.loss(tasks)
+        learner.adapt(as_list(tasks)[0][0])
 
 
 def test_gradients_accumulate_and_scale_like_any_loss():
