@@ -34,6 +34,31 @@ class Through(nn.Module):
         return self.function(x)
 
 
+class Fn(nn.Module):
+    """A module from a function of itself and its inputs."""
+
+    def __init__(self, run: Any, **parts: Any) -> None:
+        super().__init__()
+        self.run = run
+        for name, part in parts.items():
+            if isinstance(part, torch.Tensor) and not isinstance(part, nn.Parameter):
+                self.register_buffer(name, part)
+            else:
+                setattr(self, name, part)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(self, *args, **kwargs)
+
+
+def attending(width: int, hidden: int, outputs: int) -> nn.Module:
+    """A transformer layer, which torch alone cannot differentiate twice on a CPU."""
+    return Fn(
+        lambda net, x: net.head(net.layer(x).mean(1)),
+        layer=nn.TransformerEncoderLayer(width, 1, hidden, dropout=0.0, batch_first=True),
+        head=nn.Linear(width, outputs),
+    )
+
+
 class Checkpointed(nn.Module):
     """Runs its body again in backward, where its own parameters are back in their places; if `again`."""
 

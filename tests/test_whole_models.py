@@ -7,6 +7,7 @@ from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 import hoglib as hog
+from tests.models import Fn
 from tests.oracles import hvp_by_differences
 from tests.unchanged import unchanged
 
@@ -49,13 +50,8 @@ class GPT(nn.Module):
         return self.norm3(x) @ self.tokens.weight.T
 
 
-class Last(nn.Module):
-    def __init__(self, net):
-        super().__init__()
-        self.net = net
-
-    def forward(self, x):
-        return self.net(x)[0]
+def last(net):
+    return Fn(lambda model, x: model.net(x)[0], net=net)
 
 
 class Residual(nn.Module):
@@ -69,26 +65,20 @@ class Residual(nn.Module):
         return self.head((x + self.norm2(self.second(y))).tanh().mean((2, 3)))
 
 
-class Metric(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-
-    def forward(self, x):
-        y = self.net(x)
+def metric():
+    def run(model, x):
+        y = model.net(x)
         return torch.cdist(y, y)  # zero distances on the diagonal
 
+    return Fn(run, net=nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
 
-class DeepSets(nn.Module):
-    def __init__(self, reduce="mean"):
-        super().__init__()
-        self.each, self.all, self.reduce = nn.Linear(3, 4), nn.Linear(4, 2), reduce
 
-    def forward(self, x):
-        y = torch.segment_reduce(
-            self.each(x).tanh(), self.reduce, lengths=torch.tensor([2, 1, 3]), axis=0
-        )
-        return self.all(y)
+def deep_sets(reduce):
+    def run(net, x):
+        lengths = torch.tensor([2, 1, 3])
+        return net.all(torch.segment_reduce(net.each(x).tanh(), reduce, lengths=lengths, axis=0))
+
+    return Fn(run, each=nn.Linear(3, 4), all=nn.Linear(4, 2))
 
 
 def ctc(log_probs, targets):
@@ -114,8 +104,8 @@ MODELS = {
     "transformer encoder, causal": (lambda: Encoder(mask=MASK, is_causal=True), SEQUENCE, mse, (2, 3, 4)),
     "transformer encoder, padded": (lambda: Encoder(src_key_padding_mask=PADDING), SEQUENCE, mse, (2, 3, 4)),
     "a small GPT": (GPT, torch.tensor([[1, 4, 2], [0, 6, 6]]), lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten()), torch.tensor([[4, 2, 3], [6, 6, 1]])),
-    "LSTM": (lambda: Last(nn.LSTM(4, 3, 2)), SEQUENCE, mse, (2, 3, 3)),
-    "bidirectional GRU": (lambda: Last(nn.GRU(4, 3, bidirectional=True)), SEQUENCE, mse, (2, 3, 6)),
+    "LSTM": (lambda: last(nn.LSTM(4, 3, 2)), SEQUENCE, mse, (2, 3, 3)),
+    "bidirectional GRU": (lambda: last(nn.GRU(4, 3, bidirectional=True)), SEQUENCE, mse, (2, 3, 6)),
     "residual with batch norm": (lambda: Residual(nn.BatchNorm2d), IMAGES, mse, (3, 3)),
     "residual with batch norm in eval": (lambda: Residual(nn.BatchNorm2d).eval(), IMAGES, mse, (3, 3)),
     "residual with instance norm": (lambda: Residual(lambda n: nn.InstanceNorm2d(n, affine=True)), IMAGES, mse, (3, 3)),
@@ -126,9 +116,9 @@ MODELS = {
     "CTC": (lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 4)), draw(2, 6, 4), ctc, torch.tensor([[1, 2], [3, 3]])),
     "weight norm": (lambda: nn.Sequential(weight_norm(nn.Linear(3, 4)), nn.Tanh(), weight_norm(nn.Linear(4, 2))), ROWS, mse, (6, 2)),
     "spectral norm in eval": (lambda: nn.Sequential(spectral_norm(nn.Linear(3, 4)), nn.Tanh(), spectral_norm(nn.Linear(4, 2))).eval(), ROWS, mse, (6, 2)),
-    "metric learning": (Metric, ROWS, mse, (6, 6)),
-    "deep sets, mean": (DeepSets, ROWS, mse, (3, 2)),
-    "deep sets, max": (lambda: DeepSets("max"), ROWS, mse, (3, 2)),
+    "metric learning": (metric, ROWS, mse, (6, 6)),
+    "deep sets, mean": (lambda: deep_sets("mean"), ROWS, mse, (3, 2)),
+    "deep sets, max": (lambda: deep_sets("max"), ROWS, mse, (3, 2)),
     "multi-margin loss": (lambda: nn.Linear(3, 4), ROWS, lambda y, t: F.multi_margin_loss(y.tanh(), t), torch.tensor([0, 1, 2, 3, 0, 1])),
     "hard sigmoid and swish": (lambda: nn.Sequential(nn.Linear(3, 4), nn.Hardswish(), nn.Linear(4, 2), nn.Hardsigmoid()), ROWS, mse, (6, 2)),
     "log-determinant": (lambda: nn.Linear(3, 3), ROWS, lambda y, _: torch.logdet(y.T @ y + torch.eye(3, dtype=F64)), (1,)),

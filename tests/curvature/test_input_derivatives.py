@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 import hoglib as hog
 from hoglib.curvature import input_derivatives
-from tests.models import MODELS, build
+from tests.models import MODELS, Fn, build
 from tests.oracles import gradient_by_differences
 from tests.refused import refused
 from tests.unchanged import unchanged
@@ -81,17 +81,11 @@ def test_of_one_point():
     assert_close(in_transform, 12 * x.square().sum(1))
 
 
-class Attends(nn.Module):
+def attends():
     """A transformer layer over the elements of each point, with torch's fused attention."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.TransformerEncoderLayer(
-            4, 2, 6, dropout=0.0, batch_first=True, activation="gelu"
-        )
-
-    def forward(self, x):
-        return self.layer(x)[:, 0, :2]
+    options = {"dropout": 0.0, "batch_first": True, "activation": "gelu"}
+    layer = nn.TransformerEncoderLayer(4, 2, 6, **options)
+    return Fn(lambda net, x: net.layer(x)[:, 0, :2], layer=layer)
 
 
 def images():
@@ -106,7 +100,7 @@ NETS = {
     "deep tanh": (lambda: nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)), (5, 3)),
     "softmax": (lambda: nn.Sequential(nn.Linear(3, 4), nn.Softmax(1)), (5, 3)),
     "conv": (images, (2, 1, 4, 4)),
-    "attention": (Attends, (2, 3, 4)),
+    "attention": (attends, (2, 3, 4)),
     "ReLU": (lambda: nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2)), (5, 3)),
     "dropout in eval mode": (lambda: nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Dropout(), nn.Linear(8, 2)).eval(), (5, 3)),
 }  # fmt: skip

@@ -23,7 +23,7 @@ from hoglib.errors import (
 from hoglib.verification import entry_points
 from tests.functions import ClassicCube, Cube, Detached, DetachedTangent, OnceDifferentiable
 from tests.graphs import graphs_of
-from tests.models import MODELS, Through
+from tests.models import MODELS, Fn, Through
 from tests.models import build as build_plain
 from tests.oracles import relative
 
@@ -31,17 +31,15 @@ F64 = torch.float64
 MODES = ["auto", "forward", "reverse"]
 
 
-class Attention(nn.Module):
+def attention():
     """Four tokens of two numbers, of which the last two are (x, t)."""
 
-    def __init__(self):
-        super().__init__()
-        self.norm, self.qkv, self.out = nn.LayerNorm(2), nn.Linear(2, 6), nn.Linear(8, 2)
-
-    def forward(self, x):
+    def run(net, x):
         tokens = torch.stack([x, x.sin(), x.flip(1), x * x[:, :1]], 1)
-        q, k, v = self.qkv(self.norm(tokens))[:, None].chunk(3, -1)
-        return self.out(F.scaled_dot_product_attention(q, k, v).flatten(1))
+        q, k, v = net.qkv(net.norm(tokens))[:, None].chunk(3, -1)
+        return net.out(F.scaled_dot_product_attention(q, k, v).flatten(1))
+
+    return Fn(run, norm=nn.LayerNorm(2), qkv=nn.Linear(2, 6), out=nn.Linear(8, 2))
 
 
 def applied(function):
@@ -49,7 +47,7 @@ def applied(function):
 
 
 OWN = {
-    "attention": Attention,
+    "attention": attention,
     "InstanceNorm": lambda: nn.Sequential(
         nn.Linear(2, 6), nn.Unflatten(1, (2, 3)), nn.InstanceNorm1d(2), nn.Flatten(), nn.Linear(6, 2)
     ),

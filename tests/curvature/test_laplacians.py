@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 import hoglib as hog
 from hoglib.curvature import laplacians
-from tests.curvature.test_input_derivatives import NETS, Attends, dense, net_of, points
+from tests.curvature.test_input_derivatives import NETS, attends, dense, net_of, points
 from tests.functions import Sine
 from tests.oracles import gradient_by_differences
 from tests.refused import refused
@@ -296,7 +296,7 @@ def test_biharmonics_of_networks_and_their_gradients(name):
         net.insert(1, nn.LayerNorm(8))
         net = net.double()
     if name == "attention":
-        net, shape = Attends().double(), (1, 2, 4)
+        net, shape = attends().double(), (1, 2, 4)
     func = net
     if name == "one point":
         func = lambda x: net(x.reshape(3, 3)).prod()  # noqa: E731

@@ -10,7 +10,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import hoglib as hog
-from tests.models import MODELS, Remembers, build
+from tests.models import MODELS, Fn, Remembers, build
 from tests.oracles import hvp_by_differences, random_like, relative
 from tests.refused import refused
 from tests.unchanged import unchanged
@@ -174,17 +174,10 @@ CHANGEABLE = {
     ),
     "spectral norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2)),
     "a buffer that is assigned": Remembers,
-    "an embedding with max_norm": lambda: Embeds(),
+    "an embedding with max_norm": lambda: Fn(
+        lambda net, x: net.table(torch.arange(5)) * x, table=nn.Embedding(5, 2, max_norm=0.1)
+    ),
 }
-
-
-class Embeds(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(5, 2, max_norm=0.1)
-
-    def forward(self, x):
-        return self.table(torch.arange(5)) * x
 
 
 @pytest.mark.parametrize(

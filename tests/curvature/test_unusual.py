@@ -14,7 +14,7 @@ from torch.testing import assert_close
 import hoglib as hog
 from tests.curvature.problems import F64, dense_ggn, dense_hessian, draw, flat, relative
 from tests.functions import WrongTangent
-from tests.models import Through
+from tests.models import Fn, Through
 from tests.refused import refused
 
 BATCH = (draw(6, 3), torch.arange(6) % 2)
@@ -139,23 +139,17 @@ def test_a_criterion_may_use_the_models_parameters():
     assert relative(operator.to_dense(), A) < 1e-7
 
 
-class Penalised(nn.Module):
+def penalised(net, x):
     """Differentiates inside, as losses of physics-informed networks do."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = net()
-
-    def forward(self, x):
-        x = x.detach().requires_grad_()
-        y = self.net(x)
-        return y, torch.autograd.grad(y[:, 0].sum(), x, create_graph=True)[0]
+    x = x.detach().requires_grad_()
+    y = net.net(x)
+    return y, torch.autograd.grad(y[:, 0].sum(), x, create_graph=True)[0]
 
 
 @pytest.mark.parametrize("options", [{}, {"micro_batch": 2}, {"memory_limit": 0}])
 def test_a_loss_that_differentiates_inside(options):
     loss, params = made(
-        Penalised(), lambda out, y: F.cross_entropy(out[0], y) + out[1].square().mean()
+        Fn(penalised, net=net()), lambda out, y: F.cross_entropy(out[0], y) + out[1].square().mean()
     )
     A = dense_hessian(loss, params, BATCH)
     assert relative(hog.HessianOperator(loss, params, BATCH, **options).to_dense(), A) < 1e-7
@@ -199,21 +193,16 @@ def test_a_sparse_gradient():
     assert relative(H.detach().reshape(15, 15), A) < 1e-7
 
 
-class InTwoPrecisions(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(3, 2)
-
-    def forward(self, x):
-        y = self.linear(x).tanh()
-        return y.double(), y.half()
+def in_two_precisions(net, x):
+    y = net.linear(x).tanh()
+    return y.double(), y.half()
 
 
 @pytest.mark.parametrize("mode", ["forward", "reverse"])
 def test_outputs_of_several_dtypes_are_no_lost_graph(mode):
     torch.manual_seed(0)
     criterion = lambda out, y: out[0].square().mean() + out[1].float().sin().mean()  # noqa: E731
-    loss, params = made(InTwoPrecisions(), criterion)
+    loss, params = made(Fn(in_two_precisions, linear=nn.Linear(3, 2)), criterion)
     batch = (BATCH[0].float(), BATCH[1])
     v = {n: draw(*p.shape).float() for n, p in params.items()}
     exact, _ = made(copy.deepcopy(loss.model), lambda out, y: out[0].square().mean() + out[0].sin().mean())  # fmt: skip

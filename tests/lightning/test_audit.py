@@ -16,13 +16,11 @@ import hoglib as hog
 from hoglib.errors import HoglibError
 from hoglib.lightning import SecondOrderAudit
 from tests.functions import BackwardWithoutGrad
+from tests.lightning.trainers import QUIET, state, trainer
 from tests.models import Through
 from tests.several_processes import found_by_each
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
-]
+pytestmark = QUIET
 
 
 def poison():
@@ -82,17 +80,9 @@ def loader():
 
 def fit(folder, callbacks, module, checkpoint=None, **options):
     pl.seed_everything(3, verbose=False)
-    options = {"max_epochs": 2, **options}
-    trainer = pl.Trainer(
-        callbacks=callbacks, default_root_dir=folder, logger=False, accelerator="cpu",
-        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, **options,
-    )  # fmt: skip
-    trainer.fit(module, loader(), ckpt_path=checkpoint, weights_only=True)
-    return trainer
-
-
-def state(module):
-    return {name: value.clone() for name, value in module.state_dict().items()}
+    own = trainer(folder, callbacks, **{"max_epochs": 2, **options})
+    own.fit(module, loader(), ckpt_path=checkpoint, weights_only=True)
+    return own
 
 
 def test_a_poisoned_training_stops_before_its_first_step(tmp_path):

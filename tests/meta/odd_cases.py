@@ -12,25 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 import hoglib as hog
 from tests.functions import Sine
+from tests.models import Fn
 
 # no checkpoints inside: an oracle that uses .backward(inputs=...) goes without
 WITHOUT: ContextVar[bool] = ContextVar("without checkpoints", default=False)
-
-
-class Fn(nn.Module):
-    """A module from a function of itself and its inputs."""
-
-    def __init__(self, run: Any, **parts: Any) -> None:
-        super().__init__()
-        self.run = run
-        for name, part in parts.items():
-            if isinstance(part, torch.Tensor) and not isinstance(part, nn.Parameter):
-                self.register_buffer(name, part)
-            else:
-                setattr(self, name, part)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.run(self, *args, **kwargs)
 
 
 class Case(nn.Module):

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import hoglib as hog
+from tests.models import Fn, attending
 
 F64 = torch.float64
 
@@ -45,15 +46,13 @@ class Pair(nn.Module):
         return {"features": h, "score": self.out(h)}
 
 
-class Recurrent(nn.Module):
+def recurrent() -> nn.Module:
     """Scores of sequences."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell, self.out = nn.GRU(3, 4, batch_first=True), nn.Linear(4, 1)
+    def run(net: Any, x: Tensor) -> Any:
+        return net.out(net.cell(x)[0].mean(1))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.cell(x)[0].mean(1))
+    return Fn(run, cell=nn.GRU(3, 4, batch_first=True), out=nn.Linear(4, 1))
 
 
 class Graphs(nn.Module):
@@ -67,18 +66,6 @@ class Graphs(nn.Module):
         h = torch.tanh(self.node(x))
         count = int(index.max()) + 1
         return self.out(h.new_zeros(count, 4).index_add(0, index, h))[:, 0].pow(2)
-
-
-class Attention(nn.Module):
-    """A transformer layer, which torch alone cannot differentiate twice on a CPU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.TransformerEncoderLayer(3, 1, 2, dropout=0.0, batch_first=True)
-        self.out = nn.Linear(3, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.layer(x).mean(1))
 
 
 def plain() -> nn.Module:
@@ -114,9 +101,9 @@ CRITICS: dict[str, tuple[Any, Any, Any, tuple[Any, ...], dict[str, Any]]] = {
         Pair, {"image": draw(4, 2, 2), "text": draw(4, 5)},
         {"image": draw(4, 2, 2, seed=1), "text": draw(4, 5, seed=2)}, (), {"output": "score"},
     ),
-    "sequences": (Recurrent, draw(3, 4, 3), draw(3, 4, 3, seed=1), (), {}),
+    "sequences": (recurrent, draw(3, 4, 3), draw(3, 4, 3, seed=1), (), {}),
     "graphs": (Graphs, draw(7, 3), draw(7, 3, seed=1), (INDEX,), {"batch": INDEX}),
-    "attention": (Attention, draw(3, 2, 3), draw(3, 2, 3, seed=1), (), {}),
+    "attention": (lambda: attending(3, 2, 1), draw(3, 2, 3), draw(3, 2, 3, seed=1), (), {}),
     "weight and spectral norm": (normed, draw(5, 3), draw(5, 3, seed=1), (), {}),
 }  # fmt: skip
 
