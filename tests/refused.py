@@ -5,16 +5,23 @@ from typing import Any
 
 import pytest
 
-Row = tuple[Callable[..., Any], type[BaseException], str]
+Row = tuple[Any, type[BaseException], str]
 
 
-def refused(table: Mapping[str, Row], given: Callable[[], Any] = tuple) -> Callable[..., None]:
-    """A test with a case for each row, whose call is made with what `given` returns."""
+def refused(
+    table: Mapping[str, Row],
+    run: Callable[[Any], Any] = lambda call: call(),
+    by: type[BaseException] = BaseException,
+) -> Callable[..., None]:
+    """A test with a case for each row, whose call, or what `run` makes of it, raises the error.
+
+    by: A class that the error is besides, such as HoglibError.
+    """
 
     @pytest.mark.parametrize(("call", "error", "words"), table.values(), ids=table)
-    def test(call: Callable[..., Any], error: type[BaseException], words: str) -> None:
-        arguments = given()
-        with pytest.raises(error, match=words):
-            call(*arguments)
+    def test(call: Any, error: type[BaseException], words: str) -> None:
+        with pytest.raises(error, match=words) as caught:
+            run(call)
+        assert isinstance(caught.value, by)
 
     return test

@@ -5,6 +5,7 @@ import gc
 import json
 import os
 import warnings
+from collections import Counter
 from contextlib import contextmanager
 
 import torch
@@ -80,6 +81,30 @@ def peak_held(run):
     gc.collect()
     with _BuffersOfTheirOwn():
         return peak_bytes(run, torch.device("cpu"))
+
+
+class Wire(TorchDispatchMode):
+    """Counts messages, and the bytes that a ring of processes sends for them from each."""
+
+    def __init__(self):
+        super().__init__()
+        self.messages, self.bytes = Counter(), Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if func.namespace in ("c10d", "_c10d_functional") and name in PARTS:
+            tensors = [x for x in pytree.leaves(list(args)) if isinstance(x, torch.Tensor)]
+            size = sum(x.numel() * x.element_size() for x in tensors)
+            self.messages[PARTS[name][0]] += 1
+            self.bytes[PARTS[name][0]] += size * PARTS[name][1](dist.get_world_size())
+        return func(*args, **(kwargs or {}))
+
+
+PARTS = {  # how much a process sends, in units of what it gives to the operation
+    "all_gather_into_tensor": ("gathers", lambda n: n - 1),
+    "reduce_scatter_tensor": ("averages", lambda n: (n - 1) / n),  # how shards are averaged
+    "allreduce_": ("sums", lambda n: 2 * (n - 1) / n),
+}  # fmt: skip
 
 
 class _BuffersOfTheirOwn(TorchDispatchMode):

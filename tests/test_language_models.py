@@ -13,6 +13,7 @@ import hoglib as hog
 from experiments.benchmarks.memory import peak_bytes
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 from tests.language_models import CONFIGS, VOCABULARY, language_model, padded_batch
+from tests.models import Fn
 from tests.oracles import random_like, relative
 
 pytest.importorskip("transformers")
@@ -362,15 +363,9 @@ class TestOwnLoss:
         ids=["mapping", "attribute", "tuple", "itself"],
     )
     def test_where_the_loss_is(self, outputs, batch):
-        class Model(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.w = nn.Parameter(torch.tensor(3.0))
-
-            def forward(self, x):
-                return outputs(self.w**2 * x)
-
-        assert hog.functional_loss(Model())({}, batch) == 18
+        w = nn.Parameter(torch.tensor(3.0))
+        model = Fn(lambda net, x: outputs(net.w**2 * x), w=w)
+        assert hog.functional_loss(model)({}, batch) == 18
 
     @pytest.mark.parametrize(
         ("outputs", "words"),
@@ -383,12 +378,8 @@ class TestOwnLoss:
         ids=["none", "no loss", "outputs", "vector"],
     )
     def test_no_loss(self, outputs, words):
-        class Model(nn.Module):
-            def forward(self, x):
-                return outputs
-
         with pytest.raises(ArgumentValueError, match=words):
-            hog.functional_loss(Model())({}, torch.ones(2))
+            hog.functional_loss(Fn(lambda net, x: outputs))({}, torch.ones(2))
 
     @pytest.mark.parametrize(
         "run",

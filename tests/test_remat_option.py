@@ -12,6 +12,7 @@ import hoglib as hog
 from hoglib._core import recomputation
 from hoglib._core.blocks import find_blocks, repeated_blocks
 from hoglib.capture import recomputed
+from tests.models import Fn
 from tests.oracles import random_like, relative
 
 DOUBLE = torch.float64
@@ -92,14 +93,9 @@ class SharedCodec(nn.Module):
         return self.head(h).flatten(0, 1)
 
 
-class Transformer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.1, batch_first=True)
-        self.body = nn.TransformerEncoder(layer, 2)
-
-    def forward(self, x):
-        return self.body(x).mean(1)
+def stack_of_layers():
+    layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.1, batch_first=True)
+    return Fn(lambda net, x: net.body(x).mean(1), body=nn.TransformerEncoder(layer, 2))
 
 
 def images():
@@ -127,7 +123,7 @@ def resnet():
 
 def transformer():
     x = torch.randn(2, 3, 4, dtype=DOUBLE)
-    return hog.functional_loss(Transformer(), F.mse_loss), (x, torch.randn(2, 4, dtype=DOUBLE))
+    return hog.functional_loss(stack_of_layers(), F.mse_loss), (x, torch.randn(2, 4, dtype=DOUBLE))
 
 
 MODELS = {
@@ -424,7 +420,7 @@ def test_every_pair_of_memory_and_remat(memory, over_tasks, runs):
     grads = []
     for remat in ({}, {"remat": True}, {"remat": True, "compile": "eager"}):
         torch.manual_seed(0)
-        model = Transformer().double().eval()
+        model = stack_of_layers().double().eval()
         if "compile" in remat:
             over_tasks = "loop"
         maml = hog.MAML(
@@ -445,7 +441,7 @@ def test_other_learners(learner, runs):
     grads = []
     for remat in (False, "body.layers"):
         torch.manual_seed(0)
-        model = Transformer().double().eval()
+        model = stack_of_layers().double().eval()
         meta = learner(model, F.mse_loss, inner_lr=0.1, inner_steps=2, remat=remat)
         meta.loss(tasks()).backward()
         grads.append(flat({n: p.grad for n, p in model.named_parameters()}))

@@ -18,15 +18,10 @@ def draw(*shape, seed=0):
     return torch.randn(shape, dtype=F64, generator=torch.Generator().manual_seed(seed))
 
 
-class Encoder(nn.Module):
-    def __init__(self, **options):
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.options = options
-
-    def forward(self, x):
-        return self.encoder(x, **self.options)
+def encoder(**options):
+    layer = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True)
+    layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    return Fn(lambda net, x: net.encoder(x, **options), encoder=layers)
 
 
 class GPT(nn.Module):
@@ -54,15 +49,15 @@ def last(net):
     return Fn(lambda model, x: model.net(x)[0], net=net)
 
 
-class Residual(nn.Module):
-    def __init__(self, norm):
-        super().__init__()
-        self.first, self.second = nn.Conv2d(2, 3, 3, padding=1), nn.Conv2d(3, 2, 3, padding=1)
-        self.norm1, self.norm2, self.head = norm(3), norm(2), nn.Linear(2, 3)
+def residual(norm):
+    def run(net, x):
+        y = F.softplus(net.norm1(net.first(x)))
+        return net.head((x + net.norm2(net.second(y))).tanh().mean((2, 3)))
 
-    def forward(self, x):
-        y = F.softplus(self.norm1(self.first(x)))
-        return self.head((x + self.norm2(self.second(y))).tanh().mean((2, 3)))
+    return Fn(
+        run, first=nn.Conv2d(2, 3, 3, padding=1), second=nn.Conv2d(3, 2, 3, padding=1),
+        norm1=norm(3), norm2=norm(2), head=nn.Linear(2, 3),
+    )  # fmt: skip
 
 
 def metric():
@@ -99,17 +94,17 @@ mse = F.mse_loss
 # fmt: off
 # name -> (makes the model, its inputs, the criterion, the targets' shape or the targets)
 MODELS = {
-    "transformer encoder": (Encoder, SEQUENCE, mse, (2, 3, 4)),
-    "transformer encoder in eval": (lambda: Encoder().eval(), SEQUENCE, mse, (2, 3, 4)),
-    "transformer encoder, causal": (lambda: Encoder(mask=MASK, is_causal=True), SEQUENCE, mse, (2, 3, 4)),
-    "transformer encoder, padded": (lambda: Encoder(src_key_padding_mask=PADDING), SEQUENCE, mse, (2, 3, 4)),
+    "transformer encoder": (encoder, SEQUENCE, mse, (2, 3, 4)),
+    "transformer encoder in eval": (lambda: encoder().eval(), SEQUENCE, mse, (2, 3, 4)),
+    "transformer encoder, causal": (lambda: encoder(mask=MASK, is_causal=True), SEQUENCE, mse, (2, 3, 4)),
+    "transformer encoder, padded": (lambda: encoder(src_key_padding_mask=PADDING), SEQUENCE, mse, (2, 3, 4)),
     "a small GPT": (GPT, torch.tensor([[1, 4, 2], [0, 6, 6]]), lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten()), torch.tensor([[4, 2, 3], [6, 6, 1]])),
     "LSTM": (lambda: last(nn.LSTM(4, 3, 2)), SEQUENCE, mse, (2, 3, 3)),
     "bidirectional GRU": (lambda: last(nn.GRU(4, 3, bidirectional=True)), SEQUENCE, mse, (2, 3, 6)),
-    "residual with batch norm": (lambda: Residual(nn.BatchNorm2d), IMAGES, mse, (3, 3)),
-    "residual with batch norm in eval": (lambda: Residual(nn.BatchNorm2d).eval(), IMAGES, mse, (3, 3)),
-    "residual with instance norm": (lambda: Residual(lambda n: nn.InstanceNorm2d(n, affine=True)), IMAGES, mse, (3, 3)),
-    "residual with group norm": (lambda: Residual(lambda n: nn.GroupNorm(1, n)), IMAGES, mse, (3, 3)),
+    "residual with batch norm": (lambda: residual(nn.BatchNorm2d), IMAGES, mse, (3, 3)),
+    "residual with batch norm in eval": (lambda: residual(nn.BatchNorm2d).eval(), IMAGES, mse, (3, 3)),
+    "residual with instance norm": (lambda: residual(lambda n: nn.InstanceNorm2d(n, affine=True)), IMAGES, mse, (3, 3)),
+    "residual with group norm": (lambda: residual(lambda n: nn.GroupNorm(1, n)), IMAGES, mse, (3, 3)),
     "bag of words, mean": (bag, WORDS, mse, (2, 2)),
     "bag of words, sum": (lambda: bag(mode="sum"), WORDS, mse, (2, 2)),
     "bag of words, max": (lambda: bag(mode="max"), WORDS, mse, (2, 2)),

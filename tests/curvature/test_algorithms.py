@@ -143,7 +143,7 @@ SOLVE_ERRORS = {
 }  # fmt: skip
 
 
-test_solve_errors = refused(SOLVE_ERRORS, lambda: (quadratic(POSITIVE),))
+test_solve_errors = refused(SOLVE_ERRORS, lambda call: call(quadratic(POSITIVE)))
 
 
 SPECTRUM = [-3.0, -0.2, 0.0, 0.1, 0.4, 0.9, 1.5, 2.5, *([0.05] * 30)]

@@ -20,7 +20,7 @@ from tests.curvature.problems import (
     relative,
 )
 from tests.functions import ClassicCube
-from tests.models import Through
+from tests.models import Fn, Through
 from tests.refused import refused
 
 MODES = ["auto", "forward", "reverse", "finite-differences"]
@@ -252,26 +252,22 @@ def test_differences_refuse_graphs_and_transforms():
         hog.hvp(func, draw(3), draw(3), mode="finite-differences", strict=True)
 
 
+def constant():
+    weight = nn.Parameter(torch.ones(4, dtype=torch.float64))
+    return Fn(lambda net, x: x * net.weight.detach().sum(), weight=weight)
+
+
 ERRORS = {
     "a loss in one piece": (lambda loss, p, b: hog.ggn_vp(lambda p, b: 0.0, p, p, b), TypeError, "functional_loss"),
     "an unknown mode": (lambda loss, p, b: hog.ggn_vp(loss, p, p, b, mode="reverse-over-reverse"), ValueError, "forward, reverse"),
     "a vector of another shape": (lambda loss, p, b: hog.ggn_vp(loss, p, {**p, "0.weight": p["0.weight"][:2]}, b), ValueError, r"v\['0.weight'\]: expected \(4, 3\), got \(2, 3\).*block"),
     "a block with uneven leaves": (lambda loss, p, b: hog.ggn_vp(loss, p, {n: torch.ones(*t.shape, 2 + (n == "2.bias"), dtype=t.dtype) for n, t in p.items()}, b), ValueError, r"v\['2.bias'\]: expected \(3, 2\), got \(3, 3\); all leaves of a block have 2 columns"),
     "a block of none": (lambda loss, p, b: hog.hvp(loss, p, {n: t[..., None][..., :0] for n, t in p.items()}, b), ValueError, "at least one vector"),
-    "outputs without params": (lambda loss, p, b: hog.ggn_vp(hog.functional_loss(Constant(), F.mse_loss), {"weight": p["0.bias"]}, {"weight": p["0.bias"]}, b), RuntimeError, "outputs that depend on params"),
+    "outputs without params": (lambda loss, p, b: hog.ggn_vp(hog.functional_loss(constant(), F.mse_loss), {"weight": p["0.bias"]}, {"weight": p["0.bias"]}, b), RuntimeError, "outputs that depend on params"),
 }  # fmt: skip
 
 
-class Constant(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4, dtype=torch.float64))
-
-    def forward(self, x):
-        return x * self.weight.detach().sum()
-
-
-test_errors_say_what_to_do = refused(ERRORS, lambda: problem("layers of hoglib"))
+test_errors_say_what_to_do = refused(ERRORS, lambda call: call(*problem("layers of hoglib")))
 
 
 @pytest.mark.gpu

@@ -27,7 +27,8 @@ from tests.curvature.problems import (
     problem,
     relative,
 )
-from tests.models import Checkpointed
+from tests.models import Checkpointed, Fn
+from tests.refused import refused
 from tests.unchanged import unchanged
 
 OPERATORS = {
@@ -336,17 +337,13 @@ def test_the_memory_limit_is_in_bytes_of_the_graph():
 def test_the_kept_graph_is_freed_with_the_operator():
     seen = []
 
-    class Watches(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(3, 3, dtype=F64)
+    def watched(net, x):
+        y = net.linear(x).sin()
+        seen.append(weakref.ref(y))
+        return y
 
-        def forward(self, x):
-            y = self.linear(x).sin()
-            seen.append(weakref.ref(y))
-            return y
-
-    loss = hog.functional_loss(Watches(), F.cross_entropy)
+    model = Fn(watched, linear=nn.Linear(3, 3, dtype=F64))
+    loss = hog.functional_loss(model, F.cross_entropy)
     operator = hog.HessianOperator(
         loss, hog.trainable_params(loss.model), (draw(5, 3), torch.arange(5) % 3)
     )
@@ -363,13 +360,8 @@ def random_model(layer):
     return nn.Sequential(nn.Linear(3, 8), layer, nn.Linear(8, 3)).double()
 
 
-class Noise(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.off = nn.Dropout(0.0)
-
-    def forward(self, x):
-        return x + self.off(torch.randn_like(x))
+def noise():
+    return Fn(lambda net, x: x + net.off(torch.randn_like(x)), off=nn.Dropout(0.0))
 
 
 class NumPyNoise(nn.Module):
@@ -391,7 +383,7 @@ PASSES = {"one batch": BATCH, "a loader": loader(BATCH), "micro-batches": BATCH}
     ("layer", "message"),
     [
         (partial(nn.Dropout, 0.5), r"1 \(Dropout\) draws at random in train mode.*model.eval"),
-        (Noise, r"numbers are drawn at .*test_operators.py:\d+: `return x \+ self.off\(torch.randn_like\(x\)\)`.*check_deterministic=False"),
+        (noise, r"numbers are drawn at .*test_operators.py:\d+: `return .*x \+ net.off\(torch.randn_like\(x\)\).*check_deterministic=False"),
         (NumPyNoise, "draws random numbers outside of torch"),
     ],
     ids=["dropout", "noise beside a dropout of 0", "noise of NumPy"],
@@ -406,7 +398,7 @@ def test_a_random_model_raises(layer, message, given):
     with pytest.raises((RuntimeError, ValueError), match=message):
         repeat(operator, 2)
     loss.model.eval()
-    if layer not in (Noise, NumPyNoise):
+    if layer not in (noise, NumPyNoise):
         assert_close(operator @ v, operator @ v)
 
 
@@ -519,14 +511,12 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_errors_say_what_to_do(case):
-    make, kind, message = REFUSED[case]
+def plainly():
     loss = hog.functional_loss(random_model(nn.Tanh()), F.cross_entropy)
-    with pytest.raises(kind, match=message):
-        repeat(make(loss, hog.trainable_params(loss.model)), 1)
+    return loss, hog.trainable_params(loss.model)
 
 
+test_errors_say_what_to_do = refused(REFUSED, lambda make: repeat(make(*plainly()), 1))
 VECTORS = {
     "too short": (lambda n: draw(n - 1), ValueError, r"expected \(59,\), \(59, k\).*got \(58,\)"),
     "a row": (lambda n: draw(1, n), ValueError, r"got \(1, 59\)"),
@@ -536,13 +526,12 @@ VECTORS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", VECTORS)
-def test_vectors_that_do_not_fit(case):
-    make, kind, message = VECTORS[case]
-    loss = hog.functional_loss(random_model(nn.Tanh()), F.cross_entropy)
-    operator = hog.HessianOperator(loss, hog.trainable_params(loss.model), BATCH)
-    with pytest.raises(kind, match=message):
-        operator @ make(operator.shape[0])
+def by_vector(make):
+    operator = hog.HessianOperator(*plainly(), BATCH)
+    return operator @ make(operator.shape[0])
+
+
+test_vectors_that_do_not_fit = refused(VECTORS, by_vector)
 
 
 def test_a_product_that_is_not_finite_names_the_parameter():

@@ -13,7 +13,7 @@ import hoglib as hog
 from hoglib.meta.tasks import vmap_pays
 from tests.long_tail import FULL
 from tests.meta.networks import as_list
-from tests.models import MODELS, build
+from tests.models import MODELS, Fn, build
 from tests.oracles import random_like, relative, slopes_by_differences
 from tests.refused import refused
 from tests.unchanged import unchanged
@@ -161,23 +161,21 @@ class Branches(nn.Linear):
         return super().forward(x) if x.sum().item() > 0 else super().forward(-x)
 
 
-class Recurrent(nn.Module):
+def recurrent():
     """Fills a state in place, as recurrent networks do, which vmap refuses in words of its own."""
 
-    def __init__(self):
-        super().__init__()
-        self.cell = nn.Linear(2, 2)
-
-    def forward(self, x):
+    def run(net, x):
         state = torch.zeros(x.shape, dtype=x.dtype)
         for _ in range(2):
-            state += self.cell(x + state).tanh()
+            state += net.cell(x + state).tanh()
         return state
+
+    return Fn(run, cell=nn.Linear(2, 2))
 
 
 BEYOND_VMAP = {
     "branches": lambda: Branches(2, 2),
-    "in place": Recurrent,
+    "in place": recurrent,
     "scripted": lambda: nn.Sequential(
         torch.jit.script(nn.Linear(2, 3)), nn.Tanh(), nn.Linear(3, 2)
     ),
