@@ -40,6 +40,11 @@ class Gradient(NamedTuple):
     parts: list[Tensor | None]  # None for a leaf that the value does not depend on
     graph: GraphSummary  # of the value
 
+    @property
+    def has_no_graph(self) -> bool:
+        """Whether nothing of it depends on the leaves, so that the second derivative is zero."""
+        return not any(part is not None and part.requires_grad for part in self.parts)
+
 
 def gradient_with_graph(
     func: ScalarFunction, leaves: Vector, what: str, create_graph: bool

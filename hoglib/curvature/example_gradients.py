@@ -6,7 +6,6 @@ gradients g_nt by its outputs:
     dW_n = sum_t g_nt a_nt^T        <dW_n, dW_m> = sum_tu <g_nt, g_mu> <a_nt, a_mu>
 """
 
-import inspect
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -25,13 +24,14 @@ from hoglib._core.autograd import (
     translate_errors,
 )
 from hoglib._core.logger import LOGGER
+from hoglib._core.problem import Policy, Problem
 from hoglib._core.sharding import refuse_sharded
 from hoglib._core.swap import keep_swapped
 from hoglib.curvature.data import as_dict, is_batch, to_device
 from hoglib.curvature.fisher_metric import FisherMetric
+from hoglib.curvature.kfac import OPTIONS as KFAC_OPTIONS
 from hoglib.curvature.kfac_operator import KFACOperator
 from hoglib.curvature.kronecker_factors import AT_ONCE
-from hoglib.curvature.linear_map import ProductOptions
 from hoglib.curvature.model_run import (
     FactorOptions,
     Gradients,
@@ -43,6 +43,7 @@ from hoglib.curvature.model_run import (
     output_gradients,
     scale_and_shift_gradients,
 )
+from hoglib.curvature.newton import OPTIONS as GGN_OPTIONS
 from hoglib.curvature.newton import refuse_unknown
 from hoglib.curvature.operators import GGNOperator
 from hoglib.curvature.vector_space import Space
@@ -53,6 +54,7 @@ from hoglib.errors import (
     NonFiniteError,
     UnsupportedError,
 )
+from hoglib.ring import ring
 from hoglib.stand_ins.mode import stand_ins_if
 from hoglib.verification.entry_points import examined_functions
 
@@ -214,7 +216,7 @@ def _in_turn(
 
 
 CALLER = "per_example_gradient_norms"
-_OPTIONS = FactorOptions(FisherMetric("empirical"), "expand", True, ProductOptions(CALLER))
+_OPTIONS = FactorOptions(FisherMetric("empirical"), "expand", True)
 
 
 def per_example_gradient_norms(loss: Any, params: Tree, batch: Any) -> Tensor:
@@ -303,11 +305,12 @@ def _layer_by_layer(loss: Any, params: Tree, batch: Any, pairs: bool) -> Tensor 
     loss = loss.with_logits() if hasattr(loss, "with_logits") else loss
     if not (hasattr(loss, "outputs") and isinstance(params, dict)):
         return None
-    with torch.inference_mode(False), torch.no_grad(), grad_enabled(), keep_swapped():
-        leaves, own = clone_inference_tensors((space.leaves(), own))
+    policy = Policy(CALLER, stand_ins=False)
+    with ring(policy, loss, examine=False) as blocks:
+        problem = Problem.of(policy, loss, params, own).entered(blocks)
+        (own,) = problem.args
         try:
-            given = (loss, space, leaves, own, _OPTIONS)
-            run, _ = checked_run(ModelRun(*given), *given, True)
+            run, _ = checked_run(ModelRun(problem, space, _OPTIONS), True)
             if run.examples != count:
                 raise ArgumentValueError("outputs: expected one for each example.")
         except HoglibError as error:  # of the layers; what is wrong with the loss comes again
@@ -579,9 +582,13 @@ def influence(
     validation.number("damping", damping, minimum=0)
     for name, data in (("train", train), ("query", query)):
         _check_order(name, data)
-    operator = GGNOperator if solver == "cg" else KFACOperator
-    known = set(inspect.signature(operator).parameters) - {"loss", "params", "data"}
-    refuse_unknown("influence", options, known - {"eigenvalue_corrected"}, operator.__name__)
+    operator, known = "GGNOperator", GGN_OPTIONS
+    if solver != "cg":
+        operator, known = (
+            "KFACOperator",
+            {"kind", "generator", "check_deterministic", *KFAC_OPTIONS},
+        )
+    refuse_unknown("influence", options, known, operator)
     if tol is not None and solver != "cg":
         raise ArgumentValueError(
             f"tol: expected none with solver={solver!r}, which has a closed form, got {tol}; it "
