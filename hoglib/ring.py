@@ -71,7 +71,7 @@ class ring:  # noqa: N801 a context manager
         self._recomputes = policy.remat is not False
         self._contexts = contexts = list[AbstractContextManager[Any]]()
         if self.captures:
-            contexts += (outside_inference_mode(), keep_swapped())
+            contexts.append(outside_inference_mode())
             return
         if placement.is_sharded:
             contexts.append(placement.translate_errors(policy.caller))
