@@ -153,6 +153,10 @@ class Problem:
         """A vector in the structure and the placement of the parameters."""
         return pytree.unflatten(self.placement.wrap(vector), self.structure)
 
+    def at(self, *args: Any) -> "Problem":
+        """The same with other arguments."""
+        return replace(self, args=args)
+
     def in_double(self) -> "Problem":
         """The same in float64; the user's loss is not changed."""
         loss = self.loss

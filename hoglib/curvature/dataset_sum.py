@@ -43,6 +43,7 @@ from hoglib.curvature.reproducibility import Determinism, Symmetry, close
 from hoglib.curvature.vector_space import Space
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, NondeterministicError
 from hoglib.ring import ring
+from hoglib.verification.entry_points import examined_functions
 from hoglib.verification.rounding import HalfWatch
 
 Tree = Any
@@ -169,10 +170,10 @@ class DatasetSum:
     def __init__(
         self, policy: Policy, loss: Any, space: Space, data: Any, options: CheckedDataOptions,
         processes: Processes, bar: ProgressBar, *, seed: int, fixed_batches: bool,
-        takes_shards: bool = False,
+        takes_shards: bool = False, first_order: bool = False,
     ) -> None:  # fmt: skip
         validation.loss_function("loss", loss)
-        self._policy, name = policy, policy.caller
+        self._policy, name, self._first_order = policy, policy.caller, first_order
         if not takes_shards:
             space.refuse_sharded(name)
         self._placement = space.placement  # with the weight of the current batch
@@ -255,7 +256,7 @@ class DatasetSum:
             return value
 
         with self._bar.over("gradient", 1):
-            totals = self.run(partial(self.each_batch, add), total)
+            totals = self.run(partial(self.each_batch, add, first_order=True), total)
         with torch.inference_mode(False), torch.no_grad():
             return self._total_loss(totals), space.tree(total()[0].div_(self.weight(totals)))
 
@@ -354,8 +355,12 @@ class DatasetSum:
             self._unused = {i for i in self._unused if not used[i]}
         return combined
 
-    def each_batch(self, add: AddBatch) -> PassTotals:
-        """`add(batch, number, share)` for each batch of this process."""
+    def each_batch(self, add: AddBatch, *, first_order: bool = False) -> PassTotals:
+        """`add(batch, number, share)` for each batch of this process, whose Functions are examined."""
+        with examined_functions(self._name, first_order=first_order or self._first_order):
+            return self._each_batch(add)
+
+    def _each_batch(self, add: AddBatch) -> PassTotals:
         self._determinism.start()
         shares: list[float] = []
         losses: list[float] = []

@@ -29,7 +29,6 @@ from hoglib.curvature.processes import PassTotals, Processes
 from hoglib.curvature.traces import Estimate
 from hoglib.curvature.vector_space import Space, check_named, random_signs
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, NonFiniteError
-from hoglib.verification.entry_points import examined_functions
 
 Tree = Any
 
@@ -151,7 +150,7 @@ class KFACOperator(KroneckerOperator):
         loss = loss.with_logits() if hasattr(loss, "with_logits") else loss
         self._sum = DatasetSum(
             policy._replace(stand_ins=False), loss, self.space, data, of_data, self._processes,
-            self._bar, seed=metric.seed or 0, fixed_batches=metric.random,
+            self._bar, seed=metric.seed or 0, fixed_batches=metric.random, first_order=True,
         )  # fmt: skip
         self._loss, self._data, self._given = loss, data, options
         self._factors = FactorOptions(
@@ -187,10 +186,7 @@ class KFACOperator(KroneckerOperator):
             The operator.
         """
         validation.refuse_transforms("KFACOperator", "compute it before, by `update()`.")
-        with (
-            examined_functions(type(self).__name__, first_order=True),
-            torch.inference_mode(False), torch.no_grad(), self._bar.over("factors"),
-        ):  # fmt: skip
+        with torch.inference_mode(False), torch.no_grad(), self._bar.over("factors"):
             factors = FactorSums()
             totals = self._pass(factors)
             blocks = factors.blocks(self._sum.weight(totals))
