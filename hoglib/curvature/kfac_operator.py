@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal, NamedTuple, Unpack, final
 
 import torch
@@ -150,7 +149,7 @@ class KFACOperator(KroneckerOperator):
         loss = loss.with_logits() if hasattr(loss, "with_logits") else loss
         self._sum = DatasetSum(
             policy._replace(stand_ins=False), loss, self.space, data, of_data, self._processes,
-            self._bar, seed=metric.seed or 0, fixed_batches=metric.random, first_order=True,
+            self._bar, seed=metric.seed or 0, fixed_batches=metric.random,
         )  # fmt: skip
         self._loss, self._data, self._given = loss, data, options
         self._factors = FactorOptions(
@@ -221,7 +220,9 @@ class KFACOperator(KroneckerOperator):
             rows.append(sums.pack().to(self.device))
             return rows[0]
 
-        totals = self._sum.run(partial(self._sum.each_batch, partial(self._add, sums)), total)
+        with self._sum.one_pass(total, first_order=True) as batches:
+            for batch, number, share in batches:
+                batches.record(self._add(sums, batch, number, share))
         if rows:
             sums.unpack(rows[0])
         if not sums.finite():
@@ -230,7 +231,7 @@ class KFACOperator(KroneckerOperator):
                 "loss is finite: squares of a layer's inputs or gradients overflow. Scale the inputs, "
                 "or use float64."
             )
-        return totals
+        return batches.totals
 
     def _add(self, sums: BlockSums, batch: Any, number: int, share: float) -> Tensor:
         factors = replace(self._factors, metric=self._factors.metric.for_batch(number))

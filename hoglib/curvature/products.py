@@ -229,7 +229,7 @@ def _product(
         if around.captures:
             point = compiled_linear_map(kind, problem, block)
         else:
-            point = kind.linearize(problem, block or bool(policy.backend))
+            point = kind.linearize(problem, block)
             note_lost_graph(point.gradient)
         value, product = apply_block(point, vector, block)
     if kind.mode == DIFFERENCES:
