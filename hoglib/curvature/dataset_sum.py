@@ -175,7 +175,7 @@ class DatasetSum:
             space.refuse_sharded(name)
         self._placement = space.placement  # with the weight of the current batch
         check_reduction(loss, options.reduction, synonyms={"batchmean": "mean"})
-        self._loss, self._space, self._options = loss, space, options
+        self.loss, self._space, self._options = loss, space, options
         self._processes, self._bar, self._name, self._seed = processes, bar, name, seed
         self._mean = options.reduction == "mean"
         batch_size = options.batch_size or getattr(loss, "batch_size", None)
@@ -337,7 +337,7 @@ class DatasetSum:
                 changed=given.changed,
                 seed=self._seed,
                 params=checksum_of_tensors(leaves),
-                model=checksum_of_tensors(constants_of(self._loss, leaves)),
+                model=checksum_of_tensors(constants_of(self.loss, leaves)),
                 vectors=0.0 if given.rows is None else checksum_of_rows(given.rows),
                 data=self._batches.checksum,
             )
@@ -440,13 +440,13 @@ class DatasetSum:
         """The loss at a batch, and the parameters as they are now."""
         structure = pytree.flatten(self._space.params)[1]
         return Problem(
-            self._policy, self._loss, structure, self._space.leaves(), (batch,), self._placement,
+            self._policy, self.loss, structure, self._space.leaves(), (batch,), self._placement,
             "loss(params, batch)",
         )  # fmt: skip
 
     def ring(self) -> ring:
         """What stands around the evaluation of a batch; custom Functions are examined once a pass."""
-        return ring(self._policy, self._loss, examine=False)
+        return ring(self._policy, self.loss, examine=False)
 
     @contextmanager
     def entered(self, batch: Any) -> Iterator[Problem]:
