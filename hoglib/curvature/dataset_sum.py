@@ -76,10 +76,10 @@ class DataOptions(TypedDict, total=False):
     Returns:
         A dict of options, to be passed as ``**options``.
     Example:
+        >>> batches = [(torch.ones(2, 1),), (torch.ones(3, 1),)]
         >>> options = hog.curvature.DataOptions(reduction="sum")
-        >>> H = hog.HessianOperator(lambda p, x: (x @ p).square().mean(), torch.ones(1),
-        ...                         [torch.ones(2, 1), torch.ones(3, 1)], **options)
-        >>> H.trace()  # 2 of each batch
+        >>> loss = lambda p, batch: (batch[0] @ p).square().mean()
+        >>> hog.HessianOperator(loss, torch.ones(1), batches, **options).trace()  # 2 of each batch
         tensor(4.)
     """
 
