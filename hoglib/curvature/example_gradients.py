@@ -78,8 +78,8 @@ def per_example_gradients(
         chunk_size: Examples at once. Default: all of them.
         vmap: True computes them side by side, by `torch.func.vmap`, False one after the other. Default:
             side by side where all operations can.
-        **options: Those of :class:`hoglib.Options`: ``stand_ins`` (attention has a rule there for
-            `torch.func.vmap`) and ``remat``; not ``compile``.
+        **options: ``stand_ins`` (attention has a rule there for `torch.func.vmap`) and ``remat``, as
+            :class:`hoglib.Options` describes them.
     Returns:
         The losses [N], and the gradients, like params with a leading dimension of N.
     Raises:
@@ -107,7 +107,7 @@ def per_example_gradients(
     compute = (
         _at_best if vmap is None else _side_by_side if validation.flag("vmap", vmap) else _in_turn
     )
-    policy = Policy.of("per_example_gradients", options)
+    policy = Policy.of("per_example_gradients", options, names=("stand_ins", "remat"))
     with torch.inference_mode(False), ring(policy, loss, first_order=True) as blocks:
         problem = Problem.of(policy, loss, params, own).entered(blocks)
         chunks = [

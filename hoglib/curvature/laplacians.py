@@ -108,9 +108,7 @@ def laplacian(
         create_graph: Whether the results can be differentiated again, by parameters, x or args. By
             default they can where gradients are enabled and something requires one; then all
             directions stay in memory until backward. Inside torch.func transforms they always can.
-        **options: Those of :class:`hoglib.Options`: ``stand_ins`` (run func inside `second_order()`),
-            ``remat`` (blocks to recompute) and ``compile`` (by the collapsed
-            route).
+        **options: How func is evaluated, as :class:`hoglib.Options` describes it.
     Returns:
         The pair (f, L); with return_gradient (f, L, g).
     Raises:
@@ -327,8 +325,7 @@ def bilaplacian(
         generator: Of these vectors; None is torch's global generator.
         mode: "collapsed", which raises where an operation has no Taylor rule; "nested"; or "auto".
         create_graph: As for `laplacian`.
-        **options: Those of :class:`hoglib.Options`: ``stand_ins`` (run func inside `second_order()`),
-            ``remat`` (blocks to recompute) and ``compile``.
+        **options: How func is evaluated, as :class:`hoglib.Options` describes it.
     Returns:
         The pair (f, B).
     Raises:

@@ -47,8 +47,7 @@ def directional(
         mode: "taylor", "nested" or "auto", as for `jet`.
         create_graph: Whether the results can be differentiated again. Default: where gradients are
             enabled.
-        **options: Those of :class:`hoglib.Options`: ``stand_ins`` (run func inside `second_order()`),
-            ``remat`` (blocks to recompute) and ``compile``.
+        **options: How func is evaluated, as :class:`hoglib.Options` describes it.
     Returns:
         The pair (f, d); d has a leading dimension R for several directions.
     Raises:
@@ -135,8 +134,7 @@ def partial_derivative(
         mode: "collapsed", which raises where an operation has no Taylor rule; "nested"; or "auto".
         create_graph: Whether the results can be differentiated again. Default: where gradients are
             enabled.
-        **options: Those of :class:`hoglib.Options`: ``stand_ins`` (run func inside `second_order()`),
-            ``remat`` (blocks to recompute) and ``compile``.
+        **options: How func is evaluated, as :class:`hoglib.Options` describes it.
     Returns:
         The pair (f, d).
     Raises:

@@ -68,8 +68,7 @@ def jet(
             them that takes func. Inside torch.func transforms it is nested.
         create_graph: Whether the results can be differentiated again, by parameters and primals.
             Default: where gradients are enabled.
-        **options: Those of :class:`hoglib.Options`: ``stand_ins`` (run func inside `second_order()`),
-            ``remat`` (blocks to recompute) and ``compile``.
+        **options: How func is evaluated, as :class:`hoglib.Options` describes it.
     Returns:
         The pair (y_0, series): the result of func, and the same with a list [y_1, ..., y_K] in the
         place of each tensor.
