@@ -5,6 +5,7 @@ from hoglib._core import torch_version as _torch_version  # noqa: F401 (refuses 
 
 # isort: on
 from hoglib import capture, curvature, errors, meta, nn, ops, penalties, testing
+from hoglib._core.problem import Options
 from hoglib._version import __version__
 from hoglib.auditing import audit
 from hoglib.capture import compile, compiled_loss
@@ -43,6 +44,7 @@ __all__ = [
     "Graph",
     "HessianOperator",
     "KFACOperator",
+    "Options",
     "Report",
     "VerificationError",
     "__version__",

@@ -167,7 +167,7 @@ def newton(net, rows):
     """Steps of Newton's method with a warm start; the parameters, and the state."""
     pair = Pair(hog.GGNOperator, net, rows)
     ours = hog.curvature.NewtonCG(pair.loss, pair.params, damping=1.0, max_iter=5)
-    one = pair.single._loss
+    one = pair.single._sum.loss
     theirs = hog.curvature.NewtonCG(one, pair.own, damping=1.0, max_iter=5)
     errors = []
     for _ in range(2):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hoglib._core import pytree
 from hoglib._core.autograd import Vector, fresh_leaves, materialize_grads, translate_errors
-from hoglib._core.sharding import Sharding
+from hoglib._core.sharding import WHOLE, Placement
 
 Use = Literal["product", "element", "element, more", "element, short", "slot", "route"]
 STEPS: dict[Use, dict[torch.dtype, tuple[float, ...]]] = {
@@ -75,7 +75,7 @@ def difference_quotient(above: Sequence[Tensor], below: Sequence[Tensor], h: flo
 
 
 def directional_derivative(
-    function: VectorFunction, leaves: Vector, vector: Vector, sharding: Sharding | None = None
+    function: VectorFunction, leaves: Vector, vector: Vector, placement: Placement = WHOLE
 ) -> Vector:
     """The derivative of a function along a vector, in float64, by Richardson's extrapolation.
 
@@ -83,12 +83,12 @@ def directional_derivative(
 
     Of all steps that one is taken at which R and the next R agree best.
 
-    sharding: of the leaves and the vector, where each process holds a part of them.
+    placement: of the leaves and the vector over processes.
     """
-    if not _norm([v.detach() for v in vector], sharding):
+    if not placement.norm([v.detach() for v in vector]):
         return [torch.zeros_like(x) for x in function(leaves)]
     table = steps("product", torch.float64)
-    slopes = central_differences(function, leaves, vector, table, sharding)
+    slopes = central_differences(function, leaves, vector, table, placement)
     extrapolated = [
         [(100 * fine - coarse) / 99 for coarse, fine in zip(*pair, strict=True)]
         for pair in pairwise(slopes)
@@ -105,16 +105,16 @@ def central_differences(
     leaves: Vector,
     vector: Vector,
     steps: Sequence[float],
-    sharding: Sharding | None = None,
+    placement: Placement = WHOLE,
 ) -> list[Vector]:
     """D(h) for several steps along a nonzero vector, all with the current random numbers.
 
     A step is in units of the root mean square of the leaves, at least 1, over the norm of the vector.
     """
     leaves, vector = ([x.detach() for x in parts] for parts in (leaves, vector))
-    count = pytree.size(leaves) if sharding is None else sharding.size()
-    size = max(1.0, _norm(leaves, sharding) / max(1, count) ** 0.5)
-    unit = size / _norm(vector, sharding)
+    count = max(1, placement.size(leaves))
+    size = max(1.0, float(placement.norm(leaves)) / count**0.5)
+    unit = size / float(placement.norm(vector))
 
     def reproducible(point: Vector) -> Vector:
         with fixed_random_numbers(leaves):
@@ -124,10 +124,6 @@ def central_differences(
         difference_quotient(*both_sides(reproducible, leaves, vector, step * unit), step * unit)
         for step in steps
     ]
-
-
-def _norm(vector: Vector, sharding: Sharding | None) -> float:
-    return float(pytree.norm(vector) if sharding is None else sharding.norm(vector))
 
 
 def gradient_function(func: Callable[..., Tensor]) -> VectorFunction:

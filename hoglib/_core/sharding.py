@@ -14,6 +14,7 @@ import sys
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, final
@@ -22,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hoglib._core import torch_internals
+from hoglib._core import pytree, torch_internals
 from hoglib._core.fingerprint import checksum_of_tensors
 from hoglib._core.process_failures import translate_distributed_errors
 from hoglib._core.torch_internals import apply
@@ -137,6 +138,80 @@ class Layout(NamedTuple):
 
 
 @final
+class Whole:
+    """The placement of tensors that this process holds whole: nothing is communicated.
+
+    It has the methods of :class:`Sharding`, which say what they do where tensors are shared.
+    """
+
+    is_sharded = False
+    weight = 1.0
+
+    def local(self, tensors: Sequence[Tensor]) -> Vector:
+        return list(tensors)
+
+    def local_vector(self, what: str, tensors: Sequence[Tensor]) -> Vector:
+        return list(tensors)
+
+    def wrap(self, shards: Sequence[Tensor]) -> Vector:
+        return list(shards)
+
+    def gather(self, shards: Sequence[Tensor]) -> Sequence[Tensor]:
+        return shards
+
+    def gather_named(self, params: dict[str, Tensor]) -> dict[str, Tensor]:
+        return params
+
+    def defer(self, model: Any, blocks: Sequence[Any]) -> "Placement":
+        return self
+
+    def part(self, index: int) -> float:
+        return 1.0
+
+    def size(self, tensors: Vector) -> int:
+        return pytree.size(tensors)
+
+    def check_agreement(
+        self, caller: str, columns: int, vector: Vector, leaves: Vector, changed: bool = False
+    ) -> bool:
+        return False
+
+    def norm(self, a: Sequence[Tensor]) -> Tensor:
+        return pytree.norm(a)
+
+    def mean_of(self, compute: Callable[[], Tensor]) -> Tensor:
+        return compute()
+
+    def sum(self, value: Tensor) -> Tensor:
+        return value
+
+    def translate_errors(self, caller: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+WHOLE = Whole()
+
+
+def placement_of(
+    tensors: Sequence[Tensor], names: Callable[[], Sequence[str]]
+) -> "Whole | Sharding":
+    """How tensors are spread over processes, with equal weights."""
+    library: Any = sys.modules.get("torch.distributed.tensor")  # None where nothing imported it
+    found: list[Any] = [t for t in tensors if library and isinstance(t, library.DTensor)]
+    if not found:
+        return WHOLE
+    from torch.distributed.tensor import Replicate
+
+    mesh = max((t.device_mesh for t in found), key=lambda mesh: mesh.size())
+    everywhere = tuple(Replicate() for _ in mesh.shape)
+    layouts = tuple(
+        Layout.of(t) if is_sharded(t) else Layout(mesh, everywhere, t.shape, t.stride(), True)
+        for t in tensors
+    )
+    return Sharding(layouts, mesh, 1 / mesh.size(), tuple(names()))
+
+
+@final
 @dataclass(frozen=True)
 class Sharding:
     """How several tensors are spread over the processes of one mesh.
@@ -146,6 +221,7 @@ class Sharding:
         weight: w of this process.
     """
 
+    is_sharded = True
     layouts: tuple[Layout, ...]
     mesh: Any
     weight: float
@@ -155,23 +231,6 @@ class Sharding:
     gathered: set[int] = field(default_factory=set, compare=False)
     order: list[int] = field(default_factory=list, compare=False)  # in which they were
 
-    @classmethod
-    def of(cls, tensors: Sequence[Tensor], names: Callable[[], Sequence[str]]) -> "Sharding | None":
-        """That of the tensors, with equal weights; None if none of them is a DTensor."""
-        library: Any = sys.modules.get("torch.distributed.tensor")  # None where nothing imported it
-        found: list[Any] = [t for t in tensors if library and isinstance(t, library.DTensor)]
-        if not found:
-            return None
-        from torch.distributed.tensor import Replicate
-
-        mesh = max((t.device_mesh for t in found), key=lambda mesh: mesh.size())
-        everywhere = tuple(Replicate() for _ in mesh.shape)
-        layouts = tuple(
-            Layout.of(t) if is_sharded(t) else Layout(mesh, everywhere, t.shape, t.stride(), True)
-            for t in tensors
-        )
-        return cls(layouts, mesh, 1 / mesh.size(), tuple(names()))
-
     def weighted(self, weight: float) -> "Sharding":
         """The same with another weight of this process."""
         return replace(self, weight=weight)
@@ -180,9 +239,9 @@ class Sharding:
         """The shards of this process, without a graph."""
         return [t.detach().to_local() if is_sharded(t) else t for t in tensors]
 
-    def local_vector(self, what: str, tensors: Sequence[Any], names: Sequence[str]) -> Vector:
+    def local_vector(self, what: str, tensors: Sequence[Any]) -> Vector:
         """The shards of vectors, which have to be spread as the parameters are."""
-        for name, layout, x in zip(names, self.layouts, tensors, strict=True):
+        for name, layout, x in zip(self.names, self.layouts, tensors, strict=True):
             expected = layout.mesh, layout.placements
             got = (x.device_mesh, x.placements) if is_sharded(x) else None
             held = not any(p.is_shard() for p in layout.placements)
@@ -254,7 +313,7 @@ class Sharding:
         layout = self.layouts[index]
         return layout.mesh.size() / (layout.copies() * self.mesh.size())
 
-    def size(self) -> int:
+    def size(self, tensors: Vector) -> int:
         """The number of elements of the whole tensors."""
         return sum(layout.shape.numel() for layout in self.layouts)
 
@@ -340,12 +399,20 @@ class Sharding:
         return found
 
     def sum(self, value: Tensor) -> Tensor:
-        """The sum over the processes, in place."""
-        return all_reduce(value, self.mesh)
+        """The sum over the processes, in place where it is on a device of the mesh."""
+        # NCCL sums on GPUs only
+        return all_reduce(value.to(self.mesh.device_type), self.mesh).to(value.device)
+
+    def translate_errors(self, caller: str) -> AbstractContextManager[None]:
+        """Inside, an error of the communication says what the other processes did."""
+        return translate_distributed_errors(caller)
 
     def reduce(self, value: Tensor, op: str) -> Tensor:
         """Another reduction over the processes, in place."""
         return all_reduce(value, self.mesh, op)
+
+
+Placement = Whole | Sharding
 
 
 def all_reduce(value: Tensor, mesh: Any, op: str = "SUM") -> Tensor:

@@ -1,5 +1,6 @@
 """Curvature of scalar functions of parameters: products with vectors, whole matrices, operators."""
 
+from hoglib.curvature.dataset_sum import DataOptions, OperatorOptions
 from hoglib.curvature.dense import ggn, hessian
 from hoglib.curvature.example_gradients import (
     NoiseScale,
@@ -22,6 +23,7 @@ from hoglib.curvature.spectrum import Spectrum, hessian_spectrum
 
 __all__ = [
     "KFAC",
+    "DataOptions",
     "FisherOperator",
     "GGNOperator",
     "HessianOperator",
@@ -33,6 +35,7 @@ __all__ = [
     "NewtonCG",
     "NewtonStep",
     "NoiseScale",
+    "OperatorOptions",
     "Spectrum",
     "bilaplacian",
     "directional",

@@ -19,39 +19,39 @@ from typing import Any, final
 import torch
 from torch import Tensor, fx
 
-from hoglib._core.autograd import Vector, grad_enabled
-from hoglib._core.swap import keep_swapped
+from hoglib._core.autograd import Vector
+from hoglib._core.problem import Policy, Problem
 from hoglib.capture.api import function_name, kept_graph
 from hoglib.capture.backend import make_runner
 from hoglib.capture.passes import VIEWS, functionalized
-from hoglib.curvature.linear_map import BoundLoss, CurvatureKind, LinearMap, ProductOptions
-from hoglib.stand_ins.mode import stand_ins_if
+from hoglib.curvature.linear_map import CurvatureKind, LinearMap
+from hoglib.ring import ring
+from hoglib.verification.entry_points import note_lost_graph
 
 Run = Callable[..., Any]
 Product = tuple[Tensor, Vector, tuple[int, ...] | None]  # loss, M v, leaves the loss has no use for
 
 
-def compiled_linear_map(
-    kind: CurvatureKind, loss: BoundLoss, leaves: Vector, options: ProductOptions, several: bool
-) -> LinearMap:
-    """The matrix of a loss at the leaves, as compiled graphs, for one vector or for `several`."""
-    name = f"{options.caller} of {function_name(loss.func)}"
-    backend: Any = options.backend
-    if several and not options.create_graph:
-        backend = PartialEval(len(leaves), options.backend, name)
-    product_of = partial(_product, kind, loss.func, loss.structure, options)
-    key = kind, options, loss.structure
-    compiled = kept_graph(product_of, name, loss.func, key, backend, precheck=product_of)
+def compiled_linear_map(kind: CurvatureKind, problem: Problem, several: bool) -> LinearMap:
+    """The matrix at the leaves of a problem, as compiled graphs, for one vector or for `several`."""
+    policy = problem.policy
+    name = f"{policy.caller} of {function_name(problem.loss)}"
+    backend: Any = policy.backend
+    if several and not policy.create_graph:
+        backend = PartialEval(len(problem.leaves), policy.backend, name)
+    body = partial(_product, kind, problem.loss, problem.structure, policy.inside_graph)
+    key = kind, policy, problem.structure
+    compiled = kept_graph(body, name, problem.loss, key, backend, precheck=body)
     residuals, unused = Residuals(), None
 
     def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
         nonlocal unused
         token = _RESIDUALS.set(residuals)
         try:
-            with torch.set_grad_enabled(options.create_graph):
+            with torch.set_grad_enabled(policy.create_graph):
                 # new tensors: one that is both vector and parameter would be one input of the graph
                 fresh = [v.view_as(v) for v in vector]
-                value, product, unused = compiled(fresh, leaves, loss.args)
+                value, product, unused = compiled(fresh, problem.leaves, problem.args)
         finally:
             _RESIDUALS.reset(token)
             if not keep_graph:
@@ -62,16 +62,17 @@ def compiled_linear_map(
 
 
 def _product(
-    kind: CurvatureKind, func: Any, structure: Any, options: ProductOptions,
+    kind: CurvatureKind, loss: Any, structure: Any, policy: Policy,
     vector: Vector, leaves: Vector, args: Any,
 ) -> Product:  # fmt: skip
     """(vector, leaves, args) -> (value, M vector), of the matrix M of a loss."""
-    with grad_enabled(), keep_swapped(), stand_ins_if(options.stand_ins):
-        loss = BoundLoss(func, structure, args)
+    with ring(policy, loss, examine=False) as blocks:
+        problem = Problem(policy, loss, structure, leaves, args).entered(blocks)
         # as for several vectors: in reverse mode, whose graphs are the smaller ones
-        point = kind.linearize(loss, leaves, options, True)
+        point = kind.linearize(problem, True)
+        note_lost_graph(point.gradient)
         value, product = point.apply(vector, False)
-    if not options.create_graph:
+    if not policy.create_graph:
         value, product = value.detach(), [part.detach() for part in product]
     return value, product, point.unused()
 

@@ -1,7 +1,7 @@
 """Whole matrices, or their blocks, for networks small enough to hold them."""
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -9,29 +9,20 @@ from torch import Tensor
 from hoglib._core import pytree, torch_internals, validation
 from hoglib._core.autograd import (
     Vector,
-    clone_inference_tensors,
     dense,
-    grad_enabled,
     gradient_with_graph,
     materialize_grads,
     translate_errors,
 )
+from hoglib._core.problem import Options, Policy, Problem
 from hoglib._core.sharding import refuse_sharded
-from hoglib._core.swap import keep_swapped
-from hoglib.capture.capturing import runs_elsewhere
 from hoglib.curvature.compiled import compiled_linear_map
 from hoglib.curvature.gauss_newton import GaussNewtonKind
-from hoglib.curvature.linear_map import (
-    BoundLoss,
-    HessianKind,
-    LinearMap,
-    ProductOptions,
-    checked_options,
-)
+from hoglib.curvature.linear_map import HessianKind, LinearMap
 from hoglib.curvature.vector_space import Blocks, groups_of
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
-from hoglib.stand_ins.mode import stand_ins_if
-from hoglib.verification.entry_points import examined_functions, note_lost_graph
+from hoglib.ring import ring
+from hoglib.verification.entry_points import note_lost_graph
 
 Tree = Any
 Groups = list[list[int]]  # the leaves that share a block, for each block
@@ -44,8 +35,7 @@ def hessian(
     *args: Any,
     blocks: Blocks = None,
     create_graph: bool = False,
-    stand_ins: bool = True,
-    compile: bool | str = False,
+    **options: Unpack[Options],
 ) -> Tree:
     r"""The Hessian of a scalar function, in the layout of `torch.func.hessian`.
 
@@ -65,10 +55,8 @@ def hessian(
             function of the name returns the block that it belongs to; a list of lists of names is the
             blocks themselves. H[a] then has the names that share a block with a.
         create_graph: Whether H can be differentiated again.
-        stand_ins: Run func inside `hoglib.second_order()`, which replaces torch calls that have no
-            second derivative, or a wrong one.
-        compile: Capture the product with a vector as a graph and compile it: True for inductor, "eager"
-            to run the captured graph by torch. What all rows share runs once. Not with create_graph.
+        **options: How func is evaluated, as :class:`hoglib.Options` describes it. Compiled, what all
+            rows share runs once; not with create_graph.
     Returns:
         H: for params a dict, a dict of dicts; for any other pytree nested alike; for one tensor one
         tensor.
@@ -84,35 +72,30 @@ def hessian(
                 [2., 0.]])
     """
     validation.function("func", func)
-    validation.not_the_model("func", func, params)
-    leaves, structure = _real_leaves("hessian", params)
-    groups = groups_of(blocks, params)
-    kind = HessianKind()
-    options = checked_options("hessian", kind, create_graph, stand_ins, compile)
-    if options.backend and create_graph:
+    policy = Policy.of("hessian", options, create_graph)
+    problem, groups = _real_problem(policy, func, params, args), groups_of(blocks, params)
+    if policy.backend and create_graph:
         raise ArgumentValueError(
             "hessian(compile=True): expected create_graph=False, got True; leave one of the two out."
         )
-    if options.backend and not runs_elsewhere():
-        with torch.inference_mode(False), torch.no_grad():
-            leaves, inputs = clone_inference_tensors((leaves, args))
-            loss = BoundLoss(func, structure, inputs)
-            point = compiled_linear_map(kind, loss, leaves, options, True)
-            return _nested(_by_products(point, leaves, groups), params, structure, blocks)
-    with examined_functions("hessian"), grad_enabled(), keep_swapped(), stand_ins_if(stand_ins):
-        leaves, inputs = clone_inference_tensors((leaves, args))
-        loss = BoundLoss(func, structure, inputs)
-        if torch_internals.transforms_active():
-            every = tuple(range(len(leaves)))
-            full = torch.func.jacfwd(torch.func.grad(loss, every), every)(*leaves)
+    around = ring(policy, func)
+    with around as entered:
+        problem = problem.entered(entered)
+        if around.captures:
+            entries = _by_products(
+                compiled_linear_map(HessianKind(), problem, True), problem, groups
+            )
+        elif torch_internals.transforms_active():
+            every = tuple(range(len(problem.leaves)))
+            full = torch.func.jacfwd(torch.func.grad(problem, every), every)(*problem.leaves)
             entries = {(a, b): full[a][b] for group in groups for a in group for b in group}
         else:
-            entries = _by_rows(loss, leaves, groups, options)
-    return _nested(entries, params, structure, blocks)
+            entries = _by_rows(problem, groups)
+    return _nested(entries, params, problem.structure, blocks)
 
 
 def ggn(
-    loss: Any, params: Tree, batch: Any, *, blocks: Blocks = None, stand_ins: bool = True
+    loss: Any, params: Tree, batch: Any, *, blocks: Blocks = None, **options: Unpack[Options]
 ) -> Tree:  # fmt: skip
     r"""The generalised Gauss-Newton matrix, in the layout of `hessian`.
 
@@ -128,8 +111,7 @@ def ggn(
         batch: What ``loss.outputs`` and ``loss.criterion`` take.
         blocks: Compute only the blocks on the diagonal: "parameter", "module", a function of a
             qualified name that returns its block, or a list of lists of names.
-        stand_ins: Run the loss inside `hoglib.second_order()`, which replaces torch calls that have no
-            second derivative, or a wrong one.
+        **options: How the loss is evaluated, as :class:`hoglib.Options` describes it.
     Returns:
         G: for params a dict, a dict of dicts; ``G[a][b]`` has the shape of ``params[a]`` followed by
         that of ``params[b]``.
@@ -147,62 +129,64 @@ def ggn(
     """
     kind = GaussNewtonKind()
     kind.check_loss(loss)
-    leaves, structure = _real_leaves("ggn", params)
-    groups = groups_of(blocks, params)
-    with examined_functions("ggn"), grad_enabled(), keep_swapped(), stand_ins_if(stand_ins):
-        leaves, args = clone_inference_tensors((leaves, (batch,)))
-        bound = BoundLoss(loss, structure, args)
-        options = ProductOptions("ggn", stand_ins=stand_ins)
-        point = kind.linearize(bound, leaves, options, True)
-        entries = _by_products(point, leaves, groups)
-    return _nested(entries, params, structure, blocks)
+    policy = Policy.of("ggn", options)
+    problem, groups = _real_problem(policy, loss, params, (batch,)), groups_of(blocks, params)
+    around = ring(policy, loss)
+    with around as entered:
+        problem = problem.entered(entered)
+        if around.captures:
+            point = compiled_linear_map(kind, problem, True)
+        else:
+            point = kind.linearize(problem, True)
+        entries = _by_products(point, problem, groups)
+    return _nested(entries, params, problem.structure, blocks)
 
 
-def _real_leaves(caller: str, params: Tree) -> tuple[Vector, Any]:
-    validation.parameters(params)
-    leaves, structure = pytree.flatten(params)
-    refuse_sharded(caller, leaves)
-    if any(leaf.is_complex() for leaf in leaves):
+def _real_problem(policy: Policy, func: Any, params: Tree, args: tuple[Any, ...]) -> Problem:
+    refuse_sharded(policy.caller, pytree.leaves(params))
+    problem = Problem.of(policy, func, params, *args)
+    if any(leaf.is_complex() for leaf in problem.leaves):
         raise ArgumentTypeError(
             "params: expected real tensors, got a complex one, whose Hessian is not defined; pass "
             "its real view, `torch.view_as_real(p)`, and rebuild it in func."
         )
-    return leaves, structure
+    return problem
 
 
-def _by_rows(loss: BoundLoss, leaves: Vector, groups: Groups, options: ProductOptions) -> Entries:
+def _by_rows(problem: Problem, groups: Groups) -> Entries:
     """H[a][b] for each pair of leaves in a group, one backward pass a row."""
-    found = gradient_with_graph(loss, leaves, options.caller, options.create_graph)
+    policy = problem.policy
+    found = gradient_with_graph(problem, problem.leaves, policy.caller, policy.create_graph)
     note_lost_graph(found)
-    _, own, gradient, _ = found
+    _, p, gradient, _ = found
     entries = {}
     for group in groups:
-        columns = [own[b] for b in group]
+        columns = [p[b] for b in group]
         for a in group:
-            rows = list(_rows(gradient[a], columns, options))
+            rows = list(_rows(gradient[a], columns, policy))
             for b, *parts in zip(group, *rows, strict=True):
-                shape = own[a].shape + own[b].shape
-                whole = torch.stack(parts) if parts else own[a].new_zeros(shape)
+                shape = p[a].shape + p[b].shape
+                whole = torch.stack(parts) if parts else p[a].new_zeros(shape)
                 entries[a, b] = whole.reshape(shape)
     return entries
 
 
-def _rows(gradient: Tensor | None, columns: Vector, options: ProductOptions) -> Iterable[Vector]:
+def _rows(gradient: Tensor | None, columns: Vector, policy: Policy) -> Iterable[Vector]:
     """The derivative of each entry of the gradient of a leaf, by the leaves of the columns."""
     if gradient is None or not gradient.requires_grad:
         return
-    create_graph = options.create_graph
+    create_graph = policy.create_graph
     for entry in dense(gradient).reshape(-1).unbind():
-        with translate_errors(options.caller):
+        with translate_errors(policy.caller):
             row = torch.autograd.grad(
                 entry, columns, retain_graph=True, create_graph=create_graph, allow_unused=True
             )
         yield materialize_grads(list(row), columns)
 
 
-def _by_products(point: LinearMap, leaves: Vector, groups: Groups) -> Entries:
+def _by_products(point: LinearMap, problem: Problem, groups: Groups) -> Entries:
     """M[a][b] for each pair of leaves in a group, one product a column."""
-    columns = {}
+    leaves, columns = problem.leaves, {}
     for group in groups:
         for b in group:
             products = []

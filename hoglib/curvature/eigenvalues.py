@@ -92,7 +92,7 @@ def eigsh(
     random = validation.generator(generator) or torch.Generator().manual_seed(0)
     before = operator.count
     space = operator.space
-    if size <= first_check(k, block) and space.sharding is None:
+    if size <= first_check(k, block) and not space.placement.is_sharded:
         A = operator.to_dense().to(torch.float64)
         every, columns = torch.linalg.eigh((A + A.T) / 2)
         chosen = _chosen(every.cpu(), k, which).to(A.device)

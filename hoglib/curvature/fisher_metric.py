@@ -23,10 +23,10 @@ References:
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import sqrt
-from typing import Any, NamedTuple, final
+from typing import Any, Literal, NamedTuple, final, get_args
 
 import torch
 from torch import Generator, Tensor
@@ -35,6 +35,7 @@ from torch import distributions as D
 from hoglib._core import pytree, validation
 from hoglib._core.autograd import Vector, clone_inference_tensors, grad_enabled
 from hoglib._core.mixed_precision import upcast_half
+from hoglib._core.problem import Policy
 from hoglib._core.torch_modes import value_checks_on
 from hoglib.curvature import likelihood as likelihoods
 from hoglib.curvature.data import leading_dimension
@@ -45,9 +46,8 @@ from hoglib.curvature.gauss_newton import (
     OutputMetric,
 )
 from hoglib.curvature.likelihood import Likelihood, Weight
-from hoglib.curvature.linear_map import ProductOptions
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
-from hoglib.stand_ins.mode import stand_ins_if
+from hoglib.ring import ring
 
 Tree = Any
 Metric = Callable[[Vector], Vector]
@@ -55,6 +55,9 @@ LOOP = (
     "use a loop instead of vmap, or use ggn_vp: for most criteria the exact Fisher matrix is the "
     "Gauss-Newton matrix."
 )
+
+
+FisherKind = Literal["exact", "mc", "empirical"]
 
 
 @final
@@ -77,7 +80,7 @@ class FisherMetric(OutputMetric):
     seed: int | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        validation.one_of("kind", self.kind, ("exact", "mc", "empirical"))
+        validation.one_of("kind", self.kind, get_args(FisherKind))
         validation.one_of("reduction", self.reduction, ("mean", "sum"))
         validation.at_least("num_samples", self.num_samples, 1)
         validation.generator(self.generator)
@@ -86,13 +89,11 @@ class FisherMetric(OutputMetric):
     def random(self) -> bool:
         return self.kind == "mc"
 
-    def at(
-        self, composite: CompositeLoss, outputs: Vector, mode: str, options: ProductOptions
-    ) -> MetricProduct:
-        validation.refuse_transforms(options.caller, LOOP)
+    def at(self, composite: CompositeLoss, outputs: Vector) -> MetricProduct:
+        validation.refuse_transforms(composite.policy.caller, LOOP)
         closed_form = getattr(composite.loss, "fisher", None)
         if closed_form is not None:
-            self._check_closed_form(options)
+            self._check_closed_form(composite.policy.caller)
             random = self.random_numbers(outputs[0].device)
             values = composite.with_values(outputs)
             own = closed_form(values, composite.batch, self.kind, self.num_samples, random)
@@ -102,27 +103,25 @@ class FisherMetric(OutputMetric):
         product = fisher_metric(self, composite.loss, values, composite.batch)
         return lambda u, keep_graph: product(u)
 
-    def _check_closed_form(self, options: ProductOptions) -> None:
+    def _check_closed_form(self, caller: str) -> None:
         """Raise for options that a loss with a Fisher matrix of its own does not have."""
         if self.likelihood not in (None, "categorical"):
             raise ArgumentValueError(
-                f"{options.caller}: expected likelihood=None or 'categorical' for a language model, "
+                f"{caller}: expected likelihood=None or 'categorical' for a language model, "
                 f"got {validation.describe(self.likelihood)}."
             )
         if self.reduction != "mean":
             raise ArgumentValueError(
-                f"{options.caller}: expected reduction='mean', that of language_model_loss, got "
+                f"{caller}: expected reduction='mean', that of language_model_loss, got "
                 f"{self.reduction!r}."
             )
 
-    def scores(
-        self, composite: CompositeLoss, outputs: Vector, options: ProductOptions
-    ) -> "Scores":
+    def scores(self, composite: CompositeLoss, outputs: Vector) -> "Scores":
         """The vectors whose squares are M at these outputs, for the kinds "mc" and "empirical"; as
         `fisher_metric`."""
-        validation.refuse_transforms(options.caller, LOOP)
+        validation.refuse_transforms(composite.policy.caller, LOOP)
         at = _Outputs(composite.with_values([y.detach() for y in outputs]), composite.batch)
-        with _evaluation_context(at.own[0]):
+        with _around(at.own[0]):
             if self.kind == "empirical":
                 found = _empirical(self, composite.loss, at)
             else:
@@ -166,14 +165,14 @@ def fisher_metric(options: FisherMetric, loss: Any, outputs: Tree, batch: Any) -
     divergence, or one whose second derivative is not the Fisher matrix.
     """
     at = _Outputs(outputs, batch)
-    with _evaluation_context(at.own[0]):
+    with _around(at.own[0]):
         if options.kind == "empirical":
             metric = _outer_products(*_empirical(options, loss, at))
         else:
             metric = _expected(options, loss, at)
 
     def product(vector: Vector) -> Vector:
-        with _evaluation_context(at.own[0]), torch.no_grad():
+        with _around(at.own[0]), torch.no_grad():
             wide = [upcast_half(u) for u in clone_inference_tensors(vector)]
             return [x.to(dtype) for x, dtype in zip(metric(wide), at.dtypes, strict=True)]
 
@@ -230,14 +229,10 @@ def _check_outputs(outputs: Tree, leaves: list[Any]) -> list[int]:
     return places
 
 
-def _evaluation_context(like: Tensor) -> ExitStack:
-    """Gradients on, autocast off, and stand-ins for torch calls that lack a second derivative."""
-    stack = ExitStack()
-    stack.enter_context(grad_enabled())
-    stack.enter_context(stand_ins_if(True))
-    if like.device.type != "meta":
-        stack.enter_context(torch.autocast(like.device.type, enabled=False))
-    return stack
+def _around(like: Tensor) -> ring:
+    """What stands around a criterion at outputs: it is differentiated without autocast."""
+    devices = () if like.device.type == "meta" else (like.device.type,)
+    return ring(Policy("fisher"), examine=False, autocast_off=devices)
 
 
 def _distribution(
@@ -393,9 +388,7 @@ def examples_of(composite: CompositeLoss, outputs: Vector) -> int:
     return sizes.pop()
 
 
-def columns(
-    metric: FisherMetric, composite: CompositeLoss, outputs: Vector, options: ProductOptions
-) -> Iterator[Vector]:
+def columns(metric: FisherMetric, composite: CompositeLoss, outputs: Vector) -> Iterator[Vector]:
     """The vectors s_c.
 
     For kind="exact" without a likelihood, M is the Hessian of the criterion by the outputs.
@@ -408,24 +401,24 @@ def columns(
         with suppress(ArgumentValueError):  # no likelihood, or one with options: by its Hessian
             known = metric.closed_form(composite, values)
     if metric.kind == "mc" and metric.likelihood is None and known is None:
-        yield from _random_columns(metric, composite, values, options)
+        yield from _random_columns(metric, composite, values)
         return
     if metric.kind != "exact":
-        scores, weight, _ = metric.scores(composite, values, options)
+        scores, weight, _ = metric.scores(composite, values)
         factor = sqrt(float(weight))
         for draw in range(len(scores[0])):
             yield [factor * part[draw] for part in scores]
         return
-    _check_rows(composite, values, options)
+    _check_rows(composite, values)
     if known is None:
-        yield from _dense_columns(metric, composite, values, options)
+        yield from _dense_columns(metric, composite, values)
         return
     classes = known[0].family is not None and known[0].family.classes
     of_family = _class_columns if classes else _diagonal_columns
     yield from of_family(*known, values[0], examples_of(composite, values))
 
 
-def _check_rows(composite: CompositeLoss, values: Vector, options: ProductOptions) -> None:
+def _check_rows(composite: CompositeLoss, values: Vector) -> None:
     try:
         count = leading_dimension(composite.batch)
     except ArgumentTypeError:  # nothing to compare with
@@ -433,9 +426,10 @@ def _check_rows(composite: CompositeLoss, values: Vector, options: ProductOption
     rows = examples_of(composite, values)
     if rows > count and rows % count == 0:
         raise ArgumentValueError(
-            f"{options.caller}(kind='exact'): expected outputs whose rows are the {count:g} examples "
-            f"of a batch, got {rows} rows, several of each, whose gradients depend on each other; "
-            "return outputs [examples, ...] by `functional_loss(..., forward=)`, or use kind='mc'."
+            f"{composite.policy.caller}(kind='exact'): expected outputs whose rows are the "
+            f"{count:g} examples of a batch, got {rows} rows, several of each, whose gradients "
+            "depend on each other; return outputs [examples, ...] by `functional_loss(..., forward=)`, "
+            "or use kind='mc'."
         )
 
 
@@ -477,7 +471,7 @@ def _class_columns(
 
 
 def _random_columns(
-    metric: FisherMetric, composite: CompositeLoss, values: Vector, options: ProductOptions
+    metric: FisherMetric, composite: CompositeLoss, values: Vector
 ) -> Iterator[Vector]:
     """Draws s_n = sum over c of e_nc s_nc / sqrt(S) with independent signs e, E[s s^T] = M / S.
 
@@ -487,7 +481,7 @@ def _random_columns(
     random = metric.random_numbers(values[0].device)
     device = values[0].device if random is None else random.device
     totals = [y.new_zeros((draws, *y.shape)) for y in values]
-    for column in _dense_columns(metric, composite, values, options):
+    for column in _dense_columns(metric, composite, values):
         bits = torch.randint(2, (draws, examples), generator=random, device=device)
         signs = (2 * bits - 1).to(values[0].device) / sqrt(draws)
         for total, part in zip(totals, column, strict=True):
@@ -502,7 +496,7 @@ def _random_columns(
 
 
 def _dense_columns(
-    metric: FisherMetric, composite: CompositeLoss, values: Vector, options: ProductOptions
+    metric: FisherMetric, composite: CompositeLoss, values: Vector
 ) -> Iterator[Vector]:
     """The columns of the square root of each block, which is computed by products with M."""
     examples = examples_of(composite, values)
@@ -511,13 +505,13 @@ def _dense_columns(
     total = sum(sizes)
     if examples * total**2 > LARGEST:
         raise UnsupportedError(
-            f"{options.caller}(kind='exact'): expected at most {LARGEST:,} numbers in the blocks of "
-            f"the criterion's Hessian, got {examples} x {total} x {total}; use kind='mc', or smaller "
-            "batches by micro_batch=."
+            f"{composite.policy.caller}(kind='exact'): expected at most {LARGEST:,} numbers in the "
+            f"blocks of the criterion's Hessian, got {examples} x {total} x {total}; use kind='mc', "
+            "or smaller batches by micro_batch=."
         )
     chosen = CriterionHessian() if metric.likelihood is None else metric
-    with stand_ins_if(True):
-        product = chosen.at(composite, values, "reverse", options)
+    with _around(values[0]):
+        product = chosen.at(composite, values)
     wide = upcast_half(values[0]).dtype
 
     def vector(rows: Tensor) -> Vector:
@@ -534,24 +528,22 @@ def _dense_columns(
         unit[:, i] = 1
         found = product(vector(unit), True)
         blocks[:, :, i] = torch.cat([x.detach().reshape(examples, -1).to(wide) for x in found], 1)
-    _check_apart(product, vector, blocks, torch.finfo(values[0].dtype).eps, options)
+    _check_apart(product, vector, blocks, torch.finfo(values[0].dtype).eps, composite.policy.caller)
     eigenvalues, Q = torch.linalg.eigh((blocks + blocks.mT) / 2)
     largest = eigenvalues.abs().amax(1, keepdim=True)
     rounding = max(1e3 * torch.finfo(wide).eps, 10 * torch.finfo(values[0].dtype).eps)
     if bool((eigenvalues < -rounding * largest).any()):
         raise ArgumentValueError(
-            f"{options.caller}(kind='exact'): expected a criterion that is convex in the outputs, got "
-            f"one with the eigenvalue {float(eigenvalues.min()):.3g}; give a likelihood=, or use "
-            "kind='empirical'."
+            f"{composite.policy.caller}(kind='exact'): expected a criterion that is convex in the "
+            f"outputs, got one with the eigenvalue {float(eigenvalues.min()):.3g}; give a likelihood=, "
+            "or use kind='empirical'."
         )
     root = Q * eigenvalues.clamp(min=0).sqrt().unsqueeze(1)
     for i in range(total):
         yield vector(root[:, :, i])
 
 
-def _check_apart(
-    product: Any, vector: Any, blocks: Tensor, rounding: float, options: ProductOptions
-) -> None:
+def _check_apart(product: Any, vector: Any, blocks: Tensor, rounding: float, caller: str) -> None:
     """Raise for a criterion that couples examples, whose M has more than these blocks."""
     if len(blocks) < 2:
         return
@@ -562,6 +554,6 @@ def _check_apart(
     apart = (blocks @ u.unsqueeze(-1)).squeeze(-1)
     if float((whole - apart).norm()) > 1e4 * rounding * float(whole.norm()):
         raise ArgumentValueError(
-            f"{options.caller}: expected a criterion that is a sum over examples, got one that couples "
+            f"{caller}: expected a criterion that is a sum over examples, got one that couples "
             "them, such as a contrastive loss; Kronecker factors are for sums over examples."
         )

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, final
+from typing import Any, Literal, final, get_args
 
 import torch
 from torch import Tensor
@@ -26,14 +26,14 @@ from hoglib._core.autograd import (
 )
 from hoglib._core.finite_differences import directional_derivative
 from hoglib._core.gradient_graph import check_custom_functions, graph_bytes, graph_summary
+from hoglib._core.problem import Policy, Problem
 from hoglib.curvature.jacobian_product import TransposedJacobian, are_adjoint, detached
 from hoglib.curvature.linear_map import (
     DIFFERENCES,
-    BoundLoss,
     CurvatureKind,
     LinearMap,
-    ProductOptions,
     forward_over_reverse,
+    in_double,
     no_forward_mode,
     reverse_over_reverse,
 )
@@ -49,6 +49,7 @@ APART = (
     "forward=lambda model, batch: model(...).logits)`, or for a language model "
     "`hoglib.language_model_loss(model)`."
 )
+GaussNewtonMode = Literal["auto", "forward", "reverse", "finite-differences"]
 MetricProduct = Callable[[Vector, bool], Vector]  # (u, keep_graph) -> M u
 
 
@@ -63,20 +64,18 @@ class OutputMetric(ABC):
         return False
 
     @abstractmethod
-    def at(
-        self, composite: "CompositeLoss", outputs: Vector, mode: str, options: ProductOptions
-    ) -> MetricProduct:
-        """M at these outputs; `mode` is that of the whole product."""
+    def at(self, composite: "CompositeLoss", outputs: Vector) -> MetricProduct:
+        """M at these outputs."""
 
     def for_batch(self, number: int) -> "OutputMetric":
         """The metric for a batch of that number, which decides its random numbers."""
         return self
 
 
-def _refuse_linear(hessian: LinearMap, options: ProductOptions) -> None:
-    if hessian.is_zero():
+def _refuse_linear(hessian: LinearMap, policy: Policy) -> None:
+    if hessian.gradient is not None and hessian.gradient.has_no_graph:
         raise ArgumentValueError(
-            f"{options.caller}: expected a criterion that is not linear in the model's outputs, got "
+            f"{policy.caller}: expected a criterion that is not linear in the model's outputs, got "
             f"one whose gradient does not depend on them, so that the matrix is zero. {APART}"
         )
 
@@ -86,27 +85,23 @@ def _refuse_linear(hessian: LinearMap, options: ProductOptions) -> None:
 class CriterionHessian(OutputMetric):
     """M = d^2 criterion / d outputs^2."""
 
-    def at(
-        self, composite: "CompositeLoss", outputs: Vector, mode: str, options: ProductOptions
-    ) -> MetricProduct:
+    def at(self, composite: "CompositeLoss", outputs: Vector) -> MetricProduct:
+        policy, inside = composite.policy, torch_internals.transforms_active()
         closed_form = getattr(composite.loss, "gauss_newton", None)
         if closed_form is not None:  # the loss has the product in closed form
             product = closed_form(composite.with_values(outputs), composite.batch)
-            if not (options.create_graph or torch_internals.transforms_active()):
+            if not (policy.create_graph or inside):
                 product = torch.no_grad()(product)
             return lambda u, keep_graph: product(u)
-        inside = torch_internals.transforms_active()
-        if mode == DIFFERENCES:
+        if composite.mode == DIFFERENCES:
             if not inside:
                 with suppress(NoSecondDerivative):  # for such a criterion this mode is there
-                    _refuse_linear(
-                        reverse_over_reverse(composite.criterion, outputs, options), options
-                    )
+                    _refuse_linear(reverse_over_reverse(composite.criterion_at(outputs)), policy)
             gradient = finite_differences.gradient_function(composite.criterion)
             return lambda u, keep_graph: directional_derivative(gradient, outputs, u)
         linearize = forward_over_reverse if inside else reverse_over_reverse
-        hessian = linearize(composite.criterion, outputs, options)
-        _refuse_linear(hessian, options)
+        hessian = linearize(composite.criterion_at(outputs))
+        _refuse_linear(hessian, policy)
         return lambda u, keep_graph: hessian.apply(u, keep_graph)[1]
 
 
@@ -119,7 +114,7 @@ class GaussNewtonKind(CurvatureKind):
     metric: OutputMetric = CriterionHessian()
 
     def __post_init__(self) -> None:
-        validation.one_of("mode", self.mode, ("auto", "forward", "reverse", DIFFERENCES))
+        validation.one_of("mode", self.mode, get_args(GaussNewtonMode))
 
     @property
     def random(self) -> bool:
@@ -133,17 +128,17 @@ class GaussNewtonKind(CurvatureKind):
         metric = self.metric.for_batch(number)
         return self if metric is self.metric else replace(self, metric=metric)
 
-    def linearize(
-        self, loss: BoundLoss, leaves: Vector, options: ProductOptions, several: bool
-    ) -> LinearMap:
-        at = CompositeLoss(loss, self.metric, self.mode, options), leaves
+    def linearize(self, problem: Problem, several: bool) -> LinearMap:
+        composite = CompositeLoss(problem, self.metric, self.mode)
         if self.mode == DIFFERENCES:
-            return differences_of_outputs(*at)
+            return in_double(self._differences, problem)
         if torch_internals.transforms_active():
-            return in_transforms(*at)
+            return in_transforms(composite)
+        # blocks that are compiled have backward passes only, as products with several vectors
+        several = several or bool(problem.policy.backend)
         if self.mode == "reverse" or (self.mode == "auto" and several):
-            return double_reverse(*at)
-        forward = forward_then_reverse(*at)
+            return double_reverse(composite)
+        forward = forward_then_reverse(composite)
         if self.mode == "forward":
             return forward
 
@@ -151,9 +146,12 @@ class GaussNewtonKind(CurvatureKind):
             try:
                 return forward.apply(vector, keep_graph)
             except UnsupportedError:  # an operation has no forward mode
-                return double_reverse(*at).apply(vector, keep_graph)
+                return double_reverse(composite).apply(vector, keep_graph)
 
         return LinearMap(apply)
+
+    def _differences(self, problem: Problem) -> LinearMap:
+        return differences_of_outputs(CompositeLoss(problem, self.metric, self.mode))
 
     def check_loss(self, loss: Any) -> Any:
         for part in ("outputs", "criterion"):
@@ -174,17 +172,15 @@ class GaussNewtonKind(CurvatureKind):
 class CompositeLoss:
     """A loss as criterion(outputs(leaves)) at one batch, with the metric on its outputs."""
 
-    def __init__(
-        self, loss: BoundLoss, metric: OutputMetric, mode: str, options: ProductOptions
-    ) -> None:
-        self.loss, self.options, self.sharding = loss.func, options, loss.sharding
-        (self.batch,) = loss.args
-        self._params_of, self._metric, self._mode = loss.params_of, metric, mode
+    def __init__(self, problem: Problem, metric: OutputMetric, mode: str) -> None:
+        self.problem, self.mode, self._metric = problem, mode, metric
+        self.loss, self.policy, self.leaves = problem.loss, problem.policy, problem.leaves
+        (self.batch,) = problem.args
         self._last: Any = None  # the outputs as the model gave them last, in their structure
 
     def outputs(self, leaves: Vector) -> Vector:
         """The floating-point tensors among the outputs; the others are constants."""
-        self._last = self.loss.outputs(self._params_of(leaves), self.batch)
+        self._last = self.loss.outputs(self.problem.params(leaves), self.batch)
         found = pytree.leaves(self._last)
         if any(isinstance(leaf, Tensor) and leaf.is_complex() for leaf in found):
             raise ArgumentTypeError(
@@ -220,6 +216,11 @@ class CompositeLoss:
         value = self.loss.criterion(outputs, self.batch)
         return validation.scalar("criterion(outputs, targets)", value)
 
+    def criterion_at(self, outputs: Vector) -> Problem:
+        """The criterion as a problem of its own, at outputs."""
+        structure = pytree.flatten(outputs)[1]
+        return Problem(self.policy, lambda values: self.criterion(*values), structure, outputs, ())
+
     def with_value(self, run: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
         """What a function returns, of which the first are outputs, and their loss, the mean over the
         processes that share the parameters."""
@@ -228,31 +229,31 @@ class CompositeLoss:
         def value() -> Tensor:
             nonlocal found
             found = run()
-            if self.options.create_graph:
+            if self.policy.create_graph:
                 return self.criterion(*found[0])
             return without_graph(lambda: self.criterion(*found[0]))
 
-        of_all = value() if self.sharding is None else self.sharding.mean_of(value)
+        of_all = self.problem.placement.mean_of(value)
         return (*found, of_all)
 
     def metric(self, outputs: Vector) -> MetricProduct:
-        return self._metric.at(self, outputs, self._mode, self.options)
+        return self._metric.at(self, outputs)
 
-    def checked_outputs(self, own: Vector, leaves: Vector) -> tuple[Any, ...]:
+    def checked_outputs(self, own: Vector) -> tuple[Any, ...]:
         """The outputs at copies of the leaves, what `_checked` returns of them, and their loss."""
 
         def run() -> tuple[Any, ...]:
             every = self.outputs(own)
-            return every, *_checked(every, leaves, self.options)
+            return every, *_checked(every, self.leaves, self.policy)
 
         return self.with_value(run)
 
 
-def double_reverse(composite: CompositeLoss, leaves: Vector) -> LinearMap:
+def double_reverse(composite: CompositeLoss) -> LinearMap:
     """J v as the derivative of J^T u by u, without forward mode; the graphs are kept."""
-    caller, create_graph = composite.options.caller, composite.options.create_graph
-    own = fresh_leaves(leaves, create_graph)
-    every, depends, ys, value = composite.checked_outputs(own, leaves)
+    caller, create_graph = composite.policy.caller, composite.policy.create_graph
+    own = fresh_leaves(composite.leaves, create_graph)
+    every, depends, ys, value = composite.checked_outputs(own)
     jacobian = TransposedJacobian(ys, own, caller)
     metric = composite.metric(every)
 
@@ -263,21 +264,23 @@ def double_reverse(composite: CompositeLoss, leaves: Vector) -> LinearMap:
             tangents[i] = part
         weighted = metric(tangents, keep_graph)
         product = _transposed_product(
-            ys, own, [weighted[i] for i in depends], composite.options, keep_graph
+            ys, own, [weighted[i] for i in depends], composite.policy, keep_graph
         )
-        if not are_adjoint(vector, product, tangents, weighted, composite.sharding, jacobian.parts):
+        if not are_adjoint(
+            vector, product, tangents, weighted, composite.problem.placement, jacobian.parts
+        ):
             raise detached(caller)
         return value, product
 
     return LinearMap(apply, lambda: graph_bytes(jacobian.parts), lambda: jacobian.unused)
 
 
-def forward_then_reverse(composite: CompositeLoss, leaves: Vector) -> LinearMap:
+def forward_then_reverse(composite: CompositeLoss) -> LinearMap:
     """J v in forward mode, in one run with the outputs; nothing is kept between products."""
-    caller, create_graph = composite.options.caller, composite.options.create_graph
+    caller, create_graph = composite.policy.caller, composite.policy.create_graph
 
     def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
-        own = fresh_leaves(leaves, create_graph)
+        own = fresh_leaves(composite.leaves, create_graph)
 
         def run() -> Any:
             with torch_forward_mode.one_thread_in_forward_mode(caller), forward_ad.dual_level():
@@ -285,7 +288,7 @@ def forward_then_reverse(composite: CompositeLoss, leaves: Vector) -> LinearMap:
                 pairs = [forward_ad.unpack_dual(y) for y in composite.outputs(duals)]
                 every = [y for y, _ in pairs]
                 tangents = [torch.zeros_like(y) if t is None else t for y, t in pairs]
-            return every, tangents, *_checked(every, leaves, composite.options)
+            return every, tangents, *_checked(every, composite.leaves, composite.policy)
 
         try:
             every, tangents, depends, ys, value = composite.with_value(run)
@@ -296,13 +299,13 @@ def forward_then_reverse(composite: CompositeLoss, leaves: Vector) -> LinearMap:
         weighted = composite.metric(every)(tangents, False)
         us = [weighted[i] for i in depends]
         try:
-            product = _transposed_product(ys, own, us, composite.options, False)
+            product = _transposed_product(ys, own, us, composite.policy, False)
         except CheckpointError as error:  # what is recomputed has no tangents
             raise UnsupportedError(
                 f"{caller}(mode='forward'): expected no checkpoint in the model, got one; use "
                 "mode='reverse'."
             ) from error
-        if not are_adjoint(vector, product, tangents, weighted, composite.sharding, ys):
+        if not are_adjoint(vector, product, tangents, weighted, composite.problem.placement, ys):
             raise UnsupportedError(
                 f"{caller}(mode='forward'): expected tangents and gradients that agree, <w, J v> = "
                 "<J^T w, v>, got others: scripted code loses tangents, a Function has a wrong jvp, or "
@@ -314,16 +317,18 @@ def forward_then_reverse(composite: CompositeLoss, leaves: Vector) -> LinearMap:
     return LinearMap(apply)
 
 
-def in_transforms(composite: CompositeLoss, leaves: Vector) -> LinearMap:
+def in_transforms(composite: CompositeLoss) -> LinearMap:
     """J^T M J v by torch.func, inside of its transforms."""
 
     def outputs(*own: Tensor) -> tuple[Tensor, ...]:
         return tuple(composite.outputs(list(own)))
 
     def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
-        outputs_and_vjp: Any = torch.func.vjp(outputs, *leaves)
-        with torch_forward_mode.one_thread_in_forward_mode(composite.options.caller):
-            outputs_and_tangents: Any = torch.func.jvp(outputs, tuple(leaves), tuple(vector))
+        outputs_and_vjp: Any = torch.func.vjp(outputs, *composite.leaves)
+        with torch_forward_mode.one_thread_in_forward_mode(composite.policy.caller):
+            outputs_and_tangents: Any = torch.func.jvp(
+                outputs, tuple(composite.leaves), tuple(vector)
+            )
         (every, transpose), (_, tangents) = outputs_and_vjp, outputs_and_tangents
         weighted = composite.metric(list(every))(list(tangents), False)
         return composite.criterion(*every), list(transpose(tuple(weighted)))
@@ -331,39 +336,39 @@ def in_transforms(composite: CompositeLoss, leaves: Vector) -> LinearMap:
     return LinearMap(apply)
 
 
-def differences_of_outputs(composite: CompositeLoss, leaves: Vector) -> LinearMap:
+def differences_of_outputs(composite: CompositeLoss) -> LinearMap:
     """J v by central differences of the outputs, J^T by ordinary backward."""
 
     def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
         tangents = directional_derivative(
-            composite.detached_outputs, leaves, vector, composite.sharding
+            composite.detached_outputs, composite.leaves, vector, composite.problem.placement
         )
-        own = fresh_leaves(leaves, False)
-        every, depends, ys, value = composite.checked_outputs(own, leaves)
+        own = fresh_leaves(composite.leaves, False)
+        every, depends, ys, value = composite.checked_outputs(own)
         weighted = composite.metric([y.detach() for y in every])(tangents, False)
         us = [weighted[i] for i in depends]
-        return value, _transposed_product(ys, own, us, composite.options, False)
+        return value, _transposed_product(ys, own, us, composite.policy, False)
 
     return LinearMap(apply)
 
 
 def _transposed_product(
-    ys: Vector, own: Vector, us: Vector, options: ProductOptions, keep_graph: bool
+    ys: Vector, own: Vector, us: Vector, policy: Policy, keep_graph: bool
 ) -> Vector:
     """J^T u."""
-    with translate_errors(options.caller):
+    with translate_errors(policy.caller):
         parts: Any = torch.autograd.grad(
             ys,
             own,
             us,
-            retain_graph=keep_graph or options.create_graph,
-            create_graph=options.create_graph,
+            retain_graph=keep_graph or policy.create_graph,
+            create_graph=policy.create_graph,
             allow_unused=True,
         )
     return materialize_grads(list(parts), own)
 
 
-def _checked(every: Vector, leaves: Vector, options: ProductOptions) -> tuple[list[int], Vector]:
+def _checked(every: Vector, leaves: Vector, policy: Policy) -> tuple[list[int], Vector]:
     """The places of the outputs that depend on the parameters, and these.
 
     Raises for outputs whose second derivative does not exist, or would lack a part.
@@ -372,9 +377,9 @@ def _checked(every: Vector, leaves: Vector, options: ProductOptions) -> tuple[li
     ys = [every[i] for i in depends]
     _check_depends(ys)
     graph = graph_summary(ys)
-    check_custom_functions(graph, options.caller)
-    if not options.create_graph:
-        check_uses_given_params(graph, leaves, options.caller)
+    check_custom_functions(graph, policy.caller)
+    if not policy.create_graph:
+        check_uses_given_params(graph, leaves, policy.caller)
     return depends, ys
 
 

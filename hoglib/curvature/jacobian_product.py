@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from functools import partial
 from math import isfinite
-from typing import Any, final
+from typing import Any, Literal, Unpack, final
 
 import torch
 from torch import Tensor
@@ -13,17 +13,13 @@ from hoglib._core.autograd import (
     Vector,
     clone_inference_tensors,
     fresh_leaves,
-    grad_enabled,
     translate_errors,
 )
-from hoglib._core.closures import owner_of
 from hoglib._core.gradient_graph import check_custom_functions, graph_summary, half_dtypes
-from hoglib._core.sharding import Sharding, refuse_sharded
-from hoglib._core.swap import keep_swapped, restore_buffers
+from hoglib._core.problem import Options, Policy
+from hoglib._core.sharding import WHOLE, Placement, refuse_sharded
 from hoglib._core.tolerances import TOLERANCES
 from hoglib._core.torch_modes import ActiveStandIns, value_checks_on, without_stand_ins
-from hoglib.capture.api import function_name, kept_graph
-from hoglib.capture.capturing import runs_elsewhere
 from hoglib.curvature.linear_map import no_forward_mode
 from hoglib.errors import (
     ArgumentTypeError,
@@ -31,8 +27,7 @@ from hoglib.errors import (
     NoSecondDerivative,
     UnsupportedError,
 )
-from hoglib.stand_ins.mode import stand_ins_if
-from hoglib.verification.entry_points import examined_functions
+from hoglib.ring import ring, run
 from hoglib.verification.function_rules import offers_jvp
 from hoglib.verification.subject import is_users
 
@@ -46,9 +41,8 @@ def jvp(
     primals: Tree,
     tangents: Tree,
     *,
-    mode: str = "auto",
-    stand_ins: bool = True,
-    compile: bool | str = False,
+    mode: Literal["auto", "forward", "reverse"] = "auto",
+    **options: Unpack[Options],
 ) -> tuple[Tree, Tree]:
     r"""The value of a function and its derivative along a vector.
 
@@ -78,12 +72,9 @@ def jvp(
             "forward", or "reverse" in a second run of func where that is not possible: for a custom
             Function without a jvp, a checkpoint, or while another thread is in forward mode, of which
             torch has one for the process. Inside torch.func transforms it is "forward".
-        stand_ins: Run func inside `hoglib.second_order()`, which replaces torch calls that have no
-            such derivatives, or wrong ones.
-        compile: Capture value and derivative as a graph and compile it: True for inductor, "eager" to
-            run the captured graph by torch. Later calls with the same signature reuse it, also those of
-            a func that is created anew for each call. A backward is a second graph, in which func runs
-            again; `hoglib.compiled_loss` of a loss that calls this function compiles both as one.
+        **options: How func is evaluated, as :class:`hoglib.Options` describes it. The backward of a
+            compiled call is a second graph, in which func runs again; `hoglib.compiled_loss` of a loss
+            that calls this function compiles both as one.
     Returns:
         The pair (y, t), in the order of `torch.func.jvp`; t has the structure of y. An integer tensor
         has a tangent of zeros.
@@ -109,22 +100,16 @@ def jvp(
         (torch.Size([5, 2]), True)
     """
     validation.function("func", func)
-    options = validation.one_of("mode", mode, ("auto", FORWARD, REVERSE)), stand_ins
-    backend = validation.backend("compile", compile)
+    validation.one_of("mode", mode, ("auto", FORWARD, REVERSE))
+    policy = Policy.of(CALLER, options)
     leaves, structure = _primals(primals)
     vector, _ = validation.vectors("tangents", tangents, primals, "primals", blocks=False)
-    run = _Function(torch_internals.uncompiled(func), structure)
-    if not backend or runs_elsewhere():
-        with examined_functions(CALLER):
-            return _value_and_tangent(run, options, leaves, vector)
-    with torch.inference_mode(False):
-        leaves, vector = clone_inference_tensors((leaves, vector))
-        pushed = partial(_value_and_tangent, run, options)
-        name, key = f"jvp of {function_name(func)}", (structure, options)
-        compiled = kept_graph(pushed, name, owner_of(func), key, backend, precheck=pushed)
+    if policy.backend:
         # new tensors: one that is both primal and tangent would be one input of the graph
-        value, tangent = compiled(leaves, [v.view_as(v) for v in vector])
-    return value, tangent
+        leaves, vector = clone_inference_tensors((leaves, [v.view_as(v) for v in vector]))
+    pushed = partial(_value_and_tangent, torch_internals.uncompiled(func), structure, mode, policy)
+    found: tuple[Tree, Tree] = run(policy, func, pushed, (structure, mode, policy), leaves, vector)
+    return found
 
 
 @final
@@ -170,10 +155,10 @@ def _primals(primals: Tree) -> tuple[Vector, Any]:
 
 
 def _value_and_tangent(
-    run: _Function, options: tuple[str, bool], leaves: Vector, vector: Vector
+    func: Any, structure: Any, mode: str, policy: Policy, leaves: Vector, vector: Vector
 ) -> tuple[Tree, Tree]:
-    """The value and the tangent in eager mode, in their structure; options: mode and stand_ins."""
-    mode, stand_ins = options
+    """The value and the tangent in eager mode, in their structure."""
+    function = _Function(func, structure)
     inside = torch_internals.transforms_active()
     create_graph = torch.is_grad_enabled() or inside
     elsewhere = torch_forward_mode.forward_mode_elsewhere()
@@ -188,31 +173,31 @@ def _value_and_tangent(
             f"{CALLER}: expected mode='auto' or '{FORWARD}' inside torch.func transforms, got "
             f"'{REVERSE}', which they do not see."
         )
-    with grad_enabled(), restore_buffers(), keep_swapped(), stand_ins_if(stand_ins):
+    with ring(policy.inside_graph, func, buffers=True):
         leaves, vector = clone_inference_tensors((leaves, vector))
         if mode == REVERSE:
-            found = by_reverse(run, leaves, vector, create_graph)
+            found = by_reverse(function, leaves, vector, create_graph)
         else:
             try:
-                found = by_forward(run, leaves, vector)
+                found = by_forward(function, leaves, vector)
             except (RuntimeError, NotImplementedError) as error:
                 reason = no_forward_mode(CALLER, FORWARD, error)
                 if not isinstance(reason, UnsupportedError) or mode == FORWARD or inside:
                     raise reason from error
-                found = by_reverse(run, leaves, vector, create_graph)
+                found = by_reverse(function, leaves, vector, create_graph)
     values, tangents, structure = found
     if not create_graph:
         values, tangents = [y.detach() for y in values], [t.detach() for t in tangents]
     return pytree.unflatten(values, structure), pytree.unflatten(tangents, structure)
 
 
-def by_forward(run: _Function, leaves: Vector, vector: Vector) -> tuple[Vector, Vector, Any]:
+def by_forward(function: _Function, leaves: Vector, vector: Vector) -> tuple[Vector, Vector, Any]:
     """One run with tangents: the values, the tangents, and the structure of both."""
     structure = None
 
     def checked(*own: Tensor) -> tuple[Tensor, ...]:
         nonlocal structure
-        values, structure = run(*own)
+        values, structure = function(*own)
         if not any(map(torch_internals.has_tangent, values)):
             raise _independent()
         return tuple(values)
@@ -253,12 +238,12 @@ def _refuse_own_jvp(function: Any, args: tuple[Any, ...]) -> None:
 
 
 def by_reverse(
-    run: _Function, leaves: Vector, vector: Vector, create_graph: bool
+    function: _Function, leaves: Vector, vector: Vector, create_graph: bool
 ) -> tuple[Vector, Vector, Any]:
     """The same by J^T u and its derivative by u: two backward passes, no forward mode."""
     with without_stand_ins():
         own = fresh_leaves(leaves, create_graph)
-    values, structure = run(*own)
+    values, structure = function(*own)
     depends = [i for i, y in enumerate(values) if y.requires_grad]
     ys = [values[i] for i in depends]
     if not ys:
@@ -335,13 +320,13 @@ def are_adjoint(
     product: Vector,
     tangents: Vector,
     weighted: Vector,
-    sharding: Sharding | None = None,
+    placement: Placement = WHOLE,
     graphs: Iterable[Tensor] = (),
 ) -> bool:
     """<v, J^T w> = <J v, w>, unless either lacks a part; this costs two inner products.
 
     graphs: tensors whose graph shows the dtypes that J and J^T are computed in.
-    sharding: of v and J^T w, where each process holds a part of them; all processes then agree.
+    placement: of v and J^T w over processes, which all come to the same answer.
     """
     if not value_checks_on():
         return True
@@ -354,10 +339,9 @@ def are_adjoint(
     for row, side in enumerate(pairs):
         for i, (a, b) in enumerate(side):
             found = [(a * b).real.sum(), (a * b).abs().sum(), _square(a), _square(b)]
-            share = 1.0 if sharding is None else sharding.weight if row else sharding.part(i)
+            share = placement.weight if row else placement.part(i)
             sums[row] += share * torch.tensor([float(x) for x in found], dtype=torch.float64)
-    if sharding is not None:
-        sums = sharding.sum(sums.to(vector[0].device)).cpu()  # NCCL sums on GPUs only
+    sums = placement.sum(sums)
     lhs, rhs = sums[:, 0].tolist()
     size = float(sums[:, 1].sum())
     lengths = (sums[:, 2] * sums[:, 3]).sqrt().tolist()

@@ -1,6 +1,5 @@
 """Steps by the inverse of a Kronecker-factored matrix, as an optimizer of torch."""
 
-import inspect
 from math import nan, sqrt
 from typing import Any, NamedTuple, final
 
@@ -8,6 +7,7 @@ import torch
 from torch import Tensor
 
 from hoglib._core import pytree, validation
+from hoglib.curvature.dataset_sum import DATA_OPTIONS
 from hoglib.curvature.kfac_operator import KFACOperator, layout_of, saved_layout
 from hoglib.curvature.kronecker import METHODS, BlockLayout, KroneckerBlock, KroneckerMatrix
 from hoglib.curvature.model_run import USUAL
@@ -21,12 +21,10 @@ from hoglib.curvature.operators import GGNOperator
 from hoglib.errors import ArgumentValueError
 from hoglib.verification.entry_points import examined_functions
 
-OPTIONS = set(inspect.signature(KFACOperator).parameters) - {
-    "loss", "params", "data", "kind", "eigenvalue_corrected", "generator", "check_deterministic",
-}  # fmt: skip
+GGN_OPTIONS = {*DATA_OPTIONS} - {"check_deterministic"}
+OPTIONS = {"approximation", "joint_bias", "likelihood", "num_samples", *GGN_OPTIONS}
 FACTORS = ("A", "G")
 ADAPT_EVERY, ADAPTED = 5, 0.95**5
-GGN_OPTIONS = OPTIONS & set(inspect.signature(GGNOperator).parameters)
 INVERSE = ("inverse_A", "inverse_G", "inverse_values")
 
 

@@ -3,18 +3,14 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
-from typing import Any, NamedTuple, final
+from typing import Any, Literal, NamedTuple, Unpack, final
 
 import torch
 from torch import Tensor
 
 from hoglib._core import pytree, validation
-from hoglib._core.autograd import clone_inference_tensors, grad_enabled
-from hoglib._core.swap import keep_swapped
-from hoglib.curvature.data import BatchSize
-from hoglib.curvature.dataset_sum import DatasetOptions, DatasetSum
-from hoglib.curvature.fisher_metric import FisherMetric
+from hoglib.curvature.dataset_sum import DATA_OPTIONS, DataOptions, DatasetSum, split_options
+from hoglib.curvature.fisher_metric import FisherKind, FisherMetric
 from hoglib.curvature.gauss_newton import GaussNewtonKind
 from hoglib.curvature.kronecker import (
     BlockLayout,
@@ -25,7 +21,6 @@ from hoglib.curvature.kronecker import (
 )
 from hoglib.curvature.kronecker_factors import BlockSums, EigenvalueSums, FactorSums
 from hoglib.curvature.layer_calls import Region, Role
-from hoglib.curvature.linear_map import ProductOptions
 from hoglib.curvature.linear_operator import BlockDiagonal, LinearOperator
 from hoglib.curvature.model_run import USUAL, FactorOptions, ModelRun, checked_run
 from hoglib.curvature.operators import GGNOperator, HessianOperator
@@ -33,7 +28,6 @@ from hoglib.curvature.processes import PassTotals, Processes
 from hoglib.curvature.traces import Estimate
 from hoglib.curvature.vector_space import Space, check_named, random_signs
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, NonFiniteError
-from hoglib.verification.entry_points import examined_functions
 
 Tree = Any
 
@@ -107,13 +101,9 @@ class KFACOperator(KroneckerOperator):
         likelihood: The distribution of the targets, as of `hoglib.FisherOperator`.
         num_samples: Samples for each example, of kind "mc".
         generator: Of the seed for these samples; None is torch's global generator.
-        reduction: "mean" or "sum", that of the criterion.
-        batch_size: The weight of a batch, as a function of it.
-        micro_batch: Split batches into pieces of so many examples, for memory.
-        check_deterministic: Compare the losses of each pass with those of the first.
-        progress: Show a bar (needs tqdm).
-        processes: Of torch.distributed, as of `hoglib.GGNOperator`: "shard", "sharded" or None.
-        dtype: Of flat vectors. Factors are in float32 at least.
+        **options: Those of :class:`~hoglib.curvature.DataOptions`: ``reduction`` ("mean" or "sum", that
+            of the criterion), ``batch_size``, ``micro_batch``, ``check_deterministic``, ``progress``,
+            ``processes``, and ``dtype`` (of flat vectors; factors are in float32 at least).
     Raises:
         UnsupportedError: at the first use, for parameters that something else than these layers uses,
             and for layers that mix examples.
@@ -135,47 +125,35 @@ class KFACOperator(KroneckerOperator):
     """
 
     def __init__(
-        self,
-        loss: Any,
-        params: Tree,
-        data: Any,
-        *,
-        kind: str = "exact",
-        approximation: str = "expand",
+        self, loss: Any, params: Tree, data: Any, *,
+        kind: FisherKind = "exact",
+        approximation: Literal["expand", "reduce"] = "expand",
         eigenvalue_corrected: bool = False,
         joint_bias: bool = True,
         likelihood: Any = None,
         num_samples: int = 1,
         generator: torch.Generator | None = None,
-        reduction: str = "mean",
-        batch_size: BatchSize | None = None,
-        micro_batch: int | None = None,
-        check_deterministic: bool = True,
-        progress: bool = False,
-        processes: str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+        **options: Unpack[DataOptions],
+    ) -> None:  # fmt: skip
         name = type(self).__name__
         validation.one_of("approximation", approximation, ("expand", "reduce"))
-        metric = FisherMetric(kind, likelihood, reduction, num_samples, generator).seeded()
-        options = DatasetOptions(
-            reduction=reduction, batch_size=batch_size, micro_batch=micro_batch, memory_limit=0,
-            check_deterministic=check_deterministic, stand_ins=False, progress=progress,
-            processes=processes, dtype=dtype,
-        )  # fmt: skip
-        self._processes = Processes(name, processes, data)
-        super().__init__(Space(params, dtype), progress and self._processes.rank == 0)
+        policy, of_data = split_options(name, options, DATA_OPTIONS)
+        metric = FisherMetric(kind, likelihood, of_data.reduction, num_samples, generator).seeded()
+        self._processes = Processes(name, of_data.processes, data)
+        super().__init__(
+            Space(params, of_data.dtype), of_data.progress and self._processes.rank == 0
+        )
         check_named(params)
         GaussNewtonKind("auto", metric).check_loss(loss)
         # of a language model the logits, whose columns the layers are differentiated by
         loss = loss.with_logits() if hasattr(loss, "with_logits") else loss
         self._sum = DatasetSum(
-            loss, self.space, data, options, self._processes, self._bar,
-            name=name, seed=metric.seed or 0, fixed_batches=metric.random,
+            policy._replace(stand_ins=False), loss, self.space, data, of_data, self._processes,
+            self._bar, seed=metric.seed or 0, fixed_batches=metric.random,
         )  # fmt: skip
-        self._loss, self._data, self._dataset_options = loss, data, options
+        self._loss, self._data, self._given = loss, data, options
         self._factors = FactorOptions(
-            metric, approximation, validation.flag("joint_bias", joint_bias), ProductOptions(name)
+            metric, approximation, validation.flag("joint_bias", joint_bias)
         )
         self._corrected = validation.flag("eigenvalue_corrected", eigenvalue_corrected)
         # whether layers have to show the gradients of single examples
@@ -207,10 +185,7 @@ class KFACOperator(KroneckerOperator):
             The operator.
         """
         validation.refuse_transforms("KFACOperator", "compute it before, by `update()`.")
-        with (
-            examined_functions(type(self).__name__, first_order=True),
-            torch.inference_mode(False), torch.no_grad(), self._bar.over("factors"),
-        ):  # fmt: skip
+        with torch.inference_mode(False), torch.no_grad(), self._bar.over("factors"):
             factors = FactorSums()
             totals = self._pass(factors)
             blocks = factors.blocks(self._sum.weight(totals))
@@ -245,7 +220,9 @@ class KFACOperator(KroneckerOperator):
             rows.append(sums.pack().to(self.device))
             return rows[0]
 
-        totals = self._sum.run(partial(self._sum.each_batch, partial(self._add, sums)), total)
+        with self._sum.one_pass(total, first_order=True) as batches:
+            for batch, number, share in batches:
+                batches.record(self._add(sums, batch, number, share))
         if rows:
             sums.unpack(rows[0])
         if not sums.finite():
@@ -254,27 +231,24 @@ class KFACOperator(KroneckerOperator):
                 "loss is finite: squares of a layer's inputs or gradients overflow. Scale the inputs, "
                 "or use float64."
             )
-        return totals
+        return batches.totals
 
     def _add(self, sums: BlockSums, batch: Any, number: int, share: float) -> Tensor:
-        with grad_enabled(), keep_swapped():
-            leaves, batch = clone_inference_tensors((self.space.leaves(), batch))
-            metric = self._factors.metric.for_batch(number)
-            options = replace(self._factors, metric=metric)
-            given = (self._loss, self.space, leaves, batch, options)
-            run, first = ModelRun(*given, self.forms), not self.checked
+        factors = replace(self._factors, metric=self._factors.metric.for_batch(number))
+        with self._sum.entered(batch) as problem:
+            run, first = ModelRun(problem, self.space, factors, self.forms), not self.checked
             if run.expanded and not self.checked:  # the outputs may not be those of the model
-                run, self.forms = checked_run(run, *given, self.by_example)
+                run, self.forms = checked_run(run, self.by_example)
                 self.checked = True
             value = run.value()
             if not bool(value.isfinite()):
                 return value  # which is refused where it is recorded
             if not self.checked:
-                run, self.forms = checked_run(run, *given, self.by_example)
+                run, self.forms = checked_run(run, self.by_example)
                 self.checked = True
             elif not first:
                 run.check_chosen(self.by_example)
-            mean = self._dataset_options.reduction == "mean"
+            mean = self._given.get("reduction", "mean") == "mean"
             sums.add(run, share, share if mean else run.examples)
         self._sum.advance()
         return value
@@ -303,10 +277,7 @@ class KFACOperator(KroneckerOperator):
             `KFACError`: relative distances with one standard error each (a jackknife).
         """
         validation.at_least("num_samples", num_samples, 1)
-        options = {
-            name: getattr(self._dataset_options, name)
-            for name in ("reduction", "batch_size", "micro_batch", "progress", "processes", "dtype")
-        }
+        options: Any = {k: v for k, v in self._given.items() if k != "check_deterministic"}
         given = (self._loss, self.space.params, self._data)
         G, H = GGNOperator(*given, **options), HessianOperator(*given, **options)
         rows = random_signs(self.space, num_samples, generator)

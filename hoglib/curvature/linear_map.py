@@ -1,18 +1,18 @@
 """A curvature matrix at one point as a linear map, the kinds of matrices, and the Hessian."""
 
-import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, final
+from typing import Any, Literal, NamedTuple, final, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from hoglib._core import finite_differences, pytree, torch_forward_mode, torch_internals, validation
+from hoglib._core import finite_differences, torch_forward_mode, torch_internals, validation
 from hoglib._core.autograd import (
     NOT_DIFFERENTIABLE,
+    Gradient,
     Vector,
     check_uses_given_params,
     fresh_leaves,
@@ -20,57 +20,12 @@ from hoglib._core.autograd import (
     materialize_grads,
     vjp,
 )
-from hoglib._core.blocks import Remat, check_remat
-from hoglib._core.closures import STATE, ClosureWalker
 from hoglib._core.gradient_graph import check_custom_functions, graph_bytes, graph_summary
-from hoglib._core.sharding import Sharding
+from hoglib._core.problem import Policy, Problem
 from hoglib._core.state import RandomState
-from hoglib._core.torch_sharding import wrapped_attributes
 from hoglib.errors import ArgumentValueError, HoglibError, NoSecondDerivative, UnsupportedError
-from hoglib.verification.entry_points import note_lost_graph
 
 DIFFERENCES = "finite-differences"
-
-
-class ProductOptions(NamedTuple):
-    """The options of products with a curvature matrix, checked."""
-
-    caller: str  # public function or class, named in messages
-    create_graph: bool = False
-    stand_ins: bool = True
-    backend: str = ""  # that compile= names; empty for none
-    strict: tuple[str, ...] | None = None  # leaf names; each must have a second derivative
-    remat: Remat = False  # blocks of the model that are recomputed
-
-    @property
-    def one_graph(self) -> bool:
-        """Whether the product is captured as a whole."""
-        return bool(self.backend) and self.remat is False
-
-
-@final
-@dataclass(frozen=True)
-class BoundLoss:
-    """A loss with its other arguments bound: a scalar function of the leaves of its parameters."""
-
-    func: Any
-    structure: Any  # of the parameters, as `pytree.flatten` gives it
-    args: tuple[Any, ...]
-    sharding: Sharding | None = None  # of the leaves, where each process holds a part of them
-
-    def __call__(self, *leaves: Tensor) -> Tensor:
-        params = self.params_of(leaves)
-
-        def value() -> Tensor:
-            return validation.scalar("func(params, *args)", self.func(params, *self.args))
-
-        return value() if self.sharding is None else self.sharding.mean_of(value)
-
-    def params_of(self, leaves: Sequence[Tensor]) -> Any:
-        """The parameters, made of their leaves; whole ones of shards."""
-        if self.sharding is not None:
-            leaves = self.sharding.gather(leaves)
-        return pytree.unflatten(leaves, self.structure)
 
 
 class LinearMap(NamedTuple):
@@ -85,8 +40,7 @@ class LinearMap(NamedTuple):
     held_bytes: Callable[[], int] = lambda: 0
     # the leaves that the loss does not depend on; None where that is not known
     unused: Callable[[], tuple[int, ...] | None] = lambda: None
-    # whether it is known to be zero, because the gradient does not depend on the leaves
-    is_zero: Callable[[], bool] = lambda: False
+    gradient: Gradient | None = None  # whose derivative it is, where that is kept
 
 
 class CurvatureKind(ABC):
@@ -108,10 +62,8 @@ class CurvatureKind(ABC):
         return 0
 
     @abstractmethod
-    def linearize(
-        self, loss: BoundLoss, leaves: Vector, options: ProductOptions, several: bool
-    ) -> LinearMap:
-        """The matrix of a loss at the leaves, for one vector or for `several`."""
+    def linearize(self, problem: Problem, several: bool) -> LinearMap:
+        """The matrix at the leaves of a problem, for one vector or for `several`."""
 
     def for_batch(self, number: int) -> "CurvatureKind":
         """The kind for a batch of that number, which decides its random numbers."""
@@ -136,38 +88,47 @@ def apply_block(linear_map: LinearMap, vectors: Vector, block: bool) -> tuple[Te
     return values[0], [torch.stack(parts, -1) for parts in zip(*products, strict=True)]
 
 
-def checked_options(
-    caller: str, kind: CurvatureKind, create_graph: bool, stand_ins: bool, compile: Any,
-    remat: Any = False, strict: tuple[str, ...] | None = None,
-) -> ProductOptions:  # fmt: skip
-    """The options; raises where compile= names a backend for a kind that has no graph, or for a mode
-    in which blocks are not compiled."""
-    backend = validation.backend("compile", compile)
-    if backend and kind.mode == DIFFERENCES:
+def in_double(linearize: Callable[[Problem], LinearMap], problem: Problem) -> LinearMap:
+    """A map that is computed in float64; of the leaves' dtype is the loss, but not the product."""
+    validation.refuse_transforms(
+        f"{problem.policy.caller}(mode='{DIFFERENCES}')", "use mode='auto' there."
+    )
+    dtype = problem.leaves[0].dtype
+    point = linearize(problem.in_double())
+
+    def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
+        value, product = point.apply(finite_differences.to_double(vector), keep_graph)
+        return value.to(dtype), product
+
+    return LinearMap(apply)
+
+
+def check_policy(policy: Policy, kind: CurvatureKind) -> Policy:
+    """Raise where compile= names a backend for a kind that has no graph, or for a mode in which blocks
+    are not compiled."""
+    caller = policy.caller
+    if policy.create_graph and kind.mode == DIFFERENCES:
+        raise ArgumentValueError(
+            f"{caller}(mode='{DIFFERENCES}'): expected create_graph=False, got True; differences have "
+            "no graph. Use another mode."
+        )
+    if policy.backend and kind.mode == DIFFERENCES:
         raise ArgumentValueError(
             f"{caller}(mode='{DIFFERENCES}', compile=True): expected a mode that differentiates twice, "
             "got finite differences, whose step is chosen by values. Leave out one of the two."
         )
-    if backend and kind.random:
+    if policy.backend and kind.random:
         raise UnsupportedError(
             f"{caller}(kind='mc', compile=True): expected a Fisher matrix without random draws, got a "
             "sampled one; a graph cannot draw from a torch.Generator. Use kind='exact', of which it "
             "is an estimate, or compile=False."
         )
-    remat = check_remat(remat)
-    if backend and remat is not False and kind.mode == "forward":
+    if policy.backend and policy.remat is not False and kind.mode == "forward":
         raise ArgumentValueError(
             f"{caller}(mode='forward', remat=..., compile=...): expected a mode in which each block's "
             "passes are compiled, got dual tensors. Leave out mode or compile."
         )
-    return ProductOptions(caller, create_graph, stand_ins, backend, strict, remat)
-
-
-def double_loss(loss: Any) -> Any:
-    """The loss in float64, for float64 leaves and arguments; the given one is not changed."""
-    if isinstance(loss, nn.Module):
-        return copy.deepcopy(loss).double()
-    return loss.double() if hasattr(loss, "double") else loss
+    return policy
 
 
 def no_forward_mode(caller: str, mode: str, error: Exception) -> Exception:
@@ -193,21 +154,8 @@ def no_forward_mode(caller: str, mode: str, error: Exception) -> Exception:
     )
 
 
-def refuse_wrapped_calls(caller: str, func: Any) -> None:
-    """Raise for a function that calls, by itself, a module whose hooks gather its parameters."""
-    if getattr(func, "model", None) is None and any(
-        isinstance(part, nn.Module) and wrapped_attributes(part, mixed_precision=True)
-        for found in ClosureWalker(func, STATE).objects
-        for part in (found.modules() if isinstance(found, nn.Module) else ())
-    ):
-        raise UnsupportedError(
-            f"{caller}: expected `hoglib.functional_loss(model, criterion, forward=...)` of a "
-            "module whose parameters are DTensors, got another function that calls it: its hooks would "
-            "gather the module's own parameters."
-        )
-
-
 REVERSE, FORWARD = "reverse-over-reverse", "forward-over-reverse"
+HessianMode = Literal["auto", "reverse-over-reverse", "forward-over-reverse", "finite-differences"]
 
 
 @final
@@ -218,69 +166,67 @@ class HessianKind(CurvatureKind):
     mode: str = "auto"
 
     def __post_init__(self) -> None:
-        validation.one_of("mode", self.mode, ("auto", REVERSE, FORWARD, DIFFERENCES))
+        validation.one_of("mode", self.mode, get_args(HessianMode))
 
-    def linearize(
-        self, loss: BoundLoss, leaves: Vector, options: ProductOptions, several: bool
-    ) -> LinearMap:
+    def linearize(self, problem: Problem, several: bool) -> LinearMap:
+        policy = problem.policy
         mode = REVERSE if self.mode == "auto" else self.mode
         if torch_internals.transforms_active() and mode != DIFFERENCES:
             if self.mode == REVERSE:
                 raise UnsupportedError(
-                    f"{options.caller}: expected mode='auto' or '{FORWARD}' inside torch.func "
+                    f"{policy.caller}: expected mode='auto' or '{FORWARD}' inside torch.func "
                     f"transforms, got '{REVERSE}', whose vmap is silently wrong through normalisation "
                     "layers."
                 )
             mode = FORWARD
         if mode == REVERSE:
-            return reverse_over_reverse(loss, leaves, options)
-        if options.strict is not None:
+            return reverse_over_reverse(problem)
+        if policy.strict is not None:
             raise ArgumentValueError(
-                f"{options.caller}(strict=True): expected mode='{REVERSE}', got {mode}, which "
+                f"{policy.caller}(strict=True): expected mode='{REVERSE}', got {mode}, which "
                 "cannot tell a missing second derivative from a zero."
             )
-        linearize = forward_over_reverse if mode == FORWARD else differences_of_gradient
-        return linearize(loss, leaves, options)
+        if mode == FORWARD:
+            return forward_over_reverse(problem)
+        return in_double(differences_of_gradient, problem)
 
 
-def reverse_over_reverse(loss: Any, leaves: Vector, options: ProductOptions) -> LinearMap:
+def reverse_over_reverse(problem: Problem) -> LinearMap:
     """H v = d <grad f, v> / d p; the graph of the gradient is kept from one v to the next."""
-    caller, create_graph = options.caller, options.create_graph
-    found = gradient_with_graph(loss, leaves, caller, create_graph)
-    note_lost_graph(found)
-    value, own, gradient, graph = found
+    policy = problem.policy
+    caller, create_graph, strict = policy.caller, policy.create_graph, policy.strict
+    gradient = gradient_with_graph(problem, problem.leaves, caller, create_graph)
+    value, p, grads, graph = gradient
 
-    def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
+    def apply(v: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
         with graph.backward_modes():
-            product = vjp(gradient, own, vector, caller, keep_graph, create_graph, graph)
-            if options.strict is not None:
-                _check_strict(caller, options.strict, product)
-            return value, materialize_grads(product, own)
+            product = vjp(grads, p, v, caller, keep_graph, create_graph, graph)
+            if strict is not None:
+                _check_strict(caller, strict, product)
+            return value, materialize_grads(product, p)
 
     def held_bytes() -> int:
-        return graph_bytes([g for g in gradient if g is not None and g.requires_grad])
+        return graph_bytes([g for g in grads if g is not None and g.requires_grad])
 
     def unused() -> tuple[int, ...]:
-        return tuple(i for i, g in enumerate(gradient) if g is None)
+        return tuple(i for i, g in enumerate(grads) if g is None)
 
-    def is_zero() -> bool:
-        return not any(g is not None and g.requires_grad for g in gradient)
-
-    return LinearMap(apply, held_bytes, unused, is_zero)
+    return LinearMap(apply, held_bytes, unused, gradient)
 
 
-def forward_over_reverse(loss: Any, leaves: Vector, options: ProductOptions) -> LinearMap:
+def forward_over_reverse(problem: Problem) -> LinearMap:
     """H v = d grad f(p + e v) / d e in forward mode; nothing is kept between products."""
-    at = leaves if options.create_graph else [leaf.detach() for leaf in leaves]
+    policy, leaves = problem.policy, problem.leaves
+    at = leaves if policy.create_graph else [leaf.detach() for leaf in leaves]
     inside = torch_internals.transforms_active()
     # Where the product has no graph, its gradient is not kept beside it.
-    alone = not (options.create_graph or inside or torch_internals.tracing())
+    alone = not (policy.create_graph or inside or torch_internals.tracing())
 
     def checked(*own: Tensor) -> Tensor:
         if alone:
             torch_forward_mode.keep_tangents(own)
-        value: Tensor = loss(*own)
-        check_custom_functions(graph_summary(value), options.caller)
+        value = problem(*own)
+        check_custom_functions(graph_summary(value), policy.caller)
         return value
 
     def value_and_gradient(with_graph: bool, *own: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -313,25 +259,27 @@ def forward_over_reverse(loss: Any, leaves: Vector, options: ProductOptions) -> 
 
     def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
         try:
-            with torch_forward_mode.one_thread_in_forward_mode(options.caller):
+            with torch_forward_mode.one_thread_in_forward_mode(policy.caller):
                 value, product = (without_graph_first if alone else with_graph)(vector)
         except (RuntimeError, NotImplementedError) as error:
-            raise no_forward_mode(options.caller, FORWARD, error) from error
-        if not (options.create_graph or inside):  # a graph is then of tensors from elsewhere
-            check_uses_given_params(graph_summary(value), leaves, options.caller)
+            raise no_forward_mode(policy.caller, FORWARD, error) from error
+        if not (policy.create_graph or inside):  # a graph is then of tensors from elsewhere
+            check_uses_given_params(graph_summary(value), leaves, policy.caller)
         return value, product
 
     return LinearMap(apply)
 
 
-def differences_of_gradient(loss: BoundLoss, leaves: Vector, options: ProductOptions) -> LinearMap:
+def differences_of_gradient(problem: Problem) -> LinearMap:
     """H v by central differences of the gradient."""
-    gradient = finite_differences.gradient_function(loss)
+    gradient, leaves = finite_differences.gradient_function(problem), problem.leaves
 
     def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
-        value = loss(*fresh_leaves(leaves, False))
-        check_uses_given_params(graph_summary(value), leaves, options.caller)
-        product = finite_differences.directional_derivative(gradient, leaves, vector, loss.sharding)
+        value = problem(*fresh_leaves(leaves, False))
+        check_uses_given_params(graph_summary(value), leaves, problem.policy.caller)
+        product = finite_differences.directional_derivative(
+            gradient, leaves, vector, problem.placement
+        )
         return value.detach(), product
 
     return LinearMap(apply)

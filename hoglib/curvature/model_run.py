@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hoglib._core import pytree
 from hoglib._core.autograd import Vector, fresh_leaves, translate_errors, without_graph
+from hoglib._core.problem import Problem
 from hoglib._core.state import preserve_random_state
 from hoglib._core.torch_modes import plain_operations
 from hoglib._core.validation import listing
@@ -23,7 +24,6 @@ from hoglib.curvature.fisher_metric import FisherMetric, columns, examples_of
 from hoglib.curvature.gauss_newton import CompositeLoss
 from hoglib.curvature.kronecker import BlockLayout
 from hoglib.curvature.layer_calls import LayerCall, LayerRecorder, Region, unlike_rows
-from hoglib.curvature.linear_map import BoundLoss, ProductOptions
 from hoglib.curvature.vector_space import Space
 from hoglib.errors import ArgumentTypeError, NoSecondDerivative, UnsupportedError
 
@@ -149,7 +149,6 @@ class FactorOptions:
     metric: FisherMetric
     approximation: str
     joint_bias: bool
-    product: ProductOptions
 
 
 class CallForms(NamedTuple):
@@ -172,13 +171,13 @@ class ModelRun:
     """A model's outputs at a batch, and the calls of its layers."""
 
     def __init__(
-        self, loss: Any, space: Space, leaves: Vector, batch: Any, options: FactorOptions,
-        forms: CallForms = USUAL,
-    ) -> None:  # fmt: skip
-        self.options, self._names = options, pytree.paths(space.params)
-        self._own = fresh_leaves(leaves, False)
-        bound = BoundLoss(loss, pytree.flatten(space.params)[1], (batch,))
-        self._composite = CompositeLoss(bound, options.metric, "reverse", options.product)
+        self, problem: Problem, space: Space, options: FactorOptions, forms: CallForms = USUAL
+    ) -> None:
+        self.problem, self.space, self.options = problem, space, options
+        self._names, self._caller = pytree.paths(space.params), problem.policy.caller
+        self._own = fresh_leaves(problem.leaves, False)
+        (batch,) = problem.args
+        self._composite = CompositeLoss(problem, options.metric, "reverse")
         recorder = self._run(_examples(batch) if forms.expand else 1)
         self.expanded, self.selects = recorder.expanded, recorder.selects
         if not any(y.requires_grad for y in self._outputs):
@@ -197,13 +196,17 @@ class ModelRun:
         """Run the model, recorded."""
         recorder = LayerRecorder(self._own, examples)
         try:
-            with plain_operations(self.options.product.caller), recorder:
+            with plain_operations(self._caller), recorder:
                 self._outputs = self._composite.outputs(self._own)
         except Exception:
             if not recorder.expanded:
                 raise
             return self._run(1)  # code that counts on one row of positions for all examples
         return recorder
+
+    def again(self, batch: Any, forms: CallForms = USUAL) -> "ModelRun":
+        """A run at another batch, or with other forms."""
+        return ModelRun(self.problem.at(batch), self.space, self.options, forms)
 
     def value(self) -> Tensor:
         """The loss."""
@@ -218,7 +221,7 @@ class ModelRun:
     def columns(self) -> Iterator["Gradients"]:
         """For each column s_c of M the gradients by the outputs of all calls."""
         given = [y.detach() for y in self._outputs]
-        found = columns(self.options.metric, self._composite, given, self.options.product)
+        found = columns(self.options.metric, self._composite, given)
         return map(self.gradients, found)
 
     def gradients(self, column: Vector) -> "Gradients":
@@ -232,7 +235,7 @@ class ModelRun:
 
     def _backward(self, inputs: Sequence[Any], column: Vector) -> list[Tensor | None]:
         pairs = [(y, u) for y, u in zip(self._outputs, column, strict=True) if y.requires_grad]
-        with translate_errors(self.options.product.caller):
+        with translate_errors(self._caller):
             found: Any = torch.autograd.grad(
                 [y for y, _ in pairs], list(inputs), [u for _, u in pairs],
                 retain_graph=True, allow_unused=True,
@@ -268,7 +271,7 @@ class ModelRun:
             eps = torch.finfo(p.dtype).eps
             if difference > 10 * (eps**0.5 * given.norm().to(self.dtype) + eps * terms):
                 raise UnsupportedError(
-                    f"{self.options.product.caller}: expected params[{name!r}] to be used by layers "
+                    f"{self._caller}: expected params[{name!r}] to be used by layers "
                     "alone, got a gradient of which these are only a part: a custom Function, scripted "
                     f"or compiled code uses it too; {LEAVE_OUT}."
                 )
@@ -295,7 +298,7 @@ class ModelRun:
                 apart = not any(bool((a & b).any()) for a, b in pairs)
                 if not (apart and (not needed or self._order(call, halves, of_call))):
                     raise UnsupportedError(
-                        f"{self.options.product.caller}: expected layers that treat the "
+                        f"{self._caller}: expected layers that treat the "
                         f"{self.examples} examples apart, in the rows of their leading dimension, got "
                         f"{self._name(layer)} with outputs {tuple(call.shape)}. Batch norm in train "
                         "mode mixes examples: call model.eval(). A layer that is called once for all "
@@ -387,7 +390,7 @@ class ModelRun:
 
     def _check_covered(self, recorder: LayerRecorder) -> None:
         """Raise for parameters, or rows of them, that no layer uses, or more than one."""
-        caller = self.options.product.caller
+        caller = self._caller
         for number, (name, leaf) in enumerate(zip(self._names, self._own, strict=True)):
             other = recorder.others.get(number)
             if other is not None:
@@ -419,28 +422,20 @@ class ModelRun:
                 )
 
 
-def checked_run(
-    run: ModelRun,
-    loss: Any,
-    space: Space,
-    leaves: Vector,
-    batch: Any,
-    options: FactorOptions,
-    needs_examples: bool,
-) -> tuple[ModelRun, CallForms]:
+def checked_run(run: ModelRun, needs_examples: bool) -> tuple[ModelRun, CallForms]:
     """The run of a model, after the layers were compared with autograd: at two examples, where a batch
     can be split. With how the rows of calls are read."""
-    given = (loss, space, leaves)
+    (batch,) = run.problem.args
     small, unlike = first_examples(batch, 2), None
     checked: CallForms | None = None
     if small is not None:
         # whatever two examples alone run into, the whole batch decides
         with suppress(Exception), preserve_random_state():
-            few = ModelRun(*given, small, options)
+            few = run.again(small)
             few.check(needs_examples)
-            forms = few.forms(lambda: ModelRun(*given, small, options, CallForms(expand=False)))
+            forms = few.forms(lambda: few.again(small, CallForms(expand=False)))
             if run.expanded and not forms.expand:
-                run = ModelRun(*given, batch, options, forms)
+                run = run.again(batch, forms)
             run.reorder(forms.time_first)
             if few.expanded == run.expanded:
                 unlike = few.unlike(run) if needs_examples else None
@@ -452,9 +447,9 @@ def checked_run(
             run.check_chosen(needs_examples)
             return run, checked._replace(time_first=run.orders())
     run.check(needs_examples)
-    forms = run.forms(lambda: ModelRun(*given, batch, options, CallForms(expand=False)))
+    forms = run.forms(lambda: run.again(batch, CallForms(expand=False)))
     if run.expanded and not forms.expand:
-        run = ModelRun(*given, batch, options, forms)
+        run = run.again(batch, forms)
         run.check(needs_examples)
     return run, forms
 

@@ -1,6 +1,5 @@
 """Optimizers that are given batches, not gradients, and Newton steps with the Gauss-Newton matrix."""
 
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from math import inf, nan
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hoglib._core import validation
+from hoglib.curvature.dataset_sum import DATA_OPTIONS, OPERATOR_OPTIONS
 from hoglib.curvature.gauss_newton import GaussNewtonKind
 from hoglib.curvature.kfac_operator import KFACOperator
 from hoglib.curvature.operators import GGNOperator
@@ -132,8 +132,7 @@ RAISED, LOWERED = 1.5, 2 / 3  # factors of the damping
 FARTHEST = 1e8  # by which the damping may differ from the first, either way
 ENOUGH = 1e-2  # of the decrease that the slope predicts
 HALVINGS = 20
-OPTIONS = set(inspect.signature(GGNOperator).parameters) - {"loss", "params", "data"}
-KFAC_OPTIONS = OPTIONS & set(inspect.signature(KFACOperator).parameters)
+OPTIONS, KFAC_OPTIONS = {"mode", *OPERATOR_OPTIONS}, set(DATA_OPTIONS)
 Tree = Any
 
 

@@ -1,40 +1,38 @@
 """The Hessian, Gauss-Newton and Fisher matrices of a loss over data, as linear operators."""
 
-from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, Unpack, final
 
 import torch
 from torch import Tensor
 
-from hoglib._core import pytree, validation
-from hoglib._core.autograd import clone_inference_tensors, grad_enabled
+from hoglib._core import validation
+from hoglib._core.autograd import grad_enabled
 from hoglib._core.blocks import find_blocks
-from hoglib._core.finite_differences import to_double
+from hoglib._core.problem import Policy, refuse_wrapped_calls
 from hoglib._core.swap import PatchState, keep_swapped, reapply
-from hoglib.capture.capturing import runs_elsewhere
 from hoglib.curvature.compiled import compiled_linear_map
-from hoglib.curvature.data import BatchSize
-from hoglib.curvature.dataset_sum import MEMORY_LIMIT, DatasetOptions, DatasetSum
-from hoglib.curvature.fisher_metric import FisherMetric
-from hoglib.curvature.gauss_newton import GaussNewtonKind
+from hoglib.curvature.dataset_sum import (
+    CheckedDataOptions,
+    DatasetSum,
+    OperatorOptions,
+    split_options,
+)
+from hoglib.curvature.fisher_metric import FisherKind, FisherMetric
+from hoglib.curvature.gauss_newton import GaussNewtonKind, GaussNewtonMode
 from hoglib.curvature.linear_map import (
-    DIFFERENCES,
-    BoundLoss,
     CurvatureKind,
     HessianKind,
+    HessianMode,
     LinearMap,
-    checked_options,
-    double_loss,
-    refuse_wrapped_calls,
+    check_policy,
 )
 from hoglib.curvature.linear_operator import LinearOperator
-from hoglib.curvature.processes import PassTotals, Processes
+from hoglib.curvature.processes import Processes
 from hoglib.curvature.vector_space import Space
 from hoglib.errors import NonFiniteError, UnsupportedError
-from hoglib.verification.entry_points import examined_functions
+from hoglib.verification.entry_points import note_lost_graph
 
 Tree = Any
 
@@ -46,53 +44,24 @@ class DatasetOperator(LinearOperator):
     """
 
     def __init__(
-        self,
-        loss: Any,
-        params: Tree,
-        data: Any,
-        *,
-        reduction: str = "mean",
-        mode: str = "auto",
-        batch_size: BatchSize | None = None,
-        micro_batch: int | None = None,
-        memory_limit: float = MEMORY_LIMIT,
-        check_deterministic: bool = True,
-        stand_ins: bool = True,
-        progress: bool = False,
-        compile: bool | str = False,
-        processes: str | None = None,
-        dtype: torch.dtype | None = None,
-        remat: bool | str | Sequence[str] = False,
+        self, loss: Any, params: Tree, data: Any, kind: CurvatureKind, options: Mapping[str, Any]
     ) -> None:
-        options = DatasetOptions(
-            reduction, batch_size, micro_batch, memory_limit, check_deterministic, stand_ins, progress,
-            processes, dtype, remat,
-        )  # fmt: skip
-        name, kind = type(self).__name__, self._kind_of(mode)
-        self._options = checked_options(
-            name, kind, False, options.stand_ins, compile, options.remat
-        )
-        sharing = Processes(name, options.processes, data)
+        name = type(self).__name__
+        policy, of_data = split_options(name, options)
+        self._policy = check_policy(policy, kind)
+        sharing = Processes(name, of_data.processes, data)
         # the first process shows the bar for all
-        super().__init__(Space(params, options.dtype), options.progress and sharing.rank == 0)
+        super().__init__(Space(params, of_data.dtype), of_data.progress and sharing.rank == 0)
         kind.check_loss(loss)
-        if self.space.sharding is not None:
-            _check_sharded(name, loss, kind, options, self._options.backend)
-        if options.remat is not False:
-            find_blocks(options.remat, loss)  # raises where there are none
+        if self.space.placement.is_sharded:
+            _check_sharded(policy, loss, kind, of_data)
+        if policy.remat is not False:
+            find_blocks(policy.remat, loss)  # raises where there are none
         self._sum = DatasetSum(
-            loss, self.space, data, options, sharing, self._bar,
-            name=name, seed=kind.seed, fixed_batches=kind.random, takes_shards=True,
+            policy, loss, self.space, data, of_data, sharing, self._bar,
+            seed=kind.seed, fixed_batches=kind.random, takes_shards=True,
         )  # fmt: skip
-        self._kind = kind
-        self._in_double = kind.mode == DIFFERENCES
-        self._loss = double_loss(loss) if self._in_double else loss
-        self._memory_limit = options.memory_limit
-        self._sum.backend = self._options.backend
-
-    @abstractmethod
-    def _kind_of(self, mode: str) -> CurvatureKind:
-        """The matrix at one batch, whose products are computed in this mode."""
+        self._kind, self._memory_limit = kind, of_data.memory_limit
 
     def value(self) -> Tensor:
         """The loss over the data, a scalar tensor."""
@@ -115,9 +84,15 @@ class DatasetOperator(LinearOperator):
         if self._sum.next_is_unchecked():
             self._apply_kept(rows, total)
             return self._checked(rows, total)
-        with self._bar.over("@", len(rows)):
-            totals = self._sum.run(partial(self._local_pass, rows, total), total, rows)
-        weight = self._sum.weight(totals)
+        one_pass = self._sum.one_pass(total, rows, by_kept=True)
+        with self._bar.over("@", len(rows)), one_pass:
+            for batch, number, share in one_pass:
+                if self._sum.kept is None:
+                    value = self._add_batch(rows, total, batch, number, share)
+                else:
+                    value = self._apply_kept(rows, total)
+                one_pass.record(value)
+        weight = self._sum.weight(one_pass.totals)
         if weight != 1:
             total /= weight
         return self._checked(rows, total)
@@ -133,47 +108,30 @@ class DatasetOperator(LinearOperator):
         self._sum.symmetry.record(rows, total)
         return total
 
-    def _local_pass(self, rows: Tensor, total: Tensor) -> PassTotals:
-        """Compute the products over the data of this process into total."""
-        if self._sum.kept is None:
-            with examined_functions(type(self).__name__):
-                return self._sum.each_batch(partial(self._add_batch, rows, total))
-        # the Functions in a kept graph were examined when it was made
-        return self._sum.kept_batch(*self._apply_kept(rows, total))
-
-    def _apply_kept(self, rows: Tensor, total: Tensor) -> tuple[Tensor, float]:
-        """Compute the products by the kept graph; return the loss, and the share of its batch."""
+    def _apply_kept(self, rows: Tensor, total: Tensor) -> Tensor:
+        """Compute the products by the kept graph; return the loss."""
         kept: _KeptProduct = self._sum.kept
         with grad_enabled(), reapply(kept.patches):
-            value = self._apply(kept.point, rows, total, kept.share, keep_graph=True, first=True)
-        return value, kept.share
+            return self._apply(kept.point, rows, total, kept.share, keep_graph=True, first=True)
 
     def _add_batch(
         self, rows: Tensor, total: Tensor, batch: Any, number: int, share: float
     ) -> Tensor:
         """Add share times the products of the rows at one batch to total; return the loss there."""
-        single = self._sum.single_batch
-        several = len(rows) > 1 or single
-        compiled = self._options.one_graph and not runs_elsewhere()
-        # a compiled product enters the contexts itself, when it is captured
-        context = grad_enabled() if compiled else self._sum.evaluation_context()
-        with context, keep_swapped() as patches:
-            leaves, args = clone_inference_tensors((self.space.leaves(), (batch,)))
-            if self._in_double:
-                leaves, args = to_double((leaves, args))
-            structure = pytree.flatten(self.space.params)[1]
-            loss = BoundLoss(self._loss, structure, args, self._sum.sharding)
-            kind = self._kind.for_batch(number)
-            if compiled:
+        kind, single = self._kind.for_batch(number), self._sum.single_batch
+        context = self._sum.ring()
+        with context as blocks, keep_swapped() as patches:
+            problem = self._sum.problem(batch).entered(blocks)
+            if context.captures:
                 several = len(rows) > 1 or (single and self._memory_limit > 0)
-                point = compiled_linear_map(kind, loss, leaves, self._options, several)
+                point = compiled_linear_map(kind, problem, several)
                 keep = single and several
             else:
-                several = several or bool(self._options.backend)  # blocks have backward passes only
-                point = kind.linearize(loss, leaves, self._options, several)
+                point = kind.linearize(problem, len(rows) > 1 or single)
+                note_lost_graph(point.gradient)
                 keep = single and self._fits(point)
             value = self._apply(point, rows, total, share, keep, first=number == 0)
-            keep = keep and (not compiled or self._fits(point))
+            keep = keep and (not context.captures or self._fits(point))
             patch_state = patches.values()
         self._sum.note_unused(point.unused())
         if keep:
@@ -196,16 +154,14 @@ class DatasetOperator(LinearOperator):
                 row = torch.empty_like(given) if row is None else row
                 given = row.copy_(given)
             vector = self.space.split(given)
-            if self._in_double:
-                vector = to_double(vector)
             value, product = point.apply(vector, keep_graph or j + 1 < len(rows))
             self.space.add(sums, product, share, first)
             self._sum.advance()
-        return value.to(self.dtype) if self._in_double else value
+        return value
 
 
 def _check_sharded(
-    name: str, loss: Any, kind: CurvatureKind, options: DatasetOptions, backend: str
+    policy: Policy, loss: Any, kind: CurvatureKind, options: CheckedDataOptions
 ) -> None:
     """Raise for options that do not go with parameters which processes share."""
     reasons = {
@@ -219,7 +175,7 @@ def _check_sharded(
             "'mean', and multiply by the number of examples",
         ),
         "micro_batch": (options.micro_batch is not None, "pass smaller batches"),
-        "compile": (bool(backend), "gathers are not captured; leave it out"),
+        "compile": (bool(policy.backend), "gathers are not captured; leave it out"),
         "kind": (
             kind.random,
             "samples would be the same for the examples of each process; use 'exact'",
@@ -228,10 +184,10 @@ def _check_sharded(
     for option, (given, reason) in reasons.items():
         if given:
             raise UnsupportedError(
-                f"{name}({option}=...): expected parameters that this process holds whole, got "
-                f"DTensors: {reason}."
+                f"{policy.caller}({option}=...): expected parameters that this process holds whole, "
+                f"got DTensors: {reason}."
             )
-    refuse_wrapped_calls(name, loss)
+    refuse_wrapped_calls(policy.caller, loss)
 
 
 class _KeptProduct(NamedTuple):
@@ -262,37 +218,12 @@ class HessianOperator(DatasetOperator):
         data: A batch (a tensor, mapping, tuple, list with a tensor in it, or an object that is not
             iterable), or a DataLoader or another re-iterable of batches. Batches are moved to the
             device of params.
-        reduction: "mean" or "sum", as above.
         mode: How H v is computed: "reverse-over-reverse", "forward-over-reverse", "auto" or
             "finite-differences", which `hoglib.hvp` describes.
-        batch_size: The weight n_b of a batch, as a function of it; by default the leading dimension of
-            its first tensor. It should be what the criterion's mean counts: the labels that are not
-            -100, where some are.
-        micro_batch: Split batches into pieces of so many examples, for memory. It is exact, and refused
-            where the loss mixes examples.
-        memory_limit: If data is one batch whose gradient graph holds less than so many bytes
-            (estimated from the sizes of what its operations return), the graph is kept between
-            products, which then cost half; 0 keeps none.
-        check_deterministic: Compare the losses of each pass with those of the first, and raise where
-            they differ, naming dropout, shuffling or augmentation; and warn where the first two
-            products show a matrix that is not symmetric.
-        stand_ins: Run the loss inside `hoglib.second_order()`, which replaces torch calls that have no
-            second derivative, or a wrong one.
-        progress: Show a bar that counts products (needs tqdm).
-        compile: Capture the product as a graph and compile it, one graph for each shape of a batch:
-            True for inductor, "eager" to run the captured graph by torch. What is kept between
-            products is then what the graph of a product computes before the vector.
-        processes: Of torch.distributed, each of which sums over a part of the data; one all-reduce
-            adds the sums up, and all have the product. None is this process alone. "shard": all are
-            given the same data, and each takes every n-th batch, or its rows of the only batch.
-            "sharded": each is given its own part, which may be empty, ``[]``. All have to make the
-            same products, with the same vectors.
-        dtype: Of flat vectors, in which products are summed over the data: torch.float32 for parameters
-            in half precision, whose own sums lose what each batch adds. Default: the widest of the
-            parameters'.
-        remat: Blocks of the model whose intermediate values are recomputed in backward instead of kept,
-            by `hoglib.ops.remat`: True for the blocks that it repeats, or their names or globs, as
-            "layers.*". A graph that is kept between products then holds the inputs of blocks only.
+        **options: Those of :class:`~hoglib.curvature.OperatorOptions`: ``reduction`` ("mean" or "sum"),
+            ``batch_size``, ``micro_batch``, ``processes`` and ``dtype`` (how the data is summed),
+            ``memory_limit`` (of the graph that is kept), ``check_deterministic``, ``progress``,
+            ``stand_ins``, ``remat`` and ``compile``.
     Raises:
         ArgumentValueError: for no or empty batches, and for a DistributedSampler that does not go with
             processes.
@@ -308,8 +239,11 @@ class HessianOperator(DatasetOperator):
         tensor(2.)
     """
 
-    def _kind_of(self, mode: str) -> CurvatureKind:
-        return HessianKind(mode)
+    def __init__(
+        self, loss: Any, params: Tree, data: Any, *, mode: HessianMode = "auto",
+        **options: Unpack[OperatorOptions],
+    ) -> None:  # fmt: skip
+        super().__init__(loss, params, data, HessianKind(mode), options)
 
 
 @final
@@ -331,36 +265,12 @@ class GGNOperator(DatasetOperator):
         data: A batch (a tensor, mapping, tuple, list with a tensor in it, or an object that is not
             iterable), or a DataLoader or another re-iterable of batches. Batches are moved to the
             device of params.
-        reduction: "mean" or "sum", as above.
         mode: How J v is computed: "forward" (with tangents), "reverse" (differentiating J^T u), "auto"
             or "finite-differences", which `hoglib.ggn_vp` describes.
-        batch_size: The weight n_b of a batch, as a function of it; by default the leading dimension of
-            its first tensor. It should be what the criterion's mean counts: the labels that are not
-            -100, where some are.
-        micro_batch: Split batches into pieces of so many examples, for memory. It is exact, and refused
-            where the loss mixes examples.
-        memory_limit: If data is one batch whose gradient graph holds less than so many bytes
-            (estimated from the sizes of what its operations return), the graph is kept between
-            products, which then cost half; 0 keeps none.
-        check_deterministic: Compare the losses of each pass with those of the first, and raise where
-            they differ, naming dropout, shuffling or augmentation; and warn where the first two
-            products show a matrix that is not symmetric.
-        stand_ins: Run the loss inside `hoglib.second_order()`, which replaces torch calls that have no
-            second derivative, or a wrong one.
-        progress: Show a bar that counts products (needs tqdm).
-        compile: Capture the product as a graph and compile it, one graph for each shape of a batch:
-            True for inductor, "eager" to run the captured graph by torch.
-        processes: Of torch.distributed, each of which sums over a part of the data; one all-reduce
-            adds the sums up, and all have the product. None is this process alone. "shard": all are
-            given the same data, and each takes every n-th batch, or its rows of the only batch.
-            "sharded": each is given its own part, which may be empty, ``[]``. All have to make the
-            same products, with the same vectors.
-        dtype: Of flat vectors, in which products are summed over the data: torch.float32 for parameters
-            in half precision, whose own sums lose what each batch adds. Default: the widest of the
-            parameters'.
-        remat: Blocks of the model whose intermediate values are recomputed in backward instead of kept,
-            by `hoglib.ops.remat`: True for the blocks that it repeats, or their names or globs, as
-            "layers.*". A graph that is kept between products then holds the inputs of blocks only.
+        **options: Those of :class:`~hoglib.curvature.OperatorOptions`: ``reduction`` ("mean" or "sum"),
+            ``batch_size``, ``micro_batch``, ``processes`` and ``dtype`` (how the data is summed),
+            ``memory_limit`` (of the graph that is kept), ``check_deterministic``, ``progress``,
+            ``stand_ins``, ``remat`` and ``compile``.
     Raises:
         ArgumentValueError: for no or empty batches, and for a DistributedSampler that does not go with
             processes.
@@ -376,8 +286,11 @@ class GGNOperator(DatasetOperator):
         tensor([[10.]])
     """
 
-    def _kind_of(self, mode: str) -> CurvatureKind:
-        return GaussNewtonKind(mode)
+    def __init__(
+        self, loss: Any, params: Tree, data: Any, *, mode: GaussNewtonMode = "auto",
+        **options: Unpack[OperatorOptions],
+    ) -> None:  # fmt: skip
+        super().__init__(loss, params, data, GaussNewtonKind(mode), options)
 
 
 @final
@@ -408,37 +321,12 @@ class FisherOperator(DatasetOperator):
         generator: Of a seed for these samples, which is drawn once: every product has the same
             samples. A batch has those of its number, in whatever process. None is torch's global
             generator.
-        reduction: "mean" or "sum", as above.
         mode: How J v is computed: "forward" (with tangents), "reverse" (differentiating J^T u), "auto"
             or "finite-differences", which `hoglib.ggn_vp` describes.
-        batch_size: The weight n_b of a batch, as a function of it; by default the leading dimension of
-            its first tensor. It should be what the criterion's mean counts: the labels that are not
-            -100, where some are.
-        micro_batch: Split batches into pieces of so many examples, for memory. It is exact, and refused
-            where the loss mixes examples.
-        memory_limit: If data is one batch whose gradient graph holds less than so many bytes
-            (estimated from the sizes of what its operations return), the graph is kept between
-            products, which then cost half; 0 keeps none.
-        check_deterministic: Compare the losses of each pass with those of the first, and raise where
-            they differ, naming dropout, shuffling or augmentation; and warn where the first two
-            products show a matrix that is not symmetric.
-        stand_ins: Run the loss inside `hoglib.second_order()`, which replaces torch calls that have no
-            second derivative, or a wrong one.
-        progress: Show a bar that counts products (needs tqdm).
-        compile: Capture the product as a graph and compile it, one graph for each shape of a batch:
-            True for inductor, "eager" to run the captured graph by torch. Not with kind="mc", which
-            draws random numbers.
-        processes: Of torch.distributed, each of which sums over a part of the data; one all-reduce
-            adds the sums up, and all have the product. None is this process alone. "shard": all are
-            given the same data, and each takes every n-th batch, or its rows of the only batch.
-            "sharded": each is given its own part, which may be empty, ``[]``. All have to make the
-            same products, with the same vectors.
-        dtype: Of flat vectors, in which products are summed over the data: torch.float32 for parameters
-            in half precision, whose own sums lose what each batch adds. Default: the widest of the
-            parameters'.
-        remat: Blocks of the model whose intermediate values are recomputed in backward instead of kept,
-            by `hoglib.ops.remat`: True for the blocks that it repeats, or their names or globs, as
-            "layers.*". A graph that is kept between products then holds the inputs of blocks only.
+        **options: Those of :class:`~hoglib.curvature.OperatorOptions`: ``reduction`` ("mean" or "sum"),
+            ``batch_size``, ``micro_batch``, ``processes`` and ``dtype`` (how the data is summed),
+            ``memory_limit`` (of the graph that is kept), ``check_deterministic``, ``progress``,
+            ``stand_ins``, ``remat`` and ``compile``.
     Raises:
         ArgumentValueError: for no or empty batches, and for a DistributedSampler that does not go with
             processes.
@@ -455,35 +343,11 @@ class FisherOperator(DatasetOperator):
     """
 
     def __init__(
-        self,
-        loss: Any,
-        params: Tree,
-        data: Any,
-        *,
-        kind: str = "exact",
-        likelihood: Any = None,
-        num_samples: int = 1,
-        generator: torch.Generator | None = None,
-        reduction: str = "mean",
-        mode: str = "auto",
-        batch_size: BatchSize | None = None,
-        micro_batch: int | None = None,
-        memory_limit: float = MEMORY_LIMIT,
-        check_deterministic: bool = True,
-        stand_ins: bool = True,
-        progress: bool = False,
-        compile: bool | str = False,
-        processes: str | None = None,
-        dtype: torch.dtype | None = None,
-        remat: bool | str | Sequence[str] = False,
-    ) -> None:
-        self._metric = FisherMetric(kind, likelihood, reduction, num_samples, generator).seeded()
-        super().__init__(
-            loss, params, data, reduction=reduction, mode=mode, batch_size=batch_size,
-            micro_batch=micro_batch, memory_limit=memory_limit, stand_ins=stand_ins,
-            check_deterministic=check_deterministic, progress=progress, compile=compile,
-            processes=processes, dtype=dtype, remat=remat,
-        )  # fmt: skip
-
-    def _kind_of(self, mode: str) -> CurvatureKind:
-        return GaussNewtonKind(mode, self._metric)
+        self, loss: Any, params: Tree, data: Any, *,
+        kind: FisherKind = "exact", likelihood: Any = None, num_samples: int = 1,
+        generator: torch.Generator | None = None, mode: GaussNewtonMode = "auto",
+        **options: Unpack[OperatorOptions],
+    ) -> None:  # fmt: skip
+        reduction = options.get("reduction", "mean")
+        metric = FisherMetric(kind, likelihood, reduction, num_samples, generator).seeded()
+        super().__init__(loss, params, data, GaussNewtonKind(mode, metric), options)

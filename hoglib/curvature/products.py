@@ -1,54 +1,43 @@
 """Products of curvature matrices with vectors: Hessian, generalised Gauss-Newton, Fisher."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar, Unpack
 
 import torch
 from torch import Tensor
 
 from hoglib._core import pytree, torch_internals, validation
-from hoglib._core.autograd import Vector, clone_inference_tensors, grad_enabled
-from hoglib._core.blocks import rematerialized
-from hoglib._core.finite_differences import to_double
-from hoglib._core.process_failures import translate_distributed_errors
-from hoglib._core.sharding import Sharding
-from hoglib._core.swap import keep_swapped
-from hoglib.capture.capturing import runs_elsewhere
+from hoglib._core.autograd import clone_inference_tensors
+from hoglib._core.problem import Options, Policy, Problem, refuse_wrapped_calls
 from hoglib.curvature.compiled import compiled_linear_map
-from hoglib.curvature.fisher_metric import FisherMetric
-from hoglib.curvature.gauss_newton import GaussNewtonKind
+from hoglib.curvature.fisher_metric import FisherKind, FisherMetric
+from hoglib.curvature.gauss_newton import GaussNewtonKind, GaussNewtonMode
 from hoglib.curvature.linear_map import (
     DIFFERENCES,
-    BoundLoss,
     CurvatureKind,
     HessianKind,
-    ProductOptions,
+    HessianMode,
     apply_block,
-    checked_options,
-    double_loss,
-    refuse_wrapped_calls,
+    check_policy,
 )
-from hoglib.errors import ArgumentValueError, UnsupportedError
-from hoglib.stand_ins.mode import stand_ins_if
-from hoglib.verification.entry_points import examined_functions
+from hoglib.errors import UnsupportedError
+from hoglib.ring import ring
+from hoglib.verification.entry_points import note_lost_graph
 
-Tree = Any
+T = TypeVar("T")  # a pytree of tensors
 Loss = Callable[..., Tensor]
 
 
 def hvp(
     func: Loss,
-    params: Tree,
-    v: Tree,
+    params: T,
+    v: T,
     *args: Any,
-    mode: str = "auto",
+    mode: HessianMode = "auto",
     create_graph: bool = False,
     strict: bool = False,
-    stand_ins: bool = True,
-    remat: bool | str | Sequence[str] = False,
-    compile: bool | str = False,
-) -> tuple[Tensor, Tree]:
+    **options: Unpack[Options],
+) -> tuple[Tensor, T]:
     r"""The value of a scalar function and the product of its Hessian with a vector.
 
         f = func(params, *args)        H v = d/de grad f(params + e v) at e = 0
@@ -73,14 +62,7 @@ def hvp(
             Inside torch.func transforms they always can.
         strict: Raise where a parameter has no second derivative, instead of returning zero
             (reverse-over-reverse only).
-        stand_ins: Run func inside `hoglib.second_order()`, where torch calls that have no second
-            derivative, or a wrong one, are replaced by functions that have a right one.
-        remat: Blocks of the model whose intermediate values are recomputed in backward instead of kept,
-            by `hoglib.ops.remat`: True for the blocks that it repeats, or their names or globs, as
-            "layers.*". Less memory, more time, the same result.
-        compile: Capture the product as a graph and compile it: True for inductor, "eager" to run the
-            captured graph by torch. Later calls with the same signature reuse it. With remat, each
-            block's passes are compiled, once for all blocks that are equal.
+        **options: How func is evaluated, as :class:`hoglib.Options` describes it.
     Returns:
         The pair (f, H v), in the order of `torch.autograd.functional.hvp`; H v has the structure of v.
     Raises:
@@ -98,22 +80,20 @@ def hvp(
     """
     kind = HessianKind(mode)
     names = tuple(pytree.paths(params)) if strict else None
-    options = checked_options("hvp", kind, create_graph, stand_ins, compile, remat, names)
-    return _product(kind, func, params, v, args, options)
+    policy = check_policy(Policy.of("hvp", options, create_graph, names), kind)
+    return _product(kind, func, params, v, args, policy)
 
 
 def ggn_vp(
     loss: Any,
-    params: Tree,
-    v: Tree,
+    params: T,
+    v: T,
     batch: Any,
     *,
-    mode: str = "auto",
+    mode: GaussNewtonMode = "auto",
     create_graph: bool = False,
-    stand_ins: bool = True,
-    remat: bool | str | Sequence[str] = False,
-    compile: bool | str = False,
-) -> tuple[Tensor, Tree]:
+    **options: Unpack[Options],
+) -> tuple[Tensor, T]:
     r"""The value of a loss and the product of its generalised Gauss-Newton matrix with a vector.
 
         f = criterion(outputs(params))        G v = J^T H J v
@@ -136,14 +116,7 @@ def ggn_vp(
             comparison, in float64.
         create_graph: Whether value and product can be differentiated again. Inside torch.func
             transforms they always can.
-        stand_ins: Run the loss inside `hoglib.second_order()`, which replaces torch calls that have no
-            second derivative, or a wrong one.
-        remat: Blocks of the model whose intermediate values are recomputed in backward instead of kept,
-            by `hoglib.ops.remat`: True for the blocks that it repeats, or their names or globs, as
-            "layers.*". Less memory, more time, the same result.
-        compile: Capture the product as a graph and compile it: True for inductor, "eager" to run the
-            captured graph by torch. Later calls with the same signature reuse it. With remat, each
-            block's passes are compiled, once for all blocks that are equal.
+        **options: How func is evaluated, as :class:`hoglib.Options` describes it.
     Returns:
         The pair (f, G v); G v has the structure of v.
     Raises:
@@ -162,26 +135,24 @@ def ggn_vp(
         tensor([[10.]])
     """
     kind = GaussNewtonKind(mode)
-    options = checked_options("ggn_vp", kind, create_graph, stand_ins, compile, remat)
-    return _product(kind, loss, params, v, (batch,), options)
+    policy = check_policy(Policy.of("ggn_vp", options, create_graph), kind)
+    return _product(kind, loss, params, v, (batch,), policy)
 
 
 def fisher_vp(
     loss: Any,
-    params: Tree,
-    v: Tree,
+    params: T,
+    v: T,
     batch: Any,
     *,
-    kind: str = "exact",
+    kind: FisherKind = "exact",
     likelihood: Any = None,
-    reduction: str = "mean",
+    reduction: Literal["mean", "sum"] = "mean",
     num_samples: int = 1,
     generator: torch.Generator | None = None,
-    mode: str = "auto",
-    stand_ins: bool = True,
-    remat: bool | str | Sequence[str] = False,
-    compile: bool | str = False,
-) -> tuple[Tensor, Tree]:
+    mode: GaussNewtonMode = "auto",
+    **options: Unpack[Options],
+) -> tuple[Tensor, T]:
     r"""The value of a loss and the product of its Fisher information matrix with a vector.
 
         exact      F = 1/N sum_n J_n^T Cov(d log p / d outputs) J_n
@@ -208,14 +179,7 @@ def fisher_vp(
         generator: Of these draws; None is torch's global generator.
         mode: How J v is computed: "auto", "forward", "reverse" or "finite-differences", which
             `hoglib.ggn_vp` describes.
-        stand_ins: Run the loss inside `hoglib.second_order()`, which replaces torch calls that have no
-            second derivative, or a wrong one.
-        remat: Blocks of the model whose intermediate values are recomputed in backward instead of kept,
-            by `hoglib.ops.remat`: True for the blocks that it repeats, or their names or globs, as
-            "layers.*". Less memory, more time, the same result.
-        compile: Capture the product as a graph and compile it: True for inductor, "eager" to run the
-            captured graph by torch. With remat, each block's passes are compiled, once for all blocks
-            that are equal. Not with kind="mc", which draws random numbers.
+        **options: How func is evaluated, as :class:`hoglib.Options` describes it.
     Returns:
         The pair (f, F v), f the loss; F v has the structure of v.
     Raises:
@@ -236,129 +200,54 @@ def fisher_vp(
     """
     metric = FisherMetric(kind, likelihood, reduction, num_samples, generator)
     matrix = GaussNewtonKind(mode, metric)
-    options = checked_options("fisher_vp", matrix, False, stand_ins, compile, remat)
-    return _product(matrix, loss, params, v, (batch,), options)
+    policy = check_policy(Policy.of("fisher_vp", options), matrix)
+    return _product(matrix, loss, params, v, (batch,), policy)
 
 
 def _product(
-    kind: CurvatureKind,
-    func: Any,
-    params: Tree,
-    v: Tree,
-    args: tuple[Any, ...],
-    options: ProductOptions,
-) -> tuple[Tensor, Tree]:
+    kind: CurvatureKind, func: Any, params: Any, v: Any, args: tuple[Any, ...], policy: Policy
+) -> tuple[Tensor, Any]:
     """The value, and the product of a matrix with v or with each vector of a block."""
     kind.check_loss(func)
-    validation.not_the_model("func", func, params)
-    leaves, structure = validation.parameters(params)
-    vector, block = validation.vectors("v", v, params, flat=(leaves, structure))
-    loss = BoundLoss(func, structure, args, Sharding.of(leaves, lambda: pytree.paths(params)))
-    if loss.sharding is None:
-        value, product = _computed(kind, loss, leaves, vector, block, options)
-    else:
-        value, product = _sharded(kind, loss, params, vector, block, options)
-    return value, pytree.unflatten(product, structure)
-
-
-def _computed(
-    kind: CurvatureKind,
-    loss: BoundLoss,
-    leaves: Vector,
-    vector: Vector,
-    block: bool,
-    options: ProductOptions,
-) -> tuple[Tensor, Vector]:
-    """The value and the product by finite differences, by a compiled graph, or in eager mode."""
-    if kind.mode == DIFFERENCES:
-        caller = f"{options.caller}(mode='finite-differences')"
-        if options.create_graph:
-            raise ArgumentValueError(
-                f"{caller}: expected create_graph=False, got True; differences have no graph. Use "
-                "another mode."
-            )
-        validation.refuse_transforms(caller, "use mode='auto' there.")
-        double = replace(loss, func=double_loss(loss.func), args=to_double(loss.args))
-        at, along = to_double(leaves), to_double(vector)
-        value, product = _applied(kind, double, at, along, block, options)
-        parts = [part.to(leaf.dtype) for part, leaf in zip(product, leaves, strict=True)]
-        return value.to(leaves[0].dtype), parts
-    if options.one_graph and not runs_elsewhere():
-        with torch.inference_mode(False):
-            leaves, vector, args = clone_inference_tensors((leaves, vector, loss.args))
-            point = compiled_linear_map(kind, replace(loss, args=args), leaves, options, block)
-            with torch.set_grad_enabled(options.create_graph):
-                return apply_block(point, vector, block)
-    with examined_functions(options.caller):
-        return _applied(kind, loss, leaves, vector, block, options)
-
-
-def _sharded(
-    kind: CurvatureKind,
-    loss: BoundLoss,
-    params: Tree,
-    vector: Vector,
-    block: bool,
-    options: ProductOptions,
-) -> tuple[Tensor, Vector]:
-    """The value and the product where DTensors are among the parameters: means over the processes."""
-    sharding = loss.sharding
-    assert sharding is not None
-    with translate_distributed_errors(options.caller):
-        _refuse_sharded(loss.func, options)
-        shards = sharding.local_vector("v", vector, sharding.names)
-        leaves = sharding.local(pytree.leaves(params))
+    if torch_internals.transforms_active():
+        policy = policy._replace(create_graph=True)
+    problem = Problem.of(policy, func, params, *args)
+    vector, block = validation.vectors(
+        "v", v, params, flat=(pytree.leaves(params), problem.structure)
+    )
+    if problem.placement.is_sharded:
+        _refuse_sharded(policy, func)
+    around = ring(policy, func, placement=problem.placement)
+    with around as blocks:
+        problem, vector = problem.entered(blocks), clone_inference_tensors(vector)
+        vector = problem.placement.local_vector("v", vector)
         columns = vector[0].shape[-1] if block else 1
-        sharding.check_agreement(options.caller, columns, shards, leaves)
-        value, product = _computed(kind, loss, leaves, shards, block, options)
-        return value, sharding.wrap(product)
+        problem.placement.check_agreement(policy.caller, columns, vector, problem.leaves)
+        if around.captures:
+            point = compiled_linear_map(kind, problem, block)
+        else:
+            point = kind.linearize(problem, block)
+            note_lost_graph(point.gradient)
+        value, product = apply_block(point, vector, block)
+    if kind.mode == DIFFERENCES:
+        product = [part.to(leaf.dtype) for part, leaf in zip(product, problem.leaves, strict=True)]
+    if not policy.create_graph:
+        value, product = value.detach().clone(), [part.detach() for part in product]
+    return value, problem.tree(product)
 
 
-def _applied(
-    kind: CurvatureKind,
-    loss: BoundLoss,
-    leaves: Vector,
-    vector: Vector,
-    block: bool,
-    options: ProductOptions,
-) -> tuple[Tensor, Vector]:
-    """The value and the product in eager mode, also under no_grad and in inference mode."""
-    if torch_internals.transforms_active() and not options.create_graph:
-        options = options._replace(create_graph=True)
-    with grad_enabled(), keep_swapped():
-        if any(t.is_inference() for t in (*leaves, *vector)):
-            leaves, vector = clone_inference_tensors((leaves, vector))
-        args = clone_inference_tensors(loss.args)
-        if args is not loss.args:
-            loss = replace(loss, args=args)
-        with (
-            stand_ins_if(options.stand_ins),
-            rematerialized(options.remat, loss.func, options.backend) as blocks,
-        ):
-            if loss.sharding is not None:
-                model = getattr(loss.func, "model", None)
-                loss = replace(loss, sharding=loss.sharding.defer(model, blocks))
-            # compiled blocks have backward passes only, as the products with several vectors
-            several = block or bool(options.backend)
-            linear_map = kind.linearize(loss, leaves, options, several)
-            value, product = apply_block(linear_map, vector, block)
-    if options.create_graph:
-        return value, product
-    return value.detach().clone(), [part.detach() for part in product]
-
-
-def _refuse_sharded(func: Any, options: ProductOptions) -> None:
+def _refuse_sharded(policy: Policy, func: Any) -> None:
     """Raise for options and functions that DTensors among the parameters do not go with."""
-    for name, given in (("create_graph", options.create_graph), ("compile", options.backend)):
+    for name, given in (("create_graph", policy.create_graph), ("compile", policy.backend)):
         if given:
             raise UnsupportedError(
-                f"{options.caller}({name}={given!r}): expected parameters that this process holds "
+                f"{policy.caller}({name}={given!r}): expected parameters that this process holds "
                 f"whole, got DTensors, whose products have no graph and are not captured; leave {name} "
                 "out."
             )
     if torch_internals.transforms_active():
         raise UnsupportedError(
-            f"{options.caller}: expected parameters that this process holds whole inside torch.func "
+            f"{policy.caller}: expected parameters that this process holds whole inside torch.func "
             "transforms, got DTensors; call it outside of them."
         )
-    refuse_wrapped_calls(options.caller, func)
+    refuse_wrapped_calls(policy.caller, func)

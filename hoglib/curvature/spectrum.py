@@ -1,7 +1,7 @@
 """The spectrum of a Hessian in one object: both ends, the trace, the density."""
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,7 +70,7 @@ def hessian_spectrum(
     stand_ins: bool = True,
     progress: bool = False,
     generator: torch.Generator | None = None,
-    processes: str | None = None,
+    processes: Literal["shard", "sharded"] | None = None,
     max_iter: int | None = None,
 ) -> Spectrum:
     r"""Estimate the spectrum of the Hessian of a loss from matrix-vector products.

@@ -9,8 +9,7 @@ import torch
 from torch import Generator, Tensor
 
 from hoglib._core import pytree, validation
-from hoglib._core.process_failures import translate_distributed_errors
-from hoglib._core.sharding import AGREEMENT, Sharding, is_sharded, refuse_sharded
+from hoglib._core.sharding import AGREEMENT, Sharding, is_sharded, placement_of, refuse_sharded
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 
 Tree = Any
@@ -74,7 +73,7 @@ class Space:
                     f"{where}: expected device {leaves[0].device} as the first, got {leaf.device}; an "
                     "operator's vectors live on one device. Move the model to one."
                 )
-        self.sharding = Sharding.of(leaves, lambda: pytree.paths(params))
+        self.placement = placement_of(leaves, lambda: pytree.paths(params))
         self.size = pytree.size(params)
         if not self.size:
             raise ArgumentValueError(
@@ -89,28 +88,24 @@ class Space:
             raise ArgumentValueError(
                 f"dtype: expected one as wide as that of the parameters, {self.precision}, got {dtype}."
             )
-        held = leaves if self.sharding is None else self.sharding.local(leaves)
+        held = self.placement.local(leaves)
         self._like = [(leaf.shape, leaf.dtype) for leaf in held]
         self._sizes = [leaf.numel() for leaf in held]
         self._alike = all(leaf.dtype == self.dtype for leaf in held)
         self.length = pytree.size(held)
         # what the entries of a row count in an inner product, of which several processes hold copies
-        self._parts: Tensor | float = 1.0
-        if self.sharding is not None:
-            parts = [self.sharding.part(i) for i in range(len(held))]
-            self._parts = parts[0]
-            if len(set(parts)) > 1:
-                each = [
-                    torch.full((leaf.numel(),), part)
-                    for leaf, part in zip(held, parts, strict=True)
-                ]
-                self._parts = torch.cat(each).to(self.device, self.precision)
+        self._parts: Tensor | float
+        parts = [self.placement.part(i) for i in range(len(held))]
+        self._parts = parts[0]
+        if len(set(parts)) > 1:
+            each = [
+                torch.full((leaf.numel(),), part) for leaf, part in zip(held, parts, strict=True)
+            ]
+            self._parts = torch.cat(each).to(self.device, self.precision)
 
     def leaves(self) -> list[Tensor]:
         """The parameters as they are now; of DTensors the shards of this process."""
-        leaves = pytree.leaves(self.params)
-        if self.sharding is not None:
-            leaves = self.sharding.local(leaves)
+        leaves = self.placement.local(pytree.leaves(self.params))
         now = [(leaf.shape, leaf.dtype) for leaf in leaves]
         if now != self._like:
             raise ArgumentValueError(
@@ -133,7 +128,7 @@ class Space:
 
     def same(self, other: "Space") -> bool:
         alike = self._like == other._like and self.dtype == other.dtype
-        alike = alike and self.sharding == other.sharding
+        alike = alike and self.placement == other.placement
         return alike and pytree.paths(self.params) == pytree.paths(other.params)
 
     def dots(self, *pairs: tuple[Tensor, Tensor], dtype: torch.dtype | None = None) -> Tensor:
@@ -149,32 +144,30 @@ class Space:
 
     def norms(self, rows: Tensor) -> Tensor:
         """The length of each row."""
-        if self.sharding is None:
+        if not self.placement.is_sharded:
             return torch.linalg.vector_norm(rows, dim=1)
         return self.dots((rows, rows))[0].sqrt()
 
     def reduced(self, value: Tensor) -> Tensor:
         """The sum over the processes that hold parts of the vectors."""
-        if self.sharding is None:
-            return value
-        return self.sharding.sum(value.to(self.device)).to(value.device)  # NCCL sums on GPUs only
+        return self.placement.sum(value)
 
     def everywhere(self, holds: bool) -> bool:
         """Whether it holds in all processes that hold parts of the vectors."""
-        if self.sharding is None:
+        if not self.placement.is_sharded:
             return holds
         return not self.reduced(torch.tensor(float(not holds), device=self.device)).item()
 
     def check_same_call(self, algorithm: str, *options: Any) -> None:
         """Raise in all processes that hold parts of the vectors where they call other algorithms, or
         with other options, from which other numbers of messages follow."""
-        if self.sharding is not None:
+        if isinstance(self.placement, Sharding):
             text = f"{algorithm}{options}"
             numbers = [float(zlib.crc32(text.encode())), 0.0, 0.0, 0.0]  # as many as for a product
             what = "algorithm, and its options,", *AGREEMENT[1:]
             # as a product does, which other processes may call instead
-            with translate_distributed_errors(algorithm):
-                self.sharding.check_same(algorithm, what, numbers, self.device)
+            with self.placement.translate_errors(algorithm):
+                self.placement.check_same(algorithm, what, numbers, self.device)
 
     def refuse_sharded(self, caller: str) -> None:
         """Raise for DTensors, in algorithms that need whole vectors."""
@@ -193,8 +186,7 @@ class Space:
             return self._flat_rows(v, name)
         leaves, block = validation.vectors(name, v, self.params)
         columns = leaves[0].shape[-1] if block else 1
-        if self.sharding is not None:
-            leaves = self.sharding.local_vector(name, leaves, self.sharding.names)
+        leaves = self.placement.local_vector(name, leaves)
         rows = torch.cat(
             [leaf.detach().reshape(-1, columns).to(self.dtype) for leaf in leaves]
         ).T.contiguous()
@@ -214,7 +206,11 @@ class Space:
             raise ArgumentValueError(
                 f"{name}: expected ({n},), ({n}, k) for k vectors, or the structure of params, got "
                 f"{'a DTensor of ' if is_sharded(v) else ''}{tuple(v.shape)}."
-                + ("" if self.sharding is None else " A flat vector is the part of this process.")
+                + (
+                    " A flat vector is the part of this process."
+                    if self.placement.is_sharded
+                    else ""
+                )
             )
         if v.dtype != self.dtype:
             raise ArgumentTypeError(
@@ -263,16 +259,16 @@ class Space:
         return self._tree_of(stacked)
 
     def _tree_of(self, leaves: list[Tensor]) -> Tree:
-        return self.params_of(leaves if self.sharding is None else self.sharding.wrap(leaves))
+        return self.params_of(self.placement.wrap(leaves))
 
     def first_not_finite(self, rows: Tensor) -> str:
         """The name of a leaf in which rows are NaN or infinite; empty if all are finite."""
         name = self._first_not_finite(rows)
-        if self.sharding is None:
+        if not isinstance(self.placement, Sharding):
             return name
         names = ["", *(path or "params" for path in pytree.paths(self.params))]
         found = torch.tensor(float(names.index(name)), device=self.device)
-        return names[int(self.sharding.reduce(found, "MAX"))]
+        return names[int(self.placement.reduce(found, "MAX"))]
 
     def _first_not_finite(self, rows: Tensor) -> str:
         if isfinite(rows.sum()) or bool(rows.isfinite().all()):  # a sum is faster
@@ -312,8 +308,8 @@ def _random_rows(
 
     All processes draw all numbers, one tensor of parameters after the other, and keep their part.
     """
-    sharding = space.sharding
-    if sharding is None:
+    sharding = space.placement
+    if not isinstance(sharding, Sharding):
         return draw(count * space.size).view(count, space.size).to(space.device, dtype)
     numbers = _RandomNumbers(draw, count * space.size, device)
     rows = torch.empty(count, space.length, dtype=dtype, device=space.device)

@@ -1,7 +1,7 @@
 """The spectrum of the Hessian, measured during a fit."""
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple, final
+from typing import Any, Literal, NamedTuple, final
 
 import lightning.pytorch as pl
 import torch
@@ -220,7 +220,9 @@ class CurvatureMonitor(pl.Callback):
                 batch = self._batch if self.fixed_batch else batch
                 for name, loss, params, given in second_order_problems(module, batch):
                     shared = any(map(is_sharded, pytree.leaves(params)))  # with all its processes
-                    processes = "sharded" if world_size() > 1 and not shared else None
+                    processes: Literal["sharded"] | None = (
+                        "sharded" if world_size() > 1 and not shared else None
+                    )
                     spectrum = hessian_spectrum(
                         loss, params, given, k=self.k, num_samples=self.num_samples,
                         steps=self.steps, stand_ins=self.stand_ins,

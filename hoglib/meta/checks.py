@@ -19,7 +19,7 @@ from hoglib._core import pytree, validation
 from hoglib._core.autograd import translate_errors
 from hoglib._core.finite_differences import fixed_random_numbers
 from hoglib._core.gradient_graph import depends_on_any, graph_summary
-from hoglib._core.sharding import Sharding, refuse_sharded
+from hoglib._core.sharding import Placement, Sharding, placement_of, refuse_sharded
 from hoglib._core.source_location import warn
 from hoglib._core.swap import Params
 from hoglib.errors import NonFiniteError, NoSecondDerivative, UnsupportedError
@@ -141,19 +141,23 @@ def _other_leaves(values: list[Tensor], own: list[Tensor]) -> list[Tensor]:
 # Parameters that several processes share (DTensor)
 
 
-def sharding_of(params: Params) -> Sharding | None:
-    """How parameters are shared; None if this process holds all of them whole."""
-    return Sharding.of(list(params.values()), lambda: list(params))
+def placement_of_params(params: Params) -> Placement:
+    """How parameters are spread over processes."""
+    return placement_of(list(params.values()), lambda: list(params))
 
 
-def shards_of(params: Params, sharding: Sharding) -> Params:
-    """The parts of parameters that this process holds, without a graph."""
-    return dict(zip(params, sharding.local(list(params.values())), strict=True))
+def shards_of(params: Params, placement: Placement) -> Params:
+    """The parts of parameters that this process holds; without a graph, where others hold the rest."""
+    if not placement.is_sharded:
+        return params
+    return dict(zip(params, placement.local(list(params.values())), strict=True))
 
 
-def wrapped(shards: Params, sharding: Sharding) -> Params:
-    """DTensors of these shards."""
-    return dict(zip(shards, sharding.wrap(list(shards.values())), strict=True))
+def wrapped(shards: Params, placement: Placement) -> Params:
+    """The parameters of these parts: DTensors, where several processes hold them."""
+    if not placement.is_sharded:
+        return shards
+    return dict(zip(shards, placement.wrap(list(shards.values())), strict=True))
 
 
 def refuse_settings(

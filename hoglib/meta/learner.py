@@ -1,7 +1,6 @@
 """What all learners share: the loss over tasks of an inner loop, and the options that may change."""
 
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, TypeVar, final
@@ -11,9 +10,9 @@ from torch import Tensor, nn
 
 from hoglib._core import pytree, validation
 from hoglib._core.autograd import clone_inference_tensors, outside_inference_mode, with_gradients
-from hoglib._core.blocks import Remat, find_blocks, rematerialized
-from hoglib._core.process_failures import translate_distributed_errors
-from hoglib._core.sharding import Sharding
+from hoglib._core.blocks import Remat, find_blocks
+from hoglib._core.problem import Policy
+from hoglib._core.sharding import Placement, Sharding
 from hoglib._core.source_location import warn
 from hoglib._core.swap import Params
 from hoglib.errors import ArgumentValueError
@@ -37,8 +36,7 @@ from hoglib.meta.module_loop import (
 )
 from hoglib.meta.optimizers import resolve_rule, rule_name
 from hoglib.meta.tasks import TaskResult, TaskRunner
-from hoglib.stand_ins.mode import stand_ins_if
-from hoglib.verification.entry_points import examined_functions
+from hoglib.ring import ring
 
 T = TypeVar("T")
 
@@ -157,10 +155,10 @@ class Learner(nn.Module, ABC):
         if params is None:
             return self.model(*args, **kwargs)
         loop = self._loop()
-        sharding = checks.sharding_of(params)
-        if sharding is not None:
+        placement = checks.placement_of_params(params)
+        if placement.is_sharded:
             checks.refuse_graph(f"{type(self).__name__}(params=...)")
-            loop, params = replace(loop, sharding=sharding), checks.shards_of(params, sharding)
+            loop, params = replace(loop, placement=placement), checks.shards_of(params, placement)
         with loop.keeps_graph(RECOMPUTES_LATER):
             return loop.call(params, *args, **kwargs)
 
@@ -186,23 +184,25 @@ class Learner(nn.Module, ABC):
         start = loop.meta_params()
         if params is not None:
             start = start._replace(model=params)
-        what = type(self).__name__
-        sharding = checks.sharding_of(start.model)
-        if sharding is not None:
+        placement = checks.placement_of_params(start.model)
+        if placement.is_sharded:
             self._refuse_settings(loop, start)
-            checks.refuse_graph(f"{what}.adapt")
-            start = start._replace(model=checks.shards_of(start.model, sharding))
-        examined = examined_functions(what, first_order=self._takes_first_derivatives)
-        blocks = rematerialized(self.remat, self.model, self._block_backend)
-        with examined, outside_inference_mode(), stand_ins_if(self.stand_ins), blocks as found:
-            shared: AbstractContextManager[None] = nullcontext()
-            if sharding is not None:
-                loop = replace(loop, sharding=sharding.defer(self.model, found))
-                shared = translate_distributed_errors(f"{what}.adapt")
-            with shared:
-                adapted = loop.unroll(start, clone_inference_tensors(support), count).params
-        params = {**start.model, **adapted}
-        return params if sharding is None else checks.wrapped(params, sharding)
+            checks.refuse_graph(f"{type(self).__name__}.adapt")
+        start = start._replace(model=checks.shards_of(start.model, placement))
+        with self._ring(self.stand_ins, placement) as blocks:
+            loop = replace(loop, placement=placement.defer(self.model, blocks))
+            adapted = loop.unroll(start, clone_inference_tensors(support), count).params
+        return checks.wrapped({**start.model, **adapted}, placement)
+
+    def _ring(self, stand_ins: bool, placement: Placement) -> ring:
+        """What stands around the inner loop."""
+        policy = Policy(
+            type(self).__name__, stand_ins=stand_ins, remat=self.remat, backend=self._block_backend
+        )
+        return ring(
+            policy, self.model, first_order=self._takes_first_derivatives,
+            gradients=outside_inference_mode, placement=placement,
+        )  # fmt: skip
 
     def loss(self, tasks: Any) -> Tensor:
         """Compute the meta-loss over tasks; its `backward()` fills the `.grad` of all that is learned.
@@ -235,28 +235,25 @@ class Learner(nn.Module, ABC):
         wanted = torch.is_grad_enabled()
         loop = self._loop()
         own = loop.meta_params()
-        sharding = checks.sharding_of(own.model)
-        with nullcontext() if sharding is None else translate_distributed_errors(what):
-            if sharding is None:
-                count = task_sets.check_tasks(tasks)
-            else:
+        placement = checks.placement_of_params(own.model)
+        with placement.translate_errors(what):
+            if isinstance(placement, Sharding):
                 self._refuse_settings(loop, own)
-                count = checks.check_together(what, sharding, own.model, tasks, self.inner_steps)
+                count = checks.check_together(what, placement, own.model, tasks, self.inner_steps)
+            else:
+                count = task_sets.check_tasks(tasks)
             with task_sets.stacks_in_errors(what, tasks, count):
-                return self._loss(what, loop, own, tasks, wanted, sharding)
+                return self._loss(what, loop, own, tasks, wanted, placement)
 
     def _loss(
         self, what: str, loop: ModuleLoop, own: MetaParams, tasks: Any, wanted: bool,
-        sharding: Sharding | None,
+        placement: Placement,
     ) -> Tensor:  # fmt: skip
         """The meta-loss over tasks, which were checked."""
-        examined = examined_functions(what, first_order=self._takes_first_derivatives)
-        blocks = rematerialized(self.remat, self.model, self._block_backend)
-        with examined, outside_inference_mode(), blocks as parts:
+        with self._ring(False, placement) as blocks:  # stand-ins are entered task by task
             start = pytree.map(Tensor.detach, own)
-            if sharding is not None:
-                start = start._replace(model=checks.shards_of(own.model, sharding))
-                loop = replace(loop, sharding=sharding.defer(self.model, parts))
+            start = start._replace(model=checks.shards_of(start.model, placement))
+            loop = replace(loop, placement=placement.defer(self.model, blocks))
             tasks = clone_inference_tensors(tasks)
             if wanted and self._checked_model != id(self.model):
                 learned: Params = dict(self.named_parameters())
@@ -268,14 +265,14 @@ class Learner(nn.Module, ABC):
                 if self._recomputes or RECOMPUTES not in str(error):
                     raise
                 self._recomputes = True
-                again = replace(self._loop(), sharding=loop.sharding)
+                again = replace(self._loop(), placement=loop.placement)
                 found = self._run(again, start, tasks, wanted)
         checks.check_finite(found)
         if not wanted:
             return found.value.mean()
         self._after_loss(loop, found)
         grads = [found.grads[i][name] for i, part in enumerate(own) for name in part]
-        grads = grads if sharding is None else sharding.wrap(grads)
+        grads = placement.wrap(grads)
         tensors = [*own.model.values(), *own.modules.values()]
         return with_gradients(found.value.mean(), grads, tensors, NOT_TWICE.format(what=what))
 
@@ -286,7 +283,7 @@ class Learner(nn.Module, ABC):
 
     def _run(self, loop: ModuleLoop, start: MetaParams, tasks: Any, wanted: bool) -> TaskResult:
         runner, what = self._runner(loop, start, wanted), type(self).__name__
-        shared = loop.sharding is not None or self._block_backend
+        shared = loop.placement.is_sharded or self._block_backend
         how = "loop" if shared else self.over_tasks
         found, self._vmappable = task_sets.run_tasks(
             runner, tasks, what, start.model, how, self._vmappable

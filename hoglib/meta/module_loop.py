@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hoglib._core import pytree, torch_internals, validation
 from hoglib._core.autograd import materialize_grads
 from hoglib._core.blocks import Remat, check_remat
-from hoglib._core.sharding import Sharding
+from hoglib._core.sharding import WHOLE, Placement
 from hoglib._core.swap import Params, keep_swapped, swap_parameters
 from hoglib._core.torch_modes import without_stand_ins
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
@@ -106,7 +106,7 @@ class ModuleLoop:
     statistics: norms.PerStepStatistics | None
     batch_norms: norms.BatchNorms
     strength: float = 0.0  # of the proximal term, strength / 2 |params - start|^2
-    sharding: Sharding | None = None  # of the parameters, where each process holds a part of them
+    placement: Placement = WHOLE  # of the parameters over processes
 
     def meta_params(self) -> MetaParams:
         """All that is learned, as it is now."""
@@ -244,14 +244,12 @@ class ModuleLoop:
 
     def _whole(self, params: Params) -> Params:
         """The parameters that the model runs with, gathered where processes share them."""
-        return params if self.sharding is None else self.sharding.gather_named(params)
+        return self.placement.gather_named(params)
 
     def _loss_at(self, loss: FunctionalLoss, params: Params, batch: Any) -> Tensor:
         """A loss; where processes share the parameters the mean of theirs."""
         params = self._whole(params)
-        if self.sharding is None:
-            return loss(params, batch)
-        return self.sharding.mean_of(lambda: loss(params, batch))
+        return self.placement.mean_of(lambda: loss(params, batch))
 
     def _at_step(self, loss: FunctionalLoss, step: int) -> FunctionalLoss:
         """A loss whose batch norms follow the policy at the parameters after so many steps."""

@@ -122,16 +122,16 @@ class examined_functions:  # noqa: N801 a context manager
                 _tell(self._caller, function, wrong, self._action, nothing_left=False)
 
 
-def note_lost_graph(gradient: Gradient) -> None:
+def note_lost_graph(gradient: Gradient | None) -> None:
     """Notes a gradient of which nothing can be differentiated, so that its product is zero.
 
     That is right for a linear loss, but not with a Function whose second derivative is wrong.
     """
     met: MetFunctions | None = getattr(_THREAD, "met", None)
-    if met is None or not gradient.graph.user_functions:
+    if met is None or gradient is None or not gradient.graph.user_functions:
         return
     with without_stand_ins():
-        if not any(g is not None and g.requires_grad for g in gradient.parts):
+        if gradient.has_no_graph:
             met.nothing_left = True
 
 

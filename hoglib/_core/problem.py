@@ -1,0 +1,177 @@
+"""What an algorithm gets of a user's function: a pure function of a list of leaves, and the leaves.
+
+    problem = Problem.of(policy, loss, params, *args)
+    f = problem(*problem.leaves)                 # a scalar, whatever module, batch or mesh is behind it
+    tree = problem.tree(vector)                  # a vector in the structure that came in
+
+The options of an entry point are checked once and stand in its policy.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from typing import Any, NamedTuple, TypedDict, final
+
+from torch import Tensor, nn
+
+from hoglib._core import pytree, validation
+from hoglib._core.autograd import Vector, clone_inference_tensors
+from hoglib._core.blocks import Remat, check_remat
+from hoglib._core.closures import STATE, ClosureWalker
+from hoglib._core.finite_differences import to_double
+from hoglib._core.sharding import WHOLE, Placement, placement_of
+from hoglib._core.torch_sharding import wrapped_attributes
+from hoglib.errors import ArgumentTypeError, UnsupportedError
+
+
+class Options(TypedDict, total=False):
+    """The keyword options of every function that differentiates a user's function.
+
+    Args:
+        stand_ins: Run the function inside :func:`hoglib.second_order`, where torch calls that have no
+            second derivative, or a wrong one, are replaced by functions that have a right one.
+            Default: True.
+        remat: Blocks of the model whose intermediate values are recomputed in backward instead of
+            kept, by :func:`hoglib.ops.remat`: True for the blocks that it repeats, or their names or
+            globs, as "layers.*". Less memory, more time, the same result. Default: False.
+        compile: Capture the computation as a graph and compile it: True for inductor, "eager" to run
+            the captured graph by torch. Later calls with the same signature reuse it, also those of a
+            function that is created anew for each call. With remat, the passes of each block are
+            compiled instead, once for all blocks that are equal. Default: False.
+    Returns:
+        A dict of options, to be passed as ``**options``.
+    Example:
+        >>> options = hog.Options(compile="eager")
+        >>> p, v = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 0.0])
+        >>> hog.hvp(lambda p: p[0] ** 2 * p[1], p, v, **options)
+        (tensor(2.), tensor([4., 2.]))
+    """
+
+    stand_ins: bool
+    remat: bool | str | Sequence[str]
+    compile: bool | str
+
+
+OPTION_NAMES = tuple(Options.__annotations__)
+
+
+class Policy(NamedTuple):
+    """How a user's function is evaluated and differentiated: the options of an entry point, checked."""
+
+    caller: str  # the public function or class, for messages
+    create_graph: bool = False
+    stand_ins: bool = True
+    remat: Remat = False  # blocks of the model that are recomputed
+    backend: str = ""  # that compile= names; empty for none
+    strict: tuple[str, ...] | None = None  # leaf names; each must have a second derivative
+
+    @classmethod
+    def of(
+        cls, caller: str, options: Mapping[str, Any], create_graph: bool = False,
+        strict: tuple[str, ...] | None = None, names: Sequence[str] = OPTION_NAMES,
+    ) -> "Policy":  # fmt: skip
+        """The options, with their defaults, or an error that names the wrong one."""
+        check_option_names(caller, options, names)
+        return cls(
+            caller,
+            create_graph,
+            validation.flag("stand_ins", options.get("stand_ins", True)),
+            check_remat(options.get("remat", False)),
+            validation.backend("compile", options.get("compile", False)),
+            strict,
+        )
+
+    @property
+    def one_graph(self) -> bool:
+        """Whether the computation is captured as a whole."""
+        return bool(self.backend) and self.remat is False
+
+    @property
+    def inside_graph(self) -> "Policy":
+        """That of what is captured."""
+        return self._replace(backend="") if self.one_graph else self
+
+
+def check_option_names(caller: str, options: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Raise for a keyword that is none of the options."""
+    for key in options:
+        if key not in names:
+            close = get_close_matches(key, names, n=1)
+            raise ArgumentTypeError(
+                f"{caller}: expected options among {', '.join(names)}, got {key!r}"
+                + (f"; did you mean {close[0]!r}?" if close else ".")
+            )
+
+
+def refuse_wrapped_calls(caller: str, func: Any) -> None:
+    """Raise for a function that calls, by itself, a module whose hooks gather its parameters."""
+    if getattr(func, "model", None) is None and any(
+        isinstance(part, nn.Module) and wrapped_attributes(part, mixed_precision=True)
+        for found in ClosureWalker(func, STATE).objects
+        for part in (found.modules() if isinstance(found, nn.Module) else ())
+    ):
+        raise UnsupportedError(
+            f"{caller}: expected `hoglib.functional_loss(model, criterion, forward=...)` of a "
+            "module whose parameters are DTensors, got another function that calls it: its hooks would "
+            "gather the module's own parameters."
+        )
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """A loss with its other arguments bound, at a point: f(p) = loss(params, *args) of the leaves p."""
+
+    policy: Policy
+    loss: Any
+    structure: Any  # of the parameters, as `pytree.flatten` gives it
+    leaves: Vector  # p; where processes share the parameters the shards of this one
+    args: tuple[Any, ...]
+    placement: Placement = WHOLE  # of the leaves over processes
+    call: str = "func(params, *args)"  # for messages
+
+    @classmethod
+    def of(cls, policy: Policy, loss: Any, params: Any, *args: Any) -> "Problem":
+        validation.not_the_model("func", loss, params)
+        leaves, structure = validation.parameters(params)
+        placement = placement_of(leaves, lambda: pytree.paths(params))
+        return cls(policy, loss, structure, placement.local(leaves), args, placement)
+
+    def __call__(self, *leaves: Tensor) -> Tensor:
+        """f at other leaves, the mean over the processes that share them."""
+        params = self.params(leaves)
+        return self.placement.mean_of(
+            lambda: validation.scalar(self.call, self.loss(params, *self.args))
+        )
+
+    def params(self, leaves: Sequence[Tensor]) -> Any:
+        """The parameters, whole, of their leaves."""
+        return pytree.unflatten(self.placement.gather(leaves), self.structure)
+
+    def tree(self, vector: Sequence[Tensor]) -> Any:
+        """A vector in the structure and the placement of the parameters."""
+        return pytree.unflatten(self.placement.wrap(vector), self.structure)
+
+    def at(self, *args: Any) -> "Problem":
+        """The same with other arguments."""
+        return replace(self, args=args)
+
+    def in_double(self) -> "Problem":
+        """The same in float64; the user's loss is not changed."""
+        loss = self.loss
+        if isinstance(loss, nn.Module):
+            loss = copy.deepcopy(loss).double()
+        elif hasattr(loss, "double"):
+            loss = loss.double()
+        leaves, args = to_double((self.leaves, self.args))
+        return replace(self, loss=loss, leaves=leaves, args=args)
+
+    def entered(self, blocks: Sequence[Any]) -> "Problem":
+        """The same with ordinary tensors for inference tensors, which autograd refuses to save, and
+        with parameters that the blocks which are recomputed gather when they run."""
+        leaves, args = clone_inference_tensors((self.leaves, self.args))
+        placement = self.placement.defer(getattr(self.loss, "model", None), blocks)
+        if leaves is self.leaves and args is self.args and placement is self.placement:
+            return self
+        return replace(self, leaves=leaves, args=args, placement=placement)

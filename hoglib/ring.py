@@ -1,0 +1,119 @@
+"""What stands around every evaluation of a user's function: once, and in one order.
+
+    with ring(policy, loss) as blocks:           # whatever the options ask for holds inside
+        value, product = algorithm(problem.entered(blocks))
+
+From outside to inside:
+
+    compilation            nothing else is entered where the whole is captured: what is captured enters
+                           the ring itself
+    errors                 of the communication between processes that share parameters
+    examination            custom Functions of the user's that are applied are examined at the end,
+                           also where one of the others raises
+    gradients              inference mode is off, and autograd records
+    swapped parameters     stay in their modules until the end, for a backward that recomputes
+    buffers                are restored at the end
+    autocast               is off, for penalties
+    stand-ins              replace torch calls that have no right second derivative
+    recomputation          of blocks: innermost, so that it replays all of the others
+
+Algorithms are functions of a :class:`~hoglib._core.problem.Problem` and import nothing of this.
+"""
+
+import sys
+from collections.abc import Callable, Hashable, Iterable
+from contextlib import AbstractContextManager
+from functools import partial
+from types import FunctionType
+from typing import Any, final
+
+import torch
+
+from hoglib._core.autograd import grad_enabled, outside_inference_mode
+from hoglib._core.blocks import BlockForward, rematerialized
+from hoglib._core.closures import owner_of
+from hoglib._core.problem import Policy
+from hoglib._core.sharding import WHOLE, Placement
+from hoglib._core.swap import keep_swapped, restore_buffers
+from hoglib.capture.api import function_name, kept_graph
+from hoglib.capture.capturing import runs_elsewhere
+from hoglib.stand_ins.mode import stand_ins_if
+from hoglib.verification.entry_points import examined_functions
+
+
+@final
+class ring:  # noqa: N801 a context manager
+    """Inside, a user's function is evaluated and differentiated as a policy says.
+
+    A class, as it stands around each derivative: generators of contextlib take several times as long
+    to enter and to leave.
+
+    Args:
+        policy: The options of the entry point.
+        func: The user's function, whose blocks are recomputed.
+        examine: Whether custom Functions are examined.
+        first_order: Whether only first derivatives are taken; see `examined_functions`.
+        gradients: What decides whether autograd records. Default: it does.
+        placement: Of parameters over processes.
+        buffers: Whether the buffers of modules are restored.
+        autocast_off: The devices for which autocast is off.
+    Returns:
+        From entering, the blocks that are recomputed.
+    """
+
+    def __init__(
+        self, policy: Policy, func: Any = None, *, examine: bool = True, first_order: bool = False,
+        gradients: Callable[[], AbstractContextManager[None]] = grad_enabled,
+        placement: Placement = WHOLE, buffers: bool = False, autocast_off: Iterable[str] = (),
+    ) -> None:  # fmt: skip
+        self.captures = policy.one_graph and not runs_elsewhere()
+        self._entered: list[AbstractContextManager[Any]] = []
+        self._recomputes = policy.remat is not False
+        self._contexts = contexts = list[AbstractContextManager[Any]]()
+        if self.captures:
+            contexts.append(outside_inference_mode())
+            return
+        if placement.is_sharded:
+            contexts.append(placement.translate_errors(policy.caller))
+        if examine:
+            contexts.append(examined_functions(policy.caller, first_order=first_order))
+        contexts += (gradients(), keep_swapped())
+        if buffers:
+            contexts.append(restore_buffers())
+        contexts += (torch.autocast(device, enabled=False) for device in autocast_off)
+        contexts.append(stand_ins_if(policy.stand_ins))
+        if self._recomputes:
+            contexts.append(rematerialized(policy.remat, func, policy.backend))
+
+    def __enter__(self) -> list[BlockForward]:
+        found: Any = None
+        try:
+            for context in self._contexts:
+                found = context.__enter__()
+                self._entered.append(context)
+        except BaseException:
+            self.__exit__(*sys.exc_info())
+            raise
+        return found if self._recomputes else []
+
+    def __exit__(self, *raised: Any) -> None:
+        while self._entered:
+            try:
+                self._entered.pop().__exit__(*raised)
+            except BaseException as error:  # the outer ones are left with it
+                self.__exit__(type(error), error, error.__traceback__)
+                raise
+
+
+def run(policy: Policy, func: Any, body: Callable[..., Any], key: Hashable, *inputs: Any) -> Any:
+    """body(*inputs), a function of tensors that derives from the user's; by its graph where the policy
+    says so.
+
+    key: the options of body, which enters the ring itself.
+    """
+    if not policy.one_graph or runs_elsewhere():
+        return body(*inputs)
+    name = f"{policy.caller} of {function_name(func)}"
+    # a function that is made anew for each call shares its graphs by its code
+    owner = owner_of(func) if isinstance(func, FunctionType | partial) else func
+    return kept_graph(body, name, owner, key, policy.backend, precheck=body)(*inputs)
