@@ -7,7 +7,7 @@ gradients g_nt by its outputs:
 """
 
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple, Unpack
+from typing import Any, Literal, NamedTuple, Unpack, get_args
 
 import torch
 from torch import Tensor, nn
@@ -508,7 +508,7 @@ def gradient_noise_scale(loss: Any, params: Tree, data: Any) -> NoiseScale:
     return NoiseScale(*(x.to(space.dtype) for x in (variance / square, variance, square)))
 
 
-SOLVERS = ("cg", "kfac", "ekfac")
+Solver = Literal["cg", "kfac", "ekfac"]
 
 
 def influence(
@@ -517,7 +517,7 @@ def influence(
     train: Any,
     query: Any,
     *,
-    solver: str = "ekfac",
+    solver: Solver = "ekfac",
     damping: float,
     vmap: bool | None = None,
     tol: float | None = None,
@@ -569,7 +569,7 @@ def influence(
         tensor([[ 2.],
                 [-2.]])
     """
-    validation.one_of("solver", solver, SOLVERS)
+    validation.one_of("solver", solver, get_args(Solver))
     validation.number("damping", damping, minimum=0)
     for name, data in (("train", train), ("query", query)):
         _check_order(name, data)

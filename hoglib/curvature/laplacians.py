@@ -11,7 +11,7 @@ second ones, which needs nothing else of them (`hoglib.taylor`).
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import cache, partial
-from typing import Any, Literal, NamedTuple, Unpack
+from typing import Any, Literal, NamedTuple, Unpack, get_args
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ from hoglib.taylor.algebras import Algebra, Biharmonic, Parts, Univariate, add
 from hoglib.taylor.jet import TaylorOptions, by_taylor, finished
 from hoglib.taylor.nested import along_path
 
-MODES = ("auto", "collapsed", "nested")
+PointMode = Literal["auto", "collapsed", "nested"]
 # Elements of all directions that are propagated at once where no graph is kept.
 AT_ONCE = 2**24
 # Directions, and elements of x, up to which nested derivatives take less time: the rules of Taylor mode
@@ -70,7 +70,7 @@ def laplacian(
     num_projections: int | None = None,
     generator: torch.Generator | None = None,
     return_gradient: bool = False,
-    mode: Literal["auto", "collapsed", "nested"] = "auto",
+    mode: PointMode = "auto",
     create_graph: bool | None = None,
     **options: Unpack[Options],
 ) -> tuple[Any, ...]:
@@ -138,7 +138,7 @@ def laplacian(
     """
     validation.function("func", func)
     check_points(x)
-    validation.one_of("mode", mode, MODES)
+    validation.one_of("mode", mode, get_args(PointMode))
     validation.flag("return_gradient", return_gradient)
     given = TaylorOptions.of("laplacian", mode, create_graph, options)
     signs = _draw(x, num_projections, generator, _signs)
@@ -300,7 +300,7 @@ def bilaplacian(
     *args: Any,
     num_projections: int | None = None,
     generator: torch.Generator | None = None,
-    mode: Literal["auto", "collapsed", "nested"] = "auto",
+    mode: PointMode = "auto",
     create_graph: bool | None = None,
     **options: Unpack[Options],
 ) -> tuple[Any, ...]:
@@ -346,7 +346,7 @@ def bilaplacian(
     """
     validation.function("func", func)
     check_points(x)
-    validation.one_of("mode", mode, MODES)
+    validation.one_of("mode", mode, get_args(PointMode))
     given = TaylorOptions.of("bilaplacian", mode, create_graph, options)
     v = _draw(x, num_projections, generator, _normals)
     body = partial(_bilaplacian, func, given)

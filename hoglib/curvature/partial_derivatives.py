@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, Unpack
+from typing import Any, Unpack, get_args
 
 import torch
 from torch import Tensor
@@ -11,13 +11,12 @@ from hoglib._core import validation
 from hoglib._core.autograd import clone_inference_tensors
 from hoglib._core.finite_differences import fixed_random_numbers
 from hoglib._core.problem import Options
-from hoglib.curvature import laplacians
 from hoglib.curvature.input_derivatives import check_points, point_values
-from hoglib.curvature.laplacians import at_points, units
+from hoglib.curvature.laplacians import PointMode, at_points, units
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 from hoglib.ring import run
 from hoglib.taylor.algebras import Algebra, MultiIndex, Parts, Univariate
-from hoglib.taylor.jet import MODES, TaylorOptions, by_taylor, finished
+from hoglib.taylor.jet import TaylorMode, TaylorOptions, by_taylor, finished
 from hoglib.taylor.nested import along_path, nested
 
 
@@ -27,7 +26,7 @@ def directional(
     v: Tensor,
     order: int,
     *args: Any,
-    mode: Literal["auto", "taylor", "nested"] = "auto",
+    mode: TaylorMode = "auto",
     create_graph: bool | None = None,
     **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor]:
@@ -68,7 +67,7 @@ def directional(
     check_points(x)
     validation.tensor("v", v)
     validation.at_least("order", order, 1)
-    validation.one_of("mode", mode, MODES)
+    validation.one_of("mode", mode, get_args(TaylorMode))
     several = v.dim() == x.dim() + 1
     if v.shape[int(several) :] != x.shape or (v.dtype, v.device) != (x.dtype, x.device):
         raise ArgumentValueError(
@@ -114,7 +113,7 @@ def partial_derivative(
     x: Tensor,
     *args: Any,
     index: Sequence[int],
-    mode: Literal["auto", "collapsed", "nested"] = "auto",
+    mode: PointMode = "auto",
     create_graph: bool | None = None,
     **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor]:
@@ -151,7 +150,7 @@ def partial_derivative(
     """
     validation.function("func", func)
     check_points(x)
-    validation.one_of("mode", mode, laplacians.MODES)
+    validation.one_of("mode", mode, get_args(PointMode))
     if not isinstance(index, tuple | list) or not index:
         raise ArgumentTypeError(
             "index: expected a tuple of coordinates, such as (0, 0, 1) for the second derivative by "

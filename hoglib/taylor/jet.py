@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple, Unpack
+from typing import Any, Literal, NamedTuple, Unpack, get_args
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ from hoglib.taylor.nested import along_path
 from hoglib.taylor.propagation import Propagation
 
 Leaves = list[Tensor]
-MODES = ("auto", "taylor", "nested")
+TaylorMode = Literal["auto", "taylor", "nested"]
 
 
 def jet(
@@ -37,7 +37,7 @@ def jet(
     primals: Any,
     series: Any,
     *,
-    mode: Literal["auto", "taylor", "nested"] = "auto",
+    mode: TaylorMode = "auto",
     create_graph: bool | None = None,
     **options: Unpack[Options],
 ) -> tuple[Any, Any]:
@@ -86,7 +86,7 @@ def jet(
         (tensor(1.), tensor(-0.), tensor(-1.))
     """
     validation.function("func", func)
-    validation.one_of("mode", mode, MODES)
+    validation.one_of("mode", mode, get_args(TaylorMode))
     single = isinstance(primals, Tensor)
     xs, lists = _check_series((primals,) if single else primals, (series,) if single else series)
     given = TaylorOptions.of("jet", mode, create_graph, options)
