@@ -22,6 +22,7 @@ from hoglib._core.torch_modes import needs_linear_backward
 from hoglib.errors import ArgumentValueError, UnsupportedError
 from hoglib.ops._define import Partial, define
 from hoglib.ops._function import Saved, apply_function, make_function, without_jvp
+from hoglib.ops._stand_in import NO_DOUBLE_BACKWARD, OVER, stands_in_for
 
 Unary = Callable[[Tensor], Tensor]
 
@@ -566,6 +567,7 @@ _add = define(torch.add, [lambda *_: 1, lambda *_: 1], reference=torch.add, keep
 # Composites of torch operations, which stand in for torch's own.
 
 
+@stands_in_for(F.glu, lacks="its tangent has no derivative", modes=OVER)
 def glu(input: Tensor, dim: int = -1) -> Tensor:
     r"""Gated linear unit, as `torch.nn.functional.glu`.
 
@@ -602,6 +604,7 @@ def glu(input: Tensor, dim: int = -1) -> Tensor:
     return (a * torch.sigmoid(b)).to(input.dtype)
 
 
+@stands_in_for(F.hardsigmoid, lacks=NO_DOUBLE_BACKWARD, modes=("rr", "fr", "ff"))
 def hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:
     r"""Piecewise linear sigmoid, as `torch.nn.functional.hardsigmoid`.
 

@@ -34,6 +34,7 @@ from hoglib.ops._function import (
     sum_to_shape,
 )
 from hoglib.ops._pointwise import clip_gradient
+from hoglib.ops._stand_in import IN_FORWARD, NO_FORWARD, stands_in_for
 
 
 class _Product(NamedTuple):
@@ -396,6 +397,7 @@ _LINEAR_ACT = {
 }
 
 
+@stands_in_for(torch.sparse.mm, name="sparse.mm", lacks=NO_FORWARD, modes=IN_FORWARD)
 def sparse_mm(mat1: Tensor, mat2: Tensor, *reduce: str) -> Tensor:
     r"""Product of a constant sparse matrix and a dense one, as `torch.sparse.mm`.
 
