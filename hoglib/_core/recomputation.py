@@ -21,6 +21,7 @@ from torch.func import functional_call
 from hoglib._core import closures, pytree, torch_forward_mode, torch_internals, validation
 from hoglib._core.block_parts import PartsWatch, SlicedOperations, replaced_forwards, version_of
 from hoglib._core.pytree import is_float
+from hoglib._core.restoring import replaced
 from hoglib._core.state import AutocastState, RunState
 from hoglib._core.swap import batch_statistics, keep_swapped
 from hoglib._core.torch_modes import (
@@ -651,12 +652,9 @@ class _Call:
         if torch_internals.tracing():  # a compiler decides what is kept
             yield
             return
-        before, self.slices = self.slices, True
-        try:
-            with replaced_forwards(parts, lambda p: partial(_recompute_part, p, p.forward)):
-                yield
-        finally:
-            self.slices = before
+        recomputed = replaced_forwards(parts, lambda p: partial(_recompute_part, p, p.forward))
+        with replaced([(vars(self), "slices", True)]), recomputed:
+            yield
 
     def _split(self, outputs: Any) -> Tensors:
         """The tensors among the outputs; their structure is kept."""
@@ -734,14 +732,13 @@ class _Scope(nn.Module):
 _running = local()
 
 
-@contextmanager
-def _recomputing(nests: bool, slices: bool) -> Iterator[None]:
-    before = inside_recomputation(), getattr(_running, "bypass", False), keeps_little()
-    _running.inside, _running.bypass, _running.slices = True, before[1] or not nests, slices
-    try:
-        yield
-    finally:
-        _running.inside, _running.bypass, _running.slices = before
+def _recomputing(nests: bool, slices: bool) -> AbstractContextManager[None]:
+    now = {
+        "inside": True,
+        "bypass": getattr(_running, "bypass", False) or not nests,
+        "slices": slices,
+    }
+    return replaced([(vars(_running), name, value) for name, value in now.items()])
 
 
 def inside_recomputation() -> bool:

@@ -1,7 +1,7 @@
 """Which modes the caller runs in: stand-ins, forward mode and tracing, and checks of values."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from functools import cache
 from types import FunctionType
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from hoglib._core import torch_internals
+from hoglib._core.restoring import assigned
 
 
 class StandInMode(TorchFunctionMode):
@@ -102,32 +103,22 @@ def value_checks_on() -> bool:
     return not (_VALUE_CHECKS_OFF.get() or torch_internals.tracing())
 
 
-@contextmanager
-def value_checks_off() -> Iterator[None]:
+def value_checks_off() -> AbstractContextManager[None]:
     """Inside, checks that read values are skipped: for what was checked in an earlier run."""
-    token = _VALUE_CHECKS_OFF.set(True)
-    try:
-        yield
-    finally:
-        _VALUE_CHECKS_OFF.reset(token)
+    return assigned(_VALUE_CHECKS_OFF, True)
 
 
 # Ambient state, because an argument could not reach the ops that an unmodified module calls.
 _PLAIN_OPERATIONS: ContextVar[str | None] = ContextVar("hoglib_plain_operations", default=None)
 
 
-@contextmanager
-def plain_operations(linear_for: str = "") -> Iterator[None]:
+def plain_operations(linear_for: str = "") -> AbstractContextManager[None]:
     """Inside, hoglib's ops run as their references of torch operations, where they have one: for what
     looks at each operation, and could not look into a custom Function.
 
     linear_for: the caller, where it needs a backward that is linear in the incoming gradient.
     """
-    token = _PLAIN_OPERATIONS.set(linear_for)
-    try:
-        yield
-    finally:
-        _PLAIN_OPERATIONS.reset(token)
+    return assigned(_PLAIN_OPERATIONS, linear_for)
 
 
 def only_plain_operations() -> bool:

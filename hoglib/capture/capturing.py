@@ -1,8 +1,8 @@
 """Captures a function as a graph, and keeps graphs as long as the object that they belong to."""
 
 import threading
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from time import perf_counter
@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hoglib._core import pytree, torch_internals
 from hoglib._core.autograd import outside_inference_mode
 from hoglib._core.closures import ClosureWalker
+from hoglib._core.restoring import replaced
 from hoglib._core.source_location import warn
 from hoglib._core.state import preserve_random_state
 from hoglib.capture.backend import make_runner
@@ -341,15 +342,9 @@ def _trace(
     return traced, shared_tensors(tensors, traced.lifted)
 
 
-@contextmanager
-def _eager_mode() -> Iterator[None]:
+def _eager_mode() -> AbstractContextManager[None]:
     """Inside, compiled functions run without their graphs, in this thread."""
-    before = getattr(_THREAD, "eager", False)
-    _THREAD.eager = True
-    try:
-        yield
-    finally:
-        _THREAD.eager = before
+    return replaced([(vars(_THREAD), "eager", True)])
 
 
 def _shape_guards(graph: fx.GraphModule, own: list[int]) -> Callable[[list[Tensor]], bool]:

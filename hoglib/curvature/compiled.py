@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, fx
 
 from hoglib._core.autograd import Vector, grad_enabled
+from hoglib._core.closures import name_of
 from hoglib._core.swap import keep_swapped
-from hoglib.capture.api import function_name, kept_graph
+from hoglib.capture.api import kept_graph
 from hoglib.capture.backend import make_runner
 from hoglib.capture.passes import VIEWS, functionalized
 from hoglib.curvature.linear_map import BoundLoss, CurvatureKind, LinearMap, ProductOptions
@@ -35,7 +36,7 @@ def compiled_linear_map(
     kind: CurvatureKind, loss: BoundLoss, leaves: Vector, options: ProductOptions, several: bool
 ) -> LinearMap:
     """The matrix of a loss at the leaves, as compiled graphs, for one vector or for `several`."""
-    name = f"{options.caller} of {function_name(loss.func)}"
+    name = f"{options.caller} of {name_of(loss.func)}"
     backend: Any = options.backend
     if several and not options.create_graph:
         backend = PartialEval(len(leaves), options.backend, name)

@@ -16,13 +16,13 @@ from hoglib._core.autograd import (
     grad_enabled,
     translate_errors,
 )
-from hoglib._core.closures import owner_of
+from hoglib._core.closures import name_of, owner_of
 from hoglib._core.gradient_graph import check_custom_functions, graph_summary, half_dtypes
 from hoglib._core.sharding import Sharding, refuse_sharded
 from hoglib._core.swap import keep_swapped, restore_buffers
 from hoglib._core.tolerances import TOLERANCES
 from hoglib._core.torch_modes import ActiveStandIns, value_checks_on, without_stand_ins
-from hoglib.capture.api import function_name, kept_graph
+from hoglib.capture.api import kept_graph
 from hoglib.capture.capturing import runs_elsewhere
 from hoglib.curvature.linear_map import no_forward_mode
 from hoglib.errors import (
@@ -120,7 +120,7 @@ def jvp(
     with torch.inference_mode(False):
         leaves, vector = clone_inference_tensors((leaves, vector))
         pushed = partial(_value_and_tangent, run, options)
-        name, key = f"jvp of {function_name(func)}", (structure, options)
+        name, key = f"jvp of {name_of(func)}", (structure, options)
         compiled = kept_graph(pushed, name, owner_of(func), key, backend, precheck=pushed)
         # new tensors: one that is both primal and tangent would be one input of the graph
         value, tangent = compiled(leaves, [v.view_as(v) for v in vector])

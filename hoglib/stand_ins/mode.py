@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hoglib._core import pytree, validation
+from hoglib._core.restoring import assigned
 from hoglib._core.running_statistics import frozen_running_statistics, running_statistics_frozen
 from hoglib._core.torch_internals import checkpoint_frame, function_mode
 from hoglib._core.torch_modes import StandInMode, copy_without_override_check
@@ -76,12 +77,8 @@ def second_order(*, on_wrong: str | None = None) -> Iterator[None]:
     """
     if on_wrong is not None and _ON_WRONG.get() is None:
         validation.one_of("on_wrong", on_wrong, ACTIONS)
-        decided = _ON_WRONG.set(on_wrong)
-        try:
-            with second_order():
-                yield
-        finally:
-            _ON_WRONG.reset(decided)
+        with assigned(_ON_WRONG, on_wrong), second_order():
+            yield
         return
     with _StandIns(wanted=True):
         yield
