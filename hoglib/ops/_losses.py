@@ -315,10 +315,13 @@ def reduction_number(
     return _reduction.get_enum(reduction)
 
 
-def reduce_loss(loss: Tensor, number: int) -> Tensor:
+def reduce_loss(loss: Tensor, number: int, counts: Tensor | None = None) -> Tensor:
+    """counts: what each element counts in a mean. Default: 1."""
     if number == NONE:
         return loss
-    return loss.mean() if number == MEAN else loss.sum()
+    if number == SUM:
+        return loss.sum()
+    return loss.mean() if counts is None else loss.sum() / counts.sum()
 
 
 def _torch_is_right(input: Tensor) -> bool:
