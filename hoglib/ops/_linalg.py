@@ -6,7 +6,6 @@ right: solve and slogdet in reverse mode, to any order, and the factors themselv
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -20,7 +19,10 @@ from hoglib.ops._stand_in import OVER, OVER_FORWARD, SILENT, stands_in_for
 # By so much can the rank be less than n with every derivative to the third order right.
 _DEFICIENCY = 3
 _DETERMINANTS = "det, slogdet, logdet"
-_wrong = partial(stands_in_for, issue="198017")
+_ISSUE = "198017"
+_WRONG_FORWARD: Any = {
+    "lacks": f"a wrong forward mode{SILENT}", "modes": ("fr", "ff"), "issue": _ISSUE,
+}  # fmt: skip
 
 
 def _of_input(op: Callable[..., Any]) -> Callable[..., Any]:
@@ -32,11 +34,12 @@ def _of_input(op: Callable[..., Any]) -> Callable[..., Any]:
     return adapter
 
 
-@_wrong(
+@stands_in_for(
     torch.linalg.det,
     name=_DETERMINANTS,
     lacks=f"{OVER_FORWARD}; near a singular matrix det is wrong in reverse over reverse too",
     modes=OVER,
+    issue=_ISSUE,
 )
 @full_precision(widen=False)
 def det(A: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -240,7 +243,9 @@ def _det_up_to_3(M: Tensor) -> Tensor:
     )
 
 
-@_wrong(torch.linalg.solve, name="linalg.solve", lacks=OVER_FORWARD, modes=OVER)
+@stands_in_for(
+    torch.linalg.solve, name="linalg.solve", lacks=OVER_FORWARD, modes=OVER, issue=_ISSUE
+)
 @full_precision(widen=True)
 def solve(A: Tensor, B: Tensor, *, left: bool = True, out: Tensor | None = None) -> Tensor:
     r"""The solution of a linear system, as `torch.linalg.solve`.
@@ -400,13 +405,14 @@ def cholesky_inverse(L: Tensor, upper: bool = False, *, out: Tensor | None = Non
     return inverse @ inverse.mH if upper else inverse.mH @ inverse
 
 
-_wrong_forward = partial(_wrong, lacks=f"a wrong forward mode{SILENT}", modes=("fr", "ff"))
-_wrong_forward(torch.cholesky_inverse, Tensor.cholesky_inverse, name="cholesky_inverse")(
-    _of_input(cholesky_inverse)
+stands_in_for(
+    torch.cholesky_inverse, Tensor.cholesky_inverse, name="cholesky_inverse", **_WRONG_FORWARD
+)(_of_input(cholesky_inverse))
+
+
+@stands_in_for(
+    torch.triangular_solve, Tensor.triangular_solve, name="triangular_solve", **_WRONG_FORWARD
 )
-
-
-@_wrong_forward(torch.triangular_solve, Tensor.triangular_solve, name="triangular_solve")
 def torch_triangular_solve(
     b: Tensor,
     A: Tensor,
