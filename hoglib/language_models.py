@@ -17,8 +17,10 @@ from hoglib._core.torch_modes import value_checks_on
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 from hoglib.functional import Forward, FunctionalLoss, check_instance
 from hoglib.ops._linear_cross_entropy import (
+    Rows,
     chunk_size_of,
     gauss_newton_product,
+    row_chunks,
     row_gradients,
     row_losses,
     row_tangents,
@@ -154,11 +156,9 @@ class LanguageModelLoss(FunctionalLoss):
             A scalar.
         """
         with translate_device_errors(batch, outputs):
-            rows = self._rows(outputs, batch)
-            losses = row_losses(
-                rows.hidden, rows.weight, rows.bias, rows.classes, self._smoothing, rows.chunk_size
-            )
-        return torch.where(rows.counts, losses, 0).sum() / rows.total
+            rows, counts, total = self._rows(outputs, batch)
+            losses = row_losses(rows)
+        return torch.where(counts, losses, 0).sum() / total
 
     def batch_size(self, batch: Any) -> int:
         """The number of labels of a batch that count, by which operators weight it.
@@ -181,16 +181,13 @@ class LanguageModelLoss(FunctionalLoss):
         Returns:
             The product with a list of tensors like the outputs, differentiable where grad mode is on.
         """
-        rows = self._rows(outputs, batch)
-        g = rows.counts.to(rows.total.dtype) / rows.total
+        rows, counts, total = self._rows(outputs, batch)
+        g = counts.to(total.dtype) / total
         names = _varying(outputs)
 
         def product(vector: Vector) -> list[Tensor]:
             given = _by_name(outputs, vector, names)
-            found = gauss_newton_product(
-                rows.hidden, rows.weight, rows.bias, g, rows.chunk_size, given, names
-            )
-            return _like(outputs, found)
+            return _like(outputs, gauss_newton_product(rows, g, given, names))
 
         return product
 
@@ -220,34 +217,31 @@ class LanguageModelLoss(FunctionalLoss):
             )
         if kind == "exact":
             return self.gauss_newton(outputs, batch)
-        rows, names = self._rows(outputs, batch), _varying(outputs)
-        share = rows.counts.to(rows.total.dtype)
+        (rows, counts, total), names = self._rows(outputs, batch), _varying(outputs)
+        share = counts.to(total.dtype)
         if kind == "mc":
-            draws, smoothing = list(_drawn(rows, num_samples, generator)), 0.0
-            scale = 1 / (num_samples * rows.total)
+            draws = list(_drawn(rows, num_samples, generator))
+            scale = 1 / (num_samples * total)
             groups = None
         else:
-            draws, smoothing = [rows.classes], self._smoothing
-            share, groups = share / rows.total, len(outputs.hidden)
-            scale = rows.total.new_tensor(float(groups))
+            draws = [rows]
+            share, groups = share / total, len(outputs.hidden)
+            scale = total.new_tensor(float(groups))
 
         def product(vector: Vector) -> list[Tensor]:
             given = _by_name(outputs, vector, names)
-            at = rows.hidden, rows.weight, rows.bias
-            total: Any = (None, None, None)
+            result: Any = (None, None, None)
             with torch.no_grad():
-                for classes in draws:
-                    along = share * row_tangents(*at, classes, smoothing, rows.chunk_size, given)
+                for own in draws:
+                    along = share * row_tangents(own, given)
                     if groups is not None:
                         per_group = along.reshape(groups, -1)
                         along = per_group.sum(1, keepdim=True).expand_as(per_group).reshape(-1)
-                    found = row_gradients(
-                        *at, scale * share * along, classes, smoothing, rows.chunk_size, names
+                    found = row_gradients(own, scale * share * along, names)
+                    result = tuple(
+                        y if x is None else x + y for x, y in zip(result, found, strict=True)
                     )
-                    total = tuple(
-                        y if x is None else x + y for x, y in zip(total, found, strict=True)
-                    )
-            return _like(outputs, total)
+            return _like(outputs, result)
 
         return product
 
@@ -318,7 +312,8 @@ class LanguageModelLoss(FunctionalLoss):
             outputs = self._run(batch)
         return _logits(outputs), seen[0]
 
-    def _rows(self, outputs: Features, batch: Any) -> "_Rows":
+    def _rows(self, outputs: Features, batch: Any) -> tuple[Rows, Tensor, Tensor]:
+        """The arguments of the loss by rows, which of them count, and the number of these."""
         hidden, weight, bias = outputs
         labels = self._labels(batch)
         if labels.shape != hidden.shape[:-1]:
@@ -338,8 +333,8 @@ class LanguageModelLoss(FunctionalLoss):
             _check_classes(classes[counts], len(weight), self._ignore_index)
         total = counts.sum().to(torch.promote_types(hidden.dtype, torch.float32))
         size = chunk_size_of(self._chunk_size, len(weight))
-        own = torch.where(counts, classes, 0)
-        return _Rows(hidden.reshape(-1, hidden.shape[-1]), weight, bias, own, counts, total, size)
+        h, own = hidden.reshape(-1, hidden.shape[-1]), torch.where(counts, classes, 0)
+        return Rows(h, weight, bias, own, self._smoothing, size), counts, total
 
     def _labels(self, batch: Any) -> Tensor:
         labels = _labels_of(batch, self._shift, self._ignore_index)
@@ -370,27 +365,15 @@ _INSTEAD = (
 )
 
 
-class _Rows(NamedTuple):
-    """The arguments of the loss by rows."""
-
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    classes: Tensor  # 0 where the label does not count
-    counts: Tensor
-    total: Tensor  # the number that count
-    chunk_size: int
-
-
-def _drawn(rows: _Rows, num_samples: int, generator: Generator | None) -> Iterator[Tensor]:
-    """Labels [N] from the model's distribution, for each sample."""
+def _drawn(rows: Rows, num_samples: int, generator: Generator | None) -> Iterator[Rows]:
+    """The rows with labels from the model's distribution, for each sample."""
     drawn = []
     with torch.no_grad():
-        for start in range(0, len(rows.hidden), rows.chunk_size):
-            h = rows.hidden[start : start + rows.chunk_size]
-            p = torch.softmax(F.linear(h, rows.weight, rows.bias).float(), 1)
+        for (part,) in row_chunks(rows):
+            p = torch.softmax(F.linear(*part[:3]).float(), 1)
             drawn.append(torch.multinomial(p, num_samples, True, generator=generator))
-    yield from torch.cat(drawn).unbind(1)
+    for classes in torch.cat(drawn).unbind(1):
+        yield rows._replace(targets=classes, smoothing=0.0)
 
 
 def _varying(outputs: Features) -> str:

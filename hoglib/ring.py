@@ -31,11 +31,11 @@ import torch
 
 from hoglib._core.autograd import grad_enabled, outside_inference_mode
 from hoglib._core.blocks import BlockForward, rematerialized
-from hoglib._core.closures import owner_of
+from hoglib._core.closures import name_of, owner_of
 from hoglib._core.problem import Policy
 from hoglib._core.sharding import WHOLE, Placement
 from hoglib._core.swap import keep_swapped, restore_buffers
-from hoglib.capture.api import function_name, kept_graph
+from hoglib.capture.api import kept_graph
 from hoglib.capture.capturing import runs_elsewhere
 from hoglib.stand_ins.mode import stand_ins_if
 from hoglib.verification.entry_points import examined_functions
@@ -113,7 +113,7 @@ def run(policy: Policy, func: Any, body: Callable[..., Any], key: Hashable, *inp
     """
     if not policy.one_graph or runs_elsewhere():
         return body(*inputs)
-    name = f"{policy.caller} of {function_name(func)}"
+    name = f"{policy.caller} of {name_of(func)}"
     # a function that is made anew for each call shares its graphs by its code
     owner = owner_of(func) if isinstance(func, FunctionType | partial) else func
     return kept_graph(body, name, owner, key, policy.backend, precheck=body)(*inputs)

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from hoglib._core import closures, pytree
 from hoglib._core.references import is_plain
+from hoglib._core.restoring import replaced
 from hoglib._core.torch_modes import copy_without_override_check
 
 
@@ -43,20 +44,10 @@ def replaced_forwards(
     blocks: Sequence[nn.Module], make: Callable[[nn.Module], Any]
 ) -> Iterator[list[Any]]:
     """Inside, each block has the forward that `make` makes for it; entering returns these."""
-    replaced: list[tuple[dict[str, Any], Any]] = []
-    try:
-        for block in blocks:
-            fields = vars(block)
-            forward = make(block)
-            replaced.append((fields, fields.get("forward")))
-            fields["forward"] = forward
-        yield [fields["forward"] for fields, _ in replaced]
-    finally:
-        for fields, before in replaced:
-            if before is None:
-                del fields["forward"]
-            else:
-                fields["forward"] = before
+    forwards = [make(block) for block in blocks]
+    pairs = zip(blocks, forwards, strict=True)
+    with replaced([(vars(block), "forward", forward) for block, forward in pairs]):
+        yield forwards
 
 
 @final

@@ -26,6 +26,7 @@ from hoglib._core.block_parts import replaced_forwards
 from hoglib._core.closures import STATE, ClosureWalker
 from hoglib._core.recomputation import recompute, refuse_changed
 from hoglib._core.references import is_plain
+from hoglib._core.restoring import replaced
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 
 Remat = bool | str | Sequence[str]  # the option
@@ -237,26 +238,19 @@ class BlockForward:
         return recompute(run, self.module, args, kwargs, backend=self._backend)
 
     def _run_whole(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        before: list[tuple[dict[str, Any], str, Any]] = []
+        # without their checkpoints: the block is recomputed anyway
+        items: Any = [(vars(x), "checkpoint_fn", _call) for x in _checkpoint_wrappers(self.module)]
         try:
-            for wrapper in _checkpoint_wrappers(self.module):  # the block is recomputed anyway
-                before.append((wrapper.__dict__, "checkpoint_fn", wrapper.checkpoint_fn))
-                wrapper.checkpoint_fn = _call
             for gather, places in self.gathers:
-                (module, name), *_ = places
-                whole = gather(module._parameters[name])  # type: ignore[arg-type]
-                for module, name in places:
-                    before.append((module._parameters, name, module._parameters[name]))
-                    module._parameters[name] = whole  # type: ignore[assignment]
-            with disable_saved_tensors_hooks(RECOMPUTES_SHARDS):
+                (first, own_name), *_ = places
+                whole = gather(first._parameters[own_name])  # type: ignore[arg-type]
+                items += [(module._parameters, name, whole) for module, name in places]
+            with replaced(items), disable_saved_tensors_hooks(RECOMPUTES_SHARDS):
                 return forward(*args, **kwargs)
         except RuntimeError as error:
             if RECOMPUTES_SHARDS in str(error):
                 raise UnsupportedError(RECOMPUTES_SHARDS) from error
             raise
-        finally:
-            for store, name, value in before:
-                store[name] = value
 
 
 RECOMPUTES_SHARDS = (

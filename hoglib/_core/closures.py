@@ -120,9 +120,13 @@ def unregistered(module: nn.Module) -> Iterator[Capture]:
 
 
 def name_of(fn: Any) -> str:
-    """The name of a function, or of the class of a callable object, for messages."""
-    inner = fn.func if isinstance(fn, partial) else fn
-    return str(getattr(inner, "__qualname__", type(inner).__name__)).rpartition("<locals>.")[2]
+    """The name of a function for messages; of a module its class, of another object its own repr."""
+    if isinstance(fn, partial):
+        return name_of(fn.func)
+    kind: Any = type(fn)
+    by_class = isinstance(fn, nn.Module) or kind.__repr__ is object.__repr__
+    name = getattr(fn, "__qualname__", None) or (kind.__name__ if by_class else repr(fn))
+    return str(name).rpartition("<locals>.")[2]
 
 
 def owner_of(func: Callable[..., Any]) -> Any:

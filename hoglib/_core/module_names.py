@@ -124,12 +124,8 @@ def watching_modules(
         if watched():
             end(module, args, output)
 
-    handles = [register_module_forward_pre_hook(before), register_module_forward_hook(after)]
-    try:
+    with register_module_forward_pre_hook(before), register_module_forward_hook(after):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _tops(found: list[Capture]) -> list[Capture]:

@@ -21,6 +21,7 @@ from hoglib._core import closures, pytree, torch_forward_mode, torch_internals, 
 from hoglib._core.ambient import AMBIENT, inside
 from hoglib._core.block_parts import PartsWatch, SlicedOperations, replaced_forwards, version_of
 from hoglib._core.pytree import is_float
+from hoglib._core.restoring import replaced
 from hoglib._core.state import AutocastState, RunState
 from hoglib._core.swap import batch_statistics, keep_swapped
 from hoglib._core.torch_modes import (
@@ -651,12 +652,9 @@ class _Call:
         if torch_internals.tracing():  # a compiler decides what is kept
             yield
             return
-        before, self.slices = self.slices, True
-        try:
-            with replaced_forwards(parts, lambda p: partial(_recompute_part, p, p.forward)):
-                yield
-        finally:
-            self.slices = before
+        recomputed = replaced_forwards(parts, lambda p: partial(_recompute_part, p, p.forward))
+        with replaced([(vars(self), "slices", True)]), recomputed:
+            yield
 
     def _split(self, outputs: Any) -> Tensors:
         """The tensors among the outputs; their structure is kept."""

@@ -2,7 +2,6 @@
 alike: random numbers, settings, autocast, and the modes, tensors and attributes of modules.
 
     random numbers         preserve_random_state, RandomState, draw_from, line_that_draws
-    global settings        preserve_settings
     a run that is repeated RunState (autocast, generators, train or eval mode)
     whole modules          StateGuard
 """
@@ -50,20 +49,6 @@ def draw_from(generator: torch.Generator, device: torch.device) -> Iterator[None
         generator.set_state(own.get_state())
     finally:
         own.set_state(before)
-
-
-@contextmanager
-def preserve_settings(settings: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Inside, each (object, attribute, value) is set; the attributes are restored at exit."""
-    wanted = list(settings)
-    before = [(holder, name, getattr(holder, name)) for holder, name, _ in wanted]
-    try:
-        for holder, name, value in wanted:
-            setattr(holder, name, value)
-        yield
-    finally:
-        for holder, name, value in before:
-            setattr(holder, name, value)
 
 
 def random_state() -> dict[str, Any]:

@@ -8,7 +8,7 @@ keeps the module on ctx) would then find those, and silently differentiate at th
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, final
 from weakref import finalize, ref
 
@@ -19,6 +19,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from hoglib._core.ambient import AMBIENT
+from hoglib._core.restoring import Items, replaced
 from hoglib._core.sharding import refuse_sharded, whole
 from hoglib._core.torch_internals import forward_mode_active, is_compiled, transforms_active
 from hoglib._core.torch_sharding import computed_dtypes, wrapped_attributes
@@ -26,7 +27,7 @@ from hoglib.errors import UnsupportedError
 
 Params = dict[str, Tensor]
 NormPolicy = Callable[["ModulePatch", nn.Module], None]  # what a module gets besides parameters
-PatchState = list[tuple[dict[str, Any], str, Any]]  # (dict of a module, name, value)
+PatchState = Items  # of the dicts of modules
 RNN_WEIGHT_LISTS = ("_flat_weights", "_flat_weight_refs")  # of a recurrent layer, for its kernels
 _NO_RUNNING_STATISTICS = {
     "track_running_stats": False, "running_mean": None, "running_var": None,
@@ -138,17 +139,9 @@ class keep_swapped:  # noqa: N801 a context manager
             self._own.restore()
 
 
-@contextmanager
-def reapply(patches: PatchState) -> Iterator[None]:
+def reapply(patches: PatchState) -> AbstractContextManager[None]:
     """Inside, modules have the values of :meth:`ModulePatch.values` again, for a later backward."""
-    before = [(store, name, store[name]) for store, name, _ in patches]
-    try:
-        for store, name, value in patches:
-            store[name] = value
-        yield
-    finally:
-        for store, name, value in before:
-            store[name] = value
+    return replaced(patches)
 
 
 class _KnownModule(NamedTuple):

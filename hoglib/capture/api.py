@@ -7,10 +7,11 @@ from types import MethodType
 from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hoglib._core import pytree, validation
 from hoglib._core.autograd import materialize_grads
+from hoglib._core.closures import name_of
 from hoglib._core.source_location import warn
 from hoglib._core.state import preserve_random_state
 from hoglib._core.torch_internals import apply, no_autocast
@@ -132,7 +133,7 @@ class Compiled:
         self.backend = backend
         self.dynamic = validation.flag("dynamic", dynamic)
         self.check = validation.flag("check", check)
-        self.name = name or function_name(fn)
+        self.name = name or name_of(fn)
         owner, key = place or Place.of(fn)
         self._graphs = kept(Place(owner, (key, backend, dynamic, check)), Graphs, self.name)
         self._precheck = precheck
@@ -415,12 +416,3 @@ def check_unchanged(
 
 def count_graphs(graphs: list[GraphEntry]) -> str:
     return f"{len(graphs)} graph" + "s" * (len(graphs) != 1)
-
-
-def function_name(fn: Any) -> str:
-    """The name of a function in messages."""
-    if isinstance(fn, nn.Module):
-        return type(fn).__name__
-    if isinstance(fn, partial):
-        return function_name(fn.func)
-    return str(getattr(fn, "__qualname__", None) or repr(fn)).rpartition("<locals>.")[2]

@@ -21,6 +21,7 @@ from torch import Tensor, fx
 from hoglib._core import validation
 from hoglib._core.cache import cache_dir, make_cache_dir
 from hoglib._core.logger import LOGGER
+from hoglib._core.restoring import replaced
 from hoglib._core.source_location import warn
 from hoglib.capture.passes import (
     VIEWS,
@@ -182,14 +183,8 @@ def _torch_cache() -> Iterator[None]:
         with fresh_cache():
             yield
         return
-    before = os.environ.get(_TORCH_CACHE)
-    os.environ[_TORCH_CACHE] = str(directory)
-    try:
+    with replaced([(os.environ, _TORCH_CACHE, str(directory))]):
         yield
-    finally:
-        del os.environ[_TORCH_CACHE]
-        if before is not None:
-            os.environ[_TORCH_CACHE] = before
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from hoglib._core import pytree, torch_internals, validation
 from hoglib._core.autograd import with_gradients
+from hoglib._core.closures import name_of
 from hoglib._core.gradient_graph import leaf_tensors
 from hoglib.capture import signature
 from hoglib.capture.api import (
@@ -18,7 +19,6 @@ from hoglib.capture.api import (
     Compiled,
     check_unchanged,
     count_graphs,
-    function_name,
     requiring_grad,
 )
 from hoglib.capture.capturing import GraphEntry, Place, runs_elsewhere
@@ -96,7 +96,7 @@ class CompiledLoss:
         precheck: Callable[..., Any] | None = None,
     ) -> None:  # fmt: skip
         validation.function("loss_fn", fn)
-        self.fn, self.name, self.__doc__ = fn, name or function_name(fn), fn.__doc__
+        self.fn, self.name, self.__doc__ = fn, name or name_of(fn), fn.__doc__
         self._place = place or Place.of(fn)
         self._options: dict[str, Any] = {
             "backend": backend, "dynamic": dynamic, "check": check, "precheck": precheck,

@@ -130,11 +130,8 @@ def record_modules(name: str, modules: list[nn.Module]) -> Iterator[None]:
         known.add(id(module))
         modules.append(module)
 
-    handle = register_module_forward_pre_hook(start)
-    try:
+    with register_module_forward_pre_hook(start):
         yield
-    finally:
-        handle.remove()
 
 
 @contextmanager

@@ -20,8 +20,9 @@ from torch import Tensor, fx
 
 from hoglib._core.ambient import AMBIENT, inside
 from hoglib._core.autograd import Vector
+from hoglib._core.closures import name_of
 from hoglib._core.problem import Policy, Problem
-from hoglib.capture.api import function_name, kept_graph
+from hoglib.capture.api import kept_graph
 from hoglib.capture.backend import make_runner
 from hoglib.capture.passes import VIEWS, functionalized
 from hoglib.curvature.linear_map import CurvatureKind, LinearMap
@@ -35,7 +36,7 @@ Product = tuple[Tensor, Vector, tuple[int, ...] | None]  # loss, M v, leaves the
 def compiled_linear_map(kind: CurvatureKind, problem: Problem, several: bool) -> LinearMap:
     """The matrix at the leaves of a problem, as compiled graphs, for one vector or for `several`."""
     policy = problem.policy
-    name = f"{policy.caller} of {function_name(problem.loss)}"
+    name = f"{policy.caller} of {name_of(problem.loss)}"
     backend: Any = policy.backend
     if several and not policy.create_graph:
         backend = PartialEval(len(problem.leaves), policy.backend, name)

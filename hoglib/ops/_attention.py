@@ -4,6 +4,7 @@ import math
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hoglib._core import validation
@@ -14,8 +15,14 @@ from hoglib.errors import ArgumentTypeError, ArgumentValueError
 from hoglib.ops import _attention_blocks as blocks
 from hoglib.ops import _attention_functions
 from hoglib.ops._philox import draw_keys
+from hoglib.ops._stand_in import NO_DOUBLE_BACKWARD, stands_in_for
 
 
+@stands_in_for(
+    F.scaled_dot_product_attention,
+    lacks=f"{NO_DOUBLE_BACKWARD}: its fused kernels",
+    issue="116350",
+)
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,

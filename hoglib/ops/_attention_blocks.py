@@ -34,6 +34,7 @@ from torch import Tensor
 
 from hoglib._core import pytree, torch_internals, torch_kernels
 from hoglib._core.recomputation import recompute
+from hoglib.ops._function import by_name
 from hoglib.ops._philox import WORDS, random_words
 
 
@@ -385,8 +386,7 @@ def _derivative_of_curvature(which: str, x: _Block, g: Tensor, along: Parts, giv
         _, turn, *_ = torch.func.vjp(pull, list(outputs))
         tangents = _or_zeros([given[i] for i in known], primals)
         (found,) = turn(tangents)
-        left = iter(found)
-        return [next(left) if kind in kinds else None for kind in KINDS]
+        return by_name(KINDS, kinds, found)
     arrived = [c for kind, c in zip(KINDS, given, strict=True) if kind in kinds]
     gradients = dict(zip(known, pull(list(_or_zeros(arrived, outputs))), strict=True))
     return [gradients.get(i) for i in range(len(values))]

@@ -30,7 +30,14 @@ from hoglib.ops._attention_blocks import (
     curvature_vjp,
     is_recorded,
 )
-from hoglib.ops._function import Batch, Saved, apply_function, make_function, sum_terms
+from hoglib.ops._function import (
+    Batch,
+    Saved,
+    apply_function,
+    by_name,
+    make_function,
+    sum_terms,
+)
 
 
 def attention(inputs: Inputs, plan: Plan) -> Tensor:
@@ -90,8 +97,7 @@ def _run(which: str, *given: Any) -> Any:
         return found[0]
     if which == "values":
         return tuple(found)
-    left = iter(found)
-    return [next(left) if kind in (*plan.needs, "y") else None for kind in NAMES] + list(left)
+    return by_name(NAMES if which == "gradients" else KINDS, (*plan.needs, "y"), found)
 
 
 def _reference(*given: Any) -> tuple[Tensor, Tensor]:
@@ -101,28 +107,18 @@ def _reference(*given: Any) -> tuple[Tensor, Tensor]:
     return found
 
 
-def _needed(saved: Saved, first: int = 0) -> str:
-    return "".join(
-        name
-        for name, flag, dtype in zip(
-            NAMES, saved.needs_input_grad[first:], saved.input_dtypes[first:], strict=False
-        )
-        if flag and dtype is not None and dtype.is_floating_point
-    )
-
-
 def _gradients_by(needs: str, *given: Any) -> Parts:
     """The gradients that are wanted, by their Function; None for the others."""
     *tensors, plan = given
     if not needs:
         return (None,) * len(NAMES)
-    found = iter(apply_function(_GRADIENTS, None, *tensors, plan._replace(needs=needs)))
-    return [next(found) if name in needs else None for name in NAMES]
+    found = apply_function(_GRADIENTS, None, *tensors, plan._replace(needs=needs))
+    return by_name(NAMES, needs, found)
 
 
 def _values_backward(saved: Saved, g: Tensor, _: Any) -> Parts:
     *tensors, plan = saved.inputs
-    return *_gradients_by(_needed(saved), *tensors, g, *saved.outputs, plan), None, None
+    return *_gradients_by(saved.needed(NAMES), *tensors, g, *saved.outputs, plan), None, None
 
 
 def _values_jvp(saved: Saved, *tangents: Any) -> tuple[Tensor, Tensor]:
@@ -136,14 +132,13 @@ def _values_jvp(saved: Saved, *tangents: Any) -> tuple[Tensor, Tensor]:
 def _curvature_by(needs: str, *given: Any) -> Parts:
     """The curvature by its Function: what is wanted of q, k, v and m, and Y'."""
     *tensors, plan = given
-    found = iter(apply_function(_CURVATURE, None, *tensors, plan._replace(needs=needs)))
-    return [next(found) if kind in (*needs, "y") else None for kind in KINDS]
+    found = apply_function(_CURVATURE, None, *tensors, plan._replace(needs=needs))
+    return by_name(KINDS, (*needs, "y"), found)
 
 
 def _curvature_backward(saved: Saved, *grads: Tensor | None) -> Parts:
     *tensors, plan = saved.inputs
-    given = iter(grads)
-    cotangents = [next(given) if kind in (*plan.needs, "y") else None for kind in KINDS]
+    cotangents = by_name(KINDS, (*plan.needs, "y"), grads)
     found = list(curvature_vjp(*tensors, *cotangents, plan))
     found.insert(4, None)  # the keys of dropout
     return [x if need else None for x, need in zip(found, saved.needs_input_grad, strict=False)] + [
@@ -167,9 +162,8 @@ def _needed_gradients(*given: Any) -> tuple[Tensor, ...]:
 
 def _gradients_backward(saved: Saved, *grads: Tensor | None) -> Parts:
     *tensors, g, _, _, plan = saved.inputs
-    given = iter(grads)
-    along = [next(given) if name in plan.needs else None for name in NAMES]
-    found = _curvature_by(_needed(saved), *tensors, g, *along, plan)
+    along = by_name(NAMES, plan.needs, grads)
+    found = _curvature_by(saved.needed(NAMES), *tensors, g, *along, plan)
     return *found[:4], None, found[4] if saved.needs_input_grad[5] else None, None, None, None
 
 
@@ -191,11 +185,11 @@ def _gradients_jvp(saved: Saved, *tangents: Any) -> Any:
 
 def _tangents_backward(saved: Saved, g: Tensor) -> Parts:
     *tensors, dq, dk, dv, dm, plan = saved.inputs
-    needs = _needed(saved)
+    needs = saved.needed(NAMES)
     found: Parts = (None,) * 4
     if needs:
         found = _curvature_by(needs, *tensors, g, dq, dk, dv, dm, plan)[:4]
-    by_tangents = _gradients_by(_needed(saved, 5), *tensors, g, None, None, plan)
+    by_tangents = _gradients_by(saved.needed(NAMES, 5), *tensors, g, None, None, plan)
     return *found, None, *by_tangents, None
 
 

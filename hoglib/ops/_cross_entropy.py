@@ -10,6 +10,7 @@ from hoglib._core.mixed_precision import is_autocast
 from hoglib.errors import ArgumentIndexError, ArgumentTypeError, ArgumentValueError
 from hoglib.ops._define import promote_dtypes
 from hoglib.ops._function import Saved, apply_function, make_function
+from hoglib.ops._losses import reduce_loss, reduction_number
 from hoglib.ops._pointwise import mul
 from hoglib.ops._products import logsumexp, sum
 
@@ -57,7 +58,7 @@ def softmax_cross_entropy(
     """
     validation.real("logits", logits)
     validation.tensor("target", target)
-    validation.one_of("reduction", reduction, ("mean", "sum", "none"))
+    number = reduction_number(validation.one_of("reduction", reduction, ("mean", "sum", "none")))
     smoothing = validation.fraction("label_smoothing", label_smoothing)
     axis = min(logits.dim() - 1, 1)
     _check_target(logits, target, axis)
@@ -68,7 +69,7 @@ def softmax_cross_entropy(
         q = target * (1 - smoothing) + smoothing / logits.shape[axis] if smoothing else target
         shifted = logits - logits.detach().amax(axis, True)
         rows = sum(mul(q, logsumexp(shifted, axis, keepdim=True) - shifted), axis)
-        return _reduce_rows(rows, reduction, None)
+        return reduce_loss(rows, number)
     counts = target != ignore_index
     classes = torch.where(counts, target, 0).long()
     inputs = _Rows(logits, classes.unsqueeze(axis), axis, smoothing)
@@ -81,15 +82,7 @@ def softmax_cross_entropy(
             f"target: expected classes from 0 to {logits.shape[axis] - 1} or ignore_index "
             f"{ignore_index}, got another; {error}."
         ) from None
-    return _reduce_rows(torch.where(counts, rows.squeeze(axis), 0), reduction, counts)
-
-
-def _reduce_rows(rows: Tensor, reduction: str, counts: Tensor | None) -> Tensor:
-    if reduction == "none":
-        return rows
-    if reduction == "sum":
-        return rows.sum()
-    return rows.mean() if counts is None else rows.sum() / counts.sum()
+    return reduce_loss(torch.where(counts, rows.squeeze(axis), 0), number, counts)
 
 
 class _Rows(NamedTuple):

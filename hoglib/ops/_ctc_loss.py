@@ -10,6 +10,7 @@ from hoglib._core import validation
 from hoglib._core.mixed_precision import is_autocast
 from hoglib._core.torch_errors import TorchValueError
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
+from hoglib.ops._stand_in import NO_DOUBLE_BACKWARD, stands_in_for
 
 # The logarithm of 0. A finite number leaves no infinity to subtract, at any order of differentiation;
 # it is so low that a sum with it never counts beside a path that exists.
@@ -17,6 +18,7 @@ LOG_ZERO = -1e30
 Lengths = Tensor | Sequence[int]
 
 
+@stands_in_for(F.ctc_loss, lacks=NO_DOUBLE_BACKWARD, issue="70108")
 def ctc_loss(
     log_probs: Tensor,
     targets: Tensor,
@@ -85,6 +87,7 @@ def ctc_loss(
     return losses if log_probs.dim() == 3 else losses.squeeze(0)
 
 
+@stands_in_for(torch.ctc_loss, name="ctc_loss")
 def torch_ctc_loss(
     log_probs: Tensor,
     targets: Tensor,

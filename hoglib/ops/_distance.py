@@ -11,6 +11,7 @@ from torch import Tensor
 from hoglib._core import torch_errors, validation
 from hoglib._core.mixed_precision import is_autocast, upcast_half, without_autocast
 from hoglib._core.norms import INFINITY, norm_of_rows, root
+from hoglib.ops._stand_in import NO_DOUBLE_BACKWARD, stands_in_for
 
 _COMPUTE_MODES = {
     "use_mm_for_euclid_dist_if_necessary": None,
@@ -18,8 +19,10 @@ _COMPUTE_MODES = {
     "donot_use_mm_for_euclid_dist": False,
 }
 _MANY_ROWS = 25  # what torch means by "if necessary": more than these
+_DISTANCES = "cdist, pdist, pairwise_distance"
 
 
+@stands_in_for(torch.cdist, name=_DISTANCES, lacks=NO_DOUBLE_BACKWARD, issue="83510")
 def cdist(
     x1: Tensor,
     x2: Tensor,
@@ -92,6 +95,7 @@ def cdist(
     return y if is_autocast(x1) else y.to(x1.dtype)
 
 
+@stands_in_for(torch.pdist, name=_DISTANCES)  # also torch.nn.functional.pdist
 def pdist(input: Tensor, p: float = 2.0) -> Tensor:
     r"""Distances between the rows of a matrix, as `torch.pdist`.
 
@@ -131,6 +135,7 @@ def pdist(input: Tensor, p: float = 2.0) -> Tensor:
     return y if is_autocast(input) else y.to(input.dtype)
 
 
+@stands_in_for(torch.pairwise_distance, name=_DISTANCES)  # also that of torch.nn.functional
 def pairwise_distance(
     x1: Tensor, x2: Tensor, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False
 ) -> Tensor:

@@ -7,15 +7,18 @@ and added up bag by bag.
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hoglib._core import torch_errors, validation
 from hoglib._core.mixed_precision import upcast_half
 from hoglib.errors import ArgumentValueError, UnsupportedError
+from hoglib.ops._stand_in import NO_DOUBLE_BACKWARD, stands_in_for
 
 _MODES = ("sum", "mean", "max")  # in the order of torch's numbers for them
 
 
+@stands_in_for(F.embedding_bag, lacks=NO_DOUBLE_BACKWARD)
 def embedding_bag(
     input: Tensor,
     weight: Tensor,
@@ -105,6 +108,7 @@ def embedding_bag(
     return _reduce_bags(bags, weight, mode, per_sample_weights)[0]
 
 
+@stands_in_for(torch.embedding_bag, name="embedding_bag")
 def torch_embedding_bag(
     weight: Tensor,
     indices: Tensor,

@@ -9,7 +9,7 @@ A Function is right to second order when three things hold, and `make_function` 
   plain torch operations where torch itself is wrong (jvp inside jvp) or refuses (the compiler).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from inspect import Parameter, Signature
 from typing import Any, NamedTuple, cast
 
@@ -31,6 +31,13 @@ class Saved(NamedTuple):
     input_dtypes: tuple[torch.dtype | None, ...]
     output_dtypes: tuple[torch.dtype, ...]
     needs_input_grad: tuple[bool, ...]  # all True in jvp
+
+    def needed(self, names: str, first: int = 0) -> str:
+        """Of the names of the inputs from `first` on, those of floating point that need a gradient."""
+        flags = zip(names, self.needs_input_grad[first:], self.input_dtypes[first:], strict=False)
+        return "".join(
+            name for name, needs, dtype in flags if needs and dtype and dtype.is_floating_point
+        )
 
 
 class Batch(NamedTuple):
@@ -212,6 +219,14 @@ def sum_terms(terms: Iterable[Tensor]) -> Tensor:
     for term in rest:
         total = total + term
     return total
+
+
+def by_name(
+    names: Sequence[str], present: Collection[str], parts: Iterable[Tensor | None]
+) -> list[Tensor | None]:
+    """The parts, of the names that are present, in the place of each name; None for the others."""
+    given = iter(parts)
+    return [next(given) if name in present else None for name in names]
 
 
 def conj(value: Any) -> Any:

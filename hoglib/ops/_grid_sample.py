@@ -10,6 +10,7 @@ from hoglib._core import validation
 from hoglib._core.mixed_precision import HALF_DTYPES, is_autocast
 from hoglib._core.torch_errors import TorchValueError
 from hoglib.errors import ArgumentValueError
+from hoglib.ops._stand_in import IN_FORWARD, NO_FORWARD, stands_in_for
 
 _MODES = ("bilinear", "nearest", "bicubic")  # in the order of torch's numbers
 _PADDING_MODES = ("zeros", "border", "reflection")
@@ -17,6 +18,7 @@ _CUBIC = -0.75
 _NAN_PLACE = -2.0  # the place of a coordinate that is NaN
 
 
+@stands_in_for(F.grid_sample, lacks=NO_FORWARD, modes=IN_FORWARD, issue="117582")
 def grid_sample(
     input: Tensor,
     grid: Tensor,
@@ -113,6 +115,7 @@ def grid_sample(
     return y.reshape(N, C, *grid.shape[1:-1]).to(dtype)
 
 
+@stands_in_for(torch.grid_sampler, torch.grid_sampler_2d, torch.grid_sampler_3d, name="grid_sample")
 def torch_grid_sampler(
     input: Tensor, grid: Tensor, interpolation_mode: int, padding_mode: int, align_corners: bool
 ) -> Tensor:

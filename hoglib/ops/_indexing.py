@@ -11,6 +11,7 @@ from torch import Tensor
 from hoglib._core import torch_errors, validation
 from hoglib._core.mixed_precision import upcast_half
 from hoglib.errors import ArgumentIndexError
+from hoglib.ops._stand_in import IN_FORWARD, NO_DOUBLE_BACKWARD, SILENT, stands_in_for
 
 _SEGMENT_REDUCTIONS = ("sum", "mean", "max", "min", "prod", "amax", "amin")
 _OF_NO_ENTRIES = {
@@ -21,7 +22,16 @@ _OF_NO_ENTRIES = {
     "prod": 1.0,
 }
 
+_BY_INDEX = "scatter_reduce, index_reduce"
 
+
+@stands_in_for(
+    torch.scatter_reduce,
+    Tensor.scatter_reduce,
+    name=_BY_INDEX,
+    lacks=f"for products a wrong forward mode{SILENT}, or none",
+    modes=IN_FORWARD,
+)
 def scatter_reduce(
     input: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, *, include_self: bool = True
 ) -> Tensor:
@@ -77,6 +87,7 @@ def scatter_reduce(
     return y.to(input.dtype)
 
 
+@stands_in_for(torch.index_reduce, Tensor.index_reduce, name=_BY_INDEX)
 def index_reduce(
     input: Tensor,
     dim: int,
@@ -150,6 +161,7 @@ def _is_larger(index: Tensor, src: Tensor) -> bool:
     )
 
 
+@stands_in_for(torch.segment_reduce, lacks=NO_DOUBLE_BACKWARD)
 def segment_reduce(
     data: Tensor,
     reduce: str,

@@ -5,7 +5,7 @@ after forward mode, and the second derivatives of its det are NaN or wrong where
 right: solve and slogdet in reverse mode, to any order, and the factors themselves in every mode.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -14,11 +14,33 @@ from torch import Tensor
 
 from hoglib._core.mixed_precision import full_precision
 from hoglib._core.torch_modes import reverse_only
+from hoglib.ops._stand_in import OVER, OVER_FORWARD, SILENT, stands_in_for
 
 # By so much can the rank be less than n with every derivative to the third order right.
 _DEFICIENCY = 3
+_DETERMINANTS = "det, slogdet, logdet"
+_ISSUE = "198017"
+_WRONG_FORWARD: Any = {
+    "lacks": f"a wrong forward mode{SILENT}", "modes": ("fr", "ff"), "issue": _ISSUE,
+}  # fmt: skip
 
 
+def _of_input(op: Callable[..., Any]) -> Callable[..., Any]:
+    """The op with its first argument called input, as torch calls it outside of torch.linalg."""
+
+    def adapter(input: Tensor, *args: Any, **options: Any) -> Any:
+        return op(input, *args, **options)
+
+    return adapter
+
+
+@stands_in_for(
+    torch.linalg.det,
+    name=_DETERMINANTS,
+    lacks=f"{OVER_FORWARD}; near a singular matrix det is wrong in reverse over reverse too",
+    modes=OVER,
+    issue=_ISSUE,
+)
 @full_precision(widen=False)
 def det(A: Tensor, *, out: Tensor | None = None) -> Tensor:
     r"""Determinant, as `torch.linalg.det`.
@@ -62,6 +84,7 @@ def det(A: Tensor, *, out: Tensor | None = None) -> Tensor:
     return near.value + (product - product.detach())
 
 
+@stands_in_for(torch.linalg.slogdet, name=_DETERMINANTS)
 @full_precision(widen=False)
 def slogdet(A: Tensor, *, out: Any = None) -> Any:
     r"""Sign of the determinant and logarithm of its absolute value, as `torch.linalg.slogdet`.
@@ -94,6 +117,11 @@ def slogdet(A: Tensor, *, out: Any = None) -> Any:
     return make(_by_factors(A))
 
 
+stands_in_for(torch.det, Tensor.det, name=_DETERMINANTS)(_of_input(det))
+stands_in_for(torch.slogdet, Tensor.slogdet, name=_DETERMINANTS)(_of_input(slogdet))
+
+
+@stands_in_for(torch.logdet, Tensor.logdet, name=_DETERMINANTS)
 @full_precision(widen=False)
 def logdet(input: Tensor) -> Tensor:
     r"""Logarithm of the determinant, as `torch.logdet`.
@@ -215,6 +243,9 @@ def _det_up_to_3(M: Tensor) -> Tensor:
     )
 
 
+@stands_in_for(
+    torch.linalg.solve, name="linalg.solve", lacks=OVER_FORWARD, modes=OVER, issue=_ISSUE
+)
 @full_precision(widen=True)
 def solve(A: Tensor, B: Tensor, *, left: bool = True, out: Tensor | None = None) -> Tensor:
     r"""The solution of a linear system, as `torch.linalg.solve`.
@@ -253,6 +284,7 @@ def solve(A: Tensor, B: Tensor, *, left: bool = True, out: Tensor | None = None)
     return _refine(A, B, torch.linalg.solve(A.detach(), B.detach(), left=left), left)
 
 
+@stands_in_for(torch.linalg.solve_ex, name="linalg.solve")
 @full_precision(widen=True)
 def solve_ex(
     A: Tensor, B: Tensor, *, left: bool = True, check_errors: bool = False, out: Any = None
@@ -295,6 +327,7 @@ def solve_ex(
     return make((_refine(A, B, X, left), info))
 
 
+@stands_in_for(torch.linalg.tensorsolve, name="linalg.solve")
 @full_precision(widen=True)
 def tensorsolve(
     A: Tensor, B: Tensor, dims: Sequence[int] | None = None, *, out: Tensor | None = None
@@ -372,6 +405,14 @@ def cholesky_inverse(L: Tensor, upper: bool = False, *, out: Tensor | None = Non
     return inverse @ inverse.mH if upper else inverse.mH @ inverse
 
 
+stands_in_for(
+    torch.cholesky_inverse, Tensor.cholesky_inverse, name="cholesky_inverse", **_WRONG_FORWARD
+)(_of_input(cholesky_inverse))
+
+
+@stands_in_for(
+    torch.triangular_solve, Tensor.triangular_solve, name="triangular_solve", **_WRONG_FORWARD
+)
 def torch_triangular_solve(
     b: Tensor,
     A: Tensor,

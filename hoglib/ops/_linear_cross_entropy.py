@@ -23,14 +23,21 @@ from hoglib._core import torch_internals, validation
 from hoglib._core.mixed_precision import full_precision, is_autocast, upcast_half, without_autocast
 from hoglib._core.recomputation import recompute
 from hoglib._core.torch_errors import TorchValueError
-from hoglib.ops._function import Saved, apply_function, make_function
-from hoglib.ops._losses import MEAN, reduction_number
+from hoglib.ops._function import Saved, apply_function, by_name, make_function
+from hoglib.ops._losses import reduce_loss, reduction_number
+from hoglib.ops._stand_in import SILENT, stands_in_for
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # by h, W and b
 NAMES = "hWb"
 CHUNK_ELEMENTS = 2**22  # of the logits of a chunk, where no size is given
 
 
+@stands_in_for(
+    getattr(F, "linear_cross_entropy", None),
+    lacks=f"chunked, a wrong double backward{SILENT}",
+    modes=("rr",),
+    since=(2, 13),
+)
 def linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,
@@ -103,16 +110,14 @@ def linear_cross_entropy(
     b = None if linear_bias is None else linear_bias.reshape(classes, count)
     at = target.reshape(len(h), classes, count) if probabilities else target.reshape(len(h), count)
     each = [
-        _Rows(h, W[:, k], None if b is None else b[:, k], at[..., k], weight, ignored,
-              label_smoothing, size)
+        Rows(h, W[:, k], None if b is None else b[:, k], at[..., k], label_smoothing, size)
         for k in range(count)
-    ]  # fmt: skip
-    losses, shares = zip(*map(_losses_and_shares, each), strict=True)
+    ]
+    found = [_losses_and_shares(rows, weight, ignored) for rows in each]
+    losses, shares = zip(*found, strict=True)
     loss, share = torch.stack(losses, 1), torch.stack(shares, 1)
-    if reduction == "none":
-        value = loss.reshape((*batch, *positions))
-    else:
-        value = loss.sum() / share.sum() if number == MEAN else loss.sum()
+    loss = loss.reshape((*batch, *positions)) if reduction == "none" else loss
+    value = reduce_loss(loss, number, share)
     return value if is_autocast(input) else value.to(input.dtype)
 
 
@@ -124,88 +129,70 @@ def chunk_size_of(options: Any, classes: int) -> int:
     return validation.at_least("options", size, 1)
 
 
-class _Rows(NamedTuple):
-    """The arguments of the loss, of which h and targets have a row for each term."""
+class Rows(NamedTuple):
+    """What the losses of rows are computed from; h and targets have a row for each."""
 
     h: Tensor
     W: Tensor
     b: Tensor | None
-    targets: Tensor  # classes [N], or probabilities [N, C]
-    weight: Tensor | None
-    ignored: int
+    # classes [N] from 0 to C - 1, probabilities [N, C] for the formula, None for the Gauss-Newton part
+    targets: Any
     smoothing: float
     chunk_size: int
 
 
-def _losses_and_shares(rows: _Rows) -> tuple[Tensor, Tensor]:
+def _losses_and_shares(rows: Rows, weight: Tensor | None, ignored: int) -> tuple[Tensor, Tensor]:
     """The loss of each row, and what it counts in the mean."""
     h, t = rows.h, rows.targets
     if t.is_floating_point():
-        return _formula(rows), torch.ones_like(h[:, 0], dtype=upcast_half(h[:0]).dtype)
-    counts = t != rows.ignored
-    own = torch.where(counts, t, 0)
+        return _formula(rows, weight), torch.ones_like(h[:, 0], dtype=upcast_half(h[:0]).dtype)
+    counts = t != ignored
+    rows = rows._replace(targets=torch.where(counts, t, 0))
     share = counts.to(upcast_half(h[:0]).dtype)
-    if rows.weight is not None:
-        share = share * rows.weight.to(share.dtype)[own]
-        loss = _formula(rows._replace(targets=own))
-    else:
-        loss = row_losses(h, rows.W, rows.b, own, rows.smoothing, rows.chunk_size)
+    if weight is not None:
+        share = share * weight.to(share.dtype)[rows.targets]
+    loss = row_losses(rows) if weight is None else _formula(rows, weight)
     return torch.where(counts, loss, 0), share
 
 
-def row_losses(
-    h: Tensor, W: Tensor, b: Tensor | None, classes: Tensor, smoothing: float, chunk_size: int
-) -> Tensor:
-    """l_n, [N], for classes from 0 to C - 1."""
+def row_losses(rows: Rows) -> Tensor:
+    """l_n, [N], for classes."""
+    h, W, b = rows[:3]
     if is_autocast(h):  # torch runs the product in half precision, and the rest in float32
         dtype = torch.get_autocast_dtype(h.device.type)
-        h, W, b = h.to(dtype), W.to(dtype), None if b is None else b.to(dtype)
+        rows = rows._replace(h=h.to(dtype), W=W.to(dtype), b=None if b is None else b.to(dtype))
     with without_autocast(h):
-        inputs = h, W, b, classes, smoothing, chunk_size
-        found: Tensor = apply_function(_LOSSES, _reference, *inputs)
+        found: Tensor = apply_function(_LOSSES, _reference, *rows)
         return found
 
 
-def row_gradients(
-    h: Tensor, W: Tensor, b: Tensor | None, g: Tensor, classes: Tensor, smoothing: float,
-    chunk_size: int, needs: str,
-) -> Gradients:  # fmt: skip
+def row_gradients(rows: Rows, g: Tensor, needs: str) -> Gradients:
     """d(sum_n g_n l_n) by h, W and b, where they are needed."""
-    found = iter(
-        apply_function(_GRADIENTS, None, h, W, b, g, classes, smoothing, chunk_size, needs)
-        if needs
-        else ()
-    )
-    by_h, by_W, by_b = (next(found) if name in needs else None for name in NAMES)
+    found = apply_function(_GRADIENTS, None, *rows, g, needs) if needs else ()
+    by_h, by_W, by_b = by_name(NAMES, needs, found)
     return by_h, by_W, by_b
 
 
-def row_tangents(
-    h: Tensor, W: Tensor, b: Tensor | None, classes: Tensor, smoothing: float, chunk_size: int,
-    vector: Gradients,
-) -> Tensor:  # fmt: skip
+def row_tangents(rows: Rows, vector: Gradients) -> Tensor:
     """r_n . z'_n, [N]: the derivative of l_n along (h', W', b')."""
     dh, dW, db = vector
 
-    def run(h: Tensor, classes: Tensor, dh: Tensor | None) -> Tensor:
-        p = torch.softmax(_logits(h, W, b), 1)
-        tangent = _tangent(h, W, (dh, dW, db), p, False)
-        return _inner(p, tangent) - _pick(tangent, classes, smoothing)
+    def run(part: Rows, dh: Tensor | None) -> Tensor:
+        p = torch.softmax(_logits(part), 1)
+        tangent = _tangent(part, (dh, dW, db), p, False)
+        return _inner(p, tangent) - _pick(tangent, part)
 
-    return torch.cat([run(*rows) for rows in _chunks(chunk_size, h, classes, dh)])
+    return torch.cat([run(*part) for part in row_chunks(rows, dh)])
 
 
-def gauss_newton_product(
-    h: Tensor, W: Tensor, b: Tensor | None, g: Tensor, chunk_size: int, vector: Gradients,
-    needs: str,
-) -> Gradients:  # fmt: skip
+def gauss_newton_product(rows: Rows, g: Tensor, vector: Gradients, needs: str) -> Gradients:
     """sum_n g_n J_n^T (diag(p_n) - p_n p_n^T) J_n (h', W', b'), J_n the Jacobian of z_n."""
-    return _curvature(h, W, b, g, vector, _Curvature(needs, None, 0.0), chunk_size)[:3]
+    return _curvature(rows._replace(targets=None), g, vector, needs)[:3]
 
 
-def _formula(rows: _Rows) -> Tensor:
+def _formula(rows: Rows, weight: Tensor | None = None) -> Tensor:
     """The loss of each row by torch operations, for all kinds of targets, with all logits at once."""
-    return _of_logits(F.linear(rows.h, rows.W, rows.b), rows.targets, rows.weight, rows.smoothing)
+    return _of_logits(F.linear(*rows[:3]), rows.targets, weight, rows.smoothing)
 
 
 @full_precision(widen=True)
@@ -223,31 +210,33 @@ def _of_logits(z: Tensor, t: Tensor, weight: Tensor | None, smoothing: float) ->
     return (1 - smoothing) * loss - smoothing / z.shape[1] * (w * log_p).sum(1)
 
 
-def _chunks(size: int, h: Tensor, *others: Tensor | None) -> Iterator[tuple[Any, ...]]:
-    """The tensors by rows, at least one chunk; None stays None.
+def row_chunks(rows: Rows, *others: Tensor | None) -> Iterator[tuple[Any, ...]]:
+    """The rows, and other tensors, by chunks, at least one; None stays None.
 
     A captured graph, too, computes the logits of h again instead of keeping those of all chunks.
     """
+    h, targets, size = rows.h, rows.targets, rows.chunk_size
     for start in range(0, max(len(h), 1), size):
-        rows = slice(start, start + size)
-        own = torch_internals.fresh_copy(h[rows]) if len(h) > size else h
-        yield own, *(None if x is None else x[rows] for x in others)
+        part = slice(start, start + size)
+        own = torch_internals.fresh_copy(h[part]) if len(h) > size else h
+        t, *rest = (None if x is None else x[part] for x in (targets, *others))
+        yield rows._replace(h=own, targets=t), *rest
 
 
-def _reference(
-    h: Tensor, W: Tensor, b: Tensor | None, classes: Tensor, smoothing: float, chunk_size: int
-) -> Tensor:
-    return _formula(_Rows(h, W, b, classes, None, -100, smoothing, chunk_size))
+def _reference(*given: Any) -> Tensor:
+    return _formula(Rows(*given))
 
 
-def _logits(h: Tensor, W: Tensor, b: Tensor | None) -> Tensor:
-    return upcast_half(F.linear(h, W, b))
+def _logits(rows: Rows) -> Tensor:
+    return upcast_half(F.linear(*rows[:3]))
 
 
-def _pick(values: Tensor, classes: Tensor, smoothing: float) -> Tensor:
+def _pick(values: Tensor, rows: Rows) -> Tensor:
     """q_n . v_n"""
-    picked = values.gather(1, classes.unsqueeze(1)).squeeze(1)
-    return (1 - smoothing) * picked + smoothing * values.mean(1) if smoothing else picked
+    picked = values.gather(1, rows.targets.unsqueeze(1)).squeeze(1)
+    if not rows.smoothing:
+        return picked
+    return (1 - rows.smoothing) * picked + rows.smoothing * values.mean(1)
 
 
 def _inner(a: Tensor, b: Tensor) -> Tensor:
@@ -266,9 +255,10 @@ def _may_overwrite(*tensors: Tensor | None) -> bool:
     )
 
 
-def _residual(p: Tensor, classes: Tensor, smoothing: float, g: Tensor, overwrite: bool) -> Tensor:
+def _residual(p: Tensor, rows: Rows, g: Tensor, overwrite: bool) -> Tensor:
     """g_n (p_n - q_n)"""
-    index, minus = classes.unsqueeze(1), torch.full_like(p[:, :1], smoothing - 1)
+    smoothing = rows.smoothing
+    index, minus = rows.targets.unsqueeze(1), torch.full_like(p[:, :1], smoothing - 1)
     if overwrite:
         r = p.scatter_add_(1, index, minus)
         r = r.sub_(smoothing / p.shape[1]) if smoothing else r
@@ -278,9 +268,9 @@ def _residual(p: Tensor, classes: Tensor, smoothing: float, g: Tensor, overwrite
     return r * g.unsqueeze(1)
 
 
-def _tangent(h: Tensor, W: Tensor, vector: Gradients, like: Tensor, overwrite: bool) -> Tensor:
+def _tangent(rows: Rows, vector: Gradients, like: Tensor, overwrite: bool) -> Tensor:
     """z'_n = W h'_n + W' h_n + b'"""
-    dh, dW, db = vector
+    (h, W), (dh, dW, db) = rows[:2], vector
     left = [x for x, y in ((dh, W), (h, dW)) if x is not None and y is not None]
     right = [y for x, y in ((dh, W), (h, dW)) if x is not None and y is not None]
     if not left:
@@ -321,48 +311,35 @@ class _Sum:
         return None if self.total is None else self.total.to(dtype)
 
 
-def _forward(
-    h: Tensor, W: Tensor, b: Tensor | None, classes: Tensor, smoothing: float, chunk_size: int
-) -> Tensor:
-    def run(h: Tensor, classes: Tensor) -> Tensor:
-        z = _logits(h, W, b)
-        return z.logsumexp(1) - _pick(z, classes, smoothing)
+def _forward(*given: Any) -> Tensor:
+    def run(rows: Rows) -> Tensor:
+        z = _logits(rows)
+        return z.logsumexp(1) - _pick(z, rows)
 
-    return torch.cat([run(*rows) for rows in _chunks(chunk_size, h, classes)])
+    return torch.cat([run(part) for (part,) in row_chunks(Rows(*given))])
 
 
 def _backward(saved: Saved, g: Tensor) -> tuple[Tensor | None, ...]:
-    h, W, b, classes, smoothing, chunk_size = saved.inputs
-    needs = _needed(saved)
-    found = row_gradients(h, W, b, g, classes, smoothing, chunk_size, needs)
-    return *found, None, None, None
-
-
-def _needed(saved: Saved) -> str:
-    """The names of h, W and b, of those that need a gradient."""
-    flags = zip(NAMES, saved.needs_input_grad, strict=False)
-    return "".join(name for name, needed in flags if needed)
+    return *row_gradients(Rows(*saved.inputs), g, saved.needed(NAMES)), None, None, None
 
 
 def _jvp(saved: Saved, dh: Any, dW: Any, db: Any, *_: None) -> Tensor:
-    h, W, b, classes, smoothing, chunk_size = saved.inputs
-    return row_tangents(h, W, b, classes, smoothing, chunk_size, (dh, dW, db))
+    return row_tangents(Rows(*saved.inputs), (dh, dW, db))
 
 
-def _gradients(
-    h: Tensor, W: Tensor, b: Tensor | None, g: Tensor, classes: Tensor, smoothing: float,
-    chunk_size: int, needs: str,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    overwrite = _may_overwrite(h, W, b, g)
+def _gradients(*given: Any) -> tuple[Tensor, ...]:
+    *inputs, g, needs = given
+    rows = Rows(*inputs)
+    W, overwrite = rows.W, _may_overwrite(*rows[:3], g)
     by_h, by_W, by_b = [], _Sum(overwrite), _Sum(overwrite)
-    for h_c, g_c, t_c in _chunks(chunk_size, h, g, classes):
-        p = torch.softmax(_logits(h_c, W, b), 1)
-        r = _residual(p, t_c, smoothing, g_c, overwrite).to(W.dtype)
+    for part, g_c in row_chunks(rows, g):
+        p = torch.softmax(_logits(part), 1)
+        r = _residual(p, part, g_c, overwrite).to(W.dtype)
         del p
         if "h" in needs:
             by_h.append(r @ W)
         if "W" in needs:
-            by_W.add_product(r, h_c)
+            by_W.add_product(r, part.h)
         if "b" in needs:
             by_b.add(r.sum(0))
         del r  # before the next chunk
@@ -371,49 +348,39 @@ def _gradients(
 
 
 def _gradients_backward(saved: Saved, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    h, W, b, g, classes, smoothing, chunk_size, needs = saved.inputs
-    given = iter(grads)
-    vector: Any = tuple(next(given) if name in needs else None for name in NAMES)
-    wanted = _Curvature(_needed(saved), classes, smoothing)
-    found = _curvature(h, W, b, g, vector, wanted, chunk_size)
-    by_g = found[3].to(g.dtype) if saved.needs_input_grad[3] else None
-    return *found[:3], by_g, None, None, None, None
+    *inputs, g, needs = saved.inputs
+    vector: Any = by_name(NAMES, needs, grads)
+    found = _curvature(Rows(*inputs), g, vector, saved.needed(NAMES))
+    by_g = found[3].to(g.dtype) if saved.needs_input_grad[-2] else None
+    return *found[:3], None, None, None, by_g, None
 
 
-def _gradients_jvp(saved: Saved, dh: Any, dW: Any, db: Any, dg: Any, *_: None) -> Any:
-    h, W, b, g, classes, smoothing, chunk_size, needs = saved.inputs
-    wanted = _Curvature(needs, classes, smoothing)
+def _gradients_jvp(saved: Saved, *tangents: Any) -> Any:
+    *inputs, g, needs = saved.inputs
+    vector: Any = tangents[:3]
+    rows, dg = Rows(*inputs), tangents[-2]
     found: Sequence[Tensor | None] = (None, None, None)
-    if any(part is not None for part in (dh, dW, db)):
-        found = _curvature(h, W, b, g, (dh, dW, db), wanted, chunk_size)[:3]
+    if any(part is not None for part in vector):
+        found = _curvature(rows, g, vector, needs)[:3]
     if dg is not None:
-        more = row_gradients(h, W, b, dg, classes, smoothing, chunk_size, needs)
+        more = row_gradients(rows, dg, needs)
         found = [
             y if x is None else x if y is None else x + y for x, y in zip(found, more, strict=True)
         ]
     return tuple(x for x in found if x is not None)
 
 
-class _Curvature(NamedTuple):
-    """What is wanted of a second derivative; without classes the Gauss-Newton part."""
-
-    needs: str
-    classes: Tensor | None
-    smoothing: float
-
-
 def _curvature(
-    h: Tensor, W: Tensor, b: Tensor | None, g: Tensor, vector: Gradients, wanted: _Curvature,
-    chunk_size: int,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor]:  # fmt: skip
+    rows: Rows, g: Tensor, vector: Gradients, needs: str
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor]:
     """The derivative of sum_n g_n dl_n along a vector, and r_n . z'_n for each row."""
     dh, dW, db = vector
-    overwrite = _may_overwrite(h, W, b, g, *vector)
+    dtype, overwrite = rows.W.dtype, _may_overwrite(*rows[:3], g, *vector)
     by_W, by_b = _Sum(overwrite), _Sum(overwrite)
     by_h: list[Any] = []
     by_g: list[Tensor] = []
-    for h_c, g_c, t_c, dh_c in _chunks(chunk_size, h, g, wanted.classes, dh):
-        chunk = h_c, W, b, g_c, (dh_c, dW, db), wanted._replace(classes=t_c)
+    for part, g_c, dh_c in row_chunks(rows, g, dh):
+        chunk = part, g_c, (dh_c, dW, db), needs
         if overwrite:
             of_h, of_b, of_g = _chunk_curvature(*chunk, by_W)
         else:
@@ -422,8 +389,8 @@ def _curvature(
         by_h.append(of_h)
         by_b.add(of_b)
         by_g.append(of_g)
-    found_h = torch.cat(by_h) if "h" in wanted.needs else None
-    return found_h, by_W.result(W.dtype), by_b.result(W.dtype), torch.cat(by_g)
+    found_h = torch.cat(by_h) if "h" in needs else None
+    return found_h, by_W.result(dtype), by_b.result(dtype), torch.cat(by_g)
 
 
 def _chunk_curvature_alone(*chunk: Any) -> tuple[Any, ...]:
@@ -433,15 +400,14 @@ def _chunk_curvature_alone(*chunk: Any) -> tuple[Any, ...]:
 
 
 def _chunk_curvature(
-    h: Tensor, W: Tensor, b: Tensor | None, g: Tensor, vector: Gradients, wanted: _Curvature,
-    by_W: _Sum,
-) -> tuple[Tensor | None, Tensor | None, Tensor]:  # fmt: skip
+    rows: Rows, g: Tensor, vector: Gradients, needs: str, by_W: _Sum
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """As `_curvature` for one chunk: by h, by b and by g; what is by W is added to the sum."""
-    (dh, dW, _), (needs, classes, smoothing) = vector, wanted
-    p = torch.softmax(_logits(h, W, b), 1)
-    tangent = _tangent(h, W, vector, p, by_W.overwrite)
+    (h, W), (dh, dW, _), second = rows[:2], vector, rows.targets is not None
+    p = torch.softmax(_logits(rows), 1)
+    tangent = _tangent(rows, vector, p, by_W.overwrite)
     mean = _inner(p, tangent)
-    by_g = mean if classes is None else mean - _pick(tangent, classes, smoothing)
+    by_g = mean - _pick(tangent, rows) if second else mean
     if by_W.overwrite:
         s = tangent.sub_(mean.unsqueeze(1)).mul_(p).mul_(g.unsqueeze(1))
     else:
@@ -453,8 +419,8 @@ def _chunk_curvature(
     if "W" in needs:
         by_W.add_product(s, h)
     del s
-    if classes is not None and (dW is not None or dh is not None):
-        r = _residual(p, classes, smoothing, g, by_W.overwrite).to(W.dtype)
+    if second and (dW is not None or dh is not None):
+        r = _residual(p, rows, g, by_W.overwrite).to(W.dtype)
         if by_h is not None and dW is not None:
             by_h = by_h + r @ dW
         if "W" in needs and dh is not None:

@@ -14,6 +14,7 @@ from hoglib._core.mixed_precision import full_precision, is_half, upcast_half
 from hoglib._core.torch_errors import TorchValueError
 from hoglib._core.torch_modes import reverse_only
 from hoglib.errors import ArgumentValueError
+from hoglib.ops._stand_in import NO_DOUBLE_BACKWARD, NO_FORWARD, stands_in_for
 
 NONE, MEAN, SUM = 0, 1, 2  # torch's numbers for reductions
 
@@ -22,6 +23,13 @@ _TORCH_MSE: Callable[..., Tensor] = F.mse_loss
 _TORCH_HUBER: Callable[..., Tensor] = F.huber_loss
 
 
+@stands_in_for(
+    F.mse_loss,
+    name="mse_loss, huber_loss",
+    lacks="forward mode over a backward raises",
+    modes=("fr",),
+    issue="123996",
+)
 def mse_loss(
     input: Tensor,
     target: Tensor,
@@ -67,6 +75,7 @@ def mse_loss(
     return _mse(*_broadcast(input, target), kind)
 
 
+@stands_in_for(F.huber_loss, name="mse_loss, huber_loss")
 def huber_loss(
     input: Tensor,
     target: Tensor,
@@ -119,6 +128,7 @@ def huber_loss(
     return reduce_loss(weighted, kind)
 
 
+@stands_in_for(F.multi_margin_loss, lacks=NO_DOUBLE_BACKWARD)
 @full_precision(widen=True)
 def multi_margin_loss(
     input: Tensor,
@@ -192,6 +202,7 @@ def multi_margin_loss(
     return _reduce_rows(loss, kind, target.shape if input.dim() < 2 else (rows,)).to(input.dtype)
 
 
+@stands_in_for(F.multilabel_margin_loss, name="multi_margin_loss")
 @full_precision(widen=True)
 def multilabel_margin_loss(
     input: Tensor,
@@ -250,6 +261,7 @@ def multilabel_margin_loss(
     return _reduce_rows(loss, kind, input.shape[:-1]).to(input.dtype)
 
 
+@stands_in_for(F.soft_margin_loss, lacks=NO_FORWARD, modes=("fr",))
 @full_precision(widen=True)
 def soft_margin_loss(
     input: Tensor,
@@ -303,10 +315,13 @@ def reduction_number(
     return _reduction.get_enum(reduction)
 
 
-def reduce_loss(loss: Tensor, number: int) -> Tensor:
+def reduce_loss(loss: Tensor, number: int, counts: Tensor | None = None) -> Tensor:
+    """counts: what each element counts in a mean. Default: 1."""
     if number == NONE:
         return loss
-    return loss.mean() if number == MEAN else loss.sum()
+    if number == SUM:
+        return loss.sum()
+    return loss.mean() if counts is None else loss.sum() / counts.sum()
 
 
 def _torch_is_right(input: Tensor) -> bool:

@@ -43,6 +43,7 @@ from math import inf, nan, prod
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hoglib._core import validation
@@ -52,9 +53,11 @@ from hoglib._core.torch_errors import TorchValueError
 from hoglib._core.torch_internals import forward_mode_active, transforms_active
 from hoglib._core.torch_modes import plain_reverse_mode, without_stand_ins
 from hoglib.errors import ArgumentIndexError, ArgumentTypeError, ArgumentValueError
+from hoglib.ops._stand_in import OVER, OVER_FORWARD, SILENT, stands_in_for
 
 Parameter = Tensor | None
 Mask = tuple[bool, bool, bool]
+_THIRD = f"{OVER_FORWARD}; so are third derivatives"
 
 
 def _can_fuse(x: Tensor, eps: float) -> bool:
@@ -416,6 +419,7 @@ def _plus(y: Tensor, term: Tensor, factor: Tensor, value: float = 1.0) -> Tensor
     return torch.addcmul(y, term, factor, value=value)
 
 
+@stands_in_for(F.layer_norm, lacks=_THIRD, modes=OVER, issue="196700")
 def layer_norm(
     input: Tensor,
     normalized_shape: Sequence[int],
@@ -490,6 +494,7 @@ def layer_norm(
     return _scale_and_shift(y, _cast(weight, inner), _cast(bias, inner)).to(dtype)
 
 
+@stands_in_for(torch.layer_norm, name="layer_norm")
 def torch_layer_norm(
     input: Tensor,
     normalized_shape: Sequence[int],
@@ -502,6 +507,7 @@ def torch_layer_norm(
     return layer_norm(input, normalized_shape, weight, bias, eps)
 
 
+@stands_in_for(F.batch_norm, lacks=_THIRD, modes=OVER, issue="196699")
 def batch_norm(
     input: Tensor,
     running_mean: Tensor | None,
@@ -565,6 +571,7 @@ def batch_norm(
     return torch_batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps)
 
 
+@stands_in_for(F.instance_norm, lacks=_THIRD, modes=OVER, issue="196699")
 def instance_norm(
     input: Tensor,
     running_mean: Tensor | None = None,
@@ -622,6 +629,7 @@ def instance_norm(
     )
 
 
+@stands_in_for(torch.batch_norm, name="batch_norm")
 def torch_batch_norm(
     input: Tensor,
     weight: Tensor | None,
@@ -639,6 +647,7 @@ def torch_batch_norm(
     return _normalize(input, weight, bias, statistics, training, eps, dims)
 
 
+@stands_in_for(torch.instance_norm, name="instance_norm")
 def torch_instance_norm(
     input: Tensor,
     weight: Tensor | None,
@@ -767,6 +776,7 @@ def _flat(value: Tensor | None) -> Tensor | None:
     return value if value is None or value.dim() == 1 else value.reshape(-1)
 
 
+@stands_in_for(torch._weight_norm, lacks=f"a wrong double backward{SILENT}", modes=("rr",))
 def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     r"""A weight from its direction and its length, as `torch._weight_norm`.
 
@@ -803,6 +813,7 @@ def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     return _weight_and_squares(v, g, dim)[0]
 
 
+@stands_in_for(torch._weight_norm_interface, name="weight_norm")
 def torch_weight_norm_interface(v: Tensor, g: Tensor, dim: int = 0) -> tuple[Tensor, Tensor]:
     """`torch._weight_norm_interface`: the norms too, as constants, in the dtype computed in."""
     if dim not in (0, v.dim() - 1):

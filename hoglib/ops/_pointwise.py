@@ -22,15 +22,23 @@ from hoglib._core.torch_modes import needs_linear_backward
 from hoglib.errors import ArgumentValueError, UnsupportedError
 from hoglib.ops._define import Partial, define
 from hoglib.ops._function import Saved, apply_function, make_function, without_jvp
+from hoglib.ops._stand_in import NO_DOUBLE_BACKWARD, OVER, stands_in_for
 
 Unary = Callable[[Tensor], Tensor]
+
+
+def _op(
+    formula: Callable[..., Tensor], *partials: Partial | None, keep: str = "inputs"
+) -> Callable[..., Tensor]:
+    """The op of a formula of torch operations."""
+    return define(formula, partials, reference=formula, keep=keep)
 
 
 def _with_slope(partial: Partial, *, keep: str, real: bool = False) -> Callable[[Unary], Unary]:
     """The op of the formula below it, with this derivative."""
 
     def make(formula: Unary) -> Unary:
-        op = define(formula, [partial], reference=formula, keep=keep)
+        op = _op(formula, partial, keep=keep)
         check = validation.real if real else validation.differentiable
 
         @wraps(formula)
@@ -220,12 +228,7 @@ def power(x: Tensor, exponent: float) -> Tensor:
     return _power(x, validation.number("exponent", exponent))
 
 
-_power = define(
-    torch.pow,
-    [lambda x, n, _: n * torch.pow(x, n - 1) if n != 0 else 0.0, None],
-    reference=torch.pow,
-    keep="inputs",
-)
+_power = _op(torch.pow, lambda x, n, _: n * torch.pow(x, n - 1) if n != 0 else 0.0, None)
 
 
 def quadratic(x: Tensor, a: Tensor | float, b: Tensor | float, c: Tensor | float) -> Tensor:
@@ -265,16 +268,12 @@ def _quadratic_formula(x: Tensor, a: Any, b: Any, c: Any) -> Tensor:
     return result
 
 
-_quadratic = define(
+_quadratic = _op(
     _quadratic_formula,
-    [
-        lambda x, a, b, c, _: 2 * (a * x) + b,
-        lambda x, a, b, c, _: x * x,
-        lambda x, a, b, c, _: x,
-        lambda x, a, b, c, _: 1,
-    ],
-    reference=_quadratic_formula,
-    keep="inputs",
+    lambda x, a, b, c, _: 2 * (a * x) + b,
+    lambda x, a, b, c, _: x * x,
+    lambda x, a, b, c, _: x,
+    lambda x, a, b, c, _: 1,
 )
 
 
@@ -326,9 +325,7 @@ def _swish_by_beta(x: Tensor, beta: Tensor | float, _: None) -> Tensor:
     return x * (x * (s * (1 - s)))  # grouped so that a huge x meets its zero before its square
 
 
-_swish = define(
-    _swish_formula, [_swish_by_x, _swish_by_beta], reference=_swish_formula, keep="inputs"
-)
+_swish = _op(_swish_formula, _swish_by_x, _swish_by_beta)
 
 
 def scaled_activation(x: Tensor, *, scale: float, kind: str) -> Tensor:
@@ -482,11 +479,11 @@ def _smooth_l1_by_input(input: Tensor, target: Tensor, beta: float, _: None) -> 
     return torch.where(d.abs() >= beta, d.sign(), d / beta)
 
 
-_smooth_l1 = define(
+_smooth_l1 = _op(
     _smooth_l1_formula,
-    [_smooth_l1_by_input, lambda *inputs: -_smooth_l1_by_input(*inputs), None],
-    reference=_smooth_l1_formula,
-    keep="inputs",
+    _smooth_l1_by_input,
+    lambda *inputs: -_smooth_l1_by_input(*inputs),
+    None,
 )
 
 
@@ -519,7 +516,7 @@ def mul(x: Tensor, p: Tensor | float) -> Tensor:
     return _mul(x, p)
 
 
-_mul = define(torch.mul, [lambda x, p, _: p, lambda x, p, _: x], reference=torch.mul, keep="inputs")
+_mul = _op(torch.mul, lambda x, p, _: p, lambda x, p, _: x)
 
 
 def bias_add(x: Tensor, bias: Tensor, *, dim: int = 1) -> Tensor:
@@ -560,12 +557,13 @@ def bias_add(x: Tensor, bias: Tensor, *, dim: int = 1) -> Tensor:
     return _add(x, bias.reshape(-1, *(1,) * (x.dim() - axis - 1)))
 
 
-_add = define(torch.add, [lambda *_: 1, lambda *_: 1], reference=torch.add, keep="none")
+_add = _op(torch.add, lambda *_: 1, lambda *_: 1, keep="none")
 
 
 # Composites of torch operations, which stand in for torch's own.
 
 
+@stands_in_for(F.glu, lacks="its tangent has no derivative", modes=OVER)
 def glu(input: Tensor, dim: int = -1) -> Tensor:
     r"""Gated linear unit, as `torch.nn.functional.glu`.
 
@@ -602,6 +600,7 @@ def glu(input: Tensor, dim: int = -1) -> Tensor:
     return (a * torch.sigmoid(b)).to(input.dtype)
 
 
+@stands_in_for(F.hardsigmoid, lacks=NO_DOUBLE_BACKWARD, modes=("rr", "fr", "ff"))
 def hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:
     r"""Piecewise linear sigmoid, as `torch.nn.functional.hardsigmoid`.
 
@@ -655,12 +654,7 @@ def _with_slope_one(step: Callable[..., Tensor], constants: int = 0) -> Callable
     return define(step, partials, reference=reference, surrogate=True, keep="none")
 
 
-_clamp = define(
-    torch.clamp,
-    [lambda x, low, high, _: (x >= low) & (x <= high), None, None],
-    reference=torch.clamp,
-    keep="inputs",
-)
+_clamp = _op(torch.clamp, lambda x, low, high, _: (x >= low) & (x <= high), None, None)
 _clamp_straight_through = _with_slope_one(torch.clamp, constants=2)
 
 

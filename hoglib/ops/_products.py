@@ -34,6 +34,7 @@ from hoglib.ops._function import (
     sum_to_shape,
 )
 from hoglib.ops._pointwise import clip_gradient
+from hoglib.ops._stand_in import IN_FORWARD, NO_FORWARD, stands_in_for
 
 
 class _Product(NamedTuple):
@@ -53,8 +54,8 @@ class _Activation(NamedTuple):
 
 def _make_product(
     name: str, product: _Product, act: _Activation | None = None
-) -> Callable[..., Any]:
-    """The op z of x, w, b and options, or act(z), beside z itself where the activation keeps it."""
+) -> Callable[..., Tensor]:
+    """The op z of x, w, b and options, or act(z), from a Function that returns z too if it keeps it."""
 
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Any:
         z = product.run(x, weight, bias, *options)
@@ -109,7 +110,12 @@ def _make_product(
         keep_inputs=(0, 1),
         keep_outputs=() if act is None else (int(act.keeps_z),),
     )
-    return partial(apply_function, function, forward)
+
+    def op(*inputs: Any) -> Tensor:
+        result: Any = apply_function(function, forward, *inputs)
+        return result[0] if isinstance(result, tuple) else result
+
+    return op
 
 
 def _beside_channels(weight: Tensor) -> torch.Size:
@@ -150,10 +156,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     """
     validation.differentiable("a", a)
     validation.differentiable("b", b)
-    a, b = (
-        validation.tensor(name, value)
-        for name, value in zip("ab", cast_for_product(a, b), strict=True)
-    )
+    a, b = cast_for_product(a, b)
     _check_product(a, b)
     if b.dim() == 1:
         return _matmul(a, b.unsqueeze(-1)).squeeze(-1)
@@ -181,8 +184,7 @@ def _check_product(a: Tensor, b: Tensor) -> None:
 
 def _matmul(a: Tensor, b: Tensor) -> Tensor:
     # One matrix for all rows: its gradient is one product, not a batch of them to be summed.
-    result: Tensor = _LINEAR(a, b.mT, None) if b.dim() == 2 else _MATMUL(a, b, None)
-    return result
+    return _LINEAR(a, b.mT, None) if b.dim() == 2 else _MATMUL(a, b, None)
 
 
 _MATMUL = _make_product(
@@ -227,8 +229,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
                 [ 6., 12.]])
     """
     _check_linear("linear", x, weight, bias)
-    result: Tensor = _LINEAR(*cast_for_product(x, weight, bias))
-    return result
+    return _LINEAR(*cast_for_product(x, weight, bias))
 
 
 def linear_act(
@@ -272,8 +273,7 @@ def linear_act(
     if act in _REAL_ONLY:
         validation.real("x", x)
     _check_linear("linear_act", x, weight, bias)
-    result = _LINEAR_ACT[act](*cast_for_product(x, weight, bias))
-    return result[0] if _ACTIVATIONS[act].keeps_z else result
+    return _LINEAR_ACT[act](*cast_for_product(x, weight, bias))
 
 
 def clipped_gradient_linear(x: Tensor, weight: Tensor, *, bound: float) -> Tensor:
@@ -307,7 +307,7 @@ def clipped_gradient_linear(x: Tensor, weight: Tensor, *, bound: float) -> Tenso
     return linear(clip_gradient(x, bound=bound), weight)
 
 
-def cast_for_product(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+def cast_for_product(*tensors: Tensor | None) -> tuple[Any, ...]:
     """The operands as torch's own product would take them under autocast.
 
     float64 and complex ones stay. It is done outside of the Function, because what backward reads
@@ -396,6 +396,7 @@ _LINEAR_ACT = {
 }
 
 
+@stands_in_for(torch.sparse.mm, name="sparse.mm", lacks=NO_FORWARD, modes=IN_FORWARD)
 def sparse_mm(mat1: Tensor, mat2: Tensor, *reduce: str) -> Tensor:
     r"""Product of a constant sparse matrix and a dense one, as `torch.sparse.mm`.
 
@@ -606,7 +607,7 @@ def _conv(
     else:
         totals = [d * (k - 1) for d, k in zip(dilations, kernel, strict=True)]
         pads, extra = tuple(n // 2 for n in totals), [n % 2 for n in totals]
-    x, weight, bias = cast_for_product(x, weight, bias)  # type: ignore[assignment]
+    x, weight, bias = cast_for_product(x, weight, bias)
     if any(extra):
         x = F.pad(x, [n for right in reversed(extra) for n in (0, right)])
     image = tuple(x.shape[-rank:])
@@ -618,7 +619,7 @@ def _conv(
                 f"dilation {dilations}; add padding, or use a smaller kernel."
             )
     batched = x if x.dim() == rank + 2 else x.unsqueeze(0)
-    y: Tensor = _CONV(batched, weight, bias, strides, pads, dilations, groups)
+    y = _CONV(batched, weight, bias, strides, pads, dilations, groups)
     return y if x.dim() == rank + 2 else y.squeeze(0)
 
 

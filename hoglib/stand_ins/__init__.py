@@ -5,7 +5,7 @@
 `hoglib env` lists them; :func:`stand_in_table` returns the list.
 """
 
+from hoglib.ops._stand_in import StandIn
 from hoglib.stand_ins.mode import active, second_order, stand_in_table
-from hoglib.stand_ins.table import StandIn
 
 __all__ = ["StandIn", "active", "second_order", "stand_in_table"]

@@ -25,7 +25,8 @@ from hoglib._core.ambient import AMBIENT, inside
 from hoglib._core.torch_internals import checkpoint_frame, function_mode
 from hoglib._core.torch_modes import StandInMode, copy_without_override_check
 from hoglib.errors import UnsupportedError
-from hoglib.stand_ins.table import STAND_INS, StandIn
+from hoglib.ops._stand_in import StandIn
+from hoglib.stand_ins.table import STAND_INS
 
 __all__ = ["active", "second_order", "stand_in_table"]
 

@@ -14,8 +14,8 @@ from hoglib._core import pytree, source_location, validation
 from hoglib._core.element_differences import element_scales, max_abs, random_like
 from hoglib._core.mixed_precision import is_half
 from hoglib._core.pytree import is_float
+from hoglib._core.restoring import preserve_settings
 from hoglib._core.source_location import format_error
-from hoglib._core.state import preserve_settings
 from hoglib.verification import call as calls
 from hoglib.verification.call import Call
 

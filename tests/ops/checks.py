@@ -1,4 +1,4 @@
-"""What the tests of many ops check: derivatives in every mode, and in every mix of modes."""
+"""What the tests of many ops share: derivatives in every mode and mix of modes, and the stand-ins."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -6,8 +6,11 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from hoglib.stand_ins.table import STAND_INS
+
 MODES = ("rr", "fr", "rf", "ff")
 Scalar = Callable[[Tensor], Tensor]
+REPLACES = {theirs: ours for row in STAND_INS for theirs, ours in row.replaces.items()}
 
 
 def in_every_mix(function: Scalar, x: Tensor, v: Tensor, order: int) -> Iterator[Tensor]:

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import hoglib as hog
-from hoglib.ops import replacements
-from tests.ops.checks import MODES, in_every_mix
+from tests.ops.checks import MODES, REPLACES, in_every_mix
 
 F64 = torch.float64
 pytestmark = pytest.mark.filterwarnings("ignore:index_reduce\\(\\) is in beta")  # torch's own
@@ -289,8 +288,8 @@ def test_hardsigmoid_of_what_is_not_real_is_refused(dtype: torch.dtype) -> None:
 
 
 def test_what_they_replace() -> None:
-    assert replacements.SEGMENT_REDUCE[torch.segment_reduce] is hog.ops.segment_reduce
-    assert replacements.HARDSIGMOID[F.hardsigmoid] is hog.ops.hardsigmoid
+    assert REPLACES[torch.segment_reduce] is hog.ops.segment_reduce
+    assert REPLACES[F.hardsigmoid] is hog.ops.hardsigmoid
     for owner in (torch, torch.Tensor):
-        assert replacements.SCATTER_REDUCE[owner.scatter_reduce] is hog.ops.scatter_reduce
-        assert replacements.SCATTER_REDUCE[owner.index_reduce] is hog.ops.index_reduce
+        assert REPLACES[owner.scatter_reduce] is hog.ops.scatter_reduce
+        assert REPLACES[owner.index_reduce] is hog.ops.index_reduce

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from hoglib import ops
-from hoglib.ops import replacements
+from tests.ops.checks import REPLACES
 
 F64 = torch.float64
 INF = torch.inf
@@ -188,8 +188,8 @@ def test_what_replaces_torchs_own_has_its_signature() -> None:
     x = scores(6, 3, 5).log_softmax(-1)
     for number in (0, 1, 2, 5):
         others = (*PADDED, 0, number, True)
-        assert_close(replacements.CTC_LOSS[torch.ctc_loss](x, *others), torch.ctc_loss(x, *others))
-    assert_close(replacements.CTC_LOSS[F.ctc_loss](x, *PADDED), F.ctc_loss(x, *PADDED))
+        assert_close(REPLACES[torch.ctc_loss](x, *others), torch.ctc_loss(x, *others))
+    assert_close(REPLACES[F.ctc_loss](x, *PADDED), F.ctc_loss(x, *PADDED))
 
 
 # Errors: torch's own types, or ArgumentTypeError where that is one.

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import hoglib as hog
-from hoglib.ops import replacements
-from tests.ops.checks import in_every_mix
+from tests.ops.checks import REPLACES, in_every_mix
 
 F64 = torch.float64
 INFINITY = float("inf")
@@ -238,6 +237,6 @@ def test_errors_of_pdist_are_of_the_type_of_torchs() -> None:
 
 
 def test_what_they_replace() -> None:
-    assert replacements.DISTANCE[torch.cdist] is hog.ops.cdist
-    assert replacements.DISTANCE[F.pdist] is replacements.DISTANCE[torch.pdist] is hog.ops.pdist
-    assert replacements.DISTANCE[F.pairwise_distance] is hog.ops.pairwise_distance
+    assert REPLACES[torch.cdist] is hog.ops.cdist
+    assert REPLACES[F.pdist] is REPLACES[torch.pdist] is hog.ops.pdist
+    assert REPLACES[F.pairwise_distance] is hog.ops.pairwise_distance

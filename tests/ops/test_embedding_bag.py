@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import hoglib as hog
-from hoglib.ops import replacements
-from tests.ops.checks import in_every_mix
+from tests.ops.checks import REPLACES, in_every_mix
 
 F64 = torch.float64
 INDICES = torch.tensor([2, 0, 1, 3, 0, 1])
@@ -182,7 +181,7 @@ def test_an_index_beyond_the_table_raises() -> None:
 def test_the_adapter_returns_what_torchs_operation_does(mode: int) -> None:
     given = (table(), INDICES, OFFSETS, False, mode, False, None, False, 0)
     ours, theirs = (
-        replacements.EMBEDDING_BAG[torch.embedding_bag](*given),
+        REPLACES[torch.embedding_bag](*given),
         torch.embedding_bag(*given),
     )
     assert_close(ours[0], theirs[0])
@@ -191,4 +190,4 @@ def test_the_adapter_returns_what_torchs_operation_does(mode: int) -> None:
         assert_close(ours[2], theirs[2])
     if mode == 2:
         assert_close(ours[3][theirs[2] > 0], theirs[3][theirs[2] > 0])
-    assert replacements.EMBEDDING_BAG[F.embedding_bag] is hog.ops.embedding_bag
+    assert REPLACES[F.embedding_bag] is hog.ops.embedding_bag

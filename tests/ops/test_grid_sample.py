@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from hoglib import ops
-from hoglib.ops import replacements
+from tests.ops.checks import REPLACES
 
 F64 = torch.float64
 NAN, INF = torch.nan, torch.inf
@@ -155,13 +155,13 @@ def test_what_replaces_torchs_own_has_its_signature() -> None:
     for numbers in itertools.product((0, 1, 2), (0, 1, 2), (False, True)):
         expected = torch.grid_sampler(image, grid, *numbers)
         for torchs in (torch.grid_sampler, torch.grid_sampler_2d):
-            assert_close(replacements.GRID_SAMPLE[torchs](image, grid, *numbers), expected)
+            assert_close(REPLACES[torchs](image, grid, *numbers), expected)
     volume, places = normal(1, 2, 3, 4, 2), normal(1, 2, 2, 2, 3)
     assert_close(
-        replacements.GRID_SAMPLE[torch.grid_sampler_3d](volume, places, 0, 1, True),
+        REPLACES[torch.grid_sampler_3d](volume, places, 0, 1, True),
         torch.grid_sampler_3d(volume, places, 0, 1, True),
     )
-    assert replacements.GRID_SAMPLE[F.grid_sample] is ops.grid_sample
+    assert REPLACES[F.grid_sample] is ops.grid_sample
 
 
 def test_the_default_of_align_corners_warns_as_torch() -> None:
@@ -199,4 +199,4 @@ def test_errors_are_torchs(name: str) -> None:
 
 def test_a_number_that_is_no_option() -> None:
     with pytest.raises(ValueError, match="interpolation_mode 0, 1 or 2"):
-        replacements.GRID_SAMPLE[torch.grid_sampler](X, G, 3, 0, True)
+        REPLACES[torch.grid_sampler](X, G, 3, 0, True)

@@ -11,7 +11,7 @@ from torch.autograd import grad
 from torch.testing import assert_close
 
 import hoglib as hog
-from hoglib.ops import replacements as tables
+from hoglib.ops._stand_in import TABLE
 
 F64, C128 = torch.float64, torch.complex128
 
@@ -307,7 +307,11 @@ def test_vmap_aligns_batches() -> None:
     assert_close(got, torch.stack([torch.linalg.solve(a, b) for a, b in zip(A, B, strict=True)]))
 
 
-REPLACED = {**tables.DETERMINANT, **tables.SOLVE, **tables.CHOLESKY_INVERSE}
+REPLACED = {
+    theirs: ours
+    for name in ("det, slogdet, logdet", "linalg.solve", "cholesky_inverse")
+    for theirs, ours in TABLE[name].replaces.items()
+}
 NAMES = {  # of the first argument, where it may be named
     torch.linalg.det: "A", torch.linalg.slogdet: "A", torch.det: "input", torch.slogdet: "input",
     torch.logdet: "input", torch.cholesky_inverse: "input",

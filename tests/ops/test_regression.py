@@ -11,7 +11,6 @@ from torch.autograd import grad
 from torch.testing import assert_close
 
 import hoglib as hog
-from hoglib.ops import replacements as tables
 
 F64 = torch.float64
 REDUCTIONS = ("none", "mean", "sum")
@@ -247,16 +246,3 @@ def test_shapes_of_a_linear_cross_entropy() -> None:
     ):
         with pytest.raises(RuntimeError, match=words):
             hog.ops.linear_cross_entropy(*arguments, **options)
-
-
-@pytest.mark.parametrize(
-    "replacements",
-    [tables.REGRESSION_LOSS, tables.MARGIN_LOSS, tables.LINEAR_CROSS_ENTROPY],
-    ids=["regression", "margin", "cross entropy"],
-)
-def test_replacements_have_the_signature_of_the_replaced(replacements: Any) -> None:
-    import inspect
-
-    for theirs, ours in replacements.items():
-        a, b = (inspect.signature(f).parameters.values() for f in (theirs, ours))
-        assert [(p.name, p.kind, p.default) for p in a] == [(p.name, p.kind, p.default) for p in b]

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import hoglib as hog
-from hoglib.ops import replacements
+from tests.ops.checks import REPLACES
 
 F64 = torch.float64
 pytestmark = [  # torch's own
@@ -69,4 +69,4 @@ def test_what_is_left_to_torch() -> None:
             torch.sparse.mm(a, wrong)
         with pytest.raises(type(theirs.value)):
             hog.ops.sparse_mm(a, wrong)
-    assert replacements.SPARSE_MM[torch.sparse.mm] is hog.ops.sparse_mm
+    assert REPLACES[torch.sparse.mm] is hog.ops.sparse_mm

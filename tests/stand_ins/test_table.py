@@ -1,5 +1,6 @@
 """The table of what torch lacks: the installed torch needs each row still, and its stand-in has it."""
 
+import inspect
 import json
 
 import pytest
@@ -126,6 +127,19 @@ def test_a_refused_call_is_named_with_its_module_and_runs_where_nothing_is_diffe
         model(Y.T)
     with hog.second_order():
         torch.sparse_coo_tensor(PLACES, VALUES, (3, 3))
+
+
+def signature(function):
+    parameters = inspect.signature(function).parameters.values()
+    return [(p.name, p.kind, p.default) for p in parameters]
+
+
+def test_a_stand_in_has_the_signature_of_the_python_function_that_it_replaces():
+    pairs = [pair for row in STAND_INS for pair in row.replaces.items()]
+    compared = [(ours, theirs) for theirs, ours in pairs if inspect.isfunction(theirs)]
+    assert len(compared) > 12
+    for ours, theirs in compared:
+        assert signature(ours) == signature(theirs)
 
 
 def test_versions():
