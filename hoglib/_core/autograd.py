@@ -242,7 +242,10 @@ def _no_grad_instead() -> Iterator[None]:
 def clone_inference_tensors(tree: T) -> T:
     """The tree with its inference tensors, which autograd refuses to save, replaced by copies."""
     leaves, structure = pytree.flatten(tree)
-    found = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_inference()]
+    with without_stand_ins():  # which see each of these questions
+        found = [
+            i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_inference()
+        ]
     if not found:
         return tree
     for i in found:
