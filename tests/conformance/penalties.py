@@ -10,7 +10,7 @@ from tests.unchanged import unchanged
 
 def check_penalty(
     penalty, make, real, fake, *args, critic=with_params, terms=True, variants=({},), further=True,
-    **options,
+    oracle=None, **options,
 ):  # fmt: skip
     """The gradient of a penalty by the parameters is that of differences, also by torch.func; its terms are
     those of each sample alone; it is the same wherever it is called, and nothing that it is given is changed.
@@ -23,6 +23,7 @@ def check_penalty(
         terms: Whether it takes samples apart, and, at points between real and fake, where they are equal.
         variants: Options with which it is the same, such as those of compilation.
         further: Whether it is differentiated again, and at a gradient of zero.
+        oracle: oracle(model, real, fake), the term of each sample by another formula.
         options: Of the penalty.
     """
     model, points = build(make), clone((real, fake, args))
@@ -34,6 +35,8 @@ def check_penalty(
 
     params = params_of(model)
     value, grads = value_and_gradients(model, at)
+    if oracle is not None:
+        assert_close(value, oracle(model, real, fake).mean().detach())
     expected = gradient_by_differences(at, params)
     size = max(float(g.abs().max()) for g in expected.values())
     assert size > 1e-4
@@ -88,6 +91,11 @@ def value_and_gradients(model, at):
     own = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     return value.detach(), zeros | own
+
+
+def jacobians(f, x):
+    """Of each sample alone, [N, outputs, inputs], by torch.func."""
+    return torch.func.vmap(torch.func.jacrev(lambda row: f(row[None]).reshape(-1)))(x).flatten(2)
 
 
 def check_terms(penalty, model, real, fake, args, options):
