@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import hoglib as hog
-from hoglib.capture import capturing
 from hoglib.curvature import compiled
 from tests.curvature.problems import F64, MODELS, draw, flat, problem, relative
 from tests.curvature.test_operators import DATA, loader
@@ -260,20 +259,18 @@ def test_ignored_targets_are_counted_at_each_call():
     assert graphs(loss) == 1
 
 
-def test_too_many_products_warn(monkeypatch):
-    monkeypatch.setattr(capturing, "MAX_KEPT", 2)
+def test_too_many_products_warn():
     _, loss, params = small()
 
-    def product():
-        logits = lambda y: torch.distributions.Categorical(logits=y, validate_args=False)  # noqa: E731
-        return hog.fisher_vp(
-            loss, params, like(params), batch_of(), likelihood=logits, compile="eager"
-        )
+    def products(count):
+        for _ in range(count):
+            logits = lambda y: torch.distributions.Categorical(logits=y, validate_args=False)  # noqa: E731
+            v = like(params)
+            hog.fisher_vp(loss, params, v, batch_of(), likelihood=logits, compile="eager")
 
-    product()
-    product()
+    products(2)
     with pytest.warns(UserWarning, match="created at each call"):
-        product()
+        products(40)
 
 
 # how many graphs there are for vectors of data in these forms
