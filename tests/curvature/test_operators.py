@@ -17,7 +17,6 @@ from hoglib._core.fingerprint import StateFingerprint
 from hoglib.errors import NondeterministicError
 from tests.curvature.problems import (
     F64,
-    MODELS,
     dense_ggn,
     dense_hessian,
     draw,
@@ -29,13 +28,6 @@ from tests.curvature.problems import (
 )
 from tests.models import Checkpointed, Fn
 from tests.refused import refused
-from tests.unchanged import unchanged
-
-OPERATORS = {
-    "Hessian": (hog.HessianOperator, dense_hessian),
-    "Gauss-Newton": (hog.GGNOperator, dense_ggn),
-    "Fisher": (partial(hog.FisherOperator, kind="exact"), dense_ggn),
-}
 
 
 def test_products_in_half_precision_are_summed_in_the_dtype_that_is_asked_for():
@@ -68,7 +60,9 @@ def test_products_in_half_precision_are_summed_in_the_dtype_that_is_asked_for():
 
 
 def loader(batch, **options):
-    return DataLoader(TensorDataset(*batch), **{"batch_size": 3, **options})
+    """Its random numbers are its own."""
+    options = {"batch_size": 3, "generator": torch.Generator().manual_seed(0), **options}
+    return DataLoader(TensorDataset(*batch), **options)
 
 
 # name -> what the operator is given in the place of one batch of 7, and how
@@ -81,36 +75,6 @@ DATA = {
     "micro-batches of a loader": lambda b: (loader(b, batch_size=5), {"micro_batch": 3}),
     "shuffled": lambda b: (loader(b, shuffle=True), {}),
 }
-MIXES = "CNN with BatchNorm in train"
-
-
-@pytest.mark.parametrize("data", DATA)
-@pytest.mark.parametrize("kind", OPERATORS)
-@pytest.mark.parametrize("name", ["layers of hoglib", "LayerNorm", "tied and frozen"])
-def test_every_form_of_the_data_gives_the_same_matrix(name, kind, data):
-    loss, params, batch = problem(name)
-    make, oracle = OPERATORS[kind]
-    given, options = DATA[data](batch)
-    operator = make(loss, params, given, **options)
-    A = expected_matrix(oracle, name)
-    v, V = draw(len(A)), draw(len(A), 3, seed=1)
-    assert relative(operator @ v, A @ v) < 1e-7
-    assert relative(operator @ V, A @ V) < 1e-7
-    assert relative(operator @ v, A @ v) < 1e-7
-
-
-@pytest.mark.parametrize("kind", OPERATORS)
-@pytest.mark.parametrize("name", MODELS)
-def test_dense(name, kind):
-    loss, params, batch = problem(name)
-    make, oracle = OPERATORS[kind]
-    operator = make(loss, params, batch)
-    A = operator.to_dense()
-    assert relative(A, expected_matrix(oracle, name)) < 1e-7
-    assert relative(A, A.T) < 1e-12
-    assert operator.shape == A.shape
-    assert (operator.dtype, operator.device) == (A.dtype, A.device)
-    assert operator.T is operator
 
 
 @pytest.mark.parametrize("data", DATA)
@@ -143,24 +107,6 @@ def test_the_weight_of_a_batch_can_be_given():
     assert relative(uncounted @ v, wrong) < 1e-7  # without another warning
     y[:6] = torch.tensor([-100, 0, 1, 2, 0, -100])
     hog.HessianOperator(loss, params, loader((x[:6], y[:6]), batch_size=3)) @ v  # one of three each
-
-
-def test_forms_of_a_vector():
-    loss, params, batch = problem("LayerNorm")
-    operator = hog.HessianOperator(loss, params, batch)
-    A = operator.to_dense()
-    tree = {n: draw(*p.shape, seed=i) for i, (n, p) in enumerate(params.items())}
-    block = {n: draw(*p.shape, 2, seed=i) for i, (n, p) in enumerate(params.items())}
-    product, products = operator @ tree, operator @ block
-    assert list(product) == list(params)
-    assert all(product[n].shape == p.shape for n, p in params.items())
-    assert_close(flat(product), A @ flat(tree))
-    columns = torch.cat([b.reshape(-1, 2) for b in block.values()])
-    assert_close(torch.cat([b.reshape(-1, 2) for b in products.values()]), A @ columns)
-    assert (operator @ columns).shape == columns.shape
-    assert (operator @ columns[:, :0]).shape == (len(A), 0)
-    assert (operator @ tree["0.weight"].new_zeros(len(A))).abs().sum() == 0
-    assert not (operator @ columns.requires_grad_()).requires_grad
 
 
 def test_parameters_of_any_structure():
@@ -307,10 +253,11 @@ def checkpointed(again):
     return Checkpointed(body, nn.Linear(4, 3), again).double()
 
 
-@pytest.mark.parametrize("kind", ["Hessian", "Gauss-Newton"])
-def test_a_kept_graph_through_a_checkpoint(kind):
+@pytest.mark.parametrize(
+    ("make", "oracle"), [(hog.HessianOperator, dense_hessian), (hog.GGNOperator, dense_ggn)]
+)
+def test_a_kept_graph_through_a_checkpoint(make, oracle):
     # what backward runs again must find the parameters of the point, not the model's own
-    make, oracle = OPERATORS[kind]
     there, here = (checkpointed(again) for again in (False, True))
     params = {n: p.detach().clone() for n, p in there.named_parameters()}
     batch = (draw(5, 3), torch.arange(5) % 3)
@@ -321,7 +268,7 @@ def test_a_kept_graph_through_a_checkpoint(kind):
         v = draw(len(A), seed=seed)
         assert relative(operator @ v, A @ v) < 1e-7
         assert all(p is own[n] for n, p in here.named_parameters())
-    if kind == "Gauss-Newton":
+    if make is hog.GGNOperator:
         tree = operator.space.tree(v)
         assert relative(flat(hog.ggn_vp(loss, params, tree, batch)[1]), A @ v) < 1e-7
 
@@ -576,27 +523,6 @@ def test_an_error_leaves_everything_as_it_was(kept):
     assert relative(operator @ draw(12), dense_hessian(loss, hog.trainable_params(model), BATCH) @ draw(12)) < 1e-7  # fmt: skip
 
 
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("data", DATA)
-def test_works_where_gradients_are_off(data, context):
-    loss, params, batch = problem("LayerNorm")
-    A = expected_matrix(dense_hessian, "LayerNorm")
-    with context():
-        given, options = DATA[data](batch)
-        operator = hog.HessianOperator(loss, params, given, **options)
-        products = [operator @ draw(len(A), seed=seed) for seed in range(2)]
-    for seed, product in enumerate(products):
-        assert relative(product, A @ draw(len(A), seed=seed)) < 1e-7
-
-
-def test_the_model_is_left_alone():
-    loss, params, batch = problem(MIXES)
-    with unchanged(loss.model):
-        for make, _ in OPERATORS.values():
-            for given, options in (DATA["one batch"](batch), DATA["a list of batches"](batch)):
-                make(loss, params, given, **options) @ draw(sum(p.numel() for p in params.values()))
-
-
 def test_sampled_fisher_matrices_are_one_matrix():
     loss, params, batch = problem("layers of hoglib")
     options = {"kind": "mc", "num_samples": 3}
@@ -610,19 +536,6 @@ def test_sampled_fisher_matrices_are_one_matrix():
         assert_close(again.to_dense(), A)
         other = hog.FisherOperator(loss, params, given, generator=random.manual_seed(5), **options)
         assert relative(other.to_dense(), A) > 0.01
-
-
-def test_the_empirical_fisher_matrix_is_that_of_the_gradients():
-    loss, params, batch = problem("LayerNorm")
-    gradients = [
-        flat(torch.autograd.grad(loss(params, (batch[0][i : i + 1], batch[1][i : i + 1])), list(params.values())))
-        for i in range(7)
-    ]  # fmt: skip
-    expected = sum(torch.outer(g, g) for g in gradients) / 7
-    for data in DATA:
-        given, options = DATA[data](batch)
-        operator = hog.FisherOperator(loss, params, given, kind="empirical", **options)
-        assert relative(operator.to_dense(), expected) < 1e-10, data
 
 
 def test_a_bar_counts_products(capsys):
@@ -649,21 +562,6 @@ def test_blocks_on_the_diagonal():
         assert_close(blocks.to_dense(), whole)
         assert_close(blocks.damped(0.1).to_dense() - 0.1 * torch.eye(len(whole), dtype=F64), whole)
         assert_close(operator.block_diagonal([list(params)]).to_dense(), operator.to_dense())
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("data", [name for name in DATA if name != "shuffled"])
-@pytest.mark.parametrize("kind", OPERATORS)
-def test_on_a_gpu_with_data_on_the_cpu(kind, data):
-    loss, params, batch = problem("LayerNorm")
-    make, oracle = OPERATORS[kind]
-    A = oracle(loss, params, batch)
-    loss.model.cuda()
-    given, options = DATA[data](batch)
-    operator = make(loss, hog.trainable_params(loss.model), given, **options)
-    v = draw(len(A))
-    for _ in range(2):
-        assert relative((operator @ v.cuda()).cpu(), A @ v) < 1e-7
 
 
 def test_differences_see_the_loss_of_other_passes_in_float32():

@@ -279,17 +279,6 @@ def test_copies_of_an_operator():
     assert_close(operator @ v, expected)
 
 
-def test_results_are_not_aliases():
-    operator = hog.HessianOperator(*made(net()), BATCH)
-    v = draw(26)
-    for _ in range(5):  # power iteration in place
-        w = operator @ v
-        v.copy_(w / w.norm())
-    again = operator @ v
-    w.mul_(3)
-    assert_close(operator @ v, again)
-
-
 class Slow(nn.Module):
     def __init__(self, started, go_on):
         super().__init__()
@@ -320,16 +309,6 @@ def test_two_threads_do_not_share_a_model():
 
 
 # Forms
-
-
-def test_between_flat_vectors_and_the_structure_of_the_parameters():
-    loss, params = made(net())
-    operator = hog.HessianOperator(loss, params, BATCH)
-    for shape in ((26,), (26, 3), (26, 1)):
-        v = draw(*shape)
-        assert_close(operator.ravel(operator.unravel(v)), v)
-    tree = operator.unravel(draw(26))
-    assert {n: t.shape for n, t in tree.items()} == {n: p.shape for n, p in params.items()}
 
 
 def test_one_tensor_of_several_dimensions():

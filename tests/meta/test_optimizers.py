@@ -1,149 +1,32 @@
-"""The update rules: step for step torch.optim's, and their derivatives against central differences."""
+"""The update rules: derivatives by their options, at gradients of zero, and what they refuse."""
 
 import math
-from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.func import functional_call, grad, jvp, vmap
+from torch import Tensor
+from torch.func import functional_call, grad, jvp
 
 import hoglib as hog
 from hoglib._core.torch_modes import StandInMode
 from hoglib.meta import RULES, adam, adamw, momentum, rmsprop, sgd
-from hoglib.stand_ins.mode import second_order
-from tests.oracles import gradient, gradient_by_differences, random_like, relative
+from tests.conformance.rules import (
+    LR,
+    DeadUnit,
+    after_three_steps,
+    batch,
+    check_outer,
+    number,
+    ours,
+    theirs,
+)
+from tests.conformance.test_rules import CASES, OPTIMIZERS
 from tests.refused import refused
 
-OPTIMIZERS = {
-    "sgd": torch.optim.SGD,
-    "momentum": torch.optim.SGD,
-    "adam": torch.optim.Adam,
-    "adamw": torch.optim.AdamW,
-    "rmsprop": torch.optim.RMSprop,
-}
-# by a name: the rule, its options, and, where torch's differ, torch's
-CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "sgd": ("sgd", {}, {}),
-    "sgd, decay": ("sgd", {"weight_decay": 0.1}, {}),
-    "sgd, momentum": ("sgd", {"momentum": 0.9}, {}),
-    "sgd, dampening": ("sgd", {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1}, {}),
-    "sgd, nesterov": ("sgd", {"momentum": 0.8, "nesterov": True, "weight_decay": 0.1}, {}),
-    "momentum": ("momentum", {}, {"momentum": 0.9}),
-    "momentum, all": ("momentum", {"momentum": 0.5, "weight_decay": 0.1, "nesterov": True}, {}),
-    "momentum, dampening": ("momentum", {"dampening": 0.3}, {"momentum": 0.9, "dampening": 0.3}),
-    "adam": ("adam", {}, {}),
-    "adam, betas": ("adam", {"betas": (0.5, 0.9), "eps": 1e-3}, {}),
-    "adam, betas of zero": ("adam", {"betas": (0.0, 0.0)}, {}),
-    "adam, decay": ("adam", {"weight_decay": 0.1}, {}),
-    "adam, amsgrad": ("adam", {"amsgrad": True, "betas": (0.9, 0.5), "weight_decay": 0.1}, {}),
-    "adamw": ("adamw", {}, {}),
-    "adamw, no decay": ("adamw", {"weight_decay": 0.0}, {}),
-    "adamw, amsgrad": ("adamw", {"amsgrad": True, "betas": [0.9, 0.5], "weight_decay": 0.2}, {}),
-    "rmsprop": ("rmsprop", {}, {}),
-    "rmsprop, decay": ("rmsprop", {"alpha": 0.5, "eps": 1e-3, "weight_decay": 0.1}, {}),
-    "rmsprop, momentum": ("rmsprop", {"momentum": 0.9}, {}),
-    "rmsprop, centered": ("rmsprop", {"centered": True, "alpha": 0.9}, {}),
-    "rmsprop, all": ("rmsprop", {"centered": True, "alpha": 0.9, "momentum": 0.5, "weight_decay": 0.1}, {}),
-}  # fmt: skip
 cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-LR = 0.05
-
-
-def number(value):
-    return torch.tensor(value, dtype=torch.float64)
-
-
-class DeadUnit(nn.Sequential):
-    """The first hidden unit is never positive: all its gradients are exactly zero."""
-
-    def __init__(self):
-        super().__init__(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
-        with torch.no_grad():
-            self[0].bias[0] = -50.0
-
-
-def batch(dtype=torch.float64):
-    generator = torch.Generator().manual_seed(7)
-    x, y = (torch.randn(9, n, generator=generator, dtype=torch.float64) for n in (3, 2))
-    return x.to(dtype), y.to(dtype)
-
-
-def ours(rule, params, grads_of, steps):
-    """The parameters after each step."""
-    state, path = rule.init(params), []
-    for _ in range(steps):
-        params, state = rule.update(params, grads_of(params), state)
-        path.append(params)
-    return path
-
-
-def theirs(kind, options, params, grads_of, steps):
-    leaves = {n: p.detach().clone().requires_grad_() for n, p in params.items()}
-    optimizer, path = OPTIMIZERS[kind](leaves.values(), lr=LR, **options), []
-    for _ in range(steps):
-        found = grads_of({n: p.detach() for n, p in leaves.items()})
-        for n, p in leaves.items():
-            p.grad = found[n].clone()
-        optimizer.step()
-        path.append({n: p.detach().clone() for n, p in leaves.items()})
-    return path
-
-
-def net_and_gradient(dtype):
-    model, (x, y) = DeadUnit().to(dtype), batch(dtype)
-
-    def loss(params):
-        return (functional_call(model, params, (x,)) - y).square().mean()
-
-    return hog.trainable_params(model), partial(gradient, loss)
-
-
-@cases
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_each_step_is_that_of_torch(case, dtype):
-    kind, options, other = case
-    params, grads_of = net_and_gradient(dtype)
-    assert not grads_of(params)["0.weight"][0].any()  # or the dead unit tests nothing
-    expected = theirs(kind, other or options, params, grads_of, 10)
-    path = ours(RULES[kind](LR, **options), params, grads_of, 10)
-    for step, (a, b) in enumerate(zip(path, expected, strict=True)):
-        for name in b:
-            assert a[name].dtype == dtype
-            # rounding grows from step to step
-            bound = 1e-12 if dtype == torch.float64 else 2e-5
-            assert relative(a[name], b[name]) < bound, (step, name)
-
-
-@cases
-def test_complex_parameters_are_pairs_of_real_numbers_as_in_torch(case):
-    kind, options, other = case
-    w, b, t = (torch.randn(s, dtype=torch.complex128) for s in ((3, 2), (2,), (2, 3)))
-    params = {"w": w, "b": b, "t": t.T}  # the last is not contiguous
-    target = random_like(params)
-
-    def grads_of(at):
-        found = {n: (at[n] - target[n]) * (1 + 2j) for n in at}
-        found["b"] = found["b"].conj().resolve_conj().conj()  # conjugated lazily
-        return found
-
-    def plain(at):
-        return {n: g.resolve_conj() for n, g in grads_of(at).items()}
-
-    expected = theirs(kind, other or options, params, plain, 8)
-    for a, b in zip(ours(RULES[kind](LR, **options), params, grads_of, 8), expected, strict=True):
-        assert relative(a, b) < 1e-12
-    rates = {"w": number([LR, LR]), "b": LR, "t": number([[LR]] * 3)}
-    for a, b in zip(
-        ours(RULES[kind](rates, **options), params, grads_of, 8), expected, strict=True
-    ):
-        assert relative(a, b) < 1e-12
-    assert {p.dtype for p in a.values()} == {torch.complex128}
-
-
 # what an inner loop's result is differentiated by, besides the parameters
 TREE = {
     "w": torch.tensor([[0.03, 0.05], [0.1, 0.02], [0.07, 0.04]]).double(),
@@ -181,9 +64,6 @@ LEARNED = {
     "nesterov by rate and momentum": Learned(
         {"lr": number(0.1), "m": number(0.6)}, lambda h: momentum(h["lr"], momentum=h["m"], nesterov=True)
     ),
-    "nesterov": Learned({}, lambda h: sgd(0.1, momentum=0.6, nesterov=True, weight_decay=0.1)),
-    "momentum with dampening": Learned({}, lambda h: sgd(0.1, momentum=0.6, dampening=0.3)),
-    "adam": Learned({}, lambda h: adam(0.1)),
     "adam by all": Learned(ADAM, partial(learned_betas, adam)),
     "adam, amsgrad, by all": Learned(ADAM, partial(learned_betas, adam, amsgrad=True)),
     "adam by rates of elements": Learned(RATES, lambda h: of_tree(adam, h)),
@@ -193,71 +73,18 @@ LEARNED = {
     "adamw by decays of elements": Learned(
         RATES, lambda h: adamw(0.1, weight_decay={"w": h["w rate"], "b": h["b rate"]})
     ),
-    "rmsprop": Learned({}, lambda h: rmsprop(0.1, centered=True, momentum=0.5)),
     "rmsprop by all": Learned(
         {"lr": number(0.1), "alpha": number(0.7), "m": number(0.5), "decay": number(0.1), "eps": number(0.01)},
         lambda h: rmsprop(h["lr"], alpha=h["alpha"], momentum=h["m"], weight_decay=h["decay"], eps=h["eps"], centered=True),
     ),
     "rmsprop by rates of elements": Learned(RATES, lambda h: of_tree(rmsprop, h)),
 }  # fmt: skip
-learned = pytest.mark.parametrize("case", LEARNED.values(), ids=LEARNED)
 
 
-def after_three_steps(case):
-    """A loss after three inner steps, as a function of the first parameters and the options."""
-    x, y = batch()
-
-    def inner(params):
-        return (torch.tanh(x @ params["w"] + params["b"]) - y).square().mean()
-
-    def outer(variables):
-        params, rule = {n: variables[n] for n in ("w", "b")}, case.rule(variables)
-        state = rule.init(params)
-        for _ in range(3):
-            with torch.enable_grad():
-                params, state = rule.update(params, grad(inner)(params), state)
-        return (params["w"].sin().sum() + params["b"].exp().sum()) * inner(params)
-
-    start = {"w": torch.randn(3, 2).double(), "b": torch.randn(2).double()}
-    return outer, {**start, **case.options}
-
-
-@learned
-def test_derivatives_against_central_differences(case):
-    outer, variables = after_three_steps(case)
-    expected = gradient_by_differences(outer, variables)
-    by_backward, by_func = gradient(outer, variables), grad(outer)(variables)
-    v = random_like(variables)
-    _, along = jvp(outer, (variables,), (v,))
-    for name in variables:
-        assert by_backward[name].abs().max() > 1e-4  # each has a part in it
-        assert relative(by_backward[name], expected[name]) < 1e-6, name
-        assert relative(by_func[name], by_backward[name]) < 1e-11, name
-    inner_product = sum((by_func[n] * v[n]).sum() for n in variables)
-    torch.testing.assert_close(along, inner_product, rtol=1e-10, atol=1e-12)
-
-
-@learned
-def test_under_vmap_each_has_its_own_parameters_and_options(case):
-    outer, variables = after_three_steps(case)
-    several = [{n: v * (1 + 0.05 * i) for n, v in variables.items()} for i in range(3)]
-    stacked = {n: torch.stack([one[n] for one in several]) for n in variables}
-    found = vmap(grad(outer))(stacked)
-    for i, one in enumerate(several):
-        assert relative({n: g[i] for n, g in found.items()}, grad(outer)(one)) < 1e-11
-
-
-@pytest.mark.parametrize("in_dim", [0, 1, -1])
-@cases
-def test_complex_parameters_under_vmap(case, in_dim):
-    kind, options, _ = case
-    p, g = torch.randn(2, 4, 3, dtype=torch.complex128)
-
-    def two_steps(p, g):
-        return ours(RULES[kind](LR, **options), p, lambda at: g + at, 2)[-1]
-
-    moved = vmap(two_steps, in_dim)(p.movedim(0, in_dim), g.movedim(0, in_dim))
-    assert relative(moved, torch.stack([two_steps(*row) for row in zip(p, g, strict=True)])) < 1e-12
+@pytest.mark.parametrize("case", LEARNED.values(), ids=LEARNED)
+def test_derivatives_by_options(case):
+    outer, start = after_three_steps(case.rule)
+    check_outer(outer, {**start, **case.options})
 
 
 EXACTLY_ZERO = {
@@ -339,50 +166,9 @@ def test_float16_is_that_of_torch(eps):
         if eps == 1e-8:
             g = torch.tensor([0.1, 0.5, -2.0], dtype=torch.float16)
         (found,) = ours(RULES[kind](LR, **options), {"p": p}, lambda _: {"p": g}, 1)  # noqa: B023
-        (expected,) = theirs(kind, options, {"p": p}, lambda _: {"p": g}, 1)  # noqa: B023
+        make = partial(OPTIMIZERS[kind], lr=LR, **options)
+        (expected,) = theirs(make, {"p": p}, lambda _: {"p": g}, 1)  # noqa: B023
         torch.testing.assert_close(found["p"], expected["p"], rtol=2e-3, atol=0)
-
-
-class Pair(NamedTuple):
-    first: Tensor
-    rest: list[Tensor]
-
-
-def some_trees():
-    a, b = torch.randn(2, 3).double(), torch.randn(4).double()
-    return {
-        "a tensor": a,
-        "a list": [a, b],
-        "a dict": {"a": a, "b": b},
-        "dicts of dicts": {"x": {"a": a}, "y": [b, (a,)]},
-        "a named tuple": Pair(a, [b]),
-        "an ordered dict": OrderedDict(a=a, b=b),
-        "no dimensions": {"a": a.sum()},
-        "nothing": {},
-    }
-
-
-@cases
-@pytest.mark.parametrize("name", some_trees())
-def test_any_pytree_goes_in_and_comes_out(case, name):
-    kind, options, _ = case
-    params = some_trees()[name]
-    flat, structure = torch.utils._pytree.tree_flatten(params)
-    grads = torch.utils._pytree.tree_map(lambda p: p.sin(), params)
-    expected = dict(enumerate(flat))
-    rule = RULES[kind](LR, **options)
-    path = ours(rule, params, lambda at: torch.utils._pytree.tree_map(torch.sin, at), 2)
-    other = ours(rule, expected, lambda at: {n: p.sin() for n, p in at.items()}, 2)
-    leaves, found = torch.utils._pytree.tree_flatten(path[-1])
-    assert found == structure
-    torch.testing.assert_close(leaves, list(other[-1].values()), rtol=0, atol=0)
-    same_rates = torch.utils._pytree.tree_map(lambda p: torch.full_like(p, LR), params)
-    by_rates, state = RULES[kind](same_rates, **options).update(params, grads, rule.init(params))
-    torch.testing.assert_close(by_rates, path[0], rtol=1e-13, atol=1e-13)
-    assert all(isinstance(leaf, Tensor | int) for leaf in torch.utils._pytree.tree_leaves(state))
-    slots = {name: tree for name, tree in state.items() if name != "step"}
-    assert state.get("step", 1) == 1
-    assert all(torch.utils._pytree.tree_structure(tree) == structure for tree in slots.values())
 
 
 def test_names_decide_not_their_order():
@@ -409,41 +195,6 @@ def test_no_call_goes_by_the_stand_ins(case):
     with Seeing():
         rule.update(params, params, state)
     assert not seen
-
-
-@cases
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("form", ["number", "tensor", "tree"])
-def test_nothing_is_upcast_and_nothing_mutated(case, dtype, form):
-    kind, options, _ = case
-    params = {"w": torch.randn(2, 3).to(dtype), "s": torch.randn(()).to(dtype), "d": torch.randn(2).double()}  # fmt: skip
-    wide = {n: number(v) for n, v in options.items() if isinstance(v, float) and n != "dampening"}
-    options = {**options, **({} if form == "number" else wide)}
-    tree = {n: number(0.1).expand(p.shape) for n, p in params.items()}
-    lr = {"number": 0.1, "tensor": number([0.1]), "tree": tree}[form]
-    rule, grads = RULES[kind](lr, **options), {n: torch.ones_like(p) for n, p in params.items()}
-    state = rule.init(params)
-    moved, state = rule.update(params, grads, state)
-    trees = [params, grads, moved, *(tree for slot, tree in state.items() if slot != "step")]
-    before = [{n: t.clone() for n, t in tree.items()} for tree in trees]
-    rule.update(moved, grads, state)
-    rule.update(params, grads, state)
-    like = lambda tree: [(n, t.dtype, t.shape) for n, t in tree.items()]  # noqa: E731
-    for tree, copy in zip(trees, before, strict=True):
-        assert like(tree) == like(params)
-        torch.testing.assert_close(tree, copy, rtol=0, atol=0)
-
-
-@cases
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, second_order])
-def test_modes_change_no_value(case, mode):
-    kind, options, _ = case
-    params = {"w": torch.randn(2, 3), "b": torch.randn(3)}
-    rule = RULES[kind](LR, **options)
-    expected = ours(rule, params, lambda at: {n: p.sin() for n, p in at.items()}, 3)
-    with mode():
-        found = ours(rule, params, lambda at: {n: p.sin() for n, p in at.items()}, 3)
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def test_a_rule_made_under_no_grad_is_differentiated_by_its_options():
@@ -502,8 +253,3 @@ ERRORS = {
 
 
 test_errors_say_what_was_expected_and_what_came = refused(ERRORS, by=hog.errors.HoglibError)
-
-
-def test_the_rules_by_name_are_those_of_the_module():
-    assert all(getattr(hog.meta, name) is make for name, make in RULES.items())
-    assert list(RULES) == list(OPTIMIZERS)

@@ -2,14 +2,11 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.testing import assert_close
 
-import hoglib as hog
 from hoglib import penalties
-from tests.oracles import gradient_by_differences
-from tests.penalties.critics import F64, build, draw, generator, params_of, with_params
+from tests.penalties.critics import F64, build, draw, generator
 from tests.refused import refused
 
 J, X = draw(4, 3, 2), draw(6, 3, 2, seed=1)
@@ -97,62 +94,10 @@ def test_the_spectral_norm_of_graphs():
         assert_close(terms, expected)
 
 
-# Parameter gradients
-
-DERIVATIVES = draw(5, 2, 3, seed=7)
-KINDS = {
-    "jacobian": lambda f, x, **k: penalties.jacobian(f, x, generator=generator(), **k),
-    "jacobian by two": lambda f, x, **k: penalties.jacobian(f, x, num_projections=2, **k),
-    "jacobian, exact": lambda f, x, **k: penalties.jacobian(f, x, num_projections=None, **k),
-    "sobolev": lambda f, x, **k: penalties.sobolev(f, x, DERIVATIVES[: len(x)], **k),
-    "lipschitz": lambda f, x, **k: penalties.lipschitz(
-        f, x, bound=0.1, num_iterations=100, generator=generator(), **k
-    ),
-    "lipschitz, exact": lambda f, x, **k: penalties.lipschitz(
-        f, x, bound=0.1, num_iterations=None, **k
-    ),
-    "input_gradient": lambda f, x, **k: penalties.input_gradient(
-        lambda x: F.cross_entropy(f(x), torch.ones(len(x), dtype=int), reduction="none"), x, **k
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_gradient_by_the_parameters_is_that_of_differences(kind):
+def test_one_output_of_one_sample_may_be_squeezed():
     model, x = build(smooth), draw(5, 3)
-    value = KINDS[kind](model, x)
-    value.backward()
-    of = lambda p: KINDS[kind](with_params(model, p), x)  # noqa: E731
-    expected = gradient_by_differences(of, params_of(model))
-    grads = torch.func.grad(of)(params_of(model))
-    for name, p in model.named_parameters():
-        ours = torch.zeros_like(p) if p.grad is None else p.grad
-        assert_close(ours, expected[name], rtol=1e-5, atol=1e-8)
-        assert_close(grads[name], ours)
-    with torch.inference_mode():
-        assert_close(KINDS[kind](model, x), value.detach())
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_jacobian_of_zero_is_no_nan(kind):
-    model = build(smooth)
-    nn.init.zeros_(model[2].weight)
-    value = KINDS[kind](model, draw(5, 3))
-    value.backward()
-    assert torch.isfinite(value)
-    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
-
-
-def test_against_dense_jacobians():
-    model, x = build(smooth), draw(5, 3)
-    dense = torch.func.vmap(torch.func.jacrev(lambda row: model(row[None])[0]))(x)
-    square = dense.square().sum((1, 2)).mean() / 2
-    assert_close(penalties.jacobian(model, x, num_projections=None), square)
-    largest = (torch.linalg.matrix_norm(dense, 2) - 0.2).relu().square().mean()
-    assert_close(penalties.lipschitz(model, x, bound=0.2, num_iterations=100), largest)
-    one = lambda x: model(x)[:, 0]  # noqa: E731  # of one sample it may be squeezed to a scalar
-    for given in ((penalties.jacobian, x[:1]), (penalties.sobolev, x[:1], x[1:2])):
-        penalty, *rest = given
+    one = lambda x: model(x)[:, 0]  # noqa: E731
+    for penalty, *rest in ((penalties.jacobian, x[:1]), (penalties.sobolev, x[:1], x[1:2])):
         assert_close(penalty(lambda x: one(x).squeeze(), *rest), penalty(one, *rest))
 
 
@@ -191,24 +136,6 @@ def test_the_norm_of_a_quadratic_loss():
     grads = torch.autograd.grad(value, list(zeros.values()))
     assert value == 0
     assert not any(g.any() for g in grads)
-
-
-@pytest.mark.parametrize("squared", [False, True])
-def test_the_penalty_of_a_model_reaches_its_own_parameters(squared):
-    model, batch = build(smooth), (draw(5, 3), torch.tensor([0, 1, 1, 0, 1]))
-    loss = hog.functional_loss(model, F.cross_entropy)
-    of = lambda p: penalties.parameter_gradient(loss, p, batch, squared=squared)  # noqa: E731
-    of(hog.trainable_params(model)).backward()
-    expected = gradient_by_differences(
-        lambda p: of({n: t.detach().requires_grad_() for n, t in p.items()}).detach(),
-        params_of(model),
-    )
-    for name, p in model.named_parameters():
-        assert_close(p.grad, expected[name], rtol=1e-5, atol=1e-8)
-    with torch.inference_mode():
-        assert not of(hog.trainable_params(model)).requires_grad
-    grads = torch.func.grad(of)(params_of(model))
-    assert_close(grads, {name: p.grad for name, p in model.named_parameters()})
 
 
 def test_what_has_no_gradient_by_the_parameters():
