@@ -8,7 +8,9 @@ from hoglib.meta.inner_loop import adapt, inner_step
 from hoglib.meta.learner import Learner
 from hoglib.meta.maml import MAML, multi_step_weights
 from hoglib.meta.optimizers import RULES, adam, adamw, momentum, rmsprop, scheduled, sgd
+from hoglib.meta.options import LearnerOptions
 from hoglib.meta.tasks import Shard, shard
+from hoglib.meta.training import TrainingOptions
 
 __all__ = [
     "IMAML",
@@ -17,10 +19,12 @@ __all__ = [
     "GradientTransformation",
     "Hypergradient",
     "Learner",
+    "LearnerOptions",
     "LeaveKOut",
     "Reptile",
     "Residual",
     "Shard",
+    "TrainingOptions",
     "adam",
     "adamw",
     "adapt",

@@ -1,9 +1,9 @@
 """Learners that differentiate no inner step: iMAML by the minimum that they end at, Reptile by where
 they end."""
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, final
+from functools import partial
+from typing import Any, Unpack, final
 
 import torch
 from torch import nn
@@ -11,12 +11,12 @@ from torch import nn
 from hoglib._core import validation
 from hoglib._core.swap import Params
 from hoglib.errors import ArgumentValueError
-from hoglib.functional import Criterion, Forward
-from hoglib.meta.gradient_transformation import GradientTransformation
-from hoglib.meta.implicit import Residual, Solver, implicit_gradient
+from hoglib.functional import Criterion
+from hoglib.meta.implicit import Residual, Solver, SolverName, implicit_gradient
 from hoglib.meta.learner import Learner
-from hoglib.meta.module_loop import InnerParams, LoopOptions, MetaParams, ModuleLoop
-from hoglib.meta.tasks import TaskResult
+from hoglib.meta.module_loop import MetaParams, ModuleLoop
+from hoglib.meta.options import LearnerOptions, OverTasks
+from hoglib.meta.tasks import TaskFunction, TaskResult
 
 
 @final
@@ -42,29 +42,14 @@ class IMAML(Learner):
             the model, such as `hoglib.language_model_loss(model)`; or None, if the model computes its
             own loss.
         strength: The strength of the proximal term, greater than 0. Typical values are 0.5 to 5.
-        inner_lr: The learning rate of the inner loop.
         inner_steps: The number of inner steps.
         solver: "cg", conjugate gradients, or "neumann", the Neumann series.
         iterations: The iterations of the solver, each one product with the Hessian.
         damping: A number that is added to the diagonal of the linear system, 0 or more.
         step_size: The step size of the Neumann series. Default: inner_lr.
-        rule: The update rule: "sgd", "momentum", "adam", "adamw" or "rmsprop"; a function from a
-            learning rate to a `hoglib.meta.GradientTransformation`; or an object with ``init`` and
-            ``update``.
-        rule_options: Keyword arguments of a rule that is given by name.
-        inner_loss: The criterion of the inner loop, learned if it is a module with parameters.
-            Default: criterion.
-        inner_params: The parameters that adapt: a predicate ``(name, tensor) -> bool``, or names
-            and prefixes. Default: all.
-        batch_norm: What batch norm layers normalise by: "by_mode", "transductive" or "frozen", as
-            `hoglib.MAML` describes.
-        forward: How the model is called, ``forward(model, batch)``. Default: by the parts of the
-            batch.
-        stand_ins: Run inside `hoglib.second_order()`, where torch calls without a right second
-            derivative are replaced by their stand-ins.
-        remat: Blocks of the model whose intermediate values are recomputed in backward instead of kept,
-            by `hoglib.ops.remat`: True for the blocks that it repeats, or their names or globs, as
-            "layers.*".
+        **options: Those of :class:`hoglib.meta.LearnerOptions`: ``inner_lr``, ``rule``,
+            ``rule_options``, ``inner_loss``, ``inner_params``, ``batch_norm``, ``forward``,
+            ``stand_ins`` and ``remat``.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: for an argument that is not as described here.
@@ -84,34 +69,11 @@ class IMAML(Learner):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        criterion: Criterion | None,
-        *,
-        strength: float = 2.0,
-        inner_lr: float = 0.01,
-        inner_steps: int = 20,
-        solver: str = "cg",
-        iterations: int = 10,
-        damping: float = 0.0,
-        step_size: float | None = None,
-        rule: str | GradientTransformation | Callable[[Any], GradientTransformation] = "sgd",
-        rule_options: dict[str, Any] | None = None,
-        inner_loss: Criterion | None = None,
-        inner_params: InnerParams = None,
-        batch_norm: str = "by_mode",
-        forward: Forward | None = None,
-        stand_ins: bool = True,
-        remat: bool | str | Sequence[str] = False,
-    ) -> None:
-        options = LoopOptions(
-            inner_lr=inner_lr, inner_steps=inner_steps, rule_options=rule_options,
-            inner_params=inner_params, batch_norm=batch_norm, first_order=True, stand_ins=stand_ins,
-            remat=remat,
-        )  # fmt: skip
-        super().__init__(
-            model, criterion, options, rule=rule, inner_loss=inner_loss, forward=forward
-        )
+        self, model: nn.Module, criterion: Criterion | None, *,
+        strength: float = 2.0, inner_steps: int = 20, solver: SolverName = "cg", iterations: int = 10,
+        damping: float = 0.0, step_size: float | None = None, **options: Unpack[LearnerOptions],
+    ) -> None:  # fmt: skip
+        super().__init__(model, criterion, options, inner_steps=inner_steps, first_order=True)
         if self.statistics is not None:
             raise ArgumentValueError(
                 "batch_norm: expected 'by_mode', 'transductive' or 'frozen' with IMAML, got "
@@ -133,15 +95,14 @@ class IMAML(Learner):
     def _loop(self, params: Params | None = None) -> ModuleLoop:
         return replace(super()._loop(params), strength=self.strength)
 
-    @property
-    def _takes_first_derivatives(self) -> bool:
-        return False  # its linear solve takes products with the Hessian of the inner loss
+    def _of_task(self, loop: ModuleLoop, start: MetaParams, wanted: bool) -> TaskFunction:
+        return partial(self._implicit_result, loop, start, wanted)
 
-    def _task_result(
+    def _implicit_result(
         self, loop: ModuleLoop, start: MetaParams, wanted: bool, support: Any, query: Any
     ) -> TaskResult:
         with torch.no_grad():
-            result, params = loop.outer_loss(start, support, query)
+            _, (result, params) = loop.outer_loss(start, support, query)
         if not wanted:
             return result
         steps = loop.options.inner_steps
@@ -180,25 +141,11 @@ class Reptile(Learner):
         model: Any nn.Module. It is called with other parameters and never changed.
         criterion: The loss, ``criterion(outputs, targets)``, a scalar; or a functional loss of the
             model, such as `hoglib.language_model_loss(model)`; or None, if the model computes its own.
-        inner_lr: The learning rate of the inner loop.
         inner_steps: The number of inner steps.
-        rule: The update rule: "sgd", "momentum", "adam", "adamw" or "rmsprop"; a function from a
-            learning rate to a `hoglib.meta.GradientTransformation`; or an object with ``init`` and
-            ``update``.
-        rule_options: Keyword arguments of a rule that is given by name.
-        inner_loss: The criterion of the inner loop. Default: criterion.
-        inner_params: The parameters that adapt: a predicate ``(name, tensor) -> bool``, or names
-            and prefixes. Default: all.
-        batch_norm: What batch norm layers normalise by: "by_mode", "transductive", "per_step" or
-            "frozen", as `hoglib.MAML` describes.
-        forward: How the model is called, ``forward(model, batch)``. Default: by the parts of the
-            batch.
         over_tasks: "vmap" runs all tasks at once, "loop" one after the other, "auto" chooses.
-        stand_ins: Run inside `hoglib.second_order()`, where torch calls without a right second
-            derivative are replaced by their stand-ins.
-        remat: Blocks of the model whose intermediate values are recomputed in backward instead of kept,
-            by `hoglib.ops.remat`: True for the blocks that it repeats, or their names or globs, as
-            "layers.*".
+        **options: Those of :class:`hoglib.meta.LearnerOptions`: ``inner_lr``, ``rule``,
+            ``rule_options``, ``inner_loss``, ``inner_params``, ``batch_norm``, ``forward``,
+            ``stand_ins`` and ``remat``.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: for an argument that is not as described here, and
@@ -216,31 +163,17 @@ class Reptile(Learner):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        criterion: Criterion | None,
-        *,
-        inner_lr: float = 0.01,
-        inner_steps: int = 5,
-        rule: str | GradientTransformation | Callable[[Any], GradientTransformation] = "sgd",
-        rule_options: dict[str, Any] | None = None,
-        inner_loss: Criterion | None = None,
-        inner_params: InnerParams = None,
-        batch_norm: str = "by_mode",
-        forward: Forward | None = None,
-        over_tasks: str = "auto",
-        stand_ins: bool = True,
-        remat: bool | str | Sequence[str] = False,
-    ) -> None:
-        options = LoopOptions(
-            inner_lr=inner_lr, inner_steps=inner_steps, rule_options=rule_options,
-            inner_params=inner_params, batch_norm=batch_norm, first_order=True, stand_ins=stand_ins,
-            remat=remat,
-        )  # fmt: skip
+        self, model: nn.Module, criterion: Criterion | None, *,
+        inner_steps: int = 5, over_tasks: OverTasks = "auto", **options: Unpack[LearnerOptions],
+    ) -> None:  # fmt: skip
         super().__init__(
-            model, criterion, options,
-            rule=rule, inner_loss=inner_loss, forward=forward, over_tasks=over_tasks,
-        )  # fmt: skip
+            model,
+            criterion,
+            options,
+            inner_steps=inner_steps,
+            over_tasks=over_tasks,
+            first_order=True,
+        )
         learned = list(self._loop().meta_params().modules)
         if learned:
             raise ArgumentValueError(
@@ -249,15 +182,16 @@ class Reptile(Learner):
                 "them with requires_grad_(False)."
             )
 
-    def _task_result(
-        self, loop: ModuleLoop, start: MetaParams, wanted: bool, support: Any, query: Any
-    ) -> TaskResult:
-        with torch.no_grad():
-            result, adapted = loop.outer_loss(start, support, query)
-            if not wanted:
-                return result
-            moved = {
-                name: p - adapted[name] if name in adapted else torch.zeros_like(p)
-                for name, p in start.model.items()
-            }
-        return result._replace(grads=MetaParams(moved, {}))
+    def _of_task(self, loop: ModuleLoop, start: MetaParams, wanted: bool) -> TaskFunction:
+        return partial(_moved, loop, start) if wanted else partial(loop.value, start)
+
+
+@torch.no_grad()
+def _moved(loop: ModuleLoop, start: MetaParams, support: Any, query: Any) -> TaskResult:
+    """How far the parameters moved, as if that were a gradient: theta - theta_i."""
+    _, (result, adapted) = loop.outer_loss(start, support, query)
+    moved = {
+        name: p - adapted[name] if name in adapted else torch.zeros_like(p)
+        for name, p in start.model.items()
+    }
+    return result._replace(grads=MetaParams(moved, {}))

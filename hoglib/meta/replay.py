@@ -28,7 +28,6 @@ from hoglib._core import pytree
 from hoglib._core.state import GeneratorStates
 from hoglib.errors import ArgumentValueError, NondeterministicError
 from hoglib.meta.checkpoints import BACKWARD, InMemory, OnDisk, State, digest
-from hoglib.meta.inner_loop import gradient
 from hoglib.meta.training import Training
 
 ALL = "all"
@@ -62,6 +61,7 @@ class Replay:
         advance: Callable[[], None],
     ) -> None:  # fmt: skip
         self.training, self.constants, self._advance = training, constants, advance
+        self._steps = training.steps
         self._leaves, self._structure = pytree.flatten(start)
         self._wanted = [x for x in pytree.leaves(constants) if _is_wanted(x)]
         self._schedule, self._files = schedule, files
@@ -138,16 +138,10 @@ class Replay:
 
     def _after(self, i: int, leaves: list[Any]) -> tuple[list[Any], Tensor]:
         """The leaves of the state after step i, with a graph from those before it; and the loss."""
-        params, memory = self._carry(leaves)
-
-        def loss(params: Any) -> tuple[Tensor, tuple[()]]:
-            return self.training.value(params, self.constants, self.training.batches.at(i)), ()
-
-        constant = self.training.is_constant(i)
-        with torch.enable_grad():
-            grads, (value, _) = gradient(loss, params, constant=constant, alone=True, check=i == 0)
-            rule = self.training.rule_of(self.constants)
-            return self._in_order(rule.update(params, grads, memory)), value
+        params, memory, (loss, _) = self._steps.step(
+            i, *self._carry(leaves), self.constants, alone=True
+        )
+        return self._in_order((params, memory)), loss
 
     # Backward
 

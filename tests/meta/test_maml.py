@@ -10,7 +10,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import hoglib as hog
-from hoglib.meta.tasks import vmap_pays
+from hoglib.meta.tasks import prefer_vmap
 from tests.long_tail import FULL
 from tests.meta.networks import as_list
 from tests.models import MODELS, build
@@ -205,10 +205,10 @@ def test_convolutions_and_large_layers_loop_over_the_tasks():
         dict(net.named_parameters())
         for net in (nn.LSTM(4, 8), nn.Conv1d(64, 64, 3), nn.Linear(600, 600))
     )
-    assert vmap_pays({**small, **dict(nn.Conv1d(2, 2, 1).named_parameters())})
-    assert not vmap_pays({**small, **conv})
-    assert not vmap_pays({**small, **large})
-    assert vmap_pays(
+    assert prefer_vmap({**small, **dict(nn.Conv1d(2, 2, 1).named_parameters())})
+    assert not prefer_vmap({**small, **conv})
+    assert not prefer_vmap({**small, **large})
+    assert prefer_vmap(
         {n: p.to("meta") for n, p in {**conv, **large}.items()}
     )  # of any device but the CPU
 
