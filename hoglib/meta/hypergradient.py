@@ -147,7 +147,7 @@ def hypergradient(
     training = Training.of("hypergradient", outer, inner, params, hyper, options, method, truncate)
     _check_together(memory, schedule, method, training.progress)
     with ring(training.policy, inner):
-        training, at = training.entered(), clone_inference_tensors(hyper)
+        at = clone_inference_tensors(hyper)
         if method != "unrolled":
             return _implicit(training, at, Solver(method, iterations, damping, tol, step_size))
         if memory == "store":
@@ -388,8 +388,7 @@ def leave_k_out(
         torch.no_grad(),
         preserve_random_state(*training.generators()),
     ):
-        training, at = training.entered(), detached(clone_inference_tensors(hyper))
-        drawn = RandomState(training.generators())
+        at, drawn = detached(clone_inference_tensors(hyper)), RandomState(training.generators())
         for subset in chosen:
             drawn.restore()
             changed = _changed(at, place, subset, factor)

@@ -1,7 +1,12 @@
-"""What all learners share: the loss over tasks of an inner loop, and the options that may change."""
+"""What all learners share: the loss over tasks of an inner loop, and the options that may change.
+
+With compile= the meta-gradient, of all inner steps and their derivatives, is a graph, for one task or
+for all.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, TypeVar, final
@@ -12,20 +17,20 @@ from torch import Tensor, nn
 from hoglib._core import pytree, validation
 from hoglib._core.autograd import clone_inference_tensors, outside_inference_mode, with_gradients
 from hoglib._core.blocks import Remat, find_blocks
-from hoglib._core.problem import check_option_names
+from hoglib._core.problem import Policy, check_option_names
 from hoglib._core.sharding import Placement
 from hoglib._core.source_location import warn
 from hoglib._core.swap import Params
+from hoglib.capture.api import kept_graph
 from hoglib.errors import ArgumentValueError
 from hoglib.functional import FunctionalLoss, check_instance, functional_loss, trainable_params
 from hoglib.meta import checks, norms
 from hoglib.meta import tasks as task_sets
-from hoglib.meta.compiled import captured
 from hoglib.meta.inner_loop import RECOMPUTES, refuse_saved_tensor_hooks, unroll
 from hoglib.meta.module_loop import LearnedRates, MetaParams, ModuleLoop, names_that_adapt
 from hoglib.meta.optimizers import resolve_rule, rule_name
 from hoglib.meta.options import OPTION_NAMES, InnerParams, LoopOptions, OverTasks
-from hoglib.meta.tasks import TaskFunction, TaskResult
+from hoglib.meta.tasks import TaskFunction, TaskResult, map_tasks
 from hoglib.ring import ring
 
 T = TypeVar("T")
@@ -250,14 +255,14 @@ class Learner(nn.Module, ABC):
         """What the tasks give, which were checked."""
         policy = loop.options.policy(type(self).__name__)
         if policy.one_graph:
-            of_task, of_stack = captured(self, policy, loop, start, wanted)
+            of_task, of_stack = _captured(self, policy, loop, start, wanted)
         else:
             # for a model or a rule that works in place; of what adapts, each task takes its own copy
             model = {n: p if n in loop.adapting else p.clone() for n, p in start.model.items()}
             of_task = self._of_task(
                 loop, MetaParams(model, pytree.map(Tensor.clone, start.modules)), wanted
             )
-            of_stack = partial(task_sets.map_tasks, of_task)
+            of_stack = partial(map_tasks, of_task)
         in_loop = loop.placement.is_sharded or (policy.backend and not policy.one_graph)
         found, self._vmappable = task_sets.run_tasks(
             of_task, of_stack, tasks, policy.caller, start.model,
@@ -355,3 +360,41 @@ class Learner(nn.Module, ABC):
             f"inner_lr={self.inner_lr}, inner_steps={self.inner_steps}, rule={rule_name(self.rule)}, "
             f"over_tasks={self.over_tasks!r}"
         )
+
+
+def _captured(
+    learner: Any, policy: Policy, loop: ModuleLoop, start: MetaParams, wanted: bool
+) -> tuple[TaskFunction, TaskFunction]:
+    """The functions of one task and of a pair of stacks, as graphs that are kept with the learner; a
+    copy of it has none."""
+    weights = loop.options.weights_for(loop.options.inner_steps)
+    weight_tensor, used = None, None
+    if weights is not None:  # an input of the graph, since they may change from epoch to epoch
+        device = next(iter(start.model.values())).device
+        weight_tensor = torch.tensor(weights, dtype=torch.float64, device=device)
+        used = tuple(bool(weight != 0) for weight in weights)
+        loop = replace(loop, options=replace(loop.options, step_weights=None))
+    key = f"{loop.options} {loop.rule} {used}"  # all that a graph depends on besides tensors
+
+    def run(mapped: bool, support: Any, query: Any) -> TaskResult:
+        whole = partial(_meta_gradient, policy.inside_graph, loop, used, mapped, wanted)
+        graph = kept_graph(
+            whole, f"{policy.caller}.loss", learner, (mapped, wanted), policy.backend
+        )
+        found: TaskResult = graph(key, weight_tensor, start, support, query)
+        return found
+
+    return partial(run, False), partial(run, True)
+
+
+def _meta_gradient(
+    policy: Policy, loop: ModuleLoop, used: tuple[bool, ...] | None, mapped: bool, wanted: bool,
+    key: str, weights: Tensor | None, start: MetaParams, support: Any, query: Any,
+) -> TaskResult:  # fmt: skip
+    """The meta-gradient of tasks, all together or one."""
+    given = None
+    if weights is not None and used is not None:  # a weight of zero needs no operations
+        given = [used and weights[i] for i, used in enumerate(used)]
+    of_task = partial(loop.meta_gradient if wanted else loop.value, start, weights=given)
+    with ring(policy, examine=False, gradients=nullcontext):
+        return map_tasks(of_task, support, query) if mapped else of_task(support, query)

@@ -241,10 +241,8 @@ class Replay:
 
     def _drop_from(self, step: int) -> None:
         for kept in (self._segment, self._kept):
-            for position in reversed(kept.positions()):
-                if position < max(step, 1):
-                    break
-                if position < self.training.count:
+            for position in kept.positions():
+                if max(step, 1) <= position < self.training.count:
                     kept.drop(position)
 
     # States

@@ -2,7 +2,7 @@
 batches of its steps."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from math import isqrt
 from typing import Any, TypedDict, final
 
@@ -63,7 +63,8 @@ class Batches:
 
     def __init__(self, get: Get | None, end: int | None = None) -> None:
         self.given = get is not None  # whether the loss takes one
-        self._get, self._end = get, end
+        self.count = self._end = end  # how many there are, if that is known
+        self._get = get
 
     def at(self, i: int) -> Any:
         """The batch of step i, the same in each call."""
@@ -87,14 +88,14 @@ class Passes(Batches):
     asks for them in reverse.
     """
 
-    def __init__(self, source: Iterable[Any], steps: int) -> None:
+    def __init__(self, source: Iterable[Any], steps: int | None, count: int | None) -> None:
         super().__init__(None)
-        self.given, self._source = True, source
+        self.given, self._source, self.count = True, source, count
         held = (capture.value for capture in closures.held(source))
         self._generators = [value for value in held if isinstance(value, torch.Generator)]
         self._starts = [(0, self._random())]  # of the passes: the first step, and the random state
         self._kept: dict[int, Any] = {}
-        self._window = isqrt(steps) + 2
+        self._window = isqrt(steps or count or 1) + 2
         self._iterator: Iterator[Any] | None = None
         self._next = 0
 
@@ -162,10 +163,9 @@ class Training:
     start: Any  # the initial parameters, or a function of hyper
     rule: Any
     count: int  # of steps
-    source: Any  # of batches, as given
+    batches: Batches
     progress: bool = False
     truncate: int | None = None
-    batches: Batches = field(default_factory=lambda: Batches(None))  # of the source, once entered
 
     @classmethod
     def of(
@@ -177,17 +177,14 @@ class Training:
         validation.function("inner", inner)
         check_truncate(truncate)
         validation.parameters(hyper, "hyper")
-        rule, source = options.get("rule"), options.get("batches")
-        count = _check_steps(options.get("steps"), source, method, rule)
+        batches = make_batches(options.get("batches"), options.get("steps"))
+        rule = options.get("rule")
+        count = _check_steps(options.get("steps"), batches, method, rule)
         progress = validation.flag("progress", options.get("progress", False))
-        stand_ins = validation.flag("stand_ins", options.get("stand_ins", True))
-        policy = Policy(caller, stand_ins=stand_ins)
-        return cls(policy, outer, inner, start, rule, count, source, progress, truncate)
-
-    def entered(self) -> "Training":
-        """The same inside of a ring, where autograd records, and from the random numbers there."""
-        start, batches = clone_inference_tensors(self.start), make_batches(self.source, self.count)
-        return replace(self, start=start, batches=batches)
+        policy = Policy(
+            caller, stand_ins=validation.flag("stand_ins", options.get("stand_ins", True))
+        )
+        return cls(policy, outer, inner, start, rule, count, batches, progress, truncate)
 
     def unrolled(self, hyper: Any) -> tuple[Any, list[Tensor]]:
         """The parameters at the end, with the graph of all steps, and the loss of each step."""
@@ -205,7 +202,8 @@ class Training:
 
     def initial(self, hyper: Any) -> Any:
         """The parameters before the first step."""
-        return self.start(hyper) if callable(self.start) else detached(self.start)
+        given = clone_inference_tensors(self.start)
+        return given(hyper) if callable(given) else detached(given)
 
     def value(self, params: Any, hyper: Any, batch: Any) -> Tensor:
         """The inner loss."""
@@ -232,11 +230,10 @@ class Training:
             validation.finite("outer(params, hyper)", value.detach(), "Look for NaN in its data.")
 
 
-def _check_steps(steps: int | None, batches: Any, method: str, rule: Any) -> int:
+def _check_steps(steps: int | None, batches: Batches, method: str, rule: Any) -> int:
     """The number of steps."""
-    known = _check_batches(batches, steps)
     if steps is None:
-        steps = int(method == "unrolled") if known is None else known
+        steps = int(method == "unrolled") if batches.count is None else batches.count
     count = validation.at_least("steps", steps, 1 if method == "unrolled" else 0)
     if count and rule is None:
         raise ArgumentValueError(
@@ -253,42 +250,28 @@ def _check_steps(steps: int | None, batches: Any, method: str, rule: Any) -> int
     return count
 
 
-def _check_batches(batches: Any, steps: int | None) -> int | None:
-    """The number of batches if it is known; raises for what is no source of batches."""
-    if batches is None or _is_function(batches):
-        return None
-    if isinstance(batches, Iterator):
+def make_batches(source: Any, steps: int | None) -> Batches:
+    """The batches of a training; raises for what is no source of batches."""
+    if source is None or (callable(source) and not isinstance(source, Iterable)):
+        return Batches(source)
+    if isinstance(source, Iterator):
         raise ArgumentTypeError(
-            f"batches: expected a source that can be read again, got {validation.describe(batches)}, "
+            f"batches: expected a source that can be read again, got {validation.describe(source)}, "
             "which can be read once; pass list(...), a DataLoader, or a function of the step."
         )
-    indexed = hasattr(batches, "__getitem__") and hasattr(batches, "__len__")
-    if not indexed and not isinstance(batches, Iterable):
+    sized = hasattr(source, "__len__")
+    indexed = sized and hasattr(source, "__getitem__")
+    if not indexed and not isinstance(source, Iterable):
         raise ArgumentTypeError(
             "batches: expected a sequence, a DataLoader or another iterable, or a function of the "
-            f"step, got {validation.describe(batches)}."
+            f"step, got {validation.describe(source)}."
         )
-    if not hasattr(batches, "__len__"):
-        return None
-    count = len(batches)
-    if not count or (indexed and steps is not None and count < steps):
+    count = len(source) if sized else None
+    if count == 0 or (indexed and steps is not None and count < steps):
         raise ArgumentValueError(
             f"batches: expected one for each of {max(steps or 1, 1)} steps, got {count}."
         )
-    return count
-
-
-def make_batches(batches: Any, steps: int) -> Batches:
-    """The batches of a training of so many steps, which `_check_steps` has checked."""
-    if batches is None or _is_function(batches):
-        return Batches(batches)
-    if hasattr(batches, "__getitem__") and hasattr(batches, "__len__"):
-        return Batches(batches.__getitem__, len(batches))
-    return Passes(batches, steps)
-
-
-def _is_function(batches: Any) -> bool:
-    return callable(batches) and not isinstance(batches, Iterable)
+    return Batches(source.__getitem__, count) if indexed else Passes(source, steps, count)
 
 
 def detached(tree: Any) -> Any:
