@@ -133,10 +133,8 @@ def _check_leaves(
 
 def _other_leaves(values: list[Tensor], own: list[Tensor]) -> list[Tensor]:
     known = {id(x) for x in own}
-    found: dict[int, Tensor] = {}
-    for value in values:
-        found |= graph_summary(value).leaves
-    return [leaf for key, leaf in found.items() if key not in known]
+    reached = {key: x for value in values for key, x in graph_summary(value).leaves.items()}
+    return [x for key, x in reached.items() if key not in known]
 
 
 # Parameters that several processes share (DTensor)

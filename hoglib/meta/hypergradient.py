@@ -146,10 +146,13 @@ def hypergradient(
     )
     training = Training.of("hypergradient", outer, inner, params, hyper, options, method, truncate)
     _check_together(memory, schedule, method, training.progress)
+    solver = None
+    if method != "unrolled":
+        solver = Solver(method, iterations, damping, tol, step_size)
     with ring(training.policy, inner):
         at = clone_inference_tensors(hyper)
-        if method != "unrolled":
-            return _implicit(training, at, Solver(method, iterations, damping, tol, step_size))
+        if solver is not None:
+            return _implicit(training, at, solver)
         if memory == "store":
             return _unrolled(training, at)
         return _replayed(training, at, ALL if memory == "remat" else schedule, where)

@@ -1,6 +1,8 @@
 """The meta-gradient: loop against vmap, against finite differences, first- against second-order."""
 
 import copy
+import inspect
+import itertools
 import pickle
 
 import pytest
@@ -10,6 +12,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import hoglib as hog
+from hoglib._core import torch_internals
 from hoglib.meta.tasks import prefer_vmap
 from tests.long_tail import FULL
 from tests.meta.networks import as_list
@@ -211,6 +214,35 @@ def test_convolutions_and_large_layers_loop_over_the_tasks():
     assert prefer_vmap(
         {n: p.to("meta") for n, p in {**conv, **large}.items()}
     )  # of any device but the CPU
+
+
+@pytest.mark.parametrize("over_tasks", ["loop", "vmap"])
+def test_few_frames_stand_between_the_loss_and_the_engine(over_tasks, monkeypatch):
+    """At most 11 of hoglib at an inner gradient, 6 at the meta-gradient, none in a file it left."""
+    learner, tasks = maml("plain", inner_steps=1, over_tasks=over_tasks), stacks()
+    learner.loss(tasks)  # looks at the model
+    found = []
+
+    def watched(engine):
+        def run(*args, **kwargs):
+            files = [frame.filename for frame in inspect.stack() if "/hoglib/" in frame.filename]
+            found.append(files[::-1])
+            return engine(*args, **kwargs)
+
+        return run
+
+    monkeypatch.setattr(torch.autograd, "grad", watched(torch.autograd.grad))
+    monkeypatch.setattr(
+        torch_internals, "engine_gradients", watched(torch_internals.engine_gradients)
+    )
+    learner.stand_ins = False  # whose mode would see torch.autograd.grad, and call it again
+    learner.loss(tasks)
+    counts = [len(files) for files in found]
+    assert max(counts) <= 11
+    assert min(counts) <= 6
+    for files in found:
+        left = [file for file, _ in itertools.groupby(files)]
+        assert len(left) == len(set(left)), left
 
 
 def test_attributes_that_are_changed_later_take_effect():
