@@ -239,6 +239,9 @@ def unroll(
     modes_of: modules whose train or eval mode is restored for a recomputation.
     """
     carry = params, inner.rule(0, constants).init(params) if steps else {}, None
+    run: Callable[..., Any] = inner.run
+    if memory != "store":
+        run, constants = _lift_tensors(run, constants)
     found: list[tuple[Tensor, Any]] = []
     done = 0
     while done < steps:
@@ -247,11 +250,9 @@ def unroll(
         while inner.constant(end - 1) != constant:
             end -= 1
         if memory == "store" or constant:  # a constant gradient has no graph to be saved
-            carry, more = inner.run(done, end, carry, constants)
+            carry, more = run(done, end, carry, constants)
         else:
-            carry, more = recompute(
-                inner.run, done, end, carry, constants, modes_of=modes_of, nests=True
-            )
+            carry, more = recompute(run, done, end, carry, constants, modes_of=modes_of, nests=True)
         found, done = [*found, *more], end
     adapted, _, outer = carry
     return Unrolled(adapted, outer, [loss for loss, _ in found], [notes for _, notes in found])
@@ -337,6 +338,23 @@ def _chunk_length(memory: str, steps: int) -> int:
     if memory == "store":
         return steps
     return 1 if memory == "remat" else max(1, isqrt(steps))
+
+
+def _lift_tensors(run: Callable[..., Any], constants: Any) -> tuple[Callable[..., Any], list[Any]]:
+    """`run` as a function of the tensors and modules among its constants.
+
+    Other objects are fixed: a batch may be one that holds tensors, which a recomputation refuses.
+    """
+    leaves, structure = pytree.flatten(constants)
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor | nn.Module)]
+
+    def run_lifted(start: int, end: int, carry: Any, lifted: list[Any]) -> Any:
+        given = list(leaves)
+        for i, leaf in zip(places, lifted, strict=True):
+            given[i] = leaf
+        return run(start, end, carry, pytree.unflatten(given, structure))
+
+    return run_lifted, [leaves[i] for i in places]
 
 
 def _modules_of(loss: Loss, modules: Sequence[nn.Module]) -> list[nn.Module]:

@@ -4,6 +4,7 @@ With compile= the meta-gradient, of all inner steps and their derivatives, is a 
 for all.
 """
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -100,7 +101,8 @@ class Learner(nn.Module, ABC):
         self, model: nn.Module, criterion: Any, options: Mapping[str, Any], **own: Any
     ) -> None:
         super().__init__()
-        check_option_names(type(self).__name__, options, OPTION_NAMES)
+        of_kind = [*inspect.signature(type(self)).parameters][2:-1]  # for the message
+        check_option_names(type(self).__name__, options, (*OPTION_NAMES, *of_kind))
         given = {"rule": "sgd", "inner_loss": None, "forward": None, **options}
         rule, inner_loss, forward = (given.pop(name) for name in ("rule", "inner_loss", "forward"))
         checked = LoopOptions(**given, **own)

@@ -304,15 +304,15 @@ def stacked(tasks: Any) -> Any | None:
     if not isinstance(tasks, list):
         return tasks
     flat = [pytree.flatten(tuple(task)) for task in tasks]
-    first, structure = flat[0]
-    for leaves, other in flat:
-        if other != structure:
-            return None
-        for x, y in zip(leaves, first, strict=True):
-            if not isinstance(x, Tensor) or not isinstance(y, Tensor):
-                return None
-            if x.shape != y.shape or x.dtype != y.dtype or x.device != y.device:
-                return None
+    structure = flat[0][1]
+    kinds = [
+        [(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else None for x in leaves]
+        for leaves, _ in flat
+    ]
+    if any(None in kind or kind != kinds[0] for kind in kinds):
+        return None
+    if any(other != structure for _, other in flat):
+        return None
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
     return pytree.unflatten([torch.stack(column) for column in columns], structure)
 
