@@ -360,6 +360,7 @@ ERRORS = {
     "misspelt parameter": (
         lambda: maml("plain").adapt((SX[0], SY[0]), params={"0.weigth": SX}), ValueError, "did you mean '0.weight'",
     ),
+    "misspelt option": (lambda: maml("plain", inner_step=3), TypeError, "did you mean 'inner_steps'"),
     "first_order is a word": (lambda: maml("plain", first_order="no"), TypeError, "first_order: expected True or False"),
     "empty containers": (lambda: maml("plain").adapt(([], [])), ValueError, "support: expected a batch of tensors"),
     "negative steps": (lambda: maml("plain").adapt((SX[0], SY[0]), steps=-1), ValueError, "steps.*at least 0"),
