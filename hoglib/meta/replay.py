@@ -138,9 +138,8 @@ class Replay:
 
     def _after(self, i: int, leaves: list[Any]) -> tuple[list[Any], Tensor]:
         """The leaves of the state after step i, with a graph from those before it; and the loss."""
-        params, memory, (loss, _) = self._steps.step(
-            i, *self._carry(leaves), self.constants, alone=True
-        )
+        params, memory = self._carry(leaves)
+        params, memory, (loss, _) = self._steps.step(i, params, memory, self.constants, alone=True)
         return self._in_order((params, memory)), loss
 
     # Backward

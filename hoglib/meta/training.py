@@ -177,9 +177,12 @@ class Training:
         validation.function("inner", inner)
         check_truncate(truncate)
         validation.parameters(hyper, "hyper")
-        batches = make_batches(options.get("batches"), options.get("steps"))
-        rule = options.get("rule")
-        count = _check_steps(options.get("steps"), batches, method, rule)
+        least, steps = int(method == "unrolled"), options.get("steps")
+        if steps is not None:
+            validation.at_least("steps", steps, least)
+        batches, rule = make_batches(options.get("batches"), steps), options.get("rule")
+        count = next(n for n in (steps, batches.count, least) if n is not None)
+        _check_rule(rule, count)
         progress = validation.flag("progress", options.get("progress", False))
         policy = Policy(
             caller, stand_ins=validation.flag("stand_ins", options.get("stand_ins", True))
@@ -230,11 +233,8 @@ class Training:
             validation.finite("outer(params, hyper)", value.detach(), "Look for NaN in its data.")
 
 
-def _check_steps(steps: int | None, batches: Batches, method: str, rule: Any) -> int:
-    """The number of steps."""
-    if steps is None:
-        steps = int(method == "unrolled") if batches.count is None else batches.count
-    count = validation.at_least("steps", steps, 1 if method == "unrolled" else 0)
+def _check_rule(rule: Any, count: int) -> None:
+    """Raise for what is no update rule of so many steps."""
     if count and rule is None:
         raise ArgumentValueError(
             f"rule: expected an update rule for {count} inner steps, got None; for instance "
@@ -247,7 +247,6 @@ def _check_steps(steps: int | None, batches: Batches, method: str, rule: Any) ->
         )
     if rule is not None and not is_transformation(rule):
         validation.function("rule", rule)
-    return count
 
 
 def make_batches(source: Any, steps: int | None) -> Batches:
@@ -267,7 +266,8 @@ def make_batches(source: Any, steps: int | None) -> Batches:
             f"step, got {validation.describe(source)}."
         )
     count = len(source) if sized else None
-    if count == 0 or (indexed and steps is not None and count < steps):
+    needed = steps if indexed and steps is not None else 1
+    if count is not None and count < max(needed, 1):
         raise ArgumentValueError(
             f"batches: expected one for each of {max(steps or 1, 1)} steps, got {count}."
         )
