@@ -172,15 +172,20 @@ class Learner(nn.Module, ABC):
         start = loop.meta_params()
         if params is not None:
             start = start._replace(model=params)
-        placement = checks.placement_of_params(start.model)
+        placement, start = self._placed(loop, start)
         if placement.is_sharded:
-            checks.refuse_settings(type(self).__name__, loop, start)
             checks.refuse_graph(f"{type(self).__name__}.adapt")
-        start = start._replace(model=checks.spread(start.model, placement.local))
         with self._ring(loop, placement) as blocks:
             loop = replace(loop, placement=placement.defer(self.model, blocks))
             adapted = unroll(*loop.unrolling(start, clone_inference_tensors(support), count)).params
         return checks.spread({**start.model, **adapted}, placement.wrap)
+
+    def _placed(self, loop: ModuleLoop, start: MetaParams) -> tuple[Placement, MetaParams]:
+        """How the parameters are spread over processes, and the parts of this one."""
+        placement = checks.placement_of_params(start.model)
+        if placement.is_sharded:
+            checks.refuse_settings(type(self).__name__, loop, start)
+        return placement, start._replace(model=checks.spread(start.model, placement.local))
 
     def _ring(self, loop: ModuleLoop, placement: Placement, *, of_tasks: bool = False) -> ring:
         """What stands around the inner loop. A graph of tasks has stand-ins of its own."""
@@ -222,15 +227,11 @@ class Learner(nn.Module, ABC):
         tasks, wanted = task_sets.unpack(tasks), torch.is_grad_enabled()
         loop = self._loop()
         own = loop.meta_params()
-        placement = checks.placement_of_params(own.model)
+        placement, start = self._placed(loop, pytree.map(Tensor.detach, own))
         with self._ring(loop, placement, of_tasks=True) as blocks:
-            if placement.is_sharded:
-                checks.refuse_settings(what, loop, own)
-            count = checks.check_together(what, placement, own.model, tasks, self.inner_steps)
+            count = checks.check_together(what, placement, start.model, tasks, self.inner_steps)
             with task_sets.stacks_in_errors(what, tasks, count):
                 tasks = clone_inference_tensors(tasks)
-                model = checks.spread(pytree.map(Tensor.detach, own.model), placement.local)
-                start = MetaParams(model, pytree.map(Tensor.detach, own.modules))
                 loop = replace(loop, placement=placement.defer(self.model, blocks))
                 if wanted and self._checked_model != id(self.model):
                     learned: Params = dict(self.named_parameters())

@@ -225,8 +225,10 @@ def test_few_frames_stand_between_the_loss_and_the_engine(over_tasks, monkeypatc
 
     def watched(engine):
         def run(*args, **kwargs):
-            files = [frame.filename for frame in inspect.stack() if "/hoglib/" in frame.filename]
-            found.append(files[::-1])
+            frames = [
+                f for f in inspect.stack(0) if f.frame.f_globals["__name__"].startswith("hoglib.")
+            ]
+            found.append([f.filename for f in frames])
             return engine(*args, **kwargs)
 
         return run
