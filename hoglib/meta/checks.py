@@ -57,13 +57,10 @@ def check_derivatives(
         first = loop.inner_value(at, adapting, support, 0)
         if not depends_on_any(first, list(adapting.values())):
             raise NoSecondDerivative(UNUSED.format(which="inner", whom=" that adapt"))
-        # some rules use all their parameters in the second step
         constant = replace(loop, options=replace(loop.options, first_order=True))
-        inner, _, params, constants, *_ = constant.unrolling(at, support, 2)
-        state = inner.rule(0, constants).init(params)
-        for i in range(min(2, loop.options.inner_steps)):
-            params, state, _ = inner.step(i, params, state, constants)
-        last = loop.outer_value(at, params, query, loop.options.inner_steps)
+        steps = loop.options.inner_steps  # some rules use all their parameters in the second step
+        params = constant.unrolling(at, support, min(2, steps))().params
+        last = loop.outer_value(at, params, query, steps)
         if not last.requires_grad:
             raise NoSecondDerivative(UNUSED.format(which="outer", whom=""))
         return [first, last]

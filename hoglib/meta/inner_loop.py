@@ -16,7 +16,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks
 
 from hoglib._core import closures, pytree, torch_internals, validation
-from hoglib._core.autograd import fresh_leaves, materialize_grads, outside_inference_mode
+from hoglib._core.autograd import (
+    clone_inference_tensors,
+    fresh_leaves,
+    materialize_grads,
+    outside_inference_mode,
+)
 from hoglib._core.gradient_graph import GraphSummary, check_custom_functions, graph_summary
 from hoglib._core.problem import Policy
 from hoglib._core.recomputation import inside_recomputation, recompute
@@ -77,6 +82,7 @@ def inner_step(
     """
     steps = InnerSteps(_value_of(loss), lambda i, _: rule)
     with _ring("inner_step"):
+        params, batch = clone_inference_tensors((params, batch))
         params, state, _ = steps.step(0, params, state, (batch, {}))
     return params, state
 
@@ -143,6 +149,7 @@ def adapt(
         lambda i: first_order or is_truncated(i, steps, truncate),
     )
     with _ring("adapt"):
+        params, batch = clone_inference_tensors((params, batch))
         return unroll(
             inner, steps, params, (batch, rest, modules), memory, _modules_of(loss, modules)
         ).params

@@ -27,7 +27,7 @@ from hoglib.errors import ArgumentValueError
 from hoglib.functional import FunctionalLoss, check_instance, functional_loss, trainable_params
 from hoglib.meta import checks, norms
 from hoglib.meta import tasks as task_sets
-from hoglib.meta.inner_loop import RECOMPUTES, refuse_saved_tensor_hooks, unroll
+from hoglib.meta.inner_loop import RECOMPUTES, refuse_saved_tensor_hooks
 from hoglib.meta.module_loop import LearnedRates, MetaParams, ModuleLoop, names_that_adapt
 from hoglib.meta.optimizers import resolve_rule, rule_name
 from hoglib.meta.options import OPTION_NAMES, InnerParams, LoopOptions, OverTasks
@@ -177,7 +177,7 @@ class Learner(nn.Module, ABC):
             checks.refuse_graph(f"{type(self).__name__}.adapt")
         with self._ring(loop, placement) as blocks:
             loop = replace(loop, placement=placement.defer(self.model, blocks))
-            adapted = unroll(*loop.unrolling(start, clone_inference_tensors(support), count)).params
+            adapted = loop.unrolling(start, clone_inference_tensors(support), count)().params
         return checks.spread({**start.model, **adapted}, placement.wrap)
 
     def _placed(self, loop: ModuleLoop, start: MetaParams) -> tuple[Placement, MetaParams]:

@@ -25,6 +25,7 @@ from hoglib.meta import norms
 from hoglib.meta.gradient_transformation import GradientTransformation
 from hoglib.meta.inner_loop import (
     InnerSteps,
+    Unrolled,
     is_truncated,
     refuse_saved_tensor_hooks,
     unroll,
@@ -93,7 +94,7 @@ class ModuleLoop:
         """
         steps = self.options.inner_steps
         weights = self.options.weights_for(steps) if weights is None else weights
-        found = unroll(*self.unrolling(start, support, steps, query, weights))
+        found = self.unrolling(start, support, steps, query, weights)()
         with self._record_statistics() as statistics:
             value = self.outer_value(start, found.params, query, steps)
         if weights is not None:
@@ -111,9 +112,8 @@ class ModuleLoop:
     def unrolling(
         self, start: MetaParams, support: Any, steps: int, query: Any = None,
         weights: StepWeights = None,
-    ) -> tuple[Any, ...]:  # fmt: skip
-        """The arguments of `unroll`, which gives the parameters after so many steps, and the weighted
-        outer losses before the last."""
+    ) -> Callable[[], Unrolled]:  # fmt: skip
+        """What runs so many steps, and gives the weighted outer losses before the last."""
 
         def loss(i: int, params: Params, constants: Any) -> tuple[Tensor, Any]:
             start, support, _ = constants
@@ -139,12 +139,12 @@ class ModuleLoop:
         with without_stand_ins():
             params = {name: start.model[name].clone() for name in self.adapting}
         if self.options.memory == "store":
-            return inner, steps, params, (start, support, query), "store"
+            return partial(unroll, inner, steps, params, (start, support, query), "store")
         # A recomputation saves all its inputs: the initial values of what adapts are not needed.
         rest = {n: p for n, p in start.model.items() if n not in params}
         modules = [*self.criterion_loss.model.modules(), *self.learned_modules.modules()]
         constants = start._replace(model=rest), support, query
-        return inner, steps, params, constants, self.options.memory, modules
+        return partial(unroll, inner, steps, params, constants, self.options.memory, modules)
 
     def inner_value(self, start: MetaParams, params: Params, support: Any, step: int) -> Tensor:
         """The loss that an inner step decreases."""

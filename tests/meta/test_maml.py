@@ -118,6 +118,18 @@ def test_the_frozen_part_stays_and_the_tied_weight_moves_as_one():
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_steps_of_a_plain_function_without_grad(context):
+    rule = hog.meta.sgd(0.1)
+    with context():
+        w, x = torch.tensor(1.0), torch.tensor(2.0)
+        loss = lambda w, x: (w * x).square()  # noqa: E731
+        stepped, _ = hog.meta.inner_step(loss, w, x, rule, rule.init(w))
+        adapted = hog.meta.adapt(loss, w, x, rule, steps=2)
+    assert_close(stepped, torch.tensor(0.2))
+    assert_close(adapted, torch.tensor(0.04))
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 def test_without_grad_the_value_and_the_adaptation_are_there(context):
     learner, tasks = maml("fused layers", inner_steps=2), stacks()
     expected, adapted = learner.loss(tasks).detach(), learner.adapt(as_list(tasks)[0][0])
