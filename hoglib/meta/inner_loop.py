@@ -189,9 +189,8 @@ class InnerSteps(NamedTuple):
 
     loss: Callable[[int, Params, Any], tuple[Tensor, Any]]  # (i, params, constants) -> loss, notes
     rule: Callable[[int, Any], GradientTransformation]  # (i, constants)
-    constant: Callable[[int], bool] = lambda _: (
-        False
-    )  # whether the gradient of step i is a constant
+    # whether the gradient of step i is a constant
+    constant: Callable[[int], bool] = lambda _: False
     # (i, params, constants): the weighted outer loss after step i, if it has one
     outer: Callable[[int, Params, Any], Tensor | None] | None = None
 
@@ -200,6 +199,8 @@ class InnerSteps(NamedTuple):
         made: bool = False,
     ) -> tuple[Params, Any, tuple[Tensor, Any]]:  # fmt: skip
         """The parameters and the state after step i; and the loss with its notes, without a graph.
+
+            g = grad loss(theta)        theta', state' = rule.update(theta, g, state)
 
         alone: the step is differentiated, if at all, before the model is run again. made: params are
         the result of a step, which the loss has from its argument alone, so that they need no views to
@@ -210,8 +211,9 @@ class InnerSteps(NamedTuple):
             return self.loss(i, params, constants)
 
         grad = _grad_by_transform if torch_internals.transforms_active() else _grad
-        # custom Functions are checked in the first step, for all
-        g, found = grad(loss, params, self.constant(i), i == 0, alone, made)
+        constant = self.constant(i)
+        check = i == 0 and not constant  # of custom Functions: the first step does for all
+        g, found = grad(loss, params, constant=constant, check=check, alone=alone, made=made)
         params, state = self.rule(i, constants).update(params, g, state)
         return params, state, found
 
@@ -266,7 +268,7 @@ def unroll(
 
 
 def _grad(
-    loss: LossWithNotes, params: Params, constant: bool, check: bool, alone: bool, made: bool
+    loss: LossWithNotes, params: Params, *, constant: bool, check: bool, alone: bool, made: bool
 ) -> tuple[Params, Any]:
     """g = grad loss(params), and (the loss, its notes) without a graph.
 
@@ -306,13 +308,13 @@ def _are_apart(leaves: Sequence[Tensor]) -> bool:
 
 
 def _grad_by_transform(
-    loss: LossWithNotes, params: Params, constant: bool, check: bool, alone: bool, made: bool
+    loss: LossWithNotes, params: Params, *, constant: bool, check: bool, **_: bool
 ) -> tuple[Params, Any]:
     """`_grad` inside of torch.func, where plain autograd, several times as fast, has no graph."""
 
     def checked(params: Params) -> tuple[Tensor, Any]:
         value, notes = loss(params)
-        if check and not constant:
+        if check:
             check_custom_functions(graph_summary(value), "the inner step")
         return value, (value, notes)
 
