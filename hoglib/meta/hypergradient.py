@@ -24,7 +24,7 @@ from hoglib.curvature.linear_operator import ProgressBar
 from hoglib.errors import ArgumentValueError
 from hoglib.meta.checkpoints import OnDisk, check_directory, digest
 from hoglib.meta.implicit import Residual, Solver, check_used, implicit_gradient
-from hoglib.meta.replay import ALL, Replay, add, vjp
+from hoglib.meta.replay import Replay, add, vjp
 from hoglib.meta.training import Training, TrainingOptions, detached
 from hoglib.ring import ring
 
@@ -155,7 +155,7 @@ def hypergradient(
             return _implicit(training, at, solver)
         if memory == "store":
             return _unrolled(training, at)
-        return _replayed(training, at, ALL if memory == "remat" else schedule, where)
+        return _replayed(training, at, "remat" if memory == "remat" else schedule, where)
 
 
 def _unrolled(training: Training, hyper: Any) -> Hypergradient:

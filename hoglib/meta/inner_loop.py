@@ -6,7 +6,7 @@
 `hoglib.meta.replay` goes through them backwards, one at a time.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from math import isqrt
 from typing import Any, Literal, NamedTuple, get_args
@@ -251,18 +251,18 @@ def unroll(
     run: Callable[..., Any] = inner.run
     if memory != "store":
         run, constants = _lift_tensors(run, constants)
+    constant = inner.constant
+    changes = (i for i in range(1, steps) if constant(i) != constant(i - 1))
     found: list[tuple[Tensor, Any]] = []
-    done = 0
-    while done < steps:
-        end = min(done + _chunk_length(memory, steps), steps)
-        constant = inner.constant(done)
-        while inner.constant(end - 1) != constant:
-            end -= 1
-        if memory == "store" or constant:  # a constant gradient has no graph to be saved
-            carry, more = run(done, end, carry, constants)
+    begin = 0
+    for end in sorted({*kept_states(memory, 0, steps), *changes, steps} - {0}):
+        if memory == "store" or constant(begin):  # a constant gradient has no graph to be saved
+            carry, more = run(begin, end, carry, constants)
         else:
-            carry, more = recompute(run, done, end, carry, constants, modes_of=modes_of, nests=True)
-        found, done = [*found, *more], end
+            carry, more = recompute(
+                run, begin, end, carry, constants, modes_of=modes_of, nests=True
+            )
+        found, begin = [*found, *more], end
     adapted, _, outer = carry
     return Unrolled(adapted, outer, [loss for loss, _ in found], [notes for _, notes in found])
 
@@ -343,10 +343,21 @@ def check_truncate(truncate: int | None) -> int | None:
     return None if truncate is None else validation.at_least("truncate", truncate, 0)
 
 
-def _chunk_length(memory: str, steps: int) -> int:
-    if memory == "store":
-        return steps
-    return 1 if memory == "remat" else max(1, isqrt(steps))
+def kept_states(memory: str, begin: int, end: int) -> Iterator[int]:
+    """The states between two that are kept, for those after each of them to be computed again.
+
+    "store"                 none, but the graph of every step
+    "remat"                 all
+    "checkpoint", "sqrt"    every sqrt(n)-th
+    "log"                   log2(n), by recursive halving
+    """
+    if memory == "log":
+        while end - begin > 1:
+            begin = (begin + end) // 2
+            yield begin
+    elif memory != "store":
+        stride = 1 if memory == "remat" else max(1, isqrt(end - begin))
+        yield from range(begin + stride, end, stride)
 
 
 def _lift_tensors(run: Callable[..., Any], constants: Any) -> tuple[Callable[..., Any], list[Any]]:
