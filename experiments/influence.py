@@ -1,6 +1,6 @@
 """Which training digits made a classifier err: influence functions, checked by training again."""
 
-from typing import Any, final
+from typing import Any, Literal, final
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from experiments.tables.influence import Errors, Retrained, influence_table
 from experiments.training.compile_choice import CompileOption
 
 EXACT, EKFAC = "influence, conjugate gradients", "influence, EKFAC"
+SOLVERS: dict[str, Literal["cg", "ekfac"]] = {EXACT: "cg", EKFAC: "ekfac"}
 GRADIENTS, RANDOM = "product of gradients", "random digits"
 
 
@@ -90,7 +91,7 @@ class Influence(RepeatedTraining):
         given = (train.x, train.label), (queries.x, queries.truth)
         scores = {
             name: hog.influence(objective, params, *given, solver=solver, damping=self.damping)
-            for name, solver in ((EXACT, "cg"), (EKFAC, "ekfac"))
+            for name, solver in SOLVERS.items()
         }
         rows = [hog.per_example_gradients(objective, params, part)[1] for part in given]
         a, b = (torch.cat([g.flatten(1) for g in each.values()], 1) for each in rows)

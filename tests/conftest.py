@@ -2,8 +2,10 @@
 tests skipped where there is no GPU."""
 
 import gc
+import logging
 import os
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -46,3 +48,13 @@ def _as_in_a_new_process() -> None:
     torch.manual_seed(0)
     entry_points.forget_verdicts()
     source_location.forget_warned()
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """What hoglib logs."""
+    logger = logging.getLogger("hoglib")
+    logger.addHandler(caplog.handler)
+    with caplog.at_level("DEBUG", logger="hoglib"):
+        yield caplog
+    logger.removeHandler(caplog.handler)

@@ -1,4 +1,4 @@
-"""Toy custom Functions of the tests: a right one, and one for each common mistake."""
+"""Toy custom Functions of the tests: right ones, and one for each common mistake."""
 
 import numpy as np
 import torch
@@ -104,3 +104,27 @@ class KeepsIntermediate(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         return 3 * g * ctx.square
+
+
+class Sine(torch.autograd.Function):
+    """Right, in the old style; its derivative is another Function."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, g):
+        return Cosine.apply(ctx.saved_tensors[0]) * g
+
+
+class Cosine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.cos()
+
+    @staticmethod
+    def backward(ctx, g):
+        return -Sine.apply(ctx.saved_tensors[0]) * g

@@ -5,6 +5,8 @@ import gc
 import json
 import os
 import warnings
+from collections import Counter
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -33,6 +35,16 @@ def found_by_each(function, folder, count=2, backend="gloo"):
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(count)]
 
 
+@contextmanager
+def alone():
+    """A group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
 def exit_code_of(function, *args):
     """That of a process of its own that calls a function of a module; -n where signal n ended it."""
     process = multiprocessing.get_context("forkserver").Process(target=function, args=args)
@@ -53,6 +65,13 @@ def raised_by(calls):
     return found
 
 
+def assert_raised(found, expected, rank):
+    """What `raised_by` found is, of each name, the class and the words that are expected."""
+    for name, (kind, words) in expected.items():
+        assert found[name][0] == kind, (rank, name, found[name])
+        assert words in found[name][1], (rank, name, found[name])
+
+
 def peak_held(run):
     """The most bytes of tensors made by `run` that it held at one time: the same number on every run.
 
@@ -62,6 +81,30 @@ def peak_held(run):
     gc.collect()
     with _BuffersOfTheirOwn():
         return peak_bytes(run, torch.device("cpu"))
+
+
+class Wire(TorchDispatchMode):
+    """Counts messages, and the bytes that a ring of processes sends for them from each."""
+
+    def __init__(self):
+        super().__init__()
+        self.messages, self.bytes = Counter(), Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if func.namespace in ("c10d", "_c10d_functional") and name in PARTS:
+            tensors = [x for x in pytree.leaves(list(args)) if isinstance(x, torch.Tensor)]
+            size = sum(x.numel() * x.element_size() for x in tensors)
+            self.messages[PARTS[name][0]] += 1
+            self.bytes[PARTS[name][0]] += size * PARTS[name][1](dist.get_world_size())
+        return func(*args, **(kwargs or {}))
+
+
+PARTS = {  # how much a process sends, in units of what it gives to the operation
+    "all_gather_into_tensor": ("gathers", lambda n: n - 1),
+    "reduce_scatter_tensor": ("averages", lambda n: (n - 1) / n),  # how shards are averaged
+    "allreduce_": ("sums", lambda n: 2 * (n - 1) / n),
+}  # fmt: skip
 
 
 class _BuffersOfTheirOwn(TorchDispatchMode):

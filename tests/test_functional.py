@@ -17,8 +17,10 @@ from torch.utils.data import DataLoader
 
 import hoglib as hog
 from hoglib._core.swap import keep_swapped
-from tests.models import Tied
+from tests.models import Remembers, Tied
 from tests.oracles import random_like, relative
+from tests.refused import refused
+from tests.unchanged import unchanged
 
 
 def randn(*shape):
@@ -63,21 +65,6 @@ class Siamese(nn.Module):
 
     def forward(self, x):
         raise AssertionError("only its encoder is called")
-
-
-class Remembers(nn.Module):
-    """Adds an average of its inputs, that of this call included, which it keeps by assignment."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = net()
-        self.register_buffer("average", torch.zeros(2))
-        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x):
-        self.average = self.average + x.mean(0).detach()
-        self.calls += 1
-        return self.net(x) * self.average * self.calls.clone()
 
 
 class Looks(nn.Module):
@@ -284,13 +271,11 @@ def test_value_and_gradient_are_those_of_a_plain_call(name):
 def test_hvp_equals_differences_of_plain_gradients(name, context):
     case = CASES[name]
     model, params, loss = case.problem()
-    before = copy.deepcopy(model.state_dict())
     other, v = shifted(params), random_like(params)  # not those that the model has
-    with context():
+    with unchanged(model), context():
         value, product = hog.hvp(loss, other, v, case.batch)
         assert_close(loss(other, case.batch), value)
     assert relative(product, plain_hvp(case, model, other, v)) < 1e-6
-    assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", TRANSFORMED)
@@ -526,11 +511,7 @@ ERRORS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("error", ERRORS)
-def test_errors(error):
-    call, kind, message = ERRORS[error]
-    with pytest.raises(kind, match=message):
-        call()
+test_errors = refused(ERRORS)
 
 
 def test_a_data_parallel_of_several_devices_is_refused():

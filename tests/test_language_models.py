@@ -13,6 +13,7 @@ import hoglib as hog
 from experiments.benchmarks.memory import peak_bytes
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 from tests.language_models import CONFIGS, VOCABULARY, language_model, padded_batch
+from tests.models import Fn
 from tests.oracles import random_like, relative
 
 pytest.importorskip("transformers")
@@ -48,11 +49,13 @@ class Small(nn.Module):
         return SimpleNamespace(logits=self.head(self.mix(self.embed(input_ids)).tanh()), loss=None)
 
 
-def small(**options):
-    model = Small()
+def small(*names, tied=False, **options):
+    """The loss in chunks, parameters, a vector and a batch."""
+    model = Small(tied)
     batch = {"input_ids": SHIFTED.clamp(min=0), "labels": SHIFTED}
     chunked = hog.language_model_loss(model, head="head", shift=True, chunk_size=3, **options)
-    return model, batch, chunked
+    params = hog.trainable_params(model, *names)
+    return chunked, params, random_like(params), batch
 
 
 class TestArchitectures:
@@ -82,10 +85,8 @@ class TestArchitectures:
 class TestOrders:
     @pytest.mark.parametrize("smoothing", [0.0, 0.2])
     def test_third(self, smoothing):
-        model, batch, chunked = small(label_smoothing=smoothing)
-        whole = with_all_logits(model, True, label_smoothing=smoothing)
-        params = {k: p.detach().requires_grad_() for k, p in hog.trainable_params(model).items()}
-        v = random_like(params)
+        chunked, params, v, batch = small(label_smoothing=smoothing)
+        whole = with_all_logits(chunked.model, True, label_smoothing=smoothing)
         found = []
         for loss in (chunked, whole):
             for product in (hog.hvp, hog.ggn_vp):
@@ -103,10 +104,8 @@ class TestOrders:
         ],
     )  # fmt: skip
     def test_modes(self, product, mode):
-        model, batch, chunked = small(label_smoothing=0.1)
-        params = hog.trainable_params(model)
-        v = random_like(params)
-        whole = with_all_logits(model, True, label_smoothing=0.1)
+        chunked, params, v, batch = small(label_smoothing=0.1)
+        whole = with_all_logits(chunked.model, True, label_smoothing=0.1)
         _, expected = product(whole, params, v, batch)
         limit = 1e-8 if product is hog.ggn_vp else 1e-9
         assert relative(product(chunked, params, v, batch, mode=mode)[1], expected) < limit
@@ -115,13 +114,10 @@ class TestOrders:
         ("tied", "names"), [(False, ["mix.*"]), (True, [])], ids=["frozen", "tied"]
     )
     def test_frozen_and_tied_heads(self, tied, names):
-        model, batch = Small(tied), {"input_ids": SHIFTED.clamp(min=0), "labels": SHIFTED}
-        chunked = hog.language_model_loss(model, head="head", shift=True, chunk_size=3)
-        params = hog.trainable_params(model, *names)
+        chunked, params, v, batch = small(*names, tied=tied)
         assert "head.weight" not in params
-        v = random_like(params)
+        whole = with_all_logits(chunked.model, True)
         for product in (hog.hvp, hog.ggn_vp):
-            whole = with_all_logits(model, True)
             x, y = (product(f, params, v, batch)[1] for f in (chunked, whole))
             assert relative(x, y) < 1e-9
 
@@ -138,41 +134,27 @@ class TestOrders:
 
 
 class TestFisher:
-    def dense(self, loss, params, batch, **options):
-        names = list(params)
-        columns = []
-        for name in names:
-            for i in range(params[name].numel()):
-                v = {k: torch.zeros_like(p) for k, p in params.items()}
-                v[name].view(-1)[i] = 1
-                out = hog.fisher_vp(loss, params, v, batch, **options)[1]
-                columns.append(torch.cat([out[k].reshape(-1) for k in names]))
-        return torch.stack(columns)
-
     def test_exact_is_the_ggn(self):
-        model, batch, chunked = small()
-        params = hog.trainable_params(model)
-        v = random_like(params)
+        chunked, params, v, batch = small()
         a, b = hog.fisher_vp(chunked, params, v, batch), hog.ggn_vp(chunked, params, v, batch)
         assert relative(a[1], b[1]) < 1e-12
 
     def test_empirical(self):
-        model, batch, chunked = small()
-        params = hog.trainable_params(model, "head.*", "mix.bias")
+        chunked, params, _, batch = small("head.*", "mix.bias")
         count = (SHIFTED[:, 1:] != -100).sum()
         expected = 0
         for n in range(len(SHIFTED)):
-            logits = model(batch["input_ids"][n : n + 1]).logits[0, :-1]
+            logits = chunked.model(batch["input_ids"][n : n + 1]).logits[0, :-1]
             own = F.cross_entropy(logits, SHIFTED[n, 1:], reduction="sum") / count
             grads = torch.autograd.grad(own, list(params.values()))
             flat = torch.cat([g.reshape(-1) for g in grads])
             expected = expected + len(SHIFTED) * torch.outer(flat, flat)
-        assert_close(self.dense(chunked, params, batch, kind="empirical"), expected)
+        operator = hog.FisherOperator(chunked, params, batch, kind="empirical")
+        assert_close(operator.to_dense(), expected)
 
     def test_sampled_is_an_estimate_of_the_exact(self):
-        model, batch, chunked = small()
-        params = hog.trainable_params(model, "head.*")
-        exact = self.dense(chunked, params, batch, kind="exact")
+        chunked, params, _, batch = small("head.*")
+        exact = hog.FisherOperator(chunked, params, batch, kind="exact").to_dense()
         errors = []
         for samples in (10, 160):
             operator = hog.FisherOperator(
@@ -191,16 +173,14 @@ class TestFisher:
         ],
     )
     def test_options(self, options, words):
-        model, batch, chunked = small()
-        params = hog.trainable_params(model)
+        chunked, params, v, batch = small()
         with pytest.raises(ArgumentValueError, match=words):
-            hog.fisher_vp(chunked, params, params, batch, **options)
+            hog.fisher_vp(chunked, params, v, batch, **options)
 
     def test_smoothing_is_no_likelihood(self):
-        model, batch, chunked = small(label_smoothing=0.1)
-        params = hog.trainable_params(model)
+        chunked, params, v, batch = small(label_smoothing=0.1)
         with pytest.raises(ArgumentValueError, match="label_smoothing=0"):
-            hog.fisher_vp(chunked, params, params, batch)
+            hog.fisher_vp(chunked, params, v, batch)
 
 
 @pytest.mark.parametrize(
@@ -225,9 +205,7 @@ def test_memory_is_a_few_chunks(product, options):
 
 class TestData:
     def test_operators_weight_batches_by_labels(self):
-        model, batch, chunked = small()
-        params = hog.trainable_params(model)
-        v = random_like(params)
+        chunked, params, v, batch = small()
         parts = [{k: x[n : n + 1] for k, x in batch.items()} for n in range(2)]
         _, expected = hog.hvp(chunked, params, v, batch)
         as_mapping = UserDict(batch), {"micro_batch": 1}  # as BatchEncoding is
@@ -245,8 +223,7 @@ class TestData:
         ids=["user dict", "tuple", "int32"],
     )
     def test_kinds_of_batches(self, make):
-        model, batch, chunked = small()
-        params = hog.trainable_params(model)
+        chunked, params, _, batch = small()
         assert_close(chunked(params, make(batch)), chunked(params, batch))
 
     def test_labels_are_the_tokens_without_padding(self):
@@ -259,20 +236,18 @@ class TestData:
         assert_close(loss(params, ids), loss(params, {"input_ids": ids, "labels": ids}))
 
     def test_no_label_counts(self):
-        model, batch, chunked = small()
+        chunked, params, _, batch = small()
         nothing = {**batch, "labels": torch.full_like(SHIFTED, -100)}
         assert chunked({}, nothing).isnan()
         with pytest.raises(ArgumentValueError, match="at least one example"):
-            hog.HessianOperator(chunked, hog.trainable_params(model), [batch, nothing]).trace()
+            hog.HessianOperator(chunked, params, [batch, nothing]).trace()
 
     def test_body(self):
-        model, batch, chunked = small()
+        chunked, params, v, batch = small()
         loss = hog.language_model_loss(
-            model, head=model.head, shift=True,
+            chunked.model, head=chunked.model.head, shift=True,
             body=lambda m, batch: m.mix(m.embed(batch["input_ids"])).tanh(),
         )  # fmt: skip
-        params = hog.trainable_params(model)
-        v = random_like(params)
         found, expected = (hog.hvp(one, params, v, batch)[1] for one in (loss, chunked))
         assert relative(found, expected) < 1e-12
 
@@ -341,7 +316,7 @@ class TestRefused:
     @pytest.mark.parametrize("name", LABELS)
     def test_labels(self, name):
         batch, words = LABELS[name]
-        _, _, chunked = small()
+        chunked, *_ = small()
         with pytest.raises((ArgumentValueError, ArgumentTypeError), match=words):
             chunked({}, batch)
 
@@ -388,15 +363,9 @@ class TestOwnLoss:
         ids=["mapping", "attribute", "tuple", "itself"],
     )
     def test_where_the_loss_is(self, outputs, batch):
-        class Model(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.w = nn.Parameter(torch.tensor(3.0))
-
-            def forward(self, x):
-                return outputs(self.w**2 * x)
-
-        assert hog.functional_loss(Model())({}, batch) == 18
+        w = nn.Parameter(torch.tensor(3.0))
+        model = Fn(lambda net, x: outputs(net.w**2 * x), w=w)
+        assert hog.functional_loss(model)({}, batch) == 18
 
     @pytest.mark.parametrize(
         ("outputs", "words"),
@@ -409,12 +378,8 @@ class TestOwnLoss:
         ids=["none", "no loss", "outputs", "vector"],
     )
     def test_no_loss(self, outputs, words):
-        class Model(nn.Module):
-            def forward(self, x):
-                return outputs
-
         with pytest.raises(ArgumentValueError, match=words):
-            hog.functional_loss(Model())({}, torch.ones(2))
+            hog.functional_loss(Fn(lambda net, x: outputs))({}, torch.ones(2))
 
     @pytest.mark.parametrize(
         "run",
@@ -441,8 +406,8 @@ class TestOwnLoss:
             hog.ggn_vp(loss, params, params, batch, mode=mode)
 
     def test_one_of_the_same_model_is_a_criterion(self):
-        model, _, chunked = small()
-        assert hog.functional_loss(model, chunked) is chunked
+        chunked, *_ = small()
+        assert hog.functional_loss(chunked.model, chunked) is chunked
         with pytest.raises(ArgumentValueError, match="another model"):
             hog.functional_loss(Small(), chunked)
 

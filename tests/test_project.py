@@ -41,15 +41,7 @@ def test_the_version_is_the_same_everywhere():
 
 # What a call does may depend on these without an argument; each has the reason in a comment above it.
 AMBIENT = {
-    "_core.recomputation._running",
-    "_core.running_statistics._FROZEN",
-    "_core.swap._KEPT",
-    "_core.torch_modes._PLAIN_OPERATIONS",
-    "_core.torch_modes._VALUE_CHECKS_OFF",
-    "capture.capturing._THREAD",
-    "curvature.compiled._RESIDUALS",
-    "stand_ins.mode._ACTIVE",
-    "stand_ins.mode._ON_WRONG",
+    "_core.ambient.AMBIENT",  # one value, whose fields say why they are no arguments
     "verification.entry_points._THREAD",
 }
 # What the process remembers; no number depends on it.
@@ -73,7 +65,7 @@ RECORDS = {
     "verification.entry_points._VERDICTS": "a Function is examined once",
 }
 STATE = re.compile(
-    r"(?P<ambient>(\w+\.)*(ContextVar|local)(\[.*\])?\()"
+    r"(?P<ambient>(\w+\.)*(ContextVar|local|_Ambient)(\[.*\])?\()"
     r"|\{\}$|\[\]$|set\(\)$|(\w+\.)*(Weak\w+|OrderedDict|count|deque|Counter)(\[.*\])?\("
 )
 

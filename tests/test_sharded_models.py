@@ -1,6 +1,5 @@
 """Models whose parameters several processes share: products and penalties equal those of one process."""
 
-from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -16,7 +15,7 @@ from hoglib._core import sharding
 from hoglib.errors import HoglibError, UnsupportedError
 from hoglib.penalties import distributed
 from tests.long_tail import FULL
-from tests.several_processes import found_by_each, raised_by
+from tests.several_processes import Wire, assert_raised, found_by_each, raised_by
 
 
 class Residual(nn.Module):
@@ -391,28 +390,6 @@ REFUSED = {
 }  # fmt: skip
 
 
-@contextmanager
-def counted():
-    """How often parameters are gathered and averaged inside."""
-    counts = dict.fromkeys(("gather", "average"), 0)
-    originals = {name: getattr(sharding.Layout, name) for name in counts}
-
-    def counting(name):
-        def run(*args):
-            counts[name] += 1
-            return originals[name](*args)
-
-        return run
-
-    for name in counts:
-        setattr(sharding.Layout, name, counting(name))
-    try:
-        yield counts
-    finally:
-        for name, original in originals.items():
-            setattr(sharding.Layout, name, original)
-
-
 def messages(rank, world):
     """How often a product gathers and averages each parameter; what docs/how-to/sharded-models.md says."""
     net, rows = fsdp(rank, world)
@@ -420,9 +397,10 @@ def messages(rank, world):
     loss, params = hog.functional_loss(net, F.cross_entropy), hog.trainable_params(net)
     found = []
     for mode in ("hvp", "ggn_vp", "ggn_vp, reverse"):
-        with counted() as counts:
-            MODES[mode](loss, params, vectors(params), (x[rows], y[rows]))
-        found.append([number / len(params) for number in counts.values()])
+        v = vectors(params)
+        with Wire() as wire:
+            MODES[mode](loss, params, v, (x[rows], y[rows]))
+        found.append([wire.messages[kind] / len(params) for kind in ("gathers", "averages")])
     return found
 
 
@@ -458,13 +436,8 @@ def test_processes_equal_one(count, tmp_path):
             if name.startswith("an error"):
                 assert ("a wrong label" in got[1] or "shapes" in got[1]) == (rank == 0), (name, got)
                 assert (IN_ONE in got[1]) == (rank > 0), (rank, name, got)
-        for name, (kind, words) in REFUSED.items():
-            got = found["refused"][name]
-            assert got[0] == kind, (rank, name, got)
-            assert words in got[1], (rank, name, got)
-        kind, words = found["ended"]
-        assert kind == "DistributedError"
-        assert "expected all processes to make the same calls" in words
+        ended = {"ended": ("DistributedError", "expected all processes to make the same calls")}
+        assert_raised(found["refused"] | {"ended": found["ended"]}, REFUSED | ended, rank)
         assert 1e-4 < found.pop("mixed precision") < 5e-2, rank
         assert found.pop("messages") == [[2, 2], [2, 1], [2, 2]]
         for name, error in found.items():

@@ -7,6 +7,9 @@ from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 import hoglib as hog
+from tests.models import Fn
+from tests.oracles import hvp_by_differences
+from tests.unchanged import unchanged
 
 F64 = torch.float64
 
@@ -15,15 +18,10 @@ def draw(*shape, seed=0):
     return torch.randn(shape, dtype=F64, generator=torch.Generator().manual_seed(seed))
 
 
-class Encoder(nn.Module):
-    def __init__(self, **options):
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.options = options
-
-    def forward(self, x):
-        return self.encoder(x, **self.options)
+def encoder(**options):
+    layer = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True)
+    layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    return Fn(lambda net, x: net.encoder(x, **options), encoder=layers)
 
 
 class GPT(nn.Module):
@@ -47,46 +45,35 @@ class GPT(nn.Module):
         return self.norm3(x) @ self.tokens.weight.T
 
 
-class Last(nn.Module):
-    def __init__(self, net):
-        super().__init__()
-        self.net = net
-
-    def forward(self, x):
-        return self.net(x)[0]
+def last(net):
+    return Fn(lambda model, x: model.net(x)[0], net=net)
 
 
-class Residual(nn.Module):
-    def __init__(self, norm):
-        super().__init__()
-        self.first, self.second = nn.Conv2d(2, 3, 3, padding=1), nn.Conv2d(3, 2, 3, padding=1)
-        self.norm1, self.norm2, self.head = norm(3), norm(2), nn.Linear(2, 3)
+def residual(norm):
+    def run(net, x):
+        y = F.softplus(net.norm1(net.first(x)))
+        return net.head((x + net.norm2(net.second(y))).tanh().mean((2, 3)))
 
-    def forward(self, x):
-        y = F.softplus(self.norm1(self.first(x)))
-        return self.head((x + self.norm2(self.second(y))).tanh().mean((2, 3)))
+    return Fn(
+        run, first=nn.Conv2d(2, 3, 3, padding=1), second=nn.Conv2d(3, 2, 3, padding=1),
+        norm1=norm(3), norm2=norm(2), head=nn.Linear(2, 3),
+    )  # fmt: skip
 
 
-class Metric(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-
-    def forward(self, x):
-        y = self.net(x)
+def metric():
+    def run(model, x):
+        y = model.net(x)
         return torch.cdist(y, y)  # zero distances on the diagonal
 
+    return Fn(run, net=nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
 
-class DeepSets(nn.Module):
-    def __init__(self, reduce="mean"):
-        super().__init__()
-        self.each, self.all, self.reduce = nn.Linear(3, 4), nn.Linear(4, 2), reduce
 
-    def forward(self, x):
-        y = torch.segment_reduce(
-            self.each(x).tanh(), self.reduce, lengths=torch.tensor([2, 1, 3]), axis=0
-        )
-        return self.all(y)
+def deep_sets(reduce):
+    def run(net, x):
+        lengths = torch.tensor([2, 1, 3])
+        return net.all(torch.segment_reduce(net.each(x).tanh(), reduce, lengths=lengths, axis=0))
+
+    return Fn(run, each=nn.Linear(3, 4), all=nn.Linear(4, 2))
 
 
 def ctc(log_probs, targets):
@@ -107,26 +94,26 @@ mse = F.mse_loss
 # fmt: off
 # name -> (makes the model, its inputs, the criterion, the targets' shape or the targets)
 MODELS = {
-    "transformer encoder": (Encoder, SEQUENCE, mse, (2, 3, 4)),
-    "transformer encoder in eval": (lambda: Encoder().eval(), SEQUENCE, mse, (2, 3, 4)),
-    "transformer encoder, causal": (lambda: Encoder(mask=MASK, is_causal=True), SEQUENCE, mse, (2, 3, 4)),
-    "transformer encoder, padded": (lambda: Encoder(src_key_padding_mask=PADDING), SEQUENCE, mse, (2, 3, 4)),
+    "transformer encoder": (encoder, SEQUENCE, mse, (2, 3, 4)),
+    "transformer encoder in eval": (lambda: encoder().eval(), SEQUENCE, mse, (2, 3, 4)),
+    "transformer encoder, causal": (lambda: encoder(mask=MASK, is_causal=True), SEQUENCE, mse, (2, 3, 4)),
+    "transformer encoder, padded": (lambda: encoder(src_key_padding_mask=PADDING), SEQUENCE, mse, (2, 3, 4)),
     "a small GPT": (GPT, torch.tensor([[1, 4, 2], [0, 6, 6]]), lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten()), torch.tensor([[4, 2, 3], [6, 6, 1]])),
-    "LSTM": (lambda: Last(nn.LSTM(4, 3, 2)), SEQUENCE, mse, (2, 3, 3)),
-    "bidirectional GRU": (lambda: Last(nn.GRU(4, 3, bidirectional=True)), SEQUENCE, mse, (2, 3, 6)),
-    "residual with batch norm": (lambda: Residual(nn.BatchNorm2d), IMAGES, mse, (3, 3)),
-    "residual with batch norm in eval": (lambda: Residual(nn.BatchNorm2d).eval(), IMAGES, mse, (3, 3)),
-    "residual with instance norm": (lambda: Residual(lambda n: nn.InstanceNorm2d(n, affine=True)), IMAGES, mse, (3, 3)),
-    "residual with group norm": (lambda: Residual(lambda n: nn.GroupNorm(1, n)), IMAGES, mse, (3, 3)),
+    "LSTM": (lambda: last(nn.LSTM(4, 3, 2)), SEQUENCE, mse, (2, 3, 3)),
+    "bidirectional GRU": (lambda: last(nn.GRU(4, 3, bidirectional=True)), SEQUENCE, mse, (2, 3, 6)),
+    "residual with batch norm": (lambda: residual(nn.BatchNorm2d), IMAGES, mse, (3, 3)),
+    "residual with batch norm in eval": (lambda: residual(nn.BatchNorm2d).eval(), IMAGES, mse, (3, 3)),
+    "residual with instance norm": (lambda: residual(lambda n: nn.InstanceNorm2d(n, affine=True)), IMAGES, mse, (3, 3)),
+    "residual with group norm": (lambda: residual(lambda n: nn.GroupNorm(1, n)), IMAGES, mse, (3, 3)),
     "bag of words, mean": (bag, WORDS, mse, (2, 2)),
     "bag of words, sum": (lambda: bag(mode="sum"), WORDS, mse, (2, 2)),
     "bag of words, max": (lambda: bag(mode="max"), WORDS, mse, (2, 2)),
     "CTC": (lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 4)), draw(2, 6, 4), ctc, torch.tensor([[1, 2], [3, 3]])),
     "weight norm": (lambda: nn.Sequential(weight_norm(nn.Linear(3, 4)), nn.Tanh(), weight_norm(nn.Linear(4, 2))), ROWS, mse, (6, 2)),
     "spectral norm in eval": (lambda: nn.Sequential(spectral_norm(nn.Linear(3, 4)), nn.Tanh(), spectral_norm(nn.Linear(4, 2))).eval(), ROWS, mse, (6, 2)),
-    "metric learning": (Metric, ROWS, mse, (6, 6)),
-    "deep sets, mean": (DeepSets, ROWS, mse, (3, 2)),
-    "deep sets, max": (lambda: DeepSets("max"), ROWS, mse, (3, 2)),
+    "metric learning": (metric, ROWS, mse, (6, 6)),
+    "deep sets, mean": (lambda: deep_sets("mean"), ROWS, mse, (3, 2)),
+    "deep sets, max": (lambda: deep_sets("max"), ROWS, mse, (3, 2)),
     "multi-margin loss": (lambda: nn.Linear(3, 4), ROWS, lambda y, t: F.multi_margin_loss(y.tanh(), t), torch.tensor([0, 1, 2, 3, 0, 1])),
     "hard sigmoid and swish": (lambda: nn.Sequential(nn.Linear(3, 4), nn.Hardswish(), nn.Linear(4, 2), nn.Hardsigmoid()), ROWS, mse, (6, 2)),
     "log-determinant": (lambda: nn.Linear(3, 3), ROWS, lambda y, _: torch.logdet(y.T @ y + torch.eye(3, dtype=F64)), (1,)),
@@ -142,33 +129,14 @@ def made(name):
     return model, criterion, (inputs, targets)
 
 
-def gradient(loss, params, batch):
-    """By torch alone, to first order."""
-    leaves = {name: p.detach().clone().requires_grad_() for name, p in params.items()}
-    grads = torch.autograd.grad(loss(leaves, batch), list(leaves.values()), allow_unused=True)
-    return {
-        name: torch.zeros_like(p) if g is None else g
-        for (name, p), g in zip(leaves.items(), grads, strict=True)
-    }
-
-
-def along(params, v, h):
-    return {name: p.detach() + h * v[name] for name, p in params.items()}
-
-
 @pytest.mark.parametrize("mode", ["reverse-over-reverse", "forward-over-reverse"])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_product_with_the_hessian(name, mode):
     model, criterion, batch = made(name)
     loss, params = hog.functional_loss(model, criterion), hog.trainable_params(model)
-    before = {key: value.clone() for key, value in model.state_dict().items()}
     v = {key: draw(*p.shape, seed=7) for key, p in params.items()}
-    _, product = hog.hvp(loss, params, v, batch, mode=mode)
-    h = 1e-5
-    ends = [gradient(loss, along(params, v, s * h), batch) for s in (1, -1)]
-    for key in params:
-        expected = (ends[0][key] - ends[1][key]) / (2 * h)
+    with unchanged(model):
+        _, product = hog.hvp(loss, params, v, batch, mode=mode)
+    for key, expected in hvp_by_differences(lambda p: loss(p, batch), params, v).items():
         scale = max(float(expected.abs().max()), 1e-2)
         torch.testing.assert_close(product[key], expected, rtol=0, atol=2e-6 * scale)
-    after = model.state_dict()
-    assert all(torch.equal(before[key], after[key]) for key in before)  # no buffer was touched

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -47,7 +47,10 @@ def gradient(attention: Attention, inputs: tuple[Tensor, ...]) -> Any:
     return torch.autograd.grad(attention(*inputs).square().sum(), inputs)
 
 
-def hvp(attention: Attention, inputs: tuple[Tensor, ...], mode: str) -> Any:
+Mode = Literal["reverse-over-reverse", "forward-over-reverse"]
+
+
+def hvp(attention: Attention, inputs: tuple[Tensor, ...], mode: Mode) -> Any:
     return hog.hvp(lambda inputs: attention(*inputs).square().sum(), inputs, inputs, mode=mode)[1]
 
 

@@ -134,7 +134,7 @@ def by_hand(problem: Problem, kind: str = "exact", once: bool = True) -> Call:
     return lambda: product_by_hand(problem, factors, v)
 
 
-def hoglib(problem: Problem, kind: str = "exact", once: bool = True) -> Call:
+def hoglib(problem: Problem, kind: Any = "exact", once: bool = True) -> Call:
     loss, params = hog.functional_loss(problem.model, F.cross_entropy), params_of_layers(problem)
     v, random = vector_of(problem), torch.Generator(problem.device).manual_seed(0)
 

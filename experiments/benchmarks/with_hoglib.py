@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -113,7 +113,7 @@ def gauss_newton(problem: Problem, **options: Any) -> Call:
     return lambda: hog.ggn_vp(loss, params, v, problem.batch, **options)[1]
 
 
-def fisher(problem: Problem, kind: str) -> Call:
+def fisher(problem: Problem, kind: Literal["exact", "mc", "empirical"]) -> Call:
     loss, params = hog.functional_loss(problem.model, F.cross_entropy), problem.params
     v = problem.named(problem.vectors[:, 0])
     # Only what is drawn at random takes a generator.

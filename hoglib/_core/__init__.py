@@ -15,11 +15,12 @@ One module for one question:
     swap                  other parameters in a module
     recomputation         intermediate values recomputed in backward
     source_location       which line of the user's code it is
-    torch_modes           which modes the caller runs in
+    ambient               what a thread is inside of; torch_modes: which modes the caller runs in
+    problem               what an algorithm gets of a user's function, and its options, checked
     torch_internals       torch's private API (torch_forward_mode: levels and tangents;
                           torch_sharding: FSDP, tensor parallelism, DDP; torch_kernels: attention)
     torch_version         which torch it is, and whether it is new enough
 
 The others are smaller, or serve the kernels: norms, tolerances, torch_errors, mixed_precision,
-running_statistics, cache, logger.
+cache, logger.
 """

@@ -63,8 +63,11 @@ def gradient_with_graph(
             check_uses_given_params(graph, leaves, what)
         parts: list[Tensor | None] = [None]
         if value.requires_grad:
-            with suspended.resumed() if graph.needs_stand_ins else nullcontext():
-                parts = _grad([value], own, None, what, None, create_graph=True)
+            with (
+                suspended.resumed() if graph.needs_stand_ins else nullcontext(),
+                translate_errors(what),
+            ):
+                parts = gradients([value], own, create_graph=True)
     if all(part is None for part in parts):
         raise NoSecondDerivative(
             "func(params, *args): expected a value that depends on params, got one that does not. "
@@ -108,20 +111,11 @@ def vjp(
     ]
     if not pairs:
         return [None] * len(inputs)
-    outputs, cotangents = [y for y, _ in pairs], [u for _, u in pairs]
-    keep = retain_graph or create_graph
-    return _grad(
-        outputs, inputs, cotangents, what, graph, retain_graph=keep, create_graph=create_graph
-    )
-
-
-def _grad(
-    outputs: Sequence[Any], inputs: Vector, cotangents: Vector | None, what: str,
-    graph: GraphSummary | None, **options: bool,
-) -> list[Tensor | None]:  # fmt: skip
-    """`torch.autograd.grad`, with the errors of `translate_errors`."""
     try:
-        return gradients(outputs, inputs, cotangents, **options)
+        return gradients(
+            [y for y, _ in pairs], inputs, [u for _, u in pairs],
+            retain_graph=retain_graph or create_graph, create_graph=create_graph,
+        )  # fmt: skip
     except Exception as error:
         translate_errors(what, graph).explain(error)
         raise

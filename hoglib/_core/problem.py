@@ -69,10 +69,10 @@ class Policy(NamedTuple):
     @classmethod
     def of(
         cls, caller: str, options: Mapping[str, Any], create_graph: bool = False,
-        strict: tuple[str, ...] | None = None,
+        strict: tuple[str, ...] | None = None, names: Sequence[str] = OPTION_NAMES,
     ) -> "Policy":  # fmt: skip
         """The options, with their defaults, or an error that names the wrong one."""
-        check_option_names(caller, options, OPTION_NAMES)
+        check_option_names(caller, options, names)
         return cls(
             caller,
             create_graph,
@@ -152,6 +152,10 @@ class Problem:
     def tree(self, vector: Sequence[Tensor]) -> Any:
         """A vector in the structure and the placement of the parameters."""
         return pytree.unflatten(self.placement.wrap(vector), self.structure)
+
+    def at(self, *args: Any) -> "Problem":
+        """The same with other arguments."""
+        return replace(self, args=args)
 
     def in_double(self) -> "Problem":
         """The same in float64; the user's loss is not changed."""

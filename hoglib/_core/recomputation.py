@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from functools import partial, update_wrapper
-from threading import local
 from typing import Any, TypeVar, cast, final
 
 import torch
@@ -19,6 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.func import functional_call
 
 from hoglib._core import closures, pytree, torch_forward_mode, torch_internals, validation
+from hoglib._core.ambient import AMBIENT, inside
 from hoglib._core.block_parts import PartsWatch, SlicedOperations, replaced_forwards, version_of
 from hoglib._core.pytree import is_float
 from hoglib._core.state import AutocastState, RunState
@@ -146,7 +146,7 @@ def _call_module(module: nn.Module, args: Any, kwargs: Any) -> Any:
 def _is_bypassed() -> bool:
     """Whether fn runs without the Function: nothing would be saved, or a derivative be wrong."""
     no_graph = not torch.is_grad_enabled() and not torch_internals.transforms_active()
-    plainly = getattr(_running, "bypass", False) or torch_internals.tracing()
+    plainly = AMBIENT.recomputation_disabled or torch_internals.tracing()
     return no_graph or plainly or only_plain_operations()
 
 
@@ -730,28 +730,19 @@ class _Scope(nn.Module):
         return run()
 
 
-# Ambient state of a thread, because a nested remat is reached through the user's function.
-_running = local()
-
-
-@contextmanager
-def _recomputing(nests: bool, slices: bool) -> Iterator[None]:
-    before = inside_recomputation(), getattr(_running, "bypass", False), keeps_little()
-    _running.inside, _running.bypass, _running.slices = True, before[1] or not nests, slices
-    try:
-        yield
-    finally:
-        _running.inside, _running.bypass, _running.slices = before
+def _recomputing(recompute_nested: bool, low_memory: bool) -> inside:
+    disabled = AMBIENT.recomputation_disabled or not recompute_nested
+    return inside(recomputing=True, recomputation_disabled=disabled, low_memory=low_memory)
 
 
 def inside_recomputation() -> bool:
     """Whether the caller is run by a remat, for the first time or again."""
-    return getattr(_running, "inside", False)
+    return AMBIENT.recomputing
 
 
-def keeps_little() -> bool:
+def low_memory_mode() -> bool:
     """Whether the caller is run by a remat that keeps tangents too, where memory counts before time."""
-    return getattr(_running, "slices", False)
+    return AMBIENT.low_memory
 
 
 def _generators(leaves: list[Any]) -> list[torch.Generator]:

@@ -9,7 +9,6 @@ keeps the module on ctx) would then find those, and silently differentiate at th
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any, NamedTuple, final
 from weakref import finalize, ref
 
@@ -19,6 +18,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from hoglib._core.ambient import AMBIENT
 from hoglib._core.sharding import refuse_sharded, whole
 from hoglib._core.torch_internals import forward_mode_active, is_compiled, transforms_active
 from hoglib._core.torch_sharding import computed_dtypes, wrapped_attributes
@@ -78,7 +78,7 @@ class swap_parameters:  # noqa: N801 a context manager
         self._kept: ModulePatch | None = None  # what keeps the parameters
 
     def __enter__(self) -> None:
-        model, kept = self._given[0], _KEPT.get()
+        model, kept = self._given[0], AMBIENT.kept_swapped
         if kept is not None and not kept.in_use(model):
             kept.start_using(model)
             try:
@@ -120,25 +120,21 @@ def batch_statistics(model: nn.Module) -> Iterator[None]:
         patch.restore()
 
 
-# A context variable: the swap happens in a function of the user's, through which no argument passes.
-_KEPT: ContextVar["ModulePatch | None"] = ContextVar("keep_swapped", default=None)
-
-
 @final
 class keep_swapped:  # noqa: N801 a context manager
     """Inside, a model keeps its swapped parameters until the next swap, or the end of the block."""
 
     def __enter__(self) -> "ModulePatch":
         self._own: ModulePatch | None = None
-        if (outer := _KEPT.get()) is not None:
+        outer: ModulePatch | None = AMBIENT.kept_swapped
+        if outer is not None:
             return outer
-        self._own = ModulePatch()
-        self._token = _KEPT.set(self._own)
+        self._own = AMBIENT.kept_swapped = ModulePatch()
         return self._own
 
     def __exit__(self, *raised: object) -> None:
         if self._own is not None:
-            _KEPT.reset(self._token)
+            AMBIENT.kept_swapped = None
             self._own.restore()
 
 

@@ -189,22 +189,6 @@ class watching_functions:  # noqa: N801 a context manager
             applying.depth -= 1
 
 
-def engine_gradients(
-    outputs: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    inputs: Sequence[Tensor],
-    retain_graph: bool = True,
-    create_graph: bool = True,
-) -> tuple[Tensor | None, ...]:
-    """torch.autograd.grad which no mode handles: so modes see what backward calls."""
-    run = torch.autograd.graph._engine_run_backward
-    found: tuple[Tensor | None, ...] = run(
-        tuple(outputs), tuple(weights), retain_graph, create_graph, tuple(inputs),
-        allow_unreachable=True, accumulate_grad=False,
-    )  # fmt: skip
-    return found
-
-
 def gradients(
     outputs: Sequence[Tensor],
     inputs: Sequence[Tensor],
@@ -212,21 +196,29 @@ def gradients(
     *,
     retain_graph: bool | None = None,
     create_graph: bool = False,
+    unhandled: bool = False,
 ) -> list[Tensor | None]:
     """torch.autograd.grad, of the sum of the outputs without weights; None for inputs that they do not
     depend on.
 
     For plain tensors torch's Python code around the engine is left out. It compares each shape as one
     of symbols, and takes 25 to 80 us for a small network; the engine compares shapes, too.
+
+    unhandled: no mode handles the call, so that modes see what backward calls.
     """
     weights = [torch.ones_like(y) for y in outputs] if weights is None else weights
     keep = create_graph if retain_graph is None else retain_graph
-    if torch.compiler.is_compiling() or overrides.has_torch_function((*outputs, *inputs)):
+    handled = not unhandled and overrides.has_torch_function((*outputs, *inputs))
+    if torch.compiler.is_compiling() or handled:
         found: Any = torch.autograd.grad(
             outputs, inputs, weights, keep, create_graph, allow_unused=True
         )
-        return list(found)
-    return list(engine_gradients(outputs, weights, inputs, keep, create_graph))
+    else:
+        found = torch.autograd.graph._engine_run_backward(
+            tuple(outputs), tuple(weights), keep, create_graph, tuple(inputs),
+            allow_unreachable=True, accumulate_grad=False,
+        )  # fmt: skip
+    return list(found)
 
 
 _WATCHES: list[Callable[..., Any]] = []

@@ -1,8 +1,7 @@
 """Which modes the caller runs in: stand-ins, forward mode and tracing, and checks of values."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -12,6 +11,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from hoglib._core import torch_internals
+from hoglib._core.ambient import AMBIENT, inside
 
 
 class StandInMode(TorchFunctionMode):
@@ -91,51 +91,32 @@ def plain_reverse_mode() -> bool:
     return not (torch_internals.transforms_active() or only_plain_operations()) and reverse_only()
 
 
-# Ambient state, because the checks run beneath the user's function, which may call hoglib itself (an
-# hvp inside a loss). An argument would have to pass through code that is not hoglib's.
-_VALUE_CHECKS_OFF: ContextVar[bool] = ContextVar("hoglib_value_checks_off", default=False)
-
-
 def value_checks_on() -> bool:
     """Whether checks may read the values of tensors: not while a graph is captured, where there are
     none, nor inside `value_checks_off`."""
-    return not (_VALUE_CHECKS_OFF.get() or torch_internals.tracing())
+    return not (AMBIENT.value_checks_off or torch_internals.tracing())
 
 
-@contextmanager
-def value_checks_off() -> Iterator[None]:
+def value_checks_off() -> inside:
     """Inside, checks that read values are skipped: for what was checked in an earlier run."""
-    token = _VALUE_CHECKS_OFF.set(True)
-    try:
-        yield
-    finally:
-        _VALUE_CHECKS_OFF.reset(token)
+    return inside(value_checks_off=True)
 
 
-# Ambient state, because an argument could not reach the ops that an unmodified module calls.
-_PLAIN_OPERATIONS: ContextVar[str | None] = ContextVar("hoglib_plain_operations", default=None)
-
-
-@contextmanager
-def plain_operations(linear_for: str = "") -> Iterator[None]:
+def plain_operations(linear_for: str = "") -> inside:
     """Inside, hoglib's ops run as their references of torch operations, where they have one: for what
     looks at each operation, and could not look into a custom Function.
 
     linear_for: the caller, where it needs a backward that is linear in the incoming gradient.
     """
-    token = _PLAIN_OPERATIONS.set(linear_for)
-    try:
-        yield
-    finally:
-        _PLAIN_OPERATIONS.reset(token)
+    return inside(plain_operations=linear_for)
 
 
 def only_plain_operations() -> bool:
     """Whether the caller runs inside `plain_operations`; never in what torch's compiler traces, which
     cannot read the variable and takes the references anyway."""
-    return not torch.compiler.is_compiling() and _PLAIN_OPERATIONS.get() is not None
+    return not torch.compiler.is_compiling() and AMBIENT.plain_operations is not None
 
 
 def needs_linear_backward() -> str:
     """The caller of `plain_operations` that needs one; "" for none."""
-    return "" if torch.compiler.is_compiling() else _PLAIN_OPERATIONS.get() or ""
+    return "" if torch.compiler.is_compiling() else AMBIENT.plain_operations or ""

@@ -385,20 +385,6 @@ def kept_graph(
     return kind(run, backend=backend, name=name, place=place, precheck=precheck)
 
 
-def call_or_graph(
-    caller: str, compile: Any, func: Any, run: Callable[..., Any], key: Hashable, *inputs: Any
-) -> Any:
-    """run(*inputs), a function of tensors that derives from func, or where compile= says so its graph.
-
-    key: the options of run.
-    """
-    backend = validation.backend("compile", compile)
-    if not backend:
-        return run(*inputs)
-    name = f"{caller} of {function_name(func)}"
-    return kept_graph(run, name, func, key, backend, precheck=run)(*inputs)
-
-
 def trace_graph(
     fn: Callable[..., Any], *args: Any, name: str | None = None
 ) -> tuple[GraphEntry, list[Tensor]]:

@@ -1,8 +1,7 @@
 """Captures a function as a graph, and keeps graphs as long as the object that they belong to."""
 
 import threading
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from time import perf_counter
@@ -14,6 +13,7 @@ from torch import Tensor, fx, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hoglib._core import pytree, torch_internals
+from hoglib._core.ambient import AMBIENT, inside
 from hoglib._core.autograd import outside_inference_mode
 from hoglib._core.closures import ClosureWalker
 from hoglib._core.source_location import warn
@@ -27,8 +27,6 @@ from hoglib.capture.trace import InputRef, OutputSlot, Traced, trace
 
 CAPTURING = threading.RLock()
 MAX_KEPT = 32  # things that are kept for one object
-# Ambient state, because a function that is compared with its graph may call other compiled functions.
-_THREAD = threading.local()
 
 
 @final
@@ -296,7 +294,7 @@ def capture(
 def runs_elsewhere() -> bool:
     """Whether a call belongs to something that is transformed, traced or compared around it."""
     return (
-        getattr(_THREAD, "eager", False)
+        AMBIENT.eager
         or torch_internals.transforms_active()
         or torch_internals.forward_mode_active()
         or torch_internals.tracing()
@@ -341,15 +339,9 @@ def _trace(
     return traced, shared_tensors(tensors, traced.lifted)
 
 
-@contextmanager
-def _eager_mode() -> Iterator[None]:
+def _eager_mode() -> inside:
     """Inside, compiled functions run without their graphs, in this thread."""
-    before = getattr(_THREAD, "eager", False)
-    _THREAD.eager = True
-    try:
-        yield
-    finally:
-        _THREAD.eager = before
+    return inside(eager=True)
 
 
 def _shape_guards(graph: fx.GraphModule, own: list[int]) -> Callable[[list[Tensor]], bool]:

@@ -10,7 +10,6 @@ as the graph of a gradient is kept between products in eager mode.
 """
 
 from collections.abc import Callable
-from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from operator import is_
@@ -19,6 +18,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, fx
 
+from hoglib._core.ambient import AMBIENT, inside
 from hoglib._core.autograd import Vector
 from hoglib._core.problem import Policy, Problem
 from hoglib.capture.api import function_name, kept_graph
@@ -46,14 +46,12 @@ def compiled_linear_map(kind: CurvatureKind, problem: Problem, several: bool) ->
 
     def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
         nonlocal unused
-        token = _RESIDUALS.set(residuals)
         try:
-            with torch.set_grad_enabled(policy.create_graph):
+            with inside(residuals=residuals), torch.set_grad_enabled(policy.create_graph):
                 # new tensors: one that is both vector and parameter would be one input of the graph
                 fresh = [v.view_as(v) for v in vector]
                 value, product, unused = compiled(fresh, problem.leaves, problem.args)
         finally:
-            _RESIDUALS.reset(token)
             if not keep_graph:
                 residuals.clear()
         return value, product
@@ -101,11 +99,6 @@ class Residuals:
         return sum(x.nbytes() for pointer, x in storages.items() if pointer not in inputs)
 
 
-# Those of the point of a call. Ambient state, because a graph is called with tensors only, and a
-# backend that belonged to one point would be compiled anew at each point.
-_RESIDUALS: ContextVar[Residuals] = ContextVar("hoglib_residuals")
-
-
 @final
 @dataclass(unsafe_hash=True)
 class PartialEval:
@@ -133,7 +126,7 @@ class PartialEval:
         run_each = self._made(_part(module, [*given, *residuals], products), [*inputs, *found])
 
         def run(*tensors: Tensor) -> list[Any]:
-            found = _RESIDUALS.get(Residuals()).of(list(tensors[count:]), run_once)
+            found = (AMBIENT.residuals or Residuals()).of(list(tensors[count:]), run_once)
             once = iter(found[: len(values)])
             each = iter(run_each(*tensors, *found[len(values) :]))
             return [next(each) if x in depends else next(once) for x in outputs]

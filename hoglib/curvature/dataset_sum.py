@@ -8,9 +8,8 @@ The data is one batch, or many, in one process or in several that share it.
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from math import fsum
 from typing import Any, Literal, TypedDict, final
 
@@ -43,13 +42,12 @@ from hoglib.curvature.reproducibility import Determinism, Symmetry, close
 from hoglib.curvature.vector_space import Space
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, NondeterministicError
 from hoglib.ring import ring
+from hoglib.verification.entry_points import examined_functions
 from hoglib.verification.rounding import HalfWatch
 
 Tree = Any
 MEMORY_LIMIT = 2 * 2**30
 CHECKED_EVERY = 8  # products of an algorithm: a kept graph reads neither modules nor new tensors
-# (batch, number, share): adds share times what is summed; returns the loss of the batch
-AddBatch = Callable[[Any, int, float], Tensor]
 
 
 class DataOptions(TypedDict, total=False):
@@ -78,10 +76,10 @@ class DataOptions(TypedDict, total=False):
     Returns:
         A dict of options, to be passed as ``**options``.
     Example:
+        >>> batches = [(torch.ones(2, 1),), (torch.ones(3, 1),)]
         >>> options = hog.curvature.DataOptions(reduction="sum")
-        >>> H = hog.HessianOperator(lambda p, x: (x @ p).square().mean(), torch.ones(1),
-        ...                         [torch.ones(2, 1), torch.ones(3, 1)], **options)
-        >>> H.trace()  # 2 of each batch
+        >>> loss = lambda p, batch: (batch[0] @ p).square().mean()
+        >>> hog.HessianOperator(loss, torch.ones(1), batches, **options).trace()  # 2 of each batch
         tensor(4.)
     """
 
@@ -177,7 +175,7 @@ class DatasetSum:
             space.refuse_sharded(name)
         self._placement = space.placement  # with the weight of the current batch
         check_reduction(loss, options.reduction, synonyms={"batchmean": "mean"})
-        self._loss, self._space, self._options = loss, space, options
+        self.loss, self._space, self._options = loss, space, options
         self._processes, self._bar, self._name, self._seed = processes, bar, name, seed
         self._mean = options.reduction == "mean"
         batch_size = options.batch_size or getattr(loss, "batch_size", None)
@@ -219,15 +217,14 @@ class DatasetSum:
 
     def value(self) -> Tensor:
         """The loss over the data."""
-
-        def add(batch: Any, number: int, share: float) -> Tensor:
-            self.advance()
-            return self.loss_of(batch)
-
         space = self._space
+        nothing = torch.zeros(1, 0, dtype=space.dtype, device=space.device)
         with torch.inference_mode(False), self._bar.over("value", 1):
-            nothing = torch.zeros(1, 0, dtype=space.dtype, device=space.device)
-            return self._total_loss(self.run(partial(self.each_batch, add), nothing))
+            with self.one_pass(nothing) as batches:
+                for batch, _, _ in batches:
+                    batches.record(self.loss_of(batch))
+                    self.advance()
+            return self._total_loss(batches.totals)
 
     def gradient(self) -> tuple[Tensor, Tree]:
         """The loss over the data and its gradient, in the structure of params."""
@@ -243,21 +240,20 @@ class DatasetSum:
                     )
             return made[0]
 
-        def add(batch: Any, number: int, share: float) -> Tensor:
-            with self.entered(batch) as problem:
-                own = fresh_leaves(problem.leaves, False)
-                value = problem(*own)
-                check_uses_given_params(graph_summary(value), problem.leaves, "gradient")
-                with translate_errors("gradient"):
-                    parts = torch.autograd.grad(value, own, allow_unused=True)
-            space.add(total()[0], materialize_grads(list(parts), own), share)
-            self.advance()
-            return value
-
-        with self._bar.over("gradient", 1):
-            totals = self.run(partial(self.each_batch, add), total)
+        with self._bar.over("gradient", 1), self.one_pass(total, first_order=True) as batches:
+            for batch, _, share in batches:
+                with self.entered(batch) as f:
+                    p = fresh_leaves(f.leaves, False)
+                    value = f(*p)
+                    check_uses_given_params(graph_summary(value), f.leaves, "gradient")
+                    with translate_errors("gradient"):
+                        grads = torch.autograd.grad(value, p, allow_unused=True)
+                space.add(total()[0], materialize_grads(list(grads), p), share)
+                batches.record(value)
+                self.advance()
         with torch.inference_mode(False), torch.no_grad():
-            return self._total_loss(totals), space.tree(total()[0].div_(self.weight(totals)))
+            mean = total()[0].div_(self.weight(batches.totals))
+            return self._total_loss(batches.totals), space.tree(mean)
 
     def _half(self) -> torch.dtype | None:
         """The dtype of half precision that the loss or its gradient computes in, if any."""
@@ -273,89 +269,20 @@ class DatasetSum:
         value = totals.loss / self.weight(totals)
         return torch.tensor(value, dtype=self._loss_dtype, device=self._space.device)
 
-    def run(
-        self,
-        local_pass: Callable[[], PassTotals],
-        total: Tensor | Callable[[], Tensor],
-        rows: Tensor | None = None,
-    ) -> PassTotals:
-        """The totals of all processes, each of which adds its part to `total` by `local_pass`.
+    def one_pass(
+        self, total: Tensor | Callable[[], Tensor], rows: Tensor | None = None, *,
+        first_order: bool = False, by_kept: bool = False,
+    ) -> "DataPass":  # fmt: skip
+        """A pass over the data, in all processes, each of which adds its part to `total`.
 
         total: or a function that returns it after the pass, in all processes, where its size is known
         only then. rows: the vectors that are multiplied, which have to be the same in all processes.
+        by_kept: what is kept of the only batch, if anything, takes its place.
         """
-        if self._placement.is_sharded:
-            totals = self._run_sharded(local_pass, rows)
-        elif self.alone:
-            self._check_state()
-            totals = local_pass()
-        else:
-            totals = self._run_distributed(local_pass, total, rows)
-        if not totals.pieces:
-            raise ArgumentValueError(
-                "data: expected at least one batch, got none; a DataLoader with drop_last=True and "
-                "fewer examples than a batch has none."
-            )
-        # of several processes the coarsest dtype of a loss is that of the parameters
-        dtype = self._loss_dtype if self.alone else self._space.dtype
-        if totals.shared:
-            self._check_split(totals.whole, totals, dtype, None)
-        self._determinism.finish(totals.loss / totals.weight, totals.largest, dtype)
-        self._splits_checked = True
-        self._warn_unused()
-        return totals
+        return DataPass(self, total, rows, first_order, by_kept)
 
-    def _run_sharded(self, local_pass: Callable[[], PassTotals], rows: Tensor | None) -> PassTotals:
-        """The totals of processes that share the parameters: all have them after each batch."""
-        placement, space = self._space.placement, self._space
-        with torch.inference_mode(False), placement.translate_errors(self._name):
-            changed = self._check_state()
-            leaves = space.leaves()
-            columns, vectors = 0, [leaf.new_zeros(0) for leaf in leaves]
-            if rows is not None:
-                columns = len(rows)
-                vectors = list(rows.split([leaf.numel() for leaf in leaves], dim=1))
-            if placement.check_agreement(self._name, columns, vectors, leaves, changed):
-                self._determinism.forget()
-                self.symmetry.forget()
-            return local_pass()
-
-    def _run_distributed(
-        self,
-        local_pass: Callable[[], PassTotals],
-        total: Tensor | Callable[[], Tensor],
-        rows: Tensor | None,
-    ) -> PassTotals:
-        totals, error = PassTotals(), None
-        count = len(pytree.leaves(self._space.params))
-        used = torch.zeros(count)  # by how many processes, each leaf
-        try:
-            changed = self._check_state()
-            leaves = self._space.leaves()
-            totals = local_pass()._replace(
-                changed=changed,
-                seed=self._seed,
-                params=checksum_of_tensors(leaves),
-                model=checksum_of_tensors(constants_of(self._loss, leaves)),
-                vectors=0.0 if rows is None else checksum_of_rows(rows),
-                data=self._batches.checksum,
-            )
-            if totals.pieces:
-                used[[i for i in range(count) if i not in (self._unused or ())]] = 1
-        except Exception as caught:  # the other processes wait for this one
-            error = caught
-        with torch.inference_mode(False), torch.no_grad():
-            sums = total() if callable(total) else total
-            combined = combine(self._processes.all_reduce(sums, used, totals, error))
-        if combined.changed:
-            self._determinism.forget_total()
-            self.symmetry.forget()
-        if self._unused:
-            self._unused = {i for i in self._unused if not used[i]}
-        return combined
-
-    def each_batch(self, add: AddBatch) -> PassTotals:
-        """`add(batch, number, share)` for each batch of this process."""
+    def _each_batch(self, given: "DataPass") -> Iterator[tuple[Any, int, float]]:
+        """The pieces of the batches of this process, their numbers and shares; then their totals."""
         self._determinism.start()
         shares: list[float] = []
         losses: list[float] = []
@@ -368,7 +295,8 @@ class DatasetSum:
                 share = weight if self._mean and not self._at_once else 1.0
                 if self._counts_labels:
                     labels.append((counted_labels(piece), weight))
-                value = add(piece, number, share)
+                yield piece, number, share
+                value = given.value
                 self._determinism.record(piece, value, self.loss_of, known)
                 self._loss_dtype = value.dtype
                 shares.append(share)
@@ -384,7 +312,61 @@ class DatasetSum:
         self._counts_labels = False
         self._warn_of_ignored_labels(labels)
         self._state = self._fingerprint.now()  # a forward may count its calls
-        return _totals(shares, losses)._replace(whole=whole, shared=shared)
+        given.totals = _totals(shares, losses)._replace(whole=whole, shared=shared)
+
+    def _agree(self, rows: Tensor | None, changed: bool) -> None:
+        """Raise in all processes that share the parameters where one multiplies other vectors."""
+        if not self._placement.is_sharded:
+            return
+        leaves = self._space.leaves()
+        columns, vectors = 0, [leaf.new_zeros(0) for leaf in leaves]
+        if rows is not None:
+            columns = len(rows)
+            vectors = list(rows.split([leaf.numel() for leaf in leaves], dim=1))
+        if self._placement.check_agreement(self._name, columns, vectors, leaves, changed):
+            self._determinism.forget()
+            self.symmetry.forget()
+
+    def _combined(self, given: "DataPass", error: Exception | None) -> PassTotals:
+        """The totals of all processes, and their sums in the total of the pass."""
+        totals, count = given.totals, len(pytree.leaves(self._space.params))
+        used = torch.zeros(count)  # by how many processes, each leaf
+        if error is None:
+            leaves = self._space.leaves()
+            totals = totals._replace(
+                changed=given.changed,
+                seed=self._seed,
+                params=checksum_of_tensors(leaves),
+                model=checksum_of_tensors(constants_of(self.loss, leaves)),
+                vectors=0.0 if given.rows is None else checksum_of_rows(given.rows),
+                data=self._batches.checksum,
+            )
+            if totals.pieces:
+                used[[i for i in range(count) if i not in (self._unused or ())]] = 1
+        with torch.inference_mode(False), torch.no_grad():
+            sums = given.total() if callable(given.total) else given.total
+            combined = combine(self._processes.all_reduce(sums, used, totals, error))
+        if combined.changed:
+            self._determinism.forget_total()
+            self.symmetry.forget()
+        if self._unused:
+            self._unused = {i for i in self._unused if not used[i]}
+        return combined
+
+    def _finish(self, totals: PassTotals) -> None:
+        """Compare the loss of all processes with that of the pass before."""
+        if not totals.pieces:
+            raise ArgumentValueError(
+                "data: expected at least one batch, got none; a DataLoader with drop_last=True and "
+                "fewer examples than a batch has none."
+            )
+        # of several processes the coarsest dtype of a loss is that of the parameters
+        dtype = self._loss_dtype if self.alone else self._space.dtype
+        if totals.shared:
+            self._check_split(totals.whole, totals, dtype, None)
+        self._determinism.finish(totals.loss / totals.weight, totals.largest, dtype)
+        self._splits_checked = True
+        self._warn_unused()
 
     def _local_batches(self) -> Iterator[tuple[LocalBatch, tuple[float, ...] | None]]:
         """The batches; processes that share the parameters all take their next one together."""
@@ -394,10 +376,6 @@ class DatasetSum:
         for local, weighted, known in in_step(self._name, self._batches, self._space.placement):
             self._placement = weighted
             yield local, known
-
-    def kept_batch(self, value: Tensor, share: float) -> PassTotals:
-        """The totals of the only batch, whose product was computed from a kept graph."""
-        return _totals([share], [float(value.detach())])
 
     def record_first_pass(self, batch: Any, value: Tensor) -> Tensor:
         """The loss of the only batch once more, to compare with: there will be no other pass.
@@ -462,13 +440,13 @@ class DatasetSum:
         """The loss at a batch, and the parameters as they are now."""
         structure = pytree.flatten(self._space.params)[1]
         return Problem(
-            self._policy, self._loss, structure, self._space.leaves(), (batch,), self._placement,
+            self._policy, self.loss, structure, self._space.leaves(), (batch,), self._placement,
             "loss(params, batch)",
         )  # fmt: skip
 
     def ring(self) -> ring:
         """What stands around the evaluation of a batch; custom Functions are examined once a pass."""
-        return ring(self._policy, self._loss, examine=False)
+        return ring(self._policy, self.loss, examine=False)
 
     @contextmanager
     def entered(self, batch: Any) -> Iterator[Problem]:
@@ -556,6 +534,74 @@ class DatasetSum:
     def __getstate__(self) -> dict[str, Any]:
         """A copy keeps no graph, which cannot be copied."""
         return {**vars(self), "kept": None, "_state": [object()]}
+
+
+@final
+class DataPass:
+    """A pass over the data, in all processes that take part.
+
+        with sums.one_pass(total) as batches:
+            for batch, number, share in batches:
+                ...                           # adds share times something to total
+                batches.record(value)         # the loss of the batch
+        batches.totals                        # of all processes
+
+    Custom Functions are examined, and losses compared with those of the pass before. At the end the
+    processes add up what they have; an error in one of them is raised in all.
+    """
+
+    def __init__(
+        self, sums: DatasetSum, total: Tensor | Callable[[], Tensor], rows: Tensor | None,
+        first_order: bool, by_kept: bool,
+    ) -> None:  # fmt: skip
+        self.totals, self.total, self.rows, self.changed = PassTotals(), total, rows, False
+        self._sums, placement = sums, sums._placement
+        self._first_order, self._by_kept = first_order, by_kept
+        self._error: Exception | None = None
+        self._around: list[AbstractContextManager[Any]] = []
+        if placement.is_sharded:
+            self._around += (torch.inference_mode(False), placement.translate_errors(sums._name))
+
+    def __enter__(self) -> "DataPass":
+        for context in self._around:
+            context.__enter__()
+        try:
+            self.changed = self._sums._check_state()
+            self._sums._agree(self.rows, self.changed)
+        except Exception as error:  # the other processes wait for this one
+            self._error = error
+        self._by_kept = self._by_kept and self._sums.kept is not None
+        if not self._by_kept:  # the Functions in a kept graph were examined when it was made
+            examined = examined_functions(self._sums._name, first_order=self._first_order)
+            examined.__enter__()
+            self._around.append(examined)
+        return self
+
+    def __iter__(self) -> Iterator[tuple[Any, int, float]]:
+        if self._error is not None:
+            raise self._error
+        if not self._by_kept:
+            yield from self._sums._each_batch(self)
+        else:
+            share = self._sums.kept.share
+            yield None, 0, share
+            self.totals = _totals([share], [float(self.value.detach())])
+
+    def record(self, value: Tensor) -> None:
+        """The loss of the batch that was given last."""
+        self.value = value
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        for context in reversed(self._around):
+            try:
+                context.__exit__(kind, error, traceback)
+            except Exception as raised:
+                kind, error, traceback = type(raised), raised, raised.__traceback__
+        if not self._sums.alone and (error is None or isinstance(error, Exception)):
+            self.totals = self._sums._combined(self, error)  # raises the error in all processes
+        if error is not None:
+            raise error
+        self._sums._finish(self.totals)
 
 
 def _totals(shares: list[float], losses: list[float]) -> PassTotals:

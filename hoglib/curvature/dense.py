@@ -55,9 +55,8 @@ def hessian(
             function of the name returns the block that it belongs to; a list of lists of names is the
             blocks themselves. H[a] then has the names that share a block with a.
         create_graph: Whether H can be differentiated again.
-        **options: Those of :class:`hoglib.Options`: ``stand_ins`` (run func inside `second_order()`),
-            ``remat`` (blocks to recompute) and ``compile`` (what all rows share runs once; not with
-            create_graph).
+        **options: How func is evaluated, as :class:`hoglib.Options` describes it. Compiled, what all
+            rows share runs once; not with create_graph.
     Returns:
         H: for params a dict, a dict of dicts; for any other pytree nested alike; for one tensor one
         tensor.
@@ -112,8 +111,7 @@ def ggn(
         batch: What ``loss.outputs`` and ``loss.criterion`` take.
         blocks: Compute only the blocks on the diagonal: "parameter", "module", a function of a
             qualified name that returns its block, or a list of lists of names.
-        **options: Those of :class:`hoglib.Options`: ``stand_ins`` (run func inside `second_order()`),
-            ``remat`` (blocks to recompute) and ``compile`` (what all rows share runs once).
+        **options: How the loss is evaluated, as :class:`hoglib.Options` describes it.
     Returns:
         G: for params a dict, a dict of dicts; ``G[a][b]`` has the shape of ``params[a]`` followed by
         that of ``params[b]``.

@@ -7,7 +7,7 @@ gradients g_nt by its outputs:
 """
 
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, Unpack, get_args
 
 import torch
 from torch import Tensor, nn
@@ -17,16 +17,13 @@ from torch.utils.data import DataLoader, RandomSampler
 from hoglib._core import pytree, validation
 from hoglib._core.autograd import (
     Vector,
-    clone_inference_tensors,
     fresh_leaves,
-    grad_enabled,
     materialize_grads,
     translate_errors,
 )
 from hoglib._core.logger import LOGGER
-from hoglib._core.problem import Policy, Problem
+from hoglib._core.problem import Options, Policy, Problem
 from hoglib._core.sharding import refuse_sharded
-from hoglib._core.swap import keep_swapped
 from hoglib.curvature.data import as_dict, is_batch, to_device
 from hoglib.curvature.fisher_metric import FisherMetric
 from hoglib.curvature.kfac import OPTIONS as KFAC_OPTIONS
@@ -55,7 +52,6 @@ from hoglib.errors import (
     UnsupportedError,
 )
 from hoglib.ring import ring
-from hoglib.stand_ins.mode import stand_ins_if
 from hoglib.verification.entry_points import examined_functions
 
 Tree = Any
@@ -63,8 +59,9 @@ ROWS_AT_ONCE = 2**26  # numbers of gradients that are held at once, by default
 
 
 def per_example_gradients(
-    loss: Any, params: Tree, batch: Any, *, chunk_size: int | None = None, vmap: bool | None = None
-) -> tuple[Tensor, Tree]:
+    loss: Any, params: Tree, batch: Any, *, chunk_size: int | None = None, vmap: bool | None = None,
+    **options: Unpack[Options],
+) -> tuple[Tensor, Tree]:  # fmt: skip
     r"""The loss and the gradient of each example of a batch.
 
         l_n = loss(params, example n), a batch of one        g_n = d l_n / d params
@@ -81,6 +78,8 @@ def per_example_gradients(
         chunk_size: Examples at once. Default: all of them.
         vmap: True computes them side by side, by `torch.func.vmap`, False one after the other. Default:
             side by side where all operations can.
+        **options: ``stand_ins`` (attention has a rule there for `torch.func.vmap`) and ``remat``, as
+            :class:`hoglib.Options` describes them.
     Returns:
         The losses [N], and the gradients, like params with a leading dimension of N.
     Raises:
@@ -98,7 +97,6 @@ def per_example_gradients(
                 [0., 8.]])
     """  # fmt: skip
     validation.loss_function("loss", loss)
-    validation.parameters(params)
     refuse_sharded("per_example_gradients", pytree.leaves(params))
     if chunk_size is not None:
         validation.at_least("chunk_size", chunk_size, 1)
@@ -109,16 +107,16 @@ def per_example_gradients(
     compute = (
         _at_best if vmap is None else _side_by_side if validation.flag("vmap", vmap) else _in_turn
     )
-    with torch.inference_mode(False), grad_enabled():
-        leaves, own = clone_inference_tensors((pytree.leaves(params), own))
-        structure = pytree.flatten(params)[1]
+    policy = Policy.of("per_example_gradients", options, names=("stand_ins", "remat"))
+    with torch.inference_mode(False), ring(policy, loss, first_order=True) as blocks:
+        problem = Problem.of(policy, loss, params, own).entered(blocks)
         chunks = [
-            compute(loss, leaves, structure, pytree.rows(own, count, start, start + size))
+            compute(problem.at(pytree.rows(own, count, start, start + size)))
             for start in range(0, count, size)
         ]
     values, gradients = zip(*chunks, strict=True)
     joined = [torch.cat(parts) for parts in zip(*gradients, strict=True)]
-    return torch.cat(values), pytree.unflatten(joined, structure)
+    return torch.cat(values), problem.tree(joined)
 
 
 def gradient_rows(loss: Any, params: Tree, batch: Any, *, vmap: bool | None) -> Iterator[Tensor]:
@@ -157,38 +155,32 @@ def number_of_examples(batch: Any) -> int:
     return sizes[0]
 
 
-def _at_best(
-    loss: Any, leaves: list[Tensor], structure: Any, batch: Any
-) -> tuple[Tensor, list[Tensor]]:
+def _at_best(problem: Problem) -> tuple[Tensor, Vector]:
     """Side by side, or in turn where an operation has no rule for it."""
     try:
-        return _side_by_side(loss, leaves, structure, batch)
+        return _side_by_side(problem)
     except (RuntimeError, NotImplementedError):  # an error of the user's comes again
-        return _in_turn(loss, leaves, structure, batch)
+        return _in_turn(problem)
 
 
-def _side_by_side(
-    loss: Any, leaves: list[Tensor], structure: Any, batch: Any
-) -> tuple[Tensor, list[Tensor]]:
+def _side_by_side(problem: Problem) -> tuple[Tensor, Vector]:
+    """g_n = d l_n / d params for all n, as vmap(grad(l))."""
+    (batch,) = problem.args
     count = number_of_examples(batch)
     parts, form = pytree.flatten(batch)
     mapped = [isinstance(x, Tensor) and x.dim() > 0 and len(x) == count for x in parts]
 
-    def of(own: list[Tensor], *rows: Tensor) -> Tensor:
+    def of_example(p: Vector, *rows: Tensor) -> Tensor:
         left = iter(rows)
-        whole = [
-            next(left).unsqueeze(0) if row else x for x, row in zip(parts, mapped, strict=True)
-        ]
-        value = loss(pytree.unflatten(own, structure), pytree.unflatten(whole, form))
-        return validation.scalar("loss(params, batch)", value)
+        one = [next(left).unsqueeze(0) if row else x for x, row in zip(parts, mapped, strict=True)]
+        return problem.at(pytree.unflatten(one, form))(*p)
 
     given = [x for x, row in zip(parts, mapped, strict=True) if row]
     every: Any = torch.func.vmap(
-        torch.func.grad_and_value(of), in_dims=(None, *[0] * len(given)), randomness="error"
+        torch.func.grad_and_value(of_example), (None, *[0] * len(given)), randomness="error"
     )
     try:
-        with stand_ins_if(True):  # attention has a rule there
-            gradients, values = every([leaf.detach() for leaf in leaves], *given)
+        gradients, values = every([leaf.detach() for leaf in problem.leaves], *given)
     except (RuntimeError, NotImplementedError) as error:
         if isinstance(error, HoglibError):
             raise
@@ -199,19 +191,18 @@ def _side_by_side(
     return values.detach(), [g.detach() for g in gradients]
 
 
-def _in_turn(
-    loss: Any, leaves: list[Tensor], structure: Any, batch: Any
-) -> tuple[Tensor, list[Tensor]]:
+def _in_turn(problem: Problem) -> tuple[Tensor, Vector]:
+    """g_n = d l_n / d params, one n after the other."""
+    (batch,) = problem.args
     count = number_of_examples(batch)
     values, rows = [], []
     for n in range(count):
-        own = fresh_leaves(leaves, False)
-        with keep_swapped(), translate_errors("per_example_gradients"):
-            value = loss(pytree.unflatten(own, structure), pytree.rows(batch, count, n, n + 1))
-            value = validation.scalar("loss(params, batch)", value)
-            parts = torch.autograd.grad(value, own, allow_unused=True)
+        p = fresh_leaves(problem.leaves, False)
+        with translate_errors(problem.policy.caller):
+            value = problem.at(pytree.rows(batch, count, n, n + 1))(*p)
+            parts = torch.autograd.grad(value, p, allow_unused=True)
         values.append(value.detach())
-        rows.append(materialize_grads(list(parts), own))
+        rows.append(materialize_grads(list(parts), p))
     return torch.stack(values), [torch.stack(parts) for parts in zip(*rows, strict=True)]
 
 
@@ -517,7 +508,7 @@ def gradient_noise_scale(loss: Any, params: Tree, data: Any) -> NoiseScale:
     return NoiseScale(*(x.to(space.dtype) for x in (variance / square, variance, square)))
 
 
-SOLVERS = ("cg", "kfac", "ekfac")
+Solver = Literal["cg", "kfac", "ekfac"]
 
 
 def influence(
@@ -526,7 +517,7 @@ def influence(
     train: Any,
     query: Any,
     *,
-    solver: str = "ekfac",
+    solver: Solver = "ekfac",
     damping: float,
     vmap: bool | None = None,
     tol: float | None = None,
@@ -578,7 +569,7 @@ def influence(
         tensor([[ 2.],
                 [-2.]])
     """
-    validation.one_of("solver", solver, SOLVERS)
+    validation.one_of("solver", solver, get_args(Solver))
     validation.number("damping", damping, minimum=0)
     for name, data in (("train", train), ("query", query)):
         _check_order(name, data)

@@ -23,7 +23,7 @@ References:
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import sqrt
 from typing import Any, Literal, NamedTuple, final, get_args
@@ -35,6 +35,7 @@ from torch import distributions as D
 from hoglib._core import pytree, validation
 from hoglib._core.autograd import Vector, clone_inference_tensors, grad_enabled
 from hoglib._core.mixed_precision import upcast_half
+from hoglib._core.problem import Policy
 from hoglib._core.torch_modes import value_checks_on
 from hoglib.curvature import likelihood as likelihoods
 from hoglib.curvature.data import leading_dimension
@@ -46,7 +47,7 @@ from hoglib.curvature.gauss_newton import (
 )
 from hoglib.curvature.likelihood import Likelihood, Weight
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
-from hoglib.stand_ins.mode import stand_ins_if
+from hoglib.ring import ring
 
 Tree = Any
 Metric = Callable[[Vector], Vector]
@@ -120,7 +121,7 @@ class FisherMetric(OutputMetric):
         `fisher_metric`."""
         validation.refuse_transforms(composite.policy.caller, LOOP)
         at = _Outputs(composite.with_values([y.detach() for y in outputs]), composite.batch)
-        with _evaluation_context(at.own[0]):
+        with _around(at.own[0]):
             if self.kind == "empirical":
                 found = _empirical(self, composite.loss, at)
             else:
@@ -164,14 +165,14 @@ def fisher_metric(options: FisherMetric, loss: Any, outputs: Tree, batch: Any) -
     divergence, or one whose second derivative is not the Fisher matrix.
     """
     at = _Outputs(outputs, batch)
-    with _evaluation_context(at.own[0]):
+    with _around(at.own[0]):
         if options.kind == "empirical":
             metric = _outer_products(*_empirical(options, loss, at))
         else:
             metric = _expected(options, loss, at)
 
     def product(vector: Vector) -> Vector:
-        with _evaluation_context(at.own[0]), torch.no_grad():
+        with _around(at.own[0]), torch.no_grad():
             wide = [upcast_half(u) for u in clone_inference_tensors(vector)]
             return [x.to(dtype) for x, dtype in zip(metric(wide), at.dtypes, strict=True)]
 
@@ -228,14 +229,10 @@ def _check_outputs(outputs: Tree, leaves: list[Any]) -> list[int]:
     return places
 
 
-def _evaluation_context(like: Tensor) -> ExitStack:
-    """Gradients on, autocast off, and stand-ins for torch calls that lack a second derivative."""
-    stack = ExitStack()
-    stack.enter_context(grad_enabled())
-    stack.enter_context(stand_ins_if(True))
-    if like.device.type != "meta":
-        stack.enter_context(torch.autocast(like.device.type, enabled=False))
-    return stack
+def _around(like: Tensor) -> ring:
+    """What stands around a criterion at outputs: it is differentiated without autocast."""
+    devices = () if like.device.type == "meta" else (like.device.type,)
+    return ring(Policy("fisher"), examine=False, autocast_off=devices)
 
 
 def _distribution(
@@ -513,7 +510,7 @@ def _dense_columns(
             "or smaller batches by micro_batch=."
         )
     chosen = CriterionHessian() if metric.likelihood is None else metric
-    with stand_ins_if(True):
+    with _around(values[0]):
         product = chosen.at(composite, values)
     wide = upcast_half(values[0]).dtype
 

@@ -134,6 +134,8 @@ class GaussNewtonKind(CurvatureKind):
             return in_double(self._differences, problem)
         if torch_internals.transforms_active():
             return in_transforms(composite)
+        # blocks that are compiled have backward passes only, as products with several vectors
+        several = several or bool(problem.policy.backend)
         if self.mode == "reverse" or (self.mode == "auto" and several):
             return double_reverse(composite)
         forward = forward_then_reverse(composite)

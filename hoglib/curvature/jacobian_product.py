@@ -72,10 +72,9 @@ def jvp(
             "forward", or "reverse" in a second run of func where that is not possible: for a custom
             Function without a jvp, a checkpoint, or while another thread is in forward mode, of which
             torch has one for the process. Inside torch.func transforms it is "forward".
-        **options: Those of :class:`hoglib.Options`: ``stand_ins`` (run func inside `second_order()`),
-            ``remat`` (blocks to recompute) and ``compile``: the backward of a compiled call is a second
-            graph, in which func runs again; `hoglib.compiled_loss` of a loss that calls this function
-            compiles both as one.
+        **options: How func is evaluated, as :class:`hoglib.Options` describes it. The backward of a
+            compiled call is a second graph, in which func runs again; `hoglib.compiled_loss` of a loss
+            that calls this function compiles both as one.
     Returns:
         The pair (y, t), in the order of `torch.func.jvp`; t has the structure of y. An integer tensor
         has a tangent of zeros.

@@ -1,15 +1,16 @@
 """Steps by the inverse of a Kronecker-factored matrix, as an optimizer of torch."""
 
 from math import nan, sqrt
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, final, get_args
 
 import torch
 from torch import Tensor
 
 from hoglib._core import pytree, validation
 from hoglib.curvature.dataset_sum import DATA_OPTIONS
+from hoglib.curvature.fisher_metric import FisherKind
 from hoglib.curvature.kfac_operator import KFACOperator, layout_of, saved_layout
-from hoglib.curvature.kronecker import METHODS, BlockLayout, KroneckerBlock, KroneckerMatrix
+from hoglib.curvature.kronecker import BlockLayout, InverseMethod, KroneckerBlock, KroneckerMatrix
 from hoglib.curvature.model_run import USUAL
 from hoglib.curvature.newton import (
     BatchOptimizer,
@@ -117,10 +118,10 @@ class KFAC(BatchOptimizer):
         decay: float = 0.95,
         weight_decay: float = 0.0,
         kl_clip: float | None = 1e-2,
-        method: str = "exact",
+        method: InverseMethod = "exact",
         factors_every: int = 1,
         inverse_every: int = 1,
-        kind: str = "mc",
+        kind: FisherKind = "mc",
         seed: int = 0,
         **options: Any,
     ) -> None:
@@ -133,7 +134,7 @@ class KFAC(BatchOptimizer):
             "decay": validation.fraction("decay", decay, below_one=True, usual=0.95),
             "weight_decay": validation.number("weight_decay", weight_decay, minimum=0),
             "kl_clip": None if kl_clip is None else validation.positive("kl_clip", kl_clip),
-            "method": validation.one_of("method", method, METHODS),
+            "method": validation.one_of("method", method, get_args(InverseMethod)),
             "factors_every": validation.at_least("factors_every", factors_every, 1),
             "inverse_every": validation.at_least("inverse_every", inverse_every, 1),
             "seed": validation.at_least("seed", seed, 0),

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal, NamedTuple, Unpack, final
 
 import torch
@@ -29,7 +28,6 @@ from hoglib.curvature.processes import PassTotals, Processes
 from hoglib.curvature.traces import Estimate
 from hoglib.curvature.vector_space import Space, check_named, random_signs
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, NonFiniteError
-from hoglib.verification.entry_points import examined_functions
 
 Tree = Any
 
@@ -187,10 +185,7 @@ class KFACOperator(KroneckerOperator):
             The operator.
         """
         validation.refuse_transforms("KFACOperator", "compute it before, by `update()`.")
-        with (
-            examined_functions(type(self).__name__, first_order=True),
-            torch.inference_mode(False), torch.no_grad(), self._bar.over("factors"),
-        ):  # fmt: skip
+        with torch.inference_mode(False), torch.no_grad(), self._bar.over("factors"):
             factors = FactorSums()
             totals = self._pass(factors)
             blocks = factors.blocks(self._sum.weight(totals))
@@ -225,7 +220,9 @@ class KFACOperator(KroneckerOperator):
             rows.append(sums.pack().to(self.device))
             return rows[0]
 
-        totals = self._sum.run(partial(self._sum.each_batch, partial(self._add, sums)), total)
+        with self._sum.one_pass(total, first_order=True) as batches:
+            for batch, number, share in batches:
+                batches.record(self._add(sums, batch, number, share))
         if rows:
             sums.unpack(rows[0])
         if not sums.finite():
@@ -234,7 +231,7 @@ class KFACOperator(KroneckerOperator):
                 "loss is finite: squares of a layer's inputs or gradients overflow. Scale the inputs, "
                 "or use float64."
             )
-        return totals
+        return batches.totals
 
     def _add(self, sums: BlockSums, batch: Any, number: int, share: float) -> Tensor:
         factors = replace(self._factors, metric=self._factors.metric.for_batch(number))

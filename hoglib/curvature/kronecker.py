@@ -9,7 +9,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
-from typing import Any, NamedTuple, final
+from typing import Any, Literal, NamedTuple, final, get_args
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from hoglib.curvature.vector_space import Space
 from hoglib.errors import ArgumentValueError, NotPositiveDefiniteError
 
 Tree = Any
-METHODS = ("exact", "pi", "factors")
+InverseMethod = Literal["exact", "pi", "factors"]
 
 
 class BlockLayout(NamedTuple):
@@ -242,7 +242,9 @@ class KroneckerOperator(LinearOperator):
 
     __rmul__ = __mul__
 
-    def inverse(self, damping: float = 0.0, *, method: str = "exact") -> "KroneckerMatrix":
+    def inverse(
+        self, damping: float = 0.0, *, method: InverseMethod = "exact"
+    ) -> "KroneckerMatrix":
         r"""The inverse of the damped matrix, of the same kind.
 
             exact     (G ⊗ A + damping I)^-1
@@ -265,7 +267,7 @@ class KroneckerOperator(LinearOperator):
             Curvature, 2015, section 6.3 (pi).
         """
         number = validation.number("damping", damping, minimum=0)
-        if validation.one_of("method", method, METHODS) == "exact":
+        if validation.one_of("method", method, get_args(InverseMethod)) == "exact":
             damped = self.damped(number)
             values = [_given(block.values) for block in damped.blocks()]
             lowest = min(float(v.min()) for v in values)
@@ -288,7 +290,7 @@ class KroneckerOperator(LinearOperator):
         return KroneckerMatrix(self.space, inverses)
 
     def solve(  # type: ignore[override]
-        self, b: Tree, *, damping: float = 0.0, method: str = "exact"
+        self, b: Tree, *, damping: float = 0.0, method: InverseMethod = "exact"
     ) -> Tree:
         """x with (K + damping I) x = b, by `inverse`: without iterations.
 

@@ -11,7 +11,7 @@ second ones, which needs nothing else of them (`hoglib.taylor`).
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, Unpack, get_args
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch import Tensor
 from hoglib._core import torch_internals, validation
 from hoglib._core.autograd import clone_inference_tensors
 from hoglib._core.finite_differences import fixed_random_numbers
-from hoglib.capture.api import call_or_graph
+from hoglib._core.problem import Options
 from hoglib.curvature.input_derivatives import (
     Function,
     Weighted,
@@ -30,11 +30,12 @@ from hoglib.curvature.input_derivatives import (
     point_values,
 )
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
+from hoglib.ring import run
 from hoglib.taylor.algebras import Algebra, Biharmonic, Parts, Univariate, add
-from hoglib.taylor.jet import Options, by_taylor, finished
+from hoglib.taylor.jet import TaylorOptions, by_taylor, finished
 from hoglib.taylor.nested import along_path
 
-MODES = ("auto", "collapsed", "nested")
+PointMode = Literal["auto", "collapsed", "nested"]
 # Elements of all directions that are propagated at once where no graph is kept.
 AT_ONCE = 2**24
 # Directions, and elements of x, up to which nested derivatives take less time: the rules of Taylor mode
@@ -69,10 +70,9 @@ def laplacian(
     num_projections: int | None = None,
     generator: torch.Generator | None = None,
     return_gradient: bool = False,
-    mode: str = "auto",
+    mode: PointMode = "auto",
     create_graph: bool | None = None,
-    compile: bool | str = False,
-    stand_ins: bool = True,
+    **options: Unpack[Options],
 ) -> tuple[Any, ...]:
     r"""The value of a function at many points, and its Laplacian by their coordinates.
 
@@ -108,10 +108,7 @@ def laplacian(
         create_graph: Whether the results can be differentiated again, by parameters, x or args. By
             default they can where gradients are enabled and something requires one; then all
             directions stay in memory until backward. Inside torch.func transforms they always can.
-        compile: Capture the derivatives as a graph, which is kept with func, and compile it: True for
-            inductor, "eager" to run the captured graph by torch. It takes the collapsed route.
-        stand_ins: Run func inside `hoglib.second_order()`, which replaces torch calls that have no
-            second derivative, or a wrong one.
+        **options: How func is evaluated, as :class:`hoglib.Options` describes it.
     Returns:
         The pair (f, L); with return_gradient (f, L, g).
     Raises:
@@ -141,28 +138,27 @@ def laplacian(
     """
     validation.function("func", func)
     check_points(x)
-    validation.one_of("mode", mode, MODES)
+    validation.one_of("mode", mode, get_args(PointMode))
     validation.flag("return_gradient", return_gradient)
-    options = Options.of("laplacian", mode, create_graph, stand_ins)
+    given = TaylorOptions.of("laplacian", mode, create_graph, options)
     signs = _draw(x, num_projections, generator, _signs)
     of_x = coefficients if callable(coefficients) else None
-    run = partial(_laplacian, func, options, return_gradient, of_x)
-    found: tuple[Any, ...] = call_or_graph(
-        "laplacian", compile, func, run, (options, return_gradient, of_x),
-        x, args, None if of_x else coefficients, signs,
+    found: tuple[Any, ...] = run(
+        given.policy, func, partial(_laplacian, func, given, return_gradient, of_x),
+        (given, return_gradient, of_x), x, args, None if of_x else coefficients, signs,
     )  # fmt: skip
     return found
 
 
 def _laplacian(
-    func: Callable[..., Tensor], options: Options, with_gradient: bool, of_x: Any,
+    func: Callable[..., Tensor], options: TaylorOptions, with_gradient: bool, of_x: Any,
     x: Tensor, args: Any, coefficients: Any, signs: Tensor | None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """f, L, and the gradient if it is asked for.
 
     of_x: the function that returns the coefficients, if one does.
     """
-    with options.entered():
+    with options.entered(func):
         x, inputs = clone_inference_tensors((x, args))
         values = point_values(func, inputs)
 
@@ -182,7 +178,7 @@ def _laplacian(
 
 
 def _of_few_directions(
-    options: Options, values: Function, x: Tensor, chosen: Callable[[bool], Directions]
+    options: TaylorOptions, values: Function, x: Tensor, chosen: Callable[[bool], Directions]
 ) -> tuple[Tensor, Tensor, Tensor | None] | None:
     """Nested derivatives of one output, in at most FEW directions, of many points with at most SMALL
     elements; None elsewhere.
@@ -213,14 +209,16 @@ def _of_few_directions(
     return None
 
 
-def _nested(options: Options, values: Function, x: Tensor, probes: Any) -> tuple[Tensor, Tensor]:
+def _nested(
+    options: TaylorOptions, values: Function, x: Tensor, probes: Any
+) -> tuple[Tensor, Tensor]:
     if torch_internals.transforms_active():
         return by_forward(values, x, probes)
     return by_reverse(values, x, probes, options.keep, options.always)
 
 
 def _collapsed(
-    options: Options, values: Function, x: Tensor, chosen: Callable[[bool], Directions],
+    options: TaylorOptions, values: Function, x: Tensor, chosen: Callable[[bool], Directions],
     with_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None] | None:  # fmt: skip
     """Value, sum over the directions, and the gradient if it comes with them; None if an operation has
@@ -257,7 +255,8 @@ def _collapsed(
 
 
 def at_points(
-    options: Options, values: Function, x: Tensor, pieces: Callable[[bool], list[tuple[Algebra, Parts]]]
+    options: TaylorOptions, values: Function, x: Tensor,
+    pieces: Callable[[bool], list[tuple[Algebra, Parts]]],
 ) -> tuple[list[tuple[Tensor, Parts]], bool] | None:  # fmt: skip
     """The value and its coefficients for each piece, and whether x is many points.
 
@@ -301,10 +300,9 @@ def bilaplacian(
     *args: Any,
     num_projections: int | None = None,
     generator: torch.Generator | None = None,
-    mode: str = "auto",
+    mode: PointMode = "auto",
     create_graph: bool | None = None,
-    compile: bool | str = False,
-    stand_ins: bool = True,
+    **options: Unpack[Options],
 ) -> tuple[Any, ...]:
     r"""The value of a function at many points, and its biharmonic by their coordinates.
 
@@ -327,8 +325,7 @@ def bilaplacian(
         generator: Of these vectors; None is torch's global generator.
         mode: "collapsed", which raises where an operation has no Taylor rule; "nested"; or "auto".
         create_graph: As for `laplacian`.
-        compile: As for `laplacian`.
-        stand_ins: As for `laplacian`.
+        **options: How func is evaluated, as :class:`hoglib.Options` describes it.
     Returns:
         The pair (f, B).
     Raises:
@@ -349,18 +346,18 @@ def bilaplacian(
     """
     validation.function("func", func)
     check_points(x)
-    validation.one_of("mode", mode, MODES)
-    options = Options.of("bilaplacian", mode, create_graph, stand_ins)
+    validation.one_of("mode", mode, get_args(PointMode))
+    given = TaylorOptions.of("bilaplacian", mode, create_graph, options)
     v = _draw(x, num_projections, generator, _normals)
-    run = partial(_bilaplacian, func, options)
-    found: tuple[Any, ...] = call_or_graph("bilaplacian", compile, func, run, options, x, args, v)
+    body = partial(_bilaplacian, func, given)
+    found: tuple[Any, ...] = run(given.policy, func, body, given, x, args, v)
     return found
 
 
 def _bilaplacian(
-    func: Callable[..., Tensor], options: Options, x: Tensor, args: Any, v: Tensor | None
+    func: Callable[..., Tensor], options: TaylorOptions, x: Tensor, args: Any, v: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    with options.entered():
+    with options.entered(func):
         x, inputs = clone_inference_tensors((x, args))
         values = point_values(func, inputs)
 
@@ -394,7 +391,7 @@ def _along(values: Function, x: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return value, torch.stack(fourth).sum(0) / (3 * len(v))
 
 
-def _twice(options: Options, values: Function, x: Tensor) -> tuple[Tensor, Tensor]:
+def _twice(options: TaylorOptions, values: Function, x: Tensor) -> tuple[Tensor, Tensor]:
     """The Laplacian of the Laplacian, both nested."""
     first: list[Tensor] = []
 

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, final
+from typing import Any, Literal, final
 
 import torch
 from torch import Generator, Tensor
@@ -260,7 +260,7 @@ class LinearOperator(ABC):
         self,
         k: int = 6,
         *,
-        which: str = "LM",
+        which: Literal["LM", "LA", "SA", "BE", "SM"] = "LM",
         tol: float | None = None,
         max_iter: int | None = None,
         block: int = 1,
@@ -356,7 +356,7 @@ class LinearOperator(ABC):
         self,
         num_samples: int = 64,
         *,
-        method: str = "hutchinson",
+        method: Literal["hutchinson", "xtrace"] = "hutchinson",
         generator: Generator | None = None,
         return_error: bool = False,
     ) -> Any:
@@ -397,7 +397,7 @@ class LinearOperator(ABC):
         self,
         num_samples: int = 64,
         *,
-        method: str = "hutchinson",
+        method: Literal["hutchinson", "xdiag"] = "hutchinson",
         generator: Generator | None = None,
         return_error: bool = False,
     ) -> Any:

@@ -6,7 +6,7 @@ a_r, and gradients g_r by the outputs.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, NamedTuple, final
 
@@ -206,7 +206,7 @@ class ModelRun:
 
     def again(self, batch: Any, forms: CallForms = USUAL) -> "ModelRun":
         """A run at another batch, or with other forms."""
-        return ModelRun(replace(self.problem, args=(batch,)), self.space, self.options, forms)
+        return ModelRun(self.problem.at(batch), self.space, self.options, forms)
 
     def value(self) -> Tensor:
         """The loss."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple, Unpack, final
 
 import torch
@@ -30,10 +29,10 @@ from hoglib.curvature.linear_map import (
     check_policy,
 )
 from hoglib.curvature.linear_operator import LinearOperator
-from hoglib.curvature.processes import PassTotals, Processes
+from hoglib.curvature.processes import Processes
 from hoglib.curvature.vector_space import Space
 from hoglib.errors import NonFiniteError, UnsupportedError
-from hoglib.verification.entry_points import examined_functions, note_lost_graph
+from hoglib.verification.entry_points import note_lost_graph
 
 Tree = Any
 
@@ -85,9 +84,15 @@ class DatasetOperator(LinearOperator):
         if self._sum.next_is_unchecked():
             self._apply_kept(rows, total)
             return self._checked(rows, total)
-        with self._bar.over("@", len(rows)):
-            totals = self._sum.run(partial(self._local_pass, rows, total), total, rows)
-        weight = self._sum.weight(totals)
+        one_pass = self._sum.one_pass(total, rows, by_kept=True)
+        with self._bar.over("@", len(rows)), one_pass:
+            for batch, number, share in one_pass:
+                if self._sum.kept is None:
+                    value = self._add_batch(rows, total, batch, number, share)
+                else:
+                    value = self._apply_kept(rows, total)
+                one_pass.record(value)
+        weight = self._sum.weight(one_pass.totals)
         if weight != 1:
             total /= weight
         return self._checked(rows, total)
@@ -103,20 +108,11 @@ class DatasetOperator(LinearOperator):
         self._sum.symmetry.record(rows, total)
         return total
 
-    def _local_pass(self, rows: Tensor, total: Tensor) -> PassTotals:
-        """Compute the products over the data of this process into total."""
-        if self._sum.kept is None:
-            with examined_functions(type(self).__name__):
-                return self._sum.each_batch(partial(self._add_batch, rows, total))
-        # the Functions in a kept graph were examined when it was made
-        return self._sum.kept_batch(*self._apply_kept(rows, total))
-
-    def _apply_kept(self, rows: Tensor, total: Tensor) -> tuple[Tensor, float]:
-        """Compute the products by the kept graph; return the loss, and the share of its batch."""
+    def _apply_kept(self, rows: Tensor, total: Tensor) -> Tensor:
+        """Compute the products by the kept graph; return the loss."""
         kept: _KeptProduct = self._sum.kept
         with grad_enabled(), reapply(kept.patches):
-            value = self._apply(kept.point, rows, total, kept.share, keep_graph=True, first=True)
-        return value, kept.share
+            return self._apply(kept.point, rows, total, kept.share, keep_graph=True, first=True)
 
     def _add_batch(
         self, rows: Tensor, total: Tensor, batch: Any, number: int, share: float

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Unpack, get_args
 
 import torch
 from torch import Tensor
@@ -10,13 +10,13 @@ from torch import Tensor
 from hoglib._core import validation
 from hoglib._core.autograd import clone_inference_tensors
 from hoglib._core.finite_differences import fixed_random_numbers
-from hoglib.capture.api import call_or_graph
-from hoglib.curvature import laplacians
+from hoglib._core.problem import Options
 from hoglib.curvature.input_derivatives import check_points, point_values
-from hoglib.curvature.laplacians import at_points, units
+from hoglib.curvature.laplacians import PointMode, at_points, units
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
+from hoglib.ring import run
 from hoglib.taylor.algebras import Algebra, MultiIndex, Parts, Univariate
-from hoglib.taylor.jet import MODES, Options, by_taylor, finished
+from hoglib.taylor.jet import TaylorMode, TaylorOptions, by_taylor, finished
 from hoglib.taylor.nested import along_path, nested
 
 
@@ -26,10 +26,9 @@ def directional(
     v: Tensor,
     order: int,
     *args: Any,
-    mode: str = "auto",
+    mode: TaylorMode = "auto",
     create_graph: bool | None = None,
-    compile: bool | str = False,
-    stand_ins: bool = True,
+    **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor]:
     r"""The value of a function, and its derivative of any order along a direction.
 
@@ -47,8 +46,7 @@ def directional(
         mode: "taylor", "nested" or "auto", as for `jet`.
         create_graph: Whether the results can be differentiated again. Default: where gradients are
             enabled.
-        compile: As for `laplacian`.
-        stand_ins: Run func inside `hoglib.second_order()`.
+        **options: How func is evaluated, as :class:`hoglib.Options` describes it.
     Returns:
         The pair (f, d); d has a leading dimension R for several directions.
     Raises:
@@ -69,24 +67,24 @@ def directional(
     check_points(x)
     validation.tensor("v", v)
     validation.at_least("order", order, 1)
-    validation.one_of("mode", mode, MODES)
+    validation.one_of("mode", mode, get_args(TaylorMode))
     several = v.dim() == x.dim() + 1
     if v.shape[int(several) :] != x.shape or (v.dtype, v.device) != (x.dtype, x.device):
         raise ArgumentValueError(
             f"v: expected a tensor like x, {validation.describe(x)}, or several of them in a leading "
             f"dimension, got {validation.describe(v)} on {v.device}."
         )
-    options = Options.of("directional", mode, create_graph, stand_ins)
-    run, key = partial(_directional, func, options, order), (options, order)
-    f, d = call_or_graph("directional", compile, func, run, key, x, v, args)
+    given = TaylorOptions.of("directional", mode, create_graph, options)
+    body = partial(_directional, func, given, order)
+    f, d = run(given.policy, func, body, (given, order), x, v, args)
     return f, d
 
 
 def _directional(
-    func: Callable[..., Tensor], options: Options, order: int, x: Tensor, v: Tensor, args: Any
+    func: Callable[..., Tensor], options: TaylorOptions, order: int, x: Tensor, v: Tensor, args: Any
 ) -> tuple[Tensor, Tensor]:
     several = v.dim() == x.dim() + 1
-    with options.entered():
+    with options.entered(func):
         x, v, inputs = clone_inference_tensors((x, v, args))
 
         def call(points: Tensor) -> list[Tensor]:
@@ -115,10 +113,9 @@ def partial_derivative(
     x: Tensor,
     *args: Any,
     index: Sequence[int],
-    mode: str = "auto",
+    mode: PointMode = "auto",
     create_graph: bool | None = None,
-    compile: bool | str = False,
-    stand_ins: bool = True,
+    **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor]:
     r"""The value of a function at many points, and a mixed partial derivative by their coordinates.
 
@@ -136,8 +133,7 @@ def partial_derivative(
         mode: "collapsed", which raises where an operation has no Taylor rule; "nested"; or "auto".
         create_graph: Whether the results can be differentiated again. Default: where gradients are
             enabled.
-        compile: As for `laplacian`.
-        stand_ins: Run func inside `hoglib.second_order()`.
+        **options: How func is evaluated, as :class:`hoglib.Options` describes it.
     Returns:
         The pair (f, d).
     Raises:
@@ -154,22 +150,26 @@ def partial_derivative(
     """
     validation.function("func", func)
     check_points(x)
-    validation.one_of("mode", mode, laplacians.MODES)
+    validation.one_of("mode", mode, get_args(PointMode))
     if not isinstance(index, tuple | list) or not index:
         raise ArgumentTypeError(
             "index: expected a tuple of coordinates, such as (0, 0, 1) for the second derivative by "
             f"the first coordinate and the first by the second one, got {validation.describe(index)}."
         )
-    options = Options.of("partial_derivative", mode, create_graph, stand_ins)
-    run, key = partial(_partial_derivative, func, options, tuple(index)), (options, tuple(index))
-    f, d = call_or_graph("partial_derivative", compile, func, run, key, x, args)
+    given = TaylorOptions.of("partial_derivative", mode, create_graph, options)
+    body = partial(_partial_derivative, func, given, tuple(index))
+    f, d = run(given.policy, func, body, (given, tuple(index)), x, args)
     return f, d
 
 
 def _partial_derivative(
-    func: Callable[..., Tensor], options: Options, index: tuple[int, ...], x: Tensor, args: Any
+    func: Callable[..., Tensor],
+    options: TaylorOptions,
+    index: tuple[int, ...],
+    x: Tensor,
+    args: Any,
 ) -> tuple[Tensor, Tensor]:
-    with options.entered():
+    with options.entered(func):
         x, inputs = clone_inference_tensors((x, args))
         values = point_values(func, inputs)
 

@@ -62,8 +62,7 @@ def hvp(
             Inside torch.func transforms they always can.
         strict: Raise where a parameter has no second derivative, instead of returning zero
             (reverse-over-reverse only).
-        **options: Those of :class:`hoglib.Options`: ``stand_ins`` (run func inside `second_order()`),
-            ``remat`` (blocks to recompute) and ``compile``.
+        **options: How func is evaluated, as :class:`hoglib.Options` describes it.
     Returns:
         The pair (f, H v), in the order of `torch.autograd.functional.hvp`; H v has the structure of v.
     Raises:
@@ -117,8 +116,7 @@ def ggn_vp(
             comparison, in float64.
         create_graph: Whether value and product can be differentiated again. Inside torch.func
             transforms they always can.
-        **options: Those of :class:`hoglib.Options`: ``stand_ins`` (run func inside `second_order()`),
-            ``remat`` (blocks to recompute) and ``compile``.
+        **options: How func is evaluated, as :class:`hoglib.Options` describes it.
     Returns:
         The pair (f, G v); G v has the structure of v.
     Raises:
@@ -181,8 +179,7 @@ def fisher_vp(
         generator: Of these draws; None is torch's global generator.
         mode: How J v is computed: "auto", "forward", "reverse" or "finite-differences", which
             `hoglib.ggn_vp` describes.
-        **options: Those of :class:`hoglib.Options`: ``stand_ins`` (run func inside `second_order()`),
-            ``remat`` (blocks to recompute) and ``compile``.
+        **options: How func is evaluated, as :class:`hoglib.Options` describes it.
     Returns:
         The pair (f, F v), f the loss; F v has the structure of v.
     Raises:
@@ -229,7 +226,7 @@ def _product(
         if around.captures:
             point = compiled_linear_map(kind, problem, block)
         else:
-            point = kind.linearize(problem, block or bool(policy.backend))
+            point = kind.linearize(problem, block)
             note_lost_graph(point.gradient)
         value, product = apply_block(point, vector, block)
     if kind.mode == DIFFERENCES:

@@ -3,7 +3,7 @@
 import zlib
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from math import isfinite
-from typing import Any, Protocol, final
+from typing import Any, Literal, Protocol, final
 
 import torch
 from torch import Generator, Tensor
@@ -15,7 +15,7 @@ from hoglib.errors import ArgumentTypeError, ArgumentValueError
 Tree = Any
 Rebuild = Callable[[Tensor], Tree]
 Draw = Callable[[int], Tensor]  # so many random numbers
-Blocks = str | Callable[[str], Hashable] | Iterable[Iterable[str]] | None
+Blocks = Literal["parameter", "module"] | Callable[[str], Hashable] | Iterable[Iterable[str]] | None
 
 # random numbers that are drawn at once; a multiple of 16, by which torch draws normal numbers
 DRAWN_AT_ONCE = 2**16

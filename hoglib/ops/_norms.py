@@ -46,8 +46,8 @@ import torch
 from torch import Tensor
 
 from hoglib._core import validation
+from hoglib._core.ambient import AMBIENT
 from hoglib._core.mixed_precision import autocast_on, upcast_dtype
-from hoglib._core.running_statistics import running_statistics_frozen
 from hoglib._core.torch_errors import TorchValueError
 from hoglib._core.torch_internals import forward_mode_active, transforms_active
 from hoglib._core.torch_modes import plain_reverse_mode, without_stand_ins
@@ -755,7 +755,7 @@ def _updates(x: Tensor) -> bool:
     """Whether running statistics are updated. Under a torch.func transform they are not: they would
     take values that belong to the transform."""
     compiling = torch.compiler.is_compiling()  # the compiler cannot read a context variable
-    frozen = not compiling and running_statistics_frozen()
+    frozen = not compiling and AMBIENT.statistics_frozen
     return bool(x.numel()) and not transforms_active() and not frozen
 
 

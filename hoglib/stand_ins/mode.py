@@ -12,8 +12,7 @@ torch's own kernels, scripted or compiled code) are not seen.
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar, Token
+from contextlib import AbstractContextManager, contextmanager
 from types import FunctionType
 from typing import Any, final
 
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hoglib._core import pytree, validation
-from hoglib._core.running_statistics import frozen_running_statistics, running_statistics_frozen
+from hoglib._core.ambient import AMBIENT, inside
 from hoglib._core.torch_internals import checkpoint_frame, function_mode
 from hoglib._core.torch_modes import StandInMode, copy_without_override_check
 from hoglib.errors import UnsupportedError
@@ -30,11 +29,6 @@ from hoglib.stand_ins.table import STAND_INS, StandIn
 
 __all__ = ["active", "second_order", "stand_in_table"]
 
-# Ambient state, because an argument could not reach the torch calls of an unmodified module.
-_ACTIVE: ContextVar["_SecondOrder | None"] = ContextVar("hoglib_second_order", default=None)
-# What is done about a custom Function that is wrong: that of the outermost context which says so. An
-# argument could not reach the entry points that a user's function calls.
-_ON_WRONG: ContextVar[str | None] = ContextVar("hoglib_on_wrong", default=None)
 ACTIONS = ("warn", "raise", "ignore")
 
 
@@ -73,16 +67,10 @@ def second_order(*, on_wrong: str | None = None) -> Iterator[None]:
         >>> h[0]
         tensor([ 0.1280, -0.0960])
     """
-    if on_wrong is not None and _ON_WRONG.get() is None:
-        validation.one_of("on_wrong", on_wrong, ACTIONS)
-        decided = _ON_WRONG.set(on_wrong)
-        try:
-            with second_order():
-                yield
-        finally:
-            _ON_WRONG.reset(decided)
-        return
-    with _StandIns(wanted=True):
+    decided = AMBIENT.on_wrong
+    if on_wrong is not None and decided is None:
+        decided = validation.one_of("on_wrong", on_wrong, ACTIONS)
+    with inside(on_wrong=decided), _StandIns(wanted=True):
         yield
 
 
@@ -95,26 +83,23 @@ class _StandIns:
     """
 
     def __init__(self, wanted: bool, frozen: bool = False) -> None:
-        self._wanted, self._frozen = wanted, frozen_running_statistics() if frozen else None
-        self._entered: tuple[_SecondOrder, Token[_SecondOrder | None]] | None = None
+        self._wanted, self._frozen = wanted, frozen
+        self._entered: _SecondOrder | None = None
 
     def __enter__(self) -> None:
-        if self._wanted and _ACTIVE.get() is None:
+        if self._wanted and AMBIENT.stand_ins is None:
             mode = _SecondOrder()
             mode.__enter__()
-            self._entered = mode, _ACTIVE.set(mode)
-        if self._frozen is not None:
-            self._frozen.__enter__()
+            self._entered = AMBIENT.stand_ins = mode
+        self._were_frozen = AMBIENT.statistics_frozen
+        AMBIENT.statistics_frozen = self._were_frozen or self._frozen
 
     def __exit__(self, *raised: Any) -> None:
-        try:
-            if self._frozen is not None:
-                self._frozen.__exit__(*raised)
-        finally:
-            if self._entered is not None:
-                (mode, token), self._entered = self._entered, None
-                mode.__exit__(*raised)
-                _ACTIVE.reset(token)
+        AMBIENT.statistics_frozen = self._were_frozen
+        if self._entered is not None:
+            mode, self._entered = self._entered, None
+            mode.__exit__(*raised)
+            AMBIENT.stand_ins = None
 
 
 def stand_ins_if(wanted: bool) -> AbstractContextManager[None]:
@@ -135,12 +120,12 @@ def active() -> bool:
         >>> hog.stand_ins.active()
         False
     """
-    return _ACTIVE.get() is not None
+    return AMBIENT.stand_ins is not None
 
 
 def on_wrong() -> str:
     """What is done about a wrong Function here: "warn", "raise" or "ignore"."""
-    return _ON_WRONG.get() or "warn"
+    return AMBIENT.on_wrong or "warn"
 
 
 def stand_in_table() -> tuple[StandIn, ...]:
@@ -249,10 +234,10 @@ class _Inside:
     where this was made."""
 
     def __init__(self, function: Callable[..., None]) -> None:
-        self._function, self._frozen = function, running_statistics_frozen()
+        self._function, self._frozen = function, AMBIENT.statistics_frozen
 
     def __call__(self, *args: Any) -> None:
-        mode = _ACTIVE.get()  # suspended while a backward runs that seems to need no stand-ins
+        mode = AMBIENT.stand_ins  # suspended while a backward runs that seems to need no stand-ins
         again = second_order() if mode is None or function_mode(StandInMode) else mode
-        with again, frozen_running_statistics() if self._frozen else nullcontext():
+        with again, inside(statistics_frozen=self._frozen or AMBIENT.statistics_frozen):
             self._function(*args)

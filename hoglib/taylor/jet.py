@@ -1,35 +1,35 @@
 """Taylor mode for any function: the derivatives of a function along a path."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple, Unpack, get_args
 
 import torch
 from torch import Tensor, nn
 
 from hoglib._core import pytree, torch_internals, validation
-from hoglib._core.autograd import clone_inference_tensors, grad_enabled
+from hoglib._core.autograd import clone_inference_tensors
 from hoglib._core.finite_differences import fixed_random_numbers
 from hoglib._core.gradient_graph import graph_summary
 from hoglib._core.logger import LOGGER
+from hoglib._core.problem import Options, Policy
 from hoglib._core.source_location import first_time, warn_once
-from hoglib._core.swap import call_with, keep_swapped
+from hoglib._core.swap import call_with
 from hoglib.errors import (
     ArgumentTypeError,
     ArgumentValueError,
     NoSecondDerivative,
     UnsupportedError,
 )
-from hoglib.stand_ins.mode import stand_ins_if
+from hoglib.ring import ring, run
 from hoglib.taylor.algebras import Algebra, Parts, Univariate
 from hoglib.taylor.call import Refused
 from hoglib.taylor.kinks import Kinks, along_paths, infinite, warn_if_linear, without_derivative
 from hoglib.taylor.nested import along_path
 from hoglib.taylor.propagation import Propagation
-from hoglib.verification.entry_points import examined_functions
 
 Leaves = list[Tensor]
-MODES = ("auto", "taylor", "nested")
+TaylorMode = Literal["auto", "taylor", "nested"]
 
 
 def jet(
@@ -37,9 +37,9 @@ def jet(
     primals: Any,
     series: Any,
     *,
-    mode: str = "auto",
+    mode: TaylorMode = "auto",
     create_graph: bool | None = None,
-    stand_ins: bool = True,
+    **options: Unpack[Options],
 ) -> tuple[Any, Any]:
     r"""A function and its derivatives along a path, to any order: Taylor mode.
 
@@ -68,7 +68,7 @@ def jet(
             them that takes func. Inside torch.func transforms it is nested.
         create_graph: Whether the results can be differentiated again, by parameters and primals.
             Default: where gradients are enabled.
-        stand_ins: Run func inside `hoglib.second_order()`.
+        **options: How func is evaluated, as :class:`hoglib.Options` describes it.
     Returns:
         The pair (y_0, series): the result of func, and the same with a list [y_1, ..., y_K] in the
         place of each tensor.
@@ -86,12 +86,21 @@ def jet(
         (tensor(1.), tensor(-0.), tensor(-1.))
     """
     validation.function("func", func)
-    validation.one_of("mode", mode, MODES)
+    validation.one_of("mode", mode, get_args(TaylorMode))
     single = isinstance(primals, Tensor)
     xs, lists = _check_series((primals,) if single else primals, (series,) if single else series)
-    K = len(lists[0])
-    options = Options.of("jet", mode, create_graph, stand_ins)
-    structure: Any = None
+    given = TaylorOptions.of("jet", mode, create_graph, options)
+    found: tuple[Any, Any] = run(
+        given.policy, func, partial(_value_and_series, func, given), given, xs, lists
+    )
+    return found
+
+
+def _value_and_series(
+    func: Callable[..., Any], options: "TaylorOptions", xs: list[Tensor], lists: list[Parts]
+) -> tuple[Any, Any]:
+    """y_0 and [y_1, ..., y_K], in the structure of what func returns."""
+    K, structure = len(lists[0]), None
 
     def call(*inputs: Tensor) -> list[Tensor]:
         nonlocal structure
@@ -100,7 +109,7 @@ def jet(
             validation.tensor("func(*primals)", leaf)
         return leaves
 
-    with options.entered():
+    with options.entered(func):
         xs, lists = clone_inference_tensors((xs, lists))
         found: Any = by_taylor(options, Univariate(K), xs, lists, call)
         leaves, series = found or along_path("jet", call, xs, lists, K)
@@ -113,30 +122,30 @@ def jet(
     return pytree.unflatten(values, structure), pytree.unflatten(coefficients, structure)
 
 
-class Options(NamedTuple):
-    """How an entry point of Taylor mode runs."""
+class TaylorOptions(NamedTuple):
+    """How an entry point of Taylor mode runs, checked."""
 
-    caller: str
+    policy: Policy
     mode: str
     keep: bool  # the results can be differentiated
     always: bool  # even if nothing requires a gradient
-    stand_ins: bool
 
     @classmethod
-    def of(cls, caller: str, mode: str, create_graph: Any, stand_ins: bool) -> "Options":
+    def of(
+        cls, caller: str, mode: str, create_graph: Any, options: Mapping[str, Any]
+    ) -> "TaylorOptions":
         if create_graph is not None:
             validation.flag("create_graph", create_graph)
         keep = torch.is_grad_enabled() if create_graph is None else create_graph
-        return cls(caller, mode, keep, create_graph is True, stand_ins)
+        return cls(Policy.of(caller, options), mode, keep, create_graph is True)
 
-    @contextmanager
-    def entered(self) -> Iterator[None]:
+    @property
+    def caller(self) -> str:
+        return self.policy.caller
+
+    def entered(self, func: Any) -> ring:
         """The context in which the user's function runs."""
-        with (
-            examined_functions(self.caller), grad_enabled(), keep_swapped(),
-            stand_ins_if(self.stand_ins),
-        ):  # fmt: skip
-            yield
+        return ring(self.policy.inside_graph, func)
 
     def run(self, func: Callable[..., Any], *args: Any) -> Any:
         """func(*args); of a module with copies of its buffers, which its forward may change."""
@@ -149,7 +158,7 @@ class Options(NamedTuple):
 
 
 def by_taylor(
-    options: Options, algebra: Algebra, inputs: Sequence[Tensor], parts: Sequence[Parts],
+    options: TaylorOptions, algebra: Algebra, inputs: Sequence[Tensor], parts: Sequence[Parts],
     call: Callable[..., Leaves],
 ) -> tuple[Leaves, list[Parts]] | None:  # fmt: skip
     """The outputs of call(*inputs) and the coefficients of each.
@@ -200,7 +209,7 @@ def by_taylor(
 
 
 def _look_at_points(
-    options: Options, algebra: Algebra, inputs: Sequence[Tensor], parts: Sequence[Parts],
+    options: TaylorOptions, algebra: Algebra, inputs: Sequence[Tensor], parts: Sequence[Parts],
     call: Callable[..., Leaves], kinks: Kinks, results: tuple[Leaves, Sequence[Parts | None]],
 ) -> None:  # fmt: skip
     """Warns of points where a derivative does not exist.
@@ -257,7 +266,9 @@ def _agree(a: Sequence[Parts], b: Sequence[Parts]) -> bool:
     return True
 
 
-def finished(options: Options, value: Tensor, derivative: Tensor | None) -> tuple[Tensor, Tensor]:
+def finished(
+    options: TaylorOptions, value: Tensor, derivative: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Value and derivative as the caller gets them: with a graph, or without."""
     d = torch.zeros_like(value) if derivative is None else derivative
     if torch_internals.transforms_active():

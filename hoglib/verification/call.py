@@ -18,7 +18,7 @@ from hoglib._core.element_differences import TensorMap, max_abs
 from hoglib._core.gradient_graph import graph_summary
 from hoglib._core.pytree import is_float
 from hoglib._core.swap import call_with
-from hoglib._core.torch_internals import engine_gradients, transforms_active
+from hoglib._core.torch_internals import gradients, transforms_active
 from hoglib.errors import UnsupportedError
 
 # The memory layout of an argument: copies that have it too.
@@ -172,7 +172,7 @@ def watched_gradient(outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> lis
     live = [y for y in outputs if y.requires_grad]
     if not live:
         return [torch.zeros_like(x) for x in leaves]
-    grads = engine_gradients(live, list(map(torch.ones_like, live)), leaves)
+    grads = gradients(live, leaves, create_graph=True, unhandled=True)
     return [torch.zeros_like(x) if g is None else g for g, x in zip(grads, leaves, strict=True)]
 
 

@@ -6,12 +6,22 @@ from torch.nn.utils import parametrizations
 
 import hoglib as hog
 from tests.functions import Cube
+from tests.models import Fn, Through
 
 F64 = torch.float64
 
 
 def draw(*shape, seed=0, dtype=F64):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def captured(fn, **options):
+    return hog.compile(fn, backend="eager", **options)
+
+
+def small():
+    torch.manual_seed(0)
+    return net(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
 
 
 def net(*layers):
@@ -23,13 +33,11 @@ class Recurrent(nn.GRU):
         return super().forward(x)[0][:, -1]
 
 
-class Bag(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.table, self.head = nn.Embedding(7, 4), nn.Linear(4, 2)
+def bag():
+    def run(net, tokens):
+        return net.head(torch.tanh(net.table(tokens)).mean(1))
 
-    def forward(self, tokens):
-        return self.head(torch.tanh(self.table(tokens)).mean(1))
+    return Fn(run, table=nn.Embedding(7, 4), head=nn.Linear(4, 2))
 
 
 class Complex(nn.Module):
@@ -39,15 +47,6 @@ class Complex(nn.Module):
 
     def forward(self, x):
         return ((x.to(self.weight.dtype) @ self.weight).tanh() * 1j).abs().square() + x
-
-
-class Through(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
 
 
 def in_eval_mode(model):
@@ -71,7 +70,7 @@ MODELS = {
     ),
     "LayerNorm": (lambda: net(nn.Linear(3, 4), nn.LayerNorm(4), nn.GELU(), nn.Linear(4, 2)), ROWS, False, True),
     "GRU": (lambda: Recurrent(3, 4, batch_first=True), SEQUENCE, False, False),
-    "embedding": (Bag, None, True, True),
+    "embedding": (bag, None, True, True),
     "weight norm": (lambda: net(parametrizations.weight_norm(nn.Linear(3, 4)), nn.Tanh(), nn.Linear(4, 2)), ROWS, False, False),
     "spectral norm in eval mode": (
         lambda: in_eval_mode(net(parametrizations.spectral_norm(nn.Linear(3, 4)), nn.Tanh(), nn.Linear(4, 2)).double()), ROWS, False, True,

@@ -8,11 +8,7 @@ import torch
 from torch.testing import assert_close
 
 import hoglib as hog
-from tests.capture.models import draw
-
-
-def captured(fn, **options):
-    return hog.compile(fn, backend="eager", **options)
+from tests.capture.models import captured, draw
 
 
 class Counting:

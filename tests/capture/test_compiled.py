@@ -15,14 +15,11 @@ from torch.testing import assert_close
 import hoglib as hog
 from hoglib._core.torch_modes import value_checks_on
 from hoglib.capture import api
-from tests.capture.models import draw
+from tests.capture.models import captured, draw, small
+from tests.refused import refused
 
 Pair = namedtuple("Pair", "left right")
 EXACT = {"rtol": 0, "atol": 0}
-
-
-def captured(fn, **options):
-    return hog.compile(fn, backend="eager", **options)
 
 
 # Pytrees in and out
@@ -382,10 +379,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(("call", "error", "words"), WRONG.values(), ids=WRONG)
-def test_errors_say_what_to_do(call, error, words):
-    with pytest.raises(error, match=words):
-        call()
+test_errors_say_what_to_do = refused(WRONG)
 
 
 def test_a_module_and_a_partial_function_and_an_object_are_functions():
@@ -502,10 +496,6 @@ def penalty_of(model):
         )
 
     return fn
-
-
-def small():
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
 
 
 def test_threads_that_compile_one_function_make_one_graph():

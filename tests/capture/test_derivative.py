@@ -7,19 +7,10 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import hoglib as hog
-from tests.capture.models import draw
+from tests.capture.models import captured, draw, small
 from tests.functions import Cube
 
 F64 = torch.float64
-
-
-def captured(fn, **options):
-    return hog.compile(fn, backend="eager", **options)
-
-
-def small():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
 
 
 def orders(fn, x, others, count):

@@ -12,17 +12,13 @@ from torch.nn.utils import parametrizations
 from torch.testing import assert_close
 
 import hoglib as hog
-from tests.capture.models import draw
+from tests.capture.models import captured, draw
 
 WEIGHT = draw(3)
 NUMBER = 2.0
 constants = types.ModuleType("constants")
 constants.__file__ = __file__
 constants.weight = draw(3)
-
-
-def captured(fn, **options):
-    return hog.compile(fn, backend="eager", **options)
 
 
 class Holder:

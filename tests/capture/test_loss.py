@@ -8,6 +8,7 @@ from torch.testing import assert_close
 
 import hoglib as hog
 from tests.capture.models import draw
+from tests.several_processes import alone
 
 
 def compiled(fn, **options):
@@ -223,7 +224,7 @@ def test_beyond_the_limit_it_is_an_ordinary_loss():
     assert_close(torch.autograd.grad(value, weight)[0], 17 * x)
 
 
-def test_data_parallel_around_it(tmp_path):
+def test_data_parallel_around_it():
     """One process: gradients go by the hooks of DistributedDataParallel, with each backward."""
 
     class Step(nn.Module):
@@ -235,10 +236,7 @@ def test_data_parallel_around_it(tmp_path):
         def forward(self, x):
             return self.loss(x)
 
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1
-    )
-    try:
+    with alone():
         found = []
         for compiles in (True, False):
             problem, buckets = Problem(), []
@@ -256,5 +254,3 @@ def test_data_parallel_around_it(tmp_path):
             found.append((buckets, problem.grads()))
             assert len(buckets) == 2
         assert_close(*found)
-    finally:
-        torch.distributed.destroy_process_group()

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hoglib as hog
 from tests.capture.models import draw
+from tests.several_processes import alone
 
 WEIGHT = nn.Parameter(draw(3))
 BUFFER = draw(3)
@@ -285,17 +286,12 @@ def test_a_generator_as_an_argument_is_refused():
         fast(draw(3), GENERATOR)
 
 
-def test_data_parallel_inside_is_refused(tmp_path):
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1
-    )
-    try:
+def test_data_parallel_inside_is_refused():
+    with alone():
         model = DistributedDataParallel(nn.Linear(3, 1).double())
         fast = hog.compiled_loss(lambda x: model(x).sum(), backend="eager")
         with pytest.raises(NotImplementedError, match="does not call DistributedDataParallel"):
             fast(draw(2, 3))
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 def test_a_message_names_no_line_where_there_is_none():

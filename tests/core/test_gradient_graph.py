@@ -13,6 +13,7 @@ from hoglib._core import gradient_graph
 from hoglib._core.gradient_graph import graph_summary
 from hoglib.stand_ins.mode import _SecondOrder  # what the mode sees is not public
 from tests.functions import Cube
+from tests.models import Through
 
 F64 = torch.float64
 
@@ -21,18 +22,13 @@ class Once(Cube):
     backward = staticmethod(once_differentiable(Cube.backward))
 
 
-class Net(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second, self.function = nn.Linear(2, 3), nn.Linear(3, 1), function
-
-    def forward(self, x):
-        return self.second(self.function(self.first(x)))
+def net(function):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 3), Through(function), nn.Linear(3, 1))
 
 
 def problem(function):
-    model = Net(function).double()
+    model = net(function).double()
     loss, params = hog.functional_loss(model, F.mse_loss), hog.trainable_params(model)
     batch = (torch.ones(4, 2, dtype=F64), torch.zeros(4, 1, dtype=F64))
     return loss, params, {k: torch.ones_like(p) for k, p in params.items()}, batch
@@ -73,7 +69,7 @@ def test_a_summary_ends_at_the_tensors_it_starts_from():
 @cache
 def learner(function):
     """Checks its model in the first loss."""
-    model = Net(function).double()
+    model = net(function).double()
     return hog.MAML(model, F.mse_loss, inner_lr=0.1, inner_steps=2, over_tasks="loop")
 
 
@@ -84,7 +80,7 @@ WALKS = {
     "hessian": (lambda loss, params, v, batch: hog.hessian(loss, params, batch), 1),
     "laplacian": (lambda loss, params, v, batch: hog.laplacian(lambda x: Cube.apply(x).sum(1), batch[0]), 1),
     "ggn_vp, of outputs and criterion": (lambda loss, params, v, batch: hog.ggn_vp(loss, params, v, batch), 2),
-    "a penalty, of outputs and gradient norms": (lambda loss, params, v, batch: hog.penalties.r1(Net(Cube.apply).double(), batch[0]), 2),
+    "a penalty, of outputs and gradient norms": (lambda loss, params, v, batch: hog.penalties.r1(net(Cube.apply).double(), batch[0]), 2),
     "MAML, of two inner steps": (lambda loss, params, v, batch: learner(Cube.apply).loss([(batch, batch)]), 2),
 }  # fmt: skip
 
@@ -112,7 +108,7 @@ def test_how_often_the_mode_is_entered_and_that_it_is_sent_the_calls_of_the_func
 ):
     """Each torch call takes a microsecond longer where the mode sees it, also one for a shape."""
     loss, params, v, batch = problem(torch.tanh)
-    critic, x = Net(torch.tanh).double(), batch[0]
+    critic, x = net(torch.tanh).double(), batch[0]
     tasks = [(batch, batch)]
     function, derivative, evaluations, entries = {
         "hvp": (lambda: loss(params, batch), lambda: hog.hvp(loss, params, v, batch), 1, 1),
@@ -157,7 +153,7 @@ def test_maml_checks_too(over_tasks):
 
     def run(function, **options):
         maml = hog.MAML(
-            Net(function.apply), nn.functional.mse_loss, over_tasks=over_tasks, **options
+            net(function.apply), nn.functional.mse_loss, over_tasks=over_tasks, **options
         )
         maml.loss(tasks).backward()
 

@@ -4,7 +4,6 @@ import threading
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.parallel import DistributedDataParallel
@@ -12,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from hoglib._core import torch_internals, torch_kernels, torch_sharding
 from tests.functions import Cube
+from tests.several_processes import alone
 
 
 def _levels(transform):
@@ -238,16 +238,13 @@ def test_an_error_after_a_backward_is_that_of_the_backward():
 
 
 def test_who_averages_gradients_otherwise():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with alone():
         ddp = DistributedDataParallel(torch.nn.Linear(1, 1))
         assert not torch_sharding.averages_otherwise(ddp)
         with ddp.join():
             assert torch_sharding.averages_otherwise(ddp)
         ddp.register_comm_hook(None, allreduce_hook)
         assert torch_sharding.averages_otherwise(ddp)
-    finally:
-        dist.destroy_process_group()
 
 
 def test_a_mode_steps_aside_and_comes_back():

@@ -9,42 +9,24 @@ from torch import nn
 import hoglib as hog
 from hoglib.curvature import LinearOperator
 from hoglib.curvature.vector_space import Space
+from tests.models import Fn, Tied, attending
 
 F64 = torch.float64
 
 
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
 def draw(*shape, seed=0):
-    return torch.randn(shape, dtype=F64, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(shape, dtype=F64, generator=seeded(seed))
 
 
-class TiedAndFrozen(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
-        self.second.weight = self.first.weight
-        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+def last_of_lstm():
+    def run(net, x):
+        return net.head(net.lstm(x)[0][:, -1])
 
-    def forward(self, x):
-        return self.second(torch.tanh(self.first(x))) * self.frozen
-
-
-class LastOfLSTM(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lstm, self.head = nn.LSTM(2, 2, batch_first=True), nn.Linear(2, 3)
-
-    def forward(self, x):
-        return self.head(self.lstm(x)[0][:, -1])
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.TransformerEncoderLayer(2, 1, 3, dropout=0.0, batch_first=True)
-        self.head = nn.Linear(2, 3)
-
-    def forward(self, x):
-        return self.head(self.layer(x).mean(1))
+    return Fn(run, lstm=nn.LSTM(2, 2, batch_first=True), head=nn.Linear(2, 3))
 
 
 def cnn():
@@ -61,9 +43,9 @@ MODELS = {
     "CNN with BatchNorm in train": (cnn, (1, 3, 3)),
     "LayerNorm": (lambda: nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.SiLU(), nn.Linear(4, 3)), (3,)),
     "GroupNorm": (lambda: nn.Sequential(nn.Linear(3, 4), nn.GroupNorm(2, 4), nn.GELU(), nn.Linear(4, 3)), (3,)),
-    "transformer block": (Block, (3, 2)),
-    "LSTM": (LastOfLSTM, (3, 2)),
-    "tied and frozen": (TiedAndFrozen, (3,)),
+    "transformer block": (lambda: attending(2, 3, 3), (3, 2)),
+    "LSTM": (last_of_lstm, (3, 2)),
+    "tied and frozen": (lambda: Tied(3), (3,)),
 }  # fmt: skip
 SMOOTH = [name for name in MODELS if name != "ReLU"]
 CRITERIA = {

@@ -11,7 +11,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import hoglib as hog
-from tests.curvature.problems import draw, flat, problem
+from tests.curvature.problems import draw, flat, problem, seeded
+from tests.models import Fn
 
 MC = partial(hog.FisherOperator, kind="mc", num_samples=2)
 KINDS = {
@@ -22,10 +23,6 @@ KINDS = {
     "mc": lambda *given, **options: MC(*given, **options, generator=seeded(5)),
 }
 BATCH = (draw(8, 3, seed=3), torch.arange(8) % 3)
-
-
-def seeded(seed):
-    return torch.Generator().manual_seed(seed)
 
 
 def rows(start, end):
@@ -168,20 +165,18 @@ def messages_of_a_product(rank, world):
     return counts
 
 
-class Halves(nn.Module):
+def halves():
     """Whose first examples reach one layer, and the others the other."""
 
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.none = (nn.Linear(3, 3) for _ in range(3))
+    def run(net, x):
+        return (net.a if x[0, 0] > 0 else net.b)(x)
 
-    def forward(self, x):
-        return (self.a if x[0, 0] > 0 else self.b)(x)
+    return Fn(run, a=nn.Linear(3, 3), b=nn.Linear(3, 3), none=nn.Linear(3, 3))
 
 
 def warned_of_unused(rank, world):
     torch.manual_seed(0)
-    model = Halves().double()
+    model = halves().double()
     loss = hog.functional_loss(model, F.mse_loss)
     x = torch.ones(2, 3).double() * (1 if rank == 0 else -1)
     A = hog.HessianOperator(loss, hog.trainable_params(model), (x, x), processes="sharded")

@@ -7,14 +7,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import hoglib as hog
 from hoglib.capture import capturing
 from hoglib.curvature import compiled
 from tests.curvature.problems import F64, MODELS, draw, flat, problem, relative
+from tests.curvature.test_operators import DATA, OPERATORS, loader
 from tests.graphs import graphs_of
 from tests.long_tail import all_but
+from tests.unchanged import unchanged
 
 CLOSE = 1e-10
 PRODUCTS = {
@@ -22,11 +23,6 @@ PRODUCTS = {
     "Gauss-Newton": (hog.ggn_vp, ["auto", "forward", "reverse"]),
     "Fisher": (hog.fisher_vp, ["auto", "forward", "reverse"]),
     "empirical Fisher": (partial(hog.fisher_vp, kind="empirical"), ["auto", "forward", "reverse"]),
-}
-OPERATORS = {
-    "Hessian": hog.HessianOperator,
-    "Gauss-Newton": hog.GGNOperator,
-    "Fisher": hog.FisherOperator,
 }
 SOME = ["layers of hoglib", "LayerNorm", "tied and frozen"]
 
@@ -70,31 +66,18 @@ PAIRS = [(name, kind) for name in MODELS for kind in PRODUCTS]
     ("name", "kind"),
     all_but(lambda name, kind: kind == "Hessian" or name in SOME, PAIRS),
 )
-def test_a_product_equals_the_eager_one(name, kind):
+def test_a_product_and_a_block_equal_the_eager_ones(name, kind):
     product, modes = PRODUCTS[kind]
     for mode in modes if name == "LayerNorm" else modes[1:]:  # "auto" is one of the others
         loss, params, batch = problem(name)
         run = partial(product, loss, params, mode=mode)
-        for seed in (0, 1):  # the second is of the graph of the first
-            v = like(params, seed=seed)
+        blocks = [(3,), (2,)] if name in SOME else []
+        for seed, columns in enumerate(
+            [(), (), *blocks]
+        ):  # the second of each kind is of the graph of the first
+            v = like(params, *columns, seed=seed)
             same(run(v, batch, compile="eager"), run(v, batch))
-        assert graphs(loss) == 1
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    all_but(
-        lambda name, kind: kind == "Hessian" or name == "LayerNorm",
-        [(name, kind) for name in SOME for kind in PRODUCTS],
-    ),
-)
-def test_a_block_equals_the_eager_one(name, kind):
-    product, _ = PRODUCTS[kind]
-    loss, params, batch = problem(name)
-    for columns in (3, 2):
-        V = like(params, columns)
-        same(product(loss, params, V, batch, compile="eager"), product(loss, params, V, batch))
-    assert graphs(loss) == 1
+        assert graphs(loss) == 1 + (name in SOME)
 
 
 @pytest.mark.parametrize("blocks", [None, "module"])
@@ -161,13 +144,8 @@ def test_parameters_that_are_changed_and_replaced(part):
 
 def test_nothing_of_the_models_is_changed():
     loss, params, batch = problem("CNN with BatchNorm in train")
-    state = {name: x.clone() for name, x in loss.model.state_dict().items()}
-    random = torch.get_rng_state()
-    hog.hvp(loss, params, like(params), batch, compile="eager")
-    assert torch.equal(torch.get_rng_state(), random)
-    assert all(p.grad is None and p.requires_grad for p in params.values())
-    for name, x in loss.model.state_dict().items():
-        assert torch.equal(x, state[name])
+    with unchanged(loss.model):
+        hog.hvp(loss, params, like(params), batch, compile="eager")
 
 
 FUNCTIONS = {
@@ -336,19 +314,11 @@ def test_too_many_products_warn(monkeypatch):
         product()
 
 
-def loader(batch, **options):
-    return DataLoader(TensorDataset(*batch), **{"batch_size": 3, **options})
-
-
-# what an operator is given in the place of one batch of 7, how, and how many graphs for vectors that are
-# like that
-DATA = {
-    "one batch": (lambda b: b, {}, 1),
-    "one batch, nothing kept": (lambda b: b, {"memory_limit": 0}, 1),
-    "a loader with an uneven last batch": (loader, {}, 2),
-    "micro-batches": (lambda b: b, {"micro_batch": 2}, 2),
-    "shuffled": (partial(loader, shuffle=True), {}, 2),
-}
+# how many graphs there are for vectors of data in these forms
+GRAPHS = {
+    "one batch": 1, "one batch, nothing kept": 1, "a loader with an uneven last batch": 2,
+    "micro-batches": 2, "shuffled": 2,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -356,18 +326,19 @@ DATA = {
     all_but(
         # what is shuffled comes in batches as of any loader
         lambda kind, data: data == "one batch" or (kind == "Hessian" and data != "shuffled"),
-        [(kind, data) for kind in OPERATORS for data in DATA],
+        [(kind, data) for kind in OPERATORS for data in GRAPHS],
     ),
 )
 def test_operators(kind, data):
     loss, params, batch = problem("LayerNorm")
-    give, options, expected = DATA[data]
-    plain = OPERATORS[kind](loss, params, batch)
-    operator = OPERATORS[kind](loss, params, give(batch), compile="eager", **options)
+    make, _ = OPERATORS[kind]
+    given, options = DATA[data](batch)
+    plain = make(loss, params, batch)
+    operator = make(loss, params, given, compile="eager", **options)
     for seed in (0, 1):
         v = draw(plain.shape[0], seed=seed)
         assert relative(operator @ v, plain @ v) < CLOSE
-    assert graphs(loss) == expected
+    assert graphs(loss) == GRAPHS[data]
     V = draw(plain.shape[0], 3, seed=2)
     assert relative(operator @ V, plain @ V) < CLOSE
 
@@ -393,7 +364,7 @@ def test_a_kept_graph_is_dropped_when_anything_changes():
     assert small_limit._sum.kept is None
 
 
-def test_algorithms_use_the_compiled_products(monkeypatch):
+def test_algorithms_use_the_compiled_products():
     _, loss, params = small()
     batch = batch_of()
     found = {}

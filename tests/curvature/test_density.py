@@ -8,13 +8,10 @@ from torch.testing import assert_close
 
 import hoglib as hog
 from hoglib.curvature import lanczos_quadrature
-from tests.curvature.problems import F64, Given, matrix, problem
+from tests.curvature.problems import F64, Given, matrix, problem, seeded
+from tests.refused import refused
 
 VALUES = [-3.0, -0.2, 0.0, 0.1, 0.4, 0.9, 1.5, 2.5, *([0.05] * 30)]
-
-
-def seeded(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 def smoothed(eigenvalues, grid, width):
@@ -158,11 +155,7 @@ ERRORS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", ERRORS)
-def test_errors(case):
-    given, kind, message = ERRORS[case]
-    with pytest.raises(kind, match=message):
-        Given(matrix(VALUES)).spectral_density(**given)
+test_errors = refused(ERRORS, lambda given: Given(matrix(VALUES)).spectral_density(**given))
 
 
 @pytest.mark.gpu

@@ -1,6 +1,5 @@
 """Gradients of single examples, and influence functions against training anew."""
 
-import logging
 import re
 
 import pytest
@@ -13,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import hoglib as hog
 from hoglib.curvature import example_gradients
 from tests.curvature.problems import CRITERIA, MODELS, draw, problem
+from tests.models import Fn
 
 F64 = torch.float64
 APART = [name for name in MODELS if name != "CNN with BatchNorm in train"]
@@ -39,10 +39,15 @@ def test_their_mean_is_the_gradient_of_the_batch(name):
     assert all(p.grad is None for p in params.values())
 
 
-def ghosts(loss, params, batch):
+def rows_of(loss, params, batch, **options):
+    """The gradient of each example."""
+    _, gradients = hog.per_example_gradients(loss, params, batch, **options)
+    return torch.cat([g.flatten(1) for g in gradients.values()], 1)
+
+
+def ghosts(loss, params, batch, **options):
     """Norms and products as they are computed, and by the gradients."""
-    _, gradients = hog.per_example_gradients(loss, params, batch)
-    rows = torch.cat([g.flatten(1) for g in gradients.values()], 1)
+    rows = rows_of(loss, params, batch, **options)
     assert_close(hog.curvature.per_example_gradient_norms(loss, params, batch), rows.norm(dim=1))
     products = hog.curvature.per_example_gradient_products(loss, params, batch)
     assert_close(products, rows @ rows.T)
@@ -55,16 +60,12 @@ def test_norms_and_products_are_those_of_the_gradients(name, criterion):
 
 
 def test_clipped_gradients_are_taken_as_they_are():
-    class Clipped(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
-
-        def forward(self, x):
-            return self.last(hog.ops.clip_gradient(self.first(x).tanh(), bound=0.05))
+    def run(net, x):
+        return net.last(hog.ops.clip_gradient(net.first(x).tanh(), bound=0.05))
 
     torch.manual_seed(0)
-    loss = hog.functional_loss(Clipped().double(), F.mse_loss)
+    clipped = Fn(run, first=nn.Linear(3, 4), last=nn.Linear(4, 2))
+    loss = hog.functional_loss(clipped.double(), F.mse_loss)
     given = loss, hog.trainable_params(loss.model), (draw(5, 3), 3 * draw(5, 2))
     ghosts(*given)
     with pytest.raises(hog.errors.UnsupportedError, match=r"^KFACOperator: .*clip_gradient"):
@@ -82,20 +83,16 @@ def through_layers(monkeypatch):
 def test_shared_weights_take_no_gradients(length, monkeypatch):
     """Tokens that come twice, padding, positions, and a convolution with groups."""
 
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.table = nn.Embedding(9, 8, padding_idx=0)
-            self.first, self.norm = nn.Linear(8, 12), nn.LayerNorm(12)
-            self.conv = nn.Conv1d(12, 12, 3, padding=1, groups=3)
-            self.head = nn.Linear(12, 5)
-
-        def forward(self, tokens):
-            h = self.norm(self.first(self.table(tokens)).tanh())
-            return self.head(self.conv(h.mT).sin().mean(-1))
+    def run(net, tokens):
+        h = net.norm(net.first(net.table(tokens)).tanh())
+        return net.head(net.conv(h.mT).sin().mean(-1))
 
     torch.manual_seed(0)
-    loss = hog.functional_loss(Model().double(), F.cross_entropy)
+    model = Fn(
+        run, table=nn.Embedding(9, 8, padding_idx=0), first=nn.Linear(8, 12), norm=nn.LayerNorm(12),
+        conv=nn.Conv1d(12, 12, 3, padding=1, groups=3), head=nn.Linear(12, 5),
+    )  # fmt: skip
+    loss = hog.functional_loss(model.double(), F.cross_entropy)
     tokens = torch.randint(9, (6, length))
     tokens[:, 1] = tokens[:, 0]
     batch = tokens, torch.arange(6) % 5
@@ -105,17 +102,14 @@ def test_shared_weights_take_no_gradients(length, monkeypatch):
     assert all(p.grad is None for p in params.values())
 
 
-def test_norms_of_other_losses(monkeypatch, caplog):
+def test_norms_of_other_losses(monkeypatch, log):
     """A loss without outputs, a weighted criterion, and parameters that no layer uses alone."""
     x = draw(6, 3)
     loss = lambda p, x: (x @ p["w"]).sin().mean()  # noqa: E731
     ghosts(loss, {"w": draw(3, 2)}, x)
     model = nn.utils.parametrizations.weight_norm(nn.Linear(3, 2)).double()
-    logging.getLogger("hoglib").addHandler(caplog.handler)
-    with caplog.at_level("DEBUG", logger="hoglib"):
-        ghosts(hog.functional_loss(model, F.mse_loss), hog.trainable_params(model), (x, draw(6, 2)))
-    logging.getLogger("hoglib").removeHandler(caplog.handler)
-    assert re.search(r"gradients of single examples, because of .*weight.original", caplog.text)
+    ghosts(hog.functional_loss(model, F.mse_loss), hog.trainable_params(model), (x, draw(6, 2)))
+    assert re.search(r"gradients of single examples, because of .*weight.original", log.text)
     with pytest.raises(hog.errors.ArgumentValueError, match="mixes the examples"):
         hog.curvature.per_example_gradient_norms(*problem("CNN with BatchNorm in train"))
     through_layers(monkeypatch)
@@ -141,8 +135,7 @@ def test_batches_of_other_forms_and_what_is_refused():
 def test_the_noise_scale():
     loss, params, batch = problem("ReLU", n=40)
     found = hog.curvature.gradient_noise_scale(loss, params, [tuple(t[:17] for t in batch), tuple(t[17:] for t in batch)])  # fmt: skip
-    _, gradients = hog.per_example_gradients(loss, params, batch)
-    rows = torch.cat([g.flatten(1) for g in gradients.values()], 1)
+    rows = rows_of(loss, params, batch)
     variance = rows.var(0).sum()
     square = rows.mean(0).square().sum() - variance / 40
     assert_close(torch.stack([*found]), torch.stack([variance / square, variance, square]))
@@ -153,15 +146,16 @@ def test_the_noise_scale():
 DECAY = 0.02
 
 
-def regression(x, y, steps=12):
-    """Softmax regression with weight decay, to its minimum by Newton steps, which share no code."""
-    W = torch.zeros(3, 4, dtype=F64)
+def regression(x, y, count=None):
+    """Softmax regression with weight decay, to its minimum by Newton steps, which share no code; of a
+    mean over `count` examples, of which others are left out."""
 
     def objective(w):
-        return F.cross_entropy(x @ w.view(3, 4).T, y) + DECAY / 2 * w.square().sum()
+        total = F.cross_entropy(x @ w.view(3, 4).T, y, reduction="sum")
+        return total / (count or len(y)) + DECAY / 2 * w.square().sum()
 
-    w = W.reshape(-1)
-    for _ in range(steps):
+    w = torch.zeros(12, dtype=F64)
+    for _ in range(12):
         g = torch.func.grad(objective)(w)
         H = torch.func.hessian(objective)(w)
         w = w - torch.linalg.solve(H, g)
@@ -197,16 +191,7 @@ def test_leaving_examples_out():
     predicted, actual = [], []
     for start in range(0, 300, 30):
         left = [n for n in range(300) if not start <= n < start + 3]  # three are left out
-        W = torch.zeros(12, dtype=F64)
-
-        def objective(w, left=left):
-            total = F.cross_entropy(x[left] @ w.view(3, 4).T, y[left], reduction="sum")
-            return total / 300 + DECAY / 2 * w.square().sum()
-
-        for _ in range(12):
-            H, g = torch.func.hessian(objective)(W), torch.func.grad(objective)(W)
-            W = W - torch.linalg.solve(H, g)
-        actual.append(losses(W.view(3, 4), query) - before)
+        actual.append(losses(regression(x[left], y[left], 300), query) - before)
         predicted.append(-scores[start : start + 3].sum(0) / 300)
     actual, predicted = torch.stack(actual).reshape(-1), torch.stack(predicted).reshape(-1)
     assert torch.corrcoef(torch.stack([actual, predicted]))[0, 1] > 0.99

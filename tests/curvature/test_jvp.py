@@ -23,7 +23,7 @@ from hoglib.errors import (
 from hoglib.verification import entry_points
 from tests.functions import ClassicCube, Cube, Detached, DetachedTangent, OnceDifferentiable
 from tests.graphs import graphs_of
-from tests.models import MODELS
+from tests.models import MODELS, Fn, Through
 from tests.models import build as build_plain
 from tests.oracles import relative
 
@@ -31,37 +31,30 @@ F64 = torch.float64
 MODES = ["auto", "forward", "reverse"]
 
 
-class Attention(nn.Module):
+def attention():
     """Four tokens of two numbers, of which the last two are (x, t)."""
 
-    def __init__(self):
-        super().__init__()
-        self.norm, self.qkv, self.out = nn.LayerNorm(2), nn.Linear(2, 6), nn.Linear(8, 2)
-
-    def forward(self, x):
+    def run(net, x):
         tokens = torch.stack([x, x.sin(), x.flip(1), x * x[:, :1]], 1)
-        q, k, v = self.qkv(self.norm(tokens))[:, None].chunk(3, -1)
-        return self.out(F.scaled_dot_product_attention(q, k, v).flatten(1))
+        q, k, v = net.qkv(net.norm(tokens))[:, None].chunk(3, -1)
+        return net.out(F.scaled_dot_product_attention(q, k, v).flatten(1))
+
+    return Fn(run, norm=nn.LayerNorm(2), qkv=nn.Linear(2, 6), out=nn.Linear(8, 2))
 
 
-class Applied(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.first, self.function, self.last = nn.Linear(2, 3), function, nn.Linear(3, 2)
-
-    def forward(self, x):
-        return self.last(self.function(self.first(x)))
+def applied(function):
+    return nn.Sequential(nn.Linear(2, 3), Through(function), nn.Linear(3, 2))
 
 
 OWN = {
-    "attention": Attention,
+    "attention": attention,
     "InstanceNorm": lambda: nn.Sequential(
         nn.Linear(2, 6), nn.Unflatten(1, (2, 3)), nn.InstanceNorm1d(2), nn.Flatten(), nn.Linear(6, 2)
     ),
-    "a Function with a jvp": lambda: Applied(Cube.apply),
-    "a Function without a jvp": lambda: Applied(ClassicCube.apply),
-    "a checkpoint": lambda: Applied(lambda x: checkpoint(torch.tanh, x, use_reentrant=False)),
-    "remat": lambda: Applied(hog.ops.remat(torch.tanh)),
+    "a Function with a jvp": lambda: applied(Cube.apply),
+    "a Function without a jvp": lambda: applied(ClassicCube.apply),
+    "a checkpoint": lambda: applied(lambda x: checkpoint(torch.tanh, x, use_reentrant=False)),
+    "remat": lambda: applied(hog.ops.remat(torch.tanh)),
 }  # fmt: skip
 
 
@@ -210,13 +203,13 @@ def test_functions_that_are_wrong_are_told_and_what_is_missing_raises():
     entry_points.forget_verdicts()
     for function, words in ((DetachedTangent, "DetachedTangent.jvp leaves"), (Detached, "Detached.backward leaves")):  # fmt: skip
         with pytest.warns(UserWarning, match=f"jvp: the second derivative of .*{words}"):
-            hog.jvp(Applied(function.apply).double(), X, V)
+            hog.jvp(applied(function.apply).double(), X, V)
     with hog.second_order(on_wrong="raise"), pytest.raises(VerificationError, match="jvp: "):
-        hog.jvp(Applied(DetachedTangent.apply).double(), X, V)
+        hog.jvp(applied(DetachedTangent.apply).double(), X, V)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for right in (Cube, ClassicCube):
-            hog.jvp(Applied(right.apply).double(), X, V)
+            hog.jvp(applied(right.apply).double(), X, V)
     with pytest.raises(NoSecondDerivative, match="OnceDifferentiable, whose backward is @once"):
         hog.jvp(OnceDifferentiable.apply, X, V, mode="reverse")
 

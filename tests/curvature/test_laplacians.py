@@ -1,7 +1,6 @@
 """Operators of higher order by the inputs: coefficients, routes, estimates, biharmonics, directions."""
 
 import itertools
-import logging
 import math
 
 import pytest
@@ -11,22 +10,10 @@ from torch.testing import assert_close
 
 import hoglib as hog
 from hoglib.curvature import laplacians
-from tests.curvature.test_input_derivatives import Attends, images
-from tests.models import MODELS, build
+from tests.curvature.test_input_derivatives import NETS, attends, dense, net_of, points
+from tests.functions import Sine
 from tests.oracles import gradient_by_differences
-
-
-def points(*shape):
-    return torch.randn(*shape, dtype=torch.float64)
-
-
-def dense(net, x):
-    """The Hessian of each output at each point, by torch.func: [N, outputs, D, D]."""
-    found = []
-    for point in x:
-        of_point = lambda flat, p=point: net(flat.reshape(1, *p.shape))[0]  # noqa: E731
-        found.append(torch.func.hessian(of_point)(point.flatten()))
-    return torch.stack(found).detach()
+from tests.refused import refused
 
 
 def smooth(inputs=3, outputs=2):
@@ -88,18 +75,10 @@ def test_coefficients_that_are_learned(shape):
     assert_close(found, gradient_by_differences(loss, {"a": a})["a"], rtol=1e-6, atol=1e-7)
 
 
-NETS = {
-    **{name: (lambda n=name: build(n), (4, 2)) for name in MODELS if name != "BatchNorm"},
-    "softmax": (lambda: nn.Sequential(nn.Linear(3, 4), nn.Softmax(1)), (4, 3)),
-    "conv": (images, (2, 1, 4, 4)),
-    "a set whose elements attend to each other": (Attends, (2, 3, 4)),
-}
-
-
+@pytest.mark.filterwarnings("ignore:.*piecewise linear")
 @pytest.mark.parametrize("name", NETS)
 def test_the_routes_agree(name):
-    make, shape = NETS[name]
-    net, x = make().double(), points(*shape)
+    net, x = net_of(name)
     params = [p for p in net.parameters() if p.requires_grad]
     results = []
     for mode in ("collapsed", "nested"):
@@ -188,15 +167,11 @@ def test_one_point_that_looks_like_many_and_zeros_are_collapsed():
         hog.laplacian(lambda x: x.relu().sum(1), points(4, 2))
 
 
-def test_an_operation_without_a_rule_is_nested_and_told(caplog):
-    logger = logging.getLogger("hoglib")
-    logger.addHandler(caplog.handler)
+def test_an_operation_without_a_rule_is_nested_and_told(log):
     unruly = lambda x: (x**2 + torch.normal(0 * x, 0 * x)).sum(1)  # noqa: E731
     x = points(4, 9)
-    with caplog.at_level("DEBUG", logger="hoglib"):
-        assert_close(hog.laplacian(unruly, x)[1], torch.full_like(x[:, 0], 18))
-    logger.removeHandler(caplog.handler)
-    assert caplog.messages[0].startswith(
+    assert_close(hog.laplacian(unruly, x)[1], torch.full_like(x[:, 0], 18))
+    assert log.messages[0].startswith(
         "laplacian: nested derivatives, for want of a rule for torch.ops.aten.normal"
     )
     x = points(4, 2)
@@ -321,7 +296,7 @@ def test_biharmonics_of_networks_and_their_gradients(name):
         net.insert(1, nn.LayerNorm(8))
         net = net.double()
     if name == "attention":
-        net, shape = Attends().double(), (1, 2, 4)
+        net, shape = attends().double(), (1, 2, 4)
     func = net
     if name == "one point":
         func = lambda x: net(x.reshape(3, 3)).prod()  # noqa: E731
@@ -335,28 +310,6 @@ def test_biharmonics_of_networks_and_their_gradients(name):
             loss = (B + value).square().sum()
             results.append((value, B, torch.autograd.grad(loss, params, allow_unused=True)))
     assert_close(*results, rtol=1e-7, atol=1e-8)
-
-
-class Sine(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x.sin()
-
-    @staticmethod
-    def backward(ctx, g):
-        return Cosine.apply(ctx.saved_tensors[0]) * g
-
-
-class Cosine(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x.cos()
-
-    @staticmethod
-    def backward(ctx, g):
-        return -Sine.apply(ctx.saved_tensors[0]) * g
 
 
 def test_the_estimates_have_the_promised_mean_and_variance():
@@ -463,11 +416,7 @@ ERRORS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("error", ERRORS)
-def test_errors(error):
-    call, kind, message = ERRORS[error]
-    with pytest.raises(kind, match=message):
-        call()
+test_errors = refused(ERRORS)
 
 
 @pytest.mark.gpu

@@ -5,8 +5,8 @@ import torch
 from torch.testing import assert_close
 
 import hoglib as hog
-from tests.curvature.problems import Given
-from tests.curvature.test_traces import FAST, POLYNOMIAL, SIZE, matrix, seeded
+from tests.curvature.problems import Given, matrix, seeded
+from tests.curvature.test_traces import FAST, POLYNOMIAL, SIZE
 
 SPECTRA = {"geometric": FAST, "polynomial": POLYNOMIAL}
 

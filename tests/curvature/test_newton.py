@@ -13,6 +13,7 @@ from torch.testing import assert_close
 import hoglib as hog
 from hoglib.curvature import NewtonCG
 from tests.curvature.problems import problem
+from tests.refused import refused
 from tests.several_processes import found_by_each
 
 F64 = torch.float64
@@ -331,11 +332,7 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_bad_arguments_raise(name):
-    call, kind, message = REFUSED[name]
-    with pytest.raises(kind, match=message):
-        call()
+test_bad_arguments_raise = refused(REFUSED)
 
 
 def test_a_second_group_is_refused():

@@ -1,6 +1,5 @@
 """Operators over data against dense matrices by differences; kept graphs, checks and errors."""
 
-import copy
 import gc
 import weakref
 from functools import partial
@@ -11,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.testing import assert_close
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import hoglib as hog
@@ -29,6 +27,9 @@ from tests.curvature.problems import (
     problem,
     relative,
 )
+from tests.models import Checkpointed, Fn
+from tests.refused import refused
+from tests.unchanged import unchanged
 
 OPERATORS = {
     "Hessian": (hog.HessianOperator, dense_hessian),
@@ -301,25 +302,19 @@ def test_a_kept_graph_is_dropped_when_something_changes(make, name, several):
     assert relative(before, fresh) > 1e-3
 
 
-class Checkpointed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.block = nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-        self.last = nn.Linear(4, 3)
-
-    def forward(self, x):
-        return self.last(checkpoint(self.block, self.first(x), use_reentrant=False))
+def checkpointed(again):
+    body = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Tanh())
+    return Checkpointed(body, nn.Linear(4, 3), again).double()
 
 
 @pytest.mark.parametrize("kind", ["Hessian", "Gauss-Newton"])
 def test_a_kept_graph_through_a_checkpoint(kind):
     # what backward runs again must find the parameters of the point, not the model's own
     make, oracle = OPERATORS[kind]
-    there, here = Checkpointed().double(), Checkpointed().double()
+    there, here = (checkpointed(again) for again in (False, True))
     params = {n: p.detach().clone() for n, p in there.named_parameters()}
     batch = (draw(5, 3), torch.arange(5) % 3)
-    plain = hog.functional_loss(WithoutCheckpoint(there), F.cross_entropy)
-    A = oracle(plain, {f"inner.{n}": p for n, p in params.items()}, batch)
+    A = oracle(hog.functional_loss(there, F.cross_entropy), params, batch)
     loss = hog.functional_loss(here, F.cross_entropy)
     operator, own = make(loss, params, batch), dict(here.named_parameters())
     for seed in range(3):
@@ -329,15 +324,6 @@ def test_a_kept_graph_through_a_checkpoint(kind):
     if kind == "Gauss-Newton":
         tree = operator.space.tree(v)
         assert relative(flat(hog.ggn_vp(loss, params, tree, batch)[1]), A @ v) < 1e-7
-
-
-class WithoutCheckpoint(nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        return self.inner.last(self.inner.block(self.inner.first(x)))
 
 
 def test_the_memory_limit_is_in_bytes_of_the_graph():
@@ -351,17 +337,13 @@ def test_the_memory_limit_is_in_bytes_of_the_graph():
 def test_the_kept_graph_is_freed_with_the_operator():
     seen = []
 
-    class Watches(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(3, 3, dtype=F64)
+    def watched(net, x):
+        y = net.linear(x).sin()
+        seen.append(weakref.ref(y))
+        return y
 
-        def forward(self, x):
-            y = self.linear(x).sin()
-            seen.append(weakref.ref(y))
-            return y
-
-    loss = hog.functional_loss(Watches(), F.cross_entropy)
+    model = Fn(watched, linear=nn.Linear(3, 3, dtype=F64))
+    loss = hog.functional_loss(model, F.cross_entropy)
     operator = hog.HessianOperator(
         loss, hog.trainable_params(loss.model), (draw(5, 3), torch.arange(5) % 3)
     )
@@ -378,13 +360,8 @@ def random_model(layer):
     return nn.Sequential(nn.Linear(3, 8), layer, nn.Linear(8, 3)).double()
 
 
-class Noise(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.off = nn.Dropout(0.0)
-
-    def forward(self, x):
-        return x + self.off(torch.randn_like(x))
+def noise():
+    return Fn(lambda net, x: x + net.off(torch.randn_like(x)), off=nn.Dropout(0.0))
 
 
 class NumPyNoise(nn.Module):
@@ -406,7 +383,7 @@ PASSES = {"one batch": BATCH, "a loader": loader(BATCH), "micro-batches": BATCH}
     ("layer", "message"),
     [
         (partial(nn.Dropout, 0.5), r"1 \(Dropout\) draws at random in train mode.*model.eval"),
-        (Noise, r"numbers are drawn at .*test_operators.py:\d+: `return x \+ self.off\(torch.randn_like\(x\)\)`.*check_deterministic=False"),
+        (noise, r"numbers are drawn at .*test_operators.py:\d+: `return .*x \+ net.off\(torch.randn_like\(x\)\).*check_deterministic=False"),
         (NumPyNoise, "draws random numbers outside of torch"),
     ],
     ids=["dropout", "noise beside a dropout of 0", "noise of NumPy"],
@@ -421,7 +398,7 @@ def test_a_random_model_raises(layer, message, given):
     with pytest.raises((RuntimeError, ValueError), match=message):
         repeat(operator, 2)
     loss.model.eval()
-    if layer not in (Noise, NumPyNoise):
+    if layer not in (noise, NumPyNoise):
         assert_close(operator @ v, operator @ v)
 
 
@@ -534,14 +511,12 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_errors_say_what_to_do(case):
-    make, kind, message = REFUSED[case]
+def plainly():
     loss = hog.functional_loss(random_model(nn.Tanh()), F.cross_entropy)
-    with pytest.raises(kind, match=message):
-        repeat(make(loss, hog.trainable_params(loss.model)), 1)
+    return loss, hog.trainable_params(loss.model)
 
 
+test_errors_say_what_to_do = refused(REFUSED, lambda make: repeat(make(*plainly()), 1))
 VECTORS = {
     "too short": (lambda n: draw(n - 1), ValueError, r"expected \(59,\), \(59, k\).*got \(58,\)"),
     "a row": (lambda n: draw(1, n), ValueError, r"got \(1, 59\)"),
@@ -551,13 +526,12 @@ VECTORS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", VECTORS)
-def test_vectors_that_do_not_fit(case):
-    make, kind, message = VECTORS[case]
-    loss = hog.functional_loss(random_model(nn.Tanh()), F.cross_entropy)
-    operator = hog.HessianOperator(loss, hog.trainable_params(loss.model), BATCH)
-    with pytest.raises(kind, match=message):
-        operator @ make(operator.shape[0])
+def by_vector(make):
+    operator = hog.HessianOperator(*plainly(), BATCH)
+    return operator @ make(operator.shape[0])
+
+
+test_vectors_that_do_not_fit = refused(VECTORS, by_vector)
 
 
 def test_a_product_that_is_not_finite_names_the_parameter():
@@ -617,16 +591,10 @@ def test_works_where_gradients_are_off(data, context):
 
 def test_the_model_is_left_alone():
     loss, params, batch = problem(MIXES)
-    model = loss.model
-    before = copy.deepcopy(model.state_dict())
-    rng = torch.get_rng_state()
-    for make, _ in OPERATORS.values():
-        for given, options in (DATA["one batch"](batch), DATA["a list of batches"](batch)):
-            make(loss, params, given, **options) @ draw(sum(p.numel() for p in params.values()))
-    assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)
-    assert torch.equal(torch.get_rng_state(), rng)
-    assert all(p.requires_grad and p.grad is None for p in model.parameters())
-    assert model.training
+    with unchanged(loss.model):
+        for make, _ in OPERATORS.values():
+            for given, options in (DATA["one batch"](batch), DATA["a list of batches"](batch)):
+                make(loss, params, given, **options) @ draw(sum(p.numel() for p in params.values()))
 
 
 def test_sampled_fisher_matrices_are_one_matrix():

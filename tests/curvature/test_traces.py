@@ -5,16 +5,12 @@ import torch
 from torch.testing import assert_close
 
 import hoglib as hog
-from tests.curvature.problems import Given, matrix, problem
+from tests.curvature.problems import Given, matrix, problem, seeded
 
 SIZE = 60
 FAST, POLYNOMIAL = 0.6 ** torch.arange(SIZE).double(), 1 / torch.arange(1, SIZE + 1).double() ** 2
 NAMES = ["geometric", "polynomial", "flat"]
 FLAT = torch.linspace(1, 2, SIZE, dtype=torch.float64)
-
-
-def seeded(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 def by_definition(A, count, generator):

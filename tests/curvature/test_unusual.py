@@ -13,6 +13,9 @@ from torch.testing import assert_close
 
 import hoglib as hog
 from tests.curvature.problems import F64, dense_ggn, dense_hessian, draw, flat, relative
+from tests.functions import WrongTangent
+from tests.models import Fn, Through
+from tests.refused import refused
 
 BATCH = (draw(6, 3), torch.arange(6) % 2)
 
@@ -29,17 +32,8 @@ def made(model, criterion=F.cross_entropy, **options):
 # Changes past pointers and version counters
 
 
-class Tempered(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner, self.temperature = net(), 1.0
-
-    def forward(self, x):
-        return self.inner(x) / self.temperature
-
-
 def test_a_change_of_an_attribute_or_a_closure_is_detected():
-    model = Tempered()
+    model = Fn(lambda net, x: net.inner(x) / net.temperature, inner=net(), temperature=1.0)
     model.inner[1] = nn.Sequential(nn.BatchNorm1d(4, dtype=F64), nn.Tanh())
     loss, params = made(model)
     closure = lambda p, b: loss(p, b)  # noqa: E731
@@ -136,23 +130,17 @@ def test_a_criterion_may_use_the_models_parameters():
     assert relative(operator.to_dense(), A) < 1e-7
 
 
-class Penalised(nn.Module):
+def penalised(net, x):
     """Differentiates inside, as losses of physics-informed networks do."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = net()
-
-    def forward(self, x):
-        x = x.detach().requires_grad_()
-        y = self.net(x)
-        return y, torch.autograd.grad(y[:, 0].sum(), x, create_graph=True)[0]
+    x = x.detach().requires_grad_()
+    y = net.net(x)
+    return y, torch.autograd.grad(y[:, 0].sum(), x, create_graph=True)[0]
 
 
 @pytest.mark.parametrize("options", [{}, {"micro_batch": 2}, {"memory_limit": 0}])
 def test_a_loss_that_differentiates_inside(options):
     loss, params = made(
-        Penalised(), lambda out, y: F.cross_entropy(out[0], y) + out[1].square().mean()
+        Fn(penalised, net=net()), lambda out, y: F.cross_entropy(out[0], y) + out[1].square().mean()
     )
     A = dense_hessian(loss, params, BATCH)
     assert relative(hog.HessianOperator(loss, params, BATCH, **options).to_dense(), A) < 1e-7
@@ -174,37 +162,9 @@ def test_a_scripted_part_takes_the_reverse():
 
 
 def test_a_wrong_jvp_raises_and_auto_avoids_it():
-    class Doubled(torch.autograd.Function):
-        generate_vmap_rule = True
-
-        @staticmethod
-        def forward(x):
-            return x.sin()
-
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            ctx.save_for_backward(*inputs)
-            ctx.save_for_forward(*inputs)
-
-        @staticmethod
-        def backward(ctx, g):
-            return g * ctx.saved_tensors[0].cos()
-
-        @staticmethod
-        def jvp(ctx, t):
-            return 2 * t * ctx.saved_tensors[0].cos()
-
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(3, 2, dtype=F64)
-
-        def forward(self, x):
-            return Doubled.apply(self.linear(x))
-
-    loss, params = made(Net())
+    loss, params = made(nn.Sequential(nn.Linear(3, 2, dtype=F64), Through(WrongTangent.apply)))
     v = {n: draw(*p.shape) for n, p in params.items()}
-    with pytest.warns(UserWarning, match="the jvp of Doubled is wrong"):
+    with pytest.warns(UserWarning, match="the jvp of WrongTangent is wrong"):
         product = hog.ggn_vp(loss, params, v, BATCH)[1]
     assert relative(flat(product), dense_ggn(loss, params, BATCH) @ flat(v)) < 1e-7
     with pytest.raises(NotImplementedError, match="a wrong jvp"):
@@ -224,21 +184,16 @@ def test_a_sparse_gradient():
     assert relative(H.detach().reshape(15, 15), A) < 1e-7
 
 
-class InTwoPrecisions(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(3, 2)
-
-    def forward(self, x):
-        y = self.linear(x).tanh()
-        return y.double(), y.half()
+def in_two_precisions(net, x):
+    y = net.linear(x).tanh()
+    return y.double(), y.half()
 
 
 @pytest.mark.parametrize("mode", ["forward", "reverse"])
 def test_outputs_of_several_dtypes_are_no_lost_graph(mode):
     torch.manual_seed(0)
     criterion = lambda out, y: out[0].square().mean() + out[1].float().sin().mean()  # noqa: E731
-    loss, params = made(InTwoPrecisions(), criterion)
+    loss, params = made(Fn(in_two_precisions, linear=nn.Linear(3, 2)), criterion)
     batch = (BATCH[0].float(), BATCH[1])
     v = {n: draw(*p.shape).float() for n, p in params.items()}
     exact, _ = made(copy.deepcopy(loss.model), lambda out, y: out[0].square().mean() + out[0].sin().mean())  # fmt: skip
@@ -400,8 +355,4 @@ MORE_ERRORS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", MORE_ERRORS)
-def test_errors_say_what_to_do(case):
-    call, kind, message = MORE_ERRORS[case]
-    with pytest.raises(kind, match=message):
-        call(*made(net()))
+test_errors_say_what_to_do = refused(MORE_ERRORS, lambda call: call(*made(net())))

@@ -2,7 +2,6 @@
 
 from types import SimpleNamespace
 
-import lightning.pytorch as pl
 import pytest
 
 from experiments.data.sinusoid import SinusoidTasks
@@ -11,6 +10,7 @@ from experiments.training import compile_choice
 from experiments.training.compile_choice import LOSSES_THAT_PAY, LOSSES_THAT_PAY_FOR_COMPILING
 from tests.experiments.command import COMMAND_LINE, assert_same_run, checkpoint
 from tests.experiments.test_sinusoid import SMOKE, fit, folder
+from tests.lightning.trainers import trainer
 
 pytestmark = COMMAND_LINE
 
@@ -57,11 +57,8 @@ def test_the_losses_that_it_decides_by_are_those_that_are_computed(case, monkeyp
     monkeypatch.setattr(
         model.compile_choice, "_choose", lambda losses: decided_by.append(losses) or choose(losses)
     )
-    trainer = pl.Trainer(
-        **limits, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, num_sanity_val_steps=0, limit_val_batches=0,
-    )  # fmt: skip
-    trainer.fit(model, SinusoidTasks(iterations=6, tasks=2, shots=3))
+    own = trainer(None, **limits, num_sanity_val_steps=0, limit_val_batches=0)
+    own.fit(model, SinusoidTasks(iterations=6, tasks=2, shots=3))
     assert decided_by == [len(called)] == [expected]
 
 

@@ -8,11 +8,9 @@ from torch import nn
 
 import hoglib as hog
 from hoglib.lightning import MetaAnnealing
+from tests.lightning.trainers import QUIET, trainer
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
-]
+pytestmark = QUIET
 STEPS = 3
 
 
@@ -41,13 +39,9 @@ class Training(pl.LightningModule):
 
 def fit(folder, callbacks, module=None, checkpoint=None, epochs=5):
     module = Training() if module is None else module
-    trainer = pl.Trainer(
-        callbacks=callbacks, default_root_dir=folder, logger=False, accelerator="cpu",
-        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
-        max_epochs=epochs,
-    )  # fmt: skip
-    trainer.fit(module, ckpt_path=checkpoint, weights_only=True)
-    return trainer, module
+    own = trainer(folder, callbacks, max_epochs=epochs)
+    own.fit(module, ckpt_path=checkpoint, weights_only=True)
+    return own, module
 
 
 def weights(epoch, epochs):
@@ -78,8 +72,8 @@ def test_what_maml_is_set_to(case, tmp_path):
 def test_a_resumed_training_goes_on_as_it_would_have(tmp_path):
     options = {"first_order": 2, "multi_step": 4}
     _, whole = fit(tmp_path, [MetaAnnealing(**options)])
-    trainer, _ = fit(tmp_path, [MetaAnnealing(**options)], epochs=3)
-    trainer.save_checkpoint(tmp_path / "some.ckpt")
+    first, _ = fit(tmp_path, [MetaAnnealing(**options)], epochs=3)
+    first.save_checkpoint(tmp_path / "some.ckpt")
     _, resumed = fit(tmp_path, [MetaAnnealing(**options)], checkpoint=tmp_path / "some.ckpt")
     assert resumed.seen == whole.seen[6:]
     assert all(

@@ -15,42 +15,26 @@ from torch.testing import assert_close
 import hoglib as hog
 from hoglib.errors import HoglibError
 from hoglib.lightning import SecondOrderAudit
+from tests.functions import BackwardWithoutGrad
+from tests.lightning.trainers import QUIET, state, trainer
+from tests.models import Through
 from tests.several_processes import found_by_each
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
-]
+pytestmark = QUIET
 
 
-class RawSquare(torch.autograd.Function):
-    """x^2, whose backward forgets that its gradient depends on x."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x**2
-
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return 2 * g * x.detach()
+def poison():
+    return Through(BackwardWithoutGrad.apply)
 
 
-class Poison(nn.Module):
-    def forward(self, x):
-        return RawSquare.apply(x)
-
-
-class Square(nn.Module):
-    def forward(self, x):
-        return x**2
+def square():
+    return Through(torch.square)
 
 
 class Training(pl.LightningModule):
     """Regression with a penalty; counts steps, and draws random numbers in each."""
 
-    def __init__(self, act=Square, manual=False):
+    def __init__(self, act=square, manual=False):
         super().__init__()
         torch.manual_seed(0)
         self.net = nn.Sequential(
@@ -96,35 +80,27 @@ def loader():
 
 def fit(folder, callbacks, module, checkpoint=None, **options):
     pl.seed_everything(3, verbose=False)
-    options = {"max_epochs": 2, **options}
-    trainer = pl.Trainer(
-        callbacks=callbacks, default_root_dir=folder, logger=False, accelerator="cpu",
-        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, **options,
-    )  # fmt: skip
-    trainer.fit(module, loader(), ckpt_path=checkpoint, weights_only=True)
-    return trainer
-
-
-def state(module):
-    return {name: value.clone() for name, value in module.state_dict().items()}
+    own = trainer(folder, callbacks, **{"max_epochs": 2, **options})
+    own.fit(module, loader(), ckpt_path=checkpoint, weights_only=True)
+    return own
 
 
 def test_a_poisoned_training_stops_before_its_first_step(tmp_path):
-    module = Training(Poison)
+    module = Training(poison)
     before = state(module)
     with pytest.raises(hog.VerificationError, match=r"culprit: (net\.)?1\.0") as caught:
         fit(tmp_path, [SecondOrderAudit()], module)
     assert isinstance(caught.value, HoglibError)
     text = str(caught.value)
     assert "Training.second_order_problem: expected right second derivatives" in text
-    assert "RawSquare" in text
+    assert "BackwardWithoutGrad" in text
     assert "action='warn'" in text
     assert (module.stepped, module.metrics) == (0, [])
     assert_close(state(module), before, rtol=0, atol=0)
 
 
 def test_warn_goes_on(tmp_path, capsys):
-    module, callback = Training(Poison), SecondOrderAudit(action="warn")
+    module, callback = Training(poison), SecondOrderAudit(action="warn")
     with pytest.warns(UserWarning, match=r"culprit: (net\.)?1\.0"):
         trainer = fit(tmp_path, [callback], module)
     assert module.stepped == 8
@@ -132,7 +108,7 @@ def test_warn_goes_on(tmp_path, capsys):
     assert not callback.reports[0].ok
     path = tmp_path / "some.ckpt"
     trainer.save_checkpoint(path)
-    resumed = Training(Poison)  # audited again
+    resumed = Training(poison)  # audited again
     with pytest.raises(hog.VerificationError):
         fit(tmp_path, [SecondOrderAudit()], resumed, path, max_epochs=4)
     assert resumed.stepped == 0
@@ -202,7 +178,7 @@ def test_several_problems(tmp_path, capsys):
     class Two(Training):
         def second_order_problem(self, batch):
             one = super().second_order_problem(batch)
-            bad = nn.Sequential(nn.Linear(3, 4), Poison(), nn.Linear(4, 1))
+            bad = nn.Sequential(nn.Linear(3, 4), poison(), nn.Linear(4, 1))
             other = hog.functional_loss(bad, F.mse_loss), hog.trainable_params(bad), batch
             return {"net": one, "other": other}
 
@@ -279,7 +255,7 @@ class OfProcess(Training):
         if how == "raises":
             raise RuntimeError("no problem today")
         net = nn.Sequential(
-            nn.Linear(3, 4), Poison() if how == "wrong" else Square(), nn.Linear(4, 1)
+            nn.Linear(3, 4), poison() if how == "wrong" else square(), nn.Linear(4, 1)
         )
         return hog.functional_loss(net, F.mse_loss), hog.trainable_params(net), batch
 
@@ -303,7 +279,7 @@ def test_two_processes_raise_alike(tmp_path):
         name, text, stepped = found["wrong"]
         assert (name, stepped) == ("WrongSecondDerivative", 0)
         assert "OfProcess.second_order_problem in process 1: expected right" in text
-        assert "RawSquare" in text
+        assert "BackwardWithoutGrad" in text
         assert found["raises"][0] == "ArgumentValueError"
         assert "no problem today" in found["raises"][1]
         assert found["raises"][2] == 0

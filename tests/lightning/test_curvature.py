@@ -21,13 +21,10 @@ import hoglib as hog
 from hoglib.curvature import hessian_spectrum
 from hoglib.errors import HoglibError
 from hoglib.lightning import CurvatureMonitor
+from tests.lightning.trainers import QUIET, state, trainer
 from tests.several_processes import found_by_each
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
-    pytest.mark.filterwarnings("ignore:The number of training batches:UserWarning"),
-]
+pytestmark = QUIET
 SMALL = {"num_samples": 3, "steps": 10}
 
 
@@ -133,21 +130,12 @@ def loader(dtype=torch.float32, kind=pair, shuffle=True):
 def fit(folder, callbacks, module, checkpoint=None, batches=None, logger=False, **options):
     pl.seed_everything(3, verbose=False)
     saves = any(isinstance(one, pl.callbacks.Checkpoint) for one in callbacks)
-    options = {"max_epochs": 2, "enable_checkpointing": saves, **options}
-    trainer = pl.Trainer(
-        callbacks=callbacks, default_root_dir=folder, logger=logger, accelerator="cpu",
-        enable_progress_bar=False, enable_model_summary=False, **options,
-    )  # fmt: skip
+    options = {"max_epochs": 2, "enable_checkpointing": saves, "logger": logger, **options}
+    own = trainer(folder, callbacks, **options)
     dtype = next(module.parameters()).dtype
     batches = loader(dtype) if batches is None else batches
-    trainer.fit(
-        module, batches, loader(dtype, shuffle=False), ckpt_path=checkpoint, weights_only=True
-    )
-    return trainer
-
-
-def state(module):
-    return {name: value.clone() for name, value in module.state_dict().items()}
+    own.fit(module, batches, loader(dtype, shuffle=False), ckpt_path=checkpoint, weights_only=True)
+    return own
 
 
 def same_history(ours, theirs):

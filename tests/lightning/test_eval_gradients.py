@@ -12,11 +12,9 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from hoglib.lightning import EvalGradients
+from tests.lightning.trainers import QUIET, trainer
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
-]
+pytestmark = QUIET
 LOOPS = ("validate", "test", "predict")
 X = torch.linspace(-1, 1, 24).view(8, 3)
 
@@ -105,13 +103,6 @@ def loader(data=X, **options):
     return torch.utils.data.DataLoader(data, batch_size=4, **options)
 
 
-def trainer(folder, **options):
-    return pl.Trainer(
-        default_root_dir=folder, logger=False, accelerator="cpu", max_epochs=1,
-        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, **options,
-    )  # fmt: skip
-
-
 def expected(model):
     return [slope(model.net, batch.clone()).detach() for batch in X.split(4)]
 
@@ -128,7 +119,7 @@ def run(model, loop, own, data=None):
 @pytest.mark.filterwarnings("ignore:.*verbose.*")
 def test_gradients_in_every_loop(kind, loop, tmp_path, capsys):
     model = kind()
-    found = run(model, loop, trainer(tmp_path))
+    found = run(model, loop, trainer(tmp_path, max_epochs=1))
     assert_close(found, expected(model))
     assert not any(value.requires_grad or value.is_inference() for value in found)
 
@@ -136,24 +127,24 @@ def test_gradients_in_every_loop(kind, loop, tmp_path, capsys):
 @pytest.mark.parametrize("loop", LOOPS)
 def test_without_it_they_raise(loop, tmp_path):
     with pytest.raises(RuntimeError, match="does not require grad"):
-        run(Plain(), loop, trainer(tmp_path))
+        run(Plain(), loop, trainer(tmp_path, max_epochs=1))
 
 
 def test_inside_of_a_fit(tmp_path):
     model = Net()
-    own = trainer(tmp_path, num_sanity_val_steps=0)
+    own = trainer(tmp_path, max_epochs=1, num_sanity_val_steps=0)
     own.fit(model, loader(), loader())
     assert_close(model.seen, expected(model))
     assert not any(value.requires_grad for value in model.seen)
     assert_close(own.callback_metrics["val"], sum(model.seen) / 2)
     with pytest.raises(RuntimeError, match="does not require grad"):
-        trainer(tmp_path).fit(Plain(), loader(), loader())
+        trainer(tmp_path, max_epochs=1).fit(Plain(), loader(), loader())
 
 
 @pytest.mark.parametrize(("kind", "times"), [(Diamond, 2), (Decorated, 1)])
 def test_the_order_of_classes_is_that_of_python_and_steps_are_decorated(kind, times, tmp_path):
     model = kind()
-    found = run(model, "test", trainer(tmp_path))
+    found = run(model, "test", trainer(tmp_path, max_epochs=1))
     assert_close(found, [times * value for value in expected(model)])
 
 
@@ -170,7 +161,7 @@ def test_predict_by_forward(tmp_path):
             return torch.autograd.grad(self.net(x).sum(), x)[0]
 
     model = Field()
-    found = trainer(tmp_path).predict(model, loader())
+    found = trainer(tmp_path, max_epochs=1).predict(model, loader())
     assert_close(torch.cat(found), model.net.weight.detach().expand(8, 3))
 
 
@@ -185,7 +176,7 @@ class OnlyTrains(EvalGradients, pl.LightningModule):
 
 def test_no_step_is_made_up(tmp_path):
     """A loop that the module has no step for: the same words as without."""
-    own = trainer(tmp_path)
+    own = trainer(tmp_path, max_epochs=1)
     with pytest.warns(UserWarning, match="have no `validation_step`. Skipping val loop"):
         own.fit(OnlyTrains(), loader(), loader())
     with pytest.raises(pl.utilities.exceptions.MisconfigurationException, match="test_step"):

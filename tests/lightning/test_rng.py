@@ -10,8 +10,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
 from hoglib.lightning import RNGState
+from tests.lightning.trainers import QUIET, trainer
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
+pytestmark = QUIET
 
 
 class Noisy(pl.LightningModule):
@@ -29,21 +30,13 @@ class Noisy(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def trainer(callbacks, folder, **options):
-    return pl.Trainer(
-        callbacks=callbacks, default_root_dir=folder, logger=False, accelerator="cpu",
-        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
-        log_every_n_steps=1, **options,
-    )  # fmt: skip
-
-
 DATA = torch.arange(24.0).reshape(8, 3) / 24
 
 
 def run(callbacks, folder, checkpoint=None, shuffle=True, **options):
     pl.seed_everything(5, verbose=False)
     model = Noisy()
-    own = trainer(callbacks, folder, **options)
+    own = trainer(folder, callbacks, log_every_n_steps=1, **options)
     # In a fixed order every batch is alike: Lightning starts an interrupted epoch from its first batch.
     data = DATA if shuffle else torch.ones_like(DATA)
     loader = torch.utils.data.DataLoader(data, batch_size=2, shuffle=shuffle)
@@ -70,7 +63,6 @@ class Save(pl.Callback):
 WHEN = {"after an epoch": (4, True), "in an epoch": (6, False)}
 
 
-@pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
 @pytest.mark.filterwarnings("ignore:.*ended before the epoch ended.*")  # said of a fixed order too
 @pytest.mark.parametrize("kept", [True, False], ids=["with RNGState", "without"])
 @pytest.mark.parametrize("when", WHEN)

@@ -13,8 +13,10 @@ import hoglib as hog
 from hoglib._core import sharding
 from hoglib.errors import UnsupportedError
 from hoglib.lightning import CurvatureMonitor, SecondOrderAudit
+from tests.lightning.trainers import QUIET, trainer
 from tests.several_processes import found_by_each
 
+pytestmark = QUIET
 BATCHES = 3  # an epoch's
 SPECTRUM = {"every": BATCHES, "num_samples": 2, "steps": 5}
 
@@ -65,13 +67,9 @@ def loader():
 
 
 def fit(folder, module, callbacks, epochs, path=None, **options):
-    trainer = pl.Trainer(
-        callbacks=callbacks, default_root_dir=folder, logger=False, max_epochs=epochs,
-        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
-        **{"accelerator": "cpu", **options},
-    )  # fmt: skip
-    trainer.fit(module, loader(), ckpt_path=path)
-    return trainer
+    own = trainer(folder, callbacks, max_epochs=epochs, **options)
+    own.fit(module, loader(), ckpt_path=path)
+    return own
 
 
 def state(module, monitor):
@@ -112,9 +110,6 @@ def in_a_process(rank, folder, found):
         found["audit"] = str(error)
 
 
-@pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
-@pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
-@pytest.mark.filterwarnings("ignore:The number of training batches:UserWarning")
 def test_fits_of_two_processes_equal_that_of_one(tmp_path):
     """The uninterrupted fit of two processes, and a resumed one, which restores parameters, optimizer, the
     schedule of the penalty and the measurements."""

@@ -7,19 +7,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hoglib as hog
+from tests.models import Fn
 
 
-class Attends(nn.Module):
+def attends() -> nn.Module:
     """A transformer layer over the features of an image, read as a sequence."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.TransformerEncoderLayer(
-            4, 2, 6, dropout=0.0, activation="gelu", batch_first=True
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x.reshape(len(x), -1, 4)).mean(1)
+    options: dict[str, Any] = {"dropout": 0.0, "activation": "gelu", "batch_first": True}
+    layer = nn.TransformerEncoderLayer(4, 2, 6, **options)
+    return Fn(lambda net, x: net.layer(x.reshape(len(x), -1, 4)).mean(1), layer=layer)
 
 
 class Scaled(nn.Module):
@@ -45,7 +40,7 @@ NETWORKS: dict[str, Any] = {
     "BatchNorm": lambda: image_net(nn.BatchNorm2d(3)),
     "LayerNorm": lambda: image_net(nn.LayerNorm([3, 4, 4])),
     "GroupNorm": lambda: image_net(nn.GroupNorm(3, 3)),
-    "attention": lambda: nn.Sequential(Attends(), nn.Linear(4, 2)),
+    "attention": lambda: nn.Sequential(attends(), nn.Linear(4, 2)),
     "hoglib ops": lambda: nn.Sequential(
         nn.Flatten(), hog.nn.LinearAct(16, 5, act="swish"), hog.nn.Linear(5, 2)
     ),

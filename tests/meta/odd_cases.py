@@ -11,25 +11,11 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 import hoglib as hog
+from tests.functions import Sine
+from tests.models import Fn
 
 # no checkpoints inside: an oracle that uses .backward(inputs=...) goes without
 WITHOUT: ContextVar[bool] = ContextVar("without checkpoints", default=False)
-
-
-class Fn(nn.Module):
-    """A module from a function of itself and its inputs."""
-
-    def __init__(self, run: Any, **parts: Any) -> None:
-        super().__init__()
-        self.run = run
-        for name, part in parts.items():
-            if isinstance(part, torch.Tensor) and not isinstance(part, nn.Parameter):
-                self.register_buffer(name, part)
-            else:
-                setattr(self, name, part)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.run(self, *args, **kwargs)
 
 
 class Case(nn.Module):
@@ -160,19 +146,6 @@ def forces(net: Any, x: Any) -> Any:
 def checkpointed(net: Any, h: Any) -> Any:
     run = nn.Sequential(net.more, nn.Tanh())
     return checkpoint(run, h, use_reentrant=False) if not WITHOUT.get() else run(h)
-
-
-class Sine(torch.autograd.Function):
-    """Right, in the old style."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x.sin()
-
-    @staticmethod
-    def backward(ctx, g):
-        return g * ctx.saved_tensors[0].cos()
 
 
 def complex_net(net: Any, x: Any) -> Any:

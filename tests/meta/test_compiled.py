@@ -11,19 +11,18 @@ from torch import nn
 import hoglib as hog
 from tests.graphs import graphs_of
 from tests.long_tail import all_but
-from tests.meta.test_maml import as_list, stacks
+from tests.meta.networks import as_list, meta_gradient
+from tests.meta.test_maml import stacks
+from tests.models import Fn
 from tests.oracles import relative
 
 
-class Named(nn.Module):
+def named():
     """A body and a head, with a layer that vmap of a loss gets wrong."""
-
-    def __init__(self):
-        super().__init__()
-        self.body, self.norm, self.head = nn.Linear(2, 6), nn.LayerNorm(6), nn.Linear(6, 2)
-
-    def forward(self, x):
-        return self.head(torch.tanh(self.norm(self.body(x))))
+    return Fn(
+        lambda net, x: net.head(torch.tanh(net.norm(net.body(x)))),
+        body=nn.Linear(2, 6), norm=nn.LayerNorm(6), head=nn.Linear(6, 2),
+    )  # fmt: skip
 
 
 def plain_net():
@@ -48,8 +47,8 @@ CASES = {
     "RMSprop": (plain_net, {"rule": "rmsprop"}),
     "Meta-SGD": (plain_net, {"learn_lr": "element"}),
     "rates for each step": (plain_net, {"learn_lr": "layer", "lr_per_step": True}),
-    "layer norm": (Named, {}),
-    "ANIL": (Named, {"inner_params": ["head"]}),
+    "layer norm": (named, {}),
+    "ANIL": (named, {"inner_params": ["head"]}),
     "first order": (plain_net, {"first_order": True}),
     "truncated": (plain_net, {"truncate": 1}),
     "multi-step loss": (plain_net, {"step_weights": [0.2, 0.8]}),
@@ -66,12 +65,6 @@ def learner(make, compile, **options):
     torch.manual_seed(0)
     model = make().double()
     return hog.MAML(model, F.mse_loss, inner_lr=0.1, inner_steps=2, compile=compile, **options)
-
-
-def meta_gradient(maml, tasks):
-    maml.zero_grad()
-    maml.loss(tasks).backward()
-    return {n: p.grad.clone() for n, p in maml.named_parameters() if p.grad is not None}
 
 
 def test_weights_of_steps_that_change_take_no_graph_of_their_own():

@@ -6,6 +6,7 @@ from torch.testing import assert_close
 
 import hoglib as hog
 from tests.oracles import relative
+from tests.refused import refused
 
 F64 = torch.float64
 WAYS = {
@@ -276,11 +277,7 @@ ERRORS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("error", ERRORS)
-def test_errors(error):
-    call, kind, message = ERRORS[error]
-    with pytest.raises(kind, match=message):
-        call()
+test_errors = refused(ERRORS)
 
 
 def test_a_system_that_was_not_solved_warns():

@@ -16,8 +16,10 @@ from hoglib._core import torch_internals
 from hoglib.meta.tasks import prefer_vmap
 from tests.long_tail import FULL
 from tests.meta.networks import as_list
-from tests.models import MODELS, build
+from tests.models import MODELS, Fn, build
 from tests.oracles import random_like, relative, slopes_by_differences
+from tests.refused import refused
+from tests.unchanged import unchanged
 
 STEPS = [1, 3]
 ORDERS = pytest.mark.parametrize("first_order", [False, True], ids=["second order", "first order"])
@@ -144,14 +146,9 @@ def test_without_grad_the_value_and_the_adaptation_are_there(context):
 @pytest.mark.parametrize("name", MODELS)
 def test_the_model_is_untouched(name):
     learner, tasks = maml(name, inner_steps=2), stacks()
-    before = {n: t.clone() for n, t in learner.model.state_dict().items()}
-    mode, rng = learner.model.training, torch.get_rng_state()
-    learner.loss(tasks)
-    learner.adapt(as_list(tasks)[0][0])
-    assert_close(dict(learner.model.state_dict()), before, rtol=0, atol=0)
-    assert all(p.grad is None for p in learner.model.parameters())
-    assert learner.model.training == mode
-    assert torch.equal(torch.get_rng_state(), rng)
+    with unchanged(learner.model):
+        learner.loss(tasks)
+        learner.adapt(as_list(tasks)[0][0])
 
 
 def test_gradients_accumulate_and_scale_like_any_loss():
@@ -179,23 +176,21 @@ class Branches(nn.Linear):
         return super().forward(x) if x.sum().item() > 0 else super().forward(-x)
 
 
-class Recurrent(nn.Module):
+def recurrent():
     """Fills a state in place, as recurrent networks do, which vmap refuses in words of its own."""
 
-    def __init__(self):
-        super().__init__()
-        self.cell = nn.Linear(2, 2)
-
-    def forward(self, x):
+    def run(net, x):
         state = torch.zeros(x.shape, dtype=x.dtype)
         for _ in range(2):
-            state += self.cell(x + state).tanh()
+            state += net.cell(x + state).tanh()
         return state
+
+    return Fn(run, cell=nn.Linear(2, 2))
 
 
 BEYOND_VMAP = {
     "branches": lambda: Branches(2, 2),
-    "in place": Recurrent,
+    "in place": recurrent,
     "scripted": lambda: nn.Sequential(
         torch.jit.script(nn.Linear(2, 3)), nn.Tanh(), nn.Linear(3, 2)
     ),
@@ -381,11 +376,7 @@ ERRORS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("error", ERRORS)
-def test_errors(error):
-    call, kind, message = ERRORS[error]
-    with pytest.raises(kind, match=message):
-        call()
+test_errors = refused(ERRORS)
 
 
 def test_an_error_of_the_model_says_how_the_tasks_were_read():

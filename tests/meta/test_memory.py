@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import hoglib as hog
 from tests.meta.networks import as_list, image_tasks, meta_gradient, network
+from tests.models import Checkpointed
 from tests.oracles import relative
 
 MEMORY = ["store", "remat", "checkpoint"]
@@ -96,21 +96,9 @@ def test_a_loss_or_rule_that_closes_over_a_tensor_is_not_recomputed():
             hog.meta.adapt(loss, *given, rule, steps=3, memory="remat")
 
 
-class Checkpointed(nn.Module):
-    """Runs its first part again in backward, where its own parameters are back in their places."""
-
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(nn.Flatten(), nn.Linear(16, 6), nn.Tanh())
-        self.head = nn.Linear(6, 2)
-
-    def forward(self, x):
-        return self.head(checkpoint(self.body, x, use_reentrant=False))
-
-
-class Plain(Checkpointed):
-    def forward(self, x):
-        return self.head(self.body(x))
+def checkpointed(again=True):
+    body = nn.Sequential(nn.Flatten(), nn.Linear(16, 6), nn.Tanh())
+    return Checkpointed(body, nn.Linear(6, 2), again).double()
 
 
 @pytest.mark.filterwarnings("ignore:MAML loops over the tasks")
@@ -119,15 +107,15 @@ class Plain(Checkpointed):
 def test_models_with_checkpoints_in_them(memory, first_order):
     tasks = image_tasks()
     torch.manual_seed(0)
-    plain, checkpointed = Plain().double(), Checkpointed().double()
-    checkpointed.load_state_dict(plain.state_dict())
+    plain, again = checkpointed(again=False), checkpointed()
+    again.load_state_dict(plain.state_dict())
     options = {"memory": memory, "first_order": first_order}
     expected = meta_gradient(learner(plain, "sgd", **options), tasks)
-    assert relative(meta_gradient(learner(checkpointed, "sgd", **options), tasks), expected) < 1e-12
+    assert relative(meta_gradient(learner(again, "sgd", **options), tasks), expected) < 1e-12
 
 
 def test_adapted_parameters_and_checkpoints_raise_where_they_would_be_wrong():
-    maml = learner(Checkpointed().double(), "sgd")
+    maml = learner(checkpointed(), "sgd")
     (support, query), *_ = as_list(image_tasks())
     with pytest.raises(RuntimeError, match=r"use .*memory='remat'|Use memory='remat'"):
         maml.adapt(support)

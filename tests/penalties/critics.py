@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import hoglib as hog
+from tests.models import Fn, attending
 
 F64 = torch.float64
 
@@ -33,52 +34,34 @@ class Conditional(nn.Module):
         return self.score(h).squeeze(1) + (h * self.label(y)).sum(1), self.classes(h)
 
 
-class Pair(nn.Module):
+def pair() -> nn.Module:
     """Scores of an image and an embedding together, in a dict."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.image, self.text, self.out = nn.Linear(4, 3), nn.Linear(5, 3), nn.Linear(3, 1)
+    def run(net: Any, x: dict[str, Tensor]) -> dict[str, Tensor]:
+        h = torch.tanh(net.image(x["image"].flatten(1))) * torch.sigmoid(net.text(x["text"]))
+        return {"features": h, "score": net.out(h)}
 
-    def forward(self, x: dict[str, Tensor]) -> dict[str, Tensor]:
-        h = torch.tanh(self.image(x["image"].flatten(1))) * torch.sigmoid(self.text(x["text"]))
-        return {"features": h, "score": self.out(h)}
+    return Fn(run, image=nn.Linear(4, 3), text=nn.Linear(5, 3), out=nn.Linear(3, 1))
 
 
-class Recurrent(nn.Module):
+def recurrent() -> nn.Module:
     """Scores of sequences."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell, self.out = nn.GRU(3, 4, batch_first=True), nn.Linear(4, 1)
+    def run(net: Any, x: Tensor) -> Any:
+        return net.out(net.cell(x)[0].mean(1))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.cell(x)[0].mean(1))
+    return Fn(run, cell=nn.GRU(3, 4, batch_first=True), out=nn.Linear(4, 1))
 
 
-class Graphs(nn.Module):
+def graphs() -> nn.Module:
     """Scores of graphs, from the rows of their nodes."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.node, self.out = nn.Linear(3, 4), nn.Linear(4, 1)
-
-    def forward(self, x: Tensor, index: Tensor) -> Tensor:
-        h = torch.tanh(self.node(x))
+    def run(net: Any, x: Tensor, index: Tensor) -> Any:
+        h = torch.tanh(net.node(x))
         count = int(index.max()) + 1
-        return self.out(h.new_zeros(count, 4).index_add(0, index, h))[:, 0].pow(2)
+        return net.out(h.new_zeros(count, 4).index_add(0, index, h))[:, 0].pow(2)
 
-
-class Attention(nn.Module):
-    """A transformer layer, which torch alone cannot differentiate twice on a CPU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.TransformerEncoderLayer(3, 1, 2, dropout=0.0, batch_first=True)
-        self.out = nn.Linear(3, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.layer(x).mean(1))
+    return Fn(run, node=nn.Linear(3, 4), out=nn.Linear(4, 1))
 
 
 def plain() -> nn.Module:
@@ -111,12 +94,12 @@ CRITICS: dict[str, tuple[Any, Any, Any, tuple[Any, ...], dict[str, Any]]] = {
         Conditional, draw(4, 2, 3, 3), draw(4, 2, 3, 3, seed=1), (torch.tensor([0, 3, 1, 0]),), {},
     ),
     "two inputs and a dict": (
-        Pair, {"image": draw(4, 2, 2), "text": draw(4, 5)},
+        pair, {"image": draw(4, 2, 2), "text": draw(4, 5)},
         {"image": draw(4, 2, 2, seed=1), "text": draw(4, 5, seed=2)}, (), {"output": "score"},
     ),
-    "sequences": (Recurrent, draw(3, 4, 3), draw(3, 4, 3, seed=1), (), {}),
-    "graphs": (Graphs, draw(7, 3), draw(7, 3, seed=1), (INDEX,), {"batch": INDEX}),
-    "attention": (Attention, draw(3, 2, 3), draw(3, 2, 3, seed=1), (), {}),
+    "sequences": (recurrent, draw(3, 4, 3), draw(3, 4, 3, seed=1), (), {}),
+    "graphs": (graphs, draw(7, 3), draw(7, 3, seed=1), (INDEX,), {"batch": INDEX}),
+    "attention": (lambda: attending(3, 2, 1), draw(3, 2, 3), draw(3, 2, 3, seed=1), (), {}),
     "weight and spectral norm": (normed, draw(5, 3), draw(5, 3, seed=1), (), {}),
 }  # fmt: skip
 

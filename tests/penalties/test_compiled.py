@@ -32,6 +32,11 @@ def with_outputs(found):
     return value + sum(y.sum() for y in (outputs if isinstance(outputs, tuple) else (outputs,)))
 
 
+def forced(found):
+    energies, forces, *rest = found
+    return energies.sum() + forces.square().sum() + sum(h.square().sum() for h in rest)
+
+
 # name: (critic, (critic, **options) -> scalar)
 KINDS = {
     "wgan_gp": (plain, lambda c, **o: penalties.wgan_gp(c, X, FAKE, generator=generator(), **o)),
@@ -80,29 +85,11 @@ KINDS = {
     "an output": (
         SMOOTH, lambda c, **o: penalties.r1(c, X, output=lambda y: y.square().mean(1), **o)
     ),
+    "outputs are forces": (plain, lambda c, **o: forced(penalties.forces(c, X, **o))),
+    "outputs are forces and a Hessian": (plain, lambda c, **o: forced(penalties.forces(c, X, hessian=True, **o))),
+    "outputs are those of one structure": (plain, lambda c, **o: forced(penalties.forces(lambda x: c(x).sum(), X, **o))),
+    "outputs are forces in graphs": (plain, lambda c, **o: forced(penalties.forces(pooled(c), X, GRAPHS, batch=GRAPHS, **o))),
 }  # fmt: skip
-
-
-def forced(found):
-    energies, forces, *rest = found
-    return energies.sum() + forces.square().sum() + sum(h.square().sum() for h in rest)
-
-
-ENERGIES = {
-    "structures": lambda c, **o: penalties.forces(c, X, **o),
-    "with a Hessian": lambda c, **o: penalties.forces(c, X, hessian=True, **o),
-    "one structure": lambda c, **o: penalties.forces(lambda x: c(x).sum(), X, **o),
-    "graphs": lambda c, **o: penalties.forces(pooled(c), X, GRAPHS, batch=GRAPHS, **o),
-}
-
-
-@pytest.mark.parametrize("name", ENERGIES)
-def test_forces(name, calls):
-    forces = ENERGIES[name]
-    penalty = lambda c, **o: forced(forces(c, **o))  # noqa: E731
-    expected = train(build(plain), penalty)
-    assert_close(train(build(plain), penalty, compile="eager"), expected, rtol=1e-10, atol=1e-12)
-    assert len(calls) == 2  # forward and backward
 
 
 def gradients(critic, value):

@@ -1,6 +1,5 @@
 """Penalties of critics: closed forms, parameter gradients against differences, samples on their own."""
 
-import copy
 import itertools
 from functools import partial
 
@@ -23,6 +22,8 @@ from tests.penalties.critics import (
     plain,
     with_params,
 )  # fmt: skip
+from tests.refused import refused
+from tests.unchanged import unchanged
 
 KINDS = {
     "wgan_gp": lambda c, real, fake, *a, **k: penalties.wgan_gp(c, real, fake, *a, generator=generator(), **k),
@@ -262,16 +263,11 @@ def test_nothing_that_was_given_is_changed():
     old = nn.utils.spectral_norm(nn.Linear(3, 1)).double()
     for critic in (model, model.forward, lambda x: model(x), partial(model), old):
         home = old if critic is old else model
-        before = copy.deepcopy(home.state_dict())
-        random = torch.get_rng_state()
-        for kind in ("r1", "wgan_gp"):
-            KINDS[kind](critic, real, fake)
-        assert_close(home.state_dict(), before, rtol=0, atol=0)
-        assert torch.equal(random, torch.get_rng_state())
+        with unchanged(home):
+            for kind in ("r1", "wgan_gp"):
+                KINDS[kind](critic, real, fake)
     assert not real.requires_grad
     assert real.grad is None
-    assert all(p.grad is None for p in model.parameters())
-    assert model.training
 
 
 def test_scores_come_with_the_penalty_from_one_forward():
@@ -376,8 +372,4 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_is_refused(case):
-    call, error, message = REFUSED[case]
-    with pytest.raises(error, match=message):
-        call()
+test_what_is_refused = refused(REFUSED)

@@ -8,6 +8,7 @@ from torch.testing import assert_close
 from hoglib import penalties
 from tests.oracles import gradient_by_differences
 from tests.penalties.critics import F64, build, draw, params_of, with_params
+from tests.refused import refused
 
 
 def pairs(x: Tensor) -> Tensor:
@@ -123,11 +124,7 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_is_refused(case):
-    call, error, message = REFUSED[case]
-    with pytest.raises(error, match=message):
-        call()
+test_what_is_refused = refused(REFUSED)
 
 
 def test_hessians_of_structures_that_act_on_one_another_are_refused():

@@ -10,6 +10,7 @@ import hoglib as hog
 from hoglib import penalties
 from tests.oracles import gradient_by_differences
 from tests.penalties.critics import F64, build, draw, generator, params_of, with_params
+from tests.refused import refused
 
 J, X = draw(4, 3, 2), draw(6, 3, 2, seed=1)
 linear = lambda x: torch.einsum("cab,nab->nc", J, x)  # noqa: E731  # its Jacobian is J everywhere
@@ -166,11 +167,7 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_is_refused(case):
-    call, error, message = REFUSED[case]
-    with pytest.raises(error, match=message):
-        call()
+test_what_is_refused = refused(REFUSED)
 
 
 # The gradient by the parameters

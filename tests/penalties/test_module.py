@@ -12,6 +12,7 @@ import hoglib as hog
 from hoglib import penalties
 from hoglib.penalties.module import KINDS
 from tests.penalties.critics import CRITICS, build, draw, generator, plain
+from tests.refused import refused
 
 X, FAKE = draw(5, 3), draw(5, 3, seed=1)
 smooth = lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))  # noqa: E731
@@ -121,8 +122,4 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_is_refused(case):
-    call, error, message = REFUSED[case]
-    with pytest.raises(error, match=message):
-        call()
+test_what_is_refused = refused(REFUSED)

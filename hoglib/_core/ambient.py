@@ -1,0 +1,66 @@
+"""What a thread is inside of: the state that no argument can carry, because a user's code is between.
+
+    with inside(value_checks_off=True):
+        ...                                # AMBIENT.value_checks_off is True, in this thread
+
+It is one value, as torch's own modes are one stack: of a thread, not of a context, and what a backward
+needs that runs in another thread can be taken along as a whole.
+"""
+
+import threading
+from typing import Any, final
+
+
+class _Ambient(threading.local):
+    """The fields, with what they are outside of everything."""
+
+    # The mode of `second_order()`, which sees the torch calls of an unmodified module.
+    stand_ins: Any = None
+    # What is done about a custom Function that is wrong, also by entry points that a user's function
+    # calls: what the outermost `second_order(on_wrong=)` says.
+    on_wrong: str | None = None
+    # Whether entry points examine custom Functions no more, because an outer one does; and what it met.
+    examining: bool = False
+    met: Any = None
+    # Whether normalization layers of an unmodified module leave their running statistics.
+    statistics_frozen: bool = False
+    # Whether checks that read values are skipped beneath the user's function: an hvp inside a loss.
+    value_checks_off: bool = False
+    # For whom ops, which an unmodified module calls, run as their references; None for nobody.
+    plain_operations: str | None = None
+    # The patch that keeps swapped parameters, across a user's function that swaps them.
+    kept_swapped: Any = None
+    # Of a remat that runs, for a nested one, which is reached through the user's function: whether one
+    # runs, whether nested ones only call their function, and whether memory counts before time.
+    recomputing: bool = False
+    recomputation_disabled: bool = False
+    low_memory: bool = False
+    # Whether compiled functions that the user's function calls run without their graphs.
+    eager: bool = False
+    # What a compiled product has computed at its point: a graph is called with tensors only, and a
+    # backend that belonged to one point would be compiled anew at each point.
+    residuals: Any = None
+
+
+# Ambient state: each field says why it is no argument.
+AMBIENT = _Ambient()
+
+
+@final
+class inside:  # noqa: N801 a context manager
+    """Inside, fields of :data:`AMBIENT` have other values, in this thread.
+
+    A class, as it stands around each evaluation: generators of contextlib take several times as long.
+    """
+
+    def __init__(self, **fields: Any) -> None:
+        self._fields = fields
+
+    def __enter__(self) -> None:
+        self._before = {name: getattr(AMBIENT, name) for name in self._fields}
+        for name, value in self._fields.items():
+            setattr(AMBIENT, name, value)
+
+    def __exit__(self, *raised: object) -> None:
+        for name, value in self._before.items():
+            setattr(AMBIENT, name, value)

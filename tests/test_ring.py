@@ -1,0 +1,158 @@
+"""The ring, once with every algorithm: options leave results as they are, and everything as it was."""
+
+import threading
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils import _pytree
+
+import hoglib as hog
+from hoglib.ring import ring
+from tests.tensors import randn
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        # a stand-in replaces the distance, whose gradient has no derivative in torch
+        return x + torch.tanh(self.linear(x)) + torch.cdist(x, x + 1).mean() * 0.1
+
+
+torch.manual_seed(0)
+MODEL = nn.Sequential(nn.BatchNorm1d(4), Block(), Block(), nn.Linear(4, 1)).double()
+MODEL[0].eval()  # its examples are apart
+SMOOTH = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh()).double()
+PACKAGE = str(Path(hog.__file__).parent)
+LOSS, PARAMS = hog.functional_loss(MODEL, F.mse_loss), hog.trainable_params(MODEL)
+BATCH = X, Y = randn(5, 4), randn(5, 1, seed=1)
+V = {name: randn(*p.shape, seed=i) for i, (name, p) in enumerate(PARAMS.items())}
+ONES = torch.ones_like(X)
+ALGORITHMS = {
+    "hvp": lambda **o: hog.hvp(LOSS, PARAMS, V, BATCH, **o),
+    "ggn_vp": lambda **o: hog.ggn_vp(LOSS, PARAMS, V, BATCH, **o),
+    "fisher_vp": lambda **o: hog.fisher_vp(LOSS, PARAMS, V, BATCH, **o),
+    "hessian": lambda **o: hog.hessian(LOSS, PARAMS, BATCH, **o),
+    "ggn": lambda **o: hog.ggn(LOSS, PARAMS, BATCH, **o),
+    "jvp": lambda **o: hog.jvp(MODEL, X, ONES, **o),
+    "jvp, reverse": lambda **o: hog.jvp(MODEL, X, ONES, mode="reverse", **o),
+    "jet": lambda **o: hog.jet(SMOOTH, X, [ONES, None], **o),
+    "laplacian": lambda **o: hog.laplacian(SMOOTH, X, **o),
+    "bilaplacian": lambda **o: hog.bilaplacian(SMOOTH, X, **o),
+    "directional": lambda **o: hog.directional(SMOOTH, X, ONES, 3, **o),
+    "partial_derivative": lambda **o: hog.partial_derivative(SMOOTH, X, index=(0, 1), **o),
+    "per_example_gradients": lambda **o: hog.per_example_gradients(LOSS, PARAMS, BATCH, **o),
+    "HessianOperator": lambda **o: hog.HessianOperator(LOSS, PARAMS, BATCH, **o) @ V,
+    "GGNOperator": lambda **o: hog.GGNOperator(LOSS, PARAMS, BATCH, **o) @ V,
+    "FisherOperator": lambda **o: hog.FisherOperator(LOSS, PARAMS, BATCH, **o) @ V,
+}
+OPTIONS = {
+    "remat": {"remat": ["1", "2"]},
+    "compile": {"compile": "eager"},
+    "compiled blocks": {"remat": ["1", "2"], "compile": "eager"},
+}
+
+
+def numbers(tree):
+    return torch.cat([x.detach().reshape(-1) for x in _pytree.tree_leaves(tree)])
+
+
+def around():
+    """What a call must leave as it was."""
+    modules = [*MODEL.modules(), *SMOOTH.modules()]
+    return [
+        *(id(p) for module in modules for p in module._parameters.values()),
+        *(float(b.sum()) for module in modules for b in module.buffers(recurse=False)),
+        *(module.__dict__.get("forward") for module in modules),
+        torch.is_grad_enabled(), torch.is_inference_mode_enabled(),
+        len(torch.overrides._get_current_function_mode_stack()),
+        torch.autograd.Function.apply, float(torch.get_rng_state().sum()),
+    ]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_an_option_leaves_the_result_and_what_is_around_as_they_are(name, options):
+    call, given = ALGORITHMS[name], OPTIONS[options]
+    before, expected = around(), numbers(call())
+    assert around() == before
+    if name == "per_example_gradients" and "compile" in given:
+        with pytest.raises(hog.errors.ArgumentTypeError, match="stand_ins, remat, got 'compile'"):
+            call(**given)
+    else:
+        torch.testing.assert_close(numbers(call(**given)), expected, rtol=1e-10, atol=1e-12)
+    assert around() == before
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_an_option_is_checked_by_name(name):
+    with pytest.raises(hog.errors.ArgumentTypeError, match=r"got 'remats'; did you mean 'remat'\?"):
+        ALGORITHMS[name](remats=True)
+    with pytest.raises(hog.errors.ArgumentTypeError, match="stand_ins: expected"):
+        ALGORITHMS[name](stand_ins="yes")
+
+
+@pytest.mark.parametrize("where", ["no_grad", "inference_mode", "a thread"])
+def test_it_works_wherever_the_caller_stands(where):
+    def run():
+        found.append([numbers(call()) for call in ALGORITHMS.values()])
+
+    found = []
+    run()
+    if where == "a thread":
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+    else:
+        with getattr(torch, where)():
+            run()
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+class Broken(Exception):
+    pass
+
+
+def test_all_is_left_where_something_inside_raises():
+    before = around()
+    with pytest.raises(Broken), ring(hog.curvature.products.Policy("test", remat=("1",)), MODEL):
+        raise Broken
+    assert around() == before
+
+
+def frames(call):
+    """The largest number of frames of hoglib between a call and the engine."""
+    engine, counts = torch.autograd.graph._engine_run_backward, []
+
+    def counted(*args, **kwargs):
+        stack = [frame.filename for frame in traceback.extract_stack()]
+        counts.append(sum(name.startswith(PACKAGE) for name in stack))
+        return engine(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.autograd.graph, "_engine_run_backward", counted)
+        patch.setattr(torch.autograd, "_engine_run_backward", counted)
+        call()
+    return max(counts)
+
+
+@pytest.mark.parametrize(
+    ("most", "call"),
+    [
+        (6, ALGORITHMS["hvp"]),
+        (8, ALGORITHMS["HessianOperator"]),
+        (9, lambda: hog.KFACOperator(hog.functional_loss(SMOOTH, F.mse_loss),
+                                     hog.trainable_params(SMOOTH), (X, X)).update()),
+    ],
+    ids=["hvp", "operator", "KFAC"],
+)  # fmt: skip
+def test_a_call_is_near_the_engine(most, call):
+    assert frames(call) <= most
