@@ -7,15 +7,15 @@ from torch import nn
 
 import hoglib as hog
 from experiments.checks import one_of
-from hoglib.errors import ArgumentValueError, HoglibError
-from hoglib.meta import Learner
+from hoglib.errors import ArgumentValueError
+from hoglib.meta import Learner, LearnerOptions
 
 ALGORITHMS: dict[str, type[Learner]] = {
     "maml": hog.MAML,
     "reptile": hog.meta.Reptile,
     "imaml": hog.meta.IMAML,
 }
-SET_BY_EXPERIMENTS = ("self", "model", "criterion", "compile")
+SET_BY_EXPERIMENTS = ("model", "criterion", "compile", "options")
 
 
 def make_learner(
@@ -32,19 +32,12 @@ def make_learner(
         The learner.
     """
     kind = ALGORITHMS[one_of("algorithm", algorithm, ALGORITHMS)]
-    try:
-        if options.keys() & set(SET_BY_EXPERIMENTS):
-            raise TypeError("some are set by the model itself")
-        return kind(network, criterion, **options)
-    except TypeError as error:
-        if isinstance(error, HoglibError):
-            raise
-        known = [
-            name
-            for name in inspect.signature(kind.__init__).parameters
-            if name not in SET_BY_EXPERIMENTS
-        ]
+    parameters = (*inspect.signature(kind).parameters, *LearnerOptions.__annotations__)
+    known = [name for name in parameters if name not in SET_BY_EXPERIMENTS]
+    if not options.keys() <= set(known):
+        taken = options.keys() & set(SET_BY_EXPERIMENTS)
         raise ArgumentValueError(
             f"options: expected arguments of {kind.__name__}, which are {', '.join(known)}, got "
-            f"{', '.join(options)} ({error})."
-        ) from error
+            f"{', '.join(options)}" + (" (some are set by the model itself)." if taken else ".")
+        )
+    return kind(network, criterion, **options)

@@ -6,7 +6,7 @@ import lightning.pytorch as pl
 
 from hoglib._core import validation
 from hoglib.errors import ArgumentValueError
-from hoglib.meta.maml import MAML, multi_step_weights
+from hoglib.meta.learners import MAML, multi_step_weights
 
 
 @final

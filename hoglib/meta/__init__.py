@@ -1,14 +1,15 @@
 """Meta-learning: inner loops that can be differentiated, on unmodified modules."""
 
-from hoglib.meta.first_order import IMAML, Reptile
 from hoglib.meta.gradient_transformation import GradientTransformation
 from hoglib.meta.hypergradient import Hypergradient, LeaveKOut, hypergradient, leave_k_out
 from hoglib.meta.implicit import Residual
 from hoglib.meta.inner_loop import adapt, inner_step
 from hoglib.meta.learner import Learner
-from hoglib.meta.maml import MAML, multi_step_weights
+from hoglib.meta.learners import IMAML, MAML, Reptile, multi_step_weights
 from hoglib.meta.optimizers import RULES, adam, adamw, momentum, rmsprop, scheduled, sgd
+from hoglib.meta.options import LearnerOptions
 from hoglib.meta.tasks import Shard, shard
+from hoglib.meta.training import TrainingOptions
 
 __all__ = [
     "IMAML",
@@ -17,10 +18,12 @@ __all__ = [
     "GradientTransformation",
     "Hypergradient",
     "Learner",
+    "LearnerOptions",
     "LeaveKOut",
     "Reptile",
     "Residual",
     "Shard",
+    "TrainingOptions",
     "adam",
     "adamw",
     "adapt",

@@ -9,7 +9,7 @@ import io
 import json
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from ctypes import string_at
 from pathlib import Path
 from typing import Any, NamedTuple, final
@@ -88,9 +88,9 @@ class OnDisk:
                 f"directory: expected an empty directory or one of an earlier memory='disk', got "
                 f"{self.directory}, which holds {', '.join(sorted(others)[:3])}; name another one."
             )
-        with ExitStack() as stack:
-            with self._explained("its lock"):
-                stream = stack.enter_context((self.directory / LOCK).open("w"))
+        with self._explained("its lock"):
+            stream = (self.directory / LOCK).open("w")
+        with stream:
             try:
                 if fcntl is not None:
                     fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)

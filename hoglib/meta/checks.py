@@ -7,8 +7,8 @@ same inner step.
 """
 
 import math
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from numbers import Real
 from typing import Any
 
@@ -23,10 +23,10 @@ from hoglib._core.sharding import Placement, Sharding, placement_of, refuse_shar
 from hoglib._core.source_location import warn
 from hoglib._core.swap import Params
 from hoglib.errors import NonFiniteError, NoSecondDerivative, UnsupportedError
-from hoglib.meta.inner_loop import UNUSED, gradient
+from hoglib.meta.inner_loop import UNUSED
 from hoglib.meta.module_loop import MetaParams, ModuleLoop
 from hoglib.meta.tasks import Task, TaskResult, check_tasks
-from hoglib.stand_ins.mode import stand_ins_if
+from hoglib.ring import ring
 
 AGREEMENT = (
     "number of tasks", "number of inner steps", "parameters, where they are not sharded,",
@@ -57,18 +57,16 @@ def check_derivatives(
         first = loop.inner_value(at, adapting, support, 0)
         if not depends_on_any(first, list(adapting.values())):
             raise NoSecondDerivative(UNUSED.format(which="inner", whom=" that adapt"))
-        params, state = adapting, loop.rule_at(0, at).init(adapting)
-        for i in range(min(2, loop.options.inner_steps)):  # some rules use all theirs in the second
-            inner = partial(loop.inner_value, at, support=support, step=i)
-            grads, _ = gradient(lambda params: (inner(params), ()), params, constant=True)  # noqa: B023
-            params, state = loop.rule_at(i, at).update(params, grads, state)
-        last = loop.outer_value(at, params, query, loop.options.inner_steps)
+        constant = replace(loop, options=replace(loop.options, first_order=True))
+        steps = loop.options.inner_steps  # some rules use all their parameters in the second step
+        params = constant.unrolling(at, support, min(2, steps))().params
+        last = loop.outer_value(at, params, query, steps)
         if not last.requires_grad:
             raise NoSecondDerivative(UNUSED.format(which="outer", whom=""))
         return [first, last]
 
-    stand_ins = stand_ins_if(loop.options.stand_ins)
-    with torch.enable_grad(), fixed_random_numbers(before), stand_ins, translate_errors(what):
+    policy = loop.options.policy(what)._replace(backend="", remat=False)  # blocks are recomputed
+    with ring(policy), fixed_random_numbers(before), translate_errors(what):
         data = pytree.tensors((support, query))
         _check_leaves(what, losses, [*own, *data], learned)
 
@@ -132,10 +130,8 @@ def _check_leaves(
 
 def _other_leaves(values: list[Tensor], own: list[Tensor]) -> list[Tensor]:
     known = {id(x) for x in own}
-    found: dict[int, Tensor] = {}
-    for value in values:
-        found |= graph_summary(value).leaves
-    return [leaf for key, leaf in found.items() if key not in known]
+    reached = {key: x for value in values for key, x in graph_summary(value).leaves.items()}
+    return [x for key, x in reached.items() if key not in known]
 
 
 # Parameters that several processes share (DTensor)
@@ -146,30 +142,21 @@ def placement_of_params(params: Params) -> Placement:
     return placement_of(list(params.values()), lambda: list(params))
 
 
-def shards_of(params: Params, placement: Placement) -> Params:
-    """The parts of parameters that this process holds; without a graph, where others hold the rest."""
-    if not placement.is_sharded:
-        return params
-    return dict(zip(params, placement.local(list(params.values())), strict=True))
+def spread(params: Params, part: Callable[[Sequence[Tensor]], Sequence[Tensor]]) -> Params:
+    """Parameters by `placement.local`, as the parts of this process, or by `placement.wrap`, which
+    makes DTensors of these."""
+    return dict(zip(params, part(list(params.values())), strict=True))
 
 
-def wrapped(shards: Params, placement: Placement) -> Params:
-    """The parameters of these parts: DTensors, where several processes hold them."""
-    if not placement.is_sharded:
-        return shards
-    return dict(zip(shards, placement.wrap(list(shards.values())), strict=True))
-
-
-def refuse_settings(
-    what: str, loop: ModuleLoop, start: MetaParams, over_tasks: str, compiled: Any
-) -> None:
+def refuse_settings(what: str, loop: ModuleLoop, start: MetaParams) -> None:
     """Raise for settings that shards of the parameters do not go with."""
+    compiled = loop.options.compiled
     if loop.strength:
         refuse_sharded(what, list(start.model.values()))
     numbers = (loop.options.rule_options or {}).values()
     plain = all(isinstance(x, Real | tuple | list) for x in numbers)
     for setting, given, instead in (
-        ("over_tasks='vmap'", over_tasks == "vmap", "use 'loop'"),
+        ("over_tasks='vmap'", loop.options.over_tasks == "vmap", "use 'loop'"),
         (f"compile={compiled!r}", compiled, "leave compile out"),
         ("batch_norm='per_step'", loop.statistics is not None, "use 'by_mode' or 'frozen'"),
         ("learn_lr=...", loop.rates is not None, "leave learn_lr out"),
@@ -193,14 +180,17 @@ def refuse_graph(what: str) -> None:
         )
 
 
-def check_together(what: str, sharding: Sharding, start: Params, tasks: Any, steps: int) -> int:
-    """The number of tasks, the same in all processes; raises in all of them where one has an error."""
+def check_together(what: str, placement: Placement, start: Params, tasks: Any, steps: int) -> int:
+    """The number of tasks, the same in all processes that share the parameters; raises in all of them
+    where one has an error."""
+    if not isinstance(placement, Sharding):
+        return check_tasks(tasks)
     count, error = 0, None
     try:
         count = check_tasks(tasks)
     except Exception as caught:  # the other processes wait for this one
         error = caught
-    leaves = sharding.local(list(start.values()))
-    numbers = [count, steps, sharding.checksum_of_whole(leaves)]
-    sharding.check_same(what, AGREEMENT, numbers, leaves[0].device, error=error)
+    leaves = placement.local(list(start.values()))
+    numbers = [count, steps, placement.checksum_of_whole(leaves)]
+    placement.check_same(what, AGREEMENT, numbers, leaves[0].device, error=error)
     return count

@@ -1,32 +1,36 @@
 """Gradients of a validation loss with respect to what an inner training was set up with, and a check
 whether those by weights of examples predict what a training without some of them gives."""
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, Unpack, get_args
 
 import torch
 from torch import Tensor
 
 from hoglib._core import pytree, validation
-from hoglib._core.autograd import Vector, check_uses_given_params, materialize_grads
+from hoglib._core.autograd import (
+    Vector,
+    check_uses_given_params,
+    clone_inference_tensors,
+    materialize_grads,
+)
 from hoglib._core.closures import name_of
 from hoglib._core.gradient_graph import graph_summary
 from hoglib._core.source_location import warn
 from hoglib._core.state import RandomState, preserve_random_state
-from hoglib._core.swap import keep_swapped
 from hoglib.curvature.linear_operator import ProgressBar
 from hoglib.errors import ArgumentValueError
 from hoglib.meta.checkpoints import OnDisk, check_directory, digest
-from hoglib.meta.gradient_transformation import GradientTransformation
-from hoglib.meta.implicit import SOLVERS, Residual, Solver, check_used, implicit_gradient
-from hoglib.meta.inner_loop import MEMORY, check_truncate
-from hoglib.meta.replay import ALL, Replay, add, vjp
-from hoglib.meta.training import Training, check_steps, detached, prepared_training
+from hoglib.meta.implicit import Residual, Solver, check_used, implicit_gradient
+from hoglib.meta.replay import Replay, add, vjp
+from hoglib.meta.training import Training, TrainingOptions, detached
+from hoglib.ring import ring
 
-METHODS = ("unrolled", *SOLVERS)
-SCHEDULES = ("sqrt", "log")
+Method = Literal["unrolled", "cg", "neumann"]
+TrainingMemory = Literal["store", "remat", "checkpoint", "disk"]
+Schedule = Literal["sqrt", "log"]
 MOVES = 1e-5  # of the outer loss: what rounding of the parameters may move it by
 EXACT = 1e-12  # rounding of float64, which amplified likewise does no harm
 
@@ -46,20 +50,16 @@ def hypergradient(
     params: Any,
     hyper: Any,
     *,
-    rule: GradientTransformation | Callable[[Any], GradientTransformation] | None = None,
-    steps: int | None = None,
-    batches: Sequence[Any] | Iterable[Any] | Callable[[int], Any] | None = None,
-    method: str = "unrolled",
-    memory: str = "store",
-    schedule: str = "sqrt",
+    method: Method = "unrolled",
+    memory: TrainingMemory = "store",
+    schedule: Schedule = "sqrt",
     directory: str | Path | None = None,
     truncate: int | None = None,
-    progress: bool = False,
     iterations: int | None = None,
     damping: float = 0.0,
     tol: float | None = None,
     step_size: float | None = None,
-    stand_ins: bool = True,
+    **options: Unpack[TrainingOptions],
 ) -> Hypergradient:
     r"""Differentiate a loss after a training with respect to whatever the training was set up with.
 
@@ -89,13 +89,6 @@ def hypergradient(
             one.
         hyper: Any pytree of floating-point tensors: weights of examples, strengths of a
             regulariser, data, learning rates, an initial point.
-        rule: The update rule, such as ``hog.meta.sgd(0.1)``, or a function from hyper to one, such
-            as ``lambda hyper: hog.meta.sgd(hyper["lr"])``.
-        steps: The number of steps. Default: one for each batch, or 1; 0 for an implicit method
-            without batches, which takes params for theta*.
-        batches: What inner is given in each step: a sequence, a function of the step, or a DataLoader
-            or other iterable, which is read again and again. An implicit method uses the last for the
-            minimum.
         method: "unrolled", "cg" (conjugate gradients) or "neumann" (the Neumann series).
         memory: What "unrolled" keeps for backward: "store" the graph of every step; "remat" the
             parameters (with the state of the rule) after every step; "checkpoint" those of a few
@@ -108,14 +101,13 @@ def hypergradient(
         directory: Where "disk" keeps its files. The same call goes on there after an interruption, and
             returns its result at once after its end; another call is refused.
         truncate: With "unrolled", differentiate through the last so many steps only. Default: all.
-        progress: Show a bar that counts steps (needs tqdm). Not with memory="store".
         iterations: The iterations of the linear solver. Default: until tol for "cg", 100 for
             "neumann".
         damping: A number that is added to the diagonal of H, 0 or more.
         tol: The relative tolerance of conjugate gradients. Default: that of `LinearOperator.solve`.
         step_size: The step size of the Neumann series, below 2 over the largest eigenvalue of H.
-        stand_ins: Run inside `hoglib.second_order()`, where torch calls without a right second
-            derivative are replaced by their stand-ins.
+        **options: Those of :class:`hoglib.meta.TrainingOptions`: ``rule``, ``steps``, ``batches``,
+            ``progress`` and ``stand_ins``.
 
     Returns:
         A `Hypergradient`: ``value``, ``gradient`` in the structure of hyper, ``params`` (theta*) and,
@@ -145,65 +137,53 @@ def hypergradient(
         >>> found.value, found.gradient
         (tensor(0.2500), {'target': tensor(0.5000)})
     """
-    validation.one_of("method", method, METHODS)
-    validation.one_of("memory", memory, [*MEMORY, "disk"])
-    validation.one_of("schedule", schedule, SCHEDULES)
+    validation.one_of("method", method, get_args(Method))
+    validation.one_of("memory", memory, get_args(TrainingMemory))
+    validation.one_of("schedule", schedule, get_args(Schedule))
     where = check_directory(memory, directory)
-    validation.function("outer", outer)
-    validation.function("inner", inner)
-    check_truncate(truncate)
     validation.refuse_transforms(
         "hypergradient", "write it with `hoglib.meta.adapt`, which runs inside of any."
     )
-    validation.parameters(hyper, "hyper")
+    training = Training.of("hypergradient", outer, inner, params, hyper, options, method, truncate)
+    _check_together(memory, schedule, method, training.progress)
     solver = None
     if method != "unrolled":
         solver = Solver(method, iterations, damping, tol, step_size)
-    _check_together(memory, schedule, method, progress)
-    count = check_steps(steps, batches, method, rule)
-    with prepared_training(
-        "hypergradient", inner, params, hyper, rule, count, batches, stand_ins, truncate
-    ) as (training, at):
+    with ring(training.policy, inner):
+        at = clone_inference_tensors(hyper)
         if solver is not None:
-            return _implicit(outer, training, at, solver)
+            return _implicit(training, at, solver)
         if memory == "store":
-            return _unrolled(outer, training, at)
-        order = ALL if memory == "remat" else schedule
-        return _replayed(outer, training, at, order, where, progress)
+            return _unrolled(training, at)
+        return _replayed(training, at, "remat" if memory == "remat" else schedule, where)
 
 
-def _unrolled(outer: Any, training: Training, hyper: Any) -> Hypergradient:
+def _unrolled(training: Training, hyper: Any) -> Hypergradient:
     """The gradient through the graph of all steps."""
     given, own, at = _own(hyper)
-    with keep_swapped():
-        params, losses = training.unrolled(at)
-        value = validation.scalar("outer(params, hyper)", outer(params, at))
-        _check_finite(training, losses, value)
-        grads: list[Tensor | None] = [None] * len(own)
-        if value.requires_grad:
-            check_uses_given_params(graph_summary(value), given, "hypergradient")
-            grads = list(torch.autograd.grad(value, own, allow_unused=True))
+    params, losses = training.unrolled(at)
+    value = training.outer_value(params, at)
+    training.check_finite(losses, value)
+    grads = _slopes(value, own, given)
     return Hypergradient(value.detach(), _gradient(grads, own, hyper), detached(params), None)
 
 
 def _replayed(
-    outer: Any,
-    training: Training,
-    hyper: Any,
-    schedule: str,
-    directory: Path | None,
-    progress: bool,
+    training: Training, hyper: Any, schedule: str, directory: Path | None
 ) -> Hypergradient:
     """The gradient through a replay of the steps, from the last to the first."""
     given, own, at = _own(hyper)
-    bar = ProgressBar("hypergradient", progress, unit="step")
-    with keep_swapped(), ExitStack() as stack:
-        params = training.initial(at)
-        start = params, training.rule_of(at).init(params)
-        files = None
-        if directory is not None:
-            files = OnDisk(directory, _described(training, schedule, start, hyper))
-            stack.enter_context(files.held())
+    bar = ProgressBar("hypergradient", training.progress, unit="step")
+    params = training.initial(at)
+    start = params, training.steps.rule(0, at).init(params)
+    files = None
+    if directory is not None:
+        files = OnDisk(directory, _described(training, schedule, start, hyper))
+    with (
+        nullcontext() if files is None else files.held(),
+        bar.over("steps, forward and backward"),
+    ):
+        if files is not None:
             training.batches.begin(files)
         if any(leaf.requires_grad for leaf in given):
             with preserve_random_state(*training.generators()):
@@ -211,23 +191,26 @@ def _replayed(
             check_uses_given_params(graph_summary(first), given, "hypergradient")
             del first
         replay = Replay(training, detached(start), at, schedule, files, lambda: bar.advance(1))
-        stack.enter_context(bar.over("steps, forward and backward"))
         (found, state), losses = replay.run()
         leaves, form = pytree.flatten(found)
         final = [x.detach().requires_grad_() for x in leaves]
-        value = validation.scalar("outer(params, hyper)", outer(pytree.unflatten(final, form), at))
-        _check_finite(training, losses, value)
-        slopes: list[Tensor | None] = [None] * (len(final) + len(own))
-        if value.requires_grad:
-            check_uses_given_params(graph_summary(value), given, "hypergradient")
-            slopes = list(torch.autograd.grad(value, [*final, *own], allow_unused=True))
-        by_state = pytree.map(lambda _: None, state)
-        end = pytree.unflatten(slopes[: len(final)], form), by_state
+        value = training.outer_value(pytree.unflatten(final, form), at)
+        training.check_finite(losses, value)
+        slopes = _slopes(value, [*final, *own], given)
+        end = pytree.unflatten(slopes[: len(final)], form), pytree.map(lambda _: None, state)
         pulled = replay.pull(end, slopes[len(final) :])
         _warn_of_rounding(pulled.rounding.sqrt(), value.detach(), final)
         of_start = vjp(pytree.leaves(start), pulled.carry, own)
     gradient = _gradient(add(pulled.constants, of_start), own, hyper)
     return Hypergradient(value.detach(), gradient, found, None)
+
+
+def _slopes(value: Tensor, inputs: Vector, given: Vector) -> list[Tensor | None]:
+    """d value / d inputs, of an outer loss; given: the leaves of hyper, which it must not use."""
+    if not value.requires_grad:
+        return [None] * len(inputs)
+    check_uses_given_params(graph_summary(value), given, "hypergradient")
+    return list(torch.autograd.grad(value, inputs, allow_unused=True))
 
 
 def _described(training: Training, schedule: str, start: Any, hyper: Any) -> dict[str, Any]:
@@ -257,23 +240,23 @@ def _gradient(grads: Sequence[Tensor | None], own: Vector, hyper: Any) -> Any:
     return pytree.unflatten(materialize_grads(list(grads), own), pytree.flatten(hyper)[1])
 
 
-def _implicit(outer: Any, training: Training, hyper: Any, solver: Solver) -> Hypergradient:
+def _implicit(training: Training, hyper: Any, solver: Solver) -> Hypergradient:
     """The gradient through the minimum that the training ends at."""
     with torch.no_grad():
         params, losses = training.unrolled(detached(hyper))
     batch = training.batches.last(training.count)
     value, gradient, residual = implicit_gradient(
-        lambda params, hyper: validation.scalar("outer(params, hyper)", outer(params, hyper)),
+        training.outer_value,
         lambda params, hyper: training.value(params, hyper, batch),
         detached(params),
         hyper,
         solver,
     )
-    _check_finite(training, losses, value)
+    training.check_finite(losses, value)
     return Hypergradient(value, gradient, detached(params), residual)
 
 
-def _check_together(memory: str, schedule: str, method: str, progress: Any) -> None:
+def _check_together(memory: str, schedule: str, method: str, progress: bool) -> None:
     """Raise for options that do not go with how steps are differentiated."""
     replayed = memory != "store" and method == "unrolled"
     if memory == "disk" and not replayed:
@@ -286,16 +269,11 @@ def _check_together(memory: str, schedule: str, method: str, progress: Any) -> N
             f"schedule: expected memory='checkpoint' or 'disk' with schedule={schedule!r}, got "
             f"memory={memory!r}, which keeps every step."
         )
-    if validation.flag("progress", progress) and not replayed:
+    if progress and not replayed:
         raise ArgumentValueError(
             "progress: expected method='unrolled' with memory='remat', 'checkpoint' or 'disk', which "
             f"differentiate one step at a time, got method={method!r} with memory={memory!r}."
         )
-
-
-def _check_finite(training: Training, losses: list[Tensor], value: Tensor) -> None:
-    training.check_finite(losses)
-    validation.finite("outer(params, hyper)", value.detach(), "Look for NaN in its data.")
 
 
 def _warn_of_rounding(change: Tensor, value: Tensor, params: list[Tensor]) -> None:
@@ -344,12 +322,8 @@ def leave_k_out(
     subsets: int = 20,
     weights: str | None = None,
     factor: float = 0.0,
-    rule: GradientTransformation | Callable[[Any], GradientTransformation] | None = None,
-    steps: int | None = None,
-    batches: Sequence[Any] | Iterable[Any] | Callable[[int], Any] | None = None,
     generator: torch.Generator | None = None,
-    progress: bool = False,
-    stand_ins: bool = True,
+    **options: Unpack[TrainingOptions],
 ) -> LeaveKOut:
     r"""Train without random subsets of examples, and compare with what a hypergradient predicts.
 
@@ -362,7 +336,7 @@ def leave_k_out(
 
     Args:
         found: The result of `hypergradient` for the same arguments.
-        outer, inner, params, hyper, rule, steps, batches, stand_ins: Those of `hypergradient`.
+        outer, inner, params, hyper: Those of `hypergradient`.
         k: The size of a subset.
         subsets: The number of subsets, each of which is a training; at least 3.
         weights: The leaf of hyper with the weights, by its name ("weights", "data[0]"). Default: hyper
@@ -370,7 +344,8 @@ def leave_k_out(
         factor: What the weights of a subset are multiplied by: 0 leaves the examples out, 1 + 1e-3
             stays in the range where the gradient is exact.
         generator: Draws the subsets. Default: torch's own.
-        progress: Show a bar that counts trainings (needs tqdm).
+        **options: Those of :class:`hoglib.meta.TrainingOptions`, as `hypergradient` was given them:
+            ``rule``, ``steps``, ``batches``, ``progress`` and ``stand_ins``.
 
     Returns:
         A `LeaveKOut`.
@@ -394,15 +369,12 @@ def leave_k_out(
         >>> check.predicted.shape, check.subsets.shape
         (torch.Size([5]), torch.Size([5, 2]))
     """
-    validation.function("outer", outer)
-    validation.function("inner", inner)
-    validation.parameters(hyper, "hyper")
+    training = Training.of("leave_k_out", outer, inner, params, hyper, options)
     validation.at_least("k", k, 1)
     validation.at_least("subsets", subsets, 3)
     validation.number("factor", factor)
     validation.generator(generator)
     place = _place(hyper, weights)
-    count = check_steps(steps, batches, "unrolled", rule)
     leaf: Tensor = pytree.leaves(hyper)[place]
     if k > leaf.numel():
         raise ArgumentValueError(
@@ -412,24 +384,20 @@ def leave_k_out(
     chosen = torch.stack(
         [torch.randperm(leaf.numel(), generator=generator)[:k] for _ in range(subsets)]
     )
-    bar = ProgressBar("leave_k_out", validation.flag("progress", progress), unit="training")
-    values = []
+    bar, values = ProgressBar("leave_k_out", training.progress, unit="training"), []
     with (
-        prepared_training("leave_k_out", inner, params, hyper, rule, count, batches, stand_ins) as (
-            training,
-            at,
-        ),
+        ring(training.policy, inner),
         bar.over("without random subsets", subsets),
         torch.no_grad(),
         preserve_random_state(*training.generators()),
     ):
-        drawn = RandomState(training.generators())
+        at, drawn = detached(clone_inference_tensors(hyper)), RandomState(training.generators())
         for subset in chosen:
             drawn.restore()
-            changed = _changed(detached(at), place, subset, factor)
+            changed = _changed(at, place, subset, factor)
             trained, losses = training.unrolled(changed)
             training.check_finite(losses)
-            values.append(validation.scalar("outer(params, hyper)", outer(trained, changed)))
+            values.append(training.outer_value(trained, changed))
             bar.advance(1)
     predicted = (factor - 1) * slope[chosen.to(slope.device)].sum(1)
     actual = torch.stack(values) - found.value

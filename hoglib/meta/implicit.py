@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -10,7 +10,6 @@ from torch import Tensor
 from hoglib._core import pytree, validation
 from hoglib._core.autograd import Vector, gradient_with_graph, materialize_grads, vjp
 from hoglib._core.source_location import warn
-from hoglib._core.swap import keep_swapped
 from hoglib.curvature.operators import HessianOperator
 from hoglib.errors import (
     ArgumentValueError,
@@ -20,7 +19,7 @@ from hoglib.errors import (
 )
 
 Scalar = Callable[[Any, Any], Tensor]  # of params and hyper
-SOLVERS = ("cg", "neumann")
+SolverName = Literal["cg", "neumann"]
 NEUMANN_TERMS = 100  # where iterations is None
 DIVERGED = 1e6  # times the right-hand side, which no term of a converging series reaches
 
@@ -44,7 +43,7 @@ class Solver:
     at_negative_curvature: str = "raise"  # or "warn", and use what was found before it
 
     def __post_init__(self) -> None:
-        validation.one_of("solver", self.name, SOLVERS)
+        validation.one_of("solver", self.name, get_args(SolverName))
         if self.iterations is not None:
             validation.at_least("iterations", self.iterations, 1)
         validation.number("damping", self.damping, minimum=0)
@@ -67,44 +66,38 @@ def implicit_gradient(
         v = d outer / d params        (H + damping I) x = v        H = d^2 inner / d params^2
         d outer / d hyper (total) = d outer / d hyper - (d^2 inner / d hyper d params) x
 
-    params is taken for a minimum; the residual says how far it is from one. "cg": conjugate
-    gradients; "neumann": x = step_size sum_k (I - step_size (H + damping I))^k v.
+    Called where autograd records. params is taken for a minimum; the residual says how far it is from
+    one. "cg": conjugate gradients; "neumann": x = step_size sum_k (I - step_size (H + damping I))^k v.
 
     References:
         Bengio, Gradient-based optimization of hyperparameters, 2000; Rajeswaran et al., iMAML,
         2019, eq. 6; Lorraine, Vicol and Duvenaud, 2020, algorithm 3 (Neumann).
     """
-    at, structure = pytree.flatten(params)
-    of, form = pytree.flatten(hyper)
-    count = len(at)
+    leaves, structure = pytree.flatten((params, hyper))
+    count = len(pytree.leaves(params))
 
     def of_leaves(function: Scalar) -> Callable[..., Tensor]:
-        def run(*leaves: Tensor) -> Tensor:
-            return function(
-                pytree.unflatten(leaves[:count], structure), pytree.unflatten(leaves[count:], form)
-            )
+        return lambda *own: function(*pytree.unflatten(own, structure))
 
-        return run
-
-    own = [leaf.detach().requires_grad_() for leaf in (*at, *of)]
-    with keep_swapped(), torch.enable_grad():
-        value = of_leaves(outer)(*own)
-        found: list[Tensor | None] = [None] * len(own)
-        if value.requires_grad:
-            found = list(torch.autograd.grad(value, own, allow_unused=True))
+    own = [leaf.detach().requires_grad_() for leaf in leaves]
+    value = of_leaves(outer)(*own)
+    found: list[Tensor | None] = [None] * len(own)
+    if value.requires_grad:
+        found = list(torch.autograd.grad(value, own, allow_unused=True))
     v, direct = materialize_grads(found[:count], own[:count]), found[count:]
-    x, system = _solve(inner, params, hyper, pytree.unflatten(v, structure), solver)
-    with keep_swapped(), torch.enable_grad():
-        _, own, gradient, _ = gradient_with_graph(
-            of_leaves(inner), [*at, *of], "the inner loss", False
-        )
-        mixed = vjp(gradient[:count], own[count:], x, "the inner loss")
+    x, system = _solve(inner, params, hyper, pytree.unflatten(v, pytree.flatten(params)[1]), solver)
+    _, own, gradient, _ = gradient_with_graph(of_leaves(inner), leaves, "the inner loss", False)
+    mixed = vjp(gradient[:count], own[count:], x, "the inner loss")
     flat = [part for part in gradient[:count] if part is not None]
     stationarity = pytree.norm([part.detach() for part in flat])
     check_used([*direct, *mixed], implicit=True)
     slopes = (materialize_grads(part, own[count:]) for part in (direct, mixed))
     total = [a - b for a, b in zip(*slopes, strict=True)]
-    return value.detach(), pytree.unflatten(total, form), Residual(system, stationarity)
+    return (
+        value.detach(),
+        pytree.unflatten(total, pytree.flatten(hyper)[1]),
+        Residual(system, stationarity),
+    )
 
 
 def check_used(grads: Sequence[Tensor | None], *, implicit: bool = False) -> None:

@@ -1,29 +1,40 @@
-"""The inner loop: gradient steps on one task, as a function that can be differentiated."""
+"""The inner loop: gradient steps on one task, as a function that can be differentiated.
 
-from collections.abc import Callable, Sequence
+    g = grad loss(theta)        theta', state' = rule.update(theta, g, state)
+
+`InnerSteps.step` is this step. `unroll` takes many, whose graph is kept or recomputed in backward;
+`hoglib.meta.replay` goes through them backwards, one at a time.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from math import isqrt
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks
 
 from hoglib._core import closures, pytree, torch_internals, validation
-from hoglib._core.autograd import fresh_leaves, materialize_grads
-from hoglib._core.gradient_graph import check_custom_functions, graph_summary
+from hoglib._core.autograd import (
+    clone_inference_tensors,
+    fresh_leaves,
+    materialize_grads,
+    outside_inference_mode,
+)
+from hoglib._core.gradient_graph import GraphSummary, check_custom_functions, graph_summary
+from hoglib._core.problem import Policy
 from hoglib._core.recomputation import inside_recomputation, recompute
-from hoglib._core.swap import Params, keep_swapped
+from hoglib._core.swap import Params
 from hoglib._core.torch_modes import without_stand_ins
 from hoglib.errors import NoSecondDerivative
 from hoglib.functional import FunctionalLoss
 from hoglib.meta.gradient_transformation import GradientTransformation
-from hoglib.verification.entry_points import examined_functions
+from hoglib.ring import ring
 
 Loss = Callable[[Params, Any], Tensor]
 LossWithNotes = Callable[[Params], tuple[Tensor, Any]]
-MEMORY = ("store", "remat", "checkpoint")
+Memory = Literal["store", "remat", "checkpoint"]
 RECOMPUTES = (
     "expected a model whose graph keeps its tensors, got one with saved-tensor hooks, as "
     "torch.utils.checkpoint has: a later backward would recompute it with the model's own "
@@ -69,9 +80,11 @@ def inner_step(
         >>> params["w"].detach()
         tensor(0.2000)
     """
-    with examined_functions("inner_step"):
-        grads, _ = gradient(_without_notes(loss, batch), params, constant=False)
-    return rule.update(params, grads, state)
+    steps = InnerSteps(_value_of(loss), lambda i, _: rule)
+    with _ring("inner_step"):
+        params, batch = clone_inference_tensors((params, batch))
+        params, state, _ = steps.step(0, params, state, (batch, {}))
+    return params, state
 
 
 def adapt(
@@ -83,7 +96,7 @@ def adapt(
     steps: int,
     first_order: bool = False,
     truncate: int | None = None,
-    memory: str = "store",
+    memory: Memory = "store",
 ) -> Params:
     r"""Take several inner steps on one batch.
 
@@ -128,21 +141,43 @@ def adapt(
     """
     validation.at_least("steps", steps, 0)
     check_truncate(truncate)
-    validation.one_of("memory", memory, MEMORY)
+    validation.one_of("memory", memory, get_args(Memory))
     rest, modules = ({}, []) if memory == "store" else _lifted_from(loss, rule, params)
-
-    def loss_at(i: int, params: Params, constants: Any) -> tuple[Tensor, Any]:
-        batch, rest, _ = constants
-        value = loss({**rest, **params} if rest else params, batch)
-        return validation.scalar("loss(params, batch)", value), ()
-
     inner = InnerSteps(
-        loss_at, lambda i, _: rule, lambda i: first_order or is_truncated(i, steps, truncate)
+        _value_of(loss),
+        lambda i, _: rule,
+        lambda i: first_order or is_truncated(i, steps, truncate),
     )
-    with examined_functions("adapt"):
+    with _ring("adapt"):
+        params, batch = clone_inference_tensors((params, batch))
         return unroll(
             inner, steps, params, (batch, rest, modules), memory, _modules_of(loss, modules)
         ).params
+
+
+def _ring(caller: str) -> ring:
+    """Stand-ins and grad mode are those of the caller, since the result has the caller's graph."""
+    return ring(Policy(caller, stand_ins=False), gradients=outside_inference_mode)
+
+
+def _value_of(loss: Loss) -> Callable[[int, Params, Any], tuple[Tensor, Any]]:
+    """The loss as that of `InnerSteps`, of constants (batch, the model's other parameters, ...)."""
+
+    def loss_at(i: int, params: Params, constants: Any) -> tuple[Tensor, Any]:
+        batch, rest, *_ = constants
+        value = loss({**rest, **params} if rest else params, batch)
+        return validation.scalar("loss(params, batch)", value), ()
+
+    return loss_at
+
+
+class Unrolled(NamedTuple):
+    """What an inner loop computes."""
+
+    params: Params
+    outer: Tensor | None  # the sum of the outer losses after steps
+    losses: list[Tensor]  # the inner loss of each step, without a graph
+    notes: list[Any]  # what the loss returned besides, in each step
 
 
 class InnerSteps(NamedTuple):
@@ -154,18 +189,50 @@ class InnerSteps(NamedTuple):
 
     loss: Callable[[int, Params, Any], tuple[Tensor, Any]]  # (i, params, constants) -> loss, notes
     rule: Callable[[int, Any], GradientTransformation]  # (i, constants)
-    constant: Callable[[int], bool]  # whether the gradient of step i is a constant
+    # whether the gradient of step i is a constant
+    constant: Callable[[int], bool] = lambda _: False
     # (i, params, constants): the weighted outer loss after step i, if it has one
     outer: Callable[[int, Params, Any], Tensor | None] | None = None
 
+    def step(
+        self, i: int, params: Params, state: Any, constants: Any, *, alone: bool = False,
+        made: bool = False,
+    ) -> tuple[Params, Any, tuple[Tensor, Any]]:  # fmt: skip
+        """The parameters and the state after step i; and the loss with its notes, without a graph.
 
-class Unrolled(NamedTuple):
-    """What an inner loop computes."""
+            g = grad loss(theta)        theta', state' = rule.update(theta, g, state)
 
-    params: Params
-    outer: Tensor | None  # the sum of the outer losses after steps
-    losses: list[Tensor]  # the inner loss of each step, without a graph
-    notes: list[Any]  # what the loss returned besides, in each step
+        alone: the step is differentiated, if at all, before the model is run again. made: params are
+        the result of a step, which the loss has from its argument alone, so that they need no views to
+        differentiate by.
+        """
+
+        def loss(params: Params) -> tuple[Tensor, Any]:
+            return self.loss(i, params, constants)
+
+        grad = _grad_by_transform if torch_internals.transforms_active() else _grad
+        constant = self.constant(i)
+        check = i == 0 and not constant  # of custom Functions: the first step does for all
+        g, found = grad(loss, params, constant=constant, check=check, alone=alone, made=made)
+        params, state = self.rule(i, constants).update(params, g, state)
+        return params, state, found
+
+    def run(
+        self, start: int, end: int, carry: Any, constants: Any
+    ) -> tuple[Any, list[tuple[Tensor, Any]]]:
+        """Steps start to end: (params, state, sum of outer losses), and each loss with its notes."""
+        params, state, total = carry
+        alone = end - start == 1 and self.outer is None and inside_recomputation()
+        found = []
+        for i in range(start, end):
+            params, state, loss_and_notes = self.step(
+                i, params, state, constants, alone=alone, made=i > start
+            )
+            found.append(loss_and_notes)
+            value = None if self.outer is None else self.outer(i, params, constants)
+            if value is not None:
+                total = value if total is None else total + value
+        return (params, state, total), found
 
 
 def unroll(
@@ -180,87 +247,57 @@ def unroll(
 
     modes_of: modules whose train or eval mode is restored for a recomputation.
     """
-    run: Callable[..., Any] = partial(_run_chunk, inner)
     carry = params, inner.rule(0, constants).init(params) if steps else {}, None
+    run: Callable[..., Any] = inner.run
     if memory != "store":
         run, constants = _lift_tensors(run, constants)
+    constant = inner.constant
+    changes = (i for i in range(1, steps) if constant(i) != constant(i - 1))
     found: list[tuple[Tensor, Any]] = []
-    done = 0
-    while done < steps:
-        end = done + _chunk_length(memory, steps)
-        constant = inner.constant(done)
-        while end > done + 1 and (end > steps or inner.constant(end - 1) != constant):
-            end -= 1
-        if memory == "store" or constant:  # a constant gradient has no graph to be saved
-            carry, more = run(done, end, carry, constants)
+    begin = 0
+    for end in sorted({*kept_states(memory, 0, steps), *changes, steps} - {0}):
+        if memory == "store" or constant(begin):  # a constant gradient has no graph to be saved
+            carry, more = run(begin, end, carry, constants)
         else:
-            carry, more = recompute(run, done, end, carry, constants, modes_of=modes_of, nests=True)
-        found, done = [*found, *more], end
+            carry, more = recompute(
+                run, begin, end, carry, constants, modes_of=modes_of, nests=True
+            )
+        found, begin = [*found, *more], end
     adapted, _, outer = carry
     return Unrolled(adapted, outer, [loss for loss, _ in found], [notes for _, notes in found])
 
 
-def _run_chunk(
-    inner: InnerSteps, start: int, end: int, carry: Any, constants: Any
-) -> tuple[Any, list[tuple[Tensor, Any]]]:
-    """Steps start to end: (params, state, sum of outer losses), and each loss with its notes."""
-    params, state, total = carry
-    alone = end - start == 1 and inner.outer is None and inside_recomputation()
-    found = []
-    for i in range(start, end):
-        grads, loss_and_notes = gradient(
-            _loss_at(inner, i, constants), params,
-            constant=inner.constant(i), alone=alone, check=i == 0, made=i > start,
-        )  # fmt: skip
-        params, state = inner.rule(i, constants).update(params, grads, state)
-        found.append(loss_and_notes)
-        value = None if inner.outer is None else inner.outer(i, params, constants)
-        if value is not None:
-            total = value if total is None else total + value
-    return (params, state, total), found
-
-
-def _loss_at(inner: InnerSteps, i: int, constants: Any) -> LossWithNotes:
-    return lambda params: inner.loss(i, params, constants)
-
-
-def gradient(
-    loss: LossWithNotes,
-    params: Params,
-    *,
-    constant: bool,
-    alone: bool = False,
-    check: bool = True,
-    made: bool = False,
+def _grad(
+    loss: LossWithNotes, params: Params, *, constant: bool, check: bool, alone: bool, made: bool
 ) -> tuple[Params, Any]:
-    """grad loss(params), and (the loss, its notes), both without a graph.
+    """g = grad loss(params), and (the loss, its notes) without a graph.
 
-    constant: the gradient has no graph; otherwise it has one wherever grad mode is on. alone: it is
-    differentiated, if at all, before the model is run again. check: custom Functions are checked,
-    which the first step of a loop does for all. made: params are the result of a step, which the loss
-    has from its argument alone, so that they need no views to differentiate by.
+    g has a graph where grad mode is on, unless it is a constant.
     """
-    check = check and not constant
-    if torch_internals.transforms_active():
-        return _gradient_by_transform(loss, params, constant, check)
     create_graph = torch.is_grad_enabled() and not constant
     leaves, structure = pytree.flatten(params)
-    hooks = refuse_saved_tensor_hooks(create_graph and not alone)
     with without_stand_ins() as stand_ins:  # what is not the loss itself needs none
         taken = made and create_graph and _are_apart(leaves)
         own = leaves if taken else fresh_leaves(leaves, create_graph)
-        with torch.enable_grad(), keep_swapped(), hooks:
+        hooks = nullcontext() if constant or alone else refuse_saved_tensor_hooks()
+        with torch.enable_grad(), hooks:
             with stand_ins.resumed():
                 value, notes = loss(pytree.unflatten(own, structure))
-            if not value.requires_grad:
-                raise NoSecondDerivative(UNUSED.format(which="inner", whom=" that adapt"))
-            graph = graph_summary(value, since=own)
-            if check and create_graph:
-                check_custom_functions(graph, "the inner step")
+            graph = _checked_graph(value, own, check and create_graph)
             with stand_ins.resumed() if graph.needs_stand_ins else nullcontext():
-                found = torch_internals.gradients([value], own, create_graph=create_graph)
-            grads = materialize_grads(found, own)
+                g = torch_internals.gradients([value], own, create_graph=create_graph)
+            grads = materialize_grads(g, own)
         return pytree.unflatten(grads, structure), (value.detach(), notes)
+
+
+def _checked_graph(value: Tensor, own: Sequence[Tensor], check_functions: bool) -> GraphSummary:
+    """The graph of an inner loss, which depends on the parameters by operations that are right."""
+    if not value.requires_grad:
+        raise NoSecondDerivative(UNUSED.format(which="inner", whom=" that adapt"))
+    graph = graph_summary(value, since=own)
+    if check_functions:
+        check_custom_functions(graph, "the inner step")
+    return graph
 
 
 def _are_apart(leaves: Sequence[Tensor]) -> bool:
@@ -270,10 +307,10 @@ def _are_apart(leaves: Sequence[Tensor]) -> bool:
     )
 
 
-def _gradient_by_transform(
-    loss: LossWithNotes, params: Params, constant: bool, check: bool
+def _grad_by_transform(
+    loss: LossWithNotes, params: Params, *, constant: bool, check: bool, **_: bool
 ) -> tuple[Params, Any]:
-    """`gradient` inside of torch.func, where plain autograd, several times as fast, has no graph."""
+    """`_grad` inside of torch.func, where plain autograd, several times as fast, has no graph."""
 
     def checked(params: Params) -> tuple[Tensor, Any]:
         value, notes = loss(params)
@@ -282,19 +319,18 @@ def _gradient_by_transform(
         return value, (value, notes)
 
     at = pytree.map_tensors(Tensor.detach, params) if constant else params
-    with torch.no_grad() if constant else nullcontext(), keep_swapped():
-        grads, (value, notes) = torch.func.grad(checked, has_aux=True)(at)
-    return grads, (value.detach(), notes)
+    with torch.no_grad() if constant else nullcontext():
+        g, (value, notes) = torch.func.grad(checked, has_aux=True)(at)
+    return g, (value.detach(), notes)
 
 
-def refuse_saved_tensor_hooks(
-    wanted: bool, message: str = RECOMPUTES
-) -> AbstractContextManager[None]:
+def refuse_saved_tensor_hooks(message: str = RECOMPUTES) -> AbstractContextManager[None]:
     """Raise for saved-tensor hooks where a graph is kept until the model holds other parameters.
 
     A step that is recomputed alone needs no such check: its derivatives are taken while its
     parameters are in the model.
     """
+    wanted = torch.is_grad_enabled() and not torch_internals.transforms_active()
     return disable_saved_tensors_hooks(message) if wanted else nullcontext()
 
 
@@ -307,14 +343,28 @@ def check_truncate(truncate: int | None) -> int | None:
     return None if truncate is None else validation.at_least("truncate", truncate, 0)
 
 
-def _chunk_length(memory: str, steps: int) -> int:
-    if memory == "store":
-        return steps
-    return 1 if memory == "remat" else max(1, isqrt(steps))
+def kept_states(memory: str, begin: int, end: int) -> Iterator[int]:
+    """The states between two that are kept, for those after each of them to be computed again.
+
+    "store"                 none, but the graph of every step
+    "remat"                 all
+    "checkpoint", "sqrt"    every sqrt(n)-th
+    "log"                   log2(n), by recursive halving
+    """
+    if memory == "log":
+        while end - begin > 1:
+            begin = (begin + end) // 2
+            yield begin
+    elif memory != "store":
+        stride = 1 if memory == "remat" else max(1, isqrt(end - begin))
+        yield from range(begin + stride, end, stride)
 
 
 def _lift_tensors(run: Callable[..., Any], constants: Any) -> tuple[Callable[..., Any], list[Any]]:
-    """`run` as a function of the tensors and modules among its constants; other objects are fixed."""
+    """`run` as a function of the tensors and modules among its constants.
+
+    Other objects are fixed: a batch may be one that holds tensors, which a recomputation refuses.
+    """
     leaves, structure = pytree.flatten(constants)
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor | nn.Module)]
 
@@ -325,10 +375,6 @@ def _lift_tensors(run: Callable[..., Any], constants: Any) -> tuple[Callable[...
         return run(start, end, carry, pytree.unflatten(given, structure))
 
     return run_lifted, [leaves[i] for i in places]
-
-
-def _without_notes(loss: Loss, batch: Any) -> LossWithNotes:
-    return lambda params: (validation.scalar("loss(params, batch)", loss(params, batch)), ())
 
 
 def _modules_of(loss: Loss, modules: Sequence[nn.Module]) -> list[nn.Module]:

@@ -1,6 +1,13 @@
-"""What all learners share: the loss over tasks of an inner loop, and the options that may change."""
+"""What all learners share: the loss over tasks of an inner loop, and the options that may change.
 
+With compile= the meta-gradient, of all inner steps and their derivatives, is a graph, for one task or
+for all.
+"""
+
+import inspect
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, TypeVar, final
@@ -11,31 +18,20 @@ from torch import Tensor, nn
 from hoglib._core import pytree, validation
 from hoglib._core.autograd import clone_inference_tensors, outside_inference_mode, with_gradients
 from hoglib._core.blocks import Remat, find_blocks
-from hoglib._core.problem import Policy
-from hoglib._core.sharding import Placement, Sharding
+from hoglib._core.problem import Policy, check_option_names
+from hoglib._core.sharding import Placement
 from hoglib._core.source_location import warn
 from hoglib._core.swap import Params
+from hoglib.capture.api import kept_graph
 from hoglib.errors import ArgumentValueError
-from hoglib.functional import (
-    Forward,
-    FunctionalLoss,
-    check_instance,
-    functional_loss,
-    trainable_params,
-)
+from hoglib.functional import FunctionalLoss, check_instance, functional_loss, trainable_params
 from hoglib.meta import checks, norms
 from hoglib.meta import tasks as task_sets
-from hoglib.meta.inner_loop import RECOMPUTES
-from hoglib.meta.module_loop import (
-    InnerParams,
-    LearnedRates,
-    LoopOptions,
-    MetaParams,
-    ModuleLoop,
-    names_that_adapt,
-)
+from hoglib.meta.inner_loop import RECOMPUTES, refuse_saved_tensor_hooks
+from hoglib.meta.module_loop import LearnedRates, MetaParams, ModuleLoop, names_that_adapt
 from hoglib.meta.optimizers import resolve_rule, rule_name
-from hoglib.meta.tasks import TaskResult, TaskRunner
+from hoglib.meta.options import OPTION_NAMES, InnerParams, LoopOptions, OverTasks
+from hoglib.meta.tasks import TaskFunction, TaskResult, map_tasks
 from hoglib.ring import ring
 
 T = TypeVar("T")
@@ -56,26 +52,20 @@ RECOMPUTES_LATER = (
 
 @final
 class Option(Generic[T]):
-    """An attribute of a learner that is a field of a frozen dataclass, checked whenever it is set."""
-
-    def __init__(self, holder: str) -> None:
-        self._holder = holder
+    """An attribute of a learner: a field of its options, which are checked whenever it is set."""
 
     def __set_name__(self, owner: Any, name: str) -> None:
         self._name = name
 
     def __get__(self, learner: Any, owner: Any = None) -> T:
-        value: Any = self
-        if learner is not None:
-            value = getattr(getattr(learner, self._holder), self._name)
-        found: T = value
-        return found
+        found: Any = self if learner is None else getattr(learner._options, self._name)
+        value: T = found
+        return value
 
     def __set__(self, learner: Any, value: T) -> None:
-        options = getattr(learner, self._holder)
-        changed = replace(options, **{self._name: value})
+        changed = replace(learner._options, **{self._name: value})
         learner._check_change(self._name, getattr(changed, self._name))
-        setattr(learner, self._holder, changed)
+        learner._options = changed
 
 
 class Learner(nn.Module, ABC):
@@ -89,12 +79,8 @@ class Learner(nn.Module, ABC):
         model: The module, which is called with other parameters and never changed.
         criterion: The outer loss, ``criterion(outputs, targets)``, or a functional loss of the model,
             such as `hoglib.language_model_loss(model)`; None if the model computes its own loss.
-        options: The checked options of the inner loop.
-        rule: The update rule: a name, a function of the learning rate, or an object with init and
-            update.
-        inner_loss: The criterion of the inner loop. Default: criterion.
-        forward: How the model is called, ``forward(model, batch)``.
-        over_tasks: "auto", "vmap" or "loop".
+        options: Those of :class:`~hoglib.meta.LearnerOptions`.
+        own: Those of one kind of learner.
 
     Example:
         >>> maml = hog.MAML(nn.Linear(2, 1), F.mse_loss)
@@ -102,38 +88,41 @@ class Learner(nn.Module, ABC):
         True
     """
 
-    inner_lr = Option[float]("_options")
-    inner_steps = Option[int]("_options")
-    rule_options = Option[dict[str, Any]]("_options")
-    inner_params = Option[InnerParams]("_options")
-    batch_norm = Option[str]("_options")
-    stand_ins = Option[bool]("_options")
-    remat = Option[Remat]("_options")
+    inner_lr = Option[float]()
+    inner_steps = Option[int]()
+    rule_options = Option[dict[str, Any]]()
+    inner_params = Option[InnerParams]()
+    batch_norm = Option[norms.NormKind]()
+    stand_ins = Option[bool]()
+    remat = Option[Remat]()
+    over_tasks = Option[OverTasks]()
 
     def __init__(
-        self, model: nn.Module, criterion: Any, options: LoopOptions, *, rule: Any,
-        inner_loss: Any, forward: Forward | None, over_tasks: str = "loop",
-    ) -> None:  # fmt: skip
+        self, model: nn.Module, criterion: Any, options: Mapping[str, Any], **own: Any
+    ) -> None:
         super().__init__()
+        of_kind = [*inspect.signature(type(self)).parameters][2:-1]  # for the message
+        check_option_names(type(self).__name__, options, (*OPTION_NAMES, *of_kind))
+        given = {"rule": "sgd", "inner_loss": None, "forward": None, **options}
+        rule, inner_loss, forward = (given.pop(name) for name in ("rule", "inner_loss", "forward"))
+        checked = LoopOptions(**given, **own)
         functional_loss(model, criterion, forward=forward)
-        if options.remat is not False:
-            find_blocks(options.remat, model)  # raises where there are none
+        if checked.remat is not False:
+            find_blocks(checked.remat, model)  # raises where there are none
         if inner_loss is not None:
             check_instance("inner_loss", inner_loss)
-        params = trainable_params(model)
-        resolve_rule(rule, options.inner_lr, options.rule_options or {})
-        names_that_adapt(model, params, options.inner_params)
-        options.weights_for(options.inner_steps)
-        self.over_tasks = over_tasks
+        resolve_rule(rule, checked.inner_lr, checked.rule_options or {})
+        names_that_adapt(model, trainable_params(model), checked.inner_params)
+        checked.weights_for(checked.inner_steps)
         self.model = model
         self.criterion = criterion
         self.inner_loss = inner_loss
         self.rule = rule
         self.rates: LearnedRates | None = None
         self.statistics: norms.PerStepStatistics | None = None
-        if options.batch_norm == "per_step":
-            self.statistics = norms.PerStepStatistics(model, options.inner_steps)
-        self._options = options
+        if checked.batch_norm == "per_step":
+            self.statistics = norms.PerStepStatistics(model, checked.inner_steps)
+        self._options = checked
         self._forward = forward
         self._losses: dict[str, FunctionalLoss] = {}
         self._vmappable = True  # until a model fails
@@ -154,13 +143,12 @@ class Learner(nn.Module, ABC):
         """
         if params is None:
             return self.model(*args, **kwargs)
-        loop = self._loop()
         placement = checks.placement_of_params(params)
         if placement.is_sharded:
             checks.refuse_graph(f"{type(self).__name__}(params=...)")
-            loop, params = replace(loop, placement=placement), checks.shards_of(params, placement)
-        with loop.keeps_graph(RECOMPUTES_LATER):
-            return loop.call(params, *args, **kwargs)
+        with refuse_saved_tensor_hooks(RECOMPUTES_LATER):
+            loop = replace(self._loop(), placement=placement)
+            return loop.call(checks.spread(params, placement.local), *args, **kwargs)
 
     def adapt(
         self, support: Any, *, params: Params | None = None, steps: int | None = None
@@ -184,23 +172,28 @@ class Learner(nn.Module, ABC):
         start = loop.meta_params()
         if params is not None:
             start = start._replace(model=params)
+        placement, start = self._placed(loop, start)
+        if placement.is_sharded:
+            checks.refuse_graph(f"{type(self).__name__}.adapt")
+        with self._ring(loop, placement) as blocks:
+            loop = replace(loop, placement=placement.defer(self.model, blocks))
+            adapted = loop.unrolling(start, clone_inference_tensors(support), count)().params
+        return checks.spread({**start.model, **adapted}, placement.wrap)
+
+    def _placed(self, loop: ModuleLoop, start: MetaParams) -> tuple[Placement, MetaParams]:
+        """How the parameters are spread over processes, and the parts of this one."""
         placement = checks.placement_of_params(start.model)
         if placement.is_sharded:
-            self._refuse_settings(loop, start)
-            checks.refuse_graph(f"{type(self).__name__}.adapt")
-        start = start._replace(model=checks.shards_of(start.model, placement))
-        with self._ring(self.stand_ins, placement) as blocks:
-            loop = replace(loop, placement=placement.defer(self.model, blocks))
-            adapted = loop.unroll(start, clone_inference_tensors(support), count).params
-        return checks.wrapped({**start.model, **adapted}, placement)
+            checks.refuse_settings(type(self).__name__, loop, start)
+        return placement, start._replace(model=checks.spread(start.model, placement.local))
 
-    def _ring(self, stand_ins: bool, placement: Placement) -> ring:
-        """What stands around the inner loop."""
-        policy = Policy(
-            type(self).__name__, stand_ins=stand_ins, remat=self.remat, backend=self._block_backend
-        )
+    def _ring(self, loop: ModuleLoop, placement: Placement, *, of_tasks: bool = False) -> ring:
+        """What stands around the inner loop. A graph of tasks has stand-ins of its own."""
+        policy = loop.options.policy(type(self).__name__)
+        if policy.one_graph:
+            policy = policy.inside_graph._replace(stand_ins=policy.stand_ins and not of_tasks)
         return ring(
-            policy, self.model, first_order=self._takes_first_derivatives,
+            policy, self.model, first_order=loop.options.first_order and not loop.strength,
             gradients=outside_inference_mode, placement=placement,
         )  # fmt: skip
 
@@ -231,88 +224,58 @@ class Learner(nn.Module, ABC):
             "write the loss with `maml.adapt(support)` and `maml(x, params=adapted)`, which run inside "
             "of any.",
         )
-        tasks = task_sets.unpack(tasks)
-        wanted = torch.is_grad_enabled()
+        tasks, wanted = task_sets.unpack(tasks), torch.is_grad_enabled()
         loop = self._loop()
         own = loop.meta_params()
-        placement = checks.placement_of_params(own.model)
-        with placement.translate_errors(what):
-            if isinstance(placement, Sharding):
-                self._refuse_settings(loop, own)
-                count = checks.check_together(what, placement, own.model, tasks, self.inner_steps)
-            else:
-                count = task_sets.check_tasks(tasks)
+        placement, start = self._placed(loop, pytree.map(Tensor.detach, own))
+        with self._ring(loop, placement, of_tasks=True) as blocks:
+            count = checks.check_together(what, placement, start.model, tasks, self.inner_steps)
             with task_sets.stacks_in_errors(what, tasks, count):
-                return self._loss(what, loop, own, tasks, wanted, placement)
-
-    def _loss(
-        self, what: str, loop: ModuleLoop, own: MetaParams, tasks: Any, wanted: bool,
-        placement: Placement,
-    ) -> Tensor:  # fmt: skip
-        """The meta-loss over tasks, which were checked."""
-        with self._ring(False, placement) as blocks:  # stand-ins are entered task by task
-            start = pytree.map(Tensor.detach, own)
-            start = start._replace(model=checks.shards_of(start.model, placement))
-            loop = replace(loop, placement=placement.defer(self.model, blocks))
-            tasks = clone_inference_tensors(tasks)
-            if wanted and self._checked_model != id(self.model):
-                learned: Params = dict(self.named_parameters())
-                checks.check_derivatives(what, loop, start, task_sets.first(tasks), learned)
-                self._checked_model = id(self.model)
-            try:
-                found = self._run(loop, start, tasks, wanted)
-            except RuntimeError as error:
-                if self._recomputes or RECOMPUTES not in str(error):
-                    raise
-                self._recomputes = True
-                again = replace(self._loop(), placement=loop.placement)
-                found = self._run(again, start, tasks, wanted)
+                tasks = clone_inference_tensors(tasks)
+                loop = replace(loop, placement=placement.defer(self.model, blocks))
+                if wanted and self._checked_model != id(self.model):
+                    learned: Params = dict(self.named_parameters())
+                    checks.check_derivatives(what, loop, start, task_sets.first(tasks), learned)
+                    self._checked_model = id(self.model)
+                try:
+                    found = self._run(loop, start, tasks, wanted)
+                except RuntimeError as error:
+                    if self._recomputes or RECOMPUTES not in str(error):
+                        raise
+                    self._recomputes = True
+                    loop = replace(loop, options=replace(loop.options, memory="remat"))
+                    found = self._run(loop, start, tasks, wanted)
         checks.check_finite(found)
         if not wanted:
             return found.value.mean()
         self._after_loss(loop, found)
         grads = [found.grads[i][name] for i, part in enumerate(own) for name in part]
-        grads = placement.wrap(grads)
         tensors = [*own.model.values(), *own.modules.values()]
+        grads = placement.wrap(grads)
         return with_gradients(found.value.mean(), grads, tensors, NOT_TWICE.format(what=what))
 
-    @property
-    def _takes_first_derivatives(self) -> bool:
-        """Whether it takes no second derivatives."""
-        return self._options.first_order
-
     def _run(self, loop: ModuleLoop, start: MetaParams, tasks: Any, wanted: bool) -> TaskResult:
-        runner, what = self._runner(loop, start, wanted), type(self).__name__
-        shared = loop.placement.is_sharded or self._block_backend
-        how = "loop" if shared else self.over_tasks
+        """What the tasks give, which were checked."""
+        policy = loop.options.policy(type(self).__name__)
+        if policy.one_graph:
+            of_task, of_stack = _captured(self, policy, loop, start, wanted)
+        else:
+            # for a model or a rule that works in place; of what adapts, each task takes its own copy
+            model = {n: p if n in loop.adapting else p.clone() for n, p in start.model.items()}
+            of_task = self._of_task(
+                loop, MetaParams(model, pytree.map(Tensor.clone, start.modules)), wanted
+            )
+            of_stack = partial(map_tasks, of_task)
+        in_loop = loop.placement.is_sharded or (policy.backend and not policy.one_graph)
         found, self._vmappable = task_sets.run_tasks(
-            runner, tasks, what, start.model, how, self._vmappable
-        )
+            of_task, of_stack, tasks, policy.caller, start.model,
+            "loop" if in_loop else self.over_tasks, self._vmappable,
+        )  # fmt: skip
         return found
 
-    def _refuse_settings(self, loop: ModuleLoop, start: MetaParams) -> None:
-        """Raise for settings that parameters which processes share do not go with."""
-        compiled = getattr(self, "compiled", False)
-        checks.refuse_settings(type(self).__name__, loop, start, self.over_tasks, compiled)
-
-    @property
-    def _block_backend(self) -> str:
-        """What compiles the blocks that are recomputed; "" for nothing."""
-        return ""
-
-    def _runner(self, loop: ModuleLoop, start: MetaParams, wanted: bool) -> TaskRunner:
-        """How tasks are run: operation by operation."""
-        # for a model or a rule that works in place; of what adapts, each task takes a copy of its own
-        model = {n: p if n in loop.adapting else p.clone() for n, p in start.model.items()}
-        start = MetaParams(model, pytree.map(Tensor.clone, start.modules))
-        of_task = partial(self._task_result, loop, start, wanted)
-        return task_sets.eager_runner(of_task, loop.options.stand_ins)
-
     @abstractmethod
-    def _task_result(
-        self, loop: ModuleLoop, start: MetaParams, wanted: bool, support: Any, query: Any
-    ) -> TaskResult:
-        """The outer loss of one task and, if wanted, its gradients."""
+    def _of_task(self, loop: ModuleLoop, start: MetaParams, wanted: bool) -> TaskFunction:
+        """The function of a task that gives its outer loss and, if wanted, its gradients."""
 
     def _after_loss(self, loop: ModuleLoop, found: TaskResult) -> None:
         """Keep what a training step leaves: the running statistics of each step."""
@@ -366,18 +329,9 @@ class Learner(nn.Module, ABC):
             self._losses[which] = known
         return known
 
-    @property
-    def over_tasks(self) -> str:
-        """How tasks are run: "auto", "vmap" or "loop"."""
-        return self._over_tasks
-
-    @over_tasks.setter
-    def over_tasks(self, value: str) -> None:
-        self._over_tasks = validation.one_of("over_tasks", value, task_sets.OVER_TASKS)
-        self._vmappable = True
-
     def _check_change(self, name: str, value: Any) -> None:
         """Raise for a change of an option that learned parameters or statistics were made from."""
+        self._vmappable = self._vmappable or name == "over_tasks"
         if name == "inner_lr" and self.rates is not None:
             raise ArgumentValueError(
                 "inner_lr: expected to stay as it was, since the learned rates started from it, got "
@@ -409,3 +363,41 @@ class Learner(nn.Module, ABC):
             f"inner_lr={self.inner_lr}, inner_steps={self.inner_steps}, rule={rule_name(self.rule)}, "
             f"over_tasks={self.over_tasks!r}"
         )
+
+
+def _captured(
+    learner: Any, policy: Policy, loop: ModuleLoop, start: MetaParams, wanted: bool
+) -> tuple[TaskFunction, TaskFunction]:
+    """The functions of one task and of a pair of stacks, as graphs that are kept with the learner; a
+    copy of it has none."""
+    weights = loop.options.weights_for(loop.options.inner_steps)
+    weight_tensor, used = None, None
+    if weights is not None:  # an input of the graph, since they may change from epoch to epoch
+        device = next(iter(start.model.values())).device
+        weight_tensor = torch.tensor(weights, dtype=torch.float64, device=device)
+        used = tuple(bool(weight != 0) for weight in weights)
+        loop = replace(loop, options=replace(loop.options, step_weights=None))
+    key = f"{loop.options} {loop.rule} {used}"  # all that a graph depends on besides tensors
+
+    def run(mapped: bool, support: Any, query: Any) -> TaskResult:
+        whole = partial(_meta_gradient, policy.inside_graph, loop, used, mapped, wanted)
+        graph = kept_graph(
+            whole, f"{policy.caller}.loss", learner, (mapped, wanted), policy.backend
+        )
+        found: TaskResult = graph(key, weight_tensor, start, support, query)
+        return found
+
+    return partial(run, False), partial(run, True)
+
+
+def _meta_gradient(
+    policy: Policy, loop: ModuleLoop, used: tuple[bool, ...] | None, mapped: bool, wanted: bool,
+    key: str, weights: Tensor | None, start: MetaParams, support: Any, query: Any,
+) -> TaskResult:  # fmt: skip
+    """The meta-gradient of tasks, all together or one."""
+    given = None
+    if weights is not None and used is not None:  # a weight of zero needs no operations
+        given = [used and weights[i] for i, used in enumerate(used)]
+    of_task = partial(loop.meta_gradient if wanted else loop.value, start, weights=given)
+    with ring(policy, examine=False, gradients=nullcontext):
+        return map_tasks(of_task, support, query) if mapped else of_task(support, query)

@@ -5,84 +5,37 @@ graph of the meta-gradient is a method here, from the gradient of a task down to
 inner step.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple, final
+from functools import partial
+from typing import Any, Literal, NamedTuple, final, get_args
 
 import torch
 from torch import Tensor, nn
 
 from hoglib._core import pytree, torch_internals, validation
 from hoglib._core.autograd import materialize_grads
-from hoglib._core.blocks import Remat, check_remat
 from hoglib._core.sharding import WHOLE, Placement
-from hoglib._core.swap import Params, keep_swapped, swap_parameters
+from hoglib._core.swap import Params, swap_parameters
 from hoglib._core.torch_modes import without_stand_ins
-from hoglib.errors import ArgumentTypeError, ArgumentValueError
+from hoglib.errors import ArgumentValueError
 from hoglib.functional import FunctionalLoss, trainable_params
 from hoglib.meta import norms
 from hoglib.meta.gradient_transformation import GradientTransformation
 from hoglib.meta.inner_loop import (
-    MEMORY,
-    RECOMPUTES,
     InnerSteps,
     Unrolled,
-    check_truncate,
     is_truncated,
     refuse_saved_tensor_hooks,
     unroll,
 )
 from hoglib.meta.optimizers import resolve_rule
+from hoglib.meta.options import InnerParams, LoopOptions, StepWeights
 from hoglib.meta.tasks import TaskResult
 
-InnerParams = Callable[[str, Tensor], bool] | Sequence[str] | str | None
-StepWeights = Sequence[float | Tensor] | None  # of the outer losses after each step
-GRANULARITIES = ("model", "layer", "parameter", "element")
-
-
-@dataclass(frozen=True)
-class LoopOptions:
-    """The options of an inner loop, checked when it is made."""
-
-    inner_lr: float
-    inner_steps: int
-    rule_options: dict[str, Any] | None = None
-    inner_params: InnerParams = None
-    batch_norm: str = "by_mode"
-    first_order: bool = False
-    truncate: int | None = None
-    step_weights: Sequence[float] | None = None
-    memory: str = "store"
-    stand_ins: bool = True
-    remat: Remat = False
-
-    def __post_init__(self) -> None:
-        checked = {
-            "inner_lr": validation.positive("inner_lr", self.inner_lr),
-            "inner_steps": validation.at_least("inner_steps", self.inner_steps, 1),
-            "rule_options": _check_rule_options(self.rule_options),
-            "inner_params": _check_inner_params(self.inner_params),
-            "batch_norm": validation.one_of("batch_norm", self.batch_norm, norms.POLICIES),
-            "first_order": validation.flag("first_order", self.first_order),
-            "truncate": check_truncate(self.truncate),
-            "step_weights": _check_step_weights(self.step_weights),
-            "memory": validation.one_of("memory", self.memory, MEMORY),
-            "stand_ins": validation.flag("stand_ins", self.stand_ins),
-            "remat": check_remat(self.remat),
-        }
-        for name, value in checked.items():
-            object.__setattr__(self, name, value)
-
-    def weights_for(self, steps: int) -> StepWeights:
-        """The weights of the outer losses after each step; None for the last loss alone."""
-        weights = self.step_weights
-        if weights is not None and (len(weights) != steps or not any(weights)):
-            raise ArgumentValueError(
-                f"step_weights: expected {steps} weights, one after each inner step and not all "
-                f"of them zero, got {list(weights)}; see `hoglib.meta.multi_step_weights`."
-            )
-        return weights
+Granularity = Literal["model", "layer", "parameter", "element"]
+GRANULARITIES = get_args(Granularity)
 
 
 class MetaParams(NamedTuple):
@@ -119,47 +72,48 @@ class ModuleLoop:
     ) -> TaskResult:
         """The outer loss of one task and its gradient with respect to all that is learned."""
         if torch_internals.transforms_active():
-
-            def outer(start: MetaParams) -> tuple[Tensor, TaskResult]:
-                result, _ = self.outer_loss(start, support, query, weights)
-                return result.value, result
-
-            grads, (_, result) = torch.func.grad_and_value(outer, has_aux=True)(start)
+            outer = partial(self.outer_loss, support=support, query=query, weights=weights)
+            grads, (_, (result, _)) = torch.func.grad_and_value(outer, has_aux=True)(start)
             return result._replace(grads=grads)
         leaves, structure = pytree.flatten(start)
         with without_stand_ins():
             own = [leaf.detach().requires_grad_() for leaf in leaves]
-        with keep_swapped():  # backward may recompute parts of the model
-            start = pytree.unflatten(own, structure)
-            result, _ = self.outer_loss(start, support, query, weights)
-            found = torch.autograd.grad(result.value, own, allow_unused=True)
+        start = pytree.unflatten(own, structure)
+        value, (result, _) = self.outer_loss(start, support, query, weights)
+        found = torch.autograd.grad(value, own, allow_unused=True)
         grads = pytree.unflatten(materialize_grads(list(found), own), structure)
-        return result._replace(value=result.value.detach(), grads=grads)
+        return result._replace(value=value.detach(), grads=grads)
 
     def outer_loss(
         self, start: MetaParams, support: Any, query: Any, weights: StepWeights = None
-    ) -> tuple[TaskResult, Params]:
-        """The outer loss of one task after the inner loop, without its gradient; and what adapted.
+    ) -> tuple[Tensor, tuple[TaskResult, Params]]:
+        """The outer loss of one task after the inner loop; and its result without a gradient, and what
+        adapted.
 
         weights: of the outer losses; where they are not those of the options.
         """
         steps = self.options.inner_steps
         weights = self.options.weights_for(steps) if weights is None else weights
-        found = self.unroll(start, support, steps, query, weights)
+        found = self.unrolling(start, support, steps, query, weights)()
         with self._record_statistics() as statistics:
             value = self.outer_value(start, found.params, query, steps)
         if weights is not None:
             value = _weighted(weights[-1], value)
             value = value if found.outer is None else found.outer + value
         result = TaskResult(value, (), torch.stack(found.losses), [*found.notes, statistics])
-        return result, found.params
+        return value, (result, found.params)
 
-    def unroll(
+    def value(
+        self, start: MetaParams, support: Any, query: Any, weights: StepWeights = None
+    ) -> TaskResult:
+        """The outer loss of one task alone."""
+        return self.outer_loss(start, support, query, weights)[1][0]
+
+    def unrolling(
         self, start: MetaParams, support: Any, steps: int, query: Any = None,
         weights: StepWeights = None,
-    ) -> Unrolled:  # fmt: skip
-        """The parameters after so many steps, and the weighted outer losses before the last."""
-        options = self.options
+    ) -> Callable[[], Unrolled]:  # fmt: skip
+        """What runs so many steps, and gives the weighted outer losses before the last."""
 
         def loss(i: int, params: Params, constants: Any) -> tuple[Tensor, Any]:
             start, support, _ = constants
@@ -171,7 +125,7 @@ class ModuleLoop:
             weight: float | Tensor = 0.0 if weights is None or i + 1 == steps else weights[i]
             if not isinstance(weight, Tensor) and weight == 0:
                 return None
-            with self.keeps_graph():
+            with refuse_saved_tensor_hooks():
                 value = self.outer_value(start, params, query, i + 1)
             return _weighted(weight, value)
 
@@ -179,24 +133,22 @@ class ModuleLoop:
         inner = InnerSteps(
             loss,
             lambda i, constants: fixed_rule or self.rule_at(i, constants[0]),
-            lambda i: self.is_constant(i, steps),
+            lambda i: self.options.first_order or is_truncated(i, steps, self.options.truncate),
             None if weights is None else outer,
         )
         with without_stand_ins():
             params = {name: start.model[name].clone() for name in self.adapting}
-        if options.memory == "store":
-            return unroll(inner, steps, params, (start, support, query), "store")
+        if self.options.memory == "store":
+            return partial(unroll, inner, steps, params, (start, support, query), "store")
         # A recomputation saves all its inputs: the initial values of what adapts are not needed.
         rest = {n: p for n, p in start.model.items() if n not in params}
         modules = [*self.criterion_loss.model.modules(), *self.learned_modules.modules()]
         constants = start._replace(model=rest), support, query
-        return unroll(inner, steps, params, constants, options.memory, modules)
+        return partial(unroll, inner, steps, params, constants, self.options.memory, modules)
 
     def inner_value(self, start: MetaParams, params: Params, support: Any, step: int) -> Tensor:
         """The loss that an inner step decreases."""
-        loss = self._at_step(self.inner_criterion_loss, step)
-        with self._with_learned(start):
-            value = self._loss_at(loss, {**start.model, **params}, support)
+        value = self._value(self.inner_criterion_loss, start, params, support, step)
         if self.strength:
             offset = {name: p - start.model[name] for name, p in params.items()}
             value = value + self.strength / 2 * pytree.dot(offset, offset).real
@@ -204,14 +156,21 @@ class ModuleLoop:
 
     def outer_value(self, start: MetaParams, params: Params, query: Any, step: int) -> Tensor:
         """The loss of the query set at the parameters after so many steps."""
-        loss = self._at_step(self.criterion_loss, step)
+        return self._value(self.criterion_loss, start, params, query, step)
+
+    def _value(
+        self, loss: FunctionalLoss, start: MetaParams, params: Params, batch: Any, step: int
+    ) -> Tensor:
+        """A loss; where processes share the parameters the mean of theirs."""
+        loss = self._at_step(loss, step)
         with self._with_learned(start):
-            return self._loss_at(loss, {**start.model, **params}, query)
+            whole = self.placement.gather_named({**start.model, **params})
+            return self.placement.mean_of(lambda: loss(whole, batch))
 
     def call(self, params: Params, *args: Any, **kwargs: Any) -> Any:
         """The model's output with the parameters that `adapt` gave."""
         loss = self._at_step(self.criterion_loss, self.options.inner_steps)
-        return loss.call(self._whole(params), *args, **kwargs)
+        return loss.call(self.placement.gather_named(params), *args, **kwargs)
 
     def rule_at(self, i: int, start: MetaParams) -> GradientTransformation:
         """The update rule of step i, with the learned rates and the learned parameters of the rule."""
@@ -224,32 +183,12 @@ class ModuleLoop:
         if not isinstance(self.rule, nn.Module):
             return rule
 
-        def with_learned(function: Callable[..., Any]) -> Callable[..., Any]:
-            def run(*args: Any) -> Any:
-                with self._with_learned(start):
-                    return function(*args)
+        def with_learned(function: Callable[..., Any], *args: Any) -> Any:
+            with self._with_learned(start):
+                return function(*args)
 
-            return run
-
-        return GradientTransformation(with_learned(rule.init), with_learned(rule.update))
-
-    def is_constant(self, i: int, steps: int) -> bool:
-        """Whether the gradient of step i is a constant."""
-        return self.options.first_order or is_truncated(i, steps, self.options.truncate)
-
-    def keeps_graph(self, message: str = RECOMPUTES) -> AbstractContextManager[None]:
-        """For a call of the model whose graph is used when other parameters are in the model."""
-        wanted = torch.is_grad_enabled() and not torch_internals.transforms_active()
-        return refuse_saved_tensor_hooks(wanted, message)
-
-    def _whole(self, params: Params) -> Params:
-        """The parameters that the model runs with, gathered where processes share them."""
-        return self.placement.gather_named(params)
-
-    def _loss_at(self, loss: FunctionalLoss, params: Params, batch: Any) -> Tensor:
-        """A loss; where processes share the parameters the mean of theirs."""
-        params = self._whole(params)
-        return self.placement.mean_of(lambda: loss(params, batch))
+        init, update = (partial(with_learned, function) for function in rule)
+        return GradientTransformation(init, update)
 
     def _at_step(self, loss: FunctionalLoss, step: int) -> FunctionalLoss:
         """A loss whose batch norms follow the policy at the parameters after so many steps."""
@@ -351,32 +290,6 @@ def names_that_adapt(model: nn.Module, names: Iterable[str], chosen: InnerParams
             f"{', '.join(names)}; let the predicate be true for one."
         )
     return found
-
-
-def _check_inner_params(value: Any) -> Any:
-    names = value if isinstance(value, list | tuple) else [value]
-    if not (value is None or callable(value) or all(isinstance(name, str) for name in names)):
-        raise ArgumentTypeError(
-            "inner_params: expected a predicate (name, tensor) -> bool, or names or prefixes, got "
-            f"{validation.describe(value)}."
-        )
-    return value
-
-
-def _check_rule_options(value: Any) -> dict[str, Any]:
-    if value is not None and not isinstance(value, dict):
-        raise ArgumentTypeError(f"rule_options: expected a dict, got {validation.describe(value)}.")
-    return dict(value or {})
-
-
-def _check_step_weights(value: Any) -> list[float] | None:
-    if value is None:
-        return None
-    if not isinstance(value, list | tuple):
-        raise ArgumentTypeError(
-            f"step_weights: expected a list of numbers, got {validation.describe(value)}."
-        )
-    return [validation.number("step_weights", weight, minimum=0) for weight in value]
 
 
 def _weighted(weight: float | Tensor, value: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, final
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from hoglib._core.swap import (
 )
 from hoglib.errors import ArgumentValueError
 
-POLICIES = ("by_mode", "transductive", "per_step", "frozen")
+NormKind = Literal["by_mode", "transductive", "per_step", "frozen"]
 Statistics = dict[str, tuple[Tensor, Tensor]]
 BatchNorms = dict[str, _BatchNorm]
 

@@ -6,7 +6,7 @@ r"""Reverse mode through a long training, one step at a time, from states that a
 A graph is held of one step only. The state before a step is kept, or computed again from the last one
 that is; a `schedule` says which are kept:
 
-    "all"     every state                                     one more run of each step
+    "remat"   every state                                     one more run of each step
     "sqrt"    every sqrt(n)-th, then those of one segment     two more
     "log"     by recursive halving, log2(n) at once           log2(n) / 2 + 1 more
 
@@ -17,7 +17,7 @@ References:
     Metagradient Descent, 2025, algorithm 1 (REPLAY).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from math import isqrt
 from typing import Any, NamedTuple, final
 
@@ -28,10 +28,8 @@ from hoglib._core import pytree
 from hoglib._core.state import GeneratorStates
 from hoglib.errors import ArgumentValueError, NondeterministicError
 from hoglib.meta.checkpoints import BACKWARD, InMemory, OnDisk, State, digest
-from hoglib.meta.inner_loop import gradient
+from hoglib.meta.inner_loop import kept_states
 from hoglib.meta.training import Training
-
-ALL = "all"
 
 
 class Cotangents(NamedTuple):
@@ -52,7 +50,7 @@ class Replay:
         training: What is run.
         start: The first state: (parameters, state of the rule), without a graph.
         constants: hyper, whose floating-point tensors require grad where they are wanted.
-        schedule: "all", "sqrt" or "log".
+        schedule: "remat", "sqrt" or "log".
         files: Where states are kept. Default: in memory.
         advance: Called after each step that is run, forward or backward.
     """
@@ -62,6 +60,7 @@ class Replay:
         advance: Callable[[], None],
     ) -> None:  # fmt: skip
         self.training, self.constants, self._advance = training, constants, advance
+        self._steps = training.steps
         self._leaves, self._structure = pytree.flatten(start)
         self._wanted = [x for x in pytree.leaves(constants) if _is_wanted(x)]
         self._schedule, self._files = schedule, files
@@ -81,7 +80,7 @@ class Replay:
         It ends with an error when a training diverges, which is looked for now and then.
         """
         count = self.training.count
-        kept = set(self._to_keep(0, count))
+        kept = set(kept_states(self._schedule, 0, count))
         begin, state, losses = self._last_kept()
         every = max(1, isqrt(count))
         rolling = None
@@ -139,15 +138,8 @@ class Replay:
     def _after(self, i: int, leaves: list[Any]) -> tuple[list[Any], Tensor]:
         """The leaves of the state after step i, with a graph from those before it; and the loss."""
         params, memory = self._carry(leaves)
-
-        def loss(params: Any) -> tuple[Tensor, tuple[()]]:
-            return self.training.value(params, self.constants, self.training.batches.at(i)), ()
-
-        constant = self.training.is_constant(i)
-        with torch.enable_grad():
-            grads, (value, _) = gradient(loss, params, constant=constant, alone=True, check=i == 0)
-            rule = self.training.rule_of(self.constants)
-            return self._in_order(rule.update(params, grads, memory)), value
+        params, memory, (loss, _) = self._steps.step(i, params, memory, self.constants, alone=True)
+        return self._in_order((params, memory)), loss
 
     # Backward
 
@@ -193,7 +185,9 @@ class Replay:
             for position in reversed(kept.positions()):
                 if begin < position <= step and (found := kept.load(position)) is not None:
                     state, begin = found, position
-        keep = {*self._to_keep(begin, step + 1, replay=True)} - {step}
+        # of "sqrt" all of one segment
+        schedule = "remat" if self._schedule == "sqrt" else self._schedule
+        keep = {*kept_states(schedule, begin, step + 1)} - {step}
         self._generators.set(state.generators)
         for i in range(begin, step):
             state, _ = self._step(i, state)
@@ -247,25 +241,9 @@ class Replay:
 
     def _drop_from(self, step: int) -> None:
         for kept in (self._segment, self._kept):
-            for position in reversed(kept.positions()):
-                if position < max(step, 1):
-                    break
-                if position < self.training.count:
+            for position in kept.positions():
+                if max(step, 1) <= position < self.training.count:
                     kept.drop(position)
-
-    # States
-
-    def _to_keep(self, begin: int, end: int, replay: bool = False) -> Iterator[int]:
-        """The states between two that are kept on the way from one to the other."""
-        if self._schedule == ALL or (self._schedule == "sqrt" and replay):
-            yield from range(begin + 1, end)
-        elif self._schedule == "sqrt":
-            stride = max(1, isqrt(end))
-            yield from range(stride, end, stride)
-        else:
-            while end - begin > 1:
-                begin = (begin + end) // 2
-                yield begin
 
     def _carry(self, leaves: list[Any]) -> Any:
         return pytree.unflatten(leaves, self._structure)

@@ -7,7 +7,6 @@ run all at once, by vmap, or one after the other.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ from torch import Tensor
 from hoglib._core import pytree, validation
 from hoglib._core.autograd import translate_errors
 from hoglib._core.source_location import warn_once
-from hoglib._core.swap import Params, keep_swapped
+from hoglib._core.swap import Params
 from hoglib.errors import (
     ArgumentTypeError,
     ArgumentValueError,
@@ -26,14 +25,12 @@ from hoglib.errors import (
     NoSecondDerivative,
     UnsupportedError,
 )
-from hoglib.stand_ins.mode import stand_ins_if
 
 Task = tuple[Any, Any]
 EMPTY = (
     "{}: expected at least one example, got an empty set; give every task examples to adapt to and "
     "examples to evaluate on."
 )
-OVER_TASKS = ("auto", "vmap", "loop")
 
 
 class Shard(NamedTuple):
@@ -121,52 +118,34 @@ class TaskResult(NamedTuple):
 TaskFunction = Callable[[Any, Any], TaskResult]  # of support and query
 
 
-class TaskRunner(NamedTuple):
-    """How tasks are run, in either form."""
-
-    stack: Callable[[Any], TaskResult]  # a pair of stacks
-    each: Callable[[Sequence[Task]], TaskResult]
-
-
-def eager_runner(function: TaskFunction, stand_ins: bool) -> TaskRunner:
-    """Runs a function of one task operation by operation, with stand-ins for torch calls if wanted."""
-
-    def run(function: Callable[..., TaskResult], *given: Any) -> TaskResult:
-        with stand_ins_if(stand_ins):
-            return function(*given)
-
-    def run_each(tasks: Sequence[Task]) -> TaskResult:
-        with keep_swapped():  # of all tasks, which replace the same parameters
-            return loop_tasks(partial(run, function), tasks)
-
-    return TaskRunner(partial(run, map_tasks, function), run_each)
-
-
 def run_tasks(
-    runner: TaskRunner, tasks: Any, what: str, params: Params, over_tasks: str, vmappable: bool
-) -> tuple[TaskResult, bool]:
+    of_task: TaskFunction, of_stack: TaskFunction, tasks: Any, what: str, params: Params,
+    over_tasks: str, vmappable: bool,
+) -> tuple[TaskResult, bool]:  # fmt: skip
     """Run tasks all at once or one by one, as `over_tasks` says or as is faster.
 
-    Returns the result, and whether vmap can run the model, as far as is known.
+    of_stack: `of_task` of a pair of stacks. Returns the result, and whether vmap can run the model, as
+    far as is known.
     """
     stack = _stack_for_vmap(tasks, params, over_tasks, vmappable)
+    reason = ""
+    if stack is not None:
+        try:
+            return of_stack(*stack), vmappable
+        except Exception as error:
+            if isinstance(error, HoglibError) and over_tasks == "vmap":
+                raise
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            if over_tasks == "vmap":
+                raise UnsupportedError(
+                    f"{what}(over_tasks='vmap'): expected a model that runs under vmap, got an error: "
+                    f"{reason} If it is not the model's own, use over_tasks='loop'."
+                ) from error
+    # The loop either raises the same error, without vmap around it, or works.
+    with translate_errors(what):
+        result = loop_tasks(of_task, each(tasks))
     if stack is None:
-        with translate_errors(what):
-            return runner.each(each(tasks)), vmappable
-    try:
-        return runner.stack(stack), vmappable
-    except Exception as error:
-        if isinstance(error, HoglibError) and over_tasks == "vmap":
-            raise
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        if over_tasks == "vmap":
-            raise UnsupportedError(
-                f"{what}(over_tasks='vmap'): expected a model that runs under vmap, got an error: "
-                f"{reason} If it is not the model's own, use over_tasks='loop'."
-            ) from error
-        # The loop either raises the same error, without vmap around it, or works.
-        with translate_errors(what):
-            result = runner.each(each(tasks))
+        return result, vmappable
     warn_once(
         f"{what} loops over the tasks, because vmap cannot run this model: {reason} "
         f"Pass over_tasks='loop' to loop without this warning."
@@ -178,7 +157,7 @@ def _stack_for_vmap(tasks: Any, params: Params, over_tasks: str, vmappable: bool
     """The tasks as one stack, if vmap is to run them."""
     if over_tasks == "loop":
         return None
-    if over_tasks == "auto" and not (vmappable and vmap_pays(params)):
+    if over_tasks == "auto" and not (vmappable and prefer_vmap(params)):
         return None
     stack = stacked(tasks)
     if stack is None and over_tasks == "vmap":
@@ -189,7 +168,7 @@ def _stack_for_vmap(tasks: Any, params: Params, over_tasks: str, vmappable: bool
     return stack
 
 
-def vmap_pays(params: Params) -> bool:
+def prefer_vmap(params: Params) -> bool:
     """Whether all tasks at once are likely to be faster than one after the other: on a CPU unless a
     parameter has more than 2**18 elements, or 2**12 in more than two dimensions, as a convolution's."""
     return all(
@@ -198,10 +177,10 @@ def vmap_pays(params: Params) -> bool:
     )
 
 
-def map_tasks(function: TaskFunction, tasks: Any) -> TaskResult:
+def map_tasks(function: TaskFunction, support: Any, query: Any) -> TaskResult:
     """A function of one task over a stack of tasks, by vmap."""
     # vmap is outermost: the derivative of a vmapped loss is wrong through normalisation layers.
-    leaves, structure = pytree.flatten(tasks)
+    leaves, structure = pytree.flatten((support, query))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
     def of_tensors(*given: Tensor) -> TaskResult:
@@ -325,15 +304,15 @@ def stacked(tasks: Any) -> Any | None:
     if not isinstance(tasks, list):
         return tasks
     flat = [pytree.flatten(tuple(task)) for task in tasks]
-    first, structure = flat[0]
-    for leaves, other in flat:
-        if other != structure:
-            return None
-        for x, y in zip(leaves, first, strict=True):
-            if not isinstance(x, Tensor) or not isinstance(y, Tensor):
-                return None
-            if x.shape != y.shape or x.dtype != y.dtype or x.device != y.device:
-                return None
+    structure = flat[0][1]
+    kinds = [
+        [(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else None for x in leaves]
+        for leaves, _ in flat
+    ]
+    if any(None in kind or kind != kinds[0] for kind in kinds):
+        return None
+    if any(other != structure for _, other in flat):
+        return None
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
     return pytree.unflatten([torch.stack(column) for column in columns], structure)
 

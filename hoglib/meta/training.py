@@ -1,28 +1,61 @@
 """A training as a function of what it was set up with, which `hypergradient` differentiates, and the
 batches of its steps."""
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isqrt
-from typing import Any, final
+from typing import Any, TypedDict, final
 
 import torch
 from torch import Tensor
 
 from hoglib._core import closures, pytree, validation
-from hoglib._core.autograd import clone_inference_tensors, grad_enabled
+from hoglib._core.autograd import clone_inference_tensors
+from hoglib._core.problem import Policy, check_option_names
 from hoglib._core.state import preserve_random_state, random_state, set_random_state
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 from hoglib.meta.checkpoints import OnDisk
 from hoglib.meta.checks import check_inner_losses
 from hoglib.meta.gradient_transformation import GradientTransformation
-from hoglib.meta.inner_loop import InnerSteps, is_truncated, unroll
+from hoglib.meta.inner_loop import InnerSteps, check_truncate, is_truncated, unroll
 from hoglib.meta.optimizers import is_transformation, resolve_rule
-from hoglib.stand_ins.mode import stand_ins_if
-from hoglib.verification.entry_points import examined_functions
 
 Get = Callable[[int], Any]
+
+
+class TrainingOptions(TypedDict, total=False):
+    """The keyword options of :func:`~hoglib.meta.hypergradient` and
+    :func:`~hoglib.meta.leave_k_out`: what a training is, besides its loss.
+
+    Args:
+        rule: The update rule, such as ``hog.meta.sgd(0.1)``, or a function from hyper to one, such
+            as ``lambda hyper: hog.meta.sgd(hyper["lr"])``. Needed where there are steps.
+        steps: The number of steps. Default: one for each batch, or 1; 0 for an implicit method
+            without batches, which takes params for theta*.
+        batches: What inner is given in each step: a sequence, a function of the step, or a DataLoader
+            or other iterable, which is read again and again. An implicit method uses the last for the
+            minimum. Default: none, inner takes (params, hyper).
+        progress: Show a bar that counts steps, or trainings (needs tqdm). Not of a hypergradient with
+            memory="store". Default: False.
+        stand_ins: Run inside `hoglib.second_order()`, where torch calls without a right second
+            derivative are replaced by their stand-ins. Default: True.
+    Returns:
+        A dict of options, to be passed as ``**options``.
+    Example:
+        >>> options = hog.meta.TrainingOptions(rule=hog.meta.sgd(0.25), steps=1)
+        >>> loss = lambda params, hyper: (params - hyper).square()
+        >>> hog.meta.hypergradient(loss, loss, torch.tensor(0.0), torch.tensor(1.0), **options).value
+        tensor(0.2500)
+    """
+
+    rule: GradientTransformation | Callable[[Any], GradientTransformation] | None
+    steps: int | None
+    batches: Sequence[Any] | Iterable[Any] | Get | None
+    progress: bool
+    stand_ins: bool
+
+
+OPTION_NAMES = tuple(TrainingOptions.__annotations__)
 
 
 class Batches:
@@ -30,7 +63,8 @@ class Batches:
 
     def __init__(self, get: Get | None, end: int | None = None) -> None:
         self.given = get is not None  # whether the loss takes one
-        self._get, self._end = get, end
+        self.count = self._end = end  # how many there are, if that is known
+        self._get = get
 
     def at(self, i: int) -> Any:
         """The batch of step i, the same in each call."""
@@ -54,14 +88,14 @@ class Passes(Batches):
     asks for them in reverse.
     """
 
-    def __init__(self, source: Iterable[Any], steps: int) -> None:
+    def __init__(self, source: Iterable[Any], steps: int | None, count: int | None) -> None:
         super().__init__(None)
-        self.given, self._source = True, source
+        self.given, self._source, self.count = True, source, count
         held = (capture.value for capture in closures.held(source))
         self._generators = [value for value in held if isinstance(value, torch.Generator)]
         self._starts = [(0, self._random())]  # of the passes: the first step, and the random state
         self._kept: dict[int, Any] = {}
-        self._window = isqrt(steps) + 2
+        self._window = isqrt(steps or count or 1) + 2
         self._iterator: Iterator[Any] | None = None
         self._next = 0
 
@@ -119,61 +153,88 @@ class Passes(Batches):
 _END = object()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Training:
-    """An inner training as a function of hyper."""
+    """An inner training as a function of hyper, and the loss after it; its options are checked."""
 
+    policy: Policy
+    outer: Callable[..., Tensor]
     inner: Callable[..., Tensor]
     start: Any  # the initial parameters, or a function of hyper
     rule: Any
     count: int  # of steps
     batches: Batches
+    progress: bool = False
     truncate: int | None = None
+
+    @classmethod
+    def of(
+        cls, caller: str, outer: Any, inner: Any, start: Any, hyper: Any, options: Mapping[str, Any],
+        method: str = "unrolled", truncate: int | None = None,
+    ) -> "Training":  # fmt: skip
+        check_option_names(caller, options, OPTION_NAMES)
+        validation.function("outer", outer)
+        validation.function("inner", inner)
+        check_truncate(truncate)
+        validation.parameters(hyper, "hyper")
+        least, steps = int(method == "unrolled"), options.get("steps")
+        if steps is not None:
+            validation.at_least("steps", steps, least)
+        batches, rule = make_batches(options.get("batches"), steps), options.get("rule")
+        count = next(n for n in (steps, batches.count, least) if n is not None)
+        _check_rule(rule, count)
+        progress = validation.flag("progress", options.get("progress", False))
+        policy = Policy(
+            caller, stand_ins=validation.flag("stand_ins", options.get("stand_ins", True))
+        )
+        return cls(policy, outer, inner, start, rule, count, batches, progress, truncate)
 
     def unrolled(self, hyper: Any) -> tuple[Any, list[Tensor]]:
         """The parameters at the end, with the graph of all steps, and the loss of each step."""
-
-        def loss(i: int, params: Any, hyper: Any) -> tuple[Tensor, Any]:
-            return self.value(params, hyper, self.batches.at(i)), ()
-
-        inner = InnerSteps(loss, lambda _, hyper: self.rule_of(hyper), self.is_constant)
-        found = unroll(inner, self.count, self.initial(hyper), hyper, "store")
+        found = unroll(self.steps, self.count, self.initial(hyper), hyper, "store")
         return found.params, found.losses
+
+    @property
+    def steps(self) -> InnerSteps:
+        """The steps, with hyper as their constants."""
+        return InnerSteps(
+            lambda i, params, hyper: (self.value(params, hyper, self.batches.at(i)), ()),
+            lambda _, hyper: resolve_rule(self.rule, hyper, {}),
+            lambda i: is_truncated(i, self.count, self.truncate),
+        )
 
     def initial(self, hyper: Any) -> Any:
         """The parameters before the first step."""
-        return self.start(hyper) if callable(self.start) else detached(self.start)
-
-    def rule_of(self, hyper: Any) -> GradientTransformation:
-        return resolve_rule(self.rule, hyper, {})
-
-    def is_constant(self, i: int) -> bool:
-        return is_truncated(i, self.count, self.truncate)
+        given = clone_inference_tensors(self.start)
+        return given(hyper) if callable(given) else detached(given)
 
     def value(self, params: Any, hyper: Any, batch: Any) -> Tensor:
         """The inner loss."""
         more = (batch,) if self.batches.given else ()
         return validation.scalar("inner(params, hyper)", self.inner(params, hyper, *more))
 
+    def outer_value(self, params: Any, hyper: Any) -> Tensor:
+        """The outer loss."""
+        return validation.scalar("outer(params, hyper)", self.outer(params, hyper))
+
     def generators(self) -> list[torch.Generator]:
         """The generators that the loss and the rule draw from, besides torch's own."""
         held = (c.value for fn in (self.inner, self.rule) for c in closures.held(fn))
         return [value for value in held if isinstance(value, torch.Generator)]
 
-    def check_finite(self, losses: list[Tensor]) -> None:
+    def check_finite(self, losses: list[Tensor], value: Tensor | None = None) -> None:
+        """Raise for a loss of a step, or an outer one, that is not finite."""
         if losses:
             check_inner_losses(
                 torch.stack(losses), "Look for NaN in params, hyper or the data.",
                 "The inner training diverges: lower its learning rate.", self.count,
             )  # fmt: skip
+        if value is not None:
+            validation.finite("outer(params, hyper)", value.detach(), "Look for NaN in its data.")
 
 
-def check_steps(steps: int | None, batches: Any, method: str, rule: Any) -> int:
-    """The number of steps."""
-    known = _check_batches(batches, steps)
-    if steps is None:
-        steps = int(method == "unrolled") if known is None else known
-    count = validation.at_least("steps", steps, 1 if method == "unrolled" else 0)
+def _check_rule(rule: Any, count: int) -> None:
+    """Raise for what is no update rule of so many steps."""
     if count and rule is None:
         raise ArgumentValueError(
             f"rule: expected an update rule for {count} inner steps, got None; for instance "
@@ -186,57 +247,32 @@ def check_steps(steps: int | None, batches: Any, method: str, rule: Any) -> int:
         )
     if rule is not None and not is_transformation(rule):
         validation.function("rule", rule)
-    return count
 
 
-def _check_batches(batches: Any, steps: int | None) -> int | None:
-    """The number of batches if it is known; raises for what is no source of batches."""
-    if batches is None or _is_function(batches):
-        return None
-    if isinstance(batches, Iterator):
+def make_batches(source: Any, steps: int | None) -> Batches:
+    """The batches of a training; raises for what is no source of batches."""
+    if source is None or (callable(source) and not isinstance(source, Iterable)):
+        return Batches(source)
+    if isinstance(source, Iterator):
         raise ArgumentTypeError(
-            f"batches: expected a source that can be read again, got {validation.describe(batches)}, "
+            f"batches: expected a source that can be read again, got {validation.describe(source)}, "
             "which can be read once; pass list(...), a DataLoader, or a function of the step."
         )
-    indexed = hasattr(batches, "__getitem__") and hasattr(batches, "__len__")
-    if not indexed and not isinstance(batches, Iterable):
+    sized = hasattr(source, "__len__")
+    indexed = sized and hasattr(source, "__getitem__")
+    if not indexed and not isinstance(source, Iterable):
         raise ArgumentTypeError(
             "batches: expected a sequence, a DataLoader or another iterable, or a function of the "
-            f"step, got {validation.describe(batches)}."
+            f"step, got {validation.describe(source)}."
         )
-    if not hasattr(batches, "__len__"):
-        return None
-    count = len(batches)
-    if not count or (indexed and steps is not None and count < steps):
+    count = len(source) if sized else None
+    needed = steps if indexed and steps is not None else 1
+    if count is not None and count < max(needed, 1):
         raise ArgumentValueError(
             f"batches: expected one for each of {max(steps or 1, 1)} steps, got {count}."
         )
-    return count
-
-
-def make_batches(batches: Any, steps: int) -> Batches:
-    """The batches of a training of so many steps, which `check_steps` has checked."""
-    if batches is None or _is_function(batches):
-        return Batches(batches)
-    if hasattr(batches, "__getitem__") and hasattr(batches, "__len__"):
-        return Batches(batches.__getitem__, len(batches))
-    return Passes(batches, steps)
-
-
-def _is_function(batches: Any) -> bool:
-    return callable(batches) and not isinstance(batches, Iterable)
+    return Batches(source.__getitem__, count) if indexed else Passes(source, steps, count)
 
 
 def detached(tree: Any) -> Any:
     return pytree.map_tensors(Tensor.detach, tree)
-
-
-@contextmanager
-def prepared_training(
-    what: str, inner: Any, params: Any, hyper: Any, rule: Any, count: int, batches: Any,
-    stand_ins: bool, truncate: int | None = None,
-) -> Iterator[tuple[Training, Any]]:  # fmt: skip
-    """The training, and hyper; inside, autograd records, with stand-ins if wanted."""
-    with examined_functions(what), grad_enabled(), stand_ins_if(stand_ins):
-        source, start = make_batches(batches, count), clone_inference_tensors(params)
-        yield Training(inner, start, rule, count, source, truncate), clone_inference_tensors(hyper)

@@ -74,9 +74,7 @@ def test_weights_of_steps_that_change_take_no_graph_of_their_own():
         tasks = stacks()
         assert relative(meta_gradient(ours, tasks), meta_gradient(plain, tasks)) < 1e-12
     # looks inside: how many graphs there are is no public property of a learner
-    assert (
-        len(graphs_of(ours._compiler)) == 2
-    )  # with an outer loss after the first step, and without
+    assert len(graphs_of(ours)) == 2  # with an outer loss after the first step, and without
 
 
 @pytest.mark.parametrize("case", [*CASES, "a list of tasks"])
@@ -114,7 +112,7 @@ def test_compiled_it_is_the_same(mode, over_tasks):
     # more steps and layers are more of the same operations, of which each takes a second to compile
     ours.inner_steps = plain.inner_steps = 1
     assert relative(meta_gradient(ours, tasks), meta_gradient(plain, tasks)) < 1e-10
-    assert {entry.backend for entry in graphs_of(ours._compiler)} == {"inductor"}
+    assert {entry.backend for entry in graphs_of(ours)} == {"inductor"}
 
 
 def test_options_that_change_between_steps_are_heeded():

@@ -1,0 +1,346 @@
+"""The learners: MAML differentiates its inner steps, iMAML the minimum that they end at, and Reptile
+takes where they end for a gradient."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Unpack, final
+
+import torch
+from torch import nn
+
+from hoglib._core import validation
+from hoglib._core.swap import Params
+from hoglib.errors import ArgumentValueError
+from hoglib.functional import Criterion, trainable_params
+from hoglib.meta.implicit import Residual, Solver, SolverName, implicit_gradient
+from hoglib.meta.inner_loop import Memory
+from hoglib.meta.learner import Learner, Option
+from hoglib.meta.module_loop import (
+    GRANULARITIES,
+    Granularity,
+    LearnedRates,
+    MetaParams,
+    ModuleLoop,
+)
+from hoglib.meta.optimizers import is_transformation
+from hoglib.meta.options import LearnerOptions, OverTasks
+from hoglib.meta.tasks import TaskFunction, TaskResult
+
+
+@final
+class MAML(Learner):
+    r"""MAML: learn parameters from which a few gradient steps solve a task.
+
+        theta_i = inner_steps updates of theta by rule, along -grad L_inner(.; support_i)
+        meta-loss = mean_i L(theta_i; query_i)
+
+    The parameters of this module are those of the model and of the rates, losses and rules that are
+    learned: give `maml.parameters()` to the outer optimizer. Options are attributes of the same
+    names (``compile`` is ``compiled``) and may be changed between steps.
+
+    Args:
+        model: Any nn.Module. It is called with other parameters and never changed.
+        criterion: The outer loss L, ``criterion(outputs, targets)``, a scalar; or a functional loss of
+            the model, such as `hoglib.language_model_loss(model)`; or None, if the model computes its
+            own loss. Batches go into the model as `hoglib.functional_loss` describes.
+        inner_steps: The number of inner steps.
+        first_order: Treat the inner gradients as constants (FOMAML).
+        memory: What is kept for backward. "store": the graph of every inner step. "remat": the
+            parameters after every step, at about 1.6 times the time. "checkpoint": the parameters
+            after every sqrt(steps)-th step and the graphs of as many, which needs least where
+            parameters outweigh activations. All give the same gradient to rounding. Models that
+            contain torch.utils.checkpoint are run by "remat".
+        learn_lr: Learn the inner learning rates: one for the "model", each "layer", each
+            "parameter" or each "element" (Meta-SGD). Default: the rate is fixed.
+        lr_per_step: Learn separate rates for each inner step (MAML++).
+        step_weights: Weights of the outer losses after each inner step, whose weighted sum is
+            minimised (multi-step loss); see `hoglib.meta.multi_step_weights`. Default: the last
+            loss alone.
+        truncate: Differentiate through the last so many inner steps only. Default: all.
+        over_tasks: "vmap" runs all tasks at once, "loop" one after the other. "auto" takes vmap, but on
+            a CPU with a parameter of more than 2**18 elements, or 2**12 in more than two dimensions,
+            as a convolution's; it loops, with a warning, where vmap cannot run the model. Parameters
+            that are DTensors need the loop.
+        compile: Run the meta-gradient as a graph of all inner steps (`hoglib.compile`): True or
+            "inductor" compiles it, "eager" runs its operations one by one.
+        **options: Those of :class:`hoglib.meta.LearnerOptions`: ``inner_lr``, ``rule``,
+            ``rule_options``, ``inner_loss``, ``inner_params``, ``batch_norm``, ``forward``,
+            ``stand_ins`` and ``remat``.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError: for an argument that is not as described here.
+        NoSecondDerivative: in loss and adapt, for a custom Function that is
+            ``@once_differentiable``, and for a loss that does not depend on the parameters.
+        UnsupportedError: in loss, with compile, for a model whose graph cannot be captured.
+
+    References:
+        Finn, Abbeel and Levine, Model-Agnostic Meta-Learning, 2017, algorithm 1; Li et al.,
+        Meta-SGD, 2017; Antoniou, Edwards and Storkey, How to train your MAML, 2019; Raghu et al.,
+        Rapid Learning or Feature Reuse?, 2020 (ANIL); Shaban et al., Truncated Back-propagation,
+        2019.
+
+    Example:
+        >>> maml = hog.MAML(nn.Linear(2, 1), F.mse_loss, inner_lr=0.1, inner_steps=3)
+        >>> support = torch.randn(4, 5, 2), torch.randn(4, 5, 1)  # of 4 tasks
+        >>> query = torch.randn(4, 10, 2), torch.randn(4, 10, 1)
+        >>> maml.loss((support, query)).backward()
+        >>> maml.model.weight.grad.shape
+        torch.Size([1, 2])
+        >>> adapted = maml.adapt((torch.randn(5, 2), torch.randn(5, 1)))
+        >>> maml(torch.randn(7, 2), params=adapted).shape
+        torch.Size([7, 1])
+    """
+
+    first_order = Option[bool]()
+    memory = Option[Memory]()
+    truncate = Option[int | None]()
+    step_weights = Option[Sequence[float] | None]()
+    compiled = Option[bool | str]()
+
+    def __init__(
+        self, model: nn.Module, criterion: Criterion | None, *,
+        inner_steps: int = 1, first_order: bool = False, memory: Memory = "store",
+        learn_lr: Granularity | None = None, lr_per_step: bool = False,
+        step_weights: Sequence[float] | None = None, truncate: int | None = None,
+        over_tasks: OverTasks = "auto", compile: bool | str = False,
+        **options: Unpack[LearnerOptions],
+    ) -> None:  # fmt: skip
+        super().__init__(
+            model, criterion, options, inner_steps=inner_steps, first_order=first_order, memory=memory,
+            step_weights=step_weights, truncate=truncate, over_tasks=over_tasks, compiled=compile,
+        )  # fmt: skip
+        self.rates = self._learned_rates(learn_lr, validation.flag("lr_per_step", lr_per_step))
+
+    def _learned_rates(self, granularity: str | None, per_step: bool) -> LearnedRates | None:
+        if granularity is None:
+            if per_step:
+                raise ArgumentValueError(
+                    "lr_per_step: expected learn_lr to say what the learned rates are of, got "
+                    f"None; set it to one of {', '.join(GRANULARITIES)}."
+                )
+            return None
+        if is_transformation(self.rule):
+            raise ArgumentValueError(
+                "learn_lr: expected a rule that takes a learning rate, a name or a function of "
+                "it, got a rule that has its own; give the function that makes it."
+            )
+        params, steps = trainable_params(self.model), self.inner_steps if per_step else None
+        adapting = {name: params[name] for name in self._loop().adapting}
+        return LearnedRates(adapting, self.inner_lr, granularity=granularity, steps=steps)
+
+    def _of_task(self, loop: ModuleLoop, start: MetaParams, wanted: bool) -> TaskFunction:
+        return partial(loop.meta_gradient if wanted else loop.value, start)
+
+    def extra_repr(self) -> str:
+        """The options that `repr` shows."""
+        return (
+            f"{super().extra_repr()}, first_order={self.first_order}, memory={self.memory!r}"
+            + (f", truncate={self.truncate}" if self.truncate is not None else "")
+            + (f", batch_norm={self.batch_norm!r}" if self.batch_norm != "by_mode" else "")
+        )
+
+
+@final
+class IMAML(Learner):
+    r"""iMAML: learn parameters near which the solutions of tasks are sought.
+
+        theta_i = argmin L_inner(.; support_i) + strength / 2 |. - theta|^2
+        gradient = mean_i (I + H_i / strength)^-1 d L(theta_i; query_i)
+        H_i = d^2 L_inner(.; support_i) at theta_i
+
+    The argmin is approximated by inner_steps updates by rule, from theta on. The gradient is that
+    of a minimum, which they have to reach: after `loss` the attribute `residual` says for each task
+    how far they are from it (stationarity), and how well the linear system was solved (system).
+    What is learned besides the initial point (parameters that do not adapt, a learned inner_loss)
+    gets its gradient in the same way. Memory is that of one gradient's graph, whatever the number
+    of steps. Tasks run one after the other. Where strength and damping do not make the system
+    positive definite, conjugate gradients stop at the first direction of negative curvature, with a
+    warning, and what they found before it is used.
+
+    Args:
+        model: Any nn.Module. It is called with other parameters and never changed.
+        criterion: The outer loss L, ``criterion(outputs, targets)``, a scalar; or a functional loss of
+            the model, such as `hoglib.language_model_loss(model)`; or None, if the model computes its
+            own loss.
+        strength: The strength of the proximal term, greater than 0. Typical values are 0.5 to 5.
+        inner_steps: The number of inner steps.
+        solver: "cg", conjugate gradients, or "neumann", the Neumann series.
+        iterations: The iterations of the solver, each one product with the Hessian.
+        damping: A number that is added to the diagonal of the linear system, 0 or more.
+        step_size: The step size of the Neumann series. Default: inner_lr.
+        **options: Those of :class:`hoglib.meta.LearnerOptions`: ``inner_lr``, ``rule``,
+            ``rule_options``, ``inner_loss``, ``inner_params``, ``batch_norm``, ``forward``,
+            ``stand_ins`` and ``remat``.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError: for an argument that is not as described here.
+        NonFiniteError: in loss, for a Neumann series that diverges.
+
+    References:
+        Rajeswaran, Finn, Kakade and Levine, Meta-Learning with Implicit Gradients, 2019, eq. 3 and
+        6.
+
+    Example:
+        >>> imaml = hog.meta.IMAML(nn.Linear(2, 1), F.mse_loss, inner_lr=0.1, inner_steps=50)
+        >>> support = torch.randn(4, 5, 2), torch.randn(4, 5, 1)  # of 4 tasks
+        >>> query = torch.randn(4, 10, 2), torch.randn(4, 10, 1)
+        >>> imaml.loss((support, query)).backward()
+        >>> imaml.residual.system.shape
+        torch.Size([4])
+    """
+
+    def __init__(
+        self, model: nn.Module, criterion: Criterion | None, *,
+        strength: float = 2.0, inner_steps: int = 20, solver: SolverName = "cg", iterations: int = 10,
+        damping: float = 0.0, step_size: float | None = None, **options: Unpack[LearnerOptions],
+    ) -> None:  # fmt: skip
+        super().__init__(model, criterion, options, inner_steps=inner_steps, first_order=True)
+        if self.statistics is not None:
+            raise ArgumentValueError(
+                "batch_norm: expected 'by_mode', 'transductive' or 'frozen' with IMAML, got "
+                "'per_step'; a minimum does not depend on the steps."
+            )
+        self.strength = validation.number("strength", strength, minimum=0)
+        if not self.strength > 0:
+            raise ArgumentValueError(
+                "strength: expected a number greater than 0, got 0: without a regulariser the "
+                "solutions of tasks do not depend on where they start. Typical values are 0.5 to 5."
+            )
+        self.solver = Solver(
+            solver, iterations, damping,
+            step_size=self.inner_lr if step_size is None else step_size,
+            at_negative_curvature="warn",
+        )  # fmt: skip
+        self.residual: Residual | None = None
+
+    def _loop(self, params: Params | None = None) -> ModuleLoop:
+        return replace(super()._loop(params), strength=self.strength)
+
+    def _of_task(self, loop: ModuleLoop, start: MetaParams, wanted: bool) -> TaskFunction:
+        return partial(self._implicit_result, loop, start, wanted)
+
+    def _implicit_result(
+        self, loop: ModuleLoop, start: MetaParams, wanted: bool, support: Any, query: Any
+    ) -> TaskResult:
+        with torch.no_grad():
+            _, (result, params) = loop.outer_loss(start, support, query)
+        if not wanted:
+            return result
+        steps = loop.options.inner_steps
+        value, grads, residual = implicit_gradient(
+            lambda params, start: loop.outer_value(start, params, query, steps),
+            lambda params, start: loop.inner_value(start, params, support, steps),
+            params,
+            start,
+            self.solver,
+        )
+        return result._replace(value=value, grads=grads, residual=residual)
+
+    def _after_loss(self, loop: ModuleLoop, found: TaskResult) -> None:
+        super()._after_loss(loop, found)
+        self.residual = found.residual
+
+    def extra_repr(self) -> str:
+        """The options that `repr` shows."""
+        return f"{super().extra_repr()}, strength={self.strength}, solver={self.solver.name!r}"
+
+
+@final
+class Reptile(Learner):
+    r"""Reptile: learn parameters by moving toward those that tasks adapt to.
+
+        theta_i = inner_steps updates of theta by rule, along -grad L(.; support_i)
+        gradient = mean_i (theta - theta_i)
+
+    A step of `torch.optim.SGD(lr=epsilon)` on this gradient is theta + epsilon mean_i (theta_i -
+    theta). Nothing is differentiated twice. The value of the loss is the outer one, of the query
+    sets at theta_i, which the gradient does not come from; where there is no query set, give the
+    support set in its place. Parameters that do not adapt get a gradient of zero. Options are
+    attributes of the same names and may be changed between steps.
+
+    Args:
+        model: Any nn.Module. It is called with other parameters and never changed.
+        criterion: The loss, ``criterion(outputs, targets)``, a scalar; or a functional loss of the
+            model, such as `hoglib.language_model_loss(model)`; or None, if the model computes its own.
+        inner_steps: The number of inner steps.
+        over_tasks: "vmap" runs all tasks at once, "loop" one after the other, "auto" chooses.
+        **options: Those of :class:`hoglib.meta.LearnerOptions`: ``inner_lr``, ``rule``,
+            ``rule_options``, ``inner_loss``, ``inner_params``, ``batch_norm``, ``forward``,
+            ``stand_ins`` and ``remat``.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError: for an argument that is not as described here, and
+            for a loss or a rule with parameters, which would get no gradient.
+
+    References:
+        Nichol, Achiam and Schulman, On First-Order Meta-Learning Algorithms, 2018, algorithm 1.
+
+    Example:
+        >>> reptile = hog.meta.Reptile(nn.Linear(2, 1), F.mse_loss, inner_lr=0.1)
+        >>> support = torch.randn(4, 5, 2), torch.randn(4, 5, 1)  # of 4 tasks
+        >>> reptile.loss((support, support)).backward()
+        >>> reptile.model.weight.grad.shape
+        torch.Size([1, 2])
+    """
+
+    def __init__(
+        self, model: nn.Module, criterion: Criterion | None, *,
+        inner_steps: int = 5, over_tasks: OverTasks = "auto", **options: Unpack[LearnerOptions],
+    ) -> None:  # fmt: skip
+        super().__init__(
+            model, criterion, options,
+            inner_steps=inner_steps, over_tasks=over_tasks, first_order=True,
+        )  # fmt: skip
+        learned = list(self._loop().meta_params().modules)
+        if learned:
+            raise ArgumentValueError(
+                f"Reptile: expected losses and rules without parameters of their own, got "
+                f"{', '.join(learned)}, to which it has no gradient; use hoglib.MAML, or freeze "
+                "them with requires_grad_(False)."
+            )
+
+    def _of_task(self, loop: ModuleLoop, start: MetaParams, wanted: bool) -> TaskFunction:
+        return partial(_moved, loop, start) if wanted else partial(loop.value, start)
+
+
+@torch.no_grad()
+def _moved(loop: ModuleLoop, start: MetaParams, support: Any, query: Any) -> TaskResult:
+    """How far the parameters moved, as if that were a gradient: theta - theta_i."""
+    _, (result, adapted) = loop.outer_loss(start, support, query)
+    moved = {
+        name: p - adapted[name] if name in adapted else torch.zeros_like(p)
+        for name, p in start.model.items()
+    }
+    return result._replace(grads=MetaParams(moved, {}))
+
+
+def multi_step_weights(steps: int, epoch: int, epochs: int) -> list[float]:
+    r"""Weights of the outer losses after each inner step, annealed from all steps to the last.
+
+        v_i = (1 - epoch / epochs) / steps        for i < steps; the last is the rest of 1
+
+    For `MAML(step_weights=...)`: equal weights at epoch 0, and the last loss alone from `epochs`
+    on.
+
+    Args:
+        steps: The number of inner steps.
+        epoch: The epoch of the outer training, from 0.
+        epochs: The number of epochs over which the weights are annealed, linearly.
+
+    Returns:
+        A list of `steps` weights with the sum 1.
+
+    References:
+        Antoniou, Edwards and Storkey, How to train your MAML, 2019, section 4, MSL.
+
+    Example:
+        >>> hog.meta.multi_step_weights(2, epoch=0, epochs=4)
+        [0.5, 0.5]
+        >>> hog.meta.multi_step_weights(2, epoch=2, epochs=4)
+        [0.25, 0.75]
+    """
+    validation.at_least("steps", steps, 1)
+    validation.at_least("epochs", epochs, 1)
+    share = max(0.0, 1 - validation.at_least("epoch", epoch, 0) / epochs) / steps
+    return [share] * (steps - 1) + [1 - share * (steps - 1)]
