@@ -591,7 +591,8 @@ class DataPass:
         """The loss of the batch that was given last."""
         self.value = value
 
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+    def __exit__(self, kind: Any, given: BaseException | None, traceback: Any) -> None:
+        error = given
         for context in reversed(self._around):
             try:
                 context.__exit__(kind, error, traceback)
@@ -599,9 +600,10 @@ class DataPass:
                 kind, error, traceback = type(raised), raised, raised.__traceback__
         if not self._sums.alone and (error is None or isinstance(error, Exception)):
             self.totals = self._sums._combined(self, error)  # raises the error in all processes
-        if error is not None:
+        if error is None:
+            self._sums._finish(self.totals)
+        elif error is not given:
             raise error
-        self._sums._finish(self.totals)
 
 
 def _totals(shares: list[float], losses: list[float]) -> PassTotals:
