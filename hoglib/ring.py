@@ -57,6 +57,8 @@ class ring:  # noqa: N801 a context manager
         placement: Of parameters over processes.
         buffers: Whether the buffers of modules are restored.
         autocast_off: The devices for which autocast is off.
+    Attributes:
+        modules: Those that ran inside, of a ring that restores their buffers.
     Returns:
         From entering, the blocks that are recomputed.
     """
@@ -79,7 +81,8 @@ class ring:  # noqa: N801 a context manager
             contexts.append(examined_functions(policy.caller, first_order=first_order))
         contexts += (gradients(), keep_swapped())
         if buffers:
-            contexts.append(restore_buffers())
+            contexts.append(restored := restore_buffers())
+            self.modules = restored.modules
         contexts += (torch.autocast(device, enabled=False) for device in autocast_off)
         contexts.append(stand_ins_if(policy.stand_ins))
         if self._recomputes:
