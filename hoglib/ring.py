@@ -71,7 +71,8 @@ class ring:  # noqa: N801 a context manager
         self.captures = policy.one_graph and not runs_elsewhere()
         self._entered: list[AbstractContextManager[Any]] = []
         self._recomputes = policy.remat is not False
-        self._contexts = contexts = list[AbstractContextManager[Any]]()
+        contexts: list[AbstractContextManager[Any]] = []
+        self._contexts = contexts
         if self.captures:
             contexts.append(outside_inference_mode())
             return
@@ -83,7 +84,8 @@ class ring:  # noqa: N801 a context manager
         if buffers:
             contexts.append(restored := restore_buffers())
             self.modules = restored.modules
-        contexts += (torch.autocast(device, enabled=False) for device in autocast_off)
+        for device in autocast_off:
+            contexts.append(torch.autocast(device, enabled=False))
         contexts.append(stand_ins_if(policy.stand_ins))
         if self._recomputes:
             contexts.append(rematerialized(policy.remat, func, policy.backend))

@@ -111,7 +111,7 @@ def _in_micro_batches(
 ) -> Tensor:
     """The penalty as a sum over pieces of the samples, each with its gradients before the next."""
     validation.refuse_transforms(f"{options.name}(micro_batch=...)", "leave micro_batch out there.")
-    leaves = check_points(options.name, "the points", x)
+    leaves, _ = check_points(options.name, "the points", x)
     count = len(leaves[0])
     if not count:
         raise ArgumentValueError(EMPTY.format(options.name))

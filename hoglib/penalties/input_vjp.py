@@ -47,11 +47,10 @@ def input_vjp(
     policy = options.policy.inside_graph
     validation.function(f"{policy.caller}: the function", func)
     func = uncompiled(func)
-    leaves = check_points(policy.caller, "the points", x)
+    leaves, structure = check_points(policy.caller, "the points", x)
     devices = () if options.autocast else autocast_devices(leaves)
     if devices:
-        x, args = cast_like_parameters(parameters_of(func), (x, args))
-    leaves, structure = pytree.flatten(x)
+        leaves, args = cast_like_parameters(parameters_of(func), (leaves, args))
     around = ring(policy, func, examine=policy.create_graph, buffers=True, autocast_off=devices)
     with around as blocks, without_stand_ins() as suspended:
         problem = Problem(policy, func, structure, leaves, args).entered(blocks)

@@ -162,11 +162,11 @@ def sobolev(
     """
     _check_projections(num_projections)
     checked = check_options("sobolev", options, generator)
-    check_points("sobolev", "derivatives", derivatives)
-    if pytree.flatten(derivatives)[1] != pytree.flatten(x)[1]:
+    given, structure = check_points("sobolev", "derivatives", derivatives)
+    if structure != pytree.flatten(x)[1]:
         raise ArgumentValueError(
             f"sobolev: expected derivatives with the structure of x ({len(pytree.leaves(x))} tensors), "
-            f"got another one ({len(pytree.leaves(derivatives))})."
+            f"got another one ({len(given)})."
         )
 
     func = uncompiled(func)

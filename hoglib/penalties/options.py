@@ -88,16 +88,18 @@ def check_options(
 
     without: those that it does not have.
     """
-    known = [key for key in OPTION_NAMES if key not in without]
     for key in without:
         if key in options:
+            known = ", ".join(name for name in OPTION_NAMES if name not in without)
             raise ArgumentTypeError(
-                f"{name}: expected options among {', '.join(known)}; got {key!r}, which is an option "
-                "of penalties of samples only. Leave it out."
+                f"{name}: expected options among {known}; got {key!r}, which is an option of penalties "
+                "of samples only. Leave it out."
             )
-    check_option_names(name, options, known)
-    own = {key: options[key] for key in options if key not in problem.OPTION_NAMES}
-    checked = CheckedOptions(_policy(name, options), validation.generator(generator), **own)
+    check_option_names(name, options, OPTION_NAMES)
+    of_function = {key: options[key] for key in options if key in problem.OPTION_NAMES}
+    own = {key: options[key] for key in options if key not in of_function}
+    policy = _policy(name, of_function)
+    checked = CheckedOptions(policy, validation.generator(generator), **own)
     validation.one_of("reduction", checked.reduction, REDUCTIONS)
     validation.flag("autocast", checked.autocast)
     validation.flag("return_outputs", checked.return_outputs)
@@ -127,14 +129,13 @@ def check_options(
     return checked
 
 
-def _policy(name: str, options: Mapping[str, Any]) -> Policy:
+def _policy(name: str, options: dict[str, Any]) -> Policy:
     """How the function is evaluated; derivatives have a graph where the caller's gradients are on."""
-    own = {key: options[key] for key in problem.OPTION_NAMES if key in options}
-    backend = own.get("compile")
-    if callable(backend):  # one of the caller's
-        own["compile"] = True
-    policy = Policy.of(name, own, create_graph=torch.is_grad_enabled())
-    return policy._replace(backend=backend) if callable(backend) else policy
+    backend = options.get("compile")
+    if not callable(backend):
+        return Policy.of(name, options, torch.is_grad_enabled())
+    policy = Policy.of(name, {**options, "compile": True}, torch.is_grad_enabled())
+    return policy._replace(backend=backend)  # the caller's own
 
 
 def select_output(outputs: Any, output: Output) -> Any:

@@ -1,6 +1,7 @@
 """Penalties of critics: closed forms, parameter gradients against differences, samples on their own."""
 
 import copy
+import inspect
 import itertools
 from functools import partial
 
@@ -10,6 +11,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from hoglib import penalties
+from hoglib._core import torch_internals
 from tests.long_tail import all_but
 from tests.oracles import gradient_by_differences
 from tests.penalties.critics import (
@@ -335,6 +337,39 @@ def test_a_penalty_can_be_differentiated_again():
     found = torch.autograd.grad(along(params), list(params.values()), materialize_grads=True)
     expected = gradient_by_differences(lambda p: along(p).detach(), params_of(model))
     assert_close(dict(zip(params, found, strict=True)), expected, rtol=1e-5, atol=1e-7)
+
+
+# The way to the engine
+
+X3 = draw(4, 3)
+CALLS = {
+    "r1": lambda c: penalties.r1(c, X3),
+    "wgan_gp": lambda c: penalties.wgan_gp(c, X3, X3),
+    "jacobian": lambda c: penalties.jacobian(c, X3),
+    "forces": lambda c: penalties.forces(c, X3),
+    "parameter_gradient": lambda c: penalties.parameter_gradient(
+        lambda p: with_params(c, p)(X3).square().mean(), dict(c.named_parameters())
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_engine_is_six_frames_away_and_no_file_is_entered_twice(name, monkeypatch):
+    engine, stacks = torch_internals.engine_gradients, []
+
+    def counted(*args):
+        frame, files = inspect.currentframe().f_back, []
+        while "/hoglib/" in frame.f_code.co_filename:
+            files.append(frame.f_code.co_filename)
+            frame = frame.f_back
+        stacks.append(files)
+        return engine(*args)
+
+    monkeypatch.setattr(torch_internals, "engine_gradients", counted)
+    CALLS[name](build(plain))
+    files = stacks[0]
+    assert len(files) <= 6
+    assert len([file for file, _ in itertools.groupby(files)]) == len(set(files))
 
 
 # What is refused
