@@ -78,10 +78,10 @@ def forces(
     validation.flag("hessian", hessian)
     checked = check_options("forces", options, without=OF_PENALTIES)
     function = Forces(energy, hessian, checked._replace(batch=None))
+    inputs = positions, args, checked.batch
     if not captures(checked.policy):
-        return function(positions, args, checked.batch, None)
-    found = run_as_graph(function, checked, (positions, args, checked.batch))
-    energies, forces, *rest = found
+        return function(*inputs, None)
+    energies, forces, *rest = run_as_graph(function, checked, inputs)
     forces = pytree.map(lambda f: averaged("forces", f, energies), forces)
     return _result(energies, forces, *rest)
 
@@ -140,14 +140,12 @@ class Forces:
             hessian = _hessian(at, gradient, batch) if self.hessian else None
             if check:
                 _check_reaches_parameters(at, forces)
+        energy = at.y
         if at.create_graph:
             forces = [averaged("forces", f, at.outputs) for f in forces]
-            return _result(at.y, at.tree(forces), hessian)
-        return _result(
-            at.y.detach(),
-            at.tree([f.detach() for f in forces]),
-            pytree.map_tensors(Tensor.detach, hessian),
-        )
+        else:
+            energy, forces, hessian = pytree.map_tensors(Tensor.detach, (energy, forces, hessian))
+        return _result(energy, at.tree(forces), hessian)
 
 
 def _check_reaches_parameters(at: InputVJP, forces: Vector) -> None:

@@ -47,8 +47,7 @@ def penalty(
         alone = options.reduction != "none" and not options.return_outputs
         terms, inputs = Terms(func, term, options._replace(batch=None)), (x, args, options.batch)
         found = run_as_graph(terms, options, inputs, with_gradients=alone)
-        value, *returned = found if options.return_outputs else (found,)
-        outputs = returned[0] if returned else None
+        value, outputs = found if options.return_outputs else (found, None)
     else:
         value, outputs = evaluate(func, x, args, term, options)
     value = averaged(options.name, value, outputs)

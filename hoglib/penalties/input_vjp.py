@@ -165,19 +165,17 @@ class InputVJP:
 
         create_graph: by default, where the penalty is differentiated.
         """
+        u = torch.ones_like(self.y) if cotangent is None else cotangent
         if self._transform_vjp is not None:
-            u = torch.ones_like(self.y) if cotangent is None else cotangent
             with self._suspended.resumed():
                 return list(self._transform_vjp(u))
         grads: list[Tensor | None] = [None] * len(self.leaves)
         if self.y.requires_grad:
+            create_graph = self.create_graph if create_graph is None else create_graph
+            keep = retain_graph or create_graph
             with self.backward_stand_ins(), translate_errors(self.options.name):
                 grads = gradients(
-                    [self.y],
-                    self.leaves,
-                    None if cotangent is None else [cotangent],
-                    create_graph=self.create_graph if create_graph is None else create_graph,
-                    retain_graph=True if retain_graph else None,
+                    [self.y], self.leaves, [u], retain_graph=keep, create_graph=create_graph
                 )
         self._gathered.until_backward_of(grads)
         if self.create_graph and all(g is None for g in grads):

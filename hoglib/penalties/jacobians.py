@@ -1,6 +1,5 @@
 """Penalties on the Jacobian of a function by its inputs."""
 
-from collections.abc import Callable
 from typing import Any, Unpack
 
 import torch
@@ -10,13 +9,13 @@ from hoglib._core import pytree, validation
 from hoglib._core.torch_internals import uncompiled
 from hoglib.errors import ArgumentValueError
 from hoglib.penalties.evaluation import penalty
+from hoglib.penalties.input_vjp import Function
 from hoglib.penalties.kinds import REAL, register
 from hoglib.penalties.options import Options, check_options
 from hoglib.penalties.samples import check_points
 from hoglib.penalties.terms import half_squared_slope, squared_excess, squared_jacobian
 
 __all__ = ["input_gradient", "jacobian", "lipschitz", "sobolev"]
-Function = Callable[..., Any]
 
 
 @register(REAL)

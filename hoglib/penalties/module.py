@@ -72,9 +72,9 @@ class GradientPenalty(nn.Module):
         self.weight = validation.number("weight", weight, minimum=0.0)
         self.every = validation.at_least("every", every, 1)
         if options is not None and not isinstance(options, Mapping):
+            got = validation.describe(options)
             raise ArgumentTypeError(
-                f"options: expected a dict of the penalty's options, got "
-                f"{validation.describe(options)}."
+                f"options: expected a dict of the penalty's options, got {got}."
             )
         chosen = {
             "micro_batch": micro_batch, "autocast": autocast or None, "output": output,

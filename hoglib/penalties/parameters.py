@@ -1,6 +1,5 @@
 """The penalty on the gradient of a loss by the parameters."""
 
-from collections.abc import Callable
 from typing import Any, Unpack, final
 
 import torch
@@ -16,7 +15,7 @@ from hoglib.penalties.compiled import captures, run_as_graph
 from hoglib.penalties.distributed import averaged
 from hoglib.penalties.evaluation import PenaltyWithOutputs
 from hoglib.penalties.gradient_flow import no_gradient_flow
-from hoglib.penalties.input_vjp import autocast_devices, cast_like_parameters
+from hoglib.penalties.input_vjp import Function, autocast_devices, cast_like_parameters
 from hoglib.penalties.kinds import REAL, register
 from hoglib.penalties.options import CheckedOptions, Options, check_options
 from hoglib.ring import ring
@@ -24,12 +23,11 @@ from hoglib.ring import ring
 __all__ = ["parameter_gradient"]
 NAME = "parameter_gradient"
 OF_SAMPLES = ("reduction", "output", "batch", "micro_batch")  # options that it does not have
-Func = Callable[..., Tensor]
 
 
 @register(REAL, without=OF_SAMPLES)
 def parameter_gradient(
-    func: Func, params: Any, *args: Any, squared: bool = False, **options: Unpack[Options]
+    func: Function, params: Any, *args: Any, squared: bool = False, **options: Unpack[Options]
 ) -> Tensor:
     r"""The norm of a loss's gradient by the parameters.
 
@@ -87,7 +85,7 @@ class GradientNorm:
     """The norm of a function's gradient by its first argument, as a function of tensors that depends on
     its attributes alone: what is compiled."""
 
-    def __init__(self, func: Func, squared: bool, options: CheckedOptions) -> None:
+    def __init__(self, func: Function, squared: bool, options: CheckedOptions) -> None:
         self.func, self.squared, self.options = func, squared, options
 
     def __call__(self, params: Any, args: tuple[Any, ...], draws: Any) -> Any:
@@ -110,16 +108,12 @@ class GradientNorm:
                 gradient: Any = torch.func.grad_and_value(problem, argnums=every)
                 grads, value = gradient(*problem.leaves)
             else:
-                value, _, grads, _ = gradient_with_graph(
-                    problem, problem.leaves, NAME, create_graph
-                )
+                found = gradient_with_graph(problem, problem.leaves, NAME, create_graph)
+                value, grads = found.value, found.parts
             g = [upcast_half(part) for part in grads if part is not None]
             norm = pytree.sum_scalars([(part * part.conj()).real.sum() for part in g])
             norm = norm if self.squared else root(norm)
             if create_graph and not in_transform and not norm.requires_grad:
-                raise no_gradient_flow(
-                    problem,
-                    problem.leaves,
-                    "the gradient of func does not depend on the parameters",
-                )
+                reason = "the gradient of func does not depend on the parameters"
+                raise no_gradient_flow(problem, problem.leaves, reason)
         return (norm, value) if create_graph or in_transform else (norm.detach(), value.detach())

@@ -84,13 +84,11 @@ def is_batch_dependent(point: InputVJP) -> bool | None:
     The last, because in a recurrent or causal layer that takes samples for steps the first depends on
     no other.
     """
-    samples = point.samples
-    if samples is None or not samples.count or samples.count < 2 or not point.y.requires_grad:
+    samples, y = point.samples, point.y
+    if samples is None or y.is_meta or not y.requires_grad or point.count() < 2:
         return None
-    if point.y.is_meta:
-        return None
-    last = samples.count - 1
-    score = point.y.reshape(samples.count, -1)[last].sum()
+    last = point.count() - 1
+    score = y.reshape(last + 1, -1)[last].sum()
     one = torch.ones_like(score)
     grads = vjp([score], point.leaves, [one], point.options.name, retain_graph=True)
     own = others = 0.0

@@ -346,7 +346,6 @@ CALLS = {
     "r1": lambda c: penalties.r1(c, X3),
     "wgan_gp": lambda c: penalties.wgan_gp(c, X3, X3),
     "jacobian": lambda c: penalties.jacobian(c, X3),
-    "forces": lambda c: penalties.forces(c, X3),
     "parameter_gradient": lambda c: penalties.parameter_gradient(
         lambda p: with_params(c, p)(X3).square().mean(), dict(c.named_parameters())
     ),
