@@ -125,8 +125,12 @@ class InputVJP:
         return self._call([leaf.clone() for leaf in self.leaves])
 
     def _call(self, leaves: Sequence[Tensor]) -> Any:
-        with self._suspended.resumed():
-            return self.problem.loss(self.tree(leaves), *self.problem.args)
+        points = self.tree(leaves)
+        self._suspended.__exit__()  # the stand-ins are on while the function runs
+        try:
+            return self.problem.loss(points, *self.problem.args)
+        finally:
+            self._suspended.__enter__()
 
     def _explain_dtypes(self, error: RuntimeError) -> None:
         """Raises an error that names the points in another dtype than the parameters, if torch's is one
