@@ -57,6 +57,8 @@ class ring:  # noqa: N801 a context manager
         placement: Of parameters over processes.
         buffers: Whether the buffers of modules are restored.
         autocast_off: The devices for which autocast is off.
+    Attributes:
+        modules: Those that ran inside, of a ring that restores their buffers.
     Returns:
         From entering, the blocks that are recomputed.
     """
@@ -69,7 +71,8 @@ class ring:  # noqa: N801 a context manager
         self.captures = policy.one_graph and not runs_elsewhere()
         self._entered: list[AbstractContextManager[Any]] = []
         self._recomputes = policy.remat is not False
-        self._contexts = contexts = list[AbstractContextManager[Any]]()
+        contexts: list[AbstractContextManager[Any]] = []
+        self._contexts = contexts
         if self.captures:
             contexts.append(outside_inference_mode())
             return
@@ -79,8 +82,10 @@ class ring:  # noqa: N801 a context manager
             contexts.append(examined_functions(policy.caller, first_order=first_order))
         contexts += (gradients(), keep_swapped())
         if buffers:
-            contexts.append(restore_buffers())
-        contexts += (torch.autocast(device, enabled=False) for device in autocast_off)
+            contexts.append(restored := restore_buffers())
+            self.modules = restored.modules
+        for device in autocast_off:
+            contexts.append(torch.autocast(device, enabled=False))
         contexts.append(stand_ins_if(policy.stand_ins))
         if self._recomputes:
             contexts.append(rematerialized(policy.remat, func, policy.backend))

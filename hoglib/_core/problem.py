@@ -171,7 +171,9 @@ class Problem:
         """The same with ordinary tensors for inference tensors, which autograd refuses to save, and
         with parameters that the blocks which are recomputed gather when they run."""
         leaves, args = clone_inference_tensors((self.leaves, self.args))
-        placement = self.placement.defer(getattr(self.loss, "model", None), blocks)
+        placement = self.placement
+        if blocks:  # a module takes long to say that it has no model
+            placement = placement.defer(getattr(self.loss, "model", None), blocks)
         if leaves is self.leaves and args is self.args and placement is self.placement:
             return self
         return replace(self, leaves=leaves, args=args, placement=placement)

@@ -322,15 +322,17 @@ class restore_buffers:  # noqa: N801 a context manager
     spectral norm, are updated by a training step and not by a penalty.
     """
 
+    def __init__(self) -> None:
+        self.modules: list[nn.Module] = []
+
     def __enter__(self) -> list[nn.Module]:
-        self._modules: list[nn.Module] = []
         self._seen: set[int] = set()
         self._copied: set[int] = set()  # modules that have copies
         self._copies: dict[int, Tensor] = {}  # by the buffer, which modules may share
         self._scripted: list[tuple[nn.Module, str, Tensor]] = []
         self._patch, self._thread = ModulePatch(), threading.get_ident()
         self._handle = register_module_forward_pre_hook(self._before_forward)
-        return self._modules
+        return self.modules
 
     def __exit__(self, *raised: object) -> None:
         self._handle.remove()
@@ -344,7 +346,7 @@ class restore_buffers:  # noqa: N801 a context manager
         if id(module) in self._seen or threading.get_ident() != self._thread:
             return
         self._seen.add(id(module))
-        self._modules.append(module)
+        self.modules.append(module)
         attributes = vars(module)
         if isinstance(module, torch.jit.ScriptModule):
             self._scripted.extend(_copy_scripted_buffers(module))

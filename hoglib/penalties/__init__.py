@@ -1,13 +1,14 @@
 """Penalties on gradients by inputs and parameters, and on Jacobians; forces; a check of penalties."""
 
+from hoglib.penalties import critics, jacobians, parameters
 from hoglib.penalties.checking import check
-from hoglib.penalties.critics import dragan, r1, r1_r2, r2, wgan_gp, zero_centred
+from hoglib.penalties.critics import *  # noqa: F403 its __all__ are its penalties
 from hoglib.penalties.energies import EnergyForces, EnergyForcesHessian, forces
-from hoglib.penalties.jacobians import input_gradient, jacobian, lipschitz, sobolev
+from hoglib.penalties.evaluation import PenaltyWithOutputs
+from hoglib.penalties.jacobians import *  # noqa: F403
 from hoglib.penalties.module import GradientPenalty
 from hoglib.penalties.options import Options
-from hoglib.penalties.parameters import parameter_gradient
-from hoglib.penalties.terms import PenaltyWithOutputs
+from hoglib.penalties.parameters import *  # noqa: F403
 
 __all__ = [
     "EnergyForces",
@@ -16,16 +17,8 @@ __all__ = [
     "Options",
     "PenaltyWithOutputs",
     "check",
-    "dragan",
     "forces",
-    "input_gradient",
-    "jacobian",
-    "lipschitz",
-    "parameter_gradient",
-    "r1",
-    "r1_r2",
-    "r2",
-    "sobolev",
-    "wgan_gp",
-    "zero_centred",
+    *critics.__all__,
+    *jacobians.__all__,
+    *parameters.__all__,
 ]

@@ -23,7 +23,7 @@ from hoglib._core.source_location import format_error
 from hoglib._core.state import preserve_random_state, same
 from hoglib._core.torch_internals import unwrap
 from hoglib.errors import ArgumentValueError
-from hoglib.penalties import critics
+from hoglib.penalties.kinds import KINDS, Kind, kind_named
 from hoglib.verification.call import name_of, seed_all
 from hoglib.verification.report import Report, Row
 
@@ -41,11 +41,11 @@ TERM = (
     "elements of a sample, `g.flatten(1).norm(2, dim=1)`, then the term of each sample, then the mean. "
     "A weight is passed as weight=, and a lazy penalty is checked with every=."
 )
-INTERPOLATE = (
-    "Draw one number for each sample, `e = torch.rand(len(real), *[1] * (real.dim() - 1))`, and take "
-    "`e * real + (1 - e) * fake`."
-)
-ADD_NOISE = "Add noise of its own to each element of real: `real + std * torch.randn_like(real)`."
+DRAW = {
+    "between": "Draw one number for each sample, `e = torch.rand(len(real), *[1] * (real.dim() - 1))`, "
+    "and take `e * real + (1 - e) * fake`.",
+    "noise": "Add noise of its own to each element of real: `real + std * torch.randn_like(real)`.",
+}
 STAY = "Use torch operations, with gradients on, from the gradient to the value."
 CREATE = (
     "Without `create_graph=True` the gradient is a constant: the penalty is added to the loss and "
@@ -56,27 +56,6 @@ SAFE = (
     "one sample with a zero gradient makes it NaN: the derivative of a root at zero is infinite. Use "
     "`g.flatten(1).norm(2, dim=1)`, whose derivative at zero is zero, or add 1e-12 under the root."
 )
-
-
-class Kind(NamedTuple):
-    """A penalty: its term, hoglib's own, the sets of samples that it is given, and how it draws points
-    from them; "" if they are its points."""
-
-    term: str
-    own: Callable[..., Any]
-    sets: tuple[str, ...]
-    draw: str = ""
-
-
-KINDS = {
-    "wgan_gp": Kind("(|g_n| - target)^2", critics.wgan_gp, ("real", "fake"), INTERPOLATE),
-    "zero_centred": Kind("|g_n|^2", critics.zero_centred, ("real", "fake"), INTERPOLATE),
-    "r1": Kind("|g_n|^2 / 2 at real", critics.r1, ("real",)),
-    "r2": Kind("|g_n|^2 / 2 at fake", critics.r2, ("fake",)),
-    "r1_r2": Kind("|g_n|^2 / 2 at real and fake, summed,", critics.r1_r2, ("real", "fake")),
-    # at points that were drawn it is the penalty of WGAN-GP
-    "dragan": Kind("(|g_n| - target)^2", critics.wgan_gp, ("real",), ADD_NOISE),
-}
 
 
 def check(
@@ -136,7 +115,8 @@ def check(
         ['value']
     """
     validation.function("penalty", penalty)
-    meant = KINDS[validation.one_of("kind", str(kind).replace("-", "_"), KINDS)]
+    known = [name for name, kind in KINDS.items() if kind.term]
+    meant = KINDS[kind_named(kind, known)]
     validation.at_least("every", every, 1)
     validation.positive("weight", weight)
     sizes = [validation.at_least("shape", n, 1) for n in shape]
@@ -278,7 +258,8 @@ class _Subject:
     def _own(self, critic: _Critic, points: list[Tensor]) -> Tensor:
         """hoglib's own value, at these points alone."""
         sets = [points[0], points[0]] if self.kind.draw else points
-        value: Tensor = self.kind.own(critic, *sets, **self.options)
+        own = self.kind.at_points or self.kind.function
+        value: Tensor = own(critic, *sets, **self.options)
         return value
 
     def _compare(self, name: str, found: Tensor, right: Tensor, text: str) -> Row:
@@ -315,8 +296,8 @@ def _wrong_points(kind: Kind, x: Tensor, real: Tensor, fake: Tensor) -> str:
         (level, "the noise is one number per sample"),
         (not apart, "the points are between real and fake, as in WGAN-GP"),
     )
-    ways = interpolation if kind.draw == INTERPOLATE else added
-    return next((f"{how}. {kind.draw}" for wrong, how in ways if wrong), "")
+    ways = interpolation if kind.draw == "between" else added
+    return next((f"{how}. {DRAW[kind.draw]}" for wrong, how in ways if wrong), "")
 
 
 def _by(detached: Sequence[DetachedGradient]) -> str:

@@ -11,40 +11,41 @@ import torch
 from torch import Tensor
 
 from hoglib._core import pytree
-from hoglib._core.blocks import Remat
 from hoglib._core.closures import owner_of
-from hoglib._core.gradient_graph import graph_summary
+from hoglib._core.problem import Policy
 from hoglib._core.state import preserve_random_state
 from hoglib.capture.api import Compiled, kept_graph
 from hoglib.capture.capturing import Place, kept, runs_elsewhere
 from hoglib.capture.loss import CompiledLoss
 from hoglib.capture.signature import parse_call
+from hoglib.penalties.options import CheckedOptions
 from hoglib.penalties.samples import random_like
 
 
-def run_as_graph(
-    name: str,
-    term: Callable[..., Any],
-    args: tuple[Any, ...],
-    backend: Any,
-    generator: torch.Generator | None,
-    with_gradients: bool,
-) -> Any:
-    """term(*args, draws) by a graph; with_gradients: its gradients too, which backward returns.
+def captures(policy: Policy) -> bool:
+    """Whether a penalty runs as one graph: with gradients, and where the call is no part of an outer
+    transform or capture."""
+    return policy.one_graph and policy.create_graph and not runs_elsewhere()
 
-    term: created for each call, with all that it depends on in its attributes. draws: RecordedDraws in
+
+def run_as_graph(
+    body: Any, options: CheckedOptions, inputs: tuple[Any, ...], with_gradients: bool = False
+) -> Any:
+    """body(*inputs, draws) by a graph; with_gradients: its gradients too, which backward returns.
+
+    body: created for each call, with all that it depends on in its attributes. draws: RecordedDraws in
     an eager run with checks, then what the generator drew, in a run without; None in a plain run.
     """
-    owner = owner_of(term.func)  # type: ignore[attr-defined]
+    name, generator, owner = options.name, options.generator, owner_of(body.func)
     signature, state, known = None, None, {}
     if generator is not None:
-        signature, state = parse_call(name, args, {}, dynamic=False)[0].key, generator.get_state()
+        signature, state = parse_call(name, inputs, {}, dynamic=False)[0].key, generator.get_state()
         known = kept(Place(owner, (name, "draws")), dict, name)  # by signature
 
     def check(*_: Any) -> None:
         draws = RecordedDraws()
         with preserve_random_state(generator):
-            found = pytree.leaves(term(*args, draws))
+            found = pytree.leaves(body(*inputs, draws))
         if not any(isinstance(x, Tensor) and x.requires_grad for x in found):
             raise _NoGradientNeeded
         if draws.recorded != known.get(signature, []):
@@ -53,8 +54,9 @@ def run_as_graph(
 
     def run(precheck: Callable[..., Any]) -> Any:
         kind = CompiledLoss if with_gradients else Compiled
-        compiled = kept_graph(term, name, owner, None, backend, precheck=precheck, kind=kind)
-        return compiled(*args, [draw.tensor(generator) for draw in known.get(signature, ())])
+        backend = options.policy.backend
+        compiled = kept_graph(body, name, owner, None, backend, precheck=precheck, kind=kind)
+        return compiled(*inputs, [draw.tensor(generator) for draw in known.get(signature, ())])
 
     try:
         return run(check)
@@ -62,26 +64,9 @@ def run_as_graph(
         again = type(reason)
     if generator is not None and state is not None:
         generator.set_state(state)
-    return run(_was_checked) if again is _OtherDraws else term(*args, None)
-
-
-def _was_checked(*_: Any) -> None:
-    """Nothing more to check before the capture."""
-
-
-def backend_of(backend: Any, remat: Remat) -> Any:
-    """The backend that runs a penalty as one graph; with remat it runs the blocks instead.
-
-    None where nothing is compiled: without gradients, and where the call is part of an outer transform
-    or capture.
-    """
-    wanted = backend and remat is False and torch.is_grad_enabled() and not runs_elsewhere()
-    return backend if wanted else None
-
-
-def leaves_of(value: Tensor) -> list[Tensor]:
-    """The leaf tensors that a backward of the value reaches."""
-    return list(graph_summary(value).leaves.values())
+    if again is _OtherDraws:
+        return run(lambda *_: None)  # what there was to check is checked
+    return body(*inputs, None)
 
 
 class Draw(NamedTuple):

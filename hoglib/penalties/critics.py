@@ -7,16 +7,18 @@ import torch
 from torch import Tensor
 
 from hoglib._core import validation
-from hoglib._core.norms import root
 from hoglib.errors import ArgumentValueError
-from hoglib.penalties.input_vjp import InputVJP
+from hoglib.penalties.evaluation import PenaltyWithOutputs, penalty
+from hoglib.penalties.kinds import BOTH, FAKE, REAL, register
 from hoglib.penalties.options import Options, check_options
 from hoglib.penalties.samples import add_noise, interpolate
-from hoglib.penalties.terms import PenaltyWithOutputs, Rule, penalty
+from hoglib.penalties.terms import half_squared_slope, squared_distance, squared_slope
 
+__all__ = ["dragan", "r1", "r1_r2", "r2", "wgan_gp", "zero_centred"]
 Critic = Callable[..., Any]
 
 
+@register(BOTH, term="(|g_n| - target)^2", draw="between")
 def wgan_gp(
     critic: Critic,
     real: Any,
@@ -26,7 +28,7 @@ def wgan_gp(
     one_sided: bool = False,
     generator: torch.Generator | None = None,
     **options: Unpack[Options],
-) -> Any:
+) -> Tensor:
     r"""The gradient penalty of WGAN-GP: slopes of size `target` between real and fake samples.
 
         1/N sum_n (|grad_x D(x_n)| - k)^2        x_n = e_n real_n + (1 - e_n) fake_n,  e_n ~ U(0, 1)
@@ -74,9 +76,10 @@ def wgan_gp(
     validation.flag("one_sided", one_sided)
     checked = check_options("wgan_gp", options, generator)
     x = interpolate("wgan_gp", real, fake, checked.batch, checked.generator)
-    return penalty(critic, x, args, _squared_distance(k, one_sided), checked)
+    return penalty(critic, x, args, squared_distance(k, one_sided), checked)
 
 
+@register(BOTH, term="|g_n|^2", draw="between")
 def zero_centred(
     critic: Critic,
     real: Any,
@@ -84,7 +87,7 @@ def zero_centred(
     *args: Any,
     generator: torch.Generator | None = None,
     **options: Unpack[Options],
-) -> Any:
+) -> Tensor:
     r"""The zero-centred gradient penalty between real and fake samples.
 
         1/N sum_n |grad_x D(x_n)|^2        x_n = e_n real_n + (1 - e_n) fake_n,  e_n ~ U(0, 1)
@@ -124,10 +127,11 @@ def zero_centred(
     """
     checked = check_options("zero_centred", options, generator)
     x = interpolate("zero_centred", real, fake, checked.batch, checked.generator)
-    return penalty(critic, x, args, squared_gradient, checked)
+    return penalty(critic, x, args, squared_slope, checked)
 
 
-def r1(critic: Critic, real: Any, *args: Any, **options: Unpack[Options]) -> Any:
+@register(REAL, term="|g_n|^2 / 2 at real")
+def r1(critic: Critic, real: Any, *args: Any, **options: Unpack[Options]) -> Tensor:
     r"""R1: the squared slope at real samples, halved, so that its weight is gamma.
 
         1/N sum_n |grad_x D(x_n)|^2 / 2        x_n = real_n
@@ -165,10 +169,11 @@ def r1(critic: Critic, real: Any, *args: Any, **options: Unpack[Options]) -> Any
         >>> critic.weight.grad  # of |w|^2 / 2
         tensor([[1., 1.]])
     """
-    return penalty(critic, real, args, half_squared_gradient, check_options("r1", options))
+    return penalty(critic, real, args, half_squared_slope, check_options("r1", options))
 
 
-def r2(critic: Critic, fake: Any, *args: Any, **options: Unpack[Options]) -> Any:
+@register(FAKE, term="|g_n|^2 / 2 at fake")
+def r2(critic: Critic, fake: Any, *args: Any, **options: Unpack[Options]) -> Tensor:
     r"""R2: the squared slope at fake samples, halved, so that its weight is gamma.
 
         1/N sum_n |grad_x D(x_n)|^2 / 2        x_n = fake_n
@@ -205,10 +210,11 @@ def r2(critic: Critic, fake: Any, *args: Any, **options: Unpack[Options]) -> Any
         >>> hog.penalties.r2(lambda x: x.square().sum(1), fake)  # |2 x|^2 / 2
         tensor(50.)
     """
-    return penalty(critic, fake, args, half_squared_gradient, check_options("r2", options))
+    return penalty(critic, fake, args, half_squared_slope, check_options("r2", options))
 
 
-def r1_r2(critic: Critic, real: Any, fake: Any, *args: Any, **options: Unpack[Options]) -> Any:
+@register(BOTH, term="|g_n|^2 / 2 at real and fake, summed,")
+def r1_r2(critic: Critic, real: Any, fake: Any, *args: Any, **options: Unpack[Options]) -> Tensor:
     r"""R1 at real samples plus R2 at fake ones.
 
         1/N sum_n |grad_x D(real_n)|^2 / 2 + 1/M sum_m |grad_x D(fake_m)|^2 / 2
@@ -246,14 +252,17 @@ def r1_r2(critic: Critic, real: Any, fake: Any, *args: Any, **options: Unpack[Op
         tensor(6.)
     """
     checked = check_options("r1_r2", options)
-    at_real = penalty(critic, real, args, half_squared_gradient, checked)
-    at_fake = penalty(critic, fake, args, half_squared_gradient, checked)
+    at_real = penalty(critic, real, args, half_squared_slope, checked)
+    at_fake = penalty(critic, fake, args, half_squared_slope, checked)
     if not checked.return_outputs:
         return _add(at_real, at_fake)
     (a, scores_of_real), (b, scores_of_fake) = at_real, at_fake
-    return PenaltyWithOutputs(_add(a, b), (scores_of_real, scores_of_fake))
+    both: Any = PenaltyWithOutputs(_add(a, b), (scores_of_real, scores_of_fake))
+    return both
 
 
+# at points that were drawn it is the penalty of WGAN-GP
+@register(REAL, term="(|g_n| - target)^2", draw="noise", at_points=wgan_gp)
 def dragan(
     critic: Critic,
     real: Any,
@@ -262,7 +271,7 @@ def dragan(
     noise: float | None = None,
     generator: torch.Generator | None = None,
     **options: Unpack[Options],
-) -> Any:
+) -> Tensor:
     r"""DRAGAN: slopes of size `target` around real samples.
 
         1/N sum_n (|grad_x D(x_n)| - k)^2        x_n = real_n + d_n,  d_n ~ N(0, c^2) for each entry
@@ -304,27 +313,7 @@ def dragan(
     c = None if noise is None else validation.number("noise", noise, minimum=0.0)
     checked = check_options("dragan", options, generator)
     x = add_noise("dragan", real, c, checked.generator)
-    return penalty(critic, x, args, _squared_distance(k, one_sided=False), checked)
-
-
-def squared_gradient(point: InputVJP) -> Tensor:
-    """|g_n|^2"""
-    return point.squared_norms(point.score_gradient())
-
-
-def half_squared_gradient(point: InputVJP) -> Tensor:
-    """|g_n|^2 / 2"""
-    return squared_gradient(point) / 2
-
-
-def _squared_distance(target: float, one_sided: bool) -> Rule:
-    """The rule of (|g_n| - target)^2, or of max(0, |g_n| - target)^2."""
-
-    def rule(point: InputVJP) -> Tensor:
-        above = root(squared_gradient(point)) - target
-        return (above.relu() if one_sided else above).square()
-
-    return rule
+    return penalty(critic, x, args, squared_distance(k, one_sided=False), checked)
 
 
 def _add(at_real: Tensor, at_fake: Tensor) -> Tensor:

@@ -37,6 +37,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from hoglib._core import pytree, torch_internals, torch_sharding
+from hoglib._core.gradient_graph import graph_summary
 from hoglib.curvature.processes import world_size
 from hoglib.errors import DistributedError
 
@@ -48,10 +49,10 @@ _CREATION_ORDER = itertools.count()
 DDPParameters = tuple[DistributedDataParallel, dict[str, Tensor]]
 
 
-def averaged(name: str, penalty: Tensor, params: Iterable[Tensor], outputs: Any = ()) -> Tensor:
+def averaged(name: str, penalty: Tensor, outputs: Any = ()) -> Tensor:
     """The same penalty, whose backward gives the mean gradient over the processes or raises.
 
-    params: the leaf tensors that the critic depends on; outputs: all that it returned, with its graph.
+    outputs: all that the critic returned, with its graph, which may depend on further parameters.
     Without torch.distributed, or a DDP module around the parameters, it is the penalty itself.
     Raises DistributedError, from backward, in all processes.
     """
@@ -59,10 +60,10 @@ def averaged(name: str, penalty: Tensor, params: Iterable[Tensor], outputs: Any 
         return penalty
     if torch_internals.transforms_active() or torch_internals.tracing():
         return penalty
-    groups = _groups(params)
+    seen = [y for y in pytree.tensors(outputs) if y.requires_grad]
+    groups = _groups(graph_summary([penalty, *seen]).leaves)
     if not groups:
         return penalty
-    seen = [y for y in pytree.tensors(outputs) if y.requires_grad]
     result: Tensor = _Averaged.apply(penalty, name, groups, *seen)
     return result
 
@@ -168,10 +169,10 @@ def _grad_version(param: Tensor) -> tuple[int, int]:
     return (id(param.grad), -1 if param.grad is None else param.grad._version)
 
 
-def _groups(params: Iterable[Tensor]) -> list[DDPParameters]:
-    """The DDP modules that average gradients of the parameters; for two around one the newer."""
-    wanted = {id(p) for p in params if p.requires_grad}
-    groups = []
+def _groups(params: Iterable[int]) -> list[DDPParameters]:
+    """The DDP modules that average gradients of the parameters, given by id; for two around one the
+    newer."""
+    wanted, groups = set(params), []
     _find_and_watch()
     for ddp in reversed(list(_WRAPPERS.values())):  # all that are alive
         own = {

@@ -1,32 +1,37 @@
 """Forces, and matrices of force constants: derivatives of energies by positions."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, Unpack, final
+from typing import Any, Literal, NamedTuple, Unpack, final, overload
 
 import torch
 from torch import Tensor
 
 from hoglib._core import pytree, validation
-from hoglib._core.autograd import Vector, materialize_grads, translate_errors
+from hoglib._core.autograd import Vector, materialize_grads, vjp
 from hoglib._core.gradient_graph import depends_on_any
 from hoglib._core.source_location import warn
-from hoglib._core.torch_internals import transforms_active
 from hoglib._core.torch_modes import value_checks_on
-from hoglib.errors import ArgumentTypeError, ArgumentValueError
-from hoglib.penalties.compiled import backend_of, leaves_of, run_as_graph
+from hoglib.errors import ArgumentValueError
+from hoglib.penalties.compiled import captures, run_as_graph
 from hoglib.penalties.distributed import averaged
-from hoglib.penalties.input_vjp import InputVJP, input_vjp
+from hoglib.penalties.input_vjp import Function, InputVJP, input_vjp
 from hoglib.penalties.options import CheckedOptions, Options, check_options
+from hoglib.penalties.sample_checks import check_batch_dependence, is_batch_dependent
 from hoglib.penalties.samples import Samples
-from hoglib.penalties.terms import check_batch_dependence, is_batch_dependent
+
+OF_PENALTIES = ("reduction", "micro_batch", "return_outputs")  # options that forces do not have
 
 
+@overload
 def forces(
-    energy: Callable[..., Any],
-    positions: Any,
-    *args: Any,
-    hessian: bool = False,
+    energy: Function, positions: Any, *args: Any, hessian: Literal[True], **options: Unpack[Options]
+) -> "EnergyForcesHessian": ...
+@overload
+def forces(
+    energy: Function, positions: Any, *args: Any, hessian: Literal[False] = False,
     **options: Unpack[Options],
+) -> "EnergyForces": ...  # fmt: skip
+def forces(
+    energy: Function, positions: Any, *args: Any, hessian: bool = False, **options: Unpack[Options]
 ) -> Any:
     r"""Energies and forces, for losses of both.
 
@@ -71,22 +76,13 @@ def forces(
                 [0., 1.]])
     """
     validation.flag("hessian", hessian)
-    for name in ("reduction", "micro_batch", "return_outputs"):
-        if name in options:
-            raise ArgumentTypeError(
-                "forces: expected options among output, batch, autocast, stand_ins, compile; got "
-                f"{name!r}, which is an option of penalties only. Leave it out."
-            )
-    checked = check_options("forces", options)
+    checked = check_options("forces", options, without=OF_PENALTIES)
     function = Forces(energy, hessian, checked._replace(batch=None))
-    backend = backend_of(checked.compile, checked.remat)
-    if backend is None:
-        return function(positions, args, checked.batch)
-    found = run_as_graph(
-        "forces", function, (positions, args, checked.batch), backend, None, with_gradients=False
-    )
-    energies, forces, *rest = found
-    forces = pytree.map(lambda f: averaged("forces", f, leaves_of(f), energies), forces)
+    inputs = positions, args, checked.batch
+    if not captures(checked.policy):
+        return function(*inputs, None)
+    energies, forces, *rest = run_as_graph(function, checked, inputs)
+    forces = pytree.map(lambda f: averaged("forces", f, energies), forces)
     return _result(energies, forces, *rest)
 
 
@@ -127,43 +123,42 @@ class Forces:
     """Energies and forces, as a function of tensors that depends on its attributes alone: what is
     compiled."""
 
-    def __init__(self, func: Callable[..., Any], hessian: bool, options: CheckedOptions) -> None:
+    def __init__(self, func: Function, hessian: bool, options: CheckedOptions) -> None:
         self.func, self.hessian, self.options = func, hessian, options
 
-    def __call__(self, positions: Any, args: tuple[Any, ...], batch: Any, draws: Any = None) -> Any:
-        """(E, F) or (E, F, H). draws: no random numbers are drawn."""
+    def __call__(self, positions: Any, args: tuple[Any, ...], batch: Any, draws: Any) -> Any:
+        """(E, F) or (E, F, H); no random numbers are drawn."""
         options = self.options._replace(batch=batch)
-        in_transform = transforms_active()
-        with input_vjp(self.func, positions, args, options, per_sample=False) as point:
-            check = point.create_graph and not in_transform and value_checks_on()
-            if not in_transform:
-                point.samples = _structures(point, batch)
-                if check and point.samples is not None and not self.hessian:
-                    check_batch_dependence(point)
-            gradient = point.vjp(None, create_graph=True if self.hessian else None)
-            forces = point.tree([-g for g in gradient])
-            hessian = _hessian(point, gradient, batch) if self.hessian else None
-            if check and not any(
-                g.requires_grad and depends_on_any(g, point.trainable) for g in gradient
-            ):
-                warn(
-                    "forces: expected forces that depend on parameters that require grad, got forces "
-                    "that do not: a loss of them trains nothing. Look for detach() or no_grad in "
-                    "energy, and for frozen layers."
-                )
-        energy = point.y
-        if not in_transform:
-            if point.create_graph:
-                parts = [averaged("forces", -g, point.trainable, point.outputs) for g in gradient]
-                forces = point.tree(parts)
-            else:
-                energy, forces, hessian = (
-                    pytree.map_tensors(Tensor.detach, part) for part in (energy, forces, hessian)
-                )
-        return _result(energy, forces, hessian)
+        with input_vjp(self.func, positions, args, options, per_sample=False) as at:
+            check = at.create_graph and not at.in_transform and value_checks_on()
+            if not at.in_transform:
+                at.samples = _structures(at, batch)
+                if check and at.samples is not None and not self.hessian:
+                    check_batch_dependence(at)
+            gradient = at.vjp(create_graph=True if self.hessian else None)
+            forces = [-g for g in gradient]
+            hessian = _hessian(at, gradient, batch) if self.hessian else None
+            if check:
+                _check_reaches_parameters(at, forces)
+        energy = at.y
+        if at.create_graph:
+            forces = [averaged("forces", f, at.outputs) for f in forces]
+        else:
+            energy, forces, hessian = pytree.map_tensors(Tensor.detach, (energy, forces, hessian))
+        return _result(energy, at.tree(forces), hessian)
 
 
-def _hessian(point: InputVJP, gradient: Vector, index: Any) -> Tensor | list[Tensor]:
+def _check_reaches_parameters(at: InputVJP, forces: Vector) -> None:
+    """Warns of forces that no parameter has an effect on."""
+    if not any(f.requires_grad and depends_on_any(f, at.trainable) for f in forces):
+        warn(
+            "forces: expected forces that depend on parameters that require grad, got forces "
+            "that do not: a loss of them trains nothing. Look for detach() or no_grad in "
+            "energy, and for frozen layers."
+        )
+
+
+def _hessian(at: InputVJP, gradient: Vector, index: Any) -> Tensor | list[Tensor]:
     """H, of each structure by itself: [B, ..., ...], or a list for graphs."""
     validation.refuse_transforms("forces(hessian=True)", "use `torch.func.hessian(energy)` there.")
     if len(gradient) != 1:
@@ -171,28 +166,28 @@ def _hessian(point: InputVJP, gradient: Vector, index: Any) -> Tensor | list[Ten
             f"forces(hessian=True): expected one tensor of positions, got a tree of {len(gradient)}; "
             "pass the others after it, as arguments of energy."
         )
-    x, (g,) = point.leaves[0], gradient
-    if point.samples is not None and value_checks_on() and is_batch_dependent(point):
+    x, (g,) = at.leaves[0], gradient
+    if at.samples is not None and value_checks_on() and is_batch_dependent(at):
         raise ArgumentValueError(
-            f"forces(hessian=True): expected {point.y.numel()} energies of structures that do not act "
+            f"forces(hessian=True): expected {at.y.numel()} energies of structures that do not act "
             "on one another, got one that depends on the positions of others. Energies of atoms: add "
             "them up by structure, and pass batch= for several."
         )
     if index is not None:
-        rows = _rows_by_structure(point, g, x, index)
+        rows = _rows_by_structure(at, g, x, index)
         empty = x.new_zeros(0, *x.shape[1:], 0, *x.shape[1:])
         return [torch.stack(r).reshape(*r[0].shape, *r[0].shape) if r else empty for r in rows]
-    batched = int(point.samples is not None)  # of a batch one row of each structure in every pass
+    batched = int(at.samples is not None)  # of a batch one row of each structure in every pass
     shape = x.shape[batched:]
     units = torch.eye(shape.numel(), dtype=x.dtype, device=x.device)
-    found = [_product(point, g, x, u.reshape(shape).expand_as(x)) for u in units]
+    found = [_product(at, g, x, u.reshape(shape).expand_as(x)) for u in units]
     whole = torch.stack(found, batched) if found else x
     return whole.reshape(*x.shape[:batched], *shape, *shape)
 
 
-def _structures(point: InputVJP, index: Any) -> Samples | None:
+def _structures(at: InputVJP, index: Any) -> Samples | None:
     """Which rows belong to which structure, one for each energy; None for a single structure."""
-    y, count = point.y, len(point.leaves[0])
+    y, count = at.y, len(at.leaves[0])
     if index is None:
         if not y.dim() or (y.numel() == 1 and count != 1):
             return None
@@ -202,7 +197,7 @@ def _structures(point: InputVJP, index: Any) -> Samples | None:
                 f"{validation.describe(y)}; add up energies of atoms, and where rows of positions are "
                 "atoms of several structures, pass batch=, the structure of each row."
             )
-    samples = Samples("forces", point.leaves, point.structure, index)
+    samples = Samples("forces", at.leaves, at.problem.structure, index)
     if samples.count is not None and samples.count > y.numel():
         raise ArgumentValueError(
             f"forces: batch: expected indices below the number of energies, {y.numel()}, got "
@@ -212,9 +207,9 @@ def _structures(point: InputVJP, index: Any) -> Samples | None:
     return samples
 
 
-def _rows_by_structure(point: InputVJP, g: Tensor, x: Tensor, index: Tensor) -> list[list[Tensor]]:
+def _rows_by_structure(at: InputVJP, g: Tensor, x: Tensor, index: Tensor) -> list[list[Tensor]]:
     """For each structure the rows of its Hessian, one from every structure in each pass."""
-    structures = [(index == k).nonzero().reshape(-1) for k in range(point.y.numel())]
+    structures = [(index == k).nonzero().reshape(-1) for k in range(at.y.numel())]
     width = x.shape[1:].numel()
     rows: list[list[Tensor]] = [[] for _ in structures]
     for j in range(max(map(len, structures), default=0) * width):
@@ -223,18 +218,14 @@ def _rows_by_structure(point: InputVJP, g: Tensor, x: Tensor, index: Tensor) -> 
         unit = torch.zeros_like(x).reshape(len(x), -1)
         for k in among:
             unit[structures[k][atom], entry] = 1
-        product = _product(point, g, x, unit.reshape(x.shape))
+        product = _product(at, g, x, unit.reshape(x.shape))
         for k in among:
             rows[k].append(product[structures[k]])
     return rows
 
 
-def _product(point: InputVJP, g: Tensor, x: Tensor, unit: Tensor) -> Tensor:
+def _product(at: InputVJP, g: Tensor, x: Tensor, unit: Tensor) -> Tensor:
     """d <g, unit> / dx."""
-    if not g.requires_grad:
-        return torch.zeros_like(x)
-    with point.backward_stand_ins(), translate_errors("forces"):
-        found = torch.autograd.grad(
-            g, [x], unit, retain_graph=True, create_graph=point.create_graph, allow_unused=True
-        )
-    return materialize_grads(list(found), [x])[0]
+    with at.backward_stand_ins():
+        found = vjp([g], [x], [unit], "forces", retain_graph=True, create_graph=at.create_graph)
+    return materialize_grads(found, [x])[0]

@@ -1,25 +1,25 @@
 """Penalties on the Jacobian of a function by its inputs."""
 
-from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from hoglib._core import pytree, validation
-from hoglib._core.autograd import Vector
-from hoglib._core.norms import root
 from hoglib._core.torch_internals import uncompiled
 from hoglib.errors import ArgumentValueError
-from hoglib.penalties.critics import half_squared_gradient
-from hoglib.penalties.input_vjp import Function, InputVJP
+from hoglib.penalties.evaluation import penalty
+from hoglib.penalties.input_vjp import Function
+from hoglib.penalties.kinds import REAL, register
 from hoglib.penalties.options import Options, check_options
 from hoglib.penalties.samples import check_points
-from hoglib.penalties.terms import penalty
+from hoglib.penalties.terms import half_squared_slope, squared_excess, squared_jacobian
+
+__all__ = ["input_gradient", "jacobian", "lipschitz", "sobolev"]
 
 
-def input_gradient(loss: Function, x: Any, *args: Any, **options: Unpack[Options]) -> Any:
+@register(REAL)
+def input_gradient(loss: Function, x: Any, *args: Any, **options: Unpack[Options]) -> Tensor:
     r"""Double backpropagation: the squared gradient of each sample's loss by its inputs, halved.
 
         1/N sum_n |grad_x L(x_n)|^2 / 2
@@ -55,9 +55,10 @@ def input_gradient(loss: Function, x: Any, *args: Any, **options: Unpack[Options
         >>> hog.penalties.input_gradient(loss, x, y)
         tensor(10.)
     """
-    return penalty(loss, x, args, half_squared_gradient, check_options("input_gradient", options))
+    return penalty(loss, x, args, half_squared_slope, check_options("input_gradient", options))
 
 
+@register(REAL)
 def jacobian(
     func: Function,
     x: Any,
@@ -65,7 +66,7 @@ def jacobian(
     num_projections: int | None = 1,
     generator: torch.Generator | None = None,
     **options: Unpack[Options],
-) -> Any:
+) -> Tensor:
     r"""The squared Frobenius norm of the Jacobian of the outputs by the inputs, halved.
 
         1/N sum_n |J_n|_F^2 / 2                            exactly, num_projections=None: C passes
@@ -104,13 +105,11 @@ def jacobian(
         tensor(10.)
     """
     _check_projections(num_projections)
-
-    def rule(point: InputVJP) -> Tensor:
-        return _squares(point, num_projections, lambda grads, u: grads) / 2
-
-    return penalty(func, x, args, rule, check_options("jacobian", options, generator))
+    term = squared_jacobian(num_projections, halved=True)
+    return penalty(func, x, args, term, check_options("jacobian", options, generator))
 
 
+@register(REAL, needs="derivatives")
 def sobolev(
     func: Function,
     x: Any,
@@ -119,7 +118,7 @@ def sobolev(
     num_projections: int | None = None,
     generator: torch.Generator | None = None,
     **options: Unpack[Options],
-) -> Any:
+) -> Tensor:
     r"""Sobolev training: the squared distance of the derivatives by the inputs from given ones.
 
         1/N sum_n |J_n - D_n|_F^2                          J_n = d func(x_n) / d x_n
@@ -162,11 +161,11 @@ def sobolev(
     """
     _check_projections(num_projections)
     checked = check_options("sobolev", options, generator)
-    check_points("sobolev", "derivatives", derivatives)
-    if pytree.flatten(derivatives)[1] != pytree.flatten(x)[1]:
+    given, structure = check_points("sobolev", "derivatives", derivatives)
+    if structure != pytree.flatten(x)[1]:
         raise ArgumentValueError(
             f"sobolev: expected derivatives with the structure of x ({len(pytree.leaves(x))} tensors), "
-            f"got another one ({len(pytree.leaves(derivatives))})."
+            f"got another one ({len(given)})."
         )
 
     func = uncompiled(func)
@@ -177,24 +176,11 @@ def sobolev(
 
     ignoring_derivatives.__wrapped__ = func  # type: ignore[attr-defined]
 
-    def rule(point: InputVJP) -> Tensor:
-        point.output_rows()
-        given = pytree.leaves(point.args[0])
-        _check_jacobian_shapes(point, given)
-        assert point.samples is not None
-        indices = point.samples.index
-
-        def errors(grads: Vector, u: Tensor) -> Vector:
-            return [
-                g - _project(d, u if index is None else u[index], g)
-                for g, d, index in zip(grads, given, indices, strict=True)
-            ]
-
-        return _squares(point, num_projections, errors)
-
-    return penalty(ignoring_derivatives, x, (derivatives, *args), rule, checked)
+    term = squared_jacobian(num_projections, known=True)
+    return penalty(ignoring_derivatives, x, (derivatives, *args), term, checked)
 
 
+@register(REAL)
 def lipschitz(
     func: Function,
     x: Any,
@@ -203,7 +189,7 @@ def lipschitz(
     num_iterations: int | None = 10,
     generator: torch.Generator | None = None,
     **options: Unpack[Options],
-) -> Any:
+) -> Tensor:
     r"""One-sided penalty on the spectral norm of the Jacobian: stretching by more than a bound.
 
         1/N sum_n max(0, s_n - K)^2        s_n = |J_n|_2,  J_n = d func(x_n) / d x_n
@@ -246,101 +232,10 @@ def lipschitz(
     limit = validation.number("bound", bound, minimum=0.0)
     if num_iterations is not None:
         validation.at_least("num_iterations", num_iterations, 1)
-
-    def rule(point: InputVJP) -> Tensor:
-        y = point.output_rows()
-        if y.shape[1] == 1:
-            norms = root(point.squared_norms(point.score_gradient()))
-        elif num_iterations is None:
-            norms = _spectral_norms(point)
-        else:
-            u = _leading_singular_vectors(point, num_iterations)
-            norms = root(point.squared_norms(point.vjp(u.view_as(point.y))))
-        return (norms - limit).relu().square()
-
-    return penalty(func, x, args, rule, check_options("lipschitz", options, generator))
-
-
-def _squares(point: InputVJP, count: int | None, of: Callable[[Vector, Tensor], Vector]) -> Tensor:
-    """C/P sum_p |of(v_p^T J_n, v_p)|^2 for each sample, over P directions v_p of the outputs, each of
-    length one."""
-    y = point.output_rows()
-    outputs = y.shape[1]
-    directions: Sequence[Tensor]
-    if count is None or count >= outputs:
-        directions = [e.expand_as(y) for e in torch.eye(outputs, dtype=y.dtype, device=y.device)]
-        factor = 1.0
-    else:
-        v = point.random(torch.randn, (len(y), outputs, count))
-        basis = torch.linalg.qr(v)[0] if count > 1 else F.normalize(v, dim=1)
-        directions, factor = basis.to(y).unbind(2), outputs / count
-    total = y.new_zeros(len(y))
-    for k, u in enumerate(directions):
-        grads = point.vjp(u.view_as(point.y), retain_graph=k + 1 < len(directions))
-        total = total + point.squared_norms(of(grads, u))
-    return total * factor
+    term = squared_excess(limit, num_iterations)
+    return penalty(func, x, args, term, check_options("lipschitz", options, generator))
 
 
 def _check_projections(count: int | None) -> None:
     if count is not None:
         validation.at_least("num_projections", count, 1)
-
-
-def _check_jacobian_shapes(point: InputVJP, given: Vector) -> None:
-    """Derivatives have the shape of x for one output per sample, else the outputs' shape in each
-    row."""
-    y = point.y
-    single = y.numel() == len(y)
-    for path, leaf, d in zip(
-        pytree.paths(point.tree(point.leaves)), point.leaves, given, strict=True
-    ):
-        shapes = [torch.Size((len(leaf), *y.shape[1:], *leaf.shape[1:]))] + [leaf.shape] * single
-        if d.shape not in shapes:
-            raise ArgumentValueError(
-                f"sobolev: derivatives{f'[{path!r}]' if path else ''}: expected shape "
-                f"{tuple(shapes[-1])}, got {tuple(d.shape)}."
-            )
-
-
-def _project(derivative: Tensor, u: Tensor, like: Tensor) -> Tensor:
-    """u^T D for each row of a leaf: [rows, C] and [rows, C, ...], like its gradient."""
-    size = like.shape[1:].numel()
-    d = derivative.reshape(*u.shape, size).to(like)
-    return torch.einsum("nc,ncd->nd", u.to(like), d).view_as(like)
-
-
-def _spectral_norms(point: InputVJP) -> Tensor:
-    """The largest singular value of each sample's Jacobian, from all of its rows."""
-    y = point.output_rows()
-    rows: list[Vector] = [
-        point.vjp(e.expand_as(y).view_as(point.y), retain_graph=True)
-        for e in torch.eye(y.shape[1]).to(point.y)
-    ]
-    samples = point.samples
-    assert samples is not None
-    if samples.has_index:
-        gram = [
-            [samples.sums([a * b for a, b in zip(p, q, strict=True)]) for q in rows] for p in rows
-        ]
-        grams = torch.stack([torch.stack(row, -1) for row in gram], -2)
-        return root(_of_finite(lambda a: torch.linalg.eigvalsh(a)[:, -1], grams).clamp(min=0))
-    whole = [torch.cat([g.reshape(len(g), -1) for g in row], 1) for row in rows]
-    return _of_finite(torch.linalg.matrix_norm, torch.stack(whole, 1), 2)
-
-
-def _of_finite(norm: Callable[..., Tensor], matrices: Tensor, *args: Any) -> Tensor:
-    """The norms of matrices; a norm and gradient that are not finite for a matrix that is not. LAPACK
-    raises for such a matrix, but an overflow in half precision must reach the gradient scaler."""
-    finite = matrices.detach().isfinite().flatten(1).all(1)
-    norms = norm(torch.where(finite[:, None, None], matrices, 0), *args)
-    return torch.where(finite, norms, matrices.abs().sum((1, 2)))
-
-
-def _leading_singular_vectors(point: InputVJP, steps: int) -> Tensor:
-    """The leading left singular vector of each sample's Jacobian, [N, C], by power iteration."""
-    y = point.output_rows()
-    u = F.normalize(point.random(torch.randn, tuple(y.shape)).to(y), dim=1)
-    for _ in range(steps):
-        right = point.vjp(u.view_as(point.y), retain_graph=True, create_graph=False)
-        u = F.normalize(point.jvp(right).reshape(y.shape), dim=1)
-    return u

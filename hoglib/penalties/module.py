@@ -1,6 +1,5 @@
 """`GradientPenalty`: a penalty with its weight and its schedule, as a module for configs."""
 
-import inspect
 from array import array
 from collections.abc import Callable, Mapping
 from typing import Any, final
@@ -11,25 +10,8 @@ from torch import Tensor, nn
 from hoglib._core import pytree, validation
 from hoglib.capture.capturing import runs_elsewhere
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
-from hoglib.penalties import critics, jacobians
-from hoglib.penalties import parameters as parameter_penalties
+from hoglib.penalties.kinds import KINDS, kind_named
 from hoglib.penalties.options import OPTION_NAMES, check_options
-
-# Which of (real, fake) each kind is given before the other arguments.
-REAL, FAKE, BOTH = "real", "fake", "both"
-KINDS: dict[str, tuple[Callable[..., Any], str]] = {
-    "wgan_gp": (critics.wgan_gp, BOTH),
-    "zero_centred": (critics.zero_centred, BOTH),
-    "r1": (critics.r1, REAL),
-    "r2": (critics.r2, FAKE),
-    "r1_r2": (critics.r1_r2, BOTH),
-    "dragan": (critics.dragan, REAL),
-    "lipschitz": (jacobians.lipschitz, REAL),
-    "input_gradient": (jacobians.input_gradient, REAL),
-    "jacobian": (jacobians.jacobian, REAL),
-    "sobolev": (jacobians.sobolev, REAL),
-    "parameter_gradient": (parameter_penalties.parameter_gradient, REAL),
-}
 
 
 @final
@@ -86,14 +68,13 @@ class GradientPenalty(nn.Module):
         options: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        name = str(kind).replace("-", "_")
-        self.kind = validation.one_of("kind", name, KINDS)
+        self.kind = kind_named(kind)
         self.weight = validation.number("weight", weight, minimum=0.0)
         self.every = validation.at_least("every", every, 1)
         if options is not None and not isinstance(options, Mapping):
+            got = validation.describe(options)
             raise ArgumentTypeError(
-                f"options: expected a dict of the penalty's options, got "
-                f"{validation.describe(options)}."
+                f"options: expected a dict of the penalty's options, got {got}."
             )
         chosen = {
             "micro_batch": micro_batch, "autocast": autocast or None, "output": output,
@@ -101,21 +82,16 @@ class GradientPenalty(nn.Module):
         }  # fmt: skip
         given = {key: value for key, value in chosen.items() if value is not None}
         self.options = {**(options or {}), **given}
-        # the keywords of the kind's function, and those that all penalties of inputs share
-        parameters = inspect.signature(KINDS[self.kind][0]).parameters.values()
-        known = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
-        if self.kind != "parameter_gradient":
-            known += OPTION_NAMES
+        called = KINDS[self.kind]
         for name in self.options:
-            if name not in known:
+            if name not in called.keywords:
                 raise ArgumentTypeError(
                     f"options: expected options of hoglib.penalties.{self.kind}, "
-                    f"{', '.join(known)}; got {name!r}."
+                    f"{', '.join(called.keywords)}; got {name!r}."
                 )
         self._check_returns_scalar(self.options)
-        if self.kind != "parameter_gradient":
-            shared = {k: v for k, v in self.options.items() if k in OPTION_NAMES}
-            check_options(f"hoglib.penalties.{self.kind}", shared)
+        shared = {key: value for key, value in self.options.items() if key in OPTION_NAMES}
+        check_options(f"hoglib.penalties.{self.kind}", shared, without=called.without)
         # not a Python number, which would be a constant of a graph that this module is a part of
         self._calls = array("q", [0])
 
@@ -183,19 +159,19 @@ class GradientPenalty(nn.Module):
         Returns:
             The penalty, a scalar.
         """
-        function, given = KINDS[self.kind]
-        if given != REAL and fake is None:
+        kind, samples = KINDS[self.kind], {"real": real, "fake": fake}
+        if "fake" in kind.sets and fake is None:
             raise ArgumentTypeError(
                 f"GradientPenalty(kind={self.kind!r}): expected real and fake samples, got no fake; "
                 "call it as penalty(critic, real, fake)."
             )
-        if self.kind == "sobolev" and not args:
+        if kind.needs and not args:
             raise ArgumentTypeError(
-                "GradientPenalty(kind='sobolev'): expected the derivatives after fake, got none; call "
-                "it as penalty(func, x, None, derivatives)."
+                f"GradientPenalty(kind={self.kind!r}): expected the {kind.needs} after fake, got none; "
+                f"call it as penalty(func, x, None, {kind.needs})."
             )
-        points = {REAL: (real,), FAKE: (fake,), BOTH: (real, fake)}[given]
-        value: Tensor = function(critic, *points, *args, **{**self.options, **options})
+        points = [samples[name] for name in kind.sets]
+        value: Tensor = kind.function(critic, *points, *args, **{**self.options, **options})
         return value
 
     def _check_returns_scalar(self, options: Mapping[str, Any]) -> None:

@@ -1,23 +1,27 @@
-"""The options that the penalties of inputs share: their documentation, and one check of them."""
+"""The options that the penalties share: their documentation, and one check of them."""
 
-from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
-from typing import Any, NamedTuple, TypedDict
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-from hoglib._core import validation
-from hoglib._core.blocks import Remat, check_remat
+from hoglib._core import problem, validation
+from hoglib._core.problem import Policy, check_option_names
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 
-REDUCTIONS = ("mean", "sum", "none")
 Output = int | str | Callable[[Any], Any] | None
+Reduction = Literal["mean", "sum", "none"]
+REDUCTIONS = ("mean", "sum", "none")
 
 
-class Options(TypedDict, total=False):
-    r"""The keyword options that all penalties of inputs share.
+class Options(problem.Options, total=False):
+    r"""The keyword options of penalties: those of :class:`hoglib.Options`, and more.
 
         penalty = reduce_n term_n        reduce is the mean or the sum over samples n, or nothing
+
+    With ``compile`` the penalty and its gradients are computed by one graph (:func:`hoglib.compile`).
+    Where no gradient is needed (under no_grad, or with frozen parameters) and inside torch.func
+    transforms nothing is compiled.
 
     Args:
         reduction: "mean" over samples, their "sum", or "none" for the terms, one per sample, [N].
@@ -34,19 +38,8 @@ class Options(TypedDict, total=False):
             immediately and backward returns them, so that memory is that of one piece;
             backward(create_graph=True) raises. Further arguments with as many rows as the inputs
             are split with them. Default: all samples at once.
-        stand_ins: Whether the function runs inside :func:`hoglib.second_order`. Default: True.
-        remat: Blocks of the function's module whose intermediate values are recomputed in backward
-            instead of kept, by :func:`hoglib.ops.remat`: True for the blocks that it repeats, or
-            their names or globs, as "layers.*". Default: False.
         return_outputs: Whether to return (penalty, outputs of the function at the same points),
             from one forward pass. Default: False.
-        compile: With True, the penalty and its gradients are computed by one graph, which is
-            captured and compiled once for each signature (:func:`hoglib.compile`); "eager" runs
-            the graph without compiling it. Functions that are created anew for each call share a
-            graph if their code and the numbers and objects they hold are the same. Where no
-            gradient is needed (under no_grad, or with frozen parameters) and inside torch.func
-            transforms nothing is compiled. With remat, the passes of blocks are compiled instead,
-            once for all equal ones. Default: False.
     Returns:
         A dict of options, to be passed as ``**options``.
     Example:
@@ -56,56 +49,60 @@ class Options(TypedDict, total=False):
         tensor([2., 8.])
     """
 
-    reduction: str
+    reduction: Reduction
     output: Output
     batch: Any
     autocast: bool
     micro_batch: int | None
-    stand_ins: bool
-    remat: bool | str | Sequence[str]
     return_outputs: bool
-    compile: bool | str
 
 
 OPTION_NAMES = tuple(Options.__annotations__)
 
 
 class CheckedOptions(NamedTuple):
-    """The options of one call, checked, with the name of the penalty and its generator."""
+    """The options of one call, checked, with the generator of its random numbers."""
 
-    name: str  # of the public function, for messages
+    policy: Policy  # how the function is evaluated and differentiated; its caller is the penalty
     generator: torch.Generator | None = None
     reduction: str = "mean"
     output: Output = None
     batch: Any = None
     autocast: bool = False
     micro_batch: int | None = None
-    stand_ins: bool = True
-    remat: Remat = False
     return_outputs: bool = False
-    compile: Any = ""
+
+    @property
+    def name(self) -> str:
+        """The public function, for messages."""
+        return self.policy.caller
 
 
 def check_options(
-    name: str, options: Mapping[str, Any], generator: torch.Generator | None = None
+    name: str,
+    options: Mapping[str, Any],
+    generator: torch.Generator | None = None,
+    without: Collection[str] = (),
 ) -> CheckedOptions:
-    """The options of the penalty with that name, with defaults, or an error."""
-    for key in options:
-        if key not in OPTION_NAMES:
-            close = get_close_matches(key, OPTION_NAMES, n=1)
+    """The options of the function with that name, with defaults, or an error.
+
+    without: those that it does not have.
+    """
+    for key in without:
+        if key in options:
+            known = ", ".join(name for name in OPTION_NAMES if name not in without)
             raise ArgumentTypeError(
-                f"{name}: expected options among {', '.join(OPTION_NAMES)}, got {key!r}"
-                + (f"; did you mean {close[0]!r}?" if close else ".")
+                f"{name}: expected options among {known}; got {key!r}, which is an option of penalties "
+                "of samples only. Leave it out."
             )
-    given: dict[str, Any] = {**options}
-    if "remat" in given:
-        given["remat"] = check_remat(given["remat"])
-    if "compile" in given:
-        given["compile"] = check_backend(given["compile"])
-    checked = CheckedOptions(name, validation.generator(generator), **given)
+    check_option_names(name, options, OPTION_NAMES)
+    of_function = {key: options[key] for key in options if key in problem.OPTION_NAMES}
+    own = {key: options[key] for key in options if key not in of_function}
+    policy = _policy(name, of_function)
+    checked = CheckedOptions(policy, validation.generator(generator), **own)
     validation.one_of("reduction", checked.reduction, REDUCTIONS)
-    for key in ("autocast", "stand_ins", "return_outputs"):
-        validation.flag(key, getattr(checked, key))
+    validation.flag("autocast", checked.autocast)
+    validation.flag("return_outputs", checked.return_outputs)
     output = checked.output
     if output is not None and (
         isinstance(output, bool) or not (isinstance(output, int | str) or callable(output))
@@ -132,9 +129,13 @@ def check_options(
     return checked
 
 
-def check_backend(value: Any) -> Any:
-    """The backend of `hoglib.compile` that the option `compile` names or is; "" for none."""
-    return value if callable(value) else validation.backend("compile", value)
+def _policy(name: str, options: dict[str, Any]) -> Policy:
+    """How the function is evaluated; derivatives have a graph where the caller's gradients are on."""
+    backend = options.get("compile")
+    if not callable(backend):
+        return Policy.of(name, options, torch.is_grad_enabled())
+    policy = Policy.of(name, {**options, "compile": True}, torch.is_grad_enabled())
+    return policy._replace(backend=backend)  # the caller's own
 
 
 def select_output(outputs: Any, output: Output) -> Any:
@@ -148,16 +149,13 @@ def select_output(outputs: Any, output: Output) -> Any:
             return getattr(outputs, output)
         return outputs[output]
     except (KeyError, IndexError, AttributeError, TypeError) as error:
+        if isinstance(outputs, Mapping):
+            got = f"a {type(outputs).__name__} with {', '.join(map(repr, outputs))}"
+        elif isinstance(outputs, tuple | list):
+            got = f"a {type(outputs).__name__} of {len(outputs)}"
+        else:
+            got = validation.describe(outputs)
         raise ArgumentValueError(
-            f"output: expected one of the outputs of the function, got {output!r}, which "
-            f"{_describe_outputs(outputs)} does not have; name another one, or pass a function of the "
-            "outputs."
+            f"output: expected one of the outputs of the function, got {output!r}, which {got} does "
+            "not have; name another one, or pass a function of the outputs."
         ) from error
-
-
-def _describe_outputs(outputs: Any) -> str:
-    if isinstance(outputs, Mapping):
-        return f"a {type(outputs).__name__} with {', '.join(map(repr, outputs))}"
-    if isinstance(outputs, tuple | list):
-        return f"a {type(outputs).__name__} of {len(outputs)}"
-    return validation.describe(outputs)

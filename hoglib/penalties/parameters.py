@@ -1,46 +1,34 @@
 """The penalty on the gradient of a loss by the parameters."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, Unpack, final
 
 import torch
 from torch import Tensor
 
 from hoglib._core import pytree, validation
-from hoglib._core.autograd import clone_inference_tensors, grad_enabled, gradient_with_graph
-from hoglib._core.blocks import Remat, check_remat, rematerialized
+from hoglib._core.autograd import gradient_with_graph
 from hoglib._core.mixed_precision import upcast_half
 from hoglib._core.norms import root
-from hoglib._core.swap import keep_swapped
+from hoglib._core.problem import Problem
 from hoglib._core.torch_internals import transforms_active
-from hoglib.penalties.compiled import backend_of, run_as_graph
+from hoglib.penalties.compiled import captures, run_as_graph
 from hoglib.penalties.distributed import averaged
-from hoglib.penalties.input_vjp import (
-    autocast_devices,
-    cast_like_parameters,
-    no_gradient_flow,
-    without_autocast,
-)
-from hoglib.penalties.options import check_backend
-from hoglib.penalties.terms import PenaltyWithOutputs
-from hoglib.stand_ins.mode import stand_ins_if
-from hoglib.verification.entry_points import examined_functions
+from hoglib.penalties.evaluation import PenaltyWithOutputs
+from hoglib.penalties.gradient_flow import no_gradient_flow
+from hoglib.penalties.input_vjp import Function, autocast_devices, cast_like_parameters
+from hoglib.penalties.kinds import REAL, register
+from hoglib.penalties.options import CheckedOptions, Options, check_options
+from hoglib.ring import ring
 
+__all__ = ["parameter_gradient"]
 NAME = "parameter_gradient"
-Func = Callable[..., Tensor]
+OF_SAMPLES = ("reduction", "output", "batch", "micro_batch")  # options that it does not have
 
 
+@register(REAL, without=OF_SAMPLES)
 def parameter_gradient(
-    func: Func,
-    params: Any,
-    *args: Any,
-    squared: bool = False,
-    autocast: bool = False,
-    stand_ins: bool = True,
-    return_outputs: bool = False,
-    remat: bool | str | Sequence[str] = False,
-    compile: bool | str = False,
-) -> Any:
+    func: Function, params: Any, *args: Any, squared: bool = False, **options: Unpack[Options]
+) -> Tensor:
     r"""The norm of a loss's gradient by the parameters.
 
         |grad_params f|        or |grad_params f|^2 with squared=True,  f = func(params, *args)
@@ -56,16 +44,9 @@ def parameter_gradient(
             model's own, so that backward reaches them.
         *args: Further arguments of func, such as a batch.
         squared: Whether the squared norm is returned. Default: False.
-        autocast: With False, computed in the parameters' own dtype also where the caller is under
-            autocast.
-            Default: False.
-        stand_ins: Whether func runs inside :func:`hoglib.second_order`. Default: True.
-        return_outputs: Whether to return (penalty, f), from one forward pass. Default: False.
-        remat: Blocks of func's module whose intermediate values are recomputed in backward, as in
-            :class:`Options`. Default: False.
-        compile: With True, the penalty and its gradient are computed by one compiled graph;
-            "eager" runs the graph without compiling it. With remat, the passes of blocks are compiled
-            instead. Default: False.
+        **options: Those of :class:`Options` that are not of samples: ``autocast`` (leave it on),
+            ``return_outputs`` (return f too, from one forward pass), ``stand_ins`` (run inside
+            `second_order()`), ``remat`` (blocks to recompute), ``compile`` (run as one graph).
     Returns:
         The norm, a scalar; with ``return_outputs=True``, :class:`PenaltyWithOutputs` (norm, f).
     Raises:
@@ -84,22 +65,19 @@ def parameter_gradient(
         (5.0, tensor([0.6000, 0.8000]))
     """
     validation.function("func", func)
-    validation.parameters(params)
     validation.flag("squared", squared)
-    validation.flag("autocast", autocast)
-    validation.flag("return_outputs", return_outputs)
-    remat, backend = check_remat(remat), check_backend(compile)
-    blocks = "" if remat is False else backend
-    norm = GradientNorm(func, squared, autocast, stand_ins, return_outputs, remat, blocks)
-    backend = backend_of(backend, remat)
-    if backend is None:
-        return norm(params, args)
-    found = run_as_graph(
-        NAME, norm, (params, args), backend, None, with_gradients=not return_outputs
-    )
-    value, *outputs = found if return_outputs else (found,)
-    value = averaged(NAME, value, pytree.leaves(params), outputs)
-    return PenaltyWithOutputs(value, *outputs) if return_outputs else value
+    checked = check_options(NAME, options, without=OF_SAMPLES)
+    validation.parameters(params)
+    norm = GradientNorm(func, squared, checked)
+    if captures(checked.policy):
+        alone = not checked.return_outputs
+        found = run_as_graph(norm, checked, (params, args), with_gradients=alone)
+        value, outputs = (found, None) if alone else found
+    else:
+        value, outputs = norm.with_value(params, args)
+    value = averaged(NAME, value, outputs)
+    result: Any = PenaltyWithOutputs(value, outputs) if checked.return_outputs else value
+    return result
 
 
 @final
@@ -107,53 +85,35 @@ class GradientNorm:
     """The norm of a function's gradient by its first argument, as a function of tensors that depends on
     its attributes alone: what is compiled."""
 
-    def __init__(
-        self, func: Func, squared: bool, autocast: bool, stand_ins: bool, return_outputs: bool,
-        remat: Remat = False, backend_of_blocks: Any = "",
-    ) -> None:  # fmt: skip
-        self.func, self.squared, self.autocast = func, squared, autocast
-        self.stand_ins, self.return_outputs = stand_ins, return_outputs
-        self.remat, self.backend_of_blocks = remat, backend_of_blocks
+    def __init__(self, func: Function, squared: bool, options: CheckedOptions) -> None:
+        self.func, self.squared, self.options = func, squared, options
 
-    def __call__(self, params: Any, args: tuple[Any, ...], draws: Any = None) -> Any:
+    def __call__(self, params: Any, args: tuple[Any, ...], draws: Any) -> Any:
         """The norm, and f where it is returned; no random numbers are drawn."""
+        found = self.with_value(params, args)
+        return found if self.options.return_outputs else found[0]
+
+    def with_value(self, params: Any, args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+        """The norm and f."""
         leaves, structure = pytree.flatten(params)
-        create_graph = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)
-        in_transform = transforms_active()
-
-        def of_leaves(*own: Tensor) -> Tensor:
-            with torch.enable_grad():
-                value = self.func(pytree.unflatten(own, structure), *args)
-                return validation.scalar("func(params, *args)", value)
-
-        kinds = () if self.autocast else autocast_devices(leaves)
-        if kinds:
+        in_transform, policy = transforms_active(), self.options.policy.inside_graph
+        create_graph = policy.create_graph and any(leaf.requires_grad for leaf in leaves)
+        devices = () if self.options.autocast else autocast_devices(leaves)
+        if devices:
             args = cast_like_parameters(leaves, args)
-        with (
-            without_autocast(kinds), examined_functions(NAME), grad_enabled(), keep_swapped(),
-            stand_ins_if(self.stand_ins),
-            rematerialized(self.remat, self.func, self.backend_of_blocks),
-        ):  # fmt: skip
-            leaves, args = clone_inference_tensors((leaves, args))
-            if in_transform:
-                # torch.func transforms, whose levels autograd.grad does not see
-                gradient: Any = torch.func.grad_and_value(
-                    of_leaves, argnums=tuple(range(len(leaves)))
-                )
-                found, value = gradient(*leaves)
+        with ring(policy, self.func, autocast_off=devices) as blocks:
+            problem = Problem(policy, self.func, structure, leaves, args).entered(blocks)
+            if in_transform:  # whose levels autograd.grad does not see
+                every = tuple(range(len(leaves)))
+                gradient: Any = torch.func.grad_and_value(problem, argnums=every)
+                grads, value = gradient(*problem.leaves)
             else:
-                value, _, grads, _ = gradient_with_graph(of_leaves, leaves, NAME, create_graph)
-                found = [g for g in grads if g is not None]
-            norm = pytree.sum_scalars([(g * g.conj()).real.sum() for g in map(upcast_half, found)])
+                found = gradient_with_graph(problem, problem.leaves, NAME, create_graph)
+                value, grads = found.value, found.parts
+            g = [upcast_half(part) for part in grads if part is not None]
+            norm = pytree.sum_scalars([(part * part.conj()).real.sum() for part in g])
             norm = norm if self.squared else root(norm)
             if create_graph and not in_transform and not norm.requires_grad:
-                raise no_gradient_flow(
-                    NAME,
-                    "the gradient of func does not depend on the parameters",
-                    lambda x: self.func(pytree.unflatten(x, structure), *args), leaves, (),
-                )  # fmt: skip
-        if create_graph:
-            norm = averaged(NAME, norm, leaves, value)
-        elif not in_transform:
-            norm, value = norm.detach(), value.detach()
-        return PenaltyWithOutputs(norm, value) if self.return_outputs else norm
+                reason = "the gradient of func does not depend on the parameters"
+                raise no_gradient_flow(problem, problem.leaves, reason)
+        return (norm, value) if create_graph or in_transform else (norm.detach(), value.detach())

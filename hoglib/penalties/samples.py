@@ -18,9 +18,14 @@ def interpolate(
     name: str, real: Any, fake: Any, batch: Any, generator: torch.Generator | None
 ) -> Any:
     """x_n = e_n real_n + (1 - e_n) fake_n, e_n ~ U(0, 1): one e for all entries of a sample."""
-    leaves, others = check_points(name, "real", real), check_points(name, "fake", fake)
-    structure = pytree.flatten(real)[1]
-    _check_same_form(name, real, fake, leaves, others)
+    leaves, structure = check_points(name, "real", real)
+    others, structure_of_fake = check_points(name, "fake", fake)
+    if structure_of_fake != structure:
+        raise ArgumentValueError(
+            f"{name}: expected fake with the structure of real, {_describe_tree(real)}, got "
+            f"{_describe_tree(fake)}."
+        )
+    _check_same_shapes(name, real, leaves, others)
     samples = Samples(name, leaves, structure, batch)
     if samples.count is None:
         raise UnsupportedError(
@@ -40,7 +45,7 @@ def interpolate(
 
 def add_noise(name: str, real: Any, std: float | None, generator: torch.Generator | None) -> Any:
     """x = real + d, d ~ N(0, std^2) for each entry; std None: half the deviation of the batch."""
-    leaves, structure = check_points(name, "real", real), pytree.flatten(real)[1]
+    leaves, structure = check_points(name, "real", real)
     moved = []
     for leaf in leaves:
         d = random_like(leaf, torch.randn, leaf.shape, generator).to(leaf)
@@ -62,9 +67,9 @@ def random_like(
     return numbers.to(like.device)
 
 
-def check_points(name: str, argument: str, tree: Any) -> list[Tensor]:
-    """The leaves of a tree of points: real floating-point tensors with a leading dimension."""
-    leaves = pytree.leaves(tree)
+def check_points(name: str, argument: str, tree: Any) -> tuple[list[Tensor], Any]:
+    """Leaves and structure of a tree of points: real floating-point tensors of samples."""
+    leaves, structure = pytree.flatten(tree)
     if not leaves:
         raise ArgumentValueError(f"{name}: expected {argument} with at least one tensor, got none.")
     for k, leaf in enumerate(leaves):
@@ -88,7 +93,7 @@ def check_points(name: str, argument: str, tree: Any) -> list[Tensor]:
         raise ArgumentValueError(
             f"{name}: {where}: expected a leading dimension of samples, got a scalar; unsqueeze it."
         )
-    return leaves
+    return leaves, structure
 
 
 @final
@@ -171,15 +176,8 @@ def _indices(
     return found
 
 
-def _check_same_form(
-    name: str, real: Any, fake: Any, leaves: list[Tensor], others: list[Tensor]
-) -> None:
-    """Raises if fake has another structure than real, or tensors of other shapes or devices."""
-    if pytree.flatten(fake)[1] != pytree.flatten(real)[1]:
-        raise ArgumentValueError(
-            f"{name}: expected fake with the structure of real, {_describe_tree(real)}, got "
-            f"{_describe_tree(fake)}."
-        )
+def _check_same_shapes(name: str, real: Any, leaves: list[Tensor], others: list[Tensor]) -> None:
+    """Raises if tensors of fake have other shapes or devices than those of real."""
     for k, (a, b) in enumerate(zip(leaves, others, strict=True)):
         if a.shape != b.shape or a.device != b.device:
             path = pytree.paths(real)[k]

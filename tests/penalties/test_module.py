@@ -1,7 +1,9 @@
 """GradientPenalty: kinds and options from a config, the lazy schedule, its counter."""
 
 import copy
+import inspect
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,12 +12,27 @@ from torch.testing import assert_close
 
 import hoglib as hog
 from hoglib import penalties
-from hoglib.penalties.module import KINDS
+from hoglib.penalties.kinds import KINDS
 from tests.penalties.critics import CRITICS, build, draw, generator, plain
 from tests.refused import refused
 
 X, FAKE = draw(5, 3), draw(5, 3, seed=1)
 smooth = lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))  # noqa: E731
+
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_penalty_that_registers_itself_is_exported_and_listed(kind):
+    assert KINDS[kind].function is getattr(penalties, kind)
+    assert kind in penalties.__all__
+    parameters = inspect.signature(KINDS[kind].function).parameters.values()
+    hidden = ("options", "generator")
+    call = ", ".join(str(p).split(":")[0] + f"={p.default}" * (p.default is not p.empty)
+                     for p in parameters if p.name not in hidden)  # fmt: skip
+    assert f"| `{kind}({call})` |" in (ROOT / "docs/penalties.md").read_text()
+    assert f"::: hoglib.penalties.{kind}\n" in (ROOT / "docs/reference/penalties.md").read_text()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -107,7 +124,7 @@ def test_its_repr_says_what_it_is():
 
 
 REFUSED = {
-    "an unknown kind": (lambda: hog.GradientPenalty("r3"), ValueError, "kind: expected one of wgan_gp"),
+    "an unknown kind": (lambda: hog.GradientPenalty("wgangp"), ValueError, "kind: expected one of wgan_gp.*did you mean 'wgan_gp'"),
     "a negative weight": (lambda: hog.GradientPenalty(weight=-1), ValueError, "weight"),
     "never": (lambda: hog.GradientPenalty(every=0), ValueError, "every: .*at least 1"),
     "options in a list": (lambda: hog.GradientPenalty(options=["target"]), TypeError, "options: expected a dict"),
