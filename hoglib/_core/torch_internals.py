@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache, partial
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -167,12 +167,11 @@ class watching_functions:  # noqa: N801 a context manager
     def __enter__(self) -> Applying:
         self._applying, self._thread = Applying(), threading.get_ident()
         self._watch = self._apply  # the same object when it is removed
-        _watch_apply()
-        _WATCHES.append(self._watch)
+        _APPLY.add(self._watch)
         return self._applying
 
     def __exit__(self, *raised: object) -> None:
-        _WATCHES.remove(self._watch)
+        _APPLY.remove(self._watch)
 
     def _apply(self, function: Any, args: tuple[Any, ...], run: Callable[[], Any]) -> Any:
         if threading.get_ident() != self._thread or getattr(function, "recomputes", False):
@@ -229,12 +228,70 @@ def gradients(
     return list(engine_gradients(outputs, weights, inputs, keep, create_graph))
 
 
-_WATCHES: list[Callable[..., Any]] = []
+@final
+class _Replacement:
+    """What stands in the place of attributes of torch while anybody watches them: put there by the
+    first watcher in any thread, and taken away by the last."""
+
+    def __init__(self, *attributes: tuple[Any, str, Any]) -> None:
+        self.watches: list[Any] = []
+        self._attributes = [(*one, vars(one[0]).get(one[1])) for one in attributes]
+        self._lock = threading.RLock()  # what frees an object within may watch, too
+
+    def add(self, watch: Any) -> None:
+        with self._lock:
+            self.watches.append(watch)
+            if len(self.watches) == 1:
+                for holder, name, replacement, _ in self._attributes:
+                    setattr(holder, name, replacement)
+
+    def remove(self, watch: Any) -> None:
+        with self._lock:
+            self.watches.remove(watch)
+            if not self.watches:
+                for holder, name, _, original in self._attributes:
+                    if original is None:  # it was inherited
+                        delattr(holder, name)
+                    else:
+                        setattr(holder, name, original)
+
+
+def _watched(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Function.apply, through all that watch it."""
+
+    def run() -> Any:
+        return super(_SingleLevelFunction, function).apply(*args, **kwargs)
+
+    for watch in tuple(_APPLY.watches):
+        run = partial(watch, function, args, run)
+    return run()
+
+
+# Where Function.apply ends: between it and the C++ base.
+_APPLY = _Replacement((_SingleLevelFunction, "apply", classmethod(_watched)))
+
+
+def _constructed(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What `make` makes, through the innermost that watches this thread."""
+    here = threading.get_ident()
+    watches = [watch for thread, watch in _CONSTRUCTORS.watches if thread == here]
+    return watches[-1](make, (), args, kwargs) if watches else make(*args, **kwargs)
+
+
+def _constructor(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    def make(*args: Any, **kwargs: Any) -> Any:
+        return type.__call__(cls, *args, **kwargs)
+
+    make.__name__ = cls.__name__
+    return _constructed(make, *args, **kwargs)
+
 
 # `torch.autograd.Variable` and `torch.nn.Parameter`, by the metaclasses that run when they are called.
-_CONSTRUCTORS = (type(torch.autograd.Variable), type(torch.nn.Parameter))
-_BACKWARD = torch.autograd.backward
-_CONSTRUCTOR_WATCHES: list[tuple[int, Callable[..., Any]]] = []
+_CONSTRUCTORS = _Replacement(
+    (type(torch.autograd.Variable), "__call__", _constructor),
+    (type(torch.nn.Parameter), "__call__", _constructor),
+    (torch.autograd, "backward", partial(_constructed, torch.autograd.backward)),
+)
 
 
 @contextmanager
@@ -242,56 +299,12 @@ def watching_constructors(handle: Callable[..., Any]) -> Iterator[None]:
     """Calls handle(make, types, args, kwargs) instead of `Variable(...)`, `nn.Parameter(...)` and
     `torch.autograd.backward(...)`, which no mode of torch sees. `make` is what they do without it,
     under their names."""
-
-    def handled(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        here = threading.get_ident()
-        watches = [watch for thread, watch in _CONSTRUCTOR_WATCHES if thread == here]
-        return watches[-1](make, (), args, kwargs) if watches else make(*args, **kwargs)
-
-    def _constructor(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        def make(*args: Any, **kwargs: Any) -> Any:
-            return type.__call__(cls, *args, **kwargs)
-
-        make.__name__ = cls.__name__
-        return handled(make, *args, **kwargs)
-
-    entry = (threading.get_ident(), handle)
-    _CONSTRUCTOR_WATCHES.append(entry)
-    for kind in _CONSTRUCTORS:
-        setattr(kind, "__call__", _constructor)  # noqa: B010
-    torch.autograd.backward = partial(handled, _BACKWARD)
+    watch = (threading.get_ident(), handle)
+    _CONSTRUCTORS.add(watch)
     try:
         yield
     finally:
-        _CONSTRUCTOR_WATCHES.remove(entry)
-        if not _CONSTRUCTOR_WATCHES:
-            torch.autograd.backward = _BACKWARD
-            for kind in _CONSTRUCTORS:
-                delattr(kind, "__call__")
-
-
-@cache
-def _watch_apply() -> None:
-    """Puts `_watched` into the place where Function.apply ends: between it and the C++ base.
-
-    It stays there, where it passes on what nobody watches: to take it away after each watch would clear
-    the method caches of all Functions.
-    """
-    place: Any = _SingleLevelFunction
-    place.apply = classmethod(_watched)
-
-
-def _watched(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Function.apply, through all that watch it."""
-    if not _WATCHES:
-        return super(_SingleLevelFunction, function).apply(*args, **kwargs)
-
-    def run() -> Any:
-        return super(_SingleLevelFunction, function).apply(*args, **kwargs)
-
-    for watch in tuple(_WATCHES):
-        run = partial(watch, function, args, run)
-    return run()
+        _CONSTRUCTORS.remove(watch)
 
 
 def outside_transforms(
