@@ -36,11 +36,10 @@ from hoglib.errors import HoglibError
 from hoglib.functional import FunctionalLoss
 from hoglib.stand_ins.mode import stand_in_of, stand_ins_if
 from hoglib.verification.api import verify
-from hoglib.verification.call import name_of
+from hoglib.verification.attribution import detached_copy, is_culprit
+from hoglib.verification.call import exact_products, name_of
 from hoglib.verification.entry_points import no_examination
-from hoglib.verification.fix_hints import detached_copy, is_culprit
 from hoglib.verification.report import CULPRIT, Report, Row
-from hoglib.verification.rounding import exact_products
 
 
 def audit(

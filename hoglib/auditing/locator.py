@@ -26,8 +26,8 @@ from hoglib._core.swap import call_with
 from hoglib._core.torch_internals import transforms_active
 from hoglib.auditing.routes import Checker, CheckResult, Route, Scalar
 from hoglib.auditing.stop_gradients import CallMode, StopGradientReplay
+from hoglib.verification.attribution import detached_copy
 from hoglib.verification.call import Call, is_part, real
-from hoglib.verification.fix_hints import detached_copy
 
 MAX_OPERATIONS = 40  # in one module's own code
 

@@ -48,7 +48,7 @@ from hoglib.curvature.reproducibility import Determinism, Symmetry, close
 from hoglib.curvature.vector_space import Space
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, NondeterministicError
 from hoglib.stand_ins.mode import stand_ins_if
-from hoglib.verification.rounding import HalfWatch
+from hoglib.verification.call import HalfWatch
 
 Tree = Any
 MEMORY_LIMIT = 2 * 2**30

@@ -4,22 +4,29 @@ forward and backward are run as plain functions: the number, shape, dtype and de
 whether they are linear in the incoming gradient, what is kept on ctx, and which gradients are computed.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 
-from hoglib._core import pytree
+from hoglib._core import pytree, source_location
+from hoglib._core.closures import STATE, ClosureWalker
 from hoglib._core.element_differences import max_abs
 from hoglib._core.pytree import is_float
 from hoglib._core.source_location import error_line
+from hoglib._core.state import put_back, same
+from hoglib._core.torch_internals import backward_rule
+from hoglib.verification import call as calls
 from hoglib.verification import function_rules
-from hoglib.verification.call import seed_all
+from hoglib.verification.call import PrecisionWatch, seed_all
+from hoglib.verification.comparison import Discrepancy
 from hoglib.verification.function_rules import Run, kind_of
 from hoglib.verification.report import Row
-from hoglib.verification.side_effects import accumulates, device, in_place
-from hoglib.verification.subject import Application
+from hoglib.verification.subject import Application, Subject, as_function
 
 SETUP = (
     "Its forward takes ctx, which torch.func (grad, vmap, jvp, hessian) refuses. Split it: "
@@ -201,3 +208,318 @@ def _context(app: Application) -> list[Row]:
         else Row("ctx: attributes", "pass"),
         Row("ctx: copies", "warn", None, cloned) if copies else Row("ctx: copies", "pass"),
     ]
+
+
+# The names of tensors that were changed, and the calls that did it, if those were seen.
+Changes = dict[str, source_location.SourceLine | None]
+
+
+def in_place(app: Application) -> list[Row]:
+    seed_all()
+    args = app.fresh()
+    inputs = Snapshot({app.name(i): x for i, x in enumerate(args)})
+    with InPlaceWatch() as watch:
+        run = app.run(args)
+    declared = {
+        app.name(i) for i, x in enumerate(args) if any(x is other for other in run.record.dirty)
+    }
+    changed = inputs.changed(watch.places)
+    forward = {name: place for name, place in changed.items() if name not in declared}
+    differentiated = {app.name(i) for i in app.by}
+
+    grads = run.incoming()
+    names = tuple(app.name(i) for i in range(len(run.inputs)))
+    given = Snapshot({f"grad_output {k}": g for k, g in enumerate(grads)})
+    saved = Snapshot(
+        {
+            f"{label} ({kind_of(value, run, names)[1]})": value
+            for label, slot in run.record.slots().items()
+            for value in pytree.tensors(slot)
+        }
+    )
+    again = Snapshot({app.name(i): x for i, x in enumerate(args)})
+    with InPlaceWatch() as watch:
+        function_rules.backward(app.function, run.record, grads)
+    gradients, kept = given.changed(watch.places), saved.changed(watch.places)
+    late = again.changed(watch.places)
+    return [
+        _mutated("in-place: inputs", "forward", forward, differentiated, "`x.mul(2)`, not `x.mul_(2)`",
+                 " If it is intended, declare it with ctx.mark_dirty and return it."),
+        _mutated("in-place: grad_output", "backward", gradients, None, "`g * x`, not `g.mul_(x)`"),
+        _mutated("in-place: saved tensors", "backward", kept or late, None,
+                 "`x * 2`, not `x.mul_(2)`"),
+    ]  # fmt: skip
+
+
+def device(app: Application) -> list[Row]:
+    watch = DeviceWatch()
+    run_rules(app, watch)
+    if not watch.found:
+        return [Row("device", "pass")]
+    text = (
+        f"a device is hard-coded: {watch.found}. It fails with inputs on another device; make new "
+        "tensors with `torch.zeros_like(x)` or `device=x.device`."
+    )
+    return [Row("device", "warn", None, text)]
+
+
+def constants_row(subject: Subject, found: Mapping[str, Discrepancy]) -> Row:
+    """Numbers of lower precision in float64 maths: they cost digits, which is a fault where the
+    derivatives are further off than with float32 inputs."""
+    name = "dtype: constants"
+    if subject.dtype != torch.float64 or subject.half is not None:
+        return Row(name, "skip", None, "it was not checked in float64.")
+    watch = PrecisionWatch()
+    with watch:
+        subject.map(*subject.x)
+    for app in subject.applications:
+        try:
+            run_rules(app, watch)
+        except Exception:  # reported by other checks
+            continue
+    met = watch.rounded or watch.met
+    harm = met and _is_further_off(subject, found, ROUNDED if watch.rounded else LEAST)
+    if met:
+        return Row(
+            name, "fail" if harm else "warn", None,
+            f"a float32 constant or intermediate enters a float64 computation: {met}. Give it the "
+            "dtype of the inputs, `torch.tensor(0.1, dtype=x.dtype)`, or use a Python number."
+            + (" The error is above what float32 inputs would have." if harm else ""),
+        )  # fmt: skip
+    if watch.foreign:
+        return Row(
+            name, "warn", None,
+            f"a tensor of lower precision, from outside, enters a float64 computation: "
+            f"{watch.foreign}. Pass it as an input, or convert it, `table.to(x.dtype)`.",
+        )  # fmt: skip
+    return Row(name, "pass")
+
+
+def _is_further_off(subject: Subject, found: Mapping[str, Discrepancy], least: float) -> bool:
+    """Whether the first derivative is further off than that at inputs rounded to float32."""
+    first = found.get("first derivative: reverse")
+    if first is None or first.raised is not None:
+        return False
+    if first.wrong:
+        return True
+    rounded = [x.float().to(x.dtype) for x in subject.x]
+    moved = [
+        torch.where(a == b, a * (1 + 6e-8), b) for a, b in zip(subject.x, rounded, strict=True)
+    ]
+    try:
+        here, there = (_gradients(subject, x) for x in (subject.x, moved))
+    except Exception:  # reported by the derivative checks
+        return False
+    pairs = zip(here, there, strict=True)
+    off = max((max_abs(a - b) / (max_abs(a) or 1.0) for a, b in pairs), default=0.0)
+    return first.error > max(10 * off, least)
+
+
+def _gradients(subject: Subject, x: list[Tensor]) -> list[Tensor]:
+    leaves = [y.detach().clone().requires_grad_() for y in x]
+    values = subject.map(*leaves)
+    return calls.grad(values, leaves, list(map(torch.ones_like, values)))
+
+
+LEAST = 1e-5  # differences may be off by that much
+ROUNDED = 1e-3  # those of values that were rounded to float32, at steps of 1e-4 and more
+
+
+def run_rules(app: Application, watch: AbstractContextManager[Any]) -> None:
+    """forward, backward and jvp as plain functions, each under a watch."""
+    seed_all()
+    args = app.fresh()
+    with torch.no_grad():
+        with watch:
+            run = app.run(args)
+        grads = run.incoming()
+        with watch:
+            function_rules.backward(app.function, run.record, grads)
+        if function_rules.offers_jvp(app.function):
+            tangents = [
+                torch.ones_like(x) if i in app.by else None for i, x in enumerate(run.inputs)
+            ]
+            with watch:
+                context = function_rules.Context(run.record, in_jvp=True)
+                app.function.jvp(context, *tangents)
+
+
+IN_PLACE = (
+    "Work on a new tensor ({example}). The changed tensor belongs to the caller: other branches of the "
+    "graph and the second backward pass read it."
+)
+
+
+def _mutated(
+    name: str, by: str, changes: Changes, differentiated: set[str] | None, example: str,
+    also: str = "",
+) -> Row:  # fmt: skip
+    if not changes:
+        return Row(name, "pass")
+    what = name.removeprefix("in-place: ").removesuffix("s")
+    listed = "; ".join(name + (f", at {place}" if place else "") for name, place in changes.items())
+    what = {"input": "its input", "grad_output": "grad_output, the incoming gradient,"}.get(
+        what, f"a {what}"
+    )
+    text = f"{by} changes {what} in place (in-place): {listed}. "
+    text += IN_PLACE.format(example=example) + also
+    only_buffers = differentiated is not None and differentiated.isdisjoint(changes)
+    return Row(name, "warn" if only_buffers else "fail", None, text)
+
+
+@final
+class Snapshot:
+    """Tensors as they were, to tell later which of them were changed."""
+
+    def __init__(self, tensors: dict[str, Any]) -> None:
+        self._was = {
+            name: (x, x._version, x.detach().clone())
+            for name, x in tensors.items()
+            if isinstance(x, Tensor)
+        }
+
+    def changed(self, places: dict[int, source_location.SourceLine | None]) -> Changes:
+        return {
+            name: places.get(_storage(x))
+            for name, (x, version, value) in self._was.items()
+            if x._version != version or not same(x, value)
+        }
+
+
+@final
+class InPlaceWatch(TorchFunctionMode):
+    """Notes where calls in place write, by the storage that they write to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: dict[int, source_location.SourceLine | None] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        out = (kwargs or {}).get("out")
+        written = pytree.tensors(out)
+        in_place = (name.endswith("_") and not name.startswith("__")) or name in (
+            "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__",
+        )  # fmt: skip
+        if in_place and args and isinstance(args[0], Tensor):
+            written.append(args[0])
+        place = source_location.torch_call_line() if written else None
+        for x in written if place is not None else ():
+            self.places.setdefault(_storage(x), place)
+        return func(*args, **(kwargs or {}))
+
+
+def _storage(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr() if x.layout == torch.strided else id(x)
+
+
+TO_DEVICE = ("cpu", "cuda")
+
+INDEXING = ("__getitem__", "__setitem__")  # their indices may be on the CPU
+
+
+@final
+class DeviceWatch(TorchFunctionMode):
+    """Notices a hard-coded device, also on a machine that has only one; `found` describes the first
+    call.
+
+    Tensors made from nothing, without a `device=` taken from a tensor, are on the default device. A
+    call that mixes one of them with a tensor computed from the inputs fails on every other device.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = ""
+        # made on the default device; kept alive so that ids stay unique
+        self._made: dict[int, Tensor] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        given = pytree.tensors((args, kwargs))
+        device = kwargs.get("device")
+        named = device if isinstance(device, str) else None
+        if name == "to" and len(args) > 1 and isinstance(args[1], str):
+            named = args[1]
+        if given and (name in TO_DEVICE or named):
+            how = f'device="{named}"' if named else f".{name}()"
+            self._note(f"{how} names a device")
+        result = func(*args, **kwargs)
+        foreign = [x for x in given if id(x) in self._made]
+        sized = [x for x in foreign if x.dim()]  # tensors without dimensions mix with any device
+        if sized and len(foreign) < len(given) and name not in INDEXING:
+            self._note("a tensor made on the default device is mixed with the inputs")
+        made_here = not given and (device is None or named is not None)
+        if made_here or (given and len(foreign) == len(given)):
+            for y in pytree.leaves(result):
+                if isinstance(y, Tensor):
+                    self._made[id(y)] = y
+        return result
+
+    def _note(self, what: str) -> None:
+        if not self.found:
+            place = source_location.torch_call_line()
+            self.found = what + (f", at {place}" if place else "")
+
+
+ACCUMULATES = (
+    "backward accumulates into .grad of {}, which no derivative with a graph passes through: a second "
+    "derivative by it is lost, and by all that depends on it. Pass these tensors to `apply`, and "
+    "return their gradients."
+)
+
+
+def accumulates(app: Application) -> list[Row]:
+    """Whether backward changes the .grad of a tensor. That of each is restored."""
+    name = "in-place: .grad"
+    run = app.seeded()
+    with preserved_grads(app.function, *app.args) as changed:
+        with torch.enable_grad():
+            function_rules.backward(app.function, run.record, run.incoming())
+        found = changed()
+    if not found:
+        return [Row(name, "pass")]
+    return [Row(name, "fail", None, ACCUMULATES.format(", ".join(found[:3])))]
+
+
+@contextmanager
+def preserved_grads(fn: Any, *held: Any) -> Iterator[Callable[[], list[str]]]:
+    """Restores the .grad of the leaves that a function reaches besides its arguments. Yields a function
+    that describes those whose .grad was changed."""
+    function = as_function(fn)
+    rules: Any = fn
+    if function is not None:
+        rules = (function.forward, backward_rule(function), function.setup_context)
+    walk = ClosureWalker((rules, [x for x in held if not isinstance(x, Tensor)]), STATE)
+    reached = [walk.objects[i] for i in walk.found]
+    named: dict[int, tuple[str, Tensor]] = {
+        id(p): (f"the parameter {name} of a {type(m).__name__}", p)
+        for m in reached
+        if isinstance(m, nn.Module)
+        for name, p in m.named_parameters()
+        if not is_lazy(p)
+    }
+    for x in reached:
+        if isinstance(x, Tensor) and x.is_leaf and x.requires_grad and not is_lazy(x):
+            named.setdefault(id(x), (f"a tensor of shape {tuple(x.shape)}", x))
+    before = {
+        key: (x.grad, None if x.grad is None else x.grad.detach().clone())
+        for key, (_, x) in named.items()
+    }
+
+    def is_changed(key: int) -> bool:
+        grad, value = before[key]
+        now = named[key][1].grad
+        if now is not grad:
+            return True
+        return now is not None and value is not None and not same(now.detach(), value)
+
+    try:
+        yield lambda: [label for key, (label, _) in named.items() if is_changed(key)]
+    finally:
+        for key, (_, x) in named.items():
+            if is_changed(key):
+                grad, value = before[key]
+                x.grad = grad
+                if grad is not None and value is not None:
+                    put_back(grad, value)

@@ -9,28 +9,27 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import pairwise
-from typing import NamedTuple, final
+from typing import final
 
 import torch
 from torch import Tensor
 
-from hoglib._core import element_differences, torch_internals
+from hoglib._core import torch_internals
 from hoglib._core.element_differences import TensorMap, max_abs, random_like
 from hoglib._core.gradient_graph import walk
 from hoglib._core.source_location import SourceLine, format_error, innermost_line, is_user_code
 from hoglib._core.torch_internals import backward_rule
 from hoglib.verification import call as calls
-from hoglib.verification import function_rules, half_precision
+from hoglib.verification import function_rules
 from hoglib.verification.comparison import (
+    Bounds,
     Discrepancy,
+    Options,
     Target,
-    in_forward,
-    in_reverse,
-    recheck_target,
-    target,
+    compared,
+    compared_by_means,
     wrong_elements,
 )
-from hoglib.verification.options import Bounds, Options
 from hoglib.verification.report import MODES, NOT_COMPARED, ORDINALS, Mode, Row
 from hoglib.verification.subject import Subject
 
@@ -52,25 +51,16 @@ CONSTANT = (
     "requires_grad, or detached."
 )
 NOISE = "their noise in this dtype is {noise:.0%} of the derivative"
-SMALL = 0.1  # noise of less is of no account
+SMALL = 0.1  # ignore relative noise below this
 SHAKEN = 4  # points around, at which what is wrong by measured tolerances is wrong, too
 JVP_TWICE = "jvp inside jvp: torch returns zero for the derivative of a custom Function's own jvp."
 NOT_OFFERED = "it is not offered: {which} without a jvp staticmethod, or with an empty one."
 
 
-class Stage(NamedTuple):
-    """A map whose derivative is the one in question, its arguments, and what to call both ends."""
-
-    map: element_differences.TensorMap
-    x: list[Tensor]
-    rows: list[str]
-    columns: list[str]
-
-
 def stage(
-    first: Stage, mode: Mode, order: int, like: Callable[[Sequence[Tensor]], list[Tensor]], *,
+    first: Target, mode: Mode, order: int, like: Callable[[Sequence[Tensor]], list[Tensor]], *,
     by_torch_func: bool = False,
-) -> Stage:  # fmt: skip
+) -> Target:  # fmt: skip
     """The map of order - 1 in a mode, whose derivative is of that order.
 
     Reverse inside: the gradient, of arguments (x, u); for each order beyond the gradient of that again.
@@ -79,7 +69,7 @@ def stage(
     """
     at = first
     for k in range(1, order):
-        f, x, rows, columns = at
+        f, x, rows, columns, _ = at
         which = f"{ORDINALS[k]} " if k > 1 else ""
         if mode.inner == "r" if k == 1 else mode.key != "ff":
             what = f"the {which}derivative" if which else "the gradient"
@@ -91,7 +81,7 @@ def stage(
             new = [f"the {which}tangent of {name}" for name in columns]
             rows = [f"the {'derivative' if which else 'tangent'} of {row}" for row in rows]
             f, x = make(f, len(x)), [*x, *like(x)]
-        at = Stage(f, x, rows, [*columns, *new])
+        at = Target(f, x, rows, [*columns, *new])
     return at
 
 
@@ -223,7 +213,7 @@ class Derivatives:
             ]
             for map_, where in maps:
                 f = calls.gradient_of_composition(map_, values, weights)
-                found = self._both([self._target(Stage(f, x, rows, subject.names))], "r")
+                found = self._both([self._target(Target(f, x, rows, subject.names))], "r")
                 if found.wrong and found.raised is None:
                     self.found[row.name] = found
                     judged = self._judged(row.name, found)
@@ -244,13 +234,13 @@ class Derivatives:
     def _like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [random_like(x, self._subject.random) for x in tensors]
 
-    def _first(self, x: list[Tensor]) -> Stage:
-        return Stage(self._subject.map, x, self._subject.rows, self._subject.names)
+    def _first(self, x: list[Tensor]) -> Target:
+        return Target(self._subject.map, x, self._subject.rows, self._subject.names)
 
-    def _target(self, at: Stage) -> Target:
+    def _target(self, at: Target) -> Target:
         if self._subject.half is not None:  # short differences are rounding
-            return Target(*at, [])
-        return target(*at, self._subject.random, full=self._options.full, eps=self._options.eps)
+            return at
+        return at.with_slopes(self._subject.random, full=self._options.full, eps=self._options.eps)
 
     def _both(self, at: Sequence[Target], key: str) -> Discrepancy:
         """At all points."""
@@ -258,22 +248,24 @@ class Derivatives:
         random = self._subject.random
         for one in at:
             if self._subject.half is not None:
-                found = half_precision.compared(one, key, self._subject.half, random)
-                result = found if result is None else result.merge(found)
-                continue
-            state = random.get_state()
-            found = self._compared(one, key)
-            if found.wrong and found.raised is None:
-                again = recheck_target(one, random)
-                random.set_state(state)  # with the covectors that found it
-                found = self._compared(again, key)
-            elif not found.wrong:
-                found = self._closer(one, key, found)
+                found = compared_by_means(one, key, self._subject.half, random)
+            else:
+                found = self._at_one(one, key)
             result = found if result is None else result.merge(found)
             if result.raised is not None:
                 break
         assert result is not None
         return result
+
+    def _at_one(self, at: Target, key: str) -> Discrepancy:
+        random = self._subject.random
+        state = random.get_state()
+        found = self._compared(at, key)
+        if found.wrong and found.raised is None:
+            again = at.rechecked(random)
+            random.set_state(state)  # with the covectors that found it
+            return self._compared(again, key)
+        return found if found.wrong else self._closer(at, key, found)
 
     def _closer(self, at: Target, key: str, found: Discrepancy) -> Discrepancy:
         """What was found right by the tolerances of a narrow dtype, by those that its differences allow
@@ -306,7 +298,7 @@ class Derivatives:
             random.set_state(state)
             x = [y * (1 + 0.01 * random_like(y, shaken)) for y in at.x]
             with suppress(Exception):  # it may refuse what the user did not pass
-                near = self._target(Stage(at.map, x, at.rows, at.columns))
+                near = self._target(at._replace(x=x))
                 runs.append(self._compared(near, key, bounds))
         worst = 0.0
         shared = set(runs[0].signed).intersection(*(one.signed for one in runs)) if runs else set()
@@ -322,9 +314,7 @@ class Derivatives:
 
     def _compared(self, at: Target, key: str, bounds: Bounds | None = None) -> Discrepancy:
         bounds = bounds or self._options.bounds
-        if key[0] == "r":
-            return in_reverse(at, bounds, self._subject.random, full=self._options.full)
-        return in_forward(at, bounds, by_torch_func=key == "ff")
+        return compared(at, key, bounds, self._subject.random, full=self._options.full)
 
     def _reverse_row(self, name: str, at: Sequence[Target]) -> Row:
         self.found[name] = self._both(at, "r")

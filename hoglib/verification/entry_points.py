@@ -27,8 +27,8 @@ from hoglib._core.torch_internals import watching_functions
 from hoglib._core.torch_modes import value_checks_on, without_stand_ins
 from hoglib.errors import HoglibError, NoSecondDerivative, VerificationError
 from hoglib.stand_ins.mode import on_wrong
-from hoglib.verification import side_effects
 from hoglib.verification.call import layout_of
+from hoglib.verification.contract import Snapshot, in_place
 from hoglib.verification.examination import Applied, Verdict, applied, examine
 from hoglib.verification.subject import Application, application, is_users
 
@@ -115,7 +115,7 @@ class examined_functions:  # noqa: N801 a context manager
     def _tell_wrong(self, met: "MetFunctions") -> None:
         for (function, kinds), order in met.differentiated.items():
             verdict = _verdict(met, function, kinds)
-            if verdict.is_told and verdict.order <= (1 if self._first_order else order):
+            if verdict.is_reported and verdict.order <= (1 if self._first_order else order):
                 _tell(self._caller, function, verdict, self._action, met.nothing_left)
             elif text := met.changes(function, kinds):
                 wrong = Verdict("wrong", text)
@@ -182,7 +182,7 @@ class MetFunctions:
         return any(
             not (verdicts := _VERDICTS.get(function))
             or function in _CHANGING
-            or any(v.is_told or v.within for v in verdicts.values())
+            or any(v.is_reported or v.within for v in verdicts.values())
             for function in self._traced - elsewhere
         )
 
@@ -207,7 +207,7 @@ class MetFunctions:
             kinds = ("elsewhere", *kinds)
             verdict = verdicts.get(kinds)
         met = function, kinds
-        is_right = verdict is not None and not verdict.is_told
+        is_right = verdict is not None and not verdict.is_reported
         if (is_right and function not in _CHANGING) or self.differentiated.get(met) == 2:
             return None
         if (verdict is None or verdict.left) and met not in self.applied:
@@ -228,7 +228,7 @@ class MetFunctions:
             what, words = "grad_output", SPOILS
         else:
             return ""
-        rows = side_effects.in_place(self._changing[met])
+        rows = in_place(self._changing[met])
         changes = next((r.text for r in rows if r.status == "fail" and what in r.name), "")
         return words.format(name=function.__qualname__, changes=changes)
 
@@ -273,7 +273,7 @@ class MetFunctions:
 
     def _watch_gradients(self, met: Met, node: Any, given: tuple[Any, ...]) -> None:
         """Notes a Function whose backward changes an incoming gradient that others get, too."""
-        seen: list[tuple[side_effects.Snapshot, bool]] = []
+        seen: list[tuple[Snapshot, bool]] = []
 
         def before(grads: tuple[Tensor | None, ...]) -> None:
             held = [
@@ -281,7 +281,7 @@ class MetFunctions:
                 for g in grads if g is not None and torch_internals.unwrap(g) is g
             ]  # fmt: skip
             with torch.no_grad(), without_stand_ins():
-                seen.extend((side_effects.Snapshot({"": g}), by_others) for g, by_others in held)
+                seen.extend((Snapshot({"": g}), by_others) for g, by_others in held)
 
         def after(*_: Any) -> None:
             with torch.no_grad(), without_stand_ins():

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import hoglib as hog
 from hoglib.verification import entry_points
-from hoglib.verification.structures import structures_of
+from hoglib.verification.subject import structures_of
 
 F64 = torch.float64
 ROW = "first derivative: other directions"
