@@ -478,19 +478,20 @@ def _vmap_fault(subject: Subject, points: Sequence[list[Tensor]], u: list[Tensor
         return calls.gradient(f, n)(*x, *(factor * c for c in u))
 
     # what, the map, its batch dimensions, its arguments, and the same in a loop
-    cases: list[tuple[str, TensorMap, list[int | None], list[Tensor], Iterable[list[Tensor]]]] = [
-        ("the value under vmap over all inputs", f, [0] * n, batch, (f(*x) for x in points))
+    cases: list[tuple[str, TensorMap, list[int | None], list[Tensor], list[list[Tensor]]]] = [
+        ("the value under vmap over all inputs", f, [0] * n, batch, [f(*x) for x in points])
     ]
     for j, name in enumerate(subject.names):
         mixed = [*here[:j], batch[j].movedim(0, -1), *here[j + 1 :]]
-        loop = (f(*here[:j], x, *here[j + 1 :]) for x in batch[j])
+        loop = [f(*here[:j], x, *here[j + 1 :]) for x in batch[j]]
         dims = [*alone[:j], -1, *alone[j + 1 :]]
         cases.append((f"the value under vmap over {name}", f, dims, mixed, loop))
     weights = [torch.stack([c, -2 * c]) for c in u]  # as is_grads_batched=True of autograd.grad
     cases += [
-        ("the gradient under vmap", pulled, [*[0] * n, *none], [*batch, *u], map(gradient, points)),
+        ("the gradient under vmap", pulled, [*[0] * n, *none], [*batch, *u],
+         [gradient(x) for x in points]),
         ("the gradient under vmap over incoming gradients", pulled, [*alone, *[0] * len(u)],
-         [*here, *weights], (gradient(here, factor) for factor in (1, -2))),
+         [*here, *weights], [gradient(here, factor) for factor in (1, -2)]),
     ]  # fmt: skip
     for what, map_, dims, arguments, loop in cases:
         found = list(torch.func.vmap(map_, tuple(dims), randomness="same")(*arguments))

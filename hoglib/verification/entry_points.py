@@ -175,7 +175,7 @@ class AppliedFunctions:
 
     @property
     def only_traced(self) -> bool:
-        """Whether a Function that is not known as right was applied only where tensors have no values."""
+        """Whether one that is not known as right was applied only where tensors have no values."""
         others = {function for function, _ in self.differentiated}
         return any(
             not (verdicts := _VERDICTS.get(function))
