@@ -4,8 +4,8 @@ forward and backward are run as plain functions: the number, shape, dtype and de
 whether they are linear in the incoming gradient, what is kept on ctx, and which gradients are computed.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, final
 
 import torch
@@ -20,12 +20,11 @@ from hoglib._core.pytree import is_float
 from hoglib._core.source_location import error_line
 from hoglib._core.state import put_back, same
 from hoglib._core.torch_internals import backward_rule
-from hoglib.verification import call as calls
 from hoglib.verification import function_rules
 from hoglib.verification.call import PrecisionWatch, seed_all
-from hoglib.verification.comparison import Discrepancy
-from hoglib.verification.function_rules import Run, kind_of
-from hoglib.verification.report import Row
+from hoglib.verification.comparison import Discrepancy, largest_difference
+from hoglib.verification.function_rules import kind_of
+from hoglib.verification.report import Row, finding
 from hoglib.verification.subject import Application, Subject, as_function
 
 SETUP = (
@@ -54,15 +53,20 @@ def check(app: Application, *, surrogate: bool = False) -> list[Row]:
     """The contract of one Function, from running it as plain functions."""
     classic = function_rules.is_classic(app.function)
     text = f"{app.function.__name__} has no setup_context. {SETUP}" if classic else ""
-    rows = [Row("setup_context", "warn" if classic else "pass", None, text)]
-    checks: list[Callable[[Application], list[Row]]] = [gradients, in_place, accumulates, _context]
+    rows = [finding("setup_context", text, "warn")]
+    checks: list[Callable[[Application], Iterable[Row]]] = [
+        gradients,
+        in_place,
+        accumulates,
+        context,
+    ]
     checks += [] if surrogate else [linear]
-    checks += [_needs_input_grad, device]
+    checks += [needs_input_grad, device]
     problems = []
     for part in checks:
         try:
             with torch.no_grad():
-                rows += part(app)
+                rows += list(part(app))
         except Exception as error:  # the derivative checks report what follows under autograd
             problems.append(str(error_line(error) or ""))
     if problems:
@@ -73,60 +77,46 @@ def check(app: Application, *, surrogate: bool = False) -> list[Row]:
     return rows
 
 
-def gradients(app: Application) -> list[Row]:
+def gradients(app: Application) -> Iterator[Row]:
     run = app.seeded()
-    returned = function_rules.backward(app.function, run.record, run.incoming())
-    number = _number(app, run, returned)
-    if number.status == "fail":
-        return [number]
-    faults: dict[str, list[str]] = {"shape": [], "dtype": []}
-    harmless = {"shape", "dtype"}  # autograd sums what is too large, and casts to more digits
-    for i, (x, grad) in enumerate(zip(run.inputs, returned, strict=False)):
-        if i not in app.by or not isinstance(grad, Tensor):
-            continue
-        name = app.name(i)
-        if grad.shape != x.shape:
-            faults["shape"].append(_shape(name, x, grad))
-            if not _expands(x.shape, grad.shape):
-                harmless.discard("shape")
-        if grad.dtype != x.dtype:
-            if not is_float(grad):
-                harmless.discard("dtype")
-            faults["dtype"].append(
-                f"the gradient of {name} is {grad.dtype}, and {name} {x.dtype}: autograd casts it, "
-                f"and the digits are lost. Make constants with `dtype={name.strip('`')}.dtype`."
-            )
-    rows = [number]
-    for what, texts in faults.items():
-        status = ("warn" if what in harmless else "fail") if texts else "pass"
-        rows.append(Row(f"gradients: {what}", status, None, " ".join(texts)))
-    return rows
-
-
-def _number(app: Application, run: Run, returned: Sequence[Any]) -> Row:
-    count = len(run.inputs)
+    returned, count = app.backward(run), len(run.inputs)
     odd = [
         f"a {type(grad).__name__} for {app.name(i)}, a {type(x).__name__}"
         for i, (grad, x) in enumerate(zip(returned, run.inputs, strict=False))
         if grad is not None and not (isinstance(grad, Tensor) and isinstance(x, Tensor))
     ]
-    if len(returned) >= count and not odd and all(g is None for g in returned[count:]):
-        return Row("gradients: number", "pass")
-    also = f", among them {', '.join(odd)}" if odd else ""
-    return Row(
-        "gradients: number", "fail", None,
-        f"the wrong number of gradients: backward returns {len(returned)} for {count} inputs{also}. "
-        "Return a tensor for each tensor among the inputs, in their order, as a tuple, and None for "
-        "what has no gradient.",
-    )  # fmt: skip
-
-
-def _shape(name: str, x: Tensor, grad: Tensor) -> str:
-    text = f"the gradient of {name} has shape {tuple(grad.shape)}, and {name} {tuple(x.shape)}."
-    if _expands(x.shape, grad.shape):
-        bare = name.strip("`")
-        return f"{text} The sum over broadcast dimensions is missing. " + UNSUMMED.format(bare=bare)
-    return f"{text} A gradient has the shape of its input."
+    number = ""
+    if len(returned) < count or odd or any(g is not None for g in returned[count:]):
+        also = f", among them {', '.join(odd)}" if odd else ""
+        number = (
+            f"the wrong number of gradients: backward returns {len(returned)} for {count} "
+            f"inputs{also}. Return a tensor for each tensor among the inputs, in their order, as a "
+            "tuple, and None for what has no gradient."
+        )
+    yield finding("gradients: number", number)
+    if number:
+        return
+    shapes, dtypes, harmful = [], [], set()
+    for i, (x, grad) in enumerate(zip(run.inputs, returned, strict=False)):
+        if i not in app.by or not isinstance(grad, Tensor):
+            continue
+        name, bare = app.name(i), app.name(i).strip("`")
+        if grad.shape != x.shape:
+            text = f"the gradient of {name} has shape {tuple(grad.shape)}, and {name} {tuple(x.shape)}."
+            if _expands(x.shape, grad.shape):  # autograd sums it
+                missing = "The sum over broadcast dimensions is missing."
+                shapes.append(f"{text} {missing} {UNSUMMED.format(bare=bare)}")
+            else:
+                harmful.add("shape")
+                shapes.append(f"{text} A gradient has the shape of its input.")
+        if grad.dtype != x.dtype:
+            harmful |= set() if is_float(grad) else {"dtype"}
+            dtypes.append(
+                f"the gradient of {name} is {grad.dtype}, and {name} {x.dtype}: autograd casts it, "
+                f"and the digits are lost. Make constants with `dtype={bare}.dtype`."
+            )
+    for what, texts in (("shape", shapes), ("dtype", dtypes)):
+        yield finding(f"gradients: {what}", " ".join(texts), "fail" if what in harmful else "warn")
 
 
 def _expands(small: Sequence[int], large: Sequence[int]) -> bool:
@@ -136,131 +126,126 @@ def _expands(small: Sequence[int], large: Sequence[int]) -> bool:
     return all(a in (1, b) for a, b in pairs)
 
 
-def linear(app: Application) -> list[Row]:
+def linear(app: Application) -> Iterator[Row]:
     """B(2 g) = 2 B(g): a gradient is linear in the incoming one."""
-    name = "gradients: linear"
-    run = app.seeded()
-    grads = run.incoming()
+    grads = app.seeded().incoming()
 
     def returned(factor: float) -> list[Tensor]:
+        run = app.seeded()
         seed_all()
         scaled = [None if g is None else factor * g for g in grads]
-        found = function_rules.backward(app.function, app.seeded().record, scaled)
-        return [g for g in found if is_float(g)]
+        return [g for g in app.backward(run, scaled) if is_float(g)]
 
-    once, twice = returned(1.0), returned(-2.0)
-    if all(_close(-2.0 * a, b) for a, b in zip(once, twice, strict=True)):
-        return [Row(name, "pass")]
+    pairs = zip(returned(1.0), returned(-2.0), strict=True)
+    is_linear = all(
+        a.shape == b.shape
+        and largest_difference([-2.0 * a], [b], max_abs(a))[0] <= torch.finfo(a.dtype).eps ** 0.5
+        for a, b in pairs
+    )
     text = (
         "backward is not linear in grad_output: twice the incoming gradient is not twice the result. "
         "Is grad_output ignored, or used twice? If it is clipped on purpose, pass surrogate=True."
     )
-    return [Row(name, "fail", None, text)]
+    yield finding("gradients: linear", "" if is_linear else text)
 
 
-def _close(a: Tensor, b: Tensor) -> bool:
-    size = max(max_abs(a), max_abs(b), 1e-300)
-    return a.shape == b.shape and max_abs(a - b) <= torch.finfo(a.dtype).eps ** 0.5 * size
-
-
-def _needs_input_grad(app: Application) -> list[Row]:
+def needs_input_grad(app: Application) -> Iterator[Row]:
     name = "needs_input_grad"
     if len(app.by) < 2:
-        return [Row(name, "skip", None, "it is differentiated by one input only.")]
+        yield Row(name, "skip", None, "it is differentiated by one input only.")
+        return
     idle: list[int] = []
     for i in app.by:
-        alone = app._replace(by=tuple(j for j in app.by if j != i))
-        run = alone.seeded()
+        run = app._replace(by=tuple(j for j in app.by if j != i)).seeded()
         grads = run.incoming()
-        returned = function_rules.backward(app.function, run.record, grads)
-        free = i < len(returned) and any(returned[i] is g for g in grads)
-        if i < len(returned) and isinstance(returned[i], Tensor) and not free:
+        grad = dict(enumerate(app.backward(run, grads))).get(i)
+        if isinstance(grad, Tensor) and not any(grad is g for g in grads):
             idle.append(i)
-    if not idle:
-        return [Row(name, "pass")]
-    text = (
+    text = idle and (
         f"needs_input_grad is ignored: backward computes a gradient for "
         f"{', '.join(map(app.name, idle))} even if "
         f"none is needed. Check first: `if ctx.needs_input_grad[{idle[0]}]:`."
     )
-    return [Row(name, "warn", None, text)]
+    yield finding(name, text or "", "warn")
 
 
-def _context(app: Application) -> list[Row]:
+def context(app: Application) -> Iterator[Row]:
     run = app.seeded()
-    names = tuple(app.name(i) for i in range(len(run.inputs)))
     attributes = []
     for attribute, value in run.record.attributes.items():
         for tensor in pytree.tensors(value)[:1]:
-            _, what = kind_of(tensor, run, names)
+            _, what = kind_of(tensor, run, app.names)
             place = run.record.noted(f"ctx.{attribute}").place
             attributes.append(f"ctx.{attribute} ({what}{f', {place}' if place else ''})")
-    copies = []
-    for label, value in run.record.slots().items():
-        kind, what = kind_of(value, run, names)
-        if kind == "copy":
-            copies.append(f"{label} is {what}")
+    kinds = {label: kind_of(slot, run, app.names) for label, slot in run.record.slots().items()}
+    copies = [f"{label} is {what}" for label, (kind, what) in kinds.items() if kind == "copy"]
     kept = f"a tensor is kept as an attribute: {'; '.join(attributes)}. {ATTRIBUTE}"
     cloned = f"a clone is saved: {'; '.join(copies)}. {CLONE}"
-    return [
-        Row("ctx: attributes", "warn", None, kept)
-        if attributes
-        else Row("ctx: attributes", "pass"),
-        Row("ctx: copies", "warn", None, cloned) if copies else Row("ctx: copies", "pass"),
-    ]
+    yield finding("ctx: attributes", kept if attributes else "", "warn")
+    yield finding("ctx: copies", cloned if copies else "", "warn")
 
 
 # The names of tensors that were changed, and the calls that did it, if those were seen.
 Changes = dict[str, source_location.SourceLine | None]
+# What must not be changed: by which rule, as what, what to do instead, and what else.
+IN_PLACE = {
+    "inputs": (
+        "forward changes its input", "`x.mul(2)`, not `x.mul_(2)`",
+        " If it is intended, declare it with ctx.mark_dirty and return it.",
+    ),
+    "grad_output": (
+        "backward changes grad_output, the incoming gradient,", "`g * x`, not `g.mul_(x)`", "",
+    ),
+    "saved tensors": ("backward changes a saved tensor", "`x * 2`, not `x.mul_(2)`", ""),
+}  # fmt: skip
 
 
-def in_place(app: Application) -> list[Row]:
+def in_place(app: Application) -> Iterator[Row]:
     seed_all()
     args = app.fresh()
-    inputs = Snapshot({app.name(i): x for i, x in enumerate(args)})
+    named = {app.name(i): x for i, x in enumerate(args)}
+    inputs = Snapshot(named)
     with InPlaceWatch() as watch:
         run = app.run(args)
-    declared = {
-        app.name(i) for i, x in enumerate(args) if any(x is other for other in run.record.dirty)
-    }
-    changed = inputs.changed(watch.places)
-    forward = {name: place for name, place in changed.items() if name not in declared}
-    differentiated = {app.name(i) for i in app.by}
-
+    changed = {"inputs": inputs.changed(watch.places)}
+    for name, x in named.items():
+        if any(x is declared for declared in run.record.dirty):
+            changed["inputs"].pop(name, None)
     grads = run.incoming()
-    names = tuple(app.name(i) for i in range(len(run.inputs)))
     given = Snapshot({f"grad_output {k}": g for k, g in enumerate(grads)})
     saved = Snapshot(
         {
-            f"{label} ({kind_of(value, run, names)[1]})": value
+            f"{label} ({kind_of(value, run, app.names)[1]})": value
             for label, slot in run.record.slots().items()
             for value in pytree.tensors(slot)
         }
     )
-    again = Snapshot({app.name(i): x for i, x in enumerate(args)})
+    again = Snapshot(named)
     with InPlaceWatch() as watch:
-        function_rules.backward(app.function, run.record, grads)
-    gradients, kept = given.changed(watch.places), saved.changed(watch.places)
-    late = again.changed(watch.places)
-    return [
-        _mutated("in-place: inputs", "forward", forward, differentiated, "`x.mul(2)`, not `x.mul_(2)`",
-                 " If it is intended, declare it with ctx.mark_dirty and return it."),
-        _mutated("in-place: grad_output", "backward", gradients, None, "`g * x`, not `g.mul_(x)`"),
-        _mutated("in-place: saved tensors", "backward", kept or late, None,
-                 "`x * 2`, not `x.mul_(2)`"),
-    ]  # fmt: skip
+        app.backward(run, grads)
+    changed["grad_output"] = given.changed(watch.places)
+    changed["saved tensors"] = saved.changed(watch.places) or again.changed(watch.places)
+    for what, places in changed.items():
+        changes, example, also = IN_PLACE[what]
+        listed = "; ".join(n + (f", at {place}" if place else "") for n, place in places.items())
+        text = (
+            f"{changes} in place (in-place): {listed}. Work on a new tensor ({example}). The changed "
+            "tensor belongs to the caller: other branches of the graph and the second backward pass "
+            f"read it.{also}"
+        )
+        only_buffers = what == "inputs" and not any(app.name(i) in places for i in app.by)
+        status = "warn" if only_buffers else "fail"
+        yield finding(f"in-place: {what}", text if places else "", status)
 
 
-def device(app: Application) -> list[Row]:
+def device(app: Application) -> Iterator[Row]:
     watch = DeviceWatch()
     run_rules(app, watch)
-    if not watch.found:
-        return [Row("device", "pass")]
-    text = (
+    text = watch.found and (
         f"a device is hard-coded: {watch.found}. It fails with inputs on another device; make new "
         "tensors with `torch.zeros_like(x)` or `device=x.device`."
     )
-    return [Row("device", "warn", None, text)]
+    yield finding("device", text, "warn")
 
 
 def constants_row(subject: Subject, found: Mapping[str, Discrepancy]) -> Row:
@@ -273,26 +258,22 @@ def constants_row(subject: Subject, found: Mapping[str, Discrepancy]) -> Row:
     with watch:
         subject.map(*subject.x)
     for app in subject.applications:
-        try:
+        with suppress(Exception):  # reported by other checks
             run_rules(app, watch)
-        except Exception:  # reported by other checks
-            continue
     met = watch.rounded or watch.met
-    harm = met and _is_further_off(subject, found, ROUNDED if watch.rounded else LEAST)
     if met:
-        return Row(
-            name, "fail" if harm else "warn", None,
+        harm = _is_further_off(subject, found, ROUNDED if watch.rounded else LEAST)
+        text = (
             f"a float32 constant or intermediate enters a float64 computation: {met}. Give it the "
             "dtype of the inputs, `torch.tensor(0.1, dtype=x.dtype)`, or use a Python number."
-            + (" The error is above what float32 inputs would have." if harm else ""),
-        )  # fmt: skip
-    if watch.foreign:
-        return Row(
-            name, "warn", None,
-            f"a tensor of lower precision, from outside, enters a float64 computation: "
-            f"{watch.foreign}. Pass it as an input, or convert it, `table.to(x.dtype)`.",
-        )  # fmt: skip
-    return Row(name, "pass")
+        )
+        text += " The error is above what float32 inputs would have." if harm else ""
+        return Row(name, "fail" if harm else "warn", None, text)
+    text = watch.foreign and (
+        f"a tensor of lower precision, from outside, enters a float64 computation: "
+        f"{watch.foreign}. Pass it as an input, or convert it, `table.to(x.dtype)`."
+    )
+    return finding(name, text, "warn")
 
 
 def _is_further_off(subject: Subject, found: Mapping[str, Discrepancy], least: float) -> bool:
@@ -307,18 +288,10 @@ def _is_further_off(subject: Subject, found: Mapping[str, Discrepancy], least: f
         torch.where(a == b, a * (1 + 6e-8), b) for a, b in zip(subject.x, rounded, strict=True)
     ]
     try:
-        here, there = (_gradients(subject, x) for x in (subject.x, moved))
+        there, here = (subject.gradient_of_sum(x) for x in (moved, subject.x))
     except Exception:  # reported by the derivative checks
         return False
-    pairs = zip(here, there, strict=True)
-    off = max((max_abs(a - b) / (max_abs(a) or 1.0) for a, b in pairs), default=0.0)
-    return first.error > max(10 * off, least)
-
-
-def _gradients(subject: Subject, x: list[Tensor]) -> list[Tensor]:
-    leaves = [y.detach().clone().requires_grad_() for y in x]
-    values = subject.map(*leaves)
-    return calls.grad(values, leaves, list(map(torch.ones_like, values)))
+    return first.error > max(10 * largest_difference(there, here)[0], least)
 
 
 LEAST = 1e-5  # differences may be off by that much
@@ -334,7 +307,7 @@ def run_rules(app: Application, watch: AbstractContextManager[Any]) -> None:
             run = app.run(args)
         grads = run.incoming()
         with watch:
-            function_rules.backward(app.function, run.record, grads)
+            app.backward(run, grads)
         if function_rules.offers_jvp(app.function):
             tangents = [
                 torch.ones_like(x) if i in app.by else None for i, x in enumerate(run.inputs)
@@ -342,29 +315,6 @@ def run_rules(app: Application, watch: AbstractContextManager[Any]) -> None:
             with watch:
                 context = function_rules.Context(run.record, in_jvp=True)
                 app.function.jvp(context, *tangents)
-
-
-IN_PLACE = (
-    "Work on a new tensor ({example}). The changed tensor belongs to the caller: other branches of the "
-    "graph and the second backward pass read it."
-)
-
-
-def _mutated(
-    name: str, by: str, changes: Changes, differentiated: set[str] | None, example: str,
-    also: str = "",
-) -> Row:  # fmt: skip
-    if not changes:
-        return Row(name, "pass")
-    what = name.removeprefix("in-place: ").removesuffix("s")
-    listed = "; ".join(name + (f", at {place}" if place else "") for name, place in changes.items())
-    what = {"input": "its input", "grad_output": "grad_output, the incoming gradient,"}.get(
-        what, f"a {what}"
-    )
-    text = f"{by} changes {what} in place (in-place): {listed}. "
-    text += IN_PLACE.format(example=example) + also
-    only_buffers = differentiated is not None and differentiated.isdisjoint(changes)
-    return Row(name, "warn" if only_buffers else "fail", None, text)
 
 
 @final
@@ -469,17 +419,14 @@ ACCUMULATES = (
 )
 
 
-def accumulates(app: Application) -> list[Row]:
+def accumulates(app: Application) -> Iterator[Row]:
     """Whether backward changes the .grad of a tensor. That of each is restored."""
-    name = "in-place: .grad"
     run = app.seeded()
     with preserved_grads(app.function, *app.args) as changed:
         with torch.enable_grad():
-            function_rules.backward(app.function, run.record, run.incoming())
+            app.backward(run)
         found = changed()
-    if not found:
-        return [Row(name, "pass")]
-    return [Row(name, "fail", None, ACCUMULATES.format(", ".join(found[:3])))]
+    yield finding("in-place: .grad", ACCUMULATES.format(", ".join(found[:3])) if found else "")
 
 
 @contextmanager

@@ -463,32 +463,6 @@ def forward(function: type[Function], args: Sequence[Any], needed: Sequence[bool
     return Run(tuple(args), as_tuple(output), record)
 
 
-def backward(
-    function: type[Function], record: Record, grads: Sequence[Tensor | None]
-) -> tuple[Any, ...]:
-    return as_tuple(backward_rule(function)(Context(record), *grads))
-
-
-def changed_by_backward(app: Any) -> list[str]:
-    """The labels of what backward changes on the context or on the class."""
-    run = app.seeded()
-    before = _state(run.record, app.function)
-    with suppress(Exception), torch.no_grad():
-        backward(app.function, run.record, run.incoming())
-    after = _state(run.record, app.function)
-    return [label for label in after if before.get(label) != after[label]]
-
-
-def _state(record: Record, function: type[Function]) -> dict[str, Any]:
-    """What is on the context and on the class, by label, in a form that can be compared later."""
-    own = {f"{function.__name__}.{n}": v for n, v in vars(function).items() if n[:2] != "__"}
-    held = record.held() | {label: v for label, v in own.items() if not callable(v)}
-    return {
-        label: (id(value), value._version) if isinstance(value, Tensor) else repr(value)
-        for label, value in held.items()
-    }
-
-
 MEMORY = frozenset({"storage", "untyped_storage", "data_ptr", "resize_", "set_"})
 
 

@@ -30,7 +30,7 @@ from hoglib._core.element_differences import max_abs, random_like
 from hoglib._core.gradient_graph import graph_summary
 from hoglib._core.pytree import is_float
 from hoglib._core.state import preserve_random_state
-from hoglib._core.torch_internals import watching_functions
+from hoglib._core.torch_internals import backward_rule, watching_functions
 from hoglib.verification import call as calls
 from hoglib.verification import function_rules
 from hoglib.verification.call import (
@@ -267,6 +267,31 @@ class Application(NamedTuple):
         calls.seed_all()
         return self.run(self.fresh())
 
+    def backward(
+        self, run: function_rules.Run, incoming: Sequence[Tensor | None] | None = None
+    ) -> tuple[Any, ...]:
+        """What its backward returns, as a plain function, for what a run left on the context."""
+        context = function_rules.Context(run.record)
+        given = run.incoming() if incoming is None else incoming
+        return function_rules.as_tuple(backward_rule(self.function)(context, *given))
+
+    def changed_by_backward(self) -> list[str]:
+        """The labels of what backward changes on the context or on the class."""
+        run, own = self.seeded(), self.function
+
+        def state() -> dict[str, Any]:
+            on_class = {f"{own.__name__}.{n}": v for n, v in vars(own).items() if n[:2] != "__"}
+            held = run.record.held() | {n: v for n, v in on_class.items() if not callable(v)}
+            return {
+                name: (id(value), value._version) if isinstance(value, Tensor) else repr(value)
+                for name, value in held.items()
+            }
+
+        before = state()
+        with suppress(Exception), torch.no_grad():
+            self.backward(run)
+        return [label for label, now in state().items() if before.get(label) != now]
+
     def name(self, i: int) -> str:
         return self.names[i] if i < len(self.names) else f"input {i}"
 
@@ -438,6 +463,11 @@ class Subject:
         self.call.projections = {j: one.project for j, one in along.items()}
         self.find_outputs()
 
+    def gradient_of_sum(self, x: Sequence[Tensor]) -> list[Tensor]:
+        leaves = [y.detach().clone().requires_grad_() for y in x]
+        values = self.map(*leaves)
+        return calls.grad(values, leaves, list(map(torch.ones_like, values)))
+
     def gauges(self, *, real_too: bool) -> list[Gauge]:
         """What may fix the phases of the outputs, or their signs if real outputs are meant too."""
         outputs = [self.outputs[i] for i in self.output_indices]
@@ -520,9 +550,7 @@ class Subject:
             second, did = [], f"raises {type(error).__name__}: {error}".splitlines()[0]
         if _same(first, second, 1e-6):
             return ""
-        changed = {
-            name for app in self.applications for name in function_rules.changed_by_backward(app)
-        }
+        changed = {name for app in self.applications for name in app.changed_by_backward()}
         why = (
             f"backward changes {', '.join(sorted(changed))}, which it must not do."
             if changed
