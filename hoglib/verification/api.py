@@ -28,13 +28,12 @@ from hoglib.verification.comparison import (
     parse_orders,
 )
 from hoglib.verification.contract import preserved_grads
-from hoglib.verification.derivatives import Derivatives
+from hoglib.verification.derivatives import FIRST, Derivatives
 from hoglib.verification.entry_points import no_examination
 from hoglib.verification.examination import applied, examine, other_points_rows
 from hoglib.verification.report import MODES, ORDINALS, Report, Row
 from hoglib.verification.subject import Subject, as_function, choices, lifted, structures
 
-FIRST = "first derivative: reverse"
 OTHER_DIRECTIONS = "first derivative: other directions"
 OTHER_VALUES = "second derivative: other values"
 ALONE = "second derivative: of"

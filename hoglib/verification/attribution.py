@@ -33,7 +33,7 @@ from hoglib.verification import call as calls
 from hoglib.verification import function_rules
 from hoglib.verification.call import Call, HalfWatch, laid_out_as, seed_all
 from hoglib.verification.comparison import Bounds, Discrepancy, Target, compared
-from hoglib.verification.derivatives import ratio, stage
+from hoglib.verification.derivatives import FIRST, ratio, stage
 from hoglib.verification.function_rules import Context, Record, Run, Slot, kind_of
 from hoglib.verification.report import MODES, Mode, Row
 from hoglib.verification.subject import (
@@ -334,7 +334,6 @@ def _dot(w: list[Tensor], term: list[Tensor]) -> float:
 # Which Functions and operations are examined for a cause
 
 UNSEEN = "detached: unseen"  # a part is lost, and no call and no slot is known to lose it
-FIRST = "first derivative: reverse"
 
 
 def attribution_rows(
