@@ -32,7 +32,14 @@ from hoglib.verification.derivatives import FIRST, Derivatives
 from hoglib.verification.entry_points import no_examination
 from hoglib.verification.examination import applied, examine, other_points_rows
 from hoglib.verification.report import MODES, ORDINALS, Report, Row
-from hoglib.verification.subject import Subject, as_function, choices, lifted, structures
+from hoglib.verification.subject import (
+    Chosen,
+    Subject,
+    as_function,
+    choices,
+    lifted,
+    structures,
+)
 
 OTHER_DIRECTIONS = "first derivative: other directions"
 OTHER_VALUES = "second derivative: other values"
@@ -287,7 +294,8 @@ def _structured(
     name, off = next((n, one) for n, one in without.found.items() if one.wrong)
     if off.raised is not None:
         return None
-    kept, rows = {}, list[Row]()
+    kept: Chosen = {}
+    rows: list[Row] = []
     for chosen in choices(structures(subject.call)):
         subject.restrict(chosen)
         derivatives = Derivatives(subject, points, options)

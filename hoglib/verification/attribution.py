@@ -92,6 +92,7 @@ class _Attribution:
             i: random_like(app.args[i], self._random) * element_scales(app.args[i]) for i in app.by
         }
         self._inner: list[Application] = []
+        self._incoming_name = "tangent" if in_jvp else "grad_output"
         self._moved: dict[str, Tensor] = {}  # the directions of the incoming gradients
         with HalfWatch() as watch:
             base = self._run(0.0)
@@ -104,8 +105,7 @@ class _Attribution:
         self._least = max(LOST.get(dtype, LOST_NARROW) for dtype in dtypes)
         for k, g in enumerate(self._arguments):
             if g is not None:
-                name = f"{'tangent' if in_jvp else 'grad_output'} {k}"
-                self._moved[name] = random_like(g, self._random)
+                self._moved[f"{self._incoming_name} {k}"] = random_like(g, self._random)
 
     # Running forward and backward.
 
@@ -145,9 +145,10 @@ class _Attribution:
         slots, moved = (r.slots(in_jvp=self._in_jvp) for r in (record, other))
         slots |= {label: moved[label] for label in labels if label in moved}
         incoming = list(self._arguments)
-        for label in self._moved.keys() & set(labels):
-            k = int(label.rsplit(" ", 1)[1])
-            incoming[k] = incoming[k] + h * self._moved[label]
+        for k, g in enumerate(incoming):
+            label = f"{self._incoming_name} {k}"
+            if g is not None and label in labels:
+                incoming[k] = g + h * self._moved[label]
         with torch.no_grad():
             return self._results(record.with_slots(slots, in_jvp=self._in_jvp), incoming)
 

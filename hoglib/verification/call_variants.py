@@ -155,10 +155,10 @@ def deterministic(base: Baseline) -> Row:
         for _ in range(2)
     ]
     what = "the gradient"
-    off, j = largest_difference(*twice, None)
+    off, j = largest_difference(twice[0], twice[1], None)
     if off <= options.nondet_tol and base.second is not None:
         twice = [calls.grad(twice[0], leaves, base.w, retain_graph=True) for _ in range(2)]
-        off, j = largest_difference(*twice, None)
+        off, j = largest_difference(twice[0], twice[1], None)
         what = "the second derivative"
     if off > options.nondet_tol:
         text = (
@@ -423,8 +423,8 @@ def in_float32(base: Baseline) -> Row:
     floor = 1e-3 * max(map(max_abs, exact), default=0.0)
     same_values = _finite_difference(values, exact, floor)[0] < ROUNDING
     worst = 0.0
-    for j, pair in enumerate(zip(found, right, strict=True)):
-        off, _ = _finite_difference(*([t] for t in pair), floor)
+    for j, (a, b) in enumerate(zip(found, right, strict=True)):
+        off, _ = _finite_difference([a], [b], floor)
         status = "fail" if off > USELESS and same_values else "warn" if off > ROUNDING else "pass"
         if status != "pass":
             text = f"the gradient by {base.names[j]} is {OFF[status].format(off)}"

@@ -1,13 +1,12 @@
-"""What a Function keeps on its context, and what its code calls that.
+"""The forward, backward and jvp of a custom Function as plain functions, with a context that records.
 
-The members of tuples, lists, dicts and plain objects are looked at one by one:
+Autograd hides what a Function does: it sums gradients that are too large, casts those of another dtype,
+and does not show what was saved. Run as plain functions, with the context below instead of autograd's,
+they show it. The members of tuples, lists, dicts and plain objects that are saved are looked at one by
+one, as `ctx.stuff[1]['b']`; their names are the expressions in the line that saves them:
 
-opened("ctx.stuff", (a, {"b": c}))      # {"ctx.stuff[0]": a, "ctx.stuff[1]['b']": c}
-
-Their names are the expressions in the line that saves them:
-
-ctx.save_for_backward(x, 1 / x)         # "1 / x" is ctx.saved_tensors[1]
-ctx.stuff = (s, c)                      # "s" is ctx.stuff[0]
+    ctx.save_for_backward(x, 1 / x)         # "1 / x" is ctx.saved_tensors[1]
+    ctx.stuff = (s, c)                      # "s" is ctx.stuff[0]
 """
 
 import ast
@@ -46,32 +45,23 @@ OPAQUE = (
 )  # fmt: skip
 
 
-def opened(label: str, value: Any, depth: int = DEPTH) -> dict[str, Any]:
-    """The innermost members by how they are written; the value itself if it is no container.
-
-    Args:
-        label: How the value is written.
-        value: What may be a container, or contain some.
-        depth: How many levels are opened.
-    Returns:
-        At least one entry. An empty container is one.
-    """
+def opened(value: Any, depth: int = DEPTH) -> Iterator[tuple[tuple[Key, ...], Any]]:
+    """The innermost members, with the keys that lead to them; the value itself if it is no container,
+    or an empty one. depth: how many levels are opened."""
     members = list(_members(value)) if depth else []
     if not members:
-        return {label: value}
-    found: dict[str, Any] = {}
+        yield (), value
     for key, member in members:
-        found |= opened(written(label, key), member, depth - 1)
-    return found
+        yield from (((key, *keys), part) for keys, part in opened(member, depth - 1))
 
 
 def exchanged(label: str, value: Any, members: Mapping[str, Any], depth: int = DEPTH) -> Any:
-    """The value with other members, by the labels that `opened` gives; new containers of its kinds."""
+    """The value with other members, by how they are written; new containers of its kinds."""
     own = list(_members(value)) if depth else []
     if not own:
         return members.get(label, value)
     parts = [
-        (key, exchanged(written(label, key), member, members, depth - 1)) for key, member in own
+        (key, exchanged(written(label, [key]), member, members, depth - 1)) for key, member in own
     ]
     if isinstance(value, tuple):
         made = [part for _, part in parts]
@@ -85,20 +75,11 @@ def exchanged(label: str, value: Any, members: Mapping[str, Any], depth: int = D
     return result
 
 
-def written(label: str, key: Key) -> str:
+def written(label: str, keys: Sequence[Key]) -> str:
     """How a member is written."""
-    return f"{label}.{key[1]}" if key[0] == "attribute" else f"{label}[{key[1]!r}]"
-
-
-def steps_to(label: str, value: Any, wanted: str, depth: int = DEPTH) -> list[Key] | None:
-    """The keys from a container to the member with a label; None if it has none."""
-    if label == wanted:
-        return []
-    for key, member in _members(value) if depth else ():
-        rest = steps_to(written(label, key), member, wanted, depth - 1)
-        if rest is not None:
-            return [key, *rest]
-    return None
+    for how, key in keys:
+        label += f".{key}" if how == "attribute" else f"[{key!r}]"
+    return label
 
 
 def _members(value: Any) -> Iterator[tuple[Key, Any]]:
@@ -275,10 +256,7 @@ def _indexed(expression: ast.expr | None, keys: Sequence[Key]) -> str:
     inner = expression.value if isinstance(expression, ast.Starred) else expression
     if inner is None or not isinstance(inner, ast.Name | ast.Attribute | ast.Subscript):
         return ""
-    text = _text(inner)
-    for how, which in keys:
-        text += f".{which}" if how == "attribute" else f"[{which!r}]"
-    return text
+    return written(_text(inner), keys)
 
 
 SAVED = "ctx.saved_tensors"
@@ -308,10 +286,8 @@ class Record:
 
     def slots(self, *, in_jvp: bool = False) -> dict[str, Any]:
         """The same, with the members of containers instead of these."""
-        slots: dict[str, Any] = {}
-        for label, value in self.held(in_jvp=in_jvp).items():
-            slots |= opened(label, value)
-        return slots
+        held = self.held(in_jvp=in_jvp).items()
+        return {written(label, keys): part for label, value in held for keys, part in opened(value)}
 
     def with_slots(self, slots: dict[str, Any], *, in_jvp: bool = False) -> "Record":
         """The same with other values in the slots."""
@@ -333,13 +309,11 @@ class Record:
         for at in self.written.values():
             at.forget()
 
-    def _describe(self, label: str, value: Any, position: int, written: str) -> None:
-        at = self.written.get(written)
-        if at is None:
-            return
-        self.notes[label] = at.noted(value, position, ())
-        for member, part in opened(label, value).items():
-            self.notes[member] = at.noted(part, position, steps_to(label, value, member) or ())
+    def _describe(self, label: str, value: Any, position: int, place: str) -> None:
+        at = self.written.get(place)
+        if at is not None:
+            for keys, part in (((), value), *opened(value)):
+                self.notes[written(label, keys)] = at.noted(part, position, keys)
 
     def noted(self, label: str) -> Noted:
         return self.notes.get(label, Noted(None, ""))

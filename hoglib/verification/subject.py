@@ -406,7 +406,7 @@ def marked(inputs: Sequence[Any], constants: Sequence[int]) -> list[Any]:
 
 @final
 class Subject:
-    """A call in float64, or in its own dtype if it refuses that, with what it is made of.
+    """The function under test, evaluated in float64 if it accepts float64.
 
     refused: why it is not in float64. computes_narrow: whether the reason is that it works in float32
     or less whatever it is given. half: the dtype, if that is half precision. symmetric: the variables
