@@ -1,5 +1,6 @@
-"""What is audited: a loss, its parameters and a batch; and the loss as a scalar function of real leaves
-that gives the same value in every run."""
+"""What is audited: a loss, its parameters and a batch; the loss as a scalar function of real leaves
+that gives the same value in every run; and what a few runs show that makes second derivatives
+meaningless, fragile or impossible."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping

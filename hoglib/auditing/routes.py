@@ -15,7 +15,7 @@ from torch.autograd import Function
 from torch.func import grad, jacrev, jvp, vmap
 from torch.overrides import TorchFunctionMode
 
-from hoglib._core import pytree, source_location, validation
+from hoglib._core import pytree, source_location
 from hoglib._core.autograd import Vector, dense, fresh_leaves
 from hoglib._core.detachment import (
     ALIASES,
@@ -36,11 +36,11 @@ from hoglib._core.pytree import is_float
 from hoglib._core.source_location import SourceLine, caller_line, running_module, torch_call_line
 from hoglib._core.swap import call_with
 from hoglib._core.torch_internals import Applying, transforms_active, unwrap, watching_functions
-from hoglib.errors import ArgumentTypeError, ArgumentValueError
 from hoglib.stand_ins.mode import without_override_check
 from hoglib.verification import call as calls
 from hoglib.verification.attribution import detached_copy
 from hoglib.verification.call import Call, is_part, real
+from hoglib.verification.comparison import some_of
 
 # Values that a function takes out of its graph are held constant while differences are taken.
 #
@@ -203,19 +203,10 @@ def requested_routes(names: object) -> list[Route]:
     """The routes with these keys or titles; for None the one that hvp(mode="auto") takes."""
     if names is None:
         return [AUTO]
-    given = [names] if isinstance(names, str) else names
     known = {name: route for route in ROUTES for name in (route.title, route.key)}
     known |= {"auto": AUTO, "rrr": THIRD}
-    if not isinstance(given, list | tuple | set | frozenset) or not given:
-        raise ArgumentTypeError(
-            f"routes: expected some of {', '.join(route.key for route in ROUTES)}, got "
-            f"{validation.describe(names)}."
-        )
-    for name in given:
-        if not isinstance(name, str) or name not in known:
-            raise ArgumentValueError(f"routes: expected some of {', '.join(known)}, got {name!r}.")
-    chosen = {known[name].key for name in given}
-    return [route for route in ROUTES if route.key in chosen]
+    chosen = some_of("routes", names, known, [route.key for route in ROUTES])
+    return [route for route in ROUTES if route in chosen]
 
 
 def gradient(f: Scalar, leaves: Vector, v: Vector, w: Vector) -> Vector:

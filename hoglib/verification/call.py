@@ -1,4 +1,5 @@
-"""One call of a function as a map between lists of real tensors, and the derivatives of such maps."""
+"""One call of a function as a map between lists of real tensors, the derivatives of such maps, and the
+dtype in which a function is judged."""
 
 import random
 import sys
@@ -442,6 +443,8 @@ def real(value: Tensor) -> Tensor:
     value = value if value.layout is torch.strided else value.to_dense()
     return torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
 
+
+# Matrix products in full precision, and modes that notice where float64 numbers lose digits.
 
 _BACKENDS: Any = torch.backends  # its members are made at run time
 _OPERATORS: tuple[Any, ...] = (

@@ -15,10 +15,10 @@ the rounding errors differ and a fault stays what it is: the mean over the centr
 their spread allows. So the noise is measured, and not assumed from the dtype.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -38,6 +38,7 @@ from hoglib.errors import ArgumentTypeError, ArgumentValueError
 from hoglib.verification import call as calls
 from hoglib.verification.report import MODES, ORDINALS, Mode
 
+T = TypeVar("T")
 # The least tolerance in a dtype other than float64: central differences are no more accurate there.
 NARROW = {torch.float32: 3e-2, torch.float16: 0.2, torch.bfloat16: 0.2}
 # What central differences leave in float32 where their error was measured: no constant stands for it.
@@ -100,33 +101,37 @@ class Options:
         return replace(self, bounds=Bounds(max(atol, least), max(rtol, least), natural))
 
 
+def some_of(
+    what: str, value: Any, known: Mapping[Any, T], shown: Iterable[Any] | None = None
+) -> list[T]:
+    """The values of one or several names, in the order of the table; raises for what is none of them.
+
+    shown: the names that a message about another type lists. Default: all.
+    """
+    given = [value] if isinstance(value, type(next(iter(known)))) else value
+    if not isinstance(given, list | tuple | range | set | frozenset) or not given:
+        raise ArgumentTypeError(
+            f"{what}: expected some of {', '.join(map(str, shown or known))}, got "
+            f"{validation.describe(value)}."
+        )
+    for name in given:
+        if isinstance(name, bool) or name not in list(known):  # which need not be hashable
+            names = ", ".join(map(str, known))
+            raise ArgumentValueError(f"{what}: expected some of {names}; got {name!r}.")
+    return [*dict.fromkeys(known[name] for name in known if name in given)]
+
+
 def parse_modes(value: Any) -> tuple[Mode, ...] | None:
     """The modes, given by their short or full names; None for all that are offered."""
     if value is None:
         return None
-    given = [value] if isinstance(value, str) else value
-    if not isinstance(given, list | tuple | set | frozenset) or not given:
-        raise ArgumentTypeError(
-            f"modes: expected some of {', '.join(MODES)}, got {validation.describe(value)}."
-        )
-    known = {mode.title: mode for mode in MODES.values()} | MODES
-    for name in given:
-        if name not in known:
-            raise ArgumentValueError(f"modes: expected some of {', '.join(known)}; got {name!r}.")
-    return tuple(mode for mode in MODES.values() if {mode.key, mode.title} & set(given))
+    known = {name: mode for mode in MODES.values() for name in (mode.title, mode.key)}
+    return tuple(some_of("modes", value, known, MODES))
 
 
 def parse_orders(value: Any) -> tuple[int, ...]:
     """The orders, ascending; first and second by default."""
-    given = (1, 2) if value is None else (value,) if isinstance(value, int) else value
-    if not isinstance(given, list | tuple | range | set) or not given:
-        raise ArgumentTypeError(
-            f"orders: expected some of 1, 2, 3, 4, got {validation.describe(value)}."
-        )
-    for order in given:
-        if isinstance(order, bool) or order not in ORDINALS:
-            raise ArgumentValueError(f"orders: expected some of 1, 2, 3, 4, got {order!r}.")
-    return tuple(sorted(set(given)))
+    return tuple(some_of("orders", (1, 2) if value is None else value, {k: k for k in ORDINALS}))
 
 
 class Target(NamedTuple):

@@ -1,7 +1,8 @@
 """The contract of a custom Function with autograd, apart from the right numbers.
 
-forward and backward are run as plain functions: the number, shape, dtype and device of gradients,
-whether they are linear in the incoming gradient, what is kept on ctx, and which gradients are computed.
+forward, backward and jvp are run as plain functions, some inside a mode that sees every torch call: the
+number, shape, dtype and device of gradients, whether they are linear in the incoming gradient, what is
+kept on ctx, which gradients are computed, and which tensors are changed.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -1,15 +1,7 @@
-"""Arguments with a structure: a Function may be right along directions that keep it, and no others.
+"""What is verified: a call, the map that it is, and the custom Functions that it runs.
 
-    A = A^T,  A = tril(A),  A = triu(A),  sum_j p_j = 1,  logsumexp_j p_j = 0,  |x| = 1
-
-The backward of a square root that is given symmetric matrices only may assume that. Along a direction
-that leaves the structure its gradient G is not the derivative, and where the argument is always
-computed as a structured one, x = h(z), nothing depends on that part of G. P is a map to the structure
-with P(x) = x on it, so that h = P h and
-
-    h'^T G = h'^T P'^T G,        h'^T n = 0  for each  n = w - P'(x)^T w
-
-The derivatives that count are those of f P; and the second equation tells whether x was computed so.
+Here is decided by which inputs it is differentiated, along which directions, and how it has to be
+called.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,6 +35,19 @@ from hoglib.verification.call import (
     is_part,
 )
 from hoglib.verification.report import Row
+
+# Arguments with a structure: a Function may be right along directions that keep it, and no others.
+#
+#     A = A^T,  A = tril(A),  A = triu(A),  sum_j p_j = 1,  logsumexp_j p_j = 0,  |x| = 1
+#
+# The backward of a square root that is given symmetric matrices only may assume that. Along a direction
+# that leaves the structure its gradient G is not the derivative, and where the argument is always
+# computed as a structured one, x = h(z), nothing depends on that part of G. P is a map to the structure
+# with P(x) = x on it, so that h = P h and
+#
+#     h'^T G = h'^T P'^T G,        h'^T n = 0  for each  n = w - P'(x)^T w
+#
+# The derivatives that count are those of f P; and the second equation tells whether x was computed so.
 
 MOST_DIMS = 4  # of a tensor whose rows are looked at
 MOST_CHOICES = 24  # combinations for several arguments
