@@ -38,6 +38,7 @@ class Baseline:
 
     def __init__(self, subject: Subject, x: list[Tensor], options: Options) -> None:
         self.subject, self.x, self.options = subject, x, options
+        self.near: list[list[Tensor]] = []  # other points, for what takes several
         self.f, self.n, self.names = subject.map, len(x), subject.names
         self.all_inputs = list(range(self.n))
         self.values = [y.detach() for y in self.f(*x)]
@@ -80,26 +81,6 @@ class Baseline:
                     return Row(name, "fail", off, text.format(name=(names or self.names)[j]))
                 worst = max(worst, off)
         return Row(name, "pass", worst)
-
-
-def variant_rows(subject: Subject, x: list[Tensor], options: Options) -> Iterator[Row]:
-    """A row for each variant."""
-    try:
-        base, at_inputs = Baseline(subject, x, options), Baseline(subject, subject.x, options)
-    except Exception:  # the first derivative raises, which its row says
-        return
-    points = [x, subject.perturbed_point(), subject.perturbed_point()]
-    checks: list[tuple[Callable[[Baseline], Row | Iterable[Row]], Baseline]] = [
-        (finite, at_inputs), (create_graph, base), (deterministic, base), (state, base), (subsets,
-        base), (outputs_alone, base), (layouts, base), (in_float32, base),
-        (lambda base: vmapped(subject, points, base.u), base),
-    ]  # fmt: skip
-    for check, at in checks:
-        try:
-            found = check(at)
-            yield from [found] if isinstance(found, Row) else list(found)
-        except Exception as error:  # other rows name the cause
-            yield Row("circumstances", "skip", None, f"not compared: {format_error(error)}")
 
 
 NAN = (
@@ -464,10 +445,10 @@ GENERATED = (
 )
 
 
-def _vmap_fault(subject: Subject, points: Sequence[list[Tensor]], u: list[Tensor]) -> str:
+def _vmap_fault(base: Baseline) -> str:
     """What is wrong with values and gradients under vmap, in words; raises what vmap raises."""
-    f, n = subject.map, len(subject.x)
-    here = points[0]
+    f, n, u, here = base.f, base.n, base.u, base.x
+    points = [here, *base.near]
     batch = [torch.stack(parts) for parts in zip(*points, strict=True)]
     alone, none = [None] * n, [None] * len(u)
 
@@ -481,7 +462,7 @@ def _vmap_fault(subject: Subject, points: Sequence[list[Tensor]], u: list[Tensor
     cases: list[tuple[str, TensorMap, list[int | None], list[Tensor], list[list[Tensor]]]] = [
         ("the value under vmap over all inputs", f, [0] * n, batch, [f(*x) for x in points])
     ]
-    for j, name in enumerate(subject.names):
+    for j, name in enumerate(base.names):
         mixed = [*here[:j], batch[j].movedim(0, -1), *here[j + 1 :]]
         loop = [f(*here[:j], x, *here[j + 1 :]) for x in batch[j]]
         dims = [*alone[:j], -1, *alone[j + 1 :]]
@@ -501,14 +482,14 @@ def _vmap_fault(subject: Subject, points: Sequence[list[Tensor]], u: list[Tensor
                 shapes = f"{tuple(y.shape)}, in a loop {tuple(right.shape)}"
                 return f"{what} has shape {shapes} (result {i})"
             off, _ = largest_difference([y], [right], None)
-            if off > subject.eps**0.5 * max(max_abs(right), 1e-6):
+            if off > base.tolerance * max(max_abs(right), 1e-6):
                 return f"{what} differs from a loop by {off:.2g} (result {i})"
     return ""
 
 
-def vmapped(subject: Subject, points: Sequence[list[Tensor]], u: list[Tensor]) -> Row:
+def vmapped(base: Baseline) -> Row:
     """vmap where it is offered; where it was not declared, only a wrong number is a fault."""
-    name, declared = "vmap", subject.offers_vmap
+    name, subject, declared = "vmap", base.subject, base.subject.offers_vmap
     if declared is False:
         return Row(
             name, "skip", None,
@@ -521,7 +502,7 @@ def vmapped(subject: Subject, points: Sequence[list[Tensor]], u: list[Tensor]) -
     fix = OWN_RULE if any(f.vmap is not Function.vmap for f in subject.functions) else GENERATED
     fix = fix if subject.functions else ""
     try:
-        fault = _vmap_fault(subject, points, u)
+        fault = _vmap_fault(base)
     except Exception as error:
         if "randomness" in str(error):
             why = "it draws random numbers, which this transform refuses."
@@ -531,6 +512,27 @@ def vmapped(subject: Subject, points: Sequence[list[Tensor]], u: list[Tensor]) -
             text = f"a vmap rule is declared, and it raised {format_error(error)}. {fix}"
         return Row(name, "fail" if declared else "skip", None, text)
     return Row(name, "fail" if fault else "pass", None, fault and f"{fault}. {fix}".strip())
+
+
+# What is changed in a call, each a function of the baseline that gives a row, or some.
+VARIANTS: tuple[Callable[[Baseline], Row | Iterable[Row]], ...] = (
+    create_graph, deterministic, state, subsets, outputs_alone, layouts, in_float32, vmapped,
+)  # fmt: skip
+
+
+def variant_rows(subject: Subject, x: list[Tensor], options: Options) -> Iterator[Row]:
+    """Whether values and derivatives are finite at the inputs, and the rows of all variants at x."""
+    try:
+        base, at_inputs = Baseline(subject, x, options), Baseline(subject, subject.x, options)
+    except Exception:  # the first derivative raises, which its row says
+        return
+    base.near = [subject.perturbed_point() for _ in range(2)]
+    for check, at in ((finite, at_inputs), *((variant, base) for variant in VARIANTS)):
+        try:
+            found = check(at)
+            yield from [found] if isinstance(found, Row) else list(found)
+        except Exception as error:  # other rows name the cause
+            yield Row("circumstances", "skip", None, f"not compared: {format_error(error)}")
 
 
 # Another function of plain torch operations

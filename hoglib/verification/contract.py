@@ -430,24 +430,29 @@ def accumulates(app: Application) -> Iterator[Row]:
     yield finding("in-place: .grad", ACCUMULATES.format(", ".join(found[:3])) if found else "")
 
 
-@contextmanager
-def preserved_grads(fn: Any, *held: Any) -> Iterator[Callable[[], list[str]]]:
-    """Restores the .grad of the leaves that a function reaches besides its arguments. Yields a function
-    that describes those whose .grad was changed."""
+def reached(fn: Any, held: Iterable[Any]) -> list[Any]:
+    """The tensors, modules and generators that a function reaches, also by what is held beside it."""
     function = as_function(fn)
     rules: Any = fn
     if function is not None:
         rules = (function.forward, backward_rule(function), function.setup_context)
     walk = ClosureWalker((rules, [x for x in held if not isinstance(x, Tensor)]), STATE)
-    reached = [walk.objects[i] for i in walk.found]
+    return [walk.objects[i] for i in walk.found]
+
+
+@contextmanager
+def preserved_grads(fn: Any, *held: Any) -> Iterator[Callable[[], list[str]]]:
+    """Restores the .grad of the leaves that a function reaches besides its arguments. Yields a function
+    that describes those whose .grad was changed."""
+    found = reached(fn, held)
     named: dict[int, tuple[str, Tensor]] = {
         id(p): (f"the parameter {name} of a {type(m).__name__}", p)
-        for m in reached
+        for m in found
         if isinstance(m, nn.Module)
         for name, p in m.named_parameters()
         if not is_lazy(p)
     }
-    for x in reached:
+    for x in found:
         if isinstance(x, Tensor) and x.is_leaf and x.requires_grad and not is_lazy(x):
             named.setdefault(id(x), (f"a tensor of shape {tuple(x.shape)}", x))
     before = {

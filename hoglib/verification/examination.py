@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hoglib._core import pytree, torch_internals
 from hoglib._core.autograd import grad_enabled
-from hoglib._core.closures import STATE, ClosureWalker
 from hoglib._core.element_differences import random_like
 from hoglib._core.pytree import is_float
 from hoglib._core.source_location import format_error
@@ -33,7 +32,7 @@ from hoglib.verification.attribution import UNSEEN, attribution_rows, detached_c
 from hoglib.verification.call import copied, exact_products
 from hoglib.verification.call_variants import Baseline, create_graph, gradient_layouts
 from hoglib.verification.comparison import NATURAL, Bounds, Options
-from hoglib.verification.contract import ACCUMULATES, preserved_grads
+from hoglib.verification.contract import ACCUMULATES, preserved_grads, reached
 from hoglib.verification.derivatives import Derivatives
 from hoglib.verification.report import MODES, Row
 from hoglib.verification.subject import (
@@ -180,8 +179,8 @@ def _judged(given: Applied) -> Verdict:
     here = [subject.x, subject.perturbed_point()] if several else [subject.x]
     jvp = given.forward if function_rules.offers_jvp(function) else ""
     options = Options(
-        modes=tuple(MODES[key] for key in ("rr", jvp) if key), surrogate=_is_surrogate(function),
-        bounds=Bounds(natural=NATURAL),
+        modes=tuple(MODES[key] for key in ("rr", jvp) if key), bounds=Bounds(natural=NATURAL),
+        surrogate=getattr(function, "surrogate", False) is True,
     ).in_dtype(subject.dtype)  # fmt: skip
     found = _compared(function, subject, here, options)
     if found.is_reported:
@@ -320,10 +319,6 @@ def _wrong_second(function: type[Function], rows: list[Row], order: int = 2) -> 
     return Verdict("wrong", text, order=order, second=True)
 
 
-def _is_surrogate(function: type[Function]) -> bool:
-    return getattr(function, "surrogate", False) is True
-
-
 def _stops_gradient(subject: Subject) -> bool:
     """Whether its gradient is zero, which takes the inputs for constants as `.detach()` does; also for
     small incoming gradients, which one that drops large ones lets through; and without a graph, for a
@@ -390,10 +385,7 @@ def _preserved(app: Application) -> Iterator[Callable[[], list[str]]]:
     function = app.function
     classes = function.__mro__[: function.__mro__.index(Function)]
     own = [(c, k, v) for c in classes for k, v in vars(c).items() if not k.startswith("__")]
-    rules = function.forward, torch_internals.backward_rule(function), function.setup_context
-    held = [x for x in app.args if not isinstance(x, Tensor)] + [v for *_, v in own]
-    walk = ClosureWalker((*rules, held), STATE)
-    found = [walk.objects[i] for i in walk.found]
+    found = reached(function, [*app.args, [v for *_, v in own]])
     modules = [x for x in found if isinstance(x, nn.Module)]
     generators = [x for x in found if isinstance(x, torch.Generator)]
     tensors = [x for x in found if isinstance(x, Tensor) and not (is_lazy(x) or x.is_inference())]
