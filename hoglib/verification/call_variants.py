@@ -78,7 +78,8 @@ class Baseline:
             if found is not None and right is not None:
                 off, j = largest_difference(found, right, self._floor)
                 if off > self.tolerance:
-                    return Row(name, "fail", off, text.format(name=(names or self.names)[j]))
+                    which = (names or self.names)[j]
+                    return Row(name, "fail", off, text.replace("{name}", which))
                 worst = max(worst, off)
         return Row(name, "pass", worst)
 
@@ -340,11 +341,11 @@ def _same_in_layout(
         found, twice = run()
     except Exception as raised:
         return Row(name, "fail", None, f"backward raised {format_error(raised)}. {LAYOUT}")
-    text = f"the {{}} by {{{{name}}}} is different. {LAYOUT}"
+    text = f"by {{name}} is different. {LAYOUT}"
     return base.compared(
         name,
-        (text.format("gradient"), found, first),
-        (text.format("second derivative"), twice, second),
+        (f"the gradient {text}", found, first),
+        (f"the second derivative {text}", twice, second),
     )
 
 
