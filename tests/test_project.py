@@ -59,8 +59,8 @@ RECORDS = {
     "_core.swap._CLAIMED": "two threads that swap one model's parameters: an error",
     "_core.swap._PLACES": "where the parameters of a model are, while it is as it was",
     "_core.torch_forward_mode._FORWARD_THREADS": "torch has one level of forward mode for all threads",
-    "_core.torch_internals._APPLY": "who watches, for what stands in torch's place meanwhile",
-    "_core.torch_internals._CONSTRUCTORS": "who watches, for what stands in torch's place meanwhile",
+    "_core.torch_internals._CONSTRUCTOR_WATCHES": "who watches, for what stands in torch's place",
+    "_core.torch_internals._WATCHES": "who watches, for what stands in torch's place",
     "capture.capturing._KEPT": "captured functions, as long as their owners live",
     "capture.recomputed._TEMPLATES": "captured recomputations",
     "ops._external._CHAINS": "a dispatcher's operation takes a number for a user's functions",
@@ -74,7 +74,7 @@ RECORDS = {
 }
 STATE = re.compile(
     r"(?P<ambient>(\w+\.)*(ContextVar|local)(\[.*\])?\()"
-    r"|\{\}$|\[\]$|set\(\)$|(\w+\.)*(Weak\w+|OrderedDict|count|deque|Counter|_Replacement)(\[.*\])?\("
+    r"|\{\}$|\[\]$|set\(\)$|(\w+\.)*(Weak\w+|OrderedDict|count|deque|Counter)(\[.*\])?\("
 )
 
 

@@ -167,11 +167,17 @@ class watching_functions:  # noqa: N801 a context manager
     def __enter__(self) -> Applying:
         self._applying, self._thread = Applying(), threading.get_ident()
         self._watch = self._apply  # the same object when it is removed
-        _APPLY.add(self._watch)
+        with _LOCK:
+            if not _WATCHES:
+                _PLACE.apply = _WATCHED
+            _WATCHES.append(self._watch)
         return self._applying
 
     def __exit__(self, *raised: object) -> None:
-        _APPLY.remove(self._watch)
+        with _LOCK:
+            _WATCHES.remove(self._watch)
+            if not _WATCHES:
+                del _PLACE.apply  # it is inherited
 
     def _apply(self, function: Any, args: tuple[Any, ...], run: Callable[[], Any]) -> Any:
         if threading.get_ident() != self._thread or getattr(function, "recomputes", False):
@@ -228,32 +234,11 @@ def gradients(
     return list(engine_gradients(outputs, weights, inputs, keep, create_graph))
 
 
-@final
-class _Replacement:
-    """What stands in the place of attributes of torch while anybody watches them: put there by the
-    first watcher in any thread, and taken away by the last."""
-
-    def __init__(self, *attributes: tuple[Any, str, Any]) -> None:
-        self.watches: list[Any] = []
-        self._attributes = [(*one, vars(one[0]).get(one[1])) for one in attributes]
-        self._lock = threading.RLock()  # what frees an object within may watch, too
-
-    def add(self, watch: Any) -> None:
-        with self._lock:
-            self.watches.append(watch)
-            if len(self.watches) == 1:
-                for holder, name, replacement, _ in self._attributes:
-                    setattr(holder, name, replacement)
-
-    def remove(self, watch: Any) -> None:
-        with self._lock:
-            self.watches.remove(watch)
-            if not self.watches:
-                for holder, name, _, original in self._attributes:
-                    if original is None:  # it was inherited
-                        delattr(holder, name)
-                    else:
-                        setattr(holder, name, original)
+# Who watches. What stands in torch's place meanwhile is put there by the first one in any thread,
+# and taken away by the last.
+_WATCHES: list[Callable[..., Any]] = []
+_CONSTRUCTOR_WATCHES: list[tuple[int, Callable[..., Any]]] = []
+_LOCK = threading.RLock()  # what frees an object within may watch, too
 
 
 def _watched(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -262,19 +247,20 @@ def _watched(function: Any, *args: Any, **kwargs: Any) -> Any:
     def run() -> Any:
         return super(_SingleLevelFunction, function).apply(*args, **kwargs)
 
-    for watch in tuple(_APPLY.watches):
+    for watch in tuple(_WATCHES):
         run = partial(watch, function, args, run)
     return run()
 
 
-# Where Function.apply ends: between it and the C++ base.
-_APPLY = _Replacement((_SingleLevelFunction, "apply", classmethod(_watched)))
+# It stands where Function.apply ends: between it and the C++ base.
+_PLACE: Any = _SingleLevelFunction
+_WATCHED: Any = classmethod(_watched)
 
 
 def _constructed(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """What `make` makes, through the innermost that watches this thread."""
     here = threading.get_ident()
-    watches = [watch for thread, watch in _CONSTRUCTORS.watches if thread == here]
+    watches = [watch for thread, watch in _CONSTRUCTOR_WATCHES if thread == here]
     return watches[-1](make, (), args, kwargs) if watches else make(*args, **kwargs)
 
 
@@ -287,11 +273,8 @@ def _constructor(cls: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 # `torch.autograd.Variable` and `torch.nn.Parameter`, by the metaclasses that run when they are called.
-_CONSTRUCTORS = _Replacement(
-    (type(torch.autograd.Variable), "__call__", _constructor),
-    (type(torch.nn.Parameter), "__call__", _constructor),
-    (torch.autograd, "backward", partial(_constructed, torch.autograd.backward)),
-)
+_CONSTRUCTORS = (type(torch.autograd.Variable), type(torch.nn.Parameter))
+_BACKWARD = torch.autograd.backward
 
 
 @contextmanager
@@ -300,11 +283,21 @@ def watching_constructors(handle: Callable[..., Any]) -> Iterator[None]:
     `torch.autograd.backward(...)`, which no mode of torch sees. `make` is what they do without it,
     under their names."""
     watch = (threading.get_ident(), handle)
-    _CONSTRUCTORS.add(watch)
+    with _LOCK:
+        if not _CONSTRUCTOR_WATCHES:
+            torch.autograd.backward = partial(_constructed, _BACKWARD)
+            for kind in _CONSTRUCTORS:
+                setattr(kind, "__call__", _constructor)  # noqa: B010
+        _CONSTRUCTOR_WATCHES.append(watch)
     try:
         yield
     finally:
-        _CONSTRUCTORS.remove(watch)
+        with _LOCK:
+            _CONSTRUCTOR_WATCHES.remove(watch)
+            if not _CONSTRUCTOR_WATCHES:
+                torch.autograd.backward = _BACKWARD
+                for kind in _CONSTRUCTORS:
+                    delattr(kind, "__call__")
 
 
 def outside_transforms(
