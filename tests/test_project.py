@@ -42,7 +42,6 @@ def test_the_version_is_the_same_everywhere():
 # What a call does may depend on these without an argument; each has the reason in a comment above it.
 AMBIENT = {
     "_core.ambient.AMBIENT",  # one value, whose fields say why they are no arguments
-    "verification.entry_points._THREAD",
 }
 # What the process remembers; no number depends on it.
 RECORDS = {
@@ -62,8 +61,8 @@ RECORDS = {
     "penalties.distributed._HELD": "how many penalties keep a module's parameters gathered",
     "penalties.kinds.KINDS": "each penalty registers itself where it is defined",
     "penalties.sample_checks._FOUND_DEPENDENT": "whether a critic is batch dependent is measured once",
-    "verification.entry_points._CHANGING": "which Functions have to be watched each time",
-    "verification.entry_points._TOLD": "a warning is given once",
+    "verification.entry_points._MUTATING": "which Functions have to be watched each time",
+    "verification.entry_points._REPORTED": "a warning is given once",
     "verification.entry_points._VERDICTS": "a Function is examined once",
 }
 STATE = re.compile(

@@ -19,9 +19,10 @@ class _Ambient(threading.local):
     # What is done about a custom Function that is wrong, also by entry points that a user's function
     # calls: what the outermost `second_order(on_wrong=)` says.
     on_wrong: str | None = None
-    # Whether entry points examine custom Functions no more, because an outer one does; and what it met.
+    # Whether an outer entry point examines custom Functions, because they call one another, also from
+    # within the user's function; and which were applied in it.
     examining: bool = False
-    met: Any = None
+    functions: Any = None
     # Whether normalization layers of an unmodified module leave their running statistics.
     statistics_frozen: bool = False
     # Whether checks that read values are skipped beneath the user's function: an hvp inside a loss.

@@ -28,7 +28,7 @@ _DEFINES_FUNCTIONS = tuple(
         "_core/torch_errors.py",
     )
 )  # fmt: skip
-_MODE_HANDLERS = ("__torch_function__", "__torch_dispatch__", "_constructor", "handled")
+_MODE_HANDLERS = ("__torch_function__", "__torch_dispatch__", "_constructor", "_constructed")
 _ENTRY = re.compile(r'File "(.+)", line (\d+), in (\S+)')
 _MAX_QUOTED = 100  # characters of a line
 

@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache, partial
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -167,12 +167,17 @@ class watching_functions:  # noqa: N801 a context manager
     def __enter__(self) -> Applying:
         self._applying, self._thread = Applying(), threading.get_ident()
         self._watch = self._apply  # the same object when it is removed
-        _watch_apply()
-        _WATCHES.append(self._watch)
+        with _LOCK:
+            if not _WATCHES:
+                _PLACE.apply = _WATCHED
+            _WATCHES.append(self._watch)
         return self._applying
 
     def __exit__(self, *raised: object) -> None:
-        _WATCHES.remove(self._watch)
+        with _LOCK:
+            _WATCHES.remove(self._watch)
+            if not _WATCHES:
+                del _PLACE.apply  # it is inherited
 
     def _apply(self, function: Any, args: tuple[Any, ...], run: Callable[[], Any]) -> Any:
         if threading.get_ident() != self._thread or getattr(function, "recomputes", False):
@@ -221,62 +226,15 @@ def gradients(
     return list(found)
 
 
+# Who watches. What stands in torch's place meanwhile is put there by the first one in any thread,
+# and taken away by the last.
 _WATCHES: list[Callable[..., Any]] = []
-
-# `torch.autograd.Variable` and `torch.nn.Parameter`, by the metaclasses that run when they are called.
-_CONSTRUCTORS = (type(torch.autograd.Variable), type(torch.nn.Parameter))
-_BACKWARD = torch.autograd.backward
 _CONSTRUCTOR_WATCHES: list[tuple[int, Callable[..., Any]]] = []
-
-
-@contextmanager
-def watching_constructors(handle: Callable[..., Any]) -> Iterator[None]:
-    """Calls handle(make, types, args, kwargs) instead of `Variable(...)`, `nn.Parameter(...)` and
-    `torch.autograd.backward(...)`, which no mode of torch sees. `make` is what they do without it,
-    under their names."""
-
-    def handled(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        here = threading.get_ident()
-        watches = [watch for thread, watch in _CONSTRUCTOR_WATCHES if thread == here]
-        return watches[-1](make, (), args, kwargs) if watches else make(*args, **kwargs)
-
-    def _constructor(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        def make(*args: Any, **kwargs: Any) -> Any:
-            return type.__call__(cls, *args, **kwargs)
-
-        make.__name__ = cls.__name__
-        return handled(make, *args, **kwargs)
-
-    entry = (threading.get_ident(), handle)
-    _CONSTRUCTOR_WATCHES.append(entry)
-    for kind in _CONSTRUCTORS:
-        setattr(kind, "__call__", _constructor)  # noqa: B010
-    torch.autograd.backward = partial(handled, _BACKWARD)
-    try:
-        yield
-    finally:
-        _CONSTRUCTOR_WATCHES.remove(entry)
-        if not _CONSTRUCTOR_WATCHES:
-            torch.autograd.backward = _BACKWARD
-            for kind in _CONSTRUCTORS:
-                delattr(kind, "__call__")
-
-
-@cache
-def _watch_apply() -> None:
-    """Puts `_watched` into the place where Function.apply ends: between it and the C++ base.
-
-    It stays there, where it passes on what nobody watches: to take it away after each watch would clear
-    the method caches of all Functions.
-    """
-    place: Any = _SingleLevelFunction
-    place.apply = classmethod(_watched)
+_LOCK = threading.RLock()  # what frees an object within may watch, too
 
 
 def _watched(function: Any, *args: Any, **kwargs: Any) -> Any:
     """Function.apply, through all that watch it."""
-    if not _WATCHES:
-        return super(_SingleLevelFunction, function).apply(*args, **kwargs)
 
     def run() -> Any:
         return super(_SingleLevelFunction, function).apply(*args, **kwargs)
@@ -284,6 +242,54 @@ def _watched(function: Any, *args: Any, **kwargs: Any) -> Any:
     for watch in tuple(_WATCHES):
         run = partial(watch, function, args, run)
     return run()
+
+
+# It stands where Function.apply ends: between it and the C++ base.
+_PLACE: Any = _SingleLevelFunction
+_WATCHED: Any = classmethod(_watched)
+
+
+def _constructed(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What `make` makes, through the innermost that watches this thread."""
+    here = threading.get_ident()
+    watches = [watch for thread, watch in _CONSTRUCTOR_WATCHES if thread == here]
+    return watches[-1](make, (), args, kwargs) if watches else make(*args, **kwargs)
+
+
+def _constructor(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    def make(*args: Any, **kwargs: Any) -> Any:
+        return type.__call__(cls, *args, **kwargs)
+
+    make.__name__ = cls.__name__
+    return _constructed(make, *args, **kwargs)
+
+
+# `torch.autograd.Variable` and `torch.nn.Parameter`, by the metaclasses that run when they are called.
+_CONSTRUCTORS = (type(torch.autograd.Variable), type(torch.nn.Parameter))
+_BACKWARD = torch.autograd.backward
+
+
+@contextmanager
+def watching_constructors(handle: Callable[..., Any]) -> Iterator[None]:
+    """Calls handle(make, types, args, kwargs) instead of `Variable(...)`, `nn.Parameter(...)` and
+    `torch.autograd.backward(...)`, which no mode of torch sees. `make` is what they do without it,
+    under their names."""
+    watch = (threading.get_ident(), handle)
+    with _LOCK:
+        if not _CONSTRUCTOR_WATCHES:
+            torch.autograd.backward = partial(_constructed, _BACKWARD)
+            for kind in _CONSTRUCTORS:
+                setattr(kind, "__call__", _constructor)  # noqa: B010
+        _CONSTRUCTOR_WATCHES.append(watch)
+    try:
+        yield
+    finally:
+        with _LOCK:
+            _CONSTRUCTOR_WATCHES.remove(watch)
+            if not _CONSTRUCTOR_WATCHES:
+                torch.autograd.backward = _BACKWARD
+                for kind in _CONSTRUCTORS:
+                    delattr(kind, "__call__")
 
 
 def outside_transforms(

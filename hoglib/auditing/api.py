@@ -18,9 +18,14 @@ from hoglib._core.finite_differences import distance
 from hoglib._core.module_names import ModuleNames
 from hoglib._core.source_location import format_error, raising_module
 from hoglib._core.torch_internals import eagerly
-from hoglib.auditing.locator import Fault, RecordedCall
-from hoglib.auditing.observation import Observations, observe
-from hoglib.auditing.problem import Problem, ReproducibleLoss, check_arguments, reproducible
+from hoglib.auditing.problem import (
+    Observations,
+    Problem,
+    ReproducibleLoss,
+    check_arguments,
+    observe,
+    reproducible,
+)
 from hoglib.auditing.routes import (
     AUTO,
     FIRST,
@@ -28,19 +33,20 @@ from hoglib.auditing.routes import (
     THIRD,
     Checker,
     CheckResult,
+    Fault,
+    RecordedCall,
     Route,
+    StopGradient,
     requested_routes,
 )  # fmt: skip
-from hoglib.auditing.stop_gradients import StopGradient
 from hoglib.errors import HoglibError
 from hoglib.functional import FunctionalLoss
 from hoglib.stand_ins.mode import stand_in_of, stand_ins_if
 from hoglib.verification.api import verify
-from hoglib.verification.call import name_of
+from hoglib.verification.attribution import detached_copy, is_culprit
+from hoglib.verification.call import exact_products, name_of
 from hoglib.verification.entry_points import no_examination
-from hoglib.verification.fix_hints import detached_copy, is_culprit
 from hoglib.verification.report import CULPRIT, Report, Row
-from hoglib.verification.rounding import exact_products
 
 
 def audit(

@@ -1,17 +1,29 @@
-"""The derivatives that `audit` checks, each as a function of leaves and directions, and their
-comparison with central differences."""
+"""The derivatives that `audit` checks, each as a function of leaves and directions; their comparison
+with central differences; and which calls lose one, found by checking each call by itself."""
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from math import inf, nan
+from types import FunctionType
 from typing import Any, NamedTuple, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd import Function
 from torch.func import grad, jacrev, jvp, vmap
+from torch.overrides import TorchFunctionMode
 
-from hoglib._core import pytree, validation
+from hoglib._core import pytree, source_location
 from hoglib._core.autograd import Vector, dense, fresh_leaves
+from hoglib._core.detachment import (
+    ALIASES,
+    ESCAPES,
+    VALUE_INDEPENDENT,
+    name_of_call,
+    uses_only_metadata,
+)
 from hoglib._core.element_differences import random_like
 from hoglib._core.finite_differences import (
     both_sides,
@@ -19,8 +31,140 @@ from hoglib._core.finite_differences import (
     gradient_function,
     steps,
 )
-from hoglib.auditing.stop_gradients import StopGradientReplay
-from hoglib.errors import ArgumentTypeError, ArgumentValueError
+from hoglib._core.module_names import ModuleNames
+from hoglib._core.pytree import is_float
+from hoglib._core.source_location import SourceLine, caller_line, running_module, torch_call_line
+from hoglib._core.swap import call_with
+from hoglib._core.torch_internals import Applying, transforms_active, unwrap, watching_functions
+from hoglib.stand_ins.mode import without_override_check
+from hoglib.verification import call as calls
+from hoglib.verification.attribution import detached_copy
+from hoglib.verification.call import Call, is_part, real
+from hoglib.verification.comparison import some_of
+
+# Values that a function takes out of its graph are held constant while differences are taken.
+#
+# A target under no_grad, `x + (round(x) - x).detach()`, the vectors of spectral norm: autograd
+# holds them constant, and so must the differences that it is compared with. A mode records what
+# each call without a graph returns for arguments with a graph, and replays that at every other point.
+
+AUTOGRAD_CALLS = ("grad", "backward")  # they run Python code, which is seen call by call
+
+
+class CallMode(TorchFunctionMode, ABC):
+    """A mode that handles torch calls and custom Functions, not the calls in the forward of these.
+
+    of_composites: of the calls of a composite torch function, those that are handled instead of it.
+    Default: those that have a stand-in.
+    """
+
+    def __init__(self, of_composites: frozenset[str] | None = None) -> None:
+        super().__init__()
+        self._of_composites, self._applying = of_composites, Applying()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Inside, calls are handled."""
+        with watching_functions(self.on_function) as self._applying, self:
+            yield
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._applying.depth:
+            return func(*args, **kwargs)
+        name = name_of_call(func)
+        if isinstance(func, FunctionType) and name not in AUTOGRAD_CALLS:
+            inner = without_override_check(func, self._of_composites)
+            if inner is not None:
+                with self:
+                    return inner(*args, **kwargs)
+        return self.on_call(func, name, args, kwargs)
+
+    @abstractmethod
+    def on_call(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
+        """Runs a torch call."""
+
+    def on_function(self, function: type[Function], args: tuple[Any, ...]) -> None:
+        """Called with a custom Function before it runs."""
+
+
+class StopGradient(NamedTuple):
+    """One call that ended the graph, and the value that it returned."""
+
+    how: str
+    line: SourceLine | None
+    module: nn.Module | None  # the module that was running
+    value: Any
+
+
+@final
+class StopGradientReplay(CallMode):
+    """Records the stopped values of a function in its first run, and replays them in the others."""
+
+    def __init__(self) -> None:
+        super().__init__(frozenset({"detach"}))
+        self.found: list[StopGradient] = []
+        self.beyond = False  # whether there is one inside a transform, which cannot be replayed
+        self._recorded, self._next = False, 0
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """The context for a run of the function with a graph, without its backward."""
+        self._next = 0
+        if not self._recorded:
+            self.found.clear()
+        with self.watching():
+            yield
+        self._recorded = True
+
+    def on_call(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
+        graphed = any(map(_has_graph, pytree.leaves((args, kwargs))))
+        result = func(*args, **kwargs)
+        if not graphed or name in VALUE_INDEPENDENT or uses_only_metadata(name, args):
+            return result
+        if name in AUTOGRAD_CALLS and kwargs.get("create_graph"):
+            return result
+        if name in ESCAPES:
+            return self._hold(ESCAPES[name], result) if _is_value(result) else result
+        made = [y for y in pytree.leaves(result) if is_float(y)]
+        if not made or any(map(_has_graph, made)):
+            return result
+        if name in ALIASES:
+            return self._hold(ALIASES[name], result)
+        how = "without a graph" if torch.is_grad_enabled() else "under torch.no_grad"
+        held = self._hold(f"`{name}` {how}", result)
+        if held is not result:  # the call may have written its result to a buffer
+            with torch.no_grad():
+                for y, value in zip(made, filter(is_float, pytree.leaves(held)), strict=True):
+                    y.copy_(value)
+        return result
+
+    def _hold(self, how: str, result: Any) -> Any:
+        """Record the result in the first run; return the recorded one in the others."""
+        if transforms_active():
+            self.beyond = True
+            return result
+        if not self._recorded:
+            line, module = source_location.torch_call_line(), source_location.running_module()
+            value = pytree.map_tensors(lambda x: x.detach().clone(), result)
+            self.found.append(StopGradient(how, line, module, value))
+            return result
+        if self._next >= len(self.found) or self.found[self._next].how != how:
+            raise RuntimeError("at another point the function makes other calls")
+        value = self.found[self._next].value
+        self._next += 1
+        return pytree.map_tensors(torch.clone, value)
+
+
+def _has_graph(x: Any) -> bool:
+    """Whether autograd records what is computed from x; the wrappers of torch.func do not say so."""
+    return is_float(x) and bool(x.requires_grad or unwrap(x).requires_grad)
+
+
+def _is_value(result: Any) -> bool:
+    """A number or an array of numbers, rather than an address."""
+    return isinstance(result, float | complex | list) or type(result).__module__ == "numpy"
+
 
 Scalar = Callable[..., Tensor]  # a scalar function of leaves
 # What a route computes, as part of a sentence.
@@ -59,19 +203,10 @@ def requested_routes(names: object) -> list[Route]:
     """The routes with these keys or titles; for None the one that hvp(mode="auto") takes."""
     if names is None:
         return [AUTO]
-    given = [names] if isinstance(names, str) else names
     known = {name: route for route in ROUTES for name in (route.title, route.key)}
     known |= {"auto": AUTO, "rrr": THIRD}
-    if not isinstance(given, list | tuple | set | frozenset) or not given:
-        raise ArgumentTypeError(
-            f"routes: expected some of {', '.join(route.key for route in ROUTES)}, got "
-            f"{validation.describe(names)}."
-        )
-    for name in given:
-        if not isinstance(name, str) or name not in known:
-            raise ArgumentValueError(f"routes: expected some of {', '.join(known)}, got {name!r}.")
-    chosen = {known[name].key for name in given}
-    return [route for route in ROUTES if route.key in chosen]
+    chosen = some_of("routes", names, known, [route.key for route in ROUTES])
+    return [route for route in ROUTES if route in chosen]
 
 
 def gradient(f: Scalar, leaves: Vector, v: Vector, w: Vector) -> Vector:
@@ -81,32 +216,21 @@ def gradient(f: Scalar, leaves: Vector, v: Vector, w: Vector) -> Vector:
 
 def _gradient(f: Scalar, own: Vector) -> Vector:
     """grad f with its graph."""
-    return _vjp([f(*own)], own, [own[0].new_ones(())], create_graph=True)
-
-
-def _vjp(outputs: Vector, own: Vector, v: Vector, *, create_graph: bool = False) -> Vector:
-    """d <outputs, v> / d own; an output without a graph is a constant, as it is to autograd."""
-    pairs = [(y, u.to(y)) for y, u in zip(outputs, v, strict=True) if y.requires_grad]
-    if not pairs:
-        return [torch.zeros_like(x) for x in own]
-    given = [[*part] for part in zip(*pairs, strict=True)]
-    found = torch.autograd.grad(
-        given[0], own, given[1], create_graph=create_graph, materialize_grads=True
-    )
-    return list(found)
+    value = f(*own)
+    return calls.grad([value], own, [torch.ones_like(value)], create_graph=True)
 
 
 def reverse_over_reverse(f: Scalar, leaves: Vector, v: Vector, w: Vector) -> Vector:
     """d <grad f, v> / d leaves."""
     own = fresh_leaves(leaves, False)
-    return _vjp(_gradient(f, own), own, v)
+    return calls.grad(_gradient(f, own), own, v)
 
 
 def third_order(f: Scalar, leaves: Vector, v: Vector, w: Vector) -> Vector:
     """d <H v, w> / d leaves, reverse three times."""
     own = fresh_leaves(leaves, False)
-    product = _vjp(_gradient(f, own), own, v, create_graph=True)
-    return _vjp(product, own, w)
+    product = calls.grad(_gradient(f, own), own, v, create_graph=True)
+    return calls.grad(product, own, w)
 
 
 def forward_over_reverse(f: Scalar, leaves: Vector, v: Vector, w: Vector) -> Vector:
@@ -351,3 +475,231 @@ def scale(x: Tensor) -> float:
     """The root mean square of a tensor, which steps are relative to; 0.01 for a tensor of zeros."""
     size = float(x.norm()) / max(x.numel(), 1) ** 0.5
     return size if size > 1e-8 and size == size else 0.01
+
+
+# Locates the module, and the operation in it, that loses a derivative.
+#
+# The loss calls modules, and each of them modules, torch functions and custom Functions. A call is a
+# function of its inputs x, its parameters p and the gradient u that comes in, f(x, p, u) = <u, y(x,
+# p)>. If a derivative of the whole loss is wrong, so is that of one of the calls that it makes,
+# then that of one of the calls in it, down to a call whose own calls are all right.
+
+MAX_OPERATIONS = 40  # in one module's own code
+
+
+@final
+@dataclass
+class RecordedCall:
+    """A call of a module, or an operation: a torch function or a custom Function; or the whole loss."""
+
+    module: nn.Module | None = None  # of an operation, the module whose code makes it
+    operation: str = ""  # its name
+    run: Callable[..., Any] | None = None
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    parameters: dict[str, Tensor] = field(default_factory=dict)  # of a module
+    line: SourceLine | None = None
+    function: type[Function] | None = None
+    parts: dict[Any, "RecordedCall"] = field(default_factory=dict)
+
+    @property
+    def operations(self) -> list["RecordedCall"]:
+        """Those of its own code, not of the modules that it calls."""
+        return [part for part in self.parts.values() if part.operation]
+
+
+class Fault(NamedTuple):
+    """A module call that loses a derivative, though none of the modules in it does."""
+
+    call: RecordedCall
+    result: CheckResult
+    operations: list[RecordedCall]  # those of its own code that lose it
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module whose code makes the operations; another module may have called its method."""
+        owners = {id(op.module): op.module for op in self.operations}
+        (owner,) = owners.values() if len(owners) == 1 else (None,)
+        return owner or self.call.module
+
+
+@final
+class Locator:
+    """Finds the faults among the calls of a loss.
+
+    run: runs the whole loss inside a context. initial_state: the context in which a module, or the
+    loss, gives the same value in every run.
+    """
+
+    def __init__(
+        self,
+        names: ModuleNames,
+        run: Callable[[AbstractContextManager[None]], Any],
+        initial_state: Callable[[nn.Module | None], AbstractContextManager[None]],
+    ) -> None:
+        self._root, self._initial_state = record_calls(names, run), initial_state
+        self._checkers: dict[int, Checker | None] = {}
+
+    def find(self, route: Route, result: CheckResult) -> Iterator[Fault]:
+        """The faults behind a derivative of the whole loss that is wrong or raises, one for each
+        module."""
+        found: set[int] = set()
+        # where a derivative raises, it is enough to look for what raises
+        for fault in self._descend(self._root, route, result, result.raised is None):
+            if id(fault.module) not in found:
+                found.add(id(fault.module))
+                yield fault
+
+    def _descend(
+        self, call: RecordedCall, route: Route, result: CheckResult, compare: bool
+    ) -> Iterator[Fault]:
+        fault_below, operations = False, []
+        for part in call.parts.values():
+            checker = self._checker(part, call)
+            of_part = checker.check(route, compare=compare) if checker else None
+            if of_part is None or not of_part.at_fault:
+                continue
+            if part.operation:
+                operations.append(part)
+            else:
+                fault_below = True
+                yield from self._descend(part, route, of_part, compare)
+        if operations or not fault_below:
+            yield Fault(call, result, operations)
+
+    def _checker(self, call: RecordedCall, parent: RecordedCall) -> Checker | None:
+        """None for a call that cannot be run by itself, or that has no variables."""
+        if id(call) not in self._checkers:
+            self._checkers[id(call)] = None
+            module = parent.module if call.operation else call.module
+            function: Any = call.run
+
+            def run(args: Any, kwargs: Any, parameters: dict[str, Tensor]) -> list[Tensor]:
+                with self._initial_state(module):
+                    if call.operation:
+                        return _float_tensors(function(*args, **kwargs))
+                    return _float_tensors(call_with(function, parameters, *args, **kwargs))
+
+            with suppress(Exception):  # it cannot be run by itself
+                f, leaves = _as_scalar_function(run, (call.args, call.kwargs, call.parameters))
+                if leaves:
+                    self._checkers[id(call)] = Checker(f, leaves, StopGradientReplay())
+        return self._checkers[id(call)]
+
+
+def _as_scalar_function(
+    run: Callable[..., list[Tensor]], inputs: tuple[Any, ...]
+) -> tuple[Scalar, Vector]:
+    """<u, run(inputs)> as a function of the inputs that require grad and of u; and the values of these,
+    none if nothing depends on them."""
+    call = Call(run, inputs, dtype=None)
+    call.clone = True  # run may change its inputs in place
+    first = call.run_with_grad() if any(map(_requires_grad, pytree.leaves(inputs))) else []
+    which = [i for i, y in enumerate(first) if y.requires_grad and y.numel()]
+    random = torch.Generator("cpu").manual_seed(1)
+    u = [random_like(real(first[i].detach()), random) for i in which]
+    outputs, count = call.map(which), len(call.point)
+
+    def f(*values: Tensor) -> Tensor:
+        pairs = zip(outputs(*values[:count]), values[count:], strict=True)
+        return pytree.sum_scalars([(y * weights).sum() for y, weights in pairs])
+
+    return f, [*call.point, *u] if u else []
+
+
+def _float_tensors(value: Any) -> list[Tensor]:
+    """The floating-point tensors of an output, also those in objects that are no pytrees."""
+    found = []
+    for leaf in pytree.leaves(value):
+        inside = vars(leaf) if hasattr(leaf, "__dict__") and not isinstance(leaf, Tensor) else {}
+        found += [leaf, *pytree.leaves(dict(inside))]
+    return [y for y in found if is_float(y)]
+
+
+def record_calls(
+    names: ModuleNames, run: Callable[[AbstractContextManager[None]], Any]
+) -> RecordedCall:
+    """The tree of calls in a run, with copies of their arguments."""
+    stack = [root := RecordedCall()]
+
+    def start(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        call = RecordedCall(module)
+        if not transforms_active():  # whose tensors cannot be copied
+            call.run = module
+            call.args, call.kwargs = detached_copy((args, kwargs))
+            # a loss substitutes plain tensors for the parameters that it was given
+            call.parameters = {
+                name: p.detach().requires_grad_()
+                for name, p in module.named_parameters()
+                if p.requires_grad and not isinstance(p, nn.Parameter)
+            }
+        stack[-1].parts[len(stack[-1].parts)] = call
+        stack.append(call)
+
+    def end(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if len(stack) > 1 and stack[-1].module is module:
+            stack.pop()
+
+    @contextmanager
+    def hooks() -> Iterator[None]:
+        with ExitStack() as stack:
+            for module in {id(module): module for module in names.modules()}.values():
+                if not isinstance(module, torch.jit.ScriptModule):
+                    before = module.register_forward_pre_hook(start, prepend=True, with_kwargs=True)
+                    after = module.register_forward_hook(end, with_kwargs=True)
+                    stack.callback(before.remove)
+                    stack.callback(after.remove)
+            yield
+
+    recorder = _OperationRecorder(lambda: stack[-1].parts)
+    # the check reports an error; the calls until then are known
+    with suppress(Exception), recorder.watching():
+        run(hooks())
+    return root
+
+
+@final
+class _OperationRecorder(CallMode):
+    """Records the outermost torch calls that map tensors with a graph to tensors with a graph, and
+    custom Functions; each kind of call once.
+
+    parts: those of the module that is running.
+    """
+
+    def __init__(self, parts: Callable[[], dict[Any, RecordedCall]]) -> None:
+        super().__init__()
+        self._parts = parts
+
+    def on_function(self, function: type[Function], args: tuple[Any, ...]) -> None:
+        if not is_part(function):
+            call = RecordedCall(
+                run=function.apply, operation=function.__qualname__, function=function
+            )
+            self._record(call, (args, {}), caller_line())
+
+    def on_call(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
+        call = key = None
+        if any(map(_requires_grad, pytree.leaves((args, kwargs)))):
+            call = RecordedCall(run=func, operation=name or str(func))
+            key = self._record(call, (args, kwargs), torch_call_line())
+        result = func(*args, **kwargs)
+        made = any(map(_requires_grad, pytree.leaves(result)))
+        if call is not None and not made and self._parts().get(key) is call:
+            del self._parts()[key]
+        return result
+
+    def _record(self, call: RecordedCall, inputs: Any, line: SourceLine | None) -> Any:
+        """Keep a call, unless one like it is kept, or its tensors cannot be copied."""
+        parts = self._parts()
+        tensors = pytree.tensors(inputs)
+        key = call.operation, line, tuple((tuple(x.shape), x.dtype) for x in tensors)
+        full = sum(bool(part.operation) for part in parts.values()) >= MAX_OPERATIONS
+        if not (key in parts or full or transforms_active()):
+            call.args, call.kwargs = detached_copy(inputs)
+            call.line, call.module = line, running_module()
+            parts[key] = call
+        return key
+
+
+def _requires_grad(x: Any) -> bool:
+    return is_float(x) and bool(x.requires_grad)

@@ -192,9 +192,9 @@ class Compiled:
                 with examined_functions(self.name):
                     self._precheck(*args, **kwargs)
                 checked = value_checks_off()
-            with checked, examined_functions(self.name) as met:
+            with checked, examined_functions(self.name) as functions:
                 entry, lifted = capture(self, form, tensors)
-                if met is not None and met.only_traced:
+                if functions is not None and functions.only_traced:
                     with preserve_random_state():
                         self.on_tensors(form)(*tensors)
             self._graphs.by_signature.setdefault(form.key, []).append(entry)

@@ -42,8 +42,8 @@ from hoglib.curvature.reproducibility import Determinism, Symmetry, close
 from hoglib.curvature.vector_space import Space
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, NondeterministicError
 from hoglib.ring import ring
+from hoglib.verification.call import HalfWatch
 from hoglib.verification.entry_points import examined_functions
-from hoglib.verification.rounding import HalfWatch
 
 Tree = Any
 MEMORY_LIMIT = 2 * 2**30

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,29 +16,33 @@ from hoglib._core.source_location import error_line, format_error
 from hoglib._core.state import preserve_random_state
 from hoglib._core.swap import keep_swapped
 from hoglib.errors import HoglibError
-from hoglib.verification import (
-    circumstances,
-    comparison,
-    contract,
-    elsewhere,
-    fix_hints,
-    side_effects,
+from hoglib.verification import attribution, contract
+from hoglib.verification.call import PrecisionWatch, exact_products, name_of
+from hoglib.verification.call_variants import VALUE, reference_rows, variant_rows
+from hoglib.verification.comparison import (
+    NATURAL,
+    Bounds,
+    Discrepancy,
+    Options,
+    parse_modes,
+    parse_orders,
 )
-from hoglib.verification.call import name_of
-from hoglib.verification.circumstances import Baseline
-from hoglib.verification.comparison import Discrepancy
-from hoglib.verification.derivatives import Derivatives
+from hoglib.verification.contract import preserved_grads
+from hoglib.verification.derivatives import FIRST, Derivatives
 from hoglib.verification.entry_points import no_examination
-from hoglib.verification.examination import applied, examine
-from hoglib.verification.options import Bounds, Options, parse_modes, parse_orders
-from hoglib.verification.report import ORDINALS, Report, Row
-from hoglib.verification.rounding import PrecisionWatch, exact_products
-from hoglib.verification.side_effects import preserved_grads
-from hoglib.verification.structures import choices, structures
-from hoglib.verification.subject import Subject, as_function, lifted
+from hoglib.verification.examination import applied, examine, other_points_rows
+from hoglib.verification.report import MODES, ORDINALS, Report, Row
+from hoglib.verification.subject import (
+    Chosen,
+    Subject,
+    as_function,
+    choices,
+    lifted,
+    structures,
+)
 
-FIRST = "first derivative: reverse"
 OTHER_DIRECTIONS = "first derivative: other directions"
+OTHER_VALUES = "second derivative: other values"
 ALONE = "second derivative: of"
 HIDDEN = (
     "Here the share that is lost is less than the noise of differences in float32, which is why the "
@@ -159,10 +164,10 @@ def _report(
 ) -> Report:
     """The report of all checks, with the causes of failures first."""
     name = name_of(fn)
-    told = []
+    noted = []
     if (module := lifted(fn, inputs)) is not None:
         fn, inputs, row = module
-        told.append(row)
+        noted.append(row)
     try:
         subject = Subject(fn, inputs)
     except HoglibError:
@@ -170,9 +175,9 @@ def _report(
     except Exception as error:
         return Report(name, [Row("runs", "fail", None, _why_not_run(error))])
     rows = list(_rows(subject, reference, options.in_dtype(subject.dtype)))
-    culprits = [row for row in rows if fix_hints.is_culprit(row)]
-    others = (row for row in rows if not fix_hints.is_culprit(row))
-    return Report(name, [*culprits, *told, *others])
+    culprits = [row for row in rows if attribution.is_culprit(row)]
+    others = (row for row in rows if not attribution.is_culprit(row))
+    return Report(name, [*culprits, *noted, *others])
 
 
 def _why_not_run(error: Exception) -> str:
@@ -212,106 +217,118 @@ def _rows(
         )  # fmt: skip
     elif 1 in options.orders:
         known = list(_guarded(FIRST, "warn", derivatives.first_order()))
-        status = next((row.status for row in known if row.name == FIRST), "fail")
-        if status != "pass":
-            found = _structured(subject, points, options, derivatives) if status == "fail" else None
-            found = found or _gauged(subject, points, options, status)
-            derivatives, known = found or (derivatives, known)
+        status = _status(known, FIRST, "fail")
+        found = status != "pass" and _restricted(subject, points, options, derivatives, status)
+        derivatives, known = found or (derivatives, known)
         yield from known
     for order in (2, 3, 4):
         if order in options.orders:
             name = f"{ORDINALS[order]} derivative: reverse-over-reverse"
             judged = list(_guarded(name, "warn", derivatives.higher_order(order)))
-            status = next((row.status for row in judged if row.name == name), "pass")
+            status = _status(judged, name, "pass")
             again = order == 2 and 1 in options.orders and not options.surrogate
             if again and status in ("warn", "fail") and subject.call.gauge is None:
-                found = None
-                if status == "fail" and not subject.kept:
-                    found = _structured(subject, points, options, derivatives)
                 # signs that change from point to point may agree in the first derivative by chance
-                found = found or _gauged(subject, points, options, "warn", second=status)
-                if found is not None:
+                found = _restricted(subject, points, options, derivatives, "warn", second=status)
+                if found:
                     derivatives, first_rows = found
                     judged = [first_rows[-1], *derivatives.higher_order(order)]
             yield from judged
             right = order == 2 and all(row.status in ("pass", "skip") for row in judged)
-            if right and not options.surrogate and as_function(subject.fn) is not None:
-                yield from _guarded(elsewhere.NAME, "skip", elsewhere.rows(subject, options))
-            elif right and not options.surrogate and _rounds(subject):
-                yield from _guarded(ALONE, "skip", _alone(subject))
+            if right and not options.surrogate:
+                if as_function(subject.fn) is not None:
+                    yield from _guarded(OTHER_VALUES, "skip", _other_values(subject, options))
+                elif _rounds(subject):
+                    yield from _guarded(ALONE, "skip", _alone(subject))
     differences = derivatives.found
-    rows = fix_hints.attribution_rows(subject, points[-1], differences)
-    yield from _guarded("attribution", "skip", rows)
+    causes = [attribution.attribution_rows(subject, points[-1], differences)]
     first = differences.get(FIRST)
     if first is not None and first.wrong:
-        rows = fix_hints.forward_rows(subject, points[-1])
+        causes.append(attribution.forward_rows(subject, points[-1]))
+        causes += [] if options.surrogate else [attribution.value_rows(subject)]
+    for rows in causes:
         yield from _guarded("attribution", "skip", rows)
-        if not options.surrogate:
-            yield from _guarded("attribution", "skip", fix_hints.value_rows(subject))
     if reference is not None:
-        rows = comparison.reference_rows(subject, reference, points, surrogate=options.surrogate)
-        yield from _guarded(comparison.VALUE, "warn", rows)
+        rows = reference_rows(subject, reference, points, surrogate=options.surrogate)
+        yield from _guarded(VALUE, "warn", rows)
     rows = _contract_rows(subject, options, differences)
     contract_rows = list(_guarded("contract", "skip", rows))
     yield from contract_rows
     changes = any("in-place" in row.name and row.status == "fail" for row in contract_rows)
-    for row in _circumstance_rows(subject, points[-1], options):
+    for row in variant_rows(subject, points[-1], options):
         if changes and row.status == "fail":
             text = "not judged: it changes tensors in place, which makes this check meaningless."
             row = row._replace(status="skip", text=text)
         yield row
 
 
+def _status(rows: Iterable[Row], name: str, default: str) -> str:
+    return next((row.status for row in rows if row.name == name), default)
+
+
+# Derivatives, and the rows of the first ones
+Restricted = tuple[Derivatives, list[Row]]
+
+
+def _restricted(
+    subject: Subject, points: list[list[Tensor]], options: Options, without: Derivatives,
+    first: str, second: str | None = None,
+) -> Restricted | None:  # fmt: skip
+    """The derivatives along directions that keep a structure of the arguments, or with the phases
+    of the outputs fixed, if they are right then.
+
+    without: the derivatives without that. first, second: the status of the first derivative, and of the
+    second one, if that is why.
+    """
+    found = None
+    if (second or first) == "fail" and not subject.kept:
+        found = _structured(subject, points, options, without)
+    return found or _gauged(subject, points, options, first, second)
+
+
 def _structured(
     subject: Subject, points: list[list[Tensor]], options: Options, without: Derivatives
-) -> tuple[Derivatives, list[Row]] | None:
-    """The first derivatives along directions that keep a structure of the arguments, if they are right
-    then; where the first ones of all directions are, the second ones have to be right, too.
-
-    without: the derivatives along all directions.
-    """
+) -> Restricted | None:
+    """Where the first derivatives along all directions are right, the second ones have to be right,
+    too."""
     name, off = next((n, one) for n, one in without.found.items() if one.wrong)
     if off.raised is not None:
         return None
-    found = None
+    kept: Chosen = {}
+    rows: list[Row] = []
     for chosen in choices(structures(subject.call)):
-        with subject.keeping(chosen):
-            derivatives = Derivatives(subject, points, options)
-            with suppress(Exception):  # the original rows stand
-                rows = list(derivatives.first_order())
-                if next(row for row in rows if row.name == FIRST).status == "pass":
-                    right = derivatives.are_right()
-                    if right or (name == FIRST and found is None):
-                        found = chosen, rows
-                    if right:
-                        break
-    if found is None:
-        return None
-    subject.kept, rows = found
-    with subject.keeping(subject.kept):
+        subject.restrict(chosen)
         derivatives = Derivatives(subject, points, options)
+        with suppress(Exception):  # the original rows stand
+            found = list(derivatives.first_order())
+            if _status(found, FIRST, "") == "pass":
+                right = derivatives.are_right()
+                if right or (name == FIRST and not kept):
+                    kept, rows = chosen, found
+                if right:
+                    break
+    subject.restrict(kept)
+    if not kept:
+        return None
+    derivatives = Derivatives(subject, points, options)
     derivatives.found[FIRST] = Discrepancy()
-    what = " and ".join(f"{subject.names[j]} {one.name}" for j, one in subject.kept.items())
+    what = " and ".join(f"{subject.names[j]} {one.name}" for j, one in kept.items())
     text = LEAVING.format(which=name.split(":")[0], kept=what, wrong=off.wrong)
     return derivatives, [*rows, Row(OTHER_DIRECTIONS, "warn", off.error, text)]
 
 
 def _gauged(
-    subject: Subject, points: list[list[Tensor]], options: Options, status: str, *,
-    second: str | None = None,
-) -> tuple[Derivatives, list[Row]] | None:  # fmt: skip
-    """The first derivatives with the phases of the outputs fixed, if they are right then.
-
-    status: of the first derivative without. One that depends on the signs that an algorithm chooses
-    has no derivative where they change, so that nothing can be compared. second: that of the second
-    derivative without, which has to be right with them, or wrong beyond doubt where it was not judged.
-    """
-    for gauge in subject.gauges(real_too=status == "warn"):
-        subject.fix_gauge(gauge)
+    subject: Subject, points: list[list[Tensor]], options: Options, first: str, second: str | None
+) -> Restricted | None:
+    """A first derivative that depends on the signs that an algorithm chooses does not exist where they
+    change, so that nothing can be compared. The second one has to be right with fixed ones, or wrong
+    beyond doubt where it was not judged without."""
+    for gauge in subject.gauges(real_too=first == "warn"):
+        subject.restrict(subject.kept, gauge)
         derivatives = Derivatives(subject, points, options)
         with suppress(Exception):  # the original rows stand
             rows = list(derivatives.first_order())
-            right = next(row for row in rows if row.name == FIRST).status == "pass"
+            right = _status(rows, FIRST, "") == "pass"
             if right and second is not None:
                 right = derivatives.are_right() or (
                     second == "warn"
@@ -319,8 +336,27 @@ def _gauged(
                 )
             if right:
                 return derivatives, [*rows, PHASES]
-    subject.fix_gauge(None)
+    subject.restrict(subject.kept)
     return None
+
+
+def _other_values(subject: Subject, options: Options) -> Iterator[Row]:
+    """The second derivative at other values, where a Function may take another branch."""
+    bounds = options.bounds._replace(natural=NATURAL)
+    options = replace(options, orders=(1, 2), modes=(MODES["rr"],), bounds=bounds)
+    wrong = other_points_rows(subject, options)
+    if wrong is None:
+        text = "it, or its first derivative, is not known at values of other signs and sizes."
+        yield Row(OTHER_VALUES, "skip", None, text)
+    elif not wrong:
+        yield Row(OTHER_VALUES, "pass")
+    else:
+        failed, *causes = wrong
+        text = (
+            "At values of other signs and sizes than the inputs, where the first derivative is right, "
+            f"{failed.text.rstrip('.')}. {' '.join(one.text for one in causes[:2])}"
+        )
+        yield Row(OTHER_VALUES, "fail", failed.error, text)
 
 
 def _alone(subject: Subject) -> Iterator[Row]:
@@ -373,37 +409,11 @@ def _contract_rows(
     subject: Subject, options: Options, found: Mapping[str, Discrepancy]
 ) -> Iterator[Row]:
     """The contract of each Function that is applied."""
-    yield side_effects.constants_row(subject, found)
+    yield contract.constants_row(subject, found)
     several = len(subject.applications) > 1
     for app in subject.applications:
         for row in contract.check(app, surrogate=options.surrogate):
             yield row._replace(name=f"{app.function.__name__}: {row.name}") if several else row
-
-
-def _circumstance_rows(subject: Subject, x: list[Tensor], options: Options) -> Iterator[Row]:
-    """The derivatives in other circumstances: subsets of inputs, layouts, dtypes, vmap, ..."""
-    try:
-        base, at_inputs = Baseline(subject, x), Baseline(subject, subject.x)
-    except Exception:  # the first derivative raises, which its row says
-        return
-    points = [x, subject.perturbed_point(), subject.perturbed_point()]
-    checks: list[Callable[[], Row | Iterable[Row]]] = [
-        lambda: circumstances.finite(at_inputs),
-        lambda: circumstances.with_graph(base),
-        lambda: circumstances.deterministic(base, options),
-        lambda: circumstances.state(base),
-        lambda: _subset_rows(base),
-        lambda: circumstances.outputs_alone(base, options),
-        lambda: circumstances.layouts(base),
-        lambda: circumstances.in_float32(base),
-        lambda: circumstances.vmapped(subject, points, base.u),
-    ]
-    for check in checks:
-        try:
-            found = check()
-            yield from [found] if isinstance(found, Row) else list(found)
-        except Exception as error:  # other rows name the cause
-            yield Row("circumstances", "skip", None, f"not compared: {format_error(error)}")
 
 
 def _guarded(name: str, status: str, rows: Iterator[Row]) -> Iterator[Row]:
@@ -420,11 +430,3 @@ def not_judged(what: str, error: Exception) -> str:
     """What to say where a check raises, of which the function may not be the cause."""
     line = error_line(error)
     return f"not judged: {what}." + (f" A run of it ended at {line}." if line else "")
-
-
-def _subset_rows(base: Baseline) -> Iterator[Row]:
-    """Each subset of inputs, and what loses the second derivative of one."""
-    row, subset = circumstances.subsets(base)
-    if row.status == "fail" and subset:
-        yield from fix_hints.subset_rows(base.subject, base.x, subset)
-    yield row

@@ -1,4 +1,5 @@
-r"""Measures what each slot on ctx, and each call that leaves the graph, loses of a second derivative.
+r"""From a wrong derivative to the rows that name the cause: what each slot on ctx, each call that
+leaves the graph and each operation loses, at which line, and how to fix it.
 
 A backward is a function B(S_1, ..., S_n, g) of the slots of its context and of the incoming gradients.
 Along a direction v of the inputs its derivative is a sum over the slots,
@@ -11,31 +12,43 @@ plain functions with one slot taken from x +- h v. What autograd computes of it 
 backward as a plain function. The rest is what the slot loses. The same holds for a jvp.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.overrides import TorchFunctionMode
 
-from hoglib._core import pytree
+from hoglib._core import pytree, source_location
 from hoglib._core.detachment import DetachedGradient, DetachmentWatch
 from hoglib._core.element_differences import element_scales, random_like
 from hoglib._core.finite_differences import difference_quotient, steps
 from hoglib._core.pytree import is_float
+from hoglib._core.source_location import error_line, format_error
 from hoglib._core.state import same
 from hoglib._core.torch_internals import backward_rule, is_once_differentiable
+from hoglib.verification import call as calls
 from hoglib.verification import function_rules
-from hoglib.verification.call import laid_out_as, seed_all
+from hoglib.verification.call import Call, HalfWatch, laid_out_as, seed_all
+from hoglib.verification.comparison import Bounds, Discrepancy, Target, compared
+from hoglib.verification.derivatives import FIRST, ratio, stage
 from hoglib.verification.function_rules import Context, Record, Run, Slot, kind_of
-from hoglib.verification.rounding import HalfWatch
-from hoglib.verification.subject import Application, application
+from hoglib.verification.report import MODES, Mode, Row
+from hoglib.verification.subject import (
+    Application,
+    Subject,
+    application,
+    applications,
+    one_triangle,
+)
 
 LOST = {torch.float64: 1e-5, torch.float32: 2e-3}  # of the whole term: less is rounding
 LOST_NARROW = 0.03  # the same in other dtypes
 WORTH_SAYING = 1e-3  # of what is lost
 DRAWS = 4
+WITH_GRAPH = ("input", "output", "gradient")  # kinds of slots that autograd sees
 
 Moves = dict[int, Tensor]  # by argument
 
@@ -53,9 +66,9 @@ class Diagnosis(NamedTuple):
     kept: bool = True  # anything on the context
 
 
-def step_of(tensors: Iterable[Any]) -> float:
+def step_of(dtypes: Iterable[torch.dtype]) -> float:
     """The step of the differences, for the narrowest dtype."""
-    return max((steps("slot", x.dtype.to_real())[0] for x in tensors if is_float(x)), default=1e-5)
+    return max((steps("slot", dtype.to_real())[0] for dtype in dtypes), default=1e-5)
 
 
 def diagnose(app: Application, moves: Moves | None = None, *, in_jvp: bool = False) -> Diagnosis:
@@ -79,15 +92,20 @@ class _Attribution:
             i: random_like(app.args[i], self._random) * element_scales(app.args[i]) for i in app.by
         }
         self._inner: list[Application] = []
+        self._incoming_name = "tangent" if in_jvp else "grad_output"
+        self._moved: dict[str, Tensor] = {}  # the directions of the incoming gradients
         with HalfWatch() as watch:
             base = self._run(0.0)
             self._arguments = self._incoming(base)
             with suppress(Exception):  # reported by `diagnosis`
                 self._results(base.record, self._arguments)
-        given = [app.args[i].dtype.to_real() for i in app.by]
-        dtypes = given if watch.dtype is None else [*given, watch.dtype]
-        self._step = max(steps("slot", dtype)[0] for dtype in dtypes)
+        dtypes = [app.args[i].dtype.to_real() for i in app.by]
+        dtypes += [] if watch.dtype is None else [watch.dtype]
+        self._step = step_of(dtypes)
         self._least = max(LOST.get(dtype, LOST_NARROW) for dtype in dtypes)
+        for k, g in enumerate(self._arguments):
+            if g is not None:
+                self._moved[f"{self._incoming_name} {k}"] = random_like(g, self._random)
 
     # Running forward and backward.
 
@@ -98,6 +116,9 @@ class _Attribution:
         for i, v in self._v.items():
             args[i] = laid_out_as(args[i], args[i] + h * v)
         return self._app.run(args)
+
+    def _slots(self, h: float) -> dict[str, Any]:
+        return self._run(h).record.slots(in_jvp=self._in_jvp)
 
     def _incoming(self, run: Run) -> list[Tensor | None]:
         if not self._in_jvp:
@@ -112,20 +133,24 @@ class _Attribution:
         seed_all()
         context = Context(record, in_jvp=self._in_jvp)
         returned = function_rules.as_tuple(self._rule(context, *incoming))
-        if self._in_jvp:
-            return [r for r in returned if is_float(r)]
-        kept = [r for i, r in enumerate(returned) if i in self._app.by]
+        kept = [r for i, r in enumerate(returned) if self._in_jvp or i in self._app.by]
         return [r for r in kept if is_float(r)]
 
     # What each slot contributes, by differences.
 
     def _results_with_moved(self, labels: Sequence[str], h: float) -> list[Tensor]:
-        """The results of backward with some slots taken from a run at x + h v."""
+        """The results of backward with some slots taken from a run at x + h v, or incoming gradients
+        moved by h."""
         record, other = (self._as_saved(self._run(at)) for at in (0.0, h))
         slots, moved = (r.slots(in_jvp=self._in_jvp) for r in (record, other))
-        slots |= {label: moved[label] for label in labels}
+        slots |= {label: moved[label] for label in labels if label in moved}
+        incoming = list(self._arguments)
+        for k, g in enumerate(incoming):
+            label = f"{self._incoming_name} {k}"
+            if g is not None and label in labels:
+                incoming[k] = g + h * self._moved[label]
         with torch.no_grad():
-            return self._results(record.with_slots(slots, in_jvp=self._in_jvp), self._arguments)
+            return self._results(record.with_slots(slots, in_jvp=self._in_jvp), incoming)
 
     def _as_saved(self, run: Run) -> Record:
         """The record, with inputs and outputs that require grad, as autograd gives them to backward."""
@@ -136,17 +161,15 @@ class _Attribution:
                     x.requires_grad_()
         return run.record
 
-    def _terms(self, labels: Sequence[str]) -> dict[str, list[Tensor]]:
-        """The term of each slot, by central differences.
+    def _terms(self) -> dict[str, list[Tensor]]:
+        """The term of each slot and of each incoming gradient, by central differences.
 
         Slots that cannot be taken from another run alone, such as a tensor and the leaf of its graph,
         are moved together, and get equal shares of the term.
         """
         terms, alone = {}, []
-        above, below = (
-            self._run(h).record.slots(in_jvp=self._in_jvp) for h in (self._step, -self._step)
-        )
-        for label in labels:
+        above, below = self._slots(self._step), self._slots(-self._step)
+        for label in self._slots(0.0):
             if _is_same(above.get(label), below.get(label)):
                 continue
             try:
@@ -156,11 +179,10 @@ class _Attribution:
         with suppress(Exception):
             together = self._term(alone) if alone else []
             terms |= {label: [t / len(alone) for t in together] for label in alone}
-        return terms
+        return terms | {label: self._term([label]) for label in self._moved}
 
     def _term(self, labels: Sequence[str]) -> list[Tensor]:
-        ends = self._step, -self._step
-        above, below = (self._results_with_moved(labels, h) for h in ends)
+        above, below = (self._results_with_moved(labels, h) for h in (self._step, -self._step))
         return [slope.detach() for slope in difference_quotient(above, below, self._step)]
 
     # What autograd sees of it.
@@ -169,28 +191,26 @@ class _Attribution:
         self, watch: DetachmentWatch
     ) -> tuple[list[Tensor], dict[str, list[tuple[Tensor, Tensor]]]]:
         """The results of backward with their graph; each slot's leaves, and how they move along v."""
-        run, ends = self._run(0.0), (self._run(self._step), self._run(-self._step))
-        slots = run.record.slots(in_jvp=self._in_jvp)
-        moved = [end.record.slots(in_jvp=self._in_jvp) for end in ends]
+        run, moved = self._run(0.0), [self._slots(h) for h in (self._step, -self._step)]
         own = (*(run.inputs[i] for i in self._app.by), *run.outputs)
         owned = {id(t) for t in own if not run.record.is_silent(t)}
         leaves: dict[str, list[tuple[Tensor, Tensor]]] = {}
         held = {}
-        for label, value in slots.items():
+        for label, value in run.record.slots(in_jvp=self._in_jvp).items():
             flat, structure = pytree.flatten(value)
-            ends_flat = [pytree.leaves(m.get(label)) for m in moved]
+            ends = [pytree.leaves(m.get(label)) for m in moved]
             for n, leaf in enumerate(flat):
                 if is_float(leaf) and id(leaf) in owned:
-                    above, below = (f[n] for f in ends_flat)
+                    above, below = (f[n] for f in ends)
                     flat[n] = leaf.detach().clone().requires_grad_()
                     move = ((above - below) / (2 * self._step)).detach()
                     leaves.setdefault(label, []).append((flat[n], move))
             held[label] = pytree.unflatten(flat, structure)
         record = run.record.with_slots(held, in_jvp=self._in_jvp)
         incoming = [None if g is None else g.clone().requires_grad_() for g in self._arguments]
-        for k, g in enumerate(incoming):
-            if g is not None:
-                leaves[self._argument_name(k)] = [(g, random_like(g, self._random))]
+        given = [g for g in incoming if g is not None]
+        for (label, direction), g in zip(self._moved.items(), given, strict=True):
+            leaves[label] = [(g, direction)]
         with watch.outside_functions(self._apply), torch.enable_grad():
             results = self._results(record, incoming)
         return results, leaves
@@ -204,20 +224,13 @@ class _Attribution:
         if app is not None and function not in [other.function for other in self._inner]:
             self._inner.append(app)
 
-    def _argument_name(self, k: int) -> str:
-        return f"{'tangent' if self._in_jvp else 'grad_output'} {k}"
-
     def _measure_lost(
         self, repair: Iterable[DetachedGradient] = ()
     ) -> tuple[dict[str, float], float, DetachmentWatch]:
         """The loss of each slot and the whole term, root mean squares over random covectors."""
         watch = DetachmentWatch([(cut.how, cut.place) for cut in repair])
         seen, leaves = self._autograd_terms(watch)
-        labels = list(self._run(0.0).record.slots(in_jvp=self._in_jvp))
-        terms = self._terms(labels)
-        for label, pairs in leaves.items():
-            if label not in labels:
-                terms[label] = self._linear_term(label, pairs[0][1])
+        terms = self._terms()
         lost = dict.fromkeys(terms, 0.0)
         whole = 0.0
         for _ in range(DRAWS):
@@ -229,38 +242,18 @@ class _Attribution:
                 whole += expected**2
         return {k: (v / DRAWS) ** 0.5 for k, v in lost.items()}, (whole / DRAWS) ** 0.5, watch
 
-    def _linear_term(self, label: str, direction: Tensor) -> list[Tensor]:
-        """The term of an incoming gradient, by central differences."""
-        k = int(label.rsplit(" ", 1)[1])
-
-        def at(sign: float) -> list[Tensor]:
-            incoming = list(self._arguments)
-            g = incoming[k]
-            assert g is not None
-            incoming[k] = g + sign * self._step * direction
-            with torch.no_grad():
-                return self._results(self._as_saved(self._run(0.0)), incoming)
-
-        return [slope.detach() for slope in difference_quotient(at(1.0), at(-1.0), self._step)]
-
     def _terms_by_autograd(
         self, seen: list[Tensor], w: list[Tensor], leaves: dict[str, list[tuple[Tensor, Tensor]]]
     ) -> dict[str, float]:
-        pairs = [pair for part in leaves.values() for pair in part]
+        flat = [leaf for part in leaves.values() for leaf, _ in part]
         scalars = [(c * r).sum().real for c, r in zip(w, seen, strict=True) if r.requires_grad]
-        if not scalars or not pairs:
+        if not scalars or not flat:
             return {}
-        grads = torch.autograd.grad(
-            sum(scalars[1:], scalars[0]), [leaf for leaf, _ in pairs], retain_graph=True,
-            allow_unused=True,
-        )  # fmt: skip
-        by_leaf = {id(leaf): g for (leaf, _), g in zip(pairs, grads, strict=True)}
+        total = sum(scalars[1:], scalars[0])
+        grads = torch.autograd.grad(total, flat, retain_graph=True, materialize_grads=True)
+        by_leaf = {id(leaf): g for leaf, g in zip(flat, grads, strict=True)}
         return {
-            label: sum(
-                float((g.conj() * move).sum().real)
-                for leaf, move in part
-                if (g := by_leaf[id(leaf)]) is not None
-            )
+            label: sum(_dot([by_leaf[id(leaf)]], [move]) for leaf, move in part)
             for label, part in leaves.items()
         }
 
@@ -268,7 +261,6 @@ class _Attribution:
 
     def diagnosis(self) -> Diagnosis:
         """Measure the loss, and find what causes it."""
-        inner = self._inner
         try:
             lost, whole, watch = self._measure_lost()
         except Exception as error:
@@ -282,14 +274,14 @@ class _Attribution:
         size = max(whole, 1e-300)
         total = sum(lost.values())
         if total <= self._least * size:
-            return Diagnosis(0.0, [], [], self._once, None, inner)
+            return Diagnosis(0.0, [], [], self._once, None, self._inner)
         detached = self._harmful_detachments(watch.detached, total, size)
         slots = []
         for slot in self._describe_slots():
             slot.share = lost.get(slot.label, 0.0) / total
             if slot.share > max(WORTH_SAYING, self._least * size / total):
                 slots.append(slot)
-        return Diagnosis(total / size, slots, detached, self._once, None, inner)
+        return Diagnosis(total / size, slots, detached, self._once, None, self._inner)
 
     def _harmful_detachments(
         self, detached: list[DetachedGradient], total: float, size: float
@@ -303,9 +295,8 @@ class _Attribution:
             without = self._lost_after_repair([other for other in repairable if other is not cut])
             if without > least + max(0.01 * total, self._least * size):
                 guilty.append(cut)
-        others = [one for one in detached if not one.repairable]
-        if others and least > self._least * size:
-            guilty += others
+        if least > self._least * size:
+            guilty += [one for one in detached if not one.repairable]
         return guilty or (detached if self._lost_after_repair([]) > self._least * size else [])
 
     def _lost_after_repair(self, repair: list[DetachedGradient]) -> float:
@@ -315,8 +306,7 @@ class _Attribution:
             lost, _, _ = self._measure_lost(repair)
         except Exception:  # what was repaired does not run
             return 0.0
-        graphed = ("input", "output", "gradient")
-        return sum(value for label, value in lost.items() if kinds.get(label) in graphed)
+        return sum(value for label, value in lost.items() if kinds.get(label) in WITH_GRAPH)
 
     def _describe_slots(self) -> list[Slot]:
         """All slots and incoming gradients, with their kinds and the lines that saved them."""
@@ -328,8 +318,7 @@ class _Attribution:
             slot = Slot(label, kind, what, noted.name, noted.place, type(value).__name__)
             slot.graphed = any(t.requires_grad for t in pytree.tensors(value))
             slots.append(slot)
-        names = [self._argument_name(k) for k, g in enumerate(self._arguments) if g is not None]
-        return slots + [Slot(name, "gradient", name) for name in names]
+        return slots + [Slot(name, "gradient", name) for name in self._moved]
 
 
 def _is_same(a: Any, b: Any) -> bool:
@@ -341,3 +330,410 @@ def _is_same(a: Any, b: Any) -> bool:
 
 def _dot(w: list[Tensor], term: list[Tensor]) -> float:
     return sum(float((a.conj() * b).sum().real) for a, b in zip(w, term, strict=True))
+
+
+# Which Functions and operations are examined for a cause
+
+UNSEEN = "detached: unseen"  # a part is lost, and no call and no slot is known to lose it
+
+
+def attribution_rows(
+    subject: Subject, x: list[Tensor], found: Mapping[str, Discrepancy]
+) -> Iterator[Row]:
+    """A row for each culprit, if a second or third derivative is wrong."""
+    wrong = [name for name, one in found.items() if one.wrong and not name.startswith("first")]
+    if not wrong:
+        return
+    apps = _applications_in_motion(subject, x)
+    first = found.get(FIRST, Discrepancy())
+    over_forward = [name for name in wrong if name.endswith("over-forward")]
+    raised = [name for name, one in found.items() if one.raised is not None]
+    named = False
+    for app, moves in apps:
+        for in_jvp in (False, True):
+            if in_jvp and (not over_forward or not function_rules.offers_jvp(app.function)):
+                continue
+            if not in_jvp and over_forward == wrong:
+                continue
+            mode = "over-forward" if in_jvp else "reverse-over-reverse"
+            for row in _Rule(app, in_jvp, len(apps) > 1).rows(
+                moves, right_once=not first.wrong, raises=first.raised is not None,
+                raised=any(name.endswith(mode) for name in raised),
+            ):  # fmt: skip
+                named |= row.status == "fail"
+                yield row
+    if not named and not first.wrong:
+        yield from _operation_rows(subject, x, wrong)
+
+
+def forward_rows(subject: Subject, x: list[Tensor]) -> Iterator[Row]:
+    """Where the function itself leaves the graph, when its first derivative is wrong."""
+    watch = DetachmentWatch()
+    with watch.outside_functions():
+        subject.map(*(y.clone().requires_grad_() for y in x))
+    for detached in _together(watch.detached):
+        yield Row(
+            _detached(detached), "fail", None,
+            f"{subject.name} leaves the graph by {_shown(detached)}, so that the part of its "
+            "derivative through there is lost. Use the tensor itself; pass what is constant on "
+            "purpose as an input that does not require grad.",
+        )  # fmt: skip
+
+
+def value_rows(subject: Subject) -> Iterator[Row]:
+    """Which of several Functions has a wrong gradient."""
+    if len({app.function for app in subject.applications}) > 1:
+        for name, text in _wrong_alone(subject.applications):
+            yield Row(
+                f"{name}: culprit: backward", "fail", None,
+                f"the gradient of {name} itself is wrong: {text}",
+            )  # fmt: skip
+
+
+def subset_rows(subject: Subject, x: list[Tensor], subset: Sequence[int]) -> Iterator[Row]:
+    """The culprits when only some of a Function's inputs require grad."""
+    for app, moves in _applications_in_motion(subject, x):
+        if len(app.by) == len(x):
+            by = tuple(app.by[j] for j in subset)
+            moves = {i: move for i, move in (moves or {}).items() if i in by}
+            yield from _Rule(app._replace(by=by), False, False).rows(moves, right_once=True)
+
+
+def is_culprit(row: Row) -> bool:
+    """Whether a row names the cause of other failures."""
+    return row.status == "fail" and any(
+        word in row.name
+        for word in ("detached: ", "saved: ", "culprit: ", " applies ", "deterministic")
+    )
+
+
+def _applications_in_motion(
+    subject: Subject, x: list[Tensor]
+) -> list[tuple[Application, Moves | None]]:
+    """The Functions that the subject applies near its inputs, and how their arguments move along v."""
+    v = [random_like(y, subject.random) * element_scales(y) for y in x]
+
+    def at(h: float) -> list[Application]:
+        point = [(y + h * d).requires_grad_() for y, d in zip(x, v, strict=True)]
+        return applications(lambda: subject.map(*point))
+
+    step = step_of(y.dtype for y in x)
+    here, above, below = at(0.0), at(step), at(-step)
+    if not len(here) == len(above) == len(below):
+        return [(app, None) for app in here]
+
+    def moves(app: Application, p: Application, m: Application) -> Moves | None:
+        alike = p.by == m.by == app.by
+        if not alike or any(p.args[i].shape != m.args[i].shape for i in p.by):
+            return None
+        return {i: (p.args[i] - m.args[i]) / (2 * step) for i in app.by}
+
+    return [(one[0], moves(*one)) for one in zip(here, above, below, strict=True)]
+
+
+def _wrong_alone(apps: Sequence[Application]) -> Iterator[tuple[str, str]]:
+    """The Functions whose own gradient is wrong, and what is wrong with it."""
+    for app in apps:
+        try:
+            subject = Subject(app.function, app.leaves())
+            subject.find_outputs()
+            at = Target(subject.map, subject.x, subject.rows, subject.names)
+            one = compared(at.with_slopes(subject.random), "r", Bounds(), subject.random)
+        except Exception:  # the rows of derivatives say what it raises
+            continue
+        if one.wrong:
+            name = app.function.__name__
+            yield name, f"{one.wrong}{ratio(one)}. Verify {name} by itself."
+
+
+MOST = 200  # calls
+
+OWN = ("aten", "prim", "prims", "quantized", "_quantized", "torchvision", "mkldnn")
+
+
+def _operation_rows(subject: Subject, x: list[Tensor], wrong: list[str]) -> Iterator[Row]:
+    """A row for each torch operation that is wrong by itself in a mode that is wrong."""
+    with _Calls() as watch:
+        subject.map(*(y.clone().requires_grad_() for y in x))
+    seen: set[tuple[str, str]] = set()
+    for name in wrong:
+        mode = next(mode for mode in MODES.values() if name.endswith(mode.title))
+        for func, args, kwargs, place in watch.calls:
+            called = getattr(func, "__name__", str(func))
+            if (called, mode.key) in seen:
+                continue
+            seen.add((called, mode.key))
+            fault = _operation_fault(func, args, kwargs, mode, 3 if name.startswith("third") else 2)
+            if fault:
+                at = f" at {place}" if place else ""
+                library = getattr(func, "namespace", "aten")
+                whose, fix = "torch's own ", "Use another mode, or another operation."
+                if library not in OWN:
+                    whose = f"the custom op {library}::"
+                    fix = (
+                        "See what its torch.library.register_autograd gets: setup_context must save "
+                        "inputs and outputs themselves, not intermediates or detached copies, and "
+                        "backward must be of differentiable torch operations."
+                    )
+                yield Row(
+                    f"culprit: {called} in {mode.title}", "fail", None,
+                    f"{whose}{called}{at} is at fault: its derivative in {mode.title} is wrong or "
+                    f"missing: {fault}. {fix}",
+                )  # fmt: skip
+
+
+def _operation_fault(func: Any, args: Any, kwargs: Any, mode: Mode, order: int) -> str:
+    try:
+        call = Call(lambda a, k: func(*a, **k), (args, kwargs), None)
+        call.reseed = True
+        call.projections = {j: one.project for j, one in one_triangle(call).items()}
+        which = [i for i, y in enumerate(call.run_with_grad()) if is_float(y) and y.requires_grad]
+        random = torch.Generator().manual_seed(5)
+        names = [f"argument {j}" for j in range(len(call.point))]
+        first = Target(call.map(which), call.point, [f"result {i}" for i in which], names)
+        inner = stage(first, mode, order, lambda tensors: [random_like(t, random) for t in tensors])
+        at = inner.with_slopes(random)
+    except Exception:  # it has no derivative to judge in this mode
+        return ""
+    return compared(at, mode.key, Bounds(), random).wrong
+
+
+@final
+class _Calls(TorchFunctionMode):
+    """Collects the outermost torch calls that get and return tensors with a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, Any, source_location.SourceLine | None]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        graphed, made = (
+            any(is_float(x) and x.requires_grad for x in pytree.leaves(tree))
+            for tree in ((args, kwargs), result)
+        )
+        if graphed and made and len(self.calls) < MOST:
+            line = source_location.torch_call_line()
+            self.calls.append((func, detached_copy(args), detached_copy(kwargs), line))
+        return result
+
+
+def detached_copy(tree: Any) -> Any:
+    """A copy whose tensors are leaves, which require grad where the originals do."""
+    return pytree.map_tensors(
+        lambda x: x.detach().clone().requires_grad_(x.requires_grad and is_float(x)), tree
+    )
+
+
+# The rows that name a cause: what is lost, at which line, and the fix.
+
+ONCE = (
+    "is decorated with @once_differentiable, which detaches the gradient: a second derivative "
+    "raises, or is silently zero. Remove the decorator, which runs backward without a graph, and "
+    "compute backward by differentiable torch operations. Without it the second derivative {}."
+)
+
+FIXES = {
+    "alias": "Use the tensor itself: without a second derivative, backward runs without a graph "
+    "anyway, and the tensor costs nothing more.",
+    "escape": "A number or an array outside of torch has no graph. Stay in torch operations; or, for "
+    "NumPy, SciPy or C++ code, give it derivatives of its own with hog.ops.external.",
+    "off": "Leave gradients enabled in backward: autograd disables them itself if no second derivative "
+    "is asked for.",
+    "inner": "Give torch.autograd.grad create_graph=torch.is_grad_enabled(), and the tensors "
+    "themselves, not detached copies of them.",
+    "backward": "It accumulates into .grad, which has no graph. Return the results of "
+    "torch.autograd.grad(..., create_graph=torch.is_grad_enabled()), by the tensors themselves, not "
+    "detached copies of them.",
+    "write": "What is written there has no graph. Return a new tensor, computed by torch operations.",
+    "kernel": "Write it in differentiable torch operations, or wrap it in a Function of its own, whose "
+    "backward is its derivative.",
+}
+
+
+class _Rule(NamedTuple):
+    """A backward or a jvp that may lose a derivative, and the writer of the rows that say so."""
+
+    app: Application
+    in_jvp: bool
+    several: bool  # whether there are other Functions
+
+    @property
+    def name(self) -> str:
+        return "jvp" if self.in_jvp else "backward"
+
+    def row(self, name: str, text: str, share: float | None = None) -> Row:
+        """A row that begins with the rule."""
+        return self._row(name, f"{self.app.function.__name__}.{self.name} {text}", share)
+
+    def _row(self, name: str, text: str, share: float | None = None, status: str = "fail") -> Row:
+        prefix = f"{self.app.function.__name__}: " if self.several else ""
+        return Row(f"{prefix}{name}", status, share, text.rstrip())
+
+    def rows(
+        self, moves: Moves | None, *, right_once: bool, raises: bool = False, raised: bool = True
+    ) -> Iterator[Row]:
+        """The causes. right_once: whether the first derivative is right; raises: whether it raises;
+        raised: whether autograd raises in the mode in question, too."""
+        try:
+            found = diagnose(self.app, moves, in_jvp=self.in_jvp)
+        except Exception as error:
+            yield from self._not_attributed([], error)
+            return
+        if found.once:
+            still = found.lost or found.error
+            text = ONCE.format("would still be wrong, see below" if still else "is right")
+            yield self.row("detached: @once_differentiable", text)
+        if found.error is not None:
+            if found.once or raised or raises:
+                yield self._raised(found, found.error, always=raises and not self.in_jvp)
+            else:
+                yield from self._not_attributed([] if self.several else found.detached, found.error)
+            return
+        through = [slot for slot in found.slots if slot.kind in WITH_GRAPH]
+        lost = sum(slot.share for slot in through)
+        for cuts in _together(found.detached):
+            share = ""
+            if through:
+                what = " and ".join(map(_called, through))
+                share = (
+                    f" It loses {percent(lost)} of the missing second-order term, that of {what}."
+                )
+            more = f"; and {len(cuts) - 3} more" if len(cuts) > 3 else ""
+            text = f"leaves the graph by {_shown(cuts)}{more}.{share} {_fix(cuts[0])}"
+            yield self.row(_detached(cuts), text, lost or None)
+        made = [slot for slot in found.slots if slot.kind not in WITH_GRAPH]
+        if made:
+            yield self._saved(made)
+        inner = [*_wrong_alone(found.inner)] if right_once else []
+        for name, text in inner:
+            yield self.row(
+                f"{self.name} applies {name}",
+                f"applies {name}, whose own gradient is wrong: {text}",
+            )
+        if through and right_once and not (inner or found.detached or made):
+            yield self.row(
+                UNSEEN,
+                f"loses {percent(lost)} of the missing second-order term, that of "
+                f"{', '.join(map(_called, through))}, and ctx shows no reason. Does it call a "
+                "kernel of another library, write memory directly, or read what forward stored on "
+                f"the class or in a global? {FIXES['kernel']}",
+                lost,
+            )
+
+    def _not_attributed(self, seen: Sequence[DetachedGradient], error: Exception) -> Iterator[Row]:
+        """The rows where the probe raises and autograd does not: where backward leaves the graph, as
+        seen under autograd, and what was not judged."""
+        for cuts in _together(seen if seen or self.in_jvp else _cuts_under_autograd(self.app)):
+            yield self.row(_detached(cuts), f"leaves the graph by {_shown(cuts)}. {_fix(cuts[0])}")
+        line = error_line(error)
+        at = f" (it raises at {line})" if line else ""
+        text = (
+            f"not judged: which saved tensor loses the second derivative. {self.name} does not run "
+            f"as a plain function, outside of autograd{at}."
+        )
+        yield self._row("attribution", text, status="skip")
+
+    def _raised(self, found: Diagnosis, error: Exception, *, always: bool) -> Row:
+        """The row of a rule that raises, with a graph only or always."""
+        name = f"culprit: {self.name}" if always else f"detached: in {self.name}"
+        how = "" if always else "cannot be differentiated: with a graph it "
+        text = f"{how}raised {format_error(error)}."
+        if found.detached:
+            text += " It leaves the graph by " + "; by ".join(map(str, found.detached)) + "."
+        if not found.kept and not self.in_jvp:
+            text += " Nothing is saved: ctx.save_for_backward is never called."
+        advice, message = "", str(error)
+        if self.in_jvp and found.only_backward:
+            advice = (
+                "In a jvp ctx.saved_tensors are those of ctx.save_for_forward: call it in "
+                "setup_context too, with the same tensors."
+            )
+        elif "in-place" in message or "inplace" in message:
+            advice = "Work on new tensors, not in place."
+        elif "numpy" in message:
+            advice = FIXES["escape"]
+        elif "not implemented" in message or "formula" in message:
+            advice = FIXES["kernel"]
+        return self.row(name, f"{text} {advice}")
+
+    def _saved(self, slots: Sequence[Slot]) -> Row:
+        """The row of slots without a graph, with two ways to give them one."""
+        lines = [_describe(slot) for slot in slots]
+        made = [slot for slot in slots if slot.kind == "intermediate" and not slot.graphed]
+        if made:
+            names = self.app.names
+            inputs = ", ".join(names[i] for i in self.app.by if i < len(names))
+            which = ", ".join(f"`{slot.name}`" if slot.name else slot.label for slot in made)
+            lines.append(
+                f"Forward runs without a graph, so {self.name} cannot be differentiated through what "
+                f"forward computed. Two ways to fix it:\n"
+                f"1. save the inputs instead ({inputs}), and compute {which} from them again in "
+                f"{self.name};\n"
+                f"2. or return {which} from forward as one more output, and save that: then backward "
+                f"gets the gradient of {which} as one more argument, and adds that gradient times the "
+                f"derivative of {which} by the inputs."
+            )
+        name = f"saved: {', '.join(slot.label for slot in slots)}"
+        return self._row(name, "\n".join(lines), sum(slot.share for slot in slots))
+
+
+def _describe(slot: Slot) -> str:
+    place = f", saved at {slot.place}" if slot.place else ""
+    named = f"`{slot.name}`, " if slot.name else ""
+    share = f"It carries {percent(slot.share)} of the missing second-order term."
+    if slot.graphed:
+        return (
+            f"{slot.label} is {named}part of a graph that forward built itself{place}, which ends "
+            f"at detached copies of its inputs. {share} Save the inputs, and build that graph in "
+            "backward from them: under torch.enable_grad(), and with torch.autograd.grad(..., "
+            "create_graph=torch.is_grad_enabled())."
+        )
+    if slot.kind == "copy":
+        original = slot.what.removeprefix("a copy of ")
+        return (
+            f"{slot.label} is {named}a copy (a clone, or detached) of {original}{place}. A copy made "
+            f"in forward has no graph. {share} Save {original} itself."
+        )
+    what = slot.what.replace("an intermediate", f"an intermediate ({slot.type})")
+    return f"{slot.label} is {named}{what}{place}. {share}"
+
+
+def _called(slot: Slot) -> str:
+    return slot.what if slot.label == slot.what else f"{slot.what} ({slot.label})"
+
+
+def percent(share: float) -> str:
+    return "less than 1 %" if share < 0.005 else f"{100 * share:.0f} %"
+
+
+def _cuts_under_autograd(app: Application) -> list[DetachedGradient]:
+    watch = DetachmentWatch()
+    with suppress(Exception):
+        args = app.leaves()
+        values = [y for y in pytree.leaves(app.function.apply(*args)) if is_float(y)]
+        with watch.outside_functions():
+            calls.watched_gradient(values, [args[i] for i in app.by])
+    return [cut for cut in watch.detached if cut.place]  # others are of the probe itself
+
+
+def _together(detached: Sequence[DetachedGradient]) -> list[list[DetachedGradient]]:
+    """Groups of detached gradients: one for each, and one for all that happens while gradients are
+    disabled."""
+    off = [one for one in detached if one.kind == "off"]
+    groups = [[one] for one in detached if one.kind != "off"]
+    return [off, *groups] if off else groups
+
+
+def _detached(cuts: Sequence[DetachedGradient]) -> str:
+    """The name of their row."""
+    return "detached: " + cuts[0].how.split(" under ")[-1].split(",")[0].strip("`")
+
+
+def _shown(cuts: Sequence[DetachedGradient]) -> str:
+    return "; ".join(map(str, cuts[:3]))
+
+
+def _fix(cut: DetachedGradient) -> str:
+    return FIXES["escape" if cut.then else cut.kind]

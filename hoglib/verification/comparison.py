@@ -1,41 +1,137 @@
-"""The derivative of a map, in reverse or in forward mode, against central differences and a reference.
+"""The comparer: the derivative of a map, in reverse or in forward mode, against central differences.
 
-In forward mode a direction v gives the vector J v, which is compared element by element. In reverse
-mode a covector w gives J^T w, and <J^T w, v> is compared with <w, J v>; w is drawn so that all elements
-of J v have equal weight.
+A direction v and a covector w give a number <w, J v> = <J^T w, v>, which is compared with <w, D v>. In
+reverse mode J^T w is computed, in forward mode J v. w is drawn so that all elements of J v have equal
+weight.
+
+What computes in half precision is compared by means, over steps that are long beside its rounding:
+
+    F(c + h v) - F(c - h v) = int_{-h}^{h} J(c + s v) v ds,    F the values, or the gradient
+
+holds for any h, so that h need not be small, and the rounding of F, of size eps |F|, is divided by a
+long step. The integral is estimated by one random point in each of a few intervals, which has no bias,
+also across a kink. Around several centres c that lie close together, but many units of rounding apart,
+the rounding errors differ and a fault stays what it is: the mean over the centres is compared with what
+their spread allows. So the noise is measured, and not assumed from the dtype.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, final
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
+from typing import Any, NamedTuple, TypeVar, final
 
 import torch
 from torch import Tensor
 
+from hoglib._core import validation
 from hoglib._core.element_differences import (
     Slope,
     TensorMap,
     directions,
+    element_scales,
     max_abs,
     random_like,
     recheck,
     slope,
 )
-from hoglib._core.pytree import is_float
-from hoglib._core.source_location import format_error
-from hoglib._core.tolerances import TOLERANCES
+from hoglib.errors import ArgumentTypeError, ArgumentValueError
 from hoglib.verification import call as calls
-from hoglib.verification.call import Call
-from hoglib.verification.options import Bounds
-from hoglib.verification.report import Row
-from hoglib.verification.subject import Subject
+from hoglib.verification.report import MODES, ORDINALS, Mode
 
-DRAWS = 2  # covectors of an output
-COARSE = 1e-3  # a tolerance, that of a dtype narrower than float64
-GRAIN = 1e-10  # values that are coarser than this are those of a dtype narrower than float64
-MANY = 256  # elements that are differentiated one by one
-FEW = 30  # roundings
-TRUST = 5.0  # the error of a difference may be this many times its estimate
+T = TypeVar("T")
+# The least tolerance in a dtype other than float64: central differences are no more accurate there.
+NARROW = {torch.float32: 3e-2, torch.float16: 0.2, torch.bfloat16: 0.2}
+# What central differences leave in float32 where their error was measured: no constant stands for it.
+MEASURED = {torch.float32: (1e-4, 1e-3)}
+# Of the gradient: an iterative solver leaves as much, and a second derivative that is less changes no
+# product with it.
+NATURAL = 1e-5
+
+
+class Bounds(NamedTuple):
+    """|derivative - difference| <= rtol |difference| + atol min(1, largest difference).
+
+    natural: what is less than this share of the values does no harm, however much of it is missing.
+    measured: whether the rounding of the derivative is that of the differences, as it was measured,
+    and not a share of the largest element.
+    """
+
+    atol: float = 1e-6
+    rtol: float = 1e-4
+    natural: float = 0.0
+    measured: bool = False
+
+    def closer(self, dtype: torch.dtype) -> "Bounds | None":
+        """The bounds for a second look in a dtype: those of `in_dtype` hide elements that are small
+        beside the largest one. None where there are none."""
+        if dtype not in MEASURED or self.measured:
+            return None
+        atol, rtol = MEASURED[dtype]
+        if self.atol > NARROW[dtype]:  # asked for
+            return None
+        return Bounds(atol, rtol, self.natural, measured=True)
+
+
+@final
+@dataclass(frozen=True)
+class Options:
+    """What `verify` was asked for. Its arguments say what each field means."""
+
+    orders: tuple[int, ...] = (1, 2)
+    modes: tuple[Mode, ...] | None = None  # None: all that the function offers
+    surrogate: bool = False
+    full: bool = False
+    eps: float | None = None
+    bounds: Bounds = Bounds()  # noqa: RUF009
+    nondet_tol: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.eps is not None and not 0.0 < validation.number("eps", self.eps) <= 1.0:
+            raise ArgumentValueError(f"eps: expected a number in (0, 1], got {self.eps}.")
+        bounds = {"atol": self.bounds.atol, "rtol": self.bounds.rtol}
+        tolerances = {**bounds, "nondet_tol": self.nondet_tol}
+        for name, value in tolerances.items():
+            if validation.number(name, value, minimum=0.0) == inf:
+                raise ArgumentValueError(f"{name}: expected a finite number, got {value}.")
+
+    def in_dtype(self, dtype: torch.dtype) -> "Options":
+        """The options with the tolerances that differences in a dtype allow."""
+        least = NARROW.get(dtype, 0.0)
+        atol, rtol, natural, _ = self.bounds
+        return replace(self, bounds=Bounds(max(atol, least), max(rtol, least), natural))
+
+
+def some_of(
+    what: str, value: Any, known: Mapping[Any, T], shown: Iterable[Any] | None = None
+) -> list[T]:
+    """The values of one or several names, in the order of the table; raises for what is none of them.
+
+    shown: the names that a message about another type lists. Default: all.
+    """
+    given = [value] if isinstance(value, type(next(iter(known)))) else value
+    if not isinstance(given, list | tuple | range | set | frozenset) or not given:
+        raise ArgumentTypeError(
+            f"{what}: expected some of {', '.join(map(str, shown or known))}, got "
+            f"{validation.describe(value)}."
+        )
+    for name in given:
+        if isinstance(name, bool) or name not in list(known):  # which need not be hashable
+            names = ", ".join(map(str, known))
+            raise ArgumentValueError(f"{what}: expected some of {names}; got {name!r}.")
+    return [*dict.fromkeys(known[name] for name in known if name in given)]
+
+
+def parse_modes(value: Any) -> tuple[Mode, ...] | None:
+    """The modes, given by their short or full names; None for all that are offered."""
+    if value is None:
+        return None
+    known = {name: mode for mode in MODES.values() for name in (mode.title, mode.key)}
+    return tuple(some_of("modes", value, known, MODES))
+
+
+def parse_orders(value: Any) -> tuple[int, ...]:
+    """The orders, ascending; first and second by default."""
+    return tuple(some_of("orders", (1, 2) if value is None else value, {k: k for k in ORDINALS}))
 
 
 class Target(NamedTuple):
@@ -45,25 +141,21 @@ class Target(NamedTuple):
     x: list[Tensor]
     rows: list[str]
     columns: list[str]
-    slopes: list[Slope]
+    slopes: Sequence[Slope] = ()
 
+    def with_slopes(
+        self, random: torch.Generator, *, full: bool = False, eps: float | None = None
+    ) -> "Target":
+        slopes = [
+            slope(self.map, self.x, j, v, eps=eps)
+            for j, value in enumerate(self.x)
+            for v in directions(value, random, full=full)
+        ]
+        return self._replace(slopes=slopes)
 
-def target(
-    f: TensorMap, x: Sequence[Tensor], rows: Sequence[str], columns: Sequence[str],
-    random: torch.Generator, *, full: bool = False, eps: float | None = None,
-) -> Target:  # fmt: skip
-    slopes = [
-        slope(f, x, j, v, eps=eps)
-        for j, value in enumerate(x)
-        for v in directions(value, random, full=full)
-    ]
-    return Target(f, list(x), list(rows), list(columns), slopes)
-
-
-def recheck_target(at: Target, random: torch.Generator) -> Target:
-    """The target with its slopes checked again, which is worth its time only if something seems
-    wrong."""
-    return at._replace(slopes=[recheck(at.map, at.x, one, random) for one in at.slopes])
+    def rechecked(self, random: torch.Generator) -> "Target":
+        """With slopes that were checked again; worth its time only if something seems wrong."""
+        return self._replace(slopes=[recheck(self.map, self.x, one, random) for one in self.slopes])
 
 
 @final
@@ -87,15 +179,16 @@ class Discrepancy:
     signed: dict[tuple[int, ...], tuple[float, float, float]] = field(default_factory=dict)
 
     def note(
-        self, at: Target, i: int, j: int, where: str, wrong: bool, error: float, got: float,
-        expected: float,
-    ) -> None:  # fmt: skip
-        """Count one comparison, and keep it if it is the worst."""
+        self, at: Target, i: int, j: int, got: float, expected: float, allowed: float, size: float
+    ) -> None:
+        """Count one number, and keep it if it is the worst."""
+        off = abs(got - expected)
+        error = off / (size or 1.0) if off == off else inf
         self.checked += 1
-        if wrong:
+        if not off <= allowed:
             self.faulty.add(j)
             if not (self.wrong and self.error >= error):
-                what = f"{at.rows[i]}, by {at.columns[j]}{where}"
+                what = f"{at.rows[i]}, by {at.columns[j]}, along random directions"
                 self.wrong = f"{what}: expected {expected:.6g}, got {got:.6g}"
                 self.row, self.column, self.got, self.expected = i, j, got, expected
                 self.error = error
@@ -116,114 +209,109 @@ class Discrepancy:
         return result
 
 
-def in_forward(at: Target, bounds: Bounds, *, by_torch_func: bool) -> Discrepancy:
-    """J v for each direction, element by element."""
-    found = Discrepancy()
-    concluded = set()
-    for n, one in enumerate(at.slopes):
-        try:
-            results = calls.jvp(at.map, at.x, one.column, one.v, by_torch_func=by_torch_func)
-        except Exception as error:
-            return _raised(error, at, one.column)
-        for i, value in enumerate(results):
-            known = one.known(i)
-            if value.numel() and not bool(known.any()):
-                found.problem = found.problem or one.problem
-                continue
-            concluded.add(one.column)
-            errors = one.errors[i]
-            if bounds.measured:  # of many elements some have equal slopes at two steps by chance
-                errors = torch.where(known, errors, 0.0).max().expand_as(errors)
-            allowed = (
-                bounds.rtol * one.values[i].abs()
-                + bounds.atol * min(1.0, one.size(i))
-                + TRUST * errors
-                + _floor(one, i, bounds)
-                + bounds.natural * one.scale(i)
-            )
-            if not value.numel():
-                continue
-            off = torch.where(known, (value - one.values[i]).abs(), 0.0)
-            weights = random_like(off, torch.Generator().manual_seed(i))
-            total = (torch.where(known, value - one.values[i], 0.0) * weights).sum()
-            size = float(torch.where(known, one.values[i], 0.0).norm())
-            found.signed[one.column, i, n] = float(total), _random_sum(allowed), size
-            worst = int((off.nan_to_num(torch.inf) - allowed).nan_to_num(torch.inf).argmax())
-            numbers = (float(t.reshape(-1)[worst]) for t in (off, value, one.values[i]))
-            distance, got, expected = numbers
-            share = distance / (max(one.size(i) + one.floors[i], abs(got)) or 1.0)
-            noise = TRUST * max_abs(torch.where(known, one.errors[i], 0.0))
-            if _is_drowned(one, i, max_abs(value), one.size(i), float(off.max()), noise):
-                concluded.discard(one.column)
-                found.problem = found.problem or DROWNED
-                continue
-            where = f", element {worst}" if off.numel() > 1 else ""
-            wrong = not bool((off <= allowed).all())
-            found.note(at, i, one.column, where, wrong, share, got, expected)
-    found.unknown = {one.column for one in at.slopes} - concluded
-    return found
+Covectors = Sequence[tuple[int, Tensor]]  # with the output that each belongs to
 
 
-def in_reverse(
-    at: Target, bounds: Bounds, random: torch.Generator, *, full: bool = False
+def products(
+    f: TensorMap, x: Sequence[Tensor], vectors: Sequence[tuple[int, Tensor]], covectors: Covectors,
+    key: str,
+) -> list[list[tuple[float, bool]]]:  # fmt: skip
+    """<w, J v> for each covector w and each direction v of an input, and whether J^T w, or J v, is
+    anything but exact zeros.
+
+    key: the mode of the derivative: reverse ("r") or forward ("f", or "ff" by torch.func) first.
+    """
+    if key[0] == "r":
+        pulled = calls.vjps(f, x, covectors)
+        return [
+            [(float((grads[j] * v).sum()), bool(grads[j].any())) for j, v in vectors]
+            for grads in pulled
+        ]
+    pushed = [calls.jvp(f, x, j, v, by_torch_func=key == "ff") for j, v in vectors]
+    return [
+        [(float(torch.where(w == 0, 0.0, w * t[i]).sum()), bool(t[i].any())) for t in pushed]
+        for i, w in covectors
+    ]
+
+
+def raised(error: Exception) -> Discrepancy:
+    text = f"it raised {type(error).__name__}: {error}".rstrip()
+    return Discrepancy(error=inf, wrong=text, raised=error)
+
+
+def largest_difference(
+    found: Sequence[Tensor], right: Sequence[Tensor], floor: float | None = 0.0
+) -> tuple[float, int]:
+    """The largest difference between two lists of tensors, and the index of its tensor: relative to the
+    size of each tensor, or the floor, if that is larger; absolute for None."""
+    errors = []
+    for x, y in zip(found, right, strict=True):
+        x, y = x.detach(), y.detach()
+        same = (x == y) | (x.isnan() & y.isnan())
+        off = torch.where(same, 0.0, (x - y).abs()).nan_to_num(inf)
+        size = 1.0 if floor is None else max(max_abs(y), floor, 1e-300)
+        errors.append(float(off.max()) / size if bool(off.any()) else 0.0)
+    j = max(range(len(errors)), key=errors.__getitem__, default=0)
+    return max(errors, default=0.0), j
+
+
+DRAWS = 2  # covectors of an output
+COARSE = 1e-3  # a tolerance, that of a dtype narrower than float64
+GRAIN = 1e-10  # values that are coarser than this are those of a dtype narrower than float64
+FEW = 30  # roundings
+TRUST = 5.0  # the error of a difference may be this many times its estimate
+DROWNED = "their noise exceeds the derivative"
+
+
+def compared(
+    at: Target, key: str, bounds: Bounds, random: torch.Generator, *, full: bool = False
 ) -> Discrepancy:
-    """<J^T w, v> for each direction v and a few covectors w."""
+    """<w, J v> along the direction v of each slope for a few covectors w of each output."""
     found = Discrepancy()
     covectors = [
         (i, w) for i in range(len(at.rows)) for w in _covectors(at.slopes, i, bounds, random, full)
     ]
     try:
-        pulled = calls.vjps(at.map, at.x, covectors)
+        numbers = products(at.map, at.x, [(s.column, s.v) for s in at.slopes], covectors, key)
     except Exception as error:
-        return _raised(error, at, -1)
+        return raised(error)
     concluded, rows = set(), set()
-    for k, ((i, w), grads) in enumerate(zip(covectors, pulled, strict=True)):
-        for n, one in enumerate(at.slopes):
+    for k, ((i, w), along) in enumerate(zip(covectors, numbers, strict=True)):
+        for n, (one, (got, moves)) in enumerate(zip(at.slopes, along, strict=True)):
             known = one.known(i)
             if bool((w[~known] != 0).any()):
                 found.problem = found.problem or one.problem
                 continue
-            terms = torch.where(known, w * one.values[i], 0.0)
-            errors = torch.where(known, w.abs() * one.errors[i], 0.0)
-            expected = float(terms.sum())
-            scale = float(terms.square().sum().sqrt())  # size of a sum of terms with random signs
-            grad = grads[one.column]
-            got = float((grad * one.v).sum())
             if got != got and not bool(known.all()):
                 found.problem = found.problem or "its gradient is NaN there"
                 concluded.add(one.column)
                 rows.add(i)
                 continue
-            floor = _floor(one, i, bounds)
+            terms = torch.where(known, w * one.values[i], 0.0)
+            errors = torch.where(known, w.abs() * one.errors[i], 0.0)
+            expected = float(terms.sum())
+            scale = float(terms.square().sum().sqrt())  # size of a sum of terms with random signs
             reach, noise = _random_sum(w), TRUST * _random_sum(errors)
             rounding = allowed = noise + bounds.natural * one.scale(i) * reach
-            if bool(grad.any()):  # an exact zero was not rounded
+            if moves:  # an exact zero was not rounded
                 coarse = bounds.atol > COARSE or bounds.measured
                 varying = float((w * (one.values[i] != 0)).norm()) if coarse else reach
+                # the error that is rounding, whatever the value
+                floor = FEW * one.grains[i] * one.scale(i) if bounds.measured else one.floors[i]
                 rounding += bounds.atol * min(1.0, one.size(i)) * varying + floor * reach
                 allowed = rounding + bounds.rtol * scale
-            off = abs(got - expected)
             found.signed[one.column, k, n] = got - expected, allowed, scale
-            if _is_drowned(one, i, abs(got), scale, off, noise, reach, rounding):
+            if _is_drowned(one, i, got, expected, scale, noise, reach, rounding):
                 found.problem = found.problem or DROWNED
                 continue
             concluded.add(one.column)
             rows.add(i)
-            size = max(scale + one.floors[i] * reach, abs(got)) or 1.0
-            share = off / size if off == off else float("inf")
-            where = ", along random directions"
-            found.note(at, i, one.column, where, not off <= allowed, share, got, expected)
+            size = max(scale + one.floors[i] * reach, abs(got))
+            found.note(at, i, one.column, got, expected, allowed, size)
     found.unknown = {one.column for one in at.slopes} - concluded
-    found.blank = {at.rows[i] for i, _ in covectors if i not in rows}
+    if key[0] == "r":
+        found.blank = {at.rows[i] for i, _ in covectors if i not in rows}
     return found
-
-
-def _floor(one: Slope, i: int, bounds: Bounds) -> float:
-    """The error that is rounding, whatever the value."""
-    return FEW * one.grains[i] * one.scale(i) if bounds.measured else one.floors[i]
-
-
-DROWNED = "their noise exceeds the derivative"
 
 
 def _random_sum(terms: Tensor) -> float:
@@ -232,8 +320,8 @@ def _random_sum(terms: Tensor) -> float:
 
 
 def _is_drowned(
-    one: Slope, i: int, got: float, expected: float, off: float, noise: float, reach: float = 1.0,
-    rounding: float | None = None,
+    one: Slope, i: int, got: float, expected: float, scale: float, noise: float, reach: float,
+    rounding: float,
 ) -> bool:  # fmt: skip
     """Whether the noise of a difference exceeds the number, so that any number would do.
 
@@ -241,36 +329,13 @@ def _is_drowned(
     where they agree. Numbers that differ by much more than rounding do not agree, even if the noise
     allows for that.
     """
-    eps = one.grains[i]
+    eps, off = one.grains[i], abs(got - expected)
     natural = reach * one.scale(i)
-    number = max(got, expected)
+    number = max(abs(got), scale)
     if number <= noise and noise > max(1e-3, 50 * eps) * natural:
         return True
-    some = got > 100 * eps * natural
-    least = noise + reach * one.floors[i] if rounding is None else rounding
-    return some and ((number <= least and off > 0.5 * number) or 0.1 * number < off <= least)
-
-
-def wrong_elements(
-    f: TensorMap, x: Sequence[Tensor], i: int, j: int, random: torch.Generator
-) -> str:
-    """Which elements of the gradient of output i by input j are wrong, as gradcheck says it; for an
-    input of not too many."""
-    if x[j].numel() > MANY:
-        return ""
-    w = random_like(f(*x)[i], random)
-    got = calls.vjps(f, x, [(i, w)])[0][j].reshape(-1)
-    slopes = [slope(f, x, j, v) for v in directions(x[j], random, full=True)]
-    found = [float((w * one.values[i]).sum()) / float(one.v.sum()) for one in slopes]
-    right = torch.tensor(found).to(got)
-    wrong = ((got - right).abs() > 1e-4 * right.abs().max()).nonzero().reshape(-1).tolist()
-    if not wrong:
-        return ""
-    k = wrong[0]
-    return (
-        f"{len(wrong)} of {got.numel()} elements of that gradient are wrong: element {k} is "
-        f"{float(got[k]):.6g}, and should be {float(right[k]):.6g}."
-    )
+    some = abs(got) > 100 * eps * natural
+    return some and ((number <= rounding and off > 0.5 * number) or 0.1 * number < off <= rounding)
 
 
 def _covectors(
@@ -301,114 +366,114 @@ def _covectors(
     return draws
 
 
-def _raised(error: Exception, at: Target, column: int) -> Discrepancy:
-    text = f"{type(error).__name__}: {error}".rstrip()
-    by = f" (by {at.columns[column]})" if column >= 0 else ""
-    return Discrepancy(
-        error=float("inf"), wrong=f"it raised{by} {text}", raised=error, column=column
+MANY = 256  # elements that are differentiated one by one
+
+
+def wrong_elements(
+    f: TensorMap, x: Sequence[Tensor], i: int, j: int, random: torch.Generator
+) -> str:
+    """Which elements of the gradient of output i by input j are wrong, as gradcheck says it; for an
+    input of not too many."""
+    if x[j].numel() > MANY:
+        return ""
+    w = random_like(f(*x)[i], random)
+    got = calls.vjps(f, x, [(i, w)])[0][j].reshape(-1)
+    slopes = [slope(f, x, j, v) for v in directions(x[j], random, full=True)]
+    found = [float((w * one.values[i]).sum()) / float(one.v.sum()) for one in slopes]
+    right = torch.tensor(found).to(got)
+    wrong = ((got - right).abs() > 1e-4 * right.abs().max()).nonzero().reshape(-1).tolist()
+    if not wrong:
+        return ""
+    k = wrong[0]
+    return (
+        f"{len(wrong)} of {got.numel()} elements of that gradient are wrong: element {k} is "
+        f"{float(got[k]):.6g}, and should be {float(right[k]):.6g}."
     )
 
 
-VALUE, FIRST, SECOND = (
-    f"reference: {what}" for what in ("value", "first derivative", "second derivative")
-)
+# In half precision, by means
+
+CENTRES = 16
+AROUND = 0.04  # how far the centres are apart, relative to the elements
+INTERVALS = 4
+HALF_LENGTHS = (0.25, 0.06)  # h; the shorter one where the map is not defined at the ends
+PAIRS = 3  # directions and covectors of an input and an output
+SIGMAS = 6.0  # standard errors of the mean that are taken for noise
+BIAS = 4.0  # units of rounding: a covector is rounded to the same number at each centre
+CONCLUSIVE = 0.4  # noise of more than this share of the number hides it
 
 
-def reference_rows(
-    subject: Subject, reference: Callable[..., Any], points: Sequence[list[Tensor]], *,
-    surrogate: bool,
-) -> Iterator[Row]:  # fmt: skip
-    """Values and derivatives by the inputs; parameters have no counterpart in the reference."""
-    n = subject.call.num_inputs
-    theirs = Call(reference, subject.inputs, subject.dtype if subject.refused == "" else None)
-    for order, name in enumerate((VALUE, FIRST, SECOND)):
-        worst, text = 0.0, ""
-        for x in points:
-            off, wrong = _at_point(subject, theirs, x[:n], order)
-            worst, text = max(worst, off), text or wrong
-        yield Row(name, "fail" if text else "pass", worst * TOLERANCES[subject.dtype].rtol, text)
-        if order:
+def compared_by_means(
+    at: Target, key: str, dtype: torch.dtype, random: torch.Generator
+) -> Discrepancy:
+    """The same for what computes in half precision, along directions of its own."""
+    found = Discrepancy()
+    short = str(dtype).removeprefix("torch.")
+    concluded, rows = set(), set()
+    try:
+        values = [y.detach() for y in at.map(*at.x)]
+        for j in (j for j in range(len(at.x)) for _ in range(PAIRS)):
+            v = random_like(at.x[j], random) * element_scales(at.x[j])
+            covectors = [(i, random_like(y, random)) for i, y in enumerate(values) if y.numel()]
+            integrals = _integrals(at, j, v, covectors, key, random)
+            if integrals is None:
+                found.problem = found.problem or "it is not defined around the inputs"
+                continue
+            off = integrals[..., 0] - integrals[..., 1]
+            noise = SIGMAS * off.std(0) / CENTRES**0.5
+            for k, (i, _) in enumerate(covectors):
+                got, expected, size = integrals[:, k].mean(0).tolist()
+                size = max(size, abs(got), abs(expected))
+                allowed = float(noise[k]) + BIAS * torch.finfo(dtype).eps * size
+                if abs(got - expected) <= allowed and float(noise[k]) > CONCLUSIVE * size:
+                    found.problem = found.problem or f"the noise of {short} exceeds the derivative"
+                    continue
+                found.note(at, i, j, got, expected, allowed, size)
+                concluded.add(j)
+                rows.add(i)
+    except Exception as error:
+        return raised(error)
+    found.unknown = set(range(len(at.x))) - concluded
+    found.blank = {row for i, row in enumerate(at.rows) if i not in rows and values[i].numel()}
+    return found
+
+
+def _integrals(
+    at: Target, j: int, v: Tensor, covectors: Covectors, key: str, random: torch.Generator
+) -> Tensor | None:
+    """By centre and covector: the integral of <w, J v> by the derivative, and the difference of <w, F>
+    at the ends of the line, both divided by its length; and the size of a sum of its terms with random
+    signs. None where the map is not defined."""
+    state = random.get_state()
+    for h in HALF_LENGTHS:
+        random.set_state(state)
+        try:
+            found = torch.tensor(
+                [[*_line(at, j, v, covectors, key, random, h)] for _ in range(CENTRES)],
+                dtype=torch.float64,
+            )
+        except Exception:
+            if h == HALF_LENGTHS[-1]:
+                raise
             continue
-        if text or not n:
-            return
-        why = "declared a surrogate: it differs on purpose." if surrogate else ""
-        there = [x.detach().clone().requires_grad_() for x in theirs.point]
-        if not any(y.requires_grad for y in theirs.map(subject.output_indices)(*there)):
-            why = why or "the reference has no gradient: it leaves torch."
-        if why:
-            yield from (Row(other, "skip", None, why) for other in (FIRST, SECOND))
-            return
+        if bool(found[..., 1:].isfinite().all()):
+            return found
+    return None
 
 
-def _at_point(
-    subject: Subject, reference: Call, x: Sequence[Tensor], order: int
-) -> tuple[float, str]:
-    """The largest difference of values or derivatives in units of what is allowed, and what is
-    wrong."""
-    seed = int(torch.randint(2**31, (), generator=subject.random))
-    found = []
-    for call, who in ((reference, "the reference"), (subject.call, "it")):
-        try:
-            own = [*x, *call.point[len(x) :]]
-            random = torch.Generator().manual_seed(seed)
-            found.append(_derivative(call, subject.output_indices, own, len(x), order, random))
-        except Exception as raised:
-            return float("inf"), f"{who} raised {format_error(raised)}"
-    right, ours = found
-    if len(ours) != len(right):
-        return float("inf"), f"the reference gives {len(right)} outputs, the function {len(ours)}."
-    size = max(map(max_abs, x), default=0.0)
-    if order:
-        size = max(1e-3 * size, *(max_abs(y) for y in subject.map(*x, *subject.x[len(x) :])))
-    worst = 0.0
-    for i, (a, b) in enumerate(zip(ours, right, strict=True)):
-        what = f"by {subject.names[i]} it" if order else f"output {i}"
-        try:
-            off = _scaled_difference(a, b, size)
-        except Exception as raised:
-            return float("inf"), f"{what} cannot be compared: {format_error(raised)}"
-        if off > 1:
-            return off, f"{what} differs from the reference: {_describe_pair(a, b)}."
-        worst = max(worst, off)
-    return worst, ""
+def _line(
+    at: Target, j: int, v: Tensor, covectors: Covectors, key: str, random: torch.Generator, h: float
+) -> Iterator[tuple[float, float, float]]:
+    centre = [y + AROUND * element_scales(y) * random_like(y, random) for y in at.x]
 
+    def point(s: float) -> list[Tensor]:
+        return [*centre[:j], centre[j] + s * v, *centre[j + 1 :]]
 
-def _derivative(
-    call: Call, which: Sequence[int], x: Sequence[Tensor], n: int, order: int,
-    random: torch.Generator,
-) -> list[Any]:  # fmt: skip
-    """All outputs, or the gradients G of some by the first n variables, or d<w, G>/dx."""
-    if not order:
-        return call.leaves(*x)
-    leaves = [y.detach().clone().requires_grad_() for y in x[:n]]
-
-    def f(*given: Tensor) -> list[Tensor]:
-        return call.map(which)(*given, *x[n:])
-
-    u = [random_like(y, random) for y in f(*x[:n])]
-    w = [random_like(y, random) for y in leaves]
-    grads = calls.gradient(f, n)(*leaves, *u)
-    return grads if order == 1 else calls.grad(grads, leaves, w)
-
-
-def _scaled_difference(a: Any, b: Any, size: float) -> float:
-    """The difference in units of what is allowed."""
-    if not is_float(a):
-        return 0.0 if bool(torch.equal(a, b) if isinstance(a, Tensor) else a == b) else 2.0
-    if a.shape != b.shape:
-        return float("inf")
-    atol, rtol = TOLERANCES[a.dtype]
-    same = (a == b) | (a.isnan() & b.isnan())
-    allowed = atol * min(1.0, max(max_abs(b), size)) + rtol * max_abs(b)
-    off = torch.where(same, 0.0, (a - b).abs()).detach()
-    return float(off.nan_to_num(torch.inf).max()) / max(allowed, 1e-300) if off.any() else 0.0
-
-
-def _describe_pair(a: Any, b: Any) -> str:
-    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
-        return f"{a!r}, expected {b!r}"
-    if a.shape != b.shape:
-        return f"shape {tuple(a.shape)}, expected {tuple(b.shape)}"
-    off = (a - b).abs().nan_to_num(torch.inf) if is_float(a) else (a != b).int()
-    k = int(off.argmax())
-    return f"element {k} is {a.reshape(-1)[k].item():.8g}, expected {b.reshape(-1)[k].item():.8g}"
+    above, below = at.map(*point(h)), at.map(*point(-h))
+    shares = torch.rand(INTERVALS, generator=random, dtype=torch.float64).tolist()
+    points = [point(h * (2 * (k + share) / INTERVALS - 1)) for k, share in enumerate(shares)]
+    slopes = [products(at.map, x, [(j, v)], covectors, key) for x in points]
+    for k, (i, w) in enumerate(covectors):
+        terms = w * (above[i].detach() - below[i].detach()) / (2 * h)
+        mean = sum(one[k][0][0] for one in slopes) / INTERVALS
+        yield mean, float(terms.sum()), float(terms.norm())

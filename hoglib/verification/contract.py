@@ -1,25 +1,32 @@
 """The contract of a custom Function with autograd, apart from the right numbers.
 
-forward and backward are run as plain functions: the number, shape, dtype and device of gradients,
-whether they are linear in the incoming gradient, what is kept on ctx, and which gradients are computed.
+forward, backward and jvp are run as plain functions, some inside a mode that sees every torch call: the
+number, shape, dtype and device of gradients, whether they are linear in the incoming gradient, what is
+kept on ctx, which gradients are computed, and which tensors are changed.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 
-from hoglib._core import pytree
+from hoglib._core import pytree, source_location
+from hoglib._core.closures import STATE, ClosureWalker
 from hoglib._core.element_differences import max_abs
 from hoglib._core.pytree import is_float
 from hoglib._core.source_location import error_line
+from hoglib._core.state import put_back, same
+from hoglib._core.torch_internals import backward_rule
 from hoglib.verification import function_rules
-from hoglib.verification.call import seed_all
-from hoglib.verification.function_rules import Run, kind_of
-from hoglib.verification.report import Row
-from hoglib.verification.side_effects import accumulates, device, in_place
-from hoglib.verification.subject import Application
+from hoglib.verification.call import PrecisionWatch, seed_all
+from hoglib.verification.comparison import Discrepancy, largest_difference
+from hoglib.verification.function_rules import kind_of
+from hoglib.verification.report import Row, finding
+from hoglib.verification.subject import Application, Subject, as_function
 
 SETUP = (
     "Its forward takes ctx, which torch.func (grad, vmap, jvp, hessian) refuses. Split it: "
@@ -47,15 +54,20 @@ def check(app: Application, *, surrogate: bool = False) -> list[Row]:
     """The contract of one Function, from running it as plain functions."""
     classic = function_rules.is_classic(app.function)
     text = f"{app.function.__name__} has no setup_context. {SETUP}" if classic else ""
-    rows = [Row("setup_context", "warn" if classic else "pass", None, text)]
-    checks: list[Callable[[Application], list[Row]]] = [gradients, in_place, accumulates, _context]
+    rows = [finding("setup_context", text, "warn")]
+    checks: list[Callable[[Application], Iterable[Row]]] = [
+        gradients,
+        in_place,
+        accumulates,
+        context,
+    ]
     checks += [] if surrogate else [linear]
-    checks += [_needs_input_grad, device]
+    checks += [needs_input_grad, device]
     problems = []
     for part in checks:
         try:
             with torch.no_grad():
-                rows += part(app)
+                rows += list(part(app))
         except Exception as error:  # the derivative checks report what follows under autograd
             problems.append(str(error_line(error) or ""))
     if problems:
@@ -66,60 +78,46 @@ def check(app: Application, *, surrogate: bool = False) -> list[Row]:
     return rows
 
 
-def gradients(app: Application) -> list[Row]:
+def gradients(app: Application) -> Iterator[Row]:
     run = app.seeded()
-    returned = function_rules.backward(app.function, run.record, run.incoming())
-    number = _number(app, run, returned)
-    if number.status == "fail":
-        return [number]
-    faults: dict[str, list[str]] = {"shape": [], "dtype": []}
-    harmless = {"shape", "dtype"}  # autograd sums what is too large, and casts to more digits
-    for i, (x, grad) in enumerate(zip(run.inputs, returned, strict=False)):
-        if i not in app.by or not isinstance(grad, Tensor):
-            continue
-        name = app.name(i)
-        if grad.shape != x.shape:
-            faults["shape"].append(_shape(name, x, grad))
-            if not _expands(x.shape, grad.shape):
-                harmless.discard("shape")
-        if grad.dtype != x.dtype:
-            if not is_float(grad):
-                harmless.discard("dtype")
-            faults["dtype"].append(
-                f"the gradient of {name} is {grad.dtype}, and {name} {x.dtype}: autograd casts it, "
-                f"and the digits are lost. Make constants with `dtype={name.strip('`')}.dtype`."
-            )
-    rows = [number]
-    for what, texts in faults.items():
-        status = ("warn" if what in harmless else "fail") if texts else "pass"
-        rows.append(Row(f"gradients: {what}", status, None, " ".join(texts)))
-    return rows
-
-
-def _number(app: Application, run: Run, returned: Sequence[Any]) -> Row:
-    count = len(run.inputs)
+    returned, count = app.backward(run), len(run.inputs)
     odd = [
         f"a {type(grad).__name__} for {app.name(i)}, a {type(x).__name__}"
         for i, (grad, x) in enumerate(zip(returned, run.inputs, strict=False))
         if grad is not None and not (isinstance(grad, Tensor) and isinstance(x, Tensor))
     ]
-    if len(returned) >= count and not odd and all(g is None for g in returned[count:]):
-        return Row("gradients: number", "pass")
-    also = f", among them {', '.join(odd)}" if odd else ""
-    return Row(
-        "gradients: number", "fail", None,
-        f"the wrong number of gradients: backward returns {len(returned)} for {count} inputs{also}. "
-        "Return a tensor for each tensor among the inputs, in their order, as a tuple, and None for "
-        "what has no gradient.",
-    )  # fmt: skip
-
-
-def _shape(name: str, x: Tensor, grad: Tensor) -> str:
-    text = f"the gradient of {name} has shape {tuple(grad.shape)}, and {name} {tuple(x.shape)}."
-    if _expands(x.shape, grad.shape):
-        bare = name.strip("`")
-        return f"{text} The sum over broadcast dimensions is missing. " + UNSUMMED.format(bare=bare)
-    return f"{text} A gradient has the shape of its input."
+    number = ""
+    if len(returned) < count or odd or any(g is not None for g in returned[count:]):
+        also = f", among them {', '.join(odd)}" if odd else ""
+        number = (
+            f"the wrong number of gradients: backward returns {len(returned)} for {count} "
+            f"inputs{also}. Return a tensor for each tensor among the inputs, in their order, as a "
+            "tuple, and None for what has no gradient."
+        )
+    yield finding("gradients: number", number)
+    if number:
+        return
+    shapes, dtypes, harmful = [], [], set()
+    for i, (x, grad) in enumerate(zip(run.inputs, returned, strict=False)):
+        if i not in app.by or not isinstance(grad, Tensor):
+            continue
+        name, bare = app.name(i), app.name(i).strip("`")
+        if grad.shape != x.shape:
+            text = f"the gradient of {name} has shape {tuple(grad.shape)}, and {name} {tuple(x.shape)}."
+            if _expands(x.shape, grad.shape):  # autograd sums it
+                missing = "The sum over broadcast dimensions is missing."
+                shapes.append(f"{text} {missing} {UNSUMMED.format(bare=bare)}")
+            else:
+                harmful.add("shape")
+                shapes.append(f"{text} A gradient has the shape of its input.")
+        if grad.dtype != x.dtype:
+            harmful |= set() if is_float(grad) else {"dtype"}
+            dtypes.append(
+                f"the gradient of {name} is {grad.dtype}, and {name} {x.dtype}: autograd casts it, "
+                f"and the digits are lost. Make constants with `dtype={bare}.dtype`."
+            )
+    for what, texts in (("shape", shapes), ("dtype", dtypes)):
+        yield finding(f"gradients: {what}", " ".join(texts), "fail" if what in harmful else "warn")
 
 
 def _expands(small: Sequence[int], large: Sequence[int]) -> bool:
@@ -129,75 +127,352 @@ def _expands(small: Sequence[int], large: Sequence[int]) -> bool:
     return all(a in (1, b) for a, b in pairs)
 
 
-def linear(app: Application) -> list[Row]:
+def linear(app: Application) -> Iterator[Row]:
     """B(2 g) = 2 B(g): a gradient is linear in the incoming one."""
-    name = "gradients: linear"
-    run = app.seeded()
-    grads = run.incoming()
+    grads = app.seeded().incoming()
 
     def returned(factor: float) -> list[Tensor]:
+        run = app.seeded()
         seed_all()
         scaled = [None if g is None else factor * g for g in grads]
-        found = function_rules.backward(app.function, app.seeded().record, scaled)
-        return [g for g in found if is_float(g)]
+        return [g for g in app.backward(run, scaled) if is_float(g)]
 
-    once, twice = returned(1.0), returned(-2.0)
-    if all(_close(-2.0 * a, b) for a, b in zip(once, twice, strict=True)):
-        return [Row(name, "pass")]
+    pairs = zip(returned(1.0), returned(-2.0), strict=True)
+    is_linear = all(
+        a.shape == b.shape
+        and largest_difference([-2.0 * a], [b], max_abs(a))[0] <= torch.finfo(a.dtype).eps ** 0.5
+        for a, b in pairs
+    )
     text = (
         "backward is not linear in grad_output: twice the incoming gradient is not twice the result. "
         "Is grad_output ignored, or used twice? If it is clipped on purpose, pass surrogate=True."
     )
-    return [Row(name, "fail", None, text)]
+    yield finding("gradients: linear", "" if is_linear else text)
 
 
-def _close(a: Tensor, b: Tensor) -> bool:
-    size = max(max_abs(a), max_abs(b), 1e-300)
-    return a.shape == b.shape and max_abs(a - b) <= torch.finfo(a.dtype).eps ** 0.5 * size
-
-
-def _needs_input_grad(app: Application) -> list[Row]:
+def needs_input_grad(app: Application) -> Iterator[Row]:
     name = "needs_input_grad"
     if len(app.by) < 2:
-        return [Row(name, "skip", None, "it is differentiated by one input only.")]
+        yield Row(name, "skip", None, "it is differentiated by one input only.")
+        return
     idle: list[int] = []
     for i in app.by:
-        alone = app._replace(by=tuple(j for j in app.by if j != i))
-        run = alone.seeded()
+        run = app._replace(by=tuple(j for j in app.by if j != i)).seeded()
         grads = run.incoming()
-        returned = function_rules.backward(app.function, run.record, grads)
-        free = i < len(returned) and any(returned[i] is g for g in grads)
-        if i < len(returned) and isinstance(returned[i], Tensor) and not free:
+        grad = dict(enumerate(app.backward(run, grads))).get(i)
+        if isinstance(grad, Tensor) and not any(grad is g for g in grads):
             idle.append(i)
-    if not idle:
-        return [Row(name, "pass")]
-    text = (
+    text = idle and (
         f"needs_input_grad is ignored: backward computes a gradient for "
         f"{', '.join(map(app.name, idle))} even if "
         f"none is needed. Check first: `if ctx.needs_input_grad[{idle[0]}]:`."
     )
-    return [Row(name, "warn", None, text)]
+    yield finding(name, text or "", "warn")
 
 
-def _context(app: Application) -> list[Row]:
+def context(app: Application) -> Iterator[Row]:
     run = app.seeded()
-    names = tuple(app.name(i) for i in range(len(run.inputs)))
     attributes = []
     for attribute, value in run.record.attributes.items():
         for tensor in pytree.tensors(value)[:1]:
-            _, what = kind_of(tensor, run, names)
+            _, what = kind_of(tensor, run, app.names)
             place = run.record.noted(f"ctx.{attribute}").place
             attributes.append(f"ctx.{attribute} ({what}{f', {place}' if place else ''})")
-    copies = []
-    for label, value in run.record.slots().items():
-        kind, what = kind_of(value, run, names)
-        if kind == "copy":
-            copies.append(f"{label} is {what}")
+    kinds = {label: kind_of(slot, run, app.names) for label, slot in run.record.slots().items()}
+    copies = [f"{label} is {what}" for label, (kind, what) in kinds.items() if kind == "copy"]
     kept = f"a tensor is kept as an attribute: {'; '.join(attributes)}. {ATTRIBUTE}"
     cloned = f"a clone is saved: {'; '.join(copies)}. {CLONE}"
-    return [
-        Row("ctx: attributes", "warn", None, kept)
-        if attributes
-        else Row("ctx: attributes", "pass"),
-        Row("ctx: copies", "warn", None, cloned) if copies else Row("ctx: copies", "pass"),
+    yield finding("ctx: attributes", kept if attributes else "", "warn")
+    yield finding("ctx: copies", cloned if copies else "", "warn")
+
+
+# The names of tensors that were changed, and the calls that did it, if those were seen.
+Changes = dict[str, source_location.SourceLine | None]
+# What must not be changed: by which rule, as what, what to do instead, and what else.
+IN_PLACE = {
+    "inputs": (
+        "forward changes its input", "`x.mul(2)`, not `x.mul_(2)`",
+        " If it is intended, declare it with ctx.mark_dirty and return it.",
+    ),
+    "grad_output": (
+        "backward changes grad_output, the incoming gradient,", "`g * x`, not `g.mul_(x)`", "",
+    ),
+    "saved tensors": ("backward changes a saved tensor", "`x * 2`, not `x.mul_(2)`", ""),
+}  # fmt: skip
+
+
+def in_place(app: Application) -> Iterator[Row]:
+    seed_all()
+    args = app.fresh()
+    named = {app.name(i): x for i, x in enumerate(args)}
+    inputs = Snapshot(named)
+    with InPlaceWatch() as watch:
+        run = app.run(args)
+    changed = {"inputs": inputs.changed(watch.places)}
+    for name, x in named.items():
+        if any(x is declared for declared in run.record.dirty):
+            changed["inputs"].pop(name, None)
+    grads = run.incoming()
+    given = Snapshot({f"grad_output {k}": g for k, g in enumerate(grads)})
+    saved = Snapshot(
+        {
+            f"{label} ({kind_of(value, run, app.names)[1]})": value
+            for label, slot in run.record.slots().items()
+            for value in pytree.tensors(slot)
+        }
+    )
+    again = Snapshot(named)
+    with InPlaceWatch() as watch:
+        app.backward(run, grads)
+    changed["grad_output"] = given.changed(watch.places)
+    changed["saved tensors"] = saved.changed(watch.places) or again.changed(watch.places)
+    for what, places in changed.items():
+        changes, example, also = IN_PLACE[what]
+        listed = "; ".join(n + (f", at {place}" if place else "") for n, place in places.items())
+        text = (
+            f"{changes} in place (in-place): {listed}. Work on a new tensor ({example}). The changed "
+            "tensor belongs to the caller: other branches of the graph and the second backward pass "
+            f"read it.{also}"
+        )
+        only_buffers = what == "inputs" and not any(app.name(i) in places for i in app.by)
+        status = "warn" if only_buffers else "fail"
+        yield finding(f"in-place: {what}", text if places else "", status)
+
+
+def device(app: Application) -> Iterator[Row]:
+    watch = DeviceWatch()
+    run_rules(app, watch)
+    text = watch.found and (
+        f"a device is hard-coded: {watch.found}. It fails with inputs on another device; make new "
+        "tensors with `torch.zeros_like(x)` or `device=x.device`."
+    )
+    yield finding("device", text, "warn")
+
+
+def constants_row(subject: Subject, found: Mapping[str, Discrepancy]) -> Row:
+    """Numbers of lower precision in float64 maths: they cost digits, which is a fault where the
+    derivatives are further off than with float32 inputs."""
+    name = "dtype: constants"
+    if subject.dtype != torch.float64 or subject.half is not None:
+        return Row(name, "skip", None, "it was not checked in float64.")
+    watch = PrecisionWatch()
+    with watch:
+        subject.map(*subject.x)
+    for app in subject.applications:
+        with suppress(Exception):  # reported by other checks
+            run_rules(app, watch)
+    met = watch.rounded or watch.met
+    if met:
+        harm = _is_further_off(subject, found, ROUNDED if watch.rounded else LEAST)
+        text = (
+            f"a float32 constant or intermediate enters a float64 computation: {met}. Give it the "
+            "dtype of the inputs, `torch.tensor(0.1, dtype=x.dtype)`, or use a Python number."
+        )
+        text += " The error is above what float32 inputs would have." if harm else ""
+        return Row(name, "fail" if harm else "warn", None, text)
+    text = watch.foreign and (
+        f"a tensor of lower precision, from outside, enters a float64 computation: "
+        f"{watch.foreign}. Pass it as an input, or convert it, `table.to(x.dtype)`."
+    )
+    return finding(name, text, "warn")
+
+
+def _is_further_off(subject: Subject, found: Mapping[str, Discrepancy], least: float) -> bool:
+    """Whether the first derivative is further off than that at inputs rounded to float32."""
+    first = found.get("first derivative: reverse")
+    if first is None or first.raised is not None:
+        return False
+    if first.wrong:
+        return True
+    rounded = [x.float().to(x.dtype) for x in subject.x]
+    moved = [
+        torch.where(a == b, a * (1 + 6e-8), b) for a, b in zip(subject.x, rounded, strict=True)
     ]
+    try:
+        there, here = (subject.gradient_of_sum(x) for x in (moved, subject.x))
+    except Exception:  # reported by the derivative checks
+        return False
+    return first.error > max(10 * largest_difference(there, here)[0], least)
+
+
+LEAST = 1e-5  # differences may be off by that much
+ROUNDED = 1e-3  # those of values that were rounded to float32, at steps of 1e-4 and more
+
+
+def run_rules(app: Application, watch: AbstractContextManager[Any]) -> None:
+    """forward, backward and jvp as plain functions, each under a watch."""
+    seed_all()
+    args = app.fresh()
+    with torch.no_grad():
+        with watch:
+            run = app.run(args)
+        grads = run.incoming()
+        with watch:
+            app.backward(run, grads)
+        if function_rules.offers_jvp(app.function):
+            tangents = [
+                torch.ones_like(x) if i in app.by else None for i, x in enumerate(run.inputs)
+            ]
+            with watch:
+                context = function_rules.Context(run.record, in_jvp=True)
+                app.function.jvp(context, *tangents)
+
+
+@final
+class Snapshot:
+    """Tensors as they were, to tell later which of them were changed."""
+
+    def __init__(self, tensors: dict[str, Any]) -> None:
+        self._was = {
+            name: (x, x._version, x.detach().clone())
+            for name, x in tensors.items()
+            if isinstance(x, Tensor)
+        }
+
+    def changed(self, places: dict[int, source_location.SourceLine | None]) -> Changes:
+        return {
+            name: places.get(_storage(x))
+            for name, (x, version, value) in self._was.items()
+            if x._version != version or not same(x, value)
+        }
+
+
+@final
+class InPlaceWatch(TorchFunctionMode):
+    """Notes where calls in place write, by the storage that they write to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: dict[int, source_location.SourceLine | None] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        out = (kwargs or {}).get("out")
+        written = pytree.tensors(out)
+        in_place = (name.endswith("_") and not name.startswith("__")) or name in (
+            "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__",
+        )  # fmt: skip
+        if in_place and args and isinstance(args[0], Tensor):
+            written.append(args[0])
+        place = source_location.torch_call_line() if written else None
+        for x in written if place is not None else ():
+            self.places.setdefault(_storage(x), place)
+        return func(*args, **(kwargs or {}))
+
+
+def _storage(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr() if x.layout == torch.strided else id(x)
+
+
+TO_DEVICE = ("cpu", "cuda")
+
+INDEXING = ("__getitem__", "__setitem__")  # their indices may be on the CPU
+
+
+@final
+class DeviceWatch(TorchFunctionMode):
+    """Notices a hard-coded device, also on a machine that has only one; `found` describes the first
+    call.
+
+    Tensors made from nothing, without a `device=` taken from a tensor, are on the default device. A
+    call that mixes one of them with a tensor computed from the inputs fails on every other device.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = ""
+        # made on the default device; kept alive so that ids stay unique
+        self._made: dict[int, Tensor] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        given = pytree.tensors((args, kwargs))
+        device = kwargs.get("device")
+        named = device if isinstance(device, str) else None
+        if name == "to" and len(args) > 1 and isinstance(args[1], str):
+            named = args[1]
+        if given and (name in TO_DEVICE or named):
+            how = f'device="{named}"' if named else f".{name}()"
+            self._note(f"{how} names a device")
+        result = func(*args, **kwargs)
+        foreign = [x for x in given if id(x) in self._made]
+        sized = [x for x in foreign if x.dim()]  # tensors without dimensions mix with any device
+        if sized and len(foreign) < len(given) and name not in INDEXING:
+            self._note("a tensor made on the default device is mixed with the inputs")
+        made_here = not given and (device is None or named is not None)
+        if made_here or (given and len(foreign) == len(given)):
+            for y in pytree.leaves(result):
+                if isinstance(y, Tensor):
+                    self._made[id(y)] = y
+        return result
+
+    def _note(self, what: str) -> None:
+        if not self.found:
+            place = source_location.torch_call_line()
+            self.found = what + (f", at {place}" if place else "")
+
+
+ACCUMULATES = (
+    "backward accumulates into .grad of {}, which no derivative with a graph passes through: a second "
+    "derivative by it is lost, and by all that depends on it. Pass these tensors to `apply`, and "
+    "return their gradients."
+)
+
+
+def accumulates(app: Application) -> Iterator[Row]:
+    """Whether backward changes the .grad of a tensor. That of each is restored."""
+    run = app.seeded()
+    with preserved_grads(app.function, *app.args) as changed:
+        with torch.enable_grad():
+            app.backward(run)
+        found = changed()
+    yield finding("in-place: .grad", ACCUMULATES.format(", ".join(found[:3])) if found else "")
+
+
+def reached(fn: Any, held: Iterable[Any]) -> list[Any]:
+    """The tensors, modules and generators that a function reaches, also by what is held beside it."""
+    function = as_function(fn)
+    rules: Any = fn
+    if function is not None:
+        rules = (function.forward, backward_rule(function), function.setup_context)
+    walk = ClosureWalker((rules, [x for x in held if not isinstance(x, Tensor)]), STATE)
+    return [walk.objects[i] for i in walk.found]
+
+
+@contextmanager
+def preserved_grads(fn: Any, *held: Any) -> Iterator[Callable[[], list[str]]]:
+    """Restores the .grad of the leaves that a function reaches besides its arguments. Yields a function
+    that describes those whose .grad was changed."""
+    found = reached(fn, held)
+    named: dict[int, tuple[str, Tensor]] = {
+        id(p): (f"the parameter {name} of a {type(m).__name__}", p)
+        for m in found
+        if isinstance(m, nn.Module)
+        for name, p in m.named_parameters()
+        if not is_lazy(p)
+    }
+    for x in found:
+        if isinstance(x, Tensor) and x.is_leaf and x.requires_grad and not is_lazy(x):
+            named.setdefault(id(x), (f"a tensor of shape {tuple(x.shape)}", x))
+    before = {
+        key: (x.grad, None if x.grad is None else x.grad.detach().clone())
+        for key, (_, x) in named.items()
+    }
+
+    def is_changed(key: int) -> bool:
+        grad, value = before[key]
+        now = named[key][1].grad
+        if now is not grad:
+            return True
+        return now is not None and value is not None and not same(now.detach(), value)
+
+    try:
+        yield lambda: [label for key, (label, _) in named.items() if is_changed(key)]
+    finally:
+        for key, (_, x) in named.items():
+            if is_changed(key):
+                grad, value = before[key]
+                x.grad = grad
+                if grad is not None and value is not None:
+                    put_back(grad, value)

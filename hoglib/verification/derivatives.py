@@ -9,31 +9,33 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import pairwise
-from typing import NamedTuple, final
+from math import inf
+from typing import final
 
 import torch
 from torch import Tensor
 
-from hoglib._core import element_differences, torch_internals
+from hoglib._core import torch_internals
 from hoglib._core.element_differences import TensorMap, max_abs, random_like
 from hoglib._core.gradient_graph import walk
 from hoglib._core.source_location import SourceLine, format_error, innermost_line, is_user_code
 from hoglib._core.torch_internals import backward_rule
 from hoglib.verification import call as calls
-from hoglib.verification import function_rules, half_precision
+from hoglib.verification import function_rules
 from hoglib.verification.comparison import (
+    Bounds,
     Discrepancy,
+    Options,
     Target,
-    in_forward,
-    in_reverse,
-    recheck_target,
-    target,
+    compared,
+    compared_by_means,
+    raised,
     wrong_elements,
 )
-from hoglib.verification.options import Bounds, Options
-from hoglib.verification.report import MODES, NOT_COMPARED, ORDINALS, Mode, Row
+from hoglib.verification.report import MODES, NOT_COMPARED, ORDINALS, Mode, Row, finding
 from hoglib.verification.subject import Subject
 
+FIRST = "first derivative: reverse"
 COMPOSED = (
     "That is with an incoming gradient that depends on the inputs, as in a network; with another "
     "one it is right. Does backward differentiate by saved tensors which the incoming gradient was "
@@ -51,26 +53,24 @@ CONSTANT = (
     "backward returns None for it. If the function takes it for a constant, pass it without "
     "requires_grad, or detached."
 )
+REFUSES = "Verify it after a map into its domain, such as `lambda A: F.apply((A + A.T) / 2)`."
+NOWHERE = "Do the inputs lie on a kink, at the edge of the domain, or are they too large?"
+UNKNOWN = (
+    "Is it a kink, or the edge of the domain? If one is a constant, such as a mask or a target, set "
+    "requires_grad on the others."
+)
+BLANK = "Do the values jump, as the signs of eigenvectors do?"
 NOISE = "their noise in this dtype is {noise:.0%} of the derivative"
-SMALL = 0.1  # noise of less is of no account
+SMALL = 0.1  # ignore relative noise below this
 SHAKEN = 4  # points around, at which what is wrong by measured tolerances is wrong, too
 JVP_TWICE = "jvp inside jvp: torch returns zero for the derivative of a custom Function's own jvp."
 NOT_OFFERED = "it is not offered: {which} without a jvp staticmethod, or with an empty one."
 
 
-class Stage(NamedTuple):
-    """A map whose derivative is the one in question, its arguments, and what to call both ends."""
-
-    map: element_differences.TensorMap
-    x: list[Tensor]
-    rows: list[str]
-    columns: list[str]
-
-
 def stage(
-    first: Stage, mode: Mode, order: int, like: Callable[[Sequence[Tensor]], list[Tensor]], *,
+    first: Target, mode: Mode, order: int, like: Callable[[Sequence[Tensor]], list[Tensor]], *,
     by_torch_func: bool = False,
-) -> Stage:  # fmt: skip
+) -> Target:  # fmt: skip
     """The map of order - 1 in a mode, whose derivative is of that order.
 
     Reverse inside: the gradient, of arguments (x, u); for each order beyond the gradient of that again.
@@ -79,7 +79,7 @@ def stage(
     """
     at = first
     for k in range(1, order):
-        f, x, rows, columns = at
+        f, x, rows, columns, _ = at
         which = f"{ORDINALS[k]} " if k > 1 else ""
         if mode.inner == "r" if k == 1 else mode.key != "ff":
             what = f"the {which}derivative" if which else "the gradient"
@@ -91,7 +91,7 @@ def stage(
             new = [f"the {which}tangent of {name}" for name in columns]
             rows = [f"the {'derivative' if which else 'tangent'} of {row}" for row in rows]
             f, x = make(f, len(x)), [*x, *like(x)]
-        at = Stage(f, x, rows, [*columns, *new])
+        at = Target(f, x, rows, [*columns, *new])
     return at
 
 
@@ -120,24 +120,22 @@ class Derivatives:
         subject = self._subject
         at = [self._target(self._first(x)) for x in self._points]
         yield self._kinks(at[0])
-        row = self._reverse_row("first derivative: reverse", at)
+        row = self._judged(FIRST, self._both(at, "r"))
+        found = self.found[FIRST]
+        words = [row.text]
         if row.status == "fail":
             words = [f"{row.text.rstrip('.')}.", *self._where()]
-            found = self.found[row.name]
             if found.raised is None:
-                at_inputs = (subject.map, subject.x, found.row, found.column)
                 with suppress(Exception):  # a description that fails must not hide the row
+                    at_inputs = (subject.map, subject.x, found.row, found.column)
                     words.append(wrong_elements(*at_inputs, subject.random))
-                words.append(
-                    CONSTANT if self._is_none(found.column)
-                    else what_it_looks_like(subject, found.column) or DECLARE
-                )  # fmt: skip
-            row = row._replace(text=" ".join(filter(None, words)))
+                looks = what_it_looks_like(subject, found.column) or DECLARE
+                words.append(CONSTANT if self._is_none(found.column) else looks)
         elif row.status == "warn":
-            row = row._replace(text=" ".join(filter(None, (row.text, self.what_it_looks_like()))))
-        yield row
+            words.append(self.what_it_looks_like())
+        yield row._replace(text=" ".join(filter(None, words)))
         if self._wants("f"):
-            row = self._forward_row("first derivative: forward", at, "f")
+            row = self._judged("first derivative: forward", self._both(at, "f"), may_lack=True)
             rules = sorted(f.__name__ for f in subject.functions if function_rules.offers_jvp(f))
             if row.status == "fail" and rules:
                 text = f"the jvp of {', '.join(rules)} is wrong: {row.text}"
@@ -155,21 +153,19 @@ class Derivatives:
 
     def what_it_looks_like(self) -> str:
         """Where no first derivative could be compared, whether fine steps are the reason."""
-        if self.found["first derivative: reverse"].checked:
+        if self.found[FIRST].checked:
             return ""
         columns = range(len(self._subject.x))
         return next(filter(None, (what_it_looks_like(self._subject, j) for j in columns)), "")
 
     def higher_order(self, order: int) -> Iterator[Row]:
         """The second, third or fourth derivative in each mode."""
-        for mode in MODES.values():
+        asked = self._options.modes
+        for mode in MODES.values() if asked is None else asked:
             name = f"{ORDINALS[order]} derivative: {mode.title}"
-            asked = self._options.modes is not None and mode in self._options.modes
-            if self._options.modes is not None and not asked:
-                continue
             reason = self._skipped(mode)
             if reason:
-                missing = asked and self._subject.offers_forward is False
+                missing = asked is not None and self._subject.offers_forward is False
                 if missing:
                     self.found[name] = Discrepancy(wrong=reason)
                 yield Row(name, "fail" if missing else "skip", None, reason)
@@ -194,20 +190,15 @@ class Derivatives:
                 for x in self._points
             ]
         except Exception as error:
-            if mode.key != "rr":
-                return self._not_there(name, error)
-            self.found[name] = Discrepancy(wrong="it raised", raised=error)
-            return self._judged(name, self.found[name])
-        if mode.key != "rr":
-            return self._forward_row(name, at, mode.key)
-        row = self._reverse_row(name, at)
-        if order == 2 and self.found[name].got != self.found[name].got:
+            return self._judged(name, raised(error), may_lack=mode.key != "rr")
+        row = self._judged(name, self._both(at, mode.key), may_lack=mode.key != "rr")
+        if mode.key != "rr" or order != 2:
+            return row
+        if self.found[name].got != self.found[name].got:
             row = row._replace(text=f"{row.text}{self._nan_origin()}")
-        first = self.found.get("first derivative: reverse")
+        first = self.found.get(FIRST)
         derivative = not self._options.surrogate and not (first is not None and first.wrong)
-        if order == 2 and row.status == "pass" and derivative:
-            return self._in_composition(row)
-        return row
+        return self._in_composition(row) if row.status == "pass" and derivative else row
 
     def _in_composition(self, row: Row) -> Row:
         """The row, unless the second derivative is wrong where the incoming gradient depends on the
@@ -223,7 +214,7 @@ class Derivatives:
             ]
             for map_, where in maps:
                 f = calls.gradient_of_composition(map_, values, weights)
-                found = self._both([self._target(Stage(f, x, rows, subject.names))], "r")
+                found = self._both([self._target(Target(f, x, rows, subject.names))], "r")
                 if found.wrong and found.raised is None:
                     self.found[row.name] = found
                     judged = self._judged(row.name, found)
@@ -244,13 +235,13 @@ class Derivatives:
     def _like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [random_like(x, self._subject.random) for x in tensors]
 
-    def _first(self, x: list[Tensor]) -> Stage:
-        return Stage(self._subject.map, x, self._subject.rows, self._subject.names)
+    def _first(self, x: list[Tensor]) -> Target:
+        return Target(self._subject.map, x, self._subject.rows, self._subject.names)
 
-    def _target(self, at: Stage) -> Target:
+    def _target(self, at: Target) -> Target:
         if self._subject.half is not None:  # short differences are rounding
-            return Target(*at, [])
-        return target(*at, self._subject.random, full=self._options.full, eps=self._options.eps)
+            return at
+        return at.with_slopes(self._subject.random, full=self._options.full, eps=self._options.eps)
 
     def _both(self, at: Sequence[Target], key: str) -> Discrepancy:
         """At all points."""
@@ -258,22 +249,24 @@ class Derivatives:
         random = self._subject.random
         for one in at:
             if self._subject.half is not None:
-                found = half_precision.compared(one, key, self._subject.half, random)
-                result = found if result is None else result.merge(found)
-                continue
-            state = random.get_state()
-            found = self._compared(one, key)
-            if found.wrong and found.raised is None:
-                again = recheck_target(one, random)
-                random.set_state(state)  # with the covectors that found it
-                found = self._compared(again, key)
-            elif not found.wrong:
-                found = self._closer(one, key, found)
+                found = compared_by_means(one, key, self._subject.half, random)
+            else:
+                found = self._at_one(one, key)
             result = found if result is None else result.merge(found)
             if result.raised is not None:
                 break
         assert result is not None
         return result
+
+    def _at_one(self, at: Target, key: str) -> Discrepancy:
+        random = self._subject.random
+        state = random.get_state()
+        found = self._compared(at, key)
+        if found.wrong and found.raised is None:
+            again = at.rechecked(random)
+            random.set_state(state)  # with the covectors that found it
+            return self._compared(again, key)
+        return found if found.wrong else self._closer(at, key, found)
 
     def _closer(self, at: Target, key: str, found: Discrepancy) -> Discrepancy:
         """What was found right by the tolerances of a narrow dtype, by those that its differences allow
@@ -306,7 +299,7 @@ class Derivatives:
             random.set_state(state)
             x = [y * (1 + 0.01 * random_like(y, shaken)) for y in at.x]
             with suppress(Exception):  # it may refuse what the user did not pass
-                near = self._target(Stage(at.map, x, at.rows, at.columns))
+                near = self._target(at._replace(x=x))
                 runs.append(self._compared(near, key, bounds))
         worst = 0.0
         shared = set(runs[0].signed).intersection(*(one.signed for one in runs)) if runs else set()
@@ -322,32 +315,18 @@ class Derivatives:
 
     def _compared(self, at: Target, key: str, bounds: Bounds | None = None) -> Discrepancy:
         bounds = bounds or self._options.bounds
-        if key[0] == "r":
-            return in_reverse(at, bounds, self._subject.random, full=self._options.full)
-        return in_forward(at, bounds, by_torch_func=key == "ff")
+        return compared(at, key, bounds, self._subject.random, full=self._options.full)
 
-    def _reverse_row(self, name: str, at: Sequence[Target]) -> Row:
-        self.found[name] = self._both(at, "r")
-        return self._judged(name, self.found[name])
-
-    def _forward_row(self, name: str, at: Sequence[Target], key: str) -> Row:
-        """A row of a mode with a forward level in it, which may not be offered."""
-        found = self._both(at, key)
-        if found.raised is not None:
-            return self._not_there(name, found.raised)
+    def _judged(self, name: str, found: Discrepancy, *, may_lack: bool = False) -> Row:
+        """The row of what was compared. may_lack: whether there is a forward level in it, which raises
+        where it is not offered: a fault where it was declared or asked for."""
+        if found.raised is not None and may_lack:
+            text = f"it raised {format_error(found.raised)}."
+            if not (self._subject.offers_forward or self._options.modes is not None):
+                return Row(name, "skip", None, f"it is not offered: {text}")
+            self.found[name] = Discrepancy(error=inf, wrong=text, raised=found.raised)
+            return Row(name, "fail", None, text)
         self.found[name] = found
-        return self._judged(name, found)
-
-    def _not_there(self, name: str, error: Exception) -> Row:
-        """Forward mode that raises: a fault where it was declared or asked for."""
-        text = f"it raised {format_error(error)}."
-        declared = self._subject.offers_forward or self._options.modes is not None
-        if not declared:
-            return Row(name, "skip", None, f"it is not offered: {text}")
-        self.found[name] = Discrepancy(error=float("inf"), wrong=text, raised=error)
-        return Row(name, "fail", None, text)
-
-    def _judged(self, name: str, found: Discrepancy) -> Row:
         if found.raised is not None:
             text = f"{name.split(':')[0]} is missing: it raised {format_error(found.raised)}"
             return Row(name, "fail", None, text)
@@ -355,31 +334,20 @@ class Derivatives:
             others = self._labels(found.faulty - {found.column})
             also = f" Also wrong: by {', '.join(others)}." if others else ""
             return Row(name, "fail", found.error, f"{found.wrong}{ratio(found)}.{also}")
-        unknown = ", ".join(self._labels(found.unknown))
+        if not (found.unknown or found.blank):
+            return Row(name, "pass", found.error)
         why = f" ({found.problem})" if found.problem else ""
+        nothing = f"{NOT_COMPARED}: finite differences do not converge{why}."
+        error: float | None = found.error
         if found.unknown and not found.checked:
-            text = (
-                f"{NOT_COMPARED}: forward refuses points near the inputs{why}. Verify "
-                "it after a map into its domain, such as `lambda A: F.apply((A + A.T) / 2)`."
-                if "Error: " in found.problem
-                else f"{NOT_COMPARED}: finite differences do not converge{why}. Do the "
-                "inputs lie on a kink, at the edge of the domain, or are they too large?"
-            )
-            return Row(name, "warn", None, text)
-        if unknown:
-            return Row(
-                name, "warn", found.error,
-                f"by {unknown} {NOT_COMPARED}: finite differences do not converge{why}. Is "
-                "it a kink, or the edge of the domain? If one is a constant, such as a mask or a "
-                "target, set requires_grad on the others.",
-            )  # fmt: skip
-        if found.blank:
-            return Row(
-                name, "warn", found.error,
-                f"of {', '.join(sorted(found.blank))} {NOT_COMPARED}: finite differences do not "
-                f"converge{why}. Do the values jump, as the signs of eigenvectors do?",
-            )  # fmt: skip
-        return Row(name, "pass", found.error)
+            text, error = f"{nothing} {NOWHERE}", None
+            if "Error: " in found.problem:
+                text = f"{NOT_COMPARED}: forward refuses points near the inputs{why}. {REFUSES}"
+        elif found.unknown:
+            text = f"by {', '.join(self._labels(found.unknown))} {nothing} {UNKNOWN}"
+        else:
+            text = f"of {', '.join(sorted(found.blank))} {nothing} {BLANK}"
+        return Row(name, "warn", error, text)
 
     def _labels(self, columns: set[int]) -> list[str]:
         names = self._subject.names
@@ -417,14 +385,12 @@ class Derivatives:
                 if bool(kink.any())
             }
         )
-        if not kinked:
-            return Row("kinks", "pass")
-        where_ = "; ".join(f"of {row} by {name}" for row, name in kinked)
-        return Row(
-            "kinks", "warn", None,
-            f"the inputs lie on a kink {where_}: the slopes to either side differ, and the gradient "
-            "there is a convention. It was checked near the inputs.",
-        )  # fmt: skip
+        text = kinked and (
+            f"the inputs lie on a kink {'; '.join(f'of {row} by {name}' for row, name in kinked)}: the "
+            "slopes to either side differ, and the gradient there is a convention. It was checked near "
+            "the inputs."
+        )
+        return finding("kinks", text or "", "warn")
 
     def _where(self) -> Iterator[str]:
         """The first lines of the backwards that may be at fault."""

@@ -3,14 +3,12 @@
     with examined_functions("hvp"):
         value = func(params)        # a Function of the user's is applied: its arguments are noted
         ...                         # the derivatives that the entry point is for
-                                    # at the end it is examined by itself, and a wrong one is told
+                                    # at the end it is examined by itself, and a wrong one is reported
 
 A Function is examined once for each kind of arguments. The verdict is kept for the process.
 """
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any, final
 from weakref import WeakKeyDictionary, WeakSet
@@ -20,6 +18,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from hoglib._core import pytree, torch_internals
+from hoglib._core.ambient import AMBIENT, inside
 from hoglib._core.autograd import Gradient
 from hoglib._core.recomputation import inside_recomputation
 from hoglib._core.source_location import line_in, warn
@@ -27,13 +26,13 @@ from hoglib._core.torch_internals import watching_functions
 from hoglib._core.torch_modes import value_checks_on, without_stand_ins
 from hoglib.errors import HoglibError, NoSecondDerivative, VerificationError
 from hoglib.stand_ins.mode import on_wrong
-from hoglib.verification import side_effects
 from hoglib.verification.call import layout_of
+from hoglib.verification.contract import Snapshot, in_place
 from hoglib.verification.examination import Applied, Verdict, applied, examine
 from hoglib.verification.subject import Application, application, is_users
 
 _VERDICTS: WeakKeyDictionary[type[Function], dict[Any, Verdict]] = WeakKeyDictionary()
-Met = tuple[type[Function], Any]  # a Function, and the kinds of its arguments
+Key = tuple[type[Function], Any]  # a Function, and the kinds of its arguments
 # What to use instead of Functions that their users cannot change, by module.
 INSTEAD = {
     "gpytorch.functions.": "Inside `gpytorch.settings.trace_mode(True)` the kernels of GPyTorch are "
@@ -48,28 +47,25 @@ RAISED = (
     "The backward of {name} raised it, at {line}. `hoglib.verify({name}, inputs)` shows whether it "
     "runs with a graph, which a second derivative needs."
 )
-CHANGES = (
-    "{name} changes an argument that is used elsewhere, too, without a word to autograd: the "
-    "derivative by it is wrong. {changes} `hoglib.verify({name}, inputs)` shows all checks."
-)
-SPOILS = (
-    "{name} changes the gradient that it gets in place, which others get, too: what they make of it is "
-    "wrong. {changes} `hoglib.verify({name}, inputs)` shows all checks."
-)
-# The entry points, and what they told.
-_TOLD: WeakKeyDictionary[type[Function], set[tuple[str, str]]] = WeakKeyDictionary()
+# What a Function changes in place that others read.
+MUTATES = {
+    "inputs": "{name} modifies an argument in place without ctx.mark_dirty: the derivative by it is "
+    "wrong. {changes} `hoglib.verify({name}, inputs)` shows all checks.",
+    "grad_output": "{name} modifies grad_output in place; it is shared with other nodes, whose "
+    "gradients are then wrong. {changes} `hoglib.verify({name}, inputs)` shows all checks.",
+}
+# The entry points, and what they reported.
+_REPORTED: WeakKeyDictionary[type[Function], set[tuple[str, str]]] = WeakKeyDictionary()
 # Those that were seen to change an argument in place, undeclared, or the incoming gradient: each
 # application is watched.
-_CHANGING: WeakSet[type[Function]] = WeakSet()
-# Ambient, because entry points call one another, also from within the user's function.
-_THREAD = threading.local()
+_MUTATING: WeakSet[type[Function]] = WeakSet()
 
 
 @final
 class examined_functions:  # noqa: N801 a context manager
-    """Examines the custom Functions of the user that are applied inside, and tells which are wrong.
+    """Examines the custom Functions of the user that are applied inside, and reports which are wrong.
 
-    Within another one it does nothing: the outermost entry point tells. A class, as it stands around
+    Within another one it does nothing: the outermost entry point reports. A class, as it stands around
     each derivative: generators of contextlib take several times as long to enter and to leave.
 
     Args:
@@ -77,7 +73,7 @@ class examined_functions:  # noqa: N801 a context manager
         first_order: It takes first derivatives only, so that a wrong second one does no harm. Default:
             by whether backward runs with a graph, which inside of torch.func is not known.
     Returns:
-        From entering, the Functions that are met; None where nothing is examined.
+        From entering, the Functions that are applied; None where nothing is examined.
     Raises:
         VerificationError: at the end, for a wrong Function, inside `second_order(on_wrong="raise")`.
         NoSecondDerivative: at the end, for a Function whose second derivative is wrong, where nothing
@@ -86,40 +82,40 @@ class examined_functions:  # noqa: N801 a context manager
 
     def __init__(self, caller: str, *, first_order: bool = False) -> None:
         self._caller, self._first_order = caller, first_order
-        self._met: MetFunctions | None = None
+        self._functions: AppliedFunctions | None = None
 
-    def __enter__(self) -> "MetFunctions | None":
+    def __enter__(self) -> "AppliedFunctions | None":
         self._action = on_wrong()
-        examining = self._action == "ignore" or getattr(_THREAD, "examining", False)
+        examining = self._action == "ignore" or AMBIENT.examining
         if examining or not value_checks_on():
             return None
-        self._met = MetFunctions()
-        self._watching = watching_functions(self._met.see)
+        self._functions = AppliedFunctions()
+        self._watching = watching_functions(self._functions.record)
         self._watching.__enter__()
-        _THREAD.examining, _THREAD.met = True, self._met
-        return self._met
+        AMBIENT.examining, AMBIENT.functions = True, self._functions
+        return self._functions
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        met, self._met = self._met, None
-        if met is None:
+        functions, self._functions = self._functions, None
+        if functions is None:
             return
         try:
             self._watching.__exit__()
             if isinstance(error, Exception):
-                _explain(error, met)
+                _explain(error, functions)
             elif error is None:
-                self._tell_wrong(met)
+                self._report_wrong(functions)
         finally:
-            _THREAD.examining, _THREAD.met = False, None
+            AMBIENT.examining, AMBIENT.functions = False, None
 
-    def _tell_wrong(self, met: "MetFunctions") -> None:
-        for (function, kinds), order in met.differentiated.items():
-            verdict = _verdict(met, function, kinds)
-            if verdict.is_told and verdict.order <= (1 if self._first_order else order):
-                _tell(self._caller, function, verdict, self._action, met.nothing_left)
-            elif text := met.changes(function, kinds):
-                wrong = Verdict("wrong", text)
-                _tell(self._caller, function, wrong, self._action, nothing_left=False)
+    def _report_wrong(self, functions: "AppliedFunctions") -> None:
+        for key, order in functions.differentiated.items():
+            verdict = functions.verdict(key)
+            if verdict.is_reported and verdict.order <= (1 if self._first_order else order):
+                lost = functions.gradient_has_no_graph and verdict.second
+                _report(self._caller, key[0], verdict, self._action, nothing_is_left=lost)
+            elif text := functions.mutation(key):
+                _report(self._caller, key[0], Verdict("wrong", text), self._action)
 
 
 def note_lost_graph(gradient: Gradient | None) -> None:
@@ -127,66 +123,63 @@ def note_lost_graph(gradient: Gradient | None) -> None:
 
     That is right for a linear loss, but not with a Function whose second derivative is wrong.
     """
-    met: MetFunctions | None = getattr(_THREAD, "met", None)
-    if met is None or gradient is None or not gradient.graph.user_functions:
+    functions: AppliedFunctions | None = AMBIENT.functions
+    if functions is None or gradient is None or not gradient.graph.user_functions:
         return
     with without_stand_ins():
         if gradient.has_no_graph:
-            met.nothing_left = True
+            functions.gradient_has_no_graph = True
 
 
-@contextmanager
-def no_examination() -> Iterator[None]:
-    """Inside, entry points examine and tell nothing: for what judges Functions by itself."""
-    before, _THREAD.examining = getattr(_THREAD, "examining", False), True
-    try:
-        yield
-    finally:
-        _THREAD.examining = before
+def no_examination() -> inside:
+    """Inside, entry points examine and report nothing: for what judges Functions by itself."""
+    return inside(examining=True)
 
 
 def forget_verdicts() -> None:
-    """Forgets what is known of Functions, and what was told."""
+    """Forgets what is known of Functions, and what was reported."""
     _VERDICTS.clear()
-    forget_told()
+    forget_reports()
 
 
-def forget_told() -> None:
-    """Forgets what was told, so that it is told again."""
-    _TOLD.clear()
+def forget_reports() -> None:
+    """Forgets what was reported, so that it is reported again."""
+    _REPORTED.clear()
 
 
 @final
-class MetFunctions:
+class AppliedFunctions:
     """The Functions that are applied within one entry point, but for those that are known to be right.
 
-    applied: those without a verdict, by Function and kinds of arguments. differentiated: those whose
-    backward ran, or may have run: once, or twice, if it ran with a graph. used_after_change: those that
-    changed an argument in place, undeclared, of which the gradient is not theirs alone. spoiling: those
-    that changed the incoming gradient in place, where others get it, too.
+    applied: those without a verdict. differentiated: those whose backward ran, or may have run:
+    once, or twice, if it ran with a graph.
     """
 
     def __init__(self) -> None:
-        self.applied: dict[Met, Applied] = {}
-        self.differentiated: dict[Met, int] = {}
-        self.nothing_left = False
-        self.used_after_change: set[Met] = set()
-        self.spoiling: set[Met] = set()
-        self._changing: dict[Met, Application] = {}
+        self.applied: dict[Key, Applied] = {}
+        self.differentiated: dict[Key, int] = {}
+        self.gradient_has_no_graph = False
+        # those that change in place, undeclared, an argument of which the gradient is not theirs
+        # alone, or an incoming gradient that others get, too: what, by MUTATES
+        self._mutates: dict[Key, str] = {}
+        self._mutating: dict[Key, Application] = {}
         self._traced: set[type[Function]] = set()
 
     @property
     def only_traced(self) -> bool:
-        """Whether a Function that is not known as right was met only where tensors have no values."""
-        elsewhere = {function for function, _ in self.differentiated}
+        """Whether one that is not known as right was applied only where tensors have no values."""
+        others = {function for function, _ in self.differentiated}
         return any(
             not (verdicts := _VERDICTS.get(function))
-            or function in _CHANGING
-            or any(v.is_told or v.within for v in verdicts.values())
-            for function in self._traced - elsewhere
+            or function in _MUTATING
+            or any(v.is_reported or v.within for v in verdicts.values())
+            for function in self._traced - others
         )
 
-    def see(self, function: type[Function], args: tuple[Any, ...]) -> Callable[[Any], None] | None:
+    def record(
+        self, function: type[Function], args: tuple[Any, ...]
+    ) -> Callable[[Any], None] | None:
+        """Notes an application; what is returned gets its result."""
         if function.__module__.startswith("hoglib.") or not torch.is_grad_enabled():
             return None
         if torch_internals.tracing():
@@ -204,55 +197,67 @@ class MetFunctions:
         verdicts, kinds = _VERDICTS.setdefault(function, {}), (mode, *map(_kind, args, by))
         verdict = verdicts.get(kinds)
         if verdict is not None and verdict.within and not _are_within(verdict, given, args):
-            kinds = ("elsewhere", *kinds)
+            kinds = ("other values", *kinds)
             verdict = verdicts.get(kinds)
-        met = function, kinds
-        is_right = verdict is not None and not verdict.is_told
-        if (is_right and function not in _CHANGING) or self.differentiated.get(met) == 2:
+        key = function, kinds
+        is_right = verdict is not None and not verdict.is_reported
+        if (is_right and function not in _MUTATING) or self.differentiated.get(key) == 2:
             return None
-        if (verdict is None or verdict.left) and met not in self.applied:
+        if (verdict is None or verdict.left) and key not in self.applied:
             graphed = None if _runs_again() else given
-            self.applied[met] = applied(function, args, by, mode, graphed)
+            self.applied[key] = applied(function, args, by, mode, graphed)
         versions = [
             (i, x, x._version) for i, x in enumerate(given)
             if by[i] and torch_internals.unwrap(x) is x and not x.is_inference()
         ]  # fmt: skip
-        return partial(self._note, met, given, versions)
+        return partial(self._applied, key, given, versions)
 
-    def changes(self, function: type[Function], kinds: Any) -> str:
+    def verdict(self, key: Key) -> Verdict:
+        """The verdict on a Function that was applied, which is examined if there is none yet."""
+        function, kinds = key
+        verdict = _VERDICTS[function].get(kinds)
+        if verdict is None or verdict.left:
+            before, verdict = verdict, examine(self.applied[key])
+            if before is not None and verdict.left:  # there may be a next one, at other values
+                verdict = verdict._replace(left=before.left - 1)
+            _VERDICTS[function][kinds] = verdict
+        return verdict
+
+    def mutation(self, key: Key) -> str:
         """What a Function changes in place that others read, and in which line; empty if nothing."""
-        met = function, kinds
-        if met in self.used_after_change:
-            what, words = "inputs", CHANGES
-        elif met in self.spoiling:
-            what, words = "grad_output", SPOILS
-        else:
+        what = self._mutates.get(key)
+        if what is None:
             return ""
-        rows = side_effects.in_place(self._changing[met])
+        rows = in_place(self._mutating[key])
         changes = next((r.text for r in rows if r.status == "fail" and what in r.name), "")
-        return words.format(name=function.__qualname__, changes=changes)
+        return MUTATES[what].format(name=key[0].__qualname__, changes=changes)
 
-    def _note(
-        self, met: Met, given: tuple[Any, ...], versions: list[tuple[int, Tensor, int]], result: Any
+    def _applied(
+        self, key: Key, given: tuple[Any, ...], versions: list[tuple[int, Tensor, int]], result: Any
     ) -> None:
         results = result if isinstance(result, tuple) else (result,)
         changed = [
             (i, x) for i, x, version in versions
             if x._version != version and not any(x is y for y in results)
         ]  # fmt: skip
-        self._note_backward(met, results)
+        self._note_backward(key, results)
         node = next((y.grad_fn for y in results if isinstance(y, Tensor) and y.grad_fn), None)
-        if node is not None:
-            self._watch_gradients(met, node, given)
-        app = application(met[0], given) if changed else None
-        if app is not None and node is not None:
-            _CHANGING.add(met[0])
-            self._changing[met] = app
+        if node is None:
+            return
+        self._watch_gradients(key, node, given)
+        if changed and self._is_mutating(key, given):
             for i, x in changed:
                 position = sum(isinstance(y, Tensor) for y in given[:i])
-                self._watch_changed(met, node, position, x)
+                self._watch_changed(key, node, position, x)
 
-    def _watch_changed(self, met: Met, node: Any, position: int, x: Tensor) -> None:
+    def _is_mutating(self, key: Key, given: tuple[Any, ...]) -> bool:
+        app = application(key[0], given)
+        if app is not None:
+            _MUTATING.add(key[0])
+            self._mutating[key] = app
+        return app is not None
+
+    def _watch_changed(self, key: Key, node: Any, position: int, x: Tensor) -> None:
         """Notes a tensor that the Function of a node changed, if others read it: gradients other than
         those of that node reach what it was computed by. That is the user's leaf, at worst."""
         base = x._base if x._is_view() else x
@@ -262,18 +267,18 @@ class MetFunctions:
             links.append((parent, 0, *parent.next_functions[0]))
             parent = parent.next_functions[0][0]
         if base is None or base.grad_fn is None:
-            self.used_after_change.add(met)
+            self._mutates[key] = "inputs"
             return
         for giver, which, taker, output in links:
             given: list[Tensor | None] = []
             giver.register_hook(
                 lambda grads, _, which=which, given=given: given.append(grads[which])
             )
-            taker.register_prehook(partial(self._compare_gradients, met, given, output))
+            taker.register_prehook(partial(self._compare_gradients, key, given, output))
 
-    def _watch_gradients(self, met: Met, node: Any, given: tuple[Any, ...]) -> None:
+    def _watch_gradients(self, key: Key, node: Any, given: tuple[Any, ...]) -> None:
         """Notes a Function whose backward changes an incoming gradient that others get, too."""
-        seen: list[tuple[side_effects.Snapshot, bool]] = []
+        seen: list[tuple[Snapshot, bool]] = []
 
         def before(grads: tuple[Tensor | None, ...]) -> None:
             held = [
@@ -281,67 +286,53 @@ class MetFunctions:
                 for g in grads if g is not None and torch_internals.unwrap(g) is g
             ]  # fmt: skip
             with torch.no_grad(), without_stand_ins():
-                seen.extend((side_effects.Snapshot({"": g}), by_others) for g, by_others in held)
+                seen.extend((Snapshot({"": g}), by_others) for g, by_others in held)
 
         def after(*_: Any) -> None:
             with torch.no_grad(), without_stand_ins():
                 changed = [held for snapshot, held in seen if snapshot.changed({})]
             seen.clear()
-            if changed and (app := application(met[0], given)) is not None:
-                _CHANGING.add(met[0])
-                self._changing[met] = app
-                if any(changed):
-                    self.spoiling.add(met)
+            if changed and self._is_mutating(key, given) and any(changed):
+                self._mutates.setdefault(key, "grad_output")
 
         node.register_prehook(before)
         node.register_hook(after)
 
     def _compare_gradients(
-        self, met: Met, given: list[Tensor | None], output: int, grads: tuple[Tensor | None, ...]
+        self, key: Key, given: list[Tensor | None], output: int, grads: tuple[Tensor | None, ...]
     ) -> None:
         """In the first backward pass: in a second one the saved tensors have gradients, too."""
         if len(given) == 1 and given[0] is not None:
             total = grads[output]
             if total is None or not torch.equal(total.detach(), given[0].detach()):
-                self.used_after_change.add(met)
+                self._mutates[key] = "inputs"
 
-    def _note_backward(self, met: Met, results: tuple[Any, ...]) -> None:
+    def _note_backward(self, key: Key, results: tuple[Any, ...]) -> None:
         """Notes it as differentiated when its backward runs; in a transform, of which that is not
         known, at once."""
         runs_again = inside_recomputation()  # in a later backward, with a graph
 
         def note(_: Any) -> None:
             twice = runs_again or torch.is_grad_enabled()
-            self.differentiated[met] = max(1 + twice, self.differentiated.get(met, 1))
+            self.differentiated[key] = max(1 + twice, self.differentiated.get(key, 1))
 
         for y in results:
             if isinstance(y, Tensor) and torch_internals.unwrap(y) is not y:
-                self.differentiated[met] = 2
+                self.differentiated[key] = 2
             elif isinstance(y, Tensor) and y.grad_fn is not None:
                 y.grad_fn.register_prehook(note)
                 return
 
 
-def _verdict(met: MetFunctions, function: type[Function], kinds: Any) -> Verdict:
-    """The verdict on a Function that was met, which is examined if there is none yet."""
-    verdict = _VERDICTS[function].get(kinds)
-    if verdict is None or verdict.left:
-        before, verdict = verdict, examine(met.applied[function, kinds])
-        if before is not None and verdict.left:  # there may be a next one, at other values
-            verdict = verdict._replace(left=before.left - 1)
-        _VERDICTS[function][kinds] = verdict
-    return verdict
-
-
-def _explain(error: Exception, met: MetFunctions) -> None:
+def _explain(error: Exception, functions: AppliedFunctions) -> None:
     """Adds to an error which of the Functions that were differentiated raised it, or lost the graph,
     and in which line."""
-    for function, kinds in met.differentiated:
-        text = ""
+    for key in functions.differentiated:
+        text, function = "", key[0]
         if line := line_in(error, torch_internals.backward_rule(function)):
             text = RAISED.format(name=function.__qualname__, line=line)
         elif isinstance(error, NoSecondDerivative):
-            verdict = _verdict(met, function, kinds)
+            verdict = functions.verdict(key)
             text = verdict.text if verdict.status == "wrong" and verdict.second else ""
         if text and text not in str(error):
             if isinstance(error, HoglibError):
@@ -383,21 +374,22 @@ def _kind(x: Any, needs_grad: bool) -> Any:
     return x if x is None or isinstance(x, bool | str) else type(x)
 
 
-def _tell(
-    caller: str, function: type[Function], verdict: Verdict, action: str, nothing_left: bool
-) -> None:
+def _report(
+    caller: str, function: type[Function], verdict: Verdict, action: str, *,
+    nothing_is_left: bool = False,
+) -> None:  # fmt: skip
     """Raises, or warns once for a Function and an entry point."""
     text = f"{caller}: {verdict.text}"
     for module, instead in INSTEAD.items():
         text += f" {instead}" * function.__module__.startswith(module)
     if action == "raise":
         raise VerificationError(text)
-    if nothing_left and verdict.second:
+    if nothing_is_left:
         raise NoSecondDerivative(
             f"{text} Nothing of the second derivative is left in this loss: the gradient that would be "
             f"differentiated has no graph. `hvp(mode='finite-differences')` needs none."
         )
-    told = _TOLD.setdefault(function, set())
-    if (caller, verdict.status) not in told:
-        told.add((caller, verdict.status))
+    reported = _REPORTED.setdefault(function, set())
+    if (caller, verdict.status) not in reported:
+        reported.add((caller, verdict.status))
         warn(text)

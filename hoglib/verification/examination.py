@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from math import isnan
 from time import perf_counter
 from typing import Any, NamedTuple, final
 
@@ -19,28 +20,33 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hoglib._core import pytree, torch_internals
 from hoglib._core.autograd import grad_enabled
-from hoglib._core.closures import STATE, ClosureWalker
+from hoglib._core.element_differences import random_like
 from hoglib._core.pytree import is_float
 from hoglib._core.source_location import format_error
 from hoglib._core.state import AutocastState, StateGuard, preserve_random_state, put_back, same
 from hoglib._core.swap import keep_swapped
 from hoglib.stand_ins.mode import active, stand_ins_if
 from hoglib.verification import call as calls
-from hoglib.verification import circumstances, elsewhere, fix_hints, function_rules
-from hoglib.verification.call import copied
+from hoglib.verification import function_rules
+from hoglib.verification.attribution import UNSEEN, attribution_rows, detached_copy
+from hoglib.verification.call import copied, exact_products
+from hoglib.verification.call_variants import Baseline, create_graph, gradient_layouts
+from hoglib.verification.comparison import NATURAL, Bounds, Options
+from hoglib.verification.contract import ACCUMULATES, preserved_grads, reached
 from hoglib.verification.derivatives import Derivatives
-from hoglib.verification.options import NATURAL, Bounds, Options
 from hoglib.verification.report import MODES, Row
-from hoglib.verification.rounding import exact_products
-from hoglib.verification.side_effects import ACCUMULATES, preserved_grads
-from hoglib.verification.structures import (
+from hoglib.verification.subject import (
+    Application,
+    Lifted,
     Structure,
+    Subject,
     choices,
     is_computed_so,
+    lifted,
+    parameters,
     structures,
     structures_of,
 )
-from hoglib.verification.subject import Application, Lifted, Subject, lifted, parameters
 
 SECONDS = 20.0  # the time that an examination may take; it is estimated before
 OTHER_VALUES = 2  # examinations after one at values that differences do not resolve
@@ -65,7 +71,7 @@ class Verdict(NamedTuple):
     within: tuple[tuple[int, Structure], ...] = ()
 
     @property
-    def is_told(self) -> bool:
+    def is_reported(self) -> bool:
         return self.status in ("wrong", "not examined")
 
 
@@ -100,7 +106,7 @@ def applied(
     tensors = pytree.tensors(args)
     by_module = lifted(function, args)
     if by_module is not None:
-        by_module = by_module._replace(inputs=fix_hints.detached_copy(by_module.inputs))
+        by_module = by_module._replace(inputs=detached_copy(by_module.inputs))
     kept = () if by_module else tuple(_kept(graphed, copies, wanted))
     return Applied(app, by_module, forward, AutocastState(tensors), active(), kept)
 
@@ -161,7 +167,7 @@ class _NotExamined(Exception):
 
 
 def _judged(given: Applied) -> Verdict:
-    app = given.app
+    app, function = given.app, given.app.function
     if given.by_module is not None:
         fn, inputs, _ = given.by_module
         subject, several = Subject(fn, inputs), True
@@ -171,49 +177,86 @@ def _judged(given: Applied) -> Verdict:
     if stop is not None:
         raise _NotExamined(stop.text.rstrip("."))
     here = [subject.x, subject.perturbed_point()] if several else [subject.x]
-    function = app.function
     jvp = given.forward if function_rules.offers_jvp(function) else ""
-    found = _compared(function, subject, here, jvp)
-    if found.is_told:
-        found = _in_a_structure(given, subject, here, jvp) or found
-    if found.is_told and _in_a_gauge(function, subject, here, jvp, found):
-        found = RIGHT
+    options = Options(
+        modes=tuple(MODES[key] for key in ("rr", jvp) if key), bounds=Bounds(natural=NATURAL),
+        surrogate=getattr(function, "surrogate", False) is True,
+    ).in_dtype(subject.dtype)  # fmt: skip
+    found = _compared(function, subject, here, options)
+    if found.is_reported:
+        found = _restricted(given, subject, here, options, found)
     if found.status != "right" or not several or subject.half is not None:
         return found
     # other values may take another branch of backward
-    wrong = elsewhere.wrong_rows(subject, _options(function, subject, jvp))
+    wrong = other_points_rows(subject, options)
     return _wrong_second(function, wrong) if wrong else found
 
 
-def _in_a_structure(
-    given: Applied, subject: Subject, here: list[list[Tensor]], jvp: str
-) -> Verdict | None:
-    """The verdict where it is right along directions that keep a structure of the arguments, which they
-    have because they are computed so; None where it is not."""
+def _restricted(
+    given: Applied, subject: Subject, here: list[list[Tensor]], options: Options, found: Verdict
+) -> Verdict:
+    """The verdict, or right, if it is that along directions that keep a structure of the arguments,
+    which they have because they are computed so; or but for signs or phases of the outputs, which are
+    arbitrary."""
     kept = dict(given.kept)
     place_of = {j: subject.call.positions[j] for j in range(subject.call.num_inputs)}
-    found = {
-        j: [one for one in some if one.name in kept.get(place_of[j], ())]
-        for j, some in structures(subject.call).items() if j in place_of
+    computed = {
+        j: own for j, some in structures(subject.call).items() if j in place_of
+        and (own := [one for one in some if one.name in kept.get(place_of[j], ())])
     }  # fmt: skip
-    for chosen in choices({j: some for j, some in found.items() if some}):
-        with subject.keeping(chosen):
-            if _derivatives(given.app.function, subject, here, jvp).are_right():
-                subject.kept = chosen
-                return RIGHT._replace(within=tuple((place_of[j], one) for j, one in chosen.items()))
-    return None
-
-
-def _in_a_gauge(
-    function: type[Function], subject: Subject, here: list[list[Tensor]], jvp: str, found: Verdict
-) -> bool:
-    """Whether it is right but for signs or phases of the outputs, which are arbitrary."""
+    for chosen in choices(computed):
+        subject.restrict(chosen)
+        if Derivatives(subject, here, options).are_right():
+            return RIGHT._replace(within=tuple((place_of[j], one) for j, one in chosen.items()))
     for gauge in subject.gauges(real_too=found.status != "wrong"):
-        subject.fix_gauge(gauge)
-        if _derivatives(function, subject, here, jvp).are_right():
-            return True
-    subject.fix_gauge(None)
-    return False
+        subject.restrict({}, gauge)
+        if Derivatives(subject, here, options).are_right():
+            return RIGHT
+    subject.restrict({})
+    return found
+
+
+# Other values than those it was applied to, where a Function may take another branch.
+#
+# A backward may be cut for some values only: relu of a saved intermediate, the absolute value of a
+# matrix that is positive at the inputs. Values of other signs and sizes may also lie outside of its
+# domain, so that only a second derivative counts that is wrong where the first one is right.
+
+
+def other_points(subject: Subject) -> Iterator[list[Tensor]]:
+    """Points with other signs and sizes at which the function and its gradient are finite."""
+    signed = [torch.where(x == 0, 1.0, random_like(x, subject.random)) for x in subject.x]
+    for size in (30.0, 0.03):
+        point = [size * s * x.abs() for s, x in zip(signed, subject.x, strict=True)]
+        with suppress(Exception):  # it may refuse them
+            values = subject.map(*point)
+            ones = list(map(torch.ones_like, values))
+            results = [*values, *calls.gradient(subject.map, len(point))(*point, *ones)]
+            if all(bool(y.isfinite().all()) for y in results):
+                yield point
+
+
+def other_points_rows(subject: Subject, options: Options) -> list[Row] | None:
+    """The row of a second derivative that is wrong at other values, and those of its causes; empty
+    where none is, None where nothing could be judged."""
+    judged = False
+    for x in other_points(subject):
+        derivatives = Derivatives(subject, [x], options)
+        with suppress(Exception):  # it may refuse what the user did not pass
+            first = () if options.surrogate else derivatives.first_order()
+            if any(row.status in ("warn", "fail") for row in first):
+                continue
+            failed = [row for row in derivatives.higher_order(2) if row.status == "fail"]
+            found = [derivatives.found[row.name] for row in failed]
+            if any(one.raised is not None or isnan(one.got) for one in found):
+                continue
+            judged = True
+            causes_of = attribution_rows(subject, x, derivatives.found) if failed else ()
+            causes = [row for row in causes_of if row.status == "fail"]
+            # without a known cause, what backward calls may have no derivative there
+            if failed and not all(row.name.endswith(UNSEEN) for row in causes):
+                return [failed[0], *causes]
+    return [] if judged else None
 
 
 def _subject(app: Application) -> tuple[Subject, bool]:
@@ -229,37 +272,28 @@ def _subject(app: Application) -> tuple[Subject, bool]:
             app, seconds = fewer, _trial(fewer)[1]
     if seconds > 2 * SECONDS:
         raise _NotExamined(f"that would take some {seconds / 2:.0f} seconds")
-    inputs = [
-        x.requires_grad_(i in app.by) if is_float(x) else x for i, x in enumerate(app.fresh())
-    ]
-    subject = Subject(app.function, inputs, in_own_dtype=not plain, keep_layouts=True)
+    subject = Subject(app.function, app.leaves(), in_own_dtype=not plain, keep_layouts=True)
     return subject, seconds <= SECONDS
 
 
 def _compared(
-    function: type[Function], subject: Subject, points: list[list[Tensor]], jvp: str
+    function: type[Function], subject: Subject, points: list[list[Tensor]], options: Options
 ) -> Verdict:
-    """The verdict on the derivatives at some points.
-
-    jvp: the mode in which its jvp is differentiated, if it is.
-    """
-    derivatives = _derivatives(function, subject, points, jvp)
-    is_surrogate = _is_surrogate(function)
-    first = [] if is_surrogate else list(derivatives.first_order())
+    """The verdict on the derivatives at some points."""
+    derivatives = Derivatives(subject, points, options)
+    first = [] if options.surrogate else list(derivatives.first_order())
     second = list(derivatives.higher_order(2))
     name = function.__qualname__
-    wrong_first = _silent_failures(first, derivatives, function)
-    wrong = _silent_failures(second, derivatives, function)
+    wrong_first, wrong = (_silent_failures(rows, derivatives, function) for rows in (first, second))
     if wrong:
-        rows = fix_hints.attribution_rows(subject, points[-1], derivatives.found)
+        rows = attribution_rows(subject, points[-1], derivatives.found)
         causes = [row for row in rows if row.status == "fail"]
         return _wrong_second(function, [wrong[0], *causes], order=1 if wrong_first else 2)
-    if not is_surrogate:
+    if not options.surrogate:
         with suppress(Exception):  # where nothing is left to differentiate, which is judged above
-            baseline = circumstances.Baseline(subject, points[-1])
-            with_graph = circumstances.with_graph(baseline)
-            circumstanced = (with_graph, *circumstances.gradient_layouts(baseline))
-            differing = [r for r in circumstanced if r.status == "fail" and r.error is not None]
+            base = Baseline(subject, points[-1], options)
+            variants = (create_graph(base), *gradient_layouts(base))
+            differing = [r for r in variants if r.status == "fail" and r.error is not None]
             wrong_first = differing[:1] or wrong_first
     if first and not wrong_first and (kind := derivatives.what_it_looks_like()):
         wrong_first = [Row("first derivative", "fail", None, kind)]
@@ -283,25 +317,6 @@ def _wrong_second(function: type[Function], rows: list[Row], order: int = 2) -> 
         "checks."
     )
     return Verdict("wrong", text, order=order, second=True)
-
-
-def _derivatives(
-    function: type[Function], subject: Subject, points: list[list[Tensor]], jvp: str
-) -> Derivatives:
-    return Derivatives(subject, points, _options(function, subject, jvp))
-
-
-def _options(function: type[Function], subject: Subject, jvp: str) -> Options:
-    options = Options(
-        orders=(1, 2), modes=tuple(MODES[key] for key in (("rr", jvp) if jvp else ("rr",))),
-        surrogate=_is_surrogate(function), full=False,
-        eps=None, bounds=Bounds(1e-6, 1e-4, NATURAL), nondet_tol=0.0,
-    )  # fmt: skip
-    return options.in_dtype(subject.dtype)
-
-
-def _is_surrogate(function: type[Function]) -> bool:
-    return getattr(function, "surrogate", False) is True
 
 
 def _stops_gradient(subject: Subject) -> bool:
@@ -370,10 +385,7 @@ def _preserved(app: Application) -> Iterator[Callable[[], list[str]]]:
     function = app.function
     classes = function.__mro__[: function.__mro__.index(Function)]
     own = [(c, k, v) for c in classes for k, v in vars(c).items() if not k.startswith("__")]
-    rules = function.forward, torch_internals.backward_rule(function), function.setup_context
-    held = [x for x in app.args if not isinstance(x, Tensor)] + [v for *_, v in own]
-    walk = ClosureWalker((*rules, held), STATE)
-    found = [walk.objects[i] for i in walk.found]
+    found = reached(function, [*app.args, [v for *_, v in own]])
     modules = [x for x in found if isinstance(x, nn.Module)]
     generators = [x for x in found if isinstance(x, torch.Generator)]
     tensors = [x for x in found if isinstance(x, Tensor) and not (is_lazy(x) or x.is_inference())]

@@ -2,30 +2,262 @@
 
 Autograd hides what a Function does: it sums gradients that are too large, casts those of another dtype,
 and does not show what was saved. Run as plain functions, with the context below instead of autograd's,
-they show it.
+they show it. The members of tuples, lists, dicts and plain objects that are saved are looked at one by
+one, as `ctx.stuff[1]['b']`; their names are the expressions in the line that saves them:
+
+    ctx.save_for_backward(x, 1 / x)         # "1 / x" is ctx.saved_tensors[1]
+    ctx.stuff = (s, c)                      # "s" is ctx.stuff[0]
 """
 
+import ast
+import copy
 import dis
 import inspect
+import linecache
 import sys
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from inspect import isfunction
+from types import BuiltinFunctionType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import FunctionCtx
 
 from hoglib._core import pytree, source_location
 from hoglib._core.element_differences import random_like
 from hoglib._core.pytree import is_float
-from hoglib._core.source_location import is_user_code
+from hoglib._core.source_location import SourceLine, is_user_code
 from hoglib._core.state import same
 from hoglib._core.torch_internals import backward_rule
-from hoglib.verification.saved_values import Noted, SavedAt, exchanged, opened, steps_to
+
+DEPTH = 5
+Key = tuple[str, Any]  # how a member is reached, "index", "key" or "attribute"; and by what
+# Kinds whose attributes are none of the Function's values, or cannot be exchanged.
+OPAQUE = (
+    Tensor, nn.Module, type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, torch.dtype,
+    torch.device, torch.Size, torch.Generator, torch.autograd.function.FunctionCtx, BaseException,
+)  # fmt: skip
+
+
+def opened(value: Any, depth: int = DEPTH) -> Iterator[tuple[tuple[Key, ...], Any]]:
+    """The innermost members, with the keys that lead to them; the value itself if it is no container,
+    or an empty one. depth: how many levels are opened."""
+    members = list(_members(value)) if depth else []
+    if not members:
+        yield (), value
+    for key, member in members:
+        yield from (((key, *keys), part) for keys, part in opened(member, depth - 1))
+
+
+def exchanged(label: str, value: Any, members: Mapping[str, Any], depth: int = DEPTH) -> Any:
+    """The value with other members, by how they are written; new containers of its kinds."""
+    own = list(_members(value)) if depth else []
+    if not own:
+        return members.get(label, value)
+    parts = [
+        (key, exchanged(written(label, [key]), member, members, depth - 1)) for key, member in own
+    ]
+    if isinstance(value, tuple):
+        made = [part for _, part in parts]
+        return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
+    result = copy.copy(value)
+    for (how, key), part in parts:
+        if how == "attribute":
+            vars(result)[key] = part
+        else:
+            result[key] = part
+    return result
+
+
+def written(label: str, keys: Sequence[Key]) -> str:
+    """How a member is written."""
+    for how, key in keys:
+        label += f".{key}" if how == "attribute" else f"[{key!r}]"
+    return label
+
+
+def _members(value: Any) -> Iterator[tuple[Key, Any]]:
+    if isinstance(value, OPAQUE):
+        return
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        yield from ((("attribute", n), x) for n, x in zip(value._fields, value, strict=True))
+    elif type(value) is tuple or isinstance(value, list | deque):
+        yield from ((("index", i), x) for i, x in enumerate(value))
+    elif isinstance(value, dict):
+        yield from ((("key", k), x) for k, x in value.items())
+    elif _is_plain(value):
+        yield from ((("attribute", n), x) for n, x in vars(value).items())
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is an object of a class that a user wrote, which keeps values in attributes."""
+    kind = type(value)
+    own: Callable[..., Any] | None = getattr(kind, "__setattr__", None)
+    return (
+        hasattr(value, "__dict__")
+        and own is object.__setattr__
+        and not callable(value)
+        and kind.__module__.split(".")[0] not in ("builtins", "torch", "numpy", "collections")
+    )
+
+
+LONGEST = 40  # characters of an expression that is a name
+
+
+class Noted(NamedTuple):
+    """Where something was put on a context, and what the code there calls it."""
+
+    place: SourceLine | None
+    name: str
+
+
+@final
+class SavedAt:
+    """The place in user code that saves values on a context, while its frame is alive."""
+
+    def __init__(self, frame: FrameType, target: str) -> None:
+        """target: "save_for_backward", or the attribute that is set."""
+        self._frame: FrameType | None = frame
+        self._target = target
+        code = frame.f_code
+        self.place = SourceLine(code.co_filename, frame.f_lineno)
+        self._expressions = _expressions(code.co_filename, frame.f_lineno, target)
+
+    def noted(self, value: Any, position: int, keys: Sequence[Key]) -> Noted:
+        """Of a saved value, or of a member of it. position: of the argument; 0 for an attribute."""
+        expression, rest = _at(self._expressions, position, keys)
+        named = expression is not None and not rest and not isinstance(expression, ast.Starred)
+        text = _text(expression) if named and expression is not None else ""
+        if text:
+            return Noted(self.place, text)
+        if local := self._local(value):
+            return Noted(self.place, local)
+        return Noted(self.place, _indexed(expression, rest))
+
+    def _local(self, value: Any) -> str:
+        """The name of a local variable that is the value, there or further out."""
+        frame = self._frame
+        if value is None or isinstance(value, bool | int | str):
+            return ""  # the same object may have any name
+        while frame is not None and is_user_code(frame.f_code.co_filename):
+            for name, local in frame.f_locals.items():
+                if local is value and name != "ctx":
+                    return name
+            if "ctx" in frame.f_locals and frame.f_code.co_name in ("forward", "setup_context"):
+                return ""
+            frame = frame.f_back
+        return ""
+
+    def forget(self) -> None:
+        """Let the frame go, and what it holds."""
+        self._frame = None
+
+
+def _expressions(file: str, line: int, target: str) -> Sequence[ast.expr]:
+    """The arguments of the call that saves, or the value that is assigned; none without a source."""
+    lines = linecache.getlines(file)
+    text = lines[line - 1] if line <= len(lines) else ""
+    return _found(file, len(lines), text, line, target)
+
+
+@lru_cache(maxsize=1024)
+def _found(file: str, count: int, text: str, line: int, target: str) -> Sequence[ast.expr]:
+    """count, text: the number of lines, and the one in question: a file is the same as long as they
+    are."""
+    calls: list[ast.Call] = []
+    values: list[ast.expr] = []
+    for node in _statements(_tree("".join(linecache.getlines(file))), line):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            if node.func.attr == target:
+                calls.append(node)
+        elif isinstance(node, ast.Assign):
+            for one in node.targets:
+                values += _assigned(one, node.value, target)
+        elif isinstance(node, ast.AnnAssign) and node.value is not None:
+            values += _assigned(node.target, node.value, target)
+    return calls[-1].args if calls else values[:1]
+
+
+def _statements(tree: ast.AST, line: int) -> Iterator[ast.AST]:
+    """The nodes that contain a line, from the outermost."""
+    for node in ast.iter_child_nodes(tree):
+        first = getattr(node, "lineno", None)
+        if first is None or first <= line <= (getattr(node, "end_lineno", None) or first):
+            yield node
+            yield from _statements(node, line)
+
+
+def _assigned(to: ast.expr, value: ast.expr, target: str) -> list[ast.expr]:
+    if isinstance(to, ast.Attribute):
+        return [value] if to.attr == target else []
+    if not isinstance(to, ast.Tuple | ast.List) or not isinstance(value, ast.Tuple | ast.List):
+        return []
+    if len(to.elts) != len(value.elts):
+        return []
+    pairs = zip(to.elts, value.elts, strict=True)
+    return [found for t, v in pairs for found in _assigned(t, v, target)]
+
+
+@lru_cache(maxsize=16)
+def _tree(source: str) -> ast.AST:
+    try:
+        return ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError):
+        return ast.Module([], [])
+
+
+def _at(
+    expressions: Sequence[ast.expr], position: int, keys: Sequence[Key]
+) -> tuple[ast.expr | None, list[Key]]:
+    """The expression for a member, and the keys that lead from it to the member."""
+    starred = next((i for i, e in enumerate(expressions) if isinstance(e, ast.Starred)), None)
+    if starred is not None and position >= starred:
+        if starred + 1 < len(expressions):  # how many of them the starred one gives is not known
+            return None, []
+        return expressions[starred], [("index", position - starred), *keys]
+    if position >= len(expressions):
+        return None, []
+    found, rest = expressions[position], list(keys)
+    while rest and (inner := _member(found, rest[0])) is not None:
+        found, rest = inner, rest[1:]
+    return found, rest
+
+
+def _member(expression: ast.expr, key: Key) -> ast.expr | None:
+    how, which = key
+    if how == "index" and isinstance(expression, ast.Tuple | ast.List):
+        starred = any(isinstance(e, ast.Starred) for e in expression.elts)
+        return None if starred or which >= len(expression.elts) else expression.elts[which]
+    if how == "key" and isinstance(expression, ast.Dict):
+        for name, value in zip(expression.keys, expression.values, strict=True):
+            if isinstance(name, ast.Constant) and name.value == which:
+                return value
+    if how == "key" and isinstance(expression, ast.Call):  # dict(a=x)
+        return next((k.value for k in expression.keywords if k.arg == which), None)
+    return None
+
+
+def _text(expression: ast.expr) -> str:
+    """The expression as code; empty for a long one, a plain number and a function."""
+    if isinstance(expression, ast.Constant | ast.Lambda):
+        return ""
+    text = ast.unparse(expression)
+    return text if len(text) <= LONGEST else ""
+
+
+def _indexed(expression: ast.expr | None, keys: Sequence[Key]) -> str:
+    """How a member of a variable is written: `things[1]`."""
+    inner = expression.value if isinstance(expression, ast.Starred) else expression
+    if inner is None or not isinstance(inner, ast.Name | ast.Attribute | ast.Subscript):
+        return ""
+    return written(_text(inner), keys)
+
 
 SAVED = "ctx.saved_tensors"
 
@@ -54,10 +286,8 @@ class Record:
 
     def slots(self, *, in_jvp: bool = False) -> dict[str, Any]:
         """The same, with the members of containers instead of these."""
-        slots: dict[str, Any] = {}
-        for label, value in self.held(in_jvp=in_jvp).items():
-            slots |= opened(label, value)
-        return slots
+        held = self.held(in_jvp=in_jvp).items()
+        return {written(label, keys): part for label, value in held for keys, part in opened(value)}
 
     def with_slots(self, slots: dict[str, Any], *, in_jvp: bool = False) -> "Record":
         """The same with other values in the slots."""
@@ -79,13 +309,11 @@ class Record:
         for at in self.written.values():
             at.forget()
 
-    def _describe(self, label: str, value: Any, position: int, written: str) -> None:
-        at = self.written.get(written)
-        if at is None:
-            return
-        self.notes[label] = at.noted(value, position, ())
-        for member, part in opened(label, value).items():
-            self.notes[member] = at.noted(part, position, steps_to(label, value, member) or ())
+    def _describe(self, label: str, value: Any, position: int, place: str) -> None:
+        at = self.written.get(place)
+        if at is not None:
+            for keys, part in (((), value), *opened(value)):
+                self.notes[written(label, keys)] = at.noted(part, position, keys)
 
     def noted(self, label: str) -> Noted:
         return self.notes.get(label, Noted(None, ""))
@@ -207,32 +435,6 @@ def forward(function: type[Function], args: Sequence[Any], needed: Sequence[bool
                 x.requires_grad_(False)
     record.describe()
     return Run(tuple(args), as_tuple(output), record)
-
-
-def backward(
-    function: type[Function], record: Record, grads: Sequence[Tensor | None]
-) -> tuple[Any, ...]:
-    return as_tuple(backward_rule(function)(Context(record), *grads))
-
-
-def changed_by_backward(app: Any) -> list[str]:
-    """The labels of what backward changes on the context or on the class."""
-    run = app.seeded()
-    before = _state(run.record, app.function)
-    with suppress(Exception), torch.no_grad():
-        backward(app.function, run.record, run.incoming())
-    after = _state(run.record, app.function)
-    return [label for label in after if before.get(label) != after[label]]
-
-
-def _state(record: Record, function: type[Function]) -> dict[str, Any]:
-    """What is on the context and on the class, by label, in a form that can be compared later."""
-    own = {f"{function.__name__}.{n}": v for n, v in vars(function).items() if n[:2] != "__"}
-    held = record.held() | {label: v for label, v in own.items() if not callable(v)}
-    return {
-        label: (id(value), value._version) if isinstance(value, Tensor) else repr(value)
-        for label, value in held.items()
-    }
 
 
 MEMORY = frozenset({"storage", "untyped_storage", "data_ptr", "resize_", "set_"})

@@ -30,6 +30,11 @@ class Row(NamedTuple):
     text: str = ""
 
 
+def finding(name: str, text: str = "", status: str = "fail", error: float | None = None) -> Row:
+    """The row of a check, which passes where there is nothing to say."""
+    return Row(name, status if text else "pass", error, text)
+
+
 @final
 class Report:
     """The result of `hog.verify` and `hog.audit`: one row for each check.

@@ -42,7 +42,7 @@ Y = torch.zeros(4, 1, dtype=F64)
 def _as_in_a_new_process():
     """In this module verdicts are kept from one test to the next, and told again."""
     torch.manual_seed(0)
-    entry_points.forget_told()
+    entry_points.forget_reports()
 
 
 class Net(nn.Module):

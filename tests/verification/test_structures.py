@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import hoglib as hog
 from hoglib.verification import entry_points
-from hoglib.verification.structures import structures_of
+from hoglib.verification.subject import structures_of
 
 F64 = torch.float64
 ROW = "first derivative: other directions"
@@ -143,7 +143,7 @@ def test_a_lost_second_derivative_is_failed_within_the_structure(name):
 
 
 def told(function: type[Function], prepare: Callable[[Tensor], Tensor]) -> list[str]:
-    entry_points.forget_told()
+    entry_points.forget_reports()
 
     def loss(b: Tensor) -> Tensor:
         y = function.apply(prepare(b))
@@ -180,7 +180,7 @@ def test_a_parameter_that_has_the_structure_at_first_is_told(name, how):
     def prepare(b: Tensor) -> Tensor:
         return b if how == "a parameter" else 1.0 * b
 
-    entry_points.forget_told()
+    entry_points.forget_reports()
 
     def loss(p: Tensor) -> Tensor:
         y = function.apply(prepare(p))

@@ -1,0 +1,624 @@
+"""The derivatives of a call that is made another way: another function that should be the same,
+subsets of inputs, repeated calls, other memory layouts, float32, vmap.
+
+They are compared with those of a baseline, which the derivative checks have judged. So a row fails only
+if the variant makes a difference.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from math import inf
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from hoglib._core.element_differences import TensorMap, max_abs, random_like
+from hoglib._core.pytree import is_float
+from hoglib._core.source_location import format_error
+from hoglib._core.tolerances import TOLERANCES
+from hoglib.verification import call as calls
+from hoglib.verification.attribution import subset_rows
+from hoglib.verification.call import Arrange, Call
+from hoglib.verification.comparison import Options, largest_difference
+from hoglib.verification.derivatives import nan_operation
+from hoglib.verification.function_rules import handles_memory
+from hoglib.verification.report import Row
+from hoglib.verification.subject import Subject
+
+REFUSED = "forward refuses it with an error: {error}"
+DRAWS = "it draws random numbers, which differ for another layout or dtype."
+Pair = tuple[str, list[Tensor] | None, Sequence[Tensor] | None]  # what to say, found, right
+
+
+@final
+class Baseline:
+    """Values, gradients G for random u, and d<w, G>/dx for random w."""
+
+    def __init__(self, subject: Subject, x: list[Tensor], options: Options) -> None:
+        self.subject, self.x, self.options = subject, x, options
+        self.near: list[list[Tensor]] = []  # other points, for what takes several
+        self.f, self.n, self.names = subject.map, len(x), subject.names
+        self.all_inputs = list(range(self.n))
+        self.values = [y.detach() for y in self.f(*x)]
+        self.u = [random_like(y, subject.random) for y in self.values]
+        self.w = [random_like(y, subject.random) for y in x]
+        self.first = self.gradient(self.f)
+        self.second: list[Tensor] | None = None
+        with suppress(Exception):  # reported by the derivative checks
+            self.second = self.second_derivative(self.f, self.all_inputs)
+        self.tolerance = float(subject.eps**0.5)
+        # smaller differences may come from a sum whose terms cancel
+        self._floor = 1e-4 * max(max(map(max_abs, self.values)), 1e-3 * max(map(max_abs, x)))
+
+    def gradient(self, f: TensorMap, by: Sequence[int] | None = None) -> list[Tensor]:
+        return calls.gradient(f, self.n, by)(*self.x, *self.u)
+
+    def second_derivative(
+        self, f: TensorMap, requires: Sequence[int], by: Sequence[int] | None = None
+    ) -> list[Tensor]:
+        """d<w, G>/dx by some inputs, where G are the gradients by the same ones."""
+        by = requires if by is None else by
+        leaves = [y.detach().clone().requires_grad_(j in requires) for j, y in enumerate(self.x)]
+        u = [y.clone().requires_grad_() for y in self.u]
+        grads = calls.gradient(f, self.n, requires)(*leaves, *u)
+        chosen = [grads[list(requires).index(j)] for j in by]
+        return calls.grad(chosen, [leaves[j] for j in by], [self.w[j] for j in by])
+
+    def with_graph(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Leaves, and the values at them."""
+        leaves = [y.detach().clone().requires_grad_() for y in self.x]
+        return leaves, self.f(*leaves)
+
+    def compared(self, name: str, *pairs: Pair, names: Sequence[str] = ()) -> Row:
+        """Whether derivatives, or values, are the same; what to say of a wrong one, by {name}."""
+        worst = 0.0
+        for text, found, right in pairs:
+            if found is not None and right is not None:
+                off, j = largest_difference(found, right, self._floor)
+                if off > self.tolerance:
+                    which = (names or self.names)[j]
+                    return Row(name, "fail", off, text.replace("{name}", which))
+                worst = max(worst, off)
+        return Row(name, "pass", worst)
+
+
+NAN = (
+    ("{}", "a value", "Are the inputs in its domain?"),
+    ("the gradient by {}", "a gradient", "The values are not: choose the derivative there by "
+     "convention, with torch.where on the argument of the function and on the result."),
+    ("the second derivative by {}", "a second derivative", "The first is not. A torch.where lets NaN "
+     "through where its other branch is infinite: guard the argument, not only the result."),
+)  # fmt: skip
+
+
+def finite(base: Baseline) -> Row:
+    name = "finite"
+    derivatives = (base.f(*base.x), base.first, base.second or [])
+    labels = (base.subject.rows, base.names, base.names)
+    for (which, _, advice), tensors, known in zip(NAN, derivatives, labels, strict=True):
+        for label, t in zip(known, tensors, strict=False):
+            if bool(t.isnan().any()):
+                origin = ""
+                with suppress(Exception):  # the row stands without a line
+                    origin = nan_operation(base.f, base.x, base.u) if tensors is base.first else ""
+                arises = f"; NaN arises in {origin}" if origin else ""
+                text = f"{which.format(label)} is NaN at the inputs{arises}. {advice}"
+                return Row(name, "fail", None, text)
+    for (_, what, _), tensors in zip(NAN, derivatives, strict=True):
+        if any(bool(t.isinf().any()) for t in tensors):
+            return Row(name, "warn", None, f"{what} is infinite at the inputs.")
+    if any(map(max_abs, base.first)):
+        return Row(name, "pass")
+    text = (
+        "every gradient is zero at the inputs. If that is not intended, is something detached or "
+        "rounded in forward?"
+    )
+    return Row(name, "warn", 0.0, text)
+
+
+def create_graph(base: Baseline) -> Row:
+    """Whether the gradient is the same with and without create_graph=True."""
+    text = (
+        "the gradient by {name} with create_graph=True is not the one without it: backward depends "
+        "on whether gradients are enabled (torch.is_grad_enabled, requires_grad). Compute the same in "
+        "both cases."
+    )
+    leaves, values = base.with_graph()
+    return base.compared("create_graph", (text, calls.grad(values, leaves, base.u), base.first))
+
+
+def deterministic(base: Baseline) -> Row:
+    name, options = "deterministic", base.options
+    leaves, values = base.with_graph()
+    twice = [
+        calls.grad(values, leaves, base.u, retain_graph=True, create_graph=base.second is not None)
+        for _ in range(2)
+    ]
+    what = "the gradient"
+    off, j = largest_difference(twice[0], twice[1], None)
+    if off <= options.nondet_tol and base.second is not None:
+        twice = [calls.grad(twice[0], leaves, base.w, retain_graph=True) for _ in range(2)]
+        off, j = largest_difference(twice[0], twice[1], None)
+        what = "the second derivative"
+    if off > options.nondet_tol:
+        text = (
+            f"{what} by {base.names[j]} differs between two backward passes by {off:.2g} "
+            "(nondeterministic). backward draws random numbers (torch's, NumPy's or random's), or "
+            "sums in no fixed order. Its derivatives were judged with the same draws each time. Draw "
+            "random numbers in forward and save them, or set nondet_tol."
+        )
+        return Row(name, "warn" if options.surrogate else "fail", off, text)
+    if base.subject.draws:
+        return Row(
+            name, "warn", off,
+            "forward draws random numbers (torch's, NumPy's or random's); it was checked with the same "
+            "ones each time.",
+        )  # fmt: skip
+    return Row(name, "pass", off)
+
+
+def state(base: Baseline) -> Row:
+    """Whether a second call, between forward and backward of the first, changes the gradient."""
+    name = "state"
+    n = base.subject.call.num_inputs
+    if not n:
+        return Row(name, "skip", None, "it is differentiated by its parameters only.")
+    before = {f: dict(vars(f)) for f in base.subject.functions}
+    try:
+        leaves, values = base.with_graph()
+        # with the same parameters: a module has one set at a time
+        base.f(*((1.1 * y).requires_grad_() for y in base.x[:n]), *leaves[n:])
+        found = calls.grad(values, leaves, base.u, create_graph=True)
+    except Exception as raised:
+        return Row(name, "skip", None, f"two calls before a backward raised {format_error(raised)}")
+    changed = [
+        f"{function.__name__}.{attribute}"
+        for function, was in before.items()
+        for attribute, value in vars(function).items()
+        if value is not was.get(attribute)
+    ]
+    where = (
+        f"on the class, as {', '.join(changed)}" if changed else "outside of ctx, as in a global"
+    )
+    text = (
+        "the gradient by {name} of one call changes when it is called again: something that backward "
+        f"reads is kept {where}. Save it with ctx.save_for_backward."
+    )
+    return base.compared(name, (text, found, base.first))
+
+
+MOST_SUBSETS = 14
+
+UNDEFINED = (
+    "An incoming gradient may be None (undefined): ask `if g is not None`, or leave "
+    "ctx.set_materialize_grads at True, which makes it zeros."
+)
+
+
+def subsets(base: Baseline) -> Iterator[Row]:
+    """Each subset of inputs, and what loses the second derivative of one."""
+    name = "inputs: each subset"
+    if base.n < 2:
+        yield Row(name, "skip", None, "there is one input only.")
+        return
+    worst, refused = 0.0, ""
+    for subset in _choose_subsets(base.n):
+        names = [base.names[j] for j in subset]
+        how = f"when only {' and '.join(names)} require{'s' if len(subset) == 1 else ''} grad"
+        gradient = (
+            f"{how}, the gradient by {{name}} is different. Does backward mix up ctx.needs_input_grad, "
+            "or forward save less?"
+        )
+        second = f"{how}, the second derivative by {{name}} is different."
+        try:
+            right = [base.first[j] for j in subset]
+            row = base.compared(name, (gradient, base.gradient(base.f, subset), right), names=names)
+            if row.status == "pass" and base.second is not None:
+                found = base.second_derivative(base.f, subset)
+                right = base.second_derivative(base.f, base.all_inputs, subset)
+                row = base.compared(name, (second, found, right), names=names)
+                if row.status == "fail":
+                    yield from subset_rows(base.subject, base.x, subset)
+        except Exception as raised:
+            text = f"{how}, it raised {format_error(raised)}"
+            row = Row(name, "fail", None, text)
+            if "does not require grad" in str(raised):
+                row = row._replace(status="warn", error=0.0)
+                refused = refused or (
+                    f"{text}. backward differentiates by inputs that need no gradient: leave those "
+                    "out, by ctx.needs_input_grad or x.requires_grad."
+                )
+        if row.status == "fail":
+            yield row
+            return
+        worst = max(worst, row.error or 0.0)
+    yield Row(name, "warn" if refused else "pass", worst, refused)
+
+
+def _choose_subsets(count: int) -> list[tuple[int, ...]]:
+    """Each input alone, and all but each: of up to three inputs, every proper subset."""
+    singles = [(j,) for j in range(count)]
+    others = [tuple(k for k in range(count) if k != j) for j in range(count)]
+    return [*dict.fromkeys([*singles[:MOST_SUBSETS], *others[:MOST_SUBSETS]])]
+
+
+def outputs_alone(base: Baseline) -> Row:
+    """Gradients of outputs that are undefined: of all of them, or of all but one."""
+    name = "outputs: undefined gradients"
+    if base.options.surrogate:
+        text = "declared a surrogate, whose gradient may ignore the incoming one."
+        return Row(name, "skip", None, text)
+    if not base.subject.functions:
+        return Row(name, "skip", None, "no custom Function is in it.")
+    when = "with an undefined gradient"
+    try:
+        leaves, values = base.with_graph()
+        total = torch.stack([_UndefinedGradient.apply(y).sum() for y in values]).sum()
+        grads = torch.autograd.grad(total, leaves, allow_unused=True)
+        usual = all(bool(g.isfinite().all()) for g in base.first)
+        if usual and any(g is not None and bool((g != 0).any()) for g in grads):
+            return Row(name, "fail", None, f"{when} its gradient is not zero. {UNDEFINED}")
+        parts = []
+        for k, row in enumerate(base.subject.rows if len(base.u) > 1 else ()):
+            when = f"when only {row} has a gradient"
+            parts.append(calls.vjps(base.f, base.x, [(k, base.u[k])])[0])
+    except Exception as raised:
+        return Row(name, "fail", None, f"{when} it raised {format_error(raised)}. {UNDEFINED}")
+    if not parts:
+        return Row(name, "pass")
+    sums = [torch.stack(column).sum(0) for column in zip(*parts, strict=True)]
+    text = "the gradient by {name} of all outputs is not the sum of those of each output alone. "
+    return base.compared(name, (text + UNDEFINED, sums, base.first))
+
+
+@final
+class _UndefinedGradient(Function):
+    """The identity, whose gradient is undefined."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None
+
+
+# Other memory layouts, float32, and vmap.
+
+LAYOUT = (
+    "Assume nothing about strides: use reshape instead of view, call .contiguous() before code that "
+    "reads memory directly, and save the inputs themselves: a contiguous copy of one has no graph."
+)
+MEMORY = (
+    "{} handles the memory of tensors itself (storage, resize_, set_), which may end the process with "
+    "other layouts."
+)
+
+
+def layouts(base: Baseline) -> Iterator[Row]:
+    """The same numbers in another memory layout."""
+    handling = sorted(f.__name__ for f in base.subject.functions if handles_memory(f))
+    reason = DRAWS if base.subject.draws else MEMORY.format(", ".join(handling)) if handling else ""
+    name = "layout: non-contiguous inputs"
+    yield Row(name, "skip", None, reason) if reason else _with_layout(base, name, strided, None)
+    yield from gradient_layouts(base)
+
+
+def gradient_layouts(base: Baseline) -> Iterator[Row]:
+    """The same numbers where the incoming gradients have another memory layout."""
+    yield _with_layout(base, "layout: non-contiguous gradients", None, strided)
+    yield _stride_zero_gradients(base)
+
+
+def _with_layout(base: Baseline, name: str, before: Arrange | None, after: Arrange | None) -> Row:
+    f = base.subject.call.map(base.subject.output_indices, before=before, after=after)
+    try:
+        values = f(*base.x)
+    except Exception as raised:
+        advice = "Call .contiguous() first, or reshape rather than view."
+        return Row(name, "warn", None, f"{REFUSED.format(error=format_error(raised))} {advice}")
+    row = base.compared(
+        name, (f"{{name}} is different. {LAYOUT}", values, base.values), names=base.subject.rows
+    )
+    if row.status == "fail":
+        return row
+
+    def run() -> tuple[list[Tensor], list[Tensor] | None]:
+        second = base.second is not None
+        return base.gradient(f), base.second_derivative(f, base.all_inputs) if second else None
+
+    return _same_in_layout(base, name, run, base.first, base.second)
+
+
+def _same_in_layout(
+    base: Baseline, name: str, run: Callable[[], tuple[list[Tensor], list[Tensor] | None]],
+    first: list[Tensor], second: list[Tensor] | None,
+) -> Row:  # fmt: skip
+    try:
+        found, twice = run()
+    except Exception as raised:
+        return Row(name, "fail", None, f"backward raised {format_error(raised)}. {LAYOUT}")
+    text = f"by {{name}} is different. {LAYOUT}"
+    return base.compared(
+        name,
+        (f"the gradient {text}", found, first),
+        (f"the second derivative {text}", twice, second),
+    )
+
+
+def _stride_zero_gradients(base: Baseline) -> Row:
+    """The gradient of a sum, which is one number expanded, against a contiguous one."""
+    call, which = base.subject.call, base.subject.output_indices
+
+    def run(after: Arrange) -> tuple[list[Tensor], list[Tensor] | None]:
+        f = call.map(which, after=after)
+        leaves = [y.detach().clone().requires_grad_() for y in base.x]
+        total = torch.stack([y.sum() for y in f(*leaves)]).sum()
+        first = torch.autograd.grad(
+            total, leaves, create_graph=base.second is not None, materialize_grads=True
+        )
+        if not any(g.requires_grad for g in first):
+            return list(first), None
+        return list(first), calls.grad(first, leaves, base.w)
+
+    right = run(lambda y: (y * torch.ones_like(y)).sum())
+    return _same_in_layout(base, "layout: stride-0 gradients", lambda: run(torch.sum), *right)
+
+
+def strided(x: Tensor) -> Tensor:
+    """x, stored with its dimensions reversed and gaps between elements."""
+    order = tuple(reversed(range(x.dim())))
+    turned = x.permute(order)
+    return torch.stack([turned, torch.zeros_like(turned)], -1)[..., 0].permute(order)
+
+
+USELESS = 0.3  # relative error above which a gradient in float32 is wrong
+ROUNDING = 1e-3
+OFF = {
+    "fail": "{:.0%} off in float32, more than rounding. Does a branch depend on the dtype, or is a "
+    "small number the difference of large ones?",
+    "warn": "{:.0e} off in float32, more than its rounding explains. Are sums or differences of large "
+    "numbers taken in it?",
+}
+
+
+def in_float32(base: Baseline) -> Row:
+    """The gradient in float32 against that of the same rounded inputs."""
+    name, subject = "dtype: float32", base.subject
+    skipped = DRAWS if subject.draws else ""
+    if subject.dtype != torch.float64:
+        skipped = f"it was checked in {subject.dtype}, as float64 is refused."
+    if subject.half is not None:
+        skipped = f"it computes in {str(subject.half).removeprefix('torch.')}."
+    if skipped:
+        return Row(name, "skip", None, skipped)
+    call = Call(subject.fn, subject.inputs, torch.float32).with_settings_of(subject.call)
+    x = [y.float() for y in base.x]
+    try:
+        values, found = _gradients(base, call, x)
+    except Exception as raised:
+        return Row(name, "skip", None, f"it refuses float32: {format_error(raised)}")
+    exact, right = _gradients(base, subject.call, [y.double() for y in x])
+    floor = 1e-3 * max(map(max_abs, exact), default=0.0)
+    same_values = _finite_difference(values, exact, floor)[0] < ROUNDING
+    worst = 0.0
+    for j, (a, b) in enumerate(zip(found, right, strict=True)):
+        off, _ = _finite_difference([a], [b], floor)
+        status = "fail" if off > USELESS and same_values else "warn" if off > ROUNDING else "pass"
+        if status != "pass":
+            text = f"the gradient by {base.names[j]} is {OFF[status].format(off)}"
+            return Row(name, status, off, text)
+        worst = max(worst, off)
+    return Row(name, "pass", worst)
+
+
+def _gradients(
+    base: Baseline, call: Call, x: Sequence[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    f = call.map(base.subject.output_indices)
+    values = f(*x)
+    u = [a.to(b.dtype) for a, b in zip(base.u, values, strict=True)]
+    return [y.detach() for y in values], calls.gradient(f, base.n)(*x, *u)
+
+
+def _finite_difference(
+    found: Sequence[Tensor], right: Sequence[Tensor], floor: float
+) -> tuple[float, int]:
+    """That of the elements which are finite in both dtypes."""
+    masked = [
+        torch.where(a.isfinite() & b.isfinite(), a.double(), b)
+        for a, b in zip(found, right, strict=True)
+    ]
+    return largest_difference(masked, right, max(floor, 1e-30))
+
+
+OWN_RULE = (
+    "Its vmap staticmethod gets in_dims, the batch dimension of each input (None where there is none), "
+    "and returns (outputs, out_dims): move batch dimensions by what they say. Or have the rule made: "
+    "generate_vmap_rule = True."
+)
+GENERATED = (
+    "Remove generate_vmap_rule, or make forward and backward of torch operations that depend on no "
+    "values, and on no number of dimensions."
+)
+
+
+def _vmap_fault(base: Baseline) -> str:
+    """What is wrong with values and gradients under vmap, in words; raises what vmap raises."""
+    f, n, u, here = base.f, base.n, base.u, base.x
+    points = [here, *base.near]
+    batch = [torch.stack(parts) for parts in zip(*points, strict=True)]
+    alone, none = [None] * n, [None] * len(u)
+
+    def pulled(*given: Tensor) -> list[Tensor]:
+        return list(torch.func.vjp(f, *given[:n])[1](list(given[n:])))
+
+    def gradient(x: Sequence[Tensor], factor: float = 1.0) -> list[Tensor]:
+        return calls.gradient(f, n)(*x, *(factor * c for c in u))
+
+    # what, the map, its batch dimensions, its arguments, and the same in a loop
+    cases: list[tuple[str, TensorMap, list[int | None], list[Tensor], list[list[Tensor]]]] = [
+        ("the value under vmap over all inputs", f, [0] * n, batch, [f(*x) for x in points])
+    ]
+    for j, name in enumerate(base.names):
+        mixed = [*here[:j], batch[j].movedim(0, -1), *here[j + 1 :]]
+        loop = [f(*here[:j], x, *here[j + 1 :]) for x in batch[j]]
+        dims = [*alone[:j], -1, *alone[j + 1 :]]
+        cases.append((f"the value under vmap over {name}", f, dims, mixed, loop))
+    weights = [torch.stack([c, -2 * c]) for c in u]  # as is_grads_batched=True of autograd.grad
+    cases += [
+        ("the gradient under vmap", pulled, [*[0] * n, *none], [*batch, *u],
+         [gradient(x) for x in points]),
+        ("the gradient under vmap over incoming gradients", pulled, [*alone, *[0] * len(u)],
+         [*here, *weights], [gradient(here, factor) for factor in (1, -2)]),
+    ]  # fmt: skip
+    for what, map_, dims, arguments, loop in cases:
+        found = list(torch.func.vmap(map_, tuple(dims), randomness="same")(*arguments))
+        for i, (y, parts) in enumerate(zip(found, zip(*loop, strict=True), strict=True)):
+            right = torch.stack(list(parts))
+            if y.shape != right.shape:
+                shapes = f"{tuple(y.shape)}, in a loop {tuple(right.shape)}"
+                return f"{what} has shape {shapes} (result {i})"
+            off, _ = largest_difference([y], [right], None)
+            if off > base.tolerance * max(max_abs(right), 1e-6):
+                return f"{what} differs from a loop by {off:.2g} (result {i})"
+    return ""
+
+
+def vmapped(base: Baseline) -> Row:
+    """vmap where it is offered; where it was not declared, only a wrong number is a fault."""
+    name, subject, declared = "vmap", base.subject, base.subject.offers_vmap
+    if declared is False:
+        return Row(
+            name, "skip", None,
+            "it is not offered: set `generate_vmap_rule = True` in a Function with setup_context, or "
+            "give it a vmap staticmethod.",
+        )  # fmt: skip
+    if subject.draws:
+        why = "it draws random numbers, and vmap draws others than a loop."
+        return Row(name, "skip", None, why)
+    fix = OWN_RULE if any(f.vmap is not Function.vmap for f in subject.functions) else GENERATED
+    fix = fix if subject.functions else ""
+    try:
+        fault = _vmap_fault(base)
+    except Exception as error:
+        if "randomness" in str(error):
+            why = "it draws random numbers, which this transform refuses."
+            return Row(name, "skip", None, why)
+        text = f"it is not offered: {format_error(error)}"
+        if declared:
+            text = f"a vmap rule is declared, and it raised {format_error(error)}. {fix}"
+        return Row(name, "fail" if declared else "skip", None, text)
+    return Row(name, "fail" if fault else "pass", None, fault and f"{fault}. {fix}".strip())
+
+
+# What is changed in a call, each a function of the baseline that gives a row, or some.
+VARIANTS: tuple[Callable[[Baseline], Row | Iterable[Row]], ...] = (
+    create_graph, deterministic, state, subsets, outputs_alone, layouts, in_float32, vmapped,
+)  # fmt: skip
+
+
+def variant_rows(subject: Subject, x: list[Tensor], options: Options) -> Iterator[Row]:
+    """Whether values and derivatives are finite at the inputs, and the rows of all variants at x."""
+    try:
+        base, at_inputs = Baseline(subject, x, options), Baseline(subject, subject.x, options)
+    except Exception:  # the first derivative raises, which its row says
+        return
+    base.near = [subject.perturbed_point() for _ in range(2)]
+    for check, at in ((finite, at_inputs), *((variant, base) for variant in VARIANTS)):
+        try:
+            found = check(at)
+            yield from [found] if isinstance(found, Row) else list(found)
+        except Exception as error:  # other rows name the cause
+            yield Row("circumstances", "skip", None, f"not compared: {format_error(error)}")
+
+
+# Another function of plain torch operations
+
+VALUE, FIRST, SECOND = (
+    f"reference: {what}" for what in ("value", "first derivative", "second derivative")
+)
+
+
+def reference_rows(
+    subject: Subject, reference: Callable[..., Any], points: Sequence[list[Tensor]], *,
+    surrogate: bool,
+) -> Iterator[Row]:  # fmt: skip
+    """Values and derivatives by the inputs; parameters have no counterpart in the reference."""
+    theirs = Call(reference, subject.inputs, subject.dtype if subject.refused == "" else None)
+    for order, name in enumerate((VALUE, FIRST, SECOND)):
+        worst, text = 0.0, ""
+        for x in points:
+            off, wrong = _off_from(subject, theirs, x, order)
+            worst, text = max(worst, off), text or wrong
+        yield Row(name, "fail" if text else "pass", worst * TOLERANCES[subject.dtype].rtol, text)
+        if order:
+            continue
+        if text or not subject.call.num_inputs:
+            return
+        why = "declared a surrogate: it differs on purpose." if surrogate else ""
+        there = [x.detach().clone().requires_grad_() for x in theirs.point]
+        if not any(y.requires_grad for y in theirs.map(subject.output_indices)(*there)):
+            why = why or "the reference has no gradient: it leaves torch."
+        if why:
+            yield from (Row(other, "skip", None, why) for other in (FIRST, SECOND))
+            return
+
+
+def _off_from(subject: Subject, reference: Call, x: list[Tensor], order: int) -> tuple[float, str]:
+    """The largest difference of values or derivatives in units of what is allowed, and what is
+    wrong."""
+    n = subject.call.num_inputs
+    values = subject.map(*x)
+    u, w = ([random_like(y, subject.random) for y in some] for some in (values, x[:n]))
+    found = []
+    for call, who in ((reference, "the reference"), (subject.call, "it")):
+        try:
+            leaves = [y.detach().clone().requires_grad_(order > 0) for y in x[:n]]
+            others = call.point[n:]
+
+            def f(*given: Tensor, call: Call = call, others: list[Tensor] = others) -> list[Tensor]:
+                return call.map(subject.output_indices)(*given, *others)
+
+            grads = calls.gradient(f, n)(*leaves, *u) if order else call.leaves(*leaves, *others)
+            found.append(calls.grad(grads, leaves, w) if order == 2 else grads)
+        except Exception as raised:
+            return inf, f"{who} raised {format_error(raised)}"
+    right, ours = found
+    if len(ours) != len(right):
+        return inf, f"the reference gives {len(right)} outputs, the function {len(ours)}."
+    size = max(map(max_abs, x[:n]), default=0.0)
+    size = max(1e-3 * size, *map(max_abs, values)) if order else size
+    worst = 0.0
+    for i, (a, b) in enumerate(zip(ours, right, strict=True)):
+        what = f"by {subject.names[i]} it" if order else f"output {i}"
+        try:
+            off, pair = _off(a, b, size)
+        except Exception as raised:
+            return inf, f"{what} cannot be compared: {format_error(raised)}"
+        if off > 1:
+            return off, f"{what} differs from the reference: {pair}."
+        worst = max(worst, off)
+    return worst, ""
+
+
+def _off(a: Any, b: Any, size: float) -> tuple[float, str]:
+    """The difference in units of what is allowed, and where."""
+    if not isinstance(a, Tensor):
+        return 0.0 if a == b else 2.0, f"{a!r}, expected {b!r}"
+    if a.shape != b.shape:
+        return inf, f"shape {tuple(a.shape)}, expected {tuple(b.shape)}"
+    same = (a == b) | (a.isnan() & b.isnan())
+    gaps = torch.where(same, 0, (a - b).abs() if is_float(a) else 2).nan_to_num(inf)
+    if bool(same.all()):
+        return 0.0, ""
+    k = int(gaps.argmax())
+    where = f"element {k} is {a.reshape(-1)[k].item():.8g}, expected {b.reshape(-1)[k].item():.8g}"
+    if not is_float(a):
+        return 2.0, where
+    atol, rtol = TOLERANCES[a.dtype]
+    allowed = atol * min(1.0, max(max_abs(b), size)) + rtol * max_abs(b)
+    return float(gaps.max()) / max(allowed, 1e-300), where
