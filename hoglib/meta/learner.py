@@ -22,6 +22,7 @@ from hoglib._core.problem import Policy, check_option_names
 from hoglib._core.sharding import Placement
 from hoglib._core.source_location import warn
 from hoglib._core.swap import Params
+from hoglib._core.torch_modes import without_stand_ins
 from hoglib.capture.api import kept_graph
 from hoglib.errors import ArgumentValueError
 from hoglib.functional import FunctionalLoss, check_instance, functional_loss, trainable_params
@@ -229,7 +230,8 @@ class Learner(nn.Module, ABC):
         own = loop.meta_params()
         placement, start = self._placed(loop, pytree.map(Tensor.detach, own))
         with self._ring(loop, placement, of_tasks=True) as blocks:
-            count = checks.check_together(what, placement, start.model, tasks, self.inner_steps)
+            with without_stand_ins():  # which see each question about a tensor
+                count = checks.check_together(what, placement, start.model, tasks, self.inner_steps)
             with task_sets.stacks_in_errors(what, tasks, count):
                 tasks = clone_inference_tensors(tasks)
                 loop = replace(loop, placement=placement.defer(self.model, blocks))

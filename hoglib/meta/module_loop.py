@@ -80,8 +80,9 @@ class ModuleLoop:
             own = [leaf.detach().requires_grad_() for leaf in leaves]
         start = pytree.unflatten(own, structure)
         value, (result, _) = self.outer_loss(start, support, query, weights)
-        found = torch.autograd.grad(value, own, allow_unused=True)
-        grads = pytree.unflatten(materialize_grads(list(found), own), structure)
+        # no mode handles the call itself, and stand-ins see what backward calls
+        found = torch_internals.gradients([value], own, unhandled=True)
+        grads = pytree.unflatten(materialize_grads(found, own), structure)
         return result._replace(value=value.detach(), grads=grads)
 
     def outer_loss(

@@ -114,9 +114,9 @@ def test_how_often_the_mode_is_entered_and_that_it_is_sent_the_calls_of_the_func
         "hvp": (lambda: loss(params, batch), lambda: hog.hvp(loss, params, v, batch), 1, 1),
         "r1": (lambda: critic(x), lambda: hog.penalties.r1(critic, x), 1, 1),
         "wgan_gp": (lambda: critic(x), lambda: hog.penalties.wgan_gp(critic, x, -x), 1, 1),
-        # losses of two inner steps and of the query set; it is entered for the task, again for each
-        # inner step, and for the backward pass of all
-        "MAML": (lambda: loss(params, batch), lambda: learner(torch.tanh).loss(tasks), 3, 4),
+        # losses of two inner steps and of the query set; it is entered for all of it, and again for the
+        # loss of each inner step
+        "MAML": (lambda: loss(params, batch), lambda: learner(torch.tanh).loss(tasks), 3, 3),
     }[name]
     derivative()  # a critic is examined once for samples that depend on one another
     entered, seen = [], []

@@ -295,9 +295,9 @@ NO_ENTRY_POINTS = {
     "an update rule, differentiated in the inner loop": {
         "RULES", "GradientTransformation", "adam", "adamw", "momentum", "rmsprop", "scheduled", "sgd",
     },
-    "holds numbers": {
+    "holds numbers or options": {
         "EnergyForces", "EnergyForcesHessian", "GraphEntry", "Hypergradient", "Measurement", "NewtonStep",
-        "KFACError", "KFACStep", "LeaveKOut", "NoiseScale", "Options", "PenaltyWithOutputs", "Report", "Residual", "Shard", "Spectrum", "TOLERANCES", "Tolerance",
+        "KFACError", "KFACStep", "LeaveKOut", "NoiseScale", "Options", "DataOptions", "OperatorOptions", "LearnerOptions", "TrainingOptions", "PenaltyWithOutputs", "Report", "Residual", "Shard", "Spectrum", "TOLERANCES", "Tolerance",
         "VerificationError", "__version__",
     },
     "a package": {"capture", "curvature", "errors", "meta", "nn", "ops", "penalties", "testing"},
