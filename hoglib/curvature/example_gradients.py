@@ -26,7 +26,6 @@ from hoglib._core.problem import Options, Policy, Problem
 from hoglib._core.sharding import refuse_sharded
 from hoglib.curvature.data import as_dict, is_batch, to_device
 from hoglib.curvature.fisher_metric import FisherMetric
-from hoglib.curvature.kfac import OPTIONS as KFAC_OPTIONS
 from hoglib.curvature.kfac_operator import KFACOperator
 from hoglib.curvature.kronecker_factors import AT_ONCE
 from hoglib.curvature.model_run import (
@@ -40,9 +39,8 @@ from hoglib.curvature.model_run import (
     output_gradients,
     scale_and_shift_gradients,
 )
-from hoglib.curvature.newton import OPTIONS as GGN_OPTIONS
-from hoglib.curvature.newton import refuse_unknown
 from hoglib.curvature.operators import GGNOperator
+from hoglib.curvature.optimizers import KFAC_OPTIONS, NEWTON_OPTIONS, refuse_unknown
 from hoglib.curvature.vector_space import Space
 from hoglib.errors import (
     ArgumentTypeError,
@@ -573,7 +571,7 @@ def influence(
     validation.number("damping", damping, minimum=0)
     for name, data in (("train", train), ("query", query)):
         _check_order(name, data)
-    operator, known = "GGNOperator", GGN_OPTIONS
+    operator, known = "GGNOperator", NEWTON_OPTIONS
     if solver != "cg":
         operator, known = (
             "KFACOperator",

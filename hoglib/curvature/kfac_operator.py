@@ -22,7 +22,7 @@ from hoglib.curvature.kronecker import (
 from hoglib.curvature.kronecker_factors import BlockSums, EigenvalueSums, FactorSums
 from hoglib.curvature.layer_calls import Region, Role
 from hoglib.curvature.linear_operator import BlockDiagonal, LinearOperator
-from hoglib.curvature.model_run import USUAL, FactorOptions, ModelRun, checked_run
+from hoglib.curvature.model_run import DEFAULT_ORDER, FactorOptions, ModelRun, checked_run
 from hoglib.curvature.operators import GGNOperator, HessianOperator
 from hoglib.curvature.processes import PassTotals, Processes
 from hoglib.curvature.traces import Estimate
@@ -159,7 +159,7 @@ class KFACOperator(KroneckerOperator):
         # whether layers have to show the gradients of single examples
         self.by_example = self._corrected or approximation == "reduce"
         self.checked = False  # whether the layers were compared with autograd
-        self.forms = USUAL  # how the calls of layers are read
+        self.row_order = DEFAULT_ORDER  # how the calls of layers are read
         self._blocks: list[KroneckerBlock] | None = None
         self._error: KFACError | None = None
 
@@ -204,7 +204,7 @@ class KFACOperator(KroneckerOperator):
         """
         with torch.inference_mode(False), torch.no_grad():
             if not self.by_example:  # the order of examples is not known yet
-                self.by_example, self.checked, self.forms = True, False, USUAL
+                self.by_example, self.checked, self.row_order = True, False, DEFAULT_ORDER
             sums = EigenvalueSums(blocks)
             totals = self._pass(sums)
             return sums.blocks(self._sum.weight(totals))
@@ -236,22 +236,25 @@ class KFACOperator(KroneckerOperator):
     def _add(self, sums: BlockSums, batch: Any, number: int, share: float) -> Tensor:
         factors = replace(self._factors, metric=self._factors.metric.for_batch(number))
         with self._sum.entered(batch) as problem:
-            run, first = ModelRun(problem, self.space, factors, self.forms), not self.checked
+            run, first = ModelRun(problem, self.space, factors, self.row_order), not self.checked
             if run.expanded and not self.checked:  # the outputs may not be those of the model
-                run, self.forms = checked_run(run, self.by_example)
-                self.checked = True
+                run = self._check(run)
             value = run.value()
             if not bool(value.isfinite()):
                 return value  # which is refused where it is recorded
             if not self.checked:
-                run, self.forms = checked_run(run, self.by_example)
-                self.checked = True
+                run = self._check(run)
             elif not first:
                 run.check_chosen(self.by_example)
             mean = self._given.get("reduction", "mean") == "mean"
             sums.add(run, share, share if mean else run.examples)
         self._sum.advance()
         return value
+
+    def _check(self, run: ModelRun) -> ModelRun:
+        run, self.row_order = checked_run(run, self.by_example)
+        self.checked = True
+        return run
 
     @contextmanager
     def _algorithm(self, name: str, products: int | None = None) -> Iterator[None]:

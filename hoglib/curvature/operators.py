@@ -12,7 +12,7 @@ from hoglib._core.autograd import grad_enabled
 from hoglib._core.blocks import find_blocks
 from hoglib._core.problem import Policy, refuse_wrapped_calls
 from hoglib._core.swap import PatchState, keep_swapped, reapply
-from hoglib.curvature.compiled import compiled_linear_map
+from hoglib.curvature.compiled import linear_map_at
 from hoglib.curvature.dataset_sum import (
     CheckedDataOptions,
     DatasetSum,
@@ -32,7 +32,6 @@ from hoglib.curvature.linear_operator import LinearOperator
 from hoglib.curvature.processes import Processes
 from hoglib.curvature.vector_space import Space
 from hoglib.errors import NonFiniteError, UnsupportedError
-from hoglib.verification.entry_points import note_lost_graph
 
 Tree = Any
 
@@ -98,7 +97,7 @@ class DatasetOperator(LinearOperator):
         return self._checked(rows, total)
 
     def _checked(self, rows: Tensor, total: Tensor) -> Tensor:
-        """The products of the rows, where they are finite; a matrix that is not symmetric is told."""
+        """The products of the rows, where they are finite; warns if the products are not symmetric."""
         where = self.space.first_not_finite(total)
         if where and self.space.everywhere(bool(rows.isfinite().all())):
             raise NonFiniteError(
@@ -122,14 +121,10 @@ class DatasetOperator(LinearOperator):
         context = self._sum.ring()
         with context as blocks, keep_swapped() as patches:
             problem = self._sum.problem(batch).entered(blocks)
-            if context.captures:
-                several = len(rows) > 1 or (single and self._memory_limit > 0)
-                point = compiled_linear_map(kind, problem, several)
-                keep = single and several
-            else:
-                point = kind.linearize(problem, len(rows) > 1 or single)
-                note_lost_graph(point.gradient)
-                keep = single and self._fits(point)
+            # a compiled map shows only afterwards what it holds
+            several = len(rows) > 1 or (single and (not context.captures or self._memory_limit > 0))
+            point = linear_map_at(kind, problem, several, context.captures)
+            keep = single and (several if context.captures else self._fits(point))
             value = self._apply(point, rows, total, share, keep, first=number == 0)
             keep = keep and (not context.captures or self._fits(point))
             patch_state = patches.values()

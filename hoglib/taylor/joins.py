@@ -1,4 +1,4 @@
-"""Rules of what adds, joins, selects and writes: linear, by masks from the values of the inputs."""
+"""Structural rules: add, cat, where, index_put; linear, by masks from the values of the inputs."""
 
 from typing import Any
 
