@@ -257,9 +257,9 @@ class KFACOperator(KroneckerOperator):
         return run
 
     @contextmanager
-    def _algorithm(self, name: str, products: int | None = None) -> Iterator[None]:
+    def _algorithm(self, name: str, *given: Any, **options: Any) -> Iterator[None]:
         self.blocks()
-        with super()._algorithm(name, products):
+        with super()._algorithm(name, *given, **options):
             yield
 
     def error(

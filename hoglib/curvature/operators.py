@@ -71,8 +71,8 @@ class DatasetOperator(LinearOperator):
         return self._sum.gradient()
 
     @contextmanager
-    def _algorithm(self, name: str, products: int | None = None) -> Iterator[None]:
-        with super()._algorithm(name, products), self._sum.held(name):
+    def _algorithm(self, name: str, *given: Any, **options: Any) -> Iterator[None]:
+        with super()._algorithm(name, *given, **options), self._sum.held(name):
             yield
 
     def _products(self, rows: Tensor) -> Tensor:

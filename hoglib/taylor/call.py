@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hoglib.taylor.algebras import Algebra, Bilinear, Parts, add
+from hoglib.taylor.algebras import Algebra, Bilinear, Parts, add, align
 
 
 class Refused(Exception):
@@ -31,6 +31,11 @@ class Call(NamedTuple):
             None if part is None else function(part, int(lead))
             for part, lead in zip(parts, leads, strict=True)
         ]
+
+    def aligned(self, parts: Parts, rank: int | None = None) -> Parts:
+        """The coefficients with as many dimensions as the output, or with so many."""
+        rank = self.out.dim() if rank is None else rank
+        return self.of_each(lambda part, lead: align(part, bool(lead), rank), parts)
 
     def product(self, bilinear: Bilinear, a: Any, b: Any, a_n: Any = ..., b_n: Any = ...) -> Parts:
         """The coefficients of bilinear(a, b); a_n, b_n: their own, if they are not those of tensors."""

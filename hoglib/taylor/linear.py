@@ -206,20 +206,15 @@ LINEAR: dict[str, Linear] = {
 }
 
 
-def _split(method: str) -> Linear:
-    def run(part: Tensor, lead: int, x: Tensor, out: Any, sizes: Any = 0, dim: int = 0) -> Any:
-        if method == "unbind":
-            return part.unbind(shifted(sizes, lead, x))
-        return part.split(sizes, shifted(dim, lead, x))
-
-    return run
+def _split(part: Tensor, lead: int, x: Tensor, out: Any, sizes: Any, dim: int = 0) -> Any:
+    return part.split(sizes, shifted(dim, lead, x))
 
 
 # Those with several outputs, of which each is linear.
 SEVERAL: dict[str, Callable[..., Any]] = {
-    "unbind": _split("unbind"),
-    "split": _split("split"),
-    "split_with_sizes": _split("split"),
+    "unbind": by_dim(Tensor.unbind),
+    "split": _split,
+    "split_with_sizes": _split,
 }
 
 # Those that select elements: (values, indices) of a function of the dimension.

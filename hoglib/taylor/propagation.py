@@ -215,9 +215,7 @@ class Propagation(TorchDispatchMode):
         name, packet = names_of(func)
         if name in _OVERWRITES or packet in _OVERWRITES:
             rule: Rule | None = lambda call: None  # noqa: E731
-        elif packet == "copy":
-            rule = _copied
-        elif packet == "fill":
+        elif packet in ("copy", "fill"):
             rule = lambda call: call.parts(call.args[1])  # noqa: E731
         else:
             overloads = getattr(aten, packet, None)
@@ -297,14 +295,6 @@ def _given(func: Any, found: Any) -> Rule:
     if found is None:
         raise Refused(f"torch.ops.{func}")
     return lambda call: found
-
-
-def _copied(call: Call) -> Parts | None:
-    parts = call.parts(call.args[1])
-    rank = call.out.dim()
-    return (
-        None if parts is None else call.of_each(lambda p, lead: align(p, bool(lead), rank), parts)
-    )
 
 
 def _tensors(args: Sequence[Any], kwargs: Any) -> Any:

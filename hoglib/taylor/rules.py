@@ -11,14 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hoglib.taylor.algebras import Bilinear, Parts, align, multiply
-from hoglib.taylor.call import Call, Rule, known, scaled, sums
+from hoglib.taylor.algebras import Bilinear, Parts, multiply
+from hoglib.taylor.call import Call, Rule, each, known, scaled, sums
 from hoglib.taylor.derivatives import POINTWISE, power_of
 from hoglib.taylor.joins import JOINS
 from hoglib.taylor.kinks import KINKS, one_sided
 from hoglib.taylor.linear import CONSTANT, LINEAR, SEVERAL, ZERO
-from hoglib.taylor.matrices import MATRICES
-from hoglib.taylor.products import PRODUCTS
+from hoglib.taylor.products import MATRICES, PRODUCTS
 
 
 def _pow(call: Call) -> Parts:
@@ -26,9 +25,7 @@ def _pow(call: Call) -> Parts:
     a_n, b_n, K = call.parts(a), call.parts(b), call.algebra.order
     if b_n is None:
         assert a_n is not None
-        rank = call.out.dim()
-        a_n = call.of_each(lambda p, lead: align(p, bool(lead), rank), a_n)
-        return call.algebra.compose(power_of(a, call.out, K, b), a_n)
+        return call.algebra.compose(power_of(a, call.out, K, b), call.aligned(a_n))
     if not isinstance(a, Tensor):
         a = torch.as_tensor(a, dtype=b.dtype, device=b.device)
     log = a.log()
@@ -66,7 +63,7 @@ def _vector_norm(call: Call) -> Parts:
                 else torch.where(zero, 0 if q is None else q, 0 if p is None else p)
                 for p, q in zip(found, beside, strict=True)
             ]
-    return [None if p is None else torch.where(zero, 0, p) for p in found]
+    return each(lambda part: torch.where(zero, 0, part), found)
 
 
 def _norm_beside_zero(call: Call, x: Tensor, squares: Bilinear) -> Parts | None:
@@ -115,8 +112,8 @@ RULES: dict[str, Rule] = {
     **JOINS,
     "native_dropout": _dropout,
     "atan2": _atan2,
-    "view_as_complex": lambda call: call.of_each(
-        lambda p, lead: torch.view_as_complex(p.contiguous()), known(call, call.args[0])
+    "view_as_complex": lambda call: each(
+        lambda part: torch.view_as_complex(part.contiguous()), known(call, call.args[0])
     ),
     "pow": _pow,
     "linalg_vector_norm": _vector_norm,
