@@ -134,9 +134,12 @@ class GaussNewtonKind(CurvatureKind):
         return self if metric is self.metric else replace(self, metric=metric)
 
     def linearize(self, problem: Problem, several: bool) -> LinearMap:
-        composite = CompositeLoss(problem, self.metric, self.mode)
         if self.mode == DIFFERENCES:
-            return in_double(self._differences, problem)
+            return in_double(
+                lambda wide: differences_of_outputs(CompositeLoss(wide, self.metric, self.mode)),
+                problem,
+            )
+        composite = CompositeLoss(problem, self.metric, self.mode)
         if torch_internals.transforms_active():
             return in_transforms(composite)
         # blocks that are compiled have backward passes only, as products with several vectors
@@ -154,9 +157,6 @@ class GaussNewtonKind(CurvatureKind):
                 return double_reverse(composite).apply(vector, keep_graph)
 
         return LinearMap(apply)
-
-    def _differences(self, problem: Problem) -> LinearMap:
-        return differences_of_outputs(CompositeLoss(problem, self.metric, self.mode))
 
     def check_loss(self, loss: Any) -> Any:
         for part in ("outputs", "criterion"):

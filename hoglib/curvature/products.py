@@ -7,17 +7,10 @@ import torch
 from torch import Tensor
 
 from hoglib._core import pytree, torch_internals, validation
-from hoglib._core.autograd import (
-    Vector,
-    clone_inference_tensors,
-    dense,
-    gradient_with_graph,
-    materialize_grads,
-    translate_errors,
-)
+from hoglib._core.autograd import Vector, clone_inference_tensors
 from hoglib._core.problem import Options, Policy, Problem, refuse_wrapped_calls
 from hoglib._core.sharding import refuse_sharded
-from hoglib.curvature.compiled import compiled_linear_map, linear_map_at
+from hoglib.curvature.compiled import linear_map_at
 from hoglib.curvature.fisher_metric import FisherKind, FisherMetric
 from hoglib.curvature.gauss_newton import GaussNewtonKind, GaussNewtonMode
 from hoglib.curvature.linear_map import (
@@ -32,7 +25,6 @@ from hoglib.curvature.linear_map import (
 from hoglib.curvature.vector_space import Blocks, groups_of
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from hoglib.ring import ring
-from hoglib.verification.entry_points import note_lost_graph
 
 T = TypeVar("T")  # a pytree of tensors
 Loss = Callable[..., Tensor]
@@ -260,7 +252,6 @@ def _refuse_sharded(policy: Policy, func: Any) -> None:
 
 
 Tree = Any
-Groups = list[list[int]]  # the leaves that share a block, for each block
 Entries = dict[tuple[int, int], Tensor]  # the matrix of each pair of leaves
 
 
@@ -308,25 +299,12 @@ def hessian(
     """
     validation.function("func", func)
     policy = Policy.of("hessian", options, create_graph)
-    problem, groups = _real_problem(policy, func, params, args), groups_of(blocks, params)
+    problem = _real_problem(policy, func, params, args)
     if policy.backend and create_graph:
         raise ArgumentValueError(
             "hessian(compile=True): expected create_graph=False, got True; leave one of the two out."
         )
-    around = ring(policy, func)
-    with around as entered:
-        problem = problem.entered(entered)
-        if around.captures:
-            entries = _by_products(
-                compiled_linear_map(HessianKind(), problem, True), problem, groups
-            )
-        elif torch_internals.transforms_active():
-            every = tuple(range(len(problem.leaves)))
-            full = torch.func.jacfwd(torch.func.grad(problem, every), every)(*problem.leaves)
-            entries = {(a, b): full[a][b] for group in groups for a in group for b in group}
-        else:
-            entries = _by_rows(problem, groups)
-    return _nested(entries, params, problem.structure, blocks)
+    return _matrix(HessianKind(), problem, params, blocks)
 
 
 def ggn(
@@ -365,13 +343,7 @@ def ggn(
     kind = GaussNewtonKind()
     kind.check_loss(loss)
     policy = Policy.of("ggn", options)
-    problem, groups = _real_problem(policy, loss, params, (batch,)), groups_of(blocks, params)
-    around = ring(policy, loss)
-    with around as entered:
-        problem = problem.entered(entered)
-        point = linear_map_at(kind, problem, True, around.captures)
-        entries = _by_products(point, problem, groups)
-    return _nested(entries, params, problem.structure, blocks)
+    return _matrix(kind, _real_problem(policy, loss, params, (batch,)), params, blocks)
 
 
 def _real_problem(policy: Policy, func: Any, params: Tree, args: tuple[Any, ...]) -> Problem:
@@ -385,38 +357,32 @@ def _real_problem(policy: Policy, func: Any, params: Tree, args: tuple[Any, ...]
     return problem
 
 
-def _by_rows(problem: Problem, groups: Groups) -> Entries:
-    """H[a][b] for each pair of leaves in a group, one backward pass a row."""
-    policy = problem.policy
-    found = gradient_with_graph(problem, problem.leaves, policy.caller, policy.create_graph)
-    note_lost_graph(found)
-    _, p, gradient, _ = found
-    entries = {}
-    for group in groups:
-        columns = [p[b] for b in group]
-        for a in group:
-            rows = list(_rows(gradient[a], columns, policy))
-            for b, *parts in zip(group, *rows, strict=True):
-                shape = p[a].shape + p[b].shape
-                whole = torch.stack(parts) if parts else p[a].new_zeros(shape)
-                entries[a, b] = whole.reshape(shape)
-    return entries
+def _matrix(kind: CurvatureKind, problem: Problem, params: Tree, blocks: Blocks) -> Tree:
+    """The matrix in the structure of params, twice; with blocks as a dict of dicts."""
+    groups, around = groups_of(blocks, params), ring(problem.policy, problem.loss)
+    with around as entered:
+        problem = problem.entered(entered)
+        if torch_internals.transforms_active() and isinstance(kind, HessianKind):
+            every = tuple(range(len(problem.leaves)))
+            full = torch.func.jacfwd(torch.func.grad(problem, every), every)(*problem.leaves)
+            entries = {(a, b): full[a][b] for group in groups for a in group for b in group}
+        else:
+            point = linear_map_at(kind, problem, True, around.captures)
+            entries = _by_products(point, problem, groups)
+    names, count = pytree.paths(params), len(problem.leaves)
+    if blocks is None:
+        rows = [
+            pytree.unflatten([entries[a, b] for b in range(count)], problem.structure)
+            for a in range(count)
+        ]
+        return pytree.unflatten(rows, problem.structure)
+    return {
+        names[a]: {names[b]: entries[a, b] for b in range(count) if (a, b) in entries}
+        for a in range(count)
+    }
 
 
-def _rows(gradient: Tensor | None, columns: Vector, policy: Policy) -> Iterable[Vector]:
-    """The derivative of each entry of the gradient of a leaf, by the leaves of the columns."""
-    if gradient is None or not gradient.requires_grad:
-        return
-    create_graph = policy.create_graph
-    for entry in dense(gradient).reshape(-1).unbind():
-        with translate_errors(policy.caller):
-            row = torch.autograd.grad(
-                entry, columns, retain_graph=True, create_graph=create_graph, allow_unused=True
-            )
-        yield materialize_grads(list(row), columns)
-
-
-def _by_products(point: LinearMap, problem: Problem, groups: Groups) -> Entries:
+def _by_products(point: LinearMap, problem: Problem, groups: list[list[int]]) -> Entries:
     """M[a][b] for each pair of leaves in a group, one product a column."""
     leaves, columns = problem.leaves, {}
     for group in groups:
@@ -426,7 +392,8 @@ def _by_products(point: LinearMap, problem: Problem, groups: Groups) -> Entries:
                 entries = [product[a] for product in products]
                 shape = leaves[a].shape + leaves[b].shape
                 block = torch.stack(entries, -1) if entries else leaves[a].new_zeros(shape)
-                columns[a, b] = block.reshape(shape).detach()
+                block = block.reshape(shape)
+                columns[a, b] = block if problem.policy.create_graph else block.detach()
     return columns
 
 
@@ -436,18 +403,3 @@ def _units(leaves: Vector, which: int) -> Iterable[Vector]:
         unit = [leaf.new_zeros(leaf.shape) for leaf in leaves]
         unit[which].view(-1)[j] = 1
         yield unit
-
-
-def _nested(entries: Entries, params: Tree, structure: Any, blocks: Blocks) -> Tree:
-    """The entries in the structure of params, twice; with blocks as a dict of dicts."""
-    count = len(pytree.leaves(params))
-    if blocks is None:
-        rows = [
-            pytree.unflatten([entries[a, b] for b in range(count)], structure) for a in range(count)
-        ]
-        return pytree.unflatten(rows, structure)
-    names = pytree.paths(params)
-    return {
-        names[a]: {names[b]: entries[a, b] for b in range(count) if (a, b) in entries}
-        for a in range(count)
-    }

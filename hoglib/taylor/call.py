@@ -74,6 +74,14 @@ def known(call: Call, x: Any) -> Parts:
     return call.algebra.zeros() if parts is None else parts
 
 
+def norm_arguments(call: Call) -> tuple[Tensor, Any, list[int], bool]:
+    """Of linalg_vector_norm: the tensor, the order, the dimensions and whether they are kept."""
+    given: Any = (*call.args, *(2, None, False)[len(call.args) - 1 :])
+    x, order, dims, keep = given
+    dims = range(x.dim()) if dims is None else [dims] if isinstance(dims, int) else dims
+    return x, order, sorted(d % x.dim() for d in dims) if x.dim() else [], bool(keep)
+
+
 def direction(call: Call, parts: Parts) -> Tensor | None:
     """Where an element goes along the path on this side of the point: the sign of its first
     coefficient that is not zero; None if it stays."""

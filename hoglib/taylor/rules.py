@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hoglib.taylor.algebras import Bilinear, Parts, multiply
-from hoglib.taylor.call import Call, Rule, each, known, scaled, sums
+from hoglib.taylor.call import Call, Rule, each, known, norm_arguments, scaled, sums
 from hoglib.taylor.derivatives import POINTWISE, power_of
 from hoglib.taylor.joins import JOINS
 from hoglib.taylor.kinks import KINKS, one_sided
@@ -36,18 +36,14 @@ def _pow(call: Call) -> Parts:
 
 def _vector_norm(call: Call) -> Parts:
     """|x| with the derivative 0 where it is 0, as torch's."""
-    x = call.args[0]
-    order = call.args[1] if len(call.args) > 1 else 2
-    dims = call.args[2] if len(call.args) > 2 and call.args[2] is not None else list(range(x.dim()))
-    dims = [dims] if isinstance(dims, int) else list(dims)
-    keep = bool(call.args[3]) if len(call.args) > 3 else False
+    x, order, dims, keep = norm_arguments(call)
     assert order == 2, "others are composites"
 
     def squares(a: Tensor, b: Tensor, lead_a: bool, lead_b: bool) -> Tensor:
         found = a.square() if a is b else a * b
         if x.dim() == 0:
             return found
-        return found.sum([d % x.dim() + (lead_a or lead_b) for d in dims], keep)
+        return found.sum([d + (lead_a or lead_b) for d in dims], keep)
 
     n, y = call.product(squares, x, x), call.out
     zero = y == 0
