@@ -27,12 +27,7 @@ from hoglib._core.autograd import (
 from hoglib._core.finite_differences import directional_derivative
 from hoglib._core.gradient_graph import check_custom_functions, graph_bytes, graph_summary
 from hoglib._core.problem import Policy, Problem
-from hoglib.curvature.jacobian_product import (
-    TransposedJacobian,
-    are_adjoint,
-    depending,
-    detached,
-)
+from hoglib.curvature.jacobian_product import TransposedJacobian, are_adjoint, depending, detached
 from hoglib.curvature.linear_map import (
     DIFFERENCES,
     CurvatureKind,
@@ -223,13 +218,8 @@ class CompositeLoss:
 
     def criterion_at(self, outputs: Vector) -> Problem:
         """The criterion as a problem of its own, at outputs."""
-        return Problem(
-            self.policy,
-            lambda values: self.criterion(*values),
-            pytree.flatten(outputs)[1],
-            outputs,
-            (),
-        )
+        structure = pytree.flatten(outputs)[1]
+        return Problem(self.policy, lambda values: self.criterion(*values), structure, outputs, ())
 
     def with_value(self, run: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
         """What a function returns, of which the first are outputs, and their loss, the mean over the
@@ -314,10 +304,8 @@ def forward_then_reverse(composite: CompositeLoss) -> LinearMap:
                 f"{caller}(mode='forward'): expected no checkpoint in the model, got one; use "
                 "mode='reverse'."
             ) from error
-        graphs = depending(every)
-        if not are_adjoint(
-            vector, product, tangents, weighted, composite.problem.placement, graphs
-        ):
+        ys = depending(every)
+        if not are_adjoint(vector, product, tangents, weighted, composite.problem.placement, ys):
             raise UnsupportedError(
                 f"{caller}(mode='forward'): expected tangents and gradients that agree, <w, J v> = "
                 "<J^T w, v>, got others: scripted code loses tangents, a Function has a wrong jvp, or "
