@@ -33,12 +33,12 @@ def _permuted(part: Tensor, lead: int, x: Tensor, out: Tensor, dims: Sequence[in
     return part.permute([*range(lead), *(d % x.dim() + lead for d in dims)])
 
 
-def by_dim(operation: Callable[..., Tensor]) -> Linear:
+def by_dim(operation: Callable[..., Any]) -> Linear:
     """Of an operation whose first argument is a dimension, or several."""
 
     def run(
-        part: Tensor, lead: int, x: Tensor, out: Tensor, dim: Any = 0, *args: Any, **kwargs: Any
-    ) -> Tensor:
+        part: Tensor, lead: int, x: Tensor, out: Any, dim: Any = 0, *args: Any, **kwargs: Any
+    ) -> Any:
         return operation(part, shifted(dim, lead, x), *args, **kwargs)
 
     return run
