@@ -570,14 +570,16 @@ def influence(
     validation.one_of("solver", solver, get_args(Solver))
     validation.number("damping", damping, minimum=0)
     for name, data in (("train", train), ("query", query)):
-        _check_order(name, data)
-    operator, known = "GGNOperator", NEWTON_OPTIONS
-    if solver != "cg":
-        operator, known = (
-            "KFACOperator",
-            {"kind", "generator", "check_deterministic", *KFAC_OPTIONS},
-        )
-    refuse_unknown("influence", options, known, operator)
+        if isinstance(data, DataLoader) and isinstance(data.sampler, RandomSampler):
+            raise ArgumentValueError(
+                f"{name}: expected data in a fixed order, that of the scores, got a DataLoader that "
+                "shuffles; make one with shuffle=False."
+            )
+    if solver == "cg":
+        refuse_unknown("influence", options, NEWTON_OPTIONS, "GGNOperator")
+    else:
+        known = {"kind", "generator", "check_deterministic", *KFAC_OPTIONS}
+        refuse_unknown("influence", options, known, "KFACOperator")
     if tol is not None and solver != "cg":
         raise ArgumentValueError(
             f"tol: expected none with solver={solver!r}, which has a closed form, got {tol}; it "
@@ -610,11 +612,3 @@ def influence(
             K = KFACOperator(loss, params, train, eigenvalue_corrected=solver == "ekfac", **options)
             directions = K.solve(queries.T, damping=damping)
         return torch.cat([-(part @ directions) for part in rows("train", train)])
-
-
-def _check_order(name: str, data: Any) -> None:
-    if isinstance(data, DataLoader) and isinstance(data.sampler, RandomSampler):
-        raise ArgumentValueError(
-            f"{name}: expected data in a fixed order, that of the scores, got a DataLoader that "
-            "shuffles; make one with shuffle=False."
-        )

@@ -47,7 +47,7 @@ class DatasetOperator(LinearOperator):
     ) -> None:
         name = type(self).__name__
         policy, of_data = split_options(name, options)
-        self._policy = check_policy(policy, kind)
+        check_policy(policy, kind)
         sharing = Processes(name, of_data.processes, data)
         # the first process shows the bar for all
         super().__init__(Space(params, of_data.dtype), of_data.progress and sharing.rank == 0)

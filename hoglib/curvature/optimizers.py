@@ -319,16 +319,15 @@ class NewtonCG(BatchOptimizer):
             return None
         if self._last is None or steps - self._last[0] >= self._every:
             damping = self.param_groups[0]["damping"]
-            found = self._kfac(batch, damping) if isinstance(make, str) else make(G, damping)
-            self._last = steps, found
+            if isinstance(make, str):
+                K = KFACOperator(
+                    self._loss, self._params, batch, kind="mc", generator=self._seeded(0),
+                    **self._data_options(),
+                )  # fmt: skip
+                self._last = steps, K.inverse(damping)
+            else:
+                self._last = steps, make(G, damping)
         return self._last[1]
-
-    def _kfac(self, batch: Any, damping: float) -> Any:
-        K = KFACOperator(
-            self._loss, self._params, batch, kind="mc", generator=self._seeded(0),
-            **self._data_options(),
-        )  # fmt: skip
-        return K.inverse(damping)
 
     def _direction(self, G: GGNOperator, g: Tensor, precondition: Any) -> tuple[Tensor, float, int]:
         """The direction d, d^T G d, and the iterations of conjugate gradients."""

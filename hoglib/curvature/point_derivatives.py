@@ -138,7 +138,7 @@ def laplacian(
     given = TaylorOptions.of("laplacian", func, PointMode, mode, create_graph, options)
     check_points(x)
     validation.flag("return_gradient", return_gradient)
-    signs = _draw(x, num_projections, generator, _signs)
+    signs = _draw(x, num_projections, generator, signs=True)
     of_x = coefficients if callable(coefficients) else None
 
     def body(x: Tensor, args: Any, coefficients: Any, signs: Tensor | None) -> tuple[Any, ...]:
@@ -357,7 +357,7 @@ def bilaplacian(
         )
         return finished(given, *_twice(given, values, x))
 
-    v = _draw(x, num_projections, generator, _normals)
+    v = _draw(x, num_projections, generator, signs=False)
     found: tuple[Any, ...] = given.evaluate(func, body, None, x, args, v)
     return found
 
@@ -473,8 +473,9 @@ def _check_coefficients(coefficients: Any, x: Tensor, batched: bool) -> Tensor:
     return a
 
 
-def _draw(x: Tensor, number: Any, generator: Any, sampler: Callable[..., Tensor]) -> Tensor | None:
-    """number random vectors like x, [number, *x.shape]; None for none."""
+def _draw(x: Tensor, number: Any, generator: Any, *, signs: bool) -> Tensor | None:
+    """number random vectors like x, [number, *x.shape], normal or of signs -1 and 1 at each element of
+    each point; None for none."""
     if number is None:
         return None
     validation.at_least("num_projections", number, 1)
@@ -483,16 +484,11 @@ def _draw(x: Tensor, number: Any, generator: Any, sampler: Callable[..., Tensor]
             f"generator: expected one on {x.device.type}, as x, got one on {generator.device.type}; "
             f"make it with `torch.Generator({x.device.type!r})`."
         )
-    return sampler((number, *x.shape), generator, x)
-
-
-def _signs(shape: tuple[int, ...], generator: Any, x: Tensor) -> Tensor:
-    """-1 or 1 at each element of each point."""
-    return (2 * torch.randint(0, 2, shape, generator=generator, device=x.device) - 1).to(x.dtype)
-
-
-def _normals(shape: tuple[int, ...], generator: Any, x: Tensor) -> Tensor:
-    return torch.randn(shape, generator=generator, device=x.device, dtype=x.dtype)
+    shape = number, *x.shape
+    if not signs:
+        return torch.randn(shape, generator=generator, device=x.device, dtype=x.dtype)
+    bits = torch.randint(0, 2, shape, generator=generator, device=x.device)
+    return (2 * bits - 1).to(x.dtype)
 
 
 def directional(
