@@ -184,12 +184,9 @@ class ModelRun:
     """A model's outputs at a batch, and the calls of its layers."""
 
     def __init__(
-        self,
-        problem: Problem,
-        space: Space,
-        options: FactorOptions,
-        order: RowOrder = DEFAULT_ORDER,
+        self, problem: Problem, space: Space, options: FactorOptions, order: RowOrder | None = None
     ) -> None:
+        order = order or DEFAULT_ORDER
         self.problem, self.space, self.options = problem, space, options
         self._names, self._caller = pytree.paths(space.params), problem.policy.caller
         self._own = fresh_leaves(problem.leaves, False)
@@ -221,7 +218,7 @@ class ModelRun:
             return self._run(1)  # code that counts on one row of positions for all examples
         return recorder
 
-    def again(self, batch: Any, order: RowOrder = DEFAULT_ORDER) -> "ModelRun":
+    def again(self, batch: Any, order: RowOrder | None = None) -> "ModelRun":
         """A run at another batch, or with rows read otherwise."""
         return ModelRun(self.problem.at(batch), self.space, self.options, order)
 

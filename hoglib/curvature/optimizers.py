@@ -16,7 +16,7 @@ from hoglib.curvature.gauss_newton import GaussNewtonKind
 from hoglib.curvature.kfac_operator import KFACOperator, layout_of, saved_layout
 from hoglib.curvature.kronecker import BlockLayout, InverseMethod, KroneckerBlock, KroneckerMatrix
 from hoglib.curvature.linear_operator import LinearOperator
-from hoglib.curvature.model_run import DEFAULT_ORDER
+from hoglib.curvature.model_run import RowOrder
 from hoglib.curvature.operators import GGNOperator
 from hoglib.curvature.vector_space import check_named
 from hoglib.errors import (
@@ -520,7 +520,7 @@ class KFAC(BatchOptimizer):
             "averaged": 0,  # batches in the moving averages
             "layouts": [],
         }
-        self._checked, self._row_order = False, DEFAULT_ORDER
+        self._row_order: RowOrder | None = None  # found at the first step
         super().__init__(loss, params, defaults, {**options, "kind": kind})
 
     def step(self, closure: Any = None) -> Tensor:  # type: ignore[override]
@@ -540,7 +540,7 @@ class KFAC(BatchOptimizer):
         K = KFACOperator(
             self._loss, self._params, batch, generator=self._seeded(group["seed"]), **self._options
         )
-        K.checked, K.row_order = self._checked, self._row_order
+        K.row_order = self._row_order
         value, gradient = K.gradient()
         with torch.no_grad():
             g = K.ravel(gradient)
@@ -565,7 +565,7 @@ class KFAC(BatchOptimizer):
                 group["damping"] *= ADAPTED
             elif ratio < 0.25:
                 group["damping"] /= ADAPTED
-        self._checked, self._row_order = K.checked, K.row_order
+        self._row_order = K.row_order
         group["steps"] += 1
         self.info = KFACStep(
             float(value), slope, float(step.norm()), group["damping"], ratio,
