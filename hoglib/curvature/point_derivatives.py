@@ -363,7 +363,7 @@ def bilaplacian(
 
 
 def _along(
-    caller: str, call: Callable[[Tensor], list[Tensor]], x: Tensor, v: Sequence[Tensor], order: int
+    caller: str, call: Callable[[Tensor], list[Tensor]], x: Tensor, v: Tensor, order: int
 ) -> tuple[Tensor, Tensor]:
     """The value, and the derivative of an order along each direction, by nested derivatives."""
     rows = []
