@@ -235,6 +235,8 @@ class NewtonCG(BatchOptimizer):
         tensor([[3.0000]], requires_grad=True)
     """
 
+    info: NewtonStep | None = None
+
     def __init__(
         self,
         loss: Any,
@@ -483,6 +485,8 @@ class KFAC(BatchOptimizer):
         Parameter containing:
         tensor([[3.0000]], requires_grad=True)
     """
+
+    info: KFACStep | None = None
 
     def __init__(
         self,
