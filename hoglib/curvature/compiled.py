@@ -68,22 +68,17 @@ def _product(
     with ring(policy, loss, examine=False) as blocks:
         problem = Problem(policy, loss, structure, leaves, args).entered(blocks)
         # as for several vectors: in reverse mode, whose graphs are the smaller ones
-        point = linear_map_at(kind, problem, True)
+        point = kind.linearize(problem, True)
+        note_lost_graph(point.gradient)
         value, product = point.apply(vector, False)
     if not policy.create_graph:
         value, product = value.detach(), [part.detach() for part in product]
     return value, product, point.unused()
 
 
-def linear_map_at(
-    kind: CurvatureKind, problem: Problem, several: bool, captured: bool = False
-) -> LinearMap:
-    """The matrix at the leaves of a problem, as compiled graphs where it is captured."""
-    if captured:
-        return compiled_linear_map(kind, problem, several)
-    point = kind.linearize(problem, several)
-    note_lost_graph(point.gradient)
-    return point
+def linearizer(kind: CurvatureKind, captured: bool) -> Callable[[Problem, bool], LinearMap]:
+    """`kind.linearize`, by compiled graphs where the whole is captured."""
+    return partial(compiled_linear_map, kind) if captured else kind.linearize
 
 
 @final

@@ -12,7 +12,7 @@ from hoglib._core.autograd import grad_enabled
 from hoglib._core.blocks import find_blocks
 from hoglib._core.problem import Policy, refuse_wrapped_calls
 from hoglib._core.swap import PatchState, keep_swapped, reapply
-from hoglib.curvature.compiled import linear_map_at
+from hoglib.curvature.compiled import linearizer
 from hoglib.curvature.dataset_sum import (
     CheckedDataOptions,
     DatasetSum,
@@ -32,6 +32,7 @@ from hoglib.curvature.linear_operator import LinearOperator
 from hoglib.curvature.processes import Processes
 from hoglib.curvature.vector_space import Space
 from hoglib.errors import NonFiniteError, UnsupportedError
+from hoglib.verification.entry_points import note_lost_graph
 
 Tree = Any
 
@@ -123,7 +124,8 @@ class DatasetOperator(LinearOperator):
             problem = self._sum.problem(batch).entered(blocks)
             # a compiled map shows only afterwards what it holds
             several = len(rows) > 1 or (single and (not context.captures or self._memory_limit > 0))
-            point = linear_map_at(kind, problem, several, context.captures)
+            point = linearizer(kind, context.captures)(problem, several)
+            note_lost_graph(point.gradient)
             keep = single and (several if context.captures else self._fits(point))
             value = self._apply(point, rows, total, share, keep, first=number == 0)
             keep = keep and (not context.captures or self._fits(point))

@@ -10,7 +10,7 @@ from hoglib._core import pytree, torch_internals, validation
 from hoglib._core.autograd import Vector, clone_inference_tensors
 from hoglib._core.problem import Options, Policy, Problem, refuse_wrapped_calls
 from hoglib._core.sharding import refuse_sharded
-from hoglib.curvature.compiled import linear_map_at
+from hoglib.curvature.compiled import linearizer
 from hoglib.curvature.fisher_metric import FisherKind, FisherMetric
 from hoglib.curvature.gauss_newton import GaussNewtonKind, GaussNewtonMode
 from hoglib.curvature.linear_map import (
@@ -25,6 +25,7 @@ from hoglib.curvature.linear_map import (
 from hoglib.curvature.vector_space import Blocks, groups_of
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from hoglib.ring import ring
+from hoglib.verification.entry_points import note_lost_graph
 
 T = TypeVar("T")  # a pytree of tensors
 Loss = Callable[..., Tensor]
@@ -225,7 +226,8 @@ def _product(
         vector = problem.placement.local_vector("v", vector)
         columns = vector[0].shape[-1] if block else 1
         problem.placement.check_agreement(policy.caller, columns, vector, problem.leaves)
-        point = linear_map_at(kind, problem, block, around.captures)
+        point = linearizer(kind, around.captures)(problem, block)
+        note_lost_graph(point.gradient)
         value, product = apply_block(point, vector, block)
     if kind.mode == DIFFERENCES:
         product = [part.to(leaf.dtype) for part, leaf in zip(product, problem.leaves, strict=True)]
@@ -367,7 +369,8 @@ def _matrix(kind: CurvatureKind, problem: Problem, params: Tree, blocks: Blocks)
             full = torch.func.jacfwd(torch.func.grad(problem, every), every)(*problem.leaves)
             entries = {(a, b): full[a][b] for group in groups for a in group for b in group}
         else:
-            point = linear_map_at(kind, problem, True, around.captures)
+            point = linearizer(kind, around.captures)(problem, True)
+            note_lost_graph(point.gradient)
             entries = _by_products(point, problem, groups)
     names, count = pytree.paths(params), len(problem.leaves)
     if blocks is None:
