@@ -1,7 +1,6 @@
 """Curvature of scalar functions of parameters: products with vectors, whole matrices, operators."""
 
 from hoglib.curvature.dataset_sum import DataOptions, OperatorOptions
-from hoglib.curvature.dense import ggn, hessian
 from hoglib.curvature.example_gradients import (
     NoiseScale,
     gradient_noise_scale,
@@ -11,14 +10,17 @@ from hoglib.curvature.example_gradients import (
     per_example_gradients,
 )
 from hoglib.curvature.jacobian_product import jvp
-from hoglib.curvature.kfac import KFAC, KFACStep
 from hoglib.curvature.kfac_operator import KFACError, KFACOperator
-from hoglib.curvature.laplacians import bilaplacian, laplacian
 from hoglib.curvature.linear_operator import LinearOperator, LowRankOperator
-from hoglib.curvature.newton import NewtonCG, NewtonStep
 from hoglib.curvature.operators import FisherOperator, GGNOperator, HessianOperator
-from hoglib.curvature.partial_derivatives import directional, partial_derivative
-from hoglib.curvature.products import fisher_vp, ggn_vp, hvp
+from hoglib.curvature.optimizers import KFAC, KFACStep, NewtonCG, NewtonStep
+from hoglib.curvature.point_derivatives import (
+    bilaplacian,
+    directional,
+    laplacian,
+    partial_derivative,
+)
+from hoglib.curvature.products import fisher_vp, ggn, ggn_vp, hessian, hvp
 from hoglib.curvature.spectrum import Spectrum, hessian_spectrum
 
 __all__ = [

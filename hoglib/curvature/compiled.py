@@ -76,6 +76,11 @@ def _product(
     return value, product, point.unused()
 
 
+def linearizer(kind: CurvatureKind, captured: bool) -> Callable[[Problem, bool], LinearMap]:
+    """`kind.linearize`, by compiled graphs where the whole is captured."""
+    return partial(compiled_linear_map, kind) if captured else kind.linearize
+
+
 @final
 class Residuals:
     """The outputs of the graph that runs once, and the inputs for which it ran."""

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from hoglib._core import pytree, validation
 from hoglib._core.fingerprint import checksum
-from hoglib._core.pytree import rows, tensors_in
+from hoglib._core.pytree import tensors_in
 from hoglib._core.sharding import Sharding
 from hoglib.curvature.processes import Processes
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, DistributedError
@@ -116,29 +116,34 @@ class Batches:
         shared = self._one and self._processes.splitting
         if self._micro_batch is None and not shared:
             return [batch]
-        own = as_dict(batch)
-        sizes = [len(x) for x in pytree.tensors(own) if x.dim()]
-        if not sizes:
+        count = row_count(batch)
+        if count is None:
             raise ArgumentTypeError(
                 f"{'micro_batch' if self._micro_batch else 'processes'}: expected a batch of "
                 f"tensors that can be split, got {validation.describe(batch)}; pass smaller batches "
                 "instead."
             )
-        count = sizes[0]
         size = self._micro_batch or -(-count // self._processes.world)  # rounded up
         if count <= size:
             return [batch]
-        pieces = [rows(own, count, start, start + size) for start in range(0, count, size)]
-        return pieces if own is batch else [type(batch)(piece) for piece in pieces]
+        return [_rows(batch, count, start, start + size) for start in range(0, count, size)]
 
 
 def first_examples(batch: Any, count: int) -> Any:
     """The first rows of each tensor with as many as the first one; None where there are no more."""
+    size = row_count(batch)
+    return None if size is None or size <= count else _rows(batch, size, 0, count)
+
+
+def row_count(batch: Any) -> int | None:
+    """The leading dimension of the first tensor of a batch that has one."""
+    return next((len(x) for x in pytree.tensors(as_dict(batch)) if x.dim()), None)
+
+
+def _rows(batch: Any, count: int, start: int, stop: int) -> Any:
+    """Some of the examples of a batch, in its own type."""
     own = as_dict(batch)
-    sizes = [len(x) for x in pytree.tensors(own) if x.dim()]
-    if not sizes or sizes[0] <= count:
-        return None
-    piece = rows(own, sizes[0], 0, count)
+    piece = pytree.rows(own, count, start, stop)
     return piece if own is batch else type(batch)(piece)
 
 

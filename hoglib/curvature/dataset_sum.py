@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from math import fsum
 from typing import Any, Literal, TypedDict, final
 
@@ -229,16 +230,12 @@ class DatasetSum:
     def gradient(self) -> tuple[Tensor, Tree]:
         """The loss over the data and its gradient, in the structure of params."""
         space = self._space
-        made: list[Tensor] = []
 
+        @cache
         def total() -> Tensor:
             """Made where there is something to add, when the graph of the first batch is gone."""
-            if not made:
-                with torch.inference_mode(False):
-                    made.append(
-                        torch.zeros(1, space.length, dtype=space.dtype, device=space.device)
-                    )
-            return made[0]
+            with torch.inference_mode(False):
+                return torch.zeros(1, space.length, dtype=space.dtype, device=space.device)
 
         with self._bar.over("gradient", 1), self.one_pass(total, first_order=True) as batches:
             for batch, _, share in batches:
@@ -438,9 +435,9 @@ class DatasetSum:
 
     def problem(self, batch: Any) -> Problem:
         """The loss at a batch, and the parameters as they are now."""
-        structure = pytree.flatten(self._space.params)[1]
+        space = self._space
         return Problem(
-            self._policy, self.loss, structure, self._space.leaves(), (batch,), self._placement,
+            self._policy, self.loss, space.structure, space.leaves(), (batch,), self._placement,
             "loss(params, batch)",
         )  # fmt: skip
 

@@ -24,9 +24,8 @@ from hoglib._core.autograd import (
 from hoglib._core.logger import LOGGER
 from hoglib._core.problem import Options, Policy, Problem
 from hoglib._core.sharding import refuse_sharded
-from hoglib.curvature.data import as_dict, is_batch, to_device
+from hoglib.curvature.data import as_dict, is_batch, row_count, to_device
 from hoglib.curvature.fisher_metric import FisherMetric
-from hoglib.curvature.kfac import OPTIONS as KFAC_OPTIONS
 from hoglib.curvature.kfac_operator import KFACOperator
 from hoglib.curvature.kronecker_factors import AT_ONCE
 from hoglib.curvature.model_run import (
@@ -40,9 +39,8 @@ from hoglib.curvature.model_run import (
     output_gradients,
     scale_and_shift_gradients,
 )
-from hoglib.curvature.newton import OPTIONS as GGN_OPTIONS
-from hoglib.curvature.newton import refuse_unknown
 from hoglib.curvature.operators import GGNOperator
+from hoglib.curvature.optimizers import KFAC_OPTIONS, NEWTON_OPTIONS, refuse_unknown
 from hoglib.curvature.vector_space import Space
 from hoglib.errors import (
     ArgumentTypeError,
@@ -144,15 +142,15 @@ def check_norms(loss: Any) -> None:
 
 def number_of_examples(batch: Any) -> int:
     """The leading dimension of the first tensor of a batch."""
-    sizes = [len(x) for x in pytree.tensors(batch) if x.dim()]
-    if not sizes:
+    count = row_count(batch)
+    if count is None:
         raise ArgumentTypeError(
             "batch: expected tensors with the examples as their leading dimension, got "
             f"{validation.describe(batch)}."
         )
-    if not sizes[0]:
+    if not count:
         raise ArgumentValueError("batch: expected at least one example, got none.")
-    return sizes[0]
+    return count
 
 
 def _at_best(problem: Problem) -> tuple[Tensor, Vector]:
@@ -281,8 +279,7 @@ def _products_of(loss: Any, params: Tree, batch: Any, pairs: bool) -> Tensor:
     rows = gradient_rows(loss, params, batch, vmap=None)
     if not pairs:
         return torch.cat([_square_of_rows(part) for part in rows])
-    every = torch.cat(list(rows))
-    return every @ every.T
+    return _gram(torch.cat(list(rows)))
 
 
 def _layer_by_layer(loss: Any, params: Tree, batch: Any, pairs: bool) -> Tensor | None:
@@ -358,8 +355,7 @@ def _products(layer: Layer, gradients: Gradients, run: ModelRun) -> Tensor:
     """The products of the gradients of a layer, [N, N]."""
     N = run.examples
     if layer.layout.role.matrix == "diagonal":
-        rows = _scale_and_shift(layer, gradients, N)
-        return rows @ rows.T
+        return _gram(_scale_and_shift(layer, gradients, N))
     if is_embedding(layer) and layer.layout.weight is not None:
         places, g = _indices(layer, N), _outputs(layer, gradients, N)
         at, features = places.flatten(), g[0].flatten(0, 1)
@@ -367,11 +363,9 @@ def _products(layer: Layer, gradients: Gradients, run: ModelRun) -> Tensor:
         seen, places = at.unique(return_inverse=True)  # only rows of the table that are used
         table = features.new_zeros(N * len(seen), features.shape[1])
         table.index_add_(0, owner * len(seen) + places, features * (at >= 0).unsqueeze(1))
-        rows = table.view(N, -1)
-        return rows @ rows.T
+        return _gram(table.view(N, -1))
     if _by_gradients(layer, run, True):
-        rows = torch.cat([torch.cat(part, 1) for part in _gradients(layer, gradients, run)])
-        return rows @ rows.T
+        return _gram(torch.cat([torch.cat(part, 1) for part in _gradients(layer, gradients, run)]))
     a, g = (x.flatten(1, 2) for x in (_inputs(layer, run), _outputs(layer, gradients, N)))
     found = (_grams(layer, a) * (g @ g.mT)).sum(0)
     return found.view(N, len(found) // N, N, -1).sum((1, 3))
@@ -391,6 +385,10 @@ def _by_gradients(layer: Layer, run: ModelRun, pairs: bool) -> bool:
 
 def _square_of_rows(rows: Tensor) -> Tensor:
     return torch.linalg.vector_norm(rows, dim=1).square()  # holds no squares
+
+
+def _gram(rows: Tensor) -> Tensor:
+    return rows @ rows.T
 
 
 def _gradients(layer: Layer, gradients: Gradients, run: ModelRun) -> Iterator[list[Tensor]]:
@@ -572,14 +570,16 @@ def influence(
     validation.one_of("solver", solver, get_args(Solver))
     validation.number("damping", damping, minimum=0)
     for name, data in (("train", train), ("query", query)):
-        _check_order(name, data)
-    operator, known = "GGNOperator", GGN_OPTIONS
-    if solver != "cg":
-        operator, known = (
-            "KFACOperator",
-            {"kind", "generator", "check_deterministic", *KFAC_OPTIONS},
-        )
-    refuse_unknown("influence", options, known, operator)
+        if isinstance(data, DataLoader) and isinstance(data.sampler, RandomSampler):
+            raise ArgumentValueError(
+                f"{name}: expected data in a fixed order, that of the scores, got a DataLoader that "
+                "shuffles; make one with shuffle=False."
+            )
+    if solver == "cg":
+        refuse_unknown("influence", options, NEWTON_OPTIONS, "GGNOperator")
+    else:
+        known = {"kind", "generator", "check_deterministic", *KFAC_OPTIONS}
+        refuse_unknown("influence", options, known, "KFACOperator")
     if tol is not None and solver != "cg":
         raise ArgumentValueError(
             f"tol: expected none with solver={solver!r}, which has a closed form, got {tol}; it "
@@ -612,11 +612,3 @@ def influence(
             K = KFACOperator(loss, params, train, eigenvalue_corrected=solver == "ekfac", **options)
             directions = K.solve(queries.T, damping=damping)
         return torch.cat([-(part @ directions) for part in rows("train", train)])
-
-
-def _check_order(name: str, data: Any) -> None:
-    if isinstance(data, DataLoader) and isinstance(data.sampler, RandomSampler):
-        raise ArgumentValueError(
-            f"{name}: expected data in a fixed order, that of the scores, got a DataLoader that "
-            "shuffles; make one with shuffle=False."
-        )

@@ -120,7 +120,7 @@ class FisherMetric(OutputMetric):
         """The vectors whose squares are M at these outputs, for the kinds "mc" and "empirical"; as
         `fisher_metric`."""
         validation.refuse_transforms(composite.policy.caller, LOOP)
-        at = _Outputs(composite.with_values([y.detach() for y in outputs]), composite.batch)
+        at = _Outputs(composite.with_values(outputs), composite.batch)
         with _around(at.own[0]):
             if self.kind == "empirical":
                 found = _empirical(self, composite.loss, at)
@@ -133,8 +133,8 @@ class FisherMetric(OutputMetric):
         self, composite: CompositeLoss, outputs: Vector
     ) -> tuple[Likelihood, Weight] | None:
         """The likelihood of the criterion and the weight of a term, where its family is known."""
-        values = composite.with_values([y.detach() for y in outputs])
-        chosen, _, weight = _distribution(self, composite.loss, _Outputs(values, composite.batch))
+        at = _Outputs(composite.with_values(outputs), composite.batch)
+        chosen, _, weight = _distribution(self, composite.loss, at)
         return None if chosen.family is None else (chosen, weight)
 
     def seeded(self) -> "FisherMetric":
@@ -257,18 +257,13 @@ def _expected(options: FisherMetric, loss: Any, at: _Outputs) -> Metric:
         family, f = chosen.family, at.own[0].detach()
         factor = weight * likelihoods.mask(chosen, f)
         return lambda vector: [factor * family.information(f, vector[0])]
-    return _exact(chosen, p, at.rebuild, at.own, weight)
+    return _exact(chosen, p, weight, at)
 
 
-def _exact(
-    likelihood: Likelihood,
-    p: D.Distribution,
-    rebuild: Callable[[Vector], Tree],
-    own: Vector,
-    weight: Weight,
-) -> Metric:
+def _exact(likelihood: Likelihood, p: D.Distribution, weight: Weight, at: _Outputs) -> Metric:
     """M u by differentiating the gradient of w sum_t KL(p_t(outputs0) || p_t(outputs)) once more."""
-    q = likelihoods.make_distribution(likelihood, rebuild(own))
+    own = at.own
+    q = likelihoods.make_distribution(likelihood, at.rebuild(own))
     likelihoods.refuse_moving_support(q)
     likelihoods.refuse_wrong_divergence(q)
     with likelihoods.translate_divergence_errors(q):
@@ -395,8 +390,7 @@ def columns(metric: FisherMetric, composite: CompositeLoss, outputs: Vector) -> 
     Raises ArgumentValueError for an M that is not positive semi-definite, and for outputs whose rows
     are parts of examples.
     """
-    values = [y.detach() for y in outputs]
-    known = None
+    values, known = [y.detach() for y in outputs], None
     if metric.likelihood is None and metric.kind != "empirical":
         with suppress(ArgumentValueError):  # no likelihood, or one with options: by its Hessian
             known = metric.closed_form(composite, values)

@@ -27,7 +27,7 @@ from hoglib._core.autograd import (
 from hoglib._core.finite_differences import directional_derivative
 from hoglib._core.gradient_graph import check_custom_functions, graph_bytes, graph_summary
 from hoglib._core.problem import Policy, Problem
-from hoglib.curvature.jacobian_product import TransposedJacobian, are_adjoint, detached
+from hoglib.curvature.jacobian_product import TransposedJacobian, are_adjoint, depending, detached
 from hoglib.curvature.linear_map import (
     DIFFERENCES,
     CurvatureKind,
@@ -129,9 +129,12 @@ class GaussNewtonKind(CurvatureKind):
         return self if metric is self.metric else replace(self, metric=metric)
 
     def linearize(self, problem: Problem, several: bool) -> LinearMap:
-        composite = CompositeLoss(problem, self.metric, self.mode)
         if self.mode == DIFFERENCES:
-            return in_double(self._differences, problem)
+            return in_double(
+                lambda wide: differences_of_outputs(CompositeLoss(wide, self.metric, self.mode)),
+                problem,
+            )
+        composite = CompositeLoss(problem, self.metric, self.mode)
         if torch_internals.transforms_active():
             return in_transforms(composite)
         # blocks that are compiled have backward passes only, as products with several vectors
@@ -149,9 +152,6 @@ class GaussNewtonKind(CurvatureKind):
                 return double_reverse(composite).apply(vector, keep_graph)
 
         return LinearMap(apply)
-
-    def _differences(self, problem: Problem) -> LinearMap:
-        return differences_of_outputs(CompositeLoss(problem, self.metric, self.mode))
 
     def check_loss(self, loss: Any) -> Any:
         for part in ("outputs", "criterion"):
@@ -240,32 +240,32 @@ class CompositeLoss:
         return self._metric.at(self, outputs)
 
     def checked_outputs(self, own: Vector) -> tuple[Any, ...]:
-        """The outputs at copies of the leaves, what `_checked` returns of them, and their loss."""
+        """The outputs at copies of the leaves, and their loss."""
+        return self.with_value(lambda: (self.checked(self.outputs(own)),))
 
-        def run() -> tuple[Any, ...]:
-            every = self.outputs(own)
-            return every, *_checked(every, self.leaves, self.policy)
-
-        return self.with_value(run)
+    def checked(self, every: Vector) -> Vector:
+        """The outputs; raises for those without a second derivative, or with a part of it."""
+        ys = depending(every)
+        _check_depends(ys)
+        graph = graph_summary(ys)
+        check_custom_functions(graph, self.policy.caller)
+        if not self.policy.create_graph:
+            check_uses_given_params(graph, self.leaves, self.policy.caller)
+        return every
 
 
 def double_reverse(composite: CompositeLoss) -> LinearMap:
     """J v as the derivative of J^T u by u, without forward mode; the graphs are kept."""
     caller, create_graph = composite.policy.caller, composite.policy.create_graph
     own = fresh_leaves(composite.leaves, create_graph)
-    every, depends, ys, value = composite.checked_outputs(own)
-    jacobian = TransposedJacobian(ys, own, caller)
+    every, value = composite.checked_outputs(own)
+    jacobian = TransposedJacobian(every, own, caller)
     metric = composite.metric(every)
 
     def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
-        along = jacobian.derivative(vector, keep_graph, create_graph)
-        tangents = [torch.zeros_like(y) for y in every]
-        for i, part in zip(depends, along, strict=True):
-            tangents[i] = part
+        tangents = jacobian.derivative(vector, keep_graph, create_graph)
         weighted = metric(tangents, keep_graph)
-        product = _transposed_product(
-            ys, own, [weighted[i] for i in depends], composite.policy, keep_graph
-        )
+        product = _transposed_product(every, own, weighted, composite.policy, keep_graph)
         if not are_adjoint(
             vector, product, tangents, weighted, composite.problem.placement, jacobian.parts
         ):
@@ -288,23 +288,23 @@ def forward_then_reverse(composite: CompositeLoss) -> LinearMap:
                 pairs = [forward_ad.unpack_dual(y) for y in composite.outputs(duals)]
                 every = [y for y, _ in pairs]
                 tangents = [torch.zeros_like(y) if t is None else t for y, t in pairs]
-            return every, tangents, *_checked(every, composite.leaves, composite.policy)
+            return composite.checked(every), tangents
 
         try:
-            every, tangents, depends, ys, value = composite.with_value(run)
+            every, tangents, value = composite.with_value(run)
         except (RuntimeError, NotImplementedError) as error:
             raise no_forward_mode(caller, "forward", error) from error
         if not create_graph:
             tangents = [t.detach() for t in tangents]
         weighted = composite.metric(every)(tangents, False)
-        us = [weighted[i] for i in depends]
         try:
-            product = _transposed_product(ys, own, us, composite.policy, False)
+            product = _transposed_product(every, own, weighted, composite.policy, False)
         except CheckpointError as error:  # what is recomputed has no tangents
             raise UnsupportedError(
                 f"{caller}(mode='forward'): expected no checkpoint in the model, got one; use "
                 "mode='reverse'."
             ) from error
+        ys = depending(every)
         if not are_adjoint(vector, product, tangents, weighted, composite.problem.placement, ys):
             raise UnsupportedError(
                 f"{caller}(mode='forward'): expected tangents and gradients that agree, <w, J v> = "
@@ -344,43 +344,24 @@ def differences_of_outputs(composite: CompositeLoss) -> LinearMap:
             composite.detached_outputs, composite.leaves, vector, composite.problem.placement
         )
         own = fresh_leaves(composite.leaves, False)
-        every, depends, ys, value = composite.checked_outputs(own)
+        every, value = composite.checked_outputs(own)
         weighted = composite.metric([y.detach() for y in every])(tangents, False)
-        us = [weighted[i] for i in depends]
-        return value, _transposed_product(ys, own, us, composite.policy, False)
+        return value, _transposed_product(every, own, weighted, composite.policy, False)
 
     return LinearMap(apply)
 
 
 def _transposed_product(
-    ys: Vector, own: Vector, us: Vector, policy: Policy, keep_graph: bool
+    every: Vector, own: Vector, weighted: Vector, policy: Policy, keep_graph: bool
 ) -> Vector:
-    """J^T u."""
+    """J^T u, of the outputs that depend on the leaves."""
+    us = [u for y, u in zip(every, weighted, strict=True) if y.requires_grad]
     with translate_errors(policy.caller):
         parts: Any = torch.autograd.grad(
-            ys,
-            own,
-            us,
-            retain_graph=keep_graph or policy.create_graph,
-            create_graph=policy.create_graph,
-            allow_unused=True,
-        )
+            depending(every), own, us, retain_graph=keep_graph or policy.create_graph,
+            create_graph=policy.create_graph, allow_unused=True,
+        )  # fmt: skip
     return materialize_grads(list(parts), own)
-
-
-def _checked(every: Vector, leaves: Vector, policy: Policy) -> tuple[list[int], Vector]:
-    """The places of the outputs that depend on the parameters, and these.
-
-    Raises for outputs whose second derivative does not exist, or would lack a part.
-    """
-    depends = [i for i, y in enumerate(every) if y.requires_grad]
-    ys = [every[i] for i in depends]
-    _check_depends(ys)
-    graph = graph_summary(ys)
-    check_custom_functions(graph, policy.caller)
-    if not policy.create_graph:
-        check_uses_given_params(graph, leaves, policy.caller)
-    return depends, ys
 
 
 def _check_depends(ys: Vector) -> None:

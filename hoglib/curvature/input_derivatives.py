@@ -64,14 +64,17 @@ def gradients(values: Function, x: Tensor, keep: bool) -> Tensor:
                         y, own, u, retain_graph=True, create_graph=keep, materialize_grads=True
                     )
 
-        outputs = y.reshape(len(y), -1).shape[1] if y.dim() else 1
-        chosen = torch.eye(outputs, dtype=y.dtype, device=y.device)
-        rows = [
-            pull(row.expand(y.numel() // outputs, outputs).reshape(y.shape))[0] for row in chosen
-        ]
+        rows = _of_each_output(pull, y)
     if not y.dim():
         return rows[0]
     return torch.stack(rows, 1).reshape(*y.shape, *x.shape[1:])
+
+
+def _of_each_output(pull: Callable[[Tensor], Any], y: Tensor) -> list[Tensor]:
+    """The gradients by the points, for each output of a point, from u -> J^T u."""
+    outputs = prod(y.shape[1:])
+    chosen = torch.eye(outputs, dtype=y.dtype, device=y.device)
+    return [pull(row.expand(y.numel() // outputs, outputs).reshape(y.shape))[0] for row in chosen]
 
 
 @final
@@ -267,9 +270,7 @@ def by_forward(func: Function, x: Tensor, directions: Layout) -> tuple[Tensor, T
         def derivatives(own: Tensor, probe: Probe = probe) -> tuple[Tensor, ...]:
             pulling: Any = torch.func.vjp(checked, own)
             y, pull = pulling
-            chosen = torch.eye(outputs, dtype=y.dtype, device=y.device)
-            gradients = (pull(row.expand(points, outputs).reshape(y.shape))[0] for row in chosen)
-            return tuple(_component(gradient, probe, points) for gradient in gradients)
+            return tuple(_component(g, probe, points) for g in _of_each_output(pull, y))
 
         last = k == len(probes) - 1
         with (

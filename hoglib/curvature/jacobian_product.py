@@ -112,29 +112,6 @@ def jvp(
     return found
 
 
-@final
-class _Function:
-    """A function of the leaves of its arguments."""
-
-    def __init__(self, func: Callable[..., Tree], structure: Any) -> None:
-        self.func, self.structure = func, structure
-
-    def __call__(self, *leaves: Tensor) -> tuple[Vector, Any]:
-        """The tensors that it returns, and their structure."""
-        args = pytree.unflatten(leaves, self.structure)
-        value = self.func(*args) if type(args) is tuple else self.func(args)
-        found, structure = pytree.flatten(value)
-        if not found or not all(isinstance(y, Tensor) for y in found):
-            other = next((y for y in found if not isinstance(y, Tensor)), value)
-            raise ArgumentTypeError(
-                "func(*primals): expected a tensor, or a tuple, list or dict of tensors, got "
-                f"{validation.describe(other)}"
-                + ("" if other is value else " among them")
-                + "; return the tensors alone."
-            )
-        return found, structure
-
-
 def _primals(primals: Tree) -> tuple[Vector, Any]:
     """The leaves and the structure of primals, all of which can be differentiated by."""
     leaves, structure = pytree.flatten(primals)
@@ -158,7 +135,6 @@ def _value_and_tangent(
     func: Any, structure: Any, mode: str, policy: Policy, leaves: Vector, vector: Vector
 ) -> tuple[Tree, Tree]:
     """The value and the tangent in eager mode, in their structure."""
-    function = _Function(func, structure)
     inside = torch_internals.transforms_active()
     create_graph = torch.is_grad_enabled() or inside
     elsewhere = torch_forward_mode.forward_mode_elsewhere()
@@ -173,6 +149,24 @@ def _value_and_tangent(
             f"{CALLER}: expected mode='auto' or '{FORWARD}' inside torch.func transforms, got "
             f"'{REVERSE}', which they do not see."
         )
+    of_value: Any = None
+
+    def function(*own: Tensor) -> Vector:
+        """The tensors that func returns."""
+        nonlocal of_value
+        args = pytree.unflatten(own, structure)
+        value = func(*args) if type(args) is tuple else func(args)
+        found, of_value = pytree.flatten(value)
+        if not found or not all(isinstance(y, Tensor) for y in found):
+            other = next((y for y in found if not isinstance(y, Tensor)), value)
+            raise ArgumentTypeError(
+                "func(*primals): expected a tensor, or a tuple, list or dict of tensors, got "
+                f"{validation.describe(other)}"
+                + ("" if other is value else " among them")
+                + "; return the tensors alone."
+            )
+        return found
+
     with ring(policy.inside_graph, func, buffers=True):
         leaves, vector = clone_inference_tensors((leaves, vector))
         if mode == REVERSE:
@@ -185,19 +179,18 @@ def _value_and_tangent(
                 if not isinstance(reason, UnsupportedError) or mode == FORWARD or inside:
                     raise reason from error
                 found = by_reverse(function, leaves, vector, create_graph)
-    values, tangents, structure = found
-    if not create_graph:
-        values, tangents = [y.detach() for y in values], [t.detach() for t in tangents]
-    return pytree.unflatten(values, structure), pytree.unflatten(tangents, structure)
+    parts = found if create_graph else ([x.detach() for x in part] for part in found)
+    value, tangent = (pytree.unflatten(part, of_value) for part in parts)
+    return value, tangent
 
 
-def by_forward(function: _Function, leaves: Vector, vector: Vector) -> tuple[Vector, Vector, Any]:
-    """One run with tangents: the values, the tangents, and the structure of both."""
-    structure = None
+def by_forward(
+    function: Callable[..., Vector], leaves: Vector, vector: Vector
+) -> tuple[Vector, Vector]:
+    """One run with tangents: the values and the tangents."""
 
     def checked(*own: Tensor) -> tuple[Tensor, ...]:
-        nonlocal structure
-        values, structure = function(*own)
+        values = function(*own)
         if not any(map(torch_internals.has_tangent, values)):
             raise _independent()
         return tuple(values)
@@ -213,7 +206,7 @@ def by_forward(function: _Function, leaves: Vector, vector: Vector) -> tuple[Vec
         primals, tangents = ([x.clone() for x in given] for given in (leaves, vector))
         output: Any = torch.func.jvp(checked, tuple(primals), tuple(tangents))
     values, tangents = output
-    return list(values), list(tangents), structure
+    return list(values), list(tangents)
 
 
 def _refuse_checkpoint() -> None:
@@ -238,14 +231,13 @@ def _refuse_own_jvp(function: Any, args: tuple[Any, ...]) -> None:
 
 
 def by_reverse(
-    function: _Function, leaves: Vector, vector: Vector, create_graph: bool
-) -> tuple[Vector, Vector, Any]:
+    function: Callable[..., Vector], leaves: Vector, vector: Vector, create_graph: bool
+) -> tuple[Vector, Vector]:
     """The same by J^T u and its derivative by u: two backward passes, no forward mode."""
     with without_stand_ins():
         own = fresh_leaves(leaves, create_graph)
-    values, structure = function(*own)
-    depends = [i for i, y in enumerate(values) if y.requires_grad]
-    ys = [values[i] for i in depends]
+    values = function(*own)
+    ys = depending(values)
     if not ys:
         raise _independent()
     graph = graph_summary(ys)
@@ -253,26 +245,24 @@ def by_reverse(
     create_graph = create_graph and (
         any(v.requires_grad for v in vector) or len(graph.leaves) > len(graph.reached(own))
     )
-    jacobian = TransposedJacobian(ys, own, CALLER)
+    jacobian = TransposedJacobian(values, own, CALLER)
     if len(jacobian.unused) == len(own):
         raise _independent()
-    along = jacobian.derivative(vector, create_graph, create_graph)
-    if not jacobian.agrees(vector, along):
+    tangents = jacobian.derivative(vector, create_graph, create_graph)
+    if not jacobian.agrees(vector, tangents):
         raise detached(CALLER)
-    tangents = [torch.zeros_like(y) for y in values]
-    for i, part in zip(depends, along, strict=True):
-        tangents[i] = part
     if not create_graph:  # of the leaves made here
         values, tangents = [y.detach() for y in values], [t.detach() for t in tangents]
-    return values, tangents, structure
+    return values, tangents
 
 
 @final
 class TransposedJacobian:
     """J^T u as a function of u with a graph of its own, whose derivative along v is J v."""
 
-    def __init__(self, ys: Vector, own: Vector, caller: str) -> None:
-        self._caller, self._ys = caller, ys
+    def __init__(self, every: Vector, own: Vector, caller: str) -> None:
+        self._caller, self._every = caller, every
+        ys = depending(every)
         self._us = [_weights(y).requires_grad_() for y in ys]
         with translate_errors(caller):
             by_u = torch.autograd.grad(ys, own, self._us, create_graph=True, allow_unused=True)
@@ -283,8 +273,8 @@ class TransposedJacobian:
         self.parts = [part for part in by_u if part is not None]
 
     def derivative(self, vector: Vector, keep_graph: bool, create_graph: bool) -> Vector:
-        """J v, for each of the outputs."""
-        along: list[Tensor | None] = [None] * len(self._ys)
+        """J v, for each of the outputs; zeros for those that do not depend on the leaves."""
+        along: list[Tensor | None] = [None] * len(self._us)
         if self.parts:
             with translate_errors(self._caller):
                 along = list(
@@ -294,15 +284,22 @@ class TransposedJacobian:
                         allow_unused=True,
                     )
                 )  # fmt: skip
-        return [
-            torch.zeros_like(y) if part is None else part
-            for y, part in zip(self._ys, along, strict=True)
-        ]
+        left = iter(along)
+        found = [next(left) if y.requires_grad else None for y in self._every]
+        pairs = zip(self._every, found, strict=True)
+        return [torch.zeros_like(y) if part is None else part for y, part in pairs]
 
-    def agrees(self, vector: Vector, along: Vector) -> bool:
+    def agrees(self, vector: Vector, tangents: Vector) -> bool:
         """Whether <v, J^T u> = <J v, u>."""
+        pairs = zip(self._every, tangents, strict=True)
+        along = [part for y, part in pairs if y.requires_grad]
         given = [vector[i] for i in self._used]
         return are_adjoint(given, self.parts, along, self._us, graphs=self.parts)
+
+
+def depending(every: Vector) -> Vector:
+    """The outputs that depend on the leaves."""
+    return [y for y in every if y.requires_grad]
 
 
 def _weights(y: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from hoglib.curvature.kronecker import (
 from hoglib.curvature.kronecker_factors import BlockSums, EigenvalueSums, FactorSums
 from hoglib.curvature.layer_calls import Region, Role
 from hoglib.curvature.linear_operator import BlockDiagonal, LinearOperator
-from hoglib.curvature.model_run import USUAL, FactorOptions, ModelRun, checked_run
+from hoglib.curvature.model_run import FactorOptions, ModelRun, RowOrder, checked_run
 from hoglib.curvature.operators import GGNOperator, HessianOperator
 from hoglib.curvature.processes import PassTotals, Processes
 from hoglib.curvature.traces import Estimate
@@ -158,8 +158,8 @@ class KFACOperator(KroneckerOperator):
         self._corrected = validation.flag("eigenvalue_corrected", eigenvalue_corrected)
         # whether layers have to show the gradients of single examples
         self.by_example = self._corrected or approximation == "reduce"
-        self.checked = False  # whether the layers were compared with autograd
-        self.forms = USUAL  # how the calls of layers are read
+        # how the calls of layers are read; None until the layers were compared with autograd
+        self.row_order: RowOrder | None = None
         self._blocks: list[KroneckerBlock] | None = None
         self._error: KFACError | None = None
 
@@ -204,7 +204,7 @@ class KFACOperator(KroneckerOperator):
         """
         with torch.inference_mode(False), torch.no_grad():
             if not self.by_example:  # the order of examples is not known yet
-                self.by_example, self.checked, self.forms = True, False, USUAL
+                self.by_example, self.row_order = True, None
             sums = EigenvalueSums(blocks)
             totals = self._pass(sums)
             return sums.blocks(self._sum.weight(totals))
@@ -236,16 +236,15 @@ class KFACOperator(KroneckerOperator):
     def _add(self, sums: BlockSums, batch: Any, number: int, share: float) -> Tensor:
         factors = replace(self._factors, metric=self._factors.metric.for_batch(number))
         with self._sum.entered(batch) as problem:
-            run, first = ModelRun(problem, self.space, factors, self.forms), not self.checked
-            if run.expanded and not self.checked:  # the outputs may not be those of the model
-                run, self.forms = checked_run(run, self.by_example)
-                self.checked = True
+            first = self.row_order is None
+            run = ModelRun(problem, self.space, factors, self.row_order)
+            if run.expanded and first:  # the outputs may not be those of the model
+                run, self.row_order = checked_run(run, self.by_example)
             value = run.value()
             if not bool(value.isfinite()):
                 return value  # which is refused where it is recorded
-            if not self.checked:
-                run, self.forms = checked_run(run, self.by_example)
-                self.checked = True
+            if self.row_order is None:
+                run, self.row_order = checked_run(run, self.by_example)
             elif not first:
                 run.check_chosen(self.by_example)
             mean = self._given.get("reduction", "mean") == "mean"
@@ -254,9 +253,9 @@ class KFACOperator(KroneckerOperator):
         return value
 
     @contextmanager
-    def _algorithm(self, name: str, products: int | None = None) -> Iterator[None]:
+    def _algorithm(self, name: str, *given: Any, **options: Any) -> Iterator[None]:
         self.blocks()
-        with super()._algorithm(name, products):
+        with super()._algorithm(name, *given, **options):
             yield
 
     def error(

@@ -460,18 +460,13 @@ def translate_divergence_errors(q: D.Distribution) -> Iterator[None]:
         yield
     except ArgumentValueError:
         raise
-    except NonFiniteError as error:
-        raise UnsupportedError(_no_divergence(q, str(error))) from error
-    except (NotImplementedError, RuntimeError, ValueError) as error:
-        raise UnsupportedError(_no_divergence(q, str(error).splitlines()[0])) from error
-
-
-def _no_divergence(q: D.Distribution, why: str) -> str:
-    return (
-        "kind='exact': expected a distribution with a KL divergence that is twice differentiable, got "
-        f"{type(q).__name__}: {why.rstrip('.')}. Use kind='mc', or a named likelihood, which is in "
-        "closed form."
-    )
+    except (NonFiniteError, NotImplementedError, RuntimeError, ValueError) as error:
+        why = str(error).splitlines()[0].rstrip(".")
+        raise UnsupportedError(
+            "kind='exact': expected a distribution with a KL divergence that is twice differentiable, "
+            f"got {type(q).__name__}: {why}. Use kind='mc', or a named likelihood, which is in closed "
+            "form."
+        ) from error
 
 
 def refuse_constant() -> None:

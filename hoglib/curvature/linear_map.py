@@ -3,7 +3,6 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, NamedTuple, final, get_args
 
 import torch
@@ -229,38 +228,34 @@ def forward_over_reverse(problem: Problem) -> LinearMap:
         check_custom_functions(graph_summary(value), policy.caller)
         return value
 
-    def value_and_gradient(with_graph: bool, *own: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        value_and_vjp: Any = torch.func.vjp(checked, *own)
-        value, pull = value_and_vjp
-        one = torch.ones_like(value)
-        # Without a graph of the product, the one beneath is freed while the gradient is computed.
-        return value, pull(one, retain_graph=with_graph and not alone, create_graph=with_graph)
+    def in_forward_mode(vector: Vector, with_graph: bool) -> tuple[Tensor, Vector]:
+        def value_and_gradient(*own: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+            value_and_vjp: Any = torch.func.vjp(checked, *own)
+            value, pull = value_and_vjp
+            one = torch.ones_like(value)
+            # Without a graph of the product, the one beneath is freed while the gradient is computed.
+            return value, pull(one, retain_graph=with_graph and not alone, create_graph=with_graph)
 
-    def in_forward_mode(with_graph: bool, vector: Vector) -> tuple[Tensor, Vector]:
-        function = partial(value_and_gradient, with_graph)
-        found: Any = torch.func.jvp(function, tuple(at), tuple(vector), has_aux=alone)
+        found: Any = torch.func.jvp(value_and_gradient, tuple(at), tuple(vector), has_aux=alone)
         if alone:
             value, _, product = found
         else:
             (value, _), (_, product) = found
         return value, list(product)
 
-    with_graph = partial(in_forward_mode, True)
-
-    def without_graph_first(vector: Vector) -> tuple[Tensor, Vector]:
-        # The graph of the gradient is not needed, but torch has forward mode of some operations, such
-        # as the backward of silu, only where there is one.
-        before = RandomState()
-        try:
-            return in_forward_mode(False, vector)
-        except NotImplementedError:
-            before.restore()
-            return with_graph(vector)
-
     def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
+        before = RandomState() if alone else None
         try:
             with torch_forward_mode.one_thread_in_forward_mode(policy.caller):
-                value, product = (without_graph_first if alone else with_graph)(vector)
+                try:
+                    value, product = in_forward_mode(vector, not alone)
+                except NotImplementedError:
+                    # The graph of the gradient is not needed, but torch has forward mode of some
+                    # operations, such as the backward of silu, only where there is one.
+                    if before is None:
+                        raise
+                    before.restore()
+                    value, product = in_forward_mode(vector, True)
         except (RuntimeError, NotImplementedError) as error:
             raise no_forward_mode(policy.caller, FORWARD, error) from error
         if not (policy.create_graph or inside):  # a graph is then of tensors from elsewhere

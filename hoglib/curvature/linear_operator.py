@@ -46,8 +46,15 @@ class LinearOperator(ABC):
         self._bar = ProgressBar(type(self).__name__, validation.flag("progress", progress))
 
     @contextmanager
-    def _algorithm(self, name: str, products: int | None = None) -> Iterator[None]:
-        """Inside, an algorithm of that name multiplies, so many times if that is known."""
+    def _algorithm(
+        self, name: str, products: int | None = None, options: tuple[Any, ...] = ()
+    ) -> Iterator[None]:
+        """Inside, an algorithm of that name multiplies, so many times if that is known.
+
+        options: from which the number of messages between processes follows.
+        """
+        if options:
+            self.space.check_same_call(name, *options)
         with self._bar.over(name, products):
             yield
 
@@ -348,8 +355,8 @@ class LinearOperator(ABC):
             >>> A.spectral_density(3, width=0.1).average(lambda t: t**2).value
             tensor(4., dtype=torch.float64)
         """
-        self.space.check_same_call("spectral_density", num_samples, steps)
-        with self._algorithm("spectral_density", num_samples * min(steps, self.shape[0])):
+        products = num_samples * min(steps, self.shape[0])
+        with self._algorithm("spectral_density", products, (num_samples, steps)):
             return lanczos_quadrature.spectral_density(self, num_samples, steps, width, generator)
 
     def trace(
@@ -389,8 +396,7 @@ class LinearOperator(ABC):
             tensor(18.0000)
         """
         estimate = traces.TRACES[validation.one_of("method", method, traces.TRACES)]
-        self.space.check_same_call("trace", num_samples, method)
-        with self._algorithm("trace", num_samples):
+        with self._algorithm("trace", num_samples, (num_samples, method)):
             return estimate(self, num_samples, generator).returned(return_error)
 
     def diagonal(
@@ -428,8 +434,7 @@ class LinearOperator(ABC):
             tensor([2., 2.])
         """
         estimate = traces.DIAGONALS[validation.one_of("method", method, traces.DIAGONALS)]
-        self.space.check_same_call("diagonal", num_samples, method)
-        with self._algorithm("diagonal", num_samples):
+        with self._algorithm("diagonal", num_samples, (num_samples, method)):
             return estimate(self, num_samples, generator).returned(return_error)
 
     def squared_frobenius(
@@ -455,10 +460,8 @@ class LinearOperator(ABC):
             >>> A.squared_frobenius(4)
             tensor(8.)
         """
-        self.space.check_same_call("squared_frobenius", num_samples)
-        with self._algorithm("squared_frobenius", num_samples):
-            found = traces.squared_frobenius(self, num_samples, generator)
-        return found.returned(return_error)
+        with self._algorithm("squared_frobenius", num_samples, (num_samples,)):
+            return traces.squared_frobenius(self, num_samples, generator).returned(return_error)
 
     def logdet(
         self,
@@ -492,8 +495,8 @@ class LinearOperator(ABC):
             >>> A.logdet()  # of 2 I
             tensor(1.3863)
         """
-        self.space.check_same_call("logdet", num_samples, steps)
-        with self._algorithm("logdet", num_samples * min(steps, self.shape[0])):
+        products = num_samples * min(steps, self.shape[0])
+        with self._algorithm("logdet", products, (num_samples, steps)):
             found = lanczos_quadrature.logdet(self, num_samples, steps, generator)
         return found.returned(return_error)
 
@@ -525,8 +528,7 @@ class LinearOperator(ABC):
             >>> A.matrix_function(torch.ones(2), torch.log2).round()  # A is 2 I
             tensor([1., 1.])
         """
-        self.space.check_same_call("matrix_function", steps)
-        with self._algorithm("matrix_function"):
+        with self._algorithm("matrix_function", options=(steps,)):
             return lanczos_quadrature.matrix_function(self, b, function, steps)
 
     def low_rank(

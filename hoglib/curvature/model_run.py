@@ -1,7 +1,20 @@
 """One run of a model, in which its layers are recorded, and checked against autograd.
 
-Its layers have rows: an example, or a position of one, at which the weights are used. A row has inputs
-a_r, and gradients g_r by the outputs.
+The one idea is that of weights which are shared. A layer uses its weight at every position t of an
+example n: the pixels of an image, the tokens of a text, the calls of a recurrent layer. Whatever its
+type, what went in and the gradients by what came out are brought into one form, the weight sharing
+format [batch, shared, features]; for a convolution a position is a patch, for an embedding an index.
+There every layer is s_nt = W a_nt, and the gradient of an example is
+
+    dW_n = sum_t g_nt a_nt^T        a_nt [into], g_nt [out] = dl_n / ds_nt
+
+of which the factors of Kronecker products are made, with rows r = (n, t) that are one dimension:
+
+    expand    each row counts as an example of its own:   A = mean_r a_r a_r^T,  G = sum_r g_r g_r^T
+    reduce    the rows of an example are one:             a_n = mean_t a_nt,     g_n = sum_t g_nt
+
+How rows are ordered, examples or positions first, is not written on a tensor: it is found by which rows
+have gradients of which examples' outputs (`RowOrder`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -151,7 +164,7 @@ class FactorOptions:
     joint_bias: bool
 
 
-class CallForms(NamedTuple):
+class RowOrder(NamedTuple):
     """How the calls of layers are read, as was found at a first batch.
 
     Attributes:
@@ -163,7 +176,7 @@ class CallForms(NamedTuple):
     expand: bool = True
 
 
-USUAL = CallForms()
+DEFAULT_ORDER = RowOrder()
 
 
 @final
@@ -171,21 +184,22 @@ class ModelRun:
     """A model's outputs at a batch, and the calls of its layers."""
 
     def __init__(
-        self, problem: Problem, space: Space, options: FactorOptions, forms: CallForms = USUAL
+        self, problem: Problem, space: Space, options: FactorOptions, order: RowOrder | None = None
     ) -> None:
+        order = order or DEFAULT_ORDER
         self.problem, self.space, self.options = problem, space, options
         self._names, self._caller = pytree.paths(space.params), problem.policy.caller
         self._own = fresh_leaves(problem.leaves, False)
         (batch,) = problem.args
         self._composite = CompositeLoss(problem, options.metric, "reverse")
-        recorder = self._run(_examples(batch) if forms.expand else 1)
+        recorder = self._run(_examples(batch) if order.expand else 1)
         self.expanded, self.selects = recorder.expanded, recorder.selects
         if not any(y.requires_grad for y in self._outputs):
             raise NoSecondDerivative(
                 "loss.outputs(params, batch): expected outputs that depend on params, got none that do."
             )
         self._recorded = recorder.calls
-        self.reorder(forms.time_first)
+        self.set_row_order(order)
         self.layers = layers_of(recorder, options.joint_bias)
         self._check_covered(recorder)
         self.examples = examples_of(self._composite, self._outputs)
@@ -204,9 +218,9 @@ class ModelRun:
             return self._run(1)  # code that counts on one row of positions for all examples
         return recorder
 
-    def again(self, batch: Any, forms: CallForms = USUAL) -> "ModelRun":
-        """A run at another batch, or with other forms."""
-        return ModelRun(self.problem.at(batch), self.space, self.options, forms)
+    def again(self, batch: Any, order: RowOrder | None = None) -> "ModelRun":
+        """A run at another batch, or with rows read otherwise."""
+        return ModelRun(self.problem.at(batch), self.space, self.options, order)
 
     def value(self) -> Tensor:
         """The loss."""
@@ -296,7 +310,7 @@ class ModelRun:
                 of_call = touched[id(call)]
                 pairs = zip(of_call[::2], of_call[1::2], strict=True)
                 apart = not any(bool((a & b).any()) for a, b in pairs)
-                if not (apart and (not needed or self._order(call, halves, of_call))):
+                if not (apart and (not needed or self._detect_row_order(call, halves, of_call))):
                     raise UnsupportedError(
                         f"{self._caller}: expected layers that treat the "
                         f"{self.examples} examples apart, in the rows of their leading dimension, got "
@@ -330,7 +344,9 @@ class ModelRun:
             column.append(u)
         return column
 
-    def _order(self, call: LayerCall, halves: Sequence[Tensor], touched: Sequence[Tensor]) -> bool:
+    def _detect_row_order(
+        self, call: LayerCall, halves: Sequence[Tensor], touched: Sequence[Tensor]
+    ) -> bool:
         """Find how rows are ordered, from those that halves of the examples touch; whether they are."""
         count, rows = self.examples, len(touched[0])
         if rows % count:
@@ -349,21 +365,21 @@ class ModelRun:
         call.time_first = time_first
         return example_first or time_first
 
-    def orders(self) -> tuple[bool, ...]:
+    def time_first(self) -> tuple[bool, ...]:
         """Of each call, whether positions come before examples."""
         return tuple(call.time_first for call in self._recorded)
 
-    def reorder(self, orders: Sequence[bool]) -> None:
+    def set_row_order(self, order: RowOrder) -> None:
         """Order rows as in another run."""
-        for call, time_first in zip(self._recorded, orders, strict=False):
+        for call, time_first in zip(self._recorded, order.time_first, strict=False):
             call.time_first = time_first
 
-    def forms(self, plain: Callable[[], "ModelRun"]) -> CallForms:
+    def row_order(self, plain: Callable[[], "ModelRun"]) -> RowOrder:
         """How calls are read. Where something was expanded, the outputs have to be those of a run
         without it, which plain makes."""
-        time_first = self.orders()
+        time_first = self.time_first()
         if not self.expanded:
-            return CallForms(time_first)
+            return RowOrder(time_first)
         with preserve_random_state():
             others = plain()._outputs
         pairs = list(zip(self._outputs, others, strict=True))
@@ -373,9 +389,9 @@ class ModelRun:
             else torch.equal(a, b)
             for a, b in pairs
         )
-        return CallForms(time_first, same)
+        return RowOrder(time_first, same)
 
-    def unlike(self, other: "ModelRun") -> LayerCall | None:
+    def first_mismatch(self, other: "ModelRun") -> LayerCall | None:
         """The first call of another run of the same model that has more or fewer rows of an example."""
         mine, theirs = self._recorded, other._recorded
         for a, b in zip_longest(mine, theirs):
@@ -422,36 +438,36 @@ class ModelRun:
                 )
 
 
-def checked_run(run: ModelRun, needs_examples: bool) -> tuple[ModelRun, CallForms]:
+def checked_run(run: ModelRun, needs_examples: bool) -> tuple[ModelRun, RowOrder]:
     """The run of a model, after the layers were compared with autograd: at two examples, where a batch
     can be split. With how the rows of calls are read."""
     (batch,) = run.problem.args
-    small, unlike = first_examples(batch, 2), None
-    checked: CallForms | None = None
+    small, mismatch = first_examples(batch, 2), None
+    checked: RowOrder | None = None
     if small is not None:
         # whatever two examples alone run into, the whole batch decides
         with suppress(Exception), preserve_random_state():
             few = run.again(small)
             few.check(needs_examples)
-            forms = few.forms(lambda: few.again(small, CallForms(expand=False)))
-            if run.expanded and not forms.expand:
-                run = run.again(batch, forms)
-            run.reorder(forms.time_first)
+            order = few.row_order(lambda: few.again(small, RowOrder(expand=False)))
+            if run.expanded and not order.expand:
+                run = run.again(batch, order)
+            run.set_row_order(order)
             if few.expanded == run.expanded:
-                unlike = few.unlike(run) if needs_examples else None
-                if unlike is None:
-                    checked = forms
-        if unlike is not None:
-            raise UnsupportedError(unlike_rows(unlike, run.examples))
+                mismatch = few.first_mismatch(run) if needs_examples else None
+                if mismatch is None:
+                    checked = order
+        if mismatch is not None:
+            raise UnsupportedError(unlike_rows(mismatch, run.examples))
         if checked is not None:
             run.check_chosen(needs_examples)
-            return run, checked._replace(time_first=run.orders())
+            return run, checked._replace(time_first=run.time_first())
     run.check(needs_examples)
-    forms = run.forms(lambda: run.again(batch, CallForms(expand=False)))
-    if run.expanded and not forms.expand:
-        run = run.again(batch, forms)
+    order = run.row_order(lambda: run.again(batch, RowOrder(expand=False)))
+    if run.expanded and not order.expand:
+        run = run.again(batch, order)
         run.check(needs_examples)
-    return run, forms
+    return run, order
 
 
 def _examples(batch: Any) -> int:

@@ -12,7 +12,7 @@ from hoglib._core.autograd import grad_enabled
 from hoglib._core.blocks import find_blocks
 from hoglib._core.problem import Policy, refuse_wrapped_calls
 from hoglib._core.swap import PatchState, keep_swapped, reapply
-from hoglib.curvature.compiled import compiled_linear_map
+from hoglib.curvature.compiled import linearizer
 from hoglib.curvature.dataset_sum import (
     CheckedDataOptions,
     DatasetSum,
@@ -48,7 +48,7 @@ class DatasetOperator(LinearOperator):
     ) -> None:
         name = type(self).__name__
         policy, of_data = split_options(name, options)
-        self._policy = check_policy(policy, kind)
+        check_policy(policy, kind)
         sharing = Processes(name, of_data.processes, data)
         # the first process shows the bar for all
         super().__init__(Space(params, of_data.dtype), of_data.progress and sharing.rank == 0)
@@ -72,8 +72,8 @@ class DatasetOperator(LinearOperator):
         return self._sum.gradient()
 
     @contextmanager
-    def _algorithm(self, name: str, products: int | None = None) -> Iterator[None]:
-        with super()._algorithm(name, products), self._sum.held(name):
+    def _algorithm(self, name: str, *given: Any, **options: Any) -> Iterator[None]:
+        with super()._algorithm(name, *given, **options), self._sum.held(name):
             yield
 
     def _products(self, rows: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ class DatasetOperator(LinearOperator):
         return self._checked(rows, total)
 
     def _checked(self, rows: Tensor, total: Tensor) -> Tensor:
-        """The products of the rows, where they are finite; a matrix that is not symmetric is told."""
+        """The products of the rows, where they are finite; warns if the products are not symmetric."""
         where = self.space.first_not_finite(total)
         if where and self.space.everywhere(bool(rows.isfinite().all())):
             raise NonFiniteError(
@@ -122,14 +122,11 @@ class DatasetOperator(LinearOperator):
         context = self._sum.ring()
         with context as blocks, keep_swapped() as patches:
             problem = self._sum.problem(batch).entered(blocks)
-            if context.captures:
-                several = len(rows) > 1 or (single and self._memory_limit > 0)
-                point = compiled_linear_map(kind, problem, several)
-                keep = single and several
-            else:
-                point = kind.linearize(problem, len(rows) > 1 or single)
-                note_lost_graph(point.gradient)
-                keep = single and self._fits(point)
+            # a compiled map shows only afterwards what it holds
+            several = len(rows) > 1 or (single and (not context.captures or self._memory_limit > 0))
+            point = linearizer(kind, context.captures)(problem, several)
+            note_lost_graph(point.gradient)
+            keep = single and (several if context.captures else self._fits(point))
             value = self._apply(point, rows, total, share, keep, first=number == 0)
             keep = keep and (not context.captures or self._fits(point))
             patch_state = patches.values()

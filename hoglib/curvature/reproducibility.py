@@ -8,7 +8,7 @@ compare: an operator whose matrix changes has no eigenvalues, and no solver conv
 import warnings
 from collections.abc import Callable, Sequence
 from math import fsum, isfinite
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +25,9 @@ from hoglib.errors import NondeterministicError, NonFiniteError
 RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 
 
-class BatchRecord(NamedTuple):
-    """The loss of a batch in one pass."""
-
-    loss: float
-    fingerprint: tuple[float, ...]
+BatchRecord = tuple[
+    float, tuple[float, ...]
+]  # the loss of a batch in one pass, and its fingerprint
 
 
 @final
@@ -75,7 +73,7 @@ class Determinism:
                 + ". Look for NaN in the data and in the parameters, and for overflow."
             )
         if self._enabled:
-            self._now.append(BatchRecord(number, fingerprint(batch) if known is None else known))
+            self._now.append((number, fingerprint(batch) if known is None else known))
             self._compare_batch(batch, value, loss_of)
 
     def finish_pass(self) -> list[BatchRecord]:
@@ -145,9 +143,7 @@ class Determinism:
         random = self._random_modules()
         if random:  # shuffled batches differ too, but eval mode may be all that is missing
             return random
-        before, after = (
-            [record.fingerprint for record in batches] for batches in (self._first, now)
-        )
+        before, after = ([record for _, record in batches] for batches in (self._first, now))
         lengths = {len(numbers) for numbers in (*before, *after)}
         sums = range(0, lengths.pop() if len(lengths) == 1 else 0, 2)  # whatever the order
         totals = [(fsum(x[i] for x in before), fsum(x[i] for x in after)) for i in sums]

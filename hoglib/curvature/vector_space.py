@@ -115,9 +115,10 @@ class Space:
             )
         return leaves
 
-    def params_of(self, leaves: list[Tensor]) -> Tree:
-        """Leaves in the structure of params, which is not kept because it cannot be pickled."""
-        return pytree.unflatten(leaves, pytree.flatten(self.params)[1])
+    @property
+    def structure(self) -> Any:
+        """That of params, which is not kept because it cannot be pickled."""
+        return pytree.flatten(self.params)[1]
 
     def is_block(self, v: Any) -> bool:
         """Whether v, in a form that `rows` takes, is a block of vectors."""
@@ -259,7 +260,7 @@ class Space:
         return self._tree_of(stacked)
 
     def _tree_of(self, leaves: list[Tensor]) -> Tree:
-        return self.params_of(self.placement.wrap(leaves))
+        return pytree.unflatten(self.placement.wrap(leaves), self.structure)
 
     def first_not_finite(self, rows: Tensor) -> str:
         """The name of a leaf in which rows are NaN or infinite; empty if all are finite."""

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hoglib.taylor.algebras import Algebra, Bilinear, Parts, add
+from hoglib.taylor.algebras import Algebra, Bilinear, Parts, add, align
 
 
 class Refused(Exception):
@@ -31,6 +31,11 @@ class Call(NamedTuple):
             None if part is None else function(part, int(lead))
             for part, lead in zip(parts, leads, strict=True)
         ]
+
+    def aligned(self, parts: Parts, rank: int | None = None) -> Parts:
+        """The coefficients with as many dimensions as the output, or with so many."""
+        rank = self.out.dim() if rank is None else rank
+        return self.of_each(lambda part, lead: align(part, bool(lead), rank), parts)
 
     def product(self, bilinear: Bilinear, a: Any, b: Any, a_n: Any = ..., b_n: Any = ...) -> Parts:
         """The coefficients of bilinear(a, b); a_n, b_n: their own, if they are not those of tensors."""
@@ -67,6 +72,14 @@ def scaled(factor: Any, parts: Parts) -> Parts:
 def known(call: Call, x: Any) -> Parts:
     parts = call.parts(x)
     return call.algebra.zeros() if parts is None else parts
+
+
+def norm_arguments(call: Call) -> tuple[Tensor, Any, list[int], bool]:
+    """Of linalg_vector_norm: the tensor, the order, the dimensions and whether they are kept."""
+    given: Any = (*call.args, *(2, None, False)[len(call.args) - 1 :])
+    x, order, dims, keep = given
+    dims = range(x.dim()) if dims is None else [dims] if isinstance(dims, int) else dims
+    return x, order, sorted(d % x.dim() for d in dims) if x.dim() else [], bool(keep)
 
 
 def direction(call: Call, parts: Parts) -> Tensor | None:

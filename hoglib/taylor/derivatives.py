@@ -187,10 +187,7 @@ def power_of(x: Tensor, y: Tensor, K: int, p: Any) -> list[Derivative]:
 
 
 def _polygammas(x: Tensor, first: int, K: int) -> list[Derivative]:
-    return [
-        torch.special.digamma(x) if n == 0 else torch.special.polygamma(n, x)
-        for n in range(first, first + K)
-    ]
+    return [torch.special.polygamma(n, x) for n in range(first, first + K)]
 
 
 def _erfinv(x: Tensor, y: Tensor, K: int) -> list[Derivative]:

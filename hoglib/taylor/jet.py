@@ -1,6 +1,6 @@
 """Taylor mode for any function: the derivatives of a function along a path."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple, Unpack, get_args
 
@@ -85,41 +85,31 @@ def jet(
         >>> d1, d2, d3  # cos 0, -sin 0, -cos 0
         (tensor(1.), tensor(-0.), tensor(-1.))
     """
-    validation.function("func", func)
-    validation.one_of("mode", mode, get_args(TaylorMode))
+    given = TaylorOptions.of("jet", func, TaylorMode, mode, create_graph, options)
     single = isinstance(primals, Tensor)
     xs, lists = _check_series((primals,) if single else primals, (series,) if single else series)
-    given = TaylorOptions.of("jet", mode, create_graph, options)
-    found: tuple[Any, Any] = run(
-        given.policy, func, partial(_value_and_series, func, given), given, xs, lists
-    )
-    return found
 
+    def body(xs: list[Tensor], lists: list[Parts]) -> tuple[Any, Any]:
+        K, structure = len(lists[0]), None
 
-def _value_and_series(
-    func: Callable[..., Any], options: "TaylorOptions", xs: list[Tensor], lists: list[Parts]
-) -> tuple[Any, Any]:
-    """y_0 and [y_1, ..., y_K], in the structure of what func returns."""
-    K, structure = len(lists[0]), None
+        def call(*inputs: Tensor) -> list[Tensor]:
+            nonlocal structure
+            leaves, structure = pytree.flatten(given.run(func, *inputs))
+            for leaf in leaves:
+                validation.tensor("func(*primals)", leaf)
+            return leaves
 
-    def call(*inputs: Tensor) -> list[Tensor]:
-        nonlocal structure
-        leaves, structure = pytree.flatten(options.run(func, *inputs))
-        for leaf in leaves:
-            validation.tensor("func(*primals)", leaf)
-        return leaves
-
-    with options.entered(func):
-        xs, lists = clone_inference_tensors((xs, lists))
-        found: Any = by_taylor(options, Univariate(K), xs, lists, call)
+        found: Any = by_taylor(given, Univariate(K), xs, lists, call)
         leaves, series = found or along_path("jet", call, xs, lists, K)
         done = [
-            [finished(options, y, d) for d in known]
-            for y, known in zip(leaves, series, strict=True)
+            [finished(given, y, d) for d in known] for y, known in zip(leaves, series, strict=True)
         ]
-    values = [pairs[0][0] for pairs in done]
-    coefficients = [[d for _, d in pairs] for pairs in done]
-    return pytree.unflatten(values, structure), pytree.unflatten(coefficients, structure)
+        values = [pairs[0][0] for pairs in done]
+        coefficients = [[d for _, d in pairs] for pairs in done]
+        return pytree.unflatten(values, structure), pytree.unflatten(coefficients, structure)
+
+    found: tuple[Any, Any] = given.evaluate(func, body, None, xs, lists)
+    return found
 
 
 class TaylorOptions(NamedTuple):
@@ -132,8 +122,11 @@ class TaylorOptions(NamedTuple):
 
     @classmethod
     def of(
-        cls, caller: str, mode: str, create_graph: Any, options: Mapping[str, Any]
-    ) -> "TaylorOptions":
+        cls, caller: str, func: Any, modes: Any, mode: str, create_graph: Any,
+        options: Mapping[str, Any],
+    ) -> "TaylorOptions":  # fmt: skip
+        validation.function("func", func)
+        validation.one_of("mode", mode, get_args(modes))
         if create_graph is not None:
             validation.flag("create_graph", create_graph)
         keep = torch.is_grad_enabled() if create_graph is None else create_graph
@@ -143,9 +136,14 @@ class TaylorOptions(NamedTuple):
     def caller(self) -> str:
         return self.policy.caller
 
-    def entered(self, func: Any) -> ring:
-        """The context in which the user's function runs."""
-        return ring(self.policy.inside_graph, func)
+    def evaluate(self, func: Any, body: Callable[..., Any], key: Hashable, *inputs: Any) -> Any:
+        """body(*inputs), which derives from the user's function, inside the ring; by its graph where it
+        is captured.
+
+        key: the other options of body.
+        """
+        entered = partial(_inside_ring, self.policy.inside_graph, func, body)
+        return run(self.policy, func, entered, (self, key), *inputs)
 
     def run(self, func: Callable[..., Any], *args: Any) -> Any:
         """func(*args); of a module with copies of its buffers, which its forward may change."""
@@ -155,6 +153,11 @@ class TaylorOptions(NamedTuple):
         """The input that func gets: part of the graph of x if the results are to be. It requires grad,
         for functions that differentiate by it themselves."""
         return x.view_as(x) if self.keep and x.requires_grad else x.detach().requires_grad_()
+
+
+def _inside_ring(policy: Policy, func: Any, body: Callable[..., Any], *inputs: Any) -> Any:
+    with ring(policy, func):
+        return body(*clone_inference_tensors(inputs))
 
 
 def by_taylor(

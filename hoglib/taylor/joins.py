@@ -1,4 +1,4 @@
-"""Rules of what adds, joins, selects and writes: linear, by masks from the values of the inputs."""
+"""Structural rules: add, cat, where, index_put; linear, by masks from the values of the inputs."""
 
 from typing import Any
 
@@ -16,13 +16,11 @@ def _added(sign: float, swapped: bool = False) -> Rule:
     def rule(call: Call) -> Parts:
         a, b = call.args[:2]
         alpha = call.kwargs.get("alpha", call.args[2] if len(call.args) > 2 else 1)
-        rank = call.out.dim()
         terms = []
         for x, factor in ((a, -alpha if swapped else 1), (b, 1 if swapped else sign * alpha)):
             own = call.parts(x)
             if own is not None:
-                aligned = call.of_each(lambda p, lead: align(p, bool(lead), rank), own)
-                terms.append(scaled(factor, aligned))
+                terms.append(scaled(factor, call.aligned(own)))
         return terms[0] if len(terms) == 1 else sums(*terms)
 
     return rule

@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from hoglib._core import torch_internals
 from hoglib._core.source_location import SourceLine, is_user_file, warn_once
 from hoglib.taylor.algebras import Algebra, Biharmonic, MultiIndex, Parts, Univariate
-from hoglib.taylor.call import Call, direction
+from hoglib.taylor.call import Call, direction, norm_arguments
 
 SMOOTH = "a smooth activation, such as tanh, SiLU, GELU or sine"
 COMPARISONS = {"gt", "lt", "ge", "le"}
@@ -107,13 +107,11 @@ class Kinks:
 
     def _see_norm(self, call: Call) -> None:
         """Notes a Euclidean norm of zeros, if a path moves off them."""
-        given: Any = (*call.args, *(2, None, False)[len(call.args) - 1 :])
-        x, _, dims, keep = given
+        _, _, dims, keep = norm_arguments(call)
         if torch_internals.tracing() or bool(call.out.all()):
             return
         zero = call.out == 0
-        dims = range(x.dim()) if dims is None else [dims] if isinstance(dims, int) else dims
-        for d in sorted(d % x.dim() for d in dims) if x.dim() and not keep else ():
+        for d in () if keep else dims:
             zero = zero.unsqueeze(d)
         if _moves(call, zero):
             self.crossed[here("linalg.vector_norm")] = None

@@ -33,12 +33,12 @@ def _permuted(part: Tensor, lead: int, x: Tensor, out: Tensor, dims: Sequence[in
     return part.permute([*range(lead), *(d % x.dim() + lead for d in dims)])
 
 
-def by_dim(operation: Callable[..., Tensor]) -> Linear:
+def by_dim(operation: Callable[..., Any]) -> Linear:
     """Of an operation whose first argument is a dimension, or several."""
 
     def run(
-        part: Tensor, lead: int, x: Tensor, out: Tensor, dim: Any = 0, *args: Any, **kwargs: Any
-    ) -> Tensor:
+        part: Tensor, lead: int, x: Tensor, out: Any, dim: Any = 0, *args: Any, **kwargs: Any
+    ) -> Any:
         return operation(part, shifted(dim, lead, x), *args, **kwargs)
 
     return run
@@ -206,20 +206,15 @@ LINEAR: dict[str, Linear] = {
 }
 
 
-def _split(method: str) -> Linear:
-    def run(part: Tensor, lead: int, x: Tensor, out: Any, sizes: Any = 0, dim: int = 0) -> Any:
-        if method == "unbind":
-            return part.unbind(shifted(sizes, lead, x))
-        return part.split(sizes, shifted(dim, lead, x))
-
-    return run
+def _split(part: Tensor, lead: int, x: Tensor, out: Any, sizes: Any, dim: int = 0) -> Any:
+    return part.split(sizes, shifted(dim, lead, x))
 
 
 # Those with several outputs, of which each is linear.
 SEVERAL: dict[str, Callable[..., Any]] = {
-    "unbind": _split("unbind"),
-    "split": _split("split"),
-    "split_with_sizes": _split("split"),
+    "unbind": by_dim(Tensor.unbind),
+    "split": _split,
+    "split_with_sizes": _split,
 }
 
 # Those that select elements: (values, indices) of a function of the dimension.

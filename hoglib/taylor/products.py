@@ -1,15 +1,18 @@
-"""Rules of products: of matrices and tensors, elementwise, and convolutions."""
+"""Rules of products, of matrices and tensors, elementwise and convolutions; and of functions of
+matrices, which are made of products."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hoglib.taylor.algebras import Bilinear, Parts, align, multiply
-from hoglib.taylor.call import Call, Rule, known, scaled, sums
+from hoglib.taylor.algebras import Bilinear, Parts, multiply
+from hoglib.taylor.call import Call, Refused, Rule, each, known, scaled, sums
 from hoglib.taylor.derivatives import POINTWISE
 
 aten = torch.ops.aten
+Map = Callable[[Tensor], Tensor]
 
 
 def matmul(a: Tensor, b: Tensor, lead_a: bool, lead_b: bool) -> Tensor:
@@ -71,9 +74,7 @@ def _affine(bilinear: Bilinear) -> Rule:
         beta = call.kwargs.get("beta", 1)
         if own is None:
             return found
-        rank = call.out.dim()
-        own = call.of_each(lambda part, lead: align(part, bool(lead), rank), own)
-        return sums(found, scaled(beta, own))
+        return sums(found, scaled(beta, call.aligned(own)))
 
     return rule
 
@@ -90,11 +91,10 @@ def _div(call: Call) -> Any:
     if call.kwargs.get("rounding_mode"):
         return None
     if not isinstance(b, Tensor):
-        return [None if part is None else part / b for part in known(call, a)]
+        return each(lambda part: part / b, known(call, a))
     b_n = call.parts(b)
     if b_n is None:
-        rank = call.out.dim()
-        return call.of_each(lambda p, lead: align(p, bool(lead), rank) / b, known(call, a))
+        return each(lambda part: part / b, call.aligned(known(call, a)))
     inverse = b.reciprocal()
     n = call.algebra.compose(POINTWISE["reciprocal"](b, inverse, call.algebra.order), b_n)
     if not isinstance(a, Tensor):
@@ -121,8 +121,124 @@ def _convolution(call: Call) -> Parts:
     own = call.parts(bias)
     if own is not None:
         spatial = (None,) * (x.dim() - 2)
-        found = sums(found, [None if p is None else p[(..., *spatial)] for p in own])
+        found = sums(found, each(lambda part: part[(..., *spatial)], own))
     return found
+
+
+def _broadcast_matmul(a: Tensor, b: Tensor, lead_a: bool, lead_b: bool) -> Tensor:
+    return torch.matmul(a, b)
+
+
+def _inverse(call: Call) -> list[Parts | None]:
+    X, A_n = call.out[0], known(call, call.args[0])
+    return [_fixed_point(call, X, A_n, lambda part: X @ part, call.algebra.zeros()), None]
+
+
+def _solved(call: Call) -> list[Parts | None]:
+    """X = A^-1 B, X = B A^-1 or a vector of them."""
+    A, B = call.args[:2]
+    turn = _turned(call.kwargs.get("left", call.args[2] if len(call.args) > 2 else True))
+    columns, back = turn, turn
+    if B.dim() == 1 or (A.dim() - 1 == B.dim() and B.shape == A.shape[:-1]):
+        columns, back = (lambda t: t.unsqueeze(-1)), (lambda t: t.squeeze(-1))
+    A_n = each(turn, known(call, A))
+    solve = lambda part: torch.linalg.solve(turn(A), part)  # noqa: E731
+    return [_solution(call, call.out[0], A_n, solve, columns, back), None, None, None]
+
+
+def _triangular(call: Call) -> Parts:
+    """X = A^-1 B or B A^-1, which reads one triangle of A."""
+    A, upper, left = call.args[0], call.kwargs["upper"], call.kwargs.get("left", True)
+    unit, turn = call.kwargs.get("unitriangular", False), _turned(left)
+    read = (lambda t: t.triu(int(unit))) if upper else (lambda t: t.tril(-int(unit)))
+    A_n = each(lambda t: turn(read(t)), known(call, A))
+    options = {"upper": upper == left, "unitriangular": unit}
+    solve = lambda t: torch.linalg.solve_triangular(turn(A), t, **options)  # noqa: E731
+    return _solution(call, call.out, A_n, solve, turn, turn)
+
+
+def _turned(left: bool) -> Map:
+    """By which X = B A^-1 becomes A^-1 B of the transposes."""
+    return (lambda t: t) if left else (lambda t: t.mT)
+
+
+def _solution(call: Call, out: Tensor, A_n: Parts, solve: Map, columns: Map, back: Map) -> Parts:
+    """The coefficients of a solution, which is that of a system with these columns."""
+    X = columns(out)
+    B_n = call.aligned(each(columns, known(call, call.args[1])), X.dim())
+    return each(back, _fixed_point(call, X, A_n, solve, B_n))
+
+
+def _cholesky(call: Call, L: Tensor) -> Parts:
+    """n = L Phi(L^-1 (A_n - n n^H) L^-H) with Phi the lower triangle, its diagonal halved.
+
+    As in torch, A_n counts by its Hermitian part.
+    """
+    upper = call.kwargs.get("upper", call.args[1] if len(call.args) > 1 else False)
+    L = L.mH if upper else L
+    A_n = each(lambda p: (p + p.mH) / 2, known(call, call.args[0]))
+
+    def times_adjoint(a: Tensor, b: Tensor, *_: bool) -> Tensor:
+        return a @ b.mH
+
+    def solve(part: Tensor) -> Tensor:
+        inner = torch.linalg.solve_triangular(L, part, upper=False)
+        inner = torch.linalg.solve_triangular(L.mH, inner, upper=True, left=False)
+        half = inner.diagonal(dim1=-2, dim2=-1) / 2
+        return L @ (inner.tril() - torch.diag_embed(half))
+
+    n = call.algebra.zeros()
+    for _ in range(call.algebra.order):
+        squares = call.algebra.product(times_adjoint, n, n)
+        n = each(solve, sums(A_n, scaled(-1, squares)))
+    return each(lambda p: p.mH, n) if upper else n
+
+
+def _fixed_point(call: Call, X: Tensor, A_n: Parts, solve: Map, start: Parts) -> Parts:
+    """The coefficients n of X with A (X + n) + A_n (X + n) = B + B_n, from A^-1 B_n: n = A^-1 B_n -
+    A^-1 A_n (X + n), exact after K iterations."""
+    n = start = each(solve, start)
+    if all(p is None for p in A_n):
+        return n
+    for _ in range(call.algebra.order):
+        rest = sums(each(lambda p: p @ X, A_n), call.algebra.product(_broadcast_matmul, A_n, n))
+        n = sums(start, scaled(-1, each(solve, rest)))
+    return n
+
+
+def _log_determinant(call: Call, A: Tensor) -> Parts:
+    """log |det(A + a)| - log |det A| = sum_k (-1)^(k + 1) / k tr (A^-1 a)^k"""
+    M = each(lambda p: torch.linalg.solve(A, p), known(call, A))
+    power, found = M, call.algebra.zeros()
+    for k in range(1, call.algebra.order + 1):
+        if k > 1:
+            power = call.algebra.product(_broadcast_matmul, power, M)
+        traces = each(lambda p: p.diagonal(dim1=-2, dim2=-1).sum(-1), power)
+        found = sums(found, scaled((-1) ** (k + 1) / k, traces))
+    return found
+
+
+def _slogdet(call: Call) -> list[Parts | None]:
+    if call.args[0].is_complex():
+        raise Refused("torch.linalg.slogdet of a complex matrix")
+    return [None, _log_determinant(call, call.args[0]), None, None]
+
+
+def _determinant(call: Call) -> list[Parts | None]:
+    det = call.out[0]
+    n = call.algebra.compose([1.0] * call.algebra.order, _log_determinant(call, call.args[0]))
+    return [scaled(det, n), None, None]
+
+
+MATRICES: dict[str, Rule] = {
+    "linalg_inv_ex": _inverse,
+    "_linalg_solve_ex": _solved,
+    "linalg_solve_triangular": _triangular,
+    "linalg_cholesky_ex": lambda call: [_cholesky(call, call.out[0]), None],
+    "cholesky": lambda call: _cholesky(call, call.out),
+    "_linalg_slogdet": _slogdet,
+    "_linalg_det": _determinant,
+}
 
 
 PRODUCTS: dict[str, Rule] = {

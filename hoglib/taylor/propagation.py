@@ -122,8 +122,7 @@ class Propagation(TorchDispatchMode):
             return out
         rule = None if is_composite(func, args) else rule_of(func)
         if rule is None:
-            given = self._composite(func, args, kwargs)
-            rule = _given(func, given)
+            rule = self._taken_apart(func, args, kwargs)
         self._defer(rule, func, args, kwargs, out, None)
         return out
 
@@ -183,11 +182,11 @@ class Propagation(TorchDispatchMode):
 
     # ---- operations without a rule
 
-    def _composite(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The coefficients of an operation that is taken apart; None if it cannot be."""
-        composite = composite_of(func)
+    def _taken_apart(self, func: Any, args: Any, kwargs: Any) -> Rule:
+        """The rule of an operation that is a function of others."""
+        composite, refused = composite_of(func), Refused(f"torch.ops.{func}")
         if composite is None:
-            return None
+            raise refused
         self._inside_composite += 1
         try:
             with self._outside(self._record), self:
@@ -195,15 +194,16 @@ class Propagation(TorchDispatchMode):
                 self._flush()
         except (Refused, NotImplementedError, TypeError, AttributeError) as error:
             LOGGER.debug("torch.ops.%s was not taken apart: %s", func, error)
-            return None
+            raise refused from error
         finally:
             self._inside_composite -= 1
             self._pending = None
         if inner is NotImplemented:  # for these arguments
-            return None
-        if isinstance(inner, tuple | list):
-            return [self._parts(y) for y in inner]
-        return self._parts(inner) or self._algebra.zeros()
+            raise refused
+        several = isinstance(inner, tuple | list)
+        found = list(map(self._parts, inner)) if several else self._parts(inner)
+        found = self._algebra.zeros() if found is None else found
+        return lambda call: found
 
     # ---- in-place operations
 
@@ -215,9 +215,7 @@ class Propagation(TorchDispatchMode):
         name, packet = names_of(func)
         if name in _OVERWRITES or packet in _OVERWRITES:
             rule: Rule | None = lambda call: None  # noqa: E731
-        elif packet == "copy":
-            rule = _copied
-        elif packet == "fill":
+        elif packet in ("copy", "fill"):
             rule = lambda call: call.parts(call.args[1])  # noqa: E731
         else:
             overloads = getattr(aten, packet, None)
@@ -231,8 +229,7 @@ class Propagation(TorchDispatchMode):
         if parts is not None:
             self._series[old] = parts
         if rule is None:
-            given = self._composite(functional, (old, *args[1:]), kwargs)
-            rule = _given(functional, given)
+            rule = self._taken_apart(functional, (old, *args[1:]), kwargs)
         out = func(*args, **kwargs)
         self._defer(rule, func, (old, *args[1:]), kwargs, out, target)
         return out
@@ -290,21 +287,6 @@ def _reads_no_values(func: Any) -> bool:
 def _geometry(size: torch.Size, base: Tensor, view: Tensor) -> Any:
     strides = (base.numel(),) * len(size) + view.stride()
     return size + view.shape, strides, view.storage_offset() - base.storage_offset()
-
-
-def _given(func: Any, found: Any) -> Rule:
-    """The rule of an operation that was taken apart."""
-    if found is None:
-        raise Refused(f"torch.ops.{func}")
-    return lambda call: found
-
-
-def _copied(call: Call) -> Parts | None:
-    parts = call.parts(call.args[1])
-    rank = call.out.dim()
-    return (
-        None if parts is None else call.of_each(lambda p, lead: align(p, bool(lead), rank), parts)
-    )
 
 
 def _tensors(args: Sequence[Any], kwargs: Any) -> Any:

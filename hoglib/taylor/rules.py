@@ -11,14 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hoglib.taylor.algebras import Bilinear, Parts, align, multiply
-from hoglib.taylor.call import Call, Rule, known, scaled, sums
+from hoglib.taylor.algebras import Bilinear, Parts, multiply
+from hoglib.taylor.call import Call, Rule, each, known, norm_arguments, scaled, sums
 from hoglib.taylor.derivatives import POINTWISE, power_of
 from hoglib.taylor.joins import JOINS
 from hoglib.taylor.kinks import KINKS, one_sided
 from hoglib.taylor.linear import CONSTANT, LINEAR, SEVERAL, ZERO
-from hoglib.taylor.matrices import MATRICES
-from hoglib.taylor.products import PRODUCTS
+from hoglib.taylor.products import MATRICES, PRODUCTS
 
 
 def _pow(call: Call) -> Parts:
@@ -26,9 +25,7 @@ def _pow(call: Call) -> Parts:
     a_n, b_n, K = call.parts(a), call.parts(b), call.algebra.order
     if b_n is None:
         assert a_n is not None
-        rank = call.out.dim()
-        a_n = call.of_each(lambda p, lead: align(p, bool(lead), rank), a_n)
-        return call.algebra.compose(power_of(a, call.out, K, b), a_n)
+        return call.algebra.compose(power_of(a, call.out, K, b), call.aligned(a_n))
     if not isinstance(a, Tensor):
         a = torch.as_tensor(a, dtype=b.dtype, device=b.device)
     log = a.log()
@@ -39,18 +36,14 @@ def _pow(call: Call) -> Parts:
 
 def _vector_norm(call: Call) -> Parts:
     """|x| with the derivative 0 where it is 0, as torch's."""
-    x = call.args[0]
-    order = call.args[1] if len(call.args) > 1 else 2
-    dims = call.args[2] if len(call.args) > 2 and call.args[2] is not None else list(range(x.dim()))
-    dims = [dims] if isinstance(dims, int) else list(dims)
-    keep = bool(call.args[3]) if len(call.args) > 3 else False
+    x, order, dims, keep = norm_arguments(call)
     assert order == 2, "others are composites"
 
     def squares(a: Tensor, b: Tensor, lead_a: bool, lead_b: bool) -> Tensor:
         found = a.square() if a is b else a * b
         if x.dim() == 0:
             return found
-        return found.sum([d % x.dim() + (lead_a or lead_b) for d in dims], keep)
+        return found.sum([d + (lead_a or lead_b) for d in dims], keep)
 
     n, y = call.product(squares, x, x), call.out
     zero = y == 0
@@ -66,7 +59,7 @@ def _vector_norm(call: Call) -> Parts:
                 else torch.where(zero, 0 if q is None else q, 0 if p is None else p)
                 for p, q in zip(found, beside, strict=True)
             ]
-    return [None if p is None else torch.where(zero, 0, p) for p in found]
+    return each(lambda part: torch.where(zero, 0, part), found)
 
 
 def _norm_beside_zero(call: Call, x: Tensor, squares: Bilinear) -> Parts | None:
@@ -115,8 +108,8 @@ RULES: dict[str, Rule] = {
     **JOINS,
     "native_dropout": _dropout,
     "atan2": _atan2,
-    "view_as_complex": lambda call: call.of_each(
-        lambda p, lead: torch.view_as_complex(p.contiguous()), known(call, call.args[0])
+    "view_as_complex": lambda call: each(
+        lambda part: torch.view_as_complex(part.contiguous()), known(call, call.args[0])
     ),
     "pow": _pow,
     "linalg_vector_norm": _vector_norm,

@@ -9,7 +9,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import hoglib as hog
-from hoglib.curvature import laplacians
+from hoglib.curvature import point_derivatives
 from tests.curvature.test_input_derivatives import NETS, attends, dense, net_of, points
 from tests.functions import Sine
 from tests.oracles import gradient_by_differences
@@ -115,7 +115,7 @@ def test_many_directions_without_a_graph_go_by_parts(monkeypatch):
     of_x = lambda x: runs.append(1) or torch.dropout(net(x), 0.5, True)  # noqa: E731
     torch.manual_seed(0)
     expected = hog.laplacian(of_x, x, return_gradient=True)
-    monkeypatch.setattr(laplacians, "AT_ONCE", 1)  # private: 16 directions at once
+    monkeypatch.setattr(point_derivatives, "AT_ONCE", 1)  # private: 16 directions at once
     torch.manual_seed(0)
     found = hog.laplacian(of_x, x, return_gradient=True, create_graph=False)
     assert len(runs) == 1 + 3

@@ -33,4 +33,4 @@ def cells():
 def test_what_a_row_calls_exists(page, code):
     for path in re.findall(r"\bhog\.([a-zA-Z_.]+\w)", code):
         reduce(getattr, path.split("."), hog)
-    assert set(re.findall(r"(\w+)\(", code)) <= CALLED | {"loss", "lsmr"}, page
+    assert set(re.findall(r"(\w+)\(", code)) <= CALLED | {"loss", "lsmr", "maml"}, page

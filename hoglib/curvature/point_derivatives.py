@@ -1,4 +1,5 @@
-"""The Laplacian of a function by its inputs, at many points, and the Laplacian of the Laplacian.
+"""Derivatives of a function by its inputs, at many points: the Laplacian and its square, derivatives
+along a direction, and mixed partial derivatives.
 
 Second-order operators are weighted sums of second derivatives along directions,
 
@@ -8,16 +9,15 @@ The collapsed route propagates values, first derivatives along all directions, a
 second ones, which needs nothing else of them (`hoglib.taylor`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from functools import cache, partial
-from typing import Any, Literal, NamedTuple, Unpack, get_args
+from functools import cache
+from typing import Any, Literal, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 
 from hoglib._core import torch_internals, validation
-from hoglib._core.autograd import clone_inference_tensors
 from hoglib._core.finite_differences import fixed_random_numbers
 from hoglib._core.problem import Options
 from hoglib.curvature.input_derivatives import (
@@ -30,10 +30,9 @@ from hoglib.curvature.input_derivatives import (
     point_values,
 )
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
-from hoglib.ring import run
-from hoglib.taylor.algebras import Algebra, Biharmonic, Parts, Univariate, add
-from hoglib.taylor.jet import TaylorOptions, by_taylor, finished
-from hoglib.taylor.nested import along_path
+from hoglib.taylor.algebras import Algebra, Biharmonic, MultiIndex, Parts, Univariate, add
+from hoglib.taylor.jet import TaylorMode, TaylorOptions, by_taylor, finished
+from hoglib.taylor.nested import along_path, nested
 
 PointMode = Literal["auto", "collapsed", "nested"]
 # Elements of all directions that are propagated at once where no graph is kept.
@@ -136,45 +135,30 @@ def laplacian(
         >>> mixed.round(decimals=4)  # 2 d_1 d_2 f
         tensor([2., 2.])
     """
-    validation.function("func", func)
+    given = TaylorOptions.of("laplacian", func, PointMode, mode, create_graph, options)
     check_points(x)
-    validation.one_of("mode", mode, get_args(PointMode))
     validation.flag("return_gradient", return_gradient)
-    given = TaylorOptions.of("laplacian", mode, create_graph, options)
-    signs = _draw(x, num_projections, generator, _signs)
+    signs = _draw(x, num_projections, generator, signs=True)
     of_x = coefficients if callable(coefficients) else None
-    found: tuple[Any, ...] = run(
-        given.policy, func, partial(_laplacian, func, given, return_gradient, of_x),
-        (given, return_gradient, of_x), x, args, None if of_x else coefficients, signs,
-    )  # fmt: skip
-    return found
 
-
-def _laplacian(
-    func: Callable[..., Tensor], options: TaylorOptions, with_gradient: bool, of_x: Any,
-    x: Tensor, args: Any, coefficients: Any, signs: Tensor | None,
-) -> tuple[Any, ...]:  # fmt: skip
-    """f, L, and the gradient if it is asked for.
-
-    of_x: the function that returns the coefficients, if one does.
-    """
-    with options.entered(func):
-        x, inputs = clone_inference_tensors((x, args))
-        values = point_values(func, inputs)
+    def body(x: Tensor, args: Any, coefficients: Any, signs: Tensor | None) -> tuple[Any, ...]:
+        values = point_values(func, args)
 
         @cache
         def chosen(batched: bool) -> Directions:
             return directions_of(x, batched, of_x or coefficients, signs)
 
-        found = _of_few_directions(options, values, x, chosen)
-        if found is None:
-            found = _collapsed(options, values, x, chosen, with_gradient)
-        if found is None:
-            found = *_nested(options, values, x, lambda batched: chosen(batched).probes()), None
-        value, total, gradient = found
-        if with_gradient and gradient is None:
-            gradient = gradients(values, x, options.keep)
-        return (value, total, gradient) if with_gradient else (value, total)
+        found = _of_few_directions(given, values, x, chosen)
+        found = found or _collapsed(given, values, x, chosen, return_gradient)
+        value, total, gradient = found or (*_nested(given, values, x, chosen), None)
+        if not return_gradient:
+            return value, total
+        return value, total, gradients(values, x, given.keep) if gradient is None else gradient
+
+    coefficients = None if of_x else coefficients
+    key = return_gradient, of_x
+    found: tuple[Any, ...] = given.evaluate(func, body, key, x, args, coefficients, signs)
+    return found
 
 
 def _of_few_directions(
@@ -210,8 +194,11 @@ def _of_few_directions(
 
 
 def _nested(
-    options: TaylorOptions, values: Function, x: Tensor, probes: Any
+    options: TaylorOptions, values: Function, x: Tensor, chosen: Callable[[bool], Directions]
 ) -> tuple[Tensor, Tensor]:
+    def probes(batched: bool) -> list[Weighted]:
+        return chosen(batched).probes()
+
     if torch_internals.transforms_active():
         return by_forward(values, x, probes)
     return by_reverse(values, x, probes, options.keep, options.always)
@@ -344,22 +331,11 @@ def bilaplacian(
         >>> B  # 2 * 24 + 8
         tensor([56., 56.])
     """
-    validation.function("func", func)
+    given = TaylorOptions.of("bilaplacian", func, PointMode, mode, create_graph, options)
     check_points(x)
-    validation.one_of("mode", mode, get_args(PointMode))
-    given = TaylorOptions.of("bilaplacian", mode, create_graph, options)
-    v = _draw(x, num_projections, generator, _normals)
-    body = partial(_bilaplacian, func, given)
-    found: tuple[Any, ...] = run(given.policy, func, body, given, x, args, v)
-    return found
 
-
-def _bilaplacian(
-    func: Callable[..., Tensor], options: TaylorOptions, x: Tensor, args: Any, v: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    with options.entered(func):
-        x, inputs = clone_inference_tensors((x, args))
-        values = point_values(func, inputs)
+    def body(x: Tensor, args: Any, v: Tensor | None) -> tuple[Tensor, Tensor]:
+        values = point_values(func, args)
 
         def pieces(batched: bool) -> list[tuple[Algebra, Parts]]:
             if v is not None:
@@ -367,35 +343,42 @@ def _bilaplacian(
             e = units(x, batched)
             return [(Biharmonic(len(e), x.device), [e, None, None, None])]
 
-        found = at_points(options, values, x, pieces)
+        found = at_points(given, values, x, pieces)
         if found is not None:
             ((value, parts),) = found[0]
-            return finished(options, value, parts[3])
+            return finished(given, value, parts[3])
         if v is not None:
-            return finished(options, *_along(values, x, v))
+            value, fourth = _along("bilaplacian", lambda x: [values(x)], x, v, 4)
+            return finished(given, value, fourth.sum(0) / (3 * len(v)))
         validation.refuse_transforms(
             "bilaplacian",
             "call it on all points at once instead of under vmap, pass num_projections, or "
             "differentiate its result with torch.autograd.grad.",
         )
-        return finished(options, *_twice(options, values, x))
+        return finished(given, *_twice(given, values, x))
+
+    v = _draw(x, num_projections, generator, signs=False)
+    found: tuple[Any, ...] = given.evaluate(func, body, None, x, args, v)
+    return found
 
 
-def _along(values: Function, x: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The estimate from nested derivatives along each direction."""
-    fourth = []
+def _along(
+    caller: str, call: Callable[[Tensor], list[Tensor]], x: Tensor, v: Tensor, order: int
+) -> tuple[Tensor, Tensor]:
+    """The value, and the derivative of an order along each direction, by nested derivatives."""
+    rows = []
     for u in v:
         with fixed_random_numbers([x]):
-            (value,), (series,) = along_path("bilaplacian", lambda x: [values(x)], [x], [[u]], 4)
-        fourth.append(series[3])
-    return value, torch.stack(fourth).sum(0) / (3 * len(v))
+            (value,), (series,) = along_path(caller, call, [x], [[u]], order)
+        rows.append(series[-1])
+    return value, torch.stack(rows)
 
 
 def _twice(options: TaylorOptions, values: Function, x: Tensor) -> tuple[Tensor, Tensor]:
     """The Laplacian of the Laplacian, both nested."""
     first: list[Tensor] = []
 
-    def probes(batched: bool) -> Any:
+    def probes(batched: bool) -> list[Weighted]:
         return directions_of(x, batched, None, None).probes()
 
     def inner(points: Tensor) -> Tensor:
@@ -490,8 +473,9 @@ def _check_coefficients(coefficients: Any, x: Tensor, batched: bool) -> Tensor:
     return a
 
 
-def _draw(x: Tensor, number: Any, generator: Any, sampler: Callable[..., Tensor]) -> Tensor | None:
-    """number random vectors like x, [number, *x.shape]; None for none."""
+def _draw(x: Tensor, number: Any, generator: Any, *, signs: bool) -> Tensor | None:
+    """number random vectors like x, [number, *x.shape], normal or of signs -1 and 1 at each element of
+    each point; None for none."""
     if number is None:
         return None
     validation.at_least("num_projections", number, 1)
@@ -500,13 +484,181 @@ def _draw(x: Tensor, number: Any, generator: Any, sampler: Callable[..., Tensor]
             f"generator: expected one on {x.device.type}, as x, got one on {generator.device.type}; "
             f"make it with `torch.Generator({x.device.type!r})`."
         )
-    return sampler((number, *x.shape), generator, x)
+    shape = number, *x.shape
+    if not signs:
+        return torch.randn(shape, generator=generator, device=x.device, dtype=x.dtype)
+    bits = torch.randint(0, 2, shape, generator=generator, device=x.device)
+    return (2 * bits - 1).to(x.dtype)
 
 
-def _signs(shape: tuple[int, ...], generator: Any, x: Tensor) -> Tensor:
-    """-1 or 1 at each element of each point."""
-    return (2 * torch.randint(0, 2, shape, generator=generator, device=x.device) - 1).to(x.dtype)
+def directional(
+    func: Callable[..., Tensor],
+    x: Tensor,
+    v: Tensor,
+    order: int,
+    *args: Any,
+    mode: TaylorMode = "auto",
+    create_graph: bool | None = None,
+    **options: Unpack[Options],
+) -> tuple[Tensor, Tensor]:
+    r"""The value of a function, and its derivative of any order along a direction.
+
+        f = func(x, *args)        d = d^K/dt^K func(x + t v, *args) at t = 0
+
+    func runs once, for all directions (`jet` has all orders along one). v may have another direction at
+    each point of x.
+
+    Args:
+        func: The function ``func(x, *args)``, or an `nn.Module`, whose value is one tensor.
+        x: Where it is differentiated, of any shape.
+        v: The direction, like x; or R directions, [R, *x.shape].
+        order: K, at least 1.
+        *args: Further arguments of func.
+        mode: "taylor", "nested" or "auto", as for `jet`.
+        create_graph: Whether the results can be differentiated again. Default: where gradients are
+            enabled.
+        **options: How func is evaluated, as :class:`hoglib.Options` describes it.
+    Returns:
+        The pair (f, d); d has a leading dimension R for several directions.
+    Raises:
+        ArgumentTypeError, ArgumentValueError: for arguments that do not fit together.
+        UnsupportedError: with mode="taylor", for an operation without a rule, by name.
+    Shape:
+        - x: any
+        - f: that of func's value
+        - d: f, or [R, *f.shape]
+    References:
+        Griewank and Walther, Evaluating Derivatives, 2008, chapter 13.
+    Example:
+        >>> x, v = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 0.0])
+        >>> hog.directional(lambda x: (x**4).sum(), x, v, 3)[1]  # 24 x_1
+        tensor(24.)
+    """
+    given = TaylorOptions.of("directional", func, TaylorMode, mode, create_graph, options)
+    check_points(x)
+    validation.tensor("v", v)
+    validation.at_least("order", order, 1)
+    several = v.dim() == x.dim() + 1
+    if v.shape[int(several) :] != x.shape or (v.dtype, v.device) != (x.dtype, x.device):
+        raise ArgumentValueError(
+            f"v: expected a tensor like x, {validation.describe(x)}, or several of them in a leading "
+            f"dimension, got {validation.describe(v)} on {v.device}."
+        )
+
+    def body(x: Tensor, v: Tensor, args: Any) -> tuple[Tensor, Tensor]:
+        def call(points: Tensor) -> list[Tensor]:
+            value = given.run(func, points, *args)
+            validation.tensor("func(x, *args)", value)
+            return [value]
+
+        seed: Parts = [v, *[None] * (order - 1)]
+        found = by_taylor(given, Univariate(order, several), [x], [seed], call)
+        if found is None:
+            value, rows = _along("directional", call, x, v if several else v[None], order)
+            return finished(given, value, rows if several else rows[0])
+        ((value,), (parts,)) = found
+        d = parts[-1]
+        if d is None and several:
+            d = torch.zeros(len(v), *value.shape, dtype=value.dtype, device=value.device)
+        return finished(given, value, d)
+
+    f, d = given.evaluate(func, body, (order, several), x, v, args)
+    return f, d
 
 
-def _normals(shape: tuple[int, ...], generator: Any, x: Tensor) -> Tensor:
-    return torch.randn(shape, generator=generator, device=x.device, dtype=x.dtype)
+def partial_derivative(
+    func: Callable[..., Tensor],
+    x: Tensor,
+    *args: Any,
+    index: Sequence[int],
+    mode: PointMode = "auto",
+    create_graph: bool | None = None,
+    **options: Unpack[Options],
+) -> tuple[Tensor, Tensor]:
+    r"""The value of a function at many points, and a mixed partial derivative by their coordinates.
+
+        f_n = func(x, *args)_n        d_n = d^K f_n / d x_{n,i} d x_{n,j} ...        index = (i, j, ...)
+
+    func runs once, with the derivatives of all orders up to this one in each coordinate: 5 beside each
+    value for (0, 0, 1). It is exact; no directions are combined.
+
+    Args:
+        func: The function ``func(x, *args)``, or an `nn.Module`, that treats each point by itself.
+        x: N points, [N, ...]; one point of any shape if func returns a scalar.
+        *args: Further arguments of func.
+        index: The coordinates by which it is differentiated, each as often as its order: indices of the
+            flattened point; -1 is the last one.
+        mode: "collapsed", which raises where an operation has no Taylor rule; "nested"; or "auto".
+        create_graph: Whether the results can be differentiated again. Default: where gradients are
+            enabled.
+        **options: How func is evaluated, as :class:`hoglib.Options` describes it.
+    Returns:
+        The pair (f, d).
+    Raises:
+        ArgumentTypeError, ArgumentValueError: for an index that is none of a point, and as `laplacian`.
+    Shape:
+        - x: [N, ...]
+        - f, d: [N] or [N, ...outputs]
+    References:
+        Griewank and Walther, Evaluating Derivatives, 2008, chapter 13.
+    Example:
+        >>> x = torch.tensor([[1.0, 2.0]])
+        >>> hog.partial_derivative(lambda x: x[:, 0] ** 3 * x[:, 1] ** 2, x, index=(0, 0, 1))[1]
+        tensor([24.])
+    """
+    given = TaylorOptions.of("partial_derivative", func, PointMode, mode, create_graph, options)
+    check_points(x)
+    if not isinstance(index, tuple | list) or not index:
+        raise ArgumentTypeError(
+            "index: expected a tuple of coordinates, such as (0, 0, 1) for the second derivative by "
+            f"the first coordinate and the first by the second one, got {validation.describe(index)}."
+        )
+
+    def body(x: Tensor, args: Any) -> tuple[Tensor, Tensor]:
+        values = point_values(func, args)
+
+        def path(batched: bool) -> tuple[list[Tensor], tuple[int, ...], list[int]]:
+            """The coordinates as directions, their orders, and the index by their places."""
+            e = units(x, batched)
+            for k, i in enumerate(index):
+                if isinstance(i, bool) or not isinstance(i, int) or not -len(e) <= i < len(e):
+                    raise ArgumentValueError(
+                        f"index[{k}]: expected a whole number from {-len(e)} to {len(e) - 1}, a "
+                        f"coordinate of the flattened point, got {i!r}."
+                    )
+            places = [i % len(e) for i in index]
+            chosen = sorted(set(places))
+            return (
+                [e[i].expand(x.shape) for i in chosen],
+                tuple(places.count(i) for i in chosen),
+                [chosen.index(i) for i in places],
+            )
+
+        def pieces(batched: bool) -> list[tuple[Algebra, Parts]]:
+            vectors, orders, _ = path(batched)
+            algebra = MultiIndex(orders)
+            parts: Parts = algebra.zeros()
+            for i, vector in enumerate(vectors):
+                unit = tuple(int(i == j) for j in range(len(orders)))
+                parts[algebra.indices.index(unit)] = vector
+            return [(algebra, parts)]
+
+        found = at_points(given, values, x, pieces)
+        if found is not None:
+            ((value, parts),) = found[0]
+            return finished(given, value, parts[-1])
+        with fixed_random_numbers([x]), torch.no_grad():
+            batched = values(x).dim() > 0
+        vectors, orders, order = path(batched)
+
+        def along(t: Tensor) -> list[Tensor]:
+            moved = x
+            for i, vector in enumerate(vectors):
+                moved = moved + t[i] * vector
+            return [values(moved)]
+
+        (value,), rows = nested("partial_derivative", along, x, len(orders), order)
+        return finished(given, value, rows[-1][0])
+
+    f, d = given.evaluate(func, body, tuple(index), x, args)
+    return f, d
