@@ -398,6 +398,14 @@ def no_autocast() -> AbstractContextManager[Any]:
     return torch._C._DisableAutocast()
 
 
+def autocasts() -> tuple[tuple[str, torch.dtype], ...]:
+    """The device types for which autocast is active, and its dtypes."""
+    if not torch._C._is_any_autocast_enabled():
+        return ()
+    kinds = filter(torch.is_autocast_enabled, torch._C._autocast_supported_devices())
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds)
+
+
 def uncompiled(func: Callable[..., Any]) -> Callable[..., Any]:
     """What torch.compile was given: compiled code has no second derivative."""
     if is_compiled(func):
