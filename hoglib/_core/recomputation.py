@@ -735,11 +735,6 @@ def inside_recomputation() -> bool:
     return AMBIENT.recomputing
 
 
-def low_memory_mode() -> bool:
-    """Whether the caller is run by a remat that keeps tangents too, where memory counts before time."""
-    return AMBIENT.low_memory
-
-
 def _generators(leaves: list[Any]) -> list[torch.Generator]:
     """The generators among the arguments. Refuses objects that hold a tensor."""
     found = []

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import prod
 from typing import Any, NamedTuple, final
 
 import torch
@@ -130,10 +131,8 @@ class Layout(NamedTuple):
 
     def copies(self) -> int:
         """How many processes of its mesh hold the same shard."""
-        found = 1
-        for size, placement in zip(self.mesh.shape, self.placements, strict=True):
-            found *= size if placement.is_replicate() else 1
-        return found
+        dims = zip(self.mesh.shape, self.placements, strict=True)
+        return prod(size for size, placement in dims if placement.is_replicate())
 
 
 @final

@@ -75,32 +75,23 @@ class swap_parameters:  # noqa: N801 a context manager
         norm_policy: NormPolicy = train_mode_batch_statistics,
     ) -> None:
         self._given = model, params, dtype, norm_policy
-        self._patch: ModulePatch | None = None  # what the exit restores
-        self._kept: ModulePatch | None = None  # what keeps the parameters
 
     def __enter__(self) -> None:
-        model, kept = self._given[0], AMBIENT.kept_swapped
-        if kept is not None and not kept.in_use(model):
-            kept.start_using(model)
-            try:
-                kept.swap(*self._given)
-            except BaseException:
-                kept.end_using()
-                raise
-            self._kept = kept
-            return
-        self._patch = ModulePatch()
+        model, patch = self._given[0], AMBIENT.kept_swapped
+        if patch is None or patch.in_use(model):
+            patch = ModulePatch()
+            self._end = patch.restore
+        else:  # which keeps the parameters
+            patch.start_using(model)
+            self._end = patch.end_using
         try:
-            self._patch.swap(*self._given)
+            patch.swap(*self._given)
         except BaseException:
-            self._patch.restore()
+            self._end()
             raise
 
     def __exit__(self, *raised: object) -> None:
-        if self._kept is not None:
-            self._kept.end_using()
-        elif self._patch is not None:
-            self._patch.restore()
+        self._end()
 
 
 def call_with(model: nn.Module, params: Params, *args: Any, **kwargs: Any) -> Any:
@@ -347,7 +338,13 @@ class restore_buffers:  # noqa: N801 a context manager
         self._modules.append(module)
         attributes = vars(module)
         if isinstance(module, torch.jit.ScriptModule):
-            self._scripted.extend(_copy_scripted_buffers(module))
+            # the hooks of its parts are not called
+            for part in module.modules():
+                for name, buffer in (
+                    list(part.named_buffers(recurse=False)) if part.training else ()
+                ):
+                    self._scripted.append((part, name, buffer))
+                    setattr(part, name, buffer.clone())
         elif "_orig_mod" in attributes["_modules"] or "forward" in attributes:
             # Hooks of the parts of a compiled module are not called. A block that is recomputed runs
             # them with the buffers that it has before.
@@ -368,15 +365,6 @@ class restore_buffers:  # noqa: N801 a context manager
                 if id(buffer) not in self._copies:
                     self._copies[id(buffer)] = buffer.clone()
                 self._patch.put(module, name, self._copies[id(buffer)])
-
-
-def _copy_scripted_buffers(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    """Replaces the buffers of a scripted module and its parts, whose hooks are not called, by copies;
-    yields the originals."""
-    for part in module.modules():
-        for name, buffer in list(part.named_buffers(recurse=False)) if part.training else ():
-            yield part, name, buffer
-            setattr(part, name, buffer.clone())
 
 
 # What is replaced in modules: the thread that did it, and how often. Two threads that swap the

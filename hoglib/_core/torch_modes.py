@@ -110,13 +110,8 @@ def plain_reverse_mode() -> bool:
 
 def value_checks_on() -> bool:
     """Whether checks may read the values of tensors: not while a graph is captured, where there are
-    none, nor inside `value_checks_off`."""
+    none, nor inside `inside(value_checks_off=True)`."""
     return not (AMBIENT.value_checks_off or torch_internals.tracing())
-
-
-def value_checks_off() -> inside:
-    """Inside, checks that read values are skipped: for what was checked in an earlier run."""
-    return inside(value_checks_off=True)
 
 
 def plain_operations(linear_for: str = "") -> inside:

@@ -432,11 +432,8 @@ def _use_weight_gradient(graph: fx.Graph, node: fx.Node) -> None:
         gradients: tuple[Any, ...] = (
             g, x, shape, [0], dilation, padding, stride, False, none, 1, [False, True, False],
         )  # fmt: skip
-        both = graph.call_function(aten.convolution_backward.default, gradients)
-        values = [fake_value(y) if isinstance(y, fx.Node) else y for y in gradients]
-        both.meta["val"] = aten.convolution_backward.default(*values)
-        by_weight = graph.call_function(_get, (both, 1))
-        by_weight.meta["val"] = both.meta["val"][1]
+        both = new_node(graph, aten.convolution_backward.default, gradients)
+        by_weight = new_node(graph, _get, (both, 1))
     for user in list(node.users):
         replace_node(graph, user, by_weight)
     graph.erase_node(node)

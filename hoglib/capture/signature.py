@@ -17,7 +17,7 @@ _COMPLEX = {torch.complex32, torch.complex64, torch.complex128}
 
 
 class TensorSlot:
-    """Stands for the i-th tensor of a call."""
+    """Stands for the i-th tensor of a call, or of an output."""
 
     __slots__ = ("index",)
 
@@ -78,7 +78,8 @@ def parse_call(
             if slot is None:
                 slot = places[id(leaf)] = TensorSlot(len(tensors))
                 tensors.append(leaf)
-                kinds.append(_argument_key(what, leaf, dynamic))
+                check_dense(what, leaf, when=" before the call")
+                kinds.append(tensor_key(leaf, dynamic))
             else:
                 kinds.append(slot.index)  # a tensor that is passed twice is one variable
             slots.append(slot)
@@ -106,14 +107,14 @@ def tensor_key(tensor: Tensor, dynamic: bool = False) -> Hashable:
     return shape, dtype, tensor.device, tensor.requires_grad, layout
 
 
-def _argument_key(what: str, tensor: Tensor, dynamic: bool) -> Hashable:
+def check_dense(what: str, tensor: Tensor, got: str = "", when: str = "") -> None:
+    """Raises UnsupportedError for a tensor that a graph cannot take."""
     if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
         raise UnsupportedError(
             f"{what}: expected dense tensors of torch's own class, got "
-            f"{validation.describe(tensor)} of class {type(tensor).__name__} and layout "
-            f"{tensor.layout}. Convert it before the call, or do not compile."
+            f"{got}{validation.describe(tensor)} of class {type(tensor).__name__} and layout "
+            f"{tensor.layout}. Convert it{when}, or do not compile."
         )
-    return tensor_key(tensor, dynamic)
 
 
 def _constant_key(what: str, leaf: Any) -> Hashable:

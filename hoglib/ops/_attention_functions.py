@@ -156,10 +156,6 @@ def _present(parts: Parts) -> tuple[Tensor, ...]:
     return tuple(x for x in parts if x is not None)
 
 
-def _needed_gradients(*given: Any) -> tuple[Tensor, ...]:
-    return _present(_run("gradients", *given))
-
-
 def _gradients_backward(saved: Saved, *grads: Tensor | None) -> Parts:
     *tensors, g, _, _, plan = saved.inputs
     along = by_name(NAMES, plan.needs, grads)
@@ -221,12 +217,8 @@ def _fold(batch: Batch, *given: Any) -> tuple[tuple[Tensor, ...] | Tensor, Any]:
     return (outputs, (0,) * len(outputs)) if isinstance(found, tuple) else (outputs[0], 0)
 
 
-_MASKS = {
-    5: (3,),
-    8: (3,),
-    9: (3, 8),
-    10: (3, 9),
-}  # by the number of tensors, which of them are masks
+# by the number of tensors, which of them are masks
+_MASKS = {5: (3,), 8: (3,), 9: (3, 8), 10: (3, 9)}
 
 _VALUES = make_function(
     "ScaledDotProductAttention",
@@ -240,7 +232,7 @@ _VALUES = make_function(
 _GRADIENTS = make_function(
     "ScaledDotProductAttentionGradients",
     9,
-    forward=_needed_gradients,
+    forward=lambda *given: _present(_run("gradients", *given)),
     backward=_gradients_backward,
     jvp=_gradients_jvp,
     vmap=_fold,
