@@ -180,3 +180,10 @@ def tensors_in(name: str, value: Any, depth: int = 4) -> Iterator[tuple[str, Ten
 
 def is_float(value: Any) -> bool:
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in a dtype, if it is of floating point; in the complex one if it is complex."""
+    if not is_float(x):
+        return x
+    return x.to(dtype.to_complex() if x.is_complex() else dtype)

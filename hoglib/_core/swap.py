@@ -19,6 +19,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from hoglib._core.ambient import AMBIENT
+from hoglib._core.pytree import in_dtype
 from hoglib._core.restoring import Items, replaced
 from hoglib._core.sharding import refuse_sharded, whole
 from hoglib._core.torch_internals import forward_mode_active, is_compiled, transforms_active
@@ -457,7 +458,8 @@ def _patch_model(
             if own is None:
                 continue
             if id(own) not in replacements:
-                replacements[id(own)] = _in_dtype(whole(own), dtype)
+                full = whole(own)
+                replacements[id(own)] = full if dtype is None else in_dtype(full, dtype)
             value = replacements[id(own)]
             if id(own) in computed_in:
                 value = value.to(computed_in[id(own)])
@@ -471,7 +473,7 @@ def _patch_model(
             if buffer is None:
                 continue
             if id(buffer) not in replacements:
-                converted = _in_dtype(buffer, dtype)
+                converted = buffer if dtype is None else in_dtype(buffer, dtype)
                 replacements[id(buffer)] = buffer.clone() if converted is buffer else converted
             patch.put(module, name, replacements[id(buffer)])
         if isinstance(module, nn.RNNBase):
@@ -487,10 +489,3 @@ def _patch_model(
 def _reached(given: Sequence[tuple[int, Tensor]]) -> bool:
     """Whether a backward may reach the model's own parameters, by whose ids others are given."""
     return not given or any(i == id(x) or x.grad_fn is not None for i, x in given)
-
-
-def _in_dtype(own: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """The tensor in a dtype, if it is of floating point; in the complex one if it is complex."""
-    if dtype is None or not (own.is_floating_point() or own.is_complex()):
-        return own
-    return own.to(dtype.to_complex() if own.is_complex() else dtype)
