@@ -141,9 +141,8 @@ def _curvature_backward(saved: Saved, *grads: Tensor | None) -> Parts:
     cotangents = by_name(KINDS, (*plan.needs, "y"), grads)
     found = list(curvature_vjp(*tensors, *cotangents, plan))
     found.insert(4, None)  # the keys of dropout
-    return [x if need else None for x, need in zip(found, saved.needs_input_grad, strict=False)] + [
-        None
-    ]
+    pairs = zip(found, saved.needs_input_grad, strict=False)
+    return [*(x if need else None for x, need in pairs), None]
 
 
 def _curvature_forward_mode(saved: Saved, *tangents: Any) -> tuple[Tensor, ...]:

@@ -82,9 +82,7 @@ def cdist(
     norm = _check_norm(p)
     a, b = upcast_half(x1), upcast_half(x2)
     if a.dtype != b.dtype:
-        raise torch_errors.TorchTypeError(
-            f"x2: expected {x1.dtype} as in x1, got {x2.dtype}; convert one of them."
-        )
+        torch_errors.dtype_of("x1", x1, "x2", x2)
     rows = max(a.shape[-2], b.shape[-2])
     if products is None:
         products = rows > _MANY_ROWS
