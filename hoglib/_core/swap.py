@@ -341,9 +341,8 @@ class restore_buffers:  # noqa: N801 a context manager
         if isinstance(module, torch.jit.ScriptModule):
             # the hooks of its parts are not called
             for part in module.modules():
-                for name, buffer in (
-                    list(part.named_buffers(recurse=False)) if part.training else ()
-                ):
+                own = list(part.named_buffers(recurse=False)) if part.training else []
+                for name, buffer in own:
                     self._scripted.append((part, name, buffer))
                     setattr(part, name, buffer.clone())
         elif "_orig_mod" in attributes["_modules"] or "forward" in attributes:
