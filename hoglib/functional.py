@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -221,9 +221,8 @@ class FunctionalLoss:
                 f"loss(params, batch): expected one batch, got {1 + len(more)} arguments in its place. "
                 "Pass them as one tuple, (x, y)."
             )
-        with self._swapped(
-            params
-        ):  # around the criterion too, which may use the model's parameters
+        # around the criterion too, which may use the model's parameters
+        with self._swapped(params):
             return self.criterion(self._outputs(params, batch), batch)
 
     def outputs(self, params: Params, batch: Any) -> Any:
@@ -250,11 +249,11 @@ class FunctionalLoss:
         if self._criterion is None:
             return _own_loss(self.model, outputs)
         targets = self.targets(batch)
+        converted: AbstractContextManager[None] = nullcontext()
+        if self._dtype is not None and isinstance(self._criterion, nn.Module):
+            converted = swap_parameters(self._criterion, {}, self._dtype)
         try:
-            if self._dtype is not None and isinstance(self._criterion, nn.Module):
-                with swap_parameters(self._criterion, {}, self._dtype):
-                    value = self._criterion(outputs, targets)
-            else:
+            with converted:
                 value = self._criterion(outputs, targets)
         except Exception as error:
             explain = partial(
@@ -319,7 +318,7 @@ class FunctionalLoss:
             a criterion.
         """
         whole = self._forward is not None or self._criterion is None
-        return batch if whole else _targets_of(batch)
+        return batch[-1] if not whole and _is_sequence(batch) else batch
 
     @property
     def separates_outputs(self) -> bool:
@@ -449,11 +448,6 @@ def _check_module(model: Any) -> None:
 def _inputs_of(batch: Any) -> tuple[Any, ...]:
     """The positional arguments of the model: all but the last of a tuple or list, or the batch."""
     return tuple(batch[:-1]) if _is_sequence(batch) else (batch,)
-
-
-def _targets_of(batch: Any) -> Any:
-    """What the criterion compares outputs with: the last of a tuple or list, or the batch."""
-    return batch[-1] if _is_sequence(batch) else batch
 
 
 def _whole_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -22,5 +22,5 @@ One module for one question:
     torch_version         which torch it is, and whether it is new enough
 
 The others are smaller, or serve the kernels: norms, tolerances, torch_errors, mixed_precision,
-cache, logger.
+logger.
 """

@@ -111,14 +111,11 @@ def vjp(
     ]
     if not pairs:
         return [None] * len(inputs)
-    try:
+    with translate_errors(what, graph):
         return gradients(
             [y for y, _ in pairs], inputs, [u for _, u in pairs],
             retain_graph=retain_graph or create_graph, create_graph=create_graph,
         )  # fmt: skip
-    except Exception as error:
-        translate_errors(what, graph).explain(error)
-        raise
 
 
 def fresh_leaves(leaves: Vector, create_graph: bool) -> Vector:

@@ -11,6 +11,7 @@ autograd computes. So the steps depend on the dtype and on what is compared, not
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from itertools import pairwise
 from typing import Literal, TypeVar
 
@@ -153,11 +154,5 @@ def distance(a: Vector, b: Vector) -> float:
 
 def to_double(tree: T) -> T:
     """The tree with its tensors of floating-point and complex dtypes in double precision."""
-
-    def convert(x: Tensor) -> Tensor:
-        if x.is_floating_point():
-            return x.double()
-        return x.to(torch.complex128) if x.is_complex() else x
-
-    result: T = pytree.map_tensors(convert, tree)
+    result: T = pytree.map_tensors(partial(pytree.in_dtype, dtype=torch.float64), tree)
     return result

@@ -65,7 +65,8 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Tree) -> Tree:
 
 def paths(tree: Tree) -> list[str]:
     """A readable name of each leaf, in the order of `leaves`: `layer1.weight`, `[0].x`, or `` ."""
-    return ["".join(_step(key) for key in path).removeprefix(".") for path, _ in _with_path(tree)]
+    found = _pytree.tree_flatten_with_path(tree)[0]
+    return ["".join(map(_step, path)).removeprefix(".") for path, _ in found]
 
 
 def add(a: Tree, b: Tree, *, alpha: float = 1.0) -> Tree:
@@ -98,10 +99,6 @@ def sum_scalars(terms: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(terms)).sum() if terms else torch.zeros(())
 
 
-def _with_path(tree: Tree) -> list[tuple[tuple[Any, ...], Any]]:
-    return _pytree.tree_flatten_with_path(tree)[0]
-
-
 def _step(key: Any) -> str:
     if isinstance(key, _pytree.MappingKey):
         return f".{key.key}"
@@ -110,8 +107,7 @@ def _step(key: Any) -> str:
     return str(key)
 
 
-# What torch's own functions do, in a fifth of their time, for the kinds that most trees are made
-# of. A
+# What torch's own functions do, in a fifth of their time, for the kinds that most trees are made of. A
 # structure is None for a leaf, (kind, keys, parts), or torch's own for another kind of container.
 _PLAIN = {int, float, bool, complex, str, bytes, type(None), Tensor, torch.nn.Parameter}
 _END = object()
@@ -184,3 +180,10 @@ def tensors_in(name: str, value: Any, depth: int = 4) -> Iterator[tuple[str, Ten
 
 def is_float(value: Any) -> bool:
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in a dtype, if it is of floating point; in the complex one if it is complex."""
+    if not is_float(x):
+        return x
+    return x.to(dtype.to_complex() if x.is_complex() else dtype)

@@ -22,10 +22,11 @@ from hoglib._core.ambient import AMBIENT, inside
 from hoglib._core.block_parts import PartsWatch, SlicedOperations, replaced_forwards, version_of
 from hoglib._core.pytree import is_float
 from hoglib._core.restoring import replaced
-from hoglib._core.state import AutocastState, RunState
+from hoglib._core.state import RunState
 from hoglib._core.swap import batch_statistics, keep_swapped
 from hoglib._core.torch_modes import (
     ActiveStandIns,
+    AutocastState,
     ContiguousDropout,
     only_plain_operations,
     without_stand_ins,
@@ -210,8 +211,7 @@ class _Recompute(torch.autograd.Function):
             extra = extra or _extra_inputs(rerun, inputs, wanted, arrived)
             wanted = sorted({*wanted, *extra})
             tensors = (*inputs, *(grads[j] for j in arrived))
-            autocast = AutocastState(tensor for tensor in tensors if tensor is not None)
-            vjp = _Vjp(rerun, ctx.count, wanted, arrived, autocast, extra)
+            vjp = _Vjp(rerun, ctx.count, wanted, arrived, extra)
             grads = _run_level(vjp, *tensors) if _is_bypassed() else _recomputed(vjp, tensors)
             for i, grad in zip(wanted, grads, strict=True):
                 result[i] = grad if ctx.needs_input_grad[i + 1] else None
@@ -224,8 +224,7 @@ class _Recompute(torch.autograd.Function):
         inputs = [torch_forward_mode.primal(x) for x in _saved_inputs(ctx)]
         moved = [i for i, t in enumerate(tangents) if t is not None and inputs[i] is not None]
         tensors = (*inputs, *(tangents[i] for i in moved))
-        autocast = AutocastState(tensor for tensor in tensors if tensor is not None)
-        return _Recompute.apply(_Jvp(ctx.rerun, ctx.count, moved, autocast), *tensors)
+        return _Recompute.apply(_Jvp(ctx.rerun, ctx.count, moved), *tensors)
 
 
 # Compiles a level: hoglib.capture, which stands above this package, sets it.
@@ -275,27 +274,36 @@ def _saved_inputs(ctx: Any) -> list[Tensor | None]:
     return inputs
 
 
-class _Vjp:
-    """The vjp (inputs, cotangents) -> gradients of the wanted inputs, again a function of tensors.
+class _Derivative:
+    """A derivative of a function of tensors: again one, of the inputs and then of what they are
+    multiplied by.
 
-    extra: inputs, among those wanted, of which only equal calls need the gradients.
+    extra: inputs of which only equal calls need the gradients.
     """
 
+    extra = frozenset[int]()
+
+    def __init__(self, run: Any, count: int) -> None:
+        self.run, self.count, self.call, self.rerun = run, count, run.call, self
+        self.autocast = AutocastState()
+
+    def uses(self, index: int) -> bool:
+        return index >= self.count or self.run.uses(index)
+
+
+class _Vjp(_Derivative):
+    """The vjp (inputs, cotangents) -> gradients of the wanted inputs."""
+
     def __init__(
-        self, run: Any, count: int, wanted: list[int], arrived: list[int],
-        autocast: AutocastState, extra: frozenset[int],
-    ) -> None:  # fmt: skip
-        self.run, self.count, self.wanted, self.arrived = run, count, wanted, arrived
-        self.extra = extra
-        self.autocast, self.rerun, self.call = autocast, self, run.call
+        self, run: Any, count: int, wanted: list[int], arrived: list[int], extra: frozenset[int]
+    ) -> None:
+        super().__init__(run, count)
+        self.wanted, self.arrived, self.extra = wanted, arrived, extra
 
     @property
     def key(self) -> tuple[Any, ...]:
         """Which level it is, for calls that are equal."""
         return "the vjp", self.run.key, self.count, (*self.wanted,), (*self.arrived,)
-
-    def uses(self, index: int) -> bool:
-        return index >= self.count or self.run.uses(index)
 
     def __call__(self, *tensors: Tensor | None) -> Tensors:
         inputs, cotangents = tensors[: self.count], tensors[self.count :]
@@ -379,18 +387,12 @@ def _recompute_part(part: nn.Module, forward: Any, /, *args: Any, **kwargs: Any)
     return recompute(run, part, args, kwargs, is_part=True)
 
 
-class _Jvp:
-    """The jvp (inputs, tangents of the moved inputs) -> tangents of the outputs, again a function of
-    tensors."""
+class _Jvp(_Derivative):
+    """The jvp (inputs, tangents of the moved inputs) -> tangents of the outputs."""
 
-    extra = frozenset[int]()
-
-    def __init__(self, run: Any, count: int, moved: list[int], autocast: AutocastState) -> None:
-        self.run, self.count, self.moved = run, count, moved
-        self.autocast, self.rerun, self.call = autocast, self, run.call
-
-    def uses(self, index: int) -> bool:
-        return index >= self.count or self.run.uses(index)
+    def __init__(self, run: Any, count: int, moved: list[int]) -> None:
+        super().__init__(run, count)
+        self.moved = moved
 
     def __call__(self, *tensors: Tensor | None) -> Tensors:
         return self.with_values(*tensors)[1]
@@ -484,25 +486,20 @@ class _ValuesAndTangents(_Jvp):
 
 
 @final
-class _WithTangents:
+class _WithTangents(_Derivative):
     """A run whose values are computed together with their tangents, which its jvp then takes."""
 
-    extra = frozenset[int]()
-
     def __init__(self, run: Any, count: int, tangents: Sequence[Tensor | None]) -> None:
-        self.run, self.count, self.call, self.rerun = run, count, run.call, run.rerun
+        super().__init__(run, count)
+        self.rerun = run.rerun
         self._given: Sequence[Tensor | None] = tangents
         self._found: Tensors = ()
-
-    def uses(self, index: int) -> bool:
-        return bool(self.run.uses(index))
 
     def without_graph(self, *inputs: Tensor | None) -> Tensors:
         given, self._given = self._given, ()
         moved = [i for i, t in enumerate(given) if t is not None and inputs[i] is not None]
         tensors = (*inputs, *(given[i] for i in moved))
-        autocast = AutocastState(tensor for tensor in tensors if tensor is not None)
-        jvp = _ValuesAndTangents(self.run, self.count, moved, autocast)
+        jvp = _ValuesAndTangents(self.run, self.count, moved)
         if _is_compiled(jvp):
             found = _compilers[0](jvp, tensors)
             values, tangents = found[: len(found) // 2], found[len(found) // 2 :]
@@ -736,11 +733,6 @@ def _recomputing(recompute_nested: bool, low_memory: bool) -> inside:
 def inside_recomputation() -> bool:
     """Whether the caller is run by a remat, for the first time or again."""
     return AMBIENT.recomputing
-
-
-def low_memory_mode() -> bool:
-    """Whether the caller is run by a remat that keeps tangents too, where memory counts before time."""
-    return AMBIENT.low_memory
 
 
 def _generators(leaves: list[Any]) -> list[torch.Generator]:

@@ -13,10 +13,11 @@ derivative of the other, autograd gives derivatives of any order of sum_r w_r f_
 import sys
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import prod
 from typing import Any, NamedTuple, final
 
 import torch
@@ -25,9 +26,8 @@ from torch import Tensor, nn
 
 from hoglib._core import pytree, torch_internals
 from hoglib._core.fingerprint import checksum_of_tensors
-from hoglib._core.process_failures import translate_distributed_errors
 from hoglib._core.torch_internals import apply
-from hoglib.errors import ArgumentValueError, DistributedError, UnsupportedError
+from hoglib.errors import ArgumentValueError, DistributedError, HoglibError, UnsupportedError
 
 Vector = list[Tensor]
 ROUNDING = 1e-9  # of a checksum, between processes, which may run on unlike machines
@@ -131,10 +131,8 @@ class Layout(NamedTuple):
 
     def copies(self) -> int:
         """How many processes of its mesh hold the same shard."""
-        found = 1
-        for size, placement in zip(self.mesh.shape, self.placements, strict=True):
-            found *= size if placement.is_replicate() else 1
-        return found
+        dims = zip(self.mesh.shape, self.placements, strict=True)
+        return prod(size for size, placement in dims if placement.is_replicate())
 
 
 @final
@@ -280,7 +278,7 @@ class Sharding:
         layout = self.layouts[index]
         # what a submesh averages over is 1 / copies of the whole mesh
         weight = self.weight * self.mesh.size() / layout.mesh.size()
-        whole: Tensor = apply(_Gather, shard, layout, weight)
+        whole: Tensor = apply(_Exchange, shard, True, layout, weight)
         self.gathered.add(index)
         self.order.append(index)
         return whole
@@ -415,6 +413,32 @@ class Sharding:
 Placement = Whole | Sharding
 
 
+# what the backends of torch.distributed say where a process does not take part
+COMMUNICATION = (
+    "Connection closed", "Connection reset", "Connection refused", "Broken pipe", "imed out", "imeout",
+    "gloo", "NCCL", "ncclUnhandled",
+)  # fmt: skip
+
+
+@contextmanager
+def translate_distributed_errors(caller: str) -> Iterator[None]:
+    """Says of an error of the communication that another process ended, raised or made another call.
+
+    An error ends its process, and what waits for that process then raises within seconds. Where the
+    error is caught, and the process lives, the others wait until the timeout of their group.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, HoglibError) or not any(word in str(error) for word in COMMUNICATION):
+            raise
+        raise DistributedError(
+            f"{caller}: expected all processes to make the same calls, got one that ended, raised an "
+            "error of its own or made another call: look at the output of the others. "
+            f"(torch says: {str(error).splitlines()[0][:200]})"
+        ) from error
+
+
 def all_reduce(value: Tensor, mesh: Any, op: str = "SUM") -> Tensor:
     """The sum, or another reduction, over the processes of a mesh, in place."""
     everyone = mesh.size() == dist.get_world_size()  # one message, however many dimensions
@@ -425,12 +449,13 @@ def all_reduce(value: Tensor, mesh: Any, op: str = "SUM") -> Tensor:
     return value
 
 
-class _Gather(torch.autograd.Function):
-    """The whole tensor of shards; its derivative averages over the processes."""
+class _Exchange(torch.autograd.Function):
+    """The whole tensor of shards, or the shards of an average over the processes. Each of the two maps
+    is the derivative of the other; both are linear."""
 
     @staticmethod
-    def forward(local: Tensor, layout: Layout, weight: float) -> Tensor:
-        return layout.gather(local)
+    def forward(value: Tensor, gathers: bool, layout: Layout, weight: float) -> Tensor:
+        return layout.gather(value) if gathers else layout.average(value, weight)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
@@ -438,15 +463,16 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return apply(_Average, grad, *ctx.options), None, None
+        gathers, *options = ctx.options
+        return apply(_Exchange, grad, not gathers, *options), None, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
-        return apply(_Gather, tangent, *ctx.options)
+        return apply(_Exchange, tangent, *ctx.options)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, local: Tensor, *options: Any) -> Any:
-        return apply(_Gather, local.movedim(in_dims[0], -1), *options), -1
+    def vmap(info: Any, in_dims: Any, value: Tensor, *options: Any) -> Any:
+        return apply(_Exchange, value.movedim(in_dims[0], -1), *options), -1
 
 
 class _Mean(torch.autograd.Function):
@@ -487,27 +513,3 @@ class _Mean(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Any, value: Tensor, sharding: Any) -> Any:
         return apply(_Mean, value, sharding), in_dims[0]
-
-
-class _Average(torch.autograd.Function):
-    """The shards of an average over the processes; its derivative gathers."""
-
-    @staticmethod
-    def forward(value: Tensor, layout: Layout, weight: float) -> Tensor:
-        return layout.average(value, weight)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-        ctx.options = inputs[1:]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return apply(_Gather, grad, *ctx.options), None, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
-        return apply(_Average, tangent, *ctx.options)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, value: Tensor, *options: Any) -> Any:
-        return apply(_Average, value.movedim(in_dims[0], -1), *options), -1

@@ -8,7 +8,7 @@ import sys
 import sysconfig
 import warnings
 from collections.abc import Callable, Sequence
-from traceback import walk_tb
+from traceback import walk_stack, walk_tb
 from types import FrameType
 from typing import NamedTuple
 
@@ -131,13 +131,12 @@ def caller_line() -> SourceLine | None:
 
 def _innermost(frame: FrameType | None) -> SourceLine | None:
     """The first line of user code from a frame outwards; None if hoglib's machinery comes first."""
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if _is_machinery(file) and frame.f_code.co_name not in _MODE_HANDLERS:
+    for at, line in walk_stack(frame) if frame is not None else ():
+        file = at.f_code.co_filename
+        if _is_machinery(file) and at.f_code.co_name not in _MODE_HANDLERS:
             return None
         if is_user_code(file):
-            return SourceLine(file, frame.f_lineno)
-        frame = frame.f_back
+            return SourceLine(file, line)
     return None
 
 
@@ -154,31 +153,24 @@ def innermost_line(stack: Sequence[str]) -> SourceLine | None:
 
 def running_module() -> nn.Module | None:
     """The innermost module of which a method is running."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, nn.Module):
-            return owner
-        frame = frame.f_back
-    return None
+    owners = (frame.f_locals.get("self") for frame, _ in walk_stack(sys._getframe(1)))
+    return next((owner for owner in owners if isinstance(owner, nn.Module)), None)
 
 
 def raising_module(error: BaseException) -> nn.Module | None:
     """The innermost module in the traceback of an error."""
-    innermost: nn.Module | None = None
-    for frame, _ in walk_tb(error.__traceback__):
-        owner = frame.f_locals.get("self")
-        innermost = owner if isinstance(owner, nn.Module) else innermost
-    return innermost
+    owners = (frame.f_locals.get("self") for frame, _ in _innermost_first(error))
+    return next((owner for owner in owners if isinstance(owner, nn.Module)), None)
 
 
 def error_line(error: BaseException) -> SourceLine | None:
     """The innermost line of user code in the traceback of an error."""
-    innermost = None
-    for frame, line in walk_tb(error.__traceback__):
-        if is_user_code(frame.f_code.co_filename):
-            innermost = SourceLine(frame.f_code.co_filename, line)
-    return innermost
+    places = (SourceLine(frame.f_code.co_filename, line) for frame, line in _innermost_first(error))
+    return next((place for place in places if is_user_code(place.file)), None)
+
+
+def _innermost_first(error: BaseException) -> list[tuple[FrameType, int]]:
+    return [*walk_tb(error.__traceback__)][::-1]
 
 
 def line_in(error: BaseException, function: Callable[..., object]) -> SourceLine | None:

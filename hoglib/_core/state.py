@@ -10,7 +10,7 @@ import random
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from copy import copy
 from functools import partial
 from types import SimpleNamespace
@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from hoglib._core.finite_differences import to_double
 from hoglib._core.source_location import SourceLine, torch_call_line
 from hoglib._core.swap import RNN_WEIGHT_LISTS
+from hoglib._core.torch_modes import AutocastState
 
 
 @contextmanager
@@ -181,32 +182,6 @@ def _default_generator(device: torch.device) -> torch.Generator | None:
 
 
 @final
-class AutocastState:
-    """Autocast as it was when this was created."""
-
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._states = [
-            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in {"cpu", *(tensor.device.type for tensor in tensors)}
-            if torch.amp.is_autocast_available(kind)
-        ]
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """What it is, for comparison."""
-        return tuple(state for state in sorted(self._states) if state[1])
-
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Inside, autocast is as it was."""
-        with ExitStack() as stack:
-            for kind, enabled, dtype in self._states:
-                if enabled or torch.is_autocast_enabled(kind):
-                    stack.enter_context(torch.autocast(kind, dtype, enabled=enabled))
-            yield
-
-
-@final
 class GeneratorStates:
     """torch's generators of some devices, and others, whose states can be read and set together."""
 
@@ -240,7 +215,7 @@ class RunState:
         self._generators = GeneratorStates({tensor.device for tensor in tensors}, generators)
         self._drawn = self._generators.now()
         self._modes = [(module, module.training) for module in modules]
-        self.autocast = AutocastState(tensors)
+        self.autocast = AutocastState()
 
     @contextmanager
     def restored(self) -> Iterator[None]:

@@ -19,6 +19,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from hoglib._core.ambient import AMBIENT
+from hoglib._core.pytree import in_dtype
 from hoglib._core.restoring import Items, replaced
 from hoglib._core.sharding import refuse_sharded, whole
 from hoglib._core.torch_internals import forward_mode_active, is_compiled, transforms_active
@@ -75,32 +76,23 @@ class swap_parameters:  # noqa: N801 a context manager
         norm_policy: NormPolicy = train_mode_batch_statistics,
     ) -> None:
         self._given = model, params, dtype, norm_policy
-        self._patch: ModulePatch | None = None  # what the exit restores
-        self._kept: ModulePatch | None = None  # what keeps the parameters
 
     def __enter__(self) -> None:
-        model, kept = self._given[0], AMBIENT.kept_swapped
-        if kept is not None and not kept.in_use(model):
-            kept.start_using(model)
-            try:
-                kept.swap(*self._given)
-            except BaseException:
-                kept.end_using()
-                raise
-            self._kept = kept
-            return
-        self._patch = ModulePatch()
+        model, patch = self._given[0], AMBIENT.kept_swapped
+        if patch is None or patch.in_use(model):
+            patch = ModulePatch()
+            self._end = patch.restore
+        else:  # which keeps the parameters
+            patch.start_using(model)
+            self._end = patch.end_using
         try:
-            self._patch.swap(*self._given)
+            patch.swap(*self._given)
         except BaseException:
-            self._patch.restore()
+            self._end()
             raise
 
     def __exit__(self, *raised: object) -> None:
-        if self._kept is not None:
-            self._kept.end_using()
-        elif self._patch is not None:
-            self._patch.restore()
+        self._end()
 
 
 def call_with(model: nn.Module, params: Params, *args: Any, **kwargs: Any) -> Any:
@@ -349,7 +341,12 @@ class restore_buffers:  # noqa: N801 a context manager
         self.modules.append(module)
         attributes = vars(module)
         if isinstance(module, torch.jit.ScriptModule):
-            self._scripted.extend(_copy_scripted_buffers(module))
+            # the hooks of its parts are not called
+            for part in module.modules():
+                own = list(part.named_buffers(recurse=False)) if part.training else []
+                for name, buffer in own:
+                    self._scripted.append((part, name, buffer))
+                    setattr(part, name, buffer.clone())
         elif "_orig_mod" in attributes["_modules"] or "forward" in attributes:
             # Hooks of the parts of a compiled module are not called. A block that is recomputed runs
             # them with the buffers that it has before.
@@ -370,15 +367,6 @@ class restore_buffers:  # noqa: N801 a context manager
                 if id(buffer) not in self._copies:
                     self._copies[id(buffer)] = buffer.clone()
                 self._patch.put(module, name, self._copies[id(buffer)])
-
-
-def _copy_scripted_buffers(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    """Replaces the buffers of a scripted module and its parts, whose hooks are not called, by copies;
-    yields the originals."""
-    for part in module.modules():
-        for name, buffer in list(part.named_buffers(recurse=False)) if part.training else ():
-            yield part, name, buffer
-            setattr(part, name, buffer.clone())
 
 
 # What is replaced in modules: the thread that did it, and how often. Two threads that swap the
@@ -471,7 +459,8 @@ def _patch_model(
             if own is None:
                 continue
             if id(own) not in replacements:
-                replacements[id(own)] = _in_dtype(whole(own), dtype)
+                full = whole(own)
+                replacements[id(own)] = full if dtype is None else in_dtype(full, dtype)
             value = replacements[id(own)]
             if id(own) in computed_in:
                 value = value.to(computed_in[id(own)])
@@ -485,7 +474,7 @@ def _patch_model(
             if buffer is None:
                 continue
             if id(buffer) not in replacements:
-                converted = _in_dtype(buffer, dtype)
+                converted = buffer if dtype is None else in_dtype(buffer, dtype)
                 replacements[id(buffer)] = buffer.clone() if converted is buffer else converted
             patch.put(module, name, replacements[id(buffer)])
         if isinstance(module, nn.RNNBase):
@@ -501,10 +490,3 @@ def _patch_model(
 def _reached(given: Sequence[tuple[int, Tensor]]) -> bool:
     """Whether a backward may reach the model's own parameters, by whose ids others are given."""
     return not given or any(i == id(x) or x.grad_fn is not None for i, x in given)
-
-
-def _in_dtype(own: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """The tensor in a dtype, if it is of floating point; in the complex one if it is complex."""
-    if dtype is None or not (own.is_floating_point() or own.is_complex()):
-        return own
-    return own.to(dtype.to_complex() if own.is_complex() else dtype)

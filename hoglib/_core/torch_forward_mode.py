@@ -20,6 +20,7 @@ from hoglib._core.torch_internals import (
     forward_mode_active,
     has_tangent,
     running_backward,
+    transform_kinds,
     transforms_active,
 )
 from hoglib.errors import UnsupportedError
@@ -123,12 +124,7 @@ def primal(x: Tensor | None) -> Tensor | None:
 
 def gradient_with_tangents() -> bool:
     """Whether exactly one `torch.func.jvp` is active, and inside it one gradient."""
-    return [level.key() for level in _transforms()] == [TransformType.Jvp, TransformType.Grad]
-
-
-def _transforms() -> list[Any]:
-    """The active transforms of torch.func, the outermost first."""
-    return torch._C._functorch.get_interpreter_stack() or []
+    return transform_kinds() == [TransformType.Jvp, TransformType.Grad]
 
 
 def tangents_without_graph(tensors: Sequence[Tensor | None]) -> list[Tensor | None] | None:
@@ -136,9 +132,10 @@ def tangents_without_graph(tensors: Sequence[Tensor | None]) -> list[Tensor | No
     with one gradient inside it, and nothing else differentiates them. None elsewhere, and where no
     tensor has a tangent.
     """
-    stack, inside = _transforms(), gradient_with_tangents()
-    if not inside and [level.key() for level in stack] != [TransformType.Jvp]:
+    inside = gradient_with_tangents()
+    if not inside and transform_kinds() != [TransformType.Jvp]:
         return None
+    stack = torch._C._functorch.get_interpreter_stack()
     found = []
     with ExitStack() as lowered:
         if inside:

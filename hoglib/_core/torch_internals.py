@@ -83,17 +83,21 @@ def tensor_check(tensors: list[Tensor]) -> Callable[..., bool]:
     return check
 
 
+def transform_kinds() -> list[Any]:
+    """The kinds of the active transforms of torch.func, the outermost first."""
+    return [level.key() for level in _functorch.get_interpreter_stack() or ()]
+
+
 def forward_levels() -> int:
     """How many `torch.func.jvp` transforms are active around the caller."""
-    stack = _functorch.get_interpreter_stack() or ()
-    return sum(level.key() == _functorch.TransformType.Jvp for level in stack)
+    return transform_kinds().count(_functorch.TransformType.Jvp)
 
 
 def innermost_is_forward() -> bool:
     """Whether the innermost derivative of torch.func around the caller is a `jvp`, not a gradient."""
-    kinds = [level.key() for level in _functorch.get_interpreter_stack() or ()]
     types = _functorch.TransformType
-    return next((kind == types.Jvp for kind in reversed(kinds) if kind != types.Vmap), False)
+    kinds = (kind for kind in reversed(transform_kinds()) if kind != types.Vmap)
+    return next(kinds, None) == types.Jvp
 
 
 def forward_mode_active() -> bool:
@@ -402,6 +406,14 @@ def eagerly(wanted: bool) -> AbstractContextManager[Any]:
 def no_autocast() -> AbstractContextManager[Any]:
     """Inside, autocast casts nothing, also where a region of it is entered."""
     return torch._C._DisableAutocast()
+
+
+def autocasts() -> tuple[tuple[str, torch.dtype], ...]:
+    """The device types for which autocast is active, and its dtypes."""
+    if not torch._C._is_any_autocast_enabled():
+        return ()
+    kinds = filter(torch.is_autocast_enabled, torch._C._autocast_supported_devices())
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds)
 
 
 def uncompiled(func: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
-"""Which modes the caller runs in: stand-ins, forward mode and tracing, and checks of values."""
+"""Which modes the caller runs in: stand-ins, autocast, forward mode, tracing, and checks of values."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -46,6 +46,23 @@ class ActiveStandIns:
         if self._mode is None or torch_internals.function_mode(StandInMode) is not None:
             return nullcontext()
         return self._mode
+
+
+class AutocastState:
+    """Autocast as it is where this is made, for code that runs later."""
+
+    def __init__(self) -> None:
+        self.key = torch_internals.autocasts()  # for comparison
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Inside, autocast is as it was."""
+        on = dict(self.key)
+        with ExitStack() as stack:
+            for kind in {*on, *dict(torch_internals.autocasts())}:
+                dtype = on.get(kind, torch.get_autocast_dtype(kind))
+                stack.enter_context(torch.autocast(kind, dtype, enabled=kind in on))
+            yield
 
 
 class ContiguousDropout(TorchFunctionMode):
@@ -93,13 +110,8 @@ def plain_reverse_mode() -> bool:
 
 def value_checks_on() -> bool:
     """Whether checks may read the values of tensors: not while a graph is captured, where there are
-    none, nor inside `value_checks_off`."""
+    none, nor inside `inside(value_checks_off=True)`."""
     return not (AMBIENT.value_checks_off or torch_internals.tracing())
-
-
-def value_checks_off() -> inside:
-    """Inside, checks that read values are skipped: for what was checked in an earlier run."""
-    return inside(value_checks_off=True)
 
 
 def plain_operations(linear_for: str = "") -> inside:

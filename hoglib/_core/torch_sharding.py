@@ -38,10 +38,7 @@ def fsdp_state(module: nn.Module) -> Any:
 
 def fsdp_modules(modules: Iterable[nn.Module]) -> list[nn.Module]:
     """Those that fully_shard (FSDP2) was called on."""
-    library: Any = sys.modules.get("torch.distributed.fsdp")
-    if library is None:
-        return []
-    return [module for module in modules if isinstance(module, library.FSDPModule)]
+    return [module for module in modules if fsdp_state(module) is not None]
 
 
 def fsdp_groups(module: nn.Module) -> list[Any]:

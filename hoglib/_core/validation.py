@@ -275,7 +275,8 @@ def vectors(
     like: what params are called. blocks: whether a block is accepted. flat: params, flattened before.
     """
     mappings = isinstance(tree, Mapping) and isinstance(params, Mapping)
-    if mappings and tree.keys() == params.keys() and _differ(tree, params):
+    differs = mappings and (type(tree) is not type(params) or list(tree) != list(params))
+    if differs and tree.keys() == params.keys():
         same: Any = copy(params)  # the order of names is no matter, nor the kind of mapping
         for name in params:
             same[name] = tree[name]
@@ -319,10 +320,6 @@ def vectors(
     if columns and not columns[0]:
         raise ArgumentValueError(f"{what}: expected at least one vector in the block, got none.")
     return leaves, bool(columns)
-
-
-def _differ(a: Any, b: Any) -> bool:
-    return type(a) is not type(b) or list(a) != list(b)
 
 
 def _all_like(leaves: list[Any], expected: list[Tensor], columns: Any) -> bool:

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from hoglib._core import pytree, validation
+from hoglib._core.ambient import inside
 from hoglib._core.autograd import materialize_grads
 from hoglib._core.closures import name_of
 from hoglib._core.source_location import warn
 from hoglib._core.state import preserve_random_state
 from hoglib._core.torch_internals import apply, no_autocast
-from hoglib._core.torch_modes import value_checks_off
 from hoglib.capture import backend as backends
 from hoglib.capture import signature
 from hoglib.capture.capturing import (
@@ -191,7 +191,7 @@ class Compiled:
                 args, kwargs = form.fill(tensors)
                 with examined_functions(self.name):
                     self._precheck(*args, **kwargs)
-                checked = value_checks_off()
+                checked = inside(value_checks_off=True)
             with checked, examined_functions(self.name) as functions:
                 entry, lifted = capture(self, form, tensors)
                 if functions is not None and functions.only_traced:

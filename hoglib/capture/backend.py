@@ -12,6 +12,8 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryFile
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -19,7 +21,6 @@ import torch
 from torch import Tensor, fx
 
 from hoglib._core import validation
-from hoglib._core.cache import cache_dir, make_cache_dir
 from hoglib._core.logger import LOGGER
 from hoglib._core.restoring import replaced
 from hoglib._core.source_location import warn
@@ -69,7 +70,8 @@ def make_runner(
                 f"one that returns {validation.describe(run)}. To run the graph as it is, return "
                 "`graph.forward`."
             )
-        return Runner(run, perf_counter() - began, "compiled"), backend_name(backend)
+        own_name = str(getattr(backend, "__name__", None) or repr(backend))
+        return Runner(run, perf_counter() - began, "compiled"), own_name
     if backend == "eager":
         return Runner(graph.forward, 0.0, "compiled"), "eager"
     try:
@@ -83,10 +85,6 @@ def make_runner(
     if found.source == "compiled":
         LOGGER.info("compiled %s in %.1f s, cached in %s", name, found.seconds, cache_dir())
     return found, "inductor"
-
-
-def backend_name(backend: Any) -> str:
-    return str(getattr(backend, "__name__", None) or repr(backend))
 
 
 _TORCH_CACHE = "TORCHINDUCTOR_CACHE_DIR"
@@ -157,6 +155,28 @@ def _announce(name: str, graph: fx.Graph) -> None:
             "compiling %s operations of %s, for about %.0f s unless they are cached "
             "(backend='eager' compiles nothing) ...", f"{count:,}", name, seconds,
         )  # fmt: skip
+
+
+def cache_dir() -> Path:
+    """Where compiled graphs are kept: HOGLIB_CACHE_DIR, or `hoglib` in the user's cache directory."""
+    chosen = os.environ.get("HOGLIB_CACHE_DIR")
+    if chosen:
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hoglib"
+
+
+def make_cache_dir() -> Path:
+    """The same, created where there is none, readable for the user only.
+
+    Raises OSError where it cannot be written, and where it is another user's: reading it runs code.
+    """
+    directory = cache_dir()
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    owner = getattr(os, "getuid", lambda: None)()
+    if owner is not None and directory.stat().st_uid != owner:
+        raise PermissionError(f"{directory} belongs to another user")
+    with TemporaryFile(dir=directory):
+        return directory
 
 
 def _count_found() -> int:

@@ -22,8 +22,8 @@ from hoglib.capture.backend import make_runner
 from hoglib.capture.check import OF_BACKEND, OF_CAPTURE, Comparison, tolerance_of
 from hoglib.capture.guards import Guards, discard_traced_tensors
 from hoglib.capture.passes import is_random, pin_strides, simplify
-from hoglib.capture.signature import CallSignature
-from hoglib.capture.trace import InputRef, OutputSlot, Traced, trace
+from hoglib.capture.signature import CallSignature, TensorSlot
+from hoglib.capture.trace import InputRef, Traced, trace
 
 CAPTURING = threading.RLock()
 MAX_KEPT = 32  # things that are kept for one object
@@ -63,7 +63,7 @@ class GraphEntry:
     reached: Guards = field(repr=False)
     # Arguments that the function also reaches by another path, and their places among those lifted.
     shared: list[tuple[int, int]] = field(repr=False)
-    leaves: list[Any] = field(repr=False)  # of the output; an OutputSlot in the place of a tensor
+    leaves: list[Any] = field(repr=False)  # of the output; a TensorSlot in the place of a tensor
     structure: Any = field(repr=False)
     differentiable: list[bool] = field(repr=False)  # which tensors of the output require grad
     holds: Callable[[list[Tensor]], bool] = field(repr=False)  # guards on symbolic shapes
@@ -150,7 +150,7 @@ class GraphEntry:
         Returns:
             The output.
         """
-        leaves = [outputs[x.index] if type(x) is OutputSlot else x for x in self.leaves]
+        leaves = [outputs[x.index] if type(x) is TensorSlot else x for x in self.leaves]
         return pytree.unflatten(leaves, self.structure)
 
 
@@ -271,7 +271,7 @@ def capture(
             holds=_shape_guards(traced.graph, own) if function.dynamic else lambda _: True,
         )
         if function.check:  # before compiling, which may take minutes
-            with _eager_mode():
+            with inside(eager=True):  # compiled functions run without their graphs
                 comparison = Comparison(
                     function.name, function.on_tensors(form), tensors, entry,
                     tolerance_of(traced.graph),
@@ -337,11 +337,6 @@ def _trace(
 
         traced = trace(name, with_reached, own, function.dynamic)
     return traced, shared_tensors(tensors, traced.lifted)
-
-
-def _eager_mode() -> inside:
-    """Inside, compiled functions run without their graphs, in this thread."""
-    return inside(eager=True)
 
 
 def _shape_guards(graph: fx.GraphModule, own: list[int]) -> Callable[[list[Tensor]], bool]:

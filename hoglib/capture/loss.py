@@ -124,10 +124,9 @@ class CompiledLoss:
         return [one for part in parts for one in part.signatures]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        value: Tensor
         if runs_elsewhere():
-            value = self.fn(*args, **kwargs)
-            return value
+            return self.fn(*args, **kwargs)
+        value: Tensor
         if not torch.is_grad_enabled():
             value = self._value(*args, **kwargs)
             return value
@@ -135,8 +134,7 @@ class CompiledLoss:
         form, tensors = signature.parse_call(both.name, args, kwargs, both.dynamic)
         found = both.find_or_capture(form, tensors)
         if found is None:
-            value = self.fn(*args, **kwargs)
-            return value
+            return self.fn(*args, **kwargs)
         entry, lifted = found
         inputs = entry.graph_inputs(tensors, lifted)
         value, *grads = entry.execute(inputs)

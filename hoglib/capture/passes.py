@@ -68,16 +68,6 @@ def writes_in_place(node: fx.Node) -> bool:
     return schema is not None and bool(schema.is_mutable)
 
 
-def swapped_dims(node: fx.Node) -> set[int] | None:
-    """The two dimensions that a node swaps, if it is a transpose."""
-    if node.target is aten.t.default and fake_value(node).dim() == 2:
-        return {0, 1}
-    if node.target is aten.transpose.int:
-        dims, given = fake_value(node).dim(), [n for n in node.args[1:] if isinstance(n, int)]
-        return {n % dims for n in given} if dims else None
-    return None
-
-
 def fake_value(node: Any) -> Tensor:
     """The fake tensor of a node's output: it has a shape and a layout, and no values."""
     value: Tensor = node.meta["val"]
@@ -320,11 +310,8 @@ def merge_sums(module: fx.GraphModule) -> None:
         with graph.inserting_before(root):
             left = [_transpose(graph, b) if turned else a for _, (a, b, turned) in pairs]
             right = [_transpose(graph, a) if turned else b for _, (a, b, turned) in pairs]
-            found = new_node(
-                graph,
-                aten.mm.default,
-                (_concatenate(graph, left, 1), _concatenate(graph, right, 0)),
-            )
+            factors = _concatenate(graph, left, 1), _concatenate(graph, right, 0)
+            found = new_node(graph, aten.mm.default, factors)
             for term, turned in terms:
                 if term not in known:
                     other = _transpose(graph, term) if turned else term
@@ -410,12 +397,8 @@ def _prune_gradients(node: fx.Node) -> None:
 
 def _use_weight_gradient(graph: fx.Graph, node: fx.Node) -> None:
     x, g, bias, stride, padding, dilation, transposed, _, groups = node.args
-    if (
-        bias is not None
-        or transposed
-        or groups != 1
-        or not all(map(_is_exchanged, (x, g, *node.users)))
-    ):
+    plain = bias is None and not transposed and groups == 1
+    if not plain or not all(map(_is_exchanged, (x, g, *node.users))):
         return
     x, g = x.args[0], g.args[0]  # type: ignore[union-attr]
     found, images, outputs = fake_value(node).shape, fake_value(x).shape, fake_value(g).shape
@@ -432,18 +415,19 @@ def _use_weight_gradient(graph: fx.Graph, node: fx.Node) -> None:
         gradients: tuple[Any, ...] = (
             g, x, shape, [0], dilation, padding, stride, False, none, 1, [False, True, False],
         )  # fmt: skip
-        both = graph.call_function(aten.convolution_backward.default, gradients)
-        values = [fake_value(y) if isinstance(y, fx.Node) else y for y in gradients]
-        both.meta["val"] = aten.convolution_backward.default(*values)
-        by_weight = graph.call_function(_get, (both, 1))
-        by_weight.meta["val"] = both.meta["val"][1]
+        both = new_node(graph, aten.convolution_backward.default, gradients)
+        by_weight = new_node(graph, _get, (both, 1))
     for user in list(node.users):
         replace_node(graph, user, by_weight)
     graph.erase_node(node)
 
 
 def _is_exchanged(node: Any) -> bool:
-    return isinstance(node, fx.Node) and swapped_dims(node) == {0, 1} and fake_value(node).dim() > 2
+    """Whether it is a transpose that swaps dimensions 0 and 1 of images or kernels."""
+    if not isinstance(node, fx.Node) or node.target is not aten.transpose.int:
+        return False
+    rank = fake_value(node).dim()
+    return rank > 2 and {n % rank for n in node.args[1:] if isinstance(n, int)} == {0, 1}
 
 
 _CONVOLUTIONS = {aten.convolution.default: 2, aten.convolution_backward.default: 3}
@@ -461,9 +445,8 @@ def channels_last(module: fx.GraphModule, tensors: list[Tensor]) -> fx.GraphModu
     old order.
     """
     nodes = list(module.graph.nodes)
-    if not any(_is_image_convolution(node) for node in nodes) or any(
-        n.target in _STRIDED_OPS for n in nodes
-    ):
+    strided = any(node.target in _STRIDED_OPS for node in nodes)
+    if strided or not any(map(_is_image_convolution, nodes)):
         return module
     if any(x.device.type != "cpu" for x in tensors):
         return module

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from hoglib._core import recomputation, torch_internals
+from hoglib._core.ambient import inside
 from hoglib._core.closures import name_of
 from hoglib._core.gradient_graph import graph_summary
 from hoglib._core.references import is_plain
-from hoglib._core.torch_modes import value_checks_off, without_stand_ins
+from hoglib._core.torch_modes import without_stand_ins
 from hoglib.capture.api import Compiled, kept_graph, trace_graph
 from hoglib.errors import UnsupportedError
 
@@ -106,7 +107,7 @@ class _Level:
         self.run = run
 
     def __call__(self, tensors: list[Tensor | None]) -> list[Tensor | None]:
-        with value_checks_off():
+        with inside(value_checks_off=True):  # they were made in an earlier run
             return list(self.run(*tensors))
 
 

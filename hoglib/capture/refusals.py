@@ -7,6 +7,7 @@ each operation before it runs, so that a refused operation changes nothing.
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from traceback import walk_stack, walk_tb
 from types import TracebackType
 from typing import Any
 
@@ -225,17 +226,6 @@ def value_read_error(what: str, how: str, where: str) -> Exception:
 
 def user_line(trace: TracebackType | None = None) -> str:
     """The innermost file and line of the user's, of the current stack or of a traceback."""
-    if trace is None:
-        frame: Any = sys._getframe(1)
-        while frame is not None:
-            if is_user_file(frame.f_code.co_filename):
-                return f" in {frame.f_code.co_filename}:{frame.f_lineno}"
-            frame = frame.f_back
-        return ""
-    found = ""
-    at: TracebackType | None = trace
-    while at is not None:
-        if is_user_file(at.tb_frame.f_code.co_filename):
-            found = f" in {at.tb_frame.f_code.co_filename}:{at.tb_lineno}"
-        at = at.tb_next
-    return found
+    frames = walk_stack(sys._getframe(1)) if trace is None else reversed([*walk_tb(trace)])
+    found = ((frame.f_code.co_filename, line) for frame, line in frames)
+    return next((f" in {file}:{line}" for file, line in found if is_user_file(file)), "")

@@ -1,25 +1,23 @@
 """The signature of a call: calls with the same signature run the same graph."""
 
 from collections.abc import Hashable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
-from hoglib._core import pytree, torch_internals, validation
+from hoglib._core import pytree, validation
 from hoglib._core.references import is_plain
-from hoglib._core.torch_modes import StandInMode
+from hoglib._core.torch_modes import ActiveStandIns, AutocastState
 from hoglib.errors import ArgumentTypeError, UnsupportedError
 
-Autocasts = tuple[tuple[str, torch.dtype], ...]  # device types and dtypes of active autocasts
 _COMPLEX = {torch.complex32, torch.complex64, torch.complex128}
 
 
 class TensorSlot:
-    """Stands for the i-th tensor of a call."""
+    """Stands for the i-th tensor of a call, or of an output."""
 
     __slots__ = ("index",)
 
@@ -36,8 +34,8 @@ class CallSignature:
     __slots__ = ("_autocast", "_leaves", "_stand_ins", "_structure", "constants", "key")
 
     def __init__(
-        self, leaves: list[Any], structure: Any, key: Hashable, autocast: Autocasts,
-        stand_ins: TorchFunctionMode | None,
+        self, leaves: list[Any], structure: Any, key: Hashable, autocast: AutocastState,
+        stand_ins: ActiveStandIns,
     ) -> None:  # fmt: skip
         self.key = key
         self.constants = [leaf for leaf in leaves if type(leaf) is not TensorSlot]
@@ -62,14 +60,7 @@ class CallSignature:
     @contextmanager
     def restored_context(self) -> Iterator[None]:
         """Inside, autocast and stand-ins are as they were around the call."""
-        on = dict(self._autocast)
-        with ExitStack() as stack:
-            for kind in {"cpu", *on, *dict(_autocast([]))}:
-                if kind in on or torch.is_autocast_enabled(kind):
-                    dtype = on.get(kind, torch.get_autocast_dtype(kind))
-                    stack.enter_context(torch.autocast(kind, dtype, enabled=kind in on))
-            if self._stand_ins is not None and torch_internals.function_mode(StandInMode) is None:
-                stack.enter_context(self._stand_ins)
+        with self._autocast.restored(), self._stand_ins.resume():
             yield
 
 
@@ -87,21 +78,20 @@ def parse_call(
             if slot is None:
                 slot = places[id(leaf)] = TensorSlot(len(tensors))
                 tensors.append(leaf)
-                kinds.append(_argument_key(what, leaf, dynamic))
+                check_dense(what, leaf, when=" before the call")
+                kinds.append(tensor_key(leaf, dynamic))
             else:
                 kinds.append(slot.index)  # a tensor that is passed twice is one variable
             slots.append(slot)
         else:
             kinds.append(_constant_key(what, leaf))
             slots.append(leaf)
-    autocast = _autocast(tensors)
-    stand_ins = device = None
-    if torch._C._len_torch_function_stack():
-        stand_ins = torch_internals.function_mode(StandInMode)
-        device = torch.get_default_device()
+    autocast, stand_ins = AutocastState(), ActiveStandIns()
+    # a default device is a mode, and takes its time to ask for
+    device = torch.get_default_device() if torch._C._len_torch_function_stack() else None
     key = (
-        tuple(kinds), structure, torch.is_grad_enabled(), torch.get_default_dtype(), autocast,
-        stand_ins is not None, device,
+        tuple(kinds), structure, torch.is_grad_enabled(), torch.get_default_dtype(), autocast.key,
+        stand_ins.active, device,
     )  # fmt: skip
     return CallSignature(slots, structure, key, autocast, stand_ins), tensors
 
@@ -117,14 +107,14 @@ def tensor_key(tensor: Tensor, dynamic: bool = False) -> Hashable:
     return shape, dtype, tensor.device, tensor.requires_grad, layout
 
 
-def _argument_key(what: str, tensor: Tensor, dynamic: bool) -> Hashable:
+def check_dense(what: str, tensor: Tensor, got: str = "", when: str = "") -> None:
+    """Raises UnsupportedError for a tensor that a graph cannot take."""
     if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
         raise UnsupportedError(
             f"{what}: expected dense tensors of torch's own class, got "
-            f"{validation.describe(tensor)} of class {type(tensor).__name__} and layout "
-            f"{tensor.layout}. Convert it before the call, or do not compile."
+            f"{got}{validation.describe(tensor)} of class {type(tensor).__name__} and layout "
+            f"{tensor.layout}. Convert it{when}, or do not compile."
         )
-    return tensor_key(tensor, dynamic)
 
 
 def _constant_key(what: str, leaf: Any) -> Hashable:
@@ -142,17 +132,6 @@ def _constant_key(what: str, leaf: Any) -> Hashable:
             f"{validation.describe(leaf)}, which has no hash. Each other value of an argument needs "
             "another graph, so its values must be comparable. Pass tensors, or use it in a closure."
         ) from None
-
-
-def _autocast(tensors: list[Tensor]) -> Autocasts:
-    if not torch._C._is_any_autocast_enabled():
-        return ()
-    kinds = {"cpu", "cuda", *(x.device.type for x in tensors)} - {"meta"}
-    return tuple(
-        (kind, torch.get_autocast_dtype(kind))
-        for kind in sorted(kinds)
-        if torch.is_autocast_enabled(kind)
-    )
 
 
 def _describe(x: Tensor) -> str:

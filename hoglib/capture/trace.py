@@ -5,7 +5,6 @@ changed. What would read a value or change an input is refused by name. Tensors 
 reaches besides its arguments (parameters, buffers, closures) become inputs of the graph.
 """
 
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,17 +14,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from hoglib._core import pytree, validation
 from hoglib._core.gradient_graph import leaf_tensors, walk
+from hoglib._core.module_names import watching_modules
 from hoglib.capture.refusals import (
     OperationChecks,
     PythonChecks,
     backward_call_error,
     translate_tracing_errors,
 )
+from hoglib.capture.signature import TensorSlot, check_dense
 from hoglib.errors import UnsupportedError
 
 
@@ -35,18 +35,9 @@ class Traced(NamedTuple):
     graph: fx.GraphModule  # of the tensors among the arguments, then of those lifted
     lifted: list[Tensor]  # the tensors that the function reaches besides
     modules: list[nn.Module]  # that ran
-    leaves: list[Any]  # of the output; an OutputSlot in the place of a tensor
+    leaves: list[Any]  # of the output; a TensorSlot in the place of a tensor
     structure: Any
     differentiable: list[bool]  # which tensors of the output require grad
-
-
-class OutputSlot:
-    """Stands for the i-th tensor of an output."""
-
-    __slots__ = ("index",)
-
-    def __init__(self, index: int) -> None:
-        self.index = index
 
 
 class InputRef:
@@ -76,7 +67,7 @@ def trace(name: str, function: Callable[..., Any], tensors: list[Tensor], dynami
             raise backward_call_error(name, "")
         found = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         count = iter(range(len(found)))
-        out["leaves"] = [OutputSlot(next(count)) if isinstance(x, Tensor) else x for x in leaves]
+        out["leaves"] = [TensorSlot(next(count)) if isinstance(x, Tensor) else x for x in leaves]
         out["recorded"] = [x for x in found if x.requires_grad]
         out["differentiable"] = [x.requires_grad for x in found]
         return found
@@ -115,11 +106,8 @@ def as_leaf(tensor: Tensor) -> Tensor:
 def record_modules(name: str, modules: list[nn.Module]) -> Iterator[None]:
     """Collects the modules that run inside, in this thread."""
     known: set[int] = set()
-    here = threading.get_ident()
 
     def start(module: nn.Module, args: Any) -> None:
-        if threading.get_ident() != here or id(module) in known:
-            return
         if isinstance(module, DistributedDataParallel):
             raise UnsupportedError(
                 f"{name}: expected a function that does not call DistributedDataParallel, which "
@@ -127,10 +115,11 @@ def record_modules(name: str, modules: list[nn.Module]) -> Iterator[None]:
                 "not share their gradients. Compile the loss of the module inside it, call that loss "
                 "in the forward of a module, and wrap this module in DistributedDataParallel."
             )
-        known.add(id(module))
-        modules.append(module)
+        if id(module) not in known:
+            known.add(id(module))
+            modules.append(module)
 
-    with register_module_forward_pre_hook(start):
+    with watching_modules(start):
         yield
 
 
@@ -159,7 +148,7 @@ def _check_outputs(name: str, leaves: list[Any]) -> None:
                 f"{name}: expected outputs that do not depend on sizes, got the number {leaf} with "
                 "dynamic=True. Take it from the shape of an output, or do not pass dynamic=True."
             )
-        if hidden and not isinstance(leaf, InputRef | OutputSlot):
+        if hidden and not isinstance(leaf, InputRef | TensorSlot):
             raise UnsupportedError(
                 f"{name}: expected outputs of tensors in dicts, lists and tuples, got "
                 f"{validation.describe(leaf)}, which holds tensors that the graph would not update. "
@@ -178,12 +167,7 @@ def _lift(name: str, graph: fx.GraphModule, recorded: list[Tensor]) -> list[Tens
     last = [node for node in before if node.op == "placeholder"]
 
     def add(value: Tensor, meta: dict[str, Any]) -> None:
-        if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided:
-            raise UnsupportedError(
-                f"{name}: expected dense tensors of torch's own class, got a function that reaches "
-                f"{validation.describe(value)} of class {type(value).__name__} and layout "
-                f"{value.layout}. Convert it, or do not compile."
-            )
+        check_dense(name, value, got="a function that reaches ")
         lifted[id(value)] = value
         insert = graph.graph.inserting_after if last else graph.graph.inserting_before
         with insert(last[-1] if last else None):

@@ -3,9 +3,12 @@
 from typing import Any, final
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
 
+from hoglib._core import pytree
 from hoglib._core.state import random_state, set_random_state
 from hoglib.curvature.processes import gathered
 
@@ -66,30 +69,17 @@ class RNGState(pl.Callback):
 
 def _random_states() -> list[dict[str, Any]]:
     """The random state of each process, with tensors for arrays, which checkpoints can hold."""
-    own = random_state()
     # as arrays: torch cannot read a pickled state of its own generator
-    own = {**own, "torch": own["torch"].numpy(), "cuda": [x.cpu().numpy() for x in own["cuda"]]}
-    return [_with_tensors(state) for state in gathered(own)]
+    own = pytree.map_tensors(lambda x: x.cpu().numpy(), random_state())
+    return [pytree.map(_as_tensor, state) for state in gathered(own)]
 
 
-def _with_tensors(state: dict[str, Any]) -> dict[str, Any]:
-    kind, keys, *rest = state["numpy"]
-    return {
-        **state,
-        "numpy": (kind, torch.from_numpy(keys.copy()), *rest),
-        "torch": torch.from_numpy(state["torch"].copy()),
-        "cuda": [torch.from_numpy(x.copy()) for x in state["cuda"]],
-    }
+def _as_tensor(value: Any) -> Any:
+    return torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value
 
 
 def _set_random_state(state: dict[str, Any]) -> None:
     """Set a state from a checkpoint, whose tensors may be on another device."""
+    state = pytree.map_tensors(Tensor.cpu, state)
     kind, keys, *rest = state["numpy"]
-    set_random_state(
-        {
-            **state,
-            "numpy": (kind, keys.cpu().numpy(), *rest),
-            "torch": state["torch"].cpu(),
-            "cuda": [device_state.cpu() for device_state in state["cuda"]],
-        }
-    )
+    set_random_state({**state, "numpy": (kind, keys.numpy(), *rest)})

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hoglib._core import validation
+from hoglib._core.ambient import AMBIENT
 from hoglib._core.mixed_precision import autocast_on, is_half, without_autocast
-from hoglib._core.recomputation import low_memory_mode
 from hoglib._core.torch_modes import only_plain_operations
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 from hoglib.ops import _attention_blocks as blocks
@@ -100,7 +100,7 @@ def scaled_dot_product_attention(
     dtype = query.dtype
     heads_inside = query.dim() > 3 and query.stride(-3) < query.stride(-2)
     short = _is_short(query, key, value)
-    if short and not dropout_p and not is_half(query) and low_memory_mode():
+    if short and not dropout_p and not is_half(query) and AMBIENT.low_memory:
         short = not _has_large_scores(query, key, value)
     if is_half(query) and not (short and autocast_on(query.device.type)):
         query, key, value = query.float(), key.float(), value.float()

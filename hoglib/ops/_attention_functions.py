@@ -141,9 +141,8 @@ def _curvature_backward(saved: Saved, *grads: Tensor | None) -> Parts:
     cotangents = by_name(KINDS, (*plan.needs, "y"), grads)
     found = list(curvature_vjp(*tensors, *cotangents, plan))
     found.insert(4, None)  # the keys of dropout
-    return [x if need else None for x, need in zip(found, saved.needs_input_grad, strict=False)] + [
-        None
-    ]
+    pairs = zip(found, saved.needs_input_grad, strict=False)
+    return [*(x if need else None for x, need in pairs), None]
 
 
 def _curvature_forward_mode(saved: Saved, *tangents: Any) -> tuple[Tensor, ...]:
@@ -154,10 +153,6 @@ def _curvature_forward_mode(saved: Saved, *tangents: Any) -> tuple[Tensor, ...]:
 
 def _present(parts: Parts) -> tuple[Tensor, ...]:
     return tuple(x for x in parts if x is not None)
-
-
-def _needed_gradients(*given: Any) -> tuple[Tensor, ...]:
-    return _present(_run("gradients", *given))
 
 
 def _gradients_backward(saved: Saved, *grads: Tensor | None) -> Parts:
@@ -221,12 +216,8 @@ def _fold(batch: Batch, *given: Any) -> tuple[tuple[Tensor, ...] | Tensor, Any]:
     return (outputs, (0,) * len(outputs)) if isinstance(found, tuple) else (outputs[0], 0)
 
 
-_MASKS = {
-    5: (3,),
-    8: (3,),
-    9: (3, 8),
-    10: (3, 9),
-}  # by the number of tensors, which of them are masks
+# by the number of tensors, which of them are masks
+_MASKS = {5: (3,), 8: (3,), 9: (3, 8), 10: (3, 9)}
 
 _VALUES = make_function(
     "ScaledDotProductAttention",
@@ -240,7 +231,7 @@ _VALUES = make_function(
 _GRADIENTS = make_function(
     "ScaledDotProductAttentionGradients",
     9,
-    forward=_needed_gradients,
+    forward=lambda *given: _present(_run("gradients", *given)),
     backward=_gradients_backward,
     jvp=_gradients_jvp,
     vmap=_fold,

@@ -82,9 +82,7 @@ def cdist(
     norm = _check_norm(p)
     a, b = upcast_half(x1), upcast_half(x2)
     if a.dtype != b.dtype:
-        raise torch_errors.TorchTypeError(
-            f"x2: expected {x1.dtype} as in x1, got {x2.dtype}; convert one of them."
-        )
+        torch_errors.dtype_of("x1", x1, "x2", x2)
     rows = max(a.shape[-2], b.shape[-2])
     if products is None:
         products = rows > _MANY_ROWS
@@ -176,27 +174,21 @@ def pairwise_distance(
         return F.pairwise_distance(x1, x2, p, eps, keepdim)
     d32 = upcast_half(d)
     y = d32.abs().amax(-1) if p == INFINITY else norm_of_rows(d32, p)
-    y = y if _norm_is_cast(d) else y.to(d.dtype)
+    # autocast takes norms in float32 on CUDA, and not on the CPU
+    y = y if d.is_cuda and is_autocast(d) else y.to(d.dtype)
     return y.unsqueeze(-1) if keepdim else y
 
 
 def _squares_by_products(a: Tensor, b: Tensor) -> Tensor:
     """Squared distances: values by differences, derivatives by products of matrices."""
-    origin = a.detach().mean(-2, keepdim=True)
-    origin = torch.nan_to_num(
-        origin, 0.0, 0.0, 0.0
-    )  # a row that is not finite does not reach the others
+    # a row that is not finite does not reach the others
+    origin = a.detach().mean(-2, keepdim=True).nan_to_num(0.0, 0.0, 0.0)
     near = torch.cdist(a.detach(), b.detach(), 2.0, "donot_use_mm_for_euclid_dist")
     with without_autocast(a):
         a, b = a - origin, b - origin
         lengths = (a * a).sum(-1, keepdim=True) + (b * b).sum(-1).unsqueeze(-2)
         squares = lengths - 2 * (a @ b.mT)
     return near * near + (squares - squares.detach())
-
-
-def _norm_is_cast(x: Tensor) -> bool:
-    """Autocast takes norms in float32 on CUDA, and not on the CPU."""
-    return x.is_cuda and is_autocast(x)
 
 
 def _check_norm(p: float) -> float:

@@ -129,12 +129,8 @@ def torch_embedding_bag(
     bags = _bags(indices, offsets, include_last_offset, _padding_row(padding_idx, weight))
     sizes = bags.sizes(torch.float64).to(indices.dtype)
     rows = _reduce_bags(bags, weight.detach(), name, None)[1] if name == "max" else sizes
-    return (
-        y,
-        bags.bag.to(indices.dtype),
-        sizes,
-        y.new_zeros(y.shape).long() if rows is None else rows,
-    )
+    rows = y.new_zeros(y.shape).long() if rows is None else rows
+    return y, bags.bag.to(indices.dtype), sizes, rows
 
 
 class _Bags(NamedTuple):
@@ -186,9 +182,8 @@ def _reduce_bags(
     rows = upcast_half(_select_rows(bags.indices, weight))
     if scale is not None:
         rows = rows * scale.unsqueeze(-1)
-    sums = rows.new_zeros(bags.num_bags + 1, rows.shape[1]).index_add(0, bags.bag, rows)[
-        : bags.num_bags
-    ]
+    sums = rows.new_zeros(bags.num_bags + 1, rows.shape[1]).index_add(0, bags.bag, rows)
+    sums = sums[: bags.num_bags]
     if mode == "mean":
         sums = sums / bags.sizes(rows.dtype).clamp(min=1).unsqueeze(-1)
     return sums.to(weight.dtype), None

@@ -23,8 +23,9 @@ from hoglib._core.autograd import grad_enabled
 from hoglib._core.element_differences import random_like
 from hoglib._core.pytree import is_float
 from hoglib._core.source_location import format_error
-from hoglib._core.state import AutocastState, StateGuard, preserve_random_state, put_back, same
+from hoglib._core.state import StateGuard, preserve_random_state, put_back, same
 from hoglib._core.swap import keep_swapped
+from hoglib._core.torch_modes import AutocastState
 from hoglib.stand_ins.mode import active, stand_ins_if
 from hoglib.verification import call as calls
 from hoglib.verification import function_rules
@@ -103,12 +104,11 @@ def applied(
         copies = pytree.map_tensors(copied, args)
     wanted = tuple(i for i, x in enumerate(args) if by[i] and is_float(x))
     app = Application(function, copies, wanted, parameters(function, len(args)))
-    tensors = pytree.tensors(args)
     by_module = lifted(function, args)
     if by_module is not None:
         by_module = by_module._replace(inputs=detached_copy(by_module.inputs))
     kept = () if by_module else tuple(_kept(graphed, copies, wanted))
-    return Applied(app, by_module, forward, AutocastState(tensors), active(), kept)
+    return Applied(app, by_module, forward, AutocastState(), active(), kept)
 
 
 def _kept(

@@ -11,7 +11,7 @@ import torch
 from torch.testing import assert_close
 
 import hoglib as hog
-from hoglib._core import cache as disk_cache
+from hoglib.capture.backend import cache_dir, make_cache_dir
 from tests.capture.models import draw
 from tests.long_tail import FULL
 
@@ -117,16 +117,16 @@ def test_a_directory_that_cannot_be_written_is_told_of(tmp_path, monkeypatch):
     monkeypatch.setenv("HOGLIB_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(os, "getuid", lambda: tmp_path.stat().st_uid + 1)
     with pytest.raises(PermissionError, match="belongs to another user"):
-        disk_cache.make_cache_dir()
+        make_cache_dir()
 
 
 def test_where_the_directory_is(tmp_path, monkeypatch):
     monkeypatch.delenv("HOGLIB_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert disk_cache.cache_dir() == tmp_path / "hoglib"
+    assert cache_dir() == tmp_path / "hoglib"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert disk_cache.cache_dir() == tmp_path / ".cache" / "hoglib"
+    assert cache_dir() == tmp_path / ".cache" / "hoglib"
 
 
 def test_without_a_compiler_it_runs_one_by_one_and_says_so(tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
 from hoglib._core import torch_internals, torch_kernels, torch_sharding
+from hoglib._core.torch_modes import AutocastState
 from tests.functions import Cube
 from tests.several_processes import alone
 
@@ -56,6 +57,20 @@ def test_forward_mode_by_torch_func_and_by_dual_numbers():
         probe(x)
     probe(x)
     assert seen == [False, True, True, False]
+
+
+def test_autocast_is_as_it_was_noted():
+    off = AutocastState()
+    assert torch_internals.autocasts() == ()
+    with torch.autocast("cpu", torch.float16):
+        on = AutocastState()
+        assert on.key == torch_internals.autocasts() == (("cpu", torch.float16),)
+        with torch_internals.no_autocast():
+            assert torch_internals.autocasts() == ()
+        with off.restored():
+            assert torch_internals.autocasts() == off.key
+    with on.restored():
+        assert torch_internals.autocasts() == on.key
 
 
 def test_tracing_by_make_fx_and_by_the_compiler():
