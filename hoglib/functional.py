@@ -25,7 +25,7 @@ from hoglib._core.call_errors import (
     function_name,
     translate_device_errors,
 )
-from hoglib._core.sharding import refuse_fsdp1
+from hoglib._core.placement import refuse_fsdp1
 from hoglib._core.swap import NormPolicy, Params, swap_parameters, train_mode_batch_statistics
 from hoglib._core.torch_internals import eagerly, has_compiled
 from hoglib.errors import ArgumentTypeError, ArgumentValueError

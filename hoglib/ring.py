@@ -32,8 +32,8 @@ import torch
 from hoglib._core.autograd import grad_enabled, outside_inference_mode
 from hoglib._core.blocks import BlockForward, rematerialized
 from hoglib._core.closures import name_of, owner_of
+from hoglib._core.placement import WHOLE, Placement
 from hoglib._core.problem import Policy
-from hoglib._core.sharding import WHOLE, Placement
 from hoglib._core.swap import keep_swapped, restore_buffers
 from hoglib.capture.api import kept_graph
 from hoglib.capture.capturing import runs_elsewhere

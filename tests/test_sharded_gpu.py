@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 import hoglib as hog
-from hoglib._core import sharding
+from hoglib._core import placement
 from hoglib.lightning import CurvatureMonitor
 from tests.lightning.test_sharded import SPECTRUM, Critic, fit, state
 from tests.meta.test_sharded import tasks
@@ -35,7 +35,7 @@ def moved(tree, device):
 def error(found, expected):
     """The largest difference of two trees, of which one is on GPUs."""
     return max(
-        float((sharding.whole(x).detach().cpu() - expected[name].detach()).abs().max())
+        float((placement.whole(x).detach().cpu() - expected[name].detach()).abs().max())
         for name, x in found.items()
     )
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hoglib as hog
-from hoglib._core import sharding
+from hoglib._core import placement
 from hoglib.curvature import vector_space
 from tests.several_processes import found_by_each, peak_held
 from tests.test_sharded_models import spread
@@ -78,7 +78,7 @@ def computed(net, batch, remat):
     return {
         "values": torch.stack([value, loss]), "lanczos": density.nodes,
         **{
-            key: torch.cat([sharding.whole(p).detach().flatten() for p in tree.values()])
+            key: torch.cat([placement.whole(p).detach().flatten() for p in tree.values()])
             for key, tree in trees.items()
         },
     }  # fmt: skip

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import hoglib as hog
-from hoglib._core import sharding
+from hoglib._core import placement
 from hoglib.errors import HoglibError, UnsupportedError
 from hoglib.penalties import distributed
 from tests.long_tail import FULL
@@ -164,7 +164,7 @@ def vectors(params, columns=()):
 
 def spread(whole, like):
     """A whole tensor as a DTensor like another, without communication."""
-    if not sharding.is_sharded(like):
+    if not placement.is_sharded(like):
         return whole
     local = like.detach().to_local()
     from torch.distributed.tensor import DTensor, Replicate
@@ -178,7 +178,7 @@ def spread(whole, like):
 
 
 def gathered(tree):
-    return {name: sharding.whole(p).detach() for name, p in tree.items()}
+    return {name: placement.whole(p).detach() for name, p in tree.items()}
 
 
 def plain_name(name):
@@ -202,7 +202,7 @@ def error_of(product, net, rows, dtype=torch.float64, columns=()):
     for name, p in found.items():
         assert type(p) is type(params[name].data), name
         want = expected[plain_name(name)]
-        errors.append(float((sharding.whole(p) - want).norm() / want.norm().clamp(min=1e-3)))
+        errors.append(float((placement.whole(p) - want).norm() / want.norm().clamp(min=1e-3)))
     return max(errors)
 
 
@@ -287,7 +287,7 @@ def penalties(rank, world):
                 for p, q in zip(*params, strict=True)
             ]
             assert not distributed._HELD
-            assert all(map(sharding.is_sharded, net.parameters()))
+            assert all(map(placement.is_sharded, net.parameters()))
             for optimizer in optimizers:
                 optimizer.step()
     return max(errors)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hoglib as hog
-from hoglib._core import sharding
+from hoglib._core import placement
 from tests.long_tail import FULL
 from tests.several_processes import (
     TIMED_OUT,
@@ -91,7 +91,7 @@ class Pair:
         errors = []
         for name, p in found.items():
             assert type(p) is type(self.params[name].data), name
-            errors.append(self.error(sharding.whole(p), expected[plain_name(name)]))
+            errors.append(self.error(placement.whole(p), expected[plain_name(name)]))
         return max(errors)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hoglib._core import pytree
 from hoglib._core.autograd import Vector, fresh_leaves, materialize_grads, translate_errors
-from hoglib._core.sharding import WHOLE, Placement
+from hoglib._core.placement import WHOLE, Placement
 
 Use = Literal["product", "element", "element, more", "element, short", "slot", "route"]
 STEPS: dict[Use, dict[torch.dtype, tuple[float, ...]]] = {

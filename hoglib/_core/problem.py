@@ -20,7 +20,7 @@ from hoglib._core.autograd import Vector, clone_inference_tensors
 from hoglib._core.blocks import Remat, check_remat
 from hoglib._core.closures import STATE, ClosureWalker
 from hoglib._core.finite_differences import to_double
-from hoglib._core.sharding import WHOLE, Placement, placement_of
+from hoglib._core.placement import WHOLE, Placement, placement_of
 from hoglib._core.torch_sharding import wrapped_attributes
 from hoglib.errors import ArgumentTypeError, UnsupportedError
 

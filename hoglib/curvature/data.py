@@ -13,8 +13,8 @@ from torch.utils.data import Dataset, IterableDataset
 
 from hoglib._core import pytree, validation
 from hoglib._core.fingerprint import checksum
+from hoglib._core.placement import Sharding
 from hoglib._core.pytree import tensors_in
-from hoglib._core.sharding import Sharding
 from hoglib.curvature.processes import Processes
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, DistributedError
 
@@ -226,17 +226,17 @@ def to_device(batch: Any, device: torch.device) -> Any:
 NUMBERS = 16  # of a batch's fingerprint, eight tensors, that are compared from pass to pass
 
 
-# the batch of this process with the weight of all together, the sharding with its part in that weight,
+# the batch of this process with the weight of all together, the placement with its part in that weight,
 # and numbers that change with any of the batches
 SharedStep = tuple[LocalBatch, Sharding, tuple[float, ...]]
 
 
-def in_step(name: str, batches: Batches, sharding: Any) -> Iterator[SharedStep]:
+def in_step(name: str, batches: Batches, placement: Any) -> Iterator[SharedStep]:
     """The batches of all processes, by one small all-reduce each.
 
     Raises in all of them where one has fewer, or an error while its data is read.
     """
-    own, world = iter(batches), sharding.mesh.size()
+    own, world = iter(batches), placement.mesh.size()
     while True:
         local, weight, error = None, 0.0, None
         numbers = [0.0] * NUMBERS
@@ -251,7 +251,7 @@ def in_step(name: str, batches: Batches, sharding: Any) -> Iterator[SharedStep]:
             error = caught
         mine = [float(error is not None), float(local is not None), weight, *numbers]
         sums = torch.tensor(mine, dtype=torch.float64, device=batches.device)
-        failed, given, total, *every = sharding.sum(sums).tolist()
+        failed, given, total, *every = placement.sum(sums).tolist()
         if error is not None:
             raise error
         if failed:
@@ -268,4 +268,4 @@ def in_step(name: str, batches: Batches, sharding: Any) -> Iterator[SharedStep]:
                 "the same number, of any size."
             )
         whole = local._replace(pieces=[piece._replace(weight=total)])
-        yield whole, sharding.weighted(weight / total), tuple(every)
+        yield whole, placement.weighted(weight / total), tuple(every)

@@ -22,8 +22,8 @@ from hoglib._core.autograd import (
     translate_errors,
 )
 from hoglib._core.logger import LOGGER
+from hoglib._core.placement import refuse_sharded
 from hoglib._core.problem import Options, Policy, Problem
-from hoglib._core.sharding import refuse_sharded
 from hoglib.curvature.data import as_dict, is_batch, row_count, to_device
 from hoglib.curvature.fisher_metric import FisherMetric
 from hoglib.curvature.kfac_operator import KFACOperator

@@ -16,8 +16,8 @@ from hoglib._core.autograd import (
     translate_errors,
 )
 from hoglib._core.gradient_graph import check_custom_functions, graph_summary, half_dtypes
+from hoglib._core.placement import WHOLE, Placement, refuse_sharded
 from hoglib._core.problem import Options, Policy
-from hoglib._core.sharding import WHOLE, Placement, refuse_sharded
 from hoglib._core.tolerances import TOLERANCES
 from hoglib._core.torch_modes import ActiveStandIns, value_checks_on, without_stand_ins
 from hoglib.curvature.linear_map import no_forward_mode

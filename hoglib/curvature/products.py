@@ -8,8 +8,8 @@ from torch import Tensor
 
 from hoglib._core import pytree, torch_internals, validation
 from hoglib._core.autograd import Vector, clone_inference_tensors
+from hoglib._core.placement import refuse_sharded
 from hoglib._core.problem import Options, Policy, Problem, refuse_wrapped_calls
-from hoglib._core.sharding import refuse_sharded
 from hoglib.curvature.compiled import linearizer
 from hoglib.curvature.fisher_metric import FisherKind, FisherMetric
 from hoglib.curvature.gauss_newton import GaussNewtonKind, GaussNewtonMode

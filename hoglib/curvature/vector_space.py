@@ -9,7 +9,7 @@ import torch
 from torch import Generator, Tensor
 
 from hoglib._core import pytree, validation
-from hoglib._core.sharding import AGREEMENT, Sharding, is_sharded, placement_of, refuse_sharded
+from hoglib._core.placement import AGREEMENT, Sharding, is_sharded, placement_of, refuse_sharded
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 
 Tree = Any
@@ -309,19 +309,19 @@ def _random_rows(
 
     All processes draw all numbers, one tensor of parameters after the other, and keep their part.
     """
-    sharding = space.placement
-    if not isinstance(sharding, Sharding):
+    placement = space.placement
+    if not isinstance(placement, Sharding):
         return draw(count * space.size).view(count, space.size).to(space.device, dtype)
     numbers = _RandomNumbers(draw, count * space.size, device)
     rows = torch.empty(count, space.length, dtype=dtype, device=space.device)
     for row in rows:
         start = 0
-        for layout in sharding.layouts:
+        for layout in placement.layouts:
             whole = numbers.take(layout.shape.numel()).to(space.device, dtype)
             part = layout.part_of(whole.view(layout.shape)).reshape(-1)
             row[start : start + len(part)] = part
             start += len(part)
-    sharding.check_same("random vectors", ("random numbers",), [numbers.last], space.device)
+    placement.check_same("random vectors", ("random numbers",), [numbers.last], space.device)
     return rows
 
 

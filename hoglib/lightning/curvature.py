@@ -9,7 +9,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, distributed
 
 from hoglib._core import pytree, validation
-from hoglib._core.sharding import is_sharded
+from hoglib._core.placement import is_sharded
 from hoglib._core.swap import restore_buffers
 from hoglib.curvature import Spectrum, hessian_spectrum
 from hoglib.curvature.lanczos_quadrature import SpectralDensity

@@ -19,7 +19,7 @@ from hoglib._core import pytree, validation
 from hoglib._core.autograd import translate_errors
 from hoglib._core.finite_differences import fixed_random_numbers
 from hoglib._core.gradient_graph import depends_on_any, graph_summary
-from hoglib._core.sharding import Placement, Sharding, placement_of, refuse_sharded
+from hoglib._core.placement import Placement, Sharding, placement_of, refuse_sharded
 from hoglib._core.source_location import warn
 from hoglib._core.swap import Params
 from hoglib.errors import NonFiniteError, NoSecondDerivative, UnsupportedError

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from hoglib._core import pytree, validation
 from hoglib._core.autograd import clone_inference_tensors, outside_inference_mode, with_gradients
 from hoglib._core.blocks import Remat, find_blocks
+from hoglib._core.placement import Placement
 from hoglib._core.problem import Policy, check_option_names
-from hoglib._core.sharding import Placement
 from hoglib._core.source_location import warn
 from hoglib._core.swap import Params
 from hoglib._core.torch_modes import without_stand_ins

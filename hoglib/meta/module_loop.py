@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hoglib._core import pytree, torch_internals, validation
 from hoglib._core.autograd import materialize_grads
-from hoglib._core.sharding import WHOLE, Placement
+from hoglib._core.placement import WHOLE, Placement
 from hoglib._core.swap import Params, swap_parameters
 from hoglib._core.torch_modes import without_stand_ins
 from hoglib.errors import ArgumentValueError

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import hoglib as hog
-from hoglib._core import sharding
+from hoglib._core import placement
 from hoglib.errors import UnsupportedError
 from hoglib.lightning import CurvatureMonitor, SecondOrderAudit
 from tests.lightning.trainers import QUIET, trainer
@@ -35,7 +35,7 @@ class Critic(pl.LightningModule):
         self.losses = []
 
     def configure_model(self):
-        if self.device_mesh is None or any(map(sharding.is_sharded, self.parameters())):
+        if self.device_mesh is None or any(map(placement.is_sharded, self.parameters())):
             return
         from torch.distributed.fsdp import fully_shard
 
@@ -76,7 +76,7 @@ def state(module, monitor):
     """All that a fit leaves, as lists."""
     return {
         "params": {
-            name: sharding.whole(p).detach().tolist() for name, p in module.named_parameters()
+            name: placement.whole(p).detach().tolist() for name, p in module.named_parameters()
         },
         "largest": [float(one.spectrum.largest) for one in monitor.history],
         "trace": [one.spectrum.trace[0] for one in monitor.history],
@@ -92,7 +92,7 @@ def in_a_process(rank, folder, found):
 
     whole, monitor = Critic(), CurvatureMonitor(**SPECTRUM)
     fit(folder, whole, [monitor], 2, **options())
-    assert all(map(sharding.is_sharded, whole.net.parameters()))
+    assert all(map(placement.is_sharded, whole.net.parameters()))
     found["whole"] = state(whole, monitor)
     half, monitor = Critic(), CurvatureMonitor(**SPECTRUM)
     trainer = fit(folder, half, [monitor], 1, **options())

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import hoglib as hog
-from hoglib._core import sharding
+from hoglib._core import placement
 from tests.long_tail import FULL
 from tests.meta.networks import Scaled
 from tests.several_processes import Wire, found_by_each, raised_by
@@ -49,7 +49,7 @@ def error(net, one):
     errors = []
     for name, p in hog.trainable_params(net).items():
         assert type(p.grad) is type(p.data), name
-        errors.append((sharding.whole(p.grad) - theirs[plain_name(name)].grad).abs().max())
+        errors.append((placement.whole(p.grad) - theirs[plain_name(name)].grad).abs().max())
     return float(max(errors))
 
 
@@ -82,7 +82,7 @@ def trained(net, rows):
     (x, y), _ = tasks()
     with torch.no_grad():
         adapted = ours.adapt((x[0, rows], y[0, rows]))
-        assert all(map(sharding.is_sharded, adapted.values()))
+        assert all(map(placement.is_sharded, adapted.values()))
         outputs = ours(x[1], params=adapted) - theirs(x[1], params=theirs.adapt((x[0], y[0])))
         values = ours.loss(tasks(rows)) - theirs.loss(tasks())
     return float(max(outputs.abs().max(), values.abs()))
