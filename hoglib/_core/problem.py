@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hoglib._core import pytree, validation
 from hoglib._core.autograd import Vector, clone_inference_tensors
-from hoglib._core.blocks import Remat, check_remat
+from hoglib._core.blocks import Remat, check_remat, find_blocks
 from hoglib._core.closures import STATE, ClosureWalker
 from hoglib._core.finite_differences import to_double
 from hoglib._core.placement import WHOLE, Placement, placement_of
@@ -83,9 +83,24 @@ class Policy(NamedTuple):
         )
 
     @property
+    def compiles(self) -> bool:
+        """Whether anything is compiled: the whole, or the blocks that are recomputed."""
+        return bool(self.backend)
+
+    @property
     def one_graph(self) -> bool:
         """Whether the computation is captured as a whole."""
-        return bool(self.backend) and self.remat is False
+        return self.compiles and self.remat is False
+
+    @property
+    def compiles_blocks(self) -> bool:
+        """Whether the blocks that are recomputed are compiled, which have backward passes only."""
+        return self.compiles and self.remat is not False
+
+    def check_blocks(self, func: Any) -> None:
+        """Raise where a function has no blocks of the kind that are to be recomputed."""
+        if self.remat is not False:
+            find_blocks(self.remat, func)
 
     @property
     def inside_graph(self) -> "Policy":

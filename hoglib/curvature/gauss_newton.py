@@ -138,7 +138,7 @@ class GaussNewtonKind(CurvatureKind):
         if torch_internals.transforms_active():
             return in_transforms(composite)
         # blocks that are compiled have backward passes only, as products with several vectors
-        several = several or bool(problem.policy.backend)
+        several = several or problem.policy.compiles_blocks
         if self.mode == "reverse" or (self.mode == "auto" and several):
             return double_reverse(composite)
         forward = forward_then_reverse(composite)

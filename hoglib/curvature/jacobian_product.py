@@ -104,7 +104,7 @@ def jvp(
     policy = Policy.of(CALLER, options)
     leaves, structure = _primals(primals)
     vector, _ = validation.vectors("tangents", tangents, primals, "primals", blocks=False)
-    if policy.backend:
+    if policy.compiles:
         # new tensors: one that is both primal and tangent would be one input of the graph
         leaves, vector = clone_inference_tensors((leaves, [v.view_as(v) for v in vector]))
     pushed = partial(_value_and_tangent, torch_internals.uncompiled(func), structure, mode, policy)

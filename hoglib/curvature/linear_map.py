@@ -111,18 +111,18 @@ def check_policy(policy: Policy, kind: CurvatureKind) -> Policy:
             f"{caller}(mode='{DIFFERENCES}'): expected create_graph=False, got True; differences have "
             "no graph. Use another mode."
         )
-    if policy.backend and kind.mode == DIFFERENCES:
+    if policy.compiles and kind.mode == DIFFERENCES:
         raise ArgumentValueError(
             f"{caller}(mode='{DIFFERENCES}', compile=True): expected a mode that differentiates twice, "
             "got finite differences, whose step is chosen by values. Leave out one of the two."
         )
-    if policy.backend and kind.random:
+    if policy.compiles and kind.random:
         raise UnsupportedError(
             f"{caller}(kind='mc', compile=True): expected a Fisher matrix without random draws, got a "
             "sampled one; a graph cannot draw from a torch.Generator. Use kind='exact', of which it "
             "is an estimate, or compile=False."
         )
-    if policy.backend and policy.remat is not False and kind.mode == "forward":
+    if policy.compiles_blocks and kind.mode == "forward":
         raise ArgumentValueError(
             f"{caller}(mode='forward', remat=..., compile=...): expected a mode in which each block's "
             "passes are compiled, got dual tensors. Leave out mode or compile."

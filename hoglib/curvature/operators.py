@@ -9,7 +9,6 @@ from torch import Tensor
 
 from hoglib._core import validation
 from hoglib._core.autograd import grad_enabled
-from hoglib._core.blocks import find_blocks
 from hoglib._core.problem import Policy, refuse_wrapped_calls
 from hoglib._core.swap import PatchState, keep_swapped, reapply
 from hoglib.curvature.compiled import linearizer
@@ -55,8 +54,7 @@ class DatasetOperator(LinearOperator):
         kind.check_loss(loss)
         if self.space.placement.is_sharded:
             _check_sharded(policy, loss, kind, of_data)
-        if policy.remat is not False:
-            find_blocks(policy.remat, loss)  # raises where there are none
+        policy.check_blocks(loss)
         self._sum = DatasetSum(
             policy, loss, self.space, data, of_data, sharing, self._bar,
             seed=kind.seed, fixed_batches=kind.random, takes_shards=True,
@@ -172,7 +170,7 @@ def _check_sharded(
             "'mean', and multiply by the number of examples",
         ),
         "micro_batch": (options.micro_batch is not None, "pass smaller batches"),
-        "compile": (bool(policy.backend), "gathers are not captured; leave it out"),
+        "compile": (policy.compiles, "gathers are not captured; leave it out"),
         "kind": (
             kind.random,
             "samples would be the same for the examples of each process; use 'exact'",

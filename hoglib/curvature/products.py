@@ -302,7 +302,7 @@ def hessian(
     validation.function("func", func)
     policy = Policy.of("hessian", options, create_graph)
     problem = _real_problem(policy, func, params, args)
-    if policy.backend and create_graph:
+    if policy.compiles and create_graph:
         raise ArgumentValueError(
             "hessian(compile=True): expected create_graph=False, got True; leave one of the two out."
         )
