@@ -5,8 +5,8 @@
 
 From outside to inside:
 
-    compilation            nothing else is entered where the whole is captured: what is captured enters
-                           the ring itself
+    compilation            nothing else is entered around what is captured as a whole, which enters a
+                           ring itself
     errors                 of the communication between processes that share parameters
     examination            custom Functions of the user's that are applied are examined at the end,
                            also where one of the others raises
@@ -57,7 +57,10 @@ class ring:  # noqa: N801 a context manager
         placement: Of parameters over processes.
         buffers: Whether the buffers of modules are restored.
         autocast_off: The devices for which autocast is off.
+        around_graph: Whether what is inside is captured as a whole where the policy says so, and then
+            enters a ring of its own.
     Attributes:
+        captures: Whether it is captured here.
         modules: Those that ran inside, of a ring that restores their buffers.
     Returns:
         From entering, the blocks that are recomputed.
@@ -67,8 +70,9 @@ class ring:  # noqa: N801 a context manager
         self, policy: Policy, func: Any = None, *, examine: bool = True, first_order: bool = False,
         gradients: Callable[[], AbstractContextManager[None]] = grad_enabled,
         placement: Placement = WHOLE, buffers: bool = False, autocast_off: Iterable[str] = (),
+        around_graph: bool = False,
     ) -> None:  # fmt: skip
-        self.captures = policy.one_graph and not runs_elsewhere()
+        self.captures = around_graph and policy.one_graph and not runs_elsewhere()
         self._entered: list[AbstractContextManager[Any]] = []
         self._recomputes = policy.remat is not False
         contexts: list[AbstractContextManager[Any]] = []

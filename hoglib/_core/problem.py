@@ -102,11 +102,6 @@ class Policy(NamedTuple):
         if self.remat is not False:
             find_blocks(self.remat, func)
 
-    @property
-    def inside_graph(self) -> "Policy":
-        """That of what is captured."""
-        return self._replace(backend="") if self.one_graph else self
-
 
 def check_option_names(caller: str, options: Mapping[str, Any], names: Sequence[str]) -> None:
     """Raise for a keyword that is none of the options."""

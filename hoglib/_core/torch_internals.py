@@ -234,7 +234,8 @@ def gradients(
 # and taken away by the last.
 _WATCHES: list[Callable[..., Any]] = []
 _CONSTRUCTOR_WATCHES: list[tuple[int, Callable[..., Any]]] = []
-_LOCK = threading.RLock()  # what frees an object within may watch, too
+# reentrant: an object that is freed inside may run code that watches too
+_LOCK = threading.RLock()
 
 
 def _watched(function: Any, *args: Any, **kwargs: Any) -> Any:

@@ -40,7 +40,7 @@ def compiled_linear_map(kind: CurvatureKind, problem: Problem, several: bool) ->
     backend: Any = policy.backend
     if several and not policy.create_graph:
         backend = PartialEval(len(problem.leaves), policy.backend, name)
-    body = partial(_product, kind, problem.loss, problem.structure, policy.inside_graph)
+    body = partial(_product, kind, problem.loss, problem.structure, policy)
     key = kind, policy, problem.structure
     compiled = kept_graph(body, name, problem.loss, key, backend, precheck=body)
     residuals, unused = Residuals(), None

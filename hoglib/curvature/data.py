@@ -231,7 +231,7 @@ NUMBERS = 16  # of a batch's fingerprint, eight tensors, that are compared from 
 SharedStep = tuple[LocalBatch, Sharding, tuple[float, ...]]
 
 
-def in_step(name: str, batches: Batches, placement: Any) -> Iterator[SharedStep]:
+def in_step(name: str, batches: Batches, placement: Sharding) -> Iterator[SharedStep]:
     """The batches of all processes, by one small all-reduce each.
 
     Raises in all of them where one has fewer, or an error while its data is read.

@@ -27,6 +27,7 @@ from hoglib._core.autograd import (
 )
 from hoglib._core.fingerprint import StateFingerprint, checksum_of_tensors
 from hoglib._core.gradient_graph import graph_summary
+from hoglib._core.placement import Sharding
 from hoglib._core.problem import OPTION_NAMES, Options, Policy, Problem, check_option_names
 from hoglib._core.source_location import warn
 from hoglib.curvature.data import IGNORED, Batches, BatchSize, LocalBatch, counted_labels, in_step
@@ -219,8 +220,8 @@ class DatasetSum:
     def value(self) -> Tensor:
         """The loss over the data."""
         space = self._space
-        nothing = torch.zeros(1, 0, dtype=space.dtype, device=space.device)
         with torch.inference_mode(False), self._bar.over("value", 1):
+            nothing = torch.zeros(1, 0, dtype=space.dtype, device=space.device)
             with self.one_pass(nothing) as batches:
                 for batch, _, _ in batches:
                     batches.record(self.loss_of(batch))
@@ -324,6 +325,8 @@ class DatasetSum:
             self._determinism.forget()
             self.symmetry.forget()
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def _combined(self, given: "DataPass", error: Exception | None) -> PassTotals:
         """The totals of all processes, and their sums in the total of the pass."""
         totals, count = given.totals, len(pytree.leaves(self._space.params))
@@ -340,9 +343,8 @@ class DatasetSum:
             )
             if totals.pieces:
                 used[[i for i in range(count) if i not in (self._unused or ())]] = 1
-        with torch.inference_mode(False), torch.no_grad():
-            sums = given.total() if callable(given.total) else given.total
-            combined = combine(self._processes.all_reduce(sums, used, totals, error))
+        sums = given.total() if callable(given.total) else given.total
+        combined = combine(self._processes.all_reduce(sums, used, totals, error))
         if combined.changed:
             self._determinism.forget_total()
             self.symmetry.forget()
@@ -367,10 +369,11 @@ class DatasetSum:
 
     def _local_batches(self) -> Iterator[tuple[LocalBatch, tuple[float, ...] | None]]:
         """The batches; processes that share the parameters all take their next one together."""
-        if not self._placement.is_sharded:
+        placement = self._space.placement
+        if not isinstance(placement, Sharding):
             yield from ((local, None) for local in self._batches)
             return
-        for local, weighted, known in in_step(self._name, self._batches, self._space.placement):
+        for local, weighted, known in in_step(self._name, self._batches, placement):
             self._placement = weighted
             yield local, known
 
@@ -441,9 +444,9 @@ class DatasetSum:
             "loss(params, batch)",
         )  # fmt: skip
 
-    def ring(self) -> ring:
+    def ring(self, *, around_graph: bool = False) -> ring:
         """What stands around the evaluation of a batch; custom Functions are examined once a pass."""
-        return ring(self._policy, self.loss, examine=False)
+        return ring(self._policy, self.loss, examine=False, around_graph=around_graph)
 
     @contextmanager
     def entered(self, batch: Any) -> Iterator[Problem]:

@@ -167,7 +167,7 @@ def _value_and_tangent(
             )
         return found
 
-    with ring(policy.inside_graph, func, buffers=True):
+    with ring(policy, func, buffers=True):
         leaves, vector = clone_inference_tensors((leaves, vector))
         if mode == REVERSE:
             found = by_reverse(function, leaves, vector, create_graph)

@@ -7,7 +7,13 @@ import torch
 from torch import Tensor
 
 from hoglib._core import pytree, torch_internals, validation
-from hoglib._core.autograd import Vector, clone_inference_tensors
+from hoglib._core.autograd import (
+    Gradient,
+    clone_inference_tensors,
+    dense,
+    materialize_grads,
+    vjp,
+)
 from hoglib._core.placement import refuse_sharded
 from hoglib._core.problem import Options, Policy, Problem, refuse_wrapped_calls
 from hoglib.curvature.compiled import linearizer
@@ -28,7 +34,9 @@ from hoglib.ring import ring
 from hoglib.verification.entry_points import note_lost_graph
 
 T = TypeVar("T")  # a pytree of tensors
+Tree = Any  # a pytree of tensors, or of trees of them
 Loss = Callable[..., Tensor]
+Entries = dict[tuple[int, int], Tensor]  # the matrix of each pair of leaves
 
 
 def hvp(
@@ -220,7 +228,7 @@ def _product(
     )
     if problem.placement.is_sharded:
         _refuse_sharded(policy, func)
-    around = ring(policy, func, placement=problem.placement)
+    around = ring(policy, func, placement=problem.placement, around_graph=True)
     with around as blocks:
         problem, vector = problem.entered(blocks), clone_inference_tensors(vector)
         vector = problem.placement.local_vector("v", vector)
@@ -251,10 +259,6 @@ def _refuse_sharded(policy: Policy, func: Any) -> None:
             "transforms, got DTensors; call it outside of them."
         )
     refuse_wrapped_calls(policy.caller, func)
-
-
-Tree = Any
-Entries = dict[tuple[int, int], Tensor]  # the matrix of each pair of leaves
 
 
 def hessian(
@@ -361,7 +365,8 @@ def _real_problem(policy: Policy, func: Any, params: Tree, args: tuple[Any, ...]
 
 def _matrix(kind: CurvatureKind, problem: Problem, params: Tree, blocks: Blocks) -> Tree:
     """The matrix in the structure of params, twice; with blocks as a dict of dicts."""
-    groups, around = groups_of(blocks, params), ring(problem.policy, problem.loss)
+    groups = groups_of(blocks, params)
+    around = ring(problem.policy, problem.loss, around_graph=True)
     with around as entered:
         problem = problem.entered(entered)
         if torch_internals.transforms_active() and isinstance(kind, HessianKind):
@@ -371,7 +376,10 @@ def _matrix(kind: CurvatureKind, problem: Problem, params: Tree, blocks: Blocks)
         else:
             point = linearizer(kind, around.captures)(problem, True)
             note_lost_graph(point.gradient)
-            entries = _by_products(point, problem, groups)
+            if point.gradient is None:
+                entries = _by_products(point, problem, groups)
+            else:  # of a Hessian that is not captured
+                entries = _by_rows(point.gradient, problem.policy, groups)
     names, count = pytree.paths(params), len(problem.leaves)
     if blocks is None:
         rows = [
@@ -385,24 +393,48 @@ def _matrix(kind: CurvatureKind, problem: Problem, params: Tree, blocks: Blocks)
     }
 
 
+def _by_rows(gradient: Gradient, policy: Policy, groups: list[list[int]]) -> Entries:
+    """H[a][b] = d (df/dp_a) / dp_b for each pair of leaves in a group, one backward pass a row, of the
+    gradient by p_a alone and to the leaves of its group alone."""
+    _, p, grads, graph = gradient
+    entries: Entries = {}
+    for group in groups:
+        columns = [p[b] for b in group]
+        for a in group:
+            part = grads[a]
+            part = None if part is None else dense(part)
+            with graph.backward_modes():
+                rows = [
+                    vjp([part], columns, [unit], policy.caller, True, policy.create_graph, graph)
+                    for unit in _units(p[a])
+                ]
+            for b, *found in zip(group, *rows, strict=True):
+                shape = p[a].shape + p[b].shape
+                known = materialize_grads(found, [p[b]] * len(found))
+                whole = torch.stack(known) if known else p[a].new_zeros(shape)
+                entries[a, b] = whole.reshape(shape)
+    return entries
+
+
 def _by_products(point: LinearMap, problem: Problem, groups: list[list[int]]) -> Entries:
     """M[a][b] for each pair of leaves in a group, one product a column."""
     leaves, columns = problem.leaves, {}
+    zeros = [leaf.new_zeros(leaf.shape) for leaf in leaves]
     for group in groups:
         for b in group:
-            products = [point.apply(unit, True)[1] for unit in _units(leaves, b)]
+            vectors = ([*zeros[:b], unit, *zeros[b + 1 :]] for unit in _units(leaves[b]))
+            products = [point.apply(vector, True)[1] for vector in vectors]
             for a in group:
                 entries = [product[a] for product in products]
                 shape = leaves[a].shape + leaves[b].shape
                 block = torch.stack(entries, -1) if entries else leaves[a].new_zeros(shape)
-                block = block.reshape(shape)
-                columns[a, b] = block if problem.policy.create_graph else block.detach()
+                columns[a, b] = block.reshape(shape).detach()
     return columns
 
 
-def _units(leaves: Vector, which: int) -> Iterable[Vector]:
-    for j in range(leaves[which].numel()):
-        # contiguous, unlike zeros_like
-        unit = [leaf.new_zeros(leaf.shape) for leaf in leaves]
-        unit[which].view(-1)[j] = 1
+def _units(leaf: Tensor) -> Iterable[Tensor]:
+    """The unit vectors like a leaf, contiguous unlike zeros_like."""
+    for j in range(leaf.numel()):
+        unit = leaf.new_zeros(leaf.shape)
+        unit.view(-1)[j] = 1
         yield unit

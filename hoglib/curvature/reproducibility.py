@@ -23,11 +23,8 @@ from hoglib.curvature.vector_space import Space
 from hoglib.errors import NondeterministicError, NonFiniteError
 
 RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
-
-
-BatchRecord = tuple[
-    float, tuple[float, ...]
-]  # the loss of a batch in one pass, and its fingerprint
+# the loss of a batch in one pass, and its fingerprint
+BatchRecord = tuple[float, tuple[float, ...]]
 
 
 @final

@@ -191,8 +191,8 @@ class Learner(nn.Module, ABC):
     def _ring(self, loop: ModuleLoop, placement: Placement, *, of_tasks: bool = False) -> ring:
         """What stands around the inner loop. A graph of tasks has stand-ins of its own."""
         policy = loop.options.policy(type(self).__name__)
-        if policy.one_graph:
-            policy = policy.inside_graph._replace(stand_ins=policy.stand_ins and not of_tasks)
+        if of_tasks and policy.one_graph:
+            policy = policy._replace(stand_ins=False)
         return ring(
             policy, self.model, first_order=loop.options.first_order and not loop.strength,
             gradients=outside_inference_mode, placement=placement,
@@ -382,7 +382,7 @@ def _captured(
     key = f"{loop.options} {loop.rule} {used}"  # all that a graph depends on besides tensors
 
     def run(mapped: bool, support: Any, query: Any) -> TaskResult:
-        whole = partial(_meta_gradient, policy.inside_graph, loop, used, mapped, wanted)
+        whole = partial(_meta_gradient, policy, loop, used, mapped, wanted)
         graph = kept_graph(
             whole, f"{policy.caller}.loss", learner, (mapped, wanted), policy.backend
         )

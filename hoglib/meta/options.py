@@ -15,9 +15,8 @@ from hoglib.meta.gradient_transformation import GradientTransformation
 from hoglib.meta.inner_loop import Memory, check_truncate
 from hoglib.meta.norms import NormKind
 
-UpdateRule = (
-    str | GradientTransformation | Callable[[Any], GradientTransformation] | nn.Module
-)  # by name, itself, or as a function of the learning rate
+# by name, itself, or as a function of the learning rate
+UpdateRule = str | GradientTransformation | Callable[[Any], GradientTransformation] | nn.Module
 InnerParams = Callable[[str, Tensor], bool] | Sequence[str] | str | None
 OverTasks = Literal["auto", "vmap", "loop"]
 StepWeights = Sequence[float | Tensor] | None  # of the outer losses after each step

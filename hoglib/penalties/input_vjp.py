@@ -44,7 +44,7 @@ def input_vjp(
     Autocast is off, and buffers are restored at the end. Stand-ins are on while func runs, and in
     backward passes that need them.
     """
-    policy = options.policy.inside_graph
+    policy = options.policy
     validation.function(f"{policy.caller}: the function", func)
     func = uncompiled(func)
     leaves, structure = check_points(policy.caller, "the points", x)

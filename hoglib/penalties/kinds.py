@@ -27,9 +27,8 @@ class Kind(NamedTuple):
     without: Collection[str] = ()  # options of penalties that it does not have
     term: str = ""  # in words, for `check`; empty for a penalty that is not checked
     draw: Literal["", "between", "noise"] = ""  # how it draws its points, if they are not its sets
-    at_points: Callable[..., Any] | None = (
-        None  # of (critic, points, points): the same, not drawing
-    )
+    # of (critic, points, points): the same, not drawing
+    at_points: Callable[..., Any] | None = None
 
     @property
     def keywords(self) -> list[str]:

@@ -96,7 +96,7 @@ class GradientNorm:
     def with_value(self, params: Any, args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
         """The norm and f."""
         leaves, structure = pytree.flatten(params)
-        in_transform, policy = transforms_active(), self.options.policy.inside_graph
+        in_transform, policy = transforms_active(), self.options.policy
         create_graph = policy.create_graph and any(leaf.requires_grad for leaf in leaves)
         devices = () if self.options.autocast else autocast_devices(leaves)
         if devices:

@@ -30,9 +30,9 @@ TOLERANCE = 1e-6  # of the gradient by the sample's own points
 _FOUND_DEPENDENT: Any = WeakIdKeyDictionary()
 
 
-def check_one_number_a_sample(point: InputVJP) -> None:
+def check_one_number_a_sample(at: InputVJP) -> None:
     """Raises for an output that is no score of each sample."""
-    y, count = point.y, point.count()
+    y, count = at.y, at.count()
     if y.numel() != count or (y.dim() and y.shape[0] != count):
         advice = (
             "this is one number for all samples: leave out the mean over the batch."
@@ -42,55 +42,55 @@ def check_one_number_a_sample(point: InputVJP) -> None:
             "rows of the points are parts of samples, pass batch=, the sample of each row."
         )
         raise ArgumentValueError(
-            f"{point.options.name}: expected one number for each of {count} samples, [{count}] or "
+            f"{at.options.name}: expected one number for each of {count} samples, [{count}] or "
             f"[{count}, 1], got {validation.describe(y)}; {advice}"
         )
 
 
-def output_rows(point: InputVJP) -> Tensor:
+def output_rows(at: InputVJP) -> Tensor:
     """The output as one row for each sample, [N, C], or an error."""
-    y, count = point.y, point.count()
+    y, count = at.y, at.count()
     if not y.dim() or y.shape[0] != count:
         raise ArgumentValueError(
-            f"{point.options.name}: expected an output with one row for each of {count} samples, "
+            f"{at.options.name}: expected an output with one row for each of {count} samples, "
             f"got {validation.describe(y)}; leave out the mean over the batch, or select "
             "another output with output=."
         )
     return y.reshape(count, -1)
 
 
-def check_batch_dependence(point: InputVJP) -> None:
+def check_batch_dependence(at: InputVJP) -> None:
     """Warns of layers that normalise by the batch, and of any other dependence of one sample's score on
     the other samples, which is looked for once for each function."""
     layers = [
         name
-        for module in point.modules
-        if isinstance(module, _BatchNorm) and (name := _batch_norm_name(module, point.problem.loss))
+        for module in at.modules
+        if isinstance(module, _BatchNorm) and (name := _batch_norm_name(module, at.problem.loss))
     ]
-    if not layers and not _found_dependent(point):
+    if not layers and not _found_dependent(at):
         return
     how = f", through {', '.join(layers)}, which normalises by the whole batch" if layers else ""
     warn(
-        f"{point.options.name}: expected each sample's score to depend on that sample alone, got "
+        f"{at.options.name}: expected each sample's score to depend on that sample alone, got "
         f"one that depends on the others{how}. The gradient by a sample then has parts of the "
         "scores of all samples, and its norm is not the slope of that sample's score. "
         f"{USE_OTHER_NORM if layers else FIND_DEPENDENCE}"
     )
 
 
-def is_batch_dependent(point: InputVJP) -> bool | None:
+def is_batch_dependent(at: InputVJP) -> bool | None:
     """Whether the last sample's output has a gradient by another's points; None if that is unknown.
 
     The last, because in a recurrent or causal layer that takes samples for steps the first depends on
     no other.
     """
-    samples, y = point.samples, point.y
-    if samples is None or y.is_meta or not y.requires_grad or point.count() < 2:
+    samples, y = at.samples, at.y
+    if samples is None or y.is_meta or not y.requires_grad or at.count() < 2:
         return None
-    last = point.count() - 1
+    last = at.count() - 1
     score = y.reshape(last + 1, -1)[last].sum()
     one = torch.ones_like(score)
-    grads = vjp([score], point.leaves, [one], point.options.name, retain_graph=True)
+    grads = vjp([score], at.leaves, [one], at.options.name, retain_graph=True)
     own = others = 0.0
     for grad, index in zip(grads, samples.index, strict=True):
         if grad is None or not grad.numel():
@@ -113,17 +113,17 @@ def _batch_norm_name(module: _BatchNorm, func: Any) -> str:
     return f"{type(module).__name__}{name}{' in training mode' if module.training else ''}"
 
 
-def _found_dependent(point: InputVJP) -> bool:
+def _found_dependent(at: InputVJP) -> bool:
     """`is_batch_dependent`, remembered."""
-    func, modes = point.problem.loss, tuple([module.training for module in point.modules])
+    func, modes = at.problem.loss, tuple([module.training for module in at.modules])
     # by the type: isinstance asks the metaclass of Parameter, which takes its time
-    parameter = next((t for t in point.trainable if type(t) is nn.Parameter), point.trainable[0])
+    parameter = next((t for t in at.trainable if type(t) is nn.Parameter), at.trainable[0])
     # a module would take long to say that it has no name
     name = "" if isinstance(func, nn.Module) else getattr(func, "__name__", "")
     key = id(owner_of(func)), name, modes
     known: dict[Any, bool] = _FOUND_DEPENDENT.setdefault(parameter, {})
     if key not in known:
-        found = is_batch_dependent(point)
+        found = is_batch_dependent(at)
         if found is None:
             return False
         known[key] = found

@@ -142,7 +142,7 @@ class TaylorOptions(NamedTuple):
 
         key: the other options of body.
         """
-        entered = partial(_inside_ring, self.policy.inside_graph, func, body)
+        entered = partial(_inside_ring, self.policy, func, body)
         return run(self.policy, func, entered, (self, key), *inputs)
 
     def run(self, func: Callable[..., Any], *args: Any) -> Any:

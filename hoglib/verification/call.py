@@ -27,7 +27,6 @@ from hoglib._core.source_location import format_error
 from hoglib._core.swap import call_with
 from hoglib._core.torch_internals import gradients, transforms_active
 from hoglib.errors import UnsupportedError
-from hoglib.verification import call as calls
 
 # The memory layout of an argument: copies that have it too.
 #
@@ -112,8 +111,8 @@ def seed_all(seed: int = 0) -> None:
 
 # Maps between lists of real tensors, and their derivatives in reverse and in forward mode. The gradient
 # of a map is a map again, and so is its tangent; so a second derivative is computed by the same
-# functions as a first one. Everything but `func_jvp` is built on `torch.autograd`, because torch.func's
-# transforms are wrong through some of torch's own layers.
+# functions as a first one. Everything but `func_tangent` is built on `torch.autograd`, because the
+# transforms of torch.func are wrong through some of torch's own layers.
 
 
 def gradient(
@@ -653,7 +652,7 @@ def _in_half(call: Call) -> Chosen | None:
 def _returned_narrow(call: Call) -> str:
     """What it returns in less than float64; "" if nothing."""
     outputs = [y for y in call.run_with_grad() if is_float(y) and y.requires_grad]
-    narrow = [y for y in map(calls.real, outputs) if y.dtype != torch.float64]
+    narrow = [y for y in map(real, outputs) if y.dtype != torch.float64]
     return f"it returned {validation.describe(narrow[0])} for float64 inputs" if narrow else ""
 
 
@@ -664,9 +663,9 @@ def _reached(call: Call) -> tuple[int, Exception | None]:
         _run(call)
         reached = 1
         leaves, values = _fresh_run(call)
-        grads = calls.watched_gradient(values, leaves)
+        grads = watched_gradient(values, leaves)
         reached = 2
-        calls.grad(grads, leaves, list(map(torch.ones_like, grads)))
+        grad(grads, leaves, list(map(torch.ones_like, grads)))
     except Exception as error:
         return reached, error
     return 3, None
@@ -677,16 +676,16 @@ def _agree(wide: Call, narrow: Call) -> bool:
     found = []
     for call in (wide, narrow):
         leaves, values = _fresh_run(call)
-        grads = calls.grad(values, leaves, list(map(torch.ones_like, values)), create_graph=True)
+        grads = grad(values, leaves, list(map(torch.ones_like, values)), create_graph=True)
         random = torch.Generator().manual_seed(11)
-        found.append(calls.grad(grads, leaves, [random_like(g, random) for g in grads]))
+        found.append(grad(grads, leaves, [random_like(g, random) for g in grads]))
     pairs = zip(*found, strict=True)
     return all(max_abs(a - b) <= 0.03 * max(max_abs(a), max_abs(b)) + 1e-6 for a, b in pairs)
 
 
 def _fresh_run(call: Call) -> tuple[list[Tensor], list[Tensor]]:
     leaves = [x.clone().requires_grad_() for x in call.point]
-    values = [calls.real(y) for y in call.leaves(*leaves) if is_float(y) and y.requires_grad]
+    values = [real(y) for y in call.leaves(*leaves) if is_float(y) and y.requires_grad]
     return leaves, values
 
 
@@ -748,8 +747,8 @@ def _numbers(call: Call, k: int, v: Sequence[Tensor], moved: float) -> list[Tens
     moved: how far the incoming gradients are, relative to their elements.
     """
     leaves = [(x + k * d).requires_grad_() for x, d in zip(call.point, v, strict=True)]
-    values = [calls.real(y) for y in call.leaves(*leaves) if is_float(y) and y.requires_grad]
+    values = [real(y) for y in call.leaves(*leaves) if is_float(y) and y.requires_grad]
     random = torch.Generator().manual_seed(8)  # not ones: the gradient of a softmax is zero then
     incoming = [(random_like(y, random), random_like(y, random)) for y in values]
-    grads = calls.grad(values, leaves, [u * (1 + moved * r) for u, r in incoming])
+    grads = grad(values, leaves, [u * (1 + moved * r) for u, r in incoming])
     return [t.detach().double() for t in (*values, *grads)]

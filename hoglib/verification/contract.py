@@ -56,13 +56,9 @@ def check(app: Application, *, surrogate: bool = False) -> list[Row]:
     text = f"{app.function.__name__} has no setup_context. {SETUP}" if classic else ""
     rows = [finding("setup_context", text, "warn")]
     checks: list[Callable[[Application], Iterable[Row]]] = [
-        gradients,
-        in_place,
-        accumulates,
-        context,
-    ]
-    checks += [] if surrogate else [linear]
-    checks += [needs_input_grad, device]
+        gradients, in_place, accumulates, context, *([] if surrogate else [linear]),
+        needs_input_grad, device,
+    ]  # fmt: skip
     problems = []
     for part in checks:
         try:

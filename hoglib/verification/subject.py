@@ -374,9 +374,7 @@ CONSTANTS = (
 
 def constants_of(call: Call, names: Sequence[str]) -> list[int]:
     """The inputs without a gradient whose name is that of a constant (target, mask, ...), or whose
-    values
-    are whole numbers, not all equal. names: those of the arguments.
-    """
+    values are whole numbers, not all equal. names: those of the arguments."""
     variables = [x.clone().requires_grad_() for x in call.point]
     try:
         found = [y for y in call.leaves(*variables) if is_float(y) and y.requires_grad]
@@ -451,8 +449,7 @@ class Subject:
         self.random = torch.Generator().manual_seed(0)
 
     def find_outputs(self) -> None:
-        """Find the outputs that can be differentiated. To be called again after a change of the
-        call."""
+        """Find the outputs that can be differentiated; again after a change of the call."""
         self.outputs = self.call.run_with_grad()
         self.output_indices = [
             i for i, y in enumerate(self.outputs) if is_float(y) and y.requires_grad and y.numel()

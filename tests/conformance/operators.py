@@ -20,6 +20,7 @@ def check_operator(
     make: Callable[..., LinearOperator],
     dense: Tensor,
     *models: nn.Module,
+    gradient: tuple[Tensor, Tensor] | None = None,
     variants: Iterable[Mapping[str, Any]] = ({},),
     tolerance: float = 1e-7,
 ) -> None:
@@ -30,6 +31,7 @@ def check_operator(
         make: Makes the operator, a new one at each call, with the options of a variant.
         dense: Its matrix [P, P] by other means.
         models: Whose parameters and buffers stay as they are.
+        gradient: The loss and its gradient [P] by other means, of an operator over data.
         variants: Options with which the matrix is the same, such as those of recomputation.
         tolerance: Of the norm of a product.
     """
@@ -42,7 +44,12 @@ def check_operator(
     for options in variants:
         for context in EVERYWHERE:
             with unchanged(*models), context():
-                check_vectors(make(**options), dense, tolerance)
+                A = make(**options)
+                check_vectors(A, dense, tolerance)
+                if gradient is not None:
+                    value, tree = A.gradient()  # type: ignore[attr-defined]
+                    assert relative(value, gradient[0]) < tolerance
+                    assert relative(A.ravel(tree), gradient[1]) < tolerance
 
 
 def check_vectors(A: LinearOperator, dense: Tensor, tolerance: float = 1e-7) -> None:

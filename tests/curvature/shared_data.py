@@ -90,8 +90,9 @@ def products(kind, data, rank, world, **options):
     A = KINDS[kind](loss, params, given, **how, **options)
     size = A.shape[0]
     v, V = draw(size), draw(size, 3, seed=1)
-    value, gradient = A.gradient()
-    found = [value.reshape(1), A.value().reshape(1), flat(gradient)]
+    with torch.inference_mode():
+        value, gradient = A.gradient()
+        found = [value.reshape(1), A.value().reshape(1), flat(gradient)]
     found += [A @ v, (A @ V).reshape(-1), A @ v]
     with torch.no_grad():
         for p in params.values():

@@ -74,9 +74,8 @@ def test_a_product_and_a_block_equal_the_eager_ones(name, kind):
         loss, params, batch = problem(name)
         run = partial(product, loss, params, mode=mode)
         blocks = [(3,), (2,)] if name in SOME else []
-        for seed, columns in enumerate(
-            [(), (), *blocks]
-        ):  # the second of each kind is of the graph of the first
+        # the second of each kind is of the graph of the first
+        for seed, columns in enumerate([(), (), *blocks]):
             v = like(params, *columns, seed=seed)
             with unchanged(loss.model):
                 found = run(v, batch, compile="eager")
