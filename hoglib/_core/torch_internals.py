@@ -1,5 +1,5 @@
-"""The private torch API that hoglib reads, with `torch_forward_mode`, `torch_sharding` and
-`torch_kernels`, but for what tracing and torch's compiler take (`hoglib.capture`).
+"""The private torch API that hoglib reads, with `torch_forward_mode`, `torch_sharding`,
+`torch_kernels` and `torch_library`, but for what tracing and torch's compiler take (`hoglib.capture`).
 
 torch.func keeps a stack of active transforms (`grad`, `jvp`, `vmap`), autograd a level of forward-mode
 differentiation and the dispatcher a stack of tracers; torch exposes them only in `torch._C` and in
@@ -23,6 +23,8 @@ from torch.autograd import Function, forward_ad
 from torch.autograd import function as torch_function
 from torch.autograd.function import _SingleLevelFunction
 from torch.overrides import TorchFunctionMode
+
+from hoglib._core import torch_library
 
 
 def transforms_active() -> bool:
@@ -189,7 +191,8 @@ class watching_functions:  # noqa: N801 a context manager
         applying = self._applying
         applying.depth += 1
         try:
-            then = self._seen(function, args) if applying.depth == 1 else None
+            outermost = applying.depth == 1
+            then = self._seen(*torch_library.as_written(function, args)) if outermost else None
             result = run()
             if then is not None:
                 then(result)
@@ -312,7 +315,7 @@ def outside_transforms(
         if isinstance(in_dims, tuple) and len(in_dims) == len(args):
             pairs = zip(args, in_dims, strict=True)
             args = tuple(x.select(d, 0) if isinstance(d, int) else x for x, d in pairs)
-    return function, tuple(map(_first_sample, args)), by
+    return function, tuple(map(first_sample, args)), by
 
 
 def _is_differentiated(x: Tensor) -> bool:
@@ -326,7 +329,7 @@ def has_tangent(x: Tensor) -> bool:
     return forward_ad.unpack_dual(x).tangent is not None
 
 
-def _first_sample(x: Any) -> Any:
+def first_sample(x: Any) -> Any:
     """A tensor without the wrappers of torch.func; of samples that vmap maps over, the first."""
     while isinstance(x, Tensor) and _functorch.is_functorch_wrapped_tensor(x):
         batched = _functorch.is_batchedtensor(x)
@@ -434,7 +437,7 @@ def custom_function(node: Any) -> type[Function] | None:
         # made by torch.func for one level; what it stands for is in the closure of its rules
         made_of = inspect.getclosurevars(function.backward).nonlocals
         function = made_of.get("autograd_function")
-    return function
+    return None if function is None else torch_library.as_written(function)[0]
 
 
 def backward_rule(function: type[Function]) -> Any:

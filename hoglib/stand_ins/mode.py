@@ -18,11 +18,20 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.nn import functional as F
 
-from hoglib._core import pytree, validation
+from hoglib._core import pytree, torch_library, validation
 from hoglib._core.ambient import AMBIENT, inside
-from hoglib._core.torch_internals import checkpoint_frame, function_mode
+from hoglib._core.state import preserve_random_state
+from hoglib._core.torch_internals import (
+    checkpoint_frame,
+    first_sample,
+    function_mode,
+    tracing,
+    watching_functions,
+    without_transforms,
+)
 from hoglib._core.torch_modes import StandInMode, copy_without_override_check
 from hoglib.errors import UnsupportedError
 from hoglib.ops._stand_in import StandIn
@@ -158,12 +167,31 @@ class _SecondOrder(StandInMode):
         if replacement is not None:
             _recompute_inside()
             return replacement(*args, **kwargs)
+        if type(func) in torch_library.OPERATORS and not tracing():
+            call = torch_library.call_as_function(func, args, kwargs, _functions_of)
+            if call is not None:
+                function, args = call
+                return torch_library.result_of(func, function.apply(*args))
         if type(func) is FunctionType:
             copy = without_override_check(func)
             if copy is not None:
                 with self:
                     return copy(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+def _functions_of(operator: Any, args: Any, kwargs: Any) -> list[type[Function]]:
+    """The custom Functions that a call of an operator applies, found by a call of it with copies."""
+    found: list[type[Function]] = []
+
+    def fresh(x: Tensor) -> Tensor:
+        return first_sample(x).detach().clone().requires_grad_(pytree.is_float(x))
+
+    with without_transforms(), preserve_random_state(), torch.enable_grad():
+        copies = pytree.map_tensors(fresh, (args, kwargs))
+        with watching_functions(lambda function, _: found.append(function)):
+            operator(*copies[0], **copies[1])
+    return found
 
 
 @functools.cache

@@ -366,6 +366,9 @@ class Context(FunctionCtx):
     saved_variables = saved_for_forward = saved_tensors
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name == "needs_input_grad":
+            _of(self).needed = value
+            return
         _of(self).attributes[name] = value
         _note(self, name, name)
 
