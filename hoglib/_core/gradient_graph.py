@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from hoglib._core import torch_internals
+from hoglib._core.ambient import AMBIENT
 from hoglib._core.mixed_precision import HALF_DTYPES
 from hoglib._core.pytree import is_float
 from hoglib._core.torch_modes import without_stand_ins
@@ -48,6 +49,7 @@ class GraphSummary(NamedTuple):
 
     leaves: dict[int, Tensor]  # those that require grad, by id
     functions: list[FunctionNode]
+    cpp_functions: set[str]  # the names of those in C++
 
     @property
     def user_functions(self) -> list[FunctionNode]:
@@ -80,7 +82,7 @@ class GraphSummary(NamedTuple):
 
 def graph_summary(values: Tensor | Iterable[Any], since: Iterable[Tensor] = ()) -> GraphSummary:
     """The leaves and custom Functions in the graphs of tensors, up to those in `since`."""
-    leaves, functions = {}, []
+    leaves, functions, cpp_functions = {}, [], set()
     for node, parents in walk([values] if isinstance(values, Tensor) else values, since):
         if not parents:
             leaf = getattr(node, "variable", None)
@@ -88,7 +90,11 @@ def graph_summary(values: Tensor | Iterable[Any], since: Iterable[Tensor] = ()) 
                 leaves[id(leaf)] = leaf
         elif hasattr(node, "_forward_cls"):
             functions.append(FunctionNode(node, torch_internals.custom_function(node)))
-    return GraphSummary(leaves, functions)
+        elif name := torch_internals.cpp_function(node):
+            cpp_functions.add(name)
+    if cpp_functions and AMBIENT.functions is not None:
+        AMBIENT.functions.in_cpp |= cpp_functions
+    return GraphSummary(leaves, functions, cpp_functions)
 
 
 def walk(outputs: Iterable[Any], since: Iterable[Tensor] = ()) -> Iterator[tuple[Any, Parents]]:

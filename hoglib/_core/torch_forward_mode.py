@@ -23,6 +23,7 @@ from hoglib._core.torch_internals import (
     transform_kinds,
     transforms_active,
 )
+from hoglib._core.torch_library import OPERATORS
 from hoglib.errors import UnsupportedError
 
 _FORWARD_THREADS: dict[int, int] = {}  # thread -> how many entry points it is in
@@ -67,16 +68,22 @@ class StopsTangents(TorchFunctionMode):
     """Inside, what runs under no_grad is a constant of forward mode too, as it is of backward.
 
     `outside`, which raises, is called at a torch call within a checkpoint that begins inside: what that
-    runs again in a later backward would have no tangents.
+    runs again in a later backward would have no tangents. `run_operator` runs what is of torch.library,
+    which torch gives no tangents.
     """
 
-    def __init__(self, outside: Callable[[], None]) -> None:
+    def __init__(
+        self, outside: Callable[[], None], run_operator: Callable[[Any, Any, Any], Any]
+    ) -> None:
         super().__init__()
-        self._outside = outside
+        self._outside, self._run_operator = outside, run_operator
         self._frame = checkpoint_frame()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        if type(func) in OPERATORS:
+            result = self._run_operator(func, args, kwargs or {})
+        else:
+            result = func(*args, **(kwargs or {}))
         if func is torch._C._set_grad_enabled:
             torch._C._set_fwd_grad_enabled(args[0])
         elif checkpoint_frame() is not self._frame:

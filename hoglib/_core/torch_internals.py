@@ -32,10 +32,16 @@ def transforms_active() -> bool:
     return bool(torch._C._are_functorch_transforms_active())
 
 
+def beneath(tensor: Any) -> Any:
+    """The tensor beneath the outermost wrapper of torch.func; itself where there is none."""
+    wrapped = _functorch.is_functorch_wrapped_tensor(tensor)
+    return _functorch.get_unwrapped(tensor) if wrapped else tensor
+
+
 def unwrap(tensor: Any) -> Any:
     """The tensor beneath the wrappers of torch.func, with all samples that vmap maps over."""
-    while _functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = _functorch.get_unwrapped(tensor)
+    while (inner := beneath(tensor)) is not tensor:
+        tensor = inner
     return tensor
 
 
@@ -438,6 +444,14 @@ def custom_function(node: Any) -> type[Function] | None:
         made_of = inspect.getclosurevars(function.backward).nonlocals
         function = made_of.get("autograd_function")
     return None if function is None else torch_library.as_written(function)[0]
+
+
+def cpp_function(node: Any) -> str:
+    """The name of the user's `torch::autograd::Function` in C++ that a node belongs to; "" for none."""
+    if type(node).__name__ != "CppFunction":  # what has no class of its own in Python
+        return ""
+    name: str = node.name()
+    return name.partition("CppNode<")[2].removesuffix(">")
 
 
 def backward_rule(function: type[Function]) -> Any:

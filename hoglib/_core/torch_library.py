@@ -5,9 +5,10 @@
 
     sine.register_autograd(backward, setup_context=setup_context)
 
-torch makes a Function of these rules. It has no setup_context, so that torch.func refuses it, and forward
-mode passes the operator by: what it returns has no tangent, without an error. Its class is torch's, and
-its last argument the state of the dispatcher. Here the same rules are a Function as a user writes one:
+torch makes a Function of these rules. It has no setup_context, so that torch.func refuses it, and
+forward mode passes the operator by: what it returns has no tangent, without an error. Its class is
+torch's, and its last argument the state of the dispatcher. Here the same rules are a Function as a user
+writes one:
 
     forward(*args)                    the operator, without derivatives
     setup_context, backward           the user's own
@@ -66,8 +67,8 @@ def call_as_function(
 def as_written(
     function: type[Function], args: tuple[Any, ...] = ()
 ) -> tuple[type[Function], tuple[Any, ...]]:
-    """An application of a Function, with the rules and the arguments that the user wrote where torch made
-    it of an operator's."""
+    """An application of a Function, with the rules and the arguments that the user wrote where torch
+    made it of an operator's."""
     if not _is_generated(function):
         return function, args
     overload, rules = _made_of(function)

@@ -28,6 +28,7 @@ from hoglib.errors import (
     UnsupportedError,
 )
 from hoglib.ring import ring, run
+from hoglib.stand_ins.mode import run_operator
 from hoglib.verification.function_rules import offers_jvp
 from hoglib.verification.subject import is_users
 
@@ -199,7 +200,8 @@ def by_forward(
     stand_ins = ActiveStandIns()
     with (
         torch_forward_mode.one_thread_in_forward_mode(CALLER),
-        without_stand_ins(), torch_forward_mode.StopsTangents(_refuse_checkpoint), stand_ins.resume(),
+        without_stand_ins(), torch_forward_mode.StopsTangents(_refuse_checkpoint, run_operator),
+        stand_ins.resume(),
         torch_internals.watching_functions(_refuse_own_jvp),
     ):  # fmt: skip
         # copies, because an operation in place changes both

@@ -25,8 +25,10 @@ from hoglib._core import pytree, torch_library, validation
 from hoglib._core.ambient import AMBIENT, inside
 from hoglib._core.state import preserve_random_state
 from hoglib._core.torch_internals import (
+    beneath,
     checkpoint_frame,
     first_sample,
+    forward_mode_active,
     function_mode,
     tracing,
     watching_functions,
@@ -167,17 +169,35 @@ class _SecondOrder(StandInMode):
         if replacement is not None:
             _recompute_inside()
             return replacement(*args, **kwargs)
-        if type(func) in torch_library.OPERATORS and not tracing():
-            call = torch_library.call_as_function(func, args, kwargs, _functions_of)
-            if call is not None:
-                function, args = call
-                return torch_library.result_of(func, function.apply(*args))
+        if type(func) in torch_library.OPERATORS:
+            return run_operator(func, args, kwargs)
         if type(func) is FunctionType:
             copy = without_override_check(func)
             if copy is not None:
                 with self:
                     return copy(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+def run_operator(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A call of an operator of torch.library; as a custom Function of the user's rules where something
+    is differentiated, because forward mode and torch.func take it for a constant."""
+    if forward_mode_active() or (
+        torch.is_grad_enabled() and not tracing() and any(map(_has_graph, pytree.leaves(args)))
+    ):
+        call = torch_library.call_as_function(operator, args, kwargs, _functions_of)
+        if call is not None:
+            function, args = call
+            return torch_library.result_of(operator, function.apply(*args))
+    return operator(*args, **kwargs)
+
+
+def _has_graph(x: Any) -> bool:
+    """Whether a tensor is differentiated, at any level of torch.func."""
+    if not isinstance(x, Tensor):
+        return False
+    inner = beneath(x)
+    return x.requires_grad or (inner is not x and _has_graph(inner))
 
 
 def _functions_of(operator: Any, args: Any, kwargs: Any) -> list[type[Function]]:

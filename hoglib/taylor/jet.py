@@ -179,6 +179,9 @@ def by_taylor(
                 run.seed(x, seed)
             value = call(*own)
         series = [run.coefficients(y) for y in value]
+        graph = graph_summary(value)
+        if graph.cpp_functions:  # what runs in its forward has no coefficients
+            raise Refused(f"the Function {', '.join(sorted(graph.cpp_functions))} in C++")
     except Refused as reason:
         if options.mode != "auto":
             raise UnsupportedError(
@@ -199,8 +202,7 @@ def by_taylor(
         )
     if options.keep and not (options.always or any(x.requires_grad for x in inputs)):
         ours = {id(x) for x in own}
-        leaves = [leaf for y in value for leaf in graph_summary(y).leaves.values()]
-        if all(id(leaf) in ours for leaf in leaves):  # nothing that a loss could go backward to
+        if all(key in ours for key in graph.leaves):  # nothing that a loss could go backward to
             value = [y.detach() for y in value]
             series = [known and [p if p is None else p.detach() for p in known] for known in series]
     LOGGER.debug("%s: Taylor coefficients to order %d", options.caller, algebra.order)

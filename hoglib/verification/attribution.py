@@ -469,11 +469,10 @@ def _operation_rows(subject: Subject, x: list[Tensor], wrong: list[str]) -> Iter
                 library = getattr(func, "namespace", "aten")
                 whose, fix = "torch's own ", "Use another mode, or another operation."
                 if library not in OWN:
-                    whose = f"the custom op {library}::"
+                    whose = f"the operator {library}::"
                     fix = (
-                        "See what its torch.library.register_autograd gets: setup_context must save "
-                        "inputs and outputs themselves, not intermediates or detached copies, and "
-                        "backward must be of differentiable torch operations."
+                        "Its backward must be of operations that can be differentiated, of saved "
+                        "inputs and outputs."
                     )
                 yield Row(
                     f"culprit: {called} in {mode.title}", "fail", None,

@@ -26,6 +26,7 @@ from hoglib._core.restoring import preserve_settings
 from hoglib._core.source_location import format_error
 from hoglib._core.swap import call_with
 from hoglib._core.torch_internals import gradients, transforms_active
+from hoglib._core.torch_library import OPERATORS
 from hoglib.errors import UnsupportedError
 
 # The memory layout of an argument: copies that have it too.
@@ -403,6 +404,8 @@ def name_of(fn: Any) -> str:
     owner: Any = getattr(fn, "__self__", None)
     if _is_function_class(owner):  # Function.apply
         return str(owner.__qualname__)
+    if type(fn) in OPERATORS:
+        return f"torch.ops.{fn}"
     if isbuiltin(fn):  # torch.sort and its like, whose owner is private to torch
         return str(fn.__name__)
     return str(getattr(fn, "__qualname__", type(fn).__name__))

@@ -47,6 +47,10 @@ RAISED = (
     "The backward of {name} raised it, at {line}. `hoglib.verify({name}, inputs)` shows whether it "
     "runs with a graph, which a second derivative needs."
 )
+IN_CPP = (
+    "{} was not examined, a torch::autograd::Function in C++. Whether its derivatives are right is not "
+    "known. `hoglib.verify(function, inputs)` checks the function that applies it."
+)
 # What a Function changes in place that others read.
 MUTATES = {
     "inputs": "{name} modifies an argument in place without ctx.mark_dirty: the derivative by it is "
@@ -116,6 +120,9 @@ class examined_functions:  # noqa: N801 a context manager
                 _report(self._caller, key[0], verdict, self._action, nothing_is_left=lost)
             elif text := functions.mutation(key):
                 _report(self._caller, key[0], Verdict("wrong", text), self._action)
+        if functions.in_cpp:
+            text = IN_CPP.format(", ".join(sorted(functions.in_cpp)))
+            _report(self._caller, Function, Verdict("not examined", text), self._action)
 
 
 def note_lost_graph(gradient: Gradient | None) -> None:
@@ -159,6 +166,7 @@ class AppliedFunctions:
         self.applied: dict[Key, Applied] = {}
         self.differentiated: dict[Key, int] = {}
         self.gradient_has_no_graph = False
+        self.in_cpp: set[str] = set()
         # those that change in place, undeclared, an argument of which the gradient is not theirs
         # alone, or an incoming gradient that others get, too: what, by MUTATES
         self._mutates: dict[Key, str] = {}
@@ -390,6 +398,7 @@ def _report(
             f"differentiated has no graph. `hvp(mode='finite-differences')` needs none."
         )
     reported = _REPORTED.setdefault(function, set())
-    if (caller, verdict.status) not in reported:
-        reported.add((caller, verdict.status))
+    what = verdict.text if function is Function else verdict.status
+    if (caller, what) not in reported:
+        reported.add((caller, what))
         warn(text)

@@ -487,7 +487,91 @@ class OnGraphAgain(OnGraph):
         return OnGraphAgain.back(g * OnGraphAgain.sums(x).cos())
 
 
+# Operators of torch.library, in each way that their rules are registered. Right: y = 2 x^2.
+
+
+def save(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def in_library(name, backward, kernel=lambda x: 2 * x**2, setup_context=save):
+    """An operator that is defined, implemented and differentiated by three calls."""
+    LIBRARY.define(f"{name}(Tensor x) -> Tensor")
+    LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+    torch.library.register_autograd(
+        f"hoglib_faults::{name}", backward, setup_context=setup_context, lib=LIBRARY
+    )
+    return getattr(torch.ops.hoglib_faults, name)
+
+
+LIBRARY = torch.library.Library("hoglib_faults", "FRAGMENT")
+
+
+@torch.library.custom_op("hoglib_faults::squares_b", mutates_args=())
+def squares_b(g: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return g * 4 * x
+
+
+squares_b.register_fake(lambda g, x: torch.empty_like(g))
+squares_b.register_autograd(lambda ctx, h: (h * 4 * ctx.saved_tensors[1], None), setup_context=save)
+
+
+def of_lists(name, of_one):
+    """Two tensors at once, as lists, and a factor by keyword."""
+
+    @torch.library.custom_op(f"hoglib_faults::{name}", mutates_args=())
+    def squares(xs: list[torch.Tensor], *, factor: float = 2.0) -> list[torch.Tensor]:
+        return [factor * x**2 for x in xs]
+
+    def setup_context(ctx, inputs, keyword_only_inputs, output):
+        ctx.save_for_backward(*inputs[0])
+        ctx.factor = keyword_only_inputs["factor"]
+
+    def backward(ctx, grads):
+        assert list(map(bool, ctx.needs_input_grad[0])) == [True, False]
+        pairs = zip(grads, ctx.saved_tensors, strict=True)
+        return [2 * ctx.factor * g * of_one(x) for g, x in pairs]
+
+    squares.register_fake(lambda xs, *, factor=2.0: list(map(torch.empty_like, xs)))
+    squares.register_autograd(backward, setup_context=setup_context)
+    return lambda x: squares([x, torch.ones(2, dtype=x.dtype)], factor=2.0)[0]
+
+
+@torch.library.triton_op("hoglib_faults::squares_t", mutates_args=())
+def squares_t(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x * x
+
+
+squares_t.register_autograd(
+    lambda ctx, g: g * ctx.slope,
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "slope", 4 * inputs[0].detach()),
+)
+
+
 WRONG = {
+    "an operator": (
+        in_library("detaches", lambda ctx, g: g * 4 * ctx.saved_tensors[0].detach()),
+        "torch.ops.hoglib_faults.detaches is wrong",
+    ),
+    "an operator, first order": (
+        in_library("factor", lambda ctx, g: g * 3 * ctx.saved_tensors[0]),
+        "first derivative of torch.ops.hoglib_faults.factor is wrong",
+    ),
+    "an operator in NumPy": (
+        in_library(
+            "numpy",
+            lambda ctx, g: torch.from_numpy(
+                g.detach().numpy() * 4 * ctx.saved_tensors[0].numpy(force=True)
+            ),
+        ),
+        "torch.ops.hoglib_faults.numpy",
+    ),
+    "linked operators": (
+        in_library("linked", lambda ctx, g: squares_b(g, *ctx.saved_tensors)),
+        "torch.ops.hoglib_faults.squares_b",
+    ),
+    "an operator of lists": (of_lists("lists", torch.Tensor.detach), "hoglib_faults.lists"),
+    "an operator of Triton": (squares_t, "ctx.slope"),
     "an intermediate saved": (SavesExp.apply, "SavesExp"),
     "an argument without gradient": (by_labels(LogLikelihood), "LogLikelihood"),
     "complex": (by_complex(ComplexCube), "ComplexCube"),
@@ -519,6 +603,8 @@ WRONG = {
     "fine steps": (FineSteps.apply, "rounds its input to fewer digits"),
 }
 RIGHT = {
+    "an operator": in_library("right", lambda ctx, g: g * 4 * ctx.saved_tensors[0]),
+    "an operator of lists": of_lists("lists_right", lambda x: x),
     "new style": functions.Cube.apply,
     "half precision": InHalfAgain.apply,
     "backward in half precision": MixesHalf.apply,

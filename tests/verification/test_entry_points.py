@@ -5,6 +5,8 @@ ENTRY_POINTS x (WRONG, RIGHT of faults.py). All that is public is an entry point
 
 import itertools
 import logging
+import shutil
+import subprocess
 import time
 import warnings
 
@@ -226,7 +228,7 @@ ALIKE = (
     "compiled_loss",
     "CurvatureMonitor",
 )
-FEW = ("an intermediate saved", "NumPy", "all of it", "new style", "under remat")
+FEW = ("an intermediate saved", "NumPy", "all of it", "new style", "under remat", "an operator")
 # Faults that do no harm at some entry points: Taylor mode differentiates what a forward does, in place or
 # not, and needs no backward of the tensor that it changed.
 RIGHT_ALL_THE_SAME = {"a changed argument": ("jet", "directional", "partial_derivative")}
@@ -821,3 +823,57 @@ def test_sparse_tensors_are_left_as_they_are(layout):
     assert_close(Shifted.left.values(), torch.full((3,), 2.0, dtype=F64))  # by the user's run alone
     with pytest.warns(UserWarning, match=r"second derivative of .*Lost is wrong"):
         hog.hvp(lambda x: Lost.apply(x).square().sum(), X, X)
+
+
+IN_CPP = """
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+#include <ATen/ATen.h>
+using namespace torch::autograd;
+struct Squares : Function<Squares> {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x) {
+    ctx->save_for_backward({x});
+    return 2 * x * x;
+  }
+  static variable_list backward(AutogradContext* ctx, variable_list g) {
+    return {g[0] * 4 * ctx->get_saved_variables()[0]};
+  }
+};
+at::Tensor squares(const at::Tensor& x) { return Squares::apply(x); }
+at::Tensor kernel(const at::Tensor& x) { return 2 * x * x; }
+TORCH_LIBRARY(hoglib_cpp, m) { m.def("squares(Tensor x) -> Tensor"); }
+TORCH_LIBRARY_IMPL(hoglib_cpp, Autograd, m) { m.impl("squares", &squares); }
+TORCH_LIBRARY_IMPL(hoglib_cpp, CompositeExplicitAutograd, m) { m.impl("squares", &kernel); }
+"""
+
+
+@pytest.fixture(scope="module")
+def squares_in_cpp(tmp_path_factory):
+    if (compiler := shutil.which("g++")) is None:
+        pytest.skip("needs g++")
+    from torch.utils.cpp_extension import include_paths, library_paths
+
+    folder = tmp_path_factory.mktemp("cpp")
+    (folder / "squares.cpp").write_text(IN_CPP)
+    paths = [f"-I{p}" for p in include_paths()] + [f"-L{p}" for p in library_paths()]
+    subprocess.run(
+        [compiler, "-O0", "-std=c++20", "-shared", "-fPIC", *paths, "squares.cpp", "-o", "squares.so",
+         "-lc10", "-ltorch_cpu", "-ltorch"],
+        cwd=folder, check=True,
+    )  # fmt: skip
+    torch.ops.load_library(folder / "squares.so")
+    return torch.ops.hoglib_cpp.squares
+
+
+@pytest.mark.full
+def test_a_function_in_cpp_is_named_as_not_examined(squares_in_cpp):
+    """Of its node Python sees the name alone."""
+    refused = ("compile", "compile without check", "compiled_loss", "hvp compiled", "r1 compiled")
+    for name, call in ENTRY_POINTS.items():
+        entry_points.forget_reports()
+        texts = told(call, squares_in_cpp)
+        assert any("Squares was not examined" in text for text in texts) or name in refused, name
+    assert hog.verify(squares_in_cpp, X).ok
+    with hog.second_order(on_wrong="ignore"):
+        L = hog.laplacian(lambda x: squares_in_cpp(x).sum(1), X)[1]
+    assert_close(L, torch.full_like(L, 12.0))
