@@ -10,6 +10,7 @@ From outside to inside:
     errors                 of the communication between processes that share parameters
     examination            custom Functions of the user's that are applied are examined at the end,
                            also where one of the others raises
+    torch.compile          what the user compiled runs uncompiled
     gradients              inference mode is off, and autograd records
     swapped parameters     stay in their modules until the end, for a backward that recomputes
     buffers                are restored at the end
@@ -35,6 +36,7 @@ from hoglib._core.closures import name_of, owner_of
 from hoglib._core.placement import WHOLE, Placement
 from hoglib._core.problem import Policy
 from hoglib._core.swap import keep_swapped, restore_buffers
+from hoglib._core.torch_internals import eagerly
 from hoglib.capture.api import kept_graph
 from hoglib.capture.capturing import runs_elsewhere
 from hoglib.stand_ins.mode import stand_ins_if
@@ -84,7 +86,7 @@ class ring:  # noqa: N801 a context manager
             contexts.append(placement.translate_errors(policy.caller))
         if examine:
             contexts.append(examined_functions(policy.caller, first_order=first_order))
-        contexts += (gradients(), keep_swapped())
+        contexts += (eagerly(), gradients(), keep_swapped())
         if buffers:
             contexts.append(restored := restore_buffers())
             self.modules = restored.modules

@@ -13,6 +13,7 @@ from torch.utils import _pytree
 
 import hoglib as hog
 from hoglib.ring import ring
+from tests.functions import Cube
 from tests.tensors import randn
 
 
@@ -90,6 +91,44 @@ def test_an_option_leaves_the_result_and_what_is_around_as_they_are(name, option
     else:
         torch.testing.assert_close(numbers(call(**given)), expected, rtol=1e-10, atol=1e-12)
     assert around() == before
+
+
+class Cubes(nn.Module):
+    def __init__(self, cube=Cube.apply):
+        super().__init__()
+        self.cube = cube
+
+    def forward(self, x):
+        return self.cube(x)
+
+
+@pytest.mark.filterwarnings("ignore:Using `torch.compile.module.` when there are global hooks")
+@pytest.mark.parametrize("compiled", ["a module", "a module in place", "a function"])
+def test_pieces_that_the_user_compiled_run_uncompiled(compiled):
+    """torch loses the second derivative of a custom Function in them, without an error."""
+    plain, block = Cubes(), Cubes()
+    if compiled == "a module in place":
+        block.compile(backend="aot_eager")
+    elif compiled == "a module":
+        block = torch.compile(block, backend="aot_eager")
+    else:
+        block = Cubes(torch.compile(Cube.apply, backend="aot_eager"))
+
+    def found(cubes):
+        model = nn.Sequential(MODEL[3], cubes)
+        loss, params = hog.functional_loss(model, F.mse_loss), hog.trainable_params(model)
+        ones = {name: torch.ones_like(p) for name, p in params.items()}
+        yield hog.hvp(loss, params, ones, BATCH)[1]
+        yield hog.HessianOperator(loss, params, BATCH) @ ones
+        yield hog.jvp(model, X, ONES)[1]
+        yield torch.autograd.grad(hog.penalties.r1(model, X), model[0].weight)
+        task = (BATCH, BATCH)
+        meta_loss = hog.MAML(model, F.mse_loss, inner_lr=0.1, inner_steps=2).loss([task])
+        yield torch.autograd.grad(meta_loss, model[0].weight)
+
+    pairs = zip(found(block), found(plain), strict=True)
+    for of_block, expected in pairs:
+        torch.testing.assert_close(numbers(of_block), numbers(expected), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

@@ -408,9 +408,27 @@ def has_compiled(module: torch.nn.Module) -> bool:
     return any(is_compiled(part) or part._compiled_call_impl is not None for part in parts)
 
 
-def eagerly(wanted: bool) -> AbstractContextManager[Any]:
-    """Compiled modules run as they were before: compiled code has no second derivative."""
-    return torch.compiler.set_stance("force_eager") if wanted else nullcontext()
+@final
+class eagerly:  # noqa: N801 a context manager
+    """Inside, what torch.compile made of modules and functions runs as it was before: compiled code has
+    no second derivative, and one with a custom Function a wrong one, without an error.
+
+    A class, as it stands around each derivative; `torch.compiler.set_stance` takes four times as long.
+    """
+
+    def __init__(self, wanted: bool = True) -> None:
+        self._wanted = wanted
+
+    def __enter__(self) -> None:
+        self._before = None
+        if self._wanted and has_dynamo() and not torch.compiler.is_compiling():
+            frames = torch._dynamo.eval_frame
+            if torch._C._dynamo.eval_frame.get_eval_frame_callback() in (None, False):  # not in what is compiled now
+                self._before = frames._set_stance(frames.DynamoStance("force_eager"))
+
+    def __exit__(self, *raised: object) -> None:
+        if self._before is not None:
+            torch._dynamo.eval_frame._set_stance(self._before)
 
 
 def no_autocast() -> AbstractContextManager[Any]:

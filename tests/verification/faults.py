@@ -38,6 +38,10 @@ class SavesExp(Function):
         return g * e
 
 
+class SavesExpCompiled(SavesExp):
+    pass
+
+
 class LogLikelihood(Function):
     """-log softmax(x) at the labels, which need no gradient; the probabilities are saved."""
 
@@ -549,6 +553,10 @@ squares_t.register_autograd(
 
 
 WRONG = {
+    "compiled by the user": (
+        torch.compile(lambda x: SavesExpCompiled.apply(x) + x, backend="aot_eager"),
+        "SavesExpCompiled",
+    ),
     "an operator": (
         in_library("detaches", lambda ctx, g: g * 4 * ctx.saved_tensors[0].detach()),
         "torch.ops.hoglib_faults.detaches is wrong",
@@ -603,6 +611,7 @@ WRONG = {
     "fine steps": (FineSteps.apply, "rounds its input to fewer digits"),
 }
 RIGHT = {
+    "compiled by the user": torch.compile(lambda x: functions.Cube.apply(x), backend="aot_eager"),
     "an operator": in_library("right", lambda ctx, g: g * 4 * ctx.saved_tensors[0]),
     "an operator of lists": of_lists("lists_right", lambda x: x),
     "new style": functions.Cube.apply,
