@@ -423,7 +423,10 @@ class eagerly:  # noqa: N801 a context manager
         self._before = None
         if self._wanted and has_dynamo() and not torch.compiler.is_compiling():
             frames = torch._dynamo.eval_frame
-            if torch._C._dynamo.eval_frame.get_eval_frame_callback() in (None, False):  # not in what is compiled now
+            if torch._C._dynamo.eval_frame.get_eval_frame_callback() in (
+                None,
+                False,
+            ):  # not in what is compiled now
                 self._before = frames._set_stance(frames.DynamoStance("force_eager"))
 
     def __exit__(self, *raised: object) -> None:

@@ -5,7 +5,7 @@ that it was applied to and near them.
 """
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from math import isnan
@@ -185,6 +185,8 @@ def _judged(given: Applied) -> Verdict:
     found = _compared(function, subject, here, options)
     if found.is_reported:
         found = _restricted(given, subject, here, options, found)
+    if found.is_reported and given.by_module is None:
+        found = _with_value_from_elsewhere(app, options, found)
     if found.status != "right" or not several or subject.half is not None:
         return found
     # other values may take another branch of backward
@@ -213,6 +215,61 @@ def _restricted(
         if Derivatives(subject, here, options).are_right():
             return RIGHT
     subject.restrict({})
+    return found
+
+
+# A value that is computed elsewhere, and gets its derivative here.
+#
+#     y = F(x, z) = z,    z = z(x) by a solver under no_grad,    backward: u -> B(x, y)^T u
+#
+# By itself F does not depend on x. Its second derivative is right where it is that of z(x), which is
+# known to first order: z + B (x' - x). The first one is right if B = dz/dx, which F cannot tell.
+
+ELSEWHERE = (
+    "the first derivative of {name} was not examined: its value is that of {given}, which is computed "
+    "elsewhere. Whether it is right is not known. `hoglib.verify(f, inputs)` checks a function f that "
+    "computes {given} and applies it; `surrogate = True` in the class says that it is."
+)
+
+
+def _with_value_from_elsewhere(app: Application, options: Options, found: Verdict) -> Verdict:
+    """The verdict of a Function that returns arguments by which it is not differentiated."""
+    function, by = app.function, app.by
+    point = [x.double() for x in (app.args[i] for i in by)]
+    with suppress(
+        Exception
+    ):  # no such argument; or it refuses float64, or its gradient has no derivative
+
+        def applied_to(xs: Sequence[Tensor], values: Mapping[int, Tensor]) -> Any:
+            args = [x.double() if is_float(x) else x for x in app.fresh()]
+            for i, x in [*zip(by, xs, strict=True), *values.items()]:
+                args[i] = x
+            return function.apply(*args)
+
+        own = [x.clone().requires_grad_() for x in point]
+        outputs = [y for y in pytree.tensors(applied_to(own, {})) if y.requires_grad]
+        constants = {i: x for i, x in enumerate(app.args) if is_float(x) and i not in by}
+        place_of = [
+            next(i for i, x in constants.items() if torch.equal(x.double(), y)) for y in outputs
+        ]
+        us = [torch.zeros_like(y, requires_grad=True) for y in outputs]
+        grads = calls.grad(outputs, own, us, create_graph=True)
+
+        def with_moved_value(*xs: Tensor) -> Any:
+            moves = [(x - a).detach() for x, a in zip(xs, point, strict=True)]
+            tangents = calls.grad(grads, us, moves, create_graph=True)
+            moved = [y + t for y, t in zip(outputs, tangents, strict=True)]
+            return applied_to(xs, {i: z.detach() for i, z in zip(place_of, moved, strict=True)})
+
+        subject = Subject(with_moved_value, tuple(point))
+        if subject.prepare() is None:
+            verdict = _compared(function, subject, [subject.x], options)
+            if verdict.status == "right" and not options.surrogate:
+                given = ", ".join(map(app.name, place_of))
+                verdict = Verdict(
+                    "not examined", ELSEWHERE.format(name=function.__qualname__, given=given)
+                )
+            found = verdict
     return found
 
 

@@ -368,6 +368,66 @@ def test_what_changes_no_product_is_not_told():
     assert hog.verify(AlmostLinear, X)["second derivative: reverse-over-reverse"].status == "fail"
 
 
+class Root(Function):
+    """z with z^2 = x + 3, as it was solved for elsewhere: the implicit derivative is attached."""
+
+    @staticmethod
+    def forward(ctx, z, x):
+        y = z.clone()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, g):
+        (y,) = ctx.saved_tensors
+        return None, g / (2 * y)
+
+
+class RootOfConstant(Root):
+    @staticmethod
+    def backward(ctx, g):
+        return None, g / (2 * ctx.saved_tensors[0].detach())
+
+
+class Sample(Function):
+    """z = mean + e^s n of a sampler that keeps no graph."""
+
+    surrogate = True  # its first derivative is that of the sampler, which it cannot show
+
+    @staticmethod
+    def forward(ctx, z, mean, s):
+        z = z.clone()
+        ctx.save_for_backward(z, mean)
+        return z
+
+    @staticmethod
+    def backward(ctx, g):
+        z, mean = ctx.saved_tensors
+        return None, g, g * (z - mean)
+
+
+def from_elsewhere(function):
+    def call(x):
+        given = (x.sin(), 0.3 * x) if function is Sample else (x,)
+        with torch.no_grad():
+            z = given[0] + given[1].exp() if function is Sample else (x + 3).sqrt()
+        return function.apply(z, *given)
+
+    return call
+
+
+@pytest.mark.parametrize("name", ["hvp", "r1", "MAML", "laplacian", "hypergradient"])
+def test_a_derivative_that_is_attached_to_a_value_from_elsewhere(name):
+    call = ENTRY_POINTS[name]
+    (text,) = told(call, from_elsewhere(Root))
+    assert "the first derivative of Root was not examined: its value is that of `z`" in text
+    assert told(call, from_elsewhere(Sample)) == []
+    (text,) = told(call, from_elsewhere(RootOfConstant))
+    assert "the second derivative of RootOfConstant is wrong" in text
+    for function in (Root, Sample):
+        assert hog.verify(from_elsewhere(function), X).ok
+
+
 def test_a_backward_that_is_another_one_with_a_graph_is_told_as_that():
     (text,) = told(hvp, WRONG["zero with a graph"][0])
     assert text.startswith("hvp: the first derivative of WithoutGraph is wrong")
