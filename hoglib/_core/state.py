@@ -455,13 +455,25 @@ def same(a: Tensor, b: Any) -> bool:
         return False
     if a.layout is not torch.strided:
         a, b = a.to_dense(), b.to_dense()
+    elif is_freed(a) or is_freed(b):
+        return False
     floating = a.is_floating_point() or a.is_complex()
     return bool(torch.equal(a.nan_to_num(), b.nan_to_num()) if floating else torch.equal(a, b))
+
+
+def is_freed(x: Tensor) -> bool:
+    """Whether the memory of a tensor was released beneath it (`x.untyped_storage().resize_(0)`), so
+    that to read it ends the process."""
+    if x.layout is not torch.strided or not x.numel() or x.device.type == "meta":
+        return False
+    return x.data_ptr() == 0 or not x.untyped_storage().nbytes()
 
 
 def put_back(x: Tensor, value: Tensor) -> None:
     """Gives x the value of a copy, of the same layout, in the memory that it has; its version counter
     stays."""
+    if is_freed(x):
+        x.untyped_storage().resize_(value.untyped_storage().nbytes())
     if x.layout is not torch.sparse_coo:
         x.data.copy_(value)
     # copy_ would give it other memory, and `x.data` is another tensor

@@ -19,7 +19,7 @@ from hoglib._core.closures import STATE, ClosureWalker
 from hoglib._core.element_differences import max_abs
 from hoglib._core.pytree import is_float
 from hoglib._core.source_location import error_line
-from hoglib._core.state import put_back, same
+from hoglib._core.state import is_freed, put_back, same
 from hoglib._core.torch_internals import backward_rule
 from hoglib.verification import function_rules
 from hoglib.verification.call import PrecisionWatch, seed_all
@@ -196,6 +196,11 @@ IN_PLACE = {
     "saved tensors": ("backward changes a saved tensor", "`x * 2`, not `x.mul_(2)`", ""),
 }  # fmt: skip
 
+FREES = (
+    "forward frees the memory of {}: whatever else reads it ends the process. Free what forward "
+    "computed itself, or a copy that nothing else holds."
+)
+
 
 def in_place(app: Application) -> Iterator[Row]:
     seed_all()
@@ -205,6 +210,7 @@ def in_place(app: Application) -> Iterator[Row]:
     with InPlaceWatch() as watch:
         run = app.run(args)
     changed = {"inputs": inputs.changed(watch.places)}
+    freed = [name for name, x in named.items() if isinstance(x, Tensor) and is_freed(x)]
     for name, x in named.items():
         if any(x is declared for declared in run.record.dirty):
             changed["inputs"].pop(name, None)
@@ -232,6 +238,8 @@ def in_place(app: Application) -> Iterator[Row]:
         )
         only_buffers = what == "inputs" and not any(app.name(i) in places for i in app.by)
         status = "warn" if only_buffers else "fail"
+        if what == "inputs" and places.keys() <= {*freed}:
+            places, status, text = dict.fromkeys(freed), "warn", FREES.format(", ".join(freed))
         yield finding(f"in-place: {what}", text if places else "", status)
 
 
@@ -322,7 +330,7 @@ class Snapshot:
         self._was = {
             name: (x, x._version, x.detach().clone())
             for name, x in tensors.items()
-            if isinstance(x, Tensor)
+            if isinstance(x, Tensor) and not is_freed(x)
         }
 
     def changed(self, places: dict[int, source_location.SourceLine | None]) -> Changes:

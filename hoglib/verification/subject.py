@@ -21,7 +21,7 @@ from hoglib._core.closures import held
 from hoglib._core.element_differences import max_abs, random_like
 from hoglib._core.gradient_graph import graph_summary
 from hoglib._core.pytree import is_float
-from hoglib._core.state import preserve_random_state
+from hoglib._core.state import preserve_random_state, put_back, same
 from hoglib._core.torch_internals import backward_rule, watching_functions
 from hoglib.verification import call as calls
 from hoglib.verification import function_rules
@@ -487,11 +487,11 @@ class Subject:
         before = [x.clone() for x in self.x]
         call.leaves(*self.x)  # it may change its inputs, whether it says so or not
         pairs = zip(before, self.x, strict=True)
-        call.clone |= any(not torch.equal(a, b) for a, b in pairs) or any(
+        call.clone |= any(not same(a, b) for a, b in pairs) or any(
             app.declares_changes() for app in self.applications
         )
         for x, value in zip(self.x, before, strict=True):
-            x.copy_(value)
+            put_back(x, value)
         self.find_outputs()
         if not self.output_indices:
             return Row(

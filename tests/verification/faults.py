@@ -42,6 +42,29 @@ class SavesExpCompiled(SavesExp):
     pass
 
 
+class Frees(Function):
+    """y = e^x, as a reversible block: the memory of x is free until backward computes it from y."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y = x.exp()
+        ctx.save_for_backward(y)
+        x.untyped_storage().resize_(0)
+        return y
+
+    @staticmethod
+    def backward(ctx, g):
+        (y,) = ctx.saved_tensors
+        return g * y
+
+
+class FreesAndDetaches(Frees):
+    @staticmethod
+    def backward(ctx, g):
+        (y,) = ctx.saved_tensors
+        return g * y.detach()
+
+
 class LogLikelihood(Function):
     """-log softmax(x) at the labels, which need no gradient; the probabilities are saved."""
 
@@ -553,6 +576,7 @@ squares_t.register_autograd(
 
 
 WRONG = {
+    "frees its argument": (lambda x: FreesAndDetaches.apply(0.3 * x), "FreesAndDetaches"),
     "compiled by the user": (
         torch.compile(lambda x: SavesExpCompiled.apply(x) + x, backend="aot_eager"),
         "SavesExpCompiled",
@@ -611,6 +635,7 @@ WRONG = {
     "fine steps": (FineSteps.apply, "rounds its input to fewer digits"),
 }
 RIGHT = {
+    "frees its argument": lambda x: Frees.apply(0.3 * x),
     "compiled by the user": torch.compile(lambda x: functions.Cube.apply(x), backend="aot_eager"),
     "an operator": in_library("right", lambda ctx, g: g * 4 * ctx.saved_tensors[0]),
     "an operator of lists": of_lists("lists_right", lambda x: x),

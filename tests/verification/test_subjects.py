@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hoglib as hog
 from hoglib.errors import UnsupportedError
+from tests.verification.faults import Frees
 from tests.zoo.right import InSingle
 
 draw = torch.Generator().manual_seed(0)
@@ -293,3 +294,9 @@ def test_a_reference_that_leaves_torch_is_compared_by_value():
     report = right(torch.sin, x, reference=lambda t: torch.as_tensor(t.detach().numpy()).sin())
     assert report["reference: value"].status == "pass"
     assert "leaves torch" in report["reference: first derivative"].text
+
+
+def test_a_function_that_frees_the_memory_of_its_argument():
+    row = right(Frees, x)["in-place: inputs"]
+    assert row.status == "warn"
+    assert "frees the memory of `x`" in row.text
