@@ -30,9 +30,10 @@ from hoglib.verification.comparison import (
 from hoglib.verification.contract import preserved_grads
 from hoglib.verification.derivatives import FIRST, Derivatives
 from hoglib.verification.entry_points import no_examination
-from hoglib.verification.examination import applied, examine, other_points_rows
+from hoglib.verification.examination import Verdict, applied, examine, other_points_rows
 from hoglib.verification.report import MODES, ORDINALS, Report, Row
 from hoglib.verification.subject import (
+    Application,
     Chosen,
     Subject,
     as_function,
@@ -208,6 +209,9 @@ def _rows(
             yield from contract.check(app, surrogate=True)
         return
     yield from _notes(subject)
+    if as_function(subject.fn) is None and any(_is_surrogate(app) for app in subject.applications):
+        yield from _apart(subject)
+        options = replace(options, orders=())
     points = [subject.x, subject.perturbed_point()]
     derivatives = Derivatives(subject, points, options)
     if options.surrogate:
@@ -362,11 +366,30 @@ def _other_values(subject: Subject, options: Options) -> Iterator[Row]:
 def _alone(subject: Subject) -> Iterator[Row]:
     """Each custom Function by itself, where the noise of a narrow dtype may hide its share of the
     second derivative."""
+    for name, verdict in _each(subject):
+        if verdict.status == "wrong":
+            yield Row(f"{ALONE} {name}", "warn", None, f"{verdict.text} {HIDDEN}")
+
+
+def _apart(subject: Subject) -> Iterator[Row]:
+    """Each custom Function by itself, of a function with a surrogate in it, from which the derivative of
+    the whole differs on purpose."""
+    marked = ", ".join(app.function.__name__ for app in subject.applications if _is_surrogate(app))
+    text = f"{marked} is marked as a surrogate: the whole has no derivative to compare with."
+    yield Row(FIRST, "skip", None, f"{text} Each Function in it is verified by itself.")
+    for name, verdict in _each(subject):
+        status = {"right": "pass", "wrong": "fail"}.get(verdict.status, "warn")
+        yield Row(f"{ALONE} {name}", status, None, verdict.text)
+
+
+def _each(subject: Subject) -> Iterator[tuple[str, Verdict]]:
     for app in subject.applications:
         by = tuple(i in app.by for i in range(len(app.args)))
-        verdict = examine(applied(app.function, app.args, by, ""))
-        if verdict.status == "wrong":
-            yield Row(f"{ALONE} {app.function.__name__}", "warn", None, f"{verdict.text} {HIDDEN}")
+        yield app.function.__name__, examine(applied(app.function, app.args, by, ""))
+
+
+def _is_surrogate(app: Application) -> bool:
+    return getattr(app.function, "surrogate", False) is True
 
 
 def _rounds(subject: Subject) -> bool:

@@ -300,3 +300,35 @@ def test_a_function_that_frees_the_memory_of_its_argument():
     row = right(Frees, x)["in-place: inputs"]
     assert row.status == "warn"
     assert "frees the memory of `x`" in row.text
+
+
+class Rounding(Function):
+    """Rounds, with the gradient of tanh, which its class says."""
+
+    surrogate = True
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.round()
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return g * (1 - x.tanh() ** 2)
+
+
+class RoundingDetached(Rounding):
+    @staticmethod
+    def backward(ctx, g):
+        return Rounding.backward(ctx, g).detach()
+
+
+@pytest.mark.parametrize("options", [{}, {"surrogate": True}])
+def test_a_function_with_a_marked_surrogate_in_it(options):
+    layer = nn.Linear(3, 3)
+    report = right(lambda x: Rounding.apply(layer(x)).sin(), x, **options)
+    assert "Rounding is marked" in report["first derivative: reverse"].text
+    assert report["second derivative: of Rounding"].status == "pass"
+    report = hog.verify(lambda x: RoundingDetached.apply(layer(x)).sin(), x, **options)
+    assert [row.name for row in report.failed] == ["second derivative: of RoundingDetached"]
