@@ -1,13 +1,12 @@
 """Where in the user's code something happens: for warnings, and for the lines that messages name."""
 
-import inspect
 import linecache
 import os
 import re
 import sys
 import sysconfig
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from traceback import walk_stack, walk_tb
 from types import FrameType
 from typing import NamedTuple
@@ -173,19 +172,14 @@ def _innermost_first(error: BaseException) -> list[tuple[FrameType, int]]:
     return [*walk_tb(error.__traceback__)][::-1]
 
 
-def line_in(error: BaseException, function: Callable[..., object]) -> SourceLine | None:
-    """The line of a Python function in which an error, or what caused it, was raised; None if it was
-    raised elsewhere."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
+def frames_of(error: BaseException) -> Iterator[tuple[FrameType, int]]:
+    """The frames that an error, or what caused it, passed, and the lines in them."""
     cause: BaseException | None = error
     seen = set()  # the context of a cause may be the error itself
-    while cause is not None and code is not None and id(cause) not in seen:
+    while cause is not None and id(cause) not in seen:
         seen.add(id(cause))
-        for frame, line in walk_tb(cause.__traceback__):
-            if frame.f_code is code:
-                return SourceLine(code.co_filename, line)
+        yield from walk_tb(cause.__traceback__)
         cause = cause.__cause__ or cause.__context__
-    return None
 
 
 def format_error(error: BaseException) -> str:

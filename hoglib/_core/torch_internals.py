@@ -10,7 +10,7 @@ import inspect
 import math
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, final
@@ -24,7 +24,7 @@ from torch.autograd import function as torch_function
 from torch.autograd.function import _SingleLevelFunction
 from torch.overrides import TorchFunctionMode
 
-from hoglib._core import torch_library
+from hoglib._core import source_location, torch_library
 
 
 def transforms_active() -> bool:
@@ -478,6 +478,20 @@ def cpp_function(node: Any) -> str:
 def backward_rule(function: type[Function]) -> Any:
     """Its backward, under either of the names that torch accepts."""
     return function.backward if function.vjp is Function.vjp else function.vjp
+
+
+def backward_lines(
+    frames: Iterable[tuple[Any, int]],
+) -> Iterator[tuple[type[Function], source_location.SourceLine]]:
+    """The custom Functions whose backward is among frames, which have its context, and the lines."""
+    for frame, line in frames:
+        first = frame.f_code.co_varnames[:1]
+        function = custom_function(frame.f_locals.get(first[0])) if first else None
+        if function is None:
+            continue
+        file = frame.f_code.co_filename
+        if getattr(inspect.unwrap(backward_rule(function)), "__code__", None) is frame.f_code:
+            yield function, source_location.SourceLine(file, line)
 
 
 def is_once_differentiable(function: type[Function]) -> bool:

@@ -372,8 +372,8 @@ def _alone(subject: Subject) -> Iterator[Row]:
 
 
 def _apart(subject: Subject) -> Iterator[Row]:
-    """Each custom Function by itself, of a function with a surrogate in it, from which the derivative of
-    the whole differs on purpose."""
+    """Each custom Function by itself, of a function with a surrogate in it, from which the derivative
+    of the whole differs on purpose."""
     marked = ", ".join(app.function.__name__ for app in subject.applications if _is_surrogate(app))
     text = f"{marked} is marked as a surrogate: the whole has no derivative to compare with."
     yield Row(FIRST, "skip", None, f"{text} Each Function in it is verified by itself.")

@@ -21,7 +21,7 @@ from hoglib._core import pytree, torch_internals
 from hoglib._core.ambient import AMBIENT, inside
 from hoglib._core.autograd import Gradient
 from hoglib._core.recomputation import inside_recomputation
-from hoglib._core.source_location import line_in, warn
+from hoglib._core.source_location import frames_of, warn
 from hoglib._core.torch_internals import watching_functions
 from hoglib._core.torch_modes import value_checks_on, without_stand_ins
 from hoglib.errors import HoglibError, NoSecondDerivative, VerificationError
@@ -51,6 +51,7 @@ IN_CPP = (
     "{} was not examined, a torch::autograd::Function in C++. Whether its derivatives are right is not "
     "known. `hoglib.verify(function, inputs)` checks the function that applies it."
 )
+CHANGED = "It may be in the backward of {}, which `hoglib.verify` checks."
 # What a Function changes in place that others read.
 MUTATES = {
     "inputs": "{name} modifies an argument in place without ctx.mark_dirty: the derivative by it is "
@@ -333,20 +334,30 @@ class AppliedFunctions:
 
 
 def _explain(error: Exception, functions: AppliedFunctions) -> None:
-    """Adds to an error which of the Functions that were differentiated raised it, or lost the graph,
-    and in which line."""
+    """Adds to an error which Function's backward raised it, also within that of another one, or which
+    of those that were differentiated lost the graph, and in which line."""
+    texts = [
+        RAISED.format(name=function.__qualname__, line=line)
+        for function, line in dict(torch_internals.backward_lines(frames_of(error))).items()
+    ][-1:]
+    if texts and "backward through the graph a second time" in str(error):
+        texts[0] += " `hoglib.ops.remat` recomputes what can be differentiated again."
     for key in functions.differentiated:
-        text, function = "", key[0]
-        if line := line_in(error, torch_internals.backward_rule(function)):
-            text = RAISED.format(name=function.__qualname__, line=line)
-        elif isinstance(error, NoSecondDerivative):
+        if not texts and isinstance(error, NoSecondDerivative):
             verdict = functions.verdict(key)
-            text = verdict.text if verdict.status == "wrong" and verdict.second else ""
-        if text and text not in str(error):
-            if isinstance(error, HoglibError):
-                error.args = (f"{error} {text[0].upper()}{text[1:]}", *error.args[1:])
-            else:
-                error.add_note(text)
+            texts += [verdict.text] * (verdict.status == "wrong" and verdict.second)
+    names = [
+        f.__qualname__ for f, _ in functions.differentiated if f.__qualname__ not in str(error)
+    ]
+    if "modified by an inplace operation" in str(error) and names and not texts:
+        texts = [CHANGED.format(", ".join(dict.fromkeys(names)))]
+    for text in texts:
+        if text in str(error):
+            continue
+        if isinstance(error, HoglibError):
+            error.args = (f"{error} {text[0].upper()}{text[1:]}", *error.args[1:])
+        else:
+            error.add_note(text)
 
 
 def _runs_again() -> bool:

@@ -937,3 +937,46 @@ def test_a_function_in_cpp_is_named_as_not_examined(squares_in_cpp):
     with hog.second_order(on_wrong="ignore"):
         L = hog.laplacian(lambda x: squares_in_cpp(x).sum(1), X)[1]
     assert_close(L, torch.full_like(L, 12.0))
+
+
+class Asserts(Function):
+    """Refuses, within the backward of another Function."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, g):
+        assert not g.any()
+        return 2 * g
+
+
+class ByAnother(Cube):
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return g * 1.5 * x * Asserts.apply(x)
+
+
+class InPlaceInBackward(Cube):
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        slope = x * x
+        grad = g * slope.sin()
+        slope.mul_(3)
+        return grad
+
+
+@pytest.mark.parametrize("name", ["hvp", "MAML", "hypergradient"])
+def test_what_raises_in_a_backward_is_named(name):
+    with pytest.raises(AssertionError) as raised:
+        ENTRY_POINTS[name](ByAnother.apply)
+    (note,) = raised.value.__notes__
+    assert "The backward of Asserts raised it, at " in note
+    assert "`assert not g.any()`" in note
+    with pytest.raises((RuntimeError, NoSecondDerivative)) as changed:
+        ENTRY_POINTS[name](InPlaceInBackward.apply)
+    text = " ".join([str(changed.value), *getattr(changed.value, "__notes__", [])])
+    assert "backward of InPlaceInBackward" in text
