@@ -1,0 +1,150 @@
+"""Right Functions and their mutants, in each form that a user can write: the mutants are told, and the
+right ones are equal to torch's own and are not."""
+
+import itertools
+import warnings
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.autograd import Function
+from torch.testing import assert_close
+
+import hoglib as hog
+
+
+class Formula(NamedTuple):
+    """y of x [N, 3] and w [3], and the terms of both gradients, of the incoming gradient and x, w."""
+
+    forward: object
+    by_x: tuple
+    by_w: tuple
+
+
+FORMULAS = {
+    "scaled sine": Formula(
+        lambda x, w: x.sin() * w,
+        (lambda g, x, w: g * x.cos() * w,),
+        (lambda g, x, w: (g * x.sin()).sum(0),),
+    ),
+    "square and product": Formula(
+        lambda x, w: x**2 + x * w,
+        (lambda g, x, w: 2 * g * x, lambda g, x, w: g * w),
+        (lambda g, x, w: (g * x).sum(0),),
+    ),
+    "radial": Formula(
+        lambda x, w: torch.exp(-((x - w) ** 2)),
+        (lambda g, x, w: -2 * g * (x - w) * torch.exp(-((x - w) ** 2)),),
+        (lambda g, x, w: (2 * g * (x - w) * torch.exp(-((x - w) ** 2))).sum(0),),
+    ),
+    "softmax": Formula(
+        lambda x, w: torch.softmax(x * w, 1),
+        (
+            lambda g, x, w: g * torch.softmax(x * w, 1) * w,
+            lambda g, x, w: -(g * torch.softmax(x * w, 1)).sum(1, True) * torch.softmax(x * w, 1) * w,
+        ),
+        (
+            lambda g, x, w: (g * torch.softmax(x * w, 1) * x).sum(0),
+            lambda g, x, w: -(
+                (g * torch.softmax(x * w, 1)).sum(1, True) * torch.softmax(x * w, 1) * x
+            ).sum(0),
+        ),
+    ),
+}  # fmt: skip
+# A mutation of the terms of one gradient; None where it has none.
+MUTATIONS = {
+    "a term is dropped": lambda terms: terms[:-1] if len(terms) > 1 else None,
+    "x is detached": lambda terms: [lambda g, x, w, t=t: t(g, x.detach(), w) for t in terms],
+    "w is detached": lambda terms: [lambda g, x, w, t=t: t(g, x, w.detach()) for t in terms],
+    "a sign is wrong": lambda terms: [lambda g, x, w: -terms[0](g, x, w), *terms[1:]],
+    "another factor": lambda terms: [lambda g, x, w: 1.1 * terms[0](g, x, w), *terms[1:]],
+    "the mean of examples": lambda terms: [lambda g, x, w, t=t: t(g, x, w) / len(x) for t in terms],
+}
+NUMBERS = itertools.count()
+
+
+def save(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def classic(forward, backward):
+    def run(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return forward(x, w)
+
+    name = f"Classic{next(NUMBERS)}"
+    rules = {"forward": staticmethod(run), "backward": staticmethod(backward)}
+    return type(name, (Function,), rules).apply
+
+
+def new_style(forward, backward):
+    rules = {"forward": forward, "setup_context": save, "backward": backward}
+    made = type(f"New{next(NUMBERS)}", (Function,), {k: staticmethod(v) for k, v in rules.items()})
+    return made.apply
+
+
+def operator(forward, backward):
+    def run(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return forward(x, w)
+
+    made = torch.library.custom_op(f"hoglib_mutants::op{next(NUMBERS)}", run, mutates_args=())
+    made.register_autograd(backward, setup_context=save)
+    return made
+
+
+LIBRARY = torch.library.Library("hoglib_mutants", "FRAGMENT")
+
+
+def defined(forward, backward):
+    name = f"defined{next(NUMBERS)}"
+    LIBRARY.define(f"{name}(Tensor x, Tensor w) -> Tensor")
+    LIBRARY.impl(name, forward, "CompositeExplicitAutograd")
+    torch.library.register_autograd(
+        f"hoglib_mutants::{name}", backward, setup_context=save, lib=LIBRARY
+    )
+    return getattr(torch.ops.hoglib_mutants, name)
+
+
+def found(function, x, w):
+    """The product of a Hessian, and what was said of it."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        loss = lambda p: function(p["x"], p["w"]).sin().sum()  # noqa: E731
+        v = {"x": torch.cos(3 * x), "w": torch.cos(2 * w)}
+        product = hog.hvp(loss, {"x": x, "w": w}, v)[1]
+    return product, [str(one.message) for one in said]
+
+
+def made(form, formula, by_x, by_w):
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        return sum(t(g, x, w) for t in by_x), sum(t(g, x, w) for t in by_w)
+
+    return form(formula.forward, backward)
+
+
+@pytest.mark.parametrize("form", [classic, new_style, operator, defined])
+@settings(
+    max_examples=10, deadline=None, derandomize=True, database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)  # fmt: skip
+@given(
+    name=st.sampled_from([*FORMULAS]), mutation=st.sampled_from([*MUTATIONS]),
+    by=st.sampled_from("xw"), n=st.integers(2, 4), seed=st.integers(0, 1000),
+)  # fmt: skip
+def test_mutants_are_told_and_right_ones_are_not(form, name, mutation, by, n, seed):
+    formula, random = FORMULAS[name], torch.Generator().manual_seed(seed)
+    x, w = (torch.randn(s, generator=random, dtype=torch.float64) for s in ((n, 3), (3,)))
+    expected, _ = found(formula.forward, x, w)
+    product, said = found(made(form, formula, formula.by_x, formula.by_w), x, w)
+    assert_close(product, expected)
+    assert said == []
+    terms = {"x": formula.by_x, "w": formula.by_w}
+    terms[by] = MUTATIONS[mutation](terms[by])
+    if terms[by] is None:
+        return
+    product, said = found(made(form, formula, terms["x"], terms["w"]), x, w)
+    is_wrong = not all(torch.allclose(product[k], expected[k], rtol=1e-6) for k in product)
+    assert any("derivative of" in text and "is wrong" in text for text in said) == is_wrong
