@@ -9,6 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
+import hoglib as hog
 from hoglib._core import torch_internals, torch_kernels, torch_sharding
 from hoglib._core.torch_modes import AutocastState
 from tests.functions import Cube
@@ -377,3 +378,55 @@ def test_each_backward_pass_has_a_number_of_its_own():
         torch.autograd.grad(y, x, retain_graph=True)
     assert torch_internals.running_backward() == -1
     assert len({-1, *found}) == 3
+
+
+@torch.library.custom_op("hoglib_internals::scaled_sine", mutates_args=())
+def scaled_sine(x: torch.Tensor, *, by: float = 2.0) -> torch.Tensor:
+    return by * x.sin()
+
+
+def _keep(ctx, inputs, keyword_only_inputs, output):
+    ctx.save_for_backward(*inputs)
+    ctx.by = keyword_only_inputs["by"]
+
+
+def _slope(ctx, g):
+    return ctx.by * g * ctx.saved_tensors[0].cos()
+
+
+scaled_sine.register_autograd(_slope, setup_context=_keep)
+
+
+def test_operators_have_the_rules_that_the_user_registered():
+    at = torch.tensor([0.3, 0.4], requires_grad=True)
+    seen = []
+    with torch_internals.watching_functions(lambda function, args: seen.append((function, args))):
+        y = scaled_sine(at, by=3.0)
+    ((function, args),) = seen
+    assert function.__qualname__ == "torch.ops.hoglib_internals.scaled_sine"
+    assert args[:2] == (at, 3.0)
+    assert torch_internals.custom_function(y.grad_fn) is function
+    assert torch.equal(function.apply(*args), y)
+    ours, torchs = (torch.autograd.grad(z.sum(), at)[0] for z in (function.apply(*args), y))
+    assert torch.equal(ours, torchs)
+
+
+def test_forward_mode_of_torch_drops_the_tangent_of_an_operator():
+    """If this fails, `stand_ins.mode.run_operator` may leave right ones to torch."""
+    f = lambda x: scaled_sine(x) + x  # noqa: E731
+    _, tangent = torch.func.jvp(f, (x,), (torch.ones_like(x),))
+    assert tangent == 1
+    _, found = hog.jvp(f, x, torch.ones_like(x))
+    torch.testing.assert_close(found, 2 * x.cos() + 1)
+
+
+def test_compiled_pieces_run_as_they_were():
+    calls = []
+    piece = torch.compile(
+        lambda x: calls.append(torch.compiler.is_compiling()) or x.sin(), backend="eager"
+    )
+    with torch_internals.eagerly():
+        piece(x)
+    assert calls == [False]
+    stance = torch._dynamo.eval_frame._stance
+    assert stance.stance == "default"
