@@ -2,18 +2,21 @@
 
 import json as json_format
 import platform
+import re
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from inspect import getdoc
 from typing import Any
 
 import torch
 
+from hoglib import ops as hog_ops
 from hoglib._version import __version__
 from hoglib.auditing.api import audit as audit_loss
 from hoglib.auditing.problem import problems
 from hoglib.capture.backend import cache_dir, cpp_compiler
-from hoglib.cli import op_table, self_test
+from hoglib.cli import self_test
 from hoglib.cli.isolation import Check, Targets, found_here, found_in_child
 from hoglib.cli.outcomes import RIGHT, WRONG, Outcomes, stdout_for
 from hoglib.cli.targets import SAMPLES, Target, factories, functions, object_of
@@ -96,7 +99,7 @@ def _problems(name: str, factory: Callable[[], Any], options: dict[str, Any]) ->
 
 def ops(*, markdown: bool) -> int:
     """`hoglib ops`: the table of ops."""
-    print((op_table.markdown if markdown else op_table.text)(op_table.rows()))
+    print((op_markdown if markdown else op_text)(op_rows()))
     return RIGHT
 
 
@@ -181,3 +184,46 @@ def _stand_ins_text(stand_ins: list[dict[str, Any]]) -> str:
                 lines += [" " * (width + 4) + line for line in rest]
     keys = ", ".join(f"{mode.key} {mode.title}" for mode in MODES.values())
     return "\n".join([*lines, "", *textwrap.wrap(f"Modes: {keys}.", WIDTH)])
+
+
+HEAD = ("op", "equation", "orders")
+# By what a docstring says; of others the second derivative is 0, or follows a convention stated there.
+_ORDERS = {
+    "no derivative of any order": "none",
+    "as many orders as derivatives were given": "as given",
+    "to any order": "any",
+}
+
+
+def op_rows() -> list[tuple[str, str, str]]:
+    """Each op by its name, the first line of its equations, and the orders of its derivatives."""
+    return [
+        (name, *_of_docstring(getdoc(getattr(hog_ops, name)) or "")) for name in hog_ops.__all__
+    ]
+
+
+def _of_docstring(text: str) -> tuple[str, str]:
+    body = text.split("\nArgs:")[0]
+    equation = re.search(r"^    (.+)$", body, re.MULTILINE)
+    assert equation is not None
+    words = " ".join(body.split()).lower()
+    orders = next((cell for said, cell in _ORDERS.items() if said in words), "first")
+    return re.sub(r",? {2,}", "; ", equation[1].strip()), orders
+
+
+def op_text(table: list[tuple[str, str, str]]) -> str:
+    """The table in aligned columns, for a terminal or a log."""
+    lines = [HEAD, *table]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(HEAD))]
+    ruled = [
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    ]
+    return "\n".join([ruled[0], "-" * len(ruled[0]), *ruled[1:]])
+
+
+def op_markdown(table: list[tuple[str, str, str]]) -> str:
+    """The table for a page of the docs."""
+    escaped = [[re.sub(r"([|\[])", r"\\\1", cell) for cell in line] for line in table]  # no links
+    lines = [list(HEAD), ["---"] * len(HEAD), *escaped]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -30,16 +30,21 @@ from hoglib._core.gradient_graph import graph_summary
 from hoglib._core.placement import Sharding
 from hoglib._core.problem import OPTION_NAMES, Options, Policy, Problem, check_option_names
 from hoglib._core.source_location import warn
-from hoglib.curvature.data import IGNORED, Batches, BatchSize, LocalBatch, counted_labels, in_step
-from hoglib.curvature.likelihood import check_reduction
-from hoglib.curvature.linear_operator import ProgressBar
-from hoglib.curvature.processes import (
+from hoglib.curvature.data import (
+    IGNORED,
+    Batches,
+    BatchSize,
+    LocalBatch,
     PassTotals,
     Processes,
     checksum_of_rows,
     combine,
     constants_of,
+    counted_labels,
+    in_step,
 )
+from hoglib.curvature.likelihood import check_reduction
+from hoglib.curvature.linear_operator import ProgressBar
 from hoglib.curvature.reproducibility import Determinism, Symmetry, close
 from hoglib.curvature.vector_space import Space
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, NondeterministicError

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from hoglib._core import pytree, validation
+from hoglib.curvature.data import PassTotals, Processes
 from hoglib.curvature.dataset_sum import DATA_OPTIONS, DataOptions, DatasetSum, split_options
+from hoglib.curvature.estimates import Estimate
 from hoglib.curvature.fisher_metric import FisherKind, FisherMetric
 from hoglib.curvature.gauss_newton import GaussNewtonKind
 from hoglib.curvature.kronecker import (
@@ -24,8 +26,6 @@ from hoglib.curvature.layer_calls import Region, Role
 from hoglib.curvature.linear_operator import BlockDiagonal, LinearOperator
 from hoglib.curvature.model_run import FactorOptions, ModelRun, RowOrder, checked_run
 from hoglib.curvature.operators import GGNOperator, HessianOperator
-from hoglib.curvature.processes import PassTotals, Processes
-from hoglib.curvature.traces import Estimate
 from hoglib.curvature.vector_space import Space, check_named, random_signs
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, NonFiniteError
 

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from hoglib._core import validation
 from hoglib._core.autograd import Vector
+from hoglib.curvature.estimates import Estimate
 from hoglib.curvature.layer_calls import Region, Role
 from hoglib.curvature.linear_operator import LinearOperator, as_number
-from hoglib.curvature.traces import Estimate
 from hoglib.curvature.vector_space import Space
 from hoglib.errors import ArgumentValueError, NotPositiveDefiniteError
 

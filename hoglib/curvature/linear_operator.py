@@ -10,7 +10,7 @@ from torch import Generator, Tensor
 
 from hoglib._core import validation
 from hoglib._core.autograd import outside_inference_mode
-from hoglib.curvature import eigenvalues, lanczos_quadrature, linear_systems, traces
+from hoglib.curvature import eigenvalues, estimates, linear_systems
 from hoglib.curvature.vector_space import Blocks, Space, groups_of
 from hoglib.errors import (
     ArgumentTypeError,
@@ -324,7 +324,7 @@ class LinearOperator(ABC):
         steps: int = 80,
         width: float | None = None,
         generator: Generator | None = None,
-    ) -> lanczos_quadrature.SpectralDensity:
+    ) -> estimates.SpectralDensity:
         r"""The density of the eigenvalues, by stochastic Lanczos quadrature.
 
             density(t) = 1/P sum over eigenvalues of N(t; eigenvalue, width^2)
@@ -357,7 +357,7 @@ class LinearOperator(ABC):
         """
         products = num_samples * min(steps, self.shape[0])
         with self._algorithm("spectral_density", products, (num_samples, steps)):
-            return lanczos_quadrature.spectral_density(self, num_samples, steps, width, generator)
+            return estimates.spectral_density(self, num_samples, steps, width, generator)
 
     def trace(
         self,
@@ -395,7 +395,7 @@ class LinearOperator(ABC):
             >>> A.trace(4, method="xtrace")  # a matrix of rank one, 2 x x^T
             tensor(18.0000)
         """
-        estimate = traces.TRACES[validation.one_of("method", method, traces.TRACES)]
+        estimate = estimates.TRACES[validation.one_of("method", method, estimates.TRACES)]
         with self._algorithm("trace", num_samples, (num_samples, method)):
             return estimate(self, num_samples, generator).returned(return_error)
 
@@ -433,7 +433,7 @@ class LinearOperator(ABC):
             >>> A.diagonal(4)
             tensor([2., 2.])
         """
-        estimate = traces.DIAGONALS[validation.one_of("method", method, traces.DIAGONALS)]
+        estimate = estimates.DIAGONALS[validation.one_of("method", method, estimates.DIAGONALS)]
         with self._algorithm("diagonal", num_samples, (num_samples, method)):
             return estimate(self, num_samples, generator).returned(return_error)
 
@@ -461,7 +461,7 @@ class LinearOperator(ABC):
             tensor(8.)
         """
         with self._algorithm("squared_frobenius", num_samples, (num_samples,)):
-            return traces.squared_frobenius(self, num_samples, generator).returned(return_error)
+            return estimates.squared_frobenius(self, num_samples, generator).returned(return_error)
 
     def logdet(
         self,
@@ -497,7 +497,7 @@ class LinearOperator(ABC):
         """
         products = num_samples * min(steps, self.shape[0])
         with self._algorithm("logdet", products, (num_samples, steps)):
-            found = lanczos_quadrature.logdet(self, num_samples, steps, generator)
+            found = estimates.logdet(self, num_samples, steps, generator)
         return found.returned(return_error)
 
     def matrix_function(
@@ -529,7 +529,7 @@ class LinearOperator(ABC):
             tensor([1., 1.])
         """
         with self._algorithm("matrix_function", options=(steps,)):
-            return lanczos_quadrature.matrix_function(self, b, function, steps)
+            return estimates.matrix_function(self, b, function, steps)
 
     def low_rank(
         self, rank: int, *, oversampling: int = 10, generator: Generator | None = None

@@ -30,9 +30,9 @@ from hoglib.curvature.input_derivatives import (
     point_values,
 )
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
-from hoglib.taylor.algebras import Algebra, Biharmonic, MultiIndex, Parts, Univariate, add
 from hoglib.taylor.jet import TaylorMode, TaylorOptions, by_taylor, finished
 from hoglib.taylor.nested import along_path, nested
+from hoglib.taylor.series import Algebra, Biharmonic, MultiIndex, Parts, Univariate, add
 
 PointMode = Literal["auto", "collapsed", "nested"]
 # Elements of all directions that are propagated at once where no graph is kept.

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hoglib._core.torch_internals import decomposition
-from hoglib.taylor.call import Refused
 from hoglib.taylor.rules import names_of
+from hoglib.taylor.series import Refused
 
 Composite = Callable[..., Any]
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hoglib.taylor.algebras import Derivative, Univariate
+from hoglib.taylor.series import Derivative, Univariate
 
 Tower = Callable[..., list[Derivative]]
 Polynomial = Sequence[float]  # coefficients, the constant first

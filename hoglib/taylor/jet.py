@@ -22,11 +22,10 @@ from hoglib.errors import (
     UnsupportedError,
 )
 from hoglib.ring import ring, run
-from hoglib.taylor.algebras import Algebra, Parts, Univariate
-from hoglib.taylor.call import Refused
 from hoglib.taylor.kinks import Kinks, along_paths, infinite, warn_if_linear, without_derivative
 from hoglib.taylor.nested import along_path
 from hoglib.taylor.propagation import Propagation
+from hoglib.taylor.series import Algebra, Parts, Refused, Univariate
 
 Leaves = list[Tensor]
 TaylorMode = Literal["auto", "taylor", "nested"]

@@ -15,8 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from hoglib._core import torch_internals
 from hoglib._core.source_location import SourceLine, is_user_file, warn_once
-from hoglib.taylor.algebras import Algebra, Biharmonic, MultiIndex, Parts, Univariate
-from hoglib.taylor.call import Call, direction, norm_arguments
+from hoglib.taylor.series import Algebra, Biharmonic, Call, MultiIndex, Parts, Univariate
 
 SMOOTH = "a smooth activation, such as tanh, SiLU, GELU or sine"
 COMPARISONS = {"gt", "lt", "ge", "le"}
@@ -107,7 +106,7 @@ class Kinks:
 
     def _see_norm(self, call: Call) -> None:
         """Notes a Euclidean norm of zeros, if a path moves off them."""
-        _, _, dims, keep = norm_arguments(call)
+        _, _, dims, keep = call.norm_arguments()
         if torch_internals.tracing() or bool(call.out.all()):
             return
         zero = call.out == 0
@@ -217,7 +216,7 @@ def along_paths(algebra: Algebra, parts: Sequence[Parts]) -> tuple[Univariate, l
 def one_sided(call: Call, x: Tensor) -> Tensor:
     """x just off a kink: where the path is before (side -1) or after it, of the shape of the first
     coefficient."""
-    sign = direction(call, call.parts(x) or [])
+    sign = call.direction(call.parts(x) or [])
     if sign is None:
         return x
     limit = torch.where(sign == 0, x, sign * torch.inf)

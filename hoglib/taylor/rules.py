@@ -11,13 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hoglib.taylor.algebras import Bilinear, Parts, multiply
-from hoglib.taylor.call import Call, Rule, each, known, norm_arguments, scaled, sums
 from hoglib.taylor.derivatives import POINTWISE, power_of
-from hoglib.taylor.joins import JOINS
 from hoglib.taylor.kinks import KINKS, one_sided
-from hoglib.taylor.linear import CONSTANT, LINEAR, SEVERAL, ZERO
 from hoglib.taylor.products import MATRICES, PRODUCTS
+from hoglib.taylor.series import Bilinear, Call, Parts, Rule, each, multiply, scaled, sums
+from hoglib.taylor.structural import CONSTANT, JOINS, LINEAR, SEVERAL, ZERO
 
 
 def _pow(call: Call) -> Parts:
@@ -36,7 +34,7 @@ def _pow(call: Call) -> Parts:
 
 def _vector_norm(call: Call) -> Parts:
     """|x| with the derivative 0 where it is 0, as torch's."""
-    x, order, dims, keep = norm_arguments(call)
+    x, order, dims, keep = call.norm_arguments()
     assert order == 2, "others are composites"
 
     def squares(a: Tensor, b: Tensor, lead_a: bool, lead_b: bool) -> Tensor:
@@ -64,7 +62,7 @@ def _vector_norm(call: Call) -> Parts:
 
 def _norm_beside_zero(call: Call, x: Tensor, squares: Bilinear) -> Parts | None:
     """|x| along a path that begins at zero: |x(t)| = |t| |q(t)| with q = x(t) / t, if q(0) is not 0."""
-    first, *rest = known(call, x)
+    first, *rest = call.known(x)
     if first is None:
         return None
     lead = call.algebra.leads[0]
@@ -84,7 +82,7 @@ def _norm_beside_zero(call: Call, x: Tensor, squares: Bilinear) -> Parts | None:
 def _atan2(call: Call) -> Parts:
     """The angle between the point and the value: atan of (y x_0 - x y_0) / (x x_0 + y y_0)."""
     y, x = call.args
-    y_n, x_n = known(call, y), known(call, x)
+    y_n, x_n = call.known(y), call.known(x)
     algebra = call.algebra
     cross = sums(scaled(x, y_n), scaled(-y, x_n))
     along, square = sums(scaled(x, x_n), scaled(y, y_n)), x * x + y * y
@@ -99,7 +97,7 @@ def _dropout(call: Call) -> list[Parts | None]:
     x, p, training = call.args
     mask = call.out[1]
     factor = mask / (1 - p) if training and p < 1 else mask
-    return [scaled(factor, known(call, x)), None]
+    return [scaled(factor, call.known(x)), None]
 
 
 RULES: dict[str, Rule] = {
@@ -109,7 +107,7 @@ RULES: dict[str, Rule] = {
     "native_dropout": _dropout,
     "atan2": _atan2,
     "view_as_complex": lambda call: each(
-        lambda part: torch.view_as_complex(part.contiguous()), known(call, call.args[0])
+        lambda part: torch.view_as_complex(part.contiguous()), call.known(call.args[0])
     ),
     "pow": _pow,
     "linalg_vector_norm": _vector_norm,
@@ -126,7 +124,7 @@ def _pointwise(name: str) -> Rule:
         kwargs = {k: v for k, v in call.kwargs.items() if v is not None}
         at = one_sided(call, x) if call.side and name in KINKS else x
         derivatives = tower(at, out, call.algebra.order, *rest, **kwargs)
-        found = call.algebra.compose(derivatives, known(call, x))
+        found = call.algebra.compose(derivatives, call.known(x))
         return [found, None] if several else found
 
     return rule
@@ -137,7 +135,7 @@ def _linear(function: Callable[..., Any]) -> Rule:
         x, *rest = call.args
         return call.of_each(
             lambda part, lead: function(part, lead, x, call.out, *rest, **call.kwargs),
-            known(call, x),
+            call.known(x),
         )
 
     return rule
