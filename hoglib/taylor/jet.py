@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, Literal, NamedTuple, Unpack, get_args
 
 import torch
@@ -254,17 +255,14 @@ def _finite(tensors: Sequence[Tensor | None]) -> bool:
 
 def _agree(a: Sequence[Parts], b: Sequence[Parts]) -> bool:
     """Whether the coefficients are the same, up to rounding."""
-    for ps, qs in zip(a, b, strict=True):
-        for p, q in zip(ps, qs, strict=True):
-            if p is None and q is None:
-                continue
-            p = torch.zeros_like(q) if p is None else p  # type: ignore[arg-type]
-            q = torch.zeros_like(p) if q is None else q
-            size = max(float(p.abs().max()), float(q.abs().max())) if p.numel() else 0.0
-            if p.numel() and not bool(
-                ((p - q).abs() <= size * torch.finfo(p.dtype).eps ** 0.5).all()
-            ):
-                return False
+    for p, q in zip(chain(*a), chain(*b), strict=True):
+        known = q if p is None else p
+        if known is None or not known.numel():
+            continue
+        p, q = (torch.zeros_like(known) if part is None else part for part in (p, q))
+        size = max(float(p.abs().max()), float(q.abs().max()))
+        if not bool(((p - q).abs() <= size * torch.finfo(p.dtype).eps ** 0.5).all()):
+            return False
     return True
 
 
