@@ -63,15 +63,6 @@ ADVICE = {
 }
 
 
-def combine(every: Sequence[PassTotals]) -> PassTotals:
-    """The totals of all processes together."""
-    total = PassTotals(*map(sum, zip(*every, strict=True)))
-    return total._replace(
-        largest=max(one.largest for one in every),
-        whole=max(every, key=lambda one: one.shared).whole,
-    )
-
-
 def world_size() -> int:
     """How many processes of torch.distributed there are; 1 without it."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
@@ -138,8 +129,8 @@ class Processes:
 
     def all_reduce(
         self, total: Tensor, used: Tensor, mine: PassTotals, error: Exception | None
-    ) -> list[PassTotals]:
-        """Add up total and used over the processes, in place; return the totals of each process.
+    ) -> PassTotals:
+        """Add up total and used over the processes, in place; return the totals of all together.
 
         In one all-reduce. Raises the error, if there is one; and in all processes alike where another
         one has an error, or where they do not multiply the same.
@@ -159,7 +150,10 @@ class Processes:
         if any(one.failed for one in every):
             self._raise(error, every)
         self._check_same(every, total.dtype)
-        return every
+        return PassTotals(*map(sum, zip(*every, strict=True)))._replace(
+            largest=max(one.largest for one in every),
+            whole=max(every, key=lambda one: one.shared).whole,
+        )
 
     def _raise(self, error: Exception | None, every: list[PassTotals]) -> None:
         text = "" if error is None else f"{type(error).__name__}: {error}"

@@ -38,7 +38,6 @@ from hoglib.curvature.data import (
     PassTotals,
     Processes,
     checksum_of_rows,
-    combine,
     constants_of,
     counted_labels,
     in_step,
@@ -174,12 +173,9 @@ class DatasetSum:
     def __init__(
         self, policy: Policy, loss: Any, space: Space, data: Any, options: CheckedDataOptions,
         processes: Processes, bar: ProgressBar, *, seed: int, fixed_batches: bool,
-        takes_shards: bool = False,
     ) -> None:  # fmt: skip
         validation.loss_function("loss", loss)
         self._policy, name = policy, policy.caller
-        if not takes_shards:
-            space.refuse_sharded(name)
         self._placement = space.placement  # with the weight of the current batch
         check_reduction(loss, options.reduction, synonyms={"batchmean": "mean"})
         self.loss, self._space, self._options = loss, space, options
@@ -349,7 +345,7 @@ class DatasetSum:
             if totals.pieces:
                 used[[i for i in range(count) if i not in (self._unused or ())]] = 1
         sums = given.total() if callable(given.total) else given.total
-        combined = combine(self._processes.all_reduce(sums, used, totals, error))
+        combined = self._processes.all_reduce(sums, used, totals, error)
         if combined.changed:
             self._determinism.forget_total()
             self.symmetry.forget()

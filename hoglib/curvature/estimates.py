@@ -107,9 +107,8 @@ def xtrace(operator: SymmetricMatrix, num_samples: int, generator: Generator | N
     """
     operator.space.refuse_sharded("xtrace")
     size = operator.shape[0]
-    validation.at_least("num_samples", num_samples, 4)
     random = validation.generator(generator)
-    if num_samples >= size:
+    if validation.at_least("num_samples", num_samples, 4) >= size:
         return _exactly(operator.to_dense().diagonal().sum())
     count = num_samples // 2
     wide = torch.promote_types(operator.dtype, torch.float32)  # of the basis

@@ -52,7 +52,7 @@ class DatasetOperator(LinearOperator):
         name = type(self).__name__
         policy, of_data = split_options(name, options)
         check_policy(policy, kind)
-        sharing = Processes(name, of_data.processes, data)
+        sharing = self._processes = Processes(name, of_data.processes, data)
         # the first process shows the bar for all
         super().__init__(Space(params, of_data.dtype), of_data.progress and sharing.rank == 0)
         kind.check_loss(loss)
@@ -61,7 +61,7 @@ class DatasetOperator(LinearOperator):
         policy.check_blocks(loss)
         self._sum = DatasetSum(
             policy, loss, self.space, data, of_data, sharing, self._bar,
-            seed=kind.seed, fixed_batches=kind.random, takes_shards=True,
+            seed=kind.seed, fixed_batches=kind.random,
         )  # fmt: skip
         self._kind, self._memory_limit = kind, of_data.memory_limit
 
