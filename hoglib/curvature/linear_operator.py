@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, Literal, final
 
 import torch
@@ -195,15 +195,14 @@ class LinearOperator(ABC):
         with self._algorithm("to_dense", self.space.size):
             return self.apply(eye)
 
-    def to_scipy(self, dtype: Any = None) -> Any:
-        """A `scipy.sparse.linalg.LinearOperator` on the CPU, of NumPy vectors; needs SciPy.
+    def to_scipy(self) -> Any:
+        """A `scipy.sparse.linalg.LinearOperator` on the CPU, of NumPy vectors of the operator's own
+        dtype, float32 for half precision; needs SciPy.
 
-        Args:
-            dtype: Of those vectors; the operator's own by default, in which products are computed.
         Returns:
             The SciPy operator.
         """
-        return eigenvalues.to_scipy(self, dtype)
+        return eigenvalues.to_scipy(self)
 
     def solve(
         self,
@@ -735,14 +734,12 @@ class ProgressBar:
         self._open: Any = None
         self._done = 0.0
 
-    def over(self, work: str, total: int | None = None) -> AbstractContextManager[None]:
+    @contextmanager
+    def over(self, work: str, total: int | None = None) -> Iterator[None]:
         """Show the bar while the work lasts, unless it is shown already."""
         if not self._enabled or self._open is not None:
-            return nullcontext()
-        return self._shown(work, total)
-
-    @contextmanager
-    def _shown(self, work: str, total: int | None) -> Iterator[None]:
+            yield
+            return
         self._done = 0.0
         try:
             from tqdm.auto import tqdm

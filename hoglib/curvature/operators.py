@@ -86,8 +86,8 @@ class DatasetOperator(LinearOperator):
         if self._sum.next_is_unchecked():
             self._apply_kept(rows, total)
             return self._checked(rows, total)
-        one_pass = self._sum.one_pass(total, rows, by_kept=True)
-        with self._bar.over("@", len(rows)), one_pass:
+        every = self._sum.one_pass(total, rows, by_kept=True)
+        with self._bar.over("@", len(rows)), every as one_pass:
             for batch, number, share in one_pass:
                 if self._sum.kept is None:
                     value = self._add_batch(rows, total, batch, number, share)

@@ -15,6 +15,7 @@ from hoglib._core.gradient_graph import graph_summary
 from hoglib._core.logger import LOGGER
 from hoglib._core.problem import Options, Policy
 from hoglib._core.source_location import first_time, warn_once
+from hoglib._core.state import GeneratorStates
 from hoglib._core.swap import call_with
 from hoglib.errors import (
     ArgumentTypeError,
@@ -171,7 +172,8 @@ def by_taylor(
     if options.mode == "nested" or torch_internals.transforms_active():
         return None
     own = [options.own(x) for x in inputs]
-    state = None if torch_internals.tracing() else torch.get_rng_state()
+    generators = GeneratorStates({x.device for x in inputs})
+    drawn = None if torch_internals.tracing() else generators.now()
     run = Propagation(algebra, options.keep)
     try:
         with run:
@@ -185,8 +187,8 @@ def by_taylor(
                 f"{options.caller}: expected operations with a rule for Taylor coefficients, got "
                 f"{reason}. Use mode='nested', or write it with operations of torch."
             ) from reason
-        if state is not None:
-            torch.set_rng_state(state)
+        if drawn is not None:
+            generators.set(drawn)
         LOGGER.debug("%s: nested derivatives, for want of a rule for %s", options.caller, reason)
         return None
     finally:
