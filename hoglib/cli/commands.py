@@ -1,4 +1,5 @@
-"""The commands: verify, audit, ops, env, check. Each prints, and returns the exit status."""
+"""The commands: verify, audit, ops, env, check. Each prints, and returns the exit status; its
+docstring is its help."""
 
 import json as json_format
 import platform
@@ -32,8 +33,21 @@ def verify(
     reference: str | None, orders: Sequence[int] | None, modes: Sequence[str] | None,
     surrogate: bool, full: bool, time_limit: float,
 ) -> int:  # fmt: skip
-    """`hoglib verify`: Functions of a module or a file, with inputs from the command line or their
-    own."""
+    """Verify the derivatives of custom Functions, to second order, in every mode that they support.
+
+      hoglib verify package.module:Function --input "randn(3, 4)" --input "rand(4) + 1"
+      hoglib verify path/to/file.py                every Function in it with a static sample_inputs()
+      hoglib verify path/to/file.py:Function --reference path/to/file.py:plain --modes rr,fr
+
+    A Function runs in a child process: one that ends it, or does not return within --time-limit, is
+    reported as not run.
+
+    An input is a Python expression over torch's functions. sample_inputs() returns the arguments as a
+    tuple, or a list of such tuples. A Function may have a static reference() of plain torch operations, and
+    `surrogate = True` if its gradient differs from the derivative on purpose.
+
+    Exit status: 0 everything is right, 1 something is wrong, 2 something could not be run.
+    """
     options: dict[str, Any] = {"orders": orders, "modes": modes}
     switches = {"surrogate": surrogate, "full": full}
     options |= {name: True for name, on in switches.items() if on}
@@ -79,7 +93,17 @@ def audit(
     target: str, *, json: bool, verbose: bool, seed: int, routes: Sequence[str] | None,
     stand_ins: bool,
 ) -> int:  # fmt: skip
-    """`hoglib audit`: the losses that a factory of a module or a file returns."""
+    """Audit the second derivatives of a whole model's loss, and name the modules at fault.
+
+      hoglib audit package.module:factory
+      hoglib audit path/to/file.py                 every function in it named second_order_problem...
+      hoglib audit path/to/file.py --routes rr,fr --no-stand-ins
+
+    A factory is a function without arguments that returns (loss, params, batch), a list of such tuples,
+    or a dict of them by name. loss(params, batch) is a scalar; hoglib.functional_loss makes one.
+
+    Exit status: 0 everything is right, 1 something is wrong, 2 something could not be run.
+    """
     with stdout_for(json):
         found = factories(target)
         outcomes = Outcomes(seed, as_json=json, show_tables=verbose or len(found) == 1)
@@ -98,13 +122,21 @@ def _problems(name: str, factory: Callable[[], Any], options: dict[str, Any]) ->
 
 
 def ops(*, markdown: bool) -> int:
-    """`hoglib ops`: the table of ops."""
+    """List the ops of hoglib.ops: the equation of each, and the orders of its derivatives.
+
+    hoglib ops
+    hoglib ops --markdown > ops.md
+    """
     print((op_markdown if markdown else op_text)(op_rows()))
     return RIGHT
 
 
 def env(*, json: bool) -> int:
-    """`hoglib env`: versions, devices, and the torch calls that have stand-ins."""
+    """List versions, devices, and the torch calls that have stand-ins.
+
+    hoglib env
+    hoglib env --json
+    """
     facts = _environment()
     facts["stand_ins"] = [
         {name: getattr(row, name) for name in ("name", "lacks", "modes", "instead", "issue")}
@@ -119,7 +151,14 @@ def env(*, json: bool) -> int:
 
 
 def check(*, json: bool) -> int:
-    """`hoglib check`: the environment, and whether second derivatives are right in it."""
+    """Is this installation fine? Prints versions, devices, the C++ compiler and the directory of compiled
+    graphs, and compares second derivatives with closed forms and finite differences, in about ten seconds.
+
+      hoglib check
+      hoglib check --json
+
+    Exit status: 0 it is fine, 1 a check failed, 2 the checks could not be run.
+    """
     facts = _environment()
     if not json:
         print(_environment_text(facts) + "\n", flush=True)
