@@ -43,8 +43,8 @@ def verify(
     reported as not run.
 
     An input is a Python expression over torch's functions. sample_inputs() returns the arguments as a
-    tuple, or a list of such tuples. A Function may have a static reference() of plain torch operations, and
-    `surrogate = True` if its gradient differs from the derivative on purpose.
+    tuple, or a list of such tuples. A Function may have a static reference() of plain torch operations,
+    and `surrogate = True` if its gradient differs from the derivative on purpose.
 
     Exit status: 0 everything is right, 1 something is wrong, 2 something could not be run.
     """
@@ -124,8 +124,10 @@ def _problems(name: str, factory: Callable[[], Any], options: dict[str, Any]) ->
 def ops(*, markdown: bool) -> int:
     """List the ops of hoglib.ops: the equation of each, and the orders of its derivatives.
 
-    hoglib ops
-    hoglib ops --markdown > ops.md
+      hoglib ops
+      hoglib ops --markdown > ops.md
+
+    The second is the table of docs/ops.md.
     """
     print((op_markdown if markdown else op_text)(op_rows()))
     return RIGHT
@@ -134,8 +136,10 @@ def ops(*, markdown: bool) -> int:
 def env(*, json: bool) -> int:
     """List versions, devices, and the torch calls that have stand-ins.
 
-    hoglib env
-    hoglib env --json
+      hoglib env
+      hoglib env --json
+
+    The second is for programs to read.
     """
     facts = _environment()
     facts["stand_ins"] = [
@@ -151,8 +155,9 @@ def env(*, json: bool) -> int:
 
 
 def check(*, json: bool) -> int:
-    """Is this installation fine? Prints versions, devices, the C++ compiler and the directory of compiled
-    graphs, and compares second derivatives with closed forms and finite differences, in about ten seconds.
+    """Is this installation fine? Prints versions, devices, the C++ compiler and the directory of
+    compiled graphs, and compares second derivatives with closed forms and finite differences, in about
+    ten seconds.
 
       hoglib check
       hoglib check --json

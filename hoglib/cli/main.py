@@ -1,5 +1,5 @@
-"""Checks of second derivatives: verify a custom Function, audit a model's loss; list hoglib's ops; check
-this installation.
+"""Checks of second derivatives: verify a custom Function, audit a model's loss; list hoglib's ops;
+check this installation.
 
 examples:
   hoglib check                                  is this installation fine?
