@@ -38,7 +38,7 @@ from hoglib._core.mixed_precision import upcast_half
 from hoglib._core.problem import Policy
 from hoglib._core.torch_modes import value_checks_on
 from hoglib.curvature import likelihood as likelihoods
-from hoglib.curvature.data import leading_dimension
+from hoglib.curvature.data import row_count
 from hoglib.curvature.gauss_newton import (
     CompositeLoss,
     CriterionHessian,
@@ -408,15 +408,11 @@ def columns(metric: FisherMetric, composite: CompositeLoss, outputs: Vector) -> 
 
 
 def _check_rows(composite: CompositeLoss, values: Vector) -> None:
-    try:
-        count = leading_dimension(composite.batch)
-    except ArgumentTypeError:  # nothing to compare with
-        return
-    rows = examples_of(composite, values)
-    if rows > count and rows % count == 0:
+    count, rows = row_count(composite.batch), examples_of(composite, values)
+    if count and rows > count and rows % count == 0:
         raise ArgumentValueError(
             f"{composite.policy.caller}(kind='exact'): expected outputs whose rows are the "
-            f"{count:g} examples of a batch, got {rows} rows, several of each, whose gradients "
+            f"{count} examples of a batch, got {rows} rows, several of each, whose gradients "
             "depend on each other; return outputs [examples, ...] by `functional_loss(..., forward=)`, "
             "or use kind='mc'."
         )

@@ -47,44 +47,35 @@ class BlockLayout(NamedTuple):
         return self.weight or self.bias or Region(0, 0, 0)
 
     @property
+    def widths(self) -> list[int]:
+        """How many columns of V each of the regions has."""
+        of_bias = self.role.into if self.role.matrix == "diagonal" else 1
+        return [self.role.into if one is self.weight else of_bias for one in self.regions]
+
+    @property
     def sizes(self) -> tuple[int, int, int]:
         """(groups, out, into) of V."""
-        groups, out, into = self.role.groups, self.role.out, self.role.into
-        if self.role.matrix == "diagonal":
-            return 1, 1, len(self.regions) * into
-        if self.weight is None:
-            return 1, groups * out, 1
-        return groups, out, into + (self.bias is not None)
+        groups, out = self.role.groups, self.role.out
+        if self.weight is None:  # of one group
+            groups, out = 1, groups * out
+        return groups, out, sum(self.widths)
 
     def gather(self, leaves: Vector) -> Tensor:
         """V of vectors that are leaves [k, *shape]: [k, groups, out, into]."""
-        parts = []
-        k = len(leaves[0])
-        groups, out, _ = self.sizes
-        for region in self.regions:
+        parts, (groups, out, _) = [], self.sizes
+        for region, width in zip(self.regions, self.widths, strict=True):
             rows = leaves[region.leaf][:, region.start : region.stop]
-            if self.role.matrix == "diagonal" or region is not self.weight:
-                shape = (k, 1, 1, -1) if self.role.matrix == "diagonal" else (k, groups, out, 1)
-                parts.append(rows.reshape(shape))
-            elif self.role.transposed:
-                parts.append(rows.reshape(k, 1, self.role.into, out).mT)
+            if region is self.weight and self.role.transposed:
+                parts.append(rows.reshape(-1, groups, width, out).mT)
             else:
-                parts.append(rows.reshape(k, groups, out, self.role.into))
+                parts.append(rows.reshape(-1, groups, out, width))
         return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
     def scatter(self, V: Tensor, leaves: Vector) -> None:
         """Write V into these parameters' places of leaves."""
-        at = 0
-        for region in self.regions:
+        for region, part in zip(self.regions, V.split(self.widths, -1), strict=True):
             target = leaves[region.leaf][:, region.start : region.stop]
-            if self.role.matrix == "diagonal":
-                width = self.role.into
-            else:
-                width = self.role.into if region is self.weight else 1
-            part = V[..., at : at + width]
-            at += width
-            if region is self.weight and self.role.transposed:
-                part = part.mT
+            part = part.mT if region is self.weight and self.role.transposed else part
             target.copy_(part.reshape(target.shape))
 
 

@@ -32,13 +32,13 @@ from hoglib._core.problem import Problem
 from hoglib._core.state import preserve_random_state
 from hoglib._core.torch_modes import plain_operations
 from hoglib._core.validation import listing
-from hoglib.curvature.data import first_examples, leading_dimension
+from hoglib.curvature.data import first_examples, row_count
 from hoglib.curvature.fisher_metric import FisherMetric, columns, examples_of
 from hoglib.curvature.gauss_newton import CompositeLoss
 from hoglib.curvature.kronecker import BlockLayout
 from hoglib.curvature.layer_calls import LayerCall, LayerRecorder, Region, unlike_rows
 from hoglib.curvature.vector_space import Space
-from hoglib.errors import ArgumentTypeError, NoSecondDerivative, UnsupportedError
+from hoglib.errors import NoSecondDerivative, UnsupportedError
 
 
 class Layer(NamedTuple):
@@ -193,7 +193,7 @@ class ModelRun:
         self._own = fresh_leaves(problem.leaves, False)
         (batch,) = problem.args
         self._composite = CompositeLoss(problem, options.metric, "reverse")
-        recorder = self._run(_examples(batch) if order.expand else 1)
+        recorder = self._run(row_count(batch) or 1 if order.expand else 1)
         self.expanded, self.selects = recorder.expanded, recorder.selects
         if not any(y.requires_grad for y in self._outputs):
             raise NoSecondDerivative(
@@ -469,14 +469,6 @@ def checked_run(run: ModelRun, needs_examples: bool) -> tuple[ModelRun, RowOrder
         run = run.again(batch, order)
         run.check(needs_examples)
     return run, order
-
-
-def _examples(batch: Any) -> int:
-    """The leading dimension of a batch, 1 where it has none."""
-    try:
-        return int(leading_dimension(batch))
-    except ArgumentTypeError:
-        return 1
 
 
 def layers_of(recorder: LayerRecorder, joint_bias: bool) -> list[Layer]:

@@ -43,18 +43,14 @@ def _limits(x: Tensor, low: Any = None, high: Any = None) -> Tensor:
 
 # The elements at an exact kink, by the name of the operation; None where that is not looked at.
 KINKS: dict[str, Callable[..., Tensor] | None] = {
-    "relu": lambda x: x == 0,
-    "leaky_relu": lambda x, *_: x == 0,
-    "abs": lambda x: x == 0,
+    **dict.fromkeys(("relu", "leaky_relu", "abs"), lambda x, *_: x == 0),
     "threshold": lambda x, threshold, value: x == threshold,
     "hardtanh": lambda x, low=-1, high=1: _limits(x, low, high),
-    "hardshrink": lambda x, width=0.5: x.abs() == width,
-    "softshrink": lambda x, width=0.5: x.abs() == width,
+    **dict.fromkeys(("hardshrink", "softshrink"), lambda x, width=0.5: x.abs() == width),
     "clamp": _limits,
     "clamp_min": lambda x, low: _limits(x, low),
     "clamp_max": lambda x, high: _limits(x, None, high),
-    "maximum": lambda a, b: a == b,
-    "minimum": lambda a, b: a == b,
+    **dict.fromkeys(("maximum", "minimum"), lambda a, b: a == b),
     **dict.fromkeys(
         (
             "_prelu_kernel", "hardsigmoid", "rrelu_with_noise", "fmax", "fmin", "amax", "amin", "max",
