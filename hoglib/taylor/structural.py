@@ -148,9 +148,14 @@ LINEAR: dict[str, Linear] = {
         ("view", "_unsafe_view", "reshape", "_reshape_alias", "unsqueeze", "squeeze", "flatten"),
         _reshaped,
     ),
-    **dict.fromkeys(("clone", "contiguous", "alias", "lift_fresh", "positive", "view_as"), _same),
+    **dict.fromkeys(
+        (
+            "clone", "contiguous", "alias", "lift_fresh", "positive", "view_as", "resolve_conj",
+            "resolve_neg", "add.Scalar", "sub.Scalar", "remainder.Scalar", "fmod.Scalar",
+        ),
+        _same,
+    ),
     **dict.fromkeys(("_conj", "_conj_physical", "conj_physical"), lambda part, *_: part.conj()),
-    **dict.fromkeys(("resolve_conj", "resolve_neg"), _same),
     "_neg_view": lambda part, *_: -part,
     "view_as_real": lambda part, *_: torch.view_as_real(part.resolve_conj()),
     **{name: by_dim(getattr(aten, name)) for name in ("_fft_r2c", "_fft_c2r", "_fft_c2c")},
@@ -194,17 +199,13 @@ LINEAR: dict[str, Linear] = {
     "mul.Scalar": lambda part, lead, x, out, factor: part * factor,
     "div.Scalar": lambda part, lead, x, out, divisor: part / divisor,
     "constant_pad_nd": lambda part, lead, x, out, pad, value=0: torch.constant_pad_nd(part, pad, 0),
-    "add.Scalar": lambda part, lead, x, out, other, alpha=1: part,
-    "sub.Scalar": lambda part, lead, x, out, other, alpha=1: part,
     "rsub.Scalar": lambda part, lead, x, out, other, alpha=1: -alpha * part,
-    "remainder.Scalar": _same,
-    "fmod.Scalar": _same,
     **{
         name: _batched(getattr(aten, name), rank)
         for rank, names in _BATCHED.items()
         for name in names
     },
-}
+}  # fmt: skip
 
 
 def _split(part: Tensor, lead: int, x: Tensor, out: Any, sizes: Any, dim: int = 0) -> Any:
@@ -220,18 +221,9 @@ SEVERAL: dict[str, Callable[..., Any]] = {
 
 # Those that select elements: (values, indices) of a function of the dimension.
 SELECTING = {
-    "max.dim",
-    "min.dim",
-    "sort",
-    "sort.stable",
-    "topk",
-    "kthvalue",
-    "median.dim",
-    "cummax",
-    "cummin",
-    "nanmedian.dim",
-    "mode",
-}
+    "max.dim", "min.dim", "sort", "sort.stable", "topk", "kthvalue", "median.dim", "cummax", "cummin",
+    "nanmedian.dim", "mode",
+}  # fmt: skip
 
 # Those whose outputs have the derivative zero.
 ZERO = {"sign", "sgn", "floor", "ceil", "round", "trunc", "heaviside", "floor_divide"}
