@@ -56,9 +56,9 @@ def jet(
     first derivative and zeros as its higher ones. A UserWarning names the lines, once, where func is
     piecewise linear, so that all derivatives from the second on are zero; where a point lies exactly at
     a kink and derivatives to either side differ; and where the result is infinite. An operation
-    without a rule is differentiated by itself, by torch's derivatives, which are compared once with
-    differences. Where that is not possible, as for a custom Function of yours, the whole function is
-    nested in reverse mode instead, which is logged at the level DEBUG.
+    without a rule is taken apart into others, as torch decomposes it. Where that is not possible, as
+    for a custom Function of yours, the whole function is nested in reverse mode instead, which is
+    logged at the level DEBUG.
 
     Args:
         func: The function ``func(*primals)``, or an `nn.Module`; it returns tensors in any containers.
