@@ -15,12 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader, RandomSampler
 
 from hoglib._core import pytree, validation
-from hoglib._core.autograd import (
-    Vector,
-    fresh_leaves,
-    materialize_grads,
-    translate_errors,
-)
+from hoglib._core.autograd import Vector, fresh_leaves, materialize_grads, translate_errors
 from hoglib._core.logger import LOGGER
 from hoglib._core.placement import refuse_sharded
 from hoglib._core.problem import Options, Policy, Problem, check_option_names

@@ -4,7 +4,7 @@ spectrum of a Hessian in one object: both ends, the trace, the density."""
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal, NamedTuple, Unpack, final
+from typing import Any, NamedTuple, Unpack, final
 
 import torch
 from torch import Tensor
@@ -406,11 +406,9 @@ def hessian_spectrum(
     k: int = 5,
     num_samples: int = 10,
     steps: int = 80,
-    stand_ins: bool = True,
-    progress: bool = False,
     generator: torch.Generator | None = None,
-    processes: Literal["shard", "sharded"] | None = None,
     max_iter: int | None = None,
+    **options: Unpack[OperatorOptions],
 ) -> Spectrum:
     r"""Estimate the spectrum of the Hessian of a loss from matrix-vector products.
 
@@ -428,12 +426,10 @@ def hessian_spectrum(
         k: Number of eigenvalues of each end, at most P / 2.
         num_samples: Number of random vectors for the density.
         steps: Lanczos steps for each random vector, of one product each.
-        stand_ins: Whether to differentiate inside :class:`hoglib.second_order`.
-        progress: Whether to show a progress bar.
         generator: Generator of the random vectors. Default: a new one, seeded with
             ``torch.initial_seed()``.
-        processes: How several processes share the data, as for :class:`HessianOperator`.
         max_iter: Largest number of restarts of ``eigsh``. Default: that of ``eigsh``.
+        **options: Those of :class:`HessianOperator`, such as progress and processes.
     Returns:
         A :class:`Spectrum`.
     Raises:
@@ -450,9 +446,7 @@ def hessian_spectrum(
     """
     if batch is None:  # operators need data to iterate over
         loss, batch = partial(_without_batch, loss), ()
-    operator = HessianOperator(
-        loss, params, batch, stand_ins=stand_ins, progress=progress, processes=processes
-    )
+    operator = HessianOperator(loss, params, batch, **options)
     size = operator.shape[0]
     if 2 * validation.at_least("k", k, 1) > size:
         raise ArgumentValueError(
