@@ -188,11 +188,24 @@ class Scores(NamedTuple):
 
 @final
 class _Outputs:
-    """Outputs of a model at a batch: their floating-point tensors as leaves, in float32 at least."""
+    """Outputs of a model at a batch: their floating-point tensors, which have to be real and finite, as
+    leaves, in float32 at least."""
 
     def __init__(self, outputs: Tree, batch: Any) -> None:
         leaves, self._structure = pytree.flatten(outputs)
-        self._places = _check_outputs(outputs, leaves)
+        for name, leaf in zip(pytree.paths(outputs), leaves, strict=True):
+            if pytree.is_float(leaf):
+                where = f"outputs[{name!r}]" if name else "outputs"
+                advice = "The Fisher matrix does not exist there; look for overflow in the model."
+                validation.real(where, leaf)
+                if value_checks_on():
+                    validation.finite(where, leaf, advice)
+        self._places = [i for i, x in enumerate(leaves) if pytree.is_float(x)]
+        if not self._places:
+            raise ArgumentTypeError(
+                "outputs: expected a floating-point tensor among them, got "
+                f"{validation.describe(outputs)}."
+            )
         self.dtypes = [leaves[i].dtype for i in self._places]
         with grad_enabled():
             self._leaves, self.batch = clone_inference_tensors((leaves, batch))
@@ -209,23 +222,6 @@ class _Outputs:
     @property
     def constant(self) -> Tree:
         return self.rebuild([leaf.detach() for leaf in self.own])
-
-
-def _check_outputs(outputs: Tree, leaves: list[Any]) -> list[int]:
-    """The places of the floating-point tensors; all must be real and finite."""
-    for name, leaf in zip(pytree.paths(outputs), leaves, strict=True):
-        if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
-            where = f"outputs[{name!r}]" if name else "outputs"
-            advice = "The Fisher matrix does not exist there; look for overflow in the model."
-            validation.real(where, leaf)
-            if value_checks_on():
-                validation.finite(where, leaf, advice)
-    places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_floating_point()]
-    if not places:
-        raise ArgumentTypeError(
-            f"outputs: expected a floating-point tensor among them, got {validation.describe(outputs)}."
-        )
-    return places
 
 
 def _around(like: Tensor) -> ring:

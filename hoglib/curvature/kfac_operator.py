@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from typing import Any, Literal, NamedTuple, Unpack, final
 
 import torch
@@ -199,20 +200,19 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
 
     def _pass(self, sums: BlockSums) -> PassTotals:
         """Add every batch to the sums, in all processes."""
-        rows: list[Tensor] = []
 
+        @cache
         def total() -> Tensor:
             dtype = torch.promote_types(self.dtype, torch.float32)
             for layouts in self._processes.gather(list(sums.sums)):
                 sums.include(layouts, dtype, self.device)
-            rows.append(sums.pack().to(self.device))
-            return rows[0]
+            return sums.pack().to(self.device)
 
         with self._sum.one_pass(total, first_order=True) as batches:
             for batch, number, share in batches:
                 batches.record(self._add(sums, batch, number, share))
-        if rows:
-            sums.unpack(rows[0])
+        if not self._sum.alone:
+            sums.unpack(total())
         if not sums.finite():
             raise NonFiniteError(
                 f"{type(self).__name__}: expected finite factors, got infinity or NaN, where the "

@@ -323,16 +323,7 @@ class KroneckerOperator(LinearOperator):
         Returns:
             The trace.
         """
-        with torch.inference_mode(False), torch.no_grad():
-            parts = []
-            for block in self.blocks():
-                if block.values is not None:
-                    parts.append(block.values.sum())
-                else:
-                    a, g = (_mean_eigenvalue(x) for x in (block.A, block.G))
-                    _, out, into = block.layout.sizes
-                    parts.append((a * g).sum() * out * into)
-            found = torch.stack(parts).sum().to(self.dtype)
+        found = self._diagonal().sum().to(self.dtype)
         return Estimate(found, torch.zeros_like(found)) if return_error else found
 
     def diagonal(  # type: ignore[override]
@@ -346,14 +337,19 @@ class KroneckerOperator(LinearOperator):
         Returns:
             The diagonal.
         """
-        with torch.inference_mode(False), torch.no_grad():
-            blocks = self.blocks()
-            total = blocks[0].G.new_zeros(1, self.space.size)
-            leaves = leaves_of(self.space, total)
-            for block in blocks:
-                block.layout.scatter(diagonal_of(block).unsqueeze(0), leaves)
-            found = total[0].to(self.dtype)
+        found = self._diagonal().to(self.dtype)
         return Estimate(found, torch.zeros_like(found)) if return_error else found
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _diagonal(self) -> Tensor:
+        """The diagonal [P], in the dtype of the factors."""
+        blocks = self.blocks()
+        total = blocks[0].G.new_zeros(1, self.space.size)
+        leaves = leaves_of(self.space, total)
+        for block in blocks:
+            block.layout.scatter(diagonal_of(block).unsqueeze(0), leaves)
+        return total[0]
 
 
 @final
