@@ -298,7 +298,10 @@ class Batches:
                 total += (number + 1) * checksum((*fingerprint(batch), 1.0))
             if self._one or takes(number):
                 moved = to_device(batch, self.device)
-                pieces = self._pieces(moved, index)
+                pieces = [
+                    Piece(part, self._weight(part), self._processes.number(index + j))
+                    for j, part in enumerate(self._split(moved))
+                ]
                 index += len(pieces)
                 shared = self._one and self._processes.splitting
                 mine = [piece for piece in pieces if not shared or takes(piece.number)]
@@ -310,11 +313,6 @@ class Batches:
     def current(self) -> list[Any]:
         """The batches as they are now."""
         return list(self._data)
-
-    def _pieces(self, batch: Any, index: int) -> list[Piece]:
-        """The pieces of a batch; `index` is that of the first among the pieces of this process."""
-        parts, number = self._split(batch), self._processes.number
-        return [Piece(part, self._weight(part), number(index + j)) for j, part in enumerate(parts)]
 
     def _weight(self, batch: Any) -> float:
         try:

@@ -5,7 +5,7 @@ random vectors; and functions of operators, by Lanczos' method.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Generator, Tensor
@@ -13,7 +13,7 @@ from torch import Generator, Tensor
 from hoglib._core import validation
 from hoglib.curvature.eigenvalues import ROUNDING
 from hoglib.curvature.vector_space import Space, SymmetricMatrix, random_signs
-from hoglib.errors import ArgumentValueError, NotPositiveDefiniteError
+from hoglib.errors import ArgumentValueError
 
 AT_ONCE = 2**28  # bytes of random vectors that are multiplied at once
 
@@ -43,16 +43,7 @@ def hutchinson_trace(
 ) -> Estimate:
     """tr A = E[v^T A v], v of independent signs; Var[v^T A v] = 2 sum over i != j of A_ij^2."""
     dots = operator.space.dots
-    values = [dots((v, Av))[0] for v, Av in _samples(operator, num_samples, generator)]
-    return mean_of(torch.cat(values))
-
-
-def squared_frobenius(
-    operator: SymmetricMatrix, num_samples: int, generator: Generator | None
-) -> Estimate:
-    """|A|_F^2 = sum of A_ij^2 = E[|A v|^2]."""
-    dots = operator.space.dots
-    values = [dots((Av, Av))[0] for _, Av in _samples(operator, num_samples, generator)]
+    values = [dots((v, Av))[0] for v, Av in samples_of(operator, num_samples, generator)]
     return mean_of(torch.cat(values))
 
 
@@ -61,7 +52,7 @@ def hutchinson_diagonal(
 ) -> Estimate:
     """diag A = E[v * A v]; Var[(v * A v)_i] = sum over j != i of A_ij^2."""
     count, total, squares = 0, None, None
-    for v, Av in _samples(operator, num_samples, generator):
+    for v, Av in samples_of(operator, num_samples, generator):
         for product in v * Av:
             count += 1
             if total is None or squares is None:
@@ -75,7 +66,7 @@ def hutchinson_diagonal(
     return Estimate(total, (squares / max(count - 1, 1) / count).sqrt())
 
 
-def _samples(
+def samples_of(
     operator: SymmetricMatrix, num_samples: int, generator: Generator | None
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Rows of signs and their products, some at a time."""
@@ -319,40 +310,3 @@ def _smoothed(
         densities.append((torch.exp(-z.square() / 2) @ w) / (width * (2 * torch.pi) ** 0.5))
     density, error = mean_of(torch.stack(densities))
     return SpectralDensity(nodes, weights, grid, density, error, width, products)
-
-
-def matrix_function(
-    operator: SymmetricMatrix, b: Any, function: Callable[[Tensor], Tensor], steps: int
-) -> Any:
-    """f(A) b = |b| V f(T) e_1, T = V^T A V, the columns of V orthonormal, V e_1 = b / |b|."""
-    validation.function("function", function)
-    rows, rebuild = operator.space.rows(b, "b")
-    validation.finite("b", rows, "f(A) b does not exist there.")
-    count = min(validation.at_least("steps", steps, 1), operator.shape[0])
-    size = operator.space.norms(rows)[:, None]
-    start = rows / torch.where(size > 0, size, torch.ones_like(size))
-    T, V = tridiagonal(operator.apply, start, count, operator.space)
-    theta, S = torch.linalg.eigh(T)
-    present = S[:, 0].square() > torch.finfo(T.dtype).eps ** 2  # of others no part is in b
-    values = validation.of_eigenvalues(function, theta, present & (size > 0))
-    weights = torch.einsum("sij,sj,sj->si", S, values, S[:, 0]).to(V)
-    found = size * torch.einsum("snp,sn->sp", V, weights)
-    return rebuild(torch.where(size > 0, found, 0))
-
-
-def logdet(
-    operator: SymmetricMatrix, num_samples: int, steps: int, generator: Generator | None
-) -> Estimate:
-    """log det A = tr log A, from the density of the eigenvalues."""
-    found = spectral_density(operator, num_samples, steps, None, generator)
-    present = found.weights > torch.finfo(found.weights.dtype).eps
-    lowest = float(found.nodes[present].min())
-    if lowest <= 0:
-        raise NotPositiveDefiniteError(
-            f"logdet: expected a positive definite matrix, got one with the eigenvalue {lowest:.3g}; "
-            "add damping, `A.damped(...)`."
-        )
-    tiny = torch.finfo(found.nodes.dtype).tiny
-    average = found.average(lambda x: x.clamp(min=tiny).log())
-    size = operator.shape[0]
-    return Estimate(*((size * part).to(operator.device, operator.dtype) for part in average))

@@ -133,7 +133,7 @@ class KroneckerBlock:
         if self.layout.weight is None:
             return KroneckerBlock(self.layout, self.A, _inverse(self.G, d_G))
         if balanced:
-            a, g = (_mean_eigenvalue(x) for x in (self.A, self.G))
+            a, g = (_diagonal_of_factor(x).mean(-1) for x in (self.A, self.G))
             pi = (a / g.clamp(min=torch.finfo(g.dtype).tiny)).sqrt()
             pi = torch.where((a > 0) & (g > 0), pi, torch.ones_like(pi))
             d_A, d_G = sqrt(damping) * pi, sqrt(damping) / pi
@@ -161,9 +161,9 @@ def _times(V: Tensor, A: Tensor | None) -> Tensor:
     return V * A.unsqueeze(-2) if A.dim() == 2 else V @ A
 
 
-def _mean_eigenvalue(factor: Tensor | None) -> Tensor:
+def _diagonal_of_factor(factor: Tensor | None) -> Tensor:
     factor = _given(factor)
-    return (factor if factor.dim() == 2 else factor.diagonal(dim1=-2, dim2=-1)).mean(-1)
+    return factor if factor.dim() == 2 else factor.diagonal(dim1=-2, dim2=-1)
 
 
 def _inverse(factor: Tensor | None, damping: Tensor) -> Tensor:
@@ -380,8 +380,7 @@ def leaves_of(space: Space, rows: Tensor) -> Vector:
 def diagonal_of(block: KroneckerBlock) -> Tensor:
     """The diagonal, in the form of V."""
     if block.values is None:
-        A = _given(block.A)
-        a = A if A.dim() == 2 else A.diagonal(dim1=-2, dim2=-1)
-        return block.G.diagonal(dim1=-2, dim2=-1).unsqueeze(-1) * a.unsqueeze(-2)
+        a, g = (_diagonal_of_factor(x) for x in (block.A, block.G))
+        return g.unsqueeze(-1) * a.unsqueeze(-2)
     found = block.G.square() @ block.values
     return found if block.A is None else found @ block.A.square().mT

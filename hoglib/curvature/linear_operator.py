@@ -460,7 +460,9 @@ class LinearOperator(ABC):
             tensor(8.)
         """
         with self._algorithm("squared_frobenius", num_samples, (num_samples,)):
-            return estimates.squared_frobenius(self, num_samples, generator).returned(return_error)
+            samples = estimates.samples_of(self, num_samples, generator)
+            squares = torch.cat([self.space.dots((Av, Av))[0] for _, Av in samples])
+            return estimates.mean_of(squares).returned(return_error)
 
     def logdet(
         self,
@@ -496,8 +498,20 @@ class LinearOperator(ABC):
         """
         products = num_samples * min(steps, self.shape[0])
         with self._algorithm("logdet", products, (num_samples, steps)):
-            found = estimates.logdet(self, num_samples, steps, generator)
-        return found.returned(return_error)
+            found = estimates.spectral_density(self, num_samples, steps, None, generator)
+        present = found.weights > torch.finfo(found.weights.dtype).eps
+        lowest = float(found.nodes[present].min())
+        if lowest <= 0:
+            raise NotPositiveDefiniteError(
+                "logdet: expected a positive definite matrix, got one with the eigenvalue "
+                f"{lowest:.3g}; add damping, `A.damped(...)`."
+            )
+        tiny = torch.finfo(found.nodes.dtype).tiny
+        average = found.average(lambda x: x.clamp(min=tiny).log())
+        total = estimates.Estimate(
+            *((self.shape[0] * part).to(self.device, self.dtype) for part in average)
+        )
+        return total.returned(return_error)
 
     def matrix_function(
         self, b: Tree, function: Callable[[Tensor], Tensor], *, steps: int = 50
@@ -528,7 +542,19 @@ class LinearOperator(ABC):
             tensor([1., 1.])
         """
         with self._algorithm("matrix_function", options=(steps,)):
-            return estimates.matrix_function(self, b, function, steps)
+            validation.function("function", function)
+            rows, rebuild = self.space.rows(b, "b")
+            validation.finite("b", rows, "f(A) b does not exist there.")
+            count = min(validation.at_least("steps", steps, 1), self.shape[0])
+            size = self.space.norms(rows)[:, None]
+            start = rows / torch.where(size > 0, size, torch.ones_like(size))
+            T, V = estimates.tridiagonal(self.apply, start, count, self.space)
+            theta, S = torch.linalg.eigh(T)
+            present = S[:, 0].square() > torch.finfo(T.dtype).eps ** 2  # of others no part is in b
+            values = validation.of_eigenvalues(function, theta, present & (size > 0))
+            weights = torch.einsum("sij,sj,sj->si", S, values, S[:, 0]).to(V)
+            found = size * torch.einsum("snp,sn->sp", V, weights)
+            return rebuild(torch.where(size > 0, found, 0))
 
     def low_rank(
         self, rank: int, *, oversampling: int = 10, generator: Generator | None = None
