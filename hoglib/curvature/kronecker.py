@@ -56,7 +56,9 @@ class BlockLayout(NamedTuple):
     def sizes(self) -> tuple[int, int, int]:
         """(groups, out, into) of V."""
         groups, out = self.role.groups, self.role.out
-        if self.weight is None:  # of one group
+        if self.role.matrix == "diagonal":
+            groups, out = 1, 1
+        elif self.weight is None:  # of one group
             groups, out = 1, groups * out
         return groups, out, sum(self.widths)
 
