@@ -280,7 +280,6 @@ class DatasetSum:
         by_kept: what is kept of the only batch, if anything, takes its place.
         """
         found = DataPass(self)
-        failed: Exception | None = None
         try:
             with ExitStack() as around:
                 if self._placement.is_sharded:
@@ -296,11 +295,11 @@ class DatasetSum:
                     around.enter_context(examined_functions(self._name, first_order=first_order))
                 yield found
         except Exception as error:
-            failed = error
+            if not self.alone:
+                self._combined(found, total, rows, error)  # raises it in all processes
+            raise
         if not self.alone:
-            found.totals = self._combined(found, total, rows, failed)  # raises in all processes
-        if failed is not None:
-            raise failed
+            found.totals = self._combined(found, total, rows, None)
         self._finish(found.totals)
 
     def _each_batch(self, given: "DataPass") -> Iterator[tuple[Any, int, float]]:

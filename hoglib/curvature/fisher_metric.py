@@ -163,12 +163,10 @@ def fisher_metric(options: FisherMetric, loss: Any, outputs: Tree, batch: Any) -
     """
     at = _Outputs(outputs, batch)
     with _around(at.own[0]):
-        exact = options.kind == "exact"
-        metric = (
-            _exact(*_distribution(options, loss, at), at)
-            if exact
-            else _outer_products(*_scores(options, loss, at))
-        )
+        if options.kind == "exact":
+            metric = _exact(*_distribution(options, loss, at), at)
+        else:
+            metric = _outer_products(*_scores(options, loss, at))
 
     def product(vector: Vector) -> Vector:
         with _around(at.own[0]), torch.no_grad():
