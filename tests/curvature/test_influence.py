@@ -227,7 +227,9 @@ def test_what_influence_refuses():
     batch, options = (x, y), {"damping": 0.1}
     with pytest.raises(hog.errors.ArgumentTypeError, match="influence: expected options among"):
         hog.influence(loss, params, batch, batch, eigenvalue_corrected=False, **options)
-    with pytest.raises(hog.errors.ArgumentTypeError, match="influence: expected options among mode"):
+    with pytest.raises(
+        hog.errors.ArgumentTypeError, match="influence: expected options among mode"
+    ):
         hog.influence(loss, params, batch, batch, solver="cg", approximation="reduce", **options)
     with pytest.raises(
         hog.errors.ArgumentValueError, match="tol: expected none with solver='ekfac'"
