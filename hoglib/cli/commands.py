@@ -1,19 +1,23 @@
-"""The commands: verify, audit, ops, env, check. Each prints, and returns the exit status."""
+"""The commands: verify, audit, ops, env, check. Each prints, and returns the exit status; its
+docstring is its help."""
 
 import json as json_format
 import platform
+import re
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from inspect import getdoc
 from typing import Any
 
 import torch
 
+from hoglib import ops as hog_ops
 from hoglib._version import __version__
 from hoglib.auditing.api import audit as audit_loss
 from hoglib.auditing.problem import problems
 from hoglib.capture.backend import cache_dir, cpp_compiler
-from hoglib.cli import op_table, self_test
+from hoglib.cli import self_test
 from hoglib.cli.isolation import Check, Targets, found_here, found_in_child
 from hoglib.cli.outcomes import RIGHT, WRONG, Outcomes, stdout_for
 from hoglib.cli.targets import SAMPLES, Target, factories, functions, object_of
@@ -29,8 +33,21 @@ def verify(
     reference: str | None, orders: Sequence[int] | None, modes: Sequence[str] | None,
     surrogate: bool, full: bool, time_limit: float,
 ) -> int:  # fmt: skip
-    """`hoglib verify`: Functions of a module or a file, with inputs from the command line or their
-    own."""
+    """Verify the derivatives of custom Functions, to second order, in every mode that they support.
+
+      hoglib verify package.module:Function --input "randn(3, 4)" --input "rand(4) + 1"
+      hoglib verify path/to/file.py                every Function in it with a static sample_inputs()
+      hoglib verify path/to/file.py:Function --reference path/to/file.py:plain --modes rr,fr
+
+    A Function runs in a child process: one that ends it, or does not return within --time-limit, is
+    reported as not run.
+
+    An input is a Python expression over torch's functions. sample_inputs() returns the arguments as a
+    tuple, or a list of such tuples. A Function may have a static reference() of plain torch operations,
+    and `surrogate = True` if its gradient differs from the derivative on purpose.
+
+    Exit status: 0 everything is right, 1 something is wrong, 2 something could not be run.
+    """
     options: dict[str, Any] = {"orders": orders, "modes": modes}
     switches = {"surrogate": surrogate, "full": full}
     options |= {name: True for name, on in switches.items() if on}
@@ -76,7 +93,17 @@ def audit(
     target: str, *, json: bool, verbose: bool, seed: int, routes: Sequence[str] | None,
     stand_ins: bool,
 ) -> int:  # fmt: skip
-    """`hoglib audit`: the losses that a factory of a module or a file returns."""
+    """Audit the second derivatives of a whole model's loss, and name the modules at fault.
+
+      hoglib audit package.module:factory
+      hoglib audit path/to/file.py                 every function in it named second_order_problem...
+      hoglib audit path/to/file.py --routes rr,fr --no-stand-ins
+
+    A factory is a function without arguments that returns (loss, params, batch), a list of such tuples,
+    or a dict of them by name. loss(params, batch) is a scalar; hoglib.functional_loss makes one.
+
+    Exit status: 0 everything is right, 1 something is wrong, 2 something could not be run.
+    """
     with stdout_for(json):
         found = factories(target)
         outcomes = Outcomes(seed, as_json=json, show_tables=verbose or len(found) == 1)
@@ -95,13 +122,25 @@ def _problems(name: str, factory: Callable[[], Any], options: dict[str, Any]) ->
 
 
 def ops(*, markdown: bool) -> int:
-    """`hoglib ops`: the table of ops."""
-    print((op_table.markdown if markdown else op_table.text)(op_table.rows()))
+    """List the ops of hoglib.ops: the equation of each, and the orders of its derivatives.
+
+      hoglib ops
+      hoglib ops --markdown > ops.md
+
+    The second is the table of docs/ops.md.
+    """
+    print((op_markdown if markdown else op_text)(op_rows()))
     return RIGHT
 
 
 def env(*, json: bool) -> int:
-    """`hoglib env`: versions, devices, and the torch calls that have stand-ins."""
+    """List versions, devices, and the torch calls that have stand-ins.
+
+      hoglib env
+      hoglib env --json
+
+    The second is for programs to read.
+    """
     facts = _environment()
     facts["stand_ins"] = [
         {name: getattr(row, name) for name in ("name", "lacks", "modes", "instead", "issue")}
@@ -116,7 +155,15 @@ def env(*, json: bool) -> int:
 
 
 def check(*, json: bool) -> int:
-    """`hoglib check`: the environment, and whether second derivatives are right in it."""
+    """Is this installation fine? Prints versions, devices, the C++ compiler and the directory of
+    compiled graphs, and compares second derivatives with closed forms and finite differences, in about
+    ten seconds.
+
+      hoglib check
+      hoglib check --json
+
+    Exit status: 0 it is fine, 1 a check failed, 2 the checks could not be run.
+    """
     facts = _environment()
     if not json:
         print(_environment_text(facts) + "\n", flush=True)
@@ -181,3 +228,46 @@ def _stand_ins_text(stand_ins: list[dict[str, Any]]) -> str:
                 lines += [" " * (width + 4) + line for line in rest]
     keys = ", ".join(f"{mode.key} {mode.title}" for mode in MODES.values())
     return "\n".join([*lines, "", *textwrap.wrap(f"Modes: {keys}.", WIDTH)])
+
+
+HEAD = ("op", "equation", "orders")
+# By what a docstring says; of others the second derivative is 0, or follows a convention stated there.
+_ORDERS = {
+    "no derivative of any order": "none",
+    "as many orders as derivatives were given": "as given",
+    "to any order": "any",
+}
+
+
+def op_rows() -> list[tuple[str, str, str]]:
+    """Each op by its name, the first line of its equations, and the orders of its derivatives."""
+    return [
+        (name, *_of_docstring(getdoc(getattr(hog_ops, name)) or "")) for name in hog_ops.__all__
+    ]
+
+
+def _of_docstring(text: str) -> tuple[str, str]:
+    body = text.split("\nArgs:")[0]
+    equation = re.search(r"^    (.+)$", body, re.MULTILINE)
+    assert equation is not None
+    words = " ".join(body.split()).lower()
+    orders = next((cell for said, cell in _ORDERS.items() if said in words), "first")
+    return re.sub(r",? {2,}", "; ", equation[1].strip()), orders
+
+
+def op_text(table: list[tuple[str, str, str]]) -> str:
+    """The table in aligned columns, for a terminal or a log."""
+    lines = [HEAD, *table]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(HEAD))]
+    ruled = [
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    ]
+    return "\n".join([ruled[0], "-" * len(ruled[0]), *ruled[1:]])
+
+
+def op_markdown(table: list[tuple[str, str, str]]) -> str:
+    """The table for a page of the docs."""
+    escaped = [[re.sub(r"([|\[])", r"\\\1", cell) for cell in line] for line in table]  # no links
+    lines = [list(HEAD), ["---"] * len(HEAD), *escaped]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

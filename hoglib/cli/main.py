@@ -1,21 +1,6 @@
-"""The command `hoglib`: its arguments, and the exit status."""
+"""Checks of second derivatives: verify a custom Function, audit a model's loss; list hoglib's ops;
+check this installation.
 
-import argparse
-import io
-import os
-import sys
-from collections.abc import Sequence
-
-from hoglib._version import __version__
-from hoglib.cli import commands
-from hoglib.cli.outcomes import NOT_RUN, print_error
-from hoglib.errors import HoglibError
-
-DESCRIPTION = """\
-Checks of second derivatives: verify a custom Function, audit a model's loss; list hoglib's ops; check
-this installation.
-"""
-EXAMPLES = """\
 examples:
   hoglib check                                  is this installation fine?
   hoglib verify file.py                         its Functions that have sample_inputs()
@@ -24,55 +9,18 @@ examples:
 
 Each command has its own help: hoglib verify --help
 """
-VERIFY = """\
-Verify the derivatives of custom Functions, to second order, in every mode that they support.
 
-  hoglib verify package.module:Function --input "randn(3, 4)" --input "rand(4) + 1"
-  hoglib verify path/to/file.py                every Function in it with a static sample_inputs()
-  hoglib verify path/to/file.py:Function --reference path/to/file.py:plain --modes rr,fr
+import argparse
+import io
+import os
+import sys
+from collections.abc import Sequence
+from inspect import getdoc
 
-A Function runs in a child process: one that ends it, or does not return within --time-limit, is
-reported as not run.
-
-An input is a Python expression over torch's functions. sample_inputs() returns the arguments as a
-tuple, or a list of such tuples. A Function may have a static reference() of plain torch operations, and
-`surrogate = True` if its gradient differs from the derivative on purpose.
-
-Exit status: 0 everything is right, 1 something is wrong, 2 something could not be run.
-"""
-AUDIT = """\
-Audit the second derivatives of a whole model's loss, and name the modules at fault.
-
-  hoglib audit package.module:factory
-  hoglib audit path/to/file.py                 every function in it named second_order_problem...
-  hoglib audit path/to/file.py --routes rr,fr --no-stand-ins
-
-A factory is a function without arguments that returns (loss, params, batch), a list of such tuples,
-or a dict of them by name. loss(params, batch) is a scalar; hoglib.functional_loss makes one.
-
-Exit status: 0 everything is right, 1 something is wrong, 2 something could not be run.
-"""
-OPS = """\
-List the ops of hoglib.ops: the equation of each, and the orders of its derivatives.
-
-  hoglib ops
-  hoglib ops --markdown > ops.md
-"""
-ENV = """\
-List versions, devices, and the torch calls that have stand-ins.
-
-  hoglib env
-  hoglib env --json
-"""
-CHECK = """\
-Is this installation fine? Prints versions, devices, the C++ compiler and the directory of compiled
-graphs, and compares second derivatives with closed forms and finite differences, in about ten seconds.
-
-  hoglib check
-  hoglib check --json
-
-Exit status: 0 it is fine, 1 a check failed, 2 the checks could not be run.
-"""
+from hoglib._version import __version__
+from hoglib.cli import commands
+from hoglib.cli.outcomes import NOT_RUN, print_error
+from hoglib.errors import HoglibError
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -118,18 +66,20 @@ def _discard_stdout() -> None:
 
 def _parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
+    description, _, examples = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(
-        prog="hoglib", description=DESCRIPTION, epilog=EXAMPLES, formatter_class=raw
+        prog="hoglib", description=description, epilog=examples, formatter_class=raw
     )
     parser.add_argument("--version", action="version", version=f"hoglib {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True)
 
-    def command(name: str, summary: str, description: str) -> argparse.ArgumentParser:
+    def command(name: str, summary: str) -> argparse.ArgumentParser:
+        description = getdoc(getattr(commands, name))
         return subparsers.add_parser(
             name, help=summary, description=description, formatter_class=raw
         )
 
-    verify = command("verify", "verify the derivatives of custom Functions", VERIFY)
+    verify = command("verify", "verify the derivatives of custom Functions")
     add = verify.add_argument
     add("target", help="package.module:Function, path/to/file.py or path/to/file.py:Function")
     add(
@@ -147,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
         help="for one check, in a process of its own (default: 60); 0: in this process, without one",
     )  # fmt: skip
     _add_common_arguments(verify, "inputs are")
-    audit = command("audit", "audit the second derivatives of a model's loss", AUDIT)
+    audit = command("audit", "audit the second derivatives of a model's loss")
     add = audit.add_argument
     add("target", help="package.module:factory, path/to/file.py or path/to/file.py:factory")
     add(
@@ -159,10 +109,10 @@ def _parser() -> argparse.ArgumentParser:
         help="check what hoglib runs, inside of hoglib.second_order(), or torch as it is",
     )  # fmt: skip
     _add_common_arguments(audit, "a problem is")
-    ops = command("ops", "list the ops", OPS)
+    ops = command("ops", "list the ops")
     _add_switch(ops, "as the table of docs/ops.md", "--markdown")
-    env = command("env", "list versions, devices, and the torch calls that have stand-ins", ENV)
-    check = command("check", "is this installation fine? ten seconds", CHECK)
+    env = command("env", "list versions, devices, and the torch calls that have stand-ins")
+    check = command("check", "is this installation fine? ten seconds")
     for one in (env, check):
         _add_switch(one, "print JSON", "--json")
     return parser

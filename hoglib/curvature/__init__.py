@@ -12,7 +12,13 @@ from hoglib.curvature.example_gradients import (
 from hoglib.curvature.jacobian_product import jvp
 from hoglib.curvature.kfac_operator import KFACError, KFACOperator
 from hoglib.curvature.linear_operator import LinearOperator, LowRankOperator
-from hoglib.curvature.operators import FisherOperator, GGNOperator, HessianOperator
+from hoglib.curvature.operators import (
+    FisherOperator,
+    GGNOperator,
+    HessianOperator,
+    Spectrum,
+    hessian_spectrum,
+)
 from hoglib.curvature.optimizers import KFAC, KFACStep, NewtonCG, NewtonStep
 from hoglib.curvature.point_derivatives import (
     bilaplacian,
@@ -21,7 +27,6 @@ from hoglib.curvature.point_derivatives import (
     partial_derivative,
 )
 from hoglib.curvature.products import fisher_vp, ggn, ggn_vp, hessian, hvp
-from hoglib.curvature.spectrum import Spectrum, hessian_spectrum
 
 __all__ = [
     "KFAC",

@@ -8,7 +8,7 @@ The data is one batch, or many, in one process or in several that share it.
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from math import fsum
@@ -30,16 +30,20 @@ from hoglib._core.gradient_graph import graph_summary
 from hoglib._core.placement import Sharding
 from hoglib._core.problem import OPTION_NAMES, Options, Policy, Problem, check_option_names
 from hoglib._core.source_location import warn
-from hoglib.curvature.data import IGNORED, Batches, BatchSize, LocalBatch, counted_labels, in_step
-from hoglib.curvature.likelihood import check_reduction
-from hoglib.curvature.linear_operator import ProgressBar
-from hoglib.curvature.processes import (
+from hoglib.curvature.data import (
+    IGNORED,
+    Batches,
+    BatchSize,
+    LocalBatch,
     PassTotals,
     Processes,
     checksum_of_rows,
-    combine,
     constants_of,
+    counted_labels,
+    in_step,
 )
+from hoglib.curvature.likelihood import check_reduction
+from hoglib.curvature.linear_operator import ProgressBar
 from hoglib.curvature.reproducibility import Determinism, Symmetry, close
 from hoglib.curvature.vector_space import Space
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, NondeterministicError
@@ -169,12 +173,9 @@ class DatasetSum:
     def __init__(
         self, policy: Policy, loss: Any, space: Space, data: Any, options: CheckedDataOptions,
         processes: Processes, bar: ProgressBar, *, seed: int, fixed_batches: bool,
-        takes_shards: bool = False,
     ) -> None:  # fmt: skip
         validation.loss_function("loss", loss)
         self._policy, name = policy, policy.caller
-        if not takes_shards:
-            space.refuse_sharded(name)
         self._placement = space.placement  # with the weight of the current batch
         check_reduction(loss, options.reduction, synonyms={"batchmean": "mean"})
         self.loss, self._space, self._options = loss, space, options
@@ -267,17 +268,39 @@ class DatasetSum:
         value = totals.loss / self.weight(totals)
         return torch.tensor(value, dtype=self._loss_dtype, device=self._space.device)
 
+    @contextmanager
     def one_pass(
         self, total: Tensor | Callable[[], Tensor], rows: Tensor | None = None, *,
         first_order: bool = False, by_kept: bool = False,
-    ) -> "DataPass":  # fmt: skip
+    ) -> Iterator["DataPass"]:  # fmt: skip
         """A pass over the data, in all processes, each of which adds its part to `total`.
 
         total: or a function that returns it after the pass, in all processes, where its size is known
         only then. rows: the vectors that are multiplied, which have to be the same in all processes.
         by_kept: what is kept of the only batch, if anything, takes its place.
         """
-        return DataPass(self, total, rows, first_order, by_kept)
+        found = DataPass(self)
+        try:
+            with ExitStack() as around:
+                if self._placement.is_sharded:
+                    around.enter_context(torch.inference_mode(False))
+                    around.enter_context(self._placement.translate_errors(self._name))
+                try:
+                    found.changed = self._check_state()
+                    self._agree(rows, found.changed)
+                except Exception as error:  # the other processes wait for this one
+                    found.error = error
+                found.by_kept = by_kept and self.kept is not None
+                if not found.by_kept:  # those in a kept graph were examined when it was made
+                    around.enter_context(examined_functions(self._name, first_order=first_order))
+                yield found
+        except Exception as error:
+            if not self.alone:
+                self._combined(found, total, rows, error)  # raises it in all processes
+            raise
+        if not self.alone:
+            found.totals = self._combined(found, total, rows, None)
+        self._finish(found.totals)
 
     def _each_batch(self, given: "DataPass") -> Iterator[tuple[Any, int, float]]:
         """The pieces of the batches of this process, their numbers and shares; then their totals."""
@@ -327,7 +350,10 @@ class DatasetSum:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _combined(self, given: "DataPass", error: Exception | None) -> PassTotals:
+    def _combined(
+        self, given: "DataPass", total: Tensor | Callable[[], Tensor], rows: Tensor | None,
+        error: Exception | None,
+    ) -> PassTotals:  # fmt: skip
         """The totals of all processes, and their sums in the total of the pass."""
         totals, count = given.totals, len(pytree.leaves(self._space.params))
         used = torch.zeros(count)  # by how many processes, each leaf
@@ -338,13 +364,13 @@ class DatasetSum:
                 seed=self._seed,
                 params=checksum_of_tensors(leaves),
                 model=checksum_of_tensors(constants_of(self.loss, leaves)),
-                vectors=0.0 if given.rows is None else checksum_of_rows(given.rows),
+                vectors=0.0 if rows is None else checksum_of_rows(rows),
                 data=self._batches.checksum,
             )
             if totals.pieces:
                 used[[i for i in range(count) if i not in (self._unused or ())]] = 1
-        sums = given.total() if callable(given.total) else given.total
-        combined = combine(self._processes.all_reduce(sums, used, totals, error))
+        sums = total() if callable(total) else total
+        combined = self._processes.all_reduce(sums, used, totals, error)
         if combined.changed:
             self._determinism.forget_total()
             self.symmetry.forget()
@@ -550,37 +576,15 @@ class DataPass:
     processes add up what they have; an error in one of them is raised in all.
     """
 
-    def __init__(
-        self, sums: DatasetSum, total: Tensor | Callable[[], Tensor], rows: Tensor | None,
-        first_order: bool, by_kept: bool,
-    ) -> None:  # fmt: skip
-        self.totals, self.total, self.rows, self.changed = PassTotals(), total, rows, False
-        self._sums, placement = sums, sums._placement
-        self._first_order, self._by_kept = first_order, by_kept
-        self._error: Exception | None = None
-        self._around: list[AbstractContextManager[Any]] = []
-        if placement.is_sharded:
-            self._around += (torch.inference_mode(False), placement.translate_errors(sums._name))
-
-    def __enter__(self) -> "DataPass":
-        for context in self._around:
-            context.__enter__()
-        try:
-            self.changed = self._sums._check_state()
-            self._sums._agree(self.rows, self.changed)
-        except Exception as error:  # the other processes wait for this one
-            self._error = error
-        self._by_kept = self._by_kept and self._sums.kept is not None
-        if not self._by_kept:  # the Functions in a kept graph were examined when it was made
-            examined = examined_functions(self._sums._name, first_order=self._first_order)
-            examined.__enter__()
-            self._around.append(examined)
-        return self
+    def __init__(self, sums: DatasetSum) -> None:
+        self._sums, self.totals = sums, PassTotals()
+        self.changed = self.by_kept = False
+        self.error: Exception | None = None
 
     def __iter__(self) -> Iterator[tuple[Any, int, float]]:
-        if self._error is not None:
-            raise self._error
-        if not self._by_kept:
+        if self.error is not None:
+            raise self.error
+        if not self.by_kept:
             yield from self._sums._each_batch(self)
         else:
             share = self._sums.kept.share
@@ -590,20 +594,6 @@ class DataPass:
     def record(self, value: Tensor) -> None:
         """The loss of the batch that was given last."""
         self.value = value
-
-    def __exit__(self, kind: Any, given: BaseException | None, traceback: Any) -> None:
-        error = given
-        for context in reversed(self._around):
-            try:
-                context.__exit__(kind, error, traceback)
-            except Exception as raised:
-                kind, error, traceback = type(raised), raised, raised.__traceback__
-        if not self._sums.alone and (error is None or isinstance(error, Exception)):
-            self.totals = self._sums._combined(self, error)  # raises the error in all processes
-        if error is None:
-            self._sums._finish(self.totals)
-        elif error is not given:
-            raise error
 
 
 def _totals(shares: list[float], losses: list[float]) -> PassTotals:

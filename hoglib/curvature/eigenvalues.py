@@ -304,7 +304,7 @@ class Basis:
         return v, total, length
 
 
-def to_scipy(operator: SymmetricMatrix, dtype: Any = None) -> Any:
+def to_scipy(operator: SymmetricMatrix) -> Any:
     """`LinearOperator.to_scipy`."""
     operator.space.refuse_sharded("to_scipy")
     try:
@@ -316,14 +316,14 @@ def to_scipy(operator: SymmetricMatrix, dtype: Any = None) -> Any:
             "scipy`."
         ) from error
     own = operator.dtype if operator.dtype in (torch.float32, torch.float64) else torch.float32
-    target = np.dtype(str(own).removeprefix("torch.") if dtype is None else dtype)
 
     def matmat(V: Any) -> Any:
         rows = torch.from_numpy(np.ascontiguousarray(np.asarray(V).reshape(len(V), -1).T))
         result = operator.apply(rows.to(operator.device, operator.dtype))
-        return result.T.to("cpu", own).numpy().astype(target, copy=False)
+        return result.T.to("cpu", own).numpy()
 
     return linalg.LinearOperator(
-        operator.shape, matvec=lambda v: matmat(v).reshape(-1), matmat=matmat, dtype=target,
+        operator.shape, matvec=lambda v: matmat(v).reshape(-1), matmat=matmat,
+        dtype=str(own).removeprefix("torch."),
         rmatvec=lambda v: matmat(v).reshape(-1), rmatmat=matmat,
     )  # fmt: skip

@@ -15,15 +15,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader, RandomSampler
 
 from hoglib._core import pytree, validation
-from hoglib._core.autograd import (
-    Vector,
-    fresh_leaves,
-    materialize_grads,
-    translate_errors,
-)
+from hoglib._core.autograd import Vector, fresh_leaves, materialize_grads, translate_errors
 from hoglib._core.logger import LOGGER
 from hoglib._core.placement import refuse_sharded
-from hoglib._core.problem import Options, Policy, Problem
+from hoglib._core.problem import Options, Policy, Problem, check_option_names
 from hoglib.curvature.data import as_dict, is_batch, row_count, to_device
 from hoglib.curvature.fisher_metric import FisherMetric
 from hoglib.curvature.kfac_operator import KFACOperator
@@ -36,11 +31,9 @@ from hoglib.curvature.model_run import (
     by_example,
     checked_run,
     is_embedding,
-    output_gradients,
-    scale_and_shift_gradients,
 )
 from hoglib.curvature.operators import GGNOperator
-from hoglib.curvature.optimizers import KFAC_OPTIONS, NEWTON_OPTIONS, refuse_unknown
+from hoglib.curvature.optimizers import KFAC_OPTIONS, NEWTON_OPTIONS
 from hoglib.curvature.vector_space import Space
 from hoglib.errors import (
     ArgumentTypeError,
@@ -277,9 +270,8 @@ def _products_of(loss: Any, params: Tree, batch: Any, pairs: bool) -> Tensor:
     if found is not None:
         return found
     rows = gradient_rows(loss, params, batch, vmap=None)
-    if not pairs:
-        return torch.cat([_square_of_rows(part) for part in rows])
-    return _gram(torch.cat(list(rows)))
+    parts = [torch.cat(list(rows))] if pairs else rows
+    return torch.cat([_products_of_rows(part, pairs) for part in parts])
 
 
 def _layer_by_layer(loss: Any, params: Tree, batch: Any, pairs: bool) -> Tensor | None:
@@ -309,7 +301,7 @@ def _layer_by_layer(loss: Any, params: Tree, batch: Any, pairs: bool) -> Tensor 
             total = torch.zeros(count, *([count] if pairs else []), dtype=run.dtype)
             total = total.to(run.device)
             for layer in run.layers:
-                total += (_products if pairs else _squares)(layer, gradients, run)
+                total += _products(layer, gradients, run, pairs)
     return total.to(space.dtype)
 
 
@@ -330,45 +322,44 @@ def _by_outputs(run: ModelRun, loss: Any, batch: Any) -> Vector:
     return [g.squeeze(1) for g in gradients]
 
 
-def _squares(layer: Layer, gradients: Gradients, run: ModelRun) -> Tensor:
-    """The squared norms of the gradients of a layer, [N]."""
-    N = run.examples
-    if layer.layout.role.matrix == "diagonal":
-        return _scale_and_shift(layer, gradients, N).square().sum(1)
-    if is_embedding(layer) and layer.layout.weight is not None:
-        at, g = _indices(layer, N), _outputs(layer, gradients, N)
-        same = (at == at.mT) & (at >= 0)  # [N, T, T]: the same row of the table
-        return ((g[0] @ g[0].mT) * same).sum((1, 2))
-    if _by_gradients(layer, run, False):
+def _products(layer: Layer, gradients: Gradients, run: ModelRun, pairs: bool) -> Tensor:
+    """The squared norms of the gradients of a layer, [N], or with pairs their products, [N, N]."""
+    N, diagonal = run.examples, layer.layout.role.matrix == "diagonal"
+    if not diagonal and not is_embedding(layer) and _by_gradients(layer, run, pairs):
         parts = _gradients(layer, gradients, run)
-        return torch.cat([sum(map(_square_of_rows, part), part[0].new_zeros(())) for part in parts])
-    a, g = _inputs(layer, run), _outputs(layer, gradients, N)
-    if a.shape[2] == 1:
-        size = a.square().sum(3) + (layer.layout.bias is not None)
-        return (size * g.square().sum(3)).sum((0, 2))
-    chunks = max(1, AT_ONCE // (len(a) * a.shape[2] ** 2))
-    pairs = zip(a.split(chunks, 1), g.split(chunks, 1), strict=True)
-    return torch.cat([(_grams(layer, x) * (y @ y.mT)).sum((0, 2, 3)) for x, y in pairs])
-
-
-def _products(layer: Layer, gradients: Gradients, run: ModelRun) -> Tensor:
-    """The products of the gradients of a layer, [N, N]."""
-    N = run.examples
-    if layer.layout.role.matrix == "diagonal":
-        return _gram(_scale_and_shift(layer, gradients, N))
+        if pairs:
+            return _products_of_rows(torch.cat([torch.cat(part, 1) for part in parts]), True)
+        squares = ([_products_of_rows(rows, False) for rows in part] for part in parts)
+        return torch.cat([torch.stack(part).sum(0) for part in squares])
+    g = gradients.of_examples(layer, N)
+    if diagonal:
+        return _products_of_rows(g.sum(-2), pairs)
+    a = by_example(layer, [call.inputs() for call in layer.calls], N)
     if is_embedding(layer) and layer.layout.weight is not None:
-        places, g = _indices(layer, N), _outputs(layer, gradients, N)
-        at, features = places.flatten(), g[0].flatten(0, 1)
-        owner = torch.arange(N, device=at.device).repeat_interleave(g.shape[2])
-        seen, places = at.unique(return_inverse=True)  # only rows of the table that are used
-        table = features.new_zeros(N * len(seen), features.shape[1])
-        table.index_add_(0, owner * len(seen) + places, features * (at >= 0).unsqueeze(1))
-        return _gram(table.view(N, -1))
-    if _by_gradients(layer, run, True):
-        return _gram(torch.cat([torch.cat(part, 1) for part in _gradients(layer, gradients, run)]))
-    a, g = (x.flatten(1, 2) for x in (_inputs(layer, run), _outputs(layer, gradients, N)))
-    found = (_grams(layer, a) * (g @ g.mT)).sum(0)
-    return found.view(N, len(found) // N, N, -1).sum((1, 3))
+        return _products_of_embedding(a[0], g[0], pairs)
+    a, with_bias = a.to(run.dtype), layer.layout.bias is not None
+    if pairs:
+        a, g = a.flatten(1, 2), g.flatten(1, 2)
+        found = ((a @ a.mT).add_(with_bias) * (g @ g.mT)).sum(0)
+        return found.view(N, len(found) // N, N, -1).sum((1, 3))
+    if a.shape[2] == 1:
+        return ((a.square().sum(3) + with_bias) * g.square().sum(3)).sum((0, 2))
+    chunks = max(1, AT_ONCE // (len(a) * a.shape[2] ** 2))
+    split = zip(a.split(chunks, 1), g.split(chunks, 1), strict=True)
+    return torch.cat([((x @ x.mT).add_(with_bias) * (y @ y.mT)).sum((0, 2, 3)) for x, y in split])
+
+
+def _products_of_embedding(at: Tensor, g: Tensor, pairs: bool) -> Tensor:
+    """The same of an embedding, from the indices [N, T, 1] and the gradients of the rows there."""
+    if not pairs:
+        same = (at == at.mT) & (at >= 0)  # [N, T, T]: the same row of the table
+        return ((g @ g.mT) * same).sum((1, 2))
+    N, places, features = len(at), at.flatten(), g.flatten(0, 1)
+    owner = torch.arange(N, device=at.device).repeat_interleave(g.shape[1])
+    seen, rows = places.unique(return_inverse=True)  # only rows of the table that are used
+    table = features.new_zeros(N * len(seen), features.shape[1])
+    table.index_add_(0, owner * len(seen) + rows, features * (places >= 0).unsqueeze(1))
+    return _products_of_rows(table.view(N, -1), True)
 
 
 def _by_gradients(layer: Layer, run: ModelRun, pairs: bool) -> bool:
@@ -383,12 +374,10 @@ def _by_gradients(layer: Layer, run: ModelRun, pairs: bool) -> bool:
     return (run.examples if pairs else 1) * T * T > into * out
 
 
-def _square_of_rows(rows: Tensor) -> Tensor:
+def _products_of_rows(rows: Tensor, pairs: bool) -> Tensor:
+    if pairs:
+        return rows @ rows.T
     return torch.linalg.vector_norm(rows, dim=1).square()  # holds no squares
-
-
-def _gram(rows: Tensor) -> Tensor:
-    return rows @ rows.T
 
 
 def _gradients(layer: Layer, gradients: Gradients, run: ModelRun) -> Iterator[list[Tensor]]:
@@ -396,12 +385,13 @@ def _gradients(layer: Layer, gradients: Gradients, run: ModelRun) -> Iterator[li
     time."""
     N = run.examples
     groups, out, into = layer.layout.sizes
+    g = gradients.of_examples(layer, N)
     if layer.layout.weight is None:
-        yield [_outputs(layer, gradients, N).sum(2).movedim(1, 0).flatten(1)]
+        yield [g.sum(2).movedim(1, 0).flatten(1)]
         return
     direct = all(call.has_patches() and call.shape[0] == N for call in layer.calls)
-    a = None if direct else _inputs(layer, run)
-    g = _outputs(layer, gradients, N)
+    inputs = [] if direct else [call.inputs().to(run.dtype) for call in layer.calls]
+    a = None if direct else by_example(layer, inputs, N)
     size = max(1, AT_ONCE // (groups * into * out))
     for start in range(0, N, size):
         stop = min(start + size, N)
@@ -417,33 +407,6 @@ def _gradients(layer: Layer, gradients: Gradients, run: ModelRun) -> Iterator[li
         if layer.layout.bias is not None:
             rows.append(g[:, start:stop].sum(2).movedim(1, 0).flatten(1))
         yield rows
-
-
-def _grams(layer: Layer, a: Tensor) -> Tensor:
-    """<a_t, a_u>, of inputs with a 1 for the bias where there is one."""
-    found = a @ a.mT
-    return found if layer.layout.bias is None else found.add_(1)
-
-
-def _indices(layer: Layer, examples: int) -> Tensor:
-    """Of an embedding, [N, positions, 1]."""
-    return by_example(layer, [call.inputs() for call in layer.calls], examples)[0]
-
-
-def _inputs(layer: Layer, run: ModelRun) -> Tensor:
-    """Without a 1 for the bias, [groups, N, positions, features]."""
-    return by_example(layer, [call.inputs().to(run.dtype) for call in layer.calls], run.examples)
-
-
-def _outputs(layer: Layer, gradients: Gradients, examples: int) -> Tensor:
-    """Gradients by the outputs, [groups, N, positions, features]."""
-    rows = [output_gradients(layer, call, gradients) for call in layer.calls]
-    return by_example(layer, rows, examples)
-
-
-def _scale_and_shift(layer: Layer, gradients: Gradients, examples: int) -> Tensor:
-    rows = [scale_and_shift_gradients(layer, call, gradients) for call in layer.calls]
-    return by_example(layer, rows, examples).sum(-2)
 
 
 class NoiseScale(NamedTuple):
@@ -575,11 +538,8 @@ def influence(
                 f"{name}: expected data in a fixed order, that of the scores, got a DataLoader that "
                 "shuffles; make one with shuffle=False."
             )
-    if solver == "cg":
-        refuse_unknown("influence", options, NEWTON_OPTIONS, "GGNOperator")
-    else:
-        known = {"kind", "generator", "check_deterministic", *KFAC_OPTIONS}
-        refuse_unknown("influence", options, known, "KFACOperator")
+    of_factors = ("kind", "generator", "check_deterministic", *KFAC_OPTIONS)
+    check_option_names("influence", options, NEWTON_OPTIONS if solver == "cg" else of_factors)
     if tol is not None and solver != "cg":
         raise ArgumentValueError(
             f"tol: expected none with solver={solver!r}, which has a closed form, got {tol}; it "

@@ -33,12 +33,12 @@ from torch import Generator, Tensor
 from torch import distributions as D
 
 from hoglib._core import pytree, validation
-from hoglib._core.autograd import Vector, clone_inference_tensors, grad_enabled
+from hoglib._core.autograd import Vector, clone_inference_tensors, grad_enabled, materialize_grads
 from hoglib._core.mixed_precision import upcast_half
 from hoglib._core.problem import Policy
 from hoglib._core.torch_modes import value_checks_on
 from hoglib.curvature import likelihood as likelihoods
-from hoglib.curvature.data import leading_dimension
+from hoglib.curvature.data import row_count
 from hoglib.curvature.gauss_newton import (
     CompositeLoss,
     CriterionHessian,
@@ -122,10 +122,7 @@ class FisherMetric(OutputMetric):
         validation.refuse_transforms(composite.policy.caller, LOOP)
         at = _Outputs(composite.with_values(outputs), composite.batch)
         with _around(at.own[0]):
-            if self.kind == "empirical":
-                found = _empirical(self, composite.loss, at)
-            else:
-                found = _sampled(self, *_distribution(self, composite.loss, at), at)
+            found = _scores(self, composite.loss, at)
         scores = [s.to(dtype) for s, dtype in zip(found.scores, at.dtypes, strict=True)]
         return found._replace(scores=scores)
 
@@ -166,10 +163,10 @@ def fisher_metric(options: FisherMetric, loss: Any, outputs: Tree, batch: Any) -
     """
     at = _Outputs(outputs, batch)
     with _around(at.own[0]):
-        if options.kind == "empirical":
-            metric = _outer_products(*_empirical(options, loss, at))
+        if options.kind == "exact":
+            metric = _exact(*_distribution(options, loss, at), at)
         else:
-            metric = _expected(options, loss, at)
+            metric = _outer_products(*_scores(options, loss, at))
 
     def product(vector: Vector) -> Vector:
         with _around(at.own[0]), torch.no_grad():
@@ -189,11 +186,24 @@ class Scores(NamedTuple):
 
 @final
 class _Outputs:
-    """Outputs of a model at a batch: their floating-point tensors as leaves, in float32 at least."""
+    """Outputs of a model at a batch: their floating-point tensors, which have to be real and finite, as
+    leaves, in float32 at least."""
 
     def __init__(self, outputs: Tree, batch: Any) -> None:
         leaves, self._structure = pytree.flatten(outputs)
-        self._places = _check_outputs(outputs, leaves)
+        for name, leaf in zip(pytree.paths(outputs), leaves, strict=True):
+            if pytree.is_float(leaf):
+                where = f"outputs[{name!r}]" if name else "outputs"
+                advice = "The Fisher matrix does not exist there; look for overflow in the model."
+                validation.real(where, leaf)
+                if value_checks_on():
+                    validation.finite(where, leaf, advice)
+        self._places = [i for i, x in enumerate(leaves) if pytree.is_float(x)]
+        if not self._places:
+            raise ArgumentTypeError(
+                "outputs: expected a floating-point tensor among them, got "
+                f"{validation.describe(outputs)}."
+            )
         self.dtypes = [leaves[i].dtype for i in self._places]
         with grad_enabled():
             self._leaves, self.batch = clone_inference_tensors((leaves, batch))
@@ -210,23 +220,6 @@ class _Outputs:
     @property
     def constant(self) -> Tree:
         return self.rebuild([leaf.detach() for leaf in self.own])
-
-
-def _check_outputs(outputs: Tree, leaves: list[Any]) -> list[int]:
-    """The places of the floating-point tensors; all must be real and finite."""
-    for name, leaf in zip(pytree.paths(outputs), leaves, strict=True):
-        if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
-            where = f"outputs[{name!r}]" if name else "outputs"
-            advice = "The Fisher matrix does not exist there; look for overflow in the model."
-            validation.real(where, leaf)
-            if value_checks_on():
-                validation.finite(where, leaf, advice)
-    places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_floating_point()]
-    if not places:
-        raise ArgumentTypeError(
-            f"outputs: expected a floating-point tensor among them, got {validation.describe(outputs)}."
-        )
-    return places
 
 
 def _around(like: Tensor) -> ring:
@@ -248,21 +241,14 @@ def _distribution(
     return chosen, p, likelihoods.weight(chosen, p, options.reduction)
 
 
-def _expected(options: FisherMetric, loss: Any, at: _Outputs) -> Metric:
-    """The kinds with targets from the likelihood: exact, or by sampling."""
-    chosen, p, weight = _distribution(options, loss, at)
-    if options.kind == "mc":
-        return _outer_products(*_sampled(options, chosen, p, weight, at))
-    if chosen.family is not None:
-        family, f = chosen.family, at.own[0].detach()
-        factor = weight * likelihoods.mask(chosen, f)
-        return lambda vector: [factor * family.information(f, vector[0])]
-    return _exact(chosen, p, weight, at)
-
-
 def _exact(likelihood: Likelihood, p: D.Distribution, weight: Weight, at: _Outputs) -> Metric:
-    """M u by differentiating the gradient of w sum_t KL(p_t(outputs0) || p_t(outputs)) once more."""
-    own = at.own
+    """M u in closed form, or by differentiating the gradient of w sum_t KL(p_t(outputs0) ||
+    p_t(outputs)) once more."""
+    own, family = at.own, likelihood.family
+    if family is not None:
+        f = own[0].detach()
+        factor = weight * likelihoods.mask(likelihood, f)
+        return lambda vector: [factor * family.information(f, vector[0])]
     q = likelihoods.make_distribution(likelihood, at.rebuild(own))
     likelihoods.refuse_moving_support(q)
     likelihoods.refuse_wrong_divergence(q)
@@ -271,23 +257,26 @@ def _exact(likelihood: Likelihood, p: D.Distribution, weight: Weight, at: _Outpu
         if not divergence.requires_grad:
             likelihoods.refuse_constant()
         gradient = torch.autograd.grad(divergence, own, create_graph=True, allow_unused=True)
-    pairs = [(i, g) for i, g in enumerate(gradient) if g is not None]
+    used = [g for g in gradient if g is not None]
 
     def metric(vector: Vector) -> Vector:
-        product = torch.autograd.grad(
-            [g for _, g in pairs], own, [vector[i] for i, _ in pairs],
-            retain_graph=True, allow_unused=True,
-        )  # fmt: skip
-        return [
-            torch.zeros_like(u) if x is None else x for x, u in zip(product, vector, strict=True)
-        ]
+        along = [u for g, u in zip(gradient, vector, strict=True) if g is not None]
+        product = torch.autograd.grad(used, own, along, retain_graph=True, allow_unused=True)
+        return materialize_grads(list(product), own)
 
     if not value_checks_on():
         return metric
     with likelihoods.translate_divergence_errors(q):  # some appear in the second derivative only
-        for part in (*(g for _, g in pairs), *metric([torch.ones_like(leaf) for leaf in own])):
+        for part in (*used, *metric([torch.ones_like(leaf) for leaf in own])):
             validation.finite("KL(p || p)", part, "Its derivatives are not finite at p.")
     return metric
+
+
+def _scores(options: FisherMetric, loss: Any, at: _Outputs) -> Scores:
+    """Of the kinds "mc" and "empirical"."""
+    if options.kind == "empirical":
+        return _empirical(options, loss, at)
+    return _sampled(options, *_distribution(options, loss, at), at)
 
 
 def _sampled(
@@ -413,15 +402,11 @@ def columns(metric: FisherMetric, composite: CompositeLoss, outputs: Vector) -> 
 
 
 def _check_rows(composite: CompositeLoss, values: Vector) -> None:
-    try:
-        count = leading_dimension(composite.batch)
-    except ArgumentTypeError:  # nothing to compare with
-        return
-    rows = examples_of(composite, values)
-    if rows > count and rows % count == 0:
+    count, rows = row_count(composite.batch), examples_of(composite, values)
+    if count and rows > count and rows % count == 0:
         raise ArgumentValueError(
             f"{composite.policy.caller}(kind='exact'): expected outputs whose rows are the "
-            f"{count:g} examples of a batch, got {rows} rows, several of each, whose gradients "
+            f"{count} examples of a batch, got {rows} rows, several of each, whose gradients "
             "depend on each other; return outputs [examples, ...] by `functional_loss(..., forward=)`, "
             "or use kind='mc'."
         )

@@ -187,7 +187,7 @@ class CompositeLoss:
                 "loss.outputs(params, batch): expected real outputs, got complex ones; give their "
                 "real view, `torch.view_as_real`."
             )
-        return [leaf for leaf in found if _is_floating(leaf)]
+        return [leaf for leaf in found if pytree.is_float(leaf)]
 
     def detached_outputs(self, leaves: Vector) -> Vector:
         """The same without a graph."""
@@ -206,7 +206,7 @@ class CompositeLoss:
         flat, structure = pytree.flatten(self._last)
         left = iter(values)
         return pytree.unflatten(
-            [next(left) if _is_floating(leaf) else leaf for leaf in flat], structure
+            [next(left) if pytree.is_float(leaf) else leaf for leaf in flat], structure
         )
 
     def criterion(self, *values: Tensor) -> Tensor:
@@ -372,7 +372,3 @@ def _check_depends(ys: Vector) -> None:
             "uses the model's own parameters instead of the params it is given, and for outputs in an "
             "object of your own class (give a tensor, a tuple or a dict, for instance by forward=)."
         )
-
-
-def _is_floating(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.is_floating_point()

@@ -9,12 +9,7 @@ import torch
 from torch import Tensor
 
 from hoglib._core import pytree, torch_forward_mode, torch_internals, validation
-from hoglib._core.autograd import (
-    Vector,
-    clone_inference_tensors,
-    fresh_leaves,
-    translate_errors,
-)
+from hoglib._core.autograd import Vector, clone_inference_tensors, fresh_leaves, translate_errors
 from hoglib._core.gradient_graph import check_custom_functions, graph_summary, half_dtypes
 from hoglib._core.placement import WHOLE, Placement, refuse_sharded
 from hoglib._core.problem import Options, Policy

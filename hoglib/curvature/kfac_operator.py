@@ -3,13 +3,18 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from typing import Any, Literal, NamedTuple, Unpack, final
 
 import torch
 from torch import Tensor
 
 from hoglib._core import pytree, validation
-from hoglib.curvature.dataset_sum import DATA_OPTIONS, DataOptions, DatasetSum, split_options
+from hoglib._core.placement import refuse_sharded
+from hoglib._core.problem import check_option_names
+from hoglib.curvature.data import PassTotals
+from hoglib.curvature.dataset_sum import DATA_OPTIONS, DataOptions
+from hoglib.curvature.estimates import Estimate
 from hoglib.curvature.fisher_metric import FisherKind, FisherMetric
 from hoglib.curvature.gauss_newton import GaussNewtonKind
 from hoglib.curvature.kronecker import (
@@ -23,9 +28,7 @@ from hoglib.curvature.kronecker_factors import BlockSums, EigenvalueSums, Factor
 from hoglib.curvature.layer_calls import Region, Role
 from hoglib.curvature.linear_operator import BlockDiagonal, LinearOperator
 from hoglib.curvature.model_run import FactorOptions, ModelRun, RowOrder, checked_run
-from hoglib.curvature.operators import GGNOperator, HessianOperator
-from hoglib.curvature.processes import PassTotals, Processes
-from hoglib.curvature.traces import Estimate
+from hoglib.curvature.operators import DatasetOperator, GGNOperator, HessianOperator
 from hoglib.curvature.vector_space import Space, check_named, random_signs
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, NonFiniteError
 
@@ -54,7 +57,7 @@ class KFACError(NamedTuple):
 
 
 @final
-class KFACOperator(KroneckerOperator):
+class KFACOperator(KroneckerOperator, DatasetOperator):
     r"""A Kronecker-factored approximation of the Gauss-Newton or Fisher matrix over data.
 
         K = blocks G_l ⊗ A_l on the diagonal, one for each layer l
@@ -135,22 +138,16 @@ class KFACOperator(KroneckerOperator):
         generator: torch.Generator | None = None,
         **options: Unpack[DataOptions],
     ) -> None:  # fmt: skip
-        name = type(self).__name__
         validation.one_of("approximation", approximation, ("expand", "reduce"))
-        policy, of_data = split_options(name, options, DATA_OPTIONS)
-        metric = FisherMetric(kind, likelihood, of_data.reduction, num_samples, generator).seeded()
-        self._processes = Processes(name, of_data.processes, data)
-        super().__init__(
-            Space(params, of_data.dtype), of_data.progress and self._processes.rank == 0
-        )
-        check_named(params)
-        GaussNewtonKind("auto", metric).check_loss(loss)
+        check_option_names("KFACOperator", options, DATA_OPTIONS)
+        refuse_sharded("KFACOperator", pytree.leaves(params))
+        reduction = options.get("reduction", "mean")
+        metric = FisherMetric(kind, likelihood, reduction, num_samples, generator).seeded()
         # of a language model the logits, whose columns the layers are differentiated by
         loss = loss.with_logits() if hasattr(loss, "with_logits") else loss
-        self._sum = DatasetSum(
-            policy._replace(stand_ins=False), loss, self.space, data, of_data, self._processes,
-            self._bar, seed=metric.seed or 0, fixed_batches=metric.random,
-        )  # fmt: skip
+        plain: Any = {**options, "stand_ins": False}
+        super().__init__(loss, params, data, GaussNewtonKind("auto", metric), plain)
+        check_named(params)
         self._loss, self._data, self._given = loss, data, options
         self._factors = FactorOptions(
             metric, approximation, validation.flag("joint_bias", joint_bias)
@@ -162,14 +159,6 @@ class KFACOperator(KroneckerOperator):
         self.row_order: RowOrder | None = None
         self._blocks: list[KroneckerBlock] | None = None
         self._error: KFACError | None = None
-
-    def value(self) -> Tensor:
-        """The loss over the data, a scalar tensor."""
-        return self._sum.value()
-
-    def gradient(self) -> tuple[Tensor, Tree]:
-        """The loss over the data and its gradient, in the structure of params."""
-        return self._sum.gradient()
 
     def blocks(self) -> Sequence[KroneckerBlock]:
         """The blocks, in the order of the parameters; they are computed at the first use."""
@@ -211,20 +200,19 @@ class KFACOperator(KroneckerOperator):
 
     def _pass(self, sums: BlockSums) -> PassTotals:
         """Add every batch to the sums, in all processes."""
-        rows: list[Tensor] = []
 
+        @cache
         def total() -> Tensor:
             dtype = torch.promote_types(self.dtype, torch.float32)
             for layouts in self._processes.gather(list(sums.sums)):
                 sums.include(layouts, dtype, self.device)
-            rows.append(sums.pack().to(self.device))
-            return rows[0]
+            return sums.pack().to(self.device)
 
         with self._sum.one_pass(total, first_order=True) as batches:
             for batch, number, share in batches:
                 batches.record(self._add(sums, batch, number, share))
-        if rows:
-            sums.unpack(rows[0])
+        if not self._sum.alone:
+            sums.unpack(total())
         if not sums.finite():
             raise NonFiniteError(
                 f"{type(self).__name__}: expected finite factors, got infinity or NaN, where the "

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from hoglib._core import validation
 from hoglib._core.autograd import Vector
+from hoglib.curvature.estimates import Estimate
 from hoglib.curvature.layer_calls import Region, Role
 from hoglib.curvature.linear_operator import LinearOperator, as_number
-from hoglib.curvature.traces import Estimate
 from hoglib.curvature.vector_space import Space
 from hoglib.errors import ArgumentValueError, NotPositiveDefiniteError
 
@@ -47,44 +47,37 @@ class BlockLayout(NamedTuple):
         return self.weight or self.bias or Region(0, 0, 0)
 
     @property
+    def widths(self) -> list[int]:
+        """How many columns of V each of the regions has."""
+        of_bias = self.role.into if self.role.matrix == "diagonal" else 1
+        return [self.role.into if one is self.weight else of_bias for one in self.regions]
+
+    @property
     def sizes(self) -> tuple[int, int, int]:
         """(groups, out, into) of V."""
-        groups, out, into = self.role.groups, self.role.out, self.role.into
+        groups, out = self.role.groups, self.role.out
         if self.role.matrix == "diagonal":
-            return 1, 1, len(self.regions) * into
-        if self.weight is None:
-            return 1, groups * out, 1
-        return groups, out, into + (self.bias is not None)
+            groups, out = 1, 1
+        elif self.weight is None:  # of one group
+            groups, out = 1, groups * out
+        return groups, out, sum(self.widths)
 
     def gather(self, leaves: Vector) -> Tensor:
         """V of vectors that are leaves [k, *shape]: [k, groups, out, into]."""
-        parts = []
-        k = len(leaves[0])
-        groups, out, _ = self.sizes
-        for region in self.regions:
+        parts, (groups, out, _) = [], self.sizes
+        for region, width in zip(self.regions, self.widths, strict=True):
             rows = leaves[region.leaf][:, region.start : region.stop]
-            if self.role.matrix == "diagonal" or region is not self.weight:
-                shape = (k, 1, 1, -1) if self.role.matrix == "diagonal" else (k, groups, out, 1)
-                parts.append(rows.reshape(shape))
-            elif self.role.transposed:
-                parts.append(rows.reshape(k, 1, self.role.into, out).mT)
+            if region is self.weight and self.role.transposed:
+                parts.append(rows.reshape(-1, groups, width, out).mT)
             else:
-                parts.append(rows.reshape(k, groups, out, self.role.into))
+                parts.append(rows.reshape(-1, groups, out, width))
         return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
     def scatter(self, V: Tensor, leaves: Vector) -> None:
         """Write V into these parameters' places of leaves."""
-        at = 0
-        for region in self.regions:
+        for region, part in zip(self.regions, V.split(self.widths, -1), strict=True):
             target = leaves[region.leaf][:, region.start : region.stop]
-            if self.role.matrix == "diagonal":
-                width = self.role.into
-            else:
-                width = self.role.into if region is self.weight else 1
-            part = V[..., at : at + width]
-            at += width
-            if region is self.weight and self.role.transposed:
-                part = part.mT
+            part = part.mT if region is self.weight and self.role.transposed else part
             target.copy_(part.reshape(target.shape))
 
 
@@ -142,7 +135,7 @@ class KroneckerBlock:
         if self.layout.weight is None:
             return KroneckerBlock(self.layout, self.A, _inverse(self.G, d_G))
         if balanced:
-            a, g = (_mean_eigenvalue(x) for x in (self.A, self.G))
+            a, g = (_diagonal_of_factor(x).mean(-1) for x in (self.A, self.G))
             pi = (a / g.clamp(min=torch.finfo(g.dtype).tiny)).sqrt()
             pi = torch.where((a > 0) & (g > 0), pi, torch.ones_like(pi))
             d_A, d_G = sqrt(damping) * pi, sqrt(damping) / pi
@@ -170,9 +163,9 @@ def _times(V: Tensor, A: Tensor | None) -> Tensor:
     return V * A.unsqueeze(-2) if A.dim() == 2 else V @ A
 
 
-def _mean_eigenvalue(factor: Tensor | None) -> Tensor:
+def _diagonal_of_factor(factor: Tensor | None) -> Tensor:
     factor = _given(factor)
-    return (factor if factor.dim() == 2 else factor.diagonal(dim1=-2, dim2=-1)).mean(-1)
+    return factor if factor.dim() == 2 else factor.diagonal(dim1=-2, dim2=-1)
 
 
 def _inverse(factor: Tensor | None, damping: Tensor) -> Tensor:
@@ -332,16 +325,7 @@ class KroneckerOperator(LinearOperator):
         Returns:
             The trace.
         """
-        with torch.inference_mode(False), torch.no_grad():
-            parts = []
-            for block in self.blocks():
-                if block.values is not None:
-                    parts.append(block.values.sum())
-                else:
-                    a, g = (_mean_eigenvalue(x) for x in (block.A, block.G))
-                    _, out, into = block.layout.sizes
-                    parts.append((a * g).sum() * out * into)
-            found = torch.stack(parts).sum().to(self.dtype)
+        found = self._diagonal().sum().to(self.dtype)
         return Estimate(found, torch.zeros_like(found)) if return_error else found
 
     def diagonal(  # type: ignore[override]
@@ -355,14 +339,19 @@ class KroneckerOperator(LinearOperator):
         Returns:
             The diagonal.
         """
-        with torch.inference_mode(False), torch.no_grad():
-            blocks = self.blocks()
-            total = blocks[0].G.new_zeros(1, self.space.size)
-            leaves = leaves_of(self.space, total)
-            for block in blocks:
-                block.layout.scatter(diagonal_of(block).unsqueeze(0), leaves)
-            found = total[0].to(self.dtype)
+        found = self._diagonal().to(self.dtype)
         return Estimate(found, torch.zeros_like(found)) if return_error else found
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _diagonal(self) -> Tensor:
+        """The diagonal [P], in the dtype of the factors."""
+        blocks = self.blocks()
+        total = blocks[0].G.new_zeros(1, self.space.size)
+        leaves = leaves_of(self.space, total)
+        for block in blocks:
+            block.layout.scatter(diagonal_of(block).unsqueeze(0), leaves)
+        return total[0]
 
 
 @final
@@ -393,8 +382,7 @@ def leaves_of(space: Space, rows: Tensor) -> Vector:
 def diagonal_of(block: KroneckerBlock) -> Tensor:
     """The diagonal, in the form of V."""
     if block.values is None:
-        A = _given(block.A)
-        a = A if A.dim() == 2 else A.diagonal(dim1=-2, dim2=-1)
-        return block.G.diagonal(dim1=-2, dim2=-1).unsqueeze(-1) * a.unsqueeze(-2)
+        a, g = (_diagonal_of_factor(x) for x in (block.A, block.G))
+        return g.unsqueeze(-1) * a.unsqueeze(-2)
     found = block.G.square() @ block.values
     return found if block.A is None else found @ block.A.square().mT

@@ -32,8 +32,6 @@ from hoglib.curvature.model_run import (
     input_rows,
     is_embedding,
     mean_inputs,
-    output_gradients,
-    scale_and_shift_gradients,
 )
 
 AT_ONCE = 2**24  # numbers of examples' gradients that are held at once
@@ -127,16 +125,13 @@ class FactorSums(BlockSums):
         share: float, expand: bool,
     ) -> None:  # fmt: skip
         if layer.layout.role.matrix == "diagonal":
-            rows = [scale_and_shift_gradients(layer, call, gradients) for call in layer.calls]
-            each = by_example(layer, rows, run.examples).sum(-2)
+            each = gradients.of_examples(layer, run.examples).sum(-2)
             _add_square(sums["A"], each.unsqueeze(0), share)
-            return
-        rows = [output_gradients(layer, call, gradients) for call in layer.calls]
-        if expand or is_embedding(layer):
-            for g in rows:
+        elif expand or is_embedding(layer):
+            for g in gradients.rows(layer):
                 _add_square(sums["G"], g, share)
         else:
-            _add_square(sums["G"], by_example(layer, rows, run.examples).sum(-2), share)
+            _add_square(sums["G"], gradients.of_examples(layer, run.examples).sum(-2), share)
 
     def blocks(self, divisor: float) -> list[KroneckerBlock]:
         """The blocks of sums over all of the data, whose shares sum to divisor."""
@@ -213,23 +208,21 @@ class EigenvalueSums(BlockSums):
         for gradients in run.columns():
             for layer in layers:
                 block, values = self._blocks[layer.layout], self.sums[layer.layout]["values"]
-                g = [output_gradients(layer, call, gradients) @ block.G for call in layer.calls]
+                rows = [g @ block.G for g in gradients.rows(layer)]
+                a, g = inputs[layer.layout], by_example(layer, rows, run.examples)
                 if is_embedding(layer) and layer.layout.weight is not None:
-                    at = by_example(layer, inputs[layer.layout], run.examples)[..., 0]
-                    rows = by_example(layer, g, run.examples)
-                    _add_embedding(values[0], at[0], rows[0], share)
+                    _add_embedding(values[0], a[0, ..., 0], g[0], share)
                 else:
-                    _add_squares(
-                        values, inputs[layer.layout][0], by_example(layer, g, run.examples), share
-                    )
+                    _add_squares(values, a, g, share)
 
-    def _rotated_inputs(self, layer: Layer, run: ModelRun) -> list[Tensor]:
-        if is_embedding(layer) and layer.layout.weight is not None:
-            return [call.inputs() for call in layer.calls]
+    def _rotated_inputs(self, layer: Layer, run: ModelRun) -> Tensor:
         QA = self._blocks[layer.layout].A
-        assert QA is not None
-        rows = [input_rows(layer, call, run.dtype) @ QA for call in layer.calls]
-        return [by_example(layer, rows, run.examples)]
+        if is_embedding(layer) and layer.layout.weight is not None:
+            rows = [call.inputs() for call in layer.calls]
+        else:
+            assert QA is not None
+            rows = [input_rows(layer, call, run.dtype) @ QA for call in layer.calls]
+        return by_example(layer, rows, run.examples)
 
     def blocks(self, divisor: float) -> list[KroneckerBlock]:
         """The blocks, whose shares sum to divisor."""

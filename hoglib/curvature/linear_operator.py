@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, Literal, final
 
 import torch
@@ -10,7 +10,7 @@ from torch import Generator, Tensor
 
 from hoglib._core import validation
 from hoglib._core.autograd import outside_inference_mode
-from hoglib.curvature import eigenvalues, lanczos_quadrature, linear_systems, traces
+from hoglib.curvature import eigenvalues, estimates, linear_systems
 from hoglib.curvature.vector_space import Blocks, Space, groups_of
 from hoglib.errors import (
     ArgumentTypeError,
@@ -195,15 +195,14 @@ class LinearOperator(ABC):
         with self._algorithm("to_dense", self.space.size):
             return self.apply(eye)
 
-    def to_scipy(self, dtype: Any = None) -> Any:
-        """A `scipy.sparse.linalg.LinearOperator` on the CPU, of NumPy vectors; needs SciPy.
+    def to_scipy(self) -> Any:
+        """A `scipy.sparse.linalg.LinearOperator` on the CPU, of NumPy vectors of the operator's own
+        dtype, float32 for half precision; needs SciPy.
 
-        Args:
-            dtype: Of those vectors; the operator's own by default, in which products are computed.
         Returns:
             The SciPy operator.
         """
-        return eigenvalues.to_scipy(self, dtype)
+        return eigenvalues.to_scipy(self)
 
     def solve(
         self,
@@ -324,7 +323,7 @@ class LinearOperator(ABC):
         steps: int = 80,
         width: float | None = None,
         generator: Generator | None = None,
-    ) -> lanczos_quadrature.SpectralDensity:
+    ) -> estimates.SpectralDensity:
         r"""The density of the eigenvalues, by stochastic Lanczos quadrature.
 
             density(t) = 1/P sum over eigenvalues of N(t; eigenvalue, width^2)
@@ -357,7 +356,7 @@ class LinearOperator(ABC):
         """
         products = num_samples * min(steps, self.shape[0])
         with self._algorithm("spectral_density", products, (num_samples, steps)):
-            return lanczos_quadrature.spectral_density(self, num_samples, steps, width, generator)
+            return estimates.spectral_density(self, num_samples, steps, width, generator)
 
     def trace(
         self,
@@ -395,7 +394,7 @@ class LinearOperator(ABC):
             >>> A.trace(4, method="xtrace")  # a matrix of rank one, 2 x x^T
             tensor(18.0000)
         """
-        estimate = traces.TRACES[validation.one_of("method", method, traces.TRACES)]
+        estimate = estimates.TRACES[validation.one_of("method", method, estimates.TRACES)]
         with self._algorithm("trace", num_samples, (num_samples, method)):
             return estimate(self, num_samples, generator).returned(return_error)
 
@@ -433,7 +432,7 @@ class LinearOperator(ABC):
             >>> A.diagonal(4)
             tensor([2., 2.])
         """
-        estimate = traces.DIAGONALS[validation.one_of("method", method, traces.DIAGONALS)]
+        estimate = estimates.DIAGONALS[validation.one_of("method", method, estimates.DIAGONALS)]
         with self._algorithm("diagonal", num_samples, (num_samples, method)):
             return estimate(self, num_samples, generator).returned(return_error)
 
@@ -461,7 +460,9 @@ class LinearOperator(ABC):
             tensor(8.)
         """
         with self._algorithm("squared_frobenius", num_samples, (num_samples,)):
-            return traces.squared_frobenius(self, num_samples, generator).returned(return_error)
+            samples = estimates.samples_of(self, num_samples, generator)
+            squares = torch.cat([self.space.dots((Av, Av))[0] for _, Av in samples])
+            return estimates.mean_of(squares).returned(return_error)
 
     def logdet(
         self,
@@ -497,8 +498,20 @@ class LinearOperator(ABC):
         """
         products = num_samples * min(steps, self.shape[0])
         with self._algorithm("logdet", products, (num_samples, steps)):
-            found = lanczos_quadrature.logdet(self, num_samples, steps, generator)
-        return found.returned(return_error)
+            found = estimates.spectral_density(self, num_samples, steps, None, generator)
+        present = found.weights > torch.finfo(found.weights.dtype).eps
+        lowest = float(found.nodes[present].min())
+        if lowest <= 0:
+            raise NotPositiveDefiniteError(
+                "logdet: expected a positive definite matrix, got one with the eigenvalue "
+                f"{lowest:.3g}; add damping, `A.damped(...)`."
+            )
+        tiny = torch.finfo(found.nodes.dtype).tiny
+        average = found.average(lambda x: x.clamp(min=tiny).log())
+        total = estimates.Estimate(
+            *((self.shape[0] * part).to(self.device, self.dtype) for part in average)
+        )
+        return total.returned(return_error)
 
     def matrix_function(
         self, b: Tree, function: Callable[[Tensor], Tensor], *, steps: int = 50
@@ -529,7 +542,19 @@ class LinearOperator(ABC):
             tensor([1., 1.])
         """
         with self._algorithm("matrix_function", options=(steps,)):
-            return lanczos_quadrature.matrix_function(self, b, function, steps)
+            validation.function("function", function)
+            rows, rebuild = self.space.rows(b, "b")
+            validation.finite("b", rows, "f(A) b does not exist there.")
+            count = min(validation.at_least("steps", steps, 1), self.shape[0])
+            size = self.space.norms(rows)[:, None]
+            start = rows / torch.where(size > 0, size, torch.ones_like(size))
+            T, V = estimates.tridiagonal(self.apply, start, count, self.space)
+            theta, S = torch.linalg.eigh(T)
+            present = S[:, 0].square() > torch.finfo(T.dtype).eps ** 2  # of others no part is in b
+            values = validation.of_eigenvalues(function, theta, present & (size > 0))
+            weights = torch.einsum("sij,sj,sj->si", S, values, S[:, 0]).to(V)
+            found = size * torch.einsum("snp,sn->sp", V, weights)
+            return rebuild(torch.where(size > 0, found, 0))
 
     def low_rank(
         self, rank: int, *, oversampling: int = 10, generator: Generator | None = None
@@ -735,14 +760,12 @@ class ProgressBar:
         self._open: Any = None
         self._done = 0.0
 
-    def over(self, work: str, total: int | None = None) -> AbstractContextManager[None]:
+    @contextmanager
+    def over(self, work: str, total: int | None = None) -> Iterator[None]:
         """Show the bar while the work lasts, unless it is shown already."""
         if not self._enabled or self._open is not None:
-            return nullcontext()
-        return self._shown(work, total)
-
-    @contextmanager
-    def _shown(self, work: str, total: int | None) -> Iterator[None]:
+            yield
+            return
         self._done = 0.0
         try:
             from tqdm.auto import tqdm

@@ -32,13 +32,13 @@ from hoglib._core.problem import Problem
 from hoglib._core.state import preserve_random_state
 from hoglib._core.torch_modes import plain_operations
 from hoglib._core.validation import listing
-from hoglib.curvature.data import first_examples, leading_dimension
+from hoglib.curvature.data import first_examples, row_count
 from hoglib.curvature.fisher_metric import FisherMetric, columns, examples_of
 from hoglib.curvature.gauss_newton import CompositeLoss
 from hoglib.curvature.kronecker import BlockLayout
 from hoglib.curvature.layer_calls import LayerCall, LayerRecorder, Region, unlike_rows
 from hoglib.curvature.vector_space import Space
-from hoglib.errors import ArgumentTypeError, NoSecondDerivative, UnsupportedError
+from hoglib.errors import NoSecondDerivative, UnsupportedError
 
 
 class Layer(NamedTuple):
@@ -62,6 +62,26 @@ class Gradients:
     def of(self, call: LayerCall) -> Tensor:
         """[groups, rows, out]."""
         return call.rows_of_outputs(self.plain(call)).to(self._dtype)
+
+    def rows(self, layer: Layer) -> list[Tensor]:
+        """g_r of each call of a layer, [groups, rows, out], of a block of a bias alone of one group; of
+        layers that scale and shift the gradient of each row by scale and shift, [rows, into]."""
+        found = []
+        for call in layer.calls:
+            g = self.of(call)
+            if layer.layout.role.matrix == "diagonal":
+                parts = [] if layer.layout.bias is None else [g[0]]
+                if layer.layout.weight is not None:
+                    parts.insert(0, g[0] * call.inputs()[0].to(g.dtype))
+                g = torch.cat(parts, -1)
+            elif layer.layout.weight is None and len(g) > 1:
+                g = g.movedim(0, 1).reshape(1, g.shape[1], -1)
+            found.append(g)
+        return found
+
+    def of_examples(self, layer: Layer, examples: int) -> Tensor:
+        """The same, [..., examples, positions of all calls, features]."""
+        return by_example(layer, self.rows(layer), examples)
 
     def plain(self, call: LayerCall) -> Tensor:
         """Like the output of the call."""
@@ -97,25 +117,6 @@ def mean_inputs(layer: Layer, examples: int, dtype: torch.dtype, device: torch.d
     return mean if layer.layout.bias is None else torch.cat([mean, ones], -1)
 
 
-def output_gradients(layer: Layer, call: LayerCall, gradients: Gradients) -> Tensor:
-    """g_r, [groups, rows, out]; of a block of a bias alone of one group."""
-    g = gradients.of(call)
-    if layer.layout.weight is None and len(g) > 1:
-        g = g.movedim(0, 1).reshape(1, g.shape[1], -1)
-    return g
-
-
-def scale_and_shift_gradients(layer: Layer, call: LayerCall, gradients: Gradients) -> Tensor:
-    """The gradient of each row by scale and shift, [rows, into]."""
-    g = gradients.of(call)[0]
-    parts = []
-    if layer.layout.weight is not None:
-        parts.append(g * call.inputs()[0].to(g.dtype))
-    if layer.layout.bias is not None:
-        parts.append(g)
-    return torch.cat(parts, -1)
-
-
 def is_embedding(layer: Layer) -> bool:
     """Whether inputs are indices."""
     return layer.layout.role.name == "embedding"
@@ -125,20 +126,20 @@ def summed_gradient(layer: Layer, gradients: Gradients, dtype: torch.dtype) -> T
     """The gradient by V, summed over all rows."""
     _, out, into = layer.layout.sizes
     total: Tensor | None = None
-    for call in layer.calls:
+    for call, rows in zip(layer.calls, gradients.rows(layer), strict=True):
         if layer.layout.role.matrix == "diagonal":
-            part = scale_and_shift_gradients(layer, call, gradients).sum(0).reshape(1, 1, -1)
+            part = rows.sum(0).reshape(1, 1, -1)
         elif is_embedding(layer):
-            at, g = call.inputs()[0, :, 0], gradients.of(call)[0]
+            at, g = call.inputs()[0, :, 0], rows[0]
             seen = at >= 0
             part = g.new_zeros(into, out).index_add(0, at[seen], g[seen]).T.unsqueeze(0)
         elif call.has_patches() and layer.layout.weight is not None:
             g = gradients.plain(call).to(dtype)
             part = call.weight_gradients(g, 0, len(g)).sum(0)
             if layer.layout.bias is not None:
-                part = torch.cat([part, gradients.of(call).sum(1).unsqueeze(-1)], -1)
+                part = torch.cat([part, rows.sum(1).unsqueeze(-1)], -1)
         else:
-            part = output_gradients(layer, call, gradients).mT @ input_rows(layer, call, dtype)
+            part = rows.mT @ input_rows(layer, call, dtype)
         total = part if total is None else total + part
     assert total is not None  # a layer has a call
     return total
@@ -192,7 +193,7 @@ class ModelRun:
         self._own = fresh_leaves(problem.leaves, False)
         (batch,) = problem.args
         self._composite = CompositeLoss(problem, options.metric, "reverse")
-        recorder = self._run(_examples(batch) if order.expand else 1)
+        recorder = self._run(row_count(batch) or 1 if order.expand else 1)
         self.expanded, self.selects = recorder.expanded, recorder.selects
         if not any(y.requires_grad for y in self._outputs):
             raise NoSecondDerivative(
@@ -468,14 +469,6 @@ def checked_run(run: ModelRun, needs_examples: bool) -> tuple[ModelRun, RowOrder
         run = run.again(batch, order)
         run.check(needs_examples)
     return run, order
-
-
-def _examples(batch: Any) -> int:
-    """The leading dimension of a batch, 1 where it has none."""
-    try:
-        return int(leading_dimension(batch))
-    except ArgumentTypeError:
-        return 1
 
 
 def layers_of(recorder: LayerRecorder, joint_bias: bool) -> list[Layer]:

@@ -1,7 +1,9 @@
-"""The Hessian, Gauss-Newton and Fisher matrices of a loss over data, as linear operators."""
+"""The Hessian, Gauss-Newton and Fisher matrices of a loss over data, as linear operators; and the
+spectrum of a Hessian in one object: both ends, the trace, the density."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple, Unpack, final
 
 import torch
@@ -10,14 +12,17 @@ from torch import Tensor
 from hoglib._core import validation
 from hoglib._core.autograd import grad_enabled
 from hoglib._core.problem import Policy, refuse_wrapped_calls
+from hoglib._core.source_location import warn
 from hoglib._core.swap import PatchState, keep_swapped, reapply
 from hoglib.curvature.compiled import linearizer
+from hoglib.curvature.data import Processes
 from hoglib.curvature.dataset_sum import (
     CheckedDataOptions,
     DatasetSum,
     OperatorOptions,
     split_options,
 )
+from hoglib.curvature.estimates import SpectralDensity
 from hoglib.curvature.fisher_metric import FisherKind, FisherMetric
 from hoglib.curvature.gauss_newton import GaussNewtonKind, GaussNewtonMode
 from hoglib.curvature.linear_map import (
@@ -28,9 +33,8 @@ from hoglib.curvature.linear_map import (
     check_policy,
 )
 from hoglib.curvature.linear_operator import LinearOperator
-from hoglib.curvature.processes import Processes
 from hoglib.curvature.vector_space import Space
-from hoglib.errors import NonFiniteError, UnsupportedError
+from hoglib.errors import ArgumentValueError, ConvergenceError, NonFiniteError, UnsupportedError
 from hoglib.verification.entry_points import note_lost_graph
 
 Tree = Any
@@ -48,7 +52,7 @@ class DatasetOperator(LinearOperator):
         name = type(self).__name__
         policy, of_data = split_options(name, options)
         check_policy(policy, kind)
-        sharing = Processes(name, of_data.processes, data)
+        sharing = self._processes = Processes(name, of_data.processes, data)
         # the first process shows the bar for all
         super().__init__(Space(params, of_data.dtype), of_data.progress and sharing.rank == 0)
         kind.check_loss(loss)
@@ -57,7 +61,7 @@ class DatasetOperator(LinearOperator):
         policy.check_blocks(loss)
         self._sum = DatasetSum(
             policy, loss, self.space, data, of_data, sharing, self._bar,
-            seed=kind.seed, fixed_batches=kind.random, takes_shards=True,
+            seed=kind.seed, fixed_batches=kind.random,
         )  # fmt: skip
         self._kind, self._memory_limit = kind, of_data.memory_limit
 
@@ -82,8 +86,8 @@ class DatasetOperator(LinearOperator):
         if self._sum.next_is_unchecked():
             self._apply_kept(rows, total)
             return self._checked(rows, total)
-        one_pass = self._sum.one_pass(total, rows, by_kept=True)
-        with self._bar.over("@", len(rows)), one_pass:
+        every = self._sum.one_pass(total, rows, by_kept=True)
+        with self._bar.over("@", len(rows)), every as one_pass:
             for batch, number, share in one_pass:
                 if self._sum.kept is None:
                     value = self._add_batch(rows, total, batch, number, share)
@@ -346,3 +350,147 @@ class FisherOperator(DatasetOperator):
         reduction = options.get("reduction", "mean")
         metric = FisherMetric(kind, likelihood, reduction, num_samples, generator).seeded()
         super().__init__(loss, params, data, GaussNewtonKind(mode, metric), options)
+
+
+class Spectrum(NamedTuple):
+    """The eigenvalues of a Hessian, as far as products with vectors determine them.
+
+    Attributes:
+        size: Number of parameters P, and so of eigenvalues.
+        smallest: The k smallest eigenvalues [k], ascending.
+        largest: The k largest eigenvalues [k], ascending.
+        trace: Estimate of the trace, and its standard error.
+        negative: Estimate of the fraction of eigenvalues below ``below``, and its standard error.
+        below: Threshold for negative eigenvalues: minus a thousandth of the largest magnitude, which
+            is zero up to rounding.
+        density: Density of all eigenvalues.
+        products: Number of products with the Hessian that were computed.
+    """
+
+    size: int
+    smallest: Tensor
+    largest: Tensor
+    trace: tuple[float, float]
+    negative: tuple[float, float]
+    below: float
+    density: SpectralDensity
+    products: int
+
+    def summary(self) -> str:
+        """Return the eigenvalues, the trace and the negative fraction as four lines of text."""
+        lines = {
+            "largest": _listed(reversed(self.largest.tolist())),
+            "smallest": _listed(self.smallest.tolist()),
+            "trace": f"{self.trace[0]:.4g} ± {self.trace[1]:.2g}",
+            "negative": f"{100 * self.negative[0]:.2g}% ± {100 * self.negative[1]:.1g}% of them are "
+            f"below {self.below:.2g}",
+        }
+        return "\n".join(f"  {name:9} {text}" for name, text in lines.items())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return numbers and lists only, for JSON."""
+        of = self.density
+        return {
+            "size": self.size, "products": self.products, "trace": self.trace,
+            "negative": self.negative, "below": self.below, "smallest": self.smallest.tolist(),
+            "largest": self.largest.tolist(), "grid": of.grid.tolist(),
+            "density": of.density.tolist(), "error": of.error.tolist(), "width": of.width,
+        }  # fmt: skip
+
+
+def hessian_spectrum(
+    loss: Any,
+    params: Any,
+    batch: Any,
+    *,
+    k: int = 5,
+    num_samples: int = 10,
+    steps: int = 80,
+    generator: torch.Generator | None = None,
+    max_iter: int | None = None,
+    **options: Unpack[OperatorOptions],
+) -> Spectrum:
+    r"""Estimate the spectrum of the Hessian of a loss from matrix-vector products.
+
+        H = d^2 loss(params, batch) / d params^2
+
+    The k eigenvalues of each end come from :meth:`HessianOperator.eigsh`; the density of all
+    eigenvalues, and with it the trace and the negative fraction, from ``spectral_density``. Where
+    ``eigsh`` does not converge, a warning says so, and the ends are the outermost nodes of the density.
+
+    Args:
+        loss: Scalar function ``loss(params, batch)``.
+        params: Parameters with P entries in total, a tree of tensors.
+        batch: Data of the loss: one batch or batches, as for :class:`HessianOperator`; None for a
+            loss that needs none, which is called as ``loss(params, None)``.
+        k: Number of eigenvalues of each end, at most P / 2.
+        num_samples: Number of random vectors for the density.
+        steps: Lanczos steps for each random vector, of one product each.
+        generator: Generator of the random vectors. Default: a new one, seeded with
+            ``torch.initial_seed()``.
+        max_iter: Largest number of restarts of ``eigsh``. Default: that of ``eigsh``.
+        **options: Those of :class:`HessianOperator`, such as progress and processes.
+    Returns:
+        A :class:`Spectrum`.
+    Raises:
+        ArgumentValueError: for k beyond P / 2.
+        ConvergenceError: where ``eigsh`` does not converge and the density has fewer than 2 k nodes.
+    Example:
+        >>> spectrum = hog.curvature.hessian_spectrum(
+        ...     lambda p, _: (torch.tensor([1.0, 2.0, 3.0, 4.0]) * p.square()).sum() / 2,
+        ...     torch.zeros(4), None, k=1, num_samples=2, steps=4)
+        >>> round(float(spectrum.smallest), 3), round(float(spectrum.largest), 3)
+        (1.0, 4.0)
+        >>> spectrum.size
+        4
+    """
+    if batch is None:  # operators need data to iterate over
+        loss, batch = partial(_without_batch, loss), ()
+    operator = HessianOperator(loss, params, batch, **options)
+    size = operator.shape[0]
+    if 2 * validation.at_least("k", k, 1) > size:
+        raise ArgumentValueError(
+            f"k: expected at most {size // 2}, half of the {size} parameters, got {k}; give fewer."
+        )
+    if generator is None:
+        generator = torch.Generator().manual_seed(torch.initial_seed())
+    failed: Exception | None = None
+    try:
+        pairs = operator.eigsh(2 * k, which="BE", max_iter=max_iter, generator=generator)
+        ends = pairs.values.cpu()
+    except ConvergenceError as error:
+        failed = error
+    density = operator.spectral_density(num_samples, steps=steps, generator=generator)
+    if failed is not None:
+        ends = _outermost_nodes(density, k, failed)
+    mean, deviation = density.average(lambda x: x)
+    below = -1e-3 * float(ends.abs().max())
+    negative = density.average(lambda x: (x < below).to(x))
+    return Spectrum(
+        size, ends[:k], ends[k:], (size * float(mean), size * float(deviation)),
+        (float(negative[0]), float(negative[1])), below, density, operator.count,
+    )  # fmt: skip
+
+
+def _without_batch(loss: Any, params: Any, _: tuple[()]) -> Tensor:
+    value: Tensor = loss(params, None)
+    return value
+
+
+def _outermost_nodes(density: SpectralDensity, k: int, failed: Exception) -> Tensor:
+    """The k outermost Lanczos nodes of each end, which lie inside the spectrum."""
+    real_nodes = density.weights > torch.finfo(density.weights.dtype).eps
+    rows = [nodes[real] for nodes, real in zip(density.nodes, real_nodes, strict=True)]
+    if min(map(len, rows)) < 2 * k:
+        raise failed
+    warn(
+        f"{failed} The ends of the spectrum are taken from the Lanczos steps of its density, which "
+        "reach them from inside."
+    )
+    low = min(rows, key=lambda nodes: float(nodes[0]))
+    high = max(rows, key=lambda nodes: float(nodes[-1]))
+    return torch.cat([low[:k], high[-k:]])
+
+
+def _listed(values: Any) -> str:
+    return "  ".join(f"{value:.4g}" for value in values)

@@ -2,7 +2,7 @@
 steps by the inverse of a Kronecker-factored one."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from math import inf, nan, sqrt
 from typing import Any, NamedTuple, final, get_args
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hoglib._core import pytree, validation
+from hoglib._core.problem import check_option_names
 from hoglib.curvature.dataset_sum import DATA_OPTIONS, OPERATOR_OPTIONS
 from hoglib.curvature.fisher_metric import FisherKind
 from hoglib.curvature.gauss_newton import GaussNewtonKind
@@ -27,18 +28,6 @@ from hoglib.errors import (
 )
 from hoglib.functional import trainable_params
 from hoglib.verification.entry_points import examined_functions
-
-
-def refuse_unknown(
-    caller: str, options: dict[str, Any], known: Collection[str], operator: str
-) -> None:
-    """Raises for an option that an optimizer cannot pass on to the operator of its steps."""
-    unknown = sorted(set(options).difference(known))
-    if unknown:
-        raise ArgumentTypeError(
-            f"{caller}: expected options of {operator}, {', '.join(sorted(known))}, got "
-            f"{', '.join(unknown)}."
-        )
 
 
 class BatchOptimizer(torch.optim.Optimizer, ABC):
@@ -158,7 +147,7 @@ RAISED, LOWERED = 1.5, 2 / 3  # factors of the damping
 FARTHEST = 1e8  # by which the damping may differ from the first, either way
 ENOUGH = 1e-2  # of the decrease that the slope predicts
 HALVINGS = 20
-NEWTON_OPTIONS = {"mode", *OPERATOR_OPTIONS}
+NEWTON_OPTIONS = ("mode", *OPERATOR_OPTIONS)
 Tree = Any
 
 
@@ -251,7 +240,7 @@ class NewtonCG(BatchOptimizer):
         preconditioner_every: int = 1,
         **options: Any,
     ) -> None:
-        refuse_unknown("NewtonCG", options, NEWTON_OPTIONS, "GGNOperator")
+        check_option_names("NewtonCG", options, NEWTON_OPTIONS)
         defaults = {
             "lr": validation.positive("lr", lr),
             "damping": positive_damping(damping),
@@ -402,8 +391,11 @@ def _dot(G: GGNOperator, a: Tensor, b: Tensor) -> float:
     return float(G.space.dots((a[None], b[None]))[0, 0])
 
 
-KFAC_OPTIONS = {"approximation", "joint_bias", "likelihood", "num_samples", *DATA_OPTIONS}
-KFAC_OPTIONS.remove("check_deterministic")
+KFAC_OPTIONS = tuple(
+    name
+    for name in ("approximation", "joint_bias", "likelihood", "num_samples", *DATA_OPTIONS)
+    if name != "check_deterministic"
+)
 FACTORS = ("A", "G")
 ADAPT_EVERY, ADAPTED = 5, 0.95**5
 INVERSE = ("inverse_A", "inverse_G", "inverse_values")
@@ -507,7 +499,7 @@ class KFAC(BatchOptimizer):
         seed: int = 0,
         **options: Any,
     ) -> None:
-        refuse_unknown("KFAC", options, KFAC_OPTIONS, "KFACOperator")
+        check_option_names("KFAC", options, KFAC_OPTIONS)
         defaults: dict[str, Any] = {
             "lr": validation.positive("lr", lr),
             "damping": positive_damping(damping),

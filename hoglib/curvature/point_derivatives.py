@@ -20,6 +20,7 @@ from torch import Tensor
 from hoglib._core import torch_internals, validation
 from hoglib._core.finite_differences import fixed_random_numbers
 from hoglib._core.problem import Options
+from hoglib._core.state import GeneratorStates
 from hoglib.curvature.input_derivatives import (
     Function,
     Weighted,
@@ -30,9 +31,9 @@ from hoglib.curvature.input_derivatives import (
     point_values,
 )
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
-from hoglib.taylor.algebras import Algebra, Biharmonic, MultiIndex, Parts, Univariate, add
 from hoglib.taylor.jet import TaylorMode, TaylorOptions, by_taylor, finished
 from hoglib.taylor.nested import along_path, nested
+from hoglib.taylor.series import Algebra, Biharmonic, MultiIndex, Parts, Univariate, add
 
 PointMode = Literal["auto", "collapsed", "nested"]
 # Elements of all directions that are propagated at once where no graph is kept.
@@ -182,14 +183,15 @@ def _of_few_directions(
             raise _OtherLayout
         return y
 
-    state = torch.get_rng_state()
+    generators = GeneratorStates([x.device])
+    drawn = generators.now()
     with suppress(_OtherLayout):
         value, total = by_reverse(
             of_one_output, x, lambda _: chosen(True).probes(), options.keep, options.always
         )
         if total.any():
             return value, total, None
-    torch.set_rng_state(state)
+    generators.set(drawn)
     return None
 
 
@@ -252,6 +254,7 @@ def at_points(
     """
     if not x.numel() or options.mode == "nested" or torch_internals.transforms_active():
         return None
+    generators = GeneratorStates([x.device])
     for batched in {0: [False], 1: [False, True]}.get(x.dim(), [True, False]):
 
         def call(own: Tensor, batched: bool = batched) -> list[Tensor]:
@@ -261,7 +264,7 @@ def at_points(
             return [y]
 
         todo, runs = pieces(batched), []
-        state = None if torch_internals.tracing() else torch.get_rng_state()
+        drawn = None if torch_internals.tracing() else generators.now()
         try:
             for k, (algebra, parts) in enumerate(todo):
                 with nullcontext() if k == len(todo) - 1 else fixed_random_numbers([x]):
@@ -271,8 +274,8 @@ def at_points(
                 runs.append((found[0][0], found[1][0]))
             return runs, batched
         except _OtherLayout:
-            if state is not None:
-                torch.set_rng_state(state)
+            if drawn is not None:
+                generators.set(drawn)
     raise AssertionError("one of the layouts is that of the value")
 
 

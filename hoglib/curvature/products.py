@@ -7,13 +7,7 @@ import torch
 from torch import Tensor
 
 from hoglib._core import pytree, torch_internals, validation
-from hoglib._core.autograd import (
-    Gradient,
-    clone_inference_tensors,
-    dense,
-    materialize_grads,
-    vjp,
-)
+from hoglib._core.autograd import Gradient, clone_inference_tensors, dense, materialize_grads, vjp
 from hoglib._core.placement import refuse_sharded
 from hoglib._core.problem import Options, Policy, Problem, refuse_wrapped_calls
 from hoglib.curvature.compiled import linearizer

@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from itertools import accumulate
 from math import isfinite
 from typing import Any, Literal, Protocol, final
 
@@ -274,12 +275,9 @@ class Space:
     def _first_not_finite(self, rows: Tensor) -> str:
         if isfinite(rows.sum()) or bool(rows.isfinite().all()):  # a sum is faster
             return ""
-        for name, *parts in zip(
-            pytree.paths(self.params), *(self.split(row) for row in rows), strict=True
-        ):
-            if not all(bool(part.isfinite().all()) for part in parts):
-                return name or "params"
-        return "params"
+        first = int((~rows.isfinite()).any(0).nonzero()[0])
+        ends = zip(pytree.paths(self.params), accumulate(self._sizes), strict=True)
+        return next(name or "params" for name, end in ends if first < end)
 
 
 def random_signs(space: Space, count: int, generator: Generator | None) -> Tensor:

@@ -12,7 +12,7 @@ from hoglib._core.swap import restore_buffers
 from hoglib.auditing.api import audit
 from hoglib.auditing.problem import NamedProblem, problems
 from hoglib.auditing.routes import requested_routes
-from hoglib.curvature.processes import gathered
+from hoglib.curvature.data import gathered
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, HoglibError, VerificationError
 from hoglib.verification.report import Report
 

@@ -12,8 +12,8 @@ from hoglib._core import pytree, validation
 from hoglib._core.placement import is_sharded
 from hoglib._core.swap import restore_buffers
 from hoglib.curvature import Spectrum, hessian_spectrum
-from hoglib.curvature.lanczos_quadrature import SpectralDensity
-from hoglib.curvature.processes import gathered, world_size
+from hoglib.curvature.data import gathered, world_size
+from hoglib.curvature.estimates import SpectralDensity
 from hoglib.errors import (
     ArgumentTypeError,
     ArgumentValueError,

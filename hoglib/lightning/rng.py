@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hoglib._core import pytree
 from hoglib._core.state import random_state, set_random_state
-from hoglib.curvature.processes import gathered
+from hoglib.curvature.data import gathered
 
 KEY = "hoglib.lightning.RNGState"
 

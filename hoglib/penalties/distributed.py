@@ -38,7 +38,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hoglib._core import pytree, torch_internals, torch_sharding
 from hoglib._core.gradient_graph import graph_summary
-from hoglib.curvature.processes import world_size
+from hoglib.curvature.data import world_size
 from hoglib.errors import DistributedError
 
 _WRAPPERS: WeakValueDictionary[int, DistributedDataParallel] = WeakValueDictionary()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hoglib.taylor.algebras import Derivative, Univariate
+from hoglib.taylor.series import Derivative, Univariate
 
 Tower = Callable[..., list[Derivative]]
 Polynomial = Sequence[float]  # coefficients, the constant first
@@ -73,22 +73,13 @@ def power(x: Tensor, p: Any, K: int) -> list[Derivative]:
     return found
 
 
-def _linear_recurrence(c: float, x: Tensor, g1: Tensor, K: int) -> list[Derivative]:
-    """Of (1 + c x^2) g'' = -c x g' (inverse sines): g_(k+2) = -c ((2k + 1) x g_(k+1) + k^2 g_k) / q."""
-    q, found = 1 + c * x * x, [g1]
-    for k in range(K - 1):
-        previous = k * k * found[k - 1] if k else 0.0
-        found.append(-c * ((2 * k + 1) * x * found[k] + previous) / q)
-    return list(found)
-
-
-def _rational(c: float, x: Tensor, K: int) -> list[Derivative]:
-    """Of g' = r = 1 / (1 + c x^2) (inverse tangents): q r_k = -c (2k x r_(k-1) + k (k-1) r_(k-2))."""
-    q = 1 + c * x * x
-    found = [1 / q]
-    for k in range(1, K):
-        previous = k * (k - 1) * found[k - 2] if k > 1 else 0.0
-        found.append(-c * (2 * k * x * found[k - 1] + previous) / q)
+def _quadratic_power(c: float, p: float, x: Tensor, h: Tensor, K: int) -> list[Derivative]:
+    """Of g' = h, a multiple of q^p with q = 1 + c x^2 (inverse sines, tangents):
+    q h^(m+1) = c (2 (p - m) x h^(m) + m (2p - m + 1) h^(m-1))."""
+    q, found = 1 + c * x * x, [h]
+    for m in range(K - 1):
+        previous = m * (2 * p - m + 1) * found[m - 1] if m else 0.0
+        found.append(c * (2 * (p - m) * x * found[m] + previous) / q)
     return list(found)
 
 
@@ -105,13 +96,6 @@ def _sigmoids(x: Tensor, K: int) -> list[Any]:
 def _cycle(x: Tensor, names: Sequence[tuple[str, int]], K: int) -> list[Derivative]:
     values = [sign * getattr(torch, name)(x) for name, sign in names]
     return [values[k % len(values)] for k in range(K)]
-
-
-def _log(x: Tensor, K: int, scale: float = 1.0) -> list[Any]:
-    found: list[Any] = [scale / x]
-    for k in range(1, K):
-        found.append(-k * found[-1] / x)
-    return found
 
 
 def _kink(slope: Tensor | float, K: int) -> list[Derivative]:
@@ -229,16 +213,21 @@ def _sinc(x: Tensor, y: Tensor, K: int) -> list[Derivative]:
     return found
 
 
-def _by_value(factors: Callable[[int], float]) -> Tower:
-    """Of g^(k) = factor(k) g^(k-1) / x with g^(0) = y: powers."""
+def _by_value(p: float) -> Tower:
+    """Of y = c x^p, from y: g^(k) = (p - k + 1) g^(k-1) / x."""
 
-    def tower(x: Tensor, y: Tensor, K: int) -> list[Derivative]:
+    def tower(x: Tensor, y: Tensor, K: int) -> list[Any]:
         found: list[Any] = [y]
         for k in range(1, K + 1):
-            found.append(factors(k) * found[-1] / x)
+            found.append((p - k + 1) * found[-1] / x)
         return found[1:]
 
     return tower
+
+
+def _log(x: Tensor, K: int, scale: float = 1.0) -> list[Any]:
+    slope = scale / x
+    return [slope, *_by_value(-1)(x, slope, K - 1)]
 
 
 # By the name of torch's operation, in torch.ops.aten.
@@ -257,12 +246,12 @@ POINTWISE: dict[str, Tower] = {
     "sinh": lambda x, y, K: _cycle(x, (("cosh", 1), ("sinh", 1)), K),
     "cosh": lambda x, y, K: _cycle(x, (("sinh", 1), ("cosh", 1)), K),
     "tanh": lambda x, y, K: autonomous((1, 0, -1), y, K),
-    "asin": lambda x, y, K: _linear_recurrence(-1, x, (1 - x * x).rsqrt(), K),
-    "acos": lambda x, y, K: _linear_recurrence(-1, x, -(1 - x * x).rsqrt(), K),
-    "asinh": lambda x, y, K: _linear_recurrence(1, x, (1 + x * x).rsqrt(), K),
-    "acosh": lambda x, y, K: _linear_recurrence(-1, x, (x * x - 1).rsqrt(), K),
-    "atan": lambda x, y, K: _rational(1, x, K),
-    "atanh": lambda x, y, K: _rational(-1, x, K),
+    "asin": lambda x, y, K: _quadratic_power(-1, -0.5, x, (1 - x * x).rsqrt(), K),
+    "acos": lambda x, y, K: _quadratic_power(-1, -0.5, x, -(1 - x * x).rsqrt(), K),
+    "asinh": lambda x, y, K: _quadratic_power(1, -0.5, x, (1 + x * x).rsqrt(), K),
+    "acosh": lambda x, y, K: _quadratic_power(-1, -0.5, x, (x * x - 1).rsqrt(), K),
+    "atan": lambda x, y, K: _quadratic_power(1, -1, x, 1 / (1 + x * x), K),
+    "atanh": lambda x, y, K: _quadratic_power(-1, -1, x, 1 / (1 - x * x), K),
     "sigmoid": lambda x, y, K: autonomous((0, 1, -1), y, K),
     "log_sigmoid_forward": lambda x, y, K: [
         (-1) ** k * s for k, s in enumerate(_sigmoids(-x, K - 1))
@@ -281,9 +270,9 @@ POINTWISE: dict[str, Tower] = {
     ),
     "lgamma": lambda x, y, K: _polygammas(x, 0, K),
     "digamma": lambda x, y, K: _polygammas(x, 1, K),
-    "sqrt": _by_value(lambda k: 1.5 - k),
-    "rsqrt": _by_value(lambda k: 0.5 - k),
-    "reciprocal": _by_value(lambda k: -k),
+    "sqrt": _by_value(0.5),
+    "rsqrt": _by_value(-0.5),
+    "reciprocal": _by_value(-1),
     "square": lambda x, y, K: power(x, 2, K),
     "relu": lambda x, y, K: _mask(x, x > 0, K),
     "leaky_relu": lambda x, y, K, slope=0.01: _kink(

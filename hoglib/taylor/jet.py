@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, Literal, NamedTuple, Unpack, get_args
 
 import torch
@@ -14,6 +15,7 @@ from hoglib._core.gradient_graph import graph_summary
 from hoglib._core.logger import LOGGER
 from hoglib._core.problem import Options, Policy
 from hoglib._core.source_location import first_time, warn_once
+from hoglib._core.state import GeneratorStates
 from hoglib._core.swap import call_with
 from hoglib.errors import (
     ArgumentTypeError,
@@ -22,11 +24,10 @@ from hoglib.errors import (
     UnsupportedError,
 )
 from hoglib.ring import ring, run
-from hoglib.taylor.algebras import Algebra, Parts, Univariate
-from hoglib.taylor.call import Refused
 from hoglib.taylor.kinks import Kinks, along_paths, infinite, warn_if_linear, without_derivative
 from hoglib.taylor.nested import along_path
 from hoglib.taylor.propagation import Propagation
+from hoglib.taylor.series import Algebra, Parts, Refused, Univariate
 
 Leaves = list[Tensor]
 TaylorMode = Literal["auto", "taylor", "nested"]
@@ -55,9 +56,9 @@ def jet(
     first derivative and zeros as its higher ones. A UserWarning names the lines, once, where func is
     piecewise linear, so that all derivatives from the second on are zero; where a point lies exactly at
     a kink and derivatives to either side differ; and where the result is infinite. An operation
-    without a rule is differentiated by itself, by torch's derivatives, which are compared once with
-    differences. Where that is not possible, as for a custom Function of yours, the whole function is
-    nested in reverse mode instead, which is logged at the level DEBUG.
+    without a rule is taken apart into others, as torch decomposes it. Where that is not possible, as
+    for a custom Function of yours, the whole function is nested in reverse mode instead, which is
+    logged at the level DEBUG.
 
     Args:
         func: The function ``func(*primals)``, or an `nn.Module`; it returns tensors in any containers.
@@ -171,7 +172,8 @@ def by_taylor(
     if options.mode == "nested" or torch_internals.transforms_active():
         return None
     own = [options.own(x) for x in inputs]
-    state = None if torch_internals.tracing() else torch.get_rng_state()
+    generators = GeneratorStates({x.device for x in inputs})
+    drawn = None if torch_internals.tracing() else generators.now()
     run = Propagation(algebra, options.keep)
     try:
         with run:
@@ -188,8 +190,8 @@ def by_taylor(
                 f"{options.caller}: expected operations with a rule for Taylor coefficients, got "
                 f"{reason}. Use mode='nested', or write it with operations of torch."
             ) from reason
-        if state is not None:
-            torch.set_rng_state(state)
+        if drawn is not None:
+            generators.set(drawn)
         LOGGER.debug("%s: nested derivatives, for want of a rule for %s", options.caller, reason)
         return None
     finally:
@@ -257,17 +259,14 @@ def _finite(tensors: Sequence[Tensor | None]) -> bool:
 
 def _agree(a: Sequence[Parts], b: Sequence[Parts]) -> bool:
     """Whether the coefficients are the same, up to rounding."""
-    for ps, qs in zip(a, b, strict=True):
-        for p, q in zip(ps, qs, strict=True):
-            if p is None and q is None:
-                continue
-            p = torch.zeros_like(q) if p is None else p  # type: ignore[arg-type]
-            q = torch.zeros_like(p) if q is None else q
-            size = max(float(p.abs().max()), float(q.abs().max())) if p.numel() else 0.0
-            if p.numel() and not bool(
-                ((p - q).abs() <= size * torch.finfo(p.dtype).eps ** 0.5).all()
-            ):
-                return False
+    for p, q in zip(chain(*a), chain(*b), strict=True):
+        known = q if p is None else p
+        if known is None or not known.numel():
+            continue
+        p, q = (torch.zeros_like(known) if part is None else part for part in (p, q))
+        size = max(float(p.abs().max()), float(q.abs().max()))
+        if not bool(((p - q).abs() <= size * torch.finfo(p.dtype).eps ** 0.5).all()):
+            return False
     return True
 
 

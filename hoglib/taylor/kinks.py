@@ -15,8 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from hoglib._core import torch_internals
 from hoglib._core.source_location import SourceLine, is_user_file, warn_once
-from hoglib.taylor.algebras import Algebra, Biharmonic, MultiIndex, Parts, Univariate
-from hoglib.taylor.call import Call, direction, norm_arguments
+from hoglib.taylor.series import Algebra, Biharmonic, Call, MultiIndex, Parts, Univariate
 
 SMOOTH = "a smooth activation, such as tanh, SiLU, GELU or sine"
 COMPARISONS = {"gt", "lt", "ge", "le"}
@@ -44,18 +43,14 @@ def _limits(x: Tensor, low: Any = None, high: Any = None) -> Tensor:
 
 # The elements at an exact kink, by the name of the operation; None where that is not looked at.
 KINKS: dict[str, Callable[..., Tensor] | None] = {
-    "relu": lambda x: x == 0,
-    "leaky_relu": lambda x, *_: x == 0,
-    "abs": lambda x: x == 0,
+    **dict.fromkeys(("relu", "leaky_relu", "abs"), lambda x, *_: x == 0),
     "threshold": lambda x, threshold, value: x == threshold,
     "hardtanh": lambda x, low=-1, high=1: _limits(x, low, high),
-    "hardshrink": lambda x, width=0.5: x.abs() == width,
-    "softshrink": lambda x, width=0.5: x.abs() == width,
+    **dict.fromkeys(("hardshrink", "softshrink"), lambda x, width=0.5: x.abs() == width),
     "clamp": _limits,
     "clamp_min": lambda x, low: _limits(x, low),
     "clamp_max": lambda x, high: _limits(x, None, high),
-    "maximum": lambda a, b: a == b,
-    "minimum": lambda a, b: a == b,
+    **dict.fromkeys(("maximum", "minimum"), lambda a, b: a == b),
     **dict.fromkeys(
         (
             "_prelu_kernel", "hardsigmoid", "rrelu_with_noise", "fmax", "fmin", "amax", "amin", "max",
@@ -107,7 +102,7 @@ class Kinks:
 
     def _see_norm(self, call: Call) -> None:
         """Notes a Euclidean norm of zeros, if a path moves off them."""
-        _, _, dims, keep = norm_arguments(call)
+        _, _, dims, keep = call.norm_arguments()
         if torch_internals.tracing() or bool(call.out.all()):
             return
         zero = call.out == 0
@@ -217,7 +212,7 @@ def along_paths(algebra: Algebra, parts: Sequence[Parts]) -> tuple[Univariate, l
 def one_sided(call: Call, x: Tensor) -> Tensor:
     """x just off a kink: where the path is before (side -1) or after it, of the shape of the first
     coefficient."""
-    sign = direction(call, call.parts(x) or [])
+    sign = call.direction(call.parts(x) or [])
     if sign is None:
         return x
     limit = torch.where(sign == 0, x, sign * torch.inf)

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hoglib.taylor.algebras import Bilinear, Parts, multiply
-from hoglib.taylor.call import Call, Refused, Rule, each, known, scaled, sums
 from hoglib.taylor.derivatives import POINTWISE
+from hoglib.taylor.series import Bilinear, Call, Parts, Refused, Rule, each, multiply, scaled, sums
 
 aten = torch.ops.aten
 Map = Callable[[Tensor], Tensor]
@@ -82,7 +81,7 @@ def _affine(bilinear: Bilinear) -> Rule:
 def _mul(call: Call) -> Parts:
     a, b = call.args[:2]
     if not isinstance(b, Tensor):
-        return scaled(b, known(call, a))
+        return scaled(b, call.known(a))
     return call.product(multiply, a, b)
 
 
@@ -91,10 +90,10 @@ def _div(call: Call) -> Any:
     if call.kwargs.get("rounding_mode"):
         return None
     if not isinstance(b, Tensor):
-        return each(lambda part: part / b, known(call, a))
+        return each(lambda part: part / b, call.known(a))
     b_n = call.parts(b)
     if b_n is None:
-        return each(lambda part: part / b, call.aligned(known(call, a)))
+        return each(lambda part: part / b, call.aligned(call.known(a)))
     inverse = b.reciprocal()
     n = call.algebra.compose(POINTWISE["reciprocal"](b, inverse, call.algebra.order), b_n)
     if not isinstance(a, Tensor):
@@ -130,7 +129,7 @@ def _broadcast_matmul(a: Tensor, b: Tensor, lead_a: bool, lead_b: bool) -> Tenso
 
 
 def _inverse(call: Call) -> list[Parts | None]:
-    X, A_n = call.out[0], known(call, call.args[0])
+    X, A_n = call.out[0], call.known(call.args[0])
     return [_fixed_point(call, X, A_n, lambda part: X @ part, call.algebra.zeros()), None]
 
 
@@ -141,7 +140,7 @@ def _solved(call: Call) -> list[Parts | None]:
     columns, back = turn, turn
     if B.dim() == 1 or (A.dim() - 1 == B.dim() and B.shape == A.shape[:-1]):
         columns, back = (lambda t: t.unsqueeze(-1)), (lambda t: t.squeeze(-1))
-    A_n = each(turn, known(call, A))
+    A_n = each(turn, call.known(A))
     solve = lambda part: torch.linalg.solve(turn(A), part)  # noqa: E731
     return [_solution(call, call.out[0], A_n, solve, columns, back), None, None, None]
 
@@ -151,7 +150,7 @@ def _triangular(call: Call) -> Parts:
     A, upper, left = call.args[0], call.kwargs["upper"], call.kwargs.get("left", True)
     unit, turn = call.kwargs.get("unitriangular", False), _turned(left)
     read = (lambda t: t.triu(int(unit))) if upper else (lambda t: t.tril(-int(unit)))
-    A_n = each(lambda t: turn(read(t)), known(call, A))
+    A_n = each(lambda t: turn(read(t)), call.known(A))
     options = {"upper": upper == left, "unitriangular": unit}
     solve = lambda t: torch.linalg.solve_triangular(turn(A), t, **options)  # noqa: E731
     return _solution(call, call.out, A_n, solve, turn, turn)
@@ -165,7 +164,7 @@ def _turned(left: bool) -> Map:
 def _solution(call: Call, out: Tensor, A_n: Parts, solve: Map, columns: Map, back: Map) -> Parts:
     """The coefficients of a solution, which is that of a system with these columns."""
     X = columns(out)
-    B_n = call.aligned(each(columns, known(call, call.args[1])), X.dim())
+    B_n = call.aligned(each(columns, call.known(call.args[1])), X.dim())
     return each(back, _fixed_point(call, X, A_n, solve, B_n))
 
 
@@ -176,7 +175,7 @@ def _cholesky(call: Call, L: Tensor) -> Parts:
     """
     upper = call.kwargs.get("upper", call.args[1] if len(call.args) > 1 else False)
     L = L.mH if upper else L
-    A_n = each(lambda p: (p + p.mH) / 2, known(call, call.args[0]))
+    A_n = each(lambda p: (p + p.mH) / 2, call.known(call.args[0]))
 
     def times_adjoint(a: Tensor, b: Tensor, *_: bool) -> Tensor:
         return a @ b.mH
@@ -208,7 +207,7 @@ def _fixed_point(call: Call, X: Tensor, A_n: Parts, solve: Map, start: Parts) ->
 
 def _log_determinant(call: Call, A: Tensor) -> Parts:
     """log |det(A + a)| - log |det A| = sum_k (-1)^(k + 1) / k tr (A^-1 a)^k"""
-    M = each(lambda p: torch.linalg.solve(A, p), known(call, A))
+    M = each(lambda p: torch.linalg.solve(A, p), call.known(A))
     power, found = M, call.algebra.zeros()
     for k in range(1, call.algebra.order + 1):
         if k > 1:

@@ -27,11 +27,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from hoglib._core import pytree, torch_internals
 from hoglib._core.logger import LOGGER
 from hoglib._core.torch_modes import plain_operations
-from hoglib.taylor.algebras import Algebra, Parts, align
-from hoglib.taylor.call import Call, Refused, Rule, to_dtype
-from hoglib.taylor.composites import composite_of
 from hoglib.taylor.kinks import Kink, Kinks, here
-from hoglib.taylor.rules import is_composite, is_constant, names_of, rule_of
+from hoglib.taylor.rules import composite_of, is_composite, is_constant, names_of, rule_of
+from hoglib.taylor.series import Algebra, Call, Parts, Refused, Rule, align, to_dtype
 
 aten = torch.ops.aten
 _OVERWRITES = {"zero", "fill.Scalar", "normal", "uniform", "random", "bernoulli", "exponential"}

@@ -2,22 +2,27 @@
 
 A rule takes a `Call` and returns the coefficients of the output, or a list of them for several outputs
 (None for one that is constant). It is made of differentiable operations of torch.
+
+Operations without a rule are taken apart: the same function of operations that have one, by hoglib's
+or torch's own decomposition. The results are used for the coefficients only; the value is that of
+torch's own operation. A maximum is subtracted where rounding asks for it, as a constant: it cancels.
 """
 
+import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from hoglib.taylor.algebras import Bilinear, Parts, multiply
-from hoglib.taylor.call import Call, Rule, each, known, norm_arguments, scaled, sums
+from hoglib._core.torch_internals import decomposition
 from hoglib.taylor.derivatives import POINTWISE, power_of
-from hoglib.taylor.joins import JOINS
 from hoglib.taylor.kinks import KINKS, one_sided
-from hoglib.taylor.linear import CONSTANT, LINEAR, SEVERAL, ZERO
 from hoglib.taylor.products import MATRICES, PRODUCTS
+from hoglib.taylor.series import Bilinear, Call, Parts, Refused, Rule, each, multiply, scaled, sums
+from hoglib.taylor.structural import CONSTANT, JOINS, LINEAR, SEVERAL, ZERO
 
 
 def _pow(call: Call) -> Parts:
@@ -36,7 +41,7 @@ def _pow(call: Call) -> Parts:
 
 def _vector_norm(call: Call) -> Parts:
     """|x| with the derivative 0 where it is 0, as torch's."""
-    x, order, dims, keep = norm_arguments(call)
+    x, order, dims, keep = call.norm_arguments()
     assert order == 2, "others are composites"
 
     def squares(a: Tensor, b: Tensor, lead_a: bool, lead_b: bool) -> Tensor:
@@ -64,7 +69,7 @@ def _vector_norm(call: Call) -> Parts:
 
 def _norm_beside_zero(call: Call, x: Tensor, squares: Bilinear) -> Parts | None:
     """|x| along a path that begins at zero: |x(t)| = |t| |q(t)| with q = x(t) / t, if q(0) is not 0."""
-    first, *rest = known(call, x)
+    first, *rest = call.known(x)
     if first is None:
         return None
     lead = call.algebra.leads[0]
@@ -84,7 +89,7 @@ def _norm_beside_zero(call: Call, x: Tensor, squares: Bilinear) -> Parts | None:
 def _atan2(call: Call) -> Parts:
     """The angle between the point and the value: atan of (y x_0 - x y_0) / (x x_0 + y y_0)."""
     y, x = call.args
-    y_n, x_n = known(call, y), known(call, x)
+    y_n, x_n = call.known(y), call.known(x)
     algebra = call.algebra
     cross = sums(scaled(x, y_n), scaled(-y, x_n))
     along, square = sums(scaled(x, x_n), scaled(y, y_n)), x * x + y * y
@@ -99,7 +104,7 @@ def _dropout(call: Call) -> list[Parts | None]:
     x, p, training = call.args
     mask = call.out[1]
     factor = mask / (1 - p) if training and p < 1 else mask
-    return [scaled(factor, known(call, x)), None]
+    return [scaled(factor, call.known(x)), None]
 
 
 RULES: dict[str, Rule] = {
@@ -109,7 +114,7 @@ RULES: dict[str, Rule] = {
     "native_dropout": _dropout,
     "atan2": _atan2,
     "view_as_complex": lambda call: each(
-        lambda part: torch.view_as_complex(part.contiguous()), known(call, call.args[0])
+        lambda part: torch.view_as_complex(part.contiguous()), call.known(call.args[0])
     ),
     "pow": _pow,
     "linalg_vector_norm": _vector_norm,
@@ -126,7 +131,7 @@ def _pointwise(name: str) -> Rule:
         kwargs = {k: v for k, v in call.kwargs.items() if v is not None}
         at = one_sided(call, x) if call.side and name in KINKS else x
         derivatives = tower(at, out, call.algebra.order, *rest, **kwargs)
-        found = call.algebra.compose(derivatives, known(call, x))
+        found = call.algebra.compose(derivatives, call.known(x))
         return [found, None] if several else found
 
     return rule
@@ -137,7 +142,7 @@ def _linear(function: Callable[..., Any]) -> Rule:
         x, *rest = call.args
         return call.of_each(
             lambda part, lead: function(part, lead, x, call.out, *rest, **call.kwargs),
-            known(call, x),
+            call.known(x),
         )
 
     return rule
@@ -195,3 +200,210 @@ def rule_of(func: Any) -> Rule | None:
         if name in ZERO:
             return lambda call: None
     return None
+
+
+Composite = Callable[..., Any]
+
+
+def _finite(x: Tensor) -> Tensor:
+    return torch.where(x.isfinite(), x, 0)
+
+
+def _logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
+    top = _finite(x.detach().amax(dim, keepdim=True))
+    found = (x - top).exp().sum(dim, keepdim=True).log() + top
+    return found if keepdim else found.squeeze(dim)
+
+
+def _normalized(x: Tensor, dims: list[int], eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The normalized tensor, the mean, and the inverse of the standard deviation."""
+    mean = x.mean(dims, keepdim=True)
+    centred = x - mean
+    inverse = (centred.square().mean(dims, keepdim=True) + eps).rsqrt()
+    return centred * inverse, mean, inverse
+
+
+def _layer_norm(x: Tensor, shape: Any, weight: Any, bias: Any, eps: float) -> Any:
+    found, mean, inverse = _normalized(x, list(range(-len(shape), 0)), eps)
+    found = found if weight is None else found * weight
+    return (found if bias is None else found + bias), mean, inverse
+
+
+def _batch_norm(
+    x: Tensor,
+    weight: Any,
+    bias: Any,
+    mean: Any,
+    var: Any,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Any:
+    shape = (1, -1, *(1,) * (x.dim() - 2))
+    if training:
+        found, mean, inverse = _normalized(x, [0, *range(2, x.dim())], eps)
+    else:
+        inverse = (var + eps).rsqrt()
+        found = (x - mean.reshape(shape)) * inverse.reshape(shape)
+    found = found if weight is None else found * weight.reshape(shape)
+    found = found if bias is None else found + bias.reshape(shape)
+    return found, *((mean.flatten(), inverse.flatten()) if training else (None, None))
+
+
+def _variance(x: Tensor, dim: Any = None, *, correction: Any = 1, keepdim: bool = False) -> Tensor:
+    dims = list(range(x.dim())) if dim is None or dim == [] else dim
+    centred = x - x.mean(dims, keepdim=True)
+    count = x.numel() // max(centred.sum(dims).numel(), 1)
+    correction = 1 if correction is None else correction
+    return centred.square().sum(dims, keepdim=keepdim) / (count - correction)
+
+
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, is_causal: bool = False, *,
+    attn_mask: Any = None, scale: Any = None,
+) -> Any:  # fmt: skip
+    if dropout_p:
+        raise Refused("fused attention with dropout")
+    scores = (q * (q.shape[-1] ** -0.5 if scale is None else scale)) @ k.transpose(-1, -2)
+    if is_causal:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(future, -math.inf)
+    if attn_mask is not None:
+        scores = scores + attn_mask
+    return torch.softmax(scores, -1) @ v, None
+
+
+def _distances(a: Tensor, b: Tensor, p: float, mode: Any) -> Tensor:
+    return torch.linalg.vector_norm(a.unsqueeze(-2) - b.unsqueeze(-3), p, dim=[-1])
+
+
+def _product(
+    x: Tensor, dim: int | None = None, keepdim: bool = False, *, dtype: Any = None
+) -> Tensor:
+    if dim is None or not x.dim():
+        x, dim = x.reshape(-1), 0
+        keepdim = False
+    while x.shape[dim] > 1:  # by halves, which divides by nothing
+        half = x.shape[dim] // 2
+        product = x.narrow(dim, 0, half) * x.narrow(dim, half, half)
+        x = torch.cat([product, x.narrow(dim, 2 * half, x.shape[dim] - 2 * half)], dim)
+    return x if keepdim else x.squeeze(dim)
+
+
+def _scanned(pair: Callable[[Tensor, Tensor], Tensor]) -> Composite:
+    """The cumulative results of an associative operation, by doubling: a product divides by nothing."""
+
+    def scan(x: Tensor, dim: int, *, dtype: Any = None) -> Tensor:
+        step = 1
+        while x.dim() and step < x.shape[dim]:
+            rest = x.shape[dim] - step
+            both = pair(x.narrow(dim, step, rest), x.narrow(dim, 0, rest))
+            x = torch.cat([x.narrow(dim, 0, step), both], dim)
+            step *= 2
+        return x
+
+    return scan
+
+
+def _modulo(x: Any, y: Any, quotient: Tensor) -> Tensor:
+    return x - y * quotient
+
+
+def _copysign(x: Tensor, y: Any) -> Tensor:
+    return x * torch.where((x < 0) == torch.signbit(torch.as_tensor(y)), 1, -1) * (x != 0)
+
+
+def _magnitude(z: Tensor) -> Tensor:
+    if not z.is_complex():
+        return z * z.sgn()
+    return torch.linalg.vector_norm(torch.view_as_real(z.resolve_conj()), 2, [-1])
+
+
+def _angle(z: Tensor) -> Tensor:
+    if not z.is_complex():
+        return torch.where(z < 0, math.pi, 0.0).to(z.dtype) + 0 * z
+    real, imaginary = torch.view_as_real(z.resolve_conj()).unbind(-1)
+    return torch.atan2(imaginary, real)
+
+
+def _complex(real: Tensor, imaginary: Tensor) -> Tensor:
+    parts = torch.broadcast_tensors(real, imaginary)
+    return torch.view_as_complex(torch.stack(parts, -1))
+
+
+def _norm_of_order(
+    x: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, **_: Any
+) -> Tensor:
+    dims = list(range(x.dim())) if dim is None else [dim] if isinstance(dim, int) else dim
+    if x.is_complex() and ord == 2:
+        real = torch.view_as_real(x.resolve_conj())
+        found = torch.linalg.vector_norm(real, 2, [*(d % x.dim() for d in dims), x.dim()])
+        return found.reshape(x.square().sum(dims, keepdim).shape) if keepdim else found
+    if ord == 1:
+        return x.abs().sum(dims, keepdim)
+    if ord == math.inf:
+        return x.abs().amax(dims, keepdim)
+    if ord == -math.inf:
+        return x.abs().amin(dims, keepdim)
+    if ord == 0:
+        return x.abs().ne(0).to(x.dtype).sum(dims, keepdim)
+    return x.abs().pow(ord).sum(dims, keepdim).pow(1 / ord)
+
+
+COMPOSITES: dict[str, Composite] = {
+    "logsumexp": _logsumexp,
+    "native_layer_norm": _layer_norm,
+    "native_batch_norm": _batch_norm,
+    "_native_batch_norm_legit": _batch_norm,
+    # without the argument training
+    "_native_batch_norm_legit_no_training": lambda x, weight, bias, mean, var, m, eps: _batch_norm(
+        x, weight, bias, mean, var, False, m, eps
+    ),
+    "cudnn_batch_norm": lambda *args: (*_batch_norm(*args), None),
+    "cumprod": _scanned(torch.mul),
+    "logcumsumexp": _scanned(torch.logaddexp),
+    "addbmm": lambda x, a, b, *, beta=1, alpha=1: beta * x + alpha * (a @ b).sum(0),
+    "fmax": lambda a, b: torch.where(b.isnan() | (a >= b), a, b),
+    "fmin": lambda a, b: torch.where(b.isnan() | (a <= b), a, b),
+    "remainder.Tensor": lambda x, y: _modulo(x, y, torch.div(x, y, rounding_mode="floor")),
+    "remainder.Scalar_Tensor": lambda x, y: _modulo(x, y, torch.div(x, y, rounding_mode="floor")),
+    "fmod.Tensor": lambda x, y: _modulo(x, y, torch.div(x, y, rounding_mode="trunc")),
+    "copysign": _copysign,
+    "abs": _magnitude,
+    "angle": _angle,
+    "complex": _complex,
+    "polar": lambda size, angle: _complex(size * angle.cos(), size * angle.sin()),
+    "var_mean": lambda x, dim=None, *, correction=1, keepdim=False: (
+        _variance(x, dim, correction=correction, keepdim=keepdim),
+        x.mean(dim, keepdim) if dim else x.mean(list(range(x.dim())), keepdim),
+    ),
+    "cholesky_solve": lambda B, L, upper=False: torch.linalg.solve_triangular(
+        L if upper else L.mH,
+        torch.linalg.solve_triangular(L.mH if upper else L, B, upper=False),
+        upper=True,
+    ),
+    "var": _variance,
+    "_scaled_dot_product_flash_attention_for_cpu": _attention,
+    "hardswish": lambda x: x * F.hardtanh(x + 3, 0, 6) / 6,
+    "hardsigmoid": lambda x: F.hardtanh(x + 3, 0, 6) / 6,
+    "_cdist_forward": _distances,
+    "_euclidean_dist": lambda a, b: _distances(a, b, 2, None),
+    "prod": _product,
+    "lerp": lambda a, b, weight: a + weight * (b - a),
+    "hypot": lambda a, b: torch.linalg.vector_norm(
+        torch.stack(torch.broadcast_tensors(a, b)), dim=[0]
+    ),
+    "logaddexp": lambda a, b: _logsumexp(torch.stack(torch.broadcast_tensors(a, b)), [0]),
+    "linalg_vector_norm": _norm_of_order,
+}
+
+
+def composite_of(func: Any) -> Composite | None:
+    """The operation by others: hoglib's, else torch's own decomposition; None if there is none."""
+    if func.namespace == "aten":
+        for name in names_of(func):
+            if name in COMPOSITES:
+                return COMPOSITES[name]
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return None  # it would draw other numbers
+    return decomposition(func)

@@ -7,7 +7,7 @@ import torch
 from torch.testing import assert_close
 
 import hoglib as hog
-from hoglib.curvature import lanczos_quadrature
+from hoglib.curvature import estimates
 from tests.curvature.problems import F64, Given, matrix, problem, seeded
 from tests.refused import refused
 
@@ -89,7 +89,7 @@ def test_standard_errors_are_those_of_many_runs():
 @pytest.mark.parametrize("samples_at_once", [1, 2, 7])
 def test_samples_in_several_blocks_are_the_same(samples_at_once, monkeypatch):
     whole = Given(matrix(VALUES)).spectral_density(7, steps=6, generator=seeded())
-    monkeypatch.setattr(lanczos_quadrature, "AT_ONCE", samples_at_once * 6 * len(VALUES) * 8)
+    monkeypatch.setattr(estimates, "BASES_AT_ONCE", samples_at_once * 6 * len(VALUES) * 8)
     parts = Given(matrix(VALUES)).spectral_density(7, steps=6, generator=seeded())
     assert_close(parts.density, whole.density)
     assert_close(parts.nodes, whole.nodes)

@@ -225,9 +225,11 @@ def test_loaders_and_orders():
 def test_what_influence_refuses():
     loss, params, (x, y) = problem("ReLU")
     batch, options = (x, y), {"damping": 0.1}
-    with pytest.raises(hog.errors.ArgumentTypeError, match="influence: expected options of KFAC"):
+    with pytest.raises(hog.errors.ArgumentTypeError, match="influence: expected options among"):
         hog.influence(loss, params, batch, batch, eigenvalue_corrected=False, **options)
-    with pytest.raises(hog.errors.ArgumentTypeError, match="options of GGNOperator"):
+    with pytest.raises(
+        hog.errors.ArgumentTypeError, match="influence: expected options among mode"
+    ):
         hog.influence(loss, params, batch, batch, solver="cg", approximation="reduce", **options)
     with pytest.raises(
         hog.errors.ArgumentValueError, match="tol: expected none with solver='ekfac'"

@@ -76,7 +76,7 @@ REFUSED_BY_THE_COMMAND = {
     ],
     "curvature/newton_cg": [
         ("model.damping=0", "damping: expected a number greater than 0"),
-        ("model.optimizers=[kfac]", "model.kfac={rate: 1}", "KFAC: expected options of KFACOperator"),
+        ("model.optimizers=[kfac]", "model.kfac={rate: 1}", "KFAC: expected options among"),
     ],
     "gan/mixture": [("model.penalty.wieght=1", "wieght")],
     "maml/glyphs_5w1s": [("model.ways=4", "ways: expected 5 outputs.*--model.ways 5")],

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 from hoglib import ops
-from hoglib.cli import op_table
+from hoglib.cli.commands import op_markdown, op_rows
 from hoglib.cli.main import main
 from tests.ops.opinfo import CATALOGUE
 
 ROOT = Path(__file__).parents[2]
-ROWS = {name: (equation, orders) for name, equation, orders in op_table.rows()}
+ROWS = {name: (equation, orders) for name, equation, orders in op_rows()}
 SMOOTH = [
     info.name
     for info in CATALOGUE
@@ -33,7 +33,7 @@ def test_a_docstring_promises_the_orders_that_the_matrix_shows(name: str) -> Non
 
 def test_the_page_is_current() -> None:
     # if not: python -m hoglib ops --markdown
-    table = op_table.markdown(op_table.rows())
+    table = op_markdown(op_rows())
     assert (ROOT / "docs/ops.md").read_text().endswith(table + "\n")
 
 
@@ -45,7 +45,7 @@ def test_the_command_prints_the_table(capsys: pytest.CaptureFixture[str]) -> Non
     start = head.index("orders")
     assert [line[start:] for line in lines] == [orders for _, orders in ROWS.values()]
     assert main(["ops", "--markdown"]) == 0
-    assert capsys.readouterr().out == op_table.markdown(op_table.rows()) + "\n"
+    assert capsys.readouterr().out == op_markdown(op_rows()) + "\n"
     with pytest.raises(SystemExit) as stopped:
         main(["opps"])
     assert stopped.value.code == 2

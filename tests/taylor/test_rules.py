@@ -9,8 +9,8 @@ import torch
 from torch.testing import assert_close
 
 import hoglib as hog
-from hoglib.taylor.algebras import Univariate
 from hoglib.taylor.propagation import Propagation
+from hoglib.taylor.series import Univariate
 from tests.taylor.operations import CASES, WITHOUT_A_RULE
 
 

@@ -1,4 +1,5 @@
-"""Traces, diagonals and norms of operators, estimated from products with random vectors.
+"""Traces, diagonals, norms and densities of the eigenvalues of operators, estimated from products with
+random vectors; and functions of operators, by Lanczos' method.
 
 `LinearOperator` describes them; generators that are None are torch's global one.
 """
@@ -10,7 +11,9 @@ import torch
 from torch import Generator, Tensor
 
 from hoglib._core import validation
-from hoglib.curvature.vector_space import SymmetricMatrix, random_signs
+from hoglib.curvature.eigenvalues import ROUNDING
+from hoglib.curvature.vector_space import Space, SymmetricMatrix, random_signs
+from hoglib.errors import ArgumentValueError
 
 AT_ONCE = 2**28  # bytes of random vectors that are multiplied at once
 
@@ -40,16 +43,7 @@ def hutchinson_trace(
 ) -> Estimate:
     """tr A = E[v^T A v], v of independent signs; Var[v^T A v] = 2 sum over i != j of A_ij^2."""
     dots = operator.space.dots
-    values = [dots((v, Av))[0] for v, Av in _samples(operator, num_samples, generator)]
-    return mean_of(torch.cat(values))
-
-
-def squared_frobenius(
-    operator: SymmetricMatrix, num_samples: int, generator: Generator | None
-) -> Estimate:
-    """|A|_F^2 = sum of A_ij^2 = E[|A v|^2]."""
-    dots = operator.space.dots
-    values = [dots((Av, Av))[0] for _, Av in _samples(operator, num_samples, generator)]
+    values = [dots((v, Av))[0] for v, Av in samples_of(operator, num_samples, generator)]
     return mean_of(torch.cat(values))
 
 
@@ -58,7 +52,7 @@ def hutchinson_diagonal(
 ) -> Estimate:
     """diag A = E[v * A v]; Var[(v * A v)_i] = sum over j != i of A_ij^2."""
     count, total, squares = 0, None, None
-    for v, Av in _samples(operator, num_samples, generator):
+    for v, Av in samples_of(operator, num_samples, generator):
         for product in v * Av:
             count += 1
             if total is None or squares is None:
@@ -72,7 +66,7 @@ def hutchinson_diagonal(
     return Estimate(total, (squares / max(count - 1, 1) / count).sqrt())
 
 
-def _samples(
+def samples_of(
     operator: SymmetricMatrix, num_samples: int, generator: Generator | None
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Rows of signs and their products, some at a time."""
@@ -104,9 +98,8 @@ def xtrace(operator: SymmetricMatrix, num_samples: int, generator: Generator | N
     """
     operator.space.refuse_sharded("xtrace")
     size = operator.shape[0]
-    validation.at_least("num_samples", num_samples, 4)
     random = validation.generator(generator)
-    if num_samples >= size:
+    if validation.at_least("num_samples", num_samples, 4) >= size:
         return _exactly(operator.to_dense().diagonal().sum())
     count = num_samples // 2
     wide = torch.promote_types(operator.dtype, torch.float32)  # of the basis
@@ -178,3 +171,142 @@ def xdiag(operator: SymmetricMatrix, num_samples: int, generator: Generator | No
 
 TRACES: dict[str, Estimator] = {"hutchinson": hutchinson_trace, "xtrace": xtrace}
 DIAGONALS: dict[str, Estimator] = {"hutchinson": hutchinson_diagonal, "xdiag": xdiag}
+
+
+MOST_POINTS = 100_000
+BASES_AT_ONCE = 2**30  # bytes of the bases of the samples that run at once
+
+
+class SpectralDensity(NamedTuple):
+    """Quadrature nodes and weights of each sample, and their density; float64, on the CPU.
+
+    mean over the eigenvalues of f(eigenvalue) = E[sum over i of weights_i f(nodes_i)]
+
+    Attributes:
+        nodes: [samples, steps], ascending.
+        weights: [samples, steps]; each row sums to 1.
+        grid: [points], where the density is evaluated.
+        density: [points]; its integral is 1.
+        error: [points], one standard error over the samples; infinite for a single one.
+        width: Standard deviation of the Gaussian around each node.
+        products: Products of A with one vector.
+    """
+
+    nodes: Tensor
+    weights: Tensor
+    grid: Tensor
+    density: Tensor
+    error: Tensor
+    width: float
+    products: int
+
+    def average(self, f: Callable[[Tensor], Tensor]) -> Estimate:
+        """The mean of f over all eigenvalues, tr f(A) / P.
+
+        For a polynomial of a degree below 2 steps each sample is v^T f(A) v exactly, so that all of the
+        error is that of the samples.
+
+        Args:
+            f: A function of a tensor, elementwise.
+        Returns:
+            An `Estimate`: the mean over the samples and one standard error of it.
+        Raises:
+            ArgumentValueError: for a function that is not taken element by element.
+            NonFiniteError: for a function that is not finite at a node.
+        """
+        values = validation.of_eigenvalues(f, self.nodes, self.weights > 0)
+        return mean_of((self.weights * values).sum(1))
+
+
+def spectral_density(
+    operator: SymmetricMatrix, num_samples: int, steps: int, width: float | None,
+    generator: Generator | None,
+) -> SpectralDensity:  # fmt: skip
+    """density(t) = 1/P sum over eigenvalues of N(t; eigenvalue, width^2), from samples of signs.
+
+    Each takes `steps` of Lanczos, T = V^T A V: nodes are the eigenvalues of T, weights the squared
+    first entries of its eigenvectors. The samples' vectors are multiplied as one block.
+    """
+    size = operator.shape[0]
+    validation.at_least("num_samples", num_samples, 1)
+    steps = min(validation.at_least("steps", steps, 1), size)
+    validation.generator(generator)
+    if width is not None and not validation.number("width", width) > 0:
+        raise ArgumentValueError(
+            f"width: expected a number greater than 0, got {width}; 1% of the range is usual."
+        )
+    before = operator.count
+    wide = torch.promote_types(operator.dtype, torch.float32)  # of the bases
+    at_once = max(1, BASES_AT_ONCE // (steps * size * wide.itemsize))
+    found = []
+    for first in range(0, num_samples, at_once):
+        count = min(at_once, num_samples - first)
+        found.append(
+            tridiagonal(
+                lambda rows: operator.apply(rows.to(operator.dtype)).to(wide),
+                random_signs(operator.space, count, generator).to(wide).div_(size**0.5), steps,
+                operator.space,
+            )[0]
+        )  # fmt: skip
+    nodes, vectors = torch.linalg.eigh(torch.cat(found))
+    weights = vectors[:, 0].square()
+    return _smoothed(nodes, weights, width, operator.count - before)
+
+
+def tridiagonal(
+    apply: Callable[[Tensor], Tensor], start: Tensor, steps: int, space: Space
+) -> tuple[Tensor, Tensor]:
+    """T = V^T A V, float64 on the CPU, and V [samples, steps, P], from each row v of start.
+
+    Where v and its products span a smaller space, the rest of T is zero, and functions of T at v do not
+    depend on it.
+    """
+    samples, size = start.shape
+    V = start.new_zeros(samples, steps, size)
+    T = start.new_zeros(samples, steps, steps)
+    largest = start.new_zeros(samples)
+    active = torch.ones(samples, dtype=torch.bool, device=start.device)
+    V[:, 0] = start
+    del start  # a caller that has handed it over holds V alone
+    for j in range(steps):
+        if bool(active.all()):
+            w = apply(V[:, j])
+        else:
+            w = V.new_zeros(samples, size)
+            w[active] = apply(V[active, j])
+        basis = V[:, : j + 1]
+        for _ in range(2):  # twice is enough: orthogonal to rounding
+            coefficients = space.gram(basis, w)
+            w = torch.baddbmm(w[:, None], coefficients[:, None], basis, alpha=-1)[:, 0]
+            T[:, j, j] += coefficients[:, j]
+        beta = space.norms(w)
+        largest = torch.stack([largest, T[:, j, j].abs(), beta]).amax(0)
+        active = active & (beta > ROUNDING * torch.finfo(w.dtype).eps * largest)
+        if j + 1 == steps or not bool(active.any()):
+            break
+        T[:, j, j + 1] = T[:, j + 1, j] = torch.where(active, beta, 0)
+        if bool(active.all()):
+            torch.div(w, beta[:, None], out=V[:, j + 1])
+        else:
+            V[active, j + 1] = w[active] / beta[active, None]
+        del w  # not held beside the next product
+    return T.to("cpu", torch.float64), V
+
+
+def _smoothed(
+    nodes: Tensor, weights: Tensor, width: float | None, products: int
+) -> SpectralDensity:
+    """The density of the nodes, each of which is a Gaussian, on a grid."""
+    present = nodes[weights > torch.finfo(weights.dtype).eps]
+    low, high = float(present.min()), float(present.max())
+    if width is None:
+        # for a multiple of the identity 1% of the eigenvalue; for zero 1% of one
+        width = 0.01 * ((high - low) or abs(high) or 1.0)
+    points = int(min(4 * (high - low) / width + 41, MOST_POINTS))
+    grid = torch.linspace(low - 5 * width, high + 5 * width, points, dtype=torch.float64)
+    densities = []
+    for t, w in zip(nodes, weights, strict=True):
+        z = (grid[:, None] - t) / width
+        densities.append((torch.exp(-z.square() / 2) @ w) / (width * (2 * torch.pi) ** 0.5))
+    density, error = mean_of(torch.stack(densities))
+    return SpectralDensity(nodes, weights, grid, density, error, width, products)
