@@ -16,7 +16,6 @@ from hoglib._core.closures import name_of
 from hoglib._core.source_location import warn
 from hoglib._core.state import preserve_random_state
 from hoglib._core.torch_internals import apply, no_autocast
-from hoglib.capture import backend as backends
 from hoglib.capture import signature
 from hoglib.capture.capturing import (
     CAPTURING,
@@ -27,6 +26,7 @@ from hoglib.capture.capturing import (
     kept,
     runs_elsewhere,
 )
+from hoglib.capture.runners import NAMES
 from hoglib.capture.signature import CallSignature
 from hoglib.capture.trace import as_leaf, without_tensor_hooks
 from hoglib.errors import NoSecondDerivative
@@ -129,7 +129,7 @@ class Compiled:
     ) -> None:  # fmt: skip
         self.fn = validation.function("fn", fn)
         if not callable(backend):
-            validation.one_of("backend", backend, backends.NAMES)
+            validation.one_of("backend", backend, NAMES)
         self.backend = backend
         self.dynamic = validation.flag("dynamic", dynamic)
         self.check = validation.flag("check", check)

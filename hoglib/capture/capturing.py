@@ -18,10 +18,10 @@ from hoglib._core.autograd import outside_inference_mode
 from hoglib._core.closures import ClosureWalker
 from hoglib._core.source_location import warn
 from hoglib._core.state import preserve_random_state
-from hoglib.capture.backend import make_runner
 from hoglib.capture.check import OF_BACKEND, OF_CAPTURE, Comparison, tolerance_of
 from hoglib.capture.guards import Guards, discard_traced_tensors
 from hoglib.capture.passes import is_random, pin_strides, simplify
+from hoglib.capture.runners import make_runner
 from hoglib.capture.signature import CallSignature, TensorSlot
 from hoglib.capture.trace import InputRef, Traced, trace
 

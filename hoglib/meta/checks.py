@@ -20,6 +20,7 @@ from hoglib._core.autograd import translate_errors
 from hoglib._core.finite_differences import fixed_random_numbers
 from hoglib._core.gradient_graph import depends_on_any, graph_summary
 from hoglib._core.placement import Placement, Sharding, placement_of, refuse_sharded
+from hoglib._core.problem import Policy
 from hoglib._core.source_location import warn
 from hoglib._core.swap import Params
 from hoglib.errors import NonFiniteError, NoSecondDerivative, UnsupportedError
@@ -65,7 +66,7 @@ def check_derivatives(
             raise NoSecondDerivative(UNUSED.format(which="outer", whom=""))
         return [first, last]
 
-    policy = loop.options.policy(what)._replace(backend="", remat=False)  # blocks are recomputed
+    policy = Policy(what, stand_ins=loop.options.policy.stand_ins)  # blocks are recomputed
     with ring(policy), fixed_random_numbers(before), translate_errors(what):
         data = pytree.tensors((support, query))
         _check_leaves(what, losses, [*own, *data], learned)
@@ -150,7 +151,7 @@ def spread(params: Params, part: Callable[[Sequence[Tensor]], Sequence[Tensor]])
 
 def refuse_settings(what: str, loop: ModuleLoop, start: MetaParams) -> None:
     """Raise for settings that shards of the parameters do not go with."""
-    compiled = loop.options.compiled
+    compiled = loop.options.evaluation.get("compile", False)
     if loop.strength:
         refuse_sharded(what, list(start.model.values()))
     numbers = (loop.options.rule_options or {}).values()

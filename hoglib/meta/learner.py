@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from hoglib._core import pytree, validation
 from hoglib._core.autograd import clone_inference_tensors, outside_inference_mode, with_gradients
-from hoglib._core.blocks import Remat, find_blocks
+from hoglib._core.blocks import Remat
 from hoglib._core.placement import Placement
-from hoglib._core.problem import Policy, check_option_names
+from hoglib._core.problem import OPTION_NAMES as EVALUATION
+from hoglib._core.problem import check_option_names
 from hoglib._core.source_location import warn
 from hoglib._core.swap import Params
 from hoglib._core.torch_modes import without_stand_ins
-from hoglib.capture.api import kept_graph
 from hoglib.errors import ArgumentValueError
 from hoglib.functional import FunctionalLoss, check_instance, functional_loss, trainable_params
 from hoglib.meta import checks, norms
@@ -33,8 +33,12 @@ from hoglib.meta.module_loop import LearnedRates, MetaParams, ModuleLoop, names_
 from hoglib.meta.optimizers import resolve_rule, rule_name
 from hoglib.meta.options import OPTION_NAMES, InnerParams, LoopOptions, OverTasks
 from hoglib.meta.tasks import TaskFunction, TaskResult, map_tasks
-from hoglib.ring import ring
+from hoglib.ring import graph_of, ring
 
+DEFAULTS = {
+    "rule": "sgd", "inner_loss": None, "forward": None, "stand_ins": True, "remat": False,
+    "compile": False,
+}  # fmt: skip
 T = TypeVar("T")
 
 NOT_TWICE = (
@@ -53,20 +57,34 @@ RECOMPUTES_LATER = (
 
 @final
 class Option(Generic[T]):
-    """An attribute of a learner: a field of its options, which are checked whenever it is set."""
+    """An attribute of a learner: one of its options, which are checked whenever it is set.
+
+    evaluation: its name, for one of how the model is evaluated.
+    """
+
+    def __init__(self, evaluation: str = "") -> None:
+        self._evaluation = evaluation
 
     def __set_name__(self, owner: Any, name: str) -> None:
         self._name = name
 
     def __get__(self, learner: Any, owner: Any = None) -> T:
-        found: Any = self if learner is None else getattr(learner._options, self._name)
+        found: Any = self if learner is None else self._of(learner._options)
         value: T = found
         return value
 
     def __set__(self, learner: Any, value: T) -> None:
-        changed = replace(learner._options, **{self._name: value})
-        learner._check_change(self._name, getattr(changed, self._name))
+        given: dict[str, Any] = {self._name: value}
+        if self._evaluation:
+            given = {"evaluation": {**learner._options.evaluation, self._evaluation: value}}
+        changed = replace(learner._options, **given)
+        learner._check_change(self._name, self._of(changed))
         learner._options = changed
+
+    def _of(self, options: LoopOptions) -> Any:
+        if self._evaluation:
+            return options.evaluation[self._evaluation]  # type: ignore[literal-required]
+        return getattr(options, self._name)
 
 
 class Learner(nn.Module, ABC):
@@ -94,8 +112,8 @@ class Learner(nn.Module, ABC):
     rule_options = Option[dict[str, Any]]()
     inner_params = Option[InnerParams]()
     batch_norm = Option[norms.NormKind]()
-    stand_ins = Option[bool]()
-    remat = Option[Remat]()
+    stand_ins = Option[bool]("stand_ins")
+    remat = Option[Remat]("remat")
     over_tasks = Option[OverTasks]()
 
     def __init__(
@@ -104,12 +122,12 @@ class Learner(nn.Module, ABC):
         super().__init__()
         of_kind = [*inspect.signature(type(self)).parameters][2:-1]  # for the message
         check_option_names(type(self).__name__, options, (*OPTION_NAMES, *of_kind))
-        given = {"rule": "sgd", "inner_loss": None, "forward": None, **options}
+        given = {**DEFAULTS, **own, **options}
         rule, inner_loss, forward = (given.pop(name) for name in ("rule", "inner_loss", "forward"))
-        checked = LoopOptions(**given, **own)
+        evaluation: Any = {name: given.pop(name) for name in EVALUATION}
+        checked = LoopOptions(caller=type(self).__name__, evaluation=evaluation, **given)
         functional_loss(model, criterion, forward=forward)
-        if checked.remat is not False:
-            find_blocks(checked.remat, model)  # raises where there are none
+        checked.policy.check_blocks(model)
         if inner_loss is not None:
             check_instance("inner_loss", inner_loss)
         resolve_rule(rule, checked.inner_lr, checked.rule_options or {})
@@ -190,7 +208,7 @@ class Learner(nn.Module, ABC):
 
     def _ring(self, loop: ModuleLoop, placement: Placement, *, of_tasks: bool = False) -> ring:
         """What stands around the inner loop. A graph of tasks has stand-ins of its own."""
-        policy = loop.options.policy(type(self).__name__)
+        policy = loop.options.policy
         if of_tasks and policy.one_graph:
             policy = policy._replace(stand_ins=False)
         return ring(
@@ -258,9 +276,9 @@ class Learner(nn.Module, ABC):
 
     def _run(self, loop: ModuleLoop, start: MetaParams, tasks: Any, wanted: bool) -> TaskResult:
         """What the tasks give, which were checked."""
-        policy = loop.options.policy(type(self).__name__)
+        policy = loop.options.policy
         if policy.one_graph:
-            of_task, of_stack = _captured(self, policy, loop, start, wanted)
+            of_task, of_stack = _captured(self, loop, start, wanted)
         else:
             # for a model or a rule that works in place; of what adapts, each task takes its own copy
             model = {n: p if n in loop.adapting else p.clone() for n, p in start.model.items()}
@@ -268,7 +286,7 @@ class Learner(nn.Module, ABC):
                 loop, MetaParams(model, pytree.map(Tensor.clone, start.modules)), wanted
             )
             of_stack = partial(map_tasks, of_task)
-        in_loop = loop.placement.is_sharded or (policy.backend and not policy.one_graph)
+        in_loop = loop.placement.is_sharded or policy.compiles_blocks
         found, self._vmappable = task_sets.run_tasks(
             of_task, of_stack, tasks, policy.caller, start.model,
             "loop" if in_loop else self.over_tasks, self._vmappable,
@@ -368,7 +386,7 @@ class Learner(nn.Module, ABC):
 
 
 def _captured(
-    learner: Any, policy: Policy, loop: ModuleLoop, start: MetaParams, wanted: bool
+    learner: Any, loop: ModuleLoop, start: MetaParams, wanted: bool
 ) -> tuple[TaskFunction, TaskFunction]:
     """The functions of one task and of a pair of stacks, as graphs that are kept with the learner; a
     copy of it has none."""
@@ -382,10 +400,9 @@ def _captured(
     key = f"{loop.options} {loop.rule} {used}"  # all that a graph depends on besides tensors
 
     def run(mapped: bool, support: Any, query: Any) -> TaskResult:
-        whole = partial(_meta_gradient, policy, loop, used, mapped, wanted)
-        graph = kept_graph(
-            whole, f"{policy.caller}.loss", learner, (mapped, wanted), policy.backend
-        )
+        whole = partial(_meta_gradient, loop, used, mapped, wanted)
+        policy = loop.options.policy
+        graph = graph_of(policy, f"{policy.caller}.loss", learner, whole, (mapped, wanted))
         found: TaskResult = graph(key, weight_tensor, start, support, query)
         return found
 
@@ -393,7 +410,7 @@ def _captured(
 
 
 def _meta_gradient(
-    policy: Policy, loop: ModuleLoop, used: tuple[bool, ...] | None, mapped: bool, wanted: bool,
+    loop: ModuleLoop, used: tuple[bool, ...] | None, mapped: bool, wanted: bool,
     key: str, weights: Tensor | None, start: MetaParams, support: Any, query: Any,
 ) -> TaskResult:  # fmt: skip
     """The meta-gradient of tasks, all together or one."""
@@ -401,5 +418,5 @@ def _meta_gradient(
     if weights is not None and used is not None:  # a weight of zero needs no operations
         given = [used and weights[i] for i, used in enumerate(used)]
     of_task = partial(loop.meta_gradient if wanted else loop.value, start, weights=given)
-    with ring(policy, examine=False, gradients=nullcontext):
+    with ring(loop.options.policy, examine=False, gradients=nullcontext):
         return map_tasks(of_task, support, query) if mapped else of_task(support, query)

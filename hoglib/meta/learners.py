@@ -96,7 +96,7 @@ class MAML(Learner):
     memory = Option[Memory]()
     truncate = Option[int | None]()
     step_weights = Option[Sequence[float] | None]()
-    compiled = Option[bool | str]()
+    compiled = Option[bool | str]("compile")
 
     def __init__(
         self, model: nn.Module, criterion: Criterion | None, *,
@@ -108,7 +108,7 @@ class MAML(Learner):
     ) -> None:  # fmt: skip
         super().__init__(
             model, criterion, options, inner_steps=inner_steps, first_order=first_order, memory=memory,
-            step_weights=step_weights, truncate=truncate, over_tasks=over_tasks, compiled=compile,
+            step_weights=step_weights, truncate=truncate, over_tasks=over_tasks, compile=compile,
         )  # fmt: skip
         self.rates = self._learned_rates(learn_lr, validation.flag("lr_per_step", lr_per_step))
 

@@ -1,14 +1,13 @@
 """The options of learners: described once, and checked once into a frozen value."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, TypedDict, get_args
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
 
-from hoglib._core import validation
-from hoglib._core.blocks import Remat, check_remat
-from hoglib._core.problem import Policy
+from hoglib._core import problem, validation
+from hoglib._core.problem import EvaluationOptions, Policy
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 from hoglib.functional import Criterion, Forward
 from hoglib.meta.gradient_transformation import GradientTransformation
@@ -22,7 +21,7 @@ OverTasks = Literal["auto", "vmap", "loop"]
 StepWeights = Sequence[float | Tensor] | None  # of the outer losses after each step
 
 
-class LearnerOptions(TypedDict, total=False):
+class LearnerOptions(EvaluationOptions, total=False):
     """The keyword options that :class:`hoglib.MAML`, :class:`~hoglib.meta.Reptile` and
     :class:`~hoglib.meta.IMAML` share.
 
@@ -68,30 +67,33 @@ class LearnerOptions(TypedDict, total=False):
     inner_params: InnerParams
     batch_norm: NormKind
     forward: Forward | None
-    stand_ins: bool
-    remat: Remat
 
 
-OPTION_NAMES = tuple(LearnerOptions.__annotations__)
+# its own, then those of EvaluationOptions
+OPTION_NAMES = (*sorted(LearnerOptions.__annotations__, key=problem.OPTION_NAMES.__contains__),)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoopOptions:
-    """How an inner loop runs, checked whenever one is made."""
+    """How an inner loop runs, checked whenever one is made.
 
+    evaluation: how the model is evaluated, as it was given to the learner, by names; policy has it
+    checked.
+    """
+
+    caller: str  # the class of the learner, for messages
+    evaluation: problem.Options
     inner_lr: float = 0.01
     inner_steps: int
     rule_options: dict[str, Any] | None = None
     inner_params: InnerParams = None
     batch_norm: str = "by_mode"
-    stand_ins: bool = True
-    remat: Remat = False
     first_order: bool = False
     truncate: int | None = None
     step_weights: Sequence[float] | None = None
     memory: str = "store"
     over_tasks: str = "loop"
-    compiled: bool | str = False
+    policy: Policy = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         checked = {
@@ -100,27 +102,20 @@ class LoopOptions:
             "rule_options": _check_rule_options(self.rule_options),
             "inner_params": _check_inner_params(self.inner_params),
             "batch_norm": validation.one_of("batch_norm", self.batch_norm, get_args(NormKind)),
-            "stand_ins": validation.flag("stand_ins", self.stand_ins),
-            "remat": check_remat(self.remat),
             "first_order": validation.flag("first_order", self.first_order),
             "truncate": check_truncate(self.truncate),
             "step_weights": _check_step_weights(self.step_weights),
             "memory": validation.one_of("memory", self.memory, get_args(Memory)),
             "over_tasks": validation.one_of("over_tasks", self.over_tasks, get_args(OverTasks)),
+            "policy": Policy.of(self.caller, self.evaluation),
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
-        backend = validation.backend("compile", self.compiled)
-        if backend and self.remat is not False and self.over_tasks == "vmap":
+        if self.policy.compiles_blocks and self.over_tasks == "vmap":
             raise ArgumentValueError(
                 "MAML: expected over_tasks='loop' or 'auto' with remat= and compile=, got 'vmap', in "
                 "which blocks are not compiled. Leave out one of the three."
             )
-
-    def policy(self, caller: str) -> Policy:
-        """How the model is evaluated and differentiated."""
-        backend = validation.backend("compile", self.compiled)
-        return Policy(caller, stand_ins=self.stand_ins, remat=self.remat, backend=backend)
 
     def weights_for(self, steps: int) -> StepWeights:
         """The weights of the outer losses after each step; None for the last loss alone."""

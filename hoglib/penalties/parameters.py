@@ -1,6 +1,7 @@
 """The penalty on the gradient of a loss by the parameters."""
 
-from typing import Any, Unpack, final
+from functools import partial
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -11,11 +12,13 @@ from hoglib._core.mixed_precision import upcast_half
 from hoglib._core.norms import root
 from hoglib._core.problem import Problem
 from hoglib._core.torch_internals import transforms_active
-from hoglib.penalties.compiled import captures, run_as_graph
-from hoglib.penalties.distributed import averaged
-from hoglib.penalties.evaluation import PenaltyWithOutputs
-from hoglib.penalties.gradient_flow import no_gradient_flow
-from hoglib.penalties.input_vjp import Function, autocast_devices, cast_like_parameters
+from hoglib.penalties.evaluation import captures, run_as_graph, with_outputs
+from hoglib.penalties.input_vjp import (
+    Function,
+    autocast_devices,
+    cast_like_parameters,
+    no_gradient_flow,
+)
 from hoglib.penalties.kinds import REAL, register
 from hoglib.penalties.options import CheckedOptions, Options, check_options
 from hoglib.ring import ring
@@ -68,52 +71,39 @@ def parameter_gradient(
     validation.flag("squared", squared)
     checked = check_options(NAME, options, without=OF_SAMPLES)
     validation.parameters(params)
-    norm = GradientNorm(func, squared, checked)
     if captures(checked.policy):
-        alone = not checked.return_outputs
-        found = run_as_graph(norm, checked, (params, args), with_gradients=alone)
-        value, outputs = (found, None) if alone else found
+        body = partial(_norm_and_value, func, squared, checked)
+        found = run_as_graph(body, func, checked, (params, args))
     else:
-        value, outputs = norm.with_value(params, args)
-    value = averaged(NAME, value, outputs)
-    result: Any = PenaltyWithOutputs(value, outputs) if checked.return_outputs else value
-    return result
+        found = _norm_and_value(func, squared, checked, params, args)
+    value: Tensor = with_outputs(checked, *found)
+    return value
 
 
-@final
-class GradientNorm:
-    """The norm of a function's gradient by its first argument, as a function of tensors that depends on
-    its attributes alone: what is compiled."""
-
-    def __init__(self, func: Function, squared: bool, options: CheckedOptions) -> None:
-        self.func, self.squared, self.options = func, squared, options
-
-    def __call__(self, params: Any, args: tuple[Any, ...], draws: Any) -> Any:
-        """The norm, and f where it is returned; no random numbers are drawn."""
-        found = self.with_value(params, args)
-        return found if self.options.return_outputs else found[0]
-
-    def with_value(self, params: Any, args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-        """The norm and f."""
-        leaves, structure = pytree.flatten(params)
-        in_transform, policy = transforms_active(), self.options.policy
-        create_graph = policy.create_graph and any(leaf.requires_grad for leaf in leaves)
-        devices = () if self.options.autocast else autocast_devices(leaves)
-        if devices:
-            args = cast_like_parameters(leaves, args)
-        with ring(policy, self.func, autocast_off=devices) as blocks:
-            problem = Problem(policy, self.func, structure, leaves, args).entered(blocks)
-            if in_transform:  # whose levels autograd.grad does not see
-                every = tuple(range(len(leaves)))
-                gradient: Any = torch.func.grad_and_value(problem, argnums=every)
-                grads, value = gradient(*problem.leaves)
-            else:
-                found = gradient_with_graph(problem, problem.leaves, NAME, create_graph)
-                value, grads = found.value, found.parts
-            g = [upcast_half(part) for part in grads if part is not None]
-            norm = pytree.sum_scalars([(part * part.conj()).real.sum() for part in g])
-            norm = norm if self.squared else root(norm)
-            if create_graph and not in_transform and not norm.requires_grad:
-                reason = "the gradient of func does not depend on the parameters"
-                raise no_gradient_flow(problem, problem.leaves, reason)
-        return (norm, value) if create_graph or in_transform else (norm.detach(), value.detach())
+def _norm_and_value(
+    func: Function, squared: bool, options: CheckedOptions, params: Any, args: tuple[Any, ...],
+    draws: object = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """|grad_params f| and f; no random numbers are drawn."""
+    leaves, structure = pytree.flatten(params)
+    in_transform, policy = transforms_active(), options.policy
+    create_graph = policy.create_graph and any(leaf.requires_grad for leaf in leaves)
+    devices = () if options.autocast else autocast_devices(leaves)
+    if devices:
+        args = cast_like_parameters(leaves, args)
+    with ring(policy, func, autocast_off=devices) as blocks:
+        problem = Problem(policy, func, structure, leaves, args).entered(blocks)
+        if in_transform:  # whose levels autograd.grad does not see
+            every = tuple(range(len(leaves)))
+            gradient: Any = torch.func.grad_and_value(problem, argnums=every)
+            grads, value = gradient(*problem.leaves)
+        else:
+            found = gradient_with_graph(problem, problem.leaves, NAME, create_graph)
+            value, grads = found.value, found.parts
+        g = [upcast_half(part) for part in grads if part is not None]
+        norm = pytree.sum_scalars([(part * part.conj()).real.sum() for part in g])
+        norm = norm if squared else root(norm)
+        if create_graph and not in_transform and not norm.requires_grad:
+            reason = "the gradient of func does not depend on the parameters"
+            raise no_gradient_flow(problem, problem.leaves, reason)
+    return (norm, value) if create_graph or in_transform else (norm.detach(), value.detach())
