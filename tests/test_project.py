@@ -59,7 +59,7 @@ RECORDS = {
     "penalties.distributed._CREATION_ORDER": "processes compare their wrappers in one order",
     "penalties.distributed._WRAPPERS": "which DDP module is around a critic: a module does not know",
     "penalties.distributed._HELD": "how many penalties keep a module's parameters gathered",
-    "penalties.kinds.KINDS": "each penalty registers itself where it is defined",
+    "penalties.module.KINDS": "each penalty registers itself where it is defined",
     "penalties.terms._FOUND_DEPENDENT": "whether a critic is batch dependent is measured once",
     "verification.entry_points._MUTATING": "which Functions have to be watched each time",
     "verification.entry_points._REPORTED": "a warning is given once",

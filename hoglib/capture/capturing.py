@@ -19,10 +19,9 @@ from hoglib._core.closures import ClosureWalker
 from hoglib._core.source_location import warn
 from hoglib._core.state import preserve_random_state
 from hoglib.capture.check import OF_BACKEND, OF_CAPTURE, Comparison, tolerance_of
-from hoglib.capture.guards import Guards, discard_traced_tensors
 from hoglib.capture.passes import is_random, pin_strides, simplify
 from hoglib.capture.runners import make_runner
-from hoglib.capture.signature import CallSignature, TensorSlot
+from hoglib.capture.signature import CallSignature, Guards, TensorSlot, discard_traced_tensors
 from hoglib.capture.trace import InputRef, Traced, trace
 
 CAPTURING = threading.RLock()

@@ -22,8 +22,7 @@ from hoglib.capture.api import (
     requiring_grad,
 )
 from hoglib.capture.capturing import GraphEntry, Place, runs_elsewhere
-from hoglib.capture.refusals import refuse_outer_graph
-from hoglib.capture.trace import InputRef, without_tensor_hooks
+from hoglib.capture.trace import InputRef, refuse_outer_graph, without_tensor_hooks
 from hoglib.errors import NoSecondDerivative
 
 

@@ -24,8 +24,7 @@ from hoglib.curvature.linear_operator import ProgressBar
 from hoglib.errors import ArgumentValueError
 from hoglib.meta.checkpoints import OnDisk, check_directory, digest
 from hoglib.meta.implicit import Residual, Solver, check_used, implicit_gradient
-from hoglib.meta.replay import Replay, add, vjp
-from hoglib.meta.training import Training, TrainingOptions, detached
+from hoglib.meta.training import Replay, Training, TrainingOptions, add, detached, vjp
 from hoglib.ring import ring
 
 Method = Literal["unrolled", "cg", "neumann"]

@@ -3,7 +3,7 @@
     g = grad loss(theta)        theta', state' = rule.update(theta, g, state)
 
 `InnerSteps.step` is this step. `unroll` takes many, whose graph is kept or recomputed in backward;
-`hoglib.meta.replay` goes through them backwards, one at a time.
+`hoglib.meta.training` goes through them backwards, one at a time.
 """
 
 from collections.abc import Callable, Iterator, Sequence

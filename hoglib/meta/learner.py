@@ -29,9 +29,17 @@ from hoglib.functional import FunctionalLoss, check_instance, functional_loss, t
 from hoglib.meta import checks, norms
 from hoglib.meta import tasks as task_sets
 from hoglib.meta.inner_loop import RECOMPUTES, refuse_saved_tensor_hooks
-from hoglib.meta.module_loop import LearnedRates, MetaParams, ModuleLoop, names_that_adapt
+from hoglib.meta.module_loop import (
+    OPTION_NAMES,
+    InnerParams,
+    LearnedRates,
+    LoopOptions,
+    MetaParams,
+    ModuleLoop,
+    OverTasks,
+    names_that_adapt,
+)
 from hoglib.meta.optimizers import resolve_rule, rule_name
-from hoglib.meta.options import OPTION_NAMES, InnerParams, LoopOptions, OverTasks
 from hoglib.meta.tasks import TaskFunction, TaskResult, map_tasks
 from hoglib.ring import graph_of, ring
 

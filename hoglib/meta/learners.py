@@ -20,11 +20,12 @@ from hoglib.meta.module_loop import (
     GRANULARITIES,
     Granularity,
     LearnedRates,
+    LearnerOptions,
     MetaParams,
     ModuleLoop,
+    OverTasks,
 )
 from hoglib.meta.optimizers import is_transformation
-from hoglib.meta.options import LearnerOptions, OverTasks
 from hoglib.meta.tasks import TaskFunction, TaskResult
 
 

@@ -10,7 +10,7 @@ from hoglib._core.torch_internals import uncompiled
 from hoglib.errors import ArgumentValueError
 from hoglib.penalties.evaluation import penalty
 from hoglib.penalties.input_vjp import Function
-from hoglib.penalties.kinds import REAL, register
+from hoglib.penalties.module import REAL, register
 from hoglib.penalties.options import Options, check_options
 from hoglib.penalties.samples import check_points
 from hoglib.penalties.terms import half_squared_slope, squared_excess, squared_jacobian

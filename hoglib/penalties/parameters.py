@@ -19,7 +19,7 @@ from hoglib.penalties.input_vjp import (
     cast_like_parameters,
     no_gradient_flow,
 )
-from hoglib.penalties.kinds import REAL, register
+from hoglib.penalties.module import REAL, register
 from hoglib.penalties.options import CheckedOptions, Options, check_options
 from hoglib.ring import ring
 
