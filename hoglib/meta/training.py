@@ -35,6 +35,7 @@ from hoglib._core.state import (
     random_state,
     set_random_state,
 )
+from hoglib._core.trust import BITS, agree
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, NondeterministicError
 from hoglib.meta.checkpoints import BACKWARD, InMemory, OnDisk, State, digest
 from hoglib.meta.checks import check_inner_losses
@@ -557,7 +558,5 @@ def _is_wanted(x: Any) -> bool:
 
 
 def _is_equal(a: Any, b: Any) -> bool:
-    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
-        return bool(a == b)
-    a = a.detach()
-    return torch.equal(a, b) or (a.shape == b.shape and torch.allclose(a, b, 0, 0, equal_nan=True))
+    tensors = isinstance(a, Tensor) and isinstance(b, Tensor)
+    return agree(a, b, BITS) if tensors else bool(a == b)

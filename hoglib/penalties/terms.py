@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils.weak import WeakIdKeyDictionary
 
 from hoglib._core import pytree, validation
 from hoglib._core.autograd import Vector, vjp
 from hoglib._core.closures import owner_of
 from hoglib._core.norms import root
 from hoglib._core.source_location import warn
+from hoglib._core.trust import found_once
 from hoglib.errors import ArgumentValueError
 from hoglib.penalties.input_vjp import InputVJP
 
@@ -171,10 +171,6 @@ FIND_DEPENDENCE = (
     "filter this warning."
 )
 TOLERANCE = 1e-6  # of the gradient by the sample's own points
-# Whether a critic was found to be batch dependent at its first gradient: by a parameter, then by the
-# owner and name of the function and the modes of its modules. A function that is created anew for
-# each call goes by its code, which critics may share.
-_FOUND_DEPENDENT: Any = WeakIdKeyDictionary()
 
 
 def check_one_number_a_sample(at: InputVJP) -> None:
@@ -261,17 +257,13 @@ def _batch_norm_name(module: _BatchNorm, func: Any) -> str:
 
 
 def _found_dependent(at: InputVJP) -> bool:
-    """`is_batch_dependent`, remembered."""
+    """`is_batch_dependent` at the first gradient, by a parameter, the owner and name of the function
+    and the modes of its modules. A function that is created anew for each call goes by its code, which
+    critics may share."""
     func, modes = at.problem.loss, tuple([module.training for module in at.modules])
     # by the type: isinstance asks the metaclass of Parameter, which takes its time
     parameter = next((t for t in at.trainable if type(t) is nn.Parameter), at.trainable[0])
     # a module would take long to say that it has no name
     name = "" if isinstance(func, nn.Module) else getattr(func, "__name__", "")
     key = id(owner_of(func)), name, modes
-    known: dict[Any, bool] = _FOUND_DEPENDENT.setdefault(parameter, {})
-    if key not in known:
-        found = is_batch_dependent(at)
-        if found is None:
-            return False
-        known[key] = found
-    return known[key]
+    return found_once(parameter, key, lambda: is_batch_dependent(at)) or False

@@ -15,6 +15,7 @@ from hoglib._core.logger import LOGGER
 from hoglib._core.problem import Options, Policy
 from hoglib._core.source_location import first_time, warn_once
 from hoglib._core.swap import call_with
+from hoglib._core.trust import DIGITS, agree
 from hoglib.errors import (
     ArgumentTypeError,
     ArgumentValueError,
@@ -261,10 +262,7 @@ def _agree(a: Sequence[Parts], b: Sequence[Parts]) -> bool:
                 continue
             p = torch.zeros_like(q) if p is None else p  # type: ignore[arg-type]
             q = torch.zeros_like(p) if q is None else q
-            size = max(float(p.abs().max()), float(q.abs().max())) if p.numel() else 0.0
-            if p.numel() and not bool(
-                ((p - q).abs() <= size * torch.finfo(p.dtype).eps ** 0.5).all()
-            ):
+            if not agree(p, q, DIGITS):
                 return False
     return True
 
