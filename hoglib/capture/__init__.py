@@ -1,9 +1,8 @@
 """A whole second-order function as one graph."""
 
 from hoglib._core.recomputation import set_compiler
-from hoglib.capture.api import Compiled, compile
+from hoglib.capture.api import Compiled, CompiledLoss, compile, compiled_loss
 from hoglib.capture.capturing import GraphEntry
-from hoglib.capture.loss import CompiledLoss, compiled_loss
 from hoglib.capture.recomputed import run_level
 
 __all__ = [

@@ -205,9 +205,7 @@ class Guards:
         """The tensors that the root reaches now; None if a guard fails."""
         try:
             objects = self._follow(root)
-        except _GONE:
-            return None
-        if objects is None:
+        except (*_GONE, _ChangedError):
             return None
         found = [objects[place] for place in self._places]
         if self._all_match(*found):
@@ -234,17 +232,16 @@ class Guards:
 
     def explain(self, root: Any) -> str:
         """Why `resolve` returns None."""
-        differs: list[str] = []
         try:
-            objects = self._follow(root, differs)
+            self._follow(root)
+        except _ChangedError as change:
+            return str(change)
         except _GONE as error:
             return f"something that it reached is gone ({type(error).__name__}: {error})"
-        if objects is None:
-            return differs[0]
         return "a tensor that it reaches has another shape, dtype, layout or requires_grad"
 
-    def _follow(self, root: Any, differs: list[str] | None = None) -> list[Any] | None:
-        """The objects on all paths; None if a guard fails, and in `differs` in words which."""
+    def _follow(self, root: Any) -> list[Any]:
+        """The objects on all paths; raises where a guard fails."""
         at = self._start.copy()
         at[0] = root
         for holder, step, place, requirement, expected in self._steps:
@@ -256,32 +253,33 @@ class Guards:
                 or (requirement == TYPED and type(value) is not expected)
                 or (requirement == SIZED and (type(value), stored_items(value)) != expected)
             ):
-                if differs is not None:
-                    differs.append(_describe_change(at[holder], step, value))
-                return None
+                raise _ChangedError(at[holder], step, value)
             at[place] = value
         for holder, step, expected in self._facts:
             value = step(at[holder])
             if value is not expected and not _same(value, expected):
-                if differs is not None:
-                    was = f" instead of {expected!r}"
-                    differs.append(_describe_change(at[holder], step, value) + was)
-                return None
+                raise _ChangedError(at[holder], step, value, expected)
         for module, mode in self._unreachable:
             one = module()
             if one is not None and _mode(one) != mode:
-                if differs is not None:
-                    differs.append(f"{type(one).__name__} is in another mode, or has other hooks")
-                return None
+                raise _ChangedError(one)
         return at
 
 
-def _describe_change(holder: Any, step: Any, value: Any) -> str:
-    """What is found on one step of a path now."""
-    parts = step.args if isinstance(step, partial) else step.__reduce__()[1]
-    owner = getattr(holder, "__qualname__", type(holder).__name__)
-    what = repr(value) if is_plain(value) else f"another {type(value).__name__}"
-    return f"`{'.'.join(map(str, parts))}` of {owner} is {what}"
+class _ChangedError(Exception):
+    """A guard fails: at a module in another mode, or by what is found on one step of a path now, and
+    what was; in words only where they are asked for."""
+
+    def __str__(self) -> str:
+        holder, *found = self.args
+        if not found:
+            return f"{type(holder).__name__} is in another mode, or has other hooks"
+        step, value, *before = found
+        parts = step.args if isinstance(step, partial) else step.__reduce__()[1]
+        owner = getattr(holder, "__qualname__", type(holder).__name__)
+        what = repr(value) if is_plain(value) else f"another {type(value).__name__}"
+        was = f" instead of {before[0]!r}" if before else ""
+        return f"`{'.'.join(map(str, parts))}` of {owner} is {what}{was}"
 
 
 def _requirement(value: Any, ran: bool) -> tuple[int, Any]:

@@ -23,9 +23,8 @@ from hoglib._core.problem import Policy
 from hoglib._core.state import preserve_random_state
 from hoglib._core.torch_internals import no_autocast
 from hoglib._core.torch_modes import value_checks_on
-from hoglib.capture.api import Compiled
+from hoglib.capture.api import Compiled, CompiledLoss
 from hoglib.capture.capturing import Place, kept
-from hoglib.capture.loss import CompiledLoss
 from hoglib.capture.signature import parse_call
 from hoglib.errors import ArgumentValueError
 from hoglib.penalties.distributed import averaged
