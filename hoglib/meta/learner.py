@@ -1,34 +1,44 @@
-"""What all learners share: the loss over tasks of an inner loop, and the options that may change.
+"""What all learners share: the loss over tasks of an inner loop, its checks, and the options that may
+change.
 
 With compile= the meta-gradient, of all inner steps and their derivatives, is a graph, for one task or
 for all.
 """
 
 import inspect
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from numbers import Real
 from typing import Any, Generic, TypeVar, final
 
 import torch
 from torch import Tensor, nn
 
 from hoglib._core import pytree, validation
-from hoglib._core.autograd import clone_inference_tensors, outside_inference_mode, with_gradients
+from hoglib._core.autograd import (
+    clone_inference_tensors,
+    outside_inference_mode,
+    translate_errors,
+    with_gradients,
+)
 from hoglib._core.blocks import Remat
-from hoglib._core.placement import Placement
+from hoglib._core.finite_differences import fixed_random_numbers
+from hoglib._core.gradient_graph import depends_on_any, graph_summary
+from hoglib._core.placement import Placement, Sharding, placement_of, refuse_sharded
 from hoglib._core.problem import OPTION_NAMES as EVALUATION
-from hoglib._core.problem import check_option_names
+from hoglib._core.problem import Policy, check_option_names
 from hoglib._core.source_location import warn
 from hoglib._core.swap import Params
 from hoglib._core.torch_modes import without_stand_ins
-from hoglib.errors import ArgumentValueError
+from hoglib.errors import ArgumentValueError, NoSecondDerivative, UnsupportedError
 from hoglib.functional import FunctionalLoss, check_instance, functional_loss, trainable_params
-from hoglib.meta import checks, norms
+from hoglib.meta import norms
 from hoglib.meta import tasks as task_sets
-from hoglib.meta.inner_loop import RECOMPUTES, refuse_saved_tensor_hooks
+from hoglib.meta.inner_loop import RECOMPUTES, UNUSED, check_inner_losses, refuse_saved_tensor_hooks
 from hoglib.meta.module_loop import (
     OPTION_NAMES,
     InnerParams,
@@ -40,7 +50,7 @@ from hoglib.meta.module_loop import (
     names_that_adapt,
 )
 from hoglib.meta.optimizers import resolve_rule, rule_name
-from hoglib.meta.tasks import TaskFunction, TaskResult, map_tasks
+from hoglib.meta.tasks import Task, TaskFunction, TaskResult, check_tasks, map_tasks
 from hoglib.ring import graph_of, ring
 
 DEFAULTS = {
@@ -170,12 +180,12 @@ class Learner(nn.Module, ABC):
         """
         if params is None:
             return self.model(*args, **kwargs)
-        placement = checks.placement_of_params(params)
+        placement = placement_of_params(params)
         if placement.is_sharded:
-            checks.refuse_graph(f"{type(self).__name__}(params=...)")
+            refuse_graph(f"{type(self).__name__}(params=...)")
         with refuse_saved_tensor_hooks(RECOMPUTES_LATER):
             loop = replace(self._loop(), placement=placement)
-            return loop.call(checks.spread(params, placement.local), *args, **kwargs)
+            return loop.call(spread(params, placement.local), *args, **kwargs)
 
     def adapt(
         self, support: Any, *, params: Params | None = None, steps: int | None = None
@@ -201,18 +211,18 @@ class Learner(nn.Module, ABC):
             start = start._replace(model=params)
         placement, start = self._placed(loop, start)
         if placement.is_sharded:
-            checks.refuse_graph(f"{type(self).__name__}.adapt")
+            refuse_graph(f"{type(self).__name__}.adapt")
         with self._ring(loop, placement) as blocks:
             loop = replace(loop, placement=placement.defer(self.model, blocks))
             adapted = loop.unrolling(start, clone_inference_tensors(support), count)().params
-        return checks.spread({**start.model, **adapted}, placement.wrap)
+        return spread({**start.model, **adapted}, placement.wrap)
 
     def _placed(self, loop: ModuleLoop, start: MetaParams) -> tuple[Placement, MetaParams]:
         """How the parameters are spread over processes, and the parts of this one."""
-        placement = checks.placement_of_params(start.model)
+        placement = placement_of_params(start.model)
         if placement.is_sharded:
-            checks.refuse_settings(type(self).__name__, loop, start)
-        return placement, start._replace(model=checks.spread(start.model, placement.local))
+            refuse_settings(type(self).__name__, loop, start)
+        return placement, start._replace(model=spread(start.model, placement.local))
 
     def _ring(self, loop: ModuleLoop, placement: Placement, *, of_tasks: bool = False) -> ring:
         """What stands around the inner loop. A graph of tasks has stand-ins of its own."""
@@ -257,13 +267,13 @@ class Learner(nn.Module, ABC):
         placement, start = self._placed(loop, pytree.map(Tensor.detach, own))
         with self._ring(loop, placement, of_tasks=True) as blocks:
             with without_stand_ins():  # which see each question about a tensor
-                count = checks.check_together(what, placement, start.model, tasks, self.inner_steps)
+                count = check_together(what, placement, start.model, tasks, self.inner_steps)
             with task_sets.stacks_in_errors(what, tasks, count):
                 tasks = clone_inference_tensors(tasks)
                 loop = replace(loop, placement=placement.defer(self.model, blocks))
                 if wanted and self._checked_model != id(self.model):
                     learned: Params = dict(self.named_parameters())
-                    checks.check_derivatives(what, loop, start, task_sets.first(tasks), learned)
+                    check_derivatives(what, loop, start, task_sets.first(tasks), learned)
                     self._checked_model = id(self.model)
                 try:
                     found = self._run(loop, start, tasks, wanted)
@@ -273,7 +283,7 @@ class Learner(nn.Module, ABC):
                     self._recomputes = True
                     loop = replace(loop, options=replace(loop.options, memory="remat"))
                     found = self._run(loop, start, tasks, wanted)
-        checks.check_finite(found)
+        check_finite(found)
         if not wanted:
             return found.value.mean()
         self._after_loss(loop, found)
@@ -323,13 +333,12 @@ class Learner(nn.Module, ABC):
         for name in ("criterion", "inner_loss", "rates", "rule"):
             if isinstance(part := getattr(self, name), nn.Module):
                 learned[name] = part
-        outer = inner = self._with_policy(self.objective)
-        if self.inner_loss is not None:
-            inner = self._with_policy(self.inner_objective)
         given = trainable_params(self.model) if params is None else params
         names = names_that_adapt(self.model, given, options.inner_params)
         return ModuleLoop(
-            options=options, rule=self.rule, criterion_loss=outer, inner_criterion_loss=inner,
+            options=options, rule=self.rule,
+            criterion_loss=self._with_policy(self.objective),
+            inner_criterion_loss=self._with_policy(self.inner_objective),
             adapting=tuple(names), learned_modules=learned, rates=self.rates,
             statistics=self.statistics, batch_norms=batch_norms,
         )  # fmt: skip
@@ -428,3 +437,157 @@ def _meta_gradient(
     of_task = partial(loop.meta_gradient if wanted else loop.value, start, weights=given)
     with ring(loop.options.policy, examine=False, gradients=nullcontext):
         return map_tasks(of_task, support, query) if mapped else of_task(support, query)
+
+
+AGREEMENT = (
+    "number of tasks", "number of inner steps", "parameters, where they are not sharded,",
+)  # fmt: skip
+
+
+def check_derivatives(
+    what: str, loop: ModuleLoop, start: MetaParams, task: Task, learned: dict[str, Tensor]
+) -> None:
+    """Check on one task that both losses depend on what is learned, through Functions that are right.
+
+    learned: all parameters of the learner, by name, for messages. Raises NoSecondDerivative for a
+    loss that depends on no parameter, or on one that is not read from its module. Warns of
+    other tensors that require grad, and of custom Functions whose second derivative is not that of
+    differences.
+    """
+    start = pytree.map(Tensor.clone, start)
+    support, query = task
+    before = [start.model[name] for name in loop.adapting]
+
+    leaves, structure = pytree.flatten(start)
+    own = [leaf.detach().requires_grad_() for leaf in leaves]
+    at = pytree.unflatten(own, structure)
+    adapting = {name: at.model[name] for name in loop.adapting}
+
+    def losses() -> list[Tensor]:
+        """The inner loss at the start, and the outer loss after a step or two."""
+        first = loop.inner_value(at, adapting, support, 0)
+        if not depends_on_any(first, list(adapting.values())):
+            raise NoSecondDerivative(UNUSED.format(which="inner", whom=" that adapt"))
+        constant = replace(loop, options=replace(loop.options, first_order=True))
+        steps = loop.options.inner_steps  # some rules use all their parameters in the second step
+        params = constant.unrolling(at, support, min(2, steps))().params
+        last = loop.outer_value(at, params, query, steps)
+        if not last.requires_grad:
+            raise NoSecondDerivative(UNUSED.format(which="outer", whom=""))
+        return [first, last]
+
+    policy = Policy(what, stand_ins=loop.options.policy.stand_ins)  # blocks are recomputed
+    with ring(policy), fixed_random_numbers(before), translate_errors(what):
+        data = pytree.tensors((support, query))
+        _check_leaves(what, losses, [*own, *data], learned)
+
+
+def check_finite(found: TaskResult) -> None:
+    """Raise NonFiniteError at the first inner loss that is not finite, or outer loss."""
+    # a sum is finite only if all its terms are
+    if math.isfinite(float(found.inner_losses.detach().sum() + found.value.detach().sum())):
+        return
+    stay = " The parameters are as they were before this step."
+    check_inner_losses(
+        found.inner_losses.detach(), "Look for NaN in its support set, or in the parameters." + stay,
+        "The inner loop diverges: lower inner_lr, or take fewer steps." + stay,
+    )  # fmt: skip
+    validation.finite(
+        "meta-loss",
+        found.value,
+        "Tasks whose inner loop diverges give this: lower inner_lr, clip the outer gradient, or look "
+        "for NaN in the data. The parameters are as they were before this step.",
+    )
+
+
+def _check_leaves(
+    what: str, losses: Callable[[], list[Tensor]], own: list[Tensor], learned: dict[str, Tensor]
+) -> None:
+    """Raise or warn where the graphs of the losses end in other leaves than their own."""
+    found = _other_leaves(losses(), own)
+    # A tensor that a forward makes for itself, to differentiate by, is another one at the next call.
+    again = {id(x) for x in _other_leaves(losses(), own)} if found else set()
+    names = {id(p): name for name, p in learned.items()}
+    for leaf in found:
+        if id(leaf) in names:
+            raise NoSecondDerivative(
+                f"{what}: expected a model that finds its parameters in their modules, got one that "
+                f"uses {names[id(leaf)]} from elsewhere too (a list of weights, a closure): there it "
+                "would neither adapt nor get a gradient. Read it from its module."
+            )
+        if id(leaf) in again:
+            warn(
+                f"{what}: the losses use {validation.describe(leaf)} that requires grad and belongs to "
+                "none of the modules that are learned (model, criterion, inner_loss, rule): it gets no "
+                "gradient from loss(tasks). Make it a parameter of one of them, or detach() it."
+            )
+
+
+def _other_leaves(values: list[Tensor], own: list[Tensor]) -> list[Tensor]:
+    known = {id(x) for x in own}
+    reached = {key: x for value in values for key, x in graph_summary(value).leaves.items()}
+    return [x for key, x in reached.items() if key not in known]
+
+
+# Parameters that several processes share (DTensor): each holds its shards of the initial and of the
+# adapted parameters, and computes the losses of its part of each task at whole ones, which are gathered
+# for each loss. Inner gradients are averaged over the processes, so that all take the same inner step.
+
+
+def placement_of_params(params: Params) -> Placement:
+    """How parameters are spread over processes."""
+    return placement_of(list(params.values()), lambda: list(params))
+
+
+def spread(params: Params, part: Callable[[Sequence[Tensor]], Sequence[Tensor]]) -> Params:
+    """Parameters by `placement.local`, as the parts of this process, or by `placement.wrap`, which
+    makes DTensors of these."""
+    return dict(zip(params, part(list(params.values())), strict=True))
+
+
+def refuse_settings(what: str, loop: ModuleLoop, start: MetaParams) -> None:
+    """Raise for settings that shards of the parameters do not go with."""
+    compiled = loop.options.evaluation.get("compile", False)
+    if loop.strength:
+        refuse_sharded(what, list(start.model.values()))
+    numbers = (loop.options.rule_options or {}).values()
+    plain = all(isinstance(x, Real | tuple | list) for x in numbers)
+    for setting, given, instead in (
+        ("over_tasks='vmap'", loop.options.over_tasks == "vmap", "use 'loop'"),
+        (f"compile={compiled!r}", compiled, "leave compile out"),
+        ("batch_norm='per_step'", loop.statistics is not None, "use 'by_mode' or 'frozen'"),
+        ("learn_lr=...", loop.rates is not None, "leave learn_lr out"),
+        ("rule=...", not isinstance(loop.rule, str), "name a rule, whose steps are elementwise"),
+        ("rule_options=...", not plain, "give numbers"),
+        ("inner_loss=...", bool(start.modules), "give losses without parameters of their own"),
+    ):
+        if given:
+            raise UnsupportedError(
+                f"{what}({setting}): expected parameters that each process holds whole, got DTensors, "
+                f"as fully_shard (FSDP2) and parallelize_module make; {instead}."
+            )
+
+
+def refuse_graph(what: str) -> None:
+    """Raise where grad mode is on."""
+    if torch.is_grad_enabled():
+        raise UnsupportedError(
+            f"{what}: expected params that each process holds whole, got DTensors, whose adaptation "
+            "has no graph; use `loss(tasks)`, or call it under torch.no_grad()."
+        )
+
+
+def check_together(what: str, placement: Placement, start: Params, tasks: Any, steps: int) -> int:
+    """The number of tasks, the same in all processes that share the parameters; raises in all of them
+    where one has an error."""
+    if not isinstance(placement, Sharding):
+        return check_tasks(tasks)
+    count, error = 0, None
+    try:
+        count = check_tasks(tasks)
+    except Exception as caught:  # the other processes wait for this one
+        error = caught
+    leaves = placement.local(list(start.values()))
+    numbers = [count, steps, placement.checksum_of_whole(leaves)]
+    placement.check_same(what, AGREEMENT, numbers, leaves[0].device, error=error)
+    return count

@@ -38,9 +38,15 @@ from hoglib._core.state import (
 from hoglib._core.trust import BITS, agree
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, NondeterministicError
 from hoglib.meta.checkpoints import BACKWARD, InMemory, OnDisk, State, digest
-from hoglib.meta.checks import check_inner_losses
 from hoglib.meta.gradient_transformation import GradientTransformation
-from hoglib.meta.inner_loop import InnerSteps, check_truncate, is_truncated, kept_states, unroll
+from hoglib.meta.inner_loop import (
+    InnerSteps,
+    check_inner_losses,
+    check_truncate,
+    is_truncated,
+    kept_states,
+    unroll,
+)
 from hoglib.meta.optimizers import is_transformation, resolve_rule
 
 Get = Callable[[int], Any]
