@@ -22,6 +22,7 @@ from hoglib._core.torch_internals import apply, no_autocast
 from hoglib.capture import signature
 from hoglib.capture.capturing import (
     CAPTURING,
+    Captured,
     GraphEntry,
     Graphs,
     Place,
@@ -103,7 +104,7 @@ def compile(
     return Compiled(fn, backend=backend, dynamic=dynamic, check=check, name=name)
 
 
-class Compiled:
+class Compiled(Captured):
     """A function that runs as a graph, returned by :func:`compile`.
 
     Args:
@@ -250,21 +251,6 @@ class Compiled:
             return lambda given: pytree.tensors(self.on_tensors(form)(*given))
         entry, lifted = found
         return lambda given: entry.execute(given + lifted)
-
-    def on_tensors(self, form: CallSignature) -> Callable[..., Any]:
-        """The function of the tensors among the arguments of a call.
-
-        Args:
-            form: The call without its tensors.
-        Returns:
-            A function of tensors.
-        """
-
-        def run(*tensors: Tensor) -> Any:
-            args, kwargs = form.fill(list(tensors))
-            return self.fn(*args, **kwargs)
-
-        return run
 
     def _lookup(
         self, form: CallSignature, tensors: list[Tensor]
