@@ -178,10 +178,7 @@ def _replayed(
     files = None
     if directory is not None:
         files = OnDisk(directory, _described(training, schedule, start, hyper))
-    with (
-        nullcontext() if files is None else files.held(),
-        bar.over("steps, forward and backward"),
-    ):
+    with nullcontext() if files is None else files.held(), bar.over("steps, forward and backward"):
         if files is not None:
             training.batches.begin(files)
         if any(leaf.requires_grad for leaf in given):
