@@ -333,12 +333,13 @@ class Learner(nn.Module, ABC):
         for name in ("criterion", "inner_loss", "rates", "rule"):
             if isinstance(part := getattr(self, name), nn.Module):
                 learned[name] = part
+        outer = inner = self._with_policy(self.objective)
+        if self.inner_loss is not None:
+            inner = self._with_policy(self.inner_objective)
         given = trainable_params(self.model) if params is None else params
         names = names_that_adapt(self.model, given, options.inner_params)
         return ModuleLoop(
-            options=options, rule=self.rule,
-            criterion_loss=self._with_policy(self.objective),
-            inner_criterion_loss=self._with_policy(self.inner_objective),
+            options=options, rule=self.rule, criterion_loss=outer, inner_criterion_loss=inner,
             adapting=tuple(names), learned_modules=learned, rates=self.rates,
             statistics=self.statistics, batch_norms=batch_norms,
         )  # fmt: skip
