@@ -29,7 +29,6 @@ from hoglib._core.blocks import Remat
 from hoglib._core.finite_differences import fixed_random_numbers
 from hoglib._core.gradient_graph import depends_on_any, graph_summary
 from hoglib._core.placement import Placement, Sharding, placement_of, refuse_sharded
-from hoglib._core.problem import OPTION_NAMES as EVALUATION
 from hoglib._core.problem import Policy, check_option_names
 from hoglib._core.source_location import warn
 from hoglib._core.swap import Params
@@ -40,6 +39,7 @@ from hoglib.meta import norms
 from hoglib.meta import tasks as task_sets
 from hoglib.meta.inner_loop import RECOMPUTES, UNUSED, check_inner_losses, refuse_saved_tensor_hooks
 from hoglib.meta.module_loop import (
+    EVALUATION,
     OPTION_NAMES,
     InnerParams,
     LearnedRates,
@@ -75,34 +75,20 @@ RECOMPUTES_LATER = (
 
 @final
 class Option(Generic[T]):
-    """An attribute of a learner: one of its options, which are checked whenever it is set.
-
-    evaluation: its name, for one of how the model is evaluated.
-    """
-
-    def __init__(self, evaluation: str = "") -> None:
-        self._evaluation = evaluation
+    """An attribute of a learner: one of its options, which are checked whenever it is set."""
 
     def __set_name__(self, owner: Any, name: str) -> None:
-        self._name = name
+        self._name = {"compiled": "compile"}.get(name, name)
 
     def __get__(self, learner: Any, owner: Any = None) -> T:
-        found: Any = self if learner is None else self._of(learner._options)
+        found: Any = self if learner is None else learner._options[self._name]
         value: T = found
         return value
 
     def __set__(self, learner: Any, value: T) -> None:
-        given: dict[str, Any] = {self._name: value}
-        if self._evaluation:
-            given = {"evaluation": {**learner._options.evaluation, self._evaluation: value}}
-        changed = replace(learner._options, **given)
-        learner._check_change(self._name, self._of(changed))
+        changed = learner._options.changed(self._name, value)
+        learner._check_change(self._name, changed[self._name])
         learner._options = changed
-
-    def _of(self, options: LoopOptions) -> Any:
-        if self._evaluation:
-            return options.evaluation[self._evaluation]  # type: ignore[literal-required]
-        return getattr(options, self._name)
 
 
 class Learner(nn.Module, ABC):
@@ -130,8 +116,8 @@ class Learner(nn.Module, ABC):
     rule_options = Option[dict[str, Any]]()
     inner_params = Option[InnerParams]()
     batch_norm = Option[norms.NormKind]()
-    stand_ins = Option[bool]("stand_ins")
-    remat = Option[Remat]("remat")
+    stand_ins = Option[bool]()
+    remat = Option[Remat]()
     over_tasks = Option[OverTasks]()
 
     def __init__(

@@ -97,7 +97,7 @@ class MAML(Learner):
     memory = Option[Memory]()
     truncate = Option[int | None]()
     step_weights = Option[Sequence[float] | None]()
-    compiled = Option[bool | str]("compile")
+    compiled = Option[bool | str]()
 
     def __init__(
         self, model: nn.Module, criterion: Criterion | None, *,

@@ -8,7 +8,7 @@ inner step.
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, final, get_args
 
@@ -93,8 +93,9 @@ class LearnerOptions(EvaluationOptions, total=False):
     forward: Forward | None
 
 
-# its own, then those of EvaluationOptions
-OPTION_NAMES = (*sorted(LearnerOptions.__annotations__, key=problem.OPTION_NAMES.__contains__),)
+EVALUATION = problem.OPTION_NAMES  # of how the model is evaluated
+# those of a learner itself, then those
+OPTION_NAMES = (*sorted(LearnerOptions.__annotations__, key=EVALUATION.__contains__),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +141,18 @@ class LoopOptions:
                 "MAML: expected over_tasks='loop' or 'auto' with remat= and compile=, got 'vmap', in "
                 "which blocks are not compiled. Leave out one of the three."
             )
+
+    def __getitem__(self, name: str) -> Any:
+        """An option by its name, also one of how the model is evaluated."""
+        given: Any = self.evaluation
+        return given[name] if name in EVALUATION else getattr(self, name)
+
+    def changed(self, name: str, value: Any) -> "LoopOptions":
+        """The same with another value of an option."""
+        own: dict[str, Any] = {name: value}
+        if name in EVALUATION:
+            own = {"evaluation": {**self.evaluation, **own}}
+        return replace(self, **own)
 
     def weights_for(self, steps: int) -> StepWeights:
         """The weights of the outer losses after each step; None for the last loss alone."""
