@@ -20,7 +20,7 @@ from hoglib._core.autograd import Vector, vjp
 from hoglib._core.closures import owner_of
 from hoglib._core.norms import root
 from hoglib._core.source_location import warn
-from hoglib._core.trust import found_once
+from hoglib._core.trust import found_once, largest
 from hoglib.errors import ArgumentValueError
 from hoglib.penalties.input_vjp import InputVJP
 
@@ -236,13 +236,10 @@ def is_batch_dependent(at: InputVJP) -> bool | None:
     grads = vjp([score], at.leaves, [one], at.options.name, retain_graph=True)
     own = others = 0.0
     for grad, index in zip(grads, samples.index, strict=True):
-        if grad is None or not grad.numel():
-            continue
-        size = grad.detach().abs().reshape(len(grad), -1).amax(1)
-        rows = torch.arange(len(grad), device=grad.device) if index is None else index
-        mine = rows == last
-        own = max(own, float(size[mine].amax()) if mine.any() else 0.0)
-        others = max(others, float(size[~mine].amax()) if not mine.all() else 0.0)
+        if grad is not None:
+            rows = torch.arange(len(grad), device=grad.device) if index is None else index
+            own = max(own, largest(grad[rows == last]))
+            others = max(others, largest(grad[rows != last]))
     return None if not own and not others else others > TOLERANCE * own
 
 
