@@ -24,7 +24,7 @@ from torch.autograd.graph import disable_saved_tensors_hooks
 from hoglib._core import closures, pytree, validation
 from hoglib._core.block_parts import replaced_forwards
 from hoglib._core.closures import STATE, ClosureWalker
-from hoglib._core.recomputation import recompute, refuse_changed
+from hoglib._core.recomputation import refuse_changed
 from hoglib._core.references import is_plain
 from hoglib._core.restoring import replaced
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
@@ -53,12 +53,12 @@ def check_remat(remat: Any) -> Remat:
 
 @contextmanager
 def rematerialized(
-    remat: Remat, func: Any, recomputed: Callable[..., Any] = recompute
+    remat: Remat, func: Any, recomputed: Callable[..., Any]
 ) -> Iterator[list["BlockForward"]]:
     """Inside, the chosen blocks of the modules that a function reaches are recomputed in backward;
     entering returns their forwards.
 
-    recomputed: what runs a block so. A backward later recomputes it also outside.
+    recomputed: `recompute`, with its options. A backward later recomputes blocks also outside.
     """
     blocks = [
         block

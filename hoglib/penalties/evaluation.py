@@ -136,14 +136,16 @@ def run_as_graph(
         graph = graph_of(options.policy, name, owner, run, precheck=precheck, kind=kind)
         return graph(*inputs, [draw.tensor(generator) for draw in known.get(signature, ())])
 
+    again: Any = None
     try:
         found = by_graph(check)
     except (_NoGradientNeeded, _OtherDraws) as reason:
+        again = type(reason)
+    if again is not None:
         if generator is not None and state is not None:
             generator.set_state(state)
         # what there was to check is checked
-        again = isinstance(reason, _OtherDraws)
-        found = by_graph(lambda *_: None) if again else run(*inputs, None)
+        found = by_graph(lambda *_: None) if again is _OtherDraws else run(*inputs, None)
     return found if every else (found, None)
 
 
