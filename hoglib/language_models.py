@@ -14,6 +14,7 @@ from hoglib._core.call_errors import translate_device_errors
 from hoglib._core.state import preserve_random_state
 from hoglib._core.swap import Params
 from hoglib._core.torch_modes import value_checks_on
+from hoglib._core.trust import KERNELS, agree, largest
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 from hoglib.functional import Forward, FunctionalLoss, check_instance
 from hoglib.ops._linear_cross_entropy import (
@@ -287,16 +288,14 @@ class LanguageModelLoss(FunctionalLoss):
                     f"{what}: expected logits {tuple(expected.shape)} of two positions among the "
                     f"outputs, got {got}; {_INSTEAD}"
                 )
-            rounding = 4 * max(torch.finfo(x.dtype).eps for x in (found, expected))
-            largest = float(expected.detach().abs().max())
-            error = float((found.double() - expected.double()).abs().max())
-            if not error <= rounding * largest:
+            size = largest(expected)
+            if not agree(found, expected, KERNELS):
+                off = largest(found.double() - expected.double()) / size
                 raise ArgumentValueError(
-                    f"{what}: expected logits that are its head's outputs, got others (by "
-                    f"{error / largest:.1g} of the largest): the model scales, shifts or bounds them "
-                    f"afterwards; {_INSTEAD}"
+                    f"{what}: expected logits that are its head's outputs, got others (by {off:.1g} of "
+                    f"the largest): the model scales, shifts or bounds them afterwards; {_INSTEAD}"
                 )
-            scale = 100 / largest if largest else 1.0
+            scale = 100 / size if size else 1.0
 
     def _two_logits(
         self, batch: Any, head: nn.Module, scale: float

@@ -35,9 +35,10 @@ from hoglib._core.blocks import BlockForward, rematerialized
 from hoglib._core.closures import name_of, owner_of
 from hoglib._core.placement import WHOLE, Placement
 from hoglib._core.problem import Policy
+from hoglib._core.recomputation import recompute
 from hoglib._core.swap import keep_swapped, restore_buffers
 from hoglib._core.torch_internals import eagerly
-from hoglib.capture.api import kept_graph
+from hoglib.capture.api import Compiled, kept_graph
 from hoglib.capture.capturing import runs_elsewhere
 from hoglib.stand_ins.mode import stand_ins_if
 from hoglib.verification.entry_points import examined_functions
@@ -74,7 +75,7 @@ class ring:  # noqa: N801 a context manager
         placement: Placement = WHOLE, buffers: bool = False, autocast_off: Iterable[str] = (),
         around_graph: bool = False,
     ) -> None:  # fmt: skip
-        self.captures = around_graph and policy.one_graph and not runs_elsewhere()
+        self.captures = around_graph and is_captured(policy)
         self._entered: list[AbstractContextManager[Any]] = []
         self._recomputes = policy.remat is not False
         contexts: list[AbstractContextManager[Any]] = []
@@ -94,7 +95,8 @@ class ring:  # noqa: N801 a context manager
             contexts.append(torch.autocast(device, enabled=False))
         contexts.append(stand_ins_if(policy.stand_ins))
         if self._recomputes:
-            contexts.append(rematerialized(policy.remat, func, policy.backend))
+            recomputed = partial(recompute, backend=policy.backend)
+            contexts.append(rematerialized(policy.remat, func, recomputed))
 
     def __enter__(self) -> list[BlockForward]:
         found: Any = None
@@ -116,15 +118,36 @@ class ring:  # noqa: N801 a context manager
                 raise
 
 
+def is_captured(policy: Policy) -> bool:
+    """Whether a computation is captured here as a whole: not as a part of something that is
+    transformed or captured around it."""
+    return policy.one_graph and not runs_elsewhere()
+
+
 def run(policy: Policy, func: Any, body: Callable[..., Any], key: Hashable, *inputs: Any) -> Any:
     """body(*inputs), a function of tensors that derives from the user's; by its graph where the policy
     says so.
 
     key: the options of body, which enters the ring itself.
     """
-    if not policy.one_graph or runs_elsewhere():
+    if not is_captured(policy):
         return body(*inputs)
     name = f"{policy.caller} of {name_of(func)}"
     # a function that is made anew for each call shares its graphs by its code
     owner = owner_of(func) if isinstance(func, FunctionType | partial) else func
-    return kept_graph(body, name, owner, key, policy.backend, precheck=body)(*inputs)
+    return graph_of(policy, name, owner, body, key, precheck=body)(*inputs)
+
+
+def graph_of(
+    policy: Policy, name: str, owner: Any, body: Callable[..., Any], key: Hashable = None, *,
+    precheck: Callable[..., Any] | None = None, kind: type[Any] = Compiled,
+) -> Callable[..., Any]:  # fmt: skip
+    """A function of tensors, made anew for each call, as the graph that the policy asks for: that of
+    the calls before with the same owner and key; see :func:`~hoglib.capture.api.kept_graph`.
+
+    kind: CompiledLoss for a scalar with its gradients.
+    """
+    graph: Callable[..., Any] = kept_graph(
+        body, name, owner, key, policy.backend, precheck=precheck, kind=kind
+    )
+    return graph

@@ -12,6 +12,7 @@ One module for one question:
     closures              what a callable reaches (references: what one object holds; module_names:
                           what its modules are called)
     fingerprint           whether what a loss depends on has changed
+    trust                 whether two ways to compute something agree, so that one is trusted
     swap                  other parameters in a module
     recomputation         intermediate values recomputed in backward
     source_location       which line of the user's code it is

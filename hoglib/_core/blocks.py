@@ -10,7 +10,7 @@ around it, once; those of its parts run again with it.
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from copy import deepcopy
 from fnmatch import fnmatchcase
 from functools import partial
@@ -24,7 +24,7 @@ from torch.autograd.graph import disable_saved_tensors_hooks
 from hoglib._core import closures, pytree, validation
 from hoglib._core.block_parts import replaced_forwards
 from hoglib._core.closures import STATE, ClosureWalker
-from hoglib._core.recomputation import recompute, refuse_changed
+from hoglib._core.recomputation import refuse_changed
 from hoglib._core.references import is_plain
 from hoglib._core.restoring import replaced
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
@@ -51,25 +51,21 @@ def check_remat(remat: Any) -> Remat:
     return tuple(patterns)
 
 
-def rematerialized(
-    remat: Remat, func: Any, backend: str = ""
-) -> AbstractContextManager[list["BlockForward"]]:
-    """Inside, the chosen blocks of the modules that a function reaches are recomputed in backward, by
-    compiled graphs if a backend is named; entering returns their forwards.
-
-    A backward later recomputes them also outside.
-    """
-    return nullcontext([]) if remat is False else _rematerialized(remat, func, backend)
-
-
 @contextmanager
-def _rematerialized(remat: Remat, func: Any, backend: str) -> Iterator[list["BlockForward"]]:
+def rematerialized(
+    remat: Remat, func: Any, recomputed: Callable[..., Any]
+) -> Iterator[list["BlockForward"]]:
+    """Inside, the chosen blocks of the modules that a function reaches are recomputed in backward;
+    entering returns their forwards.
+
+    recomputed: `recompute`, with its options. A backward later recomputes blocks also outside.
+    """
     blocks = [
         block
         for block in find_blocks(remat, func)
         if not isinstance(vars(block).get("forward"), BlockForward)  # by an outer context
     ]
-    with replaced_forwards(blocks, lambda one: BlockForward(one, one.forward, backend)) as found:
+    with replaced_forwards(blocks, lambda one: BlockForward(one, one.forward, recomputed)) as found:
         yield found
 
 
@@ -228,14 +224,15 @@ class BlockForward:
 
     recomputes = True
 
-    def __init__(self, block: nn.Module, forward: Callable[..., Any], backend: str) -> None:
-        self.module, self._forward, self._backend = block, forward, backend
+    def __init__(
+        self, block: nn.Module, forward: Callable[..., Any], recomputed: Callable[..., Any]
+    ) -> None:
+        self.module, self._forward, self._recomputed = block, forward, recomputed
         self.gathers: list[tuple[Callable[[Tensor], Tensor], list[tuple[nn.Module, str]]]] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = partial(self._run_whole, self._forward) if self.gathers else self._forward
-        run = partial(call_forward, forward)
-        return recompute(run, self.module, args, kwargs, backend=self._backend)
+        return self._recomputed(partial(call_forward, forward), self.module, args, kwargs)
 
     def _run_whole(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # without their checkpoints: the block is recomputed anyway

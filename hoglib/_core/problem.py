@@ -25,7 +25,14 @@ from hoglib._core.torch_sharding import wrapped_attributes
 from hoglib.errors import ArgumentTypeError, UnsupportedError
 
 
-class Options(TypedDict, total=False):
+class EvaluationOptions(TypedDict, total=False):
+    """How a model is evaluated: the options that all entry points have, also learners."""
+
+    stand_ins: bool
+    remat: Remat
+
+
+class Options(EvaluationOptions, total=False):
     """The keyword options of every function that differentiates a user's function.
 
     Args:
@@ -48,8 +55,6 @@ class Options(TypedDict, total=False):
         (tensor(2.), tensor([4., 2.]))
     """
 
-    stand_ins: bool
-    remat: bool | str | Sequence[str]
     compile: bool | str
 
 
@@ -70,15 +75,22 @@ class Policy(NamedTuple):
     def of(
         cls, caller: str, options: Mapping[str, Any], create_graph: bool = False,
         strict: tuple[str, ...] | None = None, names: Sequence[str] = OPTION_NAMES,
+        functions: bool = False,
     ) -> "Policy":  # fmt: skip
-        """The options, with their defaults, or an error that names the wrong one."""
+        """The options, with their defaults, or an error that names the wrong one.
+
+        functions: whether `compile` may be a function, which compiles a graph.
+        """
         check_option_names(caller, options, names)
+        chosen: Any = options.get("compile", False)
+        if not (functions and callable(chosen)):
+            chosen = validation.backend("compile", chosen)
         return cls(
             caller,
             create_graph,
             validation.flag("stand_ins", options.get("stand_ins", True)),
             check_remat(options.get("remat", False)),
-            validation.backend("compile", options.get("compile", False)),
+            chosen,
             strict,
         )
 
@@ -96,6 +108,10 @@ class Policy(NamedTuple):
     def compiles_blocks(self) -> bool:
         """Whether the blocks that are recomputed are compiled, which have backward passes only."""
         return self.compiles and self.remat is not False
+
+    def given(self, option: str) -> Any:
+        """An option by its name, for messages."""
+        return self.backend if option == "compile" else getattr(self, option)
 
     def check_blocks(self, func: Any) -> None:
         """Raise where a function has no blocks of the kind that are to be recomputed."""

@@ -28,7 +28,7 @@ _DEFINES_FUNCTIONS = tuple(
     )
 )  # fmt: skip
 _MODE_HANDLERS = ("__torch_function__", "__torch_dispatch__", "_constructor", "_constructed")
-_ENTRY = re.compile(r'File "(.+)", line (\d+), in (\S+)')
+_ENTRY = r'File "(.+)", line (\d+), in (\S+)'
 _MAX_QUOTED = 100  # characters of a line
 
 
@@ -142,7 +142,7 @@ def _innermost(frame: FrameType | None) -> SourceLine | None:
 def innermost_line(stack: Sequence[str]) -> SourceLine | None:
     """The same for a stack as `traceback.format_stack` gives it."""
     for entry in reversed(stack):
-        found = _ENTRY.search(entry)
+        found = re.search(_ENTRY, entry)
         if found is None or (_is_machinery(found[1]) and found[3] not in _MODE_HANDLERS):
             return None
         if is_user_code(found[1]):

@@ -22,6 +22,28 @@ VIEWS = {
 }  # fmt: skip
 
 
+def optimized(graph: fx.GraphModule, tensors: list[Tensor], dynamic: bool) -> fx.GraphModule:
+    """A graph that torch's compiler makes right and fast code of; the given one does not change."""
+    module = copied(graph)
+    expand_alpha_beta(module)
+    lay_out_concatenations(module)
+    if not dynamic:
+        module = functionalized(module, tensors)
+        merge_sums(module)
+    specialize_convolutions(module)
+    if not dynamic:
+        module = channels_last(module, tensors)
+    module.recompile()
+    return module
+
+
+def copied(module: fx.GraphModule) -> fx.GraphModule:
+    """The same graph, to be changed."""
+    own = fx.Graph()
+    own.output(own.graph_copy(module.graph, {}))
+    return fx.GraphModule(module, own)
+
+
 def is_random(node: fx.Node) -> bool:
     """Whether an operation draws random numbers."""
     tags = getattr(node.target, "tags", ())

@@ -1,17 +1,30 @@
-"""The signature of a call: calls with the same signature run the same graph."""
+"""Which calls run the same graph: those with one signature, whose guards hold.
 
-from collections.abc import Hashable, Iterator
+The signature has all of the arguments but the values of their tensors. A graph is captured with the
+tensors, modules and numbers that the function reaches at that time, too. Later calls follow the same
+paths from the function (closures, attributes, items): a tensor that has replaced another one, such as a
+new parameter, is used if all paths lead to it. If a module, a number, the length of a list, a hook or a
+mode differs, the guards fail and the function is captured again.
+"""
+
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from operator import itemgetter
+from types import FunctionType
+from typing import Any, Final
 from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
-from hoglib._core import pytree, validation
-from hoglib._core.references import is_plain
+from hoglib._core import pytree, torch_internals, validation
+from hoglib._core.closures import ALL, ClosureWalker, Edge
+from hoglib._core.references import Attributes, is_filled, is_plain, stored_items
 from hoglib._core.torch_modes import ActiveStandIns, AutocastState
-from hoglib.errors import ArgumentTypeError, UnsupportedError
+from hoglib.capture import signature
+from hoglib.errors import ArgumentTypeError, NoSecondDerivative, UnsupportedError
 
 _COMPLEX = {torch.complex32, torch.complex64, torch.complex128}
 
@@ -136,3 +149,292 @@ def _constant_key(what: str, leaf: Any) -> Hashable:
 
 def _describe(x: Tensor) -> str:
     return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
+
+
+ANY, AGREES, MODULE, CODE, SIZED, TYPED = range(6)  # what a guard requires of a value on a path
+_hooks_and_mode = itemgetter(
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "training"
+)
+_GONE = (KeyError, IndexError, AttributeError, TypeError, ValueError)
+
+
+class Guards:
+    """Paths from a root to tensors, and what must not change on them.
+
+    Tensors that no path leads to are constants; guards keep nothing else alive.
+    """
+
+    def __init__(self, root: Any, tensors: list[Tensor], modules: list[nn.Module]) -> None:
+        walk = ClosureWalker(root)
+        edges = [*walk.edges, *_shortest_paths(root, walk, [*tensors, *modules])]
+        edges = _lasting(edges, walk.objects)
+        places = {id(walk.objects[i]): i for i in (0, *(edge.held for edge in edges))}
+        ran = {places[id(x)] for x in modules if id(x) in places}
+        wanted = [places[id(x)] for x in tensors if id(x) in places]
+        known = {*places.values()}
+        lasting = [
+            fact
+            for fact in walk.facts
+            if fact.holder in known and _leads_to(walk.objects[fact.holder], fact.step, fact.value)
+        ]
+        facts = [*lasting, *((i, _mode, _mode(walk.objects[i])) for i in ran)]
+        needed = _ancestors([*wanted, *ran, *(holder for holder, _, _ in facts)], edges)
+        numbers = {0: 0}  # of the objects that are needed, in the order in which they are visited
+        self._steps: list[tuple[int, Any, int, int, Any]] = []
+        for holder, step, held in edges:
+            if held in needed and holder in needed:
+                value = walk.objects[held]
+                requirement = (
+                    (AGREES, None) if held in numbers else _requirement(value, held in ran)
+                )
+                number = numbers.setdefault(held, len(numbers))
+                self._steps.append((numbers[holder], step, number, *requirement))
+        self._facts = [(numbers[holder], step, value) for holder, step, value in facts]
+        self._count = len(numbers)
+        self._start: list[Any] = [None] * self._count  # to be filled; behind it the constants
+        self._places: list[int] = []
+        for x in tensors:
+            number = numbers.get(places.get(id(x), -1), len(self._start))
+            self._start += [x] if number == len(self._start) else []
+            self._places.append(number)
+        self._unreachable = [(ref(x), _mode(x)) for x in modules if id(x) not in places]
+        self.kinds: Final = [signature.tensor_key(x) for x in tensors]
+        self._all_match = torch_internals.tensor_check(tensors)
+
+    def resolve(self, root: Any) -> list[Tensor] | None:
+        """The tensors that the root reaches now; None if a guard fails."""
+        try:
+            objects = self._follow(root)
+        except (*_GONE, _ChangedError):
+            return None
+        found = [objects[place] for place in self._places]
+        if self._all_match(*found):
+            return found
+        for tensor, kind in zip(found, self.kinds, strict=True):
+            if not isinstance(tensor, Tensor) or signature.tensor_key(tensor) != kind:
+                return None
+        return found
+
+    def refresh(
+        self, what: str, root: Any, tensors: list[Tensor], modules: list[nn.Module]
+    ) -> "Guards":
+        """The guards after a run of the function. Raises NoSecondDerivative if the run replaced tensors
+        that the function reaches."""
+        again = Guards(root, tensors, modules)
+        for tensor, before, now in zip(tensors, self._places, again._places, strict=True):
+            if before < self._count and now >= again._count:
+                raise NoSecondDerivative(
+                    f"{what}: expected a function that does not replace the tensors that it reaches, "
+                    f"got one that replaces {validation.describe(tensor)} by another tensor each time "
+                    "it runs. Pass that tensor as an argument, and return the new one."
+                )
+        return again
+
+    def explain(self, root: Any) -> str:
+        """Why `resolve` returns None."""
+        try:
+            self._follow(root)
+        except _ChangedError as change:
+            return str(change)
+        except _GONE as error:
+            return f"something that it reached is gone ({type(error).__name__}: {error})"
+        return "a tensor that it reaches has another shape, dtype, layout or requires_grad"
+
+    def _follow(self, root: Any) -> list[Any]:
+        """The objects on all paths; raises where a guard fails."""
+        at = self._start.copy()
+        at[0] = root
+        for holder, step, place, requirement, expected in self._steps:
+            value = step(at[holder])
+            if requirement and (
+                (requirement == AGREES and value is not at[place])
+                or (requirement == MODULE and value is not expected())
+                or (requirement == CODE and value.__code__ is not expected)
+                or (requirement == TYPED and type(value) is not expected)
+                or (requirement == SIZED and (type(value), stored_items(value)) != expected)
+            ):
+                raise _ChangedError(at[holder], step, value)
+            at[place] = value
+        for holder, step, expected in self._facts:
+            value = step(at[holder])
+            if value is not expected and not _same(value, expected):
+                raise _ChangedError(at[holder], step, value, expected)
+        for module, mode in self._unreachable:
+            one = module()
+            if one is not None and _mode(one) != mode:
+                raise _ChangedError(one)
+        return at
+
+
+class _ChangedError(Exception):
+    """A guard fails: at a module in another mode, or by what is found on one step of a path now, and
+    what was; in words only where they are asked for."""
+
+    def __str__(self) -> str:
+        holder, *found = self.args
+        if not found:
+            return f"{type(holder).__name__} is in another mode, or has other hooks"
+        step, value, *before = found
+        parts = step.args if isinstance(step, partial) else step.__reduce__()[1]
+        owner = getattr(holder, "__qualname__", type(holder).__name__)
+        what = repr(value) if is_plain(value) else f"another {type(value).__name__}"
+        was = f" instead of {before[0]!r}" if before else ""
+        return f"`{'.'.join(map(str, parts))}` of {owner} is {what}{was}"
+
+
+def _requirement(value: Any, ran: bool) -> tuple[int, Any]:
+    """What a guard requires of the value that takes the place of this one at a later call."""
+    if ran:
+        return MODULE, ref(value)
+    if isinstance(value, Tensor | Attributes):
+        return ANY, None
+    if isinstance(value, FunctionType):
+        return CODE, value.__code__
+    if isinstance(value, list | tuple | dict):
+        return SIZED, (type(value), stored_items(value))
+    return TYPED, type(value)
+
+
+def _lasting(edges: list[Edge], objects: list[Any]) -> list[Edge]:
+    """The edges that can be followed from the root at each call, breadth-first.
+
+    An object that is made anew at each look, as by ``__getitem__`` of a registry of classes, would
+    never be the same.
+    """
+    of_holder: dict[int, list[Edge]] = {}
+    for edge in edges:
+        if _leads_to(objects[edge.holder], edge.step, objects[edge.held]):
+            of_holder.setdefault(edge.holder, []).append(edge)
+    found: list[Edge] = []
+    queue, seen = [0], {0}
+    for holder in queue:
+        for edge in of_holder.get(holder, ()):
+            found.append(edge)
+            if edge.held not in seen:
+                seen.add(edge.held)
+                queue.append(edge.held)
+    return found
+
+
+def _leads_to(holder: Any, step: Any, value: Any) -> bool:
+    try:
+        now = step(_as_resolved(holder))
+    except _GONE:
+        return False
+    return now is _as_resolved(value) or (is_plain(value) and _same(now, value))
+
+
+def _as_resolved(value: Any) -> Any:
+    """What a step leads to where the traversal has this object."""
+    return value.fields if isinstance(value, Attributes) else value
+
+
+def _ancestors(wanted: Iterable[int], edges: list[Edge]) -> set[int]:
+    """The objects on a path to one of those wanted."""
+    holders: dict[int, list[int]] = {}
+    for edge in edges:
+        holders.setdefault(edge.held, []).append(edge.holder)
+    found, left = {0}, list(wanted)
+    while left:
+        place = left.pop()
+        if place not in found:
+            found.add(place)
+            left += holders.get(place, ())
+    return found
+
+
+def _shortest_paths(root: Any, walk: ClosureWalker, wanted: list[Any]) -> list[Edge]:
+    """Edges of the shortest path to each object that is reached, but by no name that any code reads."""
+    missing = [x for x in wanted if id(x) not in walk.places]
+    if not missing:
+        return []
+    whole = ClosureWalker(root, ALL)
+    first: dict[int, Edge] = {}
+    for edge in whole.edges:
+        first.setdefault(edge.held, edge)
+    found: list[Edge] = []
+    for value in missing:
+        path: list[Edge] = []
+        place = whole.places.get(id(value), 0)
+        while place:
+            path.append(first[place])
+            place = first[place].holder
+        for edge in reversed(path):
+            holder, held = whole.objects[edge.holder], whole.objects[edge.held]
+            if id(held) not in walk.places:
+                found.append(
+                    Edge(walk.places[id(holder)] if edge.holder else 0, edge.step, walk.add(held))
+                )
+    return found
+
+
+def _mode(module: nn.Module) -> int:
+    """The mode of a module and the number of its hooks, as one number."""
+    try:
+        before, after, back, first, training = _hooks_and_mode(module.__dict__)
+    except KeyError:  # a scripted module
+        return int(module.training)
+    if before or after or back or first:
+        return 2 * (len(before) + len(after) + len(back) + len(first)) + int(training)
+    return int(training)
+
+
+def _same(value: Any, expected: Any) -> bool:
+    if value is expected:
+        return True
+    if type(value) is not type(expected):
+        return False
+    if isinstance(value, tuple):  # of a class that may have another length, or none
+        return stored_items(value) == stored_items(expected) and all(
+            map(_same, tuple.__iter__(value), tuple.__iter__(expected))
+        )
+    # repr distinguishes 0.0 from -0.0
+    return bool(value == expected) and (
+        not isinstance(value, float | complex) or repr(value) == repr(expected)
+    )
+
+
+@contextmanager
+def discard_traced_tensors(walk: ClosureWalker) -> Iterator[None]:
+    """Restores attributes, lists, closures and ``.grad`` that hold tensors of a trace afterwards.
+
+    A module that keeps an output or an attention map keeps the last one that was computed outside of a
+    trace.
+    """
+    before = [(x.fields if isinstance(x, Attributes) else x) for x in walk.objects]
+    dicts = [(x, dict(x)) for x in before if isinstance(x, dict)]
+    lists = [(x, list(x)) for x in before if isinstance(x, list)]
+    cells = [
+        (cell, cell.cell_contents)
+        for x in before
+        if isinstance(x, FunctionType)
+        for cell in x.__closure__ or ()
+        if is_filled(cell)
+    ]
+    grads = [(x, x.grad) for x in before if isinstance(x, Tensor) and x.is_leaf]
+    try:
+        yield
+    finally:
+        for fields, was in dicts:
+            for name in [name for name, value in fields.items() if _is_traced(value)]:
+                if name in was:
+                    fields[name] = was[name]
+                else:
+                    del fields[name]
+        for items, had in lists:
+            if any(map(_is_traced, items)):
+                items[:] = had
+        for cell, contents in cells:
+            if is_filled(cell) and _is_traced(cell.cell_contents):
+                cell.cell_contents = contents
+        for tensor, grad in grads:
+            if isinstance(tensor.grad, FakeTensor):
+                tensor.grad = grad
+
+
+def _is_traced(value: Any) -> bool:
+    return any(
+        isinstance(torch_internals.unwrap(x), FakeTensor)
+        for x in pytree.leaves(value)
+        if isinstance(x, Tensor)
+    )

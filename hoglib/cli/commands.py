@@ -16,7 +16,7 @@ from hoglib import ops as hog_ops
 from hoglib._version import __version__
 from hoglib.auditing.api import audit as audit_loss
 from hoglib.auditing.problem import problems
-from hoglib.capture.backend import cache_dir, cpp_compiler
+from hoglib.capture.runners import cache_dir, cpp_compiler
 from hoglib.cli import self_test
 from hoglib.cli.isolation import Check, Targets, found_here, found_in_child
 from hoglib.cli.outcomes import RIGHT, WRONG, Outcomes, stdout_for

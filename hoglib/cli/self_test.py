@@ -17,7 +17,7 @@ from torch.autograd import Function
 import hoglib as hog
 from hoglib._core.source_location import error_text
 from hoglib._core.state import preserve_random_state
-from hoglib.capture.backend import cpp_compiler, make_cache_dir
+from hoglib.capture.runners import cpp_compiler, make_cache_dir
 
 Check = Callable[[torch.device], None]
 STEP = 1e-5  # of the central differences in float64, whose error is about 1e-10

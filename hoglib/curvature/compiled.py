@@ -23,8 +23,8 @@ from hoglib._core.autograd import Vector
 from hoglib._core.closures import name_of
 from hoglib._core.problem import Policy, Problem
 from hoglib.capture.api import kept_graph
-from hoglib.capture.backend import make_runner
 from hoglib.capture.passes import VIEWS, functionalized
+from hoglib.capture.runners import make_runner
 from hoglib.curvature.linear_map import CurvatureKind, LinearMap
 from hoglib.ring import ring
 from hoglib.verification.entry_points import note_lost_graph

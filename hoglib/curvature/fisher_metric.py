@@ -37,6 +37,7 @@ from hoglib._core.autograd import Vector, clone_inference_tensors, grad_enabled,
 from hoglib._core.mixed_precision import upcast_half
 from hoglib._core.problem import Policy
 from hoglib._core.torch_modes import value_checks_on
+from hoglib._core.trust import SUMS, agree
 from hoglib.curvature import likelihood as likelihoods
 from hoglib.curvature.data import row_count
 from hoglib.curvature.gauss_newton import (
@@ -507,7 +508,7 @@ def _dense_columns(
         unit[:, i] = 1
         found = product(vector(unit), True)
         blocks[:, :, i] = torch.cat([x.detach().reshape(examples, -1).to(wide) for x in found], 1)
-    _check_apart(product, vector, blocks, torch.finfo(values[0].dtype).eps, composite.policy.caller)
+    _check_apart(product, vector, blocks, values[0].dtype, composite.policy.caller)
     eigenvalues, Q = torch.linalg.eigh((blocks + blocks.mT) / 2)
     largest = eigenvalues.abs().amax(1, keepdim=True)
     rounding = max(1e3 * torch.finfo(wide).eps, 10 * torch.finfo(values[0].dtype).eps)
@@ -522,7 +523,9 @@ def _dense_columns(
         yield vector(root[:, :, i])
 
 
-def _check_apart(product: Any, vector: Any, blocks: Tensor, rounding: float, caller: str) -> None:
+def _check_apart(
+    product: Any, vector: Any, blocks: Tensor, dtype: torch.dtype, caller: str
+) -> None:
     """Raise for a criterion that couples examples, whose M has more than these blocks."""
     if len(blocks) < 2:
         return
@@ -531,7 +534,7 @@ def _check_apart(product: Any, vector: Any, blocks: Tensor, rounding: float, cal
     found = product(vector(u), False)
     whole = torch.cat([x.detach().reshape(len(u), -1).to(u.dtype) for x in found], 1)
     apart = (blocks @ u.unsqueeze(-1)).squeeze(-1)
-    if float((whole - apart).norm()) > 1e4 * rounding * float(whole.norm()):
+    if bool(whole.isfinite().all()) and not agree(whole, apart, SUMS, dtype=dtype):
         raise ArgumentValueError(
             f"{caller}: expected a criterion that is a sum over examples, got one that couples "
             "them, such as a contrastive loss; Kronecker factors are for sums over examples."

@@ -26,6 +26,7 @@ from hoglib._core.pytree import tensors_in
 from hoglib._core.state import draw_from
 from hoglib._core.torch_internals import tracing
 from hoglib._core.torch_modes import value_checks_on
+from hoglib._core.trust import SUMS, agree
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, NonFiniteError, UnsupportedError
 
 Tree = Any
@@ -409,8 +410,7 @@ def scores(q: D.Distribution, samples: Tensor, own: Vector) -> tuple[Vector, boo
     weights = 1 + (order * 0.6180339887498949).frac()
     for whole, weighted in zip(each[0], gradient(samples[0], weights), strict=True):
         expected = whole * weights.to(whole).reshape(-1, *[1] * (whole.dim() - 1))
-        rounding = 1e3 * torch.finfo(whole.dtype).eps * whole.abs().amax()
-        if (weighted - expected).abs().amax() > rounding:
+        if not agree(weighted, expected, SUMS):
             return stacked, False
     return stacked, True
 

@@ -31,6 +31,7 @@ from hoglib._core.autograd import Vector, fresh_leaves, translate_errors, withou
 from hoglib._core.problem import Problem
 from hoglib._core.state import preserve_random_state
 from hoglib._core.torch_modes import plain_operations
+from hoglib._core.trust import SUMS, agree
 from hoglib._core.validation import listing
 from hoglib.curvature.data import first_examples, row_count
 from hoglib.curvature.fisher_metric import FisherMetric, columns, examples_of
@@ -383,13 +384,7 @@ class ModelRun:
             return RowOrder(time_first)
         with preserve_random_state():
             others = plain()._outputs
-        pairs = list(zip(self._outputs, others, strict=True))
-        same = all(
-            a.shape == b.shape and torch.allclose(a, b, rtol=100 * torch.finfo(a.dtype).eps, atol=0)
-            if a.is_floating_point()
-            else torch.equal(a, b)
-            for a, b in pairs
-        )
+        same = all(agree(a, b, SUMS) for a, b in zip(self._outputs, others, strict=True))
         return RowOrder(time_first, same)
 
     def first_mismatch(self, other: "ModelRun") -> LayerCall | None:

@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from hoglib._core.pytree import tensors_in
 from hoglib._core.state import line_that_draws
-from hoglib._core.tolerances import TOLERANCES
+from hoglib._core.trust import DERIVATIVES, agree
 from hoglib._core.validation import listing
 from hoglib.curvature.data import fingerprint
 from hoglib.curvature.vector_space import Space
@@ -174,7 +174,7 @@ def _draws(module: nn.Module) -> bool:
 
 def close(a: float, b: float, dtype: torch.dtype, terms: Sequence[float] = ()) -> bool:
     """Whether two losses of that dtype, made of terms of that size, are the same to rounding."""
-    return abs(a - b) <= TOLERANCES[dtype].rtol * max(abs(a), abs(b), *map(abs, terms))
+    return agree(a, b, DERIVATIVES, terms=terms, dtype=dtype)
 
 
 def _not_finite(batch: Any) -> bool:

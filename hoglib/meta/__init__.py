@@ -6,8 +6,8 @@ from hoglib.meta.implicit import Residual
 from hoglib.meta.inner_loop import adapt, inner_step
 from hoglib.meta.learner import Learner
 from hoglib.meta.learners import IMAML, MAML, Reptile, multi_step_weights
+from hoglib.meta.module_loop import LearnerOptions
 from hoglib.meta.optimizers import RULES, adam, adamw, momentum, rmsprop, scheduled, sgd
-from hoglib.meta.options import LearnerOptions
 from hoglib.meta.tasks import Shard, shard
 from hoglib.meta.training import TrainingOptions
 

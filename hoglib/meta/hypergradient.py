@@ -24,8 +24,7 @@ from hoglib.curvature.linear_operator import ProgressBar
 from hoglib.errors import ArgumentValueError
 from hoglib.meta.checkpoints import OnDisk, check_directory, digest
 from hoglib.meta.implicit import Residual, Solver, check_used, implicit_gradient
-from hoglib.meta.replay import Replay, add, vjp
-from hoglib.meta.training import Training, TrainingOptions, detached
+from hoglib.meta.training import Replay, Training, TrainingOptions, add, detached, vjp
 from hoglib.ring import ring
 
 Method = Literal["unrolled", "cg", "neumann"]
@@ -179,10 +178,7 @@ def _replayed(
     files = None
     if directory is not None:
         files = OnDisk(directory, _described(training, schedule, start, hyper))
-    with (
-        nullcontext() if files is None else files.held(),
-        bar.over("steps, forward and backward"),
-    ):
+    with nullcontext() if files is None else files.held(), bar.over("steps, forward and backward"):
         if files is not None:
             training.batches.begin(files)
         if any(leaf.requires_grad for leaf in given):

@@ -3,7 +3,7 @@
     g = grad loss(theta)        theta', state' = rule.update(theta, g, state)
 
 `InnerSteps.step` is this step. `unroll` takes many, whose graph is kept or recomputed in backward;
-`hoglib.meta.replay` goes through them backwards, one at a time.
+`hoglib.meta.training` goes through them backwards, one at a time.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +27,7 @@ from hoglib._core.problem import Policy
 from hoglib._core.recomputation import inside_recomputation, recompute
 from hoglib._core.swap import Params
 from hoglib._core.torch_modes import without_stand_ins
-from hoglib.errors import NoSecondDerivative
+from hoglib.errors import NonFiniteError, NoSecondDerivative
 from hoglib.functional import FunctionalLoss
 from hoglib.meta.gradient_transformation import GradientTransformation
 from hoglib.ring import ring
@@ -322,6 +322,22 @@ def _grad_by_transform(
     with torch.no_grad() if constant else nullcontext():
         g, (value, notes) = torch.func.grad(checked, has_aux=True)(at)
     return g, (value.detach(), notes)
+
+
+def check_inner_losses(losses: Tensor, at_first: str, later: str, steps: int | None = None) -> None:
+    """Raise NonFiniteError at the first of losses [steps] or [tasks, steps] that is not finite.
+
+    at_first, later: what to do about one in the first step, and in another. steps: of which these are
+    the first. Default: all.
+    """
+    bad = (~torch.isfinite(losses)).nonzero()
+    if len(bad):
+        *task, step = bad[0].tolist()
+        raise NonFiniteError(
+            f"inner loss: expected a finite number, got {losses[*task, step].item()} at "
+            + (f"task {task[0]} of {len(losses)}, " if task else "")
+            + f"step {step + 1} of {steps or losses.shape[-1]}. {later if step else at_first}"
+        )
 
 
 def refuse_saved_tensor_hooks(message: str = RECOMPUTES) -> AbstractContextManager[None]:

@@ -1,40 +1,62 @@
-"""What all learners share: the loss over tasks of an inner loop, and the options that may change.
+"""What all learners share: the loss over tasks of an inner loop, its checks, and the options that may
+change.
 
 With compile= the meta-gradient, of all inner steps and their derivatives, is a graph, for one task or
 for all.
 """
 
 import inspect
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from numbers import Real
 from typing import Any, Generic, TypeVar, final
 
 import torch
 from torch import Tensor, nn
 
 from hoglib._core import pytree, validation
-from hoglib._core.autograd import clone_inference_tensors, outside_inference_mode, with_gradients
-from hoglib._core.blocks import Remat, find_blocks
-from hoglib._core.placement import Placement
+from hoglib._core.autograd import (
+    clone_inference_tensors,
+    outside_inference_mode,
+    translate_errors,
+    with_gradients,
+)
+from hoglib._core.blocks import Remat
+from hoglib._core.finite_differences import fixed_random_numbers
+from hoglib._core.gradient_graph import depends_on_any, graph_summary
+from hoglib._core.placement import Placement, Sharding, placement_of, refuse_sharded
 from hoglib._core.problem import Policy, check_option_names
 from hoglib._core.source_location import warn
 from hoglib._core.swap import Params
 from hoglib._core.torch_modes import without_stand_ins
-from hoglib.capture.api import kept_graph
-from hoglib.errors import ArgumentValueError
+from hoglib.errors import ArgumentValueError, NoSecondDerivative, UnsupportedError
 from hoglib.functional import FunctionalLoss, check_instance, functional_loss, trainable_params
-from hoglib.meta import checks, norms
+from hoglib.meta import norms
 from hoglib.meta import tasks as task_sets
-from hoglib.meta.inner_loop import RECOMPUTES, refuse_saved_tensor_hooks
-from hoglib.meta.module_loop import LearnedRates, MetaParams, ModuleLoop, names_that_adapt
+from hoglib.meta.inner_loop import RECOMPUTES, UNUSED, check_inner_losses, refuse_saved_tensor_hooks
+from hoglib.meta.module_loop import (
+    EVALUATION,
+    OPTION_NAMES,
+    InnerParams,
+    LearnedRates,
+    LoopOptions,
+    MetaParams,
+    ModuleLoop,
+    OverTasks,
+    names_that_adapt,
+)
 from hoglib.meta.optimizers import resolve_rule, rule_name
-from hoglib.meta.options import OPTION_NAMES, InnerParams, LoopOptions, OverTasks
-from hoglib.meta.tasks import TaskFunction, TaskResult, map_tasks
-from hoglib.ring import ring
+from hoglib.meta.tasks import Task, TaskFunction, TaskResult, check_tasks, map_tasks
+from hoglib.ring import graph_of, ring
 
+DEFAULTS = {
+    "rule": "sgd", "inner_loss": None, "forward": None, "stand_ins": True, "remat": False,
+    "compile": False,
+}  # fmt: skip
 T = TypeVar("T")
 
 NOT_TWICE = (
@@ -53,19 +75,19 @@ RECOMPUTES_LATER = (
 
 @final
 class Option(Generic[T]):
-    """An attribute of a learner: a field of its options, which are checked whenever it is set."""
+    """An attribute of a learner: one of its options, which are checked whenever it is set."""
 
     def __set_name__(self, owner: Any, name: str) -> None:
-        self._name = name
+        self._name = {"compiled": "compile"}.get(name, name)
 
     def __get__(self, learner: Any, owner: Any = None) -> T:
-        found: Any = self if learner is None else getattr(learner._options, self._name)
+        found: Any = self if learner is None else learner._options[self._name]
         value: T = found
         return value
 
     def __set__(self, learner: Any, value: T) -> None:
-        changed = replace(learner._options, **{self._name: value})
-        learner._check_change(self._name, getattr(changed, self._name))
+        changed = learner._options.changed(self._name, value)
+        learner._check_change(self._name, changed[self._name])
         learner._options = changed
 
 
@@ -104,12 +126,12 @@ class Learner(nn.Module, ABC):
         super().__init__()
         of_kind = [*inspect.signature(type(self)).parameters][2:-1]  # for the message
         check_option_names(type(self).__name__, options, (*OPTION_NAMES, *of_kind))
-        given = {"rule": "sgd", "inner_loss": None, "forward": None, **options}
+        given = {**DEFAULTS, **own, **options}
         rule, inner_loss, forward = (given.pop(name) for name in ("rule", "inner_loss", "forward"))
-        checked = LoopOptions(**given, **own)
+        evaluation: Any = {name: given.pop(name) for name in EVALUATION}
+        checked = LoopOptions(caller=type(self).__name__, evaluation=evaluation, **given)
         functional_loss(model, criterion, forward=forward)
-        if checked.remat is not False:
-            find_blocks(checked.remat, model)  # raises where there are none
+        checked.policy.check_blocks(model)
         if inner_loss is not None:
             check_instance("inner_loss", inner_loss)
         resolve_rule(rule, checked.inner_lr, checked.rule_options or {})
@@ -144,12 +166,12 @@ class Learner(nn.Module, ABC):
         """
         if params is None:
             return self.model(*args, **kwargs)
-        placement = checks.placement_of_params(params)
+        placement = placement_of_params(params)
         if placement.is_sharded:
-            checks.refuse_graph(f"{type(self).__name__}(params=...)")
+            refuse_graph(f"{type(self).__name__}(params=...)")
         with refuse_saved_tensor_hooks(RECOMPUTES_LATER):
             loop = replace(self._loop(), placement=placement)
-            return loop.call(checks.spread(params, placement.local), *args, **kwargs)
+            return loop.call(spread(params, placement.local), *args, **kwargs)
 
     def adapt(
         self, support: Any, *, params: Params | None = None, steps: int | None = None
@@ -175,22 +197,22 @@ class Learner(nn.Module, ABC):
             start = start._replace(model=params)
         placement, start = self._placed(loop, start)
         if placement.is_sharded:
-            checks.refuse_graph(f"{type(self).__name__}.adapt")
+            refuse_graph(f"{type(self).__name__}.adapt")
         with self._ring(loop, placement) as blocks:
             loop = replace(loop, placement=placement.defer(self.model, blocks))
             adapted = loop.unrolling(start, clone_inference_tensors(support), count)().params
-        return checks.spread({**start.model, **adapted}, placement.wrap)
+        return spread({**start.model, **adapted}, placement.wrap)
 
     def _placed(self, loop: ModuleLoop, start: MetaParams) -> tuple[Placement, MetaParams]:
         """How the parameters are spread over processes, and the parts of this one."""
-        placement = checks.placement_of_params(start.model)
+        placement = placement_of_params(start.model)
         if placement.is_sharded:
-            checks.refuse_settings(type(self).__name__, loop, start)
-        return placement, start._replace(model=checks.spread(start.model, placement.local))
+            refuse_settings(type(self).__name__, loop, start)
+        return placement, start._replace(model=spread(start.model, placement.local))
 
     def _ring(self, loop: ModuleLoop, placement: Placement, *, of_tasks: bool = False) -> ring:
         """What stands around the inner loop. A graph of tasks has stand-ins of its own."""
-        policy = loop.options.policy(type(self).__name__)
+        policy = loop.options.policy
         if of_tasks and policy.one_graph:
             policy = policy._replace(stand_ins=False)
         return ring(
@@ -231,13 +253,13 @@ class Learner(nn.Module, ABC):
         placement, start = self._placed(loop, pytree.map(Tensor.detach, own))
         with self._ring(loop, placement, of_tasks=True) as blocks:
             with without_stand_ins():  # which see each question about a tensor
-                count = checks.check_together(what, placement, start.model, tasks, self.inner_steps)
+                count = check_together(what, placement, start.model, tasks, self.inner_steps)
             with task_sets.stacks_in_errors(what, tasks, count):
                 tasks = clone_inference_tensors(tasks)
                 loop = replace(loop, placement=placement.defer(self.model, blocks))
                 if wanted and self._checked_model != id(self.model):
                     learned: Params = dict(self.named_parameters())
-                    checks.check_derivatives(what, loop, start, task_sets.first(tasks), learned)
+                    check_derivatives(what, loop, start, task_sets.first(tasks), learned)
                     self._checked_model = id(self.model)
                 try:
                     found = self._run(loop, start, tasks, wanted)
@@ -247,7 +269,7 @@ class Learner(nn.Module, ABC):
                     self._recomputes = True
                     loop = replace(loop, options=replace(loop.options, memory="remat"))
                     found = self._run(loop, start, tasks, wanted)
-        checks.check_finite(found)
+        check_finite(found)
         if not wanted:
             return found.value.mean()
         self._after_loss(loop, found)
@@ -258,9 +280,9 @@ class Learner(nn.Module, ABC):
 
     def _run(self, loop: ModuleLoop, start: MetaParams, tasks: Any, wanted: bool) -> TaskResult:
         """What the tasks give, which were checked."""
-        policy = loop.options.policy(type(self).__name__)
+        policy = loop.options.policy
         if policy.one_graph:
-            of_task, of_stack = _captured(self, policy, loop, start, wanted)
+            of_task, of_stack = _captured(self, loop, start, wanted)
         else:
             # for a model or a rule that works in place; of what adapts, each task takes its own copy
             model = {n: p if n in loop.adapting else p.clone() for n, p in start.model.items()}
@@ -268,7 +290,7 @@ class Learner(nn.Module, ABC):
                 loop, MetaParams(model, pytree.map(Tensor.clone, start.modules)), wanted
             )
             of_stack = partial(map_tasks, of_task)
-        in_loop = loop.placement.is_sharded or (policy.backend and not policy.one_graph)
+        in_loop = loop.placement.is_sharded or policy.compiles_blocks
         found, self._vmappable = task_sets.run_tasks(
             of_task, of_stack, tasks, policy.caller, start.model,
             "loop" if in_loop else self.over_tasks, self._vmappable,
@@ -368,7 +390,7 @@ class Learner(nn.Module, ABC):
 
 
 def _captured(
-    learner: Any, policy: Policy, loop: ModuleLoop, start: MetaParams, wanted: bool
+    learner: Any, loop: ModuleLoop, start: MetaParams, wanted: bool
 ) -> tuple[TaskFunction, TaskFunction]:
     """The functions of one task and of a pair of stacks, as graphs that are kept with the learner; a
     copy of it has none."""
@@ -382,10 +404,9 @@ def _captured(
     key = f"{loop.options} {loop.rule} {used}"  # all that a graph depends on besides tensors
 
     def run(mapped: bool, support: Any, query: Any) -> TaskResult:
-        whole = partial(_meta_gradient, policy, loop, used, mapped, wanted)
-        graph = kept_graph(
-            whole, f"{policy.caller}.loss", learner, (mapped, wanted), policy.backend
-        )
+        whole = partial(_meta_gradient, loop, used, mapped, wanted)
+        policy = loop.options.policy
+        graph = graph_of(policy, f"{policy.caller}.loss", learner, whole, (mapped, wanted))
         found: TaskResult = graph(key, weight_tensor, start, support, query)
         return found
 
@@ -393,7 +414,7 @@ def _captured(
 
 
 def _meta_gradient(
-    policy: Policy, loop: ModuleLoop, used: tuple[bool, ...] | None, mapped: bool, wanted: bool,
+    loop: ModuleLoop, used: tuple[bool, ...] | None, mapped: bool, wanted: bool,
     key: str, weights: Tensor | None, start: MetaParams, support: Any, query: Any,
 ) -> TaskResult:  # fmt: skip
     """The meta-gradient of tasks, all together or one."""
@@ -401,5 +422,159 @@ def _meta_gradient(
     if weights is not None and used is not None:  # a weight of zero needs no operations
         given = [used and weights[i] for i, used in enumerate(used)]
     of_task = partial(loop.meta_gradient if wanted else loop.value, start, weights=given)
-    with ring(policy, examine=False, gradients=nullcontext):
+    with ring(loop.options.policy, examine=False, gradients=nullcontext):
         return map_tasks(of_task, support, query) if mapped else of_task(support, query)
+
+
+AGREEMENT = (
+    "number of tasks", "number of inner steps", "parameters, where they are not sharded,",
+)  # fmt: skip
+
+
+def check_derivatives(
+    what: str, loop: ModuleLoop, start: MetaParams, task: Task, learned: dict[str, Tensor]
+) -> None:
+    """Check on one task that both losses depend on what is learned, through Functions that are right.
+
+    learned: all parameters of the learner, by name, for messages. Raises NoSecondDerivative for a
+    loss that depends on no parameter, or on one that is not read from its module. Warns of
+    other tensors that require grad, and of custom Functions whose second derivative is not that of
+    differences.
+    """
+    start = pytree.map(Tensor.clone, start)
+    support, query = task
+    before = [start.model[name] for name in loop.adapting]
+
+    leaves, structure = pytree.flatten(start)
+    own = [leaf.detach().requires_grad_() for leaf in leaves]
+    at = pytree.unflatten(own, structure)
+    adapting = {name: at.model[name] for name in loop.adapting}
+
+    def losses() -> list[Tensor]:
+        """The inner loss at the start, and the outer loss after a step or two."""
+        first = loop.inner_value(at, adapting, support, 0)
+        if not depends_on_any(first, list(adapting.values())):
+            raise NoSecondDerivative(UNUSED.format(which="inner", whom=" that adapt"))
+        constant = replace(loop, options=replace(loop.options, first_order=True))
+        steps = loop.options.inner_steps  # some rules use all their parameters in the second step
+        params = constant.unrolling(at, support, min(2, steps))().params
+        last = loop.outer_value(at, params, query, steps)
+        if not last.requires_grad:
+            raise NoSecondDerivative(UNUSED.format(which="outer", whom=""))
+        return [first, last]
+
+    policy = Policy(what, stand_ins=loop.options.policy.stand_ins)  # blocks are recomputed
+    with ring(policy), fixed_random_numbers(before), translate_errors(what):
+        data = pytree.tensors((support, query))
+        _check_leaves(what, losses, [*own, *data], learned)
+
+
+def check_finite(found: TaskResult) -> None:
+    """Raise NonFiniteError at the first inner loss that is not finite, or outer loss."""
+    # a sum is finite only if all its terms are
+    if math.isfinite(float(found.inner_losses.detach().sum() + found.value.detach().sum())):
+        return
+    stay = " The parameters are as they were before this step."
+    check_inner_losses(
+        found.inner_losses.detach(), "Look for NaN in its support set, or in the parameters." + stay,
+        "The inner loop diverges: lower inner_lr, or take fewer steps." + stay,
+    )  # fmt: skip
+    validation.finite(
+        "meta-loss",
+        found.value,
+        "Tasks whose inner loop diverges give this: lower inner_lr, clip the outer gradient, or look "
+        "for NaN in the data. The parameters are as they were before this step.",
+    )
+
+
+def _check_leaves(
+    what: str, losses: Callable[[], list[Tensor]], own: list[Tensor], learned: dict[str, Tensor]
+) -> None:
+    """Raise or warn where the graphs of the losses end in other leaves than their own."""
+    found = _other_leaves(losses(), own)
+    # A tensor that a forward makes for itself, to differentiate by, is another one at the next call.
+    again = {id(x) for x in _other_leaves(losses(), own)} if found else set()
+    names = {id(p): name for name, p in learned.items()}
+    for leaf in found:
+        if id(leaf) in names:
+            raise NoSecondDerivative(
+                f"{what}: expected a model that finds its parameters in their modules, got one that "
+                f"uses {names[id(leaf)]} from elsewhere too (a list of weights, a closure): there it "
+                "would neither adapt nor get a gradient. Read it from its module."
+            )
+        if id(leaf) in again:
+            warn(
+                f"{what}: the losses use {validation.describe(leaf)} that requires grad and belongs to "
+                "none of the modules that are learned (model, criterion, inner_loss, rule): it gets no "
+                "gradient from loss(tasks). Make it a parameter of one of them, or detach() it."
+            )
+
+
+def _other_leaves(values: list[Tensor], own: list[Tensor]) -> list[Tensor]:
+    known = {id(x) for x in own}
+    reached = {key: x for value in values for key, x in graph_summary(value).leaves.items()}
+    return [x for key, x in reached.items() if key not in known]
+
+
+# Parameters that several processes share (DTensor): each holds its shards of the initial and of the
+# adapted parameters, and computes the losses of its part of each task at whole ones, which are gathered
+# for each loss. Inner gradients are averaged over the processes, so that all take the same inner step.
+
+
+def placement_of_params(params: Params) -> Placement:
+    """How parameters are spread over processes."""
+    return placement_of(list(params.values()), lambda: list(params))
+
+
+def spread(params: Params, part: Callable[[Sequence[Tensor]], Sequence[Tensor]]) -> Params:
+    """Parameters by `placement.local`, as the parts of this process, or by `placement.wrap`, which
+    makes DTensors of these."""
+    return dict(zip(params, part(list(params.values())), strict=True))
+
+
+def refuse_settings(what: str, loop: ModuleLoop, start: MetaParams) -> None:
+    """Raise for settings that shards of the parameters do not go with."""
+    compiled = loop.options.evaluation.get("compile", False)
+    if loop.strength:
+        refuse_sharded(what, list(start.model.values()))
+    numbers = (loop.options.rule_options or {}).values()
+    plain = all(isinstance(x, Real | tuple | list) for x in numbers)
+    for setting, given, instead in (
+        ("over_tasks='vmap'", loop.options.over_tasks == "vmap", "use 'loop'"),
+        (f"compile={compiled!r}", compiled, "leave compile out"),
+        ("batch_norm='per_step'", loop.statistics is not None, "use 'by_mode' or 'frozen'"),
+        ("learn_lr=...", loop.rates is not None, "leave learn_lr out"),
+        ("rule=...", not isinstance(loop.rule, str), "name a rule, whose steps are elementwise"),
+        ("rule_options=...", not plain, "give numbers"),
+        ("inner_loss=...", bool(start.modules), "give losses without parameters of their own"),
+    ):
+        if given:
+            raise UnsupportedError(
+                f"{what}({setting}): expected parameters that each process holds whole, got DTensors, "
+                f"as fully_shard (FSDP2) and parallelize_module make; {instead}."
+            )
+
+
+def refuse_graph(what: str) -> None:
+    """Raise where grad mode is on."""
+    if torch.is_grad_enabled():
+        raise UnsupportedError(
+            f"{what}: expected params that each process holds whole, got DTensors, whose adaptation "
+            "has no graph; use `loss(tasks)`, or call it under torch.no_grad()."
+        )
+
+
+def check_together(what: str, placement: Placement, start: Params, tasks: Any, steps: int) -> int:
+    """The number of tasks, the same in all processes that share the parameters; raises in all of them
+    where one has an error."""
+    if not isinstance(placement, Sharding):
+        return check_tasks(tasks)
+    count, error = 0, None
+    try:
+        count = check_tasks(tasks)
+    except Exception as caught:  # the other processes wait for this one
+        error = caught
+    leaves = placement.local(list(start.values()))
+    numbers = [count, steps, placement.checksum_of_whole(leaves)]
+    placement.check_same(what, AGREEMENT, numbers, leaves[0].device, error=error)
+    return count

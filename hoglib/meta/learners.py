@@ -20,11 +20,12 @@ from hoglib.meta.module_loop import (
     GRANULARITIES,
     Granularity,
     LearnedRates,
+    LearnerOptions,
     MetaParams,
     ModuleLoop,
+    OverTasks,
 )
 from hoglib.meta.optimizers import is_transformation
-from hoglib.meta.options import LearnerOptions, OverTasks
 from hoglib.meta.tasks import TaskFunction, TaskResult
 
 
@@ -108,7 +109,7 @@ class MAML(Learner):
     ) -> None:  # fmt: skip
         super().__init__(
             model, criterion, options, inner_steps=inner_steps, first_order=first_order, memory=memory,
-            step_weights=step_weights, truncate=truncate, over_tasks=over_tasks, compiled=compile,
+            step_weights=step_weights, truncate=truncate, over_tasks=over_tasks, compile=compile,
         )  # fmt: skip
         self.rates = self._learned_rates(learn_lr, validation.flag("lr_per_step", lr_per_step))
 

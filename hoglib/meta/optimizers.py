@@ -155,11 +155,7 @@ def momentum(
         tensor([0.9000, 1.9000])
     """
     return sgd(
-        lr,
-        momentum=momentum,
-        dampening=dampening,
-        weight_decay=weight_decay,
-        nesterov=nesterov,
+        lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov
     )
 
 
@@ -312,11 +308,7 @@ def rmsprop(
     has_momentum = isinstance(mu, Tensor) or mu != 0
 
     def at(step: int) -> Direction:
-        weight, eps_, mu_ = (
-            1 - without_dims(average),
-            without_dims(epsilon),
-            without_dims(mu),
-        )
+        weight, eps_, mu_ = 1 - without_dims(average), without_dims(epsilon), without_dims(mu)
 
         def direction(g: Tensor, v: Tensor, *rest: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
             w = to_leaf(weight, g)
@@ -399,11 +391,7 @@ def scheduled(lr: Any, scheduler: Callable[[Any], Any], *, steps: int) -> Callab
 
 
 RULES: dict[str, Callable[..., GradientTransformation]] = {
-    "sgd": sgd,
-    "momentum": momentum,
-    "adam": adam,
-    "adamw": adamw,
-    "rmsprop": rmsprop,
+    rule.__name__: rule for rule in (sgd, momentum, adam, adamw, rmsprop)
 }
 
 

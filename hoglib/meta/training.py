@@ -1,10 +1,27 @@
-"""A training as a function of what it was set up with, which `hypergradient` differentiates, and the
-batches of its steps."""
+r"""A training as a function of what it was set up with, the batches of its steps, and reverse mode
+through it, one step at a time, from states that are kept or computed.
+
+    c_{i+1} = F_i(c_i, h)          c = (parameters, state of the rule), h the constants
+    u_i = (dF_i / dc)^T u_{i+1}    gradient of h += (dF_i / dh)^T u_{i+1}    for i = n - 1, ..., 0
+
+A graph is held of one step only. The state before a step is kept, or computed again from the last one
+that is; a `schedule` says which are kept:
+
+    "remat"   every state                                     one more run of each step
+    "sqrt"    every sqrt(n)-th, then those of one segment     two more
+    "log"     by recursive halving, log2(n) at once           log2(n) / 2 + 1 more
+
+Each state of the replay is compared with that of the training, bit for bit.
+
+References:
+    Griewank and Walther, Algorithm 799: revolve, 2000; Engstrom et al., Optimizing ML Training with
+    Metagradient Descent, 2025, algorithm 1 (REPLAY).
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isqrt
-from typing import Any, TypedDict, final
+from typing import Any, NamedTuple, TypedDict, final
 
 import torch
 from torch import Tensor
@@ -12,12 +29,24 @@ from torch import Tensor
 from hoglib._core import closures, pytree, validation
 from hoglib._core.autograd import clone_inference_tensors
 from hoglib._core.problem import Policy, check_option_names
-from hoglib._core.state import preserve_random_state, random_state, set_random_state
-from hoglib.errors import ArgumentTypeError, ArgumentValueError
-from hoglib.meta.checkpoints import OnDisk
-from hoglib.meta.checks import check_inner_losses
+from hoglib._core.state import (
+    GeneratorStates,
+    preserve_random_state,
+    random_state,
+    set_random_state,
+)
+from hoglib._core.trust import BITS, agree
+from hoglib.errors import ArgumentTypeError, ArgumentValueError, NondeterministicError
+from hoglib.meta.checkpoints import BACKWARD, InMemory, OnDisk, State, digest
 from hoglib.meta.gradient_transformation import GradientTransformation
-from hoglib.meta.inner_loop import InnerSteps, check_truncate, is_truncated, unroll
+from hoglib.meta.inner_loop import (
+    InnerSteps,
+    check_inner_losses,
+    check_truncate,
+    is_truncated,
+    kept_states,
+    unroll,
+)
 from hoglib.meta.optimizers import is_transformation, resolve_rule
 
 Get = Callable[[int], Any]
@@ -276,3 +305,264 @@ def make_batches(source: Any, steps: int | None) -> Batches:
 
 def detached(tree: Any) -> Any:
     return pytree.map_tensors(Tensor.detach, tree)
+
+
+class Cotangents(NamedTuple):
+    """The gradient of what is differentiated, while the replay goes backward."""
+
+    step: int  # the number of steps before the state that `carry` is of
+    carry: list[Tensor | None]  # by each leaf of that state
+    constants: list[Tensor | None]
+    # (sum of (u theta eps)^2 over steps and parameters, of the rounding of each parameter)
+    rounding: Tensor
+
+
+@final
+class Replay:
+    """A training that can be run, and then be differentiated in reverse.
+
+    Args:
+        training: What is run.
+        start: The first state: (parameters, state of the rule), without a graph.
+        constants: hyper, whose floating-point tensors require grad where they are wanted.
+        schedule: "remat", "sqrt" or "log".
+        files: Where states are kept. Default: in memory.
+        advance: Called after each step that is run, forward or backward.
+    """
+
+    def __init__(
+        self, training: Training, start: Any, constants: Any, schedule: str, files: OnDisk | None,
+        advance: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self.training, self.constants, self._advance = training, constants, advance
+        self._steps = training.steps
+        self._leaves, self._structure = pytree.flatten(start)
+        self._wanted = [x for x in pytree.leaves(constants) if _is_wanted(x)]
+        self._schedule, self._files = schedule, files
+        self._kept: InMemory | OnDisk = InMemory() if files is None else files
+        self._segment = InMemory()  # of "sqrt": the states of the segment that is replayed
+        devices = [x for x in (*self._leaves, *self._wanted) if isinstance(x, Tensor)]
+        self._generators = GeneratorStates({x.device for x in devices}, training.generators())
+        drawn = self._generators.now()
+        self._start = State(self._leaves, files.first("generators", drawn) if files else drawn)
+        self._final: State | None = None
+
+    # Forward
+
+    def run(self) -> tuple[Any, list[Tensor]]:
+        """The state at the end, and the loss of each step; from the last state that is kept.
+
+        It ends with an error when a training diverges, which is looked for now and then.
+        """
+        count = self.training.count
+        kept = set(kept_states(self._schedule, 0, count))
+        begin, state, losses = self._last_kept()
+        every = max(1, isqrt(count))
+        rolling = None
+        self._generators.set(state.generators)
+        for i in range(begin, count):
+            state, loss = self._step(i, state)
+            losses.append(loss)
+            done = i + 1
+            if done == 1 and self._files is not None:
+                self._files.first("step", digest(state.leaves))
+            if done % every == 0:
+                self.training.check_finite(losses)
+            if done in kept:
+                self._kept.save(done, state, losses)
+            elif self._files is not None and (done % every == 0 or done == count):
+                self._files.save(done, state, losses)
+                if rolling is not None:
+                    self._files.drop(rolling)
+                rolling = done
+        self._final = state
+        self._generators.set(state.generators)
+        return pytree.unflatten(state.leaves, self._structure), losses
+
+    def _last_kept(self) -> tuple[int, State, list[Tensor]]:
+        """The last state that an earlier process kept, or the start."""
+        if self._files is not None:
+            for step in reversed(self._files.positions()):
+                state, losses = self._files.load(step), self._files.losses(step)
+                if state is not None and len(losses) == step:
+                    self._check_first_step(self._files, losses)
+                    return step, state, losses
+        return 0, self._start, []
+
+    def _check_first_step(self, kept: OnDisk, losses: list[Tensor]) -> None:
+        """Raise if the first step is not that of the training whose states are in the directory."""
+        self._generators.set(self._start.generators)
+        state, loss = self._step(0, self._start)
+        is_same = _is_equal(loss.cpu(), losses[0].cpu())
+        if not is_same or kept.first("step", digest(state.leaves)) != digest(state.leaves):
+            raise ArgumentValueError(
+                f"directory: expected that of the same call, got {kept.directory}, which holds another "
+                f"one: its first step has the loss {losses[0].item()!r}, here {loss.item()!r}"
+                + (", and another update" if is_same else "")
+                + ". The loss, the rule, the data, their order or the random numbers differ. Name "
+                "another directory, or delete this one."
+            )
+
+    def _step(self, i: int, state: State) -> tuple[State, Tensor]:
+        """The state after step i, and the loss, by the operations that the replay differentiates."""
+        after, loss = self._after(i, _fresh(state.leaves))
+        leaves = [x.detach() if isinstance(x, Tensor) else x for x in after]
+        self._advance()
+        return State(leaves, self._generators.now()), loss
+
+    def _after(self, i: int, leaves: list[Any]) -> tuple[list[Any], Tensor]:
+        """The leaves of the state after step i, with a graph from those before it; and the loss."""
+        params, memory = self._carry(leaves)
+        params, memory, (loss, _) = self._steps.step(i, params, memory, self.constants, alone=True)
+        return self._in_order((params, memory)), loss
+
+    # Backward
+
+    def pull(self, cotangents: Any, constants: Sequence[Tensor | None]) -> Cotangents:
+        """The gradients by the first state and the constants, of those by the last state.
+
+        Args:
+            cotangents: By (parameters, state of the rule) at the end; leaves may be None.
+            constants: By the constants that require grad, which those of all steps are added to.
+        """
+        assert self._final is not None
+        own: list[Tensor | None] = list(pytree.leaves(cotangents))
+        at = Cotangents(
+            self.training.count, own, list(constants), torch.zeros((), dtype=torch.float64)
+        )
+        after = self._final.leaves
+        name = digest([x for x in (*own, *constants) if x is not None])
+        at, after = self._resumed(name, at, after)
+        every = max(1, isqrt(self.training.count))
+        try:
+            while at.step:
+                before = self._state_before(at.step - 1)
+                at = self._pull_step(at, before, after)
+                after = before.leaves
+                self._drop_from(at.step)
+                if self._files is not None and at.step % every == 0:
+                    self._files.put(BACKWARD, {"of": name, "after": after, **at._asdict()})
+        finally:
+            self._generators.set(self._final.generators)
+        return at
+
+    def _resumed(self, name: str, at: Cotangents, after: list[Any]) -> tuple[Cotangents, list[Any]]:
+        """Where an earlier process was with the same gradient, or the end."""
+        known = None if self._files is None else self._files.get(BACKWARD)
+        if known is not None and known["of"] == name:
+            return Cotangents(*(known[field] for field in Cotangents._fields)), known["after"]
+        return at, after
+
+    def _state_before(self, step: int) -> State:
+        """The state after so many steps, from the last one before it that is kept."""
+        state, begin = self._start, 0
+        for kept in (self._segment, self._kept):
+            for position in reversed(kept.positions()):
+                if begin < position <= step and (found := kept.load(position)) is not None:
+                    state, begin = found, position
+        # of "sqrt" all of one segment
+        schedule = "remat" if self._schedule == "sqrt" else self._schedule
+        keep = {*kept_states(schedule, begin, step + 1)} - {step}
+        self._generators.set(state.generators)
+        for i in range(begin, step):
+            state, _ = self._step(i, state)
+            if i + 1 in keep:
+                where = self._segment if self._schedule == "sqrt" else self._kept
+                where.save(i + 1, state, [])
+        return state
+
+    def _pull_step(self, at: Cotangents, before: State, after: list[Any]) -> Cotangents:
+        """Through step at.step - 1, from the state before it; after: the training's state after it."""
+        own = _fresh(before.leaves)
+        self._generators.set(before.generators)
+        leaves, _ = self._after(at.step - 1, own)
+        self._check_replayed(at.step - 1, leaves, after)
+        variables = [x for x in own if _is_wanted(x)]
+        pulled = vjp(leaves, at.carry, [*variables, *self._wanted])
+        carry = iter(pulled[: len(variables)])
+        self._advance()
+        return Cotangents(
+            at.step - 1,
+            [next(carry) if _is_wanted(x) else None for x in own],
+            add(at.constants, pulled[len(variables) :]),
+            at.rounding + self._rounding(at.carry, after),
+        )
+
+    def _rounding(self, cotangents: list[Tensor | None], leaves: list[Any]) -> Tensor:
+        """sum (u theta eps)^2 over a state: the squared change of the result by its rounding."""
+        terms = [
+            (u * x).abs().double().square().sum().cpu() * torch.finfo(x.dtype).eps ** 2
+            for u, x in zip(cotangents, leaves, strict=True)
+            if u is not None
+        ]
+        return pytree.sum_scalars(terms).double()
+
+    def _check_replayed(self, i: int, leaves: list[Any], after: list[Any]) -> None:
+        for j, (now, then) in enumerate(zip(leaves, after, strict=True)):
+            if _is_equal(now, then):
+                continue
+            name = pytree.paths(self._carry(after))[j]
+            gap = ""
+            if isinstance(now, Tensor) and isinstance(then, Tensor) and now.shape == then.shape:
+                gap = f", by up to {float((now.detach() - then).abs().max()):.2g}"
+            raise NondeterministicError(
+                "hypergradient: expected a replay with the parameters of the training, got others "
+                f"after step {i + 1} of {self.training.count}{gap} ({name}). Two runs of a step "
+                "differ. Look for nondeterministic operations "
+                "(`torch.use_deterministic_algorithms(True)`), random numbers that are not torch's "
+                "(NumPy, random), data in another order or changed in place, and modules that count "
+                "or keep statistics."
+            )
+
+    def _drop_from(self, step: int) -> None:
+        for kept in (self._segment, self._kept):
+            for position in kept.positions():
+                if max(step, 1) <= position < self.training.count:
+                    kept.drop(position)
+
+    def _carry(self, leaves: list[Any]) -> Any:
+        return pytree.unflatten(leaves, self._structure)
+
+    def _in_order(self, carry: Any) -> list[Any]:
+        leaves, structure = pytree.flatten(carry)
+        if structure == self._structure:
+            return leaves
+        try:  # dicts in another order
+            return pytree.leaves(pytree.map(lambda _, x: x, self._carry(self._leaves), carry))
+        except (ValueError, TypeError) as error:
+            raise ArgumentValueError(
+                "hypergradient: expected a rule whose parameters and state keep the structure of "
+                "params and init(params), got one that changes it; make all slots of the state in "
+                "init."
+            ) from error
+
+
+def vjp(outputs: list[Any], cotangents: Sequence[Tensor | None], inputs: list[Tensor]) -> list[Any]:
+    """The pullback of outputs; None for those that are no tensors, or have no graph or cotangent."""
+    pairs = [
+        (y, u)
+        for y, u in zip(outputs, cotangents, strict=True)
+        if u is not None and isinstance(y, Tensor) and y.requires_grad
+    ]
+    if not pairs or not inputs:
+        return [None] * len(inputs)
+    ys, us = zip(*pairs, strict=True)
+    return list(torch.autograd.grad(ys, inputs, us, allow_unused=True))
+
+
+def add(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The sums of two lists of gradients, in which None is zero."""
+    return [y if x is None else x if y is None else x + y for x, y in zip(a, b, strict=True)]
+
+
+def _fresh(leaves: list[Any]) -> list[Any]:
+    return [x.detach().requires_grad_() if pytree.is_float(x) else x for x in leaves]
+
+
+def _is_wanted(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.requires_grad
+
+
+def _is_equal(a: Any, b: Any) -> bool:
+    tensors = isinstance(a, Tensor) and isinstance(b, Tensor)
+    return agree(a, b, BITS) if tensors else bool(a == b)

@@ -1,6 +1,6 @@
 """Penalties on gradients by inputs and parameters, and on Jacobians; forces; a check of penalties."""
 
-from hoglib.penalties import critics, jacobians, parameters
+from hoglib.penalties import critics, jacobians
 from hoglib.penalties.checking import check
 from hoglib.penalties.critics import *  # noqa: F403 its __all__ are its penalties
 from hoglib.penalties.energies import EnergyForces, EnergyForcesHessian, forces
@@ -8,7 +8,6 @@ from hoglib.penalties.evaluation import PenaltyWithOutputs
 from hoglib.penalties.jacobians import *  # noqa: F403
 from hoglib.penalties.module import GradientPenalty
 from hoglib.penalties.options import Options
-from hoglib.penalties.parameters import *  # noqa: F403
 
 __all__ = [
     "EnergyForces",
@@ -20,5 +19,4 @@ __all__ = [
     "forces",
     *critics.__all__,
     *jacobians.__all__,
-    *parameters.__all__,
 ]

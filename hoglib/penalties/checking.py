@@ -23,7 +23,7 @@ from hoglib._core.source_location import format_error
 from hoglib._core.state import preserve_random_state, same
 from hoglib._core.torch_internals import unwrap
 from hoglib.errors import ArgumentValueError
-from hoglib.penalties.kinds import KINDS, Kind, kind_named
+from hoglib.penalties.module import KINDS, Kind, kind_named
 from hoglib.verification.call import name_of, seed_all
 from hoglib.verification.report import Report, Row
 

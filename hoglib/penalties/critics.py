@@ -9,7 +9,7 @@ from torch import Tensor
 from hoglib._core import validation
 from hoglib.errors import ArgumentValueError
 from hoglib.penalties.evaluation import PenaltyWithOutputs, penalty
-from hoglib.penalties.kinds import BOTH, FAKE, REAL, register
+from hoglib.penalties.module import BOTH, FAKE, REAL, register
 from hoglib.penalties.options import Options, check_options
 from hoglib.penalties.samples import add_noise, interpolate
 from hoglib.penalties.terms import half_squared_slope, squared_distance, squared_slope

@@ -1,6 +1,7 @@
 """Forces, and matrices of force constants: derivatives of energies by positions."""
 
-from typing import Any, Literal, NamedTuple, Unpack, final, overload
+from functools import partial
+from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -11,12 +12,12 @@ from hoglib._core.gradient_graph import depends_on_any
 from hoglib._core.source_location import warn
 from hoglib._core.torch_modes import value_checks_on
 from hoglib.errors import ArgumentValueError
-from hoglib.penalties.compiled import captures, run_as_graph
 from hoglib.penalties.distributed import averaged
+from hoglib.penalties.evaluation import captures, run_as_graph
 from hoglib.penalties.input_vjp import Function, InputVJP, input_vjp
 from hoglib.penalties.options import CheckedOptions, Options, check_options
-from hoglib.penalties.sample_checks import check_batch_dependence, is_batch_dependent
 from hoglib.penalties.samples import Samples
+from hoglib.penalties.terms import check_batch_dependence, is_batch_dependent
 
 OF_PENALTIES = ("reduction", "micro_batch", "return_outputs")  # options that forces do not have
 
@@ -77,11 +78,11 @@ def forces(
     """
     validation.flag("hessian", hessian)
     checked = check_options("forces", options, without=OF_PENALTIES)
-    function = Forces(energy, hessian, checked._replace(batch=None))
+    body = partial(_energies_and_forces, energy, hessian, checked._replace(batch=None))
     inputs = positions, args, checked.batch
     if not captures(checked.policy):
-        return function(*inputs, None)
-    energies, forces, *rest = run_as_graph(function, checked, inputs)
+        return body(*inputs)
+    energies, forces, *rest = run_as_graph(body, energy, checked, inputs, every=True)
     forces = pytree.map(lambda f: averaged("forces", f, energies), forces)
     return _result(energies, forces, *rest)
 
@@ -118,34 +119,28 @@ def _result(energy: Tensor, forces: Any, hessian: Any = None) -> Any:
     return EnergyForcesHessian(energy, forces, hessian)
 
 
-@final
-class Forces:
-    """Energies and forces, as a function of tensors that depends on its attributes alone: what is
-    compiled."""
-
-    def __init__(self, func: Function, hessian: bool, options: CheckedOptions) -> None:
-        self.func, self.hessian, self.options = func, hessian, options
-
-    def __call__(self, positions: Any, args: tuple[Any, ...], batch: Any, draws: Any) -> Any:
-        """(E, F) or (E, F, H); no random numbers are drawn."""
-        options = self.options._replace(batch=batch)
-        with input_vjp(self.func, positions, args, options, per_sample=False) as at:
-            check = at.create_graph and not at.in_transform and value_checks_on()
-            if not at.in_transform:
-                at.samples = _structures(at, batch)
-                if check and at.samples is not None and not self.hessian:
-                    check_batch_dependence(at)
-            gradient = at.vjp(create_graph=True if self.hessian else None)
-            forces = [-g for g in gradient]
-            hessian = _hessian(at, gradient, batch) if self.hessian else None
-            if check:
-                _check_reaches_parameters(at, forces)
-        energy = at.y
-        if at.create_graph:
-            forces = [averaged("forces", f, at.outputs) for f in forces]
-        else:
-            energy, forces, hessian = pytree.map_tensors(Tensor.detach, (energy, forces, hessian))
-        return _result(energy, at.tree(forces), hessian)
+def _energies_and_forces(
+    func: Function, with_hessian: bool, options: CheckedOptions,
+    positions: Any, args: tuple[Any, ...], batch: Any, draws: object = None,
+) -> Any:  # fmt: skip
+    """(E, F) or (E, F, H), as a function of tensors; no random numbers are drawn."""
+    with input_vjp(func, positions, args, options._replace(batch=batch), per_sample=False) as at:
+        check = at.create_graph and not at.in_transform and value_checks_on()
+        if not at.in_transform:
+            at.samples = _structures(at, batch)
+            if check and at.samples is not None and not with_hessian:
+                check_batch_dependence(at)
+        gradient = at.vjp(create_graph=True if with_hessian else None)
+        forces = [-g for g in gradient]
+        hessian = _hessian(at, gradient, batch) if with_hessian else None
+        if check:
+            _check_reaches_parameters(at, forces)
+    energy = at.y
+    if at.create_graph:
+        forces = [averaged("forces", f, at.outputs) for f in forces]
+    else:
+        energy, forces, hessian = pytree.map_tensors(Tensor.detach, (energy, forces, hessian))
+    return _result(energy, at.tree(forces), hessian)
 
 
 def _check_reaches_parameters(at: InputVJP, forces: Vector) -> None:

@@ -1,9 +1,15 @@
-"""From the terms of a penalty to its value: evaluation, checks, reduction, micro-batches.
+"""From the terms of a penalty to its value: evaluation, checks, reduction, graphs, micro-batches.
 
 penalty = reduce_n term(J)_n        J the function's InputVJP at the points
+
+With the option `compile` the value and its gradients are one graph for each signature. Checks that look
+at values (gradient flow, finite differences, batch dependence) are then made in an eager run before
+each capture. Random numbers of a generator are drawn before the graph runs, and are inputs.
 """
 
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple, final
 
 import torch
@@ -11,18 +17,22 @@ from torch import Tensor
 
 from hoglib._core import pytree, validation
 from hoglib._core.autograd import Vector, materialize_grads, with_gradients
+from hoglib._core.closures import owner_of
 from hoglib._core.gradient_graph import depends_on_any, graph_summary
+from hoglib._core.problem import Policy
+from hoglib._core.state import preserve_random_state
 from hoglib._core.torch_internals import no_autocast
 from hoglib._core.torch_modes import value_checks_on
+from hoglib.capture.api import Compiled, CompiledLoss
+from hoglib.capture.capturing import Place, kept
+from hoglib.capture.signature import parse_call
 from hoglib.errors import ArgumentValueError
-from hoglib.penalties.compiled import RecordedDraws, captures, run_as_graph
 from hoglib.penalties.distributed import averaged
-from hoglib.penalties.gradient_flow import NOT_OF_PARAMETERS
-from hoglib.penalties.input_vjp import Function, InputVJP, input_vjp
+from hoglib.penalties.input_vjp import NOT_OF_PARAMETERS, Function, InputVJP, input_vjp
 from hoglib.penalties.options import CheckedOptions
-from hoglib.penalties.sample_checks import check_batch_dependence
-from hoglib.penalties.samples import EMPTY, check_points
-from hoglib.penalties.terms import Term
+from hoglib.penalties.samples import EMPTY, check_points, random_like
+from hoglib.penalties.terms import Term, check_batch_dependence
+from hoglib.ring import graph_of, is_captured
 
 
 class PenaltyWithOutputs(NamedTuple):
@@ -43,20 +53,24 @@ def penalty(
     """The reduced terms at x; with return_outputs also what func returned there."""
     if options.micro_batch is not None:
         return _in_micro_batches(func, x, args, term, options, options.micro_batch)
-    if captures(options.policy):  # the value and its gradients, if it comes alone
-        alone = options.reduction != "none" and not options.return_outputs
-        terms, inputs = Terms(func, term, options._replace(batch=None)), (x, args, options.batch)
-        found = run_as_graph(terms, options, inputs, with_gradients=alone)
-        value, outputs = found if options.return_outputs else (found, None)
+    if captures(options.policy):
+        body = partial(_terms, func, term, options._replace(batch=None))
+        found = run_as_graph(body, func, options, (x, args, options.batch))
     else:
-        value, outputs = evaluate(func, x, args, term, options)
+        found = evaluate(func, x, args, term, options)
+    return with_outputs(options, *found)
+
+
+def with_outputs(options: CheckedOptions, value: Tensor, outputs: Any) -> Any:
+    """What a penalty returns: its value, whose gradient is that of all processes, or also the outputs
+    of the function."""
     value = averaged(options.name, value, outputs)
     return PenaltyWithOutputs(value, outputs) if options.return_outputs else value
 
 
 def evaluate(
     func: Function, x: Any, args: tuple[Any, ...], term: Term, options: CheckedOptions,
-    draws: RecordedDraws | None = None,
+    draws: "RecordedDraws | None" = None,
 ) -> tuple[Tensor, Any]:  # fmt: skip
     """The reduced terms, with all checks done, and the outputs of the function."""
     with input_vjp(func, x, args, options) as at:
@@ -79,22 +93,114 @@ def check_reaches_parameters(at: InputVJP, terms: Tensor) -> None:
         raise at.no_gradient_flow(NOT_OF_PARAMETERS)
 
 
-@final
-class Terms:
-    """The reduced terms, as a function of tensors that depends on its attributes alone: what is
-    compiled."""
+# Graphs
 
-    def __init__(self, func: Function, term: Term, options: CheckedOptions) -> None:
-        self.func, self.term, self.options = func, term, options
+
+def captures(policy: Policy) -> bool:
+    """Whether a penalty runs as one graph: with gradients, and where the call is no part of an outer
+    transform or capture."""
+    return policy.create_graph and is_captured(policy)
+
+
+def run_as_graph(
+    body: Any, func: Function, options: CheckedOptions, inputs: tuple[Any, ...],
+    every: bool | None = None,
+) -> Any:  # fmt: skip
+    """body(*inputs, draws) by a graph. Of (value, outputs) the outputs are None where they are not
+    returned; the gradients of a value that comes alone are computed with it, for backward.
+
+    body: created for each call, with all that it depends on in its arguments. draws: RecordedDraws in
+    an eager run with checks, then what the generator drew, in a run without; None in a plain run.
+    every: whether all that body returns is needed. Default: where outputs are returned.
+    """
+    every = options.return_outputs if every is None else every
+    name, generator, owner = options.name, options.generator, owner_of(func)
+    run = body if every else partial(_first_of, body)
+    kind = Compiled if every or options.reduction == "none" else CompiledLoss
+    signature, state, known = None, None, {}
+    if generator is not None:
+        signature, state = parse_call(name, inputs, {}, dynamic=False)[0].key, generator.get_state()
+        known = kept(Place(owner, (name, "draws")), dict, name)  # by signature
+
+    def check(*_: Any) -> None:
+        draws = RecordedDraws()
+        with preserve_random_state(generator):
+            found = pytree.leaves(run(*inputs, draws))
+        if not any(isinstance(x, Tensor) and x.requires_grad for x in found):
+            raise _NoGradientNeeded
+        if draws.recorded != known.get(signature, []):
+            known[signature] = draws.recorded
+            raise _OtherDraws
+
+    def by_graph(precheck: Callable[..., Any]) -> Any:
+        graph = graph_of(options.policy, name, owner, run, precheck=precheck, kind=kind)
+        return graph(*inputs, [draw.tensor(generator) for draw in known.get(signature, ())])
+
+    again: Any = None
+    try:
+        found = by_graph(check)
+    except (_NoGradientNeeded, _OtherDraws) as reason:
+        again = type(reason)
+    if again is not None:
+        if generator is not None and state is not None:
+            generator.set_state(state)
+        # what there was to check is checked
+        found = by_graph(lambda *_: None) if again is _OtherDraws else run(*inputs, None)
+    return found if every else (found, None)
+
+
+def _first_of(body: Callable[..., Any], *inputs: Any) -> Any:
+    return body(*inputs)[0]
+
+
+def _terms(
+    func: Function, term: Term, options: CheckedOptions,
+    x: Any, args: tuple[Any, ...], batch: Any, draws: "RecordedDraws | list[Tensor] | None",
+) -> tuple[Tensor, Any]:  # fmt: skip
+    """`evaluate` as a function of tensors; a list of draws is given in a graph."""
+    drawn = RecordedDraws(draws) if isinstance(draws, list) else draws
+    return evaluate(func, x, args, term, options._replace(batch=batch), drawn)
+
+
+class Draw(NamedTuple):
+    """One call that draws random numbers from a generator."""
+
+    sampler: Callable[..., Tensor]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def tensor(self, generator: torch.Generator | None) -> Tensor:
+        like = torch.empty((), dtype=self.dtype, device=self.device)
+        return random_like(like, self.sampler, self.shape, generator)
+
+
+@final
+class RecordedDraws:
+    """Replaces `random_like`: records what a generator draws, or returns numbers that were drawn
+    before, in the same order."""
+
+    def __init__(self, numbers: list[Tensor] | None = None) -> None:
+        self.recorded: list[Draw] = []
+        self._numbers = None if numbers is None else iter(numbers)
 
     def __call__(
-        self, x: Any, args: tuple[Any, ...], batch: Any, draws: RecordedDraws | list[Tensor] | None
-    ) -> Any:
-        """The value, and outputs where they are returned. A list of draws is given in a graph."""
-        drawn = RecordedDraws(draws) if isinstance(draws, list) else draws
-        options = self.options._replace(batch=batch)
-        found = evaluate(self.func, x, args, self.term, options, drawn)
-        return found if options.return_outputs else found[0]
+        self, like: Tensor, sampler: Any, shape: tuple[int, ...], generator: torch.Generator | None
+    ) -> Tensor:
+        if generator is None:  # torch's own random numbers are drawn in the graph
+            return random_like(like, sampler, shape, None)
+        if self._numbers is not None:
+            return next(self._numbers)
+        self.recorded.append(Draw(sampler, tuple(shape), like.dtype, like.device))
+        return random_like(like, sampler, shape, generator)
+
+
+class _NoGradientNeeded(Exception):
+    """Nothing that the value depends on requires grad."""
+
+
+class _OtherDraws(Exception):
+    """The generator draws other numbers than those that were known."""
 
 
 # Micro-batches

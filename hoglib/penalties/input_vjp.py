@@ -6,7 +6,7 @@ This is where a penalty runs the user's function, inside the ring, and calls tor
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, final
 
 import torch
@@ -15,18 +15,27 @@ from torch import Tensor, nn
 from hoglib._core import mixed_precision, pytree, validation
 from hoglib._core.autograd import Vector, fresh_leaves, materialize_grads, translate_errors, vjp
 from hoglib._core.closures import owner_of
-from hoglib._core.gradient_graph import graph_summary
+from hoglib._core.detachment import DetachmentWatch
+from hoglib._core.gradient_graph import GraphSummary, check_custom_functions, graph_summary
 from hoglib._core.problem import Problem
-from hoglib._core.torch_internals import SuspendedMode, gradients, transforms_active, uncompiled
+from hoglib._core.torch_internals import (
+    SuspendedMode,
+    gradients,
+    transforms_active,
+    uncompiled,
+    watching_functions,
+)
 from hoglib._core.torch_modes import without_stand_ins
-from hoglib.errors import ArgumentTypeError
+from hoglib.errors import ArgumentTypeError, NoSecondDerivative, UnsupportedError
 from hoglib.penalties.distributed import GatheredParameters
-from hoglib.penalties.gradient_flow import NOT_OF_POINTS, check_gradient_flow, no_gradient_flow
 from hoglib.penalties.options import CheckedOptions, select_output
 from hoglib.penalties.samples import Samples, check_points, random_like
 from hoglib.ring import ring
+from hoglib.stand_ins.mode import in_module
 
 Function = Callable[..., Any]
+NOT_OF_POINTS = "what it returns does not depend on the points"
+NOT_OF_PARAMETERS = "its gradient by the points does not reach any parameter that requires grad"
 # What torch says of an in-place operation on a leaf, on a view of one, and on expanded memory.
 IN_PLACE_ERRORS = (
     "a leaf Variable that requires grad is being used in an in-place",
@@ -236,6 +245,57 @@ class InputVJP:
                 f"tensor, got {validation.describe(y)}; select an output with output=."
             )
         return y
+
+
+# Whether a gradient flows through the function, and what detaches it
+
+
+def check_gradient_flow(name: str, graph: GraphSummary) -> None:
+    """Raises for a custom Function that detaches its gradient, and for compiled code, which has no
+    second derivative; warns of a Function that may detach it."""
+    if graph.has_compiled_code:
+        raise UnsupportedError(
+            f"{name}: expected operations that torch can differentiate twice, got a part that "
+            "torch.compile made, which it cannot. Compile the critic as a whole (a penalty then "
+            "runs its original code), or call that part inside "
+            "`torch.compiler.set_stance('force_eager')`."
+        )
+    try:
+        check_custom_functions(graph, name)
+    except NoSecondDerivative as error:
+        raise NoSecondDerivative(
+            f"{name}: this penalty has no effect because its gradient is detached in a custom "
+            f"Function. {error}"
+        ) from error
+
+
+def no_gradient_flow(problem: Problem, leaves: Sequence[Tensor], reason: str) -> NoSecondDerivative:
+    """The error of a penalty without effect at these leaves, with the places that detach."""
+    places = _detached_places(problem, leaves)
+    where = (
+        f"The gradient is detached by {'; by '.join(places)}."
+        if places
+        else "No call detaches it: the modules that the points go through are frozen, or the gradient "
+        "by the points is the same for all values of the parameters."
+    )
+    return NoSecondDerivative(
+        f"{problem.policy.caller}: this penalty has no effect because {reason}. {where} Change that, "
+        "or compute the penalty under torch.no_grad() if only its value is needed."
+    )
+
+
+def _detached_places(problem: Problem, leaves: Sequence[Tensor]) -> list[str]:
+    """Where a call of the function detaches; else its Functions, whose backward may."""
+    with DetachmentWatch(module=in_module) as watch, suppress(Exception):
+        with watching_functions(lambda function, given: None) as applying:
+            watch.applying = applying
+            result = problem.loss(problem.params(leaves), *problem.args)
+        places = [str(detached) for detached in watch.detached]
+        if not places and isinstance(result, Tensor):
+            functions = [entry.function for entry in graph_summary(result).user_functions]
+            places = [f"the backward of {f.__qualname__}" for f in functions if f is not None]
+        return list(dict.fromkeys(places))
+    return []
 
 
 # Parameters and dtypes of the function

@@ -1,21 +1,39 @@
-"""Penalties on the Jacobian of a function by its inputs."""
+"""Penalties on the Jacobian of a function by its inputs, and on the gradient of a loss by its
+parameters."""
 
+from functools import partial
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
 from hoglib._core import pytree, validation
-from hoglib._core.torch_internals import uncompiled
+from hoglib._core.autograd import gradient_with_graph
+from hoglib._core.mixed_precision import upcast_half
+from hoglib._core.norms import root
+from hoglib._core.problem import Problem
+from hoglib._core.torch_internals import transforms_active, uncompiled
 from hoglib.errors import ArgumentValueError
-from hoglib.penalties.evaluation import penalty
-from hoglib.penalties.input_vjp import Function
-from hoglib.penalties.kinds import REAL, register
-from hoglib.penalties.options import Options, check_options
+from hoglib.penalties.evaluation import captures, penalty, run_as_graph, with_outputs
+from hoglib.penalties.input_vjp import (
+    Function,
+    autocast_devices,
+    cast_like_parameters,
+    no_gradient_flow,
+)
+from hoglib.penalties.module import REAL, register
+from hoglib.penalties.options import CheckedOptions, Options, check_options
 from hoglib.penalties.samples import check_points
 from hoglib.penalties.terms import half_squared_slope, squared_excess, squared_jacobian
+from hoglib.ring import ring
 
-__all__ = ["input_gradient", "jacobian", "lipschitz", "sobolev"]
+__all__ = ["input_gradient", "jacobian", "lipschitz", "parameter_gradient", "sobolev"]
+OF_SAMPLES = (
+    "reduction",
+    "output",
+    "batch",
+    "micro_batch",
+)  # options that parameter_gradient lacks
 
 
 @register(REAL)
@@ -239,3 +257,84 @@ def lipschitz(
 def _check_projections(count: int | None) -> None:
     if count is not None:
         validation.at_least("num_projections", count, 1)
+
+
+@register(REAL, without=OF_SAMPLES)
+def parameter_gradient(
+    func: Function, params: Any, *args: Any, squared: bool = False, **options: Unpack[Options]
+) -> Tensor:
+    r"""The norm of a loss's gradient by the parameters.
+
+        |grad_params f|        or |grad_params f|^2 with squared=True,  f = func(params, *args)
+
+    over all parameters together; at a gradient of zero the norm's derivative is zero. It is not a mean
+    over samples but the norm of a mean gradient: split over processes or accumulated over batches it is
+    the mean of the parts' norms, which is another number. It works under no_grad and in inference mode.
+
+    Args:
+        func: f, called as func(params, *args); it returns a scalar, such as a
+            :func:`hoglib.functional_loss`.
+        params: Any tree of floating-point tensors; those of `trainable_params(model)` are the
+            model's own, so that backward reaches them.
+        *args: Further arguments of func, such as a batch.
+        squared: Whether the squared norm is returned. Default: False.
+        **options: Those of :class:`Options` that are not of samples: ``autocast`` (leave it on),
+            ``return_outputs`` (return f too, from one forward pass), ``stand_ins`` (run inside
+            `second_order()`), ``remat`` (blocks to recompute), ``compile`` (run as one graph).
+    Returns:
+        The norm, a scalar; with ``return_outputs=True``, :class:`PenaltyWithOutputs` (norm, f).
+    Raises:
+        ArgumentTypeError, ArgumentValueError: For params or a value of the wrong kind.
+        NoSecondDerivative: If f does not depend on params, or its gradient does not (a loss that
+            is linear in params, or a gradient that is detached).
+    References:
+        Norm: Zhao, Zhang and Hu, Penalizing Gradient Norm for Efficiently Improving
+        Generalization, 2022, eq. 2. Squared: Barrett and Dherin, Implicit Gradient Regularization,
+        2021, eq. 1.
+    Example:
+        >>> w = torch.tensor([3.0, 4.0], requires_grad=True)
+        >>> norm = hog.penalties.parameter_gradient(lambda w: w.square().sum() / 2, w)  # |w|
+        >>> norm.backward()
+        >>> norm.item(), w.grad
+        (5.0, tensor([0.6000, 0.8000]))
+    """
+    validation.function("func", func)
+    validation.flag("squared", squared)
+    checked = check_options("parameter_gradient", options, without=OF_SAMPLES)
+    validation.parameters(params)
+    if captures(checked.policy):
+        body = partial(_norm_and_value, func, squared, checked)
+        found = run_as_graph(body, func, checked, (params, args))
+    else:
+        found = _norm_and_value(func, squared, checked, params, args)
+    value: Tensor = with_outputs(checked, *found)
+    return value
+
+
+def _norm_and_value(
+    func: Function, squared: bool, options: CheckedOptions, params: Any, args: tuple[Any, ...],
+    draws: object = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """|grad_params f| and f; no random numbers are drawn."""
+    leaves, structure = pytree.flatten(params)
+    in_transform, policy = transforms_active(), options.policy
+    create_graph = policy.create_graph and any(leaf.requires_grad for leaf in leaves)
+    devices = () if options.autocast else autocast_devices(leaves)
+    if devices:
+        args = cast_like_parameters(leaves, args)
+    with ring(policy, func, autocast_off=devices) as blocks:
+        problem = Problem(policy, func, structure, leaves, args).entered(blocks)
+        if in_transform:  # whose levels autograd.grad does not see
+            every = tuple(range(len(leaves)))
+            gradient: Any = torch.func.grad_and_value(problem, argnums=every)
+            grads, value = gradient(*problem.leaves)
+        else:
+            found = gradient_with_graph(problem, problem.leaves, "parameter_gradient", create_graph)
+            value, grads = found.value, found.parts
+        g = [upcast_half(part) for part in grads if part is not None]
+        norm = pytree.sum_scalars([(part * part.conj()).real.sum() for part in g])
+        norm = norm if squared else root(norm)
+        if create_graph and not in_transform and not norm.requires_grad:
+            reason = "the gradient of func does not depend on the parameters"
+            raise no_gradient_flow(problem, problem.leaves, reason)
+    return (norm, value) if create_graph or in_transform else (norm.detach(), value.detach())

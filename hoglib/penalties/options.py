@@ -98,7 +98,8 @@ def check_options(
     check_option_names(name, options, OPTION_NAMES)
     of_function = {key: options[key] for key in options if key in problem.OPTION_NAMES}
     own = {key: options[key] for key in options if key not in of_function}
-    policy = _policy(name, of_function)
+    # derivatives have a graph where the caller's gradients are on
+    policy = Policy.of(name, of_function, torch.is_grad_enabled(), functions=True)
     checked = CheckedOptions(policy, validation.generator(generator), **own)
     validation.one_of("reduction", checked.reduction, REDUCTIONS)
     validation.flag("autocast", checked.autocast)
@@ -127,15 +128,6 @@ def check_options(
                 "leave one of the two out."
             )
     return checked
-
-
-def _policy(name: str, options: dict[str, Any]) -> Policy:
-    """How the function is evaluated; derivatives have a graph where the caller's gradients are on."""
-    backend = options.get("compile")
-    if not callable(backend):
-        return Policy.of(name, options, torch.is_grad_enabled())
-    policy = Policy.of(name, {**options, "compile": True}, torch.is_grad_enabled())
-    return policy._replace(backend=backend)  # the caller's own
 
 
 def select_output(outputs: Any, output: Output) -> Any:

@@ -17,6 +17,7 @@ from hoglib._core.problem import Options, Policy
 from hoglib._core.source_location import first_time, warn_once
 from hoglib._core.state import GeneratorStates
 from hoglib._core.swap import call_with
+from hoglib._core.trust import DIGITS, agree
 from hoglib.errors import (
     ArgumentTypeError,
     ArgumentValueError,
@@ -261,11 +262,10 @@ def _agree(a: Sequence[Parts], b: Sequence[Parts]) -> bool:
     """Whether the coefficients are the same, up to rounding."""
     for p, q in zip(chain(*a), chain(*b), strict=True):
         known = q if p is None else p
-        if known is None or not known.numel():
+        if known is None:
             continue
         p, q = (torch.zeros_like(known) if part is None else part for part in (p, q))
-        size = max(float(p.abs().max()), float(q.abs().max()))
-        if not bool(((p - q).abs() <= size * torch.finfo(p.dtype).eps ** 0.5).all()):
+        if not agree(p, q, DIGITS):
             return False
     return True
 

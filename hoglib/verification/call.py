@@ -462,7 +462,7 @@ _REDUCED = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precis
 def exact_products() -> AbstractContextManager[None]:
     """Inside, float32 matrix products and convolutions are computed in float32, not in TF32 or less."""
     settings: list[tuple[Any, str, Any]] = [(_BACKENDS, "fp32_precision", "ieee")]
-    settings += [(backend, "fp32_precision", "ieee") for backend in _OPERATORS]
+    settings += [(one, "fp32_precision", "ieee") for one in _OPERATORS]
     settings += _cudnn()
     settings += [(_BACKENDS.cuda.matmul, name, False) for name in _REDUCED]
     return preserve_settings(settings)
@@ -475,7 +475,7 @@ def _cudnn() -> list[tuple[Any, str, Any]]:
     try:
         bool(cudnn.allow_tf32)
     except RuntimeError:
-        return [(backend, "fp32_precision", "ieee") for backend in (cudnn.conv, cudnn.rnn)]
+        return [(one, "fp32_precision", "ieee") for one in (cudnn.conv, cudnn.rnn)]
     return [(cudnn, "allow_tf32", False)]
 
 

@@ -11,7 +11,7 @@ import torch
 from torch.testing import assert_close
 
 import hoglib as hog
-from hoglib.capture.backend import cache_dir, make_cache_dir
+from hoglib.capture.runners import cache_dir, make_cache_dir
 from tests.capture.models import draw
 from tests.long_tail import FULL
 
@@ -86,7 +86,7 @@ def test_code_is_for_a_number_of_threads(cache):
 
 def test_a_long_compilation_is_announced(cache, monkeypatch, capfd):
     for seconds in (0, 10):
-        monkeypatch.setattr("hoglib.capture.backend.SECONDS_PER_OPERATION", seconds)
+        monkeypatch.setattr("hoglib.capture.runners.SECONDS_PER_OPERATION", seconds)
         hog.compile(function(), name="it")(draw(3))
         assert ("operations of it, for about" in capfd.readouterr().err) == bool(seconds)
 

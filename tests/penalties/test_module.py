@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 import hoglib as hog
 from hoglib import penalties
-from hoglib.penalties.kinds import KINDS
+from hoglib.penalties.module import KINDS
 from tests.penalties.critics import CRITICS, build, draw, generator, plain
 from tests.refused import refused
 

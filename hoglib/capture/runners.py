@@ -24,16 +24,7 @@ from hoglib._core import validation
 from hoglib._core.logger import LOGGER
 from hoglib._core.restoring import replaced
 from hoglib._core.source_location import warn
-from hoglib.capture.passes import (
-    VIEWS,
-    channels_last,
-    expand_alpha_beta,
-    functionalized,
-    lay_out_concatenations,
-    merge_sums,
-    specialize_convolutions,
-    takes_lists,
-)
+from hoglib.capture.passes import VIEWS, copied, optimized, takes_lists
 from hoglib.errors import ArgumentTypeError
 
 Runnable = Callable[..., Any]
@@ -63,7 +54,7 @@ def make_runner(
     """What runs a graph at tensors like the inputs, and the name of the backend."""
     if callable(backend):
         began = perf_counter()
-        run = backend(_copied(graph), inputs)  # which it may change
+        run = backend(copied(graph), inputs)  # which it may change
         if not callable(run):
             raise ArgumentTypeError(
                 f"backend: expected a function of (graph module, inputs) that returns a function, got "
@@ -102,7 +93,7 @@ def compile_graph(graph: fx.GraphModule, tensors: list[Tensor], dynamic: bool, n
     from torch._inductor.utils import fresh_cache
 
     began = perf_counter()
-    module = _optimize(graph, tensors, dynamic)
+    module = optimized(graph, tensors, dynamic)
     _announce(name, module.graph)
     compact = on_cpu and not any(map(takes_lists, module.graph.nodes))
     shapes: Any = "from_graph" if dynamic else "from_example_inputs"
@@ -110,40 +101,19 @@ def compile_graph(graph: fx.GraphModule, tensors: list[Tensor], dynamic: bool, n
         before = _count_found()
         try:
             with _torch_cache(), _inductor_settings(compact):
-                run = standalone_compile(_copied(module), list(tensors), dynamic_shapes=shapes)
+                run = standalone_compile(copied(module), list(tensors), dynamic_shapes=shapes)
         except Exception:
             # An interrupted compilation left files in the cache, or the C++ wrapper does not support
             # an operation.
             try:
                 with fresh_cache(), _inductor_settings(False):
-                    run = standalone_compile(_copied(module), list(tensors), dynamic_shapes=shapes)
+                    run = standalone_compile(copied(module), list(tensors), dynamic_shapes=shapes)
             except Exception as error:
                 if type(error).__name__ in _MISSING_COMPILER:
                     raise NoCompilerError(str(error).strip().splitlines()[0]) from error
                 raise
         source = "compiled" if _count_found() == before else "cache"
     return Runner(run, perf_counter() - began, source)
-
-
-def _optimize(graph: fx.GraphModule, tensors: list[Tensor], dynamic: bool) -> fx.GraphModule:
-    """A graph that torch's compiler makes right and fast code of; the given one does not change."""
-    module = _copied(graph)
-    expand_alpha_beta(module)
-    lay_out_concatenations(module)
-    if not dynamic:
-        module = functionalized(module, tensors)
-        merge_sums(module)
-    specialize_convolutions(module)
-    if not dynamic:
-        module = channels_last(module, tensors)
-    module.recompile()
-    return module
-
-
-def _copied(module: fx.GraphModule) -> fx.GraphModule:
-    own = fx.Graph()
-    own.output(own.graph_copy(module.graph, {}))
-    return fx.GraphModule(module, own)
 
 
 def _announce(name: str, graph: fx.Graph) -> None:
