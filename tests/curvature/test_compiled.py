@@ -14,6 +14,7 @@ from tests.curvature.problems import F64, MODELS, draw, flat, problem, relative
 from tests.curvature.test_operators import DATA, loader
 from tests.graphs import graphs_of
 from tests.long_tail import all_but
+from tests.rows import rows
 from tests.unchanged import unchanged
 
 CLOSE = 1e-10
@@ -83,7 +84,7 @@ def test_a_product_and_a_block_equal_the_eager_ones(name, kind):
         assert graphs(loss) == 1 + (name in SOME)
 
 
-@pytest.mark.parametrize("blocks", [None, "module"])
+@rows("blocks", [None, "module"])
 def test_whole_matrices(blocks):
     _, loss, params = small()
     run = partial(hog.hessian, loss, params, blocks=blocks)
@@ -129,7 +130,7 @@ def test_convolutions_by_inductor(tmp_path, monkeypatch):
     same(hog.hvp(loss, params, v, batch, compile=True), hog.hvp(loss, params, v, batch))
 
 
-@pytest.mark.parametrize("part", ["", "2."], ids=["all", "the head"])
+@rows("part", ["", "2."], ids=["all", "the head"])
 def test_parameters_that_are_changed_and_replaced(part):
     """Those that are not differentiated by are inputs too."""
     model, loss, _ = small()
@@ -153,8 +154,8 @@ FUNCTIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("block", [False, True], ids=["vector", "block"])
-@pytest.mark.parametrize("name", FUNCTIONS)
+@rows("block", [False, True], ids=["vector", "block"])
+@rows("name", FUNCTIONS)
 def test_plain_functions(name, block):
     written, params = FUNCTIONS[name]
     func = lambda *given: written(*given)  # noqa: E731

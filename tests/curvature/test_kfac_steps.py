@@ -12,6 +12,7 @@ from torch.testing import assert_close
 import hoglib as hog
 from hoglib.curvature import KFAC, NewtonCG
 from tests.curvature.problems import draw
+from tests.rows import rows
 
 F64 = torch.float64
 
@@ -131,7 +132,7 @@ def test_factors_are_averages():
     assert_close(stored, expected, rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.parametrize("options", [{}, {"method": "pi", "inverse_every": 3, "factors_every": 2}, {"rescale": False}], ids=["defaults", "seldom", "momentum"])  # fmt: skip
+@rows("options", [{}, {"method": "pi", "inverse_every": 3, "factors_every": 2}, {"rescale": False}], ids=["defaults", "seldom", "momentum"])  # fmt: skip
 def test_a_resumed_run_is_the_same_run(options):
     whole, whole_params, batch = problem()
     optimizer = KFAC(whole, **options)

@@ -11,6 +11,7 @@ import hoglib as hog
 from experiments.benchmarks.memory import peak_bytes
 from hoglib.ops import _attention_blocks, _attention_functions, _philox
 from tests.language_models import language_model, padded_batch
+from tests.rows import rows
 
 attention = hog.ops.scaled_dot_product_attention
 F64 = torch.float64
@@ -68,7 +69,7 @@ OPTIONS = {
 
 
 @either_route
-@pytest.mark.parametrize("name", OPTIONS)
+@rows("name", OPTIONS)
 def test_values_and_gradients_are_torchs(name):
     options = OPTIONS[name]
     inputs = [x.requires_grad_() for x in qkv(keys=2 if name == "grouped heads" else 4)]
@@ -106,7 +107,7 @@ def test_large_logits():
 
 
 @either_route
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@rows("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_half_precision_is_rounded_once(dtype):
     narrow = qkv(dtype)
     rounded = [x.double() for x in narrow]
@@ -118,8 +119,8 @@ def test_half_precision_is_rounded_once(dtype):
 
 
 @either_route
-@pytest.mark.parametrize("mode", ["reverse-over-reverse", "forward-over-reverse"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@rows("mode", ["reverse-over-reverse", "forward-over-reverse"])
+@rows("dtype", [torch.float16, torch.bfloat16])
 def test_products_in_half_precision_are_summed_in_float32(dtype, mode):
     """Sums over 500 keys: in half precision they would be off by many units in the last place."""
     x, v = ([draw(2, n, 4, seed=s + n).to(dtype) for n in (3, 500, 500)] for s in (0, 1))
@@ -154,7 +155,7 @@ MASK_DTYPES = [  # of query, mask and autocast
 
 
 @either_route
-@pytest.mark.parametrize("dtypes", MASK_DTYPES, ids=lambda x: " ".join(map(str, x)))
+@rows("dtypes", MASK_DTYPES, ids=lambda x: " ".join(map(str, x)))
 def test_a_mask_of_another_dtype_is_taken_where_torch_takes_it(dtypes):
     dtype, of_mask, lower = dtypes
     q, k, _ = qkv(dtype)
@@ -272,7 +273,7 @@ def nested(loss, inputs, along):
 
 
 @pytest.mark.usefixtures("blocks")
-@pytest.mark.parametrize("name", BLOCKS)
+@rows("name", BLOCKS)
 def test_blocks_are_the_formula_at_every_order(name):
     shapes, options = BLOCKS[name]
     inputs = tuple(draw(*shape, seed=i) for i, shape in enumerate(shapes))
@@ -328,7 +329,7 @@ def slopes_gradient(x, mode):
     return torch.func.grad(slope, argnums=(0, 1, 2))(*x)
 
 
-@pytest.mark.parametrize(
+@rows(
     ("run", "mode"),
     [
         (products, "reverse-over-reverse"),
@@ -346,7 +347,7 @@ def test_memory_grows_with_the_length(run, mode):
     assert peaks[2] < 2 * 2400 * 2400  # a quarter of the scores of both heads
 
 
-@pytest.mark.parametrize("p", [0.0, 0.2])
+@rows("p", [0.0, 0.2])
 @pytest.mark.usefixtures("blocks")
 def test_blocks_in_a_captured_graph(p):
     def loss(x):
@@ -436,7 +437,7 @@ ERRORS = {
 
 
 @either_route
-@pytest.mark.parametrize("name", ERRORS)
+@rows("name", ERRORS)
 def test_errors(name):
     call, kind, message = ERRORS[name]
     with pytest.raises(kind, match=message):

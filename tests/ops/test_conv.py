@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from hoglib import ops
 from tests.oracles import relative
+from tests.rows import rows
 
 # torch's own convolution, the reference, about an even kernel
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel:UserWarning")
@@ -89,8 +90,8 @@ ROUTES: dict[str, Callable[[Callable[..., Tensor], tuple[Tensor, ...]], Any]] = 
 }
 
 
-@pytest.mark.parametrize("route", ROUTES.values(), ids=ROUTES.keys())
-@pytest.mark.parametrize("name", CASES)
+@rows("route", ROUTES.values(), ids=ROUTES.keys())
+@rows("name", CASES)
 def test_torch_func_agrees_with_the_convolution_of_torch(name: str, route: Any) -> None:
     ours, torchs, inputs = made(name)
     torch.testing.assert_close(route(ours, inputs), route(torchs, inputs), atol=1e-10, rtol=1e-8)
@@ -182,7 +183,7 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("error", "message", "run"), REFUSED.values(), ids=REFUSED.keys())
+@rows(("error", "message", "run"), REFUSED.values(), ids=REFUSED.keys())
 def test_errors_say_what_to_do(error: Any, message: str, run: Callable[[], Any]) -> None:
     with pytest.raises(error, match=message):
         run()

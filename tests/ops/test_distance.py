@@ -11,6 +11,7 @@ from torch.testing import assert_close
 
 import hoglib as hog
 from tests.ops.checks import REPLACES, in_every_mix
+from tests.rows import rows
 
 F64 = torch.float64
 INFINITY = float("inf")
@@ -25,8 +26,8 @@ POWERS = {
     "fourth powers": 4.0,
     "maxima": INFINITY,
 }
-each_power = pytest.mark.parametrize("p", POWERS.values(), ids=POWERS.keys())
-by = pytest.mark.parametrize(
+each_power = rows("p", POWERS.values(), ids=POWERS.keys())
+by = rows(
     "mode",
     ["use_mm_for_euclid_dist", "donot_use_mm_for_euclid_dist"],
     ids=["products", "differences"],
@@ -62,21 +63,21 @@ ROWS = {
 
 
 @each_power
-@pytest.mark.parametrize("shapes", ROWS.values(), ids=ROWS.keys())
+@rows("shapes", ROWS.values(), ids=ROWS.keys())
 def test_cdist_has_the_values_and_gradients_of_torch(p: float, shapes: Any) -> None:
     x, y = (normal(*shape, seed=i) for i, shape in enumerate(shapes))
     same(lambda a, b: hog.ops.cdist(a, b, p), lambda a, b: torch.cdist(a, b, p), x, y)
 
 
 @each_power
-@pytest.mark.parametrize("shape", [(5, 3), (1, 3), (2, 1)], ids=["matrix", "one row", "one entry"])
+@rows("shape", [(5, 3), (1, 3), (2, 1)], ids=["matrix", "one row", "one entry"])
 def test_pdist_has_the_values_and_gradients_of_torch(p: float, shape: tuple[int, int]) -> None:
     same(lambda x: hog.ops.pdist(x, p), lambda x: F.pdist(x, p), normal(*shape))
 
 
 @each_power
-@pytest.mark.parametrize("keepdim", [False, True], ids=["dropped", "kept"])
-@pytest.mark.parametrize("shapes", [((4, 3), (4, 3)), ((2, 1, 3), (4, 3)), ((3,), (3,))], ids=["matrices", "broadcast", "vectors"])  # fmt: skip
+@rows("keepdim", [False, True], ids=["dropped", "kept"])
+@rows("shapes", [((4, 3), (4, 3)), ((2, 1, 3), (4, 3)), ((3,), (3,))], ids=["matrices", "broadcast", "vectors"])  # fmt: skip
 def test_pairwise_distance_has_the_values_and_gradients_of_torch(
     p: float, keepdim: bool, shapes: Any
 ) -> None:
@@ -112,7 +113,7 @@ def test_ties_zeros_and_equal_rows_have_the_gradients_of_torch(p: float, mode: s
 
 
 @each_power
-@pytest.mark.parametrize("order", [1, 2, 3], ids=["first", "second", "third"])
+@rows("order", [1, 2, 3], ids=["first", "second", "third"])
 @by
 def test_distance_zero_has_derivatives_zero(p: float, order: int, mode: str) -> None:
     x, v = torch.ones(2, 3, dtype=F64), normal(2, 3, seed=2)
@@ -180,7 +181,7 @@ def test_a_row_that_is_not_finite_spoils_no_others(mode: str) -> None:
     assert grad[[0, 2]].isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["half", "bfloat16"])
+@rows("dtype", [torch.float16, torch.bfloat16], ids=["half", "bfloat16"])
 def test_half_precision_is_computed_in_float32(dtype: torch.dtype) -> None:
     """torch refuses it where it does not take products."""
     x, y = normal(4, 3, dtype=dtype), normal(5, 3, seed=1, dtype=dtype)
@@ -190,7 +191,7 @@ def test_half_precision_is_computed_in_float32(dtype: torch.dtype) -> None:
     assert_close(hog.ops.pairwise_distance(x, x + 1), F.pairwise_distance(x, x + 1))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+@rows("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
 @by
 def test_dtypes_under_autocast_are_those_of_torch(dtype: torch.dtype, mode: str) -> None:
     x, y = normal(4, 3, dtype=dtype), normal(4, 3, seed=1, dtype=dtype)
@@ -220,7 +221,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.parametrize("given", WRONG.values(), ids=WRONG.keys())
+@rows("given", WRONG.values(), ids=WRONG.keys())
 def test_errors_are_of_the_type_of_torchs(given: tuple[Any, ...]) -> None:
     with pytest.raises(Exception, match=r".") as theirs:
         torch.cdist(*given)

@@ -13,6 +13,7 @@ from torch.testing import assert_close
 import hoglib as hog
 from hoglib import ops
 from tests.ops.matrix import F64, close
+from tests.rows import rows
 
 INF, NAN = math.inf, math.nan
 
@@ -91,7 +92,7 @@ AS_TORCH: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], Tensor]]
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", AS_TORCH)
+@rows("name", AS_TORCH)
 def test_edges_are_those_of_torch(name: str) -> None:
     ours, theirs, x = AS_TORCH[name]
     close(three_orders(ours, x), three_orders(theirs, x))
@@ -106,8 +107,8 @@ GATES = {
 }
 
 
-@pytest.mark.parametrize("name", GATES)
-@pytest.mark.parametrize("arrives", [INF, NAN], ids=["infinity", "NaN"])
+@rows("name", GATES)
+@rows("arrives", [INF, NAN], ids=["infinity", "NaN"])
 def test_a_closed_gate_lets_nothing_through(name: str, arrives: float) -> None:
     x = tensor(-1.0).requires_grad_()
     (grad,) = torch.autograd.grad(GATES[name](x), x, tensor(arrives))
@@ -126,7 +127,7 @@ def test_cross_entropy_keeps_its_digits_for_large_logits() -> None:
     assert_close(grad, torch.tensor([[-p, p]]), rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("target", [[3], [-1]], ids=["too large", "negative"])
+@rows("target", [[3], [-1]], ids=["too large", "negative"])
 def test_cross_entropy_names_a_class_out_of_range(target: list[int]) -> None:
     with pytest.raises(IndexError, match="expected classes from 0 to 2"):
         ops.softmax_cross_entropy(torch.zeros(1, 3), torch.tensor(target))
@@ -166,7 +167,7 @@ def test_first_derivatives_of_gradient_ops() -> None:
         assert_close(torch.autograd.grad(y, leaf, g)[0], grad, msg=name)
 
 
-@pytest.mark.parametrize(
+@rows(
     "op",
     [ops.reverse_gradient, lambda x: ops.scale_gradient(x, scale=2),
      lambda x: ops.clip_gradient(x, bound=1)],
@@ -179,7 +180,7 @@ def test_an_operation_in_place_behind_a_gradient_op_leaves_x_alone(op: Any) -> N
     assert x.grad is not None
 
 
-@pytest.mark.parametrize("x", [INF, -INF, NAN])
+@rows("x", [INF, -INF, NAN])
 def test_references_of_surrogates_keep_values_that_are_not_finite(x: float) -> None:
     compiled = torch.compile(
         lambda x: (ops.reverse_gradient(x), ops.clamp(x, max=1.0, straight_through=True)),
@@ -231,8 +232,8 @@ UNARY = ["square", "exp", "sinh", "sigmoid", "tanh", "relu", "swish", "split_sig
          "straight_through", "reverse_gradient", "stop_gradient"]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [*UNARY, *OPTIONS])
-@pytest.mark.parametrize("wrong", [INTEGER, [1.0, 2.0]], ids=["integers", "a list"])
+@rows("name", [*UNARY, *OPTIONS])
+@rows("wrong", [INTEGER, [1.0, 2.0]], ids=["integers", "a list"])
 def test_x_must_be_a_tensor_of_floating_point_numbers(name: str, wrong: Any) -> None:
     others, options = OPTIONS.get(name, ((), {}))
     getattr(ops, name)(X, *others, **options)
@@ -285,7 +286,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", WRONG)
+@rows("name", WRONG)
 def test_wrong_arguments_are_explained(name: str) -> None:
     call, error, message = WRONG[name]
     with pytest.raises(error, match=message):

@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional as F
 
 import hoglib as hog
+from tests.rows import rows
 
 F64 = torch.float64
 
@@ -29,8 +30,8 @@ CALLS = {
 pytestmark = pytest.mark.filterwarnings("ignore:size_average and reduce args will be deprecated")
 
 
-@pytest.mark.parametrize("scale", [1.0, 100.0])
-@pytest.mark.parametrize("name", CALLS)
+@rows("scale", [1.0, 100.0])
+@rows("name", CALLS)
 def test_values_and_gradients_are_torchs(name, scale):
     ours, theirs, options = CALLS[name]
     x = (scale * draw(4, 4)[: 4 if "glu" in name else 3]).requires_grad_()
@@ -42,9 +43,9 @@ def test_values_and_gradients_are_torchs(name, scale):
     )
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("dtype", [F64, torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", CALLS)
+@rows("autocast", [False, True])
+@rows("dtype", [F64, torch.float32, torch.float16, torch.bfloat16])
+@rows("name", CALLS)
 def test_dtypes_are_torchs(name, dtype, autocast):
     ours, theirs, options = CALLS[name]
     x = draw(4, 4)[: 4 if "glu" in name else 3].to(dtype)

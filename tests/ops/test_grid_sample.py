@@ -12,12 +12,13 @@ from torch.testing import assert_close
 
 from hoglib import ops
 from tests.ops.checks import REPLACES
+from tests.rows import rows
 
 F64 = torch.float64
 NAN, INF = torch.nan, torch.inf
-every_mode = pytest.mark.parametrize("mode", ["bilinear", "nearest", "bicubic"])
-every_padding = pytest.mark.parametrize("padding", ["zeros", "border", "reflection"])
-both_alignments = pytest.mark.parametrize("align", [False, True], ids=["edges", "centres"])
+every_mode = rows("mode", ["bilinear", "nearest", "bicubic"])
+every_padding = rows("padding", ["zeros", "border", "reflection"])
+both_alignments = rows("align", [False, True], ids=["edges", "centres"])
 
 
 def normal(*shape: int, dtype: torch.dtype = F64) -> Tensor:
@@ -43,7 +44,7 @@ def value_and_grads(
 @every_mode
 @every_padding
 @both_alignments
-@pytest.mark.parametrize("sizes", [(4, 5), (1, 1), (3, 1)], ids=["image", "pixel", "column"])
+@rows("sizes", [(4, 5), (1, 1), (3, 1)], ids=["image", "pixel", "column"])
 def test_values_and_gradients_are_torchs(
     mode: str, padding: str, align: bool, sizes: tuple[int, int]
 ) -> None:
@@ -59,10 +60,10 @@ def test_values_and_gradients_are_torchs(
         assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("mode", ["bilinear", "nearest"])
+@rows("mode", ["bilinear", "nearest"])
 @every_padding
 @both_alignments
-@pytest.mark.parametrize("sizes", [(3, 4, 2), (1, 1, 1)], ids=["volume", "voxel"])
+@rows("sizes", [(3, 4, 2), (1, 1, 1)], ids=["volume", "voxel"])
 def test_volumes_are_torchs(
     mode: str, padding: str, align: bool, sizes: tuple[int, int, int]
 ) -> None:
@@ -77,7 +78,7 @@ def test_volumes_are_torchs(
 
 
 @every_padding
-@pytest.mark.parametrize("place", [0.0, 3.0, 1.0], ids=["first", "last", "middle"])
+@rows("place", [0.0, 3.0, 1.0], ids=["first", "last", "middle"])
 def test_derivatives_on_a_pixel_are_one_sided_at_every_order(padding: str, place: float) -> None:
     """d2y/dgrid dinput on a pixel: the derivative of torch's first, by the image, which is linear."""
     image, grid = normal(1, 1, 4, 4), at(torch.tensor([[[[place, 1.5]]]]).to(F64), (4, 4), True)
@@ -102,7 +103,7 @@ def test_derivatives_on_a_pixel_are_one_sided_at_every_order(padding: str, place
 
 @every_mode
 @every_padding
-@pytest.mark.parametrize("far", [1e6, -1e6, 1e18, -1e30])
+@rows("far", [1e6, -1e6, 1e18, -1e30])
 def test_far_away(mode: str, padding: str, far: float) -> None:
     image = normal(1, 2, 4, 5, dtype=torch.float32)
     grid = torch.tensor([[[[far, 0.1], [0.1, far]]]])
@@ -116,7 +117,7 @@ def test_far_away(mode: str, padding: str, far: float) -> None:
 
 @every_mode
 @every_padding
-@pytest.mark.parametrize("value", [NAN, INF, -INF])
+@rows("value", [NAN, INF, -INF])
 def test_a_place_that_is_no_number_harms_no_other(mode: str, padding: str, value: float) -> None:
     """Torch's own may end the process there, so that it cannot be asked."""
     image = normal(1, 2, 4, 5)
@@ -135,9 +136,7 @@ def test_a_place_that_is_no_number_harms_no_other(mode: str, padding: str, value
 # Dtypes, sizes, transforms.
 
 
-@pytest.mark.parametrize(
-    "dtypes", list(itertools.product([torch.bfloat16, torch.float32], repeat=2)), ids=str
-)
+@rows("dtypes", list(itertools.product([torch.bfloat16, torch.float32], repeat=2)), ids=str)
 def test_autocast_gives_torchs_dtype(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
     image, grid = normal(1, 2, 3, 4, dtype=dtypes[0]), normal(1, 2, 2, 2, dtype=dtypes[1])
     with torch.autocast("cpu", torch.bfloat16):
@@ -188,7 +187,7 @@ WRONG: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
+@rows("name", WRONG)
 def test_errors_are_torchs(name: str) -> None:
     arguments, message = WRONG[name]
     with pytest.raises(Exception, match=message) as theirs:

@@ -4,7 +4,6 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
@@ -16,6 +15,7 @@ from hoglib import ops
 from hoglib._core.tolerances import TOLERANCES
 from tests.ops.matrix import F64, close, orders, weights
 from tests.ops.opinfo import references
+from tests.rows import rows
 
 few = settings(max_examples=25, deadline=None, derandomize=True)
 sizes = st.integers(0, 3)
@@ -62,7 +62,7 @@ ELEMENTWISE = {
 }
 
 
-@pytest.mark.parametrize("name", ELEMENTWISE)
+@rows("name", ELEMENTWISE)
 @few
 @given(data=st.data())
 def test_broadcasting(name: str, data: Any) -> None:
@@ -70,18 +70,18 @@ def test_broadcasting(name: str, data: Any) -> None:
     same(ours, theirs, *data.draw(broadcastable(count)))
 
 
-@pytest.mark.parametrize("name", ELEMENTWISE)
-@pytest.mark.parametrize(
+@rows("name", ELEMENTWISE)
+@rows(
     "dtypes",
     list(itertools.product([torch.float32, F64, torch.bfloat16], repeat=2)),
     ids=lambda pair: " and ".join(str(dtype).removeprefix("torch.") for dtype in pair),
 )
-@pytest.mark.parametrize(
+@rows(
     "batched",
     [(False, False), (True, True), (False, True), (True, False)],
     ids=["no vmap", "both mapped", "second mapped", "first mapped"],
 )
-@pytest.mark.parametrize("shape", [(), (2,)], ids=["second without dimensions", "second a vector"])
+@rows("shape", [(), (2,)], ids=["second without dimensions", "second a vector"])
 def test_promotion_is_that_of_torch(
     name: str,
     dtypes: tuple[torch.dtype, torch.dtype],

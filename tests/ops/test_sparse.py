@@ -7,6 +7,7 @@ from torch.testing import assert_close
 
 import hoglib as hog
 from tests.ops.checks import REPLACES
+from tests.rows import rows
 
 F64 = torch.float64
 pytestmark = [  # torch's own
@@ -25,7 +26,7 @@ def dense(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=F64, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("columns", [0, 1, 5], ids=["none", "one", "five"])
+@rows("columns", [0, 1, 5], ids=["none", "one", "five"])
 def test_values_and_gradients_are_those_of_torch(columns: int) -> None:
     results = []
     for function in (hog.ops.sparse_mm, torch.sparse.mm):

@@ -6,6 +6,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import hoglib as hog
+from tests.rows import rows
 
 
 def points(*shape):
@@ -27,7 +28,7 @@ class Shared(nn.Module):
         return h, {"sum": h.sum()}
 
 
-@pytest.mark.parametrize("mode", ["taylor", "nested"])
+@rows("mode", ["taylor", "nested"])
 def test_the_gradient_of_a_loss_of_jets_is_that_of_nested_derivatives(mode):
     net, x = Shared().double(), points(4, 3).requires_grad_()
     v = points(4, 3)
@@ -193,7 +194,7 @@ ERRORS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("error", ERRORS)
+@rows("error", ERRORS)
 def test_errors(error):
     call, kind, message = ERRORS[error]
     with pytest.raises(kind, match=message):
