@@ -39,6 +39,11 @@ def each(every: Iterable[tuple[str, Mapping[str, Any]]], run: Callable[..., Any]
         raise BaseExceptionGroup(message, [error for _, error in failed])
 
 
+def _label(value: Any) -> str:
+    text = str(getattr(value, "__name__", value))
+    return text if len(text) < 60 else f"{text[:60]}..."
+
+
 def rows(
     names: str | Iterable[str], table: Iterable[Any], ids: Any = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -127,8 +127,7 @@ def test_nets_by_finite_differences(name, outputs):
     assert_close(in_transform.detach(), expected, rtol=1e-6, atol=1e-8)
 
 
-@rows("projections", [None, 2])
-@rows("outputs", ["all", "first"])
+@rows(("projections", "outputs"), [(None, "all"), (2, "first")])
 @rows("name", [n for n in NETS if n != "ReLU"])
 def test_the_gradient_of_a_loss_by_the_parameters(name, outputs, projections):
     net, x = net_of(name)

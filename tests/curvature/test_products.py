@@ -56,16 +56,6 @@ def test_any_pytree_in_and_the_same_out(tree, mode):
         assert_close(ours, theirs)
 
 
-@rows("mode", MODES)
-def test_without_create_graph_the_results_are_plain(mode):
-    x = torch.randn(3, requires_grad=True)
-    value, product = hog.hvp(lambda p: p.pow(3).sum(), x, torch.ones(3), mode=mode)
-    assert not value.requires_grad
-    assert not product.requires_grad
-    assert not hog.hessian(lambda p: p.pow(3).sum(), x).requires_grad
-    assert hog.hessian(lambda p: p.pow(3).sum(), x, create_graph=True).requires_grad
-
-
 def test_grad_of_hvp_needs_no_create_graph_inside_transforms():
     x = torch.randn(3, dtype=torch.float64)
     func = lambda p: p.pow(4).sum()  # noqa: E731

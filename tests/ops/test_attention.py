@@ -238,8 +238,8 @@ def by_formula(q, k, v, bias=None, *, kept=None, dropout_p=0.0, is_causal=False,
     return (weights if kept is None else weights * kept / (1 - dropout_p)) @ v
 
 
-def nested(loss, inputs, along):
-    """The derivatives of a loss to third order, by all ways to nest reverse and forward mode."""
+def nested(loss, inputs, along, third):
+    """The derivatives of a loss to second or third order, by all ways to nest reverse and forward mode."""
 
     def gradient(f):
         return torch.func.grad(lambda *x: f(*x), argnums=tuple(range(len(inputs))))
@@ -257,9 +257,10 @@ def nested(loss, inputs, along):
     yield "fr", slope(gradient(loss), v)(*inputs)
     yield "rf", gradient(slope(loss, v))(*inputs)
     yield "ff", [slope(slope(loss, v), w)(*inputs)]
-    yield "rrr", gradient(dot(gradient(dot(gradient(loss), v)), w))(*inputs)
-    yield "rrf", gradient(dot(gradient(slope(loss, v)), w))(*inputs)
-    yield "frr", slope(gradient(dot(gradient(loss), v)), w)(*inputs)
+    if third:
+        yield "rrr", gradient(dot(gradient(dot(gradient(loss), v)), w))(*inputs)
+        yield "rrf", gradient(dot(gradient(slope(loss, v)), w))(*inputs)
+        yield "frr", slope(gradient(dot(gradient(loss), v)), w)(*inputs)
     both = [torch.stack(pair) for pair in zip(v, w, strict=True)]
     products = torch.func.vmap(lambda *u: slope(gradient(loss), u)(*inputs), randomness="same")
     yield "vectors at once", products(*both)
@@ -272,8 +273,11 @@ def nested(loss, inputs, along):
         yield f"samples of input {i}", torch.func.vmap(of_one, randomness="same")(samples)
 
 
+OF_THIRD_ORDER = ("two widths", "a hidden row", "a bias, grouped", "dropout, causal, grouped")
+
+
 @pytest.mark.usefixtures("blocks")
-@rows("name", BLOCKS)
+@pytest.mark.parametrize("name", BLOCKS)
 def test_blocks_are_the_formula_at_every_order(name):
     shapes, options = BLOCKS[name]
     inputs = tuple(draw(*shape, seed=i) for i, shape in enumerate(shapes))
@@ -298,8 +302,9 @@ def test_blocks_are_the_formula_at_every_order(name):
         return by_formula(*x, **options, kept=kept)
 
     weights = draw(*right(*inputs).shape, seed=7)
-    found = nested(lambda *x: (ours(*x).sin() * weights).sum(), inputs, along)
-    expected = nested(lambda *x: (right(*x).sin() * weights).sum(), inputs, along)
+    third = name in OF_THIRD_ORDER
+    found = nested(lambda *x: (ours(*x).sin() * weights).sum(), inputs, along, third)
+    expected = nested(lambda *x: (right(*x).sin() * weights).sum(), inputs, along, third)
     for (way, a), (_, b) in zip(found, expected, strict=True):
         torch.testing.assert_close(
             list(a), list(b), rtol=1e-9, atol=1e-9, msg=lambda m, way=way: f"{way}: {m}"

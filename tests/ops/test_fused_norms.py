@@ -36,7 +36,6 @@ INPUTS = {
     "every second": randn(2, 3, 4, 2)[:, :, ::2],
     "volumes": randn(2, 2, 2, 1, 2),
 }
-each_input = rows("x", INPUTS.values(), ids=INPUTS)
 
 
 def leaves(x: Tensor, wanted: Any = ("x", "weight", "bias")) -> dict[str, Tensor]:
@@ -44,11 +43,15 @@ def leaves(x: Tensor, wanted: Any = ("x", "weight", "bias")) -> dict[str, Tensor
     return {name: value.requires_grad_(name in wanted) for name, value in given.items()}
 
 
-@each_input
-@rows("absent", [(), ("weight",), ("bias",), ("weight", "bias")], ids=str)
-def test_third_derivatives(x: Tensor, absent: tuple[str, ...]) -> None:
-    names = [name for name in ("x", "weight", "bias") if name not in absent]
-    free = [leaves(x)[name] for name in names]
+ABSENT = [(name, ()) for name in INPUTS]
+ABSENT += [("features", absent) for absent in (("weight",), ("bias",), ("weight", "bias"))]
+
+
+@rows(("name", "absent"), ABSENT)
+def test_third_derivatives(name: str, absent: tuple[str, ...]) -> None:
+    x = INPUTS[name]
+    names = [key for key in ("x", "weight", "bias") if key not in absent]
+    free = [leaves(x)[key] for key in names]
 
     def curvature(*values: Tensor) -> tuple[Tensor, ...]:
         y = norm(**dict(zip(names, values, strict=True)))

@@ -106,9 +106,16 @@ def test_values_and_gradients_are_torchs(case: tuple[Any, ...]) -> None:
     assert strides[0] == strides[1]
 
 
-@each_option
-def test_derivatives_are_right_in_every_mode(case: tuple[Any, ...]) -> None:
-    _, ours, args, options = case
+# Beside those of the matrix.
+MORE = (
+    "layer, no eps", "layer of one number", "batch of one image", "batch, channels last", "instance, no eps",
+    "weight, middle from the end", "weight, lengths as a list",
+)  # fmt: skip
+
+
+@rows("name", MORE)
+def test_derivatives_are_right_in_every_mode(name: str) -> None:
+    _, ours, args, options = OPTIONS[name]
     function, tensors = bound(ours, args, options)
     hog.verify(function, tensors, orders=2, modes=MODES, raise_exception=True)
 
