@@ -33,18 +33,6 @@ def problem(seed=1):
     return loss, hog.trainable_params(loss.model), task()
 
 
-def test_a_preconditioner_saves_products():
-    loss, params, batch = problem()
-    G, damping = hog.GGNOperator(loss, params, batch), 1e-4
-    b = draw(G.shape[0])
-    inverse = hog.KFACOperator(loss, params, batch).inverse(damping)
-    options = {"damping": damping, "max_iter": 2000, "return_info": True}
-    plain, without = G.solve(b, **options)
-    found, info = G.solve(b, preconditioner=inverse, **options)
-    assert_close(found, plain, atol=1e-4, rtol=1e-5)
-    assert 2 * info.products < without.products
-
-
 def products(steps, **options):
     loss, _, batch = problem()
     optimizer = NewtonCG(loss, damping=1e-4, stagnation_tol=1e-5, **options)

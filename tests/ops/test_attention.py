@@ -11,6 +11,7 @@ import hoglib as hog
 from experiments.benchmarks.memory import peak_bytes
 from hoglib.ops import _attention_blocks, _attention_functions, _philox
 from tests.language_models import language_model, padded_batch
+from tests.refused import refused
 from tests.rows import rows
 
 attention = hog.ops.scaled_dot_product_attention
@@ -441,9 +442,4 @@ ERRORS = {
 # fmt: on
 
 
-@either_route
-@rows("name", ERRORS)
-def test_errors(name):
-    call, kind, message = ERRORS[name]
-    with pytest.raises(kind, match=message):
-        call()
+test_errors = either_route(refused(ERRORS))

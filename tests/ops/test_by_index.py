@@ -1,6 +1,5 @@
 """Reductions by segments and by index, and hardsigmoid: torch's values and gradients, and all above."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import hoglib as hog
-from tests.ops.checks import MODES, REPLACES, in_every_mix
+from tests.ops.checks import MODES, REPLACES, in_every_mix, same
 from tests.rows import rows
 
 F64 = torch.float64
@@ -44,17 +43,6 @@ def with_zeros() -> Tensor:
     x = normal(6, 3, seed=1)
     x[1, 1] = x[2, 0] = x[2, 1] = x[3, 0] = 0.0
     return x
-
-
-def same(ours: Callable[..., Tensor], theirs: Callable[..., Tensor], *tensors: Tensor) -> None:
-    results = []
-    for fn in (ours, theirs):
-        leaves = [t.detach().clone().requires_grad_() for t in tensors]
-        y = fn(*leaves)
-        weights = torch.arange(1.0, y.numel() + 1, dtype=y.dtype).reshape(y.shape).sin() + 1.5
-        results.append([y.detach(), *torch.autograd.grad((y * weights).sum(), leaves)])
-    for a, b in zip(*results, strict=True):
-        assert_close(a, b, equal_nan=True)
 
 
 @reductions

@@ -13,6 +13,7 @@ from torch.testing import assert_close
 import hoglib as hog
 from hoglib import ops
 from tests.ops.matrix import F64, close
+from tests.refused import refused
 from tests.rows import rows
 
 INF, NAN = math.inf, math.nan
@@ -149,24 +150,6 @@ def test_second_derivatives_of_a_clipped_gradient() -> None:
     assert_close(by_gradients, plain.clamp(-c, c))
 
 
-def test_first_derivatives_of_gradient_ops() -> None:
-    x, g = tensor(-2.0, 0.0, 0.3, 2.5), tensor(1.0, -3.0, 0.5, 4.0)
-    cases = {
-        "sign": (lambda x: ops.straight_through(x), torch.sign(x), g),
-        "heaviside": (lambda x: ops.straight_through(x, kind="heaviside"), tensor(0, 0, 1, 1), g),
-        "round": (lambda x: ops.straight_through(x, kind="round"), tensor(-2, 0, 0, 2), g),
-        "scale": (lambda x: ops.scale_gradient(x, scale=3), x, 3 * g),
-        "reverse": (lambda x: ops.reverse_gradient(x, scale=2), x, -2 * g),
-        "clip": (lambda x: ops.clip_gradient(x, bound=1), x, tensor(1.0, -1.0, 0.5, 1.0)),
-        "clamp": (lambda x: ops.clamp(x, min=0, straight_through=True), x.clamp(min=0), g),
-    }
-    for name, (op, value, grad) in cases.items():
-        leaf = x.clone().requires_grad_()
-        y = op(leaf)
-        assert_close(y.detach(), value.to(F64), msg=name)
-        assert_close(torch.autograd.grad(y, leaf, g)[0], grad, msg=name)
-
-
 @rows(
     "op",
     [ops.reverse_gradient, lambda x: ops.scale_gradient(x, scale=2),
@@ -286,8 +269,4 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 }  # fmt: skip
 
 
-@rows("name", WRONG)
-def test_wrong_arguments_are_explained(name: str) -> None:
-    call, error, message = WRONG[name]
-    with pytest.raises(error, match=message):
-        call()
+test_wrong_arguments_are_explained = refused(WRONG)

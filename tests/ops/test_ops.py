@@ -2,12 +2,12 @@
 
 from functools import partial
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
 import hoglib as hog
+from tests.refused import refused
 from tests.rows import rows
 
 ACTS = {
@@ -126,8 +126,4 @@ ERRORS = {
 }  # fmt: skip
 
 
-@rows("error", ERRORS)
-def test_errors(error):
-    call, kind, message = ERRORS[error]
-    with pytest.raises(kind, match=message):
-        call()
+test_errors = refused(ERRORS)

@@ -38,17 +38,6 @@ def tensors(draw: Any, shape: tuple[int, ...]) -> Tensor:
     return x
 
 
-@st.composite
-def broadcastable(draw: Any, count: int) -> list[Tensor]:
-    """Tensors whose shapes broadcast together: some dimensions of one shape dropped or made 1."""
-    shape = draw(shapes)
-    result = []
-    for _ in range(count):
-        own = [draw(st.sampled_from([size, 1])) for size in shape]
-        result.append(draw(tensors(tuple(own[draw(st.integers(0, len(own))) :]))))
-    return result
-
-
 def same(ours: Callable[..., Any], theirs: Callable[..., Any], *inputs: Tensor) -> None:
     a, b = ([x.detach().requires_grad_() for x in inputs] for _ in range(2))
     close(orders(ours, a), orders(theirs, b))
@@ -60,14 +49,6 @@ ELEMENTWISE = {
     "smooth_l1": (2, ops.smooth_l1, references.smooth_l1),
     "quadratic": (4, ops.quadratic, references.quadratic),
 }
-
-
-@rows("name", ELEMENTWISE)
-@few
-@given(data=st.data())
-def test_broadcasting(name: str, data: Any) -> None:
-    count, ours, theirs = ELEMENTWISE[name]
-    same(ours, theirs, *data.draw(broadcastable(count)))
 
 
 @rows("name", ELEMENTWISE)
