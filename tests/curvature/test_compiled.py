@@ -11,7 +11,7 @@ from torch import nn
 import hoglib as hog
 from hoglib.curvature import compiled
 from tests.curvature.problems import F64, MODELS, draw, flat, problem, relative
-from tests.curvature.test_operators import DATA, loader
+from tests.curvature.test_operators import loader
 from tests.graphs import graphs_of
 from tests.rows import rows
 from tests.unchanged import unchanged
@@ -269,20 +269,6 @@ def test_too_many_products_warn():
     products(2)
     with pytest.warns(UserWarning, match="created at each call"):
         products(40)
-
-
-@pytest.mark.parametrize("data", ["a loader with an uneven last batch", "micro-batches"])
-def test_operators_have_a_graph_for_each_size_of_a_batch(data):
-    loss, params, batch = problem("layers of hoglib")
-    given, options = DATA[data](batch)
-    plain = hog.HessianOperator(loss, params, batch)
-    operator = hog.HessianOperator(loss, params, given, compile="eager", **options)
-    for seed in (0, 1):
-        v = draw(plain.shape[0], seed=seed)
-        assert relative(operator @ v, plain @ v) < CLOSE
-    assert graphs(loss) == 2
-    V = draw(plain.shape[0], 3, seed=2)
-    assert relative(operator @ V, plain @ V) < CLOSE
 
 
 def test_a_kept_graph_is_dropped_when_anything_changes():

@@ -18,7 +18,6 @@ from tests.curvature.test_influence import ghosts, rows_of
 from tests.functions import ClassicCube
 from tests.models import Fn, Through
 from tests.rows import rows
-from tests.unchanged import unchanged
 
 F64 = torch.float64
 
@@ -589,12 +588,6 @@ def test_factors_are_kept_until_update():
     params["0.weight"] *= 2
     assert_close(K.to_dense(), before, rtol=0, atol=0)
     assert not torch.allclose(K.update().to_dense(), before)
-
-
-def test_nothing_of_the_model_changes():
-    loss, params, batch, _ = problem("conv2d, groups, dilation")
-    with unchanged(loss.model):
-        hog.KFACOperator(loss, params, batch, kind="mc", generator=torch.Generator()).to_dense()
 
 
 class Noisy(nn.Linear):

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import hoglib as hog
-from tests.ops.checks import MODES, REPLACES, in_every_mix, same
+from tests.ops.checks import MODES, in_every_mix, same
 from tests.rows import rows
 
 F64 = torch.float64
@@ -270,11 +270,3 @@ def test_hardsigmoid_of_what_is_not_real_is_refused(dtype: torch.dtype) -> None:
         F.hardsigmoid(torch.ones(2).to(dtype))
     with pytest.raises(RuntimeError, match="expected a"):
         hog.ops.hardsigmoid(torch.ones(2).to(dtype))
-
-
-def test_what_they_replace() -> None:
-    assert REPLACES[torch.segment_reduce] is hog.ops.segment_reduce
-    assert REPLACES[F.hardsigmoid] is hog.ops.hardsigmoid
-    for owner in (torch, torch.Tensor):
-        assert REPLACES[owner.scatter_reduce] is hog.ops.scatter_reduce
-        assert REPLACES[owner.index_reduce] is hog.ops.index_reduce

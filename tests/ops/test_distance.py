@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import hoglib as hog
-from tests.ops.checks import REPLACES, in_every_mix, refused_as_by_torch, same
+from tests.ops.checks import in_every_mix, refused_as_by_torch, same
 from tests.rows import rows
 
 F64 = torch.float64
@@ -221,9 +221,3 @@ def test_errors_of_pdist_are_of_the_type_of_torchs() -> None:
             F.pdist(*given)
         with pytest.raises(RuntimeError, match="expected"):
             hog.ops.pdist(*given)
-
-
-def test_what_they_replace() -> None:
-    assert REPLACES[torch.cdist] is hog.ops.cdist
-    assert REPLACES[F.pdist] is REPLACES[torch.pdist] is hog.ops.pdist
-    assert REPLACES[F.pairwise_distance] is hog.ops.pairwise_distance
