@@ -1,6 +1,7 @@
 """Attention beside torch's own, and where torch has none: by its formula and by blocks of rows."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import hoglib as hog
 from experiments.benchmarks.memory import peak_bytes
 from hoglib.ops import _attention_blocks, _attention_functions, _philox
 from tests.language_models import language_model, padded_batch
+from tests.ops.checks import same
 from tests.refused import refused
 from tests.rows import rows
 
@@ -73,16 +75,9 @@ OPTIONS = {
 @rows("name", OPTIONS)
 def test_values_and_gradients_are_torchs(name):
     options = OPTIONS[name]
-    inputs = [x.requires_grad_() for x in qkv(keys=2 if name == "grouped heads" else 4)]
+    ours, theirs = (partial(f, **options) for f in (attention, F.scaled_dot_product_attention))
     with sdpa_kernel(SDPBackend.MATH):
-        right = F.scaled_dot_product_attention(*inputs, **options)
-    ours = attention(*inputs, **options)
-    torch.testing.assert_close(ours, right)
-    w = draw(*right.shape, seed=9)
-    torch.testing.assert_close(
-        torch.autograd.grad((ours * w).sum(), inputs),
-        torch.autograd.grad((right * w).sum(), inputs),
-    )
+        same(ours, theirs, *qkv(keys=2 if name == "grouped heads" else 4))
 
 
 @either_route
