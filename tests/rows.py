@@ -53,15 +53,13 @@ def rows(
     """
     names = tuple(n.strip() for n in names.split(",")) if isinstance(names, str) else tuple(names)
     values = [row if len(names) > 1 else (row,) for row in table]
-    labels = ids if callable(ids) else None
-    given = None if ids is None or labels else list(ids)
+    given = None if ids is None or callable(ids) else list(ids)
+    label = ids if callable(ids) else _label
     own = [
-        (
-            given[i] if given else "-".join(map(labels or str, row)),
-            dict(zip(names, row, strict=True)),
-        )
+        (given[i] if given else "-".join(map(label, row)), dict(zip(names, row, strict=True)))
         for i, row in enumerate(values)
     ]
+    assert own, f"rows: a table of {names} without rows"
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         function, others = getattr(test, "_rows", (test, [("", {})]))
@@ -75,7 +73,7 @@ def rows(
             each(every, lambda **row: function(**fixtures, **row))
 
         left = inspect.signature(function)
-        bound = every[0][1] if every else dict.fromkeys(names)
+        _, bound = every[0]
         case.__signature__ = left.replace(  # type: ignore[attr-defined]
             parameters=[p for name, p in left.parameters.items() if name not in bound]
         )

@@ -45,16 +45,20 @@ def in_make_test(cell: str, i: int) -> bool:
     return cell != "compile" and (not i or cell in EVERY_SAMPLE)
 
 
-each_op = pytest.mark.parametrize("info", CATALOGUE, ids=lambda info: info.name)
+@pytest.mark.parametrize(
+    ("info", "cells"),
+    [
+        pytest.param(info, cells, id=f"{info.name}-{name}")
+        for info in CATALOGUE
+        for name, cells in PROPERTIES.items()
+        if set(cells) - info.skips.keys()
+    ],
+)
+def test_a_property(info: OpInfo, cells: tuple[str, ...]) -> None:
+    in_cells(info, cells, in_make_test)
 
 
-@each_op
-@pytest.mark.parametrize("name", PROPERTIES)
-def test_a_property(info: OpInfo, name: str) -> None:
-    in_cells(info, PROPERTIES[name], in_make_test)
-
-
-@each_op
+@pytest.mark.parametrize("info", CATALOGUE, ids=lambda info: info.name)
 @FULL
 def test_every_other_sample(info: OpInfo) -> None:
     cells = tuple(cell for cell in CELLS if cell != "cuda")
