@@ -17,11 +17,7 @@ from tests.rows import rows
 from tests.unchanged import unchanged
 
 CLOSE = 1e-10
-PRODUCTS = {
-    "Gauss-Newton": hog.ggn_vp,
-    "Fisher": hog.fisher_vp,
-    "empirical Fisher": partial(hog.fisher_vp, kind="empirical"),
-}
+EMPIRICAL = partial(hog.fisher_vp, kind="empirical")
 
 
 def like(params, *columns, seed=0):
@@ -73,12 +69,14 @@ def test_a_hessian_product_equals_the_eager_one(name):
     check_product(hog.hvp, name)
 
 
-MODES = [("Hessian", hog.hvp, mode) for mode in ("reverse-over-reverse", "forward-over-reverse")]
-MODES += [(kind, make, mode) for kind, make in PRODUCTS.items() for mode in ("forward", "reverse")]
+MODES = [
+    (hog.hvp, "reverse-over-reverse"), (hog.hvp, "forward-over-reverse"), (hog.ggn_vp, "forward"),
+    (hog.ggn_vp, "reverse"), (hog.fisher_vp, "forward"), (EMPIRICAL, "reverse"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "product", "mode"), MODES, ids=str)
-def test_modes_and_blocks_equal_the_eager_ones(kind, product, mode):
+@pytest.mark.parametrize(("product", "mode"), MODES)
+def test_modes_and_blocks_equal_the_eager_ones(product, mode):
     check_product(product, "layers of hoglib", mode, [(3,), (2,)])
 
 

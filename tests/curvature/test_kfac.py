@@ -138,7 +138,7 @@ def test_the_definition(name):
     loss, params, batch, layers = problem(name)
     n = len(batch[0])
     every = list(product(("exact", "empirical"), ("expand", "reduce"), (False, True)))
-    crossed = ("positions", "conv2d, groups, dilation", "an embedding")
+    crossed = ("positions", "conv2d, groups, dilation")
     for kind, approximation, corrected in every if name in crossed else (every[0], every[-1]):
         K = hog.KFACOperator(
             loss, params, split(batch), kind=kind, approximation=approximation,
