@@ -10,8 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from hoglib._core import source_location
-from hoglib.verification import entry_points
+from tests.rows import as_in_a_new_process
 
 torch.set_num_threads(1)
 # On Intel processors MKL rounds a product otherwise for a transposed or unaligned matrix, and a graph
@@ -45,9 +44,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def _as_in_a_new_process() -> None:
-    torch.manual_seed(0)
-    entry_points.forget_verdicts()
-    source_location.forget_warned()
+    as_in_a_new_process()
 
 
 @pytest.fixture

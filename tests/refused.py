@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from tests.rows import rows
+
 Row = tuple[Any, type[BaseException], str]
 
 
@@ -13,12 +15,12 @@ def refused(
     run: Callable[[Any], Any] = lambda call: call(),
     by: type[BaseException] = BaseException,
 ) -> Callable[..., None]:
-    """A test with a case for each row, whose call, or what `run` makes of it, raises the error.
+    """A test that the call of each row, or what `run` makes of it, raises the error.
 
     by: A class that the error is besides, such as HoglibError.
     """
 
-    @pytest.mark.parametrize(("call", "error", "words"), table.values(), ids=table)
+    @rows(("call", "error", "words"), table.values(), ids=table)
     def test(call: Any, error: type[BaseException], words: str) -> None:
         with pytest.raises(error, match=words) as caught:
             run(call)

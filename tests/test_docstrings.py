@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import hoglib as hog
+from tests.rows import each, rows
 from tests.test_site import PUBLIC
 
 SECTIONS = ("Args", "Returns", "Yields", "Raises", "Shape", "References", "Example", "Attributes")
@@ -37,6 +38,9 @@ def _objects():
 
 
 OBJECTS = _objects()
+MODULES = {}
+for _name in OBJECTS:
+    MODULES.setdefault(_name.rpartition(".")[0], []).append(_name)
 
 
 def _methods(cls):
@@ -73,7 +77,7 @@ def _check_arguments(label, function, doc):
     assert not missing, f"{label}: not described in Args: {', '.join(missing)}"
 
 
-@pytest.mark.parametrize("name", OBJECTS)
+@rows("name", OBJECTS)
 def test_each_argument_is_described(name):
     value = OBJECTS[name]
     doc = inspect.cleandoc(value.__doc__)
@@ -91,7 +95,7 @@ def test_each_argument_is_described(name):
         assert re.search(r"^(Returns|Yields):", doc, re.M), f"{name}: no Returns"
 
 
-@pytest.mark.parametrize("name", OBJECTS)
+@rows("name", OBJECTS)
 def test_headings_are_those_that_tools_know(name):
     headings = re.findall(r"^([A-Z][a-z]+):\s*$", inspect.cleandoc(OBJECTS[name].__doc__), re.M)
     assert set(headings) <= set(SECTIONS)
@@ -99,8 +103,12 @@ def test_headings_are_those_that_tools_know(name):
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # Lightning's, on torch 2.13
 @pytest.mark.filterwarnings("ignore:.*does not have many workers.*")  # Lightning's advice
-@pytest.mark.parametrize("name", OBJECTS)
-def test_the_example_runs(name):
+@pytest.mark.parametrize("module", MODULES)
+def test_the_examples_run(module):
+    each([(name, {"name": name}) for name in MODULES[module]], run_example)
+
+
+def run_example(name):
     value = OBJECTS[name]
     if inspect.isclass(value) and issubclass(value, tuple):
         return  # a result, which the example of what returns it shows

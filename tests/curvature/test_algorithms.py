@@ -10,12 +10,13 @@ from torch.testing import assert_close
 import hoglib as hog
 from tests.curvature.problems import F64, draw, matrix, problem, quadratic, relative
 from tests.refused import refused
+from tests.rows import rows
 
 POSITIVE = matrix([10.0 ** (-k / 6) for k in range(30)])
 
 
-@pytest.mark.parametrize("tol", [1e-3, 1e-6, 1e-10])
-@pytest.mark.parametrize("damping", [0.0, 0.1])
+@rows("tol", [1e-3, 1e-6, 1e-10])
+@rows("damping", [0.0, 0.1])
 def test_a_system_is_solved_to_the_residual_that_is_said(damping, tol):
     A, b = POSITIVE, draw(30)
     x, info = quadratic(A).solve(b, damping=damping, tol=tol, return_info=True)
@@ -58,7 +59,7 @@ PRECONDITIONERS = {
 }
 
 
-@pytest.mark.parametrize("name", PRECONDITIONERS)
+@rows("name", PRECONDITIONERS)
 def test_a_preconditioner_saves_products(name):
     A = torch.diag(10.0 ** -torch.linspace(0, 4, 60, dtype=F64)) + 1e-6 * matrix([1.0] * 60)
     b = draw(60)
@@ -110,8 +111,8 @@ def ends_by_hand(A, b, tol, look_back):
             return len(values), x
 
 
-@pytest.mark.parametrize("preconditioner", [None, torch.ones(200, dtype=F64)], ids=["none", "I"])
-@pytest.mark.parametrize("tol", [2e-2, 1e-2])
+@rows("preconditioner", [None, torch.ones(200, dtype=F64)], ids=["none", "I"])
+@rows("tol", [2e-2, 1e-2])
 def test_stagnation_ends_it_early(tol, preconditioner):
     A = torch.diag(torch.logspace(-3, 0, 200, dtype=F64))
     B = draw(200, 2)

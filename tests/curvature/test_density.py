@@ -10,6 +10,7 @@ import hoglib as hog
 from hoglib.curvature import estimates
 from tests.curvature.problems import F64, Given, matrix, problem, seeded
 from tests.refused import refused
+from tests.rows import rows
 
 VALUES = [-3.0, -0.2, 0.0, 0.1, 0.4, 0.9, 1.5, 2.5, *([0.05] * 30)]
 
@@ -19,8 +20,9 @@ def smoothed(eigenvalues, grid, width):
     return torch.exp(-z.square() / 2).mean(1) / (width * math.sqrt(2 * math.pi))
 
 
-@pytest.mark.parametrize("kind", [hog.HessianOperator, hog.GGNOperator])
-@pytest.mark.parametrize("name", ["LayerNorm", "transformer block", "LSTM"])
+@rows(
+    ("name", "kind"), [("LayerNorm", hog.HessianOperator), ("transformer block", hog.GGNOperator)]
+)
 def test_the_density_of_a_network_is_the_dense_one(name, kind):
     operator = kind(*problem(name))
     found = operator.spectral_density(60, steps=20, generator=seeded())
@@ -32,8 +34,8 @@ def test_the_density_of_a_network_is_the_dense_one(name, kind):
     )
 
 
-@pytest.mark.parametrize("dtype", [F64, torch.float32])
-@pytest.mark.parametrize("steps", [1, 3, 8])
+@rows("dtype", [F64, torch.float32])
+@rows("steps", [1, 3, 8])
 def test_moments_below_twice_the_steps_are_exact(steps, dtype):
     A, samples = matrix(torch.linspace(-1, 1, 40, dtype=F64)), 5
     found = Given(A.to(dtype)).spectral_density(samples, steps=steps, generator=seeded(3))
@@ -53,7 +55,7 @@ def test_moments_below_twice_the_steps_are_exact(steps, dtype):
     assert worst < (1e-12 if dtype == F64 else 1e-5)
 
 
-@pytest.mark.parametrize("scale", [1e-20, 1e20])
+@rows("scale", [1e-20, 1e20])
 def test_the_unit_of_the_matrix_does_not_matter(scale):
     A = matrix(torch.tensor(VALUES, dtype=F64))  # of fewer distinct values than steps
     ours, plain = (
@@ -67,8 +69,9 @@ def test_the_unit_of_the_matrix_does_not_matter(scale):
 def test_averages_of_functions_and_their_errors():
     A = matrix(VALUES)
     eigenvalues = torch.linalg.eigvalsh(A)
+    density = Given(A).spectral_density(4000, steps=12, generator=seeded())
     for f in (torch.ones_like, torch.exp, torch.square, lambda x: x):
-        value, error = Given(A).spectral_density(4000, steps=12, generator=seeded()).average(f)
+        value, error = density.average(f)
         assert abs(value - f(eigenvalues).mean()) <= 4 * error + 1e-12
         assert error < 0.05
     one = Given(A).spectral_density(1, generator=seeded())
@@ -104,7 +107,7 @@ KNOWN = {
 }
 
 
-@pytest.mark.parametrize("name", KNOWN)
+@rows("name", KNOWN)
 def test_a_space_that_ends_before_the_steps(name):
     A, values = KNOWN[name]
     found = Given(A).spectral_density(3, steps=50, generator=seeded())

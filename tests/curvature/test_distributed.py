@@ -13,6 +13,7 @@ from hoglib.curvature.data import split_float64
 from hoglib.errors import HoglibError
 from tests.curvature import shared_data
 from tests.long_tail import FULL
+from tests.rows import rows
 from tests.several_processes import found_by_each
 
 CASES = {
@@ -73,7 +74,7 @@ def test_processes_equal_one(count, tmp_path):
             assert words in found[name][1], (rank, name)
 
 
-@pytest.mark.parametrize("processes", ["shard", "sharded"])
+@rows("processes", ["shard", "sharded"])
 def test_one_process_has_all_of_the_data(processes):
     given = shared_data.DATA["a loader with an uneven last batch"](0, 1)[0]
     loss, params = shared_data.loss_and_params()

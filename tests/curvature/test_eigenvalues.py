@@ -9,6 +9,7 @@ import hoglib as hog
 from hoglib.curvature import eigenvalues
 from hoglib.curvature.eigenvalues import Basis
 from tests.curvature.problems import F64, Given, draw, matrix
+from tests.rows import rows
 
 ENDS = ["LM", "LA", "SA", "BE", "SM"]
 
@@ -63,7 +64,7 @@ def test_eigenpairs_in_no_more_products_than_scipy(name, which, cached, monkeypa
             assert pairs.products <= theirs.count
 
 
-@pytest.mark.parametrize("which", ENDS)
+@rows("which", ENDS)
 def test_eigenvalues_nearest_to_zero_and_of_few_dimensions(which):
     for size, k in ((2, 1), (3, 2), (9, 4), (20, 20), (40, 30), (24, 2)):
         A = random_symmetric(size)
@@ -73,7 +74,7 @@ def test_eigenvalues_nearest_to_zero_and_of_few_dimensions(which):
         assert pairs.products <= size or which == "SM"
 
 
-@pytest.mark.parametrize("block", [1, 3, 8])
+@rows("block", [1, 3, 8])
 def test_a_repeated_eigenvalue_is_found_as_often_as_it_is(block):
     values = [3.0, 3.0, 3.0, *torch.linspace(0, 2, 150).tolist()]
     pairs = Given(matrix(values)).eigsh(4, which="LA", block=block)
@@ -81,7 +82,7 @@ def test_a_repeated_eigenvalue_is_found_as_often_as_it_is(block):
     assert float(pairs.residuals.max()) < 1e-9
 
 
-@pytest.mark.parametrize("scale", [1e-20, 1e20])
+@rows("scale", [1e-20, 1e20])
 def test_the_size_of_a_matrix_changes_nothing(scale):
     A = MATRICES["random"]
     one, other = Given(A).eigsh(3), Given(scale * A).eigsh(3)
@@ -89,7 +90,7 @@ def test_the_size_of_a_matrix_changes_nothing(scale):
     assert abs(one.products - other.products) <= 1
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@rows("dtype", [torch.float32, torch.bfloat16])
 def test_lower_precision(dtype):
     A = MATRICES["outliers over a bulk"].to(dtype)
     pairs = Given(A.to(dtype)).eigsh(3)
@@ -143,7 +144,7 @@ def test_a_basis_in_another_dtype_holds_as_many_bytes(device, monkeypatch):
         assert float((pairs.residuals / pairs.values.abs()).max()) < 2 * tolerance
 
 
-@pytest.mark.parametrize(
+@rows(
     ("option", "error"),
     [
         ({"basis_dtype": torch.bfloat16}, ValueError), ({"basis_dtype": "float32"}, ValueError),

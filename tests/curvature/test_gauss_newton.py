@@ -17,6 +17,7 @@ from tests.curvature.problems import (
 from tests.functions import ClassicCube
 from tests.models import Fn, Through
 from tests.refused import refused
+from tests.rows import rows
 
 MODES = ["auto", "forward", "reverse", "finite-differences"]
 
@@ -25,8 +26,8 @@ def vector(params, seed=7):
     return {name: draw(*p.shape, seed=seed) for name, p in params.items()}
 
 
-@pytest.mark.parametrize("blocks", ["parameter", "module"])
-@pytest.mark.parametrize("name", ["layers of hoglib", "LayerNorm", "tied and frozen"])
+@rows("blocks", ["parameter", "module"])
+@rows("name", ["layers of hoglib", "LayerNorm", "tied and frozen"])
 def test_blocks_are_those_of_the_whole(name, blocks):
     loss, params, batch = problem(name)
     for whole, part in (
@@ -96,7 +97,7 @@ def gaussian(outputs, targets):
     return (z.square() / 2 + outputs["log_scale"]).where(outputs["mask"], 0).mean()
 
 
-@pytest.mark.parametrize("mode", MODES)
+@rows("mode", MODES)
 def test_outputs_of_any_structure(mode):
     loss = hog.functional_loss(Several().double(), gaussian)
     params, batch = hog.trainable_params(loss.model), (draw(5, 3), draw(5, 3, seed=2))
@@ -138,7 +139,7 @@ def test_differences_are_in_float64_for_any_dtype():
     assert next(loss.model.parameters()).dtype == torch.float32
 
 
-@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+@rows("scale", [1e-3, 1.0, 1e3])
 def test_differences_find_their_step(scale):
     x, v = draw(4, seed=1), scale * draw(4, seed=2)
     _, product = hog.hvp(lambda p: p.exp().sum(), x, v, mode="finite-differences")

@@ -12,12 +12,13 @@ from torch.utils.data import DataLoader, TensorDataset
 import hoglib as hog
 from tests.curvature.problems import CRITERIA, MODELS, draw, problem
 from tests.models import Fn
+from tests.rows import rows
 
 F64 = torch.float64
 APART = [name for name in MODELS if name != "CNN with BatchNorm in train"]
 
 
-@pytest.mark.parametrize("name", APART)
+@rows("name", APART)
 def test_their_mean_is_the_gradient_of_the_batch(name):
     loss, params, batch = problem(name)
     for vmap in (True, False):
@@ -52,8 +53,8 @@ def ghosts(loss, params, batch, **options):
     assert_close(products, rows @ rows.T)
 
 
-@pytest.mark.parametrize("criterion", CRITERIA)
-@pytest.mark.parametrize("name", APART)
+@rows("criterion", CRITERIA)
+@rows("name", APART)
 def test_norms_and_products_are_those_of_the_gradients(name, criterion):
     ghosts(*problem(name, criterion))
 
@@ -192,7 +193,7 @@ def test_leaving_examples_out():
     assert ((actual > 0) == (predicted > 0))[actual.abs() > 1e-3].all()
 
 
-@pytest.mark.parametrize("solver", ["kfac", "ekfac"])
+@rows("solver", ["kfac", "ekfac"])
 def test_by_kronecker_factors(solver):
     loss, params, train, query = trained()
     found = hog.influence(loss, params, train, query, solver=solver, damping=DECAY)

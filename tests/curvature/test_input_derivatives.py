@@ -12,6 +12,7 @@ from hoglib.curvature import input_derivatives
 from tests.models import MODELS, Fn, build
 from tests.oracles import gradient_by_differences
 from tests.refused import refused
+from tests.rows import rows
 from tests.unchanged import unchanged
 
 
@@ -60,7 +61,7 @@ CLOSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CLOSED)
+@rows("name", CLOSED)
 def test_closed_forms(name):
     func, expected = CLOSED[name]
     x = points(6, 3)
@@ -112,8 +113,8 @@ def net_of(name):
 
 
 @pytest.mark.filterwarnings("ignore:.*piecewise linear")
-@pytest.mark.parametrize("outputs", ["as it is", "[N]"])
-@pytest.mark.parametrize("name", NETS)
+@rows("outputs", ["as it is", "[N]"])
+@rows("name", NETS)
 def test_nets_by_finite_differences(name, outputs):
     net, x = net_of(name)
     func = net if outputs == "as it is" else lambda x: net(x)[:, 0]
@@ -126,9 +127,8 @@ def test_nets_by_finite_differences(name, outputs):
     assert_close(in_transform.detach(), expected, rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.parametrize("projections", [None, 2])
-@pytest.mark.parametrize("outputs", ["all", "first"])
-@pytest.mark.parametrize("name", [n for n in NETS if n != "ReLU"])
+@rows(("projections", "outputs"), [(None, "all"), (2, "first")])
+@rows("name", [n for n in NETS if n != "ReLU"])
 def test_the_gradient_of_a_loss_by_the_parameters(name, outputs, projections):
     net, x = net_of(name)
     params = {n: p.detach().clone() for n, p in net.named_parameters()}
@@ -186,8 +186,8 @@ GRADS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("context", "create_graph"), GRADS)
-@pytest.mark.parametrize("outputs", [1, 3, 4])
+@rows(("context", "create_graph"), GRADS)
+@rows("outputs", [1, 3, 4])
 def test_create_graph_follows_the_caller(context, create_graph, outputs):
     net = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, outputs)).double()
     x = points(4, 2)
@@ -221,7 +221,7 @@ def test_a_linear_function_has_zeros_from_which_a_loss_goes_backward():
     assert_close(torch.func.vmap(lambda p: hog.laplacian(net, p[None])[1][0])(x), 0 * lap)
 
 
-@pytest.mark.parametrize("outputs", [(), (1,), (3,), (2, 2), (0,)])
+@rows("outputs", [(), (1,), (3,), (2, 2), (0,)])
 def test_no_points(outputs):
     func = lambda x: x.pow(2).sum(1).reshape(-1, *[1 for _ in outputs]).expand(-1, *outputs)  # noqa: E731
     for x in (torch.randn(0, 3), torch.randn(4, 3)):
@@ -250,7 +250,7 @@ def quadratic(x):
     return torch.stack([y, 3 * y], 1)
 
 
-@pytest.mark.parametrize("where", ["eager", "transform"])
+@rows("where", ["eager", "transform"])
 def test_the_generator_decides_the_estimate(where):
     x, state = points(3, 2), torch.get_rng_state()
 
@@ -288,7 +288,7 @@ def test_train_mode_dropout_has_one_mask_for_value_and_laplacian():
         assert_close(lap, (6 * 8 * mask * x).sum(1))
 
 
-@pytest.mark.parametrize("name", ["BatchNorm in eval mode", "spectral norm"])
+@rows("name", ["BatchNorm in eval mode", "spectral norm"])
 def test_nothing_of_the_module_changes(name):
     net = (
         nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(2, 3)), nn.Tanh()).double()
@@ -386,7 +386,7 @@ def test_batch_norm_within_one_point_is_no_error():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", NETS)
+@rows("name", NETS)
 def test_on_a_gpu(name):
     net, x = net_of(name)
     expected = hog.laplacian(net, x)[1].detach()

@@ -26,6 +26,7 @@ from tests.graphs import graphs_of
 from tests.models import MODELS, Fn, Through
 from tests.models import build as build_plain
 from tests.oracles import relative
+from tests.rows import rows
 
 F64 = torch.float64
 MODES = ["auto", "forward", "reverse"]
@@ -91,7 +92,7 @@ def loss_gradient(model, tangent):
     )
 
 
-@pytest.mark.parametrize("name", [*MODELS, *OWN])
+@rows("name", [*MODELS, *OWN])
 def test_value_tangent_and_its_gradient_are_those_of_differences(name):
     model = build(name)
     expected = truth(model)
@@ -132,7 +133,7 @@ def test_trees_go_in_and_come_out():
         assert_close(hog.jvp(lambda z: z * z.conj() * z, z, w, mode=mode)[1], 2 * z * z.conj() * w + z * z * w.conj())  # fmt: skip
 
 
-@pytest.mark.parametrize("mode", MODES)
+@rows("mode", MODES)
 def test_primals_and_tangents_that_require_grad(mode):
     x, v = X.clone().requires_grad_(), V.clone().requires_grad_()
     y = 2 * x  # no leaf
@@ -145,7 +146,7 @@ def test_primals_and_tangents_that_require_grad(mode):
         assert_close(hog.jvp(torch.sin, X + 0, V + 0, mode=mode)[1], V * X.cos())
 
 
-@pytest.mark.parametrize("mode", MODES)
+@rows("mode", MODES)
 def test_constants_are_those_of_backward(mode):
     """What is detached, and what runs under no_grad, which torch's forward mode differentiates."""
 
@@ -246,7 +247,7 @@ WRONG = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", WRONG)
+@rows("case", WRONG)
 def test_wrong_input_is_explained(case):
     func, primals, tangents, error, words = WRONG[case]
     for mode in MODES:
@@ -261,7 +262,7 @@ def test_wrong_options_are_explained():
         hog.jvp(torch.sin, X, V, compile="jit")
 
 
-@pytest.mark.parametrize("name", ["BatchNorm", "attention", "a Function without a jvp"])
+@rows("name", ["BatchNorm", "attention", "a Function without a jvp"])
 def test_compiled_it_is_the_same_also_for_a_func_that_is_made_anew(name):
     model = build(name)
 

@@ -14,6 +14,7 @@ from tests.curvature.test_input_derivatives import NETS, attends, dense, net_of,
 from tests.functions import Sine
 from tests.oracles import gradient_by_differences
 from tests.refused import refused
+from tests.rows import rows
 
 
 def smooth(inputs=3, outputs=2):
@@ -34,8 +35,8 @@ COEFFICIENTS = {
 }
 
 
-@pytest.mark.parametrize("mode", ["collapsed", "nested", "transform"])
-@pytest.mark.parametrize("name", COEFFICIENTS)
+@rows("mode", ["collapsed", "nested", "transform"])
+@rows("name", COEFFICIENTS)
 def test_coefficients(name, mode):
     net, x = smooth(), points(5, 3)
     a = COEFFICIENTS[name](x)
@@ -62,7 +63,7 @@ def test_coefficients_of_one_point():
     assert_close(hog.laplacian(cubes, x, coefficients=lambda x: x)[1], (H.diagonal() * x).sum())
 
 
-@pytest.mark.parametrize("shape", [(3,), (5, 3), (5, 3, 3)])
+@rows("shape", [(3,), (5, 3), (5, 3, 3)])
 def test_coefficients_that_are_learned(shape):
     net, x = smooth(outputs=1), points(5, 3)
     a = points(*shape)
@@ -76,7 +77,7 @@ def test_coefficients_that_are_learned(shape):
 
 
 @pytest.mark.filterwarnings("ignore:.*piecewise linear")
-@pytest.mark.parametrize("name", NETS)
+@rows("name", NETS)
 def test_the_routes_agree(name):
     net, x = net_of(name)
     params = [p for p in net.parameters() if p.requires_grad]
@@ -100,7 +101,7 @@ GRADIENTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("how", GRADIENTS)
+@rows("how", GRADIENTS)
 def test_the_gradient_comes_with_it(how):
     net, x = smooth(), points(5, 3)
     expected = torch.func.vmap(torch.func.jacrev(net))(x).detach()
@@ -188,7 +189,7 @@ COMPILED = {
 }
 
 
-@pytest.mark.parametrize("name", COMPILED)
+@rows("name", COMPILED)
 def test_compiled(name):
     """As in eager mode, with its gradient; captured once, and for the parameters of each call."""
     call, net, x, runs = COMPILED[name], smooth(), points(5, 3), []
@@ -252,7 +253,7 @@ CLOSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CLOSED)
+@rows("name", CLOSED)
 def test_biharmonics_in_closed_form(name):
     func, expected = CLOSED[name]
     x = points(5, 3)
@@ -275,7 +276,7 @@ OF_MATRICES = {
 }
 
 
-@pytest.mark.parametrize("name", OF_MATRICES)
+@rows("name", OF_MATRICES)
 def test_biharmonics_of_matrices_by_partial_derivatives(name):
     """Matrices do not commute: neither do the coefficients of a product with itself."""
     func = lambda x: OF_MATRICES[name](square_matrices(x))  # noqa: E731
@@ -285,7 +286,7 @@ def test_biharmonics_of_matrices_by_partial_derivatives(name):
     assert_close(hog.bilaplacian(func, x)[1], expected, rtol=1e-8, atol=1e-8)
 
 
-@pytest.mark.parametrize("name", ["deep tanh", "LayerNorm", "attention", "one point", "a Function"])
+@rows("name", ["deep tanh", "LayerNorm", "attention", "one point", "a Function"])
 def test_biharmonics_of_networks_and_their_gradients(name):
     net, shape = smooth(), (3, 3)
     if name == "LayerNorm":
@@ -336,8 +337,8 @@ def test_the_estimates_have_the_promised_mean_and_variance():
         assert mode == "nested" or abs(B.var() / variance - 1) < 0.2
 
 
-@pytest.mark.parametrize("mode", ["taylor", "nested"])
-@pytest.mark.parametrize("order", [1, 2, 3, 4])
+@rows("mode", ["taylor", "nested"])
+@rows("order", [1, 2, 3, 4])
 def test_directions(order, mode):
     x, v, w = points(3), points(4, 3), points(3)
     func = lambda x, w: torch.stack([(x * w).sum().sin(), (x @ w).exp()])  # noqa: E731
@@ -363,8 +364,8 @@ def test_a_direction_at_each_point_and_the_gradient_of_its_derivative():
     assert_close(linear, torch.zeros(2, 4, 3, dtype=x.dtype))
 
 
-@pytest.mark.parametrize("mode", ["collapsed", "nested"])
-@pytest.mark.parametrize("index", [(0,), (1, 1), (0, 0, 1), (2, 0, 1), (0, 2, 2, 2), (-1,)])
+@rows("mode", ["collapsed", "nested"])
+@rows("index", [(0,), (1, 1), (0, 0, 1), (2, 0, 1), (0, 2, 2, 2), (-1,)])
 def test_partial_derivatives(index, mode):
     x, w = points(5, 3), points(3).requires_grad_()
     func = lambda x: (w[0] * x[:, 0] * x[:, 1]).sin() * x[:, 2] ** 3 + w[1] * x[:, 0] ** 4  # noqa: E731

@@ -13,6 +13,7 @@ import hoglib as hog
 from hoglib.curvature.fisher_metric import FisherMetric, fisher_metric
 from hoglib.curvature.likelihood import CRITERIA, FAMILIES
 from tests.refused import refused
+from tests.rows import rows
 
 leaves_of = torch.utils._pytree.tree_leaves
 DTYPES = [torch.float32, torch.float64]
@@ -65,10 +66,10 @@ CLOSED = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("route", ["closed form", "divergence"])
-@pytest.mark.parametrize("name", FAMILIES)
+@rows("dtype", DTYPES)
+@rows("reduction", ["mean", "sum"])
+@rows("route", ["closed form", "divergence"])
+@rows("name", FAMILIES)
 def test_exact_equals_the_closed_form(name, route, reduction, dtype):
     f = logits(4, 3, dtype=dtype)
     likelihood = name if route == "closed form" else FAMILIES[name].distribution
@@ -82,9 +83,9 @@ def test_exact_equals_the_closed_form(name, route, reduction, dtype):
 EXTREME = torch.tensor([[100.0, -100.0, 0.0, 99.0], [30.0, 80.0, -100.0, -30.0]])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("route", ["closed form", "divergence"])
-@pytest.mark.parametrize("name", ["categorical", "bernoulli", "gaussian", "poisson"])
+@rows("dtype", DTYPES)
+@rows("route", ["closed form", "divergence"])
+@rows("name", ["categorical", "bernoulli", "gaussian", "poisson"])
 def test_exact_at_extreme_logits(name, route, dtype):
     f = EXTREME.to(dtype) if name != "poisson" else EXTREME.to(dtype).clamp(-80, 80)
     likelihood = name if route == "closed form" else FAMILIES[name].distribution
@@ -141,8 +142,8 @@ def summed(criterion):
     return partial(criterion, reduction="sum")
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("name", CANONICAL)
+@rows("reduction", ["mean", "sum"])
+@rows("name", CANONICAL)
 def test_exact_of_a_canonical_criterion_is_its_hessian(name, reduction):
     criterion, shape, targets = CANONICAL[name]
     criterion = criterion if reduction == "mean" else summed(criterion)
@@ -151,7 +152,7 @@ def test_exact_of_a_canonical_criterion_is_its_hessian(name, reduction):
     assert_close(dense(M, f), hessian_of(criterion, f, targets))
 
 
-@pytest.mark.parametrize("kind", ["exact", "mc"])
+@rows("kind", ["exact", "mc"])
 def test_nll_loss_is_cross_entropy_behind_log_softmax(kind):
     z = logits(4, 3)
     J = torch.autograd.functional.jacobian(lambda z: z.log_softmax(1), z).reshape(12, 12)
@@ -175,7 +176,7 @@ def pair(dtype=torch.float64):
     }
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@rows("dtype", DTYPES)
 def test_a_likelihood_of_several_outputs(dtype):
     outputs = pair(dtype)
     M = metric("exact", outputs, likelihood=heteroscedastic, reduction="sum")
@@ -191,8 +192,8 @@ def test_a_likelihood_of_several_outputs(dtype):
 # empirical
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("name", ["cross_entropy", "nn.MSELoss", "labels [N, L]", "bce"])
+@rows("reduction", ["mean", "sum"])
+@rows("name", ["cross_entropy", "nn.MSELoss", "labels [N, L]", "bce"])
 def test_empirical_equals_a_loop_over_examples(name, reduction):
     criterion, shape, targets = CANONICAL[name]
     if name == "labels [N, L]":  # the mean over all is the mean over examples
@@ -263,7 +264,7 @@ EXACT = {
 }
 
 
-@pytest.mark.parametrize("name", SAMPLED)
+@rows("name", SAMPLED)
 def test_mc_is_unbiased(name):
     likelihood, shape = SAMPLED[name]
     f = logits(*shape) * 0.5
@@ -288,7 +289,7 @@ AXES = {  # how a criterion reads logits of three dimensions, and where their cl
 }
 
 
-@pytest.mark.parametrize("name", AXES)
+@rows("name", AXES)
 def test_the_classes_are_where_the_targets_say(name):
     criterion, shape = AXES[name]
     f, y = logits(2, 3, 4), torch.randint(3, shape)
@@ -323,7 +324,7 @@ def test_masked_terms_contribute_no_score():
     assert_close(M[:2].abs().sum(), torch.tensor(4 / 4 / 3).double())
 
 
-@pytest.mark.parametrize("likelihood", ["categorical", lambda f: D.Gamma(f.exp(), 1.0)])
+@rows("likelihood", ["categorical", lambda f: D.Gamma(f.exp(), 1.0)])
 def test_draws_are_the_generators_alone(likelihood):
     f = logits(4, 3)
     state = torch.get_rng_state()
@@ -370,8 +371,8 @@ CONTEXTS = {
 }
 
 
-@pytest.mark.parametrize("context", CONTEXTS)
-@pytest.mark.parametrize("name", KINDS)
+@rows("context", CONTEXTS)
+@rows("name", KINDS)
 def test_works_anywhere_and_carries_no_graph(name, context):
     f = logits(4, 3, dtype=torch.float32)
     torch.manual_seed(1)
@@ -386,7 +387,7 @@ def test_works_anywhere_and_carries_no_graph(name, context):
     assert_close(found.clone(), expected, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@rows("name", KINDS)
 def test_half_precision_is_computed_in_float32(name):
     f = logits(4, 3, dtype=torch.bfloat16)
     options = KINDS[name]

@@ -7,11 +7,12 @@ from torch.testing import assert_close
 import hoglib as hog
 from tests.curvature.problems import Given, matrix, seeded
 from tests.curvature.test_traces import FAST, POLYNOMIAL, SIZE
+from tests.rows import rows
 
 SPECTRA = {"geometric": FAST, "polynomial": POLYNOMIAL}
 
 
-@pytest.mark.parametrize("name", SPECTRA)
+@rows("name", SPECTRA)
 def test_the_largest_eigenvalues_are_found(name):
     """Better than the bound of Halko, Martinsson and Tropp (theorem 10.5), and ordered."""
     spectrum, rank = SPECTRA[name], 10
@@ -49,7 +50,7 @@ def test_nystrom_is_that_of_its_definition():
     assert_close(found.to_dense(), expected, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@rows("dtype", [torch.float32, torch.float64], ids=str)
 def test_a_matrix_of_low_rank_is_exact(dtype):
     spectrum = torch.zeros(SIZE, dtype=torch.float64)
     spectrum[:4] = torch.tensor([5.0, 3.0, 2.0, 1e-2], dtype=torch.float64)
@@ -106,7 +107,7 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("case", BAD)
+@rows("case", BAD)
 def test_what_is_refused(case):
     options, kind, words = BAD[case]
     with pytest.raises(kind, match=words):

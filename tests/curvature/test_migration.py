@@ -4,10 +4,10 @@ import re
 from functools import reduce
 from pathlib import Path
 
-import pytest
 import torch
 
 import hoglib as hog
+from tests.rows import rows
 
 PAGES = sorted((Path(__file__).parents[2] / "docs" / "migrate").glob("*.md"))
 CALLED = {
@@ -29,7 +29,7 @@ def cells():
                 yield from ((page.stem, code) for code in re.findall(r"`([^`]+)`", row[1]))
 
 
-@pytest.mark.parametrize(("page", "code"), list(cells()))
+@rows(("page", "code"), list(cells()))
 def test_what_a_row_calls_exists(page, code):
     for path in re.findall(r"\bhog\.([a-zA-Z_.]+\w)", code):
         reduce(getattr, path.split("."), hog)

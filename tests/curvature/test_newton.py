@@ -14,6 +14,7 @@ import hoglib as hog
 from hoglib.curvature import NewtonCG
 from tests.curvature.problems import problem
 from tests.refused import refused
+from tests.rows import rows
 from tests.several_processes import found_by_each
 
 F64 = torch.float64
@@ -79,7 +80,7 @@ STARTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", STARTS)
+@rows("name", STARTS)
 def test_steps_are_those_with_matrices(name):
     function, start, damping, lr = STARTS[name]
     loss = squares(function, start)
@@ -122,7 +123,7 @@ def test_a_warm_start_starts_from_the_last_direction():
     assert_close(optimizer.state[w]["direction"], expected.T)
 
 
-@pytest.mark.parametrize("wrong", [-1.0, 1e6], ids=["up the slope", "far beyond"])
+@rows("wrong", [-1.0, 1e6], ids=["up the slope", "far beyond"])
 def test_a_start_that_leads_up_is_left_out(wrong):
     loss, batch, _, best = regression()
     w, start = loss.model.weight, loss.model.weight.detach().clone()
@@ -189,7 +190,7 @@ def test_an_indefinite_matrix_beyond_the_largest_damping_raises():
 NETWORKS = ["LayerNorm", "transformer block"]
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@rows("name", NETWORKS)
 def test_batches_count_by_their_size_and_may_be_given_by_a_function(name):
     found = []
     for split in (False, True):

@@ -28,6 +28,7 @@ from tests.curvature.problems import (
 )
 from tests.models import Checkpointed, Fn
 from tests.refused import refused
+from tests.rows import rows
 
 
 def test_products_in_half_precision_are_summed_in_the_dtype_that_is_asked_for():
@@ -77,7 +78,7 @@ DATA = {
 }
 
 
-@pytest.mark.parametrize("data", DATA)
+@rows("data", DATA)
 def test_sums_are_not_means(data):
     loss, params, batch = problem("LayerNorm")
     summed = hog.functional_loss(loss.model, partial(F.cross_entropy, reduction="sum"))
@@ -144,18 +145,6 @@ def test_algebra():
     ]:
         with pytest.raises(kind, match=message):
             call()
-
-
-def test_the_loss_and_the_gradient():
-    loss, params, batch = problem("LayerNorm")
-    expected = torch.autograd.grad(loss(params, batch), list(params.values()))
-    for given, options in (DATA[name](batch) for name in DATA):
-        operator = hog.HessianOperator(loss, params, given, **options)
-        value, gradient = operator.gradient()
-        assert_close(value, loss(params, batch).detach())
-        assert_close(list(gradient.values()), list(expected))
-        assert_close(operator.value(), value)
-        assert not operator.value().requires_grad
 
 
 # What is kept between products, and when it is not
@@ -229,9 +218,9 @@ CHANGES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("several", [False, True], ids=["one batch", "batches"])
-@pytest.mark.parametrize("name", CHANGES)
-@pytest.mark.parametrize("make", [hog.HessianOperator, hog.GGNOperator])
+@rows("several", [False, True], ids=["one batch", "batches"])
+@rows("name", CHANGES)
+@rows("make", [hog.HessianOperator, hog.GGNOperator])
 def test_a_kept_graph_is_dropped_when_something_changes(make, name, several):
     torch.manual_seed(2)
     inside = [nn.BatchNorm1d(4)] if name == "eval mode" else []
@@ -253,9 +242,7 @@ def checkpointed(again):
     return Checkpointed(body, nn.Linear(4, 3), again).double()
 
 
-@pytest.mark.parametrize(
-    ("make", "oracle"), [(hog.HessianOperator, dense_hessian), (hog.GGNOperator, dense_ggn)]
-)
+@rows(("make", "oracle"), [(hog.HessianOperator, dense_hessian), (hog.GGNOperator, dense_ggn)])
 def test_a_kept_graph_through_a_checkpoint(make, oracle):
     # what backward runs again must find the parameters of the point, not the model's own
     there, here = (checkpointed(again) for again in (False, True))
@@ -325,8 +312,8 @@ BATCH = (draw(8, 3), torch.arange(8) % 3)
 PASSES = {"one batch": BATCH, "a loader": loader(BATCH), "micro-batches": BATCH}
 
 
-@pytest.mark.parametrize("given", PASSES)
-@pytest.mark.parametrize(
+@rows("given", PASSES)
+@rows(
     ("layer", "message"),
     [
         (partial(nn.Dropout, 0.5), r"1 \(Dropout\) draws at random in train mode.*model.eval"),
@@ -373,7 +360,7 @@ DIFFERENT_PASSES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", DIFFERENT_PASSES)
+@rows("case", DIFFERENT_PASSES)
 def test_passes_that_differ_raise(case):
     layer, given, message = DIFFERENT_PASSES[case]
     SEED.manual_seed(0)
@@ -496,7 +483,7 @@ def test_inside_a_transform_it_refers_to_the_function():
         torch.func.vmap(lambda v: operator @ v)(block)
 
 
-@pytest.mark.parametrize("kept", [True, False])
+@rows("kept", [True, False])
 def test_an_error_leaves_everything_as_it_was(kept):
     class Breaks(nn.Module):
         def __init__(self):

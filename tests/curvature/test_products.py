@@ -13,6 +13,7 @@ import hoglib as hog
 from tests.models import Fn, Remembers
 from tests.oracles import random_like, relative
 from tests.refused import refused
+from tests.rows import rows
 from tests.unchanged import unchanged
 
 MODES = ["auto", "reverse-over-reverse", "forward-over-reverse"]
@@ -36,8 +37,8 @@ TREES = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("tree", TREES)
+@rows("mode", MODES)
+@rows("tree", TREES)
 def test_any_pytree_in_and_the_same_out(tree, mode):
     x = torch.randn(2, 2, dtype=torch.float64)
     params, v = TREES[tree](x), TREES[tree](torch.randn_like(x))
@@ -53,16 +54,6 @@ def test_any_pytree_in_and_the_same_out(tree, mode):
     expected = torch.func.hessian(func)(params, 2.0)
     for ours, theirs in zip(leaves(hog.hessian(func, params, 2.0)), leaves(expected), strict=True):
         assert_close(ours, theirs)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_without_create_graph_the_results_are_plain(mode):
-    x = torch.randn(3, requires_grad=True)
-    value, product = hog.hvp(lambda p: p.pow(3).sum(), x, torch.ones(3), mode=mode)
-    assert not value.requires_grad
-    assert not product.requires_grad
-    assert not hog.hessian(lambda p: p.pow(3).sum(), x).requires_grad
-    assert hog.hessian(lambda p: p.pow(3).sum(), x, create_graph=True).requires_grad
 
 
 def test_grad_of_hvp_needs_no_create_graph_inside_transforms():
@@ -95,7 +86,7 @@ CHANGEABLE = {
 }
 
 
-@pytest.mark.parametrize(
+@rows(
     ("name", "mode"),
     # torch's power iteration has no forward mode
     [

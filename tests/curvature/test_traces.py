@@ -6,6 +6,7 @@ from torch.testing import assert_close
 
 import hoglib as hog
 from tests.curvature.problems import Given, matrix, problem, seeded
+from tests.rows import rows
 
 SIZE = 60
 FAST, POLYNOMIAL = 0.6 ** torch.arange(SIZE).double(), 1 / torch.arange(1, SIZE + 1).double() ** 2
@@ -29,10 +30,8 @@ def by_definition(A, count, generator):
     return found.mean(), found.std() / count**0.5
 
 
-@pytest.mark.parametrize(
-    "eigenvalues", [FAST, POLYNOMIAL, FLAT, FLAT - 1.5], ids=[*NAMES, "indefinite"]
-)
-@pytest.mark.parametrize("count", [2, 3, 8])
+@rows("eigenvalues", [FAST, POLYNOMIAL, FLAT, FLAT - 1.5], ids=[*NAMES, "indefinite"])
+@rows("count", [2, 3, 8])
 def test_it_is_the_estimator_of_its_definition(eigenvalues, count):
     A = matrix(eigenvalues)
     for products in (2 * count, 2 * count + 1):
@@ -42,9 +41,7 @@ def test_it_is_the_estimator_of_its_definition(eigenvalues, count):
         assert operator.count == 2 * count
 
 
-@pytest.mark.parametrize(
-    ("eigenvalues", "to_hutchinson"), [(FAST, 0.05), (POLYNOMIAL, 0.1), (FLAT, 1.9)], ids=NAMES
-)
+@rows(("eigenvalues", "to_hutchinson"), [(FAST, 0.05), (POLYNOMIAL, 0.1), (FLAT, 1.9)], ids=NAMES)
 def test_its_mean_and_its_error_are_as_said(eigenvalues, to_hutchinson):
     generator, A, many = seeded(2), Given(matrix(eigenvalues)), 150
     found = {
@@ -61,7 +58,7 @@ def test_its_mean_and_its_error_are_as_said(eigenvalues, to_hutchinson):
     assert 0.5 < float(said) / size["xtrace"] < 1.5
 
 
-@pytest.mark.parametrize("rank", [0, 1, 5])
+@rows("rank", [0, 1, 5])
 def test_a_matrix_of_low_rank_has_its_trace_exactly(rank):
     eigenvalues = torch.cat([torch.linspace(-1, 2, rank), torch.zeros(SIZE - rank)]).double()
     operator = Given(matrix(eigenvalues))
@@ -71,8 +68,8 @@ def test_a_matrix_of_low_rank_has_its_trace_exactly(rank):
     assert operator.count == 7 + rank
 
 
-@pytest.mark.parametrize("rank", [5, SIZE])
-@pytest.mark.parametrize("scale", [1e-17, 1e17])
+@rows("rank", [5, SIZE])
+@rows("scale", [1e-17, 1e17])
 def test_the_unit_of_the_matrix_does_not_matter(rank, scale):
     eigenvalues = torch.cat([FLAT[:rank], torch.zeros(SIZE - rank)]).double()
     found = [
@@ -92,7 +89,7 @@ def test_as_many_samples_as_rows_make_it_dense():
     assert abs(float(operator.trace(SIZE - 1, method="xtrace") - FLAT.sum())) < 3
 
 
-@pytest.mark.parametrize(
+@rows(
     ("options", "kind", "words"),
     [
         ({"method": "hutch"}, ValueError, "method: expected one of"),
@@ -116,7 +113,7 @@ def xdiag_by_definition(A, count, generator):
     return found.mean(0), found.std(0) / count**0.5
 
 
-@pytest.mark.parametrize("eigenvalues", [FAST, POLYNOMIAL, FLAT - 1.5])
+@rows("eigenvalues", [FAST, POLYNOMIAL, FLAT - 1.5])
 def test_xdiag_is_that_of_its_definition(eigenvalues):
     A = matrix(eigenvalues)
     ours = Given(A).diagonal(8, method="xdiag", generator=seeded(1), return_error=True)
@@ -130,7 +127,7 @@ def test_of_low_rank_and_of_small_matrices_xdiag_is_exact():
     assert_close(G.diagonal(500, method="xdiag"), G.to_dense().diagonal())
 
 
-@pytest.mark.parametrize("function", [torch.exp, torch.log, lambda x: x**3], ids=["exp", "log", "cube"])  # fmt: skip
+@rows("function", [torch.exp, torch.log, lambda x: x**3], ids=["exp", "log", "cube"])  # fmt: skip
 def test_functions_of_matrices(function):
     A, b = matrix(FLAT), torch.randn(SIZE, 2, generator=seeded(5)).double()
     values, Q = torch.linalg.eigh(A)

@@ -16,6 +16,7 @@ from tests.curvature.problems import F64, dense_ggn, dense_hessian, draw, flat, 
 from tests.functions import WrongTangent
 from tests.models import Fn, Through
 from tests.refused import refused
+from tests.rows import rows
 
 BATCH = (draw(6, 3), torch.arange(6) % 2)
 
@@ -105,7 +106,7 @@ def test_parameters_used_from_elsewhere_raise():
             call()
 
 
-@pytest.mark.parametrize("mode", ["reverse-over-reverse", "forward-over-reverse"])
+@rows("mode", ["reverse-over-reverse", "forward-over-reverse"])
 def test_with_create_graph_the_same_tensors_from_elsewhere_are_arguments_held_fixed(mode):
     """f(q; p) = sum q^2 p^2 at q = p: H v = 2 p^2 v, whose derivative by p is 4 p v."""
     p, v = torch.tensor([2.0, -3.0], requires_grad=True), torch.tensor([5.0, 7.0])
@@ -137,7 +138,7 @@ def penalised(net, x):
     return y, torch.autograd.grad(y[:, 0].sum(), x, create_graph=True)[0]
 
 
-@pytest.mark.parametrize("options", [{}, {"micro_batch": 2}, {"memory_limit": 0}])
+@rows("options", [{}, {"micro_batch": 2}, {"memory_limit": 0}])
 def test_a_loss_that_differentiates_inside(options):
     loss, params = made(
         Fn(penalised, net=net()), lambda out, y: F.cross_entropy(out[0], y) + out[1].square().mean()
@@ -189,7 +190,7 @@ def in_two_precisions(net, x):
     return y.double(), y.half()
 
 
-@pytest.mark.parametrize("mode", ["forward", "reverse"])
+@rows("mode", ["forward", "reverse"])
 def test_outputs_of_several_dtypes_are_no_lost_graph(mode):
     torch.manual_seed(0)
     criterion = lambda out, y: out[0].square().mean() + out[1].float().sin().mean()  # noqa: E731

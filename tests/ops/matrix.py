@@ -122,17 +122,22 @@ def same_orders(case: Case, tensors: list[Tensor]) -> None:
     close(orders(case.ours, tensors), orders(case.theirs, fresh))
 
 
-# Finite differences.
+# Finite differences: of the values in each element, above along random directions, where the cells below
+# compare the elements.
 
 
 def first_derivative(info: OpInfo, sample: SampleInput) -> None:
     case = Case(info, sample)
-    assert gradcheck(case.ours, case.leaves())
+    assert gradcheck(
+        case.ours, case.leaves(), check_forward_ad=True, check_batched_grad=True, check_batched_forward_grad=True,
+    )  # fmt: skip
 
 
 def second_derivative(info: OpInfo, sample: SampleInput) -> None:
     case = Case(info, sample)
-    assert gradgradcheck(case.ours, case.leaves())
+    assert gradgradcheck(
+        case.ours, case.leaves(), check_fwd_over_rev=True, check_batched_grad=True, fast_mode=True
+    )
 
 
 def third_derivative(info: OpInfo, sample: SampleInput) -> None:
@@ -145,38 +150,6 @@ def third_derivative(info: OpInfo, sample: SampleInput) -> None:
     assert gradgradcheck(gradient, case.leaves(), fast_mode=True)
 
 
-# Along random directions, where the elements are compared in another cell: here by func jvp, and with a
-# reference, below by the first two.
-
-
-def forward_mode(info: OpInfo, sample: SampleInput) -> None:
-    case = Case(info, sample)
-    assert gradcheck(
-        case.ours, case.leaves(), check_forward_ad=True, check_backward_ad=False, fast_mode=True
-    )
-    assert gradgradcheck(
-        case.ours,
-        case.leaves(),
-        check_fwd_over_rev=True,
-        check_rev_over_rev=False,
-        check_undefined_grad=False,
-        fast_mode=True,
-    )
-
-
-def batched_gradients(info: OpInfo, sample: SampleInput) -> None:
-    case = Case(info, sample)
-    assert gradcheck(
-        case.ours,
-        case.leaves(),
-        check_batched_grad=True,
-        check_forward_ad=True,
-        check_batched_forward_grad=True,
-        fast_mode=True,
-    )
-    assert gradgradcheck(case.ours, case.leaves(), check_batched_grad=True, fast_mode=True)
-
-
 # torch.func, against the reference.
 
 
@@ -186,11 +159,6 @@ def same_transform(transform: Callable[[Function, list[Tensor]], Any]) -> Functi
         close(transform(case.ours, case.tensors), transform(case.theirs, case.tensors))
 
     return cell
-
-
-def func_grad(function: Function, tensors: list[Tensor]) -> Any:
-    every = tuple(range(len(tensors)))
-    return torch.func.grad(projected(function), every)(*tensors)
 
 
 def func_vjp(function: Function, tensors: list[Tensor]) -> Any:
@@ -209,23 +177,21 @@ def func_jvp(function: Function, tensors: list[Tensor]) -> Any:
 
 
 def func_vmap(function: Function, tensors: list[Tensor]) -> Any:
-    """Each input alone and all together, along the first and the last dimension; and nested."""
+    """Each input alone along the first dimension and all together along the last; and nested."""
     every = tuple(range(len(tensors)))
     gradient = torch.func.grad(projected(function), every)
-    subsets = [(i,) for i in every] + ([every] if len(every) > 1 else [])
     results = []
-    for subset, dim in itertools.product(subsets, (0, -1)):
+    for subset, dim in [*(((i,), 0) for i in every), (every, -1)]:
         batched = [
             torch.stack([tensor, 0.5 * tensor + 0.1, tensor.sin()], dim) if i in subset else tensor
             for i, tensor in enumerate(tensors)
         ]
         in_dims = tuple(dim if i in subset else None for i in every)
         results.append(torch.func.vmap(function, in_dims)(*batched))
-        results.append(torch.func.vmap(gradient, in_dims)(*batched))
-        twice = [torch.stack([b, -b]) if i in subset else b for i, b in enumerate(batched)]
         inner = torch.func.vmap(gradient, in_dims)
-        outer = tuple(0 if i in subset else None for i in every)
-        results.append(torch.func.vmap(inner, outer)(*twice))
+        results.append(inner(*batched))
+        if subset == every:
+            results.append(torch.func.vmap(inner)(*[torch.stack([b, -b]) for b in batched]))
     return results
 
 
@@ -245,21 +211,21 @@ def reverse_over_forward(function: Function, tensors: list[Tensor]) -> Any:
 
 
 def forward_over_forward(function: Function, tensors: list[Tensor]) -> Any:
-    every = tuple(range(len(tensors)))
-    return torch.func.jacfwd(torch.func.jacfwd(projected(function), every), every)(*tensors)
+    inner, outer = (tuple(weights(t, i + k) for i, t in enumerate(tensors)) for k in (0, 5))
+
+    def slope(*inputs: Tensor) -> Any:
+        return torch.func.jvp(function, inputs, inner)[1]
+
+    return torch.func.jvp(slope, tuple(tensors), outer)
 
 
-def hessian_by_hvp_columns(info: OpInfo, sample: SampleInput) -> None:
+def hvp(info: OpInfo, sample: SampleInput) -> None:
     case = Case(info, sample)
     params = dict(enumerate(case.tensors))
-    dense = torch.func.hessian(lambda p: projected(case.theirs)(*p.values()))(params)
-    for i, tensor in params.items():
-        for k in range(tensor.numel()):
-            v = {j: torch.zeros_like(other) for j, other in params.items()}
-            v[i].view(-1)[k] = 1
-            _, product = hog.hvp(lambda p: projected(case.ours)(*p.values()), params, v)
-            columns = {j: dense[j][i].reshape(*params[j].shape, -1)[..., k] for j in params}
-            close(product, columns)
+    v = {i: weights(tensor, i) for i, tensor in params.items()}
+    _, product = hog.hvp(lambda p: projected(case.ours)(*p.values()), params, v)
+    gradient = torch.func.grad(lambda p: projected(case.theirs)(*p.values()))
+    close(product, torch.func.jvp(gradient, (params,), (v,))[1])
 
 
 # Layouts, shapes and which inputs require grad.
@@ -422,10 +388,9 @@ def complex_numbers(info: OpInfo, sample: SampleInput) -> None:
         with pytest.raises(TypeError, match="complex"):
             case.ours(*case.tensors)
         return
-    if "first derivative" not in info.skips:
-        assert gradcheck(case.ours, case.leaves(), check_forward_ad=True, fast_mode=True)
-        assert gradgradcheck(case.ours, case.leaves(), check_fwd_over_rev=True, fast_mode=True)
     same_orders(case, case.leaves())
+    for transform in (func_jvp, reverse_over_forward):
+        close(transform(case.ours, case.tensors), transform(case.theirs, case.tensors))
 
 
 # The compiler, side effects, and the device.
@@ -518,16 +483,13 @@ CELLS: dict[str, Function] = {
     "first derivative": first_derivative,
     "second derivative": second_derivative,
     "third derivative": third_derivative,
-    "forward mode": forward_mode,
-    "batched gradients": batched_gradients,
-    "func grad": same_transform(func_grad),
     "func vjp": same_transform(func_vjp),
     "func jvp": same_transform(func_jvp),
     "func vmap": same_transform(func_vmap),
     "func hessian": same_transform(func_hessian),
     "reverse over forward": same_transform(reverse_over_forward),
     "forward over forward": same_transform(forward_over_forward),
-    "hessian by hvp columns": hessian_by_hvp_columns,
+    "hvp": hvp,
     "non-contiguous": relaid(every_other),
     "transposed": relaid(transposed),
     "stride 0": relaid(stretched),

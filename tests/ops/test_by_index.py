@@ -1,6 +1,5 @@
 """Reductions by segments and by index, and hardsigmoid: torch's values and gradients, and all above."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +9,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import hoglib as hog
-from tests.ops.checks import MODES, REPLACES, in_every_mix
+from tests.ops.checks import MODES, in_every_mix, same
+from tests.rows import rows
 
 F64 = torch.float64
 pytestmark = pytest.mark.filterwarnings("ignore:index_reduce\\(\\) is in beta")  # torch's own
@@ -28,13 +28,11 @@ SEGMENTS: dict[str, dict[str, Any]] = {
     },
     "offsets of a batch": {"offsets": torch.tensor([[0, 1, 2]] * 5), "axis": -1},
 }
-each_segments = pytest.mark.parametrize("segments", SEGMENTS.values(), ids=SEGMENTS.keys())
-reductions = pytest.mark.parametrize("reduce", ["sum", "mean", "max", "min", "prod"])
+each_segments = rows("segments", SEGMENTS.values(), ids=SEGMENTS.keys())
+reductions = rows("reduce", ["sum", "mean", "max", "min", "prod"])
 PLACES = torch.tensor([[0, 1, 0], [1, 1, 2], [2, 0, 0], [0, 0, 0], [1, 2, 3], [3, 3, 3]])
 INDEX = torch.tensor([0, 1, 0, 3, 1, 0])
-with_self = pytest.mark.parametrize(
-    "include_self", [True, False], ids=["with self", "without self"]
-)
+with_self = rows("include_self", [True, False], ids=["with self", "without self"])
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = F64) -> Tensor:
@@ -47,22 +45,9 @@ def with_zeros() -> Tensor:
     return x
 
 
-def same(ours: Callable[..., Tensor], theirs: Callable[..., Tensor], *tensors: Tensor) -> None:
-    results = []
-    for fn in (ours, theirs):
-        leaves = [t.detach().clone().requires_grad_() for t in tensors]
-        y = fn(*leaves)
-        weights = torch.arange(1.0, y.numel() + 1, dtype=y.dtype).reshape(y.shape).sin() + 1.5
-        results.append([y.detach(), *torch.autograd.grad((y * weights).sum(), leaves)])
-    for a, b in zip(*results, strict=True):
-        assert_close(a, b, equal_nan=True)
-
-
 @reductions
 @each_segments
-@pytest.mark.parametrize(
-    "initial", [None, 0, 1.0, 1.5], ids=["none", "zero", "tied", "one and a half"]
-)
+@rows("initial", [None, 0, 1.0, 1.5], ids=["none", "zero", "tied", "one and a half"])
 def test_segments_have_the_values_and_gradients_of_torch(
     reduce: str, segments: Any, initial: Any
 ) -> None:
@@ -93,7 +78,7 @@ def test_equal_extremes_share_gradients_of_either_sign() -> None:
         assert grad.tolist() == [g / 2, g / 2]
 
 
-@pytest.mark.parametrize("reduce", ["max", "min"])
+@rows("reduce", ["max", "min"])
 def test_ties_have_second_derivatives_zero(reduce: str) -> None:
     def total(x: Tensor) -> Tensor:
         return hog.ops.segment_reduce(x, reduce, lengths=torch.tensor([2, 3])).sum()
@@ -114,8 +99,8 @@ def test_empty_segments_and_no_data() -> None:
     assert torch.autograd.grad(y.nansum(), x)[0].isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["half", "bfloat16"])
-@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
+@rows("dtype", [torch.float16, torch.bfloat16], ids=["half", "bfloat16"])
+@rows("autocast", [False, True], ids=["plain", "autocast"])
 @reductions
 def test_segments_of_narrow_dtypes(reduce: str, autocast: bool, dtype: torch.dtype) -> None:
     x, lengths = DATA.to(dtype), torch.tensor([2, 3])
@@ -148,7 +133,7 @@ WRONG: dict[str, tuple[Tensor, str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("data", "reduce", "options"), WRONG.values(), ids=WRONG.keys())
+@rows(("data", "reduce", "options"), WRONG.values(), ids=WRONG.keys())
 def test_errors_of_segments_are_of_the_type_of_torchs(
     data: Tensor, reduce: str, options: Any
 ) -> None:
@@ -164,14 +149,14 @@ def test_lengths_of_another_batch_are_refused() -> None:
         hog.ops.segment_reduce(DATA, "sum", lengths=torch.tensor([[1, 1]]), axis=1)
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64], ids=["whole", "complex"])
+@rows("dtype", [torch.int64, torch.complex64], ids=["whole", "complex"])
 def test_data_that_is_not_real_is_refused(dtype: torch.dtype) -> None:
     with pytest.raises(RuntimeError, match="expected a"):
         hog.ops.segment_reduce(DATA.to(dtype), "sum", lengths=torch.tensor([5]))
 
 
 @with_self
-@pytest.mark.parametrize("reduce", ["sum", "prod", "mean", "amax", "amin"])
+@rows("reduce", ["sum", "prod", "mean", "amax", "amin"])
 def test_scatter_reduce_has_the_values_and_gradients_of_torch(
     reduce: str, include_self: bool
 ) -> None:
@@ -195,7 +180,7 @@ def test_scatter_reduce_of_an_index_smaller_than_the_source(include_self: bool) 
 
 
 @with_self
-@pytest.mark.parametrize("reduce", ["prod", "mean", "amax", "amin"])
+@rows("reduce", ["prod", "mean", "amax", "amin"])
 def test_index_reduce_has_the_values_and_gradients_of_torch(
     reduce: str, include_self: bool
 ) -> None:
@@ -261,7 +246,7 @@ def test_errors_by_index_are_of_the_type_of_torchs() -> None:
 POINTS = torch.tensor([-5.0, -3.0, -2.9, 0.0, 1.0, 3.0, 4.0], dtype=F64)
 
 
-@pytest.mark.parametrize("dtype", [F64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@rows("dtype", [F64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_hardsigmoid_has_the_values_and_gradients_of_torch(dtype: torch.dtype) -> None:
     same(hog.ops.hardsigmoid, F.hardsigmoid, POINTS.to(dtype))
     same(hog.ops.hardsigmoid, F.hardsigmoid, POINTS.to(dtype)[:0])
@@ -279,17 +264,9 @@ def test_hardsigmoid_in_place_is_that_of_torch() -> None:
     assert_close(*results)
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64], ids=["whole", "complex"])
+@rows("dtype", [torch.int64, torch.complex64], ids=["whole", "complex"])
 def test_hardsigmoid_of_what_is_not_real_is_refused(dtype: torch.dtype) -> None:
     with pytest.raises(RuntimeError, match="hardsigmoid"):
         F.hardsigmoid(torch.ones(2).to(dtype))
     with pytest.raises(RuntimeError, match="expected a"):
         hog.ops.hardsigmoid(torch.ones(2).to(dtype))
-
-
-def test_what_they_replace() -> None:
-    assert REPLACES[torch.segment_reduce] is hog.ops.segment_reduce
-    assert REPLACES[F.hardsigmoid] is hog.ops.hardsigmoid
-    for owner in (torch, torch.Tensor):
-        assert REPLACES[owner.scatter_reduce] is hog.ops.scatter_reduce
-        assert REPLACES[owner.index_reduce] is hog.ops.index_reduce

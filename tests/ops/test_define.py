@@ -11,6 +11,7 @@ from torch.testing import assert_close
 import hoglib as hog
 from hoglib.ops import define
 from tests.ops.matrix import F64
+from tests.rows import rows
 
 X = torch.linspace(-1, 2, 4, dtype=F64)
 cube = define(lambda x: x**3, [lambda x, _: 3 * x * x], keep="inputs")
@@ -41,15 +42,13 @@ RIGHT: dict[str, tuple[Callable[..., Tensor], list[Any], str, tuple[Tensor, ...]
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("formula", "partials", "keep", "inputs"), RIGHT.values(), ids=RIGHT)
+@rows(("formula", "partials", "keep", "inputs"), RIGHT.values(), ids=RIGHT)
 def test_what_partials_may_be(formula: Any, partials: Any, keep: str, inputs: Any) -> None:
     op = define(formula, partials, keep=keep)
     hog.testing.assert_double_differentiable(op, inputs, reference=formula)
 
 
-@pytest.mark.parametrize(
-    "forward", [lambda x: x, lambda x: x[:]], ids=["the input itself", "a view of it"]
-)
+@rows("forward", [lambda x: x, lambda x: x[:]], ids=["the input itself", "a view of it"])
 def test_a_forward_that_returns_its_input(forward: Callable[[Tensor], Tensor]) -> None:
     op = define(forward, [lambda *_: 1], keep="none")
     hog.testing.assert_double_differentiable(op, (X,), reference=lambda x: 1 * x)
@@ -66,7 +65,7 @@ def test_jvp_inside_jvp_raises_without_a_reference_and_is_right_with_one() -> No
     assert_close(torch.func.jacfwd(torch.func.jacfwd(known))(x), 6 * x)
 
 
-@pytest.mark.parametrize("transform", [lambda f: f, torch.func.grad], ids=["value", "func.grad"])
+@rows("transform", [lambda f: f, torch.func.grad], ids=["value", "func.grad"])
 def test_the_compiler_takes_an_op_without_a_reference(transform: object) -> None:
     def loss(x: Tensor) -> Tensor:
         return cube(torch.sin(x)).sum()

@@ -13,6 +13,8 @@ from torch.testing import assert_close
 import hoglib as hog
 from hoglib import ops
 from tests.ops.matrix import F64, close
+from tests.refused import refused
+from tests.rows import rows
 
 INF, NAN = math.inf, math.nan
 
@@ -91,7 +93,7 @@ AS_TORCH: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], Tensor]]
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", AS_TORCH)
+@rows("name", AS_TORCH)
 def test_edges_are_those_of_torch(name: str) -> None:
     ours, theirs, x = AS_TORCH[name]
     close(three_orders(ours, x), three_orders(theirs, x))
@@ -106,8 +108,8 @@ GATES = {
 }
 
 
-@pytest.mark.parametrize("name", GATES)
-@pytest.mark.parametrize("arrives", [INF, NAN], ids=["infinity", "NaN"])
+@rows("name", GATES)
+@rows("arrives", [INF, NAN], ids=["infinity", "NaN"])
 def test_a_closed_gate_lets_nothing_through(name: str, arrives: float) -> None:
     x = tensor(-1.0).requires_grad_()
     (grad,) = torch.autograd.grad(GATES[name](x), x, tensor(arrives))
@@ -126,7 +128,7 @@ def test_cross_entropy_keeps_its_digits_for_large_logits() -> None:
     assert_close(grad, torch.tensor([[-p, p]]), rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("target", [[3], [-1]], ids=["too large", "negative"])
+@rows("target", [[3], [-1]], ids=["too large", "negative"])
 def test_cross_entropy_names_a_class_out_of_range(target: list[int]) -> None:
     with pytest.raises(IndexError, match="expected classes from 0 to 2"):
         ops.softmax_cross_entropy(torch.zeros(1, 3), torch.tensor(target))
@@ -148,25 +150,7 @@ def test_second_derivatives_of_a_clipped_gradient() -> None:
     assert_close(by_gradients, plain.clamp(-c, c))
 
 
-def test_first_derivatives_of_gradient_ops() -> None:
-    x, g = tensor(-2.0, 0.0, 0.3, 2.5), tensor(1.0, -3.0, 0.5, 4.0)
-    cases = {
-        "sign": (lambda x: ops.straight_through(x), torch.sign(x), g),
-        "heaviside": (lambda x: ops.straight_through(x, kind="heaviside"), tensor(0, 0, 1, 1), g),
-        "round": (lambda x: ops.straight_through(x, kind="round"), tensor(-2, 0, 0, 2), g),
-        "scale": (lambda x: ops.scale_gradient(x, scale=3), x, 3 * g),
-        "reverse": (lambda x: ops.reverse_gradient(x, scale=2), x, -2 * g),
-        "clip": (lambda x: ops.clip_gradient(x, bound=1), x, tensor(1.0, -1.0, 0.5, 1.0)),
-        "clamp": (lambda x: ops.clamp(x, min=0, straight_through=True), x.clamp(min=0), g),
-    }
-    for name, (op, value, grad) in cases.items():
-        leaf = x.clone().requires_grad_()
-        y = op(leaf)
-        assert_close(y.detach(), value.to(F64), msg=name)
-        assert_close(torch.autograd.grad(y, leaf, g)[0], grad, msg=name)
-
-
-@pytest.mark.parametrize(
+@rows(
     "op",
     [ops.reverse_gradient, lambda x: ops.scale_gradient(x, scale=2),
      lambda x: ops.clip_gradient(x, bound=1)],
@@ -179,7 +163,7 @@ def test_an_operation_in_place_behind_a_gradient_op_leaves_x_alone(op: Any) -> N
     assert x.grad is not None
 
 
-@pytest.mark.parametrize("x", [INF, -INF, NAN])
+@rows("x", [INF, -INF, NAN])
 def test_references_of_surrogates_keep_values_that_are_not_finite(x: float) -> None:
     compiled = torch.compile(
         lambda x: (ops.reverse_gradient(x), ops.clamp(x, max=1.0, straight_through=True)),
@@ -231,8 +215,8 @@ UNARY = ["square", "exp", "sinh", "sigmoid", "tanh", "relu", "swish", "split_sig
          "straight_through", "reverse_gradient", "stop_gradient"]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [*UNARY, *OPTIONS])
-@pytest.mark.parametrize("wrong", [INTEGER, [1.0, 2.0]], ids=["integers", "a list"])
+@rows("name", [*UNARY, *OPTIONS])
+@rows("wrong", [INTEGER, [1.0, 2.0]], ids=["integers", "a list"])
 def test_x_must_be_a_tensor_of_floating_point_numbers(name: str, wrong: Any) -> None:
     others, options = OPTIONS.get(name, ((), {}))
     getattr(ops, name)(X, *others, **options)
@@ -285,8 +269,4 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_arguments_are_explained(name: str) -> None:
-    call, error, message = WRONG[name]
-    with pytest.raises(error, match=message):
-        call()
+test_wrong_arguments_are_explained = refused(WRONG)

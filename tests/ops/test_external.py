@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import hoglib as hog
 from hoglib.ops import external
+from tests.rows import rows
 
 DOUBLE = torch.float64
 
@@ -63,7 +64,7 @@ CASES: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("op", "inputs"), CASES.values(), ids=CASES.keys())
+@rows(("op", "inputs"), CASES.values(), ids=CASES.keys())
 def test_derivatives_agree_with_finite_differences(op, inputs) -> None:
     batched = inputs[0].dim() > 0
     assert gradcheck(op, inputs, check_forward_ad=True, check_batched_grad=batched)
@@ -124,7 +125,7 @@ def test_only_what_is_needed_is_computed() -> None:
 # Inputs and outputs.
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, DOUBLE], ids=str)
+@rows("dtype", [torch.float16, torch.bfloat16, torch.float32, DOUBLE], ids=str)
 def test_the_dtype_is_kept(dtype: torch.dtype) -> None:
     x = positive(5).detach().to(dtype).requires_grad_()
     y = tanh(x)
@@ -183,7 +184,7 @@ def test_the_meta_device_has_shapes_only() -> None:
 # Tracers record a call, and not the numbers it gave.
 
 
-@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+@rows("mode", ["real", "fake", "symbolic"])
 def test_make_fx_bakes_nothing_in(mode: str) -> None:
     x = positive(3).detach()
     gradient = grad(lambda x: grad(lambda x: cube(x).sum())(x).sin().sum())
@@ -208,7 +209,7 @@ def test_torch_compile_in_one_graph() -> None:
 
 # The compiler itself, when it looks at a custom Function from the inside.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("transform", [grad, vmap], ids=["grad", "vmap"])
+@rows("transform", [grad, vmap], ids=["grad", "vmap"])
 def test_torch_compile_over_a_transform(transform: Any) -> None:
     x = positive(3).detach()
 
@@ -262,7 +263,7 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("error", "message", "run"), REFUSED.values(), ids=REFUSED.keys())
+@rows(("error", "message", "run"), REFUSED.values(), ids=REFUSED.keys())
 def test_errors_say_what_to_do(error, message, run) -> None:
     with pytest.raises(error, match=message.replace(r"\(sum\)", r"\(<lambda>\)")):
         run()

@@ -12,6 +12,7 @@ from torch.testing import assert_close
 
 from hoglib import ops
 from hoglib.ops import _norms
+from tests.rows import rows
 
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
 
@@ -35,7 +36,6 @@ INPUTS = {
     "every second": randn(2, 3, 4, 2)[:, :, ::2],
     "volumes": randn(2, 2, 2, 1, 2),
 }
-each_input = pytest.mark.parametrize("x", INPUTS.values(), ids=INPUTS)
 
 
 def leaves(x: Tensor, wanted: Any = ("x", "weight", "bias")) -> dict[str, Tensor]:
@@ -43,11 +43,15 @@ def leaves(x: Tensor, wanted: Any = ("x", "weight", "bias")) -> dict[str, Tensor
     return {name: value.requires_grad_(name in wanted) for name, value in given.items()}
 
 
-@each_input
-@pytest.mark.parametrize("absent", [(), ("weight",), ("bias",), ("weight", "bias")], ids=str)
-def test_third_derivatives(x: Tensor, absent: tuple[str, ...]) -> None:
-    names = [name for name in ("x", "weight", "bias") if name not in absent]
-    free = [leaves(x)[name] for name in names]
+ABSENT = [(name, ()) for name in INPUTS]
+ABSENT += [("features", absent) for absent in (("weight",), ("bias",), ("weight", "bias"))]
+
+
+@rows(("name", "absent"), ABSENT)
+def test_third_derivatives(name: str, absent: tuple[str, ...]) -> None:
+    x = INPUTS[name]
+    names = [key for key in ("x", "weight", "bias") if key not in absent]
+    free = [leaves(x)[key] for key in names]
 
     def curvature(*values: Tensor) -> tuple[Tensor, ...]:
         y = norm(**dict(zip(names, values, strict=True)))
@@ -57,7 +61,7 @@ def test_third_derivatives(x: Tensor, absent: tuple[str, ...]) -> None:
     assert torch.autograd.gradcheck(curvature, free)
 
 
-@pytest.mark.parametrize("output", [0, 1, 2])
+@rows("output", [0, 1, 2])
 def test_one_of_the_gradients_alone(output: int) -> None:
     """Where only some of the three flow on, the others are no input of the second pass."""
     for x in (INPUTS["features"], INPUTS["images"]):
@@ -71,9 +75,9 @@ def test_one_of_the_gradients_alone(output: int) -> None:
         assert torch.autograd.gradgradcheck(slope, tuple(given.values()))
 
 
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("dtype", [F64, F32, BF16])
-@pytest.mark.parametrize("shape", [(6, 4, 2, 3), (4, 8, 17, 18)], ids=["small", "large"])
+@rows("layout", [torch.contiguous_format, torch.channels_last])
+@rows("dtype", [F64, F32, BF16])
+@rows("shape", [(6, 4, 2, 3), (4, 8, 17, 18)], ids=["small", "large"])
 def test_it_is_as_right_as_torchs_at_second_order(
     shape: tuple[int, ...], dtype: torch.dtype, layout: torch.memory_format
 ) -> None:
@@ -98,8 +102,8 @@ def test_it_is_as_right_as_torchs_at_second_order(
         assert errors[0] <= 2 * errors[1] + max(8 * torch.finfo(dtype).eps, 1e-9)
 
 
-@pytest.mark.parametrize("shape", [(4, 3), (4, 3, 60, 60)], ids=["features", "large"])
-@pytest.mark.parametrize("form", ["double", "a view"])
+@rows("shape", [(4, 3), (4, 3, 60, 60)], ids=["features", "large"])
+@rows("form", ["double", "a view"])
 def test_running_statistics_of_any_form(shape: tuple[int, ...], form: str) -> None:
     x = randn(*shape, dtype=F32)
     theirs = [torch.zeros(3), torch.ones(3)]
@@ -115,7 +119,7 @@ def test_running_statistics_of_any_form(shape: tuple[int, ...], form: str) -> No
 # What is freed, and what is not made.
 
 
-@pytest.mark.parametrize("order", [1, 2, 3])
+@rows("order", [1, 2, 3])
 def test_no_graph_outlives_its_results(order: int) -> None:
     given = tuple(leaves(INPUTS["images"]).values())
     gc.disable()  # reference counts alone must do

@@ -1,10 +1,14 @@
 """glu and the soft margin loss beside torch's own: values, gradients, dtypes, and the modes torch lacks."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.nn import functional as F
 
 import hoglib as hog
+from tests.ops.checks import same
+from tests.rows import rows
 
 F64 = torch.float64
 
@@ -29,22 +33,17 @@ CALLS = {
 pytestmark = pytest.mark.filterwarnings("ignore:size_average and reduce args will be deprecated")
 
 
-@pytest.mark.parametrize("scale", [1.0, 100.0])
-@pytest.mark.parametrize("name", CALLS)
+@rows("scale", [1.0, 100.0])
+@rows("name", CALLS)
 def test_values_and_gradients_are_torchs(name, scale):
     ours, theirs, options = CALLS[name]
-    x = (scale * draw(4, 4)[: 4 if "glu" in name else 3]).requires_grad_()
-    a, b = ours(x, **options), theirs(x, **options)
-    torch.testing.assert_close(a, b)
-    w = torch.randn_like(b)
-    torch.testing.assert_close(
-        torch.autograd.grad((a * w).sum(), x), torch.autograd.grad((b * w).sum(), x)
-    )
+    x = scale * draw(4, 4)[: 4 if "glu" in name else 3]
+    same(partial(ours, **options), partial(theirs, **options), x)
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("dtype", [F64, torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", CALLS)
+@rows("autocast", [False, True])
+@rows("dtype", [F64, torch.float32, torch.float16, torch.bfloat16])
+@rows("name", CALLS)
 def test_dtypes_are_torchs(name, dtype, autocast):
     ours, theirs, options = CALLS[name]
     x = draw(4, 4)[: 4 if "glu" in name else 3].to(dtype)

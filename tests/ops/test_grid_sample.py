@@ -11,13 +11,15 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from hoglib import ops
-from tests.ops.checks import REPLACES
+from tests.ops.checks import REPLACES, refused_as_by_torch, same, value_and_gradients
+from tests.rows import rows
 
 F64 = torch.float64
 NAN, INF = torch.nan, torch.inf
-every_mode = pytest.mark.parametrize("mode", ["bilinear", "nearest", "bicubic"])
-every_padding = pytest.mark.parametrize("padding", ["zeros", "border", "reflection"])
-both_alignments = pytest.mark.parametrize("align", [False, True], ids=["edges", "centres"])
+BOTH = ops.grid_sample, F.grid_sample
+every_mode = rows("mode", ["bilinear", "nearest", "bicubic"])
+every_padding = rows("padding", ["zeros", "border", "reflection"])
+both_alignments = rows("align", [False, True], ids=["edges", "centres"])
 
 
 def normal(*shape: int, dtype: torch.dtype = F64) -> Tensor:
@@ -32,18 +34,10 @@ def at(pixels: Tensor, sizes: tuple[int, ...], align: bool) -> Tensor:
     return (pixels * 2 + 1) / size - 1
 
 
-def value_and_grads(
-    function: Callable[..., Tensor], input: Tensor, grid: Tensor, *options: Any
-) -> tuple[Tensor, ...]:
-    leaves = [x.detach().clone().requires_grad_() for x in (input, grid)]
-    y = function(*leaves, *options)
-    return (y, *torch.autograd.grad(y.cos().sum(), leaves))
-
-
 @every_mode
 @every_padding
 @both_alignments
-@pytest.mark.parametrize("sizes", [(4, 5), (1, 1), (3, 1)], ids=["image", "pixel", "column"])
+@rows("sizes", [(4, 5), (1, 1), (3, 1)], ids=["image", "pixel", "column"])
 def test_values_and_gradients_are_torchs(
     mode: str, padding: str, align: bool, sizes: tuple[int, int]
 ) -> None:
@@ -51,33 +45,26 @@ def test_values_and_gradients_are_torchs(
     # on pixels, halfway between them, on the border and far beyond it: every tie there is
     halves = torch.cartesian_prod(*[torch.arange(-9, 18, dtype=F64) / 2] * 2)
     ties = at(halves, sizes, align).reshape(1, 27, 27, 2).expand(2, -1, -1, -1)
+    both = [lambda x, g, f=f: f(x, g, mode, padding, align) for f in BOTH]
     for grid in (ties, 2 * normal(2, 7, 9, 2)):
-        options = (mode, padding, align)
-        ours, theirs = (
-            value_and_grads(f, image, grid, *options) for f in (ops.grid_sample, F.grid_sample)
-        )
-        assert_close(ours, theirs)
+        same(*both, image, grid)
 
 
-@pytest.mark.parametrize("mode", ["bilinear", "nearest"])
+@rows("mode", ["bilinear", "nearest"])
 @every_padding
 @both_alignments
-@pytest.mark.parametrize("sizes", [(3, 4, 2), (1, 1, 1)], ids=["volume", "voxel"])
+@rows("sizes", [(3, 4, 2), (1, 1, 1)], ids=["volume", "voxel"])
 def test_volumes_are_torchs(
     mode: str, padding: str, align: bool, sizes: tuple[int, int, int]
 ) -> None:
     halves = torch.cartesian_prod(*[torch.arange(-3, 9, dtype=F64) / 2] * 3)
     grid = at(halves, sizes, align).reshape(1, 12, 12, 12, 3).expand(2, -1, -1, -1, -1)
     options = (mode, padding, align)
-    ours, theirs = (
-        value_and_grads(f, normal(2, 2, *sizes), grid, *options)
-        for f in (ops.grid_sample, F.grid_sample)
-    )
-    assert_close(ours, theirs)
+    same(*(lambda x, g, f=f: f(x, g, *options) for f in BOTH), normal(2, 2, *sizes), grid)
 
 
 @every_padding
-@pytest.mark.parametrize("place", [0.0, 3.0, 1.0], ids=["first", "last", "middle"])
+@rows("place", [0.0, 3.0, 1.0], ids=["first", "last", "middle"])
 def test_derivatives_on_a_pixel_are_one_sided_at_every_order(padding: str, place: float) -> None:
     """d2y/dgrid dinput on a pixel: the derivative of torch's first, by the image, which is linear."""
     image, grid = normal(1, 1, 4, 4), at(torch.tensor([[[[place, 1.5]]]]).to(F64), (4, 4), True)
@@ -102,11 +89,11 @@ def test_derivatives_on_a_pixel_are_one_sided_at_every_order(padding: str, place
 
 @every_mode
 @every_padding
-@pytest.mark.parametrize("far", [1e6, -1e6, 1e18, -1e30])
+@rows("far", [1e6, -1e6, 1e18, -1e30])
 def test_far_away(mode: str, padding: str, far: float) -> None:
     image = normal(1, 2, 4, 5, dtype=torch.float32)
     grid = torch.tensor([[[[far, 0.1], [0.1, far]]]])
-    ours, theirs = (f(image, grid, mode, padding, False) for f in (ops.grid_sample, F.grid_sample))
+    ours, theirs = (f(image, grid, mode, padding, False) for f in BOTH)
     if padding == "reflection" and mode != "nearest":
         # nothing is left of where in its period such a place is
         assert ours.isfinite().all()
@@ -116,13 +103,14 @@ def test_far_away(mode: str, padding: str, far: float) -> None:
 
 @every_mode
 @every_padding
-@pytest.mark.parametrize("value", [NAN, INF, -INF])
+@rows("value", [NAN, INF, -INF])
 def test_a_place_that_is_no_number_harms_no_other(mode: str, padding: str, value: float) -> None:
     """Torch's own may end the process there, so that it cannot be asked."""
     image = normal(1, 2, 4, 5)
     grid = torch.tensor([[[[value, 0.0], [0.1, 0.2]]]], dtype=F64)
     alone = ops.grid_sample(image, grid[:, :, 1:], mode, padding, False)
-    y, _, slope = value_and_grads(ops.grid_sample, image, grid, mode, padding, False)
+    run = lambda x, g: ops.grid_sample(x, g, mode, padding, False)  # noqa: E731
+    y, _, slope = value_and_gradients(run, image, grid)
     assert_close(y[..., 1:], alone)
     assert slope[0, 0, 1].isfinite().all()
     if mode == "nearest":
@@ -135,15 +123,11 @@ def test_a_place_that_is_no_number_harms_no_other(mode: str, padding: str, value
 # Dtypes, sizes, transforms.
 
 
-@pytest.mark.parametrize(
-    "dtypes", list(itertools.product([torch.bfloat16, torch.float32], repeat=2)), ids=str
-)
+@rows("dtypes", list(itertools.product([torch.bfloat16, torch.float32], repeat=2)), ids=str)
 def test_autocast_gives_torchs_dtype(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
     image, grid = normal(1, 2, 3, 4, dtype=dtypes[0]), normal(1, 2, 2, 2, dtype=dtypes[1])
     with torch.autocast("cpu", torch.bfloat16):
-        ours, theirs = (
-            f(image, grid, align_corners=False) for f in (ops.grid_sample, F.grid_sample)
-        )
+        ours, theirs = (f(image, grid, align_corners=False) for f in BOTH)
     assert_close(ours, theirs)
 
 
@@ -167,7 +151,7 @@ def test_what_replaces_torchs_own_has_its_signature() -> None:
 def test_the_default_of_align_corners_warns_as_torch() -> None:
     image, grid = normal(1, 2, 3, 4), normal(1, 2, 2, 2)
     results = []
-    for function in (ops.grid_sample, F.grid_sample):
+    for function in BOTH:
         with pytest.warns(UserWarning, match="align_corners=False since 1.3.0"):
             results.append(function(image, grid))
     assert_close(*results)
@@ -188,13 +172,7 @@ WRONG: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_errors_are_torchs(name: str) -> None:
-    arguments, message = WRONG[name]
-    with pytest.raises(Exception, match=message) as theirs:
-        F.grid_sample(*arguments)
-    with pytest.raises(theirs.type, match=message):
-        ops.grid_sample(*arguments)
+test_errors_are_torchs = refused_as_by_torch(ops.grid_sample, F.grid_sample, WRONG)
 
 
 def test_a_number_that_is_no_option() -> None:

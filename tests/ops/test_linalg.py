@@ -12,6 +12,7 @@ from torch.testing import assert_close
 
 import hoglib as hog
 from hoglib.ops._stand_in import TABLE
+from tests.rows import rows
 
 F64, C128 = torch.float64, torch.complex128
 
@@ -64,8 +65,8 @@ SOLVES = {
 }
 
 
-@pytest.mark.parametrize("name", SOLVES)
-@pytest.mark.parametrize("dtype", [F64, torch.float32, C128, torch.complex64], ids=str)
+@rows("name", SOLVES)
+@rows("dtype", [F64, torch.float32, C128, torch.complex64], ids=str)
 def test_solve_gives_what_torch_gives(name: str, dtype: torch.dtype) -> None:
     a, b, options = SOLVES[name]
     A, B = regular(*a, dtype=dtype), torch.randn(b, dtype=dtype)
@@ -104,7 +105,7 @@ def test_solve_ex_tells_of_singular_matrices() -> None:
     assert type(hog.ops.solve_ex(torch.eye(2), B)) is type(torch.linalg.solve_ex(torch.eye(2), B))
 
 
-@pytest.mark.parametrize("dims", [None, (1,), (-2,)], ids=str)
+@rows("dims", [None, (1,), (-2,)], ids=str)
 def test_tensorsolve(dims: Any) -> None:
     shape, b = ((2, 3, 6), (2, 3)) if dims is None else ((2, 6, 3), (2, 3))
     A = regular(6, 6).reshape(2, 3, 6)
@@ -126,11 +127,9 @@ DETS = {
 }
 
 
-@pytest.mark.parametrize("name", DETS)
-@pytest.mark.parametrize(
-    "shape", [(1, 1), (2, 2), (3, 3), (5, 5), (2, 4, 4), (0, 3, 3), (2, 0, 0)], ids=str
-)
-@pytest.mark.parametrize("dtype", [F64, torch.float32, C128, torch.complex64], ids=str)
+@rows("name", DETS)
+@rows("shape", [(1, 1), (2, 2), (3, 3), (5, 5), (2, 4, 4), (0, 3, 3), (2, 0, 0)], ids=str)
+@rows("dtype", [F64, torch.float32, C128, torch.complex64], ids=str)
 def test_determinants_are_what_torch_gives(name: str, shape: Any, dtype: torch.dtype) -> None:
     ours, theirs = DETS[name]
     A = regular(*shape, dtype=dtype)
@@ -177,7 +176,7 @@ SINGULAR = {
 }
 
 
-@pytest.mark.parametrize("name", SINGULAR)
+@rows("name", SINGULAR)
 def test_det_of_a_singular_matrix_has_the_derivatives_of_the_polynomial(name: str) -> None:
     """To the third order, reverse over reverse and forward over forward, alone and in a batch."""
     A = SINGULAR[name]().to(F64)
@@ -218,9 +217,9 @@ def test_slogdet_of_a_singular_matrix() -> None:
     assert value == -torch.inf
 
 
-@pytest.mark.parametrize("upper", [False, True], ids=["lower", "upper"])
-@pytest.mark.parametrize("shape", [(3, 3), (2, 4, 4), (0, 2, 2), (0, 0)], ids=str)
-@pytest.mark.parametrize("dtype", [F64, torch.float32, C128], ids=str)
+@rows("upper", [False, True], ids=["lower", "upper"])
+@rows("shape", [(3, 3), (2, 4, 4), (0, 2, 2), (0, 0)], ids=str)
+@rows("dtype", [F64, torch.float32, C128], ids=str)
 def test_cholesky_inverse(upper: bool, shape: Any, dtype: torch.dtype) -> None:
     L = regular(*shape, dtype=dtype)
     L.diagonal(dim1=-2, dim2=-1).imag.zero_() if dtype.is_complex else None
@@ -246,9 +245,9 @@ PAIRS = {
 }
 
 
-@pytest.mark.parametrize("forward", [False, True], ids=["plain", "in forward mode"])
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("pair", PAIRS)
+@rows("forward", [False, True], ids=["plain", "in forward mode"])
+@rows("call", CALLS)
+@rows("pair", PAIRS)
 def test_errors_are_those_of_torch(pair: str, call: str, forward: bool) -> None:
     ours, theirs, more = PAIRS[pair]
     with pytest.raises(RuntimeError) as expected:
@@ -272,7 +271,7 @@ SINGULAR_CALLS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SINGULAR_CALLS)
+@rows("name", SINGULAR_CALLS)
 def test_singular_matrices_are_refused_as_by_torch(name: str) -> None:
     ours, theirs, more = SINGULAR_CALLS[name]
     with pytest.raises(torch.linalg.LinAlgError) as expected:
@@ -283,8 +282,8 @@ def test_singular_matrices_are_refused_as_by_torch(name: str) -> None:
         assert str(got.value) == str(expected.value)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", PAIRS)
+@rows("dtype", [torch.float32, torch.bfloat16], ids=str)
+@rows("name", PAIRS)
 def test_autocast_changes_what_it_changes_for_torch(name: str, dtype: torch.dtype) -> None:
     ours, theirs, more = PAIRS[name]
     A = regular(4, 4).to(dtype)
@@ -318,7 +317,7 @@ NAMES = {  # of the first argument, where it may be named
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("theirs", REPLACED, ids=lambda theirs: theirs.__name__)
+@rows("theirs", REPLACED, ids=lambda theirs: theirs.__name__)
 def test_replacements_take_what_the_replaced_take(theirs: Any) -> None:
     ours, A, B = REPLACED[theirs], regular(2, 2), torch.ones(2, 2, dtype=F64)
     more = {"linalg_solve": (B,), "linalg_solve_ex": (B,), "linalg_tensorsolve": (B[0],)}

@@ -1,51 +1,90 @@
-"""Every cell of the matrix for every sample of every op, but those for which its entry says why not."""
+"""Every cell of the matrix for every op, but those for which its entry says why not."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import pytest
 
 from hoglib import ops
 from tests.long_tail import FULL, all_but
 from tests.ops.matrix import CELLS, ONCE, Case, in_one_graph
-from tests.ops.opinfo import CATALOGUE, OpInfo, SampleInput
+from tests.ops.opinfo import CATALOGUE, OpInfo
+from tests.rows import each, rows
 
 # What each sample of an op goes through in `make test`; the other cells get the first one. That ops
 # are compiled is tested with all ops of a theme in one graph.
 EVERY_SAMPLE = (
-    "first derivative", "second derivative", "third derivative", "forward mode",
-    "forward over forward", "batched gradients", "func vmap", "non-contiguous", "complex", "plain operations",
+    "first derivative", "second derivative", "third derivative", "forward over forward", "func vmap",
+    "non-contiguous", "complex", "plain operations",
 )  # fmt: skip
-MARKS = {"cuda": pytest.mark.gpu}
+PROPERTIES = {
+    "first order": ("first derivative", "func vjp", "func jvp", "subsets of inputs", "undefined gradients"),
+    "second order": ("second derivative", "func hessian", "reverse over forward", "forward over forward", "hvp"),
+    "third order": ("third derivative",),
+    "vmap": ("func vmap",),
+    "layouts and shapes": ("non-contiguous", "transposed", "stride 0", "zero size", "no dimensions", "broadcasting"),
+    "dtypes": ("float32", "bfloat16", "complex"),
+    "calls": ("plain operations", "nothing changed in place", "deterministic"),
+}  # fmt: skip
 
 
-def rows() -> Iterator[object]:
-    for info in CATALOGUE:
-        for cell in CELLS:
-            if cell in info.skips:
-                continue
-            marks = [MARKS[cell]] if cell in MARKS else []
-            once = cell in ONCE
-            for i, sample in enumerate(info.samples[:1] if once else info.samples):
-                name = f"{info.name}-{cell}" + ("" if once else f"-{sample.name}")
-                tail = [FULL] if cell == "compile" or (i and cell not in EVERY_SAMPLE) else []
-                yield pytest.param(info, sample, cell, id=name, marks=[*marks, *tail])
+def in_cells(info: OpInfo, cells: tuple[str, ...], wanted: Callable[[str, int], bool]) -> None:
+    """The wanted ones of the cells and the numbers of samples of an op."""
+    each(
+        [
+            (f"{cell}, {sample.name}", {"cell": cell, "sample": sample})
+            for cell in cells
+            for i, sample in enumerate(info.samples[:1] if cell in ONCE else info.samples)
+            if cell not in info.skips and wanted(cell, i)
+        ],
+        lambda cell, sample: CELLS[cell](info, sample),
+    )
 
 
-@pytest.mark.parametrize(("info", "sample", "cell"), list(rows()))
-def test_cell(info: OpInfo, sample: SampleInput, cell: str) -> None:
-    CELLS[cell](info, sample)
+def in_make_test(cell: str, i: int) -> bool:
+    return cell != "compile" and (not i or cell in EVERY_SAMPLE)
+
+
+@pytest.mark.parametrize(
+    ("info", "cells"),
+    [
+        pytest.param(info, cells, id=f"{info.name}-{name}")
+        for info in CATALOGUE
+        for name, cells in PROPERTIES.items()
+        if set(cells) - info.skips.keys()
+    ],
+)
+def test_a_property(info: OpInfo, cells: tuple[str, ...]) -> None:
+    in_cells(info, cells, in_make_test)
+
+
+@pytest.mark.parametrize("info", CATALOGUE, ids=lambda info: info.name)
+@FULL
+def test_every_other_sample(info: OpInfo) -> None:
+    cells = tuple(cell for cell in CELLS if cell != "cuda")
+    in_cells(info, cells, lambda cell, i: not in_make_test(cell, i))
+
+
+@rows("info", CATALOGUE, ids=[info.name for info in CATALOGUE])
+@pytest.mark.gpu
+def test_on_a_gpu(info: OpInfo) -> None:
+    in_cells(info, ("cuda",), lambda cell, i: True)
+
+
+def test_every_cell_is_of_a_property() -> None:
+    shown = [cell for cells in PROPERTIES.values() for cell in cells]
+    assert sorted([*shown, "compile", "cuda"]) == sorted(CELLS)
 
 
 THEMES = sorted({info.theme for info in CATALOGUE})
 GRAPHS = itertools.product(THEMES, ["aot_eager", "inductor"])
-# What inductor gets are torch's own operations, whatever the theme: two themes show that it takes them.
-BY_INDUCTOR = ("pointwise", "reduce")
+# What inductor gets are torch's own operations, whatever the theme: one theme shows that it takes them.
+BY_INDUCTOR = "reduce"
 
 
 @pytest.mark.parametrize(
     ("theme", "backend"),
-    all_but(lambda theme, backend: (theme in BY_INDUCTOR) == (backend == "inductor"), GRAPHS),
+    all_but(lambda theme, backend: (theme == BY_INDUCTOR) == (backend == "inductor"), GRAPHS),
 )
 def test_a_theme_is_one_graph(theme: str, backend: str) -> None:
     """One graph for all ops of a theme: inductor takes seconds for each graph, whatever is in it."""
@@ -59,7 +98,7 @@ def test_a_theme_is_one_graph(theme: str, backend: str) -> None:
     )
 
 
-@pytest.mark.parametrize("info", CATALOGUE, ids=lambda info: info.name)
+@rows("info", CATALOGUE, ids=[info.name for info in CATALOGUE])
 def test_a_skip_names_a_cell_and_gives_its_reason(info: OpInfo) -> None:
     assert set(info.skips) <= set(CELLS)
     assert all(len(reason.split()) > 3 for reason in info.skips.values())

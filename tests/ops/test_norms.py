@@ -14,6 +14,7 @@ import hoglib as hog
 from hoglib import ops
 from hoglib.ops._stand_in import TABLE
 from tests.ops.checks import MODES, REPLACES
+from tests.rows import rows
 
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
 
@@ -71,7 +72,7 @@ OPTIONS = {
     "weight, lengths as a list": weight(randn(3, 4), randn(3), 0),
     "weight of a vector": weight(randn(4), randn(4), 0),
 }  # fmt: skip
-each_option = pytest.mark.parametrize("case", OPTIONS.values(), ids=OPTIONS)
+each_option = rows("case", OPTIONS.values(), ids=OPTIONS)
 
 
 def bound(function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, list[Tensor]]:  # fmt: skip
@@ -105,9 +106,16 @@ def test_values_and_gradients_are_torchs(case: tuple[Any, ...]) -> None:
     assert strides[0] == strides[1]
 
 
-@each_option
-def test_derivatives_are_right_in_every_mode(case: tuple[Any, ...]) -> None:
-    _, ours, args, options = case
+# Beside those of the matrix.
+MORE = (
+    "layer, no eps", "layer of one number", "batch of one image", "batch, channels last", "instance, no eps",
+    "weight, middle from the end", "weight, lengths as a list",
+)  # fmt: skip
+
+
+@rows("name", MORE)
+def test_derivatives_are_right_in_every_mode(name: str) -> None:
+    _, ours, args, options = OPTIONS[name]
     function, tensors = bound(ours, args, options)
     hog.verify(function, tensors, orders=2, modes=MODES, raise_exception=True)
 
@@ -169,7 +177,7 @@ def test_a_direction_of_zero_has_no_weight_and_no_derivative() -> None:
         assert not dg.reshape(-1)[1 if dim == 0 else 0].any()
 
 
-@pytest.mark.parametrize("eps", [1e-5, 0.0])
+@rows("eps", [1e-5, 0.0])
 def test_constant_rows(eps: float) -> None:
     """Where torch gives NaN, for an eps of 0 in layer norm, the value is NaN and the derivative is 0."""
     x = torch.tensor([[2.0, 2.0, 2.0], [1.0, 3.0, -1.0]], dtype=F64)
@@ -205,8 +213,8 @@ def test_nan_stays_nan() -> None:
     assert ops.weight_norm(x, torch.ones(2, 1))[0].isnan().all()
 
 
-@pytest.mark.parametrize("offset", [1e2, 1e4])
-@pytest.mark.parametrize("name", ["layer", "batch of images", "instance"])
+@rows("offset", [1e2, 1e4])
+@rows("name", ["layer", "batch of images", "instance"])
 def test_large_means_cost_no_more_digits_than_torchs(name: str, offset: float) -> None:
     theirs, ours, args, options = OPTIONS[name]
     x = randn(4, 3, 64, 1).squeeze(-1) if name != "layer" else randn(8, 4)
@@ -226,9 +234,9 @@ def test_large_means_cost_no_more_digits_than_torchs(name: str, offset: float) -
 # Running statistics.
 
 
-@pytest.mark.parametrize("name", ["batch_norm", "instance_norm"])
-@pytest.mark.parametrize("momentum", [0.1, 0.0, 1.0])
-@pytest.mark.parametrize("dtype", [F64, F32])
+@rows("name", ["batch_norm", "instance_norm"])
+@rows("momentum", [0.1, 0.0, 1.0])
+@rows("dtype", [F64, F32])
 def test_running_statistics_run_as_torchs(name: str, momentum: float, dtype: torch.dtype) -> None:
     x = randn(3, 2, 4, dtype=dtype).requires_grad_()
     results = []
@@ -252,7 +260,7 @@ def test_running_statistics_take_no_tangents() -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["batch_norm", "instance_norm"])
+@rows("name", ["batch_norm", "instance_norm"])
 def test_transforms_leave_running_statistics_alone(name: str) -> None:
     running = statistics(2)
     flag = {"training": True} if name == "batch_norm" else {}
@@ -267,7 +275,7 @@ def test_transforms_leave_running_statistics_alone(name: str) -> None:
     assert_close(running, statistics(2), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", ["batch_norm", "instance_norm"])
+@rows("name", ["batch_norm", "instance_norm"])
 def test_evaluation_and_empty_batches_leave_them_alone(name: str) -> None:
     running = statistics(2)
     getattr(ops, name)(randn(3, 2, 4), **running, **({} if name == "batch_norm" else {"use_input_stats": False}))  # fmt: skip
@@ -289,9 +297,9 @@ def test_running_statistics_run_in_a_compiled_function() -> None:
 # Dtypes, autocast, sizes.
 
 
-@pytest.mark.parametrize("dtype", [BF16, torch.float16])
-@pytest.mark.parametrize("parameters", ["same", "float32"])
-@pytest.mark.parametrize("name", ["layer", "batch of images", "batch, evaluation", "instance"])
+@rows("dtype", [BF16, torch.float16])
+@rows("parameters", ["same", "float32"])
+@rows("name", ["layer", "batch of images", "batch, evaluation", "instance"])
 def test_half_precision(name: str, parameters: str, dtype: torch.dtype) -> None:
     theirs, ours, args, options = OPTIONS[name]
     other = dtype if parameters == "same" else F32
@@ -309,9 +317,9 @@ def test_half_precision(name: str, parameters: str, dtype: torch.dtype) -> None:
             assert_close(value.double(), exact[i], rtol=4 * step, atol=4 * step)
 
 
-@pytest.mark.parametrize("v", [F64, F32, BF16])
-@pytest.mark.parametrize("g", [F64, F32, BF16])
-@pytest.mark.parametrize("dim", [1, -1])
+@rows("v", [F64, F32, BF16])
+@rows("g", [F64, F32, BF16])
+@rows("dim", [1, -1])
 def test_dtypes_of_a_weight_are_promoted_as_torchs(
     v: torch.dtype, g: torch.dtype, dim: int
 ) -> None:
@@ -321,7 +329,7 @@ def test_dtypes_of_a_weight_are_promoted_as_torchs(
 
 
 @each_option
-@pytest.mark.parametrize("dtype", [F32, BF16])
+@rows("dtype", [F32, BF16])
 def test_autocast_gives_torchs_dtype(case: tuple[Any, ...], dtype: torch.dtype) -> None:
     theirs, ours, args, options = case
     args = tuple(a.to(dtype) if isinstance(a, Tensor) else a for a in args)
@@ -376,7 +384,7 @@ class Torch:
     weight_norm = torch._weight_norm
 
 
-@pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED)
+@rows("case", REFUSED.values(), ids=REFUSED)
 def test_refusals_are_torchs(case: Any) -> None:
     call, error, text = case
     for module in (ops, Torch):

@@ -2,12 +2,13 @@
 
 from functools import partial
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
 import hoglib as hog
+from tests.refused import refused
+from tests.rows import rows
 
 ACTS = {
     "relu": torch.relu,
@@ -44,9 +45,7 @@ def test_extremes_have_finite_derivatives():
         assert second.isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("x", "beta", "dtype"), [(1000.0, 100.0, torch.float16), (3e38, 2.0, torch.float32)]
-)
+@rows(("x", "beta", "dtype"), [(1000.0, 100.0, torch.float16), (3e38, 2.0, torch.float32)])
 def test_swish_where_its_argument_overflows(x, beta, dtype):
     given = torch.tensor([x, -x], dtype=dtype, requires_grad=True)
     hog.ops.swish(given, beta).sum().backward()
@@ -59,7 +58,7 @@ def test_beta_as_a_number_is_a_constant():
     assert len(hog.ops.swish(x, 2.0).grad_fn.next_functions) == 1
 
 
-@pytest.mark.parametrize("act", [None, *ACTS])
+@rows("act", [None, *ACTS])
 def test_autocast_as_torch_does_it(act):
     x, w, b = (torch.randn(*s, requires_grad=True) for s in [(3, 2), (4, 2), (4,)])
     op = hog.ops.linear if act is None else partial(hog.ops.linear_act, act=act)
@@ -90,8 +89,8 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize("shape", SIZES)
-@pytest.mark.parametrize("op", [hog.ops.linear, hog.ops.linear_act])
+@rows("shape", SIZES)
+@rows("op", [hog.ops.linear, hog.ops.linear_act])
 def test_zero_sizes(op, shape):
     x = torch.zeros(SIZES[shape], requires_grad=True)
     w = torch.zeros(0 if shape == "no outputs" else 5, x.shape[-1], requires_grad=True)
@@ -127,8 +126,4 @@ ERRORS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("error", ERRORS)
-def test_errors(error):
-    call, kind, message = ERRORS[error]
-    with pytest.raises(kind, match=message):
-        call()
+test_errors = refused(ERRORS)

@@ -11,6 +11,7 @@ from torch.autograd import grad
 from torch.testing import assert_close
 
 import hoglib as hog
+from tests.rows import rows
 
 F64 = torch.float64
 REDUCTIONS = ("none", "mean", "sum")
@@ -89,8 +90,8 @@ def fixed(
     return call, [inputs[i] for i in places]
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("case", CASES)
+@rows("reduction", REDUCTIONS)
+@rows("case", CASES)
 def test_values_and_first_derivatives_are_those_of_torch(case: str, reduction: str) -> None:
     pair, make, options = CASES[case]
     inputs = make()
@@ -110,7 +111,7 @@ def test_values_and_first_derivatives_are_those_of_torch(case: str, reduction: s
     assert_close((tangent * value.cos()).sum(), slope)
 
 
-@pytest.mark.parametrize("case", [name for name in CASES if name != "huber with any delta"])
+@rows("case", [name for name in CASES if name != "huber with any delta"])
 def test_autocast(case: str) -> None:
     pair, make, options = CASES[case]
     inputs = tuple(x.to(torch.bfloat16) if x.is_floating_point() else x for x in make())
@@ -133,7 +134,7 @@ TIES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", TIES)
+@rows("name", TIES)
 def test_first_derivatives_at_kinks_are_those_of_torch(name: str) -> None:
     pair, x, more, options = TIES[name]
     ours, theirs = (
@@ -158,7 +159,7 @@ def test_large_logits() -> None:
     assert_close(tangent, torch.tensor([0, 1], dtype=F64))
 
 
-@pytest.mark.parametrize("pair", ["mse", "huber"])
+@rows("pair", ["mse", "huber"])
 def test_broadcasting_warns_as_torch_does(pair: str) -> None:
     a, b = normal(3, 1), normal(4)
     results = []
@@ -170,8 +171,8 @@ def test_broadcasting_warns_as_torch_does(pair: str) -> None:
     assert_close(*results)
 
 
-@pytest.mark.parametrize("legacy", [(True, None), (False, None), (None, False)], ids=str)
-@pytest.mark.parametrize("pair", ["mse", "multi margin", "multilabel margin"])
+@rows("legacy", [(True, None), (False, None), (None, False)], ids=str)
+@rows("pair", ["mse", "multi margin", "multilabel margin"])
 def test_legacy_reductions(pair: str, legacy: Any) -> None:
     inputs = {"mse": (normal(3, 4), normal(3, 4)), "multi margin": (normal(3, 4), CLASSES)}.get(
         pair, (normal(4, 4), LISTS)
@@ -183,17 +184,17 @@ def test_legacy_reductions(pair: str, legacy: Any) -> None:
     assert_close(*values)
 
 
-@pytest.mark.parametrize(
+@rows(
     "types", [(torch.float32, F64), (F64, torch.float32), (torch.bfloat16, torch.float32)], ids=str
 )
-@pytest.mark.parametrize("pair", ["mse", "huber"])
+@rows("pair", ["mse", "huber"])
 def test_mixed_dtypes(pair: str, types: Any) -> None:
     a, b = normal(5).to(types[0]), normal(5).to(types[1])
     ours, theirs = (f(a, b) for f in PAIRS[pair])
     assert_close(ours, theirs, atol=1e-2, rtol=1e-2)  # dtypes too
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@rows("reduction", ["mean", "sum"])
 def test_the_hinge_loss_of_no_rows_is_zero(reduction: str) -> None:
     """torch's is memory that nobody wrote."""
     none = torch.ones(0, 4)
@@ -225,7 +226,7 @@ WRONG = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", WRONG)
+@rows("name", WRONG)
 def test_errors_are_those_of_torch(name: str) -> None:
     pair, inputs, kind = WRONG[name]
     for function in PAIRS[pair]:

@@ -4,7 +4,6 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
@@ -16,6 +15,7 @@ from hoglib import ops
 from hoglib._core.tolerances import TOLERANCES
 from tests.ops.matrix import F64, close, orders, weights
 from tests.ops.opinfo import references
+from tests.rows import rows
 
 few = settings(max_examples=25, deadline=None, derandomize=True)
 sizes = st.integers(0, 3)
@@ -38,17 +38,6 @@ def tensors(draw: Any, shape: tuple[int, ...]) -> Tensor:
     return x
 
 
-@st.composite
-def broadcastable(draw: Any, count: int) -> list[Tensor]:
-    """Tensors whose shapes broadcast together: some dimensions of one shape dropped or made 1."""
-    shape = draw(shapes)
-    result = []
-    for _ in range(count):
-        own = [draw(st.sampled_from([size, 1])) for size in shape]
-        result.append(draw(tensors(tuple(own[draw(st.integers(0, len(own))) :]))))
-    return result
-
-
 def same(ours: Callable[..., Any], theirs: Callable[..., Any], *inputs: Tensor) -> None:
     a, b = ([x.detach().requires_grad_() for x in inputs] for _ in range(2))
     close(orders(ours, a), orders(theirs, b))
@@ -62,26 +51,18 @@ ELEMENTWISE = {
 }
 
 
-@pytest.mark.parametrize("name", ELEMENTWISE)
-@few
-@given(data=st.data())
-def test_broadcasting(name: str, data: Any) -> None:
-    count, ours, theirs = ELEMENTWISE[name]
-    same(ours, theirs, *data.draw(broadcastable(count)))
-
-
-@pytest.mark.parametrize("name", ELEMENTWISE)
-@pytest.mark.parametrize(
+@rows("name", ELEMENTWISE)
+@rows(
     "dtypes",
     list(itertools.product([torch.float32, F64, torch.bfloat16], repeat=2)),
     ids=lambda pair: " and ".join(str(dtype).removeprefix("torch.") for dtype in pair),
 )
-@pytest.mark.parametrize(
+@rows(
     "batched",
     [(False, False), (True, True), (False, True), (True, False)],
     ids=["no vmap", "both mapped", "second mapped", "first mapped"],
 )
-@pytest.mark.parametrize("shape", [(), (2,)], ids=["second without dimensions", "second a vector"])
+@rows("shape", [(), (2,)], ids=["second without dimensions", "second a vector"])
 def test_promotion_is_that_of_torch(
     name: str,
     dtypes: tuple[torch.dtype, torch.dtype],

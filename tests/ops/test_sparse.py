@@ -1,12 +1,15 @@
 """sparse_mm: torch's values and gradients, and every derivative above."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
 from torch.testing import assert_close
 
 import hoglib as hog
-from tests.ops.checks import REPLACES
+from tests.ops.checks import REPLACES, same
+from tests.rows import rows
 
 F64 = torch.float64
 pytestmark = [  # torch's own
@@ -25,14 +28,10 @@ def dense(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=F64, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("columns", [0, 1, 5], ids=["none", "one", "five"])
+@rows("columns", [0, 1, 5])
 def test_values_and_gradients_are_those_of_torch(columns: int) -> None:
-    results = []
-    for function in (hog.ops.sparse_mm, torch.sparse.mm):
-        x = dense(3, columns).requires_grad_()
-        y = function(matrix(), x)
-        results.append([y.detach(), *torch.autograd.grad((y * y.detach().sin()).sum(), x)])
-    assert_close(*results)
+    ours, theirs = (partial(f, matrix()) for f in (hog.ops.sparse_mm, torch.sparse.mm))
+    same(ours, theirs, dense(3, columns))
 
 
 def test_under_vmap_and_autocast() -> None:

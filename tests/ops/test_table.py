@@ -8,6 +8,7 @@ from hoglib import ops
 from hoglib.cli.commands import op_markdown, op_rows
 from hoglib.cli.main import main
 from tests.ops.opinfo import CATALOGUE
+from tests.rows import rows
 
 ROOT = Path(__file__).parents[2]
 ROWS = {name: (equation, orders) for name, equation, orders in op_rows()}
@@ -26,7 +27,7 @@ def test_a_row_is_the_first_line_of_the_equations_and_the_orders() -> None:
     assert list(ROWS) == ops.__all__
 
 
-@pytest.mark.parametrize("name", SMOOTH)
+@rows("name", SMOOTH)
 def test_a_docstring_promises_the_orders_that_the_matrix_shows(name: str) -> None:
     assert ROWS[name][1] == "any"
 

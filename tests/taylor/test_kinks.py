@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import hoglib as hog
+from tests.rows import rows
 
 SMALL, WIDE = (7, 2), (7, 8)  # whose Laplacians are nested, and collapsed
 
@@ -45,9 +46,9 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("shape", [SMALL, WIDE], ids=["2 coordinates", "8 coordinates"])
-@pytest.mark.parametrize("activation", PIECEWISE)
-@pytest.mark.parametrize("call", CALLS)
+@rows("shape", [SMALL, WIDE], ids=["2 coordinates", "8 coordinates"])
+@rows("activation", PIECEWISE)
+@rows("call", CALLS)
 def test_a_piecewise_linear_network_is_told_once_by_its_activations(call, activation, shape):
     net, x = mlp(shape[1], PIECEWISE[activation]), points(*shape)
     (message,) = told(lambda: [CALLS[call](net, x) for _ in range(2)])
@@ -67,7 +68,7 @@ WRITTEN = {
 }
 
 
-@pytest.mark.parametrize("name", WRITTEN)
+@rows("name", WRITTEN)
 def test_what_is_written_by_hand_is_told(name):
     (message,) = told(
         lambda: hog.laplacian(lambda x: WRITTEN[name](x @ x.new_ones(8, 3)).sum(1), points(7, 8))
@@ -89,9 +90,9 @@ LEGITIMATE = {
 }
 
 
-@pytest.mark.parametrize("shape", [SMALL, WIDE], ids=["2 coordinates", "8 coordinates"])
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("name", LEGITIMATE)
+@rows("shape", [SMALL, WIDE], ids=["2 coordinates", "8 coordinates"])
+@rows("call", CALLS)
+@rows("name", LEGITIMATE)
 def test_a_zero_for_other_reasons_is_not_told(name, call, shape):
     assert told(lambda: CALLS[call](LEGITIMATE[name], points(*shape))) == []
 
@@ -122,8 +123,8 @@ AT_ZERO = {
 }
 
 
-@pytest.mark.parametrize("order", [2, 3])
-@pytest.mark.parametrize("name", AT_ZERO)
+@rows("order", [2, 3])
+@rows("name", AT_ZERO)
 def test_a_derivative_that_does_not_exist_at_a_kink_is_told(name, order):
     func, *right = AT_ZERO[name]
     one = torch.tensor(1.0, dtype=torch.float64)
@@ -144,7 +145,7 @@ AT_THE_RIM = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", AT_THE_RIM)
+@rows("name", AT_THE_RIM)
 def test_a_smooth_cutoff_is_told_from_the_order_on_that_it_lacks(name):
     run, exists = AT_THE_RIM[name]
     messages = told(lambda: run(torch.eye(6, dtype=torch.float64)))
@@ -159,7 +160,7 @@ INFINITE = {
 }
 
 
-@pytest.mark.parametrize("name", INFINITE)
+@rows("name", INFINITE)
 def test_an_infinite_derivative_is_told_by_its_operation(name):
     func, operation = INFINITE[name]
     x = torch.zeros(3, 8, dtype=torch.float64)

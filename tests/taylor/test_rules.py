@@ -11,6 +11,7 @@ from torch.testing import assert_close
 import hoglib as hog
 from hoglib.taylor.propagation import Propagation
 from hoglib.taylor.series import Univariate
+from tests.rows import rows
 from tests.taylor.operations import CASES, WITHOUT_A_RULE
 
 
@@ -29,7 +30,7 @@ def along(algebra, func, x, parts):
     return [torch.zeros_like(y) if part is None else part for part in found]
 
 
-@pytest.mark.parametrize("name", CASES)
+@rows("name", CASES)
 def test_a_rule_by_nested_derivatives(name):
     func, x = CASES[name]
     series = coefficients(x, 4, 2)
@@ -41,7 +42,7 @@ def test_a_rule_by_nested_derivatives(name):
         assert_close(part / scale, other / scale, rtol=0, atol=1e-11, msg=f"order {k}")
 
 
-@pytest.mark.parametrize("name", CASES)
+@rows("name", CASES)
 def test_many_directions_are_each_as_alone_and_their_top_is_summed(name):
     func, x = CASES[name]
     seeds = torch.stack(coefficients(x, 3))
@@ -56,7 +57,7 @@ def test_many_directions_are_each_as_alone_and_their_top_is_summed(name):
         assert_close(part.expand(expected.shape) / scale, expected / scale, rtol=0, atol=1e-11)
 
 
-@pytest.mark.parametrize("name", WITHOUT_A_RULE)
+@rows("name", WITHOUT_A_RULE)
 def test_an_operation_without_a_rule_is_nested_and_named(name):
     func, x = WITHOUT_A_RULE[name]
     series = coefficients(x, 2)
@@ -133,7 +134,7 @@ KNOWN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", KNOWN)
+@rows("name", KNOWN)
 def test_known_series_to_order_six(name):
     func, at, expected = KNOWN[name]
     x = torch.tensor(at, dtype=torch.float64)
@@ -143,7 +144,7 @@ def test_known_series_to_order_six(name):
             assert_close(part.item(), value, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@rows("dtype", [torch.float32, torch.float64], ids=str)
 def test_sinc_near_zero_and_far_from_it(dtype):
     """torch's formula, nested, divides by x^k: in float32 its third derivative at 1e-3 is off by 1e3."""
     x = torch.tensor([0.0, 1e-8, 1e-3, -0.02, 0.4, 1.2, -1.3, 2.0, 7.3], dtype=dtype)
@@ -195,7 +196,7 @@ WARNED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SPECIAL)
+@rows("name", SPECIAL)
 def test_special_values(name):
     func, at, expected = SPECIAL[name]
     x = torch.tensor(at, dtype=torch.float64)

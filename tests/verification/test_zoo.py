@@ -10,6 +10,7 @@ import torch
 import hoglib as hog
 from hoglib._core import pytree
 from hoglib.verification.entry_points import examined_functions
+from tests.rows import as_in_a_new_process
 from tests.zoo import ZOO, table
 from tests.zoo.published import PUBLISHED
 from tests.zoo.right import RIGHT
@@ -25,22 +26,18 @@ def names(rows):
 
 
 @pytest.mark.parametrize("exhibit", ZOO, ids=names(ZOO))
-def test_the_mistake_is_named(exhibit):
-    judged = table.mistake(exhibit)
+def test_the_mistake_is_named_and_its_right_twin_raises_no_alarm(exhibit):
+    judged, twin = table.mistake(exhibit), table.twin(exhibit)
     assert judged.right, judged.texts
     # a Function that spoils the graph of its caller stops other checks too; nothing else may
     spoiled = ("modified by an inplace operation", "backward through the graph a second time")
     assert all(any(words in text for words in spoiled) for text in judged.raised), judged.raised
-
-
-@pytest.mark.parametrize("exhibit", ZOO, ids=names(ZOO))
-def test_the_right_twin_raises_no_alarm(exhibit):
-    judged = table.twin(exhibit)
-    assert judged.right, judged.texts
-    assert not judged.raised
+    assert twin.right, twin.texts
+    assert not twin.raised
     if exhibit.verdict == "warn":
-        warned = table.mistake(exhibit).named
-        assert not any(text.startswith(f"warn {row}:") for row in warned for text in judged.texts)
+        assert not any(
+            text.startswith(f"warn {row}:") for row in judged.named for text in twin.texts
+        )
 
 
 @pytest.mark.parametrize("specimen", PUBLISHED, ids=names(PUBLISHED))
@@ -61,19 +58,19 @@ def test_the_page_shows_every_row():
     assert "MISSED" not in page
 
 
-@pytest.mark.parametrize("one", RIGHT, ids=[one.name for one in RIGHT])
-def test_it_is_right(one):
+@pytest.mark.parametrize("one", RIGHT, ids=names(RIGHT))
+def test_it_is_right_and_no_entry_point_warns_of_it(one):
     torch.manual_seed(0)
     report = hog.verify(one.function, one.inputs(), **one.options)
     doubts = [row for row in report.warnings if " derivative: " in row.name or row.name == "finite"]
     assert not report.failed, report
     assert not doubts, report
     assert report.judged
+    assert warned_of(one) == []
 
 
-@pytest.mark.parametrize("one", RIGHT, ids=[one.name for one in RIGHT])
-def test_no_entry_point_warns_of_it(one):
-    torch.manual_seed(0)
+def warned_of(one):
+    as_in_a_new_process()
     leaves, structure = pytree.flatten(one.inputs())
     asked = any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves)
     leaves = [
@@ -90,4 +87,4 @@ def test_no_entry_point_warns_of_it(one):
             torch.autograd.grad(
                 live, by, list(map(torch.ones_like, live)), create_graph=True, allow_unused=True
             )
-    assert [str(w.message) for w in found] == []
+    return [str(w.message) for w in found]

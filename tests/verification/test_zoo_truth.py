@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
 
+from tests.rows import rows
 from tests.zoo import ZOO
 from tests.zoo.published import PUBLISHED
 
@@ -361,8 +362,8 @@ def plain(found) -> set[str]:
     return found - {"second derivative alone"} if "second derivative" in found else found
 
 
-each_exhibit = pytest.mark.parametrize("exhibit", ZOO, ids=lambda e: e.name)
-each_specimen = pytest.mark.parametrize("specimen", PUBLISHED, ids=lambda s: s.name)
+each_exhibit = rows("exhibit", ZOO, ids=lambda e: e.name)
+each_specimen = rows("specimen", PUBLISHED, ids=lambda s: s.name)
 
 
 def test_names_are_unique_and_claims_have_exhibits():

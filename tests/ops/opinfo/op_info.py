@@ -98,8 +98,6 @@ SURROGATE = dict.fromkeys(
         "first derivative",
         "second derivative",
         "third derivative",
-        "forward mode",
-        "batched gradients",
     ),
     CHECKED_BY_REFERENCE,
 )

@@ -102,7 +102,7 @@ _IDENTITY: dict[str, Any] = {"theme": "gradient", "surrogate": True, "skips": SU
 _CLIPPED: dict[str, str] = {
     **SURROGATE,
     "reverse over forward": "a clip is not linear, so no rule for tangents agrees with it",
-    "hessian by hvp columns": "reverse-over-reverse clips once more than the oracle's tangents do",
+    "hvp": "reverse-over-reverse clips once more than the oracle's tangents do",
     "plain operations": "those of Taylor mode, whose tangents are not clipped",
 }
 
@@ -132,7 +132,7 @@ _GRADIENT_OPS = (
         surrogate=True,
         skips={
             **SURROGATE,
-            "hessian by hvp columns": "hvp refuses a function without a graph",
+            "hvp": "hvp refuses a function without a graph",
             "undefined gradients": "no gradient comes back to it at all",
         },
     ),
