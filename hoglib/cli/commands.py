@@ -226,7 +226,7 @@ def _stand_ins_text(stand_ins: list[dict[str, Any]]) -> str:
                 first, *rest = textwrap.wrap(why, WIDTH - width - 4)
                 lines.append(f"  {row['name']:{width}}  {first}")
                 lines += [" " * (width + 4) + line for line in rest]
-    keys = ", ".join(f"{mode.key} {mode.title}" for mode in MODES.values())
+    keys = ", ".join(f"{key} {title}" for key, title in MODES.items())
     return "\n".join([*lines, "", *textwrap.wrap(f"Modes: {keys}.", WIDTH)])
 
 

@@ -31,7 +31,7 @@ from hoglib.verification.contract import preserved_grads
 from hoglib.verification.derivatives import FIRST, Derivatives
 from hoglib.verification.entry_points import no_examination
 from hoglib.verification.examination import Verdict, applied, examine, other_points_rows
-from hoglib.verification.report import MODES, ORDINALS, Report, Row
+from hoglib.verification.report import ORDINALS, Report, Row
 from hoglib.verification.subject import (
     Application,
     Chosen,
@@ -347,7 +347,7 @@ def _gauged(
 def _other_values(subject: Subject, options: Options) -> Iterator[Row]:
     """The second derivative at other values, where a Function may take another branch."""
     bounds = options.bounds._replace(natural=NATURAL)
-    options = replace(options, orders=(1, 2), modes=(MODES["rr"],), bounds=bounds)
+    options = replace(options, orders=(1, 2), modes=("rr",), bounds=bounds)
     wrong = other_points_rows(subject, options)
     if wrong is None:
         text = "it, or its first derivative, is not known at values of other signs and sizes."

@@ -35,7 +35,7 @@ from hoglib.verification.call import Call, HalfWatch, laid_out_as, seed_all
 from hoglib.verification.comparison import Bounds, Discrepancy, Target, compared
 from hoglib.verification.derivatives import FIRST, ratio, stage
 from hoglib.verification.function_rules import Context, Record, Run, Slot, kind_of
-from hoglib.verification.report import MODES, Mode, Row
+from hoglib.verification.report import MODES, Row
 from hoglib.verification.subject import (
     Application,
     Subject,
@@ -457,12 +457,12 @@ def _operation_rows(subject: Subject, x: list[Tensor], wrong: list[str]) -> Iter
         subject.map(*(y.clone().requires_grad_() for y in x))
     seen: set[tuple[str, str]] = set()
     for name in wrong:
-        mode = next(mode for mode in MODES.values() if name.endswith(mode.title))
+        mode, title = next(one for one in MODES.items() if name.endswith(one[1]))
         for func, args, kwargs, place in watch.calls:
             called = getattr(func, "__name__", str(func))
-            if (called, mode.key) in seen:
+            if (called, mode) in seen:
                 continue
-            seen.add((called, mode.key))
+            seen.add((called, mode))
             fault = _operation_fault(func, args, kwargs, mode, 3 if name.startswith("third") else 2)
             if fault:
                 at = f" at {place}" if place else ""
@@ -475,13 +475,13 @@ def _operation_rows(subject: Subject, x: list[Tensor], wrong: list[str]) -> Iter
                         "inputs and outputs."
                     )
                 yield Row(
-                    f"culprit: {called} in {mode.title}", "fail", None,
-                    f"{whose}{called}{at} is at fault: its derivative in {mode.title} is wrong or "
+                    f"culprit: {called} in {title}", "fail", None,
+                    f"{whose}{called}{at} is at fault: its derivative in {title} is wrong or "
                     f"missing: {fault}. {fix}",
                 )  # fmt: skip
 
 
-def _operation_fault(func: Any, args: Any, kwargs: Any, mode: Mode, order: int) -> str:
+def _operation_fault(func: Any, args: Any, kwargs: Any, mode: str, order: int) -> str:
     try:
         call = Call(lambda a, k: func(*a, **k), (args, kwargs), None)
         call.reseed = True
@@ -494,7 +494,7 @@ def _operation_fault(func: Any, args: Any, kwargs: Any, mode: Mode, order: int) 
         at = inner.with_slopes(random)
     except Exception:  # it has no derivative to judge in this mode
         return ""
-    return compared(at, mode.key, Bounds(), random).wrong
+    return compared(at, mode, Bounds(), random).wrong
 
 
 @final

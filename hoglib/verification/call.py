@@ -112,8 +112,8 @@ def seed_all(seed: int = 0) -> None:
 
 # Maps between lists of real tensors, and their derivatives in reverse and in forward mode. The gradient
 # of a map is a map again, and so is its tangent; so a second derivative is computed by the same
-# functions as a first one. Everything but `func_tangent` is built on `torch.autograd`, because the
-# transforms of torch.func are wrong through some of torch's own layers.
+# functions as a first one. All is built on `torch.autograd` unless torch.func is asked for, because
+# the transforms of torch.func are wrong through some of torch's own layers.
 
 
 def gradient(
@@ -163,10 +163,18 @@ def stacked(function: TensorMap, values: Sequence[Tensor]) -> Iterator[TensorMap
         yield lambda *x, dim=dim: list(torch.stack(function(*x), dim).unbind(dim))
 
 
+def at_leaves(function: TensorMap, x: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Leaves with the values x, and the values of the map there, with their graph."""
+    leaves = [y.detach().clone().requires_grad_() for y in x]
+    return leaves, function(*leaves)
+
+
 def grad(
-    outputs: Sequence[Tensor], inputs: Sequence[Tensor], weights: Sequence[Tensor], **options: Any
-) -> list[Tensor]:
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], weights: Sequence[Tensor] | None = None,
+    **options: Any,
+) -> list[Tensor]:  # fmt: skip
     """The gradients of the weighted sum of those outputs that have a graph; zeros if none has."""
+    weights = list(map(torch.ones_like, outputs)) if weights is None else weights
     live = [(y, u.clone()) for y, u in zip(outputs, weights, strict=True) if y.requires_grad]
     if not live:
         return [torch.zeros_like(x) for x in inputs]
@@ -184,22 +192,15 @@ def watched_gradient(outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> lis
     return [torch.zeros_like(x) if g is None else g for g, x in zip(grads, leaves, strict=True)]
 
 
-def tangent(function: TensorMap, count: int) -> TensorMap:
-    """(x, t) -> J(x) t, in forward mode."""
+def tangent(function: TensorMap, count: int, *, by_torch_func: bool = False) -> TensorMap:
+    """(x, t) -> J(x) t, in forward mode; by torch.func, which can do it twice, or without."""
 
     def map_(*given: Tensor) -> list[Tensor]:
+        x, t = given[:count], given[count:]
+        if by_torch_func:
+            return list(torch.func.jvp(function, x, t)[1])
         with forward_ad.dual_level():
-            pairs = zip(given[:count], given[count:], strict=True)
-            return [_tangent(y) for y in function(*[forward_ad.make_dual(x, t) for x, t in pairs])]
-
-    return map_
-
-
-def func_tangent(function: TensorMap, count: int) -> TensorMap:
-    """The same by torch.func, which can do it twice."""
-
-    def map_(*given: Tensor) -> list[Tensor]:
-        return list(torch.func.jvp(function, given[:count], given[count:])[1])
+            return [_tangent(y) for y in function(*map(forward_ad.make_dual, x, t))]
 
     return map_
 
@@ -211,26 +212,18 @@ def vjps(
 
     The graph is kept from one covector to the next, unless the function allows one backward pass only.
     """
-
-    def forward() -> tuple[list[Tensor], list[Tensor]]:
-        leaves = [y.detach().clone().requires_grad_() for y in x]
-        return function(*leaves), leaves
-
     results: list[list[Tensor]] = []
-    outputs, by = forward()
+    leaves, outputs = at_leaves(function, x)
     for i, w in covectors:
         try:
-            results.append(_vjp(outputs[i], by, w))
+            grads = grad([outputs[i]], leaves, [w], retain_graph=True)
         except Exception:
             if not results:
                 raise
-            outputs, by = forward()
-            results.append(_vjp(outputs[i], by, w))
+            leaves, outputs = at_leaves(function, x)
+            grads = grad([outputs[i]], leaves, [w], retain_graph=True)
+        results.append([g.detach() for g in grads])
     return results
-
-
-def _vjp(y: Tensor, by: Sequence[Tensor], w: Tensor) -> list[Tensor]:
-    return [g.detach() for g in grad([y], by, [w], retain_graph=True)]
 
 
 def jvp(
@@ -241,8 +234,8 @@ def jvp(
     def moved(*y: Tensor) -> list[Tensor]:
         return function(*x[:j], *y, *x[j + 1 :])
 
-    make = func_tangent if by_torch_func else tangent
-    return [t.detach() for t in make(moved, 1)(x[j].detach().clone(), v)]
+    pushed = tangent(moved, 1, by_torch_func=by_torch_func)
+    return [t.detach() for t in pushed(x[j].detach().clone(), v)]
 
 
 def _tangent(y: Tensor) -> Tensor:
@@ -395,7 +388,11 @@ class Call:
 
     def run_with_grad(self) -> list[Any]:
         """All leaves of what fn returns when each variable requires grad."""
-        return self.leaves(*(x.clone().requires_grad_() for x in self.point))
+        return at_leaves(self.leaves, self.point)[1]
+
+    def differentiable(self, *variables: Tensor) -> list[Tensor]:
+        """Those that have a graph, as real tensors."""
+        return [real(y) for y in self.leaves(*variables) if is_float(y) and y.requires_grad]
 
 
 def name_of(fn: Any) -> str:
@@ -654,8 +651,8 @@ def _in_half(call: Call) -> Chosen | None:
 
 def _returned_narrow(call: Call) -> str:
     """What it returns in less than float64; "" if nothing."""
-    outputs = [y for y in call.run_with_grad() if is_float(y) and y.requires_grad]
-    narrow = [y for y in map(real, outputs) if y.dtype != torch.float64]
+    outputs = at_leaves(call.differentiable, call.point)[1]
+    narrow = [y for y in outputs if y.dtype != torch.float64]
     return f"it returned {validation.describe(narrow[0])} for float64 inputs" if narrow else ""
 
 
@@ -665,10 +662,10 @@ def _reached(call: Call) -> tuple[int, Exception | None]:
     try:
         _run(call)
         reached = 1
-        leaves, values = _fresh_run(call)
+        leaves, values = at_leaves(call.differentiable, call.point)
         grads = watched_gradient(values, leaves)
         reached = 2
-        grad(grads, leaves, list(map(torch.ones_like, grads)))
+        grad(grads, leaves)
     except Exception as error:
         return reached, error
     return 3, None
@@ -678,18 +675,12 @@ def _agree(wide: Call, narrow: Call) -> bool:
     """Whether the second derivatives are the same, but for digits."""
     found = []
     for call in (wide, narrow):
-        leaves, values = _fresh_run(call)
-        grads = grad(values, leaves, list(map(torch.ones_like, values)), create_graph=True)
+        leaves, values = at_leaves(call.differentiable, call.point)
+        grads = grad(values, leaves, create_graph=True)
         random = torch.Generator().manual_seed(11)
         found.append(grad(grads, leaves, [random_like(g, random) for g in grads]))
     pairs = zip(*found, strict=True)
     return all(max_abs(a - b) <= 0.03 * max(max_abs(a), max_abs(b)) + 1e-6 for a, b in pairs)
-
-
-def _fresh_run(call: Call) -> tuple[list[Tensor], list[Tensor]]:
-    leaves = [x.clone().requires_grad_() for x in call.point]
-    values = [real(y) for y in call.leaves(*leaves) if is_float(y) and y.requires_grad]
-    return leaves, values
 
 
 def _run(call: Call) -> list[Any]:
@@ -749,8 +740,8 @@ def _numbers(call: Call, k: int, v: Sequence[Tensor], moved: float) -> list[Tens
 
     moved: how far the incoming gradients are, relative to their elements.
     """
-    leaves = [(x + k * d).requires_grad_() for x, d in zip(call.point, v, strict=True)]
-    values = [real(y) for y in call.leaves(*leaves) if is_float(y) and y.requires_grad]
+    point = [x + k * d for x, d in zip(call.point, v, strict=True)]
+    leaves, values = at_leaves(call.differentiable, point)
     random = torch.Generator().manual_seed(8)  # not ones: the gradient of a softmax is zero then
     incoming = [(random_like(y, random), random_like(y, random)) for y in values]
     grads = grad(values, leaves, [u * (1 + moved * r) for u, r in incoming])

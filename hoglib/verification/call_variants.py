@@ -66,11 +66,6 @@ class Baseline:
         chosen = [grads[list(requires).index(j)] for j in by]
         return calls.grad(chosen, [leaves[j] for j in by], [self.w[j] for j in by])
 
-    def with_graph(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Leaves, and the values at them."""
-        leaves = [y.detach().clone().requires_grad_() for y in self.x]
-        return leaves, self.f(*leaves)
-
     def compared(self, name: str, *pairs: Pair, names: Sequence[str] = ()) -> Row:
         """Whether derivatives, or values, are the same; what to say of a wrong one, by {name}."""
         worst = 0.0
@@ -125,31 +120,29 @@ def create_graph(base: Baseline) -> Row:
         "on whether gradients are enabled (torch.is_grad_enabled, requires_grad). Compute the same in "
         "both cases."
     )
-    leaves, values = base.with_graph()
+    leaves, values = calls.at_leaves(base.f, base.x)
     return base.compared("create_graph", (text, calls.grad(values, leaves, base.u), base.first))
 
 
 def deterministic(base: Baseline) -> Row:
     name, options = "deterministic", base.options
-    leaves, values = base.with_graph()
-    twice = [
-        calls.grad(values, leaves, base.u, retain_graph=True, create_graph=base.second is not None)
-        for _ in range(2)
-    ]
-    what = "the gradient"
-    off, j = largest_difference(twice[0], twice[1], None)
-    if off <= options.nondet_tol and base.second is not None:
-        twice = [calls.grad(twice[0], leaves, base.w, retain_graph=True) for _ in range(2)]
-        off, j = largest_difference(twice[0], twice[1], None)
-        what = "the second derivative"
-    if off > options.nondet_tol:
-        text = (
-            f"{what} by {base.names[j]} differs between two backward passes by {off:.2g} "
-            "(nondeterministic). backward draws random numbers (torch's, NumPy's or random's), or "
-            "sums in no fixed order. Its derivatives were judged with the same draws each time. Draw "
-            "random numbers in forward and save them, or set nondet_tol."
+    leaves, found = calls.at_leaves(base.f, base.x)
+    twice = base.second is not None
+    orders = (("the gradient", base.u, twice), ("the second derivative", base.w, False))
+    for what, weights, graphed in orders[: 1 + twice]:
+        found, again = (
+            calls.grad(found, leaves, weights, retain_graph=True, create_graph=graphed)
+            for _ in range(2)
         )
-        return Row(name, "warn" if options.surrogate else "fail", off, text)
+        off, j = largest_difference(found, again, None)
+        if off > options.nondet_tol:
+            text = (
+                f"{what} by {base.names[j]} differs between two backward passes by {off:.2g} "
+                "(nondeterministic). backward draws random numbers (torch's, NumPy's or random's), or "
+                "sums in no fixed order. Its derivatives were judged with the same draws each time. "
+                "Draw random numbers in forward and save them, or set nondet_tol."
+            )
+            return Row(name, "warn" if options.surrogate else "fail", off, text)
     if base.subject.draws:
         return Row(
             name, "warn", off,
@@ -167,7 +160,7 @@ def state(base: Baseline) -> Row:
         return Row(name, "skip", None, "it is differentiated by its parameters only.")
     before = {f: dict(vars(f)) for f in base.subject.functions}
     try:
-        leaves, values = base.with_graph()
+        leaves, values = calls.at_leaves(base.f, base.x)
         # with the same parameters: a module has one set at a time
         base.f(*((1.1 * y).requires_grad_() for y in base.x[:n]), *leaves[n:])
         found = calls.grad(values, leaves, base.u, create_graph=True)
@@ -254,7 +247,7 @@ def outputs_alone(base: Baseline) -> Row:
         return Row(name, "skip", None, "no custom Function is in it.")
     when = "with an undefined gradient"
     try:
-        leaves, values = base.with_graph()
+        leaves, values = calls.at_leaves(base.f, base.x)
         total = torch.stack([_UndefinedGradient.apply(y).sum() for y in values]).sum()
         grads = torch.autograd.grad(total, leaves, allow_unused=True)
         usual = all(bool(g.isfinite().all()) for g in base.first)
@@ -354,15 +347,11 @@ def _stride_zero_gradients(base: Baseline) -> Row:
     call, which = base.subject.call, base.subject.output_indices
 
     def run(after: Arrange) -> tuple[list[Tensor], list[Tensor] | None]:
-        f = call.map(which, after=after)
-        leaves = [y.detach().clone().requires_grad_() for y in base.x]
-        total = torch.stack([y.sum() for y in f(*leaves)]).sum()
-        first = torch.autograd.grad(
-            total, leaves, create_graph=base.second is not None, materialize_grads=True
-        )
-        if not any(g.requires_grad for g in first):
-            return list(first), None
-        return list(first), calls.grad(first, leaves, base.w)
+        leaves, values = calls.at_leaves(call.map(which, after=after), base.x)
+        total = torch.stack([y.sum() for y in values]).sum()
+        first = calls.grad([total], leaves, create_graph=base.second is not None)
+        graphed = any(g.requires_grad for g in first)
+        return first, calls.grad(first, leaves, base.w) if graphed else None
 
     right = run(lambda y: (y * torch.ones_like(y)).sum())
     return _same_in_layout(base, "layout: stride-0 gradients", lambda: run(torch.sum), *right)
@@ -560,8 +549,8 @@ def reference_rows(
         if text or not subject.call.num_inputs:
             return
         why = "declared a surrogate: it differs on purpose." if surrogate else ""
-        there = [x.detach().clone().requires_grad_() for x in theirs.point]
-        if not any(y.requires_grad for y in theirs.map(subject.output_indices)(*there)):
+        _, values = calls.at_leaves(theirs.map(subject.output_indices), theirs.point)
+        if not any(y.requires_grad for y in values):
             why = why or "the reference has no gradient: it leaves torch."
         if why:
             yield from (Row(other, "skip", None, why) for other in (FIRST, SECOND))

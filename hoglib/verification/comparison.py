@@ -36,7 +36,7 @@ from hoglib._core.element_differences import (
 )
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 from hoglib.verification import call as calls
-from hoglib.verification.report import MODES, ORDINALS, Mode
+from hoglib.verification.report import MODES, ORDINALS
 
 T = TypeVar("T")
 # The least tolerance in a dtype other than float64: central differences are no more accurate there.
@@ -78,7 +78,7 @@ class Options:
     """What `verify` was asked for. Its arguments say what each field means."""
 
     orders: tuple[int, ...] = (1, 2)
-    modes: tuple[Mode, ...] | None = None  # None: all that the function offers
+    modes: tuple[str, ...] | None = None  # the keys; None: all that the function offers
     surrogate: bool = False
     full: bool = False
     eps: float | None = None
@@ -121,11 +121,11 @@ def some_of(
     return [*dict.fromkeys(known[name] for name in known if name in given)]
 
 
-def parse_modes(value: Any) -> tuple[Mode, ...] | None:
-    """The modes, given by their short or full names; None for all that are offered."""
+def parse_modes(value: Any) -> tuple[str, ...] | None:
+    """The keys of modes, given by these or by their full names; None for all that are offered."""
     if value is None:
         return None
-    known = {name: mode for mode in MODES.values() for name in (mode.title, mode.key)}
+    known = {name: key for key, title in MODES.items() for name in (title, key)}
     return tuple(some_of("modes", value, known, MODES))
 
 

@@ -32,7 +32,7 @@ from hoglib.verification.comparison import (
     raised,
     wrong_elements,
 )
-from hoglib.verification.report import MODES, NOT_COMPARED, ORDINALS, Mode, Row, finding
+from hoglib.verification.report import MODES, NOT_COMPARED, ORDINALS, Row, finding
 from hoglib.verification.subject import Subject
 
 FIRST = "first derivative: reverse"
@@ -68,7 +68,7 @@ NOT_OFFERED = "it is not offered: {which} without a jvp staticmethod, or with an
 
 
 def stage(
-    first: Target, mode: Mode, order: int, like: Callable[[Sequence[Tensor]], list[Tensor]], *,
+    first: Target, mode: str, order: int, like: Callable[[Sequence[Tensor]], list[Tensor]], *,
     by_torch_func: bool = False,
 ) -> Target:  # fmt: skip
     """The map of order - 1 in a mode, whose derivative is of that order.
@@ -81,16 +81,16 @@ def stage(
     for k in range(1, order):
         f, x, rows, columns, _ = at
         which = f"{ORDINALS[k]} " if k > 1 else ""
-        if mode.inner == "r" if k == 1 else mode.key != "ff":
+        if mode[1] == "r" if k == 1 else mode != "ff":
             what = f"the {which}derivative" if which else "the gradient"
             new = [f"the gradient of {row}" for row in rows]
             rows = [f"{what} by {name}" for name in columns]
             f, x = calls.gradient(f, len(x)), [*x, *like(f(*x))]
         else:
-            make = calls.func_tangent if by_torch_func or mode.outer == "f" else calls.tangent
+            func = by_torch_func or mode[0] == "f"
             new = [f"the {which}tangent of {name}" for name in columns]
             rows = [f"the {'derivative' if which else 'tangent'} of {row}" for row in rows]
-            f, x = make(f, len(x)), [*x, *like(x)]
+            f, x = calls.tangent(f, len(x), by_torch_func=func), [*x, *like(x)]
         at = Target(f, x, rows, [*columns, *new])
     return at
 
@@ -144,9 +144,9 @@ class Derivatives:
 
     def _is_none(self, column: int) -> bool:
         """Whether there is no gradient by an input at all."""
-        leaves = [x.detach().clone().requires_grad_() for x in self._points[-1]]
         with suppress(Exception):
-            live = [y for y in self._subject.map(*leaves) if y.requires_grad]
+            leaves, values = calls.at_leaves(self._subject.map, self._points[-1])
+            live = [y for y in values if y.requires_grad]
             ones = list(map(torch.ones_like, live))
             return torch.autograd.grad(live, leaves, ones, allow_unused=True)[column] is None
         return False
@@ -161,8 +161,8 @@ class Derivatives:
     def higher_order(self, order: int) -> Iterator[Row]:
         """The second, third or fourth derivative in each mode."""
         asked = self._options.modes
-        for mode in MODES.values() if asked is None else asked:
-            name = f"{ORDINALS[order]} derivative: {mode.title}"
+        for mode in MODES if asked is None else asked:
+            name = f"{ORDINALS[order]} derivative: {MODES[mode]}"
             reason = self._skipped(mode)
             if reason:
                 missing = asked is not None and self._subject.offers_forward is False
@@ -172,7 +172,7 @@ class Derivatives:
                 continue
             row = self._row(name, mode, order)
             before = self.found.get(name)
-            if mode.key == "rf" and (before is None or before.raised is not None):
+            if mode == "rf" and (before is None or before.raised is not None):
                 # torch raises in reverse over some tangents (softmax), where torch.func does not
                 again = self._row(name, mode, order, by_torch_func=True)
                 if name in self.found and self.found[name].raised is None:
@@ -181,7 +181,7 @@ class Derivatives:
                     self.found[name] = before
             yield row
 
-    def _row(self, name: str, mode: Mode, order: int, *, by_torch_func: bool = False) -> Row:
+    def _row(self, name: str, mode: str, order: int, *, by_torch_func: bool = False) -> Row:
         try:
             at = [
                 self._target(
@@ -190,9 +190,9 @@ class Derivatives:
                 for x in self._points
             ]
         except Exception as error:
-            return self._judged(name, raised(error), may_lack=mode.key != "rr")
-        row = self._judged(name, self._both(at, mode.key), may_lack=mode.key != "rr")
-        if mode.key != "rr" or order != 2:
+            return self._judged(name, raised(error), may_lack=mode != "rr")
+        row = self._judged(name, self._both(at, mode), may_lack=mode != "rr")
+        if mode != "rr" or order != 2:
             return row
         if self.found[name].got != self.found[name].got:
             row = row._replace(text=f"{row.text}{self._nan_origin()}")
@@ -357,19 +357,19 @@ class Derivatives:
         """Whether a mode with that level on the outside of the first derivative is to be tried."""
         chosen = self._options.modes
         if chosen is not None:
-            return any(level in (mode.outer, mode.inner) for mode in chosen)
+            return any(level in mode for mode in chosen)
         return self._subject.offers_forward is not False
 
-    def _skipped(self, mode: Mode) -> str:
+    def _skipped(self, mode: str) -> str:
         subject = self._subject
-        if "f" not in mode.key:
+        if "f" not in mode:
             return ""
         if subject.offers_forward is False:
             lacking = sorted(
                 f.__name__ for f in subject.functions if not function_rules.offers_jvp(f)
             )
             return NOT_OFFERED.format(which=", ".join(lacking))
-        if mode.key == "ff" and subject.functions:
+        if mode == "ff" and subject.functions:
             return JVP_TWICE
         return ""
 
@@ -424,8 +424,8 @@ def nan_operation(
     of what a line of the user's computes; "" if neither is known. An infinite number becomes NaN
     later, where it is multiplied by zero."""
     with torch_internals.record_backward_origins():
-        leaves = [y.detach().clone().requires_grad_() for y in x]
-        results, weights = f(*leaves), u
+        leaves, results = calls.at_leaves(f, x)
+        weights = u
         if w is not None:
             results, weights = calls.grad(results, leaves, u, create_graph=True), w
     found: list[str] = []

@@ -35,7 +35,7 @@ from hoglib.verification.call_variants import Baseline, create_graph, gradient_l
 from hoglib.verification.comparison import NATURAL, Bounds, Options
 from hoglib.verification.contract import ACCUMULATES, preserved_grads, reached
 from hoglib.verification.derivatives import Derivatives
-from hoglib.verification.report import MODES, Row
+from hoglib.verification.report import Row
 from hoglib.verification.subject import (
     Application,
     Lifted,
@@ -179,7 +179,7 @@ def _judged(given: Applied) -> Verdict:
     here = [subject.x, subject.perturbed_point()] if several else [subject.x]
     jvp = given.forward if function_rules.offers_jvp(function) else ""
     options = Options(
-        modes=tuple(MODES[key] for key in ("rr", jvp) if key), bounds=Bounds(natural=NATURAL),
+        modes=tuple(filter(None, ("rr", jvp))), bounds=Bounds(natural=NATURAL),
         surrogate=getattr(function, "surrogate", False) is True,
     ).in_dtype(subject.dtype)  # fmt: skip
     found = _compared(function, subject, here, options)

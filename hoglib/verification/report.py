@@ -234,30 +234,13 @@ def _wrapped(text: str, width: int) -> list[str]:
     return lines
 
 
-class Mode(NamedTuple):
-    """One way to a second derivative: the outer of two levels over the inner one."""
-
-    key: str  # "fr"
-    title: str  # "forward-over-reverse"
-
-    @property
-    def outer(self) -> str:
-        return self.key[0]
-
-    @property
-    def inner(self) -> str:
-        return self.key[1]
-
-
 NOT_COMPARED = "nothing could be compared"
+# The ways to a second derivative: one level, in reverse or in forward mode, over another.
 MODES = {
-    key: Mode(key, title)
-    for key, title in {
-        "rr": "reverse-over-reverse",
-        "fr": "forward-over-reverse",
-        "rf": "reverse-over-forward",
-        "ff": "forward-over-forward",
-    }.items()
+    "rr": "reverse-over-reverse",
+    "fr": "forward-over-reverse",
+    "rf": "reverse-over-forward",
+    "ff": "forward-over-forward",
 }
 
 ORDINALS = {1: "first", 2: "second", 3: "third", 4: "fourth"}

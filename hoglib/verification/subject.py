@@ -69,18 +69,12 @@ def symmetrized(x: Tensor) -> Tensor:
     return (x + x.mH) / 2
 
 
-def _sum_one(x: Tensor, dim: int) -> Tensor:
-    return x / x.sum(dim, keepdim=True)
-
-
-def _normalized(x: Tensor, dim: int) -> Tensor:
-    return x - x.logsumexp(dim, keepdim=True)
-
-
-def _unit(x: Tensor, dim: int) -> Tensor:
-    return x / torch.linalg.vector_norm(x, dim=dim, keepdim=True)
-
-
+# Of the numbers along a dimension.
+VECTORS: dict[str, Callable[..., Tensor]] = {
+    "summing to one": lambda x, dim: x / x.sum(dim, keepdim=True),
+    "log-probabilities": lambda x, dim: x - x.logsumexp(dim, keepdim=True),
+    "of length one": lambda x, dim: x / torch.linalg.vector_norm(x, dim=dim, keepdim=True),
+}
 MATRICES = (
     Structure("symmetric", symmetrized),
     Structure("lower triangular", torch.tril),
@@ -98,12 +92,10 @@ def structures_of(x: Tensor) -> list[Structure]:
     for dim in range(max(0, x.ndim - MOST_DIMS), x.ndim):
         if x.shape[dim] > 1:
             along = f"along dimension {dim}" if x.ndim > 1 else "altogether"
-            if not x.is_complex() and bool((x >= 0).all()):
-                found.append(Structure(f"summing to one {along}", partial(_sum_one, dim=dim)))
-            if not x.is_complex() and bool((x <= 0).all()):
-                name = f"log-probabilities {along}"
-                found.append(Structure(name, partial(_normalized, dim=dim)))
-            found.append(Structure(f"of length one {along}", partial(_unit, dim=dim)))
+            found += [
+                Structure(f"{name} {along}", partial(project, dim=dim))
+                for name, project in VECTORS.items()
+            ]
     return [one for one in found if one.fits(x)]
 
 
@@ -375,9 +367,8 @@ CONSTANTS = (
 def constants_of(call: Call, names: Sequence[str]) -> list[int]:
     """The inputs without a gradient whose name is that of a constant (target, mask, ...), or whose
     values are whole numbers, not all equal. names: those of the arguments."""
-    variables = [x.clone().requires_grad_() for x in call.point]
     try:
-        found = [y for y in call.leaves(*variables) if is_float(y) and y.requires_grad]
+        variables, found = calls.at_leaves(call.differentiable, call.point)
         ones = list(map(torch.ones_like, found))
         grads = torch.autograd.grad(found, variables, ones, allow_unused=True)
     except Exception:  # reported by the derivative checks
@@ -466,9 +457,8 @@ class Subject:
         self.find_outputs()
 
     def gradient_of_sum(self, x: Sequence[Tensor]) -> list[Tensor]:
-        leaves = [y.detach().clone().requires_grad_() for y in x]
-        values = self.map(*leaves)
-        return calls.grad(values, leaves, list(map(torch.ones_like, values)))
+        leaves, values = calls.at_leaves(self.map, x)
+        return calls.grad(values, leaves)
 
     def gauges(self, *, real_too: bool) -> list[Gauge]:
         """What may fix the phases of the outputs, or their signs if real outputs are meant too."""
@@ -528,24 +518,18 @@ class Subject:
     def _again(self) -> str:
         """What is wrong with a second backward pass through the same graph, with the same seed."""
 
-        def graph() -> tuple[list[Tensor], list[Tensor]]:
-            leaves = [x.clone().requires_grad_() for x in self.x]
-            return self.map(*leaves), leaves
+        leaves, values = calls.at_leaves(self.map, self.x)
 
-        def once(values: list[Tensor], leaves: list[Tensor]) -> list[Tensor]:
+        def once() -> list[Tensor]:
             calls.seed_all()
-            grads = calls.grad(
-                values, leaves, list(map(torch.ones_like, values)), retain_graph=True
-            )
-            return [g.detach().clone() for g in grads]
+            return [g.detach().clone() for g in calls.grad(values, leaves, retain_graph=True)]
 
-        kept = graph()
         try:
-            first = once(*kept)
+            first = once()
         except Exception:  # reported by the derivative checks
             return ""
         try:
-            second, did = once(*kept), "gives a different gradient"
+            second, did = once(), "gives a different gradient"
         except RuntimeError:  # a graph that allows one pass only says so
             return ""
         except Exception as error:
