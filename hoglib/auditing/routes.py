@@ -209,15 +209,9 @@ def requested_routes(names: object) -> list[Route]:
     return [route for route in ROUTES if route in chosen]
 
 
-def gradient(f: Scalar, leaves: Vector, v: Vector, w: Vector) -> Vector:
-    """grad f."""
-    return gradient_function(f)(leaves)
-
-
 def _gradient(f: Scalar, own: Vector) -> Vector:
     """grad f with its graph."""
-    value = f(*own)
-    return calls.grad([value], own, [torch.ones_like(value)], create_graph=True)
+    return calls.grad([f(*own)], own, create_graph=True)
 
 
 def reverse_over_reverse(f: Scalar, leaves: Vector, v: Vector, w: Vector) -> Vector:
@@ -293,7 +287,7 @@ def _vmap_of_one(function: Callable[..., tuple[Tensor, ...]], v: Vector) -> Vect
     return [part[0] for part in found]
 
 
-FIRST = Route("first", "reverse", "first", gradient)
+FIRST = Route("first", "reverse", "first", lambda f, leaves, v, w: gradient_function(f)(leaves))
 AUTO = Route("rr", "reverse-over-reverse", "hessian", reverse_over_reverse)  # hvp(mode="auto")
 THIRD = Route("third order", "reverse-over-reverse-over-reverse", "third", third_order)
 ROUTES = (

@@ -5,11 +5,11 @@ these points: by its value, and by its gradient by the parameter of the critic.
 """
 
 import copy
-import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, final
 
 import torch
@@ -25,7 +25,8 @@ from hoglib._core.torch_internals import unwrap
 from hoglib.errors import ArgumentValueError
 from hoglib.penalties.module import KINDS, Kind, kind_named
 from hoglib.verification.call import name_of, seed_all
-from hoglib.verification.report import Report, Row
+from hoglib.verification.comparison import agreement
+from hoglib.verification.report import Report, Row, finding
 
 REACHES = "reaches the critic"
 N = 64  # samples
@@ -132,7 +133,7 @@ def check(
     with grad_enabled(), warnings.catch_warnings(), preserve_random_state():
         warnings.simplefilter("ignore")  # of what is wrong
         seed_all()
-        subject = _Subject(penalty, meant, options, every, weight, TOLERANCES[dtype])
+        subject = _Subject(penalty, meant, options, every, weight)
         like = torch.empty(sizes, device=device, dtype=dtype)
         return Report(name_of(penalty), list(subject.rows(like)))
 
@@ -172,7 +173,6 @@ class _Subject:
     options: dict[str, Any]
     every: int
     weight: float
-    tolerance: float
 
     def rows(self, like: Tensor) -> Iterator[Row]:
         """The checks in order, of samples like a tensor; later ones need that earlier ones passed."""
@@ -189,7 +189,7 @@ class _Subject:
         real, fake, at_zero = samples(), 3 * samples(), samples()
         at_zero[0] = -1.0
         # raises for an unknown option, before the penalty can
-        self._own(critic, [real] * len(self.kind.sets))
+        self._right(critic, _Called(real, [real], [real] * len(self.kind.sets), []))
         try:
             called = self._call(critic, real, fake)
             called_at_zero = self._call(critic, at_zero, at_zero.clone())
@@ -203,11 +203,12 @@ class _Subject:
         if not called.drawn:
             text = f"the critic that was passed was called with fewer than {N} points. "
             text += "Penalise each sample; if the penalty is lazy, pass every=."
-        value = self._compare("value", called.value, right, text)
+        same_as = partial(agreement, tolerance=TOLERANCES[like.dtype], floor=1e-3)
+        value = same_as("value", (text, [called.value], [right]))
         yield value
         if self.kind.draw and called.drawn:
             wrong = _wrong_points(self.kind, called.drawn[0], real, fake)
-            yield Row("points", "fail" if wrong else "pass", None, wrong)
+            yield finding("points", wrong)
         gradient = _gradient(called.value, critic)
         if not gradient.any():
             inner = any(one.how == INNER for one in called.detached)
@@ -219,11 +220,12 @@ class _Subject:
         if value.status == "pass":
             text = f"it is not the derivative of the value{_by(called.detached)}: a part of it is "
             text += f"lost, and training follows another penalty. {STAY}"
-            yield self._compare("parameter gradient", gradient, _gradient(right, critic), text)
+            own = _gradient(right, critic)
+            yield same_as("parameter gradient", (text, [gradient], [own]))
             gradient = _gradient(called_at_zero.value, critic)
-            right = _gradient(self._right(critic, called_at_zero), critic)
+            own = _gradient(self._right(critic, called_at_zero), critic)
             nan = not bool((called_at_zero.value + gradient).isfinite().all())
-            yield self._compare("zero gradient", gradient, right, SAFE if nan else text)
+            yield same_as("zero gradient", (SAFE if nan else text, [gradient], [own]))
 
     def _call(self, critic: _Critic, real: Tensor, fake: Tensor) -> _Called:
         """As many calls as a lazy penalty needs for one value."""
@@ -247,26 +249,16 @@ class _Subject:
         return _Called(torch.stack(values).mean(), drawn, given, detached)
 
     def _right(self, critic: _Critic, called: _Called) -> Tensor:
-        """hoglib's own value, where what is drawn is both real and fake; NaN where too little is."""
+        """hoglib's own value at what was drawn, as both real and fake, or at what was given; infinite
+        where too little was drawn."""
         critic.requires_grad_()
-        points = [[x] for x in called.drawn] if self.kind.draw else [called.given]
+        points = [[x, x] for x in called.drawn] if self.kind.draw else [called.given]
         if not points:
-            return called.value.new_full((), torch.nan)
-        mean: Tensor = self.weight * torch.stack([self._own(critic, xs) for xs in points]).mean()
-        return mean
-
-    def _own(self, critic: _Critic, points: list[Tensor]) -> Tensor:
-        """hoglib's own value, at these points alone."""
-        sets = [points[0], points[0]] if self.kind.draw else points
+            return called.value.new_full((), torch.inf)
         own = self.kind.at_points or self.kind.function
-        value: Tensor = own(critic, *sets, **self.options)
-        return value
-
-    def _compare(self, name: str, found: Tensor, right: Tensor, text: str) -> Row:
-        error = float((found - right).norm() / right.norm().clamp(min=1e-3))
-        if error <= self.tolerance:  # not so for NaN
-            return Row(name, "pass", error)
-        return Row(name, "fail", error if error == error else math.inf, text)
+        values = [own(critic, *sets, **self.options) for sets in points]
+        mean: Tensor = self.weight * torch.stack(values).mean()
+        return mean
 
 
 def _gradient(value: Tensor, critic: _Critic) -> Tensor:

@@ -21,7 +21,7 @@ from hoglib._core.tolerances import TOLERANCES
 from hoglib.verification import call as calls
 from hoglib.verification.attribution import subset_rows
 from hoglib.verification.call import Arrange, Call
-from hoglib.verification.comparison import Options, largest_difference
+from hoglib.verification.comparison import Options, Pair, agreement, largest_difference
 from hoglib.verification.derivatives import nan_operation
 from hoglib.verification.function_rules import handles_memory
 from hoglib.verification.report import Row
@@ -29,7 +29,6 @@ from hoglib.verification.subject import Subject
 
 REFUSED = "forward refuses it with an error: {error}"
 DRAWS = "it draws random numbers, which differ for another layout or dtype."
-Pair = tuple[str, list[Tensor] | None, Sequence[Tensor] | None]  # what to say, found, right
 
 
 @final
@@ -67,16 +66,10 @@ class Baseline:
         return calls.grad(chosen, [leaves[j] for j in by], [self.w[j] for j in by])
 
     def compared(self, name: str, *pairs: Pair, names: Sequence[str] = ()) -> Row:
-        """Whether derivatives, or values, are the same; what to say of a wrong one, by {name}."""
-        worst = 0.0
-        for text, found, right in pairs:
-            if found is not None and right is not None:
-                off, j = largest_difference(found, right, self._floor)
-                if off > self.tolerance:
-                    which = (names or self.names)[j]
-                    return Row(name, "fail", off, text.replace("{name}", which))
-                worst = max(worst, off)
-        return Row(name, "pass", worst)
+        """Whether derivatives, or values, are the same."""
+        return agreement(
+            name, *pairs, tolerance=self.tolerance, floor=self._floor, names=names or self.names
+        )
 
 
 NAN = (
@@ -391,17 +384,19 @@ def in_float32(base: Baseline) -> Row:
     except Exception as raised:
         return Row(name, "skip", None, f"it refuses float32: {format_error(raised)}")
     exact, right = _gradients(base, subject.call, [y.double() for y in x])
-    floor = 1e-3 * max(map(max_abs, exact), default=0.0)
-    same_values = _finite_difference(values, exact, floor)[0] < ROUNDING
-    worst = 0.0
-    for j, (a, b) in enumerate(zip(found, right, strict=True)):
-        off, _ = _finite_difference([a], [b], floor)
+    floor = max(1e-3 * max(map(max_abs, exact), default=0.0), 1e-30)
+    offs = []
+    for a, b in zip((*values, *found), (*exact, *right), strict=True):
+        known = torch.where(a.isfinite() & b.isfinite(), a.double(), b)  # finite in both dtypes
+        offs.append(largest_difference([known], [b], floor)[0])
+    count = len(values)
+    same_values = max(offs[:count], default=0.0) < ROUNDING
+    for j, off in enumerate(offs[count:]):
         status = "fail" if off > USELESS and same_values else "warn" if off > ROUNDING else "pass"
         if status != "pass":
             text = f"the gradient by {base.names[j]} is {OFF[status].format(off)}"
             return Row(name, status, off, text)
-        worst = max(worst, off)
-    return Row(name, "pass", worst)
+    return Row(name, "pass", max(offs[count:], default=0.0))
 
 
 def _gradients(
@@ -411,17 +406,6 @@ def _gradients(
     values = f(*x)
     u = [a.to(b.dtype) for a, b in zip(base.u, values, strict=True)]
     return [y.detach() for y in values], calls.gradient(f, base.n)(*x, *u)
-
-
-def _finite_difference(
-    found: Sequence[Tensor], right: Sequence[Tensor], floor: float
-) -> tuple[float, int]:
-    """That of the elements which are finite in both dtypes."""
-    masked = [
-        torch.where(a.isfinite() & b.isfinite(), a.double(), b)
-        for a, b in zip(found, right, strict=True)
-    ]
-    return largest_difference(masked, right, max(floor, 1e-30))
 
 
 OWN_RULE = (

@@ -36,7 +36,7 @@ from hoglib._core.element_differences import (
 )
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 from hoglib.verification import call as calls
-from hoglib.verification.report import MODES, ORDINALS
+from hoglib.verification.report import MODES, ORDINALS, Row
 
 T = TypeVar("T")
 # The least tolerance in a dtype other than float64: central differences are no more accurate there.
@@ -253,6 +253,27 @@ def largest_difference(
         errors.append(float(off.max()) / size if bool(off.any()) else 0.0)
     j = max(range(len(errors)), key=errors.__getitem__, default=0)
     return max(errors, default=0.0), j
+
+
+# What to say if they differ, by {name}; numbers that were found, and those that are right
+Pair = tuple[str, Sequence[Tensor] | None, Sequence[Tensor] | None]
+
+
+def agreement(
+    row: str, *pairs: Pair, tolerance: float, floor: float = 0.0, names: Sequence[str] = ("",)
+) -> Row:
+    """Whether numbers agree that were computed in two ways, as far as both are known.
+
+    names: those of the tensors. floor: as of `largest_difference`.
+    """
+    worst = 0.0
+    for text, found, right in pairs:
+        if found is not None and right is not None:
+            off, j = largest_difference(found, right, floor)
+            if not off <= tolerance:
+                return Row(row, "fail", off, text.replace("{name}", names[j]))
+            worst = max(worst, off)
+    return Row(row, "pass", worst)
 
 
 DRAWS = 2  # covectors of an output

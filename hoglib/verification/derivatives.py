@@ -134,7 +134,12 @@ class Derivatives:
         elif row.status == "warn":
             words.append(self.what_it_looks_like())
         yield row._replace(text=" ".join(filter(None, words)))
-        if self._wants("f"):
+        asked = self._options.modes
+        if (
+            subject.offers_forward is not False
+            if asked is None
+            else any("f" in one for one in asked)
+        ):
             row = self._judged("first derivative: forward", self._both(at, "f"), may_lack=True)
             rules = sorted(f.__name__ for f in subject.functions if function_rules.offers_jvp(f))
             if row.status == "fail" and rules:
@@ -352,13 +357,6 @@ class Derivatives:
     def _labels(self, columns: set[int]) -> list[str]:
         names = self._subject.names
         return [names[j] if j < len(names) else f"argument {j}" for j in sorted(columns)]
-
-    def _wants(self, level: str) -> bool:
-        """Whether a mode with that level on the outside of the first derivative is to be tried."""
-        chosen = self._options.modes
-        if chosen is not None:
-            return any(level in mode for mode in chosen)
-        return self._subject.offers_forward is not False
 
     def _skipped(self, mode: str) -> str:
         subject = self._subject

@@ -108,6 +108,7 @@ def _is_plain(value: Any) -> bool:
 
 
 LONGEST = 40  # characters of an expression that is a name
+HELD = 2  # levels of a local variable that are looked at
 
 
 class Noted(NamedTuple):
@@ -124,31 +125,31 @@ class SavedAt:
     def __init__(self, frame: FrameType, target: str) -> None:
         """target: "save_for_backward", or the attribute that is set."""
         self._frame: FrameType | None = frame
-        self._target = target
         code = frame.f_code
         self.place = SourceLine(code.co_filename, frame.f_lineno)
         self._expressions = _expressions(code.co_filename, frame.f_lineno, target)
 
     def noted(self, value: Any, position: int, keys: Sequence[Key]) -> Noted:
         """Of a saved value, or of a member of it. position: of the argument; 0 for an attribute."""
-        expression, rest = _at(self._expressions, position, keys)
-        named = expression is not None and not rest and not isinstance(expression, ast.Starred)
-        text = _text(expression) if named and expression is not None else ""
-        if text:
-            return Noted(self.place, text)
-        if local := self._local(value):
-            return Noted(self.place, local)
-        return Noted(self.place, _indexed(expression, rest))
+        expression = _at(self._expressions, position, keys)
+        text = "" if expression is None else _text(expression)
+        return Noted(self.place, text or self._local(value))
 
     def _local(self, value: Any) -> str:
-        """The name of a local variable that is the value, there or further out."""
-        frame = self._frame
+        """The local variable that is the value, or holds it, there or further out."""
         if value is None or isinstance(value, bool | int | str):
             return ""  # the same object may have any name
+        frame = self._frame
         while frame is not None and is_user_code(frame.f_code.co_filename):
-            for name, local in frame.f_locals.items():
-                if local is value and name != "ctx":
-                    return name
+            held = (
+                (written(name, keys), part)
+                for depth in (0, HELD)
+                for name, x in frame.f_locals.items()
+                if name != "ctx"
+                for keys, part in opened(x, depth)
+            )
+            if found := next((label for label, part in held if part is value), ""):
+                return found
             if "ctx" in frame.f_locals and frame.f_code.co_name in ("forward", "setup_context"):
                 return ""
             frame = frame.f_back
@@ -212,21 +213,15 @@ def _tree(source: str) -> ast.AST:
         return ast.Module([], [])
 
 
-def _at(
-    expressions: Sequence[ast.expr], position: int, keys: Sequence[Key]
-) -> tuple[ast.expr | None, list[Key]]:
-    """The expression for a member, and the keys that lead from it to the member."""
-    starred = next((i for i, e in enumerate(expressions) if isinstance(e, ast.Starred)), None)
-    if starred is not None and position >= starred:
-        if starred + 1 < len(expressions):  # how many of them the starred one gives is not known
-            return None, []
-        return expressions[starred], [("index", position - starred), *keys]
-    if position >= len(expressions):
-        return None, []
-    found, rest = expressions[position], list(keys)
-    while rest and (inner := _member(found, rest[0])) is not None:
-        found, rest = inner, rest[1:]
-    return found, rest
+def _at(expressions: Sequence[ast.expr], position: int, keys: Sequence[Key]) -> ast.expr | None:
+    """The expression for a member; None where there is none, or where a starred one is before it."""
+    before = expressions[: position + 1]
+    if len(before) <= position or any(isinstance(e, ast.Starred) for e in before):
+        return None
+    found: ast.expr | None = before[position]
+    for key in keys:
+        found = None if found is None else _member(found, key)
+    return found
 
 
 def _member(expression: ast.expr, key: Key) -> ast.expr | None:
@@ -249,14 +244,6 @@ def _text(expression: ast.expr) -> str:
         return ""
     text = ast.unparse(expression)
     return text if len(text) <= LONGEST else ""
-
-
-def _indexed(expression: ast.expr | None, keys: Sequence[Key]) -> str:
-    """How a member of a variable is written: `things[1]`."""
-    inner = expression.value if isinstance(expression, ast.Starred) else expression
-    if inner is None or not isinstance(inner, ast.Name | ast.Attribute | ast.Subscript):
-        return ""
-    return written(_text(inner), keys)
 
 
 SAVED = "ctx.saved_tensors"
