@@ -53,51 +53,44 @@ WITH_GRAPH = ("input", "output", "gradient")  # kinds of slots that autograd see
 Moves = dict[int, Tensor]  # by argument
 
 
-class Diagnosis(NamedTuple):
-    """How much of the second-order term is lost, where, and by which slots."""
-
-    lost: float  # relative to the whole term
-    slots: list[Slot]
-    detached: list[DetachedGradient]  # those that do harm, or might
-    once: bool  # @once_differentiable
-    error: Exception | None  # what backward raised when its graph was asked for
-    inner: list[Application]  # Functions that backward applies
-    only_backward: bool = False  # a jvp, and nothing was saved for it
-    kept: bool = True  # anything on the context
-
-
 def step_of(dtypes: Iterable[torch.dtype]) -> float:
     """The step of the differences, for the narrowest dtype."""
     return max((steps("slot", dtype.to_real())[0] for dtype in dtypes), default=1e-5)
 
 
-def diagnose(app: Application, moves: Moves | None = None, *, in_jvp: bool = False) -> Diagnosis:
-    """Measure what each slot of a Function loses; its arguments must not lie on a kink.
-
-    moves: how the arguments move along some direction, (above - below) / 2h; by default each on its
-    own, which some Functions do not allow (a symmetric matrix, probabilities).
-    """
-    return _Attribution(app, in_jvp, moves).diagnosis()
-
-
 @final
-class _Attribution:
-    def __init__(self, app: Application, in_jvp: bool, moves: Moves | None) -> None:
+class Diagnosis:
+    """What a backward or a jvp loses of the second-order term, where, and by which slots.
+
+    The arguments of the Function must not lie on a kink. moves: how they move along some direction,
+    (above - below) / 2h; by default each on its own, which some Functions do not allow (a symmetric
+    matrix, probabilities).
+    """
+
+    def __init__(
+        self, app: Application, moves: Moves | None = None, *, in_jvp: bool = False
+    ) -> None:
         self._app, self._in_jvp = app, in_jvp
         self._random = torch.Generator().manual_seed(1)
-        self._once = not in_jvp and is_once_differentiable(app.function)
+        self.lost = 0.0  # relative to the whole term
+        self.slots: list[Slot] = []
+        self.detached: list[DetachedGradient] = []  # those that do harm, or might
+        self.once = not in_jvp and is_once_differentiable(app.function)
+        self.error: Exception | None = None  # what it raised when its graph was asked for
+        self.inner: list[Application] = []  # Functions that it applies
+        self.only_backward = False  # a jvp, and nothing was saved for it
+        self.kept = True  # anything on the context
         rule: Any = app.function.jvp if in_jvp else backward_rule(app.function)
-        self._rule: Callable[..., Any] = rule.__wrapped__ if self._once else rule
+        self._rule: Callable[..., Any] = rule.__wrapped__ if self.once else rule
         self._v = moves or {
             i: random_like(app.args[i], self._random) * element_scales(app.args[i]) for i in app.by
         }
-        self._inner: list[Application] = []
         self._incoming_name = "tangent" if in_jvp else "grad_output"
         self._moved: dict[str, Tensor] = {}  # the directions of the incoming gradients
         with HalfWatch() as watch:
             base = self._run(0.0)
             self._arguments = self._incoming(base)
-            with suppress(Exception):  # reported by `diagnosis`
+            with suppress(Exception):  # reported by `_diagnose`
                 self._results(base.record, self._arguments)
         dtypes = [app.args[i].dtype.to_real() for i in app.by]
         dtypes += [] if watch.dtype is None else [watch.dtype]
@@ -106,6 +99,7 @@ class _Attribution:
         for k, g in enumerate(self._arguments):
             if g is not None:
                 self._moved[f"{self._incoming_name} {k}"] = random_like(g, self._random)
+        self._diagnose()
 
     # Running forward and backward.
 
@@ -221,8 +215,8 @@ class _Attribution:
         # ops of hoglib may read outputs as if they were constants
         if function.__module__.startswith("hoglib.ops."):
             return
-        if app is not None and function not in [other.function for other in self._inner]:
-            self._inner.append(app)
+        if app is not None and function not in [other.function for other in self.inner]:
+            self.inner.append(app)
 
     def _measure_lost(
         self, repair: Iterable[DetachedGradient] = ()
@@ -259,29 +253,30 @@ class _Attribution:
 
     # Which of them do harm.
 
-    def diagnosis(self) -> Diagnosis:
+    def _diagnose(self) -> None:
         """Measure the loss, and find what causes it."""
         try:
             lost, whole, watch = self._measure_lost()
         except Exception as error:
             record = self._run(0.0).record
-            lacking = self._in_jvp and bool(record.saved) and not record.for_forward
-            kept = bool(record.slots(in_jvp=self._in_jvp))
+            self.lost, self.error, self.inner = 1.0, error, []
+            self.only_backward = self._in_jvp and bool(record.saved) and not record.for_forward
+            self.kept = bool(record.slots(in_jvp=self._in_jvp))
             before = DetachmentWatch()
             with suppress(Exception):  # the calls that left the graph before backward raised
                 self._autograd_terms(before)
-            return Diagnosis(1.0, [], before.detached, self._once, error, [], lacking, kept)
+            self.detached = before.detached
+            return
         size = max(whole, 1e-300)
         total = sum(lost.values())
         if total <= self._least * size:
-            return Diagnosis(0.0, [], [], self._once, None, self._inner)
-        detached = self._harmful_detachments(watch.detached, total, size)
-        slots = []
+            return
+        self.lost = total / size
+        self.detached = self._harmful_detachments(watch.detached, total, size)
         for slot in self._describe_slots():
             slot.share = lost.get(slot.label, 0.0) / total
             if slot.share > max(WORTH_SAYING, self._least * size / total):
-                slots.append(slot)
-        return Diagnosis(total / size, slots, detached, self._once, None, self._inner)
+                self.slots.append(slot)
 
     def _harmful_detachments(
         self, detached: list[DetachedGradient], total: float, size: float
@@ -576,7 +571,7 @@ class _Rule(NamedTuple):
         """The causes. right_once: whether the first derivative is right; raises: whether it raises;
         raised: whether autograd raises in the mode in question, too."""
         try:
-            found = diagnose(self.app, moves, in_jvp=self.in_jvp)
+            found = Diagnosis(self.app, moves, in_jvp=self.in_jvp)
         except Exception as error:
             yield from self._not_attributed([], error)
             return

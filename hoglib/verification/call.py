@@ -477,9 +477,6 @@ def _cudnn() -> list[tuple[Any, str, Any]]:
 
 
 DOUBLE = (torch.float64, torch.complex128)
-CASTS = ("to", "half", "bfloat16", "float", "type", "type_as")
-RANDOM = ("rand", "normal", "bernoulli", "empty", "uniform", "exponential")
-ONLY_SHAPE = ("view_as", "expand_as", "reshape_as", "type_as")
 
 
 @final
@@ -496,7 +493,6 @@ class PrecisionWatch(TorchFunctionMode):
         super().__init__()
         self.rounded = self.met = self.foreign = ""
         self._made: list[Tensor] = []
-        self._drawn: list[Tensor] = []  # random numbers: their last digits say nothing
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -505,20 +501,15 @@ class PrecisionWatch(TorchFunctionMode):
         given = [x for x in pytree.leaves((args, kwargs)) if is_float(x)]
         written = args[0] if name == "__setitem__" else result
         results = [y for y in pytree.leaves(written) if is_float(y)]
-        if name.startswith(RANDOM):
-            self._drawn += results
-        elif not given or any(self._is_made(x) for x in given):
+        if not given or any(self._is_made(x) for x in given):
             self._made += [y for y in results if y.dtype not in DOUBLE]
-        given = [x for x in given if not any(x is y for y in self._drawn)]
-        if name in ONLY_SHAPE:
-            given = given[:1]
         if any(y.dtype in DOUBLE for y in results):
             narrow = [x for x in given if _loses_digits(x)]
             made = [x for x in narrow if x.ndim == 0 or self._is_made(x)]
             self.met = self.met or _described(name, "got", made)
             self.foreign = self.foreign or _described(name, "got", narrow)
         elif any(x.dtype in DOUBLE for x in given):
-            lossy = [y for y in results if _loses_digits(y) or _cast(name, args, y)]
+            lossy = [y for y in results if _loses_digits(y)]
             self.rounded = self.rounded or _described(name, "rounded float64 numbers to", lossy)
         return result
 
@@ -553,16 +544,6 @@ def _described(name: str, did: str, culprits: list[Tensor]) -> str:
     place = source_location.torch_call_line()
     at = f" at {place}" if place else ""
     return f"`{name}` {did} {validation.describe(culprits[0])}{at}"
-
-
-def _cast(name: str, args: Any, result: Tensor) -> bool:
-    """Whether it is a conversion that lost digits, also to half precision."""
-    if name not in CASTS or result.dtype in DOUBLE:
-        return False
-    before = args[0].detach()
-    return before.shape == result.shape and not torch.equal(
-        result.detach().to(before.dtype), before
-    )
 
 
 def _loses_digits(tensor: Tensor) -> bool:
@@ -621,7 +602,7 @@ def call_for(fn: Any, inputs: Sequence[Any], *, in_own_dtype: bool = False) -> C
     watch = PrecisionWatch()
     with watch:
         _reached(call)
-    met = watch.rounded or watch.met or watch.foreign or _returned_narrow(call)
+    met = watch.rounded or watch.met or watch.foreign
     if not (met and _is_noisy(call)):
         return Chosen(call)
     narrow = Call(fn, inputs, torch.float32)
@@ -647,13 +628,6 @@ def _in_half(call: Call) -> Chosen | None:
     name = str(watch.dtype).removeprefix("torch.")
     at = f" at {watch.where}" if watch.where else ""
     return Chosen(call, f"it computes in {name}{at}", computes_narrow=True, half=watch.dtype)
-
-
-def _returned_narrow(call: Call) -> str:
-    """What it returns in less than float64; "" if nothing."""
-    outputs = at_leaves(call.differentiable, call.point)[1]
-    narrow = [y for y in outputs if y.dtype != torch.float64]
-    return f"it returned {validation.describe(narrow[0])} for float64 inputs" if narrow else ""
 
 
 def _reached(call: Call) -> tuple[int, Exception | None]:

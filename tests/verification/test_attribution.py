@@ -28,7 +28,7 @@ class BadSinh(Function):
 
 def diagnosed(function, *inputs, **options):
     (app,) = Subject(function, inputs).applications
-    return attribution.diagnose(app, **options)
+    return attribution.Diagnosis(app, **options)
 
 
 def test_the_bad_sinh():
