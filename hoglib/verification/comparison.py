@@ -16,6 +16,7 @@ their spread allows. So the noise is measured, and not assumed from the dtype.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, NamedTuple, TypeVar, final
@@ -410,6 +411,101 @@ def wrong_elements(
         f"{len(wrong)} of {got.numel()} elements of that gradient are wrong: element {k} is "
         f"{float(got[k]):.6g}, and should be {float(right[k]):.6g}."
     )
+
+
+# What is wrong has to be so by slopes that are checked again, and at points around
+
+NOISE = "their noise in this dtype is {noise:.0%} of the derivative"
+SMALL = 0.1  # ignore relative noise below this
+SHAKEN = 4  # points around, at which what is wrong by measured tolerances is wrong, too
+
+
+class Comparer(NamedTuple):
+    """Compares derivatives of one function with differences, at a few points.
+
+    dtype: the one that it is given; half: that which it computes in, if that is half precision.
+    """
+
+    options: Options
+    random: torch.Generator
+    dtype: torch.dtype
+    half: torch.dtype | None
+
+    def target(self, at: Target) -> Target:
+        """With the slopes that are compared; in half precision short differences are rounding."""
+        if self.half is not None or at.slopes:
+            return at
+        return at.with_slopes(self.random, full=self.options.full, eps=self.options.eps)
+
+    def worst(self, at: Iterable[Target], key: str) -> Discrepancy:
+        """What is worst at all points."""
+        result: Discrepancy | None = None
+        for one in [self.target(one) for one in at]:
+            found = self._at_one(one, key)
+            result = found if result is None else result.merge(found)
+            if result.raised is not None:
+                break
+        assert result is not None
+        return result
+
+    def _at_one(self, at: Target, key: str) -> Discrepancy:
+        if self.half is not None:
+            return compared_by_means(at, key, self.half, self.random)
+        state = self.random.get_state()
+        found = self._compared(at, key)
+        if found.wrong and found.raised is None:
+            again = at.rechecked(self.random)
+            self.random.set_state(state)  # with the covectors that found it
+            return self._compared(again, key)
+        return found if found.wrong else self._closer(at, key, found)
+
+    def _closer(self, at: Target, key: str, found: Discrepancy) -> Discrepancy:
+        """What was found right by the tolerances of a narrow dtype, by those that its differences allow
+        as they were measured. What is wrong by these has to be so at points around, too; otherwise it
+        is noise, and elements that are less than that are not known."""
+        bounds = self.options.bounds.closer(self.dtype)
+        if bounds is None:
+            return found
+        closer = self._compared(at, key, bounds)
+        if not closer.wrong:
+            return closer if closer.raised is None else found
+        noise = self._noise(at, key, bounds, closer.column)
+        if noise is None:
+            return closer
+        if noise > SMALL:
+            found.unknown |= closer.faulty
+            found.checked -= 1
+            found.problem = NOISE.format(noise=noise)
+        return found
+
+    def _noise(self, at: Target, key: str, bounds: Bounds, column: int) -> float | None:
+        """The noise of what was compared by an input, relative to it, if that is all that is wrong: a
+        fault is off by about as much at points close by, along the same directions, and noise is
+        not."""
+        shaken = torch.Generator().manual_seed(10)
+        state = self.random.get_state()
+        runs: list[Discrepancy] = []
+        for _ in range(SHAKEN):
+            self.random.set_state(state)
+            x = [y * (1 + 0.01 * random_like(y, shaken)) for y in at.x]
+            with suppress(Exception):  # it may refuse what the user did not pass
+                near = self.target(at._replace(x=x))
+                runs.append(self._compared(near, key, bounds))
+        worst = 0.0
+        shared = set(runs[0].signed).intersection(*(one.signed for one in runs)) if runs else set()
+        for which in (one for one in shared if one[0] == column):
+            offs = torch.tensor([one.signed[which][0] for one in runs], dtype=torch.float64)
+            allowed = sum(one.signed[which][1] for one in runs) / len(runs)
+            mean, spread = float(offs.mean().abs()), float(offs.std())
+            if mean > allowed and mean > 5 * spread / len(runs) ** 0.5:
+                return None
+            size = sum(one.signed[which][2] for one in runs) / len(runs)
+            worst = max(worst, spread / (size or 1.0))
+        return worst
+
+    def _compared(self, at: Target, key: str, bounds: Bounds | None = None) -> Discrepancy:
+        bounds = bounds or self.options.bounds
+        return compared(at, key, bounds, self.random, full=self.options.full)
 
 
 # In half precision, by means

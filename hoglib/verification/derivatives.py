@@ -23,12 +23,10 @@ from hoglib._core.torch_internals import backward_rule
 from hoglib.verification import call as calls
 from hoglib.verification import function_rules
 from hoglib.verification.comparison import (
-    Bounds,
+    Comparer,
     Discrepancy,
     Options,
     Target,
-    compared,
-    compared_by_means,
     raised,
     wrong_elements,
 )
@@ -60,9 +58,6 @@ UNKNOWN = (
     "requires_grad on the others."
 )
 BLANK = "Do the values jump, as the signs of eigenvectors do?"
-NOISE = "their noise in this dtype is {noise:.0%} of the derivative"
-SMALL = 0.1  # ignore relative noise below this
-SHAKEN = 4  # points around, at which what is wrong by measured tolerances is wrong, too
 JVP_TWICE = "jvp inside jvp: torch returns zero for the derivative of a custom Function's own jvp."
 NOT_OFFERED = "it is not offered: {which} without a jvp staticmethod, or with an empty one."
 
@@ -104,12 +99,13 @@ class Derivatives:
 
     def __init__(self, subject: Subject, points: Sequence[list[Tensor]], options: Options) -> None:
         self._subject, self._points, self._options = subject, points, options
+        self._comparer = Comparer(options, subject.random, subject.dtype, subject.half)
         self.found: dict[str, Discrepancy] = {}
 
     def are_right(self) -> bool:
         """Whether first and second derivatives are, but for kinks, without a word on what is wrong."""
         if not self._options.surrogate:
-            first = (self._both([self._target(self._first(x))], "r") for x in self._points)
+            first = (self._comparer.worst([self._first(x)], "r") for x in self._points)
             if any(found.wrong for found in first):
                 return False
         second = [row.status for row in self.higher_order(2)]
@@ -118,9 +114,9 @@ class Derivatives:
     def first_order(self) -> Iterator[Row]:
         """The first derivative in reverse and in forward mode, and the kinks at the first point."""
         subject = self._subject
-        at = [self._target(self._first(x)) for x in self._points]
+        at = [self._comparer.target(self._first(x)) for x in self._points]
         yield self._kinks(at[0])
-        row = self._judged(FIRST, self._both(at, "r"))
+        row = self._judged(FIRST, self._comparer.worst(at, "r"))
         found = self.found[FIRST]
         words = [row.text]
         if row.status == "fail":
@@ -135,12 +131,10 @@ class Derivatives:
             words.append(self.what_it_looks_like())
         yield row._replace(text=" ".join(filter(None, words)))
         asked = self._options.modes
-        if (
-            subject.offers_forward is not False
-            if asked is None
-            else any("f" in one for one in asked)
-        ):
-            row = self._judged("first derivative: forward", self._both(at, "f"), may_lack=True)
+        wanted = subject.offers_forward is not False if asked is None else "f" in "".join(asked)
+        if wanted:
+            found = self._comparer.worst(at, "f")
+            row = self._judged("first derivative: forward", found, may_lack=True)
             rules = sorted(f.__name__ for f in subject.functions if function_rules.offers_jvp(f))
             if row.status == "fail" and rules:
                 text = f"the jvp of {', '.join(rules)} is wrong: {row.text}"
@@ -187,16 +181,16 @@ class Derivatives:
             yield row
 
     def _row(self, name: str, mode: str, order: int, *, by_torch_func: bool = False) -> Row:
+        # one by one: what is drawn for a point comes before what is drawn for the next one
+        at = (
+            stage(self._first(x), mode, order, self._like, by_torch_func=by_torch_func)
+            for x in self._points
+        )
         try:
-            at = [
-                self._target(
-                    stage(self._first(x), mode, order, self._like, by_torch_func=by_torch_func)
-                )
-                for x in self._points
-            ]
+            found = self._comparer.worst(at, mode)
         except Exception as error:
-            return self._judged(name, raised(error), may_lack=mode != "rr")
-        row = self._judged(name, self._both(at, mode), may_lack=mode != "rr")
+            found = raised(error)
+        row = self._judged(name, found, may_lack=mode != "rr")
         if mode != "rr" or order != 2:
             return row
         if self.found[name].got != self.found[name].got:
@@ -219,7 +213,7 @@ class Derivatives:
             ]
             for map_, where in maps:
                 f = calls.gradient_of_composition(map_, values, weights)
-                found = self._both([self._target(Target(f, x, rows, subject.names))], "r")
+                found = self._comparer.worst([Target(f, x, rows, subject.names)], "r")
                 if found.wrong and found.raised is None:
                     self.found[row.name] = found
                     judged = self._judged(row.name, found)
@@ -242,85 +236,6 @@ class Derivatives:
 
     def _first(self, x: list[Tensor]) -> Target:
         return Target(self._subject.map, x, self._subject.rows, self._subject.names)
-
-    def _target(self, at: Target) -> Target:
-        if self._subject.half is not None:  # short differences are rounding
-            return at
-        return at.with_slopes(self._subject.random, full=self._options.full, eps=self._options.eps)
-
-    def _both(self, at: Sequence[Target], key: str) -> Discrepancy:
-        """At all points."""
-        result: Discrepancy | None = None
-        random = self._subject.random
-        for one in at:
-            if self._subject.half is not None:
-                found = compared_by_means(one, key, self._subject.half, random)
-            else:
-                found = self._at_one(one, key)
-            result = found if result is None else result.merge(found)
-            if result.raised is not None:
-                break
-        assert result is not None
-        return result
-
-    def _at_one(self, at: Target, key: str) -> Discrepancy:
-        random = self._subject.random
-        state = random.get_state()
-        found = self._compared(at, key)
-        if found.wrong and found.raised is None:
-            again = at.rechecked(random)
-            random.set_state(state)  # with the covectors that found it
-            return self._compared(again, key)
-        return found if found.wrong else self._closer(at, key, found)
-
-    def _closer(self, at: Target, key: str, found: Discrepancy) -> Discrepancy:
-        """What was found right by the tolerances of a narrow dtype, by those that its differences allow
-        as they were measured. What is wrong by these has to be so at points around, too; otherwise it
-        is noise, and elements that are less than that are not known."""
-        bounds = self._options.bounds.closer(self._subject.dtype)
-        if bounds is None:
-            return found
-        closer = self._compared(at, key, bounds)
-        if not closer.wrong:
-            return closer if closer.raised is None else found
-        noise = self._noise(at, key, bounds, closer.column)
-        if noise is None:
-            return closer
-        if noise > SMALL:
-            found.unknown |= closer.faulty
-            found.checked -= 1
-            found.problem = NOISE.format(noise=noise)
-        return found
-
-    def _noise(self, at: Target, key: str, bounds: Bounds, column: int) -> float | None:
-        """The noise of what was compared by an input, relative to it, if that is all that is wrong: a
-        fault is off by about as much at points close by, along the same directions, and noise is
-        not."""
-        random = self._subject.random
-        shaken = torch.Generator().manual_seed(10)
-        state = random.get_state()
-        runs: list[Discrepancy] = []
-        for _ in range(SHAKEN):
-            random.set_state(state)
-            x = [y * (1 + 0.01 * random_like(y, shaken)) for y in at.x]
-            with suppress(Exception):  # it may refuse what the user did not pass
-                near = self._target(at._replace(x=x))
-                runs.append(self._compared(near, key, bounds))
-        worst = 0.0
-        shared = set(runs[0].signed).intersection(*(one.signed for one in runs)) if runs else set()
-        for which in (one for one in shared if one[0] == column):
-            offs = torch.tensor([one.signed[which][0] for one in runs], dtype=torch.float64)
-            allowed = sum(one.signed[which][1] for one in runs) / len(runs)
-            mean, spread = float(offs.mean().abs()), float(offs.std())
-            if mean > allowed and mean > 5 * spread / len(runs) ** 0.5:
-                return None
-            size = sum(one.signed[which][2] for one in runs) / len(runs)
-            worst = max(worst, spread / (size or 1.0))
-        return worst
-
-    def _compared(self, at: Target, key: str, bounds: Bounds | None = None) -> Discrepancy:
-        bounds = bounds or self._options.bounds
-        return compared(at, key, bounds, self._subject.random, full=self._options.full)
 
     def _judged(self, name: str, found: Discrepancy, *, may_lack: bool = False) -> Row:
         """The row of what was compared. may_lack: whether there is a forward level in it, which raises
