@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from hoglib._core import closures, pytree
-from hoglib._core.references import is_plain
-from hoglib._core.restoring import replaced
+from hoglib._core.ambient import replaced
 from hoglib._core.torch_modes import copy_without_override_check
 
 
@@ -85,7 +84,7 @@ class PartsWatch:
 
 
 def _is_closed(leaves: Sequence[Any]) -> bool:
-    return all(isinstance(x, Tensor) or is_plain(x) for x in leaves)
+    return all(isinstance(x, Tensor) or closures.is_plain(x) for x in leaves)
 
 
 def _hidden(part: nn.Module) -> Iterator[Any]:

@@ -18,10 +18,9 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from hoglib._core.ambient import AMBIENT
+from hoglib._core.ambient import AMBIENT, Items, replaced
 from hoglib._core.placement import refuse_sharded, whole
 from hoglib._core.pytree import in_dtype
-from hoglib._core.restoring import Items, replaced
 from hoglib._core.torch_internals import forward_mode_active, is_compiled, transforms_active
 from hoglib._core.torch_sharding import computed_dtypes, wrapped_attributes
 from hoglib.errors import UnsupportedError

@@ -18,8 +18,15 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from hoglib._core import pytree, torch_internals, validation
-from hoglib._core.closures import ALL, ClosureWalker, Edge
-from hoglib._core.references import Attributes, is_filled, is_plain, stored_items
+from hoglib._core.closures import (
+    ALL,
+    Attributes,
+    ClosureWalker,
+    Edge,
+    is_filled,
+    is_plain,
+    stored_items,
+)
 from hoglib.capture import signature
 from hoglib.errors import NoSecondDerivative
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hoglib._core import pytree, validation
-from hoglib._core.references import is_plain
+from hoglib._core.closures import is_plain
 from hoglib._core.torch_modes import ActiveStandIns, AutocastState
 from hoglib.errors import ArgumentTypeError, UnsupportedError
 

@@ -14,7 +14,6 @@ from hoglib._core.torch_modes import only_plain_operations
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 from hoglib.ops import _attention_blocks as blocks
 from hoglib.ops import _attention_functions
-from hoglib.ops._philox import draw_keys
 from hoglib.ops._stand_in import NO_DOUBLE_BACKWARD, stands_in_for
 
 
@@ -310,7 +309,7 @@ class _Form(NamedTuple):
             mask = mask.reshape(-1, *mask.shape[-3:])
         q = query.expand(*lead, *query.shape[-3:]).reshape(count, *query.shape[-3:])
         k, v = (x.expand(*lead, *x.shape[-2:]).reshape(count, *x.shape[-2:]) for x in (key, value))
-        keys = draw_keys(count, query.device) if dropout_p > 0.0 else None
+        keys = blocks.draw_keys(count, query.device) if dropout_p > 0.0 else None
         return cls(blocks.Inputs(q, k, v, mask, keys), places, lead, enable_gqa)
 
     def attention(self, dropout_p: float, causal: bool) -> Tensor:

@@ -8,9 +8,8 @@ from torch import Tensor
 
 from hoglib._core import validation
 from hoglib._core.mixed_precision import is_autocast
-from hoglib._core.torch_errors import TorchValueError
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
-from hoglib.ops._stand_in import NO_DOUBLE_BACKWARD, stands_in_for
+from hoglib.ops._stand_in import NO_DOUBLE_BACKWARD, TorchValueError, stands_in_for
 
 # The logarithm of 0. A finite number leaves no infinity to subtract, at any order of differentiation;
 # it is so low that a sum with it never counts beside a path that exists.

@@ -10,10 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hoglib._core import torch_errors, validation
+from hoglib._core import validation
 from hoglib._core.mixed_precision import upcast_half
 from hoglib.errors import ArgumentValueError, UnsupportedError
-from hoglib.ops._stand_in import NO_DOUBLE_BACKWARD, stands_in_for
+from hoglib.ops._stand_in import (
+    NO_DOUBLE_BACKWARD,
+    TorchValueError,
+    check_dtype,
+    check_indices,
+    check_real,
+    stands_in_for,
+)
 
 _MODES = ("sum", "mean", "max")  # in the order of torch's numbers for them
 
@@ -220,7 +227,7 @@ def _empty_bags(weight: Tensor, count: int) -> Tensor:
 def _bags(input: Tensor, offsets: Tensor, ends: bool, padding: int | None) -> _Bags:
     count = offsets.shape[0] - 1 if ends else offsets.shape[0]
     if count < 0:
-        raise torch_errors.TorchValueError(
+        raise TorchValueError(
             "offsets: expected at least one under include_last_offset, got none; the last is the end."
         )
     place = torch.arange(input.shape[0], dtype=offsets.dtype, device=input.device)
@@ -237,7 +244,7 @@ def _padding_row(padding_idx: int | None, weight: Tensor) -> int | None:
         return None
     rows = weight.shape[0]
     if not -rows <= padding_idx < rows:
-        raise torch_errors.TorchValueError(
+        raise TorchValueError(
             f"padding_idx: expected one of the {rows} rows of weight, {-rows} to {rows - 1}, got "
             f"{padding_idx}."
         )
@@ -257,7 +264,7 @@ def _check(input: Tensor, weight: Tensor, scale: Tensor | None, mode: str) -> No
         raise ArgumentValueError(
             f"weight: expected 2 dimensions, got {validation.describe(weight)}; it is a table of rows."
         )
-    torch_errors.real("weight", weight)
+    check_real("weight", weight)
     if scale is not None:
-        torch_errors.dtype_of("weight", weight, "per_sample_weights", scale)
-    torch_errors.indices("input", input, "indices, int64 or int32")
+        check_dtype("weight", weight, "per_sample_weights", scale)
+    check_indices("input", input, "indices, int64 or int32")

@@ -8,9 +8,8 @@ from torch import Tensor
 
 from hoglib._core import validation
 from hoglib._core.mixed_precision import HALF_DTYPES, is_autocast
-from hoglib._core.torch_errors import TorchValueError
 from hoglib.errors import ArgumentValueError
-from hoglib.ops._stand_in import IN_FORWARD, NO_FORWARD, stands_in_for
+from hoglib.ops._stand_in import IN_FORWARD, NO_FORWARD, TorchValueError, stands_in_for
 
 _MODES = ("bilinear", "nearest", "bicubic")  # in the order of torch's numbers
 _PADDING_MODES = ("zeros", "border", "reflection")

@@ -8,10 +8,19 @@ multiplications.
 import torch
 from torch import Tensor
 
-from hoglib._core import torch_errors, validation
+from hoglib._core import validation
 from hoglib._core.mixed_precision import upcast_half
 from hoglib.errors import ArgumentIndexError
-from hoglib.ops._stand_in import IN_FORWARD, NO_DOUBLE_BACKWARD, SILENT, stands_in_for
+from hoglib.ops._stand_in import (
+    IN_FORWARD,
+    NO_DOUBLE_BACKWARD,
+    SILENT,
+    TorchValueError,
+    check_dtype,
+    check_indices,
+    check_real,
+    stands_in_for,
+)
 
 _SEGMENT_REDUCTIONS = ("sum", "mean", "max", "min", "prod", "amax", "amin")
 _OF_NO_ENTRIES = {
@@ -131,20 +140,18 @@ def index_reduce(
     """
     validation.tensor("input", input)
     if reduce not in ("prod", "mean", "amax", "amin"):
-        raise torch_errors.TorchValueError(
-            f"reduce: expected prod, mean, amax or amin, got {reduce!r}."
-        )
+        raise TorchValueError(f"reduce: expected prod, mean, amax or amin, got {reduce!r}.")
     if index.dim() > 1:
         raise ArgumentIndexError(
             f"index: expected a vector of indices, got {validation.describe(index)}."
         )
-    torch_errors.indices("index", index)
-    torch_errors.dtype_of("input", input, "source", source)
+    check_indices("index", index)
+    check_dtype("input", input, "source", source)
     axis = validation.dim("dim", dim, input.dim())
     x, s = torch.atleast_1d(input), torch.atleast_1d(source)
     shape = (*x.shape[:axis], index.numel(), *x.shape[axis + 1 :])
     if s.shape != shape:
-        raise torch_errors.TorchValueError(
+        raise TorchValueError(
             f"source: expected shape {shape}, that of input with {index.numel()} entries of index at "
             f"dim, got {tuple(s.shape)}."
         )
@@ -211,10 +218,10 @@ def segment_reduce(
     validation.tensor("data", data)
     given, axis = _check_segments(data, lengths, indices, offsets, axis)
     if reduce not in _SEGMENT_REDUCTIONS:
-        raise torch_errors.TorchValueError(
+        raise TorchValueError(
             f"reduce: expected one of {', '.join(_SEGMENT_REDUCTIONS[:5])}; got {reduce!r}."
         )
-    torch_errors.real("data", data)
+    check_real("data", data)
     kind = reduce.removeprefix("a")
     if offsets is None and not unsafe and data.device.type == "cpu":
         # an assertion inside the graph, because a branch on values would leave it
@@ -250,26 +257,22 @@ def _check_segments(
 ) -> tuple[Tensor, int]:
     """The lengths, or the offsets where they are given, and the axis counted from 0."""
     if indices is not None:
-        raise torch_errors.TorchValueError(
-            "indices: expected None, got a tensor; torch does not take them yet."
-        )
+        raise TorchValueError("indices: expected None, got a tensor; torch does not take them yet.")
     given = lengths if offsets is None else offsets
     if given is None:
-        raise torch_errors.TorchValueError(
-            "lengths: expected lengths or offsets of the segments, got neither."
-        )
+        raise TorchValueError("lengths: expected lengths or offsets of the segments, got neither.")
     axis = validation.dim("axis", axis, data.dim())
     if data.dim() < given.dim() or given.dim() != axis + 1:
-        raise torch_errors.TorchValueError(
+        raise TorchValueError(
             f"axis: expected the last dimension of lengths or offsets, got axis {axis} of data "
             f"{tuple(data.shape)} and {validation.describe(given)}."
         )
     if given.shape[:-1] != data.shape[:axis]:
-        raise torch_errors.TorchValueError(
+        raise TorchValueError(
             f"lengths: expected {tuple(data.shape[:axis])} before the last dimension, as in data, got "
             f"{tuple(given.shape[:-1])}."
         )
-    torch_errors.indices("lengths", given, "whole numbers, int64 or int32")
+    check_indices("lengths", given, "whole numbers, int64 or int32")
     return given, axis
 
 

@@ -22,10 +22,9 @@ from torch import Tensor
 from hoglib._core import torch_internals, validation
 from hoglib._core.mixed_precision import full_precision, is_autocast, upcast_half, without_autocast
 from hoglib._core.recomputation import recompute
-from hoglib._core.torch_errors import TorchValueError
 from hoglib.ops._function import Saved, apply_function, by_name, make_function
 from hoglib.ops._losses import reduce_loss, reduction_number
-from hoglib.ops._stand_in import SILENT, stands_in_for
+from hoglib.ops._stand_in import SILENT, TorchValueError, stands_in_for
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # by h, W and b
 NAMES = "hWb"

@@ -11,10 +11,9 @@ from torch.nn import _reduction
 
 from hoglib._core import torch_internals, validation
 from hoglib._core.mixed_precision import full_precision, is_half, upcast_half
-from hoglib._core.torch_errors import TorchValueError
 from hoglib._core.torch_modes import reverse_only
 from hoglib.errors import ArgumentValueError
-from hoglib.ops._stand_in import NO_DOUBLE_BACKWARD, NO_FORWARD, stands_in_for
+from hoglib.ops._stand_in import NO_DOUBLE_BACKWARD, NO_FORWARD, TorchValueError, stands_in_for
 
 NONE, MEAN, SUM = 0, 1, 2  # torch's numbers for reductions
 

@@ -49,11 +49,10 @@ from torch import Tensor
 from hoglib._core import validation
 from hoglib._core.ambient import AMBIENT
 from hoglib._core.mixed_precision import autocast_on, upcast_dtype
-from hoglib._core.torch_errors import TorchValueError
 from hoglib._core.torch_internals import forward_mode_active, transforms_active
 from hoglib._core.torch_modes import plain_reverse_mode, without_stand_ins
 from hoglib.errors import ArgumentIndexError, ArgumentTypeError, ArgumentValueError
-from hoglib.ops._stand_in import OVER, OVER_FORWARD, SILENT, stands_in_for
+from hoglib.ops._stand_in import OVER, OVER_FORWARD, SILENT, TorchValueError, stands_in_for
 
 Parameter = Tensor | None
 Mask = tuple[bool, bool, bool]

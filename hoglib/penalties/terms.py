@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from hoglib._core import pytree
 from hoglib._core.autograd import Vector
-from hoglib._core.norms import root
 from hoglib.errors import ArgumentValueError
+from hoglib.ops._distance import root
 from hoglib.penalties.input_vjp import InputVJP
 from hoglib.penalties.sample_checks import check_one_number_a_sample, output_rows
 

@@ -9,7 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
-from hoglib._core import torch_internals, torch_kernels, torch_sharding
+from hoglib._core import torch_internals, torch_sharding
 from hoglib._core.torch_modes import AutocastState
 from tests.functions import Cube
 from tests.several_processes import alone
@@ -133,7 +133,7 @@ def test_functions_are_seen_as_they_are_applied_but_not_inside_one_another():
 def test_own_kernels_are_those_of_torch():
     lstm, x = torch.nn.LSTM(3, 2), torch.randn(4, 1, 3)
     before = torch.backends.mkldnn.enabled, torch.backends.cudnn.enabled
-    with torch_kernels.native_kernels():
+    with torch_internals.native_kernels():
         assert not torch.backends.mkldnn.enabled
         assert not torch.backends.cudnn.enabled
         torch.func.jvp(lambda x: lstm(x)[0], (x,), (x,))  # which oneDNN has not
