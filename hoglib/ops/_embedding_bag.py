@@ -109,8 +109,11 @@ def embedding_bag(
             f"{validation.describe(per_sample_weights)}; they are for mode='sum'."
         )
     padding = _padding_row(padding_idx, weight)
-    if offsets is None:
-        return _reduce_rows(input, weight, mode, per_sample_weights, padding)
+    if offsets is None:  # rows are the bags
+        offsets = input.shape[1] * torch.arange(input.shape[0], device=input.device)
+        input, include_last_offset = input.reshape(-1), False
+        if per_sample_weights is not None:
+            per_sample_weights = per_sample_weights.reshape(-1)
     bags = _bags(input, offsets, include_last_offset, padding)
     return _reduce_bags(bags, weight, mode, per_sample_weights)[0]
 
@@ -150,32 +153,6 @@ class _Bags(NamedTuple):
     def sizes(self, dtype: torch.dtype) -> Tensor:
         ones = torch.ones(self.bag.shape, dtype=dtype, device=self.bag.device)
         return ones.new_zeros(self.num_bags + 1).index_add(0, self.bag, ones)[: self.num_bags]
-
-
-def _reduce_rows(
-    input: Tensor, weight: Tensor, mode: str, scale: Tensor | None, padding: int | None
-) -> Tensor:
-    """Bags of one length: the rows of input."""
-    padded = None if padding is None else (input == padding).unsqueeze(-1)
-    if mode == "max":
-        if not input.shape[1]:
-            return _empty_bags(weight, input.shape[0])
-        rows = _select_rows(input, weight.detach())
-        if padded is not None:
-            rows = rows.masked_fill(padded, float("-inf"))
-        place = rows.max(1).indices  # the first, of several
-        y = weight.gather(0, input.long().gather(1, place))
-        return y if padded is None else torch.where(padded.all(1), 0.0, y)
-    rows = upcast_half(_select_rows(input, weight))
-    if scale is not None:
-        rows = rows * scale.unsqueeze(-1)
-    if padded is not None:
-        rows = torch.where(padded, 0.0, rows)
-    y = rows.sum(1)
-    if mode == "mean":
-        sizes = max(input.shape[1], 1) if padded is None else (~padded).sum(1).clamp(min=1)
-        y = y / sizes
-    return y.to(weight.dtype)
 
 
 def _reduce_bags(

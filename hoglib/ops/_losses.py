@@ -12,7 +12,6 @@ from torch.nn import _reduction
 from hoglib._core import torch_internals, validation
 from hoglib._core.mixed_precision import full_precision, is_half, upcast_half
 from hoglib._core.torch_modes import reverse_only
-from hoglib.errors import ArgumentValueError
 from hoglib.ops._stand_in import NO_DOUBLE_BACKWARD, NO_FORWARD, TorchValueError, stands_in_for
 
 NONE, MEAN, SUM = 0, 1, 2  # torch's numbers for reductions
@@ -114,15 +113,12 @@ def huber_loss(
                 [0., 0.]]))
     """
     validation.real("input", input)
-    if _torch_is_right(input):
+    wrong = delta <= 0 or (weight is not None and weight.size() != input.size())
+    if wrong or _torch_is_right(input):
         return _TORCH_HUBER(input, target, reduction, delta, weight)
-    if delta <= 0:
-        raise TorchValueError("huber_loss does not support non-positive values for delta.")
     kind = reduction_number(reduction)
     if weight is None:
         return _huber(*_broadcast(input, target), kind, delta)
-    if weight.size() != input.size():
-        raise ArgumentValueError("Weights and input must have the same size.")
     weighted = _huber(*_broadcast(input, target), NONE, delta) * weight
     return reduce_loss(weighted, kind)
 
@@ -174,23 +170,18 @@ def multi_margin_loss(
         (tensor(0.1250), tensor([[ 1., -1.]]))
     """
     kind = reduction_number(reduction, size_average, reduce)
-    if p not in (1, 2):
-        raise ArgumentValueError("only p == 1 and p == 2 supported")
-    if weight is not None and weight.dim() != 1:
-        raise ArgumentValueError("weight must be one-dimensional")
     validation.real("input", input)
-    _check_input(input)
-    rows, classes = input.numel() // max(_classes(input), 1), _classes(input)
-    if target.dim() > 1 or target.numel() != rows:
-        raise TorchValueError(
-            f"multi_margin_loss: target tensor should be 1-D with size equal to the number of input "
-            f"samples (batch size). Expected target size [{rows}], but got {list(target.shape)}. "
-            f"Input has shape {list(input.shape)}."
-        )
-    _check_dtype(target)
-    if weight is not None and weight.numel() != classes:
-        raise TorchValueError(
-            f"inconsistent weight size, expected {classes} but got {list(weight.shape)}"
+    classes = _classes(input)
+    rows = input.numel() // max(classes, 1)
+    if not (
+        p in (1, 2)
+        and _are_rows(input, target)
+        and target.dim() < 2
+        and target.numel() == rows
+        and (weight is None or weight.shape == (classes,))
+    ):  # torch's error
+        return F.multi_margin_loss(
+            input, target, p, margin, weight, size_average, reduce, reduction
         )
     x = upcast_half(input.reshape(rows, classes))
     index = target.reshape(rows, 1)
@@ -242,12 +233,9 @@ def multilabel_margin_loss(
     """
     kind = reduction_number(reduction, size_average, reduce)
     validation.real("input", input)
-    _check_input(input)
-    if target.shape != input.shape and (input.dim() or target.numel() != 1):
-        raise TorchValueError(
-            f"inconsistent target size: {list(target.shape)} for input of size: {list(input.shape)}"
-        )
-    _check_dtype(target)
+    one = not input.dim() and target.numel() == 1
+    if not (_are_rows(input, target) and (one or target.shape == input.shape)):  # torch's error
+        return F.multilabel_margin_loss(input, target, size_average, reduce, reduction)
     classes = _classes(input)
     x, t = upcast_half(input.reshape(-1, classes)), target.reshape(-1, classes)
     # what is behind the first -1 goes to a class that is cut off
@@ -357,17 +345,10 @@ def _huber(input: Tensor, target: Tensor, kind: int, delta: float) -> Tensor:
     return reduce_loss(h * (d - h / 2), kind).to(input.dtype)
 
 
-def _check_input(input: Tensor) -> None:
-    if input.dim() > 2 or 0 in input.shape[1:] or (input.dim() == 1 and not input.numel()):
-        raise TorchValueError(
-            "Expected non-empty vector or matrix with optional 0-dim batch size, but got: "
-            f"{list(input.shape)}"
-        )
-
-
-def _check_dtype(target: Tensor) -> None:
-    if target.dtype != torch.long:
-        raise TorchValueError(f"expected scalar type Long but found {target.dtype}")
+def _are_rows(input: Tensor, target: Tensor) -> bool:
+    """Whether the hinge losses take the input, which may have no rows, and the dtype of the target."""
+    empty = 0 in input.shape[1:] or (input.dim() == 1 and not input.numel())
+    return input.dim() < 3 and not empty and target.dtype == torch.long
 
 
 def _classes(input: Tensor) -> int:

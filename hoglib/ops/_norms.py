@@ -16,19 +16,14 @@ symmetric, is
 
     P u = r (u - mean(u) - h mean(u h))
 
-Batch norm, for each channel of n values, with one weight and bias, and k = w r / n:
+The weight w and the bias b are one for each channel, which is a row of batch norm, or one for each
+element of a row, for layer norm; dw and db are sums over all that shares one.
+With G = w g and k = r / n, for each row of n values:
 
     y  = w h + b
-    dx = w P g        dw = sum(g h)        db = sum(g)                             for g by y
-    Dw = sum(g P v)        Dg = w P v + a h + c                          for v, a, c by dx, dw, db
-    Dx = P((a - k sum(v h)) g - k sum(g h) v) - k Dw h
-
-Layer norm, for each row of n values, with n weights and biases, G = w g and k = r / n:
-
-    y  = w h + b
-    dx = P G        dw = sum(g h) over rows        db = sum(g) over rows             for g by y
-    Dw = sum(g P v) over rows        Dg = w P v + a h + c                for v, a, c by dx, dw, db
-    Dx = P(a g - k sum(v h) G - k sum(G h) v) - k sum(G P v) h
+    dx = P G        dw = sum(g h)        db = sum(g)                               for g by y
+    Dw = sum(g P v)        Dg = w P v + a h + c                           for v, a, c by dx, dw, db
+    Dx = P((a - w k sum(v h)) g - k sum(G h) v) - k sum(G P v) h
 
 A pass that is not differentiated again runs torch's kernel of the first backward, which gives P u (and
 for batch norm sum(u h) with it); any other runs the same in torch's operations.
@@ -38,9 +33,8 @@ differ in the dimensions that the mean is over, and in the kernel that does it i
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import inf, nan, prod
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -56,6 +50,7 @@ from hoglib.ops._stand_in import OVER, OVER_FORWARD, SILENT, TorchValueError, st
 
 Parameter = Tensor | None
 Mask = tuple[bool, bool, bool]
+Gradients = tuple[Tensor, Parameter, Parameter]  # dx, dw and db
 _THIRD = f"{OVER_FORWARD}; so are third derivatives"
 
 
@@ -172,27 +167,23 @@ def _check_running_statistics(mean: Tensor | None, var: Tensor | None, *, requir
             )
 
 
-def _fuse(x: Tensor, weight: Parameter, bias: Parameter, norm: "_BatchNorm | _LayerNorm") -> Tensor:
+class FusedNorm(torch.autograd.Function):
     """Standardised by torch's fused kernel, the running statistics of a batch updated.
 
     In plain reverse mode, for eps > 0.
     """
-    y: Tensor = FusedNorm.apply(x, weight, bias, norm)
-    return y
 
-
-class FusedNorm(torch.autograd.Function):
     runs_user_code = False
     part_of_an_op = True
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Parameter, bias: Parameter, norm: "_BatchNorm | _LayerNorm"
+        ctx: Any, x: Tensor, weight: Parameter, bias: Parameter, norm: "_LayerNorm"
     ) -> Tensor:
         with without_stand_ins():
             y, mean, r = norm.kernel(x, weight, bias)
         ctx.norm = norm
-        ctx.save_for_backward(x, weight, bias if norm.reads_bias else None, mean, r)
+        ctx.save_for_backward(x, weight, bias, mean, r)
         return y
 
     @staticmethod
@@ -215,77 +206,146 @@ class FusedNormGradient(torch.autograd.Function):
     part_of_an_op = True
 
     @staticmethod
-    def forward(
-        ctx: Any, g: Tensor, x: Tensor, weight: Parameter, bias: Parameter, mean: Tensor, r: Tensor,
-        norm: "_BatchNorm | _LayerNorm",
-    ) -> tuple[Tensor, Parameter, Parameter]:  # fmt: skip
-        dx, dw, db = norm.kernel_gradients(g, x, weight, bias, mean, r, (True, True, True))
+    def forward(ctx: Any, *inputs: Any) -> Gradients:
+        g, x, weight, bias, mean, r, norm = inputs
         ctx.norm = norm
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(g, x, weight, mean, r, dw if norm.reads_dw else None)
-        return dx, dw, db
+        ctx.save_for_backward(g, x, weight, mean, r)
+        return norm.kernel_gradients(g, x, weight, bias, mean, r, (True, True, True))
 
     @staticmethod
     def backward(ctx: Any, v: Parameter, a: Parameter, c: Parameter) -> tuple[Tensor | None, ...]:
-        g, x, weight, mean, r, gh = ctx.saved_tensors
+        g, x, weight, mean, r = ctx.saved_tensors
         with without_stand_ins():
-            v = torch.zeros_like(x) if v is None else v
             by: _Kernels | _Composite
             if torch.is_grad_enabled() or not plain_reverse_mode():
-                by, gh = _Composite(x, ctx.norm), None  # gh would be a constant there
+                by = _Composite(x, ctx.norm)
             else:
                 by = _Kernels(x, mean, r, ctx.norm)
-            found = ctx.norm.double_backward(v, a, c, g, weight, by, gh, ctx.needs_input_grad)
+            v = torch.zeros_like(x) if v is None else v
+            found = ctx.norm.double_backward(v, a, c, g, weight, by, ctx.needs_input_grad)
             return *found, *(None,) * 4
 
 
 class _Kernels:
     """h, r and P by the kernels, for a pass that is not differentiated."""
 
-    def __init__(self, x: Tensor, mean: Tensor, r: Tensor, norm: "_BatchNorm | _LayerNorm") -> None:
-        self.x, self.mean, self.r, self.norm = x, mean, r, norm
-        self.h = (x - norm.along(mean, x)).mul_(norm.along(r, x))
+    def __init__(self, x: Tensor, mean: Tensor, r: Tensor, norm: "_LayerNorm") -> None:
+        self.given, self.norm, self.r = (mean, r), norm, norm.along(r, x)
+        self.x, self.h = x, (x - norm.along(mean, x)).mul_(self.r)
 
-    def project(self, u: Tensor) -> tuple[Tensor, Parameter]:
-        """P u, and for batch norm sum(u h)."""
-        given = u, self.x, None, None, self.mean, self.r, (True, True, False)
-        return self.norm.kernel_gradients(*given)[:2]
+    def project(self, u: Tensor) -> Tensor:
+        """P u"""
+        given = u, self.x, None, None, *self.given, (True, False, False)
+        return self.norm.kernel_gradients(*given)[0]
 
 
 class _Composite:
     """The same in torch's operations, which can be differentiated."""
 
-    def __init__(self, x: Tensor, norm: "_BatchNorm | _LayerNorm") -> None:
+    def __init__(self, x: Tensor, norm: "_LayerNorm") -> None:
         self.dims = norm.dims(x)
         d, var = _moments(x, self.dims)
         self.r = (var + norm.eps).rsqrt()
         self.h = d * self.r
 
-    def project(self, u: Tensor) -> tuple[Tensor, Tensor]:
-        """P u and sum(u h)."""
+    def project(self, u: Tensor) -> Tensor:
+        """P u"""
         centered = u - u.mean(self.dims, keepdim=True)
-        uh = (centered * self.h).sum(self.dims, keepdim=True)
-        return (centered - self.h * (uh * (uh.numel() / u.numel()))) * self.r, uh
+        return (centered - self.h * (centered * self.h).mean(self.dims, keepdim=True)) * self.r
 
 
-@dataclass
-class _BatchNorm:
-    statistics: _RunningStatistics
-    eps: float
-    reads_bias: ClassVar[bool] = False  # in a backward
-    reads_dw: ClassVar[bool] = True
+class _LayerNorm:
+    """The kernels of layer norm, and their derivatives, which are those of batch norm, too."""
+
+    def __init__(self, shape: tuple[int, ...], eps: float) -> None:
+        self.shape, self.eps = shape, eps
 
     def dims(self, x: Tensor) -> tuple[int, ...]:
-        return (0, *range(2, x.dim()))
+        """The dimensions of a row."""
+        return tuple(range(-len(self.shape), 0))
 
     def along(self, value: Tensor, x: Tensor) -> Tensor:
-        """One element for each channel of x, so that it broadcasts."""
-        return value if x.dim() == 2 else value.view(-1, *[1] * (x.dim() - 2))
+        """A parameter, mean or r in a shape that broadcasts to x."""
+        return value
+
+    def sum_over_shares(self, value: Tensor) -> Tensor:
+        """The sum over all elements that share a parameter."""
+        rows = tuple(range(value.dim() - len(self.shape)))
+        return value.sum(rows) if rows else value
+
+    def sum_over_rows(self, value: Tensor, weight: Parameter) -> Tensor:
+        """sum(w u) over each row."""
+        value = value if weight is None else value * weight
+        return value.sum(self.dims(value), keepdim=True)
 
     def kernel(
         self, x: Tensor, weight: Parameter, bias: Parameter
     ) -> tuple[Tensor, Tensor, Tensor]:
         """y, mean and r."""
+        return torch.native_layer_norm(x, self.shape, weight, bias, self.eps)
+
+    def kernel_gradients(
+        self, g: Tensor, x: Tensor, weight: Parameter, bias: Parameter, mean: Tensor, r: Tensor,
+        mask: Mask,
+    ) -> Gradients:  # fmt: skip
+        """dx, dw and db; None where the mask is False, or where there is no parameter."""
+        wanted = mask[0], mask[1] and weight is not None, mask[2] and bias is not None
+        given = g, x, self.shape, mean, r, weight, bias, wanted
+        grads: Gradients = torch.ops.aten.native_layer_norm_backward.default(*given)
+        return grads
+
+    def gradients(self, g: Tensor, x: Tensor, weight: Parameter) -> Gradients:
+        """dx, dw and db."""
+        by = _Composite(x, self)
+        dx = by.project(g if weight is None else g * self.along(weight, g))
+        return dx, self.sum_over_shares(g * by.h), self.sum_over_shares(g)
+
+    def double_backward(
+        self, v: Tensor, a: Parameter, c: Parameter, g: Tensor, weight: Parameter,
+        by: _Kernels | _Composite, needs: tuple[bool, ...],
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        """Dg, Dx and Dw."""
+        a, c, w = (None if value is None else self.along(value, v) for value in (a, c, weight))
+        p = by.project(v)
+        gp = g * p
+        dg = dx = None
+        if needs[0]:
+            dg = p if w is None else p * w
+            dg = dg if a is None else _plus(dg, by.h, a)
+            dg = dg if c is None else dg + c
+        if needs[1]:
+            k = by.r * (-by.r.numel() / v.numel())
+            factor = k * self.sum_over_rows(v * by.h, None)
+            factor = factor if w is None else factor * w
+            factor = factor if a is None else factor + a
+            u = _plus(g * factor, v, k * self.sum_over_rows(g * by.h, w))
+            dx = _plus(by.project(u), by.h, k * self.sum_over_rows(gp, w))
+        return dg, dx, self.sum_over_shares(gp) if needs[2] else None
+
+
+class _BatchNorm(_LayerNorm):
+    """A layer norm whose rows are the channels, with one weight and bias for each."""
+
+    def __init__(self, statistics: _RunningStatistics, eps: float) -> None:
+        self.statistics, self.eps = statistics, eps
+
+    def dims(self, x: Tensor) -> tuple[int, ...]:
+        return (0, *range(2, x.dim()))
+
+    def along(self, value: Tensor, x: Tensor) -> Tensor:
+        return _along_channels(value, x)
+
+    def sum_over_shares(self, value: Tensor) -> Tensor:
+        return value.sum(self.dims(value))
+
+    def sum_over_rows(self, value: Tensor, weight: Parameter) -> Tensor:
+        found = self.along(self.sum_over_shares(value), value)
+        return found if weight is None else found * weight
+
+    def kernel(
+        self, x: Tensor, weight: Parameter, bias: Parameter
+    ) -> tuple[Tensor, Tensor, Tensor]:
         statistics, eps, dims = self.statistics, self.eps, self.dims(x)
         if x.device.type != "cpu" or x.dim() == 2 or x.numel() < 2**13:
             running = [value for value in statistics[:2] if value is not None]
@@ -306,116 +366,15 @@ class _BatchNorm:
     def kernel_gradients(
         self, g: Tensor, x: Tensor, weight: Parameter, bias: Parameter, mean: Tensor, r: Tensor,
         mask: Mask,
-    ) -> tuple[Tensor, Parameter, Parameter]:  # fmt: skip
-        """dx, dw and db; None where the mask is False."""
-        grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten.native_batch_norm_backward.default(
-            g, x, weight, None, None, mean, r, True, self.eps, mask
-        )
+    ) -> Gradients:  # fmt: skip
+        given = g, x, weight, None, None, mean, r, True, self.eps, mask
+        grads: Gradients = torch.ops.aten.native_batch_norm_backward.default(*given)
         return grads
 
-    def gradients(self, g: Tensor, x: Tensor, weight: Parameter) -> tuple[Tensor, Tensor, Tensor]:
-        """dx, dw and db."""
-        p, gh = _Composite(x, self).project(g)
-        dx = p if weight is None else p * self.along(weight, g)
-        return dx, gh.view(-1), g.sum(self.dims(g))
 
-    def double_backward(
-        self, v: Tensor, a: Parameter, c: Parameter, g: Tensor, weight: Parameter,
-        by: _Kernels | _Composite, gh: Parameter, needs: tuple[bool, ...],
-    ) -> tuple[Tensor | None, ...]:  # fmt: skip
-        """Dg, Dx and Dw."""
-        n = v.numel() // v.shape[1]
-        r = by.r.view(-1)
-        k = r if weight is None else r * weight  # times n
-        p, sums = by.project(v)
-        assert sums is not None
-        vh = sums.view(-1)
-        dw = (p * g).sum(self.dims(v))
-        dg = dx = None
-        if needs[0]:
-            dg = p if weight is None else p * self.along(weight, p)
-            dg = dg if a is None else _plus(dg, by.h, self.along(a, dg))
-            dg = dg if c is None else dg + self.along(c, dg)
-        if needs[1]:
-            gh = (g * by.h).sum(self.dims(v)) if gh is None else gh
-            factor = k * vh * (-1 / n) if a is None else torch.addcmul(a, k, vh, value=-1 / n)
-            u = _plus(g * self.along(factor, g), v, self.along(k * gh, v), -1 / n)
-            dx = _plus(by.project(u)[0], by.h, self.along(k * dw, v), -1 / n)
-        return dg, dx, dw if needs[2] else None
-
-
-@dataclass
-class _LayerNorm:
-    shape: tuple[int, ...]
-    eps: float
-    reads_bias: ClassVar[bool] = True
-    reads_dw: ClassVar[bool] = False
-
-    def dims(self, x: Tensor) -> tuple[int, ...]:
-        return tuple(range(-len(self.shape), 0))
-
-    def along(self, value: Tensor, x: Tensor) -> Tensor:
-        return value
-
-    def kernel(
-        self, x: Tensor, weight: Parameter, bias: Parameter
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """y, mean and r."""
-        return torch.native_layer_norm(x, self.shape, weight, bias, self.eps)
-
-    def kernel_gradients(
-        self, g: Tensor, x: Tensor, weight: Parameter, bias: Parameter, mean: Tensor, r: Tensor,
-        mask: Mask,
-    ) -> tuple[Tensor, Parameter, Parameter]:  # fmt: skip
-        """dx, dw and db; None where the mask is False, or where there is no parameter."""
-        wanted = mask[0], mask[1] and weight is not None, mask[2] and bias is not None
-        grads: tuple[Tensor, Parameter, Parameter]
-        grads = torch.ops.aten.native_layer_norm_backward.default(
-            g, x, self.shape, mean, r, weight, bias, wanted
-        )
-        return grads
-
-    def gradients(self, g: Tensor, x: Tensor, weight: Parameter) -> tuple[Tensor, Tensor, Tensor]:
-        """dx, dw and db."""
-        by = _Composite(x, self)
-        dx = by.project(g if weight is None else g * weight)[0]
-        return dx, self._sum_over_rows(g * by.h), self._sum_over_rows(g)
-
-    def double_backward(
-        self, v: Tensor, a: Parameter, c: Parameter, g: Tensor, weight: Parameter,
-        by: _Kernels | _Composite, gh: Parameter, needs: tuple[bool, ...],
-    ) -> tuple[Tensor | None, ...]:  # fmt: skip
-        """Dg, Dx and Dw."""
-        p = by.project(v)[0]
-        dg = dx = dw = None
-        if needs[2] or needs[1]:
-            gp = g * p
-            dw = self._sum_over_rows(gp) if needs[2] else None
-        if needs[1]:
-            dims = self.dims(v)
-            k = by.r * (-1 / torch.Size(self.shape).numel())
-            scaled = g if weight is None else g * weight
-            vh = (v * by.h).sum(dims, keepdim=True)
-            gh = (scaled * by.h).sum(dims, keepdim=True)
-            q = (gp if weight is None else gp * weight).sum(dims, keepdim=True)
-            u = _plus(scaled * (k * vh), v, k * gh)
-            u = u if a is None else _plus(u, g, a)
-            dx = _plus(by.project(u)[0], by.h, k * q)
-        if needs[0]:
-            dg = p if weight is None else p * weight
-            dg = dg if a is None else _plus(dg, by.h, a)
-            dg = dg if c is None else dg + c
-        return dg, dx, dw
-
-    def _sum_over_rows(self, value: Tensor) -> Tensor:
-        """Summed over all but the last dimensions."""
-        rows = tuple(range(value.dim() - len(self.shape)))
-        return value.sum(rows) if rows else value
-
-
-def _plus(y: Tensor, term: Tensor, factor: Tensor, value: float = 1.0) -> Tensor:
+def _plus(y: Tensor, term: Tensor, factor: Tensor) -> Tensor:
     # not in place: a vmap around the backward, of the old kind too, may batch the factor alone
-    return torch.addcmul(y, term, factor, value=value)
+    return torch.addcmul(y, term, factor)
 
 
 @stands_in_for(F.layer_norm, lacks=_THIRD, modes=OVER, issue="196700")
@@ -484,7 +443,8 @@ def layer_norm(
     inner = upcast_dtype(dtype)
     x = input.to(inner)
     if _can_fuse(x, eps) and plain_reverse_mode():
-        y = _fuse(x, _cast(weight, inner), _cast(bias, inner), _LayerNorm(shape, eps))
+        norm = _LayerNorm(shape, eps)
+        y: Tensor = FusedNorm.apply(x, _cast(weight, inner), _cast(bias, inner), norm)
         return y if y.dtype == dtype else y.to(dtype)
     if _can_fuse(x, eps):
         y = _normalize_rows(x.reshape(1, -1, prod(shape)), None, None, eps).reshape(x.shape)
@@ -494,16 +454,9 @@ def layer_norm(
 
 
 @stands_in_for(torch.layer_norm, name="layer_norm")
-def torch_layer_norm(
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    cudnn_enable: bool = True,
-) -> Tensor:
-    """With the signature of `torch.layer_norm`."""
-    return layer_norm(input, normalized_shape, weight, bias, eps)
+def torch_layer_norm(*args: Any, cudnn_enable: bool = True, **options: Any) -> Tensor:
+    """With the signature of `torch.layer_norm`, whose sixth argument is cudnn_enable."""
+    return layer_norm(*args[:5], **options)
 
 
 @stands_in_for(F.batch_norm, lacks=_THIRD, modes=OVER, issue="196699")
@@ -629,7 +582,21 @@ def instance_norm(
 
 
 @stands_in_for(torch.batch_norm, name="batch_norm")
-def torch_batch_norm(
+def torch_batch_norm(*args: Any, **options: Any) -> Tensor:
+    """With the signature of `torch.batch_norm`, which takes one value a channel, and any eps."""
+    return _normalize(True, *args, **options)
+
+
+@stands_in_for(torch.instance_norm, name="instance_norm")
+def torch_instance_norm(*args: Any, **options: Any) -> Tensor:
+    """With the signature of `torch.instance_norm`, which takes one value a channel."""
+    if "use_input_stats" in options:
+        options["training"] = options.pop("use_input_stats")
+    return _normalize(False, *args, **options)
+
+
+def _normalize(
+    over_batch: bool,
     input: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -640,92 +607,55 @@ def torch_batch_norm(
     eps: float,
     cudnn_enabled: bool = True,
 ) -> Tensor:
-    """With the signature of `torch.batch_norm`, which takes one value a channel, and any eps."""
-    statistics = _RunningStatistics(running_mean, running_var, momentum)
-    dims = (0, *range(2, input.dim()))
-    return _normalize(input, weight, bias, statistics, training, eps, dims)
-
-
-@stands_in_for(torch.instance_norm, name="instance_norm")
-def torch_instance_norm(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    use_input_stats: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool = True,
-) -> Tensor:
-    """With the signature of `torch.instance_norm`, which takes one value a channel."""
-    rows = input[..., None] if input.dim() == 2 else input
-    statistics = _RunningStatistics(running_mean, running_var, momentum)
-    dims = tuple(range(2, rows.dim()))
-    y = _normalize(rows, weight, bias, statistics, use_input_stats, eps, dims)
-    return y.reshape(input.shape)
-
-
-def _normalize(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    given: _RunningStatistics,
-    by_input: bool,
-    eps: float,
-    dims: tuple[int, ...],
-) -> Tensor:
-    """The input normalised by its own statistics along dims, or by the running ones."""
+    """The input normalised by its own statistics, over the batch too or not, or by the running ones."""
     validation.real("input", input)
-    parameters = {
-        "weight": weight,
-        "bias": bias,
-        "running_mean": given.mean,
-        "running_var": given.var,
-    }
-    _check_channels(input, **parameters)
-    _check_running_statistics(given.mean, given.var, required=not by_input)
-    _check_dtypes(input, **parameters)
+    running = {"running_mean": running_mean, "running_var": running_var}
+    _check_channels(input, weight=weight, bias=bias, **running)
+    _check_running_statistics(running_mean, running_var, required=not training)
+    _check_dtypes(input, weight=weight, bias=bias, **running)
     inner = upcast_dtype(input.dtype)
-    x = input if input.dtype == inner else input.to(inner)
     weight, bias = _cast(weight, inner), _cast(bias, inner)
-    if not by_input:
-        assert given.mean is not None
-        assert given.var is not None
-        y = _normalize_by_running(x, given.mean, given.var, weight, bias, eps)
-        return y.to(input.dtype)
-    updated = given.mean is not None and given.var is not None and _updates(x)
-    statistics = given if updated else _RunningStatistics(None, None, given.momentum)
-    if _can_fuse(x, eps):
-        fused = _by_kernel(x, _flat(weight), _flat(bias), statistics, eps, dims)
-        if fused is not None:
-            return fused if fused.dtype == input.dtype else fused.to(input.dtype)
-    statistics.update(x, dims)
-    weight, bias = (None if p is None else _along_channels(p, x) for p in (weight, bias))
-    if not x.numel():  # there is no mean, and NaN times nothing would reach the weight
-        return _scale_and_shift(x, weight, bias).to(input.dtype)
-    # at variance 0, which torch lets pass where eps is 0
-    y = _standardize(*_moments(x, dims), weight, eps, 0.0 if eps == 0 else nan)
-    return (y if bias is None else y + bias).to(input.dtype)
+    x = input if input.dtype == inner else input.to(inner)
+    x = x if over_batch or x.dim() != 2 else x[..., None]
+    y: Tensor | None = None
+    if not training:
+        assert running_mean is not None
+        assert running_var is not None
+        y = _normalize_by_running(x, running_mean, running_var, weight, bias, eps)
+    else:
+        statistics = _RunningStatistics(None, None, momentum)
+        if running_mean is not None and _updates(x):
+            statistics = _RunningStatistics(running_mean, running_var, momentum)
+        if _can_fuse(x, eps):
+            y = _by_kernel(over_batch, x, _flat(weight), _flat(bias), statistics, eps)
+        if y is None:
+            dims = tuple(d for d in range(x.dim()) if d > 1 or (over_batch and d == 0))
+            statistics.update(x, dims)
+            weight, bias = (None if p is None else _along_channels(p, x) for p in (weight, bias))
+            if x.numel():
+                # at variance 0, which torch lets pass where eps is 0
+                y = _standardize(*_moments(x, dims), weight, eps, 0.0 if eps == 0 else nan)
+                y = y if bias is None else y + bias
+            else:  # there is no mean, and NaN times nothing would reach the weight
+                y = _scale_and_shift(x, weight, bias)
+    y = y if y.dtype == input.dtype else y.to(input.dtype)
+    return y if y.shape == input.shape else y.reshape(input.shape)
 
 
 def _by_kernel(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    statistics: _RunningStatistics,
-    eps: float,
-    dims: tuple[int, ...],
-) -> Tensor | None:
+    over_batch: bool, x: Tensor, weight: Parameter, bias: Parameter,
+    statistics: _RunningStatistics, eps: float,
+) -> Tensor | None:  # fmt: skip
     """y in one kernel, with the statistics updated; or None for a layout that it does not take."""
-    over_batch = 0 in dims
     if over_batch and plain_reverse_mode():
-        return _fuse(x, weight, bias, _BatchNorm(statistics, eps))
-    if over_batch and not x.is_contiguous():  # others, channels last above all, keep their layout
-        return None
-    statistics.update(x, dims)
+        y: Tensor = FusedNorm.apply(x, weight, bias, _BatchNorm(statistics, eps))
+        return y
     if not over_batch:
+        statistics.update(x, tuple(range(2, x.dim())))
         return _normalize_rows(x.flatten(2), weight, bias, eps).reshape(x.shape)
+    if not x.is_contiguous():  # others, channels last above all, keep their layout
+        return None
+    statistics.update(x, (0, *range(2, x.dim())))
     across = x.transpose(0, 1)
     y = _normalize_rows(across.reshape(1, x.shape[1], -1), weight, bias, eps)
     return y.reshape(across.shape).transpose(0, 1).contiguous()
