@@ -501,11 +501,6 @@ def output_dtypes(node: Any) -> list[torch.dtype]:
     return [out.dtype for out in getattr(node, "_input_metadata", ())]
 
 
-def sequence_number(node: Any = None) -> int:
-    """The place of a node among those that its thread made; of the next one to be made for None."""
-    return int(torch._C._autograd._get_sequence_nr() if node is None else node._sequence_nr())
-
-
 @contextmanager
 def record_backward_origins() -> Iterator[None]:
     """Nodes made inside know by which node's backward, and by which lines of code; torch's anomaly mode
