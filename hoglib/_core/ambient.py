@@ -8,8 +8,9 @@ needs that runs in another thread can be taken along as a whole. It is put in pl
 modules and settings are that hold for the time of a block, by :class:`replaced`.
 """
 
+import os
 import threading
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
 from typing import Any, final
 
 
@@ -65,7 +66,10 @@ class replaced:  # noqa: N801 a context manager
         self._items = items
 
     def __enter__(self) -> None:
-        self._before = [(holder, name, _get(holder, name)) for holder, name, _ in self._items]
+        self._before = [
+            (holder, name, holder.get(name, _NONE) if _is_dict(holder) else getattr(holder, name))
+            for holder, name, _ in self._items
+        ]
         try:
             _put(self._items)
         except BaseException:
@@ -76,15 +80,13 @@ class replaced:  # noqa: N801 a context manager
         _put(self._before)
 
 
-def _get(holder: Any, name: str) -> Any:
-    if isinstance(holder, MutableMapping):
-        return holder.get(name, _NONE)
-    return getattr(holder, name)
+def _is_dict(holder: Any) -> bool:
+    return isinstance(holder, dict) or holder is os.environ
 
 
 def _put(items: Items) -> None:
     for holder, name, value in items:
-        if not isinstance(holder, MutableMapping):
+        if not _is_dict(holder):
             setattr(holder, name, value)
         elif value is _NONE:
             holder.pop(name, None)

@@ -135,15 +135,6 @@ def reapply(patches: PatchState) -> AbstractContextManager[None]:
     return replaced(patches)
 
 
-class _KnownModule(NamedTuple):
-    """A module of a model as it was when places were found."""
-
-    module: "ref[nn.Module]"
-    kind: type  # fully_shard gives a module another one
-    parts: tuple[tuple[str, int], ...]  # the names and ids of its parts
-    has_statistics: bool  # its class may keep running statistics
-
-
 class _Places(NamedTuple):
     """Where the parameters of a model are, for a swap that replaces these alone: no buffers, no
     attributes.
@@ -154,7 +145,7 @@ class _Places(NamedTuple):
     """
 
     names: tuple[str, ...]  # of the parameters that are given
-    modules: list[_KnownModule]
+    modules: list[tuple["ref[nn.Module]", Any]]  # each with its `_look`
     own: list[Any]  # the names and ids of the parameters of each module, which may share them
     places: list[tuple[int, str, str]]  # (index of a module, name in it, qualified name)
 
@@ -167,22 +158,9 @@ class _Places(NamedTuple):
             return None
         stores: list[dict[str, Any]] = []
         own: list[Any] = []
-        for known in self.modules:
-            module = known.module()
-            if module is None or type(module) is not known.kind:
-                return None
-            parts = module._modules
-            if (
-                (
-                    (parts or known.parts)
-                    and tuple([(name, id(part)) for name, part in parts.items()]) != known.parts
-                )
-                or (module._buffers and _has_buffers(module))
-                or module._forward_pre_hooks
-                or module._forward_hooks
-                or vars(module).get("max_norm") is not None
-                or (known.has_statistics and module.track_running_stats)
-            ):
+        for reference, seen in self.modules:
+            module = reference()
+            if module is None or _look(module) != seen:
                 return None
             store: Any = module._parameters
             stores.append(store)
@@ -193,15 +171,28 @@ class _Places(NamedTuple):
         return [(stores[i], own_name, name) for i, own_name, name in self.places]
 
 
+_HAVE_MORE = (DistributedDataParallel, nn.RNNBase, torch.jit.ScriptModule)
+
+
+def _look(module: nn.Module) -> Any:
+    """The class of a module (fully_shard gives it another one) and the names and ids of its parts; None
+    where a swap has more to replace than parameters, or hooks run, which may share them."""
+    if (
+        isinstance(module, _HAVE_MORE)
+        or (module._buffers and any(buffer is not None for buffer in module._buffers.values()))
+        or module._forward_pre_hooks
+        or module._forward_hooks
+        or vars(module).get("max_norm") is not None
+        or (isinstance(module, _NormBase) and module.track_running_stats)
+    ):
+        return None
+    return type(module), [(name, id(part)) for name, part in module._modules.items()]
+
+
 _Place = tuple[dict[str, Any], str, str]  # (dict of a module, name in it, qualified name)
 # Of each model that was differentiated, by its id, until it changes or is deleted. A model may not be
 # hashable, so that a dictionary of weak keys would not take it.
 _PLACES: dict[int, _Places] = {}
-
-
-def _has_buffers(module: nn.Module) -> bool:
-    buffers = module._buffers
-    return bool(buffers) and any(buffer is not None for buffer in buffers.values())
 
 
 @final
@@ -421,7 +412,7 @@ def _patch_model(
         replacements[own_id], names[own_id] = value, name
     given = list(replacements.items())
     places: list[tuple[int, str, str]] = []
-    known: list[_KnownModule] = []
+    known: list[tuple[ref[nn.Module], Any]] = []
     owned: list[Any] = []
     parameters_alone = len(names) == len(params)
     computed_in: dict[int, torch.dtype] = {}  # dtypes of fully_shard's mixed precision
@@ -442,17 +433,9 @@ def _patch_model(
                 "derivatives. Use the module that was scripted, or mode='reverse-over-reverse'."
             )
         renormalized = getattr(module, "max_norm", None) is not None
-        parameters_alone = parameters_alone and not (
-            renormalized
-            or _has_buffers(module)
-            or isinstance(module, DistributedDataParallel | nn.RNNBase | torch.jit.ScriptModule)
-            or (isinstance(module, _NormBase) and module.track_running_stats)
-            or module._forward_pre_hooks
-            or module._forward_hooks  # those that share parameters
-        )
-        parts = tuple([(name, id(part)) for name, part in module._modules.items()])
-        kind, norm = type(module), isinstance(module, _NormBase)
-        known.append(_KnownModule(ref(module), kind, parts, norm))
+        seen = _look(module)
+        parameters_alone = parameters_alone and seen is not None
+        known.append((ref(module), seen))
         owned += [*module._parameters.keys(), *map(id, module._parameters.values())]
         for name, own in list(module._parameters.items()):
             if own is None:

@@ -4,15 +4,13 @@ Layer, batch and instance norm share mean 0 and variance 1 along rows, and its d
 
     d = x - mean(x)        r = (mean(d^2) + eps)^(-1/2)        y = d r
 
-torch's layer_norm and batch_norm take mean and r for constants in forward mode; its group_norm takes
-them for outputs, and is right in every mode and at third order. A group that is a row makes it any of
-the others, in one kernel that keeps x only. Its fused backward refuses tangents, so in forward mode
-the equations are written out.
+torch's layer_norm and batch_norm take mean and r for constants in forward mode. So here the equations
+are written out, in every mode but plain reverse mode.
 
-In plain reverse mode batch and layer norm run torch's fused kernels. torch's own double backward takes
-the mean and r for constants, so its third derivatives are wrong. Here the backward is a Function of its
-own, and the derivative of that one is written out. For n values with h = d r, the projection, which is
-symmetric, is
+There torch's fused kernels run, for instance norm that of a layer norm of each channel. torch's own
+double backward takes the mean and r for constants, so its third derivatives are wrong. Here the
+backward is a Function of its own, and the derivative of that one is written out. For n values with
+h = d r, the projection, which is symmetric, is
 
     P u = r (u - mean(u) - h mean(u h))
 
@@ -25,11 +23,11 @@ With G = w g and k = r / n, for each row of n values:
     Dw = sum(g P v)        Dg = w P v + a h + c                           for v, a, c by dx, dw, db
     Dx = P((a - w k sum(v h)) g - k sum(G h) v) - k sum(G P v) h
 
-A pass that is not differentiated again runs torch's kernel of the first backward, which gives P u (and
-for batch norm sum(u h) with it); any other runs the same in torch's operations.
+A pass that is not differentiated again runs torch's kernel of the first backward, which gives P u;
+any other runs the same in torch's operations.
 
 Batch and instance norm normalise each channel by statistics of the input or by running ones; they
-differ in the dimensions that the mean is over, and in the kernel that does it in one go.
+differ in the dimensions that the mean is over.
 """
 
 from collections.abc import Sequence
@@ -43,7 +41,7 @@ from torch import Tensor
 from hoglib._core import validation
 from hoglib._core.ambient import AMBIENT
 from hoglib._core.mixed_precision import autocast_on, upcast_dtype
-from hoglib._core.torch_internals import forward_mode_active, transforms_active
+from hoglib._core.torch_internals import transforms_active
 from hoglib._core.torch_modes import plain_reverse_mode, without_stand_ins
 from hoglib.errors import ArgumentIndexError, ArgumentTypeError, ArgumentValueError
 from hoglib.ops._stand_in import OVER, OVER_FORWARD, SILENT, TorchValueError, stands_in_for
@@ -56,16 +54,7 @@ _THIRD = f"{OVER_FORWARD}; so are third derivatives"
 
 def _can_fuse(x: Tensor, eps: float) -> bool:
     """Whether torch's kernels normalise x with the right derivatives: they divide by sqrt(0 + eps)."""
-    return eps > 0 and x.numel() > 0 and not forward_mode_active()
-
-
-def _normalize_rows(rows: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """Rows [N, C, n] standardised along n, with a weight and a bias for each of C, by group_norm."""
-    # torch's own refuses to differentiate twice with a bias and no weight
-    inside = None if weight is None else bias
-    cudnn: bool = torch.backends.cudnn.enabled
-    y = torch.group_norm(rows, rows.shape[1], weight, inside, eps, cudnn)
-    return y if weight is not None or bias is None else y + bias[:, None]
+    return eps > 0 and x.numel() > 0 and plain_reverse_mode()
 
 
 def _moments(x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -442,15 +431,13 @@ def layer_norm(
         _check_dtypes(input, weight=weight, bias=bias)
     inner = upcast_dtype(dtype)
     x = input.to(inner)
-    if _can_fuse(x, eps) and plain_reverse_mode():
+    if _can_fuse(x, eps):
         norm = _LayerNorm(shape, eps)
         y: Tensor = FusedNorm.apply(x, _cast(weight, inner), _cast(bias, inner), norm)
-        return y if y.dtype == dtype else y.to(dtype)
-    if _can_fuse(x, eps):
-        y = _normalize_rows(x.reshape(1, -1, prod(shape)), None, None, eps).reshape(x.shape)
     else:
         y = _standardize(*_moments(x, tuple(range(-len(shape), 0))), None, eps, nan)
-    return _scale_and_shift(y, _cast(weight, inner), _cast(bias, inner)).to(dtype)
+        y = _scale_and_shift(y, _cast(weight, inner), _cast(bias, inner))
+    return y if y.dtype == dtype else y.to(dtype)
 
 
 @stands_in_for(torch.layer_norm, name="layer_norm")
@@ -617,48 +604,30 @@ def _normalize(
     weight, bias = _cast(weight, inner), _cast(bias, inner)
     x = input if input.dtype == inner else input.to(inner)
     x = x if over_batch or x.dim() != 2 else x[..., None]
-    y: Tensor | None = None
+    dims = tuple(d for d in range(x.dim()) if d > 1 or (over_batch and d == 0))
+    statistics = _RunningStatistics(None, None, momentum)
+    if running_mean is not None and _updates(x):
+        statistics = _RunningStatistics(running_mean, running_var, momentum)
     if not training:
         assert running_mean is not None
         assert running_var is not None
         y = _normalize_by_running(x, running_mean, running_var, weight, bias, eps)
+    elif over_batch and _can_fuse(x, eps):
+        y = FusedNorm.apply(x, _flat(weight), _flat(bias), _BatchNorm(statistics, eps))
     else:
-        statistics = _RunningStatistics(None, None, momentum)
-        if running_mean is not None and _updates(x):
-            statistics = _RunningStatistics(running_mean, running_var, momentum)
+        statistics.update(x, dims)
+        weight, bias = (None if p is None else _along_channels(p, x) for p in (weight, bias))
         if _can_fuse(x, eps):
-            y = _by_kernel(over_batch, x, _flat(weight), _flat(bias), statistics, eps)
-        if y is None:
-            dims = tuple(d for d in range(x.dim()) if d > 1 or (over_batch and d == 0))
-            statistics.update(x, dims)
-            weight, bias = (None if p is None else _along_channels(p, x) for p in (weight, bias))
-            if x.numel():
-                # at variance 0, which torch lets pass where eps is 0
-                y = _standardize(*_moments(x, dims), weight, eps, 0.0 if eps == 0 else nan)
-                y = y if bias is None else y + bias
-            else:  # there is no mean, and NaN times nothing would reach the weight
-                y = _scale_and_shift(x, weight, bias)
+            rows = x.flatten(2)
+            y = FusedNorm.apply(rows, None, None, _LayerNorm(rows.shape[2:], eps)).reshape(x.shape)
+            y = _scale_and_shift(y, weight, bias)
+        elif x.numel():  # at variance 0, which torch lets pass where eps is 0
+            y = _standardize(*_moments(x, dims), weight, eps, 0.0 if eps == 0 else nan)
+            y = y if bias is None else y + bias
+        else:  # there is no mean, and NaN times nothing would reach the weight
+            y = _scale_and_shift(x, weight, bias)
     y = y if y.dtype == input.dtype else y.to(input.dtype)
     return y if y.shape == input.shape else y.reshape(input.shape)
-
-
-def _by_kernel(
-    over_batch: bool, x: Tensor, weight: Parameter, bias: Parameter,
-    statistics: _RunningStatistics, eps: float,
-) -> Tensor | None:  # fmt: skip
-    """y in one kernel, with the statistics updated; or None for a layout that it does not take."""
-    if over_batch and plain_reverse_mode():
-        y: Tensor = FusedNorm.apply(x, weight, bias, _BatchNorm(statistics, eps))
-        return y
-    if not over_batch:
-        statistics.update(x, tuple(range(2, x.dim())))
-        return _normalize_rows(x.flatten(2), weight, bias, eps).reshape(x.shape)
-    if not x.is_contiguous():  # others, channels last above all, keep their layout
-        return None
-    statistics.update(x, (0, *range(2, x.dim())))
-    across = x.transpose(0, 1)
-    y = _normalize_rows(across.reshape(1, x.shape[1], -1), weight, bias, eps)
-    return y.reshape(across.shape).transpose(0, 1).contiguous()
 
 
 def _normalize_by_running(
