@@ -99,8 +99,8 @@ def scaled_dot_product_attention(
     dtype = query.dtype
     heads_inside = query.dim() > 3 and query.stride(-3) < query.stride(-2)
     short = _is_short(query, key, value)
-    if short and not dropout_p and not is_half(query) and AMBIENT.low_memory:
-        short = not _has_large_scores(query, key, value)
+    if AMBIENT.low_memory and not (dropout_p or is_half(query) or only_plain_operations()):
+        short = short and not _are_large(query, key, value)
     if is_half(query) and not (short and autocast_on(query.device.type)):
         query, key, value = query.float(), key.float(), value.float()
     query = query * (1.0 / math.sqrt(query.shape[-1] or 1) if scale is None else scale)
@@ -251,11 +251,11 @@ def _is_short(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return empty or only_plain_operations() or scores <= blocks.sizes(query).formula
 
 
-def _has_large_scores(query: Tensor, key: Tensor, value: Tensor) -> bool:
+def _are_large(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether the scores, which the formula keeps, are larger than what the blocks keep."""
     rows, columns = query.shape[-2], key.shape[-2]
     kept = (rows + columns) * (query.shape[-1] + value.shape[-1])
-    return rows * columns > kept and not (only_plain_operations() or query.numel() == 0)
+    return rows * columns > kept and query.numel() > 0
 
 
 def _by_formula(

@@ -1,15 +1,18 @@
 """Connectionist temporal classification: the forward algorithm as a composite."""
 
 from collections.abc import Sequence
+from math import inf
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hoglib._core import validation
+from hoglib._core import pytree, validation
 from hoglib._core.mixed_precision import is_autocast
-from hoglib.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
-from hoglib.ops._stand_in import NO_DOUBLE_BACKWARD, TorchValueError, stands_in_for
+from hoglib.errors import UnsupportedError
+from hoglib.ops._losses import MEAN, SUM, reduction_number
+from hoglib.ops._stand_in import NO_DOUBLE_BACKWARD, stands_in_for
 
 # The logarithm of 0. A finite number leaves no infinity to subtract, at any order of differentiation;
 # it is so low that a sum with it never counts beside a path that exists.
@@ -74,14 +77,18 @@ def ctc_loss(
         (tensor(0.2877), tensor([[-0.0278,  0.0278],
                 [-0.1111,  0.1111]]))
     """
-    if reduction not in ("none", "mean", "sum"):
-        raise ArgumentValueError(f"{reduction} is not a valid value for reduction")
-    losses, lengths = _losses(
-        log_probs, targets, input_lengths, target_lengths, blank, zero_infinity
-    )
-    if reduction == "mean":
-        return (losses / lengths.clamp(min=1)).mean()
-    if reduction == "sum":
+    number = reduction_number(reduction)
+    p = _cast(log_probs)
+    p = p.unsqueeze(1) if p.dim() == 2 else p
+    lengths = (input_lengths, target_lengths)
+    if not _are_lengths(*lengths) or not _fits(p, targets, *map(_read_lengths, lengths), blank):
+        return F.ctc_loss(  # torch's error
+            log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity
+        )
+    losses, U = _losses(p, targets, input_lengths, target_lengths, blank, zero_infinity)
+    if number == MEAN:
+        return (losses / U.clamp(min=1)).mean()
+    if number == SUM:
         return losses.sum()
     return losses if log_probs.dim() == 3 else losses.squeeze(0)
 
@@ -103,8 +110,33 @@ def torch_ctc_loss(
     )  # fmt: skip
 
 
+def _are_lengths(*lengths: Any) -> bool:
+    """Whether both are tensors of whole numbers, or both tuples."""
+    if all(isinstance(given, tuple | list) for given in lengths):
+        return True
+    return all(
+        isinstance(x, Tensor) and x.dtype != torch.bool and not pytree.is_float(x) for x in lengths
+    )
+
+
+def _fits(
+    p: Tensor, targets: Tensor, steps: list[int] | int, U: list[int] | int, blank: int
+) -> bool:
+    """Whether torch takes these; of lengths that cannot be read, their number is known."""
+    if p.dim() != 3 or not p.numel() or not 0 <= blank < p.shape[2]:
+        return False
+    for lengths, most in ((steps, p.shape[0]), (U, inf)):
+        known = [0] * lengths if isinstance(lengths, int) else lengths
+        if len(known) != p.shape[1] or not all(0 <= length <= most for length in known):
+            return False
+    longest, total = (0, None) if isinstance(U, int) else (max(U), sum(U))
+    if targets.dim() == 2:
+        return targets.shape[0] == p.shape[1] and targets.shape[1] >= longest
+    return targets.dim() == 1 and total in (None, targets.shape[0])
+
+
 def _losses(
-    log_probs: Tensor,
+    p: Tensor,
     targets: Tensor,
     input_lengths: Lengths,
     target_lengths: Lengths,
@@ -112,24 +144,19 @@ def _losses(
     zero_infinity: bool,
 ) -> tuple[Tensor, Tensor]:
     """The loss of each row, and the target lengths."""
-    p = _cast(log_probs)
-    if p.dim() == 2:
-        p = p.unsqueeze(1)
-    if p.dim() != 3 or p.numel() == 0:
-        raise TorchValueError(
-            "log_probs tensor must not be empty" if p.dim() == 3 else
-            f"ctc_loss: expected log_probs [T, N, C] or [T, C], got {validation.describe(log_probs)}."
-        )  # fmt: skip
-    T, N, C = p.shape
-    if not 0 <= blank < C:
-        raise TorchValueError("blank must be in label range")
-    _check_length_types(input_lengths, target_lengths)
-    steps, known_steps = _to_lengths("input_lengths", input_lengths, N, T, p)
-    U, known_U = _to_lengths("target_lengths", target_lengths, N, None, p)
-    labels = _pad_labels(targets, U, known_U, N, blank, p.device)
-    if known_steps != [T] * N:  # torch does not read what comes after an end, be it infinite or NaN
+    T, N, _ = p.shape
+    known, known_U = (
+        None if isinstance(found := _read_lengths(given), int) else found
+        for given in (input_lengths, target_lengths)
+    )
+    steps, U = (
+        torch.as_tensor(given, dtype=torch.long, device=p.device).reshape(-1)
+        for given in (input_lengths, target_lengths)
+    )
+    labels = _pad_labels(targets.to(device=p.device, dtype=torch.long), U, known_U, blank)
+    if known != [T] * N:  # torch does not read what comes after an end, be it infinite or NaN
         p = torch.where(_length_mask(steps, T).t().unsqueeze(2), p, 0)
-    a = _log_probability(p, labels, steps, known_steps, U, blank)
+    a = _log_probability(p, labels, steps, known, U, blank)
     # a correction of value 0 that brings torch's gradient by log_probs; see the docstring
     total = p.exp().sum((0, 2))
     possible = a > LOG_ZERO / 100
@@ -178,75 +205,28 @@ def _length_mask(ends: Tensor, size: int) -> Tensor:
     return torch.arange(size, device=ends.device) < ends.unsqueeze(1)
 
 
-def _pad_labels(
-    targets: Tensor, U: Tensor, known: list[int] | None, N: int, blank: int, device: torch.device
-) -> Tensor:
+def _pad_labels(labels: Tensor, U: Tensor, known: list[int] | None, blank: int) -> Tensor:
     """The labels [N, S], with blanks after the end of each."""
-    labels = targets.to(device=device, dtype=torch.long)
     if labels.dim() == 2:
-        S = labels.shape[1]
-        if labels.shape[0] != N or (known and max(known) > S):
-            raise TorchValueError(
-                f"ctc_loss: expected targets of size [{N}, {max(known or [0])}] at least, "
-                f"got {list(labels.shape)}."
-            )
-        return torch.where(_length_mask(U, S), labels, blank)
-    if labels.dim() != 1:
-        raise TorchValueError(
-            f"Expected 1 to 2 dimensions, but got {labels.dim()}-dimensional tensor"
-        )
+        return torch.where(_length_mask(U, labels.shape[1]), labels, blank)
     total = labels.shape[0]
-    if known is not None and sum(known) != total:
-        raise TorchValueError(
-            f"Expected tensor to have size {sum(known)} at dimension 0, but got size {total}"
-        )
     S = total if known is None else max(known)
     starts = (U.cumsum(0) - U).unsqueeze(1)
     # the place after the last label holds a blank for all that comes after an end
-    places = torch.where(_length_mask(U, S), starts + torch.arange(S, device=device), total)
+    places = torch.where(_length_mask(U, S), starts + torch.arange(S, device=labels.device), total)
     return F.pad(labels, (0, 1), value=blank)[places]
 
 
-def _to_lengths(
-    what: str, lengths: Lengths, N: int, most: int | None, like: Tensor
-) -> tuple[Tensor, list[int] | None]:
-    """Lengths as a tensor [N], and as numbers where they can be read."""
-    if isinstance(lengths, Tensor):
-        if lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:
-            raise TorchValueError(f"{what} must be integral")
-        tensor = lengths.to(device=like.device, dtype=torch.long).reshape(-1)
-        known = _read_lengths(lengths)
-    else:
-        known = [int(length) for length in lengths]
-        tensor = torch.tensor(known, dtype=torch.long, device=like.device)
-    if tensor.shape[0] != N:
-        raise TorchValueError(f"{what} must be of size batch_size")
-    for length in known or ():
-        if length < 0 or (most is not None and length > most):
-            bound, limit = ("least", 0) if length < 0 else ("most", most)
-            raise TorchValueError(
-                f"Expected {what} to have value at {bound} {limit}, but got value {length}"
-            )
-    return tensor, known
-
-
-def _read_lengths(lengths: Tensor) -> list[int] | None:
+def _read_lengths(lengths: Lengths) -> list[int] | int:
+    """The lengths, or how many there are where they cannot be read."""
+    if not isinstance(lengths, Tensor):
+        return [int(length) for length in lengths]
     if torch.compiler.is_compiling():
-        return None
+        return lengths.numel()
     try:
         return lengths.reshape(-1).tolist()
     except RuntimeError:  # vmap and fake tensors have no numbers to read
-        return None
-
-
-def _check_length_types(*lengths: Lengths) -> None:
-    tensors = [isinstance(given, Tensor) for given in lengths]
-    sequences = [isinstance(given, tuple | list) for given in lengths]
-    if not (all(tensors) or all(sequences)):
-        raise ArgumentTypeError(
-            "ctc_loss: expected input_lengths and target_lengths as two tensors, or as two tuples of "
-            f"ints, got {' and '.join(validation.describe(given) for given in lengths)}."
-        )
+        return lengths.numel()
 
 
 def _cast(log_probs: Tensor) -> Tensor:

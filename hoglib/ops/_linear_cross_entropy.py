@@ -429,27 +429,26 @@ def _chunk_curvature(
 
 def _check_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """The errors of torch 2.13, which older ones lack."""
+    wrong = ""
     if not 1 <= input.dim() <= 2:
-        raise TorchValueError(f"expected input with dimensionality 1 or 2, got {input.dim()}")
-    if weight.dim() < 2:
-        raise TorchValueError(
-            f"expected linear_weight with dimensionality at least 2, got {weight.dim()}"
-        )
-    if input.shape[-1] != weight.shape[-1]:
-        raise TorchValueError(
+        wrong = f"expected input with dimensionality 1 or 2, got {input.dim()}"
+    elif weight.dim() < 2:
+        wrong = f"expected linear_weight with dimensionality at least 2, got {weight.dim()}"
+    elif input.shape[-1] != weight.shape[-1]:
+        wrong = (
             "expected equal input and linear_weight last dimensions (in_features), "
             f"got {input.shape[-1]} and {weight.shape[-1]}, respectively"
         )
-    if bias is not None and bias.shape != weight.shape[:-1]:
-        raise TorchValueError(
-            f"expected linear_bias shape {tuple(weight.shape[:-1])}, got {tuple(bias.shape)}"
-        )
-    if weight.dim() > 2 and input.dim() == 1:
-        raise TorchValueError(
+    elif bias is not None and bias.shape != weight.shape[:-1]:
+        wrong = f"expected linear_bias shape {tuple(weight.shape[:-1])}, got {tuple(bias.shape)}"
+    elif weight.dim() > 2 and input.dim() == 1:
+        wrong = (
             f"K-dimensional loss defined by linear_weight shape {tuple(weight.shape)} requires "
             f"batched input, (N, {input.shape[0]}), got unbatched input with shape "
             f"{tuple(input.shape)}"
         )
+    if wrong:
+        raise TorchValueError(wrong)
 
 
 _LOSSES = make_function("LinearCrossEntropy", 6, forward=_forward, backward=_backward, jvp=_jvp)
