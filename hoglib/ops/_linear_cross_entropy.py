@@ -283,31 +283,25 @@ def _tangent(rows: Rows, vector: Gradients, like: Tensor, overwrite: bool) -> Te
     return first + upcast_half(F.linear(left[1], right[1]))
 
 
-class _Sum:
-    """A sum over chunks, in float32 for half precision, in place if it may overwrite."""
+def _add(total: Tensor | None, term: Tensor | None, overwrite: bool) -> Tensor | None:
+    """A sum over chunks with one more term, in float32 for half precision, in place if it may be."""
+    if term is None:
+        return total
+    term = upcast_half(term)
+    if total is None:
+        return term
+    return total.add_(term) if overwrite else total + term
 
-    def __init__(self, overwrite: bool) -> None:
-        self.total: Tensor | None = None
-        self.overwrite = overwrite
 
-    def add(self, term: Tensor | None) -> None:
-        if term is None:
-            return
-        term = upcast_half(term)
-        if self.total is None:
-            self.total = term
-        else:
-            self.total = self.total.add_(term) if self.overwrite else self.total + term
+def _add_product(total: Tensor | None, a: Tensor, b: Tensor, overwrite: bool) -> Tensor | None:
+    """The same with the term a^T b."""
+    if total is not None and overwrite and total.dtype == a.dtype == b.dtype:
+        return total.addmm_(a.mT, b)
+    return _add(total, a.mT @ b, overwrite)
 
-    def add_product(self, a: Tensor, b: Tensor) -> None:
-        """a^T b"""
-        if self.total is not None and self.overwrite and self.total.dtype == a.dtype == b.dtype:
-            self.total.addmm_(a.mT, b)
-        else:
-            self.add(a.mT @ b)
 
-    def result(self, dtype: torch.dtype) -> Tensor | None:
-        return None if self.total is None else self.total.to(dtype)
+def _in_dtype(total: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if total is None else total.to(dtype)
 
 
 def _forward(*given: Any) -> Tensor:
@@ -330,7 +324,9 @@ def _gradients(*given: Any) -> tuple[Tensor, ...]:
     *inputs, g, needs = given
     rows = Rows(*inputs)
     W, overwrite = rows.W, _may_overwrite(*rows[:3], g)
-    by_h, by_W, by_b = [], _Sum(overwrite), _Sum(overwrite)
+    by_h: list[Tensor] = []
+    by_W: Tensor | None = None
+    by_b: Tensor | None = None
     for part, g_c in row_chunks(rows, g):
         p = torch.softmax(_logits(part), 1)
         r = _residual(p, part, g_c, overwrite).to(W.dtype)
@@ -338,11 +334,11 @@ def _gradients(*given: Any) -> tuple[Tensor, ...]:
         if "h" in needs:
             by_h.append(r @ W)
         if "W" in needs:
-            by_W.add_product(r, part.h)
+            by_W = _add_product(by_W, r, part.h, overwrite)
         if "b" in needs:
-            by_b.add(r.sum(0))
+            by_b = _add(by_b, r.sum(0), overwrite)
         del r  # before the next chunk
-    found = torch.cat(by_h) if by_h else None, by_W.result(W.dtype), by_b.result(W.dtype)
+    found = torch.cat(by_h) if by_h else None, _in_dtype(by_W, W.dtype), _in_dtype(by_b, W.dtype)
     return tuple(x for x in found if x is not None)
 
 
@@ -375,39 +371,34 @@ def _curvature(
     """The derivative of sum_n g_n dl_n along a vector, and r_n . z'_n for each row."""
     dh, dW, db = vector
     dtype, overwrite = rows.W.dtype, _may_overwrite(*rows[:3], g, *vector)
-    by_W, by_b = _Sum(overwrite), _Sum(overwrite)
+    by_W: Tensor | None = None
+    by_b: Tensor | None = None
     by_h: list[Any] = []
     by_g: list[Tensor] = []
     for part, g_c, dh_c in row_chunks(rows, g, dh):
         chunk = part, g_c, (dh_c, dW, db), needs
         if overwrite:
-            of_h, of_b, of_g = _chunk_curvature(*chunk, by_W)
+            of_h, by_W, of_b, of_g = _chunk_curvature(*chunk, by_W, True)
         else:
-            of_h, of_W, of_b, of_g = recompute(_chunk_curvature_alone, *chunk)
-            by_W.add(of_W)
+            of_h, of_W, of_b, of_g = recompute(_chunk_curvature, *chunk, None, False)
+            by_W = _add(by_W, of_W, False)
         by_h.append(of_h)
-        by_b.add(of_b)
+        by_b = _add(by_b, of_b, overwrite)
         by_g.append(of_g)
     found_h = torch.cat(by_h) if "h" in needs else None
-    return found_h, by_W.result(dtype), by_b.result(dtype), torch.cat(by_g)
-
-
-def _chunk_curvature_alone(*chunk: Any) -> tuple[Any, ...]:
-    by_W = _Sum(False)
-    of_h, of_b, of_g = _chunk_curvature(*(*chunk, by_W))
-    return of_h, by_W.total, of_b, of_g
+    return found_h, _in_dtype(by_W, dtype), _in_dtype(by_b, dtype), torch.cat(by_g)
 
 
 def _chunk_curvature(
-    rows: Rows, g: Tensor, vector: Gradients, needs: str, by_W: _Sum
-) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """As `_curvature` for one chunk: by h, by b and by g; what is by W is added to the sum."""
+    rows: Rows, g: Tensor, vector: Gradients, needs: str, by_W: Tensor | None, overwrite: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor]:
+    """As `_curvature` for one chunk: by h, by W added to what there is, by b and by g."""
     (h, W), (dh, dW, _), second = rows[:2], vector, rows.targets is not None
     p = torch.softmax(_logits(rows), 1)
-    tangent = _tangent(rows, vector, p, by_W.overwrite)
+    tangent = _tangent(rows, vector, p, overwrite)
     mean = _inner(p, tangent)
     by_g = mean - _pick(tangent, rows) if second else mean
-    if by_W.overwrite:
+    if overwrite:
         s = tangent.sub_(mean.unsqueeze(1)).mul_(p).mul_(g.unsqueeze(1))
     else:
         s = p * (tangent - mean.unsqueeze(1)) * g.unsqueeze(1)
@@ -416,15 +407,15 @@ def _chunk_curvature(
     by_h = s @ W if "h" in needs else None
     by_b = s.sum(0) if "b" in needs else None
     if "W" in needs:
-        by_W.add_product(s, h)
+        by_W = _add_product(by_W, s, h, overwrite)
     del s
     if second and (dW is not None or dh is not None):
-        r = _residual(p, rows, g, by_W.overwrite).to(W.dtype)
+        r = _residual(p, rows, g, overwrite).to(W.dtype)
         if by_h is not None and dW is not None:
             by_h = by_h + r @ dW
         if "W" in needs and dh is not None:
-            by_W.add_product(r, dh)
-    return by_h, by_b, by_g
+            by_W = _add_product(by_W, r, dh, overwrite)
+    return by_h, by_W, by_b, by_g
 
 
 def _check_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:

@@ -14,7 +14,7 @@ x; the public functions drop it.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, wraps
 from math import prod
 from typing import Any, NamedTuple
 
@@ -77,14 +77,8 @@ def _make_product(
             *[None] * product.options,
         ]
 
-    def jvp(
-        saved: Saved,
-        by_x: Tensor | None,
-        by_weight: Tensor | None,
-        by_bias: Tensor | None,
-        *_: None,
-    ) -> Any:
-        x, weight, _bias, *options = saved.inputs
+    def jvp(saved: Saved, *tangents: Tensor | None) -> Any:
+        (x, weight, _, *options), (by_x, by_weight, by_bias, *_others) = saved.inputs, tangents
         terms = []
         if by_x is not None:
             terms.append(product.run(by_x, weight, None, *options))
@@ -695,11 +689,11 @@ _CONV = _make_product(
 Dims = int | Sequence[int] | None
 
 
-def _make_reduction(
-    name: str, forward: Callable[..., Tensor], share: Callable[..., Tensor], *, keep: bool = False
-) -> Callable[..., Tensor]:
-    """The op y = forward(x, dims) with dy = sum_i share(dx_i): share(u, shape, dims) weighs u by the
-    partial derivatives, and takes x and y as well if it keeps them."""
+def _reduction(
+    name: str, share: Callable[..., Tensor], *, keep: bool = False
+) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+    """The op y of the formula below it, with dy = sum_i share(dx_i): share(u, shape, dims) weighs u by
+    the partial derivatives, and takes x and y as well if it keeps them."""
 
     def backward(saved: Saved, grad: Tensor) -> list[Tensor | None]:
         (x, dims), (y,), (shape, _) = saved.inputs, saved.outputs, saved.input_shapes
@@ -712,29 +706,28 @@ def _make_reduction(
         kept = (x, y) if keep else ()
         return torch.sum(share(tangent, tangent.shape, dims, *kept), dims, True)
 
-    function = make_function(
-        name,
-        2,
-        forward=forward,
-        backward=backward,
-        jvp=jvp,
-        keep_inputs=(0,) if keep else (),
-        keep_outputs=(0,) if keep else (),
-    )
+    def make(formula: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        forward = partial(formula, keepdim=True)
+        own = {"keep_inputs": (0,) if keep else (), "keep_outputs": (0,) if keep else ()}
+        function = make_function(name, 2, forward=forward, backward=backward, jvp=jvp, **own)
 
-    def reduce(x: Tensor, dim: Dims, keepdim: bool) -> Tensor:
-        validation.differentiable("x", x)
-        validation.flag("keepdim", keepdim)
-        dims = validation.dims("dim", dim, x.dim())
-        rows = x if x.dim() else x.reshape(1)
-        y: Tensor = apply_function(function, forward, rows, dims)
-        if x.dim() == 0:
-            return y.reshape(())
-        return y if keepdim else y.squeeze(dims)
+        @wraps(formula)
+        def reduce(x: Tensor, dim: Dims, *, keepdim: bool = False) -> Tensor:
+            validation.differentiable("x", x)
+            validation.flag("keepdim", keepdim)
+            dims = validation.dims("dim", dim, x.dim())
+            rows = x if x.dim() else x.reshape(1)
+            y: Tensor = apply_function(function, forward, rows, dims)
+            if x.dim() == 0:
+                return y.reshape(())
+            return y if keepdim else y.squeeze(dims)
 
-    return reduce
+        return reduce
+
+    return make
 
 
+@_reduction("Sum", lambda u, *_: u)
 def sum(x: Tensor, dim: Dims, *, keepdim: bool = False) -> Tensor:
     r"""Sum over dimensions.
 
@@ -759,12 +752,10 @@ def sum(x: Tensor, dim: Dims, *, keepdim: bool = False) -> Tensor:
         >>> hog.ops.sum(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), 0)
         tensor([4., 6.])
     """
-    return _sum(x, dim, keepdim)
+    return torch.sum(x, dim, keepdim)
 
 
-_sum = _make_reduction("Sum", lambda x, dims: torch.sum(x, dims, True), lambda u, *_: u)
-
-
+@_reduction("Mean", lambda u, shape, dims: u / prod(shape[d] for d in dims))
 def mean(x: Tensor, dim: Dims, *, keepdim: bool = False) -> Tensor:
     r"""Mean over dimensions.
 
@@ -789,14 +780,7 @@ def mean(x: Tensor, dim: Dims, *, keepdim: bool = False) -> Tensor:
         >>> hog.ops.mean(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), 0)
         tensor([2., 3.])
     """
-    return _mean(x, dim, keepdim)
-
-
-_mean = _make_reduction(
-    "Mean",
-    lambda x, dims: torch.mean(x, dims, True),
-    lambda u, shape, dims: u / prod(shape[d] for d in dims),
-)
+    return torch.mean(x, dim, keepdim)
 
 
 def amax(x: Tensor, dim: Dims, *, keepdim: bool = False) -> Tensor:
@@ -832,7 +816,7 @@ def amax(x: Tensor, dim: Dims, *, keepdim: bool = False) -> Tensor:
             f"dim: expected dimensions with entries, got {dim} of x {tuple(x.shape)}; "
             f"an empty dimension has no maximum."
         )
-    return _amax(x, dim, keepdim)
+    return _amax(x, dim, keepdim=keepdim)
 
 
 def _share_of_maximum(
@@ -842,11 +826,10 @@ def _share_of_maximum(
     return torch.where(attained, u, 0) / attained.sum(dims, True)
 
 
-_amax = _make_reduction(
-    "AMax", lambda x, dims: torch.amax(x, dims, True), _share_of_maximum, keep=True
-)
+_amax = _reduction("AMax", _share_of_maximum, keep=True)(torch.amax)
 
 
+@_reduction("LogSumExp", lambda u, shape, dims, x, y: u * torch.exp(x - y), keep=True)
 def logsumexp(x: Tensor, dim: Dims, *, keepdim: bool = False) -> Tensor:
     r"""Logarithm of a sum of exponentials.
 
@@ -875,12 +858,4 @@ def logsumexp(x: Tensor, dim: Dims, *, keepdim: bool = False) -> Tensor:
         (tensor(0.6931), tensor([[ 0.2500, -0.2500],
                 [-0.2500,  0.2500]]))
     """
-    return _logsumexp(x, dim, keepdim)
-
-
-_logsumexp = _make_reduction(
-    "LogSumExp",
-    lambda x, dims: torch.logsumexp(x, dims, True),
-    lambda u, shape, dims, x, y: u * torch.exp(x - y),
-    keep=True,
-)
+    return torch.logsumexp(x, dim, keepdim)
