@@ -8,6 +8,7 @@ The batch of vmap becomes a part of the heads. Tracers record the maps as operat
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -87,17 +88,15 @@ torch.library.register_fake("hoglib::attention", _fake)
 
 
 def _run(which: str, *given: Any) -> Any:
-    """The map; of a tracer one operator, if what it computes is not differentiated."""
+    """The parts of the map; of a tracer one operator, if what it computes is not differentiated."""
+    *tensors, plan = given
     with without_autocast(given[0]):
         if not torch_internals.tracing() or torch.compiler.is_compiling() or is_recorded(given):
-            return _MAPS[which](*given)
-        *tensors, plan = given
-        found = list(torch.ops.hoglib.attention(which, tensors, *plan))
-    if which == "tangents":
-        return found[0]
-    if which == "values":
-        return tuple(found)
-    return by_name(NAMES if which == "gradients" else KINDS, (*plan.needs, "y"), found)
+            found = _MAPS[which](*given)
+        else:
+            found = torch.ops.hoglib.attention(which, tensors, *plan)
+            found = found[0] if which == "tangents" else found
+    return found if isinstance(found, Tensor) else tuple(x for x in found if x is not None)
 
 
 def _reference(*given: Any) -> tuple[Tensor, Tensor]:
@@ -145,14 +144,10 @@ def _curvature_backward(saved: Saved, *grads: Tensor | None) -> Parts:
     return [*(x if need else None for x, need in pairs), None]
 
 
-def _curvature_forward_mode(saved: Saved, *tangents: Any) -> tuple[Tensor, ...]:
+def _curvature_jvp(saved: Saved, *tangents: Any) -> tuple[Tensor, ...]:
     *tensors, plan = saved.inputs
     found = curvature_jvp(*tensors, *tangents[:4], *tangents[5:10], plan)
-    return _present(found)
-
-
-def _present(parts: Parts) -> tuple[Tensor, ...]:
-    return tuple(x for x in parts if x is not None)
+    return tuple(x for x in found if x is not None)
 
 
 def _gradients_backward(saved: Saved, *grads: Tensor | None) -> Parts:
@@ -219,36 +214,21 @@ def _fold(batch: Batch, *given: Any) -> tuple[tuple[Tensor, ...] | Tensor, Any]:
 # by the number of tensors, which of them are masks
 _MASKS = {5: (3,), 8: (3,), 9: (3, 8), 10: (3, 9)}
 
-_VALUES = make_function(
-    "ScaledDotProductAttention",
-    6,
-    forward=lambda *given: _run("values", *given),
-    backward=_values_backward,
-    jvp=_values_jvp,
-    vmap=_fold,
-    keep_outputs=(0, 1),
-)
-_GRADIENTS = make_function(
-    "ScaledDotProductAttentionGradients",
-    9,
-    forward=lambda *given: _present(_run("gradients", *given)),
-    backward=_gradients_backward,
-    jvp=_gradients_jvp,
-    vmap=_fold,
-)
-_TANGENTS = make_function(
-    "ScaledDotProductAttentionTangents",
-    10,
-    forward=lambda *given: _run("tangents", *given),
-    backward=_tangents_backward,
-    jvp=_tangents_jvp,
-    vmap=_fold,
-)
-_CURVATURE = make_function(
-    "ScaledDotProductAttentionCurvature",
-    11,
-    forward=lambda *given: _present(_run("curvature", *given)),
-    backward=_curvature_backward,
-    jvp=_curvature_forward_mode,
-    vmap=_fold,
-)
+
+def _make_map(which: str, count: int, backward: Any, jvp: Any, **kept: Any) -> Any:
+    name = "" if which == "values" else which.capitalize()
+    forward, options = partial(_run, which), {"vmap": _fold, **kept}
+    return make_function(
+        f"ScaledDotProductAttention{name}",
+        count,
+        forward=forward,
+        backward=backward,
+        jvp=jvp,
+        **options,
+    )
+
+
+_VALUES = _make_map("values", 6, _values_backward, _values_jvp, keep_outputs=(0, 1))
+_GRADIENTS = _make_map("gradients", 9, _gradients_backward, _gradients_jvp)
+_TANGENTS = _make_map("tangents", 10, _tangents_backward, _tangents_jvp)
+_CURVATURE = _make_map("curvature", 11, _curvature_backward, _curvature_jvp)
