@@ -3,6 +3,7 @@
 from hoglib._core.recomputation import remat as remat
 from hoglib.ops._attention import attention_dropout_mask as attention_dropout_mask
 from hoglib.ops._attention import scaled_dot_product_attention as scaled_dot_product_attention
+from hoglib.ops._cross_entropy import linear_cross_entropy as linear_cross_entropy
 from hoglib.ops._cross_entropy import softmax_cross_entropy as softmax_cross_entropy
 from hoglib.ops._ctc_loss import ctc_loss as ctc_loss
 from hoglib.ops._define import define as define
@@ -22,7 +23,6 @@ from hoglib.ops._linalg import slogdet as slogdet
 from hoglib.ops._linalg import solve as solve
 from hoglib.ops._linalg import solve_ex as solve_ex
 from hoglib.ops._linalg import tensorsolve as tensorsolve
-from hoglib.ops._linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
 from hoglib.ops._losses import huber_loss as huber_loss
 from hoglib.ops._losses import mse_loss as mse_loss
 from hoglib.ops._losses import multi_margin_loss as multi_margin_loss
