@@ -5,14 +5,13 @@ from hoglib.ops._attention import attention_dropout_mask as attention_dropout_ma
 from hoglib.ops._attention import scaled_dot_product_attention as scaled_dot_product_attention
 from hoglib.ops._cross_entropy import linear_cross_entropy as linear_cross_entropy
 from hoglib.ops._cross_entropy import softmax_cross_entropy as softmax_cross_entropy
-from hoglib.ops._ctc_loss import ctc_loss as ctc_loss
 from hoglib.ops._define import define as define
 from hoglib.ops._distance import cdist as cdist
 from hoglib.ops._distance import pairwise_distance as pairwise_distance
 from hoglib.ops._distance import pdist as pdist
-from hoglib.ops._embedding_bag import embedding_bag as embedding_bag
 from hoglib.ops._external import external as external
 from hoglib.ops._grid_sample import grid_sample as grid_sample
+from hoglib.ops._indexing import embedding_bag as embedding_bag
 from hoglib.ops._indexing import index_reduce as index_reduce
 from hoglib.ops._indexing import scatter_reduce as scatter_reduce
 from hoglib.ops._indexing import segment_reduce as segment_reduce
@@ -23,6 +22,7 @@ from hoglib.ops._linalg import slogdet as slogdet
 from hoglib.ops._linalg import solve as solve
 from hoglib.ops._linalg import solve_ex as solve_ex
 from hoglib.ops._linalg import tensorsolve as tensorsolve
+from hoglib.ops._losses import ctc_loss as ctc_loss
 from hoglib.ops._losses import huber_loss as huber_loss
 from hoglib.ops._losses import mse_loss as mse_loss
 from hoglib.ops._losses import multi_margin_loss as multi_margin_loss

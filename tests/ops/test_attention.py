@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hoglib as hog
 from experiments.benchmarks.memory import peak_bytes
-from hoglib.ops import _attention_blocks, _attention_functions
+from hoglib.ops import _attention, _attention_blocks
 from tests.language_models import language_model, padded_batch
 
 attention = hog.ops.scaled_dot_product_attention
@@ -372,8 +372,8 @@ def test_unmodified_models(name, monkeypatch):
     torch.manual_seed(0)
     v = {key: torch.randn_like(x) for key, x in params.items()}
     called = []
-    run = _attention_functions.attention
-    monkeypatch.setattr(_attention_functions, "attention", lambda *x: called.append(x) or run(*x))
+    run = _attention.attention
+    monkeypatch.setattr(_attention, "attention", lambda *x: called.append(x) or run(*x))
     found = [
         hog.hvp(loss, params, v, batch, mode=mode)
         for mode in ("reverse-over-reverse", "forward-over-reverse")
