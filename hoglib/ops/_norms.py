@@ -23,8 +23,8 @@ With G = w g and k = r / n, for each row of n values:
     Dw = sum(g P v)        Dg = w P v + a h + c                           for v, a, c by dx, dw, db
     Dx = P((a - w k sum(v h)) g - k sum(G h) v) - k sum(G P v) h
 
-A pass that is not differentiated again runs torch's kernel of the first backward, which gives P u;
-any other runs the same in torch's operations.
+A pass that is not differentiated again runs torch's kernel of the first backward, which gives P u (and
+for batch norm sum(u h) with it); any other runs the same in torch's operations.
 
 Batch and instance norm normalise each channel by statistics of the input or by running ones; they
 differ in the dimensions that the mean is over.
@@ -199,18 +199,19 @@ class FusedNormGradient(torch.autograd.Function):
         g, x, weight, bias, mean, r, norm = inputs
         ctx.norm = norm
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(g, x, weight, mean, r)
-        return norm.kernel_gradients(g, x, weight, bias, mean, r, (True, True, True))
+        found = norm.kernel_gradients(g, x, weight, bias, mean, r, (True, True, True))
+        ctx.save_for_backward(g, x, weight, mean, r, found[1] if norm.has_row_parameters else None)
+        return found
 
     @staticmethod
     def backward(ctx: Any, v: Parameter, a: Parameter, c: Parameter) -> tuple[Tensor | None, ...]:
-        g, x, weight, mean, r = ctx.saved_tensors
+        g, x, weight, mean, r, dw = ctx.saved_tensors
         with without_stand_ins():
             by: _Kernels | _Composite
             if torch.is_grad_enabled() or not plain_reverse_mode():
                 by = _Composite(x, ctx.norm)
             else:
-                by = _Kernels(x, mean, r, ctx.norm)
+                by = _Kernels(x, mean, r, ctx.norm, dw)
             v = torch.zeros_like(x) if v is None else v
             found = ctx.norm.double_backward(v, a, c, g, weight, by, ctx.needs_input_grad)
             return *found, *(None,) * 4
@@ -219,14 +220,17 @@ class FusedNormGradient(torch.autograd.Function):
 class _Kernels:
     """h, r and P by the kernels, for a pass that is not differentiated."""
 
-    def __init__(self, x: Tensor, mean: Tensor, r: Tensor, norm: "_LayerNorm") -> None:
+    def __init__(
+        self, x: Tensor, mean: Tensor, r: Tensor, norm: "_LayerNorm", dw: Parameter
+    ) -> None:
         self.given, self.norm, self.r = (mean, r), norm, norm.along(r, x)
         self.x, self.h = x, (x - norm.along(mean, x)).mul_(self.r)
+        self.gh = dw
 
-    def project(self, u: Tensor) -> Tensor:
-        """P u"""
-        given = u, self.x, None, None, *self.given, (True, False, False)
-        return self.norm.kernel_gradients(*given)[0]
+    def project(self, u: Tensor) -> tuple[Tensor, Parameter]:
+        """P u, and for batch norm sum(u h)."""
+        given = u, self.x, None, None, *self.given, (True, True, False)
+        return self.norm.kernel_gradients(*given)[:2]
 
 
 class _Composite:
@@ -236,16 +240,19 @@ class _Composite:
         self.dims = norm.dims(x)
         d, var = _moments(x, self.dims)
         self.r = (var + norm.eps).rsqrt()
-        self.h = d * self.r
+        self.h, self.gh = d * self.r, None
 
-    def project(self, u: Tensor) -> Tensor:
+    def project(self, u: Tensor) -> tuple[Tensor, Parameter]:
         """P u"""
         centered = u - u.mean(self.dims, keepdim=True)
-        return (centered - self.h * (centered * self.h).mean(self.dims, keepdim=True)) * self.r
+        uh = (centered * self.h).mean(self.dims, keepdim=True)
+        return (centered - self.h * uh) * self.r, None
 
 
 class _LayerNorm:
     """The kernels of layer norm, and their derivatives, which are those of batch norm, too."""
+
+    has_row_parameters = False  # one weight and bias for each row
 
     def __init__(self, shape: tuple[int, ...], eps: float) -> None:
         self.shape, self.eps = shape, eps
@@ -263,8 +270,8 @@ class _LayerNorm:
         rows = tuple(range(value.dim() - len(self.shape)))
         return value.sum(rows) if rows else value
 
-    def sum_over_rows(self, value: Tensor, weight: Parameter) -> Tensor:
-        """sum(w u) over each row."""
+    def sum_over_rows(self, value: Tensor, weight: Parameter, known: Parameter) -> Tensor:
+        """sum(w u) over each row; known: `sum_over_shares` of u, if it is."""
         value = value if weight is None else value * weight
         return value.sum(self.dims(value), keepdim=True)
 
@@ -287,7 +294,7 @@ class _LayerNorm:
     def gradients(self, g: Tensor, x: Tensor, weight: Parameter) -> Gradients:
         """dx, dw and db."""
         by = _Composite(x, self)
-        dx = by.project(g if weight is None else g * self.along(weight, g))
+        dx, _ = by.project(g if weight is None else g * self.along(weight, g))
         return dx, self.sum_over_shares(g * by.h), self.sum_over_shares(g)
 
     def double_backward(
@@ -296,8 +303,9 @@ class _LayerNorm:
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         """Dg, Dx and Dw."""
         a, c, w = (None if value is None else self.along(value, v) for value in (a, c, weight))
-        p = by.project(v)
+        p, vh = by.project(v)
         gp = g * p
+        dw = self.sum_over_shares(gp)
         dg = dx = None
         if needs[0]:
             dg = p if w is None else p * w
@@ -305,16 +313,19 @@ class _LayerNorm:
             dg = dg if c is None else dg + c
         if needs[1]:
             k = by.r * (-by.r.numel() / v.numel())
-            factor = k * self.sum_over_rows(v * by.h, None)
+            factor = k * self.sum_over_rows(v * by.h if vh is None else v, None, vh)
             factor = factor if w is None else factor * w
             factor = factor if a is None else factor + a
-            u = _plus(g * factor, v, k * self.sum_over_rows(g * by.h, w))
-            dx = _plus(by.project(u), by.h, k * self.sum_over_rows(gp, w))
-        return dg, dx, self.sum_over_shares(gp) if needs[2] else None
+            gh = self.sum_over_rows(g * by.h if by.gh is None else g, w, by.gh)
+            u = _plus(g * factor, v, k * gh)
+            dx = _plus(by.project(u)[0], by.h, k * self.sum_over_rows(gp, w, dw))
+        return dg, dx, dw if needs[2] else None
 
 
 class _BatchNorm(_LayerNorm):
     """A layer norm whose rows are the channels, with one weight and bias for each."""
+
+    has_row_parameters = True
 
     def __init__(self, statistics: _RunningStatistics, eps: float) -> None:
         self.statistics, self.eps = statistics, eps
@@ -328,8 +339,8 @@ class _BatchNorm(_LayerNorm):
     def sum_over_shares(self, value: Tensor) -> Tensor:
         return value.sum(self.dims(value))
 
-    def sum_over_rows(self, value: Tensor, weight: Parameter) -> Tensor:
-        found = self.along(self.sum_over_shares(value), value)
+    def sum_over_rows(self, value: Tensor, weight: Parameter, known: Parameter) -> Tensor:
+        found = self.along(self.sum_over_shares(value) if known is None else known, value)
         return found if weight is None else found * weight
 
     def kernel(
