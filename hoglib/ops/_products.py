@@ -16,7 +16,7 @@ x; the public functions drop it.
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from hoglib._core import validation
 from hoglib._core.mixed_precision import autocast_on, is_autocast, upcast_half
+from hoglib._core.problem import check_option_names
 from hoglib.errors import ArgumentIndexError, ArgumentTypeError, ArgumentValueError
 from hoglib.ops._function import (
     Saved,
@@ -435,15 +436,17 @@ def sparse_mm(mat1: Tensor, mat2: Tensor, *reduce: str) -> Tensor:
 Size = int | Sequence[int]
 
 
+class ConvOptions(TypedDict, total=False):
+    """The options of a convolution."""
+
+    stride: Size
+    padding: Size | str
+    dilation: Size
+    groups: int
+
+
 def conv1d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    stride: Size = 1,
-    padding: Size | str = 0,
-    dilation: Size = 1,
-    groups: int = 1,
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, **options: Unpack[ConvOptions]
 ) -> Tensor:
     r"""Convolution over one dimension (cross-correlation, as everywhere in deep learning).
 
@@ -457,12 +460,10 @@ def conv1d(
         x: A floating-point or complex tensor.
         weight: w.
         bias: b. Default: none.
-        stride: s, an int or one for each dimension. Default: 1.
-        padding: p, the zeros at both ends, an int or one for each dimension; or "valid" (none) or
+        options: ``stride`` s and ``dilation`` d, an int or one for each dimension. Default: 1.
+            ``padding`` p, the zeros at both ends, an int or one for each dimension; or "valid" (none) or
             "same" (y as large as x, for stride 1; of an odd total the extra zero goes to the end).
-            Default: 0.
-        dilation: d, an int or one for each dimension. Default: 1.
-        groups: Groups of channels that are convolved separately. Default: 1.
+            Default: 0. ``groups`` of channels that are convolved separately. Default: 1.
     Returns:
         y.
     Raises:
@@ -480,18 +481,11 @@ def conv1d(
         >>> hog.hvp(lambda w: hog.ops.conv1d(x, w).square().sum(), w, torch.ones(1, 1, 2))[1]
         tensor([[[26., 42.]]])
     """
-    return _conv(1, x, weight, bias, stride, padding, dilation, groups)
+    return _conv(1, x, weight, bias, options)
 
 
 def conv2d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    stride: Size = 1,
-    padding: Size | str = 0,
-    dilation: Size = 1,
-    groups: int = 1,
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, **options: Unpack[ConvOptions]
 ) -> Tensor:
     r"""Convolution over two dimensions.
 
@@ -505,12 +499,10 @@ def conv2d(
         x: A floating-point or complex tensor.
         weight: w.
         bias: b. Default: none.
-        stride: s, an int or one for each dimension. Default: 1.
-        padding: p, the zeros at both ends, an int or one for each dimension; or "valid" (none) or
+        options: ``stride`` s and ``dilation`` d, an int or one for each dimension. Default: 1.
+            ``padding`` p, the zeros at both ends, an int or one for each dimension; or "valid" (none) or
             "same" (y as large as x, for stride 1; of an odd total the extra zero goes to the end).
-            Default: 0.
-        dilation: d, an int or one for each dimension. Default: 1.
-        groups: Groups of channels that are convolved separately. Default: 1.
+            Default: 0. ``groups`` of channels that are convolved separately. Default: 1.
     Returns:
         y.
     Raises:
@@ -529,18 +521,11 @@ def conv2d(
         >>> hog.hvp(lambda w: hog.ops.conv2d(x, w).square().sum(), w, torch.ones(1, 1, 1, 2))[1]
         tensor([[[[8., 8.]]]])
     """
-    return _conv(2, x, weight, bias, stride, padding, dilation, groups)
+    return _conv(2, x, weight, bias, options)
 
 
 def conv3d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    stride: Size = 1,
-    padding: Size | str = 0,
-    dilation: Size = 1,
-    groups: int = 1,
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, **options: Unpack[ConvOptions]
 ) -> Tensor:
     r"""Convolution over three dimensions.
 
@@ -554,12 +539,10 @@ def conv3d(
         x: A floating-point or complex tensor.
         weight: w.
         bias: b. Default: none.
-        stride: s, an int or one for each dimension. Default: 1.
-        padding: p, the zeros at both ends, an int or one for each dimension; or "valid" (none) or
+        options: ``stride`` s and ``dilation`` d, an int or one for each dimension. Default: 1.
+            ``padding`` p, the zeros at both ends, an int or one for each dimension; or "valid" (none) or
             "same" (y as large as x, for stride 1; of an odd total the extra zero goes to the end).
-            Default: 0.
-        dilation: d, an int or one for each dimension. Default: 1.
-        groups: Groups of channels that are convolved separately. Default: 1.
+            Default: 0. ``groups`` of channels that are convolved separately. Default: 1.
     Returns:
         y.
     Raises:
@@ -579,16 +562,17 @@ def conv3d(
         tensor([[16., 16.],
                 [16., 16.]])
     """
-    return _conv(3, x, weight, bias, stride, padding, dilation, groups)
+    return _conv(3, x, weight, bias, options)
 
 
 def _conv(
-    rank: int, x: Tensor, weight: Tensor, bias: Tensor | None,
-    stride: Size, padding: Size | str, dilation: Size, groups: int,
-) -> Tensor:  # fmt: skip
+    rank: int, x: Tensor, weight: Tensor, bias: Tensor | None, options: ConvOptions
+) -> Tensor:
+    check_option_names(f"conv{rank}d", options, tuple(ConvOptions.__annotations__))
+    padding, groups = options.get("padding", 0), options.get("groups", 1)
     _check_conv(rank, x, weight, bias, validation.at_least("groups", groups, 1))
-    strides = _one_for_each("stride", stride, rank, 1)
-    dilations = _one_for_each("dilation", dilation, rank, 1)
+    strides = _one_for_each("stride", options.get("stride", 1), rank, 1)
+    dilations = _one_for_each("dilation", options.get("dilation", 1), rank, 1)
     kernel, extra = tuple(weight.shape[2:]), [0] * rank
     if not isinstance(padding, str):
         pads = _one_for_each("padding", padding, rank, 0)
