@@ -461,7 +461,7 @@ def conv1d(
         weight: w.
         bias: b. Default: none.
         options: ``stride`` s and ``dilation`` d, an int or one for each dimension. Default: 1.
-            ``padding`` p, the zeros at both ends, an int or one for each dimension; or "valid" (none) or
+            ``padding`` p, the zeros at both ends, an int or one for each dimension; "valid" (none) or
             "same" (y as large as x, for stride 1; of an odd total the extra zero goes to the end).
             Default: 0. ``groups`` of channels that are convolved separately. Default: 1.
     Returns:
@@ -500,7 +500,7 @@ def conv2d(
         weight: w.
         bias: b. Default: none.
         options: ``stride`` s and ``dilation`` d, an int or one for each dimension. Default: 1.
-            ``padding`` p, the zeros at both ends, an int or one for each dimension; or "valid" (none) or
+            ``padding`` p, the zeros at both ends, an int or one for each dimension; "valid" (none) or
             "same" (y as large as x, for stride 1; of an odd total the extra zero goes to the end).
             Default: 0. ``groups`` of channels that are convolved separately. Default: 1.
     Returns:
@@ -540,7 +540,7 @@ def conv3d(
         weight: w.
         bias: b. Default: none.
         options: ``stride`` s and ``dilation`` d, an int or one for each dimension. Default: 1.
-            ``padding`` p, the zeros at both ends, an int or one for each dimension; or "valid" (none) or
+            ``padding`` p, the zeros at both ends, an int or one for each dimension; "valid" (none) or
             "same" (y as large as x, for stride 1; of an odd total the extra zero goes to the end).
             Default: 0. ``groups`` of channels that are convolved separately. Default: 1.
     Returns:
