@@ -48,6 +48,7 @@ from hoglib.ops._stand_in import OVER, OVER_FORWARD, SILENT, TorchValueError, st
 
 Parameter = Tensor | None
 Mask = tuple[bool, bool, bool]
+Normalized = tuple[Tensor, Tensor, Tensor]  # y, mean and r
 Gradients = tuple[Tensor, Parameter, Parameter]  # dx, dw and db
 _THIRD = f"{OVER_FORWARD}; so are third derivatives"
 
@@ -275,9 +276,7 @@ class _LayerNorm:
         value = value if weight is None else value * weight
         return value.sum(self.dims(value), keepdim=True)
 
-    def kernel(
-        self, x: Tensor, weight: Parameter, bias: Parameter
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def kernel(self, x: Tensor, weight: Parameter, bias: Parameter) -> Normalized:
         """y, mean and r."""
         return torch.native_layer_norm(x, self.shape, weight, bias, self.eps)
 
@@ -343,9 +342,7 @@ class _BatchNorm(_LayerNorm):
         found = self.along(self.sum_over_shares(value) if known is None else known, value)
         return found if weight is None else found * weight
 
-    def kernel(
-        self, x: Tensor, weight: Parameter, bias: Parameter
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def kernel(self, x: Tensor, weight: Parameter, bias: Parameter) -> Normalized:
         statistics, eps, dims = self.statistics, self.eps, self.dims(x)
         if x.device.type != "cpu" or x.dim() == 2 or x.numel() < 2**13:
             running = [value for value in statistics[:2] if value is not None]
