@@ -210,8 +210,7 @@ class ModulePatch:
             if name in store:
                 if (id(store), name) not in self._originals:
                     with _CLAIMING:
-                        if not _claim((id(store), name), threading.get_ident()):
-                            raise _two_threads(module, name)
+                        _claim((id(store), name), module, name)
                     self._originals[id(store), name] = store, store[name]
                 store[name] = value
                 return
@@ -249,14 +248,12 @@ class ModulePatch:
         self, model: nn.Module, places: list[_Place], params: Mapping[str, Tensor]
     ) -> None:
         """Replaces parameters alone, all at once."""
-        originals, this = self._originals, threading.get_ident()
         with _CLAIMING:
             for store, own_name, name in places:
                 key = id(store), own_name
-                if key not in originals:
-                    if not _claim(key, this):
-                        raise _two_threads(model, name)
-                    originals[key] = store, store[own_name]
+                if key not in self._originals:
+                    _claim(key, model, name)
+                    self._originals[key] = store, store[own_name]
         for store, own_name, name in places:
             store[own_name] = params[name]
 
@@ -365,20 +362,16 @@ _CLAIMED: dict[tuple[int, str], tuple[int, int]] = {}
 _CLAIMING = threading.Lock()
 
 
-def _claim(key: tuple[int, str], thread: int) -> bool:
-    """Notes that a thread replaces a value, unless another one has replaced it."""
-    owner, times = _CLAIMED.get(key, (thread, 0))
-    if owner != thread:
-        return False
-    _CLAIMED[key] = thread, times + 1
-    return True
-
-
-def _two_threads(module: nn.Module, name: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"{type(module).__name__}.{name}: expected one thread at a time to differentiate a "
-        "model, got two; give each thread a copy.deepcopy of it."
-    )
+def _claim(key: tuple[int, str], module: nn.Module, name: str) -> None:
+    """Notes that this thread replaces a value, unless another one has replaced it."""
+    this = threading.get_ident()
+    owner, times = _CLAIMED.get(key, (this, 0))
+    if owner != this:
+        raise UnsupportedError(
+            f"{type(module).__name__}.{name}: expected one thread at a time to differentiate a "
+            "model, got two; give each thread a copy.deepcopy of it."
+        )
+    _CLAIMED[key] = this, times + 1
 
 
 def _release(key: tuple[int, str]) -> None:
