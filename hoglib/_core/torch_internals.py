@@ -501,12 +501,10 @@ def output_dtypes(node: Any) -> list[torch.dtype]:
     return [out.dtype for out in getattr(node, "_input_metadata", ())]
 
 
-@contextmanager
-def record_backward_origins() -> Iterator[None]:
+def record_backward_origins() -> AbstractContextManager[None]:
     """Nodes made inside know by which node's backward, and by which lines of code; torch's anomaly mode
     notes it."""
-    with torch.autograd.set_detect_anomaly(True, check_nan=False):
-        yield
+    return torch.autograd.set_detect_anomaly(True, check_nan=False)
 
 
 def made_by(node: Any) -> Any:
