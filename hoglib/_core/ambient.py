@@ -11,7 +11,7 @@ modules and settings are that hold for the time of a block, by :class:`replaced`
 import os
 import threading
 from collections.abc import Sequence
-from typing import Any, final
+from typing import Any
 
 
 class _Ambient(threading.local):
@@ -54,7 +54,6 @@ Items = Sequence[tuple[Any, str, Any]]  # (dict or other object, key or attribut
 _NONE = object()
 
 
-@final
 class replaced:  # noqa: N801 a context manager
     """Inside, each dict has this value for this key, and each other object for this attribute;
     afterwards what it had before, or nothing.
@@ -94,6 +93,8 @@ def _put(items: Items) -> None:
             holder[name] = value
 
 
-def inside(**fields: Any) -> replaced:
+class inside(replaced):  # noqa: N801 a context manager
     """Inside, fields of :data:`AMBIENT` have other values, in this thread."""
-    return replaced([(AMBIENT, name, value) for name, value in fields.items()])
+
+    def __init__(self, **fields: Any) -> None:
+        super().__init__([(AMBIENT, name, value) for name, value in fields.items()])

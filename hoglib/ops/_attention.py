@@ -539,16 +539,9 @@ _MASKS = {5: (3,), 8: (3,), 9: (3, 8), 10: (3, 9)}
 
 
 def _make_map(which: str, count: int, backward: Any, jvp: Any, **kept: Any) -> Any:
-    name = "" if which == "values" else which.capitalize()
-    forward, options = partial(_run, which), {"vmap": _fold, **kept}
-    return make_function(
-        f"ScaledDotProductAttention{name}",
-        count,
-        forward=forward,
-        backward=backward,
-        jvp=jvp,
-        **options,
-    )
+    name = "ScaledDotProductAttention" + ("" if which == "values" else which.capitalize())
+    options: dict[str, Any] = {"forward": partial(_run, which), "vmap": _fold, **kept}
+    return make_function(name, count, backward=backward, jvp=jvp, **options)
 
 
 _VALUES = _make_map("values", 6, _values_backward, _values_jvp, keep_outputs=(0, 1))

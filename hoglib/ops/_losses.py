@@ -21,6 +21,7 @@ NONE, MEAN, SUM = 0, 1, 2  # torch's numbers for reductions
 # torch's annotations lack the weight
 _TORCH_MSE: Callable[..., Tensor] = F.mse_loss
 _TORCH_HUBER: Callable[..., Tensor] = F.huber_loss
+_TORCH_CTC: Callable[..., Tensor] = F.ctc_loss  # and that lengths may be tuples
 
 
 @stands_in_for(
@@ -432,8 +433,8 @@ def ctc_loss(
     p = _cast(log_probs)
     p = p.unsqueeze(1) if p.dim() == 2 else p
     lengths = (input_lengths, target_lengths)
-    if not _are_lengths(*lengths) or not _fits(p, targets, *map(_read_lengths, lengths), blank):
-        return F.ctc_loss(  # torch's error
+    if not (_are_lengths(*lengths) and _fits(p, targets, *lengths, blank)):
+        return _TORCH_CTC(  # torch's error
             log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity
         )
     losses, U = _ctc_losses(p, targets, input_lengths, target_lengths, blank, zero_infinity)
@@ -471,11 +472,12 @@ def _are_lengths(*lengths: Any) -> bool:
 
 
 def _fits(
-    p: Tensor, targets: Tensor, steps: list[int] | int, U: list[int] | int, blank: int
+    p: Tensor, targets: Tensor, input_lengths: Lengths, target_lengths: Lengths, blank: int
 ) -> bool:
     """Whether torch takes these; of lengths that cannot be read, their number is known."""
     if p.dim() != 3 or not p.numel() or not 0 <= blank < p.shape[2]:
         return False
+    steps, U = _read_lengths(input_lengths), _read_lengths(target_lengths)
     for lengths, most in ((steps, p.shape[0]), (U, inf)):
         known = [0] * lengths if isinstance(lengths, int) else lengths
         if len(known) != p.shape[1] or not all(0 <= length <= most for length in known):

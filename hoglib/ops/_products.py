@@ -692,8 +692,16 @@ def _reduction(
 
     def make(formula: Callable[..., Tensor]) -> Callable[..., Tensor]:
         forward = partial(formula, keepdim=True)
-        own = {"keep_inputs": (0,) if keep else (), "keep_outputs": (0,) if keep else ()}
-        function = make_function(name, 2, forward=forward, backward=backward, jvp=jvp, **own)
+        kept = (0,) if keep else ()
+        function = make_function(
+            name,
+            2,
+            forward=forward,
+            backward=backward,
+            jvp=jvp,
+            keep_inputs=kept,
+            keep_outputs=kept,
+        )
 
         @wraps(formula)
         def reduce(x: Tensor, dim: Dims, *, keepdim: bool = False) -> Tensor:
