@@ -670,7 +670,7 @@ _CONV = _make_product(
 
 # Reductions.
 
-Dims = int | Sequence[int] | None
+Dims = Any  # an int or several; None and () for all
 
 
 def _reduction(
