@@ -17,7 +17,7 @@ from hoglib._core.torch_modes import value_checks_on
 from hoglib._core.trust import KERNELS, agree, largest
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 from hoglib.functional import Forward, FunctionalLoss, check_instance
-from hoglib.ops._linear_cross_entropy import (
+from hoglib.ops._cross_entropy import (
     Rows,
     chunk_size_of,
     gauss_newton_product,

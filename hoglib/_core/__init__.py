@@ -9,8 +9,7 @@ One module for one question:
     detachment            where a function leaves the graph
     finite_differences    what products are compared with (element_differences: of single elements)
     state                 saving and restoring parameters, modes, random numbers
-    closures              what a callable reaches (references: what one object holds; module_names:
-                          what its modules are called)
+    closures              what a callable reaches (module_names: what its modules are called)
     fingerprint           whether what a loss depends on has changed
     trust                 whether two ways to compute something agree, so that one is trusted
     swap                  other parameters in a module
@@ -19,9 +18,8 @@ One module for one question:
     ambient               what a thread is inside of; torch_modes: which modes the caller runs in
     problem               what an algorithm gets of a user's function, and its options, checked
     torch_internals       torch's private API (torch_forward_mode: levels and tangents;
-                          torch_sharding: FSDP, tensor parallelism, DDP; torch_kernels: attention)
+                          torch_sharding: FSDP, tensor parallelism, DDP)
     torch_version         which torch it is, and whether it is new enough
 
-The others are smaller, or serve the kernels: norms, tolerances, torch_errors, mixed_precision,
-logger.
+The others are smaller, or serve the kernels: tolerances, mixed_precision, logger.
 """

@@ -4,11 +4,14 @@
         ...                                # AMBIENT.value_checks_off is True, in this thread
 
 It is one value, as torch's own modes are one stack: of a thread, not of a context, and what a backward
-needs that runs in another thread can be taken along as a whole.
+needs that runs in another thread can be taken along as a whole. It is put in place as the values of
+modules and settings are that hold for the time of a block, by :class:`replaced`.
 """
 
+import os
 import threading
-from typing import Any, final
+from collections.abc import Sequence
+from typing import Any
 
 
 class _Ambient(threading.local):
@@ -47,21 +50,51 @@ class _Ambient(threading.local):
 AMBIENT = _Ambient()
 
 
-@final
-class inside:  # noqa: N801 a context manager
-    """Inside, fields of :data:`AMBIENT` have other values, in this thread.
+Items = Sequence[tuple[Any, str, Any]]  # (dict or other object, key or attribute, value)
+_NONE = object()
+
+
+class replaced:  # noqa: N801 a context manager
+    """Inside, each dict has this value for this key, and each other object for this attribute;
+    afterwards what it had before, or nothing.
 
     A class, as it stands around each evaluation: generators of contextlib take several times as long.
     """
 
-    def __init__(self, **fields: Any) -> None:
-        self._fields = fields
+    def __init__(self, items: Items) -> None:
+        self._items = items
 
     def __enter__(self) -> None:
-        self._before = {name: getattr(AMBIENT, name) for name in self._fields}
-        for name, value in self._fields.items():
-            setattr(AMBIENT, name, value)
+        self._before = [
+            (holder, name, holder.get(name, _NONE) if _is_dict(holder) else getattr(holder, name))
+            for holder, name, _ in self._items
+        ]
+        try:
+            _put(self._items)
+        except BaseException:
+            _put(self._before)
+            raise
 
     def __exit__(self, *raised: object) -> None:
-        for name, value in self._before.items():
-            setattr(AMBIENT, name, value)
+        _put(self._before)
+
+
+def _is_dict(holder: Any) -> bool:
+    return isinstance(holder, dict) or holder is os.environ
+
+
+def _put(items: Items) -> None:
+    for holder, name, value in items:
+        if not _is_dict(holder):
+            setattr(holder, name, value)
+        elif value is _NONE:
+            holder.pop(name, None)
+        else:
+            holder[name] = value
+
+
+class inside(replaced):  # noqa: N801 a context manager
+    """Inside, fields of :data:`AMBIENT` have other values, in this thread."""
+
+    def __init__(self, **fields: Any) -> None:
+        super().__init__([(AMBIENT, name, value) for name, value in fields.items()])

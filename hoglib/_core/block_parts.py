@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from hoglib._core import closures, pytree
-from hoglib._core.references import is_plain
-from hoglib._core.restoring import replaced
+from hoglib._core.ambient import replaced
 from hoglib._core.torch_modes import copy_without_override_check
 
 
@@ -85,7 +84,7 @@ class PartsWatch:
 
 
 def _is_closed(leaves: Sequence[Any]) -> bool:
-    return all(isinstance(x, Tensor) or is_plain(x) for x in leaves)
+    return all(isinstance(x, Tensor) or closures.is_plain(x) for x in leaves)
 
 
 def _hidden(part: nn.Module) -> Iterator[Any]:
@@ -123,38 +122,30 @@ class SlicedOperations(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        run: Any = None
-        if func in _ELEMENTWISE:
-            run = _sliced_elementwise
-        elif func in _BY_ROWS:
-            run = _sliced_rows
-        elif func is F.scaled_dot_product_attention:
-            run = _sliced_attention
-        elif func is F.multi_head_attention_forward:
+        if func in _ELEMENTWISE or func in _BY_ROWS:
+            return _by_slices(func, *args, **kwargs)
+        if func is F.scaled_dot_product_attention:
+            return _sliced_attention(func, *args, **kwargs)
+        if func is F.multi_head_attention_forward:
             with self:  # so that it sees the attention inside
                 return copy_without_override_check(func)(*args, **kwargs)
-        return func(*args, **kwargs) if run is None else run(func, *args, **kwargs)
+        return func(*args, **kwargs)
 
 
-def _sliced_elementwise(func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    if kwargs.get("inplace") or True in args:
-        return func(input, *args, **kwargs)
-    return _by_slices(func, input, None, *args, **kwargs)
-
-
-def _sliced_rows(func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    row = args[0] if args else kwargs.get("dim")
-    if not isinstance(row, int) or not input.dim():
-        return func(input, *args, **kwargs)
-    return _by_slices(func, input, row % input.dim(), *args, **kwargs)
-
-
-def _by_slices(func: Any, input: Tensor, row: int | None, *args: Any, **kwargs: Any) -> Tensor:
+def _by_slices(func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """func on slices of the first dimension that is long enough and is not that of the rows."""
-    dims = (d for d, n in enumerate(input.shape) if n >= _SLICES and d != row)
-    dim = next(dims, None)
+    row, count = None, input.dim()
+    if func in _BY_ROWS:
+        row = args[0] if args else kwargs.get("dim")
+        sliced = isinstance(row, int) and count > 0
+    else:
+        sliced = not (kwargs.get("inplace") or True in args)
     # slices of another memory layout would be put together in that of a contiguous tensor
-    if dim is None or input.numel() < _FEWEST_ELEMENTS or not input.is_contiguous():
+    if not sliced or input.numel() < _FEWEST_ELEMENTS or not input.is_contiguous():
+        return func(input, *args, **kwargs)
+    others = (d for d, n in enumerate(input.shape) if n >= _SLICES and row not in (d, d - count))
+    dim = next(others, None)
+    if dim is None:
         return func(input, *args, **kwargs)
     return torch.cat([func(part, *args, **kwargs) for part in input.chunk(_SLICES, dim)], dim)
 

@@ -22,11 +22,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks
 
 from hoglib._core import closures, pytree, validation
+from hoglib._core.ambient import replaced
 from hoglib._core.block_parts import replaced_forwards
-from hoglib._core.closures import STATE, ClosureWalker
+from hoglib._core.closures import STATE, ClosureWalker, is_plain
 from hoglib._core.recomputation import refuse_changed
-from hoglib._core.references import is_plain
-from hoglib._core.restoring import replaced
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 
 Remat = bool | str | Sequence[str]  # the option

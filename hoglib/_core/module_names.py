@@ -17,11 +17,9 @@ class ModuleNames:
 
     The modules of a single model are named as in `model.named_modules()`. With several models, each
     name starts with the name that the function has for the model.
-
-    always: that prefix is used for a single model too, unless the model is the function itself.
     """
 
-    def __init__(self, fn: Any, *, always: bool = False) -> None:
+    def __init__(self, fn: Any) -> None:
         captures = list(held(fn))
         found = [one for one in captures if isinstance(one.value, nn.Module)]
         self._generators = [x.value for x in captures if isinstance(x.value, torch.Generator)]
@@ -35,7 +33,7 @@ class ModuleNames:
         tops = _tops(found)
         for one in tops:
             if id(one.value) not in self._names:
-                alone = not self.roots and len(tops) == 1 and not (always and one.value is not fn)
+                alone = not self.roots and len(tops) == 1
                 self._add("" if alone else one.path.removeprefix("self."), one.value)
 
     def _add(self, prefix: str, root: nn.Module) -> None:

@@ -18,10 +18,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.func import functional_call
 
 from hoglib._core import closures, pytree, torch_forward_mode, torch_internals, validation
-from hoglib._core.ambient import AMBIENT, inside
+from hoglib._core.ambient import AMBIENT, inside, replaced
 from hoglib._core.block_parts import PartsWatch, SlicedOperations, replaced_forwards, version_of
 from hoglib._core.pytree import is_float
-from hoglib._core.restoring import replaced
 from hoglib._core.state import RunState
 from hoglib._core.swap import batch_statistics, keep_swapped
 from hoglib._core.torch_modes import (

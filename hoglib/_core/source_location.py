@@ -23,8 +23,7 @@ _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 _DEFINES_FUNCTIONS = tuple(
     os.path.join(_HOGLIB, *name.split("/"))
     for name in (
-        "ops/", "nn.py", "_core/mixed_precision.py", "_core/norms.py", "_core/recomputation.py",
-        "_core/torch_errors.py",
+        "ops/", "nn.py", "_core/mixed_precision.py", "_core/recomputation.py",
     )
 )  # fmt: skip
 _MODE_HANDLERS = ("__torch_function__", "__torch_dispatch__", "_constructor", "_constructed")

@@ -18,10 +18,9 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from hoglib._core.ambient import AMBIENT
+from hoglib._core.ambient import AMBIENT, Items, replaced
 from hoglib._core.placement import refuse_sharded, whole
 from hoglib._core.pytree import in_dtype
-from hoglib._core.restoring import Items, replaced
 from hoglib._core.torch_internals import forward_mode_active, is_compiled, transforms_active
 from hoglib._core.torch_sharding import computed_dtypes, wrapped_attributes
 from hoglib.errors import UnsupportedError
@@ -136,15 +135,6 @@ def reapply(patches: PatchState) -> AbstractContextManager[None]:
     return replaced(patches)
 
 
-class _KnownModule(NamedTuple):
-    """A module of a model as it was when places were found."""
-
-    module: "ref[nn.Module]"
-    kind: type  # fully_shard gives a module another one
-    parts: tuple[tuple[str, int], ...]  # the names and ids of its parts
-    has_statistics: bool  # its class may keep running statistics
-
-
 class _Places(NamedTuple):
     """Where the parameters of a model are, for a swap that replaces these alone: no buffers, no
     attributes.
@@ -155,7 +145,7 @@ class _Places(NamedTuple):
     """
 
     names: tuple[str, ...]  # of the parameters that are given
-    modules: list[_KnownModule]
+    modules: list[tuple["ref[nn.Module]", Any]]  # each with its `_look`
     own: list[Any]  # the names and ids of the parameters of each module, which may share them
     places: list[tuple[int, str, str]]  # (index of a module, name in it, qualified name)
 
@@ -168,22 +158,9 @@ class _Places(NamedTuple):
             return None
         stores: list[dict[str, Any]] = []
         own: list[Any] = []
-        for known in self.modules:
-            module = known.module()
-            if module is None or type(module) is not known.kind:
-                return None
-            parts = module._modules
-            if (
-                (
-                    (parts or known.parts)
-                    and tuple([(name, id(part)) for name, part in parts.items()]) != known.parts
-                )
-                or (module._buffers and _has_buffers(module))
-                or module._forward_pre_hooks
-                or module._forward_hooks
-                or vars(module).get("max_norm") is not None
-                or (known.has_statistics and module.track_running_stats)
-            ):
+        for reference, seen in self.modules:
+            module = reference()
+            if module is None or _look(module) != seen:
                 return None
             store: Any = module._parameters
             stores.append(store)
@@ -194,15 +171,28 @@ class _Places(NamedTuple):
         return [(stores[i], own_name, name) for i, own_name, name in self.places]
 
 
+_HAVE_MORE = (DistributedDataParallel, nn.RNNBase, torch.jit.ScriptModule)
+
+
+def _look(module: nn.Module) -> Any:
+    """The class of a module (fully_shard gives it another one) and the names and ids of its parts; None
+    where a swap has more to replace than parameters, or hooks run, which may share them."""
+    if (
+        isinstance(module, _HAVE_MORE)
+        or (module._buffers and any(buffer is not None for buffer in module._buffers.values()))
+        or module._forward_pre_hooks
+        or module._forward_hooks
+        or vars(module).get("max_norm") is not None
+        or (isinstance(module, _NormBase) and module.track_running_stats)
+    ):
+        return None
+    return type(module), [(name, id(part)) for name, part in module._modules.items()]
+
+
 _Place = tuple[dict[str, Any], str, str]  # (dict of a module, name in it, qualified name)
 # Of each model that was differentiated, by its id, until it changes or is deleted. A model may not be
 # hashable, so that a dictionary of weak keys would not take it.
 _PLACES: dict[int, _Places] = {}
-
-
-def _has_buffers(module: nn.Module) -> bool:
-    buffers = module._buffers
-    return bool(buffers) and any(buffer is not None for buffer in buffers.values())
 
 
 @final
@@ -220,8 +210,7 @@ class ModulePatch:
             if name in store:
                 if (id(store), name) not in self._originals:
                     with _CLAIMING:
-                        if not _claim((id(store), name), threading.get_ident()):
-                            raise _two_threads(module, name)
+                        _claim((id(store), name), module, name)
                     self._originals[id(store), name] = store, store[name]
                 store[name] = value
                 return
@@ -259,14 +248,12 @@ class ModulePatch:
         self, model: nn.Module, places: list[_Place], params: Mapping[str, Tensor]
     ) -> None:
         """Replaces parameters alone, all at once."""
-        originals, this = self._originals, threading.get_ident()
         with _CLAIMING:
             for store, own_name, name in places:
                 key = id(store), own_name
-                if key not in originals:
-                    if not _claim(key, this):
-                        raise _two_threads(model, name)
-                    originals[key] = store, store[own_name]
+                if key not in self._originals:
+                    _claim(key, model, name)
+                    self._originals[key] = store, store[own_name]
         for store, own_name, name in places:
             store[own_name] = params[name]
 
@@ -375,20 +362,16 @@ _CLAIMED: dict[tuple[int, str], tuple[int, int]] = {}
 _CLAIMING = threading.Lock()
 
 
-def _claim(key: tuple[int, str], thread: int) -> bool:
-    """Notes that a thread replaces a value, unless another one has replaced it."""
-    owner, times = _CLAIMED.get(key, (thread, 0))
-    if owner != thread:
-        return False
-    _CLAIMED[key] = thread, times + 1
-    return True
-
-
-def _two_threads(module: nn.Module, name: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"{type(module).__name__}.{name}: expected one thread at a time to differentiate a "
-        "model, got two; give each thread a copy.deepcopy of it."
-    )
+def _claim(key: tuple[int, str], module: nn.Module, name: str) -> None:
+    """Notes that this thread replaces a value, unless another one has replaced it."""
+    this = threading.get_ident()
+    owner, times = _CLAIMED.get(key, (this, 0))
+    if owner != this:
+        raise UnsupportedError(
+            f"{type(module).__name__}.{name}: expected one thread at a time to differentiate a "
+            "model, got two; give each thread a copy.deepcopy of it."
+        )
+    _CLAIMED[key] = this, times + 1
 
 
 def _release(key: tuple[int, str]) -> None:
@@ -422,7 +405,7 @@ def _patch_model(
         replacements[own_id], names[own_id] = value, name
     given = list(replacements.items())
     places: list[tuple[int, str, str]] = []
-    known: list[_KnownModule] = []
+    known: list[tuple[ref[nn.Module], Any]] = []
     owned: list[Any] = []
     parameters_alone = len(names) == len(params)
     computed_in: dict[int, torch.dtype] = {}  # dtypes of fully_shard's mixed precision
@@ -443,17 +426,9 @@ def _patch_model(
                 "derivatives. Use the module that was scripted, or mode='reverse-over-reverse'."
             )
         renormalized = getattr(module, "max_norm", None) is not None
-        parameters_alone = parameters_alone and not (
-            renormalized
-            or _has_buffers(module)
-            or isinstance(module, DistributedDataParallel | nn.RNNBase | torch.jit.ScriptModule)
-            or (isinstance(module, _NormBase) and module.track_running_stats)
-            or module._forward_pre_hooks
-            or module._forward_hooks  # those that share parameters
-        )
-        parts = tuple([(name, id(part)) for name, part in module._modules.items()])
-        kind, norm = type(module), isinstance(module, _NormBase)
-        known.append(_KnownModule(ref(module), kind, parts, norm))
+        seen = _look(module)
+        parameters_alone = parameters_alone and seen is not None
+        known.append((ref(module), seen))
         owned += [*module._parameters.keys(), *map(id, module._parameters.values())]
         for name, own in list(module._parameters.items()):
             if own is None:

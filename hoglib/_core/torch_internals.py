@@ -1,9 +1,10 @@
-"""The private torch API that hoglib reads, with `torch_forward_mode`, `torch_sharding`,
-`torch_kernels` and `torch_library`, but for what tracing and torch's compiler take (`hoglib.capture`).
+"""The private torch API that hoglib reads, with `torch_forward_mode`, `torch_sharding` and
+`torch_library`, but for what tracing and torch's compiler take (`hoglib.capture`).
 
 torch.func keeps a stack of active transforms (`grad`, `jvp`, `vmap`), autograd a level of forward-mode
 differentiation and the dispatcher a stack of tracers; torch exposes them only in `torch._C` and in
-private names. `tests/core/test_torch_internals.py` notices when a torch release changes them.
+private names. At the end stand the kernels that only private operations reach.
+`tests/core/test_torch_internals.py` notices when a torch release changes any of it.
 """
 
 import inspect
@@ -552,17 +553,10 @@ def output_dtypes(node: Any) -> list[torch.dtype]:
     return [out.dtype for out in getattr(node, "_input_metadata", ())]
 
 
-def sequence_number(node: Any = None) -> int:
-    """The place of a node among those that its thread made; of the next one to be made for None."""
-    return int(torch._C._autograd._get_sequence_nr() if node is None else node._sequence_nr())
-
-
-@contextmanager
-def record_backward_origins() -> Iterator[None]:
+def record_backward_origins() -> AbstractContextManager[None]:
     """Nodes made inside know by which node's backward, and by which lines of code; torch's anomaly mode
     notes it."""
-    with torch.autograd.set_detect_anomaly(True, check_nan=False):
-        yield
+    return torch.autograd.set_detect_anomaly(True, check_nan=False)
 
 
 def made_by(node: Any) -> Any:
@@ -594,3 +588,53 @@ def after_backward(callback: Callable[[], None]) -> None:
     """
     queue = torch.autograd.Variable._execution_engine.queue_callback
     queue(lambda: queue(callback))
+
+
+@contextmanager
+def native_kernels() -> Iterator[None]:
+    """Without the kernels of oneDNN and cuDNN.
+
+    `torch.backends.mkldnn.flags` sets TF32 too, by an interface that torch warns of.
+    """
+    onednn, cudnn = torch._C._get_mkldnn_enabled(), torch._C._get_cudnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    torch._C._set_cudnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(onednn)
+        torch._C._set_cudnn_enabled(cudnn)
+
+
+# torch's fused attention for the CPU, [n, h, L, E], of which `F.scaled_dot_product_attention` hides the
+# second output.
+
+
+def cpu_attention(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """softmax(Q K^T + B) V and the logarithm of the sums of the softmax, [n, h, L]; zero where a row
+    attends to nothing."""
+    query, key, value = map(_with_dense_rows, (query, key, value))
+    found: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, causal, attn_mask=bias, scale=1.0
+    )
+    return found
+
+
+def cpu_attention_gradients(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, logsumexp: Tensor,
+    bias: Tensor | None, causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients by query, key and value, from the outputs of `cpu_attention`."""
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    grad, query, key, value = map(_with_dense_rows, (grad, query, key, value))
+    found: tuple[Tensor, Tensor, Tensor] = backward(
+        grad, query, key, value, output, logsumexp, 0.0, causal, attn_mask=bias, scale=1.0
+    )
+    return found
+
+
+def _with_dense_rows(x: Tensor) -> Tensor:
+    """The kernel reads rows without a look at the stride of their elements."""
+    return x if x.stride(-1) == 1 else x.contiguous()

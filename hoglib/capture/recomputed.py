@@ -18,9 +18,8 @@ from torch.overrides import TorchFunctionMode
 
 from hoglib._core import recomputation, torch_internals
 from hoglib._core.ambient import inside
-from hoglib._core.closures import name_of
+from hoglib._core.closures import is_plain, name_of
 from hoglib._core.gradient_graph import graph_summary
-from hoglib._core.references import is_plain
 from hoglib._core.torch_modes import without_stand_ins
 from hoglib.capture.api import Compiled, kept_graph, trace_graph
 from hoglib.errors import UnsupportedError

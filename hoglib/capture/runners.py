@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, fx
 
 from hoglib._core import validation
+from hoglib._core.ambient import replaced
 from hoglib._core.logger import LOGGER
-from hoglib._core.restoring import replaced
 from hoglib._core.source_location import warn
 from hoglib.capture.passes import VIEWS, copied, optimized, takes_lists
 from hoglib.errors import ArgumentTypeError

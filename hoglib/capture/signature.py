@@ -20,8 +20,15 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from hoglib._core import pytree, torch_internals, validation
-from hoglib._core.closures import ALL, ClosureWalker, Edge
-from hoglib._core.references import Attributes, is_filled, is_plain, stored_items
+from hoglib._core.closures import (
+    ALL,
+    Attributes,
+    ClosureWalker,
+    Edge,
+    is_filled,
+    is_plain,
+    stored_items,
+)
 from hoglib._core.torch_modes import ActiveStandIns, AutocastState
 from hoglib.capture import signature
 from hoglib.errors import ArgumentTypeError, NoSecondDerivative, UnsupportedError

@@ -32,10 +32,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hoglib._core import pytree, torch_internals, torch_kernels
+from hoglib._core import pytree, torch_internals
 from hoglib._core.recomputation import recompute
 from hoglib.ops._function import by_name
-from hoglib.ops._philox import WORDS, random_words
 
 
 class Sizes(NamedTuple):
@@ -475,7 +474,7 @@ def _fused_values(inputs: Inputs, plan: Plan) -> tuple[Tensor, Tensor]:
     q, k, v = inputs[:3]
     y, logsumexp = q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3])
     for head, rows, b in _fused_rows(inputs, plan):
-        part, sums = torch_kernels.cpu_attention(
+        part, sums = torch_internals.cpu_attention(
             q[:, head, rows], k.unsqueeze(1), v.unsqueeze(1), b, plan.causal
         )
         y[:, head, rows], logsumexp[:, head, rows] = part, sums
@@ -488,7 +487,7 @@ def _fused_gradients(
     q, k, v = inputs[:3]
     by_q, by_k, by_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for head, rows, b in _fused_rows(inputs, plan):
-        part, of_k, of_v = torch_kernels.cpu_attention_gradients(
+        part, of_k, of_v = torch_internals.cpu_attention_gradients(
             g[:, head, rows], q[:, head, rows], k.unsqueeze(1), v.unsqueeze(1), y[:, head, rows],
             logsumexp[:, head, rows], b, plan.causal,
         )  # fmt: skip
@@ -497,3 +496,40 @@ def _fused_gradients(
         by_v += of_v.squeeze(1)
     found = by_q, by_k, by_v, None
     return [x if name in plan.needs else None for name, x in zip(NAMES, found, strict=True)]
+
+
+# Random numbers by a counter: a part of a large array of them can be drawn by itself, and again.
+# Philox4x32-10 (Salmon, Moraes, Dror and Shaw, Parallel random numbers: as easy as 1, 2, 3, 2011) in
+# torch operations on integers, which run on every device and in captured graphs.
+
+WORDS = 2**32
+MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
+KEY_STEPS = 0x9E3779B9, 0xBB67AE85
+ROUNDS = 10
+
+
+def draw_keys(count: int, device: torch.device) -> Tensor:
+    """Keys for `count` arrays, [count, 2], from torch's generator of the device."""
+    first, second = torch.randint(WORDS, (2,), device=device).unbind()
+    return torch.stack([first.expand(count), second ^ torch.arange(count, device=device)], 1)
+
+
+def random_words(keys: Tensor, rows: Tensor, columns: int) -> Tensor:
+    """Integers from 0 to 2^32 - 1, [N, R, columns], of the arrays of keys [N, 2], in rows [R]."""
+    key = [keys[:, i, None, None] for i in (0, 1)]
+    zero = torch.zeros_like(rows)[None, :, None]
+    quads = torch.arange(-(-columns // 4), device=keys.device)[None, None, :]
+    c = [quads + zero, rows[None, :, None] + 0 * quads, 0 * key[0], 0 * key[0]]
+    for step in range(ROUNDS):
+        (high_0, low_0), (high_1, low_1) = (
+            _product_of_words(m, x) for m, x in zip(MULTIPLIERS, (c[0], c[2]), strict=True)
+        )
+        k_0, k_1 = ((k + step * s) & (WORDS - 1) for k, s in zip(key, KEY_STEPS, strict=True))
+        c = [high_1 ^ c[1] ^ k_0, low_1, high_0 ^ c[3] ^ k_1, low_0]
+    return torch.stack(torch.broadcast_tensors(*c), -1).flatten(-2)[..., :columns]
+
+
+def _product_of_words(factor: int, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The upper and the lower word of a product, whose 64 bits are those of the unsigned one."""
+    product = x * factor
+    return (product >> 32) & (WORDS - 1), product & (WORDS - 1)

@@ -1,18 +1,38 @@
-"""Cross-entropy of the softmax of logits, as one Function."""
+"""Cross-entropy of logits by one Function; of a linear layer, with the logits of some rows at a time.
 
+    z_n = W h_n + b        p_n = softmax(z_n)        l_n = log sum_c exp(z_nc) - q_n . z_n
+    r_n = p_n - q_n        dl_n/dh_n = W^T r_n       dl_n/dW = r_n h_n^T      dl_n/db = r_n
+
+and, along (h', W', b') with z'_n = W h'_n + W' h_n + b' and s_n = p_n (z'_n - p_n . z'_n),
+
+    (dl_n/dh_n)' = W^T s_n + W'^T r_n        (dl_n/dW)' = s_n h_n^T + r_n h'_n^T        (dl_n/db)' = s_n
+
+The Gauss-Newton matrix is the part of this that has s. Value, gradient and this product are closed
+forms of two tensors of the size of the logits of a chunk; derivatives of the product are those of its
+formula, recomputed by chunks.
+"""
+
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from hoglib._core import validation
-from hoglib._core.mixed_precision import is_autocast
+from hoglib._core import torch_internals, validation
+from hoglib._core.mixed_precision import full_precision, is_autocast, upcast_half, without_autocast
+from hoglib._core.recomputation import recompute
 from hoglib.errors import ArgumentIndexError, ArgumentTypeError, ArgumentValueError
 from hoglib.ops._define import promote_dtypes
-from hoglib.ops._function import Saved, apply_function, make_function
+from hoglib.ops._function import Saved, apply_function, by_name, make_function
 from hoglib.ops._losses import reduce_loss, reduction_number
 from hoglib.ops._pointwise import mul
 from hoglib.ops._products import logsumexp, sum
+from hoglib.ops._stand_in import SILENT, TorchValueError, stands_in_for
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # by h, W and b
+NAMES = "hWb"
+CHUNK_ELEMENTS = 2**22  # of the logits of a chunk, where no size is given
 
 
 def softmax_cross_entropy(
@@ -72,9 +92,9 @@ def softmax_cross_entropy(
         return reduce_loss(rows, number)
     counts = target != ignore_index
     classes = torch.where(counts, target, 0).long()
-    inputs = _Rows(logits, classes.unsqueeze(axis), axis, smoothing)
+    inputs = logits, classes.unsqueeze(axis), axis, smoothing
     try:
-        rows = apply_function(_CROSS_ENTROPY, _forward, *inputs)
+        rows = apply_function(_SOFTMAX, _softmax_forward, *inputs)
     except RuntimeError as error:  # to look beforehand would wait for a GPU and stop a tracer
         if "out of bounds" not in str(error):
             raise
@@ -85,42 +105,31 @@ def softmax_cross_entropy(
     return reduce_loss(torch.where(counts, rows.squeeze(axis), 0), number, counts)
 
 
-class _Rows(NamedTuple):
-    """The arguments of the Function."""
-
-    z: Tensor
-    classes: Tensor
-    axis: int
-    smoothing: float
-
-
-def _pick(inputs: _Rows, values: Tensor) -> Tensor:
-    """sum_c q_c v_c for each row."""
-    picked = values.gather(inputs.axis, inputs.classes)
-    if not inputs.smoothing:
+def _picked(values: Tensor, classes: Tensor, axis: int, smoothing: float) -> Tensor:
+    """sum_c q_c v_c for each row, whose dimension stays."""
+    picked = values.gather(axis, classes)
+    if not smoothing:
         return picked
-    average = values.sum(inputs.axis, True) / values.shape[inputs.axis]
-    return (1 - inputs.smoothing) * picked + inputs.smoothing * average
+    return (1 - smoothing) * picked + smoothing * (values.sum(axis, True) / values.shape[axis])
 
 
-def _forward(*inputs: Any) -> Tensor:
-    rows = _Rows(*inputs)
-    return -_pick(rows, torch.log_softmax(rows.z, rows.axis))
+def _softmax_forward(z: Tensor, *rows: Any) -> Tensor:
+    return -_picked(torch.log_softmax(z, rows[1]), *rows)
 
 
-def _backward(saved: Saved, g: Tensor) -> tuple[Tensor | None, ...]:
-    rows = _Rows(*saved.inputs)
+def _softmax_backward(saved: Saved, g: Tensor) -> tuple[Tensor | None, ...]:
+    z, classes, axis, smoothing = saved.inputs
     # p comes from z again: an output of log_softmax that forward kept would have no graph
-    grad = torch.softmax(rows.z, rows.axis) * g
-    if rows.smoothing:
-        grad = grad - g * (rows.smoothing / rows.z.shape[rows.axis])
-    return grad.scatter_add(rows.axis, rows.classes, g * (rows.smoothing - 1)), None, None, None
+    grad = torch.softmax(z, axis) * g
+    if smoothing:
+        grad = grad - g * (smoothing / z.shape[axis])
+    return grad.scatter_add(axis, classes, g * (smoothing - 1)), None, None, None
 
 
-def _jvp(saved: Saved, tangent: Tensor, *_: None) -> Tensor:
-    rows = _Rows(*saved.inputs)
-    mean = (torch.softmax(rows.z, rows.axis) * tangent).sum(rows.axis, True)
-    return mean - _pick(rows, tangent)
+def _softmax_jvp(saved: Saved, tangent: Tensor, *_: None) -> Tensor:
+    z, *rows = saved.inputs
+    mean = (torch.softmax(z, rows[1]) * tangent).sum(rows[1], True)
+    return mean - _picked(tangent, *rows)
 
 
 def _check_target(logits: Tensor, target: Tensor, axis: int) -> None:
@@ -139,6 +148,426 @@ def _check_target(logits: Tensor, target: Tensor, axis: int) -> None:
         )
 
 
-_CROSS_ENTROPY = make_function(
-    "SoftmaxCrossEntropy", len(_Rows._fields), forward=_forward, backward=_backward, jvp=_jvp
+@stands_in_for(
+    getattr(F, "linear_cross_entropy", None),
+    lacks=f"chunked, a wrong double backward{SILENT}",
+    modes=("rr",),
+    since=(2, 13),
+)
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int | None = None,
+    label_smoothing: float = 0.0,
+    options: Any = None,
+) -> Tensor:
+    r"""Cross-entropy of a linear layer, as torch.nn.functional.linear_cross_entropy of torch 2.13.
+
+        z = input W^T + b        y = sum_c w_c q_c (log sum_d e^z_d - z_c)
+
+    The logits z exist for a chunk of rows at a time, at every order: value, gradient and
+    Hessian-vector product hold two tensors [chunk, C] beside their arguments and results. torch's is
+    differentiable once. Differentiable to any order, in every mode, under vmap; forward mode holds
+    more than one chunk.
+
+    Args:
+        input: A real floating-point tensor.
+        linear_weight: W.
+        target: The classes, of dtype long, or probabilities q.
+        linear_bias: b. Default: none.
+        weight: w, one for each class. Default: 1.
+        reduction: "mean", which over classes is weighted and without those that are ignore_index; "sum"
+            or "none". Default: "mean".
+        ignore_index: The class of rows that do not count. Default: -100.
+        label_smoothing: From 0 to 1. Default: 0.
+        options: The rows of a chunk: a whole number, or torch's LinearCrossEntropyOptions, of which
+            ``batch_chunk_size`` is read. Default: as many as have four million logits.
+    Returns:
+        The loss, of the dtype of input.
+    Raises:
+        RuntimeError: for shapes that do not fit, as in torch.
+        ValueError: for a wrong reduction, as in torch.
+    Shape:
+        - input: (N, F) or (F)
+        - linear_weight: (C, \*, F)
+        - linear_bias: (C, \*)
+        - target: (N, \*), or probabilities (N, C, \*)
+        - weight: (C)
+        - y: (), or with reduction "none" (N, \*)
+    Example:
+        >>> x, W, t = torch.ones(1, 2), torch.zeros(2, 2), torch.tensor([0])
+        >>> f = lambda W: hog.ops.linear_cross_entropy(x, W, t)
+        >>> f(W), hog.hvp(f, W, torch.tensor([[1.0, 0.0], [0.0, 0.0]]))[1]
+        (tensor(0.6931), tensor([[ 0.2500,  0.2500],
+                [-0.2500, -0.2500]]))
+    """
+    validation.real("input", input)
+    _check_linear(input, linear_weight, linear_bias)
+    batch, classes, positions = input.shape[:-1], linear_weight.shape[0], linear_weight.shape[1:-1]
+    probabilities = target.shape == (*batch, classes, *positions)
+    if probabilities and ignore_index is not None:
+        raise TorchValueError("ignore_index cannot be specified when target contains probabilities")
+    ignored = -100 if ignore_index is None else ignore_index
+    of_classes = target.dtype == torch.long and target.shape == (*batch, *positions)
+    if not (target.is_floating_point() if probabilities else of_classes):  # torch raises its error
+        z = F.linear(input, linear_weight.reshape(-1, linear_weight.shape[-1]))
+        z = z.reshape(*batch, classes, *positions)
+        return F.cross_entropy(z, target, weight, None, ignored, None, reduction, label_smoothing)
+    number = reduction_number(reduction)
+    size = chunk_size_of(options, classes)
+    h = input.reshape(-1, input.shape[-1])
+    count = positions.numel()
+    W = linear_weight.reshape(classes, count, -1)
+    b = None if linear_bias is None else linear_bias.reshape(classes, count)
+    at = target.reshape(len(h), classes, count) if probabilities else target.reshape(len(h), count)
+    each = [
+        Rows(h, W[:, k], None if b is None else b[:, k], at[..., k], label_smoothing, size)
+        for k in range(count)
+    ]
+    found = [_losses_and_shares(rows, weight, ignored) for rows in each]
+    losses, shares = zip(*found, strict=True)
+    loss, share = torch.stack(losses, 1), torch.stack(shares, 1)
+    loss = loss.reshape((*batch, *positions)) if reduction == "none" else loss
+    value = reduce_loss(loss, number, share)
+    return value if is_autocast(input) else value.to(input.dtype)
+
+
+def chunk_size_of(options: Any, classes: int) -> int:
+    """The rows of a chunk, for the `options` of :func:`linear_cross_entropy`."""
+    size = getattr(options, "batch_chunk_size", options)
+    if not isinstance(size, int):
+        return max(1, CHUNK_ELEMENTS // max(1, classes))
+    return validation.at_least("options", size, 1)
+
+
+class Rows(NamedTuple):
+    """What the losses of rows are computed from; h and targets have a row for each."""
+
+    h: Tensor
+    W: Tensor
+    b: Tensor | None
+    # classes [N] from 0 to C - 1, probabilities [N, C] for the formula, None for the Gauss-Newton part
+    targets: Any
+    smoothing: float
+    chunk_size: int
+
+
+def _losses_and_shares(rows: Rows, weight: Tensor | None, ignored: int) -> tuple[Tensor, Tensor]:
+    """The loss of each row, and what it counts in the mean."""
+    h, t = rows.h, rows.targets
+    if t.is_floating_point():
+        return _formula(rows, weight), torch.ones_like(h[:, 0], dtype=upcast_half(h[:0]).dtype)
+    counts = t != ignored
+    rows = rows._replace(targets=torch.where(counts, t, 0))
+    share = counts.to(upcast_half(h[:0]).dtype)
+    if weight is not None:
+        share = share * weight.to(share.dtype)[rows.targets]
+    loss = row_losses(rows) if weight is None else _formula(rows, weight)
+    return torch.where(counts, loss, 0), share
+
+
+def row_losses(rows: Rows) -> Tensor:
+    """l_n, [N], for classes."""
+    h, W, b = rows[:3]
+    if is_autocast(h):  # torch runs the product in half precision, and the rest in float32
+        dtype = torch.get_autocast_dtype(h.device.type)
+        rows = rows._replace(h=h.to(dtype), W=W.to(dtype), b=None if b is None else b.to(dtype))
+    with without_autocast(h):
+        found: Tensor = apply_function(_LOSSES, _reference, *rows)
+        return found
+
+
+def row_gradients(rows: Rows, g: Tensor, needs: str) -> Gradients:
+    """d(sum_n g_n l_n) by h, W and b, where they are needed."""
+    found = apply_function(_GRADIENTS, None, *rows, g, needs) if needs else ()
+    by_h, by_W, by_b = by_name(NAMES, needs, found)
+    return by_h, by_W, by_b
+
+
+def row_tangents(rows: Rows, vector: Gradients) -> Tensor:
+    """r_n . z'_n, [N]: the derivative of l_n along (h', W', b')."""
+    dh, dW, db = vector
+
+    def run(part: Rows, dh: Tensor | None) -> Tensor:
+        p = torch.softmax(_logits(part), 1)
+        tangent = _tangent(part, (dh, dW, db), p, False)
+        return _inner(p, tangent) - _pick(tangent, part)
+
+    return torch.cat([run(*part) for part in row_chunks(rows, dh)])
+
+
+def gauss_newton_product(rows: Rows, g: Tensor, vector: Gradients, needs: str) -> Gradients:
+    """sum_n g_n J_n^T (diag(p_n) - p_n p_n^T) J_n (h', W', b'), J_n the Jacobian of z_n."""
+    return _curvature(rows._replace(targets=None), g, vector, needs)[:3]
+
+
+def _formula(rows: Rows, weight: Tensor | None = None) -> Tensor:
+    """The loss of each row by torch operations, for all kinds of targets, with all logits at once."""
+    return _of_logits(F.linear(*rows[:3]), rows.targets, weight, rows.smoothing)
+
+
+@full_precision(widen=True)
+def _of_logits(z: Tensor, t: Tensor, weight: Tensor | None, smoothing: float) -> Tensor:
+    z = upcast_half(z)
+    shifted = z - z.detach().amax(1, True)  # what the maximum adds to derivatives cancels
+    log_p = shifted - shifted.exp().sum(1, True).log()
+    w = torch.ones_like(z[0]) if weight is None else weight.to(z.dtype)
+    if t.is_floating_point():
+        q = (1 - smoothing) * t + smoothing / z.shape[1] if smoothing else t
+        return -(w * q * log_p).sum(1)
+    loss = -w[t] * log_p.gather(1, t.unsqueeze(1)).squeeze(1)
+    if not smoothing:
+        return loss
+    return (1 - smoothing) * loss - smoothing / z.shape[1] * (w * log_p).sum(1)
+
+
+def row_chunks(rows: Rows, *others: Tensor | None) -> Iterator[tuple[Any, ...]]:
+    """The rows, and other tensors, by chunks, at least one; None stays None.
+
+    A captured graph, too, computes the logits of h again instead of keeping those of all chunks.
+    """
+    h, targets, size = rows.h, rows.targets, rows.chunk_size
+    for start in range(0, max(len(h), 1), size):
+        part = slice(start, start + size)
+        own = torch_internals.fresh_copy(h[part]) if len(h) > size else h
+        t, *rest = (None if x is None else x[part] for x in (targets, *others))
+        yield rows._replace(h=own, targets=t), *rest
+
+
+def _reference(*given: Any) -> Tensor:
+    return _formula(Rows(*given))
+
+
+def _logits(rows: Rows) -> Tensor:
+    return upcast_half(F.linear(*rows[:3]))
+
+
+def _pick(values: Tensor, rows: Rows) -> Tensor:
+    """q_n . v_n"""
+    return _picked(values, rows.targets.unsqueeze(1), 1, rows.smoothing).squeeze(1)
+
+
+def _inner(a: Tensor, b: Tensor) -> Tensor:
+    """a_n . b_n, without a tensor of their size."""
+    return torch.bmm(a.unsqueeze(1), b.unsqueeze(2)).squeeze((1, 2))
+
+
+def _may_overwrite(*tensors: Tensor | None) -> bool:
+    """Whether nothing records what is computed from these, so that results may be overwritten."""
+    return not (
+        torch.is_grad_enabled()
+        or torch_internals.transforms_active()
+        or torch_internals.forward_mode_active()
+        or torch_internals.tracing()
+        or any(x is not None and torch_internals.is_batched(x) for x in tensors)
+    )
+
+
+def _residual(p: Tensor, rows: Rows, g: Tensor, overwrite: bool) -> Tensor:
+    """g_n (p_n - q_n)"""
+    smoothing = rows.smoothing
+    index, minus = rows.targets.unsqueeze(1), torch.full_like(p[:, :1], smoothing - 1)
+    if overwrite:
+        r = p.scatter_add_(1, index, minus)
+        r = r.sub_(smoothing / p.shape[1]) if smoothing else r
+        return r.mul_(g.unsqueeze(1))
+    r = p.scatter_add(1, index, minus)
+    r = r - smoothing / p.shape[1] if smoothing else r
+    return r * g.unsqueeze(1)
+
+
+def _tangent(rows: Rows, vector: Gradients, like: Tensor, overwrite: bool) -> Tensor:
+    """z'_n = W h'_n + W' h_n + b'"""
+    (h, W), (dh, dW, db) = rows[:2], vector
+    left = [x for x, y in ((dh, W), (h, dW)) if x is not None and y is not None]
+    right = [y for x, y in ((dh, W), (h, dW)) if x is not None and y is not None]
+    if not left:
+        tangent = torch.zeros_like(like)
+        return tangent if db is None else tangent + db.to(like.dtype)
+    first = upcast_half(F.linear(left[0], right[0], db))
+    if len(left) == 1:
+        return first
+    if overwrite and first.dtype == left[1].dtype:
+        return first.addmm_(left[1], right[1].mT)
+    return first + upcast_half(F.linear(left[1], right[1]))
+
+
+def _add(total: Tensor | None, term: Tensor | None, overwrite: bool) -> Tensor | None:
+    """A sum over chunks with one more term, in float32 for half precision, in place if it may be."""
+    if term is None:
+        return total
+    term = upcast_half(term)
+    if total is None:
+        return term
+    return total.add_(term) if overwrite else total + term
+
+
+def _add_product(total: Tensor | None, a: Tensor, b: Tensor, overwrite: bool) -> Tensor | None:
+    """The same with the term a^T b."""
+    if total is not None and overwrite and total.dtype == a.dtype == b.dtype:
+        return total.addmm_(a.mT, b)
+    return _add(total, a.mT @ b, overwrite)
+
+
+def _in_dtype(total: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if total is None else total.to(dtype)
+
+
+def _forward(*given: Any) -> Tensor:
+    def run(rows: Rows) -> Tensor:
+        z = _logits(rows)
+        return z.logsumexp(1) - _pick(z, rows)
+
+    return torch.cat([run(part) for (part,) in row_chunks(Rows(*given))])
+
+
+def _backward(saved: Saved, g: Tensor) -> tuple[Tensor | None, ...]:
+    return *row_gradients(Rows(*saved.inputs), g, saved.needed(NAMES)), None, None, None
+
+
+def _jvp(saved: Saved, dh: Any, dW: Any, db: Any, *_: None) -> Tensor:
+    return row_tangents(Rows(*saved.inputs), (dh, dW, db))
+
+
+def _gradients(*given: Any) -> tuple[Tensor, ...]:
+    *inputs, g, needs = given
+    rows = Rows(*inputs)
+    W, overwrite = rows.W, _may_overwrite(*rows[:3], g)
+    by_h: list[Tensor] = []
+    by_W: Tensor | None = None
+    by_b: Tensor | None = None
+    for part, g_c in row_chunks(rows, g):
+        p = torch.softmax(_logits(part), 1)
+        r = _residual(p, part, g_c, overwrite).to(W.dtype)
+        del p
+        if "h" in needs:
+            by_h.append(r @ W)
+        if "W" in needs:
+            by_W = _add_product(by_W, r, part.h, overwrite)
+        if "b" in needs:
+            by_b = _add(by_b, r.sum(0), overwrite)
+        del r  # before the next chunk
+    found = torch.cat(by_h) if by_h else None, _in_dtype(by_W, W.dtype), _in_dtype(by_b, W.dtype)
+    return tuple(x for x in found if x is not None)
+
+
+def _gradients_backward(saved: Saved, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    *inputs, g, needs = saved.inputs
+    vector: Any = by_name(NAMES, needs, grads)
+    found = _curvature(Rows(*inputs), g, vector, saved.needed(NAMES))
+    by_g = found[3].to(g.dtype) if saved.needs_input_grad[-2] else None
+    return *found[:3], None, None, None, by_g, None
+
+
+def _gradients_jvp(saved: Saved, *tangents: Any) -> Any:
+    *inputs, g, needs = saved.inputs
+    vector: Any = tangents[:3]
+    rows, dg = Rows(*inputs), tangents[-2]
+    found: Sequence[Tensor | None] = (None, None, None)
+    if any(part is not None for part in vector):
+        found = _curvature(rows, g, vector, needs)[:3]
+    if dg is not None:
+        more = row_gradients(rows, dg, needs)
+        found = [
+            y if x is None else x if y is None else x + y for x, y in zip(found, more, strict=True)
+        ]
+    return tuple(x for x in found if x is not None)
+
+
+def _curvature(
+    rows: Rows, g: Tensor, vector: Gradients, needs: str
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor]:
+    """The derivative of sum_n g_n dl_n along a vector, and r_n . z'_n for each row."""
+    dh, dW, db = vector
+    dtype, overwrite = rows.W.dtype, _may_overwrite(*rows[:3], g, *vector)
+    by_W: Tensor | None = None
+    by_b: Tensor | None = None
+    by_h: list[Any] = []
+    by_g: list[Tensor] = []
+    for part, g_c, dh_c in row_chunks(rows, g, dh):
+        chunk = part, g_c, (dh_c, dW, db), needs
+        if overwrite:
+            of_h, by_W, of_b, of_g = _chunk_curvature(*chunk, by_W, True)
+        else:
+            of_h, of_W, of_b, of_g = recompute(_chunk_curvature, *chunk, None, False)
+            by_W = _add(by_W, of_W, False)
+        by_h.append(of_h)
+        by_b = _add(by_b, of_b, overwrite)
+        by_g.append(of_g)
+    found_h = torch.cat(by_h) if "h" in needs else None
+    return found_h, _in_dtype(by_W, dtype), _in_dtype(by_b, dtype), torch.cat(by_g)
+
+
+def _chunk_curvature(
+    rows: Rows, g: Tensor, vector: Gradients, needs: str, by_W: Tensor | None, overwrite: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor]:
+    """As `_curvature` for one chunk: by h, by W added to what there is, by b and by g."""
+    (h, W), (dh, dW, _), second = rows[:2], vector, rows.targets is not None
+    p = torch.softmax(_logits(rows), 1)
+    tangent = _tangent(rows, vector, p, overwrite)
+    mean = _inner(p, tangent)
+    by_g = mean - _pick(tangent, rows) if second else mean
+    if overwrite:
+        s = tangent.sub_(mean.unsqueeze(1)).mul_(p).mul_(g.unsqueeze(1))
+    else:
+        s = p * (tangent - mean.unsqueeze(1)) * g.unsqueeze(1)
+    del tangent
+    s = s.to(W.dtype)
+    by_h = s @ W if "h" in needs else None
+    by_b = s.sum(0) if "b" in needs else None
+    if "W" in needs:
+        by_W = _add_product(by_W, s, h, overwrite)
+    del s
+    if second and (dW is not None or dh is not None):
+        r = _residual(p, rows, g, overwrite).to(W.dtype)
+        if by_h is not None and dW is not None:
+            by_h = by_h + r @ dW
+        if "W" in needs and dh is not None:
+            by_W = _add_product(by_W, r, dh, overwrite)
+    return by_h, by_W, by_b, by_g
+
+
+def _check_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """The errors of torch 2.13, which older ones lack."""
+    wrong = ""
+    if not 1 <= input.dim() <= 2:
+        wrong = f"expected input with dimensionality 1 or 2, got {input.dim()}"
+    elif weight.dim() < 2:
+        wrong = f"expected linear_weight with dimensionality at least 2, got {weight.dim()}"
+    elif input.shape[-1] != weight.shape[-1]:
+        wrong = (
+            "expected equal input and linear_weight last dimensions (in_features), "
+            f"got {input.shape[-1]} and {weight.shape[-1]}, respectively"
+        )
+    elif bias is not None and bias.shape != weight.shape[:-1]:
+        wrong = f"expected linear_bias shape {tuple(weight.shape[:-1])}, got {tuple(bias.shape)}"
+    elif weight.dim() > 2 and input.dim() == 1:
+        wrong = (
+            f"K-dimensional loss defined by linear_weight shape {tuple(weight.shape)} requires "
+            f"batched input, (N, {input.shape[0]}), got unbatched input with shape "
+            f"{tuple(input.shape)}"
+        )
+    if wrong:
+        raise TorchValueError(wrong)
+
+
+_SOFTMAX = make_function(
+    "SoftmaxCrossEntropy",
+    4,
+    forward=_softmax_forward,
+    backward=_softmax_backward,
+    jvp=_softmax_jvp,
+)
+_LOSSES = make_function("LinearCrossEntropy", 6, forward=_forward, backward=_backward, jvp=_jvp)
+_GRADIENTS = make_function(
+    "LinearCrossEntropyGradients",
+    8,
+    forward=_gradients,
+    backward=_gradients_backward,
+    jvp=_gradients_jvp,
 )

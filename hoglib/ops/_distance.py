@@ -8,11 +8,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hoglib._core import torch_errors, validation
+from hoglib._core import validation
 from hoglib._core.mixed_precision import is_autocast, upcast_half, without_autocast
-from hoglib._core.norms import INFINITY, norm_of_rows, root
-from hoglib.ops._stand_in import NO_DOUBLE_BACKWARD, stands_in_for
+from hoglib.ops._stand_in import (
+    NO_DOUBLE_BACKWARD,
+    TorchValueError,
+    check_dtype,
+    check_real,
+    stands_in_for,
+)
 
+INFINITY = float("inf")
 _COMPUTE_MODES = {
     "use_mm_for_euclid_dist_if_necessary": None,
     "use_mm_for_euclid_dist": True,
@@ -67,14 +73,14 @@ def cdist(
         tensor([[ 0.8000, -0.6000]])
     """
     for name, x in (("x1", x1), ("x2", x2)):
-        torch_errors.real(name, x)
+        check_real(name, x)
         if x.dim() < 2:
-            raise torch_errors.TorchValueError(
+            raise TorchValueError(
                 f"{name}: expected at least 2 dimensions, rows and entries, got "
                 f"{validation.describe(x)}; one row is `{name}[None]`."
             )
     if x1.shape[-1] != x2.shape[-1]:
-        raise torch_errors.TorchValueError(
+        raise TorchValueError(
             f"x2: expected rows of {x1.shape[-1]} entries as in x1, got {x2.shape[-1]}; "
             "distances are between rows of one length."
         )
@@ -82,7 +88,7 @@ def cdist(
     norm = _check_norm(p)
     a, b = upcast_half(x1), upcast_half(x2)
     if a.dtype != b.dtype:
-        torch_errors.dtype_of("x1", x1, "x2", x2)
+        check_dtype("x1", x1, "x2", x2)
     rows = max(a.shape[-2], b.shape[-2])
     if products is None:
         products = rows > _MANY_ROWS
@@ -122,9 +128,9 @@ def pdist(input: Tensor, p: float = 2.0) -> Tensor:
         tensor([[-0.8000,  0.6000],
                 [ 0.8000, -0.6000]])
     """
-    torch_errors.real("input", input)
+    check_real("input", input)
     if input.dim() != 2:
-        raise torch_errors.TorchValueError(
+        raise TorchValueError(
             f"input: expected 2 dimensions, got {validation.describe(input)}; use `vmap` for more."
         )
     norm, n, x = _check_norm(p), input.shape[0], upcast_half(input)
@@ -193,7 +199,49 @@ def _squares_by_products(a: Tensor, b: Tensor) -> Tensor:
 
 def _check_norm(p: float) -> float:
     if not p >= 0:
-        raise torch_errors.TorchValueError(
-            f"p: expected a number of at least 0, got {p}; 2 is the usual one."
-        )
+        raise TorchValueError(f"p: expected a number of at least 0, got {p}; 2 is the usual one.")
     return float(p)
+
+
+# p-norms over the last dimension. Where the norm has no derivative, theirs is 0, at every order.
+
+
+def norm_of_rows(d: Tensor, p: float) -> Tensor:
+    r"""(sum_k |d_k|^p)^(1/p); for p = 0 the number of d_k that are not 0, for infinity their maximum.
+
+    All derivatives are 0 at a row of zeros, and those of |d_k|^p are 0 at d_k = 0 where it has none.
+    """
+    if p == 0:
+        return d.sign().abs().sum(-1)  # connected to the graph, with derivatives 0
+    if p == 1:
+        return d.abs().sum(-1)
+    if p == 2:
+        return root((d * d).sum(-1))
+    if p == INFINITY:
+        return largest(d.abs())
+    return root(powers(d, p).sum(-1), p)
+
+
+def powers(d: Tensor, p: float) -> Tensor:
+    """|d|^p, with derivatives 0 at d = 0 where it has none."""
+    if p % 2 == 0:
+        return d**p  # smooth at 0 too
+    zero = d == 0
+    return torch.where(zero, 0.0, torch.where(zero, 1.0, d).abs() ** p)
+
+
+def root(s: Tensor, p: float = 2.0) -> Tensor:
+    """s^(1/p), with derivatives 0 at s = 0."""
+    zero = s == 0
+    # torch.where would make a tensor of each number
+    positive = s.masked_fill(zero, 1.0)
+    return (positive.sqrt() if p == 2 else positive ** (1 / p)).masked_fill(zero, 0.0)
+
+
+def largest(a: Tensor) -> Tensor:
+    """The maximum of each row. Every entry equal to it has the whole derivative, as in torch.cdist."""
+    if not a.shape[-1]:
+        return a.sum(-1)
+    maximum = a.detach().amax(-1, keepdim=True)
+    attained = torch.where(a.detach() == maximum, a - a.detach(), 0.0)
+    return maximum.squeeze(-1) + attained.sum(-1)

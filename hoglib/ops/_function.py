@@ -84,36 +84,22 @@ def make_function(
 
     def saved(ctx: Any, needs_input_grad: tuple[bool, ...]) -> Saved:
         tensors = ctx.saved_tensors
-        inputs = tuple(
-            other if slot is None else tensors[slot] if slot >= 0 else None
-            for slot, other in zip(ctx.slots, ctx.others, strict=True)
-        )
-        outputs = tuple(tensors[slot] if slot >= 0 else None for slot in ctx.output_slots)
-        return Saved(inputs, outputs, *ctx.like, needs_input_grad)  # type: ignore[call-arg]
+        pairs = zip(tensors[:num_inputs], ctx.others, strict=True)
+        inputs = tuple(tensor if other is None else other for tensor, other in pairs)
+        return Saved(inputs, tensors[num_inputs:], *ctx.like, needs_input_grad)  # type: ignore[call-arg]
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         outputs = output if isinstance(output, tuple) else (output,)
-        tensors: list[Tensor] = []
-
-        def slot(tensor: Tensor, kept: bool) -> int:
-            if not kept:
-                return -1
-            tensors.append(tensor)
-            return len(tensors) - 1
-
         ctx.set_materialize_grads(False)
-        ctx.slots = [
-            slot(value, i in keep) if isinstance(value, Tensor) else None
-            for i, value in enumerate(inputs)
-        ]
         ctx.others = [None if isinstance(value, Tensor) else value for value in inputs]
-        ctx.output_slots = [slot(value, i in keep_outputs) for i, value in enumerate(outputs)]
         ctx.like = (
             tuple(v.shape if isinstance(v, Tensor) else None for v in inputs),
             tuple(value.shape for value in outputs),
             tuple(v.dtype if isinstance(v, Tensor) else None for v in inputs),
             tuple(value.dtype for value in outputs),
         )
+        tensors = [v if isinstance(v, Tensor) and i in keep else None for i, v in enumerate(inputs)]
+        tensors += [value if i in keep_outputs else None for i, value in enumerate(outputs)]
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
 

@@ -7,8 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hoglib._core import validation
-from hoglib._core.mixed_precision import HALF_DTYPES, is_autocast
-from hoglib._core.torch_errors import TorchValueError
+from hoglib._core.mixed_precision import is_autocast, upcast_half
 from hoglib.errors import ArgumentValueError
 from hoglib.ops._stand_in import IN_FORWARD, NO_FORWARD, stands_in_for
 
@@ -81,15 +80,10 @@ def grid_sample(
     validation.real("input", input)
     validation.real("grid", grid)
     input, grid = (x.float() if is_autocast(x) else x for x in (input, grid))
-    if input.dtype != grid.dtype:
-        raise TorchValueError(
-            f"grid_sample: expected input and grid of one dtype, got {input.dtype} and {grid.dtype}; "
-            "convert one of them."
-        )
+    if not _fits(input, grid, mode):
+        return F.grid_sample(input, grid, mode, padding_mode, align_corners)  # torch's error
     dtype = input.dtype
-    if dtype in HALF_DTYPES:
-        input, grid = input.float(), grid.float()
-    _check_shapes(input, grid, mode)
+    input, grid = upcast_half(input), upcast_half(grid)
     places, weights = None, None
     # the last coordinate belongs to the first spatial dimension
     for axis in range(grid.shape[-1]):
@@ -186,26 +180,13 @@ def _reflect(x: Tensor, period: float) -> Tensor:
     return torch.where(x > back, back, x)
 
 
-def _check_shapes(input: Tensor, grid: Tensor, mode: str) -> None:
-    shapes = f"got input with sizes {list(input.shape)} and grid with sizes {list(grid.shape)}"
-    if input.dim() < 1 or grid.dim() < 1 or input.shape[0] != grid.shape[0]:
-        raise TorchValueError(
-            f"grid_sampler(): expected grid and input to have same batch size, but {shapes}"
-        )
-    if grid.shape[-1] != input.dim() - 2:
-        raise TorchValueError(
-            f"grid_sampler(): expected grid to have size {input.dim() - 2} in last dimension, "
-            f"but got grid with sizes {list(grid.shape)}"
-        )
-    if 0 in input.shape[2:]:
-        raise TorchValueError(
-            "grid_sampler(): expected input to have non-empty spatial dimensions, but input has "
-            f"sizes {list(input.shape)}"
-        )
-    if input.dim() not in (4, 5) or grid.dim() != input.dim():
-        raise TorchValueError(
-            "grid_sampler(): expected 4D or 5D input and grid with same number of dimensions, "
-            f"but {shapes}"
-        )
-    if mode == "bicubic" and input.dim() == 5:
-        raise TorchValueError("grid_sampler(): bicubic interpolation only supports 4D input")
+def _fits(input: Tensor, grid: Tensor, mode: str) -> bool:
+    """Whether torch takes these tensors."""
+    rank = input.dim()
+    return (
+        rank in ((4,) if mode == "bicubic" else (4, 5))
+        and grid.dim() == rank
+        and (grid.shape[0], grid.shape[-1]) == (input.shape[0], rank - 2)
+        and 0 not in input.shape[2:]
+        and input.dtype == grid.dtype
+    )

@@ -7,7 +7,7 @@ right: solve and slogdet in reverse mode, to any order, and the factors themselv
 
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,16 +72,19 @@ def det(A: Tensor, *, out: Tensor | None = None) -> Tensor:
         return torch.linalg.det(A, out=out)
     if A.shape[-1] <= 3:
         return _det_up_to_3(A)
-    near = _regular_matrix_near(A.detach())
-    B = torch.where(near.deficient[..., None, None], near.identity, A + near.change)
-    sign, logarithm, X = _decompose(B, near.columns)
+    W, places, deficient, value, regular_value = _regular_matrix_near(A.detach())
+    identity = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)
+    index = places[..., None, :].expand_as(W)
+    change = torch.zeros_like(A.detach()).scatter_add(-1, index, W)  # W V^T
+    B = torch.where(deficient[..., None, None], identity, A + change)
+    sign, logarithm, X = _decompose(B, W)
     growth = (logarithm - logarithm.detach()).exp()
     if A.is_complex():
         growth = growth * sign * sign.detach().conj()
-    rows = near.places[..., None].expand(*X.shape[:-2], near.places.shape[-1], X.shape[-1])
-    rest = _det_up_to_3(near.small_identity - X.gather(-2, rows))
-    product = torch.where(near.deficient, 0, near.regular_value * growth * rest)
-    return near.value + (product - product.detach())
+    rows = places[..., None].expand(*X.shape[:-2], places.shape[-1], X.shape[-1])
+    rest = _det_up_to_3(identity[: W.shape[-1], : W.shape[-1]] - X.gather(-2, rows))
+    product = torch.where(deficient, 0, regular_value * growth * rest)
+    return value + (product - product.detach())
 
 
 @stands_in_for(torch.linalg.slogdet, name=_DETERMINANTS)
@@ -160,21 +163,12 @@ def _has_factors(A: Tensor) -> bool:
     return A.dtype in dtypes and A.dim() >= 2 and A.shape[-1] == A.shape[-2] and A.numel() > 0
 
 
-class _RegularMatrix(NamedTuple):
-    """A regular matrix A + W V^T, all of it constant."""
+def _regular_matrix_near(A: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """A regular matrix A + W V^T, all of it constant: W, the places where V has a 1 (for each column of
+    W), whether more pivots are 0 than there are places, and the determinants of A and of that matrix.
 
-    change: Tensor  # W V^T
-    columns: Tensor  # W, a column for each place
-    places: Tensor  # V has a 1 here, for each column
-    deficient: Tensor  # more pivots are 0 than there are places
-    value: Tensor  # the determinant of A
-    regular_value: Tensor  # that of the regular matrix
-    identity: Tensor
-    small_identity: Tensor
-
-
-def _regular_matrix_near(A: Tensor) -> _RegularMatrix:
-    """Replaces the pivots that are 0: with A = P L U, P L (U + s e_i e_i^T) = A + (s P L e_i) e_i^T."""
+    It replaces the pivots that are 0: with A = P L U, P L (U + s e_i e_i^T) = A + (s P L e_i) e_i^T.
+    """
     n = A.shape[-1]
     count = min(n, _DEFICIENCY)
     LU, swaps, _ = torch.linalg.lu_factor_ex(A)
@@ -193,17 +187,8 @@ def _regular_matrix_near(A: Tensor) -> _RegularMatrix:
     columns = P @ (L.gather(-1, index) * amounts[..., None, :])
     parity = _parity(swaps).to(A.dtype)
     regular = pivots.scatter_add(-1, places, amounts)
-    identity = torch.eye(n, dtype=A.dtype, device=A.device)
-    return _RegularMatrix(
-        change=torch.zeros_like(A).scatter_add(-1, index, columns),
-        columns=columns,
-        places=places,
-        deficient=(ratios <= n * eps).sum(-1) > count,
-        value=parity * pivots.prod(-1),
-        regular_value=parity * regular.prod(-1),
-        identity=identity,
-        small_identity=identity[:count, :count],
-    )
+    deficient = (ratios <= n * eps).sum(-1) > count
+    return columns, places, deficient, parity * pivots.prod(-1), parity * regular.prod(-1)
 
 
 def _decompose(B: Tensor, W: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -4,43 +4,35 @@ Layer, batch and instance norm share mean 0 and variance 1 along rows, and its d
 
     d = x - mean(x)        r = (mean(d^2) + eps)^(-1/2)        y = d r
 
-torch's layer_norm and batch_norm take mean and r for constants in forward mode; its group_norm takes
-them for outputs, and is right in every mode and at third order. A group that is a row makes it any of
-the others, in one kernel that keeps x only. Its fused backward refuses tangents, so in forward mode
-the equations are written out.
+torch's layer_norm and batch_norm take mean and r for constants in forward mode. So here the equations
+are written out, in every mode but plain reverse mode.
 
-In plain reverse mode batch and layer norm run torch's fused kernels. torch's own double backward takes
-the mean and r for constants, so its third derivatives are wrong. Here the backward is a Function of its
-own, and the derivative of that one is written out. For n values with h = d r, the projection, which is
-symmetric, is
+There torch's fused kernels run, for instance norm that of a layer norm of each channel. torch's own
+double backward takes the mean and r for constants, so its third derivatives are wrong. Here the
+backward is a Function of its own, and the derivative of that one is written out. For n values with
+h = d r, the projection, which is symmetric, is
 
     P u = r (u - mean(u) - h mean(u h))
 
-Batch norm, for each channel of n values, with one weight and bias, and k = w r / n:
+The weight w and the bias b are one for each channel, which is a row of batch norm, or one for each
+element of a row, for layer norm; dw and db are sums over all that shares one.
+With G = w g and k = r / n, for each row of n values:
 
     y  = w h + b
-    dx = w P g        dw = sum(g h)        db = sum(g)                             for g by y
-    Dw = sum(g P v)        Dg = w P v + a h + c                          for v, a, c by dx, dw, db
-    Dx = P((a - k sum(v h)) g - k sum(g h) v) - k Dw h
-
-Layer norm, for each row of n values, with n weights and biases, G = w g and k = r / n:
-
-    y  = w h + b
-    dx = P G        dw = sum(g h) over rows        db = sum(g) over rows             for g by y
-    Dw = sum(g P v) over rows        Dg = w P v + a h + c                for v, a, c by dx, dw, db
-    Dx = P(a g - k sum(v h) G - k sum(G h) v) - k sum(G P v) h
+    dx = P G        dw = sum(g h)        db = sum(g)                               for g by y
+    Dw = sum(g P v)        Dg = w P v + a h + c                           for v, a, c by dx, dw, db
+    Dx = P((a - w k sum(v h)) g - k sum(G h) v) - k sum(G P v) h
 
 A pass that is not differentiated again runs torch's kernel of the first backward, which gives P u (and
 for batch norm sum(u h) with it); any other runs the same in torch's operations.
 
 Batch and instance norm normalise each channel by statistics of the input or by running ones; they
-differ in the dimensions that the mean is over, and in the kernel that does it in one go.
+differ in the dimensions that the mean is over.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import inf, nan, prod
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -49,29 +41,21 @@ from torch import Tensor
 from hoglib._core import validation
 from hoglib._core.ambient import AMBIENT
 from hoglib._core.mixed_precision import autocast_on, upcast_dtype
-from hoglib._core.torch_errors import TorchValueError
-from hoglib._core.torch_internals import forward_mode_active, transforms_active
+from hoglib._core.torch_internals import transforms_active
 from hoglib._core.torch_modes import plain_reverse_mode, without_stand_ins
 from hoglib.errors import ArgumentIndexError, ArgumentTypeError, ArgumentValueError
-from hoglib.ops._stand_in import OVER, OVER_FORWARD, SILENT, stands_in_for
+from hoglib.ops._stand_in import OVER, OVER_FORWARD, SILENT, TorchValueError, stands_in_for
 
 Parameter = Tensor | None
 Mask = tuple[bool, bool, bool]
+Normalized = tuple[Tensor, Tensor, Tensor]  # y, mean and r
+Gradients = tuple[Tensor, Parameter, Parameter]  # dx, dw and db
 _THIRD = f"{OVER_FORWARD}; so are third derivatives"
 
 
 def _can_fuse(x: Tensor, eps: float) -> bool:
     """Whether torch's kernels normalise x with the right derivatives: they divide by sqrt(0 + eps)."""
-    return eps > 0 and x.numel() > 0 and not forward_mode_active()
-
-
-def _normalize_rows(rows: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """Rows [N, C, n] standardised along n, with a weight and a bias for each of C, by group_norm."""
-    # torch's own refuses to differentiate twice with a bias and no weight
-    inside = None if weight is None else bias
-    cudnn: bool = torch.backends.cudnn.enabled
-    y = torch.group_norm(rows, rows.shape[1], weight, inside, eps, cudnn)
-    return y if weight is not None or bias is None else y + bias[:, None]
+    return eps > 0 and x.numel() > 0 and plain_reverse_mode()
 
 
 def _moments(x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -173,27 +157,23 @@ def _check_running_statistics(mean: Tensor | None, var: Tensor | None, *, requir
             )
 
 
-def _fuse(x: Tensor, weight: Parameter, bias: Parameter, norm: "_BatchNorm | _LayerNorm") -> Tensor:
+class FusedNorm(torch.autograd.Function):
     """Standardised by torch's fused kernel, the running statistics of a batch updated.
 
     In plain reverse mode, for eps > 0.
     """
-    y: Tensor = FusedNorm.apply(x, weight, bias, norm)
-    return y
 
-
-class FusedNorm(torch.autograd.Function):
     runs_user_code = False
     part_of_an_op = True
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Parameter, bias: Parameter, norm: "_BatchNorm | _LayerNorm"
+        ctx: Any, x: Tensor, weight: Parameter, bias: Parameter, norm: "_LayerNorm"
     ) -> Tensor:
         with without_stand_ins():
             y, mean, r = norm.kernel(x, weight, bias)
         ctx.norm = norm
-        ctx.save_for_backward(x, weight, bias if norm.reads_bias else None, mean, r)
+        ctx.save_for_backward(x, weight, bias, mean, r)
         return y
 
     @staticmethod
@@ -216,77 +196,153 @@ class FusedNormGradient(torch.autograd.Function):
     part_of_an_op = True
 
     @staticmethod
-    def forward(
-        ctx: Any, g: Tensor, x: Tensor, weight: Parameter, bias: Parameter, mean: Tensor, r: Tensor,
-        norm: "_BatchNorm | _LayerNorm",
-    ) -> tuple[Tensor, Parameter, Parameter]:  # fmt: skip
-        dx, dw, db = norm.kernel_gradients(g, x, weight, bias, mean, r, (True, True, True))
+    def forward(ctx: Any, *inputs: Any) -> Gradients:
+        g, x, weight, bias, mean, r, norm = inputs
         ctx.norm = norm
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(g, x, weight, mean, r, dw if norm.reads_dw else None)
-        return dx, dw, db
+        found = norm.kernel_gradients(g, x, weight, bias, mean, r, (True, True, True))
+        ctx.save_for_backward(g, x, weight, mean, r, found[1] if norm.has_row_parameters else None)
+        return found
 
     @staticmethod
     def backward(ctx: Any, v: Parameter, a: Parameter, c: Parameter) -> tuple[Tensor | None, ...]:
-        g, x, weight, mean, r, gh = ctx.saved_tensors
+        g, x, weight, mean, r, dw = ctx.saved_tensors
         with without_stand_ins():
-            v = torch.zeros_like(x) if v is None else v
             by: _Kernels | _Composite
             if torch.is_grad_enabled() or not plain_reverse_mode():
-                by, gh = _Composite(x, ctx.norm), None  # gh would be a constant there
+                by = _Composite(x, ctx.norm)
             else:
-                by = _Kernels(x, mean, r, ctx.norm)
-            found = ctx.norm.double_backward(v, a, c, g, weight, by, gh, ctx.needs_input_grad)
+                by = _Kernels(x, mean, r, ctx.norm, dw)
+            v = torch.zeros_like(x) if v is None else v
+            found = ctx.norm.double_backward(v, a, c, g, weight, by, ctx.needs_input_grad)
             return *found, *(None,) * 4
 
 
 class _Kernels:
     """h, r and P by the kernels, for a pass that is not differentiated."""
 
-    def __init__(self, x: Tensor, mean: Tensor, r: Tensor, norm: "_BatchNorm | _LayerNorm") -> None:
-        self.x, self.mean, self.r, self.norm = x, mean, r, norm
-        self.h = (x - norm.along(mean, x)).mul_(norm.along(r, x))
+    def __init__(
+        self, x: Tensor, mean: Tensor, r: Tensor, norm: "_LayerNorm", dw: Parameter
+    ) -> None:
+        self.given, self.norm, self.r = (mean, r), norm, norm.along(r, x)
+        self.x, self.h = x, (x - norm.along(mean, x)).mul_(self.r)
+        self.gh = dw
 
     def project(self, u: Tensor) -> tuple[Tensor, Parameter]:
         """P u, and for batch norm sum(u h)."""
-        given = u, self.x, None, None, self.mean, self.r, (True, True, False)
+        given = u, self.x, None, None, *self.given, (True, True, False)
         return self.norm.kernel_gradients(*given)[:2]
 
 
 class _Composite:
     """The same in torch's operations, which can be differentiated."""
 
-    def __init__(self, x: Tensor, norm: "_BatchNorm | _LayerNorm") -> None:
+    def __init__(self, x: Tensor, norm: "_LayerNorm") -> None:
         self.dims = norm.dims(x)
         d, var = _moments(x, self.dims)
         self.r = (var + norm.eps).rsqrt()
-        self.h = d * self.r
+        self.h, self.gh = d * self.r, None
 
-    def project(self, u: Tensor) -> tuple[Tensor, Tensor]:
-        """P u and sum(u h)."""
+    def project(self, u: Tensor) -> tuple[Tensor, Parameter]:
+        """P u"""
         centered = u - u.mean(self.dims, keepdim=True)
-        uh = (centered * self.h).sum(self.dims, keepdim=True)
-        return (centered - self.h * (uh * (uh.numel() / u.numel()))) * self.r, uh
+        uh = (centered * self.h).mean(self.dims, keepdim=True)
+        return (centered - self.h * uh) * self.r, None
 
 
-@dataclass
-class _BatchNorm:
-    statistics: _RunningStatistics
-    eps: float
-    reads_bias: ClassVar[bool] = False  # in a backward
-    reads_dw: ClassVar[bool] = True
+class _LayerNorm:
+    """The kernels of layer norm, and their derivatives, which are those of batch norm, too."""
+
+    has_row_parameters = False  # one weight and bias for each row
+
+    def __init__(self, shape: tuple[int, ...], eps: float) -> None:
+        self.shape, self.eps = shape, eps
+
+    def dims(self, x: Tensor) -> tuple[int, ...]:
+        """The dimensions of a row."""
+        return tuple(range(-len(self.shape), 0))
+
+    def along(self, value: Tensor, x: Tensor) -> Tensor:
+        """A parameter, mean or r in a shape that broadcasts to x."""
+        return value
+
+    def sum_over_shares(self, value: Tensor) -> Tensor:
+        """The sum over all elements that share a parameter."""
+        rows = tuple(range(value.dim() - len(self.shape)))
+        return value.sum(rows) if rows else value
+
+    def sum_over_rows(self, value: Tensor, weight: Parameter, known: Parameter) -> Tensor:
+        """sum(w u) over each row; known: `sum_over_shares` of u, if it is."""
+        value = value if weight is None else value * weight
+        return value.sum(self.dims(value), keepdim=True)
+
+    def kernel(self, x: Tensor, weight: Parameter, bias: Parameter) -> Normalized:
+        """y, mean and r."""
+        return torch.native_layer_norm(x, self.shape, weight, bias, self.eps)
+
+    def kernel_gradients(
+        self, g: Tensor, x: Tensor, weight: Parameter, bias: Parameter, mean: Tensor, r: Tensor,
+        mask: Mask,
+    ) -> Gradients:  # fmt: skip
+        """dx, dw and db; None where the mask is False, or where there is no parameter."""
+        wanted = mask[0], mask[1] and weight is not None, mask[2] and bias is not None
+        given = g, x, self.shape, mean, r, weight, bias, wanted
+        grads: Gradients = torch.ops.aten.native_layer_norm_backward.default(*given)
+        return grads
+
+    def gradients(self, g: Tensor, x: Tensor, weight: Parameter) -> Gradients:
+        """dx, dw and db."""
+        by = _Composite(x, self)
+        dx, _ = by.project(g if weight is None else g * self.along(weight, g))
+        return dx, self.sum_over_shares(g * by.h), self.sum_over_shares(g)
+
+    def double_backward(
+        self, v: Tensor, a: Parameter, c: Parameter, g: Tensor, weight: Parameter,
+        by: _Kernels | _Composite, needs: tuple[bool, ...],
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        """Dg, Dx and Dw."""
+        a, c, w = (None if value is None else self.along(value, v) for value in (a, c, weight))
+        p, vh = by.project(v)
+        gp = g * p
+        dw = self.sum_over_shares(gp)
+        dg = dx = None
+        if needs[0]:
+            dg = p if w is None else p * w
+            dg = dg if a is None else _plus(dg, by.h, a)
+            dg = dg if c is None else dg + c
+        if needs[1]:
+            k = by.r * (-by.r.numel() / v.numel())
+            factor = k * self.sum_over_rows(v * by.h if vh is None else v, None, vh)
+            factor = factor if w is None else factor * w
+            factor = factor if a is None else factor + a
+            gh = self.sum_over_rows(g * by.h if by.gh is None else g, w, by.gh)
+            u = _plus(g * factor, v, k * gh)
+            dx = _plus(by.project(u)[0], by.h, k * self.sum_over_rows(gp, w, dw))
+        return dg, dx, dw if needs[2] else None
+
+
+class _BatchNorm(_LayerNorm):
+    """A layer norm whose rows are the channels, with one weight and bias for each."""
+
+    has_row_parameters = True
+
+    def __init__(self, statistics: _RunningStatistics, eps: float) -> None:
+        self.statistics, self.eps = statistics, eps
 
     def dims(self, x: Tensor) -> tuple[int, ...]:
         return (0, *range(2, x.dim()))
 
     def along(self, value: Tensor, x: Tensor) -> Tensor:
-        """One element for each channel of x, so that it broadcasts."""
-        return value if x.dim() == 2 else value.view(-1, *[1] * (x.dim() - 2))
+        return _along_channels(value, x)
 
-    def kernel(
-        self, x: Tensor, weight: Parameter, bias: Parameter
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """y, mean and r."""
+    def sum_over_shares(self, value: Tensor) -> Tensor:
+        return value.sum(self.dims(value))
+
+    def sum_over_rows(self, value: Tensor, weight: Parameter, known: Parameter) -> Tensor:
+        found = self.along(self.sum_over_shares(value) if known is None else known, value)
+        return found if weight is None else found * weight
+
+    def kernel(self, x: Tensor, weight: Parameter, bias: Parameter) -> Normalized:
         statistics, eps, dims = self.statistics, self.eps, self.dims(x)
         if x.device.type != "cpu" or x.dim() == 2 or x.numel() < 2**13:
             running = [value for value in statistics[:2] if value is not None]
@@ -307,116 +363,15 @@ class _BatchNorm:
     def kernel_gradients(
         self, g: Tensor, x: Tensor, weight: Parameter, bias: Parameter, mean: Tensor, r: Tensor,
         mask: Mask,
-    ) -> tuple[Tensor, Parameter, Parameter]:  # fmt: skip
-        """dx, dw and db; None where the mask is False."""
-        grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten.native_batch_norm_backward.default(
-            g, x, weight, None, None, mean, r, True, self.eps, mask
-        )
+    ) -> Gradients:  # fmt: skip
+        given = g, x, weight, None, None, mean, r, True, self.eps, mask
+        grads: Gradients = torch.ops.aten.native_batch_norm_backward.default(*given)
         return grads
 
-    def gradients(self, g: Tensor, x: Tensor, weight: Parameter) -> tuple[Tensor, Tensor, Tensor]:
-        """dx, dw and db."""
-        p, gh = _Composite(x, self).project(g)
-        dx = p if weight is None else p * self.along(weight, g)
-        return dx, gh.view(-1), g.sum(self.dims(g))
 
-    def double_backward(
-        self, v: Tensor, a: Parameter, c: Parameter, g: Tensor, weight: Parameter,
-        by: _Kernels | _Composite, gh: Parameter, needs: tuple[bool, ...],
-    ) -> tuple[Tensor | None, ...]:  # fmt: skip
-        """Dg, Dx and Dw."""
-        n = v.numel() // v.shape[1]
-        r = by.r.view(-1)
-        k = r if weight is None else r * weight  # times n
-        p, sums = by.project(v)
-        assert sums is not None
-        vh = sums.view(-1)
-        dw = (p * g).sum(self.dims(v))
-        dg = dx = None
-        if needs[0]:
-            dg = p if weight is None else p * self.along(weight, p)
-            dg = dg if a is None else _plus(dg, by.h, self.along(a, dg))
-            dg = dg if c is None else dg + self.along(c, dg)
-        if needs[1]:
-            gh = (g * by.h).sum(self.dims(v)) if gh is None else gh
-            factor = k * vh * (-1 / n) if a is None else torch.addcmul(a, k, vh, value=-1 / n)
-            u = _plus(g * self.along(factor, g), v, self.along(k * gh, v), -1 / n)
-            dx = _plus(by.project(u)[0], by.h, self.along(k * dw, v), -1 / n)
-        return dg, dx, dw if needs[2] else None
-
-
-@dataclass
-class _LayerNorm:
-    shape: tuple[int, ...]
-    eps: float
-    reads_bias: ClassVar[bool] = True
-    reads_dw: ClassVar[bool] = False
-
-    def dims(self, x: Tensor) -> tuple[int, ...]:
-        return tuple(range(-len(self.shape), 0))
-
-    def along(self, value: Tensor, x: Tensor) -> Tensor:
-        return value
-
-    def kernel(
-        self, x: Tensor, weight: Parameter, bias: Parameter
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """y, mean and r."""
-        return torch.native_layer_norm(x, self.shape, weight, bias, self.eps)
-
-    def kernel_gradients(
-        self, g: Tensor, x: Tensor, weight: Parameter, bias: Parameter, mean: Tensor, r: Tensor,
-        mask: Mask,
-    ) -> tuple[Tensor, Parameter, Parameter]:  # fmt: skip
-        """dx, dw and db; None where the mask is False, or where there is no parameter."""
-        wanted = mask[0], mask[1] and weight is not None, mask[2] and bias is not None
-        grads: tuple[Tensor, Parameter, Parameter]
-        grads = torch.ops.aten.native_layer_norm_backward.default(
-            g, x, self.shape, mean, r, weight, bias, wanted
-        )
-        return grads
-
-    def gradients(self, g: Tensor, x: Tensor, weight: Parameter) -> tuple[Tensor, Tensor, Tensor]:
-        """dx, dw and db."""
-        by = _Composite(x, self)
-        dx = by.project(g if weight is None else g * weight)[0]
-        return dx, self._sum_over_rows(g * by.h), self._sum_over_rows(g)
-
-    def double_backward(
-        self, v: Tensor, a: Parameter, c: Parameter, g: Tensor, weight: Parameter,
-        by: _Kernels | _Composite, gh: Parameter, needs: tuple[bool, ...],
-    ) -> tuple[Tensor | None, ...]:  # fmt: skip
-        """Dg, Dx and Dw."""
-        p = by.project(v)[0]
-        dg = dx = dw = None
-        if needs[2] or needs[1]:
-            gp = g * p
-            dw = self._sum_over_rows(gp) if needs[2] else None
-        if needs[1]:
-            dims = self.dims(v)
-            k = by.r * (-1 / torch.Size(self.shape).numel())
-            scaled = g if weight is None else g * weight
-            vh = (v * by.h).sum(dims, keepdim=True)
-            gh = (scaled * by.h).sum(dims, keepdim=True)
-            q = (gp if weight is None else gp * weight).sum(dims, keepdim=True)
-            u = _plus(scaled * (k * vh), v, k * gh)
-            u = u if a is None else _plus(u, g, a)
-            dx = _plus(by.project(u)[0], by.h, k * q)
-        if needs[0]:
-            dg = p if weight is None else p * weight
-            dg = dg if a is None else _plus(dg, by.h, a)
-            dg = dg if c is None else dg + c
-        return dg, dx, dw
-
-    def _sum_over_rows(self, value: Tensor) -> Tensor:
-        """Summed over all but the last dimensions."""
-        rows = tuple(range(value.dim() - len(self.shape)))
-        return value.sum(rows) if rows else value
-
-
-def _plus(y: Tensor, term: Tensor, factor: Tensor, value: float = 1.0) -> Tensor:
+def _plus(y: Tensor, term: Tensor, factor: Tensor) -> Tensor:
     # not in place: a vmap around the backward, of the old kind too, may batch the factor alone
-    return torch.addcmul(y, term, factor, value=value)
+    return torch.addcmul(y, term, factor)
 
 
 @stands_in_for(F.layer_norm, lacks=_THIRD, modes=OVER, issue="196700")
@@ -484,27 +439,19 @@ def layer_norm(
         _check_dtypes(input, weight=weight, bias=bias)
     inner = upcast_dtype(dtype)
     x = input.to(inner)
-    if _can_fuse(x, eps) and plain_reverse_mode():
-        y = _fuse(x, _cast(weight, inner), _cast(bias, inner), _LayerNorm(shape, eps))
-        return y if y.dtype == dtype else y.to(dtype)
     if _can_fuse(x, eps):
-        y = _normalize_rows(x.reshape(1, -1, prod(shape)), None, None, eps).reshape(x.shape)
+        norm = _LayerNorm(shape, eps)
+        y: Tensor = FusedNorm.apply(x, _cast(weight, inner), _cast(bias, inner), norm)
     else:
         y = _standardize(*_moments(x, tuple(range(-len(shape), 0))), None, eps, nan)
-    return _scale_and_shift(y, _cast(weight, inner), _cast(bias, inner)).to(dtype)
+        y = _scale_and_shift(y, _cast(weight, inner), _cast(bias, inner))
+    return y if y.dtype == dtype else y.to(dtype)
 
 
 @stands_in_for(torch.layer_norm, name="layer_norm")
-def torch_layer_norm(
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    cudnn_enable: bool = True,
-) -> Tensor:
-    """With the signature of `torch.layer_norm`."""
-    return layer_norm(input, normalized_shape, weight, bias, eps)
+def torch_layer_norm(*args: Any, cudnn_enable: bool = True, **options: Any) -> Tensor:
+    """With the signature of `torch.layer_norm`, whose sixth argument is cudnn_enable."""
+    return layer_norm(*args[:5], **options)
 
 
 @stands_in_for(F.batch_norm, lacks=_THIRD, modes=OVER, issue="196699")
@@ -630,7 +577,21 @@ def instance_norm(
 
 
 @stands_in_for(torch.batch_norm, name="batch_norm")
-def torch_batch_norm(
+def torch_batch_norm(*args: Any, **options: Any) -> Tensor:
+    """With the signature of `torch.batch_norm`, which takes one value a channel, and any eps."""
+    return _normalize(True, *args, **options)
+
+
+@stands_in_for(torch.instance_norm, name="instance_norm")
+def torch_instance_norm(*args: Any, **options: Any) -> Tensor:
+    """With the signature of `torch.instance_norm`, which takes one value a channel."""
+    if "use_input_stats" in options:
+        options["training"] = options.pop("use_input_stats")
+    return _normalize(False, *args, **options)
+
+
+def _normalize(
+    over_batch: bool,
     input: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -641,95 +602,40 @@ def torch_batch_norm(
     eps: float,
     cudnn_enabled: bool = True,
 ) -> Tensor:
-    """With the signature of `torch.batch_norm`, which takes one value a channel, and any eps."""
-    statistics = _RunningStatistics(running_mean, running_var, momentum)
-    dims = (0, *range(2, input.dim()))
-    return _normalize(input, weight, bias, statistics, training, eps, dims)
-
-
-@stands_in_for(torch.instance_norm, name="instance_norm")
-def torch_instance_norm(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    use_input_stats: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool = True,
-) -> Tensor:
-    """With the signature of `torch.instance_norm`, which takes one value a channel."""
-    rows = input[..., None] if input.dim() == 2 else input
-    statistics = _RunningStatistics(running_mean, running_var, momentum)
-    dims = tuple(range(2, rows.dim()))
-    y = _normalize(rows, weight, bias, statistics, use_input_stats, eps, dims)
-    return y.reshape(input.shape)
-
-
-def _normalize(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    given: _RunningStatistics,
-    by_input: bool,
-    eps: float,
-    dims: tuple[int, ...],
-) -> Tensor:
-    """The input normalised by its own statistics along dims, or by the running ones."""
+    """The input normalised by its own statistics, over the batch too or not, or by the running ones."""
     validation.real("input", input)
-    parameters = {
-        "weight": weight,
-        "bias": bias,
-        "running_mean": given.mean,
-        "running_var": given.var,
-    }
-    _check_channels(input, **parameters)
-    _check_running_statistics(given.mean, given.var, required=not by_input)
-    _check_dtypes(input, **parameters)
+    running = {"running_mean": running_mean, "running_var": running_var}
+    _check_channels(input, weight=weight, bias=bias, **running)
+    _check_running_statistics(running_mean, running_var, required=not training)
+    _check_dtypes(input, weight=weight, bias=bias, **running)
     inner = upcast_dtype(input.dtype)
-    x = input if input.dtype == inner else input.to(inner)
     weight, bias = _cast(weight, inner), _cast(bias, inner)
-    if not by_input:
-        assert given.mean is not None
-        assert given.var is not None
-        y = _normalize_by_running(x, given.mean, given.var, weight, bias, eps)
-        return y.to(input.dtype)
-    updated = given.mean is not None and given.var is not None and _updates(x)
-    statistics = given if updated else _RunningStatistics(None, None, given.momentum)
-    if _can_fuse(x, eps):
-        fused = _by_kernel(x, _flat(weight), _flat(bias), statistics, eps, dims)
-        if fused is not None:
-            return fused if fused.dtype == input.dtype else fused.to(input.dtype)
-    statistics.update(x, dims)
-    weight, bias = (None if p is None else _along_channels(p, x) for p in (weight, bias))
-    if not x.numel():  # there is no mean, and NaN times nothing would reach the weight
-        return _scale_and_shift(x, weight, bias).to(input.dtype)
-    # at variance 0, which torch lets pass where eps is 0
-    y = _standardize(*_moments(x, dims), weight, eps, 0.0 if eps == 0 else nan)
-    return (y if bias is None else y + bias).to(input.dtype)
-
-
-def _by_kernel(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    statistics: _RunningStatistics,
-    eps: float,
-    dims: tuple[int, ...],
-) -> Tensor | None:
-    """y in one kernel, with the statistics updated; or None for a layout that it does not take."""
-    over_batch = 0 in dims
-    if over_batch and plain_reverse_mode():
-        return _fuse(x, weight, bias, _BatchNorm(statistics, eps))
-    if over_batch and not x.is_contiguous():  # others, channels last above all, keep their layout
-        return None
-    statistics.update(x, dims)
-    if not over_batch:
-        return _normalize_rows(x.flatten(2), weight, bias, eps).reshape(x.shape)
-    across = x.transpose(0, 1)
-    y = _normalize_rows(across.reshape(1, x.shape[1], -1), weight, bias, eps)
-    return y.reshape(across.shape).transpose(0, 1).contiguous()
+    x = input if input.dtype == inner else input.to(inner)
+    x = x if over_batch or x.dim() != 2 else x[..., None]
+    dims = tuple(d for d in range(x.dim()) if d > 1 or (over_batch and d == 0))
+    statistics = _RunningStatistics(None, None, momentum)
+    if running_mean is not None and _updates(x):
+        statistics = _RunningStatistics(running_mean, running_var, momentum)
+    if not training:
+        assert running_mean is not None
+        assert running_var is not None
+        y = _normalize_by_running(x, running_mean, running_var, weight, bias, eps)
+    elif over_batch and _can_fuse(x, eps):
+        y = FusedNorm.apply(x, _flat(weight), _flat(bias), _BatchNorm(statistics, eps))
+    else:
+        statistics.update(x, dims)
+        weight, bias = (None if p is None else _along_channels(p, x) for p in (weight, bias))
+        if _can_fuse(x, eps):
+            rows = x.flatten(2)
+            y = FusedNorm.apply(rows, None, None, _LayerNorm(rows.shape[2:], eps)).reshape(x.shape)
+            y = _scale_and_shift(y, weight, bias)
+        elif x.numel():  # at variance 0, which torch lets pass where eps is 0
+            y = _standardize(*_moments(x, dims), weight, eps, 0.0 if eps == 0 else nan)
+            y = y if bias is None else y + bias
+        else:  # there is no mean, and NaN times nothing would reach the weight
+            y = _scale_and_shift(x, weight, bias)
+    y = y if y.dtype == input.dtype else y.to(input.dtype)
+    return y if y.shape == input.shape else y.reshape(input.shape)
 
 
 def _normalize_by_running(

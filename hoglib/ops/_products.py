@@ -14,9 +14,9 @@ x; the public functions drop it.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, wraps
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from hoglib._core import validation
 from hoglib._core.mixed_precision import autocast_on, is_autocast, upcast_half
+from hoglib._core.problem import check_option_names
 from hoglib.errors import ArgumentIndexError, ArgumentTypeError, ArgumentValueError
 from hoglib.ops._function import (
     Saved,
@@ -77,14 +78,8 @@ def _make_product(
             *[None] * product.options,
         ]
 
-    def jvp(
-        saved: Saved,
-        by_x: Tensor | None,
-        by_weight: Tensor | None,
-        by_bias: Tensor | None,
-        *_: None,
-    ) -> Any:
-        x, weight, _bias, *options = saved.inputs
+    def jvp(saved: Saved, *tangents: Tensor | None) -> Any:
+        (x, weight, _, *options), (by_x, by_weight, by_bias, *_others) = saved.inputs, tangents
         terms = []
         if by_x is not None:
             terms.append(product.run(by_x, weight, None, *options))
@@ -441,15 +436,17 @@ def sparse_mm(mat1: Tensor, mat2: Tensor, *reduce: str) -> Tensor:
 Size = int | Sequence[int]
 
 
+class ConvOptions(TypedDict, total=False):
+    """The options of a convolution."""
+
+    stride: Size
+    padding: Size | str
+    dilation: Size
+    groups: int
+
+
 def conv1d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    stride: Size = 1,
-    padding: Size | str = 0,
-    dilation: Size = 1,
-    groups: int = 1,
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, **options: Unpack[ConvOptions]
 ) -> Tensor:
     r"""Convolution over one dimension (cross-correlation, as everywhere in deep learning).
 
@@ -463,12 +460,10 @@ def conv1d(
         x: A floating-point or complex tensor.
         weight: w.
         bias: b. Default: none.
-        stride: s, an int or one for each dimension. Default: 1.
-        padding: p, the zeros at both ends, an int or one for each dimension; or "valid" (none) or
+        options: ``stride`` s and ``dilation`` d, an int or one for each dimension. Default: 1.
+            ``padding`` p, the zeros at both ends, an int or one for each dimension; "valid" (none) or
             "same" (y as large as x, for stride 1; of an odd total the extra zero goes to the end).
-            Default: 0.
-        dilation: d, an int or one for each dimension. Default: 1.
-        groups: Groups of channels that are convolved separately. Default: 1.
+            Default: 0. ``groups`` of channels that are convolved separately. Default: 1.
     Returns:
         y.
     Raises:
@@ -486,18 +481,11 @@ def conv1d(
         >>> hog.hvp(lambda w: hog.ops.conv1d(x, w).square().sum(), w, torch.ones(1, 1, 2))[1]
         tensor([[[26., 42.]]])
     """
-    return _conv(1, x, weight, bias, stride, padding, dilation, groups)
+    return _conv(1, x, weight, bias, options)
 
 
 def conv2d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    stride: Size = 1,
-    padding: Size | str = 0,
-    dilation: Size = 1,
-    groups: int = 1,
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, **options: Unpack[ConvOptions]
 ) -> Tensor:
     r"""Convolution over two dimensions.
 
@@ -511,12 +499,10 @@ def conv2d(
         x: A floating-point or complex tensor.
         weight: w.
         bias: b. Default: none.
-        stride: s, an int or one for each dimension. Default: 1.
-        padding: p, the zeros at both ends, an int or one for each dimension; or "valid" (none) or
+        options: ``stride`` s and ``dilation`` d, an int or one for each dimension. Default: 1.
+            ``padding`` p, the zeros at both ends, an int or one for each dimension; "valid" (none) or
             "same" (y as large as x, for stride 1; of an odd total the extra zero goes to the end).
-            Default: 0.
-        dilation: d, an int or one for each dimension. Default: 1.
-        groups: Groups of channels that are convolved separately. Default: 1.
+            Default: 0. ``groups`` of channels that are convolved separately. Default: 1.
     Returns:
         y.
     Raises:
@@ -535,18 +521,11 @@ def conv2d(
         >>> hog.hvp(lambda w: hog.ops.conv2d(x, w).square().sum(), w, torch.ones(1, 1, 1, 2))[1]
         tensor([[[[8., 8.]]]])
     """
-    return _conv(2, x, weight, bias, stride, padding, dilation, groups)
+    return _conv(2, x, weight, bias, options)
 
 
 def conv3d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    stride: Size = 1,
-    padding: Size | str = 0,
-    dilation: Size = 1,
-    groups: int = 1,
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, **options: Unpack[ConvOptions]
 ) -> Tensor:
     r"""Convolution over three dimensions.
 
@@ -560,12 +539,10 @@ def conv3d(
         x: A floating-point or complex tensor.
         weight: w.
         bias: b. Default: none.
-        stride: s, an int or one for each dimension. Default: 1.
-        padding: p, the zeros at both ends, an int or one for each dimension; or "valid" (none) or
+        options: ``stride`` s and ``dilation`` d, an int or one for each dimension. Default: 1.
+            ``padding`` p, the zeros at both ends, an int or one for each dimension; "valid" (none) or
             "same" (y as large as x, for stride 1; of an odd total the extra zero goes to the end).
-            Default: 0.
-        dilation: d, an int or one for each dimension. Default: 1.
-        groups: Groups of channels that are convolved separately. Default: 1.
+            Default: 0. ``groups`` of channels that are convolved separately. Default: 1.
     Returns:
         y.
     Raises:
@@ -585,16 +562,17 @@ def conv3d(
         tensor([[16., 16.],
                 [16., 16.]])
     """
-    return _conv(3, x, weight, bias, stride, padding, dilation, groups)
+    return _conv(3, x, weight, bias, options)
 
 
 def _conv(
-    rank: int, x: Tensor, weight: Tensor, bias: Tensor | None,
-    stride: Size, padding: Size | str, dilation: Size, groups: int,
-) -> Tensor:  # fmt: skip
+    rank: int, x: Tensor, weight: Tensor, bias: Tensor | None, options: ConvOptions
+) -> Tensor:
+    check_option_names(f"conv{rank}d", options, tuple(ConvOptions.__annotations__))
+    padding, groups = options.get("padding", 0), options.get("groups", 1)
     _check_conv(rank, x, weight, bias, validation.at_least("groups", groups, 1))
-    strides = _one_for_each("stride", stride, rank, 1)
-    dilations = _one_for_each("dilation", dilation, rank, 1)
+    strides = _one_for_each("stride", options.get("stride", 1), rank, 1)
+    dilations = _one_for_each("dilation", options.get("dilation", 1), rank, 1)
     kernel, extra = tuple(weight.shape[2:]), [0] * rank
     if not isinstance(padding, str):
         pads = _one_for_each("padding", padding, rank, 0)
@@ -692,14 +670,14 @@ _CONV = _make_product(
 
 # Reductions.
 
-Dims = int | Sequence[int] | None
+Dims = Any  # an int or several; None and () for all
 
 
-def _make_reduction(
-    name: str, forward: Callable[..., Tensor], share: Callable[..., Tensor], *, keep: bool = False
-) -> Callable[..., Tensor]:
-    """The op y = forward(x, dims) with dy = sum_i share(dx_i): share(u, shape, dims) weighs u by the
-    partial derivatives, and takes x and y as well if it keeps them."""
+def _reduction(
+    name: str, share: Callable[..., Tensor], *, keep: bool = False
+) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+    """The op y of the formula below it, with dy = sum_i share(dx_i): share(u, shape, dims) weighs u by
+    the partial derivatives, and takes x and y as well if it keeps them."""
 
     def backward(saved: Saved, grad: Tensor) -> list[Tensor | None]:
         (x, dims), (y,), (shape, _) = saved.inputs, saved.outputs, saved.input_shapes
@@ -712,29 +690,36 @@ def _make_reduction(
         kept = (x, y) if keep else ()
         return torch.sum(share(tangent, tangent.shape, dims, *kept), dims, True)
 
-    function = make_function(
-        name,
-        2,
-        forward=forward,
-        backward=backward,
-        jvp=jvp,
-        keep_inputs=(0,) if keep else (),
-        keep_outputs=(0,) if keep else (),
-    )
+    def make(formula: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        forward = partial(formula, keepdim=True)
+        kept = (0,) if keep else ()
+        function = make_function(
+            name,
+            2,
+            forward=forward,
+            backward=backward,
+            jvp=jvp,
+            keep_inputs=kept,
+            keep_outputs=kept,
+        )
 
-    def reduce(x: Tensor, dim: Dims, keepdim: bool) -> Tensor:
-        validation.differentiable("x", x)
-        validation.flag("keepdim", keepdim)
-        dims = validation.dims("dim", dim, x.dim())
-        rows = x if x.dim() else x.reshape(1)
-        y: Tensor = apply_function(function, forward, rows, dims)
-        if x.dim() == 0:
-            return y.reshape(())
-        return y if keepdim else y.squeeze(dims)
+        @wraps(formula)
+        def reduce(x: Tensor, dim: Dims, *, keepdim: bool = False) -> Tensor:
+            validation.differentiable("x", x)
+            validation.flag("keepdim", keepdim)
+            dims = validation.dims("dim", dim, x.dim())
+            rows = x if x.dim() else x.reshape(1)
+            y: Tensor = apply_function(function, forward, rows, dims)
+            if x.dim() == 0:
+                return y.reshape(())
+            return y if keepdim else y.squeeze(dims)
 
-    return reduce
+        return reduce
+
+    return make
 
 
+@_reduction("Sum", lambda u, *_: u)
 def sum(x: Tensor, dim: Dims, *, keepdim: bool = False) -> Tensor:
     r"""Sum over dimensions.
 
@@ -759,12 +744,10 @@ def sum(x: Tensor, dim: Dims, *, keepdim: bool = False) -> Tensor:
         >>> hog.ops.sum(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), 0)
         tensor([4., 6.])
     """
-    return _sum(x, dim, keepdim)
+    return torch.sum(x, dim, keepdim)
 
 
-_sum = _make_reduction("Sum", lambda x, dims: torch.sum(x, dims, True), lambda u, *_: u)
-
-
+@_reduction("Mean", lambda u, shape, dims: u / prod(shape[d] for d in dims))
 def mean(x: Tensor, dim: Dims, *, keepdim: bool = False) -> Tensor:
     r"""Mean over dimensions.
 
@@ -789,14 +772,7 @@ def mean(x: Tensor, dim: Dims, *, keepdim: bool = False) -> Tensor:
         >>> hog.ops.mean(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), 0)
         tensor([2., 3.])
     """
-    return _mean(x, dim, keepdim)
-
-
-_mean = _make_reduction(
-    "Mean",
-    lambda x, dims: torch.mean(x, dims, True),
-    lambda u, shape, dims: u / prod(shape[d] for d in dims),
-)
+    return torch.mean(x, dim, keepdim)
 
 
 def amax(x: Tensor, dim: Dims, *, keepdim: bool = False) -> Tensor:
@@ -832,7 +808,7 @@ def amax(x: Tensor, dim: Dims, *, keepdim: bool = False) -> Tensor:
             f"dim: expected dimensions with entries, got {dim} of x {tuple(x.shape)}; "
             f"an empty dimension has no maximum."
         )
-    return _amax(x, dim, keepdim)
+    return _amax(x, dim, keepdim=keepdim)
 
 
 def _share_of_maximum(
@@ -842,11 +818,10 @@ def _share_of_maximum(
     return torch.where(attained, u, 0) / attained.sum(dims, True)
 
 
-_amax = _make_reduction(
-    "AMax", lambda x, dims: torch.amax(x, dims, True), _share_of_maximum, keep=True
-)
+_amax = _reduction("AMax", _share_of_maximum, keep=True)(torch.amax)
 
 
+@_reduction("LogSumExp", lambda u, shape, dims, x, y: u * torch.exp(x - y), keep=True)
 def logsumexp(x: Tensor, dim: Dims, *, keepdim: bool = False) -> Tensor:
     r"""Logarithm of a sum of exponentials.
 
@@ -875,12 +850,4 @@ def logsumexp(x: Tensor, dim: Dims, *, keepdim: bool = False) -> Tensor:
         (tensor(0.6931), tensor([[ 0.2500, -0.2500],
                 [-0.2500,  0.2500]]))
     """
-    return _logsumexp(x, dim, keepdim)
-
-
-_logsumexp = _make_reduction(
-    "LogSumExp",
-    lambda x, dims: torch.logsumexp(x, dims, True),
-    lambda u, shape, dims, x, y: u * torch.exp(x - y),
-    keep=True,
-)
+    return torch.logsumexp(x, dim, keepdim)

@@ -10,10 +10,10 @@ from torch import Tensor
 from hoglib._core import pytree, validation
 from hoglib._core.autograd import gradient_with_graph
 from hoglib._core.mixed_precision import upcast_half
-from hoglib._core.norms import root
 from hoglib._core.problem import Problem
 from hoglib._core.torch_internals import transforms_active, uncompiled
 from hoglib.errors import ArgumentValueError
+from hoglib.ops._distance import root
 from hoglib.penalties.evaluation import captures, penalty, run_as_graph, with_outputs
 from hoglib.penalties.input_vjp import (
     Function,

@@ -18,10 +18,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from hoglib._core import pytree, validation
 from hoglib._core.autograd import Vector, vjp
 from hoglib._core.closures import owner_of
-from hoglib._core.norms import root
 from hoglib._core.source_location import warn
 from hoglib._core.trust import found_once, largest
 from hoglib.errors import ArgumentValueError
+from hoglib.ops._distance import root
 from hoglib.penalties.input_vjp import InputVJP
 
 Term = Callable[[InputVJP], Tensor]  # [N]

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from hoglib._core.mixed_precision import autocast_on
-from hoglib._core.torch_internals import forward_mode_active
-from hoglib._core.torch_kernels import native_kernels
+from hoglib._core.torch_internals import forward_mode_active, native_kernels
 from hoglib.ops._stand_in import IN_FORWARD, TABLE, StandIn, stands_in_for
 
 

@@ -17,12 +17,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hoglib._core import pytree, source_location, validation
+from hoglib._core.ambient import replaced
 from hoglib._core.autograd import clone_inference_tensors
 from hoglib._core.element_differences import TensorMap, element_scales, max_abs, random_like
 from hoglib._core.gradient_graph import graph_summary
 from hoglib._core.mixed_precision import is_half
 from hoglib._core.pytree import is_float
-from hoglib._core.restoring import preserve_settings
 from hoglib._core.source_location import format_error
 from hoglib._core.swap import call_with
 from hoglib._core.torch_internals import gradients, transforms_active
@@ -462,7 +462,7 @@ def exact_products() -> AbstractContextManager[None]:
     settings += [(one, "fp32_precision", "ieee") for one in _OPERATORS]
     settings += _cudnn()
     settings += [(_BACKENDS.cuda.matmul, name, False) for name in _REDUCED]
-    return preserve_settings(settings)
+    return replaced(settings)
 
 
 def _cudnn() -> list[tuple[Any, str, Any]]:

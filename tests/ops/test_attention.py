@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hoglib as hog
 from experiments.benchmarks.memory import peak_bytes
-from hoglib.ops import _attention_blocks, _attention_functions, _philox
+from hoglib.ops import _attention, _attention_blocks
 from tests.language_models import language_model, padded_batch
 from tests.ops.checks import same
 from tests.refused import refused
@@ -374,8 +374,8 @@ def test_unmodified_models(name, monkeypatch):
     torch.manual_seed(0)
     v = {key: torch.randn_like(x) for key, x in params.items()}
     called = []
-    run = _attention_functions.attention
-    monkeypatch.setattr(_attention_functions, "attention", lambda *x: called.append(x) or run(*x))
+    run = _attention.attention
+    monkeypatch.setattr(_attention, "attention", lambda *x: called.append(x) or run(*x))
     found = [
         hog.hvp(loss, params, v, batch, mode=mode)
         for mode in ("reverse-over-reverse", "forward-over-reverse")
@@ -391,7 +391,7 @@ def test_unmodified_models(name, monkeypatch):
 def test_philox_is_that_of_its_authors():
     """A known answer of Random123, and one by Python's integers."""
     zero = torch.zeros(1, 2, dtype=torch.long)
-    words = _philox.random_words(zero, torch.zeros(1, dtype=torch.long), 4)
+    words = _attention_blocks.random_words(zero, torch.zeros(1, dtype=torch.long), 4)
     assert words.flatten().tolist() == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
 
 

@@ -87,7 +87,7 @@ def test_nothing_is_kept_that_the_partials_do_not_read() -> None:
     for keep in ("both", "inputs", "output", "none"):
         op = define(torch.exp, [lambda x, y: 1], keep=keep)
         y = op(X.clone().requires_grad_())
-        kept[keep] = len(y.grad_fn.saved_tensors)  # type: ignore[union-attr]
+        kept[keep] = sum(x is not None for x in y.grad_fn.saved_tensors)  # type: ignore[union-attr]
     assert kept == {"both": 2, "inputs": 1, "output": 1, "none": 0}
 
 
