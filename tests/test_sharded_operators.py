@@ -41,13 +41,15 @@ ON_A_GRID = {
 }  # fmt: skip
 KINDS = {
     "hessian": hog.HessianOperator,
-    "hessian, forward": partial(hog.HessianOperator, mode="forward-over-reverse"),
     "hessian, remat": partial(hog.HessianOperator, remat=["block"]),
-    "hessian, differences": partial(hog.HessianOperator, mode="finite-differences"),
     "ggn": hog.GGNOperator,
+    "fisher, empirical": partial(hog.FisherOperator, kind="empirical"),
+}
+MODES = {  # whose products test_sharded_models.py compares
+    "hessian, forward": partial(hog.HessianOperator, mode="forward-over-reverse"),
+    "hessian, differences": partial(hog.HessianOperator, mode="finite-differences"),
     "ggn, reverse": partial(hog.GGNOperator, mode="reverse"),
     "fisher": hog.FisherOperator,
-    "fisher, empirical": partial(hog.FisherOperator, kind="empirical"),
 }
 
 
@@ -178,7 +180,7 @@ def newton(net, rows):
 def every(rank, folder, found):
     world = dist.get_world_size()
     for layout, make in (LAYOUTS | (ON_A_GRID if world == 4 else {})).items():
-        for name, kind in KINDS.items():
+        for name, kind in (KINDS | (MODES if world == 4 else {})).items():
             if layout in ("fsdp", "fsdp and tensor parallel") or name == "hessian":
                 found[f"{layout}: {name}"] = products(*make(rank, world), kind)
         thorough = layout in ("fsdp", "hybrid", "fsdp and tensor parallel")
