@@ -183,5 +183,8 @@ def run_pytest(*options):
         os.environ.pop(changes_the_summary, None)
     os.environ["COLUMNS"] = "100"
     with open("printed", "w") as file, contextlib.redirect_stdout(file):
-        status = pytest.main(["-p", "no:cacheprovider", *options])
+        imported = (
+            "-Wignore::pytest.PytestAssertRewriteWarning"  # of plugins, by the server of processes
+        )
+        status = pytest.main(["-p", "no:cacheprovider", imported, *options])
     sys.exit(int(status))

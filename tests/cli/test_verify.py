@@ -1,9 +1,10 @@
 """`hoglib verify`: targets, exit status, JSON."""
 
 import json
+import multiprocessing
 import os
+import runpy
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -327,24 +328,30 @@ def test_one_that_kills_or_never_returns_does_not_stop_the_others(write, capfd):
 def test_an_end_of_the_command_ends_both_processes(write, tmp_path, by, status):
     begun = tmp_path / "pid"
     marked = f"__import__('pathlib').Path({str(begun)!r}).write_text(str(os.getpid()))\n        "
-    path = Path(write(GOOD, HOSTILE.replace("time.sleep", f"{marked}time.sleep")))
-    command = [sys.executable, "-m", "hoglib", "verify", f"{path.resolve()}:Sleeps"]
-    parent = subprocess.Popen(
-        command, cwd=Path(__file__).parents[2], start_new_session=True, stderr=subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored in background jobs
-    )  # fmt: skip
+    path = write(GOOD, HOSTILE.replace("time.sleep", f"{marked}time.sleep"))
+    parent = multiprocessing.get_context("forkserver").Process(
+        target=run_the_module, args=("verify", f"{path}:Sleeps")
+    )
+    parent.start()
     deadline = time.monotonic() + 60
     while not (begun.exists() and begun.read_text()) and time.monotonic() < deadline:
         time.sleep(0.1)
     child = int(begun.read_text())
     os.kill(parent.pid, by)
-    _, err = parent.communicate(timeout=30)
-    assert parent.returncode == status
-    assert b"Traceback" not in err
+    parent.join(30)
+    assert parent.exitcode == status
+    assert "Traceback" not in Path("errors").read_text()
     # the child of a killed one sees its end
     while is_running(child) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not is_running(child)
+
+
+def run_the_module(*words):
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in background jobs
+    os.dup2(os.open("errors", os.O_WRONLY | os.O_CREAT), 2)
+    sys.argv[1:] = words
+    runpy.run_module("hoglib", run_name="__main__")
 
 
 def is_running(process):

@@ -29,7 +29,7 @@ def summary(version=0):
 
 def test_as_graphs_the_run_is_the_same():
     for compile in ("false", "eager"):
-        fit("--model.penalty.every", "3", "--model.compile", compile, "--data.iterations", "7")
+        fit("--model.penalty.every", "3", "--model.compile", compile, "--data.iterations", "10")
     plain, graphs = (checkpoint(folder(v))["state_dict"] for v in (0, 1))
     # differences of the critic's outputs have no derivative by it but rounding
     del plain["critic.3.bias"], graphs["critic.3.bias"]
@@ -38,7 +38,7 @@ def test_as_graphs_the_run_is_the_same():
 
 def test_all_penalties_stand_in_one_table(trained):
     trained(SMOKE)
-    few = ("--data.iterations", "3")
+    few = ("--data.iterations", "10")
     fit(*WGAN, *few)
     fit("--model.penalty", "null", "--trainer.logger.init_args.name", "smoke/gan/other", *few)
     fit("--data.kind", "swiss_roll", *few)

@@ -54,7 +54,7 @@ def test_runs_of_points_do_not_stand_in_the_table_of_digits(trained):
     trained(SMOKE)
     table = (folder() / "table.txt").read_text()
     points = ROOT / "configs/smoke/gan/mixture.yaml"
-    assert run("fit", "--config", points, "--data.iterations", "1") == 0
+    assert run("fit", "--config", points, "--data.iterations", "10") == 0
     assert run("test", "--config", folder() / "config.yaml") == 0
     assert (folder() / "table.txt").read_text() == table
 
