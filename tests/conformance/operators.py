@@ -25,7 +25,7 @@ def check_operator(
     tolerance: float = 1e-7,
 ) -> None:
     """An operator is its matrix, symmetric and linear, whatever form its vectors have, wherever it is
-    called (each of several variants elsewhere); nothing that was passed in is changed.
+    called; nothing that was passed in is changed. Variants take turns in where they are called.
 
     Args:
         make: Makes the operator, a new one at each call, with the options of a variant.
