@@ -17,7 +17,15 @@ from experiments.benchmarks.memory import peak_bytes
 from hoglib._core import pytree
 
 # A server imports once what takes seconds, and each process is a copy of it.
-multiprocessing.set_forkserver_preload(["lightning.pytorch", "torch.distributed.fsdp", "hoglib"])
+multiprocessing.set_forkserver_preload(
+    [
+        "lightning.pytorch",
+        "torch.distributed.fsdp",
+        "torch._inductor.decomposition",
+        "pytest",
+        "hoglib",
+    ]
+)
 
 
 # Of the group of processes. None waits for it but in a test that fails, however busy the machine is.
@@ -143,4 +151,5 @@ def _run(rank, function, folder, count, backend):
     found = {}
     function(rank, folder, found)
     (folder / f"{rank}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()

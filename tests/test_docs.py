@@ -1,11 +1,12 @@
 """Every Python block in the pages at the top and in docs runs, in order, in one namespace a page."""
 
 import base64
+import contextlib
 import importlib.util
 import json
 import logging
+import os
 import re
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from hoglib.cli.main import main
+from tests.several_processes import exit_code_of
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -168,14 +170,21 @@ def test_the_messages_of_a_page_are_those_that_come(name, commands, tmp_path, mo
 def test_a_failed_test_of_a_function_looks_as_the_page_says(tmp_path, monkeypatch):
     page = DOCS / "how-to" / "verify-in-ci.md"
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "100")
-    for changes_the_summary in ("PYTEST_ADDOPTS", "CI", "BUILD_NUMBER"):
-        monkeypatch.delenv(changes_the_summary, raising=False)
     write_files(page)
     ((options, expected),) = re.findall(
         r"^```console\n\$ pytest (.*?)\n(.*?)^```$", page.read_text(), re.S | re.M
     )
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options.split()]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 1
-    assert_shown([expected], result.stdout)
+    assert exit_code_of(run_pytest, *options.split()) == 1
+    assert_shown([expected], Path("printed").read_text())
+
+
+def run_pytest(*options):
+    for changes_the_summary in ("PYTEST_ADDOPTS", "CI", "BUILD_NUMBER"):
+        os.environ.pop(changes_the_summary, None)
+    os.environ["COLUMNS"] = "100"
+    with open("printed", "w") as file, contextlib.redirect_stdout(file):
+        imported = (
+            "-Wignore::pytest.PytestAssertRewriteWarning"  # of plugins, by the server of processes
+        )
+        status = pytest.main(["-p", "no:cacheprovider", imported, *options])
+    sys.exit(int(status))

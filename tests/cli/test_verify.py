@@ -1,9 +1,10 @@
 """`hoglib verify`: targets, exit status, JSON."""
 
 import json
+import multiprocessing
 import os
+import runpy
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -246,15 +247,13 @@ def test_a_bad_option(capsys):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is full")
-def test_a_full_disk():
-    command = [sys.executable, "-m", "hoglib", "env"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    with Path("/dev/full").open("w") as full:
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
-    assert done.returncode == 2
-    assert "could not be written" in done.stderr
-    assert "Traceback" not in done.stderr
+def test_a_full_disk(monkeypatch, capsys):
+    assert main(["env"]) == 0
+    assert capsys.readouterr().err == ""
+    with Path("/dev/full").open("w") as full, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", full)
+        assert main(["env"]) == 2  # and what is left is written as the file is closed
+    assert "could not be written" in capsys.readouterr().err
 
 
 HOSTILE = """
@@ -307,11 +306,11 @@ class Shouts(Good):
 
 def test_one_that_kills_or_never_returns_does_not_stop_the_others(write, capfd):
     path = write(GOOD, HOSTILE)
-    status = main(["verify", path, "--time-limit", "20"])
+    status = main(["verify", path, "--time-limit", "5"])
     out, err = capfd.readouterr()
     assert status == 1
     assert "Kills: it ended the process by SIG" in err
-    assert "Sleeps: it did not return within 20 seconds" in err
+    assert "Sleeps: it did not return within 5 seconds" in err
     assert "Recurses.backward raised RecursionError" in out
     assert "Interrupts: KeyboardInterrupt" in err
     assert "Ends: BaseException: the end" in err
@@ -329,24 +328,30 @@ def test_one_that_kills_or_never_returns_does_not_stop_the_others(write, capfd):
 def test_an_end_of_the_command_ends_both_processes(write, tmp_path, by, status):
     begun = tmp_path / "pid"
     marked = f"__import__('pathlib').Path({str(begun)!r}).write_text(str(os.getpid()))\n        "
-    path = Path(write(GOOD, HOSTILE.replace("time.sleep", f"{marked}time.sleep")))
-    command = [sys.executable, "-m", "hoglib", "verify", f"{path.resolve()}:Sleeps"]
-    parent = subprocess.Popen(
-        command, cwd=Path(__file__).parents[2], start_new_session=True, stderr=subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored in background jobs
-    )  # fmt: skip
+    path = write(GOOD, HOSTILE.replace("time.sleep", f"{marked}time.sleep"))
+    parent = multiprocessing.get_context("forkserver").Process(
+        target=run_the_module, args=("verify", f"{path}:Sleeps")
+    )
+    parent.start()
     deadline = time.monotonic() + 60
     while not (begun.exists() and begun.read_text()) and time.monotonic() < deadline:
         time.sleep(0.1)
     child = int(begun.read_text())
     os.kill(parent.pid, by)
-    _, err = parent.communicate(timeout=30)
-    assert parent.returncode == status
-    assert b"Traceback" not in err
+    parent.join(30)
+    assert parent.exitcode == status
+    assert "Traceback" not in Path("errors").read_text()
     # the child of a killed one sees its end
     while is_running(child) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not is_running(child)
+
+
+def run_the_module(*words):
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in background jobs
+    os.dup2(os.open("errors", os.O_WRONLY | os.O_CREAT), 2)
+    sys.argv[1:] = words
+    runpy.run_module("hoglib", run_name="__main__")
 
 
 def is_running(process):
@@ -359,52 +364,52 @@ def is_running(process):
 
 FORKS = """
 
-class Forks(Good):
+def fork_once(name, in_the_copy):
+    begun = Path(name)
+    if not begun.exists():
+        begun.touch()
+        if copy := os.fork():
+            begun.write_text(str(copy))
+        else:
+            in_the_copy()
+
+
+class Stays(Good):
     @staticmethod
     def forward(ctx, x):
-        begun = __import__("pathlib").Path(BEGUN)
-        if not begun.exists():
-            begun.touch()
-            if (copy := os.fork()) == 0 and SLEEPS:
-                time.sleep(1000)
-            elif copy:
-                begun.write_text(str(copy))
+        fork_once("stays", lambda: time.sleep(1000))
         return Good.forward(ctx, x)
-"""
 
 
-@pytest.mark.parametrize("sleeps", [True, False], ids=["a copy that stays", "a copy that returns"])
-def test_what_a_function_forks_ends_with_it(write, tmp_path, capfd, sleeps):
-    begun = tmp_path / "pid"
-    source = FORKS.replace("BEGUN", repr(str(begun))).replace("SLEEPS", str(sleeps))
-    path = write(GOOD, HOSTILE + source)
-    assert main(["verify", f"{path}:Forks"]) == 0
-    out, _ = capfd.readouterr()
-    assert out.count("Forks: right") == 1
-    until = time.monotonic() + 60
-    while is_running(int(begun.read_text())):
-        assert time.monotonic() < until
-        time.sleep(0.05)
+class Returns(Good):
+    @staticmethod
+    def forward(ctx, x):
+        fork_once("returns", lambda: None)
+        return Good.forward(ctx, x)
 
 
-FORKS_ALWAYS = """
-
-class Forks(Good):
+class Multiplies(Good):
     depth = 0
 
     @staticmethod
     def forward(ctx, x):
-        with open(BEGUN, "a") as stream:  # at most 20 of them, whatever the command does
-            print(Forks.depth, file=stream)
+        with open("depths", "a") as stream:  # at most 20 of them, whatever the command does
+            print(Multiplies.depth, file=stream)
             few = stream.tell() < 40
         if few and os.fork() == 0:
-            Forks.depth += 1
+            Multiplies.depth += 1
         return Good.forward(ctx, x)
 """
 
 
-def test_copies_of_a_function_that_forks_do_not_multiply(write, tmp_path):
-    begun = tmp_path / "depths"
-    path = write(GOOD, HOSTILE + FORKS_ALWAYS.replace("BEGUN", repr(str(begun))))
-    assert main(["verify", f"{path}:Forks"]) == 0
-    assert set(begun.read_text().split()) == {"0", "1"}
+def test_what_a_function_forks_ends_with_it_and_does_not_multiply(write, capfd):
+    path = write("import os\nimport time\nfrom pathlib import Path\n", GOOD, FORKS)
+    assert main(["verify", path]) == 0
+    out, _ = capfd.readouterr()
+    for name in ("Stays", "Returns", "Multiplies"):
+        assert out.count(f"{name}: right") == 1
+    until = time.monotonic() + 60
+    while any(is_running(Path(name).read_text()) for name in ("stays", "returns")):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    assert set(Path("depths").read_text().split()) == {"0", "1"}

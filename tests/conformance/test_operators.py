@@ -137,7 +137,7 @@ PRODUCTS = {
 @pytest.mark.parametrize(("row", "name"), cases(PRODUCTS))
 def test_a_product(row, name):
     variants = [{"mode": mode} for mode in row.modes]
-    if name == "LayerNorm":
+    if name == "LayerNorm" and row.criterion == "cross entropy":
         variants += [*REMAT, {"compile": "eager"}]
     given, dense = problem(name, row.criterion), expected_matrix(row.dense, name, row.criterion)
     check_product(row.product, *given, dense, variants=variants, graphs=row.graphs and name in SOME)

@@ -8,14 +8,13 @@ from torch.testing import assert_close
 
 from experiments.autoencoder import LABELS, cost_of_factors, reconstruction_error
 from hoglib.curvature import KFAC, NewtonCG
-from tests.experiments.command import COMMAND_LINE, DRAWN, metrics, smoke
+from tests.experiments.command import COMMAND_LINE, metrics, smoke
 
 SMOKE, fit, folder = smoke("curvature/newton_cg")
 ALL_FOUR = smoke("curvature/kfac")
 pytestmark = COMMAND_LINE
 
 
-@DRAWN
 def test_four_optimizers_at_the_same_cost(monkeypatch):
     infos = {NewtonCG: [], KFAC: []}
     for kind, steps in infos.items():

@@ -1,7 +1,10 @@
 """The benchmarks that are programs of their own: each runs, prints its rows, and compares what it times."""
 
+import contextlib
+import io
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -58,7 +61,15 @@ def test_the_audit_of_right_models_is_right_and_the_fault_is_found():
     assert "| wrong in 5 |" in lines[-1]
 
 
-def test_each_part_of_depth_prints_rows(printed):
+def test_each_part_of_depth_prints_rows(printed, monkeypatch):
+    def run_here(command, **options):
+        """What a process of its own would print, without importing torch again."""
+        assert command[:3] == [sys.executable, "-m", depth.NAME]
+        with contextlib.redirect_stdout(io.StringIO()) as stdout:
+            depth.main(command[3:])
+        return SimpleNamespace(stdout=stdout.getvalue())
+
+    monkeypatch.setattr(depth, "subprocess", SimpleNamespace(run=run_here, PIPE=None))
     lines = printed(depth)[1:]
     assert {line[:12].strip() for line in lines} == {*depth.PARTS} - {"first-call"} | {"first call"}
     assert max(errors_of(lines)) < 1e-4

@@ -29,7 +29,7 @@ def summary(version=0):
 
 def test_as_graphs_the_run_is_the_same():
     for compile in ("false", "eager"):
-        fit("--model.penalty.every", "3", "--model.compile", compile)
+        fit("--model.penalty.every", "3", "--model.compile", compile, "--data.iterations", "10")
     plain, graphs = (checkpoint(folder(v))["state_dict"] for v in (0, 1))
     # differences of the critic's outputs have no derivative by it but rounding
     del plain["critic.3.bias"], graphs["critic.3.bias"]
@@ -38,10 +38,11 @@ def test_as_graphs_the_run_is_the_same():
 
 def test_all_penalties_stand_in_one_table(trained):
     trained(SMOKE)
-    fit(*WGAN)
-    fit("--model.penalty", "null", "--trainer.logger.init_args.name", "smoke/gan/other")
-    fit("--data.kind", "swiss_roll")
-    fit("--seed_everything", "1")
+    few = ("--data.iterations", "10")
+    fit(*WGAN, *few)
+    fit("--model.penalty", "null", "--trainer.logger.init_args.name", "smoke/gan/other", *few)
+    fit("--data.kind", "swiss_roll", *few)
+    fit("--seed_everything", "1", *few)
     lines = (folder(3) / "table.txt").read_text().splitlines()
     penalties = sorted(line.split("  ")[0] for line in lines[4 : lines.index("", 4)])
     assert penalties == ["none", "r1_r2, weight 0.02", "real points", "wgan_gp, weight 1"]

@@ -1,15 +1,19 @@
 """Every experiment with two processes: it ends with the reports of one, or is refused before it starts."""
 
+import contextlib
+import io
 import os
 import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+from experiments.data.stream import Stream
 from experiments.training.processes import UNUSED, choose_strategy, part_of
 from hoglib.errors import ArgumentValueError
 from tests.experiments.command import (
@@ -23,6 +27,7 @@ from tests.experiments.command import (
 )
 from tests.experiments.test_runs import EXPERIMENTS, OF_EVERY_RUN
 from tests.long_tail import FULL, all_but, only
+from tests.several_processes import exit_code_of, found_by_each
 
 pytestmark = COMMAND_LINE
 TWO = ("--trainer.strategy", "ddp", "--trainer.devices", "2", "--trainer.accelerator", "cpu")
@@ -55,11 +60,42 @@ def fit(config, *options, folder):
     "name", [pytest.param(name, marks=() if name == "gan/mixture" else FULL) for name in SHARED]
 )
 def test_two_processes_train_together(name, tmp_path):
-    config, _, folder = smoke(name)
-    printed, found = fit(config, folder=tmp_path), tmp_path / folder()
+    """In processes that are there, as torchrun starts them; the runs below are started by Lightning."""
+    _, _, folder = smoke(name)
+    ranks = found_by_each(partial(in_a_process, name), tmp_path)
+    found = tmp_path / folder()
     assert {p.name for p in found.iterdir()} == OF_EVERY_RUN | EXPERIMENTS[name].reports
-    assert printed.count((found / "table.txt").read_text()) == 1  # the first process alone prints
+    assert [rank["status"] for rank in ranks] == [0, 0]
+    table = (found / "table.txt").read_text()
+    assert [rank["printed"].count(table) for rank in ranks] == [1, 0]
     assert checkpoint(found)["global_step"] == EXPERIMENTS[name].steps
+
+
+def in_a_process(name, rank, folder, found):
+    os.chdir(folder)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        found["status"] = run("fit", "--config", smoke(name).config, *TWO)
+    found["printed"] = printed.getvalue()
+
+
+def test_ctrl_c_in_one_process_ends_both_after_the_same_step(tmp_path):
+    ranks = found_by_each(interrupted, tmp_path)
+    assert [rank["status"] for rank in ranks] == [130, 130]
+    assert [rank["printed"].count("resume it with --ckpt_path") for rank in ranks] == [1, 0]
+    assert 20 < checkpoint(tmp_path / smoke("gan/mixture").folder())["global_step"] < 40
+
+
+def interrupted(rank, folder, found):
+    honest = Stream.__iter__
+
+    def stream(self):
+        for number, batch in enumerate(honest(self)):
+            if (rank, number) == (1, 12):
+                signal.raise_signal(signal.SIGINT)
+            yield batch
+
+    Stream.__iter__ = stream
+    in_a_process("gan/mixture", rank, folder, found)
 
 
 @FULL
@@ -94,7 +130,6 @@ def runs(pid):
 STOPPED, LOST = "Detected KeyboardInterrupt", "error: expected all processes to run to the end"
 ENDS = {  # what is sent to which processes, the exit code of the first, and the only message
     "Ctrl-C in a terminal": (signal.SIGINT, (0, 1), 130, STOPPED),
-    "Ctrl-C in the other": (signal.SIGINT, (1,), 130, STOPPED),
     "the first is killed": (signal.SIGKILL, (0,), -signal.SIGKILL, LOST),
     "the second is killed": (signal.SIGKILL, (1,), 2, LOST),
 }
@@ -126,36 +161,32 @@ def ended(folder, sent, ranks, code, message):
     return found
 
 
-@pytest.mark.parametrize(
-    "name", all_but(only("Ctrl-C in a terminal", "the second is killed"), ENDS)
-)
+@pytest.mark.parametrize("name", all_but(only("the second is killed"), ENDS))
 def test_the_end_of_one_process_is_the_end_of_both(name, tmp_path):
     ended(tmp_path, *ENDS[name])
 
 
-def test_what_is_left_is_killed_where_it_does_not_end(tmp_path):
+def test_what_is_left_is_killed_where_it_does_not_end():
     """As where it waits on a GPU for the process that ended."""
     code = """
-import subprocess, sys, time
+import os, pathlib, subprocess, sys, time
 from types import SimpleNamespace
 from experiments.training import processes
+os.dup2(os.open("errors", os.O_WRONLY | os.O_CREAT), 2)
 processes.GRACE_SECONDS = 0.1
 started = [subprocess.Popen([sys.executable, "-c", f"import sys, time; {body}"]) for body in
            ("sys.exit(3)", "time.sleep(1000)")]
 launcher = SimpleNamespace(procs=started)
 trainer = SimpleNamespace(strategy=SimpleNamespace(launcher=launcher))
-print(started[1].pid, flush=True)
+pathlib.Path("pid").write_text(str(started[1].pid))
 for _ in "fit", "test":
     processes.ProcessWatch().setup(trainer, None, "")
 assert not started and len(launcher.procs) == 2
 time.sleep(1000)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.count(LOST) == 1
-    until(lambda: not runs(int(done.stdout)))
+    assert exit_code_of(exec, code, {}) == 2
+    assert Path("errors").read_text().count(LOST) == 1
+    until(lambda: not runs(Path("pid").read_text()))
 
 
 @FULL

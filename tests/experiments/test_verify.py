@@ -49,8 +49,14 @@ def poisoned(monkeypatch):
 
 # What is audited grows with these.
 SMALLER = {
-    "lm": ("--model.layers", "1"),
-    "helium": ("--model.hidden", "[3]", "--model.walkers", "8"),
+    "allen_cahn": ("--data.batch", "8"),
+    "helium": ("--model.hidden", "[3]", "--model.walkers", "2"),
+    "lm": ("--model.layers", "1", "--model.length", "8", "--data.length", "8"),
+    "lm_adapt": ("--model.length", "8", "--data.length", "8"),
+    "meanflow": ("--data.batch", "8"),
+    "mixture": ("--model.hidden", "[8]", "--data.batch", "16"),
+    "plate": ("--data.batch", "8"),
+    "poisson": ("--data.batch", "8"),
 }
 
 
@@ -66,12 +72,13 @@ def test_every_config_is_right(path, capsys):
     assert not list(Path().iterdir())
 
 
+SMALL_GAN = GAN_CONFIG, *SMALLER["mixture"]
 # Options that make another problem of a config, or judge it another way
 OPTIONS = {
     "reptile": (MAML, "--model.algorithm", "reptile"),
-    "no penalty": (GAN_CONFIG, "--model.penalty", "null"),
-    "wgan_gp": (GAN_CONFIG, "--model.penalty.kind", "wgan_gp"),
-    "torch alone": (GAN_CONFIG, "--stand_ins", "false"),
+    "no penalty": (*SMALL_GAN, "--model.penalty", "null"),
+    "wgan_gp": (*SMALL_GAN, "--model.penalty.kind", "wgan_gp"),
+    "torch alone": (*SMALL_GAN, "--stand_ins", "false"),
     "routes": (MAML, "--routes", "[rr, torch.func.hessian]"),
     "bfloat16": (MAML, "--trainer.precision", "bf16-mixed"),
 }
@@ -83,9 +90,11 @@ def test_options(case):
     assert not list(Path().iterdir())
 
 
-@pytest.mark.parametrize("config", ["gan/mixture", "meta/reweight_digits"])
+@pytest.mark.parametrize(
+    "config", [SMALL_GAN, [ROOT / "configs/smoke/meta/reweight_digits.yaml"]], ids=["gan", "meta"]
+)
 def test_what_is_wrong_is_named(config, poisoned, capsys):
-    assert verify(ROOT / f"configs/smoke/{config}.yaml") == 1
+    assert verify(*config) == 1
     out = capsys.readouterr().out
     assert "WRONG" in out
     assert "BackwardWithoutGrad" in out

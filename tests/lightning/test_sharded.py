@@ -18,7 +18,7 @@ from tests.several_processes import found_by_each
 
 pytestmark = QUIET
 BATCHES = 3  # an epoch's
-SPECTRUM = {"every": BATCHES, "num_samples": 2, "steps": 5}
+SPECTRUM = {"every": BATCHES, "k": 1, "num_samples": 1, "steps": 3}
 
 
 class Critic(pl.LightningModule):
@@ -28,7 +28,7 @@ class Critic(pl.LightningModule):
         super().__init__()
         torch.manual_seed(seed)
         self.net = nn.Sequential(
-            nn.Linear(3, 7), nn.Sequential(nn.SiLU(), nn.Linear(7, 7)), nn.SiLU(), nn.Linear(7, 1)
+            nn.Linear(3, 3), nn.Sequential(nn.SiLU(), nn.Linear(3, 3)), nn.SiLU(), nn.Linear(3, 1)
         )
         self.double()
         self.penalty = hog.GradientPenalty(kind="r1", weight=1.0, every=2)

@@ -9,9 +9,8 @@ import torch.nn.functional as F
 
 import hoglib as hog
 from hoglib._core import placement
-from tests.long_tail import FULL
 from tests.meta.networks import Scaled
-from tests.several_processes import Wire, found_by_each, raised_by
+from tests.several_processes import Wire, assert_raised, found_by_each, raised_by
 from tests.test_sharded_models import LAYOUTS, fsdp, grid, model, part, plain_name, shard
 from tests.test_sharded_operators import plan
 
@@ -23,7 +22,6 @@ OPTIONS = {
     "first order": {"first_order": True},
     "every step": {"step_weights": [0.2, 0.8], "inner_params": ["block", "norm"]},
 }  # fmt: skip
-ON_A_GRID = ("hybrid", "tensor parallel", "fsdp and tensor parallel")
 
 
 def tasks(rows=slice(None), count=2):
@@ -157,9 +155,11 @@ def refused(rank, world):
         "empty": lambda: maml().loss(empty),
         "mesh": lambda: hog.meta.shard(mine, mesh="tasks"),
     }  # fmt: skip
-    if world == 4:
-        calls["two dimensions"] = lambda: hog.meta.shard(mine, mesh=grid("tasks", "parameters"))
     return raised_by(calls)
+
+
+def refused_grid():
+    hog.meta.shard(tasks(), mesh=grid("tasks", "parameters"))
 
 
 WHOLE = "expected parameters that each process holds whole"
@@ -180,47 +180,44 @@ REFUSED = {
     "other steps": ("DistributedError", "expected the same number of inner steps in all"),
     "nan": ("NonFiniteError", "inner loss: expected a finite number, got nan"),
     "mesh": ("ArgumentTypeError", "mesh: expected a torch DeviceMesh"),
-    "two dimensions": ("ArgumentValueError", "mesh: expected one dimension"),
 }
 
 
 def every(rank, folder, found):
     world = dist.get_world_size()
-    for name, make in LAYOUTS.items():
-        if name not in ON_A_GRID or world == 4:
-            found[name] = learned(hog.MAML, *make(rank, world))
+    for name, make in LAYOUTS[world].items():
+        found[name] = learned(hog.MAML, *make(rank, world))
+    if world == 4:
+        found["two dimensions"] = on_two_dimensions()
+        found["refused"] = raised_by({"two dimensions": refused_grid})
+        return
     for name, options in OPTIONS.items():
         found[f"fsdp: {name}"] = learned(hog.MAML, *fsdp(rank, world), **options)
     found["reptile"] = learned(hog.meta.Reptile, *fsdp(rank, world))
     found["trained"] = trained(*fsdp(rank, world))
-    if world == 4:
-        found["two dimensions"] = on_two_dimensions()
     found["messages"] = messages(rank, world)
     found["refused"] = refused(rank, world)
 
 
-@pytest.mark.parametrize("count", [4, pytest.param(2, marks=FULL)])
+EMPTY = "support: expected at least one example, got an empty set"
+OTHERS = (
+    "MAML: expected the same call in all 2 processes, got an error in another one, which has to be "
+    "fixed there: look at its own output."
+)
+
+
+@pytest.mark.parametrize("count", LAYOUTS)
 def test_processes_equal_one(count, tmp_path):
     """One test of all cases: to start processes takes longer than what they do."""
     for rank, found in enumerate(found_by_each(every, tmp_path, count)):
         raised = found.pop("refused")
-        planned = [plan()("tasks", 1, 2, 1, steps=steps)["messages"] for steps in (1, 3)]
-        assert found.pop("messages") == planned
-        expected = (
-            ("ArgumentValueError", EMPTY)
-            if rank == 0
-            else ("DistributedError", OTHERS.format(count))
-        )
-        for name, (kind, words) in (REFUSED | {"empty": expected}).items():
-            if name != "two dimensions" or count == 4:
-                assert raised[name][0] == kind, (rank, name, raised[name])
-                assert words in raised[name][1], (rank, name, raised[name])
+        if count == 4:
+            assert raised["two dimensions"][0] == "ArgumentValueError"
+            assert "mesh: expected one dimension" in raised["two dimensions"][1]
+        else:
+            planned = [plan()("tasks", 1, 2, 1, steps=steps)["messages"] for steps in (1, 3)]
+            assert found.pop("messages") == planned
+            empty = ("DistributedError", OTHERS) if rank else ("ArgumentValueError", EMPTY)
+            assert_raised(raised, REFUSED | {"empty": empty}, rank)
         for name, difference in found.items():
             assert difference < 1e-10, (rank, name, difference)
-
-
-EMPTY = "support: expected at least one example, got an empty set"
-OTHERS = (
-    "MAML: expected the same call in all {} processes, got an error in another one, which has to be "
-    "fixed there: look at its own output."
-)

@@ -64,9 +64,9 @@ def kept_in_half(half, *, wrong=lambda x: x):
 
 
 KINDS = {
-    "a matrix product": (matrix_product, [(6, 5), (5, 4)]),
-    "a softmax": (probabilities, [(6, 5)]),
-    "rounded in backward": (kept_in_half, [(6, 5)]),
+    "a matrix product": (matrix_product, [(4, 3), (3, 3)]),
+    "a softmax": (probabilities, [(4, 3)]),
+    "rounded in backward": (kept_in_half, [(4, 3)]),
 }
 
 

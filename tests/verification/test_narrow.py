@@ -72,7 +72,7 @@ class Transport(Function):
     def plan(c):
         c = c.float()
         f, g = torch.zeros(len(c)), torch.zeros(c.shape[1])
-        for _ in range(50):
+        for _ in range(15):
             f = -torch.logsumexp(g - c, 1) - math.log(len(f))
             g = -torch.logsumexp(f[:, None] - c, 0) - math.log(len(g))
         return (f[:, None] + g - c).exp()
@@ -116,7 +116,7 @@ SMALL_PARTS = {
     ("seed", "name", "dtype"),
     all_but(  # each part in each dtype, and at each seed
         lambda seed, name, dtype: (seed == 1) == (dtype == torch.float64),
-        itertools.product(range(3), SMALL_PARTS, [torch.float32, torch.float64]),
+        itertools.product(range(2), SMALL_PARTS, [torch.float32, torch.float64]),
     ),
 )
 def test_a_wrong_part_that_is_small_beside_the_others_is_not_right(seed, name, dtype):
