@@ -414,25 +414,36 @@ class eagerly:  # noqa: N801 a context manager
     """Inside, what torch.compile made of modules and functions runs as it was before: compiled code has
     no second derivative, and one with a custom Function a wrong one, without an error.
 
-    A class, as it stands around each derivative; `torch.compiler.set_stance` takes four times as long.
+    torch has one stance for all threads: the first that enters changes it, the last that leaves puts it
+    back. A class, as it stands around each derivative; `torch.compiler.set_stance` takes four times as
+    long.
     """
+
+    _inside = 0  # of all threads
+    _before: Any = None
 
     def __init__(self, wanted: bool = True) -> None:
         self._wanted = wanted
 
     def __enter__(self) -> None:
-        self._before = None
-        if self._wanted and has_dynamo() and not torch.compiler.is_compiling():
+        # not in what is compiled now
+        self._entered = (
+            self._wanted and has_dynamo() and not torch.compiler.is_compiling()
+            and torch._C._dynamo.eval_frame.get_eval_frame_callback() in (None, False)
+        )  # fmt: skip
+        if self._entered:
             frames = torch._dynamo.eval_frame
-            if torch._C._dynamo.eval_frame.get_eval_frame_callback() in (
-                None,
-                False,
-            ):  # not in what is compiled now
-                self._before = frames._set_stance(frames.DynamoStance("force_eager"))
+            with _LOCK:
+                if not eagerly._inside:
+                    eagerly._before = frames._set_stance(frames.DynamoStance("force_eager"))
+                eagerly._inside += 1
 
     def __exit__(self, *raised: object) -> None:
-        if self._before is not None:
-            torch._dynamo.eval_frame._set_stance(self._before)
+        if self._entered:
+            with _LOCK:
+                eagerly._inside -= 1
+                if not eagerly._inside:
+                    torch._dynamo.eval_frame._set_stance(eagerly._before)
 
 
 def no_autocast() -> AbstractContextManager[Any]:

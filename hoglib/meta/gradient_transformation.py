@@ -72,13 +72,8 @@ def transformation(
     entries = {*counts, *slots}
 
     def init(params: Params) -> State:
-        halves = any(x.dtype is torch.float16 for x in pytree.tensors(params))
-        if halves and not isinstance(floor, Tensor) and 0 < floor <= _LOST_IN_FLOAT16:
-            raise ArgumentValueError(
-                "eps: expected a number that float16, the dtype of the parameters, can hold, got "
-                f"{floor}, which is 0 in it: an update may be 0 / 0; pass eps=1e-4, or keep the "
-                "parameters in float32 under autocast."
-            )
+        if not isinstance(floor, Tensor) and 0 < floor <= _LOST_IN_FLOAT16:
+            _refuse_float16(params, floor)
         return {**counts, **{slot: pytree.map(torch.zeros_like, params) for slot in slots}}
 
     def update(params: Params, grads: Params, state: State) -> tuple[Params, State]:
@@ -121,6 +116,17 @@ def transformation(
 
 
 _LOST_IN_FLOAT16 = 2.0**-25  # half of its smallest number
+
+
+def _refuse_float16(params: Params, floor: float) -> None:
+    with without_stand_ins():
+        halves = any(x.dtype is torch.float16 for x in pytree.tensors(params))
+    if halves:
+        raise ArgumentValueError(
+            "eps: expected a number that float16, the dtype of the parameters, can hold, got "
+            f"{floor}, which is 0 in it: an update may be 0 / 0; pass eps=1e-4, or keep the "
+            "parameters in float32 under autocast."
+        )
 
 
 def plus(x: Tensor, a: Option, y: Tensor) -> Tensor:

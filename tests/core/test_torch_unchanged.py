@@ -45,7 +45,7 @@ def attributes():
         for holder in HOLDERS
         for name, value in vars(holder).items()
         if name not in OF_TORCH and not isinstance(value, ModuleType)
-    }
+    } | {("torch._dynamo.eval_frame", "_stance"): torch._dynamo.eval_frame._stance}
 
 
 def changed(before):
@@ -95,6 +95,7 @@ def test_nothing_of_torch_is_changed_by_two_threads():
 
 WATCHES = {
     "functions": lambda: torch_internals.watching_functions(lambda function, args: None),
+    "compiled pieces": torch_internals.eagerly,
     "constructors": lambda: torch_internals.watching_constructors(lambda make, *_: make),
 }
 
