@@ -54,7 +54,6 @@ def transformation(
     weight_decay: Any,
     *,
     decoupled: bool = False,
-    floor: Option = 1.0,
 ) -> GradientTransformation:
     """The rule whose direction in the t-th step, counted from 1, is direction_at(t).
 
@@ -62,8 +61,7 @@ def transformation(
 
     decoupled takes the decay from theta: theta' = (1 - lr lambda) theta - lr u. slots name what a
     direction keeps from step to step, a tree like params each. A rate that is a function of the step
-    has a count of its own, "at". A rule without either has no state. floor: what keeps a direction
-    from 0 / 0, its eps.
+    has a count of its own, "at". A rule without either has no state.
     """
     schedule = lr if callable(lr) and not isinstance(lr, Tensor) else None
     lr = check_rates("lr", lr) if schedule is None else lr
@@ -72,8 +70,6 @@ def transformation(
     entries = {*counts, *slots}
 
     def init(params: Params) -> State:
-        if not isinstance(floor, Tensor) and 0 < floor <= _LOST_IN_FLOAT16:
-            _refuse_float16(params, floor)
         return {**counts, **{slot: pytree.map(torch.zeros_like, params) for slot in slots}}
 
     def update(params: Params, grads: Params, state: State) -> tuple[Params, State]:
@@ -113,20 +109,6 @@ def transformation(
             return new, {**{name: state[name] + 1 for name in counts}, **trees}
 
     return GradientTransformation(init, update)
-
-
-_LOST_IN_FLOAT16 = 2.0**-25  # half of its smallest number
-
-
-def _refuse_float16(params: Params, floor: float) -> None:
-    with without_stand_ins():
-        halves = any(x.dtype is torch.float16 for x in pytree.tensors(params))
-    if halves:
-        raise ArgumentValueError(
-            "eps: expected a number that float16, the dtype of the parameters, can hold, got "
-            f"{floor}, which is 0 in it: an update may be 0 / 0; pass eps=1e-4, or keep the "
-            "parameters in float32 under autocast."
-        )
 
 
 def plus(x: Tensor, a: Option, y: Tensor) -> Tensor:

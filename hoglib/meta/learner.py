@@ -475,6 +475,8 @@ def check_finite(found: TaskResult) -> None:
     if math.isfinite(float(found.inner_losses.detach().sum() + found.value.detach().sum())):
         return
     stay = " The parameters are as they were before this step."
+    if found.inner_losses.dtype is torch.float16:
+        stay = f" The eps=1e-8 of adam and rmsprop is 0 in float16: give eps=1e-4.{stay}"
     check_inner_losses(
         found.inner_losses.detach(), "Look for NaN in its support set, or in the parameters." + stay,
         "The inner loop diverges: lower inner_lr, or take fewer steps." + stay,

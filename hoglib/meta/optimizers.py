@@ -327,7 +327,7 @@ def rmsprop(
         return direction
 
     slots = ("square", *(("mean",) if centered else ()), *(("momentum",) if has_momentum else ()))
-    return transformation(at, slots, lr, weight_decay, floor=epsilon)
+    return transformation(at, slots, lr, weight_decay)
 
 
 def scheduled(lr: Any, scheduler: Callable[[Any], Any], *, steps: int) -> Callable[[int], Any]:
@@ -472,4 +472,4 @@ def _adam(
         return direction
 
     slots = ("mean", "square", "largest") if amsgrad else ("mean", "square")
-    return transformation(at, slots, lr, weight_decay, decoupled=decoupled, floor=epsilon)
+    return transformation(at, slots, lr, weight_decay, decoupled=decoupled)

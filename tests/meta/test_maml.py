@@ -391,3 +391,13 @@ def test_on_a_gpu(name):
     for over_tasks in ("vmap", "loop"):
         ours = meta_gradient(maml(name, inner_steps=3, over_tasks=over_tasks).cuda(), moved)
         assert relative({n: g.cpu() for n, g in ours.items()}, expected) < 1e-10
+
+
+def test_an_inner_loop_in_float16_names_the_eps_that_it_loses():
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1)).half()
+    batch = torch.ones(5, 3, dtype=torch.float16), torch.zeros(5, 1, dtype=torch.float16)
+    model[0].weight.data.fill_(-1.0)  # dead units, whose gradient is zero
+    model[0].bias.data.fill_(-1.0)
+    learner = hog.MAML(model, F.mse_loss, rule=hog.meta.adam(1e-3), inner_steps=2)
+    with pytest.raises(hog.errors.NonFiniteError, match=r"is 0 in float16: give eps=1e-4"):
+        learner.loss([(batch, batch)])

@@ -253,11 +253,3 @@ ERRORS = {
 
 
 test_errors_say_what_was_expected_and_what_came = refused(ERRORS, by=hog.errors.HoglibError)
-
-
-@pytest.mark.parametrize("make", [adam, adamw, rmsprop])
-def test_an_eps_that_float16_cannot_hold_is_refused(make):
-    params = {"w": torch.ones(2, dtype=torch.float16)}
-    with pytest.raises(hog.errors.ArgumentValueError, match=r"eps: .*float16.*eps=1e-4"):
-        make(0.1).init(params)
-    make(0.1, eps=1e-4).init(params)
