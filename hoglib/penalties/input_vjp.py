@@ -26,7 +26,7 @@ from hoglib._core.torch_internals import (
     watching_functions,
 )
 from hoglib._core.torch_modes import without_stand_ins
-from hoglib.errors import ArgumentTypeError, NoSecondDerivative, UnsupportedError
+from hoglib.errors import ArgumentTypeError, NoSecondDerivative
 from hoglib.penalties.distributed import GatheredParameters
 from hoglib.penalties.options import CheckedOptions, select_output
 from hoglib.penalties.samples import Samples, check_points, random_like
@@ -251,15 +251,7 @@ class InputVJP:
 
 
 def check_gradient_flow(name: str, graph: GraphSummary) -> None:
-    """Raises for a custom Function that detaches its gradient, and for compiled code, which has no
-    second derivative; warns of a Function that may detach it."""
-    if graph.has_compiled_code:
-        raise UnsupportedError(
-            f"{name}: expected operations that torch can differentiate twice, got a part that "
-            "torch.compile made, which it cannot. Compile the critic as a whole (a penalty then "
-            "runs its original code), or call that part inside "
-            "`torch.compiler.set_stance('force_eager')`."
-        )
+    """Raises for a custom Function that detaches its gradient."""
     try:
         check_custom_functions(graph, name)
     except NoSecondDerivative as error:
