@@ -11,7 +11,8 @@ modules and settings are that hold for the time of a block, by :class:`replaced`
 import os
 import threading
 from collections.abc import Sequence
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, final
 
 
 class _Ambient(threading.local):
@@ -39,6 +40,8 @@ class _Ambient(threading.local):
     recomputing: bool = False
     recomputation_disabled: bool = False
     low_memory: bool = False
+    # The thread in whose place this one runs: that of a device runs a backward for its caller.
+    in_place_of: int | None = None
     # Whether compiled functions that the user's function calls run without their graphs.
     eager: bool = False
     # What a compiled product has computed at its point: a graph is called with tensors only, and a
@@ -98,3 +101,25 @@ class inside(replaced):  # noqa: N801 a context manager
 
     def __init__(self, **fields: Any) -> None:
         super().__init__([(AMBIENT, name, value) for name, value in fields.items()])
+
+
+def logical_thread() -> int:
+    """The thread that the caller runs in, or in whose place."""
+    return AMBIENT.in_place_of or threading.get_ident()
+
+
+@final
+class CallerState:
+    """The ambient state where this is made, for a node whose backward runs the user's function again:
+    autograd runs that of a device in a thread of its own, while its caller waits."""
+
+    def __init__(self) -> None:
+        self._thread, self._fields = logical_thread(), dict(vars(AMBIENT))
+
+    def restored(self) -> AbstractContextManager[None]:
+        """Inside, the state is as it was; in a thread that the user started, which has one of its own,
+        it stays."""
+        started = threading.current_thread()
+        if self._thread == logical_thread() or not isinstance(started, threading._DummyThread):
+            return nullcontext()
+        return inside(**{**self._fields, "in_place_of": self._thread})

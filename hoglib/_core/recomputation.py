@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.func import functional_call
 
 from hoglib._core import closures, pytree, torch_forward_mode, torch_internals, validation
-from hoglib._core.ambient import AMBIENT, inside, replaced
+from hoglib._core.ambient import AMBIENT, CallerState, inside, replaced
 from hoglib._core.block_parts import PartsWatch, SlicedOperations, replaced_forwards, version_of
 from hoglib._core.pytree import is_float
 from hoglib._core.state import RunState
@@ -180,7 +180,7 @@ class _Recompute(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], outputs: Tensors) -> None:
         run, *tensors = inputs
-        ctx.rerun, ctx.count = run.rerun, len(tensors)
+        ctx.rerun, ctx.count, ctx.caller = run.rerun, len(tensors), CallerState()
         ctx.computed = run if isinstance(run, _WithTangents) else None
         ctx.saved = [i for i, t in enumerate(tensors) if t is not None and ctx.rerun.uses(i)]
         ctx.save_for_backward(*(tensors[i] for i in ctx.saved))
@@ -191,30 +191,8 @@ class _Recompute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        inputs, rerun = _saved_inputs(ctx), ctx.rerun
-        wanted = [
-            i
-            for i, x in enumerate(inputs)
-            if x is not None and ctx.needs_input_grad[i + 1] and is_float(x)
-        ]
-        result: list[Tensor | None] = [None] * ctx.count
-        if wanted and any(grad is not None for grad in grads):
-            extra = rerun.extra
-            if extra:  # the zero that the derivative by an extra gradient is
-                at = [inputs[i] if i in extra else None for i in rerun.wanted]
-                grads = tuple(
-                    torch.zeros_like(x) if g is None and x is not None else g
-                    for g, x in zip(grads, at, strict=True)
-                )
-            arrived = [j for j, grad in enumerate(grads) if grad is not None]
-            extra = extra or _extra_inputs(rerun, inputs, wanted, arrived)
-            wanted = sorted({*wanted, *extra})
-            tensors = (*inputs, *(grads[j] for j in arrived))
-            vjp = _Vjp(rerun, ctx.count, wanted, arrived, extra)
-            grads = _run_level(vjp, *tensors) if _is_bypassed() else _recomputed(vjp, tensors)
-            for i, grad in zip(wanted, grads, strict=True):
-                result[i] = grad if ctx.needs_input_grad[i + 1] else None
-        return None, *result
+        with ctx.caller.restored():
+            return _backward(ctx, grads)
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> Any:
@@ -224,6 +202,33 @@ class _Recompute(torch.autograd.Function):
         moved = [i for i, t in enumerate(tangents) if t is not None and inputs[i] is not None]
         tensors = (*inputs, *(tangents[i] for i in moved))
         return _Recompute.apply(_Jvp(ctx.rerun, ctx.count, moved), *tensors)
+
+
+def _backward(ctx: Any, grads: Tensors) -> Any:
+    inputs, rerun = _saved_inputs(ctx), ctx.rerun
+    wanted = [
+        i
+        for i, x in enumerate(inputs)
+        if x is not None and ctx.needs_input_grad[i + 1] and is_float(x)
+    ]
+    result: list[Tensor | None] = [None] * ctx.count
+    if wanted and any(grad is not None for grad in grads):
+        extra = rerun.extra
+        if extra:  # the zero that the derivative by an extra gradient is
+            at = [inputs[i] if i in extra else None for i in rerun.wanted]
+            grads = tuple(
+                torch.zeros_like(x) if g is None and x is not None else g
+                for g, x in zip(grads, at, strict=True)
+            )
+        arrived = [j for j, grad in enumerate(grads) if grad is not None]
+        extra = extra or _extra_inputs(rerun, inputs, wanted, arrived)
+        wanted = sorted({*wanted, *extra})
+        tensors = (*inputs, *(grads[j] for j in arrived))
+        vjp = _Vjp(rerun, ctx.count, wanted, arrived, extra)
+        grads = _run_level(vjp, *tensors) if _is_bypassed() else _recomputed(vjp, tensors)
+        for i, grad in zip(wanted, grads, strict=True):
+            result[i] = grad if ctx.needs_input_grad[i + 1] else None
+    return None, *result
 
 
 # Compiles a level: hoglib.capture, which stands above this package, sets it.

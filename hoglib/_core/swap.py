@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from hoglib._core.ambient import AMBIENT, Items, replaced
+from hoglib._core.ambient import AMBIENT, Items, logical_thread, replaced
 from hoglib._core.placement import refuse_sharded, whole
 from hoglib._core.pytree import in_dtype
 from hoglib._core.torch_internals import forward_mode_active, is_compiled, transforms_active
@@ -78,7 +78,7 @@ class swap_parameters:  # noqa: N801 a context manager
 
     def __enter__(self) -> None:
         model, patch = self._given[0], AMBIENT.kept_swapped
-        if patch is None or patch.in_use(model):
+        if patch is None or patch.is_over or patch.in_use(model):
             patch = ModulePatch()
             self._end = patch.restore
         else:  # which keeps the parameters
@@ -127,6 +127,7 @@ class keep_swapped:  # noqa: N801 a context manager
     def __exit__(self, *raised: object) -> None:
         if self._own is not None:
             AMBIENT.kept_swapped = None
+            self._own.is_over = True  # also for a later backward that comes with the state of here
             self._own.restore()
 
 
@@ -202,6 +203,7 @@ class ModulePatch:
     def __init__(self) -> None:
         self._originals: dict[tuple[int, str], tuple[dict[str, Any], Any]] = {}
         self._busy: list[nn.Module] = []
+        self.is_over = False  # that of `keep_swapped`, when it was left
         self._last: _Places | None = None  # of the last swap
 
     def put(self, module: nn.Module, name: str, value: Any) -> None:
@@ -309,7 +311,7 @@ class restore_buffers:  # noqa: N801 a context manager
         self._copied: set[int] = set()  # modules that have copies
         self._copies: dict[int, Tensor] = {}  # by the buffer, which modules may share
         self._scripted: list[tuple[nn.Module, str, Tensor]] = []
-        self._patch, self._thread = ModulePatch(), threading.get_ident()
+        self._patch, self._thread = ModulePatch(), logical_thread()
         self._handle = register_module_forward_pre_hook(self._before_forward)
         return self.modules
 
@@ -322,7 +324,7 @@ class restore_buffers:  # noqa: N801 a context manager
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():  # torch.compile cannot trace what follows
             return
-        if id(module) in self._seen or threading.get_ident() != self._thread:
+        if id(module) in self._seen or logical_thread() != self._thread:
             return
         self._seen.add(id(module))
         self.modules.append(module)
@@ -364,7 +366,7 @@ _CLAIMING = threading.Lock()
 
 def _claim(key: tuple[int, str], module: nn.Module, name: str) -> None:
     """Notes that this thread replaces a value, unless another one has replaced it."""
-    this = threading.get_ident()
+    this = logical_thread()
     owner, times = _CLAIMED.get(key, (this, 0))
     if owner != this:
         raise UnsupportedError(
