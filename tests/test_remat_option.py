@@ -480,19 +480,6 @@ def test_equal_blocks_are_compiled_once(levels):
     assert 0 < counts[0] == counts[1] < counts[2] == counts[3]
 
 
-def test_compiled_blocks_in_other_products_and_operators():
-    loss, params, v, batch = deep(2)
-    loss.model.eval()
-    _, plain = hog.ggn_vp(loss, params, v, batch)
-    _, found = hog.ggn_vp(loss, params, v, batch, remat=True, compile="eager")
-    assert relative(flat(found), flat(plain)) < 1e-10
-    _, plain = hog.hvp(loss, params, v, batch)
-    for mode in ("auto", "forward-over-reverse"):
-        operator = hog.HessianOperator(loss, params, batch, mode=mode, remat=True, compile="eager")
-        for _ in range(2):
-            assert relative(flat(operator @ v), flat(plain)) < 1e-10
-
-
 def test_what_is_not_compiled_together():
     loss, params, v, batch = deep(2)
     with pytest.raises(ValueError, match="passes are compiled, got dual tensors"):

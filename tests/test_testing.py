@@ -133,24 +133,3 @@ def test_wrong_functions_fail(case):
 def test_a_function_is_named_by_its_class(form):
     with pytest.raises(AssertionError, match=r"^WrongSign: WRONG"):
         assert_double_differentiable(form, x)
-
-
-NOTHING = {
-    "integers": (torch.arange(3), "at least one floating-point"),
-    "no tensors": ((), "at least one floating-point"),
-    "no elements": (torch.randn(0), r"inputs\[0\]: expected at least one element"),
-}
-
-
-@pytest.mark.parametrize("case", NOTHING)
-def test_nothing_to_differentiate_by_raises(case):
-    inputs, message = NOTHING[case]
-    with pytest.raises(ValueError, match=message):
-        assert_double_differentiable(Cube, inputs)
-
-
-def test_what_is_no_function_raises():
-    with pytest.raises(TypeError, match="fn: expected a function"):
-        assert_double_differentiable("Cube", x)
-    with pytest.raises(TypeError, match="reference: expected a function"):
-        assert_double_differentiable(Cube, x, reference="Cube")

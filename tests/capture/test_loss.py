@@ -67,29 +67,6 @@ def a_sum_of_losses(problem, loss):
     return problem.grads()
 
 
-def optimised(problem, loss):
-    if not hasattr(problem, "optimizer"):
-        problem.optimizer = torch.optim.Adam(problem.model.parameters(), 0.1)
-    for _ in range(3):
-        problem.optimizer.zero_grad()
-        value = loss(problem.x)
-        value.backward()
-        problem.optimizer.step()
-    return value.detach()
-
-
-def scaled(problem, loss):
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    optimizer = torch.optim.SGD(problem.model.parameters(), 0.1)
-    scaler.scale(loss(problem.x)).backward()
-    scaled_grads = problem.grads()
-    scaler.unscale_(optimizer)
-    nn.utils.clip_grad_norm_(problem.model.parameters(), 0.5)
-    scaler.step(optimizer)
-    scaler.update()
-    return scaled_grads, problem.grads()
-
-
 def hooked(problem, loss):
     order, weight = [], problem.model[0].weight
     handles = [
@@ -148,7 +125,7 @@ def kept_for_another_backward(problem, loss):
 
 USES = {
     backward: 1, autograd_grad: 1, accumulated: 1, a_sum_of_losses: 1,
-    optimised: 1, scaled: 1, hooked: 3, double_backward: 3, third_order: 4,
+    hooked: 3, double_backward: 3, third_order: 4,
     without_gradients: 1, of_a_frozen_layer: 1, of_an_input: 1, kept_for_another_backward: 1,
 }  # fmt: skip
 

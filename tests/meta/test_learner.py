@@ -536,23 +536,6 @@ def test_random_directions_of_the_whole_kitchen_sink():
     assert abs(along - slope) < 1e-6 * abs(slope)
 
 
-def test_compiled_models_run_as_they_were():
-    """In whole, in part and in place; backends of torch that leave it as it is are fast enough."""
-    tasks, expected = (
-        image_tasks(),
-        meta_gradient(hog.MAML(network("none"), F.mse_loss), image_tasks()),
-    )
-    whole = torch.compile(network("none"), backend="aot_eager")
-    part, in_place = network("none"), network("none")
-    part[0] = torch.compile(part[0], backend="aot_eager")
-    in_place.compile(backend="aot_eager")
-    for model in (whole, part, in_place):
-        for memory in MEMORY:
-            maml = hog.MAML(model, F.mse_loss, memory=memory, over_tasks="loop")
-            ours = meta_gradient(maml, tasks)
-            assert relative(list(ours.values()), list(expected.values())) < 1e-12
-
-
 def test_two_tasks_of_single_tensors_are_tasks():
     maml = hog.MAML(nn.Linear(2, 2).double(), F.mse_loss)
     tasks = [(rand(4, 2), rand(4, 2)), (rand(4, 2) + 1, rand(4, 2) - 1)]

@@ -39,14 +39,6 @@ def test_dropout_draws_once(memory, over_tasks):
     assert relative(*found) < 1e-12
 
 
-@pytest.mark.parametrize("memory", MEMORY)
-def test_steps_that_do_not_divide(memory):
-    options = {"inner_steps": 7, "over_tasks": "loop"}
-    ours = meta_gradient(learner("LayerNorm", "adam", memory=memory, **options), image_tasks())
-    expected = meta_gradient(learner("LayerNorm", "adam", **options), image_tasks())
-    assert relative(ours, expected) < 1e-12
-
-
 @pytest.mark.parametrize("memory", MEMORY[1:])
 def test_adapt_is_differentiable_twice_whatever_changes_after_it(memory):
     """Modes and random numbers are those of the first run."""
