@@ -6,38 +6,21 @@ import pytest
 
 from hoglib.cli.main import main
 
-HEAD = '''
+HEAD = """
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import hoglib as hog
-
-
-class Raw(torch.autograd.Function):
-    """x^2, whose backward forgets that its gradient depends on x."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x**2
-
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return 2 * g * x.detach()
-
-
-class Poison(nn.Module):
-    def forward(self, x):
-        return Raw.apply(x)
+from tests.functions import Detached
+from tests.models import Through
 
 
 def of(*middle):
     net = nn.Sequential(nn.Linear(3, 4), nn.Sequential(*middle), nn.Linear(4, 1))
     batch = torch.randn(6, 3), torch.randn(6, 1)
     return hog.functional_loss(net, F.mse_loss), hog.trainable_params(net), batch
-'''
+"""
 GOOD = """
 
 def second_order_problem():
@@ -46,7 +29,7 @@ def second_order_problem():
 BAD = """
 
 def second_order_problem_of_poison():
-    return of(nn.Tanh(), Poison())
+    return of(nn.Tanh(), Through(Detached.apply))
 """
 SEVERAL = """
 
@@ -55,7 +38,7 @@ def listed():
 
 
 def named():
-    return {"clean": of(nn.Tanh()), "poisoned": of(Poison())}
+    return {"clean": of(nn.Tanh()), "poisoned": of(Through(Detached.apply))}
 """
 NOT_RUN_PART = """
 
@@ -128,7 +111,12 @@ def test_a_right_one(write, capsys):
 def test_every_problem_of_a_file_and_a_wrong_one_is_named(write, capsys):
     status, out, _ = run(capsys, write(HEAD, GOOD, BAD))
     assert status == 1
-    for said in ("second_order_problem_of_poison: WRONG", "FAIL  culprit: 1.1", "Raw", "mine.py:"):
+    for said in (
+        "second_order_problem_of_poison: WRONG",
+        "FAIL  culprit: 1.1",
+        "Detached",
+        "functions.py:",
+    ):
         assert said in out
     assert out.rstrip().endswith("1 right, 1 WRONG (second_order_problem_of_poison)")
     right, _, _ = out.partition("second_order_problem_of_poison")

@@ -3,7 +3,6 @@
 import copy
 import random
 import traceback
-from collections import OrderedDict
 from typing import NamedTuple
 
 import lightning.pytorch as pl
@@ -21,6 +20,7 @@ import hoglib as hog
 from hoglib.curvature import hessian_spectrum
 from hoglib.errors import HoglibError
 from hoglib.lightning import CurvatureMonitor
+from tests.curvature.problems import nested_to_matrix
 from tests.lightning.trainers import QUIET, state, trainer
 from tests.several_processes import found_by_each
 
@@ -151,21 +151,14 @@ def same_history(ours, theirs):
             assert_close(value, getattr(other.spectrum.density, name), rtol=0, atol=0)
 
 
-def dense(params, batch, act=torch.tanh):
+def dense(params, batch):
     """Eigenvalues by torch.func alone."""
-    sizes = OrderedDict((name, p.shape) for name, p in params.items())
 
-    def loss(flat):
-        w, b, v, c = (
-            part.view(shape)
-            for part, shape in zip(
-                flat.split([s.numel() for s in sizes.values()]), sizes.values(), strict=True
-            )
-        )
-        return F.mse_loss(F.linear(act(F.linear(batch[0], w, b)), v, c), batch[1])
+    def loss(params):
+        w, b, v, c = params.values()
+        return F.mse_loss(F.linear(F.linear(batch[0], w, b).tanh(), v, c), batch[1])
 
-    flat = torch.cat([p.reshape(-1) for p in params.values()])
-    return torch.linalg.eigvalsh(torch.func.hessian(loss)(flat))
+    return torch.linalg.eigvalsh(nested_to_matrix(torch.func.hessian(loss)(params), params))
 
 
 @pytest.mark.parametrize("fixed", [True, False])
