@@ -9,14 +9,7 @@ from torch import nn
 
 import hoglib as hog
 from hoglib.testing import assert_double_differentiable
-from tests.functions import (
-    ClassicCube,
-    Cube,
-    Detached,
-    DetachedTangent,
-    WrongSign,
-    WrongTangent,
-)
+from tests.functions import ClassicCube, Cube, Detached, DetachedTangent, WrongSign, WrongTangent
 
 
 class ByParameter(nn.Module):

@@ -10,12 +10,7 @@ import torch
 from torch import nn
 
 from hoglib._core import swap
-from hoglib._core.swap import (
-    call_with,
-    keep_swapped,
-    reapply,
-    swap_parameters,
-)
+from hoglib._core.swap import call_with, keep_swapped, reapply, swap_parameters
 
 
 def params_of(model: nn.Module, value: float) -> dict[str, torch.Tensor]:

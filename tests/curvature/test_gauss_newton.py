@@ -7,13 +7,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import hoglib as hog
-from tests.curvature.problems import (
-    dense_ggn,
-    draw,
-    flat,
-    problem,
-    relative,
-)
+from tests.curvature.problems import dense_ggn, draw, flat, problem, relative
 from tests.functions import ClassicCube
 from tests.models import Fn, Through
 from tests.refused import refused

@@ -18,13 +18,7 @@ from experiments.benchmarks.meta.tasks import LEARNERS, checked, learner, long_l
 from experiments.benchmarks.meta.workloads import CHOSEN, FORCED, LOOP, MANY_STEPS, META_GRADIENT
 from experiments.benchmarks.method_check import FEW
 from experiments.benchmarks.problems import MODELS, problem
-from experiments.benchmarks.workload import (
-    Method,
-    Missing,
-    Unit,
-    Workload,
-    peer,
-)
+from experiments.benchmarks.workload import Method, Missing, Unit, Workload, peer
 from experiments.benchmarks.workloads import WORKLOADS, chosen
 from tests.long_tail import all_but, only
 

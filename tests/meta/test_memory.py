@@ -12,10 +12,7 @@ from tests.oracles import relative
 
 MEMORY = ["store", "remat", "checkpoint"]
 # with Adam's own eps a step is a sign, almost, whose slopes differences cannot follow
-RULES = {
-    "sgd": {"inner_lr": 0.05},
-    "adam": {"inner_lr": 0.02, "rule_options": {"eps": 0.1}},
-}
+RULES = {"sgd": {"inner_lr": 0.05}, "adam": {"inner_lr": 0.02, "rule_options": {"eps": 0.1}}}
 STEPS = 3
 
 

@@ -337,8 +337,7 @@ def step(critic, penalty):
 
 
 @pytest.mark.parametrize(
-    "kind",
-    ["wgan_gp", "zero_centred", "r1", "r2", "r1_r2", "dragan", "lipschitz"],
+    "kind", ["wgan_gp", "zero_centred", "r1", "r2", "r1_r2", "dragan", "lipschitz"]
 )
 def test_a_whole_step_is_one_graph(kind):
     critic, plainly, penalty = build(plain), build(plain), hog.GradientPenalty(kind)
