@@ -358,10 +358,6 @@ def critic_of(**_):
 
 
 PENALTIES = {
-    "r1": lambda critic, x, **o: hog.penalties.r1(critic, x, **o),
-    "wgan_gp": lambda critic, x, **o: hog.penalties.wgan_gp(
-        critic, x, x + 1, generator=torch.Generator().manual_seed(0), **o
-    ),
     "in pieces": lambda critic, x, **o: hog.penalties.r1(critic, x, micro_batch=2, **o),
     "jacobian": lambda critic, x, **o: hog.penalties.jacobian(critic, x, num_projections=None, **o),
     "module": lambda critic, x, **o: hog.GradientPenalty("r1", **o)(critic, x),

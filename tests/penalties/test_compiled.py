@@ -264,22 +264,6 @@ def test_where_nothing_is_learnt_nothing_is_captured(calls):
     assert calls
 
 
-def test_frozen_later():
-    critic = build(plain)
-    penalties.r1(critic, X, compile="eager")
-    critic.requires_grad_(False)
-    found = penalties.r1(critic, X, compile="eager")
-    assert not found.requires_grad
-    assert_close(found, penalties.r1(critic, X))
-    critic[0].requires_grad_(True)
-    value = penalties.r1(critic, X, compile="eager")
-    expected = penalties.r1(critic, X)
-    assert_close(
-        torch.autograd.grad(value, critic[0].weight),
-        torch.autograd.grad(expected, critic[0].weight),
-    )
-
-
 CRITIC = build(plain)
 
 
