@@ -10,12 +10,11 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
 import hoglib as hog
-from tests.curvature.problems import CRITERIA, MODELS, draw, problem
+from tests.curvature.problems import CRITERIA, F64, MODELS, draw, problem
 from tests.models import Fn
 from tests.refused import refused
 from tests.rows import rows
 
-F64 = torch.float64
 APART = [name for name in MODELS if name != "CNN with BatchNorm in train"]
 
 

@@ -13,13 +13,11 @@ from torch.testing import assert_close
 import hoglib as hog
 from hoglib.curvature import kfac_operator
 from tests.curvature.kronecker_by_definition import dense_kfac
-from tests.curvature.problems import CRITERIA, draw, nested_to_matrix
+from tests.curvature.problems import CRITERIA, F64, draw, nested_to_matrix
 from tests.curvature.test_influence import ghosts, rows_of
 from tests.functions import ClassicCube
 from tests.models import Fn, Through
 from tests.rows import rows
-
-F64 = torch.float64
 
 
 def positions(*layers):
@@ -362,26 +360,21 @@ def test_gradients_of_zero_up_to_rounding(dtype, joint):
     assert_close(K.trace(), G.trace())
 
 
-class Experts(nn.Module):
+def experts(net, x):
     """Each example is given to one of two layers."""
-
-    def __init__(self):
-        super().__init__()
-        self.experts = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
-
-    def forward(self, x):
-        out, first = x.new_zeros(x.shape), x[:, 0] > 0
-        for i, expert in enumerate(self.experts):
-            rows = (first == bool(i)).nonzero()[:, 0]
-            out = out.index_add(0, rows, expert(x[rows]))
-        return out
+    out, first = x.new_zeros(x.shape), x[:, 0] > 0
+    for i, expert in enumerate(net.experts):
+        rows = (first == bool(i)).nonzero()[:, 0]
+        out = out.index_add(0, rows, expert(x[rows]))
+    return out
 
 
 @rows("signs", [[1, 1, -1, 1, -1, 1], [1, 1, -1, -1, 1, -1], [1, -1, 1, 1, -1, -1]])
 def test_experts(signs):
     """Their factors are sums over the rows that they have; whose rows these are nobody says."""
     torch.manual_seed(1)
-    loss = hog.functional_loss(Experts().double(), F.cross_entropy)
+    model = Fn(experts, experts=nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)]))
+    loss = hog.functional_loss(model.double(), F.cross_entropy)
     x = draw(6, 3)
     x[:, 0] = x[:, 0].abs() * torch.tensor(signs)
     params, batch = hog.trainable_params(loss.model), (x, LABELS)

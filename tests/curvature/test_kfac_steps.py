@@ -11,11 +11,9 @@ from torch.testing import assert_close
 
 import hoglib as hog
 from hoglib.curvature import KFAC, NewtonCG
-from tests.curvature.problems import draw
+from tests.curvature.problems import F64, draw
 from tests.refused import refused
 from tests.rows import rows
-
-F64 = torch.float64
 
 
 def network(seed=1):

@@ -18,6 +18,7 @@ from tests.meta.networks import Scaled, as_list, image_tasks, meta_gradient, net
 from tests.models import Fn
 from tests.oracles import random_like, relative
 from tests.refused import refused
+from tests.tensors import randn as rand
 
 MEMORY = ["store", "remat", "checkpoint"]
 MAPPED = pytest.mark.parametrize("over_tasks", ["loop", "vmap"])
@@ -268,11 +269,6 @@ class Pair:
 
     x: torch.Tensor
     y: torch.Tensor
-
-
-def rand(*shape):
-    generator = torch.Generator().manual_seed(sum(shape))
-    return torch.randn(*shape, dtype=torch.float64, generator=generator)
 
 
 # the model, its criterion and forward, and a batch of x, y and a number

@@ -347,19 +347,3 @@ def test_lazily_a_graph_cannot_count():
     for factor in factors:
         assert_close(fast(X, factor), loss(X, factor))
     assert len(fast.signatures) == 2
-
-
-def test_a_penalty_of_a_config_resumes_its_rhythm(calls):
-    def run(penalty, count):
-        critic = build(plain)
-        return [penalty(critic, X, FAKE) for _ in range(count)]
-
-    make = lambda: hog.GradientPenalty("r1", 2.0, every=3, compile="eager")  # noqa: E731
-    expected = run(hog.GradientPenalty("r1", 2.0, every=3), 8)
-    first = make()
-    values = run(first, 4)
-    again = make()
-    again.load_state_dict(first.state_dict())
-    assert_close([*values, *run(again, 4)], expected)
-    assert "compile='eager'" in repr(first)
-    assert copy.deepcopy(first).calls == 4
