@@ -6,7 +6,8 @@ from torch.testing import assert_close
 
 from hoglib import penalties
 from tests.conformance.test_penalties import smooth
-from tests.penalties.critics import F64, build, draw, generator
+from tests.curvature.problems import F64
+from tests.penalties.critics import build, draw, generator
 from tests.refused import refused
 
 J, X = draw(4, 3, 2), draw(6, 3, 2, seed=1)
