@@ -67,6 +67,15 @@ def a_sum_of_losses(problem, loss):
     return problem.grads()
 
 
+def scaled(problem, loss):
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    optimizer = torch.optim.SGD(problem.model.parameters(), 0.1)
+    scaler.scale(loss(problem.x)).backward()
+    scaled_grads = problem.grads()
+    scaler.unscale_(optimizer)
+    return scaled_grads, problem.grads()
+
+
 def hooked(problem, loss):
     order, weight = [], problem.model[0].weight
     handles = [
@@ -125,7 +134,7 @@ def kept_for_another_backward(problem, loss):
 
 USES = {
     backward: 1, autograd_grad: 1, accumulated: 1, a_sum_of_losses: 1,
-    hooked: 3, double_backward: 3, third_order: 4,
+    scaled: 1, hooked: 3, double_backward: 3, third_order: 4,
     without_gradients: 1, of_a_frozen_layer: 1, of_an_input: 1, kept_for_another_backward: 1,
 }  # fmt: skip
 

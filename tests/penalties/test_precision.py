@@ -1,4 +1,4 @@
-"""Mixed precision: the gradient of a penalty is that of float32, under autocast, in half precision."""
+"""Mixed precision: the gradient of a penalty is that of float32, under autocast, GradScaler and in half."""
 
 import pytest
 import torch
@@ -98,6 +98,16 @@ def test_in_half_precision_all_through(kind, dtype):
     value.backward()
     KINDS[kind](wide, x.float(), y.float()).backward()
     assert_like_float32(gradient(model), gradient(wide), dtype)
+
+
+def test_a_scaler_scales_and_unscales_it():
+    model, x = critic(), images()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    with torch.autocast("cpu", torch.float16):
+        value = penalties.r1(model, x)
+    scaler.scale(value).backward()
+    scaler.unscale_(torch.optim.SGD(model.parameters(), 0.1))
+    assert_like_float32(gradient(model), reference("r1", x, None)[1], torch.float32)
 
 
 @pytest.mark.gpu
