@@ -55,14 +55,11 @@ def slopes_by_differences(
     eps: float = 1e-5,
 ) -> dict[str, Tensor]:
     """d function(params + t v) / dt at 0 for each tensor alone, by central differences in float64."""
-    return {
-        name: (
-            function({**params, name: params[name] + eps * v})
-            - function({**params, name: params[name] - eps * v})
-        )
-        / (2 * eps)
-        for name, v in directions.items()
-    }
+
+    def at(name: str, step: float) -> Tensor:
+        return function({**params, name: params[name] + step * directions[name]})
+
+    return {name: (at(name, eps) - at(name, -eps)) / (2 * eps) for name in directions}
 
 
 def relative(a: Any, b: Any) -> float:

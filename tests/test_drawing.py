@@ -21,6 +21,7 @@ from tests.functions import (
     OnceDifferentiable,
     ThroughNumpy,
 )
+from tests.refused import refused
 from tests.unchanged import unchanged
 
 ROOT = Path(__file__).parents[1]
@@ -219,17 +220,12 @@ def test_nothing_that_was_passed_changes():
             assert str(hog.graph(Cube, x3())) == expected
 
 
-@pytest.mark.parametrize(
-    ("fn", "inputs", "options", "said"),
-    [
-        (3, torch.ones(2), {}, "fn: expected a function"),
-        (Cube, torch.arange(3), {}, "floating-point or complex tensor, got none"),
-        (Cube, torch.ones(2), {"order": 4}, "order: expected 1, 2 or 3"),
-    ],
-)
-def test_wrong_arguments_are_explained(fn, inputs, options, said):
-    with pytest.raises(HoglibError, match=re.escape(said)):
-        hog.graph(fn, inputs, **options)
+WRONG = {
+    "no function": (lambda: hog.graph(3, torch.ones(2)), HoglibError, "fn: expected a function"),
+    "integers": (lambda: hog.graph(Cube, torch.arange(3)), HoglibError, "floating-point or complex tensor, got none"),
+    "an order": (lambda: hog.graph(Cube, x3(), order=4), HoglibError, "order: expected 1, 2 or 3"),
+}  # fmt: skip
+test_wrong_arguments_are_explained = refused(WRONG)
 
 
 # Saving.

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 import hoglib as hog
 from hoglib._core.swap import keep_swapped
-from tests.models import Remembers, Tied
+from tests.models import Fn, Remembers, Tied
 from tests.oracles import random_like, relative
 from tests.refused import refused
 from tests.unchanged import unchanged
@@ -58,24 +58,15 @@ class TwoInputs(nn.Module):
         return self.left(a) * self.right(b)
 
 
-class Siamese(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.encoder, self.scale = net(), nn.Parameter(torch.ones(2))
-
-    def forward(self, x):
-        raise AssertionError("only its encoder is called")
+def siamese():
+    """Of which only the encoder is called."""
+    return Fn(None, encoder=net(), scale=nn.Parameter(torch.ones(2)))
 
 
-class Looks(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(5, 2)
-        self.head = nn.Linear(2, 5, bias=False)
-        self.head.weight = self.table.weight
-
-    def forward(self, tokens):
-        return torch.tanh(self.head(self.table(tokens) + 1))
+def looks():
+    parts = {"table": nn.Embedding(5, 2), "head": nn.Linear(2, 5, bias=False)}
+    parts["head"].weight = parts["table"].weight
+    return Fn(lambda self, tokens: torch.tanh(self.head(self.table(tokens) + 1)), **parts)
 
 
 class ModelOutput(OrderedDict):
@@ -175,7 +166,7 @@ CASES = {
     ),
     "forward= of a list of one": Case(net, [X], lambda outputs, batch: mean_square(outputs, batch[0]), lambda m: mean_square(m(X), X), lambda model, batch: model(batch[0])),
     "forward= calls a part twice": Case(
-        Siamese, {"a": X, "b": Y}, lambda outputs, batch: outputs.square().mean(),
+        siamese, {"a": X, "b": Y}, lambda outputs, batch: outputs.square().mean(),
         lambda m: (m.encoder(X) * m.encoder(Y) * m.scale).square().mean(), both,
     ),
     "forward= of a model without forward": Case(
@@ -190,7 +181,7 @@ CASES = {
     "forward= with buffers that change": Case(Remembers, X, to_itself, lambda m: mean_square(twice(m, X), X), twice),
     "forward= with checkpoints": Case(net, X, to_itself, lambda m: mean_square(m(X), X), checkpointed, transforms=False),
     "weights that are computed": Case(lambda: nn.utils.parametrizations.orthogonal(nn.Linear(2, 2), orthogonal_map="cayley"), X, to_itself, lambda m: mean_square(m(X), X)),
-    "a tied embedding": Case(Looks, TOKENS, lambda outputs, tokens: F.cross_entropy(outputs, tokens), lambda m: F.cross_entropy(m(TOKENS), TOKENS)),
+    "a tied embedding": Case(looks, TOKENS, lambda outputs, tokens: F.cross_entropy(outputs, tokens), lambda m: F.cross_entropy(m(TOKENS), TOKENS)),
     "an LSTM, which returns a tuple": Case(
         lambda: nn.LSTM(2, 2), (X, Y), lambda outputs, y: mean_square(outputs[0], y) + outputs[1][1].sum(),
         lambda m: mean_square(m(X)[0], Y) + m(X)[1][1].sum(),

@@ -15,6 +15,8 @@ from hoglib.errors import ArgumentTypeError, ArgumentValueError
 from tests.language_models import CONFIGS, VOCABULARY, language_model, padded_batch
 from tests.models import Fn
 from tests.oracles import random_like, relative
+from tests.refused import refused
+from tests.rows import rows
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:transformers")
@@ -58,129 +60,127 @@ def small(*names, tied=False, **options):
     return chunked, params, random_like(params), batch
 
 
-class TestArchitectures:
-    @pytest.mark.parametrize("name", CONFIGS)
-    def test_products(self, name):
-        self.compare(language_model(name), "MaskedLM" not in name and "Conditional" not in name)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_products_of_architectures(name):
+    compare(language_model(name), "MaskedLM" not in name and "Conditional" not in name)
 
-    def test_gradient_checkpointing(self):
-        model = language_model("LlamaForCausalLM").train()
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        self.compare(model, True)
 
-    def compare(self, model, shift):
-        batch = padded_batch()
-        params = hog.trainable_params(model)
-        v = random_like(params)
-        chunked = hog.language_model_loss(model, chunk_size=4)
-        whole = with_all_logits(model, shift)
+def test_gradient_checkpointing():
+    model = language_model("LlamaForCausalLM").train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    compare(model, True)
+
+
+def compare(model, shift):
+    batch = padded_batch()
+    params = hog.trainable_params(model)
+    v = random_like(params)
+    chunked = hog.language_model_loss(model, chunk_size=4)
+    whole = with_all_logits(model, shift)
+    for product in (hog.hvp, hog.ggn_vp):
+        (a, x), (b, y) = (product(f, params, v, batch) for f in (chunked, whole))
+        # some models return logits in float32, or compute in it inside
+        assert_close(a, b.double(), rtol=1e-9 if b.dtype == a.dtype else 1e-6, atol=0)
+        assert relative(x, y) < 1e-6
+    assert_close(chunked(params, batch), model(**batch).loss.double(), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_third_derivatives(smoothing):
+    chunked, params, v, batch = small(label_smoothing=smoothing)
+    whole = with_all_logits(chunked.model, True, label_smoothing=smoothing)
+    found = []
+    for loss in (chunked, whole):
         for product in (hog.hvp, hog.ggn_vp):
-            (a, x), (b, y) = (product(f, params, v, batch) for f in (chunked, whole))
-            # some models return logits in float32, or compute in it inside
-            assert_close(a, b.double(), rtol=1e-9 if b.dtype == a.dtype else 1e-6, atol=0)
-            assert relative(x, y) < 1e-6
-        assert_close(chunked(params, batch), model(**batch).loss.double(), rtol=1e-5, atol=0)
+            _, out = product(loss, params, v, batch, create_graph=True)
+            total = sum((out[k] * v[k].sin()).sum() for k in out)
+            found.append(torch.autograd.grad(total, list(params.values())))
+    assert_close(found[0], found[2], rtol=1e-9, atol=1e-12)
+    assert_close(found[1], found[3], rtol=1e-9, atol=1e-12)
 
 
-class TestOrders:
-    @pytest.mark.parametrize("smoothing", [0.0, 0.2])
-    def test_third(self, smoothing):
-        chunked, params, v, batch = small(label_smoothing=smoothing)
-        whole = with_all_logits(chunked.model, True, label_smoothing=smoothing)
-        found = []
-        for loss in (chunked, whole):
-            for product in (hog.hvp, hog.ggn_vp):
-                _, out = product(loss, params, v, batch, create_graph=True)
-                total = sum((out[k] * v[k].sin()).sum() for k in out)
-                found.append(torch.autograd.grad(total, list(params.values())))
-        assert_close(found[0], found[2], rtol=1e-9, atol=1e-12)
-        assert_close(found[1], found[3], rtol=1e-9, atol=1e-12)
-
-    @pytest.mark.parametrize(
-        ("product", "mode"),
-        [
-            (hog.ggn_vp, "forward"), (hog.ggn_vp, "reverse"), (hog.ggn_vp, "finite-differences"),
-            (hog.hvp, "reverse-over-reverse"), (hog.hvp, "forward-over-reverse"),
-        ],
-    )  # fmt: skip
-    def test_modes(self, product, mode):
-        chunked, params, v, batch = small(label_smoothing=0.1)
-        whole = with_all_logits(chunked.model, True, label_smoothing=0.1)
-        _, expected = product(whole, params, v, batch)
-        limit = 1e-8 if product is hog.ggn_vp else 1e-9
-        assert relative(product(chunked, params, v, batch, mode=mode)[1], expected) < limit
-
-    @pytest.mark.parametrize(
-        ("tied", "names"), [(False, ["mix.*"]), (True, [])], ids=["frozen", "tied"]
-    )
-    def test_frozen_and_tied_heads(self, tied, names):
-        chunked, params, v, batch = small(*names, tied=tied)
-        assert "head.weight" not in params
-        whole = with_all_logits(chunked.model, True)
-        for product in (hog.hvp, hog.ggn_vp):
-            x, y = (product(f, params, v, batch)[1] for f in (chunked, whole))
-            assert relative(x, y) < 1e-9
-
-    def test_half_precision_is_near(self):
-        model = language_model("LlamaForCausalLM")
-        params, batch = hog.trainable_params(model), padded_batch()
-        v = random_like(params)
-        _, expected = hog.ggn_vp(hog.language_model_loss(model), params, v, batch)
-        model.bfloat16()
-        params = hog.trainable_params(model)
-        v = {k: x.bfloat16() for k, x in v.items()}
-        _, found = hog.ggn_vp(hog.language_model_loss(model, chunk_size=4), params, v, batch)
-        assert relative({k: x.double() for k, x in found.items()}, expected) < 0.05
+@pytest.mark.parametrize(
+    ("product", "mode"),
+    [
+        (hog.ggn_vp, "forward"), (hog.ggn_vp, "reverse"), (hog.ggn_vp, "finite-differences"),
+        (hog.hvp, "reverse-over-reverse"), (hog.hvp, "forward-over-reverse"),
+    ],
+)  # fmt: skip
+def test_products_in_each_mode(product, mode):
+    chunked, params, v, batch = small(label_smoothing=0.1)
+    whole = with_all_logits(chunked.model, True, label_smoothing=0.1)
+    _, expected = product(whole, params, v, batch)
+    limit = 1e-8 if product is hog.ggn_vp else 1e-9
+    assert relative(product(chunked, params, v, batch, mode=mode)[1], expected) < limit
 
 
-class TestFisher:
-    def test_exact_is_the_ggn(self):
-        chunked, params, v, batch = small()
-        a, b = hog.fisher_vp(chunked, params, v, batch), hog.ggn_vp(chunked, params, v, batch)
-        assert relative(a[1], b[1]) < 1e-12
+@rows(("tied", "names"), [(False, ["mix.*"]), (True, [])], ids=["frozen", "tied"])
+def test_frozen_and_tied_heads(tied, names):
+    chunked, params, v, batch = small(*names, tied=tied)
+    assert "head.weight" not in params
+    whole = with_all_logits(chunked.model, True)
+    for product in (hog.hvp, hog.ggn_vp):
+        x, y = (product(f, params, v, batch)[1] for f in (chunked, whole))
+        assert relative(x, y) < 1e-9
 
-    def test_empirical(self):
-        chunked, params, _, batch = small("head.*", "mix.bias")
-        count = (SHIFTED[:, 1:] != -100).sum()
-        expected = 0
-        for n in range(len(SHIFTED)):
-            logits = chunked.model(batch["input_ids"][n : n + 1]).logits[0, :-1]
-            own = F.cross_entropy(logits, SHIFTED[n, 1:], reduction="sum") / count
-            grads = torch.autograd.grad(own, list(params.values()))
-            flat = torch.cat([g.reshape(-1) for g in grads])
-            expected = expected + len(SHIFTED) * torch.outer(flat, flat)
-        operator = hog.FisherOperator(chunked, params, batch, kind="empirical")
-        assert_close(operator.to_dense(), expected)
 
-    def test_sampled_is_an_estimate_of_the_exact(self):
-        chunked, params, _, batch = small("head.*")
-        exact = hog.FisherOperator(chunked, params, batch, kind="exact").to_dense()
-        errors = []
-        for samples in (10, 160):
-            operator = hog.FisherOperator(
-                chunked, params, batch, kind="mc", num_samples=samples,
-                generator=torch.Generator().manual_seed(0),
-            )  # fmt: skip
-            errors.append(float((operator.to_dense() - exact).norm() / exact.norm()))
-        assert errors[1] < 0.1
-        assert errors[1] < errors[0] / 3
+def test_half_precision_is_near():
+    model = language_model("LlamaForCausalLM")
+    params, batch = hog.trainable_params(model), padded_batch()
+    v = random_like(params)
+    _, expected = hog.ggn_vp(hog.language_model_loss(model), params, v, batch)
+    model.bfloat16()
+    params = hog.trainable_params(model)
+    v = {k: x.bfloat16() for k, x in v.items()}
+    _, found = hog.ggn_vp(hog.language_model_loss(model, chunk_size=4), params, v, batch)
+    assert relative({k: x.double() for k, x in found.items()}, expected) < 0.05
 
-    @pytest.mark.parametrize(
-        ("options", "words"),
-        [
-            ({"likelihood": "gaussian"}, "likelihood=None or 'categorical'"),
-            ({"reduction": "sum"}, "reduction='mean'"),
-        ],
-    )
-    def test_options(self, options, words):
-        chunked, params, v, batch = small()
-        with pytest.raises(ArgumentValueError, match=words):
-            hog.fisher_vp(chunked, params, v, batch, **options)
 
-    def test_smoothing_is_no_likelihood(self):
-        chunked, params, v, batch = small(label_smoothing=0.1)
-        with pytest.raises(ArgumentValueError, match="label_smoothing=0"):
-            hog.fisher_vp(chunked, params, v, batch)
+NO_FISHER = [
+    ({}, {"likelihood": "gaussian"}, "likelihood=None or 'categorical'"),
+    ({}, {"reduction": "sum"}, "reduction='mean'"),
+    ({"label_smoothing": 0.1}, {}, "label_smoothing=0"),
+]
+
+
+def test_exact_is_the_ggn():
+    chunked, params, v, batch = small()
+    a, b = hog.fisher_vp(chunked, params, v, batch), hog.ggn_vp(chunked, params, v, batch)
+    assert relative(a[1], b[1]) < 1e-12
+
+
+def test_the_empirical_fisher_matrix():
+    chunked, params, _, batch = small("head.*", "mix.bias")
+    count = (SHIFTED[:, 1:] != -100).sum()
+    expected = 0
+    for n in range(len(SHIFTED)):
+        logits = chunked.model(batch["input_ids"][n : n + 1]).logits[0, :-1]
+        own = F.cross_entropy(logits, SHIFTED[n, 1:], reduction="sum") / count
+        grads = torch.autograd.grad(own, list(params.values()))
+        flat = torch.cat([g.reshape(-1) for g in grads])
+        expected = expected + len(SHIFTED) * torch.outer(flat, flat)
+    operator = hog.FisherOperator(chunked, params, batch, kind="empirical")
+    assert_close(operator.to_dense(), expected)
+
+
+def test_sampled_is_an_estimate_of_the_exact():
+    chunked, params, _, batch = small("head.*")
+    exact = hog.FisherOperator(chunked, params, batch, kind="exact").to_dense()
+    errors = []
+    for samples in (10, 160):
+        operator = hog.FisherOperator(
+            chunked, params, batch, kind="mc", num_samples=samples,
+            generator=torch.Generator().manual_seed(0),
+        )  # fmt: skip
+        errors.append(float((operator.to_dense() - exact).norm() / exact.norm()))
+    assert errors[1] < 0.1
+    assert errors[1] < errors[0] / 3
+
+
+@rows(("given", "options", "words"), NO_FISHER)
+def test_what_is_no_fisher_matrix(given, options, words):
+    with pytest.raises(ArgumentValueError, match=words):
+        hog.fisher_vp(*small(**given), **options)
 
 
 @pytest.mark.parametrize(
@@ -203,272 +203,227 @@ def test_memory_is_a_few_chunks(product, options):
     assert peak < 4 * rows * classes  # less than one tensor of logits
 
 
-class TestData:
-    def test_operators_weight_batches_by_labels(self):
-        chunked, params, v, batch = small()
-        parts = [{k: x[n : n + 1] for k, x in batch.items()} for n in range(2)]
-        _, expected = hog.hvp(chunked, params, v, batch)
-        as_mapping = UserDict(batch), {"micro_batch": 1}  # as BatchEncoding is
-        for data, options in ((parts, {}), (batch, {"micro_batch": 1}), as_mapping):
-            found = hog.HessianOperator(chunked, params, data, **options) @ v
-            assert relative(found, expected) < 1e-9
+def test_operators_weight_batches_by_labels():
+    chunked, params, v, batch = small()
+    parts = [{k: x[n : n + 1] for k, x in batch.items()} for n in range(2)]
+    _, expected = hog.hvp(chunked, params, v, batch)
+    as_mapping = UserDict(batch), {"micro_batch": 1}  # as BatchEncoding is
+    for data, options in ((parts, {}), (batch, {"micro_batch": 1}), as_mapping):
+        found = hog.HessianOperator(chunked, params, data, **options) @ v
+        assert relative(found, expected) < 1e-9
 
-    @pytest.mark.parametrize(
-        "make",
-        [
-            lambda b: UserDict(b),
-            lambda b: (b["input_ids"], b["labels"]),
-            lambda b: {"input_ids": b["input_ids"], "labels": b["labels"].int()},
-        ],
-        ids=["user dict", "tuple", "int32"],
-    )
-    def test_kinds_of_batches(self, make):
-        chunked, params, _, batch = small()
-        assert_close(chunked(params, make(batch)), chunked(params, batch))
 
-    def test_labels_are_the_tokens_without_padding(self):
-        model = language_model("GPT2LMHeadModel")
-        loss, params = hog.language_model_loss(model), hog.trainable_params(model)
-        batch = padded_batch()
-        without = {k: x for k, x in batch.items() if k != "labels"}
-        assert torch.equal(loss(params, without), loss(params, batch))
-        ids = batch["input_ids"][1:]
-        assert_close(loss(params, ids), loss(params, {"input_ids": ids, "labels": ids}))
+def test_kinds_of_batches():
+    chunked, params, _, batch = small()
+    ids, labels = batch["input_ids"], batch["labels"]
+    for given in (UserDict(batch), (ids, labels), {**batch, "labels": labels.int()}):
+        assert_close(chunked(params, given), chunked(params, batch))
 
-    def test_no_label_counts(self):
-        chunked, params, _, batch = small()
-        nothing = {**batch, "labels": torch.full_like(SHIFTED, -100)}
-        assert chunked({}, nothing).isnan()
-        with pytest.raises(ArgumentValueError, match="at least one example"):
-            hog.HessianOperator(chunked, params, [batch, nothing]).trace()
 
-    def test_body(self):
-        chunked, params, v, batch = small()
-        loss = hog.language_model_loss(
-            chunked.model, head=chunked.model.head, shift=True,
-            body=lambda m, batch: m.mix(m.embed(batch["input_ids"])).tanh(),
-        )  # fmt: skip
-        found, expected = (hog.hvp(one, params, v, batch)[1] for one in (loss, chunked))
-        assert relative(found, expected) < 1e-12
+def test_labels_are_the_tokens_without_padding():
+    model = language_model("GPT2LMHeadModel")
+    loss, params = hog.language_model_loss(model), hog.trainable_params(model)
+    batch = padded_batch()
+    without = {k: x for k, x in batch.items() if k != "labels"}
+    assert torch.equal(loss(params, without), loss(params, batch))
+    ids = batch["input_ids"][1:]
+    assert_close(loss(params, ids), loss(params, {"input_ids": ids, "labels": ids}))
 
-    def test_nothing_of_the_model_changes(self):
-        model = language_model("GPT2LMHeadModel").train()  # with dropout
-        loss, params = hog.language_model_loss(model), hog.trainable_params(model)
-        batch = padded_batch()
-        state = torch.get_rng_state()
-        first = loss(params, batch)
-        torch.set_rng_state(state)
-        assert torch.equal(loss(params, batch), first)  # the check of the first call draws nothing
-        assert "forward" not in vars(model.lm_head)
+
+def test_no_label_counts():
+    chunked, params, _, batch = small()
+    nothing = {**batch, "labels": torch.full_like(SHIFTED, -100)}
+    assert chunked({}, nothing).isnan()
+    with pytest.raises(ArgumentValueError, match="at least one example"):
+        hog.HessianOperator(chunked, params, [batch, nothing]).trace()
+
+
+def test_a_body_of_ones_own():
+    chunked, params, v, batch = small()
+    loss = hog.language_model_loss(
+        chunked.model, head=chunked.model.head, shift=True,
+        body=lambda m, batch: m.mix(m.embed(batch["input_ids"])).tanh(),
+    )  # fmt: skip
+    found, expected = (hog.hvp(one, params, v, batch)[1] for one in (loss, chunked))
+    assert relative(found, expected) < 1e-12
+
+
+def test_nothing_of_the_model_changes():
+    model = language_model("GPT2LMHeadModel").train()  # with dropout
+    loss, params = hog.language_model_loss(model), hog.trainable_params(model)
+    batch = padded_batch()
+    state = torch.get_rng_state()
+    first = loss(params, batch)
+    torch.set_rng_state(state)
+    assert torch.equal(loss(params, batch), first)  # the check of the first call draws nothing
+    assert "forward" not in vars(model.lm_head)
 
 
 ARGUMENTS = {
-    "shift": ({"head": "head"}, "whose name does not tell"),
-    "no head": ({"shift": True}, "which has none"),
-    "name": ({"head": "haed", "shift": True}, "the name of a layer"),
-    "another head": ({"head": nn.Linear(2, 2), "shift": True}, "not in Small"),
-    "no linear layer": ({"head": "embed", "shift": True}, r"plain nn\.Linear"),
-    "chunk size": ({"head": "head", "shift": True, "chunk_size": 0}, "chunk_size"),
-    "smoothing": ({"head": "head", "shift": True, "label_smoothing": 2}, "from 0 to 1"),
-    "ignored": ({"head": "head", "shift": True, "ignore_index": None}, "ignore_index: expected a whole"),
+    "shift": ({"head": "head"}, ArgumentValueError, "whose name does not tell"),
+    "no head": ({"shift": True}, ArgumentValueError, "which has none"),
+    "name": ({"head": "haed", "shift": True}, ArgumentValueError, "the name of a layer"),
+    "another head": ({"head": nn.Linear(2, 2), "shift": True}, ArgumentValueError, "not in Small"),
+    "no linear layer": ({"head": "embed", "shift": True}, ArgumentTypeError, r"plain nn\.Linear"),
+    "chunk size": ({"head": "head", "shift": True, "chunk_size": 0}, ArgumentValueError, "chunk_size"),
+    "smoothing": ({"head": "head", "shift": True, "label_smoothing": 2}, ArgumentValueError, "from 0 to 1"),
+    "ignored": ({"head": "head", "shift": True, "ignore_index": None}, ArgumentTypeError, "ignore_index: expected a whole"),
 }  # fmt: skip
 TOKENS = SHIFTED.clamp(min=0)
 LABELS = {
-    "other shape": ((TOKENS, SHIFTED[:1]), "one for each position"),
-    "floating-point": ((TOKENS, SHIFTED.double()), "whole numbers"),
-    "boolean": ((TOKENS, SHIFTED > 0), "whole numbers"),
-    "too large": ((TOKENS, 0 * SHIFTED + 99), "tokens from 0 to .* got 99"),
-    "negative": ((TOKENS, 0 * SHIFTED - 5), "tokens from 0 to .* got -5"),
-    "labels on another device": ((TOKENS, SHIFTED.to("meta")), "labels: expected a tensor on cpu"),
-    "another device": (TOKENS.to("meta"), "expected a tensor on cpu"),
-    "lists": (([[1, 2]], [[1, 2]]), "tensor of tokens"),
-    "text": ("text", "tensor of tokens"),
-    "nothing": ({}, "tensor of tokens"),
+    "other shape": ((TOKENS, SHIFTED[:1]), ArgumentValueError, "one for each position"),
+    "floating-point": ((TOKENS, SHIFTED.double()), ArgumentValueError, "whole numbers"),
+    "boolean": ((TOKENS, SHIFTED > 0), ArgumentValueError, "whole numbers"),
+    "too large": ((TOKENS, 0 * SHIFTED + 99), ArgumentValueError, "tokens from 0 to .* got 99"),
+    "negative": ((TOKENS, 0 * SHIFTED - 5), ArgumentValueError, "tokens from 0 to .* got -5"),
+    "labels on another device": ((TOKENS, SHIFTED.to("meta")), ArgumentValueError, "labels: expected a tensor on cpu"),
+    "another device": (TOKENS.to("meta"), ArgumentValueError, "expected a tensor on cpu"),
+    "lists": (([[1, 2]], [[1, 2]]), ArgumentTypeError, "tensor of tokens"),
+    "text": ("text", ArgumentTypeError, "tensor of tokens"),
+    "nothing": ({}, ArgumentTypeError, "tensor of tokens"),
 }  # fmt: skip
 
 
-class TestRefused:
-    @pytest.mark.parametrize("name", ARGUMENTS)
-    def test_arguments(self, name):
-        options, words = ARGUMENTS[name]
-        with pytest.raises((ArgumentValueError, ArgumentTypeError), match=words):
-            hog.language_model_loss(Small(), **options)
-
-    @pytest.mark.parametrize(
-        ("change", "words"),
-        [
-            (lambda z: 30 * (z / 30).tanh(), "bounds them"),
-            (lambda z: z * 1.001, "bounds them"),
-            (lambda z: z + torch.arange(5.0) / 10, "bounds them"),
-            (lambda z: z[..., :3], "expected logits"),
-        ],
-        ids=["bounded", "scaled", "shifted", "cut"],
-    )
-    def test_logits_that_change_after_the_head(self, change, words):
-        class Changed(Small):
-            def forward(self, input_ids, labels=None):
-                return change(super().forward(input_ids).logits)
-
-        loss = hog.language_model_loss(Changed(), head="head", shift=True)
-        with pytest.raises(ArgumentValueError, match=words):
-            loss({}, SHIFTED.clamp(min=0))
-
-    @pytest.mark.parametrize("name", LABELS)
-    def test_labels(self, name):
-        batch, words = LABELS[name]
-        chunked, *_ = small()
-        with pytest.raises((ArgumentValueError, ArgumentTypeError), match=words):
-            chunked({}, batch)
-
-    def test_masked_models_need_labels(self):
-        model = language_model("BertForMaskedLM")
-        batch = {k: x for k, x in padded_batch().items() if k != "labels"}
-        with pytest.raises(ArgumentValueError, match="labels"):
-            hog.language_model_loss(model)({}, batch)
-
-    def test_a_head_that_is_not_called(self):
-        class Unused(Small):
-            def forward(self, input_ids):
-                return self.embed(input_ids)
-
-        loss = hog.language_model_loss(Unused(), head="head", shift=True)
-        with pytest.raises(ArgumentValueError, match="does not call"):
-            loss({}, SHIFTED.clamp(min=0))
+CHANGED = {
+    "bounded": (lambda net, ids: 30 * (net.inner(ids).logits / 30).tanh(), ArgumentValueError, "bounds them"),
+    "scaled": (lambda net, ids: net.inner(ids).logits * 1.001, ArgumentValueError, "bounds them"),
+    "shifted": (lambda net, ids: net.inner(ids).logits + torch.arange(5.0) / 10, ArgumentValueError, "bounds them"),
+    "cut": (lambda net, ids: net.inner(ids).logits[..., :3], ArgumentValueError, "expected logits"),
+    "a head that is not called": (lambda net, ids: net.inner.embed(ids), ArgumentValueError, "does not call"),
+}  # fmt: skip
 
 
-class TestOwnLoss:
-    """Models that compute their loss."""
+def with_logits(run):
+    loss = hog.language_model_loss(Fn(run, inner=Small()), head="inner.head", shift=True)
+    return loss({}, TOKENS)
 
-    @pytest.mark.parametrize(
-        "name", ["GPT2LMHeadModel", "BertForMaskedLM", "T5ForConditionalGeneration"]
-    )
-    def test_hessian(self, name):
-        model, batch = language_model(name), padded_batch()
-        params = hog.trainable_params(model)
-        v = random_like(params)
-        value, product = hog.hvp(hog.functional_loss(model), params, v, UserDict(batch))
-        shift = name == "GPT2LMHeadModel"
-        expected, other = hog.hvp(with_all_logits(model, shift), params, v, batch)
-        assert_close(value.double(), expected, rtol=1e-5, atol=0)
-        assert relative(product, other) < 1e-5
 
-    @pytest.mark.parametrize(
-        ("outputs", "batch"),
-        [
-            (lambda loss: {"loss": loss, "logits": loss}, {"x": 2.0}),
-            (lambda loss: SimpleNamespace(loss=loss), (2.0,)),
-            (lambda loss: (loss, None), (2.0,)),
-            (lambda loss: loss, torch.tensor(2.0)),
-        ],
-        ids=["mapping", "attribute", "tuple", "itself"],
-    )
-    def test_where_the_loss_is(self, outputs, batch):
-        w = nn.Parameter(torch.tensor(3.0))
-        model = Fn(lambda net, x: outputs(net.w**2 * x), w=w)
-        assert hog.functional_loss(model)({}, batch) == 18
+test_arguments = refused(ARGUMENTS, lambda given: hog.language_model_loss(Small(), **given))
+test_logits_that_change_after_the_head = refused(CHANGED, with_logits)
+test_labels = refused(LABELS, lambda batch: small()[0]({}, batch))
 
-    @pytest.mark.parametrize(
-        ("outputs", "words"),
-        [
-            (SimpleNamespace(loss=None), "got None"),
-            ({"logits": torch.ones(2)}, "with logits"),
-            (torch.ones(2), "scalar"),
-            (SimpleNamespace(loss=torch.ones(2)), "scalar"),
-        ],
-        ids=["none", "no loss", "outputs", "vector"],
-    )
-    def test_no_loss(self, outputs, words):
-        with pytest.raises(ArgumentValueError, match=words):
-            hog.functional_loss(Fn(lambda net, x: outputs))({}, torch.ones(2))
 
-    @pytest.mark.parametrize(
-        "run",
-        [
-            lambda loss, p, b: hog.ggn_vp(loss, p, p, b),
-            lambda loss, p, b: hog.fisher_vp(loss, p, p, b, kind="empirical"),
-            lambda loss, p, b: hog.GGNOperator(loss, p, b),
-            lambda loss, p, b: hog.ggn(loss, p, b),
-        ],
-        ids=["ggn_vp", "fisher_vp", "operator", "dense"],
-    )
-    def test_it_has_no_ggn(self, run):
-        model = language_model("GPT2LMHeadModel")
-        params, batch = hog.trainable_params(model), padded_batch()
+def test_masked_models_need_labels():
+    model = language_model("BertForMaskedLM")
+    batch = {k: x for k, x in padded_batch().items() if k != "labels"}
+    with pytest.raises(ArgumentValueError, match="labels"):
+        hog.language_model_loss(model)({}, batch)
+
+
+WITH_LOSSES = {
+    "mapping": (lambda loss: {"loss": loss, "logits": loss}, {"x": 2.0}),
+    "attribute": (lambda loss: SimpleNamespace(loss=loss), (2.0,)),
+    "tuple": (lambda loss: (loss, None), (2.0,)),
+    "itself": (lambda loss: loss, torch.tensor(2.0)),
+}
+WITHOUT_LOSSES = {
+    "none": (SimpleNamespace(loss=None), ArgumentValueError, "got None"),
+    "no loss": ({"logits": torch.ones(2)}, ArgumentValueError, "with logits"),
+    "outputs": (torch.ones(2), ArgumentValueError, "scalar"),
+    "vector": (SimpleNamespace(loss=torch.ones(2)), ArgumentValueError, "scalar"),
+}
+test_no_loss = refused(
+    WITHOUT_LOSSES, lambda out: hog.functional_loss(Fn(lambda net, x: out))({}, torch.ones(2))
+)
+
+
+@pytest.mark.parametrize(
+    "name", ["GPT2LMHeadModel", "BertForMaskedLM", "T5ForConditionalGeneration"]
+)
+def test_the_hessian_of_the_loss_of_a_model(name):
+    model, batch = language_model(name), padded_batch()
+    params = hog.trainable_params(model)
+    v = random_like(params)
+    value, product = hog.hvp(hog.functional_loss(model), params, v, UserDict(batch))
+    shift = name == "GPT2LMHeadModel"
+    expected, other = hog.hvp(with_all_logits(model, shift), params, v, batch)
+    assert_close(value.double(), expected, rtol=1e-5, atol=0)
+    assert relative(product, other) < 1e-5
+
+
+@rows(("outputs", "batch"), WITH_LOSSES.values(), ids=WITH_LOSSES)
+def test_where_the_loss_is(outputs, batch):
+    w = nn.Parameter(torch.tensor(3.0))
+    model = Fn(lambda net, x: outputs(net.w**2 * x), w=w)
+    assert hog.functional_loss(model)({}, batch) == 18
+
+
+def test_it_has_no_ggn():
+    model = language_model("GPT2LMHeadModel")
+    loss, p, b = hog.functional_loss(model), hog.trainable_params(model), padded_batch()
+    for run in (
+        lambda: hog.ggn_vp(loss, p, p, b),
+        lambda: hog.fisher_vp(loss, p, p, b, kind="empirical"),
+        lambda: hog.GGNOperator(loss, p, b),
+        lambda: hog.ggn(loss, p, b),
+    ):
         with pytest.raises(ArgumentValueError, match="apart"):
-            run(hog.functional_loss(model), params, batch)
-
-    @pytest.mark.parametrize("mode", ["auto", "reverse", "forward", "finite-differences"])
-    def test_a_criterion_that_takes_the_loss_of_the_outputs(self, mode):
-        model = language_model("GPT2LMHeadModel")
-        params, batch = hog.trainable_params(model), padded_batch()
-        loss = hog.functional_loss(model, lambda out, b: out.loss, forward=lambda m, b: m(**b))
-        with pytest.raises(ArgumentValueError, match="linear in the model's outputs"):
-            hog.ggn_vp(loss, params, params, batch, mode=mode)
-
-    def test_one_of_the_same_model_is_a_criterion(self):
-        chunked, *_ = small()
-        assert hog.functional_loss(chunked.model, chunked) is chunked
-        with pytest.raises(ArgumentValueError, match="another model"):
-            hog.functional_loss(Small(), chunked)
+            run()
 
 
-class TestMeta:
-    def task(self, seed):
-        generator = torch.Generator().manual_seed(seed)
-        return {"input_ids": torch.randint(3, VOCABULARY, (2, 5), generator=generator)}
-
-    def test_maml_of_adapters(self):
-        peft = pytest.importorskip("peft")
-        base = language_model(
-            "LlamaForCausalLM", attn_implementation="eager"
-        )  # as torch by hand needs
-        config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-        model = peft.get_peft_model(base, config).double()
-        with torch.no_grad():
-            for i, (name, p) in enumerate(model.named_parameters()):
-                if "lora_B" in name:  # zero at first
-                    p.copy_(0.1 * torch.sin(torch.arange(p.numel()) + i).reshape(p.shape))
-        params = hog.trainable_params(model, "*lora_*")
-        support, query = self.task(0), self.task(1)
-        maml = hog.MAML(
-            model, hog.language_model_loss(model, chunk_size=4), inner_lr=0.5, inner_steps=2
-        )
-        maml.loss([(support, query)]).backward()
-
-        def plain(p, batch):
-            ids = batch["input_ids"]
-            z = torch.func.functional_call(model, p, kwargs={"input_ids": ids}).logits
-            return F.cross_entropy(z[:, :-1].reshape(-1, VOCABULARY), ids[:, 1:].reshape(-1))
-
-        start = {k: p.detach().clone().requires_grad_() for k, p in params.items()}
-        fast = start
-        for _ in range(2):
-            grads = torch.autograd.grad(
-                plain(fast, support), list(fast.values()), create_graph=True
-            )
-            fast = {k: p - 0.5 * g for (k, p), g in zip(fast.items(), grads, strict=True)}
-        expected = torch.autograd.grad(plain(fast, query), list(start.values()))
-        found = {k: p.grad for k, p in params.items()}
-        assert relative(found, dict(zip(params, expected, strict=True))) < 1e-8
+@pytest.mark.parametrize("mode", ["auto", "reverse", "forward", "finite-differences"])
+def test_a_criterion_that_takes_the_loss_of_the_outputs(mode):
+    model = language_model("GPT2LMHeadModel")
+    params, batch = hog.trainable_params(model), padded_batch()
+    loss = hog.functional_loss(model, lambda out, b: out.loss, forward=lambda m, b: m(**b))
+    with pytest.raises(ArgumentValueError, match="linear in the model's outputs"):
+        hog.ggn_vp(loss, params, params, batch, mode=mode)
 
 
-class TestPatterns:
-    def test_by_name_and_glob(self):
-        model = Small()
-        found = list(hog.trainable_params(model, "head.bias", "m*"))
-        assert found == ["mix.weight", "mix.bias", "head.bias"]
+def test_one_of_the_same_model_is_a_criterion():
+    chunked, *_ = small()
+    assert hog.functional_loss(chunked.model, chunked) is chunked
+    with pytest.raises(ArgumentValueError, match="another model"):
+        hog.functional_loss(Small(), chunked)
 
-    @pytest.mark.parametrize(
-        ("pattern", "words"),
-        [("haed.bias", "for instance 'head.bias'"), ("embed*", "is frozen")],
-        ids=["a typing error", "frozen"],
+
+def task(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return {"input_ids": torch.randint(3, VOCABULARY, (2, 5), generator=generator)}
+
+
+def test_maml_of_adapters():
+    peft = pytest.importorskip("peft")
+    base = language_model("LlamaForCausalLM", attn_implementation="eager")  # as torch by hand needs
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    model = peft.get_peft_model(base, config).double()
+    with torch.no_grad():
+        for i, (name, p) in enumerate(model.named_parameters()):
+            if "lora_B" in name:  # zero at first
+                p.copy_(0.1 * torch.sin(torch.arange(p.numel()) + i).reshape(p.shape))
+    params = hog.trainable_params(model, "*lora_*")
+    support, query = task(0), task(1)
+    maml = hog.MAML(
+        model, hog.language_model_loss(model, chunk_size=4), inner_lr=0.5, inner_steps=2
     )
-    def test_none_matches(self, pattern, words):
-        model = Small()
-        model.embed.requires_grad_(False)
+    maml.loss([(support, query)]).backward()
+
+    def plain(p, batch):
+        ids = batch["input_ids"]
+        z = torch.func.functional_call(model, p, kwargs={"input_ids": ids}).logits
+        return F.cross_entropy(z[:, :-1].reshape(-1, VOCABULARY), ids[:, 1:].reshape(-1))
+
+    start = {k: p.detach().clone().requires_grad_() for k, p in params.items()}
+    fast = start
+    for _ in range(2):
+        grads = torch.autograd.grad(plain(fast, support), list(fast.values()), create_graph=True)
+        fast = {k: p - 0.5 * g for (k, p), g in zip(fast.items(), grads, strict=True)}
+    expected = torch.autograd.grad(plain(fast, query), list(start.values()))
+    found = {k: p.grad for k, p in params.items()}
+    assert relative(found, dict(zip(params, expected, strict=True))) < 1e-8
+
+
+def test_by_name_and_glob():
+    model = Small()
+    found = list(hog.trainable_params(model, "head.bias", "m*"))
+    assert found == ["mix.weight", "mix.bias", "head.bias"]
+
+
+def test_what_none_matches():
+    model = Small()
+    model.embed.requires_grad_(False)
+    for pattern, words in (("haed.bias", "for instance 'head.bias'"), ("embed*", "is frozen")):
         with pytest.raises(ArgumentValueError, match=words):
             hog.trainable_params(model, "mix.*", pattern)
-
-    def test_no_string(self):
-        with pytest.raises(ArgumentTypeError, match="strings"):
-            hog.trainable_params(Small(), nn.Linear)
+    with pytest.raises(ArgumentTypeError, match="strings"):
+        hog.trainable_params(Small(), nn.Linear)

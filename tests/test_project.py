@@ -29,7 +29,7 @@ def test_the_version_is_the_same_everywhere():
 
 # What a call does may depend on these without an argument; each has the reason in a comment above it.
 AMBIENT = {
-    "_core.ambient.AMBIENT",  # one value, whose fields say why they are no arguments
+    "_core.ambient.AMBIENT"  # one value, whose fields say why they are no arguments
 }
 # What the process remembers; no number depends on it.
 RECORDS = {

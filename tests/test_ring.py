@@ -16,6 +16,7 @@ import hoglib as hog
 from hoglib.ring import ring
 from tests.device_threads import backward_in_another_thread
 from tests.functions import Cube
+from tests.models import Through
 from tests.tensors import randn
 
 
@@ -96,26 +97,17 @@ def test_an_option_leaves_the_result_and_what_is_around_as_they_are(name, option
     assert around() == before
 
 
-class Cubes(nn.Module):
-    def __init__(self, cube=Cube.apply):
-        super().__init__()
-        self.cube = cube
-
-    def forward(self, x):
-        return self.cube(x)
-
-
 @pytest.mark.filterwarnings("ignore:Using `torch.compile.module.` when there are global hooks")
 @pytest.mark.parametrize("compiled", ["a module", "a module in place", "a function"])
 def test_pieces_that_the_user_compiled_run_uncompiled(compiled):
     """torch loses the second derivative of a custom Function in them, without an error."""
-    plain, block = Cubes(), Cubes()
+    plain, block = Through(Cube.apply), Through(Cube.apply)
     if compiled == "a module in place":
         block.compile(backend="aot_eager")
     elif compiled == "a module":
         block = torch.compile(block, backend="aot_eager")
     else:
-        block = Cubes(torch.compile(Cube.apply, backend="aot_eager"))
+        block = Through(torch.compile(Cube.apply, backend="aot_eager"))
 
     def found(cubes):
         model = nn.Sequential(MODEL[3], cubes)

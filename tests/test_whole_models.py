@@ -7,15 +7,10 @@ from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 import hoglib as hog
+from tests.curvature.problems import F64, draw
 from tests.models import Fn
 from tests.oracles import hvp_by_differences
 from tests.unchanged import unchanged
-
-F64 = torch.float64
-
-
-def draw(*shape, seed=0):
-    return torch.randn(shape, dtype=F64, generator=torch.Generator().manual_seed(seed))
 
 
 def encoder(**options):

@@ -382,23 +382,6 @@ WRONG = {
 test_errors_say_what_to_do = refused(WRONG)
 
 
-def test_a_module_and_a_partial_function_and_an_object_are_functions():
-    model = nn.Linear(3, 2).double()
-
-    class Scaled:
-        def __init__(self):
-            self.scale = draw(3)
-
-        def __call__(self, x):
-            return x * self.scale
-
-    for fn in (model, partial(torch.mul, draw(3, seed=1)), Scaled(), torch.sin, model.forward):
-        fast = captured(fn)
-        assert_close(fast(draw(4, 3)), fn(draw(4, 3)))
-        assert_close(fast(draw(4, 3, seed=1)), fn(draw(4, 3, seed=1)))
-        assert len(fast.signatures) == 1
-
-
 def test_a_module_may_be_an_argument():
     def fn(model, x):
         return model(x)

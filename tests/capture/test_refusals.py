@@ -218,8 +218,7 @@ CASES = {
         CHANGES, "expected a function that does not change its arguments, parameters and buffers"
     ),
     **dict.fromkeys(
-        [of_a_generator, in_place_of_a_generator],
-        "expected a function without a torch.Generator",
+        [of_a_generator, in_place_of_a_generator], "expected a function without a torch.Generator"
     ),
     by_torchscript: "expected a function that can be traced, got one with TorchScript code",
     calling_backward: "expected a function that returns its gradients",

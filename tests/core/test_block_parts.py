@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import hoglib as hog
 from experiments.benchmarks.memory import peak_bytes
 from hoglib._core import block_parts, recomputation
+from tests.models import Fn
 
 FORWARD = "forward-over-reverse"
 
@@ -209,15 +210,6 @@ SLICED: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class Activation(nn.Module):
-    def __init__(self, run: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.linear, self.run = nn.Linear(4, 4), run
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.run(self.linear(x))
-
-
 @pytest.fixture
 def any_size(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Tensors of any size are sliced; the numbers of slices."""
@@ -234,7 +226,10 @@ def any_size(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("name", SLICED)
 def test_operations_on_slices(name: str, any_size: list[int]) -> None:
-    agree(lambda: Activation(SLICED[name]), inputs(3, 5, 4))
+    def make() -> nn.Module:
+        return Fn(lambda net, x: net.act(net.linear(x)), linear=nn.Linear(4, 4), act=SLICED[name])
+
+    agree(make, inputs(3, 5, 4))
     assert bool(any_size) == (name not in ("in place", "transposed"))
 
 

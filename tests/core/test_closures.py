@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from hoglib._core.closures import ALL, HELD, READ, ClosureWalker, Scope, held, refuse, refuse_hidden
-from hoglib._core.fingerprint import StateFingerprint
+from hoglib._core.closures import ALL, HELD, READ, ClosureWalker, Scope, refuse, refuse_hidden
 
 WEIGHT = torch.ones(3)
 
@@ -50,29 +49,6 @@ def test_modules_are_entered_for_guards_only() -> None:
     assert not reaches(loss, layer.weight, HELD)
 
 
-def test_each_finding_names_the_way_to_it() -> None:
-    layer, weight = nn.Linear(3, 3), torch.ones(3)
-
-    def inner(x: torch.Tensor) -> torch.Tensor:
-        return x * weight
-
-    def outer(x: torch.Tensor) -> torch.Tensor:
-        return inner(layer(x))
-
-    found = {str(capture): capture.value for capture in held(outer)}
-    assert found == {
-        "holds `value`, which closes over `layer`": layer,
-        "holds `value`, which closes over `inner`, which closes over `weight`": weight,
-    }
-    with pytest.raises(ValueError, match="`outer`, which closes over `layer`"):
-        refuse("remat", outer)
-
-
-def test_generators_are_returned_and_not_refused() -> None:
-    generator = torch.Generator()
-    assert refuse("remat", lambda x: torch.rand(3, generator=generator) * x) == [generator]
-
-
 def test_a_method_that_is_called_is_searched() -> None:
     """A tensor that a helper object reads as a global gets no gradient either."""
 
@@ -93,22 +69,3 @@ def test_unregistered_parameters_of_a_module() -> None:
         refuse_hidden("remat", layer)
     layer.parts = [torch.ones(3), layer.weight]  # type: ignore[assignment]
     refuse_hidden("remat", layer)
-
-
-def test_a_fingerprint_changes_with_what_the_loss_reads() -> None:
-    model, layer = Model(), nn.Linear(3, 3)
-    state = StateFingerprint(lambda x: model.loss(layer(x)), list, list)
-    changes = [
-        lambda: layer.eval(),
-        lambda: model.weight.add_(1),
-        lambda: layer.weight.data.mul_(2),
-    ]
-    with torch.no_grad():
-        for change in changes:
-            before = state.now()
-            assert state.now() == before
-            change()
-            assert state.now() != before
-        before = state.now()
-        model.unread_1.add_(1)
-        assert state.now() == before

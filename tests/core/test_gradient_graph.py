@@ -178,9 +178,5 @@ def test_scripted_modules_are_refused_where_torch_gives_zero():
     hog.hvp(loss, params, v, batch)  # right in reverse
     with pytest.raises(NotImplementedError, match="got 0, which is scripted"):
         hog.hvp(loss, params, v, batch, mode="forward-over-reverse")
-    tasks = tuple((torch.ones(2, 3, 2).double(), torch.zeros(2, 3, 1).double()) for _ in range(2))
-    with pytest.raises(NotImplementedError, match="scripted"):
-        hog.MAML(model, nn.functional.mse_loss, over_tasks="vmap").loss(tasks)
-    hog.MAML(model, nn.functional.mse_loss, over_tasks="loop").loss(tasks)  # right in reverse
     with pytest.raises(TypeError, match="pass the module that was scripted"):
         hog.functional_loss(model[0], F.mse_loss)

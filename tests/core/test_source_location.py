@@ -2,7 +2,6 @@
 
 import os
 import sys
-import warnings
 
 import pytest
 import torch
@@ -26,13 +25,6 @@ def test_a_line_shows_its_source_and_a_relative_path():
         == f"{path if not path.startswith('..') else __file__}:{line.line}: `line = here()`"
     )
     assert str(SourceLine("<string>", 3)) == "<string>:3"
-
-
-def test_a_warning_points_outside_hoglib_and_torch():
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        source_location.warn("this")
-    assert caught[0].filename == __file__
 
 
 @pytest.mark.parametrize(
@@ -62,17 +54,3 @@ def test_an_error_has_the_line_that_raised_it():
     assert line.source == "return nn.Linear(2, 3)(torch.ones(4))"
     assert str(line) in source_location.format_error(caught.value)
     assert source_location.format_error(ValueError("no traceback. ")) == "ValueError: no traceback"
-
-
-def test_the_running_module_is_the_innermost_one():
-    found = []
-
-    class Inner(nn.Module):
-        def forward(self, x):
-            found.append(source_location.running_module())
-            return x
-
-    inner = Inner()
-    nn.Sequential(inner)(torch.ones(1))
-    assert found == [inner]
-    assert source_location.running_module() is None

@@ -1,7 +1,6 @@
 """Other parameters in a module: what is replaced, how long, and that it is restored."""
 
 import gc
-import threading
 import weakref
 from collections.abc import Callable
 from copy import deepcopy
@@ -11,13 +10,7 @@ import torch
 from torch import nn
 
 from hoglib._core import swap
-from hoglib._core.swap import (
-    batch_statistics,
-    call_with,
-    keep_swapped,
-    reapply,
-    swap_parameters,
-)
+from hoglib._core.swap import call_with, keep_swapped, reapply, swap_parameters
 
 
 def params_of(model: nn.Module, value: float) -> dict[str, torch.Tensor]:
@@ -162,38 +155,3 @@ def test_swapped_parameters_are_kept_until_the_next_swap() -> None:
     with reapply(values):
         assert model.weight is b["weight"]
     assert model.weight is own
-
-
-def test_an_embedding_that_renormalizes_changes_a_copy() -> None:
-    model, ids = nn.Embedding(3, 2, max_norm=1.0), torch.tensor([0, 1])
-    params = params_of(model, 5.0)
-    call_with(model, params, ids)
-    assert torch.equal(params["weight"], torch.full((3, 2), 5.0))
-
-
-def test_batch_statistics_change_no_running_average() -> None:
-    norm = nn.BatchNorm1d(2)
-    with batch_statistics(norm):
-        norm(torch.randn(5, 2))
-    assert torch.equal(norm.running_mean, torch.zeros(2))
-    norm(torch.randn(5, 2))
-    assert not torch.equal(norm.running_mean, torch.zeros(2))
-
-
-def test_two_threads_cannot_swap_the_parameters_of_one_model() -> None:
-    model, errors = nn.Linear(2, 1), []
-
-    def run() -> None:
-        try:
-            call_with(model, params_of(model, 1.0), torch.ones(2))
-        except NotImplementedError as error:
-            errors.append(str(error))
-
-    with swap_parameters(model, params_of(model, 2.0)):
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join()
-    assert len(errors) == 1
-    assert "one thread at a time" in errors[0]
-    run()
-    assert len(errors) == 1

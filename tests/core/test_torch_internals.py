@@ -4,16 +4,11 @@ import threading
 
 import pytest
 import torch
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
 import hoglib as hog
-from hoglib._core import torch_internals, torch_sharding
-from hoglib._core.torch_modes import AutocastState
+from hoglib._core import torch_internals
 from tests.functions import Cube
-from tests.several_processes import alone
 
 
 def _levels(transform):
@@ -60,36 +55,6 @@ def test_forward_mode_by_torch_func_and_by_dual_numbers():
     assert seen == [False, True, True, False]
 
 
-def test_autocast_is_as_it_was_noted():
-    off = AutocastState()
-    assert torch_internals.autocasts() == ()
-    with torch.autocast("cpu", torch.float16):
-        on = AutocastState()
-        assert on.key == torch_internals.autocasts() == (("cpu", torch.float16),)
-        with torch_internals.no_autocast():
-            assert torch_internals.autocasts() == ()
-        with off.restored():
-            assert torch_internals.autocasts() == off.key
-    with on.restored():
-        assert torch_internals.autocasts() == on.key
-
-
-def test_tracing_by_make_fx_and_by_the_compiler():
-    seen = []
-
-    def probe(x):
-        seen.append(torch_internals.tracing())
-        return x.sin()
-
-    make_fx(torch.func.grad(probe))(x)
-    probe(x)
-    assert seen == [True, False]
-    compiled = torch.compile(
-        lambda x: x.sin() if torch_internals.tracing() else x.cos(), fullgraph=True, backend="eager"
-    )
-    torch.testing.assert_close(compiled(x), x.sin())
-
-
 class Twice(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -129,16 +94,6 @@ def test_functions_are_seen_as_they_are_applied_but_not_inside_one_another():
     assert float(y) == float(8 * x)
     Twice.apply(x)
     assert len(seen) == 3
-
-
-def test_own_kernels_are_those_of_torch():
-    lstm, x = torch.nn.LSTM(3, 2), torch.randn(4, 1, 3)
-    before = torch.backends.mkldnn.enabled, torch.backends.cudnn.enabled
-    with torch_internals.native_kernels():
-        assert not torch.backends.mkldnn.enabled
-        assert not torch.backends.cudnn.enabled
-        torch.func.jvp(lambda x: lstm(x)[0], (x,), (x,))  # which oneDNN has not
-    assert (torch.backends.mkldnn.enabled, torch.backends.cudnn.enabled) == before
 
 
 def test_the_function_behind_those_that_transforms_make():
@@ -238,29 +193,6 @@ def test_after_a_backward_and_what_others_queued_in_it():
     y.register_hook(look)
     y.sum().backward()
     assert seen == ["queued", ([2.0, 2.0], 1)]
-
-
-def test_an_error_after_a_backward_is_that_of_the_backward():
-    class Own(Exception):
-        pass
-
-    def fail():
-        raise Own
-
-    y = 2 * torch.ones((), requires_grad=True)
-    y.register_hook(lambda grad: torch_internals.after_backward(fail))
-    with pytest.raises(Own):
-        y.backward()
-
-
-def test_who_averages_gradients_otherwise():
-    with alone():
-        ddp = DistributedDataParallel(torch.nn.Linear(1, 1))
-        assert not torch_sharding.averages_otherwise(ddp)
-        with ddp.join():
-            assert torch_sharding.averages_otherwise(ddp)
-        ddp.register_comm_hook(None, allreduce_hook)
-        assert torch_sharding.averages_otherwise(ddp)
 
 
 def test_a_mode_steps_aside_and_comes_back():
@@ -412,15 +344,3 @@ def test_forward_mode_of_torch_drops_the_tangent_of_an_operator():
     assert tangent == 1
     _, found = hog.jvp(f, x, torch.ones_like(x))
     torch.testing.assert_close(found, 2 * x.cos() + 1)
-
-
-def test_compiled_pieces_run_as_they_were():
-    calls = []
-    piece = torch.compile(
-        lambda x: calls.append(torch.compiler.is_compiling()) or x.sin(), backend="eager"
-    )
-    with torch_internals.eagerly():
-        piece(x)
-    assert calls == [False]
-    stance = torch._dynamo.eval_frame._stance
-    assert stance.stance == "default"

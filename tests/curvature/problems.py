@@ -10,6 +10,7 @@ import hoglib as hog
 from hoglib.curvature import LinearOperator
 from hoglib.curvature.vector_space import Space
 from tests.models import Fn, Tied, attending
+from tests.oracles import gradient
 
 F64 = torch.float64
 
@@ -95,17 +96,8 @@ def columns(function, params, step=1e-4):
     return torch.stack(found, 1)
 
 
-def gradient(function):
-    def of(params):
-        leaves = {n: p.detach().clone().requires_grad_() for n, p in params.items()}
-        grads = torch.autograd.grad(function(leaves), list(leaves.values()), allow_unused=True)
-        return [torch.zeros_like(p) if g is None else g for p, g in zip(leaves.values(), grads, strict=True)]  # fmt: skip
-
-    return of
-
-
 def dense_hessian(loss, params, batch):
-    return columns(gradient(lambda p: loss(p, batch)), params)
+    return columns(lambda p: gradient(lambda p: loss(p, batch), p), params)
 
 
 def dense_ggn(loss, params, batch):
@@ -113,7 +105,8 @@ def dense_ggn(loss, params, batch):
     with torch.no_grad():
         J = columns(lambda p: loss.outputs(p, batch), params)
         outputs = loss.outputs(params, batch)
-    H = columns(gradient(lambda p: loss.criterion(p["outputs"], batch)), {"outputs": outputs})
+    of_outputs = lambda p: loss.criterion(p["outputs"], batch)  # noqa: E731
+    H = columns(lambda p: gradient(of_outputs, p), {"outputs": outputs})
     return J.T @ H @ J
 
 

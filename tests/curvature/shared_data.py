@@ -146,6 +146,14 @@ def kfac_steps(rank, world):
     return flat(params).tolist()
 
 
+def newton_steps(rank, world):
+    loss, params, batch = problem("LayerNorm")
+    optimizer = hog.curvature.NewtonCG(loss, max_iter=5, processes="shard" if world > 1 else None)
+    for _ in range(3):
+        optimizer.step(batch)
+    return flat(params).tolist()
+
+
 def messages_of_a_product(rank, world):
     """All-reduces of one product, and of a gradient, with and without a graph that is kept."""
     counts = []

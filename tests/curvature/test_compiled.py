@@ -11,7 +11,6 @@ from torch import nn
 import hoglib as hog
 from hoglib.curvature import compiled
 from tests.curvature.problems import F64, MODELS, draw, flat, problem, relative
-from tests.curvature.test_operators import loader
 from tests.graphs import graphs_of
 from tests.rows import rows
 from tests.unchanged import unchanged
@@ -290,28 +289,9 @@ def test_a_kept_graph_is_dropped_when_anything_changes():
     assert small_limit._sum.kept is None
 
 
-def test_algorithms_use_the_compiled_products():
-    _, loss, params = small()
-    batch = batch_of()
-    found = {}
-    for compile in (False, "eager"):
-        G = hog.GGNOperator(loss, params, loader(batch), compile=compile)
-        b, g = draw(G.shape[0]), torch.Generator().manual_seed(0)
-        value, gradient = G.gradient()
-        found[compile] = [
-            G.to_dense(), G.solve(b, damping=0.1), G.eigsh(k=3).values, G.trace(8, generator=g),
-            (0.5 * G + G.damped(1.0)) @ b, G.block_diagonal("module") @ b, value, flat(gradient),
-        ]  # fmt: skip
-    for a, b in zip(found["eager"], found[False], strict=True):
-        assert relative(a, b) < 1e-8
-    assert graphs(loss) == 4  # of one vector and of several, for two shapes of a batch
-
-
 def test_compiled_operators_check_determinism():
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
     batches = [batch_of(seed=3), batch_of(seed=4)]
-    loss, params = hog.functional_loss(model, F.cross_entropy), hog.trainable_params(model)
+    _, loss, params = small()
     operator = hog.HessianOperator(loss, params, batches, compile="eager")
     v = draw(operator.shape[0])
     operator @ v

@@ -25,6 +25,7 @@ MORE = {
     "algorithms": shared_data.algorithms,
     "float32": shared_data.in_single_precision,
     "steps of KFAC": shared_data.kfac_steps,
+    "steps of NewtonCG": shared_data.newton_steps,
 } | {
     f"Kronecker factors, {data}": functools.partial(shared_data.kronecker_factors, data)
     for data in ("one batch", "fewer batches than processes", "parts of unlike sizes")

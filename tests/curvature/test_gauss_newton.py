@@ -7,13 +7,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import hoglib as hog
-from tests.curvature.problems import (
-    dense_ggn,
-    draw,
-    flat,
-    problem,
-    relative,
-)
+from tests.curvature.problems import dense_ggn, draw, flat, problem, relative
 from tests.functions import ClassicCube
 from tests.models import Fn, Through
 from tests.refused import refused
@@ -74,22 +68,16 @@ def test_a_function_without_forward_mode_takes_the_reverse():
         hog.ggn_vp(loss, params, v, batch, mode="forward")
 
 
-class Several(nn.Module):
+def several(net, x):
     """Outputs in a dict: two that are differentiated, one that is a constant, one of whole numbers."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-
-    def forward(self, x):
-        y = self.linear(x)
-        return {
-            "mean": y.tanh(),
-            "log_scale": y.sin(),
-            "mask": x > 0,
-            "inputs": x,
-            "best": y.argmax(-1),
-        }
+    y = net.linear(x)
+    return {
+        "mean": y.tanh(),
+        "log_scale": y.sin(),
+        "mask": x > 0,
+        "inputs": x,
+        "best": y.argmax(-1),
+    }
 
 
 def gaussian(outputs, targets):
@@ -99,30 +87,21 @@ def gaussian(outputs, targets):
 
 @rows("mode", MODES)
 def test_outputs_of_any_structure(mode):
-    loss = hog.functional_loss(Several().double(), gaussian)
+    loss = hog.functional_loss(Fn(several, linear=nn.Linear(3, 3)).double(), gaussian)
     params, batch = hog.trainable_params(loss.model), (draw(5, 3), draw(5, 3, seed=2))
     # the same with one tensor for outputs, which the oracle can read
     whole = hog.functional_loss(
-        Joined(loss.model), lambda y, t: gaussian(Joined.parted(y, batch[0]), t)
-    )
+        Fn(joined, inner=loss.model), lambda y, t: gaussian({"mean": y[0], "log_scale": y[1], "mask": batch[0] > 0}, t)
+    )  # fmt: skip
     inner = {f"inner.{n}": p for n, p in params.items()}
     v = vector(params)
     expected = dense_ggn(whole, inner, batch) @ flat(v)
     assert relative(flat(hog.ggn_vp(loss, params, v, batch, mode=mode)[1]), expected) < 1e-7
 
 
-class Joined(nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        out = self.inner(x)
-        return torch.stack([out["mean"], out["log_scale"]])
-
-    @staticmethod
-    def parted(y, x):
-        return {"mean": y[0], "log_scale": y[1], "mask": x > 0}
+def joined(net, x):
+    out = net.inner(x)
+    return torch.stack([out["mean"], out["log_scale"]])
 
 
 def test_differences_are_in_float64_for_any_dtype():

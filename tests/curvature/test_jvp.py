@@ -21,6 +21,7 @@ from hoglib.errors import (
     VerificationError,
 )
 from hoglib.verification import entry_points
+from tests.curvature.problems import F64, draw
 from tests.functions import ClassicCube, Cube, Detached, DetachedTangent, OnceDifferentiable
 from tests.graphs import graphs_of
 from tests.models import MODELS, Fn, Through
@@ -28,7 +29,6 @@ from tests.models import build as build_plain
 from tests.oracles import relative
 from tests.rows import rows
 
-F64 = torch.float64
 MODES = ["auto", "forward", "reverse"]
 
 
@@ -64,10 +64,6 @@ def build(name):
         return build_plain(name)
     torch.manual_seed(0)
     return OWN[name]().double()
-
-
-def draw(*shape, seed=0):
-    return torch.randn(*shape, dtype=F64, generator=torch.Generator().manual_seed(seed))
 
 
 X, V, W = draw(5, 2, seed=1), draw(5, 2, seed=2), draw(5, 2, seed=3)

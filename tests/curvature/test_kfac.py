@@ -13,24 +13,16 @@ from torch.testing import assert_close
 import hoglib as hog
 from hoglib.curvature import kfac_operator
 from tests.curvature.kronecker_by_definition import dense_kfac
-from tests.curvature.problems import draw
+from tests.curvature.problems import CRITERIA, F64, draw, nested_to_matrix
 from tests.curvature.test_influence import ghosts, rows_of
 from tests.functions import ClassicCube
 from tests.models import Fn, Through
 from tests.rows import rows
 
-F64 = torch.float64
 
-
-class Flat(nn.Module):
-    """Positions averaged, after a layer that several of them share."""
-
-    def __init__(self, *layers):
-        super().__init__()
-        self.layers = nn.Sequential(*layers)
-
-    def forward(self, x):
-        return self.layers(x).flatten(2).mean(-1)
+def positions(*layers):
+    """Averaged, after layers that they share."""
+    return Fn(lambda net, x: net.layers(x).flatten(2).mean(-1), layers=nn.Sequential(*layers))
 
 
 def sequence():
@@ -98,19 +90,15 @@ MODELS = {
     "positions": (sequence, draw(4, 5, 3), [linear("first"), linear("second")]),
     "a layer called twice": (twice, draw(5, 3), [linear("layer"), linear("head")]),
     "tied weights": (Tied, draw(5, 3), [linear("first", "second", bias=False)]),
-    "conv1d": (lambda: Flat(nn.Conv1d(2, 4, 3, stride=2, padding=1), nn.Tanh(), nn.Conv1d(4, 3, 2)), draw(10, 2, 6), [linear("layers.0"), linear("layers.2")]),
-    "conv2d, groups, dilation": (lambda: Flat(nn.Conv2d(2, 4, 2, groups=2, dilation=2), nn.Tanh(), nn.Conv2d(4, 3, (2, 1), bias=False)), draw(9, 2, 5, 4), [linear("layers.0", groups=2), linear("layers.2", bias=False)]),
-    "conv2d, same, circular": (lambda: Flat(nn.Conv2d(2, 2, (2, 3), padding="same"), nn.Tanh(), nn.Conv2d(2, 3, 2, padding=1, padding_mode="circular")), draw(14, 2, 3, 3), [linear("layers.0"), linear("layers.2")]),
-    "depthwise conv2d": (lambda: Flat(nn.Conv2d(3, 3, 2, groups=3)), draw(6, 3, 3, 3), [linear("layers.0", groups=3)]),
-    "conv3d": (lambda: Flat(nn.Conv3d(1, 3, 2), nn.Tanh()), draw(10, 1, 3, 2, 3), [linear("layers.0")]),
+    "conv1d": (lambda: positions(nn.Conv1d(2, 4, 3, stride=2, padding=1), nn.Tanh(), nn.Conv1d(4, 3, 2)), draw(10, 2, 6), [linear("layers.0"), linear("layers.2")]),
+    "conv2d, groups, dilation": (lambda: positions(nn.Conv2d(2, 4, 2, groups=2, dilation=2), nn.Tanh(), nn.Conv2d(4, 3, (2, 1), bias=False)), draw(9, 2, 5, 4), [linear("layers.0", groups=2), linear("layers.2", bias=False)]),
+    "conv2d, same, circular": (lambda: positions(nn.Conv2d(2, 2, (2, 3), padding="same"), nn.Tanh(), nn.Conv2d(2, 3, 2, padding=1, padding_mode="circular")), draw(14, 2, 3, 3), [linear("layers.0"), linear("layers.2")]),
+    "depthwise conv2d": (lambda: positions(nn.Conv2d(3, 3, 2, groups=3)), draw(6, 3, 3, 3), [linear("layers.0", groups=3)]),
+    "conv3d": (lambda: positions(nn.Conv3d(1, 3, 2), nn.Tanh()), draw(10, 1, 3, 2, 3), [linear("layers.0")]),
     "an embedding": (words, torch.tensor([[1, 1, 2], [0, 4, 3], [3, 3, 3], [2, 1, 0]]), [linear("words", bias=False), linear("head")]),
-    "GPT-2's linear layer": (lambda: Flat(Conv1D(4, 3), nn.Tanh(), Conv1D(5, 4), nn.Flatten(1), nn.Unflatten(1, (3, 5))), draw(4, 3, 3), [linear("layers.0"), linear("layers.2")]),
+    "GPT-2's linear layer": (lambda: positions(Conv1D(4, 3), nn.Tanh(), Conv1D(5, 4), nn.Flatten(1), nn.Unflatten(1, (3, 5))), draw(4, 3, 3), [linear("layers.0"), linear("layers.2")]),
     "LoRA": (adapted, draw(5, 3), [linear("A", bias=False), linear("B", bias=False)]),
 }  # fmt: skip
-CRITERIA = {
-    "cross entropy": (F.cross_entropy, lambda n: torch.arange(n) % 3),
-    "mean square": (F.mse_loss, lambda n: draw(n, 3, seed=5)),
-}
 
 
 def problem(name, criterion="cross entropy"):
@@ -202,12 +190,7 @@ def test_distances_of_a_network(monkeypatch):
     dense = torch.func.hessian(lambda p: loss(p, batch))(
         {name: p.detach() for name, p in params.items()}
     )
-    H = torch.cat(
-        [
-            torch.cat([dense[a][b].reshape(p.numel(), -1) for b in params], 1)
-            for a, p in params.items()
-        ]
-    )
+    H = nested_to_matrix(dense, params)
     for exact, one, M in zip(found, drawn, (*parts, H), strict=True):
         expected = (K.to_dense() - M).norm() / M.norm()
         assert exact.value == pytest.approx(float(expected), rel=1e-10)
@@ -377,26 +360,21 @@ def test_gradients_of_zero_up_to_rounding(dtype, joint):
     assert_close(K.trace(), G.trace())
 
 
-class Experts(nn.Module):
+def experts(net, x):
     """Each example is given to one of two layers."""
-
-    def __init__(self):
-        super().__init__()
-        self.experts = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
-
-    def forward(self, x):
-        out, first = x.new_zeros(x.shape), x[:, 0] > 0
-        for i, expert in enumerate(self.experts):
-            rows = (first == bool(i)).nonzero()[:, 0]
-            out = out.index_add(0, rows, expert(x[rows]))
-        return out
+    out, first = x.new_zeros(x.shape), x[:, 0] > 0
+    for i, expert in enumerate(net.experts):
+        rows = (first == bool(i)).nonzero()[:, 0]
+        out = out.index_add(0, rows, expert(x[rows]))
+    return out
 
 
 @rows("signs", [[1, 1, -1, 1, -1, 1], [1, 1, -1, -1, 1, -1], [1, -1, 1, 1, -1, -1]])
 def test_experts(signs):
     """Their factors are sums over the rows that they have; whose rows these are nobody says."""
     torch.manual_seed(1)
-    loss = hog.functional_loss(Experts().double(), F.cross_entropy)
+    model = Fn(experts, experts=nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)]))
+    loss = hog.functional_loss(model.double(), F.cross_entropy)
     x = draw(6, 3)
     x[:, 0] = x[:, 0].abs() * torch.tensor(signs)
     params, batch = hog.trainable_params(loss.model), (x, LABELS)

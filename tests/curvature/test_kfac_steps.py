@@ -11,10 +11,9 @@ from torch.testing import assert_close
 
 import hoglib as hog
 from hoglib.curvature import KFAC, NewtonCG
-from tests.curvature.problems import draw
+from tests.curvature.problems import F64, draw
+from tests.refused import refused
 from tests.rows import rows
-
-F64 = torch.float64
 
 
 def network(seed=1):
@@ -145,18 +144,19 @@ def test_a_resumed_run_is_the_same_run(options):
     copy.deepcopy(optimizer).step(batch)
 
 
-def test_what_is_refused():
+SGD = torch.optim.SGD([torch.ones(1)], 0.1)
+REFUSED = {
+    "an option of nothing": (lambda loss: KFAC(loss, momentums=1), hog.errors.ArgumentTypeError, "expected options among"),
+    "no decay": (lambda loss: KFAC(loss, decay=1.0), hog.errors.ArgumentValueError, "decay"),
+    "no damping": (lambda loss: KFAC(loss, damping=0.0), hog.errors.ArgumentValueError, "damping"),
+    "no batch": (lambda loss: KFAC(loss).step(), hog.errors.ArgumentTypeError, "got None"),
+    "the state of another": (lambda loss: KFAC(loss).load_state_dict(SGD.state_dict()), hog.errors.ArgumentValueError, "that of a KFAC"),
+}  # fmt: skip
+test_what_is_refused = refused(REFUSED, lambda call: call(problem()[0]))
+
+
+def test_a_step_that_raises_changes_nothing():
     loss, params, batch = problem()
-    with pytest.raises(hog.errors.ArgumentTypeError, match="expected options among"):
-        KFAC(loss, momentums=1)
-    with pytest.raises(hog.errors.ArgumentValueError, match="decay"):
-        KFAC(loss, decay=1.0)
-    with pytest.raises(hog.errors.ArgumentValueError, match="damping"):
-        KFAC(loss, damping=0.0)
-    with pytest.raises(hog.errors.ArgumentTypeError, match="got None"):
-        KFAC(loss).step()
-    with pytest.raises(hog.errors.ArgumentValueError, match="that of a KFAC"):
-        KFAC(loss).load_state_dict(torch.optim.SGD(params.values(), 0.1).state_dict())
     optimizer = KFAC(loss)
     before = {name: p.detach().clone() for name, p in params.items()}
     with pytest.raises(hog.errors.NonFiniteError):

@@ -7,6 +7,7 @@ from torch.testing import assert_close
 import hoglib as hog
 from tests.curvature.problems import Given, matrix, seeded
 from tests.curvature.test_traces import FAST, POLYNOMIAL, SIZE
+from tests.refused import refused
 from tests.rows import rows
 
 SPECTRA = {"geometric": FAST, "polynomial": POLYNOMIAL}
@@ -100,17 +101,10 @@ def test_the_preconditioner_is_its_formula_and_saves_products():
 
 
 BAD = {
-    "rank": ({"rank": 0}, hog.errors.ArgumentValueError, "rank"),
-    "too many": ({"rank": SIZE + 1}, hog.errors.ArgumentValueError, f"at most {SIZE}"),
-    "oversampling": ({"oversampling": -1}, hog.errors.ArgumentValueError, "oversampling"),
-    "generator": ({"generator": 0}, hog.errors.ArgumentTypeError, "generator"),
-}
-
-
-@rows("case", BAD)
-def test_what_is_refused(case):
-    options, kind, words = BAD[case]
-    with pytest.raises(kind, match=words):
-        Given(matrix(FAST)).low_rank(**{"rank": 3, **options})
-    with pytest.raises(hog.errors.ArgumentValueError, match="damping"):
-        Given(matrix(FAST)).low_rank(3).preconditioner(0.0)
+    "rank": (lambda A: A.low_rank(0), hog.errors.ArgumentValueError, "rank"),
+    "too many": (lambda A: A.low_rank(SIZE + 1), hog.errors.ArgumentValueError, f"at most {SIZE}"),
+    "oversampling": (lambda A: A.low_rank(3, oversampling=-1), hog.errors.ArgumentValueError, "oversampling"),
+    "generator": (lambda A: A.low_rank(3, generator=0), hog.errors.ArgumentTypeError, "generator"),
+    "damping": (lambda A: A.low_rank(3).preconditioner(0.0), hog.errors.ArgumentValueError, "damping"),
+}  # fmt: skip
+test_what_is_refused = refused(BAD, lambda call: call(Given(matrix(FAST))))

@@ -12,12 +12,10 @@ from torch.testing import assert_close
 
 import hoglib as hog
 from hoglib.curvature import NewtonCG
-from tests.curvature.problems import problem
+from tests.curvature.problems import F64, problem
 from tests.refused import refused
 from tests.rows import rows
-from tests.several_processes import found_by_each
 
-F64 = torch.float64
 HERE = torch.zeros(1)  # a batch, for what needs none
 
 
@@ -243,21 +241,6 @@ def test_a_part_of_the_parameters():
     NewtonCG(loss, {name: params[name]}).step(batch)
     moved = {key for key, p in params.items() if not torch.equal(p, before[key])}
     assert moved == {name}
-
-
-def in_processes(rank, folder, found):
-    for processes in ("shard", None):  # of one batch all have, or each by itself
-        loss, params, batch = problem("LayerNorm")
-        optimizer = NewtonCG(loss, max_iter=5, processes=processes)
-        for _ in range(3):
-            optimizer.step(batch)
-        found[str(processes)] = torch.cat([p.detach().flatten() for p in params.values()]).tolist()
-
-
-def test_processes_that_share_the_data_take_the_steps_of_one(tmp_path):
-    for found in found_by_each(in_processes, tmp_path):
-        shared, alone = (torch.tensor(found[how], dtype=F64) for how in ("shard", "None"))
-        assert_close(shared, alone, rtol=0, atol=1e-10)
 
 
 def test_it_resumes_from_a_checkpoint():

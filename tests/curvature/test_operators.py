@@ -539,8 +539,12 @@ def test_a_bar_counts_products(capsys):
 
 def test_blocks_on_the_diagonal():
     loss, params, batch = problem("LayerNorm")
-    for make, dense in ((hog.HessianOperator, hog.hessian), (hog.GGNOperator, hog.ggn)):
-        operator = make(loss, params, batch)
+    for make, dense, compile in (
+        (hog.HessianOperator, hog.hessian, False),
+        (hog.GGNOperator, hog.ggn, False),
+        (hog.GGNOperator, hog.ggn, "eager"),
+    ):
+        operator = make(loss, params, batch, compile=compile)
         assert_close(operator.to_dense(), nested_to_matrix(dense(loss, params, batch), params))
         H = dense(loss, params, batch, blocks="module")
         zero = {a: {b: torch.zeros(*p.shape, *q.shape, dtype=F64) for b, q in params.items()} for a, p in params.items()}  # fmt: skip

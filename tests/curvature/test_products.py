@@ -19,10 +19,6 @@ from tests.unchanged import unchanged
 MODES = ["auto", "reverse-over-reverse", "forward-over-reverse"]
 
 
-def mean_square(outputs, targets):
-    return (outputs - targets).square().mean()
-
-
 def rosenbrock(x):
     return (1 - x[0]) ** 2 + 100 * (x[1] - x[0] ** 2) ** 2
 
@@ -98,7 +94,7 @@ CHANGEABLE = {
 )
 def test_buffers_that_a_forward_changes_are_restored(name, mode):
     model = CHANGEABLE[name]().double()
-    loss, params = hog.functional_loss(model, mean_square), hog.trainable_params(model)
+    loss, params = hog.functional_loss(model, F.mse_loss), hog.trainable_params(model)
     batch = (torch.randn(5, 2, dtype=torch.float64), torch.randn(5, 2, dtype=torch.float64))
     v = random_like(params)
     with unchanged(model):

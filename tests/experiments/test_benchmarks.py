@@ -7,28 +7,18 @@ from itertools import chain, repeat
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
-from torch.func import functional_call
 
 from experiments.benchmarks import __main__ as command
-from experiments.benchmarks import critic_steps, kronecker, method_check, timing, truths, with_torch
+from experiments.benchmarks import method_check, timing, truths, with_torch
 from experiments.benchmarks.critics import CRITICS, critics
 from experiments.benchmarks.measure import measure
 from experiments.benchmarks.meta import report, with_jax, with_peers
 from experiments.benchmarks.meta import with_torch as meta_with_torch
-from experiments.benchmarks.meta.tasks import LEARNERS, Learner, checked, learner, long_loop
+from experiments.benchmarks.meta.tasks import LEARNERS, checked, learner, long_loop
 from experiments.benchmarks.meta.workloads import CHOSEN, FORCED, LOOP, MANY_STEPS, META_GRADIENT
 from experiments.benchmarks.method_check import FEW
 from experiments.benchmarks.problems import MODELS, problem
-from experiments.benchmarks.truths import leaves_of
-from experiments.benchmarks.workload import (
-    Method,
-    Missing,
-    Unit,
-    Workload,
-    peer,
-)
+from experiments.benchmarks.workload import Method, Missing, Unit, Workload, peer
 from experiments.benchmarks.workloads import WORKLOADS, chosen
 from tests.long_tail import all_but, only
 
@@ -167,70 +157,6 @@ def test_products_of_a_loop_are_per_vector_and_not_kept():
         taken.clear()
         measure(brief, point, 1, 60)
         assert len(taken) == FEW + FEW
-
-
-def small_mlp():
-    """A small network in float64, and its outputs as a function of all parameters in one vector."""
-    point = problem("MLP", 2, small=True)
-    exact = point.double()
-    flat = torch.cat([p.detach().reshape(-1) for p in exact.params.values()])
-
-    def outputs(flat):
-        return functional_call(exact.model, exact.named(flat), (exact.x,))
-
-    return point, exact, flat, outputs
-
-
-def test_truth_of_the_hessian():
-    point, exact, flat, outputs = small_mlp()
-    H = torch.func.hessian(lambda p: F.cross_entropy(outputs(p), exact.y))(flat)
-    torch.testing.assert_close(truths.hessian(point), H @ exact.vectors)
-    top = torch.linalg.eigvalsh(H)
-    torch.testing.assert_close(truths.eigenvalues(point)[:, 0], top.flip(0)[:5])
-    by_magnitude = top[top.abs().argsort(descending=True)[:5]].sort(descending=True).values
-    torch.testing.assert_close(truths.eigenvalues(point, "LM")[:, 0], by_magnitude)
-    gradient = torch.func.grad(lambda p: F.cross_entropy(outputs(p), exact.y))(flat)
-    torch.testing.assert_close(truths.gradient(point)[:, 0], gradient)
-
-
-def test_truth_of_gauss_newton_and_fisher():
-    point, exact, flat, outputs = small_mlp()
-    J = torch.func.jacrev(outputs)(flat)
-    H = torch.func.hessian(lambda f: F.cross_entropy(f, exact.y))(outputs(flat))
-    G = torch.einsum("ncp,ncmd,mdq->pq", J, H, J)
-    torch.testing.assert_close(truths.gauss_newton(point)[:, 0], G @ exact.vectors[:, 0])
-    rows = torch.func.jacrev(lambda p: F.cross_entropy(outputs(p), exact.y, reduction="none"))(flat)
-    E = rows.T @ rows / len(rows)
-    torch.testing.assert_close(truths.empirical_fisher(point)[:, 0], E @ exact.vectors[:, 0])
-
-
-def test_truth_of_kronecker_factors():
-    """Of one example they are the diagonal blocks of the Gauss-Newton matrix."""
-    point, _, flat, outputs = small_mlp()
-    point = replace(point, x=point.x[:1], y=point.y[:1])
-    J = torch.func.jacrev(outputs)(flat)[0]
-    p = outputs(flat)[0].softmax(0)
-    G = J.T @ (p.diag() - torch.outer(p, p)) @ J
-    sizes = [sum(x.numel() for x in m.parameters()) for m in kronecker.layers(point).values()]
-    blocks = torch.block_diag(*(torch.ones(size, size) for size in sizes))
-    v = point.vectors[:, 0].double()
-    torch.testing.assert_close(kronecker.truth(point)[:, 0], (G * blocks) @ v)
-
-
-@pytest.mark.parametrize("name", ["r1", "wgan_gp"])
-def test_truth_of_a_critics_step(name):
-    """Slopes of a linear critic w'x + b are w, whatever the points: R1 is |w|^2 / 2."""
-    point = critics("small", tiny=True)
-    model = torch.nn.Linear(2, 1)
-    exact = replace(point, model=model).double()
-    w, scores = exact.model.weight, exact.model(torch.cat([exact.real, exact.fake])).chunk(2)
-    if name == "r1":
-        loss = F.softplus(scores[1] - scores[0]).mean() + critic_steps.WEIGHT * w.square().sum() / 2
-    else:
-        loss = scores[1].mean() - scores[0].mean() + critic_steps.WEIGHT * (w.norm() - 1) ** 2
-    right = [loss, *torch.autograd.grad(loss, [w, exact.model.bias])]
-    found = truths.TRUTHS[name].value(replace(point, model=model))
-    torch.testing.assert_close(found, torch.cat([part.reshape(-1) for part in right])[:, None])
 
 
 def test_a_peer_that_is_not_here_or_does_not_import_says_why(tmp_path, monkeypatch):
@@ -455,17 +381,3 @@ def test_inner_loops_of_many_steps(without_peers):
     for name, peak in peaks.items():
         assert peak > 0
         assert "store" in name or peak < 0.7 * stored, name
-
-
-def test_the_meta_gradient_by_hand_is_that_of_the_formula():
-    """One linear task: theta' = theta - alpha X'(X theta - y) 2 / K, and the chain rule."""
-    torch.manual_seed(0)
-    X, y, Z, t = (torch.randn(1, 6, n, dtype=torch.float64) for n in (3, 1, 3, 1))
-    model = nn.Linear(3, 1, bias=False, dtype=torch.float64)
-    point = Learner("linear", model, F.mse_loss, (X, y), (Z, t), 0.1, 1)
-    theta = model.weight.detach().T
-    A = torch.eye(3, dtype=torch.float64) - 0.1 * 2 / 6 * X[0].T @ X[0]
-    residual = Z[0] @ (A @ theta + 0.1 * 2 / 6 * X[0].T @ y[0]) - t[0]
-    value, gradient = leaves_of(meta_with_torch.by_hand(point)()).split((1, 3))
-    torch.testing.assert_close(value, residual.square().mean().reshape(1, 1))
-    torch.testing.assert_close(gradient, A.T @ Z[0].T @ residual * 2 / 6)

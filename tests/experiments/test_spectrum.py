@@ -48,13 +48,6 @@ def test_the_numbers_are_those_of_the_dense_matrix():
     json.dumps(found.to_dict())
 
 
-def test_more_than_all_eigenvalues_are_refused():
-    with pytest.raises(
-        ValueError, match="k: expected at most 19, half of the 38 parameters, got 20"
-    ):
-        hessian_spectrum(*problem(), k=20, num_samples=2, steps=5)
-
-
 class TestCommand:
     pytestmark = COMMAND_LINE
 

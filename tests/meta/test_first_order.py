@@ -13,6 +13,7 @@ from torch.testing import assert_close
 import hoglib as hog
 from tests.functions import OnceDifferentiable
 from tests.meta.networks import Scaled, as_list, image_tasks, meta_gradient, network
+from tests.models import Through
 from tests.oracles import relative
 from tests.refused import refused
 
@@ -246,18 +247,11 @@ def test_uneven_tasks_and_a_part_that_adapts():
     assert relative(ours, moved(learner.model, tasks, 3, adapting="3")[0]) < 1e-10
 
 
-class UsesOnce(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(16, 2)
-
-    def forward(self, x):
-        return OnceDifferentiable.apply(self.layer(x.flatten(1)))
-
-
 def test_nothing_is_differentiated_twice():
     torch.manual_seed(0)
-    model = UsesOnce().double()
+    model = nn.Sequential(
+        nn.Flatten(), nn.Linear(16, 2), Through(OnceDifferentiable.apply)
+    ).double()
     learner = hog.meta.Reptile(model, F.mse_loss, inner_lr=0.05, inner_steps=3, over_tasks="loop")
     expected, _ = moved(model, as_list(image_tasks()), 3)
     assert relative(meta_gradient(learner, image_tasks()), expected) < 1e-12

@@ -18,6 +18,7 @@ from tests.meta.networks import Scaled, as_list, image_tasks, meta_gradient, net
 from tests.models import Fn
 from tests.oracles import random_like, relative
 from tests.refused import refused
+from tests.tensors import randn as rand
 
 MEMORY = ["store", "remat", "checkpoint"]
 MAPPED = pytest.mark.parametrize("over_tasks", ["loop", "vmap"])
@@ -268,11 +269,6 @@ class Pair:
 
     x: torch.Tensor
     y: torch.Tensor
-
-
-def rand(*shape):
-    generator = torch.Generator().manual_seed(sum(shape))
-    return torch.randn(*shape, dtype=torch.float64, generator=generator)
 
 
 # the model, its criterion and forward, and a batch of x, y and a number
@@ -534,23 +530,6 @@ def test_random_directions_of_the_whole_kitchen_sink():
     slope = (at(1e-6) - at(-1e-6)) / 2e-6
     along = sum((g * v[n]).sum() for n, g in ours.items())
     assert abs(along - slope) < 1e-6 * abs(slope)
-
-
-def test_compiled_models_run_as_they_were():
-    """In whole, in part and in place; backends of torch that leave it as it is are fast enough."""
-    tasks, expected = (
-        image_tasks(),
-        meta_gradient(hog.MAML(network("none"), F.mse_loss), image_tasks()),
-    )
-    whole = torch.compile(network("none"), backend="aot_eager")
-    part, in_place = network("none"), network("none")
-    part[0] = torch.compile(part[0], backend="aot_eager")
-    in_place.compile(backend="aot_eager")
-    for model in (whole, part, in_place):
-        for memory in MEMORY:
-            maml = hog.MAML(model, F.mse_loss, memory=memory, over_tasks="loop")
-            ours = meta_gradient(maml, tasks)
-            assert relative(list(ours.values()), list(expected.values())) < 1e-12
 
 
 def test_two_tasks_of_single_tensors_are_tasks():

@@ -7,13 +7,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import hoglib as hog
+from tests.curvature.problems import draw
 from tests.models import Fn, attending
-
-F64 = torch.float64
-
-
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, dtype=F64, generator=torch.Generator().manual_seed(seed))
 
 
 def generator(seed: int = 3) -> torch.Generator:

@@ -37,22 +37,11 @@ def forced(found):
     return energies.sum() + forces.square().sum() + sum(h.square().sum() for h in rest)
 
 
-# name: (critic, (critic, **options) -> scalar)
+# name: (critic, (critic, **options) -> scalar); the others are compiled in tests/conformance
 KINDS = {
     "wgan_gp": (plain, lambda c, **o: penalties.wgan_gp(c, X, FAKE, generator=generator(), **o)),
-    "zero_centred": (
-        plain, lambda c, **o: penalties.zero_centred(c, X, FAKE, generator=generator(), **o)
-    ),
     "r1": (plain, lambda c, **o: penalties.r1(c, X, **o)),
-    "r1_r2": (plain, lambda c, **o: penalties.r1_r2(c, X, FAKE, **o)),
-    "dragan": (plain, lambda c, **o: penalties.dragan(c, X, generator=generator(), **o)),
-    "jacobian": (
-        SMOOTH, lambda c, **o: penalties.jacobian(c, X, generator=generator(), **o)
-    ),
-    "lipschitz": (
-        SMOOTH, lambda c, **o: penalties.lipschitz(c, X, bound=0.1, generator=generator(), **o)
-    ),
-    "sobolev": (SMOOTH, lambda c, **o: penalties.sobolev(c, X, draw(5, 2, 3), **o)),
+    "jacobian": (SMOOTH, lambda c, **o: penalties.jacobian(c, X, generator=generator(), **o)),
     "input_gradient": (
         SMOOTH,
         lambda c, **o: penalties.input_gradient(lambda x: c(x).square().sum(1), X, **o),
@@ -71,7 +60,6 @@ KINDS = {
     "outputs of both": (
         plain, lambda c, **o: with_outputs(penalties.r1_r2(c, X, FAKE, return_outputs=True, **o))
     ),
-    "micro_batches": (plain, lambda c, **o: penalties.r1(c, X, micro_batch=2, **o)),
     "micro-batches of projections": (
         SMOOTH,
         lambda c, **o: penalties.jacobian(c, X, generator=generator(), micro_batch=2, **o),
@@ -276,22 +264,6 @@ def test_where_nothing_is_learnt_nothing_is_captured(calls):
     assert calls
 
 
-def test_frozen_later():
-    critic = build(plain)
-    penalties.r1(critic, X, compile="eager")
-    critic.requires_grad_(False)
-    found = penalties.r1(critic, X, compile="eager")
-    assert not found.requires_grad
-    assert_close(found, penalties.r1(critic, X))
-    critic[0].requires_grad_(True)
-    value = penalties.r1(critic, X, compile="eager")
-    expected = penalties.r1(critic, X)
-    assert_close(
-        torch.autograd.grad(value, critic[0].weight),
-        torch.autograd.grad(expected, critic[0].weight),
-    )
-
-
 CRITIC = build(plain)
 
 
@@ -349,8 +321,7 @@ def step(critic, penalty):
 
 
 @pytest.mark.parametrize(
-    "kind",
-    ["wgan_gp", "zero_centred", "r1", "r2", "r1_r2", "dragan", "lipschitz"],
+    "kind", ["wgan_gp", "zero_centred", "r1", "r2", "r1_r2", "dragan", "lipschitz"]
 )
 def test_a_whole_step_is_one_graph(kind):
     critic, plainly, penalty = build(plain), build(plain), hog.GradientPenalty(kind)
@@ -376,19 +347,3 @@ def test_lazily_a_graph_cannot_count():
     for factor in factors:
         assert_close(fast(X, factor), loss(X, factor))
     assert len(fast.signatures) == 2
-
-
-def test_a_penalty_of_a_config_resumes_its_rhythm(calls):
-    def run(penalty, count):
-        critic = build(plain)
-        return [penalty(critic, X, FAKE) for _ in range(count)]
-
-    make = lambda: hog.GradientPenalty("r1", 2.0, every=3, compile="eager")  # noqa: E731
-    expected = run(hog.GradientPenalty("r1", 2.0, every=3), 8)
-    first = make()
-    values = run(first, 4)
-    again = make()
-    again.load_state_dict(first.state_dict())
-    assert_close([*values, *run(again, 4)], expected)
-    assert "compile='eager'" in repr(first)
-    assert copy.deepcopy(first).calls == 4

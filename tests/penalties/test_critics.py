@@ -9,10 +9,10 @@ from torch.testing import assert_close
 
 from hoglib import penalties
 from tests.conformance.test_penalties import OF_CRITICS
+from tests.curvature.problems import F64
 from tests.oracles import gradient_by_differences
 from tests.penalties.critics import (
     CRITICS,
-    F64,
     INDEX,
     build,
     draw,

@@ -6,7 +6,8 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from hoglib import penalties
-from tests.penalties.critics import F64, build, draw
+from tests.curvature.problems import F64
+from tests.penalties.critics import build, draw
 from tests.refused import refused
 
 

@@ -2,19 +2,16 @@
 
 import pytest
 import torch
-from torch import nn
 from torch.testing import assert_close
 
 from hoglib import penalties
-from tests.penalties.critics import F64, build, draw, generator
+from tests.conformance.test_penalties import smooth
+from tests.curvature.problems import F64
+from tests.penalties.critics import build, draw, generator
 from tests.refused import refused
 
 J, X = draw(4, 3, 2), draw(6, 3, 2, seed=1)
 linear = lambda x: torch.einsum("cab,nab->nc", J, x)  # noqa: E731  # its Jacobian is J everywhere
-
-
-def smooth() -> nn.Module:
-    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
 
 
 # Closed forms
