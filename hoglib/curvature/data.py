@@ -321,7 +321,7 @@ class Batches:
             if self._cancels:
                 return 1.0
             raise
-        if not weight > 0:
+        if not weight > 0 and not (weight == 0 and row_count(batch)):
             raise ArgumentValueError(
                 f"data: expected batches with at least one example, got one of size {weight:g}; "
                 "leave empty batches out."
@@ -350,6 +350,12 @@ def first_examples(batch: Any, count: int) -> Any:
     """The first rows of each tensor with as many as the first one; None where there are no more."""
     size = row_count(batch)
     return None if size is None or size <= count else _rows(batch, size, 0, count)
+
+
+def last_examples(batch: Any, start: int) -> Any:
+    """The rows from start on of each tensor with as many as the first one."""
+    size = row_count(batch) or 0
+    return _rows(batch, size, start, size)
 
 
 def row_count(batch: Any) -> int | None:

@@ -46,7 +46,7 @@ from hoglib.curvature.gauss_newton import (
     MetricProduct,
     OutputMetric,
 )
-from hoglib.curvature.likelihood import Likelihood, Weight
+from hoglib.curvature.likelihood import Counting, Likelihood, Weight
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from hoglib.ring import ring
 
@@ -89,6 +89,13 @@ class FisherMetric(OutputMetric):
     @property
     def random(self) -> bool:
         return self.kind == "mc"
+
+    @property
+    def counting(self) -> Counting:
+        """What the mean of M over a batch counts."""
+        if self.kind == "empirical":
+            return "examples"
+        return "criterion" if self.likelihood is None else "terms"
 
     def at(self, composite: CompositeLoss, outputs: Vector) -> MetricProduct:
         validation.refuse_transforms(composite.policy.caller, LOOP)

@@ -61,7 +61,7 @@ class DatasetOperator(LinearOperator):
         policy.check_blocks(loss)
         self._sum = DatasetSum(
             policy, loss, self.space, data, of_data, sharing, self._bar,
-            seed=kind.seed, fixed_batches=kind.random,
+            seed=kind.seed, fixed_batches=kind.random, counting=getattr(kind, "counting", "criterion"),
         )  # fmt: skip
         self._kind, self._memory_limit = kind, of_data.memory_limit
 
@@ -81,6 +81,7 @@ class DatasetOperator(LinearOperator):
     def _products(self, rows: Tensor) -> Tensor:
         validation.refuse_transforms(str(self), "use the function hvp, ggn_vp or fisher_vp there.")
         # of several processes one may have no batch, and adds zeros
+        first = True
         make = torch.empty if self._sum.alone else torch.zeros
         total = make(rows.shape, dtype=self.dtype, device=self.device)
         if self._sum.next_is_unchecked():
@@ -90,10 +91,11 @@ class DatasetOperator(LinearOperator):
         with self._bar.over("@", len(rows)), every as one_pass:
             for batch, number, share in one_pass:
                 if self._sum.kept is None:
-                    value = self._add_batch(rows, total, batch, number, share)
+                    value = self._add_batch(rows, total, batch, number, share, first)
                 else:
                     value = self._apply_kept(rows, total)
                 one_pass.record(value)
+                first = False
         weight = self._sum.weight(one_pass.totals)
         if weight != 1:
             total /= weight
@@ -117,7 +119,7 @@ class DatasetOperator(LinearOperator):
             return self._apply(kept.point, rows, total, kept.share, keep_graph=True, first=True)
 
     def _add_batch(
-        self, rows: Tensor, total: Tensor, batch: Any, number: int, share: float
+        self, rows: Tensor, total: Tensor, batch: Any, number: int, share: float, first: bool
     ) -> Tensor:
         """Add share times the products of the rows at one batch to total; return the loss there."""
         kind, single = self._kind.for_batch(number), self._sum.single_batch
@@ -129,7 +131,7 @@ class DatasetOperator(LinearOperator):
             point = linearizer(kind, context.captures)(problem, several)
             note_lost_graph(point.gradient)
             keep = single and (several if context.captures else self._fits(point))
-            value = self._apply(point, rows, total, share, keep, first=number == 0)
+            value = self._apply(point, rows, total, share, keep, first)
             keep = keep and (not context.captures or self._fits(point))
             patch_state = patches.values()
         self._sum.note_unused(point.unused())
