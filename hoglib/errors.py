@@ -111,7 +111,7 @@ class NonFiniteError(HoglibError, FloatingPointError):
 class NotPositiveDefiniteError(HoglibError, ArithmeticError):
     """A linear solve met a direction of zero or negative curvature. Also an :class:`ArithmeticError`.
 
-    Add damping, use a positive semi-definite matrix (GGN or Fisher) instead of the Hessian, or train
+    Add damping, use a positive semi-definite matrix (Fisher, or the GGN of a convex criterion) instead of the Hessian, or train
     the inner problem nearer to its minimum.
 
     Attributes:

@@ -27,11 +27,9 @@ from hoglib._core.autograd import (
 )
 from hoglib._core.fingerprint import StateFingerprint, checksum_of_tensors
 from hoglib._core.gradient_graph import graph_summary
-from hoglib._core.logger import LOGGER
 from hoglib._core.placement import Sharding
 from hoglib._core.problem import OPTION_NAMES, Options, Policy, Problem, check_option_names
 from hoglib._core.source_location import warn
-from hoglib._core.state import preserve_random_state
 from hoglib.curvature.data import (
     IGNORED,
     Batches,
@@ -43,19 +41,16 @@ from hoglib.curvature.data import (
     checksum_of_rows,
     constants_of,
     counted_labels,
-    first_examples,
     in_step,
-    last_examples,
     leading_dimension,
-    row_count,
 )
 from hoglib.curvature.likelihood import (
     Counting,
     Finding,
     check_reduction,
+    compare_halves,
     example_counts,
     moved,
-    relation_of_halves,
 )
 from hoglib.curvature.linear_operator import ProgressBar
 from hoglib.curvature.reproducibility import Determinism, Symmetry, close
@@ -209,7 +204,7 @@ class DatasetSum:
             space.placement.is_sharded,
         )
         # whether the first pass compares what the mean of the loss counts with these weights
-        self._counts = own and not self._batches.single
+        self._by_rows = self._counts = own and not self._batches.single
         # the weight of the only batch cancels
         self._at_once = self.single_batch and processes.alone
         self._determinism = Determinism(loss, options.check_deterministic, fixed_batches)
@@ -244,7 +239,8 @@ class DatasetSum:
             nothing = torch.zeros(1, 0, dtype=space.dtype, device=space.device)
             with self.one_pass(nothing) as batches:
                 for batch, _, share in batches:
-                    self._check_counts(batch, share)
+                    if self._counting == "terms":
+                        self._check_counts(batch, share)
                     batches.record(self.loss_of(batch))
                     self.advance()
             return self._total_loss(batches.totals)
@@ -261,7 +257,8 @@ class DatasetSum:
 
         with self._bar.over("gradient", 1), self.one_pass(total, first_order=True) as batches:
             for batch, _, share in batches:
-                self._check_counts(batch, share)
+                if self._counting == "terms":
+                    self._check_counts(batch, share)
                 with self.entered(batch) as f:
                     p = fresh_leaves(f.leaves, False)
                     value = f(*p)
@@ -337,6 +334,8 @@ class DatasetSum:
                 if not weight and self._mean:
                     continue  # no label of it counts: its mean is 0 / 0
                 share = weight if self._mean and not self._at_once else 1.0
+                if self._counting == "examples":
+                    self._check_counts(piece, weight)
                 yield piece, number, share
                 value = given.value
                 if self._counts and self._counting != "terms":
@@ -405,9 +404,9 @@ class DatasetSum:
         """Compare the loss of all processes with that of the pass before."""
         if not totals.pieces:
             raise ArgumentValueError(
-                "data: expected at least one batch with an example or label that counts, got none; a "
-                "DataLoader with drop_last=True and fewer examples than a batch has none, and labels "
-                "that are all ignore_index do not count."
+                "data: expected at least one batch, got none; a DataLoader with drop_last=True and "
+                "fewer examples than a batch has none, and a batch whose labels are all ignore_index "
+                "does not count."
             )
         # of several processes the coarsest dtype of a loss is that of the parameters
         dtype = self._loss_dtype if self.alone else self._space.dtype
@@ -515,31 +514,28 @@ class DatasetSum:
         return leading_dimension(batch) if counts is None else float(counts.sum())
 
     def _check_counts(self, batch: Any, share: float) -> None:
-        """Raise for the loss over data, where each example has a term of the matrix, but not of it."""
-        if self._counting == "terms" and self._mean and not self._at_once:
-            weight = self._own_size(batch) / share
-            self._ratio = weight if self._ratio is None else self._ratio
-            if abs(weight - self._ratio) > 1e-9 * self._ratio:
-                raise self._counts_others("GGNOperator has value() and gradient() of the data")
+        """Raise where each example has one term of the matrix, but not of the loss."""
+        if self._counting == "criterion" or not self._by_rows:
+            return
+        ratio = self._own_size(batch) / share
+        self._ratio = ratio if self._ratio is None else self._ratio
+        if abs(ratio - self._ratio) > 1e-9 * self._ratio:
+            raise self._counts_others(
+                "a GGNOperator has the value and the gradient of the data"
+                if self._counting == "terms"
+                else "take a criterion and an operator with reduction='sum', whose matrix is F D^2 / N "
+                "with the sum D of the weights of N examples"
+            )
 
     def _compare_counts(
         self, batch: Any, weight: float, value: Tensor, number: int
     ) -> list[tuple[dict[str, tuple[int, bool]], float]]:
         """Raise for a loss that is the mean over something else than the weights of batches count.
 
-        A criterion of the table says what it counts; any other loss is compared with those of the halves
-        of a batch, at the batches 0, 1, 2, 4, 8, ... Returns labels that a mean may leave out.
+        A criterion of the table says what it counts; any other loss is compared with those of the
+        halves of a batch, at the batches 0, 1, 2, 4, 8, ... Returns labels that a mean may leave out.
         """
-        counts = example_counts(self.loss, as_dict(batch))
-        if counts is not None:
-            if self._counting == "examples":
-                ratio = float(counts.sum()) / weight
-                self._ratio = ratio if self._ratio is None else self._ratio
-                if abs(ratio - self._ratio) > 1e-9 * self._ratio:
-                    raise self._counts_others(
-                        "take a criterion and an operator with reduction='sum', whose matrix is F times "
-                        "D^2 / N, with the sum D of the weights of N examples"
-                    )
+        if example_counts(self.loss, as_dict(batch)) is not None:
             return []
         if not number & (number - 1) and self._finds(batch, value) == "weighted":
             raise self._counts_others(
@@ -551,33 +547,21 @@ class DatasetSum:
 
     def _finds(self, batch: Any, value: Tensor) -> Finding | None:
         """How the loss of a batch is made of those of its halves."""
-        count = row_count(batch) or 0
-        if count < 2 or not self._options.check_deterministic:
+        if not self._options.check_deterministic:
             return None
-        halves = [first_examples(batch, count // 2), last_examples(batch, count // 2)]
 
-        def at(seed: int, part: Any) -> float:
+        def at(seed: int, part: Any) -> Tensor:
             with self.entered(part) as problem:
                 leaves = moved(problem.leaves, seed)
-                return float(without_graph(lambda: problem(*leaves)))
+                return without_graph(lambda: problem(*leaves))
 
-        try:
-            with preserve_random_state():
-                found = [(float(value.detach()), *(at(0, half) for half in halves))]
-                share = count // 2 / count
-                if relation_of_halves(found, share, value.dtype) == "mean":
-                    return "mean"
-                found += [tuple(at(seed, part) for part in (batch, *halves)) for seed in (1, 2, 3)]
-        except Exception as error:  # a batch of which rows are no examples
-            LOGGER.debug("%s: the halves of a batch were not compared: %s", self._name, error)
-            return None
-        return relation_of_halves(found, share, value.dtype)
+        return compare_halves(at, batch, value.detach())
 
     def _counts_others(self, advice: str) -> ArgumentValueError:
         return ArgumentValueError(
-            f"{self._name}: expected a loss that is the mean over the examples of a batch, got one whose "
-            "mean divides by another number: class weights, a mask, or labels that are ignored. Batches "
-            f"weighted by their examples are not the mean over the data; {advice}."
+            f"{self._name}: expected a loss that is the mean over the examples of a batch, got "
+            "one whose mean divides by another number: class weights, a mask, or labels that are "
+            f"ignored. Batches weighted by their examples are not the mean over the data; {advice}."
         )
 
     def _check_split(

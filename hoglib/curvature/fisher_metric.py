@@ -25,7 +25,7 @@ References:
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from math import sqrt
+from math import isfinite, sqrt
 from typing import Any, Literal, NamedTuple, final, get_args
 
 import torch
@@ -37,7 +37,7 @@ from hoglib._core.autograd import Vector, clone_inference_tensors, grad_enabled,
 from hoglib._core.mixed_precision import upcast_half
 from hoglib._core.problem import Policy
 from hoglib._core.torch_modes import value_checks_on
-from hoglib._core.trust import SUMS, agree
+from hoglib._core.trust import SUMS, agree, found_once, largest
 from hoglib.curvature import likelihood as likelihoods
 from hoglib.curvature.data import row_count
 from hoglib.curvature.gauss_newton import (
@@ -46,8 +46,8 @@ from hoglib.curvature.gauss_newton import (
     MetricProduct,
     OutputMetric,
 )
-from hoglib.curvature.likelihood import Counting, Likelihood, Weight
-from hoglib.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
+from hoglib.curvature.likelihood import Counting, Likelihood, Weight, compare_halves, moved
+from hoglib.errors import ArgumentTypeError, ArgumentValueError, HoglibError, UnsupportedError
 from hoglib.ring import ring
 
 Tree = Any
@@ -333,6 +333,8 @@ def _empirical(options: FisherMetric, loss: Any, at: _Outputs) -> Scores:
             "criterion(outputs, batch): expected a value that depends on the outputs, got one that "
             "does not; look for .detach(), .item() or a torch.no_grad() in it."
         )
+    if row is None and not one and value_checks_on():
+        _refuse_coupled(loss, at)
     gradient = torch.autograd.grad(value, own, allow_unused=True, materialize_grads=True)
     for part in gradient if value_checks_on() else ():
         advice = "The criterion's gradient has to exist at the outputs and targets of the batch."
@@ -340,6 +342,31 @@ def _empirical(options: FisherMetric, loss: Any, at: _Outputs) -> Scores:
     examples = 1 if one else own[0].shape[0]
     scores = [part.unsqueeze(0) for part in gradient]
     return Scores(scores, examples if options.reduction == "mean" else 1.0, not one)
+
+
+def _refuse_coupled(loss: Any, at: _Outputs) -> None:
+    """Raise, at the first outputs of their shapes, where a term depends on several examples."""
+    outputs = at.constant
+    if row_count(outputs) != row_count(at.batch):
+        return
+
+    def value(seed: int, part: Any) -> Tensor:
+        leaves, structure = pytree.flatten(part[0])
+        places = [i for i, x in enumerate(leaves) if pytree.is_float(x)]
+        for i, x in zip(places, moved([leaves[i] for i in places], seed, rows=True), strict=True):
+            leaves[i] = x
+        with torch.no_grad():
+            found: Tensor = loss.criterion(pytree.unflatten(leaves, structure), part[1])
+        return found
+
+    key = tuple(x.shape for x in (*at.own, *pytree.tensors(at.batch)))
+    find = lambda: compare_halves(value, (outputs, at.batch)) or "unknown"  # noqa: E731
+    if found_once(loss, ("halves of outputs", key), find) == "coupled":
+        raise ArgumentValueError(
+            "kind='empirical': expected a criterion that is a sum or mean over examples, got one that "
+            "couples them, as contrastive losses, correlations and statistics over the batch do: there "
+            "are no gradients of single examples. Use `hoglib.GGNOperator`."
+        )
 
 
 def _outer_products(scores: Vector, weight: Weight, by_example: bool) -> Metric:
@@ -515,33 +542,51 @@ def _dense_columns(
         unit[:, i] = 1
         found = product(vector(unit), True)
         blocks[:, :, i] = torch.cat([x.detach().reshape(examples, -1).to(wide) for x in found], 1)
-    _check_apart(product, vector, blocks, values[0].dtype, composite.policy.caller)
+
+    def at_zero(u: Tensor) -> float:
+        """The size of a product at outputs of zero: where all examples are fitted well, M vanishes, and
+        what is left of it is the rounding of terms of this size."""
+        sizes = [0.0]
+        with suppress(HoglibError, RuntimeError, ValueError), _around(values[0]):
+            elsewhere = chosen.at(composite, [torch.zeros_like(y) for y in values])
+            sizes += [largest(x) for x in elsewhere(vector(u), False)]
+        return max(filter(isfinite, sizes))
+
+    _check_apart(product, vector, blocks, values[0].dtype, composite.policy.caller, at_zero)
     eigenvalues, Q = torch.linalg.eigh((blocks + blocks.mT) / 2)
-    largest = eigenvalues.abs().amax(1, keepdim=True)
     rounding = max(1e3 * torch.finfo(wide).eps, 10 * torch.finfo(values[0].dtype).eps)
-    if bool((eigenvalues < -rounding * largest).any()):
+    low = -float(eigenvalues.min()) / rounding
+    if low > largest(eigenvalues) and low > at_zero(_directions(blocks)):
         raise ArgumentValueError(
             f"{composite.policy.caller}(kind='exact'): expected a criterion that is convex in the "
             f"outputs, got one with the eigenvalue {float(eigenvalues.min()):.3g}; give a likelihood=, "
-            "or use kind='empirical'."
+            "as `hoglib.FisherOperator(likelihood=)` takes it, or use kind='empirical'."
         )
     root = Q * eigenvalues.clamp(min=0).sqrt().unsqueeze(1)
     for i in range(total):
         yield vector(root[:, :, i])
 
 
+def _directions(blocks: Tensor) -> Tensor:
+    """A random vector of each example."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(blocks.shape[:2], generator=generator, dtype=torch.float32).to(blocks)
+
+
 def _check_apart(
-    product: Any, vector: Any, blocks: Tensor, dtype: torch.dtype, caller: str
-) -> None:
+    product: Any, vector: Any, blocks: Tensor, dtype: torch.dtype, caller: str,
+    at_zero: Callable[[Tensor], float],
+) -> None:  # fmt: skip
     """Raise for a criterion that couples examples, whose M has more than these blocks."""
     if len(blocks) < 2:
         return
-    generator = torch.Generator().manual_seed(0)
-    u = torch.randn(blocks.shape[:2], generator=generator, dtype=torch.float32).to(blocks)
+    u = _directions(blocks)
     found = product(vector(u), False)
     whole = torch.cat([x.detach().reshape(len(u), -1).to(u.dtype) for x in found], 1)
     apart = (blocks @ u.unsqueeze(-1)).squeeze(-1)
-    if bool(whole.isfinite().all()) and not agree(whole, apart, SUMS, dtype=dtype):
+    if not bool(whole.isfinite().all()) or agree(whole, apart, SUMS, dtype=dtype):
+        return
+    if not agree(whole, apart, SUMS, dtype=dtype, terms=[at_zero(u)]):
         raise ArgumentValueError(
             f"{caller}: expected a criterion that is a sum over examples, got one that couples "
             "them, such as a contrastive loss; Kronecker factors are for sums over examples."

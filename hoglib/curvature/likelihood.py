@@ -23,12 +23,13 @@ from hoglib import nn as hog_nn
 from hoglib import ops
 from hoglib._core import pytree, validation
 from hoglib._core.autograd import Vector
+from hoglib._core.logger import LOGGER
 from hoglib._core.pytree import tensors_in
-from hoglib._core.state import draw_from
+from hoglib._core.state import draw_from, generator_state, preserve_random_state
 from hoglib._core.torch_internals import tracing
 from hoglib._core.torch_modes import value_checks_on
-from hoglib._core.trust import DERIVATIVES, SUMS, agree
-from hoglib.curvature.data import row_count
+from hoglib._core.trust import DERIVATIVES, SUMS, Rule, agree
+from hoglib.curvature.data import row_count, rows_of
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, NonFiniteError, UnsupportedError
 
 Tree = Any
@@ -311,15 +312,18 @@ Counting = Literal["criterion", "terms", "examples"]
 Finding = Literal["mean", "sum", "weighted", "coupled"]
 
 
+CLOSE = Rule(1e2)  # a number is fitted, which may come near anything that changes little
+
+
 def relation_of_halves(
     values: Sequence[tuple[float, float, float]], share: float, dtype: torch.dtype
 ) -> Finding | None:
     """How the loss L of a batch is made of those of its halves, l and m, at several points.
 
-        mean      L = s l + (1 - s) m, with the share s of the first half in the examples
-        sum       L = l + m
-        weighted  L = t l + (1 - t) m, with another t in [0, 1]: a mean that counts something else
-        coupled   anything else, as a contrastive loss; None if there is nothing to compare
+    mean      L = s l + (1 - s) m, with the share s of the first half in the examples
+    sum       L = l + m
+    weighted  L = t l + (1 - t) m, with another t in [0, 1]: a mean that counts something else
+    coupled   anything else, as a contrastive loss; None if there is nothing to compare
     """
     found = [v for v in values if isfinite(v[0])]
     for L, *parts in found:
@@ -335,18 +339,63 @@ def relation_of_halves(
         if 0 <= t <= 1:
             made["weighted"] = lambda a, b: t * a + (1 - t) * b
     for name, make in made.items():
-        if all(agree(L, make(a, b), DERIVATIVES, terms=(a, b), dtype=dtype) for L, a, b in found):
+        rule = CLOSE if name == "weighted" else DERIVATIVES
+        if all(agree(L, make(a, b), rule, terms=(a, b), dtype=dtype) for L, a, b in found):
             return name if any(map(any, found)) else None
     return "coupled" if found else None
 
 
-def moved(tensors: Sequence[Tensor], seed: int) -> Vector:
-    """The tensors, for seed 0, or others near them: a loss that vanishes here tells nothing."""
+def compare_halves(
+    at: Callable[[int, Any], Tensor], batch: Any, value: Tensor | None = None
+) -> Finding | None:
+    """How the loss of a batch is made of those of its halves, at the point and at others near it.
+
+    at(seed, batch): the loss at the point of seed 0, or at another. None where that cannot be told: of
+    batches without rows, and of losses that draw random numbers.
+    """
+    count = row_count(batch) or 0
+    if count < 2:
+        return None
+    half = count // 2
+    ends = ((0, half), (half, count))
+    parts = [batch, *(rows_of(batch, count, start, stop) for start, stop in ends)]
+    share = half / count
+
+    def values(seed: int) -> tuple[float, float, float]:
+        a, b, c = (float(at(seed, part)) for part in parts)
+        return a, b, c
+
+    try:
+        with preserve_random_state():
+            value = at(0, batch) if value is None else value
+            before = generator_state(value.device)
+            first = (float(value), *(float(at(0, part)) for part in parts[1:]))
+            if not torch.equal(before, generator_state(value.device)):
+                return None
+            if relation_of_halves([first], share, value.dtype) == "mean":
+                return "mean"
+            others = [values(seed) for seed in (1, 2, 3)]
+    except Exception as error:  # rows of this batch are no examples
+        LOGGER.debug("the halves of a batch were not compared: %s", error)
+        return None
+    finite = [other for other in others if isfinite(other[0])]
+    return relation_of_halves(finite or [first], share, value.dtype)
+
+
+def moved(tensors: Sequence[Tensor], seed: int, *, rows: bool = False) -> Vector:
+    """The tensors, for seed 0, or others near them: a loss that vanishes here tells nothing.
+
+    rows: all rows of a tensor are moved alike.
+    """
     if not seed:
         return list(tensors)
     random = torch.Generator().manual_seed(seed)
-    noise = (torch.randn(x.shape, generator=random, dtype=torch.float32).to(x) for x in tensors)
-    return [x.detach() * (1 + 0.3 * r) + 0.1 * r for x, r in zip(tensors, noise, strict=True)]
+    shapes = [(1, *x.shape[1:]) if rows else x.shape for x in tensors]
+    noise = [
+        torch.randn(shape, generator=random, dtype=torch.float32).to(x)
+        for shape, x in zip(shapes, tensors, strict=True)
+    ]
+    return [x.detach() * (1 + 0.5 * r) + 0.3 * r for x, r in zip(tensors, noise, strict=True)]
 
 
 def _all_options(criterion: Any) -> dict[str, Any]:

@@ -255,8 +255,10 @@ class GGNOperator(DatasetOperator):
         G = sum_b J_b^T H_b J_b                        reduction="sum"
 
     with J_b the Jacobian of the outputs at a batch by params, H_b the Hessian of the criterion by the
-    outputs, and n_b the number of examples. `LinearOperator` describes ``@``, the algebra of operators
-    and the algorithms. It also raises what `hoglib.ggn_vp` raises.
+    outputs, and n_b the number of examples. It is positive semi-definite where the criterion is convex
+    in the outputs; for others (a Gaussian with a learned variance, mixtures, cosine) `FisherOperator`
+    with ``likelihood=`` is. `LinearOperator` describes ``@``, the algebra of operators and the
+    algorithms. It also raises what `hoglib.ggn_vp` raises.
 
     Args:
         loss: From `hoglib.functional_loss`, or any object with ``outputs(params, batch)`` and
