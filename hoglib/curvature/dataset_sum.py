@@ -16,6 +16,7 @@ from typing import Any, Literal, TypedDict, final
 
 import torch
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from hoglib._core import pytree, validation
 from hoglib._core.autograd import (
@@ -205,6 +206,8 @@ class DatasetSum:
         )
         # whether the first pass compares what the mean of the loss counts with these weights
         self._by_rows = self._counts = own and not self._batches.single
+        # whether nobody was told yet of layers by which examples of one batch depend on each other
+        self._names_norms = not self._batches.single and options.micro_batch is None
         # the weight of the only batch cancels
         self._at_once = self.single_batch and processes.alone
         self._determinism = Determinism(loss, options.check_deterministic, fixed_batches)
@@ -323,6 +326,8 @@ class DatasetSum:
     def _each_batch(self, given: "DataPass") -> Iterator[tuple[Any, int, float]]:
         """The pieces of the batches of this process, their numbers and shares; then their totals."""
         self._determinism.start()
+        if self._names_norms:
+            self._warn_of_batch_norm()
         shares: list[float] = []
         losses: list[float] = []
         labels: list[tuple[dict[str, tuple[int, bool]], float]] = []
@@ -616,6 +621,24 @@ class DatasetSum:
                     "`batch_size=` with their number."
                 )
                 return
+
+    def _warn_of_batch_norm(self) -> None:
+        """Warn, once, of layers that normalise by the batch."""
+        self._names_norms = False
+        names = {
+            f"{name or 'the model'} ({type(module).__name__})": None
+            for root in self._fingerprint.roots
+            for name, module in root.named_modules()
+            if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
+        }
+        if names:
+            warn(
+                f"{self._name}: expected the loss of each example to depend on that example alone, got "
+                f"one that normalises by the batch, through {validation.listing(list(names))} in "
+                "train mode. What is computed is that of these batches: it depends on their size, and "
+                "on which examples share one, most of all where the data is sorted. Call model.eval(), or "
+                "pass all of the data as one batch. Where these batches are meant, filter this warning."
+            )
 
     def _check_state(self) -> bool:
         """Whether parameters, buffers or modes changed; what was known of them is dropped then."""

@@ -36,6 +36,7 @@ from hoglib._core import pytree, validation
 from hoglib._core.autograd import Vector, clone_inference_tensors, grad_enabled, materialize_grads
 from hoglib._core.mixed_precision import upcast_half
 from hoglib._core.problem import Policy
+from hoglib._core.source_location import warn
 from hoglib._core.torch_modes import value_checks_on
 from hoglib._core.trust import SUMS, agree, found_once, largest
 from hoglib.curvature import likelihood as likelihoods
@@ -46,7 +47,14 @@ from hoglib.curvature.gauss_newton import (
     MetricProduct,
     OutputMetric,
 )
-from hoglib.curvature.likelihood import Counting, Likelihood, Weight, compare_halves, moved
+from hoglib.curvature.likelihood import (
+    Counting,
+    Likelihood,
+    Weight,
+    compare_halves,
+    moved,
+    relation_of_halves,
+)
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, HoglibError, UnsupportedError
 from hoglib.ring import ring
 
@@ -246,7 +254,48 @@ def _distribution(
     else:
         chosen = likelihoods.given(options.likelihood, loss, constant, at.batch)
     p = likelihoods.make_distribution(chosen, constant)
-    return chosen, p, likelihoods.weight(chosen, p, options.reduction)
+    weight = likelihoods.weight(chosen, p, options.reduction)
+    if options.likelihood is not None and options.reduction == "mean" and value_checks_on():
+        with suppress(AttributeError, RuntimeError, TypeError, ValueError, NotImplementedError):
+            find = lambda: _warn_of_terms(loss, p, at)  # noqa: E731
+            found_once(loss, ("terms", p.batch_shape), find)
+    return chosen, p, weight
+
+
+def _is_discrete(p: D.Distribution) -> bool:
+    return bool(getattr(p.support, "is_discrete", False))
+
+
+def _warn_of_terms(loss: Any, p: D.Distribution, at: _Outputs) -> bool:
+    """Warn of a distribution whose coordinates are terms of their own, where the loss sums over them.
+
+    The loss is compared with those of the halves of the coordinates, of the outputs and of what in the
+    targets is like the terms.
+    """
+    count, targets, shape = p.batch_shape[1:].numel(), loss.targets(at.batch), p.batch_shape
+    given = any(x.shape == shape for x in pytree.tensors(targets))
+    if count < 2 or not given or p.event_shape or isinstance(p, D.Independent) or _is_discrete(p):
+        return True
+    half, width = shape[-1] // 2, shape[-1]
+
+    def value(start: int, end: int) -> float:
+        parts = pytree.map_tensors(
+            lambda x: x[..., start:end] if x.shape == shape else x, (at.constant, targets)
+        )
+        return float(loss.user_criterion(*parts))
+
+    values = value(0, width), value(0, half), value(half, width)
+    if half and relation_of_halves([values], half / width, at.own[0].dtype) == "mean":
+        return True
+    warn(
+        f"likelihood: expected a distribution with one term for each example, got "
+        f"{type(p).__name__} with terms {tuple(p.batch_shape)}. The mean is over all of them, so that "
+        f"the matrix is 1/{count} of that of a mean over examples, as the divergence of a policy with "
+        f"{count} actions is. Make them one: `torch.distributions.Independent(p, "
+        f"{len(p.batch_shape) - 1})`; or, where the loss is a mean over all numbers, say so by "
+        "`torch.distributions.Independent(p, 0)`."
+    )
+    return True
 
 
 def _exact(likelihood: Likelihood, p: D.Distribution, weight: Weight, at: _Outputs) -> Metric:
