@@ -239,8 +239,10 @@ class TestData:
         chunked, params, _, batch = small()
         nothing = {**batch, "labels": torch.full_like(SHIFTED, -100)}
         assert chunked({}, nothing).isnan()
-        with pytest.raises(ArgumentValueError, match="at least one example"):
-            hog.HessianOperator(chunked, params, [batch, nothing]).trace()
+        both, one = (hog.HessianOperator(chunked, params, d) for d in ([batch, nothing], batch))
+        assert_close(both.trace(), one.trace())
+        with pytest.raises(ArgumentValueError, match="labels are all ignore_index"):
+            hog.HessianOperator(chunked, params, nothing).trace()
 
     def test_body(self):
         chunked, params, v, batch = small()

@@ -634,7 +634,7 @@ class DatasetSum:
         if names:
             warn(
                 f"{self._name}: expected the loss of each example to depend on that example alone, got "
-                f"one that normalises by the batch, through {validation.listing(list(names))} in "
+                f"one that normalises by the batch: {validation.listing(list(names))} in "
                 "train mode. What is computed is that of these batches: it depends on their size, and "
                 "on which examples share one, most of all where the data is sorted. Call model.eval(), or "
                 "pass all of the data as one batch. Where these batches are meant, filter this warning."

@@ -161,8 +161,9 @@ def gradient_rows(
 def check_apart(loss: Any, params: Tree, batch: Any, caller: str) -> None:
     """Raise, at the first batch of its shapes, for a loss that couples examples; warn of a mean that
     counts something else."""
-    own = as_dict(batch)
     validation.loss_function("loss", loss)
+    check_norms(loss)
+    own = as_dict(batch)
     if number_of_examples(own) < 2:
         return
     shapes = tuple((x.shape, x.dtype) for x in pytree.tensors(own))

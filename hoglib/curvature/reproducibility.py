@@ -245,4 +245,5 @@ class Symmetry:
             )
 
     def _exceeds(self, gap: float, size: float, bound: tuple[float, float]) -> bool:
-        return gap > size * max(bound[0] / self._space.size**0.5, bound[1])
+        # products of vanishing numbers underflow
+        return size > 0 and gap > size * max(bound[0] / self._space.size**0.5, bound[1])
