@@ -240,7 +240,8 @@ class TestData:
         nothing = {**batch, "labels": torch.full_like(SHIFTED, -100)}
         assert chunked({}, nothing).isnan()
         both, one = (hog.HessianOperator(chunked, params, d) for d in ([batch, nothing], batch))
-        assert_close(both.trace(), one.trace())
+        v = torch.ones(one.shape[0], dtype=one.dtype)
+        assert_close(both @ v, one @ v)
         with pytest.raises(ArgumentValueError, match="labels are all ignore_index"):
             hog.HessianOperator(chunked, params, nothing).trace()
 

@@ -28,9 +28,11 @@ from hoglib._core.autograd import (
 )
 from hoglib._core.fingerprint import StateFingerprint, checksum_of_tensors
 from hoglib._core.gradient_graph import graph_summary
+from hoglib._core.logger import LOGGER
 from hoglib._core.placement import Sharding
 from hoglib._core.problem import OPTION_NAMES, Options, Policy, Problem, check_option_names
 from hoglib._core.source_location import warn
+from hoglib._core.state import preserve_random_state
 from hoglib.curvature.data import (
     IGNORED,
     Batches,
@@ -211,7 +213,11 @@ class DatasetSum:
         # the weight of the only batch cancels
         self._at_once = self.single_batch and processes.alone
         self._determinism = Determinism(loss, options.check_deterministic, fixed_batches)
-        self.symmetry = Symmetry(name, options.check_deterministic, space, self._half)
+        self.symmetry = Symmetry(
+            name, options.check_deterministic, space, self._half, self.products_in_double, loss
+        )
+        # the products of rows at the first batch, in float64, by an operator
+        self.in_double: Callable[[Tensor, Any], Tensor] | None = None
         data_now = self._batches.current if self._batches.single else list
         self._fingerprint = StateFingerprint(loss, space.leaves, data_now)
         self._state: list[Any] = [object()]  # the fingerprint after the last pass
@@ -280,6 +286,18 @@ class DatasetSum:
         with HalfWatch() as watch:
             self.gradient()
         return watch.dtype
+
+    def products_in_double(self, rows: Tensor) -> Tensor | None:
+        """The products of rows at the first batch in float64, each by itself; None if there are none."""
+        if self.in_double is None or not self.alone or self._placement.is_sharded:
+            return None
+        try:
+            with preserve_random_state():
+                local = next(iter(self._batches))
+            return self.in_double(rows, local.pieces[0])
+        except Exception as error:  # of code that is bound to another dtype
+            LOGGER.debug("%s: no products in float64: %s", self._name, error)
+            return None
 
     def weight(self, totals: PassTotals) -> float:
         """What a sum over the data is divided by."""
@@ -546,7 +564,7 @@ class DatasetSum:
             raise self._counts_others(
                 "give that number of a batch, `batch_size=lambda batch: (batch[1] != -100).sum()` for "
                 "labels or `batch[-1].sum()` for a mask, or pass the criterion of torch itself; "
-                "batch_size=len is a mean of each batch by its examples"
+                "`batch_size=lambda batch: len(batch[0])` weights batches by their examples"
             )
         return [(counted_labels(batch), weight)]
 
@@ -636,8 +654,9 @@ class DatasetSum:
                 f"{self._name}: expected the loss of each example to depend on that example alone, got "
                 f"one that normalises by the batch: {validation.listing(list(names))} in "
                 "train mode. What is computed is that of these batches: it depends on their size, and "
-                "on which examples share one, most of all where the data is sorted. Call model.eval(), or "
-                "pass all of the data as one batch. Where these batches are meant, filter this warning."
+                "on which examples share one, most of all where the data is sorted. Call model.eval(), "
+                "or pass all of the data as one batch. Where these batches are meant, filter this "
+                "warning."
             )
 
     def _check_state(self) -> bool:

@@ -400,16 +400,18 @@ def _refuse_coupled(loss: Any, at: _Outputs) -> None:
         return
 
     def value(seed: int, part: Any) -> Tensor:
-        leaves, structure = pytree.flatten(part[0])
+        rest, batch, index = part
+        leaves, structure = pytree.flatten(rest)
         places = [i for i, x in enumerate(leaves) if pytree.is_float(x)]
-        for i, x in zip(places, moved([leaves[i] for i in places], seed, rows=True), strict=True):
-            leaves[i] = x
+        for i, x in zip(places, moved([y.detach() for y in at.own], seed), strict=True):
+            leaves[i] = x[index]
         with torch.no_grad():
-            found: Tensor = loss.criterion(pytree.unflatten(leaves, structure), part[1])
+            found: Tensor = loss.criterion(pytree.unflatten(leaves, structure), batch)
         return found
 
+    index = torch.arange(row_count(outputs) or 0, device=at.own[0].device)
     key = tuple(x.shape for x in (*at.own, *pytree.tensors(at.batch)))
-    find = lambda: compare_halves(value, (outputs, at.batch)) or "unknown"  # noqa: E731
+    find = lambda: compare_halves(value, (outputs, at.batch, index)) or "unknown"  # noqa: E731
     if found_once(loss, ("halves of outputs", key), find) == "coupled":
         raise ArgumentValueError(
             "kind='empirical': expected a criterion that is a sum or mean over examples, got one that "

@@ -382,19 +382,12 @@ def compare_halves(
     return relation_of_halves(finite or [first], share, value.dtype)
 
 
-def moved(tensors: Sequence[Tensor], seed: int, *, rows: bool = False) -> Vector:
-    """The tensors, for seed 0, or others near them: a loss that vanishes here tells nothing.
-
-    rows: all rows of a tensor are moved alike.
-    """
+def moved(tensors: Sequence[Tensor], seed: int) -> Vector:
+    """The tensors, for seed 0, or others near them: a loss that vanishes here tells nothing."""
     if not seed:
         return list(tensors)
     random = torch.Generator().manual_seed(seed)
-    shapes = [(1, *x.shape[1:]) if rows else x.shape for x in tensors]
-    noise = [
-        torch.randn(shape, generator=random, dtype=torch.float32).to(x)
-        for shape, x in zip(shapes, tensors, strict=True)
-    ]
+    noise = (torch.randn(x.shape, generator=random, dtype=torch.float32).to(x) for x in tensors)
     return [x.detach() * (1 + 0.5 * r) + 0.3 * r for x, r in zip(tensors, noise, strict=True)]
 
 
