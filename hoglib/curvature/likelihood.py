@@ -316,7 +316,7 @@ CLOSE = Rule(1e2)  # a number is fitted, which may come near anything that chang
 
 
 def relation_of_halves(
-    values: Sequence[tuple[float, float, float]], share: float, dtype: torch.dtype
+    values: Sequence[Sequence[float]], share: float, dtype: torch.dtype
 ) -> Finding | None:
     """How the loss L of a batch is made of those of its halves, l and m, at several points.
 
@@ -361,15 +361,14 @@ def compare_halves(
     parts = [batch, *(rows_of(batch, count, start, stop) for start, stop in ends)]
     share = half / count
 
-    def values(seed: int) -> tuple[float, float, float]:
-        a, b, c = (float(at(seed, part)) for part in parts)
-        return a, b, c
+    def values(seed: int) -> list[float]:
+        return [float(at(seed, part)) for part in parts]
 
     try:
         with preserve_random_state():
             value = at(0, batch) if value is None else value
             before = generator_state(value.device)
-            first = (float(value), *(float(at(0, part)) for part in parts[1:]))
+            first = [float(value), *(float(at(0, part)) for part in parts[1:])]
             if not torch.equal(before, generator_state(value.device)):
                 return None
             if relation_of_halves([first], share, value.dtype) == "mean":

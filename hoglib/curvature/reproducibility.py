@@ -241,9 +241,8 @@ class Symmetry:
         ):
             if self._is_rounding(torch.stack([v, w])):
                 return
-            told: list[bool] = []
-            found_once(self._loss, ("asymmetry", self._name), lambda: not told.append(True))
-            if not told:
+            own = object()  # who tells of a loss first
+            if found_once(self._loss, ("asymmetry", self._name), lambda: own) is not own:
                 return
             warnings.warn(
                 f"{self._name}: expected a symmetric matrix, got v.Aw and w.Av that differ by "

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import distributions as D
 from torch import nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
@@ -261,6 +262,83 @@ def test_criteria_that_couple_examples_have_none(name, dtype):
         tuple(t[5:] for t in batch),
     ]  # the mean of batches is what it is
     hog.HessianOperator(loss, params, data) @ draw(67).to(dtype)
+
+
+def policy_loss(o, batch):
+    return (D.Normal(o, 1.0).log_prob(batch["y"]).sum(-1) * batch["weight"]).mean()
+
+
+def whole_batch(criterion):
+    return lambda o, batch: criterion(o, batch["y"])
+
+
+def squares_of_example(o, t):
+    return (o - t).square().sum(1).mean() / 2
+
+
+TERMS = {
+    "a policy": (policy_loss, lambda o: D.Normal(o, 1.0), True),
+    "a sum over coordinates": (whole_batch(squares_of_example), lambda o: D.Normal(o, 1.0), True),
+    "the same by name": (whole_batch(squares_of_example), "gaussian", True),
+    "another distribution": (whole_batch(squares_of_example), lambda o: D.Gumbel(o, 1.0), True),
+    "one term": (policy_loss, lambda o: D.Independent(D.Normal(o, 1.0), 1), False),
+    "terms that are asked for": (policy_loss, lambda o: D.Independent(D.Normal(o, 1.0), 0), False),
+    "a vector": (policy_loss, lambda o: D.MultivariateNormal(o, torch.eye(3, dtype=F64)), False),
+    "a mean of squares": (whole_batch(F.mse_loss), lambda o: D.Normal(o, 1.0), False),
+    "a mean that is robust": (whole_batch(F.huber_loss), "gaussian", False),
+    "a likelihood": (whole_batch(lambda o, t: -D.Normal(o, 1.0).log_prob(t).mean()), lambda o: D.Normal(o, 1.0), False),
+}  # fmt: skip
+
+
+@rows("name", TERMS)
+def test_a_distribution_whose_coordinates_are_terms_is_told(name):
+    criterion, likelihood, told = TERMS[name]
+    model = nn.Linear(4, 3).double()
+    loss = hog.functional_loss(model, criterion, forward=lambda m, batch: m(batch["x"]))
+    params = hog.trainable_params(model)
+    batch = {"x": draw(6, 4), "y": draw(6, 3), "weight": draw(6)}
+    options = {"likelihood": likelihood, "kind": "mc" if "another" in name else "exact"}
+    if told:
+        with pytest.warns(UserWarning, match=r"matrix is 1/3 of.*Independent\(p, 1\)"):
+            hog.fisher_vp(loss, params, params, batch, **options)
+    hog.fisher_vp(loss, params, params, batch, **options)  # once
+
+
+@rows("sharpness", [1.0, 20.0, 100.0])
+@rows("dtype", [torch.float64, torch.float32])
+def test_a_classifier_that_fits_all_examples(sharpness, dtype):
+    """Its Hessian vanishes, and what is left is rounding, which says nothing of the criterion."""
+    model = nn.Linear(4, 3, bias=False).to(dtype)
+    with torch.no_grad():
+        model.weight.copy_(25 * torch.eye(3, 4))
+    y = torch.arange(12) % 3
+    x = F.one_hot(y, 4).to(dtype) + 0.1 * draw(12, 4).to(dtype)
+    params = hog.trainable_params(model)
+    for criterion in (
+        lambda o, t: F.cross_entropy(o * sharpness, t),
+        lambda o, t: -(o * sharpness).log_softmax(1).gather(1, t[:, None]).mean(),
+    ):
+        loss = hog.functional_loss(model, criterion)
+        hog.KFACOperator(loss, params, (x, y)).update()
+        hog.influence(loss, params, (x, y), (x[:1], y[:1]), damping=0.1)
+        hog.HessianOperator(loss, params, (x, y)) @ torch.eye(12, dtype=dtype)
+        hog.curvature.per_example_gradient_norms(loss, params, (x, y))
+    mixed = hog.functional_loss(
+        model, lambda o, t: F.cross_entropy(o - o.mean(0), t) - 0.1 * o.cos().mean()
+    )
+    with pytest.raises(ValueError, match=r"couples|convex in the outputs"):
+        hog.KFACOperator(mixed, params, (x, y)).update()
+
+
+def test_a_matrix_that_is_not_definite_says_what_is():
+    model = nn.Linear(4, 2).double()
+    loss = hog.functional_loss(model, lambda o, t: F.gaussian_nll_loss(o[:, 0], t, o[:, 1].exp()))
+    params, batch = hog.trainable_params(model), (draw(3, 4), 5 * draw(3))
+    with pytest.raises(ArithmeticError, match=r"not convex.*FisherOperator\(likelihood=\)"):
+        hog.GGNOperator(loss, params, batch).solve(draw(10), damping=1e-6)
+    normal = lambda o: D.Normal(o[:, 0], (o[:, 1] / 2).exp())  # noqa: E731
+    F_ = hog.FisherOperator(loss, params, batch, likelihood=normal)
+    assert torch.linalg.eigvalsh(F_.to_dense())[0] > -1e-12
 
 
 def test_batch_norm_in_train_mode_is_named_once():
