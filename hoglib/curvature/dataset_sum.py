@@ -573,8 +573,11 @@ class DatasetSum:
         if self._placement.is_sharded:
             return None  # all processes would have to evaluate as many halves
 
+        uncompiled = self._policy._replace(backend="")  # halves have shapes of their own
+
         def at(seed: int, part: Any) -> Tensor:
-            with self.entered(part) as problem:
+            with ring(uncompiled, self.loss, examine=False) as blocks:
+                problem = self.problem(part).entered(blocks)
                 leaves = moved(problem.leaves, seed)
                 return without_graph(lambda: problem(*leaves))
 

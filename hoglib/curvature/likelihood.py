@@ -302,8 +302,9 @@ def example_counts(loss: Any, batch: Any) -> Tensor | None:
     each = torch.ones(target.shape, dtype=torch.float64)
     if row.family.classes and not target.is_floating_point():
         kept = (target != options.get("ignore_index", -100)).cpu()
-        weights, indices = options.get("weight"), target.cpu().clamp(min=0)
-        each = kept.double() if weights is None else weights.detach().cpu().double()[indices] * kept
+        each, weights = kept.double(), options.get("weight")
+        if weights is not None:
+            each *= weights.detach().cpu().double()[target.cpu().where(kept, 0)]
     return each.reshape(count, -1).sum(1)
 
 

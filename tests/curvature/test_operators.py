@@ -127,6 +127,10 @@ MEANS = {
     "ignored labels, in one batch all": (nn.CrossEntropyLoss(), "ignored"),
     "a partial with weights": (partial(F.cross_entropy, weight=WEIGHTS, ignore_index=2), "class"),
     "weights of log-probabilities": (lambda: nn.NLLLoss(weight=WEIGHTS), "class"),
+    "an index beyond the classes": (
+        nn.CrossEntropyLoss(weight=WEIGHTS, ignore_index=255),
+        "beyond",
+    ),
     "probabilities": (nn.CrossEntropyLoss(weight=WEIGHTS), "probabilities"),
     "weights of outputs": (
         nn.BCEWithLogitsLoss(weight=WEIGHTS, pos_weight=WEIGHTS),
@@ -147,6 +151,8 @@ def test_what_the_criterion_counts_weights_the_batches(name):
     x, y = draw(11, 4), torch.tensor([0, 0, 0, 0, 1, 0, 2, 2, 1, 2, 0])
     if targets == "ignored":
         y[[0, 1, 2, 3, 5]] = -100
+    if targets == "beyond":
+        y[[0, 5, 6]] = 255
     if targets == "probabilities":
         y = draw(11, 3).softmax(1)
     loss, params = hog.functional_loss(model, criterion), hog.trainable_params(model)
