@@ -111,8 +111,8 @@ class NonFiniteError(HoglibError, FloatingPointError):
 class NotPositiveDefiniteError(HoglibError, ArithmeticError):
     """A linear solve met a direction of zero or negative curvature. Also an :class:`ArithmeticError`.
 
-    Add damping, use a positive semi-definite matrix (GGN or Fisher) instead of the Hessian, or train
-    the inner problem nearer to its minimum.
+    Add damping, use a positive semi-definite matrix (Fisher, or the GGN of a criterion that is convex
+    in the outputs) instead of the Hessian, or train the inner problem nearer to its minimum.
 
     Attributes:
         iterations: The iteration of conjugate gradients in which the direction was met.

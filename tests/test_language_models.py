@@ -234,8 +234,11 @@ def test_no_label_counts():
     chunked, params, _, batch = small()
     nothing = {**batch, "labels": torch.full_like(SHIFTED, -100)}
     assert chunked({}, nothing).isnan()
-    with pytest.raises(ArgumentValueError, match="at least one example"):
-        hog.HessianOperator(chunked, params, [batch, nothing]).trace()
+    both, one = (hog.HessianOperator(chunked, params, d) for d in ([batch, nothing], batch))
+    v = torch.ones(one.shape[0], dtype=one.dtype)
+    assert_close(both @ v, one @ v)
+    with pytest.raises(ArgumentValueError, match="labels are all ignore_index"):
+        hog.HessianOperator(chunked, params, nothing).trace()
 
 
 def test_a_body_of_ones_own():

@@ -30,13 +30,13 @@ class StateFingerprint:
         self._leaves, self._data = leaves, data
         reached = ClosureWalker(loss, STATE).objects
         self._tensors = [x for x in reached if isinstance(x, Tensor)]
-        self._roots = [x for x in reached if isinstance(x, nn.Module)]
+        self.roots = [x for x in reached if isinstance(x, nn.Module)]
 
     def now(self, values: bool = True) -> list[Any]:
         """Autocast, settings of modules, pointers and versions; if asked for, sums and norms of all
         tensors."""
         tensors = [*self._leaves(), *(t for _, t in tensors_in("", self._data())), *self._tensors]
-        parts = [part for root in self._roots for part in root.modules()]
+        parts = [part for root in self.roots for part in root.modules()]
         settings: list[Any] = []
         for module in parts:
             tensors += [t for t in module._parameters.values() if t is not None]

@@ -79,7 +79,10 @@ def found_once(owner: Any, key: Hashable, find: Callable[[], T | None]) -> T | N
 
     key: all else that it depends on.
     """
-    known: dict[Hashable, T] = _FOUND.setdefault(owner, {})
+    try:
+        known: dict[Hashable, T] = _FOUND.setdefault(owner, {})
+    except TypeError:  # such as a builtin function, which has no weak references
+        return find()
     if key not in known:
         found = find()
         if found is None:

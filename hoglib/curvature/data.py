@@ -321,7 +321,7 @@ class Batches:
             if self._cancels:
                 return 1.0
             raise
-        if not weight > 0:
+        if not weight > 0 and not (weight == 0 and row_count(batch)):
             raise ArgumentValueError(
                 f"data: expected batches with at least one example, got one of size {weight:g}; "
                 "leave empty batches out."
@@ -343,13 +343,13 @@ class Batches:
         size = self._micro_batch or -(-count // self._processes.world)  # rounded up
         if count <= size:
             return [batch]
-        return [_rows(batch, count, start, start + size) for start in range(0, count, size)]
+        return [rows_of(batch, count, start, start + size) for start in range(0, count, size)]
 
 
 def first_examples(batch: Any, count: int) -> Any:
     """The first rows of each tensor with as many as the first one; None where there are no more."""
     size = row_count(batch)
-    return None if size is None or size <= count else _rows(batch, size, 0, count)
+    return None if size is None or size <= count else rows_of(batch, size, 0, count)
 
 
 def row_count(batch: Any) -> int | None:
@@ -357,7 +357,7 @@ def row_count(batch: Any) -> int | None:
     return next((len(x) for x in pytree.tensors(as_dict(batch)) if x.dim()), None)
 
 
-def _rows(batch: Any, count: int, start: int, stop: int) -> Any:
+def rows_of(batch: Any, count: int, start: int, stop: int) -> Any:
     """Some of the examples of a batch, in its own type."""
     own = as_dict(batch)
     piece = pytree.rows(own, count, start, stop)

@@ -16,6 +16,7 @@ from typing import Any, Literal, TypedDict, final
 
 import torch
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from hoglib._core import pytree, validation
 from hoglib._core.autograd import (
@@ -27,9 +28,11 @@ from hoglib._core.autograd import (
 )
 from hoglib._core.fingerprint import StateFingerprint, checksum_of_tensors
 from hoglib._core.gradient_graph import graph_summary
+from hoglib._core.logger import LOGGER
 from hoglib._core.placement import Sharding
 from hoglib._core.problem import OPTION_NAMES, Options, Policy, Problem, check_option_names
 from hoglib._core.source_location import warn
+from hoglib._core.state import preserve_random_state
 from hoglib.curvature.data import (
     IGNORED,
     Batches,
@@ -37,12 +40,21 @@ from hoglib.curvature.data import (
     LocalBatch,
     PassTotals,
     Processes,
+    as_dict,
     checksum_of_rows,
     constants_of,
     counted_labels,
     in_step,
+    leading_dimension,
 )
-from hoglib.curvature.likelihood import check_reduction
+from hoglib.curvature.likelihood import (
+    Counting,
+    Finding,
+    check_reduction,
+    compare_halves,
+    example_counts,
+    moved,
+)
 from hoglib.curvature.linear_operator import ProgressBar
 from hoglib.curvature.reproducibility import Determinism, Symmetry, close
 from hoglib.curvature.vector_space import Space
@@ -62,9 +74,10 @@ class DataOptions(TypedDict, total=False):
     Args:
         reduction: "mean" or "sum" over the data, with n_b the number of examples of a batch.
             Default: "mean".
-        batch_size: The weight n_b of a batch, as a function of it. It should be what the criterion's
-            mean counts: the labels that are not -100, where some are. Default: the leading dimension
-            of its first tensor.
+        batch_size: The weight n_b of a batch, as a function of it: the number that the criterion's
+            mean divides by. A batch of weight 0 contributes nothing. Default: that number, for the
+            criteria of torch whose likelihood `hoglib.fisher_vp` knows (the class weights of the labels
+            that are not ignored), else the leading dimension of the first tensor of the batch.
         micro_batch: Split batches into pieces of so many examples, for memory. It is exact, and refused
             where the loss mixes examples. Default: None, batches as they are.
         check_deterministic: Compare the losses of each pass with those of the first, and raise where
@@ -173,6 +186,7 @@ class DatasetSum:
     def __init__(
         self, policy: Policy, loss: Any, space: Space, data: Any, options: CheckedDataOptions,
         processes: Processes, bar: ProgressBar, *, seed: int, fixed_batches: bool,
+        counting: Counting = "criterion",
     ) -> None:  # fmt: skip
         validation.loss_function("loss", loss)
         self._policy, name = policy, policy.caller
@@ -182,20 +196,28 @@ class DatasetSum:
         self._processes, self._bar, self._name, self._seed = processes, bar, name, seed
         self._mean = options.reduction == "mean"
         batch_size = options.batch_size or getattr(loss, "batch_size", None)
+        self._counting = counting
+        own = self._mean and batch_size is None  # weights that nobody gave
         self._batches = Batches(
             data,
             space.device,
-            batch_size,
+            self._own_size if own and counting == "criterion" else batch_size,
             options.micro_batch,
             processes,
             space.placement.is_sharded,
         )
-        # whether the first pass looks for labels that a mean leaves out, but not the size of a batch
-        self._counts_labels = self._mean and batch_size is None and not self._batches.single
+        # whether the first pass compares what the mean of the loss counts with these weights
+        self._by_rows = self._counts = own and not self._batches.single
+        # whether nobody was told yet of layers by which examples of one batch depend on each other
+        self._names_norms = not self._batches.single and options.micro_batch is None
         # the weight of the only batch cancels
         self._at_once = self.single_batch and processes.alone
         self._determinism = Determinism(loss, options.check_deterministic, fixed_batches)
-        self.symmetry = Symmetry(name, options.check_deterministic, space, self._half)
+        self.symmetry = Symmetry(
+            name, options.check_deterministic, space, self._half, self.products_in_double, loss
+        )
+        # the products of rows at the first batch, in float64, by an operator
+        self.in_double: Callable[[Tensor, Any], Tensor] | None = None
         data_now = self._batches.current if self._batches.single else list
         self._fingerprint = StateFingerprint(loss, space.leaves, data_now)
         self._state: list[Any] = [object()]  # the fingerprint after the last pass
@@ -204,6 +226,7 @@ class DatasetSum:
         self._unchecked = 0  # products since it was compared
         self.kept: Any = None  # what an operator computed in this state; dropped when it changes
         self._unused: set[int] | None = None
+        self._ratio: float | None = None  # of what the criterion counts to the weight of a batch
         self._splits_checked = False
         self._fraction = 1.0  # of a pass, that the current batch is
         self._loss_dtype = space.dtype  # that of the loss, once it is known
@@ -224,7 +247,9 @@ class DatasetSum:
         with torch.inference_mode(False), self._bar.over("value", 1):
             nothing = torch.zeros(1, 0, dtype=space.dtype, device=space.device)
             with self.one_pass(nothing) as batches:
-                for batch, _, _ in batches:
+                for batch, _, share in batches:
+                    if self._counting == "terms":
+                        self._check_counts(batch, share)
                     batches.record(self.loss_of(batch))
                     self.advance()
             return self._total_loss(batches.totals)
@@ -241,6 +266,8 @@ class DatasetSum:
 
         with self._bar.over("gradient", 1), self.one_pass(total, first_order=True) as batches:
             for batch, _, share in batches:
+                if self._counting == "terms":
+                    self._check_counts(batch, share)
                 with self.entered(batch) as f:
                     p = fresh_leaves(f.leaves, False)
                     value = f(*p)
@@ -259,6 +286,18 @@ class DatasetSum:
         with HalfWatch() as watch:
             self.gradient()
         return watch.dtype
+
+    def products_in_double(self, rows: Tensor) -> Tensor | None:
+        """The products of rows at the first batch in float64, one by one; None if there are none."""
+        if self.in_double is None or not self.alone or self._placement.is_sharded:
+            return None
+        try:
+            with preserve_random_state():
+                local = next(iter(self._batches))
+            return self.in_double(rows, local.pieces[0])
+        except Exception as error:  # of code that is bound to another dtype
+            LOGGER.debug("%s: no products in float64: %s", self._name, error)
+            return None
 
     def weight(self, totals: PassTotals) -> float:
         """What a sum over the data is divided by."""
@@ -305,6 +344,8 @@ class DatasetSum:
     def _each_batch(self, given: "DataPass") -> Iterator[tuple[Any, int, float]]:
         """The pieces of the batches of this process, their numbers and shares; then their totals."""
         self._determinism.start()
+        if self._names_norms:
+            self._warn_of_batch_norm()
         shares: list[float] = []
         losses: list[float] = []
         labels: list[tuple[dict[str, tuple[int, bool]], float]] = []
@@ -313,11 +354,15 @@ class DatasetSum:
             first = len(shares)
             self._fraction = 1 / (max(len(self._batches), 1) * max(len(local.pieces), 1))
             for piece, weight, number in local.pieces:
+                if not weight and self._mean:
+                    continue  # no label of it counts: its mean is 0 / 0
                 share = weight if self._mean and not self._at_once else 1.0
-                if self._counts_labels:
-                    labels.append((counted_labels(piece), weight))
+                if self._counting == "examples":
+                    self._check_counts(piece, weight)
                 yield piece, number, share
                 value = given.value
+                if self._counts and self._counting != "terms":
+                    labels += self._compare_counts(piece, weight, value, len(shares))
                 self._determinism.record(piece, value, self.loss_of, known)
                 self._loss_dtype = value.dtype
                 shares.append(share)
@@ -326,11 +371,11 @@ class DatasetSum:
                 continue
             if local.shared:
                 whole, shared = float(self.loss_of(local.batch)), True
-            elif len(local.pieces) > 1:
+            elif len(local.pieces) > 1 and shares[first:]:
                 totals = _totals(shares[first:], losses[first:])
                 value = self.loss_of(local.batch)
                 self._check_split(float(value), totals, value.dtype, local.batch)
-        self._counts_labels = False
+        self._counts = False
         self._warn_of_ignored_labels(labels)
         self._state = self._fingerprint.now()  # a forward may count its calls
         given.totals = _totals(shares, losses)._replace(whole=whole, shared=shared)
@@ -383,7 +428,8 @@ class DatasetSum:
         if not totals.pieces:
             raise ArgumentValueError(
                 "data: expected at least one batch, got none; a DataLoader with drop_last=True and "
-                "fewer examples than a batch has none."
+                "fewer examples than a batch has none, and a batch whose labels are all ignore_index "
+                "does not count."
             )
         # of several processes the coarsest dtype of a loss is that of the parameters
         dtype = self._loss_dtype if self.alone else self._space.dtype
@@ -485,6 +531,65 @@ class DatasetSum:
         with self.entered(batch) as problem:
             return without_graph(lambda: problem(*problem.leaves))
 
+    def _own_size(self, batch: Any) -> float:
+        """What the mean of the criterion divides by, where that is known."""
+        counts = example_counts(self.loss, as_dict(batch))
+        return leading_dimension(batch) if counts is None else float(counts.sum())
+
+    def _check_counts(self, batch: Any, share: float) -> None:
+        """Raise where each example has one term of the matrix, but not of the loss."""
+        if self._counting == "criterion" or not self._by_rows:
+            return
+        ratio = self._own_size(batch) / share
+        self._ratio = ratio if self._ratio is None else self._ratio
+        if abs(ratio - self._ratio) > 1e-9 * self._ratio:
+            raise self._counts_others(
+                "a GGNOperator has the value and the gradient of the data"
+                if self._counting == "terms"
+                else "take a criterion and an operator with reduction='sum', whose matrix is F D^2 / N "
+                "with the sum D of the weights of N examples"
+            )
+
+    def _compare_counts(
+        self, batch: Any, weight: float, value: Tensor, number: int
+    ) -> list[tuple[dict[str, tuple[int, bool]], float]]:
+        """Raise for a loss that is the mean over something else than the weights of batches count.
+
+        A criterion of the table says what it counts; any other loss is compared with those of the
+        halves of a batch, at the batches 0, 1, 2, 4, 8, ... Returns labels that a mean may leave out.
+        """
+        if example_counts(self.loss, as_dict(batch)) is not None:
+            return []
+        if not number & (number - 1) and self._finds(batch, value) == "weighted":
+            raise self._counts_others(
+                "give that number of a batch, `batch_size=lambda batch: (batch[1] != -100).sum()` for "
+                "labels or `batch[-1].sum()` for a mask, or pass the criterion of torch itself; "
+                "`batch_size=lambda batch: len(batch[0])` weights batches by their examples"
+            )
+        return [(counted_labels(batch), weight)]
+
+    def _finds(self, batch: Any, value: Tensor) -> Finding | None:
+        """How the loss of a batch is made of those of its halves."""
+        if self._placement.is_sharded:
+            return None  # all processes would have to evaluate as many halves
+
+        uncompiled = self._policy._replace(backend="")  # halves have shapes of their own
+
+        def at(seed: int, part: Any) -> Tensor:
+            with ring(uncompiled, self.loss, examine=False) as blocks:
+                problem = self.problem(part).entered(blocks)
+                leaves = moved(problem.leaves, seed)
+                return without_graph(lambda: problem(*leaves))
+
+        return compare_halves(at, batch, value.detach())
+
+    def _counts_others(self, advice: str) -> ArgumentValueError:
+        return ArgumentValueError(
+            f"{self._name}: expected a loss that is the mean over the examples of a batch, got "
+            "one whose mean divides by another number: class weights, a mask, or labels that are "
+            f"ignored. Batches weighted by their examples are not the mean over the data; {advice}."
+        )
+
     def _check_split(
         self, whole: float, totals: PassTotals, dtype: torch.dtype, batch: Any
     ) -> None:
@@ -537,6 +642,25 @@ class DatasetSum:
                     "`batch_size=` with their number."
                 )
                 return
+
+    def _warn_of_batch_norm(self) -> None:
+        """Warn, once, of layers that normalise by the batch."""
+        self._names_norms = False
+        names = {
+            f"{name or 'the model'} ({type(module).__name__})": None
+            for root in self._fingerprint.roots
+            for name, module in root.named_modules()
+            if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
+        }
+        if names:
+            warn(
+                f"{self._name}: expected the loss of each example to depend on that example alone, got "
+                f"one that normalises by the batch: {validation.listing(list(names))} in "
+                "train mode. What is computed is that of these batches: it depends on their size, and "
+                "on which examples share one, most of all where the data is sorted. Call model.eval(), "
+                "or pass all of the data as one batch. Where these batches are meant, filter this "
+                "warning."
+            )
 
     def _check_state(self) -> bool:
         """Whether parameters, buffers or modes changed; what was known of them is dropped then."""

@@ -15,14 +15,23 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader, RandomSampler
 
 from hoglib._core import pytree, validation
-from hoglib._core.autograd import Vector, fresh_leaves, materialize_grads, translate_errors
+from hoglib._core.autograd import (
+    Vector,
+    fresh_leaves,
+    materialize_grads,
+    translate_errors,
+    without_graph,
+)
 from hoglib._core.logger import LOGGER
 from hoglib._core.placement import refuse_sharded
 from hoglib._core.problem import Options, Policy, Problem, check_option_names
+from hoglib._core.source_location import warn
+from hoglib._core.trust import found_once
 from hoglib.curvature.data import as_dict, is_batch, row_count, to_device
 from hoglib.curvature.fisher_metric import FisherMetric
 from hoglib.curvature.kfac_operator import KFACOperator
 from hoglib.curvature.kronecker_factors import AT_ONCE
+from hoglib.curvature.likelihood import Finding, compare_halves, example_counts, moved
 from hoglib.curvature.model_run import (
     FactorOptions,
     Gradients,
@@ -58,7 +67,9 @@ def per_example_gradients(
         l_n = loss(params, example n), a batch of one        g_n = d l_n / d params
 
     For a criterion that is a mean over examples, the mean of g_n is the gradient of the batch; for a
-    sum their sum is.
+    sum their sum is. Where the mean of a criterion of torch, or of `hoglib.language_model_loss`,
+    divides by D = sum_n d_n, of class weights or of labels that are not ignored, l_n is that of the
+    example times N d_n / D, so that the same holds.
 
     Args:
         loss: The function ``loss(params, batch)`` that returns a scalar, for instance from
@@ -74,7 +85,8 @@ def per_example_gradients(
     Returns:
         The losses [N], and the gradients, like params with a leading dimension of N.
     Raises:
-        ArgumentValueError: for batch norm in train mode, where an example alone has another loss.
+        ArgumentValueError: for batch norm in train mode, and for losses that couple examples, as
+            contrastive ones do, where an example alone has another loss.
         UnsupportedError: with vmap=True, for operations that have no rule for it.
     Shape:
         - losses: [N]
@@ -87,6 +99,28 @@ def per_example_gradients(
         tensor([[2., 0.],
                 [0., 8.]])
     """  # fmt: skip
+    check_apart(loss, params, batch, "per_example_gradients")
+    values, gradients = _of_single_examples(
+        loss, params, batch, chunk_size=chunk_size, vmap=vmap, **options
+    )
+    counts = example_counts(loss, as_dict(batch))
+    if counts is None:
+        return values, gradients
+    factors = counts / counts.mean()
+    return scaled(values, factors), pytree.map_tensors(lambda g: scaled(g, factors), gradients)
+
+
+def scaled(rows: Tensor, factors: Tensor) -> Tensor:
+    """Each row times its factor; 0 for those of factor 0, which may be 0 / 0."""
+    one = factors.to(rows).view(-1, *[1] * (rows.dim() - 1))
+    return torch.where(one == 0, 0, rows * one)
+
+
+def _of_single_examples(
+    loss: Any, params: Tree, batch: Any, *, chunk_size: int | None = None, vmap: bool | None = None,
+    **options: Unpack[Options],
+) -> tuple[Tensor, Tree]:  # fmt: skip
+    """l_n and g_n of batches of one."""
     validation.loss_function("loss", loss)
     refuse_sharded("per_example_gradients", pytree.leaves(params))
     if chunk_size is not None:
@@ -110,15 +144,62 @@ def per_example_gradients(
     return torch.cat(values), problem.tree(joined)
 
 
-def gradient_rows(loss: Any, params: Tree, batch: Any, *, vmap: bool | None) -> Iterator[Tensor]:
-    """The gradients of the examples of a batch as rows [n, P], some at a time."""
+def gradient_rows(
+    loss: Any, params: Tree, batch: Any, *, vmap: bool | None, weights: Tensor | None = None
+) -> Iterator[Tensor]:
+    """The gradients of the examples of a batch, times their weights, as rows [n, P], some at a time."""
     size = max(1, ROWS_AT_ONCE // max(pytree.size(params), 1))
     own = as_dict(batch)
     count = number_of_examples(own)
     for start in range(0, count, size):
         piece = pytree.rows(own, count, start, start + size)
-        _, gradients = per_example_gradients(loss, params, piece, vmap=vmap)
-        yield torch.cat([leaf.reshape(len(leaf), -1) for leaf in pytree.leaves(gradients)], 1)
+        _, gradients = _of_single_examples(loss, params, piece, vmap=vmap)
+        rows = torch.cat([leaf.reshape(len(leaf), -1) for leaf in pytree.leaves(gradients)], 1)
+        yield rows if weights is None else scaled(rows, weights[start : start + size])
+
+
+def check_apart(loss: Any, params: Tree, batch: Any, caller: str) -> None:
+    """Raise, at the first batch of its shapes, for a loss that couples examples; warn of a mean that
+    counts something else."""
+    validation.loss_function("loss", loss)
+    check_norms(loss)
+    own = as_dict(batch)
+    if number_of_examples(own) < 2:
+        return
+    shapes = tuple((x.shape, x.dtype) for x in pytree.tensors(own))
+    found = found_once(loss, ("halves", shapes), lambda: _halves(loss, params, own) or "unknown")
+    if found == "coupled":
+        raise ArgumentValueError(
+            f"{caller}: expected a loss that is a sum or mean over examples, got one that couples "
+            "them: the loss of a batch is not made of those of its halves, as for contrastive losses, "
+            "correlations, and softmax or statistics over the batch. An example alone has another "
+            "loss, or none; use `hoglib.GGNOperator`, or the gradients of whole batches."
+        )
+    if found == "weighted" and example_counts(loss, own) is None:
+        found_once(loss, caller, lambda: _warn_of_weights(caller))
+
+
+def _warn_of_weights(caller: str) -> bool:
+    warn(
+        f"{caller}: expected a mean over examples, got a loss that divides by another number, of "
+        "weights, a mask or labels that are ignored. The gradient of an example is that of a batch "
+        "of one, which loses its weight, and the mean over examples is not the gradient of the "
+        "batch. Pass torch's own criterion as a module, or a criterion with the sum over examples."
+    )
+    return True
+
+
+def _halves(loss: Any, params: Tree, batch: Any) -> Finding | None:
+    """How the loss of a batch is made of those of its halves."""
+    policy = Policy("per_example_gradients")
+    with torch.inference_mode(False), ring(policy, loss, examine=False) as blocks:
+        problem = Problem.of(policy, loss, params, batch).entered(blocks)
+
+        def at(seed: int, part: Any) -> Tensor:
+            leaves = moved(problem.leaves, seed)
+            return without_graph(lambda: problem.at(part)(*leaves))
+
+        return compare_halves(at, batch)
 
 
 def check_norms(loss: Any) -> None:
@@ -266,15 +347,21 @@ def per_example_gradient_products(loss: Any, params: Tree, batch: Any) -> Tensor
 
 def _products_of(loss: Any, params: Tree, batch: Any, pairs: bool) -> Tensor:
     """Squared norms [N], or with pairs the products [N, N]."""
-    found = _layer_by_layer(loss, params, batch, pairs)
+    caller = "per_example_gradient_products" if pairs else "per_example_gradient_norms"
+    check_apart(loss, params, batch, caller)
+    counts = example_counts(loss, as_dict(batch))
+    factors = None if counts is None else counts / counts.mean()
+    found = _layer_by_layer(loss, params, batch, pairs, factors)
     if found is not None:
         return found
-    rows = gradient_rows(loss, params, batch, vmap=None)
+    rows = gradient_rows(loss, params, batch, vmap=None, weights=factors)
     parts = [torch.cat(list(rows))] if pairs else rows
     return torch.cat([_products_of_rows(part, pairs) for part in parts])
 
 
-def _layer_by_layer(loss: Any, params: Tree, batch: Any, pairs: bool) -> Tensor | None:
+def _layer_by_layer(
+    loss: Any, params: Tree, batch: Any, pairs: bool, factors: Tensor | None
+) -> Tensor | None:
     """Squared norms [N], or with pairs the products [N, N]; None where layers do not say them."""
     validation.loss_function("loss", loss)
     space = Space(params)
@@ -296,7 +383,7 @@ def _layer_by_layer(loss: Any, params: Tree, batch: Any, pairs: bool) -> Tensor 
         except HoglibError as error:  # of the layers; what is wrong with the loss comes again
             LOGGER.debug("%s: from the gradients of single examples, because of %s", CALLER, error)
             return None
-        gradients = run.gradients(_by_outputs(run, loss, own))
+        gradients = run.gradients(_by_outputs(run, loss, own, factors))
         with torch.no_grad():
             total = torch.zeros(count, *([count] if pairs else []), dtype=run.dtype)
             total = total.to(run.device)
@@ -305,8 +392,8 @@ def _layer_by_layer(loss: Any, params: Tree, batch: Any, pairs: bool) -> Tensor 
     return total.to(space.dtype)
 
 
-def _by_outputs(run: ModelRun, loss: Any, batch: Any) -> Vector:
-    """The gradients of the loss of each example by its outputs."""
+def _by_outputs(run: ModelRun, loss: Any, batch: Any, factors: Tensor | None) -> Vector:
+    """The gradients of the loss of each example, times its factor, by its outputs."""
     outputs, given = run.outputs()
 
     def criterion(shifts: Vector, both: Any) -> Tensor:
@@ -318,8 +405,9 @@ def _by_outputs(run: ModelRun, loss: Any, batch: Any) -> Vector:
         return value
 
     zeros = [torch.zeros_like(y[:1]) for y in given]
-    _, gradients = per_example_gradients(criterion, zeros, (outputs, batch))
-    return [g.squeeze(1) for g in gradients]
+    _, gradients = _of_single_examples(criterion, zeros, (outputs, batch))
+    rows = [g.squeeze(1) for g in gradients]
+    return rows if factors is None else [scaled(g, factors) for g in rows]
 
 
 def _products(layer: Layer, gradients: Gradients, run: ModelRun, pairs: bool) -> Tensor:
@@ -451,9 +539,13 @@ def gradient_noise_scale(loss: Any, params: Tree, data: Any) -> NoiseScale:
     space = Space(params)
     space.refuse_sharded("gradient_noise_scale")
     count, mean = 0, torch.zeros(space.size, dtype=torch.float64, device=space.device)
-    spread = torch.zeros((), dtype=torch.float64, device=space.device)
+    spread, weight = torch.zeros((), dtype=torch.float64, device=space.device), 0.0
     for batch in [data] if is_batch(data) else data:
-        for rows in gradient_rows(loss, params, to_device(batch, space.device), vmap=None):
+        moved_batch = to_device(batch, space.device)
+        check_apart(loss, params, moved_batch, "gradient_noise_scale")
+        weights = example_counts(loss, as_dict(moved_batch))
+        weight += number_of_examples(moved_batch) if weights is None else float(weights.sum())
+        for rows in gradient_rows(loss, params, moved_batch, vmap=None, weights=weights):
             part = rows.double()
             own = part.mean(0)
             # two sets of examples together, by Chan's formula
@@ -464,8 +556,9 @@ def gradient_noise_scale(loss: Any, params: Tree, data: Any) -> NoiseScale:
             count = total
     if count < 2:
         raise ArgumentValueError(f"data: expected at least two examples, got {count}.")
-    variance = spread / (count - 1)
-    square = mean.square().sum() - variance / count
+    scale = (count / weight) ** 2  # of the squares, in units of the mean weight of an example
+    variance = scale * spread / (count - 1)
+    square = scale * mean.square().sum() - variance / count
     return NoiseScale(*(x.to(space.dtype) for x in (variance / square, variance, square)))
 
 
@@ -489,7 +582,8 @@ def influence(
         s_nq = d loss(params(e), query q) / d e  at e = 0
              = -grad loss(query q)^T (G + damping I)^-1 grad loss(example n)
 
-    where params(e) minimizes the mean loss of the training data plus e loss(example n) plus
+    where params(e) minimizes the mean loss of the training data plus e loss(example n), with its weight
+    in that mean as `hoglib.per_example_gradients` has it, plus
     damping/2 |params|^2, and G is the Gauss-Newton matrix of the training data. A positive score: more
     weight on the example raises the loss of the query. To leave an example out is e = -1/N, so that the
     loss of the query changes by about -s_nq / N.
@@ -548,10 +642,17 @@ def influence(
     space = Space(params)
     space.refuse_sharded("influence")
 
-    def rows(name: str, data: Any) -> Iterable[Tensor]:
+    count, weight = 0, 0.0  # of the examples given last
+
+    def rows(name: str, data: Any, weighted: bool) -> Iterable[Tensor]:
+        nonlocal count, weight
         for number, batch in enumerate([data] if is_batch(data) else data):
-            moved = to_device(batch, space.device)
-            for part in gradient_rows(loss, params, moved, vmap=vmap):
+            own = to_device(batch, space.device)
+            check_apart(loss, params, own, "influence")
+            counts = example_counts(loss, as_dict(own)) if weighted else None
+            count += number_of_examples(own)
+            weight += number_of_examples(own) if counts is None else float(counts.sum())
+            for part in gradient_rows(loss, params, own, vmap=vmap, weights=counts):
                 if not bool(part.isfinite().all()):
                     raise NonFiniteError(
                         f"{name}: expected examples with finite gradients, got one with NaN or "
@@ -560,7 +661,7 @@ def influence(
                 yield part.to(space.dtype)
 
     with examined_functions("influence", first_order=solver != "cg"):
-        asked = list(rows("query", query))
+        asked = list(rows("query", query, False))
         if not asked:
             raise ArgumentValueError("query: expected at least one batch, got none.")
         queries = torch.cat(asked)
@@ -571,4 +672,6 @@ def influence(
         else:
             K = KFACOperator(loss, params, train, eigenvalue_corrected=solver == "ekfac", **options)
             directions = K.solve(queries.T, damping=damping)
-        return torch.cat([-(part @ directions) for part in rows("train", train)])
+        count, weight = 0, 0.0
+        scores = torch.cat([-(part @ directions) for part in rows("train", train, True)])
+        return scores * (count / weight) if weight != count else scores

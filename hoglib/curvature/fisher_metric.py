@@ -25,7 +25,7 @@ References:
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from math import sqrt
+from math import isfinite, sqrt
 from typing import Any, Literal, NamedTuple, final, get_args
 
 import torch
@@ -36,8 +36,9 @@ from hoglib._core import pytree, validation
 from hoglib._core.autograd import Vector, clone_inference_tensors, grad_enabled, materialize_grads
 from hoglib._core.mixed_precision import upcast_half
 from hoglib._core.problem import Policy
+from hoglib._core.source_location import warn
 from hoglib._core.torch_modes import value_checks_on
-from hoglib._core.trust import SUMS, agree
+from hoglib._core.trust import SUMS, agree, found_once, largest
 from hoglib.curvature import likelihood as likelihoods
 from hoglib.curvature.data import row_count
 from hoglib.curvature.gauss_newton import (
@@ -46,8 +47,15 @@ from hoglib.curvature.gauss_newton import (
     MetricProduct,
     OutputMetric,
 )
-from hoglib.curvature.likelihood import Likelihood, Weight
-from hoglib.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
+from hoglib.curvature.likelihood import (
+    Counting,
+    Likelihood,
+    Weight,
+    compare_halves,
+    moved,
+    relation_of_halves,
+)
+from hoglib.errors import ArgumentTypeError, ArgumentValueError, HoglibError, UnsupportedError
 from hoglib.ring import ring
 
 Tree = Any
@@ -89,6 +97,13 @@ class FisherMetric(OutputMetric):
     @property
     def random(self) -> bool:
         return self.kind == "mc"
+
+    @property
+    def counting(self) -> Counting:
+        """What the mean of M over a batch counts."""
+        if self.kind == "empirical":
+            return "examples"
+        return "criterion" if self.likelihood is None else "terms"
 
     def at(self, composite: CompositeLoss, outputs: Vector) -> MetricProduct:
         validation.refuse_transforms(composite.policy.caller, LOOP)
@@ -239,7 +254,48 @@ def _distribution(
     else:
         chosen = likelihoods.given(options.likelihood, loss, constant, at.batch)
     p = likelihoods.make_distribution(chosen, constant)
-    return chosen, p, likelihoods.weight(chosen, p, options.reduction)
+    weight = likelihoods.weight(chosen, p, options.reduction)
+    if options.likelihood is not None and options.reduction == "mean" and value_checks_on():
+        with suppress(AttributeError, RuntimeError, TypeError, ValueError, NotImplementedError):
+            find = lambda: _warn_of_terms(loss, p, at)  # noqa: E731
+            found_once(loss, ("terms", p.batch_shape), find)
+    return chosen, p, weight
+
+
+def _is_discrete(p: D.Distribution) -> bool:
+    return bool(getattr(p.support, "is_discrete", False))
+
+
+def _warn_of_terms(loss: Any, p: D.Distribution, at: _Outputs) -> bool:
+    """Warn of a distribution whose coordinates are terms of their own, where the loss sums over them.
+
+    The loss is compared with those of the halves of the coordinates, of the outputs and of what in the
+    targets is like the terms.
+    """
+    count, targets, shape = p.batch_shape[1:].numel(), loss.targets(at.batch), p.batch_shape
+    given = any(x.shape == shape for x in pytree.tensors(targets))
+    if count < 2 or not given or p.event_shape or isinstance(p, D.Independent) or _is_discrete(p):
+        return True
+    half, width = shape[-1] // 2, shape[-1]
+
+    def value(start: int, end: int) -> float:
+        parts = pytree.map_tensors(
+            lambda x: x[..., start:end] if x.shape == shape else x, (at.constant, targets)
+        )
+        return float(loss.user_criterion(*parts))
+
+    values = value(0, width), value(0, half), value(half, width)
+    if half and relation_of_halves([values], half / width, at.own[0].dtype) == "mean":
+        return True
+    warn(
+        f"likelihood: expected a distribution with one term for each example, got "
+        f"{type(p).__name__} with terms {tuple(p.batch_shape)}. The mean is over all of them, so that "
+        f"the matrix is 1/{count} of that of a mean over examples, as the divergence of a policy with "
+        f"{count} actions is. Make them one: `torch.distributions.Independent(p, "
+        f"{len(p.batch_shape) - 1})`; or, where the loss is a mean over all numbers, say so by "
+        "`torch.distributions.Independent(p, 0)`."
+    )
+    return True
 
 
 def _exact(likelihood: Likelihood, p: D.Distribution, weight: Weight, at: _Outputs) -> Metric:
@@ -326,6 +382,8 @@ def _empirical(options: FisherMetric, loss: Any, at: _Outputs) -> Scores:
             "criterion(outputs, batch): expected a value that depends on the outputs, got one that "
             "does not; look for .detach(), .item() or a torch.no_grad() in it."
         )
+    if row is None and not one and value_checks_on():
+        _refuse_coupled(loss, at)
     gradient = torch.autograd.grad(value, own, allow_unused=True, materialize_grads=True)
     for part in gradient if value_checks_on() else ():
         advice = "The criterion's gradient has to exist at the outputs and targets of the batch."
@@ -333,6 +391,33 @@ def _empirical(options: FisherMetric, loss: Any, at: _Outputs) -> Scores:
     examples = 1 if one else own[0].shape[0]
     scores = [part.unsqueeze(0) for part in gradient]
     return Scores(scores, examples if options.reduction == "mean" else 1.0, not one)
+
+
+def _refuse_coupled(loss: Any, at: _Outputs) -> None:
+    """Raise, at the first outputs of their shapes, where a term depends on several examples."""
+    outputs = at.constant
+    if row_count(outputs) != row_count(at.batch):
+        return
+
+    def value(seed: int, part: Any) -> Tensor:
+        rest, batch, index = part
+        leaves, structure = pytree.flatten(rest)
+        places = [i for i, x in enumerate(leaves) if pytree.is_float(x)]
+        for i, x in zip(places, moved([y.detach() for y in at.own], seed), strict=True):
+            leaves[i] = x[index]
+        with torch.no_grad():
+            found: Tensor = loss.criterion(pytree.unflatten(leaves, structure), batch)
+        return found
+
+    index = torch.arange(row_count(outputs) or 0, device=at.own[0].device)
+    key = tuple(x.shape for x in (*at.own, *pytree.tensors(at.batch)))
+    find = lambda: compare_halves(value, (outputs, at.batch, index)) or "unknown"  # noqa: E731
+    if found_once(loss, ("halves of outputs", key), find) == "coupled":
+        raise ArgumentValueError(
+            "kind='empirical': expected a criterion that is a sum or mean over examples, got one that "
+            "couples them, as contrastive losses, correlations and statistics over the batch do: there "
+            "are no gradients of single examples. Use `hoglib.GGNOperator`."
+        )
 
 
 def _outer_products(scores: Vector, weight: Weight, by_example: bool) -> Metric:
@@ -508,33 +593,51 @@ def _dense_columns(
         unit[:, i] = 1
         found = product(vector(unit), True)
         blocks[:, :, i] = torch.cat([x.detach().reshape(examples, -1).to(wide) for x in found], 1)
-    _check_apart(product, vector, blocks, values[0].dtype, composite.policy.caller)
+
+    def at_zero(u: Tensor) -> float:
+        """The size of a product at outputs of zero: where all examples are fitted well, M vanishes, and
+        what is left of it is the rounding of terms of this size."""
+        sizes = [0.0]
+        with suppress(HoglibError, RuntimeError, ValueError), _around(values[0]):
+            elsewhere = chosen.at(composite, [torch.zeros_like(y) for y in values])
+            sizes += [largest(x) for x in elsewhere(vector(u), False)]
+        return max(filter(isfinite, sizes))
+
+    _check_apart(product, vector, blocks, values[0].dtype, composite.policy.caller, at_zero)
     eigenvalues, Q = torch.linalg.eigh((blocks + blocks.mT) / 2)
-    largest = eigenvalues.abs().amax(1, keepdim=True)
     rounding = max(1e3 * torch.finfo(wide).eps, 10 * torch.finfo(values[0].dtype).eps)
-    if bool((eigenvalues < -rounding * largest).any()):
+    low = -float(eigenvalues.min()) / rounding
+    if low > largest(eigenvalues) and low > at_zero(_directions(blocks)):
         raise ArgumentValueError(
             f"{composite.policy.caller}(kind='exact'): expected a criterion that is convex in the "
             f"outputs, got one with the eigenvalue {float(eigenvalues.min()):.3g}; give a likelihood=, "
-            "or use kind='empirical'."
+            "as `hoglib.FisherOperator(likelihood=)` takes it, or use kind='empirical'."
         )
     root = Q * eigenvalues.clamp(min=0).sqrt().unsqueeze(1)
     for i in range(total):
         yield vector(root[:, :, i])
 
 
+def _directions(blocks: Tensor) -> Tensor:
+    """A random vector of each example."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(blocks.shape[:2], generator=generator, dtype=torch.float32).to(blocks)
+
+
 def _check_apart(
-    product: Any, vector: Any, blocks: Tensor, dtype: torch.dtype, caller: str
-) -> None:
+    product: Any, vector: Any, blocks: Tensor, dtype: torch.dtype, caller: str,
+    at_zero: Callable[[Tensor], float],
+) -> None:  # fmt: skip
     """Raise for a criterion that couples examples, whose M has more than these blocks."""
     if len(blocks) < 2:
         return
-    generator = torch.Generator().manual_seed(0)
-    u = torch.randn(blocks.shape[:2], generator=generator, dtype=torch.float32).to(blocks)
+    u = _directions(blocks)
     found = product(vector(u), False)
     whole = torch.cat([x.detach().reshape(len(u), -1).to(u.dtype) for x in found], 1)
     apart = (blocks @ u.unsqueeze(-1)).squeeze(-1)
-    if bool(whole.isfinite().all()) and not agree(whole, apart, SUMS, dtype=dtype):
+    if not bool(whole.isfinite().all()) or agree(whole, apart, SUMS, dtype=dtype):
+        return
+    if not agree(whole, apart, SUMS, dtype=dtype, terms=[at_zero(u)]):
         raise ArgumentValueError(
             f"{caller}: expected a criterion that is a sum over examples, got one that couples "
             "them, such as a contrastive loss; Kronecker factors are for sums over examples."

@@ -28,6 +28,7 @@ from hoglib._core.finite_differences import directional_derivative
 from hoglib._core.gradient_graph import check_custom_functions, graph_bytes, graph_summary
 from hoglib._core.problem import Policy, Problem
 from hoglib.curvature.jacobian_product import TransposedJacobian, are_adjoint, depending, detached
+from hoglib.curvature.likelihood import Counting
 from hoglib.curvature.linear_map import (
     DIFFERENCES,
     CurvatureKind,
@@ -62,6 +63,11 @@ class OutputMetric(ABC):
     def random(self) -> bool:
         """Whether random numbers are drawn for each batch."""
         return False
+
+    @property
+    def counting(self) -> Counting:
+        """What the mean of M over a batch counts."""
+        return "criterion"
 
     @abstractmethod
     def at(self, composite: "CompositeLoss", outputs: Vector) -> MetricProduct:
@@ -123,6 +129,11 @@ class GaussNewtonKind(CurvatureKind):
     @property
     def seed(self) -> int:
         return self.metric.seed or 0
+
+    @property
+    def counting(self) -> Counting:
+        """What the mean of the matrix over a batch counts."""
+        return self.metric.counting
 
     def for_batch(self, number: int) -> "GaussNewtonKind":
         metric = self.metric.for_batch(number)

@@ -235,8 +235,7 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
                 run, self.row_order = checked_run(run, self.by_example)
             elif not first:
                 run.check_chosen(self.by_example)
-            mean = self._given.get("reduction", "mean") == "mean"
-            sums.add(run, share, share if mean else run.examples)
+            sums.add(run, share, run.examples)
         self._sum.advance()
         return value
 

@@ -6,11 +6,12 @@ A term is one element of the distribution's batch_shape. Likelihoods with a name
 families in their natural parameters, in closed form.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from inspect import signature
-from typing import Any, NamedTuple
+from math import fsum, isfinite, nan
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,13 +21,15 @@ from torch.distributions import constraints
 
 from hoglib import nn as hog_nn
 from hoglib import ops
-from hoglib._core import validation
+from hoglib._core import pytree, validation
 from hoglib._core.autograd import Vector
+from hoglib._core.logger import LOGGER
 from hoglib._core.pytree import tensors_in
-from hoglib._core.state import draw_from
+from hoglib._core.state import draw_from, generator_state, preserve_random_state
 from hoglib._core.torch_internals import tracing
 from hoglib._core.torch_modes import value_checks_on
-from hoglib._core.trust import SUMS, agree
+from hoglib._core.trust import DERIVATIVES, SUMS, Rule, agree
+from hoglib.curvature.data import row_count, rows_of
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, NonFiniteError, UnsupportedError
 
 Tree = Any
@@ -283,6 +286,117 @@ def check_reduction(
         )
 
 
+def example_counts(loss: Any, batch: Any) -> Tensor | None:
+    """What each example adds to the number by which a mean divides, [N]: by the loss itself, or for a
+    criterion of the table the class weights of the targets that are not ignored; None for others."""
+    count, row = row_count(batch), row_of(loss)
+    if count and hasattr(loss, "batch_size"):
+        parts = [loss.batch_size(pytree.rows(batch, count, n, n + 1)) for n in range(count)]
+        return torch.tensor(parts, dtype=torch.float64)
+    target = None if row is None else loss.targets(batch)
+    if not count or row is None or not isinstance(target, Tensor) or len(target.shape[:1]) < 1:
+        return None
+    options = _all_options(loss.user_criterion)
+    if len(target) != count or options.get("reduction", "mean") != "mean":
+        return None
+    each = torch.ones(target.shape, dtype=torch.float64)
+    if row.family.classes and not target.is_floating_point():
+        kept = (target != options.get("ignore_index", -100)).cpu()
+        each, weights = kept.double(), options.get("weight")
+        if weights is not None:
+            each *= weights.detach().cpu().double()[target.cpu().where(kept, 0)]
+    return each.reshape(count, -1).sum(1)
+
+
+# what each batch of a mean counts: as the loss does, terms of a given distribution, or examples
+Counting = Literal["criterion", "terms", "examples"]
+Finding = Literal["mean", "sum", "weighted", "coupled"]
+
+
+CLOSE = Rule(1e2)  # a number is fitted, which may come near anything that changes little
+
+
+def relation_of_halves(
+    values: Sequence[Sequence[float]], share: float, dtype: torch.dtype
+) -> Finding | None:
+    """How the loss L of a batch is made of those of its halves, l and m, at several points.
+
+    mean      L = s l + (1 - s) m, with the share s of the first half in the examples
+    sum       L = l + m
+    weighted  L = t l + (1 - t) m, with another t in [0, 1]: a mean that counts something else
+    coupled   anything else, as a contrastive loss; None if there is nothing to compare
+    """
+    found = [v for v in values if isfinite(v[0])]
+    for L, *parts in found:
+        if not all(map(isfinite, parts)):  # 0 / 0: nothing in that half counts
+            other = next(filter(isfinite, parts), nan)
+            return "weighted" if agree(L, other, DERIVATIVES, dtype=dtype) else None
+    made: dict[Finding, Callable[[float, float], float]] = {
+        "mean": lambda a, b: share * a + (1 - share) * b, "sum": lambda a, b: a + b,
+    }  # fmt: skip
+    square = fsum((a - b) ** 2 for _, a, b in found)
+    if square:
+        t = fsum((L - b) * (a - b) for L, a, b in found) / square
+        if 0 <= t <= 1:
+            made["weighted"] = lambda a, b: t * a + (1 - t) * b
+    for name, make in made.items():
+        rule = CLOSE if name == "weighted" else DERIVATIVES
+        if all(agree(L, make(a, b), rule, terms=(a, b), dtype=dtype) for L, a, b in found):
+            return name if any(map(any, found)) else None
+    return "coupled" if found else None
+
+
+def compare_halves(
+    at: Callable[[int, Any], Tensor], batch: Any, value: Tensor | None = None
+) -> Finding | None:
+    """How the loss of a batch is made of those of its halves, at the point and at others near it.
+
+    at(seed, batch): the loss at the point of seed 0, or at another. None where that cannot be told: of
+    batches without rows, and of losses that draw random numbers.
+    """
+    count = row_count(batch) or 0
+    if count < 2:
+        return None
+    half = count // 2
+    ends = ((0, half), (half, count))
+    parts = [batch, *(rows_of(batch, count, start, stop) for start, stop in ends)]
+    share = half / count
+
+    def values(seed: int) -> list[float]:
+        return [float(at(seed, part)) for part in parts]
+
+    try:
+        with preserve_random_state():
+            value = at(0, batch) if value is None else value
+            before = generator_state(value.device)
+            first = [float(value), *(float(at(0, part)) for part in parts[1:])]
+            if not torch.equal(before, generator_state(value.device)):
+                return None
+            if relation_of_halves([first], share, value.dtype) == "mean":
+                return "mean"
+            others = [values(seed) for seed in (1, 2, 3)]
+    except Exception as error:  # rows of this batch are no examples
+        LOGGER.debug("the halves of a batch were not compared: %s", error)
+        return None
+    finite = [other for other in others if isfinite(other[0])]
+    return relation_of_halves(finite or [first], share, value.dtype)
+
+
+def moved(tensors: Sequence[Tensor], seed: int) -> Vector:
+    """The tensors, for seed 0, or others near them: a loss that vanishes here tells nothing."""
+    if not seed:
+        return list(tensors)
+    random = torch.Generator().manual_seed(seed)
+    noise = (torch.randn(x.shape, generator=random, dtype=torch.float32).to(x) for x in tensors)
+    return [x.detach() * (1 + 0.5 * r) + 0.3 * r for x, r in zip(tensors, noise, strict=True)]
+
+
+def _all_options(criterion: Any) -> dict[str, Any]:
+    """Those of a function, partial or module, with class weights."""
+    buffers = criterion._buffers if isinstance(criterion, nn.Module) else {}
+    return {**_options(criterion), **buffers}
+
+
 def _options(criterion: Any) -> Mapping[str, Any]:
     return (
         criterion.keywords if isinstance(criterion, partial) else getattr(criterion, "__dict__", {})
@@ -290,10 +404,8 @@ def _options(criterion: Any) -> Mapping[str, Any]:
 
 
 def _check_options(row: Criterion, criterion: Any) -> None:
-    options = dict(_options(criterion))
-    if isinstance(criterion, nn.Module):
-        options |= criterion._buffers  # class weights
-    elif isinstance(criterion, partial):
+    options = _all_options(criterion)
+    if isinstance(criterion, partial):
         unknown = sorted(options.keys() - row.required.keys() - {*row.free, "reduction"})
         if criterion.args or unknown:
             raise ArgumentValueError(

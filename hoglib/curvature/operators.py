@@ -11,11 +11,12 @@ from torch import Tensor
 
 from hoglib._core import validation
 from hoglib._core.autograd import grad_enabled
+from hoglib._core.finite_differences import to_double
 from hoglib._core.problem import Policy, refuse_wrapped_calls
 from hoglib._core.source_location import warn
 from hoglib._core.swap import PatchState, keep_swapped, reapply
 from hoglib.curvature.compiled import linearizer
-from hoglib.curvature.data import Processes
+from hoglib.curvature.data import Piece, Processes
 from hoglib.curvature.dataset_sum import (
     CheckedDataOptions,
     DatasetSum,
@@ -61,9 +62,10 @@ class DatasetOperator(LinearOperator):
         policy.check_blocks(loss)
         self._sum = DatasetSum(
             policy, loss, self.space, data, of_data, sharing, self._bar,
-            seed=kind.seed, fixed_batches=kind.random,
+            seed=kind.seed, fixed_batches=kind.random, counting=getattr(kind, "counting", "criterion"),
         )  # fmt: skip
         self._kind, self._memory_limit = kind, of_data.memory_limit
+        self._sum.in_double = self._in_double
 
     def value(self) -> Tensor:
         """The loss over the data, a scalar tensor."""
@@ -81,6 +83,7 @@ class DatasetOperator(LinearOperator):
     def _products(self, rows: Tensor) -> Tensor:
         validation.refuse_transforms(str(self), "use the function hvp, ggn_vp or fisher_vp there.")
         # of several processes one may have no batch, and adds zeros
+        first = True
         make = torch.empty if self._sum.alone else torch.zeros
         total = make(rows.shape, dtype=self.dtype, device=self.device)
         if self._sum.next_is_unchecked():
@@ -90,10 +93,11 @@ class DatasetOperator(LinearOperator):
         with self._bar.over("@", len(rows)), every as one_pass:
             for batch, number, share in one_pass:
                 if self._sum.kept is None:
-                    value = self._add_batch(rows, total, batch, number, share)
+                    value = self._add_batch(rows, total, batch, number, share, first)
                 else:
                     value = self._apply_kept(rows, total)
                 one_pass.record(value)
+                first = False
         weight = self._sum.weight(one_pass.totals)
         if weight != 1:
             total /= weight
@@ -117,7 +121,7 @@ class DatasetOperator(LinearOperator):
             return self._apply(kept.point, rows, total, kept.share, keep_graph=True, first=True)
 
     def _add_batch(
-        self, rows: Tensor, total: Tensor, batch: Any, number: int, share: float
+        self, rows: Tensor, total: Tensor, batch: Any, number: int, share: float, first: bool
     ) -> Tensor:
         """Add share times the products of the rows at one batch to total; return the loss there."""
         kind, single = self._kind.for_batch(number), self._sum.single_batch
@@ -129,7 +133,7 @@ class DatasetOperator(LinearOperator):
             point = linearizer(kind, context.captures)(problem, several)
             note_lost_graph(point.gradient)
             keep = single and (several if context.captures else self._fits(point))
-            value = self._apply(point, rows, total, share, keep, first=number == 0)
+            value = self._apply(point, rows, total, share, keep, first)
             keep = keep and (not context.captures or self._fits(point))
             patch_state = patches.values()
         self._sum.note_unused(point.unused())
@@ -137,6 +141,17 @@ class DatasetOperator(LinearOperator):
             self._sum.kept = _KeptProduct(point, share, patch_state)
             value = self._sum.record_first_pass(batch, value)
         return value
+
+    def _in_double(self, rows: Tensor, piece: Piece) -> Tensor:
+        """The products of rows at one batch in float64, each at a graph of its own."""
+        products = []
+        for row in rows:
+            with self._sum.ring(around_graph=True) as blocks:
+                problem = self._sum.problem(piece.batch).entered(blocks).in_double()
+                point = self._kind.for_batch(piece.number).linearize(problem, True)
+                _, product = point.apply(to_double(self.space.split(row)), False)
+            products.append(torch.cat([x.detach().reshape(-1) for x in product]))
+        return torch.stack(products)
 
     def _fits(self, point: LinearMap) -> bool:
         """Whether there is something to keep between products, and memory for it."""
@@ -253,8 +268,10 @@ class GGNOperator(DatasetOperator):
         G = sum_b J_b^T H_b J_b                        reduction="sum"
 
     with J_b the Jacobian of the outputs at a batch by params, H_b the Hessian of the criterion by the
-    outputs, and n_b the number of examples. `LinearOperator` describes ``@``, the algebra of operators
-    and the algorithms. It also raises what `hoglib.ggn_vp` raises.
+    outputs, and n_b the number of examples. It is positive semi-definite where the criterion is convex
+    in the outputs; for others (a Gaussian with a learned variance, mixtures, cosine) `FisherOperator`
+    with ``likelihood=`` is. `LinearOperator` describes ``@``, the algebra of operators and the
+    algorithms. It also raises what `hoglib.ggn_vp` raises.
 
     Args:
         loss: From `hoglib.functional_loss`, or any object with ``outputs(params, batch)`` and

@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from hoglib._core.pytree import tensors_in
 from hoglib._core.state import line_that_draws
-from hoglib._core.trust import DERIVATIVES, agree
+from hoglib._core.trust import DERIVATIVES, agree, found_once
 from hoglib._core.validation import listing
 from hoglib.curvature.data import fingerprint
 from hoglib.curvature.vector_space import Space
@@ -198,14 +198,18 @@ class Symmetry:
     A backward that is not the derivative, or that is detached in part, mostly makes a Hessian
     asymmetric; the check costs two inner products, once.
 
-    half: the dtype of half precision that the loss computes in, if any; asked for only where the matrix
-    is not symmetric to the rounding of its own dtype.
+    half: the dtype of half precision that the loss computes in, if any; in_double: the products of rows
+    in float64, for a matrix whose own products are rounding, as of a classifier that fits all examples.
+    Both are asked for only where the matrix is not symmetric to the rounding of its own dtype.
+    loss: of which it is told once.
     """
 
     def __init__(
-        self, name: str, enabled: bool, space: Space, half: Callable[[], torch.dtype | None]
-    ) -> None:
+        self, name: str, enabled: bool, space: Space, half: Callable[[], torch.dtype | None],
+        in_double: Callable[[Tensor], Tensor | None], loss: Any,
+    ) -> None:  # fmt: skip
         self._name, self._space, self._half = name, space, half
+        self._in_double, self._loss = in_double, loss
         wide = space.precision in (torch.float64, torch.float32)
         self._bound = BOUNDS[space.precision] if enabled and wide else None
         self._first: list[tuple[Tensor, Tensor]] = []
@@ -235,6 +239,11 @@ class Symmetry:
         if self._exceeds(gap, size, bound) and (
             (half := self._half()) is None or self._exceeds(gap, size, BOUNDS[half])
         ):
+            if self._is_rounding(torch.stack([v, w])):
+                return
+            own = object()  # who tells of a loss first
+            if found_once(self._loss, ("asymmetry", self._name), lambda: own) is not own:
+                return
             warnings.warn(
                 f"{self._name}: expected a symmetric matrix, got v.Aw and w.Av that differ by "
                 f"{gap / size:.1g} of their size. A backward in the loss is not the derivative of its "
@@ -244,5 +253,16 @@ class Symmetry:
                 stacklevel=5,
             )
 
+    def _is_rounding(self, rows: Tensor) -> bool:
+        """Whether the products of two vectors in float64 show a symmetric matrix."""
+        products = self._in_double(rows) if rows.dtype == torch.float32 else None
+        if products is None:
+            return False
+        v, w = rows.double()
+        lhs, rhs = float(v @ products[1]), float(w @ products[0])
+        size = float(v.norm() * products[1].norm() + w.norm() * products[0].norm())
+        return not self._exceeds(abs(lhs - rhs), size, BOUNDS[torch.float32])
+
     def _exceeds(self, gap: float, size: float, bound: tuple[float, float]) -> bool:
-        return gap > size * max(bound[0] / self._space.size**0.5, bound[1])
+        # products of vanishing numbers underflow
+        return size > 0 and gap > size * max(bound[0] / self._space.size**0.5, bound[1])

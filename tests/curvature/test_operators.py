@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import distributions as D
 from torch import nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
@@ -102,12 +103,272 @@ def test_the_weight_of_a_batch_can_be_given():
     v = draw(counted.shape[0])
     assert relative(counted @ v, dense_hessian(loss, params, (x, y)) @ v) < 1e-7
     uncounted = hog.HessianOperator(loss, params, loader((x, y), batch_size=4))
-    with pytest.warns(UserWarning, match=r"0.5 to 0.667 elements of batch\[1\] that are not -100"):
-        wrong = uncounted @ v
-    assert relative(wrong, counted @ v) > 0.01
-    assert relative(uncounted @ v, wrong) < 1e-7  # without another warning
-    y[:6] = torch.tensor([-100, 0, 1, 2, 0, -100])
-    hog.HessianOperator(loss, params, loader((x[:6], y[:6]), batch_size=3)) @ v  # one of three each
+    assert relative(uncounted @ v, counted @ v) < 1e-7  # the criterion is known
+    own = hog.functional_loss(loss.model, lambda o, y: F.cross_entropy(o, y))
+    with pytest.raises(
+        ValueError, match=r"mean divides by another number.*batch_size=lambda batch"
+    ):
+        hog.HessianOperator(own, params, loader((x, y), batch_size=4)) @ v
+    by_rows = lambda batch: len(batch[0])  # noqa: E731
+    examples = hog.HessianOperator(own, params, loader((x, y), batch_size=4), batch_size=by_rows)
+    assert relative(examples @ v, counted @ v) > 1e-3  # the mean of batches, which is asked for
+
+
+WEIGHTS = torch.tensor([0.1, 1.0, 7.0], dtype=F64)
+
+
+def masked(o, batch):
+    return (o.square() * batch[2]).sum() / batch[2].sum()
+
+
+MEANS = {
+    "class weights": (nn.CrossEntropyLoss(weight=WEIGHTS), "class"),
+    "class weights, smoothed": (nn.CrossEntropyLoss(weight=WEIGHTS, label_smoothing=0.1), "class"),
+    "ignored labels, in one batch all": (nn.CrossEntropyLoss(), "ignored"),
+    "a partial with weights": (partial(F.cross_entropy, weight=WEIGHTS, ignore_index=2), "class"),
+    "weights of log-probabilities": (lambda: nn.NLLLoss(weight=WEIGHTS), "class"),
+    "an index beyond the classes": (
+        nn.CrossEntropyLoss(weight=WEIGHTS, ignore_index=255),
+        "beyond",
+    ),
+    "probabilities": (nn.CrossEntropyLoss(weight=WEIGHTS), "probabilities"),
+    "weights of outputs": (
+        nn.BCEWithLogitsLoss(weight=WEIGHTS, pos_weight=WEIGHTS),
+        "probabilities",
+    ),
+    "unequal batches": (nn.MSELoss(), "probabilities"),
+}
+
+
+@rows("name", MEANS)
+def test_what_the_criterion_counts_weights_the_batches(name):
+    """Of loaders and micro-batches: the matrices, the gradient, and what is told of single examples, are
+    those of all the data as one batch."""
+    criterion, targets = MEANS[name]
+    model: nn.Module = nn.Linear(4, 3).double()
+    if not isinstance(criterion, nn.Module | partial):
+        model, criterion = nn.Sequential(model, nn.LogSoftmax(1)), criterion()
+    x, y = draw(11, 4), torch.tensor([0, 0, 0, 0, 1, 0, 2, 2, 1, 2, 0])
+    if targets == "ignored":
+        y[[0, 1, 2, 3, 5]] = -100
+    if targets == "beyond":
+        y[[0, 5, 6]] = 255
+    if targets == "probabilities":
+        y = draw(11, 3).softmax(1)
+    loss, params = hog.functional_loss(model, criterion), hog.trainable_params(model)
+    batches = [(x[:4], y[:4]), (x[4:8], y[4:8]), (x[8:], y[8:])]
+    gradient = torch.autograd.grad(loss(params, (x, y)), list(params.values()))
+    kinds = (
+        [hog.HessianOperator]
+        if name.startswith("weights of log")
+        else [hog.HessianOperator, hog.GGNOperator]
+    )
+    for kind in kinds:
+        whole = kind(loss, params, (x, y)).to_dense()
+        for data, options in ((batches, {}), ((x, y), {"micro_batch": 3})):
+            found = kind(loss, params, data, **options)
+            assert_close(found.to_dense(), whole)
+            assert_close(tuple(found.gradient()[1].values()), gradient)
+    each = hog.per_example_gradients(loss, params, (x, y))[1]
+    assert_close(tuple(g.mean(0) for g in each.values()), gradient)
+    flattened = torch.cat([g.flatten(1) for g in each.values()], 1)
+    assert_close(
+        hog.curvature.per_example_gradient_norms(loss, params, (x, y)), flattened.norm(dim=1)
+    )
+    noise = hog.curvature.gradient_noise_scale(loss, params, batches)
+    assert_close(noise.variance, flattened.var(0).sum())
+    one, many = (
+        hog.influence(loss, params, data, (x[4:5], y[4:5]), damping=0.1, solver="cg")
+        for data in ((x, y), batches)
+    )
+    assert_close(many, one)
+
+
+def test_a_mean_that_nobody_knows_is_refused_over_batches():
+    model = nn.Linear(4, 3).double()
+    params, x = hog.trainable_params(model), draw(8, 4)
+    mask = torch.tensor([1.0, 0, 0, 0, 1, 1, 1, 0], dtype=F64)[:, None]
+    data = (x, draw(8, 3), mask)
+    batches = [tuple(t[:4] for t in data), tuple(t[4:] for t in data)]
+    loss = hog.functional_loss(model, masked, forward=lambda m, b: m(b[0]))
+    for kind in (hog.HessianOperator, hog.GGNOperator, hog.KFACOperator):
+        with pytest.raises(ValueError, match="mean divides by another number"):
+            kind(loss, params, batches) @ draw(15)
+    H = hog.HessianOperator(loss, params, batches, batch_size=lambda batch: batch[2].sum())
+    assert_close(H.to_dense(), hog.HessianOperator(loss, params, data).to_dense())
+    with pytest.warns(UserWarning, match="loses its weight"):
+        hog.per_example_gradients(loss, params, data)
+    weighted = hog.functional_loss(model, nn.CrossEntropyLoss(weight=WEIGHTS))
+    labels = [(x[:4], torch.tensor([0, 0, 1, 0])), (x[4:], torch.tensor([2, 2, 1, 2]))]
+    with pytest.raises(ValueError, match=r"FisherOperator.*reduction='sum'"):
+        hog.FisherOperator(weighted, params, labels, kind="empirical") @ draw(15)
+    F_ = hog.FisherOperator(weighted, params, labels, likelihood="categorical")
+    whole = hog.FisherOperator(
+        weighted, params, (x, torch.cat([y for _, y in labels])), likelihood="categorical"
+    )
+    assert_close(F_.to_dense(), whole.to_dense())
+    with pytest.raises(ValueError, match="a GGNOperator has the value"):
+        F_.gradient()
+
+
+def contrastive(o, t):
+    return F.cross_entropy(o @ t.T, torch.arange(len(o)))
+
+
+def pearson(o, t):
+    a, b = o - o.mean(0), t - t.mean(0)
+    return 1 - ((a * b).sum(0) / (a.norm(dim=0) * b.norm(dim=0) + 1e-9)).mean()
+
+
+def redundancy(o, t):
+    c = o - o.mean(0)
+    return F.mse_loss(o, t) + (c.T @ c / len(o) - torch.eye(3)).square().sum()
+
+
+COUPLED = {
+    "contrastive": contrastive, "correlation": pearson, "mean and covariance": redundancy,
+    "softmax over the batch": lambda o, t: -(o.log_softmax(0) * t.softmax(0)).sum(),
+    "partial likelihood": lambda o, t: (o[:, 0].logcumsumexp(0) - o[:, 0]).mean(),
+    "dice": lambda o, t: 1 - (o.sigmoid() * t.sigmoid()).sum() / (o.sigmoid().sum() + 1),
+}  # fmt: skip
+APART = {
+    "squares": F.mse_loss, "own squares": lambda o, t: (o - t).square().mean(),
+    "a sum": lambda o, t: (o - t).square().sum(), "sharp": lambda o, t: F.cross_entropy(o / 0.01, t.argmax(1)),
+    "cosine": lambda o, t: 1 - F.cosine_similarity(o, t).mean(), "absolute": nn.L1Loss(),
+    "divergence": lambda o, t: F.kl_div(o.log_softmax(1), t.softmax(1), reduction="batchmean"),
+    "learned variance": lambda o, t: F.gaussian_nll_loss(o[:, 0], t[:, 0], o[:, 1].exp()),
+}  # fmt: skip
+
+
+@rows("dtype", [torch.float64, torch.float32])
+@rows("name", [*COUPLED, *APART])
+def test_criteria_that_couple_examples_have_none(name, dtype):
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).to(dtype)
+    loss = hog.functional_loss(model, {**COUPLED, **APART}[name])
+    params, batch = hog.trainable_params(model), (draw(10, 4).to(dtype), draw(10, 3).to(dtype))
+    options = {"reduction": "sum"} if name == "a sum" else {}
+    each = {
+        "gradients": lambda: hog.per_example_gradients(loss, params, batch),
+        "norms": lambda: hog.curvature.per_example_gradient_norms(loss, params, batch),
+        "noise": lambda: hog.curvature.gradient_noise_scale(loss, params, batch),
+        "products": lambda: hog.curvature.per_example_gradient_products(loss, params, batch),
+        "empirical": lambda: hog.fisher_vp(
+            loss, params, params, batch, kind="empirical", **options
+        ),
+        "KFAC": lambda: hog.KFACOperator(loss, params, batch, kind="empirical", **options).update(),
+    }
+    for compute in each.values():
+        if name in APART:
+            compute()
+        else:
+            with pytest.raises(ValueError, match="couples"):
+                compute()
+    data = [
+        tuple(t[:5] for t in batch),
+        tuple(t[5:] for t in batch),
+    ]  # the mean of batches is what it is
+    hog.HessianOperator(loss, params, data) @ draw(67).to(dtype)
+
+
+def policy_loss(o, batch):
+    return (D.Normal(o, 1.0).log_prob(batch["y"]).sum(-1) * batch["weight"]).mean()
+
+
+def whole_batch(criterion):
+    return lambda o, batch: criterion(o, batch["y"])
+
+
+def squares_of_example(o, t):
+    return (o - t).square().sum(1).mean() / 2
+
+
+TERMS = {
+    "a policy": (policy_loss, lambda o: D.Normal(o, 1.0), True),
+    "a sum over coordinates": (whole_batch(squares_of_example), lambda o: D.Normal(o, 1.0), True),
+    "the same by name": (whole_batch(squares_of_example), "gaussian", True),
+    "another distribution": (whole_batch(squares_of_example), lambda o: D.Gumbel(o, 1.0), True),
+    "one term": (policy_loss, lambda o: D.Independent(D.Normal(o, 1.0), 1), False),
+    "terms that are asked for": (policy_loss, lambda o: D.Independent(D.Normal(o, 1.0), 0), False),
+    "a vector": (policy_loss, lambda o: D.MultivariateNormal(o, torch.eye(3, dtype=F64)), False),
+    "a mean of squares": (whole_batch(F.mse_loss), lambda o: D.Normal(o, 1.0), False),
+    "a mean that is robust": (whole_batch(F.huber_loss), "gaussian", False),
+    "a likelihood": (whole_batch(lambda o, t: -D.Normal(o, 1.0).log_prob(t).mean()), lambda o: D.Normal(o, 1.0), False),
+}  # fmt: skip
+
+
+@rows("name", TERMS)
+def test_a_distribution_whose_coordinates_are_terms_is_told(name):
+    criterion, likelihood, told = TERMS[name]
+    model = nn.Linear(4, 3).double()
+    loss = hog.functional_loss(model, criterion, forward=lambda m, batch: m(batch["x"]))
+    params = hog.trainable_params(model)
+    batch = {"x": draw(6, 4), "y": draw(6, 3), "weight": draw(6)}
+    options = {"likelihood": likelihood, "kind": "mc" if "another" in name else "exact"}
+    if told:
+        with pytest.warns(UserWarning, match=r"matrix is 1/3 of.*Independent\(p, 1\)"):
+            hog.fisher_vp(loss, params, params, batch, **options)
+    hog.fisher_vp(loss, params, params, batch, **options)  # once
+
+
+@rows("sharpness", [1.0, 20.0, 100.0])
+@rows("dtype", [torch.float64, torch.float32])
+def test_a_classifier_that_fits_all_examples(sharpness, dtype):
+    """Its Hessian vanishes, and what is left is rounding, which says nothing of the criterion."""
+    model = nn.Linear(4, 3, bias=False).to(dtype)
+    with torch.no_grad():
+        model.weight.copy_(25 * torch.eye(3, 4))
+    y = torch.arange(12) % 3
+    x = F.one_hot(y, 4).to(dtype) + 0.1 * draw(12, 4).to(dtype)
+    params = hog.trainable_params(model)
+    for criterion in (
+        lambda o, t: F.cross_entropy(o * sharpness, t),
+        lambda o, t: -(o * sharpness).log_softmax(1).gather(1, t[:, None]).mean(),
+    ):
+        loss = hog.functional_loss(model, criterion)
+        hog.KFACOperator(loss, params, (x, y)).update()
+        hog.influence(loss, params, (x, y), (x[:1], y[:1]), damping=0.1)
+        hog.HessianOperator(loss, params, (x, y)) @ torch.eye(12, dtype=dtype)
+        hog.curvature.per_example_gradient_norms(loss, params, (x, y))
+    mixed = hog.functional_loss(
+        model, lambda o, t: F.cross_entropy(o - o.mean(0), t) - 0.1 * o.cos().mean()
+    )
+    with pytest.raises(ValueError, match=r"couples|convex in the outputs"):
+        hog.KFACOperator(mixed, params, (x, y)).update()
+
+
+def test_a_matrix_that_is_not_definite_says_what_is():
+    model = nn.Linear(4, 2).double()
+    loss = hog.functional_loss(model, lambda o, t: F.gaussian_nll_loss(o[:, 0], t, o[:, 1].exp()))
+    params, batch = hog.trainable_params(model), (draw(3, 4), 5 * draw(3))
+    with pytest.raises(ArithmeticError, match=r"not convex.*FisherOperator\(likelihood=\)"):
+        hog.GGNOperator(loss, params, batch).solve(draw(10), damping=1e-6)
+    normal = lambda o: D.Normal(o[:, 0], (o[:, 1] / 2).exp())  # noqa: E731
+    F_ = hog.FisherOperator(loss, params, batch, likelihood=normal)
+    assert torch.linalg.eigvalsh(F_.to_dense())[0] > -1e-12
+
+
+def test_batch_norm_in_train_mode_is_named_once():
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+    loss, params, x = (
+        hog.functional_loss(model, F.mse_loss),
+        hog.trainable_params(model),
+        draw(8, 3),
+    )
+    data = [(x[:4], draw(4, 1)), (x[4:], draw(4, 1))]
+    for make in (
+        hog.HessianOperator,
+        hog.GGNOperator,
+        partial(hog.FisherOperator, kind="empirical"),
+    ):
+        operator = make(loss, params, data)
+        with pytest.warns(
+            UserWarning, match=r"normalises by the batch: 1 \(BatchNorm1d\).*model.eval"
+        ):
+            operator.gradient()
+        operator.gradient()
+        make(loss, params, data[0]).gradient()
+    model.eval()
+    hog.HessianOperator(loss, params, data).gradient()
 
 
 def test_parameters_of_any_structure():
@@ -218,6 +479,7 @@ CHANGES = {
 }  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:.*normalises by the batch")
 @rows("several", [False, True], ids=["one batch", "batches"])
 @rows("name", CHANGES)
 @rows("make", [hog.HessianOperator, hog.GGNOperator])
@@ -360,6 +622,7 @@ DIFFERENT_PASSES = {
 }  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:.*normalises by the batch")
 @rows("case", DIFFERENT_PASSES)
 def test_passes_that_differ_raise(case):
     layer, given, message = DIFFERENT_PASSES[case]
@@ -409,9 +672,9 @@ def test_an_asymmetric_matrix_warns():
 
 def test_parameters_that_the_loss_does_not_use_are_named():
     params = {"used": draw(3), "idle": draw(2), "late": draw(2)}
-    func = lambda p, b: p["used"].pow(3).sum() * b[0].mean() + (p["late"].pow(2).sum() if len(b[0]) == 2 else 0)  # noqa: E731  # fmt: skip
+    func = lambda p, b: p["used"].pow(3).sum() * b[0].mean() + (p["late"].pow(2).sum() if b[0].mean() > 1 else 0)  # noqa: E731  # fmt: skip
     operator = hog.HessianOperator(
-        func, params, [(torch.ones(3, 1, dtype=F64),), (torch.ones(2, 1, dtype=F64),)]
+        func, params, [(torch.ones(3, 1, dtype=F64),), (torch.full((2, 1), 2.0, dtype=F64),)]
     )
     with pytest.warns(UserWarning, match="does not depend on idle;.*singular"):
         product = operator @ torch.ones(7, dtype=F64)

@@ -266,9 +266,12 @@ def test_the_split_of_every_batch_is_checked():
     loss, params = made(net())
     ignored = BATCH[1].clone()
     ignored[:2] = -100
-    operator = hog.HessianOperator(loss, params, [BATCH, (BATCH[0], ignored)], micro_batch=4)
+    data, v = [BATCH, (BATCH[0], ignored)], draw(26)
+    whole, split = (hog.HessianOperator(loss, params, data, micro_batch=n) for n in (None, 4))
+    assert_close(split @ v, whole @ v)  # which counts the labels that are not ignored
+    own = hog.functional_loss(loss.model, lambda o, y: F.cross_entropy(o, y) * len(y))
     with pytest.raises(ValueError, match="a criterion may weight them"):
-        operator @ draw(26)
+        hog.HessianOperator(own, params, data[:1], micro_batch=4) @ v
 
 
 def test_copies_of_an_operator():
