@@ -76,7 +76,7 @@ def callables(name: str) -> Iterator[tuple[Any, Any]]:
         if not any(argument.is_out for argument in overload._schema.arguments):
             yield overload, overload
     yield packet, packet
-    for module in (torch, torch._C._nn, torch._C._linalg):
+    for module in (torch, torch._C._nn, torch.linalg):
         if isinstance(binding := getattr(module, name, None), BuiltinFunctionType):
             yield binding, packet
 

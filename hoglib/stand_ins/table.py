@@ -84,10 +84,18 @@ STAND_INS = (
     ),
 )
 
+
 def _updates_nothing(running_mean: Tensor, running_var: Tensor, **given: Any) -> Tensor:
     """`torch.batch_norm` for an operator that returns the new running statistics."""
     used = (None, None) if given["training"] else (running_mean, running_var)
     return torch_batch_norm(running_mean=used[0], running_var=used[1], **given)
+
+
+def _in_layout_of_query(**given: Any) -> Tensor:
+    """Attention in the layout of torch's operator, which programs go on to view."""
+    query, y = given["query"], ops.scaled_dot_product_attention(**given)
+    order = sorted(range(y.dim()), key=query.stride, reverse=True)
+    return y.permute(order).contiguous().permute([order.index(d) for d in range(y.dim())])
 
 
 # Operators beneath functions that have a stand-in: the function, what computes the outputs that have a
@@ -105,8 +113,9 @@ _BENEATH: dict[str, tuple[Any, Callable[..., Any], dict[str, Any]]] = {
     "_pdist_forward": (torch.cdist, ops.pdist, {}),
     "_ctc_loss": (torch.ctc_loss, ops.ctc_loss, {"reduction": "none"}),
     "multilabel_margin_loss_forward": (F.multilabel_margin_loss, ops.multilabel_margin_loss, {}),
-    "_scaled_dot_product_flash_attention_for_cpu": (
-        F.scaled_dot_product_attention, ops.scaled_dot_product_attention, {},
+    **dict.fromkeys(
+        ("scaled_dot_product_attention", "_scaled_dot_product_flash_attention_for_cpu"),
+        (F.scaled_dot_product_attention, _in_layout_of_query, {}),
     ),
     "_embedding_bag": (torch.embedding_bag, torch_embedding_bag, {}),
     "_linalg_det": (torch.linalg.det, ops.det, {}),
@@ -146,7 +155,7 @@ def _run(
     **kwargs: Any,
 ) -> Any:  # fmt: skip
     """A call of an operator, by the function that runs in its place: with the order of the operator's
-    arguments, or by their names. What the function does not return is the operator's own, a constant."""
+    arguments, or by their names. What the function does not return is the operator's own."""
     overload = torch_library.overload_of(operator, args, kwargs)
     positional = [a for a in overload._schema.arguments if not a.kwarg_only]
     named = dict(zip((a.name for a in positional), args, strict=False)) | kwargs
@@ -162,7 +171,11 @@ def _run(
         found = op(*values, **named)
     found = found if isinstance(found, tuple) else (found,)
     if len(found) < len(overload._schema.returns):
-        with torch.no_grad(), forward_ad._set_fwd_grad_enabled(False):
-            rest = overload(*pytree.map_tensors(torch.clone, args), **kwargs)
+        copies = pytree.map_tensors(torch.clone, args)  # for statistics that are written into
+        try:
+            rest = overload(*copies, **kwargs)
+        except NotImplementedError:  # has no forward mode: a constant
+            with torch.no_grad(), forward_ad._set_fwd_grad_enabled(False):
+                rest = overload(*copies, **kwargs)
         found = (*found, *rest[len(found) :])
     return found if len(found) > 1 else found[0]
