@@ -46,6 +46,18 @@ def unwrap(tensor: Any) -> Any:
     return tensor
 
 
+def unwrap_kept(func: Any) -> None:
+    """Takes the wrappers of transforms that have ended off the tensors that the modules of a function
+    keep, such as tables that are filled in the first call: torch fails at them in the next one."""
+    cells = [cell.cell_contents for cell in getattr(func, "__closure__", None) or ()]
+    models = [m for m in (getattr(func, "model", func), *cells) if isinstance(m, torch.nn.Module)]
+    for module in [part for model in models for part in model.modules()]:
+        for held in (vars(module), module._buffers):
+            for name, x in list(held.items()):
+                if isinstance(x, Tensor) and _functorch.is_dead_tensor_wrapper(x):
+                    held[name] = _functorch.unwrap_if_dead(x).detach()
+
+
 def storage_id(tensor: Tensor) -> int:
     """A number that is the same for tensors that share memory, also beneath wrappers of torch.func."""
     inner = unwrap(tensor)

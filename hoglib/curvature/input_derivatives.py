@@ -57,8 +57,8 @@ def point_values(func: Callable[..., Tensor], args: Any) -> Function:
 
 
 class _RefusesMixing:
-    """Raises where the value of a point depends on the others: once for a function, the modules it holds
-    and the shape of a point. A function that is made anew for each call goes by its code."""
+    """Raises where the value of a point depends on the others: once for a function, its modules and the
+    shape of a point. A function that is made anew for each call goes by its code."""
 
     def __init__(self, func: Callable[..., Any]) -> None:
         self._owner = owner_of(func)
@@ -84,7 +84,7 @@ class _RefusesMixing:
         if found_once(self._owner, (points.shape[1:], self._modules), mixes):
             raise ArgumentValueError(
                 "func(x, *args): expected each point's value to depend on that point alone, got one "
-                "that depends on other points, as through attention, a mean, a convolution or a Fourier "
+                "that depends on others, as through attention, a mean, a convolution or a Fourier "
                 "transform along the points. Points that act on each other are one: put them into one "
                 "entry of the first dimension of x, or take derivatives of them all along a direction "
                 "with `hoglib.directional` or `hoglib.jet`."

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hoglib._core import pytree, validation
-from hoglib._core.autograd import Vector, vjp
+from hoglib._core.autograd import Vector
 from hoglib._core.closures import owner_of
 from hoglib._core.source_location import warn
 from hoglib._core.trust import found_once
