@@ -52,10 +52,11 @@ def unwrap_kept(func: Any) -> None:
     cells = [cell.cell_contents for cell in getattr(func, "__closure__", None) or ()]
     models = [m for m in (getattr(func, "model", func), *cells) if isinstance(m, torch.nn.Module)]
     for module in [part for model in models for part in model.modules()]:
-        for held in (vars(module), module._buffers):
-            for name, x in list(held.items()):
-                if isinstance(x, Tensor) and _functorch.is_dead_tensor_wrapper(x):
-                    held[name] = _functorch.unwrap_if_dead(x).detach()
+        own = vars(module)
+        for held in (own, *(x for x in own.values() if type(x) in (dict, list) and x)):
+            for key, x in held.items() if type(held) is dict else enumerate(held):
+                if type(x) is Tensor and _functorch.is_dead_tensor_wrapper(x):  # type: ignore[attr-defined]
+                    held[key] = _functorch.unwrap_if_dead(x).detach()
 
 
 def storage_id(tensor: Tensor) -> int:
