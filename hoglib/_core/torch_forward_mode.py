@@ -112,7 +112,9 @@ def keep_tangents(variables: Sequence[Tensor]) -> None:
     """Has a backward inside `torch.func.jvp` return the tangents of the gradients by these variables in
     the place of the gradients, whose values are freed as soon as each is computed."""
 
-    def tangent(grad: Tensor) -> Tensor:
+    def tangent(grad: Tensor | None) -> Tensor | None:
+        if grad is None:  # of a norm of order 0, which is constant
+            return None
         with forward_ad._set_fwd_grad_enabled(True):
             found = forward_ad.unpack_dual(grad).tangent
         return torch.zeros_like(grad) if found is None else found

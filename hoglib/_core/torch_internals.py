@@ -46,6 +46,19 @@ def unwrap(tensor: Any) -> Any:
     return tensor
 
 
+def unwrap_kept(func: Any) -> None:
+    """Takes the wrappers of transforms that have ended off the tensors that the modules of a function
+    keep, such as tables that are filled in the first call: torch fails at them in the next one."""
+    cells = [cell.cell_contents for cell in getattr(func, "__closure__", None) or ()]
+    models = [m for m in (getattr(func, "model", func), *cells) if isinstance(m, torch.nn.Module)]
+    for module in [part for model in models for part in model.modules()]:
+        own = vars(module)
+        for held in (own, *(x for x in own.values() if type(x) in (dict, list) and x)):
+            for key, x in held.items() if type(held) is dict else enumerate(held):
+                if type(x) is Tensor and _functorch.is_dead_tensor_wrapper(x):  # type: ignore[attr-defined]
+                    held[key] = _functorch.unwrap_if_dead(x).detach()
+
+
 def storage_id(tensor: Tensor) -> int:
     """A number that is the same for tensors that share memory, also beneath wrappers of torch.func."""
     inner = unwrap(tensor)

@@ -17,8 +17,10 @@ It is applied in the place of the operator where hoglib's stand-ins are on, and 
 custom Functions see.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from inspect import Parameter, Signature, getclosurevars
+from types import BuiltinFunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -62,6 +64,30 @@ def call_as_function(
                 _BY_LIBRARY[overload] = next(own, None)
         function = _BY_LIBRARY[overload]
     return None if function is None else (function, _flat(overload, args, kwargs))
+
+
+def callables(name: str) -> Iterator[tuple[Any, Any]]:
+    """Each operator of aten of that name that returns its results, and torch's bindings of it; and by
+    what `overload_of` finds the overload that a call of it is."""
+    packet = getattr(torch.ops.aten, name, None)
+    if packet is None:
+        return
+    for overload in map(partial(getattr, packet), packet.overloads()):
+        if not any(argument.is_out for argument in overload._schema.arguments):
+            yield overload, overload
+    yield packet, packet
+    for module in (torch, torch._C._nn, torch.linalg):
+        if isinstance(binding := getattr(module, name, None), BuiltinFunctionType):
+            yield binding, packet
+
+
+def overload_of(operator: Any, args: Any, kwargs: Any) -> OpOverload:
+    """The overload that takes these arguments."""
+    if type(operator) is OpOverload:
+        return operator
+    name = torch._C._jit_resolve_packet(operator._qualified_op_name, *args, **kwargs)
+    overload: OpOverload = getattr(operator, name)
+    return overload
 
 
 def as_written(

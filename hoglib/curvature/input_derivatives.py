@@ -5,7 +5,7 @@ and stands for v^T H v at each point. Each route computes values and the weighte
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from math import prod
 from typing import Any, final
@@ -14,12 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from hoglib._core import torch_forward_mode, torch_internals, validation
-from hoglib._core.autograd import translate_errors
+from hoglib._core.autograd import translate_errors, vjp
+from hoglib._core.closures import owner_of
 from hoglib._core.finite_differences import fixed_random_numbers
 from hoglib._core.gradient_graph import GraphSummary, check_custom_functions, graph_summary
 from hoglib._core.swap import call_with
+from hoglib._core.torch_modes import value_checks_on
+from hoglib._core.trust import found_once, largest
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, NoSecondDerivative
 
 Probe = int | Tensor
@@ -27,10 +31,12 @@ Weighted = tuple[Probe, Any]  # a probe, and the factor of its term: a number or
 Layout = Callable[[bool], Sequence[Weighted]]  # by whether x is many points, or one
 Function = Callable[[Tensor], Tensor]
 CALLER = "laplacian"
+TOLERANCE = 1e-6  # of the gradient by the sample's own points
 
 
 def point_values(func: Callable[..., Tensor], args: Any) -> Function:
     """x -> func(x, *args), checked to be a value of each point, or the scalar value of one."""
+    refuse_mixing = _RefusesMixing(func)
     # a module's own parameters, but copies of the buffers, which its forward may change
     call = partial(call_with, func, {}) if isinstance(func, nn.Module) else func
 
@@ -43,9 +49,66 @@ def point_values(func: Callable[..., Tensor], args: Any) -> Function:
                 "a batch norm in training mode, whose mean and variance come from all points. "
                 "Call `.eval()` on the model, or use LayerNorm or GroupNorm in its place."
             )
+        if value.dim():
+            refuse_mixing(value, points)
         return value
 
     return values
+
+
+class _RefusesMixing:
+    """Raises where the value of a point depends on the others: once for a function, its modules and the
+    shape of a point. A function that is made anew for each call goes by its code."""
+
+    def __init__(self, func: Callable[..., Any]) -> None:
+        owner = owner_of(func)
+        # of what has slots alone there are no weak references
+        self._owner = owner if type(owner).__weakrefoffset__ else type(owner)
+        cells = [cell.cell_contents for cell in getattr(func, "__closure__", None) or ()]
+        held = [x for x in (func, *cells) if isinstance(x, nn.Module)]
+        self._modules = tuple((id(module), module.training) for module in held)
+
+    def __call__(self, value: Tensor, points: Tensor) -> None:
+        count = len(value)
+        if count < 2 or not value_checks_on() or torch_internals.transforms_active():
+            return
+        last = torch.arange(count, device=points.device) >= count // 2
+
+        def score() -> Tensor:
+            half = value[last].flatten()
+            return half @ torch.linspace(1, 2, len(half), dtype=half.dtype, device=half.device)
+
+        def mixes() -> bool | None:
+            with _disable_current_modes(), suppress(RuntimeError):
+                return depends_on_others(score(), [points], [last], CALLER)
+            return None
+
+        if found_once(self._owner, (points.shape[1:], self._modules), mixes):
+            raise ArgumentValueError(
+                "func(x, *args): expected each point's value to depend on that point alone, got one "
+                "that depends on others, as through attention, a mean, a convolution or a Fourier "
+                "transform along the points. Points that act on each other are one: put them into one "
+                "entry of the first dimension of x, or take derivatives of them all along a direction "
+                "with `hoglib.directional` or `hoglib.jet`."
+            )
+
+
+def depends_on_others(
+    score: Tensor, leaves: Sequence[Tensor], own: Sequence[Tensor], caller: str
+) -> bool | None:
+    """Whether an output of some samples has a gradient by others' points; None if it has none at all.
+
+    own: which rows of the leaves are those of the samples.
+    """
+    if not score.requires_grad or not any(leaf.requires_grad for leaf in leaves):
+        return None
+    by_own = by_others = 0.0
+    grads = vjp([score], [*leaves], [torch.ones_like(score)], caller, retain_graph=True)
+    for grad, rows in zip(grads, own, strict=True):
+        if grad is not None:
+            by_own = max(by_own, largest(grad[rows]))
+            by_others = max(by_others, largest(grad[~rows]))
+    return None if not by_own and not by_others else by_others > TOLERANCE * by_own
 
 
 def gradients(values: Function, x: Tensor, keep: bool) -> Tensor:

@@ -175,6 +175,8 @@ def _value_and_tangent(
                 if not isinstance(reason, UnsupportedError) or mode == FORWARD or inside:
                     raise reason from error
                 found = by_reverse(function, leaves, vector, create_graph)
+    if not inside:
+        torch_internals.unwrap_kept(func)
     parts = found if create_graph else ([x.detach() for x in part] for part in found)
     value, tangent = (pytree.unflatten(part, of_value) for part in parts)
     return value, tangent

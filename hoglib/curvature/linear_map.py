@@ -222,10 +222,10 @@ def forward_over_reverse(problem: Problem) -> LinearMap:
     alone = not (policy.create_graph or inside or torch_internals.tracing())
 
     def checked(*own: Tensor) -> Tensor:
-        if alone:
-            torch_forward_mode.keep_tangents(own)
         value = problem(*own)
         check_custom_functions(graph_summary(value), policy.caller)
+        if alone:  # not before: the loss may take a gradient by them itself
+            torch_forward_mode.keep_tangents(own)
         return value
 
     def in_forward_mode(vector: Vector, with_graph: bool) -> tuple[Tensor, Vector]:
@@ -236,7 +236,10 @@ def forward_over_reverse(problem: Problem) -> LinearMap:
             # Without a graph of the product, the one beneath is freed while the gradient is computed.
             return value, pull(one, retain_graph=with_graph and not alone, create_graph=with_graph)
 
-        found: Any = torch.func.jvp(value_and_gradient, tuple(at), tuple(vector), has_aux=alone)
+        try:
+            found: Any = torch.func.jvp(value_and_gradient, tuple(at), tuple(vector), has_aux=alone)
+        finally:
+            torch_internals.unwrap_kept(problem.loss)
         if alone:
             value, _, product = found
         else:

@@ -113,7 +113,8 @@ def laplacian(
         The pair (f, L); with return_gradient (f, L, g).
     Raises:
         ArgumentTypeError, ArgumentValueError: for an x, a value or an option of the wrong kind, and
-            where train-mode batch norm makes points depend on each other.
+            where the value of a point depends on other points (attention, a mean, train-mode batch
+            norm).
         NoSecondDerivative: where the value does not depend on x.
         UnsupportedError: where torch has no derivative of an operation.
     Shape:

@@ -60,7 +60,7 @@ def input_vjp(
     devices = () if options.autocast else autocast_devices(leaves)
     if devices:
         leaves, args = cast_like_parameters(parameters_of(func), (leaves, args))
-    around = ring(policy, func, examine=policy.create_graph, buffers=True, autocast_off=devices)
+    around = ring(policy, func, buffers=True, autocast_off=devices)
     with around as blocks, without_stand_ins() as suspended:
         problem = Problem(policy, func, structure, leaves, args).entered(blocks)
         yield InputVJP(problem, options, around.modules, suspended, per_sample)

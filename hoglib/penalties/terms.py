@@ -16,10 +16,11 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hoglib._core import pytree, validation
-from hoglib._core.autograd import Vector, vjp
+from hoglib._core.autograd import Vector
 from hoglib._core.closures import owner_of
 from hoglib._core.source_location import warn
-from hoglib._core.trust import found_once, largest
+from hoglib._core.trust import found_once
+from hoglib.curvature.input_derivatives import depends_on_others
 from hoglib.errors import ArgumentValueError
 from hoglib.ops._distance import root
 from hoglib.penalties.input_vjp import InputVJP
@@ -170,7 +171,6 @@ FIND_DEPENDENCE = (
     "for rows that belong to one sample (pass batch=). Where a statistic of the batch is intended, "
     "filter this warning."
 )
-TOLERANCE = 1e-6  # of the gradient by the sample's own points
 
 
 def check_one_number_a_sample(at: InputVJP) -> None:
@@ -232,15 +232,11 @@ def is_batch_dependent(at: InputVJP) -> bool | None:
         return None
     last = at.count() - 1
     score = y.reshape(last + 1, -1)[last].sum()
-    one = torch.ones_like(score)
-    grads = vjp([score], at.leaves, [one], at.options.name, retain_graph=True)
-    own = others = 0.0
-    for grad, index in zip(grads, samples.index, strict=True):
-        if grad is not None:
-            rows = torch.arange(len(grad), device=grad.device) if index is None else index
-            own = max(own, largest(grad[rows == last]))
-            others = max(others, largest(grad[rows != last]))
-    return None if not own and not others else others > TOLERANCE * own
+    own = [
+        (torch.arange(len(leaf), device=leaf.device) if index is None else index) == last
+        for leaf, index in zip(at.leaves, samples.index, strict=True)
+    ]
+    return depends_on_others(score, at.leaves, own, at.options.name)
 
 
 def _batch_norm_name(module: _BatchNorm, func: Any) -> str:

@@ -37,7 +37,7 @@ from hoglib._core.torch_internals import (
 from hoglib._core.torch_modes import StandInMode, copy_without_override_check
 from hoglib.errors import UnsupportedError
 from hoglib.ops._stand_in import StandIn
-from hoglib.stand_ins.table import STAND_INS
+from hoglib.stand_ins.table import STAND_INS, by_operator
 
 __all__ = ["active", "second_order", "stand_in_table"]
 
@@ -155,7 +155,7 @@ def stand_in_table() -> tuple[StandIn, ...]:
 
 def stand_in_of(func: Any) -> StandIn | None:
     """The row of the table for a torch callable, or None."""
-    return next((s for s in stand_in_table() if func in s.replaces or func in s.refuses), None)
+    return _rows().get(func, (None, None))[0]
 
 
 class _SecondOrder(StandInMode):
@@ -217,11 +217,20 @@ def _functions_of(operator: Any, args: Any, kwargs: Any) -> list[type[Function]]
 @functools.cache
 def _replacements() -> dict[Any, Callable[..., Any]]:
     """What runs in the place of each torch callable."""
-    table: dict[Any, Callable[..., Any]] = {}
-    for stand_in in stand_in_table():
-        table |= stand_in.replaces
-        for original in stand_in.refuses:
-            table[original] = functools.partial(_refuse, original, stand_in)
+    return {original: op for original, (_, op) in _rows().items()}
+
+
+@functools.cache
+def _rows() -> dict[Any, tuple[StandIn, Callable[..., Any]]]:
+    """The row of each torch callable, and what runs in its place."""
+    table: dict[Any, tuple[StandIn, Callable[..., Any]]] = {}
+    for row in stand_in_table():
+        table |= {original: (row, op) for original, op in row.replaces.items()}
+    table = by_operator(table) | table
+    for row in stand_in_table():
+        for original in row.refuses:
+            for each in (original, *dict(torch_library.callables(original.__name__))):
+                table[each] = row, functools.partial(_refuse, each, row)
     return table
 
 

@@ -1,17 +1,29 @@
-"""All stand-ins: those that the ops of hoglib register, and torch's own calls in another form.
+"""All stand-ins: those that the ops of hoglib register, and torch's own calls in another form; and all
+names by which a call of one is known.
 
-A test shows for each row that the installed torch still needs it.
+    torch.layer_norm, torch.ops.aten.layer_norm, torch.ops.aten.layer_norm.default
+    torch.native_layer_norm, torch.ops.aten.native_layer_norm, ...
+
+Exported programs and decompositions call operators. A test shows for each row that the installed torch
+still needs it.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import functional as F
 
+from hoglib import ops
+from hoglib._core import pytree, torch_library
 from hoglib._core.mixed_precision import autocast_on
 from hoglib._core.torch_internals import forward_mode_active, native_kernels
+from hoglib.ops._indexing import torch_embedding_bag
+from hoglib.ops._norms import torch_batch_norm
 from hoglib.ops._stand_in import IN_FORWARD, TABLE, StandIn, stands_in_for
 
 
@@ -71,3 +83,99 @@ STAND_INS = (
         "index_add.",
     ),
 )
+
+
+def _updates_nothing(running_mean: Tensor, running_var: Tensor, **given: Any) -> Tensor:
+    """`torch.batch_norm` for an operator that returns the new running statistics."""
+    used = (None, None) if given["training"] else (running_mean, running_var)
+    return torch_batch_norm(running_mean=used[0], running_var=used[1], **given)
+
+
+def _in_layout_of_query(**given: Any) -> Tensor:
+    """Attention in the layout of torch's operator, which programs go on to view."""
+    query, y = given["query"], ops.scaled_dot_product_attention(**given)
+    order = sorted(range(y.dim()), key=query.stride, reverse=True)
+    return y.permute(order).contiguous().permute([order.index(d) for d in range(y.dim())])
+
+
+# Operators beneath functions that have a stand-in: the function, what computes the outputs that have a
+# derivative, by the names of the operator's arguments, and what it gets besides.
+_BATCH_NORM = (torch.batch_norm, torch_batch_norm, dict.fromkeys(("running_mean", "running_var")))
+_BENEATH: dict[str, tuple[Any, Callable[..., Any], dict[str, Any]]] = {
+    "native_layer_norm": (torch.layer_norm, ops.layer_norm, {}),
+    **dict.fromkeys(
+        ("native_batch_norm", "_native_batch_norm_legit", "_batch_norm_impl_index"), _BATCH_NORM
+    ),
+    "_batch_norm_with_update": (torch.batch_norm, torch_batch_norm, {"training": True}),
+    "_native_batch_norm_legit_functional": (torch.batch_norm, _updates_nothing, {}),
+    "_cdist_forward": (torch.cdist, ops.cdist, {}),
+    "_euclidean_dist": (torch.cdist, ops.cdist, {}),
+    "_pdist_forward": (torch.cdist, ops.pdist, {}),
+    "_ctc_loss": (torch.ctc_loss, ops.ctc_loss, {"reduction": "none"}),
+    "multilabel_margin_loss_forward": (F.multilabel_margin_loss, ops.multilabel_margin_loss, {}),
+    **dict.fromkeys(
+        ("scaled_dot_product_attention", "_scaled_dot_product_flash_attention_for_cpu"),
+        (F.scaled_dot_product_attention, _in_layout_of_query, {}),
+    ),
+    "_embedding_bag": (torch.embedding_bag, torch_embedding_bag, {}),
+    "_linalg_det": (torch.linalg.det, ops.det, {}),
+    "_linalg_slogdet": (torch.linalg.det, ops.slogdet, {}),
+    "_linalg_solve_ex": (torch.linalg.solve, lambda **given: ops.solve_ex(**given)[0], {}),
+}  # fmt: skip
+_MODES = ("use_mm_for_euclid_dist_if_necessary", "use_mm_for_euclid_dist")
+# Options that are words in Python and numbers in an operator.
+_WORDS = {
+    "reduction": ("none", "mean", "sum"),
+    "compute_mode": (*_MODES, f"donot_{_MODES[1]}"),
+}
+
+
+def by_operator(
+    table: Mapping[Any, tuple[StandIn, Callable[..., Any]]],
+) -> dict[Any, tuple[StandIn, Callable[..., Any]]]:
+    """What runs in the place of operators of torch.library and of torch's bindings of them, from what
+    runs in the place of torch's functions."""
+    found: dict[Any, tuple[StandIn, Callable[..., Any]]] = {}
+    # of two functions of one name, that of torch and not of torch.nn.functional is the operator
+    for original in sorted(table, key=lambda original: type(original) is FunctionType):
+        row, op = table[original]
+        by_name = type(original) is FunctionType
+        for called, operator in torch_library.callables(original.__name__):
+            run = functools.partial(_run, operator, op, by_name, {})
+            found.setdefault(called, (row, run))
+    for name, (original, op, given) in _BENEATH.items():
+        for called, operator in torch_library.callables(name) if original in table else ():
+            row, run = table[original][0], functools.partial(_run, operator, op, True, given)
+            found[called] = row, run
+    return found
+
+
+def _run(
+    operator: Any, op: Callable[..., Any], by_name: bool, given: dict[str, Any], /, *args: Any,
+    **kwargs: Any,
+) -> Any:  # fmt: skip
+    """A call of an operator, by the function that runs in its place: with the order of the operator's
+    arguments, or by their names. What the function does not return is the operator's own."""
+    overload = torch_library.overload_of(operator, args, kwargs)
+    positional = [a for a in overload._schema.arguments if not a.kwarg_only]
+    named = dict(zip((a.name for a in positional), args, strict=False)) | kwargs
+    if by_name:
+        named = {"input" if name == "self" else name: x for name, x in (given | named).items()}
+        for name, words in _WORDS.items():
+            if not isinstance(named.get(name, ""), str):
+                named[name] = words[named[name] or 0]
+        found = op(**named)
+    else:
+        last = max((k for k, a in enumerate(positional) if a.name in named), default=-1)
+        values = [named.pop(a.name, a.default_value) for a in positional[: last + 1]]
+        found = op(*values, **named)
+    found = found if isinstance(found, tuple) else (found,)
+    if len(found) < len(overload._schema.returns):
+        copies = pytree.map_tensors(torch.clone, args)  # for statistics that are written into
+        try:
+            rest = overload(*copies, **kwargs)
+        except NotImplementedError:  # has no forward mode: a constant
+            with torch.no_grad(), forward_ad._set_fwd_grad_enabled(False):
+                rest = overload(*copies, **kwargs)
+        found = (*found, *rest[len(found) :])
+    return found if len(found) > 1 else found[0]

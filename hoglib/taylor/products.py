@@ -120,7 +120,7 @@ def _convolution(call: Call) -> Parts:
     own = call.parts(bias)
     if own is not None:
         spatial = (None,) * (x.dim() - 2)
-        found = sums(found, each(lambda part: part[(..., *spatial)], own))
+        found = sums(found, call.aligned(each(lambda part: part[(..., *spatial)], own)))
     return found
 
 
@@ -164,6 +164,7 @@ def _turned(left: bool) -> Map:
 def _solution(call: Call, out: Tensor, A_n: Parts, solve: Map, columns: Map, back: Map) -> Parts:
     """The coefficients of a solution, which is that of a system with these columns."""
     X = columns(out)
+    A_n = call.aligned(A_n, X.dim())
     B_n = call.aligned(each(columns, call.known(call.args[1])), X.dim())
     return each(back, _fixed_point(call, X, A_n, solve, B_n))
 

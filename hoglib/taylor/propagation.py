@@ -15,7 +15,7 @@ What is constant for autograd is constant here: what runs under no_grad, and `.d
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple, final
 
 import torch
@@ -133,11 +133,27 @@ class Propagation(TorchDispatchMode):
         self, rule: Rule, func: Any, args: Any, kwargs: Any, out: Any, written: Tensor | None
     ) -> None:
         names = names_of(func)
+        if torch.Tag.pointwise in func.tags and isinstance(out, Tensor):
+            args = [self._of_rank(x, out.dim()) for x in args]
         call = Call(names[1], self._algebra, self._parts, args, kwargs, out, self._side)
         if self._algebra.order > 1 and not self._inside_composite:
             self.kinks.see(names, call)
         looked = self._first_infinite and not self._inside_composite
         self._pending = _Pending(rule, call, written, here(names[1]) if looked else None)
+
+    def _of_rank(self, x: Any, rank: int) -> Any:
+        """An operand that broadcasts to more dimensions, with these, and so its coefficients: behind a
+        leading dimension of directions they would broadcast as others, or in silence as wrong ones."""
+        if not isinstance(x, Tensor) or x.dim() >= rank or (parts := self._parts(x)) is None:
+            return x
+        with self._outside(self._record):
+            view = x[(None,) * (rank - x.dim())]
+            leads = self._algebra.leads
+            self._series[view] = [
+                None if part is None else align(part, lead, rank)
+                for part, lead in zip(parts, leads, strict=True)
+            ]
+        return view
 
     def _flush(self) -> None:
         """Computes the coefficients of the last operation."""
@@ -216,8 +232,7 @@ class Propagation(TorchDispatchMode):
         elif packet in ("copy", "fill"):
             rule = lambda call: call.parts(call.args[1])  # noqa: E731
         else:
-            overloads = getattr(aten, packet, None)
-            functional = getattr(overloads, func._overloadname, getattr(overloads, "int", None))
+            functional = _out_of_place(func, packet)
             if functional is None:
                 raise Refused(f"torch.ops.{func}, an in-place operation")
             rule = None if is_composite(functional, args) else rule_of(functional)
@@ -280,6 +295,19 @@ class Propagation(TorchDispatchMode):
 def _reads_no_values(func: Any) -> bool:
     name = func.overloadpacket.__name__
     return func.namespace == "prim" or name == "detach" or name.startswith(("sym_", "is_"))
+
+
+@cache
+def _out_of_place(func: Any, packet: str) -> Any:
+    """The operation with the same arguments that writes into none of them; it may name its overload
+    differently (ldexp_.default, ldexp.Tensor)."""
+    found = getattr(aten, packet, None)
+    arguments = [(str(a.type), a.kwarg_only) for a in func._schema.arguments]
+    for overload in () if found is None else map(partial(getattr, found), found.overloads()):
+        own = overload._schema.arguments
+        if [(str(a.type), a.kwarg_only) for a in own] == arguments:
+            return overload
+    return None
 
 
 def _geometry(size: torch.Size, base: Tensor, view: Tensor) -> Any:

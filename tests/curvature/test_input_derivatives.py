@@ -365,6 +365,18 @@ ERRORS = {
     "batch norm in a function": (lambda: hog.laplacian(lambda x: NORM(x), X), ValueError, "batch norm in training"),
     "batch norm, without stand-ins": (lambda: hog.laplacian(nn.BatchNorm1d(3), X, stand_ins=False), ValueError, "batch norm in training"),
     "batch norm by torch": (lambda: hog.laplacian(lambda x: torch.nn.functional.batch_norm(x, None, None, training=True), X), ValueError, "batch norm"),
+    **{
+        f"points that mix, {name}": (lambda f=f, run=run: run(f), ValueError, "depend on that point alone")
+        for name, f in {
+            "a mean": lambda x: (x * x.mean(0)).sin().sum(1), "Fourier": lambda x: torch.fft.rfft(x.sin(), dim=0).abs()[[0, 1, 2, 1]],
+            "attention": lambda x: (torch.softmax(x @ x.T, 1) @ x).sum(1), "neighbours": lambda x: (x * x.roll(1, 0)).sum(1),
+            "batch norm": lambda x: torch.ops.aten.native_batch_norm(x.sin(), None, None, None, None, True, 0.1, 1e-5)[0],
+        }.items()
+        for run in (
+            lambda f: hog.laplacian(f, X), lambda f: hog.laplacian(f, X, mode="nested"), lambda f: hog.bilaplacian(f, X),
+            lambda f: hog.partial_derivative(f, X, index=(0, 1)),
+        )
+    },
     "no projections": (lambda: hog.laplacian(torch.sin, X, num_projections=0), ValueError, "at least 1"),
     "half a projection": (lambda: hog.laplacian(torch.sin, X, num_projections=0.5), TypeError, "whole number"),
     "a seed as generator": (lambda: hog.laplacian(torch.sin, X, num_projections=1, generator=1), TypeError, "manual_seed"),

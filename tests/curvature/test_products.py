@@ -195,3 +195,49 @@ def test_modes_agree_where_v_is_zero_at_a_padding_row():
     assert relative(*products()) > 0.01
     v["0.weight"][0] = 0
     assert relative(*products()) < 1e-12
+
+
+def _own_gradient(params):
+    (w,) = params
+    loss = (w.sin() * w).sum()
+    return torch.autograd.grad(loss, w, create_graph=True)
+
+
+# losses that take a gradient by the parameters themselves, of the parameters and of that gradient g
+OWN_GRADIENTS = {
+    "its norm": lambda w, g: g.norm(),
+    "a step of MAML": lambda w, g: ((w - 0.3 * g) ** 3).sum(),
+    "sharpness": lambda w, g: (w + 0.1 * g / g.norm()).cos().sum(),
+    "its square beside a loss": lambda w, g: w.prod() + g.square().sum(),
+}
+
+
+@rows("name", OWN_GRADIENTS)
+def test_forward_mode_of_a_loss_that_takes_a_gradient_by_the_parameters(name):
+    loss = lambda params: OWN_GRADIENTS[name](params[0], *_own_gradient(params))  # noqa: E731
+    w, v = torch.linspace(0.3, 1.4, 4, dtype=torch.float64), torch.ones(4, dtype=torch.float64)
+    expected = hog.hvp(loss, [w], [v], mode="reverse-over-reverse")[1][0]
+    found = hog.hvp(loss, [w], [v], mode="forward-over-reverse")[1][0]
+    torch.testing.assert_close(found, expected)
+
+
+def test_forward_mode_of_a_module_that_fills_tables_in_its_first_call():
+    class Rotary(torch.nn.Linear):
+        table, by_length = None, {}
+
+        def forward(self, x):
+            if self.table is None:
+                self.table, self.by_length = x.cos(), {len(x): x.sin()}
+            return super().forward(x) * self.table + self.by_length[len(x)]
+
+    model, x = Rotary(3, 3).double(), torch.ones(2, 3, dtype=torch.float64)
+    loss, params = (
+        hog.functional_loss(model, torch.nn.functional.mse_loss),
+        hog.trainable_params(model),
+    )
+    v = {name: torch.ones_like(p) for name, p in params.items()}
+    first, second = (
+        hog.hvp(loss, params, v, (x, x), mode="forward-over-reverse")[1] for _ in range(2)
+    )
+    torch.testing.assert_close(first, second)
+    hog.jvp(model, (x,), (x,))

@@ -12,6 +12,7 @@ from hoglib._core.torch_version import TORCH_VERSION, parse_version
 from hoglib.cli.main import main
 from hoglib.stand_ins import mode as stand_in_mode
 from hoglib.stand_ins.table import STAND_INS
+from tests.rows import rows
 
 F64 = torch.float64
 
@@ -140,6 +141,54 @@ def test_a_stand_in_has_the_signature_of_the_python_function_that_it_replaces():
     assert len(compared) > 12
     for ours, theirs in compared:
         assert signature(ours) == signature(theirs)
+
+
+SIX, IMAGES, WEIGHT = draw(4, 3, 2), draw(1, 1, 3, 3), draw(3)
+ATEN = torch.ops.aten
+# an operator beneath a function -> a call of each with the same result
+# fmt: off
+OPERATORS = {
+    "layer_norm.default": (lambda x: ATEN.layer_norm.default(x, [3], eps=1e-3), lambda x: F.layer_norm(x, (3,), eps=1e-3), X),
+    "layer_norm": (lambda x: ATEN.layer_norm(x, [3]), lambda x: F.layer_norm(x, (3,)), X),
+    "native_layer_norm": (lambda x: ATEN.native_layer_norm(x, [3], None, None, 1e-5)[0], lambda x: F.layer_norm(x, (3,)), X),
+    "torch.native_batch_norm": (lambda x: torch.native_batch_norm(x, WEIGHT, WEIGHT, None, None, True, 0.1, 1e-5)[0], lambda x: F.batch_norm(x, None, None, WEIGHT, WEIGHT, True), SIX),
+    "no_stats": (lambda x: ATEN._native_batch_norm_legit(x, None, None, True, 0.1, 1e-5)[0], lambda x: F.batch_norm(x, None, None, training=True), SIX),
+    "legit": (lambda x: ATEN._native_batch_norm_legit.default(x, None, None, WEIGHT * 1, WEIGHT**2, True, 0.1, 1e-5)[0], lambda x: F.batch_norm(x, None, None, training=True), SIX),
+    "functional": (lambda x: ATEN._native_batch_norm_legit_functional(x, None, None, WEIGHT, WEIGHT**2, True, 0.1, 1e-5)[0], lambda x: F.batch_norm(x, None, None, training=True), SIX),
+    "with update": (lambda x: ATEN._batch_norm_with_update(x, None, None, WEIGHT * 1, WEIGHT**2, 0.1, 1e-5)[0], lambda x: F.batch_norm(x, None, None, training=True), SIX),
+    "_cdist_forward": (lambda x: ATEN._cdist_forward(x, Y, 2.0, None), lambda x: torch.cdist(x, Y), X),
+    "cdist": (lambda x: ATEN.cdist.default(x, Y, 2.0, 1), lambda x: torch.cdist(x, Y), X),
+    "_pdist_forward": (ATEN._pdist_forward, F.pdist, Y),
+    "mse_loss": (lambda x: ATEN.mse_loss(x, X + 1, 2), lambda x: F.mse_loss(x, X + 1, reduction="sum"), X),
+    "a binding": (lambda x: torch._C._nn.huber_loss(x, 2 * X, 1, 0.5), lambda x: F.huber_loss(x, 2 * X, delta=0.5), X),
+    "_linalg_det": (lambda a: ATEN._linalg_det(a)[0], torch.linalg.det, SQUARE),
+    "_linalg_slogdet": (lambda a: ATEN._linalg_slogdet(a)[1], lambda a: torch.linalg.slogdet(a)[1], SQUARE),
+    "_linalg_solve_ex": (lambda a: ATEN._linalg_solve_ex(a, Y.T)[0], lambda a: torch.linalg.solve(a, Y.T), SPD),
+    "grid_sampler_2d": (lambda x: ATEN.grid_sampler_2d(x, GRID.reshape(1, 2, 2, 2), 0, 0, False), lambda x: F.grid_sample(x, GRID, align_corners=False), IMAGES),
+    "scatter_reduce.two": (lambda x: ATEN.scatter_reduce.two(x, 0, torch.tensor([[0, 0, 1]]), x[:1] + 3, "prod"), lambda x: x.scatter_reduce(0, torch.tensor([[0, 0, 1]]), x[:1] + 3, "prod"), X),
+    "attention": (lambda x: ATEN._scaled_dot_product_flash_attention_for_cpu(x, x, x)[0], lambda x: F.scaled_dot_product_attention(x, x, x), HEADS),
+    "glu": (ATEN.glu.default, F.glu, draw(2, 4)),
+}
+# fmt: on
+
+
+@rows("name", OPERATORS)
+def test_an_operator_runs_the_stand_in_of_the_function(name):
+    operator, function, x = OPERATORS[name]
+    scalar = lambda f: lambda x: (f(x).flatten() * (1 + torch.arange(f(x).numel()))).sin().sum()  # noqa: E731
+    v = torch.ones_like(x)
+
+    def found(f):
+        yield from (
+            hog.hvp(f, x, v, mode=mode)[1]
+            for mode in ("reverse-over-reverse", "forward-over-reverse")
+        )
+        moved = x.clone().requires_grad_()
+        yield torch.autograd.grad(hog.jvp(f, (moved,), (v,))[1], moved)[0]
+        yield hog.jet(f, x, [v, None, None], mode="nested")[1][2]
+
+    for ours, expected in zip(found(scalar(operator)), found(scalar(function)), strict=True):
+        torch.testing.assert_close(ours, expected)
 
 
 def test_versions():

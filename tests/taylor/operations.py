@@ -1,5 +1,7 @@
 """Functions of torch's operations, one or more for each rule: name, function, argument."""
 
+import itertools
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -48,6 +50,11 @@ def view_changed(x):
 
 def named(module, names, x):
     return {f"{module.__name__}.{name}": (getattr(module, name), x) for name in names.split()}
+
+
+def _ranks(x):
+    """Of 0, 1, 2 and 3 dimensions."""
+    return x[0, 0] ** 2, x[1].sin(), x * 1, torch.stack([x, x**2, x.cos()])
 
 
 CASES = {
@@ -232,6 +239,18 @@ CASES = {
     "std_mean": (lambda x: torch.stack(torch.std_mean(x, 1)), X),
     "quantile": (lambda x: (x**2).quantile(0.3, dim=0), X),
     "as_strided": (lambda x: (x * 1).as_strided((2, 3), (1, 3), 1) ** 2, X),
+    # operands of other ranks, whose sizes are the number of directions
+    **{
+        f"{name} of {a.dim()} and {b.dim()} dimensions": (lambda x, f=f, i=i, j=j: f(_ranks(x)[i], _ranks(x)[j]), X[:3])
+        for name, f in {
+            "atan2": torch.atan2, "maximum": torch.maximum, "hypot": torch.hypot, "logaddexp": torch.logaddexp,
+            "clamp": lambda a, b: torch.clamp(b**2, max=a), "xlogy": lambda a, b: torch.xlogy(a, b**2 + 1),
+            "ldexp_": lambda a, b: (a * b).ldexp_(a), "lerp": lambda a, b: torch.lerp(a, b, b.sin()),
+        }.items()
+        for (i, a), (j, b) in itertools.permutations(enumerate(_ranks(X[:3])), 2)
+    },
+    "solve, one matrix": (lambda x: torch.linalg.solve(spd(x), (x * x[:, :1]).expand(3, 3, 3).cumsum(0)), X[:3]),
+    "convolution, weight and bias of x": (lambda x: F.conv1d(x[:, None], x[:, None, :2].sin(), x[0] ** 2), X[:3]),
 }  # fmt: skip
 
 # Those that are nested in reverse mode with the whole function.

@@ -25,6 +25,7 @@ from hoglib.errors import NoSecondDerivative, UnsupportedError, VerificationErro
 from hoglib.verification import entry_points, examination
 from tests.functions import Cube, Detached
 from tests.long_tail import all_but
+from tests.rows import rows
 from tests.verification.faults import (
     ADJACENT,
     RIGHT,
@@ -54,7 +55,8 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(3)
         self.function = function
-        self.first, self.last = nn.Linear(3, 3, dtype=F64), nn.Linear(3, 1, dtype=F64)
+        with torch.inference_mode(False):  # as where it was trained
+            self.first, self.last = nn.Linear(3, 3, dtype=F64), nn.Linear(3, 1, dtype=F64)
 
     def forward(self, x):
         return self.last(self.function(self.first(x)))
@@ -166,6 +168,9 @@ ENTRY_POINTS = {
     "parameter_gradient": with_loss(lambda loss, p, v, b: penalties.parameter_gradient(loss, p, b)),
     "GradientPenalty": lambda function: hog.GradientPenalty("r1")(Net(function), X),
     "forces": lambda function: penalties.forces(lambda x: Net(function)(x).sum(1), X),
+    "forces with Hessian": lambda function: penalties.forces(
+        lambda x: Net(function)(x).sum(1), X, hessian=True
+    ),
     "MAML": learner(hog.MAML),
     "MAML over a loop": learner(hog.MAML, over_tasks="loop"),
     "MAML.adapt": lambda function: hog.MAML(Net(function), F.mse_loss).adapt((X, Y)),
@@ -268,6 +273,26 @@ def test_wrong_functions_are_told_and_right_ones_are_not(name, faults):
         if name not in REFUSED.get(kind, ()) and (texts := told(call, function))
     }  # fmt: skip
     assert accused == {}
+
+
+# What is predicted without gradients: a wrong first derivative is told by all, and a wrong second one by
+# those that take it there.
+PREDICTED = (
+    "hvp", "jvp", "ggn_vp", "hessian", "laplacian", "jet", "HessianOperator", "r1", "jacobian", "forces",
+    "forces with Hessian", "hypergradient",
+)  # fmt: skip
+
+
+@rows("fault", ["first order", "an intermediate saved"])
+@rows("context", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference"])
+@rows("name", PREDICTED)
+def test_wrong_functions_are_told_without_gradients(name, context, fault):
+    def call(function):
+        with context():
+            ENTRY_POINTS[name](function)
+
+    once = fault != "first order" and name in ("r1", "jacobian", "forces")
+    assert bool(told(call, WRONG[fault][0])) is not once
 
 
 @pytest.mark.parametrize("name", FIRST_ORDER)
