@@ -22,7 +22,7 @@ from hoglib._core.ambient import AMBIENT, inside
 from hoglib._core.autograd import Gradient
 from hoglib._core.recomputation import inside_recomputation
 from hoglib._core.source_location import frames_of, warn
-from hoglib._core.torch_internals import watching_functions
+from hoglib._core.torch_internals import transforms_active, watching_functions
 from hoglib._core.torch_modes import value_checks_on, without_stand_ins
 from hoglib.errors import HoglibError, NoSecondDerivative, VerificationError
 from hoglib.stand_ins.mode import on_wrong
@@ -51,6 +51,7 @@ IN_CPP = (
     "{} was not examined, a torch::autograd::Function in C++. Whether its derivatives are right is not "
     "known. `hoglib.verify(function, inputs)` checks the function that applies it."
 )
+THIRD = "where a third derivative is taken, such as the gradient of this result, "
 CHANGED = "It may be in the backward of {}, which `hoglib.verify` checks."
 # What a Function changes in place that others read.
 MUTATES = {
@@ -116,8 +117,9 @@ class examined_functions:  # noqa: N801 a context manager
     def _report_wrong(self, functions: "AppliedFunctions") -> None:
         for key, order in functions.differentiated.items():
             verdict = functions.verdict(key)
-            if verdict.is_reported and verdict.order <= (1 if self._first_order else order):
+            if functions.is_reported(key, verdict, 1 if self._first_order else order):
                 lost = functions.gradient_has_no_graph and verdict.second
+                verdict = functions.with_place(key, verdict)
                 _report(self._caller, key[0], verdict, self._action, nothing_is_left=lost)
             elif text := functions.mutation(key):
                 _report(self._caller, key[0], Verdict("wrong", text), self._action)
@@ -173,6 +175,7 @@ class AppliedFunctions:
         self._mutates: dict[Key, str] = {}
         self._mutating: dict[Key, Application] = {}
         self._traced: set[type[Function]] = set()
+        self._only_within: dict[Key, bool] = {}
 
     @property
     def only_traced(self) -> bool:
@@ -194,8 +197,11 @@ class AppliedFunctions:
         if torch_internals.tracing():
             self._traced |= {function} if is_users(function) else set()
             return None
-        if not _is_ours(torch_internals.running_function()):
-            return None  # a part of another one's backward, which is examined as a whole
+        # A part of another one's backward is examined there as a whole, to the second derivative. The
+        # third one differentiates the part twice.
+        within = not _is_ours(torch_internals.running_function())
+        if within and (inside_recomputation() or transforms_active()):
+            return None  # how often it is differentiated is not known
         given = args
         function, args, by = torch_internals.outside_transforms(function, args)
         if _is_ours(function) or not is_users(function):
@@ -212,9 +218,12 @@ class AppliedFunctions:
         is_right = verdict is not None and not verdict.is_reported
         if (is_right and function not in _MUTATING) or self.differentiated.get(key) == 2:
             return None
+        self._only_within[key] = within and self._only_within.get(key, True)
         if (verdict is None or verdict.left) and key not in self.applied:
             graphed = None if _runs_again() else given
             self.applied[key] = applied(function, args, by, mode, graphed)
+        if within:
+            return lambda result: self._note_backward(key, tuple(pytree.tensors(result)))
         versions = [
             (i, x, x._version) for i, x in enumerate(given)
             if by[i] and torch_internals.unwrap(x) is x and not x.is_inference()
@@ -231,6 +240,18 @@ class AppliedFunctions:
                 verdict = verdict._replace(left=before.left - 1)
             _VERDICTS[function][kinds] = verdict
         return verdict
+
+    def is_reported(self, key: Key, verdict: Verdict, order: int) -> bool:
+        """Whether a verdict is, on one that was differentiated so often. A part of a backward may give
+        to one argument what is due to another: only the second derivative by itself tells."""
+        if self._only_within.get(key):
+            return verdict.is_reported and order == 2 and (verdict.second or verdict.order == 2)
+        return verdict.is_reported and verdict.order <= order
+
+    def with_place(self, key: Key, verdict: Verdict) -> Verdict:
+        """The verdict, which says what of the result is concerned if it is on a part of a backward."""
+        within = self._only_within.get(key)
+        return verdict._replace(text=THIRD + verdict.text) if within else verdict
 
     def mutation(self, key: Key) -> str:
         """What a Function changes in place that others read, and in which line; empty if nothing."""

@@ -573,6 +573,8 @@ class Subject:
 
     @property
     def offers_vmap(self) -> bool | None:
+        if any(hasattr(function, "operator") for function in self.functions):
+            return None  # torch has vmap of an operator of torch.library, but not of its gradient
         return all(map(function_rules.offers_vmap, self.functions)) if self.functions else None
 
 
