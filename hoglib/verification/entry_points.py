@@ -28,7 +28,7 @@ from hoglib.errors import HoglibError, NoSecondDerivative, VerificationError
 from hoglib.stand_ins.mode import on_wrong
 from hoglib.verification.call import layout_of
 from hoglib.verification.contract import Snapshot, in_place
-from hoglib.verification.examination import Applied, Verdict, applied, examine
+from hoglib.verification.examination import Applied, Verdict, applied, examine, holds_graph
 from hoglib.verification.subject import Application, application, is_users
 
 _VERDICTS: WeakKeyDictionary[type[Function], dict[Any, Verdict]] = WeakKeyDictionary()
@@ -411,7 +411,7 @@ def _kind(x: Any, needs_grad: bool) -> Any:
     """What a verdict depends on, of an argument."""
     if isinstance(x, Tensor):
         return x.dtype, x.layout, layout_of(x), x.device.type, x.dim(), needs_grad
-    return x if x is None or isinstance(x, bool | str) else type(x)
+    return x if x is None or isinstance(x, bool | str) else (type(x), holds_graph(x))
 
 
 def _report(

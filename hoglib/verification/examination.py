@@ -5,9 +5,10 @@ that it was applied to and near them.
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from math import isnan
 from time import perf_counter
 from typing import Any, NamedTuple, final
@@ -90,6 +91,7 @@ class Applied:
     autocast: AutocastState
     stand_ins: bool
     kept: tuple[tuple[int, frozenset[str]], ...]  # structures that arguments are computed to have
+    hiding: tuple[int, ...]  # arguments that hold others with a graph, by which torch gives no gradient
 
 
 def applied(
@@ -108,7 +110,17 @@ def applied(
     if by_module is not None:
         by_module = by_module._replace(inputs=detached_copy(by_module.inputs))
     kept = () if by_module else tuple(_kept(graphed, copies, wanted))
-    return Applied(app, by_module, forward, AutocastState(), active(), kept)
+    seen = {id(x) for x in args}
+    hiding = tuple(i for i, x in enumerate(args) if not by_module and holds_graph(x, seen))
+    return Applied(app, by_module, forward, AutocastState(), active(), kept, hiding)
+
+
+def holds_graph(x: Any, elsewhere: Collection[int] = ()) -> bool:
+    """Whether an argument is a list, tuple or dict of tensors one of which needs a gradient, and is not
+    among others."""
+    return isinstance(x, list | tuple | dict) and any(
+        one.requires_grad and id(one) not in elsewhere for one in pytree.tensors(x)
+    )
 
 
 def _kept(
@@ -187,11 +199,35 @@ def _judged(given: Applied) -> Verdict:
         found = _restricted(given, subject, here, options, found)
     if found.is_reported and given.by_module is None:
         found = _with_value_from_elsewhere(app, options, found)
+    if found.status == "right" and not options.surrogate:
+        for i in filter(partial(_depends_on, app), given.hiding):
+            text = HIDDEN.format(name=function.__qualname__, given=app.name(i))
+            return Verdict("wrong", text, order=1)
     if found.status != "right" or not several or subject.half is not None:
         return found
     # other values may take another branch of backward
     wrong = other_points_rows(subject, options)
     return _wrong_second(function, wrong) if wrong else found
+
+
+HIDDEN = (
+    "the first derivative of {name} is wrong: {given} holds tensors that need gradients, and torch "
+    "differentiates only by those that are arguments themselves. Pass each as one "
+    "(`apply(x, *tensors)`), or detach them."
+)
+
+
+def _depends_on(app: Application, i: int) -> bool:
+    """Whether its values change with the tensors that an argument holds."""
+
+    def values(*factor: float) -> list[Tensor]:
+        args = list(app.fresh())
+        for c in factor:
+            args[i] = pytree.map_tensors(lambda x: c * x + 0.01 if is_float(x) else x, args[i])
+        with torch.no_grad(), preserve_random_state():
+            return pytree.tensors(app.function.apply(*args))
+
+    return not all(map(torch.equal, values(), values(1.01)))
 
 
 def _restricted(
