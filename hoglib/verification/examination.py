@@ -91,7 +91,9 @@ class Applied:
     autocast: AutocastState
     stand_ins: bool
     kept: tuple[tuple[int, frozenset[str]], ...]  # structures that arguments are computed to have
-    hiding: tuple[int, ...]  # arguments that hold others with a graph, by which torch gives no gradient
+    hiding: tuple[
+        int, ...
+    ]  # arguments that hold others with a graph, by which torch gives no gradient
 
 
 def applied(
@@ -220,14 +222,13 @@ HIDDEN = (
 def _depends_on(app: Application, i: int) -> bool:
     """Whether its values change with the tensors that an argument holds."""
 
-    def values(*factor: float) -> list[Tensor]:
+    def values(step: float) -> list[Tensor]:
         args = list(app.fresh())
-        for c in factor:
-            args[i] = pytree.map_tensors(lambda x: c * x + 0.01 if is_float(x) else x, args[i])
+        args[i] = pytree.map_tensors(lambda x: x + step * (1 + x) if is_float(x) else x, args[i])
         with torch.no_grad(), preserve_random_state():
             return pytree.tensors(app.function.apply(*args))
 
-    return not all(map(torch.equal, values(), values(1.01)))
+    return not all(map(torch.equal, values(0.0), values(0.01)))
 
 
 def _restricted(
