@@ -94,12 +94,12 @@ def result_of(function: Any, outputs: Any) -> Any:
 def _overload(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> OpOverload:
     """The overload that a call of an operator runs."""
     if type(operator) is not OpOverloadPacket:
-        return operator  # type: ignore[no-any-return]
+        return operator
     name, *more = operator.overloads()
     if more:
         qualified = operator._qualified_op_name
         name = torch._C._jit_resolve_packet(qualified, *args, **kwargs) or "default"
-    return getattr(operator, name)  # type: ignore[no-any-return]
+    return getattr(operator, name)
 
 
 def _made_of(function: type[Function]) -> tuple[OpOverload, Rules]:

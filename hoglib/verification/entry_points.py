@@ -367,6 +367,8 @@ def _explain(error: Exception, functions: AppliedFunctions) -> None:
         if not texts and isinstance(error, NoSecondDerivative):
             verdict = functions.verdict(key)
             texts += [verdict.text] * (verdict.status == "wrong" and verdict.second)
+    if not texts and functions.in_cpp and isinstance(error, NoSecondDerivative):
+        texts = [IN_CPP.format(", ".join(sorted(functions.in_cpp)))]
     names = [
         f.__qualname__ for f, _ in functions.differentiated if f.__qualname__ not in str(error)
     ]
