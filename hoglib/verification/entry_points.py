@@ -175,7 +175,7 @@ class AppliedFunctions:
         self._mutates: dict[Key, str] = {}
         self._mutating: dict[Key, Application] = {}
         self._traced: set[type[Function]] = set()
-        self._only_within: dict[Key, bool] = {}
+        self._parts: set[Key] = set()  # of backwards alone, differentiated twice
 
     @property
     def only_traced(self) -> bool:
@@ -197,13 +197,30 @@ class AppliedFunctions:
         if torch_internals.tracing():
             self._traced |= {function} if is_users(function) else set()
             return None
-        # A part of another one's backward is examined there as a whole, to the second derivative. The
-        # third one differentiates the part twice.
-        within = not _is_ours(torch_internals.running_function())
-        if within and (inside_recomputation() or transforms_active()):
-            return None  # how often it is differentiated is not known
+        if not _is_ours(torch_internals.running_function()):
+            # A part of another one's backward, which is examined as a whole, to the second derivative.
+            # The third one differentiates the part twice; in a transform that is not known.
+            known = not (inside_recomputation() or transforms_active())
+            return (
+                partial(self._watch_part, function, args) if known and is_users(function) else None
+            )
         given = args
-        function, args, by = torch_internals.outside_transforms(function, args)
+        noted = self._noted(function, args)
+        if noted is None:
+            return None
+        key, by = noted
+        self._parts.discard(key)
+        versions = [
+            (i, x, x._version) for i, x in enumerate(given)
+            if by[i] and torch_internals.unwrap(x) is x and not x.is_inference()
+        ]  # fmt: skip
+        return partial(self._applied, key, given, versions)
+
+    def _noted(
+        self, function: type[Function], given: tuple[Any, ...]
+    ) -> tuple[Key, tuple[bool, ...]] | None:
+        """Notes an application that may be wrong: its key, and which arguments need gradients."""
+        function, args, by = torch_internals.outside_transforms(function, given)
         if _is_ours(function) or not is_users(function):
             return None
         if not any(x.numel() for x, needed in zip(args, by, strict=True) if needed):
@@ -218,17 +235,24 @@ class AppliedFunctions:
         is_right = verdict is not None and not verdict.is_reported
         if (is_right and function not in _MUTATING) or self.differentiated.get(key) == 2:
             return None
-        self._only_within[key] = within and self._only_within.get(key, True)
         if (verdict is None or verdict.left) and key not in self.applied:
             graphed = None if _runs_again() else given
             self.applied[key] = applied(function, args, by, mode, graphed)
-        if within:
-            return lambda result: self._note_backward(key, tuple(pytree.tensors(result)))
-        versions = [
-            (i, x, x._version) for i, x in enumerate(given)
-            if by[i] and torch_internals.unwrap(x) is x and not x.is_inference()
-        ]  # fmt: skip
-        return partial(self._applied, key, given, versions)
+        return key, by
+
+    def _watch_part(self, function: type[Function], args: tuple[Any, ...], result: Any) -> None:
+        """Notes a part of a backward when its own backward runs with a graph."""
+
+        def note(_: Any) -> None:
+            if torch.is_grad_enabled() and AMBIENT.functions is self:
+                noted = self._noted(function, args)
+                if noted is not None and noted[0] not in self.differentiated:
+                    self.differentiated[noted[0]] = 2
+                    self._parts.add(noted[0])
+
+        node = next((y.grad_fn for y in pytree.tensors(result) if y.grad_fn is not None), None)
+        if node is not None:
+            node.register_prehook(note)
 
     def verdict(self, key: Key) -> Verdict:
         """The verdict on a Function that was applied, which is examined if there is none yet."""
@@ -244,14 +268,13 @@ class AppliedFunctions:
     def is_reported(self, key: Key, verdict: Verdict, order: int) -> bool:
         """Whether a verdict is, on one that was differentiated so often. A part of a backward may give
         to one argument what is due to another: only the second derivative by itself tells."""
-        if self._only_within.get(key):
+        if key in self._parts:
             return verdict.is_reported and order == 2 and (verdict.second or verdict.order == 2)
         return verdict.is_reported and verdict.order <= order
 
     def with_place(self, key: Key, verdict: Verdict) -> Verdict:
         """The verdict, which says what of the result is concerned if it is on a part of a backward."""
-        within = self._only_within.get(key)
-        return verdict._replace(text=THIRD + verdict.text) if within else verdict
+        return verdict._replace(text=THIRD + verdict.text) if key in self._parts else verdict
 
     def mutation(self, key: Key) -> str:
         """What a Function changes in place that others read, and in which line; empty if nothing."""
