@@ -5,7 +5,7 @@ that it was applied to and near them.
 """
 
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -112,17 +112,14 @@ def applied(
     if by_module is not None:
         by_module = by_module._replace(inputs=detached_copy(by_module.inputs))
     kept = () if by_module else tuple(_kept(graphed, copies, wanted))
-    seen = {id(x) for x in args}
-    hiding = tuple(i for i, x in enumerate(args) if not by_module and holds_graph(x, seen))
+    hiding = tuple(i for i, x in enumerate(args) if not by_module and holds_graph(x))
     return Applied(app, by_module, forward, AutocastState(), active(), kept, hiding)
 
 
-def holds_graph(x: Any, elsewhere: Collection[int] = ()) -> bool:
-    """Whether an argument is a list, tuple or dict of tensors one of which needs a gradient, and is not
-    among others."""
-    return isinstance(x, list | tuple | dict) and any(
-        one.requires_grad and id(one) not in elsewhere for one in pytree.tensors(x)
-    )
+def holds_graph(x: Any) -> bool:
+    """Whether an argument is a list, tuple or dict of tensors one of which needs a gradient."""
+    held = pytree.tensors(x) if isinstance(x, list | tuple | dict) else ()
+    return any(one.requires_grad for one in held)
 
 
 def _kept(

@@ -595,6 +595,15 @@ class TakesList(Function):
         return 2 * g * ctx.others[0], None
 
 
+class ListAlone(TakesList):
+    """2 x, which reads the shape of what is in the list."""
+
+    @staticmethod
+    def forward(ctx, x, others):
+        ctx.others = [torch.ones_like(others[0])]
+        return 2 * x
+
+
 WRONG = {
     "a tensor in a list": (
         lambda x: TakesList.apply(x, [x.sin()]),
@@ -659,6 +668,7 @@ WRONG = {
     "fine steps": (FineSteps.apply, "rounds its input to fewer digits"),
 }
 RIGHT = {
+    "also in a list": lambda x: Product.apply(x, ListAlone.apply(x, [x])),
     "constants in a list": lambda x: TakesList.apply(x, [x.detach().sin()]),
     "operators by their packets": lambda x: torch.ops.aten.mul(x, torch.ops.aten.softmax(x, -1)),
     "an operator marked as a surrogate": in_library("surrogate", rounded),
