@@ -668,7 +668,7 @@ WRONG = {
     "fine steps": (FineSteps.apply, "rounds its input to fewer digits"),
 }
 RIGHT = {
-    "also in a list": lambda x: Product.apply(x, ListAlone.apply(x, [x])),
+    "also in a list": lambda x: x * ListAlone.apply(x, [x]),
     "constants in a list": lambda x: TakesList.apply(x, [x.detach().sin()]),
     "operators by their packets": lambda x: torch.ops.aten.mul(x, torch.ops.aten.softmax(x, -1)),
     "an operator marked as a surrogate": in_library("surrogate", rounded),
