@@ -46,9 +46,9 @@ def call_as_function(
 
     applied: applied(operator, args, kwargs) are the custom Functions that a call applies, `as_written`.
     """
-    overload = _overload(operator)
-    if overload.namespace in _OWN:
+    if operator.__module__.rpartition(".")[-1] in _OWN:  # torch._ops.aten
         return None
+    overload = _overload(operator, args, kwargs)
     definition = custom_ops.OPDEFS.get(overload._schema.name)
     if definition is not None and definition._opoverload is overload:
         backward, setup_context = definition._backward_fn, definition._setup_context_fn
@@ -112,13 +112,20 @@ def _is_generated(function: type[Function]) -> bool:
     return function.__module__ == "torch._library.autograd"
 
 
-def result_of(operator: Any, outputs: Any) -> Any:
+def result_of(function: Any, outputs: Any) -> Any:
     """What the operator returns, from what its Function does."""
-    return list(outputs) if _returns_list(_overload(operator)) else outputs
+    return list(outputs) if _returns_list(function.operator) else outputs
 
 
-def _overload(operator: Any) -> OpOverload:
-    return operator.default if type(operator) is OpOverloadPacket else operator
+def _overload(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> OpOverload:
+    """The overload that a call of an operator runs."""
+    if type(operator) is not OpOverloadPacket:
+        return operator
+    name, *more = operator.overloads()
+    if more:
+        qualified = operator._qualified_op_name
+        name = torch._C._jit_resolve_packet(qualified, *args, **kwargs) or "default"
+    return getattr(operator, name)
 
 
 def _made_of(function: type[Function]) -> tuple[OpOverload, Rules]:
@@ -234,5 +241,6 @@ def _make_function(overload: OpOverload, backward: Any, setup_context: Any) -> t
         ),
         "__module__": getattr(backward, "__module__", None) or "__main__",
         "operator": overload,
+        "surrogate": getattr(backward, "surrogate", False) is True,
     }
     return type(name, (Function,), rules)

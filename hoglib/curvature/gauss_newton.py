@@ -303,7 +303,7 @@ def forward_then_reverse(composite: CompositeLoss) -> LinearMap:
 
         try:
             every, tangents, value = composite.with_value(run)
-        except (RuntimeError, NotImplementedError) as error:
+        except (RuntimeError, NotImplementedError, AssertionError) as error:
             raise no_forward_mode(caller, "forward", error) from error
         if not create_graph:
             tangents = [t.detach() for t in tangents]

@@ -170,7 +170,7 @@ def _value_and_tangent(
         else:
             try:
                 found = by_forward(function, leaves, vector)
-            except (RuntimeError, NotImplementedError) as error:
+            except (RuntimeError, NotImplementedError, AssertionError) as error:
                 reason = no_forward_mode(CALLER, FORWARD, error)
                 if not isinstance(reason, UnsupportedError) or mode == FORWARD or inside:
                     raise reason from error

@@ -139,6 +139,7 @@ def no_forward_mode(caller: str, mode: str, error: Exception) -> Exception:
         "autocast",
         "forward mode AD",
         "functorch transform",
+        "flat_bdims",  # a Function without a jvp, under vmap
         "view size is not compatible",  # rules that view tangents of any layout
     )
     if isinstance(error, HoglibError) or not any(word in str(error) for word in words):
@@ -259,7 +260,7 @@ def forward_over_reverse(problem: Problem) -> LinearMap:
                         raise
                     before.restore()
                     value, product = in_forward_mode(vector, True)
-        except (RuntimeError, NotImplementedError) as error:
+        except (RuntimeError, NotImplementedError, AssertionError) as error:
             raise no_forward_mode(policy.caller, FORWARD, error) from error
         if not (policy.create_graph or inside):  # a graph is then of tensors from elsewhere
             check_uses_given_params(graph_summary(value), leaves, policy.caller)

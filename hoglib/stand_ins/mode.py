@@ -183,12 +183,14 @@ def run_operator(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     """A call of an operator of torch.library; as a custom Function of the user's rules where something
     is differentiated, because forward mode and torch.func take it for a constant."""
     if forward_mode_active() or (
-        torch.is_grad_enabled() and not tracing() and any(map(_has_graph, pytree.leaves(args)))
+        torch.is_grad_enabled()
+        and not tracing()
+        and any(map(_has_graph, pytree.leaves((args, kwargs))))
     ):
         call = torch_library.call_as_function(operator, args, kwargs, _functions_of)
         if call is not None:
             function, args = call
-            return torch_library.result_of(operator, function.apply(*args))
+            return torch_library.result_of(function, function.apply(*args))
     return operator(*args, **kwargs)
 
 

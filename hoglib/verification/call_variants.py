@@ -474,7 +474,7 @@ def vmapped(base: Baseline) -> Row:
         why = "it draws random numbers, and vmap draws others than a loop."
         return Row(name, "skip", None, why)
     fix = OWN_RULE if any(f.vmap is not Function.vmap for f in subject.functions) else GENERATED
-    fix = fix if subject.functions else ""
+    fix = fix if declared else ""
     try:
         fault = _vmap_fault(base)
     except Exception as error:

@@ -22,13 +22,13 @@ from hoglib._core.ambient import AMBIENT, inside
 from hoglib._core.autograd import Gradient
 from hoglib._core.recomputation import inside_recomputation
 from hoglib._core.source_location import frames_of, warn
-from hoglib._core.torch_internals import watching_functions
+from hoglib._core.torch_internals import transforms_active, watching_functions
 from hoglib._core.torch_modes import value_checks_on, without_stand_ins
 from hoglib.errors import HoglibError, NoSecondDerivative, VerificationError
 from hoglib.stand_ins.mode import on_wrong
 from hoglib.verification.call import layout_of
 from hoglib.verification.contract import Snapshot, in_place
-from hoglib.verification.examination import Applied, Verdict, applied, examine
+from hoglib.verification.examination import Applied, Verdict, applied, examine, holds_graph
 from hoglib.verification.subject import Application, application, is_users
 
 _VERDICTS: WeakKeyDictionary[type[Function], dict[Any, Verdict]] = WeakKeyDictionary()
@@ -51,6 +51,7 @@ IN_CPP = (
     "{} was not examined, a torch::autograd::Function in C++. Whether its derivatives are right is not "
     "known. `hoglib.verify(function, inputs)` checks the function that applies it."
 )
+THIRD = "where a third derivative is taken, such as the gradient of this result, "
 CHANGED = "It may be in the backward of {}, which `hoglib.verify` checks."
 # What a Function changes in place that others read.
 MUTATES = {
@@ -116,8 +117,9 @@ class examined_functions:  # noqa: N801 a context manager
     def _report_wrong(self, functions: "AppliedFunctions") -> None:
         for key, order in functions.differentiated.items():
             verdict = functions.verdict(key)
-            if verdict.is_reported and verdict.order <= (1 if self._first_order else order):
+            if functions.is_reported(key, verdict, 1 if self._first_order else order):
                 lost = functions.gradient_has_no_graph and verdict.second
+                verdict = functions.with_place(key, verdict)
                 _report(self._caller, key[0], verdict, self._action, nothing_is_left=lost)
             elif text := functions.mutation(key):
                 _report(self._caller, key[0], Verdict("wrong", text), self._action)
@@ -173,6 +175,7 @@ class AppliedFunctions:
         self._mutates: dict[Key, str] = {}
         self._mutating: dict[Key, Application] = {}
         self._traced: set[type[Function]] = set()
+        self._parts: set[Key] = set()  # of backwards alone, differentiated twice
 
     @property
     def only_traced(self) -> bool:
@@ -195,9 +198,29 @@ class AppliedFunctions:
             self._traced |= {function} if is_users(function) else set()
             return None
         if not _is_ours(torch_internals.running_function()):
-            return None  # a part of another one's backward, which is examined as a whole
+            # A part of another one's backward, which is examined as a whole, to the second derivative.
+            # The third one differentiates the part twice; in a transform that is not known.
+            known = not (inside_recomputation() or transforms_active())
+            return (
+                partial(self._watch_part, function, args) if known and is_users(function) else None
+            )
         given = args
-        function, args, by = torch_internals.outside_transforms(function, args)
+        noted = self._noted(function, args)
+        if noted is None:
+            return None
+        key, by = noted
+        self._parts.discard(key)
+        versions = [
+            (i, x, x._version) for i, x in enumerate(given)
+            if by[i] and torch_internals.unwrap(x) is x and not x.is_inference()
+        ]  # fmt: skip
+        return partial(self._applied, key, given, versions)
+
+    def _noted(
+        self, function: type[Function], given: tuple[Any, ...]
+    ) -> tuple[Key, tuple[bool, ...]] | None:
+        """Notes an application that may be wrong: its key, and which arguments need gradients."""
+        function, args, by = torch_internals.outside_transforms(function, given)
         if _is_ours(function) or not is_users(function):
             return None
         if not any(x.numel() for x, needed in zip(args, by, strict=True) if needed):
@@ -215,11 +238,21 @@ class AppliedFunctions:
         if (verdict is None or verdict.left) and key not in self.applied:
             graphed = None if _runs_again() else given
             self.applied[key] = applied(function, args, by, mode, graphed)
-        versions = [
-            (i, x, x._version) for i, x in enumerate(given)
-            if by[i] and torch_internals.unwrap(x) is x and not x.is_inference()
-        ]  # fmt: skip
-        return partial(self._applied, key, given, versions)
+        return key, by
+
+    def _watch_part(self, function: type[Function], args: tuple[Any, ...], result: Any) -> None:
+        """Notes a part of a backward when its own backward runs with a graph."""
+
+        def note(_: Any) -> None:
+            if torch.is_grad_enabled() and AMBIENT.functions is self:
+                noted = self._noted(function, args)
+                if noted is not None and noted[0] not in self.differentiated:
+                    self.differentiated[noted[0]] = 2
+                    self._parts.add(noted[0])
+
+        node = next((y.grad_fn for y in pytree.tensors(result) if y.grad_fn is not None), None)
+        if node is not None:
+            node.register_prehook(note)
 
     def verdict(self, key: Key) -> Verdict:
         """The verdict on a Function that was applied, which is examined if there is none yet."""
@@ -231,6 +264,17 @@ class AppliedFunctions:
                 verdict = verdict._replace(left=before.left - 1)
             _VERDICTS[function][kinds] = verdict
         return verdict
+
+    def is_reported(self, key: Key, verdict: Verdict, order: int) -> bool:
+        """Whether a verdict is, on one that was differentiated so often. A part of a backward may give
+        to one argument what is due to another: only the second derivative by itself tells."""
+        if key in self._parts:
+            return verdict.is_reported and order == 2 and (verdict.second or verdict.order == 2)
+        return verdict.is_reported and verdict.order <= order
+
+    def with_place(self, key: Key, verdict: Verdict) -> Verdict:
+        """The verdict, which says what of the result is concerned if it is on a part of a backward."""
+        return verdict._replace(text=THIRD + verdict.text) if key in self._parts else verdict
 
     def mutation(self, key: Key) -> str:
         """What a Function changes in place that others read, and in which line; empty if nothing."""
@@ -346,6 +390,8 @@ def _explain(error: Exception, functions: AppliedFunctions) -> None:
         if not texts and isinstance(error, NoSecondDerivative):
             verdict = functions.verdict(key)
             texts += [verdict.text] * (verdict.status == "wrong" and verdict.second)
+    if not texts and functions.in_cpp and isinstance(error, NoSecondDerivative):
+        texts = [IN_CPP.format(", ".join(sorted(functions.in_cpp)))]
     names = [
         f.__qualname__ for f, _ in functions.differentiated if f.__qualname__ not in str(error)
     ]
@@ -390,7 +436,7 @@ def _kind(x: Any, needs_grad: bool) -> Any:
     """What a verdict depends on, of an argument."""
     if isinstance(x, Tensor):
         return x.dtype, x.layout, layout_of(x), x.device.type, x.dim(), needs_grad
-    return x if x is None or isinstance(x, bool | str) else type(x)
+    return x if x is None or isinstance(x, bool | str) else (type(x), holds_graph(x))
 
 
 def _report(

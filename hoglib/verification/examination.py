@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from math import isnan
 from time import perf_counter
 from typing import Any, NamedTuple, final
@@ -90,6 +91,9 @@ class Applied:
     autocast: AutocastState
     stand_ins: bool
     kept: tuple[tuple[int, frozenset[str]], ...]  # structures that arguments are computed to have
+    hiding: tuple[
+        int, ...
+    ]  # arguments that hold others with a graph, by which torch gives no gradient
 
 
 def applied(
@@ -108,7 +112,14 @@ def applied(
     if by_module is not None:
         by_module = by_module._replace(inputs=detached_copy(by_module.inputs))
     kept = () if by_module else tuple(_kept(graphed, copies, wanted))
-    return Applied(app, by_module, forward, AutocastState(), active(), kept)
+    hiding = tuple(i for i, x in enumerate(args) if not by_module and holds_graph(x))
+    return Applied(app, by_module, forward, AutocastState(), active(), kept, hiding)
+
+
+def holds_graph(x: Any) -> bool:
+    """Whether an argument is a list, tuple or dict of tensors one of which needs a gradient."""
+    held = pytree.tensors(x) if isinstance(x, list | tuple | dict) else ()
+    return any(one.requires_grad for one in held)
 
 
 def _kept(
@@ -187,11 +198,34 @@ def _judged(given: Applied) -> Verdict:
         found = _restricted(given, subject, here, options, found)
     if found.is_reported and given.by_module is None:
         found = _with_value_from_elsewhere(app, options, found)
+    if found.status == "right" and not options.surrogate:
+        for i in filter(partial(_depends_on, app), given.hiding):
+            text = HIDDEN.format(name=function.__qualname__, given=app.name(i))
+            return Verdict("wrong", text, order=1)
     if found.status != "right" or not several or subject.half is not None:
         return found
     # other values may take another branch of backward
     wrong = other_points_rows(subject, options)
     return _wrong_second(function, wrong) if wrong else found
+
+
+HIDDEN = (
+    "the first derivative of {name} is wrong: {given} holds tensors that need gradients, and torch "
+    "differentiates only by those that are arguments themselves. Pass each as one "
+    "(`apply(x, *tensors)`), or detach them."
+)
+
+
+def _depends_on(app: Application, i: int) -> bool:
+    """Whether its values change with the tensors that an argument holds."""
+
+    def values(step: float) -> list[Tensor]:
+        args = list(app.fresh())
+        args[i] = pytree.map_tensors(lambda x: x + step * (1 + x) if is_float(x) else x, args[i])
+        with torch.no_grad(), preserve_random_state():
+            return pytree.tensors(app.function.apply(*args))
+
+    return not all(map(torch.equal, values(0.0), values(0.01)))
 
 
 def _restricted(

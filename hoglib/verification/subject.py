@@ -573,7 +573,10 @@ class Subject:
 
     @property
     def offers_vmap(self) -> bool | None:
-        return all(map(function_rules.offers_vmap, self.functions)) if self.functions else None
+        offered = all(map(function_rules.offers_vmap, self.functions))
+        if offered and any(hasattr(function, "operator") for function in self.functions):
+            return None  # torch has vmap of an operator of torch.library, but not of its gradient
+        return offered if self.functions else None
 
 
 def as_function(fn: Any) -> type[Function] | None:

@@ -575,7 +575,40 @@ squares_t.register_autograd(
 )
 
 
+def rounded(ctx, g):
+    return 2 * g
+
+
+rounded.surrogate = True
+
+
+class TakesList(Function):
+    """2 x y, where torch does not see y."""
+
+    @staticmethod
+    def forward(ctx, x, others):
+        ctx.others = others
+        return 2 * x * others[0]
+
+    @staticmethod
+    def backward(ctx, g):
+        return 2 * g * ctx.others[0], None
+
+
+class ListAlone(TakesList):
+    """2 x, which reads the shape of what is in the list."""
+
+    @staticmethod
+    def forward(ctx, x, others):
+        ctx.others = [torch.ones_like(others[0])]
+        return 2 * x
+
+
 WRONG = {
+    "a tensor in a list": (
+        lambda x: TakesList.apply(x, [x.sin()]),
+        "`others` holds tensors that need",
+    ),
     "frees its argument": (lambda x: FreesAndDetaches.apply(0.3 * x), "FreesAndDetaches"),
     "compiled by the user": (
         torch.compile(lambda x: SavesExpCompiled.apply(x) + x, backend="aot_eager"),
@@ -635,6 +668,10 @@ WRONG = {
     "fine steps": (FineSteps.apply, "rounds its input to fewer digits"),
 }
 RIGHT = {
+    "also in a list": lambda x: x * ListAlone.apply(x, [x]),
+    "constants in a list": lambda x: TakesList.apply(x, [x.detach().sin()]),
+    "operators by their packets": lambda x: torch.ops.aten.mul(x, torch.ops.aten.softmax(x, -1)),
+    "an operator marked as a surrogate": in_library("surrogate", rounded),
     "frees its argument": lambda x: Frees.apply(0.3 * x),
     "compiled by the user": torch.compile(lambda x: functions.Cube.apply(x), backend="aot_eager"),
     "an operator": in_library("right", lambda ctx, g: g * 4 * ctx.saved_tensors[0]),

@@ -408,6 +408,79 @@ class RootOfConstant(Root):
         return None, g / (2 * ctx.saved_tensors[0].detach())
 
 
+class CubeSlope(Function):
+    """3 x^2 g, whose derivative has no graph."""
+
+    @staticmethod
+    def forward(ctx, x, g):
+        ctx.save_for_backward(x, g)
+        return 3 * x**2 * g
+
+    @staticmethod
+    def backward(ctx, h):
+        x, g = (t.detach() for t in ctx.saved_tensors)
+        return 6 * x * g * h, 3 * x**2 * h
+
+
+class BySlope(Cube):
+    @staticmethod
+    def backward(ctx, g):
+        return CubeSlope.apply(*ctx.saved_tensors, g)
+
+
+class ExpSlope(Function):
+    """y g for y = exp x: the part of y is given to x."""
+
+    @staticmethod
+    def forward(ctx, x, y, g):
+        ctx.save_for_backward(x, g)
+        return y * g
+
+    @staticmethod
+    def backward(ctx, h):
+        x, g = ctx.saved_tensors
+        return h * g * x.exp(), None, h * x.exp()
+
+
+class ExpBySlope(Function):
+    @staticmethod
+    def forward(ctx, x):
+        y = x.exp()
+        ctx.save_for_backward(x, y)
+        return y
+
+    @staticmethod
+    def backward(ctx, g):
+        return ExpSlope.apply(*ctx.saved_tensors, g)
+
+
+def test_a_part_of_a_backward_is_told_where_a_third_derivative_is_taken():
+    for name in ("jet", "bilaplacian", "directional", "partial_derivative"):
+        (text,) = told(ENTRY_POINTS[name], BySlope.apply)
+        assert "where a third derivative is taken" in text
+        assert "second derivative of CubeSlope is wrong" in text
+    for name in ("hvp", "HessianOperator", "r1", "MAML", "laplacian", "hypergradient"):
+        assert told(ENTRY_POINTS[name], BySlope.apply) == []
+    for name in ("jet", "bilaplacian", "jvp", "hvp"):
+        assert told(ENTRY_POINTS[name], ExpBySlope.apply) == []
+
+
+def test_an_operator_with_a_vmap_rule():
+    """torch has vmap of its value, but not of its gradient."""
+
+    @torch.library.custom_op("hoglib_tests::squares_by_vmap", mutates_args=())
+    def squares(x: torch.Tensor) -> torch.Tensor:
+        return x * x
+
+    squares.register_autograd(
+        lambda ctx, g: 2 * g * ctx.saved_tensors[0],
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+    )
+    squares.register_vmap(lambda info, dims, x: (squares(x), dims[0]))
+    assert hog.verify(squares, X).ok
+    assert_close(hog.jvp(torch.func.vmap(squares), X, X)[1], 2 * X * X)
+
+
 class Sample(Function):
     """z = mean + e^s n of a sampler that keeps no graph."""
 
