@@ -53,7 +53,9 @@ ALGORITHMS = {
     "bilaplacian": lambda **o: hog.bilaplacian(SMOOTH, X, **o),
     "directional": lambda **o: hog.directional(SMOOTH, X, ONES, 3, **o),
     "partial_derivative": lambda **o: hog.partial_derivative(SMOOTH, X, index=(0, 1), **o),
-    "per_example_gradients": lambda **o: hog.per_example_gradients(LOSS, PARAMS, BATCH, **o),
+    "per_example_gradients": lambda **o: hog.per_example_gradients(
+        hog.functional_loss(SMOOTH, F.mse_loss), hog.trainable_params(SMOOTH), (X, X), **o
+    ),
     "HessianOperator": lambda **o: hog.HessianOperator(LOSS, PARAMS, BATCH, **o) @ V,
     "GGNOperator": lambda **o: hog.GGNOperator(LOSS, PARAMS, BATCH, **o) @ V,
     "FisherOperator": lambda **o: hog.FisherOperator(LOSS, PARAMS, BATCH, **o) @ V,
