@@ -34,6 +34,7 @@ from torch import distributions as D
 
 from hoglib._core import pytree, validation
 from hoglib._core.autograd import Vector, clone_inference_tensors, grad_enabled, materialize_grads
+from hoglib._core.factorizations import symmetric_eigen
 from hoglib._core.mixed_precision import upcast_half
 from hoglib._core.problem import Policy
 from hoglib._core.torch_modes import value_checks_on
@@ -509,7 +510,7 @@ def _dense_columns(
         found = product(vector(unit), True)
         blocks[:, :, i] = torch.cat([x.detach().reshape(examples, -1).to(wide) for x in found], 1)
     _check_apart(product, vector, blocks, values[0].dtype, composite.policy.caller)
-    eigenvalues, Q = torch.linalg.eigh((blocks + blocks.mT) / 2)
+    eigenvalues, Q = symmetric_eigen(blocks)
     largest = eigenvalues.abs().amax(1, keepdim=True)
     rounding = max(1e3 * torch.finfo(wide).eps, 10 * torch.finfo(values[0].dtype).eps)
     if bool((eigenvalues < -rounding * largest).any()):

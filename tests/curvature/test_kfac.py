@@ -11,6 +11,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import hoglib as hog
+from hoglib._core.factorizations import symmetric_eigen
 from hoglib.curvature import kfac_operator
 from tests.curvature.kronecker_by_definition import dense_kfac
 from tests.curvature.problems import draw
@@ -780,3 +781,37 @@ def test_large_factors_are_whole():
     g = 2 * (model(x) - y).detach()
     assert_close(block.A[0], x.T @ x / 20)
     assert_close(block.G[0], g.T @ g / 20)
+
+
+@rows("dtype", [torch.float32, F64])
+def test_factors_of_low_rank(dtype):
+    """With dead inputs and numbers of all sizes, of which LAPACK gives up on some."""
+    generator = torch.Generator().manual_seed(0)
+    for size, count in ((130, 1), (300, 4), (576, 8), (576, 16)):
+        x = torch.randn(count, size, generator=generator, dtype=dtype).relu()
+        x = x * (torch.rand(1, size, generator=generator) > 0.6)
+        for rows_ in (x, x * torch.logspace(0, -20, size, dtype=dtype)):
+            A = rows_.T @ rows_ / count
+            values, Q = symmetric_eigen(A)
+            assert_close(
+                (Q * values) @ Q.T, A, atol=1e-5 if dtype == torch.float32 else 1e-13, rtol=0
+            )
+            assert_close(Q.T @ Q, torch.eye(size, dtype=dtype))
+            assert (values.diff() >= 0).all()
+    model = nn.Sequential(nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 3)).to(dtype)
+    loss, params = hog.functional_loss(model, F.cross_entropy), hog.trainable_params(model)
+    inputs = torch.randn(6, 300, generator=generator, dtype=dtype).relu()
+    batch = inputs * (torch.arange(300) % 3 > 1), LABELS
+    b = {name: torch.randn(p.shape, generator=generator, dtype=dtype) for name, p in params.items()}
+    K = hog.KFACOperator(loss, params, batch)
+    inverse = K.inverse(0.1)
+    assert_close(K.damped(0.1) @ K.ravel(inverse @ b), K.ravel(b), atol=1e-4, rtol=1e-4)
+    for method in ("pi", "factors"):  # where Cholesky's method fails by rounding
+        small = K.inverse(1e-8, method=method).blocks()[0]
+        assert small.A.isfinite().all() and small.A.diagonal(dim1=1, dim2=2).min() >= 0
+    assert_close(small.A[0, 0, 0], torch.tensor(1e8, dtype=dtype))  # of a dead input
+    assert hog.influence(loss, params, batch, batch, damping=0.1).isfinite().all()
+    hog.curvature.KFAC(loss).step(batch)
+    for one in (torch.nan, torch.inf):
+        with pytest.raises(hog.errors.NonFiniteError, match="finite numbers"):
+            symmetric_eigen(torch.full((3, 3), one, dtype=dtype))
