@@ -816,3 +816,17 @@ def test_factors_of_low_rank(dtype):
     for one in (torch.nan, torch.inf):
         with pytest.raises(hog.errors.NonFiniteError, match="finite numbers"):
             symmetric_eigen(torch.full((3, 3), one, dtype=dtype))
+
+
+def test_thousands_of_outputs_in_single_precision():
+    """Of which each column adds little to the sums."""
+    torch.manual_seed(0)
+    x, y, model = draw(2, 3).float(), torch.tensor([5, 7]), nn.Linear(3, 1500)
+    with torch.no_grad():
+        model.bias[0] = 9.0
+    loss, params = hog.functional_loss(model, F.cross_entropy), hog.trainable_params(model)
+    p = model(x).detach().double().softmax(-1)
+    K = hog.KFACOperator(loss, params, (x, y))
+    expected = (p * (1 - p)).sum(0) / 2
+    for found in (K.blocks()[0].G[0].diagonal(), K.exact_diagonal()[-1500:]):
+        assert_close(found.double(), expected, rtol=8e-6, atol=0)
