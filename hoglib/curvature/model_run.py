@@ -30,6 +30,7 @@ from hoglib._core import pytree
 from hoglib._core.autograd import Vector, fresh_leaves, translate_errors, without_graph
 from hoglib._core.problem import Problem
 from hoglib._core.state import preserve_random_state
+from hoglib._core.swap import keep_swapped, reapply
 from hoglib._core.torch_modes import plain_operations
 from hoglib._core.trust import SUMS, agree
 from hoglib._core.validation import listing
@@ -212,8 +213,10 @@ class ModelRun:
         """Run the model, recorded."""
         recorder = LayerRecorder(self._own, examples)
         try:
-            with plain_operations(self._caller), recorder:
+            with keep_swapped() as swapped, plain_operations(self._caller), recorder:
                 self._outputs = self._composite.outputs(self._own)
+                # a Function that calls the model in its backward finds the leaves of this run there
+                self._patches = swapped.values()
         except Exception:
             if not recorder.expanded:
                 raise
@@ -251,7 +254,7 @@ class ModelRun:
 
     def _backward(self, inputs: Sequence[Any], column: Vector) -> list[Tensor | None]:
         pairs = [(y, u) for y, u in zip(self._outputs, column, strict=True) if y.requires_grad]
-        with translate_errors(self._caller):
+        with translate_errors(self._caller), reapply(self._patches):
             found: Any = torch.autograd.grad(
                 [y for y, _ in pairs], list(inputs), [u for _, u in pairs],
                 retain_graph=True, allow_unused=True,

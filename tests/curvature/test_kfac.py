@@ -632,8 +632,43 @@ def in_a_function():
     return Fn(run, layer=nn.Linear(3, 3, bias=False))
 
 
+class Adjoint(torch.autograd.Function):
+    """x + f(x), whose backward calls f again, as adjoint solvers and reversible blocks do."""
+
+    @staticmethod
+    def forward(ctx, f, x, *params):
+        ctx.f = f
+        ctx.save_for_backward(x, *params)
+        return x + f(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        with torch.enable_grad():
+            x, *params = ctx.saved_tensors
+            x = x.detach().requires_grad_()
+            y = x + ctx.f(x)
+        return None, *torch.autograd.grad(y, (x, *params), g, allow_unused=True)
+
+
+def solver():
+    """A layer that is called once for its shape, and used in a Function."""
+
+    def run(net, x):
+        assert net.layer(x).shape == x.shape
+        return net.head(Adjoint.apply(net.layer, x, *net.layer.parameters()))
+
+    return Fn(run, layer=nn.Linear(3, 3), head=nn.Linear(3, 3))
+
+
+def test_norms_where_backward_calls_a_layer_again():
+    torch.manual_seed(1)
+    loss = hog.functional_loss(solver().double(), F.cross_entropy)
+    ghosts(loss, hog.trainable_params(loss.model), (draw(6, 3), LABELS), vmap=False)
+
+
 LABELS = torch.arange(6) % 3
 REFUSED = {
+    "a solver": (solver, draw(6, 3), LABELS, {}, r"params\['layer.weight'\] to be used by layers alone"),
     "a parameter of its own": (scaled, draw(6, 3), LABELS, {}, r"params\['scale'\], which mul"),
     "an LSTM": (lambda: nn.Sequential(nn.LSTM(3, 3, batch_first=True), Through(lambda y: y[0][:, -1])), draw(6, 2, 3), LABELS, {}, "which lstm in LSTM uses"),
     "a tied embedding": (TiedEmbedding, torch.arange(6) % 5, LABELS, {}, "an embedding tied"),
