@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hoglib._core import problem, pytree, torch_internals, validation
-from hoglib._core.autograd import materialize_grads
+from hoglib._core.autograd import materialize_grads, without_graph
 from hoglib._core.placement import WHOLE, Placement
 from hoglib._core.problem import EvaluationOptions, Policy
 from hoglib._core.swap import Params, swap_parameters
@@ -323,7 +323,9 @@ class ModuleLoop:
         loss = self._at_step(loss, step)
         with self._with_learned(start):
             whole = self.placement.gather_named({**start.model, **params})
-            return self.placement.mean_of(lambda: loss(whole, batch))
+            value = partial(self.placement.mean_of, lambda: loss(whole, batch))
+            # a model that differentiates inside does so where only the value is computed, too
+            return value() if torch.is_grad_enabled() else without_graph(value)
 
     def call(self, params: Params, *args: Any, **kwargs: Any) -> Any:
         """The model's output with the parameters that `adapt` gave."""
