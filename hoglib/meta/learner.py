@@ -254,8 +254,6 @@ class Learner(nn.Module, ABC):
         with self._ring(loop, placement, of_tasks=True) as blocks:
             with without_stand_ins():  # which see each question about a tensor
                 count = check_together(what, placement, start.model, tasks, self.inner_steps)
-                # of the caller's tensors none comes to require grad, as by x.requires_grad_() in a model
-                tasks = pytree.map_tensors(Tensor.detach, tasks)
             with task_sets.stacks_in_errors(what, tasks, count):
                 tasks = clone_inference_tensors(tasks)
                 loop = replace(loop, placement=placement.defer(self.model, blocks))

@@ -323,7 +323,10 @@ class ModuleLoop:
         loss = self._at_step(loss, step)
         with self._with_learned(start):
             whole = self.placement.gather_named({**start.model, **params})
-            value = partial(self.placement.mean_of, lambda: loss(whole, batch))
+            # x.requires_grad_() in a model is of this evaluation alone: of a tensor that all steps share,
+            # the derivative would go through the steps before
+            own = pytree.map_tensors(lambda x: x if x.requires_grad else x.detach(), batch)
+            value = partial(self.placement.mean_of, lambda: loss(whole, own))
             # a model that differentiates inside does so where only the value is computed, too
             return value() if torch.is_grad_enabled() else without_graph(value)
 
