@@ -154,11 +154,11 @@ def _search(module: nn.Module, prefix: str, found: dict[str, nn.Module], seen: s
         for outer, child in lists:
             for name, part in child.named_children():
                 if _may_be_block(part, True):
-                    kind = name, type(part), _shapes(part)
-                    alike[kind][f"{prefix}{outer}.{name}"] = part
-        repeated = [group for group in alike.values() if len(group) > 1]
-        for group in repeated:
-            found.update(group)
+                    place = name, type(part), _shapes(part)
+                    alike[place][f"{prefix}{outer}.{name}"] = part
+        repeated = [parts for parts in alike.values() if len(parts) > 1]
+        for parts in repeated:
+            found.update(parts)
         any_found = bool(repeated)
     return any_found
 
