@@ -154,7 +154,10 @@ def by_example(layer: Layer, rows: Sequence[Tensor], examples: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, -2)
 
 
-LEAVE_OUT = "leave it out: `{name: p for name, p in params.items() if name not in (...)}`"
+def _leave_out(names: Sequence[str]) -> str:
+    """The advice, with the names of all parameters that are refused."""
+    given = ", ".join(map(repr, names))
+    return f"leave out all of these: `{{n: p for n, p in params.items() if n not in [{given}]}}`."
 
 
 @final
@@ -281,6 +284,7 @@ class ModelRun:
                     float(call.rounding(gradients.plain(call))) for call in layer.calls
                 )
             layer.layout.scatter(summed_gradient(layer, gradients, self.dtype).unsqueeze(0), ours)
+        refused = []
         parts = zip(self._names, ours, self._own, wanted, summed, strict=True)
         for name, one, p, expected, terms in parts:
             given = torch.zeros_like(p) if expected is None else expected.to_dense()
@@ -289,11 +293,13 @@ class ModelRun:
             # that is zero, as that of the bias of keys, is only rounding
             eps = torch.finfo(p.dtype).eps
             if difference > 10 * (eps**0.5 * given.norm().to(self.dtype) + eps * terms):
-                raise UnsupportedError(
-                    f"{self._caller}: expected params[{name!r}] to be used by layers "
-                    "alone, got a gradient of which these are only a part: a custom Function, scripted "
-                    f"or compiled code uses it too; {LEAVE_OUT}."
-                )
+                refused.append(name)
+        if refused:
+            raise UnsupportedError(
+                f"{self._caller}: expected params[{refused[0]!r}] to be used by layers "
+                "alone, got a gradient of which these are only a part: a custom Function, scripted "
+                f"or compiled code uses it too; {_leave_out(refused)}"
+            )
 
     def check_apart(self, needs_examples: bool, first: Gradients | None = None) -> None:
         """Raise where a row has gradients of the outputs of several examples, or, where rows have to be
@@ -405,14 +411,11 @@ class ModelRun:
 
     def _check_covered(self, recorder: LayerRecorder) -> None:
         """Raise for parameters, or rows of them, that no layer uses, or more than one."""
-        caller = self._caller
+        known, refused = (
+            "parameters of linear, convolutional, embedding and normalization layers",
+            {},
+        )
         for number, (name, leaf) in enumerate(zip(self._names, self._own, strict=True)):
-            other = recorder.others.get(number)
-            if other is not None:
-                raise UnsupportedError(
-                    f"{caller}: expected parameters of linear, convolutional, embedding and "
-                    f"normalization layers, got params[{name!r}], which {other} uses; {LEAVE_OUT}."
-                )
             uses = [
                 region
                 for layer in self.layers
@@ -422,19 +425,22 @@ class ModelRun:
             uses.sort()
             ends = [0, *(region.stop for region in uses)]
             starts = [*(region.start for region in uses), len(leaf) if leaf.dim() else 1]
-            if not uses:
-                raise UnsupportedError(
-                    f"{caller}: expected parameters of linear, convolutional, embedding and "
-                    f"normalization layers, got params[{name!r}], which no such layer uses: the loss "
-                    f"does not depend on it, or a custom Function uses it; {LEAVE_OUT}."
+            if other := recorder.others.get(number):
+                refused[name] = f"{known}, got params[{name!r}], which {other} uses"
+            elif not uses:
+                refused[name] = (
+                    f"{known}, got params[{name!r}], which no such layer uses: the loss does not "
+                    "depend on it, or a custom Function uses it"
                 )
-            if starts != ends:
-                raise UnsupportedError(
-                    f"{caller}: expected every row of params[{name!r}] to be used by one kind of "
-                    f"layer, got rows {listing([f'{r.start} to {r.stop}' for r in uses])} used by "
-                    "layers of different kinds (an embedding tied to the output layer, for instance); "
-                    f"{LEAVE_OUT}."
+            elif starts != ends:
+                refused[name] = (
+                    f"every row of params[{name!r}] to be used by one kind of layer, got rows "
+                    f"{listing([f'{r.start} to {r.stop}' for r in uses])} used by layers of different "
+                    "kinds (an embedding tied to the output layer, for instance)"
                 )
+        if refused:
+            first = next(iter(refused.values()))
+            raise UnsupportedError(f"{self._caller}: expected {first}; {_leave_out([*refused])}")
 
 
 def checked_run(run: ModelRun, needs_examples: bool) -> tuple[ModelRun, RowOrder]:
