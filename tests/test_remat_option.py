@@ -126,10 +126,29 @@ def transformer():
     return hog.functional_loss(stack_of_layers(), F.mse_loss), (x, torch.randn(2, 4, dtype=DOUBLE))
 
 
+def lists_of_parts():
+    """Layers without a forward of their own, as many transformers have them: [attention, feed-forward]."""
+
+    def run(net, x):
+        for mix, feed in net.layers:
+            x = x + mix(x)
+            x = x + feed(x)
+        return x
+
+    def layer():
+        feed = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 4))
+        return nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Tanh()), feed])
+
+    x = torch.randn(2, 4, dtype=DOUBLE)
+    model = Fn(run, layers=nn.ModuleList([layer(), layer()]))
+    return hog.functional_loss(model, F.mse_loss), (x, torch.randn(2, 4, dtype=DOUBLE))
+
+
 MODELS = {
-    "ResNet": resnet, "transformer": transformer, "shared codec": shared_codec, "GPT-2": gpt2,
+    "lists of parts": lists_of_parts, "ResNet": resnet, "transformer": transformer, "shared codec": shared_codec, "GPT-2": gpt2,
 }  # fmt: skip
 BLOCKS = {
+    "lists of parts": ["layers.0.0", "layers.0.1", "layers.1.0", "layers.1.1"],
     "ResNet": ["layer1.0", "layer1.1", "layer2.0", "layer2.1"],
     "transformer": ["body.layers.0", "body.layers.1"],
     "shared codec": ["encoder.0", "encoder.1"],
@@ -209,6 +228,8 @@ def test_products_are_the_same(name, product, mode, runs):
 def test_blocks_that_are_found(name):
     loss, *_ = problem(name)
     assert list(repeated_blocks(loss.model)) == BLOCKS[name]
+    if name == "lists of parts":
+        assert find_blocks("layers", loss) == list(repeated_blocks(loss.model).values())
 
 
 def test_a_third_derivative_and_vectors_at_once():

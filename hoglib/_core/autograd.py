@@ -263,7 +263,8 @@ def without_graph(function: Callable[[], Tensor]) -> Tensor:
         except RuntimeError as error:
             if "does not require grad" not in str(error):
                 raise
-    return function().detach()
+    with torch.enable_grad():
+        return function().detach()
 
 
 def with_gradients(

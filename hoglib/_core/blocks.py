@@ -101,7 +101,8 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     Children of one container (ModuleList, Sequential, ModuleDict) are blocks where two of them have one
     class, and names and shapes of parameters in common; then so are all of this class, as the first of
     each stage of a ResNet. Children that are merely of one class, or attributes with the same class and
-    shapes, or plain containers, may be stages: they are blocks if nothing inside them is repeated.
+    shapes, or plain containers, may be stages: they are blocks if nothing inside them is repeated. Of
+    several lists in a container, which have no forward, the parts are that they have alike.
     """
     found: dict[str, nn.Module] = {}
     seen: set[int] = set()
@@ -146,6 +147,19 @@ def _search(module: nn.Module, prefix: str, found: dict[str, nn.Module], seen: s
     for name, child in children:
         if id(child) not in blocks and id(child) not in searched:
             any_found = _search(child, f"{prefix}{name}.", found, seen) or any_found
+    lists = [(name, child) for name, child in children if isinstance(child, CONTAINERS)]
+    if in_container and len(lists) > 1 and not any_found:
+        # layers that are lists of parts, as [attention, feed-forward]: parts that the lists have alike
+        alike: dict[Any, dict[str, nn.Module]] = defaultdict(dict)
+        for outer, child in lists:
+            for name, part in child.named_children():
+                if _may_be_block(part, True):
+                    place = name, type(part), _shapes(part)
+                    alike[place][f"{prefix}{outer}.{name}"] = part
+        repeated = [parts for parts in alike.values() if len(parts) > 1]
+        for parts in repeated:
+            found.update(parts)
+        any_found = bool(repeated)
     return any_found
 
 
@@ -179,7 +193,7 @@ def _matches(roots: list[nn.Module], pattern: str) -> list[nn.Module]:
     for root in roots:
         for name, module in root.named_modules(remove_duplicate=False):
             if name and fnmatchcase(name, pattern):
-                found += module.children() if isinstance(module, CONTAINERS) else [module]
+                found += _with_forward(module)
     scripted = [x for x in found if isinstance(x, torch.jit.ScriptModule)]
     if found and not scripted:
         return found
@@ -190,6 +204,13 @@ def _matches(roots: list[nn.Module], pattern: str) -> list[nn.Module]:
         + ". "
         + (f"Repeated blocks, which remat=True takes: {_listed(own)}." if own else _children(roots))
     )
+
+
+def _with_forward(module: nn.Module) -> list[nn.Module]:
+    """A module, or the elements of containers that have no forward."""
+    if not isinstance(module, CONTAINERS):
+        return [module]
+    return [part for child in module.children() for part in _with_forward(child)]
 
 
 def _outermost(blocks: list[nn.Module]) -> list[nn.Module]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hoglib._core import validation
+from hoglib._core.factorizations import symmetric_eigen
 from hoglib.curvature.vector_space import Space, SymmetricMatrix, random_normals
 from hoglib.errors import (
     ArgumentTypeError,
@@ -94,7 +95,7 @@ def eigsh(
     space = operator.space
     if size <= first_check(k, block) and not space.placement.is_sharded:
         A = operator.to_dense().to(torch.float64)
-        every, columns = torch.linalg.eigh((A + A.T) / 2)
+        every, columns = symmetric_eigen(A)
         chosen = _chosen(every.cpu(), k, which).to(A.device)
         values, rows = every[chosen], columns[:, chosen].T
     else:
@@ -243,7 +244,7 @@ class Basis:
     def ritz(self) -> tuple[Tensor, Tensor, Tensor]:
         """Values theta, ascending, coefficients S of the vectors S^T V, and |A v - theta v| of each."""
         T = self.T[: self.m, : self.m]
-        theta, S = torch.linalg.eigh((T + T.T) / 2)
+        theta, S = symmetric_eigen(T)
         return theta, S, (self.T[self.m : self.n, : self.m] @ S).norm(dim=0)
 
     def combine(self, S: Tensor) -> Tensor:

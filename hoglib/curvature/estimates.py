@@ -11,6 +11,7 @@ import torch
 from torch import Generator, Tensor
 
 from hoglib._core import validation
+from hoglib._core.factorizations import symmetric_eigen
 from hoglib.curvature.eigenvalues import ROUNDING
 from hoglib.curvature.vector_space import Space, SymmetricMatrix, random_signs
 from hoglib.errors import ArgumentValueError
@@ -248,7 +249,7 @@ def spectral_density(
                 operator.space,
             )[0]
         )  # fmt: skip
-    nodes, vectors = torch.linalg.eigh(torch.cat(found))
+    nodes, vectors = symmetric_eigen(torch.cat(found))
     weights = vectors[:, 0].square()
     return _smoothed(nodes, weights, width, operator.count - before)
 

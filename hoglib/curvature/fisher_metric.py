@@ -34,6 +34,7 @@ from torch import distributions as D
 
 from hoglib._core import pytree, validation
 from hoglib._core.autograd import Vector, clone_inference_tensors, grad_enabled, materialize_grads
+from hoglib._core.factorizations import symmetric_eigen
 from hoglib._core.mixed_precision import upcast_half
 from hoglib._core.problem import Policy
 from hoglib._core.source_location import warn
@@ -604,7 +605,7 @@ def _dense_columns(
         return max(filter(isfinite, sizes))
 
     _check_apart(product, vector, blocks, values[0].dtype, composite.policy.caller, at_zero)
-    eigenvalues, Q = torch.linalg.eigh((blocks + blocks.mT) / 2)
+    eigenvalues, Q = symmetric_eigen(blocks)
     rounding = max(1e3 * torch.finfo(wide).eps, 10 * torch.finfo(values[0].dtype).eps)
     low = -float(eigenvalues.min()) / rounding
     if low > largest(eigenvalues) and low > at_zero(_directions(blocks)):

@@ -309,6 +309,7 @@ def _weights(y: Tensor) -> Tensor:
 
 # A Function may give its gradient in float32, whatever it is given; a part that is lost is larger.
 SINGLE = 1e-6
+UNDERFLOW = 1e-30  # sums of products in float32 that are smaller say nothing
 
 
 def are_adjoint(
@@ -326,29 +327,33 @@ def are_adjoint(
     """
     if not value_checks_on():
         return True
-    pairs = [
-        [(a.detach().conj(), b.detach()) for a, b in zip(*sides, strict=True)]
-        for sides in ((vector, product), (tangents, weighted))
-    ]
-    # of each side: <a, b>, the sum of |a b|, |a|^2, |b|^2
-    sums = torch.zeros(2, 4, dtype=torch.float64)
-    for row, side in enumerate(pairs):
-        for i, (a, b) in enumerate(side):
-            found = [(a * b).real.sum(), (a * b).abs().sum(), _square(a), _square(b)]
-            share = placement.weight if row else placement.part(i)
-            sums[row] += share * torch.tensor([float(x) for x in found], dtype=torch.float64)
-    sums = placement.sum(sums)
-    lhs, rhs = sums[:, 0].tolist()
-    size = float(sums[:, 1].sum())
-    lengths = (sums[:, 2] * sums[:, 3]).sqrt().tolist()
-    dtypes = {x.dtype for side in pairs for pair in side for x in pair}
+    sides = (vector, product), (tangents, weighted)
+    dtypes = {x.dtype for side in sides for part in side for x in part}
     rtol = max(SINGLE, *(TOLERANCES[dtype].rtol for dtype in dtypes))
     eps = max(torch.finfo(dtype).eps for dtype in dtypes)
-    if not isfinite(lhs + rhs):
-        return True  # a value that is not finite is reported elsewhere
-    rounding = rtol * size + 100 * eps * max(lengths)
-    if abs(lhs - rhs) <= rounding:
-        return True
+    # products of small vectors underflow: these, and what does not agree, once more in float64
+    for wide in (False, True):
+        # of each side: <a, b>, the sum of |a b|, |a|^2, |b|^2
+        sums = torch.zeros(2, 4, dtype=torch.float64)
+        for row, side in enumerate(sides):
+            for i, (a, b) in enumerate(zip(*side, strict=True)):
+                a, b = a.detach().conj(), b.detach()
+                if wide:
+                    a, b = (x.to(torch.promote_types(x.dtype, torch.float64)) for x in (a, b))
+                found = [(a * b).real.sum(), (a * b).abs().sum(), _square(a), _square(b)]
+                share = placement.weight if row else placement.part(i)
+                sums[row] += share * torch.tensor([float(x) for x in found], dtype=torch.float64)
+        sums = placement.sum(sums)
+        lhs, rhs = sums[:, 0].tolist()
+        size = float(sums[:, 1].sum())
+        lengths = (sums[:, 2] * sums[:, 3]).sqrt().tolist()
+        if not isfinite(lhs + rhs):
+            return True  # a value that is not finite is reported elsewhere
+        # below the smallest normal number there are few digits, or none
+        least = 1e3 * torch.finfo(torch.float32).tiny * float(sums[:, 2:].sqrt().sum())
+        agreed = abs(lhs - rhs) <= rtol * size + 100 * eps * max(lengths) + least
+        if agreed and (wide or size > UNDERFLOW):
+            return True
     # what rounds to half precision inside; whether its derivatives are right is examined elsewhere
     half = half_dtypes(graphs)
     return abs(lhs - rhs) <= max((TOLERANCES[dtype].rtol for dtype in half), default=0.0) * size

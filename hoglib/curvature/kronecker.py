@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hoglib._core import validation
 from hoglib._core.autograd import Vector
+from hoglib._core.factorizations import damped_inverse, symmetric_eigen
 from hoglib.curvature.estimates import Estimate
 from hoglib.curvature.layer_calls import Region, Role
 from hoglib.curvature.linear_operator import LinearOperator, as_number
@@ -149,7 +150,7 @@ def eigen_of(factor: Tensor | None) -> tuple[Tensor, Tensor | None]:
         return factor.clamp(min=0), None
     if factor.shape[-1] == 1:
         return factor[..., 0].clamp(min=0), torch.ones_like(factor)
-    values, vectors = torch.linalg.eigh((factor + factor.mT) / 2)
+    values, vectors = symmetric_eigen(factor)
     return values.clamp(min=0), vectors
 
 
@@ -172,15 +173,13 @@ def _inverse(factor: Tensor | None, damping: Tensor) -> Tensor:
     factor = _given(factor)
     if factor.dim() == 2:
         return 1 / (factor + damping.reshape(-1, 1))
-    eye = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device)
-    damped = (factor + factor.mT) / 2 + damping.reshape(-1, 1, 1) * eye
-    L, failed = torch.linalg.cholesky_ex(damped)
-    if bool(failed.any()):
+    inverse = damped_inverse(factor, damping)
+    if inverse is None:
         raise NotPositiveDefiniteError(
             "inverse: expected factors that are positive definite with the damping, got one that is "
             f"not with {float(damping.max()):.3g}; use more damping, or method='exact'."
         )
-    return torch.cholesky_inverse(L)
+    return inverse
 
 
 class KroneckerOperator(LinearOperator):

@@ -35,6 +35,7 @@ from hoglib.curvature.model_run import (
 )
 
 AT_ONCE = 2**24  # numbers of examples' gradients that are held at once
+SQUARED_AT_ONCE = 2**20  # numbers of rows that are squared in one product
 PARTS, LARGE = 4, 256  # of the columns of a square, and from how many on
 
 
@@ -88,9 +89,16 @@ class FactorSums(BlockSums):
             sums = self.sums[layer.layout]
             if layer.layout.role.matrix == "kronecker":
                 self._add_inputs(layer, sums, run, weight, expand)
+        # rows of several columns at once: thousands of small squares one by one are lost in float32
+        waiting: dict[BlockLayout, list[Tensor]] = {layer.layout: [] for layer in run.layers}
         for gradients in run.columns():
             for layer in run.layers:
-                self._add_gradients(layer, gradients, self.sums[layer.layout], run, share, expand)
+                rows = waiting[layer.layout]
+                rows += _output_rows(layer, gradients, run, expand)
+                if sum(x.numel() for x in rows) >= SQUARED_AT_ONCE:
+                    self._add_outputs(layer.layout, rows, share)
+        for layout, rows in waiting.items():
+            self._add_outputs(layout, rows, share)
 
     def include(self, layouts: Iterable[BlockLayout], dtype: torch.dtype, device: Any) -> None:
         """Zeros for those that are not there: of several processes one may have no batch."""
@@ -120,18 +128,12 @@ class FactorSums(BlockSums):
             mean = mean_inputs(layer, run.examples, run.dtype, run.device)
             _add_square(sums["A"], mean, weight / max(run.examples, 1))
 
-    def _add_gradients(
-        self, layer: Layer, gradients: Gradients, sums: dict[str, Tensor], run: ModelRun,
-        share: float, expand: bool,
-    ) -> None:  # fmt: skip
-        if layer.layout.role.matrix == "diagonal":
-            each = gradients.of_examples(layer, run.examples).sum(-2)
-            _add_square(sums["A"], each.unsqueeze(0), share)
-        elif expand or is_embedding(layer):
-            for g in gradients.rows(layer):
-                _add_square(sums["G"], g, share)
-        else:
-            _add_square(sums["G"], gradients.of_examples(layer, run.examples).sum(-2), share)
+    def _add_outputs(self, layout: BlockLayout, rows: list[Tensor], share: float) -> None:
+        name = "A" if layout.role.matrix == "diagonal" else "G"
+        if rows:
+            square = rows[0] if len(rows) == 1 else torch.cat(rows, -2)
+            _add_square(self.sums[layout][name], square, share)
+            rows.clear()
 
     def blocks(self, divisor: float) -> list[KroneckerBlock]:
         """The blocks of sums over all of the data, whose shares sum to divisor."""
@@ -147,6 +149,15 @@ class FactorSums(BlockSums):
                 A, G = sums["A"].div_(count), sums["G"].div_(divisor)
                 found.append(KroneckerBlock(layout, A, G))
         return sorted(found, key=lambda block: block.layout.first)
+
+
+def _output_rows(layer: Layer, gradients: Gradients, run: ModelRun, expand: bool) -> list[Tensor]:
+    """The rows [groups, rows, out] of a column whose squares are added up."""
+    if layer.layout.role.matrix == "diagonal":
+        return [gradients.of_examples(layer, run.examples).sum(-2).unsqueeze(0)]
+    if expand or is_embedding(layer):
+        return gradients.rows(layer)
+    return [gradients.of_examples(layer, run.examples).sum(-2)]
 
 
 def _add_square(total: Tensor, rows: Tensor, factor: float) -> None:
@@ -197,7 +208,8 @@ class EigenvalueSums(BlockSums):
     def __init__(self, blocks: Sequence[KroneckerBlock]) -> None:
         self._blocks = {block.layout: block for block in blocks}
         self.sums = {
-            layout: {"values": block.G.new_zeros(layout.sizes)}
+            # of thousands of columns float32 would lose digits
+            layout: {"values": block.G.new_zeros(layout.sizes, dtype=torch.float64)}
             for layout, block in self._blocks.items()
             if layout.role.matrix == "kronecker"
         }
@@ -229,7 +241,7 @@ class EigenvalueSums(BlockSums):
         found = []
         for layout, block in self._blocks.items():
             if layout in self.sums:
-                values = self.sums[layout]["values"] / divisor
+                values = (self.sums[layout]["values"] / divisor).to(block.G.dtype)
                 block = KroneckerBlock(layout, block.A, block.G, values)
             found.append(block)
         return found
@@ -238,7 +250,7 @@ class EigenvalueSums(BlockSums):
 def _add_squares(values: Tensor, a: Tensor, g: Tensor, share: float) -> None:
     """Add share times the sum over n of (sum_t g_nt a_nt^T)^2; a, g: [groups, N, T, features]."""
     if a.shape[2] == 1:
-        values.baddbmm_(g[:, :, 0].square().mT, a[:, :, 0].square(), alpha=share)
+        values.add_(g[:, :, 0].square().mT @ a[:, :, 0].square(), alpha=share)
         return
     size = max(1, AT_ONCE // max(values.numel(), 1))
     for start in range(0, a.shape[1], size):
@@ -252,4 +264,4 @@ def _add_embedding(values: Tensor, at: Tensor, rows: Tensor, share: float) -> No
     seen = at >= 0
     pairs, places = (number * values.shape[1] + at)[seen].unique(return_inverse=True)
     sums = rows.new_zeros(len(pairs), rows.shape[-1]).index_add_(0, places, rows[seen])
-    values.T.index_add_(0, pairs % values.shape[1], sums.square(), alpha=share)
+    values.T.index_add_(0, pairs % values.shape[1], sums.square().to(values), alpha=share)

@@ -10,6 +10,7 @@ from torch import Generator, Tensor
 
 from hoglib._core import validation
 from hoglib._core.autograd import outside_inference_mode
+from hoglib._core.factorizations import symmetric_eigen
 from hoglib.curvature import eigenvalues, estimates, linear_systems
 from hoglib.curvature.vector_space import Blocks, Space, groups_of
 from hoglib.errors import (
@@ -549,7 +550,7 @@ class LinearOperator(ABC):
             size = self.space.norms(rows)[:, None]
             start = rows / torch.where(size > 0, size, torch.ones_like(size))
             T, V = estimates.tridiagonal(self.apply, start, count, self.space)
-            theta, S = torch.linalg.eigh(T)
+            theta, S = symmetric_eigen(T)
             present = S[:, 0].square() > torch.finfo(T.dtype).eps ** 2  # of others no part is in b
             values = validation.of_eigenvalues(function, theta, present & (size > 0))
             weights = torch.einsum("sij,sj,sj->si", S, values, S[:, 0]).to(V)
@@ -730,7 +731,7 @@ def _nystrom(S: Tensor, Y: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     noise = eps * size  # of the products
     Y = Y + shift * S
     C = (S.T @ Y).double()
-    values, vectors = torch.linalg.eigh((C + C.T) / 2)
+    values, vectors = symmetric_eigen(C)
     lowest = float(values[0])
     if lowest < -10 * max(noise, shift):
         raise NotPositiveDefiniteError(

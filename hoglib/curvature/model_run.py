@@ -30,6 +30,7 @@ from hoglib._core import pytree
 from hoglib._core.autograd import Vector, fresh_leaves, translate_errors, without_graph
 from hoglib._core.problem import Problem
 from hoglib._core.state import preserve_random_state
+from hoglib._core.swap import keep_swapped, reapply
 from hoglib._core.torch_modes import plain_operations
 from hoglib._core.trust import SUMS, agree
 from hoglib._core.validation import listing
@@ -153,7 +154,10 @@ def by_example(layer: Layer, rows: Sequence[Tensor], examples: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, -2)
 
 
-LEAVE_OUT = "leave it out: `{name: p for name, p in params.items() if name not in (...)}`"
+def _leave_out(names: Sequence[str]) -> str:
+    """The advice, with the names of all parameters that are refused."""
+    given = ", ".join(map(repr, names))
+    return f"leave out all of these: `{{n: p for n, p in params.items() if n not in [{given}]}}`."
 
 
 @final
@@ -212,8 +216,10 @@ class ModelRun:
         """Run the model, recorded."""
         recorder = LayerRecorder(self._own, examples)
         try:
-            with plain_operations(self._caller), recorder:
+            with keep_swapped() as swapped, plain_operations(self._caller), recorder:
                 self._outputs = self._composite.outputs(self._own)
+                # a Function that calls the model in its backward finds the leaves of this run there
+                self._patches = swapped.values()
         except Exception:
             if not recorder.expanded:
                 raise
@@ -251,7 +257,7 @@ class ModelRun:
 
     def _backward(self, inputs: Sequence[Any], column: Vector) -> list[Tensor | None]:
         pairs = [(y, u) for y, u in zip(self._outputs, column, strict=True) if y.requires_grad]
-        with translate_errors(self._caller):
+        with translate_errors(self._caller), reapply(self._patches):
             found: Any = torch.autograd.grad(
                 [y for y, _ in pairs], list(inputs), [u for _, u in pairs],
                 retain_graph=True, allow_unused=True,
@@ -278,6 +284,7 @@ class ModelRun:
                     float(call.rounding(gradients.plain(call))) for call in layer.calls
                 )
             layer.layout.scatter(summed_gradient(layer, gradients, self.dtype).unsqueeze(0), ours)
+        refused = []
         parts = zip(self._names, ours, self._own, wanted, summed, strict=True)
         for name, one, p, expected, terms in parts:
             given = torch.zeros_like(p) if expected is None else expected.to_dense()
@@ -286,11 +293,13 @@ class ModelRun:
             # that is zero, as that of the bias of keys, is only rounding
             eps = torch.finfo(p.dtype).eps
             if difference > 10 * (eps**0.5 * given.norm().to(self.dtype) + eps * terms):
-                raise UnsupportedError(
-                    f"{self._caller}: expected params[{name!r}] to be used by layers "
-                    "alone, got a gradient of which these are only a part: a custom Function, scripted "
-                    f"or compiled code uses it too; {LEAVE_OUT}."
-                )
+                refused.append(name)
+        if refused:
+            raise UnsupportedError(
+                f"{self._caller}: expected params[{refused[0]!r}] to be used by layers "
+                "alone, got a gradient of which these are only a part: a custom Function, scripted "
+                f"or compiled code uses it too; {_leave_out(refused)}"
+            )
 
     def check_apart(self, needs_examples: bool, first: Gradients | None = None) -> None:
         """Raise where a row has gradients of the outputs of several examples, or, where rows have to be
@@ -402,14 +411,11 @@ class ModelRun:
 
     def _check_covered(self, recorder: LayerRecorder) -> None:
         """Raise for parameters, or rows of them, that no layer uses, or more than one."""
-        caller = self._caller
+        known, refused = (
+            "parameters of linear, convolutional, embedding and normalization layers",
+            {},
+        )
         for number, (name, leaf) in enumerate(zip(self._names, self._own, strict=True)):
-            other = recorder.others.get(number)
-            if other is not None:
-                raise UnsupportedError(
-                    f"{caller}: expected parameters of linear, convolutional, embedding and "
-                    f"normalization layers, got params[{name!r}], which {other} uses; {LEAVE_OUT}."
-                )
             uses = [
                 region
                 for layer in self.layers
@@ -419,19 +425,22 @@ class ModelRun:
             uses.sort()
             ends = [0, *(region.stop for region in uses)]
             starts = [*(region.start for region in uses), len(leaf) if leaf.dim() else 1]
-            if not uses:
-                raise UnsupportedError(
-                    f"{caller}: expected parameters of linear, convolutional, embedding and "
-                    f"normalization layers, got params[{name!r}], which no such layer uses: the loss "
-                    f"does not depend on it, or a custom Function uses it; {LEAVE_OUT}."
+            if other := recorder.others.get(number):
+                refused[name] = f"{known}, got params[{name!r}], which {other} uses"
+            elif not uses:
+                refused[name] = (
+                    f"{known}, got params[{name!r}], which no such layer uses: the loss does not "
+                    "depend on it, or a custom Function uses it"
                 )
-            if starts != ends:
-                raise UnsupportedError(
-                    f"{caller}: expected every row of params[{name!r}] to be used by one kind of "
-                    f"layer, got rows {listing([f'{r.start} to {r.stop}' for r in uses])} used by "
-                    "layers of different kinds (an embedding tied to the output layer, for instance); "
-                    f"{LEAVE_OUT}."
+            elif starts != ends:
+                refused[name] = (
+                    f"every row of params[{name!r}] to be used by one kind of layer, got rows "
+                    f"{listing([f'{r.start} to {r.stop}' for r in uses])} used by layers of different "
+                    "kinds (an embedding tied to the output layer, for instance)"
                 )
+        if refused:
+            first = next(iter(refused.values()))
+            raise UnsupportedError(f"{self._caller}: expected {first}; {_leave_out([*refused])}")
 
 
 def checked_run(run: ModelRun, needs_examples: bool) -> tuple[ModelRun, RowOrder]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from hoglib._core import torch_internals, validation
+from hoglib._core.factorizations import symmetric_eigen
 from hoglib._core.finite_differences import fixed_random_numbers
 from hoglib._core.problem import Options
 from hoglib._core.state import GeneratorStates
@@ -421,7 +422,7 @@ def directions_of(x: Tensor, batched: bool, coefficients: Any, signs: Tensor | N
     if signs is None and _is_nonnegative(a, D, batched):
         if _is_diagonal(a, batched):  # sqrt(a_i) e_i
             return Directions(e * a.sqrt().reshape(x.shape), 1.0, False)
-        sizes, q = torch.linalg.eigh((a + a.mT) / 2)
+        sizes, q = symmetric_eigen(a)
         v = (q * sizes.clamp(min=0).sqrt().unsqueeze(-2)).movedim(-1, 0)
         return Directions(v.reshape(D, *x.shape), 1.0, False)
     # d_u d_z = 1/4 (d_(u + z)^2 - d_(u - z)^2) with z = a u; s balances the two
@@ -452,7 +453,7 @@ def _is_nonnegative(a: Tensor, D: int, batched: bool) -> bool:
         return False
     if _is_diagonal(a, batched):
         return bool((a >= 0).all())
-    sizes = torch.linalg.eigvalsh((a + a.mT) / 2)
+    sizes = symmetric_eigen(a)[0]
     floor = -torch.finfo(a.dtype).eps * D * sizes.abs().amax() if sizes.numel() else 0
     return bool((sizes >= floor).all())
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hoglib._core import problem, pytree, torch_internals, validation
-from hoglib._core.autograd import materialize_grads
+from hoglib._core.autograd import materialize_grads, without_graph
 from hoglib._core.placement import WHOLE, Placement
 from hoglib._core.problem import EvaluationOptions, Policy
 from hoglib._core.swap import Params, swap_parameters
@@ -323,7 +323,13 @@ class ModuleLoop:
         loss = self._at_step(loss, step)
         with self._with_learned(start):
             whole = self.placement.gather_named({**start.model, **params})
-            return self.placement.mean_of(lambda: loss(whole, batch))
+            # x.requires_grad_() in a model is of this evaluation alone: of a tensor that all steps
+            # share, the derivative would go through the steps before
+            plain = type(batch) is tuple and all(isinstance(x, Tensor) for x in batch)
+            own = tuple(map(_own, batch)) if plain else pytree.map_tensors(_own, batch)
+            value = partial(self.placement.mean_of, lambda: loss(whole, own))
+            # a model that differentiates inside does so where only the value is computed, too
+            return value() if torch.is_grad_enabled() else without_graph(value)
 
     def call(self, params: Params, *args: Any, **kwargs: Any) -> Any:
         """The model's output with the parameters that `adapt` gave."""
@@ -456,3 +462,8 @@ def _weighted(weight: float | Tensor, value: Tensor) -> Tensor:
 
 def _is_in(name: str, part: str) -> bool:
     return name == part or name.startswith(part + ".")
+
+
+def _own(x: Tensor) -> Tensor:
+    """A constant as a tensor of its own, of the same memory."""
+    return x if x.requires_grad else x.detach()

@@ -68,6 +68,43 @@ def test_a_function_without_forward_mode_takes_the_reverse():
         hog.ggn_vp(loss, params, v, batch, mode="forward")
 
 
+class Halved(torch.autograd.Function):
+    """Whose gradient keeps half of its graph."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, g):
+        return (g + g.detach()) / 2 * ctx.saved_tensors[0].cos()
+
+
+@rows("scale", [1e-15, 1e-22, 1e-30, 1e-36, 1e-40, 1e20])
+@rows("mode", ["auto", "reverse"])
+def test_vectors_of_any_length_in_single_precision(scale, mode):
+    """Inner products of which underflow: what is right is not refused, what is wrong is."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
+    batch, v = (draw(6, 3).float(), torch.arange(6) % 3), draw(31)
+
+    def product(layers, dtype, mode, vector):
+        loss = hog.functional_loss(layers.to(dtype), F.cross_entropy)
+        G = hog.GGNOperator(
+            loss, hog.trainable_params(layers), (batch[0].to(dtype), batch[1]), mode=mode
+        )
+        return G @ vector
+
+    found = product(model, torch.float32, mode, (scale * v).float()).double() / scale
+    wrong = nn.Sequential(*model[:2], Through(Halved.apply), model[2])
+    if 1e-35 < scale < 1e10:  # below, the warning about Halved is all
+        with pytest.raises(hog.errors.NoSecondDerivative, match="lost its graph"):
+            product(wrong, torch.float32, "reverse", (scale * v).float())
+    expected = product(model, torch.float64, "reverse", v)
+    assert relative(found, expected) < (1e-5 if scale > 1e-37 else 1e-2)
+
+
 def several(net, x):
     """Outputs in a dict: two that are differentiated, one that is a constant, one of whole numbers."""
     y = net.linear(x)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import hoglib as hog
+from hoglib._core.factorizations import symmetric_eigen
 from hoglib.curvature import kfac_operator
 from tests.curvature.kronecker_by_definition import dense_kfac
 from tests.curvature.problems import CRITERIA, F64, draw, nested_to_matrix
@@ -610,8 +611,43 @@ def in_a_function():
     return Fn(run, layer=nn.Linear(3, 3, bias=False))
 
 
+class Adjoint(torch.autograd.Function):
+    """x + f(x), whose backward calls f again, as adjoint solvers and reversible blocks do."""
+
+    @staticmethod
+    def forward(ctx, f, x, *params):
+        ctx.f = f
+        ctx.save_for_backward(x, *params)
+        return x + f(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        with torch.enable_grad():
+            x, *params = ctx.saved_tensors
+            x = x.detach().requires_grad_()
+            y = x + ctx.f(x)
+        return None, *torch.autograd.grad(y, (x, *params), g, allow_unused=True)
+
+
+def solver():
+    """A layer that is called once for its shape, and used in a Function."""
+
+    def run(net, x):
+        assert net.layer(x).shape == x.shape
+        return net.head(Adjoint.apply(net.layer, x, *net.layer.parameters()))
+
+    return Fn(run, layer=nn.Linear(3, 3), head=nn.Linear(3, 3))
+
+
+def test_norms_where_backward_calls_a_layer_again():
+    torch.manual_seed(1)
+    loss = hog.functional_loss(solver().double(), F.cross_entropy)
+    ghosts(loss, hog.trainable_params(loss.model), (draw(6, 3), LABELS), vmap=False)
+
+
 LABELS = torch.arange(6) % 3
 REFUSED = {
+    "a solver": (solver, draw(6, 3), LABELS, {}, r"layers alone.*not in \['layer.weight', 'layer.bias'\]"),
     "a parameter of its own": (scaled, draw(6, 3), LABELS, {}, r"params\['scale'\], which mul"),
     "an LSTM": (lambda: nn.Sequential(nn.LSTM(3, 3, batch_first=True), Through(lambda y: y[0][:, -1])), draw(6, 2, 3), LABELS, {}, "which lstm in LSTM uses"),
     "a tied embedding": (TiedEmbedding, torch.arange(6) % 5, LABELS, {}, "an embedding tied"),
@@ -759,3 +795,52 @@ def test_large_factors_are_whole():
     g = 2 * (model(x) - y).detach()
     assert_close(block.A[0], x.T @ x / 20)
     assert_close(block.G[0], g.T @ g / 20)
+
+
+@rows("dtype", [torch.float32, F64])
+def test_factors_of_low_rank(dtype):
+    """With dead inputs and numbers of all sizes, of which LAPACK gives up on some."""
+    generator = torch.Generator().manual_seed(0)
+    for size, count in ((130, 1), (300, 4), (576, 8), (576, 16)):
+        x = torch.randn(count, size, generator=generator, dtype=dtype).relu()
+        x = x * (torch.rand(1, size, generator=generator) > 0.6)
+        for rows_ in (x, x * torch.logspace(0, -20, size, dtype=dtype)):
+            A = rows_.T @ rows_ / count
+            values, Q = symmetric_eigen(A)
+            assert_close(
+                (Q * values) @ Q.T, A, atol=1e-5 if dtype == torch.float32 else 1e-13, rtol=0
+            )
+            assert_close(Q.T @ Q, torch.eye(size, dtype=dtype))
+            assert (values.diff() >= 0).all()
+    model = nn.Sequential(nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 3)).to(dtype)
+    loss, params = hog.functional_loss(model, F.cross_entropy), hog.trainable_params(model)
+    inputs = torch.randn(6, 300, generator=generator, dtype=dtype).relu()
+    batch = inputs * (torch.arange(300) % 3 > 1), LABELS
+    b = {name: torch.randn(p.shape, generator=generator, dtype=dtype) for name, p in params.items()}
+    K = hog.KFACOperator(loss, params, batch)
+    inverse = K.inverse(0.1)
+    assert_close(K.damped(0.1) @ K.ravel(inverse @ b), K.ravel(b), atol=1e-4, rtol=1e-4)
+    for method in ("pi", "factors"):  # where Cholesky's method fails by rounding
+        small = K.inverse(1e-8, method=method).blocks()[0]
+        assert small.A.isfinite().all()
+        assert small.A.diagonal(dim1=1, dim2=2).min() >= 0
+    assert_close(small.A[0, 0, 0], torch.tensor(1e8, dtype=dtype))  # of a dead input
+    assert hog.influence(loss, params, batch, batch, damping=0.1).isfinite().all()
+    hog.curvature.KFAC(loss).step(batch)
+    for one in (torch.nan, torch.inf):
+        with pytest.raises(hog.errors.NonFiniteError, match="finite numbers"):
+            symmetric_eigen(torch.full((3, 3), one, dtype=dtype))
+
+
+def test_thousands_of_outputs_in_single_precision():
+    """Of which each column adds little to the sums."""
+    torch.manual_seed(0)
+    x, y, model = draw(2, 3).float(), torch.tensor([5, 7]), nn.Linear(3, 1500)
+    with torch.no_grad():
+        model.bias[0] = 9.0
+    loss, params = hog.functional_loss(model, F.cross_entropy), hog.trainable_params(model)
+    p = model(x).detach().double().softmax(-1)
+    K = hog.KFACOperator(loss, params, (x, y))
+    expected = (p * (1 - p)).sum(0) / 2
+    for found in (K.blocks()[0].G[0].diagonal(), K.exact_diagonal()[-1500:]):
+        assert_close(found.double(), expected, rtol=8e-6, atol=0)

@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.testing import assert_close
 
 import hoglib as hog
 from tests.long_tail import all_but
 from tests.meta.odd_cases import CASES, WITHOUT, Case, x4
+from tests.models import Fn
 from tests.unchanged import unchanged
 
 MEMORY = ("store", "remat", "checkpoint")
@@ -114,6 +117,28 @@ def test_meta_gradient(name, rule):
         coarse, fine = ((at(h) - at(-h)) / (2 * h) for h in (2e-4, 1e-4))
         slope = (4 * fine - coarse) / 3
         assert abs(along(found[0], v) - slope) < 1e-6 * max(abs(slope), 1e-2)
+
+
+def test_models_that_make_their_input_require_grad():
+    """Which leaves the tasks as they were, so that they can be given again; and values alone."""
+
+    def run(net, x):
+        x.requires_grad_()
+        return torch.autograd.grad(net.energy(x).sum(), x, create_graph=True)[0]
+
+    torch.manual_seed(0)
+    model = Fn(run, energy=nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)))
+    case = Case(model, x4, (4,), vmap=False)
+    tasks, options = case.tasks(), {"inner_lr": LR, "over_tasks": "loop"}
+    maml = hog.MAML(model, F.mse_loss, inner_steps=STEPS, **options)
+    first = maml.loss(tasks)
+    with torch.no_grad():
+        assert_close(maml.loss(tasks), first)
+    assert not any(x.requires_grad for task in tasks for part in task for x in part)
+    reptile = hog.meta.Reptile(model, F.mse_loss, inner_steps=STEPS, **options)
+    implicit = hog.meta.IMAML(model, F.mse_loss, inner_lr=LR, inner_steps=STEPS)
+    for one in (reptile, implicit):
+        assert_close(one.loss(tasks), one.loss(tasks))
 
 
 class Fails(nn.Module):
