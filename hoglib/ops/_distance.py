@@ -1,17 +1,27 @@
-"""Distances between rows, to any order.
+"""Distances between rows and Euclidean norms, to any order.
 
 torch's cdist and pdist have neither a second derivative nor a forward mode. Its pairwise_distance
-raises in reverse over forward for p = 1 and has NaN for the second derivative at distance 0.
+raises in reverse over forward for p = 1 and has NaN for the second derivative at distance 0, as its
+norms have, also where they are squared.
 """
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hoglib._core import validation
+from hoglib._core import torch_internals, validation
 from hoglib._core.mixed_precision import is_autocast, upcast_half, without_autocast
+from hoglib._core.torch_modes import only_plain_operations
+from hoglib.ops._define import promote_dtypes
+from hoglib.ops._directions import Directions, values
+from hoglib.ops._function import Batch, Saved, apply_function, make_function
 from hoglib.ops._stand_in import (
     NO_DOUBLE_BACKWARD,
+    SILENT,
     TorchValueError,
     check_dtype,
     check_real,
@@ -94,6 +104,12 @@ def cdist(
         products = rows > _MANY_ROWS
     if norm == 2 and products:
         y = root(_squares_by_products(a, b))
+        seen = values(y)
+        if seen is not None and seen is y and bool((y == 0).any()):
+            pairs = (y == 0).nonzero(as_tuple=True)  # all rows but the last dimension of y
+            first = a.expand(*y.shape[:-1], a.shape[-1])[pairs[:-1]]
+            second = b.expand(*y.shape[:-2], *b.shape[-2:])[(*pairs[:-2], pairs[-1])]
+            y = y.index_put(pairs, norm_of_rows(first - second, 2))
     else:
         y = norm_of_rows(a.unsqueeze(-2) - b.unsqueeze(-3), norm)
     return y if is_autocast(x1) else y.to(x1.dtype)
@@ -216,7 +232,7 @@ def norm_of_rows(d: Tensor, p: float) -> Tensor:
     if p == 1:
         return d.abs().sum(-1)
     if p == 2:
-        return root((d * d).sum(-1))
+        return euclidean(d, (-1,), lambda x: root((x * x).sum(-1, keepdim=True))).squeeze(-1)
     if p == INFINITY:
         return largest(d.abs())
     return root(powers(d, p).sum(-1), p)
@@ -245,3 +261,169 @@ def largest(a: Tensor) -> Tensor:
     maximum = a.detach().amax(-1, keepdim=True)
     attained = torch.where(a.detach() == maximum, a - a.detach(), 0.0)
     return maximum.squeeze(-1) + attained.sum(-1)
+
+
+# Euclidean norms, whose squares have the second derivative 2 at 0; see `_directions`.
+
+
+def euclidean(x: Tensor, dims: tuple[int, ...], torchs: Callable[[Tensor], Tensor]) -> Tensor:
+    """The norm of a real x over dims, negative ones, which are kept; torch's own where none is 0."""
+    if torch.compiler.is_compiling() or only_plain_operations():
+        return torchs(x)
+    seen = values(x)
+    if seen is not None and not seen.is_cuda:  # elsewhere a look at the values would wait for them
+        y = torchs(x)
+        if bool(torch_internals.unwrap(y).all()):
+            return y
+    result: Tensor = apply_function(_NORM, lambda x, *_: torchs(x), x, dims, Directions("a norm"))
+    return result
+
+
+def _unit(x: Tensor, n: Tensor) -> Tensor:
+    """x / n, and 0 where n is 0."""
+    return (x / n.masked_fill(n == 0, 1.0)).masked_fill(n == 0, 0.0)
+
+
+def _leaving(w: Tensor, stays: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """The directions of w, as vectors of length 1; 0 where x stays or is not 0."""
+    w = w.masked_fill(stays, 0.0)
+    w = _unit(w, w.detach().abs().amax(dims, keepdim=True))  # whose squares do not underflow
+    return _unit(w, root((w * w).sum(dims, keepdim=True)))
+
+
+def _norm_forward(x: Tensor, dims: tuple[int, ...], _: Directions) -> Tensor:
+    return torch.linalg.vector_norm(x, dim=dims, keepdim=True)
+
+
+def _norm_backward(saved: Saved, grad: Tensor) -> list[Tensor | None]:
+    (x, dims, directions), (n,) = saved.inputs, saved.outputs
+    along = directions.take()
+    share = apply_function(_NORM_GRADIENT, None, grad, x, n, dims, directions)
+    return [share if along is None else share + grad * along, None, None]
+
+
+def _norm_jvp(saved: Saved, tangent: Tensor, *_: Any) -> Tensor:
+    (x, dims, directions), (n,) = saved.inputs, saved.outputs
+    assert n is not None
+    directions.tangent = _leaving(tangent, n != 0, dims)
+    return ((_unit(x, n) + directions.tangent) * tangent).sum(dims, keepdim=True)
+
+
+def _gradient_forward(g: Tensor, x: Tensor, n: Tensor, *_: Any) -> Tensor:
+    return g * _unit(x, n)
+
+
+def _kinked(g: Tensor, n: Tensor, w: Tensor, dims: tuple[int, ...], told: Directions) -> Tensor:
+    """Where the norm is 0 and what is made of it has no derivative, which is told if w leaves 0. For
+    a single number it is a kink, with derivatives 0 on both sides."""
+    steep = (n == 0) & (g.abs() > 100 * torch.finfo(g.dtype).eps * g.detach().abs().amax())
+    if prod(w.shape[d] for d in dims) > 1:
+        told.tell(steep & w.detach().abs().amax(dims, keepdim=True).bool(), "where it is 0")
+    return steep
+
+
+def _gradient_backward(saved: Saved, w: Tensor) -> list[Tensor | None]:
+    g, x, n, dims, directions = saved.inputs
+    steep = _kinked(g, n, w, dims, directions)
+    along = directions.noted = _leaving(w, (n != 0) | steep, dims)
+    by_g = (w * (_unit(x, n) + along)).sum(dims, keepdim=True)
+    by_n = -g * _unit(_unit((x * w).sum(dims, keepdim=True), n), n)
+    return [by_g, g * _unit(w, n), by_n, None, None]
+
+
+def _gradient_jvp(saved: Saved, tg: Any, tx: Any, tn: Any, *_: Any) -> Tensor:
+    g, x, n, dims, directions = saved.inputs
+    if tx is not None:
+        _kinked(g, n, tx, dims, directions)
+    found = torch.zeros_like(g * x)
+    if tg is not None:
+        found = found + tg * _unit(x, n)
+    if tx is not None:
+        found = found + g * _unit(tx, n)
+    return found if tn is None else found - g * tn * _unit(_unit(x, n), n)
+
+
+def _batched(batch: Batch, *inputs: Any) -> tuple[Tensor, int]:
+    """Dimensions are counted from the end, so that those of vmap go in front."""
+    tensors = [
+        batch.to_front(i, x) if isinstance(x, Tensor) else x for i, x in enumerate(inputs)
+    ]
+    return batch.function.apply(*tensors), 0
+
+
+_NORM = make_function(
+    "Norm", 3, forward=_norm_forward, backward=_norm_backward, jvp=_norm_jvp, vmap=_batched,
+    keep_inputs=(0,), keep_outputs=(0,),
+)  # fmt: skip
+_NORM_GRADIENT = make_function(
+    "NormGradient", 5, forward=_gradient_forward, backward=_gradient_backward,
+    jvp=_gradient_jvp, vmap=_batched,
+)  # fmt: skip
+
+
+def _norm_over(input: Tensor, dim: Any, keepdim: bool) -> Tensor:
+    """The norm of Euclid over dimensions, all by default, of what :func:`_is_plain` takes."""
+    x = input if input.dim() else input.reshape(1)
+    dim = range(x.dim()) if dim is None or dim == () else (dim,) if isinstance(dim, int) else dim
+    dims = tuple(d - x.dim() if d >= 0 else d for d in dim)
+    if x.is_complex():
+        x, dims = torch.view_as_real(x), (*(d - 1 for d in dims), -1)
+    y = euclidean(x, dims, lambda x: torch.linalg.vector_norm(x, dim=dims, keepdim=True))
+    y = y.squeeze(-1) if input.is_complex() else y
+    if not keepdim:
+        y = y.squeeze(tuple(d + 1 for d in dims[:-1]) if input.is_complex() else dims)
+    return y if input.dim() else y.reshape(())
+
+
+def _is_plain(x: Any, options: dict[str, Any]) -> bool:
+    """Whether nothing asks for torch's own: another dtype, a place for the result."""
+    strided = isinstance(x, Tensor) and x.layout == torch.strided and x.numel() > 0
+    return strided and (x.is_floating_point() or x.is_complex()) and not any(options.values())
+
+
+def _two_norm(original: Callable[..., Any], order: Any) -> Callable[..., Any]:
+    """torch's function of a norm, whose order is by default what is given."""
+
+    def norm(input: Tensor, ord: Any = order, dim: Any = None, keepdim: bool = False, **kw: Any) -> Any:
+        ord = kw.pop("p", ord)
+        rows = dim is None and input.dim() == 1 or isinstance(dim, int)
+        if original is torch.linalg.norm:
+            vectors = ord is None or (ord == 2 and rows)
+        else:
+            vectors = ord in (None, 2, "fro")
+        if vectors and _is_plain(input, kw):
+            return _norm_over(input, dim, keepdim)
+        return original(input, ord, dim, keepdim, **kw)
+
+    return norm
+
+
+_NORMS: Any = {
+    "name": "vector_norm, norm, abs, hypot",
+    "lacks": f"second derivatives of a squared norm at 0 are NaN or 0{SILENT}",
+}
+stands_in_for(torch.linalg.vector_norm, **_NORMS)(_two_norm(torch.linalg.vector_norm, 2))
+for _function, _order in (
+    (torch.linalg.norm, None), (torch.norm, "fro"), (Tensor.norm, "fro"),
+):  # fmt: skip
+    stands_in_for(_function, name=_NORMS["name"])(_two_norm(_function, _order))
+
+
+@stands_in_for(
+    torch.abs, Tensor.abs, Tensor.__abs__, torch.absolute, Tensor.absolute, name=_NORMS["name"]
+)
+def absolute(input: Tensor, **kw: Any) -> Tensor:
+    """torch.abs, whose square has second derivatives at 0."""
+    if not _is_plain(input, kw):
+        return torch.abs(input, **kw)
+    x = torch.view_as_real(input) if input.is_complex() else input.unsqueeze(-1)
+    return euclidean(x, (-1,), lambda x: torch.abs(input).unsqueeze(-1)).squeeze(-1)
+
+
+@stands_in_for(torch.hypot, Tensor.hypot, name=_NORMS["name"])
+def hypot(input: Tensor, other: Tensor, **kw: Any) -> Tensor:
+    """torch.hypot, whose square has second derivatives at 0."""
+    if not (_is_plain(input, kw) and _is_plain(other, kw)):
+        return torch.hypot(input, other, **kw)
+    x = torch.stack(torch.broadcast_tensors(*promote_dtypes(input, other)), -1)
+    return euclidean(x, (-1,), lambda x: torch.hypot(*x.unbind(-1)).unsqueeze(-1)).squeeze(-1)
