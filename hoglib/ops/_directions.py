@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from hoglib._core import torch_internals
-from hoglib._core.source_location import caller_line, warn_once
+from hoglib._core.source_location import user_line, warn_once
 
 
 class Directions:
     """What the passes of one call hand on."""
 
     def __init__(self, operation: str) -> None:
-        self.operation, self.line = operation, caller_line()
+        self.operation, self.line = operation, user_line()
         self.tangent: Any = None  # of forward mode, which precedes all
         self.noted: Any = None  # of reverse mode, for the next pass alone
 
