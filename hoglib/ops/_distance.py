@@ -19,6 +19,7 @@ from hoglib._core.torch_modes import only_plain_operations
 from hoglib.ops._define import promote_dtypes
 from hoglib.ops._directions import Directions, values
 from hoglib.ops._function import Batch, Saved, apply_function, make_function
+from hoglib.ops._spectra import svdvals
 from hoglib.ops._stand_in import (
     NO_DOUBLE_BACKWARD,
     SILENT,
@@ -298,6 +299,8 @@ def _norm_forward(x: Tensor, dims: tuple[int, ...], _: Directions) -> Tensor:
 def _norm_backward(saved: Saved, grad: Tensor) -> list[Tensor | None]:
     (x, dims, directions), (n,) = saved.inputs, saved.outputs
     along = directions.take()
+    if along is not None and torch_internals.forward_mode_active():  # known before what is made of it
+        along = along.masked_fill(_kinked(grad, n, along, dims, directions), 0.0)
     share = apply_function(_NORM_GRADIENT, None, grad, x, n, dims, directions)
     return [share if along is None else share + grad * along, None, None]
 
@@ -393,6 +396,8 @@ def _two_norm(original: Callable[..., Any], order: Any) -> Callable[..., Any]:
             vectors = ord in (None, 2, "fro")
         if vectors and _is_plain(input, kw):
             return _norm_over(input, dim, keepdim)
+        if ord == "nuc" or (original is torch.linalg.norm and ord == 2):
+            return original(input, ord, dim, keepdim, **kw) if any(kw.values()) else matrix_norm(input, ord, dim or (-2, -1), keepdim)
         return original(input, ord, dim, keepdim, **kw)
 
     return norm
@@ -407,6 +412,37 @@ for _function, _order in (
     (torch.linalg.norm, None), (torch.norm, "fro"), (Tensor.norm, "fro"),
 ):  # fmt: skip
     stands_in_for(_function, name=_NORMS["name"])(_two_norm(_function, _order))
+
+
+@stands_in_for(torch.linalg.matrix_norm, name=_NORMS["name"])
+def matrix_norm(A: Tensor, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = False, **kw: Any) -> Any:
+    """torch.linalg.matrix_norm by the norm of Euclid and singular values that may be equal."""
+    if not _is_plain(A, kw) or ord not in ("fro", "nuc", 2, -2):
+        return torch.linalg.matrix_norm(A, ord, dim, keepdim, **kw)
+    if ord == "fro":
+        return _norm_over(A, dim, keepdim)
+    S = svdvals(A.movedim(dim, (-2, -1)))
+    y = S.sum(-1) if ord == "nuc" else S.amax(-1) if ord == 2 else S.amin(-1)
+    return y.unsqueeze(-1).unsqueeze(-1).movedim((-2, -1), dim) if keepdim else y
+
+
+@stands_in_for(torch.dist, Tensor.dist, name=_NORMS["name"])
+def dist(input: Tensor, other: Tensor, p: float = 2) -> Tensor:
+    """torch.dist, likewise."""
+    d = input - other
+    return _norm_over(d, None, False) if p == 2 and _is_plain(d, {}) else torch.dist(input, other, p)
+
+
+@stands_in_for(torch.std, Tensor.std, name=_NORMS["name"])
+def std(input: Tensor, dim: Any = None, *args: Any, keepdim: bool = False, **kw: Any) -> Tensor:
+    """torch.std, whose square has second derivatives where all numbers are equal."""
+    y = torch.std(input, dim, *args, keepdim=keepdim, **kw)
+    seen = values(y)
+    if args or isinstance(dim, bool) or not _is_plain(input, {}) or seen is None or bool(seen.all()):
+        return y
+    dims = tuple(range(input.dim())) if dim is None else (dim,) if isinstance(dim, int) else dim
+    count = prod(input.shape[d] for d in dims) - (kw.get("correction", 1) if kw.get("unbiased", True) else 0)
+    return _norm_over(input - input.mean(dims, keepdim=True), dims, keepdim) / max(count, 0) ** 0.5
 
 
 @stands_in_for(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hoglib._core.mixed_precision import autocast_on
 from hoglib._core.torch_internals import forward_mode_active, native_kernels
+from hoglib.ops import _special_points  # noqa: F401 registers its functions
 from hoglib.ops._stand_in import IN_FORWARD, TABLE, StandIn, stands_in_for
 
 
