@@ -23,6 +23,7 @@ from hoglib._core.autograd import (
     clone_inference_tensors,
     outside_inference_mode,
     translate_errors,
+    warn_if_not_finite,
     with_gradients,
 )
 from hoglib._core.blocks import Remat
@@ -269,6 +270,13 @@ class Learner(nn.Module, ABC):
                     self._recomputes = True
                     loop = replace(loop, options=replace(loop.options, memory="remat"))
                     found = self._run(loop, start, tasks, wanted)
+            if wanted and not placement.is_sharded:
+                names, support = list(start.model), task_sets.first(tasks)[0]
+                warn_if_not_finite(
+                    what, found.value.sum() + found.inner_losses.sum(), pytree.tensors(found.grads),
+                    lambda *leaves: self.inner_objective(dict(zip(names, leaves, strict=True)), support),
+                    list(start.model.values()),
+                )  # fmt: skip
         check_finite(found)
         if not wanted:
             return found.value.mean()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hoglib._core import torch_internals, validation
 from hoglib._core.mixed_precision import is_autocast, upcast_half, without_autocast
-from hoglib._core.torch_modes import only_plain_operations
+from hoglib._core.torch_modes import needs_linear_backward, only_plain_operations
 from hoglib.ops._define import promote_dtypes
 from hoglib.ops._directions import Directions, values
 from hoglib.ops._function import Batch, Saved, apply_function, make_function
@@ -269,8 +269,10 @@ def largest(a: Tensor) -> Tensor:
 
 def euclidean(x: Tensor, dims: tuple[int, ...], torchs: Callable[[Tensor], Tensor]) -> Tensor:
     """The norm of a real x over dims, negative ones, which are kept; torch's own where none is 0."""
-    if torch.compiler.is_compiling() or only_plain_operations():
+    if torch.compiler.is_compiling():
         return torchs(x)
+    if only_plain_operations():  # Taylor coefficients know what to do at 0
+        return torchs(x) if needs_linear_backward() else _norm_forward(x, dims, None)
     seen = values(x)
     if seen is not None and not seen.is_cuda:  # elsewhere a look at the values would wait for them
         y = torchs(x)
@@ -292,7 +294,7 @@ def _leaving(w: Tensor, stays: Tensor, dims: tuple[int, ...]) -> Tensor:
     return _unit(w, root((w * w).sum(dims, keepdim=True)))
 
 
-def _norm_forward(x: Tensor, dims: tuple[int, ...], _: Directions) -> Tensor:
+def _norm_forward(x: Tensor, dims: tuple[int, ...], _: Any) -> Tensor:
     return torch.linalg.vector_norm(x, dim=dims, keepdim=True)
 
 
@@ -309,7 +311,16 @@ def _norm_jvp(saved: Saved, tangent: Tensor, *_: Any) -> Tensor:
     (x, dims, directions), (n,) = saved.inputs, saved.outputs
     assert n is not None
     directions.tangent = _leaving(tangent, n != 0, dims)
-    return ((_unit(x, n) + directions.tangent) * tangent).sum(dims, keepdim=True)
+    found = ((_unit(x, n) + directions.tangent) * tangent).sum(dims, keepdim=True)
+    result: Tensor = apply_function(_TANGENT, None, found, n, tangent, dims, directions)
+    return result
+
+
+def _tangent_backward(saved: Saved, g: Tensor) -> list[Tensor | None]:
+    """That of the identity; g is the slope of what was made of the norm."""
+    _, n, tangent, dims, directions = saved.inputs
+    _kinked(g, n, tangent, dims, directions)
+    return [g, None, None, None, None]
 
 
 def _gradient_forward(g: Tensor, x: Tensor, n: Tensor, *_: Any) -> Tensor:
@@ -357,6 +368,10 @@ def _batched(batch: Batch, *inputs: Any) -> tuple[Tensor, int]:
 _NORM = make_function(
     "Norm", 3, forward=_norm_forward, backward=_norm_backward, jvp=_norm_jvp, vmap=_batched,
     keep_inputs=(0,), keep_outputs=(0,),
+)  # fmt: skip
+_TANGENT = make_function(
+    "NormTangent", 5, forward=lambda found, *_: found.clone(), backward=_tangent_backward,
+    jvp=lambda saved, tangent, *_: tangent, vmap=_batched,
 )  # fmt: skip
 _NORM_GRADIENT = make_function(
     "NormGradient", 5, forward=_gradient_forward, backward=_gradient_backward,
