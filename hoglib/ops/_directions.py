@@ -22,8 +22,9 @@ from hoglib._core.source_location import user_line, warn_once
 class Directions:
     """What the passes of one call hand on."""
 
-    def __init__(self, operation: str) -> None:
+    def __init__(self, operation: str, x: Tensor) -> None:
         self.operation, self.line = operation, user_line()
+        self.nested = torch_internals.reverse_mode_active(x)  # forward mode is not all there is
         self.tangent: Any = None  # of forward mode, which precedes all
         self.noted: Any = None  # of reverse mode, for the next pass alone
 

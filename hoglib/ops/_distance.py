@@ -6,6 +6,7 @@ norms have, also where they are squared.
 """
 
 from collections.abc import Callable
+from functools import wraps
 from math import prod
 from typing import Any
 
@@ -278,7 +279,7 @@ def euclidean(x: Tensor, dims: tuple[int, ...], torchs: Callable[[Tensor], Tenso
         y = torchs(x)
         if bool(torch_internals.unwrap(y).all()):
             return y
-    result: Tensor = apply_function(_NORM, lambda x, *_: torchs(x), x, dims, Directions("a norm"))
+    result: Tensor = apply_function(_NORM, lambda x, *_: torchs(x), x, dims, Directions("a norm", x))
     return result
 
 
@@ -310,6 +311,8 @@ def _norm_backward(saved: Saved, grad: Tensor) -> list[Tensor | None]:
 def _norm_jvp(saved: Saved, tangent: Tensor, *_: Any) -> Tensor:
     (x, dims, directions), (n,) = saved.inputs, saved.outputs
     assert n is not None
+    if not directions.nested:  # a first derivative
+        return (_unit(x, n) * tangent).sum(dims, keepdim=True)
     directions.tangent = _leaving(tangent, n != 0, dims)
     found = ((_unit(x, n) + directions.tangent) * tangent).sum(dims, keepdim=True)
     result: Tensor = apply_function(_TANGENT, None, found, n, tangent, dims, directions)
@@ -399,21 +402,25 @@ def _is_plain(x: Any, options: dict[str, Any]) -> bool:
     return strided and (x.is_floating_point() or x.is_complex()) and not any(options.values())
 
 
-def _two_norm(original: Callable[..., Any], order: Any) -> Callable[..., Any]:
-    """torch's function of a norm, whose order is by default what is given."""
+def _two_norm(original: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's function of a norm, with that of Euclid from here."""
+    names = ("ord", "dim", "keepdim") if "linalg" in repr(original) else ("p", "dim", "keepdim")
+    order = None if original is torch.linalg.norm else 2
 
-    def norm(input: Tensor, ord: Any = order, dim: Any = None, keepdim: bool = False, **kw: Any) -> Any:
-        ord = kw.pop("p", ord)
-        rows = dim is None and input.dim() == 1 or isinstance(dim, int)
-        if original is torch.linalg.norm:
-            vectors = ord is None or (ord == 2 and rows)
-        else:
-            vectors = ord in (None, 2, "fro")
-        if vectors and _is_plain(input, kw):
+    @wraps(original)
+    def norm(input: Tensor, *args: Any, **kw: Any) -> Any:
+        given = dict(zip(names, args, strict=False)) | kw
+        ord, dim, keepdim = (given.pop(k, v) for k, v in zip(names, (order, None, False), strict=True))
+        rows = isinstance(dim, int) or (dim is None and input.dim() == 1)
+        if len(args) > 3 or not _is_plain(input, given):
+            return original(input, *args, **kw)
+        if original is torch.linalg.norm and ord == 2 and not rows:
+            return matrix_norm(input, ord, dim or (-2, -1), keepdim)
+        if ord == "nuc":
+            return matrix_norm(input, ord, dim or (-2, -1), keepdim)
+        if ord in (None, 2, "fro"):
             return _norm_over(input, dim, keepdim)
-        if ord == "nuc" or (original is torch.linalg.norm and ord == 2):
-            return original(input, ord, dim, keepdim, **kw) if any(kw.values()) else matrix_norm(input, ord, dim or (-2, -1), keepdim)
-        return original(input, ord, dim, keepdim, **kw)
+        return original(input, *args, **kw)
 
     return norm
 
@@ -421,12 +428,11 @@ def _two_norm(original: Callable[..., Any], order: Any) -> Callable[..., Any]:
 _NORMS: Any = {
     "name": "vector_norm, norm, abs, hypot",
     "lacks": f"second derivatives of a squared norm at 0 are NaN or 0{SILENT}",
+    "modes": ("rr", "fr"),
 }
-stands_in_for(torch.linalg.vector_norm, **_NORMS)(_two_norm(torch.linalg.vector_norm, 2))
-for _function, _order in (
-    (torch.linalg.norm, None), (torch.norm, "fro"), (Tensor.norm, "fro"),
-):  # fmt: skip
-    stands_in_for(_function, name=_NORMS["name"])(_two_norm(_function, _order))
+stands_in_for(torch.linalg.vector_norm, **_NORMS)(_two_norm(torch.linalg.vector_norm))
+for _function in (torch.linalg.norm, torch.norm, Tensor.norm):
+    stands_in_for(_function, name=_NORMS["name"])(_two_norm(_function))
 
 
 @stands_in_for(torch.linalg.matrix_norm, name=_NORMS["name"])
@@ -467,6 +473,8 @@ def absolute(input: Tensor, **kw: Any) -> Tensor:
     """torch.abs, whose square has second derivatives at 0."""
     if not _is_plain(input, kw):
         return torch.abs(input, **kw)
+    if not input.is_complex() and only_plain_operations():  # a kink by its name
+        return torch.abs(input)
     x = torch.view_as_real(input) if input.is_complex() else input.unsqueeze(-1)
     return euclidean(x, (-1,), lambda x: torch.abs(input).unsqueeze(-1)).squeeze(-1)
 

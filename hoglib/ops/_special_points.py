@@ -18,8 +18,8 @@ _POINTS: Any = {
 }
 _OVER: Any = {
     "name": "cumprod, householder_product, safe_softmax",
-    "lacks": f"{OVER_FORWARD}; that of cumprod with zeros is wrong itself",
-    "modes": ("fr", "rf", "ff"),
+    "lacks": f"{OVER_FORWARD}; of cumprod at zeros also those of reverse mode in it",
+    "modes": ("rf",),
 }
 
 
@@ -61,7 +61,7 @@ def sinc(input: Tensor, **kw: Any) -> Tensor:
     return torch.where(near, series, far.sin() / far)
 
 
-@stands_in_for(torch.pow, Tensor.pow, Tensor.__pow__, name=_POINTS["name"])
+@stands_in_for(torch.pow, Tensor.pow, name=_POINTS["name"])
 def power(input: Any, exponent: Any, **kw: Any) -> Tensor:
     """torch.pow, of whole exponents in a tensor also at 0."""
     constant = isinstance(exponent, Tensor) and not exponent.requires_grad
@@ -69,6 +69,11 @@ def power(input: Any, exponent: Any, **kw: Any) -> Tensor:
         return torch.pow(input, exponent, **kw)
     found: Tensor = _powers(input, exponent)
     return found
+
+
+@stands_in_for(Tensor.__pow__, name=_POINTS["name"])
+def _operator(self: Tensor, other: Any) -> Tensor:
+    return power(self, other) if isinstance(other, Tensor) else Tensor.__pow__(self, other)
 
 
 def _slope(x: Tensor, n: Tensor, _: Any) -> Tensor:

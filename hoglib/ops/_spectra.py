@@ -34,7 +34,7 @@ def eigh(A: Tensor, UPLO: str = "L", **kw: Any) -> Any:
     if kw or only_plain_operations() or (distinct and reverse_only()):
         return found
     make: Any = torch.return_types.linalg_eigh  # type: ignore[attr-defined]
-    own = apply_function(_EIGH, lambda A, UPLO, _: torch.linalg.eigh(A, UPLO), A, UPLO, Directions("eigh"))
+    own = apply_function(_EIGH, lambda A, UPLO, _: torch.linalg.eigh(A, UPLO), A, UPLO, Directions("eigh", A))
     return make(own)
 
 

@@ -141,7 +141,8 @@ def signature(function):
 
 def test_a_stand_in_has_the_signature_of_the_python_function_that_it_replaces():
     pairs = [pair for row in STAND_INS for pair in row.replaces.items()]
-    compared = [(ours, theirs) for theirs, ours in pairs if inspect.isfunction(theirs)]
+    # Tensor.__pow__ is a wrapper of a builtin, which has none
+    compared = [(o, t) for t, o in pairs if inspect.isfunction(t) and t is not torch.Tensor.__pow__]
     assert len(compared) > 12
     for ours, theirs in compared:
         assert signature(ours) == signature(theirs)
