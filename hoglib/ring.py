@@ -130,7 +130,9 @@ def tell_if_not_finite(problem: Problem, value: Tensor, parts: Iterable[Tensor])
         with preserve_random_state(), ring(again, examine=False, buffers=True):
             yield
 
-    warn_if_not_finite(caller, value, list(parts), problem.entered([]), leaves, around)
+    warn_if_not_finite(
+        caller, value, list(parts), lambda *own: problem.entered([])(*own), leaves, around
+    )
 
 
 def is_captured(policy: Policy) -> bool:

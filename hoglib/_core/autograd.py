@@ -4,6 +4,7 @@ g = gradient_with_graph(func, leaves, "hvp", create_graph=False)
 Hv = materialize_grads(vjp(g.parts, g.leaves, v, "hvp"), g.leaves)
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
@@ -127,7 +128,7 @@ def vjp(
 
 
 def warn_if_not_finite(
-    caller: str, value: Tensor, parts: Sequence[Tensor], func: ScalarFunction, leaves: Vector,
+    caller: str, value: Tensor, parts: Vector, func: ScalarFunction, leaves: Vector,
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> None:  # fmt: skip
     """Warns of second derivatives that are infinite or NaN where the value is finite, by the operation
@@ -135,16 +136,15 @@ def warn_if_not_finite(
 
     around: what stands around that evaluation.
     """
-    looked_at = [x.detach() for x in (value, *parts) if x.numel()]
-    if transforms_active() or not value_checks_on() or not looked_at:
+    if transforms_active() or not value_checks_on() or not parts:
         return
-    with torch.no_grad(), without_stand_ins():
-        # one pass over the numbers, and one look at the result: two numbers at most
-        sizes = torch._foreach_norm(looked_at, torch.inf)
-        own, *others = sizes if value.numel() else (None, *sizes)
-        largest = torch.stack([x.to(leaves[0].device, torch.float64) for x in others]).sum()
-        if bool(largest.isfinite()) or (own is not None and not bool(own.isfinite())):
-            return
+    # one pass over the numbers and one look at the result; a norm of finite ones may overflow
+    parts = [x.detach() if x.requires_grad else x for x in parts]
+    sizes = list(torch._foreach_norm(parts, 2))
+    if value.device.type != "cpu":
+        sizes = [torch.stack([x.to(value.device) for x in sizes]).sum()]
+    if math.isfinite(sum(map(float, sizes))) or _finite(parts) or not _finite([value]):
+        return
     with around(), suppress(RuntimeError, HoglibError):
         where = _first_not_finite(func, leaves)
         warn_once(
@@ -174,8 +174,8 @@ def _first_not_finite(func: ScalarFunction, leaves: Vector) -> str:
         grads = gradients([value], own, create_graph=True)
         if not found:
             watch(grads)
-            vectors = [None if g is None else torch.randn_like(g) for g in grads]
-            vjp(grads, own, vectors, "")
+            outputs = [g for g in grads if g is not None]
+            vjp(outputs, own, [torch.randn_like(g) for g in outputs], "")
     if not found:
         return "an operation whose backward shows none"
     node = found[0]

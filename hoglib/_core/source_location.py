@@ -150,8 +150,8 @@ def innermost_line(stack: Sequence[str]) -> SourceLine | None:
 
 
 def user_line(stack: Sequence[str] | None = None) -> SourceLine | None:
-    """The innermost line outside hoglib and torch, of a stack as `traceback.format_stack` gives it or of
-    the caller's."""
+    """The innermost line outside hoglib and torch, of a stack as `traceback.format_stack` gives it or
+    of the caller's."""
     if stack is None:
         lines = ((at.f_code.co_filename, line) for at, line in walk_stack(sys._getframe(1)))
     else:

@@ -272,11 +272,15 @@ class Learner(nn.Module, ABC):
                     found = self._run(loop, start, tasks, wanted)
             if wanted and not placement.is_sharded:
                 names, support = list(start.model), task_sets.first(tasks)[0]
-                warn_if_not_finite(
-                    what, found.value.sum() + found.inner_losses.sum(), pytree.tensors(found.grads),
-                    lambda *leaves: self.inner_objective(dict(zip(names, leaves, strict=True)), support),
-                    list(start.model.values()),
-                )  # fmt: skip
+
+                def first_step(*leaves: Tensor) -> Tensor:
+                    return self.inner_objective(dict(zip(names, leaves, strict=True)), support)
+
+                losses, leaves = (
+                    found.value.sum() + found.inner_losses.sum(),
+                    [*start.model.values()],
+                )
+                warn_if_not_finite(what, losses, pytree.tensors(found.grads), first_step, leaves)
         check_finite(found)
         if not wanted:
             return found.value.mean()

@@ -12,7 +12,6 @@ eigenvectors those of v: only the pass that multiplies by v knows it, and hands 
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hoglib._core import torch_internals

@@ -268,18 +268,24 @@ def largest(a: Tensor) -> Tensor:
 # Euclidean norms, whose squares have the second derivative 2 at 0; see `_directions`.
 
 
+def _is_smooth(y: Tensor) -> bool:
+    """Whether torch's own norm will do: none is 0, as far as is seen without waiting for a device."""
+    if torch.compiler.is_compiling():
+        return True
+    seen = values(y)
+    return seen is not None and not seen.is_cuda and bool(seen.all())
+
+
 def euclidean(x: Tensor, dims: tuple[int, ...], torchs: Callable[[Tensor], Tensor]) -> Tensor:
     """The norm of a real x over dims, negative ones, which are kept; torch's own where none is 0."""
-    if torch.compiler.is_compiling():
-        return torchs(x)
     if only_plain_operations():  # Taylor coefficients know what to do at 0
         return torchs(x) if needs_linear_backward() else _norm_forward(x, dims, None)
-    seen = values(x)
-    if seen is not None and not seen.is_cuda:  # elsewhere a look at the values would wait for them
-        y = torchs(x)
-        if bool(torch_internals.unwrap(y).all()):
-            return y
-    result: Tensor = apply_function(_NORM, lambda x, *_: torchs(x), x, dims, Directions("a norm", x))
+    y = torchs(x)
+    if _is_smooth(y):
+        return y
+    result: Tensor = apply_function(
+        _NORM, lambda x, *_: torchs(x), x, dims, Directions("a norm", x)
+    )
     return result
 
 
@@ -301,8 +307,10 @@ def _norm_forward(x: Tensor, dims: tuple[int, ...], _: Any) -> Tensor:
 
 def _norm_backward(saved: Saved, grad: Tensor) -> list[Tensor | None]:
     (x, dims, directions), (n,) = saved.inputs, saved.outputs
+    assert n is not None
     along = directions.take()
-    if along is not None and torch_internals.forward_mode_active():  # known before what is made of it
+    if along is not None and torch_internals.forward_mode_active():
+        # of forward over reverse, known before what is made of the norm
         along = along.masked_fill(_kinked(grad, n, along, dims, directions), 0.0)
     share = apply_function(_NORM_GRADIENT, None, grad, x, n, dims, directions)
     return [share if along is None else share + grad * along, None, None]
@@ -362,9 +370,7 @@ def _gradient_jvp(saved: Saved, tg: Any, tx: Any, tn: Any, *_: Any) -> Tensor:
 
 def _batched(batch: Batch, *inputs: Any) -> tuple[Tensor, int]:
     """Dimensions are counted from the end, so that those of vmap go in front."""
-    tensors = [
-        batch.to_front(i, x) if isinstance(x, Tensor) else x for i, x in enumerate(inputs)
-    ]
+    tensors = [batch.to_front(i, x) if isinstance(x, Tensor) else x for i, x in enumerate(inputs)]
     return batch.function.apply(*tensors), 0
 
 
@@ -410,17 +416,18 @@ def _two_norm(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def norm(input: Tensor, *args: Any, **kw: Any) -> Any:
         given = dict(zip(names, args, strict=False)) | kw
-        ord, dim, keepdim = (given.pop(k, v) for k, v in zip(names, (order, None, False), strict=True))
-        rows = isinstance(dim, int) or (dim is None and input.dim() == 1)
+        ord, dim, keepdim = (
+            given.pop(k, v) for k, v in zip(names, (order, None, False), strict=True)
+        )
+        vectors = order == 2 or isinstance(dim, int) or (dim is None and input.dim() == 1)
+        if ord == "nuc" or (ord == 2 and not vectors):
+            return matrix_norm(input, ord, dim or (-2, -1), keepdim, **given)
+        y = original(input, *args, **kw)
+        if _is_smooth(y):
+            return y
         if len(args) > 3 or not _is_plain(input, given):
-            return original(input, *args, **kw)
-        if original is torch.linalg.norm and ord == 2 and not rows:
-            return matrix_norm(input, ord, dim or (-2, -1), keepdim)
-        if ord == "nuc":
-            return matrix_norm(input, ord, dim or (-2, -1), keepdim)
-        if ord in (None, 2, "fro"):
-            return _norm_over(input, dim, keepdim)
-        return original(input, *args, **kw)
+            return y
+        return _norm_over(input, dim, keepdim) if ord in (None, 2, "fro") else y
 
     return norm
 
@@ -436,7 +443,9 @@ for _function in (torch.linalg.norm, torch.norm, Tensor.norm):
 
 
 @stands_in_for(torch.linalg.matrix_norm, name=_NORMS["name"])
-def matrix_norm(A: Tensor, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = False, **kw: Any) -> Any:
+def matrix_norm(
+    A: Tensor, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = False, **kw: Any
+) -> Any:
     """torch.linalg.matrix_norm by the norm of Euclid and singular values that may be equal."""
     if not _is_plain(A, kw) or ord not in ("fro", "nuc", 2, -2):
         return torch.linalg.matrix_norm(A, ord, dim, keepdim, **kw)
@@ -451,18 +460,21 @@ def matrix_norm(A: Tensor, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool 
 def dist(input: Tensor, other: Tensor, p: float = 2) -> Tensor:
     """torch.dist, likewise."""
     d = input - other
-    return _norm_over(d, None, False) if p == 2 and _is_plain(d, {}) else torch.dist(input, other, p)
+    return (
+        _norm_over(d, None, False) if p == 2 and _is_plain(d, {}) else torch.dist(input, other, p)
+    )
 
 
 @stands_in_for(torch.std, Tensor.std, name=_NORMS["name"])
 def std(input: Tensor, dim: Any = None, *args: Any, keepdim: bool = False, **kw: Any) -> Tensor:
     """torch.std, whose square has second derivatives where all numbers are equal."""
     y = torch.std(input, dim, *args, keepdim=keepdim, **kw)
-    seen = values(y)
-    if args or isinstance(dim, bool) or not _is_plain(input, {}) or seen is None or bool(seen.all()):
+    if args or isinstance(dim, bool) or not _is_plain(input, {}) or _is_smooth(y):
         return y
     dims = tuple(range(input.dim())) if dim is None else (dim,) if isinstance(dim, int) else dim
-    count = prod(input.shape[d] for d in dims) - (kw.get("correction", 1) if kw.get("unbiased", True) else 0)
+    count = prod(input.shape[d] for d in dims) - (
+        kw.get("correction", 1) if kw.get("unbiased", True) else 0
+    )
     return _norm_over(input - input.mean(dims, keepdim=True), dims, keepdim) / max(count, 0) ** 0.5
 
 

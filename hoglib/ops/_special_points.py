@@ -1,5 +1,5 @@
-"""Functions that torch differentiates once, or once and in one mode, at the points that they are used at:
-0, numbers far apart, rows of -inf.
+"""Functions that torch differentiates once, or in one mode, at the points that they are used at: 0,
+numbers far apart, rows of -inf.
 """
 
 import math
@@ -77,7 +77,9 @@ def _operator(self: Tensor, other: Any) -> Tensor:
 
 
 def _slope(x: Tensor, n: Tensor, _: Any) -> Tensor:
-    slope: Tensor = n * _powers(x.masked_fill(n == 0, 1.0) if x.shape == n.shape else x.where(n != 0, 1.0), n - 1)
+    slope: Tensor = n * _powers(
+        x.masked_fill(n == 0, 1.0) if x.shape == n.shape else x.where(n != 0, 1.0), n - 1
+    )
     return slope
 
 

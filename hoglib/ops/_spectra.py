@@ -6,7 +6,7 @@ second derivatives exist: along A + t W, the eigenvectors of a cluster are those
 And its forward mode of eigh takes the eigenvectors for constants.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -34,7 +34,9 @@ def eigh(A: Tensor, UPLO: str = "L", **kw: Any) -> Any:
     if kw or only_plain_operations() or (distinct and reverse_only()):
         return found
     make: Any = torch.return_types.linalg_eigh  # type: ignore[attr-defined]
-    own = apply_function(_EIGH, lambda A, UPLO, _: torch.linalg.eigh(A, UPLO), A, UPLO, Directions("eigh", A))
+    own = apply_function(
+        _EIGH, lambda A, UPLO, _: torch.linalg.eigh(A, UPLO), A, UPLO, Directions("eigh", A)
+    )
     return make(own)
 
 
@@ -53,7 +55,9 @@ def svdvals(A: Tensor, **kw: Any) -> Tensor:
     seen = values(found)
     if kw or only_plain_operations() or seen is None or not seen.numel():
         return found
-    if not bool(_clusters(torch.cat([torch.zeros_like(seen[..., :1]), seen.flip(-1)], -1)).triu(1).any()):
+    if not bool(
+        _clusters(torch.cat([torch.zeros_like(seen[..., :1]), seen.flip(-1)], -1)).triu(1).any()
+    ):
         return found
     m, n = A.shape[-2:]
     above = torch.cat([A.new_zeros(*A.shape[:-1], m), A], -1)
@@ -117,8 +121,8 @@ def _eigh_forward(A: Tensor, UPLO: str, _: Directions) -> Any:
 
 
 def _eigh_backward(saved: Saved, by_L: Tensor | None, by_V: Tensor | None) -> list[Tensor | None]:
-    (_, _, directions), (L, V) = saved.inputs, saved.outputs
-    assert L is not None and V is not None
+    directions: Any = saved.inputs[2]
+    L, V = cast(tuple[Tensor, Tensor], saved.outputs)
     total = torch.zeros_like(V)
     along = directions.take()
     if by_L is not None:
@@ -140,8 +144,8 @@ def _rough(x: Tensor) -> Tensor:
 
 
 def _eigh_jvp(saved: Saved, tangent: Tensor, *_: Any) -> Any:
-    (_, _, directions), (L, V) = saved.inputs, saved.outputs
-    assert L is not None and V is not None
+    directions: Any = saved.inputs[2]
+    L, V = cast(tuple[Tensor, Tensor], saved.outputs)
     V = _between(V, L)
     K, R = _along(tangent, L, V)
     directions.tangent = V.detach() @ R
@@ -178,9 +182,7 @@ def _unequal(by_L: Tensor, L: Tensor) -> Tensor:
 
 
 def _batched(batch: Batch, *inputs: Any) -> Any:
-    tensors = [
-        batch.to_front(i, x) if isinstance(x, Tensor) else x for i, x in enumerate(inputs)
-    ]
+    tensors = [batch.to_front(i, x) if isinstance(x, Tensor) else x for i, x in enumerate(inputs)]
     result = batch.function.apply(*tensors)
     return result, (0, 0) if isinstance(result, tuple) else 0
 

@@ -134,7 +134,7 @@ def _energies_and_forces(
         forces = [-g for g in gradient]
         hessian = _hessian(at, gradient, batch) if with_hessian else None
         if with_hessian:
-            whole = lambda *leaves: at._select(at._call(leaves)).sum()  # noqa: E731, SLF001
+            whole = lambda *leaves: at._select(at._call(leaves)).sum()  # noqa: E731
             warn_if_not_finite("forces", at.y, pytree.tensors(hessian), whole, at.leaves)
         if check:
             _check_reaches_parameters(at, forces)
