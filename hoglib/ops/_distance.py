@@ -107,11 +107,8 @@ def cdist(
     if norm == 2 and products:
         y = root(_squares_by_products(a, b))
         seen = values(y)
-        if seen is not None and seen is y and bool((y == 0).any()):
-            pairs = (y == 0).nonzero(as_tuple=True)  # all rows but the last dimension of y
-            first = a.expand(*y.shape[:-1], a.shape[-1])[pairs[:-1]]
-            second = b.expand(*y.shape[:-2], *b.shape[-2:])[(*pairs[:-2], pairs[-1])]
-            y = y.index_put(pairs, norm_of_rows(first - second, 2))
+        if seen is not None and not bool(seen.all()):
+            y = _with_equal_rows(y, seen == 0, a, b)
     else:
         y = norm_of_rows(a.unsqueeze(-2) - b.unsqueeze(-3), norm)
     return y if is_autocast(x1) else y.to(x1.dtype)
@@ -213,6 +210,16 @@ def _squares_by_products(a: Tensor, b: Tensor) -> Tensor:
         lengths = (a * a).sum(-1, keepdim=True) + (b * b).sum(-1).unsqueeze(-2)
         squares = lengths - 2 * (a @ b.mT)
     return near * near + (squares - squares.detach())
+
+
+def _with_equal_rows(y: Tensor, zero: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """The distances by products of matrices, with those that are 0 by differences."""
+    if zero.shape != y.shape:  # of all samples of a vmap, whose zeros are at different places
+        return norm_of_rows(a.unsqueeze(-2) - b.unsqueeze(-3), 2)
+    *batch, i, j = zero.nonzero(as_tuple=True)
+    first = a.expand(*y.shape[:-1], a.shape[-1])[(*batch, i)]
+    second = b.expand(*y.shape[:-2], *b.shape[-2:])[(*batch, j)]
+    return y.index_put((*batch, i, j), norm_of_rows(first - second, 2))
 
 
 def _check_norm(p: float) -> float:
