@@ -53,8 +53,9 @@ def cdist(
 
     torch's own has neither a second derivative nor a forward mode. p = 0 counts the entries that
     differ; for infinity each entry that attains the maximum has the whole derivative. Equal rows have
-    derivatives 0 at every order. Half precision is computed in float32; under autocast the result is
-    float32. Differentiable to any order, in every mode, under vmap.
+    derivatives 0; for p = 2, what is smooth in them all the same, such as the squares, has its second
+    derivatives. Half precision is computed in float32; under autocast the result is float32.
+    Differentiable to any order, in every mode, under vmap.
 
     Where torch uses matrix products (p = 2, by compute_mode, or with more than 25 rows), the values
     are those of the differences all the same, and the derivatives are those of
@@ -122,8 +123,9 @@ def pdist(input: Tensor, p: float = 2.0) -> Tensor:
 
     torch's own has neither a second derivative nor a forward mode. p = 0 counts the entries that
     differ; for infinity each entry that attains the maximum has the whole derivative. Equal rows have
-    derivatives 0 at every order. Half precision is computed in float32; under autocast the result is
-    float32. Differentiable to any order, in every mode, under vmap.
+    derivatives 0; for p = 2, what is smooth in them all the same, such as the squares, has its second
+    derivatives. Half precision is computed in float32; under autocast the result is float32.
+    Differentiable to any order, in every mode, under vmap.
 
     Args:
         input: x, a real floating-point tensor.
@@ -164,8 +166,8 @@ def pairwise_distance(
 
     torch's own raises in reverse over forward for p = 1, and has second derivatives NaN at distance
     0. For p = infinity the entries that attain the maximum share the derivative. Distance 0 has
-    derivatives 0 at every order. A negative p and complex rows are torch's own. Differentiable to
-    any order, in every mode, under vmap.
+    derivatives 0; for p = 2 its square has its second derivatives. A negative p and complex rows are
+    torch's own. Differentiable to any order, in every mode, under vmap.
 
     Args:
         x1: A floating-point or complex tensor.

@@ -54,9 +54,10 @@ def jet(
     func runs once, and each operation of torch propagates all K coefficients, by the rule of Faà di
     Bruno or Leibniz; nested derivatives cost exponentially more in K. What is constant for autograd
     (`.detach()`, `torch.no_grad`) is constant here, and a kink, as of a ReLU or of |x|, has torch's
-    first derivative and zeros as its higher ones. A UserWarning names the lines, once, where func is
-    piecewise linear, so that all derivatives from the second on are zero; where a point lies exactly at
-    a kink and derivatives to either side differ; and where the result is infinite. An operation
+    first derivative and zeros as its higher ones, unless the derivatives on both sides agree, as those
+    of |x|^2, which are taken. A UserWarning names the lines, once, where func is piecewise linear, so
+    that all derivatives from the second on are zero; where a point lies exactly at a kink and
+    derivatives to either side differ; and where the result is infinite. An operation
     without a rule is taken apart into others, as torch decomposes it. Where that is not possible, as
     for a custom Function of yours, the whole function is nested in reverse mode instead, which is
     logged at the level DEBUG.
