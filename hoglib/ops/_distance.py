@@ -18,8 +18,8 @@ from hoglib._core import torch_internals, validation
 from hoglib._core.mixed_precision import is_autocast, upcast_half, without_autocast
 from hoglib._core.torch_modes import needs_linear_backward, only_plain_operations
 from hoglib.ops._define import promote_dtypes
-from hoglib.ops._directions import Directions, values
-from hoglib.ops._function import Batch, Saved, apply_function, make_function
+from hoglib.ops._directions import Directions, in_front, values
+from hoglib.ops._function import Saved, apply_function, make_function
 from hoglib.ops._spectra import svdvals
 from hoglib.ops._stand_in import (
     NO_DOUBLE_BACKWARD,
@@ -377,23 +377,17 @@ def _gradient_jvp(saved: Saved, tg: Any, tx: Any, tn: Any, *_: Any) -> Tensor:
     return found if tn is None else found - g * tn * _unit(_unit(x, n), n)
 
 
-def _batched(batch: Batch, *inputs: Any) -> tuple[Tensor, int]:
-    """Dimensions are counted from the end, so that those of vmap go in front."""
-    tensors = [batch.to_front(i, x) if isinstance(x, Tensor) else x for i, x in enumerate(inputs)]
-    return batch.function.apply(*tensors), 0
-
-
 _NORM = make_function(
-    "Norm", 3, forward=_norm_forward, backward=_norm_backward, jvp=_norm_jvp, vmap=_batched,
+    "Norm", 3, forward=_norm_forward, backward=_norm_backward, jvp=_norm_jvp, vmap=in_front,
     keep_inputs=(0,), keep_outputs=(0,),
 )  # fmt: skip
 _TANGENT = make_function(
     "NormTangent", 5, forward=lambda found, *_: found.clone(), backward=_tangent_backward,
-    jvp=lambda saved, tangent, *_: tangent, vmap=_batched,
+    jvp=lambda saved, tangent, *_: tangent, vmap=in_front,
 )  # fmt: skip
 _NORM_GRADIENT = make_function(
     "NormGradient", 5, forward=_gradient_forward, backward=_gradient_backward,
-    jvp=_gradient_jvp, vmap=_batched,
+    jvp=_gradient_jvp, vmap=in_front,
 )  # fmt: skip
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from hoglib._core.mixed_precision import full_precision
 from hoglib._core.torch_modes import only_plain_operations, reverse_only
-from hoglib.ops._directions import Directions, values
-from hoglib.ops._function import Batch, Saved, apply_function, make_function
+from hoglib.ops._directions import Directions, in_front, values
+from hoglib.ops._function import Saved, apply_function, make_function
 from hoglib.ops._stand_in import OVER_FORWARD, stands_in_for
 
 _CLOSE = "where eigenvalues are equal, or closer than rounding allows, that it tells apart"
@@ -181,17 +181,11 @@ def _unequal(by_L: Tensor, L: Tensor) -> Tensor:
     return _clusters(L) & (differences > _rough(by_L))
 
 
-def _batched(batch: Batch, *inputs: Any) -> Any:
-    tensors = [batch.to_front(i, x) if isinstance(x, Tensor) else x for i, x in enumerate(inputs)]
-    result = batch.function.apply(*tensors)
-    return result, (0, 0) if isinstance(result, tuple) else 0
-
-
 _EIGH = make_function(
-    "Eigh", 3, forward=_eigh_forward, backward=_eigh_backward, jvp=_eigh_jvp, vmap=_batched,
+    "Eigh", 3, forward=_eigh_forward, backward=_eigh_backward, jvp=_eigh_jvp, vmap=in_front,
     keep_inputs=(), keep_outputs=(0, 1),
 )  # fmt: skip
 _VALUES_GRADIENT = make_function(
     "EigenvaluesGradient", 4, forward=_values_forward, backward=_values_backward,
-    jvp=_values_jvp, vmap=_batched,
+    jvp=_values_jvp, vmap=in_front,
 )  # fmt: skip
