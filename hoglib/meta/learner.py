@@ -270,23 +270,22 @@ class Learner(nn.Module, ABC):
                     self._recomputes = True
                     loop = replace(loop, options=replace(loop.options, memory="remat"))
                     found = self._run(loop, start, tasks, wanted)
-            if wanted and not placement.is_sharded:
-                names, support = list(start.model), task_sets.first(tasks)[0]
-
-                def first_step(*leaves: Tensor) -> Tensor:
-                    return self.inner_objective(dict(zip(names, leaves, strict=True)), support)
-
-                losses, leaves = (
-                    found.value.sum() + found.inner_losses.sum(),
-                    [*start.model.values()],
-                )
-                warn_if_not_finite(what, losses, pytree.tensors(found.grads), first_step, leaves)
         check_finite(found)
         if not wanted:
             return found.value.mean()
         self._after_loss(loop, found)
         grads = [found.grads[i][name] for i, part in enumerate(own) for name in part]
         tensors = [*own.model.values(), *own.modules.values()]
+        if not placement.is_sharded:
+            names, support = list(start.model), task_sets.first(tasks)[0]
+
+            def first_step(*leaves: Tensor) -> Tensor:
+                return self.inner_objective(dict(zip(names, leaves, strict=True)), support)
+
+            around = partial(self._ring, loop, placement, of_tasks=True)
+            warn_if_not_finite(
+                what, found.value, grads, first_step, [*start.model.values()], around
+            )
         grads = placement.wrap(grads)
         return with_gradients(found.value.mean(), grads, tensors, NOT_TWICE.format(what=what))
 
