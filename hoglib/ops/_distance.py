@@ -105,13 +105,17 @@ def cdist(
     rows = max(a.shape[-2], b.shape[-2])
     if products is None:
         products = rows > _MANY_ROWS
-    if norm == 2 and products:
-        y = root(_squares_by_products(a, b))
+    if norm != 2 or (not products and (only_plain_operations() or torch_internals.tracing())):
+        y = norm_of_rows(a.unsqueeze(-2) - b.unsqueeze(-3), norm)
+    else:
+        d = None if products else a.unsqueeze(-2) - b.unsqueeze(-3)
+        y = root(_squares_by_products(a, b) if d is None else (d * d).sum(-1))
         seen = values(y)
         if seen is not None and not bool(seen.all()):
-            y = _with_equal_rows(y, seen == 0, a, b)
-    else:
-        y = norm_of_rows(a.unsqueeze(-2) - b.unsqueeze(-3), norm)
+            zero = seen == 0
+            if x1 is x2 and zero.shape == y.shape:  # a row stays at distance 0 of itself
+                zero.diagonal(dim1=-2, dim2=-1).zero_()
+            y = _with_equal_rows(y, zero, a, b) if bool(zero.any()) else y
     return y if is_autocast(x1) else y.to(x1.dtype)
 
 
