@@ -30,6 +30,8 @@ def eigh(A: Tensor, UPLO: str = "L", **kw: Any) -> Any:
     """torch.linalg.eigh, whose symmetric functions have second derivatives at equal eigenvalues."""
     found: Any = torch.linalg.eigh(A, UPLO, **kw)
     seen = values(found[0])
+    if not found[0].numel():
+        return found
     distinct = seen is not None and not bool(_clusters(seen).triu(1).any())
     if kw or only_plain_operations() or (distinct and reverse_only()):
         return found
@@ -131,8 +133,9 @@ def _eigh_backward(saved: Saved, by_L: Tensor | None, by_V: Tensor | None) -> li
             total = total + _with(along, by_L) - _with(V.detach(), by_L)
     if by_V is not None:
         X = V.mH @ by_V
-        inside = X.detach().masked_fill(~_clusters(L).triu(1) & ~_clusters(L).tril(-1), 0.0).abs()
-        unequal = inside if by_L is not None else (inside - inside.mT)
+        inside = X.detach().masked_fill(~_clusters(L).triu(1) & ~_clusters(L).tril(-1), 0.0)
+        # vectors alone may be of a projection onto the cluster, which is symmetric
+        unequal = inside if by_L is not None else inside - inside.mH
         directions.tell(unequal.abs() > _rough(X), _CLOSE)
         total = total + V @ _over_gaps(X, L) @ V.mH
     return [total, None, None]
