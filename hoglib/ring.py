@@ -22,20 +22,22 @@ Algorithms are functions of a :class:`~hoglib._core.problem.Problem` and import 
 """
 
 import sys
-from collections.abc import Callable, Hashable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import FunctionType
 from typing import Any, final
 
 import torch
+from torch import Tensor
 
-from hoglib._core.autograd import grad_enabled, outside_inference_mode
+from hoglib._core.autograd import grad_enabled, outside_inference_mode, warn_if_not_finite
 from hoglib._core.blocks import BlockForward, rematerialized
 from hoglib._core.closures import name_of, owner_of
 from hoglib._core.placement import WHOLE, Placement
-from hoglib._core.problem import Policy
+from hoglib._core.problem import Policy, Problem
 from hoglib._core.recomputation import recompute
+from hoglib._core.state import preserve_random_state
 from hoglib._core.swap import keep_swapped, restore_buffers
 from hoglib._core.torch_internals import eagerly
 from hoglib.capture.api import Compiled, kept_graph
@@ -116,6 +118,21 @@ class ring:  # noqa: N801 a context manager
             except BaseException as error:  # the outer ones are left with it
                 self.__exit__(type(error), error, error.__traceback__)
                 raise
+
+
+def tell_if_not_finite(problem: Problem, value: Tensor, parts: Iterable[Tensor]) -> None:
+    """Warns of second derivatives at a problem's leaves that are not finite where the value is."""
+    caller, leaves = problem.policy.caller, problem.leaves
+    again = Policy(caller, stand_ins=problem.policy.stand_ins)
+
+    @contextmanager
+    def around() -> Iterator[None]:
+        with preserve_random_state(), ring(again, examine=False, buffers=True):
+            yield
+
+    warn_if_not_finite(
+        caller, value, list(parts), lambda *own: problem.entered([])(*own), leaves, around
+    )
 
 
 def is_captured(policy: Policy) -> bool:

@@ -4,8 +4,10 @@ g = gradient_with_graph(func, leaves, "hvp", create_graph=False)
 Hv = materialize_grads(vjp(g.parts, g.leaves, v, "hvp"), g.leaves)
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any, NamedTuple, TypeVar, final
 
 import torch
@@ -13,10 +15,17 @@ from torch import Tensor
 
 from hoglib._core import pytree
 from hoglib._core.call_errors import ErrorTranslation
-from hoglib._core.gradient_graph import GraphSummary, check_custom_functions, graph_summary
-from hoglib._core.source_location import raising_module
-from hoglib._core.torch_internals import apply, gradients, transforms_active
-from hoglib._core.torch_modes import without_stand_ins
+from hoglib._core.gradient_graph import GraphSummary, check_custom_functions, graph_summary, walk
+from hoglib._core.source_location import raising_module, user_line, warn_once
+from hoglib._core.torch_internals import (
+    apply,
+    gradients,
+    made_at,
+    made_by,
+    record_backward_origins,
+    transforms_active,
+)
+from hoglib._core.torch_modes import value_checks_on, without_stand_ins
 from hoglib.errors import HoglibError, NoSecondDerivative, UnsupportedError
 
 T = TypeVar("T")
@@ -116,6 +125,69 @@ def vjp(
             [y for y, _ in pairs], inputs, [u for _, u in pairs],
             retain_graph=retain_graph or create_graph, create_graph=create_graph,
         )  # fmt: skip
+
+
+def warn_if_not_finite(
+    caller: str, value: Tensor, parts: Vector, func: ScalarFunction, leaves: Vector,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> None:  # fmt: skip
+    """Warns of second derivatives that are infinite or NaN where the value is finite, by the operation
+    that made them, which is looked for then, in another evaluation.
+
+    around: what stands around that evaluation.
+    """
+    if transforms_active() or not value_checks_on() or not parts:
+        return
+    # one pass over the numbers and one look at the result; a norm of finite ones may overflow
+    parts = [x.detach() if x.requires_grad else x for x in parts]
+    sizes = list(torch._foreach_norm(parts, 2))
+    if value.device.type != "cpu":
+        sizes = [torch.stack([x.to(value.device) for x in sizes]).sum()]
+    if math.isfinite(sum(map(float, sizes))) or _finite(parts) or not _finite([value]):
+        return
+    with around(), suppress(RuntimeError, HoglibError):
+        where = _first_not_finite(func, leaves)
+        warn_once(
+            f"{caller}: expected points where func has a derivative of order 2, got some where it is "
+            f"infinite or NaN, first behind {where}. sqrt(x), x**1.5 and 1/x have none at 0: add a "
+            "small constant inside, or move the points."
+        )
+
+
+def _first_not_finite(func: ScalarFunction, leaves: Vector) -> str:
+    """The operation behind whose first or second derivative something is not finite first."""
+    found: list[Any] = []
+
+    def watch(outputs: Sequence[Tensor | None]) -> None:
+        for node, parents in walk(outputs):
+            if parents:
+                node.register_hook(partial(note, node))
+
+    def note(node: Any, by: Any, given: Any) -> None:
+        if not found and _finite(given) and not _finite(by):
+            found.append(node)
+
+    with record_backward_origins():
+        own = fresh_leaves(leaves, False)
+        value = func(*own)
+        watch([value])
+        grads = gradients([value], own, create_graph=True)
+        if not found:
+            watch(grads)
+            outputs = [g for g in grads if g is not None]
+            vjp(outputs, own, [torch.randn_like(g) for g in outputs], "")
+    if not found:
+        return "an operation whose backward shows none"
+    node = found[0]
+    while made_by(node) is not None:
+        node = made_by(node)
+    line = user_line(made_at(node))
+    name = node.name().rstrip("0123456789").removesuffix("Backward")
+    return f"{name} at {line}" if line else name
+
+
+def _finite(tensors: Sequence[Any]) -> bool:
+    return all(bool(x.isfinite().all()) for x in tensors if isinstance(x, Tensor))
 
 
 def fresh_leaves(leaves: Vector, create_graph: bool) -> Vector:

@@ -149,6 +149,17 @@ def innermost_line(stack: Sequence[str]) -> SourceLine | None:
     return None
 
 
+def user_line(stack: Sequence[str] | None = None) -> SourceLine | None:
+    """The innermost line outside hoglib and torch, of a stack as `traceback.format_stack` gives it or
+    of the caller's."""
+    if stack is None:
+        lines = ((at.f_code.co_filename, line) for at, line in walk_stack(sys._getframe(1)))
+    else:
+        entries = (re.search(_ENTRY, entry) for entry in reversed(stack))
+        lines = ((found[1], int(found[2])) for found in entries if found)
+    return next((SourceLine(file, line) for file, line in lines if is_user_file(file)), None)
+
+
 def running_module() -> nn.Module | None:
     """The innermost module of which a method is running."""
     owners = (frame.f_locals.get("self") for frame, _ in walk_stack(sys._getframe(1)))

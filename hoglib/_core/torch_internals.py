@@ -127,6 +127,14 @@ def forward_mode_active() -> bool:
     return forward_ad._current_level >= 0
 
 
+def reverse_mode_active(x: Tensor) -> bool:
+    """Whether a gradient can be taken of what is computed from x, at any level of torch.func."""
+    if _functorch.TransformType.Grad in transform_kinds() or x.requires_grad:
+        return True
+    inner = beneath(x)
+    return inner is not x and reverse_mode_active(inner)
+
+
 def checkpoint_frame() -> Any:
     """What the innermost non-reentrant checkpoint around the caller keeps to run again, or None."""
     if torch.compiler.is_compiling():

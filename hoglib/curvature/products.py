@@ -24,7 +24,7 @@ from hoglib.curvature.linear_map import (
 )
 from hoglib.curvature.vector_space import Blocks, groups_of
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
-from hoglib.ring import ring
+from hoglib.ring import ring, tell_if_not_finite
 from hoglib.verification.entry_points import note_lost_graph
 
 T = TypeVar("T")  # a pytree of tensors
@@ -223,6 +223,7 @@ def _product(
     if problem.placement.is_sharded:
         _refuse_sharded(policy, func)
     around = ring(policy, func, placement=problem.placement, around_graph=True)
+    given = problem
     with around as blocks:
         problem, vector = problem.entered(blocks), clone_inference_tensors(vector)
         vector = problem.placement.local_vector("v", vector)
@@ -231,6 +232,8 @@ def _product(
         point = linearizer(kind, around.captures)(problem, block)
         note_lost_graph(point.gradient)
         value, product = apply_block(point, vector, block)
+    if not given.placement.is_sharded:
+        tell_if_not_finite(given, value, product)
     if kind.mode == DIFFERENCES:
         product = [part.to(leaf.dtype) for part, leaf in zip(product, problem.leaves, strict=True)]
     if not policy.create_graph:
@@ -361,6 +364,7 @@ def _matrix(kind: CurvatureKind, problem: Problem, params: Tree, blocks: Blocks)
     """The matrix in the structure of params, twice; with blocks as a dict of dicts."""
     groups = groups_of(blocks, params)
     around = ring(problem.policy, problem.loss, around_graph=True)
+    given, value = problem, problem.leaves[0].new_zeros(())
     with around as entered:
         problem = problem.entered(entered)
         if torch_internals.transforms_active() and isinstance(kind, HessianKind):
@@ -373,7 +377,9 @@ def _matrix(kind: CurvatureKind, problem: Problem, params: Tree, blocks: Blocks)
             if point.gradient is None:
                 entries = _by_products(point, problem, groups)
             else:  # of a Hessian that is not captured
+                value = point.gradient.value
                 entries = _by_rows(point.gradient, problem.policy, groups)
+    tell_if_not_finite(given, value, entries.values())
     names, count = pytree.paths(params), len(problem.leaves)
     if blocks is None:
         rows = [

@@ -15,6 +15,7 @@ from hoglib._core.autograd import (
     check_uses_given_params,
     clone_inference_tensors,
     materialize_grads,
+    warn_if_not_finite,
 )
 from hoglib._core.closures import name_of
 from hoglib._core.gradient_graph import graph_summary
@@ -151,10 +152,20 @@ def hypergradient(
     with ring(training.policy, inner):
         at = clone_inference_tensors(hyper)
         if solver is not None:
-            return _implicit(training, at, solver)
-        if memory == "store":
-            return _unrolled(training, at)
-        return _replayed(training, at, "remat" if memory == "remat" else schedule, where)
+            found = _implicit(training, at, solver)
+        elif memory == "store":
+            found = _unrolled(training, at)
+        else:
+            found = _replayed(training, at, "remat" if memory == "remat" else schedule, where)
+        leaves, form = pytree.flatten(at)
+
+        def again(*own: Tensor) -> Tensor:
+            hyper = pytree.unflatten(own, form)
+            return training.outer_value(training.unrolled(hyper)[0], hyper)
+
+        parts = pytree.tensors(found.gradient)
+        warn_if_not_finite("hypergradient", found.value, parts, again, leaves)
+        return found
 
 
 def _unrolled(training: Training, hyper: Any) -> Hypergradient:

@@ -23,6 +23,7 @@ from hoglib._core.autograd import (
     clone_inference_tensors,
     outside_inference_mode,
     translate_errors,
+    warn_if_not_finite,
     with_gradients,
 )
 from hoglib._core.blocks import Remat
@@ -275,6 +276,16 @@ class Learner(nn.Module, ABC):
         self._after_loss(loop, found)
         grads = [found.grads[i][name] for i, part in enumerate(own) for name in part]
         tensors = [*own.model.values(), *own.modules.values()]
+        if not placement.is_sharded:
+            names, support = list(start.model), task_sets.first(tasks)[0]
+
+            def first_step(*leaves: Tensor) -> Tensor:
+                return self.inner_objective(dict(zip(names, leaves, strict=True)), support)
+
+            around = partial(self._ring, loop, placement, of_tasks=True)
+            warn_if_not_finite(
+                what, found.value, grads, first_step, [*start.model.values()], around
+            )
         grads = placement.wrap(grads)
         return with_gradients(found.value.mean(), grads, tensors, NOT_TWICE.format(what=what))
 

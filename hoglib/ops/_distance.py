@@ -1,17 +1,29 @@
-"""Distances between rows, to any order.
+"""Distances between rows and Euclidean norms, to any order.
 
 torch's cdist and pdist have neither a second derivative nor a forward mode. Its pairwise_distance
-raises in reverse over forward for p = 1 and has NaN for the second derivative at distance 0.
+raises in reverse over forward for p = 1 and has NaN for the second derivative at distance 0, as its
+norms have, also where they are squared.
 """
+
+from collections.abc import Callable
+from functools import wraps
+from math import prod
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hoglib._core import validation
+from hoglib._core import torch_internals, validation
 from hoglib._core.mixed_precision import is_autocast, upcast_half, without_autocast
+from hoglib._core.torch_modes import needs_linear_backward, only_plain_operations
+from hoglib.ops._define import promote_dtypes
+from hoglib.ops._directions import Directions, in_front, values
+from hoglib.ops._function import Saved, apply_function, make_function
+from hoglib.ops._spectra import svdvals
 from hoglib.ops._stand_in import (
     NO_DOUBLE_BACKWARD,
+    SILENT,
     TorchValueError,
     check_dtype,
     check_real,
@@ -41,8 +53,9 @@ def cdist(
 
     torch's own has neither a second derivative nor a forward mode. p = 0 counts the entries that
     differ; for infinity each entry that attains the maximum has the whole derivative. Equal rows have
-    derivatives 0 at every order. Half precision is computed in float32; under autocast the result is
-    float32. Differentiable to any order, in every mode, under vmap.
+    derivatives 0; for p = 2, what is smooth in them all the same, such as the squares, has its second
+    derivatives. Half precision is computed in float32; under autocast the result is float32.
+    Differentiable to any order, in every mode, under vmap.
 
     Where torch uses matrix products (p = 2, by compute_mode, or with more than 25 rows), the values
     are those of the differences all the same, and the derivatives are those of
@@ -92,10 +105,17 @@ def cdist(
     rows = max(a.shape[-2], b.shape[-2])
     if products is None:
         products = rows > _MANY_ROWS
-    if norm == 2 and products:
-        y = root(_squares_by_products(a, b))
-    else:
+    if norm != 2 or (not products and (only_plain_operations() or torch_internals.tracing())):
         y = norm_of_rows(a.unsqueeze(-2) - b.unsqueeze(-3), norm)
+    else:
+        d = None if products else a.unsqueeze(-2) - b.unsqueeze(-3)
+        y = root(_squares_by_products(a, b) if d is None else (d * d).sum(-1))
+        seen = values(y)
+        if seen is not None and not bool(seen.all()):
+            zero = seen == 0
+            if x1 is x2 and zero.shape == y.shape:  # a row stays at distance 0 of itself
+                zero.diagonal(dim1=-2, dim2=-1).zero_()
+            y = _with_equal_rows(y, zero, a, b) if bool(zero.any()) else y
     return y if is_autocast(x1) else y.to(x1.dtype)
 
 
@@ -107,8 +127,9 @@ def pdist(input: Tensor, p: float = 2.0) -> Tensor:
 
     torch's own has neither a second derivative nor a forward mode. p = 0 counts the entries that
     differ; for infinity each entry that attains the maximum has the whole derivative. Equal rows have
-    derivatives 0 at every order. Half precision is computed in float32; under autocast the result is
-    float32. Differentiable to any order, in every mode, under vmap.
+    derivatives 0; for p = 2, what is smooth in them all the same, such as the squares, has its second
+    derivatives. Half precision is computed in float32; under autocast the result is float32.
+    Differentiable to any order, in every mode, under vmap.
 
     Args:
         input: x, a real floating-point tensor.
@@ -149,8 +170,8 @@ def pairwise_distance(
 
     torch's own raises in reverse over forward for p = 1, and has second derivatives NaN at distance
     0. For p = infinity the entries that attain the maximum share the derivative. Distance 0 has
-    derivatives 0 at every order. A negative p and complex rows are torch's own. Differentiable to
-    any order, in every mode, under vmap.
+    derivatives 0; for p = 2 its square has its second derivatives. A negative p and complex rows are
+    torch's own. Differentiable to any order, in every mode, under vmap.
 
     Args:
         x1: A floating-point or complex tensor.
@@ -197,6 +218,16 @@ def _squares_by_products(a: Tensor, b: Tensor) -> Tensor:
     return near * near + (squares - squares.detach())
 
 
+def _with_equal_rows(y: Tensor, zero: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """The distances by products of matrices, with those that are 0 by differences."""
+    if zero.shape != y.shape:  # of all samples of a vmap, whose zeros are at different places
+        return norm_of_rows(a.unsqueeze(-2) - b.unsqueeze(-3), 2)
+    *batch, i, j = zero.nonzero(as_tuple=True)
+    first = a.expand(*y.shape[:-1], a.shape[-1])[(*batch, i)]
+    second = b.expand(*y.shape[:-2], *b.shape[-2:])[(*batch, j)]
+    return y.index_put((*batch, i, j), norm_of_rows(first - second, 2))
+
+
 def _check_norm(p: float) -> float:
     if not p >= 0:
         raise TorchValueError(f"p: expected a number of at least 0, got {p}; 2 is the usual one.")
@@ -216,7 +247,7 @@ def norm_of_rows(d: Tensor, p: float) -> Tensor:
     if p == 1:
         return d.abs().sum(-1)
     if p == 2:
-        return root((d * d).sum(-1))
+        return euclidean(d, (-1,), lambda x: root((x * x).sum(-1, keepdim=True))).squeeze(-1)
     if p == INFINITY:
         return largest(d.abs())
     return root(powers(d, p).sum(-1), p)
@@ -245,3 +276,232 @@ def largest(a: Tensor) -> Tensor:
     maximum = a.detach().amax(-1, keepdim=True)
     attained = torch.where(a.detach() == maximum, a - a.detach(), 0.0)
     return maximum.squeeze(-1) + attained.sum(-1)
+
+
+# Euclidean norms, whose squares have the second derivative 2 at 0; see `_directions`.
+
+
+def _is_smooth(y: Tensor) -> bool:
+    """Whether torch's own norm will do: none is 0, as far as is seen without waiting for a device."""
+    if torch.compiler.is_compiling():
+        return True
+    seen = values(y)
+    return seen is not None and not seen.is_cuda and bool(seen.all())
+
+
+def euclidean(x: Tensor, dims: tuple[int, ...], torchs: Callable[[Tensor], Tensor]) -> Tensor:
+    """The norm of a real x over dims, negative ones, which are kept; torch's own where none is 0."""
+    if only_plain_operations():  # Taylor coefficients know what to do at 0
+        return torchs(x) if needs_linear_backward() else _norm_forward(x, dims, None)
+    y = torchs(x)
+    if _is_smooth(y):
+        return y
+    result: Tensor = apply_function(
+        _NORM, lambda x, *_: torchs(x), x, dims, Directions("a norm", x)
+    )
+    return result
+
+
+def _unit(x: Tensor, n: Tensor) -> Tensor:
+    """x / n, and 0 where n is 0."""
+    return (x / n.masked_fill(n == 0, 1.0)).masked_fill(n == 0, 0.0)
+
+
+def _leaving(w: Tensor, stays: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """The directions of w, as vectors of length 1; 0 where x stays or is not 0."""
+    w = w.masked_fill(stays, 0.0)
+    w = _unit(w, w.detach().abs().amax(dims, keepdim=True))  # whose squares do not underflow
+    return _unit(w, root((w * w).sum(dims, keepdim=True)))
+
+
+def _norm_forward(x: Tensor, dims: tuple[int, ...], _: Any) -> Tensor:
+    return torch.linalg.vector_norm(x, dim=dims, keepdim=True)
+
+
+def _norm_backward(saved: Saved, grad: Tensor) -> list[Tensor | None]:
+    (x, dims, directions), (n,) = saved.inputs, saved.outputs
+    assert n is not None
+    along = directions.take()
+    if along is not None and torch_internals.forward_mode_active():
+        # of forward over reverse, known before what is made of the norm
+        along = along.masked_fill(_kinked(grad, n, along, dims, directions), 0.0)
+    share = apply_function(_NORM_GRADIENT, None, grad, x, n, dims, directions)
+    return [share if along is None else share + grad * along, None, None]
+
+
+def _norm_jvp(saved: Saved, tangent: Tensor, *_: Any) -> Tensor:
+    (x, dims, directions), (n,) = saved.inputs, saved.outputs
+    assert n is not None
+    if not directions.nested:  # a first derivative
+        return (_unit(x, n) * tangent).sum(dims, keepdim=True)
+    directions.tangent = _leaving(tangent, n != 0, dims)
+    found = ((_unit(x, n) + directions.tangent) * tangent).sum(dims, keepdim=True)
+    result: Tensor = apply_function(_TANGENT, None, found, n, tangent, dims, directions)
+    return result
+
+
+def _tangent_backward(saved: Saved, g: Tensor) -> list[Tensor | None]:
+    """That of the identity; g is the slope of what was made of the norm."""
+    _, n, tangent, dims, directions = saved.inputs
+    _kinked(g, n, tangent, dims, directions)
+    return [g, None, None, None, None]
+
+
+def _gradient_forward(g: Tensor, x: Tensor, n: Tensor, *_: Any) -> Tensor:
+    return g * _unit(x, n)
+
+
+def _kinked(g: Tensor, n: Tensor, w: Tensor, dims: tuple[int, ...], told: Directions) -> Tensor:
+    """Where the norm is 0 and what is made of it has no derivative, which is told if w leaves 0. For
+    a single number it is a kink, with derivatives 0 on both sides."""
+    steep = (n == 0) & (g.abs() > 100 * torch.finfo(g.dtype).eps * g.detach().abs().amax())
+    if prod(w.shape[d] for d in dims) > 1:
+        told.tell(steep & w.detach().abs().amax(dims, keepdim=True).bool(), "where it is 0")
+    return steep
+
+
+def _gradient_backward(saved: Saved, w: Tensor) -> list[Tensor | None]:
+    g, x, n, dims, directions = saved.inputs
+    steep = _kinked(g, n, w, dims, directions)
+    along = directions.noted = _leaving(w, (n != 0) | steep, dims)
+    by_g = (w * (_unit(x, n) + along)).sum(dims, keepdim=True)
+    by_n = -g * _unit(_unit((x * w).sum(dims, keepdim=True), n), n)
+    return [by_g, g * _unit(w, n), by_n, None, None]
+
+
+def _gradient_jvp(saved: Saved, tg: Any, tx: Any, tn: Any, *_: Any) -> Tensor:
+    g, x, n, dims, directions = saved.inputs
+    if tx is not None:
+        _kinked(g, n, tx, dims, directions)
+    found = torch.zeros_like(g * x)
+    if tg is not None:
+        found = found + tg * _unit(x, n)
+    if tx is not None:
+        found = found + g * _unit(tx, n)
+    return found if tn is None else found - g * tn * _unit(_unit(x, n), n)
+
+
+_NORM = make_function(
+    "Norm", 3, forward=_norm_forward, backward=_norm_backward, jvp=_norm_jvp, vmap=in_front,
+    keep_inputs=(0,), keep_outputs=(0,),
+)  # fmt: skip
+_TANGENT = make_function(
+    "NormTangent", 5, forward=lambda found, *_: found.clone(), backward=_tangent_backward,
+    jvp=lambda saved, tangent, *_: tangent, vmap=in_front,
+)  # fmt: skip
+_NORM_GRADIENT = make_function(
+    "NormGradient", 5, forward=_gradient_forward, backward=_gradient_backward,
+    jvp=_gradient_jvp, vmap=in_front,
+)  # fmt: skip
+
+
+def _norm_over(input: Tensor, dim: Any, keepdim: bool) -> Tensor:
+    """The norm of Euclid over dimensions, all by default, of what :func:`_is_plain` takes."""
+    x = input if input.dim() else input.reshape(1)
+    dim = range(x.dim()) if dim is None or dim == () else (dim,) if isinstance(dim, int) else dim
+    dims = tuple(d - x.dim() if d >= 0 else d for d in dim)
+    if x.is_complex():
+        x, dims = torch.view_as_real(x), (*(d - 1 for d in dims), -1)
+    y = euclidean(x, dims, lambda x: torch.linalg.vector_norm(x, dim=dims, keepdim=True))
+    y = y.squeeze(-1) if input.is_complex() else y
+    if not keepdim:
+        y = y.squeeze(tuple(d + 1 for d in dims[:-1]) if input.is_complex() else dims)
+    return y if input.dim() else y.reshape(())
+
+
+def _is_plain(x: Any, options: dict[str, Any]) -> bool:
+    """Whether nothing asks for torch's own: another dtype, a place for the result."""
+    strided = isinstance(x, Tensor) and x.layout == torch.strided and x.numel() > 0
+    return strided and (x.is_floating_point() or x.is_complex()) and not any(options.values())
+
+
+def _two_norm(original: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's function of a norm, with that of Euclid from here."""
+    names = ("ord", "dim", "keepdim") if "linalg" in repr(original) else ("p", "dim", "keepdim")
+    order = None if original is torch.linalg.norm else 2
+
+    @wraps(original)
+    def norm(input: Tensor, *args: Any, **kw: Any) -> Any:
+        given = dict(zip(names, args, strict=False)) | kw
+        ord, dim, keepdim = (
+            given.pop(k, v) for k, v in zip(names, (order, None, False), strict=True)
+        )
+        vectors = order == 2 or isinstance(dim, int) or (dim is None and input.dim() == 1)
+        if ord == "nuc" or (ord == 2 and not vectors):
+            return matrix_norm(input, ord, dim or (-2, -1), keepdim, **given)
+        y = original(input, *args, **kw)
+        if _is_smooth(y):
+            return y
+        if len(args) > 3 or not _is_plain(input, given):
+            return y
+        return _norm_over(input, dim, keepdim) if ord in (None, 2, "fro") else y
+
+    return norm
+
+
+_NORMS: Any = {
+    "name": "vector_norm, norm, abs, hypot",
+    "lacks": f"second derivatives of a squared norm at 0 are NaN or 0{SILENT}",
+    "modes": ("rr", "fr"),
+}
+stands_in_for(torch.linalg.vector_norm, **_NORMS)(_two_norm(torch.linalg.vector_norm))
+for _function in (torch.linalg.norm, torch.norm, Tensor.norm):
+    stands_in_for(_function, name=_NORMS["name"])(_two_norm(_function))
+
+
+@stands_in_for(torch.linalg.matrix_norm, name=_NORMS["name"])
+def matrix_norm(
+    A: Tensor, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = False, **kw: Any
+) -> Any:
+    """torch.linalg.matrix_norm by the norm of Euclid and singular values that may be equal."""
+    if not _is_plain(A, kw) or ord not in ("fro", "nuc", 2, -2):
+        return torch.linalg.matrix_norm(A, ord, dim, keepdim, **kw)
+    if ord == "fro":
+        return _norm_over(A, dim, keepdim)
+    S = svdvals(A.movedim(dim, (-2, -1)))
+    y = S.sum(-1) if ord == "nuc" else S.amax(-1) if ord == 2 else S.amin(-1)
+    return y.unsqueeze(-1).unsqueeze(-1).movedim((-2, -1), dim) if keepdim else y
+
+
+@stands_in_for(torch.dist, Tensor.dist, name=_NORMS["name"])
+def dist(input: Tensor, other: Tensor, p: float = 2) -> Tensor:
+    """torch.dist, likewise."""
+    d = input - other
+    return (
+        _norm_over(d, None, False) if p == 2 and _is_plain(d, {}) else torch.dist(input, other, p)
+    )
+
+
+@stands_in_for(torch.std, Tensor.std, name=_NORMS["name"])
+def std(input: Tensor, dim: Any = None, *args: Any, keepdim: bool = False, **kw: Any) -> Tensor:
+    """torch.std, whose square has second derivatives where all numbers are equal."""
+    y = torch.std(input, dim, *args, keepdim=keepdim, **kw)
+    if args or isinstance(dim, bool) or not _is_plain(input, {}) or _is_smooth(y):
+        return y
+    dims = tuple(range(input.dim())) if dim is None else (dim,) if isinstance(dim, int) else dim
+    count = prod(input.shape[d] for d in dims) - (
+        kw.get("correction", 1) if kw.get("unbiased", True) else 0
+    )
+    return _norm_over(input - input.mean(dims, keepdim=True), dims, keepdim) / max(count, 0) ** 0.5
+
+
+@stands_in_for(
+    torch.abs, Tensor.abs, Tensor.__abs__, torch.absolute, Tensor.absolute, name=_NORMS["name"]
+)
+def absolute(input: Tensor, **kw: Any) -> Tensor:
+    """torch.abs, whose square has second derivatives at 0."""
+    if not _is_plain(input, kw):
+        return torch.abs(input, **kw)
+    if not input.is_complex() and only_plain_operations():  # a kink by its name
+        return torch.abs(input)
+    x = torch.view_as_real(input) if input.is_complex() else input.unsqueeze(-1)
+    return euclidean(x, (-1,), lambda x: torch.abs(input).unsqueeze(-1)).squeeze(-1)
+
+
+@stands_in_for(torch.hypot, Tensor.hypot, name=_NORMS["name"])
+def hypot(input: Tensor, other: Tensor, **kw: Any) -> Tensor:
+    """torch.hypot, whose square has second derivatives at 0."""
+    if not (_is_plain(input, kw) and _is_plain(other, kw)):
+        return torch.hypot(input, other, **kw)
+    x = torch.stack(torch.broadcast_tensors(*promote_dtypes(input, other)), -1)
+    return euclidean(x, (-1,), lambda x: torch.hypot(*x.unbind(-1)).unsqueeze(-1)).squeeze(-1)

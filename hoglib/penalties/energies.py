@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hoglib._core import pytree, validation
-from hoglib._core.autograd import Vector, materialize_grads, vjp
+from hoglib._core.autograd import Vector, materialize_grads, vjp, warn_if_not_finite
 from hoglib._core.gradient_graph import depends_on_any
 from hoglib._core.source_location import warn
 from hoglib._core.torch_modes import value_checks_on
@@ -133,6 +133,9 @@ def _energies_and_forces(
         gradient = at.vjp(create_graph=True if with_hessian else None)
         forces = [-g for g in gradient]
         hessian = _hessian(at, gradient, batch) if with_hessian else None
+        if with_hessian:
+            whole = lambda *leaves: at._select(at._call(leaves)).sum()  # noqa: E731
+            warn_if_not_finite("forces", at.y, pytree.tensors(hessian), whole, at.leaves)
         if check:
             _check_reaches_parameters(at, forces)
     energy = at.y

@@ -22,6 +22,7 @@ from hoglib import ops
 from hoglib._core import pytree, torch_library
 from hoglib._core.mixed_precision import autocast_on
 from hoglib._core.torch_internals import forward_mode_active, native_kernels
+from hoglib.ops import _special_points  # noqa: F401 registers its functions
 from hoglib.ops._indexing import torch_embedding_bag
 from hoglib.ops._norms import torch_batch_norm
 from hoglib.ops._stand_in import IN_FORWARD, TABLE, StandIn, stands_in_for

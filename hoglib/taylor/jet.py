@@ -54,9 +54,10 @@ def jet(
     func runs once, and each operation of torch propagates all K coefficients, by the rule of Faà di
     Bruno or Leibniz; nested derivatives cost exponentially more in K. What is constant for autograd
     (`.detach()`, `torch.no_grad`) is constant here, and a kink, as of a ReLU or of |x|, has torch's
-    first derivative and zeros as its higher ones. A UserWarning names the lines, once, where func is
-    piecewise linear, so that all derivatives from the second on are zero; where a point lies exactly at
-    a kink and derivatives to either side differ; and where the result is infinite. An operation
+    first derivative and zeros as its higher ones, unless the derivatives on both sides agree, as those
+    of |x|^2, which are taken. A UserWarning names the lines, once, where func is piecewise linear, so
+    that all derivatives from the second on are zero; where a point lies exactly at a kink and
+    derivatives to either side differ; and where the result is infinite. An operation
     without a rule is taken apart into others, as torch decomposes it. Where that is not possible, as
     for a custom Function of yours, the whole function is nested in reverse mode instead, which is
     logged at the level DEBUG.
@@ -203,55 +204,64 @@ def by_taylor(
             "not; look for .detach(), .item(), .data or a torch.no_grad() in func, and for a func that "
             "uses others than those it is given."
         )
+    LOGGER.debug("%s: Taylor coefficients to order %d", options.caller, algebra.order)
+    if algebra.order > 1:
+        warn_if_linear(options.caller, run.kinks, algebra, series)
+        if not torch_internals.tracing():
+            beside = _look_at_points(options, algebra, own, parts, call, run.kinks, (value, series))
+            value, series = beside or (value, series)
     if options.keep and not (options.always or any(x.requires_grad for x in inputs)):
         ours = {id(x) for x in own}
         if all(key in ours for key in graph.leaves):  # nothing that a loss could go backward to
             value = [y.detach() for y in value]
             series = [known and [p if p is None else p.detach() for p in known] for known in series]
-    LOGGER.debug("%s: Taylor coefficients to order %d", options.caller, algebra.order)
-    if algebra.order > 1:
-        warn_if_linear(options.caller, run.kinks, algebra, series)
-        if not torch_internals.tracing():
-            _look_at_points(options, algebra, own, parts, call, run.kinks, (value, series))
     return value, [algebra.zeros() if known is None else known for known in series]
 
 
 def _look_at_points(
     options: TaylorOptions, algebra: Algebra, inputs: Sequence[Tensor], parts: Sequence[Parts],
     call: Callable[..., Leaves], kinks: Kinks, results: tuple[Leaves, Sequence[Parts | None]],
-) -> None:  # fmt: skip
+) -> tuple[Leaves, list[Parts | None]] | None:  # fmt: skip
     """Warns of points where a derivative does not exist.
 
-    At an exact kink func runs again for the derivatives before and after it, once for each kink: those
-    of relu(x)**3 agree at 0 to order 2. Where a result is not finite it runs again to find out why.
+    At an exact kink func runs again for the derivatives before and after it: those of relu(x)**3 agree
+    at 0 to order 2. Where they agree with one another, but not with torch's, as those of |x|**2, they
+    are right and returned. Where a result is not finite it runs again to find out why.
     """
     order, caller = algebra.order, options.caller
     detached = [x.detach() for x in inputs]
 
-    def again(algebra: Algebra, parts: Sequence[Parts], **kwargs: Any) -> tuple[list[Parts], Kinks]:
-        own = [x.detach().requires_grad_() for x in inputs]
-        run = Propagation(algebra, False, **kwargs)
+    def again(
+        algebra: Algebra, parts: Sequence[Parts], keep: bool = False, **kwargs: Any
+    ) -> tuple[Leaves, list[Parts], Kinks]:
+        own = [x if keep else x.detach().requires_grad_() for x in inputs]
+        run = Propagation(algebra, keep, **kwargs)
         try:
             with fixed_random_numbers(detached), run:
                 for x, seed in zip(own, parts, strict=True):
-                    run.seed(x, [None if p is None else p.detach() for p in seed])
+                    run.seed(x, [p if p is None or keep else p.detach() for p in seed])
                 values = call(*own)
-            return [run.coefficients(y) or algebra.zeros() for y in values], run.kinks
+            return values, [run.coefficients(y) or algebra.zeros() for y in values], run.kinks
         finally:
             run.close()
 
     new = [kink for kink in kinks.crossed if first_time(f"{caller}, order {order}: {kink}")]
-    if new:
+    if new or kinks.even:
         paths, seeds = along_paths(algebra, parts)
-        before, given, after = (again(paths, seeds, side=side)[0] for side in (-1, 0, 1))
-        if not (_agree(before, after) and _agree(given, after)):
-            warn_once(without_derivative(caller, order, new))
+        before, given, after = (again(paths, seeds, side=side)[1] for side in (-1, 0, 1))
+        same = _agree(before, after)
+        if same and isinstance(algebra, Univariate) and not _agree(given, after):
+            found, right, _ = again(algebra, parts, options.keep, side=1)
+            return found, list(right)
+        if not (same and _agree(given, after)):
+            warn_once(without_derivative(caller, order, new or kinks.crossed))
     values, series = results
     ends = [known[-1] for known in series if known is not None and known[-1] is not None]
     if _finite(values) and not _finite(ends):
-        where = again(algebra, parts, first_infinite=True)[1].not_finite
+        where = again(algebra, parts, first_infinite=True)[2].not_finite
         if where is not None:
             warn_once(infinite(caller, order, where))
+    return None
 
 
 def _finite(tensors: Sequence[Tensor | None]) -> bool:

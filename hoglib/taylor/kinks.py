@@ -68,6 +68,7 @@ class Kinks:
     def __init__(self) -> None:
         self.passed: dict[Kink, None] = {}
         self.crossed: dict[Kink, None] = {}  # exactly at a point, by a path that moves off it
+        self.even = False  # one of them is |x|, of which smooth functions may be made
         self.not_finite: Kink | None = None  # where coefficients ceased to be finite
         self._masks = WeakTensorKeyDictionary()  # comparisons of tensors with coefficients
 
@@ -84,9 +85,11 @@ class Kinks:
     def _from_mask(self, args: Any) -> bool:
         return any(isinstance(x, Tensor) and x in self._masks for x in args)
 
-    def see(self, names: tuple[str, str], call: Call) -> None:
-        """Notes an operation if it has a kink."""
+    def see(self, names: tuple[str, str], call: Call, inside_composite: bool) -> None:
+        """Notes an operation if it has a kink; one that another is made of, if its point is there."""
         name, packet = names
+        if inside_composite and packet not in ("linalg_vector_norm", "abs"):
+            return
         if packet == "linalg_vector_norm":
             self._see_norm(call)
         elif packet not in KINKS:
@@ -94,11 +97,13 @@ class Kinks:
                 self.passed[here(f"a product or selection by a comparison ({packet})")] = None
         else:
             kink, elements = here(packet), KINKS[packet]
-            self.passed[kink] = None
+            if not inside_composite:
+                self.passed[kink] = None
             if elements is not None and not torch_internals.tracing():
                 at = elements(*call.args, **call.kwargs)
                 if bool(at.any()) and _moves(call, at):
                     self.crossed[kink] = None
+                    self.even |= packet == "abs"
 
     def _see_norm(self, call: Call) -> None:
         """Notes a Euclidean norm of zeros, if a path moves off them."""
@@ -110,6 +115,7 @@ class Kinks:
             zero = zero.unsqueeze(d)
         if _moves(call, zero):
             self.crossed[here("linalg.vector_norm")] = None
+            self.even = True
 
     def check_finite(self, where: Kink, outputs: Sequence[Parts | None]) -> None:
         """Notes the first operation behind which a coefficient is infinite or NaN."""

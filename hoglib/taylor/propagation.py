@@ -136,8 +136,8 @@ class Propagation(TorchDispatchMode):
         if torch.Tag.pointwise in func.tags and isinstance(out, Tensor):
             args = [self._of_rank(x, out.dim()) for x in args]
         call = Call(names[1], self._algebra, self._parts, args, kwargs, out, self._side)
-        if self._algebra.order > 1 and not self._inside_composite:
-            self.kinks.see(names, call)
+        if self._algebra.order > 1:
+            self.kinks.see(names, call, self._inside_composite > 0)
         looked = self._first_infinite and not self._inside_composite
         self._pending = _Pending(rule, call, written, here(names[1]) if looked else None)
 

@@ -1,5 +1,6 @@
 """The context: what it sees, where it stops, and what it costs nothing to."""
 
+import math
 import threading
 
 import pytest
@@ -12,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hoglib as hog
 from hoglib.stand_ins import mode as stand_in_mode
+from tests.rows import rows
 
 F64 = torch.float64
 
@@ -245,3 +247,114 @@ def test_what_torch_has_wrong_through_norms_is_right_inside(name):
     assert sum(float((found[key] * v[key]).sum()) for key in v) == pytest.approx(expected, rel=1e-6)
     right = hog.hessian(lambda p: task(p, batches[0]), params)
     torch.testing.assert_close(whole, right)
+
+
+ORIGIN, CENTRES = torch.zeros(3, dtype=F64), torch.tensor([[0.0, 0, 0], [1, 2, 2]], dtype=F64)
+TURN = torch.linalg.qr(torch.randn(3, 3, dtype=F64, generator=torch.Generator().manual_seed(0)))[0]
+EQUAL = (TURN * torch.tensor([1.0, 1.0, 2.0], dtype=F64)) @ TURN.T
+CLOSE = (TURN * torch.tensor([1.0, 1.0 + 1e-10, 2.0], dtype=F64)) @ TURN.T
+RING = torch.eye(6, dtype=F64).roll(1, 0) + torch.eye(6, dtype=F64).roll(-1, 0)
+
+
+def symmetric(a):
+    return (a + a.mT) / 2
+
+
+def squared_distances(p):
+    return (p - CENTRES).square().sum(-1)
+
+
+def matern(d):
+    return ((1 + 3**0.5 * d) * torch.exp(-(3**0.5) * d)).sum()
+
+
+def near(s):
+    """Matern 3/2 of a squared distance, by its series about 0: 1 - 3 s / 2 + 3^1.5 s^1.5 / 3 - ..."""
+    return 1 - 1.5 * s
+
+
+# name -> a function whose parts have no second derivative at the point, the point, and the same function by others
+AT_SPECIAL_POINTS = {
+    "squared norm": (lambda p: p.norm() ** 2, ORIGIN, lambda p: (p * p).sum()),
+    "norm times itself": (lambda p: (lambda n: n * n)(torch.linalg.norm(p)), ORIGIN, lambda p: (p * p).sum()),
+    "half of it": (lambda p: (torch.linalg.vector_norm(p) / 2).square(), ORIGIN, lambda p: (p * p).sum() / 4),
+    "proximal term": (lambda p: p.sin().sum() + (p - ORIGIN).norm(2) ** 2, ORIGIN, lambda p: (p.sin() + p * p).sum()),
+    "Gaussian kernel": (lambda p: (-(torch.cdist(p[None], CENTRES) ** 2)).exp().sum(), ORIGIN, lambda p: (-squared_distances(p)).exp().sum()),
+    "Matern kernel": (lambda p: matern((p - CENTRES).norm(dim=-1)), ORIGIN, lambda p: near(squared_distances(p)[0]) + matern((p - CENTRES[1]).norm())),
+    "Gaussian kernel of many": (lambda x: (-(torch.cdist(x, x.detach()) ** 2)).exp().sum(), torch.arange(84, dtype=F64).reshape(28, 3).sin(), lambda x: (-(x[:, None] - x.detach()).square().sum(-1)).exp().sum()),
+    "pairwise_distance": (lambda p: F.pairwise_distance(p, ORIGIN, eps=0.0) ** 2, ORIGIN, lambda p: (p * p).sum()),
+    "modulus": (lambda p: (torch.complex(p, 2 * p).abs() ** 2).sum(), ORIGIN, lambda p: 5 * (p * p).sum()),
+    "power spectrum": (lambda p: torch.fft.fft(p).abs().square().sum(), ORIGIN, lambda p: 3 * (p * p).sum()),
+    "hypot": (lambda p: torch.hypot(p[0], p[1]) ** 2, ORIGIN, lambda p: p[0] ** 2 + p[1] ** 2),
+    "abs": (lambda p: (p.abs() ** 2).sum(), ORIGIN, lambda p: (p * p).sum()),
+    "std": (lambda p: p.std() ** 2, ORIGIN, lambda p: (p - p.mean()).square().sum() / 2),
+    "Frobenius norm": (lambda p: torch.linalg.matrix_norm(p[None] * p.new_ones(2, 1)) ** 2, ORIGIN, lambda p: 2 * (p * p).sum()),
+    "sinc": (lambda p: torch.sinc(p).sum(), ORIGIN, lambda p: (1 - (math.pi * p).square() / 6).sum()),
+    "Vandermonde": (lambda p: (p[:, None] ** torch.arange(4)).sum(), ORIGIN, lambda p: (1 + p + p * p + p * p * p).sum()),
+    "logaddexp": (lambda p: torch.logaddexp(p, 2 * p + 1e3 * CENTRES[1]).sum(), ORIGIN, lambda p: 2 * p.sum() + p[0] ** 2 * 0),
+    "forward algorithm from -inf": (lambda p: torch.logaddexp(p + ORIGIN.log(), p + CENTRES[1].log())[1:].sum(), ORIGIN, lambda p: p[1:].sum()),
+    "exp of equal eigenvalues": (lambda a: torch.linalg.eigvalsh(symmetric(a)).exp().sum(), EQUAL, lambda a: torch.linalg.matrix_exp(symmetric(a)).trace()),
+    "exp of close ones": (lambda a: torch.linalg.eigh(symmetric(a))[0].exp().sum(), CLOSE, lambda a: torch.linalg.matrix_exp(symmetric(a)).trace()),
+    "exp on a ring": (lambda a: torch.linalg.eigvalsh(symmetric(a)).exp().sum(), RING, lambda a: torch.linalg.matrix_exp(symmetric(a)).trace()),
+    "singular values": (lambda a: (torch.linalg.svd(a)[1] ** 4).sum(), EQUAL, lambda a: (a.mT @ a).square().sum()),
+    "log det by singular values": (lambda a: torch.linalg.svdvals(a).log().sum(), TURN, lambda a: torch.logdet(a.mT @ a) / 2),
+    "nuclear norm": (lambda a: a.norm("nuc"), EQUAL, lambda a: torch.linalg.matrix_norm(a @ torch.diag(1 + 1e-5 * CENTRES[1] ** 2), "nuc")),
+}  # fmt: skip
+
+
+@rows("mode", ["reverse-over-reverse", "forward-over-reverse", "gradient of a jvp"])
+@rows("name", AT_SPECIAL_POINTS)
+def test_second_derivatives_of_what_is_smooth_though_its_parts_are_not(name, mode):
+    func, x, other = AT_SPECIAL_POINTS[name]
+    v = torch.randn(x.shape, dtype=F64, generator=torch.Generator().manual_seed(1))
+    _, right = hog.hvp(other, x, v)
+    if mode == "gradient of a jvp":
+        with hog.second_order():
+            found = torch.func.grad(lambda x: torch.func.jvp(func, (x,), (v,))[1])(x)
+    else:
+        _, found = hog.hvp(func, x, v, mode=mode)
+    loose = 1e-4 if name == "nuclear norm" else 1e-7
+    torch.testing.assert_close(found, right, rtol=loose, atol=loose)
+
+
+MISSING = {
+    "norm": (lambda p: p.norm(), ORIGIN, "a norm at"),
+    "Matern 1/2": (lambda p: (-torch.cdist(p[None], CENTRES)).exp().sum(), ORIGIN, "a norm at"),
+    "largest of equal eigenvalues": (lambda a: torch.linalg.eigvalsh(-symmetric(a))[-1], EQUAL, "eigh at"),
+    "eigenvectors of equal ones": (lambda a: torch.linalg.eigh(symmetric(a))[1].square()[0] @ ORIGIN.cos().cumsum(0), EQUAL, "eigh at"),
+    "an antisymmetric function of equal ones": (lambda a: torch.linalg.eigh(symmetric(a))[1][0, :2].cumsum(0).prod(), EQUAL, "eigh at"),
+    "square root": (lambda p: p.sqrt().sum() + p.sum(), ORIGIN, "first behind Sqrt at"),
+    "power": (lambda p: p.pow(1.5).sum(), ORIGIN, "first behind Pow at"),
+    "norm of squares": (lambda p: (p * p).sum().sqrt() ** 2, ORIGIN, "first behind "),
+    "cosine": (lambda p: F.cosine_similarity(p, CENTRES[1], dim=0), ORIGIN, "first behind "),
+}  # fmt: skip
+
+
+@rows("mode", ["hvp", "hessian"])
+@rows("name", MISSING)
+def test_a_second_derivative_that_does_not_exist_is_told_by_its_operation(name, mode):
+    func, x, words = MISSING[name]
+    with pytest.warns(UserWarning, match=f"{words}.*test_second_order.py"):
+        hog.hvp(func, x, torch.ones_like(x)) if mode == "hvp" else hog.hessian(func, x)
+
+
+QUIET = {
+    "distances to oneself": lambda p: torch.cdist(p.outer(p), p.outer(p)).sum(),
+    "a norm of others": lambda p: p.norm() + (p.detach() - p.detach()).norm(),
+    "weight decay at 0": lambda p: ((0 * p).abs()).sum() + p.square().sum(),
+    "normalized": lambda p: F.normalize(p, dim=0).sum(),
+    "distinct eigenvalues": lambda p: torch.linalg.eigh(p.diag())[1].square().sum() + p.sum() ** 2,
+    "one eigenvector beside equal ones": lambda p: torch.linalg.eigh(torch.diag(torch.stack([p[0], p[0], p[2] + 9])))[1][:, 2].square().sum(),
+    "projection onto equal ones": lambda p: (lambda V: (V @ V.mT)[0, 2].square())(torch.linalg.eigh(torch.diag(torch.stack([p[0], p[0], p[2] + 9])))[1][:, :2]),
+    "no eigenvalues": lambda p: torch.linalg.eigvalsh(p[:0].diag()).sum() + p.square().sum(),
+    "spectral norm beside equal ones": lambda p: torch.linalg.matrix_norm(torch.diag(torch.stack([p[0], p[0], p[2] + 9])), 2),
+    "a mask of -inf": lambda p: (p.square() + torch.tensor([0.0, -torch.inf, 0.0])).softmax(0)[0],
+    "L1": lambda p: p.norm(1) ** 2,
+    "infinite value": lambda p: (p / 0.0).sum(),
+}  # fmt: skip
+
+
+@rows("mode", ["reverse-over-reverse", "forward-over-reverse"])
+@rows("name", QUIET)
+def test_right_work_at_such_points_is_not_told(name, mode):
+    hog.hvp(QUIET[name], CENTRES[1] + torch.arange(3), torch.ones(3, dtype=F64), mode=mode)

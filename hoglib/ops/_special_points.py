@@ -1,0 +1,127 @@
+"""Functions that torch differentiates once, or in one mode, at the points that they are used at: 0,
+numbers far apart, rows of -inf.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hoglib._core.torch_modes import reverse_only
+from hoglib.ops._define import define
+from hoglib.ops._stand_in import OVER_FORWARD, SILENT, stands_in_for
+
+_POINTS: Any = {
+    "name": "logaddexp, sinc, pow, polar",
+    "lacks": f"second derivatives at 0, and of numbers far apart, are NaN or wrong{SILENT}",
+}
+_OVER: Any = {
+    "name": "cumprod, householder_product, safe_softmax",
+    "lacks": f"{OVER_FORWARD}; of cumprod at zeros also those of reverse mode in it",
+    "modes": ("rf",),
+}
+
+
+def _is_real(*tensors: Any) -> bool:
+    return all(isinstance(x, Tensor) and x.is_floating_point() for x in tensors)
+
+
+@stands_in_for(torch.logaddexp, Tensor.logaddexp, **_POINTS)
+def logaddexp(input: Tensor, other: Tensor, **kw: Any) -> Tensor:
+    """torch.logaddexp by logsumexp, whose derivatives do not overflow; -inf and -inf has none, and
+    gets 0."""
+    if kw or not _is_real(input, other):
+        return torch.logaddexp(input, other, **kw)
+    pair = torch.stack(torch.broadcast_tensors(input, other), -1)
+    nothing = (pair == -math.inf).all(-1, keepdim=True)
+    found = torch.logsumexp(pair.masked_fill(nothing, 0.0), -1)
+    return found.masked_fill(nothing.squeeze(-1), -math.inf)
+
+
+@stands_in_for(torch.logaddexp2, Tensor.logaddexp2, name=_POINTS["name"])
+def logaddexp2(input: Tensor, other: Tensor, **kw: Any) -> Tensor:
+    """torch.logaddexp2, likewise."""
+    if kw or not _is_real(input, other):
+        return torch.logaddexp2(input, other, **kw)
+    return logaddexp(input * math.log(2), other * math.log(2)) / math.log(2)
+
+
+@stands_in_for(torch.sinc, Tensor.sinc, torch.special.sinc, name=_POINTS["name"])
+def sinc(input: Tensor, **kw: Any) -> Tensor:
+    """torch.sinc, by its series near 0, where the quotient's derivatives cancel."""
+    if kw or not _is_real(input):
+        return torch.sinc(input, **kw)
+    z = math.pi * input
+    near = z.abs() < 1
+    square, far = z.masked_fill(~near, 0.0).square(), z.masked_fill(near, 1.0)
+    series = torch.zeros_like(z)
+    for k in reversed(range(12)):
+        series = series * square + (-1) ** k / math.factorial(2 * k + 1)
+    return torch.where(near, series, far.sin() / far)
+
+
+@stands_in_for(torch.pow, Tensor.pow, name=_POINTS["name"])
+def power(input: Any, exponent: Any, **kw: Any) -> Tensor:
+    """torch.pow, of whole exponents in a tensor also at 0."""
+    constant = isinstance(exponent, Tensor) and not exponent.requires_grad
+    if kw or not constant or not _is_real(input):
+        return torch.pow(input, exponent, **kw)
+    found: Tensor = _powers(input, exponent)
+    return found
+
+
+@stands_in_for(Tensor.__pow__, name=_POINTS["name"])
+def _operator(self: Tensor, other: Any) -> Tensor:
+    return power(self, other) if isinstance(other, Tensor) else Tensor.__pow__(self, other)
+
+
+def _slope(x: Tensor, n: Tensor, _: Any) -> Tensor:
+    slope: Tensor = n * _powers(
+        x.masked_fill(n == 0, 1.0) if x.shape == n.shape else x.where(n != 0, 1.0), n - 1
+    )
+    return slope
+
+
+_powers = define(torch.pow, [_slope, None], reference=torch.pow, keep="inputs")
+
+
+@stands_in_for(torch.polar, name=_POINTS["name"])
+def polar(abs: Tensor, angle: Tensor, **kw: Any) -> Tensor:
+    """torch.polar by its parts: its own backward divides by abs."""
+    if kw:
+        return torch.polar(abs, angle, **kw)
+    return torch.complex(abs * angle.cos(), abs * angle.sin())
+
+
+@stands_in_for(torch.cumprod, Tensor.cumprod, **_OVER)
+def cumprod(input: Tensor, dim: int, **kw: Any) -> Tensor:
+    """torch.cumprod; under forward mode by products of neighbours, twice as far apart each time."""
+    if any(v is not None for v in kw.values()) or reverse_only() or not input.dim():
+        return torch.cumprod(input, dim, **kw)
+    y, step = input.movedim(dim, -1), 1
+    while step < y.shape[-1]:
+        y = torch.cat([y[..., :step], y[..., step:] * y[..., :-step]], -1)
+        step *= 2
+    return y.movedim(-1, dim)
+
+
+@stands_in_for(torch.linalg.householder_product, torch.orgqr, Tensor.orgqr, name=_OVER["name"])
+def householder_product(input: Tensor, tau: Tensor, **kw: Any) -> Tensor:
+    """torch.linalg.householder_product; under forward mode one reflection after the other."""
+    if kw or reverse_only():
+        return torch.linalg.householder_product(input, tau, **kw)
+    m, n = input.shape[-2:]
+    identity = torch.eye(m, dtype=input.dtype, device=input.device)
+    reflectors, Q = input.tril(-1) + identity[:, :n], identity[:, :n]
+    for i in reversed(range(tau.shape[-1])):
+        v = reflectors[..., i : i + 1]
+        Q = Q - tau[..., i, None, None] * v @ (v.mH @ Q)
+    return Q
+
+
+@stands_in_for(getattr(torch, "_safe_softmax", None), name=_OVER["name"])
+def safe_softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    """torch._safe_softmax, whose rows of -inf are 0."""
+    nothing = (input == -math.inf).all(dim, keepdim=True)
+    return input.masked_fill(nothing, 0.0).softmax(dim, dtype=dtype).masked_fill(nothing, 0.0)

@@ -1,0 +1,194 @@
+"""Eigenvalues and singular values where some are equal, or closer than rounding allows; see
+`_directions`.
+
+torch divides by the gaps between them, also where only their symmetric functions are taken, whose
+second derivatives exist: along A + t W, the eigenvectors of a cluster are those in which W is diagonal.
+And its forward mode of eigh takes the eigenvectors for constants.
+"""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from hoglib._core.mixed_precision import full_precision
+from hoglib._core.torch_modes import only_plain_operations, reverse_only
+from hoglib.ops._directions import Directions, in_front, values
+from hoglib.ops._function import Saved, apply_function, make_function
+from hoglib.ops._stand_in import OVER_FORWARD, stands_in_for
+
+_CLOSE = "where eigenvalues are equal, or closer than rounding allows, that it tells apart"
+_ROW: Any = {
+    "name": "eigh, svdvals",
+    "lacks": f"NaN or wrong second derivatives at equal values; {OVER_FORWARD}",
+}
+
+
+@stands_in_for(torch.linalg.eigh, **_ROW)
+@full_precision(widen=True)
+def eigh(A: Tensor, UPLO: str = "L", **kw: Any) -> Any:
+    """torch.linalg.eigh, whose symmetric functions have second derivatives at equal eigenvalues."""
+    found: Any = torch.linalg.eigh(A, UPLO, **kw)
+    seen = values(found[0])
+    if not found[0].numel():
+        return found
+    distinct = seen is not None and not bool(_clusters(seen).triu(1).any())
+    if kw or only_plain_operations() or (distinct and reverse_only()):
+        return found
+    make: Any = torch.return_types.linalg_eigh  # type: ignore[attr-defined]
+    own = apply_function(
+        _EIGH, lambda A, UPLO, _: torch.linalg.eigh(A, UPLO), A, UPLO, Directions("eigh", A)
+    )
+    return make(own)
+
+
+@stands_in_for(torch.linalg.eigvalsh, name=_ROW["name"])
+def eigvalsh(A: Tensor, UPLO: str = "L", **kw: Any) -> Tensor:
+    """torch.linalg.eigvalsh, likewise."""
+    result: Tensor = torch.linalg.eigvalsh(A, UPLO, **kw) if kw else eigh(A, UPLO)[0]
+    return result
+
+
+@stands_in_for(torch.linalg.svdvals, name=_ROW["name"])
+@full_precision(widen=True)
+def svdvals(A: Tensor, **kw: Any) -> Tensor:
+    """torch.linalg.svdvals, likewise: those of A are the largest eigenvalues of [[0, A], [A^H, 0]]."""
+    found: Tensor = torch.linalg.svdvals(A, **kw)
+    seen = values(found)
+    if kw or only_plain_operations() or seen is None or not seen.numel():
+        return found
+    if not bool(
+        _clusters(torch.cat([torch.zeros_like(seen[..., :1]), seen.flip(-1)], -1)).triu(1).any()
+    ):
+        return found
+    m, n = A.shape[-2:]
+    above = torch.cat([A.new_zeros(*A.shape[:-1], m), A], -1)
+    below = torch.cat([A.mH, A.new_zeros(*A.shape[:-2], n, n)], -1)
+    return eigvalsh(torch.cat([above, below], -2))[..., -min(m, n) :].flip(-1)
+
+
+@stands_in_for(torch.linalg.svd, name=_ROW["name"])
+def svd(A: Tensor, full_matrices: bool = True, **kw: Any) -> Any:
+    """torch.linalg.svd with the singular values of :func:`svdvals`; the vectors are torch's."""
+    U, S, Vh = torch.linalg.svd(A, full_matrices, **kw)
+    make: Any = torch.return_types.linalg_svd  # type: ignore[attr-defined]
+    return make((U, S if kw else svdvals(A), Vh))
+
+
+def _clusters(L: Tensor) -> Tensor:
+    """Which pairs of eigenvalues, in ascending order, are equal up to sqrt(eps), where the errors of
+    taking them for equal and for different are the same."""
+    ids = _ids(L)
+    return ids[..., :, None] == ids[..., None, :]
+
+
+def _ids(L: Tensor) -> Tensor:
+    L = L.detach()
+    apart = L.diff(dim=-1) > torch.finfo(L.dtype).eps ** 0.5 * L.abs().amax(-1, keepdim=True)
+    return torch.cat([torch.zeros_like(L[..., :1]), apart.to(L.dtype).cumsum(-1)], -1)
+
+
+def _over_gaps(X: Tensor, L: Tensor) -> Tensor:
+    """X_ij / (L_j - L_i), and 0 within clusters."""
+    same = _clusters(L)
+    gaps = (L[..., None, :] - L[..., :, None]).masked_fill(same, 1.0)
+    return X.masked_fill(same, 0.0) / gaps
+
+
+def _between(V: Tensor, L: Tensor) -> Tensor:
+    """V, as a function of the changes that mix its clusters with one another alone."""
+    fixed = V.detach()
+    return fixed + fixed @ (fixed.mH @ (V - fixed)).masked_fill(_clusters(L), 0.0)
+
+
+def _along(W: Tensor, L: Tensor, V: Tensor) -> tuple[Tensor, Tensor]:
+    """V^H W V, and the rotation R of each cluster that makes it diagonal."""
+    K = V.mH @ ((W + W.mH) / 2) @ V
+    M = K.detach().masked_fill(~_clusters(L), 0.0)
+    size = torch.linalg.matrix_norm(M, keepdim=True)
+    R = torch.linalg.eigh(M / size.masked_fill(size == 0, 1.0) + 3 * _ids(L).diag_embed())[1]
+    return K, R
+
+
+def _diagonal(K: Tensor, R: Tensor) -> Tensor:
+    return (R.mH @ K @ R).diagonal(dim1=-2, dim2=-1).real
+
+
+def _with(V: Tensor, values: Tensor) -> Tensor:
+    return (V * values[..., None, :]) @ V.mH
+
+
+def _eigh_forward(A: Tensor, UPLO: str, _: Directions) -> Any:
+    return tuple(torch.linalg.eigh(A, UPLO))
+
+
+def _eigh_backward(saved: Saved, by_L: Tensor | None, by_V: Tensor | None) -> list[Tensor | None]:
+    directions: Any = saved.inputs[2]
+    L, V = cast(tuple[Tensor, Tensor], saved.outputs)
+    total = torch.zeros_like(V)
+    along = directions.take()
+    if by_L is not None:
+        total = apply_function(_VALUES_GRADIENT, None, by_L, L, V, directions)
+        if along is not None:
+            total = total + _with(along, by_L) - _with(V.detach(), by_L)
+    if by_V is not None:
+        X = V.mH @ by_V
+        inside = X.detach().masked_fill(~_clusters(L).triu(1) & ~_clusters(L).tril(-1), 0.0)
+        # vectors alone may be of a projection onto the cluster, which is symmetric
+        unequal = inside if by_L is not None else inside - inside.mH
+        directions.tell(unequal.abs() > _rough(X), _CLOSE)
+        total = total + V @ _over_gaps(X, L) @ V.mH
+    return [total, None, None]
+
+
+def _rough(x: Tensor) -> Tensor:
+    """Above this, differences are not those of rounding and of a cluster's width."""
+    return torch.finfo(x.dtype).eps ** 0.25 * x.detach().abs().amax()
+
+
+def _eigh_jvp(saved: Saved, tangent: Tensor, *_: Any) -> Any:
+    directions: Any = saved.inputs[2]
+    L, V = cast(tuple[Tensor, Tensor], saved.outputs)
+    V = _between(V, L)
+    K, R = _along(tangent, L, V)
+    directions.tangent = V.detach() @ R
+    return _diagonal(K, R), V @ _over_gaps(V.mH @ tangent @ V, L)
+
+
+def _values_forward(by_L: Tensor, L: Tensor, V: Tensor, _: Directions) -> Tensor:
+    return _with(V, by_L)
+
+
+def _values_backward(saved: Saved, W: Tensor) -> list[Tensor | None]:
+    by_L, L, V, directions = saved.inputs
+    K, R = _along(W, L, _between(V, L))
+    directions.noted = V.detach() @ R
+    directions.tell(_unequal(by_L, L), _CLOSE)
+    by_V = V @ (2 * K * by_L[..., None, :]).masked_fill(_clusters(L), 0.0)
+    return [_diagonal(K, R), None, by_V, None]
+
+
+def _values_jvp(saved: Saved, tg: Any, tL: Any, tV: Any, *_: Any) -> Tensor:
+    by_L, L, V, directions = saved.inputs
+    directions.tell(_unequal(by_L, L), _CLOSE)
+    found = torch.zeros_like(V) if tg is None else _with(V, tg)
+    if tV is not None:
+        half = (tV * by_L[..., None, :]) @ V.mH
+        found = found + half + half.mH
+    return found
+
+
+def _unequal(by_L: Tensor, L: Tensor) -> Tensor:
+    """Which eigenvalues of a cluster are not treated alike."""
+    differences = (by_L[..., :, None] - by_L[..., None, :]).detach().abs()
+    return _clusters(L) & (differences > _rough(by_L))
+
+
+_EIGH = make_function(
+    "Eigh", 3, forward=_eigh_forward, backward=_eigh_backward, jvp=_eigh_jvp, vmap=in_front,
+    keep_inputs=(), keep_outputs=(0, 1),
+)  # fmt: skip
+_VALUES_GRADIENT = make_function(
+    "EigenvaluesGradient", 4, forward=_values_forward, backward=_values_backward,
+    jvp=_values_jvp, vmap=in_front,
+)  # fmt: skip
