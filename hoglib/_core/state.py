@@ -464,7 +464,8 @@ def same(a: Tensor, b: Any) -> bool:
 def is_freed(x: Tensor) -> bool:
     """Whether the memory of a tensor was released beneath it (`x.untyped_storage().resize_(0)`), so
     that to read it ends the process."""
-    if x.layout is not torch.strided or not x.numel() or x.device.type == "meta":
+    own = type(x) in (Tensor, nn.Parameter)  # others, such as those of a tracer, may have no memory
+    if not own or x.layout is not torch.strided or not x.numel() or x.device.type == "meta":
         return False
     return x.data_ptr() == 0 or not x.untyped_storage().nbytes()
 
