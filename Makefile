@@ -5,10 +5,9 @@ READY := .venv/.ready
 GAN := $(PY) -m experiments fit --config configs/gan/mixture.yaml
 WASSERSTEIN := --model.loss wasserstein --model.penalty.weight 1
 BENCH ?= --jobs 2 # options of python -m experiments.benchmarks
-RECORD ?= # options of python -m tests.record, such as --compare BEFORE AFTER
 
 .DEFAULT_GOAL := help
-.PHONY: help run gan smoke bench bench-full record test test-full size docs docs-serve clean
+.PHONY: help run gan smoke bench bench-full test test-full size docs docs-serve clean
 .DELETE_ON_ERROR:
 
 help:
@@ -19,7 +18,6 @@ help:
 	@echo "make bench-full  installs the other libraries into .venv, and measures everything; half an hour on two cores"
 	@echo "make test   lint, format check, types, tests"
 	@echo "make test-full  the same with all cases of each test; twice as long"
-	@echo "make record  results, warnings and messages of pages, examples, verdicts and smoke runs, to compare before and after"
 	@echo "make size   lines of code of hoglib, experiments and tests, by package"
 	@echo "make docs   the documentation site, in build/site; a broken link or reference is an error"
 	@echo "make docs-serve  the same at http://127.0.0.1:8000, built again when a page changes"
@@ -57,9 +55,6 @@ bench: $(READY)
 bench-full: $(READY)
 	@$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --constraint constraints-peers.txt --no-build-isolation --editable '.[peers]'
 	@$(PY) -m experiments.benchmarks --full --device auto $(BENCH)
-
-record: $(READY)
-	@$(PY) -m tests.record $(RECORD)
 
 test: $(READY)
 	@$(PY) -m ruff check .

@@ -139,12 +139,13 @@ def warn_if_not_finite(
     if transforms_active() or not value_checks_on() or not parts:
         return
     # one pass over the numbers and one look at the result; a norm of finite ones may overflow
-    parts = [x.detach() if x.requires_grad else x for x in parts]
-    sizes = list(torch._foreach_norm(parts, 2))
-    if value.device.type != "cpu":
-        sizes = [torch.stack([x.to(value.device) for x in sizes]).sum()]
-    if math.isfinite(sum(map(float, sizes))) or _finite(parts) or not _finite([value]):
-        return
+    with without_stand_ins():
+        parts = [x.detach() if x.requires_grad else x for x in parts]
+        sizes = list(torch._foreach_norm(parts, 2))
+        if value.device.type != "cpu":
+            sizes = [torch.stack([x.to(value.device) for x in sizes]).sum()]
+        if math.isfinite(sum(map(float, sizes))) or _finite(parts) or not _finite([value]):
+            return
     with around(), suppress(RuntimeError, HoglibError):
         where = _first_not_finite(func, leaves)
         warn_once(

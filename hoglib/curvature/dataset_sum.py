@@ -538,8 +538,8 @@ class DatasetSum:
 
     def _check_counts(self, batch: Any, share: float) -> None:
         """Raise where each example has one term of the matrix, but not of the loss."""
-        if self._counting == "criterion" or not self._by_rows:
-            return
+        if self._counting == "criterion" or not self._by_rows or self._placement.is_sharded:
+            return  # with shards, a share is that of all processes
         ratio = self._own_size(batch) / share
         self._ratio = ratio if self._ratio is None else self._ratio
         if abs(ratio - self._ratio) > 1e-9 * self._ratio:

@@ -326,7 +326,8 @@ class ModuleLoop:
             # x.requires_grad_() in a model is of this evaluation alone: of a tensor that all steps
             # share, the derivative would go through the steps before
             plain = type(batch) is tuple and all(isinstance(x, Tensor) for x in batch)
-            own = tuple(map(_own, batch)) if plain else pytree.map_tensors(_own, batch)
+            with without_stand_ins():
+                own = tuple(map(_own, batch)) if plain else pytree.map_tensors(_own, batch)
             value = partial(self.placement.mean_of, lambda: loss(whole, own))
             # a model that differentiates inside does so where only the value is computed, too
             return value() if torch.is_grad_enabled() else without_graph(value)
