@@ -31,7 +31,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from hoglib._core.autograd import grad_enabled, outside_inference_mode, warn_if_not_finite
+from hoglib._core.autograd import grad_enabled, is_lost, outside_inference_mode, warn_if_not_finite
 from hoglib._core.blocks import BlockForward, rematerialized
 from hoglib._core.closures import name_of, owner_of
 from hoglib._core.placement import WHOLE, Placement
@@ -122,6 +122,9 @@ class ring:  # noqa: N801 a context manager
 
 def tell_if_not_finite(problem: Problem, value: Tensor, parts: Iterable[Tensor]) -> None:
     """Warns of second derivatives at a problem's leaves that are not finite where the value is."""
+    parts = list(parts)
+    if not is_lost(value, parts):  # nothing else is made for what is finite
+        return
     caller, leaves = problem.policy.caller, problem.leaves
     again = Policy(caller, stand_ins=problem.policy.stand_ins)
 
@@ -130,9 +133,7 @@ def tell_if_not_finite(problem: Problem, value: Tensor, parts: Iterable[Tensor])
         with preserve_random_state(), ring(again, examine=False, buffers=True):
             yield
 
-    warn_if_not_finite(
-        caller, value, list(parts), lambda *own: problem.entered([])(*own), leaves, around
-    )
+    warn_if_not_finite(caller, value, parts, lambda *own: problem.entered([])(*own), leaves, around)
 
 
 def is_captured(policy: Policy) -> bool:

@@ -127,25 +127,30 @@ def vjp(
         )  # fmt: skip
 
 
+def is_lost(value: Tensor, parts: Vector) -> bool:
+    """Whether second derivatives are infinite or NaN where the value is finite: one pass over the
+    numbers and one look at the result."""
+    if transforms_active() or not value_checks_on() or not parts:
+        return False
+    with without_stand_ins():
+        parts = [x.detach() if x.requires_grad else x for x in parts]
+        sizes = list(torch._foreach_norm(parts, 2))  # that of finite numbers may overflow
+        if value.device.type != "cpu":
+            sizes = [torch.stack([x.to(value.device) for x in sizes]).sum()]
+        return not (math.isfinite(sum(map(float, sizes))) or _finite(parts)) and _finite([value])
+
+
 def warn_if_not_finite(
     caller: str, value: Tensor, parts: Vector, func: ScalarFunction, leaves: Vector,
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> None:  # fmt: skip
-    """Warns of second derivatives that are infinite or NaN where the value is finite, by the operation
-    that made them, which is looked for then, in another evaluation.
+    """Warns of second derivatives for which `is_lost`, by the operation that made them, which is looked
+    for then, in another evaluation.
 
     around: what stands around that evaluation.
     """
-    if transforms_active() or not value_checks_on() or not parts:
+    if not is_lost(value, parts):
         return
-    # one pass over the numbers and one look at the result; a norm of finite ones may overflow
-    with without_stand_ins():
-        parts = [x.detach() if x.requires_grad else x for x in parts]
-        sizes = list(torch._foreach_norm(parts, 2))
-        if value.device.type != "cpu":
-            sizes = [torch.stack([x.to(value.device) for x in sizes]).sum()]
-        if math.isfinite(sum(map(float, sizes))) or _finite(parts) or not _finite([value]):
-            return
     with around(), suppress(RuntimeError, HoglibError):
         where = _first_not_finite(func, leaves)
         warn_once(
