@@ -31,7 +31,12 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from hoglib._core.autograd import grad_enabled, is_lost, outside_inference_mode, warn_if_not_finite
+from hoglib._core.autograd import (
+    grad_enabled,
+    is_not_finite,
+    outside_inference_mode,
+    warn_if_not_finite,
+)
 from hoglib._core.blocks import BlockForward, rematerialized
 from hoglib._core.closures import name_of, owner_of
 from hoglib._core.placement import WHOLE, Placement
@@ -120,10 +125,12 @@ class ring:  # noqa: N801 a context manager
                 raise
 
 
-def tell_if_not_finite(problem: Problem, value: Tensor, parts: Iterable[Tensor]) -> None:
+def warn_if_derivatives_not_finite(
+    problem: Problem, value: Tensor, parts: Iterable[Tensor]
+) -> None:
     """Warns of second derivatives at a problem's leaves that are not finite where the value is."""
     parts = list(parts)
-    if not is_lost(value, parts):  # nothing else is made for what is finite
+    if not is_not_finite(value, parts):  # nothing else is made for what is finite
         return
     caller, leaves = problem.policy.caller, problem.leaves
     again = Policy(caller, stand_ins=problem.policy.stand_ins)

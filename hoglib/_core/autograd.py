@@ -127,7 +127,7 @@ def vjp(
         )  # fmt: skip
 
 
-def is_lost(value: Tensor, parts: Vector) -> bool:
+def is_not_finite(value: Tensor, parts: Vector) -> bool:
     """Whether second derivatives are infinite or NaN where the value is finite: one pass over the
     numbers and one look at the result."""
     if transforms_active() or not value_checks_on() or not parts:
@@ -144,12 +144,12 @@ def warn_if_not_finite(
     caller: str, value: Tensor, parts: Vector, func: ScalarFunction, leaves: Vector,
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> None:  # fmt: skip
-    """Warns of second derivatives for which `is_lost`, by the operation that made them, which is looked
-    for then, in another evaluation.
+    """Warns of second derivatives that are not finite where the value is, by the operation that made
+    them, which is looked for then, in another evaluation.
 
     around: what stands around that evaluation.
     """
-    if not is_lost(value, parts):
+    if not is_not_finite(value, parts):
         return
     with around(), suppress(RuntimeError, HoglibError):
         where = _first_not_finite(func, leaves)

@@ -8,7 +8,7 @@ import sysconfig
 import warnings
 from collections.abc import Iterator, Sequence
 from traceback import walk_stack, walk_tb
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import NamedTuple
 
 import torch
@@ -149,10 +149,13 @@ def innermost_line(stack: Sequence[str]) -> SourceLine | None:
     return None
 
 
-def user_line(stack: Sequence[str] | None = None) -> SourceLine | None:
-    """The innermost line outside hoglib and torch, of a stack as `traceback.format_stack` gives it or
-    of the caller's."""
-    if stack is None:
+def user_line(stack: Sequence[str] | TracebackType | None = None) -> SourceLine | None:
+    """The innermost line outside hoglib and torch, of a stack as `traceback.format_stack` gives it, of
+    a traceback, or of the caller's stack."""
+    if isinstance(stack, TracebackType):
+        frames = reversed([*walk_tb(stack)])
+        lines = ((at.f_code.co_filename, line) for at, line in frames)
+    elif stack is None:
         lines = ((at.f_code.co_filename, line) for at, line in walk_stack(sys._getframe(1)))
     else:
         entries = (re.search(_ENTRY, entry) for entry in reversed(stack))

@@ -48,7 +48,7 @@ def call_as_function(
     """
     if operator.__module__.rpartition(".")[-1] in _OWN:  # torch._ops.aten
         return None
-    overload = _overload(operator, args, kwargs)
+    overload = overload_of(operator, args, kwargs)
     definition = custom_ops.OPDEFS.get(overload._schema.name)
     if definition is not None and definition._opoverload is overload:
         backward, setup_context = definition._backward_fn, definition._setup_context_fn
@@ -81,13 +81,15 @@ def callables(name: str) -> Iterator[tuple[Any, Any]]:
             yield binding, packet
 
 
-def overload_of(operator: Any, args: Any, kwargs: Any) -> OpOverload:
-    """The overload that takes these arguments."""
-    if type(operator) is OpOverload:
+def overload_of(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> OpOverload:
+    """The overload that a call of an operator runs."""
+    if type(operator) is not OpOverloadPacket:
         return operator
-    name = torch._C._jit_resolve_packet(operator._qualified_op_name, *args, **kwargs)
-    overload: OpOverload = getattr(operator, name)
-    return overload
+    name, *more = operator.overloads()
+    if more:
+        qualified = operator._qualified_op_name
+        name = torch._C._jit_resolve_packet(qualified, *args, **kwargs) or "default"
+    return getattr(operator, name)
 
 
 def as_written(
@@ -115,17 +117,6 @@ def _is_generated(function: type[Function]) -> bool:
 def result_of(function: Any, outputs: Any) -> Any:
     """What the operator returns, from what its Function does."""
     return list(outputs) if _returns_list(function.operator) else outputs
-
-
-def _overload(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> OpOverload:
-    """The overload that a call of an operator runs."""
-    if type(operator) is not OpOverloadPacket:
-        return operator
-    name, *more = operator.overloads()
-    if more:
-        qualified = operator._qualified_op_name
-        name = torch._C._jit_resolve_packet(qualified, *args, **kwargs) or "default"
-    return getattr(operator, name)
 
 
 def _made_of(function: type[Function]) -> tuple[OpOverload, Rules]:

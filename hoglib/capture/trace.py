@@ -7,12 +7,10 @@ so that a refused operation changes nothing. Tensors that the function reaches b
 (parameters, buffers, closures) become inputs of the graph.
 """
 
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from operator import attrgetter
-from traceback import walk_stack, walk_tb
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -28,10 +26,9 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode,
 )
 
-from hoglib._core import pytree, torch_internals, validation
+from hoglib._core import pytree, source_location, torch_internals, validation
 from hoglib._core.gradient_graph import leaf_tensors, walk
 from hoglib._core.module_names import watching_modules
-from hoglib._core.source_location import is_user_file
 from hoglib.capture.signature import TensorSlot, check_dense
 from hoglib.errors import HoglibError, UnsupportedError
 
@@ -235,10 +232,9 @@ def value_read_error(what: str, how: str, where: str) -> Exception:
 
 
 def user_line(trace: TracebackType | None = None) -> str:
-    """The innermost file and line of the user's, of the current stack or of a traceback."""
-    frames = walk_stack(sys._getframe(1)) if trace is None else reversed([*walk_tb(trace)])
-    found = ((frame.f_code.co_filename, line) for frame, line in frames)
-    return next((f" in {file}:{line}" for file, line in found if is_user_file(file)), "")
+    """The innermost file and line of the user's, for a message, of the current stack or a traceback."""
+    at = source_location.user_line(trace)
+    return f" in {at.file}:{at.line}" if at else ""
 
 
 class Traced(NamedTuple):

@@ -24,7 +24,7 @@ from hoglib.curvature.linear_map import (
 )
 from hoglib.curvature.vector_space import Blocks, groups_of
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
-from hoglib.ring import ring, tell_if_not_finite
+from hoglib.ring import ring, warn_if_derivatives_not_finite
 from hoglib.verification.entry_points import note_lost_graph
 
 T = TypeVar("T")  # a pytree of tensors
@@ -233,7 +233,7 @@ def _product(
         note_lost_graph(point.gradient)
         value, product = apply_block(point, vector, block)
     if not given.placement.is_sharded:
-        tell_if_not_finite(given, value, product)
+        warn_if_derivatives_not_finite(given, value, product)
     if kind.mode == DIFFERENCES:
         product = [part.to(leaf.dtype) for part, leaf in zip(product, problem.leaves, strict=True)]
     if not policy.create_graph:
@@ -379,7 +379,7 @@ def _matrix(kind: CurvatureKind, problem: Problem, params: Tree, blocks: Blocks)
             else:  # of a Hessian that is not captured
                 value = point.gradient.value
                 entries = _by_rows(point.gradient, problem.policy, groups)
-    tell_if_not_finite(given, value, entries.values())
+    warn_if_derivatives_not_finite(given, value, entries.values())
     names, count = pytree.paths(params), len(problem.leaves)
     if blocks is None:
         rows = [

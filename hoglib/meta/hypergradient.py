@@ -164,7 +164,9 @@ def hypergradient(
             return training.outer_value(training.unrolled(hyper)[0], hyper)
 
         parts = pytree.tensors(found.gradient)
-        warn_if_not_finite("hypergradient", found.value, parts, again, leaves)
+        warn_if_not_finite(
+            "hypergradient", found.value, parts, again, leaves, preserve_random_state
+        )
         return found
 
 

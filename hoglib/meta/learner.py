@@ -8,8 +8,8 @@ for all.
 import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from numbers import Real
@@ -32,6 +32,7 @@ from hoglib._core.gradient_graph import depends_on_any, graph_summary
 from hoglib._core.placement import Placement, Sharding, placement_of, refuse_sharded
 from hoglib._core.problem import Policy, check_option_names
 from hoglib._core.source_location import warn
+from hoglib._core.state import preserve_random_state
 from hoglib._core.swap import Params
 from hoglib._core.torch_modes import without_stand_ins
 from hoglib.errors import ArgumentValueError, NoSecondDerivative, UnsupportedError
@@ -277,12 +278,16 @@ class Learner(nn.Module, ABC):
         grads = [found.grads[i][name] for i, part in enumerate(own) for name in part]
         tensors = [*own.model.values(), *own.modules.values()]
         if not placement.is_sharded:
-            names, support = list(start.model), task_sets.first(tasks)[0]
 
             def first_step(*leaves: Tensor) -> Tensor:
-                return self.inner_objective(dict(zip(names, leaves, strict=True)), support)
+                params = dict(zip(start.model, leaves, strict=True))
+                return self.inner_objective(params, task_sets.first(tasks)[0])
 
-            around = partial(self._ring, loop, placement, of_tasks=True)
+            @contextmanager
+            def around() -> Iterator[None]:
+                with preserve_random_state(), self._ring(loop, placement, of_tasks=True):
+                    yield
+
             warn_if_not_finite(
                 what, found.value, grads, first_step, [*start.model.values()], around
             )

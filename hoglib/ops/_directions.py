@@ -33,7 +33,7 @@ class Directions:
         noted, self.noted = self.noted, None
         return self.tangent if noted is None else noted
 
-    def tell(self, missing: Tensor, lacks: str) -> None:
+    def warn(self, missing: Tensor, lacks: str) -> None:
         """Warns, once a place, where a derivative along the direction does not exist."""
         seen = values(missing)
         if seen is not None and bool(seen.any()):

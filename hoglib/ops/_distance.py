@@ -286,7 +286,7 @@ def _is_smooth(y: Tensor) -> bool:
     if torch.compiler.is_compiling():
         return True
     seen = values(y)
-    return seen is not None and not seen.is_cuda and bool(seen.all())
+    return seen is not None and seen.device.type == "cpu" and bool(seen.all())
 
 
 def euclidean(x: Tensor, dims: tuple[int, ...], torchs: Callable[[Tensor], Tensor]) -> Tensor:
@@ -351,12 +351,12 @@ def _gradient_forward(g: Tensor, x: Tensor, n: Tensor, *_: Any) -> Tensor:
     return g * _unit(x, n)
 
 
-def _kinked(g: Tensor, n: Tensor, w: Tensor, dims: tuple[int, ...], told: Directions) -> Tensor:
-    """Where the norm is 0 and what is made of it has no derivative, which is told if w leaves 0. For
-    a single number it is a kink, with derivatives 0 on both sides."""
+def _kinked(g: Tensor, n: Tensor, w: Tensor, dims: tuple[int, ...], of: Directions) -> Tensor:
+    """Where the norm is 0 and what is made of it has no derivative; warns of that if w leaves 0. For a
+    single number it is a kink, with derivatives 0 on both sides."""
     steep = (n == 0) & (g.abs() > 100 * torch.finfo(g.dtype).eps * g.detach().abs().amax())
     if prod(w.shape[d] for d in dims) > 1:
-        told.tell(steep & w.detach().abs().amax(dims, keepdim=True).bool(), "where it is 0")
+        of.warn(steep & w.detach().abs().amax(dims, keepdim=True).bool(), "where it is 0")
     return steep
 
 

@@ -57,9 +57,7 @@ def svdvals(A: Tensor, **kw: Any) -> Tensor:
     seen = values(found)
     if kw or only_plain_operations() or seen is None or not seen.numel():
         return found
-    if not bool(
-        _clusters(torch.cat([torch.zeros_like(seen[..., :1]), seen.flip(-1)], -1)).triu(1).any()
-    ):
+    if _are_apart(seen):
         return found
     m, n = A.shape[-2:]
     above = torch.cat([A.new_zeros(*A.shape[:-1], m), A], -1)
@@ -70,9 +68,19 @@ def svdvals(A: Tensor, **kw: Any) -> Tensor:
 @stands_in_for(torch.linalg.svd, name=_ROW["name"])
 def svd(A: Tensor, full_matrices: bool = True, **kw: Any) -> Any:
     """torch.linalg.svd with the singular values of :func:`svdvals`; the vectors are torch's."""
-    U, S, Vh = torch.linalg.svd(A, full_matrices, **kw)
+    found: Any = torch.linalg.svd(A, full_matrices, **kw)
+    U, S, Vh = found
+    seen = values(S)
+    if kw or seen is None or not seen.numel() or _are_apart(seen):
+        return found
     make: Any = torch.return_types.linalg_svd  # type: ignore[attr-defined]
-    return make((U, S if kw else svdvals(A), Vh))
+    return make((U, svdvals(A), Vh))
+
+
+def _are_apart(S: Tensor) -> bool:
+    """Whether singular values, in descending order, are neither equal nor 0, up to rounding."""
+    ascending = torch.cat([torch.zeros_like(S[..., :1]), S.flip(-1)], -1)
+    return not bool(_clusters(ascending).triu(1).any())
 
 
 def _clusters(L: Tensor) -> Tensor:
@@ -136,7 +144,7 @@ def _eigh_backward(saved: Saved, by_L: Tensor | None, by_V: Tensor | None) -> li
         inside = X.detach().masked_fill(~_clusters(L).triu(1) & ~_clusters(L).tril(-1), 0.0)
         # vectors alone may be of a projection onto the cluster, which is symmetric
         unequal = inside if by_L is not None else inside - inside.mH
-        directions.tell(unequal.abs() > _rough(X), _CLOSE)
+        directions.warn(unequal.abs() > _rough(X), _CLOSE)
         total = total + V @ _over_gaps(X, L) @ V.mH
     return [total, None, None]
 
@@ -163,14 +171,14 @@ def _values_backward(saved: Saved, W: Tensor) -> list[Tensor | None]:
     by_L, L, V, directions = saved.inputs
     K, R = _along(W, L, _between(V, L))
     directions.noted = V.detach() @ R
-    directions.tell(_unequal(by_L, L), _CLOSE)
+    directions.warn(_unequal(by_L, L), _CLOSE)
     by_V = V @ (2 * K * by_L[..., None, :]).masked_fill(_clusters(L), 0.0)
     return [_diagonal(K, R), None, by_V, None]
 
 
 def _values_jvp(saved: Saved, tg: Any, tL: Any, tV: Any, *_: Any) -> Tensor:
     by_L, L, V, directions = saved.inputs
-    directions.tell(_unequal(by_L, L), _CLOSE)
+    directions.warn(_unequal(by_L, L), _CLOSE)
     found = torch.zeros_like(V) if tg is None else _with(V, tg)
     if tV is not None:
         half = (tV * by_L[..., None, :]) @ V.mH

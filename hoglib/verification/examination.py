@@ -91,9 +91,8 @@ class Applied:
     autocast: AutocastState
     stand_ins: bool
     kept: tuple[tuple[int, frozenset[str]], ...]  # structures that arguments are computed to have
-    hiding: tuple[
-        int, ...
-    ]  # arguments that hold others with a graph, by which torch gives no gradient
+    # arguments that hold others with a graph, by which torch gives no gradient
+    hiding: tuple[int, ...]
 
 
 def applied(
@@ -200,7 +199,7 @@ def _judged(given: Applied) -> Verdict:
         found = _with_value_from_elsewhere(app, options, found)
     if found.status == "right" and not options.surrogate:
         for i in filter(partial(_depends_on, app), given.hiding):
-            text = HIDDEN.format(name=function.__qualname__, given=app.name(i))
+            text = IN_CONTAINER.format(name=function.__qualname__, given=app.name(i))
             return Verdict("wrong", text, order=1)
     if found.status != "right" or not several or subject.half is not None:
         return found
@@ -209,7 +208,7 @@ def _judged(given: Applied) -> Verdict:
     return _wrong_second(function, wrong) if wrong else found
 
 
-HIDDEN = (
+IN_CONTAINER = (
     "the first derivative of {name} is wrong: {given} holds tensors that need gradients, and torch "
     "differentiates only by those that are arguments themselves. Pass each as one "
     "(`apply(x, *tensors)`), or detach them."
@@ -270,9 +269,8 @@ def _with_value_from_elsewhere(app: Application, options: Options, found: Verdic
     """The verdict of a Function that returns arguments by which it is not differentiated."""
     function, by = app.function, app.by
     point = [x.double() for x in (app.args[i] for i in by)]
-    with suppress(
-        Exception
-    ):  # no such argument; or it refuses float64, or its gradient has no derivative
+    # no such argument; or it refuses float64, or its gradient has no derivative
+    with suppress(Exception):
 
         def applied_to(xs: Sequence[Tensor], values: Mapping[int, Tensor]) -> Any:
             args = [x.double() if is_float(x) else x for x in app.fresh()]
