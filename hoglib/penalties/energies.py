@@ -10,6 +10,7 @@ from hoglib._core import pytree, validation
 from hoglib._core.autograd import Vector, materialize_grads, vjp, warn_if_not_finite
 from hoglib._core.gradient_graph import depends_on_any
 from hoglib._core.source_location import warn
+from hoglib._core.state import preserve_random_state
 from hoglib._core.torch_modes import value_checks_on
 from hoglib.errors import ArgumentValueError
 from hoglib.penalties.distributed import averaged
@@ -135,7 +136,8 @@ def _energies_and_forces(
         hessian = _hessian(at, gradient, batch) if with_hessian else None
         if with_hessian:
             whole = lambda *leaves: at._select(at._call(leaves)).sum()  # noqa: E731
-            warn_if_not_finite("forces", at.y, pytree.tensors(hessian), whole, at.leaves)
+            parts = pytree.tensors(hessian)
+            warn_if_not_finite("forces", at.y, parts, whole, at.leaves, preserve_random_state)
         if check:
             _check_reaches_parameters(at, forces)
     energy = at.y
