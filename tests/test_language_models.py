@@ -279,7 +279,7 @@ LABELS = {
     "boolean": ((TOKENS, SHIFTED > 0), ArgumentValueError, "whole numbers"),
     "too large": ((TOKENS, 0 * SHIFTED + 99), ArgumentValueError, "tokens from 0 to .* got 99"),
     "negative": ((TOKENS, 0 * SHIFTED - 5), ArgumentValueError, "tokens from 0 to .* got -5"),
-    "labels on another device": ((TOKENS, SHIFTED.to("meta")), ArgumentValueError, "labels: expected a tensor on cpu"),
+    "labels on another device": ((TOKENS, SHIFTED.to("meta")), ArgumentValueError, r"batch\[1\]: expected a tensor on cpu"),
     "another device": (TOKENS.to("meta"), ArgumentValueError, "expected a tensor on cpu"),
     "lists": (([[1, 2]], [[1, 2]]), ArgumentTypeError, "tensor of tokens"),
     "text": ("text", ArgumentTypeError, "tensor of tokens"),

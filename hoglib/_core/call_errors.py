@@ -150,13 +150,20 @@ class translate_device_errors(ErrorTranslation):  # noqa: N801 a context manager
     def __init__(self, batch: Any, reference: Any) -> None:
         self._batch, self._reference = batch, reference
 
+    def __enter__(self) -> None:
+        # torch's embedding takes tokens on "meta" and returns memory that nothing was written to
+        if any(tensor.is_meta for _, tensor in tensors_in("batch", self._batch)):
+            self._raise_if_apart(None)
+
     def explain(self, error: Exception) -> None:
         if not isinstance(error, RuntimeError) or isinstance(error, HoglibError):
             return
         text = str(error)
         # "torch.cuda.": as in "Input type (torch.cuda.FloatTensor)"
-        if not ("device" in text.lower() or "torch.cuda." in text or "meta tensor" in text):
-            return
+        if "device" in text.lower() or "torch.cuda." in text or "meta tensor" in text:
+            self._raise_if_apart(error)
+
+    def _raise_if_apart(self, error: Exception | None) -> None:
         devices = {tensor.device for _, tensor in tensors_in("", self._reference)}
         found = tensors_in("batch", self._batch)
         away = [(name, tensor) for name, tensor in found if tensor.device not in devices]
