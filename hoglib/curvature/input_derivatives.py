@@ -17,10 +17,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hoglib._core import torch_forward_mode, torch_internals, validation
-from hoglib._core.autograd import translate_errors, vjp
+from hoglib._core.autograd import translate_errors, vjp, warn_if_not_finite
 from hoglib._core.closures import owner_of
 from hoglib._core.finite_differences import fixed_random_numbers
 from hoglib._core.gradient_graph import GraphSummary, check_custom_functions, graph_summary
+from hoglib._core.state import preserve_random_state
 from hoglib._core.swap import call_with
 from hoglib._core.torch_modes import value_checks_on
 from hoglib._core.trust import found_once, largest
@@ -205,6 +206,9 @@ def by_reverse(
         found = [_of_one_output(f, own, graph, probes, keep) for f in y.unbind(1)]
         result = torch.stack(found, 1) if found else torch.zeros_like(y)
     result = result.reshape(value.shape)
+    warn_if_not_finite(
+        CALLER, value, [result], lambda own: func(own).sum(), [x], preserve_random_state
+    )
     if not keep:
         return value.detach().clone(), result.detach()
     if not result.requires_grad:  # linear in x: zeros, from which a loss can still go backward

@@ -141,6 +141,7 @@ def no_forward_mode(caller: str, mode: str, error: Exception) -> Exception:
         "functorch transform",
         "flat_bdims",  # a Function without a jvp, under vmap
         "view size is not compatible",  # rules that view tangents of any layout
+        "do not have strides",  # sparse layouts, within torch.func
     )
     if isinstance(error, HoglibError) or not any(word in str(error) for word in words):
         return error

@@ -475,8 +475,10 @@ def dist(input: Tensor, other: Tensor, p: float = 2) -> Tensor:
 @stands_in_for(torch.std, Tensor.std, name=_NORMS["name"])
 def std(input: Tensor, dim: Any = None, *args: Any, keepdim: bool = False, **kw: Any) -> Tensor:
     """torch.std, whose square has second derivatives where all numbers are equal."""
+    if isinstance(dim, bool):  # torch.std(input, unbiased)
+        dim, kw = None, {"correction": int(dim)}
     y = torch.std(input, dim, *args, keepdim=keepdim, **kw)
-    if args or isinstance(dim, bool) or not _is_plain(input, {}) or _is_smooth(y):
+    if args or not _is_plain(input, {}) or _is_smooth(y):
         return y
     dims = tuple(range(input.dim())) if dim is None else (dim,) if isinstance(dim, int) else dim
     count = prod(input.shape[d] for d in dims) - (

@@ -1,5 +1,5 @@
 """Functions that torch differentiates once, or in one mode, at the points that they are used at: 0,
-numbers far apart, rows of -inf.
+large numbers, numbers far apart, rows of -inf.
 """
 
 import math
@@ -7,14 +7,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from hoglib._core.torch_modes import reverse_only
+from hoglib._core.torch_modes import only_plain_operations, reverse_only
 from hoglib.ops._define import define
 from hoglib.ops._stand_in import OVER_FORWARD, SILENT, stands_in_for
 
 _POINTS: Any = {
-    "name": "logaddexp, sinc, pow, polar",
-    "lacks": f"second derivatives at 0, and of numbers far apart, are NaN or wrong{SILENT}",
+    "name": "logaddexp, sinc, pow, polar, i1, mish",
+    "lacks": f"derivatives of order 2 or 3 at 0, or of large numbers, are NaN or wrong{SILENT}",
 }
 _OVER: Any = {
     "name": "cumprod, householder_product, safe_softmax",
@@ -61,6 +62,28 @@ def sinc(input: Tensor, **kw: Any) -> Tensor:
     return torch.where(near, series, far.sin() / far)
 
 
+@stands_in_for(torch.special.i1, name=_POINTS["name"])
+def bessel_i1(input: Tensor, **kw: Any) -> Tensor:
+    """torch.special.i1, by its series near 0, where torch's first derivative is a constant."""
+    if kw or not _is_real(input):
+        return torch.special.i1(input, **kw)
+    near = input.abs() < 1
+    half, far = input.masked_fill(~near, 0.0) / 2, torch.special.i1(input.masked_fill(near, 1.0))
+    series = torch.zeros_like(input)
+    for k in reversed(range(12)):
+        series = series * half.square() + 1 / (math.factorial(k) * math.factorial(k + 1))
+    return torch.where(near, half * series, far)
+
+
+@stands_in_for(F.mish, name=_POINTS["name"])
+def mish(input: Tensor, inplace: bool = False) -> Tensor:
+    """torch's mish, which is x, to rounding, for large numbers; its second derivative overflows."""
+    if inplace or only_plain_operations():
+        return F.mish(input, inplace)
+    far = input > 20
+    return torch.where(far, input, F.mish(input.masked_fill(far, 0.0)))
+
+
 @stands_in_for(torch.pow, Tensor.pow, name=_POINTS["name"])
 def power(input: Any, exponent: Any, **kw: Any) -> Tensor:
     """torch.pow, of whole exponents in a tensor also at 0."""
@@ -97,8 +120,10 @@ def polar(abs: Tensor, angle: Tensor, **kw: Any) -> Tensor:
 @stands_in_for(torch.cumprod, Tensor.cumprod, **_OVER)
 def cumprod(input: Tensor, dim: int, **kw: Any) -> Tensor:
     """torch.cumprod; under forward mode by products of neighbours, twice as far apart each time."""
-    if any(v is not None for v in kw.values()) or reverse_only() or not input.dim():
+    if any(v is not None for v in kw.values()) or reverse_only():
         return torch.cumprod(input, dim, **kw)
+    if not input.dim():
+        return input.clone()
     y, step = input.movedim(dim, -1), 1
     while step < y.shape[-1]:
         y = torch.cat([y[..., :step], y[..., step:] * y[..., :-step]], -1)

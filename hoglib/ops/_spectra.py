@@ -112,7 +112,8 @@ def _between(V: Tensor, L: Tensor) -> Tensor:
 def _along(W: Tensor, L: Tensor, V: Tensor) -> tuple[Tensor, Tensor]:
     """V^H W V, and the rotation R of each cluster that makes it diagonal."""
     K = V.mH @ ((W + W.mH) / 2) @ V
-    M = K.detach().masked_fill(~_clusters(L), 0.0)
+    # of NaN, which other terms bring, there is none, and K shows it
+    M = K.detach().masked_fill(~_clusters(L), 0.0).nan_to_num(0.0, 0.0, 0.0)
     size = torch.linalg.matrix_norm(M, keepdim=True)
     R = torch.linalg.eigh(M / size.masked_fill(size == 0, 1.0) + 3 * _ids(L).diag_embed())[1]
     return K, R

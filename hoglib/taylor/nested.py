@@ -3,6 +3,7 @@ differentiate. A derivative of y by t with cotangents u is linear in u, so that 
 dy/dt."""
 
 from collections.abc import Callable, Sequence
+from itertools import compress
 from math import factorial
 from typing import Any
 
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor
 
 from hoglib._core import torch_internals
-from hoglib._core.autograd import translate_errors
+from hoglib._core.autograd import translate_errors, warn_if_not_finite
 from hoglib._core.gradient_graph import check_custom_functions, graph_summary
+from hoglib._core.state import preserve_random_state
 
 Leaves = list[Tensor]
 
@@ -43,6 +45,15 @@ def nested(
     for i in orders:
         current = [_slope(caller, y, t, i) for y in current]
         found.append([_as_given(y, of) for y, of in zip(current, value, strict=True)])
+    if any(depend := [y.requires_grad for y in value]):
+
+        def total(values: Leaves) -> Tensor:
+            return torch.stack([_as_real(y).sum().to(like) for y in compress(values, depend)]).sum()
+
+        warn_if_not_finite(
+            caller, total(value).detach(), [y for ys in found for y in compress(ys, depend)],
+            lambda t: total(path(t)), [t], preserve_random_state,
+        )  # fmt: skip
     if not needed:
         value, found = [y.detach() for y in value], [[y.detach() for y in ys] for ys in found]
     return value, found

@@ -395,8 +395,9 @@ COMPOSITES: dict[str, Composite] = {
     ),
     "logaddexp": lambda a, b: _logsumexp(torch.stack(torch.broadcast_tensors(a, b)), [0]),
     "linalg_vector_norm": _norm_of_order,
-    # torch's decomposition is constant where x is 0
+    # torch's decompositions are constant where x is 0
     "xlogy": lambda x, y: x * torch.where((x == 0) & (y == 0), 1, y).log(),
+    "special_xlog1py": lambda x, y: x * torch.where((x == 0) & (y == -1), 0, y).log1p(),
 }
 
 

@@ -40,6 +40,9 @@ def by_dim(operation: Callable[..., Any]) -> Linear:
     def run(
         part: Tensor, lead: int, x: Tensor, out: Any, dim: Any = 0, *args: Any, **kwargs: Any
     ) -> Any:
+        if lead and not x.dim():  # for which torch takes one dimension
+            found = operation(part.unsqueeze(1), shifted(dim, lead, x), *args, **kwargs)
+            return found.reshape(part.shape + out.shape)
         return operation(part, shifted(dim, lead, x), *args, **kwargs)
 
     return run
