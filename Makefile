@@ -5,9 +5,10 @@ READY := .venv/.ready
 GAN := $(PY) -m experiments fit --config configs/gan/mixture.yaml
 WASSERSTEIN := --model.loss wasserstein --model.penalty.weight 1
 BENCH ?= --jobs 2 # options of python -m experiments.benchmarks
+OPINFO ?= # options of python -m tests.test_opinfo: --only sin atan2, --samples 0 for all, --resume
 
 .DEFAULT_GOAL := help
-.PHONY: help run gan smoke bench bench-full test test-full size docs docs-serve clean
+.PHONY: help run gan smoke bench bench-full test test-full opinfo size docs docs-serve clean
 .DELETE_ON_ERROR:
 
 help:
@@ -18,6 +19,7 @@ help:
 	@echo "make bench-full  installs the other libraries into .venv, and measures everything; half an hour on two cores"
 	@echo "make test   lint, format check, types, tests"
 	@echo "make test-full  the same with all cases of each test; twice as long"
+	@echo "make opinfo  torch's own samples of its operators through every derivative; half an hour on two cores"
 	@echo "make size   lines of code of hoglib, experiments and tests, by package"
 	@echo "make docs   the documentation site, in build/site; a broken link or reference is an error"
 	@echo "make docs-serve  the same at http://127.0.0.1:8000, built again when a page changes"
@@ -65,6 +67,9 @@ test: $(READY)
 
 test-full: CASES := -m ''
 test-full: test
+
+opinfo: $(READY)
+	@$(PY) -m tests.test_opinfo $(OPINFO)
 
 size: $(READY)
 	@$(PY) -m tests.size

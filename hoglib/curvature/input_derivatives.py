@@ -211,8 +211,10 @@ def by_reverse(
     )
     if not keep:
         return value.detach().clone(), result.detach()
-    if not result.requires_grad:  # linear in x: zeros, from which a loss can still go backward
-        result = value.masked_fill(torch.ones_like(value, dtype=torch.bool), 0)
+    if (
+        not result.requires_grad
+    ):  # quadratic in x: constant, and a loss can still go backward from it
+        result = result + value.masked_fill(torch.ones_like(value, dtype=torch.bool), 0)
     return value, result
 
 

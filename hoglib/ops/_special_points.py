@@ -3,6 +3,7 @@ large numbers, numbers far apart, rows of -inf.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -124,11 +125,28 @@ def cumprod(input: Tensor, dim: int, **kw: Any) -> Tensor:
         return torch.cumprod(input, dim, **kw)
     if not input.dim():
         return input.clone()
-    y, step = input.movedim(dim, -1), 1
+    return _scanned(torch.mul, input, dim)
+
+
+def _scanned(pair: Callable[[Tensor, Tensor], Tensor], x: Tensor, dim: int) -> Tensor:
+    y, step = x.movedim(dim, -1), 1
     while step < y.shape[-1]:
-        y = torch.cat([y[..., :step], y[..., step:] * y[..., :-step]], -1)
+        y = torch.cat([y[..., :step], pair(y[..., step:], y[..., :-step])], -1)
         step *= 2
     return y.movedim(-1, dim)
+
+
+@stands_in_for(
+    torch.logcumsumexp,
+    Tensor.logcumsumexp,
+    lacks=f"forward over reverse is wrong behind -inf{SILENT}",
+    modes=("fr",),
+)
+def logcumsumexp(input: Tensor, dim: int, **kw: Any) -> Tensor:
+    """torch.logcumsumexp; under forward mode by pairs, as :func:`cumprod`."""
+    if kw or reverse_only() or not input.dim() or not _is_real(input):
+        return torch.logcumsumexp(input, dim, **kw)
+    return _scanned(logaddexp, input, dim)
 
 
 @stands_in_for(torch.linalg.householder_product, torch.orgqr, Tensor.orgqr, name=_OVER["name"])

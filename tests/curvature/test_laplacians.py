@@ -164,6 +164,15 @@ def test_one_point_that_looks_like_many_and_zeros_are_collapsed():
         hog.laplacian(lambda x: x.relu().sum(1), points(4, 2))
 
 
+@rows("mode", ["auto", "collapsed", "nested"])
+def test_a_quadratic_function_with_a_parameter(mode):
+    x = points(4, 3)
+    offset = torch.zeros(1, dtype=x.dtype, requires_grad=True)
+    lap = hog.laplacian(lambda x: (x.sum(1) + offset) * (x.sum(1) + offset), x, mode=mode)[1]
+    assert_close(lap.detach(), torch.full_like(lap, 6.0))
+    assert lap.requires_grad  # zeros, by the parameter
+
+
 def test_an_operation_without_a_rule_is_nested_and_told(log):
     unruly = lambda x: (x**2 + torch.normal(0 * x, 0 * x)).sum(1)  # noqa: E731
     x = points(4, 9)
