@@ -19,7 +19,7 @@ _POINTS: Any = {
     "lacks": f"derivatives of order 2 or 3 at 0, or of large numbers, are NaN or wrong{SILENT}",
 }
 _OVER: Any = {
-    "name": "cumprod, householder_product, safe_softmax",
+    "name": "cumprod, householder_product, safe_softmax, logit",
     "lacks": f"{OVER_FORWARD}; of cumprod at zeros also those of reverse mode in it",
     "modes": ("rf",),
 }
@@ -161,6 +161,14 @@ def householder_product(input: Tensor, tau: Tensor, **kw: Any) -> Tensor:
         v = reflectors[..., i : i + 1]
         Q = Q - tau[..., i, None, None] * v @ (v.mH @ Q)
     return Q
+
+
+@stands_in_for(torch.logit, Tensor.logit, torch.special.logit, name=_OVER["name"])
+def logit(input: Tensor, eps: float | None = None, **kw: Any) -> Tensor:
+    """torch.logit; under forward mode of what is clamped, of which torch computes NaN."""
+    if kw or eps is None or reverse_only():
+        return torch.logit(input, eps, **kw)
+    return torch.logit(input.clamp(eps, 1 - eps))
 
 
 @stands_in_for(getattr(torch, "_safe_softmax", None), name=_OVER["name"])
