@@ -211,9 +211,7 @@ def by_reverse(
     )
     if not keep:
         return value.detach().clone(), result.detach()
-    if (
-        not result.requires_grad
-    ):  # quadratic in x: constant, and a loss can still go backward from it
+    if not result.requires_grad:  # a constant, from which a loss can still go backward
         result = result + value.masked_fill(torch.ones_like(value, dtype=torch.bool), 0)
     return value, result
 
