@@ -5,7 +5,7 @@ READY := .venv/.ready
 GAN := $(PY) -m experiments fit --config configs/gan/mixture.yaml
 WASSERSTEIN := --model.loss wasserstein --model.penalty.weight 1
 BENCH ?= --jobs 2 # options of python -m experiments.benchmarks
-OPINFO ?= # options of python -m tests.test_opinfo: --only sin atan2, --samples 0 for all, --resume
+OPINFO ?= # options of python -m tests.test_opinfo: --only sin atan2, --samples 6 of each, --resume
 
 .DEFAULT_GOAL := help
 .PHONY: help run gan smoke bench bench-full test test-full opinfo size docs docs-serve clean

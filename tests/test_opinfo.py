@@ -395,7 +395,7 @@ def table(every: dict[str, list[tuple[str, ...]]]) -> str:
 def main() -> bool:
     parser = argparse.ArgumentParser(prog="python -m tests.test_opinfo", description=__doc__)
     parser.add_argument("--only", nargs="+", help="names of operators, as torch's list has them")
-    parser.add_argument("--samples", type=int, default=6, help="of each operator at most; 0: all")
+    parser.add_argument("--samples", type=int, default=0, help="of each operator at most; 0: all")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--log", type=Path, default=Path("build/opinfo.jsonl"))
     parser.add_argument("--resume", action="store_true", help="go on from the log")
@@ -415,7 +415,9 @@ def main() -> bool:
             bar = f"\r{'#' * (30 * k // len(names)):30} {k}/{len(names)}, {left:.0f} min left"
             print(f"{bar}, {name:40.40}", end="", flush=True)
     bad = [line for name, rows in every.items() for line in faults(name, rows)]
-    excepted = [f"{name}, {where}: {why}" for name, (where, why) in EXCEPTIONS.items()]
+    excepted = [
+        f"{name}, {where}: {why}" for name, (where, why) in EXCEPTIONS.items() if name in every
+    ]
     print("", *bad, *excepted, table(every), f"{len(every)} operators, {len(bad)} faults", sep="\n")
     return bool(bad)
 

@@ -139,6 +139,7 @@ def no_forward_mode(caller: str, mode: str, error: Exception) -> Exception:
         "autocast",
         "forward mode AD",
         "functorch transform",
+        "set a forward gradient",  # of another size or layout
         "flat_bdims",  # a Function without a jvp, under vmap
         "view size is not compatible",  # rules that view tangents of any layout
         "do not have strides",  # sparse layouts, within torch.func

@@ -15,11 +15,11 @@ from hoglib.ops._define import define
 from hoglib.ops._stand_in import OVER_FORWARD, SILENT, stands_in_for
 
 _POINTS: Any = {
-    "name": "logaddexp, sinc, pow, polar, i1, mish",
+    "name": "logaddexp, sinc, pow, polar, i1, mish, logit",
     "lacks": f"derivatives of order 2 or 3 at 0, or of large numbers, are NaN or wrong{SILENT}",
 }
 _OVER: Any = {
-    "name": "cumprod, householder_product, safe_softmax, logit",
+    "name": "cumprod, householder_product, safe_softmax",
     "lacks": f"{OVER_FORWARD}; of cumprod at zeros also those of reverse mode in it",
     "modes": ("rf",),
 }
@@ -83,6 +83,14 @@ def mish(input: Tensor, inplace: bool = False) -> Tensor:
         return F.mish(input, inplace)
     far = input > 20
     return torch.where(far, input, F.mish(input.masked_fill(far, 0.0)))
+
+
+@stands_in_for(torch.logit, Tensor.logit, torch.special.logit, name=_POINTS["name"])
+def logit(input: Tensor, eps: float | None = None, **kw: Any) -> Tensor:
+    """torch.logit of what is clamped: at 0 and 1, outside of eps, torch's has NaN."""
+    if kw or eps is None:
+        return torch.logit(input, eps, **kw)
+    return torch.logit(input.clamp(eps, 1 - eps))
 
 
 @stands_in_for(torch.pow, Tensor.pow, name=_POINTS["name"])
@@ -161,14 +169,6 @@ def householder_product(input: Tensor, tau: Tensor, **kw: Any) -> Tensor:
         v = reflectors[..., i : i + 1]
         Q = Q - tau[..., i, None, None] * v @ (v.mH @ Q)
     return Q
-
-
-@stands_in_for(torch.logit, Tensor.logit, torch.special.logit, name=_OVER["name"])
-def logit(input: Tensor, eps: float | None = None, **kw: Any) -> Tensor:
-    """torch.logit; under forward mode of what is clamped, of which torch computes NaN."""
-    if kw or eps is None or reverse_only():
-        return torch.logit(input, eps, **kw)
-    return torch.logit(input.clamp(eps, 1 - eps))
 
 
 @stands_in_for(getattr(torch, "_safe_softmax", None), name=_OVER["name"])
