@@ -50,7 +50,7 @@ STEPS = [2.0**-k for k in range(4, 12)]
 
 # Operations of torch without Taylor rules: the whole function is nested.
 NESTED = {
-    "_sparse_mm_reduce_impl", "_to_sparse", "_segment_reduce",  # sparse layouts, segments
+    "_sparse_mm_reduce_impl", "sparse_sampled_addmm", "_to_sparse", "_segment_reduce",  # sparse layouts, segments
     "normal", "rrelu_with_noise", "fractional_max_pool2d", "fractional_max_pool3d",  # draw random numbers
     "_native_batch_norm_legit", "_batch_norm_with_update",  # write the running statistics
     "linalg_eig", "_linalg_eigh", "_linalg_svd", "linalg_qr", "linalg_lu", "linalg_lu_factor_ex", "linalg_lu_solve",

@@ -37,7 +37,7 @@ NOT_DIFFERENTIABLE = (
     "not implemented", "forward AD", "does not currently support double backward",
     "don't support automatic differentiation", "saved tensor hooks", "incompatible with .grad()",
     "setup_context", "doesn't have storage",
-    "for sparse tensors", "Sparse division",
+    "for sparse tensors", "Sparse division", "expected sparse coordinate tensor layout",
 )  # fmt: skip
 
 

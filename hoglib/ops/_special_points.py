@@ -127,10 +127,11 @@ def polar(abs: Tensor, angle: Tensor, **kw: Any) -> Tensor:
 
 
 @stands_in_for(torch.cumprod, Tensor.cumprod, **_OVER)
-def cumprod(input: Tensor, dim: int, **kw: Any) -> Tensor:
+def cumprod(input: Tensor, dim: int, *, dtype: torch.dtype | None = None, **kw: Any) -> Tensor:
     """torch.cumprod; under forward mode by products of neighbours, twice as far apart each time."""
     if any(v is not None for v in kw.values()) or reverse_only():
-        return torch.cumprod(input, dim, **kw)
+        return torch.cumprod(input, dim, dtype=dtype, **kw)
+    input = input if dtype is None else input.to(dtype)
     if not input.dim():
         return input.clone()
     return _scanned(torch.mul, input, dim)

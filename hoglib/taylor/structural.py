@@ -184,7 +184,9 @@ LINEAR: dict[str, Linear] = {
     "flip": by_dim(torch.flip),
     "roll": lambda part, lead, x, out, shifts, dims=(): (
         part.roll(shifts, shifted(list(dims), lead, x))
-        if dims
+        if dims and x.dim()
+        else part
+        if not x.dim()
         else part.flatten(lead).roll(shifts, lead).reshape(part.shape)
     ),
     "repeat": _repeated,
