@@ -110,7 +110,7 @@ CASES = {
     "flip": (lambda x: x.flip(0) * x, X),
     "roll": (lambda x: x.roll(1, 1) * x, X),
     "roll0": (lambda x: x.roll(1) * x, X),
-    "cumsum, index_select, unfold, flip of no dimension": (lambda x: torch.stack([x[0, 0].cumsum(0), *(y.squeeze() for y in (x[1, 1].index_select(0, torch.tensor([0])), x[1, 2].unfold(0, 1, 1), x[2, 2].flip(0), x[3, 2].roll(1, 0)))]) ** 2, X),
+    "cumsum, index_select, unfold, flip, roll of no dimension": (lambda x: torch.stack([x[0, 0].cumsum(0), *(y.squeeze() for y in (x[1, 1].index_select(0, torch.tensor([0])), x[1, 2].unfold(0, 1, 1), x[2, 2].flip(0), x[3, 2].roll(1)))]) ** 2, X),
     "cumsum": (lambda x: (x * x).cumsum(1), X),
     "prod": (lambda x: x.prod(1), X),
     "prod all": (lambda x: x.prod(), X),
