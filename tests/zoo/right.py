@@ -79,7 +79,7 @@ def differentiated(forward):
 
 def newton(f, slope, start, x):
     y = start(x)
-    for _ in range(40):
+    for _ in range(30):
         y = y - f(y, x) / slope(y, x)
     return y
 
@@ -286,7 +286,7 @@ class Sinkhorn(Function):
     @staticmethod
     def forward(ctx, c, p, q):
         f, g = torch.zeros_like(p), torch.zeros_like(q)
-        for _ in range(100):
+        for _ in range(30):
             f = p.log() - torch.logsumexp(g - c, 1)
             g = q.log() - torch.logsumexp(f[:, None] - c, 0)
         plan = (f[:, None] + g - c).exp()
