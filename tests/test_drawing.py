@@ -42,10 +42,7 @@ class Scaled(ClassicCube):
 class Masked(ClassicCube):
     """Right: what it saves without a graph is an input."""
 
-    @staticmethod
-    def forward(ctx, x, mask):
-        ctx.save_for_backward(x, mask)
-        return mask * x**3
+    forward = saving_inputs(lambda x, mask: mask * x**3)
 
     @staticmethod
     def backward(ctx, g):

@@ -8,7 +8,7 @@ from torch.overrides import TorchFunctionMode
 
 import hoglib as hog
 from hoglib._core import torch_internals
-from tests.functions import Cube
+from tests.functions import Cube, saving_inputs
 
 
 def _levels(transform):
@@ -244,10 +244,7 @@ def test_what_was_compiled_is_found_again():
 
 def test_what_is_known_of_a_node():
     class Double(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return 2 * x
+        forward = saving_inputs(lambda x: 2 * x)
 
         @staticmethod
         def backward(ctx, g):

@@ -9,6 +9,7 @@ from torch.testing import assert_close
 
 import hoglib as hog
 from hoglib.curvature import input_derivatives
+from tests.functions import saving_inputs
 from tests.models import MODELS, Fn, build
 from tests.oracles import gradient_by_differences
 from tests.refused import refused
@@ -305,10 +306,7 @@ def test_nothing_of_the_module_changes(name):
 class CutAtThird(torch.autograd.Function):
     """x^4, whose second derivative is right, and whose third is cut."""
 
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x**4
+    forward = saving_inputs(lambda x: x**4)
 
     @staticmethod
     def backward(ctx, g):
@@ -316,10 +314,7 @@ class CutAtThird(torch.autograd.Function):
 
 
 class SecondOnly(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, g):
-        ctx.save_for_backward(x, g)
-        return 4 * x**3 * g
+    forward = saving_inputs(lambda x, g: 4 * x**3 * g)
 
     @staticmethod
     def backward(ctx, h):

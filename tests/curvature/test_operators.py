@@ -27,13 +27,13 @@ from tests.curvature.problems import (
     problem,
     relative,
 )
+from tests.functions import saving_inputs
 from tests.models import Checkpointed, Fn
 from tests.refused import refused
 from tests.rows import rows
 
 
 def test_products_in_half_precision_are_summed_in_the_dtype_that_is_asked_for():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).bfloat16()
     batches = [(torch.randn(2, 4).bfloat16(), torch.randint(3, (2,))) for _ in range(40)]
     loss, params = hog.functional_loss(model, F.cross_entropy), hog.trainable_params(model)
@@ -649,10 +649,7 @@ def test_micro_batches_are_refused_where_examples_mix():
 class Halved(torch.autograd.Function):
     """sin, whose backward makes the second derivative of half the size, and only in one order."""
 
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return torch.sin(x) * w
+    forward = saving_inputs(lambda x, w: torch.sin(x) * w)
 
     @staticmethod
     def backward(ctx, g):
@@ -819,7 +816,6 @@ def test_blocks_on_the_diagonal():
 
 
 def test_differences_see_the_loss_of_other_passes_in_float32():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
     loss, params = hog.functional_loss(model, F.cross_entropy), hog.trainable_params(model)
     batch = torch.randn(32, 8), torch.arange(32) % 3

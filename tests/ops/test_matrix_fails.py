@@ -15,13 +15,7 @@ from hoglib.ops._function import (  # to make faulty ops as hoglib makes right o
 )
 from tests.functions import KeepsIntermediate
 from tests.ops.matrix import CELLS
-from tests.ops.opinfo.op_info import (
-    WITH_COMPLEX,
-    OpInfo,
-    elementwise_info,
-    normals,
-    sample_input,
-)
+from tests.ops.opinfo.op_info import WITH_COMPLEX, OpInfo, elementwise_info, normals, sample_input
 from tests.rows import rows
 
 # What a cell raises when it finds a mistake: its own assertion, torch's account of a wrong derivative,

@@ -220,7 +220,6 @@ NORMS = {
 
 @pytest.mark.parametrize("name", NORMS)
 def test_what_torch_has_wrong_through_norms_is_right_inside(name):
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), NORMS[name], nn.Tanh()).double()
     params = {key: p.detach() for key, p in model.named_parameters()}
     batches = draw(2, 5, 3, 4)

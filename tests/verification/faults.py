@@ -8,6 +8,7 @@ from torch.autograd import Function
 
 import hoglib as hog
 from tests import functions
+from tests.functions import saving_inputs
 from tests.zoo.cuts import Branch
 from tests.zoo.cuts import SineProduct as Product
 from tests.zoo.right import (
@@ -83,10 +84,7 @@ class LogLikelihood(Function):
 class LogLikelihoodAgain(LogLikelihood):
     """Right: the probabilities are computed again."""
 
-    @staticmethod
-    def forward(ctx, x, labels):
-        ctx.save_for_backward(x, labels)
-        return -torch.log_softmax(x, 1).gather(1, labels[:, None])
+    forward = saving_inputs(lambda x, labels: -torch.log_softmax(x, 1).gather(1, labels[:, None]))
 
     @staticmethod
     def backward(ctx, g):
@@ -133,10 +131,7 @@ class PartNumPy(Product):
 
 
 class CosineCut(Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x.cos()
+    forward = saving_inputs(lambda x: x.cos())
 
     @staticmethod
     def backward(ctx, g):
@@ -156,10 +151,7 @@ class PartNested(Product):
 class Accumulates(Function):
     """y = x W, with the gradient of W added to W.grad in backward."""
 
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x @ WEIGHT
+    forward = saving_inputs(lambda x: x @ WEIGHT)
 
     @staticmethod
     def backward(ctx, g):
@@ -299,10 +291,7 @@ class Score(Function):
             (score,) = torch.autograd.grad(x.sin().square().sum() / 2, x, create_graph=True)
             return score.detach(), torch.autograd.grad(score.sum(), x)[0]
 
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return Score.of(x)[0]
+    forward = saving_inputs(lambda x: Score.of(x)[0])
 
     @staticmethod
     def backward(ctx, g):
@@ -349,10 +338,7 @@ class Sines(Function):
 
     SCALES = torch.tensor([1.0, 1.0, 0.02])
 
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return (x.float().sin() * Sines.SCALES).to(x.dtype)
+    forward = saving_inputs(lambda x: (x.float().sin() * Sines.SCALES).to(x.dtype))
 
     @staticmethod
     def backward(ctx, g):

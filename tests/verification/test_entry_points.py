@@ -23,7 +23,7 @@ import hoglib as hog
 from hoglib import curvature, meta, penalties
 from hoglib.errors import NoSecondDerivative, UnsupportedError, VerificationError
 from hoglib.verification import entry_points, examination
-from tests.functions import Cube, Detached
+from tests.functions import Cube, Detached, saving_inputs
 from tests.long_tail import all_but
 from tests.rows import rows
 from tests.verification.faults import (
@@ -411,10 +411,7 @@ class RootOfConstant(Root):
 class CubeSlope(Function):
     """3 x^2 g, whose derivative has no graph."""
 
-    @staticmethod
-    def forward(ctx, x, g):
-        ctx.save_for_backward(x, g)
-        return 3 * x**2 * g
+    forward = saving_inputs(lambda x, g: 3 * x**2 * g)
 
     @staticmethod
     def backward(ctx, h):
@@ -822,10 +819,7 @@ def test_what_is_exactly_zero_was_not_rounded():
 class Oscillates(Function):
     """sin(1e13 x), which no difference resolves."""
 
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return (1e13 * x).sin()
+    forward = saving_inputs(lambda x: (1e13 * x).sin())
 
     @staticmethod
     def backward(ctx, g):
@@ -841,10 +835,7 @@ def test_what_cannot_be_compared_is_told():
 class MaskedSoftmax(Function):
     """The softmax of all but the first column, whose second derivative has 0 (-inf)."""
 
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return MaskedSoftmax.softmax(x)[1]
+    forward = saving_inputs(lambda x: MaskedSoftmax.softmax(x)[1])
 
     @staticmethod
     def backward(ctx, g):

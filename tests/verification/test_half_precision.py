@@ -7,6 +7,7 @@ import torch
 from torch.autograd import Function
 
 import hoglib as hog
+from tests.functions import save_inputs_for_both
 from tests.long_tail import all_but
 
 DTYPES = [torch.bfloat16, torch.float16]
@@ -170,10 +171,7 @@ def test_forward_mode():
         def forward(x):
             return x.bfloat16().sin().to(x.dtype)
 
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            ctx.save_for_backward(*inputs)
-            ctx.save_for_forward(*inputs)
+        setup_context = save_inputs_for_both
 
         @staticmethod
         def backward(ctx, g):

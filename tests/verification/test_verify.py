@@ -13,7 +13,7 @@ from torch.autograd import Function
 import hoglib as hog
 from hoglib import verification
 from hoglib.verification.call import exact_products
-from tests.functions import ClassicCube, Cube
+from tests.functions import ClassicCube, Cube, saving_inputs
 from tests.verification.faults import Branch
 
 x = torch.tensor([0.7, -1.3, 0.4])
@@ -215,10 +215,7 @@ def test_kinks_warn():
 
 def test_a_wrong_gradient_at_a_kink_is_still_wrong():
     class Abs(Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return x.abs()
+        forward = saving_inputs(lambda x: x.abs())
 
         @staticmethod
         def backward(ctx, g):
@@ -256,10 +253,7 @@ def test_nan():
     assert not report.ok
 
     class Norm(Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return x.norm()
+        forward = saving_inputs(lambda x: x.norm())
 
         @staticmethod
         def backward(ctx, g):
@@ -271,10 +265,7 @@ def test_nan():
 
 def test_masks_and_targets_are_taken_for_constants():
     class Weighted(Function):
-        @staticmethod
-        def forward(ctx, t, w):
-            ctx.save_for_backward(t, w)
-            return t**3 * w
+        forward = saving_inputs(lambda t, w: t**3 * w)
 
         @staticmethod
         def backward(ctx, g):
@@ -282,10 +273,7 @@ def test_masks_and_targets_are_taken_for_constants():
             return 3 * g * t**2 * w, None
 
     class Masked(Function):
-        @staticmethod
-        def forward(ctx, t, mask):
-            ctx.save_for_backward(t, mask)
-            return t**3 * mask
+        forward = saving_inputs(lambda t, mask: t**3 * mask)
 
         backward = Weighted.backward
 

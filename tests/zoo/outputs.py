@@ -3,6 +3,7 @@
 import torch
 from torch.autograd import Function
 
+from tests.functions import save_inputs
 from tests.zoo.exhibit import Exhibit, normal
 
 
@@ -85,9 +86,7 @@ class Moments(Function):
         m = x.mean(-1)
         return m, (x - m[..., None]).square().mean(-1)
 
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
+    setup_context = save_inputs
 
     @staticmethod
     def backward(ctx, gm, gv):

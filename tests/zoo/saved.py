@@ -3,16 +3,14 @@
 import torch
 from torch.autograd import Function
 
+from tests.functions import save_inputs_for_both, saving_inputs
 from tests.zoo.exhibit import Exhibit, normal
 
 
 class Swish(Function):
     """y = x s(x), dy/dx = s + x s (1 - s): saves x alone."""
 
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x * torch.sigmoid(x)
+    forward = saving_inputs(lambda x: x * torch.sigmoid(x))
 
     @staticmethod
     def backward(ctx, g):
@@ -60,10 +58,7 @@ class SwishNew(Function):
     def forward(x):
         return x * torch.sigmoid(x)
 
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
+    setup_context = save_inputs_for_both
 
     @staticmethod
     def backward(ctx, g):
@@ -158,10 +153,7 @@ class TanhKeepsOutput(Function):
 class Exp(Function):
     """y = e^x, dy/dx = e^x: saves its input."""
 
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return torch.exp(x)
+    forward = saving_inputs(lambda x: torch.exp(x))
 
     @staticmethod
     def backward(ctx, g):
@@ -199,10 +191,7 @@ class ExpKeepsInput(Function):
 class Relu(Function):
     """y = max(x, 0), dy/dx = [x > 0]: saves its input."""
 
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x.clamp(min=0)
+    forward = saving_inputs(lambda x: x.clamp(min=0))
 
     @staticmethod
     def backward(ctx, g):
@@ -227,10 +216,7 @@ class ReluSavesClone(Function):
 class ScaleByMean(Function):
     """y = m x, m = mean |x|: computes m again in the backward."""
 
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x * x.abs().mean()
+    forward = saving_inputs(lambda x: x * x.abs().mean())
 
     @staticmethod
     def backward(ctx, g):
@@ -256,10 +242,7 @@ class ScaleByFloat(Function):
 class Smoothed(Function):
     """r = sqrt(x^2 + 1)."""
 
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return (x * x + 1).sqrt()
+    forward = saving_inputs(lambda x: (x * x + 1).sqrt())
 
     @staticmethod
     def backward(ctx, g):
