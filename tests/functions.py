@@ -20,6 +20,16 @@ def saving_inputs(function):
     return staticmethod(forward)
 
 
+def made(name, value, gradient):
+    """A Function of value(*inputs), which saves its inputs, and gradient(g, *inputs)."""
+
+    def backward(ctx, g):
+        return gradient(g, *ctx.saved_tensors)
+
+    rules = {"forward": saving_inputs(value), "backward": staticmethod(backward)}
+    return type(name, (torch.autograd.Function,), rules)
+
+
 @staticmethod
 def save_inputs(ctx, inputs, output):
     ctx.save_for_backward(*inputs)

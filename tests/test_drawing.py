@@ -20,6 +20,7 @@ from tests.functions import (
     KeepsIntermediate,
     OnceDifferentiable,
     ThroughNumpy,
+    saving_inputs,
 )
 from tests.refused import refused
 from tests.unchanged import unchanged

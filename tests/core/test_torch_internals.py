@@ -8,7 +8,7 @@ from torch.overrides import TorchFunctionMode
 
 import hoglib as hog
 from hoglib._core import torch_internals
-from tests.functions import Cube, saving_inputs
+from tests.functions import Cube, made
 
 
 def _levels(transform):
@@ -55,14 +55,7 @@ def test_forward_mode_by_torch_func_and_by_dual_numbers():
     assert seen == [False, True, True, False]
 
 
-class Twice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x + x
-
-    @staticmethod
-    def backward(ctx, g):
-        return g + g
+Twice = made("Twice", lambda x: x + x, lambda g, x: g + g)
 
 
 class FourTimes(torch.autograd.Function):
@@ -243,12 +236,7 @@ def test_what_was_compiled_is_found_again():
 
 
 def test_what_is_known_of_a_node():
-    class Double(torch.autograd.Function):
-        forward = saving_inputs(lambda x: 2 * x)
-
-        @staticmethod
-        def backward(ctx, g):
-            return 2 * g
+    Double = made("Double", lambda x: 2 * x, lambda g, x: 2 * g)
 
     leaf = torch.ones(2, 3, requires_grad=True)
     with torch_internals.record_backward_origins():

@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 import hoglib as hog
 from hoglib.curvature import input_derivatives
-from tests.functions import saving_inputs
+from tests.functions import made, saving_inputs
 from tests.models import MODELS, Fn, build
 from tests.oracles import gradient_by_differences
 from tests.refused import refused
@@ -313,13 +313,11 @@ class CutAtThird(torch.autograd.Function):
         return SecondOnly.apply(ctx.saved_tensors[0], g)
 
 
-class SecondOnly(torch.autograd.Function):
-    forward = saving_inputs(lambda x, g: 4 * x**3 * g)
-
-    @staticmethod
-    def backward(ctx, h):
-        x, g = ctx.saved_tensors
-        return 12 * x.detach() ** 2 * g.detach() * h, 4 * x.detach() ** 3 * h
+SecondOnly = made(
+    "SecondOnly",
+    lambda x, g: 4 * x**3 * g,
+    lambda h, x, g: (12 * x.detach() ** 2 * g.detach() * h, 4 * x.detach() ** 3 * h),
+)
 
 
 @pytest.mark.filterwarnings("ignore:laplacian. where a third derivative is taken")

@@ -27,7 +27,7 @@ from tests.curvature.problems import (
     problem,
     relative,
 )
-from tests.functions import saving_inputs
+from tests.functions import made
 from tests.models import Checkpointed, Fn
 from tests.refused import refused
 from tests.rows import rows
@@ -646,15 +646,12 @@ def test_micro_batches_are_refused_where_examples_mix():
         operator @ draw(operator.shape[0])
 
 
-class Halved(torch.autograd.Function):
-    """sin, whose backward makes the second derivative of half the size, and only in one order."""
-
-    forward = saving_inputs(lambda x, w: torch.sin(x) * w)
-
-    @staticmethod
-    def backward(ctx, g):
-        x, w = ctx.saved_tensors
-        return g * torch.cos(x) * w.detach(), g * torch.sin(x)
+# sin, whose backward makes the second derivative of half the size, and only in one order.
+Halved = made(
+    "Halved",
+    lambda x, w: torch.sin(x) * w,
+    lambda g, x, w: (g * torch.cos(x) * w.detach(), g * torch.sin(x)),
+)
 
 
 @pytest.mark.filterwarnings("ignore:.*from a central difference")

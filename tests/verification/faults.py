@@ -8,7 +8,7 @@ from torch.autograd import Function
 
 import hoglib as hog
 from tests import functions
-from tests.functions import saving_inputs
+from tests.functions import made, saving_inputs
 from tests.zoo.cuts import Branch
 from tests.zoo.cuts import SineProduct as Product
 from tests.zoo.right import (
@@ -130,13 +130,7 @@ class PartNumPy(Product):
         return g * (torch.from_numpy(np.sin(x.detach().numpy())) + x * x.cos())
 
 
-class CosineCut(Function):
-    forward = saving_inputs(lambda x: x.cos())
-
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return -g * x.sin().detach()
+CosineCut = made("CosineCut", lambda x: x.cos(), lambda g, x: -g * x.sin().detach())
 
 
 class PartNested(Product):

@@ -23,7 +23,7 @@ import hoglib as hog
 from hoglib import curvature, meta, penalties
 from hoglib.errors import NoSecondDerivative, UnsupportedError, VerificationError
 from hoglib.verification import entry_points, examination
-from tests.functions import Cube, Detached, saving_inputs
+from tests.functions import Cube, Detached, made, saving_inputs
 from tests.long_tail import all_but
 from tests.rows import rows
 from tests.verification.faults import (
@@ -816,15 +816,10 @@ def test_what_is_exactly_zero_was_not_rounded():
     assert "second derivative of Scales is wrong" in text
 
 
-class Oscillates(Function):
-    """sin(1e13 x), which no difference resolves."""
-
-    forward = saving_inputs(lambda x: (1e13 * x).sin())
-
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return g * 1e13 * (1e13 * x).cos()
+# sin(1e13 x), which no difference resolves.
+Oscillates = made(
+    "Oscillates", lambda x: (1e13 * x).sin(), lambda g, x: g * 1e13 * (1e13 * x).cos()
+)
 
 
 def test_what_cannot_be_compared_is_told():

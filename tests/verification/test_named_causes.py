@@ -7,7 +7,7 @@ from torch import nn
 from torch.autograd import Function
 
 import hoglib as hog
-from tests.functions import saving_inputs
+from tests.functions import made, saving_inputs
 from tests.zoo.right import Rerun
 
 x = torch.tensor([0.4, -1.1, 1.9])
@@ -179,16 +179,8 @@ def test_an_error_of_the_probe_is_no_cause():
 
 
 def test_noise_above_the_derivative_is_not_judged():
-    class Far(Function):
-        """Beside the value the derivative is less than rounding, so that a wrong one is not seen."""
-
-        @staticmethod
-        def forward(ctx, x):
-            return 1e12 + x
-
-        @staticmethod
-        def backward(ctx, g):
-            return 3 * g
+    # Beside the value the derivative is less than rounding, so that a wrong one is not seen.
+    Far = made("Far", lambda x: 1e12 + x, lambda g, x: 3 * g)
 
     report = hog.verify(Far, x)
     assert report["first derivative: reverse"].status == "warn"

@@ -7,7 +7,7 @@ import torch
 from torch.autograd import Function
 
 import hoglib as hog
-from tests.functions import ClassicCube, Cube, save_inputs, saving_inputs
+from tests.functions import ClassicCube, Cube, made, save_inputs, saving_inputs
 
 x, y = torch.randn(6, generator=torch.Generator().manual_seed(0)), torch.linspace(0.4, 1.4, 6)
 
@@ -47,13 +47,11 @@ class IgnoresAnOutput(Function):
         return g_sin * a.cos()
 
 
-class OneBranch(Function):
-    forward = saving_inputs(lambda a: torch.where(a > 0, a, 0.1 * a))
-
-    @staticmethod
-    def backward(ctx, g):
-        (a,) = ctx.saved_tensors
-        return torch.where(a > 0, g, 0.2 * g)
+OneBranch = made(
+    "OneBranch",
+    lambda a: torch.where(a > 0, a, 0.1 * a),
+    lambda g, a: torch.where(a > 0, g, 0.2 * g),
+)
 
 
 class WrongSign(Mul):
@@ -194,14 +192,7 @@ def test_a_backward_that_changes_ctx():
 
 
 def test_random_numbers_of_another_library_in_backward():
-    class Noisy(Function):
-        @staticmethod
-        def forward(ctx, a):
-            return 2 * a
-
-        @staticmethod
-        def backward(ctx, g):
-            return 2 * g * random.random()
+    Noisy = made("Noisy", lambda a: 2 * a, lambda g, a: 2 * g * random.random())
 
     report = wrong(Noisy, row="deterministic", says=["NumPy's or random's"])
     assert report.failed[0].name == "deterministic"
@@ -222,13 +213,7 @@ def test_the_function_of_several_that_is_wrong():
 
 
 def test_a_function_that_backward_applies():
-    class Inner(Function):
-        forward = saving_inputs(lambda a: 3 * a**2)
-
-        @staticmethod
-        def backward(ctx, g):
-            (a,) = ctx.saved_tensors
-            return 5 * g * a
+    Inner = made("Inner", lambda a: 3 * a**2, lambda g, a: 5 * g * a)
 
     class Outer(ClassicCube):
         @staticmethod
