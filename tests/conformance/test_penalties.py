@@ -164,7 +164,7 @@ def test_forces():
 def test_the_gradient_by_the_parameters(squared):
     check_penalty(
         of_parameters, smooth, draw(5, 3), (), squared=squared, critic=lambda *own: own,
-        terms=False, variants=[{}, {"compile": "eager"}],
+        terms=False, variants=[{}, *VARIANTS],
     )  # fmt: skip
 
 

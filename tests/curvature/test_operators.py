@@ -23,7 +23,6 @@ from tests.curvature.problems import (
     draw,
     expected_matrix,
     flat,
-    nested_to_matrix,
     problem,
     relative,
 )
@@ -263,10 +262,8 @@ def test_criteria_that_couple_examples_have_none(name, dtype):
         else:
             with pytest.raises(ValueError, match="couples"):
                 compute()
-    data = [
-        tuple(t[:5] for t in batch),
-        tuple(t[5:] for t in batch),
-    ]  # the mean of batches is what it is
+    # The mean of batches is what it is
+    data = [tuple(t[:5] for t in batch), tuple(t[5:] for t in batch)]
     hog.HessianOperator(loss, params, data) @ draw(67).to(dtype)
 
 
@@ -792,24 +789,6 @@ def test_a_bar_counts_products(capsys):
     assert "HessianOperator trace:" in shown
     hog.HessianOperator(loss, params, batch) @ draw(operator.shape[0])
     assert not capsys.readouterr().err
-
-
-def test_blocks_on_the_diagonal():
-    loss, params, batch = problem("LayerNorm")
-    for make, dense, compile in (
-        (hog.HessianOperator, hog.hessian, False),
-        (hog.GGNOperator, hog.ggn, False),
-        (hog.GGNOperator, hog.ggn, "eager"),
-    ):
-        operator = make(loss, params, batch, compile=compile)
-        assert_close(operator.to_dense(), nested_to_matrix(dense(loss, params, batch), params))
-        H = dense(loss, params, batch, blocks="module")
-        zero = {a: {b: torch.zeros(*p.shape, *q.shape, dtype=F64) for b, q in params.items()} for a, p in params.items()}  # fmt: skip
-        whole = nested_to_matrix({a: {**zero[a], **H[a]} for a in params}, params)
-        blocks = operator.block_diagonal("module")
-        assert_close(blocks.to_dense(), whole)
-        assert_close(blocks.damped(0.1).to_dense() - 0.1 * torch.eye(len(whole), dtype=F64), whole)
-        assert_close(operator.block_diagonal([list(params)]).to_dense(), operator.to_dense())
 
 
 def test_differences_see_the_loss_of_other_passes_in_float32():

@@ -71,9 +71,8 @@ def test_the_frechet_distance_by_scipys_root():
 
 def test_the_frechet_distance_where_covariances_are_singular():
     a = torch.randn(10, 30)  # fewer samples than entries
-    assert frechet_distance(a, a) == pytest.approx(
-        0, abs=1e-4
-    )  # roots of eigenvalues of the size of rounding
+    # Roots of eigenvalues of the size of rounding
+    assert frechet_distance(a, a) == pytest.approx(0, abs=1e-4)
     assert frechet_distance(torch.zeros(3, 2), torch.ones(4, 2)) == pytest.approx(2)
     assert frechet_distance(torch.zeros(3, 1), torch.ones(4, 1)) == pytest.approx(1)
 

@@ -105,12 +105,8 @@ def test_a_skip_names_a_cell_and_gives_its_reason(info: OpInfo) -> None:
 
 
 def test_every_op_is_in_the_catalogue() -> None:
-    others = {
-        "define",
-        "external",
-        "remat",
-        "attention_dropout_mask",
-    }  # make ops, or a boolean mask
+    # Make ops, or a boolean mask
+    others = {"define", "external", "remat", "attention_dropout_mask"}
     known = {info.op.__name__ for info in CATALOGUE}
     assert set(ops.__all__) - others <= known
 

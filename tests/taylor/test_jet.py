@@ -6,7 +6,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import hoglib as hog
-from tests.functions import saving_inputs
+from tests.functions import made, saving_inputs
 from tests.refused import refused
 from tests.rows import rows
 
@@ -94,16 +94,7 @@ class Cube(torch.autograd.Function):
         return 3 * ctx.saved_tensors[0] ** 2 * g
 
 
-class Rounded(Cube):
-    """Rounds, with the derivative of the identity."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.round()
-
-    @staticmethod
-    def backward(ctx, g):
-        return g
+Rounded = made("Rounded", lambda x: x.round(), lambda g, x: g)
 
 
 def test_a_custom_function_is_nested_by_its_own_backward(log):

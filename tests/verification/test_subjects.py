@@ -245,8 +245,7 @@ def test_a_backward_that_needs_every_input_is_a_warning():
 
 
 @pytest.mark.parametrize(
-    "function",
-    [torch.sort, torch.median, lambda t: t.topk(2)[0], lambda t: t.clamp(0, 0.5).relu()],
+    "function", [torch.sort, torch.median, lambda t: t.topk(2)[0], lambda t: t.clamp(0, 0.5).relu()]
 )
 @pytest.mark.parametrize("value", [0.0, 1.0])
 def test_ties_are_no_error(function, value):

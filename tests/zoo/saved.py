@@ -3,7 +3,7 @@
 import torch
 from torch.autograd import Function
 
-from tests.functions import save_inputs_for_both, saving_inputs
+from tests.functions import made, save_inputs_for_both, saving_inputs
 from tests.zoo.exhibit import Exhibit, normal
 
 
@@ -108,7 +108,7 @@ class Tanh(Function):
         return g * (1 - y * y)
 
 
-class TanhSavesClone(Function):
+class TanhSavesClone(Tanh):
     """y = tanh x, but saves a copy of the output, which is no output."""
 
     @staticmethod
@@ -116,11 +116,6 @@ class TanhSavesClone(Function):
         y = torch.tanh(x)
         ctx.save_for_backward(y.clone())
         return y
-
-    @staticmethod
-    def backward(ctx, g):
-        (y,) = ctx.saved_tensors
-        return g * (1 - y * y)
 
 
 class TanhKeepsDetachedOutput(Function):
@@ -137,17 +132,13 @@ class TanhKeepsDetachedOutput(Function):
         return g * (1 - ctx.y * ctx.y)
 
 
-class TanhKeepsOutput(Function):
+class TanhKeepsOutput(TanhKeepsDetachedOutput):
     """y = tanh x, right at any order, but y on ctx and ctx behind y are a cycle."""
 
     @staticmethod
     def forward(ctx, x):
         ctx.y = torch.tanh(x)
         return ctx.y
-
-    @staticmethod
-    def backward(ctx, g):
-        return g * (1 - ctx.y * ctx.y)
 
 
 class Exp(Function):
@@ -161,18 +152,13 @@ class Exp(Function):
         return g * torch.exp(x)
 
 
-class ExpSavesDetached(Function):
+class ExpSavesDetached(Exp):
     """y = e^x, but saves the input detached."""
 
     @staticmethod
     def forward(ctx, x):
         ctx.save_for_backward(x.detach())
         return torch.exp(x)
-
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return g * torch.exp(x)
 
 
 class ExpKeepsInput(Function):
@@ -199,7 +185,7 @@ class Relu(Function):
         return g * (x > 0)
 
 
-class ReluSavesClone(Function):
+class ReluSavesClone(Relu):
     """y = max(x, 0), right at any order, but a copy of the input is saved."""
 
     @staticmethod
@@ -207,21 +193,13 @@ class ReluSavesClone(Function):
         ctx.save_for_backward(x.clone())
         return x.clamp(min=0)
 
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return g * (x > 0)
 
-
-class ScaleByMean(Function):
-    """y = m x, m = mean |x|: computes m again in the backward."""
-
-    forward = saving_inputs(lambda x: x * x.abs().mean())
-
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return g * x.abs().mean() + (g * x).sum() * x.sign() / x.numel()
+# y = m x, m = mean |x|: computes m again in the backward.
+ScaleByMean = made(
+    "ScaleByMean",
+    lambda x: x * x.abs().mean(),
+    lambda g, x: g * x.abs().mean() + (g * x).sum() * x.sign() / x.numel(),
+)
 
 
 class ScaleByFloat(Function):
@@ -239,15 +217,8 @@ class ScaleByFloat(Function):
         return g * ctx.m + (g * x).sum() * x.sign() / x.numel()
 
 
-class Smoothed(Function):
-    """r = sqrt(x^2 + 1)."""
-
-    forward = saving_inputs(lambda x: (x * x + 1).sqrt())
-
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return g * x / (x * x + 1).sqrt()
+# r = sqrt(x^2 + 1).
+Smoothed = made("Smoothed", lambda x: (x * x + 1).sqrt(), lambda g, x: g * x / (x * x + 1).sqrt())
 
 
 class SmoothedIfAsked(Function):
