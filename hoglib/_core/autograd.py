@@ -137,11 +137,11 @@ def is_not_finite(value: Tensor, parts: Vector) -> bool:
         parts = [x.detach() if x.requires_grad else x for x in parts]
         if value.device.type == "cpu":
             sizes = list(torch._foreach_norm(parts, 2))  # that of finite numbers may overflow
-            return not (math.isfinite(sum(map(float, sizes))) or _finite(parts)) and _finite(
-                [value]
-            )
-        sizes = [x.to(value) for x in torch._foreach_norm(parts, math.inf)]
-        both = torch.stack([torch.stack(sizes).amax(), value.detach()])
+            finite = math.isfinite(sum(map(float, sizes))) or _finite(parts)
+            return not finite and _finite([value])
+        norms = torch._foreach_norm([x for x in parts if x.numel()] or [value.detach()], math.inf)
+        largest = torch.stack([x.to(value) for x in norms]).amax()
+        both = torch.stack([largest, value.detach().sum()])
         found = read_late(("derivatives", *(x.shape for x in parts)), both)
         return found is not None and found.isfinite().tolist() == [False, True]
 

@@ -352,12 +352,13 @@ def scalar(what: str, value: Any) -> Tensor:
     return value
 
 
-def finite(what: str, values: Tensor, advice: str) -> Tensor:
+def finite(what: str, values: Tensor, advice: str, *, late: bool = False) -> Tensor:
     """Checks for NaN and infinity; the message names the first values that are not finite.
 
-    Of a device the values of an earlier call may be looked at first, if their name and shape are these.
+    late: that a device is not to wait, so that the values of an earlier call may be looked at.
     """
-    if values.device.type != "cpu":
+    late = late and values.device.type != "cpu"
+    if late:
         found = read_late((what, values.shape), torch.isfinite(values.detach()).all())
         if found is None or found:
             return values
@@ -368,7 +369,7 @@ def finite(what: str, values: Tensor, advice: str) -> Tensor:
             f"{what}: expected a finite number, got {values.reshape(-1)[bad[0]].item()}{which}. "
             f"{advice}"
         )
-    if values.device.type != "cpu":
+    if late:
         raise NonFiniteError(
             f"{what}: expected finite numbers, got others one call before. {advice}"
         )

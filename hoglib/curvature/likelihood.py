@@ -529,7 +529,7 @@ def scores(q: D.Distribution, samples: Tensor, own: Vector) -> tuple[Vector, boo
         advice = (
             "Use a named likelihood, which is in closed form, or bound the outputs of the model."
         )
-        validation.finite("the gradient of log p at a sample", part, advice)
+        validation.finite("the gradient of log p at a sample", part, advice, late=True)
     examples = q.batch_shape[:1]
     if not examples or not examples[0] or any(leaf.shape[:1] != examples for leaf in own):
         return stacked, False
