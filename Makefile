@@ -7,7 +7,7 @@ WASSERSTEIN := --model.loss wasserstein --model.penalty.weight 1
 BENCH ?= --jobs 2 # options of python -m experiments.benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help run gan smoke bench bench-full test test-full size docs docs-serve clean
+.PHONY: help run gan smoke bench bench-full test test-full test-device size docs docs-serve clean
 .DELETE_ON_ERROR:
 
 help:
@@ -18,6 +18,7 @@ help:
 	@echo "make bench-full  installs the other libraries into .venv, and measures everything; half an hour on two cores"
 	@echo "make test   lint, format check, types, tests"
 	@echo "make test-full  the same with all cases of each test; twice as long"
+	@echo "make test-device  the tests of a GPU, on a simulated one"
 	@echo "make size   lines of code of hoglib, experiments and tests, by package"
 	@echo "make docs   the documentation site, in build/site; a broken link or reference is an error"
 	@echo "make docs-serve  the same at http://127.0.0.1:8000, built again when a page changes"
@@ -65,6 +66,9 @@ test: $(READY)
 
 test-full: CASES := -m ''
 test-full: test
+
+test-device: $(READY)
+	@$(PY) -m pytest -p tests.device.plugin -p no:cacheprovider -m gpu -q tests
 
 size: $(READY)
 	@$(PY) -m tests.size

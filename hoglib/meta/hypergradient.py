@@ -94,7 +94,7 @@ def hypergradient(
             parameters (with the state of the rule) after every step; "checkpoint" those of a few
             steps, by the schedule; "disk" the same in files of the directory. All but "store" hold
             the graph of one step at a time, and compare each step that is run again with the training,
-            bit for bit.
+            bit for bit; on a device to rounding, unless `torch.use_deterministic_algorithms(True)`.
         schedule: What "checkpoint" and "disk" keep: "sqrt" the parameters after every sqrt(steps)-th
             step and, while these are run again, those of sqrt(steps) steps; each step is run three
             times. "log" those after log2(steps) steps; each is run log2(steps) / 2 + 2 times.

@@ -392,6 +392,7 @@ def test_batch_norm_within_one_point_is_no_error():
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*piecewise linear")
 @rows("name", NETS)
 def test_on_a_gpu(name):
     net, x = net_of(name)

@@ -96,6 +96,8 @@ def test_every_row_has_a_sample():
 @pytest.mark.parametrize(("row", "fn", "inputs", "mode"), CASES)
 def test_torch_needs_it_still_and_the_stand_in_is_right(row, fn, inputs, mode):
     if row.device == "cuda":
+        if not torch.backends.cudnn.is_available() and row.name != "lstm":
+            pytest.skip("needs cuDNN, whose kernel has no second derivative")
         inputs = inputs.cuda()
     alone = hog.verify(fn, inputs, modes=mode)
     assert not alone.ok, f"torch {torch.__version__} no longer needs {row.name} in {mode}"
