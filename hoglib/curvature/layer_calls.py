@@ -3,13 +3,14 @@
     s_r = W a_r + b        for rows r: examples, and the positions of each that share the weights
 
 A `TorchFunctionMode` sees every torch call that a parameter, or some of its rows, is an argument of:
-linear maps, convolutions, embeddings and normalization are recorded, whatever module they stand in;
-what else uses a parameter is noted, to be refused by name.
+linear maps, convolutions, embeddings, normalization and functions of each element are recorded, whatever
+module they stand in; what else uses a parameter is noted, to be refused by name.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from inspect import signature
+from itertools import product
 from types import EllipsisType, FunctionType
 from typing import Any, NamedTuple, final
 
@@ -36,8 +37,9 @@ class Region(NamedTuple):
 class Role(NamedTuple):
     """What a call does with its weight.
 
-    matrix: "kronecker", or "diagonal" for layers that scale and shift each feature. groups, out, into:
-    of a weight that is `groups` matrices [out, into]. transposed: whether it is stored as [into, out].
+    matrix: "kronecker"; "diagonal" for layers that scale and shift each feature; "elementwise" for those
+    whose weight is a function of each element of the parameter. groups, out, into: of a weight that is
+    `groups` matrices [out, into]. transposed: whether it is stored as [into / kernel, out, kernel].
     """
 
     name: str
@@ -46,6 +48,18 @@ class Role(NamedTuple):
     out: int = 1
     into: int = 1
     transposed: bool = False
+    kernel: int = 1
+
+    def matrices(self, stored: Tensor) -> Tensor:
+        """Weights as they are stored, [k, ...], as [k, groups, out, into]."""
+        if not self.transposed:
+            return stored.reshape(-1, self.groups, self.out, self.into)
+        parts = self.groups, self.into // self.kernel, self.out, self.kernel
+        return stored.reshape(-1, *parts).transpose(2, 3).flatten(3)
+
+    def stored(self, V: Tensor) -> Tensor:
+        """The inverse, [k, numbers]."""
+        return (V.unflatten(-1, (-1, self.kernel)).transpose(2, 3) if self.transposed else V).flatten(1)
 
 
 @final
@@ -65,12 +79,16 @@ class LayerCall:
         self._rows_of_inputs = rows_of_inputs
         self._weight_gradients = weight_gradients
         self.rows_of_outputs = rows_of_outputs  # of a tensor like the output: [groups, rows, out]
+        # d weight / d parameter where it is not 1: a number, or [numbers] of an elementwise one
+        self.slope: Tensor | float = 1.0
 
     def inputs(self) -> Tensor:
         """a_r, [groups, rows, into]; of an embedding the indices [1, rows, 1]; of a normalization layer
         the normalized inputs [1, rows, into]."""
         self._check_unchanged()
-        return self._rows_of_inputs(self._x)
+        rows = self._rows_of_inputs(self._x)
+        same = isinstance(self.slope, float) and self.slope == 1
+        return rows if same or self.role.matrix == "elementwise" else rows * self.slope
 
     @property
     def rows(self) -> int:
@@ -86,7 +104,8 @@ class LayerCall:
         [n, groups, out, into], from the gradients g by the outputs, in their form, without patches."""
         self._check_unchanged()
         assert self._weight_gradients is not None
-        return self._weight_gradients(self._x[start:stop], g[start:stop])
+        slope = self.slope if isinstance(self.slope, float) else 1.0
+        return self._weight_gradients(self._x[start:stop], g[start:stop]) * slope
 
     def by_example(self, rows: Tensor, examples: int) -> Tensor:
         """Rows [..., all, features] as [..., examples, positions, features]."""
@@ -141,6 +160,15 @@ def unlike_rows(call: LayerCall, examples: int) -> str:
     )
 
 
+class Use(NamedTuple):
+    """What a tensor is of the leaves: the rows of one, or a function of each of their elements."""
+
+    region: Region
+    tensor: Tensor  # kept alive, so that its id stays its own
+    slope: Tensor | None = None  # d tensor / d rows, [numbers]; None is 1
+    calls: list[LayerCall] = []  # noqa: RUF012  # as which it is data, until a layer takes it as a weight
+
+
 @final
 class LayerRecorder(TorchFunctionMode):
     """Inside, the calls that use the leaves are recorded."""
@@ -155,45 +183,80 @@ class LayerRecorder(TorchFunctionMode):
         self._leaves = leaves
         self._numbers = {id(leaf): i for i, leaf in enumerate(leaves)}
         self._storages = {leaf.untyped_storage().data_ptr(): i for i, leaf in enumerate(leaves)}
-        # kept alive, so that an id stays its own
-        self._views: dict[int, tuple[Region, Tensor]] = {}
+        self._derived: dict[int, Use] = {}
 
-    def region(self, tensor: Any) -> Region | None:
+    def use(self, tensor: Any) -> Use | None:
         """What a tensor is of the leaves."""
         number = self._numbers.get(id(tensor))
-        if number is not None:
-            leaf = self._leaves[number]
-            return Region(number, 0, len(leaf) if leaf.dim() else 1)
-        view = self._views.get(id(tensor))
-        return None if view is None else view[0]
+        if number is None:
+            return self._derived.get(id(tensor))
+        leaf = self._leaves[number]
+        return Use(Region(number, 0, len(leaf) if leaf.dim() else 1), leaf)
+
+    def region(self, tensor: Any) -> Region | None:
+        """The rows that it is of, or is a function of."""
+        use = self.use(tensor)
+        return None if use is None else use.region
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self.selects = self.selects or _chooses_rows(func, args)
-        layer = LAYERS.get(func)
-        if layer is None:
-            if isinstance(func, FunctionType):
-                inside = without_override_check(func, _NAMES)
-                if inside is not None:
-                    with self:
-                        return inside(*args, **kwargs)
-            used = self._used(args, kwargs)
-            result = func(*args, **kwargs)
-            for region in used:
-                self._note(func, region, result)
-            return result
+        layer, pointwise = LAYERS.get(func), func in POINTWISE
+        if layer is None and not pointwise and isinstance(func, FunctionType):
+            inside = without_override_check(func, _NAMES)
+            if inside is not None:
+                with self:
+                    return inside(*args, **kwargs)
         result = func(*args, **kwargs)
         used = self._used(args, kwargs)
-        if used and result.requires_grad:
+        if not used:
+            return result
+        if layer is None and not pointwise:
+            self._note(func, used, result)
+        elif result.requires_grad:
             if func is F.embedding and self.examples > 1 and args:
                 args, result = self._of_each_example(args, result)
-            call = layer(self, result, *args, **kwargs)
-            if call is None or {*used} != {call.weight, call.bias} - {None}:
-                for region in used:
-                    self._note(func, region, result)
+            if layer is None:
+                calls = self._pointwise(func, args, kwargs, result)
             else:
-                self.calls.append(call)
+                calls = _rescaled(layer(self, result, *args, **kwargs), used)
+            given = {use.region for use in used if not use.calls}
+            taken = {region for call in calls for region in (call.weight, call.bias)}
+            if given - taken and id(result) not in self._derived:
+                self._note(func, used, result)
+                return result
+            for use in used:  # what a layer takes as a weight is no data
+                if layer is not None and use.region in taken:
+                    self.calls = [call for call in self.calls if call not in use.calls]
+            self.calls += calls
         return result
+
+    def _pointwise(self, func: Any, args: Any, kwargs: Any, result: Tensor) -> list[LayerCall]:
+        """The calls of a function of each element, or of one that copies: for each parameter, by its
+        derivative there. A result of its size is a function of it, where the others are constants."""
+        name = func.__name__.strip("_")
+        uses = [self.use(x) if isinstance(x, Tensor) else None for x in args]
+        if any(use is not None and not use.calls for use in uses):
+            uses = [None if use is None or use.calls else use for use in uses]
+        others = [x for x, use in zip(args, uses, strict=True) if isinstance(x, Tensor) and not use]
+        calls: list[LayerCall] = []
+        for i, use in enumerate(uses):
+            if use is None:
+                continue
+            p = args[i]
+            slope = None if name in UNIT and not kwargs.get("alpha") else _slope(func, args, kwargs, i, result)
+            if use.slope is not None:
+                slope = use.slope.view(p.shape) * (1 if slope is None else slope)
+            alike = result.numel() == p.numel()
+            call = None
+            if others or name in COPIES and not (use.calls and alike):
+                call = _copies(name, use.region, p.shape, slope, result)
+                calls += [] if call is None else [call]
+            if alike and not any(x.requires_grad for x in others) and sum(map(bool, uses)) == 1:
+                pending = [*use.calls, *([] if call is None else [call])]
+                flat = None if slope is None else slope.expand(p.shape).reshape(-1)
+                self._derived[id(result)] = Use(use.region, result, flat, pending)
+        return calls
 
     def _of_each_example(self, args: Any, result: Tensor) -> tuple[Any, Tensor]:
         """Indices [1, T] or [T], as of positions, and their rows, once for each example: the gradients
@@ -207,27 +270,30 @@ class LayerRecorder(TorchFunctionMode):
         each = (self.examples, *indices.shape[1:])
         return (indices.expand(each), *rest), result.expand(*each, result.shape[-1])
 
-    def _used(self, args: Any, kwargs: Any) -> list[Region]:
+    def _used(self, args: Any, kwargs: Any) -> list[Use]:
         found = []
         for x in (*args, *kwargs.values()):
             for part in x if isinstance(x, list | tuple) else (x,):
-                region = self.region(part) if isinstance(part, Tensor) else None
-                if region is not None:
-                    found.append(region)
+                use = self.use(part) if isinstance(part, Tensor) else None
+                if use is not None:
+                    found.append(use)
         return found
 
-    def _note(self, func: Any, region: Region, result: Any) -> None:
-        """Keep views of whole rows; note another use of a parameter."""
+    def _note(self, func: Any, used: Sequence[Use], result: Any) -> None:
+        """Keep views of whole rows, and of all in its order; note another use of a parameter."""
         parts = result if isinstance(result, list | tuple) else [result]
-        for part in parts:
-            if not (isinstance(part, Tensor) and part.requires_grad) or self.region(part):
+        for use, part in product(used, parts):
+            if not (isinstance(part, Tensor) and part.requires_grad) or self.use(part):
                 continue
             rows = self._rows(part)
-            if rows is None:
+            whole = part.numel() == use.tensor.numel() and part.data_ptr() == use.tensor.data_ptr()
+            if whole and part.is_contiguous() and use.tensor.is_contiguous():
+                self._derived[id(part)] = use._replace(tensor=part)
+            elif rows is not None:
+                self._derived[id(part)] = Use(rows, part)
+            elif not use.calls:
                 name = getattr(func, "__name__", str(func)) + in_module()
-                self.others.setdefault(region.leaf, name)
-            else:
-                self._views[id(part)] = rows, part
+                self.others.setdefault(use.region.leaf, name)
 
     def _rows(self, view: Tensor) -> Region | None:
         """The rows that a view consists of, if it does."""
@@ -271,43 +337,72 @@ def _matmul(
     return LayerCall(role, recorder.region(other), None, input, output, _flat, _flat)
 
 
-def _elementwise(name: str) -> Callable[..., LayerCall | None]:
-    """Features times a parameter, as RMS norms of language models have it, or plus one."""
+def _rescaled(call: LayerCall | None, used: Sequence[Use]) -> list[LayerCall]:
+    """The call of a layer whose weight is a function of each element of a parameter; none where the
+    layer has no rule for that."""
+    slopes = {use.region: use.slope for use in used}
+    if call is None or (call.bias and slopes[call.bias] is not None):
+        return []
+    slope = slopes.get(call.weight) if call.weight else None
+    if slope is None:
+        return [call]
+    first = float(slope[0])
+    if bool((slope == first).all()):
+        call.slope = first
+    else:
+        call.slope = slope
+        if call.role.matrix == "kronecker":
+            call.role = call.role._replace(matrix="elementwise")
+    return [] if call.role.name == "embedding" else [call]
 
-    def layer(
-        recorder: LayerRecorder, output: Tensor, input: Any, other: Any, *, alpha: float = 1
-    ) -> LayerCall | None:
-        found = _features(recorder, output, input, other)
-        if found is None or alpha != 1:
-            return None
-        parameter, x, rows = found
-        shape, region = output.shape, recorder.region(parameter)
-        weight, bias = (None, region) if name == "add" else (region, None)
-        role = _diagonal(name, parameter)
-        return LayerCall(role, weight, bias, x, output, lambda x: rows(x.expand(shape)), rows)
 
-    return layer
+def _slope(func: Any, args: Any, kwargs: Any, i: int, result: Tensor) -> Tensor:
+    """d result / d argument i, element by element."""
+    if func.__name__.strip("_") in ("mul", "rmul") and isinstance(args[1 - i], Tensor):
+        other: Tensor = args[1 - i].detach()
+        return other
+    given = [x.detach() if isinstance(x, Tensor) else x for x in args]
+    given[i] = given[i].expand(result.shape).requires_grad_()
+    with torch.enable_grad():
+        y = func(*given, **kwargs)
+    return torch.autograd.grad(y, given[i], torch.ones_like(y))[0]
 
 
 def _diagonal(name: str, parameter: Tensor) -> Role:
     return Role(name, "diagonal", 1, parameter.numel(), parameter.numel())
 
 
-def _features(
-    recorder: LayerRecorder, output: Tensor, input: Any, other: Any
-) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]] | None:
-    """A parameter with a number for each feature, the other tensor, and the rows of one like the
-    output; None where it has no such dimension, or more than one."""
-    parameter, x = (input, other) if recorder.region(input) is not None else (other, input)
-    if not isinstance(x, Tensor) or recorder.region(x) is not None:
+def _copies(
+    name: str, region: Region, shape: torch.Size, slope: Tensor | None, output: Tensor
+) -> LayerCall | None:
+    """Of a parameter that is broadcast or copied to the output, with this derivative. With one dimension
+    it has a number for each feature; with more, its last one are features, and the others are
+    positions, as of an embedding that is called with all of them."""
+    full = (*(1,) * (output.dim() - len(shape)), *shape)
+    sizes = [(of // own, own) for of, own in zip(output.shape, full, strict=True)]
+    if name == "repeat_interleave" and any(times > 1 and own > 1 for times, own in sizes):
         return None
-    size = parameter.numel()
-    wide = [d for d in range(-parameter.dim(), 0) if parameter.shape[d] > 1]
-    if len(wide) > 1:
-        return None
-    if not wide:
-        return parameter, x, lambda t: t.reshape(1, -1, 1)
-    return parameter, x, lambda t: t.movedim(wide[0], -1).reshape(1, -1, size)
+    wide = [own for own in full if own > 1]
+    features = wide[-1] if wide else 1
+    order = [*range(0, 2 * len(sizes), 2), *range(1, 2 * len(sizes), 2)]
+
+    def rows(t: Tensor) -> Tensor:
+        return t.reshape([n for pair in sizes for n in pair]).permute(order).reshape(1, -1, features)
+
+    if len(wide) < 2:
+        role = Role("add" if slope is None else "mul", "diagonal", 1, features, features)
+        places = (None, region) if slope is None else (region, None)
+        x = output.new_ones(()) if slope is None else slope
+        return LayerCall(role, *places, x, output, lambda x: rows(x.expand(output.shape)), rows)
+    positions = shape.numel() // features
+    at = torch.arange(positions, device=output.device)
+    role = Role("embedding", "kronecker", 1, features, positions, transposed=True)
+    count = output.numel() // shape.numel()
+    fixed = None if slope is None else slope.clone()
+    return LayerCall(
+        role, region, None, at, output, lambda x: x.repeat(count).view(1, -1, 1),
+        lambda t: rows(t if fixed is None else t * fixed),
+    )  # fmt: skip
 
 
 def _prelu(
@@ -344,18 +439,7 @@ def _convolution(
 
     def patches(x: Tensor) -> Tensor:
         x = x if x.dim() == spatial + 2 else x.unsqueeze(0)
-        x = F.pad(x, [p for pair in reversed(pads) for p in pair])
-        for d in range(spatial):
-            x = x.unfold(2 + d, dilation[d] * (kernel[d] - 1) + 1, stride[d])[..., :: dilation[d]]
-        # [N, channels, positions..., kernel...] to [groups, N positions, channels of one kernel...]
-        x = x.unflatten(1, (groups, -1)).movedim(1, 0)
-        x = x.movedim(2, 2 + spatial)
-        return x.reshape(groups, -1, weight.shape[1] * kernel.numel())
-
-    def rows(gradient: Tensor) -> Tensor:
-        g = gradient if gradient.dim() == spatial + 2 else gradient.unsqueeze(0)
-        g = g.unflatten(1, (groups, -1)).movedim(1, 0).movedim(2, -1)
-        return g.reshape(groups, -1, g.shape[-1])
+        return _patches(x, kernel, stride, dilation, pads, groups)
 
     def weight_gradients(x: Tensor, gradient: Tensor) -> Tensor:
         x = F.pad(x, [p for pair in reversed(pads) for p in pair]).to(gradient)
@@ -371,7 +455,54 @@ def _convolution(
     role = Role(f"conv{spatial}d", "kronecker", groups, weight.shape[0] // groups, into)
     places = recorder.region(weight), recorder.region(bias)
     direct = weight_gradients if input.dim() == spatial + 2 else None
+    rows = partial(_channel_rows, spatial=spatial, groups=groups)
     return LayerCall(role, *places, input, output, patches, rows, direct)
+
+
+def _transposed_convolution(
+    recorder: LayerRecorder, output: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None,
+    stride: Any = 1, padding: Any = 0, output_padding: Any = 0, groups: int = 1, dilation: Any = 1,
+) -> LayerCall:  # fmt: skip
+    """The convolution, by the mirrored kernel, of inputs with zeros between them."""
+    spatial, kernel = weight.dim() - 2, weight.shape[2:]
+    stride, dilation = _each(stride, spatial), _each(dilation, spatial)
+    more = zip(_each(padding, spatial), _each(output_padding, spatial), dilation, kernel, strict=True)
+    pads = [(d * (k - 1) - p, d * (k - 1) - p + o) for p, o, d, k in more]
+
+    def patches(x: Tensor) -> Tensor:
+        x = x if x.dim() == spatial + 2 else x.unsqueeze(0)
+        sizes = [(n - 1) * s + 1 for n, s in zip(x.shape[2:], stride, strict=True)]
+        apart = x.new_zeros(*x.shape[:2], *sizes)
+        apart[(..., *(slice(None, None, s) for s in stride))] = x
+        return _patches(apart, kernel, (1,) * spatial, dilation, pads, groups, mirrored=True)
+
+    into = weight.shape[0] // groups * kernel.numel()
+    name = f"conv_transpose{spatial}d"
+    role = Role(name, "kronecker", groups, weight.shape[1], into, True, kernel.numel())
+    places = recorder.region(weight), recorder.region(bias)
+    rows = partial(_channel_rows, spatial=spatial, groups=groups)
+    return LayerCall(role, *places, input, output, patches, rows)
+
+
+def _patches(
+    x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int], pads: Any,
+    groups: int, mirrored: bool = False,
+) -> Tensor:  # fmt: skip
+    """What each position sees, [groups, N positions, channels of one kernel...]."""
+    spatial = len(kernel)
+    x = F.pad(x, [p for pair in reversed(pads) for p in pair])
+    for d, k in enumerate(kernel):
+        x = x.unfold(2 + d, dilation[d] * (k - 1) + 1, stride[d])[..., :: dilation[d]]
+    x = x.flip([*range(-spatial, 0)]) if mirrored else x
+    x = x.unflatten(1, (groups, -1)).movedim(1, 0).movedim(2, 2 + spatial)
+    return x.reshape(groups, x.shape[1 : 2 + spatial].numel(), -1)
+
+
+def _channel_rows(gradient: Tensor, spatial: int, groups: int) -> Tensor:
+    """The rows [groups, N positions, channels] of a tensor like the output."""
+    g = gradient if gradient.dim() == spatial + 2 else gradient.unsqueeze(0)
+    g = g.unflatten(1, (groups, -1)).movedim(1, 0).movedim(2, -1)
+    return g.reshape(groups, -1, g.shape[-1])
 
 
 def _each(value: Any, count: int) -> tuple[int, ...]:
@@ -435,6 +566,9 @@ LAYERS: dict[Any, Callable[..., LayerCall | None]] = {
     torch.addmm: _addmm,
     torch.conv1d: _convolution, torch.conv2d: _convolution, torch.conv3d: _convolution,
     F.conv1d: _convolution, F.conv2d: _convolution, F.conv3d: _convolution,
+    torch.conv_transpose1d: _transposed_convolution,
+    torch.conv_transpose2d: _transposed_convolution,
+    torch.conv_transpose3d: _transposed_convolution,
     F.embedding: _embedding,
     **{norm: _normalization(norm, _last) for norm in (F.layer_norm, F.rms_norm)},
     **{
@@ -442,8 +576,22 @@ LAYERS: dict[Any, Callable[..., LayerCall | None]] = {
         for norm in (F.group_norm, F.batch_norm, F.instance_norm)
     },
     **dict.fromkeys((torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__), _matmul),
-    **dict.fromkeys((torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__), _elementwise("mul")),
-    **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__), _elementwise("add")),
     torch.prelu: _prelu,
 }  # fmt: skip
-_NAMES = frozenset(func.__name__ for func in LAYERS)
+UNIT = frozenset(
+    "add radd iadd broadcast_to clone contiguous double expand expand_as float repeat "
+    "repeat_interleave tile to type_as".split()
+)  # their derivative is 1, without alpha=
+COPIES = frozenset("broadcast_to expand expand_as repeat repeat_interleave tile".split())
+_OTHERS = (
+    "sub rsub mul rmul div truediv rtruediv true_divide neg pow rpow abs exp expm1 log log1p reciprocal "
+    "rsqrt sigmoid sin cos softplus sqrt square tanh relu addcmul addcdiv lerp where clamp"
+)
+POINTWISE = {
+    getattr(owner, form.format(name))
+    for owner in (torch, Tensor, F)
+    for name in (*UNIT, *_OTHERS.split(), "add_")
+    for form in ("{}", "__{}__")
+    if hasattr(owner, form.format(name))
+}
+_NAMES = frozenset({"add", "mul", *(func.__name__ for func in LAYERS)})
