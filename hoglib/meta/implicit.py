@@ -1,4 +1,5 @@
-"""Gradients through a minimum by the implicit function theorem; no inner loop is differentiated."""
+"""Gradients through a minimum, or another solution of an equation, by the implicit function theorem; no
+inner loop is differentiated."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,15 +9,30 @@ import torch
 from torch import Tensor
 
 from hoglib._core import pytree, validation
-from hoglib._core.autograd import Vector, gradient_with_graph, materialize_grads, vjp
+from hoglib._core.autograd import (
+    Vector,
+    clone_inference_tensors,
+    fresh_leaves,
+    grad_enabled,
+    gradient_with_graph,
+    materialize_grads,
+    outside_inference_mode,
+    vjp,
+)
+from hoglib._core.gradient_graph import graph_summary
+from hoglib._core.problem import Policy
 from hoglib._core.source_location import warn
+from hoglib._core.torch_internals import apply
+from hoglib.curvature.linear_systems import RTOL
 from hoglib.curvature.operators import HessianOperator
 from hoglib.errors import (
     ArgumentValueError,
+    ConvergenceError,
     NonFiniteError,
     NoSecondDerivative,
     NotPositiveDefiniteError,
 )
+from hoglib.ring import ring
 
 Scalar = Callable[[Any, Any], Tensor]  # of params and hyper
 SolverName = Literal["cg", "neumann"]
@@ -100,6 +116,30 @@ def implicit_gradient(
     )
 
 
+def implicit_graph(
+    outer: Scalar, inner: Scalar, params: Any, hyper: Any, solver: Solver, stand_ins: bool
+) -> tuple[Tensor, Any, Any, Residual]:
+    """What `implicit_gradient` returns, with a graph to hyper, and the minimum with one."""
+    given, structure = pytree.flatten(hyper)
+    own = fresh_leaves(given, True)
+    at = pytree.unflatten(own, structure)
+
+    def stationary(params: Any, hyper: Any) -> Vector:
+        leaves, form = pytree.flatten(params)
+        value = lambda *own: inner(pytree.unflatten(own, form), hyper)  # noqa: E731
+        found = gradient_with_graph(value, leaves, "the inner loss", True)
+        return materialize_grads(found.parts, found.leaves)
+
+    policy = Policy("hypergradient", stand_ins=stand_ins)
+    z = _root(stationary, params, at, policy, solver.tol, solver.iterations)
+    value = outer(z, at)
+    slopes = list(torch.autograd.grad(value, own, allow_unused=True, create_graph=True))
+    check_used(slopes, implicit=True)
+    tol = RTOL.get(own[0].dtype, 1e-5) if solver.tol is None else solver.tol
+    left = Residual(value.detach().new_tensor(tol), pytree.norm(stationary(params, hyper)).detach())
+    return value, pytree.unflatten(materialize_grads(slopes, own), structure), z, left
+
+
 def check_used(grads: Sequence[Tensor | None], *, implicit: bool = False) -> None:
     """Raise where nothing depends on hyper: zeros would look like an optimum."""
     if all(grad is None for grad in grads):
@@ -177,3 +217,193 @@ def _solve_by_cg(operator: Any, v: Any, solver: Solver) -> tuple[Vector, Tensor]
             "damping, or set how many iterations are enough, iterations=..."
         )
     return pytree.leaves(x), solution.residual.to(pytree.leaves(v)[0].device)
+
+
+ACCURACY = {torch.float64: 1e-6}  # of a solution, where none is given; else 1e-3
+BASIS = 50  # vectors that GMRES holds at once
+
+
+def root(
+    residual: Callable[[Any, Any], Any], solution: Any, inputs: Any, *, tol: float | None = None,
+    iterations: int | None = None, accuracy: float | None = None,
+) -> Any:  # fmt: skip
+    r"""A solution of an equation as a function of what the equation depends on, to any order.
+
+        F(z, h) = 0        dz = -(dF/dz)^-1 (dF/dh) dh
+
+    z is found by any solver, whose steps are not differentiated. The backward pass solves
+    (dF/dz)^T u = g by GMRES, which needs products with the matrix only, and returns -(dF/dh)^T u. u is a
+    root of its own, that of (dF/dz)^T u - g, so that derivatives of every order follow by the same
+    theorem. An equilibrium z = f(z, h) has the residual z - f(z, h), a minimum of a loss its gradient.
+
+    Args:
+        residual: F, a function ``residual(z, inputs)`` whose result has as many numbers as z. It takes
+            all that it depends on from its arguments; what it closes over are constants.
+        solution: z, a pytree of tensors; it is taken as it is, without its graph.
+        inputs: h, any pytree of floating-point tensors: parameters, data, strengths of a regulariser.
+        tol: The relative tolerance of the linear systems. Default: 1e-8, in float32 1e-5.
+        iterations: Products of the matrix for each system, at most. Default: 10 for each number of z,
+            and 1000 at most.
+        accuracy: How large |F| may be, as a share of what it changes by when z, or h, is doubled (to
+            first order). Default: 1e-6, in float32 1e-3.
+    Returns:
+        z, in the structure of solution, with a graph to the inputs that require grad.
+    Raises:
+        ConvergenceError: for a solution whose residual is not zero; in the backward pass for a linear
+            system that was not solved, as where dF/dz is singular.
+        NoSecondDerivative: for a residual that uses other tensors that require grad.
+        UnsupportedError: inside transforms of `torch.func`.
+    References:
+        Bai, Kolter and Koltun, Deep Equilibrium Models, 2019, theorem 1; Blondel et al., Efficient and
+        Modular Implicit Differentiation, 2022; Saad and Schultz, GMRES, 1986.
+    Example:
+        >>> h = torch.tensor(4.0, requires_grad=True)
+        >>> z = hog.meta.root(lambda z, h: z.square() - h, torch.tensor(2.0), h)  # sqrt(h)
+        >>> (g,) = torch.autograd.grad(z, h, create_graph=True)  # 1 / (2 sqrt(h))
+        >>> g.detach(), torch.autograd.grad(g, h)[0]  # -1 / (4 h sqrt(h))
+        (tensor(0.2500), tensor(-0.0312))
+    """
+    validation.refuse_transforms("root", "differentiate by torch.autograd.grad, or `hoglib.hvp`.")
+    with outside_inference_mode():
+        given = clone_inference_tensors((solution, inputs))
+        return _root(residual, *given, Policy("root"), tol, iterations, accuracy)
+
+
+def _root(
+    residual: Callable[[Any, Any], Any], solution: Any, inputs: Any, policy: Policy,
+    tol: float | None, iterations: int | None, accuracy: float | None = None,
+) -> Any:  # fmt: skip
+    for what, tree in (("solution", solution), ("inputs", inputs)):
+        for name, leaf in zip(pytree.paths(tree), pytree.leaves(tree), strict=True):
+            validation.real(f"{what}[{name!r}]" if name else what, leaf)
+    parts, form = pytree.flatten(solution)
+    leaves, of_inputs = pytree.flatten(inputs)
+    z = torch.cat([x.detach().reshape(-1) for x in parts])
+
+    def split(z: Tensor) -> Any:
+        pieces = zip(z.split([x.numel() for x in parts]), parts, strict=True)
+        return pytree.unflatten([piece.view(x.shape) for piece, x in pieces], form)
+
+    def F(z: Tensor, *h: Tensor) -> Tensor:
+        with ring(policy, residual, examine=False):
+            found = pytree.leaves(residual(split(z), pytree.unflatten(h, of_inputs)))
+        return torch.cat([x.reshape(-1) for x in found])
+
+    with ring(policy, residual):
+        own = fresh_leaves([z, *leaves], False)
+        value = F(*own)
+    _check_root(F, value, own, ACCURACY.get(z.dtype, 1e-3) if accuracy is None else accuracy)
+    limits = RTOL.get(z.dtype, 1e-5) if tol is None else tol, iterations
+    return split(apply(_Root, F, limits, z, *leaves))
+
+
+def _check_root(F: Callable[..., Tensor], value: Tensor, own: Vector, accuracy: float) -> None:
+    """Raise where the residual is no function of its arguments, or is not zero at the solution."""
+    if value.shape != own[0].shape:
+        raise ArgumentValueError(
+            f"residual: expected as many numbers as the solution has, {own[0].numel()}, got "
+            f"{value.numel()}; return one equation for each unknown."
+        )
+    given = {id(x) for x in own}
+    others = [x for key, x in graph_summary(value).leaves.items() if key not in given]
+    if others:
+        raise NoSecondDerivative(
+            "residual: expected one that takes all that requires grad from its arguments, got tensors "
+            f"of shape {', '.join(str(tuple(x.shape)) for x in others[:3])} from elsewhere, whose "
+            "gradients would be missing. Pass them in inputs, the parameters of a module by "
+            "`torch.func.functional_call(module, params, ...)`, or detach() what is a constant."
+        )
+    z, *h = (x.detach() for x in own)
+    value, step = value.detach(), 1e-3
+    with torch.no_grad():
+        moved = F((1 + step) * z, *h), F(z, *[(1 + step) * x for x in h])
+    scale = max(float((y - value).norm()) for y in moved) / step
+    if not float(value.norm()) <= accuracy * scale:
+        raise ConvergenceError(
+            f"root: expected a solution with residual(solution, inputs) = 0, got |F| = "
+            f"{float(value.norm()):.2g}, where its terms are of size {scale:.2g}. Let the solver go on, "
+            "or allow it by accuracy=, of which derivatives have an error of that order."
+        )
+
+
+class _Root(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, F: Any, limits: Any, z: Tensor, *h: Tensor) -> Tensor:
+        ctx.F, ctx.limits = F, limits
+        found = z.clone()
+        ctx.save_for_backward(found, *h)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        z, *h = ctx.saved_tensors
+        F, again, needed = ctx.F, torch.is_grad_enabled(), ctx.needs_input_grad[3:]
+        with grad_enabled():
+            u = _solve_transposed(F, z, h, g, *ctx.limits)
+            if again:
+                u = apply(_Root, _adjoint(F), ctx.limits, u, z, g, *h)
+            own = fresh_leaves(h, again)
+            y = F(z if again else z.detach(), *own)
+            asked = [x for x, need in zip(own, needed, strict=True) if need]
+            slopes = iter(vjp([y], asked, [-u], "root", create_graph=again))
+        return None, None, None, *(next(slopes) if need else None for need in needed)
+
+
+def _adjoint(F: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """(dF/dz)^T u - g as a function of u, and of what it depends on."""
+
+    def residual(u: Tensor, z: Tensor, g: Tensor, *h: Tensor) -> Tensor:
+        own = fresh_leaves([z], True)
+        product = vjp([F(*own, *h)], own, [u], "root", create_graph=True)
+        return materialize_grads(product, own)[0] - g
+
+    return residual
+
+
+def _solve_transposed(
+    F: Callable[..., Tensor], z: Tensor, h: Vector, g: Tensor, tol: float, iterations: int | None
+) -> Tensor:
+    """u of (dF/dz)^T u = g."""
+    own = fresh_leaves([z], False)
+    y = F(*own, *(x.detach() for x in h))
+
+    def transposed(v: Tensor) -> Tensor:
+        return materialize_grads(vjp([y], own, [v], "root", retain_graph=True), own)[0]
+
+    with torch.no_grad():
+        limit = min(10 * z.numel(), 1000) if iterations is None else iterations
+        u, left = _gmres(transposed, g.detach(), tol, limit)
+    if not left <= tol:
+        raise ConvergenceError(
+            f"root: expected a linear system (dF/dz)^T u = g that GMRES solves to {tol:g} |g|, got a "
+            f"residual of {left:.2g} |g| after {limit} products. dF/dz is singular where solutions are "
+            "not isolated; else allow more iterations=, or a larger tol=."
+        )
+    return u
+
+
+def _gmres(
+    A: Callable[[Tensor], Tensor], b: Tensor, tol: float, limit: int
+) -> tuple[Tensor, float]:
+    """x, and |b - A x| / |b|: the smallest over Krylov spaces, started again after `BASIS` vectors."""
+    x, r, size, products = torch.zeros_like(b), b, float(b.norm()), 0
+    while size and float(r.norm()) > tol * size and products < limit:
+        Q, H = [r / r.norm()], b.new_zeros(BASIS + 1, BASIS)
+        for k in range(min(BASIS, limit - products)):
+            basis, w = torch.stack(Q, 1), A(Q[k])
+            for _ in range(2):  # once is not enough for orthogonality in floating point
+                part = basis.mT @ w
+                H[: k + 1, k] += part
+                w = w - basis @ part
+            H[k + 1, k] = w.norm()
+            e = torch.zeros_like(H[: k + 2, 0])
+            e[0] = r.norm()
+            y = torch.linalg.lstsq(H[: k + 2, : k + 1], e[:, None]).solution[:, 0]
+            products += 1
+            small = (e - H[: k + 2, : k + 1] @ y).norm() <= 0.1 * tol * size
+            if small or not H[k + 1, k] > 0:
+                break
+            Q.append(w / H[k + 1, k])
+        x = x + basis @ y
+        r = b - A(x)
+    return x, float(r.norm()) / size if size else 0.0
