@@ -39,8 +39,8 @@ from hoglib.curvature.model_run import (
     ModelRun,
     by_example,
     checked_run,
-    example_gradients,
     is_embedding,
+    layer_gradients,
 )
 from hoglib.curvature.operators import GGNOperator
 from hoglib.curvature.optimizers import KFAC_OPTIONS, NEWTON_OPTIONS
@@ -415,7 +415,7 @@ def _products(layer: Layer, gradients: Gradients, run: ModelRun, pairs: bool) ->
     """The squared norms of the gradients of a layer, [N], or with pairs their products, [N, N]."""
     N, diagonal = run.examples, layer.layout.role.matrix == "diagonal"
     if not diagonal and not is_embedding(layer) and _by_gradients(layer, run, pairs):
-        parts = example_gradients(layer, gradients, run)
+        parts = layer_gradients(layer, gradients, run)
         if pairs:
             return _products_of_rows(torch.cat([torch.cat(part, 1) for part in parts]), True)
         squares = ([_products_of_rows(rows, False) for rows in part] for part in parts)

@@ -30,9 +30,9 @@ from hoglib.curvature.model_run import (
     Layer,
     ModelRun,
     by_example,
-    example_gradients,
     input_rows,
     is_embedding,
+    layer_gradients,
     mean_inputs,
 )
 
@@ -95,7 +95,7 @@ class FactorSums(BlockSums):
         for gradients in run.columns():
             for layer in run.layers:
                 if layer.layout.role.matrix == "elementwise":
-                    for part, *_ in example_gradients(layer, gradients, run):
+                    for part, *_ in layer_gradients(layer, gradients, run):
                         self.sums[layer.layout]["A"].add_(part.square().sum(0), alpha=share)
                     continue
                 rows = waiting[layer.layout]

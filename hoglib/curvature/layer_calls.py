@@ -3,8 +3,8 @@
     s_r = W a_r + b        for rows r: examples, and the positions of each that share the weights
 
 A `TorchFunctionMode` sees every torch call that a parameter, or some of its rows, is an argument of:
-linear maps, convolutions, embeddings, normalization and functions of each element are recorded, whatever
-module they stand in; what else uses a parameter is noted, to be refused by name.
+linear maps, convolutions, embeddings, normalization and functions of each element are recorded,
+whatever module they stand in; what else uses a parameter is noted, to be refused by name.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,9 +37,9 @@ class Region(NamedTuple):
 class Role(NamedTuple):
     """What a call does with its weight.
 
-    matrix: "kronecker"; "diagonal" for layers that scale and shift each feature; "elementwise" for those
-    whose weight is a function of each element of the parameter. groups, out, into: of a weight that is
-    `groups` matrices [out, into]. transposed: whether it is stored as [into / kernel, out, kernel].
+    matrix: "kronecker"; "diagonal" for layers that scale and shift each feature; "elementwise" for
+    those whose weight is a function of each element of the parameter. groups, out, into: of a weight
+    that is `groups` matrices [out, into]. transposed: whether each is [into / kernel, out, kernel].
     """
 
     name: str
@@ -59,7 +59,9 @@ class Role(NamedTuple):
 
     def stored(self, V: Tensor) -> Tensor:
         """The inverse, [k, numbers]."""
-        return (V.unflatten(-1, (-1, self.kernel)).transpose(2, 3) if self.transposed else V).flatten(1)
+        if self.transposed:
+            V = V.unflatten(-1, (-1, self.kernel)).transpose(2, 3)
+        return V.flatten(1)
 
 
 @final
@@ -79,16 +81,15 @@ class LayerCall:
         self._rows_of_inputs = rows_of_inputs
         self._weight_gradients = weight_gradients
         self.rows_of_outputs = rows_of_outputs  # of a tensor like the output: [groups, rows, out]
-        # d weight / d parameter where it is not 1: a number, or [numbers] of an elementwise one
-        self.slope: Tensor | float = 1.0
+        self.scale = 1.0  # of the weight by the parameter
+        self.slope: Tensor | None = None  # the same, [numbers], of an elementwise one
 
     def inputs(self) -> Tensor:
         """a_r, [groups, rows, into]; of an embedding the indices [1, rows, 1]; of a normalization layer
         the normalized inputs [1, rows, into]."""
         self._check_unchanged()
         rows = self._rows_of_inputs(self._x)
-        same = isinstance(self.slope, float) and self.slope == 1
-        return rows if same or self.role.matrix == "elementwise" else rows * self.slope
+        return rows if self.scale == 1 else rows * self.scale
 
     @property
     def rows(self) -> int:
@@ -104,8 +105,7 @@ class LayerCall:
         [n, groups, out, into], from the gradients g by the outputs, in their form, without patches."""
         self._check_unchanged()
         assert self._weight_gradients is not None
-        slope = self.slope if isinstance(self.slope, float) else 1.0
-        return self._weight_gradients(self._x[start:stop], g[start:stop]) * slope
+        return self._weight_gradients(self._x[start:stop], g[start:stop]) * self.scale
 
     def by_example(self, rows: Tensor, examples: int) -> Tensor:
         """Rows [..., all, features] as [..., examples, positions, features]."""
@@ -166,7 +166,7 @@ class Use(NamedTuple):
     region: Region
     tensor: Tensor  # kept alive, so that its id stays its own
     slope: Tensor | None = None  # d tensor / d rows, [numbers]; None is 1
-    calls: list[LayerCall] = []  # noqa: RUF012  # as which it is data, until a layer takes it as a weight
+    calls: Sequence[LayerCall] = ()  # as which it is data, until a layer takes it as a weight
 
 
 @final
@@ -182,7 +182,6 @@ class LayerRecorder(TorchFunctionMode):
         self.others: dict[int, str] = {}  # the leaves that are used otherwise, and by what
         self._leaves = leaves
         self._numbers = {id(leaf): i for i, leaf in enumerate(leaves)}
-        self._storages = {leaf.untyped_storage().data_ptr(): i for i, leaf in enumerate(leaves)}
         self._derived: dict[int, Use] = {}
 
     def use(self, tensor: Any) -> Use | None:
@@ -201,8 +200,8 @@ class LayerRecorder(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self.selects = self.selects or _chooses_rows(func, args)
-        layer, pointwise = LAYERS.get(func), func in POINTWISE
-        if layer is None and not pointwise and isinstance(func, FunctionType):
+        layer = LAYERS.get(func)
+        if layer is None and func not in POINTWISE and isinstance(func, FunctionType):
             inside = without_override_check(func, _NAMES)
             if inside is not None:
                 with self:
@@ -211,52 +210,63 @@ class LayerRecorder(TorchFunctionMode):
         used = self._used(args, kwargs)
         if not used:
             return result
-        if layer is None and not pointwise:
-            self._note(func, used, result)
-        elif result.requires_grad:
+        calls: list[LayerCall] = []
+        if func in POINTWISE:
+            calls = self._pointwise(func, args, kwargs, result)
+        elif layer is not None and result.requires_grad:
             if func is F.embedding and self.examples > 1 and args:
                 args, result = self._of_each_example(args, result)
-            if layer is None:
-                calls = self._pointwise(func, args, kwargs, result)
-            else:
-                calls = _rescaled(layer(self, result, *args, **kwargs), used)
-            given = {use.region for use in used if not use.calls}
-            taken = {region for call in calls for region in (call.weight, call.bias)}
-            if given - taken and id(result) not in self._derived:
-                self._note(func, used, result)
-                return result
-            for use in used:  # what a layer takes as a weight is no data
-                if layer is not None and use.region in taken:
-                    self.calls = [call for call in self.calls if call not in use.calls]
+            calls = self._rescaled(layer(self, result, *args, **kwargs), used)
+        known = {region for call in calls for region in (call.weight, call.bias)}
+        if id(result) in self._derived or (
+            calls and all(x.calls or x.region in known for x in used)
+        ):
             self.calls += calls
+        else:
+            self._note(func, used, result)
         return result
 
     def _pointwise(self, func: Any, args: Any, kwargs: Any, result: Tensor) -> list[LayerCall]:
         """The calls of a function of each element, or of one that copies: for each parameter, by its
         derivative there. A result of its size is a function of it, where the others are constants."""
         name = func.__name__.strip("_")
-        uses = [self.use(x) if isinstance(x, Tensor) else None for x in args]
-        if any(use is not None and not use.calls for use in uses):
-            uses = [None if use is None or use.calls else use for use in uses]
-        others = [x for x, use in zip(args, uses, strict=True) if isinstance(x, Tensor) and not use]
+        uses = {i: use for i, x in enumerate(args) if (use := self.use(x)) is not None}
+        uses = {i: use for i, use in uses.items() if not use.calls} or uses
+        others = [x for i, x in enumerate(args) if isinstance(x, Tensor) and i not in uses]
         calls: list[LayerCall] = []
-        for i, use in enumerate(uses):
-            if use is None:
-                continue
-            p = args[i]
-            slope = None if name in UNIT and not kwargs.get("alpha") else _slope(func, args, kwargs, i, result)
-            if use.slope is not None:
-                slope = use.slope.view(p.shape) * (1 if slope is None else slope)
-            alike = result.numel() == p.numel()
-            call = None
-            if others or name in COPIES and not (use.calls and alike):
-                call = _copies(name, use.region, p.shape, slope, result)
-                calls += [] if call is None else [call]
-            if alike and not any(x.requires_grad for x in others) and sum(map(bool, uses)) == 1:
-                pending = [*use.calls, *([] if call is None else [call])]
-                flat = None if slope is None else slope.expand(p.shape).reshape(-1)
-                self._derived[id(result)] = Use(use.region, result, flat, pending)
+        for i, use in uses.items() if result.requires_grad else ():
+            shape = args[i].shape
+            slope = None if use.slope is None else use.slope.view(shape)
+            if name not in UNIT or kwargs.get("alpha"):
+                slope = _slope(func, args, kwargs, i, result) * (1 if slope is None else slope)
+            alike, own = result.numel() == shape.numel(), []
+            if (others or name in COPIES) and not (use.calls and alike):
+                own = _copies(name, use.region, shape, slope, result)
+            if alike and len(uses) == 1 and not any(x.requires_grad for x in others):
+                flat = None if slope is None else slope.expand(shape).reshape(-1)
+                self._derived[id(result)] = Use(use.region, result, flat, [*use.calls, *own])
+            calls += own
         return calls
+
+    def _rescaled(self, call: LayerCall | None, used: Sequence[Use]) -> list[LayerCall]:
+        """The call of a layer whose weight is a function of each element of a parameter; none where the
+        layer has no rule for that."""
+        if call is None:
+            return []
+        uses = {use.region: use for use in used if use.region in (call.weight, call.bias)}
+        for use in uses.values():  # what a layer takes as a weight is no data
+            self.calls = [other for other in self.calls if other not in use.calls]
+        slope = uses[call.weight].slope if call.weight else None
+        known = call.bias is None or uses[call.bias].slope is None
+        if slope is None or call.role.name == "embedding":
+            known = known and slope is None
+        elif bool((slope == slope[0]).all()):
+            call.scale = float(slope[0])
+        elif call.role.matrix == "kronecker":
+            call.slope, call.role = slope, call.role._replace(matrix="elementwise")
+        else:
+            known = False
+        return [call] if known else []
 
     def _of_each_example(self, args: Any, result: Tensor) -> tuple[Any, Tensor]:
         """Indices [1, T] or [T], as of positions, and their rows, once for each example: the gradients
@@ -280,31 +290,33 @@ class LayerRecorder(TorchFunctionMode):
         return found
 
     def _note(self, func: Any, used: Sequence[Use], result: Any) -> None:
-        """Keep views of whole rows, and of all in its order; note another use of a parameter."""
+        """Keep views of whole rows, in their order; note another use of a parameter."""
         parts = result if isinstance(result, list | tuple) else [result]
         for use, part in product(used, parts):
             if not (isinstance(part, Tensor) and part.requires_grad) or self.use(part):
                 continue
-            rows = self._rows(part)
-            whole = part.numel() == use.tensor.numel() and part.data_ptr() == use.tensor.data_ptr()
-            if whole and part.is_contiguous() and use.tensor.is_contiguous():
-                self._derived[id(part)] = use._replace(tensor=part)
-            elif rows is not None:
-                self._derived[id(part)] = Use(rows, part)
+            view = _view(use, part)
+            if view is not None:
+                self._derived[id(part)] = view
             elif not use.calls:
                 name = getattr(func, "__name__", str(func)) + in_module()
                 self.others.setdefault(use.region.leaf, name)
 
-    def _rows(self, view: Tensor) -> Region | None:
-        """The rows that a view consists of, if it does."""
-        number = self._storages.get(view.untyped_storage().data_ptr())
-        if number is None or not view.dim():
-            return None
-        leaf = self._leaves[number]
-        if view.shape[1:] != leaf.shape[1:] or view.stride() != leaf.stride():
-            return None
-        start = (view.storage_offset() - leaf.storage_offset()) // max(leaf.stride(0), 1)
-        return Region(number, start, start + len(view))
+
+def _view(use: Use, part: Tensor) -> Use | None:
+    """A view that consists of whole rows."""
+    (leaf, first, stop), whole, slope, calls = use
+    row = whole.numel() // max(stop - first, 1)
+    at = part.storage_offset() - whole.storage_offset()
+    if not (
+        part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+        and ((part.is_contiguous() and whole.is_contiguous()) or part.stride() == whole.stride())
+        and row and part.numel() % row == 0 == at % row
+    ):  # fmt: skip
+        return None
+    first, count = first + at // row, part.numel() // row
+    slope = None if slope is None else slope[at : at + part.numel()]
+    return Use(Region(leaf, first, first + count), part, slope, calls)
 
 
 def _linear(
@@ -337,30 +349,8 @@ def _matmul(
     return LayerCall(role, recorder.region(other), None, input, output, _flat, _flat)
 
 
-def _rescaled(call: LayerCall | None, used: Sequence[Use]) -> list[LayerCall]:
-    """The call of a layer whose weight is a function of each element of a parameter; none where the
-    layer has no rule for that."""
-    slopes = {use.region: use.slope for use in used}
-    if call is None or (call.bias and slopes[call.bias] is not None):
-        return []
-    slope = slopes.get(call.weight) if call.weight else None
-    if slope is None:
-        return [call]
-    first = float(slope[0])
-    if bool((slope == first).all()):
-        call.slope = first
-    else:
-        call.slope = slope
-        if call.role.matrix == "kronecker":
-            call.role = call.role._replace(matrix="elementwise")
-    return [] if call.role.name == "embedding" else [call]
-
-
 def _slope(func: Any, args: Any, kwargs: Any, i: int, result: Tensor) -> Tensor:
     """d result / d argument i, element by element."""
-    if func.__name__.strip("_") in ("mul", "rmul") and isinstance(args[1 - i], Tensor):
-        other: Tensor = args[1 - i].detach()
-        return other
     given = [x.detach() if isinstance(x, Tensor) else x for x in args]
     given[i] = given[i].expand(result.shape).requires_grad_()
     with torch.enable_grad():
@@ -374,35 +364,33 @@ def _diagonal(name: str, parameter: Tensor) -> Role:
 
 def _copies(
     name: str, region: Region, shape: torch.Size, slope: Tensor | None, output: Tensor
-) -> LayerCall | None:
-    """Of a parameter that is broadcast or copied to the output, with this derivative. With one dimension
-    it has a number for each feature; with more, its last one are features, and the others are
-    positions, as of an embedding that is called with all of them."""
+) -> list[LayerCall]:
+    """The call of a parameter that is broadcast or copied to the output, with this derivative. With one
+    dimension it has a number for each feature; with more, the last one are features, and the others
+    are positions, as of an embedding that is called with all of them."""
     full = (*(1,) * (output.dim() - len(shape)), *shape)
     sizes = [(of // own, own) for of, own in zip(output.shape, full, strict=True)]
-    if name == "repeat_interleave" and any(times > 1 and own > 1 for times, own in sizes):
-        return None
     wide = [own for own in full if own > 1]
     features = wide[-1] if wide else 1
     order = [*range(0, 2 * len(sizes), 2), *range(1, 2 * len(sizes), 2)]
 
     def rows(t: Tensor) -> Tensor:
-        return t.reshape([n for pair in sizes for n in pair]).permute(order).reshape(1, -1, features)
+        t = t.reshape([n for pair in sizes for n in pair]).permute(order)
+        return t.reshape(1, -1, features)
 
     if len(wide) < 2:
         role = Role("add" if slope is None else "mul", "diagonal", 1, features, features)
-        places = (None, region) if slope is None else (region, None)
+        weight, bias = (None, region) if slope is None else (region, None)
         x = output.new_ones(()) if slope is None else slope
-        return LayerCall(role, *places, x, output, lambda x: rows(x.expand(output.shape)), rows)
+        shape = output.shape
+        return [LayerCall(role, weight, bias, x, output, lambda x: rows(x.expand(shape)), rows)]
     positions = shape.numel() // features
     at = torch.arange(positions, device=output.device)
     role = Role("embedding", "kronecker", 1, features, positions, transposed=True)
     count = output.numel() // shape.numel()
-    fixed = None if slope is None else slope.clone()
-    return LayerCall(
-        role, region, None, at, output, lambda x: x.repeat(count).view(1, -1, 1),
-        lambda t: rows(t if fixed is None else t * fixed),
-    )  # fmt: skip
+    indices = lambda x: x.repeat(count).view(1, -1, 1)  # noqa: E731
+    scaled = rows if slope is None else lambda t: rows(t * slope)
+    return [LayerCall(role, region, None, at, output, indices, scaled)]
 
 
 def _prelu(
@@ -437,9 +425,9 @@ def _convolution(
     else:
         pads = [(p, p) for p in _each(padding, spatial)]
 
-    def patches(x: Tensor) -> Tensor:
-        x = x if x.dim() == spatial + 2 else x.unsqueeze(0)
-        return _patches(x, kernel, stride, dilation, pads, groups)
+    patches = partial(
+        _patches, kernel=kernel, stride=stride, dilation=dilation, pads=pads, groups=groups
+    )
 
     def weight_gradients(x: Tensor, gradient: Tensor) -> Tensor:
         x = F.pad(x, [p for pair in reversed(pads) for p in pair]).to(gradient)
@@ -459,23 +447,22 @@ def _convolution(
     return LayerCall(role, *places, input, output, patches, rows, direct)
 
 
-def _transposed_convolution(
+def _conv_transpose(
     recorder: LayerRecorder, output: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None,
     stride: Any = 1, padding: Any = 0, output_padding: Any = 0, groups: int = 1, dilation: Any = 1,
 ) -> LayerCall:  # fmt: skip
     """The convolution, by the mirrored kernel, of inputs with zeros between them."""
     spatial, kernel = weight.dim() - 2, weight.shape[2:]
     stride, dilation = _each(stride, spatial), _each(dilation, spatial)
-    more = zip(_each(padding, spatial), _each(output_padding, spatial), dilation, kernel, strict=True)
+    more = zip(
+        _each(padding, spatial), _each(output_padding, spatial), dilation, kernel, strict=True
+    )
     pads = [(d * (k - 1) - p, d * (k - 1) - p + o) for p, o, d, k in more]
 
-    def patches(x: Tensor) -> Tensor:
-        x = x if x.dim() == spatial + 2 else x.unsqueeze(0)
-        sizes = [(n - 1) * s + 1 for n, s in zip(x.shape[2:], stride, strict=True)]
-        apart = x.new_zeros(*x.shape[:2], *sizes)
-        apart[(..., *(slice(None, None, s) for s in stride))] = x
-        return _patches(apart, kernel, (1,) * spatial, dilation, pads, groups, mirrored=True)
-
+    patches = partial(
+        _patches, kernel=kernel, stride=(1,) * spatial, dilation=dilation, pads=pads, groups=groups,
+        apart=stride,
+    )  # fmt: skip
     into = weight.shape[0] // groups * kernel.numel()
     name = f"conv_transpose{spatial}d"
     role = Role(name, "kronecker", groups, weight.shape[1], into, True, kernel.numel())
@@ -486,14 +473,20 @@ def _transposed_convolution(
 
 def _patches(
     x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int], pads: Any,
-    groups: int, mirrored: bool = False,
+    groups: int, apart: Sequence[int] = (),
 ) -> Tensor:  # fmt: skip
-    """What each position sees, [groups, N positions, channels of one kernel...]."""
+    """What each position sees, [groups, N positions, channels of one kernel...]. apart: of a mirrored
+    kernel, the distances between inputs, with zeros there."""
     spatial = len(kernel)
+    x = x if x.dim() == spatial + 2 else x.unsqueeze(0)
+    if apart:
+        given, sizes = x, [(n - 1) * s + 1 for n, s in zip(x.shape[2:], apart, strict=True)]
+        x = x.new_zeros(*x.shape[:2], *sizes)
+        x[(slice(None), slice(None), *(slice(None, None, s) for s in apart))] = given
     x = F.pad(x, [p for pair in reversed(pads) for p in pair])
     for d, k in enumerate(kernel):
         x = x.unfold(2 + d, dilation[d] * (k - 1) + 1, stride[d])[..., :: dilation[d]]
-    x = x.flip([*range(-spatial, 0)]) if mirrored else x
+    x = x.flip([*range(-spatial, 0)]) if apart else x
     x = x.unflatten(1, (groups, -1)).movedim(1, 0).movedim(2, 2 + spatial)
     return x.reshape(groups, x.shape[1 : 2 + spatial].numel(), -1)
 
@@ -566,9 +559,8 @@ LAYERS: dict[Any, Callable[..., LayerCall | None]] = {
     torch.addmm: _addmm,
     torch.conv1d: _convolution, torch.conv2d: _convolution, torch.conv3d: _convolution,
     F.conv1d: _convolution, F.conv2d: _convolution, F.conv3d: _convolution,
-    torch.conv_transpose1d: _transposed_convolution,
-    torch.conv_transpose2d: _transposed_convolution,
-    torch.conv_transpose3d: _transposed_convolution,
+    torch.conv_transpose1d: _conv_transpose, torch.conv_transpose2d: _conv_transpose,
+    torch.conv_transpose3d: _conv_transpose,
     F.embedding: _embedding,
     **{norm: _normalization(norm, _last) for norm in (F.layer_norm, F.rms_norm)},
     **{
@@ -578,20 +570,17 @@ LAYERS: dict[Any, Callable[..., LayerCall | None]] = {
     **dict.fromkeys((torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__), _matmul),
     torch.prelu: _prelu,
 }  # fmt: skip
-UNIT = frozenset(
-    "add radd iadd broadcast_to clone contiguous double expand expand_as float repeat "
-    "repeat_interleave tile to type_as".split()
-)  # their derivative is 1, without alpha=
-COPIES = frozenset("broadcast_to expand expand_as repeat repeat_interleave tile".split())
-_OTHERS = (
-    "sub rsub mul rmul div truediv rtruediv true_divide neg pow rpow abs exp expm1 log log1p reciprocal "
-    "rsqrt sigmoid sin cos softplus sqrt square tanh relu addcmul addcdiv lerp where clamp"
-)
+COPIES = frozenset({"broadcast_to", "expand", "expand_as", "repeat", "tile"})
+UNIT = frozenset({  # whose derivative is 1
+    *COPIES, "add", "add_", "radd", "iadd", "clone", "contiguous", "double", "float", "to", "type_as",
+})  # fmt: skip
+_OTHERS = {
+    "abs", "addcdiv", "addcmul", "clamp", "cos", "div", "exp", "expm1", "lerp", "log", "log1p", "mul",
+    "neg", "pow", "reciprocal", "relu", "rmul", "rpow", "rsqrt", "rsub", "rtruediv", "sigmoid", "sin",
+    "softplus", "sqrt", "square", "sub", "tanh", "true_divide", "truediv", "where",
+}  # fmt: skip
 POINTWISE = {
-    getattr(owner, form.format(name))
-    for owner in (torch, Tensor, F)
-    for name in (*UNIT, *_OTHERS.split(), "add_")
-    for form in ("{}", "__{}__")
-    if hasattr(owner, form.format(name))
-}
+    func for owner in (torch, Tensor, F) for name in UNIT | _OTHERS for form in (name, f"__{name}__")
+    if (func := getattr(owner, form, None)) is not None
+}  # fmt: skip
 _NAMES = frozenset({"add", "mul", *(func.__name__ for func in LAYERS)})

@@ -37,7 +37,7 @@ from hoglib._core.validation import listing
 from hoglib.curvature.data import first_examples, row_count
 from hoglib.curvature.fisher_metric import FisherMetric, columns, examples_of
 from hoglib.curvature.gauss_newton import CompositeLoss
-from hoglib.curvature.kronecker import BlockLayout
+from hoglib.curvature.kronecker import BlockLayout, _given
 from hoglib.curvature.layer_calls import LayerCall, LayerRecorder, Region, unlike_rows
 from hoglib.curvature.vector_space import Space
 from hoglib.errors import NoSecondDerivative, UnsupportedError
@@ -146,7 +146,7 @@ def summed_gradient(layer: Layer, gradients: Gradients, dtype: torch.dtype) -> T
         else:
             part = rows.mT @ input_rows(layer, call, dtype)
         if role.matrix == "elementwise":
-            part = (role.stored(part.unsqueeze(0)) * call.slope).unsqueeze(0)
+            part = (role.stored(part.unsqueeze(0)) * _given(call.slope)).unsqueeze(0)
         total = part if total is None else total + part
     assert total is not None  # a layer has a call
     return total
@@ -159,7 +159,7 @@ def by_example(layer: Layer, rows: Sequence[Tensor], examples: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, -2)
 
 
-def example_gradients(layer: Layer, gradients: Gradients, run: "ModelRun") -> Iterator[list[Tensor]]:
+def layer_gradients(layer: Layer, gradients: Gradients, run: "ModelRun") -> Iterator[list[Tensor]]:
     """The gradients of the examples by the weight and the bias of a layer, [n, numbers] each, some at a
     time."""
     N, role = run.examples, layer.layout.role
@@ -182,7 +182,7 @@ def example_gradients(layer: Layer, gradients: Gradients, run: "ModelRun") -> It
         else:
             found = (g[:, start:stop].mT @ a[:, start:stop]).movedim(1, 0)
         if role.matrix == "elementwise":  # whose calls have one slope, as `ModelRun.check` sees
-            found = role.stored(found) * layer.calls[0].slope
+            found = role.stored(found) * _given(layer.calls[0].slope)
         rows = [found.flatten(1)]
         if layer.layout.bias is not None:
             rows.append(g[:, start:stop].sum(2).movedim(1, 0).flatten(1))
@@ -350,6 +350,7 @@ class ModelRun:
             gradients, first = first or self.gradients(self._probe(half)), None
             for call in calls:
                 touched[id(call)].append((gradients.of(call) != 0).any(-1).any(0))
+        refused: list[tuple[Layer, LayerCall]] = []
         for layer in self.layers:
             needed = needs_examples or layer.layout.role.matrix != "kronecker"
             for call in layer.calls:
@@ -357,14 +358,19 @@ class ModelRun:
                 pairs = zip(of_call[::2], of_call[1::2], strict=True)
                 apart = not any(bool((a & b).any()) for a, b in pairs)
                 if not (apart and (not needed or self._detect_row_order(call, halves, of_call))):
-                    raise UnsupportedError(
-                        f"{self._caller}: expected layers that treat the "
-                        f"{self.examples} examples apart, in the rows of their leading dimension, got "
-                        f"{self._name(layer)} with outputs {tuple(call.shape)}. Batch norm in train "
-                        "mode mixes examples: call model.eval(). A layer that is called once for all "
-                        "examples, as position embeddings are, or for a choice of them, has no "
-                        "gradients of each: leave it out of params."
-                    )
+                    refused.append((layer, call))
+        if refused:
+            layer, call = refused[0]
+            regions = [region for one, _ in refused for region in one.layout.regions]
+            names = dict.fromkeys(self._names[region.leaf] for region in regions)
+            raise UnsupportedError(
+                f"{self._caller}: expected layers that treat the "
+                f"{self.examples} examples apart, in the rows of their leading dimension, got "
+                f"{self._name(layer)} with outputs {tuple(call.shape)}. Batch norm in train mode mixes "
+                "examples: call model.eval(). What is called once for all examples, as position "
+                "embeddings are, or for a choice of them, has no gradients of each: "
+                f"{_leave_out([*names])}"
+            )
 
     def check_chosen(self, needs_examples: bool) -> None:
         """Check this batch where its values can decide which rows are of which example."""

@@ -24,13 +24,7 @@ from hoglib._core.state import RandomState, preserve_random_state
 from hoglib.curvature.linear_operator import ProgressBar
 from hoglib.errors import ArgumentValueError
 from hoglib.meta.checkpoints import OnDisk, check_directory, digest
-from hoglib.meta.implicit import (
-    Residual,
-    Solver,
-    check_used,
-    implicit_gradient,
-    implicit_graph,
-)
+from hoglib.meta.implicit import Residual, Solver, check_used, implicit_gradient
 from hoglib.meta.training import Replay, Training, TrainingOptions, add, detached, vjp
 from hoglib.ring import ring
 
@@ -65,7 +59,6 @@ def hypergradient(
     damping: float = 0.0,
     tol: float | None = None,
     step_size: float | None = None,
-    create_graph: bool = False,
     **options: Unpack[TrainingOptions],
 ) -> Hypergradient:
     r"""Differentiate a loss after a training with respect to whatever the training was set up with.
@@ -113,8 +106,6 @@ def hypergradient(
         damping: A number that is added to the diagonal of H, 0 or more.
         tol: The relative tolerance of conjugate gradients. Default: that of `LinearOperator.solve`.
         step_size: The step size of the Neumann series, below 2 over the largest eigenvalue of H.
-        create_graph: With "cg", return value, gradient and params with a graph to the leaves of hyper that
-            require grad, by :func:`hoglib.meta.root`, so that further derivatives can be taken.
         **options: Those of :class:`hoglib.meta.TrainingOptions`: ``rule``, ``steps``, ``batches``,
             ``progress`` and ``stand_ins``.
 
@@ -124,8 +115,7 @@ def hypergradient(
 
     Raises:
         NoSecondDerivative: for functions that do not depend on hyper as given.
-        ArgumentValueError: for a missing rule or missing steps, and create_graph=True with another method.
-        ConvergenceError: with create_graph=True at a theta* that is not a minimum of inner.
+        ArgumentValueError: for a missing rule or missing steps.
         NonFiniteError: for an inner or outer loss that is not finite, naming the step.
         NotPositiveDefiniteError: for "cg" at a theta* that is not a minimum of inner.
         NondeterministicError: for a training that is not the same when it is run again.
@@ -156,15 +146,13 @@ def hypergradient(
     )
     training = Training.of("hypergradient", outer, inner, params, hyper, options, method, truncate)
     _check_together(memory, schedule, method, training.progress)
-    if validation.flag("create_graph", create_graph):
-        _check_graph(method, damping, hyper)
     solver = None
     if method != "unrolled":
         solver = Solver(method, iterations, damping, tol, step_size)
     with ring(training.policy, inner):
         at = clone_inference_tensors(hyper)
         if solver is not None:
-            found = _implicit(training, at, solver, create_graph)
+            found = _implicit(training, at, solver)
         elif memory == "store":
             found = _unrolled(training, at)
         else:
@@ -175,9 +163,9 @@ def hypergradient(
             hyper = pytree.unflatten(own, form)
             return training.outer_value(training.unrolled(hyper)[0], hyper)
 
-        parts = [x.detach() for x in pytree.tensors(found.gradient)]
+        parts = pytree.tensors(found.gradient)
         warn_if_not_finite(
-            "hypergradient", found.value.detach(), parts, again, leaves, preserve_random_state
+            "hypergradient", found.value, parts, again, leaves, preserve_random_state
         )
         return found
 
@@ -261,37 +249,20 @@ def _gradient(grads: Sequence[Tensor | None], own: Vector, hyper: Any) -> Any:
     return pytree.unflatten(materialize_grads(list(grads), own), pytree.flatten(hyper)[1])
 
 
-def _implicit(
-    training: Training, hyper: Any, solver: Solver, create_graph: bool
-) -> Hypergradient:
+def _implicit(training: Training, hyper: Any, solver: Solver) -> Hypergradient:
     """The gradient through the minimum that the training ends at."""
     with torch.no_grad():
         params, losses = training.unrolled(detached(hyper))
     batch = training.batches.last(training.count)
-    inner = lambda params, hyper: training.value(params, hyper, batch)  # noqa: E731
-    problem = training.outer_value, inner, detached(params), hyper, solver
-    if create_graph:
-        found = implicit_graph(*problem, training.policy.stand_ins)
-        training.check_finite(losses, found[0].detach())
-        return Hypergradient(*found)
-    value, gradient, residual = implicit_gradient(*problem)
+    value, gradient, residual = implicit_gradient(
+        training.outer_value,
+        lambda params, hyper: training.value(params, hyper, batch),
+        detached(params),
+        hyper,
+        solver,
+    )
     training.check_finite(losses, value)
     return Hypergradient(value, gradient, detached(params), residual)
-
-
-def _check_graph(method: str, damping: float, hyper: Any) -> None:
-    """Raise for options with which there is no graph."""
-    if method != "cg" or damping:
-        raise ArgumentValueError(
-            "create_graph: expected method='cg' without damping, which has derivatives of every order "
-            f"by the implicit function theorem, got method={method!r} with damping={damping:g}. Write "
-            "the steps of an unrolled training by `hoglib.meta.adapt`, whose result has a graph."
-        )
-    if not any(x.requires_grad for x in pytree.tensors(hyper)):
-        raise ArgumentValueError(
-            "create_graph: expected a hyper with tensors that require grad, by which further derivatives "
-            "are taken, got none; call requires_grad_() on its leaves."
-        )
 
 
 def _check_together(memory: str, schedule: str, method: str, progress: bool) -> None:

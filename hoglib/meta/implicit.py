@@ -1,5 +1,5 @@
-"""Gradients through a minimum, or another solution of an equation, by the implicit function theorem; no
-inner loop is differentiated."""
+"""Gradients through a minimum, or another solution of an equation, by the implicit function theorem;
+no inner loop is differentiated."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -116,30 +116,6 @@ def implicit_gradient(
     )
 
 
-def implicit_graph(
-    outer: Scalar, inner: Scalar, params: Any, hyper: Any, solver: Solver, stand_ins: bool
-) -> tuple[Tensor, Any, Any, Residual]:
-    """What `implicit_gradient` returns, with a graph to hyper, and the minimum with one."""
-    given, structure = pytree.flatten(hyper)
-    own = fresh_leaves(given, True)
-    at = pytree.unflatten(own, structure)
-
-    def stationary(params: Any, hyper: Any) -> Vector:
-        leaves, form = pytree.flatten(params)
-        value = lambda *own: inner(pytree.unflatten(own, form), hyper)  # noqa: E731
-        found = gradient_with_graph(value, leaves, "the inner loss", True)
-        return materialize_grads(found.parts, found.leaves)
-
-    policy = Policy("hypergradient", stand_ins=stand_ins)
-    z = _root(stationary, params, at, policy, solver.tol, solver.iterations)
-    value = outer(z, at)
-    slopes = list(torch.autograd.grad(value, own, allow_unused=True, create_graph=True))
-    check_used(slopes, implicit=True)
-    tol = RTOL.get(own[0].dtype, 1e-5) if solver.tol is None else solver.tol
-    left = Residual(value.detach().new_tensor(tol), pytree.norm(stationary(params, hyper)).detach())
-    return value, pytree.unflatten(materialize_grads(slopes, own), structure), z, left
-
-
 def check_used(grads: Sequence[Tensor | None], *, implicit: bool = False) -> None:
     """Raise where nothing depends on hyper: zeros would look like an optimum."""
     if all(grad is None for grad in grads):
@@ -219,33 +195,28 @@ def _solve_by_cg(operator: Any, v: Any, solver: Solver) -> tuple[Vector, Tensor]
     return pytree.leaves(x), solution.residual.to(pytree.leaves(v)[0].device)
 
 
-ACCURACY = {torch.float64: 1e-6}  # of a solution, where none is given; else 1e-3
-BASIS = 50  # vectors that GMRES holds at once
-
-
 def root(
     residual: Callable[[Any, Any], Any], solution: Any, inputs: Any, *, tol: float | None = None,
-    iterations: int | None = None, accuracy: float | None = None,
+    accuracy: float | None = None,
 ) -> Any:  # fmt: skip
     r"""A solution of an equation as a function of what the equation depends on, to any order.
 
         F(z, h) = 0        dz = -(dF/dz)^-1 (dF/dh) dh
 
     z is found by any solver, whose steps are not differentiated. The backward pass solves
-    (dF/dz)^T u = g by GMRES, which needs products with the matrix only, and returns -(dF/dh)^T u. u is a
-    root of its own, that of (dF/dz)^T u - g, so that derivatives of every order follow by the same
-    theorem. An equilibrium z = f(z, h) has the residual z - f(z, h), a minimum of a loss its gradient.
+    (dF/dz)^T u = g by GMRES, which needs products with the matrix only and holds two vectors for
+    each, and returns -(dF/dh)^T u. u is the root of (dF/dz)^T u - g, so that derivatives of every
+    order follow by the same theorem. An equilibrium z = f(z, h) has the residual z - f(z, h), a
+    minimum of a loss the gradient of the loss.
 
     Args:
         residual: F, a function ``residual(z, inputs)`` whose result has as many numbers as z. It takes
-            all that it depends on from its arguments; what it closes over are constants.
+            all that requires grad from its arguments.
         solution: z, a pytree of tensors; it is taken as it is, without its graph.
         inputs: h, any pytree of floating-point tensors: parameters, data, strengths of a regulariser.
         tol: The relative tolerance of the linear systems. Default: 1e-8, in float32 1e-5.
-        iterations: Products of the matrix for each system, at most. Default: 10 for each number of z,
-            and 1000 at most.
-        accuracy: How large |F| may be, as a share of what it changes by when z, or h, is doubled (to
-            first order). Default: 1e-6, in float32 1e-3.
+        accuracy: How large |F| may be, as a share of what F would change by, to first order, if z or h
+            were doubled. Default: 100 tol.
     Returns:
         z, in the structure of solution, with a graph to the inputs that require grad.
     Raises:
@@ -265,46 +236,33 @@ def root(
     """
     validation.refuse_transforms("root", "differentiate by torch.autograd.grad, or `hoglib.hvp`.")
     with outside_inference_mode():
-        given = clone_inference_tensors((solution, inputs))
-        return _root(residual, *given, Policy("root"), tol, iterations, accuracy)
-
-
-def _root(
-    residual: Callable[[Any, Any], Any], solution: Any, inputs: Any, policy: Policy,
-    tol: float | None, iterations: int | None, accuracy: float | None = None,
-) -> Any:  # fmt: skip
-    for what, tree in (("solution", solution), ("inputs", inputs)):
-        for name, leaf in zip(pytree.paths(tree), pytree.leaves(tree), strict=True):
-            validation.real(f"{what}[{name!r}]" if name else what, leaf)
-    parts, form = pytree.flatten(solution)
-    leaves, of_inputs = pytree.flatten(inputs)
-    z = torch.cat([x.detach().reshape(-1) for x in parts])
+        parts, form = pytree.flatten(solution)
+        leaves, of_inputs = validation.parameters(clone_inference_tensors(inputs), "inputs")
+        for x in (*parts, *leaves):
+            validation.real("solution and inputs", x)
+        z = torch.cat([x.detach().reshape(-1) for x in parts])
+    tol = RTOL.get(z.dtype, 1e-5) if tol is None else tol
 
     def split(z: Tensor) -> Any:
         pieces = zip(z.split([x.numel() for x in parts]), parts, strict=True)
         return pytree.unflatten([piece.view(x.shape) for piece, x in pieces], form)
 
     def F(z: Tensor, *h: Tensor) -> Tensor:
-        with ring(policy, residual, examine=False):
-            found = pytree.leaves(residual(split(z), pytree.unflatten(h, of_inputs)))
-        return torch.cat([x.reshape(-1) for x in found])
+        with ring(Policy("root"), residual, examine=False):
+            found = residual(split(z), pytree.unflatten(h, of_inputs))
+        return torch.cat([x.reshape(-1) for x in pytree.leaves(found)])
 
-    with ring(policy, residual):
-        own = fresh_leaves([z, *leaves], False)
-        value = F(*own)
-    _check_root(F, value, own, ACCURACY.get(z.dtype, 1e-3) if accuracy is None else accuracy)
-    limits = RTOL.get(z.dtype, 1e-5) if tol is None else tol, iterations
-    return split(apply(_Root, F, limits, z, *leaves))
-
-
-def _check_root(F: Callable[..., Tensor], value: Tensor, own: Vector, accuracy: float) -> None:
-    """Raise where the residual is no function of its arguments, or is not zero at the solution."""
-    if value.shape != own[0].shape:
-        raise ArgumentValueError(
-            f"residual: expected as many numbers as the solution has, {own[0].numel()}, got "
-            f"{value.numel()}; return one equation for each unknown."
+    with ring(Policy("root"), residual):
+        _check_root(
+            F, fresh_leaves([z, *leaves], False), 100 * tol if accuracy is None else accuracy
         )
-    given = {id(x) for x in own}
+    with outside_inference_mode():
+        return split(apply(_Root, F, tol, z, *leaves))
+
+
+def _check_root(F: Callable[..., Tensor], own: Vector, accuracy: float) -> None:
+    """Raise where the residual is no function of its arguments, or is not zero at the solution."""
+    value, given = F(*own), {id(x) for x in own}
     others = [x for key, x in graph_summary(value).leaves.items() if key not in given]
     if others:
         raise NoSecondDerivative(
@@ -313,40 +271,42 @@ def _check_root(F: Callable[..., Tensor], value: Tensor, own: Vector, accuracy: 
             "gradients would be missing. Pass them in inputs, the parameters of a module by "
             "`torch.func.functional_call(module, params, ...)`, or detach() what is a constant."
         )
-    z, *h = (x.detach() for x in own)
-    value, step = value.detach(), 1e-3
+    step = 1e-3
     with torch.no_grad():
+        value, (z, *h) = value.detach(), own
         moved = F((1 + step) * z, *h), F(z, *[(1 + step) * x for x in h])
-    scale = max(float((y - value).norm()) for y in moved) / step
-    if not float(value.norm()) <= accuracy * scale:
+        size, scale = value.norm(), max((y - value).norm() for y in moved) / step
+    if value.shape != own[0].shape or not size <= accuracy * scale:
         raise ConvergenceError(
-            f"root: expected a solution with residual(solution, inputs) = 0, got |F| = "
-            f"{float(value.norm()):.2g}, where its terms are of size {scale:.2g}. Let the solver go on, "
-            "or allow it by accuracy=, of which derivatives have an error of that order."
+            f"root: expected a solution, with {own[0].numel()} residuals that are 0, got "
+            f"{value.numel()} with |F| = {float(size):.2g}, where its terms are of size "
+            f"{float(scale):.2g}. Let the solver take more steps, or allow it by accuracy=, with "
+            "derivatives as wrong."
         )
 
 
 class _Root(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, F: Any, limits: Any, z: Tensor, *h: Tensor) -> Tensor:
-        ctx.F, ctx.limits = F, limits
-        found = z.clone()
+    def forward(ctx: Any, F: Any, tol: float, z: Tensor, *h: Tensor) -> Tensor:
+        ctx.F, ctx.tol, found = F, tol, z.clone()
         ctx.save_for_backward(found, *h)
         return found
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         z, *h = ctx.saved_tensors
-        F, again, needed = ctx.F, torch.is_grad_enabled(), ctx.needs_input_grad[3:]
+        again = torch.is_grad_enabled()
         with grad_enabled():
-            u = _solve_transposed(F, z, h, g, *ctx.limits)
+            own = fresh_leaves([z, *h], again)
+            y = ctx.F(*own)
+
+            def transposed(v: Tensor) -> Tensor:
+                return materialize_grads(vjp([y], own[:1], [v], "root", True), own[:1])[0]
+
+            u = _gmres(transposed, g.detach(), ctx.tol)
             if again:
-                u = apply(_Root, _adjoint(F), ctx.limits, u, z, g, *h)
-            own = fresh_leaves(h, again)
-            y = F(z if again else z.detach(), *own)
-            asked = [x for x, need in zip(own, needed, strict=True) if need]
-            slopes = iter(vjp([y], asked, [-u], "root", create_graph=again))
-        return None, None, None, *(next(slopes) if need else None for need in needed)
+                u = apply(_Root, _adjoint(ctx.F), ctx.tol, u, z, g, *h)
+            return None, None, None, *vjp([y], own[1:], [-u], "root", create_graph=again)
 
 
 def _adjoint(F: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -360,50 +320,28 @@ def _adjoint(F: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return residual
 
 
-def _solve_transposed(
-    F: Callable[..., Tensor], z: Tensor, h: Vector, g: Tensor, tol: float, iterations: int | None
-) -> Tensor:
-    """u of (dF/dz)^T u = g."""
-    own = fresh_leaves([z], False)
-    y = F(*own, *(x.detach() for x in h))
-
-    def transposed(v: Tensor) -> Tensor:
-        return materialize_grads(vjp([y], own, [v], "root", retain_graph=True), own)[0]
-
-    with torch.no_grad():
-        limit = min(10 * z.numel(), 1000) if iterations is None else iterations
-        u, left = _gmres(transposed, g.detach(), tol, limit)
-    if not left <= tol:
+@torch.no_grad()
+def _gmres(A: Callable[[Tensor], Tensor], b: Tensor, tol: float) -> Tensor:
+    """x of A x = b, with the smallest |b - A x| over Krylov spaces: by directions p whose images
+    q = A p are orthonormal."""
+    x, r, p, P, Q = torch.zeros_like(b), b, b, b.new_empty(0, len(b)), b.new_empty(0, len(b))
+    target, left = tol * b.norm(), b.norm()
+    while left > target and len(P) < min(2 * len(b), 1000):
+        p = p / p.norm()
+        q = A(p)
+        for _ in range(2):  # once is not enough in floating point
+            c = Q @ q
+            p, q = p - c @ P, q - c @ Q
+        p, q = p / q.norm(), q / q.norm()
+        P, Q = torch.cat([P, p[None]]), torch.cat([Q, q[None]])
+        x, r, before = x + (q @ r) * p, r - (q @ r) * q, left
+        left = r.norm()
+        p = r if left < 0.9 * before else q  # which is no less where r stays
+    left = (b - A(x)).norm()
+    if not left <= 10 * target:
         raise ConvergenceError(
             f"root: expected a linear system (dF/dz)^T u = g that GMRES solves to {tol:g} |g|, got a "
-            f"residual of {left:.2g} |g| after {limit} products. dF/dz is singular where solutions are "
-            "not isolated; else allow more iterations=, or a larger tol=."
+            f"residual of {float(left / b.norm()):.2g} |g| after {len(P)} products. dF/dz is singular "
+            "where solutions are not isolated; else allow a larger tol=, or use float64."
         )
-    return u
-
-
-def _gmres(
-    A: Callable[[Tensor], Tensor], b: Tensor, tol: float, limit: int
-) -> tuple[Tensor, float]:
-    """x, and |b - A x| / |b|: the smallest over Krylov spaces, started again after `BASIS` vectors."""
-    x, r, size, products = torch.zeros_like(b), b, float(b.norm()), 0
-    while size and float(r.norm()) > tol * size and products < limit:
-        Q, H = [r / r.norm()], b.new_zeros(BASIS + 1, BASIS)
-        for k in range(min(BASIS, limit - products)):
-            basis, w = torch.stack(Q, 1), A(Q[k])
-            for _ in range(2):  # once is not enough for orthogonality in floating point
-                part = basis.mT @ w
-                H[: k + 1, k] += part
-                w = w - basis @ part
-            H[k + 1, k] = w.norm()
-            e = torch.zeros_like(H[: k + 2, 0])
-            e[0] = r.norm()
-            y = torch.linalg.lstsq(H[: k + 2, : k + 1], e[:, None]).solution[:, 0]
-            products += 1
-            small = (e - H[: k + 2, : k + 1] @ y).norm() <= 0.1 * tol * size
-            if small or not H[k + 1, k] > 0:
-                break
-            Q.append(w / H[k + 1, k])
-        x = x + basis @ y
-        r = b - A(x)
-    return x, float(r.norm()) / size if size else 0.0
+    return x
