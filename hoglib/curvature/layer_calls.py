@@ -207,6 +207,8 @@ class LayerRecorder(TorchFunctionMode):
                 with self:
                     return inside(*args, **kwargs)
         result = func(*args, **kwargs)
+        if getattr(func, "__name__", "") in CASTS:  # the others say a shape or a dtype
+            args = args[:1]
         used = self._used(args, kwargs)
         if not used:
             return result
@@ -237,8 +239,9 @@ class LayerRecorder(TorchFunctionMode):
         for i, use in uses.items() if result.requires_grad else ():
             shape = args[i].shape
             slope = None if use.slope is None else use.slope.view(shape)
-            if name not in UNIT or kwargs.get("alpha"):
-                slope = _slope(func, args, kwargs, i, result) * (1 if slope is None else slope)
+            if name not in CASTS and (name not in ADDS or kwargs.get("alpha")):
+                here = _slope(func, args, kwargs, i, result)
+                slope = here if slope is None else here * slope
             alike, own = result.numel() == shape.numel(), []
             if (others or name in COPIES) and not (use.calls and alike):
                 own = _copies(name, use.region, shape, slope, result)
@@ -257,16 +260,14 @@ class LayerRecorder(TorchFunctionMode):
         for use in uses.values():  # what a layer takes as a weight is no data
             self.calls = [other for other in self.calls if other not in use.calls]
         slope = uses[call.weight].slope if call.weight else None
-        known = call.bias is None or uses[call.bias].slope is None
-        if slope is None or call.role.name == "embedding":
-            known = known and slope is None
-        elif bool((slope == slope[0]).all()):
-            call.scale = float(slope[0])
-        elif call.role.matrix == "kronecker":
+        differs = slope is not None and not bool((slope == slope[0]).all())
+        known = slope is None or call.role.name != "embedding"
+        known = known and (call.role.matrix == "kronecker" or not differs)
+        if differs and known:
             call.slope, call.role = slope, call.role._replace(matrix="elementwise")
-        else:
-            known = False
-        return [call] if known else []
+        elif slope is not None:
+            call.scale = float(slope[0])
+        return [call] if known and not (call.bias and uses[call.bias].slope is not None) else []
 
     def _of_each_example(self, args: Any, result: Tensor) -> tuple[Any, Tensor]:
         """Indices [1, T] or [T], as of positions, and their rows, once for each example: the gradients
@@ -306,13 +307,11 @@ class LayerRecorder(TorchFunctionMode):
 def _view(use: Use, part: Tensor) -> Use | None:
     """A view that consists of whole rows."""
     (leaf, first, stop), whole, slope, calls = use
-    row = whole.numel() // max(stop - first, 1)
-    at = part.storage_offset() - whole.storage_offset()
-    if not (
-        part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
-        and ((part.is_contiguous() and whole.is_contiguous()) or part.stride() == whole.stride())
-        and row and part.numel() % row == 0 == at % row
-    ):  # fmt: skip
+    row, at = whole.numel() // max(stop - first, 1), part.storage_offset() - whole.storage_offset()
+    same = part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+    flat = part.is_contiguous() and whole.is_contiguous()
+    ordered = same and (flat or part.stride() == whole.stride())
+    if not (ordered and row and part.numel() % row == 0 == at % row):
         return None
     first, count = first + at // row, part.numel() // row
     slope = None if slope is None else slope[at : at + part.numel()]
@@ -322,7 +321,7 @@ def _view(use: Use, part: Tensor) -> Use | None:
 def _linear(
     recorder: LayerRecorder, output: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> LayerCall:  # fmt: skip
-    role = Role("linear", "kronecker", 1, weight.shape[0], weight.shape[1])
+    role = Role("linear", "kronecker", 1, *weight.shape)
     places = recorder.region(weight), recorder.region(bias)
     return LayerCall(role, *places, input, output, _flat, _flat)
 
@@ -343,7 +342,8 @@ def _matmul(
     recorder: LayerRecorder, output: Tensor, input: Tensor, other: Tensor
 ) -> LayerCall | None:
     """input other, with a matrix as a parameter."""
-    if recorder.region(other) is None or recorder.region(input) is not None or other.dim() != 2:
+    use = recorder.use(input)
+    if recorder.region(other) is None or (use and not use.calls) or other.dim() != 2:
         return None
     role = Role("matmul", "kronecker", 1, other.shape[1], other.shape[0], transposed=True)
     return LayerCall(role, recorder.region(other), None, input, output, _flat, _flat)
@@ -351,6 +351,9 @@ def _matmul(
 
 def _slope(func: Any, args: Any, kwargs: Any, i: int, result: Tensor) -> Tensor:
     """d result / d argument i, element by element."""
+    if func.__name__.strip("_") in ("mul", "rmul") and isinstance(args[1 - i], Tensor):
+        other: Tensor = args[1 - i].detach()
+        return other
     given = [x.detach() if isinstance(x, Tensor) else x for x in args]
     given[i] = given[i].expand(result.shape).requires_grad_()
     with torch.enable_grad():
@@ -571,16 +574,16 @@ LAYERS: dict[Any, Callable[..., LayerCall | None]] = {
     torch.prelu: _prelu,
 }  # fmt: skip
 COPIES = frozenset({"broadcast_to", "expand", "expand_as", "repeat", "tile"})
-UNIT = frozenset({  # whose derivative is 1
-    *COPIES, "add", "add_", "radd", "iadd", "clone", "contiguous", "double", "float", "to", "type_as",
-})  # fmt: skip
+CASTS = COPIES | {"bfloat16", "clone", "contiguous", "double", "float", "half", "to", "type_as"}
+ADDS = {"add", "add_", "iadd", "radd"}  # whose derivative is 1, as that of copies and casts
 _OTHERS = {
     "abs", "addcdiv", "addcmul", "clamp", "cos", "div", "exp", "expm1", "lerp", "log", "log1p", "mul",
     "neg", "pow", "reciprocal", "relu", "rmul", "rpow", "rsqrt", "rsub", "rtruediv", "sigmoid", "sin",
     "softplus", "sqrt", "square", "sub", "tanh", "true_divide", "truediv", "where",
 }  # fmt: skip
 POINTWISE = {
-    func for owner in (torch, Tensor, F) for name in UNIT | _OTHERS for form in (name, f"__{name}__")
-    if (func := getattr(owner, form, None)) is not None
+    getattr(owner, form)
+    for name in CASTS | ADDS | _OTHERS for owner in (torch, Tensor, F) for form in (name, f"__{name}__")
+    if hasattr(owner, form)
 }  # fmt: skip
 _NAMES = frozenset({"add", "mul", *(func.__name__ for func in LAYERS)})

@@ -256,8 +256,7 @@ def root(
         _check_root(
             F, fresh_leaves([z, *leaves], False), 100 * tol if accuracy is None else accuracy
         )
-    with outside_inference_mode():
-        return split(apply(_Root, F, tol, z, *leaves))
+    return split(apply(_Root, F, tol, z, *leaves))
 
 
 def _check_root(F: Callable[..., Tensor], own: Vector, accuracy: float) -> None:
