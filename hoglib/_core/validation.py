@@ -54,9 +54,9 @@ def real(what: str, value: Any) -> Tensor:
     if value.is_complex():
         raise ArgumentTypeError(
             f"{what}: expected a real floating-point tensor, got {describe(value)}; complex numbers "
-            f"have no order. Apply it to the real and imaginary parts, `torch.view_as_real({what})`; of a "
-            "module's parameter by torch's `register_parametrization(module, name, P(), unsafe=True)`, P "
-            "with forward = torch.view_as_complex and right_inverse = torch.view_as_real."
+            f"have no order. Apply it to the real and imaginary parts, `torch.view_as_real({what})`; "
+            "of a module by torch.nn.utils.parametrize, `register_parametrization(module, name, P())`, "
+            "P a module with forward = torch.complex and right_inverse = lambda p: (p.real, p.imag)."
         )
     return value
 

@@ -220,6 +220,9 @@ class LayerRecorder(TorchFunctionMode):
                 args, result = self._of_each_example(args, result)
             calls = self._rescaled(layer(self, result, *args, **kwargs), used)
         known = {region for call in calls for region in (call.weight, call.bias)}
+        for use in used:  # what is taken as a parameter is no data
+            if use.region in known:
+                self.calls = [call for call in self.calls if call not in use.calls]
         if id(result) in self._derived or (
             calls and all(x.calls or x.region in known for x in used)
         ):
@@ -257,8 +260,6 @@ class LayerRecorder(TorchFunctionMode):
         if call is None:
             return []
         uses = {use.region: use for use in used if use.region in (call.weight, call.bias)}
-        for use in uses.values():  # what a layer takes as a weight is no data
-            self.calls = [other for other in self.calls if other not in use.calls]
         slope = uses[call.weight].slope if call.weight else None
         differs = slope is not None and not bool((slope == slope[0]).all())
         known = slope is None or call.role.name != "embedding"
@@ -525,18 +526,22 @@ def _embedding(
 
 def _normalization(
     function: Callable[..., Tensor], rows_of: Callable[[dict[str, Any]], Callable[[Tensor], Tensor]]
-) -> Callable[..., LayerCall]:
+) -> Callable[..., LayerCall | None]:
     """Of a layer that normalizes, scales by weight and shifts by bias.
 
     rows_of: how the rows of a tensor like the output follow from the other arguments.
     """
     known = signature(function)
 
-    def layer(recorder: LayerRecorder, output: Tensor, *args: Any, **kwargs: Any) -> LayerCall:
+    def layer(
+        recorder: LayerRecorder, output: Tensor, *args: Any, **kwargs: Any
+    ) -> LayerCall | None:
         bound = known.bind(*args, **kwargs)
         bound.apply_defaults()
         given = bound.arguments
         x, weight, bias = given.pop("input"), given.pop("weight"), given.pop("bias", None)
+        if weight is None and bias is None:
+            return None
         if given.get("training") or given.get("use_input_stats"):
             given.update(running_mean=None, running_var=None)  # they have moved already
         normalized, rows = partial(function, **given), rows_of(given)
