@@ -79,7 +79,7 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
 
     The layers are found by the torch functions that they call, in any module: linear layers (also
     LoRA's, attention's projections, those of GPT-2, and products with a matrix), convolutions (each
-    group by itself; of a transposed one the bias has a block of its own), embeddings (always "expand",
+    group by itself, also transposed ones), embeddings (always "expand",
     with a diagonal A; those of positions as one of each example), and layer, group, RMS, instance and
     (in eval mode) batch norm, PReLU, and parameters of which functions of each element take one number
     for a feature, or which are copied for each example, whose blocks are exact; with more dimensions

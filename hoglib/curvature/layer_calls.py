@@ -223,9 +223,8 @@ class LayerRecorder(TorchFunctionMode):
         for use in used:  # what is taken as a parameter is no data
             if use.region in known:
                 self.calls = [call for call in self.calls if call not in use.calls]
-        if id(result) in self._derived or (
-            calls and all(x.calls or x.region in known for x in used)
-        ):
+        given = {use.region for use in used if not use.calls}
+        if id(result) in self._derived or (calls and given <= known):
             self.calls += calls
         else:
             self._note(func, used, result)
@@ -344,17 +343,16 @@ def _matmul(
 ) -> LayerCall | None:
     """input other, with a matrix as a parameter."""
     use = recorder.use(input)
-    if recorder.region(other) is None or (use and not use.calls) or other.dim() != 2:
+    if recorder.use(other) is None or (use and not use.calls) or other.dim() != 2:
         return None
     role = Role("matmul", "kronecker", 1, other.shape[1], other.shape[0], transposed=True)
     return LayerCall(role, recorder.region(other), None, input, output, _flat, _flat)
 
 
-def _slope(func: Any, args: Any, kwargs: Any, i: int, result: Tensor) -> Tensor:
+def _slope(func: Any, args: Any, kwargs: Any, i: int, result: Tensor) -> Any:
     """d result / d argument i, element by element."""
     if func.__name__.strip("_") in ("mul", "rmul") and isinstance(args[1 - i], Tensor):
-        other: Tensor = args[1 - i].detach()
-        return other
+        return args[1 - i].detach()
     given = [x.detach() if isinstance(x, Tensor) else x for x in args]
     given[i] = given[i].expand(result.shape).requires_grad_()
     with torch.enable_grad():
@@ -429,9 +427,7 @@ def _convolution(
     else:
         pads = [(p, p) for p in _each(padding, spatial)]
 
-    patches = partial(
-        _patches, kernel=kernel, stride=stride, dilation=dilation, pads=pads, groups=groups
-    )
+    patches = lambda x: _patches(x, kernel, stride, dilation, pads, groups)  # noqa: E731
 
     def weight_gradients(x: Tensor, gradient: Tensor) -> Tensor:
         x = F.pad(x, [p for pair in reversed(pads) for p in pair]).to(gradient)
@@ -463,10 +459,8 @@ def _conv_transpose(
     )
     pads = [(d * (k - 1) - p, d * (k - 1) - p + o) for p, o, d, k in more]
 
-    patches = partial(
-        _patches, kernel=kernel, stride=(1,) * spatial, dilation=dilation, pads=pads, groups=groups,
-        apart=stride,
-    )  # fmt: skip
+    ones = (1,) * spatial
+    patches = lambda x: _patches(x, kernel, ones, dilation, pads, groups, stride)  # noqa: E731
     into = weight.shape[0] // groups * kernel.numel()
     name = f"conv_transpose{spatial}d"
     role = Role(name, "kronecker", groups, weight.shape[1], into, True, kernel.numel())
@@ -533,9 +527,7 @@ def _normalization(
     """
     known = signature(function)
 
-    def layer(
-        recorder: LayerRecorder, output: Tensor, *args: Any, **kwargs: Any
-    ) -> LayerCall | None:
+    def layer(recorder: LayerRecorder, output: Tensor, *args: Any, **kwargs: Any) -> Any:
         bound = known.bind(*args, **kwargs)
         bound.apply_defaults()
         given = bound.arguments

@@ -146,7 +146,8 @@ def summed_gradient(layer: Layer, gradients: Gradients, dtype: torch.dtype) -> T
         else:
             part = rows.mT @ input_rows(layer, call, dtype)
         if role.matrix == "elementwise":
-            part = (role.stored(part.unsqueeze(0)) * _given(call.slope)).unsqueeze(0)
+            # whose calls have one slope: others are seen, as the gradient is not autograd's then
+            part = (role.stored(part.unsqueeze(0)) * _given(layer.calls[0].slope)).unsqueeze(0)
         total = part if total is None else total + part
     assert total is not None  # a layer has a call
     return total
@@ -181,7 +182,7 @@ def layer_gradients(layer: Layer, gradients: Gradients, run: "ModelRun") -> Iter
             found = torch.stack(parts).sum(0) if len(parts) > 1 else parts[0]
         else:
             found = (g[:, start:stop].mT @ a[:, start:stop]).movedim(1, 0)
-        if role.matrix == "elementwise":  # whose calls have one slope, as `ModelRun.check` sees
+        if role.matrix == "elementwise":
             found = role.stored(found) * _given(layer.calls[0].slope)
         rows = [found.flatten(1)]
         if layer.layout.bias is not None:
@@ -361,15 +362,13 @@ class ModelRun:
                     refused.append((layer, call))
         if refused:
             layer, call = refused[0]
-            regions = [region for one, _ in refused for region in one.layout.regions]
-            names = dict.fromkeys(self._names[region.leaf] for region in regions)
+            names = [self._names[r.leaf] for one, _ in refused for r in one.layout.regions]
             raise UnsupportedError(
                 f"{self._caller}: expected layers that treat the "
                 f"{self.examples} examples apart, in the rows of their leading dimension, got "
                 f"{self._name(layer)} with outputs {tuple(call.shape)}. Batch norm in train mode mixes "
                 "examples: call model.eval(). What is called once for all examples, as position "
-                "embeddings are, or for a choice of them, has no gradients of each: "
-                f"{_leave_out([*names])}"
+                f"embeddings are, or for some of them, has no gradients of each: {_leave_out(names)}"
             )
 
     def check_chosen(self, needs_examples: bool) -> None:
@@ -533,8 +532,7 @@ def layers_of(recorder: LayerRecorder, joint_bias: bool) -> list[Layer]:
         biases = {call.bias for call in calls}
         bias = biases.pop() if len(biases) == 1 else None
         shared = bias is None or len(by_bias[bias]) != len(calls)
-        joint = joint_bias and role.matrix == "kronecker" and role.kernel == 1
-        if shared or not (joint or role.matrix == "diagonal"):
+        if shared or role.matrix == "elementwise" or not (joint_bias or role.matrix == "diagonal"):
             bias = None
         else:
             assert bias is not None

@@ -13,7 +13,6 @@ from hoglib._core.autograd import (
     Vector,
     clone_inference_tensors,
     fresh_leaves,
-    grad_enabled,
     gradient_with_graph,
     materialize_grads,
     outside_inference_mode,
@@ -252,10 +251,9 @@ def root(
             found = residual(split(z), pytree.unflatten(h, of_inputs))
         return torch.cat([x.reshape(-1) for x in pytree.leaves(found)])
 
+    accuracy = 100 * tol if accuracy is None else accuracy
     with ring(Policy("root"), residual):
-        _check_root(
-            F, fresh_leaves([z, *leaves], False), 100 * tol if accuracy is None else accuracy
-        )
+        _check_root(F, fresh_leaves([z, *leaves], False), accuracy)
     return split(apply(_Root, F, tol, z, *leaves))
 
 
@@ -277,10 +275,9 @@ def _check_root(F: Callable[..., Tensor], own: Vector, accuracy: float) -> None:
         size, scale = value.norm(), max((y - value).norm() for y in moved) / step
     if value.shape != own[0].shape or not size <= accuracy * scale:
         raise ConvergenceError(
-            f"root: expected a solution, with {own[0].numel()} residuals that are 0, got "
-            f"{value.numel()} with |F| = {float(size):.2g}, where its terms are of size "
-            f"{float(scale):.2g}. Let the solver take more steps, or allow it by accuracy=, with "
-            "derivatives as wrong."
+            f"root: expected a solution, with {own[0].numel()} residuals that are 0, got {len(value)} "
+            f"with |F| = {size:.2g}, where its terms are of size {scale:.2g}. Let the solver take more "
+            "steps, or allow it by accuracy=, with derivatives as wrong."
         )
 
 
@@ -295,28 +292,22 @@ class _Root(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> Any:
         z, *h = ctx.saved_tensors
         again = torch.is_grad_enabled()
-        with grad_enabled():
+
+        def adjoint(u: Tensor, z: Tensor, g: Tensor, *h: Tensor) -> Tensor:
+            own = fresh_leaves([z], True)
+            product = vjp([ctx.F(*own, *h)], own, [u], "root", create_graph=True)
+            return materialize_grads(product, own)[0] - g
+
+        def transposed(v: Tensor) -> Tensor:
+            return materialize_grads(vjp([y], own[:1], [v], "root", True), own[:1])[0]
+
+        with torch.enable_grad():
             own = fresh_leaves([z, *h], again)
             y = ctx.F(*own)
-
-            def transposed(v: Tensor) -> Tensor:
-                return materialize_grads(vjp([y], own[:1], [v], "root", True), own[:1])[0]
-
             u = _gmres(transposed, g.detach(), ctx.tol)
-            if again:
-                u = apply(_Root, _adjoint(ctx.F), ctx.tol, u, z, g, *h)
+            if again:  # u is the root of (dF/dz)^T u - g, by u, and what that depends on
+                u = apply(_Root, adjoint, ctx.tol, u, z, g, *h)
             return None, None, None, *vjp([y], own[1:], [-u], "root", create_graph=again)
-
-
-def _adjoint(F: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """(dF/dz)^T u - g as a function of u, and of what it depends on."""
-
-    def residual(u: Tensor, z: Tensor, g: Tensor, *h: Tensor) -> Tensor:
-        own = fresh_leaves([z], True)
-        product = vjp([F(*own, *h)], own, [u], "root", create_graph=True)
-        return materialize_grads(product, own)[0] - g
-
-    return residual
 
 
 @torch.no_grad()
@@ -340,7 +331,7 @@ def _gmres(A: Callable[[Tensor], Tensor], b: Tensor, tol: float) -> Tensor:
     if not left <= 10 * target:
         raise ConvergenceError(
             f"root: expected a linear system (dF/dz)^T u = g that GMRES solves to {tol:g} |g|, got a "
-            f"residual of {float(left / b.norm()):.2g} |g| after {len(P)} products. dF/dz is singular "
+            f"residual of {left / b.norm():.2g} |g| after {len(P)} products. dF/dz is singular "
             "where solutions are not isolated; else allow a larger tol=, or use float64."
         )
     return x
