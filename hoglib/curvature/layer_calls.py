@@ -248,7 +248,7 @@ class LayerRecorder(TorchFunctionMode):
             if (others or name in COPIES) and not (use.calls and alike):
                 own = _copies(name, use.region, shape, slope, result)
             if alike and len(uses) == 1 and not any(x.requires_grad for x in others):
-                flat = None if slope is None else slope.expand(shape).reshape(-1)
+                flat = None if slope is None else slope.expand(result.shape).reshape(-1)
                 self._derived[id(result)] = Use(use.region, result, flat, [*use.calls, *own])
             calls += own
         return calls

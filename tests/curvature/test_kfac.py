@@ -348,6 +348,7 @@ USES = {
     "a learned power": (scales(lambda x, p: (x.square() + 1).pow(p)), False, "p", "block"),
     "a temperature": (scales(lambda x, p: p.exp() * x, ()), False, "p", "block"),
     "a gate": (scales(lambda x, p: torch.lerp(x, x.square(), torch.sigmoid(p))), False, "p", "block"),
+    "a factor of the data": (lambda: Fn(lambda net, x: torch.tanh((x * net.p) @ net.w), p=nn.Parameter(torch.randn(3)), w=nn.Parameter(torch.randn(3, 3))), False, "p", "block"),
     "masked layers": (lambda: nn.Sequential(Masked(3, 4), nn.Tanh(), Masked(4, 3)), False, "0.weight", "diagonal"),
     "a masked product": (lambda: with_own(lambda net, x, p: net.head(torch.tanh(x @ (p * MASK[:, None]))), (4, 4)), False, "p", "diagonal"),
     "a masked convolution": (pixels, False, "layer.weight", "diagonal"),
