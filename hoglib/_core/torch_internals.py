@@ -346,6 +346,19 @@ def outside_transforms(
     return function, tuple(map(first_sample, args)), by
 
 
+def under_vmap(function: type[Function], made: type[Function]) -> bool:
+    """Whether vmap maps over an application of a Function, also if its own rule applies it. made: what
+    torch made of the Function for a transform, or itself."""
+    if _functorch.TransformType.Vmap in transform_kinds() or (
+        made is not function and "in_dims" in inspect.getclosurevars(made.forward).nonlocals
+    ):
+        return True
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code is not getattr(function.vmap, "__code__", None):
+        frame = frame.f_back
+    return frame is not None
+
+
 def _is_differentiated(x: Tensor) -> bool:
     return x.requires_grad or _functorch.is_gradtrackingtensor(x) or has_tangent(x)
 

@@ -12,7 +12,7 @@ torch's own kernels, scripted or compiled code) are not seen.
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FunctionType
 from typing import Any, final
 
@@ -82,8 +82,15 @@ def second_order(*, on_wrong: str | None = None) -> Iterator[None]:
     decided = AMBIENT.on_wrong
     if on_wrong is not None and decided is None:
         decided = validation.one_of("on_wrong", on_wrong, ACTIONS)
-    with inside(on_wrong=decided), _StandIns(wanted=True):
+    outermost = AMBIENT.stand_ins is None
+    examined = around_users_derivatives() if outermost else nullcontext()
+    with inside(on_wrong=decided), examined, _StandIns(wanted=True):
         yield
+
+
+# What stands around derivatives that the user takes in `second_order()`: the examination of custom
+# Functions, which is defined above this package and puts itself here.
+around_users_derivatives: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
 @final
@@ -175,7 +182,10 @@ class _SecondOrder(StandInMode):
             copy = without_override_check(func)
             if copy is not None:
                 with self:
-                    return copy(*args, **kwargs)
+                    result = copy(*args, **kwargs)
+                    if func in _RUNS_BACKWARD:
+                        _report_by_hand(func, args, kwargs)
+                    return result
         return func(*args, **kwargs)
 
 
@@ -261,6 +271,16 @@ def in_module() -> str:
 _RUNS_BACKWARD = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 
 
+def _report_by_hand(func: FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Tells who watches the user's own derivatives of one, and of what it was taken with a graph."""
+    report = None if AMBIENT.examining else getattr(AMBIENT.functions, "by_hand", None)
+    if report is not None:
+        place = 4 if func is torch.autograd.grad else 3
+        with_graph = kwargs.get("create_graph") or args[place : place + 1] == (True,)
+        of = (args[:1], kwargs.get("outputs"), kwargs.get("tensors"))
+        report(pytree.tensors(of) if with_graph else ())
+
+
 @functools.cache
 def without_override_check(
     func: FunctionType, calls: frozenset[str] | None = None
@@ -298,6 +318,6 @@ class _Inside:
 
     def __call__(self, *args: Any) -> None:
         mode = AMBIENT.stand_ins  # suspended while a backward runs that seems to need no stand-ins
-        again = second_order() if mode is None or function_mode(StandInMode) else mode
+        again = _StandIns(True) if mode is None or function_mode(StandInMode) else mode
         with again, inside(statistics_frozen=self._frozen or AMBIENT.statistics_frozen):
             self._function(*args)

@@ -8,7 +8,7 @@
 A Function is examined once for each kind of arguments. The verdict is kept for the process.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, final
 from weakref import WeakKeyDictionary, WeakSet
@@ -20,15 +20,18 @@ from torch.autograd import Function
 from hoglib._core import pytree, torch_internals
 from hoglib._core.ambient import AMBIENT, inside
 from hoglib._core.autograd import Gradient
+from hoglib._core.gradient_graph import graph_summary
 from hoglib._core.recomputation import inside_recomputation
 from hoglib._core.source_location import frames_of, warn
 from hoglib._core.torch_internals import transforms_active, watching_functions
 from hoglib._core.torch_modes import value_checks_on, without_stand_ins
 from hoglib.errors import HoglibError, NoSecondDerivative, VerificationError
+from hoglib.stand_ins import mode
 from hoglib.stand_ins.mode import on_wrong
+from hoglib.verification import function_rules
 from hoglib.verification.call import layout_of
 from hoglib.verification.contract import Snapshot, in_place
-from hoglib.verification.examination import Applied, Verdict, applied, examine, holds_graph
+from hoglib.verification.examination import Applied, Verdict, applied, examine, held_kinds
 from hoglib.verification.subject import Application, application, is_users
 
 _VERDICTS: WeakKeyDictionary[type[Function], dict[Any, Verdict]] = WeakKeyDictionary()
@@ -78,6 +81,8 @@ class examined_functions:  # noqa: N801 a context manager
         caller: The entry point, as messages name it.
         first_order: It takes first derivatives only, so that a wrong second one does no harm. Default:
             by whether backward runs with a graph, which inside of torch.func is not known.
+        by_hand: It is no derivative, but what the user's own are taken inside of; entry points in it
+            report by themselves.
     Returns:
         From entering, the Functions that are applied; None where nothing is examined.
     Raises:
@@ -86,8 +91,8 @@ class examined_functions:  # noqa: N801 a context manager
             of the gradient can be differentiated.
     """
 
-    def __init__(self, caller: str, *, first_order: bool = False) -> None:
-        self._caller, self._first_order = caller, first_order
+    def __init__(self, caller: str, *, first_order: bool = False, by_hand: bool = False) -> None:
+        self._caller, self._first_order, self._by_hand = caller, first_order, by_hand
         self._functions: AppliedFunctions | None = None
 
     def __enter__(self) -> "AppliedFunctions | None":
@@ -95,10 +100,13 @@ class examined_functions:  # noqa: N801 a context manager
         examining = self._action == "ignore" or AMBIENT.examining
         if examining or not value_checks_on():
             return None
-        self._functions = AppliedFunctions()
+        self._functions = functions = AppliedFunctions()
+        if self._by_hand:
+            functions.by_hand = partial(self._report_by_hand, functions)
         self._watching = watching_functions(self._functions.record)
         self._watching.__enter__()
-        AMBIENT.examining, AMBIENT.functions = True, self._functions
+        self._outside = AMBIENT.functions
+        AMBIENT.examining, AMBIENT.functions = not self._by_hand, self._functions
         return self._functions
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
@@ -112,7 +120,16 @@ class examined_functions:  # noqa: N801 a context manager
             elif error is None:
                 self._report_wrong(functions)
         finally:
-            AMBIENT.examining, AMBIENT.functions = False, None
+            AMBIENT.examining, AMBIENT.functions = False, self._outside
+
+    def _report_by_hand(
+        self, functions: "AppliedFunctions", outputs: Sequence[Tensor] = ()
+    ) -> None:
+        """After a derivative by the user's own call. outputs: of what, if with a graph."""
+        if value_checks_on():
+            graph_summary(outputs)
+            with no_examination():
+                self._report_wrong(functions)
 
     def _report_wrong(self, functions: "AppliedFunctions") -> None:
         for key, order in functions.differentiated.items():
@@ -141,9 +158,12 @@ def note_lost_graph(gradient: Gradient | None) -> None:
             functions.gradient_has_no_graph = True
 
 
+mode.around_users_derivatives = partial(examined_functions, "second_order", by_hand=True)
+
+
 def no_examination() -> inside:
     """Inside, entry points examine and report nothing: for what judges Functions by itself."""
-    return inside(examining=True)
+    return inside(examining=True, functions=None)
 
 
 def forget_verdicts() -> None:
@@ -162,8 +182,11 @@ class AppliedFunctions:
     """The Functions that are applied within one entry point, but for those that are known to be right.
 
     applied: those without a verdict. differentiated: those whose backward ran, or may have run:
-    once, or twice, if it ran with a graph.
+    once, or twice, if it ran with a graph. by_hand: what is called after a derivative by the user's own
+    call, with what it was taken of if with a graph.
     """
+
+    by_hand: Callable[..., None] | None = None
 
     def __init__(self) -> None:
         self.applied: dict[Key, Applied] = {}
@@ -194,6 +217,8 @@ class AppliedFunctions:
         """Notes an application; what is returned gets its result."""
         if function.__module__.startswith("hoglib.") or not torch.is_grad_enabled():
             return None
+        if self.by_hand is not None and (AMBIENT.examining or on_wrong() == "ignore"):
+            return None  # that is what is inside asked for, or reports
         if torch_internals.tracing():
             self._traced |= {function} if is_users(function) else set()
             return None
@@ -220,13 +245,18 @@ class AppliedFunctions:
         self, function: type[Function], given: tuple[Any, ...]
     ) -> tuple[Key, tuple[bool, ...]] | None:
         """Notes an application that may be wrong: its key, and which arguments need gradients."""
-        function, args, by = torch_internals.outside_transforms(function, given)
+        made, (function, args, by) = function, torch_internals.outside_transforms(function, given)
         if _is_ours(function) or not is_users(function):
             return None
         if not any(x.numel() for x, needed in zip(args, by, strict=True) if needed):
             return None  # its derivative has no elements
-        mode = _forward_mode()
-        verdicts, kinds = _VERDICTS.setdefault(function, {}), (mode, *map(_kind, args, by))
+        forward = _forward_mode()
+        verdicts = _VERDICTS.setdefault(function, {})
+        by_vmap = function_rules.offers_vmap(function) and torch_internals.under_vmap(
+            function, made
+        )
+        pairs = zip(args, by, strict=True)
+        kinds: Any = (forward, by_vmap, *(_kind(x, needed, given) for x, needed in pairs))
         verdict = verdicts.get(kinds)
         if verdict is not None and verdict.within and not _are_within(verdict, given, args):
             kinds = ("other values", *kinds)
@@ -237,7 +267,7 @@ class AppliedFunctions:
             return None
         if (verdict is None or verdict.left) and key not in self.applied:
             graphed = None if _runs_again() else given
-            self.applied[key] = applied(function, args, by, mode, graphed)
+            self.applied[key] = applied(function, args, by, forward, graphed, given, by_vmap)
         return key, by
 
     def _watch_part(self, function: type[Function], args: tuple[Any, ...], result: Any) -> None:
@@ -368,6 +398,8 @@ class AppliedFunctions:
         def note(_: Any) -> None:
             twice = runs_again or torch.is_grad_enabled()
             self.differentiated[key] = max(1 + twice, self.differentiated.get(key, 1))
+            if self.by_hand is not None and AMBIENT.functions is not self:  # after the context
+                torch.autograd.Variable._execution_engine.queue_callback(self.by_hand)
 
         for y in results:
             if isinstance(y, Tensor) and torch_internals.unwrap(y) is not y:
@@ -432,11 +464,11 @@ def _forward_mode() -> str:
     return "rf" if torch_internals.innermost_is_forward() else "fr"
 
 
-def _kind(x: Any, needs_grad: bool) -> Any:
+def _kind(x: Any, needs_grad: bool, given: tuple[Any, ...]) -> Any:
     """What a verdict depends on, of an argument."""
     if isinstance(x, Tensor):
         return x.dtype, x.layout, layout_of(x), x.device.type, x.dim(), needs_grad
-    return x if x is None or isinstance(x, bool | str) else (type(x), holds_graph(x))
+    return x if x is None or isinstance(x, bool | str) else (type(x), held_kinds(x, given))
 
 
 def _report(
