@@ -514,11 +514,13 @@ def custom_function(node: Any) -> type[Function] | None:
 
 
 def cpp_function(node: Any) -> str:
-    """The name of the user's `torch::autograd::Function` in C++ that a node belongs to; "" for none."""
+    """The name of the user's `torch::autograd::Function` in C++ that a node belongs to, or of the
+    user's own `torch::autograd::Node`; "" for none."""
     if type(node).__name__ != "CppFunction":  # what has no class of its own in Python
         return ""
     name: str = node.name()
-    return name.partition("CppNode<")[2].removesuffix(">")
+    _, is_function, function = name.partition("CppNode<")
+    return function.removesuffix(">") if is_function else "" if name.startswith("torch::") else name
 
 
 def backward_rule(function: type[Function]) -> Any:

@@ -51,8 +51,8 @@ RAISED = (
     "runs with a graph, which a second derivative needs."
 )
 IN_CPP = (
-    "{} was not examined, a torch::autograd::Function in C++. Whether its derivatives are right is not "
-    "known. `hoglib.verify(function, inputs)` checks the function that applies it."
+    "{} was not examined, a backward in C++. Whether its derivatives are right is not known. "
+    "`hoglib.verify(function, inputs)` checks the function that applies it."
 )
 THIRD = "where a third derivative is taken, such as the gradient of this result, "
 CHANGED = "It may be in the backward of {}, which `hoglib.verify` checks."

@@ -239,7 +239,9 @@ def _judged(given: Applied) -> Verdict:
             return Verdict("wrong", text, order=1)
     if found.status == "right" and given.by_vmap and not subject.draws:
         with suppress(Exception):  # the entry point raises it too
-            if fault := vmap_fault(Baseline(subject, subject.x, options)):
+            base = Baseline(subject, subject.x, options)
+            base.near = [subject.perturbed_point()]
+            if fault := vmap_fault(base):
                 text = (
                     f"the derivative of {function.__qualname__} is wrong by its vmap rule: {fault}."
                 )
