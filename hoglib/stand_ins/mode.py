@@ -30,6 +30,7 @@ from hoglib._core.torch_internals import (
     first_sample,
     forward_mode_active,
     function_mode,
+    has_tangent,
     tracing,
     watching_functions,
     without_transforms,
@@ -201,7 +202,22 @@ def run_operator(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         if call is not None:
             function, args = call
             return torch_library.result_of(function, function.apply(*args))
-    return operator(*args, **kwargs)
+    result = operator(*args, **kwargs)
+    if forward_mode_active() and torch_library.is_users(operator):
+        _check_tangents(operator, args, kwargs, result)
+    return result
+
+
+def _check_tangents(operator: Any, args: Any, kwargs: Any, result: Any) -> None:
+    """Raises for a user's operator that drops tangents, as a node in C++ without forward mode does."""
+    dropped = any(map(has_tangent, pytree.tensors((args, kwargs)))) and not any(
+        map(has_tangent, pytree.tensors(result))
+    )
+    if dropped and any(map(_has_graph, pytree.leaves(_run_on_copies(operator, args, kwargs)))):
+        raise UnsupportedError(
+            f"{operator}: expected an operator with tangents in forward mode, got one with a backward "
+            "alone. Use the reverse mode."
+        )
 
 
 def _has_graph(x: Any) -> bool:
@@ -215,15 +231,18 @@ def _has_graph(x: Any) -> bool:
 def _functions_of(operator: Any, args: Any, kwargs: Any) -> list[type[Function]]:
     """The custom Functions that a call of an operator applies, found by a call of it with copies."""
     found: list[type[Function]] = []
+    with watching_functions(lambda function, _: found.append(function)):
+        _run_on_copies(operator, args, kwargs)
+    return found
 
+
+def _run_on_copies(operator: Any, args: Any, kwargs: Any) -> Any:
     def fresh(x: Tensor) -> Tensor:
         return first_sample(x).detach().clone().requires_grad_(pytree.is_float(x))
 
     with without_transforms(), preserve_random_state(), torch.enable_grad():
         copies = pytree.map_tensors(fresh, (args, kwargs))
-        with watching_functions(lambda function, _: found.append(function)):
-            operator(*copies[0], **copies[1])
-    return found
+        return operator(*copies[0], **copies[1])
 
 
 @functools.cache

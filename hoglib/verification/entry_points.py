@@ -9,6 +9,7 @@ A Function is examined once for each kind of arguments. The verdict is kept for 
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, final
 from weakref import WeakKeyDictionary, WeakSet
@@ -63,11 +64,17 @@ MUTATES = {
     "grad_output": "{name} modifies grad_output in place; it is shared with other nodes, whose "
     "gradients are then wrong. {changes} `hoglib.verify({name}, inputs)` shows all checks.",
 }
+KEPT = (
+    "the derivative of {name} is wrong: {kept} was changed in place after forward had put it there. "
+    "Keep it by `ctx.save_for_backward`: torch then raises at such a change."
+)
 # The entry points, and what they reported.
 _REPORTED: WeakKeyDictionary[type[Function], set[tuple[str, str]]] = WeakKeyDictionary()
 # Those that were seen to change an argument in place, undeclared, or the incoming gradient: each
 # application is watched.
 _MUTATING: WeakSet[type[Function]] = WeakSet()
+# Those that keep an argument or an output on ctx, unsaved: each application is watched, too.
+_KEEPING: WeakSet[type[Function]] = WeakSet()
 
 
 @final
@@ -263,7 +270,8 @@ class AppliedFunctions:
             verdict = verdicts.get(kinds)
         key = function, kinds
         is_right = verdict is not None and not verdict.is_reported
-        if (is_right and function not in _MUTATING) or self.differentiated.get(key) == 2:
+        watched = function in _MUTATING or function in _KEEPING
+        if (is_right and not watched) or self.differentiated.get(key) == 2:
             return None
         if (verdict is None or verdict.left) and key not in self.applied:
             graphed = None if _runs_again() else given
@@ -311,6 +319,9 @@ class AppliedFunctions:
         what = self._mutates.get(key)
         if what is None:
             return ""
+        if what not in MUTATES:
+            kept = filter(partial(_reads, self._mutating[key]), what.split())
+            return "".join(KEPT.format(name=key[0].__qualname__, kept=one) for one in [*kept][:1])
         rows = in_place(self._mutating[key])
         changes = next((r.text for r in rows if r.status == "fail" and what in r.name), "")
         return MUTATES[what].format(name=key[0].__qualname__, changes=changes)
@@ -327,6 +338,7 @@ class AppliedFunctions:
         node = next((y.grad_fn for y in results if isinstance(y, Tensor) and y.grad_fn), None)
         if node is None:
             return
+        self._watch_kept(key, node, given, results)
         self._watch_gradients(key, node, given)
         if changed and self._is_mutating(key, given):
             for i, x in changed:
@@ -381,6 +393,29 @@ class AppliedFunctions:
         node.register_prehook(before)
         node.register_hook(after)
 
+    def _watch_kept(
+        self, key: Key, node: Any, given: tuple[Any, ...], results: tuple[Any, ...]
+    ) -> None:
+        """Notes a tensor of those that is on ctx by itself, and changed before the first backward."""
+        memory = {
+            torch_internals.storage_id(x) for x in (*given, *results) if isinstance(x, Tensor)
+        }
+        kept = [
+            (f"ctx.{name}", x, x._version) for name, x in vars(node).items()
+            if isinstance(x, Tensor) and torch_internals.unwrap(x) is x and not x.is_inference()
+            and torch_internals.storage_id(x) in memory
+        ]  # fmt: skip
+
+        def before(_: Any) -> None:
+            changed = " ".join(name for name, x, version in kept if x._version != version)
+            kept.clear()
+            if changed and self._is_mutating(key, given):
+                self._mutates.setdefault(key, changed)
+
+        if kept:
+            _KEEPING.add(key[0])
+            node.register_prehook(before)
+
     def _compare_gradients(
         self, key: Key, given: list[Tensor | None], output: int, grads: tuple[Tensor | None, ...]
     ) -> None:
@@ -407,6 +442,16 @@ class AppliedFunctions:
             elif isinstance(y, Tensor) and y.grad_fn is not None:
                 y.grad_fn.register_prehook(note)
                 return
+
+
+def _reads(app: Application, name: str) -> bool:
+    """Whether its backward depends on the values of what it keeps on ctx by this name."""
+    with suppress(Exception), torch.no_grad():
+        run = app.seeded()
+        moved = run.record.with_slots({name: run.record.held()[name] + 1})
+        runs = (run, run._replace(record=moved))
+        return not all(map(torch.equal, *(pytree.tensors(app.backward(one)) for one in runs)))
+    return True
 
 
 def _explain(error: Exception, functions: AppliedFunctions) -> None:
