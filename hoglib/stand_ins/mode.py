@@ -61,8 +61,8 @@ def second_order(*, on_wrong: str | None = None) -> Iterator[None]:
     does not hold for a checkpoint inside a checkpoint.
 
     Args:
-        on_wrong: What hoglib's functions do about a custom Function of the user's whose first or second
-            derivative is wrong: "warn", once for each Function and entry point; "raise"
+        on_wrong: What hoglib's functions, and the user's own derivatives inside, do about a custom
+            Function of the user's whose first or second derivative is wrong: "warn", once for each Function and entry point; "raise"
             :class:`~hoglib.errors.VerificationError`; or "ignore", which examines nothing. The
             outermost context that says so decides, also for calls with ``stand_ins=False``. Default:
             as outside, where it is "warn".
@@ -71,6 +71,7 @@ def second_order(*, on_wrong: str | None = None) -> Iterator[None]:
     Raises:
         UnsupportedError: inside, at a call on a tensor that requires grad, if it has neither a second
             derivative nor a stand-in.
+        VerificationError: for a wrong Function in a derivative of the user's own, with "raise".
     Example:
         >>> x = torch.tensor([[0.0, 0.0], [3.0, 4.0]], requires_grad=True)
         >>> with hog.second_order():
