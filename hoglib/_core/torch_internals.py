@@ -349,14 +349,14 @@ def outside_transforms(
 def under_vmap(function: type[Function], made: type[Function]) -> bool:
     """Whether vmap maps over an application of a Function, also if its own rule applies it. made: what
     torch made of the Function for a transform, or itself."""
-    if _functorch.TransformType.Vmap in transform_kinds() or (
-        made is not function and "in_dims" in inspect.getclosurevars(made.forward).nonlocals
-    ):
+    if made is not function and "in_dims" in inspect.getclosurevars(made.forward).nonlocals:
         return True
-    frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_code is not getattr(function.vmap, "__code__", None):
+    own = function.vmap is not Function.vmap
+    rule = getattr(function.vmap, "__code__", None) if own else None
+    frame: Any = sys._getframe(1) if rule is not None else None
+    while frame is not None and frame.f_code is not rule:
         frame = frame.f_back
-    return frame is not None
+    return frame is not None or _functorch.TransformType.Vmap in transform_kinds()
 
 
 def _is_differentiated(x: Tensor) -> bool:

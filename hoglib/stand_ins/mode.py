@@ -62,10 +62,10 @@ def second_order(*, on_wrong: str | None = None) -> Iterator[None]:
 
     Args:
         on_wrong: What hoglib's functions, and the user's own derivatives inside, do about a custom
-            Function of the user's whose first or second derivative is wrong: "warn", once for each Function and entry point; "raise"
-            :class:`~hoglib.errors.VerificationError`; or "ignore", which examines nothing. The
-            outermost context that says so decides, also for calls with ``stand_ins=False``. Default:
-            as outside, where it is "warn".
+            Function of the user's whose first or second derivative is wrong: "warn", once for each
+            Function and entry point; "raise" :class:`~hoglib.errors.VerificationError`; or "ignore",
+            which examines nothing. The outermost context that says so decides, also for calls with
+            ``stand_ins=False``. Default: as outside, where it is "warn".
     Returns:
         A context manager without a value.
     Raises:

@@ -131,8 +131,10 @@ HIDDEN, CONSTANT = -1, -2
 def held_kinds(x: Any, given: tuple[Any, ...]) -> tuple[int, ...]:
     """Of each tensor in a list, tuple or dict: which of the arguments it is too; else HIDDEN if it
     needs a gradient, which torch does not give it, or CONSTANT."""
-    held = pytree.tensors(x) if isinstance(x, list | tuple | dict) else ()
+    if not isinstance(x, list | tuple | dict):
+        return ()
     places = {id(y): i for i, y in enumerate(given)}
+    held = pytree.tensors(x)
     return tuple(places.get(id(y), HIDDEN if y.requires_grad else CONSTANT) for y in held)
 
 
