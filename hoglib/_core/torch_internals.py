@@ -520,7 +520,9 @@ def cpp_function(node: Any) -> str:
         return ""
     name: str = node.name()
     _, is_function, function = name.partition("CppNode<")
-    return function.removesuffix(">") if is_function else "" if name.startswith("torch::") else name
+    if is_function:
+        return function.removesuffix(">")
+    return "" if name.startswith(("torch::", "Foreach")) else name  # torch's own without a class
 
 
 def backward_rule(function: type[Function]) -> Any:
