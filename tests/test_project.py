@@ -53,6 +53,7 @@ RECORDS = {
     "penalties.distributed._HELD": "how many penalties keep a module's parameters gathered",
     "penalties.module.KINDS": "each penalty registers itself where it is defined",
     "verification.entry_points._MUTATING": "which Functions have to be watched each time",
+    "verification.entry_points._KEEPING": "Functions that keep an argument or output on ctx, unsaved",
     "verification.entry_points._REPORTED": "a warning is given once",
     "verification.entry_points._VERDICTS": "a Function is examined once",
 }

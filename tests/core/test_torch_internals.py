@@ -329,3 +329,11 @@ def test_forward_mode_of_torch_drops_the_tangent_of_an_operator():
     assert tangent == 1
     _, found = hog.jvp(f, x, torch.ones_like(x))
     torch.testing.assert_close(found, 2 * x.cos() + 1)
+
+
+def test_nodes_of_torch_are_none_of_the_users():
+    """Those have no class in Python, as a user's node in C++ has none."""
+    at = torch.ones(2, requires_grad=True)
+    y = torch._foreach_mul([at], 2.0)[0]
+    assert type(y.grad_fn).__name__ == "CppFunction"
+    assert torch_internals.cpp_function(y.grad_fn) == ""

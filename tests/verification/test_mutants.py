@@ -11,7 +11,9 @@ from torch.autograd import Function
 from torch.testing import assert_close
 
 import hoglib as hog
+from hoglib.verification import entry_points
 from tests.rows import rows
+from tests.verification.faults import load_cpp
 
 
 class Formula(NamedTuple):
@@ -156,3 +158,48 @@ def test_mutants_are_told(form):
         product, said = found(made(form, formula, terms["x"], terms["w"]), *at)
         is_wrong = not all(torch.allclose(product[k], expected[k], rtol=1e-6) for k in product)
         assert any("derivative of" in text and "is wrong" in text for text in said) == is_wrong
+
+
+IN_CPP = """
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+#include <ATen/ATen.h>
+using namespace torch::autograd;
+struct Sine : Function<Sine> {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& w, int64_t m) {
+    ctx->save_for_backward({x, w});
+    ctx->saved_data["m"] = m;
+    return x.sin() * w;
+  }
+  static variable_list backward(AutogradContext* ctx, variable_list g) {
+    auto saved = ctx->get_saved_variables();
+    auto m = ctx->saved_data["m"].toInt();
+    auto x = m == 1 ? saved[0].detach() : saved[0], w = m == 2 ? saved[1].detach() : saved[1];
+    auto by_x = g[0] * x.cos() * w * (m == 3 ? -1.0 : m == 4 ? 1.1 : 1.0);
+    auto by_w = m == 5 ? (g[0] * x.sin()).mean(0) : (g[0] * x.sin()).sum(0);
+    return {by_x, by_w, at::Tensor()};
+  }
+};
+TORCH_LIBRARY(hoglib_mutants_cpp, m) {
+  m.def("sine", [](const at::Tensor& x, const at::Tensor& w, int64_t m) { return Sine::apply(x, w, m); });
+}
+"""
+
+
+@pytest.mark.full
+def test_mutants_in_cpp(tmp_path):
+    """Those of the scaled sine: they are named as not examined, and `verify` tells which are wrong."""
+    load_cpp(tmp_path, IN_CPP)
+    x, w = torch.linspace(-1, 1, 9, dtype=torch.float64).reshape(3, 3), torch.ones(3).double()
+    expected, _ = found(FORMULAS["scaled sine"].forward, x, w)
+    for mutation in range(6):
+
+        def function(x, w, mutation=mutation):
+            return torch.ops.hoglib_mutants_cpp.sine(x, w, mutation)
+
+        product, (text,) = found(function, x, w)
+        assert "hvp: Sine was not examined, a backward in C++" in text
+        entry_points.forget_reports()
+        assert hog.verify(function, (x, w)).ok is (mutation == 0)
+        is_right = all(torch.allclose(product[k], expected[k], rtol=1e-6) for k in product)
+        assert is_right is (mutation == 0)

@@ -115,6 +115,7 @@ def test_surrogates():
         surrogate = True
 
     assert hog.verify(Declares, x).ok
+    assert hog.verify(Declares.apply, x).ok
     assert hog.verify(hog.ops.define(torch.round, [lambda x, y: 1.0], surrogate=True), x).ok
 
 
