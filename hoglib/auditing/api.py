@@ -131,6 +131,16 @@ SLOW = 3e9
 # Relative change of H v below which a stopped gradient is not reported.
 STOP_GRADIENT_TOLERANCE = 1e-3
 WITHOUT = ", without stand-ins"
+UNKNOWN_AT_PARAMS = (
+    "Beside params it is right; at params themselves it is not judged: differences of the gradient do "
+    "not agree there. A kink, a tie of a maximum or equal eigenvalues may lie exactly at params: then "
+    "there is no second derivative, and products take torch's value of one side, or zero."
+)
+WRONG_AT_PARAMS = (
+    "Beside params it is right; at params themselves it {}, in {}. An operation has no derivative of its "
+    "own there (a norm or distance at 0, a tie of a maximum, a branch of torch.where), though the loss "
+    "has one. Write it by squares, or by a formula that holds on both sides, or move params."
+)
 # Largest relative difference of torch's own product from that with stand-ins, in this dtype.
 OWN_TOLERANCES = defaultdict(lambda: 0.1, {torch.float64: 1e-4})
 # Largest relative difference of a product in this dtype from the one in float64.
@@ -218,22 +228,22 @@ class _Audit:
             except Exception as error:
                 refused = format_error(error)
             else:
-                found = [loss.checker().check(one, compare=False) for one in self._requested]
-                rows = self._rows(loss)
+                rows, here = self._rows(loss), loss.checker().products
         if refused:
             text = f"not possible ({refused}); checked in its own dtype, with wider tolerances."
             with reproducible(self._problem, double=False) as loss:
                 return [Row("dtype: float64", "skip", None, text), *self._rows(loss)]
         status = {row.name: row.status for row in rows}
-        for route, result in zip(self._requested, found, strict=True):
+        for route in self._requested:
             if status[route.row] not in ("fail", "skip"):
                 # random numbers of another dtype are other numbers
-                expected = None if seen.random else result.product
+                expected = None if seen.random else here.get(route.key)
                 rows += self._own_dtype_rows(route, expected)
         return rows
 
     def _rows(self, loss: ReproducibleLoss) -> list[Row]:
-        """The gradient, then each route, then the stopped gradients."""
+        """The gradient, then each route, then the stopped gradients, beside params; then what is not
+        right at params themselves, where the loss is in the end."""
         loss.perturb()
         rows, slow = [self._row(loss, FIRST, directions=1)], loss.forward_flops() > SLOW
         for route in ROUTES:
@@ -243,7 +253,29 @@ class _Audit:
                 continue
             twice = route in self._requested and not slow
             rows.append(self._row(loss, route, directions=2 if twice else 1))
-        return [*rows, *self._stop_gradient_rows(loss)]
+        rows += self._stop_gradient_rows(loss)
+        right = {row.name for row in rows if row.status == "pass"}
+        loss.move_back()
+        for route in self._requested:
+            result = _result(loss, route, 1)
+            if route.row in right and not (result.wrong is False or result.raised):
+                rows += self._rows_at_params(loss, route, result)
+        return rows
+
+    def _rows_at_params(
+        self, loss: ReproducibleLoss, route: Route, result: CheckResult
+    ) -> Iterator[Row]:
+        """What is said of a derivative that is right beside params, and not at them."""
+        if result.error != result.error:
+            return  # it is not finite, as the row of the own dtype says
+        name, status, text = f"{route.row}, at params", "warn", UNKNOWN_AT_PARAMS
+        if result.wrong and (route is THIRD or loss.checker().is_linear()):
+            faults, status = self._faults(loss, route, result), "fail"
+            text = WRONG_AT_PARAMS.format(describe_failure(result), self._messages.where(faults))
+            for fault in faults:
+                culprit = f"{CULPRIT}{self._problem.names.title(fault.module)}"
+                self._add_culprit(Row(culprit, "fail", result.error, text))
+        yield Row(name, status, result.error, text)
 
     def _row(self, loss: ReproducibleLoss, route: Route, *, directions: int) -> Row:
         """One derivative; where it is wrong, the modules at fault become culprits."""

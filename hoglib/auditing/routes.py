@@ -404,7 +404,21 @@ class Checker:
             if doubt < limit and best > CLEARLY * doubt:
                 return CheckResult(True, best)
             tried.append((central, bend))
+        sizes = [float(pytree.norm(central)) for central, _ in tried]
+        if len(sizes) > 1 and not any(part.any() for part in found):
+            # nothing to be relative to: of a zero the differences vanish with the step, here the second
+            if sizes[1] < OF_NUMBER * max(sizes):
+                return CheckResult(False, 0.0)
         return CheckResult(None)
+
+    def is_linear(self) -> bool:
+        """Whether differences of the gradient are linear in their direction. Where they agree with each
+        other and are not, as at a tie of a maximum, there is no second derivative."""
+        step, (v, w) = steps("route", self._dtype)[0], (self._v, self._w)
+        both = [a - b for a, b in zip(v, w, strict=True)]
+        of_v, of_w, of_both = (self._difference("hessian", x, step)[0] for x in (v, w, both))
+        apart = [a - b for a, b in zip(of_v, of_w, strict=True)]
+        return _distance(of_both, apart, float(pytree.norm(of_v))) < OF_VECTOR
 
     def _slope(self, quantity: str, step: float) -> _Slope | None:
         """A slope of the function that gives a quantity; None where that raises, or where it stops a
