@@ -63,8 +63,8 @@ def audit(
 
     Each route to H v is compared with central differences of the gradient, and the gradient with
     central differences of the loss, in a float64 copy and along random directions. The point is
-    perturbed by 1% of the size of the parameters, so that a zero initialization hides no fault. Where a
-    derivative is wrong or missing, every module call is checked by itself, from the model down to the
+    perturbed by 1% of the size of the parameters, so that a zero initialization hides no fault; the
+    requested routes are compared at the parameters themselves, too. Where a derivative is wrong or missing, every module call is checked by itself, from the model down to the
     module whose own code loses the derivative, and there every operation. The report names the module
     (as its parameters are named), the operation or custom Function, the source line, and what to do.
 
