@@ -64,9 +64,10 @@ def audit(
     Each route to H v is compared with central differences of the gradient, and the gradient with
     central differences of the loss, in a float64 copy and along random directions. The point is
     perturbed by 1% of the size of the parameters, so that a zero initialization hides no fault; the
-    requested routes are compared at the parameters themselves, too. Where a derivative is wrong or missing, every module call is checked by itself, from the model down to the
-    module whose own code loses the derivative, and there every operation. The report names the module
-    (as its parameters are named), the operation or custom Function, the source line, and what to do.
+    requested routes are compared at the parameters themselves, too. Where a derivative is wrong or
+    missing, every module call is checked by itself, from the model down to the module whose own code
+    loses the derivative, and there every operation. The report names the module (as its parameters are
+    named), the operation or custom Function, the source line, and what to do.
 
     Values that the loss takes out of the graph (``detach``, ``no_grad``, ...) are held constant, as
     autograd holds them; a warning says where that changes the second derivative. Every evaluation uses
@@ -137,9 +138,9 @@ UNKNOWN_AT_PARAMS = (
     "there is no second derivative, and products take torch's value of one side, or zero."
 )
 WRONG_AT_PARAMS = (
-    "Beside params it is right; at params themselves it {}, in {}. An operation has no derivative of its "
-    "own there (a norm or distance at 0, a tie of a maximum, a branch of torch.where), though the loss "
-    "has one. Write it by squares, or by a formula that holds on both sides, or move params."
+    "Beside params it is right; at params themselves it {}, in {}. An operation has no derivative of "
+    "its own there (a norm or distance at 0, a tie of a maximum, a branch of torch.where), though the "
+    "loss has one. Write it by squares, or by a formula for both sides, or move params."
 )
 # Largest relative difference of torch's own product from that with stand-ins, in this dtype.
 OWN_TOLERANCES = defaultdict(lambda: 0.1, {torch.float64: 1e-4})

@@ -53,7 +53,11 @@ IN_CPP = (
 )
 THIRD = "where a third derivative is taken, such as the gradient of this result, "
 # Torch's errors about tensors of another call or of a transform that is over.
-OF_ANOTHER_CALL = ("INTERNAL ASSERT FAILED", "escaped from inside", "through the graph a second time")
+OF_ANOTHER_CALL = (
+    "INTERNAL ASSERT FAILED",
+    "escaped from inside",
+    "through the graph a second time",
+)
 KEPT = (
     "Look for a module or a global that keeps a result (`self.x = ...`), and keep `.detach()` of it or "
     "compute it anew; and for `.backward()` inside of a backward."

@@ -175,7 +175,8 @@ def test_a_route_is_judged_at_params_too(name: str, route: str) -> None:
     assert report.ok == (expected != "fail"), str(report)
     assert report.judged
     if expected == "fail":
-        assert found is not None and "a branch of torch.where" in found.text
+        assert found is not None
+        assert "a branch of torch.where" in found.text
         assert report.culprits == ("the loss",)
 
 
