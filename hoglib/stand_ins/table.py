@@ -25,7 +25,7 @@ from hoglib._core.torch_internals import forward_mode_active, native_kernels
 from hoglib.ops import _special_points  # noqa: F401 registers its functions
 from hoglib.ops._indexing import torch_embedding_bag
 from hoglib.ops._norms import torch_batch_norm
-from hoglib.ops._stand_in import IN_FORWARD, TABLE, StandIn, stands_in_for
+from hoglib.ops._stand_in import EVERY, IN_FORWARD, SILENT, TABLE, StandIn, stands_in_for
 
 
 @stands_in_for(
@@ -82,6 +82,18 @@ STAND_INS = (
         refuses=(torch.sparse_coo_tensor, torch.sparse_csr_tensor),
         instead="Build it from values that do not require grad, or multiply by index_select and "
         "index_add.",
+    ),
+    StandIn(
+        "special.bessel_j0, airy_ai, hermite_polynomial_h",
+        f"torch takes the result for a constant{SILENT}",
+        EVERY,
+        refuses=tuple(
+            getattr(torch.special, name)
+            for name in dir(torch.special)
+            if any(part in name for part in ("airy", "bessel", "polynomial"))
+        ),
+        instead="Make it with `hoglib.ops.define` of its derivatives (those of bessel_j0 are "
+        "-bessel_j1, and bessel_j1 / x - bessel_j0), or with `hoglib.ops.external`.",
     ),
 )
 
