@@ -133,14 +133,14 @@ SLOW = 3e9
 STOP_GRADIENT_TOLERANCE = 1e-3
 WITHOUT = ", without stand-ins"
 UNKNOWN_AT_PARAMS = (
-    "Beside params it is right; at params themselves it is not judged: differences of the gradient do "
-    "not agree there. A kink, a tie of a maximum or equal eigenvalues may lie exactly at params: then "
-    "there is no second derivative, and products take torch's value of one side, or zero."
+    "Beside params it is right; at params it is not judged: differences of the gradient do not agree. "
+    "At a kink, a tie of a maximum or equal eigenvalues exactly there, no second derivative exists: "
+    "products take torch's value of one side, or zero."
 )
 WRONG_AT_PARAMS = (
-    "Beside params it is right; at params themselves it {}, in {}. An operation has no derivative of "
-    "its own there (a norm or distance at 0, a tie of a maximum, a branch of torch.where), though the "
-    "loss has one. Write it by squares, or by a formula for both sides, or move params."
+    "At params: {} Beside params it is right. An operation has no derivative of its own there (a norm "
+    "at 0, a tie of a maximum, a branch of torch.where), though the loss has one: write it by squares, "
+    "or by a formula for both sides, or move params."
 )
 # Largest relative difference of torch's own product from that with stand-ins, in this dtype.
 OWN_TOLERANCES = defaultdict(lambda: 0.1, {torch.float64: 1e-4})
@@ -259,24 +259,19 @@ class _Audit:
         loss.move_back()
         for route in self._requested:
             result = _result(loss, route, 1)
-            if route.row in right and not (result.wrong is False or result.raised):
-                rows += self._rows_at_params(loss, route, result)
+            # what is not finite is in the row of the own dtype
+            told = result.wrong is False or result.raised or result.error != result.error
+            if route.row in right and not told:
+                rows.append(self._row_at_params(loss, route, result))
         return rows
 
-    def _rows_at_params(
-        self, loss: ReproducibleLoss, route: Route, result: CheckResult
-    ) -> Iterator[Row]:
+    def _row_at_params(self, loss: ReproducibleLoss, route: Route, result: CheckResult) -> Row:
         """What is said of a derivative that is right beside params, and not at them."""
-        if result.error != result.error:
-            return  # it is not finite, as the row of the own dtype says
-        name, status, text = f"{route.row}, at params", "warn", UNKNOWN_AT_PARAMS
+        row, text = Row(route.row, "warn"), UNKNOWN_AT_PARAMS
         if result.wrong and (route is THIRD or loss.checker().is_linear()):
-            faults, status = self._faults(loss, route, result), "fail"
-            text = WRONG_AT_PARAMS.format(describe_failure(result), self._messages.where(faults))
-            for fault in faults:
-                culprit = f"{CULPRIT}{self._problem.names.title(fault.module)}"
-                self._add_culprit(Row(culprit, "fail", result.error, text))
-        yield Row(name, status, result.error, text)
+            row = self._failed_row(loss, route, result, requested=True)
+            text = WRONG_AT_PARAMS.format(row.text)
+        return row._replace(name=f"{route.row}, at params", text=text)
 
     def _row(self, loss: ReproducibleLoss, route: Route, *, directions: int) -> Row:
         """One derivative; where it is wrong, the modules at fault become culprits."""

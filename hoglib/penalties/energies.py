@@ -189,8 +189,7 @@ def _hessian(at: InputVJP, gradient: Vector, index: Any) -> Any:
 def _blocks(at: InputVJP, g: Tensor, x: Tensor, batched: int) -> Vector:
     """The blocks of H in the rows of x, one for each leaf."""
     shape = x.shape[batched:]
-    count = shape.numel()
-    units = torch.eye(count, dtype=x.dtype, device=x.device).reshape(count, *shape)
+    units = torch.eye(n := shape.numel(), dtype=x.dtype, device=x.device).reshape(n, *shape)
     products = [_products(at, g, at.leaves, u.expand_as(x)) for u in units]
     whole = zip(*products, strict=True) if products else ([y[None][:0]] for y in at.leaves)
     return [

@@ -85,15 +85,15 @@ STAND_INS = (
     ),
     StandIn(
         "special.bessel_j0, airy_ai, hermite_polynomial_h",
-        f"torch takes the result for a constant{SILENT}",
+        f"torch takes the result for a constant{SILENT}; so of all Bessel functions and orthogonal "
+        "polynomials",
         EVERY,
         refuses=tuple(
-            getattr(torch.special, name)
-            for name in dir(torch.special)
+            function
+            for name, function in vars(torch.special).items()
             if any(part in name for part in ("airy", "bessel", "polynomial"))
         ),
-        instead="Make it with `hoglib.ops.define` of its derivatives (those of bessel_j0 are "
-        "-bessel_j1, and bessel_j1 / x - bessel_j0), or with `hoglib.ops.external`.",
+        instead="Give it its derivatives, of bessel_j0 -bessel_j1, by `hoglib.ops.define`.",
     ),
 )
 
