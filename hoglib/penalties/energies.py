@@ -62,9 +62,9 @@ def forces(
         NoSecondDerivative: If energies do not depend on positions; the message names the call that
             detaches the gradient.
     Shape:
-        - one structure: x [...], E [], H [\*x.shape, \*x.shape]; of a tree H[a][b]
-          [\*x[a].shape, \*x[b].shape], for instance of positions and strain: force constants,
-          internal strain and elastic constants times the volume
+        - one structure: x [...], E [], H [\*x.shape, \*x.shape]; of a tree
+          ``H[a][b]``, ``[*x[a].shape, *x[b].shape]``, for instance of positions and strain: force
+          constants, internal strain and elastic constants times the volume
         - a batch of structures: x [B, ...], E [B] or [B, 1], H [B, ..., ...]
         - graphs, ``batch=index``: x [atoms, ...], E [G] or [G, 1], index [atoms], H a list of G
           tensors [n, ..., n, ...]
