@@ -120,7 +120,8 @@ def check_used(grads: Sequence[Tensor | None], *, implicit: bool = False) -> Non
     if all(grad is None for grad in grads):
         raise NoSecondDerivative(
             "hypergradient: expected an inner or outer loss that depends on hyper, got none that "
-            "does; take it from the argument, not from a tensor that is closed over."
+            "does; take it from the argument, not from a tensor that is closed over, also by a custom "
+            "Function: pass it what its layers use."
             + (
                 " A minimum does not depend on the rule or the start that led there: for those use "
                 "method='unrolled'."

@@ -187,8 +187,15 @@ class _SecondOrder(StandInMode):
                     result = copy(*args, **kwargs)
                     if func in _RUNS_BACKWARD:
                         _report_by_hand(func, args, kwargs)
-                    return result
-        return func(*args, **kwargs)
+                graph = kwargs.get("create_graph", args[4] if len(args) > 4 else False)
+                if func is torch.autograd.grad and not graph and forward_mode_active():
+                    result = pytree.map_tensors(Tensor.detach, result)
+                return result
+        result = func(*args, **kwargs)
+        if func is torch._C._set_grad_enabled and forward_mode_active():
+            # what has no graph is a constant of forward mode too, as it is of backward
+            torch._C._set_fwd_grad_enabled(args[0])
+        return result
 
 
 def run_operator(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -269,7 +276,7 @@ def _rows() -> dict[Any, tuple[StandIn, Callable[..., Any]]]:
 def _refuse(original: Callable[..., Any], stand_in: StandIn, *args: Any, **kwargs: Any) -> Any:
     """Raises where a gradient is needed; runs the original elsewhere."""
     tensors = pytree.tensors((args, kwargs))
-    if not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
+    if not torch.is_grad_enabled() or not any(_has_graph(x) or has_tangent(x) for x in tensors):
         return original(*args, **kwargs)
     raise UnsupportedError(
         f"{stand_in.name}{in_module()}: expected an operation with a second derivative, got one "

@@ -26,7 +26,7 @@ from hoglib._core.recomputation import inside_recomputation
 from hoglib._core.source_location import frames_of, warn
 from hoglib._core.torch_internals import transforms_active, watching_functions
 from hoglib._core.torch_modes import value_checks_on, without_stand_ins
-from hoglib.errors import HoglibError, NoSecondDerivative, VerificationError
+from hoglib.errors import HoglibError, NoSecondDerivative, UnsupportedError, VerificationError
 from hoglib.stand_ins import mode
 from hoglib.stand_ins.mode import on_wrong
 from hoglib.verification import function_rules
@@ -56,6 +56,9 @@ IN_CPP = (
     "`hoglib.verify(function, inputs)` checks the function that applies it."
 )
 THIRD = "where a third derivative is taken, such as the gradient of this result, "
+# Torch's errors about tensors of another call or of a transform that is over.
+OF_ANOTHER_CALL = ("INTERNAL ASSERT", "escaped from inside", "through the graph a second time")
+KEPT = "Look for a module or global that keeps a result (`self.x = y`), or `.backward()` in a backward."
 CHANGED = "It may be in the backward of {}, which `hoglib.verify` checks."
 # What a Function changes in place that others read.
 MUTATES = {
@@ -123,7 +126,7 @@ class examined_functions:  # noqa: N801 a context manager
         try:
             self._watching.__exit__()
             if isinstance(error, Exception):
-                _explain(error, functions)
+                _explain(self._caller, error, functions)
             elif error is None:
                 self._report_wrong(functions)
         finally:
@@ -454,19 +457,28 @@ def _reads(app: Application, name: str) -> bool:
     return True
 
 
-def _explain(error: Exception, functions: AppliedFunctions) -> None:
+def _explain(caller: str, error: Exception, functions: AppliedFunctions) -> None:
     """Adds to an error which Function's backward raised it, also within that of another one, or which
-    of those that were differentiated lost the graph, and in which line."""
+    of those that were differentiated lost the graph, and in which line; raises another one for torch's
+    errors about tensors of another call."""
+    raw = not isinstance(error, HoglibError) and any(x in str(error) for x in OF_ANOTHER_CALL)
     texts = [
         RAISED.format(name=function.__qualname__, line=line)
         for function, line in dict(torch_internals.backward_lines(frames_of(error))).items()
+        if not _is_ours(function)
     ][-1:]
     if texts and "backward through the graph a second time" in str(error):
         texts[0] += " `hoglib.ops.remat` recomputes what can be differentiated again."
     for key in functions.differentiated:
-        if not texts and isinstance(error, NoSecondDerivative):
+        if not texts and (raw or isinstance(error, NoSecondDerivative)):
             verdict = functions.verdict(key)
-            texts += [verdict.text] * (verdict.status == "wrong" and verdict.second)
+            texts += [verdict.text] * (verdict.status == "wrong" and (raw or verdict.second))
+    if raw:
+        raise UnsupportedError(
+            f"{caller}: expected tensors of one call, got torch's error about one of another call, or "
+            f"of a transform that is over: {str(error).partition(' INTERNAL')[0].partition('. ')[0]}. "
+            + " ".join(texts or [KEPT])
+        ) from error
     if not texts and functions.in_cpp and isinstance(error, NoSecondDerivative):
         texts = [IN_CPP.format(", ".join(sorted(functions.in_cpp)))]
     names = [

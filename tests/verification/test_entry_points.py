@@ -1119,6 +1119,74 @@ class InPlaceInBackward(Cube):
         return grad
 
 
+class CallsAgain(Function):
+    """Its backward runs the layer again, and leaves the gradients of it in .grad."""
+
+    @staticmethod
+    def forward(ctx, x, layer):
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        return layer(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            ctx.layer(x).backward(g)
+        return x.grad, None
+
+
+class Again(nn.Linear):
+    def forward(self, x):
+        return CallsAgain.apply(x, super().forward)
+
+
+SCALES = {}
+
+
+class Kept(nn.Linear):
+    """Keeps in a global what it made at first."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y * SCALES.setdefault(0, y.cos().mean())
+
+
+def _again(kind, memory=None, mode="auto"):
+    SCALES.clear()
+    model, xs = nn.Sequential(nn.Linear(3, 3), kind(3, 3)), torch.randn(2, 4, 3)
+    if memory:
+        options = {"inner_lr": 0.1, "inner_steps": 2, "memory": memory, "over_tasks": "loop"}
+        return lambda: hog.MAML(model, F.mse_loss, **options).loss(((xs, xs), (xs, xs)))
+    loss, params = hog.functional_loss(model, F.mse_loss), hog.trainable_params(model)
+    return lambda: [hog.hvp(loss, params, params, (xs[0], xs[0]), mode=mode) for _ in range(2)]
+
+
+def _trained():
+    model, xs = nn.Sequential(nn.Linear(3, 3), Again(3, 3)), torch.randn(4, 3)
+    loss, params = hog.functional_loss(model, F.mse_loss), hog.trainable_params(model)
+    decay = lambda p, h: loss(p, (xs, xs)) + h * sum(q.square().sum() for q in p.values())  # noqa: E731
+    outer, h = lambda p, h: loss(p, (xs, xs)), torch.tensor(0.1)
+    return lambda: meta.hypergradient(outer, decay, params, h, rule=meta.sgd(0.1), steps=2)
+
+
+ANOTHERS = {
+    "MAML, remat": (lambda: _again(Again, "remat"), "MAML: .*CallsAgain is wrong: .*accumulates into"),
+    "MAML, checkpoint": (lambda: _again(Again, "checkpoint"), "MAML: .*CallsAgain is wrong"),
+    "hypergradient": (_trained, "hypergradient: .*another call.*backward of CallsAgain raised it"),
+    "kept, forward": (lambda: _again(Kept, mode="forward-over-reverse"), r"hvp: .*another call.*keeps a result"),
+}  # fmt: skip
+
+
+@rows("name", ANOTHERS)
+def test_torchs_errors_about_tensors_of_another_call_are_explained(name):
+    call, words = ANOTHERS[name]
+    with pytest.raises(UnsupportedError, match=f"(?s){words}") as raised:
+        call()()
+    assert "INTERNAL ASSERT" not in str(raised.value)
+
+
 @pytest.mark.parametrize("name", ["hvp", "MAML", "hypergradient"])
 def test_what_raises_in_a_backward_is_named(name):
     with pytest.raises(AssertionError) as raised:
