@@ -8,7 +8,7 @@ BENCH ?= --jobs 2 # options of python -m experiments.benchmarks
 OPINFO ?= # options of python -m tests.test_opinfo: --only sin atan2, --samples 6 of each, --resume
 
 .DEFAULT_GOAL := help
-.PHONY: help run gan smoke bench bench-full test test-full opinfo size docs docs-serve clean
+.PHONY: help run gan smoke bench bench-full test test-full test-device opinfo size docs docs-serve clean
 .DELETE_ON_ERROR:
 
 help:
@@ -20,6 +20,7 @@ help:
 	@echo "make test   lint, format check, types, tests"
 	@echo "make test-full  the same with all cases of each test; twice as long"
 	@echo "make opinfo  torch's own samples of its operators through every derivative; half an hour on two cores"
+	@echo "make test-device  the tests of a GPU, on a simulated one"
 	@echo "make size   lines of code of hoglib, experiments and tests, by package"
 	@echo "make docs   the documentation site, in build/site; a broken link or reference is an error"
 	@echo "make docs-serve  the same at http://127.0.0.1:8000, built again when a page changes"
@@ -70,6 +71,9 @@ test-full: test
 
 opinfo: $(READY)
 	@$(PY) -m tests.test_opinfo $(OPINFO)
+
+test-device: $(READY)
+	@$(PY) -m pytest -p tests.device.plugin -p no:cacheprovider -m gpu -q tests
 
 size: $(READY)
 	@$(PY) -m tests.size

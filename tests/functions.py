@@ -1,8 +1,44 @@
 """Toy custom Functions of the tests: right ones, and one for each common mistake."""
 
+import inspect
+
 import numpy as np
 import torch
 from torch.autograd.function import once_differentiable
+
+
+def saving_inputs(function):
+    """A `forward` that saves its inputs and returns the function of them."""
+
+    def forward(ctx, *inputs):
+        ctx.save_for_backward(*inputs)
+        return function(*inputs)
+
+    ctx = inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = inspect.signature(function).parameters.values()
+    forward.__signature__ = inspect.Signature([ctx, *names])
+    return staticmethod(forward)
+
+
+def made(name, value, gradient):
+    """A Function of value(*inputs), which saves its inputs, and gradient(g, *inputs)."""
+
+    def backward(ctx, g):
+        return gradient(g, *ctx.saved_tensors)
+
+    rules = {"forward": saving_inputs(value), "backward": staticmethod(backward)}
+    return type(name, (torch.autograd.Function,), rules)
+
+
+@staticmethod
+def save_inputs(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+@staticmethod
+def save_inputs_for_both(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+    ctx.save_for_forward(*inputs)
 
 
 class Cube(torch.autograd.Function):

@@ -35,6 +35,7 @@ AMBIENT = {
 RECORDS = {
     "_core.torch_library._FUNCTIONS": "an operator has one Function, by which verdicts are kept",
     "_core.torch_library._BY_LIBRARY": "the Function of an operator is found by a call, once",
+    "_core.device_reads._READS": "a check reads a device's values one call later",
     "_core.recomputation._compilers": "what stands above registers itself, since imports run downward",
     "_core.source_location._WARNED": "a warning is given once",
     "_core.swap._CLAIMED": "two threads that swap one model's parameters: an error",
@@ -52,6 +53,7 @@ RECORDS = {
     "penalties.distributed._HELD": "how many penalties keep a module's parameters gathered",
     "penalties.module.KINDS": "each penalty registers itself where it is defined",
     "verification.entry_points._MUTATING": "which Functions have to be watched each time",
+    "verification.entry_points._KEEPING": "Functions that keep an argument or output on ctx, unsaved",
     "verification.entry_points._REPORTED": "a warning is given once",
     "verification.entry_points._VERDICTS": "a Function is examined once",
 }

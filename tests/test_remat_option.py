@@ -408,21 +408,6 @@ def test_penalties_are_the_same(name, compile, runs, levels):
     assert len(levels()) == (9 if compile else 0)
 
 
-def test_the_gradient_by_parameters(levels):
-    loss, params, _, batch = problem("transformer", train=False)
-    grads = [
-        torch.autograd.grad(
-            hog.penalties.parameter_gradient(loss, params, batch, **options),
-            list(params.values()),
-            allow_unused=True,
-        )
-        for options in ({}, {"remat": True}, {"remat": True, "compile": "eager"})
-    ]
-    torch.testing.assert_close(grads[1], grads[0])
-    torch.testing.assert_close(grads[2], grads[0])
-    assert levels()
-
-
 # Meta-learning
 
 

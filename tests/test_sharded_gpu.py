@@ -18,7 +18,10 @@ from tests.several_processes import found_by_each
 from tests.test_sharded_models import Critic as PlainCritic
 from tests.test_sharded_models import critic_loss, data, gathered, model, part, shard, vectors
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not dist.is_nccl_available(), reason="processes on GPUs need NCCL"),
+]
 PRODUCTS = {
     "hvp": hog.hvp,
     "hvp, remat": partial(hog.hvp, remat=["block"]),

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from hoglib._core.closures import STATE, ClosureWalker
+from hoglib._core.device_reads import DeviceRead
 from hoglib._core.pytree import tensors_in
 
 
@@ -48,7 +49,7 @@ class StateFingerprint:
         autocast = [torch.is_autocast_enabled(kind) for kind in kinds]
         versions = [t._version for t in tensors if not t.is_inference()]
         pointers = [t.data_ptr() for t in tensors]
-        numbers = sums_and_norms(tensors) if values else ()
+        numbers = [sums_and_norms(tensors)] if values else []
         return [*settings, *autocast, *pointers, *versions, *numbers]
 
 
@@ -61,7 +62,7 @@ def _held(tensor: Any) -> Tensor:
 _SETTINGS = (bool, int, float, str, type(None))
 
 
-def sums_and_norms(tensors: list[Tensor]) -> list[float]:
+def sums_and_norms(tensors: list[Tensor]) -> "Numbers":
     """The sum of each strided tensor, and the norm of those of floating point."""
     found = []
     for t in tensors:
@@ -70,20 +71,31 @@ def sums_and_norms(tensors: list[Tensor]) -> list[float]:
             found.append(t.sum())
             if t.is_floating_point():
                 found.append(torch.linalg.vector_norm(t))
-    return _read(found)
+    return Numbers(found)
 
 
-def _read(scalars: list[Tensor]) -> list[float]:
-    """The values of scalar tensors, read once for each device and dtype: a GPU waits at each read."""
-    alike: dict[Any, list[int]] = {}
-    for i, x in enumerate(scalars):
-        alike.setdefault((x.device, x.dtype), []).append(i)
-    numbers = [0.0] * len(scalars)
-    for places in alike.values():
-        together = torch.stack([scalars[i] for i in places]).to("cpu", torch.float64)
-        for i, number in zip(places, together.tolist(), strict=True):
-            numbers[i] = number
-    return numbers
+class Numbers:
+    """The values of scalar tensors, copied in one piece for each device and dtype: a GPU would wait at
+    each read, and does not wait for a copy that is read later."""
+
+    def __init__(self, scalars: list[Tensor]) -> None:
+        alike: dict[Any, list[int]] = {}
+        for i, x in enumerate(scalars):
+            alike.setdefault((x.device, x.dtype), []).append(i)
+        self._places = list(alike.values())
+        self._reads = [DeviceRead(torch.stack([scalars[i] for i in p])) for p in self._places]
+
+    def read(self) -> list[float]:
+        """The values in order."""
+        found: dict[int, float] = {}
+        for places, read in zip(self._places, self._reads, strict=True):
+            found.update(zip(places, read.numbers().double().tolist(), strict=True))
+        return [found[i] for i in range(len(found))]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Numbers) and self.read() == other.read()
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 def checksum(numbers: Sequence[float]) -> float:
@@ -95,4 +107,4 @@ def checksum(numbers: Sequence[float]) -> float:
 
 def checksum_of_tensors(tensors: Sequence[Tensor]) -> float:
     """A number that changes with each of the tensors."""
-    return checksum(sums_and_norms(list(tensors)))
+    return checksum(sums_and_norms(list(tensors)).read())

@@ -346,6 +346,19 @@ def outside_transforms(
     return function, tuple(map(first_sample, args)), by
 
 
+def under_vmap(function: type[Function], made: type[Function]) -> bool:
+    """Whether vmap maps over an application of a Function, also if its own rule applies it. made: what
+    torch made of the Function for a transform, or itself."""
+    if made is not function and "in_dims" in inspect.getclosurevars(made.forward).nonlocals:
+        return True
+    own = function.vmap is not Function.vmap
+    rule = getattr(function.vmap, "__code__", None) if own else None
+    frame: Any = sys._getframe(1) if rule is not None else None
+    while frame is not None and frame.f_code is not rule:
+        frame = frame.f_back
+    return frame is not None or _functorch.TransformType.Vmap in transform_kinds()
+
+
 def _is_differentiated(x: Tensor) -> bool:
     return x.requires_grad or _functorch.is_gradtrackingtensor(x) or has_tangent(x)
 
@@ -501,11 +514,15 @@ def custom_function(node: Any) -> type[Function] | None:
 
 
 def cpp_function(node: Any) -> str:
-    """The name of the user's `torch::autograd::Function` in C++ that a node belongs to; "" for none."""
+    """The name of the user's `torch::autograd::Function` in C++ that a node belongs to, or of the
+    user's own `torch::autograd::Node`; "" for none."""
     if type(node).__name__ != "CppFunction":  # what has no class of its own in Python
         return ""
     name: str = node.name()
-    return name.partition("CppNode<")[2].removesuffix(">")
+    _, is_function, function = name.partition("CppNode<")
+    if is_function:
+        return function.removesuffix(">")
+    return "" if name.startswith(("torch::", "Foreach")) else name  # torch's own without a class
 
 
 def backward_rule(function: type[Function]) -> Any:

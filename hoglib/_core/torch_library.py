@@ -46,7 +46,7 @@ def call_as_function(
 
     applied: applied(operator, args, kwargs) are the custom Functions that a call applies, `as_written`.
     """
-    if operator.__module__.rpartition(".")[-1] in _OWN:  # torch._ops.aten
+    if not is_users(operator):
         return None
     overload = overload_of(operator, args, kwargs)
     definition = custom_ops.OPDEFS.get(overload._schema.name)
@@ -64,6 +64,11 @@ def call_as_function(
                 _BY_LIBRARY[overload] = next(own, None)
         function = _BY_LIBRARY[overload]
     return None if function is None else (function, _flat(overload, args, kwargs))
+
+
+def is_users(operator: Any) -> bool:
+    """Whether an operator is neither torch's nor hoglib's."""
+    return operator.__module__.rpartition(".")[-1] not in _OWN  # torch._ops.aten
 
 
 def callables(name: str) -> Iterator[tuple[Any, Any]]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hoglib._core import pytree, torch_internals
+from hoglib._core.device_reads import read_late
 from hoglib.errors import (
     ArgumentIndexError,
     ArgumentTypeError,
@@ -54,7 +55,9 @@ def real(what: str, value: Any) -> Tensor:
     if value.is_complex():
         raise ArgumentTypeError(
             f"{what}: expected a real floating-point tensor, got {describe(value)}; complex numbers "
-            f"have no order. Apply it to the real and imaginary parts, `torch.view_as_real({what})`."
+            f"have no order. Apply it to the real and imaginary parts, `torch.view_as_real({what})`; "
+            "of a module by torch.nn.utils.parametrize, `register_parametrization(module, name, P())`, "
+            "P a module with forward = torch.complex and right_inverse = lambda p: (p.real, p.imag)."
         )
     return value
 
@@ -351,14 +354,26 @@ def scalar(what: str, value: Any) -> Tensor:
     return value
 
 
-def finite(what: str, values: Tensor, advice: str) -> Tensor:
-    """Checks for NaN and infinity; the message names the first values that are not finite."""
+def finite(what: str, values: Tensor, advice: str, *, late: bool = False) -> Tensor:
+    """Checks for NaN and infinity; the message names the first values that are not finite.
+
+    late: that a device is not to wait, so that the values of an earlier call may be looked at.
+    """
+    late = late and values.device.type != "cpu"
+    if late:
+        found = read_late((what, values.shape), torch.isfinite(values.detach()).all())
+        if found is None or found:
+            return values
     bad = (~torch.isfinite(values.detach())).reshape(-1).nonzero().reshape(-1).tolist()
     if bad:
         which = f" at {listing([str(i) for i in bad])} of {values.numel()}" if values.dim() else ""
         raise NonFiniteError(
             f"{what}: expected a finite number, got {values.reshape(-1)[bad[0]].item()}{which}. "
             f"{advice}"
+        )
+    if late:
+        raise NonFiniteError(
+            f"{what}: expected finite numbers, got others one call before. {advice}"
         )
     return values
 

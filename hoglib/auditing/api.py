@@ -63,10 +63,11 @@ def audit(
 
     Each route to H v is compared with central differences of the gradient, and the gradient with
     central differences of the loss, in a float64 copy and along random directions. The point is
-    perturbed by 1% of the size of the parameters, so that a zero initialization hides no fault. Where a
-    derivative is wrong or missing, every module call is checked by itself, from the model down to the
-    module whose own code loses the derivative, and there every operation. The report names the module
-    (as its parameters are named), the operation or custom Function, the source line, and what to do.
+    perturbed by 1% of the size of the parameters, so that a zero initialization hides no fault; the
+    requested routes are compared at the parameters themselves, too. Where a derivative is wrong or
+    missing, every module call is checked by itself, from the model down to the module whose own code
+    loses the derivative, and there every operation. The report names the module (as its parameters are
+    named), the operation or custom Function, the source line, and what to do.
 
     Values that the loss takes out of the graph (``detach``, ``no_grad``, ...) are held constant, as
     autograd holds them; a warning says where that changes the second derivative. Every evaluation uses
@@ -131,6 +132,16 @@ SLOW = 3e9
 # Relative change of H v below which a stopped gradient is not reported.
 STOP_GRADIENT_TOLERANCE = 1e-3
 WITHOUT = ", without stand-ins"
+UNKNOWN_AT_PARAMS = (
+    "Beside params it is right; at params it is not judged: differences of the gradient do not agree. "
+    "At a kink, a tie of a maximum or equal eigenvalues exactly there, no second derivative exists: "
+    "products take torch's value of one side, or zero."
+)
+WRONG_AT_PARAMS = (
+    "At params: {} Beside params it is right. An operation has no derivative of its own there (a norm "
+    "at 0, a tie of a maximum, a branch of torch.where), though the loss has one: write it by squares, "
+    "or by a formula for both sides, or move params."
+)
 # Largest relative difference of torch's own product from that with stand-ins, in this dtype.
 OWN_TOLERANCES = defaultdict(lambda: 0.1, {torch.float64: 1e-4})
 # Largest relative difference of a product in this dtype from the one in float64.
@@ -218,22 +229,22 @@ class _Audit:
             except Exception as error:
                 refused = format_error(error)
             else:
-                found = [loss.checker().check(one, compare=False) for one in self._requested]
-                rows = self._rows(loss)
+                rows, here = self._rows(loss), loss.checker().products
         if refused:
             text = f"not possible ({refused}); checked in its own dtype, with wider tolerances."
             with reproducible(self._problem, double=False) as loss:
                 return [Row("dtype: float64", "skip", None, text), *self._rows(loss)]
         status = {row.name: row.status for row in rows}
-        for route, result in zip(self._requested, found, strict=True):
+        for route in self._requested:
             if status[route.row] not in ("fail", "skip"):
                 # random numbers of another dtype are other numbers
-                expected = None if seen.random else result.product
+                expected = None if seen.random else here.get(route.key)
                 rows += self._own_dtype_rows(route, expected)
         return rows
 
     def _rows(self, loss: ReproducibleLoss) -> list[Row]:
-        """The gradient, then each route, then the stopped gradients."""
+        """The gradient, then each route, then the stopped gradients, beside params; then what is not
+        right at params themselves, where the loss is in the end."""
         loss.perturb()
         rows, slow = [self._row(loss, FIRST, directions=1)], loss.forward_flops() > SLOW
         for route in ROUTES:
@@ -243,7 +254,24 @@ class _Audit:
                 continue
             twice = route in self._requested and not slow
             rows.append(self._row(loss, route, directions=2 if twice else 1))
-        return [*rows, *self._stop_gradient_rows(loss)]
+        rows += self._stop_gradient_rows(loss)
+        right = {row.name for row in rows if row.status == "pass"}
+        loss.move_back()
+        for route in self._requested:
+            result = _result(loss, route, 1)
+            # what is not finite is in the row of the own dtype
+            told = result.wrong is False or result.raised or result.error != result.error
+            if route.row in right and not told:
+                rows.append(self._row_at_params(loss, route, result))
+        return rows
+
+    def _row_at_params(self, loss: ReproducibleLoss, route: Route, result: CheckResult) -> Row:
+        """What is said of a derivative that is right beside params, and not at them."""
+        row, text = Row(route.row, "warn"), UNKNOWN_AT_PARAMS
+        if result.wrong and (route is THIRD or loss.checker().is_linear()):
+            row = self._failed_row(loss, route, result, requested=True)
+            text = WRONG_AT_PARAMS.format(row.text)
+        return row._replace(name=f"{route.row}, at params", text=text)
 
     def _row(self, loss: ReproducibleLoss, route: Route, *, directions: int) -> Row:
         """One derivative; where it is wrong, the modules at fault become culprits."""

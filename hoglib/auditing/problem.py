@@ -225,7 +225,12 @@ class ReproducibleLoss:
         self._batch = map_tensors(to_double, problem.batch) if double else problem.batch
         leaves = to_double(problem.leaves) if double else problem.leaves
         self._are_complex = [x.is_complex() for x in leaves]
-        self._move_to([real(x) for x in leaves])
+        self._params = [real(x) for x in leaves]
+        self.move_back()
+
+    def move_back(self) -> None:
+        """Move to the parameters themselves."""
+        self._move_to(self._params)
 
     def _move_to(self, leaves: Vector) -> None:
         self.leaves = leaves

@@ -28,6 +28,7 @@ from hoglib._core.element_differences import random_like
 from hoglib._core.finite_differences import (
     both_sides,
     difference_quotient,
+    distance,
     gradient_function,
     steps,
 )
@@ -318,6 +319,7 @@ RIGHT = {torch.float64: 1e-5, torch.float32: 1e-2}
 CLEARLY = 10  # a wrong result is that many times further from a difference than its uncertainty
 # Largest uncertainty of a difference to call a vector wrong, to call a number wrong.
 OF_VECTOR, OF_NUMBER = 1e-2, 1e-3
+AGREE = 0.1  # relative difference below which differences along several directions or steps agree
 SHARE = 1e-3  # tensors smaller than this share of all are compared relative to all
 
 
@@ -383,6 +385,9 @@ class Checker:
             found = [pytree.dot(found, self._v)]
         elif route.quantity != "curvature":
             found = _times(found, self._scales)
+        # the second derivative is zero, of a function that is not linear everywhere
+        zero = self._dtype == torch.float64 and route.quantity == "hessian"
+        zero = zero and not any(part.any() for part in found)
         tried: list[tuple[Vector, float]] = []  # slopes, and their relative bends
         best = doubt = inf
         for step in steps("route", self._dtype):
@@ -396,7 +401,7 @@ class Checker:
                 central, one_sided = ([pytree.dot(part, w)] for part in slope)
             error = _distance(found, central, size)
             if error < RIGHT.get(self._dtype, RIGHT[torch.float32]):
-                return CheckResult(False, error)
+                return self._compare_zero(error) if zero else CheckResult(False, error)
             best, bend = min(best, error), _distance(one_sided, central, size)
             for other, other_bend in tried:
                 gap = _distance(other, central, size)
@@ -404,7 +409,31 @@ class Checker:
             if doubt < limit and best > CLEARLY * doubt:
                 return CheckResult(True, best)
             tried.append((central, bend))
-        return CheckResult(None)
+        return self._compare_zero(None) if zero else CheckResult(None)
+
+    def _compare_zero(self, error: float | None) -> CheckResult:
+        """A product of zero, to which nothing is relative. It is right if differences vanish with their
+        step, or are zero at one (`error`) and do not agree elsewhere: a branch for the surroundings of
+        one point alone, as of sin(x) / x at 0, has the derivatives of the branch."""
+        found = [self._slope("hessian", step) for step in steps("route", self._dtype)[2:]]
+        slopes = [side for slope in found if slope for side in slope]
+        size = float(pytree.norm(slopes[-2])) if len(slopes) == 2 * len(found) else 0.0
+        if size and max(distance(one, slopes[-2]) for one in slopes) < AGREE * size:
+            return CheckResult(True, 1.0)
+        vanishes = bool(size) and float(pytree.norm(slopes[0])) < 2e-2 * size
+        return (
+            CheckResult(False, error or 0.0) if vanishes or error is not None else CheckResult(None)
+        )
+
+    def is_linear(self) -> bool:
+        """Whether differences of the gradient are linear in their direction. Where they agree with each
+        other and are not, as at a tie of a maximum, there is no second derivative."""
+        step, (v, w) = steps("route", self._dtype)[2], (self._v, self._w)
+        both = [a - b for a, b in zip(v, w, strict=True)]
+        found = [self._difference("hessian", x, step) for x in (v, w, both)]
+        of_v, of_w, of_both = (slope[0] if slope else [] for slope in found)
+        apart = [a - b for a, b in zip(of_v, of_w, strict=True)]
+        return bool(apart) and _distance(of_both, apart, float(pytree.norm(of_v))) < AGREE
 
     def _slope(self, quantity: str, step: float) -> _Slope | None:
         """A slope of the function that gives a quantity; None where that raises, or where it stops a

@@ -298,9 +298,10 @@ class Batches:
                 total += (number + 1) * checksum((*fingerprint(batch), 1.0))
             if self._one or takes(number):
                 moved = to_device(batch, self.device)
-                pieces = [
-                    Piece(part, self._weight(part), self._processes.number(index + j))
-                    for j, part in enumerate(self._split(moved))
+                both = zip(self._split(moved), self._split(batch), strict=True)
+                pieces = [  # weighed where they were, since a device would wait
+                    Piece(part, self._weight(given), self._processes.number(index + j))
+                    for j, (part, given) in enumerate(both)
                 ]
                 index += len(pieces)
                 shared = self._one and self._processes.splitting
@@ -399,13 +400,20 @@ def counted_labels(batch: Any) -> dict[str, tuple[int, bool]]:
 
 def fingerprint(batch: Any) -> tuple[float, ...]:
     """For each tensor in a batch its sum, and a sum that changes with the order of the examples too."""
+    numbers = numbers_of(batch)
+    return tuple(torch.stack(numbers).tolist()) if numbers else ()
+
+
+def numbers_of(batch: Any) -> list[Tensor]:
+    """The same as scalars in float64."""
     numbers = []
     for _, x in tensors_in("", batch):
         if x.layout is torch.strided and x.numel() and x.device.type != "meta":
             x = torch.view_as_real(x) if x.is_complex() else x
             rows = x.detach().reshape(len(x) if x.dim() else 1, -1).sum(1, dtype=torch.float64)
-            numbers += [rows.sum(), rows @ torch.arange(1.0, len(rows) + 1).to(rows)]
-    return tuple(torch.stack(numbers).tolist()) if numbers else ()
+            places = torch.arange(1, len(rows) + 1, dtype=rows.dtype, device=rows.device)
+            numbers += [rows.sum(), rows @ places]
+    return numbers
 
 
 def is_batch(data: Any) -> bool:
@@ -436,7 +444,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
     """The batch with its tensors on the device."""
     tensors = pytree.tensors(batch)
     if tensors:
-        return pytree.map_tensors(lambda x: x.to(device), batch)
+        return pytree.map_tensors(lambda x: x.to(device, non_blocking=device.type != "cpu"), batch)
     return batch.to(device) if hasattr(batch, "to") else batch  # such as a batch of graphs
 
 

@@ -347,7 +347,6 @@ class DatasetSum:
         if self._names_norms:
             self._warn_of_batch_norm()
         shares: list[float] = []
-        losses: list[float] = []
         labels: list[tuple[dict[str, tuple[int, bool]], float]] = []
         whole, shared = 0.0, False
         for local, known in self._local_batches():
@@ -366,19 +365,20 @@ class DatasetSum:
                 self._determinism.record(piece, value, self.loss_of, known)
                 self._loss_dtype = value.dtype
                 shares.append(share)
-                losses.append(float(value.detach()))
             if self._splits_checked:
                 continue
             if local.shared:
                 whole, shared = float(self.loss_of(local.batch)), True
             elif len(local.pieces) > 1 and shares[first:]:
-                totals = _totals(shares[first:], losses[first:])
+                totals = _totals(shares[first:], self._determinism.losses[first:])
                 value = self.loss_of(local.batch)
                 self._check_split(float(value), totals, value.dtype, local.batch)
         self._counts = False
         self._warn_of_ignored_labels(labels)
         self._state = self._fingerprint.now()  # a forward may count its calls
-        given.totals = _totals(shares, losses)._replace(whole=whole, shared=shared)
+        given.totals = _totals(shares, self._determinism.losses)._replace(
+            whole=whole, shared=shared
+        )
 
     def _agree(self, rows: Tensor | None, changed: bool) -> None:
         """Raise in all processes that share the parameters where one multiplies other vectors."""

@@ -30,9 +30,9 @@ from hoglib._core.trust import found_once
 from hoglib.curvature.data import as_dict, is_batch, row_count, to_device
 from hoglib.curvature.fisher_metric import FisherMetric
 from hoglib.curvature.kfac_operator import KFACOperator
-from hoglib.curvature.kronecker_factors import AT_ONCE
 from hoglib.curvature.likelihood import Finding, compare_halves, example_counts, moved
 from hoglib.curvature.model_run import (
+    AT_ONCE,
     FactorOptions,
     Gradients,
     Layer,
@@ -40,6 +40,7 @@ from hoglib.curvature.model_run import (
     by_example,
     checked_run,
     is_embedding,
+    layer_gradients,
 )
 from hoglib.curvature.operators import GGNOperator
 from hoglib.curvature.optimizers import KFAC_OPTIONS, NEWTON_OPTIONS
@@ -414,7 +415,7 @@ def _products(layer: Layer, gradients: Gradients, run: ModelRun, pairs: bool) ->
     """The squared norms of the gradients of a layer, [N], or with pairs their products, [N, N]."""
     N, diagonal = run.examples, layer.layout.role.matrix == "diagonal"
     if not diagonal and not is_embedding(layer) and _by_gradients(layer, run, pairs):
-        parts = _gradients(layer, gradients, run)
+        parts = layer_gradients(layer, gradients, run)
         if pairs:
             return _products_of_rows(torch.cat([torch.cat(part, 1) for part in parts]), True)
         squares = ([_products_of_rows(rows, False) for rows in part] for part in parts)
@@ -457,6 +458,8 @@ def _by_gradients(layer: Layer, run: ModelRun, pairs: bool) -> bool:
     """
     groups, out, into = layer.layout.sizes
     T = sum(call.rows for call in layer.calls) // run.examples
+    if layer.layout.role.matrix == "elementwise":
+        return True
     if layer.layout.weight is None or (pairs and groups * (run.examples * T) ** 2 > AT_ONCE):
         return True
     return (run.examples if pairs else 1) * T * T > into * out
@@ -466,35 +469,6 @@ def _products_of_rows(rows: Tensor, pairs: bool) -> Tensor:
     if pairs:
         return rows @ rows.T
     return torch.linalg.vector_norm(rows, dim=1).square()  # holds no squares
-
-
-def _gradients(layer: Layer, gradients: Gradients, run: ModelRun) -> Iterator[list[Tensor]]:
-    """The gradients of the examples by the weight and the bias of a layer, [n, numbers] each, some at a
-    time."""
-    N = run.examples
-    groups, out, into = layer.layout.sizes
-    g = gradients.of_examples(layer, N)
-    if layer.layout.weight is None:
-        yield [g.sum(2).movedim(1, 0).flatten(1)]
-        return
-    direct = all(call.has_patches() and call.shape[0] == N for call in layer.calls)
-    inputs = [] if direct else [call.inputs().to(run.dtype) for call in layer.calls]
-    a = None if direct else by_example(layer, inputs, N)
-    size = max(1, AT_ONCE // (groups * into * out))
-    for start in range(0, N, size):
-        stop = min(start + size, N)
-        if a is None:
-            parts = [
-                call.weight_gradients(gradients.plain(call).to(run.dtype), start, stop)
-                for call in layer.calls
-            ]
-            found = torch.stack(parts).sum(0) if len(parts) > 1 else parts[0]
-        else:
-            found = (g[:, start:stop].mT @ a[:, start:stop]).movedim(1, 0)
-        rows = [found.flatten(1)]
-        if layer.layout.bias is not None:
-            rows.append(g[:, start:stop].sum(2).movedim(1, 0).flatten(1))
-        yield rows
 
 
 class NoiseScale(NamedTuple):

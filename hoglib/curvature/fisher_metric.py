@@ -214,7 +214,7 @@ class _Outputs:
                 advice = "The Fisher matrix does not exist there; look for overflow in the model."
                 validation.real(where, leaf)
                 if value_checks_on():
-                    validation.finite(where, leaf, advice)
+                    validation.finite(where, leaf, advice, late=True)
         self._places = [i for i, x in enumerate(leaves) if pytree.is_float(x)]
         if not self._places:
             raise ArgumentTypeError(
@@ -326,7 +326,7 @@ def _exact(likelihood: Likelihood, p: D.Distribution, weight: Weight, at: _Outpu
         return metric
     with likelihoods.translate_divergence_errors(q):  # some appear in the second derivative only
         for part in (*used, *metric([torch.ones_like(leaf) for leaf in own])):
-            validation.finite("KL(p || p)", part, "Its derivatives are not finite at p.")
+            validation.finite("KL(p || p)", part, "Its derivatives are not finite at p.", late=True)
     return metric
 
 
@@ -388,7 +388,7 @@ def _empirical(options: FisherMetric, loss: Any, at: _Outputs) -> Scores:
     gradient = torch.autograd.grad(value, own, allow_unused=True, materialize_grads=True)
     for part in gradient if value_checks_on() else ():
         advice = "The criterion's gradient has to exist at the outputs and targets of the batch."
-        validation.finite("dloss/doutputs", part, advice)
+        validation.finite("dloss/doutputs", part, advice, late=True)
     examples = 1 if one else own[0].shape[0]
     scores = [part.unsqueeze(0) for part in gradient]
     return Scores(scores, examples if options.reduction == "mean" else 1.0, not one)

@@ -278,8 +278,9 @@ def double_reverse(composite: CompositeLoss) -> LinearMap:
         weighted = metric(tangents, keep_graph)
         product = _transposed_product(every, own, weighted, composite.policy, keep_graph)
         if not are_adjoint(
-            vector, product, tangents, weighted, composite.problem.placement, jacobian.parts
-        ):
+            composite.problem.loss, vector, product, tangents, weighted,
+            composite.problem.placement, jacobian.parts,
+        ):  # fmt: skip
             raise detached(caller)
         return value, product
 
@@ -316,7 +317,10 @@ def forward_then_reverse(composite: CompositeLoss) -> LinearMap:
                 "mode='reverse'."
             ) from error
         ys = depending(every)
-        if not are_adjoint(vector, product, tangents, weighted, composite.problem.placement, ys):
+        if not are_adjoint(
+            composite.problem.loss, vector, product, tangents, weighted,
+            composite.problem.placement, ys,
+        ):  # fmt: skip
             raise UnsupportedError(
                 f"{caller}(mode='forward'): expected tangents and gradients that agree, <w, J v> = "
                 "<J^T w, v>, got others: scripted code loses tangents, a Function has a wrong jvp, or "

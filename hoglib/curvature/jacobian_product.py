@@ -15,6 +15,7 @@ from hoglib._core.placement import WHOLE, Placement, refuse_sharded
 from hoglib._core.problem import Options, Policy
 from hoglib._core.tolerances import TOLERANCES
 from hoglib._core.torch_modes import ActiveStandIns, value_checks_on, without_stand_ins
+from hoglib._core.trust import found_once
 from hoglib.curvature.linear_map import no_forward_mode
 from hoglib.errors import (
     ArgumentTypeError,
@@ -248,7 +249,7 @@ def by_reverse(
     if len(jacobian.unused) == len(own):
         raise _independent()
     tangents = jacobian.derivative(vector, create_graph, create_graph)
-    if not jacobian.agrees(vector, tangents):
+    if not jacobian.agrees(function, vector, tangents):
         raise detached(CALLER)
     if not create_graph:  # of the leaves made here
         values, tangents = [y.detach() for y in values], [t.detach() for t in tangents]
@@ -288,12 +289,12 @@ class TransposedJacobian:
         pairs = zip(self._every, found, strict=True)
         return [torch.zeros_like(y) if part is None else part for y, part in pairs]
 
-    def agrees(self, vector: Vector, tangents: Vector) -> bool:
-        """Whether <v, J^T u> = <J v, u>."""
+    def agrees(self, func: Any, vector: Vector, tangents: Vector) -> bool:
+        """Whether <v, J^T u> = <J v, u>; func: whose Jacobian this is."""
         pairs = zip(self._every, tangents, strict=True)
         along = [part for y, part in pairs if y.requires_grad]
         given = [vector[i] for i in self._used]
-        return are_adjoint(given, self.parts, along, self._us, graphs=self.parts)
+        return are_adjoint(func, given, self.parts, along, self._us, graphs=self.parts)
 
 
 def depending(every: Vector) -> Vector:
@@ -313,14 +314,11 @@ UNDERFLOW = 1e-30  # sums of products in float32 that are smaller say nothing
 
 
 def are_adjoint(
-    vector: Vector,
-    product: Vector,
-    tangents: Vector,
-    weighted: Vector,
-    placement: Placement = WHOLE,
-    graphs: Iterable[Tensor] = (),
-) -> bool:
-    """<v, J^T w> = <J v, w>, unless either lacks a part; this costs two inner products.
+    func: Any, vector: Vector, product: Vector, tangents: Vector, weighted: Vector,
+    placement: Placement = WHOLE, graphs: Iterable[Tensor] = (),
+) -> bool:  # fmt: skip
+    """<v, J^T w> = <J v, w>, unless either lacks a part; this costs two inner products, which a device
+    has to wait for: there only the first call of a function at these shapes is checked.
 
     graphs: tensors whose graph shows the dtypes that J and J^T are computed in.
     placement: of v and J^T w over processes, which all come to the same answer.
@@ -328,6 +326,15 @@ def are_adjoint(
     if not value_checks_on():
         return True
     sides = (vector, product), (tangents, weighted)
+    if all(x.device.type == "cpu" for x in tangents):
+        return _are_adjoint(sides, placement, graphs)
+    key = ("adjoint", *(x.shape for x in (*vector, *tangents)))
+    return found_once(func, key, lambda: _are_adjoint(sides, placement, graphs) or None) or False
+
+
+def _are_adjoint(
+    sides: tuple[tuple[Vector, Vector], ...], placement: Placement, graphs: Iterable[Tensor]
+) -> bool:
     dtypes = {x.dtype for side in sides for part in side for x in part}
     rtol = max(SINGLE, *(TOLERANCES[dtype].rtol for dtype in dtypes))
     eps = max(torch.finfo(dtype).eps for dtype in dtypes)

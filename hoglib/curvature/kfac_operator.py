@@ -79,12 +79,15 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
 
     The layers are found by the torch functions that they call, in any module: linear layers (also
     LoRA's, attention's projections, those of GPT-2, and products with a matrix), convolutions (each
-    group by itself), embeddings (always "expand", with a diagonal A; those of positions as one of each
-    example), and layer, group, RMS, instance and (in eval mode) batch norm, PReLU, and parameters that
-    features are multiplied by, or that are added to them, whose blocks are exact. A layer that is
-    called twice, or shares its weight with another, has one block, of the rows of all its calls. Any
-    other use of a parameter is refused by name. At the first batch the gradient that the layers give is
-    compared with autograd's.
+    group by itself, also transposed ones), embeddings (always "expand",
+    with a diagonal A; those of positions as one of each example), and layer, group, RMS, instance and
+    (in eval mode) batch norm, PReLU, and parameters of which functions of each element take one number
+    for a feature, or which are copied for each example, whose blocks are exact; with more dimensions
+    than that of features, as of queries, they are embeddings of which all rows are used. Where a weight
+    is a function of each element of a parameter, as W * mask, the block is the exact diagonal. A layer
+    that is called twice, or shares its weight with another, has one block, of the rows of all its
+    calls. Any other use of a parameter is refused by name. At the first batch the gradient that the
+    layers give is compared with autograd's.
 
     Args:
         loss: From `hoglib.functional_loss`, or any object with ``outputs(params, batch)`` and

@@ -30,7 +30,7 @@ InverseMethod = Literal["exact", "pi", "factors"]
 class BlockLayout(NamedTuple):
     """Which parameters a block is of. With weight and bias, the bias is the last column of V.
 
-    Of a layer that scales and shifts features (`role.matrix` is "diagonal"), V is one row.
+    Where `role.matrix` is not "kronecker", V is one row, in the order of the parameters.
     """
 
     role: Role
@@ -50,14 +50,16 @@ class BlockLayout(NamedTuple):
     @property
     def widths(self) -> list[int]:
         """How many columns of V each of the regions has."""
-        of_bias = self.role.into if self.role.matrix == "diagonal" else 1
-        return [self.role.into if one is self.weight else of_bias for one in self.regions]
+        role = self.role
+        of_bias = role.into if role.matrix == "diagonal" else 1
+        rows = role.groups * role.out if role.matrix == "elementwise" else 1
+        return [role.into * rows if one is self.weight else of_bias for one in self.regions]
 
     @property
     def sizes(self) -> tuple[int, int, int]:
         """(groups, out, into) of V."""
         groups, out = self.role.groups, self.role.out
-        if self.role.matrix == "diagonal":
+        if self.role.matrix != "kronecker":
             groups, out = 1, 1
         elif self.weight is None:  # of one group
             groups, out = 1, groups * out
@@ -68,8 +70,8 @@ class BlockLayout(NamedTuple):
         parts, (groups, out, _) = [], self.sizes
         for region, width in zip(self.regions, self.widths, strict=True):
             rows = leaves[region.leaf][:, region.start : region.stop]
-            if region is self.weight and self.role.transposed:
-                parts.append(rows.reshape(-1, groups, width, out).mT)
+            if region is self.weight and self.role.matrix == "kronecker":
+                parts.append(self.role.matrices(rows))
             else:
                 parts.append(rows.reshape(-1, groups, out, width))
         return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
@@ -78,7 +80,8 @@ class BlockLayout(NamedTuple):
         """Write V into these parameters' places of leaves."""
         for region, part in zip(self.regions, V.split(self.widths, -1), strict=True):
             target = leaves[region.leaf][:, region.start : region.stop]
-            part = part.mT if region is self.weight and self.role.transposed else part
+            if region is self.weight and self.role.matrix == "kronecker":
+                part = self.role.stored(part)
             target.copy_(part.reshape(target.shape))
 
 
@@ -131,7 +134,7 @@ class KroneckerBlock:
         """(G + d_G I)^-1 ⊗ (A + d_A I)^-1, d_A = pi sqrt(damping), d_G = sqrt(damping) / pi."""
         d_A = d_G = self.G.new_tensor(damping)
         # a block with one factor is damped as a whole
-        if self.layout.role.matrix == "diagonal":
+        if self.layout.role.matrix != "kronecker":
             return KroneckerBlock(self.layout, _inverse(self.A, d_A), self.G)
         if self.layout.weight is None:
             return KroneckerBlock(self.layout, self.A, _inverse(self.G, d_G))

@@ -25,16 +25,17 @@ from torch import Tensor
 
 from hoglib.curvature.kronecker import BlockLayout, KroneckerBlock
 from hoglib.curvature.model_run import (
+    AT_ONCE,
     Gradients,
     Layer,
     ModelRun,
     by_example,
     input_rows,
     is_embedding,
+    layer_gradients,
     mean_inputs,
 )
 
-AT_ONCE = 2**24  # numbers of examples' gradients that are held at once
 SQUARED_AT_ONCE = 2**20  # numbers of rows that are squared in one product
 PARTS, LARGE = 4, 256  # of the columns of a square, and from how many on
 
@@ -93,6 +94,10 @@ class FactorSums(BlockSums):
         waiting: dict[BlockLayout, list[Tensor]] = {layer.layout: [] for layer in run.layers}
         for gradients in run.columns():
             for layer in run.layers:
+                if layer.layout.role.matrix == "elementwise":
+                    for part, *_ in layer_gradients(layer, gradients, run):
+                        self.sums[layer.layout]["A"].add_(part.square().sum(0), alpha=share)
+                    continue
                 rows = waiting[layer.layout]
                 rows += _output_rows(layer, gradients, run, expand)
                 if sum(x.numel() for x in rows) >= SQUARED_AT_ONCE:
@@ -140,7 +145,7 @@ class FactorSums(BlockSums):
         found = []
         for layout, sums in self.sums.items():
             _mirror(sums["A"])
-            if layout.role.matrix == "diagonal":
+            if layout.role.matrix != "kronecker":
                 one = sums["A"].new_ones(1, 1, 1)
                 found.append(KroneckerBlock(layout, sums["A"].div_(divisor), one))
             else:
@@ -188,8 +193,8 @@ def _parts(total: Tensor) -> list[tuple[int, int]]:
 
 def _shapes(layout: BlockLayout) -> dict[str, tuple[int, ...]]:
     groups, out, into = layout.sizes
-    if layout.role.matrix == "diagonal":
-        return {"A": (1, into, into)}
+    if layout.role.matrix != "kronecker":
+        return {"A": (1, into, into) if layout.role.matrix == "diagonal" else (1, into)}
     # embeddings have no bias
     a = (groups, into) if layout.role.name == "embedding" else (groups, into, into)
     return {"A": a, "G": (groups, out, out), "count": ()}

@@ -3,13 +3,14 @@
     s_r = W a_r + b        for rows r: examples, and the positions of each that share the weights
 
 A `TorchFunctionMode` sees every torch call that a parameter, or some of its rows, is an argument of:
-linear maps, convolutions, embeddings and normalization are recorded, whatever module they stand in;
-what else uses a parameter is noted, to be refused by name.
+linear maps, convolutions, embeddings, normalization and functions of each element are recorded,
+whatever module they stand in; what else uses a parameter is noted, to be refused by name.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from inspect import signature
+from itertools import product
 from types import EllipsisType, FunctionType
 from typing import Any, NamedTuple, final
 
@@ -36,8 +37,9 @@ class Region(NamedTuple):
 class Role(NamedTuple):
     """What a call does with its weight.
 
-    matrix: "kronecker", or "diagonal" for layers that scale and shift each feature. groups, out, into:
-    of a weight that is `groups` matrices [out, into]. transposed: whether it is stored as [into, out].
+    matrix: "kronecker"; "diagonal" for layers that scale and shift each feature; "elementwise" for
+    those whose weight is a function of each element of the parameter. groups, out, into: of a weight
+    that is `groups` matrices [out, into]. transposed: whether each is [into / kernel, out, kernel].
     """
 
     name: str
@@ -46,6 +48,20 @@ class Role(NamedTuple):
     out: int = 1
     into: int = 1
     transposed: bool = False
+    kernel: int = 1
+
+    def matrices(self, stored: Tensor) -> Tensor:
+        """Weights as they are stored, [k, ...], as [k, groups, out, into]."""
+        if not self.transposed:
+            return stored.reshape(-1, self.groups, self.out, self.into)
+        parts = self.groups, self.into // self.kernel, self.out, self.kernel
+        return stored.reshape(-1, *parts).transpose(2, 3).flatten(3)
+
+    def stored(self, V: Tensor) -> Tensor:
+        """The inverse, [k, numbers]."""
+        if self.transposed:
+            V = V.unflatten(-1, (-1, self.kernel)).transpose(2, 3)
+        return V.flatten(1)
 
 
 @final
@@ -65,12 +81,15 @@ class LayerCall:
         self._rows_of_inputs = rows_of_inputs
         self._weight_gradients = weight_gradients
         self.rows_of_outputs = rows_of_outputs  # of a tensor like the output: [groups, rows, out]
+        self.scale = 1.0  # of the weight by the parameter
+        self.slope: Tensor | None = None  # the same, [numbers], of an elementwise one
 
     def inputs(self) -> Tensor:
         """a_r, [groups, rows, into]; of an embedding the indices [1, rows, 1]; of a normalization layer
         the normalized inputs [1, rows, into]."""
         self._check_unchanged()
-        return self._rows_of_inputs(self._x)
+        rows = self._rows_of_inputs(self._x)
+        return rows if self.scale == 1 else rows * self.scale
 
     @property
     def rows(self) -> int:
@@ -86,7 +105,7 @@ class LayerCall:
         [n, groups, out, into], from the gradients g by the outputs, in their form, without patches."""
         self._check_unchanged()
         assert self._weight_gradients is not None
-        return self._weight_gradients(self._x[start:stop], g[start:stop])
+        return self._weight_gradients(self._x[start:stop], g[start:stop]) * self.scale
 
     def by_example(self, rows: Tensor, examples: int) -> Tensor:
         """Rows [..., all, features] as [..., examples, positions, features]."""
@@ -141,6 +160,15 @@ def unlike_rows(call: LayerCall, examples: int) -> str:
     )
 
 
+class Use(NamedTuple):
+    """What a tensor is of the leaves: the rows of one, or a function of each of their elements."""
+
+    region: Region
+    tensor: Tensor  # kept alive, so that its id stays its own
+    slope: Tensor | None = None  # d tensor / d rows, [numbers]; None is 1
+    calls: Sequence[LayerCall] = ()  # as which it is data, until a layer takes it as a weight
+
+
 @final
 class LayerRecorder(TorchFunctionMode):
     """Inside, the calls that use the leaves are recorded."""
@@ -154,46 +182,92 @@ class LayerRecorder(TorchFunctionMode):
         self.others: dict[int, str] = {}  # the leaves that are used otherwise, and by what
         self._leaves = leaves
         self._numbers = {id(leaf): i for i, leaf in enumerate(leaves)}
-        self._storages = {leaf.untyped_storage().data_ptr(): i for i, leaf in enumerate(leaves)}
-        # kept alive, so that an id stays its own
-        self._views: dict[int, tuple[Region, Tensor]] = {}
+        self._derived: dict[int, Use] = {}
 
-    def region(self, tensor: Any) -> Region | None:
+    def use(self, tensor: Any) -> Use | None:
         """What a tensor is of the leaves."""
         number = self._numbers.get(id(tensor))
-        if number is not None:
-            leaf = self._leaves[number]
-            return Region(number, 0, len(leaf) if leaf.dim() else 1)
-        view = self._views.get(id(tensor))
-        return None if view is None else view[0]
+        if number is None:
+            return self._derived.get(id(tensor))
+        leaf = self._leaves[number]
+        return Use(Region(number, 0, len(leaf) if leaf.dim() else 1), leaf)
+
+    def region(self, tensor: Any) -> Region | None:
+        """The rows that it is of, or is a function of."""
+        use = self.use(tensor)
+        return None if use is None else use.region
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self.selects = self.selects or _chooses_rows(func, args)
         layer = LAYERS.get(func)
-        if layer is None:
-            if isinstance(func, FunctionType):
-                inside = without_override_check(func, _NAMES)
-                if inside is not None:
-                    with self:
-                        return inside(*args, **kwargs)
-            used = self._used(args, kwargs)
-            result = func(*args, **kwargs)
-            for region in used:
-                self._note(func, region, result)
-            return result
+        if layer is None and func not in POINTWISE and isinstance(func, FunctionType):
+            inside = without_override_check(func, _NAMES)
+            if inside is not None:
+                with self:
+                    return inside(*args, **kwargs)
         result = func(*args, **kwargs)
+        if getattr(func, "__name__", "") in CASTS:  # the others say a shape or a dtype
+            args = args[:1]
         used = self._used(args, kwargs)
-        if used and result.requires_grad:
+        if not used:
+            return result
+        calls: list[LayerCall] = []
+        if func in POINTWISE:
+            calls = self._pointwise(func, args, kwargs, result)
+        elif layer is not None and result.requires_grad:
             if func is F.embedding and self.examples > 1 and args:
                 args, result = self._of_each_example(args, result)
-            call = layer(self, result, *args, **kwargs)
-            if call is None or {*used} != {call.weight, call.bias} - {None}:
-                for region in used:
-                    self._note(func, region, result)
-            else:
-                self.calls.append(call)
+            calls = self._rescaled(layer(self, result, *args, **kwargs), used)
+        known = {region for call in calls for region in (call.weight, call.bias)}
+        for use in used:  # what is taken as a parameter is no data
+            if use.region in known:
+                self.calls = [call for call in self.calls if call not in use.calls]
+        given = {use.region for use in used if not use.calls}
+        if id(result) in self._derived or (calls and given <= known):
+            self.calls += calls
+        else:
+            self._note(func, used, result)
         return result
+
+    def _pointwise(self, func: Any, args: Any, kwargs: Any, result: Tensor) -> list[LayerCall]:
+        """The calls of a function of each element, or of one that copies: for each parameter, by its
+        derivative there. A result of its size is a function of it, where the others are constants."""
+        name = func.__name__.strip("_")
+        uses = {i: use for i, x in enumerate(args) if (use := self.use(x)) is not None}
+        uses = {i: use for i, use in uses.items() if not use.calls} or uses
+        others = [x for i, x in enumerate(args) if isinstance(x, Tensor) and i not in uses]
+        calls: list[LayerCall] = []
+        for i, use in uses.items() if result.requires_grad else ():
+            shape = args[i].shape
+            slope = None if use.slope is None else use.slope.view(shape)
+            if name not in CASTS and (name not in ADDS or kwargs.get("alpha")):
+                here = _slope(func, args, kwargs, i, result)
+                slope = here if slope is None else here * slope
+            alike, own = result.numel() == shape.numel(), []
+            if (others or name in COPIES) and not (use.calls and alike):
+                own = _copies(name, use.region, shape, slope, result)
+            if alike and len(uses) == 1 and not any(x.requires_grad for x in others):
+                flat = None if slope is None else slope.expand(result.shape).reshape(-1)
+                self._derived[id(result)] = Use(use.region, result, flat, [*use.calls, *own])
+            calls += own
+        return calls
+
+    def _rescaled(self, call: LayerCall | None, used: Sequence[Use]) -> list[LayerCall]:
+        """The call of a layer whose weight is a function of each element of a parameter; none where the
+        layer has no rule for that."""
+        if call is None:
+            return []
+        uses = {use.region: use for use in used if use.region in (call.weight, call.bias)}
+        slope = uses[call.weight].slope if call.weight else None
+        differs = slope is not None and not bool((slope == slope[0]).all())
+        known = slope is None or call.role.name != "embedding"
+        known = known and (call.role.matrix == "kronecker" or not differs)
+        if differs and known:
+            call.slope, call.role = slope, call.role._replace(matrix="elementwise")
+        elif slope is not None:
+            call.scale = float(slope[0])
+        return [call] if known and not (call.bias and uses[call.bias].slope is not None) else []
 
     def _of_each_example(self, args: Any, result: Tensor) -> tuple[Any, Tensor]:
         """Indices [1, T] or [T], as of positions, and their rows, once for each example: the gradients
@@ -207,44 +281,47 @@ class LayerRecorder(TorchFunctionMode):
         each = (self.examples, *indices.shape[1:])
         return (indices.expand(each), *rest), result.expand(*each, result.shape[-1])
 
-    def _used(self, args: Any, kwargs: Any) -> list[Region]:
+    def _used(self, args: Any, kwargs: Any) -> list[Use]:
         found = []
         for x in (*args, *kwargs.values()):
             for part in x if isinstance(x, list | tuple) else (x,):
-                region = self.region(part) if isinstance(part, Tensor) else None
-                if region is not None:
-                    found.append(region)
+                use = self.use(part) if isinstance(part, Tensor) else None
+                if use is not None:
+                    found.append(use)
         return found
 
-    def _note(self, func: Any, region: Region, result: Any) -> None:
-        """Keep views of whole rows; note another use of a parameter."""
+    def _note(self, func: Any, used: Sequence[Use], result: Any) -> None:
+        """Keep views of whole rows, in their order; note another use of a parameter."""
         parts = result if isinstance(result, list | tuple) else [result]
-        for part in parts:
-            if not (isinstance(part, Tensor) and part.requires_grad) or self.region(part):
+        for use, part in product(used, parts):
+            if not (isinstance(part, Tensor) and part.requires_grad) or self.use(part):
                 continue
-            rows = self._rows(part)
-            if rows is None:
+            view = _view(use, part)
+            if view is not None:
+                self._derived[id(part)] = view
+            elif not use.calls:
                 name = getattr(func, "__name__", str(func)) + in_module()
-                self.others.setdefault(region.leaf, name)
-            else:
-                self._views[id(part)] = rows, part
+                self.others.setdefault(use.region.leaf, name)
 
-    def _rows(self, view: Tensor) -> Region | None:
-        """The rows that a view consists of, if it does."""
-        number = self._storages.get(view.untyped_storage().data_ptr())
-        if number is None or not view.dim():
-            return None
-        leaf = self._leaves[number]
-        if view.shape[1:] != leaf.shape[1:] or view.stride() != leaf.stride():
-            return None
-        start = (view.storage_offset() - leaf.storage_offset()) // max(leaf.stride(0), 1)
-        return Region(number, start, start + len(view))
+
+def _view(use: Use, part: Tensor) -> Use | None:
+    """A view that consists of whole rows."""
+    (leaf, first, stop), whole, slope, calls = use
+    row, at = whole.numel() // max(stop - first, 1), part.storage_offset() - whole.storage_offset()
+    same = part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+    flat = part.is_contiguous() and whole.is_contiguous()
+    ordered = same and (flat or part.stride() == whole.stride())
+    if not (ordered and row and part.numel() % row == 0 == at % row):
+        return None
+    first, count = first + at // row, part.numel() // row
+    slope = None if slope is None else slope[at : at + part.numel()]
+    return Use(Region(leaf, first, first + count), part, slope, calls)
 
 
 def _linear(
     recorder: LayerRecorder, output: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> LayerCall:  # fmt: skip
-    role = Role("linear", "kronecker", 1, weight.shape[0], weight.shape[1])
+    role = Role("linear", "kronecker", 1, *weight.shape)
     places = recorder.region(weight), recorder.region(bias)
     return LayerCall(role, *places, input, output, _flat, _flat)
 
@@ -265,49 +342,57 @@ def _matmul(
     recorder: LayerRecorder, output: Tensor, input: Tensor, other: Tensor
 ) -> LayerCall | None:
     """input other, with a matrix as a parameter."""
-    if recorder.region(other) is None or recorder.region(input) is not None or other.dim() != 2:
+    use = recorder.use(input)
+    if recorder.use(other) is None or (use and not use.calls) or other.dim() != 2:
         return None
     role = Role("matmul", "kronecker", 1, other.shape[1], other.shape[0], transposed=True)
     return LayerCall(role, recorder.region(other), None, input, output, _flat, _flat)
 
 
-def _elementwise(name: str) -> Callable[..., LayerCall | None]:
-    """Features times a parameter, as RMS norms of language models have it, or plus one."""
-
-    def layer(
-        recorder: LayerRecorder, output: Tensor, input: Any, other: Any, *, alpha: float = 1
-    ) -> LayerCall | None:
-        found = _features(recorder, output, input, other)
-        if found is None or alpha != 1:
-            return None
-        parameter, x, rows = found
-        shape, region = output.shape, recorder.region(parameter)
-        weight, bias = (None, region) if name == "add" else (region, None)
-        role = _diagonal(name, parameter)
-        return LayerCall(role, weight, bias, x, output, lambda x: rows(x.expand(shape)), rows)
-
-    return layer
+def _slope(func: Any, args: Any, kwargs: Any, i: int, result: Tensor) -> Any:
+    """d result / d argument i, element by element."""
+    if func.__name__.strip("_") in ("mul", "rmul") and isinstance(args[1 - i], Tensor):
+        return args[1 - i].detach()
+    given = [x.detach() if isinstance(x, Tensor) else x for x in args]
+    given[i] = given[i].expand(result.shape).requires_grad_()
+    with torch.enable_grad():
+        y = func(*given, **kwargs)
+    return torch.autograd.grad(y, given[i], torch.ones_like(y))[0]
 
 
 def _diagonal(name: str, parameter: Tensor) -> Role:
     return Role(name, "diagonal", 1, parameter.numel(), parameter.numel())
 
 
-def _features(
-    recorder: LayerRecorder, output: Tensor, input: Any, other: Any
-) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]] | None:
-    """A parameter with a number for each feature, the other tensor, and the rows of one like the
-    output; None where it has no such dimension, or more than one."""
-    parameter, x = (input, other) if recorder.region(input) is not None else (other, input)
-    if not isinstance(x, Tensor) or recorder.region(x) is not None:
-        return None
-    size = parameter.numel()
-    wide = [d for d in range(-parameter.dim(), 0) if parameter.shape[d] > 1]
-    if len(wide) > 1:
-        return None
-    if not wide:
-        return parameter, x, lambda t: t.reshape(1, -1, 1)
-    return parameter, x, lambda t: t.movedim(wide[0], -1).reshape(1, -1, size)
+def _copies(
+    name: str, region: Region, shape: torch.Size, slope: Tensor | None, output: Tensor
+) -> list[LayerCall]:
+    """The call of a parameter that is broadcast or copied to the output, with this derivative. With one
+    dimension it has a number for each feature; with more, the last one are features, and the others
+    are positions, as of an embedding that is called with all of them."""
+    full = (*(1,) * (output.dim() - len(shape)), *shape)
+    sizes = [(of // own, own) for of, own in zip(output.shape, full, strict=True)]
+    wide = [own for own in full if own > 1]
+    features = wide[-1] if wide else 1
+    order = [*range(0, 2 * len(sizes), 2), *range(1, 2 * len(sizes), 2)]
+
+    def rows(t: Tensor) -> Tensor:
+        t = t.reshape([n for pair in sizes for n in pair]).permute(order)
+        return t.reshape(1, -1, features)
+
+    if len(wide) < 2:
+        role = Role("add" if slope is None else "mul", "diagonal", 1, features, features)
+        weight, bias = (None, region) if slope is None else (region, None)
+        x = output.new_ones(()) if slope is None else slope
+        shape = output.shape
+        return [LayerCall(role, weight, bias, x, output, lambda x: rows(x.expand(shape)), rows)]
+    positions = shape.numel() // features
+    at = torch.arange(positions, device=output.device)
+    role = Role("embedding", "kronecker", 1, features, positions, transposed=True)
+    count = output.numel() // shape.numel()
+    indices = lambda x: x.repeat(count).view(1, -1, 1)  # noqa: E731
+    scaled = rows if slope is None else lambda t: rows(t * slope)
+    return [LayerCall(role, region, None, at, output, indices, scaled)]
 
 
 def _prelu(
@@ -342,20 +427,7 @@ def _convolution(
     else:
         pads = [(p, p) for p in _each(padding, spatial)]
 
-    def patches(x: Tensor) -> Tensor:
-        x = x if x.dim() == spatial + 2 else x.unsqueeze(0)
-        x = F.pad(x, [p for pair in reversed(pads) for p in pair])
-        for d in range(spatial):
-            x = x.unfold(2 + d, dilation[d] * (kernel[d] - 1) + 1, stride[d])[..., :: dilation[d]]
-        # [N, channels, positions..., kernel...] to [groups, N positions, channels of one kernel...]
-        x = x.unflatten(1, (groups, -1)).movedim(1, 0)
-        x = x.movedim(2, 2 + spatial)
-        return x.reshape(groups, -1, weight.shape[1] * kernel.numel())
-
-    def rows(gradient: Tensor) -> Tensor:
-        g = gradient if gradient.dim() == spatial + 2 else gradient.unsqueeze(0)
-        g = g.unflatten(1, (groups, -1)).movedim(1, 0).movedim(2, -1)
-        return g.reshape(groups, -1, g.shape[-1])
+    patches = lambda x: _patches(x, kernel, stride, dilation, pads, groups)  # noqa: E731
 
     def weight_gradients(x: Tensor, gradient: Tensor) -> Tensor:
         x = F.pad(x, [p for pair in reversed(pads) for p in pair]).to(gradient)
@@ -371,7 +443,57 @@ def _convolution(
     role = Role(f"conv{spatial}d", "kronecker", groups, weight.shape[0] // groups, into)
     places = recorder.region(weight), recorder.region(bias)
     direct = weight_gradients if input.dim() == spatial + 2 else None
+    rows = partial(_channel_rows, spatial=spatial, groups=groups)
     return LayerCall(role, *places, input, output, patches, rows, direct)
+
+
+def _conv_transpose(
+    recorder: LayerRecorder, output: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None,
+    stride: Any = 1, padding: Any = 0, output_padding: Any = 0, groups: int = 1, dilation: Any = 1,
+) -> LayerCall:  # fmt: skip
+    """The convolution, by the mirrored kernel, of inputs with zeros between them."""
+    spatial, kernel = weight.dim() - 2, weight.shape[2:]
+    stride, dilation = _each(stride, spatial), _each(dilation, spatial)
+    more = zip(
+        _each(padding, spatial), _each(output_padding, spatial), dilation, kernel, strict=True
+    )
+    pads = [(d * (k - 1) - p, d * (k - 1) - p + o) for p, o, d, k in more]
+
+    ones = (1,) * spatial
+    patches = lambda x: _patches(x, kernel, ones, dilation, pads, groups, stride)  # noqa: E731
+    into = weight.shape[0] // groups * kernel.numel()
+    name = f"conv_transpose{spatial}d"
+    role = Role(name, "kronecker", groups, weight.shape[1], into, True, kernel.numel())
+    places = recorder.region(weight), recorder.region(bias)
+    rows = partial(_channel_rows, spatial=spatial, groups=groups)
+    return LayerCall(role, *places, input, output, patches, rows)
+
+
+def _patches(
+    x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int], pads: Any,
+    groups: int, apart: Sequence[int] = (),
+) -> Tensor:  # fmt: skip
+    """What each position sees, [groups, N positions, channels of one kernel...]. apart: of a mirrored
+    kernel, the distances between inputs, with zeros there."""
+    spatial = len(kernel)
+    x = x if x.dim() == spatial + 2 else x.unsqueeze(0)
+    if apart:
+        given, sizes = x, [(n - 1) * s + 1 for n, s in zip(x.shape[2:], apart, strict=True)]
+        x = x.new_zeros(*x.shape[:2], *sizes)
+        x[(slice(None), slice(None), *(slice(None, None, s) for s in apart))] = given
+    x = F.pad(x, [p for pair in reversed(pads) for p in pair])
+    for d, k in enumerate(kernel):
+        x = x.unfold(2 + d, dilation[d] * (k - 1) + 1, stride[d])[..., :: dilation[d]]
+    x = x.flip([*range(-spatial, 0)]) if apart else x
+    x = x.unflatten(1, (groups, -1)).movedim(1, 0).movedim(2, 2 + spatial)
+    return x.reshape(groups, x.shape[1 : 2 + spatial].numel(), -1)
+
+
+def _channel_rows(gradient: Tensor, spatial: int, groups: int) -> Tensor:
+    """The rows [groups, N positions, channels] of a tensor like the output."""
+    g = gradient if gradient.dim() == spatial + 2 else gradient.unsqueeze(0)
+    g = g.unflatten(1, (groups, -1)).movedim(1, 0).movedim(2, -1)
+    return g.reshape(groups, -1, g.shape[-1])
 
 
 def _each(value: Any, count: int) -> tuple[int, ...]:
@@ -398,18 +520,20 @@ def _embedding(
 
 def _normalization(
     function: Callable[..., Tensor], rows_of: Callable[[dict[str, Any]], Callable[[Tensor], Tensor]]
-) -> Callable[..., LayerCall]:
+) -> Callable[..., LayerCall | None]:
     """Of a layer that normalizes, scales by weight and shifts by bias.
 
     rows_of: how the rows of a tensor like the output follow from the other arguments.
     """
     known = signature(function)
 
-    def layer(recorder: LayerRecorder, output: Tensor, *args: Any, **kwargs: Any) -> LayerCall:
+    def layer(recorder: LayerRecorder, output: Tensor, *args: Any, **kwargs: Any) -> Any:
         bound = known.bind(*args, **kwargs)
         bound.apply_defaults()
         given = bound.arguments
         x, weight, bias = given.pop("input"), given.pop("weight"), given.pop("bias", None)
+        if weight is None and bias is None:
+            return None
         if given.get("training") or given.get("use_input_stats"):
             given.update(running_mean=None, running_var=None)  # they have moved already
         normalized, rows = partial(function, **given), rows_of(given)
@@ -435,6 +559,8 @@ LAYERS: dict[Any, Callable[..., LayerCall | None]] = {
     torch.addmm: _addmm,
     torch.conv1d: _convolution, torch.conv2d: _convolution, torch.conv3d: _convolution,
     F.conv1d: _convolution, F.conv2d: _convolution, F.conv3d: _convolution,
+    torch.conv_transpose1d: _conv_transpose, torch.conv_transpose2d: _conv_transpose,
+    torch.conv_transpose3d: _conv_transpose,
     F.embedding: _embedding,
     **{norm: _normalization(norm, _last) for norm in (F.layer_norm, F.rms_norm)},
     **{
@@ -442,8 +568,19 @@ LAYERS: dict[Any, Callable[..., LayerCall | None]] = {
         for norm in (F.group_norm, F.batch_norm, F.instance_norm)
     },
     **dict.fromkeys((torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__), _matmul),
-    **dict.fromkeys((torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__), _elementwise("mul")),
-    **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__), _elementwise("add")),
     torch.prelu: _prelu,
 }  # fmt: skip
-_NAMES = frozenset(func.__name__ for func in LAYERS)
+COPIES = frozenset({"broadcast_to", "expand", "expand_as", "repeat", "tile"})
+CASTS = COPIES | {"bfloat16", "clone", "contiguous", "double", "float", "half", "to", "type_as"}
+ADDS = {"add", "add_", "iadd", "radd"}  # whose derivative is 1, as that of copies and casts
+_OTHERS = {
+    "abs", "addcdiv", "addcmul", "clamp", "cos", "div", "exp", "expm1", "lerp", "log", "log1p", "mul",
+    "neg", "pow", "reciprocal", "relu", "rmul", "rpow", "rsqrt", "rsub", "rtruediv", "sigmoid", "sin",
+    "softplus", "sqrt", "square", "sub", "tanh", "true_divide", "truediv", "where",
+}  # fmt: skip
+POINTWISE = {
+    getattr(owner, form)
+    for name in CASTS | ADDS | _OTHERS for owner in (torch, Tensor, F) for form in (name, f"__{name}__")
+    if hasattr(owner, form)
+}  # fmt: skip
+_NAMES = frozenset({"add", "mul", *(func.__name__ for func in LAYERS)})

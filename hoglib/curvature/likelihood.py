@@ -23,12 +23,13 @@ from hoglib import nn as hog_nn
 from hoglib import ops
 from hoglib._core import pytree, validation
 from hoglib._core.autograd import Vector
+from hoglib._core.device_reads import read_late
 from hoglib._core.logger import LOGGER
 from hoglib._core.pytree import tensors_in
 from hoglib._core.state import draw_from, generator_state, preserve_random_state
 from hoglib._core.torch_internals import tracing
 from hoglib._core.torch_modes import value_checks_on
-from hoglib._core.trust import DERIVATIVES, SUMS, Rule, agree
+from hoglib._core.trust import DERIVATIVES, SUMS, Rule, agree, found_once
 from hoglib.curvature.data import row_count, rows_of
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, NonFiniteError, UnsupportedError
 
@@ -55,20 +56,21 @@ def class_axis(f: Tensor) -> int:
     return min(f.dim() - 1, 1)
 
 
-def _validate_args() -> bool | None:
-    """Torch's default; but False while a graph is captured, which has no values to validate."""
-    return None if value_checks_on() else False
+def _validate_args(f: Tensor) -> bool | None:
+    """Torch's default; but False while a graph is captured, which has no values to validate, and on a
+    device, which would wait: outputs are checked once, together."""
+    return None if value_checks_on() and f.device.type == "cpu" else False
 
 
 def _normal(f: Tensor, scale: float) -> D.Distribution:
-    return D.Normal(f, scale, validate_args=_validate_args())
+    return D.Normal(f, scale, validate_args=_validate_args(f))
 
 
 def _categorical(axis_of: Callable[[Tensor], int]) -> Family:
     """The family of logits f whose classes are in dimension axis_of(f)."""
 
     def distribution(f: Tensor) -> D.Distribution:
-        return D.Categorical(logits=f.movedim(axis_of(f), -1), validate_args=_validate_args())
+        return D.Categorical(logits=f.movedim(axis_of(f), -1), validate_args=_validate_args(f))
 
     def information(f: Tensor, u: Tensor) -> Tensor:
         """(diag(p) - p p^T) u, as p (u - p.u), which does not cancel."""
@@ -89,13 +91,13 @@ def _categorical(axis_of: Callable[[Tensor], int]) -> Family:
 FAMILIES: dict[str, Family] = {
     "categorical": _categorical(class_axis),
     "bernoulli": Family(
-        lambda f: D.Bernoulli(logits=f, validate_args=_validate_args()),
+        lambda f: D.Bernoulli(logits=f, validate_args=_validate_args(f)),
         lambda f, u: f.sigmoid() * (-f).sigmoid() * u,
         lambda f, y: f.sigmoid() - y,
     ),
     "gaussian": Family(lambda f: _normal(f, 1.0), lambda f, u: u.clone(), lambda f, y: f - y),
     "poisson": Family(
-        lambda f: D.Poisson(f.exp(), validate_args=_validate_args()),
+        lambda f: D.Poisson(f.exp(), validate_args=_validate_args(f)),
         lambda f, u: f.exp() * u,
         lambda f, y: f.exp() - y,
     ),
@@ -237,8 +239,13 @@ def weight(likelihood: Likelihood, p: D.Distribution, reduction: str) -> Weight:
     counted = likelihood.counted
     if counted is not None and reduction == "mean" and not value_checks_on():
         return counted.sum(dtype=torch.float64).reciprocal()
-    total = p.batch_shape.numel() if counted is None else int(counted.sum())
-    if total == 0 and reduction == "mean":
+    total: Any = p.batch_shape.numel()
+    known = total
+    if counted is not None:  # on a device a tensor, for which nothing waits
+        total = counted.sum(dtype=torch.float64)
+        known = read_late(("terms", counted.shape), total)
+        total = total if counted.device.type != "cpu" else float(total)
+    if reduction == "mean" and known is not None and known == 0:
         raise ArgumentValueError(
             "outputs: expected at least one term of the loss, got none "
             + ("" if counted is None else "(every target is ignore_index) ")
@@ -299,13 +306,22 @@ def example_counts(loss: Any, batch: Any) -> Tensor | None:
     options = _all_options(loss.user_criterion)
     if len(target) != count or options.get("reduction", "mean") != "mean":
         return None
-    each = torch.ones(target.shape, dtype=torch.float64)
-    if row.family.classes and not target.is_floating_point():
-        kept = (target != options.get("ignore_index", -100)).cpu()
-        each, weights = kept.double(), options.get("weight")
+    if not row.family.classes or target.is_floating_point():
+        return torch.ones(target.shape, dtype=torch.float64).reshape(count, -1).sum(1)
+    ignored, weights = options.get("ignore_index", -100), options.get("weight")
+
+    def counts() -> Tensor:
+        own = target.cpu()
+        kept = own != ignored
+        each = kept.double()
         if weights is not None:
-            each *= weights.detach().cpu().double()[target.cpu().where(kept, 0)]
-    return each.reshape(count, -1).sum(1)
+            each *= weights.detach().cpu().double()[own.where(kept, 0)]
+        return each.reshape(count, -1).sum(1)
+
+    if target.device.type == "cpu" or target.is_inference():
+        return counts()
+    key = ("counts", target._version, ignored, id(weights), getattr(weights, "_version", 0))
+    return found_once(target, key, counts)  # a device would wait in each pass
 
 
 # what each batch of a mean counts: as the loss does, terms of a given distribution, or examples
@@ -513,7 +529,7 @@ def scores(q: D.Distribution, samples: Tensor, own: Vector) -> tuple[Vector, boo
         advice = (
             "Use a named likelihood, which is in closed form, or bound the outputs of the model."
         )
-        validation.finite("the gradient of log p at a sample", part, advice)
+        validation.finite("the gradient of log p at a sample", part, advice, late=True)
     examples = q.batch_shape[:1]
     if not examples or not examples[0] or any(leaf.shape[:1] != examples for leaf in own):
         return stacked, False

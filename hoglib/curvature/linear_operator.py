@@ -552,7 +552,8 @@ class LinearOperator(ABC):
             T, V = estimates.tridiagonal(self.apply, start, count, self.space)
             theta, S = symmetric_eigen(T)
             present = S[:, 0].square() > torch.finfo(T.dtype).eps ** 2  # of others no part is in b
-            values = validation.of_eigenvalues(function, theta, present & (size > 0))
+            here = present & (size > 0).to(present.device)
+            values = validation.of_eigenvalues(function, theta, here)
             weights = torch.einsum("sij,sj,sj->si", S, values, S[:, 0]).to(V)
             found = size * torch.einsum("snp,sn->sp", V, weights)
             return rebuild(torch.where(size > 0, found, 0))

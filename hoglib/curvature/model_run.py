@@ -37,10 +37,12 @@ from hoglib._core.validation import listing
 from hoglib.curvature.data import first_examples, row_count
 from hoglib.curvature.fisher_metric import FisherMetric, columns, examples_of
 from hoglib.curvature.gauss_newton import CompositeLoss
-from hoglib.curvature.kronecker import BlockLayout
+from hoglib.curvature.kronecker import BlockLayout, _given
 from hoglib.curvature.layer_calls import LayerCall, LayerRecorder, Region, unlike_rows
 from hoglib.curvature.vector_space import Space
 from hoglib.errors import NoSecondDerivative, UnsupportedError
+
+AT_ONCE = 2**24  # numbers of examples' gradients that are held at once
 
 
 class Layer(NamedTuple):
@@ -127,9 +129,10 @@ def is_embedding(layer: Layer) -> bool:
 def summed_gradient(layer: Layer, gradients: Gradients, dtype: torch.dtype) -> Tensor:
     """The gradient by V, summed over all rows."""
     _, out, into = layer.layout.sizes
+    role = layer.layout.role
     total: Tensor | None = None
     for call, rows in zip(layer.calls, gradients.rows(layer), strict=True):
-        if layer.layout.role.matrix == "diagonal":
+        if role.matrix == "diagonal":
             part = rows.sum(0).reshape(1, 1, -1)
         elif is_embedding(layer):
             at, g = call.inputs()[0, :, 0], rows[0]
@@ -142,6 +145,9 @@ def summed_gradient(layer: Layer, gradients: Gradients, dtype: torch.dtype) -> T
                 part = torch.cat([part, rows.sum(1).unsqueeze(-1)], -1)
         else:
             part = rows.mT @ input_rows(layer, call, dtype)
+        if role.matrix == "elementwise":
+            # whose calls have one slope: others are seen, as the gradient is not autograd's then
+            part = (role.stored(part.unsqueeze(0)) * _given(layer.calls[0].slope)).unsqueeze(0)
         total = part if total is None else total + part
     assert total is not None  # a layer has a call
     return total
@@ -152,6 +158,36 @@ def by_example(layer: Layer, rows: Sequence[Tensor], examples: int) -> Tensor:
     pairs = zip(layer.calls, rows, strict=True)
     parts = [call.by_example(x, examples) for call, x in pairs]
     return parts[0] if len(parts) == 1 else torch.cat(parts, -2)
+
+
+def layer_gradients(layer: Layer, gradients: Gradients, run: "ModelRun") -> Iterator[list[Tensor]]:
+    """The gradients of the examples by the weight and the bias of a layer, [n, numbers] each, some at a
+    time."""
+    N, role = run.examples, layer.layout.role
+    g = gradients.of_examples(layer, N)
+    if layer.layout.weight is None:
+        yield [g.sum(2).movedim(1, 0).flatten(1)]
+        return
+    direct = all(call.has_patches() and call.shape[0] == N for call in layer.calls)
+    inputs = [] if direct else [call.inputs().to(run.dtype) for call in layer.calls]
+    a = None if direct else by_example(layer, inputs, N)
+    size = max(1, AT_ONCE // (role.groups * role.into * role.out))
+    for start in range(0, N, size):
+        stop = min(start + size, N)
+        if a is None:
+            parts = [
+                call.weight_gradients(gradients.plain(call).to(run.dtype), start, stop)
+                for call in layer.calls
+            ]
+            found = torch.stack(parts).sum(0) if len(parts) > 1 else parts[0]
+        else:
+            found = (g[:, start:stop].mT @ a[:, start:stop]).movedim(1, 0)
+        if role.matrix == "elementwise":
+            found = role.stored(found) * _given(layer.calls[0].slope)
+        rows = [found.flatten(1)]
+        if layer.layout.bias is not None:
+            rows.append(g[:, start:stop].sum(2).movedim(1, 0).flatten(1))
+        yield rows
 
 
 def _leave_out(names: Sequence[str]) -> str:
@@ -315,26 +351,30 @@ class ModelRun:
             gradients, first = first or self.gradients(self._probe(half)), None
             for call in calls:
                 touched[id(call)].append((gradients.of(call) != 0).any(-1).any(0))
+        refused: list[tuple[Layer, LayerCall]] = []
         for layer in self.layers:
-            needed = needs_examples or layer.layout.role.matrix == "diagonal"
+            needed = needs_examples or layer.layout.role.matrix != "kronecker"
             for call in layer.calls:
                 of_call = touched[id(call)]
                 pairs = zip(of_call[::2], of_call[1::2], strict=True)
                 apart = not any(bool((a & b).any()) for a, b in pairs)
                 if not (apart and (not needed or self._detect_row_order(call, halves, of_call))):
-                    raise UnsupportedError(
-                        f"{self._caller}: expected layers that treat the "
-                        f"{self.examples} examples apart, in the rows of their leading dimension, got "
-                        f"{self._name(layer)} with outputs {tuple(call.shape)}. Batch norm in train "
-                        "mode mixes examples: call model.eval(). A layer that is called once for all "
-                        "examples, as position embeddings are, or for a choice of them, has no "
-                        "gradients of each: leave it out of params."
-                    )
+                    refused.append((layer, call))
+        if refused:
+            layer, call = refused[0]
+            names = [self._names[r.leaf] for one, _ in refused for r in one.layout.regions]
+            raise UnsupportedError(
+                f"{self._caller}: expected layers that treat the "
+                f"{self.examples} examples apart, in the rows of their leading dimension, got "
+                f"{self._name(layer)} with outputs {tuple(call.shape)}. Batch norm in train mode mixes "
+                "examples: call model.eval(). What is called once for all examples, as position "
+                f"embeddings are, or for some of them, has no gradients of each: {_leave_out(names)}"
+            )
 
     def check_chosen(self, needs_examples: bool) -> None:
         """Check this batch where its values can decide which rows are of which example."""
         roles = (layer.layout.role.matrix for layer in self.layers)
-        if self.selects and (needs_examples or "diagonal" in roles):
+        if self.selects and (needs_examples or {*roles} - {"kronecker"}):
             self.check_apart(needs_examples)
 
     def _halves(self) -> list[Tensor]:
@@ -492,13 +532,14 @@ def layers_of(recorder: LayerRecorder, joint_bias: bool) -> list[Layer]:
         biases = {call.bias for call in calls}
         bias = biases.pop() if len(biases) == 1 else None
         shared = bias is None or len(by_bias[bias]) != len(calls)
-        if shared or not (joint_bias or role.matrix == "diagonal"):
+        if shared or role.matrix == "elementwise" or not (joint_bias or role.matrix == "diagonal"):
             bias = None
         else:
             assert bias is not None
             del by_bias[bias]
         layers.append(Layer(BlockLayout(role, weight, bias), calls))
     for bias, calls in by_bias.items():
-        role = calls[0].role._replace(transposed=False)
+        role = calls[0].role._replace(transposed=False, kernel=1)
+        role = role._replace(matrix="kronecker") if role.matrix == "elementwise" else role
         layers.append(Layer(BlockLayout(role, None, bias), calls))
     return sorted(layers, key=lambda layer: layer.layout.first)

@@ -605,7 +605,7 @@ class KFAC(BatchOptimizer):
         group, (store, prefix) = self.param_groups[0], self._place(layout)
         correction = 1 - group["decay"] ** group["averaged"]
         A, G = (store[prefix + name] / correction for name in FACTORS)
-        if layout.role.matrix == "diagonal":
+        if layout.role.matrix != "kronecker":
             G = torch.ones_like(G)  # no average, but a constant
         return KroneckerBlock(layout, A, G)
 

@@ -355,7 +355,7 @@ def _real_problem(policy: Policy, func: Any, params: Tree, args: tuple[Any, ...]
     if any(leaf.is_complex() for leaf in problem.leaves):
         raise ArgumentTypeError(
             "params: expected real tensors, got a complex one, whose Hessian is not defined; pass "
-            "its real view, `torch.view_as_real(p)`, and rebuild it in func."
+            "its real view, `torch.view_as_real(p)`; func rebuilds it, `torch.view_as_complex(p)`."
         )
     return problem
 

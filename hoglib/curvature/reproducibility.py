@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from hoglib._core.device_reads import DeviceRead
 from hoglib._core.pytree import tensors_in
 from hoglib._core.state import line_that_draws
 from hoglib._core.trust import DERIVATIVES, agree, found_once
 from hoglib._core.validation import listing
-from hoglib.curvature.data import fingerprint
+from hoglib.curvature.data import numbers_of
 from hoglib.curvature.vector_space import Space
 from hoglib.errors import NondeterministicError, NonFiniteError
 
@@ -36,10 +37,11 @@ class Determinism:
         self._enabled, self._fixed_batches = enabled, fixed_batches
         self._first: list[BatchRecord] = []  # of the first pass
         self._now: list[BatchRecord] = []  # of the current pass
+        self._on_its_way: list[Callable[[], None]] = []  # the last batch, which is compared later
         self._total: float | None = None  # the loss over all of the data, of all processes
 
     def start(self) -> None:
-        self._now = []
+        self._now, self._on_its_way = [], []
 
     def forget(self) -> None:
         """Forget the losses, because the parameters changed."""
@@ -57,24 +59,50 @@ class Determinism:
         loss_of: Callable[[Any], Tensor],
         known: tuple[float, ...] | None = None,
     ) -> None:
-        """Record the loss of the next batch, and compare it with the first pass.
+        """Record the loss of the next batch, and compare the one before, for which a device does not
+        wait, with the first pass; on the CPU compare this one.
 
         loss_of: computes it again, to find the line that draws random numbers.
         known: the fingerprint of the batch, where it is that of several processes.
         """
-        number = float(value.detach())
+        numbers = [value.detach()]
+        if self._enabled and known is None:
+            numbers += [x.to(value.device) for x in numbers_of(batch)]
+        read = DeviceRead(torch.stack([x.double() for x in numbers]))
+        self.compare_last()
+        self._on_its_way.append(lambda: self._compare(batch, value, loss_of, known, read))
+        if value.device.type == "cpu":
+            self.compare_last()
+
+    def compare_last(self) -> None:
+        """Compare the batch that was recorded last, if it has not been."""
+        while self._on_its_way:
+            self._on_its_way.pop()()
+
+    @property
+    def losses(self) -> list[float]:
+        """The losses of this pass."""
+        self.compare_last()
+        return [loss for loss, _ in self._now]
+
+    def _compare(
+        self, batch: Any, value: Tensor, loss_of: Callable[[Any], Tensor],
+        known: tuple[float, ...] | None, read: DeviceRead,
+    ) -> None:  # fmt: skip
+        number, *found = read.numbers().tolist()
         if not isfinite(number):
             raise NonFiniteError(
                 f"loss: expected a finite number, got {number} at batch {len(self._now)}"
                 + (", which holds NaN or infinity itself" if _not_finite(batch) else "")
                 + ". Look for NaN in the data and in the parameters, and for overflow."
             )
+        self._now.append((number, tuple(found) if known is None else known))
         if self._enabled:
-            self._now.append((number, fingerprint(batch) if known is None else known))
             self._compare_batch(batch, value, loss_of)
 
     def finish_pass(self) -> list[BatchRecord]:
         """End a pass; its records."""
+        self.compare_last()
         now, self._now = self._now, []
         self._first = self._first or now
         return now

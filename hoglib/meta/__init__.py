@@ -2,7 +2,7 @@
 
 from hoglib.meta.gradient_transformation import GradientTransformation
 from hoglib.meta.hypergradient import Hypergradient, LeaveKOut, hypergradient, leave_k_out
-from hoglib.meta.implicit import Residual
+from hoglib.meta.implicit import Residual, root
 from hoglib.meta.inner_loop import adapt, inner_step
 from hoglib.meta.learner import Learner
 from hoglib.meta.learners import IMAML, MAML, Reptile, multi_step_weights
@@ -33,6 +33,7 @@ __all__ = [
     "momentum",
     "multi_step_weights",
     "rmsprop",
+    "root",
     "scheduled",
     "sgd",
     "shard",

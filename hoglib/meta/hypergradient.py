@@ -22,7 +22,7 @@ from hoglib._core.gradient_graph import graph_summary
 from hoglib._core.source_location import warn
 from hoglib._core.state import RandomState, preserve_random_state
 from hoglib.curvature.linear_operator import ProgressBar
-from hoglib.errors import ArgumentValueError
+from hoglib.errors import ArgumentValueError, UnsupportedError
 from hoglib.meta.checkpoints import OnDisk, check_directory, digest
 from hoglib.meta.implicit import Residual, Solver, check_used, implicit_gradient
 from hoglib.meta.training import Replay, Training, TrainingOptions, add, detached, vjp
@@ -94,7 +94,7 @@ def hypergradient(
             parameters (with the state of the rule) after every step; "checkpoint" those of a few
             steps, by the schedule; "disk" the same in files of the directory. All but "store" hold
             the graph of one step at a time, and compare each step that is run again with the training,
-            bit for bit.
+            bit for bit; on a device to rounding, unless `torch.use_deterministic_algorithms(True)`.
         schedule: What "checkpoint" and "disk" keep: "sqrt" the parameters after every sqrt(steps)-th
             step and, while these are run again, those of sqrt(steps) steps; each step is run three
             times. "log" those after log2(steps) steps; each is run log2(steps) / 2 + 2 times.
@@ -144,6 +144,12 @@ def hypergradient(
     validation.refuse_transforms(
         "hypergradient", "write it with `hoglib.meta.adapt`, which runs inside of any."
     )
+    if "create_graph" in options:
+        raise UnsupportedError(
+            "create_graph: expected none, as results of hypergradient have no graph. For derivatives "
+            "of every order take outer at `hoglib.meta.root(slope, found.params, hyper)`, with slope("
+            "params, hyper) the gradient of inner, or for unrolled steps at `hoglib.meta.adapt(...)`."
+        )
     training = Training.of("hypergradient", outer, inner, params, hyper, options, method, truncate)
     _check_together(memory, schedule, method, training.progress)
     solver = None

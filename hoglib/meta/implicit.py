@@ -1,4 +1,5 @@
-"""Gradients through a minimum by the implicit function theorem; no inner loop is differentiated."""
+"""Gradients through a minimum, or another solution of an equation, by the implicit function theorem;
+no inner loop is differentiated."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,15 +9,29 @@ import torch
 from torch import Tensor
 
 from hoglib._core import pytree, validation
-from hoglib._core.autograd import Vector, gradient_with_graph, materialize_grads, vjp
+from hoglib._core.autograd import (
+    Vector,
+    clone_inference_tensors,
+    fresh_leaves,
+    gradient_with_graph,
+    materialize_grads,
+    outside_inference_mode,
+    vjp,
+)
+from hoglib._core.gradient_graph import graph_summary
+from hoglib._core.problem import Policy
 from hoglib._core.source_location import warn
+from hoglib._core.torch_internals import apply
+from hoglib.curvature.linear_systems import RTOL
 from hoglib.curvature.operators import HessianOperator
 from hoglib.errors import (
     ArgumentValueError,
+    ConvergenceError,
     NonFiniteError,
     NoSecondDerivative,
     NotPositiveDefiniteError,
 )
+from hoglib.ring import ring
 
 Scalar = Callable[[Any, Any], Tensor]  # of params and hyper
 SolverName = Literal["cg", "neumann"]
@@ -105,7 +120,8 @@ def check_used(grads: Sequence[Tensor | None], *, implicit: bool = False) -> Non
     if all(grad is None for grad in grads):
         raise NoSecondDerivative(
             "hypergradient: expected an inner or outer loss that depends on hyper, got none that "
-            "does; take it from the argument, not from a tensor that is closed over."
+            "does; take it from the argument, not from a tensor that is closed over, also by a custom "
+            "Function: pass it what its layers use."
             + (
                 " A minimum does not depend on the rule or the start that led there: for those use "
                 "method='unrolled'."
@@ -177,3 +193,146 @@ def _solve_by_cg(operator: Any, v: Any, solver: Solver) -> tuple[Vector, Tensor]
             "damping, or set how many iterations are enough, iterations=..."
         )
     return pytree.leaves(x), solution.residual.to(pytree.leaves(v)[0].device)
+
+
+def root(
+    residual: Callable[[Any, Any], Any], solution: Any, inputs: Any, *, tol: float | None = None,
+    accuracy: float | None = None,
+) -> Any:  # fmt: skip
+    r"""A solution of an equation as a function of what the equation depends on, to any order.
+
+        F(z, h) = 0        dz = -(dF/dz)^-1 (dF/dh) dh
+
+    z is found by any solver, whose steps are not differentiated. The backward pass solves
+    (dF/dz)^T u = g by GMRES, which needs products with the matrix only and holds two vectors for
+    each, and returns -(dF/dh)^T u. u is the root of (dF/dz)^T u - g, so that derivatives of every
+    order follow by the same theorem. An equilibrium z = f(z, h) has the residual z - f(z, h), a
+    minimum of a loss the gradient of the loss.
+
+    Args:
+        residual: F, a function ``residual(z, inputs)`` whose result has as many numbers as z. It takes
+            all that requires grad from its arguments.
+        solution: z, a pytree of tensors; it is taken as it is, without its graph.
+        inputs: h, any pytree of floating-point tensors: parameters, data, strengths of a regulariser.
+        tol: The relative tolerance of the linear systems. Default: 1e-8, in float32 1e-5.
+        accuracy: How large |F| may be, as a share of what F would change by, to first order, if z or h
+            were doubled. Default: 100 tol.
+    Returns:
+        z, in the structure of solution, with a graph to the inputs that require grad.
+    Raises:
+        ConvergenceError: for a solution whose residual is not zero; in the backward pass for a linear
+            system that was not solved, as where dF/dz is singular.
+        NoSecondDerivative: for a residual that uses other tensors that require grad.
+        UnsupportedError: inside transforms of `torch.func`.
+    References:
+        Bai, Kolter and Koltun, Deep Equilibrium Models, 2019, theorem 1; Blondel et al., Efficient and
+        Modular Implicit Differentiation, 2022; Saad and Schultz, GMRES, 1986.
+    Example:
+        >>> h = torch.tensor(4.0, requires_grad=True)
+        >>> z = hog.meta.root(lambda z, h: z.square() - h, torch.tensor(2.0), h)  # sqrt(h)
+        >>> (g,) = torch.autograd.grad(z, h, create_graph=True)  # 1 / (2 sqrt(h))
+        >>> g.detach(), torch.autograd.grad(g, h)[0]  # -1 / (4 h sqrt(h))
+        (tensor(0.2500), tensor(-0.0312))
+    """
+    validation.refuse_transforms("root", "differentiate by torch.autograd.grad, or `hoglib.hvp`.")
+    with outside_inference_mode():
+        parts, form = pytree.flatten(solution)
+        leaves, of_inputs = validation.parameters(clone_inference_tensors(inputs), "inputs")
+        for x in (*parts, *leaves):
+            validation.real("solution and inputs", x)
+        z = torch.cat([x.detach().reshape(-1) for x in parts])
+    tol = RTOL.get(z.dtype, 1e-5) if tol is None else tol
+
+    def split(z: Tensor) -> Any:
+        pieces = zip(z.split([x.numel() for x in parts]), parts, strict=True)
+        return pytree.unflatten([piece.view(x.shape) for piece, x in pieces], form)
+
+    def F(z: Tensor, *h: Tensor) -> Tensor:
+        with ring(Policy("root"), residual, examine=False):
+            found = residual(split(z), pytree.unflatten(h, of_inputs))
+        return torch.cat([x.reshape(-1) for x in pytree.leaves(found)])
+
+    accuracy = 100 * tol if accuracy is None else accuracy
+    with ring(Policy("root"), residual):
+        _check_root(F, fresh_leaves([z, *leaves], False), accuracy)
+    return split(apply(_Root, F, tol, z, *leaves))
+
+
+def _check_root(F: Callable[..., Tensor], own: Vector, accuracy: float) -> None:
+    """Raise where the residual is no function of its arguments, or is not zero at the solution."""
+    value, given = F(*own), {id(x) for x in own}
+    others = [x for key, x in graph_summary(value).leaves.items() if key not in given]
+    if others:
+        raise NoSecondDerivative(
+            "residual: expected one that takes all that requires grad from its arguments, got tensors "
+            f"of shape {', '.join(str(tuple(x.shape)) for x in others[:3])} from elsewhere, whose "
+            "gradients would be missing. Pass them in inputs, the parameters of a module by "
+            "`torch.func.functional_call(module, params, ...)`, or detach() what is a constant."
+        )
+    step = 1e-3
+    with torch.no_grad():
+        value, (z, *h) = value.detach(), own
+        moved = F((1 + step) * z, *h), F(z, *[(1 + step) * x for x in h])
+        size, scale = value.norm(), max((y - value).norm() for y in moved) / step
+    if value.shape != own[0].shape or not size <= accuracy * scale:
+        raise ConvergenceError(
+            f"root: expected a solution, with {own[0].numel()} residuals that are 0, got {len(value)} "
+            f"with |F| = {size:.2g}, where its terms are of size {scale:.2g}. Let the solver take more "
+            "steps, or allow it by accuracy=, with derivatives as wrong."
+        )
+
+
+class _Root(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, F: Any, tol: float, z: Tensor, *h: Tensor) -> Tensor:
+        ctx.F, ctx.tol, found = F, tol, z.clone()
+        ctx.save_for_backward(found, *h)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        z, *h = ctx.saved_tensors
+        again = torch.is_grad_enabled()
+
+        def adjoint(u: Tensor, z: Tensor, g: Tensor, *h: Tensor) -> Tensor:
+            own = fresh_leaves([z], True)
+            product = vjp([ctx.F(*own, *h)], own, [u], "root", create_graph=True)
+            return materialize_grads(product, own)[0] - g
+
+        def transposed(v: Tensor) -> Tensor:
+            return materialize_grads(vjp([y], own[:1], [v], "root", True), own[:1])[0]
+
+        with torch.enable_grad():
+            own = fresh_leaves([z, *h], again)
+            y = ctx.F(*own)
+            u = _gmres(transposed, g.detach(), ctx.tol)
+            if again:  # u is the root of (dF/dz)^T u - g, by u, and what that depends on
+                u = apply(_Root, adjoint, ctx.tol, u, z, g, *h)
+            return None, None, None, *vjp([y], own[1:], [-u], "root", create_graph=again)
+
+
+@torch.no_grad()
+def _gmres(A: Callable[[Tensor], Tensor], b: Tensor, tol: float) -> Tensor:
+    """x of A x = b, with the smallest |b - A x| over Krylov spaces: by directions p whose images
+    q = A p are orthonormal."""
+    x, r, p, P, Q = torch.zeros_like(b), b, b, b.new_empty(0, len(b)), b.new_empty(0, len(b))
+    target, left = tol * b.norm(), b.norm()
+    while left > target and len(P) < min(2 * len(b), 1000):
+        p = p / p.norm()
+        q = A(p)
+        for _ in range(2):  # once is not enough in floating point
+            c = Q @ q
+            p, q = p - c @ P, q - c @ Q
+        p, q = p / q.norm(), q / q.norm()
+        P, Q = torch.cat([P, p[None]]), torch.cat([Q, q[None]])
+        x, r, before = x + (q @ r) * p, r - (q @ r) * q, left
+        left = r.norm()
+        p = r if left < 0.9 * before else q  # which is no less where r stays
+    left = (b - A(x)).norm()
+    if not left <= 10 * target:
+        raise ConvergenceError(
+            f"root: expected a linear system (dF/dz)^T u = g that GMRES solves to {tol:g} |g|, got a "
+            f"residual of {left / b.norm():.2g} |g| after {len(P)} products. dF/dz is singular "
+            "where solutions are not isolated; else allow a larger tol=, or use float64."
+        )
+    return x

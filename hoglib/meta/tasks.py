@@ -135,7 +135,7 @@ def run_tasks(
         except Exception as error:
             if isinstance(error, HoglibError) and over_tasks == "vmap":
                 raise
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            reason = (str(error) or type(error).__name__).splitlines()[0].partition(" INTERNAL")[0]
             if over_tasks == "vmap":
                 raise UnsupportedError(
                     f"{what}(over_tasks='vmap'): expected a model that runs under vmap, got an error: "

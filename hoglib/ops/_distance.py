@@ -465,11 +465,10 @@ def matrix_norm(
 
 @stands_in_for(torch.dist, Tensor.dist, name=_NORMS["name"])
 def dist(input: Tensor, other: Tensor, p: float = 2) -> Tensor:
-    """torch.dist, likewise."""
+    """torch.dist, likewise; that of p = 0 is constant, where torch's backward raises."""
     d = input - other
-    return (
-        _norm_over(d, None, False) if p == 2 and _is_plain(d, {}) else torch.dist(input, other, p)
-    )
+    plain = p == 2 and _is_plain(d, {})
+    return _norm_over(d, None, False) if plain else torch.linalg.vector_norm(d, p)
 
 
 @stands_in_for(torch.std, Tensor.std, name=_NORMS["name"])

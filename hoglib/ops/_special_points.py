@@ -15,7 +15,7 @@ from hoglib.ops._define import define
 from hoglib.ops._stand_in import OVER_FORWARD, SILENT, stands_in_for
 
 _POINTS: Any = {
-    "name": "logaddexp, sinc, pow, polar, i1, mish, logit",
+    "name": "logaddexp, sinc, pow, polar, i1, mish, logit, vander",
     "lacks": f"derivatives of order 2 or 3 at 0, or of large numbers, are NaN or wrong{SILENT}",
 }
 _OVER: Any = {
@@ -116,6 +116,18 @@ def _slope(x: Tensor, n: Tensor, _: Any) -> Tensor:
 
 
 _powers = define(torch.pow, [_slope, None], reference=torch.pow, keep="inputs")
+
+
+@stands_in_for(torch.vander, name=_POINTS["name"])
+def vander(x: Tensor, N: int | None = None, increasing: bool = False) -> Tensor:
+    """torch.vander by whole powers: its cumprod has no backward, and at 0 no right forward mode."""
+    n = torch.arange(x.shape[-1] if N is None else N, device=x.device)
+    return power(x.unsqueeze(-1), n if increasing else n.flip(0))
+
+
+@stands_in_for(torch.linalg.vander, name=_POINTS["name"])
+def _linalg_vander(x: Tensor, *, N: int | None = None) -> Tensor:
+    return vander(x, N, increasing=True)
 
 
 @stands_in_for(torch.polar, name=_POINTS["name"])

@@ -48,7 +48,8 @@ def forces(
         positions: x, a tensor or any tree of tensors (positions and cell). Structures of a batch
             must not act on one another.
         *args: Further arguments of the energy, such as species.
-        hessian: Whether H is computed too; it needs positions in one tensor. Default: False.
+        hessian: Whether H is computed too; of graphs (``batch``) it needs positions in one tensor.
+            Default: False.
         **options: Of :class:`Options`: ``output`` (which of several outputs), ``batch`` (the structure
             that each row belongs to), ``autocast`` (leave autocast on), ``stand_ins`` (run inside
             `second_order()`), ``compile`` (run as one graph; without the Hessian of graphs, whose size
@@ -61,7 +62,9 @@ def forces(
         NoSecondDerivative: If energies do not depend on positions; the message names the call that
             detaches the gradient.
     Shape:
-        - one structure: x [...], E [], H [\*x.shape, \*x.shape]
+        - one structure: x [...], E [], H [\*x.shape, \*x.shape]; of a tree
+          ``H[a][b]``, ``[*x[a].shape, *x[b].shape]``, for instance of positions and strain: force
+          constants, internal strain and elastic constants times the volume
         - a batch of structures: x [B, ...], E [B] or [B, 1], H [B, ..., ...]
         - graphs, ``batch=index``: x [atoms, ...], E [G] or [G, 1], index [atoms], H a list of G
           tensors [n, ..., n, ...]
@@ -106,7 +109,7 @@ class EnergyForcesHessian(NamedTuple):
     Attributes:
         energy: E, as the energy function returned it.
         forces: F, like the positions.
-        hessian: H, or a list of the Hessians of graphs.
+        hessian: H, a tree of trees of blocks for a tree, or a list of the Hessians of graphs.
     """
 
     energy: Tensor
@@ -158,15 +161,14 @@ def _check_reaches_parameters(at: InputVJP, forces: Vector) -> None:
         )
 
 
-def _hessian(at: InputVJP, gradient: Vector, index: Any) -> Tensor | list[Tensor]:
-    """H, of each structure by itself: [B, ..., ...], or a list for graphs."""
+def _hessian(at: InputVJP, gradient: Vector, index: Any) -> Any:
+    """H, of each structure by itself: [B, ..., ...], of a tree its blocks, or a list for graphs."""
     validation.refuse_transforms("forces(hessian=True)", "use `torch.func.hessian(energy)` there.")
-    if len(gradient) != 1:
+    if index is not None and len(gradient) != 1:
         raise ArgumentValueError(
-            f"forces(hessian=True): expected one tensor of positions, got a tree of {len(gradient)}; "
-            "pass the others after it, as arguments of energy."
+            "forces(hessian=True, batch=...): expected one tensor of positions, got a tree of "
+            f"{len(gradient)}; pass the others after it, as arguments of energy, or one graph a call."
         )
-    x, (g,) = at.leaves[0], gradient
     if at.samples is not None and value_checks_on() and is_batch_dependent(at):
         raise ArgumentValueError(
             f"forces(hessian=True): expected {at.y.numel()} energies of structures that do not act "
@@ -174,15 +176,26 @@ def _hessian(at: InputVJP, gradient: Vector, index: Any) -> Tensor | list[Tensor
             "them up by structure, and pass batch= for several."
         )
     if index is not None:
+        x, (g,) = at.leaves[0], gradient
         rows = _rows_by_structure(at, g, x, index)
         empty = x.new_zeros(0, *x.shape[1:], 0, *x.shape[1:])
         return [torch.stack(r).reshape(*r[0].shape, *r[0].shape) if r else empty for r in rows]
     batched = int(at.samples is not None)  # of a batch one row of each structure in every pass
+    return at.tree(
+        [at.tree(_blocks(at, g, x, batched)) for g, x in zip(gradient, at.leaves, strict=True)]
+    )
+
+
+def _blocks(at: InputVJP, g: Tensor, x: Tensor, batched: int) -> Vector:
+    """The blocks of H in the rows of x, one for each leaf."""
     shape = x.shape[batched:]
-    units = torch.eye(shape.numel(), dtype=x.dtype, device=x.device)
-    found = [_product(at, g, x, u.reshape(shape).expand_as(x)) for u in units]
-    whole = torch.stack(found, batched) if found else x
-    return whole.reshape(*x.shape[:batched], *shape, *shape)
+    units = torch.eye(n := shape.numel(), dtype=x.dtype, device=x.device).reshape(n, *shape)
+    products = [_products(at, g, at.leaves, u.expand_as(x)) for u in units]
+    whole = zip(*products, strict=True) if products else ([y[None][:0]] for y in at.leaves)
+    return [
+        torch.stack([*rows], batched).reshape(*x.shape, *y.shape[batched:])
+        for y, rows in zip(at.leaves, whole, strict=True)
+    ]
 
 
 def _structures(at: InputVJP, index: Any) -> Samples | None:
@@ -218,14 +231,14 @@ def _rows_by_structure(at: InputVJP, g: Tensor, x: Tensor, index: Tensor) -> lis
         unit = torch.zeros_like(x).reshape(len(x), -1)
         for k in among:
             unit[structures[k][atom], entry] = 1
-        product = _product(at, g, x, unit.reshape(x.shape))
+        (product,) = _products(at, g, [x], unit.reshape(x.shape))
         for k in among:
             rows[k].append(product[structures[k]])
     return rows
 
 
-def _product(at: InputVJP, g: Tensor, x: Tensor, unit: Tensor) -> Tensor:
-    """d <g, unit> / dx."""
+def _products(at: InputVJP, g: Tensor, by: Vector, unit: Tensor) -> Vector:
+    """d <g, unit> by leaves."""
     with at.backward_stand_ins():
-        found = vjp([g], [x], [unit], "forces", retain_graph=True, create_graph=at.create_graph)
-    return materialize_grads(found, [x])[0]
+        found = vjp([g], by, [unit], "forces", retain_graph=True, create_graph=at.create_graph)
+    return materialize_grads(found, by)

@@ -12,7 +12,7 @@ torch's own kernels, scripted or compiled code) are not seen.
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FunctionType
 from typing import Any, final
 
@@ -30,6 +30,7 @@ from hoglib._core.torch_internals import (
     first_sample,
     forward_mode_active,
     function_mode,
+    has_tangent,
     tracing,
     watching_functions,
     without_transforms,
@@ -60,16 +61,17 @@ def second_order(*, on_wrong: str | None = None) -> Iterator[None]:
     does not hold for a checkpoint inside a checkpoint.
 
     Args:
-        on_wrong: What hoglib's functions do about a custom Function of the user's whose first or second
-            derivative is wrong: "warn", once for each Function and entry point; "raise"
-            :class:`~hoglib.errors.VerificationError`; or "ignore", which examines nothing. The
-            outermost context that says so decides, also for calls with ``stand_ins=False``. Default:
-            as outside, where it is "warn".
+        on_wrong: What hoglib's functions, and the user's own derivatives inside, do about a custom
+            Function of the user's whose first or second derivative is wrong: "warn", once for each
+            Function and entry point; "raise" :class:`~hoglib.errors.VerificationError`; or "ignore",
+            which examines nothing. The outermost context that says so decides, also for calls with
+            ``stand_ins=False``. Default: as outside, where it is "warn".
     Returns:
         A context manager without a value.
     Raises:
         UnsupportedError: inside, at a call on a tensor that requires grad, if it has neither a second
             derivative nor a stand-in.
+        VerificationError: for a wrong Function in a derivative of the user's own, with "raise".
     Example:
         >>> x = torch.tensor([[0.0, 0.0], [3.0, 4.0]], requires_grad=True)
         >>> with hog.second_order():
@@ -82,8 +84,15 @@ def second_order(*, on_wrong: str | None = None) -> Iterator[None]:
     decided = AMBIENT.on_wrong
     if on_wrong is not None and decided is None:
         decided = validation.one_of("on_wrong", on_wrong, ACTIONS)
-    with inside(on_wrong=decided), _StandIns(wanted=True):
+    outermost = AMBIENT.stand_ins is None
+    examined = around_users_derivatives() if outermost else nullcontext()
+    with inside(on_wrong=decided), examined, _StandIns(wanted=True):
         yield
+
+
+# What stands around derivatives that the user takes in `second_order()`: the examination of custom
+# Functions, which is defined above this package and puts itself here.
+around_users_derivatives: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
 @final
@@ -175,8 +184,18 @@ class _SecondOrder(StandInMode):
             copy = without_override_check(func)
             if copy is not None:
                 with self:
-                    return copy(*args, **kwargs)
-        return func(*args, **kwargs)
+                    result = copy(*args, **kwargs)
+                    if func in _RUNS_BACKWARD:
+                        _report_by_hand(func, args, kwargs)
+                graph = kwargs.get("create_graph", args[4] if len(args) > 4 else False)
+                if func is torch.autograd.grad and not graph and forward_mode_active():
+                    result = pytree.map_tensors(Tensor.detach, result)
+                return result
+        result = func(*args, **kwargs)
+        if func is torch._C._set_grad_enabled and forward_mode_active():
+            # what has no graph is a constant of forward mode too, as it is of backward
+            torch._C._set_fwd_grad_enabled(args[0])
+        return result
 
 
 def run_operator(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -191,7 +210,22 @@ def run_operator(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         if call is not None:
             function, args = call
             return torch_library.result_of(function, function.apply(*args))
-    return operator(*args, **kwargs)
+    result = operator(*args, **kwargs)
+    if forward_mode_active() and torch_library.is_users(operator):
+        _check_tangents(operator, args, kwargs, result)
+    return result
+
+
+def _check_tangents(operator: Any, args: Any, kwargs: Any, result: Any) -> None:
+    """Raises for a user's operator that drops tangents, as a node in C++ without forward mode does."""
+    dropped = any(map(has_tangent, pytree.tensors((args, kwargs)))) and not any(
+        map(has_tangent, pytree.tensors(result))
+    )
+    if dropped and any(map(_has_graph, pytree.leaves(_run_on_copies(operator, args, kwargs)))):
+        raise UnsupportedError(
+            f"{operator}: expected an operator with tangents in forward mode, got one with a backward "
+            "alone. Use the reverse mode."
+        )
 
 
 def _has_graph(x: Any) -> bool:
@@ -205,15 +239,18 @@ def _has_graph(x: Any) -> bool:
 def _functions_of(operator: Any, args: Any, kwargs: Any) -> list[type[Function]]:
     """The custom Functions that a call of an operator applies, found by a call of it with copies."""
     found: list[type[Function]] = []
+    with watching_functions(lambda function, _: found.append(function)):
+        _run_on_copies(operator, args, kwargs)
+    return found
 
+
+def _run_on_copies(operator: Any, args: Any, kwargs: Any) -> Any:
     def fresh(x: Tensor) -> Tensor:
         return first_sample(x).detach().clone().requires_grad_(pytree.is_float(x))
 
     with without_transforms(), preserve_random_state(), torch.enable_grad():
         copies = pytree.map_tensors(fresh, (args, kwargs))
-        with watching_functions(lambda function, _: found.append(function)):
-            operator(*copies[0], **copies[1])
-    return found
+        return operator(*copies[0], **copies[1])
 
 
 @functools.cache
@@ -239,7 +276,7 @@ def _rows() -> dict[Any, tuple[StandIn, Callable[..., Any]]]:
 def _refuse(original: Callable[..., Any], stand_in: StandIn, *args: Any, **kwargs: Any) -> Any:
     """Raises where a gradient is needed; runs the original elsewhere."""
     tensors = pytree.tensors((args, kwargs))
-    if not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
+    if not torch.is_grad_enabled() or not any(_has_graph(x) or has_tangent(x) for x in tensors):
         return original(*args, **kwargs)
     raise UnsupportedError(
         f"{stand_in.name}{in_module()}: expected an operation with a second derivative, got one "
@@ -259,6 +296,16 @@ def in_module() -> str:
 
 
 _RUNS_BACKWARD = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
+
+
+def _report_by_hand(func: FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Tells who watches the user's own derivatives of one, and of what it was taken with a graph."""
+    report = None if AMBIENT.examining else getattr(AMBIENT.functions, "by_hand", None)
+    if report is not None:
+        place = 4 if func is torch.autograd.grad else 3
+        with_graph = kwargs.get("create_graph") or args[place : place + 1] == (True,)
+        of = (args[:1], kwargs.get("outputs"), kwargs.get("tensors"))
+        report(pytree.tensors(of) if with_graph else ())
 
 
 @functools.cache
@@ -298,6 +345,6 @@ class _Inside:
 
     def __call__(self, *args: Any) -> None:
         mode = AMBIENT.stand_ins  # suspended while a backward runs that seems to need no stand-ins
-        again = second_order() if mode is None or function_mode(StandInMode) else mode
+        again = _StandIns(True) if mode is None or function_mode(StandInMode) else mode
         with again, inside(statistics_frozen=self._frozen or AMBIENT.statistics_frozen):
             self._function(*args)

@@ -25,7 +25,7 @@ from hoglib._core.torch_internals import forward_mode_active, native_kernels
 from hoglib.ops import _special_points  # noqa: F401 registers its functions
 from hoglib.ops._indexing import torch_embedding_bag
 from hoglib.ops._norms import torch_batch_norm
-from hoglib.ops._stand_in import IN_FORWARD, TABLE, StandIn, stands_in_for
+from hoglib.ops._stand_in import EVERY, IN_FORWARD, SILENT, TABLE, StandIn, stands_in_for
 
 
 @stands_in_for(
@@ -82,6 +82,18 @@ STAND_INS = (
         refuses=(torch.sparse_coo_tensor, torch.sparse_csr_tensor),
         instead="Build it from values that do not require grad, or multiply by index_select and "
         "index_add.",
+    ),
+    StandIn(
+        "special.bessel_j0, airy_ai, hermite_polynomial_h",
+        f"torch takes the result for a constant{SILENT}; so of all Bessel functions and orthogonal "
+        "polynomials",
+        EVERY,
+        refuses=tuple(
+            function
+            for name, function in vars(torch.special).items()
+            if any(part in name for part in ("airy", "bessel", "polynomial"))
+        ),
+        instead="Give it its derivatives, of bessel_j0 -bessel_j1, by `hoglib.ops.define`.",
     ),
 )
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from hoglib._core import pytree, torch_internals, validation
 from hoglib._core.autograd import clone_inference_tensors
+from hoglib._core.device_reads import read_late
 from hoglib._core.finite_differences import fixed_random_numbers
 from hoglib._core.gradient_graph import graph_summary
 from hoglib._core.logger import LOGGER
@@ -257,15 +258,19 @@ def _look_at_points(
             warn_once(without_derivative(caller, order, new or kinks.crossed))
     values, series = results
     ends = [known[-1] for known in series if known is not None and known[-1] is not None]
-    if _finite(values) and not _finite(ends):
+    if _are_finite("values", values) and not _are_finite("derivatives", ends):
         where = again(algebra, parts, first_infinite=True)[2].not_finite
         if where is not None:
             warn_once(infinite(caller, order, where))
     return None
 
 
-def _finite(tensors: Sequence[Tensor | None]) -> bool:
-    return all(bool(x.isfinite().all()) for x in tensors if x is not None)
+def _are_finite(what: str, tensors: Sequence[Tensor | None]) -> bool:
+    """Whether all numbers are finite; of a device those of an earlier call with these shapes."""
+    flags = [x.isfinite().all() for x in tensors if x is not None]
+    key = (what, *(None if x is None else x.shape for x in tensors))
+    found = read_late(key, torch.stack(flags)) if flags else None
+    return found is None or bool(found.all())
 
 
 def _agree(a: Sequence[Parts], b: Sequence[Parts]) -> bool:

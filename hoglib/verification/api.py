@@ -138,7 +138,7 @@ def verify(
     options = Options(
         orders=parse_orders(orders),
         modes=parse_modes(modes),
-        surrogate=surrogate or getattr(fn, "surrogate", False) is True,
+        surrogate=surrogate or getattr(as_function(fn) or fn, "surrogate", False) is True,
         full=full,
         eps=eps,
         bounds=Bounds(atol, rtol),

@@ -419,7 +419,7 @@ GENERATED = (
 )
 
 
-def _vmap_fault(base: Baseline) -> str:
+def vmap_fault(base: Baseline) -> str:
     """What is wrong with values and gradients under vmap, in words; raises what vmap raises."""
     f, n, u, here = base.f, base.n, base.u, base.x
     points = [here, *base.near]
@@ -476,7 +476,7 @@ def vmapped(base: Baseline) -> Row:
     fix = OWN_RULE if any(f.vmap is not Function.vmap for f in subject.functions) else GENERATED
     fix = fix if declared else ""
     try:
-        fault = _vmap_fault(base)
+        fault = vmap_fault(base)
     except Exception as error:
         if "randomness" in str(error):
             why = "it draws random numbers, which this transform refuses."

@@ -8,7 +8,8 @@
 A Function is examined once for each kind of arguments. The verdict is kept for the process.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, final
 from weakref import WeakKeyDictionary, WeakSet
@@ -20,15 +21,18 @@ from torch.autograd import Function
 from hoglib._core import pytree, torch_internals
 from hoglib._core.ambient import AMBIENT, inside
 from hoglib._core.autograd import Gradient
+from hoglib._core.gradient_graph import graph_summary
 from hoglib._core.recomputation import inside_recomputation
 from hoglib._core.source_location import frames_of, warn
 from hoglib._core.torch_internals import transforms_active, watching_functions
 from hoglib._core.torch_modes import value_checks_on, without_stand_ins
-from hoglib.errors import HoglibError, NoSecondDerivative, VerificationError
+from hoglib.errors import HoglibError, NoSecondDerivative, UnsupportedError, VerificationError
+from hoglib.stand_ins import mode
 from hoglib.stand_ins.mode import on_wrong
+from hoglib.verification import function_rules
 from hoglib.verification.call import layout_of
 from hoglib.verification.contract import Snapshot, in_place
-from hoglib.verification.examination import Applied, Verdict, applied, examine, holds_graph
+from hoglib.verification.examination import Applied, Verdict, applied, examine, held_kinds
 from hoglib.verification.subject import Application, application, is_users
 
 _VERDICTS: WeakKeyDictionary[type[Function], dict[Any, Verdict]] = WeakKeyDictionary()
@@ -48,10 +52,13 @@ RAISED = (
     "runs with a graph, which a second derivative needs."
 )
 IN_CPP = (
-    "{} was not examined, a torch::autograd::Function in C++. Whether its derivatives are right is not "
-    "known. `hoglib.verify(function, inputs)` checks the function that applies it."
+    "{} was not examined, a backward in C++. Whether its derivatives are right is not known. "
+    "`hoglib.verify(function, inputs)` checks the function that applies it."
 )
 THIRD = "where a third derivative is taken, such as the gradient of this result, "
+# Torch's errors about tensors of another call or of a transform that is over.
+OF_ANOTHER_CALL = ("INTERNAL ASSERT", "escaped from inside", "through the graph a second time")
+KEPT = "Look for a module or global that keeps a result (`self.x = y`), or `.backward()` in a backward."
 CHANGED = "It may be in the backward of {}, which `hoglib.verify` checks."
 # What a Function changes in place that others read.
 MUTATES = {
@@ -60,11 +67,17 @@ MUTATES = {
     "grad_output": "{name} modifies grad_output in place; it is shared with other nodes, whose "
     "gradients are then wrong. {changes} `hoglib.verify({name}, inputs)` shows all checks.",
 }
+KEPT = (
+    "the derivative of {name} is wrong: {kept} was changed in place after forward had put it there. "
+    "Keep it by `ctx.save_for_backward`: torch then raises at such a change."
+)
 # The entry points, and what they reported.
 _REPORTED: WeakKeyDictionary[type[Function], set[tuple[str, str]]] = WeakKeyDictionary()
 # Those that were seen to change an argument in place, undeclared, or the incoming gradient: each
 # application is watched.
 _MUTATING: WeakSet[type[Function]] = WeakSet()
+# Those that keep an argument or an output on ctx, unsaved: each application is watched, too.
+_KEEPING: WeakSet[type[Function]] = WeakSet()
 
 
 @final
@@ -78,6 +91,8 @@ class examined_functions:  # noqa: N801 a context manager
         caller: The entry point, as messages name it.
         first_order: It takes first derivatives only, so that a wrong second one does no harm. Default:
             by whether backward runs with a graph, which inside of torch.func is not known.
+        by_hand: It is no derivative, but what the user's own are taken inside of; entry points in it
+            report by themselves.
     Returns:
         From entering, the Functions that are applied; None where nothing is examined.
     Raises:
@@ -86,8 +101,8 @@ class examined_functions:  # noqa: N801 a context manager
             of the gradient can be differentiated.
     """
 
-    def __init__(self, caller: str, *, first_order: bool = False) -> None:
-        self._caller, self._first_order = caller, first_order
+    def __init__(self, caller: str, *, first_order: bool = False, by_hand: bool = False) -> None:
+        self._caller, self._first_order, self._by_hand = caller, first_order, by_hand
         self._functions: AppliedFunctions | None = None
 
     def __enter__(self) -> "AppliedFunctions | None":
@@ -95,10 +110,13 @@ class examined_functions:  # noqa: N801 a context manager
         examining = self._action == "ignore" or AMBIENT.examining
         if examining or not value_checks_on():
             return None
-        self._functions = AppliedFunctions()
+        self._functions = functions = AppliedFunctions()
+        if self._by_hand:
+            functions.by_hand = partial(self._report_by_hand, functions)
         self._watching = watching_functions(self._functions.record)
         self._watching.__enter__()
-        AMBIENT.examining, AMBIENT.functions = True, self._functions
+        self._outside = AMBIENT.functions
+        AMBIENT.examining, AMBIENT.functions = not self._by_hand, self._functions
         return self._functions
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
@@ -108,11 +126,20 @@ class examined_functions:  # noqa: N801 a context manager
         try:
             self._watching.__exit__()
             if isinstance(error, Exception):
-                _explain(error, functions)
+                _explain(self._caller, error, functions)
             elif error is None:
                 self._report_wrong(functions)
         finally:
-            AMBIENT.examining, AMBIENT.functions = False, None
+            AMBIENT.examining, AMBIENT.functions = False, self._outside
+
+    def _report_by_hand(
+        self, functions: "AppliedFunctions", outputs: Sequence[Tensor] = ()
+    ) -> None:
+        """After a derivative by the user's own call. outputs: of what, if with a graph."""
+        if value_checks_on():
+            graph_summary(outputs)
+            with no_examination():
+                self._report_wrong(functions)
 
     def _report_wrong(self, functions: "AppliedFunctions") -> None:
         for key, order in functions.differentiated.items():
@@ -141,9 +168,12 @@ def note_lost_graph(gradient: Gradient | None) -> None:
             functions.gradient_has_no_graph = True
 
 
+mode.around_users_derivatives = partial(examined_functions, "second_order", by_hand=True)
+
+
 def no_examination() -> inside:
     """Inside, entry points examine and report nothing: for what judges Functions by itself."""
-    return inside(examining=True)
+    return inside(examining=True, functions=None)
 
 
 def forget_verdicts() -> None:
@@ -162,8 +192,11 @@ class AppliedFunctions:
     """The Functions that are applied within one entry point, but for those that are known to be right.
 
     applied: those without a verdict. differentiated: those whose backward ran, or may have run:
-    once, or twice, if it ran with a graph.
+    once, or twice, if it ran with a graph. by_hand: what is called after a derivative by the user's own
+    call, with what it was taken of if with a graph.
     """
+
+    by_hand: Callable[..., None] | None = None
 
     def __init__(self) -> None:
         self.applied: dict[Key, Applied] = {}
@@ -194,6 +227,8 @@ class AppliedFunctions:
         """Notes an application; what is returned gets its result."""
         if function.__module__.startswith("hoglib.") or not torch.is_grad_enabled():
             return None
+        if self.by_hand is not None and (AMBIENT.examining or on_wrong() == "ignore"):
+            return None  # that is what is inside asked for, or reports
         if torch_internals.tracing():
             self._traced |= {function} if is_users(function) else set()
             return None
@@ -220,24 +255,30 @@ class AppliedFunctions:
         self, function: type[Function], given: tuple[Any, ...]
     ) -> tuple[Key, tuple[bool, ...]] | None:
         """Notes an application that may be wrong: its key, and which arguments need gradients."""
-        function, args, by = torch_internals.outside_transforms(function, given)
+        made, (function, args, by) = function, torch_internals.outside_transforms(function, given)
         if _is_ours(function) or not is_users(function):
             return None
         if not any(x.numel() for x, needed in zip(args, by, strict=True) if needed):
             return None  # its derivative has no elements
-        mode = _forward_mode()
-        verdicts, kinds = _VERDICTS.setdefault(function, {}), (mode, *map(_kind, args, by))
+        forward = _forward_mode()
+        verdicts = _VERDICTS.setdefault(function, {})
+        by_vmap = function_rules.offers_vmap(function) and torch_internals.under_vmap(
+            function, made
+        )
+        pairs = zip(args, by, strict=True)
+        kinds: Any = (forward, by_vmap, *(_kind(x, needed, given) for x, needed in pairs))
         verdict = verdicts.get(kinds)
         if verdict is not None and verdict.within and not _are_within(verdict, given, args):
             kinds = ("other values", *kinds)
             verdict = verdicts.get(kinds)
         key = function, kinds
         is_right = verdict is not None and not verdict.is_reported
-        if (is_right and function not in _MUTATING) or self.differentiated.get(key) == 2:
+        watched = function in _MUTATING or function in _KEEPING
+        if (is_right and not watched) or self.differentiated.get(key) == 2:
             return None
         if (verdict is None or verdict.left) and key not in self.applied:
             graphed = None if _runs_again() else given
-            self.applied[key] = applied(function, args, by, mode, graphed)
+            self.applied[key] = applied(function, args, by, forward, graphed, given, by_vmap)
         return key, by
 
     def _watch_part(self, function: type[Function], args: tuple[Any, ...], result: Any) -> None:
@@ -281,6 +322,9 @@ class AppliedFunctions:
         what = self._mutates.get(key)
         if what is None:
             return ""
+        if what not in MUTATES:
+            kept = filter(partial(_reads, self._mutating[key]), what.split())
+            return "".join(KEPT.format(name=key[0].__qualname__, kept=one) for one in [*kept][:1])
         rows = in_place(self._mutating[key])
         changes = next((r.text for r in rows if r.status == "fail" and what in r.name), "")
         return MUTATES[what].format(name=key[0].__qualname__, changes=changes)
@@ -297,6 +341,7 @@ class AppliedFunctions:
         node = next((y.grad_fn for y in results if isinstance(y, Tensor) and y.grad_fn), None)
         if node is None:
             return
+        self._watch_kept(key, node, given, results)
         self._watch_gradients(key, node, given)
         if changed and self._is_mutating(key, given):
             for i, x in changed:
@@ -351,6 +396,29 @@ class AppliedFunctions:
         node.register_prehook(before)
         node.register_hook(after)
 
+    def _watch_kept(
+        self, key: Key, node: Any, given: tuple[Any, ...], results: tuple[Any, ...]
+    ) -> None:
+        """Notes a tensor of those that is on ctx by itself, and changed before the first backward."""
+        memory = {
+            torch_internals.storage_id(x) for x in (*given, *results) if isinstance(x, Tensor)
+        }
+        kept = [
+            (f"ctx.{name}", x, x._version) for name, x in vars(node).items()
+            if isinstance(x, Tensor) and torch_internals.unwrap(x) is x and not x.is_inference()
+            and torch_internals.storage_id(x) in memory
+        ]  # fmt: skip
+
+        def before(_: Any) -> None:
+            changed = " ".join(name for name, x, version in kept if x._version != version)
+            kept.clear()
+            if changed and self._is_mutating(key, given):
+                self._mutates.setdefault(key, changed)
+
+        if kept:
+            _KEEPING.add(key[0])
+            node.register_prehook(before)
+
     def _compare_gradients(
         self, key: Key, given: list[Tensor | None], output: int, grads: tuple[Tensor | None, ...]
     ) -> None:
@@ -368,6 +436,8 @@ class AppliedFunctions:
         def note(_: Any) -> None:
             twice = runs_again or torch.is_grad_enabled()
             self.differentiated[key] = max(1 + twice, self.differentiated.get(key, 1))
+            if self.by_hand is not None and AMBIENT.functions is not self:  # after the context
+                torch.autograd.Variable._execution_engine.queue_callback(self.by_hand)
 
         for y in results:
             if isinstance(y, Tensor) and torch_internals.unwrap(y) is not y:
@@ -377,19 +447,38 @@ class AppliedFunctions:
                 return
 
 
-def _explain(error: Exception, functions: AppliedFunctions) -> None:
+def _reads(app: Application, name: str) -> bool:
+    """Whether its backward depends on the values of what it keeps on ctx by this name."""
+    with suppress(Exception), torch.no_grad():
+        run = app.seeded()
+        moved = run.record.with_slots({name: run.record.held()[name] + 1})
+        runs = (run, run._replace(record=moved))
+        return not all(map(torch.equal, *(pytree.tensors(app.backward(one)) for one in runs)))
+    return True
+
+
+def _explain(caller: str, error: Exception, functions: AppliedFunctions) -> None:
     """Adds to an error which Function's backward raised it, also within that of another one, or which
-    of those that were differentiated lost the graph, and in which line."""
+    of those that were differentiated lost the graph, and in which line; raises another one for torch's
+    errors about tensors of another call."""
+    raw = not isinstance(error, HoglibError) and any(x in str(error) for x in OF_ANOTHER_CALL)
     texts = [
         RAISED.format(name=function.__qualname__, line=line)
         for function, line in dict(torch_internals.backward_lines(frames_of(error))).items()
+        if not _is_ours(function)
     ][-1:]
     if texts and "backward through the graph a second time" in str(error):
         texts[0] += " `hoglib.ops.remat` recomputes what can be differentiated again."
     for key in functions.differentiated:
-        if not texts and isinstance(error, NoSecondDerivative):
+        if not texts and (raw or isinstance(error, NoSecondDerivative)):
             verdict = functions.verdict(key)
-            texts += [verdict.text] * (verdict.status == "wrong" and verdict.second)
+            texts += [verdict.text] * (verdict.status == "wrong" and (raw or verdict.second))
+    if raw:
+        raise UnsupportedError(
+            f"{caller}: expected tensors of one call, got torch's error about one of another call, or "
+            f"of a transform that is over: {str(error).partition(' INTERNAL')[0].partition('. ')[0]}. "
+            + " ".join(texts or [KEPT])
+        ) from error
     if not texts and functions.in_cpp and isinstance(error, NoSecondDerivative):
         texts = [IN_CPP.format(", ".join(sorted(functions.in_cpp)))]
     names = [
@@ -432,11 +521,11 @@ def _forward_mode() -> str:
     return "rf" if torch_internals.innermost_is_forward() else "fr"
 
 
-def _kind(x: Any, needs_grad: bool) -> Any:
+def _kind(x: Any, needs_grad: bool, given: tuple[Any, ...]) -> Any:
     """What a verdict depends on, of an argument."""
     if isinstance(x, Tensor):
         return x.dtype, x.layout, layout_of(x), x.device.type, x.dim(), needs_grad
-    return x if x is None or isinstance(x, bool | str) else (type(x), holds_graph(x))
+    return x if x is None or isinstance(x, bool | str) else (type(x), held_kinds(x, given))
 
 
 def _report(

@@ -32,7 +32,13 @@ from hoglib.verification import call as calls
 from hoglib.verification import function_rules
 from hoglib.verification.attribution import UNSEEN, attribution_rows, detached_copy
 from hoglib.verification.call import copied, exact_products
-from hoglib.verification.call_variants import Baseline, create_graph, gradient_layouts
+from hoglib.verification.call_variants import (
+    OWN_RULE,
+    Baseline,
+    create_graph,
+    gradient_layouts,
+    vmap_fault,
+)
 from hoglib.verification.comparison import NATURAL, Bounds, Options
 from hoglib.verification.contract import ACCUMULATES, preserved_grads, reached
 from hoglib.verification.derivatives import Derivatives
@@ -93,32 +99,64 @@ class Applied:
     kept: tuple[tuple[int, frozenset[str]], ...]  # structures that arguments are computed to have
     # arguments that hold others with a graph, by which torch gives no gradient
     hiding: tuple[int, ...]
+    by_vmap: bool  # it ran under vmap, for which it has a rule
 
 
 def applied(
     function: type[Function], args: tuple[Any, ...], by: tuple[bool, ...], forward: str,
-    graphed: tuple[Any, ...] | None = None,
+    graphed: tuple[Any, ...] | None = None, given: tuple[Any, ...] = (), by_vmap: bool = False,
 ) -> Applied:  # fmt: skip
     """An application with copies of its tensors, which may be changed before it is examined.
 
     graphed: the arguments with the graph that they were computed by, where that can be looked at.
+    given: the arguments as the user passed them.
     """
     with torch_internals.without_transforms(), torch.no_grad():
         copies = pytree.map_tensors(copied, args)
     wanted = tuple(i for i, x in enumerate(args) if by[i] and is_float(x))
-    app = Application(function, copies, wanted, parameters(function, len(args)))
+    held = {i: kinds for i, x in enumerate(given) if (kinds := held_kinds(x, given))}
+    runs = _sharing(function, held)
+    app = Application(runs, copies, wanted, parameters(function, len(args)))
     by_module = lifted(function, args)
     if by_module is not None:
         by_module = by_module._replace(inputs=detached_copy(by_module.inputs))
     kept = () if by_module else tuple(_kept(graphed, copies, wanted))
-    hiding = tuple(i for i, x in enumerate(args) if not by_module and holds_graph(x))
-    return Applied(app, by_module, forward, AutocastState(), active(), kept, hiding)
+    hiding = tuple(i for i, kinds in held.items() if not by_module and HIDDEN in kinds)
+    return Applied(app, by_module, forward, AutocastState(), active(), kept, hiding, by_vmap)
 
 
-def holds_graph(x: Any) -> bool:
-    """Whether an argument is a list, tuple or dict of tensors one of which needs a gradient."""
-    held = pytree.tensors(x) if isinstance(x, list | tuple | dict) else ()
-    return any(one.requires_grad for one in held)
+HIDDEN, CONSTANT = -1, -2
+
+
+def held_kinds(x: Any, given: tuple[Any, ...]) -> tuple[int, ...]:
+    """Of each tensor in a list, tuple or dict: which of the arguments it is too; else HIDDEN if it
+    needs a gradient, which torch does not give it, or CONSTANT."""
+    if not isinstance(x, list | tuple | dict):
+        return ()
+    places = {id(y): i for i, y in enumerate(given)}
+    held = pytree.tensors(x)
+    return tuple(places.get(id(y), HIDDEN if y.requires_grad else CONSTANT) for y in held)
+
+
+def _sharing(function: type[Function], held: dict[int, tuple[int, ...]]) -> type[Function]:
+    """The Function, in whose containers the tensors that are arguments too are always these."""
+    shared = {i: kinds for i, kinds in held.items() if max(kinds) >= 0}
+    if not shared:
+        return function
+
+    def apply(*args: Any) -> Any:
+        given = list(args)
+        for i, kinds in shared.items():
+            which = iter(kinds)
+
+            def alone(x: Tensor, which: Iterator[int] = which) -> Any:
+                return args[k] if (k := next(which)) >= 0 else x
+
+            given[i] = pytree.map_tensors(alone, args[i])
+        return function.apply(*given)
+
+    own = {"apply": staticmethod(apply), "__module__": function.__module__}
+    return type(function.__name__, (function,), {**own, "__qualname__": function.__qualname__})
 
 
 def _kept(
@@ -201,6 +239,15 @@ def _judged(given: Applied) -> Verdict:
         for i in filter(partial(_depends_on, app), given.hiding):
             text = IN_CONTAINER.format(name=function.__qualname__, given=app.name(i))
             return Verdict("wrong", text, order=1)
+    if found.status == "right" and given.by_vmap and not subject.draws:
+        with suppress(Exception):  # the entry point raises it too
+            base = Baseline(subject, subject.x, options)
+            base.near = [subject.perturbed_point()]
+            if fault := vmap_fault(base):
+                text = (
+                    f"the derivative of {function.__qualname__} is wrong by its vmap rule: {fault}."
+                )
+                return Verdict("wrong", f"{text} {OWN_RULE}")
     if found.status != "right" or not several or subject.half is not None:
         return found
     # other values may take another branch of backward

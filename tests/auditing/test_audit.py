@@ -24,6 +24,7 @@ from tests.auditing.cases import (
     smooth,
 )
 from tests.functions import Cube, OnceDifferentiable
+from tests.rows import rows
 
 ROWS = {route.key: route.row for route in ROUTES}
 AUTO, FIRST = ROWS["rr"], "first derivative: reverse"
@@ -50,7 +51,7 @@ class CastsToFloat32(nn.Module):
 
 
 def zeros_at_first() -> nn.Module:
-    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 3))
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
     for p in model[2].parameters():
         nn.init.zeros_(p)
     return model
@@ -123,6 +124,60 @@ def test_a_loss_that_differentiates_inside_is_right(name: str) -> None:
     report = hog.audit(INSIDE[name], torch.randn(3, 4) / 2, torch.randn(5, 4))
     assert report.ok, str(report)
     assert report.judged, str(report)
+
+
+# At the parameters themselves.
+
+
+def rotation(p: Tensor, _: Tensor) -> Tensor:
+    """sin |p| / |p|, with a branch for one point, as of exponential maps."""
+    small = (square := p.square().sum()) < 1e-16
+    angle = torch.where(small, torch.ones_like(square), square).sqrt()
+    return torch.where(small, 1 - torch.zeros_like(square) * square, angle.sin() / angle)
+
+
+AT = {
+    "branch for one point": (
+        lambda p, x: torch.where(p == 0, 1 + 0 * p, p.sin() / torch.where(p == 0, 1, p)).sum(),
+        torch.zeros(3), "fail",
+    ),
+    "branch near one point": (rotation, torch.zeros(3), "fail"),
+    "maximum of squares": (lambda p, x: torch.maximum(p**2, 2 * p**2).sum(), torch.zeros(3), "fail"),
+    "maximum of both signs": (lambda p, x: torch.maximum(p, -p).square().sum(), torch.zeros(3), "fail"),
+    "kernel at its points": (
+        lambda p, x: ((1 + torch.cdist(p, x)) * (-torch.cdist(p, x)).exp()).sum(),
+        torch.eye(3), "fail",
+    ),
+    "squared range": (lambda p, x: (p.amax() - p.amin()) ** 2, torch.ones(6), "warn"),
+    "largest square": (lambda p, x: p.abs().max() ** 2, torch.zeros(6), "warn"),
+    "absolute value": (lambda p, x: p.abs().sum() + (p**3).sum(), torch.zeros(3), "warn"),
+    "huber at its kink": (lambda p, x: F.huber_loss(p, 0 * p), torch.ones(3), "warn"),
+    "relu of zeros": (lambda p, x: (x @ p.relu()).square().sum(), torch.zeros(3), "warn"),
+    "squared norm": (lambda p, x: p.norm() ** 2, torch.zeros(3), "pass"),
+    "fourth powers": (lambda p, x: (p**4).sum() + (p.abs() ** 3).sum(), torch.zeros(3), "pass"),
+    "cumprod": (lambda p, x: p.cumprod(0).square().sum(), torch.tensor([1.0, 0.0, 2.0]), "pass"),
+    "equal eigenvalues": (
+        lambda p, x: torch.linalg.eigvalsh(torch.outer(p, p) + 4 * x).exp().sum(),
+        torch.zeros(3), "pass",
+    ),
+    "smooth kernel": (lambda p, x: (-(torch.cdist(p, x) ** 2)).exp().sum(), torch.eye(3), "pass"),
+    "dead units": (lambda p, x: (x @ p - 9).relu().sum() + p.square().sum(), torch.ones(3), "pass"),
+}  # fmt: skip
+
+
+@rows("name", AT)
+@rows("route", ["rr", "fr"])
+def test_a_route_is_judged_at_params_too(name: str, route: str) -> None:
+    loss, params, expected = AT[name]
+    report = hog.audit(loss, params, torch.eye(3), routes=route)
+    found = {row.name: row for row in report}.get(f"{ROWS[route]}, at params")
+    assert (found.status if found else "pass") == expected, str(report)
+    assert report.ok == (expected != "fail"), str(report)
+    assert report.judged
+    if expected == "fail":
+        assert found is not None
+        assert "a branch of torch.where" in found.text
+        assert report.culprits == ("the loss",)
 
 
 # What is wrong: by default, reverse-over-reverse.

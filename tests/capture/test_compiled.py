@@ -556,9 +556,8 @@ def test_a_prepared_graph_takes_tensors_alone():
     a, b = draw(3, seed=2), draw(3, seed=3)
     assert_close(run([a, b]), [2 * a * weight, a + b])
     x = draw(3)
-    assert_close(
-        fast.prepared(x, 2, x)([a, b]), [2 * a * weight, a + b]
-    )  # stand for any of their kind
+    # Stand for any of their kind
+    assert_close(fast.prepared(x, 2, x)([a, b]), [2 * a * weight, a + b])
     assert len(fast.signatures) == 1
 
 

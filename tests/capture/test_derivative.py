@@ -169,7 +169,6 @@ def test_backward_after_a_change_raises(change):
 
 def test_backward_where_autocast_is_off_again():
     """The backward of what ran under autocast is that of autocast."""
-    torch.manual_seed(0)
     weight, x = torch.randn(8, 8, requires_grad=True), torch.randn(4, 8)
 
     def fn(x):

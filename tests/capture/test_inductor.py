@@ -1,9 +1,6 @@
 """Graphs that torch's compiler makes, and the directory that keeps them."""
 
 import os
-import subprocess
-import sys
-import textwrap
 
 import numpy as np
 import pytest
@@ -14,6 +11,7 @@ import hoglib as hog
 from hoglib.capture.runners import cache_dir, make_cache_dir
 from tests.capture.models import draw
 from tests.long_tail import FULL
+from tests.several_processes import exit_code_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec")
 
@@ -40,14 +38,6 @@ def test_what_is_compiled_is_found_again_in_this_process_and_in_the_next(
     tmp_path, monkeypatch, capfd
 ):
     monkeypatch.setenv("HOGLIB_CACHE_DIR", str(tmp_path / "a" / "b"))
-    program = """
-        import hoglib as hog, torch
-        from tests.capture.models import draw
-        from tests.capture.test_inductor import function
-        torch.set_num_threads(1)
-        fast = hog.compile(function())
-        print(fast(draw(3)).tolist(), fast.signatures[0].source)
-    """
     expected = function()(draw(3))
     for source in ("compiled", "cache"):
         fast = hog.compile(function())
@@ -56,11 +46,8 @@ def test_what_is_compiled_is_found_again_in_this_process_and_in_the_next(
         assert (fast.signatures[0].backend, fast.signatures[0].source) == ("inductor", source)
         said = f"compiled {fast.name} in" in (err := capfd.readouterr().err)
         assert said == (source == "compiled") == (str(tmp_path) in err)
-    found = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, check=False,
-    )  # fmt: skip
-    assert found.stdout.strip() == f"{fast(draw(3)).tolist()} cache", found.stderr
+    assert exit_code_of(in_the_next_process, tmp_path) == 0
+    assert (tmp_path / "found").read_text() == f"{fast(draw(3)).tolist()} cache"
     assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
     for path in tmp_path.rglob("*"):  # as a process that is interrupted leaves them
         if path.is_file():
@@ -69,6 +56,13 @@ def test_what_is_compiled_is_found_again_in_this_process_and_in_the_next(
             path.write_bytes(start)
     again = hog.compile(function())
     assert_close(again(draw(3)), expected)
+
+
+def in_the_next_process(folder):
+    os.environ["HOGLIB_CACHE_DIR"] = str(folder / "a" / "b")
+    torch.set_num_threads(1)
+    fast = hog.compile(function())
+    (folder / "found").write_text(f"{fast(draw(3)).tolist()} {fast.signatures[0].source}")
 
 
 def test_code_is_for_a_number_of_threads(cache):
@@ -216,17 +210,6 @@ SCALED = {
 }
 
 
-@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=FULL)])
-def test_factors_in_the_options_of_sums_are_heeded(cache, dynamic):
-    def fn(x, a, b):
-        return [case(x, a, b) for case in SCALED.values()]
-
-    given = draw(5, 4), draw(5, 3, seed=1), draw(3, 4, seed=2)
-    fast = hog.compile(fn, dynamic=dynamic, check=False)
-    for ours, expected in zip(fast(*given), fn(*given), strict=True):
-        assert_close(ours, expected, rtol=1e-12, atol=1e-12)
-
-
 NOTHING = torch.empty(0, dtype=torch.float64)
 CONCATENATED = {
     "nothing and a transpose": lambda x: torch.cat([NOTHING, x.mT], -2).view(2, 12),
@@ -238,13 +221,18 @@ CONCATENATED = {
 }  # fmt: skip
 
 
-def test_a_concatenation_with_nothing_is_laid_out_as_torch_does(cache):
-    def fn(x):
-        return [case(x) for case in CONCATENATED.values()]
+@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=FULL)])
+def test_factors_of_sums_are_heeded_and_a_concatenation_with_nothing_laid_out_as_torch_does(
+    cache, dynamic
+):
+    def fn(x, a, b, y):
+        joined = () if dynamic else CONCATENATED.values()
+        return [case(x, a, b) for case in SCALED.values()], [case(y) for case in joined]
 
-    x = draw(2, 3, 4)
-    for ours, expected in zip(hog.compile(fn, check=False)(x), fn(x), strict=True):
-        assert_close(ours, expected, rtol=0, atol=0)
+    given = draw(5, 4), draw(5, 3, seed=1), draw(3, 4, seed=2), draw(2, 3, 4)
+    (sums, joined), expected = hog.compile(fn, dynamic=dynamic, check=False)(*given), fn(*given)
+    assert_close(sums, expected[0], rtol=1e-12, atol=1e-12)
+    assert_close(joined, expected[1], rtol=0, atol=0)
 
 
 def test_operators_with_lists_of_tensors(cache):

@@ -96,7 +96,6 @@ def test_blocks_that_differ_in_a_number_share_graphs_if_they_compute_the_same(us
 
 def test_the_first_block_shares_the_graphs_of_the_others():
     """Its input is data, whose gradient only the others need."""
-    torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
     model = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False).double()
     x = torch.randn(2, 3, 4, dtype=DOUBLE)

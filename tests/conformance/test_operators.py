@@ -63,7 +63,7 @@ OPERATORS = {
     "Hessian, forward": Row(partial(hog.HessianOperator, mode="forward-over-reverse"), dense_hessian, SOME),
     "Gauss-Newton": Row(hog.GGNOperator, dense_ggn),
     "Gauss-Newton, reverse": Row(partial(hog.GGNOperator, mode="reverse"), dense_ggn, SOME),
-    "Fisher": Row(hog.FisherOperator, dense_ggn),
+    "Fisher": Row(hog.FisherOperator, dense_ggn, SOME),
     "empirical Fisher": Row(partial(hog.FisherOperator, kind="empirical"), empirical_fisher, SOME),
     "Kronecker factors": Row(hog.KFACOperator, kronecker_factors, ["ReLU"], False),
     "corrected factors": Row(
@@ -127,8 +127,8 @@ class Product(NamedTuple):
 PRODUCTS = {
     "hvp": Product(hog.hvp, dense_hessian, HVP),
     "ggn_vp": Product(hog.ggn_vp, dense_ggn),
-    "ggn_vp, mean square": Product(hog.ggn_vp, dense_ggn, criterion="mean square"),
-    "ggn_vp, binary": Product(hog.ggn_vp, dense_ggn, criterion="binary cross entropy"),
+    "ggn_vp, mean square": Product(hog.ggn_vp, dense_ggn, criterion="mean square", models=SOME),
+    "ggn_vp, binary": Product(hog.ggn_vp, dense_ggn, criterion="binary cross entropy", models=SOME),
     "fisher_vp": Product(hog.fisher_vp, dense_ggn, models=SOME, graphs=False),
     "fisher_vp, empirical": Product(partial(hog.fisher_vp, kind="empirical"), empirical_fisher, models=SOME, graphs=False),
 }  # fmt: skip

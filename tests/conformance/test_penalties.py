@@ -66,12 +66,15 @@ OF_CRITICS = {
 }  # fmt: skip
 # Formulas of one critic that are those of another kind at other points, or its half
 SIMILAR = ("wgan_gp one-sided", "r1", "r2")
+SIMILAR_TO_SAMPLES = (*SIMILAR, "zero_centred", "input_gradient")
 
 
 @pytest.mark.parametrize(
     ("name", "kind"),
     all_but(
-        lambda name, kind: name == "rows" or kind not in SIMILAR,
+        lambda name, kind: (
+            kind not in {"rows": (), "images": SIMILAR}.get(name, SIMILAR_TO_SAMPLES)
+        ),
         itertools.product(CRITICS, OF_CRITICS),
     ),
 )
@@ -124,7 +127,7 @@ OF_FUNCTIONS = {
         oracle=lambda f, x, y: (jacobians(f, x) - y).square().sum((1, 2)),
     ),
     "lipschitz": Row(
-        lambda f, x, y, **o: penalties.lipschitz(f, x, bound=0.1, num_iterations=100, generator=generator(), **o),
+        lambda f, x, y, **o: penalties.lipschitz(f, x, bound=0.1, num_iterations=30, generator=generator(), **o),
         False, largest, further=False,  # the power iteration is held fixed
     ),
     "lipschitz, exact": Row(
@@ -161,7 +164,7 @@ def test_forces():
 def test_the_gradient_by_the_parameters(squared):
     check_penalty(
         of_parameters, smooth, draw(5, 3), (), squared=squared, critic=lambda *own: own,
-        terms=False, variants=[{}, {"compile": "eager"}],
+        terms=False, variants=[{}, *VARIANTS],
     )  # fmt: skip
 
 

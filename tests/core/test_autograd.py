@@ -6,6 +6,7 @@ import torch
 import hoglib as hog
 from hoglib._core import autograd
 from hoglib.errors import NoSecondDerivative, UnsupportedError
+from tests.functions import saving_inputs
 
 
 def test_translate_errors_names_the_operation_and_lets_others_pass():
@@ -38,10 +39,7 @@ def test_gradients_are_given_away_and_computed_again():
 class _ChangesItsGraph(torch.autograd.Function):
     """A square whose backward overwrites what its own graph has saved."""
 
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x.square()
+    forward = saving_inputs(lambda x: x.square())
 
     @staticmethod
     def backward(ctx, g):

@@ -8,7 +8,7 @@ from torch.overrides import TorchFunctionMode
 
 import hoglib as hog
 from hoglib._core import torch_internals
-from tests.functions import Cube
+from tests.functions import Cube, made
 
 
 def _levels(transform):
@@ -55,14 +55,7 @@ def test_forward_mode_by_torch_func_and_by_dual_numbers():
     assert seen == [False, True, True, False]
 
 
-class Twice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x + x
-
-    @staticmethod
-    def backward(ctx, g):
-        return g + g
+Twice = made("Twice", lambda x: x + x, lambda g, x: g + g)
 
 
 class FourTimes(torch.autograd.Function):
@@ -243,15 +236,7 @@ def test_what_was_compiled_is_found_again():
 
 
 def test_what_is_known_of_a_node():
-    class Double(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return 2 * x
-
-        @staticmethod
-        def backward(ctx, g):
-            return 2 * g
+    Double = made("Double", lambda x: 2 * x, lambda g, x: 2 * g)
 
     leaf = torch.ones(2, 3, requires_grad=True)
     with torch_internals.record_backward_origins():
@@ -344,3 +329,11 @@ def test_forward_mode_of_torch_drops_the_tangent_of_an_operator():
     assert tangent == 1
     _, found = hog.jvp(f, x, torch.ones_like(x))
     torch.testing.assert_close(found, 2 * x.cos() + 1)
+
+
+def test_nodes_of_torch_are_none_of_the_users():
+    """Those have no class in Python, as a user's node in C++ has none."""
+    at = torch.ones(2, requires_grad=True)
+    y = torch._foreach_mul([at], 2.0)[0]
+    assert type(y.grad_fn).__name__ == "CppFunction"
+    assert torch_internals.cpp_function(y.grad_fn) == ""

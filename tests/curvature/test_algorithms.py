@@ -191,9 +191,8 @@ def test_the_diagonal_and_its_error():
     assert_close(error, (off_diagonal(A).sum(1) / 5000) ** 0.5, rtol=0.1, atol=0)
     assert float(((value - A.diagonal()) / error).abs().max()) < 5
     diagonal = torch.diag(draw(5))
-    assert_close(
-        quadratic(diagonal).diagonal(1), diagonal.diagonal()
-    )  # exact where there is no other
+    # Exact where there is no other
+    assert_close(quadratic(diagonal).diagonal(1), diagonal.diagonal())
 
 
 def test_the_frobenius_norm():

@@ -8,7 +8,7 @@ from torch.testing import assert_close
 
 import hoglib as hog
 from tests.curvature.problems import dense_ggn, draw, flat, problem, relative
-from tests.functions import ClassicCube
+from tests.functions import ClassicCube, saving_inputs
 from tests.models import Fn, Through
 from tests.refused import refused
 from tests.rows import rows
@@ -71,10 +71,7 @@ def test_a_function_without_forward_mode_takes_the_reverse():
 class Halved(torch.autograd.Function):
     """Whose gradient keeps half of its graph."""
 
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x.sin()
+    forward = saving_inputs(lambda x: x.sin())
 
     @staticmethod
     def backward(ctx, g):
@@ -85,7 +82,6 @@ class Halved(torch.autograd.Function):
 @rows("mode", ["auto", "reverse"])
 def test_vectors_of_any_length_in_single_precision(scale, mode):
     """Inner products of which underflow: what is right is not refused, what is wrong is."""
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
     batch, v = (draw(6, 3).float(), torch.arange(6) % 3), draw(31)
 

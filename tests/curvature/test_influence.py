@@ -42,7 +42,7 @@ def test_their_mean_is_the_gradient_of_the_batch(name):
 def rows_of(loss, params, batch, **options):
     """The gradient of each example."""
     _, gradients = hog.per_example_gradients(loss, params, batch, **options)
-    return torch.cat([g.flatten(1) for g in gradients.values()], 1)
+    return torch.cat([g.reshape(len(g), -1) for g in gradients.values()], 1)
 
 
 def ghosts(loss, params, batch, **options):

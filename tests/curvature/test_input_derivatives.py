@@ -9,6 +9,7 @@ from torch.testing import assert_close
 
 import hoglib as hog
 from hoglib.curvature import input_derivatives
+from tests.functions import made, saving_inputs
 from tests.models import MODELS, Fn, build
 from tests.oracles import gradient_by_differences
 from tests.refused import refused
@@ -305,26 +306,18 @@ def test_nothing_of_the_module_changes(name):
 class CutAtThird(torch.autograd.Function):
     """x^4, whose second derivative is right, and whose third is cut."""
 
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x**4
+    forward = saving_inputs(lambda x: x**4)
 
     @staticmethod
     def backward(ctx, g):
         return SecondOnly.apply(ctx.saved_tensors[0], g)
 
 
-class SecondOnly(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, g):
-        ctx.save_for_backward(x, g)
-        return 4 * x**3 * g
-
-    @staticmethod
-    def backward(ctx, h):
-        x, g = ctx.saved_tensors
-        return 12 * x.detach() ** 2 * g.detach() * h, 4 * x.detach() ** 3 * h
+SecondOnly = made(
+    "SecondOnly",
+    lambda x, g: 4 * x**3 * g,
+    lambda h, x, g: (12 * x.detach() ** 2 * g.detach() * h, 4 * x.detach() ** 3 * h),
+)
 
 
 @pytest.mark.filterwarnings("ignore:laplacian. where a third derivative is taken")
@@ -399,6 +392,7 @@ def test_batch_norm_within_one_point_is_no_error():
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*piecewise linear")
 @rows("name", NETS)
 def test_on_a_gpu(name):
     net, x = net_of(name)

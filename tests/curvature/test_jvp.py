@@ -332,9 +332,8 @@ def test_another_thread_in_forward_mode():
     for name in ("forward jvp", "hvp", "ggn_vp"):
         assert isinstance(found[name], UnsupportedError), name
         assert "one thread at a time in forward mode" in str(found[name])
-    assert_close(
-        in_a_thread(lambda: hog.jvp(cube, x, v, mode="forward")[1]), 3 * x**2
-    )  # it is free
+    # It is free
+    assert_close(in_a_thread(lambda: hog.jvp(cube, x, v, mode="forward")[1]), 3 * x**2)
 
 
 def test_a_function_that_works_in_place_changes_neither_primals_nor_tangents():

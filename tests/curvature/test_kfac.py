@@ -2,6 +2,7 @@
 
 import copy
 import io
+import re
 from itertools import product
 
 import pytest
@@ -256,6 +257,166 @@ def test_norms_have_exact_blocks(name):
         at = sum(p.numel() for key, p in params.items() if key.startswith("0."))
         at = slice(at, at + len(G))
         assert_close(K.to_dense()[at, at], G)
+
+
+class Gemma(nn.Module):
+    """An RMS norm that multiplies by 1 + weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4) / 4)
+
+    def forward(self, x):
+        return (x * x.square().mean(-1, keepdim=True).add(1e-6).rsqrt()) * (1.0 + self.weight)
+
+
+class Masked(nn.Linear):
+    """A layer of a masked autoencoder: some weights are not there."""
+
+    def __init__(self, into, out):
+        super().__init__(into, out)
+        self.register_buffer("mask", (torch.rand(out, into) > 0.4).double())
+
+    def forward(self, x):
+        return F.linear(x, self.weight * self.mask, self.bias)
+
+
+def with_own(run, shape, into=4, **layers):
+    """run(net, x, p) at an input x after a layer, with a parameter p."""
+    return Fn(
+        lambda net, x: run(net, net.first(x), net.p), p=nn.Parameter(torch.randn(shape)),
+        first=nn.Linear(3, into), head=nn.Linear(4, 3), **layers,
+    )  # fmt: skip
+
+
+def mixed(net, x):
+    """Attention without weights of its own, and the head."""
+    return net.head((torch.softmax(x @ x.mT, -1) @ x).tanh()).mean(1)
+
+
+def copies(copy):
+    """Copies of a parameter before the positions of each example."""
+    return lambda shape: with_own(
+        lambda net, x, p: mixed(net, torch.cat([copy(p, x), x], 1)), shape
+    )
+
+
+def scales(use, shape=(4,)):
+    return lambda: with_own(lambda net, x, p: net.head(use(torch.tanh(x), p)), shape)
+
+
+def weights(function, into=4):
+    """A layer whose weight is a function of each element of a parameter."""
+    return lambda: with_own(lambda net, x, p: net.head(F.linear(x, function(p)).tanh()), (4, into))
+
+
+def generator(**options):
+    layers = nn.Sequential(nn.Unflatten(1, (4, 1, 1)), nn.ConvTranspose2d(4, 4, 3, **options), nn.Tanh(), nn.ConvTranspose2d(4, 3, 2, stride=2, padding=1, bias=False))  # fmt: skip
+    return lambda: Fn(lambda net, x: net.layers(net.first(x)).sum((2, 3)), first=nn.Linear(3, 4), layers=layers)  # fmt: skip
+
+
+def pixels():
+    """A masked convolution."""
+    mask = torch.tensor([1.0, 1.0, 0.0], dtype=F64).expand(3, 2, 3)
+    return Fn(
+        lambda net, x: F.conv1d(x.unflatten(1, (1, 3)).expand(-1, 2, -1) * net.p, net.layer.weight * mask, net.layer.bias, padding=1).tanh().sum(2),
+        p=nn.Parameter(torch.randn(2, 1)), layer=nn.Conv1d(2, 3, 3),
+    )  # fmt: skip
+
+
+TOKENS = draw(5, 2, 3)  # [examples, positions, features]
+MASK = torch.tensor([True, False, True, False])
+# name -> (makes the model, whether x has positions, parameter, its block)
+USES = {
+    "class token": (lambda: copies(lambda p, x: p.expand(len(x), -1, -1))((1, 1, 4)), True, "p", "block"),
+    "class token, repeated, of a cast": (lambda: copies(lambda p, x: p.to(x).type_as(x).repeat(len(x), 1, 1))((1, 1, 4)), True, "p", "block"),
+    "queries": (lambda: copies(lambda p, x: p.unsqueeze(0).expand(len(x), -1, -1))((3, 4)), True, "p", "table"),
+    "queries of a view, tiled": (lambda: copies(lambda p, x: p.view(1, 3, 4).tile(len(x), 1, 1))((12,)), True, "p", "table"),
+    "queries on zeros": (lambda: copies(lambda p, x: x.new_zeros(len(x), 3, 4) + p)((3, 4)), True, "p", "table"),
+    "positions": (lambda: with_own(lambda net, x, p: mixed(net, x + p[:, :2]), (1, 2, 4)), True, "p", "table"),
+    "positions, times": (lambda: with_own(lambda net, x, p: mixed(net, x * p), (2, 4)), True, "p", "table"),
+    "positions, in place": (lambda: with_own(lambda net, x, p: mixed(net, (2 * x).add_(p)), (2, 4)), True, "p", "table"),
+    "mask token": (lambda: with_own(lambda net, x, p: mixed(net, torch.where(MASK[:2, None], x, p)), (1, 1, 4)), True, "p", "block"),
+    "a table, in a look-up and as queries": (lambda: with_own(lambda net, x, p: mixed(net, torch.cat([F.embedding(torch.tensor([[0, 2]]).expand(len(x), 2), p), p[None].expand(len(x), -1, -1), x], 1)), (3, 4)), True, "p", None),
+    "1 + weight": (lambda: nn.Sequential(nn.Linear(3, 4), Gemma(), nn.Tanh(), nn.Linear(4, 3)), False, "1.weight", "block"),
+    "1 + weight, of torch": (scales(lambda x, p: F.rms_norm(x, (4,), p + 1)), False, "p", "block"),
+    "a norm of twice the weight": (scales(lambda x, p: F.layer_norm(x, (4,), 2 * p)), False, "p", "block"),
+    "layer scale with a mask": (scales(lambda x, p: x * (p * MASK)), False, "p", "block"),
+    "a shift to the left": (scales(lambda x, p: x - p), False, "p", "block"),
+    "a term with alpha": (scales(lambda x, p: torch.add(x, p, alpha=3)), False, "p", "block"),
+    "divided": (scales(lambda x, p: x / (p.square() + 1)), False, "p", "block"),
+    "a learned power": (scales(lambda x, p: (x.square() + 1).pow(p)), False, "p", "block"),
+    "a temperature": (scales(lambda x, p: p.exp() * x, ()), False, "p", "block"),
+    "a gate": (scales(lambda x, p: torch.lerp(x, x.square(), torch.sigmoid(p))), False, "p", "block"),
+    "a factor of the data": (lambda: Fn(lambda net, x: torch.tanh((x * net.p) @ net.w), p=nn.Parameter(torch.randn(3)), w=nn.Parameter(torch.randn(3, 3))), False, "p", "block"),
+    "masked layers": (lambda: nn.Sequential(Masked(3, 4), nn.Tanh(), Masked(4, 3)), False, "0.weight", "diagonal"),
+    "a masked product": (lambda: with_own(lambda net, x, p: net.head(torch.tanh(x @ (p * MASK[:, None]))), (4, 4)), False, "p", "diagonal"),
+    "a masked convolution": (pixels, False, "layer.weight", "diagonal"),
+    "positive weights": (weights(F.softplus), False, "p", "diagonal"),
+    "an equalized rate": (weights(lambda p: p * 0.3), False, "p", "block of one"),
+    "a change of weights": (weights(lambda p: torch.eye(4, dtype=F64) + p), False, "p", "block of one"),
+    "transposed convolutions": (generator(), False, "layers.1.bias", None),
+    "transposed convolutions, of all options": (generator(stride=2, groups=2, dilation=2, padding=1, output_padding=1), False, "layers.1.bias", None),
+}  # fmt: skip
+
+
+@rows("name", USES)
+def test_uses_of_a_parameter(name):
+    """Exact diagonals, traces and norms for all; the block of the one as dense matrices have it."""
+    make, positions, own, form = USES[name]
+    torch.manual_seed(1)
+    loss = hog.functional_loss(make().double(), F.cross_entropy)
+    params, x = hog.trainable_params(loss.model), TOKENS if positions else draw(5, 3)
+    for n in (5, 1):
+        batch = x[:n], torch.arange(n) % 3
+        M = hog.GGNOperator(loss, params, split(batch)).to_dense()
+        K = hog.KFACOperator(loss, params, split(batch), eigenvalue_corrected=True)
+        assert_close(K.exact_diagonal(), M.diagonal())
+        assert_close(K.trace(), M.trace())
+        found = hog.KFACOperator(loss, params, split(batch), joint_bias=False)
+        at = [torch.full((p.numel(),), key == own) for key, p in params.items()]
+        at = torch.cat(at).nonzero()[:, 0]
+        if n > 1:
+            ghosts(loss, params, batch)
+            eye = torch.eye(len(M), dtype=F64)
+            assert_close(found.inverse(0.1) @ (found.to_dense() + 0.1 * eye), eye)
+        found, M = found.to_dense()[at[:, None], at], M[at[:, None], at]
+        if form == "diagonal":
+            assert_close(found, M.diagonal().diag())
+        elif form == "table":
+            T = len(at) // 4
+            parts = M.reshape(T, 4, T, 4).diagonal(dim1=0, dim2=2).sum(-1)
+            assert_close(found, torch.kron(torch.eye(T, dtype=F64) / T, parts))
+        elif form == "block" or (form and n == 1):
+            assert_close(found, M)
+
+
+def apart(x, stride):
+    """With zeros between the inputs."""
+    found = x.new_zeros(*x.shape[:2], (x.shape[2] - 1) * stride + 1)
+    found[..., ::stride] = x
+    return found
+
+
+def test_transposed_convolutions_are_convolutions():
+    """Of the inputs with zeros between them, by the mirrored kernel."""
+    torch.manual_seed(1)
+    layer = nn.ConvTranspose1d(2, 3, 4, stride=2, padding=1).double()
+    other = nn.Conv1d(2, 3, 4, padding=2).double()
+    with torch.no_grad():
+        other.weight.copy_(layer.weight.transpose(0, 1).flip(2))
+        other.bias.copy_(layer.bias)
+    batch, found = (draw(7, 2, 3), torch.arange(7) % 3), []
+    for one, run in ((layer, layer), (other, lambda x: other(apart(x, 2)))):
+        model = Fn(lambda net, x, run=run: run(x).tanh().sum(2), layer=one)
+        loss = hog.functional_loss(model, F.cross_entropy)
+        params = hog.trainable_params(loss.model)
+        K = hog.KFACOperator(loss, params, batch, joint_bias=False)
+        found.append((K.to_dense(), K.inverse(0.1).to_dense()))
+    index = torch.arange(24).view(3, 2, 4).transpose(0, 1).flip(2).reshape(-1)
+    index = torch.cat([index, torch.arange(24, 27)])
+    for ours, theirs in zip(*found, strict=True):
+        assert_close(ours, theirs[index][:, index])
 
 
 class Product(nn.Module):
@@ -587,9 +748,10 @@ def test_the_check_of_layers_draws_no_random_numbers():
     assert torch.equal(torch.get_rng_state(), after)
 
 
-def scaled():
-    scale = nn.Parameter(torch.ones(6, 3))
-    return Fn(lambda net, x: net.layer(x * net.scale), scale=scale, layer=nn.Linear(3, 3))
+def shared(run, shape):
+    """A parameter of which each example has no copy of its own."""
+    own = {"p": nn.Parameter(torch.ones(shape)), "layer": nn.Linear(3, 3)}
+    return lambda: Fn(run, **own)
 
 
 class TiedEmbedding(nn.Module):
@@ -648,7 +810,13 @@ def test_norms_where_backward_calls_a_layer_again():
 LABELS = torch.arange(6) % 3
 REFUSED = {
     "a solver": (solver, draw(6, 3), LABELS, {}, r"layers alone.*not in \['layer.weight', 'layer.bias'\]"),
-    "a parameter of its own": (scaled, draw(6, 3), LABELS, {}, r"params\['scale'\], which mul"),
+    "a table of biases that is chosen from": (shared(lambda net, x: net.layer(x) + net.p[torch.tensor([0, 2, 1])], (3,)), draw(6, 3), LABELS, {}, r"params\['p'\], which __getitem__"),
+    "a norm of queries": (shared(lambda net, x: net.layer(x + F.layer_norm(net.p, (3,))), (1, 3)), draw(6, 3), LABELS, {}, "which layer_norm"),
+    "a normalized weight": (shared(lambda net, x: net.layer(F.linear(x, net.p / net.p.norm())), (3, 3)), draw(6, 3), LABELS, {}, r"not in \['p'\]"),
+    "scaled in place": (shared(lambda net, x: net.layer(x).mul_(net.p), (3,)), draw(6, 3), LABELS, {}, "which mul_"),
+    "rows that are not used": (shared(lambda net, x: net.layer(x + net.p[:1]), (2, 3)), draw(6, 3), LABELS, {}, "every row of params"),
+    "a bias of a function": (shared(lambda net, x: F.linear(x + net.p, net.layer.weight, net.layer.bias * 2), (3,)), draw(6, 3), LABELS, {}, r"not in \['layer.weight', 'layer.bias'\]"),
+    "a term for all examples": (shared(lambda net, x: net.layer(x + (net.p + torch.ones(3)[None, None]).sum(1)), (3,)), draw(6, 3), LABELS, {}, "not in"),
     "an LSTM": (lambda: nn.Sequential(nn.LSTM(3, 3, batch_first=True), Through(lambda y: y[0][:, -1])), draw(6, 2, 3), LABELS, {}, "which lstm in LSTM uses"),
     "a tied embedding": (TiedEmbedding, torch.arange(6) % 5, LABELS, {}, "an embedding tied"),
     "a Function": (in_a_function, draw(6, 3), LABELS, {}, "only a part"),
@@ -667,8 +835,15 @@ def test_what_is_refused(name):
     K = hog.KFACOperator(
         hog.functional_loss(model, F.cross_entropy), hog.trainable_params(model), (x, y), **options
     )
-    with pytest.raises((hog.errors.UnsupportedError, hog.errors.ArgumentValueError), match=message):
+    with pytest.raises(
+        (hog.errors.UnsupportedError, hog.errors.ArgumentValueError), match=message
+    ) as told:
         K.update()
+    advice = re.search("`({n: p for .*})`", str(told.value))
+    if advice:  # works when it is followed, as far as anything is left
+        params = eval(advice[1], {"params": hog.trainable_params(model)})
+        if params:
+            hog.KFACOperator(K._loss, params, (x, y)).update()
 
 
 def class_token():

@@ -23,17 +23,16 @@ from tests.curvature.problems import (
     draw,
     expected_matrix,
     flat,
-    nested_to_matrix,
     problem,
     relative,
 )
+from tests.functions import made
 from tests.models import Checkpointed, Fn
 from tests.refused import refused
 from tests.rows import rows
 
 
 def test_products_in_half_precision_are_summed_in_the_dtype_that_is_asked_for():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).bfloat16()
     batches = [(torch.randn(2, 4).bfloat16(), torch.randint(3, (2,))) for _ in range(40)]
     loss, params = hog.functional_loss(model, F.cross_entropy), hog.trainable_params(model)
@@ -263,10 +262,8 @@ def test_criteria_that_couple_examples_have_none(name, dtype):
         else:
             with pytest.raises(ValueError, match="couples"):
                 compute()
-    data = [
-        tuple(t[:5] for t in batch),
-        tuple(t[5:] for t in batch),
-    ]  # the mean of batches is what it is
+    # The mean of batches is what it is
+    data = [tuple(t[:5] for t in batch), tuple(t[5:] for t in batch)]
     hog.HessianOperator(loss, params, data) @ draw(67).to(dtype)
 
 
@@ -646,18 +643,12 @@ def test_micro_batches_are_refused_where_examples_mix():
         operator @ draw(operator.shape[0])
 
 
-class Halved(torch.autograd.Function):
-    """sin, whose backward makes the second derivative of half the size, and only in one order."""
-
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return torch.sin(x) * w
-
-    @staticmethod
-    def backward(ctx, g):
-        x, w = ctx.saved_tensors
-        return g * torch.cos(x) * w.detach(), g * torch.sin(x)
+# sin, whose backward makes the second derivative of half the size, and only in one order.
+Halved = made(
+    "Halved",
+    lambda x, w: torch.sin(x) * w,
+    lambda g, x, w: (g * torch.cos(x) * w.detach(), g * torch.sin(x)),
+)
 
 
 @pytest.mark.filterwarnings("ignore:.*from a central difference")
@@ -800,26 +791,7 @@ def test_a_bar_counts_products(capsys):
     assert not capsys.readouterr().err
 
 
-def test_blocks_on_the_diagonal():
-    loss, params, batch = problem("LayerNorm")
-    for make, dense, compile in (
-        (hog.HessianOperator, hog.hessian, False),
-        (hog.GGNOperator, hog.ggn, False),
-        (hog.GGNOperator, hog.ggn, "eager"),
-    ):
-        operator = make(loss, params, batch, compile=compile)
-        assert_close(operator.to_dense(), nested_to_matrix(dense(loss, params, batch), params))
-        H = dense(loss, params, batch, blocks="module")
-        zero = {a: {b: torch.zeros(*p.shape, *q.shape, dtype=F64) for b, q in params.items()} for a, p in params.items()}  # fmt: skip
-        whole = nested_to_matrix({a: {**zero[a], **H[a]} for a in params}, params)
-        blocks = operator.block_diagonal("module")
-        assert_close(blocks.to_dense(), whole)
-        assert_close(blocks.damped(0.1).to_dense() - 0.1 * torch.eye(len(whole), dtype=F64), whole)
-        assert_close(operator.block_diagonal([list(params)]).to_dense(), operator.to_dense())
-
-
 def test_differences_see_the_loss_of_other_passes_in_float32():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
     loss, params = hog.functional_loss(model, F.cross_entropy), hog.trainable_params(model)
     batch = torch.randn(32, 8), torch.arange(32) % 3

@@ -123,9 +123,8 @@ def test_a_structural_none_is_zero_and_strict_raises():
     assert hog.hessian(func, x)["linear"]["unused"].abs().sum() == 0
     with pytest.raises(RuntimeError, match="'linear', 'unused'"):
         hog.hvp(func, x, v, strict=True)
-    _, product = hog.hvp(
-        lambda p: p["used"].sum(), x, v
-    )  # a linear loss: no second derivative at all
+    # A linear loss: no second derivative at all
+    _, product = hog.hvp(lambda p: p["used"].sum(), x, v)
     assert all(part.abs().sum() == 0 for part in product.values())
 
 

@@ -192,7 +192,6 @@ def in_two_precisions(net, x):
 
 @rows("mode", ["forward", "reverse"])
 def test_outputs_of_several_dtypes_are_no_lost_graph(mode):
-    torch.manual_seed(0)
     criterion = lambda out, y: out[0].square().mean() + out[1].float().sin().mean()  # noqa: E731
     loss, params = made(Fn(in_two_precisions, linear=nn.Linear(3, 2)), criterion)
     batch = (BATCH[0].float(), BATCH[1])

@@ -24,7 +24,6 @@ def history(where):
 
 
 def test_losses():
-    torch.manual_seed(0)
     outputs, label = torch.randn(5, 10), torch.tensor([3, 0, 9, 3, 1])
     each = [
         sum((outputs[i, c] - int(c == label[i])) ** 2 for c in range(10)) / 2 for i in range(5)
@@ -69,7 +68,6 @@ def test_variants_end_with_their_picture():
 
 def test_rows_of_the_picture_count_eigenvalues():
     """Eigenvalues in a decade, times what of a decade a row is, add up to all of them."""
-    torch.manual_seed(0)
     A = torch.randn(12, 12).double()
     A = A + A.T
     problem = lambda p, _: p["w"] @ A @ p["w"] / 2, {"w": torch.zeros(12).double()}, None

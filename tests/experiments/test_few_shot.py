@@ -21,7 +21,6 @@ pytestmark = COMMAND_LINE
 
 @pytest.mark.parametrize(("size", "inputs"), [(28, 1), (84, 3), (17, 2)])
 def test_the_network_is_four_strided_convolutions(size, inputs):
-    torch.manual_seed(0)
     network = conv4(7, 6, inputs, size, statistics=False)
     x = torch.rand(5, inputs, size, size)
     expected = x
@@ -34,7 +33,6 @@ def test_the_network_is_four_strided_convolutions(size, inputs):
 
 
 def test_prototypes_are_means_and_logits_distances():
-    torch.manual_seed(0)
     x, y = torch.randn(6, 3), torch.tensor([2, 0, 1, 1, 0, 2])
     expected = torch.stack([x[y == k].mean(0) for k in range(3)])
     assert_close(class_means(x, y), expected)
@@ -46,7 +44,6 @@ def test_prototypes_are_means_and_logits_distances():
 
 
 def test_the_loss_of_prototypes_is_the_mean_over_tasks():
-    torch.manual_seed(0)
     learner = Prototypes(torch.nn.Linear(3, 2))
     x, y = torch.randn(4, 6, 3), torch.tensor([0, 1, 2, 0, 1, 2]).expand(4, 6)
     asked, label = torch.randn(4, 5, 3), torch.randint(3, (4, 5))
@@ -95,7 +92,6 @@ def test_images_of_a_folder():
 
 
 def test_what_is_counted_is_right_by_hand():
-    torch.manual_seed(0)
     model = FewShotClassification(ways=3, channels=4, inner_steps=1, test_steps=2)
     x, y = torch.rand(2, 3, 1, 28, 28), torch.arange(3).expand(2, 3)
     asked, label = torch.rand(2, 6, 1, 28, 28), torch.arange(3).repeat(2, 2)

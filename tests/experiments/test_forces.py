@@ -145,7 +145,6 @@ def test_the_features_by_hand():
 
 
 def test_the_losses_by_hand(clusters):
-    torch.manual_seed(0)
     model = Potentials(weight=0.3, hidden=[8], features=8).double()
     model.energy_variance.fill_(2.0)
     model.force_square.fill_(5.0)

@@ -60,7 +60,6 @@ def test_runs_of_points_do_not_stand_in_the_table_of_digits(trained):
 
 
 def test_the_frechet_distance_by_scipys_root():
-    torch.manual_seed(0)
     a = torch.randn(50, 6, dtype=torch.float64) @ torch.randn(6, 6, dtype=torch.float64)
     b = torch.randn(40, 6, dtype=torch.float64) @ torch.randn(6, 6, dtype=torch.float64) + 0.3
     C, D = np.cov(a.numpy().T), np.cov(b.numpy().T)
@@ -72,9 +71,8 @@ def test_the_frechet_distance_by_scipys_root():
 
 def test_the_frechet_distance_where_covariances_are_singular():
     a = torch.randn(10, 30)  # fewer samples than entries
-    assert frechet_distance(a, a) == pytest.approx(
-        0, abs=1e-4
-    )  # roots of eigenvalues of the size of rounding
+    # Roots of eigenvalues of the size of rounding
+    assert frechet_distance(a, a) == pytest.approx(0, abs=1e-4)
     assert frechet_distance(torch.zeros(3, 2), torch.ones(4, 2)) == pytest.approx(2)
     assert frechet_distance(torch.zeros(3, 1), torch.ones(4, 1)) == pytest.approx(1)
 

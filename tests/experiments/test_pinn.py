@@ -37,7 +37,6 @@ def test_the_source_belongs_to_the_solution(name):
 
 @pytest.mark.parametrize("name", STEADY)
 def test_the_border_conditions_hold_for_any_network(name):
-    torch.manual_seed(0)
     residual = Residual(mlp([2, 8, 1], "tanh").double(), EQUATIONS[name]())
     side = torch.rand(20, dtype=torch.float64)
     for border in (0.0, 1.0):
@@ -98,7 +97,6 @@ def test_the_equation_of_allen_and_cahn():
 
 
 def test_the_initial_condition_and_the_period_hold_for_any_network():
-    torch.manual_seed(0)
     residual = Residual(mlp([11, 8, 1], "tanh").double(), EQUATIONS["allen_cahn"]())
     z = torch.linspace(-1, 1, 9, dtype=torch.float64)
     start = residual.solution(torch.stack([(z + 1) / 2, 0 * z], 1))
@@ -122,7 +120,6 @@ def test_causal_weights_in_closed_form():
 
 @pytest.mark.parametrize("name", EQUATIONS)
 def test_the_jacobian_gives_the_gauss_newton_matrix(name):
-    torch.manual_seed(0)
     equation = EQUATIONS[name]()
     residual = Residual(mlp([equation.inputs, 5, 1], "tanh").double(), equation)
     jacobian = Jacobian(residual)

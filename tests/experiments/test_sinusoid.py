@@ -22,7 +22,6 @@ from tests.experiments.command import (
     assert_refused,
     assert_same_run,
     checkpoint,
-    metrics,
     run,
     smoke,
 )
@@ -50,15 +49,6 @@ def test_the_folder_of_all_runs():
     fit("--trainer.default_root_dir", "other", *few)
     assert [path.name for path in Path().iterdir()] == ["other"]
     assert Path("other/smoke/maml/sinusoid/version_0/config.yaml").exists()
-
-
-def test_another_seed_is_another_run(trained):
-    trained(SMOKE, into="whole")
-    fit("--seed_everything", "1", "--test_after_fit", "false")
-    first, other = folder(root="whole"), folder()
-    ours, theirs = (checkpoint(where)["state_dict"] for where in (first, other))
-    assert any(not torch.equal(ours[n], theirs[n]) for n in ours)
-    assert metrics(first)[0]["train/loss"] != metrics(other)[0]["train/loss"]
 
 
 def test_ctrl_c_leaves_a_checkpoint_from_which_the_run_goes_on(trained, monkeypatch, capsys):

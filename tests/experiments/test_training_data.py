@@ -85,7 +85,6 @@ def interrupt(*args, **options):
 
 def test_the_scores_are_those_of_their_formulas():
     """Values by central differences of whole trainings, influence by a dense matrix."""
-    torch.manual_seed(0)
     model = DataValues(hidden=[3], damping=0.1).double()
     single = split("uniform", 0.3, 12, 9, 2, 0)
     parts = Split(*(part._replace(x=part.x.double()) for part in single))

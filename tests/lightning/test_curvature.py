@@ -424,7 +424,6 @@ def test_a_diverged_training_is_reported(tmp_path):
 
 
 def test_what_does_not_converge_is_taken_from_the_density(tmp_path):
-    torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 30), nn.Tanh(), nn.Linear(30, 4)).double()
     batch = torch.randn(64, 8).double(), torch.randn(64, 4).double()
     problem = hog.functional_loss(net, F.mse_loss), hog.trainable_params(net), batch

@@ -248,7 +248,6 @@ def test_uneven_tasks_and_a_part_that_adapts():
 
 
 def test_nothing_is_differentiated_twice():
-    torch.manual_seed(0)
     model = nn.Sequential(
         nn.Flatten(), nn.Linear(16, 2), Through(OnceDifferentiable.apply)
     ).double()

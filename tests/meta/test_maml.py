@@ -217,9 +217,8 @@ def test_convolutions_and_large_layers_loop_over_the_tasks():
     assert prefer_vmap({**small, **dict(nn.Conv1d(2, 2, 1).named_parameters())})
     assert not prefer_vmap({**small, **conv})
     assert not prefer_vmap({**small, **large})
-    assert prefer_vmap(
-        {n: p.to("meta") for n, p in {**conv, **large}.items()}
-    )  # of any device but the CPU
+    # Of any device but the CPU
+    assert prefer_vmap({n: p.to("meta") for n, p in {**conv, **large}.items()})
 
 
 @pytest.mark.parametrize("over_tasks", ["loop", "vmap"])
@@ -281,9 +280,8 @@ def test_parameters_and_state_are_those_of_the_model():
         next(learner.parameters()).zero_()
     assert next(twin.parameters()).abs().sum() > 0
     x = torch.randn(3, 2, dtype=torch.float64)
-    assert_close(
-        twin.objective.outputs({}, (x, x)), twin(x)
-    )  # the copy's loss runs the copy's model
+    # The copy's loss runs the copy's model
+    assert_close(twin.objective.outputs({}, (x, x)), twin(x))
     assert "inner_steps=1" in repr(learner)
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 from torch.testing import assert_close
+from torch.utils._pytree import tree_map_only
 
 import hoglib as hog
 from hoglib._core.tolerances import TOLERANCES
@@ -32,17 +33,17 @@ class Case:
         self.info = info
         inputs = sample.make(dtype, torch.Generator().manual_seed(3))
         self.places = [i for i, value in enumerate(inputs) if is_floating(value)]
-        self.inputs = inputs
+        self.inputs, self.kwargs = inputs, sample.kwargs
         self.tensors = [inputs[i] for i in self.places]
-        self.ours = self.bind(info.op, sample)
-        self.theirs = self.bind(info.ref, sample)
+        self.ours = self.bind(info.op)
+        self.theirs = self.bind(info.ref)
 
-    def bind(self, function: Function, sample: SampleInput) -> Function:
+    def bind(self, function: Function) -> Function:
         def call(*tensors: Tensor) -> Any:
             inputs = list(self.inputs)
             for place, tensor in zip(self.places, tensors, strict=True):
                 inputs[place] = tensor
-            return function(*inputs, **sample.kwargs)
+            return function(*inputs, **self.kwargs)
 
         return call
 
@@ -474,7 +475,8 @@ def deterministic(info: OpInfo, sample: SampleInput) -> None:
 def cuda(info: OpInfo, sample: SampleInput) -> None:
     case = Case(info, sample)
     here = orders(case.ours, case.leaves())
-    case.inputs = tuple(v.cuda() if isinstance(v, Tensor) else v for v in case.inputs)
+    given = (case.inputs, case.kwargs)
+    case.inputs, case.kwargs = tree_map_only(Tensor, Tensor.cuda, given)
     there = orders(case.ours, [t.detach().cuda().requires_grad_() for t in case.tensors])
     close([[None if t is None else t.cpu() for t in row] for row in there], here)
 

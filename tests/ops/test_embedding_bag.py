@@ -152,10 +152,7 @@ def test_an_index_beyond_the_table_raises() -> None:
 @rows("mode", [0, 1, 2], ids=["sum", "mean", "max"])
 def test_the_adapter_returns_what_torchs_operation_does(mode: int) -> None:
     given = (table(), INDICES, OFFSETS, False, mode, False, None, False, 0)
-    ours, theirs = (
-        REPLACES[torch.embedding_bag](*given),
-        torch.embedding_bag(*given),
-    )
+    ours, theirs = (REPLACES[torch.embedding_bag](*given), torch.embedding_bag(*given))
     assert_close(ours[0], theirs[0])
     assert_close(ours[1][INDICES != 0], theirs[1][INDICES != 0])
     if mode:

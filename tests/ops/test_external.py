@@ -22,9 +22,7 @@ DOUBLE = torch.float64
 
 cube = external(lambda x: x**3, lambda x: 3 * x**2, lambda x: 6 * x, lambda x: 6.0)
 tanh = external(
-    np.tanh,
-    lambda x: 1 - np.tanh(x) ** 2,
-    lambda x: -2 * np.tanh(x) * (1 - np.tanh(x) ** 2),
+    np.tanh, lambda x: 1 - np.tanh(x) ** 2, lambda x: -2 * np.tanh(x) * (1 - np.tanh(x) ** 2)
 )
 power = external(
     np.power,

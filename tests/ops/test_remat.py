@@ -172,7 +172,6 @@ def test_dropout_has_one_mask_in_forward_over_reverse() -> None:
 
 
 def test_forward_over_reverse_keeps_no_gradient_beside_the_product() -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(16)))
     loss, params = hog.functional_loss(model, F.mse_loss), hog.trainable_params(model)
     v = {name: torch.randn_like(p) for name, p in params.items()}

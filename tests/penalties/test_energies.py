@@ -9,6 +9,7 @@ from hoglib import penalties
 from tests.curvature.problems import F64
 from tests.penalties.critics import build, draw
 from tests.refused import refused
+from tests.rows import rows
 
 
 def pairs(x: Tensor) -> Tensor:
@@ -90,6 +91,29 @@ def test_positions_and_cell():
     assert_close(f["cell"], X.mT @ forces_of(X))
 
 
+STRAINED = lambda x: pairs(x["x"] + x["x"] @ (x["strain"] + x["strain"].mT) / 2)  # noqa: E731
+TREES = [
+    (STRAINED, {"x": X[0], "strain": torch.zeros(3, 3, dtype=F64)}),
+    (lambda x: pairs(x["x"] @ x["cell"][0]), {"x": X[0], "cell": [torch.eye(3, dtype=F64)]}),
+    (lambda x: pairs(x[0]) + x[1].sum(), (X[0], X[1, 0])),
+    (lambda x: x[0].sum() + x[1].sum(), (X[0], X[1, 0])),
+    (lambda x: pairs(x[0]) * x[1][0] ** 3, (X[0], torch.tensor([2.0], dtype=F64))),
+    (lambda x: pairs(x[0]) + x[1].sum(), (X[0], X[0, :0])),
+]
+
+
+@rows("energy, x", TREES, ids=["strain", "cell", "a field", "linear", "a number", "no elements"])
+@rows("options", [{}, {"compile": True}])
+def test_the_hessian_of_a_tree_is_one_of_blocks(energy, x, options):
+    if options and energy is not STRAINED:
+        return
+    found = penalties.forces(energy, x, hessian=True, **options)
+    assert_close(found.hessian, torch.func.hessian(energy)(x))
+    several = {"x": X, "strain": torch.zeros(3, 3, 3, dtype=F64)}
+    found = penalties.forces(STRAINED, several, hessian=True, **options).hessian
+    assert_close(found, torch.func.vmap(torch.func.hessian(STRAINED))(several))
+
+
 def test_a_loss_of_force_constants_reaches_the_parameters():
     model = build(Potential)
     penalties.forces(model, X, hessian=True)[2].square().mean().backward()
@@ -108,7 +132,8 @@ def test_prediction_is_the_same_call(mode):
 
 REFUSED = {
     "a cut": (lambda: penalties.forces(lambda x: build(Potential)(x.detach()), X), RuntimeError, r"forces: .*no effect because.*\.detach\(\) at"),
-    "a tree and its Hessian": (lambda: penalties.forces(lambda x: pairs(x[0] + x[1]), [X, X], hessian=True), ValueError, "one tensor of positions"),
+    "the Hessian of graphs of a tree": (lambda: penalties.forces(lambda x, i: by_index(x[0] + x[1], i), [ATOMS, ATOMS], INDEX, batch=INDEX, hessian=True), ValueError, "one tensor of positions"),
+    "a tree of structures that act on one another": (lambda: penalties.forces(lambda x: pairs(x[0]) * x[1].mean(), [X, X[:, 0]], hessian=True), ValueError, "do not act on one another"),
     "energies of atoms": (lambda: penalties.forces(lambda x: x.square().sum(2).sum(0), X, hessian=True), ValueError, "one for each of 3 structures.*batch="),
     "whole numbers": (lambda: penalties.forces(pairs, X.long()), TypeError, "floating-point"),
     "an option of penalties": (lambda: penalties.forces(pairs, X, reduction="sum"), TypeError, "'reduction', which is an option of penalties"),

@@ -220,7 +220,6 @@ NORMS = {
 
 @pytest.mark.parametrize("name", NORMS)
 def test_what_torch_has_wrong_through_norms_is_right_inside(name):
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), NORMS[name], nn.Tanh()).double()
     params = {key: p.detach() for key, p in model.named_parameters()}
     batches = draw(2, 5, 3, 4)
@@ -291,6 +290,11 @@ AT_SPECIAL_POINTS = {
     "Frobenius norm": (lambda p: torch.linalg.matrix_norm(p[None] * p.new_ones(2, 1)) ** 2, ORIGIN, lambda p: 2 * (p * p).sum()),
     "sinc": (lambda p: torch.sinc(p).sum(), ORIGIN, lambda p: (1 - (math.pi * p).square() / 6).sum()),
     "Vandermonde": (lambda p: (p[:, None] ** torch.arange(4)).sum(), ORIGIN, lambda p: (1 + p + p * p + p * p * p).sum()),
+    "vander": (lambda p: (torch.vander(p, 4) * torch.arange(4)).sum(), ORIGIN, lambda p: (2 * p + p * p).sum()),
+    "linalg.vander": (lambda p: (torch.linalg.vander(p) * torch.arange(3)).sum(), ORIGIN, lambda p: (p + 2 * p * p).sum()),
+    "rising powers": (lambda p: torch.vander(p, increasing=True).cumsum(1)[:, 2].sum(), ORIGIN, lambda p: (1 + p + p * p).sum()),
+    "distance of order 0": (lambda p: torch.dist(p, CENTRES[1] - 9, p=0) * (p * p).sum(), CENTRES[1], lambda p: 3 * (p * p).sum()),
+    "distance of order 3": (lambda p: torch.dist(p, CENTRES[1] + 1, p=3) ** 3, CENTRES[1], lambda p: (CENTRES[1] + 1 - p).pow(3).sum()),
     "logaddexp": (lambda p: torch.logaddexp(p, 2 * p + 1e3 * CENTRES[1]).sum(), ORIGIN, lambda p: 2 * p.sum() + p[0] ** 2 * 0),
     "forward algorithm from -inf": (lambda p: torch.logaddexp(p + ORIGIN.log(), p + CENTRES[1].log())[1:].sum(), ORIGIN, lambda p: p[1:].sum()),
     "exp of equal eigenvalues": (lambda a: torch.linalg.eigvalsh(symmetric(a)).exp().sum(), EQUAL, lambda a: torch.linalg.matrix_exp(symmetric(a)).trace()),
@@ -315,6 +319,44 @@ def test_second_derivatives_of_what_is_smooth_though_its_parts_are_not(name, mod
         _, found = hog.hvp(func, x, v, mode=mode)
     loose = 1e-4 if name == "nuclear norm" else 1e-7
     torch.testing.assert_close(found, right, rtol=loose, atol=loose)
+
+
+def under_no_grad(p):
+    with torch.no_grad():
+        with torch.enable_grad():
+            kept = p * p
+        q = p * p
+    return (q * kept).sum()
+
+
+def straight_through(p):
+    with torch.no_grad():
+        rounding = (3 * p).round() - p
+    return (p + rounding).square().sum()
+
+
+gradient = lambda p, **options: torch.autograd.grad((p**3).sum(), p, **options)[0]  # noqa: E731
+# name -> a loss with a part that has no graph, and the same with that part as a constant c of the point
+STOPPED = {
+    "a gradient": (lambda p: (gradient(p) * p**2).sum(), lambda p, c: (3 * c * c * p**2).sum()),
+    "its graph kept": (lambda p: (gradient(p, retain_graph=True) * p**2).sum(), lambda p, c: (3 * c * c * p**2).sum()),
+    "with a graph": (lambda p: (gradient(p, create_graph=True) * p**2).sum(), lambda p, c: 3 * (p**4).sum()),
+    "of torch.func": (lambda p: (torch.func.grad(lambda p: (p**3).sum())(p) * p**2).sum(), lambda p, c: 3 * (p**4).sum()),
+    "under no_grad": (under_no_grad, lambda p, c: (c * c * p * p).sum()),
+    "straight through": (straight_through, lambda p, c: (p + (3 * c).round() - c).square().sum()),
+    "detached": (lambda p: ((p * p).detach() * p * p).sum(), lambda p, c: (c * c * p * p).sum()),
+}  # fmt: skip
+
+
+@rows("mode", ["reverse-over-reverse", "forward-over-reverse"])
+@rows("create_graph", [True, False])
+@rows("name", STOPPED)
+def test_what_has_no_graph_is_constant_in_both_modes(name, mode, create_graph):
+    (func, other), x = STOPPED[name], torch.tensor([1.1, -2.0, 3.0], dtype=F64)
+    right = torch.func.hessian(other)(x, x) @ x.cos()
+    _, found = hog.hvp(func, x, x.cos(), mode=mode, create_graph=create_graph)
+    torch.testing.assert_close(found, right)
+    assert torch._C._is_fwd_grad_enabled()
 
 
 MISSING = {

@@ -6,6 +6,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import hoglib as hog
+from tests.functions import made, saving_inputs
 from tests.refused import refused
 from tests.rows import rows
 
@@ -86,26 +87,14 @@ def test_control_flow_may_read_values():
 class Cube(torch.autograd.Function):
     """Its backward is right, and its forward has operations with other derivatives."""
 
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x.detach() ** 3
+    forward = saving_inputs(lambda x: x.detach() ** 3)
 
     @staticmethod
     def backward(ctx, g):
         return 3 * ctx.saved_tensors[0] ** 2 * g
 
 
-class Rounded(Cube):
-    """Rounds, with the derivative of the identity."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.round()
-
-    @staticmethod
-    def backward(ctx, g):
-        return g
+Rounded = made("Rounded", lambda x: x.round(), lambda g, x: g)
 
 
 def test_a_custom_function_is_nested_by_its_own_backward(log):

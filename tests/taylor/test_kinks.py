@@ -173,9 +173,8 @@ def test_an_infinite_derivative_is_told_by_its_operation(name):
         assert "infinite or NaN" in message
         assert f"first behind {operation} at" in message.lower()
     assert told(lambda: hog.laplacian(lambda x: func(x).sum(1), x + 1)) == []
-    assert (
-        told(lambda: hog.laplacian(lambda x: func(x).sum(1), x / 0)) == []
-    )  # of a value that is NaN
+    # Of a value that is NaN
+    assert told(lambda: hog.laplacian(lambda x: func(x).sum(1), x / 0)) == []
 
 
 def test_the_result_stays_that_of_torchs_first_derivative():

@@ -1,13 +1,18 @@
 """Functions of a tensor [N, 3] with a fault that changes second derivatives without an error, and right
 ones that look alike. Each entry point has to tell the first, and to be silent about the others."""
 
+import shutil
+import subprocess
+
 import numpy as np
+import pytest
 import torch
 from torch import nn
 from torch.autograd import Function
 
 import hoglib as hog
 from tests import functions
+from tests.functions import made, saving_inputs
 from tests.zoo.cuts import Branch
 from tests.zoo.cuts import SineProduct as Product
 from tests.zoo.right import (
@@ -83,10 +88,7 @@ class LogLikelihood(Function):
 class LogLikelihoodAgain(LogLikelihood):
     """Right: the probabilities are computed again."""
 
-    @staticmethod
-    def forward(ctx, x, labels):
-        ctx.save_for_backward(x, labels)
-        return -torch.log_softmax(x, 1).gather(1, labels[:, None])
+    forward = saving_inputs(lambda x, labels: -torch.log_softmax(x, 1).gather(1, labels[:, None]))
 
     @staticmethod
     def backward(ctx, g):
@@ -132,16 +134,7 @@ class PartNumPy(Product):
         return g * (torch.from_numpy(np.sin(x.detach().numpy())) + x * x.cos())
 
 
-class CosineCut(Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x.cos()
-
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return -g * x.sin().detach()
+CosineCut = made("CosineCut", lambda x: x.cos(), lambda g, x: -g * x.sin().detach())
 
 
 class PartNested(Product):
@@ -156,10 +149,7 @@ class PartNested(Product):
 class Accumulates(Function):
     """y = x W, with the gradient of W added to W.grad in backward."""
 
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x @ WEIGHT
+    forward = saving_inputs(lambda x: x @ WEIGHT)
 
     @staticmethod
     def backward(ctx, g):
@@ -299,10 +289,7 @@ class Score(Function):
             (score,) = torch.autograd.grad(x.sin().square().sum() / 2, x, create_graph=True)
             return score.detach(), torch.autograd.grad(score.sum(), x)[0]
 
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return Score.of(x)[0]
+    forward = saving_inputs(lambda x: Score.of(x)[0])
 
     @staticmethod
     def backward(ctx, g):
@@ -349,10 +336,7 @@ class Sines(Function):
 
     SCALES = torch.tensor([1.0, 1.0, 0.02])
 
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return (x.float().sin() * Sines.SCALES).to(x.dtype)
+    forward = saving_inputs(lambda x: (x.float().sin() * Sines.SCALES).to(x.dtype))
 
     @staticmethod
     def backward(ctx, g):
@@ -534,6 +518,22 @@ def in_library(name, backward, kernel=lambda x: 2 * x**2, setup_context=save):
 LIBRARY = torch.library.Library("hoglib_faults", "FRAGMENT")
 
 
+def load_cpp(folder, source):
+    """Builds an extension of operators; skips where there is no compiler."""
+    if (compiler := shutil.which("g++")) is None:
+        pytest.skip("needs g++")
+    from torch.utils.cpp_extension import include_paths, library_paths
+
+    (folder / "source.cpp").write_text(source)
+    paths = [f"-I{p}" for p in include_paths()] + [f"-L{p}" for p in library_paths()]
+    subprocess.run(
+        [compiler, "-O0", "-std=c++20", "-shared", "-fPIC", *paths, "source.cpp", "-o", "built.so",
+         "-lc10", "-ltorch_cpu", "-ltorch"],
+        cwd=folder, check=True,
+    )  # fmt: skip
+    torch.ops.load_library(folder / "built.so")
+
+
 @torch.library.custom_op("hoglib_faults::squares_b", mutates_args=())
 def squares_b(g: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return g * 4 * x
@@ -604,10 +604,69 @@ class ListAlone(TakesList):
         return 2 * x
 
 
+class ListAgain(TakesList):
+    """2 x y, by the y in the list; the one beside it gets the gradient."""
+
+    @staticmethod
+    def forward(ctx, x, others, y):
+        ctx.save_for_backward(x, y)
+        return TakesList.forward(ctx, x, others)
+
+    @staticmethod
+    def backward(ctx, g):
+        x, y = ctx.saved_tensors
+        return 2 * g * y, None, 2 * g * x
+
+
+class ListHalf(ListAgain):
+    @staticmethod
+    def backward(ctx, g):
+        return *ListAgain.backward(ctx, g)[:2], ctx.saved_tensors[0] * g
+
+
+def with_shared(function):
+    """Gives a tensor in a list, and by itself."""
+
+    def shared(x):
+        y = x.sin()
+        return function.apply(x, [y], y)
+
+    return shared
+
+
+class Keeps(Function):
+    """The logistic function, whose value is on ctx as it is."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.y = torch.sigmoid(x)
+        return ctx.y
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * ctx.y * (1 - ctx.y)
+
+
+class KeepsForShape(Keeps):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.y = 2 * x
+        return ctx.y
+
+    @staticmethod
+    def backward(ctx, g):
+        return 2 * g * torch.ones_like(ctx.y)
+
+
 WRONG = {
     "a tensor in a list": (
         lambda x: TakesList.apply(x, [x.sin()]),
         "`others` holds tensors that need",
+    ),
+    "in a list and alone": (with_shared(ListHalf), "first derivative of ListHalf is wrong"),
+    "kept on ctx, then changed": (
+        lambda x: Keeps.apply(x).mul_(3),
+        "derivative of Keeps is wrong: ctx.y was changed",
     ),
     "frees its argument": (lambda x: FreesAndDetaches.apply(0.3 * x), "FreesAndDetaches"),
     "compiled by the user": (
@@ -668,6 +727,9 @@ WRONG = {
     "fine steps": (FineSteps.apply, "rounds its input to fewer digits"),
 }
 RIGHT = {
+    "in a list and alone": with_shared(ListAgain),
+    "kept on ctx": Keeps.apply,
+    "kept on ctx for its shape": lambda x: KeepsForShape.apply(x).mul_(3),
     "also in a list": lambda x: x * ListAlone.apply(x, [x]),
     "constants in a list": lambda x: TakesList.apply(x, [x.detach().sin()]),
     "operators by their packets": lambda x: torch.ops.aten.mul(x, torch.ops.aten.softmax(x, -1)),

@@ -7,6 +7,7 @@ import torch
 from torch.autograd import Function
 
 import hoglib as hog
+from tests.functions import save_inputs_for_both
 from tests.long_tail import all_but
 
 DTYPES = [torch.bfloat16, torch.float16]
@@ -75,14 +76,17 @@ def inputs(shapes, dtype, seed):
     return [torch.randn(shape, generator=random, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
-# Each kind in each half precision and in each dtype of the inputs, all at one seed; the other seed of the
-# same cell, and the other factor below, are once more what the kept one shows.
+# Each kind in each half precision, and in each dtype of the inputs; the others of the same kind, at another
+# seed or by another factor, are once more what the kept one shows.
 RIGHT = itertools.product(range(2), KINDS, DTYPES, [torch.float32, torch.float64])
 
 
 @pytest.mark.parametrize(
     ("seed", "kind", "half", "dtype"),
-    all_but(lambda seed, kind, half, dtype: (seed == 0) == (dtype == torch.float32), RIGHT),
+    all_but(
+        lambda seed, kind, half, dtype: seed == DTYPES.index(half) == (dtype == torch.float32),
+        RIGHT,
+    ),
 )
 def test_what_is_right_is_judged_in_its_precision_with_a_warning(seed, kind, half, dtype):
     make, shapes = KINDS[kind]
@@ -99,7 +103,7 @@ def test_what_is_right_is_judged_in_its_precision_with_a_warning(seed, kind, hal
 @pytest.mark.parametrize(
     ("seed", "kind", "half"),
     all_but(
-        lambda seed, kind, half: seed == DTYPES.index(half),
+        lambda seed, kind, half: seed == DTYPES.index(half) == (kind == "rounded in backward"),
         itertools.product(range(2), KINDS, DTYPES),
     ),
 )
@@ -114,7 +118,9 @@ def test_a_lost_second_derivative_is_told_with_its_cause(seed, kind, half):
 @pytest.mark.parametrize(
     ("factor", "kind", "half"),
     all_but(
-        lambda factor, kind, half: (factor < 1) == (half == torch.bfloat16),
+        lambda factor, kind, half: (
+            (factor < 1) == (half == torch.bfloat16) == (kind != "a matrix product")
+        ),
         itertools.product([0.8, 1.15], KINDS, DTYPES),
     ),
 )
@@ -165,10 +171,7 @@ def test_forward_mode():
         def forward(x):
             return x.bfloat16().sin().to(x.dtype)
 
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            ctx.save_for_backward(*inputs)
-            ctx.save_for_forward(*inputs)
+        setup_context = save_inputs_for_both
 
         @staticmethod
         def backward(ctx, g):
@@ -190,4 +193,4 @@ def test_forward_mode():
     assert not report.failed, report
     assert report["first derivative: forward"].status == "pass"
     assert report["second derivative: forward-over-reverse"].status == "pass"
-    assert hog.verify(Doubled, x)["first derivative: forward"].status == "fail"
+    assert hog.verify(Doubled, x, orders=1)["first derivative: forward"].status == "fail"

@@ -7,12 +7,13 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch.autograd import Function
 from torch.testing import assert_close
 
 import hoglib as hog
+from hoglib.verification import entry_points
+from tests.rows import rows
+from tests.verification.faults import load_cpp
 
 
 class Formula(NamedTuple):
@@ -125,26 +126,80 @@ def made(form, formula, by_x, by_w):
     return form(formula.forward, backward)
 
 
-@pytest.mark.parametrize("form", [classic, new_style, operator, defined])
-@settings(
-    max_examples=10, deadline=None, derandomize=True, database=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)  # fmt: skip
-@given(
-    name=st.sampled_from([*FORMULAS]), mutation=st.sampled_from([*MUTATIONS]),
-    by=st.sampled_from("xw"), n=st.integers(2, 4), seed=st.integers(0, 1000),
-)  # fmt: skip
-def test_mutants_are_told_and_right_ones_are_not(form, name, mutation, by, n, seed):
-    formula, random = FORMULAS[name], torch.Generator().manual_seed(seed)
-    x, w = (torch.randn(s, generator=random, dtype=torch.float64) for s in ((n, 3), (3,)))
-    expected, _ = found(formula.forward, x, w)
-    product, said = found(made(form, formula, formula.by_x, formula.by_w), x, w)
-    assert_close(product, expected)
+def drawn():
+    random = torch.Generator().manual_seed(0)
+    return [torch.randn(s, generator=random, dtype=torch.float64) for s in ((3, 3), (3,))]
+
+
+FORMS = [classic, new_style, operator, defined]
+MUTANTS = []  # each mutation of each formula, by x and by w in turn
+for (i, mutation), (k, name) in itertools.product(enumerate(MUTATIONS), enumerate(FORMULAS)):
+    gradients = {"x": FORMULAS[name].by_x, "w": FORMULAS[name].by_w}
+    by = "w" if (i + k) % 2 and mutation != "a term is dropped" else "x"
+    mutated = MUTATIONS[mutation](gradients[by])
+    if mutated is not None:
+        MUTANTS.append((name, gradients | {by: mutated}))
+
+
+@rows("form", FORMS)
+@rows("name", FORMULAS)
+def test_right_ones_are_torchs_own_and_not_told(form, name):
+    formula, at = FORMULAS[name], drawn()
+    product, said = found(made(form, formula, formula.by_x, formula.by_w), *at)
+    assert_close(product, found(formula.forward, *at)[0])
     assert said == []
-    terms = {"x": formula.by_x, "w": formula.by_w}
-    terms[by] = MUTATIONS[mutation](terms[by])
-    if terms[by] is None:
-        return
-    product, said = found(made(form, formula, terms["x"], terms["w"]), x, w)
-    is_wrong = not all(torch.allclose(product[k], expected[k], rtol=1e-6) for k in product)
-    assert any("derivative of" in text and "is wrong" in text for text in said) == is_wrong
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_mutants_are_told(form):
+    for name, terms in MUTANTS[FORMS.index(form) :: 4]:
+        formula, at = FORMULAS[name], drawn()
+        expected, _ = found(formula.forward, *at)
+        product, said = found(made(form, formula, terms["x"], terms["w"]), *at)
+        is_wrong = not all(torch.allclose(product[k], expected[k], rtol=1e-6) for k in product)
+        assert any("derivative of" in text and "is wrong" in text for text in said) == is_wrong
+
+
+IN_CPP = """
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+#include <ATen/ATen.h>
+using namespace torch::autograd;
+struct Sine : Function<Sine> {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& w, int64_t m) {
+    ctx->save_for_backward({x, w});
+    ctx->saved_data["m"] = m;
+    return x.sin() * w;
+  }
+  static variable_list backward(AutogradContext* ctx, variable_list g) {
+    auto saved = ctx->get_saved_variables();
+    auto m = ctx->saved_data["m"].toInt();
+    auto x = m == 1 ? saved[0].detach() : saved[0], w = m == 2 ? saved[1].detach() : saved[1];
+    auto by_x = g[0] * x.cos() * w * (m == 3 ? -1.0 : m == 4 ? 1.1 : 1.0);
+    auto by_w = m == 5 ? (g[0] * x.sin()).mean(0) : (g[0] * x.sin()).sum(0);
+    return {by_x, by_w, at::Tensor()};
+  }
+};
+TORCH_LIBRARY(hoglib_mutants_cpp, m) {
+  m.def("sine", [](const at::Tensor& x, const at::Tensor& w, int64_t m) { return Sine::apply(x, w, m); });
+}
+"""
+
+
+@pytest.mark.full
+def test_mutants_in_cpp(tmp_path):
+    """Those of the scaled sine: they are named as not examined, and `verify` tells which are wrong."""
+    load_cpp(tmp_path, IN_CPP)
+    x, w = torch.linspace(-1, 1, 9, dtype=torch.float64).reshape(3, 3), torch.ones(3).double()
+    expected, _ = found(FORMULAS["scaled sine"].forward, x, w)
+    for mutation in range(6):
+
+        def function(x, w, mutation=mutation):
+            return torch.ops.hoglib_mutants_cpp.sine(x, w, mutation)
+
+        product, (text,) = found(function, x, w)
+        assert "hvp: Sine was not examined, a backward in C++" in text
+        entry_points.forget_reports()
+        assert hog.verify(function, (x, w)).ok is (mutation == 0)
+        is_right = all(torch.allclose(product[k], expected[k], rtol=1e-6) for k in product)
+        assert is_right is (mutation == 0)

@@ -7,6 +7,7 @@ from torch import nn
 from torch.autograd import Function
 
 import hoglib as hog
+from tests.functions import made, saving_inputs
 from tests.zoo.right import Rerun
 
 x = torch.tensor([0.4, -1.1, 1.9])
@@ -120,10 +121,7 @@ WEIGHT = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
 
 def test_accumulation_into_grad_is_told_and_undone():
     class Adds(Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return x * WEIGHT.detach().to(x)
+        forward = saving_inputs(lambda x: x * WEIGHT.detach().to(x))
 
         @staticmethod
         def backward(ctx, g):
@@ -166,10 +164,7 @@ def test_an_error_of_the_probe_is_no_cause():
     class Asks(Function):
         """Needs the node of autograd, which a plain run has not."""
 
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return x.exp()
+        forward = saving_inputs(lambda x: x.exp())
 
         @staticmethod
         def backward(ctx, g):
@@ -184,16 +179,8 @@ def test_an_error_of_the_probe_is_no_cause():
 
 
 def test_noise_above_the_derivative_is_not_judged():
-    class Far(Function):
-        """Beside the value the derivative is less than rounding, so that a wrong one is not seen."""
-
-        @staticmethod
-        def forward(ctx, x):
-            return 1e12 + x
-
-        @staticmethod
-        def backward(ctx, g):
-            return 3 * g
+    # Beside the value the derivative is less than rounding, so that a wrong one is not seen.
+    Far = made("Far", lambda x: 1e12 + x, lambda g, x: 3 * g)
 
     report = hog.verify(Far, x)
     assert report["first derivative: reverse"].status == "warn"

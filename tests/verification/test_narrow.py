@@ -9,6 +9,7 @@ from torch.autograd import Function
 from torch.testing import assert_close
 
 import hoglib as hog
+from tests.functions import saving_inputs
 from tests.long_tail import all_but
 from tests.verification.faults import Sines, SinesSaved
 
@@ -131,7 +132,6 @@ def test_a_wrong_part_that_is_small_beside_the_others_is_not_right(seed, name, d
 
 
 def test_a_part_that_is_less_than_the_noise_is_told_by_the_function_alone():
-    torch.manual_seed(0)
     report = hog.verify(
         lambda c: 1e-3 * TransportSaved.apply(c) + c.square().sum(), torch.rand(5, 4)
     )
@@ -146,10 +146,7 @@ def test_a_part_that_is_less_than_the_noise_is_told_by_the_function_alone():
 class Shaken(Function):
     """x^2 in float32, whose derivative is off by noise that is another one at each point."""
 
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x.float().square().to(x.dtype)
+    forward = saving_inputs(lambda x: x.float().square().to(x.dtype))
 
     @staticmethod
     def backward(ctx, g):
@@ -159,7 +156,6 @@ class Shaken(Function):
 
 
 def test_noise_is_not_taken_for_a_fault():
-    torch.manual_seed(0)
     x = torch.rand(5, 4)
     report = hog.verify(Shaken, x + 0.5)  # of which it is little
     assert report["first derivative: reverse"].status == "pass"

@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hoglib as hog
 from hoglib.errors import UnsupportedError
+from tests.functions import saving_inputs
 from tests.verification.faults import Frees
 from tests.zoo.right import InSingle
 
@@ -27,10 +28,7 @@ def right(function, inputs, **options):
 class LogDet(Function):
     """By the lower triangle; the gradient as torch gives it, symmetric."""
 
-    @staticmethod
-    def forward(ctx, a):
-        ctx.save_for_backward(a)
-        return 2 * torch.linalg.cholesky(a).diagonal().log().sum()
+    forward = saving_inputs(lambda a: 2 * torch.linalg.cholesky(a).diagonal().log().sum())
 
     @staticmethod
     def backward(ctx, g):
@@ -59,10 +57,7 @@ def test_a_matrix_of_which_one_triangle_is_read():
 
 def test_a_symmetric_input_of_which_all_is_read_hides_nothing():
     class Product(Function):
-        @staticmethod
-        def forward(ctx, a, w):
-            ctx.save_for_backward(a, w)
-            return a @ w
+        forward = saving_inputs(lambda a, w: a @ w)
 
         @staticmethod
         def backward(ctx, g):
@@ -235,10 +230,7 @@ def test_a_table_in_float32_is_told_and_is_right(given):
 
 def test_a_backward_that_needs_every_input_is_a_warning():
     class All(Function):
-        @staticmethod
-        def forward(ctx, t, w):
-            ctx.save_for_backward(t, w)
-            return t.sin() * w
+        forward = saving_inputs(lambda t, w: t.sin() * w)
 
         @staticmethod
         def backward(ctx, g):
@@ -253,8 +245,7 @@ def test_a_backward_that_needs_every_input_is_a_warning():
 
 
 @pytest.mark.parametrize(
-    "function",
-    [torch.sort, torch.median, lambda t: t.topk(2)[0], lambda t: t.clamp(0, 0.5).relu()],
+    "function", [torch.sort, torch.median, lambda t: t.topk(2)[0], lambda t: t.clamp(0, 0.5).relu()]
 )
 @pytest.mark.parametrize("value", [0.0, 1.0])
 def test_ties_are_no_error(function, value):
@@ -307,10 +298,7 @@ class Rounding(Function):
 
     surrogate = True
 
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x.round()
+    forward = saving_inputs(lambda x: x.round())
 
     @staticmethod
     def backward(ctx, g):

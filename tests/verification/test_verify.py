@@ -13,28 +13,11 @@ from torch.autograd import Function
 import hoglib as hog
 from hoglib import verification
 from hoglib.verification.call import exact_products
-from tests.functions import ClassicCube, Cube
+from tests.functions import ClassicCube, Cube, WrongSign, made, saving_inputs
 from tests.verification.faults import Branch
 
 x = torch.tensor([0.7, -1.3, 0.4])
-
-
-class Bad(Cube):
-    @staticmethod
-    def backward(ctx, g):
-        return -3 * g * ctx.saved_tensors[0] ** 2
-
-
-class Round(Function):
-    """A straight-through gradient."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.round()
-
-    @staticmethod
-    def backward(ctx, g):
-        return g
+Round = made("Round", lambda x: x.round(), lambda g, x: g)  # a straight-through gradient
 
 
 class Sqrt(Function):
@@ -132,6 +115,7 @@ def test_surrogates():
         surrogate = True
 
     assert hog.verify(Declares, x).ok
+    assert hog.verify(Declares.apply, x).ok
     assert hog.verify(hog.ops.define(torch.round, [lambda x, y: 1.0], surrogate=True), x).ok
 
 
@@ -160,7 +144,7 @@ def test_tolerances():
 
     assert hog.verify(Slightly, x, modes="rr").ok
     assert not hog.verify(Slightly, x, modes="rr", rtol=1e-7, atol=1e-9).ok
-    assert hog.verify(Bad, x, modes="rr", rtol=10.0, orders=1).ok
+    assert hog.verify(WrongSign, x, modes="rr", rtol=10.0, orders=1).ok
     assert hog.verify(Cube, x, eps=1e-4).ok
 
 
@@ -198,7 +182,7 @@ def test_nondeterminism():
 def test_raise_exception():
     assert hog.verify(Cube, x, raise_exception=True).ok
     with pytest.raises(hog.VerificationError, match=r"the\s+sign is wrong"):
-        hog.verify(Bad, x, raise_exception=True)
+        hog.verify(WrongSign, x, raise_exception=True)
 
 
 # Where nothing can be said, and what is no fault.
@@ -214,16 +198,7 @@ def test_kinks_warn():
 
 
 def test_a_wrong_gradient_at_a_kink_is_still_wrong():
-    class Abs(Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return x.abs()
-
-        @staticmethod
-        def backward(ctx, g):
-            (x,) = ctx.saved_tensors
-            return g * torch.where(x == 0, 100.0, x.sign())
+    Abs = made("Abs", lambda x: x.abs(), lambda g, x: g * torch.where(x == 0, 100.0, x.sign()))
 
     assert not hog.verify(Abs, torch.tensor([0.0, 1.0, -1.0])).ok
 
@@ -256,10 +231,7 @@ def test_nan():
     assert not report.ok
 
     class Norm(Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return x.norm()
+        forward = saving_inputs(lambda x: x.norm())
 
         @staticmethod
         def backward(ctx, g):
@@ -271,10 +243,7 @@ def test_nan():
 
 def test_masks_and_targets_are_taken_for_constants():
     class Weighted(Function):
-        @staticmethod
-        def forward(ctx, t, w):
-            ctx.save_for_backward(t, w)
-            return t**3 * w
+        forward = saving_inputs(lambda t, w: t**3 * w)
 
         @staticmethod
         def backward(ctx, g):
@@ -282,10 +251,7 @@ def test_masks_and_targets_are_taken_for_constants():
             return 3 * g * t**2 * w, None
 
     class Masked(Function):
-        @staticmethod
-        def forward(ctx, t, mask):
-            ctx.save_for_backward(t, mask)
-            return t**3 * mask
+        forward = saving_inputs(lambda t, mask: t**3 * mask)
 
         backward = Weighted.backward
 
@@ -315,7 +281,7 @@ def test_float64_is_refused():
     def wrong(t):
         if t.dtype != torch.float32:
             raise TypeError("float32 only")
-        return Bad.apply(t)
+        return WrongSign.apply(t)
 
     assert not hog.verify(wrong, x).ok
 
@@ -401,7 +367,7 @@ def test_reduced_precision_is_off_inside_and_back_afterwards(precision):
 
 
 def test_it_is_the_same_twice():
-    a, b = (hog.verify(Bad, x).to_json() for _ in range(2))
+    a, b = (hog.verify(WrongSign, x).to_json() for _ in range(2))
     assert a == b
 
 
@@ -446,15 +412,15 @@ def test_a_derivative_that_was_not_compared_is_not_called_right():
 
 
 def test_the_report():
-    report = hog.verify(Bad, x, modes="rr")
-    assert repr(report).startswith("Report(Bad: ")
+    report = hog.verify(WrongSign, x, modes="rr")
+    assert repr(report).startswith("Report(WrongSign: ")
     assert len(report) == len(report.rows) == len(list(report))
     assert {row.status for row in report} <= {"pass", "fail", "warn", "skip"}
     text = str(report)
-    assert text.startswith("Bad: WRONG, by 1 of ")
+    assert text.startswith("WrongSign: WRONG, by 1 of ")
     assert max(map(len, text.splitlines())) <= 100
     table = json.loads(report.to_json())
-    assert (table["name"], table["ok"]) == ("Bad", False)
+    assert (table["name"], table["ok"]) == ("WrongSign", False)
     assert [row["name"] for row in table["rows"]] == [row.name for row in report]
     assert sum(table["counts"].values()) == len(report)
     with pytest.raises(KeyError, match="expected the name of a row"):
@@ -465,7 +431,7 @@ def test_the_report():
 
 
 def test_a_skip_has_a_reason_and_a_failure_a_sentence():
-    for report in (hog.verify(Cube, x), hog.verify(Bad, x), hog.verify(Round, x)):
+    for report in (hog.verify(Cube, x), hog.verify(WrongSign, x), hog.verify(Round, x)):
         for row in report:
             assert row.text or row.status == "pass", row
 

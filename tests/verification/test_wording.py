@@ -7,7 +7,7 @@ import torch
 from torch.autograd import Function
 
 import hoglib as hog
-from tests.functions import ClassicCube, Cube
+from tests.functions import ClassicCube, Cube, made, save_inputs, saving_inputs
 
 x, y = torch.randn(6, generator=torch.Generator().manual_seed(0)), torch.linspace(0.4, 1.4, 6)
 
@@ -21,10 +21,7 @@ def wrong(function, *inputs, says, row="", **options):
 
 
 class Mul(Function):
-    @staticmethod
-    def forward(ctx, a, b):
-        ctx.save_for_backward(a, b)
-        return a.sin() * b
+    forward = saving_inputs(lambda a, b: a.sin() * b)
 
     @staticmethod
     def backward(ctx, g):
@@ -33,10 +30,7 @@ class Mul(Function):
 
 
 class Sine(Function):
-    @staticmethod
-    def forward(ctx, a):
-        ctx.save_for_backward(a)
-        return a.sin()
+    forward = saving_inputs(lambda a: a.sin())
 
     @staticmethod
     def backward(ctx, g):
@@ -45,10 +39,7 @@ class Sine(Function):
 
 
 class IgnoresAnOutput(Function):
-    @staticmethod
-    def forward(ctx, a):
-        ctx.save_for_backward(a)
-        return a.sin(), a.exp()
+    forward = saving_inputs(lambda a: (a.sin(), a.exp()))
 
     @staticmethod
     def backward(ctx, g_sin, g_exp):
@@ -57,10 +48,7 @@ class IgnoresAnOutput(Function):
 
 
 class OneBranch(Function):
-    @staticmethod
-    def forward(ctx, a):
-        ctx.save_for_backward(a)
-        return torch.where(a > 0, a, 0.1 * a)
+    forward = saving_inputs(lambda a: torch.where(a > 0, a, 0.1 * a))
 
     @staticmethod
     def backward(ctx, g):
@@ -206,14 +194,7 @@ def test_a_backward_that_changes_ctx():
 
 
 def test_random_numbers_of_another_library_in_backward():
-    class Noisy(Function):
-        @staticmethod
-        def forward(ctx, a):
-            return 2 * a
-
-        @staticmethod
-        def backward(ctx, g):
-            return 2 * g * random.random()
+    Noisy = made("Noisy", lambda a: 2 * a, lambda g, a: 2 * g * random.random())
 
     report = wrong(Noisy, row="deterministic", says=["NumPy's or random's"])
     assert report.failed[0].name == "deterministic"
@@ -234,16 +215,7 @@ def test_the_function_of_several_that_is_wrong():
 
 
 def test_a_function_that_backward_applies():
-    class Inner(Function):
-        @staticmethod
-        def forward(ctx, a):
-            ctx.save_for_backward(a)
-            return 3 * a**2
-
-        @staticmethod
-        def backward(ctx, g):
-            (a,) = ctx.saved_tensors
-            return 5 * g * a
+    Inner = made("Inner", lambda a: 3 * a**2, lambda g, a: 5 * g * a)
 
     class Outer(ClassicCube):
         @staticmethod
@@ -258,9 +230,7 @@ class Batched(Mul):
     def forward(a, b):
         return a.sin() * b
 
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
+    setup_context = save_inputs
 
 
 def test_a_wrong_vmap_rule():
@@ -313,9 +283,7 @@ def test_a_vmap_rule_that_takes_the_incoming_gradient_for_one():
         def forward(slope, g):
             return slope * g
 
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            ctx.save_for_backward(*inputs)
+        setup_context = save_inputs
 
         @staticmethod
         def backward(ctx, u):

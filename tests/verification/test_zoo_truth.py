@@ -379,7 +379,7 @@ def test_words_are_lower_case_and_verdicts_known():
         assert bool(e.says) == (e.verdict != "right")
 
 
-@each_exhibit
+@rows("exhibit", {e.right: e for e in ZOO}.values(), ids=lambda e: e.name)
 def test_right_twins_are_right(exhibit):
     assert symptoms(exhibit.right, seeded(exhibit.inputs), **exhibit.options) == set()
 

@@ -3,6 +3,7 @@
 import torch
 from torch.autograd import Function
 
+from tests.functions import save_inputs_for_both, saving_inputs
 from tests.zoo.exhibit import Exhibit, normal
 
 
@@ -15,10 +16,7 @@ class Square(Function):
     def forward(x):
         return x * x
 
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
+    setup_context = save_inputs_for_both
 
     @staticmethod
     def backward(ctx, g):
@@ -34,10 +32,7 @@ class Square(Function):
 class SquareClassic(Function):
     """y = x^2, right at any order, but without setup_context."""
 
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x * x
+    forward = saving_inputs(lambda x: x * x)
 
     @staticmethod
     def backward(ctx, g):
@@ -57,10 +52,7 @@ class SquareCPU(Square):
 class Linear(Function):
     """y = x w^T; the gradients are g w and g^T x, each where it is needed."""
 
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return x @ w.mT
+    forward = saving_inputs(lambda x, w: x @ w.mT)
 
     @staticmethod
     def backward(ctx, g):
@@ -82,10 +74,7 @@ class LinearBoth(Linear):
 class Energy(Function):
     """y = trace(A^T A) = sum A_ij^2; A receives 2 g A."""
 
-    @staticmethod
-    def forward(ctx, a):
-        ctx.save_for_backward(a)
-        return a.square().sum()
+    forward = saving_inputs(lambda a: a.square().sum())
 
     @staticmethod
     def backward(ctx, g):

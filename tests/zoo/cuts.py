@@ -5,6 +5,7 @@ import torch
 from torch.autograd import Function, Variable
 from torch.autograd.function import once_differentiable
 
+from tests.functions import save_inputs, saving_inputs
 from tests.zoo.exhibit import Exhibit, normal, positive
 
 
@@ -15,9 +16,7 @@ class Cube(Function):
     def forward(x):
         return x**3
 
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
+    setup_context = save_inputs
 
     @staticmethod
     def backward(ctx, g):
@@ -136,9 +135,7 @@ class Scale(Function):
     def forward(x, a):
         return x * a
 
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
+    setup_context = save_inputs
 
     @staticmethod
     def backward(ctx, g):
@@ -148,16 +145,10 @@ class Scale(Function):
         return gx, ga
 
 
-class ScaleItem(Function):
+class ScaleItem(Scale):
     """y = a x, but the backward reads a with .item()."""
 
-    @staticmethod
-    def forward(x, a):
-        return x * a
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
+    generate_vmap_rule = False
 
     @staticmethod
     def backward(ctx, g):
@@ -214,10 +205,7 @@ class CubeBelowAutograd(Cube):
 class Mish(Function):
     """y = x tanh(softplus(x)), with a backward of differentiable operations."""
 
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return torch.nn.functional.mish(x)
+    forward = saving_inputs(lambda x: torch.nn.functional.mish(x))
 
     @staticmethod
     def backward(ctx, g):
@@ -249,10 +237,7 @@ def _gradients(ctx, inputs, g, create_graph):
 class Recompute(Function):
     """y = tanh(x w), computed again in the backward, which is differentiable when asked to be."""
 
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return _layer(x, w)
+    forward = saving_inputs(lambda x, w: _layer(x, w))
 
     @staticmethod
     def backward(ctx, g):
@@ -275,10 +260,7 @@ class RecomputeDetached(Recompute):
 class Log(Function):
     """y = log x, dy/dx = 1 / x."""
 
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x.log()
+    forward = saving_inputs(lambda x: x.log())
 
     @staticmethod
     def backward(ctx, g):
@@ -308,10 +290,7 @@ class LogOnce(Log):
 class SineProduct(Function):
     """y = x sin x."""
 
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x * x.sin()
+    forward = saving_inputs(lambda x: x * x.sin())
 
     @staticmethod
     def backward(ctx, g):

@@ -3,6 +3,7 @@
 import torch
 from torch.autograd import Function
 
+from tests.functions import save_inputs, save_inputs_for_both, saving_inputs
 from tests.zoo.exhibit import Exhibit, normal
 
 
@@ -15,10 +16,7 @@ class Mul(Function):
     def forward(a, b):
         return a * b
 
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
+    setup_context = save_inputs_for_both
 
     @staticmethod
     def backward(ctx, g):
@@ -163,10 +161,7 @@ class BiasAddNoSum(BiasAdd):
 class ChannelScale(Function):
     """y_ncl = x_ncl w_c; w receives sum_nl g x."""
 
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return x * w[:, None]
+    forward = saving_inputs(lambda x, w: x * w[:, None])
 
     @staticmethod
     def backward(ctx, g):
@@ -188,10 +183,7 @@ class ChannelScaleWrongSum(ChannelScale):
 class Sub(Function):
     """y = a^2 - b^2; the gradients are 2 a g and -2 b g."""
 
-    @staticmethod
-    def forward(ctx, a, b):
-        ctx.save_for_backward(a, b)
-        return a * a - b * b
+    forward = saving_inputs(lambda a, b: a * a - b * b)
 
     @staticmethod
     def backward(ctx, g):
@@ -219,9 +211,7 @@ class Gate(Function):
     def forward(x):
         return x * torch.tanh(x)
 
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
+    setup_context = save_inputs
 
     @staticmethod
     def backward(ctx, g):
@@ -242,10 +232,7 @@ class GateMissingTerm(Gate):
 class MatMul(Function):
     """Y = A B; the gradients are G B^T and A^T G."""
 
-    @staticmethod
-    def forward(ctx, a, b):
-        ctx.save_for_backward(a, b)
-        return a @ b
+    forward = saving_inputs(lambda a, b: a @ b)
 
     @staticmethod
     def backward(ctx, g):
@@ -267,10 +254,7 @@ class MatMulNoTranspose(MatMul):
 class SquaredError(Function):
     """y = sum (x - t)^2; x receives 2 (x - t) g, t the opposite."""
 
-    @staticmethod
-    def forward(ctx, x, t):
-        ctx.save_for_backward(x, t)
-        return (x - t).square().sum()
+    forward = saving_inputs(lambda x, t: (x - t).square().sum())
 
     @staticmethod
     def backward(ctx, g):
@@ -292,10 +276,7 @@ class SquaredErrorLast(SquaredError):
 class _SoftplusGradient(Function):
     """h = g s(x), with a backward by hand: g receives u s, x receives u g s (1 - s)."""
 
-    @staticmethod
-    def forward(ctx, g, x):
-        ctx.save_for_backward(g, x)
-        return g * torch.sigmoid(x)
+    forward = saving_inputs(lambda g, x: g * torch.sigmoid(x))
 
     @staticmethod
     def backward(ctx, u):
@@ -330,10 +311,7 @@ class _SoftplusGradientTerm(_SoftplusGradient):
 class Softplus(Function):
     """y = log(1 + e^x), whose backward is another Function."""
 
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return torch.nn.functional.softplus(x)
+    forward = saving_inputs(lambda x: torch.nn.functional.softplus(x))
 
     @staticmethod
     def backward(ctx, g):
@@ -366,9 +344,7 @@ class SquareBatches(Function):
     def forward(x):
         return x * x
 
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
+    setup_context = save_inputs
 
     @staticmethod
     def backward(ctx, g):

@@ -3,16 +3,14 @@
 import torch
 from torch.autograd import Function
 
+from tests.functions import save_inputs, saving_inputs
 from tests.zoo.exhibit import Exhibit, normal
 
 
 class Flat(Function):
     """y = x^2 as one row; x receives 2 x g."""
 
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x.square().reshape(-1)
+    forward = saving_inputs(lambda x: x.square().reshape(-1))
 
     @staticmethod
     def backward(ctx, g):
@@ -23,10 +21,7 @@ class Flat(Function):
 class FlatViewsInput(Flat):
     """y = x^2 as one row, but by a view, which a transposed input does not have."""
 
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x.view(-1).square()
+    forward = saving_inputs(lambda x: x.view(-1).square())
 
 
 class Spread(Function):
@@ -38,9 +33,7 @@ class Spread(Function):
     def forward(x):
         return x * x
 
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
+    setup_context = save_inputs
 
     @staticmethod
     def backward(ctx, g):

@@ -5,16 +5,14 @@ import math
 import torch
 from torch.autograd import Function
 
+from tests.functions import save_inputs, saving_inputs
 from tests.zoo.exhibit import Exhibit, normal
 
 
 class Wave(Function):
     """y = sin(pi x), dy/dx = pi cos(pi x)."""
 
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return torch.sin(math.pi * x)
+    forward = saving_inputs(lambda x: torch.sin(math.pi * x))
 
     @staticmethod
     def backward(ctx, g):
@@ -49,9 +47,7 @@ class Bump(Function):
     def forward(x):
         return torch.exp(-x * x)
 
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
+    setup_context = save_inputs
 
     @staticmethod
     def backward(ctx, g):

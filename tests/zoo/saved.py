@@ -3,16 +3,14 @@
 import torch
 from torch.autograd import Function
 
+from tests.functions import made, save_inputs_for_both, saving_inputs
 from tests.zoo.exhibit import Exhibit, normal
 
 
 class Swish(Function):
     """y = x s(x), dy/dx = s + x s (1 - s): saves x alone."""
 
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x * torch.sigmoid(x)
+    forward = saving_inputs(lambda x: x * torch.sigmoid(x))
 
     @staticmethod
     def backward(ctx, g):
@@ -60,10 +58,7 @@ class SwishNew(Function):
     def forward(x):
         return x * torch.sigmoid(x)
 
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
+    setup_context = save_inputs_for_both
 
     @staticmethod
     def backward(ctx, g):
@@ -113,7 +108,7 @@ class Tanh(Function):
         return g * (1 - y * y)
 
 
-class TanhSavesClone(Function):
+class TanhSavesClone(Tanh):
     """y = tanh x, but saves a copy of the output, which is no output."""
 
     @staticmethod
@@ -121,11 +116,6 @@ class TanhSavesClone(Function):
         y = torch.tanh(x)
         ctx.save_for_backward(y.clone())
         return y
-
-    @staticmethod
-    def backward(ctx, g):
-        (y,) = ctx.saved_tensors
-        return g * (1 - y * y)
 
 
 class TanhKeepsDetachedOutput(Function):
@@ -142,7 +132,7 @@ class TanhKeepsDetachedOutput(Function):
         return g * (1 - ctx.y * ctx.y)
 
 
-class TanhKeepsOutput(Function):
+class TanhKeepsOutput(TanhKeepsDetachedOutput):
     """y = tanh x, right at any order, but y on ctx and ctx behind y are a cycle."""
 
     @staticmethod
@@ -150,18 +140,11 @@ class TanhKeepsOutput(Function):
         ctx.y = torch.tanh(x)
         return ctx.y
 
-    @staticmethod
-    def backward(ctx, g):
-        return g * (1 - ctx.y * ctx.y)
-
 
 class Exp(Function):
     """y = e^x, dy/dx = e^x: saves its input."""
 
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return torch.exp(x)
+    forward = saving_inputs(lambda x: torch.exp(x))
 
     @staticmethod
     def backward(ctx, g):
@@ -169,18 +152,13 @@ class Exp(Function):
         return g * torch.exp(x)
 
 
-class ExpSavesDetached(Function):
+class ExpSavesDetached(Exp):
     """y = e^x, but saves the input detached."""
 
     @staticmethod
     def forward(ctx, x):
         ctx.save_for_backward(x.detach())
         return torch.exp(x)
-
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return g * torch.exp(x)
 
 
 class ExpKeepsInput(Function):
@@ -199,10 +177,7 @@ class ExpKeepsInput(Function):
 class Relu(Function):
     """y = max(x, 0), dy/dx = [x > 0]: saves its input."""
 
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x.clamp(min=0)
+    forward = saving_inputs(lambda x: x.clamp(min=0))
 
     @staticmethod
     def backward(ctx, g):
@@ -210,7 +185,7 @@ class Relu(Function):
         return g * (x > 0)
 
 
-class ReluSavesClone(Function):
+class ReluSavesClone(Relu):
     """y = max(x, 0), right at any order, but a copy of the input is saved."""
 
     @staticmethod
@@ -218,24 +193,13 @@ class ReluSavesClone(Function):
         ctx.save_for_backward(x.clone())
         return x.clamp(min=0)
 
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return g * (x > 0)
 
-
-class ScaleByMean(Function):
-    """y = m x, m = mean |x|: computes m again in the backward."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x * x.abs().mean()
-
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return g * x.abs().mean() + (g * x).sum() * x.sign() / x.numel()
+# y = m x, m = mean |x|: computes m again in the backward.
+ScaleByMean = made(
+    "ScaleByMean",
+    lambda x: x * x.abs().mean(),
+    lambda g, x: g * x.abs().mean() + (g * x).sum() * x.sign() / x.numel(),
+)
 
 
 class ScaleByFloat(Function):
@@ -253,18 +217,8 @@ class ScaleByFloat(Function):
         return g * ctx.m + (g * x).sum() * x.sign() / x.numel()
 
 
-class Smoothed(Function):
-    """r = sqrt(x^2 + 1)."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return (x * x + 1).sqrt()
-
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return g * x / (x * x + 1).sqrt()
+# r = sqrt(x^2 + 1).
+Smoothed = made("Smoothed", lambda x: (x * x + 1).sqrt(), lambda g, x: g * x / (x * x + 1).sqrt())
 
 
 class SmoothedIfAsked(Function):

@@ -140,10 +140,7 @@ def _bags(name: str, **options: Any) -> Any:
 
 
 def _weighted_sums(
-    weight: Tensor,
-    per_sample_weights: Tensor,
-    input: Tensor,
-    offsets: Tensor | None = None,
+    weight: Tensor, per_sample_weights: Tensor, input: Tensor, offsets: Tensor | None = None
 ) -> Tensor:
     return ops.embedding_bag(
         input, weight, offsets, mode="sum", per_sample_weights=per_sample_weights
@@ -296,9 +293,7 @@ def _samples() -> tuple[SampleInput, ...]:
         )
     samples.append(
         sample_input(
-            "volume",
-            lambda n: (n(1, 1, 2, 2, 3), 0.8 * n(1, 1, 1, 2, 3)),
-            align_corners=False,
+            "volume", lambda n: (n(1, 1, 2, 2, 3), 0.8 * n(1, 1, 1, 2, 3)), align_corners=False
         )
     )
     return tuple(samples)

@@ -11,13 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hoglib import ops
-from tests.ops.opinfo.op_info import (
-    ONE_TENSOR,
-    elementwise_info,
-    normals,
-    op_info,
-    sample_input,
-)
+from tests.ops.opinfo.op_info import ONE_TENSOR, elementwise_info, normals, op_info, sample_input
 
 WARNS = {
     "broadcasting": "torch warns of it, which is an error here; in tests/ops/test_regression.py"

@@ -86,12 +86,7 @@ _NORM_SKIPS = {
 
 
 def _evaluation(name: str, function: Any) -> OpInfo:
-    return op_info(
-        f"{name}_evaluation",
-        "wrong",
-        _with_running_statistics,
-        function,
-    ).on(
+    return op_info(f"{name}_evaluation", "wrong", _with_running_statistics, function).on(
         sample_input("weight and bias", normals((3, 2, 2), (2,), (2,))),
         sample_input("no weight", lambda n: (n(3, 2), None, n(2))),
         sample_input("input alone", normals((2, 2, 1, 2))),

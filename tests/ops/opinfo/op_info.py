@@ -60,10 +60,7 @@ Build = Callable[[Normal], tuple[Any, ...]]
 
 
 def op_info(
-    name: str,
-    theme: str,
-    ref: Callable[..., Any],
-    op: Callable[..., Any] | None = None,
+    name: str, theme: str, ref: Callable[..., Any], op: Callable[..., Any] | None = None
 ) -> OpInfo:
     """An entry without samples; its op is by default the one of that name, up to a comma."""
     return OpInfo(name, theme, op or getattr(ops, name.split(",")[0]), ref)
@@ -94,12 +91,7 @@ CHECKED_BY_REFERENCE = (
     "a surrogate gradient is no derivative of the value; compared with the reference"
 )
 SURROGATE = dict.fromkeys(
-    (
-        "first derivative",
-        "second derivative",
-        "third derivative",
-    ),
-    CHECKED_BY_REFERENCE,
+    ("first derivative", "second derivative", "third derivative"), CHECKED_BY_REFERENCE
 )
 
 

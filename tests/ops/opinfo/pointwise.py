@@ -144,9 +144,7 @@ _GRADIENT_OPS = (
     ),
 )  # fmt: skip
 
-_OPAQUE = {
-    "forward over forward": "raises: torch differentiates a custom Function to zero there",
-}
+_OPAQUE = {"forward over forward": "raises: torch differentiates a custom Function to zero there"}
 
 
 def _cube(x: Any) -> Any:

@@ -196,10 +196,7 @@ _CONV = (
 
 
 def _reduction(
-    name: str,
-    function: Callable[..., Any],
-    reference: Callable[..., Any],
-    **others: Any,
+    name: str, function: Callable[..., Any], reference: Callable[..., Any], **others: Any
 ) -> OpInfo:
     return op_info(name, "reduce", reference, function).on(
         sample_input("rows of a matrix", lambda n: (n(2, 3), 1)),

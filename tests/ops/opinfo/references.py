@@ -35,11 +35,7 @@ def smooth_l1(input: Tensor, target: Tensor, *, beta: float = 1.0) -> Tensor:
 
 
 def clamp(
-    x: Tensor,
-    *,
-    min: float | None = None,
-    max: float | None = None,
-    straight_through: bool = False,
+    x: Tensor, *, min: float | None = None, max: float | None = None, straight_through: bool = False
 ) -> Tensor:
     y = torch.clamp(x, min, max)
     return _with_gradient_of(x, y) if straight_through else y

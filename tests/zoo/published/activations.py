@@ -92,12 +92,7 @@ class ReluMask(Function):
 def _cell_gradients(i, f, o, n, c, t, gh, gc):
     """The gradients of an LSTM cell's gates, before their activations, and of its old state."""
     gc = gc + gh * o * (1 - t * t)
-    gates = (
-        gc * n * i * (1 - i),
-        gc * c * f * (1 - f),
-        gh * t * o * (1 - o),
-        gc * i * (1 - n * n),
-    )
+    gates = (gc * n * i * (1 - i), gc * c * f * (1 - f), gh * t * o * (1 - o), gc * i * (1 - n * n))
     return torch.cat(gates, -1), gc * f
 
 

@@ -81,11 +81,7 @@ class BatchNormKeepsStatistics(Function):
     @staticmethod
     def backward(ctx, g):
         (w,) = ctx.saved_tensors
-        return (
-            _standardise_gradient(ctx.h, ctx.r, g * w, 0),
-            (g * ctx.h).sum(0),
-            g.sum(0),
-        )
+        return (_standardise_gradient(ctx.h, ctx.r, g * w, 0), (g * ctx.h).sum(0), g.sum(0))
 
 
 def _rms(x):

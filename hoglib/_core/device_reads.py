@@ -1,0 +1,57 @@
+"""Values of a device that checks look at, without making it wait.
+
+A read of a value (`float(x)`, `bool(x)`) stops a GPU until all that was launched is done. A copy that
+is started and read later does not: of the calls with one key the first is checked at once, each later
+one when the next is made.
+"""
+
+from collections.abc import Hashable
+from typing import final
+
+import torch
+from torch import Tensor
+
+
+@final
+class DeviceRead:
+    """A copy of a few numbers to the CPU, behind which the device goes on."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._event: torch.Event | None = None
+        self._copy = numbers
+        if numbers.device.type != "cpu":
+            self._copy = numbers.to("cpu", non_blocking=True)  # into pinned memory
+            self._event = torch.Event(device=numbers.device)
+            self._event.record()
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether the numbers can be read without waiting."""
+        return self._event is None or bool(self._event.query())
+
+    def numbers(self) -> Tensor:
+        """The numbers, for which this waits if it must."""
+        if self._event is not None and not self._event.query():
+            self._event.synchronize()
+        return self._copy
+
+
+_READS: dict[Hashable, DeviceRead | None] = {}  # None: the last one was looked at
+LIMIT = 1000  # of keys, which hold shapes
+
+
+def read_late(key: Hashable, numbers: Tensor) -> Tensor | None:
+    """Numbers on the CPU, each at most once: those given, or of a device at a key that is known those
+    of an earlier call; None while there are none that have arrived."""
+    if numbers.device.type == "cpu":
+        return numbers
+    if key not in _READS:
+        if len(_READS) >= LIMIT:
+            _READS.clear()
+        _READS[key] = None
+        return numbers.cpu()
+    earlier = _READS[key]
+    if earlier is not None and not earlier.has_arrived:
+        return None
+    _READS[key] = DeviceRead(numbers)
+    return None if earlier is None else earlier.numbers()

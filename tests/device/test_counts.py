@@ -1,0 +1,97 @@
+"""What waits for a device, and what is launched there: after the first call at a signature no product
+waits, and a pass over the data waits for its result alone."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import hoglib as hog
+from hoglib import curvature, meta, penalties
+from tests.device import simulation
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(simulation.C is None, reason="waits are counted on the simulated GPU"),
+]
+
+
+def network(out=5):
+    torch.manual_seed(0)
+    widths = [nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, out)]
+    return nn.Sequential(*widths).cuda()
+
+
+def batches(count, device="cuda"):
+    draw = torch.Generator().manual_seed(1)
+    xs = [torch.randn(16, 8, generator=draw) for _ in range(count)]
+    ys = [torch.randint(0, 5, (16,), generator=draw) for _ in range(count)]
+    return [(x.to(device), y.to(device)) for x, y in zip(xs, ys, strict=True)]
+
+
+def product(function, **options):
+    net = network()
+    loss, params = hog.functional_loss(net, cross_entropy), hog.trainable_params(net)
+    vector = {name: torch.ones_like(p) for name, p in params.items()}
+    batch = batches(1)[0]
+    return lambda: function(loss, params, vector, batch, **options)
+
+
+def operator(kind, data, **options):
+    net = network()
+    made = kind(hog.functional_loss(net, cross_entropy), hog.trainable_params(net), data, **options)
+    vector = torch.ones(made.shape[0], device="cuda")
+    return lambda: made @ vector
+
+
+def penalty(function):
+    critic, real = network(1), batches(2)
+    points = [real[0][0]] if function is penalties.r1 else [real[0][0], real[1][0]]
+    return lambda: function(critic, *points)
+
+
+def forces():
+    energy, x = network(1), batches(1)[0][0]
+    return lambda: penalties.forces(lambda x: energy(x).squeeze(-1), x)
+
+
+def laplacian():
+    u, x = network(1), batches(1)[0][0]
+    return lambda: hog.laplacian(lambda x: u(x).squeeze(-1), x)
+
+
+def step():
+    net, (support, query) = network(), batches(2)
+    maml = meta.MAML(net, cross_entropy, inner_lr=0.1, inner_steps=2)
+    return lambda: maml.loss([(support, query)]).backward()
+
+
+# at most so many waits in a call after the first ones
+ROWS = {
+    "hvp": (0, lambda: product(hog.hvp)),
+    "hvp, forward over reverse": (0, lambda: product(hog.hvp, mode="forward-over-reverse")),
+    "ggn_vp": (0, lambda: product(hog.ggn_vp)),
+    "fisher_vp": (0, lambda: product(hog.fisher_vp)),
+    "r1": (0, lambda: penalty(penalties.r1)),
+    "wgan_gp": (0, lambda: penalty(penalties.wgan_gp)),
+    "forces": (0, forces),
+    "laplacian": (0, laplacian),
+    "MAML, whose losses are checked before they are returned": (1, step),
+    "Hessian, a batch": (3, lambda: operator(curvature.HessianOperator, batches(1))),
+    "Hessian, three batches": (3, lambda: operator(curvature.HessianOperator, batches(3))),
+    "Hessian, batches of the CPU": (3, lambda: operator(curvature.HessianOperator, batches(4, "cpu"))),
+    "GGN, three batches": (3, lambda: operator(curvature.GGNOperator, batches(3))),
+    "Fisher, three batches": (3, lambda: operator(curvature.FisherOperator, batches(3))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_waits(name):
+    most, make = ROWS[name]
+    call = make()
+    for _ in range(3):
+        call()
+    with simulation.record() as found:
+        call()
+    assert found.launches > 0
+    assert found.stalls <= most, str(found)
