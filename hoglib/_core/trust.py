@@ -61,14 +61,23 @@ def agree(
             return torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
     dtypes = {dtype, *(x.dtype for x in (a, b) if isinstance(x, Tensor))}
     r = max(rule.of(x) for x in dtypes if x is not None)
-    return largest(a - b) <= r * max(map(largest, (a, b, *terms)))
+    off, *sizes = _largest_of(a - b, a, b, *terms)
+    return off <= r * max(sizes)
 
 
 def largest(x: Tensor | float) -> float:
     """The largest magnitude; 0 of no numbers."""
-    if not isinstance(x, Tensor):
-        return abs(x)
-    return float(x.detach().abs().max()) if x.numel() else 0.0
+    return _largest_of(x)[0]
+
+
+def _largest_of(*given: Tensor | float) -> list[float]:
+    """The largest magnitudes, of tensors of one device and dtype in one read, for which it waits."""
+    found = [x.detach().abs().max() for x in given if isinstance(x, Tensor) and x.numel()]
+    alike = len({(x.device, x.dtype) for x in found}) == 1
+    values = iter(torch.stack(found).tolist() if alike else map(float, found))
+    return [
+        abs(x) if not isinstance(x, Tensor) else next(values) if x.numel() else 0.0 for x in given
+    ]
 
 
 _FOUND: Any = WeakIdKeyDictionary()  # object -> key -> what was found

@@ -264,10 +264,9 @@ class KroneckerOperator(LinearOperator):
         number = validation.number("damping", damping, minimum=0)
         if validation.one_of("method", method, get_args(InverseMethod)) == "exact":
             damped = self.damped(number)
-            values = [_given(block.values) for block in damped.blocks()]
-            lowest = min(float(v.min()) for v in values)
-            largest = max(float(v.abs().max()) for v in values)
-            rounding = torch.finfo(values[0].dtype).eps * largest
+            values = torch.cat([_given(block.values).reshape(-1) for block in damped.blocks()])
+            lowest, largest = torch.stack([values.min(), values.abs().max()]).tolist()
+            rounding = torch.finfo(values.dtype).eps * largest
             if lowest <= (0 if number else rounding):
                 raise NotPositiveDefiniteError(
                     "inverse: expected a positive definite matrix, got one whose smallest eigenvalue "
