@@ -55,12 +55,21 @@ class Eigenpairs:
             which ``A.unravel`` makes DTensors.
         residuals: [k], |A v - value v|, computed from the vectors themselves.
         products: Products of A with one vector, without those for the residuals.
+        which: The end of the spectrum that was asked for, as of `LinearOperator.eigsh`.
     """
 
     values: Tensor
     vectors: Tensor
     residuals: Tensor
     products: int
+    which: str
+
+    def __repr__(self) -> str:
+        values = validation.listing([f"{value:.5g}" for value in self.values.tolist()], 10)
+        return (
+            f"Eigenpairs({values}; which={self.which!r}, residuals up to "
+            f"{float(self.residuals.max()):.1g}, {self.products} products)"
+        )
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter((self.values, self.vectors))
@@ -112,7 +121,7 @@ def eigsh(
     values, rows = (part.to(operator.device, operator.dtype) for part in (values, rows))
     products = operator.count - before
     residuals = space.norms(operator.apply(rows) - values[:, None] * rows)
-    return Eigenpairs(values, rows.T, residuals, products)
+    return Eigenpairs(values, rows.T, residuals, products, which)
 
 
 def _basis_options(
