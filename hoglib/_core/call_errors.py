@@ -9,6 +9,7 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from hoglib._core import validation
+from hoglib._core.closures import STATE, ClosureWalker
 from hoglib._core.pytree import tensors_in
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, HoglibError
 
@@ -145,14 +146,17 @@ class ErrorTranslation:
 @final
 class translate_device_errors(ErrorTranslation):  # noqa: N801 a context manager
     """Inside, torch's error about devices names the tensor of the batch that is on another device than
-    the tensors of `reference`."""
+    the tensors of `reference`, or than those that a function reaches.
 
-    def __init__(self, batch: Any, reference: Any) -> None:
-        self._batch, self._reference = batch, reference
+    what: the name of the batch.
+    """
+
+    def __init__(self, batch: Any, reference: Any, what: str = "batch") -> None:
+        self._batch, self._reference, self._what = batch, reference, what
 
     def __enter__(self) -> None:
         # torch's embedding takes tokens on "meta" and returns memory that nothing was written to
-        if any(tensor.is_meta for _, tensor in tensors_in("batch", self._batch)):
+        if any(tensor.is_meta for _, tensor in tensors_in("", self._batch)):
             self._raise_if_apart(None)
 
     def explain(self, error: Exception) -> None:
@@ -164,8 +168,16 @@ class translate_device_errors(ErrorTranslation):  # noqa: N801 a context manager
             self._raise_if_apart(error)
 
     def _raise_if_apart(self, error: Exception | None) -> None:
-        devices = {tensor.device for _, tensor in tensors_in("", self._reference)}
-        found = tensors_in("batch", self._batch)
+        reference = self._reference
+        if callable(reference):
+            reached = ClosureWalker(reference, STATE).objects
+            modules = [x for x in reached if isinstance(x, nn.Module)]
+            reference = [
+                *(x for x in reached if isinstance(x, Tensor)),
+                *(m.state_dict() for m in modules),
+            ]
+        devices = {tensor.device for _, tensor in tensors_in("", reference)}
+        found = tensors_in(self._what, self._batch)
         away = [(name, tensor) for name, tensor in found if tensor.device not in devices]
         if not devices or not away:
             return
@@ -173,7 +185,7 @@ class translate_device_errors(ErrorTranslation):  # noqa: N801 a context manager
         expected = " and ".join(sorted(map(str, devices)))
         raise ArgumentValueError(
             f"{name}: expected a tensor on {expected}, where the model's parameters and outputs are, "
-            f"got {validation.describe(tensor)} on {tensor.device}; move the batch with "
+            f"got {validation.describe(tensor)} on {tensor.device}; move the {self._what} with "
             f"`.to({expected.split(' and ')[0]!r})`, or the model with `.to({str(tensor.device)!r})`."
         ) from error
 

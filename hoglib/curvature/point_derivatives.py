@@ -484,16 +484,12 @@ def _draw(x: Tensor, number: Any, generator: Any, *, signs: bool) -> Tensor | No
     if number is None:
         return None
     validation.at_least("num_projections", number, 1)
-    if validation.generator(generator) is not None and generator.device.type != x.device.type:
-        raise ArgumentValueError(
-            f"generator: expected one on {x.device.type}, as x, got one on {generator.device.type}; "
-            f"make it with `torch.Generator({x.device.type!r})`."
-        )
+    own = validation.generator(generator)
+    device = x.device if own is None else own.device  # the same numbers wherever x is
     shape = number, *x.shape
     if not signs:
-        return torch.randn(shape, generator=generator, device=x.device, dtype=x.dtype)
-    bits = torch.randint(0, 2, shape, generator=generator, device=x.device)
-    return (2 * bits - 1).to(x.dtype)
+        return torch.randn(shape, generator=own, device=device, dtype=x.dtype).to(x.device)
+    return (2 * torch.randint(0, 2, shape, generator=own, device=device) - 1).to(x)
 
 
 def directional(
