@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.func import functional_call
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 import hoglib as hog
 from hoglib import curvature, meta, penalties
@@ -77,6 +77,28 @@ def hypergradient(memory):
     return found.gradient
 
 
+def forces():
+    energy, x = network(1), data()[0][:2]
+    return penalties.forces(lambda x: energy(x).squeeze(-1), x, hessian=True)
+
+
+def attention():
+    """In blocks, which a device takes for more than 2^20 scores."""
+    draw = torch.Generator().manual_seed(2)
+    q, k, v = torch.randn(3, 1, 1100, 4, generator=draw).cuda()
+
+    def loss(weight):
+        return scaled_dot_product_attention(q * weight, k, v, is_causal=True).square().mean()
+
+    one = torch.ones(4, device="cuda")
+    return hog.hvp(loss, one, one)
+
+
+def unused():
+    params = {"used": torch.ones(3, device="cuda"), "unused": torch.ones(2, device="cuda")}
+    return hog.hvp(lambda p: p["used"].pow(4).sum() + 0 * p["unused"].sum(), params, params)
+
+
 ROWS = {
     "hvp": of_the_loss(hog.hvp),
     "ggn_vp": of_the_loss(hog.ggn_vp),
@@ -84,6 +106,11 @@ ROWS = {
     "solve": operator(curvature.GGNOperator, lambda G, v: G.solve(v, damping=1.0)),
     "eigenvalues": operator(curvature.HessianOperator, lambda H, v: H.eigsh(2, which="LA").values),
     "KFAC": operator(curvature.KFACOperator, lambda K, v: K.inverse(damping=1.0) @ v),
+    "exp(G)": operator(curvature.GGNOperator, lambda G, v: G.matrix_function(v, torch.exp)),
+    "trace": operator(curvature.HessianOperator, lambda H, v: H.trace(num_samples=4)),
+    "forces and their Hessian": forces,
+    "attention": attention,
+    "an unused parameter": unused,
     "r1": penalty,
     **{f"MAML, {memory}": lambda memory=memory: maml(memory) for memory in ("store", "remat")},
     **{
