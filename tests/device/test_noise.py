@@ -71,7 +71,8 @@ def hypergradient(memory):
 
     found = meta.hypergradient(
         lambda params, hyper: cross_entropy(functional_call(net, params, (x.flip(0),)), y), inner,
-        hog.trainable_params(net), torch.tensor(-2.0, device="cuda"), rule=meta.sgd(0.1), steps=6,
+        hog.trainable_params(net), torch.tensor(-2.0, device="cuda"), rule=meta.sgd(0.1, momentum=0.5),
+        steps=6,
         memory=memory,
     )  # fmt: skip
     return found.gradient
@@ -131,5 +132,6 @@ def test_noise_is_no_fault(name):
     finally:
         simulation.nondeterministic(False), simulation.tf32(convolutions=False)
     for a, b in zip(found, expected, strict=True):
+        assert a.is_cuda
         assert (a - b).norm() <= 2e-2 * b.norm()
     assert len(found) > 0
