@@ -8,15 +8,7 @@ from torch import Tensor, nn
 from hoglib import ops
 from hoglib._core import validation
 
-__all__ = [
-    "CrossEntropyLoss",
-    "Linear",
-    "LinearAct",
-    "Remat",
-    "Sigmoid",
-    "Swish",
-    "Tanh",
-]
+__all__ = ["CrossEntropyLoss", "Linear", "LinearAct", "Remat", "Sigmoid", "Swish", "Tanh"]
 
 
 class Tanh(nn.Module):

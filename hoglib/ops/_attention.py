@@ -20,9 +20,7 @@ from hoglib.ops._stand_in import NO_DOUBLE_BACKWARD, stands_in_for
 
 
 @stands_in_for(
-    F.scaled_dot_product_attention,
-    lacks=f"{NO_DOUBLE_BACKWARD}: its fused kernels",
-    issue="116350",
+    F.scaled_dot_product_attention, lacks=f"{NO_DOUBLE_BACKWARD}: its fused kernels", issue="116350"
 )
 def scaled_dot_product_attention(
     query: Tensor,

@@ -557,11 +557,7 @@ def _check_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 
 
 _SOFTMAX = make_function(
-    "SoftmaxCrossEntropy",
-    4,
-    forward=_softmax_forward,
-    backward=_softmax_backward,
-    jvp=_softmax_jvp,
+    "SoftmaxCrossEntropy", 4, forward=_softmax_forward, backward=_softmax_backward, jvp=_softmax_jvp
 )
 _LOSSES = make_function("LinearCrossEntropy", 6, forward=_forward, backward=_backward, jvp=_jvp)
 _GRADIENTS = make_function(

@@ -399,11 +399,7 @@ stands_in_for(
     torch.triangular_solve, Tensor.triangular_solve, name="triangular_solve", **_WRONG_FORWARD
 )
 def torch_triangular_solve(
-    b: Tensor,
-    A: Tensor,
-    upper: bool = True,
-    transpose: bool = False,
-    unitriangular: bool = False,
+    b: Tensor, A: Tensor, upper: bool = True, transpose: bool = False, unitriangular: bool = False
 ) -> tuple[Tensor, Tensor]:
     """`torch.triangular_solve` by `torch.linalg.solve_triangular`, which is right in every mode."""
     matrix, above = (A.mT, not upper) if transpose else (A, upper)

@@ -387,11 +387,7 @@ def split_signs(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def clamp(
-    x: Tensor,
-    *,
-    min: float | None = None,
-    max: float | None = None,
-    straight_through: bool = False,
+    x: Tensor, *, min: float | None = None, max: float | None = None, straight_through: bool = False
 ) -> Tensor:
     r"""Clamp to an interval, with the gradient masked or passed straight through.
 
@@ -480,10 +476,7 @@ def _smooth_l1_by_input(input: Tensor, target: Tensor, beta: float, _: None) -> 
 
 
 _smooth_l1 = _op(
-    _smooth_l1_formula,
-    _smooth_l1_by_input,
-    lambda *inputs: -_smooth_l1_by_input(*inputs),
-    None,
+    _smooth_l1_formula, _smooth_l1_by_input, lambda *inputs: -_smooth_l1_by_input(*inputs), None
 )
 
 

@@ -26,14 +26,7 @@ from hoglib._core import validation
 from hoglib._core.mixed_precision import autocast_on, is_autocast, upcast_half
 from hoglib._core.problem import check_option_names
 from hoglib.errors import ArgumentIndexError, ArgumentTypeError, ArgumentValueError
-from hoglib.ops._function import (
-    Saved,
-    apply_function,
-    conj,
-    make_function,
-    sum_terms,
-    sum_to_shape,
-)
+from hoglib.ops._function import Saved, apply_function, conj, make_function, sum_terms, sum_to_shape
 from hoglib.ops._pointwise import clip_gradient
 from hoglib.ops._stand_in import IN_FORWARD, NO_FORWARD, stands_in_for
 
