@@ -409,8 +409,7 @@ class FunctionalLoss:
             if name not in self._names:
                 close = get_close_matches(str(name), self._names, n=1)
                 raise ArgumentValueError(
-                    f"params: expected names of parameters of {type(self.model).__name__}, got "
-                    f"{name!r}"
+                    f"params: expected names of parameters of {type(self.model).__name__}, got {name!r}"
                     + (f"; did you mean {close[0]!r}?" if close else ".")
                     + " `hoglib.trainable_params(model)` returns those that require grad."
                 )

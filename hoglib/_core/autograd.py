@@ -244,10 +244,9 @@ class translate_hook_errors(ErrorTranslation):  # noqa: N801 a context manager
             return
         name = type(owner).__name__
         raise UnsupportedError(
-            f"{self._what}: expected a model without hooks of one forward and backward pass, got "
-            f"a {name} with hooks that failed: {type(error).__name__}: "
-            f"{str(error).splitlines()[0]}. Call `disable_hooks()` of the {name} before, and "
-            "`enable_hooks()` after."
+            f"{self._what}: expected a model without hooks of one forward and backward pass, got a "
+            f"{name} with hooks that failed: {type(error).__name__}: {str(error).splitlines()[0]}. "
+            f"Call `disable_hooks()` of the {name} before, and `enable_hooks()` after."
         ) from error
 
 

@@ -387,8 +387,7 @@ def observe(problem: Problem) -> Observations:
         notes["random numbers"].update(dict.fromkeys(random.drawn()))
         if not value.isfinite():
             where = watch.not_finite and (
-                "The first output that is not finite is that of "
-                f"{names.called(watch.not_finite[0])}. "
+                f"The first output that is not finite is that of {names.called(watch.not_finite[0])}. "
             )
             text = (
                 "the loss is not a finite number at params, so nothing else was checked. "

@@ -337,9 +337,8 @@ class Batches:
         count = row_count(batch)
         if count is None:
             raise ArgumentTypeError(
-                f"{'micro_batch' if self._micro_batch else 'processes'}: expected a batch of "
-                f"tensors that can be split, got {validation.describe(batch)}; pass smaller batches "
-                "instead."
+                f"{'micro_batch' if self._micro_batch else 'processes'}: expected a batch of tensors "
+                f"that can be split, got {validation.describe(batch)}; pass smaller batches instead."
             )
         size = self._micro_batch or -(-count // self._processes.world)  # rounded up
         if count <= size:

@@ -606,11 +606,10 @@ class DatasetSum:
                 )
             raise ArgumentValueError(
                 f"{'processes' if totals.shared else 'micro_batch'}: expected a loss that is the "
-                f"{'mean' if self._mean else 'sum'} over "
-                f"examples, got {whole:.8g} for a batch and {pieces:.8g} from its pieces. "
-                "BatchNorm in train mode mixes examples (call model.eval()), a criterion may weight "
-                "them (give the weight of a batch by batch_size=), or its reduction is not that of the "
-                "operator."
+                f"{'mean' if self._mean else 'sum'} over examples, got {whole:.8g} for a batch and "
+                f"{pieces:.8g} from its pieces. BatchNorm in train mode mixes examples (call "
+                "model.eval()), a criterion may weight them (give the weight of a batch by "
+                "batch_size=), or its reduction is not that of the operator."
             )
 
     def _warn_unused(self) -> None:
@@ -636,10 +635,9 @@ class DatasetSum:
                     f"{self._name}: expected batches with as many labels for each example, got "
                     f"{min(ratios):.3g} to {max(ratios):.3g} elements of {name} that are not "
                     f"{IGNORED}. A mean over these labels, as cross_entropy's, is not that over the "
-                    "data, because batches are weighted by their examples. Pass "
-                    f"`batch_size=lambda batch: ({name} != {IGNORED}).sum()`, or use "
-                    "`hoglib.language_model_loss`, which counts them; for a mean over examples pass "
-                    "`batch_size=` with their number."
+                    "data, because batches are weighted by their examples. Pass `batch_size=lambda "
+                    f"batch: ({name} != {IGNORED}).sum()`, or use `hoglib.language_model_loss`, which "
+                    "counts them; for a mean over examples pass `batch_size=` with their number."
                 )
                 return
 
@@ -655,11 +653,10 @@ class DatasetSum:
         if names:
             warn(
                 f"{self._name}: expected the loss of each example to depend on that example alone, got "
-                f"one that normalises by the batch: {validation.listing(list(names))} in "
-                "train mode. What is computed is that of these batches: it depends on their size, and "
-                "on which examples share one, most of all where the data is sorted. Call model.eval(), "
-                "or pass all of the data as one batch. Where these batches are meant, filter this "
-                "warning."
+                f"one that normalises by the batch: {validation.listing(list(names))} in train mode. "
+                "What is computed is that of these batches: it depends on their size, and on which "
+                "examples share one, most of all where the data is sorted. Call model.eval(), or pass "
+                "all of the data as one batch. Where these batches are meant, filter this warning."
             )
 
     def _check_state(self) -> bool:

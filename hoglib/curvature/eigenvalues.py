@@ -313,8 +313,7 @@ def to_scipy(operator: SymmetricMatrix) -> Any:
         from scipy.sparse import linalg
     except ImportError as error:
         raise MissingDependencyError(
-            "to_scipy: expected the package scipy to be installed, and it is not; `pip install "
-            "scipy`."
+            "to_scipy: expected the package scipy to be installed, and it is not; `pip install scipy`."
         ) from error
     own = operator.dtype if operator.dtype in (torch.float32, torch.float64) else torch.float32
 

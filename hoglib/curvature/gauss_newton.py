@@ -46,9 +46,8 @@ from hoglib.errors import (
 )
 
 APART = (
-    "For a model that returns its loss write `hoglib.functional_loss(model, criterion, "
-    "forward=lambda model, batch: model(...).logits)`, or for a language model "
-    "`hoglib.language_model_loss(model)`."
+    "For a model that returns its loss write `hoglib.functional_loss(model, criterion, forward=lambda "
+    "model, batch: model(...).logits)`, or for a language model `hoglib.language_model_loss(model)`."
 )
 GaussNewtonMode = Literal["auto", "forward", "reverse", "finite-differences"]
 MetricProduct = Callable[[Vector, bool], Vector]  # (u, keep_graph) -> M u

@@ -68,10 +68,9 @@ NOT_TWICE = (
     "which are differentiable to any order."
 )
 RECOMPUTES_LATER = (
-    "maml(x, params=...): expected a model whose graph keeps its tensors, got one with "
-    "saved-tensor hooks, as torch.utils.checkpoint has: backward would recompute it with the "
-    "model's own parameters instead of these. Use `maml.loss(tasks)`, or call it under "
-    "torch.no_grad()."
+    "maml(x, params=...): expected a model whose graph keeps its tensors, got one with saved-tensor "
+    "hooks, as torch.utils.checkpoint has: backward would recompute it with the model's own parameters "
+    "instead of these. Use `maml.loss(tasks)`, or call it under torch.no_grad()."
 )
 
 

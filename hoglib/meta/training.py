@@ -532,8 +532,7 @@ class Replay:
         except (ValueError, TypeError) as error:
             raise ArgumentValueError(
                 "hypergradient: expected a rule whose parameters and state keep the structure of "
-                "params and init(params), got one that changes it; make all slots of the state in "
-                "init."
+                "params and init(params), got one that changes it; make all slots of the state in init."
             ) from error
 
 

@@ -548,9 +548,8 @@ def _check_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         wrong = f"expected linear_bias shape {tuple(weight.shape[:-1])}, got {tuple(bias.shape)}"
     elif weight.dim() > 2 and input.dim() == 1:
         wrong = (
-            f"K-dimensional loss defined by linear_weight shape {tuple(weight.shape)} requires "
-            f"batched input, (N, {input.shape[0]}), got unbatched input with shape "
-            f"{tuple(input.shape)}"
+            f"K-dimensional loss defined by linear_weight shape {tuple(weight.shape)} requires batched "
+            f"input, (N, {input.shape[0]}), got unbatched input with shape {tuple(input.shape)}"
         )
     if wrong:
         raise TorchValueError(wrong)

@@ -113,9 +113,8 @@ class _Chain:
         if torch_internals.transforms_active() and torch_internals.forward_levels() > 1:
             raise UnsupportedError(
                 f"external({self.name}): expected at most one level of forward mode, got jvp inside "
-                f"jvp (or jacfwd inside jacfwd), where torch differentiates a custom Function to "
-                f"zero. Use torch.func.grad or jacrev for one of the two, for instance "
-                f"torch.func.hessian."
+                "jvp (or jacfwd inside jacfwd), where torch differentiates a custom Function to zero. "
+                "Use torch.func.grad or jacrev for one of the two, for instance torch.func.hessian."
             )
         if len(inputs) not in self._functions:
             self._functions[len(inputs)] = _make_chain_link(self, len(inputs))

@@ -193,11 +193,10 @@ class GradientPenalty(nn.Module):
         if runs_elsewhere():  # a capture, and the run that checks it, are no training steps
             if self.every > 1:
                 raise UnsupportedError(
-                    f"GradientPenalty(every={self.every}): expected a call outside of compiled "
-                    "code, since a graph counts no calls: it would compute the penalty always or "
-                    "never. Call penalty.factor() outside, pass the number to the compiled "
-                    "function, and there multiply `penalty.value(critic, real, fake)` by it, or "
-                    "leave it out for 0."
+                    f"GradientPenalty(every={self.every}): expected a call outside of compiled code, "
+                    "since a graph counts no calls: it would compute the penalty always or never. Call "
+                    "penalty.factor() outside, pass the number to the compiled function, and there "
+                    "multiply `penalty.value(critic, real, fake)` by it, or leave it out for 0."
                 )
             return self.weight
         self._calls[0] += 1

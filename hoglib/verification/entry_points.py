@@ -58,7 +58,9 @@ IN_CPP = (
 THIRD = "where a third derivative is taken, such as the gradient of this result, "
 # Torch's errors about tensors of another call or of a transform that is over.
 OF_ANOTHER_CALL = ("INTERNAL ASSERT", "escaped from inside", "through the graph a second time")
-STALE = "Look for a module or global that keeps a result (`self.x = y`), or a `.backward()` in another."
+STALE = (
+    "Look for a module or global that keeps a result (`self.x = y`), or a `.backward()` in another."
+)
 CHANGED = "It may be in the backward of {}, which `hoglib.verify` checks."
 # What a Function changes in place that others read.
 MUTATES = {
