@@ -190,9 +190,7 @@ class Whole:
 WHOLE = Whole()
 
 
-def placement_of(
-    tensors: Sequence[Tensor], names: Callable[[], Sequence[str]]
-) -> "Whole | Sharding":
+def placement_of(tensors: Sequence[Tensor], names: Callable[[], Sequence[str]]) -> "Placement":
     """How tensors are spread over processes, with equal weights."""
     library: Any = sys.modules.get("torch.distributed.tensor")  # None where nothing imported it
     found: list[Any] = [t for t in tensors if library and isinstance(t, library.DTensor)]

@@ -331,10 +331,8 @@ class _Vjp(_Derivative):
         if not pairs:
             return (None,) * len(self.wanted)
         values, weights = zip(*pairs, strict=True)
-        variables = [cast(Tensor, own[i]) for i in self.wanted]
-        return torch.autograd.grad(
-            values, variables, weights, create_graph=nested, allow_unused=True
-        )
+        leaves = [cast(Tensor, own[i]) for i in self.wanted]
+        return torch.autograd.grad(values, leaves, weights, create_graph=nested, allow_unused=True)
 
     def _fresh(self, index: int, tensor: Tensor, nested: bool) -> Tensor:
         """A tensor to differentiate by, connected to the caller's graph if there is one."""

@@ -420,10 +420,8 @@ class Checker:
         size = float(pytree.norm(slopes[-2])) if len(slopes) == 2 * len(found) else 0.0
         if size and max(distance(one, slopes[-2]) for one in slopes) < AGREE * size:
             return CheckResult(True, 1.0)
-        vanishes = bool(size) and float(pytree.norm(slopes[0])) < 2e-2 * size
-        return (
-            CheckResult(False, error or 0.0) if vanishes or error is not None else CheckResult(None)
-        )
+        small = bool(size) and float(pytree.norm(slopes[0])) < 2e-2 * size
+        return CheckResult(False, error or 0.0) if small or error is not None else CheckResult(None)
 
     def is_linear(self) -> bool:
         """Whether differences of the gradient are linear in their direction. Where they agree with each

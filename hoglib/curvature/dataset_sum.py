@@ -590,12 +590,10 @@ class DatasetSum:
             f"ignored. Batches weighted by their examples are not the mean over the data; {advice}."
         )
 
-    def _check_split(
-        self, whole: float, totals: PassTotals, dtype: torch.dtype, batch: Any
-    ) -> None:
+    def _check_split(self, whole: float, parts: PassTotals, dtype: torch.dtype, batch: Any) -> None:
         """The loss of a batch is that of its pieces, weighted: no layer or criterion mixes examples."""
-        pieces = totals.loss / totals.weight if self._mean else totals.loss
-        if not close(whole, pieces, dtype, [totals.largest]):
+        pieces = parts.loss / parts.weight if self._mean else parts.loss
+        if not close(whole, pieces, dtype, [parts.largest]):
             random = batch is not None and self._determinism.random_cause(
                 lambda: self.loss_of(batch), self._space.device
             )
@@ -605,7 +603,7 @@ class DatasetSum:
                     f"{whole:.8g} and {pieces:.8g}: {random}"
                 )
             raise ArgumentValueError(
-                f"{'processes' if totals.shared else 'micro_batch'}: expected a loss that is the "
+                f"{'processes' if parts.shared else 'micro_batch'}: expected a loss that is the "
                 f"{'mean' if self._mean else 'sum'} over examples, got {whole:.8g} for a batch and "
                 f"{pieces:.8g} from its pieces. BatchNorm in train mode mixes examples (call "
                 "model.eval()), a criterion may weight them (give the weight of a batch by "

@@ -270,14 +270,12 @@ def _weighted(term: Tensor, weight: Any) -> Tensor:
 
 
 def _gradient(y: Tensor, own: Tensor, graph: GraphSummary, cotangents: Tensor) -> Tensor:
-    """The gradient by the points, with its graph."""
-    gradient = None
+    """The grad by the points, with its graph."""
+    grad = None
     if y.requires_grad:
         with translate_errors(CALLER):
-            (gradient,) = torch.autograd.grad(
-                y, own, cotangents, create_graph=True, allow_unused=True
-            )
-    return _check_dependent(gradient)
+            (grad,) = torch.autograd.grad(y, own, cotangents, create_graph=True, allow_unused=True)
+    return _check_dependent(grad)
 
 
 def _check_dependent(gradient: Tensor | None) -> Tensor:

@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any, Literal, NamedTuple, Unpack, final
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from hoglib._core import pytree, validation
 from hoglib._core.placement import refuse_sharded
@@ -138,7 +138,7 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
         joint_bias: bool = True,
         likelihood: Any = None,
         num_samples: int = 1,
-        generator: torch.Generator | None = None,
+        generator: Generator | None = None,
         **options: Unpack[DataOptions],
     ) -> None:  # fmt: skip
         validation.one_of("approximation", approximation, ("expand", "reduce"))
@@ -248,9 +248,7 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
         with super()._algorithm(name, *given, **options):
             yield
 
-    def error(
-        self, num_samples: int = 16, *, generator: torch.Generator | None = None
-    ) -> KFACError:
+    def error(self, num_samples: int = 16, *, generator: Generator | None = None) -> KFACError:
         r"""How far the approximation is from what it approximates, by products with random vectors.
 
             |K - M| / |M|, |A|^2 = E|A v|^2 in the Frobenius norm, v of independent signs

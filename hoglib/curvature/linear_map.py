@@ -276,10 +276,8 @@ def differences_of_gradient(problem: Problem) -> LinearMap:
     def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
         value = problem(*fresh_leaves(leaves, False))
         check_uses_given_params(graph_summary(value), leaves, problem.policy.caller)
-        product = finite_differences.directional_derivative(
-            gradient, leaves, vector, problem.placement
-        )
-        return value.detach(), product
+        Hv = finite_differences.directional_derivative(gradient, leaves, vector, problem.placement)
+        return value.detach(), Hv
 
     return LinearMap(apply)
 

@@ -592,16 +592,14 @@ class LinearOperator(ABC):
         """
         with self._algorithm("low_rank"), torch.inference_mode(False), torch.no_grad():
             self.space.refuse_sharded("low_rank")
-            size = self.shape[0]
+            P = self.shape[0]
             validation.generator(generator)
-            if validation.at_least("rank", rank, 1) > size:
-                raise ArgumentValueError(
-                    f"rank: expected at most {size}, the size of A, got {rank}."
-                )
-            columns = min(rank + validation.at_least("oversampling", oversampling, 0), size)
+            if validation.at_least("rank", rank, 1) > P:
+                raise ArgumentValueError(f"rank: expected at most {P}, the size of A, got {rank}.")
+            columns = min(rank + validation.at_least("oversampling", oversampling, 0), P)
             device = self.device if generator is None else generator.device
             wide = torch.promote_types(self.dtype, torch.float32)
-            drawn = torch.randn(size, columns, generator=generator, device=device, dtype=wide)
+            drawn = torch.randn(P, columns, generator=generator, device=device, dtype=wide)
             S = torch.linalg.qr(drawn.to(self.device))[0]
             Y = self.apply(S.T.to(self.dtype)).to(wide).T
             U, values = _nystrom(S, Y, torch.finfo(self.space.precision).eps)

@@ -208,11 +208,8 @@ class Space:
             raise ArgumentValueError(
                 f"{name}: expected ({n},), ({n}, k) for k vectors, or the structure of params, got "
                 f"{'a DTensor of ' if is_sharded(v) else ''}{tuple(v.shape)}."
-                + (
-                    " A flat vector is the part of this process."
-                    if self.placement.is_sharded
-                    else ""
-                )
+                + " A flat vector is the part of this process."
+                * self.placement.is_sharded
             )
         if v.dtype != self.dtype:
             raise ArgumentTypeError(

@@ -245,12 +245,12 @@ def check_directory(memory: str, directory: Any) -> Path | None:
         raise ArgumentTypeError(
             f"directory: expected a path, got {validation.describe(directory)}."
         )
-    found = Path(directory)
-    if found.exists() and not found.is_dir():
+    path = Path(directory)
+    if path.exists() and not path.is_dir():
         raise ArgumentValueError(
-            f"directory: expected a directory, got the file {found}; name another."
+            f"directory: expected a directory, got the file {path}; name another."
         )
-    return found
+    return path
 
 
 def _name(step: int) -> str:

@@ -296,10 +296,8 @@ def euclidean(x: Tensor, dims: tuple[int, ...], torchs: Callable[[Tensor], Tenso
     y = torchs(x)
     if _is_smooth(y):
         return y
-    result: Tensor = apply_function(
-        _NORM, lambda x, *_: torchs(x), x, dims, Directions("a norm", x)
-    )
-    return result
+    norm: Tensor = apply_function(_NORM, lambda x, *_: torchs(x), x, dims, Directions("a norm", x))
+    return norm
 
 
 def _unit(x: Tensor, n: Tensor) -> Tensor:

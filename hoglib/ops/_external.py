@@ -295,10 +295,8 @@ def _broadcast_inputs(name: str, inputs: tuple[Any, ...]) -> list[Tensor]:
     return list(torch.broadcast_tensors(*every))
 
 
-def _batch_first(
-    batch_size: int, dims: Sequence[int | None], inputs: Sequence[Tensor]
-) -> list[Tensor]:
-    return [batch_to_front(x, dim, batch_size) for x, dim in zip(inputs, dims, strict=True)]
+def _batch_first(size: int, dims: Sequence[int | None], inputs: Sequence[Tensor]) -> list[Tensor]:
+    return [batch_to_front(x, dim, size) for x, dim in zip(inputs, dims, strict=True)]
 
 
 def _derivative_name(order: int) -> str:

@@ -167,13 +167,11 @@ class FusedNorm(torch.autograd.Function):
     part_of_an_op = True
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Parameter, bias: Parameter, norm: "_LayerNorm"
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, w: Parameter, b: Parameter, norm: "_LayerNorm") -> Tensor:
         with without_stand_ins():
-            y, mean, r = norm.kernel(x, weight, bias)
+            y, mean, r = norm.kernel(x, w, b)
         ctx.norm = norm
-        ctx.save_for_backward(x, weight, bias, mean, r)
+        ctx.save_for_backward(x, w, b, mean, r)
         return y
 
     @staticmethod

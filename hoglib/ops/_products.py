@@ -558,12 +558,10 @@ def conv3d(
     return _conv(3, x, weight, bias, options)
 
 
-def _conv(
-    rank: int, x: Tensor, weight: Tensor, bias: Tensor | None, options: ConvOptions
-) -> Tensor:
+def _conv(rank: int, x: Tensor, weight: Tensor, b: Tensor | None, options: ConvOptions) -> Tensor:
     check_option_names(f"conv{rank}d", options, tuple(ConvOptions.__annotations__))
     padding, groups = options.get("padding", 0), options.get("groups", 1)
-    _check_conv(rank, x, weight, bias, validation.at_least("groups", groups, 1))
+    _check_conv(rank, x, weight, b, validation.at_least("groups", groups, 1))
     strides = _one_for_each("stride", options.get("stride", 1), rank, 1)
     dilations = _one_for_each("dilation", options.get("dilation", 1), rank, 1)
     kernel, extra = tuple(weight.shape[2:]), [0] * rank
@@ -578,7 +576,7 @@ def _conv(
     else:
         totals = [d * (k - 1) for d, k in zip(dilations, kernel, strict=True)]
         pads, extra = tuple(n // 2 for n in totals), [n % 2 for n in totals]
-    x, weight, bias = cast_for_product(x, weight, bias)
+    x, weight, b = cast_for_product(x, weight, b)
     if any(extra):
         x = F.pad(x, [n for right in reversed(extra) for n in (0, right)])
     image = tuple(x.shape[-rank:])
@@ -590,7 +588,7 @@ def _conv(
                 f"dilation {dilations}; add padding, or use a smaller kernel."
             )
     batched = x if x.dim() == rank + 2 else x.unsqueeze(0)
-    y = _CONV(batched, weight, bias, strides, pads, dilations, groups)
+    y = _CONV(batched, weight, b, strides, pads, dilations, groups)
     return y if x.dim() == rank + 2 else y.squeeze(0)
 
 
@@ -804,9 +802,7 @@ def amax(x: Tensor, dim: Dims, *, keepdim: bool = False) -> Tensor:
     return _amax(x, dim, keepdim=keepdim)
 
 
-def _share_of_maximum(
-    u: Tensor, _: torch.Size, dims: tuple[int, ...], x: Tensor, y: Tensor
-) -> Tensor:
+def _share_of_maximum(u: Tensor, _: Any, dims: tuple[int, ...], x: Tensor, y: Tensor) -> Tensor:
     attained = x == y
     return torch.where(attained, u, 0) / attained.sum(dims, True)
 

@@ -145,10 +145,8 @@ def here(operation: str) -> Kink:
         if is_user_file(file):
             return Kink(operation, SourceLine(file, found.f_lineno))
         module = found.f_locals.get("self") if found.f_code.co_name == "forward" else None
-        if isinstance(module, nn.Module):
-            operation = (
-                f"{type(module).__name__} ({operation})" if "(" not in operation else operation
-            )
+        if isinstance(module, nn.Module) and "(" not in operation:
+            operation = f"{type(module).__name__} ({operation})"
         found = found.f_back
     return Kink(operation, None)
 

@@ -277,9 +277,7 @@ def _distances(a: Tensor, b: Tensor, p: float, mode: Any) -> Tensor:
     return torch.linalg.vector_norm(a.unsqueeze(-2) - b.unsqueeze(-3), p, dim=[-1])
 
 
-def _product(
-    x: Tensor, dim: int | None = None, keepdim: bool = False, *, dtype: Any = None
-) -> Tensor:
+def _prod(x: Tensor, dim: int | None = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
     if dim is None or not x.dim():
         x, dim = x.reshape(-1), 0
         keepdim = False
@@ -331,9 +329,7 @@ def _complex(real: Tensor, imaginary: Tensor) -> Tensor:
     return torch.view_as_complex(torch.stack(parts, -1))
 
 
-def _norm_of_order(
-    x: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, **_: Any
-) -> Tensor:
+def _norm_by(x: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, **_: Any) -> Tensor:
     dims = list(range(x.dim())) if dim is None else [dim] if isinstance(dim, int) else dim
     if x.is_complex() and ord == 2:
         real = torch.view_as_real(x.resolve_conj())
@@ -388,13 +384,13 @@ COMPOSITES: dict[str, Composite] = {
     "hardsigmoid": lambda x: F.hardtanh(x + 3, 0, 6) / 6,
     "_cdist_forward": _distances,
     "_euclidean_dist": lambda a, b: _distances(a, b, 2, None),
-    "prod": _product,
+    "prod": _prod,
     "lerp": lambda a, b, weight: a + weight * (b - a),
     "hypot": lambda a, b: torch.linalg.vector_norm(
         torch.stack(torch.broadcast_tensors(a, b)), dim=[0]
     ),
     "logaddexp": lambda a, b: _logsumexp(torch.stack(torch.broadcast_tensors(a, b)), [0]),
-    "linalg_vector_norm": _norm_of_order,
+    "linalg_vector_norm": _norm_by,
     # torch's decomposition is constant where x is 0
     "xlogy": lambda x, y: x * torch.where((x == 0) & (y == 0), 1, y).log(),
 }

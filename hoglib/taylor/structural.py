@@ -111,10 +111,8 @@ def _cast(part: Tensor, lead: int, x: Tensor, out: Tensor, *args: Any, **_: Any)
     return to_dtype(part, out.dtype).to(out.device)
 
 
-def _repeated(
-    part: Tensor, lead: int, x: Tensor, out: Tensor, repeats: Sequence[int] = ()
-) -> Tensor:
-    return align(part, bool(lead), len(repeats)).repeat([*(1,) * lead, *repeats])
+def _repeated(p: Tensor, lead: int, x: Tensor, out: Tensor, repeats: Sequence[int] = ()) -> Tensor:
+    return align(p, bool(lead), len(repeats)).repeat([*(1,) * lead, *repeats])
 
 
 def _strided(

@@ -184,9 +184,7 @@ def _report(
 def _why_not_run(error: Exception) -> str:
     text = f"it does not run on its inputs: {format_error(error)}."
     if any(word in str(error) for word in ("dtype", "Float", "Double", "scalar type")):
-        text += (
-            " They are float64 copies; convert the tensors that it holds itself to float64, too."
-        )
+        text += " They are float64 copies; convert the tensors that it holds itself to float64 too."
     if isinstance(error, TypeError) and "argument" in str(error):
         text += (
             " `inputs` are the arguments one by one; put an argument that is a list or tuple into "

@@ -58,9 +58,7 @@ IN_CPP = (
 THIRD = "where a third derivative is taken, such as the gradient of this result, "
 # Torch's errors about tensors of another call or of a transform that is over.
 OF_ANOTHER_CALL = ("INTERNAL ASSERT", "escaped from inside", "through the graph a second time")
-STALE = (
-    "Look for a module or global that keeps a result (`self.x = y`), or a `.backward()` in another."
-)
+STALE = "Look for a module or global that keeps a result (`self.x = y`), or a nested `.backward()`."
 CHANGED = "It may be in the backward of {}, which `hoglib.verify` checks."
 # What a Function changes in place that others read.
 MUTATES = {
@@ -134,12 +132,10 @@ class examined_functions:  # noqa: N801 a context manager
         finally:
             AMBIENT.examining, AMBIENT.functions = False, self._outside
 
-    def _report_by_hand(
-        self, functions: "AppliedFunctions", outputs: Sequence[Tensor] = ()
-    ) -> None:
-        """After a derivative by the user's own call. outputs: of what, if with a graph."""
+    def _report_by_hand(self, functions: "AppliedFunctions", of: Sequence[Tensor] = ()) -> None:
+        """After a derivative by the user's own call. of: of what, if with a graph."""
         if value_checks_on():
-            graph_summary(outputs)
+            graph_summary(of)
             with no_examination():
                 self._report_wrong(functions)
 
@@ -237,21 +233,18 @@ class AppliedFunctions:
         if not _is_ours(torch_internals.running_function()):
             # A part of another one's backward, which is examined as a whole, to the second derivative.
             # The third one differentiates the part twice; in a transform that is not known.
-            known = not (inside_recomputation() or transforms_active())
-            return (
-                partial(self._watch_part, function, args) if known and is_users(function) else None
-            )
-        given = args
+            known = is_users(function) and not (inside_recomputation() or transforms_active())
+            return partial(self._watch_part, function, args) if known else None
         noted = self._noted(function, args)
         if noted is None:
             return None
         key, by = noted
         self._parts.discard(key)
         versions = [
-            (i, x, x._version) for i, x in enumerate(given)
+            (i, x, x._version) for i, x in enumerate(args)
             if by[i] and torch_internals.unwrap(x) is x and not x.is_inference()
         ]  # fmt: skip
-        return partial(self._applied, key, given, versions)
+        return partial(self._applied, key, args, versions)
 
     def _noted(
         self, function: type[Function], given: tuple[Any, ...]
@@ -264,11 +257,11 @@ class AppliedFunctions:
             return None  # its derivative has no elements
         forward = _forward_mode()
         verdicts = _VERDICTS.setdefault(function, {})
-        by_vmap = function_rules.offers_vmap(function) and torch_internals.under_vmap(
+        vmapped = function_rules.offers_vmap(function) and torch_internals.under_vmap(
             function, made
         )
         pairs = zip(args, by, strict=True)
-        kinds: Any = (forward, by_vmap, *(_kind(x, needed, given) for x, needed in pairs))
+        kinds: Any = (forward, vmapped, *(_kind(x, needed, given) for x, needed in pairs))
         verdict = verdicts.get(kinds)
         if verdict is not None and verdict.within and not _are_within(verdict, given, args):
             kinds = ("other values", *kinds)
@@ -280,7 +273,7 @@ class AppliedFunctions:
             return None
         if (verdict is None or verdict.left) and key not in self.applied:
             graphed = None if _runs_again() else given
-            self.applied[key] = applied(function, args, by, forward, graphed, given, by_vmap)
+            self.applied[key] = applied(function, args, by, forward, graphed, given, vmapped)
         return key, by
 
     def _watch_part(self, function: type[Function], args: tuple[Any, ...], result: Any) -> None:
@@ -371,9 +364,7 @@ class AppliedFunctions:
             return
         for giver, which, taker, output in links:
             given: list[Tensor | None] = []
-            giver.register_hook(
-                lambda grads, _, which=which, given=given: given.append(grads[which])
-            )
+            giver.register_hook(lambda g, _, which=which, given=given: given.append(g[which]))
             taker.register_prehook(partial(self._compare_gradients, key, given, output))
 
     def _watch_gradients(self, key: Key, node: Any, given: tuple[Any, ...]) -> None:
@@ -402,9 +393,7 @@ class AppliedFunctions:
         self, key: Key, node: Any, given: tuple[Any, ...], results: tuple[Any, ...]
     ) -> None:
         """Notes a tensor of those that is on ctx by itself, and changed before the first backward."""
-        memory = {
-            torch_internals.storage_id(x) for x in (*given, *results) if isinstance(x, Tensor)
-        }
+        memory = {torch_internals.storage_id(x) for x in pytree.tensors((given, results))}
         kept = [
             (f"ctx.{name}", x, x._version) for name, x in vars(node).items()
             if isinstance(x, Tensor) and torch_internals.unwrap(x) is x and not x.is_inference()

@@ -244,10 +244,8 @@ def _judged(given: Applied) -> Verdict:
             base = Baseline(subject, subject.x, options)
             base.near = [subject.perturbed_point()]
             if fault := vmap_fault(base):
-                text = (
-                    f"the derivative of {function.__qualname__} is wrong by its vmap rule: {fault}."
-                )
-                return Verdict("wrong", f"{text} {OWN_RULE}")
+                text = f"the derivative of {function.__qualname__} is wrong by its vmap rule: "
+                return Verdict("wrong", f"{text}{fault}. {OWN_RULE}")
     if found.status != "right" or not several or subject.half is not None:
         return found
     # other values may take another branch of backward
@@ -470,9 +468,7 @@ def _stops_gradient(subject: Subject) -> bool:
     )
 
 
-def _silent_failures(
-    rows: list[Row], derivatives: Derivatives, function: type[Function]
-) -> list[Row]:
+def _silent_failures(rows: list[Row], found: Derivatives, function: type[Function]) -> list[Row]:
     """The rows that failed, but for those of what raises at every entry point.
 
     A once-differentiable backward does not: `autograd.grad(allow_unused=True)` returns None for it.
@@ -480,7 +476,7 @@ def _silent_failures(
     failed = [row for row in rows if row.status == "fail"]
     if torch_internals.is_once_differentiable(function):
         return failed
-    return [row for row in failed if derivatives.found[row.name].raised is None]
+    return [row for row in failed if found.found[row.name].raised is None]
 
 
 def _trial(app: Application) -> tuple[bool, float]:

@@ -144,9 +144,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """What `to_json` writes, as a dict."""
-        known = (
-            row if isfinite(row.error or 0.0) else row._replace(error=None) for row in self.rows
-        )
+        known = (row if isfinite(row.error or 0) else row._replace(error=None) for row in self.rows)
         return {
             "name": self.name,
             "ok": self.ok,

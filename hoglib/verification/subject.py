@@ -255,9 +255,8 @@ class Application(NamedTuple):
         return tuple(i in self.by for i in range(len(self.args)))
 
     def run(self, args: Sequence[Any] | None = None) -> function_rules.Run:
-        return function_rules.forward(
-            self.function, self.args if args is None else args, self.needed
-        )
+        args = self.args if args is None else args
+        return function_rules.forward(self.function, args, self.needed)
 
     def seeded(self) -> function_rules.Run:
         """A run on copies of the arguments, the same each time."""
