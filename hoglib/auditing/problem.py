@@ -427,9 +427,8 @@ def _observe_compiled_code(
             lambda *own: problem.value([*own], problem.batch), problem.leaves, v, v
         )
     except RuntimeError as error:
-        text = (
-            WARNINGS["compiled"].format("It") + f" The error: {str(error).splitlines()[0][:160]}."
-        )
+        line = str(error).splitlines()[0][:160]
+        text = f"{WARNINGS['compiled'].format('It')} The error: {line}."
         for name in [*map(names.title, modules)] or ["the loss"]:
             failures.append(Row(f"{CULPRIT}{name}", "fail", None, text))
     return True

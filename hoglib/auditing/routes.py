@@ -693,9 +693,8 @@ class _OperationRecorder(CallMode):
 
     def on_function(self, function: type[Function], args: tuple[Any, ...]) -> None:
         if not is_part(function):
-            call = RecordedCall(
-                run=function.apply, operation=function.__qualname__, function=function
-            )
+            name = function.__qualname__
+            call = RecordedCall(run=function.apply, operation=name, function=function)
             self._record(call, (args, {}), caller_line())
 
     def on_call(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:

@@ -291,9 +291,8 @@ def trace(name: str, function: Callable[..., Any], tensors: list[Tensor], dynami
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
         # `record_modules` uses a global hook.
         warnings.filterwarnings("ignore", ".*there are global hooks on modules")
-        tracer = make_fx(
-            run, tracing_mode="symbolic" if dynamic else "fake", _allow_non_fake_inputs=True
-        )
+        mode: Any = "symbolic" if dynamic else "fake"
+        tracer = make_fx(run, tracing_mode=mode, _allow_non_fake_inputs=True)
         graph = tracer(*[as_leaf(x) for x in tensors])
     _check_outputs(name, out["leaves"])
     lifted = _lift(name, graph, out["recorded"])

@@ -64,6 +64,7 @@ from hoglib.verification.call import HalfWatch
 from hoglib.verification.entry_points import examined_functions
 
 Tree = Any
+CountedLabels = tuple[dict[str, tuple[int, bool]], float]  # of a batch, and its weight
 MEMORY_LIMIT = 2 * 2**30
 CHECKED_EVERY = 8  # products of an algorithm: a kept graph reads neither modules nor new tensors
 
@@ -347,7 +348,7 @@ class DatasetSum:
         if self._names_norms:
             self._warn_of_batch_norm()
         shares: list[float] = []
-        labels: list[tuple[dict[str, tuple[int, bool]], float]] = []
+        labels: list[CountedLabels] = []
         whole, shared = 0.0, False
         for local, known in self._local_batches():
             first = len(shares)
@@ -376,9 +377,8 @@ class DatasetSum:
         self._counts = False
         self._warn_of_ignored_labels(labels)
         self._state = self._fingerprint.now()  # a forward may count its calls
-        given.totals = _totals(shares, self._determinism.losses)._replace(
-            whole=whole, shared=shared
-        )
+        totals = _totals(shares, self._determinism.losses)
+        given.totals = totals._replace(whole=whole, shared=shared)
 
     def _agree(self, rows: Tensor | None, changed: bool) -> None:
         """Raise in all processes that share the parameters where one multiplies other vectors."""
@@ -552,7 +552,7 @@ class DatasetSum:
 
     def _compare_counts(
         self, batch: Any, weight: float, value: Tensor, number: int
-    ) -> list[tuple[dict[str, tuple[int, bool]], float]]:
+    ) -> list[CountedLabels]:
         """Raise for a loss that is the mean over something else than the weights of batches count.
 
         A criterion of the table says what it counts; any other loss is compared with those of the
@@ -621,9 +621,7 @@ class DatasetSum:
             )
             self._unused = set()
 
-    def _warn_of_ignored_labels(
-        self, batches: list[tuple[dict[str, tuple[int, bool]], float]]
-    ) -> None:
+    def _warn_of_ignored_labels(self, batches: list[CountedLabels]) -> None:
         """Warn where batches have other numbers of labels for each example that enter a mean."""
         for name in batches[0][0] if batches else ():
             found = [(*counts[name], weight) for counts, weight in batches if name in counts]

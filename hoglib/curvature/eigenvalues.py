@@ -115,19 +115,17 @@ def eigsh(
     return Eigenpairs(values, rows.T, residuals, products)
 
 
-def _basis_options(
-    operator: SymmetricMatrix, dtype: Any, device: Any
-) -> tuple[torch.dtype, torch.device]:
+def _basis_options(A: SymmetricMatrix, dtype: Any, device: Any) -> tuple[torch.dtype, torch.device]:
     """The dtype and the device of the basis."""
     if dtype is None:
-        dtype = torch.promote_types(operator.dtype, torch.float32)
+        dtype = torch.promote_types(A.dtype, torch.float32)
     elif dtype not in TOL:
         raise ArgumentValueError(
             "basis_dtype: expected torch.float32 or torch.float64, in which a basis stays orthogonal, "
             f"got {validation.describe(dtype)}."
         )
     if device is None:
-        return dtype, operator.device
+        return dtype, A.device
     try:
         return dtype, torch.device(device)
     except (RuntimeError, TypeError) as error:

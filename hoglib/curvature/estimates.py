@@ -39,12 +39,10 @@ class Estimate(NamedTuple):
 Estimator = Callable[[SymmetricMatrix, int, Generator | None], Estimate]
 
 
-def hutchinson_trace(
-    operator: SymmetricMatrix, num_samples: int, generator: Generator | None
-) -> Estimate:
+def hutchinson_trace(A: SymmetricMatrix, num_samples: int, generator: Generator | None) -> Estimate:
     """tr A = E[v^T A v], v of independent signs; Var[v^T A v] = 2 sum over i != j of A_ij^2."""
-    dots = operator.space.dots
-    values = [dots((v, Av))[0] for v, Av in samples_of(operator, num_samples, generator)]
+    dots = A.space.dots
+    values = [dots((v, Av))[0] for v, Av in samples_of(A, num_samples, generator)]
     return mean_of(torch.cat(values))
 
 

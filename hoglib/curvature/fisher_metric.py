@@ -143,11 +143,9 @@ class FisherMetric(OutputMetric):
         scores = [s.to(dtype) for s, dtype in zip(found.scores, at.dtypes, strict=True)]
         return found._replace(scores=scores)
 
-    def closed_form(
-        self, composite: CompositeLoss, outputs: Vector
-    ) -> tuple[Likelihood, Weight] | None:
+    def closed_form(self, composite: CompositeLoss, ys: Vector) -> tuple[Likelihood, Weight] | None:
         """The likelihood of the criterion and the weight of a term, where its family is known."""
-        at = _Outputs(composite.with_values(outputs), composite.batch)
+        at = _Outputs(composite.with_values(ys), composite.batch)
         chosen, _, weight = _distribution(self, composite.loss, at)
         return None if chosen.family is None else (chosen, weight)
 

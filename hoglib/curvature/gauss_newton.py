@@ -338,12 +338,10 @@ def in_transforms(composite: CompositeLoss) -> LinearMap:
         return tuple(composite.outputs(list(own)))
 
     def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
-        outputs_and_vjp: Any = torch.func.vjp(outputs, *composite.leaves)
+        reverse: Any = torch.func.vjp(outputs, *composite.leaves)
         with torch_forward_mode.one_thread_in_forward_mode(composite.policy.caller):
-            outputs_and_tangents: Any = torch.func.jvp(
-                outputs, tuple(composite.leaves), tuple(vector)
-            )
-        (every, transpose), (_, tangents) = outputs_and_vjp, outputs_and_tangents
+            forward: Any = torch.func.jvp(outputs, tuple(composite.leaves), tuple(vector))
+        (every, transpose), (_, tangents) = reverse, forward
         weighted = composite.metric(list(every))(list(tangents), False)
         return composite.criterion(*every), list(transpose(tuple(weighted)))
 

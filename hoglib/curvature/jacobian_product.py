@@ -183,13 +183,11 @@ def _value_and_tangent(
     return value, tangent
 
 
-def by_forward(
-    function: Callable[..., Vector], leaves: Vector, vector: Vector
-) -> tuple[Vector, Vector]:
+def by_forward(f: Callable[..., Vector], leaves: Vector, vector: Vector) -> tuple[Vector, Vector]:
     """One run with tangents: the values and the tangents."""
 
     def checked(*own: Tensor) -> tuple[Tensor, ...]:
-        values = function(*own)
+        values = f(*own)
         if not any(map(torch_internals.has_tangent, values)):
             raise _independent()
         return tuple(values)

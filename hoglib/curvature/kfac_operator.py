@@ -152,9 +152,8 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
         super().__init__(loss, params, data, GaussNewtonKind("auto", metric), plain)
         check_named(params)
         self._loss, self._data, self._given = loss, data, options
-        self._factors = FactorOptions(
-            metric, approximation, validation.flag("joint_bias", joint_bias)
-        )
+        joint_bias = validation.flag("joint_bias", joint_bias)
+        self._factors = FactorOptions(metric, approximation, joint_bias)
         self._corrected = validation.flag("eigenvalue_corrected", eigenvalue_corrected)
         # whether layers have to show the gradients of single examples
         self.by_example = self._corrected or approximation == "reduce"

@@ -24,7 +24,7 @@ from hoglib.curvature.vector_space import Space
 from hoglib.errors import ArgumentValueError, NotPositiveDefiniteError
 
 Tree = Any
-InverseMethod = Literal["exact", "pi", "factors"]
+Inversion = Literal["exact", "pi", "factors"]
 
 
 class BlockLayout(NamedTuple):
@@ -237,9 +237,7 @@ class KroneckerOperator(LinearOperator):
 
     __rmul__ = __mul__
 
-    def inverse(
-        self, damping: float = 0.0, *, method: InverseMethod = "exact"
-    ) -> "KroneckerMatrix":
+    def inverse(self, damping: float = 0.0, *, method: Inversion = "exact") -> "KroneckerMatrix":
         r"""The inverse of the damped matrix, of the same kind.
 
             exact     (G ⊗ A + damping I)^-1
@@ -262,7 +260,7 @@ class KroneckerOperator(LinearOperator):
             Curvature, 2015, section 6.3 (pi).
         """
         number = validation.number("damping", damping, minimum=0)
-        if validation.one_of("method", method, get_args(InverseMethod)) == "exact":
+        if validation.one_of("method", method, get_args(Inversion)) == "exact":
             damped = self.damped(number)
             values = [_given(block.values) for block in damped.blocks()]
             lowest = min(float(v.min()) for v in values)
@@ -285,7 +283,7 @@ class KroneckerOperator(LinearOperator):
         return KroneckerMatrix(self.space, inverses)
 
     def solve(  # type: ignore[override]
-        self, b: Tree, *, damping: float = 0.0, method: InverseMethod = "exact"
+        self, b: Tree, *, damping: float = 0.0, method: Inversion = "exact"
     ) -> Tree:
         """x with (K + damping I) x = b, by `inverse`: without iterations.
 

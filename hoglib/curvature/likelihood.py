@@ -411,10 +411,8 @@ def _all_options(criterion: Any) -> dict[str, Any]:
     return {**_options(criterion), **buffers}
 
 
-def _options(criterion: Any) -> Mapping[str, Any]:
-    return (
-        criterion.keywords if isinstance(criterion, partial) else getattr(criterion, "__dict__", {})
-    )
+def _options(func: Any) -> Mapping[str, Any]:
+    return func.keywords if isinstance(func, partial) else getattr(func, "__dict__", {})
 
 
 def _check_options(row: Criterion, criterion: Any) -> None:

@@ -699,9 +699,8 @@ class LowRankOperator(LinearOperator):
                 "inverse: expected a positive definite matrix, got one whose smallest eigenvalue is "
                 f"{lowest:.3g} with the damping {number:g}; use damping > 0."
             )
-        return LowRankOperator(
-            self.space, self._rows, 1 / (self.values + number), 1 / (self.rest + number)
-        )
+        values, rest = 1 / (self.values + number), 1 / (self.rest + number)
+        return LowRankOperator(self.space, self._rows, values, rest)
 
     def preconditioner(self, damping: float) -> "LowRankOperator":
         r"""An approximation of (A + damping I)^-1 for conjugate gradients.

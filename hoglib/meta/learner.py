@@ -287,9 +287,8 @@ class Learner(nn.Module, ABC):
                 with preserve_random_state(), self._ring(loop, placement, of_tasks=True):
                     yield
 
-            warn_if_not_finite(
-                what, found.value, grads, first_step, [*start.model.values()], around
-            )
+            leaves = [*start.model.values()]
+            warn_if_not_finite(what, found.value, grads, first_step, leaves, around)
         grads = placement.wrap(grads)
         return with_gradients(found.value.mean(), grads, tensors, NOT_TWICE.format(what=what))
 

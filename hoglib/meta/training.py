@@ -213,9 +213,8 @@ class Training:
         count = next(n for n in (steps, batches.count, least) if n is not None)
         _check_rule(rule, count)
         progress = validation.flag("progress", options.get("progress", False))
-        policy = Policy(
-            caller, stand_ins=validation.flag("stand_ins", options.get("stand_ins", True))
-        )
+        stand_ins = validation.flag("stand_ins", options.get("stand_ins", True))
+        policy = Policy(caller, stand_ins=stand_ins)
         return cls(policy, outer, inner, start, rule, count, batches, progress, truncate)
 
     def unrolled(self, hyper: Any) -> tuple[Any, list[Tensor]]:
@@ -427,9 +426,8 @@ class Replay:
         """
         assert self._final is not None
         own: list[Tensor | None] = list(pytree.leaves(cotangents))
-        at = Cotangents(
-            self.training.count, own, list(constants), torch.zeros((), dtype=torch.float64)
-        )
+        zero = torch.zeros((), dtype=torch.float64)
+        at = Cotangents(self.training.count, own, list(constants), zero)
         after = self._final.leaves
         name = digest([x for x in (*own, *constants) if x is not None])
         at, after = self._resumed(name, at, after)

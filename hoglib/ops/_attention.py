@@ -408,11 +408,8 @@ def _run(which: str, *given: Any) -> Any:
     """The parts of the map; of a tracer one operator, if what it computes is not differentiated."""
     *tensors, plan = given
     with without_autocast(given[0]):
-        if (
-            not torch_internals.tracing()
-            or torch.compiler.is_compiling()
-            or blocks.is_recorded(given)
-        ):
+        traced = torch_internals.tracing() and not torch.compiler.is_compiling()
+        if not traced or blocks.is_recorded(given):
             found = _MAPS[which](*given)
         else:
             found = torch.ops.hoglib.attention(which, tensors, *plan)

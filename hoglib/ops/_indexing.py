@@ -481,9 +481,7 @@ def _maxima(bags: _Bags, weight: Tensor) -> tuple[Tensor, Tensor]:
     rows = _select_rows(bags.indices, weight.detach())
     n, width = bags.indices.shape[0], weight.shape[1]
     into = bags.bag.unsqueeze(-1).expand(n, width)
-    low = torch.full(
-        (bags.num_bags + 1, width), float("-inf"), dtype=rows.dtype, device=rows.device
-    )
+    low = rows.new_full((bags.num_bags + 1, width), float("-inf"))
     maxima = low.scatter_reduce(0, into, rows, "amax")
     attains = (rows == maxima.index_select(0, bags.bag)) | rows.isnan()
     place = torch.arange(n, device=rows.device).unsqueeze(-1)

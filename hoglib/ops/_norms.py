@@ -219,11 +219,9 @@ class FusedNormGradient(torch.autograd.Function):
 class _Kernels:
     """h, r and P by the kernels, for a pass that is not differentiated."""
 
-    def __init__(
-        self, x: Tensor, mean: Tensor, r: Tensor, norm: "_LayerNorm", dw: Parameter
-    ) -> None:
-        self.given, self.norm, self.r = (mean, r), norm, norm.along(r, x)
-        self.x, self.h = x, (x - norm.along(mean, x)).mul_(self.r)
+    def __init__(self, x: Tensor, mu: Tensor, r: Tensor, norm: "_LayerNorm", dw: Parameter) -> None:
+        self.given, self.norm, self.r = (mu, r), norm, norm.along(r, x)
+        self.x, self.h = x, (x - norm.along(mu, x)).mul_(self.r)
         self.gh = dw
 
     def project(self, u: Tensor) -> tuple[Tensor, Parameter]:

@@ -59,9 +59,8 @@ def random_like(
 ) -> Tensor:
     """Random numbers on the tensor's device, drawn on the generator's device."""
     device = like.device if generator is None else generator.device
-    numbers: Tensor = sampler(
-        shape, generator=generator, device=device, dtype=upcast_dtype(like.dtype)
-    )
+    dtype = upcast_dtype(like.dtype)
+    numbers: Tensor = sampler(shape, generator=generator, device=device, dtype=dtype)
     return numbers.to(like.device)
 
 

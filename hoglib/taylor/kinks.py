@@ -119,12 +119,8 @@ class Kinks:
 
     def check_finite(self, where: Kink, outputs: Sequence[Parts | None]) -> None:
         """Notes the first operation behind which a coefficient is infinite or NaN."""
-        if self.not_finite is None and not all(
-            bool(part.isfinite().all())
-            for parts in outputs
-            for part in parts or []
-            if part is not None
-        ):
+        known = [part for parts in outputs for part in parts or [] if part is not None]
+        if self.not_finite is None and not all(bool(part.isfinite().all()) for part in known):
             self.not_finite = where
 
 

@@ -264,9 +264,7 @@ def _joined(operation: Any) -> Rule:
                 continue
             size = given.shape[: int(lead)]
             filled = [
-                torch.zeros(size + x.shape, dtype=like.dtype, device=like.device)
-                if p is None
-                else p
+                like.new_zeros(size + x.shape) if p is None else p
                 for p, x in zip(parts, tensors, strict=True)
             ]
             found.append(operation(filled, dim + lead))

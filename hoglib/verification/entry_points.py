@@ -257,11 +257,9 @@ class AppliedFunctions:
             return None  # its derivative has no elements
         forward = _forward_mode()
         verdicts = _VERDICTS.setdefault(function, {})
-        vmapped = function_rules.offers_vmap(function) and torch_internals.under_vmap(
-            function, made
-        )
+        mapped = function_rules.offers_vmap(function) and torch_internals.under_vmap(function, made)
         pairs = zip(args, by, strict=True)
-        kinds: Any = (forward, vmapped, *(_kind(x, needed, given) for x, needed in pairs))
+        kinds: Any = (forward, mapped, *(_kind(x, needed, given) for x, needed in pairs))
         verdict = verdicts.get(kinds)
         if verdict is not None and verdict.within and not _are_within(verdict, given, args):
             kinds = ("other values", *kinds)
@@ -273,7 +271,7 @@ class AppliedFunctions:
             return None
         if (verdict is None or verdict.left) and key not in self.applied:
             graphed = None if _runs_again() else given
-            self.applied[key] = applied(function, args, by, forward, graphed, given, vmapped)
+            self.applied[key] = applied(function, args, by, forward, graphed, given, mapped)
         return key, by
 
     def _watch_part(self, function: type[Function], args: tuple[Any, ...], result: Any) -> None:
