@@ -402,8 +402,7 @@ class FunctionalLoss:
         return swap_parameters(self.model, params, self._dtype, self._norm_policy)
 
     def _check_names(self, params: Params) -> None:
-        parameters = self.model.named_parameters(remove_duplicate=False)
-        self._names = {name for name, _ in parameters}
+        self._names = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         self._compiled = has_compiled(self.model)
         for name in params:
             if name not in self._names:

@@ -711,8 +711,7 @@ class _OperationRecorder(CallMode):
     def _record(self, call: RecordedCall, inputs: Any, line: SourceLine | None) -> Any:
         """Keep a call, unless one like it is kept, or its tensors cannot be copied."""
         parts = self._parts()
-        tensors = pytree.tensors(inputs)
-        key = call.operation, line, tuple((tuple(x.shape), x.dtype) for x in tensors)
+        key = call.operation, line, tuple((tuple(x.shape), x.dtype) for x in pytree.tensors(inputs))
         full = sum(bool(part.operation) for part in parts.values()) >= MAX_OPERATIONS
         if not (key in parts or full or transforms_active()):
             call.args, call.kwargs = detached_copy(inputs)

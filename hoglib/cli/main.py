@@ -107,8 +107,7 @@ def _parser() -> argparse.ArgumentParser:
         help="check what hoglib runs, inside of hoglib.second_order(), or torch as it is",
     )  # fmt: skip
     _add_common_arguments(audit, "a problem is")
-    ops = command("ops", "list the ops")
-    _add_switch(ops, "as the table of docs/ops.md", "--markdown")
+    _add_switch(command("ops", "list the ops"), "as the table of docs/ops.md", "--markdown")
     env = command("env", "list versions, devices, and the torch calls that have stand-ins")
     check = command("check", "is this installation fine? ten seconds")
     for one in (env, check):

@@ -241,8 +241,7 @@ class Basis:
 
     def ritz(self) -> tuple[Tensor, Tensor, Tensor]:
         """Values theta, ascending, coefficients S of the vectors S^T V, and |A v - theta v| of each."""
-        T = self.T[: self.m, : self.m]
-        theta, S = symmetric_eigen(T)
+        theta, S = symmetric_eigen(self.T[: self.m, : self.m])
         return theta, S, (self.T[self.m : self.n, : self.m] @ S).norm(dim=0)
 
     def combine(self, S: Tensor) -> Tensor:

@@ -246,8 +246,7 @@ def spectral_density(
             )[0]
         )  # fmt: skip
     nodes, vectors = symmetric_eigen(torch.cat(found))
-    weights = vectors[:, 0].square()
-    return _smoothed(nodes, weights, width, operator.count - before)
+    return _smoothed(nodes, vectors[:, 0].square(), width, operator.count - before)
 
 
 def tridiagonal(

@@ -222,8 +222,7 @@ class CompositeLoss:
     def criterion(self, *values: Tensor) -> Tensor:
         """The loss, of the floating-point tensors among the outputs."""
         # copies: a criterion may work in place, which leaves of a graph do not allow
-        outputs = self.with_values([y.clone() for y in values])
-        value = self.loss.criterion(outputs, self.batch)
+        value = self.loss.criterion(self.with_values([y.clone() for y in values]), self.batch)
         return validation.scalar("criterion(outputs, targets)", value)
 
     def criterion_at(self, outputs: Vector) -> Problem:
@@ -243,8 +242,7 @@ class CompositeLoss:
                 return self.criterion(*found[0])
             return without_graph(lambda: self.criterion(*found[0]))
 
-        of_all = self.problem.placement.mean_of(value)
-        return (*found, of_all)
+        return (*found, self.problem.placement.mean_of(value))
 
     def metric(self, outputs: Vector) -> MetricProduct:
         return self._metric.at(self, outputs)

@@ -289,8 +289,7 @@ class TransposedJacobian:
 
     def agrees(self, func: Any, vector: Vector, tangents: Vector) -> bool:
         """Whether <v, J^T u> = <J v, u>; func: whose Jacobian this is."""
-        pairs = zip(self._every, tangents, strict=True)
-        along = [part for y, part in pairs if y.requires_grad]
+        along = [part for y, part in zip(self._every, tangents, strict=True) if y.requires_grad]
         given = [vector[i] for i in self._used]
         return are_adjoint(func, given, self.parts, along, self._us, graphs=self.parts)
 

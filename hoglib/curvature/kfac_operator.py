@@ -178,8 +178,7 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
         validation.refuse_transforms("KFACOperator", "compute it before, by `update()`.")
         with torch.inference_mode(False), torch.no_grad(), self._bar.over("factors"):
             factors = FactorSums()
-            totals = self._pass(factors)
-            blocks = factors.blocks(self._sum.weight(totals))
+            blocks = factors.blocks(self._sum.weight(self._pass(factors)))
             if self._corrected:
                 blocks = self.corrected([block.eigen() for block in blocks])
         self._blocks, self._error = blocks, None
@@ -197,8 +196,7 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
             if not self.by_example:  # the order of examples is not known yet
                 self.by_example, self.row_order = True, None
             sums = EigenvalueSums(blocks)
-            totals = self._pass(sums)
-            return sums.blocks(self._sum.weight(totals))
+            return sums.blocks(self._sum.weight(self._pass(sums)))
 
     def _pass(self, sums: BlockSums) -> PassTotals:
         """Add every batch to the sums, in all processes."""

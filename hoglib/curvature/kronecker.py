@@ -127,8 +127,7 @@ class KroneckerBlock:
     def map(self, function: Callable[[Tensor], Tensor]) -> "KroneckerBlock":
         """The function of the matrix."""
         block = self.eigen()
-        found = validation.of_eigenvalues(function, _given(block.values))
-        return replace(block, values=found)
+        return replace(block, values=validation.of_eigenvalues(function, _given(block.values)))
 
     def inverse_of_damped_factors(self, damping: float, balanced: bool) -> "KroneckerBlock":
         """(G + d_G I)^-1 ⊗ (A + d_A I)^-1, d_A = pi sqrt(damping), d_G = sqrt(damping) / pi."""

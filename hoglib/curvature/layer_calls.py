@@ -432,8 +432,7 @@ def _convolution(
         def one(x: Tensor, g: Tensor) -> Tensor:
             return of(x[None], weight.shape, g[None], stride, 0, dilation, groups)
 
-        found = torch.func.vmap(one)(x, gradient)
-        return found.reshape(len(x), groups, -1, into)
+        return torch.func.vmap(one)(x, gradient).reshape(len(x), groups, -1, into)
 
     into = weight.shape[1] * kernel.numel()
     role = Role(f"conv{spatial}d", "kronecker", groups, weight.shape[0] // groups, into)

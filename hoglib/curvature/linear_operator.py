@@ -728,8 +728,7 @@ def _nystrom(S: Tensor, Y: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     shift = torch.finfo(Y.dtype).eps * Y.shape[0] ** 0.5 * size
     noise = eps * size  # of the products
     Y = Y + shift * S
-    C = (S.T @ Y).double()
-    values, vectors = symmetric_eigen(C)
+    values, vectors = symmetric_eigen((S.T @ Y).double())
     lowest = float(values[0])
     if lowest < -10 * max(noise, shift):
         raise NotPositiveDefiniteError(

@@ -155,8 +155,7 @@ def summed_gradient(layer: Layer, gradients: Gradients, dtype: torch.dtype) -> T
 
 def by_example(layer: Layer, rows: Sequence[Tensor], examples: int) -> Tensor:
     """Rows of each call as [..., examples, positions of all calls, features]."""
-    pairs = zip(layer.calls, rows, strict=True)
-    parts = [call.by_example(x, examples) for call, x in pairs]
+    parts = [call.by_example(x, examples) for call, x in zip(layer.calls, rows, strict=True)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, -2)
 
 
@@ -279,8 +278,7 @@ class ModelRun:
     def columns(self) -> Iterator["Gradients"]:
         """For each column s_c of M the gradients by the outputs of all calls."""
         given = [y.detach() for y in self._outputs]
-        found = columns(self.options.metric, self._composite, given)
-        return map(self.gradients, found)
+        return map(self.gradients, columns(self.options.metric, self._composite, given))
 
     def gradients(self, column: Vector) -> "Gradients":
         calls = self._calls()

@@ -167,8 +167,7 @@ class DatasetOperator(LinearOperator):
             if not given.is_contiguous():  # matrix products with those take half as long again
                 row = torch.empty_like(given) if row is None else row
                 given = row.copy_(given)
-            vector = self.space.split(given)
-            value, product = point.apply(vector, keep_graph or j + 1 < len(rows))
+            value, product = point.apply(self.space.split(given), keep_graph or j + 1 < len(rows))
             self.space.add(sums, product, share, first)
             self._sum.advance()
         return value

@@ -160,8 +160,7 @@ def index_reduce(
         )
     ones = (1,) * axis, (1,) * (x.dim() - axis - 1)
     into = index.long().reshape(*ones[0], -1, *ones[1]).expand(shape)
-    y = scatter_reduce(x, axis, into, s, reduce, include_self=include_self)
-    return y.reshape(input.shape)
+    return scatter_reduce(x, axis, into, s, reduce, include_self=include_self).reshape(input.shape)
 
 
 def _is_larger(index: Tensor, src: Tensor) -> bool:
@@ -494,8 +493,7 @@ def _maxima(bags: _Bags, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def _select_rows(input: Tensor, weight: Tensor) -> Tensor:
     """By index_select: the double backward of `embedding` fails where there are no indices."""
-    taken = weight.index_select(0, input.reshape(-1))
-    return taken.reshape(*input.shape, weight.shape[1])
+    return weight.index_select(0, input.reshape(-1)).reshape(*input.shape, weight.shape[1])
 
 
 def _empty_bags(weight: Tensor, count: int) -> Tensor:

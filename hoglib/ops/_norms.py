@@ -185,8 +185,7 @@ class FusedNorm(torch.autograd.Function):
                 grads = FusedNormGradient.apply(g, x, weight, bias, mean, r, norm)
             else:
                 return *norm.kernel_gradients(g, x, weight, bias, mean, r, needs), None
-        pairs = zip(needs, grads, strict=True)
-        return *(grad if need else None for need, grad in pairs), None
+        return *(grad if need else None for need, grad in zip(needs, grads, strict=True)), None
 
 
 class FusedNormGradient(torch.autograd.Function):

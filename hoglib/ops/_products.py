@@ -628,8 +628,7 @@ def _check_conv(rank: int, x: Tensor, weight: Tensor, bias: Tensor | None, group
 
 
 def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
-    run = (F.conv1d, F.conv2d, F.conv3d)[weight.dim() - 3]
-    return run(x, weight, bias, *options)
+    return (F.conv1d, F.conv2d, F.conv3d)[weight.dim() - 3](x, weight, bias, *options)
 
 
 def _send_back(

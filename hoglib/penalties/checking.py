@@ -207,8 +207,7 @@ class _Subject:
         value = same_as("value", (text, [called.value], [right]))
         yield value
         if self.kind.draw and called.drawn:
-            wrong = _wrong_points(self.kind, called.drawn[0], real, fake)
-            yield finding("points", wrong)
+            yield finding("points", _wrong_points(self.kind, called.drawn[0], real, fake))
         gradient = _gradient(called.value, critic)
         if not gradient.any():
             inner = any(one.how == INNER for one in called.detached)

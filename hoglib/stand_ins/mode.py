@@ -84,8 +84,7 @@ def second_order(*, on_wrong: str | None = None) -> Iterator[None]:
     decided = AMBIENT.on_wrong
     if on_wrong is not None and decided is None:
         decided = validation.one_of("on_wrong", on_wrong, ACTIONS)
-    outermost = AMBIENT.stand_ins is None
-    examined = around_users_derivatives() if outermost else nullcontext()
+    examined = around_users_derivatives() if AMBIENT.stand_ins is None else nullcontext()
     with inside(on_wrong=decided), examined, _StandIns(wanted=True):
         yield
 

@@ -35,8 +35,7 @@ def _pow(call: Call) -> Parts:
         a = torch.as_tensor(a, dtype=b.dtype, device=b.device)
     log = a.log()
     log_n = None if a_n is None else call.algebra.compose(POINTWISE["log"](a, log, K), a_n)
-    n = call.product(multiply, b, log, b_n=log_n)
-    return call.algebra.compose([call.out] * K, n)
+    return call.algebra.compose([call.out] * K, call.product(multiply, b, log, b_n=log_n))
 
 
 def _vector_norm(call: Call) -> Parts:
@@ -325,8 +324,7 @@ def _angle(z: Tensor) -> Tensor:
 
 
 def _complex(real: Tensor, imaginary: Tensor) -> Tensor:
-    parts = torch.broadcast_tensors(real, imaginary)
-    return torch.view_as_complex(torch.stack(parts, -1))
+    return torch.view_as_complex(torch.stack(torch.broadcast_tensors(real, imaginary), -1))
 
 
 def _norm_by(x: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, **_: Any) -> Tensor:

@@ -94,8 +94,7 @@ def _batched(operation: Any, rank: int) -> Linear:
                 if lead
                 else operation(part, *args, **kwargs)
             )
-        found = operation(part.flatten(0, 1), *args, **kwargs)
-        return found.unflatten(0, part.shape[:2])
+        return operation(part.flatten(0, 1), *args, **kwargs).unflatten(0, part.shape[:2])
 
     return run
 

@@ -487,8 +487,7 @@ class Comparer(NamedTuple):
             self.random.set_state(state)
             x = [y * (1 + 0.01 * random_like(y, shaken)) for y in at.x]
             with suppress(Exception):  # it may refuse what the user did not pass
-                near = self.target(at._replace(x=x, slopes=()))
-                runs.append(self._compared(near, key, bounds))
+                runs.append(self._compared(self.target(at._replace(x=x, slopes=())), key, bounds))
         worst = 0.0
         shared = set(runs[0].signed).intersection(*(one.signed for one in runs)) if runs else set()
         for which in (one for one in shared if one[0] == column):

@@ -115,8 +115,7 @@ def applied(
         copies = pytree.map_tensors(copied, args)
     wanted = tuple(i for i, x in enumerate(args) if by[i] and is_float(x))
     held = {i: kinds for i, x in enumerate(given) if (kinds := held_kinds(x, given))}
-    runs = _sharing(function, held)
-    app = Application(runs, copies, wanted, parameters(function, len(args)))
+    app = Application(_sharing(function, held), copies, wanted, parameters(function, len(args)))
     by_module = lifted(function, args)
     if by_module is not None:
         by_module = by_module._replace(inputs=detached_copy(by_module.inputs))
