@@ -105,9 +105,8 @@ class Layout(NamedTuple):
 
         if self.plain:
             return whole
-        everywhere = DTensor.from_local(
-            whole, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False
-        )
+        layout = [Replicate()] * self.mesh.ndim
+        everywhere = DTensor.from_local(whole, self.mesh, layout, run_check=False)
         local: Tensor = everywhere.redistribute(placements=self.placements).to_local()
         return local
 

@@ -373,9 +373,8 @@ def _empirical(options: FisherMetric, loss: Any, at: _Outputs) -> Scores:
             "kind='empirical': expected outputs with one leading dimension, that of the examples, got "
             f"{shapes}; expand what all examples share, for instance `log_std.expand_as(mean)`."
         )
-    value = validation.scalar(
-        "criterion(outputs, batch)", loss.criterion(at.rebuild(own), at.batch)
-    )
+    value = loss.criterion(at.rebuild(own), at.batch)
+    value = validation.scalar("criterion(outputs, batch)", value)
     if not value.requires_grad:
         raise ArgumentValueError(
             "criterion(outputs, batch): expected a value that depends on the outputs, got one that "

@@ -509,9 +509,8 @@ class LinearOperator(ABC):
             )
         tiny = torch.finfo(found.nodes.dtype).tiny
         average = found.average(lambda x: x.clamp(min=tiny).log())
-        total = estimates.Estimate(
-            *((self.shape[0] * part).to(self.device, self.dtype) for part in average)
-        )
+        P = self.shape[0]
+        total = estimates.Estimate(*((P * x).to(self.device, self.dtype) for x in average))
         return total.returned(return_error)
 
     def matrix_function(

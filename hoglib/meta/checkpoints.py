@@ -247,9 +247,7 @@ def check_directory(memory: str, directory: Any) -> Path | None:
         )
     path = Path(directory)
     if path.exists() and not path.is_dir():
-        raise ArgumentValueError(
-            f"directory: expected a directory, got the file {path}; name another."
-        )
+        raise ArgumentValueError(f"directory: expected one, got the file {path}; name another.")
     return path
 
 

@@ -135,9 +135,8 @@ def root(v: Tensor) -> Tensor:
     return v.clamp_min(_SMALLEST[v.dtype]).sqrt()
 
 
-_SMALLEST = {
-    dtype: torch.finfo(dtype).tiny for dtype in (torch.float32, torch.float64, torch.bfloat16)
-}
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+_SMALLEST = {dtype: torch.finfo(dtype).tiny for dtype in _DTYPES}
 
 
 def as_real(x: Tensor) -> Tensor:

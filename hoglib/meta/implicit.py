@@ -261,7 +261,8 @@ def root(
 def _check_root(F: Callable[..., Tensor], own: Vector, accuracy: float) -> None:
     """Raise where the residual is no function of its arguments, or is not zero at the solution."""
     value, given = F(*own), {id(x) for x in own}
-    others = [x for key, x in graph_summary(value).leaves.items() if key not in given]
+    graph = graph_summary(value)
+    others = [x for key, x in graph.leaves.items() if key not in given]
     if others:
         raise NoSecondDerivative(
             "residual: expected one that takes all that requires grad from its arguments, got tensors "
@@ -269,6 +270,8 @@ def _check_root(F: Callable[..., Tensor], own: Vector, accuracy: float) -> None:
             "gradients would be missing. Pass them in inputs, the parameters of a module by "
             "`torch.func.functional_call(module, params, ...)`, or detach() what is a constant."
         )
+    if graph.user_functions:  # a wrong one is reported at the end, if it was differentiated
+        vjp([value], own, [torch.ones_like(value)], "root", create_graph=True)
     step = 1e-3
     with torch.no_grad():
         value, (z, *h) = value.detach(), own

@@ -319,9 +319,8 @@ def stacked(tasks: Any) -> Any | None:
 
 def _task(what: str, task: Any) -> Task:
     if not isinstance(task, tuple | list) or len(task) != 2:
-        came = (
-            f"{len(task)} of them" if isinstance(task, tuple | list) else validation.describe(task)
-        )
+        several = isinstance(task, tuple | list)
+        came = f"{len(task)} of them" if several else validation.describe(task)
         raise ArgumentValueError(
             f"{what}: expected a pair (support, query), each a batch, for instance (inputs, "
             f"targets), got {came}."

@@ -64,18 +64,16 @@ def _moments(x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     return d, (d * d).mean(dims, keepdim=True)
 
 
-def _standardize(
-    d: Tensor, variance: Tensor, weight: Tensor | None, eps: float, at_zero: float
-) -> Tensor:
-    """d (variance + eps)^(-1/2) weight; where variance + eps is 0, at_zero with derivative 0."""
-    spread = variance + eps
+def _standardize(d: Tensor, var: Tensor, w: Tensor | None, eps: float, at_zero: float) -> Tensor:
+    """d (var + eps)^(-1/2) w; where var + eps is 0, at_zero with derivative 0."""
+    spread = var + eps
     if eps > 0:  # a number of the model's, not of its data
         r = spread.rsqrt()
-        return d * (r if weight is None else r * weight)
+        return d * (r if w is None else r * w)
     none = spread <= 0
     r = torch.where(none, 0.0, torch.where(none, 1.0, spread).rsqrt())
     y = torch.where(none, at_zero, d * r)
-    return y if weight is None else y * weight
+    return y if w is None else y * w
 
 
 def _scale_and_shift(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:

@@ -37,6 +37,7 @@ from hoglib.verification.subject import Application, application, is_users
 
 _VERDICTS: WeakKeyDictionary[type[Function], dict[Any, Verdict]] = WeakKeyDictionary()
 Key = tuple[type[Function], Any]  # a Function, and the kinds of its arguments
+Args = tuple[Any, ...]
 # What to use instead of Functions that their users cannot change, by module.
 INSTEAD = {
     "gpytorch.functions.": "Inside `gpytorch.settings.trace_mode(True)` the kernels of GPyTorch are "
@@ -219,9 +220,7 @@ class AppliedFunctions:
             for function in self._traced - others
         )
 
-    def record(
-        self, function: type[Function], args: tuple[Any, ...]
-    ) -> Callable[[Any], None] | None:
+    def record(self, function: type[Function], args: Args) -> Callable[[Any], None] | None:
         """Notes an application; what is returned gets its result."""
         if function.__module__.startswith("hoglib.") or not torch.is_grad_enabled():
             return None
@@ -246,9 +245,7 @@ class AppliedFunctions:
         ]  # fmt: skip
         return partial(self._applied, key, args, versions)
 
-    def _noted(
-        self, function: type[Function], given: tuple[Any, ...]
-    ) -> tuple[Key, tuple[bool, ...]] | None:
+    def _noted(self, function: type[Function], given: Args) -> tuple[Key, tuple[bool, ...]] | None:
         """Notes an application that may be wrong: its key, and which arguments need gradients."""
         made, (function, args, by) = function, torch_internals.outside_transforms(function, given)
         if _is_ours(function) or not is_users(function):
@@ -274,7 +271,7 @@ class AppliedFunctions:
             self.applied[key] = applied(function, args, by, forward, graphed, given, mapped)
         return key, by
 
-    def _watch_part(self, function: type[Function], args: tuple[Any, ...], result: Any) -> None:
+    def _watch_part(self, function: type[Function], args: Args, result: Any) -> None:
         """Notes a part of a backward when its own backward runs with a graph."""
 
         def note(_: Any) -> None:
@@ -323,7 +320,7 @@ class AppliedFunctions:
         return MUTATES[what].format(name=key[0].__qualname__, changes=changes)
 
     def _applied(
-        self, key: Key, given: tuple[Any, ...], versions: list[tuple[int, Tensor, int]], result: Any
+        self, key: Key, given: Args, versions: list[tuple[int, Tensor, int]], result: Any
     ) -> None:
         results = result if isinstance(result, tuple) else (result,)
         changed = [
@@ -341,7 +338,7 @@ class AppliedFunctions:
                 position = sum(isinstance(y, Tensor) for y in given[:i])
                 self._watch_changed(key, node, position, x)
 
-    def _is_mutating(self, key: Key, given: tuple[Any, ...]) -> bool:
+    def _is_mutating(self, key: Key, given: Args) -> bool:
         app = application(key[0], given)
         if app is not None:
             _MUTATING.add(key[0])
@@ -365,7 +362,7 @@ class AppliedFunctions:
             giver.register_hook(lambda g, _, which=which, given=given: given.append(g[which]))
             taker.register_prehook(partial(self._compare_gradients, key, given, output))
 
-    def _watch_gradients(self, key: Key, node: Any, given: tuple[Any, ...]) -> None:
+    def _watch_gradients(self, key: Key, node: Any, given: Args) -> None:
         """Notes a Function whose backward changes an incoming gradient that others get, too."""
         seen: list[tuple[Snapshot, bool]] = []
 
@@ -387,9 +384,7 @@ class AppliedFunctions:
         node.register_prehook(before)
         node.register_hook(after)
 
-    def _watch_kept(
-        self, key: Key, node: Any, given: tuple[Any, ...], results: tuple[Any, ...]
-    ) -> None:
+    def _watch_kept(self, key: Key, node: Any, given: Args, results: Args) -> None:
         """Notes a tensor of those that is on ctx by itself, and changed before the first backward."""
         memory = {torch_internals.storage_id(x) for x in pytree.tensors((given, results))}
         kept = [
@@ -417,7 +412,7 @@ class AppliedFunctions:
             if total is None or not torch.equal(total.detach(), given[0].detach()):
                 self._mutates[key] = "inputs"
 
-    def _note_backward(self, key: Key, results: tuple[Any, ...]) -> None:
+    def _note_backward(self, key: Key, results: Args) -> None:
         """Notes it as differentiated when its backward runs; in a transform, of which that is not
         known, at once."""
         runs_again = inside_recomputation()  # in a later backward, with a graph
@@ -490,7 +485,7 @@ def _runs_again() -> bool:
     return inside_recomputation() or torch_internals.checkpoint_frame() is not None
 
 
-def _are_within(verdict: Verdict, given: tuple[Any, ...], args: tuple[Any, ...]) -> bool:
+def _are_within(verdict: Verdict, given: Args, args: Args) -> bool:
     """Whether arguments have the structures in which alone the Function is right, and are no leaves,
     which need not keep them. given: the arguments with their graph."""
     leaves, graphed = pytree.leaves(args), pytree.leaves(given)
@@ -510,7 +505,7 @@ def _forward_mode() -> str:
     return "rf" if torch_internals.innermost_is_forward() else "fr"
 
 
-def _kind(x: Any, needs_grad: bool, given: tuple[Any, ...]) -> Any:
+def _kind(x: Any, needs_grad: bool, given: Args) -> Any:
     """What a verdict depends on, of an argument."""
     if isinstance(x, Tensor):
         return x.dtype, x.layout, layout_of(x), x.device.type, x.dim(), needs_grad
