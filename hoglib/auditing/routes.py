@@ -672,8 +672,7 @@ def record_calls(
                     stack.callback(after.remove)
             yield
 
-    recorder = _OperationRecorder(lambda: stack[-1].parts)
-    # the check reports an error; the calls until then are known
+    with suppress(Exception), _OperationRecorder(lambda: stack[-1].parts).watching():
     with suppress(Exception), recorder.watching():
         run(hooks())
     return root

@@ -441,8 +441,7 @@ def is_batch(data: Any) -> bool:
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """The batch with its tensors on the device."""
-    tensors = pytree.tensors(batch)
-    if tensors:
+    if pytree.tensors(batch):
         return pytree.map_tensors(lambda x: x.to(device, non_blocking=device.type != "cpu"), batch)
     return batch.to(device) if hasattr(batch, "to") else batch  # such as a batch of graphs
 

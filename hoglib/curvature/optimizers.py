@@ -592,8 +592,7 @@ class KFAC(BatchOptimizer):
         """Compute the damped inverse of the moving averages."""
         group = self.param_groups[0]
         averages = KroneckerMatrix(K.space, [self._average_of(layout) for layout in layouts])
-        inverse = averages.inverse(group["damping"], method=group["method"])
-        for block in inverse.blocks():
+        for block in averages.inverse(group["damping"], method=group["method"]).blocks():
             store, prefix = self._place(block.layout)
             for name, tensor in zip(INVERSE, (block.A, block.G, block.values), strict=True):
                 if tensor is not None:

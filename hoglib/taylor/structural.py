@@ -355,8 +355,7 @@ def _written(source: int | None) -> Rule:
         x: Any = args[0]
         y: Any = None if source is None else args[source]
         tensor = isinstance(y, Tensor)
-        parts = zip(call.known(x), call.known(y), call.algebra.leads, strict=True)
-        for p, q, lead in parts:
+        for p, q, lead in zip(call.known(x), call.known(y), call.algebra.leads, strict=True):
             given = p if p is not None else q
             if given is None:
                 found.append(None)

@@ -90,8 +90,7 @@ class Options:
         if self.eps is not None and not 0.0 < validation.number("eps", self.eps) <= 1.0:
             raise ArgumentValueError(f"eps: expected a number in (0, 1], got {self.eps}.")
         bounds = {"atol": self.bounds.atol, "rtol": self.bounds.rtol}
-        tolerances = {**bounds, "nondet_tol": self.nondet_tol}
-        for name, value in tolerances.items():
+        for name, value in {**bounds, "nondet_tol": self.nondet_tol}.items():
             if validation.number(name, value, minimum=0.0) == inf:
                 raise ArgumentValueError(f"{name}: expected a finite number, got {value}.")
 

@@ -108,8 +108,7 @@ class examined_functions:  # noqa: N801 a context manager
 
     def __enter__(self) -> "AppliedFunctions | None":
         self._action = on_wrong()
-        examining = self._action == "ignore" or AMBIENT.examining
-        if examining or not value_checks_on():
+        if self._action == "ignore" or AMBIENT.examining or not value_checks_on():
             return None
         self._functions = functions = AppliedFunctions()
         if self._by_hand:
