@@ -206,7 +206,8 @@ def loss_function(what: str, value: Any) -> Any:
 def not_the_model(what: str, value: Any, params: Any) -> None:
     """Checks that a function is not the module whose parameters it should be a function of."""
     if isinstance(value, nn.Module) and isinstance(params, Mapping):
-        if params.keys() <= {name for name, _ in value.named_parameters(remove_duplicate=False)}:
+        names = {name for name, _ in value.named_parameters(remove_duplicate=False)}
+        if params.keys() <= names:
             loss_function(what, value)
 
 

@@ -313,7 +313,8 @@ class _KeepFloat64(TorchFunctionMode):
         if func in _CASTS:
             return args[0] if args[0].dtype in _DOUBLE else func(*args, **kwargs)
         if any(x in _NARROW for x in (*args, *kwargs.values()) if isinstance(x, torch.dtype)):
-            if any(x.dtype in _DOUBLE for x in pytree.tensors((args, kwargs))):
+            tensors = pytree.tensors((args, kwargs))
+            if any(x.dtype in _DOUBLE for x in tensors):
                 args = tuple(_float64_for_narrow(x) for x in args)
                 kwargs = {name: _float64_for_narrow(x) for name, x in kwargs.items()}
         return func(*args, **kwargs)

@@ -672,8 +672,8 @@ def record_calls(
                     stack.callback(after.remove)
             yield
 
+    # the check reports an error; the calls until then are known
     with suppress(Exception), _OperationRecorder(lambda: stack[-1].parts).watching():
-    with suppress(Exception), recorder.watching():
         run(hooks())
     return root
 
