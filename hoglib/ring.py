@@ -170,7 +170,4 @@ def graph_of(
 
     kind: CompiledLoss for a scalar with its gradients.
     """
-    graph: Callable[..., Any] = kept_graph(
-        body, name, owner, key, policy.backend, precheck=precheck, kind=kind
-    )
-    return graph
+    return kept_graph(body, name, owner, key, policy.backend, precheck=precheck, kind=kind)

@@ -330,8 +330,7 @@ def clone_inference_tensors(tree: T) -> T:
         return tree
     for i in found:
         leaves[i] = leaves[i].clone()
-    result: T = pytree.unflatten(leaves, structure)
-    return result
+    return pytree.unflatten(leaves, structure)
 
 
 def without_graph(function: Callable[[], Tensor]) -> Tensor:
@@ -367,11 +366,10 @@ def with_gradients(
     recompute: computes the gradients again. With it the first backward scales the known ones in place
     and returns them without a copy, so nothing else may hold them or share their memory.
     """
-    result: Tensor = apply(
+    return apply(
         _PrecomputedGradients, value, no_second_derivative, with_graph, recompute, list(grads),
         *tensors,
     )  # fmt: skip
-    return result
 
 
 class _PrecomputedGradients(torch.autograd.Function):

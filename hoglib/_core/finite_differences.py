@@ -154,5 +154,4 @@ def distance(a: Vector, b: Vector) -> float:
 
 def to_double(tree: T) -> T:
     """The tree with its tensors of floating-point and complex dtypes in double precision."""
-    result: T = pytree.map_tensors(partial(pytree.in_dtype, dtype=torch.float64), tree)
-    return result
+    return pytree.map_tensors(partial(pytree.in_dtype, dtype=torch.float64), tree)

@@ -107,12 +107,10 @@ class Layout(NamedTuple):
             return whole
         layout = [Replicate()] * self.mesh.ndim
         everywhere = DTensor.from_local(whole, self.mesh, layout, run_check=False)
-        local: Tensor = everywhere.redistribute(placements=self.placements).to_local()
-        return local
+        return everywhere.redistribute(placements=self.placements).to_local()
 
     def gather(self, local: Tensor) -> Tensor:
-        found: Tensor = self.wrap(local.detach().contiguous()).full_tensor()
-        return found
+        return self.wrap(local.detach().contiguous()).full_tensor()
 
     def average(self, value: Tensor, weight: float) -> Tensor:
         """The shards of the sum over the processes of weight times value."""
@@ -125,8 +123,7 @@ class Layout(NamedTuple):
             value.contiguous(), self.mesh, [Partial()] * self.mesh.ndim, run_check=False,
             shape=value.shape, stride=value.contiguous().stride(),
         )  # fmt: skip
-        local: Tensor = partial.redistribute(placements=self.placements).to_local()
-        return local
+        return partial.redistribute(placements=self.placements).to_local()
 
     def copies(self) -> int:
         """How many processes of its mesh hold the same shard."""
@@ -390,8 +387,7 @@ class Sharding:
                 failed = [0.0, 1.0, 0.0, 0.0]  # as in `_Mean`
                 self.sum(torch.tensor(failed, dtype=torch.float64, device=device))
             raise
-        found: Tensor = apply(_Mean, value, self)
-        return found
+        return apply(_Mean, value, self)
 
     def sum(self, value: Tensor) -> Tensor:
         """The sum over the processes, in place where it is on a device of the mesh."""

@@ -156,8 +156,7 @@ def _recomputed(run: Any, tensors: Sequence[Tensor | None]) -> Tensors:
     tangents = torch_forward_mode.tangents_without_graph(tensors)
     if tangents is not None:
         run = _WithTangents(run, len(tensors), tangents)
-    outputs: Tensors = _Recompute.apply(run, *tensors)
-    return outputs
+    return _Recompute.apply(run, *tensors)
 
 
 class _Recompute(torch.autograd.Function):
@@ -246,8 +245,7 @@ def _run_level(run: Any, *inputs: Tensor | None) -> Tensors:
         return run.without_graph(*inputs)
     if not torch_internals.forward_mode_active() and _is_compiled(run):
         return _compilers[0](run, inputs)
-    outputs: Tensors = run(*inputs)
-    return outputs
+    return run(*inputs)
 
 
 def _is_compiled(run: Any) -> bool:
@@ -267,8 +265,7 @@ def _extra_inputs(
         return frozenset()
     arguments = (i for i in range(call.arguments) if i not in wanted)
     free = {i for i in arguments if (x := inputs[i]) is not None and is_float(x)}
-    found: frozenset[int] = call.template.extra_inputs(run, len(inputs), wanted, arrived, free)
-    return found
+    return call.template.extra_inputs(run, len(inputs), wanted, arrived, free)
 
 
 def _saved_inputs(ctx: Any) -> list[Tensor | None]:
@@ -367,11 +364,10 @@ class _Vjp(_Derivative):
             return tuple(torch.zeros_like(cast(Tensor, inputs[i])) for i in self.wanted)
         edges, weights = zip(*pairs, strict=True)
         # Other levels have graphs of their own, so this one is freed while the gradient is computed.
-        gradients: Tensors = torch.autograd.grad(
+        return torch.autograd.grad(
             edges, variables, weights, retain_graph=False, create_graph=torch.is_grad_enabled(),
             allow_unused=True, materialize_grads=True,
         )  # fmt: skip
-        return gradients
 
     def _in_small_parts(self) -> AbstractContextManager[None]:
         """Inside, parts of a block are recomputed one by one, and some operations run on slices, where

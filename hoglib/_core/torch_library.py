@@ -190,8 +190,7 @@ def _make_function(overload: OpOverload, backward: Any, setup_context: Any) -> t
         if not structured:
             return list(args), {}
         *flat, structure = args
-        found: tuple[list[Any], dict[str, Any]] = _pytree.tree_unflatten(flat, structure)
-        return found
+        return _pytree.tree_unflatten(flat, structure)
 
     def run(*args: Any) -> Any:
         given, named = opened(args)

@@ -271,14 +271,12 @@ def grad_of_vmap(f: Scalar, leaves: Vector, v: Vector, w: Vector) -> Vector:
 
 def _by_all(transform: Any, f: Scalar, leaves: Vector) -> Callable[..., tuple[Tensor, ...]]:
     """torch.func.grad or jacrev of f by all leaves."""
-    result: Callable[..., tuple[Tensor, ...]] = transform(f, argnums=tuple(range(len(leaves))))
-    return result
+    return transform(f, argnums=tuple(range(len(leaves))))
 
 
 def _slope(f: Scalar, v: Vector) -> Scalar:
     def slope(*own: Tensor) -> Tensor:
-        found: Tensor = jvp(f, own, tuple(v))[1]
-        return found
+        return jvp(f, own, tuple(v))[1]
 
     return slope
 

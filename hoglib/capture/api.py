@@ -145,8 +145,7 @@ class Compiled(Captured):
     def _graphs(self) -> Graphs:
         owner, key = self._place
         place = Place(owner, (key, self.backend, self.dynamic, self.check))
-        graphs: Graphs = kept(place, Graphs, self.name)
-        return graphs
+        return kept(place, Graphs, self.name)
 
     @property
     def signatures(self) -> list[GraphEntry]:

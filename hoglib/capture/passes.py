@@ -90,8 +90,7 @@ def writes_in_place(node: fx.Node) -> bool:
 
 def fake_value(node: Any) -> Tensor:
     """The fake tensor of a node's output: it has a shape and a layout, and no values."""
-    value: Tensor = node.meta["val"]
-    return value
+    return node.meta["val"]
 
 
 def new_node(graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: Any = None) -> fx.Node:

@@ -217,8 +217,7 @@ def _reads_values(func: torch._ops.OpOverload, args: Any) -> bool:
 
 def _constant(tensor: Tensor) -> Tensor | None:
     """The values of a tensor that the function makes from a number, as `torch.tensor(2.0)`."""
-    found: Tensor | None = getattr(torch_internals.unwrap(tensor), "constant", None)
-    return found
+    return getattr(torch_internals.unwrap(tensor), "constant", None)
 
 
 def value_read_error(what: str, how: str, where: str) -> Exception:

@@ -242,7 +242,8 @@ class CompositeLoss:
                 return self.criterion(*found[0])
             return without_graph(lambda: self.criterion(*found[0]))
 
-        return (*found, self.problem.placement.mean_of(value))
+        of_all = self.problem.placement.mean_of(value)  # which sets found
+        return (*found, of_all)
 
     def metric(self, outputs: Vector) -> MetricProduct:
         return self._metric.at(self, outputs)

@@ -105,8 +105,7 @@ def jvp(
         # new tensors: one that is both primal and tangent would be one input of the graph
         leaves, vector = clone_inference_tensors((leaves, [v.view_as(v) for v in vector]))
     pushed = partial(_value_and_tangent, torch_internals.uncompiled(func), structure, mode, policy)
-    found: tuple[Tree, Tree] = run(policy, func, pushed, (structure, mode, policy), leaves, vector)
-    return found
+    return run(policy, func, pushed, (structure, mode, policy), leaves, vector)
 
 
 def _primals(primals: Tree) -> tuple[Vector, Any]:

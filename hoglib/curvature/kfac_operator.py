@@ -282,8 +282,7 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
         with torch.inference_mode(False), torch.no_grad():
             # in the basis of the parameters themselves
             squares = self.corrected([block.unrotated() for block in self.blocks()])
-        found: Tensor = KroneckerMatrix(self.space, squares).diagonal()
-        return found
+        return KroneckerMatrix(self.space, squares).diagonal()
 
     def state_dict(self) -> dict[str, Any]:
         """The factors, in a form that `torch.save` and ``torch.load(weights_only=True)`` take.

@@ -489,8 +489,7 @@ def hessian_spectrum(
 
 
 def _without_batch(loss: Any, params: Any, _: tuple[()]) -> Tensor:
-    value: Tensor = loss(params, None)
-    return value
+    return loss(params, None)
 
 
 def _outermost_nodes(density: SpectralDensity, k: int, failed: Exception) -> Tensor:

@@ -160,8 +160,7 @@ def laplacian(
 
     coefficients = None if of_x else coefficients
     key = return_gradient, of_x
-    found: tuple[Any, ...] = given.evaluate(func, body, key, x, args, coefficients, signs)
-    return found
+    return given.evaluate(func, body, key, x, args, coefficients, signs)
 
 
 def _of_few_directions(
@@ -363,8 +362,7 @@ def bilaplacian(
         return finished(given, *_twice(given, values, x))
 
     v = _draw(x, num_projections, generator, signs=False)
-    found: tuple[Any, ...] = given.evaluate(func, body, None, x, args, v)
-    return found
+    return given.evaluate(func, body, None, x, args, v)
 
 
 def _along(

@@ -83,8 +83,7 @@ class Option(Generic[T]):
 
     def __get__(self, learner: Any, owner: Any = None) -> T:
         found: Any = self if learner is None else learner._options[self._name]
-        value: T = found
-        return value
+        return found
 
     def __set__(self, learner: Any, value: T) -> None:
         changed = learner._options.changed(self._name, value)
@@ -421,8 +420,7 @@ def _captured(
         whole = partial(_meta_gradient, loop, used, mapped, wanted)
         policy = loop.options.policy
         graph = graph_of(policy, f"{policy.caller}.loss", learner, whole, (mapped, wanted))
-        found: TaskResult = graph(key, weight_tensor, start, support, query)
-        return found
+        return graph(key, weight_tensor, start, support, query)
 
     return partial(run, False), partial(run, True)
 

@@ -295,8 +295,7 @@ def each(tasks: Any) -> Sequence[Task]:
 
 def first(tasks: Any) -> Task:
     """One of the tasks."""
-    task: Task = tasks[0] if isinstance(tasks, list) else pytree.map_tensors(itemgetter(0), tasks)
-    return task
+    return tasks[0] if isinstance(tasks, list) else pytree.map_tensors(itemgetter(0), tasks)
 
 
 def stacked(tasks: Any) -> Any | None:

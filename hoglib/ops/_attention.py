@@ -360,8 +360,7 @@ def _repeat_heads(x: Tensor, query: Tensor) -> Tensor:
 
 def attention(inputs: blocks.Inputs, plan: blocks.Plan) -> Tensor:
     """Y, [N, H, L, Ev]."""
-    y: Tensor = apply_function(_VALUES, _reference, *inputs, plan)[0]
-    return y
+    return apply_function(_VALUES, _reference, *inputs, plan)[0]
 
 
 _MAPS: dict[str, Callable[..., Any]] = {
@@ -420,8 +419,7 @@ def _run(which: str, *given: Any) -> Any:
 def _reference(*given: Any) -> tuple[Tensor, Tensor]:
     """The value by torch operations."""
     *tensors, plan = given
-    found: tuple[Tensor, Tensor] = blocks.compute_values(*tensors, plan._replace(fused=False))
-    return found
+    return blocks.compute_values(*tensors, plan._replace(fused=False))
 
 
 def _gradients_by(needs: str, *given: Any) -> blocks.Parts:

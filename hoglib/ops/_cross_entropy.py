@@ -278,8 +278,7 @@ def row_losses(rows: Rows) -> Tensor:
         dtype = torch.get_autocast_dtype(h.device.type)
         rows = rows._replace(h=h.to(dtype), W=W.to(dtype), b=None if b is None else b.to(dtype))
     with without_autocast(h):
-        found: Tensor = apply_function(_LOSSES, _reference, *rows)
-        return found
+        return apply_function(_LOSSES, _reference, *rows)
 
 
 def row_gradients(rows: Rows, g: Tensor, needs: str) -> Gradients:

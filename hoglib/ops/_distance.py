@@ -296,8 +296,7 @@ def euclidean(x: Tensor, dims: tuple[int, ...], torchs: Callable[[Tensor], Tenso
     y = torchs(x)
     if _is_smooth(y):
         return y
-    norm: Tensor = apply_function(_NORM, lambda x, *_: torchs(x), x, dims, Directions("a norm", x))
-    return norm
+    return apply_function(_NORM, lambda x, *_: torchs(x), x, dims, Directions("a norm", x))
 
 
 def _unit(x: Tensor, n: Tensor) -> Tensor:
@@ -334,8 +333,7 @@ def _norm_jvp(saved: Saved, tangent: Tensor, *_: Any) -> Tensor:
         return (_unit(x, n) * tangent).sum(dims, keepdim=True)
     directions.tangent = _leaving(tangent, n != 0, dims)
     found = ((_unit(x, n) + directions.tangent) * tangent).sum(dims, keepdim=True)
-    result: Tensor = apply_function(_TANGENT, None, found, n, tangent, dims, directions)
-    return result
+    return apply_function(_TANGENT, None, found, n, tangent, dims, directions)
 
 
 def _tangent_backward(saved: Saved, g: Tensor) -> list[Tensor | None]:

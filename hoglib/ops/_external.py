@@ -118,8 +118,7 @@ class _Chain:
             )
         if len(inputs) not in self._functions:
             self._functions[len(inputs)] = _make_chain_link(self, len(inputs))
-        outputs: tuple[Tensor, ...] = self._functions[len(inputs)].apply(tuple(which), *inputs)
-        return outputs
+        return self._functions[len(inputs)].apply(tuple(which), *inputs)
 
     def check_order(self, order: int) -> None:
         """Raise if the derivatives of this order were not given."""

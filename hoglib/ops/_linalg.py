@@ -404,8 +404,7 @@ def torch_triangular_solve(
     """`torch.triangular_solve` by `torch.linalg.solve_triangular`, which is right in every mode."""
     matrix, above = (A.mT, not upper) if transpose else (A, upper)
     x = torch.linalg.solve_triangular(matrix, b, upper=above, unitriangular=unitriangular)
-    result: tuple[Tensor, Tensor] = torch.return_types.triangular_solve((x, A.clone()))
-    return result
+    return torch.return_types.triangular_solve((x, A.clone()))
 
 
 def _is_vector(A: Tensor, B: Tensor) -> bool:

@@ -280,8 +280,7 @@ class _LayerNorm:
         """dx, dw and db; None where the mask is False, or where there is no parameter."""
         wanted = mask[0], mask[1] and weight is not None, mask[2] and bias is not None
         given = g, x, self.shape, mean, r, weight, bias, wanted
-        grads: Gradients = torch.ops.aten.native_layer_norm_backward.default(*given)
-        return grads
+        return torch.ops.aten.native_layer_norm_backward.default(*given)
 
     def gradients(self, g: Tensor, x: Tensor, weight: Parameter) -> Gradients:
         """dx, dw and db."""
@@ -358,8 +357,7 @@ class _BatchNorm(_LayerNorm):
         mask: Mask,
     ) -> Gradients:  # fmt: skip
         given = g, x, weight, None, None, mean, r, True, self.eps, mask
-        grads: Gradients = torch.ops.aten.native_batch_norm_backward.default(*given)
-        return grads
+        return torch.ops.aten.native_batch_norm_backward.default(*given)
 
 
 def _plus(y: Tensor, term: Tensor, factor: Tensor) -> Tensor:

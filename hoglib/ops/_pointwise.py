@@ -264,8 +264,7 @@ def quadratic(x: Tensor, a: Tensor | float, b: Tensor | float, c: Tensor | float
 
 
 def _quadratic_formula(x: Tensor, a: Any, b: Any, c: Any) -> Tensor:
-    result: Tensor = a * (x * x) + b * x + c
-    return result
+    return a * (x * x) + b * x + c
 
 
 _quadratic = _op(

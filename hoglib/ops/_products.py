@@ -641,8 +641,7 @@ def _send_back(
 
     def kernel(g: Tensor, other: Tensor) -> Tensor:
         given = (g, x.real, other) if which == 0 else (g, other, weight.real)
-        result: Tensor = torch.ops.aten.convolution_backward(*given, *options, mask)[which]
-        return result
+        return torch.ops.aten.convolution_backward(*given, *options, mask)[which]
 
     other = conj(weight if which == 0 else x)
     if not g.numel():  # torch's kernel would forget what it was given

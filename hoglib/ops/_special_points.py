@@ -67,8 +67,7 @@ def power(input: Any, exponent: Any, **kw: Any) -> Tensor:
     constant = isinstance(exponent, Tensor) and not exponent.requires_grad
     if kw or not constant or not _is_real(input):
         return torch.pow(input, exponent, **kw)
-    found: Tensor = _powers(input, exponent)
-    return found
+    return _powers(input, exponent)
 
 
 @stands_in_for(Tensor.__pow__, name=_POINTS["name"])
@@ -77,10 +76,9 @@ def _operator(self: Tensor, other: Any) -> Tensor:
 
 
 def _slope(x: Tensor, n: Tensor, _: Any) -> Tensor:
-    slope: Tensor = n * _powers(
+    return n * _powers(
         x.masked_fill(n == 0, 1.0) if x.shape == n.shape else x.where(n != 0, 1.0), n - 1
     )
-    return slope
 
 
 _powers = define(torch.pow, [_slope, None], reference=torch.pow, keep="inputs")

@@ -256,8 +256,7 @@ class _Subject:
             return called.value.new_full((), torch.inf)
         own = self.kind.at_points or self.kind.function
         values = [own(critic, *sets, **self.options) for sets in points]
-        mean: Tensor = self.weight * torch.stack(values).mean()
-        return mean
+        return self.weight * torch.stack(values).mean()
 
 
 def _gradient(value: Tensor, critic: _Critic) -> Tensor:

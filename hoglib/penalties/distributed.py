@@ -64,8 +64,7 @@ def averaged(name: str, penalty: Tensor, outputs: Any = ()) -> Tensor:
     groups = _groups(graph_summary([penalty, *seen]).leaves)
     if not groups:
         return penalty
-    result: Tensor = _Averaged.apply(penalty, name, groups, *seen)
-    return result
+    return _Averaged.apply(penalty, name, groups, *seen)
 
 
 class _Averaged(Function):

@@ -307,8 +307,7 @@ def parameter_gradient(
         found = run_as_graph(body, func, checked, (params, args))
     else:
         found = _norm_and_value(func, squared, checked, params, args)
-    value: Tensor = with_outputs(checked, *found)
-    return value
+    return with_outputs(checked, *found)
 
 
 def _norm_and_value(

@@ -226,8 +226,7 @@ class GradientPenalty(nn.Module):
                 f"call it as penalty(func, x, None, {kind.needs})."
             )
         points = [samples[name] for name in kind.sets]
-        value: Tensor = kind.function(critic, *points, *args, **{**self.options, **options})
-        return value
+        return kind.function(critic, *points, *args, **{**self.options, **options})
 
     def _check_returns_scalar(self, options: Mapping[str, Any]) -> None:
         for name in ("return_outputs", "reduction"):

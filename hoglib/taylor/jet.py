@@ -112,8 +112,7 @@ def jet(
         coefficients = [[d for _, d in pairs] for pairs in done]
         return pytree.unflatten(values, structure), pytree.unflatten(coefficients, structure)
 
-    found: tuple[Any, Any] = given.evaluate(func, body, None, xs, lists)
-    return found
+    return given.evaluate(func, body, None, xs, lists)
 
 
 class TaylorOptions(NamedTuple):
