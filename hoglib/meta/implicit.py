@@ -270,7 +270,7 @@ def _check_root(F: Callable[..., Tensor], own: Vector, accuracy: float) -> None:
             "gradients would be missing. Pass them in inputs, the parameters of a module by "
             "`torch.func.functional_call(module, params, ...)`, or detach() what is a constant."
         )
-    if graph.user_functions:  # a wrong one is reported at the end, if it was differentiated
+    if graph.functions:  # a wrong one is reported at the end, if it was differentiated
         vjp([value], own, [torch.ones_like(value)], "root", create_graph=True)
     step = 1e-3
     with torch.no_grad():
