@@ -96,9 +96,7 @@ def directional_derivative(
     ]
     gaps = [distance(*pair) for pair in pairwise(extrapolated)]
     known = [gap for gap in gaps if gap == gap]
-    if not known:
-        return extrapolated[-1]
-    return extrapolated[gaps.index(min(known)) + 1]
+    return extrapolated[gaps.index(min(known)) + 1] if known else extrapolated[-1]
 
 
 def central_differences(

@@ -263,8 +263,7 @@ def grad_of_vmap(f: Scalar, leaves: Vector, v: Vector, w: Vector) -> Vector:
             adapted = [x + e * y for x, y in zip(own, w, strict=True)]
             return pytree.dot(list(_by_all(grad, f, leaves)(*adapted)), v)
 
-        slopes: Tensor = vmap(task, randomness="same")(leaves[0].new_zeros(1))
-        return slopes.mean()
+        return vmap(task, randomness="same")(leaves[0].new_zeros(1)).mean()
 
     return list(_by_all(grad, total, leaves)(*leaves))
 

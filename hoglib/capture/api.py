@@ -505,10 +505,8 @@ class CompiledLoss(Compiled):
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         if runs_elsewhere():
             return self.fn(*args, **kwargs)
-        value: Tensor
         if not torch.is_grad_enabled():
-            value = self.run(*args, **kwargs)
-            return value
+            return self.run(*args, **kwargs)
         both = self._with_gradient
         form, tensors = signature.parse_call(both.name, args, kwargs, both.dynamic)
         found = both.find_or_capture(form, tensors)

@@ -119,9 +119,7 @@ class Processes:
 
     def number(self, index: int) -> int:
         """The number, counted over all processes, of the piece that this one has at an index."""
-        if self.alone or self._how == SHARD:
-            return index
-        return self.rank + self.world * index
+        return index if self.alone or self._how == SHARD else self.rank + self.world * index
 
     def gather(self, value: Any) -> list[Any]:
         """The value of each process; it has to be one that can be pickled."""

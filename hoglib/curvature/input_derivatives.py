@@ -128,9 +128,7 @@ def gradients(values: Function, x: Tensor, keep: bool) -> Tensor:
                     )
 
         rows = _of_each_output(pull, y)
-    if not y.dim():
-        return rows[0]
-    return torch.stack(rows, 1).reshape(*y.shape, *x.shape[1:])
+    return torch.stack(rows, 1).reshape(*y.shape, *x.shape[1:]) if y.dim() else rows[0]
 
 
 def _of_each_output(pull: Callable[[Tensor], Any], y: Tensor) -> list[Tensor]:

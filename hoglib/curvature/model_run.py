@@ -101,9 +101,7 @@ def input_rows(layer: Layer, call: LayerCall, dtype: torch.dtype) -> Tensor:
     if layer.layout.weight is None:
         return torch.ones(1, call.rows, 1, dtype=dtype, device=call.device)
     a = call.inputs().to(dtype)
-    if layer.layout.bias is None:
-        return a
-    return torch.cat([a, a.new_ones(groups, a.shape[1], 1)], -1)
+    return a if layer.layout.bias is None else torch.cat([a, a.new_ones(groups, a.shape[1], 1)], -1)
 
 
 def mean_inputs(layer: Layer, examples: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -468,8 +468,7 @@ def hessian_spectrum(
         raise ArgumentValueError(
             f"k: expected at most {size // 2}, half of the {size} parameters, got {k}; give fewer."
         )
-    if generator is None:
-        generator = torch.Generator().manual_seed(torch.initial_seed())
+    generator = generator or torch.Generator().manual_seed(torch.initial_seed())
     failed: Exception | None = None
     try:
         pairs = operator.eigsh(2 * k, which="BE", max_iter=max_iter, generator=generator)

@@ -469,9 +469,7 @@ def _smooth_l1_formula(input: Tensor, target: Tensor, beta: float) -> Tensor:
 
 def _smooth_l1_by_input(input: Tensor, target: Tensor, beta: float, _: None) -> Tensor:
     d = input - target
-    if beta == 0:
-        return d.sign()
-    return torch.where(d.abs() >= beta, d.sign(), d / beta)
+    return d.sign() if beta == 0 else torch.where(d.abs() >= beta, d.sign(), d / beta)
 
 
 _smooth_l1 = _op(

@@ -60,8 +60,7 @@ def random_like(
     """Random numbers on the tensor's device, drawn on the generator's device."""
     device = like.device if generator is None else generator.device
     dtype = upcast_dtype(like.dtype)
-    numbers: Tensor = sampler(shape, generator=generator, device=device, dtype=dtype)
-    return numbers.to(like.device)
+    return sampler(shape, generator=generator, device=device, dtype=dtype).to(like.device)
 
 
 def check_points(name: str, argument: str, tree: Any) -> tuple[list[Tensor], Any]:

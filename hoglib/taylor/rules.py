@@ -45,9 +45,7 @@ def _vector_norm(call: Call) -> Parts:
 
     def squares(a: Tensor, b: Tensor, lead_a: bool, lead_b: bool) -> Tensor:
         found = a.square() if a is b else a * b
-        if x.dim() == 0:
-            return found
-        return found.sum([d + (lead_a or lead_b) for d in dims], keep)
+        return found if x.dim() == 0 else found.sum([d + (lead_a or lead_b) for d in dims], keep)
 
     n, y = call.product(squares, x, x), call.out
     zero = y == 0

@@ -57,9 +57,7 @@ def _reduced(operation: Callable[..., Tensor]) -> Linear:
         **_: Any,
     ) -> Tensor:  # fmt: skip
         dims = list(range(x.dim())) if dim is None or dim == [] else dim
-        if x.dim() == 0:
-            return part
-        return operation(part, shifted(dims, lead, x), keepdim)
+        return part if x.dim() == 0 else operation(part, shifted(dims, lead, x), keepdim)
 
     return run
 
