@@ -432,7 +432,8 @@ def _check_module(model: Any) -> None:
             "parameters cannot be swapped; pass the module that was scripted."
         )
     if not isinstance(model, nn.Module):
-        raise ArgumentTypeError(f"model: expected an nn.Module, got {validation.describe(model)}.")
+        got = validation.describe(model)
+        raise ArgumentTypeError(f"model: expected a torch.nn.Module, got {got}.")
     refuse_fsdp1(model)
     if isinstance(model, nn.DataParallel) and len(model.device_ids) > 1:
         raise ArgumentTypeError(

@@ -89,9 +89,8 @@ def apply_block(linear_map: LinearMap, vectors: Vector, block: bool) -> tuple[Te
 
 def in_double(linearize: Callable[[Problem], LinearMap], problem: Problem) -> LinearMap:
     """A map that is computed in float64; of the leaves' dtype is the loss, but not the product."""
-    validation.refuse_transforms(
-        f"{problem.policy.caller}(mode='{DIFFERENCES}')", "use mode='auto' there."
-    )
+    caller = f"{problem.policy.caller}(mode='{DIFFERENCES}')"
+    validation.refuse_transforms(caller, "use mode='auto' there.")
     dtype = problem.leaves[0].dtype
     point = linearize(problem.in_double())
 

@@ -129,7 +129,9 @@ class BatchOptimizer(torch.optim.Optimizer, ABC):
 
 def positive_damping(damping: Any) -> float:
     if not 0 < validation.number("damping", damping) < inf:
-        raise ArgumentValueError(f"damping: expected a positive number, got {damping}; 1 is usual.")
+        raise ArgumentValueError(
+            f"damping: expected a number greater than 0, got {damping}; 1 is usual."
+        )
     return float(damping)
 
 

@@ -242,12 +242,13 @@ def check_directory(memory: str, directory: Any) -> Path | None:
     if directory is None:
         return None
     if not isinstance(directory, str | os.PathLike):
-        raise ArgumentTypeError(
-            f"directory: expected a path, got {validation.describe(directory)}."
-        )
+        got = validation.describe(directory)
+        raise ArgumentTypeError(f"directory: expected a path, got {got}.")
     path = Path(directory)
     if path.exists() and not path.is_dir():
-        raise ArgumentValueError(f"directory: expected one, got the file {path}; name another.")
+        raise ArgumentValueError(
+            f"directory: expected a directory, got the file {path}; name another."
+        )
     return path
 
 

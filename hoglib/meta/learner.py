@@ -299,9 +299,8 @@ class Learner(nn.Module, ABC):
         else:
             # for a model or a rule that works in place; of what adapts, each task takes its own copy
             model = {n: p if n in loop.adapting else p.clone() for n, p in start.model.items()}
-            of_task = self._of_task(
-                loop, MetaParams(model, pytree.map(Tensor.clone, start.modules)), wanted
-            )
+            modules = pytree.map(Tensor.clone, start.modules)
+            of_task = self._of_task(loop, MetaParams(model, modules), wanted)
             of_stack = partial(map_tasks, of_task)
         in_loop = loop.placement.is_sharded or policy.compiles_blocks
         found, self._vmappable = task_sets.run_tasks(

@@ -296,9 +296,8 @@ def make_batches(source: Any, steps: int | None) -> Batches:
     count = len(source) if sized else None
     needed = steps if indexed and steps is not None else 1
     if count is not None and count < max(needed, 1):
-        raise ArgumentValueError(
-            f"batches: expected one for each of {max(steps or 1, 1)} steps, got {count}."
-        )
+        wanted = max(steps or 1, 1)
+        raise ArgumentValueError(f"batches: expected one for each of {wanted} steps, got {count}.")
     return Batches(source.__getitem__, count) if indexed else Passes(source, steps, count)
 
 

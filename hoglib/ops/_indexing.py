@@ -145,9 +145,8 @@ def index_reduce(
     if reduce not in ("prod", "mean", "amax", "amin"):
         raise TorchValueError(f"reduce: expected prod, mean, amax or amin, got {reduce!r}.")
     if index.dim() > 1:
-        raise ArgumentIndexError(
-            f"index: expected a vector of indices, got {validation.describe(index)}."
-        )
+        got = validation.describe(index)
+        raise ArgumentIndexError(f"index: expected a vector of indices, got {got}.")
     check_indices("index", index)
     check_dtype("input", input, "source", source)
     axis = validation.dim("dim", dim, input.dim())

@@ -342,9 +342,8 @@ def _with_value_from_elsewhere(app: Application, options: Options, found: Verdic
             verdict = _compared(function, subject, [subject.x], options)
             if verdict.status == "right" and not options.surrogate:
                 given = ", ".join(map(app.name, place_of))
-                verdict = Verdict(
-                    "not examined", ELSEWHERE.format(name=function.__qualname__, given=given)
-                )
+                text = ELSEWHERE.format(name=function.__qualname__, given=given)
+                verdict = Verdict("not examined", text)
             found = verdict
     return found
 
