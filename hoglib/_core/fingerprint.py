@@ -94,8 +94,6 @@ class Numbers:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Numbers) and self.read() == other.read()
 
-    __hash__ = None  # type: ignore[assignment]
-
 
 def checksum(numbers: Sequence[float]) -> float:
     """One number that changes with each of them, and with their order."""

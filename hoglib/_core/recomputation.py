@@ -87,10 +87,9 @@ def remat(fn: F, *, compile: bool | str = False) -> F:
         if not backend:
             return fn
         fn = fn.__wrapped__  # type: ignore[attr-defined]
-    if isinstance(fn, nn.Module):
-        closures.refuse_hidden("remat", fn)
-    else:
-        closures.refuse("remat", fn)
+    hidden = isinstance(fn, nn.Module)
+    refuse: Callable[..., Any] = closures.refuse_hidden if hidden else closures.refuse
+    refuse("remat", fn)
 
     def rematerialized(*args: Any, **kwargs: Any) -> Any:
         if torch_internals.tracing():

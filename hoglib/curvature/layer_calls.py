@@ -10,7 +10,7 @@ whatever module they stand in; what else uses a parameter is noted, to be refuse
 from collections.abc import Callable, Sequence
 from functools import partial
 from inspect import signature
-from itertools import product
+from itertools import chain, product
 from types import EllipsisType, FunctionType
 from typing import Any, NamedTuple, final
 
@@ -285,13 +285,8 @@ class LayerRecorder(TorchFunctionMode):
         return (indices.expand(each), *rest), result.expand(*each, result.shape[-1])
 
     def _used(self, args: Any, kwargs: Any) -> list[Use]:
-        found = []
-        for x in (*args, *kwargs.values()):
-            for part in x if isinstance(x, list | tuple) else (x,):
-                use = self.use(part) if isinstance(part, Tensor) else None
-                if use is not None:
-                    found.append(use)
-        return found
+        given = [x if isinstance(x, list | tuple) else (x,) for x in (*args, *kwargs.values())]
+        return [use for part in chain(*given) if (use := self.use(part)) is not None]
 
     def _note(self, func: Any, used: Sequence[Use], result: Any) -> None:
         """Keep views of whole rows, in their order; note another use of a parameter."""

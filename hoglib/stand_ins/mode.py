@@ -261,9 +261,7 @@ def _replacements() -> dict[Any, Callable[..., Any]]:
 @functools.cache
 def _rows() -> dict[Any, tuple[StandIn, Callable[..., Any]]]:
     """The row of each torch callable, and what runs in its place."""
-    table: dict[Any, tuple[StandIn, Callable[..., Any]]] = {}
-    for row in stand_in_table():
-        table |= {original: (row, op) for original, op in row.replaces.items()}
+    table = {old: (row, op) for row in stand_in_table() for old, op in row.replaces.items()}
     table = by_operator(table) | table
     for row in stand_in_table():
         for original in row.refuses:
