@@ -344,11 +344,8 @@ def without_tensor_hooks(tensors: list[Tensor]) -> Iterator[None]:
 def _check_outputs(name: str, leaves: list[Any]) -> None:
     """Refuses outputs that depend on sizes, and objects that hide tensors."""
     for leaf in leaves:
-        hidden = (
-            [x for x in vars(leaf).values() if isinstance(x, Tensor)]
-            if hasattr(leaf, "__dict__")
-            else []
-        )
+        fields = getattr(leaf, "__dict__", {})
+        hidden = [x for x in fields.values() if isinstance(x, Tensor)]
         if isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):
             raise UnsupportedError(
                 f"{name}: expected outputs that do not depend on sizes, got the number {leaf} with "

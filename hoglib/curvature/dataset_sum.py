@@ -135,9 +135,8 @@ class OperatorOptions(DataOptions, Options, total=False):
     memory_limit: float
 
 
-DATA_OPTIONS, OPERATOR_OPTIONS = (
-    tuple(options.__annotations__) for options in (DataOptions, OperatorOptions)
-)
+DATA_OPTIONS = tuple(DataOptions.__annotations__)
+OPERATOR_OPTIONS = tuple(OperatorOptions.__annotations__)
 
 
 @final

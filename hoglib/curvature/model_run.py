@@ -447,10 +447,8 @@ class ModelRun:
 
     def _check_covered(self, recorder: LayerRecorder) -> None:
         """Raise for parameters, or rows of them, that no layer uses, or more than one."""
-        known, refused = (
-            "parameters of linear, convolutional, embedding and normalization layers",
-            {},
-        )
+        known = "parameters of linear, convolutional, embedding and normalization layers"
+        refused = {}
         for number, (name, leaf) in enumerate(zip(self._names, self._own, strict=True)):
             uses = [
                 region

@@ -108,11 +108,8 @@ def implicit_gradient(
     check_used([*direct, *mixed], implicit=True)
     slopes = (materialize_grads(part, own[count:]) for part in (direct, mixed))
     total = [a - b for a, b in zip(*slopes, strict=True)]
-    return (
-        value.detach(),
-        pytree.unflatten(total, pytree.flatten(hyper)[1]),
-        Residual(system, stationarity),
-    )
+    gradient = pytree.unflatten(total, pytree.flatten(hyper)[1])
+    return value.detach(), gradient, Residual(system, stationarity)
 
 
 def check_used(grads: Sequence[Tensor | None], *, implicit: bool = False) -> None:

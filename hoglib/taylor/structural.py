@@ -87,11 +87,9 @@ def _batched(operation: Any, rank: int) -> Linear:
 
     def run(part: Tensor, lead: int, x: Tensor, out: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not lead or x.dim() < rank:
-            return (
-                torch.stack([operation(p, *args, **kwargs) for p in part])
-                if lead
-                else operation(part, *args, **kwargs)
-            )
+            if lead:
+                return torch.stack([operation(p, *args, **kwargs) for p in part])
+            return operation(part, *args, **kwargs)
         return operation(part.flatten(0, 1), *args, **kwargs).unflatten(0, part.shape[:2])
 
     return run
