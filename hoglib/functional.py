@@ -467,10 +467,8 @@ def _own_loss(model: nn.Module, outputs: Any) -> Tensor:
         found = outputs["loss"]
     elif hasattr(outputs, "loss"):
         found = outputs.loss
-    elif isinstance(outputs, tuple | list) and outputs:
-        found = outputs[0]
     else:
-        found = outputs
+        found = outputs[0] if isinstance(outputs, tuple | list) and outputs else outputs
     if found is None or isinstance(found, Mapping):
         got = "None" if found is None else f"{type(found).__name__} with {', '.join(found)}"
         raise ArgumentValueError(f"{what}: expected a loss among the outputs, got {got}. {advice}")

@@ -114,11 +114,8 @@ def vjp(
     Outputs that are None or have no graph are constants. graph: of the value whose gradient the outputs
     are; an error names its custom Functions.
     """
-    pairs = [
-        (y, u)
-        for y, u in zip(outputs, cotangents, strict=True)
-        if y is not None and y.requires_grad
-    ]
+    both = zip(outputs, cotangents, strict=True)
+    pairs = [(y, u) for y, u in both if y is not None and y.requires_grad]
     if not pairs:
         return [None] * len(inputs)
     with translate_errors(what, graph):

@@ -346,11 +346,8 @@ class _Audit:
     def _stop_gradient_rows(self, loss: ReproducibleLoss) -> Iterator[Row]:
         """What is taken out of the graph, if H v would differ without that."""
         # torch's parametrizations (spectral norm, weight norm) stop gradients by design
-        found = [
-            stop
-            for stop in loss.stops.found
-            if not type(stop.module).__module__.startswith("torch.nn.utils")
-        ]
+        stops = loss.stops.found
+        found = [s for s in stops if not type(s.module).__module__.startswith("torch.nn.utils")]
         if not found or loss.checker().check(AUTO).wrong is not False:
             return
         change = Checker(loss.f, loss.leaves, None).check(AUTO)
