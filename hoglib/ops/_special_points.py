@@ -87,13 +87,18 @@ _powers = define(torch.pow, [_slope, None], reference=torch.pow, keep="inputs")
 @stands_in_for(torch.vander, name=_POINTS["name"])
 def vander(x: Tensor, N: int | None = None, increasing: bool = False) -> Tensor:
     """torch.vander by whole powers: its cumprod has no backward, and at 0 no right forward mode."""
-    n = torch.arange(x.shape[-1] if N is None else N, device=x.device)
+    if x.dim() != 1 or (N or 0) < 0:
+        return torch.vander(x, N, increasing)  # raises
+    n = torch.arange(len(x) if N is None else N, device=x.device)
     return power(x.unsqueeze(-1), n if increasing else n.flip(0))
 
 
 @stands_in_for(torch.linalg.vander, name=_POINTS["name"])
 def _linalg_vander(x: Tensor, *, N: int | None = None) -> Tensor:
-    return vander(x, N, increasing=True)
+    if not x.dim() or (x.shape[-1] if N is None else N) < 2:
+        return torch.linalg.vander(x, N=N)  # raises
+    n = torch.arange(x.shape[-1] if N is None else N, device=x.device)
+    return power(x.unsqueeze(-1), n)
 
 
 @stands_in_for(torch.polar, name=_POINTS["name"])
