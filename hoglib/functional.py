@@ -402,15 +402,13 @@ class FunctionalLoss:
         return swap_parameters(self.model, params, self._dtype, self._norm_policy)
 
     def _check_names(self, params: Params) -> None:
-        parameters = self.model.named_parameters(remove_duplicate=False)
-        self._names = {name for name, _ in parameters}
+        self._names = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         self._compiled = has_compiled(self.model)
         for name in params:
             if name not in self._names:
                 close = get_close_matches(str(name), self._names, n=1)
                 raise ArgumentValueError(
-                    f"params: expected names of parameters of {type(self.model).__name__}, got "
-                    f"{name!r}"
+                    f"params: expected names of parameters of {type(self.model).__name__}, got {name!r}"
                     + (f"; did you mean {close[0]!r}?" if close else ".")
                     + " `hoglib.trainable_params(model)` returns those that require grad."
                 )
@@ -434,9 +432,8 @@ def _check_module(model: Any) -> None:
             "parameters cannot be swapped; pass the module that was scripted."
         )
     if not isinstance(model, nn.Module):
-        raise ArgumentTypeError(
-            f"model: expected a torch.nn.Module, got {validation.describe(model)}."
-        )
+        got = validation.describe(model)
+        raise ArgumentTypeError(f"model: expected a torch.nn.Module, got {got}.")
     refuse_fsdp1(model)
     if isinstance(model, nn.DataParallel) and len(model.device_ids) > 1:
         raise ArgumentTypeError(
@@ -470,10 +467,8 @@ def _own_loss(model: nn.Module, outputs: Any) -> Tensor:
         found = outputs["loss"]
     elif hasattr(outputs, "loss"):
         found = outputs.loss
-    elif isinstance(outputs, tuple | list) and outputs:
-        found = outputs[0]
     else:
-        found = outputs
+        found = outputs[0] if isinstance(outputs, tuple | list) and outputs else outputs
     if found is None or isinstance(found, Mapping):
         got = "None" if found is None else f"{type(found).__name__} with {', '.join(found)}"
         raise ArgumentValueError(f"{what}: expected a loss among the outputs, got {got}. {advice}")

@@ -297,14 +297,12 @@ class LanguageModelLoss(FunctionalLoss):
                 )
             scale = 100 / size if size else 1.0
 
-    def _two_logits(
-        self, batch: Any, head: nn.Module, scale: float
-    ) -> tuple[Tensor | None, Tensor]:
+    def _two_logits(self, batch: Any, head: Any, scale: float) -> tuple[Tensor | None, Tensor]:
         """The logits that the model returns, and its head, at two positions and times a number."""
         seen: list[Tensor] = []
 
         def short(x: Tensor) -> Tensor:
-            seen.append(scale * F.linear(x[..., :2, :], head.weight, head.bias))  # type: ignore[arg-type]
+            seen.append(scale * F.linear(x[..., :2, :], head.weight, head.bias))
             return seen[-1].clone()
 
         with replaced_forwards([head], lambda _: short):

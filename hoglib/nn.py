@@ -8,15 +8,7 @@ from torch import Tensor, nn
 from hoglib import ops
 from hoglib._core import validation
 
-__all__ = [
-    "CrossEntropyLoss",
-    "Linear",
-    "LinearAct",
-    "Remat",
-    "Sigmoid",
-    "Swish",
-    "Tanh",
-]
+__all__ = ["CrossEntropyLoss", "Linear", "LinearAct", "Remat", "Sigmoid", "Swish", "Tanh"]
 
 
 class Tanh(nn.Module):
@@ -169,8 +161,7 @@ class LinearAct(nn.Linear):
         act: str = "tanh",
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
-        known = ("relu", "tanh", "sigmoid", "softplus", "swish")
-        self.act = validation.one_of("act", act, known)
+        self.act = validation.one_of("act", act, ("relu", "tanh", "sigmoid", "softplus", "swish"))
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply the layer.

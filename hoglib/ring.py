@@ -125,12 +125,10 @@ class ring:  # noqa: N801 a context manager
                 raise
 
 
-def warn_if_derivatives_not_finite(
-    problem: Problem, value: Tensor, parts: Iterable[Tensor]
-) -> None:
-    """Warns of second derivatives at a problem's leaves that are not finite where the value is."""
+def warn_if_derivatives_not_finite(problem: Problem, loss: Tensor, parts: Iterable[Tensor]) -> None:
+    """Warns of second derivatives at a problem's leaves that are not finite where the loss is."""
     parts = list(parts)
-    if not is_not_finite(value, parts):  # nothing else is made for what is finite
+    if not is_not_finite(loss, parts):  # nothing else is made for what is finite
         return
     caller, leaves = problem.policy.caller, problem.leaves
     again = Policy(caller, stand_ins=problem.policy.stand_ins)
@@ -140,7 +138,7 @@ def warn_if_derivatives_not_finite(
         with preserve_random_state(), ring(again, examine=False, buffers=True):
             yield
 
-    warn_if_not_finite(caller, value, parts, lambda *own: problem.entered([])(*own), leaves, around)
+    warn_if_not_finite(caller, loss, parts, lambda *own: problem.entered([])(*own), leaves, around)
 
 
 def is_captured(policy: Policy) -> bool:
@@ -172,7 +170,4 @@ def graph_of(
 
     kind: CompiledLoss for a scalar with its gradients.
     """
-    graph: Callable[..., Any] = kept_graph(
-        body, name, owner, key, policy.backend, precheck=precheck, kind=kind
-    )
-    return graph
+    return kept_graph(body, name, owner, key, policy.backend, precheck=precheck, kind=kind)

@@ -114,11 +114,8 @@ def vjp(
     Outputs that are None or have no graph are constants. graph: of the value whose gradient the outputs
     are; an error names its custom Functions.
     """
-    pairs = [
-        (y, u)
-        for y, u in zip(outputs, cotangents, strict=True)
-        if y is not None and y.requires_grad
-    ]
+    both = zip(outputs, cotangents, strict=True)
+    pairs = [(y, u) for y, u in both if y is not None and y.requires_grad]
     if not pairs:
         return [None] * len(inputs)
     with translate_errors(what, graph):
@@ -244,10 +241,9 @@ class translate_hook_errors(ErrorTranslation):  # noqa: N801 a context manager
             return
         name = type(owner).__name__
         raise UnsupportedError(
-            f"{self._what}: expected a model without hooks of one forward and backward pass, got "
-            f"a {name} with hooks that failed: {type(error).__name__}: "
-            f"{str(error).splitlines()[0]}. Call `disable_hooks()` of the {name} before, and "
-            "`enable_hooks()` after."
+            f"{self._what}: expected a model without hooks of one forward and backward pass, got a "
+            f"{name} with hooks that failed: {type(error).__name__}: {str(error).splitlines()[0]}. "
+            f"Call `disable_hooks()` of the {name} before, and `enable_hooks()` after."
         ) from error
 
 
@@ -331,8 +327,7 @@ def clone_inference_tensors(tree: T) -> T:
         return tree
     for i in found:
         leaves[i] = leaves[i].clone()
-    result: T = pytree.unflatten(leaves, structure)
-    return result
+    return pytree.unflatten(leaves, structure)
 
 
 def without_graph(function: Callable[[], Tensor]) -> Tensor:
@@ -368,11 +363,10 @@ def with_gradients(
     recompute: computes the gradients again. With it the first backward scales the known ones in place
     and returns them without a copy, so nothing else may hold them or share their memory.
     """
-    result: Tensor = apply(
+    return apply(
         _PrecomputedGradients, value, no_second_derivative, with_graph, recompute, list(grads),
         *tensors,
     )  # fmt: skip
-    return result
 
 
 class _PrecomputedGradients(torch.autograd.Function):

@@ -399,9 +399,7 @@ def _of_function(fn: FunctionType, libraries: bool) -> Iterator[Reference]:
         yield from _of_globals(fn)
 
 
-_FIELDS = {
-    name: attrgetter(name) for name in ("__defaults__", "__kwdefaults__", "args", "keywords")
-}
+_FIELDS = {key: attrgetter(key) for key in ("__defaults__", "__kwdefaults__", "args", "keywords")}
 
 
 def _of_arguments(

@@ -55,8 +55,7 @@ class StateFingerprint:
 
 def _held(tensor: Any) -> Tensor:
     """Of a DTensor what this process holds, without communication."""
-    held: Tensor = tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor
-    return held
+    return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor
 
 
 _SETTINGS = (bool, int, float, str, type(None))
@@ -94,8 +93,6 @@ class Numbers:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Numbers) and self.read() == other.read()
-
-    __hash__ = None  # type: ignore[assignment]
 
 
 def checksum(numbers: Sequence[float]) -> float:

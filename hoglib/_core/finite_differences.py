@@ -96,9 +96,7 @@ def directional_derivative(
     ]
     gaps = [distance(*pair) for pair in pairwise(extrapolated)]
     known = [gap for gap in gaps if gap == gap]
-    if not known:
-        return extrapolated[-1]
-    return extrapolated[gaps.index(min(known)) + 1]
+    return extrapolated[gaps.index(min(known)) + 1] if known else extrapolated[-1]
 
 
 def central_differences(
@@ -154,5 +152,4 @@ def distance(a: Vector, b: Vector) -> float:
 
 def to_double(tree: T) -> T:
     """The tree with its tensors of floating-point and complex dtypes in double precision."""
-    result: T = pytree.map_tensors(partial(pytree.in_dtype, dtype=torch.float64), tree)
-    return result
+    return pytree.map_tensors(partial(pytree.in_dtype, dtype=torch.float64), tree)

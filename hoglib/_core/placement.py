@@ -105,15 +105,12 @@ class Layout(NamedTuple):
 
         if self.plain:
             return whole
-        everywhere = DTensor.from_local(
-            whole, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False
-        )
-        local: Tensor = everywhere.redistribute(placements=self.placements).to_local()
-        return local
+        layout = [Replicate()] * self.mesh.ndim
+        everywhere = DTensor.from_local(whole, self.mesh, layout, run_check=False)
+        return everywhere.redistribute(placements=self.placements).to_local()
 
     def gather(self, local: Tensor) -> Tensor:
-        found: Tensor = self.wrap(local.detach().contiguous()).full_tensor()
-        return found
+        return self.wrap(local.detach().contiguous()).full_tensor()
 
     def average(self, value: Tensor, weight: float) -> Tensor:
         """The shards of the sum over the processes of weight times value."""
@@ -126,8 +123,7 @@ class Layout(NamedTuple):
             value.contiguous(), self.mesh, [Partial()] * self.mesh.ndim, run_check=False,
             shape=value.shape, stride=value.contiguous().stride(),
         )  # fmt: skip
-        local: Tensor = partial.redistribute(placements=self.placements).to_local()
-        return local
+        return partial.redistribute(placements=self.placements).to_local()
 
     def copies(self) -> int:
         """How many processes of its mesh hold the same shard."""
@@ -190,9 +186,7 @@ class Whole:
 WHOLE = Whole()
 
 
-def placement_of(
-    tensors: Sequence[Tensor], names: Callable[[], Sequence[str]]
-) -> "Whole | Sharding":
+def placement_of(tensors: Sequence[Tensor], names: Callable[[], Sequence[str]]) -> "Placement":
     """How tensors are spread over processes, with equal weights."""
     library: Any = sys.modules.get("torch.distributed.tensor")  # None where nothing imported it
     found: list[Any] = [t for t in tensors if library and isinstance(t, library.DTensor)]
@@ -393,8 +387,7 @@ class Sharding:
                 failed = [0.0, 1.0, 0.0, 0.0]  # as in `_Mean`
                 self.sum(torch.tensor(failed, dtype=torch.float64, device=device))
             raise
-        found: Tensor = apply(_Mean, value, self)
-        return found
+        return apply(_Mean, value, self)
 
     def sum(self, value: Tensor) -> Tensor:
         """The sum over the processes, in place where it is on a device of the mesh."""

@@ -87,10 +87,9 @@ def remat(fn: F, *, compile: bool | str = False) -> F:
         if not backend:
             return fn
         fn = fn.__wrapped__  # type: ignore[attr-defined]
-    if isinstance(fn, nn.Module):
-        closures.refuse_hidden("remat", fn)
-    else:
-        closures.refuse("remat", fn)
+    hidden = isinstance(fn, nn.Module)
+    refuse: Callable[..., Any] = closures.refuse_hidden if hidden else closures.refuse
+    refuse("remat", fn)
 
     def rematerialized(*args: Any, **kwargs: Any) -> Any:
         if torch_internals.tracing():
@@ -156,8 +155,7 @@ def _recomputed(run: Any, tensors: Sequence[Tensor | None]) -> Tensors:
     tangents = torch_forward_mode.tangents_without_graph(tensors)
     if tangents is not None:
         run = _WithTangents(run, len(tensors), tangents)
-    outputs: Tensors = _Recompute.apply(run, *tensors)
-    return outputs
+    return _Recompute.apply(run, *tensors)
 
 
 class _Recompute(torch.autograd.Function):
@@ -246,8 +244,7 @@ def _run_level(run: Any, *inputs: Tensor | None) -> Tensors:
         return run.without_graph(*inputs)
     if not torch_internals.forward_mode_active() and _is_compiled(run):
         return _compilers[0](run, inputs)
-    outputs: Tensors = run(*inputs)
-    return outputs
+    return run(*inputs)
 
 
 def _is_compiled(run: Any) -> bool:
@@ -267,8 +264,7 @@ def _extra_inputs(
         return frozenset()
     arguments = (i for i in range(call.arguments) if i not in wanted)
     free = {i for i in arguments if (x := inputs[i]) is not None and is_float(x)}
-    found: frozenset[int] = call.template.extra_inputs(run, len(inputs), wanted, arrived, free)
-    return found
+    return call.template.extra_inputs(run, len(inputs), wanted, arrived, free)
 
 
 def _saved_inputs(ctx: Any) -> list[Tensor | None]:
@@ -331,10 +327,8 @@ class _Vjp(_Derivative):
         if not pairs:
             return (None,) * len(self.wanted)
         values, weights = zip(*pairs, strict=True)
-        variables = [cast(Tensor, own[i]) for i in self.wanted]
-        return torch.autograd.grad(
-            values, variables, weights, create_graph=nested, allow_unused=True
-        )
+        leaves = [cast(Tensor, own[i]) for i in self.wanted]
+        return torch.autograd.grad(values, leaves, weights, create_graph=nested, allow_unused=True)
 
     def _fresh(self, index: int, tensor: Tensor, nested: bool) -> Tensor:
         """A tensor to differentiate by, connected to the caller's graph if there is one."""
@@ -369,11 +363,10 @@ class _Vjp(_Derivative):
             return tuple(torch.zeros_like(cast(Tensor, inputs[i])) for i in self.wanted)
         edges, weights = zip(*pairs, strict=True)
         # Other levels have graphs of their own, so this one is freed while the gradient is computed.
-        gradients: Tensors = torch.autograd.grad(
+        return torch.autograd.grad(
             edges, variables, weights, retain_graph=False, create_graph=torch.is_grad_enabled(),
             allow_unused=True, materialize_grads=True,
         )  # fmt: skip
-        return gradients
 
     def _in_small_parts(self) -> AbstractContextManager[None]:
         """Inside, parts of a block are recomputed one by one, and some operations run on slices, where

@@ -419,9 +419,8 @@ def _patch_model(
             patch.put(module, name, attribute)
         if dtype is None:
             computed_in.update(computed_dtypes(module))
-        if isinstance(module, torch.jit.ScriptModule) and (
-            transforms_active() or forward_mode_active()
-        ):
+        scripted = isinstance(module, torch.jit.ScriptModule)
+        if scripted and (transforms_active() or forward_mode_active()):
             raise UnsupportedError(
                 f"{type(model).__name__}: expected modules of Python in forward mode, got "
                 f"{prefix or 'itself'}, which is scripted: torch silently gives zero for its second "

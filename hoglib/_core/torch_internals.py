@@ -97,12 +97,11 @@ def tensor_check(tensors: list[Tensor]) -> Callable[..., bool]:
     """Whether tensors have the type, dtype, device, sizes, strides and requires_grad of these, in C++;
     False also where only the state of the thread differs (autocast, inference mode)."""
     guards: Any = torch._C._dynamo.guards
-    check: Callable[..., bool] = guards.TensorGuards(
+    return guards.TensorGuards(
         *tensors,
         dynamic_dims_sizes=[list(x.size()) for x in tensors],
         dynamic_dims_strides=[list(x.stride()) for x in tensors],
     ).check
-    return check
 
 
 def transform_kinds() -> list[Any]:
@@ -499,8 +498,7 @@ def uncompiled(func: Callable[..., Any]) -> Callable[..., Any]:
         return uncompiled(func._orig_mod)  # type: ignore[attr-defined]
     if isinstance(func, torch.nn.Module):
         return func if func._compiled_call_impl is None else func._call_impl
-    original: Callable[..., Any] = getattr(func, "_torchdynamo_orig_callable", func)
-    return original
+    return getattr(func, "_torchdynamo_orig_callable", func)
 
 
 def custom_function(node: Any) -> type[Function] | None:
@@ -665,10 +663,9 @@ def cpu_attention(
     """softmax(Q K^T + B) V and the logarithm of the sums of the softmax, [n, h, L]; zero where a row
     attends to nothing."""
     query, key, value = map(_with_dense_rows, (query, key, value))
-    found: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, causal, attn_mask=bias, scale=1.0
     )
-    return found
 
 
 def cpu_attention_gradients(
@@ -678,10 +675,9 @@ def cpu_attention_gradients(
     """The gradients by query, key and value, from the outputs of `cpu_attention`."""
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     grad, query, key, value = map(_with_dense_rows, (grad, query, key, value))
-    found: tuple[Tensor, Tensor, Tensor] = backward(
+    return backward(
         grad, query, key, value, output, logsumexp, 0.0, causal, attn_mask=bias, scale=1.0
     )
-    return found
 
 
 def _with_dense_rows(x: Tensor) -> Tensor:

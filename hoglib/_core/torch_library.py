@@ -17,7 +17,7 @@ It is applied in the place of the operator where hoglib's stand-ins are on, and 
 custom Functions see.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from inspect import Parameter, Signature, getclosurevars
 from types import BuiltinFunctionType
@@ -40,7 +40,7 @@ _BY_LIBRARY: WeakKeyDictionary[OpOverload, type[Function] | None] = WeakKeyDicti
 
 
 def call_as_function(
-    operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], applied: Callable[..., Any]
+    operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], applied: Callable[..., Any]
 ) -> tuple[type[Function], tuple[Any, ...]] | None:
     """A call of an operator as the application of a Function; None for one without rules in Python.
 
@@ -86,7 +86,7 @@ def callables(name: str) -> Iterator[tuple[Any, Any]]:
             yield binding, packet
 
 
-def overload_of(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> OpOverload:
+def overload_of(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpOverload:
     """The overload that a call of an operator runs."""
     if type(operator) is not OpOverloadPacket:
         return operator
@@ -157,9 +157,7 @@ def _has_structure(overload: OpOverload) -> bool:
     return lists or _returns_list(overload)
 
 
-def _flat(
-    overload: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[Any, ...]:
+def _flat(overload: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """The arguments in the order of the schema, with defaults; lists flat, and their structure last."""
     names = [a.name for a in overload._schema.arguments if not a.kwarg_only]
     by_name = dict(kwargs)
@@ -192,8 +190,7 @@ def _make_function(overload: OpOverload, backward: Any, setup_context: Any) -> t
         if not structured:
             return list(args), {}
         *flat, structure = args
-        found: tuple[list[Any], dict[str, Any]] = _pytree.tree_unflatten(flat, structure)
-        return found
+        return _pytree.tree_unflatten(flat, structure)
 
     def run(*args: Any) -> Any:
         given, named = opened(args)

@@ -32,8 +32,7 @@ def fsdp_state(module: nn.Module) -> Any:
     library: Any = sys.modules.get("torch.distributed.fsdp")  # None where nothing imported it
     if library is None or not isinstance(module, library.FSDPModule):
         return None
-    found: Any = module
-    return found._get_fsdp_state()
+    return module._get_fsdp_state()
 
 
 def fsdp_modules(modules: Iterable[nn.Module]) -> list[nn.Module]:

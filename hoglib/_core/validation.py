@@ -83,10 +83,8 @@ def fraction(
     result = number(what, value)
     if not 0 <= result <= 1 or (below_one and result == 1):
         bound = "less than 1" if below_one else "1"
-        advice = "" if usual is None else f"; {usual:g} is usual"
-        raise ArgumentValueError(
-            f"{what}: expected a number from 0 to {bound}, got {value}{advice}."
-        )
+        hint = "" if usual is None else f"; {usual:g} is usual"
+        raise ArgumentValueError(f"{what}: expected a number from 0 to {bound}, got {value}{hint}.")
     return result
 
 
@@ -372,9 +370,7 @@ def finite(what: str, values: Tensor, advice: str, *, late: bool = False) -> Ten
             f"{advice}"
         )
     if late:
-        raise NonFiniteError(
-            f"{what}: expected finite numbers, got others one call before. {advice}"
-        )
+        raise NonFiniteError(f"{what}: expected finite numbers, got others one call ago. {advice}")
     return values
 
 

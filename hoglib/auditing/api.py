@@ -198,8 +198,7 @@ class _Audit:
     def _own_rows(self, seen: Observations) -> Iterator[Row]:
         """Torch's own product by each route, compared with that of the stand-ins."""
         dtype = next(iter(self._right.values()))[0].dtype
-        double = dtype == torch.float64
-        with reproducible(self._problem, double=double) as loss:
+        with reproducible(self._problem, double=dtype == torch.float64) as loss:
             loss.perturb()
             for route, expected in self._right.items():
                 # fused kernels, as those of attention on a GPU, draw other random numbers
@@ -347,11 +346,8 @@ class _Audit:
     def _stop_gradient_rows(self, loss: ReproducibleLoss) -> Iterator[Row]:
         """What is taken out of the graph, if H v would differ without that."""
         # torch's parametrizations (spectral norm, weight norm) stop gradients by design
-        found = [
-            stop
-            for stop in loss.stops.found
-            if not type(stop.module).__module__.startswith("torch.nn.utils")
-        ]
+        stops = loss.stops.found
+        found = [s for s in stops if not type(s.module).__module__.startswith("torch.nn.utils")]
         if not found or loss.checker().check(AUTO).wrong is not False:
             return
         change = Checker(loss.f, loss.leaves, None).check(AUTO)
@@ -525,8 +521,7 @@ def _explain(op: RecordedCall) -> str:
 
 def _verification_result(function: type[Function], args: tuple[Any, ...]) -> str:
     """What `hoglib.verify` says about a Function on these arguments; empty if it says nothing."""
-    given = pytree.tensors(args)
-    if sum(x.numel() for x in given) > MAX_VERIFIED:
+    if sum(x.numel() for x in pytree.tensors(args)) > MAX_VERIFIED:
         return ""
     with suppress(Exception):  # an explanation is not worth an error
         report = verify(function, detached_copy(args))

@@ -387,8 +387,7 @@ def observe(problem: Problem) -> Observations:
         notes["random numbers"].update(dict.fromkeys(random.drawn()))
         if not value.isfinite():
             where = watch.not_finite and (
-                "The first output that is not finite is that of "
-                f"{names.called(watch.not_finite[0])}. "
+                f"The first output that is not finite is that of {names.called(watch.not_finite[0])}. "
             )
             text = (
                 "the loss is not a finite number at params, so nothing else was checked. "
@@ -428,9 +427,8 @@ def _observe_compiled_code(
             lambda *own: problem.value([*own], problem.batch), problem.leaves, v, v
         )
     except RuntimeError as error:
-        text = (
-            WARNINGS["compiled"].format("It") + f" The error: {str(error).splitlines()[0][:160]}."
-        )
+        line = str(error).splitlines()[0][:160]
+        text = f"{WARNINGS['compiled'].format('It')} The error: {line}."
         for name in [*map(names.title, modules)] or ["the loss"]:
             failures.append(Row(f"{CULPRIT}{name}", "fail", None, text))
     return True

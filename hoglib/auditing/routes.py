@@ -263,22 +263,19 @@ def grad_of_vmap(f: Scalar, leaves: Vector, v: Vector, w: Vector) -> Vector:
             adapted = [x + e * y for x, y in zip(own, w, strict=True)]
             return pytree.dot(list(_by_all(grad, f, leaves)(*adapted)), v)
 
-        slopes: Tensor = vmap(task, randomness="same")(leaves[0].new_zeros(1))
-        return slopes.mean()
+        return vmap(task, randomness="same")(leaves[0].new_zeros(1)).mean()
 
     return list(_by_all(grad, total, leaves)(*leaves))
 
 
 def _by_all(transform: Any, f: Scalar, leaves: Vector) -> Callable[..., tuple[Tensor, ...]]:
     """torch.func.grad or jacrev of f by all leaves."""
-    result: Callable[..., tuple[Tensor, ...]] = transform(f, argnums=tuple(range(len(leaves))))
-    return result
+    return transform(f, argnums=tuple(range(len(leaves))))
 
 
 def _slope(f: Scalar, v: Vector) -> Scalar:
     def slope(*own: Tensor) -> Tensor:
-        found: Tensor = jvp(f, own, tuple(v))[1]
-        return found
+        return jvp(f, own, tuple(v))[1]
 
     return slope
 
@@ -420,10 +417,8 @@ class Checker:
         size = float(pytree.norm(slopes[-2])) if len(slopes) == 2 * len(found) else 0.0
         if size and max(distance(one, slopes[-2]) for one in slopes) < AGREE * size:
             return CheckResult(True, 1.0)
-        vanishes = bool(size) and float(pytree.norm(slopes[0])) < 2e-2 * size
-        return (
-            CheckResult(False, error or 0.0) if vanishes or error is not None else CheckResult(None)
-        )
+        small = bool(size) and float(pytree.norm(slopes[0])) < 2e-2 * size
+        return CheckResult(False, error or 0.0) if small or error is not None else CheckResult(None)
 
     def is_linear(self) -> bool:
         """Whether differences of the gradient are linear in their direction. Where they agree with each
@@ -674,9 +669,8 @@ def record_calls(
                     stack.callback(after.remove)
             yield
 
-    recorder = _OperationRecorder(lambda: stack[-1].parts)
     # the check reports an error; the calls until then are known
-    with suppress(Exception), recorder.watching():
+    with suppress(Exception), _OperationRecorder(lambda: stack[-1].parts).watching():
         run(hooks())
     return root
 
@@ -695,9 +689,8 @@ class _OperationRecorder(CallMode):
 
     def on_function(self, function: type[Function], args: tuple[Any, ...]) -> None:
         if not is_part(function):
-            call = RecordedCall(
-                run=function.apply, operation=function.__qualname__, function=function
-            )
+            name = function.__qualname__
+            call = RecordedCall(run=function.apply, operation=name, function=function)
             self._record(call, (args, {}), caller_line())
 
     def on_call(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
@@ -714,8 +707,7 @@ class _OperationRecorder(CallMode):
     def _record(self, call: RecordedCall, inputs: Any, line: SourceLine | None) -> Any:
         """Keep a call, unless one like it is kept, or its tensors cannot be copied."""
         parts = self._parts()
-        tensors = pytree.tensors(inputs)
-        key = call.operation, line, tuple((tuple(x.shape), x.dtype) for x in tensors)
+        key = call.operation, line, tuple((tuple(x.shape), x.dtype) for x in pytree.tensors(inputs))
         full = sum(bool(part.operation) for part in parts.values()) >= MAX_OPERATIONS
         if not (key in parts or full or transforms_active()):
             call.args, call.kwargs = detached_copy(inputs)

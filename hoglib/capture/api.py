@@ -145,8 +145,7 @@ class Compiled(Captured):
     def _graphs(self) -> Graphs:
         owner, key = self._place
         place = Place(owner, (key, self.backend, self.dynamic, self.check))
-        graphs: Graphs = kept(place, Graphs, self.name)
-        return graphs
+        return kept(place, Graphs, self.name)
 
     @property
     def signatures(self) -> list[GraphEntry]:
@@ -506,10 +505,8 @@ class CompiledLoss(Compiled):
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         if runs_elsewhere():
             return self.fn(*args, **kwargs)
-        value: Tensor
         if not torch.is_grad_enabled():
-            value = self.run(*args, **kwargs)
-            return value
+            return self.run(*args, **kwargs)
         both = self._with_gradient
         form, tensors = signature.parse_call(both.name, args, kwargs, both.dynamic)
         found = both.find_or_capture(form, tensors)

@@ -549,9 +549,7 @@ def _perturbed(tensors: list[Tensor]) -> list[Tensor]:
             span = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
             plain = x.detach()
             if x.is_neg() or x.is_conj():
-                plain = torch.empty_strided(
-                    x.shape, x.stride(), dtype=x.dtype, device=x.device
-                ).copy_(plain)
+                plain = x.new_empty_strided(x.shape, x.stride()).copy_(plain)
             memory = plain.as_strided((span,), (1,))
             factor = 1 - 0.1 * torch.rand(memory.shape, generator=generator, device="cpu")
             changed = (memory * factor.to(device=x.device)).to(x.dtype)

@@ -52,10 +52,8 @@ def is_random(node: fx.Node) -> bool:
 
 def is_fresh(node: fx.Node) -> bool:
     """Whether it is a copy by `torch_internals.fresh_copy`."""
-    return (
-        node.target is aten.clone.default
-        and node.kwargs.get("memory_format") is torch.preserve_format
-    )
+    layout = node.kwargs.get("memory_format")
+    return node.target is aten.clone.default and layout is torch.preserve_format
 
 
 def _has_no_dropout(node: fx.Node) -> bool:
@@ -92,8 +90,7 @@ def writes_in_place(node: fx.Node) -> bool:
 
 def fake_value(node: Any) -> Tensor:
     """The fake tensor of a node's output: it has a shape and a layout, and no values."""
-    value: Tensor = node.meta["val"]
-    return value
+    return node.meta["val"]
 
 
 def new_node(graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: Any = None) -> fx.Node:

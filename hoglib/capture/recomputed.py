@@ -75,8 +75,7 @@ class Template:
         found = self.levels.get(run.key)
         if found is None:
             name = f"{run.key[0]} of {_block_name(self.call)}"
-            level = _Level(self._own(run))
-            found = kept_graph(level, name, self, run.key, self.call.backend)
+            found = kept_graph(_Level(self._own(run)), name, self, run.key, self.call.backend)
             self.levels[run.key] = found
         return found
 

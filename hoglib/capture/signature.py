@@ -369,9 +369,8 @@ def _shortest_paths(root: Any, walk: ClosureWalker, wanted: list[Any]) -> list[E
         for edge in reversed(path):
             holder, held = whole.objects[edge.holder], whole.objects[edge.held]
             if id(held) not in walk.places:
-                found.append(
-                    Edge(walk.places[id(holder)] if edge.holder else 0, edge.step, walk.add(held))
-                )
+                place = walk.places[id(holder)] if edge.holder else 0
+                found.append(Edge(place, edge.step, walk.add(held)))
     return found
 
 

@@ -217,8 +217,7 @@ def _reads_values(func: torch._ops.OpOverload, args: Any) -> bool:
 
 def _constant(tensor: Tensor) -> Tensor | None:
     """The values of a tensor that the function makes from a number, as `torch.tensor(2.0)`."""
-    found: Tensor | None = getattr(torch_internals.unwrap(tensor), "constant", None)
-    return found
+    return getattr(torch_internals.unwrap(tensor), "constant", None)
 
 
 def value_read_error(what: str, how: str, where: str) -> Exception:
@@ -291,9 +290,8 @@ def trace(name: str, function: Callable[..., Any], tensors: list[Tensor], dynami
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
         # `record_modules` uses a global hook.
         warnings.filterwarnings("ignore", ".*there are global hooks on modules")
-        tracer = make_fx(
-            run, tracing_mode="symbolic" if dynamic else "fake", _allow_non_fake_inputs=True
-        )
+        mode: Any = "symbolic" if dynamic else "fake"
+        tracer = make_fx(run, tracing_mode=mode, _allow_non_fake_inputs=True)
         graph = tracer(*[as_leaf(x) for x in tensors])
     _check_outputs(name, out["leaves"])
     lifted = _lift(name, graph, out["recorded"])
@@ -346,11 +344,8 @@ def without_tensor_hooks(tensors: list[Tensor]) -> Iterator[None]:
 def _check_outputs(name: str, leaves: list[Any]) -> None:
     """Refuses outputs that depend on sizes, and objects that hide tensors."""
     for leaf in leaves:
-        hidden = (
-            [x for x in vars(leaf).values() if isinstance(x, Tensor)]
-            if hasattr(leaf, "__dict__")
-            else []
-        )
+        fields = getattr(leaf, "__dict__", {})
+        hidden = [x for x in fields.values() if isinstance(x, Tensor)]
         if isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):
             raise UnsupportedError(
                 f"{name}: expected outputs that do not depend on sizes, got the number {leaf} with "

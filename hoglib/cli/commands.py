@@ -241,9 +241,8 @@ _ORDERS = {
 
 def op_rows() -> list[tuple[str, str, str]]:
     """Each op by its name, the first line of its equations, and the orders of its derivatives."""
-    return [
-        (name, *_of_docstring(getdoc(getattr(hog_ops, name)) or "")) for name in hog_ops.__all__
-    ]
+    names = hog_ops.__all__
+    return [(name, *_of_docstring(getdoc(getattr(hog_ops, name)) or "")) for name in names]
 
 
 def _of_docstring(text: str) -> tuple[str, str]:

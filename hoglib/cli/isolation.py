@@ -83,15 +83,13 @@ def found_in_child(
     start = 0
     while start < len(names):
         at = Found(start, names[start])
-        for found in _of_one_child(make, seed, at, limit):
+        for found in _of_child(make, seed, at, limit):
             at = found
             yield found
         start = at.place + 1
 
 
-def _of_one_child(
-    make: Callable[[], Targets], seed: int, at: Found, limit: float
-) -> Iterator[Found]:
+def _of_child(make: Callable[[], Targets], seed: int, at: Found, limit: float) -> Iterator[Found]:
     """Until all targets are done, or the child is."""
     context = get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)

@@ -71,13 +71,11 @@ def _parser() -> argparse.ArgumentParser:
         prog="hoglib", description=description, epilog=examples, formatter_class=raw
     )
     parser.add_argument("--version", action="version", version=f"hoglib {__version__}")
-    subparsers = parser.add_subparsers(dest="command", required=True)
+    entries = parser.add_subparsers(dest="command", required=True)
 
     def command(name: str, summary: str) -> argparse.ArgumentParser:
         description = getdoc(getattr(commands, name))
-        return subparsers.add_parser(
-            name, help=summary, description=description, formatter_class=raw
-        )
+        return entries.add_parser(name, help=summary, description=description, formatter_class=raw)
 
     verify = command("verify", "verify the derivatives of custom Functions")
     add = verify.add_argument
@@ -109,8 +107,7 @@ def _parser() -> argparse.ArgumentParser:
         help="check what hoglib runs, inside of hoglib.second_order(), or torch as it is",
     )  # fmt: skip
     _add_common_arguments(audit, "a problem is")
-    ops = command("ops", "list the ops")
-    _add_switch(ops, "as the table of docs/ops.md", "--markdown")
+    _add_switch(command("ops", "list the ops"), "as the table of docs/ops.md", "--markdown")
     env = command("env", "list versions, devices, and the torch calls that have stand-ins")
     check = command("check", "is this installation fine? ten seconds")
     for one in (env, check):

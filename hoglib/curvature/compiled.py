@@ -141,8 +141,7 @@ class PartialEval:
 
     def _made(self, graph: fx.GraphModule, inputs: list[Tensor]) -> Run:
         if not any(node.op == "call_function" for node in graph.graph.nodes):
-            run: Run = graph.forward
-            return run
+            return graph.forward
         return make_runner(graph, inputs, self.backend, self.name)[0].run
 
 

@@ -119,9 +119,7 @@ class Processes:
 
     def number(self, index: int) -> int:
         """The number, counted over all processes, of the piece that this one has at an index."""
-        if self.alone or self._how == SHARD:
-            return index
-        return self.rank + self.world * index
+        return index if self.alone or self._how == SHARD else self.rank + self.world * index
 
     def gather(self, value: Any) -> list[Any]:
         """The value of each process; it has to be one that can be pickled."""
@@ -337,9 +335,8 @@ class Batches:
         count = row_count(batch)
         if count is None:
             raise ArgumentTypeError(
-                f"{'micro_batch' if self._micro_batch else 'processes'}: expected a batch of "
-                f"tensors that can be split, got {validation.describe(batch)}; pass smaller batches "
-                "instead."
+                f"{'micro_batch' if self._micro_batch else 'processes'}: expected a batch of tensors "
+                f"that can be split, got {validation.describe(batch)}; pass smaller batches instead."
             )
         size = self._micro_batch or -(-count // self._processes.world)  # rounded up
         if count <= size:
@@ -442,8 +439,7 @@ def is_batch(data: Any) -> bool:
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """The batch with its tensors on the device."""
-    tensors = pytree.tensors(batch)
-    if tensors:
+    if pytree.tensors(batch):
         return pytree.map_tensors(lambda x: x.to(device, non_blocking=device.type != "cpu"), batch)
     return batch.to(device) if hasattr(batch, "to") else batch  # such as a batch of graphs
 

@@ -64,6 +64,7 @@ from hoglib.verification.call import HalfWatch
 from hoglib.verification.entry_points import examined_functions
 
 Tree = Any
+CountedLabels = tuple[dict[str, tuple[int, bool]], float]  # of a batch, and its weight
 MEMORY_LIMIT = 2 * 2**30
 CHECKED_EVERY = 8  # products of an algorithm: a kept graph reads neither modules nor new tensors
 
@@ -134,9 +135,8 @@ class OperatorOptions(DataOptions, Options, total=False):
     memory_limit: float
 
 
-DATA_OPTIONS, OPERATOR_OPTIONS = (
-    tuple(options.__annotations__) for options in (DataOptions, OperatorOptions)
-)
+DATA_OPTIONS = tuple(DataOptions.__annotations__)
+OPERATOR_OPTIONS = tuple(OperatorOptions.__annotations__)
 
 
 @final
@@ -347,7 +347,7 @@ class DatasetSum:
         if self._names_norms:
             self._warn_of_batch_norm()
         shares: list[float] = []
-        labels: list[tuple[dict[str, tuple[int, bool]], float]] = []
+        labels: list[CountedLabels] = []
         whole, shared = 0.0, False
         for local, known in self._local_batches():
             first = len(shares)
@@ -376,9 +376,8 @@ class DatasetSum:
         self._counts = False
         self._warn_of_ignored_labels(labels)
         self._state = self._fingerprint.now()  # a forward may count its calls
-        given.totals = _totals(shares, self._determinism.losses)._replace(
-            whole=whole, shared=shared
-        )
+        totals = _totals(shares, self._determinism.losses)
+        given.totals = totals._replace(whole=whole, shared=shared)
 
     def _agree(self, rows: Tensor | None, changed: bool) -> None:
         """Raise in all processes that share the parameters where one multiplies other vectors."""
@@ -552,7 +551,7 @@ class DatasetSum:
 
     def _compare_counts(
         self, batch: Any, weight: float, value: Tensor, number: int
-    ) -> list[tuple[dict[str, tuple[int, bool]], float]]:
+    ) -> list[CountedLabels]:
         """Raise for a loss that is the mean over something else than the weights of batches count.
 
         A criterion of the table says what it counts; any other loss is compared with those of the
@@ -590,12 +589,10 @@ class DatasetSum:
             f"ignored. Batches weighted by their examples are not the mean over the data; {advice}."
         )
 
-    def _check_split(
-        self, whole: float, totals: PassTotals, dtype: torch.dtype, batch: Any
-    ) -> None:
+    def _check_split(self, whole: float, parts: PassTotals, dtype: torch.dtype, batch: Any) -> None:
         """The loss of a batch is that of its pieces, weighted: no layer or criterion mixes examples."""
-        pieces = totals.loss / totals.weight if self._mean else totals.loss
-        if not close(whole, pieces, dtype, [totals.largest]):
+        pieces = parts.loss / parts.weight if self._mean else parts.loss
+        if not close(whole, pieces, dtype, [parts.largest]):
             random = batch is not None and self._determinism.random_cause(
                 lambda: self.loss_of(batch), self._space.device
             )
@@ -605,12 +602,11 @@ class DatasetSum:
                     f"{whole:.8g} and {pieces:.8g}: {random}"
                 )
             raise ArgumentValueError(
-                f"{'processes' if totals.shared else 'micro_batch'}: expected a loss that is the "
-                f"{'mean' if self._mean else 'sum'} over "
-                f"examples, got {whole:.8g} for a batch and {pieces:.8g} from its pieces. "
-                "BatchNorm in train mode mixes examples (call model.eval()), a criterion may weight "
-                "them (give the weight of a batch by batch_size=), or its reduction is not that of the "
-                "operator."
+                f"{'processes' if parts.shared else 'micro_batch'}: expected a loss that is the "
+                f"{'mean' if self._mean else 'sum'} over examples, got {whole:.8g} for a batch and "
+                f"{pieces:.8g} from its pieces. BatchNorm in train mode mixes examples (call "
+                "model.eval()), a criterion may weight them (give the weight of a batch by "
+                "batch_size=), or its reduction is not that of the operator."
             )
 
     def _warn_unused(self) -> None:
@@ -624,9 +620,7 @@ class DatasetSum:
             )
             self._unused = set()
 
-    def _warn_of_ignored_labels(
-        self, batches: list[tuple[dict[str, tuple[int, bool]], float]]
-    ) -> None:
+    def _warn_of_ignored_labels(self, batches: list[CountedLabels]) -> None:
         """Warn where batches have other numbers of labels for each example that enter a mean."""
         for name in batches[0][0] if batches else ():
             found = [(*counts[name], weight) for counts, weight in batches if name in counts]
@@ -636,10 +630,9 @@ class DatasetSum:
                     f"{self._name}: expected batches with as many labels for each example, got "
                     f"{min(ratios):.3g} to {max(ratios):.3g} elements of {name} that are not "
                     f"{IGNORED}. A mean over these labels, as cross_entropy's, is not that over the "
-                    "data, because batches are weighted by their examples. Pass "
-                    f"`batch_size=lambda batch: ({name} != {IGNORED}).sum()`, or use "
-                    "`hoglib.language_model_loss`, which counts them; for a mean over examples pass "
-                    "`batch_size=` with their number."
+                    "data, because batches are weighted by their examples. Pass `batch_size=lambda "
+                    f"batch: ({name} != {IGNORED}).sum()`, or use `hoglib.language_model_loss`, which "
+                    "counts them; for a mean over examples pass `batch_size=` with their number."
                 )
                 return
 
@@ -655,11 +648,10 @@ class DatasetSum:
         if names:
             warn(
                 f"{self._name}: expected the loss of each example to depend on that example alone, got "
-                f"one that normalises by the batch: {validation.listing(list(names))} in "
-                "train mode. What is computed is that of these batches: it depends on their size, and "
-                "on which examples share one, most of all where the data is sorted. Call model.eval(), "
-                "or pass all of the data as one batch. Where these batches are meant, filter this "
-                "warning."
+                f"one that normalises by the batch: {validation.listing(list(names))} in train mode. "
+                "What is computed is that of these batches: it depends on their size, and on which "
+                "examples share one, most of all where the data is sorted. Call model.eval(), or pass "
+                "all of the data as one batch. Where these batches are meant, filter this warning."
             )
 
     def _check_state(self) -> bool:

@@ -124,19 +124,17 @@ def eigsh(
     return Eigenpairs(values, rows.T, residuals, products, which)
 
 
-def _basis_options(
-    operator: SymmetricMatrix, dtype: Any, device: Any
-) -> tuple[torch.dtype, torch.device]:
+def _basis_options(A: SymmetricMatrix, dtype: Any, device: Any) -> tuple[torch.dtype, torch.device]:
     """The dtype and the device of the basis."""
     if dtype is None:
-        dtype = torch.promote_types(operator.dtype, torch.float32)
+        dtype = torch.promote_types(A.dtype, torch.float32)
     elif dtype not in TOL:
         raise ArgumentValueError(
             "basis_dtype: expected torch.float32 or torch.float64, in which a basis stays orthogonal, "
             f"got {validation.describe(dtype)}."
         )
     if device is None:
-        return dtype, operator.device
+        return dtype, A.device
     try:
         return dtype, torch.device(device)
     except (RuntimeError, TypeError) as error:
@@ -252,8 +250,7 @@ class Basis:
 
     def ritz(self) -> tuple[Tensor, Tensor, Tensor]:
         """Values theta, ascending, coefficients S of the vectors S^T V, and |A v - theta v| of each."""
-        T = self.T[: self.m, : self.m]
-        theta, S = symmetric_eigen(T)
+        theta, S = symmetric_eigen(self.T[: self.m, : self.m])
         return theta, S, (self.T[self.m : self.n, : self.m] @ S).norm(dim=0)
 
     def combine(self, S: Tensor) -> Tensor:
@@ -322,8 +319,7 @@ def to_scipy(operator: SymmetricMatrix) -> Any:
         from scipy.sparse import linalg
     except ImportError as error:
         raise MissingDependencyError(
-            "to_scipy: expected the package scipy to be installed, and it is not; `pip install "
-            "scipy`."
+            "to_scipy: expected the package scipy to be installed, and it is not; `pip install scipy`."
         ) from error
     own = operator.dtype if operator.dtype in (torch.float32, torch.float64) else torch.float32
 

@@ -39,12 +39,10 @@ class Estimate(NamedTuple):
 Estimator = Callable[[SymmetricMatrix, int, Generator | None], Estimate]
 
 
-def hutchinson_trace(
-    operator: SymmetricMatrix, num_samples: int, generator: Generator | None
-) -> Estimate:
+def hutchinson_trace(A: SymmetricMatrix, num_samples: int, generator: Generator | None) -> Estimate:
     """tr A = E[v^T A v], v of independent signs; Var[v^T A v] = 2 sum over i != j of A_ij^2."""
-    dots = operator.space.dots
-    values = [dots((v, Av))[0] for v, Av in samples_of(operator, num_samples, generator)]
+    dots = A.space.dots
+    values = [dots((v, Av))[0] for v, Av in samples_of(A, num_samples, generator)]
     return mean_of(torch.cat(values))
 
 
@@ -123,22 +121,20 @@ def xtrace(operator: SymmetricMatrix, num_samples: int, generator: Generator | N
     return Estimate(*(part.to(operator.dtype) for part in found))
 
 
-def _basis_of_products(
-    operator: SymmetricMatrix, w: Tensor
-) -> tuple[Tensor, Tensor | None, Tensor]:
+def _basis_of_products(matrix: SymmetricMatrix, w: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
     """Q, R and A Q with the products A w^T = Q R of the rows of w and orthonormal columns of Q.
 
     R is None for a matrix whose rank is below the number of its products; Q then spans its range, on
     which nothing is left to estimate.
     """
-    Y = operator.apply(w.to(operator.dtype)).to(w.dtype)
+    Y = matrix.apply(w.to(matrix.dtype)).to(w.dtype)
     Q, R = torch.linalg.qr(Y.T)
     sizes = R.diagonal().abs()
     if float(sizes.min()) <= w.shape[1] * torch.finfo(w.dtype).eps * float(sizes.max()):
         U, lengths, _ = torch.linalg.svd(Y.T, full_matrices=False)
         rank = int((lengths > Y.shape[1] * torch.finfo(Y.dtype).eps * lengths.max()).sum())
         Q, R = U[:, :rank], None
-    return Q, R, operator.apply(Q.T.contiguous().to(operator.dtype)).to(w.dtype).T
+    return Q, R, matrix.apply(Q.T.contiguous().to(matrix.dtype)).to(w.dtype).T
 
 
 def _left_out(R: Tensor) -> Tensor:
@@ -250,8 +246,7 @@ def spectral_density(
             )[0]
         )  # fmt: skip
     nodes, vectors = symmetric_eigen(torch.cat(found))
-    weights = vectors[:, 0].square()
-    return _smoothed(nodes, weights, width, operator.count - before)
+    return _smoothed(nodes, vectors[:, 0].square(), width, operator.count - before)
 
 
 def tridiagonal(
@@ -294,9 +289,7 @@ def tridiagonal(
     return T.to("cpu", torch.float64), V
 
 
-def _smoothed(
-    nodes: Tensor, weights: Tensor, width: float | None, products: int
-) -> SpectralDensity:
+def _smoothed(nodes: Tensor, weights: Tensor, width: float | None, count: int) -> SpectralDensity:
     """The density of the nodes, each of which is a Gaussian, on a grid."""
     present = nodes[weights > torch.finfo(weights.dtype).eps]
     low, high = float(present.min()), float(present.max())
@@ -310,4 +303,4 @@ def _smoothed(
         z = (grid[:, None] - t) / width
         densities.append((torch.exp(-z.square() / 2) @ w) / (width * (2 * torch.pi) ** 0.5))
     density, error = mean_of(torch.stack(densities))
-    return SpectralDensity(nodes, weights, grid, density, error, width, products)
+    return SpectralDensity(nodes, weights, grid, density, error, width, count)

@@ -402,8 +402,7 @@ def _by_outputs(run: ModelRun, loss: Any, batch: Any, factors: Tensor | None) ->
         left = iter(shifts)
         parts, form = pytree.flatten(own)
         moved = [x + next(left) if pytree.is_float(x) else x for x in parts]
-        value: Tensor = loss.criterion(pytree.unflatten(moved, form), example)
-        return value
+        return loss.criterion(pytree.unflatten(moved, form), example)
 
     zeros = [torch.zeros_like(y[:1]) for y in given]
     _, gradients = _of_single_examples(criterion, zeros, (outputs, batch))

@@ -143,11 +143,9 @@ class FisherMetric(OutputMetric):
         scores = [s.to(dtype) for s, dtype in zip(found.scores, at.dtypes, strict=True)]
         return found._replace(scores=scores)
 
-    def closed_form(
-        self, composite: CompositeLoss, outputs: Vector
-    ) -> tuple[Likelihood, Weight] | None:
+    def closed_form(self, composite: CompositeLoss, ys: Vector) -> tuple[Likelihood, Weight] | None:
         """The likelihood of the criterion and the weight of a term, where its family is known."""
-        at = _Outputs(composite.with_values(outputs), composite.batch)
+        at = _Outputs(composite.with_values(ys), composite.batch)
         chosen, _, weight = _distribution(self, composite.loss, at)
         return None if chosen.family is None else (chosen, weight)
 
@@ -375,9 +373,8 @@ def _empirical(options: FisherMetric, loss: Any, at: _Outputs) -> Scores:
             "kind='empirical': expected outputs with one leading dimension, that of the examples, got "
             f"{shapes}; expand what all examples share, for instance `log_std.expand_as(mean)`."
         )
-    value = validation.scalar(
-        "criterion(outputs, batch)", loss.criterion(at.rebuild(own), at.batch)
-    )
+    value = loss.criterion(at.rebuild(own), at.batch)
+    value = validation.scalar("criterion(outputs, batch)", value)
     if not value.requires_grad:
         raise ArgumentValueError(
             "criterion(outputs, batch): expected a value that depends on the outputs, got one that "
@@ -536,20 +533,18 @@ def _class_columns(
             yield [column.reshape(p.shape).movedim(-1, axis).to(output.dtype)]
 
 
-def _random_columns(
-    metric: FisherMetric, composite: CompositeLoss, values: Vector
-) -> Iterator[Vector]:
+def _random_columns(metric: FisherMetric, composite: CompositeLoss, ys: Vector) -> Iterator[Vector]:
     """Draws s_n = sum over c of e_nc s_nc / sqrt(S) with independent signs e, E[s s^T] = M / S.
 
     For a criterion whose likelihood is not known, and which need not be one.
     """
-    examples, draws = examples_of(composite, values), metric.num_samples
-    random = metric.random_numbers(values[0].device)
-    device = values[0].device if random is None else random.device
-    totals = [y.new_zeros((draws, *y.shape)) for y in values]
-    for column in _dense_columns(metric, composite, values):
+    examples, draws = examples_of(composite, ys), metric.num_samples
+    random = metric.random_numbers(ys[0].device)
+    device = ys[0].device if random is None else random.device
+    totals = [y.new_zeros((draws, *y.shape)) for y in ys]
+    for column in _dense_columns(metric, composite, ys):
         bits = torch.randint(2, (draws, examples), generator=random, device=device)
-        signs = (2 * bits - 1).to(values[0].device) / sqrt(draws)
+        signs = (2 * bits - 1).to(ys[0].device) / sqrt(draws)
         for total, part in zip(totals, column, strict=True):
             each = signs.to(part.dtype)
             if examples > 1 or part.shape[:1] == (1,):
@@ -561,13 +556,11 @@ def _random_columns(
         yield [total[draw] for total in totals]
 
 
-def _dense_columns(
-    metric: FisherMetric, composite: CompositeLoss, values: Vector
-) -> Iterator[Vector]:
+def _dense_columns(metric: FisherMetric, composite: CompositeLoss, ys: Vector) -> Iterator[Vector]:
     """The columns of the square root of each block, which is computed by products with M."""
-    examples = examples_of(composite, values)
-    shapes = [y.shape for y in values]
-    sizes = [y.numel() // max(examples, 1) for y in values]
+    examples = examples_of(composite, ys)
+    shapes = [y.shape for y in ys]
+    sizes = [y.numel() // max(examples, 1) for y in ys]
     total = sum(sizes)
     if examples * total**2 > LARGEST:
         raise UnsupportedError(
@@ -576,21 +569,21 @@ def _dense_columns(
             "or smaller batches by micro_batch=."
         )
     chosen = CriterionHessian() if metric.likelihood is None else metric
-    with _around(values[0]):
-        product = chosen.at(composite, values)
-    wide = upcast_half(values[0]).dtype
+    with _around(ys[0]):
+        product = chosen.at(composite, ys)
+    wide = upcast_half(ys[0]).dtype
 
     def vector(rows: Tensor) -> Vector:
         """Rows [N, total] like the outputs."""
         parts = rows.split(sizes, 1)
         return [
             part.reshape(shape).to(y.dtype)
-            for part, shape, y in zip(parts, shapes, values, strict=True)
+            for part, shape, y in zip(parts, shapes, ys, strict=True)
         ]
 
-    blocks = values[0].new_empty((examples, total, total), dtype=wide)
+    blocks = ys[0].new_empty((examples, total, total), dtype=wide)
     for i in range(total):
-        unit = torch.zeros((examples, total), dtype=wide, device=values[0].device)
+        unit = torch.zeros((examples, total), dtype=wide, device=ys[0].device)
         unit[:, i] = 1
         found = product(vector(unit), True)
         blocks[:, :, i] = torch.cat([x.detach().reshape(examples, -1).to(wide) for x in found], 1)
@@ -599,14 +592,14 @@ def _dense_columns(
         """The size of a product at outputs of zero: where all examples are fitted well, M vanishes, and
         what is left of it is the rounding of terms of this size."""
         sizes = [0.0]
-        with suppress(HoglibError, RuntimeError, ValueError), _around(values[0]):
-            elsewhere = chosen.at(composite, [torch.zeros_like(y) for y in values])
+        with suppress(HoglibError, RuntimeError, ValueError), _around(ys[0]):
+            elsewhere = chosen.at(composite, [torch.zeros_like(y) for y in ys])
             sizes += [largest(x) for x in elsewhere(vector(u), False)]
         return max(filter(isfinite, sizes))
 
-    _check_apart(product, vector, blocks, values[0].dtype, composite.policy.caller, at_zero)
+    _check_apart(product, vector, blocks, ys[0].dtype, composite.policy.caller, at_zero)
     eigenvalues, Q = symmetric_eigen(blocks)
-    rounding = max(1e3 * torch.finfo(wide).eps, 10 * torch.finfo(values[0].dtype).eps)
+    rounding = max(1e3 * torch.finfo(wide).eps, 10 * torch.finfo(ys[0].dtype).eps)
     low = -float(eigenvalues.min()) / rounding
     if low > largest(eigenvalues) and low > at_zero(_directions(blocks)):
         raise ArgumentValueError(

@@ -46,9 +46,8 @@ from hoglib.errors import (
 )
 
 APART = (
-    "For a model that returns its loss write `hoglib.functional_loss(model, criterion, "
-    "forward=lambda model, batch: model(...).logits)`, or for a language model "
-    "`hoglib.language_model_loss(model)`."
+    "For a model that returns its loss write `hoglib.functional_loss(model, criterion, forward=lambda "
+    "model, batch: model(...).logits)`, or for a language model `hoglib.language_model_loss(model)`."
 )
 GaussNewtonMode = Literal["auto", "forward", "reverse", "finite-differences"]
 MetricProduct = Callable[[Vector, bool], Vector]  # (u, keep_graph) -> M u
@@ -223,8 +222,7 @@ class CompositeLoss:
     def criterion(self, *values: Tensor) -> Tensor:
         """The loss, of the floating-point tensors among the outputs."""
         # copies: a criterion may work in place, which leaves of a graph do not allow
-        outputs = self.with_values([y.clone() for y in values])
-        value = self.loss.criterion(outputs, self.batch)
+        value = self.loss.criterion(self.with_values([y.clone() for y in values]), self.batch)
         return validation.scalar("criterion(outputs, targets)", value)
 
     def criterion_at(self, outputs: Vector) -> Problem:
@@ -244,7 +242,7 @@ class CompositeLoss:
                 return self.criterion(*found[0])
             return without_graph(lambda: self.criterion(*found[0]))
 
-        of_all = self.problem.placement.mean_of(value)
+        of_all = self.problem.placement.mean_of(value)  # which sets found
         return (*found, of_all)
 
     def metric(self, outputs: Vector) -> MetricProduct:
@@ -339,12 +337,10 @@ def in_transforms(composite: CompositeLoss) -> LinearMap:
         return tuple(composite.outputs(list(own)))
 
     def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
-        outputs_and_vjp: Any = torch.func.vjp(outputs, *composite.leaves)
+        reverse: Any = torch.func.vjp(outputs, *composite.leaves)
         with torch_forward_mode.one_thread_in_forward_mode(composite.policy.caller):
-            outputs_and_tangents: Any = torch.func.jvp(
-                outputs, tuple(composite.leaves), tuple(vector)
-            )
-        (every, transpose), (_, tangents) = outputs_and_vjp, outputs_and_tangents
+            forward: Any = torch.func.jvp(outputs, tuple(composite.leaves), tuple(vector))
+        (every, transpose), (_, tangents) = reverse, forward
         weighted = composite.metric(list(every))(list(tangents), False)
         return composite.criterion(*every), list(transpose(tuple(weighted)))
 

@@ -129,9 +129,7 @@ def gradients(values: Function, x: Tensor, keep: bool) -> Tensor:
                     )
 
         rows = _of_each_output(pull, y)
-    if not y.dim():
-        return rows[0]
-    return torch.stack(rows, 1).reshape(*y.shape, *x.shape[1:])
+    return torch.stack(rows, 1).reshape(*y.shape, *x.shape[1:]) if y.dim() else rows[0]
 
 
 def _of_each_output(pull: Callable[[Tensor], Any], y: Tensor) -> list[Tensor]:
@@ -274,14 +272,12 @@ def _weighted(term: Tensor, weight: Any) -> Tensor:
 
 
 def _gradient(y: Tensor, own: Tensor, graph: GraphSummary, cotangents: Tensor) -> Tensor:
-    """The gradient by the points, with its graph."""
-    gradient = None
+    """The grad by the points, with its graph."""
+    grad = None
     if y.requires_grad:
         with translate_errors(CALLER):
-            (gradient,) = torch.autograd.grad(
-                y, own, cotangents, create_graph=True, allow_unused=True
-            )
-    return _check_dependent(gradient)
+            (grad,) = torch.autograd.grad(y, own, cotangents, create_graph=True, allow_unused=True)
+    return _check_dependent(grad)
 
 
 def _check_dependent(gradient: Tensor | None) -> Tensor:

@@ -105,8 +105,7 @@ def jvp(
         # new tensors: one that is both primal and tangent would be one input of the graph
         leaves, vector = clone_inference_tensors((leaves, [v.view_as(v) for v in vector]))
     pushed = partial(_value_and_tangent, torch_internals.uncompiled(func), structure, mode, policy)
-    found: tuple[Tree, Tree] = run(policy, func, pushed, (structure, mode, policy), leaves, vector)
-    return found
+    return run(policy, func, pushed, (structure, mode, policy), leaves, vector)
 
 
 def _primals(primals: Tree) -> tuple[Vector, Any]:
@@ -183,13 +182,11 @@ def _value_and_tangent(
     return value, tangent
 
 
-def by_forward(
-    function: Callable[..., Vector], leaves: Vector, vector: Vector
-) -> tuple[Vector, Vector]:
+def by_forward(f: Callable[..., Vector], leaves: Vector, vector: Vector) -> tuple[Vector, Vector]:
     """One run with tangents: the values and the tangents."""
 
     def checked(*own: Tensor) -> tuple[Tensor, ...]:
-        values = function(*own)
+        values = f(*own)
         if not any(map(torch_internals.has_tangent, values)):
             raise _independent()
         return tuple(values)
@@ -291,8 +288,7 @@ class TransposedJacobian:
 
     def agrees(self, func: Any, vector: Vector, tangents: Vector) -> bool:
         """Whether <v, J^T u> = <J v, u>; func: whose Jacobian this is."""
-        pairs = zip(self._every, tangents, strict=True)
-        along = [part for y, part in pairs if y.requires_grad]
+        along = [part for y, part in zip(self._every, tangents, strict=True) if y.requires_grad]
         given = [vector[i] for i in self._used]
         return are_adjoint(func, given, self.parts, along, self._us, graphs=self.parts)
 

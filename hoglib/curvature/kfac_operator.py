@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any, Literal, NamedTuple, Unpack, final
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from hoglib._core import pytree, validation
 from hoglib._core.placement import refuse_sharded
@@ -138,7 +138,7 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
         joint_bias: bool = True,
         likelihood: Any = None,
         num_samples: int = 1,
-        generator: torch.Generator | None = None,
+        generator: Generator | None = None,
         **options: Unpack[DataOptions],
     ) -> None:  # fmt: skip
         validation.one_of("approximation", approximation, ("expand", "reduce"))
@@ -152,9 +152,8 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
         super().__init__(loss, params, data, GaussNewtonKind("auto", metric), plain)
         check_named(params)
         self._loss, self._data, self._given = loss, data, options
-        self._factors = FactorOptions(
-            metric, approximation, validation.flag("joint_bias", joint_bias)
-        )
+        joint_bias = validation.flag("joint_bias", joint_bias)
+        self._factors = FactorOptions(metric, approximation, joint_bias)
         self._corrected = validation.flag("eigenvalue_corrected", eigenvalue_corrected)
         # whether layers have to show the gradients of single examples
         self.by_example = self._corrected or approximation == "reduce"
@@ -179,8 +178,7 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
         validation.refuse_transforms("KFACOperator", "compute it before, by `update()`.")
         with torch.inference_mode(False), torch.no_grad(), self._bar.over("factors"):
             factors = FactorSums()
-            totals = self._pass(factors)
-            blocks = factors.blocks(self._sum.weight(totals))
+            blocks = factors.blocks(self._sum.weight(self._pass(factors)))
             if self._corrected:
                 blocks = self.corrected([block.eigen() for block in blocks])
         self._blocks, self._error = blocks, None
@@ -198,8 +196,7 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
             if not self.by_example:  # the order of examples is not known yet
                 self.by_example, self.row_order = True, None
             sums = EigenvalueSums(blocks)
-            totals = self._pass(sums)
-            return sums.blocks(self._sum.weight(totals))
+            return sums.blocks(self._sum.weight(self._pass(sums)))
 
     def _pass(self, sums: BlockSums) -> PassTotals:
         """Add every batch to the sums, in all processes."""
@@ -248,9 +245,7 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
         with super()._algorithm(name, *given, **options):
             yield
 
-    def error(
-        self, num_samples: int = 16, *, generator: torch.Generator | None = None
-    ) -> KFACError:
+    def error(self, num_samples: int = 16, *, generator: Generator | None = None) -> KFACError:
         r"""How far the approximation is from what it approximates, by products with random vectors.
 
             |K - M| / |M|, |A|^2 = E|A v|^2 in the Frobenius norm, v of independent signs
@@ -287,8 +282,7 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
         with torch.inference_mode(False), torch.no_grad():
             # in the basis of the parameters themselves
             squares = self.corrected([block.unrotated() for block in self.blocks()])
-        found: Tensor = KroneckerMatrix(self.space, squares).diagonal()
-        return found
+        return KroneckerMatrix(self.space, squares).diagonal()
 
     def state_dict(self) -> dict[str, Any]:
         """The factors, in a form that `torch.save` and ``torch.load(weights_only=True)`` take.

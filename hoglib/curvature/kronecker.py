@@ -24,7 +24,7 @@ from hoglib.curvature.vector_space import Space
 from hoglib.errors import ArgumentValueError, NotPositiveDefiniteError
 
 Tree = Any
-InverseMethod = Literal["exact", "pi", "factors"]
+Inversion = Literal["exact", "pi", "factors"]
 
 
 class BlockLayout(NamedTuple):
@@ -127,8 +127,7 @@ class KroneckerBlock:
     def map(self, function: Callable[[Tensor], Tensor]) -> "KroneckerBlock":
         """The function of the matrix."""
         block = self.eigen()
-        found = validation.of_eigenvalues(function, _given(block.values))
-        return replace(block, values=found)
+        return replace(block, values=validation.of_eigenvalues(function, _given(block.values)))
 
     def inverse_of_damped_factors(self, damping: float, balanced: bool) -> "KroneckerBlock":
         """(G + d_G I)^-1 ⊗ (A + d_A I)^-1, d_A = pi sqrt(damping), d_G = sqrt(damping) / pi."""
@@ -237,9 +236,7 @@ class KroneckerOperator(LinearOperator):
 
     __rmul__ = __mul__
 
-    def inverse(
-        self, damping: float = 0.0, *, method: InverseMethod = "exact"
-    ) -> "KroneckerMatrix":
+    def inverse(self, damping: float = 0.0, *, method: Inversion = "exact") -> "KroneckerMatrix":
         r"""The inverse of the damped matrix, of the same kind.
 
             exact     (G ⊗ A + damping I)^-1
@@ -262,7 +259,7 @@ class KroneckerOperator(LinearOperator):
             Curvature, 2015, section 6.3 (pi).
         """
         number = validation.number("damping", damping, minimum=0)
-        if validation.one_of("method", method, get_args(InverseMethod)) == "exact":
+        if validation.one_of("method", method, get_args(Inversion)) == "exact":
             damped = self.damped(number)
             values = torch.cat([_given(block.values).reshape(-1) for block in damped.blocks()])
             lowest, largest = torch.stack([values.min(), values.abs().max()]).tolist()
@@ -284,7 +281,7 @@ class KroneckerOperator(LinearOperator):
         return KroneckerMatrix(self.space, inverses)
 
     def solve(  # type: ignore[override]
-        self, b: Tree, *, damping: float = 0.0, method: InverseMethod = "exact"
+        self, b: Tree, *, damping: float = 0.0, method: Inversion = "exact"
     ) -> Tree:
         """x with (K + damping I) x = b, by `inverse`: without iterations.
 

@@ -58,8 +58,7 @@ class BlockSums(ABC):
     def unpack(self, row: Tensor) -> None:
         """Write such a row into them."""
         tensors = [x for layout in sorted(self.sums) for x in self.sums[layout].values()]
-        parts = row[0].split([x.numel() for x in tensors])
-        for x, part in zip(tensors, parts, strict=True):
+        for x, part in zip(tensors, row[0].split([x.numel() for x in tensors]), strict=True):
             x.copy_(part.view(x.shape))
 
     def finite(self) -> bool:

@@ -10,7 +10,7 @@ whatever module they stand in; what else uses a parameter is noted, to be refuse
 from collections.abc import Callable, Sequence
 from functools import partial
 from inspect import signature
-from itertools import product
+from itertools import chain, product
 from types import EllipsisType, FunctionType
 from typing import Any, NamedTuple, final
 
@@ -197,6 +197,9 @@ class LayerRecorder(TorchFunctionMode):
         use = self.use(tensor)
         return None if use is None else use.region
 
+    def regions(self, weight: Any, bias: Any) -> tuple[Region | None, Region | None]:
+        return self.region(weight), self.region(bias)
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self.selects = self.selects or _chooses_rows(func, args)
@@ -241,7 +244,7 @@ class LayerRecorder(TorchFunctionMode):
         for i, use in uses.items() if result.requires_grad else ():
             shape = args[i].shape
             slope = None if use.slope is None else use.slope.view(shape)
-            if name not in CASTS and (name not in ADDS or kwargs.get("alpha")):
+            if name not in CASTS and (name not in ADDS or "alpha" in kwargs):
                 here = _slope(func, args, kwargs, i, result)
                 slope = here if slope is None else here * slope
             alike, own = result.numel() == shape.numel(), []
@@ -282,13 +285,8 @@ class LayerRecorder(TorchFunctionMode):
         return (indices.expand(each), *rest), result.expand(*each, result.shape[-1])
 
     def _used(self, args: Any, kwargs: Any) -> list[Use]:
-        found = []
-        for x in (*args, *kwargs.values()):
-            for part in x if isinstance(x, list | tuple) else (x,):
-                use = self.use(part) if isinstance(part, Tensor) else None
-                if use is not None:
-                    found.append(use)
-        return found
+        given = [x if isinstance(x, list | tuple) else (x,) for x in (*args, *kwargs.values())]
+        return [use for part in chain(*given) if (use := self.use(part)) is not None]
 
     def _note(self, func: Any, used: Sequence[Use], result: Any) -> None:
         """Keep views of whole rows, in their order; note another use of a parameter."""
@@ -319,34 +317,30 @@ def _view(use: Use, part: Tensor) -> Use | None:
 
 
 def _linear(
-    recorder: LayerRecorder, output: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None
+    seen: LayerRecorder, output: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> LayerCall:  # fmt: skip
     role = Role("linear", "kronecker", 1, *weight.shape)
-    places = recorder.region(weight), recorder.region(bias)
-    return LayerCall(role, *places, input, output, _flat, _flat)
+    return LayerCall(role, *seen.regions(weight, bias), input, output, _flat, _flat)
 
 
 def _addmm(
-    recorder: LayerRecorder, output: Tensor, input: Tensor, mat1: Tensor, mat2: Tensor, *,
+    seen: LayerRecorder, output: Tensor, input: Tensor, mat1: Tensor, mat2: Tensor, *,
     beta: float = 1, alpha: float = 1,
 ) -> LayerCall | None:  # fmt: skip
     """input + mat1 mat2, as the layers of GPT-2 compute it."""
-    if beta != 1 or alpha != 1 or input.dim() != 1 or recorder.region(mat1) is not None:
+    if beta != 1 or alpha != 1 or input.dim() != 1 or seen.region(mat1) is not None:
         return None
     role = Role("addmm", "kronecker", 1, mat2.shape[1], mat2.shape[0], transposed=True)
-    places = recorder.region(mat2), recorder.region(input)
-    return LayerCall(role, *places, mat1, output, _flat, _flat)
+    return LayerCall(role, *seen.regions(mat2, input), mat1, output, _flat, _flat)
 
 
-def _matmul(
-    recorder: LayerRecorder, output: Tensor, input: Tensor, other: Tensor
-) -> LayerCall | None:
+def _matmul(seen: LayerRecorder, output: Tensor, input: Tensor, other: Tensor) -> LayerCall | None:
     """input other, with a matrix as a parameter."""
-    use = recorder.use(input)
-    if recorder.use(other) is None or (use and not use.calls) or other.dim() != 2:
+    use = seen.use(input)
+    if seen.use(other) is None or (use and not use.calls) or other.dim() != 2:
         return None
     role = Role("matmul", "kronecker", 1, other.shape[1], other.shape[0], transposed=True)
-    return LayerCall(role, recorder.region(other), None, input, output, _flat, _flat)
+    return LayerCall(role, seen.region(other), None, input, output, _flat, _flat)
 
 
 def _slope(func: Any, args: Any, kwargs: Any, i: int, result: Tensor) -> Any:
@@ -395,16 +389,13 @@ def _copies(
     return [LayerCall(role, region, None, at, output, indices, scaled)]
 
 
-def _prelu(
-    recorder: LayerRecorder, output: Tensor, input: Tensor, weight: Tensor
-) -> LayerCall | None:
+def _prelu(seen: LayerRecorder, output: Tensor, input: Tensor, weight: Tensor) -> LayerCall | None:
     """max(0, x) + weight min(0, x)."""
     rows = _channels if weight.numel() > 1 and input.dim() > 1 else lambda x: x.reshape(1, -1, 1)
-    if recorder.region(weight) is None:
+    region, role = seen.region(weight), _diagonal("prelu", weight)
+    if region is None:
         return None
-    places = recorder.region(weight), None
-    role = _diagonal("prelu", weight)
-    return LayerCall(role, *places, input, output, lambda x: rows(x.clamp(max=0)), rows)
+    return LayerCall(role, region, None, input, output, lambda x: rows(x.clamp(max=0)), rows)
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -413,7 +404,7 @@ def _flat(x: Tensor) -> Tensor:
 
 
 def _convolution(
-    recorder: LayerRecorder, output: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None,
+    seen: LayerRecorder, output: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None,
     stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1,
 ) -> LayerCall:  # fmt: skip
     spatial = weight.dim() - 2
@@ -436,37 +427,32 @@ def _convolution(
         def one(x: Tensor, g: Tensor) -> Tensor:
             return of(x[None], weight.shape, g[None], stride, 0, dilation, groups)
 
-        found = torch.func.vmap(one)(x, gradient)
-        return found.reshape(len(x), groups, -1, into)
+        return torch.func.vmap(one)(x, gradient).reshape(len(x), groups, -1, into)
 
     into = weight.shape[1] * kernel.numel()
     role = Role(f"conv{spatial}d", "kronecker", groups, weight.shape[0] // groups, into)
-    places = recorder.region(weight), recorder.region(bias)
     direct = weight_gradients if input.dim() == spatial + 2 else None
     rows = partial(_channel_rows, spatial=spatial, groups=groups)
-    return LayerCall(role, *places, input, output, patches, rows, direct)
+    return LayerCall(role, *seen.regions(weight, bias), input, output, patches, rows, direct)
 
 
 def _conv_transpose(
-    recorder: LayerRecorder, output: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None,
+    seen: LayerRecorder, output: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None,
     stride: Any = 1, padding: Any = 0, output_padding: Any = 0, groups: int = 1, dilation: Any = 1,
 ) -> LayerCall:  # fmt: skip
     """The convolution, by the mirrored kernel, of inputs with zeros between them."""
-    spatial, kernel = weight.dim() - 2, weight.shape[2:]
-    stride, dilation = _each(stride, spatial), _each(dilation, spatial)
-    more = zip(
-        _each(padding, spatial), _each(output_padding, spatial), dilation, kernel, strict=True
-    )
+    dims, kernel = weight.dim() - 2, weight.shape[2:]
+    stride, dilation = _each(stride, dims), _each(dilation, dims)
+    more = zip(_each(padding, dims), _each(output_padding, dims), dilation, kernel, strict=True)
     pads = [(d * (k - 1) - p, d * (k - 1) - p + o) for p, o, d, k in more]
 
-    ones = (1,) * spatial
+    ones = (1,) * dims
     patches = lambda x: _patches(x, kernel, ones, dilation, pads, groups, stride)  # noqa: E731
     into = weight.shape[0] // groups * kernel.numel()
-    name = f"conv_transpose{spatial}d"
+    name = f"conv_transpose{dims}d"
     role = Role(name, "kronecker", groups, weight.shape[1], into, True, kernel.numel())
-    places = recorder.region(weight), recorder.region(bias)
-    rows = partial(_channel_rows, spatial=spatial, groups=groups)
-    return LayerCall(role, *places, input, output, patches, rows)
+    rows = partial(_channel_rows, spatial=dims, groups=groups)
+    return LayerCall(role, *seen.regions(weight, bias), input, output, patches, rows)
 
 
 def _patches(
@@ -502,7 +488,7 @@ def _each(value: Any, count: int) -> tuple[int, ...]:
 
 
 def _embedding(
-    recorder: LayerRecorder, output: Tensor, input: Tensor, weight: Tensor,
+    seen: LayerRecorder, output: Tensor, input: Tensor, weight: Tensor,
     padding_idx: int | None = None, max_norm: float | None = None, norm_type: float = 2.0,
     scale_grad_by_freq: bool = False, sparse: bool = False,
 ) -> LayerCall | None:  # fmt: skip
@@ -515,7 +501,7 @@ def _embedding(
         return torch.where(x == padding, -1, x)  # whose gradient torch leaves out
 
     role = Role("embedding", "kronecker", 1, weight.shape[1], weight.shape[0], transposed=True)
-    return LayerCall(role, recorder.region(weight), None, input, output, indices, _flat)
+    return LayerCall(role, seen.region(weight), None, input, output, indices, _flat)
 
 
 def _normalization(
@@ -527,7 +513,7 @@ def _normalization(
     """
     known = signature(function)
 
-    def layer(recorder: LayerRecorder, output: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def layer(seen: LayerRecorder, output: Tensor, *args: Any, **kwargs: Any) -> Any:
         bound = known.bind(*args, **kwargs)
         bound.apply_defaults()
         given = bound.arguments
@@ -538,7 +524,7 @@ def _normalization(
             given.update(running_mean=None, running_var=None)  # they have moved already
         normalized, rows = partial(function, **given), rows_of(given)
         role = _diagonal(function.__name__, weight if bias is None else bias)
-        places = recorder.region(weight), recorder.region(bias)
+        places = seen.regions(weight, bias)
         return LayerCall(role, *places, x, output, lambda x: rows(normalized(x)), rows)
 
     return layer

@@ -272,9 +272,7 @@ def row_of(loss: Any) -> Criterion | None:
     return None
 
 
-def check_reduction(
-    loss: Any, reduction: str, *, synonyms: Mapping[str, str] | None = None
-) -> None:
+def check_reduction(loss: Any, reduction: str, *, synonyms: dict[str, str] | None = None) -> None:
     """Raise where the criterion has a `reduction` that differs."""
     criterion = getattr(loss, "user_criterion", None)
     if criterion is None:
@@ -413,10 +411,8 @@ def _all_options(criterion: Any) -> dict[str, Any]:
     return {**_options(criterion), **buffers}
 
 
-def _options(criterion: Any) -> Mapping[str, Any]:
-    return (
-        criterion.keywords if isinstance(criterion, partial) else getattr(criterion, "__dict__", {})
-    )
+def _options(func: Any) -> Mapping[str, Any]:
+    return func.keywords if isinstance(func, partial) else getattr(func, "__dict__", {})
 
 
 def _check_options(row: Criterion, criterion: Any) -> None:
@@ -526,9 +522,7 @@ def scores(q: D.Distribution, samples: Tensor, own: Vector) -> tuple[Vector, boo
     each = [gradient(y) for y in samples]
     stacked = [torch.stack(parts) for parts in zip(*each, strict=True)]
     for part in stacked:
-        advice = (
-            "Use a named likelihood, which is in closed form, or bound the outputs of the model."
-        )
+        advice = "Use a named likelihood, in closed form, or bound the outputs of the model."
         validation.finite("the gradient of log p at a sample", part, advice, late=True)
     examples = q.batch_shape[:1]
     if not examples or not examples[0] or any(leaf.shape[:1] != examples for leaf in own):

@@ -89,9 +89,8 @@ def apply_block(linear_map: LinearMap, vectors: Vector, block: bool) -> tuple[Te
 
 def in_double(linearize: Callable[[Problem], LinearMap], problem: Problem) -> LinearMap:
     """A map that is computed in float64; of the leaves' dtype is the loss, but not the product."""
-    validation.refuse_transforms(
-        f"{problem.policy.caller}(mode='{DIFFERENCES}')", "use mode='auto' there."
-    )
+    caller = f"{problem.policy.caller}(mode='{DIFFERENCES}')"
+    validation.refuse_transforms(caller, "use mode='auto' there.")
     dtype = problem.leaves[0].dtype
     point = linearize(problem.in_double())
 
@@ -278,10 +277,8 @@ def differences_of_gradient(problem: Problem) -> LinearMap:
     def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
         value = problem(*fresh_leaves(leaves, False))
         check_uses_given_params(graph_summary(value), leaves, problem.policy.caller)
-        product = finite_differences.directional_derivative(
-            gradient, leaves, vector, problem.placement
-        )
-        return value.detach(), product
+        Hv = finite_differences.directional_derivative(gradient, leaves, vector, problem.placement)
+        return value.detach(), Hv
 
     return LinearMap(apply)
 

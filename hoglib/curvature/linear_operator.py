@@ -509,9 +509,8 @@ class LinearOperator(ABC):
             )
         tiny = torch.finfo(found.nodes.dtype).tiny
         average = found.average(lambda x: x.clamp(min=tiny).log())
-        total = estimates.Estimate(
-            *((self.shape[0] * part).to(self.device, self.dtype) for part in average)
-        )
+        P = self.shape[0]
+        total = estimates.Estimate(*((P * x).to(self.device, self.dtype) for x in average))
         return total.returned(return_error)
 
     def matrix_function(
@@ -592,16 +591,14 @@ class LinearOperator(ABC):
         """
         with self._algorithm("low_rank"), torch.inference_mode(False), torch.no_grad():
             self.space.refuse_sharded("low_rank")
-            size = self.shape[0]
+            P = self.shape[0]
             validation.generator(generator)
-            if validation.at_least("rank", rank, 1) > size:
-                raise ArgumentValueError(
-                    f"rank: expected at most {size}, the size of A, got {rank}."
-                )
-            columns = min(rank + validation.at_least("oversampling", oversampling, 0), size)
+            if validation.at_least("rank", rank, 1) > P:
+                raise ArgumentValueError(f"rank: expected at most {P}, the size of A, got {rank}.")
+            columns = min(rank + validation.at_least("oversampling", oversampling, 0), P)
             device = self.device if generator is None else generator.device
             wide = torch.promote_types(self.dtype, torch.float32)
-            drawn = torch.randn(size, columns, generator=generator, device=device, dtype=wide)
+            drawn = torch.randn(P, columns, generator=generator, device=device, dtype=wide)
             S = torch.linalg.qr(drawn.to(self.device))[0]
             Y = self.apply(S.T.to(self.dtype)).to(wide).T
             U, values = _nystrom(S, Y, torch.finfo(self.space.precision).eps)
@@ -701,9 +698,8 @@ class LowRankOperator(LinearOperator):
                 "inverse: expected a positive definite matrix, got one whose smallest eigenvalue is "
                 f"{lowest:.3g} with the damping {number:g}; use damping > 0."
             )
-        return LowRankOperator(
-            self.space, self._rows, 1 / (self.values + number), 1 / (self.rest + number)
-        )
+        values, rest = 1 / (self.values + number), 1 / (self.rest + number)
+        return LowRankOperator(self.space, self._rows, values, rest)
 
     def preconditioner(self, damping: float) -> "LowRankOperator":
         r"""An approximation of (A + damping I)^-1 for conjugate gradients.
@@ -731,8 +727,7 @@ def _nystrom(S: Tensor, Y: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     shift = torch.finfo(Y.dtype).eps * Y.shape[0] ** 0.5 * size
     noise = eps * size  # of the products
     Y = Y + shift * S
-    C = (S.T @ Y).double()
-    values, vectors = symmetric_eigen(C)
+    values, vectors = symmetric_eigen((S.T @ Y).double())
     lowest = float(values[0])
     if lowest < -10 * max(noise, shift):
         raise NotPositiveDefiniteError(

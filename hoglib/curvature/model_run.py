@@ -101,9 +101,7 @@ def input_rows(layer: Layer, call: LayerCall, dtype: torch.dtype) -> Tensor:
     if layer.layout.weight is None:
         return torch.ones(1, call.rows, 1, dtype=dtype, device=call.device)
     a = call.inputs().to(dtype)
-    if layer.layout.bias is None:
-        return a
-    return torch.cat([a, a.new_ones(groups, a.shape[1], 1)], -1)
+    return a if layer.layout.bias is None else torch.cat([a, a.new_ones(groups, a.shape[1], 1)], -1)
 
 
 def mean_inputs(layer: Layer, examples: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -155,8 +153,7 @@ def summed_gradient(layer: Layer, gradients: Gradients, dtype: torch.dtype) -> T
 
 def by_example(layer: Layer, rows: Sequence[Tensor], examples: int) -> Tensor:
     """Rows of each call as [..., examples, positions of all calls, features]."""
-    pairs = zip(layer.calls, rows, strict=True)
-    parts = [call.by_example(x, examples) for call, x in pairs]
+    parts = [call.by_example(x, examples) for call, x in zip(layer.calls, rows, strict=True)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, -2)
 
 
@@ -279,8 +276,7 @@ class ModelRun:
     def columns(self) -> Iterator["Gradients"]:
         """For each column s_c of M the gradients by the outputs of all calls."""
         given = [y.detach() for y in self._outputs]
-        found = columns(self.options.metric, self._composite, given)
-        return map(self.gradients, found)
+        return map(self.gradients, columns(self.options.metric, self._composite, given))
 
     def gradients(self, column: Vector) -> "Gradients":
         calls = self._calls()
@@ -451,10 +447,8 @@ class ModelRun:
 
     def _check_covered(self, recorder: LayerRecorder) -> None:
         """Raise for parameters, or rows of them, that no layer uses, or more than one."""
-        known, refused = (
-            "parameters of linear, convolutional, embedding and normalization layers",
-            {},
-        )
+        known = "parameters of linear, convolutional, embedding and normalization layers"
+        refused = {}
         for number, (name, leaf) in enumerate(zip(self._names, self._own, strict=True)):
             uses = [
                 region

@@ -167,8 +167,7 @@ class DatasetOperator(LinearOperator):
             if not given.is_contiguous():  # matrix products with those take half as long again
                 row = torch.empty_like(given) if row is None else row
                 given = row.copy_(given)
-            vector = self.space.split(given)
-            value, product = point.apply(vector, keep_graph or j + 1 < len(rows))
+            value, product = point.apply(self.space.split(given), keep_graph or j + 1 < len(rows))
             self.space.add(sums, product, share, first)
             self._sum.advance()
         return value
@@ -469,8 +468,7 @@ def hessian_spectrum(
         raise ArgumentValueError(
             f"k: expected at most {size // 2}, half of the {size} parameters, got {k}; give fewer."
         )
-    if generator is None:
-        generator = torch.Generator().manual_seed(torch.initial_seed())
+    generator = generator or torch.Generator().manual_seed(torch.initial_seed())
     failed: Exception | None = None
     try:
         pairs = operator.eigsh(2 * k, which="BE", max_iter=max_iter, generator=generator)
@@ -490,8 +488,7 @@ def hessian_spectrum(
 
 
 def _without_batch(loss: Any, params: Any, _: tuple[()]) -> Tensor:
-    value: Tensor = loss(params, None)
-    return value
+    return loss(params, None)
 
 
 def _outermost_nodes(density: SpectralDensity, k: int, failed: Exception) -> Tensor:

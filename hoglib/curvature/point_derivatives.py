@@ -160,8 +160,7 @@ def laplacian(
 
     coefficients = None if of_x else coefficients
     key = return_gradient, of_x
-    found: tuple[Any, ...] = given.evaluate(func, body, key, x, args, coefficients, signs)
-    return found
+    return given.evaluate(func, body, key, x, args, coefficients, signs)
 
 
 def _of_few_directions(
@@ -363,8 +362,7 @@ def bilaplacian(
         return finished(given, *_twice(given, values, x))
 
     v = _draw(x, num_projections, generator, signs=False)
-    found: tuple[Any, ...] = given.evaluate(func, body, None, x, args, v)
-    return found
+    return given.evaluate(func, body, None, x, args, v)
 
 
 def _along(
@@ -428,11 +426,10 @@ def directions_of(x: Tensor, batched: bool, coefficients: Any, signs: Tensor | N
     # d_u d_z = 1/4 (d_(u + z)^2 - d_(u - z)^2) with z = a u; s balances the two
     u = e if signs is None else signs
     flat = u.reshape(len(u), -1, D)
-    z = (
-        flat * a
-        if _is_diagonal(a, batched)
-        else torch.einsum("nij,rnj->rni", a.reshape(-1, D, D), flat)
-    )
+    if _is_diagonal(a, batched):
+        z = flat * a
+    else:
+        z = torch.einsum("nij,rnj->rni", a.reshape(-1, D, D), flat)
     s = a.detach().abs().mean().sqrt()
     s = torch.where(s > 0, s, torch.ones_like(s))
     u, z = u * s, (z / s).reshape(u.shape)

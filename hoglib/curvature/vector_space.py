@@ -136,8 +136,7 @@ class Space:
     def dots(self, *pairs: tuple[Tensor, Tensor], dtype: torch.dtype | None = None) -> Tensor:
         """For each pair (a, b) of rows the inner products <a_j, b_j>, [pairs, k], summed in a dtype."""
         products = (a * b if self._whole else a * b * self._parts_like(a) for a, b in pairs)
-        found = [product.sum(1, dtype=dtype) for product in products]
-        return self.reduced(torch.stack(found))
+        return self.reduced(torch.stack([product.sum(1, dtype=dtype) for product in products]))
 
     def gram(self, rows: Tensor, v: Tensor) -> Tensor:
         """The inner products of rows [n, P] with a vector, or of samples [s, n, P] with [s, P]."""
@@ -208,11 +207,8 @@ class Space:
             raise ArgumentValueError(
                 f"{name}: expected ({n},), ({n}, k) for k vectors, or the structure of params, got "
                 f"{'a DTensor of ' if is_sharded(v) else ''}{tuple(v.shape)}."
-                + (
-                    " A flat vector is the part of this process."
-                    if self.placement.is_sharded
-                    else ""
-                )
+                + " A flat vector is the part of this process."
+                * self.placement.is_sharded
             )
         if v.dtype != self.dtype:
             raise ArgumentTypeError(
@@ -257,8 +253,7 @@ class Space:
     def block(self, rows: Tensor) -> Tree:
         """Rows in the structure of params, with a trailing dimension."""
         columns = [self.split(row) for row in rows]
-        stacked = [torch.stack(parts, -1) for parts in zip(*columns, strict=True)]
-        return self._tree_of(stacked)
+        return self._tree_of([torch.stack(parts, -1) for parts in zip(*columns, strict=True)])
 
     def _tree_of(self, leaves: list[Tensor]) -> Tree:
         return pytree.unflatten(self.placement.wrap(leaves), self.structure)

@@ -242,15 +242,14 @@ def check_directory(memory: str, directory: Any) -> Path | None:
     if directory is None:
         return None
     if not isinstance(directory, str | os.PathLike):
-        raise ArgumentTypeError(
-            f"directory: expected a path, got {validation.describe(directory)}."
-        )
-    found = Path(directory)
-    if found.exists() and not found.is_dir():
+        got = validation.describe(directory)
+        raise ArgumentTypeError(f"directory: expected a path, got {got}.")
+    path = Path(directory)
+    if path.exists() and not path.is_dir():
         raise ArgumentValueError(
-            f"directory: expected a directory, got the file {found}; name another."
+            f"directory: expected a directory, got the file {path}; name another."
         )
-    return found
+    return path
 
 
 def _name(step: int) -> str:

@@ -135,9 +135,8 @@ def root(v: Tensor) -> Tensor:
     return v.clamp_min(_SMALLEST[v.dtype]).sqrt()
 
 
-_SMALLEST = {
-    dtype: torch.finfo(dtype).tiny for dtype in (torch.float32, torch.float64, torch.bfloat16)
-}
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+_SMALLEST = {dtype: torch.finfo(dtype).tiny for dtype in _DTYPES}
 
 
 def as_real(x: Tensor) -> Tensor:
@@ -228,9 +227,7 @@ def check_pair(what: str, value: Any, *, below: float) -> tuple[Option, Option]:
             f"{what}: expected a pair of numbers or tensors, got {validation.describe(value)}; pass "
             f"two, as in `(0.9, 0.999)`."
         )
-    first, second = (
-        check_number(f"{what}[{i}]", entry, below=below) for i, entry in enumerate(value)
-    )
+    first, second = (check_number(f"{what}[{i}]", x, below=below) for i, x in enumerate(value))
     return first, second
 
 
@@ -286,12 +283,10 @@ def _rate(what: str, value: Any, zero: bool) -> Option:
 
 def _with_one_number(what: str, value: Tensor, otherwise: str) -> Tensor:
     if value.numel() != 1:
-        advice = (
-            "give each parameter its own in a dict by name" if otherwise else "take one of them"
-        )
+        hint = "give each parameter its own in a dict by name" if otherwise else "take one of them"
         raise ArgumentValueError(
             f"{what}: expected a tensor with one number{otherwise}, got {validation.describe(value)}; "
-            f"{advice}."
+            f"{hint}."
         )
     return value
 

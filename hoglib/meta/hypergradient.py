@@ -170,9 +170,8 @@ def hypergradient(
             return training.outer_value(training.unrolled(hyper)[0], hyper)
 
         parts = pytree.tensors(found.gradient)
-        warn_if_not_finite(
-            "hypergradient", found.value, parts, again, leaves, preserve_random_state
-        )
+        around = preserve_random_state
+        warn_if_not_finite("hypergradient", found.value, parts, again, leaves, around)
         return found
 
 
@@ -186,17 +185,15 @@ def _unrolled(training: Training, hyper: Any) -> Hypergradient:
     return Hypergradient(value.detach(), _gradient(grads, own, hyper), detached(params), None)
 
 
-def _replayed(
-    training: Training, hyper: Any, schedule: str, directory: Path | None
-) -> Hypergradient:
+def _replayed(training: Training, hyper: Any, schedule: str, path: Path | None) -> Hypergradient:
     """The gradient through a replay of the steps, from the last to the first."""
     given, own, at = _own(hyper)
     bar = ProgressBar("hypergradient", training.progress, unit="step")
     params = training.initial(at)
     start = params, training.steps.rule(0, at).init(params)
     files = None
-    if directory is not None:
-        files = OnDisk(directory, _described(training, schedule, start, hyper))
+    if path is not None:
+        files = OnDisk(path, _described(training, schedule, start, hyper))
     with nullcontext() if files is None else files.held(), bar.over("steps, forward and backward"):
         if files is not None:
             training.batches.begin(files)

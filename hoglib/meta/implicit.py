@@ -21,12 +21,14 @@ from hoglib._core.autograd import (
 from hoglib._core.gradient_graph import graph_summary
 from hoglib._core.problem import Policy
 from hoglib._core.source_location import warn
+from hoglib._core.state import generator_state
 from hoglib._core.torch_internals import apply
 from hoglib.curvature.linear_systems import RTOL
 from hoglib.curvature.operators import HessianOperator
 from hoglib.errors import (
     ArgumentValueError,
     ConvergenceError,
+    NondeterministicError,
     NonFiniteError,
     NoSecondDerivative,
     NotPositiveDefiniteError,
@@ -108,11 +110,8 @@ def implicit_gradient(
     check_used([*direct, *mixed], implicit=True)
     slopes = (materialize_grads(part, own[count:]) for part in (direct, mixed))
     total = [a - b for a, b in zip(*slopes, strict=True)]
-    return (
-        value.detach(),
-        pytree.unflatten(total, pytree.flatten(hyper)[1]),
-        Residual(system, stationarity),
-    )
+    gradient = pytree.unflatten(total, pytree.flatten(hyper)[1])
+    return value.detach(), gradient, Residual(system, stationarity)
 
 
 def check_used(grads: Sequence[Tensor | None], *, implicit: bool = False) -> None:
@@ -220,6 +219,7 @@ def root(
     Returns:
         z, in the structure of solution, with a graph to the inputs that require grad.
     Raises:
+        NondeterministicError: for a residual that draws random numbers.
         ConvergenceError: for a solution whose residual is not zero; in the backward pass for a linear
             system that was not solved, as where dF/dz is singular.
         NoSecondDerivative: for a residual that uses other tensors that require grad.
@@ -236,32 +236,39 @@ def root(
     """
     validation.refuse_transforms("root", "differentiate by torch.autograd.grad, or `hoglib.hvp`.")
     with outside_inference_mode():
-        parts, form = pytree.flatten(solution)
+        parts, form = validation.parameters(solution, "solution")
         leaves, of_inputs = validation.parameters(clone_inference_tensors(inputs), "inputs")
         for x in (*parts, *leaves):
             validation.real("solution and inputs", x)
         z = torch.cat([x.detach().reshape(-1) for x in parts])
-    tol = RTOL.get(z.dtype, 1e-5) if tol is None else tol
+    tol = RTOL.get(z.dtype, 1e-5) if tol is None else validation.number("tol", tol, minimum=0)
 
     def split(z: Tensor) -> Any:
         pieces = zip(z.split([x.numel() for x in parts]), parts, strict=True)
-        return pytree.unflatten([piece.view(x.shape) for piece, x in pieces], form)
+        return pytree.unflatten([piece.view(x.shape).to(x.dtype) for piece, x in pieces], form)
 
     def F(z: Tensor, *h: Tensor) -> Tensor:
         with ring(Policy("root"), residual, examine=False):
             found = residual(split(z), pytree.unflatten(h, of_inputs))
-        return torch.cat([x.reshape(-1) for x in pytree.leaves(found)])
+        return torch.cat([validation.real("residual", x).reshape(-1) for x in pytree.leaves(found)])
 
-    accuracy = 100 * tol if accuracy is None else accuracy
+    least = 100 * tol if accuracy is None else validation.number("accuracy", accuracy, minimum=0)
     with ring(Policy("root"), residual):
-        _check_root(F, fresh_leaves([z, *leaves], False), accuracy)
+        _check_root(F, fresh_leaves([z, *leaves], False), least)
     return split(apply(_Root, F, tol, z, *leaves))
 
 
 def _check_root(F: Callable[..., Tensor], own: Vector, accuracy: float) -> None:
     """Raise where the residual is no function of its arguments, or is not zero at the solution."""
+    before = generator_state(own[0].device)
     value, given = F(*own), {id(x) for x in own}
-    others = [x for key, x in graph_summary(value).leaves.items() if key not in given]
+    if not torch.equal(before, generator_state(own[0].device)):
+        raise NondeterministicError(
+            "residual: expected one that draws no random numbers, got one that does: each product "
+            "would be of another function. Call model.eval(), or pass what is drawn in inputs."
+        )
+    graph = graph_summary(value)
+    others = [x for key, x in graph.leaves.items() if key not in given]
     if others:
         raise NoSecondDerivative(
             "residual: expected one that takes all that requires grad from its arguments, got tensors "
@@ -269,6 +276,8 @@ def _check_root(F: Callable[..., Tensor], own: Vector, accuracy: float) -> None:
             "gradients would be missing. Pass them in inputs, the parameters of a module by "
             "`torch.func.functional_call(module, params, ...)`, or detach() what is a constant."
         )
+    if graph.functions:  # a wrong one is reported at the end, if it was differentiated
+        vjp([value], own, [torch.ones_like(value)], "root", create_graph=True)
     step = 1e-3
     with torch.no_grad():
         value, (z, *h) = value.detach(), own

@@ -257,12 +257,10 @@ def unroll(
     begin = 0
     for end in sorted({*kept_states(memory, 0, steps), *changes, steps} - {0}):
         if memory == "store" or constant(begin):  # a constant gradient has no graph to be saved
-            carry, more = run(begin, end, carry, constants)
+            carry, new = run(begin, end, carry, constants)
         else:
-            carry, more = recompute(
-                run, begin, end, carry, constants, modes_of=modes_of, nests=True
-            )
-        found, begin = [*found, *more], end
+            carry, new = recompute(run, begin, end, carry, constants, modes_of=modes_of, nests=True)
+        found, begin = [*found, *new], end
     adapted, _, outer = carry
     return Unrolled(adapted, outer, [loss for loss, _ in found], [notes for _, notes in found])
 

@@ -68,10 +68,9 @@ NOT_TWICE = (
     "which are differentiable to any order."
 )
 RECOMPUTES_LATER = (
-    "maml(x, params=...): expected a model whose graph keeps its tensors, got one with "
-    "saved-tensor hooks, as torch.utils.checkpoint has: backward would recompute it with the "
-    "model's own parameters instead of these. Use `maml.loss(tasks)`, or call it under "
-    "torch.no_grad()."
+    "maml(x, params=...): expected a model whose graph keeps its tensors, got one with saved-tensor "
+    "hooks, as torch.utils.checkpoint has: backward would recompute it with the model's own parameters "
+    "instead of these. Use `maml.loss(tasks)`, or call it under torch.no_grad()."
 )
 
 
@@ -84,8 +83,7 @@ class Option(Generic[T]):
 
     def __get__(self, learner: Any, owner: Any = None) -> T:
         found: Any = self if learner is None else learner._options[self._name]
-        value: T = found
-        return value
+        return found
 
     def __set__(self, learner: Any, value: T) -> None:
         changed = learner._options.changed(self._name, value)
@@ -288,9 +286,8 @@ class Learner(nn.Module, ABC):
                 with preserve_random_state(), self._ring(loop, placement, of_tasks=True):
                     yield
 
-            warn_if_not_finite(
-                what, found.value, grads, first_step, [*start.model.values()], around
-            )
+            leaves = [*start.model.values()]
+            warn_if_not_finite(what, found.value, grads, first_step, leaves, around)
         grads = placement.wrap(grads)
         return with_gradients(found.value.mean(), grads, tensors, NOT_TWICE.format(what=what))
 
@@ -302,9 +299,8 @@ class Learner(nn.Module, ABC):
         else:
             # for a model or a rule that works in place; of what adapts, each task takes its own copy
             model = {n: p if n in loop.adapting else p.clone() for n, p in start.model.items()}
-            of_task = self._of_task(
-                loop, MetaParams(model, pytree.map(Tensor.clone, start.modules)), wanted
-            )
+            modules = pytree.map(Tensor.clone, start.modules)
+            of_task = self._of_task(loop, MetaParams(model, modules), wanted)
             of_stack = partial(map_tasks, of_task)
         in_loop = loop.placement.is_sharded or policy.compiles_blocks
         found, self._vmappable = task_sets.run_tasks(
@@ -423,8 +419,7 @@ def _captured(
         whole = partial(_meta_gradient, loop, used, mapped, wanted)
         policy = loop.options.policy
         graph = graph_of(policy, f"{policy.caller}.loss", learner, whole, (mapped, wanted))
-        found: TaskResult = graph(key, weight_tensor, start, support, query)
-        return found
+        return graph(key, weight_tensor, start, support, query)
 
     return partial(run, False), partial(run, True)
 

@@ -185,9 +185,8 @@ def _check_step_weights(value: Any) -> list[float] | None:
     if value is None:
         return None
     if not isinstance(value, list | tuple):
-        raise ArgumentTypeError(
-            f"step_weights: expected a list of numbers, got {validation.describe(value)}."
-        )
+        got = validation.describe(value)
+        raise ArgumentTypeError(f"step_weights: expected a list of numbers, got {got}.")
     return [validation.number("step_weights", weight, minimum=0) for weight in value]
 
 

@@ -419,9 +419,8 @@ def resolve_rule(rule: Any, lr: Any, options: dict[str, Any]) -> GradientTransfo
         )
     found = validation.function("rule", rule)(lr)
     if not is_transformation(found):
-        raise ArgumentTypeError(
-            f"rule: expected {EXPECTED}, got {validation.describe(found)} from it."
-        )
+        got = validation.describe(found)
+        raise ArgumentTypeError(f"rule: expected {EXPECTED}, got {got} from it.")
     return GradientTransformation(found.init, found.update)
 
 

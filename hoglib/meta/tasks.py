@@ -295,8 +295,7 @@ def each(tasks: Any) -> Sequence[Task]:
 
 def first(tasks: Any) -> Task:
     """One of the tasks."""
-    task: Task = tasks[0] if isinstance(tasks, list) else pytree.map_tensors(itemgetter(0), tasks)
-    return task
+    return tasks[0] if isinstance(tasks, list) else pytree.map_tensors(itemgetter(0), tasks)
 
 
 def stacked(tasks: Any) -> Any | None:
@@ -319,9 +318,8 @@ def stacked(tasks: Any) -> Any | None:
 
 def _task(what: str, task: Any) -> Task:
     if not isinstance(task, tuple | list) or len(task) != 2:
-        came = (
-            f"{len(task)} of them" if isinstance(task, tuple | list) else validation.describe(task)
-        )
+        several = isinstance(task, tuple | list)
+        came = f"{len(task)} of them" if several else validation.describe(task)
         raise ArgumentValueError(
             f"{what}: expected a pair (support, query), each a batch, for instance (inputs, "
             f"targets), got {came}."

@@ -213,9 +213,8 @@ class Training:
         count = next(n for n in (steps, batches.count, least) if n is not None)
         _check_rule(rule, count)
         progress = validation.flag("progress", options.get("progress", False))
-        policy = Policy(
-            caller, stand_ins=validation.flag("stand_ins", options.get("stand_ins", True))
-        )
+        stand_ins = validation.flag("stand_ins", options.get("stand_ins", True))
+        policy = Policy(caller, stand_ins=stand_ins)
         return cls(policy, outer, inner, start, rule, count, batches, progress, truncate)
 
     def unrolled(self, hyper: Any) -> tuple[Any, list[Tensor]]:
@@ -297,9 +296,8 @@ def make_batches(source: Any, steps: int | None) -> Batches:
     count = len(source) if sized else None
     needed = steps if indexed and steps is not None else 1
     if count is not None and count < max(needed, 1):
-        raise ArgumentValueError(
-            f"batches: expected one for each of {max(steps or 1, 1)} steps, got {count}."
-        )
+        wanted = max(steps or 1, 1)
+        raise ArgumentValueError(f"batches: expected one for each of {wanted} steps, got {count}.")
     return Batches(source.__getitem__, count) if indexed else Passes(source, steps, count)
 
 
@@ -427,9 +425,8 @@ class Replay:
         """
         assert self._final is not None
         own: list[Tensor | None] = list(pytree.leaves(cotangents))
-        at = Cotangents(
-            self.training.count, own, list(constants), torch.zeros((), dtype=torch.float64)
-        )
+        zero = torch.zeros((), dtype=torch.float64)
+        at = Cotangents(self.training.count, own, list(constants), zero)
         after = self._final.leaves
         name = digest([x for x in (*own, *constants) if x is not None])
         at, after = self._resumed(name, at, after)
@@ -532,8 +529,7 @@ class Replay:
         except (ValueError, TypeError) as error:
             raise ArgumentValueError(
                 "hypergradient: expected a rule whose parameters and state keep the structure of "
-                "params and init(params), got one that changes it; make all slots of the state in "
-                "init."
+                "params and init(params), got one that changes it; make all slots of the state in init."
             ) from error
 
 

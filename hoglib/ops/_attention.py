@@ -20,9 +20,7 @@ from hoglib.ops._stand_in import NO_DOUBLE_BACKWARD, stands_in_for
 
 
 @stands_in_for(
-    F.scaled_dot_product_attention,
-    lacks=f"{NO_DOUBLE_BACKWARD}: its fused kernels",
-    issue="116350",
+    F.scaled_dot_product_attention, lacks=f"{NO_DOUBLE_BACKWARD}: its fused kernels", issue="116350"
 )
 def scaled_dot_product_attention(
     query: Tensor,
@@ -362,8 +360,7 @@ def _repeat_heads(x: Tensor, query: Tensor) -> Tensor:
 
 def attention(inputs: blocks.Inputs, plan: blocks.Plan) -> Tensor:
     """Y, [N, H, L, Ev]."""
-    y: Tensor = apply_function(_VALUES, _reference, *inputs, plan)[0]
-    return y
+    return apply_function(_VALUES, _reference, *inputs, plan)[0]
 
 
 _MAPS: dict[str, Callable[..., Any]] = {
@@ -410,11 +407,8 @@ def _run(which: str, *given: Any) -> Any:
     """The parts of the map; of a tracer one operator, if what it computes is not differentiated."""
     *tensors, plan = given
     with without_autocast(given[0]):
-        if (
-            not torch_internals.tracing()
-            or torch.compiler.is_compiling()
-            or blocks.is_recorded(given)
-        ):
+        traced = torch_internals.tracing() and not torch.compiler.is_compiling()
+        if not traced or blocks.is_recorded(given):
             found = _MAPS[which](*given)
         else:
             found = torch.ops.hoglib.attention(which, tensors, *plan)
@@ -425,8 +419,7 @@ def _run(which: str, *given: Any) -> Any:
 def _reference(*given: Any) -> tuple[Tensor, Tensor]:
     """The value by torch operations."""
     *tensors, plan = given
-    found: tuple[Tensor, Tensor] = blocks.compute_values(*tensors, plan._replace(fused=False))
-    return found
+    return blocks.compute_values(*tensors, plan._replace(fused=False))
 
 
 def _gradients_by(needs: str, *given: Any) -> blocks.Parts:

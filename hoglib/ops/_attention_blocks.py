@@ -259,9 +259,7 @@ def _change_of_weights(x: _Block, weights: Tensor, along: Parts) -> Tensor | Non
         scores = _product(x.q, dk.transpose(1, 2))
     if dm is not None:
         scores = dm if scores is None else scores + dm
-    if scores is None:
-        return None
-    return weights * _centred(weights, scores)
+    return None if scores is None else weights * _centred(weights, scores)
 
 
 def _tangent_with(

@@ -278,8 +278,7 @@ def row_losses(rows: Rows) -> Tensor:
         dtype = torch.get_autocast_dtype(h.device.type)
         rows = rows._replace(h=h.to(dtype), W=W.to(dtype), b=None if b is None else b.to(dtype))
     with without_autocast(h):
-        found: Tensor = apply_function(_LOSSES, _reference, *rows)
-        return found
+        return apply_function(_LOSSES, _reference, *rows)
 
 
 def row_gradients(rows: Rows, g: Tensor, needs: str) -> Gradients:
@@ -548,20 +547,15 @@ def _check_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         wrong = f"expected linear_bias shape {tuple(weight.shape[:-1])}, got {tuple(bias.shape)}"
     elif weight.dim() > 2 and input.dim() == 1:
         wrong = (
-            f"K-dimensional loss defined by linear_weight shape {tuple(weight.shape)} requires "
-            f"batched input, (N, {input.shape[0]}), got unbatched input with shape "
-            f"{tuple(input.shape)}"
+            f"K-dimensional loss defined by linear_weight shape {tuple(weight.shape)} requires batched "
+            f"input, (N, {input.shape[0]}), got unbatched input with shape {tuple(input.shape)}"
         )
     if wrong:
         raise TorchValueError(wrong)
 
 
 _SOFTMAX = make_function(
-    "SoftmaxCrossEntropy",
-    4,
-    forward=_softmax_forward,
-    backward=_softmax_backward,
-    jvp=_softmax_jvp,
+    "SoftmaxCrossEntropy", 4, forward=_softmax_forward, backward=_softmax_backward, jvp=_softmax_jvp
 )
 _LOSSES = make_function("LinearCrossEntropy", 6, forward=_forward, backward=_backward, jvp=_jvp)
 _GRADIENTS = make_function(

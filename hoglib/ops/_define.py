@@ -105,13 +105,8 @@ def define(
         return grads
 
     def jvp(saved: Saved, *tangents: Tensor | None) -> Tensor:
-        total = sum_terms(
-            [
-                _multiply(tangent, derivative(i, saved))
-                for i, tangent in enumerate(tangents)
-                if tangent is not None
-            ]
-        )
+        known = [(i, t) for i, t in enumerate(tangents) if t is not None]
+        total = sum_terms([_multiply(t, derivative(i, saved)) for i, t in known])
         (shape,), (dtype,) = saved.output_shapes, saved.output_dtypes
         return total.to(dtype).expand(shape)
 

@@ -103,8 +103,7 @@ def cdist(
     if a.dtype != b.dtype:
         check_dtype("x1", x1, "x2", x2)
     rows = max(a.shape[-2], b.shape[-2])
-    if products is None:
-        products = rows > _MANY_ROWS
+    products = rows > _MANY_ROWS if products is None else products
     if norm != 2 or (not products and (only_plain_operations() or torch_internals.tracing())):
         y = norm_of_rows(a.unsqueeze(-2) - b.unsqueeze(-3), norm)
     else:
@@ -296,10 +295,7 @@ def euclidean(x: Tensor, dims: tuple[int, ...], torchs: Callable[[Tensor], Tenso
     y = torchs(x)
     if _is_smooth(y):
         return y
-    result: Tensor = apply_function(
-        _NORM, lambda x, *_: torchs(x), x, dims, Directions("a norm", x)
-    )
-    return result
+    return apply_function(_NORM, lambda x, *_: torchs(x), x, dims, Directions("a norm", x))
 
 
 def _unit(x: Tensor, n: Tensor) -> Tensor:
@@ -336,8 +332,7 @@ def _norm_jvp(saved: Saved, tangent: Tensor, *_: Any) -> Tensor:
         return (_unit(x, n) * tangent).sum(dims, keepdim=True)
     directions.tangent = _leaving(tangent, n != 0, dims)
     found = ((_unit(x, n) + directions.tangent) * tangent).sum(dims, keepdim=True)
-    result: Tensor = apply_function(_TANGENT, None, found, n, tangent, dims, directions)
-    return result
+    return apply_function(_TANGENT, None, found, n, tangent, dims, directions)
 
 
 def _tangent_backward(saved: Saved, g: Tensor) -> list[Tensor | None]:

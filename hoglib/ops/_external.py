@@ -113,14 +113,12 @@ class _Chain:
         if torch_internals.transforms_active() and torch_internals.forward_levels() > 1:
             raise UnsupportedError(
                 f"external({self.name}): expected at most one level of forward mode, got jvp inside "
-                f"jvp (or jacfwd inside jacfwd), where torch differentiates a custom Function to "
-                f"zero. Use torch.func.grad or jacrev for one of the two, for instance "
-                f"torch.func.hessian."
+                "jvp (or jacfwd inside jacfwd), where torch differentiates a custom Function to zero. "
+                "Use torch.func.grad or jacrev for one of the two, for instance torch.func.hessian."
             )
         if len(inputs) not in self._functions:
             self._functions[len(inputs)] = _make_chain_link(self, len(inputs))
-        outputs: tuple[Tensor, ...] = self._functions[len(inputs)].apply(tuple(which), *inputs)
-        return outputs
+        return self._functions[len(inputs)].apply(tuple(which), *inputs)
 
     def check_order(self, order: int) -> None:
         """Raise if the derivatives of this order were not given."""
@@ -296,10 +294,8 @@ def _broadcast_inputs(name: str, inputs: tuple[Any, ...]) -> list[Tensor]:
     return list(torch.broadcast_tensors(*every))
 
 
-def _batch_first(
-    batch_size: int, dims: Sequence[int | None], inputs: Sequence[Tensor]
-) -> list[Tensor]:
-    return [batch_to_front(x, dim, batch_size) for x, dim in zip(inputs, dims, strict=True)]
+def _batch_first(size: int, dims: Sequence[int | None], inputs: Sequence[Tensor]) -> list[Tensor]:
+    return [batch_to_front(x, dim, size) for x, dim in zip(inputs, dims, strict=True)]
 
 
 def _derivative_name(order: int) -> str:

@@ -120,9 +120,8 @@ def torch_grid_sampler(
     ):
         if number not in (0, 1, 2):
             raise ArgumentValueError(f"grid_sampler: expected {what} 0, 1 or 2, got {number!r}.")
-    return grid_sample(
-        input, grid, _MODES[interpolation_mode], _PADDING_MODES[padding_mode], align_corners
-    )
+    modes = _MODES[interpolation_mode], _PADDING_MODES[padding_mode]
+    return grid_sample(input, grid, *modes, align_corners)
 
 
 def _neighbours(

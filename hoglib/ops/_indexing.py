@@ -145,9 +145,8 @@ def index_reduce(
     if reduce not in ("prod", "mean", "amax", "amin"):
         raise TorchValueError(f"reduce: expected prod, mean, amax or amin, got {reduce!r}.")
     if index.dim() > 1:
-        raise ArgumentIndexError(
-            f"index: expected a vector of indices, got {validation.describe(index)}."
-        )
+        got = validation.describe(index)
+        raise ArgumentIndexError(f"index: expected a vector of indices, got {got}.")
     check_indices("index", index)
     check_dtype("input", input, "source", source)
     axis = validation.dim("dim", dim, input.dim())
@@ -160,8 +159,7 @@ def index_reduce(
         )
     ones = (1,) * axis, (1,) * (x.dim() - axis - 1)
     into = index.long().reshape(*ones[0], -1, *ones[1]).expand(shape)
-    y = scatter_reduce(x, axis, into, s, reduce, include_self=include_self)
-    return y.reshape(input.shape)
+    return scatter_reduce(x, axis, into, s, reduce, include_self=include_self).reshape(input.shape)
 
 
 def _is_larger(index: Tensor, src: Tensor) -> bool:
@@ -481,9 +479,7 @@ def _maxima(bags: _Bags, weight: Tensor) -> tuple[Tensor, Tensor]:
     rows = _select_rows(bags.indices, weight.detach())
     n, width = bags.indices.shape[0], weight.shape[1]
     into = bags.bag.unsqueeze(-1).expand(n, width)
-    low = torch.full(
-        (bags.num_bags + 1, width), float("-inf"), dtype=rows.dtype, device=rows.device
-    )
+    low = rows.new_full((bags.num_bags + 1, width), float("-inf"))
     maxima = low.scatter_reduce(0, into, rows, "amax")
     attains = (rows == maxima.index_select(0, bags.bag)) | rows.isnan()
     place = torch.arange(n, device=rows.device).unsqueeze(-1)
@@ -496,8 +492,7 @@ def _maxima(bags: _Bags, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def _select_rows(input: Tensor, weight: Tensor) -> Tensor:
     """By index_select: the double backward of `embedding` fails where there are no indices."""
-    taken = weight.index_select(0, input.reshape(-1))
-    return taken.reshape(*input.shape, weight.shape[1])
+    return weight.index_select(0, input.reshape(-1)).reshape(*input.shape, weight.shape[1])
 
 
 def _empty_bags(weight: Tensor, count: int) -> Tensor:

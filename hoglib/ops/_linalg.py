@@ -399,17 +399,12 @@ stands_in_for(
     torch.triangular_solve, Tensor.triangular_solve, name="triangular_solve", **_WRONG_FORWARD
 )
 def torch_triangular_solve(
-    b: Tensor,
-    A: Tensor,
-    upper: bool = True,
-    transpose: bool = False,
-    unitriangular: bool = False,
+    b: Tensor, A: Tensor, upper: bool = True, transpose: bool = False, unitriangular: bool = False
 ) -> tuple[Tensor, Tensor]:
     """`torch.triangular_solve` by `torch.linalg.solve_triangular`, which is right in every mode."""
     matrix, above = (A.mT, not upper) if transpose else (A, upper)
     x = torch.linalg.solve_triangular(matrix, b, upper=above, unitriangular=unitriangular)
-    result: tuple[Tensor, Tensor] = torch.return_types.triangular_solve((x, A.clone()))
-    return result
+    return torch.return_types.triangular_solve((x, A.clone()))
 
 
 def _is_vector(A: Tensor, B: Tensor) -> bool:

@@ -72,8 +72,7 @@ def mse_loss(
     validation.real("input", input)
     if _torch_is_right(input):
         return _TORCH_MSE(input, target, size_average, reduce, reduction)
-    kind = reduction_number(reduction, size_average, reduce)
-    return _mse(*_broadcast(input, target), kind)
+    return _mse(*_broadcast(input, target), reduction_number(reduction, size_average, reduce))
 
 
 @stands_in_for(F.huber_loss, name="mse_loss, huber_loss")

@@ -64,18 +64,16 @@ def _moments(x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     return d, (d * d).mean(dims, keepdim=True)
 
 
-def _standardize(
-    d: Tensor, variance: Tensor, weight: Tensor | None, eps: float, at_zero: float
-) -> Tensor:
-    """d (variance + eps)^(-1/2) weight; where variance + eps is 0, at_zero with derivative 0."""
-    spread = variance + eps
+def _standardize(d: Tensor, var: Tensor, w: Tensor | None, eps: float, at_zero: float) -> Tensor:
+    """d (var + eps)^(-1/2) w; where var + eps is 0, at_zero with derivative 0."""
+    spread = var + eps
     if eps > 0:  # a number of the model's, not of its data
         r = spread.rsqrt()
-        return d * (r if weight is None else r * weight)
+        return d * (r if w is None else r * w)
     none = spread <= 0
     r = torch.where(none, 0.0, torch.where(none, 1.0, spread).rsqrt())
     y = torch.where(none, at_zero, d * r)
-    return y if weight is None else y * weight
+    return y if w is None else y * w
 
 
 def _scale_and_shift(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -167,13 +165,11 @@ class FusedNorm(torch.autograd.Function):
     part_of_an_op = True
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Parameter, bias: Parameter, norm: "_LayerNorm"
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, w: Parameter, b: Parameter, norm: "_LayerNorm") -> Tensor:
         with without_stand_ins():
-            y, mean, r = norm.kernel(x, weight, bias)
+            y, mean, r = norm.kernel(x, w, b)
         ctx.norm = norm
-        ctx.save_for_backward(x, weight, bias, mean, r)
+        ctx.save_for_backward(x, w, b, mean, r)
         return y
 
     @staticmethod
@@ -187,8 +183,7 @@ class FusedNorm(torch.autograd.Function):
                 grads = FusedNormGradient.apply(g, x, weight, bias, mean, r, norm)
             else:
                 return *norm.kernel_gradients(g, x, weight, bias, mean, r, needs), None
-        pairs = zip(needs, grads, strict=True)
-        return *(grad if need else None for need, grad in pairs), None
+        return *(grad if need else None for need, grad in zip(needs, grads, strict=True)), None
 
 
 class FusedNormGradient(torch.autograd.Function):
@@ -221,11 +216,9 @@ class FusedNormGradient(torch.autograd.Function):
 class _Kernels:
     """h, r and P by the kernels, for a pass that is not differentiated."""
 
-    def __init__(
-        self, x: Tensor, mean: Tensor, r: Tensor, norm: "_LayerNorm", dw: Parameter
-    ) -> None:
-        self.given, self.norm, self.r = (mean, r), norm, norm.along(r, x)
-        self.x, self.h = x, (x - norm.along(mean, x)).mul_(self.r)
+    def __init__(self, x: Tensor, mu: Tensor, r: Tensor, norm: "_LayerNorm", dw: Parameter) -> None:
+        self.given, self.norm, self.r = (mu, r), norm, norm.along(r, x)
+        self.x, self.h = x, (x - norm.along(mu, x)).mul_(self.r)
         self.gh = dw
 
     def project(self, u: Tensor) -> tuple[Tensor, Parameter]:
@@ -287,8 +280,7 @@ class _LayerNorm:
         """dx, dw and db; None where the mask is False, or where there is no parameter."""
         wanted = mask[0], mask[1] and weight is not None, mask[2] and bias is not None
         given = g, x, self.shape, mean, r, weight, bias, wanted
-        grads: Gradients = torch.ops.aten.native_layer_norm_backward.default(*given)
-        return grads
+        return torch.ops.aten.native_layer_norm_backward.default(*given)
 
     def gradients(self, g: Tensor, x: Tensor, weight: Parameter) -> Gradients:
         """dx, dw and db."""
@@ -365,8 +357,7 @@ class _BatchNorm(_LayerNorm):
         mask: Mask,
     ) -> Gradients:  # fmt: skip
         given = g, x, weight, None, None, mean, r, True, self.eps, mask
-        grads: Gradients = torch.ops.aten.native_batch_norm_backward.default(*given)
-        return grads
+        return torch.ops.aten.native_batch_norm_backward.default(*given)
 
 
 def _plus(y: Tensor, term: Tensor, factor: Tensor) -> Tensor:

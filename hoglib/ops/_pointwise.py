@@ -264,8 +264,7 @@ def quadratic(x: Tensor, a: Tensor | float, b: Tensor | float, c: Tensor | float
 
 
 def _quadratic_formula(x: Tensor, a: Any, b: Any, c: Any) -> Tensor:
-    result: Tensor = a * (x * x) + b * x + c
-    return result
+    return a * (x * x) + b * x + c
 
 
 _quadratic = _op(
@@ -387,11 +386,7 @@ def split_signs(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def clamp(
-    x: Tensor,
-    *,
-    min: float | None = None,
-    max: float | None = None,
-    straight_through: bool = False,
+    x: Tensor, *, min: float | None = None, max: float | None = None, straight_through: bool = False
 ) -> Tensor:
     r"""Clamp to an interval, with the gradient masked or passed straight through.
 
@@ -474,16 +469,11 @@ def _smooth_l1_formula(input: Tensor, target: Tensor, beta: float) -> Tensor:
 
 def _smooth_l1_by_input(input: Tensor, target: Tensor, beta: float, _: None) -> Tensor:
     d = input - target
-    if beta == 0:
-        return d.sign()
-    return torch.where(d.abs() >= beta, d.sign(), d / beta)
+    return d.sign() if beta == 0 else torch.where(d.abs() >= beta, d.sign(), d / beta)
 
 
 _smooth_l1 = _op(
-    _smooth_l1_formula,
-    _smooth_l1_by_input,
-    lambda *inputs: -_smooth_l1_by_input(*inputs),
-    None,
+    _smooth_l1_formula, _smooth_l1_by_input, lambda *inputs: -_smooth_l1_by_input(*inputs), None
 )
 
 

@@ -26,14 +26,7 @@ from hoglib._core import validation
 from hoglib._core.mixed_precision import autocast_on, is_autocast, upcast_half
 from hoglib._core.problem import check_option_names
 from hoglib.errors import ArgumentIndexError, ArgumentTypeError, ArgumentValueError
-from hoglib.ops._function import (
-    Saved,
-    apply_function,
-    conj,
-    make_function,
-    sum_terms,
-    sum_to_shape,
-)
+from hoglib.ops._function import Saved, apply_function, conj, make_function, sum_terms, sum_to_shape
 from hoglib.ops._pointwise import clip_gradient
 from hoglib.ops._stand_in import IN_FORWARD, NO_FORWARD, stands_in_for
 
@@ -565,12 +558,10 @@ def conv3d(
     return _conv(3, x, weight, bias, options)
 
 
-def _conv(
-    rank: int, x: Tensor, weight: Tensor, bias: Tensor | None, options: ConvOptions
-) -> Tensor:
+def _conv(rank: int, x: Tensor, weight: Tensor, b: Tensor | None, options: ConvOptions) -> Tensor:
     check_option_names(f"conv{rank}d", options, tuple(ConvOptions.__annotations__))
     padding, groups = options.get("padding", 0), options.get("groups", 1)
-    _check_conv(rank, x, weight, bias, validation.at_least("groups", groups, 1))
+    _check_conv(rank, x, weight, b, validation.at_least("groups", groups, 1))
     strides = _one_for_each("stride", options.get("stride", 1), rank, 1)
     dilations = _one_for_each("dilation", options.get("dilation", 1), rank, 1)
     kernel, extra = tuple(weight.shape[2:]), [0] * rank
@@ -585,7 +576,7 @@ def _conv(
     else:
         totals = [d * (k - 1) for d, k in zip(dilations, kernel, strict=True)]
         pads, extra = tuple(n // 2 for n in totals), [n % 2 for n in totals]
-    x, weight, bias = cast_for_product(x, weight, bias)
+    x, weight, b = cast_for_product(x, weight, b)
     if any(extra):
         x = F.pad(x, [n for right in reversed(extra) for n in (0, right)])
     image = tuple(x.shape[-rank:])
@@ -597,7 +588,7 @@ def _conv(
                 f"dilation {dilations}; add padding, or use a smaller kernel."
             )
     batched = x if x.dim() == rank + 2 else x.unsqueeze(0)
-    y = _CONV(batched, weight, bias, strides, pads, dilations, groups)
+    y = _CONV(batched, weight, b, strides, pads, dilations, groups)
     return y if x.dim() == rank + 2 else y.squeeze(0)
 
 
@@ -637,8 +628,7 @@ def _check_conv(rank: int, x: Tensor, weight: Tensor, bias: Tensor | None, group
 
 
 def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
-    run = (F.conv1d, F.conv2d, F.conv3d)[weight.dim() - 3]
-    return run(x, weight, bias, *options)
+    return (F.conv1d, F.conv2d, F.conv3d)[weight.dim() - 3](x, weight, bias, *options)
 
 
 def _send_back(
@@ -651,8 +641,7 @@ def _send_back(
 
     def kernel(g: Tensor, other: Tensor) -> Tensor:
         given = (g, x.real, other) if which == 0 else (g, other, weight.real)
-        result: Tensor = torch.ops.aten.convolution_backward(*given, *options, mask)[which]
-        return result
+        return torch.ops.aten.convolution_backward(*given, *options, mask)[which]
 
     other = conj(weight if which == 0 else x)
     if not g.numel():  # torch's kernel would forget what it was given
@@ -811,9 +800,7 @@ def amax(x: Tensor, dim: Dims, *, keepdim: bool = False) -> Tensor:
     return _amax(x, dim, keepdim=keepdim)
 
 
-def _share_of_maximum(
-    u: Tensor, _: torch.Size, dims: tuple[int, ...], x: Tensor, y: Tensor
-) -> Tensor:
+def _share_of_maximum(u: Tensor, _: Any, dims: tuple[int, ...], x: Tensor, y: Tensor) -> Tensor:
     attained = x == y
     return torch.where(attained, u, 0) / attained.sum(dims, True)
 

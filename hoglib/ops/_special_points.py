@@ -99,8 +99,7 @@ def power(input: Any, exponent: Any, **kw: Any) -> Tensor:
     constant = isinstance(exponent, Tensor) and not exponent.requires_grad
     if kw or not constant or not _is_real(input):
         return torch.pow(input, exponent, **kw)
-    found: Tensor = _powers(input, exponent)
-    return found
+    return _powers(input, exponent)
 
 
 @stands_in_for(Tensor.__pow__, name=_POINTS["name"])
@@ -109,10 +108,9 @@ def _operator(self: Tensor, other: Any) -> Tensor:
 
 
 def _slope(x: Tensor, n: Tensor, _: Any) -> Tensor:
-    slope: Tensor = n * _powers(
+    return n * _powers(
         x.masked_fill(n == 0, 1.0) if x.shape == n.shape else x.where(n != 0, 1.0), n - 1
     )
-    return slope
 
 
 _powers = define(torch.pow, [_slope, None], reference=torch.pow, keep="inputs")
@@ -121,13 +119,18 @@ _powers = define(torch.pow, [_slope, None], reference=torch.pow, keep="inputs")
 @stands_in_for(torch.vander, name=_POINTS["name"])
 def vander(x: Tensor, N: int | None = None, increasing: bool = False) -> Tensor:
     """torch.vander by whole powers: its cumprod has no backward, and at 0 no right forward mode."""
-    n = torch.arange(x.shape[-1] if N is None else N, device=x.device)
+    if x.dim() != 1 or (N or 0) < 0:
+        return torch.vander(x, N, increasing)  # raises
+    n = torch.arange(len(x) if N is None else N, device=x.device)
     return power(x.unsqueeze(-1), n if increasing else n.flip(0))
 
 
 @stands_in_for(torch.linalg.vander, name=_POINTS["name"])
 def _linalg_vander(x: Tensor, *, N: int | None = None) -> Tensor:
-    return vander(x, N, increasing=True)
+    if not x.dim() or (x.shape[-1] if N is None else N) < 2:
+        return torch.linalg.vander(x, N=N)  # raises
+    n = torch.arange(x.shape[-1] if N is None else N, device=x.device)
+    return power(x.unsqueeze(-1), n)
 
 
 @stands_in_for(torch.polar, name=_POINTS["name"])

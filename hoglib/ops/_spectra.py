@@ -45,8 +45,7 @@ def eigh(A: Tensor, UPLO: str = "L", **kw: Any) -> Any:
 @stands_in_for(torch.linalg.eigvalsh, name=_ROW["name"])
 def eigvalsh(A: Tensor, UPLO: str = "L", **kw: Any) -> Tensor:
     """torch.linalg.eigvalsh, likewise."""
-    result: Tensor = torch.linalg.eigvalsh(A, UPLO, **kw) if kw else eigh(A, UPLO)[0]
-    return result
+    return torch.linalg.eigvalsh(A, UPLO, **kw) if kw else eigh(A, UPLO)[0]
 
 
 @stands_in_for(torch.linalg.svdvals, name=_ROW["name"])

@@ -207,8 +207,7 @@ class _Subject:
         value = same_as("value", (text, [called.value], [right]))
         yield value
         if self.kind.draw and called.drawn:
-            wrong = _wrong_points(self.kind, called.drawn[0], real, fake)
-            yield finding("points", wrong)
+            yield finding("points", _wrong_points(self.kind, called.drawn[0], real, fake))
         gradient = _gradient(called.value, critic)
         if not gradient.any():
             inner = any(one.how == INNER for one in called.detached)
@@ -257,8 +256,7 @@ class _Subject:
             return called.value.new_full((), torch.inf)
         own = self.kind.at_points or self.kind.function
         values = [own(critic, *sets, **self.options) for sets in points]
-        mean: Tensor = self.weight * torch.stack(values).mean()
-        return mean
+        return self.weight * torch.stack(values).mean()
 
 
 def _gradient(value: Tensor, critic: _Critic) -> Tensor:

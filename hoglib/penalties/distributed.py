@@ -62,10 +62,7 @@ def averaged(name: str, penalty: Tensor, outputs: Any = ()) -> Tensor:
         return penalty
     seen = [y for y in pytree.tensors(outputs) if y.requires_grad]
     groups = _groups(graph_summary([penalty, *seen]).leaves)
-    if not groups:
-        return penalty
-    result: Tensor = _Averaged.apply(penalty, name, groups, *seen)
-    return result
+    return _Averaged.apply(penalty, name, groups, *seen) if groups else penalty
 
 
 class _Averaged(Function):
@@ -160,8 +157,7 @@ def _norm(param: Tensor) -> Tensor:
         return param.new_zeros((), dtype=torch.float64)
     values = grad.detach().coalesce().values() if grad.is_sparse else grad.detach()
     dtype = torch.promote_types(values.dtype, torch.float32)
-    norm: Tensor = torch.linalg.vector_norm(values, dtype=dtype)
-    return norm.double()
+    return torch.linalg.vector_norm(values, dtype=dtype).double()
 
 
 def _grad_version(param: Tensor) -> tuple[int, int]:

@@ -181,9 +181,8 @@ def _hessian(at: InputVJP, gradient: Vector, index: Any) -> Any:
         empty = x.new_zeros(0, *x.shape[1:], 0, *x.shape[1:])
         return [torch.stack(r).reshape(*r[0].shape, *r[0].shape) if r else empty for r in rows]
     batched = int(at.samples is not None)  # of a batch one row of each structure in every pass
-    return at.tree(
-        [at.tree(_blocks(at, g, x, batched)) for g, x in zip(gradient, at.leaves, strict=True)]
-    )
+    pairs = zip(gradient, at.leaves, strict=True)
+    return at.tree([at.tree(_blocks(at, g, x, batched)) for g, x in pairs])
 
 
 def _blocks(at: InputVJP, g: Tensor, x: Tensor, batched: int) -> Vector:

@@ -237,9 +237,8 @@ def _in_micro_batches(
         if not reached:
             continue
         with nullcontext() if options.autocast else no_autocast():  # as the piece
-            grads = torch.autograd.grad(
-                value, list(reached.values()), retain_graph=True, allow_unused=True
-            )
+            ends = list(reached.values())
+            grads = torch.autograd.grad(value, ends, retain_graph=True, allow_unused=True)
         of = dict(zip(reached, grads, strict=True))
         point_gradients.append(materialize_grads([of.pop(id(p), None) for p in points], points))
         trainable |= {key: reached[key] for key in of}

@@ -305,11 +305,8 @@ def cast_like_parameters(params: Iterable[Tensor], tree: Any) -> Any:
     """The tree with half-precision tensors, as an autocast region returns them, in float32; and with
     all of them in half precision if the parameters are."""
     dtypes = {p.dtype for p in params if p.is_floating_point()}
-    wanted = (
-        dtypes.pop()
-        if len(dtypes) == 1 and dtypes < set(mixed_precision.HALF_DTYPES)
-        else torch.float32
-    )
+    half = len(dtypes) == 1 and dtypes < set(mixed_precision.HALF_DTYPES)
+    wanted = dtypes.pop() if half else torch.float32
     others = {torch.float32, *mixed_precision.HALF_DTYPES}
     return pytree.map_tensors(lambda x: x.to(wanted) if x.dtype in others else x, tree)
 

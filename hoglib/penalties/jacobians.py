@@ -28,12 +28,8 @@ from hoglib.penalties.terms import half_squared_slope, squared_excess, squared_j
 from hoglib.ring import ring
 
 __all__ = ["input_gradient", "jacobian", "lipschitz", "parameter_gradient", "sobolev"]
-OF_SAMPLES = (
-    "reduction",
-    "output",
-    "batch",
-    "micro_batch",
-)  # options that parameter_gradient lacks
+# Options that parameter_gradient lacks.
+OF_SAMPLES = ("reduction", "output", "batch", "micro_batch")
 
 
 @register(REAL)
@@ -307,8 +303,7 @@ def parameter_gradient(
         found = run_as_graph(body, func, checked, (params, args))
     else:
         found = _norm_and_value(func, squared, checked, params, args)
-    value: Tensor = with_outputs(checked, *found)
-    return value
+    return with_outputs(checked, *found)
 
 
 def _norm_and_value(

@@ -131,9 +131,7 @@ class GradientPenalty(nn.Module):
         self.every = validation.at_least("every", every, 1)
         if options is not None and not isinstance(options, Mapping):
             got = validation.describe(options)
-            raise ArgumentTypeError(
-                f"options: expected a dict of the penalty's options, got {got}."
-            )
+            raise ArgumentTypeError(f"options: expected a dict of its options, got {got}.")
         chosen = {
             "micro_batch": micro_batch, "autocast": autocast or None, "output": output,
             "compile": compile or None, "remat": None if remat is False else remat,
@@ -193,11 +191,10 @@ class GradientPenalty(nn.Module):
         if runs_elsewhere():  # a capture, and the run that checks it, are no training steps
             if self.every > 1:
                 raise UnsupportedError(
-                    f"GradientPenalty(every={self.every}): expected a call outside of compiled "
-                    "code, since a graph counts no calls: it would compute the penalty always or "
-                    "never. Call penalty.factor() outside, pass the number to the compiled "
-                    "function, and there multiply `penalty.value(critic, real, fake)` by it, or "
-                    "leave it out for 0."
+                    f"GradientPenalty(every={self.every}): expected a call outside of compiled code, "
+                    "since a graph counts no calls: it would compute the penalty always or never. Call "
+                    "penalty.factor() outside, pass the number to the compiled function, and there "
+                    "multiply `penalty.value(critic, real, fake)` by it, or leave it out for 0."
                 )
             return self.weight
         self._calls[0] += 1
@@ -229,8 +226,7 @@ class GradientPenalty(nn.Module):
                 f"call it as penalty(func, x, None, {kind.needs})."
             )
         points = [samples[name] for name in kind.sets]
-        value: Tensor = kind.function(critic, *points, *args, **{**self.options, **options})
-        return value
+        return kind.function(critic, *points, *args, **{**self.options, **options})
 
     def _check_returns_scalar(self, options: Mapping[str, Any]) -> None:
         for name in ("return_outputs", "reduction"):

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from hoglib._core import pytree, validation
 from hoglib._core.mixed_precision import upcast_dtype, upcast_half
@@ -14,9 +14,7 @@ from hoglib.errors import ArgumentTypeError, ArgumentValueError, UnsupportedErro
 EMPTY = "{}: expected at least one sample, got none; skip empty batches."
 
 
-def interpolate(
-    name: str, real: Any, fake: Any, batch: Any, generator: torch.Generator | None
-) -> Any:
+def interpolate(name: str, real: Any, fake: Any, batch: Any, generator: Generator | None) -> Any:
     """x_n = e_n real_n + (1 - e_n) fake_n, e_n ~ U(0, 1): one e for all entries of a sample."""
     leaves, structure = check_points(name, "real", real)
     others, structure_of_fake = check_points(name, "fake", fake)
@@ -43,7 +41,7 @@ def interpolate(
     return pytree.unflatten(mixed, structure)
 
 
-def add_noise(name: str, real: Any, std: float | None, generator: torch.Generator | None) -> Any:
+def add_noise(name: str, real: Any, std: float | None, generator: Generator | None) -> Any:
     """x = real + d, d ~ N(0, std^2) for each entry; std None: half the deviation of the batch."""
     leaves, structure = check_points(name, "real", real)
     moved = []
@@ -57,14 +55,12 @@ def add_noise(name: str, real: Any, std: float | None, generator: torch.Generato
 
 
 def random_like(
-    like: Tensor, sampler: Any, shape: tuple[int, ...], generator: torch.Generator | None
+    like: Tensor, sampler: Any, shape: tuple[int, ...], generator: Generator | None
 ) -> Tensor:
     """Random numbers on the tensor's device, drawn on the generator's device."""
     device = like.device if generator is None else generator.device
-    numbers: Tensor = sampler(
-        shape, generator=generator, device=device, dtype=upcast_dtype(like.dtype)
-    )
-    return numbers.to(like.device)
+    dtype = upcast_dtype(like.dtype)
+    return sampler(shape, generator=generator, device=device, dtype=dtype).to(like.device)
 
 
 def check_points(name: str, argument: str, tree: Any) -> tuple[list[Tensor], Any]:
@@ -144,9 +140,7 @@ class Samples:
         return self.sums([upcast_half(g).square() for g in grads])
 
 
-def _indices(
-    name: str, leaves: Sequence[Tensor], structure: Any, batch: Any
-) -> list[Tensor | None]:
+def _indices(name: str, leaves: Sequence[Tensor], form: Any, batch: Any) -> list[Tensor | None]:
     """The option `batch` as one index for each leaf, checked; None where each row is a sample."""
     if batch is None:
         return [None] * len(leaves)
@@ -154,9 +148,9 @@ def _indices(
         found: list[Any] = [batch] * len(leaves)
     else:
         found, came = pytree.flatten(batch)
-        if came != structure:
+        if came != form:
             raise ArgumentValueError(
-                f"{name}: expected batch as one tensor, or as a tree with the structure of the "
+                f"{name}: expected batch as one tensor, or as a tree with the form of the "
                 f"inputs and a tensor or None for each of them, got {validation.describe(batch)}."
             )
     for index, leaf in zip(found, leaves, strict=True):

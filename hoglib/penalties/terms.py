@@ -31,15 +31,13 @@ Term = Callable[[InputVJP], Tensor]  # [N]
 def squared_slope(at: InputVJP) -> Tensor:
     """|g_n|^2"""
     check_one_number_a_sample(at)
-    g = at.vjp()
-    return at.squared_norms(g)
+    return at.squared_norms(at.vjp())
 
 
 def half_squared_slope(at: InputVJP) -> Tensor:
     """|g_n|^2 / 2"""
     check_one_number_a_sample(at)
-    g = at.vjp()
-    return at.squared_norms(g) / 2
+    return at.squared_norms(at.vjp()) / 2
 
 
 def squared_distance(k: float, one_sided: bool) -> Term:
@@ -47,8 +45,7 @@ def squared_distance(k: float, one_sided: bool) -> Term:
 
     def term(at: InputVJP) -> Tensor:
         check_one_number_a_sample(at)
-        g = at.vjp()
-        above = root(at.squared_norms(g)) - k
+        above = root(at.squared_norms(at.vjp())) - k
         return (above.relu() if one_sided else above).square()
 
     return term

@@ -84,8 +84,7 @@ def second_order(*, on_wrong: str | None = None) -> Iterator[None]:
     decided = AMBIENT.on_wrong
     if on_wrong is not None and decided is None:
         decided = validation.one_of("on_wrong", on_wrong, ACTIONS)
-    outermost = AMBIENT.stand_ins is None
-    examined = around_users_derivatives() if outermost else nullcontext()
+    examined = around_users_derivatives() if AMBIENT.stand_ins is None else nullcontext()
     with inside(on_wrong=decided), examined, _StandIns(wanted=True):
         yield
 
@@ -262,9 +261,7 @@ def _replacements() -> dict[Any, Callable[..., Any]]:
 @functools.cache
 def _rows() -> dict[Any, tuple[StandIn, Callable[..., Any]]]:
     """The row of each torch callable, and what runs in its place."""
-    table: dict[Any, tuple[StandIn, Callable[..., Any]]] = {}
-    for row in stand_in_table():
-        table |= {original: (row, op) for original, op in row.replaces.items()}
+    table = {old: (row, op) for row in stand_in_table() for old, op in row.replaces.items()}
     table = by_operator(table) | table
     for row in stand_in_table():
         for original in row.refuses:

@@ -28,11 +28,7 @@ from hoglib.ops._norms import torch_batch_norm
 from hoglib.ops._stand_in import EVERY, IN_FORWARD, SILENT, TABLE, StandIn, stands_in_for
 
 
-@stands_in_for(
-    torch.group_norm,
-    lacks="channels-last, its forward mode raises",
-    modes=IN_FORWARD,
-)
+@stands_in_for(torch.group_norm, lacks="channels-last, its forward mode raises", modes=IN_FORWARD)
 def group_norm(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """torch.group_norm of an input whose layout its forward mode can view as groups."""
     return torch.group_norm(input.contiguous() if forward_mode_active() else input, *args, **kwargs)
@@ -137,10 +133,7 @@ _BENEATH: dict[str, tuple[Any, Callable[..., Any], dict[str, Any]]] = {
 }  # fmt: skip
 _MODES = ("use_mm_for_euclid_dist_if_necessary", "use_mm_for_euclid_dist")
 # Options that are words in Python and numbers in an operator.
-_WORDS = {
-    "reduction": ("none", "mean", "sum"),
-    "compute_mode": (*_MODES, f"donot_{_MODES[1]}"),
-}
+_WORDS = {"reduction": ("none", "mean", "sum"), "compute_mode": (*_MODES, f"donot_{_MODES[1]}")}
 
 
 def by_operator(

@@ -275,9 +275,7 @@ POINTWISE: dict[str, Tower] = {
     "reciprocal": _by_value(-1),
     "square": lambda x, y, K: power(x, 2, K),
     "relu": lambda x, y, K: _mask(x, x > 0, K),
-    "leaky_relu": lambda x, y, K, slope=0.01: _kink(
-        torch.where(x > 0, torch.ones_like(x), slope), K
-    ),
+    "leaky_relu": lambda x, y, K, a=0.01: _kink(torch.where(x > 0, torch.ones_like(x), a), K),
     "threshold": lambda x, y, K, threshold, value: _mask(x, x > threshold, K),
     "hardtanh": lambda x, y, K, low=-1, high=1: _mask(x, (x > low) & (x < high), K),
     "hardshrink": lambda x, y, K, width=0.5: _mask(x, x.abs() > width, K),

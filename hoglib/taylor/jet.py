@@ -113,8 +113,7 @@ def jet(
         coefficients = [[d for _, d in pairs] for pairs in done]
         return pytree.unflatten(values, structure), pytree.unflatten(coefficients, structure)
 
-    found: tuple[Any, Any] = given.evaluate(func, body, None, xs, lists)
-    return found
+    return given.evaluate(func, body, None, xs, lists)
 
 
 class TaylorOptions(NamedTuple):
@@ -286,17 +285,15 @@ def _agree(a: Sequence[Parts], b: Sequence[Parts]) -> bool:
     return True
 
 
-def finished(
-    options: TaylorOptions, value: Tensor, derivative: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Value and derivative as the caller gets them: with a graph, or without."""
-    d = torch.zeros_like(value) if derivative is None else derivative
+def finished(options: TaylorOptions, value: Tensor, slope: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Value and slope as the caller gets them: with a graph, or without."""
+    d = torch.zeros_like(value) if slope is None else slope
     if torch_internals.transforms_active():
         return value, d
     if not options.keep:
         return value.detach().clone(), d.detach().clone()
     if value.requires_grad and not d.requires_grad:
-        # a zero derivative that a loss can still go backward from
+        # a zero slope that a loss can still go backward from
         d = d + value.masked_fill(torch.ones_like(value, dtype=torch.bool), 0)
     return value, d
 

@@ -119,12 +119,8 @@ class Kinks:
 
     def check_finite(self, where: Kink, outputs: Sequence[Parts | None]) -> None:
         """Notes the first operation behind which a coefficient is infinite or NaN."""
-        if self.not_finite is None and not all(
-            bool(part.isfinite().all())
-            for parts in outputs
-            for part in parts or []
-            if part is not None
-        ):
+        known = [part for parts in outputs for part in parts or [] if part is not None]
+        if self.not_finite is None and not all(bool(part.isfinite().all()) for part in known):
             self.not_finite = where
 
 
@@ -145,10 +141,8 @@ def here(operation: str) -> Kink:
         if is_user_file(file):
             return Kink(operation, SourceLine(file, found.f_lineno))
         module = found.f_locals.get("self") if found.f_code.co_name == "forward" else None
-        if isinstance(module, nn.Module):
-            operation = (
-                f"{type(module).__name__} ({operation})" if "(" not in operation else operation
-            )
+        if isinstance(module, nn.Module) and "(" not in operation:
+            operation = f"{type(module).__name__} ({operation})"
         found = found.f_back
     return Kink(operation, None)
 

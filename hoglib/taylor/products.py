@@ -71,18 +71,14 @@ def _affine(bilinear: Bilinear) -> Rule:
         found = scaled(call.kwargs.get("alpha", 1), call.product(bilinear, x, y))
         own = call.parts(b)
         beta = call.kwargs.get("beta", 1)
-        if own is None:
-            return found
-        return sums(found, scaled(beta, call.aligned(own)))
+        return found if own is None else sums(found, scaled(beta, call.aligned(own)))
 
     return rule
 
 
 def _mul(call: Call) -> Parts:
     a, b = call.args[:2]
-    if not isinstance(b, Tensor):
-        return scaled(b, call.known(a))
-    return call.product(multiply, a, b)
+    return call.product(multiply, a, b) if isinstance(b, Tensor) else scaled(b, call.known(a))
 
 
 def _div(call: Call) -> Any:
@@ -96,9 +92,7 @@ def _div(call: Call) -> Any:
         return each(lambda part: part / b, call.aligned(call.known(a)))
     inverse = b.reciprocal()
     n = call.algebra.compose(POINTWISE["reciprocal"](b, inverse, call.algebra.order), b_n)
-    if not isinstance(a, Tensor):
-        return scaled(a, n)
-    return call.product(multiply, a, inverse, b_n=n)
+    return call.product(multiply, a, inverse, b_n=n) if isinstance(a, Tensor) else scaled(a, n)
 
 
 def _convolution(call: Call) -> Parts:

@@ -119,8 +119,7 @@ class Propagation(TorchDispatchMode):
             self.kinks.compared(names_of(func)[1], out)
             return out
         rule = None if is_composite(func, args) else rule_of(func)
-        if rule is None:
-            rule = self._taken_apart(func, args, kwargs)
+        rule = rule or self._taken_apart(func, args, kwargs)
         self._defer(rule, func, args, kwargs, out, None)
         return out
 
@@ -241,8 +240,7 @@ class Propagation(TorchDispatchMode):
         parts = self._parts(target)
         if parts is not None:
             self._series[old] = parts
-        if rule is None:
-            rule = self._taken_apart(functional, (old, *args[1:]), kwargs)
+        rule = rule or self._taken_apart(functional, (old, *args[1:]), kwargs)
         out = func(*args, **kwargs)
         self._defer(rule, func, (old, *args[1:]), kwargs, out, target)
         return out

@@ -35,8 +35,7 @@ def _pow(call: Call) -> Parts:
         a = torch.as_tensor(a, dtype=b.dtype, device=b.device)
     log = a.log()
     log_n = None if a_n is None else call.algebra.compose(POINTWISE["log"](a, log, K), a_n)
-    n = call.product(multiply, b, log, b_n=log_n)
-    return call.algebra.compose([call.out] * K, n)
+    return call.algebra.compose([call.out] * K, call.product(multiply, b, log, b_n=log_n))
 
 
 def _vector_norm(call: Call) -> Parts:
@@ -46,9 +45,7 @@ def _vector_norm(call: Call) -> Parts:
 
     def squares(a: Tensor, b: Tensor, lead_a: bool, lead_b: bool) -> Tensor:
         found = a.square() if a is b else a * b
-        if x.dim() == 0:
-            return found
-        return found.sum([d + (lead_a or lead_b) for d in dims], keep)
+        return found if x.dim() == 0 else found.sum([d + (lead_a or lead_b) for d in dims], keep)
 
     n, y = call.product(squares, x, x), call.out
     zero = y == 0
@@ -277,9 +274,7 @@ def _distances(a: Tensor, b: Tensor, p: float, mode: Any) -> Tensor:
     return torch.linalg.vector_norm(a.unsqueeze(-2) - b.unsqueeze(-3), p, dim=[-1])
 
 
-def _product(
-    x: Tensor, dim: int | None = None, keepdim: bool = False, *, dtype: Any = None
-) -> Tensor:
+def _prod(x: Tensor, dim: int | None = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
     if dim is None or not x.dim():
         x, dim = x.reshape(-1), 0
         keepdim = False
@@ -327,13 +322,10 @@ def _angle(z: Tensor) -> Tensor:
 
 
 def _complex(real: Tensor, imaginary: Tensor) -> Tensor:
-    parts = torch.broadcast_tensors(real, imaginary)
-    return torch.view_as_complex(torch.stack(parts, -1))
+    return torch.view_as_complex(torch.stack(torch.broadcast_tensors(real, imaginary), -1))
 
 
-def _norm_of_order(
-    x: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, **_: Any
-) -> Tensor:
+def _norm_by(x: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, **_: Any) -> Tensor:
     dims = list(range(x.dim())) if dim is None else [dim] if isinstance(dim, int) else dim
     if x.is_complex() and ord == 2:
         real = torch.view_as_real(x.resolve_conj())
@@ -388,13 +380,13 @@ COMPOSITES: dict[str, Composite] = {
     "hardsigmoid": lambda x: F.hardtanh(x + 3, 0, 6) / 6,
     "_cdist_forward": _distances,
     "_euclidean_dist": lambda a, b: _distances(a, b, 2, None),
-    "prod": _product,
+    "prod": _prod,
     "lerp": lambda a, b, weight: a + weight * (b - a),
     "hypot": lambda a, b: torch.linalg.vector_norm(
         torch.stack(torch.broadcast_tensors(a, b)), dim=[0]
     ),
     "logaddexp": lambda a, b: _logsumexp(torch.stack(torch.broadcast_tensors(a, b)), [0]),
-    "linalg_vector_norm": _norm_of_order,
+    "linalg_vector_norm": _norm_by,
     # torch's decompositions are constant where x is 0
     "xlogy": lambda x, y: x * torch.where((x == 0) & (y == 0), 1, y).log(),
     "special_xlog1py": lambda x, y: x * torch.where((x == 0) & (y == -1), 0, y).log1p(),

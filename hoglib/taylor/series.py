@@ -178,11 +178,9 @@ class Biharmonic(Algebra):
             ij = 2 * ij if square else ij + bilinear(a_i[self._j], b_i[self._i], True, True)
         iL = add(term(a_i, b_L, True, False), term(a_L, b_i, False, True))
         mixed = self._contracted(term, a_i, b_ij)
-        other = (
-            mixed
-            if square
-            else self._contracted(lambda x, y, lx, ly: term(y, x, ly, lx), b_i, a_ij)
-        )
+        other = mixed
+        if not square:
+            other = self._contracted(lambda x, y, lx, ly: term(y, x, ly, lx), b_i, a_ij)
         iL = add(iL, _scaled(2, add(mixed, other)))
 
         B = _scaled(2, term(a_L, b_L, False, False))

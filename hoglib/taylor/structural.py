@@ -60,9 +60,7 @@ def _reduced(operation: Callable[..., Tensor]) -> Linear:
         **_: Any,
     ) -> Tensor:  # fmt: skip
         dims = list(range(x.dim())) if dim is None or dim == [] else dim
-        if x.dim() == 0:
-            return part
-        return operation(part, shifted(dims, lead, x), keepdim)
+        return part if x.dim() == 0 else operation(part, shifted(dims, lead, x), keepdim)
 
     return run
 
@@ -92,13 +90,10 @@ def _batched(operation: Any, rank: int) -> Linear:
 
     def run(part: Tensor, lead: int, x: Tensor, out: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not lead or x.dim() < rank:
-            return (
-                torch.stack([operation(p, *args, **kwargs) for p in part])
-                if lead
-                else operation(part, *args, **kwargs)
-            )
-        found = operation(part.flatten(0, 1), *args, **kwargs)
-        return found.unflatten(0, part.shape[:2])
+            if lead:
+                return torch.stack([operation(p, *args, **kwargs) for p in part])
+            return operation(part, *args, **kwargs)
+        return operation(part.flatten(0, 1), *args, **kwargs).unflatten(0, part.shape[:2])
 
     return run
 
@@ -114,10 +109,8 @@ def _cast(part: Tensor, lead: int, x: Tensor, out: Tensor, *args: Any, **_: Any)
     return to_dtype(part, out.dtype).to(out.device)
 
 
-def _repeated(
-    part: Tensor, lead: int, x: Tensor, out: Tensor, repeats: Sequence[int] = ()
-) -> Tensor:
-    return align(part, bool(lead), len(repeats)).repeat([*(1,) * lead, *repeats])
+def _repeated(p: Tensor, lead: int, x: Tensor, out: Tensor, repeats: Sequence[int] = ()) -> Tensor:
+    return align(p, bool(lead), len(repeats)).repeat([*(1,) * lead, *repeats])
 
 
 def _strided(
@@ -271,9 +264,7 @@ def _joined(operation: Any) -> Rule:
                 continue
             size = given.shape[: int(lead)]
             filled = [
-                torch.zeros(size + x.shape, dtype=like.dtype, device=like.device)
-                if p is None
-                else p
+                like.new_zeros(size + x.shape) if p is None else p
                 for p, x in zip(parts, tensors, strict=True)
             ]
             found.append(operation(filled, dim + lead))
@@ -365,8 +356,7 @@ def _written(source: int | None) -> Rule:
         x: Any = args[0]
         y: Any = None if source is None else args[source]
         tensor = isinstance(y, Tensor)
-        parts = zip(call.known(x), call.known(y), call.algebra.leads, strict=True)
-        for p, q, lead in parts:
+        for p, q, lead in zip(call.known(x), call.known(y), call.algebra.leads, strict=True):
             given = p if p is not None else q
             if given is None:
                 found.append(None)

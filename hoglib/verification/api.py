@@ -45,6 +45,7 @@ from hoglib.verification.subject import (
 OTHER_DIRECTIONS = "first derivative: other directions"
 OTHER_VALUES = "second derivative: other values"
 ALONE = "second derivative: of"
+Reference = Callable[..., Any] | None
 HIDDEN = (
     "Here the share that is lost is less than the noise of differences in float32, which is why the "
     "second derivative of the whole passes."
@@ -160,9 +161,7 @@ def verify(
     return report.raise_if_failed() if raise_exception else report
 
 
-def _report(
-    fn: Any, inputs: tuple[Any, ...], reference: Callable[..., Any] | None, options: Options
-) -> Report:
+def _report(fn: Any, inputs: tuple[Any, ...], reference: Reference, options: Options) -> Report:
     """The report of all checks, with the causes of failures first."""
     name = name_of(fn)
     noted = []
@@ -184,9 +183,7 @@ def _report(
 def _why_not_run(error: Exception) -> str:
     text = f"it does not run on its inputs: {format_error(error)}."
     if any(word in str(error) for word in ("dtype", "Float", "Double", "scalar type")):
-        text += (
-            " They are float64 copies; convert the tensors that it holds itself to float64, too."
-        )
+        text += " They are float64 copies; convert the tensors that it holds itself to float64 too."
     if isinstance(error, TypeError) and "argument" in str(error):
         text += (
             " `inputs` are the arguments one by one; put an argument that is a list or tuple into "
@@ -195,9 +192,7 @@ def _why_not_run(error: Exception) -> str:
     return text
 
 
-def _rows(
-    subject: Subject, reference: Callable[..., Any] | None, options: Options
-) -> Iterator[Row]:
+def _rows(subject: Subject, reference: Reference, options: Options) -> Iterator[Row]:
     """The rows of all checks, in order."""
     try:
         stop = subject.prepare()

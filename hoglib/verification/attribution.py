@@ -339,7 +339,7 @@ def attribution_rows(
     wrong = [name for name, one in found.items() if one.wrong and not name.startswith("first")]
     if not wrong:
         return
-    apps = _applications_in_motion(subject, x)
+    apps = _in_motion(subject, x)
     first = found.get(FIRST, Discrepancy())
     over_forward = [name for name in wrong if name.endswith("over-forward")]
     raised = [name for name, one in found.items() if one.raised is not None]
@@ -387,7 +387,7 @@ def value_rows(subject: Subject) -> Iterator[Row]:
 
 def subset_rows(subject: Subject, x: list[Tensor], subset: Sequence[int]) -> Iterator[Row]:
     """The culprits when only some of a Function's inputs require grad."""
-    for app, moves in _applications_in_motion(subject, x):
+    for app, moves in _in_motion(subject, x):
         if len(app.by) == len(x):
             by = tuple(app.by[j] for j in subset)
             moves = {i: move for i, move in (moves or {}).items() if i in by}
@@ -402,9 +402,7 @@ def is_culprit(row: Row) -> bool:
     )
 
 
-def _applications_in_motion(
-    subject: Subject, x: list[Tensor]
-) -> list[tuple[Application, Moves | None]]:
+def _in_motion(subject: Subject, x: list[Tensor]) -> list[tuple[Application, Moves | None]]:
     """The Functions that the subject applies near its inputs, and how their arguments move along v."""
     v = [random_like(y, subject.random) * element_scales(y) for y in x]
 

@@ -683,13 +683,11 @@ def _is_noisy(call: Call, eps: float = torch.finfo(torch.float32).eps) -> bool:
     """
     random = torch.Generator().manual_seed(7)
     v = [random_like(x, random) * element_scales(x) * eps / 2 for x in call.point]
-    before, call.reseed = call.reseed, True
     try:
-        ends = [_numbers(call, k, v, k * eps / 2) for k in range(1, POINTS)]
+        with replaced([(call, "reseed", True)]):
+            ends = [_numbers(call, k, v, k * eps / 2) for k in range(1, POINTS)]
     except Exception:  # reported by the derivative checks
         return False
-    finally:
-        call.reseed = before
     for line in zip(*ends, strict=True):
         if not line[0].numel():
             continue

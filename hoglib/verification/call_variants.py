@@ -165,9 +165,7 @@ def state(base: Baseline) -> Row:
         for attribute, value in vars(function).items()
         if value is not was.get(attribute)
     ]
-    where = (
-        f"on the class, as {', '.join(changed)}" if changed else "outside of ctx, as in a global"
-    )
+    where = f"on the class, as {', '.join(changed)}" if changed else "outside ctx, as in a global"
     text = (
         "the gradient by {name} of one call changes when it is called again: something that backward "
         f"reads is kept {where}. Save it with ctx.save_for_backward."
@@ -399,9 +397,7 @@ def in_float32(base: Baseline) -> Row:
     return Row(name, "pass", max(offs[count:], default=0.0))
 
 
-def _gradients(
-    base: Baseline, call: Call, x: Sequence[Tensor]
-) -> tuple[list[Tensor], list[Tensor]]:
+def _gradients(base: Baseline, call: Call, x: Sequence[Tensor]) -> tuple[list[Tensor], ...]:
     f = call.map(base.subject.output_indices)
     values = f(*x)
     u = [a.to(b.dtype) for a, b in zip(base.u, values, strict=True)]

@@ -22,7 +22,7 @@ from math import inf
 from typing import Any, NamedTuple, TypeVar, final
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from hoglib._core import validation
 from hoglib._core.element_differences import (
@@ -90,8 +90,7 @@ class Options:
         if self.eps is not None and not 0.0 < validation.number("eps", self.eps) <= 1.0:
             raise ArgumentValueError(f"eps: expected a number in (0, 1], got {self.eps}.")
         bounds = {"atol": self.bounds.atol, "rtol": self.bounds.rtol}
-        tolerances = {**bounds, "nondet_tol": self.nondet_tol}
-        for name, value in tolerances.items():
+        for name, value in {**bounds, "nondet_tol": self.nondet_tol}.items():
             if validation.number(name, value, minimum=0.0) == inf:
                 raise ArgumentValueError(f"{name}: expected a finite number, got {value}.")
 
@@ -145,7 +144,7 @@ class Target(NamedTuple):
     slopes: Sequence[Slope] = ()
 
     def with_slopes(
-        self, random: torch.Generator, *, full: bool = False, eps: float | None = None
+        self, random: Generator, *, full: bool = False, eps: float | None = None
     ) -> "Target":
         slopes = [
             slope(self.map, self.x, j, v, eps=eps)
@@ -154,7 +153,7 @@ class Target(NamedTuple):
         ]
         return self._replace(slopes=slopes)
 
-    def rechecked(self, random: torch.Generator) -> "Target":
+    def rechecked(self, random: Generator) -> "Target":
         """With slopes that were checked again; worth its time only if something seems wrong."""
         return self._replace(slopes=[recheck(self.map, self.x, one, random) for one in self.slopes])
 
@@ -286,7 +285,7 @@ DROWNED = "their noise exceeds the derivative"
 
 
 def compared(
-    at: Target, key: str, bounds: Bounds, random: torch.Generator, *, full: bool = False
+    at: Target, key: str, bounds: Bounds, random: Generator, *, full: bool = False
 ) -> Discrepancy:
     """<w, J v> along the direction v of each slope for a few covectors w of each output."""
     found = Discrepancy()
@@ -361,7 +360,7 @@ def _is_drowned(
 
 
 def _covectors(
-    slopes: Sequence[Slope], i: int, bounds: Bounds, random: torch.Generator, full: bool
+    slopes: Sequence[Slope], i: int, bounds: Bounds, random: Generator, full: bool
 ) -> list[Tensor]:
     """Covectors of output i: zero where the difference is unknown, and of equal weight elsewhere, but
     for elements below the tolerance. With a coarse tolerance the last one weighs them by their size."""
@@ -391,9 +390,7 @@ def _covectors(
 MANY = 256  # elements that are differentiated one by one
 
 
-def wrong_elements(
-    f: TensorMap, x: Sequence[Tensor], i: int, j: int, random: torch.Generator
-) -> str:
+def wrong_elements(f: TensorMap, x: Sequence[Tensor], i: int, j: int, random: Generator) -> str:
     """Which elements of the gradient of output i by input j are wrong, as gradcheck says it; for an
     input of not too many."""
     if x[j].numel() > MANY:
@@ -427,7 +424,7 @@ class Comparer(NamedTuple):
     """
 
     options: Options
-    random: torch.Generator
+    random: Generator
     dtype: torch.dtype
     half: torch.dtype | None
 
@@ -489,8 +486,7 @@ class Comparer(NamedTuple):
             self.random.set_state(state)
             x = [y * (1 + 0.01 * random_like(y, shaken)) for y in at.x]
             with suppress(Exception):  # it may refuse what the user did not pass
-                near = self.target(at._replace(x=x, slopes=()))
-                runs.append(self._compared(near, key, bounds))
+                runs.append(self._compared(self.target(at._replace(x=x, slopes=())), key, bounds))
         worst = 0.0
         shared = set(runs[0].signed).intersection(*(one.signed for one in runs)) if runs else set()
         for which in (one for one in shared if one[0] == column):
@@ -520,9 +516,7 @@ BIAS = 4.0  # units of rounding: a covector is rounded to the same number at eac
 CONCLUSIVE = 0.4  # noise of more than this share of the number hides it
 
 
-def compared_by_means(
-    at: Target, key: str, dtype: torch.dtype, random: torch.Generator
-) -> Discrepancy:
+def compared_by_means(at: Target, key: str, dtype: torch.dtype, random: Generator) -> Discrepancy:
     """The same for what computes in half precision, along directions of its own."""
     found = Discrepancy()
     short = str(dtype).removeprefix("torch.")
@@ -556,7 +550,7 @@ def compared_by_means(
 
 
 def _integrals(
-    at: Target, j: int, v: Tensor, covectors: Covectors, key: str, random: torch.Generator
+    at: Target, j: int, v: Tensor, covectors: Covectors, key: str, random: Generator
 ) -> Tensor | None:
     """By centre and covector: the integral of <w, J v> by the derivative, and the difference of <w, F>
     at the ends of the line, both divided by its length; and the size of a sum of its terms with random
@@ -579,7 +573,7 @@ def _integrals(
 
 
 def _line(
-    at: Target, j: int, v: Tensor, covectors: Covectors, key: str, random: torch.Generator, h: float
+    at: Target, j: int, v: Tensor, covectors: Covectors, key: str, random: Generator, h: float
 ) -> Iterator[tuple[float, float, float]]:
     centre = [y + AROUND * element_scales(y) * random_like(y, random) for y in at.x]
 

@@ -119,8 +119,7 @@ def gradients(app: Application) -> Iterator[Row]:
 def _expands(small: Sequence[int], large: Sequence[int]) -> bool:
     if len(small) > len(large):
         return False
-    pairs = zip(reversed(small), reversed(large), strict=False)
-    return all(a in (1, b) for a, b in pairs)
+    return all(a in (1, b) for a, b in zip(reversed(small), reversed(large), strict=False))
 
 
 def linear(app: Application) -> Iterator[Row]:
@@ -318,8 +317,7 @@ def run_rules(app: Application, watch: AbstractContextManager[Any]) -> None:
                 torch.ones_like(x) if i in app.by else None for i, x in enumerate(run.inputs)
             ]
             with watch:
-                context = function_rules.Context(run.record, in_jvp=True)
-                app.function.jvp(context, *tangents)
+                app.function.jvp(function_rules.Context(run.record, in_jvp=True), *tangents)
 
 
 @final
@@ -351,8 +349,7 @@ class InPlaceWatch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        out = (kwargs or {}).get("out")
-        written = pytree.tensors(out)
+        written = pytree.tensors((kwargs or {}).get("out"))
         in_place = (name.endswith("_") and not name.startswith("__")) or name in (
             "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__",
         )  # fmt: skip

@@ -137,8 +137,7 @@ class Derivatives:
             row = self._judged("first derivative: forward", found, may_lack=True)
             rules = sorted(f.__name__ for f in subject.functions if function_rules.offers_jvp(f))
             if row.status == "fail" and rules:
-                text = f"the jvp of {', '.join(rules)} is wrong: {row.text}"
-                row = row._replace(text=text)
+                row = row._replace(text=f"the jvp of {', '.join(rules)} is wrong: {row.text}")
             yield row
 
     def _is_none(self, column: int) -> bool:

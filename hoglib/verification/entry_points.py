@@ -37,6 +37,7 @@ from hoglib.verification.subject import Application, application, is_users
 
 _VERDICTS: WeakKeyDictionary[type[Function], dict[Any, Verdict]] = WeakKeyDictionary()
 Key = tuple[type[Function], Any]  # a Function, and the kinds of its arguments
+Args = tuple[Any, ...]
 # What to use instead of Functions that their users cannot change, by module.
 INSTEAD = {
     "gpytorch.functions.": "Inside `gpytorch.settings.trace_mode(True)` the kernels of GPyTorch are "
@@ -58,7 +59,7 @@ IN_CPP = (
 THIRD = "where a third derivative is taken, such as the gradient of this result, "
 # Torch's errors about tensors of another call or of a transform that is over.
 OF_ANOTHER_CALL = ("INTERNAL ASSERT", "escaped from inside", "through the graph a second time")
-KEPT = "Look for a module or global that keeps a result (`self.x = y`), or `.backward()` in a backward."
+STALE = "Look for a module or global that keeps a result (`self.x = y`), or a nested `.backward()`."
 CHANGED = "It may be in the backward of {}, which `hoglib.verify` checks."
 # What a Function changes in place that others read.
 MUTATES = {
@@ -107,8 +108,7 @@ class examined_functions:  # noqa: N801 a context manager
 
     def __enter__(self) -> "AppliedFunctions | None":
         self._action = on_wrong()
-        examining = self._action == "ignore" or AMBIENT.examining
-        if examining or not value_checks_on():
+        if self._action == "ignore" or AMBIENT.examining or not value_checks_on():
             return None
         self._functions = functions = AppliedFunctions()
         if self._by_hand:
@@ -132,12 +132,10 @@ class examined_functions:  # noqa: N801 a context manager
         finally:
             AMBIENT.examining, AMBIENT.functions = False, self._outside
 
-    def _report_by_hand(
-        self, functions: "AppliedFunctions", outputs: Sequence[Tensor] = ()
-    ) -> None:
-        """After a derivative by the user's own call. outputs: of what, if with a graph."""
+    def _report_by_hand(self, functions: "AppliedFunctions", of: Sequence[Tensor] = ()) -> None:
+        """After a derivative by the user's own call. of: of what, if with a graph."""
         if value_checks_on():
-            graph_summary(outputs)
+            graph_summary(of)
             with no_examination():
                 self._report_wrong(functions)
 
@@ -221,9 +219,7 @@ class AppliedFunctions:
             for function in self._traced - others
         )
 
-    def record(
-        self, function: type[Function], args: tuple[Any, ...]
-    ) -> Callable[[Any], None] | None:
+    def record(self, function: type[Function], args: Args) -> Callable[[Any], None] | None:
         """Notes an application; what is returned gets its result."""
         if function.__module__.startswith("hoglib.") or not torch.is_grad_enabled():
             return None
@@ -235,25 +231,20 @@ class AppliedFunctions:
         if not _is_ours(torch_internals.running_function()):
             # A part of another one's backward, which is examined as a whole, to the second derivative.
             # The third one differentiates the part twice; in a transform that is not known.
-            known = not (inside_recomputation() or transforms_active())
-            return (
-                partial(self._watch_part, function, args) if known and is_users(function) else None
-            )
-        given = args
+            known = is_users(function) and not (inside_recomputation() or transforms_active())
+            return partial(self._watch_part, function, args) if known else None
         noted = self._noted(function, args)
         if noted is None:
             return None
         key, by = noted
         self._parts.discard(key)
         versions = [
-            (i, x, x._version) for i, x in enumerate(given)
+            (i, x, x._version) for i, x in enumerate(args)
             if by[i] and torch_internals.unwrap(x) is x and not x.is_inference()
         ]  # fmt: skip
-        return partial(self._applied, key, given, versions)
+        return partial(self._applied, key, args, versions)
 
-    def _noted(
-        self, function: type[Function], given: tuple[Any, ...]
-    ) -> tuple[Key, tuple[bool, ...]] | None:
+    def _noted(self, function: type[Function], given: Args) -> tuple[Key, tuple[bool, ...]] | None:
         """Notes an application that may be wrong: its key, and which arguments need gradients."""
         made, (function, args, by) = function, torch_internals.outside_transforms(function, given)
         if _is_ours(function) or not is_users(function):
@@ -262,11 +253,9 @@ class AppliedFunctions:
             return None  # its derivative has no elements
         forward = _forward_mode()
         verdicts = _VERDICTS.setdefault(function, {})
-        by_vmap = function_rules.offers_vmap(function) and torch_internals.under_vmap(
-            function, made
-        )
+        mapped = function_rules.offers_vmap(function) and torch_internals.under_vmap(function, made)
         pairs = zip(args, by, strict=True)
-        kinds: Any = (forward, by_vmap, *(_kind(x, needed, given) for x, needed in pairs))
+        kinds: Any = (forward, mapped, *(_kind(x, needed, given) for x, needed in pairs))
         verdict = verdicts.get(kinds)
         if verdict is not None and verdict.within and not _are_within(verdict, given, args):
             kinds = ("other values", *kinds)
@@ -278,10 +267,10 @@ class AppliedFunctions:
             return None
         if (verdict is None or verdict.left) and key not in self.applied:
             graphed = None if _runs_again() else given
-            self.applied[key] = applied(function, args, by, forward, graphed, given, by_vmap)
+            self.applied[key] = applied(function, args, by, forward, graphed, given, mapped)
         return key, by
 
-    def _watch_part(self, function: type[Function], args: tuple[Any, ...], result: Any) -> None:
+    def _watch_part(self, function: type[Function], args: Args, result: Any) -> None:
         """Notes a part of a backward when its own backward runs with a graph."""
 
         def note(_: Any) -> None:
@@ -330,7 +319,7 @@ class AppliedFunctions:
         return MUTATES[what].format(name=key[0].__qualname__, changes=changes)
 
     def _applied(
-        self, key: Key, given: tuple[Any, ...], versions: list[tuple[int, Tensor, int]], result: Any
+        self, key: Key, given: Args, versions: list[tuple[int, Tensor, int]], result: Any
     ) -> None:
         results = result if isinstance(result, tuple) else (result,)
         changed = [
@@ -348,7 +337,7 @@ class AppliedFunctions:
                 position = sum(isinstance(y, Tensor) for y in given[:i])
                 self._watch_changed(key, node, position, x)
 
-    def _is_mutating(self, key: Key, given: tuple[Any, ...]) -> bool:
+    def _is_mutating(self, key: Key, given: Args) -> bool:
         app = application(key[0], given)
         if app is not None:
             _MUTATING.add(key[0])
@@ -369,12 +358,10 @@ class AppliedFunctions:
             return
         for giver, which, taker, output in links:
             given: list[Tensor | None] = []
-            giver.register_hook(
-                lambda grads, _, which=which, given=given: given.append(grads[which])
-            )
+            giver.register_hook(lambda g, _, which=which, given=given: given.append(g[which]))
             taker.register_prehook(partial(self._compare_gradients, key, given, output))
 
-    def _watch_gradients(self, key: Key, node: Any, given: tuple[Any, ...]) -> None:
+    def _watch_gradients(self, key: Key, node: Any, given: Args) -> None:
         """Notes a Function whose backward changes an incoming gradient that others get, too."""
         seen: list[tuple[Snapshot, bool]] = []
 
@@ -396,13 +383,9 @@ class AppliedFunctions:
         node.register_prehook(before)
         node.register_hook(after)
 
-    def _watch_kept(
-        self, key: Key, node: Any, given: tuple[Any, ...], results: tuple[Any, ...]
-    ) -> None:
+    def _watch_kept(self, key: Key, node: Any, given: Args, results: Args) -> None:
         """Notes a tensor of those that is on ctx by itself, and changed before the first backward."""
-        memory = {
-            torch_internals.storage_id(x) for x in (*given, *results) if isinstance(x, Tensor)
-        }
+        memory = {torch_internals.storage_id(x) for x in pytree.tensors((given, results))}
         kept = [
             (f"ctx.{name}", x, x._version) for name, x in vars(node).items()
             if isinstance(x, Tensor) and torch_internals.unwrap(x) is x and not x.is_inference()
@@ -428,7 +411,7 @@ class AppliedFunctions:
             if total is None or not torch.equal(total.detach(), given[0].detach()):
                 self._mutates[key] = "inputs"
 
-    def _note_backward(self, key: Key, results: tuple[Any, ...]) -> None:
+    def _note_backward(self, key: Key, results: Args) -> None:
         """Notes it as differentiated when its backward runs; in a transform, of which that is not
         known, at once."""
         runs_again = inside_recomputation()  # in a later backward, with a graph
@@ -477,7 +460,7 @@ def _explain(caller: str, error: Exception, functions: AppliedFunctions) -> None
         raise UnsupportedError(
             f"{caller}: expected tensors of one call, got torch's error about one of another call, or "
             f"of a transform that is over: {str(error).partition(' INTERNAL')[0].partition('. ')[0]}. "
-            + " ".join(texts or [KEPT])
+            + " ".join(texts or [STALE])
         ) from error
     if not texts and functions.in_cpp and isinstance(error, NoSecondDerivative):
         texts = [IN_CPP.format(", ".join(sorted(functions.in_cpp)))]
@@ -501,7 +484,7 @@ def _runs_again() -> bool:
     return inside_recomputation() or torch_internals.checkpoint_frame() is not None
 
 
-def _are_within(verdict: Verdict, given: tuple[Any, ...], args: tuple[Any, ...]) -> bool:
+def _are_within(verdict: Verdict, given: Args, args: Args) -> bool:
     """Whether arguments have the structures in which alone the Function is right, and are no leaves,
     which need not keep them. given: the arguments with their graph."""
     leaves, graphed = pytree.leaves(args), pytree.leaves(given)
@@ -521,7 +504,7 @@ def _forward_mode() -> str:
     return "rf" if torch_internals.innermost_is_forward() else "fr"
 
 
-def _kind(x: Any, needs_grad: bool, given: tuple[Any, ...]) -> Any:
+def _kind(x: Any, needs_grad: bool, given: Args) -> Any:
     """What a verdict depends on, of an argument."""
     if isinstance(x, Tensor):
         return x.dtype, x.layout, layout_of(x), x.device.type, x.dim(), needs_grad

@@ -115,8 +115,7 @@ def applied(
         copies = pytree.map_tensors(copied, args)
     wanted = tuple(i for i, x in enumerate(args) if by[i] and is_float(x))
     held = {i: kinds for i, x in enumerate(given) if (kinds := held_kinds(x, given))}
-    runs = _sharing(function, held)
-    app = Application(runs, copies, wanted, parameters(function, len(args)))
+    app = Application(_sharing(function, held), copies, wanted, parameters(function, len(args)))
     by_module = lifted(function, args)
     if by_module is not None:
         by_module = by_module._replace(inputs=detached_copy(by_module.inputs))
@@ -244,10 +243,8 @@ def _judged(given: Applied) -> Verdict:
             base = Baseline(subject, subject.x, options)
             base.near = [subject.perturbed_point()]
             if fault := vmap_fault(base):
-                text = (
-                    f"the derivative of {function.__qualname__} is wrong by its vmap rule: {fault}."
-                )
-                return Verdict("wrong", f"{text} {OWN_RULE}")
+                text = f"the derivative of {function.__qualname__} is wrong by its vmap rule: "
+                return Verdict("wrong", f"{text}{fault}. {OWN_RULE}")
     if found.status != "right" or not several or subject.half is not None:
         return found
     # other values may take another branch of backward
@@ -345,9 +342,8 @@ def _with_value_from_elsewhere(app: Application, options: Options, found: Verdic
             verdict = _compared(function, subject, [subject.x], options)
             if verdict.status == "right" and not options.surrogate:
                 given = ", ".join(map(app.name, place_of))
-                verdict = Verdict(
-                    "not examined", ELSEWHERE.format(name=function.__qualname__, given=given)
-                )
+                text = ELSEWHERE.format(name=function.__qualname__, given=given)
+                verdict = Verdict("not examined", text)
             found = verdict
     return found
 
@@ -470,9 +466,7 @@ def _stops_gradient(subject: Subject) -> bool:
     )
 
 
-def _silent_failures(
-    rows: list[Row], derivatives: Derivatives, function: type[Function]
-) -> list[Row]:
+def _silent_failures(rows: list[Row], found: Derivatives, function: type[Function]) -> list[Row]:
     """The rows that failed, but for those of what raises at every entry point.
 
     A once-differentiable backward does not: `autograd.grad(allow_unused=True)` returns None for it.
@@ -480,7 +474,7 @@ def _silent_failures(
     failed = [row for row in rows if row.status == "fail"]
     if torch_internals.is_once_differentiable(function):
         return failed
-    return [row for row in failed if derivatives.found[row.name].raised is None]
+    return [row for row in failed if found.found[row.name].raised is None]
 
 
 def _trial(app: Application) -> tuple[bool, float]:

@@ -364,8 +364,7 @@ class Context(FunctionCtx):
 
 
 def _of(context: Context) -> Record:
-    record: Record = object.__getattribute__(context, "_hoglib_record")
-    return record
+    return object.__getattribute__(context, "_hoglib_record")
 
 
 def _note(context: Context, written: str, target: str) -> None:

@@ -118,9 +118,7 @@ class Report:
         return len(self.rows)
 
     def __bool__(self) -> bool:
-        raise ArgumentTypeError(
-            "a report has no truth value; use report.ok or report.raise_if_failed()."
-        )
+        raise ArgumentTypeError("a report has no truth value; use .ok or .raise_if_failed().")
 
     def raise_if_failed(self) -> "Report":
         """Raise VerificationError, an AssertionError, if a row failed or no derivative was judged.
@@ -144,9 +142,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """What `to_json` writes, as a dict."""
-        known = (
-            row if isfinite(row.error or 0.0) else row._replace(error=None) for row in self.rows
-        )
+        known = (row if isfinite(row.error or 0) else row._replace(error=None) for row in self.rows)
         return {
             "name": self.name,
             "ok": self.ok,

@@ -107,8 +107,7 @@ def choices(found: dict[int, list[Structure]]) -> Iterator[Chosen]:
     options = [[None, *found[j]] for j in found]
     picked = sorted(product(*options), key=lambda some: sum(one is not None for one in some))
     for some in picked[1 : 1 + MOST_CHOICES]:
-        pairs = zip(found, some, strict=True)
-        yield {j: one for j, one in pairs if one is not None}
+        yield {j: one for j, one in zip(found, some, strict=True) if one is not None}
 
 
 def structures(call: Call) -> dict[int, list[Structure]]:
@@ -182,8 +181,7 @@ def _values(call: Call, j: int, x: Tensor) -> list[Tensor] | None:
     """What fn returns for another value of the variable j; None if it refuses that."""
     x = torch.view_as_real(x) if x.is_complex() else x
     try:
-        leaves = call.leaves(*call.point[:j], x, *call.point[j + 1 :])
-        return [y for y in leaves if is_float(y)]
+        return [y for y in call.leaves(*call.point[:j], x, *call.point[j + 1 :]) if is_float(y)]
     except Exception:  # fn may refuse inputs that the user did not pass
         return None
 
@@ -255,9 +253,8 @@ class Application(NamedTuple):
         return tuple(i in self.by for i in range(len(self.args)))
 
     def run(self, args: Sequence[Any] | None = None) -> function_rules.Run:
-        return function_rules.forward(
-            self.function, self.args if args is None else args, self.needed
-        )
+        args = self.args if args is None else args
+        return function_rules.forward(self.function, args, self.needed)
 
     def seeded(self) -> function_rules.Run:
         """A run on copies of the arguments, the same each time."""

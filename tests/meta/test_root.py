@@ -232,6 +232,20 @@ def singular():
     return torch.autograd.grad(z[0], h)
 
 
+def test_a_solution_of_several_dtypes_keeps_them():
+    h = X.clone().requires_grad_()
+    a, b = hog.meta.root(
+        lambda z, h: (z[0] - h[:2], z[1] - 2 * h),
+        (X[:2].float(), 2 * X),
+        h,
+        tol=1e-6,
+        accuracy=1e-6,
+    )
+    assert (a.dtype, b.dtype) == (torch.float32, F64)
+    (g,) = torch.autograd.grad(a.sum() + b.sum(), h)
+    assert_close(g, torch.tensor([3.0, 3.0, 2.0, 2.0], dtype=F64))
+
+
 layer = nn.Linear(4, 4).double()
 at = {"W": W.clone().requires_grad_(), "x": X}
 ERRORS = {
@@ -245,6 +259,11 @@ ERRORS = {
     "a singular system": (singular, RuntimeError, "is singular where"),
     "complex numbers": (lambda: hog.meta.root(lambda z, h: z - h, X + 0j, X + 0j), TypeError, "view_as_real"),
     "no inputs": (lambda: hog.meta.root(lambda z, h: z, X, {}), ValueError, "inputs: expected at least one tensor"),
+    "no solution at all": (lambda: hog.meta.root(lambda z, h: (), (), X), ValueError, "solution: expected at least one tensor"),
+    "no residual": (lambda: hog.meta.root(lambda z, h: None, X, X), TypeError, "residual: expected a torch.Tensor, got None"),
+    "random numbers": (lambda: hog.meta.root(lambda z, h: nn.functional.dropout(z) - h, X, X), RuntimeError, r"draws no random numbers.*model\.eval"),
+    "a negative tolerance": (lambda: hog.meta.root(lambda z, h: z - h, X, X, tol=-1), ValueError, "tol: expected a number of at least 0"),
+    "a negative accuracy": (lambda: hog.meta.root(lambda z, h: z - h, X, X, accuracy=-1), ValueError, "accuracy: expected a number of at least 0"),
     "inside of torch.func": (lambda: torch.func.vmap(lambda x: hog.meta.root(lambda z, h: z - h, x, x))(rand(2, 3)), NotImplementedError, "torch.autograd.grad"),
 }  # fmt: skip
 

@@ -306,6 +306,24 @@ AT_SPECIAL_POINTS = {
 }  # fmt: skip
 
 
+VANDER_REFUSES = {
+    "a matrix": lambda: torch.vander(torch.ones(2, 2)),
+    "a negative number of columns": lambda: torch.vander(torch.ones(2), -1),
+    "a number": lambda: torch.linalg.vander(torch.tensor(1.0)),
+    "one column": lambda: torch.linalg.vander(torch.ones(2), N=1),
+    "one row": lambda: torch.linalg.vander(torch.ones(1)),
+}
+
+
+@rows("name", VANDER_REFUSES)
+def test_vandermonde_matrices_that_torch_refuses_are_refused(name):
+    with pytest.raises(RuntimeError) as torchs:
+        VANDER_REFUSES[name]()
+    with hog.second_order(), pytest.raises(RuntimeError) as ours:
+        VANDER_REFUSES[name]()
+    assert str(ours.value) == str(torchs.value)
+
+
 @rows("mode", ["reverse-over-reverse", "forward-over-reverse", "gradient of a jvp"])
 @rows("name", AT_SPECIAL_POINTS)
 def test_second_derivatives_of_what_is_smooth_though_its_parts_are_not(name, mode):

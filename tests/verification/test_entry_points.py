@@ -187,6 +187,9 @@ ENTRY_POINTS = {
     "forces with Hessian": lambda function: penalties.forces(
         lambda x: Net(function)(x).sum(1), X, hessian=True
     ),
+    "root": lambda function: meta.root(
+        lambda z, x: z - function(x).sum(1), function(X).detach().sum(1), X
+    ),
     "MAML": learner(hog.MAML),
     "MAML over a loop": learner(hog.MAML, over_tasks="loop"),
     "MAML.adapt": lambda function: hog.MAML(Net(function), F.mse_loss).adapt((X, Y)),
