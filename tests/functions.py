@@ -20,13 +20,18 @@ def saving_inputs(function):
     return staticmethod(forward)
 
 
+def by_saved(gradient):
+    """A `backward`, or `jvp`: a function of the incoming derivatives and of what is saved."""
+
+    def rule(ctx, *incoming):
+        return gradient(*incoming, *ctx.saved_tensors)
+
+    return staticmethod(rule)
+
+
 def made(name, value, gradient):
     """A Function of value(*inputs), which saves its inputs, and gradient(g, *inputs)."""
-
-    def backward(ctx, g):
-        return gradient(g, *ctx.saved_tensors)
-
-    rules = {"forward": saving_inputs(value), "backward": staticmethod(backward)}
+    rules = {"forward": saving_inputs(value), "backward": by_saved(gradient)}
     return type(name, (torch.autograd.Function,), rules)
 
 

@@ -21,7 +21,7 @@ import hoglib as hog
 from hoglib import curvature, meta, penalties
 from hoglib.errors import NoSecondDerivative, UnsupportedError, VerificationError
 from hoglib.verification import entry_points, examination
-from tests.functions import Cube, Detached, made, saving_inputs
+from tests.functions import Cube, Detached, by_saved, made, saving_inputs
 from tests.long_tail import all_but
 from tests.rows import rows
 from tests.verification.faults import (
@@ -393,10 +393,7 @@ class AlmostLinear(Function):
         ctx.save_for_backward(x.sin())
         return x - 3e-6 * x.cos()
 
-    @staticmethod
-    def backward(ctx, g):
-        (s,) = ctx.saved_tensors
-        return g * (1 + 3e-6 * s)
+    backward = by_saved(lambda g, s: g * (1 + 3e-6 * s))
 
 
 def test_what_changes_no_product_is_not_told():
@@ -414,16 +411,11 @@ class Root(Function):
         ctx.save_for_backward(y)
         return y
 
-    @staticmethod
-    def backward(ctx, g):
-        (y,) = ctx.saved_tensors
-        return None, g / (2 * y)
+    backward = by_saved(lambda g, y: (None, g / (2 * y)))
 
 
 class RootOfConstant(Root):
-    @staticmethod
-    def backward(ctx, g):
-        return None, g / (2 * ctx.saved_tensors[0].detach())
+    backward = staticmethod(lambda ctx, g: (None, g / (2 * ctx.saved_tensors[0].detach())))
 
 
 class CubeSlope(Function):
@@ -438,9 +430,7 @@ class CubeSlope(Function):
 
 
 class BySlope(Cube):
-    @staticmethod
-    def backward(ctx, g):
-        return CubeSlope.apply(*ctx.saved_tensors, g)
+    backward = staticmethod(lambda ctx, g: CubeSlope.apply(*ctx.saved_tensors, g))
 
 
 class ExpSlope(Function):
@@ -451,10 +441,7 @@ class ExpSlope(Function):
         ctx.save_for_backward(x, g)
         return y * g
 
-    @staticmethod
-    def backward(ctx, h):
-        x, g = ctx.saved_tensors
-        return h * g * x.exp(), None, h * x.exp()
+    backward = by_saved(lambda h, x, g: (h * g * x.exp(), None, h * x.exp()))
 
 
 class ExpBySlope(Function):
@@ -464,9 +451,7 @@ class ExpBySlope(Function):
         ctx.save_for_backward(x, y)
         return y
 
-    @staticmethod
-    def backward(ctx, g):
-        return ExpSlope.apply(*ctx.saved_tensors, g)
+    backward = staticmethod(lambda ctx, g: ExpSlope.apply(*ctx.saved_tensors, g))
 
 
 def test_a_part_of_a_backward_is_told_where_a_third_derivative_is_taken():
@@ -540,10 +525,7 @@ class Sample(Function):
         ctx.save_for_backward(z, mean)
         return z
 
-    @staticmethod
-    def backward(ctx, g):
-        z, mean = ctx.saved_tensors
-        return None, g, g * (z - mean)
+    backward = by_saved(lambda g, z, mean: (None, g, g * (z - mean)))
 
 
 def from_elsewhere(function):
@@ -599,9 +581,7 @@ def test_a_second_derivative_of_which_nothing_is_left_raises(error):
     class Adjoint(Detached):
         __module__ = "torchdiffeq._impl.adjoint"
 
-        @staticmethod
-        def backward(ctx, g):
-            return (1 + error) * Detached.backward(ctx, g)
+        backward = staticmethod(lambda ctx, g: (1 + error) * Detached.backward(ctx, g))
 
     def loss(p, batch=None):
         return Adjoint.apply(p).sum()
@@ -754,9 +734,7 @@ class Changes(Cube):
         ctx.save_for_backward(*inputs)
         ctx.factor = (output / inputs[0] ** 3).mean()
 
-    @staticmethod
-    def backward(ctx, g):
-        return Cube.backward(ctx, g) * ctx.factor
+    backward = staticmethod(lambda ctx, g: Cube.backward(ctx, g) * ctx.factor)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -810,10 +788,7 @@ class NumberInMemory(Function):
         y.numpy()[:] = x.detach().float().numpy() ** 2
         return y.to(x.dtype)
 
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return 2 * g * x
+    backward = by_saved(lambda g, x: 2 * g * x)
 
 
 def test_code_that_is_not_torchs_is_examined_in_its_own_dtype():
@@ -825,9 +800,7 @@ class Columns(Function):
     """The columns of a matrix. Where the memory of their gradients is that of a matrix, backward returns
     it, and its graph has the first of them only."""
 
-    @staticmethod
-    def forward(ctx, x):
-        return x.unbind(1)
+    forward = staticmethod(lambda ctx, x: x.unbind(1))
 
     @staticmethod
     def backward(ctx, *grads):
@@ -856,9 +829,7 @@ class Scales(Function):
         ctx.kept = torch.from_numpy(c * np.cos(x))
         return torch.from_numpy(c * np.sin(x)).sum(1)
 
-    @staticmethod
-    def backward(ctx, g):
-        return g[:, None] * ctx.kept
+    backward = staticmethod(lambda ctx, g: g[:, None] * ctx.kept)
 
 
 def test_what_is_exactly_zero_was_not_rounded():
@@ -906,19 +877,13 @@ def test_the_line_where_nan_arises_is_told():
 class DropsLarge(Function):
     """The identity, whose gradient is zero where the incoming one is large."""
 
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
+    forward = staticmethod(lambda ctx, x: x.clone())
 
-    @staticmethod
-    def backward(ctx, g):
-        return torch.where(g.abs() > 0.01, 0.0, g)
+    backward = staticmethod(lambda ctx, g: torch.where(g.abs() > 0.01, 0.0, g))
 
 
 class Stops(DropsLarge):
-    @staticmethod
-    def backward(ctx, g):
-        return torch.zeros_like(g)
+    backward = staticmethod(lambda ctx, g: torch.zeros_like(g))
 
 
 def test_a_gradient_that_is_zero_for_some_incoming_gradients_is_no_stop_gradient():
@@ -1002,10 +967,7 @@ def test_sparse_tensors_are_left_as_they_are(layout):
             return OnGraphAgain.forward(ctx, x)
 
     class Lost(Shifted):
-        @staticmethod
-        def backward(ctx, g):
-            _, z = ctx.saved_tensors
-            return Lost.back(g * z.cos())
+        backward = by_saved(lambda g, _, z: Lost.back(g * z.cos()))
 
     if layout == "coo":
         Shifted.left = Shifted.left.coalesce()
@@ -1092,9 +1054,7 @@ def test_a_backward_in_cpp_is_named_as_not_examined(squares_in_cpp, name):
 class Asserts(Function):
     """Refuses, within the backward of another Function."""
 
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
+    forward = staticmethod(lambda ctx, x: x * 2)
 
     @staticmethod
     def backward(ctx, g):
@@ -1103,10 +1063,7 @@ class Asserts(Function):
 
 
 class ByAnother(Cube):
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return g * 1.5 * x * Asserts.apply(x)
+    backward = by_saved(lambda g, x: g * 1.5 * x * Asserts.apply(x))
 
 
 class InPlaceInBackward(Cube):

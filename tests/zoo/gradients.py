@@ -3,7 +3,7 @@
 import torch
 from torch.autograd import Function
 
-from tests.functions import save_inputs, save_inputs_for_both, saving_inputs
+from tests.functions import by_saved, save_inputs, save_inputs_for_both, saving_inputs
 from tests.zoo.exhibit import Exhibit, normal
 
 
@@ -12,9 +12,7 @@ class Mul(Function):
 
     generate_vmap_rule = True
 
-    @staticmethod
-    def forward(a, b):
-        return a * b
+    forward = staticmethod(lambda a, b: a * b)
 
     setup_context = save_inputs_for_both
 
@@ -24,19 +22,13 @@ class Mul(Function):
         need = ctx.needs_input_grad
         return g * b if need[0] else None, g * a if need[1] else None
 
-    @staticmethod
-    def jvp(ctx, ta, tb):
-        a, b = ctx.saved_tensors
-        return ta * b + a * tb
+    jvp = by_saved(lambda ta, tb, a, b: ta * b + a * tb)
 
 
 class MulOneGradient(Mul):
     """y = a b, but one gradient for two inputs."""
 
-    @staticmethod
-    def backward(ctx, g):
-        _, b = ctx.saved_tensors
-        return g * b
+    backward = by_saved(lambda g, _, b: g * b)
 
 
 class MulThreeGradients(Mul):
@@ -81,10 +73,7 @@ class MulWrongBranch(Mul):
 class MulForward(Mul):
     """y = a b, but its jvp has a term with the wrong sign."""
 
-    @staticmethod
-    def jvp(ctx, ta, tb):
-        a, b = ctx.saved_tensors
-        return ta * b - a * tb
+    jvp = by_saved(lambda ta, tb, a, b: ta * b - a * tb)
 
 
 class Neuron(Function):
@@ -125,37 +114,27 @@ class SumRows(Function):
         ctx.shape = x.shape
         return x.sum(-1)
 
-    @staticmethod
-    def backward(ctx, g):
-        return g.unsqueeze(-1).expand(ctx.shape)
+    backward = staticmethod(lambda ctx, g: g.unsqueeze(-1).expand(ctx.shape))
 
 
 class SumRowsUnexpanded(SumRows):
     """y_i = sum_j x_ij, but the gradient is not expanded to the shape of x."""
 
-    @staticmethod
-    def backward(ctx, g):
-        return g.unsqueeze(-1)
+    backward = staticmethod(lambda ctx, g: g.unsqueeze(-1))
 
 
 class BiasAdd(Function):
     """y_ij = x_ij + b_j; b receives sum_i g_ij."""
 
-    @staticmethod
-    def forward(ctx, x, b):
-        return x + b
+    forward = staticmethod(lambda ctx, x, b: x + b)
 
-    @staticmethod
-    def backward(ctx, g):
-        return g, g.sum(0) if ctx.needs_input_grad[1] else None
+    backward = staticmethod(lambda ctx, g: (g, g.sum(0) if ctx.needs_input_grad[1] else None))
 
 
 class BiasAddNoSum(BiasAdd):
     """y_ij = x_ij + b_j, but b receives g as it is, which the engine mends."""
 
-    @staticmethod
-    def backward(ctx, g):
-        return g, g
+    backward = staticmethod(lambda ctx, g: (g, g))
 
 
 class ChannelScale(Function):
@@ -207,9 +186,7 @@ class Gate(Function):
 
     generate_vmap_rule = True
 
-    @staticmethod
-    def forward(x):
-        return x * torch.tanh(x)
+    forward = staticmethod(lambda x: x * torch.tanh(x))
 
     setup_context = save_inputs
 
@@ -223,10 +200,7 @@ class Gate(Function):
 class GateMissingTerm(Gate):
     """y = x tanh x, but the second term of the product rule is missing."""
 
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return g * torch.tanh(x)
+    backward = by_saved(lambda g, x: g * torch.tanh(x))
 
 
 class MatMul(Function):
@@ -313,55 +287,37 @@ class Softplus(Function):
 
     forward = saving_inputs(lambda x: torch.nn.functional.softplus(x))
 
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return _SoftplusGradient.apply(g, x)
+    backward = by_saved(lambda g, x: _SoftplusGradient.apply(g, x))
 
 
 class SoftplusSecondSign(Softplus):
     """y = log(1 + e^x), but the backward of its backward has the wrong sign."""
 
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return _SoftplusGradientSign.apply(g, x)
+    backward = by_saved(lambda g, x: _SoftplusGradientSign.apply(g, x))
 
 
 class SoftplusSecondTerm(Softplus):
     """y = log(1 + e^x), but the backward of its backward is zero for x."""
 
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return _SoftplusGradientTerm.apply(g, x)
+    backward = by_saved(lambda g, x: _SoftplusGradientTerm.apply(g, x))
 
 
 class SquareBatches(Function):
     """y = x^2, with a vmap rule that follows in_dims."""
 
-    @staticmethod
-    def forward(x):
-        return x * x
+    forward = staticmethod(lambda x: x * x)
 
     setup_context = save_inputs
 
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return 2 * x * g
+    backward = by_saved(lambda g, x: 2 * x * g)
 
-    @staticmethod
-    def vmap(info, in_dims, x):
-        return SquareBatches.apply(x), in_dims[0]
+    vmap = staticmethod(lambda info, in_dims, x: (SquareBatches.apply(x), in_dims[0]))
 
 
 class SquareBatchesFirst(SquareBatches):
     """y = x^2, but its vmap rule takes the batch for the first dimension."""
 
-    @staticmethod
-    def vmap(info, in_dims, x):
-        return SquareBatchesFirst.apply(x), 0
+    vmap = staticmethod(lambda info, in_dims, x: (SquareBatchesFirst.apply(x), 0))
 
 
 EXHIBITS = [

@@ -3,6 +3,7 @@
 import torch
 from torch.autograd import Function
 
+from tests.functions import by_saved
 from tests.zoo.exhibit import Exhibit, normal
 
 
@@ -15,10 +16,7 @@ class Relu(Function):
         ctx.save_for_backward(y)
         return y
 
-    @staticmethod
-    def backward(ctx, g):
-        (y,) = ctx.saved_tensors
-        return g * (y > 0)
+    backward = by_saved(lambda g, y: g * (y > 0))
 
 
 class ReluInPlace(Relu):
@@ -46,36 +44,23 @@ class Sigmoid(Function):
 
     generate_vmap_rule = True
 
-    @staticmethod
-    def forward(x):
-        return torch.sigmoid(x)
+    forward = staticmethod(lambda x: torch.sigmoid(x))
 
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(output)
+    setup_context = staticmethod(lambda ctx, inputs, output: ctx.save_for_backward(output))
 
-    @staticmethod
-    def backward(ctx, g):
-        (y,) = ctx.saved_tensors
-        return g * y * (1 - y)
+    backward = by_saved(lambda g, y: g * y * (1 - y))
 
 
 class SigmoidWritesSaved(Sigmoid):
     """y = 1 / (1 + e^-x), but the backward works in the saved output."""
 
-    @staticmethod
-    def backward(ctx, g):
-        (y,) = ctx.saved_tensors
-        return y.mul_(1 - y).mul_(g)
+    backward = by_saved(lambda g, y: y.mul_(1 - y).mul_(g))
 
 
 class SigmoidScalesGradient(Sigmoid):
     """y = 1 / (1 + e^-x), but the backward works in the gradient it received."""
 
-    @staticmethod
-    def backward(ctx, g):
-        (y,) = ctx.saved_tensors
-        return g.mul_(y * (1 - y))
+    backward = by_saved(lambda g, y: g.mul_(y * (1 - y)))
 
 
 class Affine(Function):

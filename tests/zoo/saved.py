@@ -3,7 +3,7 @@
 import torch
 from torch.autograd import Function
 
-from tests.functions import made, save_inputs_for_both, saving_inputs
+from tests.functions import by_saved, made, save_inputs_for_both, saving_inputs
 from tests.zoo.exhibit import Exhibit, normal
 
 
@@ -54,9 +54,7 @@ class SwishNew(Function):
 
     generate_vmap_rule = True
 
-    @staticmethod
-    def forward(x):
-        return x * torch.sigmoid(x)
+    forward = staticmethod(lambda x: x * torch.sigmoid(x))
 
     setup_context = save_inputs_for_both
 
@@ -78,19 +76,14 @@ class SwishSavesSigmoid(Function):
 
     generate_vmap_rule = True
 
-    @staticmethod
-    def forward(x):
-        return x * torch.sigmoid(x)
+    forward = staticmethod(lambda x: x * torch.sigmoid(x))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         (x,) = inputs
         ctx.save_for_backward(x, torch.sigmoid(x))
 
-    @staticmethod
-    def backward(ctx, g):
-        x, s = ctx.saved_tensors
-        return g * (s + x * s * (1 - s))
+    backward = by_saved(lambda g, x, s: g * (s + x * s * (1 - s)))
 
 
 class Tanh(Function):
@@ -102,10 +95,7 @@ class Tanh(Function):
         ctx.save_for_backward(y)
         return y
 
-    @staticmethod
-    def backward(ctx, g):
-        (y,) = ctx.saved_tensors
-        return g * (1 - y * y)
+    backward = by_saved(lambda g, y: g * (1 - y * y))
 
 
 class TanhSavesClone(Tanh):
@@ -127,9 +117,7 @@ class TanhKeepsDetachedOutput(Function):
         ctx.y = y.detach()
         return y
 
-    @staticmethod
-    def backward(ctx, g):
-        return g * (1 - ctx.y * ctx.y)
+    backward = staticmethod(lambda ctx, g: g * (1 - ctx.y * ctx.y))
 
 
 class TanhKeepsOutput(TanhKeepsDetachedOutput):
@@ -146,10 +134,7 @@ class Exp(Function):
 
     forward = saving_inputs(lambda x: torch.exp(x))
 
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return g * torch.exp(x)
+    backward = by_saved(lambda g, x: g * torch.exp(x))
 
 
 class ExpSavesDetached(Exp):
@@ -169,9 +154,7 @@ class ExpKeepsInput(Function):
         ctx.x = x
         return torch.exp(x)
 
-    @staticmethod
-    def backward(ctx, g):
-        return g * torch.exp(ctx.x)
+    backward = staticmethod(lambda ctx, g: g * torch.exp(ctx.x))
 
 
 class Relu(Function):
@@ -179,10 +162,7 @@ class Relu(Function):
 
     forward = saving_inputs(lambda x: x.clamp(min=0))
 
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return g * (x > 0)
+    backward = by_saved(lambda g, x: g * (x > 0))
 
 
 class ReluSavesClone(Relu):
@@ -231,10 +211,7 @@ class SmoothedIfAsked(Function):
             ctx.save_for_backward(x / r)
         return r
 
-    @staticmethod
-    def backward(ctx, g):
-        (slope,) = ctx.saved_tensors
-        return g * slope
+    backward = by_saved(lambda g, slope: g * slope)
 
 
 EXHIBITS = [

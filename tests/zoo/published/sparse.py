@@ -3,6 +3,7 @@
 import torch
 from torch.autograd import Function
 
+from tests.functions import by_saved, save_inputs, saving_inputs
 from tests.zoo.exhibit import normal
 from tests.zoo.published.specimen import Specimen
 
@@ -10,10 +11,7 @@ from tests.zoo.published.specimen import Specimen
 class CrossEntropy(Function):
     """y = -sum_i log p_i(t_i); the logits receive (p - onehot) g, with p computed again."""
 
-    @staticmethod
-    def forward(ctx, z, t):
-        ctx.save_for_backward(z, t)
-        return -torch.log_softmax(z, -1).gather(-1, t[:, None]).sum()
+    forward = saving_inputs(lambda z, t: -torch.log_softmax(z, -1).gather(-1, t[:, None]).sum())
 
     @staticmethod
     def backward(ctx, g):
@@ -32,10 +30,7 @@ class CrossEntropyGradientInForward(Function):
         ctx.save_for_backward(p - torch.zeros_like(z).scatter(-1, t[:, None], 1.0))
         return loss
 
-    @staticmethod
-    def backward(ctx, g):
-        (gz,) = ctx.saved_tensors
-        return gz * g, None
+    backward = by_saved(lambda g, gz: (gz * g, None))
 
 
 class Sparsemax(Function):
@@ -95,10 +90,7 @@ class Entmax(Function):
 class EntmaxNaN(Entmax):
     """The same, but sqrt y has an infinite slope at 0: the second derivative is NaN."""
 
-    @staticmethod
-    def backward(ctx, g):
-        (y,) = ctx.saved_tensors
-        return _entmax_gradient(y.sqrt(), g)
+    backward = by_saved(lambda g, y: _entmax_gradient(y.sqrt(), g))
 
 
 def _soft_top_two(x):
@@ -163,13 +155,9 @@ class SoftThreshold(Function):
 
     generate_vmap_rule = True
 
-    @staticmethod
-    def forward(x, c):
-        return x.sign() * (x.abs() - c).clamp(min=0)
+    forward = staticmethod(lambda x, c: x.sign() * (x.abs() - c).clamp(min=0))
 
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
+    setup_context = save_inputs
 
     @staticmethod
     def backward(ctx, g):
