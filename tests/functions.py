@@ -20,6 +20,17 @@ def saving_inputs(function):
     return staticmethod(forward)
 
 
+def saving_output(function):
+    """A `forward` that saves what it returns, the function of the inputs."""
+
+    def forward(ctx, *inputs):
+        output = function(*inputs)
+        ctx.save_for_backward(output)
+        return output
+
+    return staticmethod(forward)
+
+
 def by_saved(gradient):
     """A `backward`, or `jvp`: a function of the incoming derivatives and of what is saved."""
 
@@ -51,48 +62,31 @@ class Cube(torch.autograd.Function):
 
     generate_vmap_rule = True
 
-    @staticmethod
-    def forward(x):
-        return x**3
+    forward = staticmethod(lambda x: x**3)
 
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
+    setup_context = save_inputs_for_both
 
-    @staticmethod
-    def backward(ctx, g):
-        return 3 * g * ctx.saved_tensors[0] ** 2
+    backward = by_saved(lambda g, x: 3 * g * x**2)
 
-    @staticmethod
-    def jvp(ctx, t):
-        return 3 * t * ctx.saved_tensors[0] ** 2
+    jvp = by_saved(lambda t, x: 3 * t * x**2)
 
 
 class WrongSign(Cube):
-    @staticmethod
-    def backward(ctx, g):
-        return -3 * g * ctx.saved_tensors[0] ** 2
+    backward = by_saved(lambda g, x: -3 * g * x**2)
 
 
 class Detached(Cube):
     """The first derivative is right, and the second lost without an error."""
 
-    @staticmethod
-    def backward(ctx, g):
-        return 3 * g * ctx.saved_tensors[0].detach() ** 2
+    backward = by_saved(lambda g, x: 3 * g * x.detach() ** 2)
 
 
 class DetachedTangent(Cube):
-    @staticmethod
-    def jvp(ctx, t):
-        return 3 * t * ctx.saved_tensors[0].detach() ** 2
+    jvp = by_saved(lambda t, x: 3 * t * x.detach() ** 2)
 
 
 class WrongTangent(Cube):
-    @staticmethod
-    def jvp(ctx, t):
-        return 2 * t * ctx.saved_tensors[0] ** 2
+    jvp = by_saved(lambda t, x: 2 * t * x**2)
 
 
 class OnceDifferentiable(Cube):
@@ -107,22 +101,15 @@ class OnceDifferentiable(Cube):
 class ThroughNumpy(Cube):
     generate_vmap_rule = False
 
-    @staticmethod
-    def backward(ctx, g):
-        return 3 * g * torch.from_numpy(np.asarray(ctx.saved_tensors[0].detach()) ** 2)
+    backward = by_saved(lambda g, x: 3 * g * torch.from_numpy(np.asarray(x.detach()) ** 2))
 
 
 class ClassicCube(torch.autograd.Function):
     """As most published code writes it: no setup_context, so no transforms."""
 
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x**3
+    forward = saving_inputs(lambda x: x**3)
 
-    @staticmethod
-    def backward(ctx, g):
-        return 3 * g * ctx.saved_tensors[0] ** 2
+    backward = by_saved(lambda g, x: 3 * g * x**2)
 
 
 class BackwardWithoutGrad(ClassicCube):
@@ -150,22 +137,12 @@ class KeepsIntermediate(torch.autograd.Function):
 class Sine(torch.autograd.Function):
     """Right, in the old style; its derivative is another Function."""
 
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x.sin()
+    forward = saving_inputs(lambda x: x.sin())
 
-    @staticmethod
-    def backward(ctx, g):
-        return Cosine.apply(ctx.saved_tensors[0]) * g
+    backward = by_saved(lambda g, x: Cosine.apply(x) * g)
 
 
 class Cosine(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x.cos()
+    forward = saving_inputs(lambda x: x.cos())
 
-    @staticmethod
-    def backward(ctx, g):
-        return -Sine.apply(ctx.saved_tensors[0]) * g
+    backward = by_saved(lambda g, x: -Sine.apply(x) * g)

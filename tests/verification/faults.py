@@ -275,7 +275,10 @@ class ScoreSaved(Score):
 
 
 class SquareOfSymmetricCut(SquareOfSymmetric):
-    backward = by_saved(lambda g, a: g @ a + a.detach() @ g)
+    @staticmethod
+    def backward(ctx, g):
+        (a,) = ctx.saved_tensors
+        return g @ a + a.detach() @ g
 
 
 class TranscriptionSaved(Transcription):

@@ -13,7 +13,15 @@ from torch.autograd import Function
 import hoglib as hog
 from hoglib import verification
 from hoglib.verification.call import exact_products
-from tests.functions import ClassicCube, Cube, WrongSign, by_saved, made, saving_inputs
+from tests.functions import (
+    ClassicCube,
+    Cube,
+    WrongSign,
+    by_saved,
+    made,
+    saving_inputs,
+    saving_output,
+)
 from tests.verification.faults import Branch
 
 x = torch.tensor([0.7, -1.3, 0.4])
@@ -23,11 +31,7 @@ Round = made("Round", lambda x: x.round(), lambda g, x: g)  # a straight-through
 class Sqrt(Function):
     """Right where it is defined, and NaN elsewhere."""
 
-    @staticmethod
-    def forward(ctx, x):
-        y = x.sqrt()
-        ctx.save_for_backward(y)
-        return y
+    forward = saving_output(lambda x: x.sqrt())
 
     backward = by_saved(lambda g, y: g / (2 * y))
 

@@ -40,12 +40,7 @@ class Linear(Function):
 
     forward = saving_inputs(lambda x, w: x @ w.mT)
 
-    @staticmethod
-    def backward(ctx, g):
-        x, w = ctx.saved_tensors
-        gx = g @ w if ctx.needs_input_grad[0] else None
-        gw = g.mT @ x if ctx.needs_input_grad[1] else None
-        return gx, gw
+    backward = by_saved(lambda g, x, w: (g @ w, g.mT @ x))
 
 
 class LinearBoth(Linear):

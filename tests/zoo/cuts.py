@@ -113,12 +113,7 @@ class Scale(Function):
 
     setup_context = save_inputs
 
-    @staticmethod
-    def backward(ctx, g):
-        x, a = ctx.saved_tensors
-        gx = g * a if ctx.needs_input_grad[0] else None
-        ga = (g * x).sum() if ctx.needs_input_grad[1] else None
-        return gx, ga
+    backward = by_saved(lambda g, x, a: (g * a, (g * x).sum()))
 
 
 class ScaleItem(Scale):
@@ -126,12 +121,7 @@ class ScaleItem(Scale):
 
     generate_vmap_rule = False
 
-    @staticmethod
-    def backward(ctx, g):
-        x, a = ctx.saved_tensors
-        gx = g * a.item() if ctx.needs_input_grad[0] else None
-        ga = (g * x).sum() if ctx.needs_input_grad[1] else None
-        return gx, ga
+    backward = by_saved(lambda g, x, a: (g * a.item(), (g * x).sum()))
 
 
 # As a C++ extension registers it: a kernel, which autograd does not look into, and no formula.

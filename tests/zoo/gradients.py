@@ -34,21 +34,13 @@ class MulOneGradient(Mul):
 class MulThreeGradients(Mul):
     """y = a b, but three gradients for two inputs, one of them for an argument that was removed."""
 
-    @staticmethod
-    def backward(ctx, g):
-        a, b = ctx.saved_tensors
-        need = ctx.needs_input_grad
-        return g * b if need[0] else None, g * a if need[1] else None, g
+    backward = by_saved(lambda g, a, b: (g * b, g * a, g))
 
 
 class MulSwapped(Mul):
     """y = a b, but the gradients come in the wrong order."""
 
-    @staticmethod
-    def backward(ctx, g):
-        a, b = ctx.saved_tensors
-        need = ctx.needs_input_grad
-        return g * a if need[0] else None, g * b if need[1] else None
+    backward = by_saved(lambda g, a, b: (g * a, g * b))
 
 
 class MulNone(Mul):
@@ -142,21 +134,13 @@ class ChannelScale(Function):
 
     forward = saving_inputs(lambda x, w: x * w[:, None])
 
-    @staticmethod
-    def backward(ctx, g):
-        x, w = ctx.saved_tensors
-        need = ctx.needs_input_grad
-        return g * w[:, None] if need[0] else None, (g * x).sum((0, 2)) if need[1] else None
+    backward = by_saved(lambda g, x, w: (g * w[:, None], (g * x).sum((0, 2))))
 
 
 class ChannelScaleWrongSum(ChannelScale):
     """y_ncl = x_ncl w_c, but w receives the sum over batch and channels, of the same shape here."""
 
-    @staticmethod
-    def backward(ctx, g):
-        x, w = ctx.saved_tensors
-        need = ctx.needs_input_grad
-        return g * w[:, None] if need[0] else None, (g * x).sum((0, 1)) if need[1] else None
+    backward = by_saved(lambda g, x, w: (g * w[:, None], (g * x).sum((0, 1))))
 
 
 class Sub(Function):
@@ -164,21 +148,13 @@ class Sub(Function):
 
     forward = saving_inputs(lambda a, b: a * a - b * b)
 
-    @staticmethod
-    def backward(ctx, g):
-        a, b = ctx.saved_tensors
-        need = ctx.needs_input_grad
-        return 2 * a * g if need[0] else None, -2 * b * g if need[1] else None
+    backward = by_saved(lambda g, a, b: (2 * a * g, -2 * b * g))
 
 
 class SubSign(Sub):
     """y = a^2 - b^2, but the gradient of b has the sign of that of a."""
 
-    @staticmethod
-    def backward(ctx, g):
-        a, b = ctx.saved_tensors
-        need = ctx.needs_input_grad
-        return 2 * a * g if need[0] else None, 2 * b * g if need[1] else None
+    backward = by_saved(lambda g, a, b: (2 * a * g, 2 * b * g))
 
 
 class Gate(Function):
@@ -208,21 +184,13 @@ class MatMul(Function):
 
     forward = saving_inputs(lambda a, b: a @ b)
 
-    @staticmethod
-    def backward(ctx, g):
-        a, b = ctx.saved_tensors
-        need = ctx.needs_input_grad
-        return g @ b.mT if need[0] else None, a.mT @ g if need[1] else None
+    backward = by_saved(lambda g, a, b: (g @ b.mT, a.mT @ g))
 
 
 class MatMulNoTranspose(MatMul):
     """Y = A B of square matrices, but A receives G B."""
 
-    @staticmethod
-    def backward(ctx, g):
-        a, b = ctx.saved_tensors
-        need = ctx.needs_input_grad
-        return g @ b if need[0] else None, a.mT @ g if need[1] else None
+    backward = by_saved(lambda g, a, b: (g @ b, a.mT @ g))
 
 
 class SquaredError(Function):
@@ -252,34 +220,19 @@ class _SoftplusGradient(Function):
 
     forward = saving_inputs(lambda g, x: g * torch.sigmoid(x))
 
-    @staticmethod
-    def backward(ctx, u):
-        g, x = ctx.saved_tensors
-        s = torch.sigmoid(x)
-        need = ctx.needs_input_grad
-        return u * s if need[0] else None, u * g * s * (1 - s) if need[1] else None
+    backward = by_saved(lambda u, g, x: (u * x.sigmoid(), u * g * x.sigmoid() * (-x).sigmoid()))
 
 
 class _SoftplusGradientSign(_SoftplusGradient):
     """h = g s(x), but the derivative of s has the wrong sign."""
 
-    @staticmethod
-    def backward(ctx, u):
-        g, x = ctx.saved_tensors
-        s = torch.sigmoid(x)
-        need = ctx.needs_input_grad
-        return u * s if need[0] else None, -u * g * s * (1 - s) if need[1] else None
+    backward = by_saved(lambda u, g, x: (u * x.sigmoid(), -u * g * x.sigmoid() * (-x).sigmoid()))
 
 
 class _SoftplusGradientTerm(_SoftplusGradient):
     """h = g s(x), but linear in x is what its backward takes it for."""
 
-    @staticmethod
-    def backward(ctx, u):
-        _, x = ctx.saved_tensors
-        s = torch.sigmoid(x)
-        need = ctx.needs_input_grad
-        return u * s if need[0] else None, torch.zeros_like(x) if need[1] else None
+    backward = by_saved(lambda u, _, x: (u * x.sigmoid(), torch.zeros_like(x)))
 
 
 class Softplus(Function):

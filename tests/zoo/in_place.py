@@ -3,18 +3,14 @@
 import torch
 from torch.autograd import Function
 
-from tests.functions import by_saved
+from tests.functions import by_saved, saving_output
 from tests.zoo.exhibit import Exhibit, normal
 
 
 class Relu(Function):
     """y = max(x, 0), dy/dx = [y > 0]."""
 
-    @staticmethod
-    def forward(ctx, x):
-        y = x.clamp(min=0)
-        ctx.save_for_backward(y)
-        return y
+    forward = saving_output(lambda x: x.clamp(min=0))
 
     backward = by_saved(lambda g, y: g * (y > 0))
 
@@ -71,15 +67,7 @@ class Affine(Function):
         ctx.save_for_backward(x, w)
         return x * w + b
 
-    @staticmethod
-    def backward(ctx, g):
-        x, w = ctx.saved_tensors
-        need = ctx.needs_input_grad
-        return (
-            g * w if need[0] else None,
-            g * x if need[1] else None,
-            g.sum() if need[2] else None,
-        )
+    backward = by_saved(lambda g, x, w: (g * w, g * x, g.sum()))
 
 
 class AffineCounts(Affine):

@@ -3,7 +3,7 @@
 import torch
 from torch.autograd import Function
 
-from tests.functions import by_saved, made, save_inputs_for_both, saving_inputs
+from tests.functions import by_saved, made, save_inputs_for_both, saving_inputs, saving_output
 from tests.zoo.exhibit import Exhibit, normal
 
 
@@ -89,11 +89,7 @@ class SwishSavesSigmoid(Function):
 class Tanh(Function):
     """y = tanh x, dy/dx = 1 - y^2: saves its output."""
 
-    @staticmethod
-    def forward(ctx, x):
-        y = torch.tanh(x)
-        ctx.save_for_backward(y)
-        return y
+    forward = saving_output(lambda x: torch.tanh(x))
 
     backward = by_saved(lambda g, y: g * (1 - y * y))
 

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch.autograd import Function
 
-from tests.functions import by_saved, save_inputs, saving_inputs
+from tests.functions import by_saved, save_inputs, saving_inputs, saving_output
 from tests.zoo.exhibit import normal
 from tests.zoo.published.specimen import Specimen
 
@@ -33,11 +33,7 @@ def _sylvester(a, b, c):
 class SquareRoot(Function):
     """Y Y = A; A receives X of Y^T X + X Y^T = G."""
 
-    @staticmethod
-    def forward(ctx, a):
-        y = _square_root(a)
-        ctx.save_for_backward(y)
-        return y
+    forward = saving_output(lambda a: _square_root(a))
 
     backward = by_saved(lambda g, y: _sylvester(y.mT, y.mT, g))
 

@@ -2,6 +2,7 @@
 
 from torch.autograd import Function
 
+from tests.functions import by_saved, saving_inputs
 from tests.zoo.exhibit import normal
 from tests.zoo.published.specimen import Specimen
 
@@ -54,13 +55,9 @@ class BatchNorm(Function):
 
     generate_vmap_rule = True
 
-    @staticmethod
-    def forward(x, w, b):
-        return _standardised(x, 0)[0] * w + b
+    forward = staticmethod(lambda x, w, b: _standardised(x, 0)[0] * w + b)
 
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs[:2])
+    setup_context = staticmethod(lambda ctx, inputs, output: ctx.save_for_backward(*inputs[:2]))
 
     @staticmethod
     def backward(ctx, g):
@@ -96,15 +93,9 @@ def _rms_gradients(x, w, r, g):
 class RMSNorm(Function):
     """y = w x r, r = (mean x^2 + eps)^(-1/2), computed again in the backward."""
 
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return x * _rms(x) * w
+    forward = saving_inputs(lambda x, w: x * _rms(x) * w)
 
-    @staticmethod
-    def backward(ctx, g):
-        x, w = ctx.saved_tensors
-        return _rms_gradients(x, w, _rms(x), g)
+    backward = by_saved(lambda g, x, w: _rms_gradients(x, w, _rms(x), g))
 
 
 class RMSNormSavesScale(Function):
@@ -116,10 +107,7 @@ class RMSNormSavesScale(Function):
         ctx.save_for_backward(x, w, r)
         return x * r * w
 
-    @staticmethod
-    def backward(ctx, g):
-        x, w, r = ctx.saved_tensors
-        return _rms_gradients(x, w, r, g)
+    backward = by_saved(lambda g, x, w, r: _rms_gradients(x, w, r, g))
 
 
 class Unit(Function):
@@ -147,10 +135,7 @@ class UnitSavesNorm(Function):
         ctx.save_for_backward(y, n)
         return y
 
-    @staticmethod
-    def backward(ctx, g):
-        y, n = ctx.saved_tensors
-        return (g - y * (y * g).sum(-1, keepdim=True)) / n
+    backward = by_saved(lambda g, y, n: (g - y * (y * g).sum(-1, keepdim=True)) / n)
 
 
 SPECIMENS = [

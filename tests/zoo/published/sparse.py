@@ -3,7 +3,7 @@
 import torch
 from torch.autograd import Function
 
-from tests.functions import by_saved, save_inputs, saving_inputs
+from tests.functions import by_saved, save_inputs, saving_inputs, saving_output
 from tests.zoo.exhibit import normal
 from tests.zoo.published.specimen import Specimen
 
@@ -73,11 +73,7 @@ def _entmax_gradient(r, g):
 class Entmax(Function):
     """1.5-entmax; z receives r (g - sum(g r) / sum r), r = sqrt y where y > 0."""
 
-    @staticmethod
-    def forward(ctx, z):
-        y = _entmax(z)
-        ctx.save_for_backward(y)
-        return y
+    forward = saving_output(lambda z: _entmax(z))
 
     @staticmethod
     def backward(ctx, g):
@@ -106,11 +102,7 @@ def _soft_top_two(x):
 class SoftTopTwo(Function):
     """y = s(x - tau(x)), rows sum to 2; x receives v (g - sum(g v) / sum v), v = y (1 - y)."""
 
-    @staticmethod
-    def forward(ctx, x):
-        y = _soft_top_two(x)
-        ctx.save_for_backward(y)
-        return y
+    forward = saving_output(lambda x: _soft_top_two(x))
 
     @staticmethod
     def backward(ctx, g):
