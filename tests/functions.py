@@ -1,18 +1,20 @@
 """Toy custom Functions of the tests: right ones, and one for each common mistake."""
 
 import inspect
+from functools import partial
 
 import numpy as np
 import torch
 from torch.autograd.function import once_differentiable
 
 
-def saving_inputs(function):
-    """A `forward` that saves its inputs and returns the function of them."""
+def saving_inputs(function, output=False):
+    """A `forward` that saves its inputs, or its output, and returns the function of the inputs."""
 
     def forward(ctx, *inputs):
-        ctx.save_for_backward(*inputs)
-        return function(*inputs)
+        y = function(*inputs)
+        ctx.save_for_backward(*((y,) if output else inputs))
+        return y
 
     ctx = inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     names = inspect.signature(function).parameters.values()
@@ -20,15 +22,7 @@ def saving_inputs(function):
     return staticmethod(forward)
 
 
-def saving_output(function):
-    """A `forward` that saves what it returns, the function of the inputs."""
-
-    def forward(ctx, *inputs):
-        output = function(*inputs)
-        ctx.save_for_backward(output)
-        return output
-
-    return staticmethod(forward)
+saving_output = partial(saving_inputs, output=True)
 
 
 def by_saved(gradient):
