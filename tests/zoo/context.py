@@ -51,12 +51,7 @@ class Linear(Function):
 class LinearBoth(Linear):
     """y = x w^T, right at any order, but both gradients are computed for a frozen w too."""
 
-    @staticmethod
-    def backward(ctx, g):
-        x, w = ctx.saved_tensors
-        gx = g @ w if ctx.needs_input_grad[0] else None
-        gw = g.mT @ x if ctx.needs_input_grad[1] else None
-        return gx, gw
+    backward = by_saved(lambda g, x, w: (g @ w, g.mT @ x))
 
 
 class Energy(Function):
