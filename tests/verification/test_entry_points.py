@@ -242,7 +242,7 @@ def told(call, function):
 
 
 # One of each way in which a Function is reached; the others show with a few faults that they are ways in.
-WAYS = ("hvp", "HessianOperator", "jet", "r1", "MAML", "hypergradient", "compile")
+WAYS = ("hvp", "HessianOperator", "jet", "r1", "MAML", "hypergradient")
 FEW = ("an intermediate saved", "NumPy", "all of it", "new style", "under remat", "an operator")
 # Faults that do no harm at some entry points: Taylor mode differentiates what a forward does, in place or
 # not, and needs no backward of the tensor that it changed.
