@@ -2,6 +2,7 @@
 refused, and results differ by that noise alone."""
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -85,9 +86,9 @@ ROWS = {
     "eigenvalues": operator(curvature.HessianOperator, lambda H, v: H.eigsh(2, which="LA").values),
     "KFAC": operator(curvature.KFACOperator, lambda K, v: K.inverse(damping=1.0) @ v),
     "r1": penalty,
-    **{f"MAML, {memory}": lambda memory=memory: maml(memory) for memory in ("store", "remat")},
     **{
-        f"hypergradient, {memory}": lambda memory=memory: hypergradient(memory)
+        f"{call.__name__}, {memory}": partial(call, memory)
+        for call in (maml, hypergradient)
         for memory in ("store", "remat", "checkpoint")
     },
 }
