@@ -7,16 +7,17 @@ from tests.functions import by_saved, made, save_inputs_for_both, saving_inputs,
 from tests.zoo.exhibit import Exhibit, normal
 
 
+def _swish_slope(x):
+    s = torch.sigmoid(x)
+    return s + x * s * (1 - s)
+
+
 class Swish(Function):
     """y = x s(x), dy/dx = s + x s (1 - s): saves x alone."""
 
     forward = saving_inputs(lambda x: x * torch.sigmoid(x))
 
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        s = torch.sigmoid(x)
-        return g * (s + x * s * (1 - s))
+    backward = by_saved(lambda g, x: g * _swish_slope(x))
 
 
 class SwishSigmoidOnCtx(Function):
@@ -58,17 +59,9 @@ class SwishNew(Function):
 
     setup_context = save_inputs_for_both
 
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        s = torch.sigmoid(x)
-        return g * (s + x * s * (1 - s))
+    backward = by_saved(lambda g, x: g * _swish_slope(x))
 
-    @staticmethod
-    def jvp(ctx, t):
-        (x,) = ctx.saved_tensors
-        s = torch.sigmoid(x)
-        return t * (s + x * s * (1 - s))
+    jvp = by_saved(lambda t, x: t * _swish_slope(x))
 
 
 class SwishSavesSigmoid(Function):

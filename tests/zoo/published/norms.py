@@ -13,9 +13,11 @@ def _standardised(x, dim):
     return d * r, r
 
 
-def _standardise_gradient(h, r, g, dim):
-    """The gradient of x, from that of h = (x - mean x) r."""
-    return r * (g - g.mean(dim, keepdim=True) - h * (g * h).mean(dim, keepdim=True))
+def _gradients(h, r, w, g, dim):
+    """Those of x, w and b, with h = (x - mean x) r."""
+    u = g * w
+    by_x = r * (u - u.mean(dim, keepdim=True) - h * (u * h).mean(dim, keepdim=True))
+    return by_x, (g * h).sum(0), g.sum(0)
 
 
 class LayerNorm(Function):
@@ -26,11 +28,7 @@ class LayerNorm(Function):
         ctx.save_for_backward(x, w)
         return _standardised(x, -1)[0] * w + b
 
-    @staticmethod
-    def backward(ctx, g):
-        x, w = ctx.saved_tensors
-        h, r = _standardised(x, -1)
-        return _standardise_gradient(h, r, g * w, -1), (g * h).sum(0), g.sum(0)
+    backward = by_saved(lambda g, x, w: _gradients(*_standardised(x, -1), w, g, -1))
 
 
 class LayerNormSavesStatistics(Function):
@@ -43,11 +41,7 @@ class LayerNormSavesStatistics(Function):
         ctx.save_for_backward(x, w, m, r)
         return (x - m) * r * w + b
 
-    @staticmethod
-    def backward(ctx, g):
-        x, w, m, r = ctx.saved_tensors
-        h = (x - m) * r
-        return _standardise_gradient(h, r, g * w, -1), (g * h).sum(0), g.sum(0)
+    backward = by_saved(lambda g, x, w, m, r: _gradients((x - m) * r, r, w, g, -1))
 
 
 class BatchNorm(Function):
@@ -59,11 +53,7 @@ class BatchNorm(Function):
 
     setup_context = staticmethod(lambda ctx, inputs, output: ctx.save_for_backward(*inputs[:2]))
 
-    @staticmethod
-    def backward(ctx, g):
-        x, w = ctx.saved_tensors
-        h, r = _standardised(x, 0)
-        return _standardise_gradient(h, r, g * w, 0), (g * h).sum(0), g.sum(0)
+    backward = by_saved(lambda g, x, w: _gradients(*_standardised(x, 0), w, g, 0))
 
 
 class BatchNormKeepsStatistics(Function):
@@ -78,7 +68,7 @@ class BatchNormKeepsStatistics(Function):
     @staticmethod
     def backward(ctx, g):
         (w,) = ctx.saved_tensors
-        return (_standardise_gradient(ctx.h, ctx.r, g * w, 0), (g * ctx.h).sum(0), g.sum(0))
+        return _gradients(ctx.h, ctx.r, w, g, 0)
 
 
 def _rms(x):
