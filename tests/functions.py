@@ -98,12 +98,8 @@ class ThroughNumpy(Cube):
     backward = by_saved(lambda g, x: 3 * g * torch.from_numpy(np.asarray(x.detach()) ** 2))
 
 
-class ClassicCube(torch.autograd.Function):
-    """As most published code writes it: no setup_context, so no transforms."""
-
-    forward = saving_inputs(lambda x: x**3)
-
-    backward = by_saved(lambda g, x: 3 * g * x**2)
+# As most published code writes it: no setup_context, so no transforms.
+ClassicCube = made("ClassicCube", lambda x: x**3, lambda g, x: 3 * g * x**2)
 
 
 class BackwardWithoutGrad(ClassicCube):
@@ -128,15 +124,8 @@ class KeepsIntermediate(torch.autograd.Function):
         return 3 * g * ctx.square
 
 
-class Sine(torch.autograd.Function):
-    """Right, in the old style; its derivative is another Function."""
-
-    forward = saving_inputs(lambda x: x.sin())
-
-    backward = by_saved(lambda g, x: Cosine.apply(x) * g)
+# Right, in the old style; its derivative is another Function.
+Sine = made("Sine", lambda x: x.sin(), lambda g, x: Cosine.apply(x) * g)
 
 
-class Cosine(torch.autograd.Function):
-    forward = saving_inputs(lambda x: x.cos())
-
-    backward = by_saved(lambda g, x: -Sine.apply(x) * g)
+Cosine = made("Cosine", lambda x: x.cos(), lambda g, x: -Sine.apply(x) * g)

@@ -3,7 +3,7 @@
 import torch
 from torch.autograd import Function
 
-from tests.functions import by_saved, save_inputs_for_both, saving_inputs
+from tests.functions import by_saved, made, save_inputs_for_both, saving_inputs
 from tests.zoo.exhibit import Exhibit, normal
 
 
@@ -21,12 +21,8 @@ class Square(Function):
     jvp = by_saved(lambda t, x: 2 * x * t)
 
 
-class SquareClassic(Function):
-    """y = x^2, right at any order, but without setup_context."""
-
-    forward = saving_inputs(lambda x: x * x)
-
-    backward = by_saved(lambda g, x: 2 * x * g)
+# y = x^2, right at any order, but without setup_context.
+SquareClassic = made("SquareClassic", lambda x: x * x, lambda g, x: 2 * x * g)
 
 
 class SquareCPU(Square):
@@ -54,12 +50,8 @@ class LinearBoth(Linear):
     backward = by_saved(lambda g, x, w: (g @ w, g.mT @ x))
 
 
-class Energy(Function):
-    """y = trace(A^T A) = sum A_ij^2; A receives 2 g A."""
-
-    forward = saving_inputs(lambda a: a.square().sum())
-
-    backward = by_saved(lambda g, a: 2 * g * a)
+# y = trace(A^T A) = sum A_ij^2; A receives 2 g A.
+Energy = made("Energy", lambda a: a.square().sum(), lambda g, a: 2 * g * a)
 
 
 class EnergyProbed(Energy):

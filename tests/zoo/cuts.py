@@ -5,7 +5,7 @@ import torch
 from torch.autograd import Function, Variable
 from torch.autograd.function import once_differentiable
 
-from tests.functions import by_saved, save_inputs, saving_inputs
+from tests.functions import by_saved, made, save_inputs, saving_inputs
 from tests.zoo.exhibit import Exhibit, normal, positive
 
 
@@ -206,12 +206,8 @@ class RecomputeDetached(Recompute):
             return _gradients(ctx, again, g, create_graph=False)
 
 
-class Log(Function):
-    """y = log x, dy/dx = 1 / x."""
-
-    forward = saving_inputs(lambda x: x.log())
-
-    backward = by_saved(lambda g, x: g / x)
+# y = log x, dy/dx = 1 / x.
+Log = made("Log", lambda x: x.log(), lambda g, x: g / x)
 
 
 class LogGradientDetached(Log):
@@ -230,12 +226,8 @@ class LogOnce(Log):
         return g / x
 
 
-class SineProduct(Function):
-    """y = x sin x."""
-
-    forward = saving_inputs(lambda x: x * x.sin())
-
-    backward = by_saved(lambda g, x: g * (x.sin() + x * x.cos()))
+# y = x sin x.
+SineProduct = made("SineProduct", lambda x: x * x.sin(), lambda g, x: g * (x.sin() + x * x.cos()))
 
 
 class Branch(SineProduct):

@@ -3,7 +3,7 @@
 import torch
 from torch.autograd import Function
 
-from tests.functions import by_saved, save_inputs, save_inputs_for_both, saving_inputs
+from tests.functions import by_saved, made, save_inputs, save_inputs_for_both, saving_inputs
 from tests.zoo.exhibit import Exhibit, normal
 
 
@@ -143,12 +143,8 @@ class ChannelScaleWrongSum(ChannelScale):
     backward = by_saved(lambda g, x, w: (g * w[:, None], (g * x).sum((0, 1))))
 
 
-class Sub(Function):
-    """y = a^2 - b^2; the gradients are 2 a g and -2 b g."""
-
-    forward = saving_inputs(lambda a, b: a * a - b * b)
-
-    backward = by_saved(lambda g, a, b: (2 * a * g, -2 * b * g))
+# y = a^2 - b^2; the gradients are 2 a g and -2 b g.
+Sub = made("Sub", lambda a, b: a * a - b * b, lambda g, a, b: (2 * a * g, -2 * b * g))
 
 
 class SubSign(Sub):
@@ -175,12 +171,8 @@ class GateMissingTerm(Gate):
     backward = by_saved(lambda g, x: g * torch.tanh(x))
 
 
-class MatMul(Function):
-    """Y = A B; the gradients are G B^T and A^T G."""
-
-    forward = saving_inputs(lambda a, b: a @ b)
-
-    backward = by_saved(lambda g, a, b: (g @ b.mT, a.mT @ g))
+# Y = A B; the gradients are G B^T and A^T G.
+MatMul = made("MatMul", lambda a, b: a @ b, lambda g, a, b: (g @ b.mT, a.mT @ g))
 
 
 class MatMulNoTranspose(MatMul):

@@ -3,7 +3,7 @@
 import torch
 from torch.autograd import Function
 
-from tests.functions import by_saved, made, save_inputs_for_both, saving_inputs, saving_output
+from tests.functions import by_saved, made, save_inputs_for_both, saving_output
 from tests.zoo.exhibit import Exhibit, normal
 
 
@@ -12,12 +12,8 @@ def _swish_slope(x):
     return s + x * s * (1 - s)
 
 
-class Swish(Function):
-    """y = x s(x), dy/dx = s + x s (1 - s): saves x alone."""
-
-    forward = saving_inputs(lambda x: x * torch.sigmoid(x))
-
-    backward = by_saved(lambda g, x: g * _swish_slope(x))
+# y = x s(x), dy/dx = s + x s (1 - s): saves x alone.
+Swish = made("Swish", lambda x: x * torch.sigmoid(x), lambda g, x: g * _swish_slope(x))
 
 
 class SwishSigmoidOnCtx(Function):
@@ -118,12 +114,8 @@ class TanhKeepsOutput(TanhKeepsDetachedOutput):
         return ctx.y
 
 
-class Exp(Function):
-    """y = e^x, dy/dx = e^x: saves its input."""
-
-    forward = saving_inputs(lambda x: torch.exp(x))
-
-    backward = by_saved(lambda g, x: g * torch.exp(x))
+# y = e^x, dy/dx = e^x: saves its input.
+Exp = made("Exp", lambda x: torch.exp(x), lambda g, x: g * torch.exp(x))
 
 
 class ExpSavesDetached(Exp):
@@ -146,12 +138,8 @@ class ExpKeepsInput(Function):
     backward = staticmethod(lambda ctx, g: g * torch.exp(ctx.x))
 
 
-class Relu(Function):
-    """y = max(x, 0), dy/dx = [x > 0]: saves its input."""
-
-    forward = saving_inputs(lambda x: x.clamp(min=0))
-
-    backward = by_saved(lambda g, x: g * (x > 0))
+# y = max(x, 0), dy/dx = [x > 0]: saves its input.
+Relu = made("Relu", lambda x: x.clamp(min=0), lambda g, x: g * (x > 0))
 
 
 class ReluSavesClone(Relu):

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch.autograd import Function
 
-from tests.functions import by_saved, save_inputs, saving_inputs, saving_output
+from tests.functions import by_saved, made, save_inputs, saving_inputs, saving_output
 from tests.zoo.exhibit import normal
 from tests.zoo.published.specimen import Specimen
 
@@ -94,12 +94,8 @@ class LogDetSavesInverse(Function):
     backward = by_saved(lambda g, inverse: g * inverse)
 
 
-class ComplexMul(Function):
-    """y = a b in complex numbers; a receives g conj(b), b receives g conj(a)."""
-
-    forward = saving_inputs(lambda a, b: a * b)
-
-    backward = by_saved(lambda g, a, b: (g * b.conj(), g * a.conj()))
+# y = a b in complex numbers; a receives g conj(b), b receives g conj(a).
+ComplexMul = made("ComplexMul", lambda a, b: a * b, lambda g, a, b: (g * b.conj(), g * a.conj()))
 
 
 class ComplexMulNoConjugate(ComplexMul):
