@@ -75,6 +75,7 @@ CASES = {
     "roll0": (lambda x: x.roll(1) * x, X),
     "prod": (lambda x: x.prod(1), X),
     "prod all": (lambda x: x.prod(), X),
+    "amax": (lambda x: (x**2).amax(0), X),
     "maxall": (lambda x: (x**2).max(), X),
     "min": (lambda x: (x**2).min(), X),
     "topk": (lambda x: (x**2).topk(2)[0], X),
