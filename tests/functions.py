@@ -1,18 +1,20 @@
 """Toy custom Functions of the tests: right ones, and one for each common mistake."""
 
 import inspect
+from functools import partial
 
 import numpy as np
 import torch
 from torch.autograd.function import once_differentiable
 
 
-def saving_inputs(function):
-    """A `forward` that saves its inputs and returns the function of them."""
+def saving_inputs(function, output=False):
+    """A `forward` that saves its inputs, or its output, and returns the function of the inputs."""
 
     def forward(ctx, *inputs):
-        ctx.save_for_backward(*inputs)
-        return function(*inputs)
+        y = function(*inputs)
+        ctx.save_for_backward(*((y,) if output else inputs))
+        return y
 
     ctx = inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     names = inspect.signature(function).parameters.values()
@@ -20,13 +22,21 @@ def saving_inputs(function):
     return staticmethod(forward)
 
 
+saving_output = partial(saving_inputs, output=True)
+
+
+def by_saved(gradient):
+    """A `backward`, or `jvp`: a function of the incoming derivatives and of what is saved."""
+
+    def rule(ctx, *incoming):
+        return gradient(*incoming, *ctx.saved_tensors)
+
+    return staticmethod(rule)
+
+
 def made(name, value, gradient):
     """A Function of value(*inputs), which saves its inputs, and gradient(g, *inputs)."""
-
-    def backward(ctx, g):
-        return gradient(g, *ctx.saved_tensors)
-
-    rules = {"forward": saving_inputs(value), "backward": staticmethod(backward)}
+    rules = {"forward": saving_inputs(value), "backward": by_saved(gradient)}
     return type(name, (torch.autograd.Function,), rules)
 
 
@@ -46,48 +56,31 @@ class Cube(torch.autograd.Function):
 
     generate_vmap_rule = True
 
-    @staticmethod
-    def forward(x):
-        return x**3
+    forward = staticmethod(lambda x: x**3)
 
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
+    setup_context = save_inputs_for_both
 
-    @staticmethod
-    def backward(ctx, g):
-        return 3 * g * ctx.saved_tensors[0] ** 2
+    backward = by_saved(lambda g, x: 3 * g * x**2)
 
-    @staticmethod
-    def jvp(ctx, t):
-        return 3 * t * ctx.saved_tensors[0] ** 2
+    jvp = by_saved(lambda t, x: 3 * t * x**2)
 
 
 class WrongSign(Cube):
-    @staticmethod
-    def backward(ctx, g):
-        return -3 * g * ctx.saved_tensors[0] ** 2
+    backward = by_saved(lambda g, x: -3 * g * x**2)
 
 
 class Detached(Cube):
     """The first derivative is right, and the second lost without an error."""
 
-    @staticmethod
-    def backward(ctx, g):
-        return 3 * g * ctx.saved_tensors[0].detach() ** 2
+    backward = by_saved(lambda g, x: 3 * g * x.detach() ** 2)
 
 
 class DetachedTangent(Cube):
-    @staticmethod
-    def jvp(ctx, t):
-        return 3 * t * ctx.saved_tensors[0].detach() ** 2
+    jvp = by_saved(lambda t, x: 3 * t * x.detach() ** 2)
 
 
 class WrongTangent(Cube):
-    @staticmethod
-    def jvp(ctx, t):
-        return 2 * t * ctx.saved_tensors[0] ** 2
+    jvp = by_saved(lambda t, x: 2 * t * x**2)
 
 
 class OnceDifferentiable(Cube):
@@ -102,22 +95,11 @@ class OnceDifferentiable(Cube):
 class ThroughNumpy(Cube):
     generate_vmap_rule = False
 
-    @staticmethod
-    def backward(ctx, g):
-        return 3 * g * torch.from_numpy(np.asarray(ctx.saved_tensors[0].detach()) ** 2)
+    backward = by_saved(lambda g, x: 3 * g * torch.from_numpy(np.asarray(x.detach()) ** 2))
 
 
-class ClassicCube(torch.autograd.Function):
-    """As most published code writes it: no setup_context, so no transforms."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx, g):
-        return 3 * g * ctx.saved_tensors[0] ** 2
+# As most published code writes it: no setup_context, so no transforms.
+ClassicCube = made("ClassicCube", lambda x: x**3, lambda g, x: 3 * g * x**2)
 
 
 class BackwardWithoutGrad(ClassicCube):
@@ -142,25 +124,8 @@ class KeepsIntermediate(torch.autograd.Function):
         return 3 * g * ctx.square
 
 
-class Sine(torch.autograd.Function):
-    """Right, in the old style; its derivative is another Function."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x.sin()
-
-    @staticmethod
-    def backward(ctx, g):
-        return Cosine.apply(ctx.saved_tensors[0]) * g
+# Right, in the old style; its derivative is another Function.
+Sine = made("Sine", lambda x: x.sin(), lambda g, x: Cosine.apply(x) * g)
 
 
-class Cosine(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x.cos()
-
-    @staticmethod
-    def backward(ctx, g):
-        return -Sine.apply(ctx.saved_tensors[0]) * g
+Cosine = made("Cosine", lambda x: x.cos(), lambda g, x: -Sine.apply(x) * g)

@@ -20,6 +20,7 @@ from tests.functions import (
     KeepsIntermediate,
     OnceDifferentiable,
     ThroughNumpy,
+    by_saved,
     saving_inputs,
 )
 from tests.refused import refused
@@ -31,13 +32,9 @@ ROOT = Path(__file__).parents[1]
 class Scaled(ClassicCube):
     """Right; it is linear, so that its gradient depends on the incoming one alone."""
 
-    @staticmethod
-    def forward(ctx, x):
-        return 3 * x
+    forward = staticmethod(lambda ctx, x: 3 * x)
 
-    @staticmethod
-    def backward(ctx, g):
-        return 3 * g
+    backward = staticmethod(lambda ctx, g: 3 * g)
 
 
 class Masked(ClassicCube):
@@ -45,20 +42,14 @@ class Masked(ClassicCube):
 
     forward = saving_inputs(lambda x, mask: mask * x**3)
 
-    @staticmethod
-    def backward(ctx, g):
-        x, mask = ctx.saved_tensors
-        return 3 * mask * x**2 * g, None
+    backward = by_saved(lambda g, x, mask: (3 * mask * x**2 * g, None))
 
 
 class Partly(ClassicCube):
     """One of two factors x is detached, and half of the second derivative with it; the other goes
     through a Function."""
 
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return Scaled.apply(x) * x.detach() * g
+    backward = by_saved(lambda g, x: Scaled.apply(x) * x.detach() * g)
 
 
 class Breaks(ClassicCube):

@@ -1,5 +1,5 @@
-"""Sharded parameters on GPUs by NCCL: products, spectra, penalties, meta-gradients and a training, with one
-process for each GPU, equal those of one process on the CPU."""
+"""Sharded parameters on GPUs by NCCL: products, spectra, penalties and meta-gradients, with one process
+for each GPU, equal those of one process on the CPU."""
 
 from functools import partial
 
@@ -7,16 +7,21 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from lightning.pytorch.strategies import ModelParallelStrategy
 
 import hoglib as hog
 from hoglib._core import placement
-from hoglib.lightning import CurvatureMonitor
-from tests.lightning.test_sharded import SPECTRUM, Critic, fit, state
 from tests.meta.test_sharded import tasks
 from tests.several_processes import found_by_each
-from tests.test_sharded_models import Critic as PlainCritic
-from tests.test_sharded_models import critic_loss, data, gathered, model, part, shard, vectors
+from tests.test_sharded_models import (
+    Critic,
+    critic_loss,
+    data,
+    gathered,
+    model,
+    part,
+    shard,
+    vectors,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -74,7 +79,7 @@ def on_gpus(rank, folder, found):
         ]
         found[f"eigsh, {basis}"] = float((pairs[0].values.cpu() - pairs[1].values).abs().max())
     # training steps with penalties, and the meta-gradient of tasks
-    critic, whole = shard(PlainCritic().double().to(device)), PlainCritic().double()
+    critic, whole = shard(Critic().double().to(device)), Critic().double()
     for step in (0, 1):
         critic_loss(critic, mine[0], step).backward()
         critic_loss(whole, x, step).backward()
@@ -87,14 +92,6 @@ def on_gpus(rank, folder, found):
     found["MAML"] = error(gradients(net), gradients(one))
 
 
-def in_lightning(rank, folder, found):
-    world = dist.get_world_size()
-    module, monitor = Critic(), CurvatureMonitor(**SPECTRUM)
-    strategy = ModelParallelStrategy(data_parallel_size=world, tensor_parallel_size=1)
-    fit(folder, module, [monitor], 2, accelerator="cuda", strategy=strategy, devices=world)
-    found["state"] = state(module, monitor)
-
-
 def processes():
     """One for each GPU, of at most two, which share the batches evenly."""
     return min(torch.cuda.device_count(), 2)
@@ -104,22 +101,3 @@ def test_processes_on_gpus_equal_one_on_the_cpu(tmp_path):
     for rank, found in enumerate(found_by_each(on_gpus, tmp_path, processes(), "nccl")):
         for name, difference in found.items():
             assert difference < 1e-9, (rank, name, difference)
-
-
-@pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
-@pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
-@pytest.mark.filterwarnings("ignore:The number of training batches:UserWarning")
-def test_a_fit_on_gpus_equals_that_on_the_cpu(tmp_path):
-    """A monitor of the curvature, and a penalty in every second step, under ModelParallelStrategy."""
-    one, monitor = Critic(), CurvatureMonitor(**SPECTRUM)
-    fit(tmp_path, one, [monitor], 2)
-    expected = state(one, monitor)
-    for found in found_by_each(in_lightning, tmp_path, processes(), "nccl"):
-        got = found["state"]
-        assert (got["batches"], got["calls"]) == (expected["batches"], expected["calls"])
-        for key in ("largest", "trace"):
-            assert got[key] == pytest.approx(expected[key], rel=1e-8), key
-        for key, values in expected["params"].items():
-            torch.testing.assert_close(
-                torch.tensor(got["params"][key]), torch.tensor(values), rtol=0, atol=1e-9
-            )

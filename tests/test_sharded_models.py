@@ -344,11 +344,11 @@ def refused(rank, world):
         "a function of the module": lambda: hog.hvp(by_hand, params, v, batch),
         "hessian": lambda: hog.hessian(loss, params, batch),
         "ggn": lambda: hog.ggn(loss, params, batch),
-        "a dense matrix": lambda: hog.HessianOperator(loss, params, [batch]).to_dense(),
+        "to_dense": lambda: hog.HessianOperator(loss, params, [batch]).to_dense(),
         "jvp": lambda: hog.jvp(lambda p: p, (params,), (v,)),
-        "per-example gradients": lambda: hog.per_example_gradients(loss, params, batch),
+        "per_example_gradients": lambda: hog.per_example_gradients(loss, params, batch),
         "influence": lambda: hog.influence(loss, params, batch, batch, damping=1.0),
-        "KFAC": lambda: hog.curvature.KFAC(loss, params).step(batch),
+        "KFACOperator": lambda: hog.curvature.KFAC(loss, params).step(batch),
         "a penalty of parameters": lambda: hog.penalties.parameter_gradient(loss, params, batch),
         "a compiled penalty": lambda: hog.penalties.r1(critic, data()[0][rows], compile="eager"),
         "MAML": lambda: maml.adapt(batch),
@@ -366,23 +366,19 @@ def refused(rank, world):
 
 FAILING = ("hvp", "hvp, forward", "hvp, differences", "ggn_vp", "ggn_vp, reverse", "fisher_vp")
 IN_ONE = "got an error in one, which has to be fixed there"
+WHOLE = "expected params that each process holds whole"
 REFUSED = {
+    **{
+        name: ("UnsupportedError", f"{name}: {WHOLE}")
+        for name in ("hessian", "ggn", "to_dense", "per_example_gradients", "influence", "KFACOperator")
+    },
+    **dict.fromkeys(("a penalty of parameters", "MAML", "audit", "the loss itself"), ("UnsupportedError", WHOLE)),
     "create_graph": ("UnsupportedError", "hvp(create_graph=True): expected parameters that this process holds whole"),
     "compile": ("UnsupportedError", "leave compile out"),
     "whole vectors": ("ArgumentValueError", "expected a DTensor with the placements of its parameter"),
     "a function of the module": ("UnsupportedError", "expected `hoglib.functional_loss(model, criterion, forward=...)`"),
-    "hessian": ("UnsupportedError", "hessian: expected params that each process holds whole"),
-    "ggn": ("UnsupportedError", "ggn: expected params that each process holds whole"),
-    "a dense matrix": ("UnsupportedError", "to_dense: expected params that each process holds whole"),
     "jvp": ("UnsupportedError", "jvp: expected primals that each process holds whole"),
-    "per-example gradients": ("UnsupportedError", "per_example_gradients: expected params that each process holds whole"),
-    "influence": ("UnsupportedError", "influence: expected params that each process holds whole"),
-    "KFAC": ("UnsupportedError", "KFACOperator: expected params that each process holds whole"),
-    "a penalty of parameters": ("UnsupportedError", "expected params that each process holds whole"),
     "a compiled penalty": ("UnsupportedError", "r1 and its gradient: expected a module whose parameters this process holds whole"),
-    "MAML": ("UnsupportedError", "expected params that each process holds whole"),
-    "audit": ("UnsupportedError", "expected params that each process holds whole"),
-    "the loss itself": ("UnsupportedError", "expected params that each process holds whole"),
     "other vectors": ("DistributedError", "expected the same vectors, where they are not sharded, in all"),
     "other blocks": ("DistributedError", "expected the same number of vectors in all"),
     "a checkpoint in a block": ("UnsupportedError", "leave torch.utils.checkpoint out of it"),

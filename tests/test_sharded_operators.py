@@ -105,13 +105,14 @@ def algorithms(net, rows, all_of_them):
     v, along = pair.vectors()
     x, y = (op.solve(b, damping=30.0, tol=1e-12) for op, b in ((A, v), (B, along)))
     found = {"solve": pair.error(x, y)}
-    found["trace"] = pair.error(*(op.trace(4, generator=seeded()) for op in (A, B)))
     if not all_of_them:
         return found
+    found["trace"] = pair.error(*(op.trace(4, generator=seeded()) for op in (A, B)))
     eigen, expected = (op.eigsh(2, which="LA", generator=seeded()) for op in (A, B))
     found["eigenvalues"] = pair.error(eigen.values, expected.values)
-    half = A.eigsh(2, which="LA", basis_dtype=torch.float32, basis_device="cpu")
-    found["eigenvalues, float32"] = 1e-5 * pair.error(half.values, expected.values)
+    if dist.get_world_size() == 4:
+        half = A.eigsh(2, which="LA", basis_dtype=torch.float32, basis_device="cpu")
+        found["eigenvalues, float32"] = 1e-5 * pair.error(half.values, expected.values)
     projections = A.space.dots((eigen.vectors.T, A.ravel(v)[None].expand_as(eigen.vectors.T)))[
         0
     ].abs()
@@ -151,7 +152,7 @@ def algorithms(net, rows, all_of_them):
 
 
 def squares(tree):
-    return {name: p * p + 0.5 for name, p in tree.items()}
+    return {name: 0.02 * p * p + 1 for name, p in tree.items()}
 
 
 def newton(net, rows):
@@ -300,18 +301,18 @@ class Broken:
 
 WHOLE = "that each process holds whole"
 REFUSED = {
-    "processes": ("UnsupportedError", "HessianOperator(processes=...): expected parameters that this"),
-    "reduction": ("UnsupportedError", "HessianOperator(reduction=...): expected parameters that this"),
+    **{
+        name: ("UnsupportedError", f"HessianOperator({name}=...): expected parameters that this")
+        for name in ("processes", "reduction")
+    },
     "micro_batch": ("UnsupportedError", "pass smaller batches"),
     "compile": ("UnsupportedError", "gathers are not captured"),
     "kind": ("UnsupportedError", "FisherOperator(kind=...): expected parameters that this"),
     "kfac": ("UnsupportedError", f"KFACOperator: expected params {WHOLE}"),
-    "to_dense": ("UnsupportedError", f"to_dense: expected params {WHOLE}"),
-    "to_scipy": ("UnsupportedError", f"to_scipy: expected params {WHOLE}"),
-    "block_diagonal": ("UnsupportedError", f"block_diagonal: expected params {WHOLE}"),
-    "xtrace": ("UnsupportedError", f"xtrace: expected params {WHOLE}"),
-    "xdiag": ("UnsupportedError", f"xdiag: expected params {WHOLE}"),
-    "low_rank": ("UnsupportedError", f"low_rank: expected params {WHOLE}"),
+    **{
+        name: ("UnsupportedError", f"{name}: expected params {WHOLE}")
+        for name in ("to_dense", "to_scipy", "block_diagonal", "xtrace", "xdiag", "low_rank")
+    },
     "whole vectors": ("ArgumentValueError", "expected a DTensor with the placements of its parameter"),
     "flat vectors": ("ArgumentValueError", "A flat vector is the part of this process"),
     "batches": ("DistributedError", "expected as many batches in each of"),

@@ -26,13 +26,9 @@ class WrongForExpandedGradients(Cube):
 
 
 class ZeroGradient(Cube):
-    @staticmethod
-    def backward(ctx, g):
-        return 0 * g
+    backward = staticmethod(lambda ctx, g: 0 * g)
 
-    @staticmethod
-    def jvp(ctx, t):
-        return 0 * t
+    jvp = staticmethod(lambda ctx, t: 0 * t)
 
 
 x = torch.tensor([0.7, -1.3])

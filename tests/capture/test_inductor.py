@@ -5,6 +5,8 @@ import os
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 from torch.testing import assert_close
 
 import hoglib as hog
@@ -244,3 +246,16 @@ def test_operators_with_lists_of_tensors(cache):
         return sine(2 * x).square().sum()
 
     assert_close(hog.hvp(loss, x, x, compile=True), hog.hvp(loss, x, x))
+
+
+def test_gradients_of_convolutions(cache):
+    """Which go to other kernels than in eager mode."""
+    torch.manual_seed(1)
+    model = nn.Sequential(
+        nn.Conv2d(2, 3, 2, stride=2, padding=1), nn.Tanh(),
+        nn.ConvTranspose2d(3, 2, 3, stride=2, padding=1, output_padding=1),
+    ).double()  # fmt: skip
+    batch = draw(3, 2, 14, 14), draw(3, 2, 16, 16, seed=1)
+    loss, params = hog.functional_loss(model, F.mse_loss), hog.trainable_params(model)
+    product = lambda v: hog.hvp(loss, params, v, batch)  # noqa: E731
+    assert_close(hog.compile(product, check=False)(params), product(params), rtol=1e-10, atol=1e-12)

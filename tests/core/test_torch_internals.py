@@ -59,17 +59,13 @@ Twice = made("Twice", lambda x: x + x, lambda g, x: g + g)
 
 
 class FourTimes(torch.autograd.Function):
-    @staticmethod
-    def forward(x):
-        return Twice.apply(Twice.apply(x))
+    forward = staticmethod(lambda x: Twice.apply(Twice.apply(x)))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         pass
 
-    @staticmethod
-    def backward(ctx, g):
-        return 4 * g
+    backward = staticmethod(lambda ctx, g: 4 * g)
 
 
 bound = Twice.apply

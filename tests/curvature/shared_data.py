@@ -74,7 +74,7 @@ DATA = {
     "a DistributedSampler": by_sampler,
 }
 # of every kind of matrix
-FEW = ("one batch", "pieces of one batch", "pieces of a loader's batches", "parts of unlike sizes")
+FEW = ("pieces of one batch", "parts of unlike sizes")
 
 
 def loss_and_params(name="layers of hoglib", reduction="mean", dtype=torch.float64):

@@ -110,20 +110,6 @@ def test_the_first_half_runs_once_for_a_block(monkeypatch):
     assert runs[0] < runs[1]
 
 
-def test_convolutions_by_inductor(tmp_path, monkeypatch):
-    """Whose gradients go to other kernels than in eager mode."""
-    monkeypatch.setenv("HOGLIB_CACHE_DIR", str(tmp_path))
-    torch.manual_seed(1)
-    model = nn.Sequential(
-        nn.Conv2d(2, 3, 2, stride=2, padding=1), nn.Tanh(),
-        nn.ConvTranspose2d(3, 2, 3, stride=2, padding=1, output_padding=1),
-    ).double()  # fmt: skip
-    batch = draw(3, 2, 14, 14), draw(3, 2, 16, 16, seed=1)
-    loss, params = hog.functional_loss(model, F.mse_loss), hog.trainable_params(model)
-    product = lambda v: hog.hvp(loss, params, v, batch)  # noqa: E731
-    same(hog.compile(product, check=False)(like(params)), product(like(params)))
-
-
 @rows("part", ["", "2."], ids=["all", "the head"])
 def test_parameters_that_are_changed_and_replaced(part):
     """Those that are not differentiated by are inputs too."""

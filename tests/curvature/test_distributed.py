@@ -19,7 +19,7 @@ from tests.several_processes import found_by_each
 CASES = {
     f"{kind}, {data}": (kind, data)
     for kind, data in itertools.product(shared_data.KINDS, shared_data.DATA)
-    if kind == "Hessian" or (data in shared_data.FEW and (kind, data) != ("mc", "one batch"))
+    if kind == "Hessian" or data in shared_data.FEW
 }
 MORE = {
     "algorithms": shared_data.algorithms,

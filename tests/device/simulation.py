@@ -11,12 +11,11 @@ import ctypes
 import functools
 import importlib.util
 import json
-import linecache
 import os
 import subprocess
 import sys
 import sysconfig
-import threading
+import traceback
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -162,47 +161,12 @@ def _functions(torch: Any) -> dict[str, Any]:
         def __exit__(self, *_: Any) -> None:
             C.set_device(self.before)
 
-    class Stream(torch.Stream):
-        def __new__(cls, device: Any = None, priority: int = 0, **kw: Any) -> Any:
-            return super().__new__(
-                cls, device=torch.device("cuda", _index(device)), priority=priority
-            )
-
-    class Event:
-        def __init__(
-            self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
-        ) -> None:
-            self.enable_timing = enable_timing
-
-        def record(self, stream: Any = None) -> None: ...
-        def wait(self, stream: Any = None) -> None: ...
-        def query(self) -> bool:
-            return True
-
-        def elapsed_time(self, other: Any) -> float:
-            return 0.0
-
-        def synchronize(self) -> None:
-            C.synchronize()
-
-    @contextlib.contextmanager
-    def stream(_: Any = None) -> Any:
-        yield
-
     def manual_seed_all(seed: int) -> None:
         for g in generators:
             g.manual_seed(int(seed))
 
-    def seed_all() -> None:
-        for g in generators:
-            g.seed()
-
     def set_rng_state(state: Any, device: Any = None) -> None:
         generators[_index(device)].set_state(state)
-
-    def set_rng_state_all(states: Any) -> None:
-        for i, state in enumerate(states):
-            set_rng_state(state, i)
 
     properties = SimpleNamespace(
         name="Simulated GPU", major=9, minor=0, total_memory=2**34, multi_processor_count=8, warp_size=32,
@@ -212,91 +176,49 @@ def _functions(torch: Any) -> dict[str, Any]:
     return {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
-        "init": lambda: None,
         "_lazy_init": lambda: None,
         "_lazy_call": lambda call, **kw: call(),
         "_is_in_bad_fork": lambda: False,
-        "_is_compiled": lambda: True,
         "device_count": C.device_count,
         "current_device": C.current_device,
         "set_device": lambda which: C.set_device(_index(which)),
         "_exchange_device": lambda i: (C.current_device(), C.set_device(i))[0],
         "_maybe_exchange_device": lambda i: (C.current_device(), C.set_device(i))[0],
         "device": device,
-        "device_of": lambda t: device(t.get_device()),
         "synchronize": lambda device=None: C.synchronize(),
         "current_stream": lambda device=None: torch.Stream(torch.device("cuda", _index(device))),
-        "default_stream": lambda device=None: torch.Stream(torch.device("cuda", _index(device))),
-        "set_stream": lambda s: None,
-        "stream": stream,
-        "Stream": Stream,
-        "Event": Event,
         "default_generators": generators,
         "manual_seed": lambda seed: generators[C.current_device()].manual_seed(int(seed)),
         "manual_seed_all": manual_seed_all,
-        "seed": lambda: generators[C.current_device()].seed(),
-        "seed_all": seed_all,
-        "initial_seed": lambda: generators[C.current_device()].initial_seed(),
         "get_rng_state": lambda device=None: generators[_index(device)].get_state(),
-        "get_rng_state_all": lambda: [g.get_state() for g in generators],
         "set_rng_state": set_rng_state,
-        "set_rng_state_all": set_rng_state_all,
         "memory_allocated": lambda device=None: C.memory(_index(device))[0],
         "max_memory_allocated": lambda device=None: C.memory(_index(device))[1],
-        "memory_reserved": lambda device=None: C.memory(_index(device))[0],
-        "max_memory_reserved": lambda device=None: C.memory(_index(device))[1],
-        "memory_stats": lambda device=None: {
-            "allocated_bytes.all.peak": C.memory(_index(device))[1]
-        },
         "reset_peak_memory_stats": lambda device=None: C.reset_peak(_index(device)),
-        "reset_accumulated_memory_stats": lambda device=None: None,
-        "empty_cache": lambda: None,
-        "ipc_collect": lambda: None,
-        "mem_get_info": lambda device=None: (2**34, 2**34),
         "get_device_name": lambda device=None: "Simulated GPU",
         "get_device_properties": lambda device=None: properties,
         "get_device_capability": lambda device=None: (9, 0),
-        "get_arch_list": lambda: ["sm_90"],
-        "is_bf16_supported": lambda including_emulation=True: True,
-        "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16],
-        "is_current_stream_capturing": lambda: False,
         "_get_device": lambda d: torch.device("cuda", _index(d)),
         "_get_generator": lambda d: generators[_index(d)],
-        "_utils": SimpleNamespace(_get_device_index=lambda d, *a, **k: _index(d)),
     }
 
 
 def become_cuda(torch: Any) -> None:
     functions = _functions(torch)
-    for key in ("_utils", "init", "get_amp_supported_dtype", "_is_compiled"):
-        functions.pop(key)
-    functions["init"] = lambda: None
-    for module in (
-        torch.cuda,
-        torch.cuda.random,
-        torch.cuda.memory,
-        torch.cuda.streams,
-        torch.cuda._utils,
-    ):
+    cuda = torch.cuda
+    for module in (cuda, cuda.random, cuda.memory, cuda.streams, cuda._utils):
         for key, value in functions.items():
             if hasattr(module, key):
                 setattr(module, key, value)
-    torch.cuda.default_generators = functions["default_generators"]
     torch.cuda._initialized = True
     torch.cuda._is_compiled = lambda: True
-    torch.cuda.is_tf32_supported = lambda: False
-    torch.cuda._exchange_device = functions["_exchange_device"]
-    torch.cuda._maybe_exchange_device = functions["_maybe_exchange_device"]
     torch._C._cuda_getDeviceCount = C.device_count
     torch._C._cuda_getDevice = C.current_device
     torch._C._cuda_setDevice = C.set_device
     torch._C._cuda_exchangeDevice = functions["_exchange_device"]
     torch._C._cuda_maybeExchangeDevice = functions["_maybe_exchange_device"]
-    torch._C._cuda_synchronize = C.synchronize
     torch._C._cuda_init = lambda: None
-    torch._C._cuda_emptyCache = lambda: None
-    torch._C._cuda_isCurrentStreamCapturing = lambda: False
-    torch._C._cuda_getCurrentRawStream = lambda i: 0
+    torch._C._cuda_getCurrentRawStream = lambda i: 0  # which Dynamo imports
     torch.version.cuda = "12.8"
 
     empty = torch.empty
@@ -435,59 +357,33 @@ class Record:
         self.counts: dict[str, int] = {}
         self.lines: Counter[str] = Counter()
 
-    def total(self, kind: str) -> int:
-        return sum(n for key, n in self.counts.items() if key.startswith(kind + " "))
-
     @property
     def launches(self) -> int:
-        return self.total("launch")
+        return sum(n for key, n in self.counts.items() if key.startswith("launch "))
 
     @property
     def stalls(self) -> int:
         return sum(self.lines.values())
 
-    def kinds(self) -> dict[str, int]:
-        return {k: n for k, n in sorted(self.counts.items()) if not k.startswith("launch")}
-
     def __str__(self) -> str:
-        found = f"launches {self.launches}, stalls {self.stalls} {self.kinds()}"
-        return "\n".join([found, *(f"   {n:4d}  {line}" for line, n in self.lines.most_common())])
+        return "\n".join([f"stalls {self.stalls}", *map(str, self.lines.most_common())])
 
 
-def _line(kind: str, what: str, wanted: tuple[str, ...]) -> str:
-    try:
-        frame = sys._getframe(2)
-    except ValueError:  # a thread of the engine in which no Python runs
-        frame = None
-    chain = []
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if any(part in name for part in wanted):
-            short = name
-            for part in wanted:
-                if part in name:
-                    short = (
-                        part.strip("/") + "/" + name.split(part, 1)[1].lstrip("/")
-                        if part.startswith("/")
-                        else name
-                    )
-            chain.append(f"{short}:{frame.f_lineno}")
-            if len(chain) == 1:
-                text = linecache.getline(name, frame.f_lineno).strip()
-            if len(chain) == 3:
-                break
-        frame = frame.f_back
-    thread = "" if threading.current_thread() is threading.main_thread() else " [engine thread]"
-    if not chain:
-        return f"{kind} {what}: (no line of {wanted}){thread}"
-    return f"{kind} {what}: {chain[0]} `{text[:90]}` < {' < '.join(chain[1:])}{thread}"
+def _line(what: str, wanted: tuple[str, ...]) -> str:
+    """Of the wanted files, that which a stall comes from, and the two that called it."""
+    found = [
+        f"{one.filename}:{one.lineno} `{one.line}`"
+        for one in reversed(traceback.extract_stack())
+        if any(part in one.filename for part in wanted)
+    ]
+    return f"{what}: {' < '.join(found[:3])}"
 
 
 @contextlib.contextmanager
 def record(wanted: tuple[str, ...] = ("/hoglib/", "/experiments/")) -> Any:
     found = Record()
     C.reset_counts()
-    C.set_listener(lambda kind, what: found.lines.update([_line(kind, what, wanted)]))
+    C.set_listener(lambda kind, what: found.lines.update([_line(f"{kind} {what}", wanted)]))
     try:
         yield found
     finally:

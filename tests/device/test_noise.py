@@ -2,6 +2,7 @@
 refused, and results differ by that noise alone."""
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -113,9 +114,9 @@ ROWS = {
     "attention": attention,
     "an unused parameter": unused,
     "r1": penalty,
-    **{f"MAML, {memory}": lambda memory=memory: maml(memory) for memory in ("store", "remat")},
     **{
-        f"hypergradient, {memory}": lambda memory=memory: hypergradient(memory)
+        f"{call.__name__}, {memory}": partial(call, memory)
+        for call in (maml, hypergradient)
         for memory in ("store", "remat", "checkpoint")
     },
 }

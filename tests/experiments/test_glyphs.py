@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from fontTools.unicodedata import script as script_of
-from PIL import Image
 
 from experiments.data.build_glyphs import drawing, fonts, scripts
 from experiments.data.build_glyphs.classes import SAME, Class, blur, join_twins
@@ -175,24 +174,10 @@ def test_what_a_font_lacks_is_not_drawn(of_matplotlib):
     assert len(drawing.render_typeface((face, letters))) == len(letters)
 
 
-def test_ink_is_fitted_into_the_middle():
-    mask = Image.new("L", (100, 100))
-    mask.paste(255, (10, 20, 54, 64))
-    image = drawing.fit_ink(mask)
-    assert (image[3:25, 3:25] == 15).all()
-    assert image.sum() == 15 * 22 * 22
-    assert drawing.fit_ink(Image.new("L", (9, 9))) is None
-
-
-# a letter, a digit, an accent, a ligature, a combining mark, a part of Hangul, a sign, a form of a letter
-SCRIPTS = {
-    "A": "Latn", "7": "Latn", "é": None, "ﬁ": None, "א": "Hebr", "\u05b8": None, "한": "Hang",
-    "\u1100": None, "+": None, "ﺀ": None,
-}  # fmt: skip
-
-
 def test_which_characters_are_taken():
-    assert {character: scripts.script_of(character) for character in SCRIPTS} == SCRIPTS
+    assert all(scripts.script_of(row["character"]) == row["script"] for row in CLASSES)
+    # an accent, a ligature, a combining mark, a part of Hangul, a sign, a form of a letter
+    assert not any(map(scripts.script_of, "é\ufb01\u05b8\u1100+\ufe80"))
 
 
 def test_twins_are_one_class_of_one_image_a_typeface(of_matplotlib):

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 import hoglib as hog
 from hoglib._core import placement
+from tests.long_tail import FULL
 from tests.meta.networks import Scaled
 from tests.several_processes import Wire, assert_raised, found_by_each, raised_by
 from tests.test_sharded_models import LAYOUTS, fsdp, grid, model, part, plain_name, shard
@@ -206,7 +207,7 @@ OTHERS = (
 )
 
 
-@pytest.mark.parametrize("count", LAYOUTS)
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=FULL)])
 def test_processes_equal_one(count, tmp_path):
     """One test of all cases: to start processes takes longer than what they do."""
     for rank, found in enumerate(found_by_each(every, tmp_path, count)):

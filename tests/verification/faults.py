@@ -12,7 +12,7 @@ from torch.autograd import Function
 
 import hoglib as hog
 from tests import functions
-from tests.functions import made, saving_inputs
+from tests.functions import by_saved, made, saving_inputs
 from tests.zoo.cuts import Branch
 from tests.zoo.cuts import SineProduct as Product
 from tests.zoo.right import (
@@ -37,10 +37,7 @@ class SavesExp(Function):
         ctx.save_for_backward(e)
         return e - 1
 
-    @staticmethod
-    def backward(ctx, g):
-        (e,) = ctx.saved_tensors
-        return g * e
+    backward = by_saved(lambda g, e: g * e)
 
 
 class SavesExpCompiled(SavesExp):
@@ -57,17 +54,11 @@ class Frees(Function):
         x.untyped_storage().resize_(0)
         return y
 
-    @staticmethod
-    def backward(ctx, g):
-        (y,) = ctx.saved_tensors
-        return g * y
+    backward = by_saved(lambda g, y: g * y)
 
 
 class FreesAndDetaches(Frees):
-    @staticmethod
-    def backward(ctx, g):
-        (y,) = ctx.saved_tensors
-        return g * y.detach()
+    backward = by_saved(lambda g, y: g * y.detach())
 
 
 class LogLikelihood(Function):
@@ -104,23 +95,15 @@ class ComplexCube(Function):
         ctx.square = z * z
         return z**3
 
-    @staticmethod
-    def backward(ctx, g):
-        return 3 * g * ctx.square.conj()
+    backward = staticmethod(lambda ctx, g: 3 * g * ctx.square.conj())
 
 
 class PartData(Product):
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return g * (x.sin() + x.data * x.cos())
+    backward = by_saved(lambda g, x: g * (x.sin() + x.data * x.cos()))
 
 
 class AllDetached(Product):
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return g * (x.sin() + x * x.cos()).detach()
+    backward = by_saved(lambda g, x: g * (x.sin() + x * x.cos()).detach())
 
 
 class RunAgain(PartData):
@@ -140,10 +123,7 @@ CosineCut = made("CosineCut", lambda x: x.cos(), lambda g, x: -g * x.sin().detac
 class PartNested(Product):
     """The cosine in backward is a Function whose own first derivative is cut off from its input."""
 
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return g * (x.sin() + x * CosineCut.apply(x.detach()))
+    backward = by_saved(lambda g, x: g * (x.sin() + x * CosineCut.apply(x.detach())))
 
 
 class Accumulates(Function):
@@ -175,10 +155,7 @@ class WithoutGraph(Product):
 class WrongFactor(Product):
     """Wrong at first order already."""
 
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return g * (x.sin() + 2 * x * x.cos())
+    backward = by_saved(lambda g, x: g * (x.sin() + 2 * x * x.cos()))
 
 
 class GapsSaved(HermitianEigen):
@@ -191,10 +168,7 @@ class GapsSaved(HermitianEigen):
         ctx.save_for_backward(v, gaps)
         return w, v
 
-    @staticmethod
-    def backward(ctx, gw, gv):
-        v, gaps = ctx.saved_tensors
-        return HermitianEigen.gradient(v, gaps, gw, gv)
+    backward = by_saved(lambda gw, gv, v, gaps: HermitianEigen.gradient(v, gaps, gw, gv))
 
 
 class Packs(Product):
@@ -232,9 +206,7 @@ class FineSteps(Function):
         steps = 127 / rows.abs().amax(-1, keepdim=True)
         return ((rows * steps).round() / steps).to(x.dtype)
 
-    @staticmethod
-    def backward(ctx, g):
-        return g
+    backward = staticmethod(lambda ctx, g: g)
 
 
 class Changes(Product):
@@ -250,9 +222,7 @@ class Rotates(Function):
     """The rows turned by a quarter about the last axis. Backward turns the gradient that it gets, which
     is that of a sum's other term, too."""
 
-    @staticmethod
-    def forward(ctx, x):
-        return torch.stack([-x[:, 1], x[:, 0], x[:, 2]], 1)
+    forward = staticmethod(lambda ctx, x: torch.stack([-x[:, 1], x[:, 0], x[:, 2]], 1))
 
     @staticmethod
     def backward(ctx, g):
@@ -262,9 +232,7 @@ class Rotates(Function):
 
 
 class RotatesCopy(Rotates):
-    @staticmethod
-    def backward(ctx, g):
-        return Rotates.backward(ctx, g.clone())
+    backward = staticmethod(lambda ctx, g: Rotates.backward(ctx, g.clone()))
 
 
 class Backwards(Product):
@@ -291,10 +259,7 @@ class Score(Function):
 
     forward = saving_inputs(lambda x: Score.of(x)[0])
 
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return g * (2 * x).cos()
+    backward = by_saved(lambda g, x: g * (2 * x).cos())
 
 
 class ScoreSaved(Score):
@@ -306,10 +271,7 @@ class ScoreSaved(Score):
         ctx.save_for_backward(slope)
         return score
 
-    @staticmethod
-    def backward(ctx, g):
-        (slope,) = ctx.saved_tensors
-        return g * slope
+    backward = by_saved(lambda g, slope: g * slope)
 
 
 class SquareOfSymmetricCut(SquareOfSymmetric):
@@ -338,10 +300,7 @@ class Sines(Function):
 
     forward = saving_inputs(lambda x: (x.float().sin() * Sines.SCALES).to(x.dtype))
 
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return (g.float() * x.float().cos() * Sines.SCALES).to(g.dtype)
+    backward = by_saved(lambda g, x: (g.float() * x.float().cos() * Sines.SCALES).to(g.dtype))
 
 
 class SinesSaved(Sines):
@@ -422,10 +381,7 @@ class InHalf(Function):
         ctx.save_for_backward(x, h.sigmoid())
         return (h * h.sigmoid()).to(x.dtype)
 
-    @staticmethod
-    def backward(ctx, g):
-        x, s = ctx.saved_tensors
-        return InHalf.gradient(x.bfloat16(), s, g.bfloat16()).to(g.dtype)
+    backward = by_saved(lambda g, x, s: InHalf.gradient(x.bfloat16(), s, g.bfloat16()).to(g.dtype))
 
     @staticmethod
     def gradient(h, s, g):
@@ -446,9 +402,7 @@ class MixesHalf(Function):
 
     matrix = torch.tensor([[0.5, 1.0, 0.0], [-1.0, 0.25, 0.0], [0.0, 2.0, 1.0]])
 
-    @staticmethod
-    def forward(ctx, x):
-        return x @ MixesHalf.matrix.to(x.dtype)
+    forward = staticmethod(lambda ctx, x: x @ MixesHalf.matrix.to(x.dtype))
 
     @staticmethod
     def backward(ctx, g):
@@ -456,9 +410,7 @@ class MixesHalf(Function):
 
 
 class MixesHalfLost(MixesHalf):
-    @staticmethod
-    def backward(ctx, g):
-        return MixesHalf.backward(ctx, g.detach())
+    backward = staticmethod(lambda ctx, g: MixesHalf.backward(ctx, g.detach()))
 
 
 ADJACENT = torch.tensor([[0.0, 2.0, 0.0], [-1.0, 0.0, 0.5], [0.0, 0.0, 1.5]], dtype=torch.float64)
@@ -483,19 +435,13 @@ class OnGraph(Function):
         ctx.save_for_backward(x, z)
         return z.sin()
 
-    @staticmethod
-    def backward(ctx, g):
-        _, z = ctx.saved_tensors
-        return OnGraph.back(g * z.cos())
+    backward = by_saved(lambda g, _, z: OnGraph.back(g * z.cos()))
 
 
 class OnGraphAgain(OnGraph):
     """Right: A x^T is computed again."""
 
-    @staticmethod
-    def backward(ctx, g):
-        x, _ = ctx.saved_tensors
-        return OnGraphAgain.back(g * OnGraphAgain.sums(x).cos())
+    backward = by_saved(lambda g, x, _: OnGraphAgain.back(g * OnGraphAgain.sums(x).cos()))
 
 
 # Operators of torch.library, in each way that their rules are registered. Right: y = 2 x^2.
@@ -590,9 +536,7 @@ class TakesList(Function):
         ctx.others = others
         return 2 * x * others[0]
 
-    @staticmethod
-    def backward(ctx, g):
-        return 2 * g * ctx.others[0], None
+    backward = staticmethod(lambda ctx, g: (2 * g * ctx.others[0], None))
 
 
 class ListAlone(TakesList):
@@ -612,10 +556,7 @@ class ListAgain(TakesList):
         ctx.save_for_backward(x, y)
         return TakesList.forward(ctx, x, others)
 
-    @staticmethod
-    def backward(ctx, g):
-        x, y = ctx.saved_tensors
-        return 2 * g * y, None, 2 * g * x
+    backward = by_saved(lambda g, x, y: (2 * g * y, None, 2 * g * x))
 
 
 class ListHalf(ListAgain):
@@ -642,9 +583,7 @@ class Keeps(Function):
         ctx.y = torch.sigmoid(x)
         return ctx.y
 
-    @staticmethod
-    def backward(ctx, g):
-        return g * ctx.y * (1 - ctx.y)
+    backward = staticmethod(lambda ctx, g: g * ctx.y * (1 - ctx.y))
 
 
 class KeepsForShape(Keeps):
@@ -653,9 +592,7 @@ class KeepsForShape(Keeps):
         ctx.y = 2 * x
         return ctx.y
 
-    @staticmethod
-    def backward(ctx, g):
-        return 2 * g * torch.ones_like(ctx.y)
+    backward = staticmethod(lambda ctx, g: 2 * g * torch.ones_like(ctx.y))
 
 
 WRONG = {

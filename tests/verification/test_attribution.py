@@ -9,6 +9,7 @@ import hoglib as hog
 from hoglib.verification import attribution
 from hoglib.verification.subject import Subject
 from tests import functions
+from tests.functions import by_saved
 
 x = torch.tensor([0.3, -1.2, 2.0], dtype=torch.float64)
 
@@ -20,10 +21,7 @@ class BadSinh(Function):
         ctx.save_for_backward(up, down)
         return (up - down) / 2
 
-    @staticmethod
-    def backward(ctx, g):
-        up, down = ctx.saved_tensors
-        return g * (up + down) / 2
+    backward = by_saved(lambda g, up, down: g * (up + down) / 2)
 
 
 def diagnosed(function, *inputs, **options):
@@ -85,9 +83,7 @@ def with_backward(rule):
             ctx.mask = x > 0  # depends on x, and not smoothly: no fault
             return x**3
 
-        @staticmethod
-        def backward(ctx, g):
-            return rule(ctx.saved_tensors[0], g)
+        backward = staticmethod(lambda ctx, g: rule(ctx.saved_tensors[0], g))
 
     return Cube
 
@@ -178,9 +174,7 @@ def test_the_function_at_fault_in_a_module_is_named():
 
 def test_a_cut_in_jvp_is_named_as_such():
     class Cube(functions.Cube):
-        @staticmethod
-        def jvp(ctx, t):
-            return 3 * t * ctx.saved_tensors[0].detach() ** 2
+        jvp = staticmethod(lambda ctx, t: 3 * t * ctx.saved_tensors[0].detach() ** 2)
 
     report = hog.verify(Cube, x)
     assert [row.name for row in report.failed] == [

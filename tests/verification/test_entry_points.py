@@ -21,7 +21,7 @@ import hoglib as hog
 from hoglib import curvature, meta, penalties
 from hoglib.errors import NoSecondDerivative, UnsupportedError, VerificationError
 from hoglib.verification import entry_points, examination
-from tests.functions import Cube, Detached, made, saving_inputs
+from tests.functions import Cube, Detached, by_saved, made, saving_inputs, saving_output
 from tests.long_tail import all_but
 from tests.rows import rows
 from tests.verification.faults import (
@@ -245,7 +245,7 @@ def told(call, function):
 
 
 # One of each way in which a Function is reached; the others show with a few faults that they are ways in.
-WAYS = ("hvp", "HessianOperator", "jet", "r1", "MAML", "hypergradient", "compile")
+WAYS = ("hvp", "HessianOperator", "jet", "r1", "MAML", "hypergradient")
 FEW = ("an intermediate saved", "NumPy", "all of it", "new style", "under remat", "an operator")
 # Faults that do no harm at some entry points: Taylor mode differentiates what a forward does, in place or
 # not, and needs no backward of the tensor that it changed.
@@ -396,10 +396,7 @@ class AlmostLinear(Function):
         ctx.save_for_backward(x.sin())
         return x - 3e-6 * x.cos()
 
-    @staticmethod
-    def backward(ctx, g):
-        (s,) = ctx.saved_tensors
-        return g * (1 + 3e-6 * s)
+    backward = by_saved(lambda g, s: g * (1 + 3e-6 * s))
 
 
 def test_what_changes_no_product_is_not_told():
@@ -411,22 +408,13 @@ def test_what_changes_no_product_is_not_told():
 class Root(Function):
     """z with z^2 = x + 3, as it was solved for elsewhere: the implicit derivative is attached."""
 
-    @staticmethod
-    def forward(ctx, z, x):
-        y = z.clone()
-        ctx.save_for_backward(y)
-        return y
+    forward = saving_output(lambda z, x: z.clone())
 
-    @staticmethod
-    def backward(ctx, g):
-        (y,) = ctx.saved_tensors
-        return None, g / (2 * y)
+    backward = by_saved(lambda g, y: (None, g / (2 * y)))
 
 
 class RootOfConstant(Root):
-    @staticmethod
-    def backward(ctx, g):
-        return None, g / (2 * ctx.saved_tensors[0].detach())
+    backward = staticmethod(lambda ctx, g: (None, g / (2 * ctx.saved_tensors[0].detach())))
 
 
 class CubeSlope(Function):
@@ -441,9 +429,7 @@ class CubeSlope(Function):
 
 
 class BySlope(Cube):
-    @staticmethod
-    def backward(ctx, g):
-        return CubeSlope.apply(*ctx.saved_tensors, g)
+    backward = staticmethod(lambda ctx, g: CubeSlope.apply(*ctx.saved_tensors, g))
 
 
 class ExpSlope(Function):
@@ -454,10 +440,7 @@ class ExpSlope(Function):
         ctx.save_for_backward(x, g)
         return y * g
 
-    @staticmethod
-    def backward(ctx, h):
-        x, g = ctx.saved_tensors
-        return h * g * x.exp(), None, h * x.exp()
+    backward = by_saved(lambda h, x, g: (h * g * x.exp(), None, h * x.exp()))
 
 
 class ExpBySlope(Function):
@@ -467,9 +450,7 @@ class ExpBySlope(Function):
         ctx.save_for_backward(x, y)
         return y
 
-    @staticmethod
-    def backward(ctx, g):
-        return ExpSlope.apply(*ctx.saved_tensors, g)
+    backward = staticmethod(lambda ctx, g: ExpSlope.apply(*ctx.saved_tensors, g))
 
 
 def test_a_part_of_a_backward_is_told_where_a_third_derivative_is_taken():
@@ -543,10 +524,7 @@ class Sample(Function):
         ctx.save_for_backward(z, mean)
         return z
 
-    @staticmethod
-    def backward(ctx, g):
-        z, mean = ctx.saved_tensors
-        return None, g, g * (z - mean)
+    backward = by_saved(lambda g, z, mean: (None, g, g * (z - mean)))
 
 
 def from_elsewhere(function):
@@ -602,9 +580,7 @@ def test_a_second_derivative_of_which_nothing_is_left_raises(error):
     class Adjoint(Detached):
         __module__ = "torchdiffeq._impl.adjoint"
 
-        @staticmethod
-        def backward(ctx, g):
-            return (1 + error) * Detached.backward(ctx, g)
+        backward = staticmethod(lambda ctx, g: (1 + error) * Detached.backward(ctx, g))
 
     def loss(p, batch=None):
         return Adjoint.apply(p).sum()
@@ -757,9 +733,7 @@ class Changes(Cube):
         ctx.save_for_backward(*inputs)
         ctx.factor = (output / inputs[0] ** 3).mean()
 
-    @staticmethod
-    def backward(ctx, g):
-        return Cube.backward(ctx, g) * ctx.factor
+    backward = staticmethod(lambda ctx, g: Cube.backward(ctx, g) * ctx.factor)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -813,10 +787,7 @@ class NumberInMemory(Function):
         y.numpy()[:] = x.detach().float().numpy() ** 2
         return y.to(x.dtype)
 
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return 2 * g * x
+    backward = by_saved(lambda g, x: 2 * g * x)
 
 
 def test_code_that_is_not_torchs_is_examined_in_its_own_dtype():
@@ -828,9 +799,7 @@ class Columns(Function):
     """The columns of a matrix. Where the memory of their gradients is that of a matrix, backward returns
     it, and its graph has the first of them only."""
 
-    @staticmethod
-    def forward(ctx, x):
-        return x.unbind(1)
+    forward = staticmethod(lambda ctx, x: x.unbind(1))
 
     @staticmethod
     def backward(ctx, *grads):
@@ -859,9 +828,7 @@ class Scales(Function):
         ctx.kept = torch.from_numpy(c * np.cos(x))
         return torch.from_numpy(c * np.sin(x)).sum(1)
 
-    @staticmethod
-    def backward(ctx, g):
-        return g[:, None] * ctx.kept
+    backward = staticmethod(lambda ctx, g: g[:, None] * ctx.kept)
 
 
 def test_what_is_exactly_zero_was_not_rounded():
@@ -909,19 +876,13 @@ def test_the_line_where_nan_arises_is_told():
 class DropsLarge(Function):
     """The identity, whose gradient is zero where the incoming one is large."""
 
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
+    forward = staticmethod(lambda ctx, x: x.clone())
 
-    @staticmethod
-    def backward(ctx, g):
-        return torch.where(g.abs() > 0.01, 0.0, g)
+    backward = staticmethod(lambda ctx, g: torch.where(g.abs() > 0.01, 0.0, g))
 
 
 class Stops(DropsLarge):
-    @staticmethod
-    def backward(ctx, g):
-        return torch.zeros_like(g)
+    backward = staticmethod(lambda ctx, g: torch.zeros_like(g))
 
 
 def test_a_gradient_that_is_zero_for_some_incoming_gradients_is_no_stop_gradient():
@@ -1005,10 +966,7 @@ def test_sparse_tensors_are_left_as_they_are(layout):
             return OnGraphAgain.forward(ctx, x)
 
     class Lost(Shifted):
-        @staticmethod
-        def backward(ctx, g):
-            _, z = ctx.saved_tensors
-            return Lost.back(g * z.cos())
+        backward = by_saved(lambda g, _, z: Lost.back(g * z.cos()))
 
     if layout == "coo":
         Shifted.left = Shifted.left.coalesce()
@@ -1095,9 +1053,7 @@ def test_a_backward_in_cpp_is_named_as_not_examined(squares_in_cpp, name):
 class Asserts(Function):
     """Refuses, within the backward of another Function."""
 
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
+    forward = staticmethod(lambda ctx, x: x * 2)
 
     @staticmethod
     def backward(ctx, g):
@@ -1106,10 +1062,7 @@ class Asserts(Function):
 
 
 class ByAnother(Cube):
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return g * 1.5 * x * Asserts.apply(x)
+    backward = by_saved(lambda g, x: g * 1.5 * x * Asserts.apply(x))
 
 
 class InPlaceInBackward(Cube):

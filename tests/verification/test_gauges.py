@@ -13,9 +13,7 @@ F64 = torch.float64
 class WrongTurn(HermitianEigen):
     """The gradient by the eigenvectors has the wrong sign."""
 
-    @staticmethod
-    def backward(ctx, gw, gv):
-        return HermitianEigen.backward(ctx, gw, -gv)
+    backward = staticmethod(lambda ctx, gw, gv: HermitianEigen.backward(ctx, gw, -gv))
 
 
 class OnePhase(BothSides):
@@ -42,17 +40,13 @@ class RealEigen(HermitianEigen):
         ctx.save_for_backward(w, v)
         return w, v
 
-    @staticmethod
-    def backward(ctx, gw, gv):
-        return HermitianEigen.backward(ctx, gw, gv)[0]
+    backward = staticmethod(lambda ctx, gw, gv: HermitianEigen.backward(ctx, gw, gv)[0])
 
 
 class RealWrongTurn(RealEigen):
     """The wrong sign, beside the arbitrary ones."""
 
-    @staticmethod
-    def backward(ctx, gw, gv):
-        return RealEigen.backward(ctx, gw, -gv)
+    backward = staticmethod(lambda ctx, gw, gv: RealEigen.backward(ctx, gw, -gv))
 
 
 class RealGapsSaved(RealEigen):

@@ -7,7 +7,7 @@ import torch
 from torch.autograd import Function
 
 import hoglib as hog
-from tests.functions import save_inputs_for_both
+from tests.functions import by_saved, save_inputs_for_both
 from tests.long_tail import all_but
 
 DTYPES = [torch.bfloat16, torch.float16]
@@ -167,26 +167,16 @@ def test_forward_mode():
     class Sine(Function):
         generate_vmap_rule = True
 
-        @staticmethod
-        def forward(x):
-            return x.bfloat16().sin().to(x.dtype)
+        forward = staticmethod(lambda x: x.bfloat16().sin().to(x.dtype))
 
         setup_context = save_inputs_for_both
 
-        @staticmethod
-        def backward(ctx, g):
-            (x,) = ctx.saved_tensors
-            return g * x.bfloat16().cos().to(g.dtype)
+        backward = by_saved(lambda g, x: g * x.bfloat16().cos().to(g.dtype))
 
-        @staticmethod
-        def jvp(ctx, t):
-            (x,) = ctx.saved_tensors
-            return t * x.bfloat16().cos().to(t.dtype)
+        jvp = by_saved(lambda t, x: t * x.bfloat16().cos().to(t.dtype))
 
     class Doubled(Sine):
-        @staticmethod
-        def jvp(ctx, t):
-            return 2 * Sine.jvp(ctx, t)
+        jvp = staticmethod(lambda ctx, t: 2 * Sine.jvp(ctx, t))
 
     x = inputs([(6, 5)], torch.float32, 0)
     report = hog.verify(Sine, x)

@@ -9,7 +9,7 @@ from torch.autograd import Function
 from torch.testing import assert_close
 
 import hoglib as hog
-from tests.functions import saving_inputs
+from tests.functions import by_saved, saving_inputs
 from tests.long_tail import all_but
 from tests.verification.faults import Sines, SinesSaved
 
@@ -29,10 +29,7 @@ class LogPartition(Function):
     def of(x, w):
         return (x.float() @ w.float()).logsumexp(1, keepdim=True)
 
-    @staticmethod
-    def backward(ctx, g):
-        x, w, z = ctx.saved_tensors
-        return LogPartition.gradient(x, w, z, g)
+    backward = by_saved(lambda g, x, w, z: LogPartition.gradient(x, w, z, g))
 
     @staticmethod
     def gradient(x, w, z, g):
@@ -43,10 +40,7 @@ class LogPartition(Function):
 class LogPartitionAgain(LogPartition):
     """Right: z is computed again."""
 
-    @staticmethod
-    def backward(ctx, g):
-        x, w, _ = ctx.saved_tensors
-        return LogPartition.gradient(x, w, LogPartition.of(x, w), g)
+    backward = by_saved(lambda g, x, w, _: LogPartition.gradient(x, w, LogPartition.of(x, w), g))
 
 
 def in_a_large_tensor(function):
@@ -84,10 +78,7 @@ class Transport(Function):
         ctx.save_for_backward(c)
         return (p * (c.float() + p.log() - 1)).sum().to(c.dtype)
 
-    @staticmethod
-    def backward(ctx, g):
-        (c,) = ctx.saved_tensors
-        return g * Transport.plan(c).to(g.dtype)
+    backward = by_saved(lambda g, c: g * Transport.plan(c).to(g.dtype))
 
 
 class TransportSaved(Transport):
@@ -96,10 +87,7 @@ class TransportSaved(Transport):
         ctx.save_for_backward(Transport.plan(c))
         return Transport.forward(type("", (), {"save_for_backward": lambda *_: None})(), c)
 
-    @staticmethod
-    def backward(ctx, g):
-        (p,) = ctx.saved_tensors
-        return g * p.to(g.dtype)
+    backward = by_saved(lambda g, p: g * p.to(g.dtype))
 
 
 SMALL_PARTS = {

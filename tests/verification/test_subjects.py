@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hoglib as hog
 from hoglib.errors import UnsupportedError
-from tests.functions import saving_inputs
+from tests.functions import by_saved, saving_inputs
 from tests.verification.faults import Frees
 from tests.zoo.right import InSingle
 
@@ -30,10 +30,7 @@ class LogDet(Function):
 
     forward = saving_inputs(lambda a: 2 * torch.linalg.cholesky(a).diagonal().log().sum())
 
-    @staticmethod
-    def backward(ctx, g):
-        (a,) = ctx.saved_tensors
-        return g * torch.linalg.inv(a)
+    backward = by_saved(lambda g, a: g * torch.linalg.inv(a))
 
 
 def test_a_matrix_of_which_one_triangle_is_read():
@@ -47,10 +44,7 @@ def test_a_matrix_of_which_one_triangle_is_read():
     right(torch.linalg.eigvalsh, hermitian)
 
     class Half(LogDet):
-        @staticmethod
-        def backward(ctx, g):
-            (a,) = ctx.saved_tensors
-            return 0.5 * g * torch.linalg.inv(a)
+        backward = by_saved(lambda g, a: 0.5 * g * torch.linalg.inv(a))
 
     assert not hog.verify(Half, spd).ok
 
@@ -99,10 +93,7 @@ class Sparse(Function):
         ctx.save_for_backward(s)
         return torch.sparse.mm(s, t)
 
-    @staticmethod
-    def backward(ctx, g):
-        (s,) = ctx.saved_tensors
-        return None, torch.sparse.mm(s.t(), g)
+    backward = by_saved(lambda g, s: (None, torch.sparse.mm(s.t(), g)))
 
 
 def test_a_sparse_tensor_is_a_constant():
@@ -124,9 +115,7 @@ class Dropped(Function):
         ctx.mask = torch.rand(t.shape, generator=generator).to(t.dtype) > 0.5
         return t * ctx.mask
 
-    @staticmethod
-    def backward(ctx, g):
-        return g * ctx.mask, None
+    backward = staticmethod(lambda ctx, g: (g * ctx.mask, None))
 
 
 def test_a_generator_gives_the_same_numbers_each_time():
@@ -300,16 +289,11 @@ class Rounding(Function):
 
     forward = saving_inputs(lambda x: x.round())
 
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return g * (1 - x.tanh() ** 2)
+    backward = by_saved(lambda g, x: g * (1 - x.tanh() ** 2))
 
 
 class RoundingDetached(Rounding):
-    @staticmethod
-    def backward(ctx, g):
-        return Rounding.backward(ctx, g).detach()
+    backward = staticmethod(lambda ctx, g: Rounding.backward(ctx, g).detach())
 
 
 @pytest.mark.parametrize("options", [{}, {"surrogate": True}])

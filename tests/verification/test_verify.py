@@ -13,7 +13,15 @@ from torch.autograd import Function
 import hoglib as hog
 from hoglib import verification
 from hoglib.verification.call import exact_products
-from tests.functions import ClassicCube, Cube, WrongSign, made, saving_inputs
+from tests.functions import (
+    ClassicCube,
+    Cube,
+    WrongSign,
+    by_saved,
+    made,
+    saving_inputs,
+    saving_output,
+)
 from tests.verification.faults import Branch
 
 x = torch.tensor([0.7, -1.3, 0.4])
@@ -23,16 +31,9 @@ Round = made("Round", lambda x: x.round(), lambda g, x: g)  # a straight-through
 class Sqrt(Function):
     """Right where it is defined, and NaN elsewhere."""
 
-    @staticmethod
-    def forward(ctx, x):
-        y = x.sqrt()
-        ctx.save_for_backward(y)
-        return y
+    forward = saving_output(lambda x: x.sqrt())
 
-    @staticmethod
-    def backward(ctx, g):
-        (y,) = ctx.saved_tensors
-        return g / (2 * y)
+    backward = by_saved(lambda g, y: g / (2 * y))
 
 
 def names(report, status):
@@ -138,9 +139,7 @@ def test_full_finds_one_wrong_element_of_many():
 
 def test_tolerances():
     class Slightly(Cube):
-        @staticmethod
-        def backward(ctx, g):
-            return 3 * (1 + 1e-5) * g * ctx.saved_tensors[0] ** 2
+        backward = staticmethod(lambda ctx, g: 3 * (1 + 1e-5) * g * ctx.saved_tensors[0] ** 2)
 
     assert hog.verify(Slightly, x, modes="rr").ok
     assert not hog.verify(Slightly, x, modes="rr", rtol=1e-7, atol=1e-9).ok
@@ -233,10 +232,7 @@ def test_nan():
     class Norm(Function):
         forward = saving_inputs(lambda x: x.norm())
 
-        @staticmethod
-        def backward(ctx, g):
-            (x,) = ctx.saved_tensors
-            return g * x / x.norm()
+        backward = by_saved(lambda g, x: g * x / x.norm())
 
     assert "NaN arises in Norm.backward" in hog.verify(Norm, torch.zeros(3))["finite"].text
 
@@ -245,10 +241,7 @@ def test_masks_and_targets_are_taken_for_constants():
     class Weighted(Function):
         forward = saving_inputs(lambda t, w: t**3 * w)
 
-        @staticmethod
-        def backward(ctx, g):
-            t, w = ctx.saved_tensors
-            return 3 * g * t**2 * w, None
+        backward = by_saved(lambda g, t, w: (3 * g * t**2 * w, None))
 
     class Masked(Function):
         forward = saving_inputs(lambda t, mask: t**3 * mask)
@@ -299,9 +292,7 @@ def test_a_change_in_place_that_is_declared_is_right():
             ctx.mark_dirty(x)
             return x.mul_(2)
 
-        @staticmethod
-        def backward(ctx, g):
-            return 2 * g
+        backward = staticmethod(lambda ctx, g: 2 * g)
 
     assert hog.verify(Double, x).ok
 

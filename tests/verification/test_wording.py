@@ -7,7 +7,7 @@ import torch
 from torch.autograd import Function
 
 import hoglib as hog
-from tests.functions import ClassicCube, Cube, made, save_inputs, saving_inputs
+from tests.functions import ClassicCube, Cube, by_saved, made, save_inputs, saving_inputs
 
 x, y = torch.randn(6, generator=torch.Generator().manual_seed(0)), torch.linspace(0.4, 1.4, 6)
 
@@ -23,19 +23,13 @@ def wrong(function, *inputs, says, row="", **options):
 class Mul(Function):
     forward = saving_inputs(lambda a, b: a.sin() * b)
 
-    @staticmethod
-    def backward(ctx, g):
-        a, b = ctx.saved_tensors
-        return g * a.cos() * b, g * a.sin()
+    backward = by_saved(lambda g, a, b: (g * a.cos() * b, g * a.sin()))
 
 
 class Sine(Function):
     forward = saving_inputs(lambda a: a.sin())
 
-    @staticmethod
-    def backward(ctx, g):
-        (a,) = ctx.saved_tensors
-        return g * a.cos()
+    backward = by_saved(lambda g, a: g * a.cos())
 
 
 class IgnoresAnOutput(Function):
@@ -88,20 +82,14 @@ def test_a_wrong_gradient_is_located(case):
 
 def test_every_wrong_input_is_named():
     class Two(Mul):
-        @staticmethod
-        def backward(ctx, g):
-            a, b = ctx.saved_tensors
-            return 2 * g * a.cos() * b, 3 * g * a.sin()
+        backward = by_saved(lambda g, a, b: (2 * g * a.cos() * b, 3 * g * a.sin()))
 
     wrong(Two, x, y, says=["inputs[0] (`a`)", "inputs[1] (`b`)", "Also wrong"])
 
 
 def test_an_input_without_a_gradient_may_be_a_constant():
     class Scaled(Mul):
-        @staticmethod
-        def backward(ctx, g):
-            a, b = ctx.saved_tensors
-            return g * a.cos() * b, None
+        backward = by_saved(lambda g, a, b: (g * a.cos() * b, None))
 
     wrong(
         Scaled,
@@ -115,9 +103,7 @@ def test_an_input_without_a_gradient_may_be_a_constant():
 
 def test_nothing_is_saved():
     class Unsaved(Sine):
-        @staticmethod
-        def forward(ctx, a):
-            return a.sin()
+        forward = staticmethod(lambda ctx, a: a.sin())
 
     report = wrong(Unsaved, says=["culprit: backward", "save_for_backward is never called"])
     assert not any("detached" in row.name for row in report.failed)
@@ -186,9 +172,7 @@ def test_a_backward_that_changes_ctx():
             ctx.queue = [2.0]
             return 2 * a
 
-        @staticmethod
-        def backward(ctx, g):
-            return g * ctx.queue.pop()
+        backward = staticmethod(lambda ctx, g: g * ctx.queue.pop())
 
     wrong(UsesUp, row="deterministic", says=["raises IndexError", "ctx.queue"])
 
@@ -203,9 +187,7 @@ def test_random_numbers_of_another_library_in_backward():
 
 def test_the_function_of_several_that_is_wrong():
     class Wrong(Sine):
-        @staticmethod
-        def backward(ctx, g):
-            return 0.5 * Sine.backward(ctx, g)
+        backward = staticmethod(lambda ctx, g: 0.5 * Sine.backward(ctx, g))
 
     report = wrong(
         lambda a, b: Mul.apply(Wrong.apply(a), b), x, y, row="Wrong: culprit",
@@ -218,17 +200,13 @@ def test_a_function_that_backward_applies():
     Inner = made("Inner", lambda a: 3 * a**2, lambda g, a: 5 * g * a)
 
     class Outer(ClassicCube):
-        @staticmethod
-        def backward(ctx, g):
-            return g * Inner.apply(*ctx.saved_tensors)
+        backward = staticmethod(lambda ctx, g: g * Inner.apply(*ctx.saved_tensors))
 
     wrong(Outer, row="applies Inner", says=["0.8333 times", "Verify Inner"])
 
 
 class Batched(Mul):
-    @staticmethod
-    def forward(a, b):
-        return a.sin() * b
+    forward = staticmethod(lambda a, b: a.sin() * b)
 
     setup_context = save_inputs
 
@@ -279,16 +257,11 @@ def test_a_gradient_that_is_none_in_float32():
 
 def test_a_vmap_rule_that_takes_the_incoming_gradient_for_one():
     class Times(Function):
-        @staticmethod
-        def forward(slope, g):
-            return slope * g
+        forward = staticmethod(lambda slope, g: slope * g)
 
         setup_context = save_inputs
 
-        @staticmethod
-        def backward(ctx, u):
-            slope, g = ctx.saved_tensors
-            return u * g, u * slope
+        backward = by_saved(lambda u, slope, g: (u * g, u * slope))
 
         @staticmethod
         def vmap(info, in_dims, slope, g):
@@ -298,9 +271,6 @@ def test_a_vmap_rule_that_takes_the_incoming_gradient_for_one():
             return Times.apply(slope, first.expand_as(slope)), 0
 
     class Outer(Cube):
-        @staticmethod
-        def backward(ctx, g):
-            (a,) = ctx.saved_tensors
-            return Times.apply(3 * a**2, g)
+        backward = by_saved(lambda g, a: Times.apply(3 * a**2, g))
 
     wrong(Outer, row="vmap", says=["vmap over incoming gradients"])

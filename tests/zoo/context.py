@@ -3,7 +3,7 @@
 import torch
 from torch.autograd import Function
 
-from tests.functions import save_inputs_for_both, saving_inputs
+from tests.functions import by_saved, made, save_inputs_for_both, saving_inputs
 from tests.zoo.exhibit import Exhibit, normal
 
 
@@ -12,41 +12,23 @@ class Square(Function):
 
     generate_vmap_rule = True
 
-    @staticmethod
-    def forward(x):
-        return x * x
+    forward = staticmethod(lambda x: x * x)
 
     setup_context = save_inputs_for_both
 
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return 2 * x * g
+    backward = by_saved(lambda g, x: 2 * x * g)
 
-    @staticmethod
-    def jvp(ctx, t):
-        (x,) = ctx.saved_tensors
-        return 2 * x * t
+    jvp = by_saved(lambda t, x: 2 * x * t)
 
 
-class SquareClassic(Function):
-    """y = x^2, right at any order, but without setup_context."""
-
-    forward = saving_inputs(lambda x: x * x)
-
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return 2 * x * g
+# y = x^2, right at any order, but without setup_context.
+SquareClassic = made("SquareClassic", lambda x: x * x, lambda g, x: 2 * x * g)
 
 
 class SquareCPU(Square):
     """y = x^2, but the two is a matrix on the CPU, wherever x is."""
 
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return torch.full(x.shape, 2.0, dtype=x.dtype, device="cpu") * x * g
+    backward = by_saved(lambda g, x: torch.full(x.shape, 2.0, dtype=x.dtype, device="cpu") * x * g)
 
 
 class Linear(Function):
@@ -65,21 +47,11 @@ class Linear(Function):
 class LinearBoth(Linear):
     """y = x w^T, right at any order, but both gradients are computed for a frozen w too."""
 
-    @staticmethod
-    def backward(ctx, g):
-        x, w = ctx.saved_tensors
-        return g @ w, g.mT @ x
+    backward = by_saved(lambda g, x, w: (g @ w, g.mT @ x))
 
 
-class Energy(Function):
-    """y = trace(A^T A) = sum A_ij^2; A receives 2 g A."""
-
-    forward = saving_inputs(lambda a: a.square().sum())
-
-    @staticmethod
-    def backward(ctx, g):
-        (a,) = ctx.saved_tensors
-        return 2 * g * a
+# y = trace(A^T A) = sum A_ij^2; A receives 2 g A.
+Energy = made("Energy", lambda a: a.square().sum(), lambda g, a: 2 * g * a)
 
 
 class EnergyProbed(Energy):
@@ -102,13 +74,9 @@ class SquareShared(Square):
     def setup_context(ctx, inputs, output):
         (SquareShared.x,) = inputs
 
-    @staticmethod
-    def backward(ctx, g):
-        return 2 * SquareShared.x * g
+    backward = staticmethod(lambda ctx, g: 2 * SquareShared.x * g)
 
-    @staticmethod
-    def jvp(ctx, t):
-        return 2 * SquareShared.x * t
+    jvp = staticmethod(lambda ctx, t: 2 * SquareShared.x * t)
 
 
 EXHIBITS = [

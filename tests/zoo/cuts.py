@@ -5,51 +5,36 @@ import torch
 from torch.autograd import Function, Variable
 from torch.autograd.function import once_differentiable
 
-from tests.functions import save_inputs, saving_inputs
+from tests.functions import by_saved, made, save_inputs, saving_inputs
 from tests.zoo.exhibit import Exhibit, normal, positive
 
 
 class Cube(Function):
     """y = x^3, dy/dx = 3 x^2."""
 
-    @staticmethod
-    def forward(x):
-        return x**3
+    forward = staticmethod(lambda x: x**3)
 
     setup_context = save_inputs
 
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return 3 * x * x * g
+    backward = by_saved(lambda g, x: 3 * x * x * g)
 
 
 class CubeData(Cube):
     """y = x^3, but the backward reads x.data."""
 
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return 3 * x.data * x.data * g
+    backward = by_saved(lambda g, x: 3 * x.data * x.data * g)
 
 
 class CubeVariable(Cube):
     """y = x^3, but the backward wraps x, as code from before torch 0.4 does."""
 
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return 3 * Variable(x) ** 2 * g
+    backward = by_saved(lambda g, x: 3 * Variable(x) ** 2 * g)
 
 
 class CubeAsArray(Cube):
     """y = x^3, but the slope is computed from an array of NumPy."""
 
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        a = np.asarray(x.detach())
-        return g * torch.from_numpy(3 * a * a)
+    backward = by_saved(lambda g, x: g * torch.from_numpy(3 * np.asarray(x.detach()) ** 2))
 
 
 class CubeNoGrad(Cube):
@@ -65,11 +50,7 @@ class CubeNoGrad(Cube):
 class CubeNumpy(Cube):
     """y = x^3, but the backward computes in NumPy."""
 
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        slope = 3 * x.detach().cpu().numpy() ** 2
-        return g * torch.from_numpy(slope).to(g)
+    backward = by_saved(lambda g, x: g * torch.from_numpy(3 * x.detach().numpy() ** 2))
 
 
 class CubeList(Cube):
@@ -87,33 +68,22 @@ class Gaussian(Function):
 
     generate_vmap_rule = True
 
-    @staticmethod
-    def forward(x):
-        return torch.exp(-x * x / 2)
+    forward = staticmethod(lambda x: torch.exp(-x * x / 2))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         ctx.save_for_backward(*inputs, output)
         ctx.save_for_forward(*inputs, output)
 
-    @staticmethod
-    def backward(ctx, g):
-        x, y = ctx.saved_tensors
-        return -g * x * y
+    backward = by_saved(lambda g, x, y: -g * x * y)
 
-    @staticmethod
-    def jvp(ctx, t):
-        x, y = ctx.saved_tensors
-        return -t * x * y
+    jvp = by_saved(lambda t, x, y: -t * x * y)
 
 
 class GaussianDetached(Gaussian):
     """y = exp(-x^2 / 2), but the backward detaches the output."""
 
-    @staticmethod
-    def backward(ctx, g):
-        x, y = ctx.saved_tensors
-        return -g * x * y.detach()
+    backward = by_saved(lambda g, x, y: -g * x * y.detach())
 
 
 class GaussianOnce(Gaussian):
@@ -131,18 +101,11 @@ class Scale(Function):
 
     generate_vmap_rule = True
 
-    @staticmethod
-    def forward(x, a):
-        return x * a
+    forward = staticmethod(lambda x, a: x * a)
 
     setup_context = save_inputs
 
-    @staticmethod
-    def backward(ctx, g):
-        x, a = ctx.saved_tensors
-        gx = g * a if ctx.needs_input_grad[0] else None
-        ga = (g * x).sum() if ctx.needs_input_grad[1] else None
-        return gx, ga
+    backward = by_saved(lambda g, x, a: (g * a, (g * x).sum()))
 
 
 class ScaleItem(Scale):
@@ -150,12 +113,7 @@ class ScaleItem(Scale):
 
     generate_vmap_rule = False
 
-    @staticmethod
-    def backward(ctx, g):
-        x, a = ctx.saved_tensors
-        gx = g * a.item() if ctx.needs_input_grad[0] else None
-        ga = (g * x).sum() if ctx.needs_input_grad[1] else None
-        return gx, ga
+    backward = by_saved(lambda g, x, a: (g * a.item(), (g * x).sum()))
 
 
 # As a C++ extension registers it: a kernel, which autograd does not look into, and no formula.
@@ -177,19 +135,13 @@ def _cube_grad_python(g: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 class CubeKernel(Cube):
     """y = x^3, but the backward calls an operator that has no autograd formula."""
 
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return torch.ops.hoglib_zoo.cube_grad(g, x)
+    backward = by_saved(lambda g, x: torch.ops.hoglib_zoo.cube_grad(g, x))
 
 
 class CubeCustomOp(Cube):
     """y = x^3, but the backward calls a torch.library.custom_op that has no autograd formula."""
 
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return torch.ops.hoglib_zoo.cube_grad_python(g, x)
+    backward = by_saved(lambda g, x: torch.ops.hoglib_zoo.cube_grad_python(g, x))
 
 
 class CubeBelowAutograd(Cube):
@@ -217,10 +169,7 @@ class Mish(Function):
 class MishAten(Mish):
     """y = x tanh(softplus(x)), but its backward is torch's kernel, which has no derivative."""
 
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return torch.ops.aten.mish_backward(g, x)
+    backward = by_saved(lambda g, x: torch.ops.aten.mish_backward(g, x))
 
 
 def _layer(x, w):
@@ -257,24 +206,14 @@ class RecomputeDetached(Recompute):
             return _gradients(ctx, again, g, create_graph=False)
 
 
-class Log(Function):
-    """y = log x, dy/dx = 1 / x."""
-
-    forward = saving_inputs(lambda x: x.log())
-
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return g / x
+# y = log x, dy/dx = 1 / x.
+Log = made("Log", lambda x: x.log(), lambda g, x: g / x)
 
 
 class LogGradientDetached(Log):
     """y = log x, but the backward detaches the gradient it received."""
 
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return g.detach() / x
+    backward = by_saved(lambda g, x: g.detach() / x)
 
 
 class LogOnce(Log):
@@ -287,15 +226,8 @@ class LogOnce(Log):
         return g / x
 
 
-class SineProduct(Function):
-    """y = x sin x."""
-
-    forward = saving_inputs(lambda x: x * x.sin())
-
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return g * (x.sin() + x * x.cos())
+# y = x sin x.
+SineProduct = made("SineProduct", lambda x: x * x.sin(), lambda g, x: g * (x.sin() + x * x.cos()))
 
 
 class Branch(SineProduct):

@@ -3,7 +3,7 @@
 import torch
 from torch.autograd import Function
 
-from tests.functions import save_inputs, save_inputs_for_both, saving_inputs
+from tests.functions import by_saved, made, save_inputs, save_inputs_for_both, saving_inputs
 from tests.zoo.exhibit import Exhibit, normal
 
 
@@ -12,9 +12,7 @@ class Mul(Function):
 
     generate_vmap_rule = True
 
-    @staticmethod
-    def forward(a, b):
-        return a * b
+    forward = staticmethod(lambda a, b: a * b)
 
     setup_context = save_inputs_for_both
 
@@ -24,39 +22,25 @@ class Mul(Function):
         need = ctx.needs_input_grad
         return g * b if need[0] else None, g * a if need[1] else None
 
-    @staticmethod
-    def jvp(ctx, ta, tb):
-        a, b = ctx.saved_tensors
-        return ta * b + a * tb
+    jvp = by_saved(lambda ta, tb, a, b: ta * b + a * tb)
 
 
 class MulOneGradient(Mul):
     """y = a b, but one gradient for two inputs."""
 
-    @staticmethod
-    def backward(ctx, g):
-        _, b = ctx.saved_tensors
-        return g * b
+    backward = by_saved(lambda g, _, b: g * b)
 
 
 class MulThreeGradients(Mul):
     """y = a b, but three gradients for two inputs, one of them for an argument that was removed."""
 
-    @staticmethod
-    def backward(ctx, g):
-        a, b = ctx.saved_tensors
-        need = ctx.needs_input_grad
-        return g * b if need[0] else None, g * a if need[1] else None, g
+    backward = by_saved(lambda g, a, b: (g * b, g * a, g))
 
 
 class MulSwapped(Mul):
     """y = a b, but the gradients come in the wrong order."""
 
-    @staticmethod
-    def backward(ctx, g):
-        a, b = ctx.saved_tensors
-        need = ctx.needs_input_grad
-        return g * a if need[0] else None, g * b if need[1] else None
+    backward = by_saved(lambda g, a, b: (g * a, g * b))
 
 
 class MulNone(Mul):
@@ -81,10 +65,7 @@ class MulWrongBranch(Mul):
 class MulForward(Mul):
     """y = a b, but its jvp has a term with the wrong sign."""
 
-    @staticmethod
-    def jvp(ctx, ta, tb):
-        a, b = ctx.saved_tensors
-        return ta * b - a * tb
+    jvp = by_saved(lambda ta, tb, a, b: ta * b - a * tb)
 
 
 class Neuron(Function):
@@ -125,37 +106,27 @@ class SumRows(Function):
         ctx.shape = x.shape
         return x.sum(-1)
 
-    @staticmethod
-    def backward(ctx, g):
-        return g.unsqueeze(-1).expand(ctx.shape)
+    backward = staticmethod(lambda ctx, g: g.unsqueeze(-1).expand(ctx.shape))
 
 
 class SumRowsUnexpanded(SumRows):
     """y_i = sum_j x_ij, but the gradient is not expanded to the shape of x."""
 
-    @staticmethod
-    def backward(ctx, g):
-        return g.unsqueeze(-1)
+    backward = staticmethod(lambda ctx, g: g.unsqueeze(-1))
 
 
 class BiasAdd(Function):
     """y_ij = x_ij + b_j; b receives sum_i g_ij."""
 
-    @staticmethod
-    def forward(ctx, x, b):
-        return x + b
+    forward = staticmethod(lambda ctx, x, b: x + b)
 
-    @staticmethod
-    def backward(ctx, g):
-        return g, g.sum(0) if ctx.needs_input_grad[1] else None
+    backward = staticmethod(lambda ctx, g: (g, g.sum(0) if ctx.needs_input_grad[1] else None))
 
 
 class BiasAddNoSum(BiasAdd):
     """y_ij = x_ij + b_j, but b receives g as it is, which the engine mends."""
 
-    @staticmethod
-    def backward(ctx, g):
-        return g, g
+    backward = staticmethod(lambda ctx, g: (g, g))
 
 
 class ChannelScale(Function):
@@ -163,43 +134,23 @@ class ChannelScale(Function):
 
     forward = saving_inputs(lambda x, w: x * w[:, None])
 
-    @staticmethod
-    def backward(ctx, g):
-        x, w = ctx.saved_tensors
-        need = ctx.needs_input_grad
-        return g * w[:, None] if need[0] else None, (g * x).sum((0, 2)) if need[1] else None
+    backward = by_saved(lambda g, x, w: (g * w[:, None], (g * x).sum((0, 2))))
 
 
 class ChannelScaleWrongSum(ChannelScale):
     """y_ncl = x_ncl w_c, but w receives the sum over batch and channels, of the same shape here."""
 
-    @staticmethod
-    def backward(ctx, g):
-        x, w = ctx.saved_tensors
-        need = ctx.needs_input_grad
-        return g * w[:, None] if need[0] else None, (g * x).sum((0, 1)) if need[1] else None
+    backward = by_saved(lambda g, x, w: (g * w[:, None], (g * x).sum((0, 1))))
 
 
-class Sub(Function):
-    """y = a^2 - b^2; the gradients are 2 a g and -2 b g."""
-
-    forward = saving_inputs(lambda a, b: a * a - b * b)
-
-    @staticmethod
-    def backward(ctx, g):
-        a, b = ctx.saved_tensors
-        need = ctx.needs_input_grad
-        return 2 * a * g if need[0] else None, -2 * b * g if need[1] else None
+# y = a^2 - b^2; the gradients are 2 a g and -2 b g.
+Sub = made("Sub", lambda a, b: a * a - b * b, lambda g, a, b: (2 * a * g, -2 * b * g))
 
 
 class SubSign(Sub):
     """y = a^2 - b^2, but the gradient of b has the sign of that of a."""
 
-    @staticmethod
-    def backward(ctx, g):
-        a, b = ctx.saved_tensors
-        need = ctx.needs_input_grad
-        return 2 * a * g if need[0] else None, 2 * b * g if need[1] else None
+    backward = by_saved(lambda g, a, b: (2 * a * g, 2 * b * g))
 
 
 class Gate(Function):
@@ -207,48 +158,27 @@ class Gate(Function):
 
     generate_vmap_rule = True
 
-    @staticmethod
-    def forward(x):
-        return x * torch.tanh(x)
+    forward = staticmethod(lambda x: x * torch.tanh(x))
 
     setup_context = save_inputs
 
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        t = torch.tanh(x)
-        return g * (t + x * (1 - t * t))
+    backward = by_saved(lambda g, x: g * (torch.tanh(x) + x * (1 - torch.tanh(x) ** 2)))
 
 
 class GateMissingTerm(Gate):
     """y = x tanh x, but the second term of the product rule is missing."""
 
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return g * torch.tanh(x)
+    backward = by_saved(lambda g, x: g * torch.tanh(x))
 
 
-class MatMul(Function):
-    """Y = A B; the gradients are G B^T and A^T G."""
-
-    forward = saving_inputs(lambda a, b: a @ b)
-
-    @staticmethod
-    def backward(ctx, g):
-        a, b = ctx.saved_tensors
-        need = ctx.needs_input_grad
-        return g @ b.mT if need[0] else None, a.mT @ g if need[1] else None
+# Y = A B; the gradients are G B^T and A^T G.
+MatMul = made("MatMul", lambda a, b: a @ b, lambda g, a, b: (g @ b.mT, a.mT @ g))
 
 
 class MatMulNoTranspose(MatMul):
     """Y = A B of square matrices, but A receives G B."""
 
-    @staticmethod
-    def backward(ctx, g):
-        a, b = ctx.saved_tensors
-        need = ctx.needs_input_grad
-        return g @ b if need[0] else None, a.mT @ g if need[1] else None
+    backward = by_saved(lambda g, a, b: (g @ b, a.mT @ g))
 
 
 class SquaredError(Function):
@@ -256,21 +186,13 @@ class SquaredError(Function):
 
     forward = saving_inputs(lambda x, t: (x - t).square().sum())
 
-    @staticmethod
-    def backward(ctx, g):
-        x, t = ctx.saved_tensors
-        d = 2 * (x - t) * g
-        return d, -d
+    backward = by_saved(lambda g, x, t: (2 * (x - t) * g, 2 * (t - x) * g))
 
 
 class SquaredErrorLast(SquaredError):
     """y = sum (x - t)^2, but the backward takes y for the loss itself and ignores g."""
 
-    @staticmethod
-    def backward(ctx, g):
-        x, t = ctx.saved_tensors
-        d = 2 * (x - t)
-        return d, -d
+    backward = by_saved(lambda g, x, t: (2 * (x - t), 2 * (t - x)))
 
 
 class _SoftplusGradient(Function):
@@ -278,34 +200,19 @@ class _SoftplusGradient(Function):
 
     forward = saving_inputs(lambda g, x: g * torch.sigmoid(x))
 
-    @staticmethod
-    def backward(ctx, u):
-        g, x = ctx.saved_tensors
-        s = torch.sigmoid(x)
-        need = ctx.needs_input_grad
-        return u * s if need[0] else None, u * g * s * (1 - s) if need[1] else None
+    backward = by_saved(lambda u, g, x: (u * x.sigmoid(), u * g * x.sigmoid() * (-x).sigmoid()))
 
 
 class _SoftplusGradientSign(_SoftplusGradient):
     """h = g s(x), but the derivative of s has the wrong sign."""
 
-    @staticmethod
-    def backward(ctx, u):
-        g, x = ctx.saved_tensors
-        s = torch.sigmoid(x)
-        need = ctx.needs_input_grad
-        return u * s if need[0] else None, -u * g * s * (1 - s) if need[1] else None
+    backward = by_saved(lambda u, g, x: (u * x.sigmoid(), -u * g * x.sigmoid() * (-x).sigmoid()))
 
 
 class _SoftplusGradientTerm(_SoftplusGradient):
     """h = g s(x), but linear in x is what its backward takes it for."""
 
-    @staticmethod
-    def backward(ctx, u):
-        _, x = ctx.saved_tensors
-        s = torch.sigmoid(x)
-        need = ctx.needs_input_grad
-        return u * s if need[0] else None, torch.zeros_like(x) if need[1] else None
+    backward = by_saved(lambda u, _, x: (u * x.sigmoid(), torch.zeros_like(x)))
 
 
 class Softplus(Function):
@@ -313,55 +220,37 @@ class Softplus(Function):
 
     forward = saving_inputs(lambda x: torch.nn.functional.softplus(x))
 
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return _SoftplusGradient.apply(g, x)
+    backward = by_saved(lambda g, x: _SoftplusGradient.apply(g, x))
 
 
 class SoftplusSecondSign(Softplus):
     """y = log(1 + e^x), but the backward of its backward has the wrong sign."""
 
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return _SoftplusGradientSign.apply(g, x)
+    backward = by_saved(lambda g, x: _SoftplusGradientSign.apply(g, x))
 
 
 class SoftplusSecondTerm(Softplus):
     """y = log(1 + e^x), but the backward of its backward is zero for x."""
 
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return _SoftplusGradientTerm.apply(g, x)
+    backward = by_saved(lambda g, x: _SoftplusGradientTerm.apply(g, x))
 
 
 class SquareBatches(Function):
     """y = x^2, with a vmap rule that follows in_dims."""
 
-    @staticmethod
-    def forward(x):
-        return x * x
+    forward = staticmethod(lambda x: x * x)
 
     setup_context = save_inputs
 
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return 2 * x * g
+    backward = by_saved(lambda g, x: 2 * x * g)
 
-    @staticmethod
-    def vmap(info, in_dims, x):
-        return SquareBatches.apply(x), in_dims[0]
+    vmap = staticmethod(lambda info, in_dims, x: (SquareBatches.apply(x), in_dims[0]))
 
 
 class SquareBatchesFirst(SquareBatches):
     """y = x^2, but its vmap rule takes the batch for the first dimension."""
 
-    @staticmethod
-    def vmap(info, in_dims, x):
-        return SquareBatchesFirst.apply(x), 0
+    vmap = staticmethod(lambda info, in_dims, x: (SquareBatchesFirst.apply(x), 0))
 
 
 EXHIBITS = [

@@ -3,22 +3,16 @@
 import torch
 from torch.autograd import Function
 
+from tests.functions import by_saved, saving_output
 from tests.zoo.exhibit import Exhibit, normal
 
 
 class Relu(Function):
     """y = max(x, 0), dy/dx = [y > 0]."""
 
-    @staticmethod
-    def forward(ctx, x):
-        y = x.clamp(min=0)
-        ctx.save_for_backward(y)
-        return y
+    forward = saving_output(lambda x: x.clamp(min=0))
 
-    @staticmethod
-    def backward(ctx, g):
-        (y,) = ctx.saved_tensors
-        return g * (y > 0)
+    backward = by_saved(lambda g, y: g * (y > 0))
 
 
 class ReluInPlace(Relu):
@@ -46,36 +40,23 @@ class Sigmoid(Function):
 
     generate_vmap_rule = True
 
-    @staticmethod
-    def forward(x):
-        return torch.sigmoid(x)
+    forward = staticmethod(lambda x: torch.sigmoid(x))
 
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(output)
+    setup_context = staticmethod(lambda ctx, inputs, output: ctx.save_for_backward(output))
 
-    @staticmethod
-    def backward(ctx, g):
-        (y,) = ctx.saved_tensors
-        return g * y * (1 - y)
+    backward = by_saved(lambda g, y: g * y * (1 - y))
 
 
 class SigmoidWritesSaved(Sigmoid):
     """y = 1 / (1 + e^-x), but the backward works in the saved output."""
 
-    @staticmethod
-    def backward(ctx, g):
-        (y,) = ctx.saved_tensors
-        return y.mul_(1 - y).mul_(g)
+    backward = by_saved(lambda g, y: y.mul_(1 - y).mul_(g))
 
 
 class SigmoidScalesGradient(Sigmoid):
     """y = 1 / (1 + e^-x), but the backward works in the gradient it received."""
 
-    @staticmethod
-    def backward(ctx, g):
-        (y,) = ctx.saved_tensors
-        return g.mul_(y * (1 - y))
+    backward = by_saved(lambda g, y: g.mul_(y * (1 - y)))
 
 
 class Affine(Function):
@@ -86,15 +67,7 @@ class Affine(Function):
         ctx.save_for_backward(x, w)
         return x * w + b
 
-    @staticmethod
-    def backward(ctx, g):
-        x, w = ctx.saved_tensors
-        need = ctx.needs_input_grad
-        return (
-            g * w if need[0] else None,
-            g * x if need[1] else None,
-            g.sum() if need[2] else None,
-        )
+    backward = by_saved(lambda g, x, w: (g * w, g * x, g.sum()))
 
 
 class AffineCounts(Affine):

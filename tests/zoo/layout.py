@@ -3,19 +3,11 @@
 import torch
 from torch.autograd import Function
 
-from tests.functions import save_inputs, saving_inputs
+from tests.functions import by_saved, made, save_inputs, saving_inputs
 from tests.zoo.exhibit import Exhibit, normal
 
-
-class Flat(Function):
-    """y = x^2 as one row; x receives 2 x g."""
-
-    forward = saving_inputs(lambda x: x.square().reshape(-1))
-
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return 2 * x * g.reshape(x.shape)
+# y = x^2 as one row; x receives 2 x g.
+Flat = made("Flat", lambda x: x.square().reshape(-1), lambda g, x: 2 * x * g.reshape(x.shape))
 
 
 class FlatViewsInput(Flat):
@@ -29,37 +21,25 @@ class Spread(Function):
 
     generate_vmap_rule = True
 
-    @staticmethod
-    def forward(x):
-        return x * x
+    forward = staticmethod(lambda x: x * x)
 
     setup_context = save_inputs
 
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return (2 * x.reshape(-1) * g.reshape(-1)).reshape(x.shape)
+    backward = by_saved(lambda g, x: (2 * x.reshape(-1) * g.reshape(-1)).reshape(x.shape))
 
 
 class SpreadViewsGradient(Spread):
     """y = x^2, but by g.view(-1), which the expanded gradient of a sum over rows does not have."""
 
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return (2 * x.reshape(-1) * g.view(-1)).reshape(x.shape)
+    backward = by_saved(lambda g, x: (2 * x.reshape(-1) * g.view(-1)).reshape(x.shape))
 
 
 class Transpose(Function):
     """Y = X^T; X receives G^T."""
 
-    @staticmethod
-    def forward(ctx, x):
-        return x.mT.clone()
+    forward = staticmethod(lambda ctx, x: x.mT.clone())
 
-    @staticmethod
-    def backward(ctx, g):
-        return g.mT
+    backward = staticmethod(lambda ctx, g: g.mT)
 
 
 class TransposeByStrides(Transpose):

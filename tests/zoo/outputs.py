@@ -3,7 +3,7 @@
 import torch
 from torch.autograd import Function
 
-from tests.functions import save_inputs
+from tests.functions import by_saved, save_inputs
 from tests.zoo.exhibit import Exhibit, normal
 
 
@@ -16,19 +16,13 @@ class Sinh(Function):
         ctx.save_for_backward(p, q)
         return (p - q) / 2, p, q
 
-    @staticmethod
-    def backward(ctx, g, gp, gq):
-        p, q = ctx.saved_tensors
-        return g * (p + q) / 2 + gp * p - gq * q
+    backward = by_saved(lambda g, gp, gq, p, q: g * (p + q) / 2 + gp * p - gq * q)
 
 
 class SinhForgets(Sinh):
     """y = (p - q) / 2, but the gradients of the extra outputs are left out."""
 
-    @staticmethod
-    def backward(ctx, g, gp, gq):
-        p, q = ctx.saved_tensors
-        return g * (p + q) / 2
+    backward = by_saved(lambda g, gp, gq, p, q: g * (p + q) / 2)
 
 
 class SinhMarked(SinhForgets):
@@ -45,9 +39,7 @@ class SinhMarked(SinhForgets):
 class Polar(Function):
     """(cos x, sin x), with gradients that may be undefined."""
 
-    @staticmethod
-    def forward(x):
-        return torch.cos(x), torch.sin(x)
+    forward = staticmethod(lambda x: (torch.cos(x), torch.sin(x)))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -67,10 +59,7 @@ class Polar(Function):
 class PolarUndefined(Polar):
     """(cos x, sin x), but a gradient that is None is multiplied like any other."""
 
-    @staticmethod
-    def backward(ctx, gc, gs):
-        (x,) = ctx.saved_tensors
-        return -gc * torch.sin(x) + gs * torch.cos(x)
+    backward = by_saved(lambda gc, gs, x: -gc * torch.sin(x) + gs * torch.cos(x))
 
 
 class Moments(Function):
@@ -94,10 +83,7 @@ class Moments(Function):
 class MomentsFirstOnly(Moments):
     """(mean, variance) of each row, but the gradient of the variance is left out."""
 
-    @staticmethod
-    def backward(ctx, gm, gv):
-        (x,) = ctx.saved_tensors
-        return (gm[..., None] / x.shape[-1]).expand(x.shape)
+    backward = by_saved(lambda gm, gv, x: (gm[..., None] / x.shape[-1]).expand(x.shape))
 
 
 EXHIBITS = [

@@ -5,7 +5,7 @@ import math
 import torch
 from torch.autograd import Function
 
-from tests.functions import save_inputs, saving_inputs
+from tests.functions import by_saved, save_inputs, saving_inputs
 from tests.zoo.exhibit import Exhibit, normal
 
 
@@ -14,10 +14,7 @@ class Wave(Function):
 
     forward = saving_inputs(lambda x: torch.sin(math.pi * x))
 
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return g * math.pi * torch.cos(math.pi * x)
+    backward = by_saved(lambda g, x: g * math.pi * torch.cos(math.pi * x))
 
 
 class WaveFloatConstant(Wave):
@@ -32,10 +29,7 @@ class WaveFloatConstant(Wave):
 class WaveFloatGradient(Wave):
     """y = sin(pi x), but the gradient is computed, and returned, in float32."""
 
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return g.float() * math.pi * torch.cos(math.pi * x.float())
+    backward = by_saved(lambda g, x: g.float() * math.pi * torch.cos(math.pi * x.float()))
 
 
 class Bump(Function):
@@ -43,24 +37,17 @@ class Bump(Function):
 
     generate_vmap_rule = True
 
-    @staticmethod
-    def forward(x):
-        return torch.exp(-x * x)
+    forward = staticmethod(lambda x: torch.exp(-x * x))
 
     setup_context = save_inputs
 
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return -2 * x * torch.exp(-x * x) * g
+    backward = by_saved(lambda g, x: -2 * x * torch.exp(-x * x) * g)
 
 
 class BumpFloatForward(Bump):
     """y = exp(-x^2), but computed in float32, "for stability"."""
 
-    @staticmethod
-    def forward(x):
-        return torch.exp(-x.float() * x.float()).to(x.dtype)
+    forward = staticmethod(lambda x: torch.exp(-x.float() * x.float()).to(x.dtype))
 
 
 class Stairs(Function):
@@ -73,9 +60,7 @@ class Stairs(Function):
             y[..., j] = x * j
         return y
 
-    @staticmethod
-    def backward(ctx, g):
-        return g[..., 1] + 2 * g[..., 2]
+    backward = staticmethod(lambda ctx, g: g[..., 1] + 2 * g[..., 2])
 
 
 class StairsDefaultDtype(Stairs):

@@ -13,7 +13,7 @@ from torch import nn
 from torch.autograd import Function
 from torch.nn import functional
 
-from tests.functions import saving_inputs
+from tests.functions import by_saved, saving_inputs
 
 
 class Right(NamedTuple):
@@ -47,18 +47,11 @@ def from_output(forward, gradient):
     class FromOutput(Function):
         generate_vmap_rule = True
 
-        @staticmethod
-        def forward(x):
-            return forward(x)
+        forward = staticmethod(lambda x: forward(x))
 
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            ctx.save_for_backward(output)
+        setup_context = staticmethod(lambda ctx, inputs, output: ctx.save_for_backward(output))
 
-        @staticmethod
-        def backward(ctx, g):
-            (y,) = ctx.saved_tensors
-            return gradient(y, g)
+        backward = by_saved(lambda g, y: gradient(y, g))
 
     return FromOutput
 
@@ -174,10 +167,7 @@ class SortRows(Function):
         ctx.mark_non_differentiable(order)
         return y, order
 
-    @staticmethod
-    def backward(ctx, g, _):
-        (order,) = ctx.saved_tensors
-        return torch.zeros_like(g).scatter(-1, order, g)
+    backward = by_saved(lambda g, _, order: torch.zeros_like(g).scatter(-1, order, g))
 
 
 Median = recomputed(
@@ -258,10 +248,7 @@ class SquareOfSymmetric(Function):
 
     forward = saving_inputs(lambda a: a @ a)
 
-    @staticmethod
-    def backward(ctx, g):
-        (a,) = ctx.saved_tensors
-        return g @ a + a @ g
+    backward = by_saved(lambda g, a: g @ a + a @ g)
 
 
 class Transcription(Function):
@@ -399,9 +386,7 @@ class ScaledByNumber(Function):
         ctx.factor, ctx.mode = factor, mode
         return factor * x
 
-    @staticmethod
-    def backward(ctx, g):
-        return ctx.factor * g, None, None
+    backward = staticmethod(lambda ctx, g: (ctx.factor * g, None, None))
 
 
 class Reversal(Function):
@@ -409,13 +394,9 @@ class Reversal(Function):
 
     surrogate = True
 
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
+    forward = staticmethod(lambda ctx, x: x.view_as(x))
 
-    @staticmethod
-    def backward(ctx, g):
-        return -g
+    backward = staticmethod(lambda ctx, g: -g)
 
 
 class AddsLoss(Function):
@@ -428,10 +409,7 @@ class AddsLoss(Function):
         ctx.save_for_backward(loss)
         return x.clone()
 
-    @staticmethod
-    def backward(ctx, g):
-        (loss,) = ctx.saved_tensors
-        return g, torch.ones_like(loss)
+    backward = by_saved(lambda g, loss: (g, torch.ones_like(loss)))
 
 
 class NumPyNoise(Function):
@@ -443,10 +421,7 @@ class NumPyNoise(Function):
         ctx.save_for_backward(x, noise)
         return x.square() * noise
 
-    @staticmethod
-    def backward(ctx, g):
-        x, noise = ctx.saved_tensors
-        return 2 * g * x * noise
+    backward = by_saved(lambda g, x, noise: 2 * g * x * noise)
 
 
 class InSingle(Function):
@@ -458,10 +433,7 @@ class InSingle(Function):
         z = x.float()
         return (z * torch.rsqrt(1 + z * z)).to(x.dtype)
 
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return (g.float() * torch.rsqrt(1 + x.float() ** 2) ** 3).to(x.dtype)
+    backward = by_saved(lambda g, x: (g.float() * torch.rsqrt(1 + x.float() ** 2) ** 3).to(x.dtype))
 
 
 class BackwardInSingle(Function):
@@ -488,10 +460,7 @@ class ReadsMemory(Function):
         y.view(-1).copy_(torch.from_numpy(np.exp(x.detach().numpy().reshape(-1))))
         return y
 
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return g * x.exp()
+    backward = by_saved(lambda g, x: g * x.exp())
 
 
 def checkpointed():

@@ -3,20 +3,17 @@
 import torch
 from torch.autograd import Function
 
-from tests.functions import made, save_inputs_for_both, saving_inputs
+from tests.functions import by_saved, made, save_inputs_for_both, saving_output
 from tests.zoo.exhibit import Exhibit, normal
 
 
-class Swish(Function):
-    """y = x s(x), dy/dx = s + x s (1 - s): saves x alone."""
+def _swish_slope(x):
+    s = torch.sigmoid(x)
+    return s + x * s * (1 - s)
 
-    forward = saving_inputs(lambda x: x * torch.sigmoid(x))
 
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        s = torch.sigmoid(x)
-        return g * (s + x * s * (1 - s))
+# y = x s(x), dy/dx = s + x s (1 - s): saves x alone.
+Swish = made("Swish", lambda x: x * torch.sigmoid(x), lambda g, x: g * _swish_slope(x))
 
 
 class SwishSigmoidOnCtx(Function):
@@ -54,23 +51,13 @@ class SwishNew(Function):
 
     generate_vmap_rule = True
 
-    @staticmethod
-    def forward(x):
-        return x * torch.sigmoid(x)
+    forward = staticmethod(lambda x: x * torch.sigmoid(x))
 
     setup_context = save_inputs_for_both
 
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        s = torch.sigmoid(x)
-        return g * (s + x * s * (1 - s))
+    backward = by_saved(lambda g, x: g * _swish_slope(x))
 
-    @staticmethod
-    def jvp(ctx, t):
-        (x,) = ctx.saved_tensors
-        s = torch.sigmoid(x)
-        return t * (s + x * s * (1 - s))
+    jvp = by_saved(lambda t, x: t * _swish_slope(x))
 
 
 class SwishSavesSigmoid(Function):
@@ -78,34 +65,22 @@ class SwishSavesSigmoid(Function):
 
     generate_vmap_rule = True
 
-    @staticmethod
-    def forward(x):
-        return x * torch.sigmoid(x)
+    forward = staticmethod(lambda x: x * torch.sigmoid(x))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         (x,) = inputs
         ctx.save_for_backward(x, torch.sigmoid(x))
 
-    @staticmethod
-    def backward(ctx, g):
-        x, s = ctx.saved_tensors
-        return g * (s + x * s * (1 - s))
+    backward = by_saved(lambda g, x, s: g * (s + x * s * (1 - s)))
 
 
 class Tanh(Function):
     """y = tanh x, dy/dx = 1 - y^2: saves its output."""
 
-    @staticmethod
-    def forward(ctx, x):
-        y = torch.tanh(x)
-        ctx.save_for_backward(y)
-        return y
+    forward = saving_output(lambda x: torch.tanh(x))
 
-    @staticmethod
-    def backward(ctx, g):
-        (y,) = ctx.saved_tensors
-        return g * (1 - y * y)
+    backward = by_saved(lambda g, y: g * (1 - y * y))
 
 
 class TanhSavesClone(Tanh):
@@ -127,9 +102,7 @@ class TanhKeepsDetachedOutput(Function):
         ctx.y = y.detach()
         return y
 
-    @staticmethod
-    def backward(ctx, g):
-        return g * (1 - ctx.y * ctx.y)
+    backward = staticmethod(lambda ctx, g: g * (1 - ctx.y * ctx.y))
 
 
 class TanhKeepsOutput(TanhKeepsDetachedOutput):
@@ -141,15 +114,8 @@ class TanhKeepsOutput(TanhKeepsDetachedOutput):
         return ctx.y
 
 
-class Exp(Function):
-    """y = e^x, dy/dx = e^x: saves its input."""
-
-    forward = saving_inputs(lambda x: torch.exp(x))
-
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return g * torch.exp(x)
+# y = e^x, dy/dx = e^x: saves its input.
+Exp = made("Exp", lambda x: torch.exp(x), lambda g, x: g * torch.exp(x))
 
 
 class ExpSavesDetached(Exp):
@@ -169,20 +135,11 @@ class ExpKeepsInput(Function):
         ctx.x = x
         return torch.exp(x)
 
-    @staticmethod
-    def backward(ctx, g):
-        return g * torch.exp(ctx.x)
+    backward = staticmethod(lambda ctx, g: g * torch.exp(ctx.x))
 
 
-class Relu(Function):
-    """y = max(x, 0), dy/dx = [x > 0]: saves its input."""
-
-    forward = saving_inputs(lambda x: x.clamp(min=0))
-
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return g * (x > 0)
+# y = max(x, 0), dy/dx = [x > 0]: saves its input.
+Relu = made("Relu", lambda x: x.clamp(min=0), lambda g, x: g * (x > 0))
 
 
 class ReluSavesClone(Relu):
@@ -231,10 +188,7 @@ class SmoothedIfAsked(Function):
             ctx.save_for_backward(x / r)
         return r
 
-    @staticmethod
-    def backward(ctx, g):
-        (slope,) = ctx.saved_tensors
-        return g * slope
+    backward = by_saved(lambda g, slope: g * slope)
 
 
 EXHIBITS = [

@@ -33,6 +33,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.functions import by_saved, save_inputs_for_both
+
 
 def sinh_returning_intermediates(x: Tensor) -> Tensor:
     """sinh(x) by a Function that returns e^x and e^-x beside its value."""
@@ -84,52 +86,28 @@ def cube(x: Tensor) -> Tensor:
 class Cube(torch.autograd.Function):
     """x -> x^3, with the slope by `CubeSlope`."""
 
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return torch.as_tensor(x.detach().numpy() ** 3)
+    forward = staticmethod(lambda x: torch.as_tensor(x.detach().numpy() ** 3))
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
+    setup_context = save_inputs_for_both
 
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return g * CubeSlope.apply(x).conj()  # conj only matters for complex x
+    # conj only matters for complex x
+    backward = by_saved(lambda g, x: g * CubeSlope.apply(x).conj())
 
-    @staticmethod
-    def jvp(ctx: Any, t: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return t * CubeSlope.apply(x)
+    jvp = by_saved(lambda t, x: t * CubeSlope.apply(x))
 
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int], x: Tensor) -> tuple[Tensor, int]:
-        return Cube.apply(x), in_dims[0]
+    vmap = staticmethod(lambda info, in_dims, x: (Cube.apply(x), in_dims[0]))
 
 
 class CubeSlope(torch.autograd.Function):
     """x -> 3 x^2, with derivatives by torch."""
 
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return torch.as_tensor(3 * x.detach().numpy() ** 2)
+    forward = staticmethod(lambda x: torch.as_tensor(3 * x.detach().numpy() ** 2))
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
+    setup_context = save_inputs_for_both
 
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return g * (6 * x).conj()  # torch from here on: the chain ends, and every order is there
+    # torch from here on: the chain ends, and every order is there
+    backward = by_saved(lambda g, x: g * (6 * x).conj())
 
-    @staticmethod
-    def jvp(ctx: Any, t: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return t * (6 * x)
+    jvp = by_saved(lambda t, x: t * (6 * x))
 
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int], x: Tensor) -> tuple[Tensor, int]:
-        return CubeSlope.apply(x), in_dims[0]
+    vmap = staticmethod(lambda info, in_dims, x: (CubeSlope.apply(x), in_dims[0]))

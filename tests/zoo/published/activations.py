@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import Function
 
+from tests.functions import by_saved, save_inputs
 from tests.zoo.exhibit import normal, positive
 from tests.zoo.published.specimen import Specimen
 
@@ -13,13 +14,9 @@ class MishMemoryEfficient(Function):
 
     generate_vmap_rule = True
 
-    @staticmethod
-    def forward(x):
-        return x * torch.tanh(F.softplus(x))
+    forward = staticmethod(lambda x: x * torch.tanh(F.softplus(x)))
 
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
+    setup_context = save_inputs
 
     @staticmethod
     def backward(ctx, g):
@@ -83,10 +80,7 @@ class ReluMask(Function):
         ctx.save_for_backward(mask)
         return x * mask
 
-    @staticmethod
-    def backward(ctx, g):
-        (mask,) = ctx.saved_tensors
-        return g * mask
+    backward = by_saved(lambda g, mask: g * mask)
 
 
 def _cell_gradients(i, f, o, n, c, t, gh, gc):
@@ -142,10 +136,7 @@ class Dropout(Function):
         ctx.save_for_backward(m)
         return 2 * x * m
 
-    @staticmethod
-    def backward(ctx, g):
-        (m,) = ctx.saved_tensors
-        return 2 * g * m
+    backward = by_saved(lambda g, m: 2 * g * m)
 
 
 class DropoutRedrawn(Dropout):
@@ -170,9 +161,7 @@ class DropoutSeed(Function):
         ctx.seed = int(torch.randint(2**31, ()))
         return 2 * x * _mask(ctx.seed, x)
 
-    @staticmethod
-    def backward(ctx, g):
-        return 2 * g * _mask(ctx.seed, g)
+    backward = staticmethod(lambda ctx, g: 2 * g * _mask(ctx.seed, g))
 
 
 def _scaled():

@@ -4,6 +4,7 @@ import numpy as np
 import torch
 from torch.autograd import Function
 
+from tests.functions import by_saved, made, save_inputs, saving_inputs, saving_output
 from tests.zoo.exhibit import normal
 from tests.zoo.published.specimen import Specimen
 
@@ -32,16 +33,9 @@ def _sylvester(a, b, c):
 class SquareRoot(Function):
     """Y Y = A; A receives X of Y^T X + X Y^T = G."""
 
-    @staticmethod
-    def forward(ctx, a):
-        y = _square_root(a)
-        ctx.save_for_backward(y)
-        return y
+    forward = saving_output(lambda a: _square_root(a))
 
-    @staticmethod
-    def backward(ctx, g):
-        (y,) = ctx.saved_tensors
-        return _sylvester(y.mT, y.mT, g)
+    backward = by_saved(lambda g, y: _sylvester(y.mT, y.mT, g))
 
 
 class SquareRootNumpy(SquareRoot):
@@ -58,9 +52,7 @@ class SquareRootNumpy(SquareRoot):
 class Sylvester(Function):
     """A X + X B = C; C receives Z of A^T Z + Z B^T = G, the same Function; A -Z X^T, B -X^T Z."""
 
-    @staticmethod
-    def forward(a, b, c):
-        return _sylvester(a, b, c)
+    forward = staticmethod(lambda a, b, c: _sylvester(a, b, c))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -87,10 +79,7 @@ class LogDet(Function):
         ctx.save_for_backward(a)
         return 2 * torch.linalg.cholesky((a + a.mT) / 2).diagonal().log().sum()
 
-    @staticmethod
-    def backward(ctx, g):
-        (a,) = ctx.saved_tensors
-        return g * torch.linalg.inv((a + a.mT) / 2)
+    backward = by_saved(lambda g, a: g * torch.linalg.inv((a + a.mT) / 2))
 
 
 class LogDetSavesInverse(Function):
@@ -102,33 +91,17 @@ class LogDetSavesInverse(Function):
         ctx.save_for_backward(torch.cholesky_inverse(factor))
         return 2 * factor.diagonal().log().sum()
 
-    @staticmethod
-    def backward(ctx, g):
-        (inverse,) = ctx.saved_tensors
-        return g * inverse
+    backward = by_saved(lambda g, inverse: g * inverse)
 
 
-class ComplexMul(Function):
-    """y = a b in complex numbers; a receives g conj(b), b receives g conj(a)."""
-
-    @staticmethod
-    def forward(ctx, a, b):
-        ctx.save_for_backward(a, b)
-        return a * b
-
-    @staticmethod
-    def backward(ctx, g):
-        a, b = ctx.saved_tensors
-        return g * b.conj(), g * a.conj()
+# y = a b in complex numbers; a receives g conj(b), b receives g conj(a).
+ComplexMul = made("ComplexMul", lambda a, b: a * b, lambda g, a, b: (g * b.conj(), g * a.conj()))
 
 
 class ComplexMulNoConjugate(ComplexMul):
     """y = a b, but with the gradients of real numbers."""
 
-    @staticmethod
-    def backward(ctx, g):
-        a, b = ctx.saved_tensors
-        return g * b, g * a
+    backward = by_saved(lambda g, a, b: (g * b, g * a))
 
 
 def _circular(x, w, conjugate=False):
@@ -141,10 +114,7 @@ def _circular(x, w, conjugate=False):
 class SpectralConv(Function):
     """y = x * w, circular, by FFT; transformed again in the backward."""
 
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return _circular(x, w)
+    forward = saving_inputs(lambda x, w: _circular(x, w))
 
     @staticmethod
     def backward(ctx, g):
@@ -193,10 +163,7 @@ class Rotary(Function):
         ctx.save_for_backward(cos, sin)
         return Rotary._turn(x, cos, sin)
 
-    @staticmethod
-    def backward(ctx, g):
-        cos, sin = ctx.saved_tensors
-        return Rotary._turn(g, cos, -sin)
+    backward = by_saved(lambda g, cos, sin: Rotary._turn(g, cos, -sin))
 
 
 def _basis(x, n):
@@ -211,10 +178,7 @@ def _basis(x, n):
 class BSpline(Function):
     """y = sum_k c_k B(x - k); the basis is computed again in the backward."""
 
-    @staticmethod
-    def forward(ctx, x, c):
-        ctx.save_for_backward(x, c)
-        return _basis(x, len(c))[0] @ c
+    forward = saving_inputs(lambda x, c: _basis(x, len(c))[0] @ c)
 
     @staticmethod
     def backward(ctx, g):
@@ -232,10 +196,7 @@ class BSplineSavesBasis(Function):
         ctx.save_for_backward(value, slope, c)
         return value @ c
 
-    @staticmethod
-    def backward(ctx, g):
-        value, slope, c = ctx.saved_tensors
-        return g * (slope @ c), (g[..., None] * value).sum(0)
+    backward = by_saved(lambda g, value, slope, c: (g * (slope @ c), (g[..., None] * value).sum(0)))
 
 
 def _hermite(t):
@@ -250,13 +211,9 @@ class Hermite(Function):
 
     generate_vmap_rule = True
 
-    @staticmethod
-    def forward(t, p):
-        return (p * _hermite(t)[0]).sum(0)
+    forward = staticmethod(lambda t, p: (p * _hermite(t)[0]).sum(0))
 
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
+    setup_context = save_inputs
 
     @staticmethod
     def backward(ctx, g):

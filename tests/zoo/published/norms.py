@@ -2,6 +2,7 @@
 
 from torch.autograd import Function
 
+from tests.functions import by_saved, saving_inputs
 from tests.zoo.exhibit import normal
 from tests.zoo.published.specimen import Specimen
 
@@ -12,9 +13,11 @@ def _standardised(x, dim):
     return d * r, r
 
 
-def _standardise_gradient(h, r, g, dim):
-    """The gradient of x, from that of h = (x - mean x) r."""
-    return r * (g - g.mean(dim, keepdim=True) - h * (g * h).mean(dim, keepdim=True))
+def _gradients(h, r, w, g, dim):
+    """Those of x, w and b, with h = (x - mean x) r."""
+    u = g * w
+    by_x = r * (u - u.mean(dim, keepdim=True) - h * (u * h).mean(dim, keepdim=True))
+    return by_x, (g * h).sum(0), g.sum(0)
 
 
 class LayerNorm(Function):
@@ -25,11 +28,7 @@ class LayerNorm(Function):
         ctx.save_for_backward(x, w)
         return _standardised(x, -1)[0] * w + b
 
-    @staticmethod
-    def backward(ctx, g):
-        x, w = ctx.saved_tensors
-        h, r = _standardised(x, -1)
-        return _standardise_gradient(h, r, g * w, -1), (g * h).sum(0), g.sum(0)
+    backward = by_saved(lambda g, x, w: _gradients(*_standardised(x, -1), w, g, -1))
 
 
 class LayerNormSavesStatistics(Function):
@@ -42,11 +41,7 @@ class LayerNormSavesStatistics(Function):
         ctx.save_for_backward(x, w, m, r)
         return (x - m) * r * w + b
 
-    @staticmethod
-    def backward(ctx, g):
-        x, w, m, r = ctx.saved_tensors
-        h = (x - m) * r
-        return _standardise_gradient(h, r, g * w, -1), (g * h).sum(0), g.sum(0)
+    backward = by_saved(lambda g, x, w, m, r: _gradients((x - m) * r, r, w, g, -1))
 
 
 class BatchNorm(Function):
@@ -54,19 +49,11 @@ class BatchNorm(Function):
 
     generate_vmap_rule = True
 
-    @staticmethod
-    def forward(x, w, b):
-        return _standardised(x, 0)[0] * w + b
+    forward = staticmethod(lambda x, w, b: _standardised(x, 0)[0] * w + b)
 
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs[:2])
+    setup_context = staticmethod(lambda ctx, inputs, output: ctx.save_for_backward(*inputs[:2]))
 
-    @staticmethod
-    def backward(ctx, g):
-        x, w = ctx.saved_tensors
-        h, r = _standardised(x, 0)
-        return _standardise_gradient(h, r, g * w, 0), (g * h).sum(0), g.sum(0)
+    backward = by_saved(lambda g, x, w: _gradients(*_standardised(x, 0), w, g, 0))
 
 
 class BatchNormKeepsStatistics(Function):
@@ -81,7 +68,7 @@ class BatchNormKeepsStatistics(Function):
     @staticmethod
     def backward(ctx, g):
         (w,) = ctx.saved_tensors
-        return (_standardise_gradient(ctx.h, ctx.r, g * w, 0), (g * ctx.h).sum(0), g.sum(0))
+        return _gradients(ctx.h, ctx.r, w, g, 0)
 
 
 def _rms(x):
@@ -96,15 +83,9 @@ def _rms_gradients(x, w, r, g):
 class RMSNorm(Function):
     """y = w x r, r = (mean x^2 + eps)^(-1/2), computed again in the backward."""
 
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return x * _rms(x) * w
+    forward = saving_inputs(lambda x, w: x * _rms(x) * w)
 
-    @staticmethod
-    def backward(ctx, g):
-        x, w = ctx.saved_tensors
-        return _rms_gradients(x, w, _rms(x), g)
+    backward = by_saved(lambda g, x, w: _rms_gradients(x, w, _rms(x), g))
 
 
 class RMSNormSavesScale(Function):
@@ -116,10 +97,7 @@ class RMSNormSavesScale(Function):
         ctx.save_for_backward(x, w, r)
         return x * r * w
 
-    @staticmethod
-    def backward(ctx, g):
-        x, w, r = ctx.saved_tensors
-        return _rms_gradients(x, w, r, g)
+    backward = by_saved(lambda g, x, w, r: _rms_gradients(x, w, r, g))
 
 
 class Unit(Function):
@@ -147,10 +125,7 @@ class UnitSavesNorm(Function):
         ctx.save_for_backward(y, n)
         return y
 
-    @staticmethod
-    def backward(ctx, g):
-        y, n = ctx.saved_tensors
-        return (g - y * (y * g).sum(-1, keepdim=True)) / n
+    backward = by_saved(lambda g, y, n: (g - y * (y * g).sum(-1, keepdim=True)) / n)
 
 
 SPECIMENS = [

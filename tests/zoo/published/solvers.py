@@ -3,6 +3,7 @@
 import torch
 from torch.autograd import Function
 
+from tests.functions import by_saved, saving_inputs
 from tests.zoo.exhibit import normal
 from tests.zoo.published.specimen import Specimen
 
@@ -29,15 +30,9 @@ def _euler_adjoint(states, w, g):
 class Euler(Function):
     """x(1) of x' = tanh(w x); the adjoint computes the trajectory again."""
 
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return _euler(x, w)[-1]
+    forward = saving_inputs(lambda x, w: _euler(x, w)[-1])
 
-    @staticmethod
-    def backward(ctx, g):
-        x, w = ctx.saved_tensors
-        return _euler_adjoint(_euler(x, w), w, g)
+    backward = by_saved(lambda g, x, w: _euler_adjoint(_euler(x, w), w, g))
 
 
 class EulerSavesTrajectory(Function):
@@ -49,10 +44,7 @@ class EulerSavesTrajectory(Function):
         ctx.save_for_backward(w, torch.stack(states))
         return states[-1]
 
-    @staticmethod
-    def backward(ctx, g):
-        w, states = ctx.saved_tensors
-        return _euler_adjoint(list(states), w, g)
+    backward = by_saved(lambda g, w, states: _euler_adjoint(list(states), w, g))
 
 
 def _runge_kutta(x, w):
@@ -72,10 +64,7 @@ def _runge_kutta(x, w):
 class RungeKutta(Function):
     """x(1) of x' = tanh(w x); the backward runs again and asks autograd, with a graph if wanted."""
 
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return _runge_kutta(x, w)
+    forward = saving_inputs(lambda x, w: _runge_kutta(x, w))
 
     @staticmethod
     def backward(ctx, g):
@@ -149,9 +138,7 @@ class Reversible(Function):
         s = g1 * (1 - torch.tanh(x2 @ v) ** 2)
         return g1, g2 + s @ v.mT, x2.mT @ s, y1.mT @ u
 
-    @staticmethod
-    def backward(ctx, g1, g2):
-        return Reversible._gradients(*ctx.saved_tensors, g1, g2)
+    backward = staticmethod(lambda ctx, g1, g2: Reversible._gradients(*ctx.saved_tensors, g1, g2))
 
 
 class ReversibleData(Reversible):

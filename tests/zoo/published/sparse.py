@@ -3,6 +3,7 @@
 import torch
 from torch.autograd import Function
 
+from tests.functions import by_saved, save_inputs, saving_inputs, saving_output
 from tests.zoo.exhibit import normal
 from tests.zoo.published.specimen import Specimen
 
@@ -10,10 +11,7 @@ from tests.zoo.published.specimen import Specimen
 class CrossEntropy(Function):
     """y = -sum_i log p_i(t_i); the logits receive (p - onehot) g, with p computed again."""
 
-    @staticmethod
-    def forward(ctx, z, t):
-        ctx.save_for_backward(z, t)
-        return -torch.log_softmax(z, -1).gather(-1, t[:, None]).sum()
+    forward = saving_inputs(lambda z, t: -torch.log_softmax(z, -1).gather(-1, t[:, None]).sum())
 
     @staticmethod
     def backward(ctx, g):
@@ -32,10 +30,7 @@ class CrossEntropyGradientInForward(Function):
         ctx.save_for_backward(p - torch.zeros_like(z).scatter(-1, t[:, None], 1.0))
         return loss
 
-    @staticmethod
-    def backward(ctx, g):
-        (gz,) = ctx.saved_tensors
-        return gz * g, None
+    backward = by_saved(lambda g, gz: (gz * g, None))
 
 
 class Sparsemax(Function):
@@ -78,11 +73,7 @@ def _entmax_gradient(r, g):
 class Entmax(Function):
     """1.5-entmax; z receives r (g - sum(g r) / sum r), r = sqrt y where y > 0."""
 
-    @staticmethod
-    def forward(ctx, z):
-        y = _entmax(z)
-        ctx.save_for_backward(y)
-        return y
+    forward = saving_output(lambda z: _entmax(z))
 
     @staticmethod
     def backward(ctx, g):
@@ -95,10 +86,7 @@ class Entmax(Function):
 class EntmaxNaN(Entmax):
     """The same, but sqrt y has an infinite slope at 0: the second derivative is NaN."""
 
-    @staticmethod
-    def backward(ctx, g):
-        (y,) = ctx.saved_tensors
-        return _entmax_gradient(y.sqrt(), g)
+    backward = by_saved(lambda g, y: _entmax_gradient(y.sqrt(), g))
 
 
 def _soft_top_two(x):
@@ -114,11 +102,7 @@ def _soft_top_two(x):
 class SoftTopTwo(Function):
     """y = s(x - tau(x)), rows sum to 2; x receives v (g - sum(g v) / sum v), v = y (1 - y)."""
 
-    @staticmethod
-    def forward(ctx, x):
-        y = _soft_top_two(x)
-        ctx.save_for_backward(y)
-        return y
+    forward = saving_output(lambda x: _soft_top_two(x))
 
     @staticmethod
     def backward(ctx, g):
@@ -163,13 +147,9 @@ class SoftThreshold(Function):
 
     generate_vmap_rule = True
 
-    @staticmethod
-    def forward(x, c):
-        return x.sign() * (x.abs() - c).clamp(min=0)
+    forward = staticmethod(lambda x, c: x.sign() * (x.abs() - c).clamp(min=0))
 
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
+    setup_context = save_inputs
 
     @staticmethod
     def backward(ctx, g):

@@ -3,6 +3,7 @@
 import torch
 from torch.autograd import Function
 
+from tests.functions import by_saved, saving_inputs
 from tests.zoo.exhibit import normal, positive
 from tests.zoo.published.specimen import SURROGATE, Specimen
 
@@ -12,26 +13,19 @@ class RoundStraightThrough(Function):
 
     generate_vmap_rule = True
 
-    @staticmethod
-    def forward(x):
-        return torch.round(x)
+    forward = staticmethod(lambda x: torch.round(x))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         pass
 
-    @staticmethod
-    def backward(ctx, g):
-        return g
+    backward = staticmethod(lambda ctx, g: g)
 
 
 class SignStraightThrough(Function):
     """y = sign(x); x receives g where |x| <= 1, by index into a copy."""
 
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x.sign()
+    forward = saving_inputs(lambda x: x.sign())
 
     @staticmethod
     def backward(ctx, g):
@@ -54,15 +48,9 @@ class SignStraightThroughInPlace(SignStraightThrough):
 class Ternary(Function):
     """y = sign(x) [|x| > 0.7 mean |x|]; x receives g where |x| <= 1."""
 
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x.sign() * (x.abs() > 0.7 * x.abs().mean())
+    forward = saving_inputs(lambda x: x.sign() * (x.abs() > 0.7 * x.abs().mean()))
 
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return g * (x.abs() <= 1)
+    backward = by_saved(lambda g, x: g * (x.abs() <= 1))
 
 
 def _quantise(x, levels=15):
@@ -82,10 +70,7 @@ class DoReFaWeight(Function):
         t = torch.tanh(x)
         return 2 * _quantise(t / (2 * t.abs().max()) + 0.5) - 1
 
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return _dorefa_gradient(g, torch.tanh(x))
+    backward = by_saved(lambda g, x: _dorefa_gradient(g, torch.tanh(x)))
 
 
 def _lsq_gradient(v, g, lo=-4, hi=3):
@@ -97,15 +82,9 @@ def _lsq_gradient(v, g, lo=-4, hi=3):
 class LearnedStep(Function):
     """y = s round(clamp(v, -4, 3)), v = x / s; s receives the sum of g (round(v) - v) inside."""
 
-    @staticmethod
-    def forward(ctx, x, s):
-        ctx.save_for_backward(x, s)
-        return torch.round((x / s).clamp(-4, 3)) * s
+    forward = saving_inputs(lambda x, s: torch.round((x / s).clamp(-4, 3)) * s)
 
-    @staticmethod
-    def backward(ctx, g):
-        x, s = ctx.saved_tensors
-        return _lsq_gradient(x / s, g)
+    backward = by_saved(lambda g, x, s: _lsq_gradient(x / s, g))
 
 
 class LearnedStepSavesRatio(Function):
@@ -117,10 +96,7 @@ class LearnedStepSavesRatio(Function):
         ctx.save_for_backward(v)
         return torch.round(v.clamp(-4, 3)) * s
 
-    @staticmethod
-    def backward(ctx, g):
-        (v,) = ctx.saved_tensors
-        return _lsq_gradient(v, g)
+    backward = by_saved(lambda g, v: _lsq_gradient(v, g))
 
 
 class Reversal(Function):
@@ -131,9 +107,7 @@ class Reversal(Function):
         ctx.scale = 0.3
         return x.view_as(x)
 
-    @staticmethod
-    def backward(ctx, g):
-        return g.neg() * ctx.scale
+    backward = staticmethod(lambda ctx, g: g.neg() * ctx.scale)
 
 
 class ClipGradient(Function):
@@ -141,25 +115,19 @@ class ClipGradient(Function):
 
     generate_vmap_rule = True
 
-    @staticmethod
-    def forward(x):
-        return x.clone()
+    forward = staticmethod(lambda x: x.clone())
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         pass
 
-    @staticmethod
-    def backward(ctx, g):
-        return g.clamp(-0.5, 0.5)
+    backward = staticmethod(lambda ctx, g: g.clamp(-0.5, 0.5))
 
 
 class ClipGradientInPlace(ClipGradient):
     """y = x, but g itself is clamped, behind autograd's back."""
 
-    @staticmethod
-    def backward(ctx, g):
-        return g.data.clamp_(-0.5, 0.5)
+    backward = staticmethod(lambda ctx, g: g.data.clamp_(-0.5, 0.5))
 
 
 def _activations_and_step():
