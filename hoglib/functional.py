@@ -425,9 +425,9 @@ class FunctionalLoss:
         return swap_parameters(self.model, params, self._dtype, self._norm_policy)
 
     def _check_names(self, params: Params) -> None:
-        parameters = self.model.named_parameters(remove_duplicate=False)
-        self._own = {id(parameter): name for name, parameter in parameters}
-        self._names = {*self._own.values()}
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        self._own = {id(p): name for name, p in reversed(parameters.items())}
+        self._names = {*parameters}
         self._compiled = has_compiled(self.model)
         for name in params:
             if name not in self._names:
