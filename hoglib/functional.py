@@ -371,10 +371,11 @@ class FunctionalLoss:
         values = [unwrap(y) for y in pytree.tensors(outputs)] if self._own else []
         if tracing() or not any(y.requires_grad for y in values):
             return
-        given = {id(unwrap(p)) for p in params.values()}
-        for leaf in leaf_tensors(values):
+        given = [unwrap(p) for p in params.values()]  # which may be computed by the model's own
+        known = {*map(id, given)}
+        for leaf in leaf_tensors(values, given):
             name = self._own.get(id(leaf))
-            if name in params and id(leaf) not in given:
+            if name in params and id(leaf) not in known:
                 raise NoSecondDerivative(
                     f"{type(self.model).__name__}: expected a model that finds its parameters in "
                     f"their modules, got one that uses {name} from elsewhere too (a list or dict of "

@@ -20,7 +20,6 @@ from hoglib._core.swap import keep_swapped
 from tests.models import Fn, Remembers, Tied
 from tests.oracles import random_like, relative
 from tests.refused import refused
-from tests.rows import rows
 from tests.unchanged import unchanged
 
 
@@ -504,46 +503,6 @@ ERRORS = {
 
 
 test_errors = refused(ERRORS)
-
-
-class KeepsWeights(nn.Module):
-    """As cells whose weights are also in a dict or a list of theirs, which they read."""
-
-    def __init__(self):
-        super().__init__()
-        self.w, self.head = nn.Parameter(randn(2, 3)), nn.Linear(3, 2).double()
-        self.by_name = {"w": self.w}
-
-    def forward(self, x):
-        return self.head(torch.tanh(x @ self.by_name["w"]))
-
-
-ENTRY_POINTS = {
-    "hvp": lambda loss, p, v, batch: hog.hvp(loss, p, v, batch),
-    "hvp in forward mode": lambda loss, p, v, batch: hog.hvp(loss, p, v, batch, mode="forward-over-reverse"),
-    "differences": lambda loss, p, v, batch: hog.hvp(loss, p, v, batch, mode="finite-differences"),
-    "hessian": lambda loss, p, v, batch: hog.hessian(loss, p, batch),
-    "ggn_vp": lambda loss, p, v, batch: hog.ggn_vp(loss, p, v, batch),
-    "ggn_vp in reverse": lambda loss, p, v, batch: hog.ggn_vp(loss, p, v, batch, mode="reverse"),
-    "fisher_vp": lambda loss, p, v, batch: hog.fisher_vp(loss, p, v, batch, kind="empirical"),
-    "an operator": lambda loss, p, v, batch: hog.GGNOperator(loss, p, batch).to_dense(),
-    "norms of examples": lambda loss, p, v, batch: hog.curvature.per_example_gradient_norms(loss, p, batch),
-    "gradients of examples": lambda loss, p, v, batch: hog.per_example_gradients(loss, p, batch),
-    "KFAC": lambda loss, p, v, batch: hog.KFACOperator(loss, p, batch).trace(),
-    "audit": lambda loss, p, v, batch: hog.audit(loss, p, batch),
-}  # fmt: skip
-
-
-@rows("entry", ENTRY_POINTS)
-def test_a_parameter_that_is_read_from_elsewhere_is_refused(entry):
-    model = KeepsWeights()
-    loss, batch = hog.functional_loss(model, F.mse_loss), (X, Y)
-    params = {name: p.detach() for name, p in hog.trainable_params(model).items()}
-    v, run = random_like(params), ENTRY_POINTS[entry]
-    for _ in range(2):
-        with pytest.raises(hog.errors.NoSecondDerivative, match="uses w from elsewhere too"):
-            run(loss, params, v, batch)
-    run(loss, *({k: t for k, t in tree.items() if k != "w"} for tree in (params, v)), batch)
 
 
 def test_own_parameters_that_are_constants():
