@@ -369,7 +369,7 @@ class FunctionalLoss:
         """Raises for a parameter that the model also keeps elsewhere than in a module, where the given
         one does not arrive, so that derivatives by it are zero. Looks once."""
         values = [unwrap(y) for y in pytree.tensors(outputs)] if self._own else []
-        if tracing() or not any(y.requires_grad for y in values):
+        if not any(y.requires_grad for y in values) or tracing():
             return
         given = [unwrap(p) for p in params.values()]  # which may be computed by the model's own
         known = {*map(id, given)}
