@@ -58,7 +58,7 @@ IN_CPP = (
 THIRD = "where a third derivative is taken, such as the gradient of this result, "
 # Torch's errors about tensors of another call or of a transform that is over.
 OF_ANOTHER_CALL = ("INTERNAL ASSERT", "escaped from inside", "through the graph a second time")
-KEEPS = "Look for a module or global that keeps a result (`self.x = y`), or `.backward()` in a backward."
+HELD = "Look for a module or global that keeps a result (`self.x = y`), or `.backward()` in a backward."
 CHANGED = "It may be in the backward of {}, which `hoglib.verify` checks."
 # What a Function changes in place that others read.
 MUTATES = {
@@ -477,7 +477,7 @@ def _explain(caller: str, error: Exception, functions: AppliedFunctions) -> None
         raise UnsupportedError(
             f"{caller}: expected tensors of one call, got torch's error about one of another call, or "
             f"of a transform that is over: {str(error).partition(' INTERNAL')[0].partition('. ')[0]}. "
-            + " ".join(texts or [KEEPS])
+            + " ".join(texts or [HELD])
         ) from error
     if not texts and functions.in_cpp and isinstance(error, NoSecondDerivative):
         texts = [IN_CPP.format(", ".join(sorted(functions.in_cpp)))]
