@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader
 
-from hoglib._core import validation
+from hoglib._core import pytree, validation
 from hoglib._core.autograd import translate_hook_errors
 from hoglib._core.call_errors import (
     binding_error,
@@ -25,10 +25,11 @@ from hoglib._core.call_errors import (
     function_name,
     translate_device_errors,
 )
+from hoglib._core.gradient_graph import leaf_tensors
 from hoglib._core.placement import refuse_fsdp1
 from hoglib._core.swap import NormPolicy, Params, swap_parameters, train_mode_batch_statistics
-from hoglib._core.torch_internals import eagerly, has_compiled
-from hoglib.errors import ArgumentTypeError, ArgumentValueError
+from hoglib._core.torch_internals import eagerly, has_compiled, tracing, unwrap
+from hoglib.errors import ArgumentTypeError, ArgumentValueError, NoSecondDerivative
 
 __all__ = ["FunctionalLoss", "functional_loss", "trainable_params"]
 
@@ -213,6 +214,7 @@ class FunctionalLoss:
         self._dtype: torch.dtype | None = None
         self._norm_policy: NormPolicy = train_mode_batch_statistics
         self._names: set[str] = set()
+        self._own: dict[int, str] = {}  # until outputs with a graph were looked at
         self._compiled = False  # until the first call
 
     def __call__(self, params: Params, batch: Any, *more: Any) -> Tensor:
@@ -349,8 +351,9 @@ class FunctionalLoss:
         try:
             with eagerly(self._compiled):
                 if self._forward is not None:
-                    return self._forward(self.model, batch)
-                return self.model(*args, **keywords)
+                    outputs = self._forward(self.model, batch)
+                else:
+                    outputs = self.model(*args, **keywords)
         except Exception as error:
             if self._forward is None:
                 explain = partial(self._explain_call, args, keywords, batch)
@@ -359,6 +362,27 @@ class FunctionalLoss:
             translate_device_errors(batch, reference).explain(error)
             translate_hook_errors("loss(params, batch)").explain(error)
             raise
+        self._refuse_own_parameters(params, outputs)
+        return outputs
+
+    def _refuse_own_parameters(self, params: Params, outputs: Any) -> None:
+        """Raises for a parameter that the model also keeps elsewhere than in a module, where the given
+        one does not arrive, so that derivatives by it are zero. Looks once."""
+        values = [unwrap(y) for y in pytree.tensors(outputs)] if self._own else []
+        if not any(y.requires_grad for y in values) or tracing():
+            return
+        given = [unwrap(p) for p in params.values()]  # which may be computed by the model's own
+        known = {*map(id, given)}
+        for leaf in leaf_tensors(values, given):
+            name = self._own.get(id(leaf))
+            if name in params and id(leaf) not in known:
+                raise NoSecondDerivative(
+                    f"{type(self.model).__name__}: expected a model that finds its parameters in "
+                    f"their modules, got one that uses {name} from elsewhere too (a list or dict of "
+                    "weights, a closure): there the derivative by it is lost. Read it from its module, "
+                    "or leave it out of params."
+                )
+        self._own = {}
 
     def _arguments(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What the model is called with; nothing where `forward` calls it."""
@@ -402,7 +426,9 @@ class FunctionalLoss:
         return swap_parameters(self.model, params, self._dtype, self._norm_policy)
 
     def _check_names(self, params: Params) -> None:
-        self._names = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        self._own = {id(p): name for name, p in reversed(parameters.items())}
+        self._names = {*parameters}
         self._compiled = has_compiled(self.model)
         for name in params:
             if name not in self._names:

@@ -505,6 +505,27 @@ ERRORS = {
 test_errors = refused(ERRORS)
 
 
+def test_own_parameters_that_are_constants():
+    """An anchor of a proximal term; the parameters that are not given; those that are given as they are."""
+    model = net().double()
+    own = dict(model.named_parameters())
+
+    def anchored(out, y):
+        away = [(p - own[name]).square().sum() for name, p in model.named_parameters()]
+        return F.mse_loss(out, y) + sum(away)
+
+    params = {name: p.detach() for name, p in hog.trainable_params(model).items()}
+    v = random_like(params)
+    plain, prox = (
+        hog.hvp(hog.functional_loss(model, c), params, v, (X, Y))[1] for c in (F.mse_loss, anchored)
+    )
+    for name in v:
+        assert_close(prox[name] - plain[name], 2 * v[name])
+    some = {"2.weight": params["2.weight"]}
+    hog.hvp(hog.functional_loss(model, F.mse_loss), some, random_like(some), (X, Y))
+    hog.functional_loss(model, F.mse_loss)(own, (X, Y)).backward()
+
+
 def test_a_data_parallel_of_several_devices_is_refused():
     model = nn.DataParallel(net())
     hog.functional_loss(model, to_itself)

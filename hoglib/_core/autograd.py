@@ -159,7 +159,8 @@ def warn_if_not_finite(
         warn_once(
             f"{caller}: expected points where func has a derivative of order 2, got some where it is "
             f"infinite or NaN, first behind {where}. sqrt(x), x**1.5 and 1/x have none at 0: add a "
-            "small constant inside, or move the points."
+            "small constant inside, or move the points. Where the derivative exists, as of prod with "
+            "tiny factors, try `hvp(mode='forward-over-reverse')`."
         )
 
 

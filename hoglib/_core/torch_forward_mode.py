@@ -3,6 +3,7 @@
 Private torch API, as `torch_internals`.
 """
 
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import TransformType
 from torch._functorch import eager_transforms, pyfunctorch
-from torch.autograd import forward_ad
+from torch.autograd import forward_ad, grad_mode
 from torch.overrides import TorchFunctionMode
 
 from hoglib._core.torch_internals import (
@@ -63,6 +64,27 @@ def in_dual_level() -> bool:
     return forward_mode_active() and not eager_transforms.JVP_NESTING
 
 
+def follow_grad_mode(enabled: bool) -> None:
+    """Switches tangents as a mode of torch functions has just seen torch switch gradients.
+
+    A context manager that ends gives back what it found: a backward without a graph has gradients off
+    and tangents on, and would go on without both. There, a plain call of set_grad_enabled, of which the
+    end is not known, leaves tangents on.
+    """
+    frame: Any = sys._getframe(2)
+    while frame.f_back is not None and frame.f_back.f_globals is vars(grad_mode):
+        frame = frame.f_back  # no_grad is made of set_grad_enabled
+    name, manager = frame.f_code.co_name, frame.f_locals.get("self")
+    managed = frame.f_globals is vars(grad_mode)
+    if managed and name == "__exit__":
+        enabled = vars(manager).pop("_tangents", enabled)
+    elif managed:
+        vars(manager).setdefault("_tangents", torch._C._is_fwd_grad_enabled())
+    if (name == "__init__" or not managed) and running_backward() != -1:
+        return
+    torch._C._set_fwd_grad_enabled(enabled)
+
+
 @final
 class StopsTangents(TorchFunctionMode):
     """Inside, what runs under no_grad is a constant of forward mode too, as it is of backward.
@@ -85,7 +107,7 @@ class StopsTangents(TorchFunctionMode):
         else:
             result = func(*args, **(kwargs or {}))
         if func is torch._C._set_grad_enabled:
-            torch._C._set_fwd_grad_enabled(args[0])
+            follow_grad_mode(args[0])
         elif checkpoint_frame() is not self._frame:
             self._outside()
         return result

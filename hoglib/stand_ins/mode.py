@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from hoglib._core import pytree, torch_library, validation
 from hoglib._core.ambient import AMBIENT, inside
 from hoglib._core.state import preserve_random_state
+from hoglib._core.torch_forward_mode import follow_grad_mode
 from hoglib._core.torch_internals import (
     beneath,
     checkpoint_frame,
@@ -193,7 +194,7 @@ class _SecondOrder(StandInMode):
         result = func(*args, **kwargs)
         if func is torch._C._set_grad_enabled and forward_mode_active():
             # what has no graph is a constant of forward mode too, as it is of backward
-            torch._C._set_fwd_grad_enabled(args[0])
+            follow_grad_mode(args[0])
         return result
 
 

@@ -220,6 +220,98 @@ def test_forward_mode_of_a_loss_that_takes_a_gradient_by_the_parameters(name):
     torch.testing.assert_close(found, expected)
 
 
+def _cube(in_backward):
+    class Cube(torch.autograd.Function):
+        @staticmethod
+        def forward(x):
+            return x**3
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.save_for_backward(*inputs)
+            ctx.save_for_forward(*inputs)
+
+        @staticmethod
+        def backward(ctx, g):
+            in_backward()
+            return 3 * ctx.saved_tensors[0] ** 2 * g
+
+        @staticmethod
+        def jvp(ctx, dx):
+            return 3 * ctx.saved_tensors[0] ** 2 * dx
+
+    return Cube.apply
+
+
+def _call_by_call():
+    before = torch.is_grad_enabled()
+    torch.set_grad_enabled(not before)
+    torch.set_grad_enabled(before)
+
+
+def _within(*contexts):
+    def run():
+        for context in contexts:
+            with context():
+                _within(*contexts[1:])()
+
+    return run
+
+
+# what switches gradients while a backward without a graph runs, where tangents go on
+SWITCHES = {
+    "nothing": lambda: None,  # hoglib watches the first application
+    "no_grad": _within(torch.no_grad),
+    "enable_grad": _within(torch.enable_grad),
+    "one within another": _within(torch.no_grad, torch.enable_grad, torch.no_grad),
+    "set_grad_enabled": _within(lambda: torch.set_grad_enabled(True), lambda: torch.set_grad_enabled(False)),
+    "a decorated function": torch.no_grad()(lambda: None),
+    "call by call": _call_by_call,
+}  # fmt: skip
+
+
+def _hooked(x):
+    y = x.sin()
+    if y.requires_grad:
+        y.register_hook(torch.no_grad()(lambda g: None))
+    return y
+
+
+@rows("switch", SWITCHES)
+def test_a_backward_that_switches_gradients_keeps_its_tangents(switch):
+    x, v = torch.linspace(1, 2, 3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
+    cube = _cube(SWITCHES[switch])
+    for _ in range(2):
+        found = hog.hvp(lambda x: cube(x).sum(), x, v, mode="forward-over-reverse")[1]
+        torch.testing.assert_close(found, 6 * x)
+    found = hog.hvp(lambda x: _hooked(x).square().sum(), x, v, mode="forward-over-reverse")[1]
+    torch.testing.assert_close(found, 2 * (2 * x).cos())
+
+
+def test_forward_mode_has_what_reverse_mode_loses_and_says():
+    x, v = torch.tensor([3e-37, 1e-3, 1, 1]), torch.ones(4)
+
+    def loss(x):  # the quotient in torch's backward overflows
+        return 1e30 * x.prod()
+
+    with pytest.warns(UserWarning, match="try `hvp.mode='forward-over-reverse'"):
+        assert not hog.hvp(loss, x, v)[1].isfinite().all()
+    found = hog.hvp(loss, x, v, mode="forward-over-reverse")[1]
+    assert_close(found, torch.tensor([1.002e30, 1e30, 1e27, 1e27]))
+
+
+@rows("context", [torch.no_grad, lambda: torch.set_grad_enabled(False)])
+def test_constants_of_a_loss_are_constants_of_forward_mode(context):
+    def loss(x):
+        with context():
+            kept = x**2
+        return (kept * x**2).sum()
+
+    x, v = torch.linspace(1, 2, 3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
+    found = hog.hvp(loss, x, v, mode="forward-over-reverse")[1]
+    torch.testing.assert_close(found, 2 * x**2)
+
+
 def test_forward_mode_of_a_module_that_fills_tables_in_its_first_call():
     class Rotary(torch.nn.Linear):
         table, by_length = None, {}

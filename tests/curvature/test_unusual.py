@@ -84,8 +84,10 @@ class Plain(nn.Module):
         return self.last(torch.tanh(F.linear(x, self.weights[0], self.first.bias)))
 
 
-def test_parameters_used_from_elsewhere_raise():
+@rows("detached", [False, True])
+def test_parameters_used_from_elsewhere_raise(detached):
     loss, params = made(Plain())
+    params = {name: p.detach() if detached else p for name, p in params.items()}
     v = {n: torch.ones_like(p) for n, p in params.items()}
     modes = ("auto", "forward", "reverse", "finite-differences")
     for call in (
@@ -99,11 +101,15 @@ def test_parameters_used_from_elsewhere_raise():
         lambda: hog.hessian(loss, params, BATCH),
         lambda: hog.HessianOperator(loss, params, BATCH) @ v,
         lambda: hog.HessianOperator(loss, params, BATCH).gradient(),
+        lambda: hog.curvature.per_example_gradient_norms(loss, params, BATCH),
+        lambda: hog.per_example_gradients(loss, params, BATCH),
+        lambda: hog.KFACOperator(loss, params, BATCH).trace(),
+        lambda: hog.audit(loss, params, BATCH),
     ):
-        with pytest.raises(
-            RuntimeError, match=r"uses the same tensors \(of shape \(4, 3\)\) from elsewhere"
-        ):
+        with pytest.raises(RuntimeError, match=r"uses first\.weight from elsewhere too"):
             call()
+    (others := dict(params)).pop("first.weight")
+    hog.hvp(loss, others, {name: v[name] for name in others}, BATCH)
 
 
 @rows("mode", ["reverse-over-reverse", "forward-over-reverse"])
