@@ -29,6 +29,8 @@ from hoglib._core.gradient_graph import leaf_tensors
 from hoglib._core.placement import refuse_fsdp1
 from hoglib._core.swap import NormPolicy, Params, swap_parameters, train_mode_batch_statistics
 from hoglib._core.torch_internals import eagerly, has_compiled, tracing, unwrap
+from hoglib._core.torch_modes import without_stand_ins
+from hoglib._core.trust import found_once
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, NoSecondDerivative
 
 __all__ = ["FunctionalLoss", "functional_loss", "trainable_params"]
@@ -214,7 +216,6 @@ class FunctionalLoss:
         self._dtype: torch.dtype | None = None
         self._norm_policy: NormPolicy = train_mode_batch_statistics
         self._names: set[str] = set()
-        self._own: dict[int, str] = {}  # until outputs with a graph were looked at
         self._compiled = False  # until the first call
 
     def __call__(self, params: Params, batch: Any, *more: Any) -> Tensor:
@@ -362,19 +363,24 @@ class FunctionalLoss:
             translate_device_errors(batch, reference).explain(error)
             translate_hook_errors("loss(params, batch)").explain(error)
             raise
-        self._refuse_own_parameters(params, outputs)
+        look = partial(self._refuse_own_parameters, params, outputs)
+        found_once(self.model, ("parameters from elsewhere", *params), look)
         return outputs
 
-    def _refuse_own_parameters(self, params: Params, outputs: Any) -> None:
+    def _refuse_own_parameters(self, params: Params, outputs: Any) -> bool | None:
         """Raises for a parameter that the model also keeps elsewhere than in a module, where the given
-        one does not arrive, so that derivatives by it are zero. Looks once."""
-        values = [unwrap(y) for y in pytree.tensors(outputs)] if self._own else []
-        if not any(y.requires_grad for y in values) or tracing():
-            return
+        one does not arrive, so that derivatives by it are zero; None where outputs have no graph."""
+        with without_stand_ins():
+            values = [unwrap(y) for y in pytree.tensors(outputs)]
+            has_graph = any(y.requires_grad for y in values)
+        if tracing() or not has_graph:
+            return None
         given = [unwrap(p) for p in params.values()]  # which may be computed by the model's own
         known = {*map(id, given)}
+        every = [*self.model.named_parameters(remove_duplicate=False)]
+        own = {id(p): name for name, p in reversed(every)}
         for leaf in leaf_tensors(values, given):
-            name = self._own.get(id(leaf))
+            name = own.get(id(leaf))
             if name in params and id(leaf) not in known:
                 raise NoSecondDerivative(
                     f"{type(self.model).__name__}: expected a model that finds its parameters in "
@@ -382,7 +388,7 @@ class FunctionalLoss:
                     "weights, a closure): there the derivative by it is lost. Read it from its module, "
                     "or leave it out of params."
                 )
-        self._own = {}
+        return True
 
     def _arguments(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What the model is called with; nothing where `forward` calls it."""
@@ -426,9 +432,7 @@ class FunctionalLoss:
         return swap_parameters(self.model, params, self._dtype, self._norm_policy)
 
     def _check_names(self, params: Params) -> None:
-        parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        self._own = {id(p): name for name, p in reversed(parameters.items())}
-        self._names = {*parameters}
+        self._names = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         self._compiled = has_compiled(self.model)
         for name in params:
             if name not in self._names:
