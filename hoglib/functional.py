@@ -370,16 +370,16 @@ class FunctionalLoss:
     def _refuse_own_parameters(self, params: Params, outputs: Any) -> bool | None:
         """Raises for a parameter that the model also keeps elsewhere than in a module, where the given
         one does not arrive, so that derivatives by it are zero; None where outputs have no graph."""
+        given = [unwrap(p) for p in params.values()]  # which may be computed by the model's own
         with without_stand_ins():
             values = [unwrap(y) for y in pytree.tensors(outputs)]
-            has_graph = any(y.requires_grad for y in values)
-        if tracing() or not has_graph:
-            return None
-        given = [unwrap(p) for p in params.values()]  # which may be computed by the model's own
+            if tracing() or not any(y.requires_grad for y in values):
+                return None
+            leaves = [*leaf_tensors(values, given)]
         known = {*map(id, given)}
         every = [*self.model.named_parameters(remove_duplicate=False)]
         own = {id(p): name for name, p in reversed(every)}
-        for leaf in leaf_tensors(values, given):
+        for leaf in leaves:
             name = own.get(id(leaf))
             if name in params and id(leaf) not in known:
                 raise NoSecondDerivative(
