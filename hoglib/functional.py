@@ -215,6 +215,7 @@ class FunctionalLoss:
             )
         self._dtype: torch.dtype | None = None
         self._norm_policy: NormPolicy = train_mode_batch_statistics
+        self._own: set[tuple[int, str]] = set()  # parameters of the model, by id
         self._names: set[str] = set()
         self._compiled = False  # until the first call
 
@@ -377,14 +378,13 @@ class FunctionalLoss:
                 return None
             leaves = [*leaf_tensors(values, given)]
         known = {*map(id, given)}
-        every = [*self.model.named_parameters(remove_duplicate=False)]
-        own = {id(p): name for name, p in reversed(every)}
         for leaf in leaves:
-            name = own.get(id(leaf))
-            if name in params and id(leaf) not in known:
+            mine = sorted(name for at, name in self._own if at == id(leaf))
+            names = [name for name in mine if name in params]
+            if names and id(leaf) not in known:
                 raise NoSecondDerivative(
                     f"{type(self.model).__name__}: expected a model that finds its parameters in "
-                    f"their modules, got one that uses {name} from elsewhere too (a list or dict of "
+                    f"their modules, got one that uses {names[0]} from elsewhere too (a list or dict of "
                     "weights, a closure): there the derivative by it is lost. Read it from its module, "
                     "or leave it out of params."
                 )
@@ -432,7 +432,9 @@ class FunctionalLoss:
         return swap_parameters(self.model, params, self._dtype, self._norm_policy)
 
     def _check_names(self, params: Params) -> None:
-        self._names = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        self._own = {(id(p), name) for name, p in parameters.items()}
+        self._names = {*parameters}
         self._compiled = has_compiled(self.model)
         for name in params:
             if name not in self._names:

@@ -118,7 +118,9 @@ class Report:
         return len(self.rows)
 
     def __bool__(self) -> bool:
-        raise ArgumentTypeError("a report has no truth value; use .ok or .raise_if_failed().")
+        raise ArgumentTypeError(
+            "a report has no truth value; use report.ok or report.raise_if_failed()."
+        )
 
     def raise_if_failed(self) -> "Report":
         """Raise VerificationError, an AssertionError, if a row failed or no derivative was judged.
