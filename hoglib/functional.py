@@ -385,8 +385,8 @@ class FunctionalLoss:
                 raise NoSecondDerivative(
                     f"{type(self.model).__name__}: expected a model that finds its parameters in "
                     f"their modules, got one that uses {names[0]} from elsewhere too (a list or dict "
-                    "of weights, a closure): there the derivative by it is lost. Read it from its module, "
-                    "or leave it out of params."
+                    "of weights, a closure): there the derivative by it is lost. Read it from its "
+                    "module, or leave it out of params."
                 )
         return True
 
