@@ -378,13 +378,13 @@ class FunctionalLoss:
                 return None
             leaves = [*leaf_tensors(values, given)]
         known = {*map(id, given)}
+        own = {at: name for at, name in self._own if name in params}
         for leaf in leaves:
-            mine = sorted(name for at, name in self._own if at == id(leaf))
-            names = [name for name in mine if name in params]
-            if names and id(leaf) not in known:
+            name = own.get(id(leaf))
+            if name is not None and id(leaf) not in known:
                 raise NoSecondDerivative(
                     f"{type(self.model).__name__}: expected a model that finds its parameters in "
-                    f"their modules, got one that uses {names[0]} from elsewhere too (a list or dict "
+                    f"their modules, got one that uses {name} from elsewhere too (a list or dict "
                     "of weights, a closure): there the derivative by it is lost. Read it from its "
                     "module, or leave it out of params."
                 )

@@ -35,7 +35,7 @@ from hoglib._core.autograd import (
     grad_enabled,
     is_not_finite,
     outside_inference_mode,
-    warn_if_not_finite,
+    warn_of_not_finite,
 )
 from hoglib._core.blocks import BlockForward, rematerialized
 from hoglib._core.closures import name_of, owner_of
@@ -127,10 +127,9 @@ class ring:  # noqa: N801 a context manager
 
 def warn_if_derivatives_not_finite(problem: Problem, loss: Tensor, parts: Iterable[Tensor]) -> None:
     """Warns of second derivatives at a problem's leaves that are not finite where the loss is."""
-    parts = list(parts)
-    if not is_not_finite(loss, parts):  # nothing else is made for what is finite
-        return
     caller, leaves = problem.policy.caller, problem.leaves
+    if not is_not_finite(caller, loss, list(parts)):  # nothing else is made for what is finite
+        return
     again = Policy(caller, stand_ins=problem.policy.stand_ins)
 
     @contextmanager
@@ -138,7 +137,7 @@ def warn_if_derivatives_not_finite(problem: Problem, loss: Tensor, parts: Iterab
         with preserve_random_state(), ring(again, examine=False, buffers=True):
             yield
 
-    warn_if_not_finite(caller, loss, parts, lambda *own: problem.entered([])(*own), leaves, around)
+    warn_of_not_finite(caller, lambda *own: problem.entered([])(*own), leaves, around)
 
 
 def is_captured(policy: Policy) -> bool:

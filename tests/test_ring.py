@@ -3,6 +3,7 @@
 import itertools
 import threading
 import traceback
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from torch.utils import _pytree
 
 import hoglib as hog
 from hoglib.ring import ring
+from tests.device_threads import backward_in_another_thread
 from tests.functions import Cube
 from tests.models import Through
 from tests.tensors import randn
@@ -150,6 +152,42 @@ def test_it_works_wherever_the_caller_stands(where):
             run()
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+def learned(memory, over_tasks):
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+    for i, p in enumerate(model.parameters()):
+        p.data = randn(*p.shape, seed=i)
+    learner = hog.MAML(
+        model, F.mse_loss, inner_lr=0.1, inner_steps=3, memory=memory, over_tasks=over_tasks
+    )
+    learner.loss([(BATCH, BATCH), ((X + 1, Y), BATCH)]).backward()
+    return [p.grad for p in model.parameters()]
+
+
+IN_THREADS = {
+    **{f"{name}, remat": partial(call, remat=["1", "2"]) for name, call in ALGORITHMS.items()},
+    **{f"MAML {m} {o}": partial(learned, m, o) for m in ("store", "remat", "checkpoint") for o in ("loop", "vmap")},
+    "r1": lambda: torch.autograd.grad(hog.penalties.r1(CRITIC, X, remat=["0"]), CRITIC[0].weight),
+    "KFACOperator": lambda: hog.KFACOperator(
+        hog.functional_loss(SMOOTH, F.mse_loss), hog.trainable_params(SMOOTH), (X, X)).update().trace(),
+}  # fmt: skip
+
+
+# In Taylor mode, forward mode and torch.func no backward runs, or one that torch runs where it is called.
+OF_TRANSFORMS = (
+    "jet", "laplacian", "bilaplacian", "directional", "partial_derivative", "jvp, remat", "per_example",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", IN_THREADS)
+def test_backward_may_run_in_a_thread_of_a_device(name):
+    expected, before = numbers(IN_THREADS[name]()), around()
+    with backward_in_another_thread() as runs:
+        found = numbers(IN_THREADS[name]())
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    assert runs or name.startswith(OF_TRANSFORMS)
+    assert around() == before
 
 
 class Broken(Exception):

@@ -125,9 +125,9 @@ def vjp(
         )  # fmt: skip
 
 
-def is_not_finite(value: Tensor, parts: Vector) -> bool:
+def is_not_finite(caller: str, value: Tensor, parts: Vector) -> bool:
     """Whether second derivatives are infinite or NaN where the value is finite: one pass over the
-    numbers. On a device it may be those of an earlier call with these shapes."""
+    numbers. On a device those of an earlier call with these shapes may be meant, each once."""
     if transforms_active() or not value_checks_on() or not parts:
         return False
     with without_stand_ins():
@@ -139,7 +139,7 @@ def is_not_finite(value: Tensor, parts: Vector) -> bool:
         norms = torch._foreach_norm([x for x in parts if x.numel()] or [value.detach()], math.inf)
         largest = torch.stack([x.to(value) for x in norms]).amax()
         both = torch.stack([largest, value.detach().sum()])
-        found = read_late(("derivatives", *(x.shape for x in parts)), both)
+        found = read_late((caller, *(x.shape for x in parts)), both)
         return found is not None and found.isfinite().tolist() == [False, True]
 
 
@@ -147,13 +147,20 @@ def warn_if_not_finite(
     caller: str, value: Tensor, parts: Vector, func: ScalarFunction, leaves: Vector,
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> None:  # fmt: skip
-    """Warns of second derivatives that are not finite where the value is, by the operation that made
-    them, which is looked for then, in another evaluation.
+    """Warns of second derivatives that are not finite where the value is, as `warn_of_not_finite`."""
+    if is_not_finite(caller, value, parts):
+        warn_of_not_finite(caller, func, leaves, around)
+
+
+def warn_of_not_finite(
+    caller: str, func: ScalarFunction, leaves: Vector,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> None:  # fmt: skip
+    """Warns of second derivatives that are not finite, by the operation that made them, which is looked
+    for in another evaluation.
 
     around: what stands around that evaluation.
     """
-    if not is_not_finite(value, parts):
-        return
     with around(), suppress(RuntimeError, HoglibError):
         where = _first_not_finite(func, leaves)
         warn_once(
@@ -186,8 +193,9 @@ def _first_not_finite(func: ScalarFunction, leaves: Vector) -> str:
             watch(grads)
             outputs = [g for g in grads if g is not None]
             vjp(outputs, own, [torch.randn_like(g) for g in outputs], "")
-    if not found:
-        return "an operation whose backward shows none"
+    if not found:  # of a device an earlier call may have been looked at
+        here = "" if value.device.type == "cpu" else " in this call"
+        return f"an operation whose backward shows none{here}"
     node = found[0]
     while made_by(node) is not None:
         node = made_by(node)

@@ -31,7 +31,7 @@ class DeviceRead:
 
     def numbers(self) -> Tensor:
         """The numbers, for which this waits if it must."""
-        if self._event is not None and not self._event.query():
+        if self._event is not None and not self.has_arrived:
             self._event.synchronize()
         return self._copy
 

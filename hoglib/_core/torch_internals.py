@@ -637,6 +637,12 @@ def after_backward(callback: Callable[[], None]) -> None:
     queue(lambda: queue(callback))
 
 
+def settable_precisions() -> AbstractContextManager[None]:
+    """Inside, settings of torch.backends can be changed, also where `torch.testing._internal` has
+    forbidden it to the whole process, as tests of others do."""
+    return torch.backends.disable_global_flags.__globals__["__allow_nonbracketed_mutation"]()
+
+
 @contextmanager
 def native_kernels() -> Iterator[None]:
     """Without the kernels of oneDNN and cuDNN.

@@ -259,8 +259,8 @@ class _Audit:
         for route in self._requested:
             result = _result(loss, route, 1)
             # what is not finite is in the row of the own dtype
-            told = result.wrong is False or result.raised or result.error != result.error
-            if route.row in right and not told:
+            judged = result.wrong is False or result.raised or result.error != result.error
+            if route.row in right and not judged:
                 rows.append(self._row_at_params(loss, route, result))
         return rows
 

@@ -71,11 +71,13 @@ def _parser() -> argparse.ArgumentParser:
         prog="hoglib", description=description, epilog=examples, formatter_class=raw
     )
     parser.add_argument("--version", action="version", version=f"hoglib {__version__}")
-    entries = parser.add_subparsers(dest="command", required=True)
+    subparsers = parser.add_subparsers(dest="command", required=True)
 
     def command(name: str, summary: str) -> argparse.ArgumentParser:
         description = getdoc(getattr(commands, name))
-        return entries.add_parser(name, help=summary, description=description, formatter_class=raw)
+        return subparsers.add_parser(
+            name, help=summary, description=description, formatter_class=raw
+        )
 
     verify = command("verify", "verify the derivatives of custom Functions")
     add = verify.add_argument

@@ -272,7 +272,7 @@ def _weighted(term: Tensor, weight: Any) -> Tensor:
 
 
 def _gradient(y: Tensor, own: Tensor, graph: GraphSummary, cotangents: Tensor) -> Tensor:
-    """The grad by the points, with its graph."""
+    """The gradient by the points, with its graph."""
     grad = None
     if y.requires_grad:
         with translate_errors(CALLER):

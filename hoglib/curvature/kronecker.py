@@ -24,7 +24,7 @@ from hoglib.curvature.vector_space import Space
 from hoglib.errors import ArgumentValueError, NotPositiveDefiniteError
 
 Tree = Any
-Inversion = Literal["exact", "pi", "factors"]
+InverseMethod = Literal["exact", "pi", "factors"]
 
 
 class BlockLayout(NamedTuple):
@@ -236,7 +236,9 @@ class KroneckerOperator(LinearOperator):
 
     __rmul__ = __mul__
 
-    def inverse(self, damping: float = 0.0, *, method: Inversion = "exact") -> "KroneckerMatrix":
+    def inverse(
+        self, damping: float = 0.0, *, method: InverseMethod = "exact"
+    ) -> "KroneckerMatrix":
         r"""The inverse of the damped matrix, of the same kind.
 
             exact     (G ⊗ A + damping I)^-1
@@ -259,7 +261,7 @@ class KroneckerOperator(LinearOperator):
             Curvature, 2015, section 6.3 (pi).
         """
         number = validation.number("damping", damping, minimum=0)
-        if validation.one_of("method", method, get_args(Inversion)) == "exact":
+        if validation.one_of("method", method, get_args(InverseMethod)) == "exact":
             damped = self.damped(number)
             values = torch.cat([_given(block.values).reshape(-1) for block in damped.blocks()])
             lowest, largest = torch.stack([values.min(), values.abs().max()]).tolist()
@@ -281,7 +283,7 @@ class KroneckerOperator(LinearOperator):
         return KroneckerMatrix(self.space, inverses)
 
     def solve(  # type: ignore[override]
-        self, b: Tree, *, damping: float = 0.0, method: Inversion = "exact"
+        self, b: Tree, *, damping: float = 0.0, method: InverseMethod = "exact"
     ) -> Tree:
         """x with (K + damping I) x = b, by `inverse`: without iterations.
 

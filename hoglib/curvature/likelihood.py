@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from inspect import signature
 from math import fsum, isfinite, nan
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -236,22 +236,21 @@ def inferred(loss: Any, outputs: Tree, batch: Any, reduction: str) -> Likelihood
 
 def weight(likelihood: Likelihood, p: D.Distribution, reduction: str) -> Weight:
     """The factor w before the sum over terms."""
-    counted = likelihood.counted
-    if counted is not None and reduction == "mean" and not value_checks_on():
-        return counted.sum(dtype=torch.float64).reciprocal()
-    total: Any = p.batch_shape.numel()
+    if reduction != "mean":
+        return 1.0
+    counted, total = likelihood.counted, cast(Any, p.batch_shape.numel())
     known = total
-    if counted is not None:  # on a device a tensor, for which nothing waits
+    if counted is not None:  # a tensor, where nothing reads it: on a device, in a graph
         total = counted.sum(dtype=torch.float64)
-        known = read_late(("terms", counted.shape), total)
-        total = total if counted.device.type != "cpu" else float(total)
-    if reduction == "mean" and known is not None and known == 0:
+        known = read_late(("terms", counted.shape), total) if value_checks_on() else None
+        total = float(total) if known is total else total
+    if known is not None and known == 0:
         raise ArgumentValueError(
             "outputs: expected at least one term of the loss, got none "
             + ("" if counted is None else "(every target is ignore_index) ")
             + "whose mean does not exist; leave such a batch out, or use reduction='sum'."
         )
-    return 1 / total if reduction == "mean" else 1.0
+    return 1 / total
 
 
 def mask(likelihood: Likelihood, f: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from hoglib.curvature.dataset_sum import DATA_OPTIONS, OPERATOR_OPTIONS
 from hoglib.curvature.fisher_metric import FisherKind
 from hoglib.curvature.gauss_newton import GaussNewtonKind
 from hoglib.curvature.kfac_operator import KFACOperator, layout_of, saved_layout
-from hoglib.curvature.kronecker import BlockLayout, Inversion, KroneckerBlock, KroneckerMatrix
+from hoglib.curvature.kronecker import BlockLayout, InverseMethod, KroneckerBlock, KroneckerMatrix
 from hoglib.curvature.linear_operator import LinearOperator
 from hoglib.curvature.model_run import RowOrder
 from hoglib.curvature.operators import GGNOperator
@@ -492,7 +492,7 @@ class KFAC(BatchOptimizer):
         decay: float = 0.95,
         weight_decay: float = 0.0,
         kl_clip: float | None = 1e-2,
-        method: Inversion = "exact",
+        method: InverseMethod = "exact",
         factors_every: int = 1,
         inverse_every: int = 1,
         kind: FisherKind = "mc",
@@ -508,7 +508,7 @@ class KFAC(BatchOptimizer):
             "decay": validation.fraction("decay", decay, below_one=True, usual=0.95),
             "weight_decay": validation.number("weight_decay", weight_decay, minimum=0),
             "kl_clip": None if kl_clip is None else validation.positive("kl_clip", kl_clip),
-            "method": validation.one_of("method", method, get_args(Inversion)),
+            "method": validation.one_of("method", method, get_args(InverseMethod)),
             "factors_every": validation.at_least("factors_every", factors_every, 1),
             "inverse_every": validation.at_least("inverse_every", inverse_every, 1),
             "seed": validation.at_least("seed", seed, 0),

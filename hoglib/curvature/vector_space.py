@@ -207,8 +207,11 @@ class Space:
             raise ArgumentValueError(
                 f"{name}: expected ({n},), ({n}, k) for k vectors, or the structure of params, got "
                 f"{'a DTensor of ' if is_sharded(v) else ''}{tuple(v.shape)}."
-                + " A flat vector is the part of this process."
-                * self.placement.is_sharded
+                + (
+                    " A flat vector is the part of this process."
+                    if self.placement.is_sharded
+                    else ""
+                )
             )
         if v.dtype != self.dtype:
             raise ArgumentTypeError(

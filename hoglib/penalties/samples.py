@@ -150,7 +150,7 @@ def _indices(name: str, leaves: Sequence[Tensor], form: Any, batch: Any) -> list
         found, came = pytree.flatten(batch)
         if came != form:
             raise ArgumentValueError(
-                f"{name}: expected batch as one tensor, or as a tree with the form of the "
+                f"{name}: expected batch as one tensor, or as a tree with the structure of the "
                 f"inputs and a tensor or None for each of them, got {validation.describe(batch)}."
             )
     for index, leaf in zip(found, leaves, strict=True):

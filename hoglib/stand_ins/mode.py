@@ -187,8 +187,8 @@ class _SecondOrder(StandInMode):
                     result = copy(*args, **kwargs)
                     if func in _RUNS_BACKWARD:
                         _report_by_hand(func, args, kwargs)
-                graph = kwargs.get("create_graph", args[4] if len(args) > 4 else False)
-                if func is torch.autograd.grad and not graph and forward_mode_active():
+                first = func is torch.autograd.grad and forward_mode_active()
+                if first and not _creates_graph(func, args, kwargs):
                     result = pytree.map_tensors(Tensor.detach, result)
                 return result
         result = func(*args, **kwargs)
@@ -300,10 +300,14 @@ def _report_by_hand(func: FunctionType, args: tuple[Any, ...], kwargs: dict[str,
     """Tells who watches the user's own derivatives of one, and of what it was taken with a graph."""
     report = None if AMBIENT.examining else getattr(AMBIENT.functions, "by_hand", None)
     if report is not None:
-        place = 4 if func is torch.autograd.grad else 3
-        with_graph = kwargs.get("create_graph") or args[place : place + 1] == (True,)
         of = (args[:1], kwargs.get("outputs"), kwargs.get("tensors"))
-        report(pytree.tensors(of) if with_graph else ())
+        report(pytree.tensors(of) if _creates_graph(func, args, kwargs) else ())
+
+
+def _creates_graph(func: FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call of one runs backward with create_graph=True."""
+    place = 4 if func is torch.autograd.grad else 3
+    return bool(kwargs.get("create_graph") or any(args[place : place + 1]))
 
 
 @functools.cache

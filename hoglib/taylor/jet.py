@@ -27,7 +27,14 @@ from hoglib.errors import (
     UnsupportedError,
 )
 from hoglib.ring import ring, run
-from hoglib.taylor.kinks import Kinks, along_paths, infinite, warn_if_linear, without_derivative
+from hoglib.taylor.kinks import (
+    Kink,
+    Kinks,
+    along_paths,
+    infinite,
+    warn_if_linear,
+    without_derivative,
+)
 from hoglib.taylor.nested import along_path
 from hoglib.taylor.propagation import Propagation
 from hoglib.taylor.series import Algebra, Parts, Refused, Univariate
@@ -258,19 +265,24 @@ def _look_at_points(
             warn_once(without_derivative(caller, order, new or kinks.crossed))
     values, series = results
     ends = [known[-1] for known in series if known is not None and known[-1] is not None]
-    if _are_finite("values", values) and not _are_finite("derivatives", ends):
+    if _is_not_finite((caller, order), values, ends):
         where = again(algebra, parts, first_infinite=True)[2].not_finite
+        if where is None and values[0].device.type != "cpu":
+            where = Kink("an operation of an earlier call", None)
         if where is not None:
             warn_once(infinite(caller, order, where))
     return None
 
 
-def _are_finite(what: str, tensors: Sequence[Tensor | None]) -> bool:
-    """Whether all numbers are finite; of a device those of an earlier call with these shapes."""
-    flags = [x.isfinite().all() for x in tensors if x is not None]
-    key = (what, *(None if x is None else x.shape for x in tensors))
-    found = read_late(key, torch.stack(flags)) if flags else None
-    return found is None or bool(found.all())
+def _is_not_finite(key: Hashable, values: Leaves, ends: Leaves) -> bool:
+    """Whether derivatives are infinite or NaN where values are finite; of a device those of an earlier
+    call with these shapes."""
+    if not ends:
+        return False
+    every = [*values, *ends]
+    flags = torch.stack([x.isfinite().all().to(values[0].device) for x in every])
+    found = read_late((key, *(x.shape for x in every)), flags)
+    return found is not None and bool(found[: len(values)].all() and not found.all())
 
 
 def _agree(a: Sequence[Parts], b: Sequence[Parts]) -> bool:
@@ -285,15 +297,15 @@ def _agree(a: Sequence[Parts], b: Sequence[Parts]) -> bool:
     return True
 
 
-def finished(options: TaylorOptions, value: Tensor, slope: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Value and slope as the caller gets them: with a graph, or without."""
-    d = torch.zeros_like(value) if slope is None else slope
+def finished(options: TaylorOptions, value: Tensor, d: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Value and derivative as the caller gets them: with a graph, or without."""
+    d = torch.zeros_like(value) if d is None else d
     if torch_internals.transforms_active():
         return value, d
     if not options.keep:
         return value.detach().clone(), d.detach().clone()
     if value.requires_grad and not d.requires_grad:
-        # a zero slope that a loss can still go backward from
+        # a zero derivative that a loss can still go backward from
         d = d + value.masked_fill(torch.ones_like(value, dtype=torch.bool), 0)
     return value, d
 

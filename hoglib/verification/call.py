@@ -4,7 +4,7 @@ dtype in which a function is judged."""
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from functools import partial
 from inspect import isbuiltin
 from types import MappingProxyType
@@ -25,7 +25,7 @@ from hoglib._core.mixed_precision import is_half
 from hoglib._core.pytree import is_float
 from hoglib._core.source_location import format_error
 from hoglib._core.swap import call_with
-from hoglib._core.torch_internals import gradients, transforms_active
+from hoglib._core.torch_internals import gradients, settable_precisions, transforms_active
 from hoglib._core.torch_library import OPERATORS
 from hoglib.errors import UnsupportedError
 
@@ -456,13 +456,15 @@ _OPERATORS: tuple[Any, ...] = (
 _REDUCED = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
 
 
-def exact_products() -> AbstractContextManager[None]:
+@contextmanager
+def exact_products() -> Iterator[None]:
     """Inside, float32 matrix products and convolutions are computed in float32, not in TF32 or less."""
     settings: list[tuple[Any, str, Any]] = [(_BACKENDS, "fp32_precision", "ieee")]
     settings += [(one, "fp32_precision", "ieee") for one in _OPERATORS]
     settings += _cudnn()
     settings += [(_BACKENDS.cuda.matmul, name, False) for name in _REDUCED]
-    return replaced(settings)
+    with settable_precisions(), replaced(settings):
+        yield
 
 
 def _cudnn() -> list[tuple[Any, str, Any]]:

@@ -1,5 +1,5 @@
-"""What waits for a device, and what is launched there: after the first call at a signature no product
-waits, and a pass over the data waits for its result alone."""
+"""What waits for a device: after the first call at a signature no product does, and a pass over the data
+three times. What is not finite is reported all the same, one call later."""
 
 import pytest
 import torch
@@ -95,3 +95,41 @@ def test_waits(name):
         call()
     assert found.launches > 0
     assert found.stalls <= most, str(found)
+
+
+def likelihood(x, device="cuda"):
+    net = network()
+    loss, params = hog.functional_loss(net, cross_entropy), hog.trainable_params(net)
+    return hog.fisher_vp(loss, params, params, (x, torch.zeros(3, dtype=torch.long, device=device)))
+
+
+# a function that is finite at ones, and a call of it at some point
+LATE = {
+    "hvp": lambda x: hog.hvp(lambda x: x.pow(1.5).sum(), x[0], x[0]),
+    "laplacian": lambda x: hog.laplacian(lambda x: x.pow(1.5).sum(-1), x),
+    "forces": lambda x: penalties.forces(lambda x: x.pow(1.5).sum(-1), x, hessian=True),
+    "fisher_vp": likelihood,
+}
+
+
+def reported(warned):
+    return [w for w in warned.list if "infinite" in str(w.message)]
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_what_is_not_finite_is_reported_at_the_next_call(name, recwarn):
+    call, good = LATE[name], torch.ones(3, 8, device="cuda")
+    call(good), call(good)
+    call(good * torch.nan if name == "fisher_vp" else 0 * good)
+    assert not reported(recwarn)
+    torch.cuda.synchronize()
+    if name == "fisher_vp":
+        with pytest.raises(hog.errors.NonFiniteError, match=r"outputs: .* one call ago"):
+            call(good)
+    else:
+        with pytest.warns(UserWarning, match="infinite or NaN, first behind"):
+            call(good)
+    recwarn.clear()
+    torch.cuda.synchronize()
+    call(good), call(good)  # once
+    assert not reported(recwarn)

@@ -357,6 +357,15 @@ def test_reduced_precision_is_off_inside_and_back_afterwards(precision):
         torch.set_float32_matmul_precision("highest")
 
 
+def test_precisions_may_be_fixed_by_tests_of_others(monkeypatch):
+    """As an import of torch.testing._internal does, for the whole process."""
+    flags = torch.backends.disable_global_flags.__globals__
+    monkeypatch.setitem(flags, "__allow_nonbracketed_mutation_flag", False)
+    with pytest.raises(RuntimeError, match="disable_global_flags"):
+        torch.backends.cudnn.allow_tf32 = False
+    assert hog.verify(Cube, x).ok
+
+
 def test_it_is_the_same_twice():
     a, b = (hog.verify(WrongSign, x).to_json() for _ in range(2))
     assert a == b
