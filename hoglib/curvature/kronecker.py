@@ -113,7 +113,7 @@ class KroneckerBlock:
             return self
         a, QA = eigen_of(self.A)
         g, QG = eigen_of(self.G)
-        return KroneckerBlock(self.layout, QA, _given(QG), g.unsqueeze(-1) * a.unsqueeze(-2))
+        return KroneckerBlock(self.layout, QA, not_none(QG), g.unsqueeze(-1) * a.unsqueeze(-2))
 
     def unrotated(self) -> "KroneckerBlock":
         """The diagonal of the block as one with unit eigenvectors."""
@@ -127,7 +127,7 @@ class KroneckerBlock:
     def map(self, function: Callable[[Tensor], Tensor]) -> "KroneckerBlock":
         """The function of the matrix."""
         block = self.eigen()
-        return replace(block, values=validation.of_eigenvalues(function, _given(block.values)))
+        return replace(block, values=validation.of_eigenvalues(function, not_none(block.values)))
 
     def inverse_of_damped_factors(self, damping: float, balanced: bool) -> "KroneckerBlock":
         """(G + d_G I)^-1 ⊗ (A + d_A I)^-1, d_A = pi sqrt(damping), d_G = sqrt(damping) / pi."""
@@ -147,7 +147,7 @@ class KroneckerBlock:
 
 def eigen_of(factor: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Eigenvalues and eigenvectors of a factor; of a diagonal one no vectors."""
-    factor = _given(factor)
+    factor = not_none(factor)
     if factor.dim() == 2:
         return factor.clamp(min=0), None
     if factor.shape[-1] == 1:
@@ -156,23 +156,23 @@ def eigen_of(factor: Tensor | None) -> tuple[Tensor, Tensor | None]:
     return values.clamp(min=0), vectors
 
 
-def _given(tensor: Tensor | None) -> Tensor:
+def not_none(tensor: Tensor | None) -> Tensor:
     assert tensor is not None
     return tensor
 
 
 def _times(V: Tensor, A: Tensor | None) -> Tensor:
-    A = _given(A)
+    A = not_none(A)
     return V * A.unsqueeze(-2) if A.dim() == 2 else V @ A
 
 
 def _diagonal_of_factor(factor: Tensor | None) -> Tensor:
-    factor = _given(factor)
+    factor = not_none(factor)
     return factor if factor.dim() == 2 else factor.diagonal(dim1=-2, dim2=-1)
 
 
 def _inverse(factor: Tensor | None, damping: Tensor) -> Tensor:
-    factor = _given(factor)
+    factor = not_none(factor)
     if factor.dim() == 2:
         return 1 / (factor + damping.reshape(-1, 1))
     inverse = damped_inverse(factor, damping)
@@ -263,7 +263,7 @@ class KroneckerOperator(LinearOperator):
         number = validation.number("damping", damping, minimum=0)
         if validation.one_of("method", method, get_args(InverseMethod)) == "exact":
             damped = self.damped(number)
-            values = torch.cat([_given(block.values).reshape(-1) for block in damped.blocks()])
+            values = torch.cat([not_none(block.values).reshape(-1) for block in damped.blocks()])
             lowest, largest = torch.stack([values.min(), values.abs().max()]).tolist()
             rounding = torch.finfo(values.dtype).eps * largest
             if lowest <= (0 if number else rounding):
@@ -306,7 +306,7 @@ class KroneckerOperator(LinearOperator):
     def eigenvalues(self) -> Tensor:
         """All eigenvalues [P], ascending."""
         with torch.inference_mode(False), torch.no_grad():
-            values = [_given(block.eigen().values).reshape(-1) for block in self.blocks()]
+            values = [not_none(block.eigen().values).reshape(-1) for block in self.blocks()]
             return torch.cat(values).sort().values.to(self.dtype)
 
     def logdet(self) -> Tensor:  # type: ignore[override]

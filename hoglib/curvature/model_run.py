@@ -37,7 +37,7 @@ from hoglib._core.validation import listing
 from hoglib.curvature.data import first_examples, row_count
 from hoglib.curvature.fisher_metric import FisherMetric, columns, examples_of
 from hoglib.curvature.gauss_newton import CompositeLoss
-from hoglib.curvature.kronecker import BlockLayout, _given
+from hoglib.curvature.kronecker import BlockLayout, not_none
 from hoglib.curvature.layer_calls import LayerCall, LayerRecorder, Region, unlike_rows
 from hoglib.curvature.vector_space import Space
 from hoglib.errors import NoSecondDerivative, UnsupportedError
@@ -145,7 +145,7 @@ def summed_gradient(layer: Layer, gradients: Gradients, dtype: torch.dtype) -> T
             part = rows.mT @ input_rows(layer, call, dtype)
         if role.matrix == "elementwise":
             # whose calls have one slope: others are seen, as the gradient is not autograd's then
-            part = (role.stored(part.unsqueeze(0)) * _given(layer.calls[0].slope)).unsqueeze(0)
+            part = (role.stored(part.unsqueeze(0)) * not_none(layer.calls[0].slope)).unsqueeze(0)
         total = part if total is None else total + part
     assert total is not None  # a layer has a call
     return total
@@ -180,7 +180,7 @@ def layer_gradients(layer: Layer, gradients: Gradients, run: "ModelRun") -> Iter
         else:
             found = (g[:, start:stop].mT @ a[:, start:stop]).movedim(1, 0)
         if role.matrix == "elementwise":
-            found = role.stored(found) * _given(layer.calls[0].slope)
+            found = role.stored(found) * not_none(layer.calls[0].slope)
         rows = [found.flatten(1)]
         if layer.layout.bias is not None:
             rows.append(g[:, start:stop].sum(2).movedim(1, 0).flatten(1))
