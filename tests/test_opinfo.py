@@ -79,6 +79,9 @@ def operators() -> dict[str, Any]:
     sys.modules.setdefault("expecttest", types.SimpleNamespace(TestCase=unittest.TestCase))
     from torch.testing._internal.common_methods_invocations import op_db
 
+    # the import forbids setting precisions in the rest of the process, which other tests do
+    settings = torch.backends.disable_global_flags.__globals__
+    settings["__allow_nonbracketed_mutation_flag"] = True
     every = [op for op in op_db if torch.float64 in op.supported_dtypes("cpu")]
     names = [f"{op.name}.{op.variant_test_name}".strip(".") for op in every]
     return {name: op for name, op in zip(names, every, strict=True) if op.supports_autograd}
