@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hoglib._core import pytree, torch_internals
 from hoglib._core.device_reads import read_late
+from hoglib._core.torch_modes import without_stand_ins
 from hoglib.errors import (
     ArgumentIndexError,
     ArgumentTypeError,
@@ -337,6 +338,9 @@ def _all_like(leaves: list[Any], expected: list[Tensor], columns: Any) -> bool:
 def scalar(what: str, value: Any) -> Tensor:
     """Checks for a real floating-point tensor without dimensions."""
     tensor(what, value)
+    with without_stand_ins():  # which see each of these questions
+        if value.dim() == 0 and value.is_floating_point():
+            return value
     if value.dim() != 0:
         how = "reduce it, for instance with `.mean()`"
         if value.numel() == 1:
@@ -345,11 +349,7 @@ def scalar(what: str, value: Any) -> Tensor:
             f"{what}: expected a scalar, got {describe(value)}; {how}, or use a "
             "criterion with reduction='mean'."
         )
-    if not value.is_floating_point():
-        raise ArgumentTypeError(
-            f"{what}: expected a real floating-point scalar, got {describe(value)}."
-        )
-    return value
+    raise ArgumentTypeError(f"{what}: expected a real floating-point scalar, got {describe(value)}.")
 
 
 def finite(what: str, values: Tensor, advice: str, *, late: bool = False) -> Tensor:
