@@ -349,7 +349,9 @@ def scalar(what: str, value: Any) -> Tensor:
             f"{what}: expected a scalar, got {describe(value)}; {how}, or use a "
             "criterion with reduction='mean'."
         )
-    raise ArgumentTypeError(f"{what}: expected a real floating-point scalar, got {describe(value)}.")
+    raise ArgumentTypeError(
+        f"{what}: expected a real floating-point scalar, got {describe(value)}."
+    )
 
 
 def finite(what: str, values: Tensor, advice: str, *, late: bool = False) -> Tensor:
