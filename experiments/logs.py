@@ -9,10 +9,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.loggers import CSVLogger
+import lightning.pytorch as pl
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from matplotlib.image import imread
 
-from experiments.runs import is_rank_zero
+from experiments.runs import is_rank_zero, run_folder
 
 METRICS = "metrics.csv"
 RUNS = "runs"  # the folder of all runs
@@ -89,6 +91,22 @@ class RunLogger(CSVLogger):
             self.experiment.metrics = rows
             self.experiment.save()
         super().log_metrics(metrics, step)
+
+
+class PictureLogger(pl.Callback):
+    """Sends the pictures of a test to the loggers that take images, as TensorBoard's and W&B's do."""
+
+    def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        pictures = sorted(run_folder(trainer).glob("*.png"))
+        for logger in trainer.loggers if is_rank_zero() else ():
+            for picture in pictures:
+                if isinstance(logger, TensorBoardLogger):
+                    pixels = imread(picture)[..., :3]
+                    logger.experiment.add_image(
+                        picture.stem, pixels, trainer.global_step, dataformats="HWC"
+                    )
+                elif hasattr(logger, "log_image"):
+                    logger.log_image(picture.stem, [str(picture)], trainer.global_step)
 
 
 def curves(folder: Path) -> dict[str, Points]:

@@ -13,6 +13,7 @@ import torch
 import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.loggers import Logger
 
 from experiments import runs
 from experiments.checks import at_least
@@ -20,7 +21,7 @@ from experiments.command.checkpoint import LastCheckpoint
 from experiments.command.messages import shorten_parser_error
 from experiments.command.progress import FitAndTestBar
 from experiments.command.trainer import Trainer
-from experiments.logs import RunLogger
+from experiments.logs import PictureLogger, RunLogger
 from experiments.training.processes import (
     LOST,
     ProcessSeeds,
@@ -164,13 +165,20 @@ class ExperimentCLI(LightningCLI):
             ProcessSeeds(),
             RNGState(),
             LastCheckpoint(every),
+            PictureLogger(),
         ]
         settings["strategy"] = choose_strategy(settings.get("strategy"), self.model)
         if settings.get("enable_progress_bar") is not False:
             callbacks.append(FitAndTestBar())
-        logger, root = settings.get("logger"), settings.get("default_root_dir")
-        if isinstance(logger, RunLogger) and root is not None:
-            logger.use_root(str(root))
+        if isinstance(given := settings.get("logger"), Logger | list):
+            loggers = given if isinstance(given, list) else [given]
+            options: Any = self._get(self.config, "trainer").logger
+            name = options.init_args.get("name") if isinstance(given, Logger) else None
+            # the first, so that the run's folder is the same whatever other logger gets its numbers
+            own = [x for x in loggers if isinstance(x, RunLogger)] or [RunLogger(name or "run")]
+            if (root := settings.get("default_root_dir")) is not None:
+                own[0].use_root(str(root))
+            settings["logger"] = [*own, *(x for x in loggers if x not in own)]
         settings["callbacks"] = [*callbacks, *(settings.get("callbacks") or [])]
         try:
             return super().instantiate_trainer(**kwargs)

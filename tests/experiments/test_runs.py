@@ -1,10 +1,12 @@
 """What every experiment does: it reports, goes on bit for bit, and is judged as it was trained."""
 
 import re
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.testing import assert_close
 
 from experiments.autoencoder import Race
@@ -223,6 +225,19 @@ def test_options_that_contradict_the_config_beside_a_checkpoint_are_refused(trai
         assert run("fit", "--ckpt_path", folder() / "last.ckpt", *options) == 2
         assert re.search(message, capsys.readouterr().err)
         assert contents(folder()) == before
+
+
+@DRAWN
+def test_another_logger_gets_the_numbers_and_pictures_too(capsys):
+    _, fit, folder = smoke("maml/sinusoid")
+    tensorboard = "lightning.pytorch.loggers.TensorBoardLogger"
+    fit("--trainer.logger", tensorboard, "--trainer.logger.save_dir", "other")
+    pictures = {picture.stem for picture in folder().glob("*.png")}
+    assert pictures == {"tasks", "training_curve"}
+    (logged,) = (path.parent for path in Path("other").rglob("hparams.yaml"))
+    found = EventAccumulator(str(logged)).Reload().Tags()
+    assert pictures == {*found["images"]}
+    assert {"train/loss", "test/mse_after_1"} <= {*found["scalars"]}
 
 
 TOO_LARGE = {
