@@ -57,6 +57,9 @@ def test_torch_still_says_what_the_page_of_its_errors_quotes():
     missing = [text for text in quoted if text not in code]
     libraries = [file for file in (torchs / "lib").glob("*.*") if file.is_file()]
     for library in sorted(libraries, key=lambda file: file.stat().st_size):
-        with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as all_of:
+        with (
+            library.open("rb") as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as all_of,
+        ):
             missing = [text for text in missing if all_of.find(text.encode()) < 0]
     assert not missing
