@@ -4,6 +4,7 @@ public name once."""
 import os
 import pkgutil
 import re
+import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -65,6 +66,30 @@ def test_no_docstring_shows_its_markup(site):
         assert not re.search(
             r":(func|class|meth|attr):|&gt;&gt;&gt;|^(Args|Returns|Raises):$", text, re.M
         ), page
+
+
+QUESTIONS = {  # what people type: pages of which one is among the first three
+    "hog.KFACOperator": ["reference/curvature"], "KFAC": ["kronecker", "reference/curvature"],
+    "sharpness": ["operators", "getting-started"], "largest eigenvalue": ["operators", "curvature"],
+    "Hessian vector product": ["curvature"], "influence functions": ["kronecker"],
+    "WGAN-GP": ["penalties", "penalty-comparison"], "R1 penalty": ["how-to/gan-penalty", "penalties"],
+    "MAML batch norm": ["meta"], "hypergradient": ["hypergradients"], "out of memory": ["concepts/memory"],
+    "check custom Function": ["verify"], "verify in CI": ["how-to/verify-in-ci"], "Laplacian PINN": ["how-to/pinn"],
+    "forces": ["how-to/potential"], "Hugging Face": ["how-to/hugging-face"], "LoRA": ["how-to/lora"],
+    "Lightning checkpoint": ["lightning"], "torch.compile": ["compile"], "per example gradients": ["kronecker", "faq"],
+}  # fmt: skip
+
+
+def test_the_search_finds_the_page_of_a_question_among_the_first_three(site):
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("the site's search is JavaScript, which node runs")
+    command = [node, str(ROOT / "tests" / "site_search.mjs"), str(site), *QUESTIONS]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    found = {question: line.split()[:3] for question, line in zip(QUESTIONS, lines, strict=True)}
+    missed = {q: first for q, first in found.items() if not set(QUESTIONS[q]) & set(first)}
+    assert len(QUESTIONS) == 20
+    assert len(missed) <= 2, missed
 
 
 def identity(path):
