@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch.autograd import Function
 
 from tests.functions import by_saved, save_inputs
-from tests.zoo.exhibit import normal, positive
+from tests.zoo.exhibit import normal
 from tests.zoo.published.specimen import Specimen
 
 
@@ -23,35 +23,6 @@ class MishMemoryEfficient(Function):
         (x,) = ctx.saved_tensors
         t = torch.tanh(F.softplus(x))
         return g * (t + x * torch.sigmoid(x) * (1 - t * t))
-
-
-class InvertibleLeaky(Function):
-    """y = leaky(w x + b), w > 0; the backward recovers x from the output, the only thing saved."""
-
-    @staticmethod
-    def forward(ctx, x, w, b):
-        y = F.leaky_relu(w * x + b, 0.1)
-        ctx.save_for_backward(y, w, b)
-        return y
-
-    @staticmethod
-    def backward(ctx, g):
-        y, w, b = ctx.saved_tensors
-        x = (torch.where(y > 0, y, y / 0.1) - b) / w
-        g = torch.where(y > 0, g, 0.1 * g)
-        return g * w, (g * x).sum(0), g.sum(0)
-
-
-class InvertibleLeakyDetached(InvertibleLeaky):
-    """The same, but x is recovered from the detached output."""
-
-    @staticmethod
-    def backward(ctx, g):
-        y, w, b = ctx.saved_tensors
-        y = y.detach()
-        x = (torch.where(y > 0, y, y / 0.1) - b) / w
-        g = torch.where(y > 0, g, 0.1 * g)
-        return g * w, (g * x).sum(0), g.sum(0)
 
 
 class PReLUKeepsInput(Function):
@@ -164,16 +135,8 @@ class DropoutSeed(Function):
     backward = staticmethod(lambda ctx, g: 2 * g * _mask(ctx.seed, g))
 
 
-def _scaled():
-    (x,) = normal((3, 4))()
-    w, b = positive((4,), (4,))()
-    return x, w, b
-
-
 SPECIMENS = [
     Specimen("memory-efficient mish", MishMemoryEfficient, normal((3, 4))),
-    Specimen("invertible leaky ReLU", InvertibleLeaky, _scaled),
-    Specimen("invertible leaky ReLU, output detached", InvertibleLeakyDetached, _scaled, "fail", (".detach()",)),
     Specimen("PReLU, input as an attribute", PReLUKeepsInput, normal((3, 4), (4,)), "warn", ("ctx.input",)),
     Specimen("ReLU, mask saved", ReluMask, normal((3, 4))),
     Specimen("LSTM cell", LSTMCell, normal((3, 8), (3, 2))),

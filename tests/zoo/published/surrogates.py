@@ -124,12 +124,6 @@ class ClipGradient(Function):
     backward = staticmethod(lambda ctx, g: g.clamp(-0.5, 0.5))
 
 
-class ClipGradientInPlace(ClipGradient):
-    """y = x, but g itself is clamped, behind autograd's back."""
-
-    backward = staticmethod(lambda ctx, g: g.data.clamp_(-0.5, 0.5))
-
-
 def _activations_and_step():
     return torch.randn(3, 4), 0.2 + 0.1 * torch.rand(())
 
@@ -144,5 +138,4 @@ SPECIMENS = [
     Specimen("learned step size, ratio saved", LearnedStepSavesRatio, _activations_and_step, "fail", ("saved_tensors[0]",), SURROGATE),
     Specimen("gradient reversal", Reversal, normal((3, 4)), options=SURROGATE),
     Specimen("gradient clipping", ClipGradient, positive((3, 4)), options=SURROGATE),
-    Specimen("gradient clipping in place", ClipGradientInPlace, positive((3, 4)), "fail", ("in place", "grad_output"), SURROGATE),
 ]  # fmt: skip
