@@ -126,10 +126,8 @@ def symptoms(function, inputs, surrogate=False) -> set[str]:
 
 # --- what is claimed ------------------------------------------------------------------------------
 
-FIRST, SECOND = (
-    {"first derivative"},
-    {"second derivative"},
-)  # what an exhibit shows unless it stands below
+NONE, FIRST = set(), {"first derivative"}
+SECOND = {"second derivative"}  # what an exhibit shows unless it stands below
 CUT_ELSEWHERE = "a cut for large values only"
 CLAIMS = {
     **dict.fromkeys(
