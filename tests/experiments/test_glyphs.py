@@ -10,7 +10,7 @@ import torch
 from fontTools.unicodedata import script as script_of
 
 from experiments.data.build_glyphs import drawing, fonts, scripts
-from experiments.data.build_glyphs.classes import SAME, Class, blur, join_twins
+from experiments.data.build_glyphs.classes import Class, blur, join_twins
 from experiments.data.build_glyphs.confusion import drop_confused
 from experiments.data.image_classes import GLYPHS, SPLITS, glyphs
 
@@ -78,35 +78,6 @@ def test_families_are_those_of_names_and_no_name_is_in_two_splits():
         assert fonts.family_of(name) == family
 
 
-def test_no_image_is_blank_clipped_or_a_copy_within_its_class(data):
-    images = data["images"]
-    assert not (set(np.unique(images)) - set(range(0, 256, 17)))
-    assert ((images > 127).sum((1, 2)) >= 5).all()
-    edge = images.copy()
-    edge[:, 3:-3, 3:-3] = 0
-    assert not edge.any()  # a margin of three pixels
-    ink = images > 0
-    spans = np.maximum(*(ink.any(axis).sum(1) for axis in (1, 2)))
-    assert spans.max() == 22
-    for axis in (1, 2):  # ink is in the middle, but for a pixel that rounding or faintness takes
-        there = ink.any(axis)
-        assert np.abs(there.argmax(1) - there[:, ::-1].argmax(1)).max() <= 3
-    for number in range(len(CLASSES)):
-        x = blur(images[data["label"] == number])
-        likeness = x @ x.T
-        np.fill_diagonal(likeness, 0)
-        assert likeness.max() <= SAME + 1e-5, CLASSES[number]
-
-
-def test_no_image_is_in_two_classes_but_for_a_few_that_their_typefaces_draw_alike(data):
-    owners = defaultdict(set)
-    for image, number in zip(data["images"], data["label"], strict=True):
-        owners[image.tobytes()].add(int(number))
-    shared = [found for found in owners.values() if len(found) > 1]
-    assert len(shared) < 0.002 * len(data["images"])
-    assert max(map(len, shared), default=1) <= 3  # a fallback box would be in many
-
-
 def test_splits_load_as_uint8_with_names():
     for split in SPLITS:
         found = glyphs(split)
@@ -117,20 +88,6 @@ def test_splits_load_as_uint8_with_names():
         assert found.images.shape[1:] == (1, 28, 28)
     with pytest.raises(ValueError, match="split: expected"):
         glyphs("valid")
-
-
-def test_all_fonts_are_listed_with_their_licences():
-    rows = table("FONTS.csv")
-    assert sum(int(row["typefaces"]) for row in rows) == len(TYPEFACES)
-    assert {(row["package"], row["family"]) for row in rows} == {
-        (row["package"], row["family"]) for row in TYPEFACES
-    }
-    for row in rows:
-        assert row["licence"] not in ("", "see the package"), row
-        assert row["version"], row
-    packages = dict(line.split("=") for line in (GLYPHS / "packages.txt").read_text().split())
-    for row in rows:
-        assert row["package"] == "matplotlib" or packages[row["package"]] == row["version"]
 
 
 @pytest.fixture(scope="module")

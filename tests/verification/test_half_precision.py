@@ -76,15 +76,17 @@ def inputs(shapes, dtype, seed):
     return [torch.randn(shape, generator=random, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
-# Each kind in each half precision, and in each dtype of the inputs; the others of the same kind, at another
-# seed or by another factor, are once more what the kept one shows.
+# Each kind in a half precision, and in a dtype of the inputs; the others of the same kind, at another seed or
+# by another factor, are once more what the kept one shows.
 RIGHT = itertools.product(range(2), KINDS, DTYPES, [torch.float32, torch.float64])
 
 
 @pytest.mark.parametrize(
     ("seed", "kind", "half", "dtype"),
     all_but(
-        lambda seed, kind, half, dtype: seed == DTYPES.index(half) == (dtype == torch.float32),
+        lambda seed, kind, half, dtype: (
+            seed == DTYPES.index(half) == (dtype == torch.float32) == (kind == "a softmax")
+        ),
         RIGHT,
     ),
 )
