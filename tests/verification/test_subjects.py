@@ -241,14 +241,14 @@ def test_ties_are_no_error(function, value):
     assert hog.verify(function, torch.full((5,), value)).ok
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_network_on_its_kinks_is_no_error(seed):
     torch.manual_seed(seed)
     net = nn.Sequential(nn.Linear(4, 8, bias=False), nn.ReLU(), nn.Linear(8, 3))
     assert hog.verify(net, torch.zeros(5, 4)).ok
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_fast_oscillations_are_no_error(seed):
     t = torch.randn(4, 3, generator=torch.Generator().manual_seed(seed))
     report = hog.verify(lambda t: torch.sin(1e6 * t), t)

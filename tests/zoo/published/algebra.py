@@ -5,7 +5,6 @@ import torch
 from torch.autograd import Function
 
 from tests.functions import by_saved, made, saving_output
-from tests.zoo.exhibit import normal
 from tests.zoo.published.specimen import Specimen
 
 
@@ -49,28 +48,6 @@ class SquareRootNumpy(SquareRoot):
         return torch.from_numpy(x).to(g).reshape(g.shape)
 
 
-class Sylvester(Function):
-    """A X + X B = C; C receives Z of A^T Z + Z B^T = G, the same Function; A -Z X^T, B -X^T Z."""
-
-    forward = staticmethod(lambda a, b, c: _sylvester(a, b, c))
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        a, b, _ = inputs
-        ctx.save_for_backward(a, b, output)
-
-    @staticmethod
-    def backward(ctx, g):
-        a, b, x = ctx.saved_tensors
-        z = Sylvester.apply(a.mT, b.mT, g)
-        need = ctx.needs_input_grad
-        return (
-            -z @ x.mT if need[0] else None,
-            -x.mT @ z if need[1] else None,
-            z if need[2] else None,
-        )
-
-
 class LogDet(Function):
     """y = log det S, S = (A + A^T) / 2, by Cholesky; A receives g S^-1."""
 
@@ -104,33 +81,8 @@ class ComplexMulNoConjugate(ComplexMul):
     backward = by_saved(lambda g, a, b: (g * b, g * a))
 
 
-class Rotary(Function):
-    """Pairs of features turned by angles that depend on the position alone, which are saved."""
-
-    @staticmethod
-    def _turn(x, cos, sin):
-        a, b = x.chunk(2, -1)
-        return torch.cat((a * cos - b * sin, a * sin + b * cos), -1)
-
-    @staticmethod
-    def forward(ctx, x):
-        n, d = x.shape
-        speed = 100.0 ** (-torch.arange(d // 2, dtype=x.dtype, device=x.device) / d)
-        angle = torch.arange(n, dtype=x.dtype, device=x.device)[:, None] * speed
-        cos, sin = angle.cos(), angle.sin()
-        ctx.save_for_backward(cos, sin)
-        return Rotary._turn(x, cos, sin)
-
-    backward = by_saved(lambda g, cos, sin: Rotary._turn(g, cos, -sin))
-
-
 def _near_identity():
     return (torch.eye(3) + 0.2 * torch.randn(3, 3),)
-
-
-def _equation():
-    a, b = 2 * torch.eye(3) + 0.2 * torch.randn(3, 3), torch.eye(2) + 0.2 * torch.randn(2, 2)
-    return a, b, torch.randn(3, 2)
 
 
 def _positive_definite():
@@ -145,10 +97,8 @@ def _complex():
 SPECIMENS = [
     Specimen("matrix square root", SquareRoot, _near_identity),
     Specimen("matrix square root, solved in NumPy", SquareRootNumpy, _near_identity, "fail", ("numpy",)),
-    Specimen("Sylvester equation", Sylvester, _equation),
     Specimen("log det by Cholesky", LogDet, _positive_definite),
     Specimen("log det by Cholesky, inverse saved", LogDetSavesInverse, _positive_definite, "fail", ("saved_tensors[0]",)),
     Specimen("complex product", ComplexMul, _complex),
     Specimen("complex product, no conjugate", ComplexMulNoConjugate, _complex, "fail", ("expected", "inputs[")),
-    Specimen("rotary embedding, table saved", Rotary, normal((3, 4))),
 ]  # fmt: skip
