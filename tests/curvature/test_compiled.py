@@ -10,7 +10,7 @@ from torch import nn
 
 import hoglib as hog
 from hoglib.curvature import compiled
-from tests.curvature.problems import F64, MODELS, draw, flat, problem, relative
+from tests.curvature.problems import F64, draw, flat, problem, relative
 from tests.graphs import graphs_of
 from tests.rows import rows
 from tests.unchanged import unchanged
@@ -60,12 +60,6 @@ def check_product(product, name, mode="auto", blocks=()):
             found = run(v, batch, compile="eager")
         same(found, run(v, batch))
     assert graphs(loss) == 1 + bool(blocks)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_a_hessian_product_equals_the_eager_one(name):
-    """Which goes through every operation of a model twice, the other products once."""
-    check_product(hog.hvp, name)
 
 
 MODES = [

@@ -172,22 +172,6 @@ def test_a_module_that_runs_again_in_backward(way, dtype):
     assert all(p is before[name] for name, p in model.named_parameters())
 
 
-@pytest.mark.parametrize("way", ["checkpoint", "function"])
-def test_hvp_and_hessian_through_a_module_that_runs_again_in_backward(way):
-    batch = (x.double(), torch.randn(4, 2, dtype=torch.float64))
-
-    def derivatives(way):
-        model = Block(way).double()
-        loss = hog.functional_loss(model, nn.functional.mse_loss)
-        # not the model's own numbers, which a second forward would find
-        params = {k: p.detach() + 0.1 for k, p in hog.trainable_params(model).items()}
-        v = {k: torch.ones_like(p) for k, p in params.items()}
-        product = hog.hvp(loss, params, v, batch)[1]
-        return product, hog.hessian(loss, params, batch)
-
-    torch.testing.assert_close(derivatives(way), derivatives("plain"))
-
-
 def test_a_module_that_differentiates_by_its_input():
     class Force(nn.Module):
         def __init__(self):

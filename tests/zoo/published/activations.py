@@ -1,28 +1,11 @@
 """Activations, gates and dropout."""
 
 import torch
-import torch.nn.functional as F
 from torch.autograd import Function
 
-from tests.functions import by_saved, save_inputs
+from tests.functions import by_saved
 from tests.zoo.exhibit import normal
 from tests.zoo.published.specimen import Specimen
-
-
-class MishMemoryEfficient(Function):
-    """y = x tanh(softplus x), saving x alone, in the new style."""
-
-    generate_vmap_rule = True
-
-    forward = staticmethod(lambda x: x * torch.tanh(F.softplus(x)))
-
-    setup_context = save_inputs
-
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        t = torch.tanh(F.softplus(x))
-        return g * (t + x * torch.sigmoid(x) * (1 - t * t))
 
 
 class PReLUKeepsInput(Function):
@@ -40,18 +23,6 @@ class PReLUKeepsInput(Function):
         gx = torch.where(ctx.input > 0, g, a * g) if ctx.needs_input_grad[0] else None
         ga = (g * ctx.input.clamp(max=0)).sum(0) if ctx.needs_input_grad[1] else None
         return gx, ga
-
-
-class ReluMask(Function):
-    """y = max(x, 0), saving a mask of booleans, which has no derivative to lose."""
-
-    @staticmethod
-    def forward(ctx, x):
-        mask = x > 0
-        ctx.save_for_backward(mask)
-        return x * mask
-
-    backward = by_saved(lambda g, mask: g * mask)
 
 
 def _cell_gradients(i, f, o, n, c, t, gh, gc):
@@ -136,9 +107,7 @@ class DropoutSeed(Function):
 
 
 SPECIMENS = [
-    Specimen("memory-efficient mish", MishMemoryEfficient, normal((3, 4))),
     Specimen("PReLU, input as an attribute", PReLUKeepsInput, normal((3, 4), (4,)), "warn", ("ctx.input",)),
-    Specimen("ReLU, mask saved", ReluMask, normal((3, 4))),
     Specimen("LSTM cell", LSTMCell, normal((3, 8), (3, 2))),
     Specimen("LSTM cell, gates saved", LSTMCellSavesGates, normal((3, 8), (3, 2)), "fail", ("saved_tensors[0]",)),
     Specimen("dropout, mask saved", Dropout, normal((3, 4))),
