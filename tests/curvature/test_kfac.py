@@ -367,6 +367,7 @@ def test_uses_of_a_parameter(name):
     torch.manual_seed(1)
     loss = hog.functional_loss(make().double(), F.cross_entropy)
     params, x = hog.trainable_params(loss.model), TOKENS if positions else draw(5, 3)
+    # of one example, whose positions might be taken for examples
     for n in (5, 1) if positions or form == "block of one" else (5,):
         batch = x[:n], torch.arange(n) % 3
         M = hog.GGNOperator(loss, params, split(batch)).to_dense()

@@ -81,7 +81,7 @@ def test_every_cell_is_of_a_property() -> None:
 
 THEMES = sorted({info.theme for info in CATALOGUE})
 GRAPHS = itertools.product(THEMES, ["eager", "aot_eager", "inductor"])
-# What follows Dynamo gets torch's own operations, whatever the theme; of themes with many, seconds.
+# What runs behind Dynamo gets torch's own operations, whatever the theme; where they are many, it takes seconds.
 MANY = ("missing", "wrong")
 
 

@@ -1,4 +1,4 @@
-"""Matrix functions, complex numbers, Fourier transforms, splines."""
+"""Matrix functions and complex numbers."""
 
 import numpy as np
 import torch

@@ -1,4 +1,4 @@
-"""Layers that solve something: differential equations, fixed points, reversible blocks."""
+"""Layers that solve something: fixed points, and reversible blocks."""
 
 import torch
 from torch.autograd import Function

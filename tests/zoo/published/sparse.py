@@ -1,4 +1,4 @@
-"""Losses and projections: cross-entropy, focal loss, sparsemax, entmax, top-k, soft thresholds."""
+"""Losses and projections: cross-entropy, sparsemax, entmax, soft thresholds."""
 
 import torch
 from torch.autograd import Function
