@@ -98,6 +98,16 @@ def test_the_function_behind_those_that_transforms_make():
     assert seen == [FourTimes, FourTimes]
 
 
+def test_bytes_of_what_a_graph_put_out():
+    w = torch.randn(4, 3, requires_grad=True)
+    y = (torch.randn(5, 4) @ w).double()
+    assert torch_internals.output_bytes(y.grad_fn) == 5 * 3 * 8
+    product = y.grad_fn.next_functions[0][0]
+    assert torch_internals.output_bytes(product) == 5 * 3 * 4
+    leaf = next(f for f, _ in product.next_functions if f is not None)
+    assert torch_internals.output_bytes(leaf) == 0
+
+
 def test_modes_and_subclasses_handle_gradients():
     class Other(torch.Tensor):
         pass
