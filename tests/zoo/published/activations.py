@@ -90,27 +90,10 @@ class DropoutRedrawn(Dropout):
         return 2 * g * m
 
 
-def _mask(seed, x):
-    generator = torch.Generator(x.device).manual_seed(seed)
-    return torch.rand(x.shape, generator=generator, device=x.device) < 0.5
-
-
-class DropoutSeed(Function):
-    """y = 2 x m, keeping the seed of m, a Python number."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.seed = int(torch.randint(2**31, ()))
-        return 2 * x * _mask(ctx.seed, x)
-
-    backward = staticmethod(lambda ctx, g: 2 * g * _mask(ctx.seed, g))
-
-
 SPECIMENS = [
     Specimen("PReLU, input as an attribute", PReLUKeepsInput, normal((3, 4), (4,)), "warn", ("ctx.input",)),
     Specimen("LSTM cell", LSTMCell, normal((3, 8), (3, 2))),
     Specimen("LSTM cell, gates saved", LSTMCellSavesGates, normal((3, 8), (3, 2)), "fail", ("saved_tensors[0]",)),
     Specimen("dropout, mask saved", Dropout, normal((3, 4))),
     Specimen("dropout, mask drawn twice", DropoutRedrawn, normal((3, 4)), "fail", ("deterministic",)),
-    Specimen("dropout, seed kept", DropoutSeed, normal((3, 4))),
 ]  # fmt: skip

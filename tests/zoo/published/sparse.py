@@ -1,4 +1,4 @@
-"""Losses and projections: cross-entropy, sparsemax, entmax, soft thresholds."""
+"""Losses and projections: cross-entropy, entmax, soft thresholds."""
 
 import torch
 from torch.autograd import Function
@@ -30,27 +30,6 @@ class CrossEntropyGradientInForward(Function):
         return loss
 
     backward = by_saved(lambda g, gz: (gz * g, None))
-
-
-class Sparsemax(Function):
-    """y = the point of the simplex next to z; z receives g less its mean over the support of y."""
-
-    @staticmethod
-    def forward(ctx, z):
-        ordered = z.sort(-1, descending=True).values
-        k = torch.arange(1, z.shape[-1] + 1, dtype=z.dtype, device=z.device)
-        excess = ordered.cumsum(-1) - 1
-        size = (ordered * k > excess).sum(-1, keepdim=True)
-        y = (z - excess.gather(-1, size - 1) / size).clamp(min=0)
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    def backward(ctx, g):
-        (y,) = ctx.saved_tensors
-        support = (y > 0).to(g.dtype)
-        mean = (g * support).sum(-1, keepdim=True) / support.sum(-1, keepdim=True)
-        return support * (g - mean)
 
 
 def _entmax(z):
@@ -119,7 +98,6 @@ def _spread():
 SPECIMENS = [
     Specimen("cross-entropy", CrossEntropy, _logits_and_targets),
     Specimen("cross-entropy, gradient computed in the forward", CrossEntropyGradientInForward, _logits_and_targets, "fail", ("saved_tensors[0]",)),
-    Specimen("sparsemax", Sparsemax, _spread),
     Specimen("1.5-entmax", Entmax, _spread),
     Specimen("1.5-entmax, square root of zero", EntmaxNaN, _spread, "fail", ("nan",)),
     Specimen("soft thresholding", SoftThreshold, _values_and_threshold),
