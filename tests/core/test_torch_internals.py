@@ -108,6 +108,14 @@ def test_bytes_of_what_a_graph_put_out():
     assert torch_internals.output_bytes(leaf) == 0
 
 
+def test_a_graph_that_is_not_kept_is_freed():
+    x = torch.randn(3, requires_grad=True)
+    y = x.sin()
+    torch_internals.gradients([y], [x])
+    with pytest.raises(RuntimeError, match="second time"):
+        torch_internals.gradients([y], [x])
+
+
 def test_modes_and_subclasses_handle_gradients():
     class Other(torch.Tensor):
         pass
