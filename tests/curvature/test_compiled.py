@@ -62,6 +62,12 @@ def check_product(product, name, mode="auto", blocks=()):
     assert graphs(loss) == 1 + bool(blocks)
 
 
+@pytest.mark.parametrize("name", ["CNN with BatchNorm in train", "LSTM"])
+def test_a_hessian_product_equals_the_eager_one(name):
+    """Of what a capture meets beside operations: statistics, and weights in a list."""
+    check_product(hog.hvp, name)
+
+
 MODES = [
     (hog.hvp, "reverse-over-reverse"), (hog.hvp, "forward-over-reverse"), (hog.ggn_vp, "forward"),
     (hog.ggn_vp, "reverse"), (hog.fisher_vp, "forward"), (EMPIRICAL, "reverse"),

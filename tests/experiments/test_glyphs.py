@@ -1,13 +1,11 @@
-"""The glyphs: splits, families, and the script that builds them."""
+"""The glyphs: families, how they load, and the script that builds them."""
 
 import csv
-from collections import Counter, defaultdict
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from fontTools.unicodedata import script as script_of
 
 from experiments.data.build_glyphs import drawing, fonts, scripts
 from experiments.data.build_glyphs.classes import Class, blur, join_twins
@@ -27,27 +25,7 @@ def data():
 
 
 CLASSES, TYPEFACES = table("classes.csv"), table("typefaces.csv")
-SPLIT_OF_CLASS = np.array([row["split"] for row in CLASSES])
-SPLIT_OF_FACE = np.array([row["split"] for row in TYPEFACES])
 FAMILY = np.array([row["family"] for row in TYPEFACES])
-
-
-def test_splits_have_no_character_script_or_family_in_common(data):
-    assert (SPLIT_OF_CLASS[data["label"]] == SPLIT_OF_FACE[data["typeface"]]).all()
-    for what in ("characters", "script", "family"):
-        splits = defaultdict(set)
-        for row in TYPEFACES if what == "family" else CLASSES:
-            keys = [row["character"], *row["also"].split()] if what == "characters" else [row[what]]
-            for key in keys:
-                splits[key].add(row["split"])
-        assert all(len(found) == 1 for found in splits.values())
-    characters = Counter(c for row in CLASSES for c in [row["character"], *row["also"].split()])
-    assert set(characters.values()) == {1}
-    for row in CLASSES:
-        assert row["code"] == f"U+{ord(row['character']):04X}"
-        assert row["script"] == (
-            "Latn" if row["character"].isascii() else script_of(row["character"])
-        )
 
 
 def test_families_are_those_of_names_and_no_name_is_in_two_splits():

@@ -6,6 +6,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from experiments.mean_flow import INSTANT, MEAN, MeanFlow
+from experiments.models.velocity import Velocity
 from tests.experiments.command import COMMAND_LINE, smoke
 from tests.oracles import relative
 
@@ -57,6 +58,13 @@ def test_without_an_interval_meanflow_is_flow_matching(model, drawn):
     assert_close(loss, ((u - e + x) ** 2).sum() / 6)
 
 
+def test_times_are_ordered_and_equal_for_a_share():
+    r, t = MeanFlow(width=4, instant=0.3).draw_times(4000)
+    assert (r <= t).all()
+    assert (r == t).float().mean().item() == pytest.approx(0.3, abs=0.03)
+    assert t.mean().item() == pytest.approx(2 / 3, abs=0.02)
+
+
 class Straight(nn.Module):
     """The velocities of one point x = 1 along straight lines, z = 1 + t (e - 1): u = (z - 1) / t."""
 
@@ -74,3 +82,16 @@ def test_samplers_follow_the_velocity(model, steps):
         r, t = straight.last
         assert_close(t, torch.full_like(t, 1 / steps))
         assert_close(r, t if name == INSTANT else torch.zeros_like(t))
+
+
+def test_attention_sees_all_tokens(model):
+    z = torch.randn(3, 2, dtype=F64, requires_grad=True)
+    r, t = (torch.rand(3, 1, dtype=F64, requires_grad=True) for _ in range(2))
+    for component in (0, 1):
+        grads = torch.autograd.grad(model.networks[MEAN](z, r, t)[:, component].sum(), (z, r, t))
+        assert all((g != 0).all() for g in grads)
+
+
+def test_features_have_the_frequencies_that_they_say():
+    network = Velocity(4, 1, 2, 3)
+    assert_close(network.frequency, torch.tensor([0.25, 0.5, 1.0]) * torch.pi)
