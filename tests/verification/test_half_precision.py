@@ -105,7 +105,9 @@ def test_what_is_right_is_judged_in_its_precision_with_a_warning(seed, kind, hal
 @pytest.mark.parametrize(
     ("seed", "kind", "half"),
     all_but(
-        lambda seed, kind, half: seed == DTYPES.index(half) == (kind == "rounded in backward"),
+        lambda seed, kind, half: (
+            seed == DTYPES.index(half) == (kind == "rounded in backward") and kind != "a softmax"
+        ),
         itertools.product(range(2), KINDS, DTYPES),
     ),
 )
