@@ -37,12 +37,6 @@ KINDS = {
     "ggn": hog.GGNOperator,
     "fisher, empirical": partial(hog.FisherOperator, kind="empirical"),
 }
-MODES = {  # whose products test_sharded_models.py compares
-    "hessian, forward": partial(hog.HessianOperator, mode="forward-over-reverse"),
-    "hessian, differences": partial(hog.HessianOperator, mode="finite-differences"),
-    "ggn, reverse": partial(hog.GGNOperator, mode="reverse"),
-    "fisher": hog.FisherOperator,
-}
 
 
 def seeded():
@@ -173,7 +167,7 @@ def newton(net, rows):
 def every(rank, folder, found):
     world = dist.get_world_size()
     for layout, make in (LAYOUTS | (ON_A_GRID if world == 4 else {})).items():
-        for name, kind in (KINDS | (MODES if world == 4 else {})).items():
+        for name, kind in KINDS.items():  # of other modes test_sharded_models.py has the products
             if layout in ("fsdp", "fsdp and tensor parallel") or name == "hessian":
                 found[f"{layout}: {name}"] = products(*make(rank, world), kind)
         thorough = layout in ("fsdp", "hybrid", "fsdp and tensor parallel")
@@ -338,7 +332,7 @@ def test_operators_of_several_processes_equal_those_of_one(count, tmp_path):
         )
         assert_raised(got, REFUSED, rank)
         for name, error in found.items():
-            assert error < (1e-8 if "differences" in name else 1e-10), (rank, name, error)
+            assert error < 1e-10, (rank, name, error)
 
 
 def check_sent(found, count):

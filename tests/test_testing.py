@@ -4,12 +4,11 @@ from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import hoglib as hog
 from hoglib.testing import assert_double_differentiable
-from tests.functions import ClassicCube, Cube, Detached, DetachedTangent, WrongSign, WrongTangent
+from tests.functions import Cube, Detached, DetachedTangent, WrongSign, WrongTangent
 from tests.models import Fn
 
 
@@ -17,12 +16,6 @@ def by_parameter(function):
     """x f(w), with f a function that may be wrong."""
     weight = nn.Parameter(torch.tensor([0.7, -1.3]))
     return Fn(lambda net, x: x * function(net.weight), weight=weight)
-
-
-class WrongForExpandedGradients(Cube):
-    @staticmethod
-    def backward(ctx, g):
-        return (1 if 0 in g.stride() else 3) * g * ctx.saved_tensors[0] ** 2
 
 
 class ZeroGradient(Cube):
@@ -38,9 +31,6 @@ mask = torch.tensor([0.0, 1.0])
 # fmt: off
 RIGHT = {
     "a Function": (Cube, x, {"reference": lambda t: t**3}),
-    "its apply, in a list of inputs": (Cube.apply, [x], {}),
-    "a Function without jvp, setup_context or options": (ClassicCube, x, {}),
-    "a module in float32": (nn.Sequential(nn.Linear(2, 2), nn.Tanh()), square, {}),
     "a module in training, with running averages": (nn.BatchNorm1d(2), torch.randn(5, 2), {"modes": "rr"}),
     "two outputs": (lambda t: (t.exp(), t.sin()), x, {"reference": lambda t: (t.exp(), t.sin())}),
     "an output that does not require grad": (lambda t: (t.exp(), t.detach()), x, {}),
@@ -51,7 +41,6 @@ RIGHT = {
     "random numbers that depend on nothing": (lambda t: t * torch.rand(2, dtype=t.dtype), x, {}),
     "a function that holds float32 numbers itself": (lambda t: t @ torch.ones(2), x, {}),
     "a complex input": (lambda z: z * z.conj() * z, torch.tensor([1 + 2j, 0.5j]), {"reference": lambda z: z * z.abs() ** 2}),
-    "a function that refuses non-contiguous inputs": (lambda t: t.view(-1).sin(), square, {}),
     "a mask of infinities in float32": (lambda t: (t + torch.tensor([0.0, -torch.inf])).softmax(-1)[0] * t.sin(), x, {}),
 }
 # fmt: on
@@ -78,18 +67,13 @@ def test_right_functions_pass_where_gradients_are_off(mode):
 
 # fmt: off
 WRONG = {
-    "wrong sign": (WrongSign, x, {}, "first derivative: reverse", "the sign is wrong"),
     "wrong tangent": (WrongTangent, x, {}, "first derivative: forward", "the jvp of WrongTangent is wrong"),
     "cut tangent inside a function": (lambda t: DetachedTangent.apply(t.sin()), x, {}, "second derivative: reverse-over-forward", "the tangent of output 0, by inputs[0]"),
     "a parameter's second derivative": (by_parameter(Detached.apply), x, {}, "second derivative: reverse-over-reverse", "by the parameter weight"),
-    "expanded gradients": (WrongForExpandedGradients, x, {}, "layout: stride-0 gradients", "is different"),
     "right only at zero": (ZeroGradient, torch.zeros(2), {}, "first derivative: reverse", "by inputs[0] (`x`)"),
     "a constant": (lambda t: torch.ones(3), x, {}, "first derivative: reverse", "no output with elements requires grad"),
     "no elements": (lambda t: t[2:], x, {}, "first derivative: reverse", "no output with elements requires grad"),
     "no forward rule": (lambda t: torch.cdist(t, t + 1).exp(), square, {}, "second derivative: reverse-over-reverse", "not implemented"),
-    "forward mode asked for": (ClassicCube, x, {"modes": "fr"}, "second derivative: forward-over-reverse", "ClassicCube without a jvp staticmethod"),
-    "layer_norm in reverse-over-forward": (lambda t: F.layer_norm(t, (2,)), square, {}, "culprit: layer_norm in reverse-over-forward", "torch's own layer_norm"),
-    "another value": (Cube, x, {"reference": lambda t: t**3 + 1e-5 * t**2}, "reference: value", "output 0 differs from the reference"),
     "another second derivative": (Cube, x, {"reference": lambda t: t**3 + (t - t.detach()) ** 2}, "reference: second derivative", "by inputs[0]"),
     "another number of outputs": (Cube, x, {"reference": lambda t: (t**3, t)}, "reference: value", "gives 2 outputs, the function 1"),
     "other integers": (torch.sort, x, {"reference": lambda t: (t.sort()[0], t.argsort() + 1)}, "reference: value", "output 1"),

@@ -1,8 +1,6 @@
 """Code that torch cannot see into, NumPy, SciPy, C++, as an op with hand-given derivatives.
 
-`Cube` in `tests/ops/opinfo/hand_written.py` is this chain of Functions written out for one function
-of one input, to be read first. Here it serves any number of inputs and as many orders as there are
-derivatives:
+A chain of Functions, for any number of inputs and as many orders as there are derivatives:
 
     D_0 = f        D_k = all partial derivatives of order k        d D_k[m] / dx_i = D_{k+1}[m, i]
 

@@ -25,7 +25,8 @@ def check_operator(
     tolerance: float = 1e-7,
 ) -> None:
     """An operator is its matrix, symmetric and linear, whatever form its vectors have, wherever it is
-    called; nothing that was passed in is changed. Variants take turns in where they are called.
+    called; nothing that was passed in is changed. Variants take turns in where they are called, and have
+    the products of a vector and of a block.
 
     Args:
         make: Makes the operator, a new one at each call, with the options of a variant.
@@ -45,7 +46,10 @@ def check_operator(
         for context in EVERYWHERE if number == 0 else EVERYWHERE[number % 3 :][:1]:
             with unchanged(*models), context():
                 A = make(**options)
-                check_vectors(A, dense, tolerance)
+                if number == 0:
+                    check_vectors(A, dense, tolerance)
+                for x in (draw(len(dense)), draw(len(dense), 3, seed=2)):
+                    assert relative(A @ x, dense @ x) < tolerance
                 if gradient is not None:
                     value, tree = A.gradient()  # type: ignore[attr-defined]
                     assert relative(value, gradient[0]) < tolerance

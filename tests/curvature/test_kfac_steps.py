@@ -16,20 +16,23 @@ from tests.refused import refused
 from tests.rows import rows
 
 
-def network(seed=1):
+def network(seed=1, size=10):
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(30, 20), nn.Tanh(), nn.Linear(20, 10)).double()
+    return nn.Sequential(
+        nn.Linear(3 * size, 2 * size), nn.Tanh(), nn.Linear(2 * size, size)
+    ).double()
 
 
-def task(count=200):
+def task(count=200, size=10):
     """Inputs of unlike scales, as make matrices ill-conditioned, and labels."""
-    x = (draw(count, 30, seed=2) * torch.logspace(-1, 1, 30, dtype=F64)) @ draw(30, 30, seed=3)
-    return x / 30**0.5, draw(count, 10, seed=4).argmax(1)
+    n = 3 * size
+    x = (draw(count, n, seed=2) * torch.logspace(-1, 1, n, dtype=F64)) @ draw(n, n, seed=3)
+    return x / n**0.5, draw(count, size, seed=4).argmax(1)
 
 
-def problem(seed=1):
-    loss = hog.functional_loss(network(seed), F.cross_entropy)
-    return loss, hog.trainable_params(loss.model), task()
+def problem(seed=1, size=10):
+    loss = hog.functional_loss(network(seed, size), F.cross_entropy)
+    return loss, hog.trainable_params(loss.model), task(size=size)
 
 
 def products(steps, **options):
@@ -72,7 +75,7 @@ def by_hand(loss, params, batch, damping, before):
 
 
 def test_the_definition_of_a_step():
-    loss, params, batch = problem()
+    loss, params, batch = problem(size=3)
     optimizer = KFAC(loss, damping=0.05, decay=0.0, kind="exact")
     before = None
     for _ in range(2):

@@ -218,7 +218,8 @@ def test_compiled(name):
         )
         with torch.no_grad():
             params[0].mul_(1.1)
-        assert not call(net, x, compile="eager", create_graph=False)[1].requires_grad
+        if name in ("laplacian", "biharmonic", "directional"):  # one of each function
+            assert not call(net, x, compile="eager", create_graph=False)[1].requires_grad
 
 
 @pytest.mark.full

@@ -24,6 +24,7 @@ from experiments.benchmarks import (
 )  # fmt: skip
 from experiments.benchmarks.memory import peak_bytes
 from hoglib.ops import _attention_blocks
+from tests.long_tail import FULL
 
 CPU = torch.device("cpu")
 
@@ -61,6 +62,7 @@ def test_the_audit_of_right_models_is_right_and_the_fault_is_found():
     assert "| wrong in 5 |" in lines[-1]
 
 
+@FULL
 def test_each_part_of_depth_prints_rows(printed, monkeypatch):
     def run_here(command, **options):
         """What a process of its own would print, without importing torch again."""

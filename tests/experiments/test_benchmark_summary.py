@@ -5,7 +5,7 @@ import json
 import pytest
 
 from experiments.benchmarks import __main__ as command
-from experiments.benchmarks import pages, pictures, report, summary
+from experiments.benchmarks import pages, report, summary
 from experiments.benchmarks.processes import ROOT
 
 MACHINE = {
@@ -182,13 +182,3 @@ def test_the_real_pages_have_the_marks(tmp_path):
     page.write_text("no marks")
     with pytest.raises(ValueError, match="expected the marks"):
         report.put(page, [])
-
-
-def test_the_picture_is_of_times_and_of_memory(tmp_path):
-    lines, curves = summary.lines(results()), {"store by hand": {5: (80.0, 1.0), 10: (160.0, 1.0)}}
-    sizes = []
-    for some, more in ((lines, curves), (lines, {}), ({}, curves)):
-        file = pictures.plot_benchmarks(tmp_path / "benchmarks.png", some, more)
-        sizes.append(file.stat().st_size)
-    assert min(sizes) > 5000
-    assert sizes[0] > max(sizes[1:])

@@ -87,10 +87,10 @@ SMOKE = [
 ]
 
 
-# The workload "compiled" compiles seven graphs by inductor.
+# The workload "compiled" compiles seven graphs by inductor; of products with a transformer others show the parts.
 @pytest.mark.parametrize(
     ("name", "network"),
-    all_but(lambda name, network: name != "compiled", SMOKE),
+    all_but(lambda name, network: name != "compiled" and network != "TRF", SMOKE),
     ids=lambda text: text,
 )
 def test_smoke(name, network):

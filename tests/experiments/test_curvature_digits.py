@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch.testing import assert_close
 
-from experiments.curvature import Descent, cross_entropy, squared_error
-from experiments.data.digits import Digits, Images
+from experiments.curvature import cross_entropy, squared_error
+from experiments.data.digits import Digits
 from experiments.plots.spectra import eigenvalues_per_decade
 from experiments.tables.curvature import spectrum_table
 from hoglib.curvature import hessian_spectrum
@@ -30,24 +30,6 @@ def test_losses():
     ]  # fmt: skip
     assert_close(squared_error(outputs, label), torch.stack(each).mean())
     assert_close(cross_entropy(outputs, label), F.cross_entropy(outputs, label))
-
-
-@DRAWN
-def test_the_spectrum_of_linear_regression_is_that_of_its_inputs():
-    """Without hidden layers H is X^T X / n, X with a column of ones, for each of ten outputs."""
-    data = Digits(train=300, test=10, seed=0)
-    model = Descent(hidden=[])
-    loss, params, batch = model.double().second_order_problem(
-        Images(data.train.x.double(), data.train.label)
-    )
-    x = torch.cat([batch[0], torch.ones(300, 1)], 1).double()
-    exact = torch.linalg.eigvalsh(x.T @ x / 300)
-    found = hessian_spectrum(loss, params, batch, k=1, num_samples=20, steps=60)
-    assert found.size == 650
-    assert_close(found.largest, exact[-1:])
-    assert abs(float(found.smallest)) < 1e-10  # pixels that are empty in every image
-    value, error = found.trace
-    assert abs(value - 10 * float(exact.sum())) < 4 * error
 
 
 def test_a_fit_without_the_monitor_is_the_fit_with_it_and_says_so(trained, capsys):

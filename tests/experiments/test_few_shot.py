@@ -1,19 +1,15 @@
 """Few-shot classification: the network, prototypes, what is counted, runs end to end, resume, bad input."""
 
-from pathlib import Path
-
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from torch.testing import assert_close
 
 from experiments.few_shot import FewShotClassification
 from experiments.models.networks import conv4
 from experiments.models.prototypes import Prototypes, class_means, nearest_centroid
 from experiments.tables import few_shot as tables
-from tests.experiments.command import COMMAND_LINE, DRAWN, metrics, smoke
+from tests.experiments.command import COMMAND_LINE, metrics, smoke
 
 SMOKE, fit, folder = smoke("maml/glyphs_5w1s")
 pytestmark = COMMAND_LINE
@@ -72,23 +68,6 @@ def test_every_algorithm_is_trained_and_told_by_its_options(name):
     table = (folder() / "table.txt").read_text()
     assert "<- this run" in table
     assert ("20-way 5-shot" in table) == ("20 ways" in name)
-
-
-@DRAWN
-def test_images_of_a_folder():
-    rng = np.random.default_rng(0)
-    for split in ("train", "val", "test"):
-        for name in range(6):
-            where = Path("own") / split / f"class{name}"
-            where.mkdir(parents=True)
-            tone = np.array([40 * name, 255 - 40 * name, 90])
-            for i in range(6):
-                noise = rng.integers(0, 30, (20, 20, 3))
-                pixels = np.clip(tone + noise, 0, 255).astype(np.uint8)
-                Image.fromarray(pixels).save(where / f"{i}.png")
-    fit("--data.source", "own", "--data.size", "16", "--data.channels", "3", "--model.size", "16",
-        "--model.inputs", "3", "--data.queries", "2", "--data.test_queries", "3")  # fmt: skip
-    assert "5-way 1-shot, own" in (folder() / "table.txt").read_text()
 
 
 def test_what_is_counted_is_right_by_hand():

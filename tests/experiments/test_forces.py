@@ -118,22 +118,6 @@ def test_the_energy_stays_where_nature_s_does(case, potential, clusters):
     assert_close(potential(SAME[case](clusters.x)), energy, rtol=0, atol=1e-6)
 
 
-def test_forces_are_minus_differences_of_energies(potential, clusters):
-    model = Potentials(features=8)
-    model.potentials["both"] = potential
-    energy, forces = model.predict("both", clusters.x)
-    assert_close(energy, potential(clusters.x))
-    assert forces.square().mean() > 1e-3
-    step = 1e-5
-    for atom in range(5):
-        for direction in range(3):
-            ahead, behind = clusters.x.clone(), clusters.x.clone()
-            ahead[:, atom, direction] += step
-            behind[:, atom, direction] -= step
-            slope = (potential(ahead) - potential(behind)) / (2 * step)
-            assert_close(forces[:, atom, direction], -slope, rtol=1e-6, atol=1e-6)
-
-
 def test_the_features_by_hand():
     """Three atoms in a row, 1 apart: the middle one has two neighbours at 1, the others at 1 and 2."""
     x = torch.tensor([[[-1.0, 0, 0], [0, 0, 0], [1, 0, 0]]])

@@ -13,7 +13,7 @@ from experiments.data.mixture import gaussians, sample_points, swiss_roll
 from experiments.evaluation.quality import score_points, wasserstein_distance
 from experiments.gan import GAN
 from experiments.training.adversarial import describe_penalty, relativistic_loss, wasserstein_loss
-from tests.experiments.command import COMMAND_LINE, checkpoint, smoke
+from tests.experiments.command import COMMAND_LINE, smoke
 
 SMOKE, fit, folder = smoke("gan/mixture")
 WGAN = (
@@ -25,15 +25,6 @@ pytestmark = COMMAND_LINE
 
 def summary(version=0):
     return json.loads((folder(version) / "summary.json").read_text())
-
-
-def test_as_graphs_the_run_is_the_same():
-    for compile in ("false", "eager"):
-        fit("--model.penalty.every", "3", "--model.compile", compile, "--data.iterations", "10")
-    plain, graphs = (checkpoint(folder(v))["state_dict"] for v in (0, 1))
-    # differences of the critic's outputs have no derivative by it but rounding
-    del plain["critic.3.bias"], graphs["critic.3.bias"]
-    assert_close(graphs, plain, rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
 def test_all_penalties_stand_in_one_table(trained):

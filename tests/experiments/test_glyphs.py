@@ -1,16 +1,14 @@
-"""The glyphs: counts, splits, no blanks and no copies, and the script that builds them."""
+"""The glyphs: families, how they load, and the script that builds them."""
 
 import csv
-from collections import Counter, defaultdict
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from fontTools.unicodedata import script as script_of
 
 from experiments.data.build_glyphs import drawing, fonts, scripts
-from experiments.data.build_glyphs.classes import SAME, Class, blur, join_twins
+from experiments.data.build_glyphs.classes import Class, blur, join_twins
 from experiments.data.build_glyphs.confusion import drop_confused
 from experiments.data.image_classes import GLYPHS, SPLITS, glyphs
 
@@ -27,41 +25,7 @@ def data():
 
 
 CLASSES, TYPEFACES = table("classes.csv"), table("typefaces.csv")
-SPLIT_OF_CLASS = np.array([row["split"] for row in CLASSES])
-SPLIT_OF_FACE = np.array([row["split"] for row in TYPEFACES])
 FAMILY = np.array([row["family"] for row in TYPEFACES])
-
-
-def test_there_are_a_thousand_classes_of_twenty_typefaces_in_twenty_scripts(data):
-    assert data["images"].shape == (len(data["label"]), 28, 28)
-    counts = np.bincount(data["label"], minlength=len(CLASSES))
-    assert counts.tolist() == [int(row["images"]) for row in CLASSES]
-    assert len(counts) >= 1000
-    assert counts.min() >= 20
-    assert len({row["script"] for row in CLASSES}) >= 20
-    assert sum(path.stat().st_size for path in GLYPHS.iterdir()) < 20e6
-    used = np.bincount(data["typeface"], minlength=len(TYPEFACES))
-    assert used.tolist() == [int(row["images"]) for row in TYPEFACES]
-    pairs = data["label"].astype(int) * len(TYPEFACES) + data["typeface"]
-    assert len(set(pairs.tolist())) == len(pairs)  # an image of a class for each typeface
-
-
-def test_splits_have_no_character_script_or_family_in_common(data):
-    assert (SPLIT_OF_CLASS[data["label"]] == SPLIT_OF_FACE[data["typeface"]]).all()
-    for what in ("characters", "script", "family"):
-        splits = defaultdict(set)
-        for row in TYPEFACES if what == "family" else CLASSES:
-            keys = [row["character"], *row["also"].split()] if what == "characters" else [row[what]]
-            for key in keys:
-                splits[key].add(row["split"])
-        assert all(len(found) == 1 for found in splits.values())
-    characters = Counter(c for row in CLASSES for c in [row["character"], *row["also"].split()])
-    assert set(characters.values()) == {1}
-    for row in CLASSES:
-        assert row["code"] == f"U+{ord(row['character']):04X}"
-        assert row["script"] == (
-            "Latn" if row["character"].isascii() else script_of(row["character"])
-        )
 
 
 def test_families_are_those_of_names_and_no_name_is_in_two_splits():
@@ -78,35 +42,6 @@ def test_families_are_those_of_names_and_no_name_is_in_two_splits():
         assert fonts.family_of(name) == family
 
 
-def test_no_image_is_blank_clipped_or_a_copy_within_its_class(data):
-    images = data["images"]
-    assert not (set(np.unique(images)) - set(range(0, 256, 17)))
-    assert ((images > 127).sum((1, 2)) >= 5).all()
-    edge = images.copy()
-    edge[:, 3:-3, 3:-3] = 0
-    assert not edge.any()  # a margin of three pixels
-    ink = images > 0
-    spans = np.maximum(*(ink.any(axis).sum(1) for axis in (1, 2)))
-    assert spans.max() == 22
-    for axis in (1, 2):  # ink is in the middle, but for a pixel that rounding or faintness takes
-        there = ink.any(axis)
-        assert np.abs(there.argmax(1) - there[:, ::-1].argmax(1)).max() <= 3
-    for number in range(len(CLASSES)):
-        x = blur(images[data["label"] == number])
-        likeness = x @ x.T
-        np.fill_diagonal(likeness, 0)
-        assert likeness.max() <= SAME + 1e-5, CLASSES[number]
-
-
-def test_no_image_is_in_two_classes_but_for_a_few_that_their_typefaces_draw_alike(data):
-    owners = defaultdict(set)
-    for image, number in zip(data["images"], data["label"], strict=True):
-        owners[image.tobytes()].add(int(number))
-    shared = [found for found in owners.values() if len(found) > 1]
-    assert len(shared) < 0.002 * len(data["images"])
-    assert max(map(len, shared), default=1) <= 3  # a fallback box would be in many
-
-
 def test_splits_load_as_uint8_with_names():
     for split in SPLITS:
         found = glyphs(split)
@@ -117,20 +52,6 @@ def test_splits_load_as_uint8_with_names():
         assert found.images.shape[1:] == (1, 28, 28)
     with pytest.raises(ValueError, match="split: expected"):
         glyphs("valid")
-
-
-def test_all_fonts_are_listed_with_their_licences():
-    rows = table("FONTS.csv")
-    assert sum(int(row["typefaces"]) for row in rows) == len(TYPEFACES)
-    assert {(row["package"], row["family"]) for row in rows} == {
-        (row["package"], row["family"]) for row in TYPEFACES
-    }
-    for row in rows:
-        assert row["licence"] not in ("", "see the package"), row
-        assert row["version"], row
-    packages = dict(line.split("=") for line in (GLYPHS / "packages.txt").read_text().split())
-    for row in rows:
-        assert row["package"] == "matplotlib" or packages[row["package"]] == row["version"]
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from experiments.models import digit_classifier
 from experiments.models.digit_classifier import Features, accuracy, load_classifier, random_shift
 from experiments.plots.generators import save_grid, spaced_evenly
 from experiments.tables.generators import DigitsResult, digits_table
-from tests.experiments.command import COMMAND_LINE, ROOT, checkpoint, metrics, run, smoke
+from tests.experiments.command import COMMAND_LINE, checkpoint, metrics, smoke
 
 SMOKE, fit, folder = smoke("gan/mnist")
 pytestmark = COMMAND_LINE
@@ -48,15 +48,6 @@ def test_a_penalty_at_every_eighth_step_and_a_grid_of_the_average_in_the_checkpo
         drawn = save_grid(Path("again.png"), model.average.module(points), 10)
     assert torch.equal(shades(drawn), shades(folder() / "grids/step_000012.png"))
     assert list(saved_grids(folder())) == [4, 8, 12]
-
-
-def test_runs_of_points_do_not_stand_in_the_table_of_digits(trained):
-    trained(SMOKE)
-    table = (folder() / "table.txt").read_text()
-    points = ROOT / "configs/smoke/gan/mixture.yaml"
-    assert run("fit", "--config", points, "--data.iterations", "10") == 0
-    assert run("test", "--config", folder() / "config.yaml") == 0
-    assert (folder() / "table.txt").read_text() == table
 
 
 def test_the_frechet_distance_by_scipys_root():

@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 import hoglib as hog
 from experiments.adaptation import ADAPTERS, AdapterMAML, fine_tuning
-from experiments.data.topics import CHARACTERS, SPLITS, TopicTasks, Windows, encode, text, topics
+from experiments.data.topics import CHARACTERS, SPLITS, TopicTasks, encode, topics
 from experiments.language import LanguageModel
 from experiments.maml import errors_after
 from experiments.models.gpt import CharacterGPT, add_adapters
@@ -37,17 +37,6 @@ class TestText:
         ]
         assert len(set.union(*found)) == sum(map(len, found)) > 1000
         assert {*parts[1], *parts[2]} == {name for names in SPLITS.values() for name in names}
-
-    def test_windows_are_pieces_of_their_split(self):
-        data = Windows(length=20, batch=3, iterations=4, held_out=5, seed=1)
-        for split, batch in (
-            ("train", next(iter(data.train_dataloader()))),
-            ("val", next(iter(data.val_dataloader()))),
-            ("test", next(iter(data.test_dataloader()))),
-        ):
-            everything = "".join(CHARACTERS[i] for i in text(topics(split)).tolist())
-            for row in batch.tolist():
-                assert "".join(CHARACTERS[i] for i in row) in everything
 
     def test_a_task_is_a_stretch_of_one_topic_without_common_windows(self):
         data = TopicTasks(length=10, shots=3, queries=2, held_out=7, seed=0)

@@ -13,7 +13,7 @@ from experiments.data.noisy_digits import Examples, split
 from experiments.models.networks import mlp
 from experiments.reweight import Weighted, even_weights, learned_weights, weighted_loss
 from experiments.tables.classifiers import Detection, detect_wrong_labels, reweighting_table
-from tests.experiments.command import COMMAND_LINE, DRAWN, checkpoint, smoke
+from tests.experiments.command import COMMAND_LINE, DRAWN, smoke
 
 SMOKE, fit, folder = smoke("meta/reweight_digits")
 pytestmark = COMMAND_LINE
@@ -95,14 +95,6 @@ def test_the_split(kind, noise):
         assert steps[0] == 0
         expected = int(wrong.sum()) / 9
         assert ((steps[1:] - expected).abs() < 5 * math.sqrt(expected)).all()
-
-
-def test_no_network_depends_on_the_others(trained):
-    trained(SMOKE, into="whole")
-    fit("--model.against", "[]", "--test_after_fit", "false")
-    every, alone = (checkpoint(folder(root=root))["state_dict"] for root in ("whole", "runs"))
-    assert len(alone) < len(every)
-    assert_close(alone, {name: every[name] for name in alone}, rtol=0, atol=0)
 
 
 @DRAWN

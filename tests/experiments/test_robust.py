@@ -196,20 +196,6 @@ def test_restarts_find_more_and_begin_where_the_generator_says(attacked):
     assert (many > few + 1e-6).any()
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-def test_no_gradient_is_left_and_none_is_missed(mode, attacked):
-    network, x, label = attacked
-    expected = pgd(network, x, label, 0.2, 3, 1)
-    with mode():
-        given = x.clone(), label.clone()  # tensors of that mode
-        found = pgd(network, *given, 0.2, 3, 1)
-        once = fgsm(network, *given, 0.2)
-    assert_close(found, expected, rtol=0, atol=0)
-    for p in network.parameters():
-        assert p.grad is None
-    assert not any(y.requires_grad for y in (found, once, given[0]))
-
-
 @pytest.mark.parametrize(
     "options",
     [{"epsilon": -0.1}, {"epsilon": 0.1, "steps": 0}, {"epsilon": 0.1, "restarts": 0}],

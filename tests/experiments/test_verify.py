@@ -48,6 +48,8 @@ def poisoned(monkeypatch):
         monkeypatch.setattr(f"experiments.{module}.mlp", with_poison)
 
 
+# Of the class of another one, or of minutes
+ALIKE = ("helium", "allen_cahn", "plate", "kfac", "glyphs_5w1s")
 # What is audited grows with these.
 SMALLER = {
     "allen_cahn": ("--data.batch", "8"),
@@ -63,7 +65,7 @@ SMALLER = {
 
 @pytest.mark.parametrize(
     "path",
-    all_but(lambda path: path.stem != "helium", CONFIGS),
+    all_but(lambda path: path.stem not in ALIKE, CONFIGS),
     ids=lambda p: str(p.relative_to(ROOT / "configs/smoke")),
 )
 def test_every_config_is_right(path, capsys):

@@ -10,7 +10,7 @@ from torch import nn
 
 import hoglib as hog
 from tests.graphs import graphs_of
-from tests.long_tail import all_but
+from tests.long_tail import FULL, all_but
 from tests.meta.networks import as_list, meta_gradient
 from tests.meta.test_maml import stacks
 from tests.models import Fn
@@ -104,11 +104,8 @@ def test_a_graph_gives_the_meta_gradient(case):
     )
 
 
-@pytest.mark.parametrize(
-    ("mode", "over_tasks"),
-    # that a loop is captured, the tests above show without the compiler
-    all_but(lambda mode, over_tasks: over_tasks == "vmap", [(True, "vmap"), ("inductor", "loop")]),
-)
+@FULL  # that it is captured, the tests above show without the compiler
+@pytest.mark.parametrize(("mode", "over_tasks"), [(True, "vmap"), ("inductor", "loop")])
 def test_compiled_it_is_the_same(mode, over_tasks):
     def make():
         return nn.Sequential(nn.Linear(2, 2), nn.Tanh())

@@ -18,7 +18,7 @@ from tests.oracles import relative
 from tests.refused import refused
 
 LAMBDA = 2.0
-ENOUGH = {"strength": LAMBDA, "inner_lr": 0.2, "inner_steps": 300, "iterations": 20}
+ENOUGH = {"strength": LAMBDA, "inner_lr": 0.2, "inner_steps": 100, "iterations": 20}
 
 
 def rand(*shape):
@@ -73,7 +73,7 @@ CASES = {
     "the head adapts (ANIL)": (with_body, {"inner_params": ["1"]}),
     "a learned inner loss": (linear, {"inner_loss": Scaled()}),
     "both": (with_body, {"inner_params": ["1"], "inner_loss": Scaled()}),
-    "neumann": (linear, {"solver": "neumann", "iterations": 300}),
+    "neumann": (linear, {"solver": "neumann", "iterations": 100}),
     "by another rule": (linear, {"rule": "momentum", "rule_options": {"momentum": 0.5}}),
     "tasks as a list": (linear, {}),
 }

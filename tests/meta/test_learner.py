@@ -157,8 +157,11 @@ BY_HAND = {
 }  # fmt: skip
 
 
-@MAPPED
-@pytest.mark.parametrize("memory", MEMORY)
+# Of each memory a way over the tasks, in turn
+WAYS = [(memory, ("loop", "vmap")[i % 2]) for i, memory in enumerate(MEMORY)]
+
+
+@pytest.mark.parametrize(("memory", "over_tasks"), [*WAYS, (MEMORY[0], "vmap")])
 @pytest.mark.parametrize("case", BY_HAND)
 def test_what_is_learned_by_hand(case, memory, over_tasks):
     """The meta-gradient of everything, by torch's own backward through steps that are written here."""

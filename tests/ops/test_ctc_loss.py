@@ -178,7 +178,7 @@ def test_one_graph_with_lengths_that_nobody_reads(targets: Tensor) -> None:
     torch._dynamo.reset()
     x = scores(6, 3, 5).log_softmax(-1)
     lengths = [torch.tensor(lengths) for lengths in PADDED[1:]]
-    compiled = torch.compile(ops.ctc_loss, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(ops.ctc_loss, backend="eager", fullgraph=True)
     ours, theirs = (value_and_grad(f, x, targets, *lengths) for f in (compiled, F.ctc_loss))
     assert_close(ours, theirs)
 

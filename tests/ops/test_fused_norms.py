@@ -43,24 +43,6 @@ def leaves(x: Tensor, wanted: Any = ("x", "weight", "bias")) -> dict[str, Tensor
     return {name: value.requires_grad_(name in wanted) for name, value in given.items()}
 
 
-ABSENT = [(name, ()) for name in INPUTS]
-ABSENT += [("features", absent) for absent in (("weight",), ("bias",), ("weight", "bias"))]
-
-
-@rows(("name", "absent"), ABSENT)
-def test_third_derivatives(name: str, absent: tuple[str, ...]) -> None:
-    x = INPUTS[name]
-    names = [key for key in ("x", "weight", "bias") if key not in absent]
-    free = [leaves(x)[key] for key in names]
-
-    def curvature(*values: Tensor) -> tuple[Tensor, ...]:
-        y = norm(**dict(zip(names, values, strict=True)))
-        grads = torch.autograd.grad(y.sin().sum(), values, create_graph=True)
-        return torch.autograd.grad(sum(g.sin().sum() for g in grads), values, create_graph=True)
-
-    assert torch.autograd.gradcheck(curvature, free)
-
-
 @rows("output", [0, 1, 2])
 def test_one_of_the_gradients_alone(output: int) -> None:
     """Where only some of the three flow on, the others are no input of the second pass."""

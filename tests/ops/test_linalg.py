@@ -105,21 +105,6 @@ def test_solve_ex_tells_of_singular_matrices() -> None:
     assert type(hog.ops.solve_ex(torch.eye(2), B)) is type(torch.linalg.solve_ex(torch.eye(2), B))
 
 
-@rows("dims", [None, (1,), (-2,)], ids=str)
-def test_tensorsolve(dims: Any) -> None:
-    shape, b = ((2, 3, 6), (2, 3)) if dims is None else ((2, 6, 3), (2, 3))
-    A = regular(6, 6).reshape(2, 3, 6)
-    A = A if dims is None else A.transpose(1, 2)
-    assert A.shape == shape
-    B = torch.randn(b, dtype=F64)
-    as_torch(
-        lambda A, B: hog.ops.tensorsolve(A, B, dims),
-        lambda A, B: torch.linalg.tensorsolve(A, B, dims),
-        A,
-        B,
-    )
-
-
 DETS = {
     "det": (hog.ops.det, torch.linalg.det),
     "slogdet": (hog.ops.slogdet, torch.linalg.slogdet),
@@ -215,21 +200,6 @@ def test_slogdet_of_a_singular_matrix() -> None:
     assert tuple(hog.ops.slogdet(torch.ones(2, 2))) == (0, -torch.inf)
     (value, _) = torch.func.jvp(hog.ops.logdet, (torch.ones(2, 2),), (torch.ones(2, 2),))
     assert value == -torch.inf
-
-
-@rows("upper", [False, True], ids=["lower", "upper"])
-@rows("shape", [(3, 3), (2, 4, 4), (0, 2, 2), (0, 0)], ids=str)
-@rows("dtype", [F64, torch.float32, C128], ids=str)
-def test_cholesky_inverse(upper: bool, shape: Any, dtype: torch.dtype) -> None:
-    L = regular(*shape, dtype=dtype)
-    L.diagonal(dim1=-2, dim2=-1).imag.zero_() if dtype.is_complex else None
-    # torch's gradient is right if the matrix is known to be a triangle
-    triangle = torch.triu if upper else torch.tril
-    as_torch(
-        lambda L: hog.ops.cholesky_inverse(L, upper),
-        lambda L: torch.cholesky_inverse(triangle(L), upper),
-        L,
-    )
 
 
 CALLS = {

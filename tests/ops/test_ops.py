@@ -81,23 +81,6 @@ def test_autocast_leaves_float64_and_complex_alone():
             assert hog.ops.linear(x, w).dtype == F.linear(x, w).dtype == dtype
 
 
-SIZES = {
-    "no features": (2, 4, 0),
-    "vector without entries": (0,),
-    "no outputs": (2, 4, 3),
-    "no rows": (0, 4, 3),
-}
-
-
-@rows("shape", SIZES)
-@rows("op", [hog.ops.linear, hog.ops.linear_act])
-def test_zero_sizes(op, shape):
-    x = torch.zeros(SIZES[shape], requires_grad=True)
-    w = torch.zeros(0 if shape == "no outputs" else 5, x.shape[-1], requires_grad=True)
-    grads = torch.autograd.grad(op(x, w).sum(), [x, w])
-    assert [g.shape for g in grads] == [x.shape, w.shape]
-
-
 def test_shapes_without_data():
     assert hog.nn.LinearAct(3, 4, device="meta")(torch.zeros(2, 3, device="meta")).shape == (2, 4)
 

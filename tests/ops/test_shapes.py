@@ -1,4 +1,4 @@
-"""Ops with shapes, layouts and options that hypothesis chooses, against their references."""
+"""Dtypes of several operands, and targets under vmap, as torch has them."""
 
 import itertools
 from collections.abc import Callable
@@ -6,42 +6,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
 from hoglib import ops
 from hoglib._core.tolerances import TOLERANCES
-from tests.ops.matrix import F64, close, orders, weights
+from tests.ops.matrix import F64
 from tests.ops.opinfo import references
 from tests.rows import rows
-
-few = settings(max_examples=25, deadline=None, derandomize=True)
-sizes = st.integers(0, 3)
-shapes = st.lists(sizes, max_size=3).map(tuple)
-
-
-@st.composite
-def tensors(draw: Any, shape: tuple[int, ...]) -> Tensor:
-    """Distinct numbers of that shape, in one of several layouts."""
-    seed = draw(st.integers(0, 99))
-    layout = draw(st.sampled_from(["contiguous", "reversed", "strided", "stretched"]))
-    x = 1.5 * weights(torch.empty(shape, dtype=F64), seed)
-    if layout == "reversed":
-        order = tuple(reversed(range(x.dim())))
-        x = x.permute(order).contiguous().permute(order)
-    elif layout == "strided":
-        x = torch.stack([x, x + 1], -1)[..., 0]
-    elif layout == "stretched" and x.dim() and x.shape[0]:
-        x = x[:1].expand(shape)
-    return x
-
-
-def same(ours: Callable[..., Any], theirs: Callable[..., Any], *inputs: Tensor) -> None:
-    a, b = ([x.detach().requires_grad_() for x in inputs] for _ in range(2))
-    close(orders(ours, a), orders(theirs, b))
-
 
 ELEMENTWISE = {
     "mul": (2, ops.mul, torch.mul),
@@ -82,33 +54,6 @@ def test_promotion_is_that_of_torch(
     places = (0, 1)
     grads = torch.func.vmap(torch.func.grad(lambda *v: ours(*v).sum(), places), dims)(*inputs)
     assert [g.dtype for g in grads] == list(dtypes)
-
-
-@few
-@given(data=st.data())
-def test_cross_entropy(data: Any) -> None:
-    rows, classes = data.draw(st.lists(sizes, max_size=3)), data.draw(st.integers(1, 4))
-    shape = (*rows[:1], classes, *rows[1:])
-    logits = data.draw(tensors(shape))
-    options = {
-        "reduction": data.draw(st.sampled_from(["mean", "sum", "none"])),
-        "label_smoothing": data.draw(st.sampled_from([0.0, 0.3, 1.0])),
-    }
-    if data.draw(st.booleans()):
-        target = torch.randint(classes, rows, generator=torch.Generator().manual_seed(len(shape)))
-        options["ignore_index"] = data.draw(st.sampled_from([-100, 0, 1]))
-        same(
-            lambda x: ops.softmax_cross_entropy(x, target, **options),
-            lambda x: F.cross_entropy(x, target, **options),
-            logits,
-        )
-    else:
-        same(
-            lambda x, q: ops.softmax_cross_entropy(x, q, **options),
-            lambda x, q: F.cross_entropy(x, q, **options),
-            logits,
-            data.draw(tensors(shape)),
-        )
 
 
 def test_vmap_over_targets() -> None:

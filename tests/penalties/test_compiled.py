@@ -13,6 +13,7 @@ from hoglib import penalties
 from hoglib.capture import api, capturing
 from tests.long_tail import FULL
 from tests.penalties.critics import build, draw, generator, plain
+from tests.rows import rows
 
 X, FAKE = draw(5, 3), draw(5, 3, seed=1)
 GRAPHS = torch.tensor([0, 0, 1, 1, 1])
@@ -125,7 +126,27 @@ def test_compiled_is_eager_while_parameters_change(name, calls):
     assert 1 <= len(calls) <= most  # and not one a step, though functions are made anew
 
 
-@pytest.mark.parametrize("name", ["wgan_gp", pytest.param("r1", marks=FULL)])
+TASK = (X, X), (X, X)
+BY_TRUE = {
+    "penalty": lambda net: penalties.r1(lambda x: net(x).sum(1), X, compile=True),
+    "product": lambda net: hog.hvp(lambda p: net(p).sum(), X, X, compile=True),
+    "Laplacian": lambda net: hog.laplacian(net, X, compile=True),
+    "inner loop": lambda net: hog.MAML(net, F.mse_loss, compile=True).loss([TASK]),
+}
+
+
+@rows("name", BY_TRUE)
+def test_true_is_the_compiler_of_torch(name, monkeypatch):
+    def compiles(*args, **options):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("torch._inductor.standalone_compile", compiles)
+    with pytest.raises(ZeroDivisionError):
+        BY_TRUE[name](build(lambda: nn.Sequential(nn.Linear(3, 3), nn.Tanh())))
+
+
+@FULL  # tests/capture has what inductor makes of graphs
+@pytest.mark.parametrize("name", ["wgan_gp", "r1"])
 def test_the_compiler_agrees(name, tmp_path, monkeypatch):
     monkeypatch.setenv("HOGLIB_CACHE_DIR", str(tmp_path))
     make, penalty = KINDS[name]

@@ -76,15 +76,17 @@ def inputs(shapes, dtype, seed):
     return [torch.randn(shape, generator=random, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
-# Each kind in each half precision, and in each dtype of the inputs; the others of the same kind, at another
-# seed or by another factor, are once more what the kept one shows.
+# Each kind in a half precision, and in a dtype of the inputs; the others of the same kind, at another seed or
+# by another factor, are once more what the kept one shows.
 RIGHT = itertools.product(range(2), KINDS, DTYPES, [torch.float32, torch.float64])
 
 
 @pytest.mark.parametrize(
     ("seed", "kind", "half", "dtype"),
     all_but(
-        lambda seed, kind, half, dtype: seed == DTYPES.index(half) == (dtype == torch.float32),
+        lambda seed, kind, half, dtype: (
+            seed == DTYPES.index(half) == (dtype == torch.float32) == (kind == "a softmax")
+        ),
         RIGHT,
     ),
 )
@@ -103,7 +105,9 @@ def test_what_is_right_is_judged_in_its_precision_with_a_warning(seed, kind, hal
 @pytest.mark.parametrize(
     ("seed", "kind", "half"),
     all_but(
-        lambda seed, kind, half: seed == DTYPES.index(half) == (kind == "rounded in backward"),
+        lambda seed, kind, half: (
+            seed == DTYPES.index(half) == (kind == "rounded in backward") and kind != "a softmax"
+        ),
         itertools.product(range(2), KINDS, DTYPES),
     ),
 )

@@ -172,22 +172,6 @@ def test_a_module_that_runs_again_in_backward(way, dtype):
     assert all(p is before[name] for name, p in model.named_parameters())
 
 
-@pytest.mark.parametrize("way", ["checkpoint", "function"])
-def test_hvp_and_hessian_through_a_module_that_runs_again_in_backward(way):
-    batch = (x.double(), torch.randn(4, 2, dtype=torch.float64))
-
-    def derivatives(way):
-        model = Block(way).double()
-        loss = hog.functional_loss(model, nn.functional.mse_loss)
-        # not the model's own numbers, which a second forward would find
-        params = {k: p.detach() + 0.1 for k, p in hog.trainable_params(model).items()}
-        v = {k: torch.ones_like(p) for k, p in params.items()}
-        product = hog.hvp(loss, params, v, batch)[1]
-        return product, hog.hessian(loss, params, batch)
-
-    torch.testing.assert_close(derivatives(way), derivatives("plain"))
-
-
 def test_a_module_that_differentiates_by_its_input():
     class Force(nn.Module):
         def __init__(self):
@@ -241,14 +225,14 @@ def test_ties_are_no_error(function, value):
     assert hog.verify(function, torch.full((5,), value)).ok
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_network_on_its_kinks_is_no_error(seed):
     torch.manual_seed(seed)
     net = nn.Sequential(nn.Linear(4, 8, bias=False), nn.ReLU(), nn.Linear(8, 3))
     assert hog.verify(net, torch.zeros(5, 4)).ok
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_fast_oscillations_are_no_error(seed):
     t = torch.randn(4, 3, generator=torch.Generator().manual_seed(seed))
     report = hog.verify(lambda t: torch.sin(1e6 * t), t)

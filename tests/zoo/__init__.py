@@ -1,7 +1,7 @@
 """The zoo: one Function for each mistake that people make, and the right one beside it.
 
 `ZOO` is every mistake by itself; `tests.zoo.published` has Functions as published code writes them.
-That each of them is what it claims is shown in `tests/verification/test_zoo_truth.py`, by differences alone.
+Which derivatives of them are wrong is shown in `tests/verification/test_zoo_truth.py`, by differences alone.
 """
 
 from tests.zoo import context, cuts, gradients, in_place, layout, outputs, precision, saved

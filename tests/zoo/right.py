@@ -141,16 +141,6 @@ class LogSumExp(Function):
         return g[..., None] * p + p * (gp - (gp * p).sum(-1, keepdim=True))
 
 
-# --- fused activations ------------------------------------------------------------------------------
-
-
-Sigmoid = from_output(torch.sigmoid, lambda y, g: g * y * (1 - y))
-
-
-LayerNorm = differentiated(
-    lambda x, w: (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True) + 1e-5).sqrt() * w
-)
-
 # --- complex maths ----------------------------------------------------------------------------------
 
 ComplexSquare = recomputed(lambda z: z * z, lambda z, g: 2 * g * z.conj())
@@ -182,15 +172,6 @@ PowerSpectrum = differentiated(lambda x: torch.fft.fft(x.to(torch.complex128 if 
 
 
 Inverse = from_output(torch.linalg.inv, lambda y, g: -y.mT @ g @ y.mT)
-Solve = recomputed(
-    lambda a, b: torch.linalg.solve(a + 4 * torch.eye(3, dtype=a.dtype), b),
-    lambda a, b, g: _solve_gradient(a + 4 * torch.eye(3, dtype=a.dtype), b, g),
-)
-
-
-def _solve_gradient(a, b, g):
-    u = torch.linalg.solve(a.mT, g)
-    return -u @ torch.linalg.solve(a, b).mT, u
 
 
 class HermitianEigen(Function):
@@ -342,41 +323,6 @@ class RerunLayer(nn.Module):
         return CheckpointedLayer.apply(x, self.inner.weight, self.inner.bias)
 
 
-# --- recurrent scans --------------------------------------------------------------------------------
-
-
-def scan(a, x):
-    """h_t = a_t h_{t-1} + x_t."""
-    h, found = torch.zeros_like(x[0]), []
-    for at, xt in zip(a, x, strict=True):
-        h = at * h + xt
-        found.append(h)
-    return torch.stack(found)
-
-
-class LinearScan(Function):
-    @staticmethod
-    def forward(ctx, a, x):
-        h = scan(a, x)
-        ctx.save_for_backward(a, h)
-        return h
-
-    @staticmethod
-    def backward(ctx, g):
-        a, h = ctx.saved_tensors
-        d = _back(a, g)
-        before = torch.cat([torch.zeros_like(h[:1]), h[:-1]])
-        return d * before, d
-
-
-def _back(a, g):
-    d, found = torch.zeros_like(g[0]), []
-    for t in reversed(range(len(g))):
-        d = g[t] + (a[t + 1] * d if t + 1 < len(g) else 0)
-        found.append(d)
-    return torch.stack(found[::-1])
-
-
 # --- other kinds ------------------------------------------------------------------------------------
 
 
@@ -487,8 +433,6 @@ RIGHT = [
     Right("Kepler's equation, from its output", KeplerAngle, lambda: (torch.rand(4) + 0.2, torch.rand(4) / 2)),
     Right("causal attention", CausalAttention, normal((3, 4), (3, 4), (3, 2))),
     Right("log-sum-exp with its weights", LogSumExp, normal((3, 4))),
-    Right("sigmoid from its output", Sigmoid, normal((3, 4))),
-    Right("layer norm", LayerNorm, normal((3, 4), (4,))),
     Right("a complex square", ComplexSquare, normal((3,), dtype=torch.complex64)),
     Right("the modulus of a complex number", Modulus, normal((4,), dtype=torch.complex64)),
     Right("sorted rows", SortRows, distinct),
@@ -500,12 +444,10 @@ RIGHT = [
     Right("a square of symmetric matrices", lambda b: SquareOfSymmetric.apply(b @ b.mT), normal((3, 3))),
     Right("a transcription by log-probabilities", lambda x: Transcription.apply(x.log_softmax(1)), normal((4, 3))),
     Right("a plan of transport", lambda c, p, q: Sinkhorn.apply(c, p.softmax(0), q.softmax(0)), normal((3, 4), (3,), (4,))),
-    Right("a linear solve", Solve, normal((3, 3), (3, 2))),
     Right("a checkpointed layer", CheckpointedLayer, normal((3, 4), (2, 4), (2,))),
     Right("a segment with a list of inputs", Segment, lambda: (0.7, torch.randn(4), torch.randn(4))),
     Right("a checkpoint that gets a module", Rerun, checkpointed),
     Right("a module that passes its parameters", RerunLayer(), normal((3, 4))),
-    Right("a linear scan", LinearScan, lambda: (torch.rand(4, 3), torch.randn(4, 3))),
     Right("a number among the arguments", ScaledByNumber, lambda: (torch.randn(4), 0.3)),
     Right("a declared reversal", Reversal, normal((4,))),
     Right("a declared loss that is added", AddsLoss, lambda: (torch.randn(4), torch.tensor(0.5))),

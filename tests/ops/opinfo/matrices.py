@@ -244,7 +244,7 @@ _LINALG = (
     ),
     op_info("tensorsolve", "wrong", _tensorsolve).on(
         sample_input("pair", lambda n: (_regular(n, 2, 2).reshape(2, 1, 2), n(2))),
-        sample_input("moved", lambda n: (_regular(n, 3, 3).reshape(3, 1, 3), n(1, 3)), dims=(0,)),
+        sample_input("moved", lambda n: (_regular(n, 3, 3).reshape(3, 1, 3), n(1, 3)), dims=(-3,)),
         dtypes=_DTYPES,
         skips={
             **_SKIPS,

@@ -82,10 +82,6 @@ def sample_input(name: str, build: Build, **kwargs: Any) -> SampleInput:
 WITH_COMPLEX = (torch.float64, torch.float32, torch.bfloat16, torch.complex128)
 
 ONE_TENSOR = {"broadcasting": "one tensor, nothing to broadcast with"}
-HAND_WRITTEN = dict.fromkeys(
-    ["forward over forward", "compile"],
-    "a hand-written Function: it has a jvp, and no reference to run instead",
-)
 NEEDS_DIMENSIONS = {"no dimensions": "needs a dimension to act on"}
 CHECKED_BY_REFERENCE = (
     "a surrogate gradient is no derivative of the value; compared with the reference"

@@ -6,10 +6,8 @@ import torch
 from torch import Tensor
 
 from hoglib import ops
-from tests.ops.opinfo import hand_written, references
-from tests.ops.opinfo.hand_written import sinh_returning_intermediates
+from tests.ops.opinfo import references
 from tests.ops.opinfo.op_info import (
-    HAND_WRITTEN,
     NEEDS_DIMENSIONS,
     ONE_TENSOR,
     SURROGATE,
@@ -36,10 +34,6 @@ _POINTWISE = (
     elementwise_info("square", references.square).on(dtypes=WITH_COMPLEX),
     elementwise_info("exp", torch.exp).on(dtypes=WITH_COMPLEX),
     elementwise_info("sinh", torch.sinh).on(dtypes=WITH_COMPLEX),
-    elementwise_info("sinh, returning intermediates", torch.sinh, op=sinh_returning_intermediates).on(
-        dtypes=WITH_COMPLEX,
-        skips=HAND_WRITTEN,
-    ),
     elementwise_info("tanh", torch.tanh).on(dtypes=WITH_COMPLEX),
     elementwise_info("sigmoid", torch.sigmoid).on(dtypes=WITH_COMPLEX),
     elementwise_info("relu", torch.relu).on(smooth=False),
@@ -174,11 +168,6 @@ def _layer(x: Tensor, weight: Tensor) -> Tensor:
 remat_layer = ops.remat(_layer)
 
 _MAKERS = (
-    elementwise_info("cube by hand", _cube, hand_written.cube, theme="external").on(
-        max_order=3,
-        dtypes=(torch.float64, torch.float32, torch.complex128),
-        skips={**HAND_WRITTEN, "cuda": "NumPy takes no CUDA tensors", "bfloat16": "NumPy has no bfloat16"},
-    ),
     elementwise_info("external", _cube, cube, theme="external").on(max_order=3, dtypes=WITH_COMPLEX, skips=_OPAQUE),
     elementwise_info("external, two inputs", _product, product, theme="external", tensors=2).on(
         sample_input("same shapes", normals((2, 3), (2, 3))),

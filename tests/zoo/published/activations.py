@@ -1,57 +1,11 @@
 """Activations, gates and dropout."""
 
 import torch
-import torch.nn.functional as F
 from torch.autograd import Function
 
-from tests.functions import by_saved, save_inputs
-from tests.zoo.exhibit import normal, positive
+from tests.functions import by_saved
+from tests.zoo.exhibit import normal
 from tests.zoo.published.specimen import Specimen
-
-
-class MishMemoryEfficient(Function):
-    """y = x tanh(softplus x), saving x alone, in the new style."""
-
-    generate_vmap_rule = True
-
-    forward = staticmethod(lambda x: x * torch.tanh(F.softplus(x)))
-
-    setup_context = save_inputs
-
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        t = torch.tanh(F.softplus(x))
-        return g * (t + x * torch.sigmoid(x) * (1 - t * t))
-
-
-class InvertibleLeaky(Function):
-    """y = leaky(w x + b), w > 0; the backward recovers x from the output, the only thing saved."""
-
-    @staticmethod
-    def forward(ctx, x, w, b):
-        y = F.leaky_relu(w * x + b, 0.1)
-        ctx.save_for_backward(y, w, b)
-        return y
-
-    @staticmethod
-    def backward(ctx, g):
-        y, w, b = ctx.saved_tensors
-        x = (torch.where(y > 0, y, y / 0.1) - b) / w
-        g = torch.where(y > 0, g, 0.1 * g)
-        return g * w, (g * x).sum(0), g.sum(0)
-
-
-class InvertibleLeakyDetached(InvertibleLeaky):
-    """The same, but x is recovered from the detached output."""
-
-    @staticmethod
-    def backward(ctx, g):
-        y, w, b = ctx.saved_tensors
-        y = y.detach()
-        x = (torch.where(y > 0, y, y / 0.1) - b) / w
-        g = torch.where(y > 0, g, 0.1 * g)
-        return g * w, (g * x).sum(0), g.sum(0)
 
 
 class PReLUKeepsInput(Function):
@@ -69,18 +23,6 @@ class PReLUKeepsInput(Function):
         gx = torch.where(ctx.input > 0, g, a * g) if ctx.needs_input_grad[0] else None
         ga = (g * ctx.input.clamp(max=0)).sum(0) if ctx.needs_input_grad[1] else None
         return gx, ga
-
-
-class ReluMask(Function):
-    """y = max(x, 0), saving a mask of booleans, which has no derivative to lose."""
-
-    @staticmethod
-    def forward(ctx, x):
-        mask = x > 0
-        ctx.save_for_backward(mask)
-        return x * mask
-
-    backward = by_saved(lambda g, mask: g * mask)
 
 
 def _cell_gradients(i, f, o, n, c, t, gh, gc):
@@ -148,37 +90,10 @@ class DropoutRedrawn(Dropout):
         return 2 * g * m
 
 
-def _mask(seed, x):
-    generator = torch.Generator(x.device).manual_seed(seed)
-    return torch.rand(x.shape, generator=generator, device=x.device) < 0.5
-
-
-class DropoutSeed(Function):
-    """y = 2 x m, keeping the seed of m, a Python number."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.seed = int(torch.randint(2**31, ()))
-        return 2 * x * _mask(ctx.seed, x)
-
-    backward = staticmethod(lambda ctx, g: 2 * g * _mask(ctx.seed, g))
-
-
-def _scaled():
-    (x,) = normal((3, 4))()
-    w, b = positive((4,), (4,))()
-    return x, w, b
-
-
 SPECIMENS = [
-    Specimen("memory-efficient mish", MishMemoryEfficient, normal((3, 4))),
-    Specimen("invertible leaky ReLU", InvertibleLeaky, _scaled),
-    Specimen("invertible leaky ReLU, output detached", InvertibleLeakyDetached, _scaled, "fail", (".detach()",)),
     Specimen("PReLU, input as an attribute", PReLUKeepsInput, normal((3, 4), (4,)), "warn", ("ctx.input",)),
-    Specimen("ReLU, mask saved", ReluMask, normal((3, 4))),
     Specimen("LSTM cell", LSTMCell, normal((3, 8), (3, 2))),
     Specimen("LSTM cell, gates saved", LSTMCellSavesGates, normal((3, 8), (3, 2)), "fail", ("saved_tensors[0]",)),
     Specimen("dropout, mask saved", Dropout, normal((3, 4))),
     Specimen("dropout, mask drawn twice", DropoutRedrawn, normal((3, 4)), "fail", ("deterministic",)),
-    Specimen("dropout, seed kept", DropoutSeed, normal((3, 4))),
 ]  # fmt: skip

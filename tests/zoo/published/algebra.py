@@ -1,11 +1,10 @@
-"""Matrix functions, complex numbers, Fourier transforms, splines."""
+"""Matrix functions and complex numbers."""
 
 import numpy as np
 import torch
 from torch.autograd import Function
 
-from tests.functions import by_saved, made, save_inputs, saving_inputs, saving_output
-from tests.zoo.exhibit import normal
+from tests.functions import by_saved, made, saving_output
 from tests.zoo.published.specimen import Specimen
 
 
@@ -49,28 +48,6 @@ class SquareRootNumpy(SquareRoot):
         return torch.from_numpy(x).to(g).reshape(g.shape)
 
 
-class Sylvester(Function):
-    """A X + X B = C; C receives Z of A^T Z + Z B^T = G, the same Function; A -Z X^T, B -X^T Z."""
-
-    forward = staticmethod(lambda a, b, c: _sylvester(a, b, c))
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        a, b, _ = inputs
-        ctx.save_for_backward(a, b, output)
-
-    @staticmethod
-    def backward(ctx, g):
-        a, b, x = ctx.saved_tensors
-        z = Sylvester.apply(a.mT, b.mT, g)
-        need = ctx.needs_input_grad
-        return (
-            -z @ x.mT if need[0] else None,
-            -x.mT @ z if need[1] else None,
-            z if need[2] else None,
-        )
-
-
 class LogDet(Function):
     """y = log det S, S = (A + A^T) / 2, by Cholesky; A receives g S^-1."""
 
@@ -104,147 +81,8 @@ class ComplexMulNoConjugate(ComplexMul):
     backward = by_saved(lambda g, a, b: (g * b, g * a))
 
 
-def _circular(x, w, conjugate=False):
-    """The circular convolution of x with w, or its adjoint in x."""
-    spectrum = torch.fft.rfft(w)
-    spectrum = spectrum.conj() if conjugate else spectrum
-    return torch.fft.irfft(torch.fft.rfft(x) * spectrum, n=x.shape[-1])
-
-
-class SpectralConv(Function):
-    """y = x * w, circular, by FFT; transformed again in the backward."""
-
-    forward = saving_inputs(lambda x, w: _circular(x, w))
-
-    @staticmethod
-    def backward(ctx, g):
-        x, w = ctx.saved_tensors
-        need = ctx.needs_input_grad
-        return (
-            _circular(g, w, conjugate=True) if need[0] else None,
-            _circular(g, x, conjugate=True).sum(0) if need[1] else None,
-        )
-
-
-class SpectralConvSavesSpectra(Function):
-    """The same, but the transforms of x and w are saved."""
-
-    @staticmethod
-    def forward(ctx, x, w):
-        X, W = torch.fft.rfft(x), torch.fft.rfft(w)
-        ctx.save_for_backward(X, W)
-        ctx.n = x.shape[-1]
-        return torch.fft.irfft(X * W, n=ctx.n)
-
-    @staticmethod
-    def backward(ctx, g):
-        X, W = ctx.saved_tensors
-        G = torch.fft.rfft(g)
-        return (
-            torch.fft.irfft(G * W.conj(), n=ctx.n),
-            torch.fft.irfft(G * X.conj(), n=ctx.n).sum(0),
-        )
-
-
-class Rotary(Function):
-    """Pairs of features turned by angles that depend on the position alone, which are saved."""
-
-    @staticmethod
-    def _turn(x, cos, sin):
-        a, b = x.chunk(2, -1)
-        return torch.cat((a * cos - b * sin, a * sin + b * cos), -1)
-
-    @staticmethod
-    def forward(ctx, x):
-        n, d = x.shape
-        speed = 100.0 ** (-torch.arange(d // 2, dtype=x.dtype, device=x.device) / d)
-        angle = torch.arange(n, dtype=x.dtype, device=x.device)[:, None] * speed
-        cos, sin = angle.cos(), angle.sin()
-        ctx.save_for_backward(cos, sin)
-        return Rotary._turn(x, cos, sin)
-
-    backward = by_saved(lambda g, cos, sin: Rotary._turn(g, cos, -sin))
-
-
-def _basis(x, n):
-    """The cubic B-splines of the whole numbers 0..n-1, at x, and their slopes."""
-    t = x[..., None] - torch.arange(n, dtype=x.dtype, device=x.device)
-    u = t.abs()
-    near, far = 2 / 3 - u**2 + u**3 / 2, (2 - u).clamp(min=0) ** 3 / 6
-    near_slope, far_slope = -2 * u + 1.5 * u**2, -((2 - u).clamp(min=0) ** 2) / 2
-    return torch.where(u < 1, near, far), torch.where(u < 1, near_slope, far_slope) * t.sign()
-
-
-class BSpline(Function):
-    """y = sum_k c_k B(x - k); the basis is computed again in the backward."""
-
-    forward = saving_inputs(lambda x, c: _basis(x, len(c))[0] @ c)
-
-    @staticmethod
-    def backward(ctx, g):
-        x, c = ctx.saved_tensors
-        value, slope = _basis(x, len(c))
-        return g * (slope @ c), (g[..., None] * value).sum(0)
-
-
-class BSplineSavesBasis(Function):
-    """The same, but the basis and its slopes are saved."""
-
-    @staticmethod
-    def forward(ctx, x, c):
-        value, slope = _basis(x, len(c))
-        ctx.save_for_backward(value, slope, c)
-        return value @ c
-
-    backward = by_saved(lambda g, value, slope, c: (g * (slope @ c), (g[..., None] * value).sum(0)))
-
-
-def _hermite(t):
-    """The four cubic polynomials of Hermite at t, and their slopes."""
-    value = (2 * t**3 - 3 * t**2 + 1, t**3 - 2 * t**2 + t, 3 * t**2 - 2 * t**3, t**3 - t**2)
-    slope = (6 * t**2 - 6 * t, 3 * t**2 - 4 * t + 1, 6 * t - 6 * t**2, 3 * t**2 - 2 * t)
-    return torch.stack(value), torch.stack(slope)
-
-
-class Hermite(Function):
-    """y = sum_k p_k h_k(t), values and slopes at two ends in p; h computed again."""
-
-    generate_vmap_rule = True
-
-    forward = staticmethod(lambda t, p: (p * _hermite(t)[0]).sum(0))
-
-    setup_context = save_inputs
-
-    @staticmethod
-    def backward(ctx, g):
-        t, p = ctx.saved_tensors
-        value, slope = _hermite(t)
-        return g * (p * slope).sum(0), g * value
-
-
-class HermiteKeepsTable(Function):
-    """The same, but the table of h is an attribute of ctx."""
-
-    @staticmethod
-    def forward(ctx, t, p):
-        ctx.table = _hermite(t)
-        ctx.save_for_backward(p)
-        return (p * ctx.table[0]).sum(0)
-
-    @staticmethod
-    def backward(ctx, g):
-        (p,) = ctx.saved_tensors
-        value, slope = ctx.table
-        return g * (p * slope).sum(0), g * value
-
-
 def _near_identity():
     return (torch.eye(3) + 0.2 * torch.randn(3, 3),)
-
-
-def _equation():
-    a, b = 2 * torch.eye(3) + 0.2 * torch.randn(3, 3), torch.eye(2) + 0.2 * torch.randn(2, 2)
-    return a, b, torch.randn(3, 2)
 
 
 def _positive_definite():
@@ -256,23 +94,11 @@ def _complex():
     return torch.randn(3, 4, dtype=torch.complex64), torch.randn(3, 4, dtype=torch.complex64)
 
 
-def _points_and_coefficients():
-    return 1 + 3 * torch.rand(5), torch.randn(6)
-
-
 SPECIMENS = [
     Specimen("matrix square root", SquareRoot, _near_identity),
     Specimen("matrix square root, solved in NumPy", SquareRootNumpy, _near_identity, "fail", ("numpy",)),
-    Specimen("Sylvester equation", Sylvester, _equation),
     Specimen("log det by Cholesky", LogDet, _positive_definite),
     Specimen("log det by Cholesky, inverse saved", LogDetSavesInverse, _positive_definite, "fail", ("saved_tensors[0]",)),
     Specimen("complex product", ComplexMul, _complex),
     Specimen("complex product, no conjugate", ComplexMulNoConjugate, _complex, "fail", ("expected", "inputs[")),
-    Specimen("spectral convolution", SpectralConv, normal((3, 6), (6,))),
-    Specimen("spectral convolution, spectra saved", SpectralConvSavesSpectra, normal((3, 6), (6,)), "fail", ("saved_tensors[0]",)),
-    Specimen("rotary embedding, table saved", Rotary, normal((3, 4))),
-    Specimen("cubic B-spline", BSpline, _points_and_coefficients),
-    Specimen("cubic B-spline, basis saved", BSplineSavesBasis, _points_and_coefficients, "fail", ("saved_tensors[0]",)),
-    Specimen("cubic Hermite spline", Hermite, normal((3,), (4, 3))),
-    Specimen("cubic Hermite spline, table on ctx", HermiteKeepsTable, normal((3,), (4, 3)), "fail", ("ctx.table",)),
 ]  # fmt: skip

@@ -1,10 +1,9 @@
-"""Losses and projections: cross-entropy, focal loss, sparsemax, entmax, top-k, soft thresholds."""
+"""Losses and projections: cross-entropy, entmax, soft thresholds."""
 
 import torch
 from torch.autograd import Function
 
 from tests.functions import by_saved, save_inputs, saving_inputs, saving_output
-from tests.zoo.exhibit import normal
 from tests.zoo.published.specimen import Specimen
 
 
@@ -31,27 +30,6 @@ class CrossEntropyGradientInForward(Function):
         return loss
 
     backward = by_saved(lambda g, gz: (gz * g, None))
-
-
-class Sparsemax(Function):
-    """y = the point of the simplex next to z; z receives g less its mean over the support of y."""
-
-    @staticmethod
-    def forward(ctx, z):
-        ordered = z.sort(-1, descending=True).values
-        k = torch.arange(1, z.shape[-1] + 1, dtype=z.dtype, device=z.device)
-        excess = ordered.cumsum(-1) - 1
-        size = (ordered * k > excess).sum(-1, keepdim=True)
-        y = (z - excess.gather(-1, size - 1) / size).clamp(min=0)
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    def backward(ctx, g):
-        (y,) = ctx.saved_tensors
-        support = (y > 0).to(g.dtype)
-        mean = (g * support).sum(-1, keepdim=True) / support.sum(-1, keepdim=True)
-        return support * (g - mean)
 
 
 def _entmax(z):
@@ -89,59 +67,6 @@ class EntmaxNaN(Entmax):
     backward = by_saved(lambda g, y: _entmax_gradient(y.sqrt(), g))
 
 
-def _soft_top_two(x):
-    """y = s(x - tau), tau such that each row sums to 2, by bisection."""
-    lo, hi = x.amin(-1, keepdim=True) - 9, x.amax(-1, keepdim=True) + 9
-    for _ in range(60):
-        tau = (lo + hi) / 2
-        high = torch.sigmoid(x - tau).sum(-1, keepdim=True) > 2
-        lo, hi = torch.where(high, tau, lo), torch.where(high, hi, tau)
-    return torch.sigmoid(x - tau)
-
-
-class SoftTopTwo(Function):
-    """y = s(x - tau(x)), rows sum to 2; x receives v (g - sum(g v) / sum v), v = y (1 - y)."""
-
-    forward = saving_output(lambda x: _soft_top_two(x))
-
-    @staticmethod
-    def backward(ctx, g):
-        (y,) = ctx.saved_tensors
-        v = y * (1 - y)
-        return v * (g - (g * v).sum(-1, keepdim=True) / v.sum(-1, keepdim=True))
-
-
-class SoftTopTwoSavesSlope(Function):
-    """The same, but v is saved."""
-
-    @staticmethod
-    def forward(ctx, x):
-        y = _soft_top_two(x)
-        ctx.save_for_backward(y * (1 - y))
-        return y
-
-    @staticmethod
-    def backward(ctx, g):
-        (v,) = ctx.saved_tensors
-        return v * (g - (g * v).sum(-1, keepdim=True) / v.sum(-1, keepdim=True))
-
-
-class HardTopTwo(Function):
-    """y = the two largest of each row, in order, saving their places, which are integers."""
-
-    @staticmethod
-    def forward(ctx, x):
-        y, places = x.topk(2, -1)
-        ctx.save_for_backward(places)
-        ctx.shape = x.shape
-        return y
-
-    @staticmethod
-    def backward(ctx, g):
-        (places,) = ctx.saved_tensors
-        return g.new_zeros(ctx.shape).scatter(-1, places, g)
-
-
 class SoftThreshold(Function):
     """y = sign(x) max(|x| - c, 0) with c learnable."""
 
@@ -173,11 +98,7 @@ def _spread():
 SPECIMENS = [
     Specimen("cross-entropy", CrossEntropy, _logits_and_targets),
     Specimen("cross-entropy, gradient computed in the forward", CrossEntropyGradientInForward, _logits_and_targets, "fail", ("saved_tensors[0]",)),
-    Specimen("sparsemax", Sparsemax, _spread),
     Specimen("1.5-entmax", Entmax, _spread),
     Specimen("1.5-entmax, square root of zero", EntmaxNaN, _spread, "fail", ("nan",)),
-    Specimen("soft top-k", SoftTopTwo, normal((3, 4))),
-    Specimen("soft top-k, slope saved", SoftTopTwoSavesSlope, normal((3, 4)), "fail", ("saved_tensors[0]",)),
-    Specimen("hard top-k, places saved", HardTopTwo, normal((3, 4))),
     Specimen("soft thresholding", SoftThreshold, _values_and_threshold),
 ]  # fmt: skip

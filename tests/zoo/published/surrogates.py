@@ -45,34 +45,6 @@ class SignStraightThroughInPlace(SignStraightThrough):
         return g
 
 
-class Ternary(Function):
-    """y = sign(x) [|x| > 0.7 mean |x|]; x receives g where |x| <= 1."""
-
-    forward = saving_inputs(lambda x: x.sign() * (x.abs() > 0.7 * x.abs().mean()))
-
-    backward = by_saved(lambda g, x: g * (x.abs() <= 1))
-
-
-def _quantise(x, levels=15):
-    return torch.round(levels * x) / levels
-
-
-def _dorefa_gradient(g, t):
-    return g * (1 - t * t) / t.abs().max()
-
-
-class DoReFaWeight(Function):
-    """y = 2 q(t / 2M + 1/2) - 1, t = tanh x, M = max |t|; x receives g (1 - t^2) / M."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        t = torch.tanh(x)
-        return 2 * _quantise(t / (2 * t.abs().max()) + 0.5) - 1
-
-    backward = by_saved(lambda g, x: _dorefa_gradient(g, torch.tanh(x)))
-
-
 def _lsq_gradient(v, g, lo=-4, hi=3):
     inside = (v >= lo) & (v <= hi)
     slope = torch.where(inside, torch.round(v) - v, v.clamp(lo, hi))
@@ -124,12 +96,6 @@ class ClipGradient(Function):
     backward = staticmethod(lambda ctx, g: g.clamp(-0.5, 0.5))
 
 
-class ClipGradientInPlace(ClipGradient):
-    """y = x, but g itself is clamped, behind autograd's back."""
-
-    backward = staticmethod(lambda ctx, g: g.data.clamp_(-0.5, 0.5))
-
-
 def _activations_and_step():
     return torch.randn(3, 4), 0.2 + 0.1 * torch.rand(())
 
@@ -138,11 +104,8 @@ SPECIMENS = [
     Specimen("straight-through rounding", RoundStraightThrough, normal((3, 4)), options=SURROGATE),
     Specimen("straight-through sign", SignStraightThrough, normal((3, 4)), options=SURROGATE),
     Specimen("straight-through sign, gradient in place", SignStraightThroughInPlace, normal((3, 4)), "fail", ("in place", "grad_output"), SURROGATE),
-    Specimen("ternary weights", Ternary, normal((3, 4)), options=SURROGATE),
-    Specimen("DoReFa weights", DoReFaWeight, normal((3, 4)), options=SURROGATE),
     Specimen("learned step size", LearnedStep, _activations_and_step, options=SURROGATE),
     Specimen("learned step size, ratio saved", LearnedStepSavesRatio, _activations_and_step, "fail", ("saved_tensors[0]",), SURROGATE),
     Specimen("gradient reversal", Reversal, normal((3, 4)), options=SURROGATE),
     Specimen("gradient clipping", ClipGradient, positive((3, 4)), options=SURROGATE),
-    Specimen("gradient clipping in place", ClipGradientInPlace, positive((3, 4)), "fail", ("in place", "grad_output"), SURROGATE),
 ]  # fmt: skip
