@@ -197,6 +197,14 @@ class SpectralDensity(NamedTuple):
     width: float
     products: int
 
+    def __repr__(self) -> str:
+        samples, steps = self.nodes.shape
+        low, high = self.nodes.aminmax()
+        return (
+            f"SpectralDensity(from {low:.4g} to {high:.4g}, {samples} samples of {steps} steps, "
+            f"{self.products} products)"
+        )
+
     def average(self, f: Callable[[Tensor], Tensor]) -> Estimate:
         """The mean of f over all eigenvalues, tr f(A) / P.
 

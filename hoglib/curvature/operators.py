@@ -392,6 +392,13 @@ class Spectrum(NamedTuple):
     density: SpectralDensity
     products: int
 
+    def __repr__(self) -> str:
+        low, high = float(self.smallest[0]), float(self.largest[-1])
+        return (
+            f"Spectrum({self.size} eigenvalues from {low:.4g} to {high:.4g}, trace "
+            f"{self.trace[0]:.4g} ± {self.trace[1]:.2g}, {self.products} products)"
+        )
+
     def summary(self) -> str:
         """Return the eigenvalues, the trace and the negative fraction as four lines of text."""
         lines = {

@@ -46,6 +46,8 @@ def test_the_numbers_are_those_of_the_dense_matrix():
     text = found.summary()
     assert text.index(f"{dense[-1]:.4g}") < text.index(f"{dense[-3]:.4g}")
     json.dumps(found.to_dict())
+    assert f" to {dense[-1]:.4g}, trace {found.trace[0]:.4g} ± " in repr(found)
+    assert len(repr(found.density)) < 120
 
 
 class TestCommand:
