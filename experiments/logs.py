@@ -9,7 +9,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.loggers import CSVLogger
+import lightning.pytorch as pl
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from matplotlib.image import imread
+
+from experiments.runs import is_rank_zero, run_folder
 
 METRICS = "metrics.csv"
 RUNS = "runs"  # the folder of all runs
@@ -31,7 +36,7 @@ class RunLogger(CSVLogger):
     ) -> None:
         super().__init__(save_dir or RUNS, name, version, flush_logs_every_n_steps=flush)
         self._save_dir_given = save_dir is not None
-        self._rows: list[dict[str, Any]] = []
+        self._rows: list[dict[str, Any]] | None = None  # of a resumed run, until it logs
         self._folder: Path | None = None
 
     @property
@@ -66,16 +71,42 @@ class RunLogger(CSVLogger):
 
     @property
     def experiment(self) -> Any:
-        first = self._experiment is None
-        with warnings.catch_warnings():
-            if self._folder is not None:  # Lightning warns that it deletes the file written below
-                warnings.filterwarnings("ignore", "Experiment logs directory")
+        if self._experiment is not None or self._rows is None or not is_rank_zero():
+            return super().experiment
+        file = Path(self.log_dir) / METRICS
+        kept = file.read_bytes()
+        with (
+            warnings.catch_warnings()
+        ):  # that Lightning deletes the file, before a checkpoint is loaded
+            warnings.filterwarnings("ignore", "Experiment logs directory")
             writer = super().experiment
-        if first and self._rows:
-            writer.metrics = [*self._rows]
-            writer.save()
-            self._rows = []
+        file.write_bytes(kept)
         return writer
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:  # type: ignore[override]
+        if self._rows is not None:  # the first of a resumed run, whose checkpoint has been loaded
+            rows, self._rows = self._rows, None
+            Path(self.experiment.metrics_file_path).unlink(missing_ok=True)
+            self.experiment.metrics = rows
+            self.experiment.save()
+        super().log_metrics(metrics, step)
+
+
+class PictureLogger(pl.Callback):
+    """Sends the pictures of a test to the loggers that take images, as TensorBoard's and W&B's do."""
+
+    def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        pictures = sorted(run_folder(trainer).glob("*.png"))
+        for logger in trainer.loggers if is_rank_zero() else ():
+            for picture in pictures:
+                if isinstance(logger, TensorBoardLogger):
+                    pixels = imread(picture)[..., :3]
+                    logger.experiment.add_image(
+                        picture.stem, pixels, trainer.global_step, dataformats="HWC"
+                    )
+                elif hasattr(logger, "log_image"):
+                    logger.log_image(picture.stem, [str(picture)], trainer.global_step)
 
 
 def curves(folder: Path) -> dict[str, Points]:

@@ -217,6 +217,7 @@ class FunctionalLoss:
         self._norm_policy: NormPolicy = train_mode_batch_statistics
         self._own: set[tuple[int, str]] = set()  # parameters of the model, by id
         self._names: set[str] = set()
+        self._looked_for: set[tuple[str, ...]] = set()  # elsewhere than in modules
         self._compiled = False  # until the first call
 
     def __call__(self, params: Params, batch: Any, *more: Any) -> Tensor:
@@ -364,8 +365,10 @@ class FunctionalLoss:
             translate_device_errors(batch, reference).explain(error)
             translate_hook_errors("loss(params, batch)").explain(error)
             raise
-        look = partial(self._refuse_own_parameters, params, outputs)
-        found_once(self.model, ("parameters from elsewhere", *params), look)
+        if (names := tuple(params)) not in self._looked_for:
+            look = partial(self._refuse_own_parameters, params, outputs)
+            if found_once(self.model, ("parameters from elsewhere", names), look):
+                self._looked_for.add(names)
         return outputs
 
     def _refuse_own_parameters(self, params: Params, outputs: Any) -> bool | None:

@@ -4,6 +4,7 @@ public name once."""
 import os
 import pkgutil
 import re
+import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import hoglib as hog
+from hoglib._core import torch_version
 from hoglib.stand_ins.table import STAND_INS
 
 ROOT = Path(__file__).parents[1]
@@ -66,6 +68,30 @@ def test_no_docstring_shows_its_markup(site):
         ), page
 
 
+QUESTIONS = {  # what people type: pages of which one is among the first three
+    "hog.KFACOperator": ["reference/curvature"], "KFAC": ["kronecker", "reference/curvature"],
+    "sharpness": ["operators", "getting-started"], "largest eigenvalue": ["operators", "curvature"],
+    "Hessian vector product": ["curvature"], "influence functions": ["kronecker"],
+    "WGAN-GP": ["penalties", "penalty-comparison"], "R1 penalty": ["how-to/gan-penalty", "penalties"],
+    "MAML batch norm": ["meta"], "hypergradient": ["hypergradients"], "out of memory": ["concepts/memory"],
+    "check custom Function": ["verify"], "verify in CI": ["how-to/verify-in-ci"], "Laplacian PINN": ["how-to/pinn"],
+    "forces": ["how-to/potential"], "Hugging Face": ["how-to/hugging-face"], "LoRA": ["how-to/lora"],
+    "Lightning checkpoint": ["lightning"], "torch.compile": ["compile"], "per example gradients": ["kronecker", "faq"],
+}  # fmt: skip
+
+
+def test_the_search_finds_the_page_of_a_question_among_the_first_three(site):
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("the site's search is JavaScript, which node runs")
+    command = [node, str(ROOT / "tests" / "site_search.mjs"), str(site), *QUESTIONS]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    found = {question: line.split()[:3] for question, line in zip(QUESTIONS, lines, strict=True)}
+    missed = {q: first for q, first in found.items() if not set(QUESTIONS[q]) & set(first)}
+    assert len(QUESTIONS) == 20
+    assert len(missed) <= 2, missed
+
+
 def identity(path):
     return id(pkgutil.resolve_name(path))
 
@@ -80,26 +106,27 @@ def test_the_reference_has_every_public_name_once():
     times = {path: entries.count(value) for value, path in wanted.items()}
     assert {path: count for path, count in times.items() if count != 1} == {}
     assert set(entries) <= set(wanted)
-    top = re.findall(
-        r"^\| \[`(?:hoglib\.)?(\w+)", (DOCS / "reference" / "index.md").read_text(), re.M
-    )
+    top = re.findall(r"\[`hoglib\.(\w+)`\]\[", (DOCS / "reference" / "index.md").read_text())
     assert sorted(top) == sorted(hog.__all__)
 
 
-def versions(row):
-    first, last = ("{}.{}".format(*v) if v else "" for v in (row.since, row.until))
-    return f"{first} to {last}" if last else f"from {first}"
+def cells(row):
+    """Of a page whose rows are of all versions that were tried, of the CPU, and replaced, if they say nothing else."""
+    since, until = ("torch {}.{}".format(*v) if v else "" for v in (row.since, row.until))
+    other = [
+        f"from {since}" * (row.since > torch_version.OLDEST), f"until {until}" * bool(until),
+        row.device * (row.device != "cpu"), "" if row.replaces else "an error instead",
+    ]  # fmt: skip
+    notes = "; ".join(filter(None, other))
+    modes = "all" if len(row.modes) == 4 else ", ".join(row.modes)
+    issue = f"#{row.issue}" if row.issue else ""
+    return [f"`{row.name}`", row.lacks + f" ({notes})" * bool(notes), modes, issue]
 
 
 def test_the_table_of_torchs_wrong_derivatives_is_that_of_the_stand_ins():
     text = (DOCS / "reference" / "torch-versions.md").read_text()
     for row in STAND_INS:
-        issue = f"#{row.issue}" if row.issue else ""
-        stand_in = "yes" if row.replaces else "raises"
-        cells = [
-            f"`{row.name}`", row.lacks, ", ".join(row.modes), versions(row), row.device, stand_in, issue
-        ]  # fmt: skip
-        assert f"| {' | '.join(cells)} |".replace("|  |", "| |") in text
+        assert f"| {' | '.join(cells(row))} |".replace("|  |", "| |") in text
     assert len(re.findall(r"^\| `", text, re.M)) == len(STAND_INS)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 Results = dict[str, Any]
 Row = dict[str, Any]
 MARKS = "<!-- results: python -m experiments.benchmarks --full --write-docs -->", "<!-- end -->"
+APART = 1.05  # quartiles that are nearer to each other are not shown
 META = "meta"  # the page of what has tables of its own
 
 
@@ -51,7 +52,7 @@ def _cells(networks: dict[str, Row]) -> dict[str, list[str]]:
 
 
 def cell(row: Row | None) -> str:
-    """The ratio with its quartiles, and what else was measured; or why there is none."""
+    """The ratio with quartiles that are apart, and what else was measured; or why there is none."""
     if row is None:
         return ""
     if row["status"] == "ok" and "ratio" not in row:
@@ -63,11 +64,12 @@ def cell(row: Row | None) -> str:
 
 
 def time_of(row: Row) -> str:
-    """The ratio with its quartiles; of what is the unit itself, milliseconds."""
+    """The ratio with quartiles that are apart; of what is the unit itself, milliseconds."""
     ratio = row["ratio"]
     if is_unit(row):
         return milliseconds(row["seconds"]["median"])
-    spread = f" ({short(ratio['low'])} to {short(ratio['high'])})" if row["repeats"] > 1 else ""
+    apart = row["repeats"] > 1 and ratio["high"] > APART * ratio["low"]
+    spread = f" ({short(ratio['low'])}-{short(ratio['high'])})" if apart else ""
     return short(ratio["median"]) + spread
 
 
@@ -85,7 +87,7 @@ def _extras(row: Row) -> Iterator[str]:
     if row["peak_bytes"]:
         yield f"{row['peak_bytes'] / 2**20:.0f} MiB"
     if row.get("first_seconds"):
-        yield f"first call {row['first_seconds']:.1f} s"
+        yield f"first {row['first_seconds']:.1f} s"
     if row["products"]:
         yield f"{row['products']} products, {row['seconds']['median']:.2g} s"
 
@@ -120,7 +122,7 @@ def measured_on(results: Results) -> str:
     return (
         f"{m['date']}, {m['processor']}, {m['cores']} cores, each process on one of them with "
         f"{m['threads']} thread{gpu}, {m['system']}, Python {m['python']}, torch {m['torch']}, hoglib "
-        f"{m['hoglib']}; {peers}. Medians (and quartiles) of {counts} interleaved repeats{clock}."
+        f"{m['hoglib']}; {peers}. Medians of {counts} interleaved repeats{clock}."
     )
 
 

@@ -76,7 +76,7 @@ class LastCheckpoint(Checkpoint):
         if self.path is not None and trainer.is_global_zero:
             print(
                 f"\nThe state of step {self._saved_step} is in {self.path}; "
-                f"resume it with --ckpt_path {self.path}",
+                f"resume it with: python -m experiments fit --ckpt_path {self.path}",
                 flush=True,
             )
 

@@ -3,15 +3,17 @@
 import logging
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from errno import EACCES, EDQUOT, ENOENT, ENOSPC, ENOTDIR, EROFS
 from pathlib import Path
 from typing import Any, NoReturn
 
 import lightning.pytorch as pl
 import torch
+import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.loggers import Logger
 
 from experiments import runs
 from experiments.checks import at_least
@@ -19,7 +21,7 @@ from experiments.command.checkpoint import LastCheckpoint
 from experiments.command.messages import shorten_parser_error
 from experiments.command.progress import FitAndTestBar
 from experiments.command.trainer import Trainer
-from experiments.logs import RunLogger
+from experiments.logs import PictureLogger, RunLogger
 from experiments.training.processes import (
     LOST,
     ProcessSeeds,
@@ -38,6 +40,8 @@ DESCRIPTION = (
     "takes; `python -m experiments fit --config configs/maml/sinusoid.yaml` trains one into runs/; "
     "`test` in place of `fit` tests it. `fit --help` lists the options."
 )
+CONFIG = "config.yaml"  # beside a checkpoint, as Lightning names it
+TRAINED = ("seed_everything", "model", "data")  # the options of a training, beside its trainer's
 CANNOT_WRITE = (ENOSPC, EDQUOT, EACCES, EROFS, ENOENT, ENOTDIR)
 
 
@@ -52,8 +56,9 @@ def main(args: list[str] | None = None) -> int:
     """
     silence_dependencies()
     try:
-        command = with_one_command(sys.argv[1:] if args is None else args)(
-            args=args,
+        words = with_saved_config(sys.argv[1:] if args is None else args)
+        command = with_one_command(words)(
+            args=words,
             trainer_class=Trainer,
             parser_class=Parser,
             parser_kwargs={"description": DESCRIPTION},
@@ -93,11 +98,19 @@ class Parser(LightningArgumentParser):
 
 
 class SaveConfig(SaveConfigCallback):
-    """Saves config.yaml beside the checkpoint of the run that trains it, in ``fit`` only."""
+    """Saves config.yaml beside the checkpoint of the run that trains it, in ``fit`` only, and once the
+    checkpoint that it resumes has been loaded: a refused one leaves the run's own config."""
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if stage == "fit":
-            super().setup(trainer, pl_module, stage)
+        pass
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        saved = runs.run_folder(trainer) / CONFIG
+        if saved.exists():
+            check_resumed(
+                yaml.safe_load(saved.read_text()), yaml.safe_load(self.parser.dump(self.config))
+            )
+        super().setup(trainer, pl_module, "fit")
 
 
 class ExperimentCLI(LightningCLI):
@@ -152,13 +165,20 @@ class ExperimentCLI(LightningCLI):
             ProcessSeeds(),
             RNGState(),
             LastCheckpoint(every),
+            PictureLogger(),
         ]
         settings["strategy"] = choose_strategy(settings.get("strategy"), self.model)
         if settings.get("enable_progress_bar") is not False:
             callbacks.append(FitAndTestBar())
-        logger, root = settings.get("logger"), settings.get("default_root_dir")
-        if isinstance(logger, RunLogger) and root is not None:
-            logger.use_root(str(root))
+        if isinstance(given := settings.get("logger"), Logger | list):
+            loggers = given if isinstance(given, list) else [given]
+            options: Any = self._get(self.config, "trainer").logger
+            name = options.init_args.get("name") if isinstance(given, Logger) else None
+            # the first, so that the run's folder is the same whatever other logger gets its numbers
+            own = [x for x in loggers if isinstance(x, RunLogger)] or [RunLogger(name or "run")]
+            if (root := settings.get("default_root_dir")) is not None:
+                own[0].use_root(str(root))
+            settings["logger"] = [*own, *(x for x in loggers if x not in own)]
         settings["callbacks"] = [*callbacks, *(settings.get("callbacks") or [])]
         try:
             return super().instantiate_trainer(**kwargs)
@@ -195,6 +215,42 @@ class ExperimentCLI(LightningCLI):
             print(f"Saved {checkpoint}")
 
 
+def check_resumed(saved: Any, given: Any) -> None:
+    """Raise for options of model, data and seed that are not those of the run that is resumed."""
+    before, now = (dict(_options(config, TRAINED)) for config in (saved, given))
+    other = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    if other:
+        listed = "; ".join(f"{name} {now.get(name)} for {before.get(name)}" for name in other)
+        raise CommandError(
+            f"checkpoint: expected the options that the run began with, got {listed}. Leave these out: "
+            "--ckpt_path alone reads the config beside the checkpoint."
+        )
+
+
+def _options(config: Any, parts: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    """The options of parts of a config by their whole names, as "model.hidden"."""
+    for part in parts:
+        value = config.get(part)
+        if isinstance(value, dict):
+            inner = _options(value, value)
+            yield from ((f"{part}.{name.removeprefix('init_args.')}", x) for name, x in inner)
+        else:
+            yield part, value
+
+
+def with_saved_config(words: list[str]) -> list[str]:
+    """A command line, with the config beside the checkpoint that it names where it names none."""
+    options = [word.partition("=")[0] for word in words]
+    if "--ckpt_path" not in options or {"--config", "-c"} & {*options}:
+        return words
+    at = options.index("--ckpt_path")
+    path = words[at].partition("=")[2] or " ".join(words[at + 1 : at + 2])
+    if path in ("", "last", "null"):  # of a run that a config names
+        return words
+    config = runs.find_checkpoint(path).with_name(CONFIG)
+    return [words[0], "--config", str(config), *words[1:]] if config.exists() else words
+
+
 def with_one_command(words: list[str]) -> type[ExperimentCLI]:
     """The CLI with the command that a command line begins with, and with all commands where the first
     word is none of them, as in ``--help``: to make the parsers of all takes a quarter of the start."""
@@ -220,6 +276,13 @@ def user_error(error: Exception) -> str | None:
             return (
                 f"expected to write in the run's folder, got {cause}; the last checkpoint there is "
                 "intact. Free some space, or choose another folder with --trainer.logger.save_dir."
+            )
+        if "Error(s) in loading state_dict" in str(cause):
+            first = str(cause).splitlines()[1].strip().rstrip(".")
+            return (
+                f"checkpoint: expected one of this network, got one of another ({first}). "
+                "Resume it with --ckpt_path alone, which reads the config beside it, or train the "
+                "network anew."
             )
         if lost_process(cause):
             return LOST

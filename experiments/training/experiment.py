@@ -38,6 +38,6 @@ class Experiment(InProcesses):
             got = ", ".join(f"{name} {saved.get(name)}" for name in different)
             raise ArgumentValueError(
                 f"checkpoint: expected one trained with {expected}, as the config says, got one "
-                f"trained with {got}; give the config.yaml that lies beside the checkpoint with "
-                "--config."
+                f"trained with {got}; leave out these options and --config: the config.yaml that lies "
+                "beside the checkpoint is read."
             )

@@ -4,6 +4,7 @@ g = gradient_with_graph(func, leaves, "hvp", create_graph=False)
 Hv = materialize_grads(vjp(g.parts, g.leaves, v, "hvp"), g.leaves)
 """
 
+import cmath
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -133,8 +134,8 @@ def is_not_finite(caller: str, value: Tensor, parts: Vector) -> bool:
     with without_stand_ins():
         parts = [x.detach() if x.requires_grad else x for x in parts]
         if value.device.type == "cpu":
-            sizes = list(torch._foreach_norm(parts, 2))  # that of finite numbers may overflow
-            finite = math.isfinite(sum(map(float, sizes))) or _finite(parts)
+            # the sum of finite numbers may overflow; half the time of a norm
+            finite = all(cmath.isfinite(x.sum().item()) for x in parts) or _finite(parts)
             return not finite and _finite([value])
         norms = torch._foreach_norm([x for x in parts if x.numel()] or [value.detach()], math.inf)
         largest = torch.stack([x.to(value) for x in norms]).amax()

@@ -9,15 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hoglib import errors
 from hoglib._core import pytree, torch_internals
 from hoglib._core.device_reads import read_late
-from hoglib.errors import (
-    ArgumentIndexError,
-    ArgumentTypeError,
-    ArgumentValueError,
-    NonFiniteError,
-    UnsupportedError,
-)
+from hoglib._core.torch_modes import without_stand_ins
 
 
 def describe(value: Any) -> str:
@@ -31,7 +26,7 @@ def describe(value: Any) -> str:
 
 def tensor(what: str, value: Any) -> Tensor:
     if not isinstance(value, Tensor):
-        raise ArgumentTypeError(
+        raise errors.ArgumentTypeError(
             f"{what}: expected a torch.Tensor, got {describe(value)}; make one with `torch.as_tensor`."
         )
     return value
@@ -41,7 +36,7 @@ def differentiable(what: str, value: Any) -> Tensor:
     """Checks for a tensor of a floating-point or complex dtype."""
     tensor(what, value)
     if not (value.is_floating_point() or value.is_complex()):
-        raise ArgumentTypeError(
+        raise errors.ArgumentTypeError(
             f"{what}: expected a floating-point or complex tensor, got {describe(value)}, which has "
             f"no derivatives; convert it first, for instance with "
             f"`{what if what.isidentifier() else ''}.float()`."
@@ -53,7 +48,7 @@ def real(what: str, value: Any) -> Tensor:
     """Checks for a tensor of a real floating-point dtype, for functions that compare values."""
     differentiable(what, value)
     if value.is_complex():
-        raise ArgumentTypeError(
+        raise errors.ArgumentTypeError(
             f"{what}: expected a real floating-point tensor, got {describe(value)}; complex numbers "
             f"have no order. Apply it to the real and imaginary parts, `torch.view_as_real({what})`; "
             "of a module by torch.nn.utils.parametrize, `register_parametrization(module, name, P())`, "
@@ -66,13 +61,13 @@ def number(what: str, value: Any, *, minimum: float | None = None) -> float:
     """Checks for a real Python number that is not NaN and at least `minimum`. An int stays an int."""
     if isinstance(value, bool) or not isinstance(value, Real):
         advice = "; take one out of a tensor with `.item()`" if isinstance(value, Tensor) else ""
-        raise ArgumentTypeError(
+        raise errors.ArgumentTypeError(
             f"{what}: expected a real Python number, got {describe(value)}{advice}."
         )
     result = int(value) if isinstance(value, Integral) else float(value)
     if result != result or (minimum is not None and result < minimum):
         bound = "" if minimum is None else f" of at least {minimum:g}"
-        raise ArgumentValueError(f"{what}: expected a number{bound}, got {value}.")
+        raise errors.ArgumentValueError(f"{what}: expected a number{bound}, got {value}.")
     return result
 
 
@@ -84,7 +79,9 @@ def fraction(
     if not 0 <= result <= 1 or (below_one and result == 1):
         bound = "less than 1" if below_one else "1"
         hint = "" if usual is None else f"; {usual:g} is usual"
-        raise ArgumentValueError(f"{what}: expected a number from 0 to {bound}, got {value}{hint}.")
+        raise errors.ArgumentValueError(
+            f"{what}: expected a number from 0 to {bound}, got {value}{hint}."
+        )
     return result
 
 
@@ -93,7 +90,7 @@ def tensor_or_number(what: str, value: Any) -> Any:
     if isinstance(value, Tensor):
         return differentiable(what, value)
     if isinstance(value, bool) or not isinstance(value, Number):
-        raise ArgumentTypeError(
+        raise errors.ArgumentTypeError(
             f"{what}: expected a tensor or a Python number, got {describe(value)}; "
             f"make it a tensor, for instance with `torch.as_tensor({what})`."
         )
@@ -103,13 +100,13 @@ def tensor_or_number(what: str, value: Any) -> Any:
 def dim(what: str, value: Any, rank: int) -> int:
     """A dimension of a tensor of that rank, counted from 0; rank 0 has dimension 0, as in torch."""
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise ArgumentTypeError(
+        raise errors.ArgumentTypeError(
             f"{what}: expected a dimension, a whole number, got {describe(value)}."
         )
     extent = max(rank, 1)
     number = int(value)
     if not -extent <= number < extent:
-        raise ArgumentIndexError(
+        raise errors.ArgumentIndexError(
             f"{what}: expected a dimension from {-extent} to {extent - 1}, got {number}; "
             f"the tensor has {rank} dimensions."
         )
@@ -121,17 +118,21 @@ def dims(what: str, value: Any, rank: int) -> tuple[int, ...]:
     several = value is None or isinstance(value, tuple | list)
     result = {dim(what, entry, rank) for entry in ((value or ()) if several else (value,))}
     if several and value and len(result) < len(value):
-        raise ArgumentValueError(f"{what}: expected each dimension once, got {describe(value)}.")
+        raise errors.ArgumentValueError(
+            f"{what}: expected each dimension once, got {describe(value)}."
+        )
     return tuple(sorted(result)) if result else tuple(range(max(rank, 1)))
 
 
 def positive(what: str, value: Any) -> float:
     """Checks for a finite real number greater than zero."""
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise ArgumentTypeError(f"{what}: expected a positive number, got {describe(value)}.")
+        raise errors.ArgumentTypeError(
+            f"{what}: expected a positive number, got {describe(value)}."
+        )
     number = float(value)
     if not (isfinite(number) and number > 0):
-        raise ArgumentValueError(
+        raise errors.ArgumentValueError(
             f"{what}: expected a finite number greater than 0, got {value}; a step of that size "
             f"cannot learn. Typical values are 0.001 to 0.1."
         )
@@ -141,14 +142,14 @@ def positive(what: str, value: Any) -> float:
 def whole(what: str, value: Any) -> int:
     """Checks for an integer."""
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise ArgumentTypeError(f"{what}: expected a whole number, got {describe(value)}.")
+        raise errors.ArgumentTypeError(f"{what}: expected a whole number, got {describe(value)}.")
     return int(value)
 
 
 def at_least(what: str, value: Any, minimum: int) -> int:
     """Checks for an integer of at least `minimum`."""
     if whole(what, value) < minimum:
-        raise ArgumentValueError(
+        raise errors.ArgumentValueError(
             f"{what}: expected a whole number of at least {minimum}, got {value}; "
             f"set {what} to {minimum} or more."
         )
@@ -165,20 +166,22 @@ def backend(name: str, value: Any) -> str:
 def one_of(what: str, value: Any, options: Iterable[str]) -> str:
     known = list(options)
     if value not in known:
-        raise ArgumentValueError(f"{what}: expected one of {', '.join(known)}; got {value!r}.")
+        raise errors.ArgumentValueError(
+            f"{what}: expected one of {', '.join(known)}; got {value!r}."
+        )
     return str(value)
 
 
 def flag(what: str, value: Any) -> bool:
     if not isinstance(value, bool):
-        raise ArgumentTypeError(f"{what}: expected True or False, got {describe(value)}.")
+        raise errors.ArgumentTypeError(f"{what}: expected True or False, got {describe(value)}.")
     return value
 
 
 def generator(value: Any) -> torch.Generator | None:
     """Checks for a torch.Generator, or None for the default generator."""
     if value is not None and not isinstance(value, torch.Generator):
-        raise ArgumentTypeError(
+        raise errors.ArgumentTypeError(
             f"generator: expected a torch.Generator or None, got {describe(value)}; make one with "
             "`torch.Generator().manual_seed(0)`."
         )
@@ -187,7 +190,7 @@ def generator(value: Any) -> torch.Generator | None:
 
 def function(what: str, value: Any) -> Any:
     if not callable(value):
-        raise ArgumentTypeError(
+        raise errors.ArgumentTypeError(
             f"{what}: expected a function, got {describe(value)}; pass the callable itself."
         )
     return value
@@ -196,7 +199,7 @@ def function(what: str, value: Any) -> Any:
 def loss_function(what: str, value: Any) -> Any:
     """Checks for a function of (params, batch)."""
     if isinstance(value, nn.Module):
-        raise ArgumentTypeError(
+        raise errors.ArgumentTypeError(
             f"{what}: expected a function (params, batch) -> scalar, got the module "
             f"{type(value).__name__}; make one with `hoglib.functional_loss(model, criterion)`."
         )
@@ -214,13 +217,13 @@ def not_the_model(what: str, value: Any, params: Any) -> None:
 def something_to_differentiate_by(names: Sequence[str], tensors: Sequence[Tensor]) -> None:
     """Checks for at least one tensor, and for elements in each."""
     if not tensors:
-        raise ArgumentValueError(
+        raise errors.ArgumentValueError(
             "inputs: expected at least one floating-point or complex tensor, got none; there is "
             "nothing to differentiate by."
         )
     for name, x in zip(names, tensors, strict=True):
         if not x.numel():
-            raise ArgumentValueError(
+            raise errors.ArgumentValueError(
                 f"{name}: expected at least one element, got shape {tuple(x.shape)}; there is "
                 "nothing to differentiate by. Give it a size."
             )
@@ -230,14 +233,14 @@ def parameters(params: Any, what: str = "params") -> tuple[list[Tensor], Any]:
     """Leaves and structure of a pytree, checked: floating-point tensors, at least one of them."""
     leaves, structure = pytree.flatten(params)
     if not leaves:
-        raise ArgumentValueError(
+        raise errors.ArgumentValueError(
             f"{what}: expected at least one tensor, got none; a model whose parameters are all "
             "frozen has nothing to differentiate: call requires_grad_(True) on what should learn."
         )
     if not all(isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()) for x in leaves):
         for name, leaf in zip(pytree.paths(params), leaves, strict=True):  # names take time
             if not isinstance(leaf, Tensor):
-                raise ArgumentTypeError(
+                raise errors.ArgumentTypeError(
                     f"{leaf_name(what, name)}: expected a torch.Tensor, got {describe(leaf)}; "
                     "`hoglib.trainable_params(model)` returns a dict of a model's own, and "
                     '`hoglib.trainable_params(model, "head.*")` those with such names.'
@@ -248,12 +251,12 @@ def parameters(params: Any, what: str = "params") -> tuple[list[Tensor], Any]:
 
 def other_structure(
     what: str, tree: Any, params: Any, leaf: str = "...", like: str = "params"
-) -> ArgumentValueError:
+) -> errors.ArgumentValueError:
     """The error for a tree whose structure differs from params; `leaf` describes an expected leaf."""
     names, came = pytree.paths(params), pytree.paths(tree)
     missing = [name for name in names if name and name not in set(came)]
     extra = sorted(set(came) - {*names, ""})
-    return ArgumentValueError(
+    return errors.ArgumentValueError(
         f"{what}: expected the structure of {like} ({type(params).__name__} of {len(names)}), got "
         f"another one ({type(tree).__name__} of {len(came)})"
         + (f"; missing: {listing(missing)}" if missing else "")
@@ -305,21 +308,23 @@ def vectors(
                 if blocks
                 else f"it must have the shape of its place in {like}."
             )
-            raise ArgumentValueError(
+            raise errors.ArgumentValueError(
                 f"{where}: expected {(*x.shape, *columns)}, got {tuple(leaf.shape)}; {hint}"
             )
         if leaf.dtype != x.dtype:
-            raise ArgumentTypeError(
+            raise errors.ArgumentTypeError(
                 f"{where}: expected {x.dtype} as in {like}, got {leaf.dtype}; "
                 f"convert it with `.to({x.dtype})`."
             )
         if leaf.device != x.device:
-            raise ArgumentValueError(
+            raise errors.ArgumentValueError(
                 f"{where}: expected device {x.device} as in {like}, got {leaf.device}; "
                 f"move it with `.to({str(x.device)!r})`."
             )
     if columns and not columns[0]:
-        raise ArgumentValueError(f"{what}: expected at least one vector in the block, got none.")
+        raise errors.ArgumentValueError(
+            f"{what}: expected at least one vector in the block, got none."
+        )
     return leaves, bool(columns)
 
 
@@ -337,19 +342,20 @@ def _all_like(leaves: list[Any], expected: list[Tensor], columns: Any) -> bool:
 def scalar(what: str, value: Any) -> Tensor:
     """Checks for a real floating-point tensor without dimensions."""
     tensor(what, value)
+    with without_stand_ins():  # which see each of these questions
+        if value.dim() == 0 and value.is_floating_point():
+            return value
     if value.dim() != 0:
         how = "reduce it, for instance with `.mean()`"
         if value.numel() == 1:
             how = "take its one number with `.squeeze()`"
-        raise ArgumentValueError(
+        raise errors.ArgumentValueError(
             f"{what}: expected a scalar, got {describe(value)}; {how}, or use a "
             "criterion with reduction='mean'."
         )
-    if not value.is_floating_point():
-        raise ArgumentTypeError(
-            f"{what}: expected a real floating-point scalar, got {describe(value)}."
-        )
-    return value
+    raise errors.ArgumentTypeError(
+        f"{what}: expected a real floating-point scalar, got {describe(value)}."
+    )
 
 
 def finite(what: str, values: Tensor, advice: str, *, late: bool = False) -> Tensor:
@@ -365,12 +371,14 @@ def finite(what: str, values: Tensor, advice: str, *, late: bool = False) -> Ten
     bad = (~torch.isfinite(values.detach())).reshape(-1).nonzero().reshape(-1).tolist()
     if bad:
         which = f" at {listing([str(i) for i in bad])} of {values.numel()}" if values.dim() else ""
-        raise NonFiniteError(
+        raise errors.NonFiniteError(
             f"{what}: expected a finite number, got {values.reshape(-1)[bad[0]].item()}{which}. "
             f"{advice}"
         )
     if late:
-        raise NonFiniteError(f"{what}: expected finite numbers, got others one call ago. {advice}")
+        raise errors.NonFiniteError(
+            f"{what}: expected finite numbers, got others one call ago. {advice}"
+        )
     return values
 
 
@@ -381,14 +389,14 @@ def of_eigenvalues(
     are not finite; of those that are not present 0."""
     found = function(values)
     if not isinstance(found, Tensor) or found.shape != values.shape:
-        raise ArgumentValueError(
+        raise errors.ArgumentValueError(
             f"function: expected a tensor of shape {tuple(values.shape)} for eigenvalues of that "
             f"shape, got {describe(found)}; apply it element by element."
         )
     found = found if present is None else torch.where(present, found, 0)
     bad = ~found.isfinite()
     if bool(bad.any()):
-        raise NonFiniteError(
+        raise errors.NonFiniteError(
             f"function: expected finite values, got {float(found[bad][0])} at the eigenvalue "
             f"{float(values[bad][0]):.3g}; clamp the eigenvalues, `lambda x: f(x.clamp(min=...))`, or "
             "add damping, `A.damped(...)`."
@@ -410,6 +418,6 @@ def listing(names: Sequence[str], limit: int = 5) -> str:
 def refuse_transforms(caller: str, advice: str) -> None:
     """Raise inside of torch.func transforms."""
     if torch_internals.transforms_active():
-        raise UnsupportedError(
+        raise errors.UnsupportedError(
             f"{caller}: expected a call outside of torch.func transforms, got one inside; {advice}"
         )

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
+from hoglib import errors
 from hoglib._core import pytree, validation
 from hoglib._core.autograd import Vector, fresh_leaves
 from hoglib._core.detachment import name_of_call
@@ -40,12 +41,6 @@ from hoglib._core.torch_internals import (
     watching_functions,
 )
 from hoglib.auditing.routes import Checker, Locator, StopGradientReplay, reverse_over_reverse, scale
-from hoglib.errors import (
-    ArgumentTypeError,
-    ArgumentValueError,
-    NoSecondDerivative,
-    UnsupportedError,
-)
 from hoglib.verification.call import real
 from hoglib.verification.report import CULPRIT, Row
 
@@ -72,14 +67,14 @@ def problems(what: str, value: Any) -> list[NamedProblem]:
     elif isinstance(value, list):
         named = {str(number): problem for number, problem in enumerate(value)}
     if not named:
-        raise ArgumentValueError(f"{what}: expected at least one {PROBLEM}, got none.")
+        raise errors.ArgumentValueError(f"{what}: expected at least one {PROBLEM}, got none.")
     for name, found in named.items():
         if isinstance(found, tuple) and len(found) == 3 and callable(found[0]):
             continue
         got = validation.describe(found)
         if isinstance(found, tuple):
             got = f"a tuple ({', '.join(type(part).__name__ for part in found)})"
-        raise ArgumentTypeError(
+        raise errors.ArgumentTypeError(
             f"{what}{f'[{name}]' if name else ''}: expected {PROBLEM}, where loss is a function of "
             f"params and batch, a list of such tuples, or a dict of them by name, got {got}; for "
             "instance `return hoglib.functional_loss(model, criterion), "
@@ -97,33 +92,33 @@ def check_arguments(loss: Any, params: Any, batch: Any) -> None:
     """Raises for a loss, parameters or a batch of the wrong kind."""
     validation.loss_function("loss", loss)
     if not isinstance(params, dict | list | tuple | Tensor):
-        raise ArgumentTypeError(
+        raise errors.ArgumentTypeError(
             f"params: expected a dict of tensors by qualified name, or another pytree, got "
             f"{validation.describe(params)}; make one with `hoglib.trainable_params(model)`."
         )
     validation.parameters(params)
     if transforms_active():
-        raise UnsupportedError(
+        raise errors.UnsupportedError(
             "audit: expected to be called outside of torch.func transforms, got called inside one; "
             "audit the function before it is transformed."
         )
     for path, x in zip(pytree.paths(params), pytree.leaves(params), strict=True):
         what = f"params[{path!r}]" if path else "params"
         if is_lazy(x):
-            raise ArgumentValueError(
+            raise errors.ArgumentValueError(
                 f"{what}: expected a tensor with values, got one of a lazy module that has not run; "
                 "call the model on a batch once."
             )
         if x.is_nested or x.layout is not torch.strided or x.is_meta or x.dtype not in DTYPES:
             kind = "a nested tensor" if x.is_nested else f"{validation.describe(x)} ({x.layout})"
-            raise ArgumentTypeError(
+            raise errors.ArgumentTypeError(
                 f"{what}: expected a dense tensor with values, of dtype "
                 f"{', '.join(str(dtype)[6:] for dtype in DTYPES)}, got {kind} on {x.device}; "
                 "convert it here, and convert it back inside the loss."
             )
     for x in pytree.leaves(batch):
         if isinstance(x, Iterator | DataLoader):
-            raise ArgumentTypeError(
+            raise errors.ArgumentTypeError(
                 "batch: expected one batch that the loss can read many times, got "
                 f"{validation.describe(x)}; pass list(...) of it, or of a DataLoader "
                 "next(iter(loader))."
@@ -144,7 +139,7 @@ class Problem:
         for module in self.names.modules():
             tensors: list[Any] = [*module._parameters.values(), *module._buffers.values()]
             if any(map(is_lazy, tensors)):
-                raise ArgumentValueError(
+                raise errors.ArgumentValueError(
                     f"loss: expected modules with values, got {self.names.called(module)}, which is "
                     "lazy and has not run; call the model on a batch once."
                 )
@@ -443,7 +438,7 @@ def _parameter_failures(
     unused = [path for path, leaf in pairs if id(leaf) not in reached]
     if not notes["reentrant checkpoint"]:  # inside one the graph cannot be seen
         if len(unused) == len(leaves):
-            raise NoSecondDerivative(
+            raise errors.NoSecondDerivative(
                 "loss(params, batch): expected a value that depends on params, got one that does not; "
                 "look for .detach(), .item(), .data or a torch.no_grad() in the loss, and for a loss "
                 "that uses the model's own parameters instead of the params it is given."

@@ -127,7 +127,7 @@ def ops(*, markdown: bool) -> int:
       hoglib ops
       hoglib ops --markdown > ops.md
 
-    The second is the table of docs/ops.md.
+    The second is the table of docs/ops.md: the names by their orders.
     """
     print((op_markdown if markdown else op_text)(op_rows()))
     return RIGHT
@@ -266,7 +266,9 @@ def op_text(table: list[tuple[str, str, str]]) -> str:
 
 
 def op_markdown(table: list[tuple[str, str, str]]) -> str:
-    """The table for a page of the docs."""
-    escaped = [[re.sub(r"([|\[])", r"\\\1", cell) for cell in line] for line in table]  # no links
-    lines = [list(HEAD), ["---"] * len(HEAD), *escaped]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    """The ops by the orders of their derivatives, linked to the equations: for a page of the docs."""
+    lines = ["| orders | ops |", "| --- | --- |"]
+    for orders in sorted({orders for _, _, orders in table}):
+        links = [f"[`{name}`][hoglib.ops.{name}]" for name, _, of_it in table if of_it == orders]
+        lines.append(f"| {orders} | {', '.join(links)} |")
+    return "\n".join(lines)

@@ -9,15 +9,10 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from hoglib import errors
 from hoglib._core import validation
 from hoglib._core.factorizations import symmetric_eigen
 from hoglib.curvature.vector_space import Space, SymmetricMatrix, random_normals
-from hoglib.errors import (
-    ArgumentTypeError,
-    ArgumentValueError,
-    ConvergenceError,
-    MissingDependencyError,
-)
 
 CACHED = 2**22  # bytes of a basis that cost little beside a product
 LARGEST = 2**24  # bytes of a basis that is enlarged
@@ -90,7 +85,7 @@ def eigsh(
     operator.space.check_same_call("eigsh", k, which, tol, max_iter, block)
     size = operator.shape[0]
     if validation.at_least("k", k, 1) > size:
-        raise ArgumentValueError(
+        raise errors.ArgumentValueError(
             f"k: expected at most {size} eigenvalues, the size of A, got {k}; ask for fewer."
         )
     validation.one_of("which", which, ENDS)
@@ -129,7 +124,7 @@ def _basis_options(A: SymmetricMatrix, dtype: Any, device: Any) -> tuple[torch.d
     if dtype is None:
         dtype = torch.promote_types(A.dtype, torch.float32)
     elif dtype not in TOL:
-        raise ArgumentValueError(
+        raise errors.ArgumentValueError(
             "basis_dtype: expected torch.float32 or torch.float64, in which a basis stays orthogonal, "
             f"got {validation.describe(dtype)}."
         )
@@ -138,7 +133,7 @@ def _basis_options(A: SymmetricMatrix, dtype: Any, device: Any) -> tuple[torch.d
     try:
         return dtype, torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise ArgumentTypeError(
+        raise errors.ArgumentTypeError(
             f"basis_device: expected a torch.device or its name, such as 'cpu', got "
             f"{validation.describe(device)}."
         ) from error
@@ -199,7 +194,7 @@ def lanczos(
                 missing_before, looked = missing, done
         kept = choose(theta, k + (basis.m - k) // 2)
         basis.restart(theta[kept], S[:, kept])
-    raise ConvergenceError(
+    raise errors.ConvergenceError(
         f"eigsh: expected {k} eigenvalues, got {int((ratios <= 1).sum())} after {done} products "
         f"({', '.join(f'{v:.6g}' for v in values[ratios <= 1].tolist())}); raise max_iter or tol, or "
         "ask for fewer."
@@ -318,7 +313,7 @@ def to_scipy(operator: SymmetricMatrix) -> Any:
         import numpy as np
         from scipy.sparse import linalg
     except ImportError as error:
-        raise MissingDependencyError(
+        raise errors.MissingDependencyError(
             "to_scipy: expected the package scipy to be installed, and it is not; `pip install scipy`."
         ) from error
     own = operator.dtype if operator.dtype in (torch.float32, torch.float64) else torch.float32

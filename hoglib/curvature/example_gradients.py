@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader, RandomSampler
 
+from hoglib import errors
 from hoglib._core import pytree, validation
 from hoglib._core.autograd import (
     Vector,
@@ -45,13 +46,6 @@ from hoglib.curvature.model_run import (
 from hoglib.curvature.operators import GGNOperator
 from hoglib.curvature.optimizers import KFAC_OPTIONS, NEWTON_OPTIONS
 from hoglib.curvature.vector_space import Space
-from hoglib.errors import (
-    ArgumentTypeError,
-    ArgumentValueError,
-    HoglibError,
-    NonFiniteError,
-    UnsupportedError,
-)
 from hoglib.ring import ring
 from hoglib.verification.entry_points import examined_functions
 
@@ -170,7 +164,7 @@ def check_apart(loss: Any, params: Tree, batch: Any, caller: str) -> None:
     shapes = tuple((x.shape, x.dtype) for x in pytree.tensors(own))
     found = found_once(loss, ("halves", shapes), lambda: _halves(loss, params, own) or "unknown")
     if found == "coupled":
-        raise ArgumentValueError(
+        raise errors.ArgumentValueError(
             f"{caller}: expected a loss that is a sum or mean over examples, got one that couples "
             "them: the loss of a batch is not made of those of its halves, as for contrastive losses, "
             "correlations, and softmax or statistics over the batch. An example alone has another "
@@ -208,7 +202,7 @@ def check_norms(loss: Any) -> None:
     model = getattr(loss, "model", None)
     for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
         if isinstance(module, _BatchNorm) and module.training:
-            raise ArgumentValueError(
+            raise errors.ArgumentValueError(
                 f"model.{name}: expected layers that treat each example by itself, got a "
                 f"{type(module).__name__} in train mode, which mixes the examples of a batch; call "
                 "model.eval(), or use group norm."
@@ -219,12 +213,12 @@ def number_of_examples(batch: Any) -> int:
     """The leading dimension of the first tensor of a batch."""
     count = row_count(batch)
     if count is None:
-        raise ArgumentTypeError(
+        raise errors.ArgumentTypeError(
             "batch: expected tensors with the examples as their leading dimension, got "
             f"{validation.describe(batch)}."
         )
     if not count:
-        raise ArgumentValueError("batch: expected at least one example, got none.")
+        raise errors.ArgumentValueError("batch: expected at least one example, got none.")
     return count
 
 
@@ -255,9 +249,9 @@ def _side_by_side(problem: Problem) -> tuple[Tensor, Vector]:
     try:
         gradients, values = every([leaf.detach() for leaf in problem.leaves], *given)
     except (RuntimeError, NotImplementedError) as error:
-        if isinstance(error, HoglibError):
+        if isinstance(error, errors.HoglibError):
             raise
-        raise UnsupportedError(
+        raise errors.UnsupportedError(
             "per_example_gradients: expected operations that torch.func.vmap can run, got an error "
             f"from one: {str(error).splitlines()[0]} Use vmap=False."
         ) from error
@@ -380,8 +374,10 @@ def _layer_by_layer(
         try:
             run, _ = checked_run(ModelRun(problem, space, _OPTIONS), True)
             if run.examples != count:
-                raise ArgumentValueError("outputs: expected one for each example.")
-        except HoglibError as error:  # of the layers; what is wrong with the loss comes again
+                raise errors.ArgumentValueError("outputs: expected one for each example.")
+        except (
+            errors.HoglibError
+        ) as error:  # of the layers; what is wrong with the loss comes again
             LOGGER.debug("%s: from the gradients of single examples, because of %s", CALLER, error)
             return None
         gradients = run.gradients(_by_outputs(run, loss, own, factors))
@@ -528,7 +524,7 @@ def gradient_noise_scale(loss: Any, params: Tree, data: Any) -> NoiseScale:
             mean += (own - mean) * (len(part) / total)
             count = total
     if count < 2:
-        raise ArgumentValueError(f"data: expected at least two examples, got {count}.")
+        raise errors.ArgumentValueError(f"data: expected at least two examples, got {count}.")
     scale = (count / weight) ** 2  # of the squares, in units of the mean weight of an example
     variance = scale * spread / (count - 1)
     square = scale * mean.square().sum() - variance / count
@@ -601,14 +597,14 @@ def influence(
     validation.number("damping", damping, minimum=0)
     for name, data in (("train", train), ("query", query)):
         if isinstance(data, DataLoader) and isinstance(data.sampler, RandomSampler):
-            raise ArgumentValueError(
+            raise errors.ArgumentValueError(
                 f"{name}: expected data in a fixed order, that of the scores, got a DataLoader that "
                 "shuffles; make one with shuffle=False."
             )
     of_factors = ("kind", "generator", "check_deterministic", *KFAC_OPTIONS)
     check_option_names("influence", options, NEWTON_OPTIONS if solver == "cg" else of_factors)
     if tol is not None and solver != "cg":
-        raise ArgumentValueError(
+        raise errors.ArgumentValueError(
             f"tol: expected none with solver={solver!r}, which has a closed form, got {tol}; it "
             "is for solver='cg'."
         )
@@ -627,7 +623,7 @@ def influence(
             weight += number_of_examples(own) if counts is None else float(counts.sum())
             for part in gradient_rows(loss, params, own, vmap=vmap, weights=counts):
                 if not bool(part.isfinite().all()):
-                    raise NonFiniteError(
+                    raise errors.NonFiniteError(
                         f"{name}: expected examples with finite gradients, got one with NaN or "
                         f"infinity in batch {number}; look for NaN in the data and in the parameters."
                     )
@@ -636,7 +632,7 @@ def influence(
     with examined_functions("influence", first_order=solver != "cg"):
         asked = list(rows("query", query, False))
         if not asked:
-            raise ArgumentValueError("query: expected at least one batch, got none.")
+            raise errors.ArgumentValueError("query: expected at least one batch, got none.")
         queries = torch.cat(asked)
         if solver == "cg":
             directions = GGNOperator(loss, params, train, **options).solve(

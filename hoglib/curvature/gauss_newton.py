@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import CheckpointError
 
+from hoglib import errors
 from hoglib._core import finite_differences, pytree, torch_forward_mode, torch_internals, validation
 from hoglib._core.autograd import (
     Vector,
@@ -37,12 +38,6 @@ from hoglib.curvature.linear_map import (
     in_double,
     no_forward_mode,
     reverse_over_reverse,
-)
-from hoglib.errors import (
-    ArgumentTypeError,
-    ArgumentValueError,
-    NoSecondDerivative,
-    UnsupportedError,
 )
 
 APART = (
@@ -79,7 +74,7 @@ class OutputMetric(ABC):
 
 def _refuse_linear(hessian: LinearMap, policy: Policy) -> None:
     if hessian.gradient is not None and hessian.gradient.has_no_graph:
-        raise ArgumentValueError(
+        raise errors.ArgumentValueError(
             f"{policy.caller}: expected a criterion that is not linear in the model's outputs, got "
             f"one whose gradient does not depend on them, so that the matrix is zero. {APART}"
         )
@@ -100,7 +95,7 @@ class CriterionHessian(OutputMetric):
             return lambda u, keep_graph: product(u)
         if composite.mode == DIFFERENCES:
             if not inside:
-                with suppress(NoSecondDerivative):  # for such a criterion this mode is there
+                with suppress(errors.NoSecondDerivative):  # for such a criterion this mode is there
                     _refuse_linear(reverse_over_reverse(composite.criterion_at(outputs)), policy)
             gradient = finite_differences.gradient_function(composite.criterion)
             return lambda u, keep_graph: directional_derivative(gradient, outputs, u)
@@ -158,7 +153,7 @@ class GaussNewtonKind(CurvatureKind):
         def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
             try:
                 return forward.apply(vector, keep_graph)
-            except UnsupportedError:  # an operation has no forward mode
+            except errors.UnsupportedError:  # an operation has no forward mode
                 return double_reverse(composite).apply(vector, keep_graph)
 
         return LinearMap(apply)
@@ -166,13 +161,13 @@ class GaussNewtonKind(CurvatureKind):
     def check_loss(self, loss: Any) -> Any:
         for part in ("outputs", "criterion"):
             if not callable(getattr(loss, part, None)):
-                raise ArgumentTypeError(
+                raise errors.ArgumentTypeError(
                     "loss: expected one from `hoglib.functional_loss(model, criterion)`, or an object "
                     "with .outputs(params, batch) and .criterion(outputs, batch), because the model's "
                     f"outputs are needed by themselves; got {validation.describe(loss)}."
                 )
         if not getattr(loss, "separates_outputs", True):
-            raise ArgumentValueError(
+            raise errors.ArgumentValueError(
                 "loss: expected outputs and criterion apart, got a model that computes its own loss. "
                 + APART
             )
@@ -193,7 +188,7 @@ class CompositeLoss:
         self._last = self.loss.outputs(self.problem.params(leaves), self.batch)
         found = pytree.leaves(self._last)
         if any(isinstance(leaf, Tensor) and leaf.is_complex() for leaf in found):
-            raise ArgumentTypeError(
+            raise errors.ArgumentTypeError(
                 "loss.outputs(params, batch): expected real outputs, got complex ones; give their "
                 "real view, `torch.view_as_real`."
             )
@@ -310,7 +305,7 @@ def forward_then_reverse(composite: CompositeLoss) -> LinearMap:
         try:
             product = _transposed_product(every, own, weighted, composite.policy, False)
         except CheckpointError as error:  # what is recomputed has no tangents
-            raise UnsupportedError(
+            raise errors.UnsupportedError(
                 f"{caller}(mode='forward'): expected no checkpoint in the model, got one; use "
                 "mode='reverse'."
             ) from error
@@ -319,7 +314,7 @@ def forward_then_reverse(composite: CompositeLoss) -> LinearMap:
             composite.problem.loss, vector, product, tangents, weighted,
             composite.problem.placement, ys,
         ):  # fmt: skip
-            raise UnsupportedError(
+            raise errors.UnsupportedError(
                 f"{caller}(mode='forward'): expected tangents and gradients that agree, <w, J v> = "
                 "<J^T w, v>, got others: scripted code loses tangents, a Function has a wrong jvp, or "
                 "torch's gradient is by convention not the derivative (padding_idx). Use "
@@ -377,7 +372,7 @@ def _transposed_product(
 
 def _check_depends(ys: Vector) -> None:
     if not ys:
-        raise NoSecondDerivative(
+        raise errors.NoSecondDerivative(
             "loss.outputs(params, batch): expected outputs that depend on params, got none that do; "
             "look for .detach(), .item(), .data or a torch.no_grad() in the model, for a loss that "
             "uses the model's own parameters instead of the params it is given, and for outputs in an "

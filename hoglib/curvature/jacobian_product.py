@@ -8,6 +8,7 @@ from typing import Any, Literal, Unpack, final
 import torch
 from torch import Tensor
 
+from hoglib import errors
 from hoglib._core import pytree, torch_forward_mode, torch_internals, validation
 from hoglib._core.autograd import Vector, clone_inference_tensors, fresh_leaves, translate_errors
 from hoglib._core.gradient_graph import check_custom_functions, graph_summary, half_dtypes
@@ -17,12 +18,6 @@ from hoglib._core.tolerances import TOLERANCES
 from hoglib._core.torch_modes import ActiveStandIns, value_checks_on, without_stand_ins
 from hoglib._core.trust import found_once
 from hoglib.curvature.linear_map import no_forward_mode
-from hoglib.errors import (
-    ArgumentTypeError,
-    ArgumentValueError,
-    NoSecondDerivative,
-    UnsupportedError,
-)
 from hoglib.ring import ring, run
 from hoglib.stand_ins.mode import run_operator
 from hoglib.verification.function_rules import offers_jvp
@@ -112,14 +107,14 @@ def _primals(primals: Tree) -> tuple[Vector, Any]:
     """The leaves and the structure of primals, all of which can be differentiated by."""
     leaves, structure = pytree.flatten(primals)
     if not leaves:
-        raise ArgumentValueError(
+        raise errors.ArgumentValueError(
             "primals: expected at least one tensor, got none; pass the arguments of func that it is "
             "to be differentiated by."
         )
     refuse_sharded(CALLER, leaves, "primals")
     for name, leaf in zip(pytree.paths(primals), leaves, strict=True):
         if not pytree.is_float(leaf):
-            raise ArgumentTypeError(
+            raise errors.ArgumentTypeError(
                 f"{validation.leaf_name('primals', name)}: expected a floating-point or complex "
                 f"tensor, got {validation.describe(leaf)}, which has no derivatives; let func reach it "
                 "by itself, `lambda x: model(x, labels)`, or make it one (`torch.tensor(0.5)`)."
@@ -136,12 +131,12 @@ def _value_and_tangent(
     elsewhere = torch_forward_mode.forward_mode_elsewhere()
     active = torch_internals.forward_mode_active()
     if active and not (inside or elsewhere or torch_forward_mode.forward_mode_elsewhere()):
-        raise UnsupportedError(
+        raise errors.UnsupportedError(
             f"{CALLER}: expected to run outside of torch.autograd.forward_ad.dual_level, which cannot "
             f"be nested, got a call inside; use hoglib.{CALLER} or torch.func.jvp for the outer one."
         )
     if mode == REVERSE and inside:
-        raise UnsupportedError(
+        raise errors.UnsupportedError(
             f"{CALLER}: expected mode='auto' or '{FORWARD}' inside torch.func transforms, got "
             f"'{REVERSE}', which they do not see."
         )
@@ -155,7 +150,7 @@ def _value_and_tangent(
         found, of_value = pytree.flatten(value)
         if not found or not all(isinstance(y, Tensor) for y in found):
             other = next((y for y in found if not isinstance(y, Tensor)), value)
-            raise ArgumentTypeError(
+            raise errors.ArgumentTypeError(
                 "func(*primals): expected a tensor, or a tuple, list or dict of tensors, got "
                 f"{validation.describe(other)}"
                 + ("" if other is value else " among them")
@@ -172,7 +167,7 @@ def _value_and_tangent(
                 found = by_forward(function, leaves, vector)
             except (RuntimeError, NotImplementedError, AssertionError) as error:
                 reason = no_forward_mode(CALLER, FORWARD, error)
-                if not isinstance(reason, UnsupportedError) or mode == FORWARD or inside:
+                if not isinstance(reason, errors.UnsupportedError) or mode == FORWARD or inside:
                     raise reason from error
                 found = by_reverse(function, leaves, vector, create_graph)
     if not inside:
@@ -207,7 +202,7 @@ def by_forward(f: Callable[..., Vector], leaves: Vector, vector: Vector) -> tupl
 
 
 def _refuse_checkpoint() -> None:
-    raise UnsupportedError(
+    raise errors.UnsupportedError(
         f"{CALLER}(mode='{FORWARD}'): expected no torch.utils.checkpoint in func, got one, which would "
         f"run again without tangents in backward; use mode='{REVERSE}' or hoglib.ops.remat."
     )
@@ -220,7 +215,7 @@ def _refuse_own_jvp(function: Any, args: tuple[Any, ...]) -> None:
     function, args, by = torch_internals.outside_transforms(function, args)
     if any(by) and is_users(function) and offers_jvp(function):
         name = function.__qualname__
-        raise UnsupportedError(
+        raise errors.UnsupportedError(
             f"{CALLER}(mode='{FORWARD}'): expected Functions without a jvp of their own under two "
             f"levels of forward mode, got {name}: torch takes the second derivative of {name}.jvp for "
             f"zero, without an error. Use mode='{REVERSE}' for the outer one."
@@ -367,7 +362,7 @@ def _square(x: Tensor) -> Tensor:
 
 
 def detached(caller: str) -> Exception:
-    return NoSecondDerivative(
+    return errors.NoSecondDerivative(
         f"{caller}(mode='reverse'): expected a backward that can be differentiated, got one whose "
         "gradient has lost its graph: it runs under no_grad, detaches, or leaves torch. "
         "`hoglib.verify` of the custom Functions in the model names the line; mode='forward' does "
@@ -376,7 +371,7 @@ def detached(caller: str) -> Exception:
 
 
 def _independent() -> Exception:
-    return NoSecondDerivative(
+    return errors.NoSecondDerivative(
         "func(*primals): expected a value that depends on primals, got one that does not. Look for "
         ".detach(), .item(), .data or torch.no_grad() in func, and for a func that uses other tensors "
         "than those it is given, such as the model's own parameters."

@@ -8,17 +8,12 @@ from typing import Any, Literal, final
 import torch
 from torch import Generator, Tensor
 
+from hoglib import errors
 from hoglib._core import validation
 from hoglib._core.autograd import outside_inference_mode
 from hoglib._core.factorizations import symmetric_eigen
 from hoglib.curvature import eigenvalues, estimates, linear_systems
 from hoglib.curvature.vector_space import Blocks, Space, groups_of
-from hoglib.errors import (
-    ArgumentTypeError,
-    ArgumentValueError,
-    MissingDependencyError,
-    NotPositiveDefiniteError,
-)
 
 Tree = Any
 
@@ -103,7 +98,7 @@ class LinearOperator(ABC):
 
     def __matmul__(self, v: Tree) -> Tree:
         if isinstance(v, LinearOperator):
-            raise ArgumentTypeError(
+            raise errors.ArgumentTypeError(
                 "A @ v: expected a vector or a block of vectors, got an operator; a product of "
                 "symmetric operators is not symmetric. Apply them in turn: A @ (B @ v)."
             )
@@ -134,12 +129,12 @@ class LinearOperator(ABC):
 
     def __add__(self, other: Any) -> "LinearOperator":
         if not isinstance(other, LinearOperator):
-            raise ArgumentTypeError(
+            raise errors.ArgumentTypeError(
                 f"A + B: expected an operator, got {validation.describe(other)}; a multiple of the "
                 "identity is added by A.damped(number)."
             )
         if not self.space.same(other.space):
-            raise ArgumentValueError(
+            raise errors.ArgumentValueError(
                 "A + B: expected operators on parameters of the same names, shapes and dtypes, got "
                 f"{self.shape} and {other.shape}."
             )
@@ -156,7 +151,7 @@ class LinearOperator(ABC):
     def __truediv__(self, divisor: Any) -> "LinearOperator":
         number = as_number(divisor)
         if number == 0:
-            raise ArgumentValueError("A / c: expected a number other than 0, got 0.")
+            raise errors.ArgumentValueError("A / c: expected a number other than 0, got 0.")
         return self * (1 / number)
 
     def __neg__(self) -> "LinearOperator":
@@ -503,7 +498,7 @@ class LinearOperator(ABC):
         present = found.weights > torch.finfo(found.weights.dtype).eps
         lowest = float(found.nodes[present].min())
         if lowest <= 0:
-            raise NotPositiveDefiniteError(
+            raise errors.NotPositiveDefiniteError(
                 "logdet: expected a positive definite matrix, got one with the eigenvalue "
                 f"{lowest:.3g}; add damping, `A.damped(...)`."
             )
@@ -594,7 +589,9 @@ class LinearOperator(ABC):
             P = self.shape[0]
             validation.generator(generator)
             if validation.at_least("rank", rank, 1) > P:
-                raise ArgumentValueError(f"rank: expected at most {P}, the size of A, got {rank}.")
+                raise errors.ArgumentValueError(
+                    f"rank: expected at most {P}, the size of A, got {rank}."
+                )
             columns = min(rank + validation.at_least("oversampling", oversampling, 0), P)
             device = self.device if generator is None else generator.device
             wide = torch.promote_types(self.dtype, torch.float32)
@@ -694,7 +691,7 @@ class LowRankOperator(LinearOperator):
         number = validation.number("damping", damping, minimum=0)
         lowest = min(float(self.values.min()), self.rest) + number
         if lowest <= 0:
-            raise NotPositiveDefiniteError(
+            raise errors.NotPositiveDefiniteError(
                 "inverse: expected a positive definite matrix, got one whose smallest eigenvalue is "
                 f"{lowest:.3g} with the damping {number:g}; use damping > 0."
             )
@@ -730,7 +727,7 @@ def _nystrom(S: Tensor, Y: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     values, vectors = symmetric_eigen((S.T @ Y).double())
     lowest = float(values[0])
     if lowest < -10 * max(noise, shift):
-        raise NotPositiveDefiniteError(
+        raise errors.NotPositiveDefiniteError(
             "low_rank: expected a positive semi-definite matrix, as a GGNOperator is, got a direction "
             f"of curvature {lowest:.3g}; `eigsh` finds eigenvalues of either sign."
         )
@@ -767,7 +764,7 @@ class ProgressBar:
         try:
             from tqdm.auto import tqdm
         except ImportError as error:
-            raise MissingDependencyError(
+            raise errors.MissingDependencyError(
                 "progress=True: expected the package tqdm to be installed, and it is not; `pip install "
                 "tqdm`, or leave progress at False."
             ) from error

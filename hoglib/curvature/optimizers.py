@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, final, get_args
 import torch
 from torch import Tensor
 
+from hoglib import errors
 from hoglib._core import pytree, validation
 from hoglib._core.problem import check_option_names
 from hoglib.curvature.dataset_sum import DATA_OPTIONS, OPERATOR_OPTIONS
@@ -20,12 +21,6 @@ from hoglib.curvature.linear_operator import LinearOperator
 from hoglib.curvature.model_run import RowOrder
 from hoglib.curvature.operators import GGNOperator
 from hoglib.curvature.vector_space import check_named
-from hoglib.errors import (
-    ArgumentTypeError,
-    ArgumentValueError,
-    NonFiniteError,
-    NotPositiveDefiniteError,
-)
 from hoglib.functional import trainable_params
 from hoglib.verification.entry_points import examined_functions
 
@@ -60,7 +55,7 @@ class BatchOptimizer(torch.optim.Optimizer, ABC):
             param_group: The group.
         """
         if self.param_groups:
-            raise ArgumentValueError(
+            raise errors.ArgumentValueError(
                 "param_groups: expected one group, got a second; the matrix is that of all parameters. "
                 "Give all of them as params."
             )
@@ -74,7 +69,7 @@ class BatchOptimizer(torch.optim.Optimizer, ABC):
         """
         lacking = self.defaults.keys() - state_dict["param_groups"][0].keys()
         if lacking:
-            raise ArgumentValueError(
+            raise errors.ArgumentValueError(
                 f"state_dict: expected that of a {type(self).__name__}, got one without "
                 f"{', '.join(sorted(lacking))}, of another optimizer; start with a fresh state."
             )
@@ -84,13 +79,13 @@ class BatchOptimizer(torch.optim.Optimizer, ABC):
         """The batch that a step is given, as it is or by a function."""
         frozen = [name for name in self._trained if not self._params[name].requires_grad]
         if frozen:  # a step would move them all the same
-            raise ArgumentValueError(
+            raise errors.ArgumentValueError(
                 f"params: expected parameters that require gradients, as they did at first, got "
                 f"{validation.listing(frozen)} without; make a new optimizer of those to be trained."
             )
         batch = closure() if callable(closure) else closure
         if batch is None:
-            raise ArgumentTypeError(
+            raise errors.ArgumentTypeError(
                 "step: expected a batch, or a function without arguments that returns one, got None; "
                 "the matrix is computed on the batch: `optimizer.step((x, y))`."
             )
@@ -129,7 +124,7 @@ class BatchOptimizer(torch.optim.Optimizer, ABC):
 
 def positive_damping(damping: Any) -> float:
     if not 0 < validation.number("damping", damping) < inf:
-        raise ArgumentValueError(
+        raise errors.ArgumentValueError(
             f"damping: expected a number greater than 0, got {damping}; 1 is usual."
         )
     return float(damping)
@@ -139,7 +134,7 @@ def finite_or_infinite(loss: Callable[[], Tensor]) -> float:
     """The loss, or infinity where it overflows, because the step is too long."""
     try:
         return float(loss())
-    except NonFiniteError:
+    except errors.NonFiniteError:
         return inf
 
 
@@ -331,7 +326,7 @@ class NewtonCG(BatchOptimizer):
                     stagnation_tol=group["stagnation_tol"], preconditioner=precondition,
                     return_info=True,
                 )  # fmt: skip
-            except NotPositiveDefiniteError:
+            except errors.NotPositiveDefiniteError:
                 if not self._damp(10):
                     raise
                 continue
@@ -576,7 +571,7 @@ class KFAC(BatchOptimizer):
         blocks = {block.layout: block for block in K.blocks()}
         known = {layout_of(one, names) for one in group["layouts"]}
         if known and known != blocks.keys():
-            raise ArgumentValueError(
+            raise errors.ArgumentValueError(
                 "step: expected the layers of the first step, got others: the model calls other "
                 "layers, or parts of their weights, from batch to batch. Give only those that it "
                 "always calls."

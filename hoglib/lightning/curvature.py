@@ -8,18 +8,13 @@ import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, distributed
 
+from hoglib import errors
 from hoglib._core import pytree, validation
 from hoglib._core.placement import is_sharded
 from hoglib._core.swap import restore_buffers
 from hoglib.curvature import Spectrum, hessian_spectrum
 from hoglib.curvature.data import gathered, world_size
 from hoglib.curvature.estimates import SpectralDensity
-from hoglib.errors import (
-    ArgumentTypeError,
-    ArgumentValueError,
-    NondeterministicError,
-    NonFiniteError,
-)
 from hoglib.lightning.audit import METHOD, check_method, second_order_problems
 
 LARGEST = "largest"
@@ -231,13 +226,13 @@ class CurvatureMonitor(pl.Callback):
                     )  # fmt: skip
                     short = name.removeprefix(own).removeprefix("[").removesuffix("]")
                     found.append(Measurement(done, short, spectrum))
-        except NondeterministicError as error:
-            raise NondeterministicError(
+        except errors.NondeterministicError as error:
+            raise errors.NondeterministicError(
                 f"{when}: expected a loss that is the same at each call, got one that is not ({error}) "
                 f"Measure a copy of the network in eval mode, for instance\n{QUIET}"
             ) from error
-        except NonFiniteError as error:
-            raise NonFiniteError(
+        except errors.NonFiniteError as error:
+            raise errors.NonFiniteError(
                 f"{when}: {error} The training has diverged, or its first loss is not finite: lower "
                 "the learning rate, or look at the initial parameters."
             ) from error
@@ -285,7 +280,7 @@ def _saved(batch: Any) -> _Saved:
     ]
     for path, leaf in zip(pytree.paths(batch), leaves, strict=True):
         if not isinstance(leaf, (Tensor, *PLAIN)):
-            raise ArgumentTypeError(
+            raise errors.ArgumentTypeError(
                 f"CurvatureMonitor: expected a batch of tensors and plain values, which "
                 f"checkpoints can hold, got {validation.describe(leaf)} at batch{path and f' {path}'}; "
                 "give fixed_batch=False, or let the loader return a tuple or dict of tensors."
@@ -300,13 +295,13 @@ def _restored(saved: _Saved, like: Any) -> Any:
     now, structure = pytree.flatten(like)
     paths = pytree.paths(like)
     if paths != saved.paths:
-        raise ArgumentValueError(
+        raise errors.ArgumentValueError(
             f"CurvatureMonitor: expected batches like the first one of the fit, which the "
             f"checkpoint holds, with tensors at {_named(saved.paths)}, got one with "
             f"{_named(paths)}; resume with the data of that fit, or with fixed_batch=False."
         )
     if len(saved.leaves) != world_size():
-        raise ArgumentValueError(
+        raise errors.ArgumentValueError(
             f"CurvatureMonitor: expected {len(saved.leaves)} processes, as in the fit of the "
             f"checkpoint, each of which had a first batch, got {world_size()}; resume with as many, or "
             "with fixed_batch=False."

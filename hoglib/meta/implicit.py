@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from hoglib import errors
 from hoglib._core import pytree, validation
 from hoglib._core.autograd import (
     Vector,
@@ -25,14 +26,6 @@ from hoglib._core.state import generator_state
 from hoglib._core.torch_internals import apply
 from hoglib.curvature.linear_systems import RTOL
 from hoglib.curvature.operators import HessianOperator
-from hoglib.errors import (
-    ArgumentValueError,
-    ConvergenceError,
-    NondeterministicError,
-    NonFiniteError,
-    NoSecondDerivative,
-    NotPositiveDefiniteError,
-)
 from hoglib.ring import ring
 
 Scalar = Callable[[Any, Any], Tensor]  # of params and hyper
@@ -67,7 +60,7 @@ class Solver:
         if self.name != "neumann":
             return
         if self.step_size is None:
-            raise ArgumentValueError(
+            raise errors.ArgumentValueError(
                 "step_size: expected a positive number for the Neumann series, below 2 over the "
                 "largest eigenvalue of the Hessian, got None; an inner learning rate that "
                 "converges is one."
@@ -117,7 +110,7 @@ def implicit_gradient(
 def check_used(grads: Sequence[Tensor | None], *, implicit: bool = False) -> None:
     """Raise where nothing depends on hyper: zeros would look like an optimum."""
     if all(grad is None for grad in grads):
-        raise NoSecondDerivative(
+        raise errors.NoSecondDerivative(
             "hypergradient: expected an inner or outer loss that depends on hyper, got none that "
             "does; take it from the argument, not from a tensor that is closed over, also by a custom "
             "Function: pass it what its layers use."
@@ -157,7 +150,7 @@ def _sum_neumann(operator: Any, v: Any, solver: Solver) -> tuple[Vector, Tensor]
         rest = pytree.add(v, operator @ x, alpha=-1.0)  # (I - step A)^(k + 1) v
         residual = pytree.norm(rest) / pytree.norm(v)
         if not bool(residual < DIVERGED):
-            raise NonFiniteError(
+            raise errors.NonFiniteError(
                 f"the Neumann series: expected terms that shrink, got one of {float(residual):.2g} "
                 f"times the right-hand side after {k + 1}. It diverges: lower step_size, or use the "
                 "solver 'cg'."
@@ -175,14 +168,14 @@ def _solve_by_cg(operator: Any, v: Any, solver: Solver) -> tuple[Vector, Tensor]
 
     try:
         x, solution = solve(solver.iterations)
-    except NotPositiveDefiniteError as error:
+    except errors.NotPositiveDefiniteError as error:
         why = (
             "the implicit gradient: expected a minimum of the inner loss, where its Hessian has no "
             f"direction of negative curvature, got one ({str(error).partition('. ')[0]}). Give more "
             "damping, a stronger regulariser (IMAML: strength) or more inner steps."
         )
         if solver.at_negative_curvature == "raise":
-            raise NotPositiveDefiniteError(why) from error
+            raise errors.NotPositiveDefiniteError(why) from error
         warn(f"{why} The solution found before that direction is used; see `residual`.")
         x, solution = solve(error.iterations - 1)
     if solver.iterations is None and not bool(solution.converged):
@@ -263,14 +256,14 @@ def _check_root(F: Callable[..., Tensor], own: Vector, accuracy: float) -> None:
     before = generator_state(own[0].device)
     value, given = F(*own), {id(x) for x in own}
     if not torch.equal(before, generator_state(own[0].device)):
-        raise NondeterministicError(
+        raise errors.NondeterministicError(
             "residual: expected one that draws no random numbers, got one that does: each product "
             "would be of another function. Call model.eval(), or pass what is drawn in inputs."
         )
     graph = graph_summary(value)
     others = [x for key, x in graph.leaves.items() if key not in given]
     if others:
-        raise NoSecondDerivative(
+        raise errors.NoSecondDerivative(
             "residual: expected one that takes all that requires grad from its arguments, got tensors "
             f"of shape {', '.join(str(tuple(x.shape)) for x in others[:3])} from elsewhere, whose "
             "gradients would be missing. Pass them in inputs, the parameters of a module by "
@@ -284,7 +277,7 @@ def _check_root(F: Callable[..., Tensor], own: Vector, accuracy: float) -> None:
         moved = F((1 + step) * z, *h), F(z, *[(1 + step) * x for x in h])
         size, scale = value.norm(), max((y - value).norm() for y in moved) / step
     if value.shape != own[0].shape or not size <= accuracy * scale:
-        raise ConvergenceError(
+        raise errors.ConvergenceError(
             f"root: expected a solution, with {own[0].numel()} residuals that are 0, got {len(value)} "
             f"with |F| = {size:.2g}, where its terms are of size {scale:.2g}. Let the solver take more "
             "steps, or allow it by accuracy=, with derivatives as wrong."
@@ -339,7 +332,7 @@ def _gmres(A: Callable[[Tensor], Tensor], b: Tensor, tol: float) -> Tensor:
         p = r if left < 0.9 * before else q  # which is no less where r stays
     left = (b - A(x)).norm()
     if not left <= 10 * target:
-        raise ConvergenceError(
+        raise errors.ConvergenceError(
             f"root: expected a linear system (dF/dz)^T u = g that GMRES solves to {tol:g} |g|, got a "
             f"residual of {left / b.norm():.2g} |g| after {len(P)} products. dF/dz is singular "
             "where solutions are not isolated; else allow a larger tol=, or use float64."

@@ -14,17 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hoglib import errors
 from hoglib._core import pytree, validation
 from hoglib._core.autograd import translate_errors
 from hoglib._core.source_location import warn_once
 from hoglib._core.swap import Params
-from hoglib.errors import (
-    ArgumentTypeError,
-    ArgumentValueError,
-    HoglibError,
-    NoSecondDerivative,
-    UnsupportedError,
-)
 
 Task = tuple[Any, Any]
 EMPTY = (
@@ -76,7 +70,7 @@ def shard(tasks: Any, *, mesh: Any = None) -> Shard:
         return Shard(tasks, 1.0)
     rank, world = _place(mesh)
     if count < world:
-        raise ArgumentValueError(
+        raise errors.ArgumentValueError(
             f"tasks: expected at least one task for each of the {world} processes, got {count}; "
             "give larger meta-batches, or start fewer processes."
         )
@@ -94,12 +88,12 @@ def _place(mesh: Any) -> tuple[int, int]:
     from torch.distributed.device_mesh import DeviceMesh
 
     if not isinstance(mesh, DeviceMesh):
-        raise ArgumentTypeError(
+        raise errors.ArgumentTypeError(
             f"mesh: expected a torch DeviceMesh, such as mesh['tasks'], got "
             f"{validation.describe(mesh)}."
         )
     if mesh.ndim != 1:
-        raise ArgumentValueError(
+        raise errors.ArgumentValueError(
             f"mesh: expected one dimension, such as mesh['tasks'], got {mesh.ndim} of them."
         )
     return mesh.get_local_rank(), mesh.size()
@@ -133,11 +127,11 @@ def run_tasks(
         try:
             return of_stack(*stack), vmappable
         except Exception as error:
-            if isinstance(error, HoglibError) and over_tasks == "vmap":
+            if isinstance(error, errors.HoglibError) and over_tasks == "vmap":
                 raise
             reason = (str(error) or type(error).__name__).splitlines()[0].partition(" INTERNAL")[0]
             if over_tasks == "vmap":
-                raise UnsupportedError(
+                raise errors.UnsupportedError(
                     f"{what}(over_tasks='vmap'): expected a model that runs under vmap, got an error: "
                     f"{reason} If it is not the model's own, use over_tasks='loop'."
                 ) from error
@@ -161,7 +155,7 @@ def _stack_for_vmap(tasks: Any, params: Params, over_tasks: str, vmappable: bool
         return None
     stack = stacked(tasks)
     if stack is None and over_tasks == "vmap":
-        raise ArgumentValueError(
+        raise errors.ArgumentValueError(
             "tasks: expected tasks of the same shapes with over_tasks='vmap', got a list of "
             "tasks that differ; use over_tasks='auto' or 'loop'."
         )
@@ -224,7 +218,7 @@ def check_tasks(tasks: Any) -> int:
     """The number of tasks, after checking their sizes."""
     for leaf in pytree.leaves(tasks):
         if isinstance(leaf, Tensor) and leaf.requires_grad:
-            raise NoSecondDerivative(
+            raise errors.NoSecondDerivative(
                 "tasks: expected tensors that do not require grad, got one that does; .loss does "
                 "not differentiate by the tasks. Detach them, use `hoglib.meta.hypergradient`, or "
                 "write the loss with `maml.adapt(support)` and `maml(x, params=adapted)`, which "
@@ -236,23 +230,23 @@ def check_tasks(tasks: Any) -> int:
             check_batch(f"tasks[{i}]: support", support)
             check_batch(f"tasks[{i}]: query", query)
         if not tasks:
-            raise ArgumentValueError("tasks: expected at least one task, got an empty list.")
+            raise errors.ArgumentValueError("tasks: expected at least one task, got an empty list.")
         return len(tasks)
     counts = []
     for what, stack in zip(("support", "query"), _task("tasks", tasks), strict=True):
         sizes = _pair(what, stack, dims=2)
         if len({tuple(size) for size in sizes}) > 1:
-            raise ArgumentValueError(
+            raise errors.ArgumentValueError(
                 f"{what}: expected inputs and targets [tasks, examples, ...] with the same tasks "
                 f"and examples, got leading dimensions {', '.join(str(size) for size in sizes)}."
             )
         if sizes and 0 in sizes[0]:
-            raise ArgumentValueError(
+            raise errors.ArgumentValueError(
                 f"{what}: expected at least one task with at least one example, got {sizes[0]}."
             )
         counts.append(_stacked(what, stack))
     if counts[0] != counts[1]:
-        raise ArgumentValueError(
+        raise errors.ArgumentValueError(
             f"tasks: expected as many query sets as support sets, got {counts[0]} support and "
             f"{counts[1]} query sets; stack one of each for every task, in the same order."
         )
@@ -265,7 +259,7 @@ def stacks_in_errors(what: str, tasks: Any, count: int) -> Iterator[None]:
     try:
         yield
     except (IndexError, RuntimeError, TypeError, ValueError) as error:
-        if not isinstance(tasks, list) and not isinstance(error, HoglibError):
+        if not isinstance(tasks, list) and not isinstance(error, errors.HoglibError):
             error.add_note(
                 f"{what}.loss read (support, query) as stacks of {count} tasks, along the leading "
                 "dimension; for one task pass a list, [(support, query)]."
@@ -277,12 +271,12 @@ def check_batch(what: str, batch: Any) -> None:
     """Raise for a batch without examples, and for a pair of tensors of different lengths."""
     sizes = _pair(what, batch, dims=1)
     if len({size[0] for size in sizes}) > 1:
-        raise ArgumentValueError(
+        raise errors.ArgumentValueError(
             f"{what}: expected as many targets as inputs, got leading dimensions "
             f"{', '.join(str(size[0]) for size in sizes)}."
         )
     if sizes and sizes[0][0] == 0:
-        raise ArgumentValueError(EMPTY.format(what))
+        raise errors.ArgumentValueError(EMPTY.format(what))
 
 
 def each(tasks: Any) -> Sequence[Task]:
@@ -320,7 +314,7 @@ def _task(what: str, task: Any) -> Task:
     if not isinstance(task, tuple | list) or len(task) != 2:
         several = isinstance(task, tuple | list)
         came = f"{len(task)} of them" if several else validation.describe(task)
-        raise ArgumentValueError(
+        raise errors.ArgumentValueError(
             f"{what}: expected a pair (support, query), each a batch, for instance (inputs, "
             f"targets), got {came}."
         )
@@ -334,13 +328,13 @@ def _pair(what: str, batch: Any, dims: int) -> list[tuple[int, ...]]:
     if dims == 1 and any(_is_object(leaf) for leaf in leaves):
         return []
     if not tensors:
-        raise ArgumentValueError(
+        raise errors.ArgumentValueError(
             f"{what}: expected a batch of tensors, for instance (inputs, targets), got "
             f"{validation.describe(batch)}; a task is ((support inputs, support targets), (query "
             "inputs, query targets))."
         )
     if not any(x.numel() for x in tensors):
-        raise ArgumentValueError(EMPTY.format(what))
+        raise errors.ArgumentValueError(EMPTY.format(what))
     plain = isinstance(batch, tuple | list) and len(batch) == 2
     if not (plain and all(isinstance(part, Tensor) for part in batch)):
         return []
@@ -348,7 +342,7 @@ def _pair(what: str, batch: Any, dims: int) -> list[tuple[int, ...]]:
         if part.dim() < dims:
             expected = "[tasks, examples, ...]" if dims == 2 else "[examples, ...]"
             single = "; for one task pass a list, [(support, query)]" if dims == 2 else ""
-            raise ArgumentValueError(
+            raise errors.ArgumentValueError(
                 f"{what}: expected tensors {expected}, got {validation.describe(part)}{single}."
             )
     return [tuple(part.shape[:dims]) for part in batch]
@@ -365,7 +359,7 @@ def _stacked(what: str, stack: Any) -> int:
     tensors = pytree.tensors(stack)
     counts = {len(x) if x.dim() else 0 for x in tensors}
     if len(counts) != 1:
-        raise ArgumentValueError(
+        raise errors.ArgumentValueError(
             f"{what}: expected tensors whose leading dimension is that of the tasks, got shapes "
             f"{', '.join(str(tuple(x.shape)) for x in tensors)}; stack one entry for each task, or "
             "give a list of tasks."

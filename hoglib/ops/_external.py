@@ -17,13 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hoglib import errors
 from hoglib._core import torch_internals, validation
-from hoglib.errors import (
-    ArgumentTypeError,
-    ArgumentValueError,
-    NoSecondDerivative,
-    UnsupportedError,
-)
 from hoglib.ops._function import Batch, Saved, batch_to_front, conj, make_function, sum_terms
 
 Array = Any  # a numpy.ndarray; hoglib does not import NumPy
@@ -80,7 +75,7 @@ def external(
     """
     derivatives = [f, df] if d2f is None else [f, df, d2f, *higher]
     if d2f is None and higher:
-        raise ArgumentValueError("d2f: expected a function, as d3f was given, got None.")
+        raise errors.ArgumentValueError("d2f: expected a function, as d3f was given, got None.")
     for order, function in enumerate(derivatives):
         validation.function(_derivative_name(order), function)
     chain = _Chain(derivatives)
@@ -111,7 +106,7 @@ class _Chain:
                 return tuple(_external(list(inputs), self.number, _encode(which)))
             torch._dynamo.graph_break()
         if torch_internals.transforms_active() and torch_internals.forward_levels() > 1:
-            raise UnsupportedError(
+            raise errors.UnsupportedError(
                 f"external({self.name}): expected at most one level of forward mode, got jvp inside "
                 "jvp (or jacfwd inside jacfwd), where torch differentiates a custom Function to zero. "
                 "Use torch.func.grad or jacrev for one of the two, for instance torch.func.hessian."
@@ -124,7 +119,7 @@ class _Chain:
         """Raise if the derivatives of this order were not given."""
         if order >= len(self.derivatives):
             given = ", ".join(_derivative_name(k) for k in range(len(self.derivatives)))
-            raise NoSecondDerivative(
+            raise errors.NoSecondDerivative(
                 f"external({self.name}): expected a derivative of order {order} to differentiate "
                 f"{order} times, got {given} alone; add {_derivative_name(order)}, as in "
                 f"`external({given}, {_derivative_name(order)})`."
@@ -226,13 +221,13 @@ def _component(chain: _Chain, values: Any, index: Index, count: int) -> Array:
         if not isinstance(part, tuple | list) or len(part) != count:
             where = _derivative_name(len(index)) + "".join(f"[{j}]" for j in index[:depth])
             got = len(part) if isinstance(part, tuple | list) else validation.describe(part)
-            raise ArgumentValueError(
+            raise errors.ArgumentValueError(
                 f"external({chain.name}): expected {where} to be a tuple of {count} arrays, one for "
                 f"each input, got {got}."
             )
         part = part[i]
     if part is None:
-        raise NoSecondDerivative(
+        raise errors.NoSecondDerivative(
             f"external({chain.name}): expected a known derivative {chain.label(index)}, got None; "
             f"give it, or detach the input that does not need it."
         )
@@ -255,16 +250,18 @@ def _to_tensor(chain: _Chain, index: Index, values: Array, like: Tensor) -> Tens
     try:
         value = torch.from_numpy(array.astype(complex if array.dtype.kind == "c" else float))
     except (TypeError, ValueError):
-        raise ArgumentTypeError(f"{where} numbers, got {validation.describe(values)}.") from None
+        raise errors.ArgumentTypeError(
+            f"{where} numbers, got {validation.describe(values)}."
+        ) from None
     if value.is_complex() and not like.is_complex():
-        raise ArgumentValueError(
+        raise errors.ArgumentValueError(
             f"{where} real numbers for real inputs, got {array.dtype}; take `.real` of it, if that "
             f"is what is meant, or pass complex inputs."
         )
     try:
         expanded = value.broadcast_to(like.shape)
     except RuntimeError:
-        raise ArgumentValueError(
+        raise errors.ArgumentValueError(
             f"{where} an array of the shape of its inputs, {tuple(like.shape)}, got "
             f"{tuple(value.shape)}; it must act element by element."
         ) from None
@@ -275,7 +272,7 @@ def _broadcast_inputs(name: str, inputs: tuple[Any, ...]) -> list[Tensor]:
     """The inputs as tensors of one shape, dtype and device."""
     tensors = [value for value in inputs if isinstance(value, Tensor)]
     if not tensors:
-        raise ArgumentTypeError(
+        raise errors.ArgumentTypeError(
             f"{name}: expected at least one tensor, got {len(inputs)} other arguments; wrap a number "
             f"with torch.tensor."
         )

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple, Unpack, get_args
 import torch
 from torch import Tensor, nn
 
+from hoglib import errors
 from hoglib._core import pytree, torch_internals, validation
 from hoglib._core.autograd import clone_inference_tensors
 from hoglib._core.call_errors import translate_device_errors
@@ -20,12 +21,6 @@ from hoglib._core.source_location import first_time, warn_once
 from hoglib._core.state import GeneratorStates
 from hoglib._core.swap import call_with
 from hoglib._core.trust import DIGITS, agree
-from hoglib.errors import (
-    ArgumentTypeError,
-    ArgumentValueError,
-    NoSecondDerivative,
-    UnsupportedError,
-)
 from hoglib.ring import ring, run
 from hoglib.taylor.kinks import (
     Kink,
@@ -196,7 +191,7 @@ def by_taylor(
             raise Refused(f"the Function {', '.join(sorted(graph.cpp_functions))} in C++")
     except Refused as reason:
         if options.mode != "auto":
-            raise UnsupportedError(
+            raise errors.UnsupportedError(
                 f"{options.caller}: expected operations with a rule for Taylor coefficients, got "
                 f"{reason}. Use mode='nested', or write it with operations of torch."
             ) from reason
@@ -207,7 +202,7 @@ def by_taylor(
     finally:
         run.close()
     if value and all(known is None for known in series):
-        raise NoSecondDerivative(
+        raise errors.NoSecondDerivative(
             f"{options.caller}: func: expected a value that depends on its input, got one that does "
             "not; look for .detach(), .item(), .data or a torch.no_grad() in func, and for a func that "
             "uses others than those it is given."
@@ -314,12 +309,12 @@ def _check_series(primals: Any, series: Any) -> tuple[list[Tensor], list[Parts]]
     """The arguments, and the coefficients of each, all of one length."""
     for what, value in (("primals", primals), ("series", series)):
         if not isinstance(value, tuple | list):
-            raise ArgumentTypeError(
+            raise errors.ArgumentTypeError(
                 f"{what}: expected a tuple with one entry for each argument of func, got "
                 f"{validation.describe(value)}."
             )
     if not primals or len(primals) != len(series):
-        raise ArgumentValueError(
+        raise errors.ArgumentValueError(
             f"series: expected one list for each of the {len(primals)} primals, at least one, got "
             f"{len(series)}."
         )
@@ -328,7 +323,7 @@ def _check_series(primals: Any, series: Any) -> tuple[list[Tensor], list[Parts]]
         validation.differentiable(f"primals[{i}]", x)
         validation.real(f"primals[{i}]", x)
         if not isinstance(parts, tuple | list) or not parts:
-            raise ArgumentTypeError(
+            raise errors.ArgumentTypeError(
                 f"series[{i}]: expected a list [x_1, ..., x_K] of at least one tensor, got "
                 f"{validation.describe(parts)}."
             )
@@ -338,17 +333,17 @@ def _check_series(primals: Any, series: Any) -> tuple[list[Tensor], list[Parts]]
                 continue
             validation.tensor(f"series[{i}][{k}]", part)
             if (part.shape, part.dtype, part.device) != (x.shape, x.dtype, x.device):
-                raise ArgumentValueError(
+                raise errors.ArgumentValueError(
                     f"series[{i}][{k}]: expected a tensor like primals[{i}], "
                     f"{validation.describe(x)}, got {validation.describe(part)} on {part.device}."
                 )
     if len(lengths) > 1:
-        raise ArgumentValueError(
+        raise errors.ArgumentValueError(
             f"series: expected lists of one length K, the order, got lengths {sorted(lengths)}; "
             "fill the shorter ones with None, which is zero."
         )
     if all(part is None for parts in series for part in parts):
-        raise ArgumentValueError(
+        raise errors.ArgumentValueError(
             "series: expected at least one tensor, got None only: the path is a point; pass the "
             "direction as the first coefficient."
         )

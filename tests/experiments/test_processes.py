@@ -81,7 +81,7 @@ def in_a_process(name, rank, folder, found):
 def test_ctrl_c_in_one_process_ends_both_after_the_same_step(tmp_path):
     ranks = found_by_each(interrupted, tmp_path)
     assert [rank["status"] for rank in ranks] == [130, 130]
-    assert [rank["printed"].count("resume it with --ckpt_path") for rank in ranks] == [1, 0]
+    assert [rank["printed"].count("resume it with: ") for rank in ranks] == [1, 0]
     assert 20 < checkpoint(tmp_path / smoke("gan/mixture").folder())["global_step"] < 40
 
 
@@ -156,7 +156,7 @@ def ended(folder, sent, ranks, code, message):
     assert errors.count(message) == 1, errors
     assert errors.count("error:") == (message == LOST), errors
     assert "Traceback" not in errors
-    assert printed.count("resume it with --ckpt_path") == (code >= 0)
+    assert printed.count("resume it with: ") == (code >= 0)
     assert checkpoint(found)["global_step"] < 800
     return found
 

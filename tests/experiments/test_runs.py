@@ -1,10 +1,12 @@
 """What every experiment does: it reports, goes on bit for bit, and is judged as it was trained."""
 
 import re
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.testing import assert_close
 
 from experiments.autoencoder import Race
@@ -192,14 +194,50 @@ OTHERS = {
 def test_a_checkpoint_that_was_trained_otherwise_is_refused(name, trained, capsys):
     config, _, folder = smoke(name)
     trained(config)
-    before = sorted(folder().parent.rglob("*"))
+    before = contents(folder())
     *other, message = OTHERS[name]
     for command in ("test", "fit"):
         assert run(command, "--config", config, *other, "--ckpt_path", "last") == 2
         error = capsys.readouterr().err
         assert re.search(message, error)
         assert "config.yaml that lies beside" in error
-    assert sorted(folder().parent.rglob("*")) == before
+    assert contents(folder()) == before
+
+
+def contents(version):
+    return {file: file.read_bytes() for file in version.parent.rglob("*") if file.is_file()}
+
+
+CONTRADICTED = {  # what is given beside a checkpoint, and the refusal
+    "of the model and the seed": (
+        ("--model.act", "relu", "--seed_everything=3"), "got seed_everything 3 for 0; model.act relu for tanh"
+    ),
+    "of the data": (("--data.shots", "5"), "got data.shots 5 for 10"),
+    "another network": (("--model.hidden", "[30, 30]"), "got one of another .size mismatch for .*0.weight"),
+}  # fmt: skip
+
+
+def test_options_that_contradict_the_config_beside_a_checkpoint_are_refused(trained, capsys):
+    config, _, folder = smoke("maml/sinusoid")
+    trained(config)
+    before = contents(folder())
+    for options, message in CONTRADICTED.values():
+        assert run("fit", "--ckpt_path", folder() / "last.ckpt", *options) == 2
+        assert re.search(message, capsys.readouterr().err)
+        assert contents(folder()) == before
+
+
+@DRAWN
+def test_another_logger_gets_the_numbers_and_pictures_too(capsys):
+    _, fit, folder = smoke("maml/sinusoid")
+    tensorboard = "lightning.pytorch.loggers.TensorBoardLogger"
+    fit("--trainer.logger", tensorboard, "--trainer.logger.save_dir", "other")
+    pictures = {picture.stem for picture in folder().glob("*.png")}
+    assert pictures == {"tasks", "training_curve"}
+    (logged,) = (path.parent for path in Path("other").rglob("hparams.yaml"))
+    found = EventAccumulator(str(logged)).Reload().Tags()
+    assert pictures == {*found["images"]}
+    assert {"train/loss", "test/mse_after_1"} <= {*found["scalars"]}
 
 
 TOO_LARGE = {

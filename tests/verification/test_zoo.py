@@ -1,6 +1,7 @@
 """Every mistake of the zoo is found and named; its right twin raises no alarm, nor do right Functions of
 many kinds: none fails, no derivative is doubted, and no entry point warns of one."""
 
+import re
 import warnings
 from functools import cache
 from pathlib import Path
@@ -58,7 +59,8 @@ def test_the_page_shows_every_row():
     # the whole table is made by `python -m tests.zoo.table`; here its rows and its sums
     page = PAGE.read_text()
     for judged in (*ZOO, *PUBLISHED):
-        assert f"| {judged.name} | {judged.verdict} |" in page
+        name = judged.name + " (warn)" * (judged.verdict == "warn")
+        assert re.search(rf"(\| |; |: ){re.escape(name)}( \||;|\.\n)", page), name
     wrong = len(ZOO) + sum(s.verdict != "right" for s in PUBLISHED)
     right = len(ZOO) + sum(s.verdict == "right" for s in PUBLISHED)
     assert f"Named: {wrong} of {wrong} mistakes. False alarms: 0 of {right}." in page

@@ -65,7 +65,7 @@ def cell(row: Row | None, show: Callable[[Row], str]) -> str:
 
 def _time(row: Row) -> str:
     """The unit in seconds, the others in units with quartiles."""
-    first = f", first call {row['first_seconds']:.1f} s" if row["first_seconds"] else ""
+    first = f", first {row['first_seconds']:.1f} s" if row["first_seconds"] else ""
     return time_of(row) + first
 
 
