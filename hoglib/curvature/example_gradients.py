@@ -568,8 +568,8 @@ def influence(
         damping: As above: the weight decay that the parameters were trained with, or more.
         vmap: As of `hoglib.per_example_gradients`.
         tol: Of "cg", as of `LinearOperator.solve`.
-        **options: Of `hoglib.GGNOperator` or `hoglib.KFACOperator`, such as kind="mc" and
-            progress=True.
+        **options: Of `hoglib.GGNOperator` or `hoglib.KFACOperator`, such as kind="exact" (by default
+            the factors of wide outputs are drawn) and progress=True.
     Returns:
         The scores [train, query], in the order of the data.
     Raises:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
-from typing import Any, Literal, NamedTuple, Unpack, final
+from typing import Any, Literal, NamedTuple, Unpack, final, get_args
 
 import torch
 from torch import Generator, Tensor
@@ -33,6 +33,7 @@ from hoglib.curvature.vector_space import Space, check_named, random_signs
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, NonFiniteError
 
 Tree = Any
+FEW_OUTPUTS = 100  # of an example, for each of which kind="exact" takes a backward pass
 
 
 class KFACError(NamedTuple):
@@ -97,7 +98,8 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
         kind: What M is: "exact", the Hessian of the criterion (with a likelihood its Fisher matrix), by
             a backward pass for each output of an example; "mc", num_samples draws from the likelihood,
             or, of a criterion without a known one, random sums of the columns; "empirical", the
-            gradients at the targets.
+            gradients at the targets. "auto" is "exact" up to 100 outputs of an example, and "mc" for
+            more; ``print(K)`` says which.
         approximation: "expand" or "reduce", as above. They differ for weights that are shared over
             positions.
         eigenvalue_corrected: Replace the eigenvalues by the diagonal in the basis of the eigenvectors
@@ -132,7 +134,7 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
 
     def __init__(
         self, loss: Any, params: Tree, data: Any, *,
-        kind: FisherKind = "exact",
+        kind: Literal["auto"] | FisherKind = "auto",
         approximation: Literal["expand", "reduce"] = "expand",
         eigenvalue_corrected: bool = False,
         joint_bias: bool = True,
@@ -145,7 +147,12 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
         check_option_names("KFACOperator", options, DATA_OPTIONS)
         refuse_sharded("KFACOperator", pytree.leaves(params))
         reduction = options.get("reduction", "mean")
-        metric = FisherMetric(kind, likelihood, reduction, num_samples, generator).seeded()
+        # until the outputs of the first batch are known
+        self._automatic = validation.one_of("kind", kind, ("auto", *get_args(FisherKind))) == "auto"
+        exact_or_given = "exact" if self._automatic else kind
+        metric = FisherMetric(
+            exact_or_given, likelihood, reduction, num_samples, generator
+        ).seeded()
         # of a language model the logits, whose columns the layers are differentiated by
         loss = loss.with_logits() if hasattr(loss, "with_logits") else loss
         plain: Any = {**options, "stand_ins": False}
@@ -226,6 +233,13 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
         with self._sum.entered(batch) as problem:
             first = self.row_order is None
             run = ModelRun(problem, self.space, factors, self.row_order)
+            if self._automatic:
+                self._automatic = False
+                if run.outputs_of_an_example() > FEW_OUTPUTS:
+                    drawn = replace(self._factors.metric, kind="mc").seeded()
+                    self._factors = replace(self._factors, metric=drawn)
+                    factors = replace(factors, metric=drawn.for_batch(number))
+                    run = ModelRun(problem, self.space, factors, self.row_order)
             if run.expanded and first:  # the outputs may not be those of the model
                 run, self.row_order = checked_run(run, self.by_example)
             value = run.value()
@@ -352,7 +366,8 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
         self._blocks, self._error = blocks, None
 
     def __repr__(self) -> str:
-        text = super().__repr__()
+        kind = "" if self._automatic else f", kind={self._factors.metric.kind!r}"
+        text = f"{super().__repr__()[:-1]}{kind})"
         return text if self._error is None else f"{text[:-1]}, {self._error})"
 
 

@@ -263,6 +263,10 @@ class ModelRun:
         """A run at another batch, or with rows read otherwise."""
         return ModelRun(self.problem.at(batch), self.space, self.options, order)
 
+    def outputs_of_an_example(self) -> int:
+        """How many numbers the outputs of an example have, those of all its positions."""
+        return sum(y.numel() for y in self._outputs) // self.examples
+
     def value(self) -> Tensor:
         """The loss."""
         values = [y.detach() for y in self._outputs]

@@ -1015,7 +1015,27 @@ def test_thousands_of_outputs_in_single_precision():
         model.bias[0] = 9.0
     loss, params = hog.functional_loss(model, F.cross_entropy), hog.trainable_params(model)
     p = model(x).detach().double().softmax(-1)
-    K = hog.KFACOperator(loss, params, (x, y))
+    K = hog.KFACOperator(loss, params, (x, y), kind="exact")
     expected = (p * (1 - p)).sum(0) / 2
     for found in (K.blocks()[0].G[0].diagonal(), K.exact_diagonal()[-1500:]):
         assert_close(found.double(), expected, rtol=8e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("positions", "classes", "kind"), [(1, 100, "exact"), (1, 101, "mc"), (7, 20, "mc")]
+)
+def test_by_default_the_factors_of_wide_outputs_are_drawn(positions, classes, kind):
+    torch.manual_seed(0)
+    x, y = draw(4, positions, 3), torch.randint(classes, (4, classes, positions)[::2])
+    loss = hog.functional_loss(nn.Linear(3, classes), lambda out, y: F.cross_entropy(out.mT, y))
+    params = hog.trainable_params(loss.model.double())
+    for corrected in (False, True):
+        found, same = (
+            hog.KFACOperator(loss, params, (x, y), kind=one, eigenvalue_corrected=corrected,
+                             generator=torch.Generator().manual_seed(0))
+            for one in ("auto", kind)
+        )  # fmt: skip
+        assert repr(found) == f"KFACOperator({found.shape[0]} x {found.shape[0]}, torch.float64)"
+        assert_close(found.diagonal(), same.diagonal())
+        assert repr(found).endswith(f", kind={kind!r})")
+        assert found.state_dict()["options"]["kind"] == kind
