@@ -93,7 +93,8 @@ def laplacian(
 
     The inputs are not changed, and it works under no_grad and inference_mode. A point may be a set or a
     graph whose elements act on each other, x [N, P, D]; points do not act on each other. A network of
-    ReLUs has Laplacian zero, which a warning tells: take tanh, SiLU or sine.
+    ReLUs has Laplacian zero, which a warning tells: take tanh, SiLU or sine. At a kink derivatives
+    beyond the first are zero, unless those of both sides agree, as of |x|^2.
 
     Args:
         func: The function ``func(x, *args)``, or an `nn.Module`, that treats each point by itself.

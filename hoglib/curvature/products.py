@@ -176,9 +176,11 @@ def fisher_vp(
         batch: What ``loss.outputs`` and ``loss.criterion`` take.
         kind: "exact", "mc" or "empirical", as above.
         likelihood: The distribution p that the outputs parametrise: a function from outputs to a
-            `torch.distributions.Distribution`, or "categorical" (logits), "bernoulli" (logits),
-            "gaussian" (unit variance) or "poisson" (log rates). None takes the one that belongs to the
-            criterion, where that is one of torch's (cross entropy, mean square, ...).
+            `torch.distributions.Distribution`, whose batch_shape has the terms of the loss; or
+            "categorical" (logits, their classes in dimension 1 or the last, as the targets' shape
+            says), "bernoulli" (logits), "gaussian" (unit variance) or "poisson" (log rates). None
+            takes the one that belongs to the criterion, where that is one of torch's (cross entropy,
+            mean square, ...).
         reduction: Whether the loss is the "mean" of its terms or their "sum" (then without 1/N).
         num_samples: Draws for each example, of kind "mc".
         generator: Of these draws; None is torch's global generator.
