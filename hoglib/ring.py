@@ -22,7 +22,7 @@ Algorithms are functions of a :class:`~hoglib._core.problem.Problem` and import 
 """
 
 import sys
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import FunctionType
@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from hoglib._core.autograd import (
+    Vector,
     grad_enabled,
     is_not_finite,
     outside_inference_mode,
@@ -44,7 +45,9 @@ from hoglib._core.problem import Policy, Problem
 from hoglib._core.recomputation import recompute
 from hoglib._core.state import preserve_random_state
 from hoglib._core.swap import keep_swapped, restore_buffers
-from hoglib._core.torch_internals import eagerly
+from hoglib._core.torch_internals import eagerly, transforms_active
+from hoglib._core.torch_modes import value_checks_on
+from hoglib._core.trust import found_once
 from hoglib.capture.api import Compiled, kept_graph
 from hoglib.capture.capturing import runs_elsewhere
 from hoglib.stand_ins.mode import stand_ins_if
@@ -125,11 +128,52 @@ class ring:  # noqa: N801 a context manager
                 raise
 
 
-def warn_if_derivatives_not_finite(problem: Problem, loss: Tensor, parts: Iterable[Tensor]) -> None:
-    """Warns of second derivatives at a problem's leaves that are not finite where the loss is."""
-    caller, leaves = problem.policy.caller, problem.leaves
-    if not is_not_finite(caller, loss, list(parts)):  # nothing else is made for what is finite
+def warn_if_derivatives_not_finite(
+    problem: Problem, loss: Tensor, parts: Iterable[Tensor], func: Any = None
+) -> None:
+    """Warns of derivatives at a problem's leaves that are not finite where the loss is.
+
+    func: the loss as a function of the leaves, if it is not the problem.
+    """
+    if is_not_finite(problem.policy.caller, loss, list(parts)):  # nothing else is made for finite ones
+        _explain_not_finite(problem, func)
+
+
+def warn_if_backward_not_finite(
+    problem: Problem, value: Tensor, func: Any, by: Sequence[Tensor]
+) -> None:
+    """Warns if the user's own backward through a finite value gives gradients that are not finite: in
+    the first one for each function and signature.
+
+    func: of the problem's leaves, by whose gradient the value was computed. by: the leaves that the
+    gradients are of, besides.
+    """
+    if not (value.requires_grad and value_checks_on()) or transforms_active():
         return
+    key = problem.policy.caller, "backward", *(x.shape for x in problem.leaves)
+    known: Any = found_once(owner_of(problem.loss), key, list)
+
+    def begun(given: Tensor) -> None:
+        if known or not bool((given + value.detach()).isfinite().all()):
+            return
+        known.append(True)
+        grads: list[Tensor] = []
+        hooks = [x.register_hook(lambda g: grads.append(g)) for x in by if x.requires_grad]
+
+        def ended() -> None:
+            for hook in hooks:
+                hook.remove()
+            if not all(bool(g.isfinite().all()) for g in grads):
+                _explain_not_finite(problem, func, list(by))
+
+        torch.autograd.Variable._execution_engine.queue_callback(ended)
+
+    if not known:
+        value.register_hook(begun)
+
+
+def _explain_not_finite(problem: Problem, func: Any, by: Vector | None = None) -> None:
+    caller, leaves = problem.policy.caller, problem.leaves
     again = Policy(caller, stand_ins=problem.policy.stand_ins)
 
     @contextmanager
@@ -137,7 +181,8 @@ def warn_if_derivatives_not_finite(problem: Problem, loss: Tensor, parts: Iterab
         with preserve_random_state(), ring(again, examine=False, buffers=True):
             yield
 
-    warn_of_not_finite(caller, lambda *own: problem.entered([])(*own), leaves, around)
+    func = func or (lambda *own: problem.entered([])(*own))
+    warn_of_not_finite(caller, func, leaves, around, by)
 
 
 def is_captured(policy: Policy) -> bool:

@@ -154,15 +154,21 @@ def warn_if_not_finite(
 
 def warn_of_not_finite(
     caller: str, func: ScalarFunction, leaves: Vector,
-    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext, by: Vector | None = None,
 ) -> None:  # fmt: skip
     """Warns of second derivatives that are not finite, by the operation that made them, which is looked
     for in another evaluation.
 
-    around: what stands around that evaluation.
+    around: what stands around that evaluation. by: what else was differentiated by, in a backward that
+    is not this one's alone: without an operation found nothing is said.
     """
     with around(), suppress(RuntimeError, HoglibError):
-        where = _first_not_finite(func, leaves)
+        where = _first_not_finite(func, leaves, by or [])
+        if not where and by is not None:
+            return
+        # of a device an earlier call may have been looked at
+        here = "" if leaves[0].device.type == "cpu" else " in this call"
+        where = where or f"an operation whose backward shows none{here}"
         warn_once(
             f"{caller}: expected points where func has a derivative of order 2, got some where it is "
             f"infinite or NaN, first behind {where}. sqrt(x), x**1.5 and 1/x have none at 0: add a "
@@ -171,8 +177,9 @@ def warn_of_not_finite(
         )
 
 
-def _first_not_finite(func: ScalarFunction, leaves: Vector) -> str:
-    """The operation behind whose first or second derivative something is not finite first."""
+def _first_not_finite(func: ScalarFunction, leaves: Vector, by: Vector) -> str:
+    """The operation behind whose first or second derivative something is not finite first; "" if none
+    is. by: leaves of the second derivative besides those of func."""
     found: list[Any] = []
 
     def watch(outputs: Sequence[Tensor | None]) -> None:
@@ -192,10 +199,9 @@ def _first_not_finite(func: ScalarFunction, leaves: Vector) -> str:
         if not found:
             watch(grads)
             outputs = [g for g in grads if g is not None]
-            vjp(outputs, own, [torch.randn_like(g) for g in outputs], "")
-    if not found:  # of a device an earlier call may have been looked at
-        here = "" if value.device.type == "cpu" else " in this call"
-        return f"an operation whose backward shows none{here}"
+            vjp(outputs, [*own, *by], [torch.randn_like(g) for g in outputs], "")
+    if not found:
+        return ""
     node = found[0]
     while made_by(node) is not None:
         node = made_by(node)
