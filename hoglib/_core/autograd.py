@@ -4,6 +4,7 @@ g = gradient_with_graph(func, leaves, "hvp", create_graph=False)
 Hv = materialize_grads(vjp(g.parts, g.leaves, v, "hvp"), g.leaves)
 """
 
+import cmath
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -133,6 +134,8 @@ def is_not_finite(caller: str, value: Tensor, parts: Vector) -> bool:
     with without_stand_ins():
         parts = [x.detach() if x.requires_grad else x for x in parts]
         if value.device.type == "cpu":
+            if len(parts) == 1 and not parts[0].dim():  # a penalty
+                return not (cmath.isfinite(parts[0].item()) or not _finite([value]))
             sizes = list(torch._foreach_norm(parts, 2))  # that of finite numbers may overflow
             finite = math.isfinite(sum(map(float, sizes))) or _finite(parts)
             return not finite and _finite([value])

@@ -129,6 +129,8 @@ class examined_functions:  # noqa: N801 a context manager
                 _explain(self._caller, error, functions)
             elif error is None:
                 self._report_wrong(functions)
+                # of what was not differentiated here, but is by the user's backward through the result
+                functions.by_hand = partial(self._report_by_hand, functions)
         finally:
             AMBIENT.examining, AMBIENT.functions = False, self._outside
 
@@ -191,7 +193,7 @@ class AppliedFunctions:
 
     applied: those without a verdict. differentiated: those whose backward ran, or may have run:
     once, or twice, if it ran with a graph. by_hand: what is called after a derivative by the user's own
-    call, with what it was taken of if with a graph.
+    call, with what it was taken of if with a graph; of an entry point, after it was left.
     """
 
     by_hand: Callable[..., None] | None = None
