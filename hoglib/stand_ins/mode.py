@@ -28,6 +28,7 @@ from hoglib._core.torch_forward_mode import follow_grad_mode
 from hoglib._core.torch_internals import (
     beneath,
     checkpoint_frame,
+    eagerly,
     first_sample,
     forward_mode_active,
     function_mode,
@@ -86,7 +87,7 @@ def second_order(*, on_wrong: str | None = None) -> Iterator[None]:
     if on_wrong is not None and decided is None:
         decided = validation.one_of("on_wrong", on_wrong, ACTIONS)
     examined = around_users_derivatives() if AMBIENT.stand_ins is None else nullcontext()
-    with inside(on_wrong=decided), examined, _StandIns(wanted=True):
+    with inside(on_wrong=decided), eagerly(), examined, _StandIns(wanted=True):
         yield
 
 
