@@ -143,15 +143,15 @@ def warn_if_backward_not_finite(
     problem: Problem, value: Tensor, func: Any, by: Sequence[Tensor]
 ) -> None:
     """Warns if the user's own backward through a finite value gives gradients that are not finite: in
-    the first one for each function and signature.
+    the first one for each signature.
 
     func: of the problem's leaves, by whose gradient the value was computed. by: the leaves that the
     gradients are of, besides.
     """
-    if not (value.requires_grad and value_checks_on()) or transforms_active():
+    if not (value.requires_grad and by and value_checks_on()) or transforms_active():
         return
-    key = problem.policy.caller, "backward", *(x.shape for x in problem.leaves)
-    known: Any = found_once(owner_of(problem.loss), key, list)
+    key = problem.policy.caller, *(x.shape for x in problem.leaves)
+    known: Any = found_once(by[0], key, list)  # of this model
 
     def begun(given: Tensor) -> None:
         if known or not bool((given + value.detach()).isfinite().all()):

@@ -4,8 +4,8 @@ g = gradient_with_graph(func, leaves, "hvp", create_graph=False)
 Hv = materialize_grads(vjp(g.parts, g.leaves, v, "hvp"), g.leaves)
 """
 
-import cmath
 import math
+from cmath import isfinite
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
@@ -131,11 +131,11 @@ def is_not_finite(caller: str, value: Tensor, parts: Vector) -> bool:
     numbers. On a device those of an earlier call with these shapes may be meant, each once."""
     if transforms_active() or not value_checks_on() or not parts:
         return False
+    if len(parts) == 1 and not parts[0].dim() and parts[0].is_cpu and isfinite(parts[0].item()):
+        return False  # a penalty
     with without_stand_ins():
         parts = [x.detach() if x.requires_grad else x for x in parts]
         if value.device.type == "cpu":
-            if len(parts) == 1 and not parts[0].dim():  # a penalty
-                return not (cmath.isfinite(parts[0].item()) or not _finite([value]))
             sizes = list(torch._foreach_norm(parts, 2))  # that of finite numbers may overflow
             finite = math.isfinite(sum(map(float, sizes))) or _finite(parts)
             return not finite and _finite([value])
