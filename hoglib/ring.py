@@ -45,7 +45,7 @@ from hoglib._core.problem import Policy, Problem
 from hoglib._core.recomputation import recompute
 from hoglib._core.state import preserve_random_state
 from hoglib._core.swap import keep_swapped, restore_buffers
-from hoglib._core.torch_internals import eagerly, transforms_active
+from hoglib._core.torch_internals import eagerly
 from hoglib._core.torch_modes import value_checks_on
 from hoglib._core.trust import found_once
 from hoglib.capture.api import Compiled, kept_graph
@@ -135,7 +135,7 @@ def warn_if_derivatives_not_finite(
 
     func: the loss as a function of the leaves, if it is not the problem.
     """
-    if is_not_finite(problem.policy.caller, loss, list(parts)):  # nothing else is made for finite ones
+    if is_not_finite(problem.policy.caller, loss, list(parts)):
         _explain_not_finite(problem, func)
 
 
@@ -148,13 +148,13 @@ def warn_if_backward_not_finite(
     func: of the problem's leaves, by whose gradient the value was computed. by: the leaves that the
     gradients are of, besides.
     """
-    if not (value.requires_grad and by and value_checks_on()) or transforms_active():
+    if not (value.requires_grad and by and value_checks_on() and not value.is_meta):
         return
     key = problem.policy.caller, *(x.shape for x in problem.leaves)
     known: Any = found_once(by[0], key, list)  # of this model
 
-    def begun(given: Tensor) -> None:
-        if known or not bool((given + value.detach()).isfinite().all()):
+    def begun(given: Tensor | None) -> None:
+        if known or given is None or not bool(given.isfinite().all()):
             return
         known.append(True)
         grads: list[Tensor] = []
@@ -168,8 +168,8 @@ def warn_if_backward_not_finite(
 
         torch.autograd.Variable._execution_engine.queue_callback(ended)
 
-    if not known:
-        value.register_hook(begun)
+    if not known and bool(value.detach().isfinite().all()):
+        value.register_hook(begun)  # which does not hold the value, as that would never be freed
 
 
 def _explain_not_finite(problem: Problem, func: Any, by: Vector | None = None) -> None:

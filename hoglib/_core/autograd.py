@@ -129,7 +129,7 @@ def vjp(
 def is_not_finite(caller: str, value: Tensor, parts: Vector) -> bool:
     """Whether second derivatives are infinite or NaN where the value is finite: one pass over the
     numbers. On a device those of an earlier call with these shapes may be meant, each once."""
-    if transforms_active() or not value_checks_on() or not parts:
+    if transforms_active() or not value_checks_on() or not parts or parts[0].is_meta:
         return False
     if len(parts) == 1 and not parts[0].dim() and parts[0].is_cpu and isfinite(parts[0].item()):
         return False  # a penalty

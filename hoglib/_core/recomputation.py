@@ -400,7 +400,8 @@ class _Jvp(_Derivative):
         # Dual tensors take less time, and Functions without setup_context. But there is one level of
         # them, and under a gradient their tangents have a graph, and are kept until the level ends.
         # In such a graph torch changes what softmax and logsumexp saved: only where nothing else goes.
-        recorded = torch.is_grad_enabled() and any(x.requires_grad for x in tensors if x is not None)
+        needs = (x.requires_grad for x in tensors if x is not None)
+        recorded = torch.is_grad_enabled() and any(needs)
         plain = torch_forward_mode.in_dual_level() or (isinstance(self.run, Run) and not recorded)
         by_func = torch_internals.transforms_active() or not plain
         run = self._by_func if by_func else self._by_duals

@@ -409,7 +409,7 @@ def observe(problem: Problem) -> Observations:
 def _observe_compiled_code(
     problem: Problem, state: StateGuard, notes: Notes, failures: list[Row]
 ) -> None:
-    """Notes compiled code that runs, and whether it has a second derivative; modes cannot see into compiled code."""
+    """Notes compiled code, into which modes cannot see, and whether it has a second derivative."""
     state.begin()
     try:
         value = problem.value(fresh_leaves(problem.leaves, False), problem.batch)
