@@ -157,13 +157,13 @@ def warn_if_backward_not_finite(
         if known or given is None or not bool(given.isfinite().all()):
             return
         known.append(True)
-        grads: list[Tensor] = []
+        grads: list[Tensor | None] = []
         hooks = [x.register_hook(lambda g: grads.append(g)) for x in by if x.requires_grad]
 
         def ended() -> None:
             for hook in hooks:
                 hook.remove()
-            if not all(bool(g.isfinite().all()) for g in grads):
+            if not all(bool(g.isfinite().all()) for g in grads if g is not None):
                 _explain_not_finite(problem, func, list(by))
 
         torch.autograd.Variable._execution_engine.queue_callback(ended)

@@ -202,7 +202,10 @@ def _first_not_finite(func: ScalarFunction, leaves: Vector, by: Vector) -> str:
         if not found:
             watch(grads)
             outputs = [g for g in grads if g is not None]
-            vjp(outputs, [*own, *by], [torch.randn_like(g) for g in outputs], "")
+            probes = [torch.randn_like(g) for g in outputs]
+            vjp(outputs, [*own, *by], probes, "", retain_graph=True)
+        if not found:  # 0 / 0, where an incoming gradient is zero
+            gradients([value], own, [torch.zeros_like(value)])
     if not found:
         return ""
     node = found[0]
