@@ -157,13 +157,14 @@ def warn_if_backward_not_finite(
         if known or given is None or not bool(given.isfinite().all()):
             return
         known.append(True)
-        grads: list[Tensor | None] = []
+        grads: list[Any] = []
         hooks = [x.register_hook(lambda g: grads.append(g)) for x in by if x.requires_grad]
 
         def ended() -> None:
             for hook in hooks:
                 hook.remove()
-            if not all(bool(g.isfinite().all()) for g in grads if g is not None):
+            plain = [g for g in grads if type(g) is Tensor and g.layout is torch.strided]
+            if not all(bool(g.isfinite().all()) for g in plain):
                 _explain_not_finite(problem, func, list(by))
 
         torch.autograd.Variable._execution_engine.queue_callback(ended)
