@@ -129,48 +129,40 @@ class ring:  # noqa: N801 a context manager
 
 
 def warn_if_derivatives_not_finite(
-    problem: Problem, loss: Tensor, parts: Iterable[Tensor], func: Any = None
-) -> None:
+    problem: Problem, loss: Tensor, parts: Iterable[Tensor], func: Any = None, by: Sequence[Tensor] = ()
+) -> None:  # fmt: skip
     """Warns of derivatives at a problem's leaves that are not finite where the loss is.
 
-    func: the loss as a function of the leaves, if it is not the problem.
+    func: the loss as a function of the leaves, if it is not the problem. by: the leaves by which the
+    user may differentiate finite parts: of gradients in a backward of the user's own that are not
+    finite it warns too, in the first one for each signature.
     """
-    if is_not_finite(problem.policy.caller, loss, list(parts)):
+    caller, parts = problem.policy.caller, list(parts)
+    if is_not_finite(caller, loss, parts):
         _explain_not_finite(problem, func)
+    elif by and value_checks_on():
+        known: Any = found_once(by[0], (caller, *(x.shape for x in problem.leaves)), list)
+        for part in parts if not known else ():
+            if part.requires_grad and not part.is_meta and bool(part.detach().isfinite().all()):
+                part.register_hook(partial(_watch_gradients, problem, func, by, known))
 
 
-def warn_if_backward_not_finite(
-    problem: Problem, value: Tensor, func: Any, by: Sequence[Tensor]
-) -> None:
-    """Warns if the user's own backward through a finite value gives gradients that are not finite: in
-    the first one for each signature.
+def _watch_gradients(problem: Problem, func: Any, by: Sequence[Tensor], known: Any, _: Any) -> None:
+    """Of this backward, if none was watched before."""
+    grads: list[Any] = []
+    hooks = [
+        x.register_hook(lambda g: grads.append(g)) for x in by if x.requires_grad and not known
+    ]
 
-    func: of the problem's leaves, by whose gradient the value was computed. by: the leaves that the
-    gradients are of, besides.
-    """
-    if not (value.requires_grad and by and value_checks_on() and not value.is_meta):
-        return
-    key = problem.policy.caller, *(x.shape for x in problem.leaves)
-    known: Any = found_once(by[0], key, list)  # of this model
+    def ended() -> None:
+        for hook in hooks:
+            hook.remove()
+        plain = [g for g in grads if type(g) is Tensor and g.layout is torch.strided]
+        if not all(bool(g.isfinite().all()) for g in plain):
+            _explain_not_finite(problem, func, list(by))
 
-    def begun(given: Tensor | None) -> None:
-        if known or given is None or not bool(given.isfinite().all()):
-            return
-        known.append(True)
-        grads: list[Any] = []
-        hooks = [x.register_hook(lambda g: grads.append(g)) for x in by if x.requires_grad]
-
-        def ended() -> None:
-            for hook in hooks:
-                hook.remove()
-            plain = [g for g in grads if type(g) is Tensor and g.layout is torch.strided]
-            if not all(bool(g.isfinite().all()) for g in plain):
-                _explain_not_finite(problem, func, list(by))
-
-        torch.autograd.Variable._execution_engine.queue_callback(ended)
-
-    if not known and bool(value.detach().isfinite().all()):
-        value.register_hook(begun)  # which does not hold the value, as that would never be freed
+    known.append(True)
+    torch.autograd.Variable._execution_engine.queue_callback(ended)
 
 
 def _explain_not_finite(problem: Problem, func: Any, by: Vector | None = None) -> None:

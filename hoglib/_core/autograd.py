@@ -169,9 +169,9 @@ def warn_of_not_finite(
         where = _first_not_finite(func, leaves, by or [])
         if not where and by is not None:
             return
-        # of a device an earlier call may have been looked at
-        here = "" if leaves[0].device.type == "cpu" else " in this call"
-        where = where or f"an operation whose backward shows none{here}"
+        if not where:  # of a device an earlier call may have been looked at
+            here = "" if leaves[0].device.type == "cpu" else " in this call"
+            where = f"an operation whose backward shows none{here}"
         warn_once(
             f"{caller}: expected points where func has a derivative of order 2, got some where it is "
             f"infinite or NaN, first behind {where}. sqrt(x), x**1.5 and 1/x have none at 0: add a "
@@ -202,8 +202,7 @@ def _first_not_finite(func: ScalarFunction, leaves: Vector, by: Vector) -> str:
         if not found:
             watch(grads)
             outputs = [g for g in grads if g is not None]
-            probes = [torch.randn_like(g) for g in outputs]
-            vjp(outputs, [*own, *by], probes, "", retain_graph=True)
+            vjp(outputs, [*own, *by], [*map(torch.randn_like, outputs)], "", retain_graph=True)
         if not found:  # 0 / 0, where an incoming gradient is zero
             gradients([value], own, [torch.zeros_like(value)])
     if not found:

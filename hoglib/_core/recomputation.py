@@ -400,16 +400,17 @@ class _Jvp(_Derivative):
         # Dual tensors take less time, and Functions without setup_context. But there is one level of
         # them, and under a gradient their tangents have a graph, and are kept until the level ends.
         # In such a graph torch changes what softmax and logsumexp saved: only where nothing else goes.
-        needs = (x.requires_grad for x in tensors if x is not None)
-        recorded = torch.is_grad_enabled() and any(needs)
+        transforms = torch_internals.transforms_active()
+        needs = any(x.requires_grad for x in tensors if x is not None)
+        recorded = torch.is_grad_enabled() and needs and not transforms
         plain = torch_forward_mode.in_dual_level() or (isinstance(self.run, Run) and not recorded)
-        by_func = torch_internals.transforms_active() or not plain
+        by_func = transforms or not plain
         run = self._by_func if by_func else self._by_duals
         with self.autocast.restored(), keep_swapped():
             try:
                 return run(inputs, tangents)
             except RuntimeError as error:
-                if not recorded or run == self._by_duals or "setup_context" not in str(error):
+                if not recorded or "setup_context" not in str(error):
                     raise
             self.call.run_state.rewind()
             return self._by_duals(inputs, tangents)
