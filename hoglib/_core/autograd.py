@@ -131,8 +131,8 @@ def is_not_finite(caller: str, value: Tensor, parts: Vector) -> bool:
     numbers. On a device those of an earlier call with these shapes may be meant, each once."""
     if transforms_active() or not value_checks_on() or not parts or parts[0].is_meta:
         return False
-    if len(parts) == 1 and not parts[0].dim() and parts[0].is_cpu and isfinite(parts[0].item()):
-        return False  # a penalty
+    if len(parts) == 1 and parts[0].is_cpu and isfinite(parts[0].detach().sum().item()):
+        return False  # a penalty, forces
     with without_stand_ins():
         parts = [x.detach() if x.requires_grad else x for x in parts]
         if value.device.type == "cpu":

@@ -138,7 +138,7 @@ def _energies_and_forces(
         hessian = _hessian(at, gradient, batch) if with_hessian else None
         if check:
             _check_reaches_parameters(at, forces)
-    at.warn_if_not_finite([*forces, *pytree.tensors(hessian)])
+    at.warn_if_not_finite([*forces, *pytree.tensors(hessian)] if with_hessian else forces)
     energy = at.y
     if at.create_graph:
         forces = [averaged("forces", f, at.outputs) for f in forces]
