@@ -86,6 +86,10 @@ def test_what_torch_compiled_runs_as_it_was_before(backend):
     with hog.second_order():
         found = twice(piece, X, V)
     torch.testing.assert_close(found, twice(lambda x: x**3 + x, X, V))
+    report = hog.verify(piece, X)
+    assert report.ok
+    assert report["compiled"].status == "warn"
+    assert hog.audit(lambda p, x: piece(p * x).square().sum(), V, X).ok
 
 
 def test_another_thread_enters_it_itself():
