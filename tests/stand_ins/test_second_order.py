@@ -89,7 +89,7 @@ def test_what_torch_compiled_runs_as_it_was_before(backend):
     report = hog.verify(piece, X)
     assert report.ok
     assert report["compiled"].status == "warn"
-    assert hog.audit(lambda p, x: piece(p * x).square().sum(), V, X).ok
+    assert hog.audit(lambda p, x: piece(p * x).square().sum(), V, X).ok is (backend == "eager")
 
 
 def test_another_thread_enters_it_itself():
