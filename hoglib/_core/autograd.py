@@ -34,6 +34,7 @@ T = TypeVar("T")
 Vector = list[Tensor]  # one tensor per parameter
 ScalarFunction = Callable[..., Tensor]
 
+SHOWS_NONE = "an operation whose backward shows none"
 # What torch says of an operation that it cannot differentiate.
 NOT_DIFFERENTIABLE = (
     "not implemented", "forward AD", "does not currently support double backward",
@@ -167,17 +168,16 @@ def warn_of_not_finite(
     """
     with around(), suppress(RuntimeError, HoglibError):
         where = _first_not_finite(func, leaves, by or [])
-        if not where and by is not None:
-            return
-        if not where:  # of a device an earlier call may have been looked at
-            here = "" if leaves[0].device.type == "cpu" else " in this call"
-            where = f"an operation whose backward shows none{here}"
-        warn_once(
-            f"{caller}: expected points where func has a derivative of order 2, got some where it is "
-            f"infinite or NaN, first behind {where}. sqrt(x), x**1.5 and 1/x have none at 0: add a "
-            "small constant inside, or move the points. Where the derivative exists, as of prod with "
-            "tiny factors, try `hvp(mode='forward-over-reverse')`."
-        )
+        # of a device an earlier call may have been looked at
+        here = "" if leaves[0].device.type == "cpu" else " in this call"
+        if where or by is None:
+            warn_once(
+                f"{caller}: expected points where func has a derivative of order 2, got some where it "
+                f"is infinite or NaN, first behind {where or SHOWS_NONE + here}. sqrt(x), x**1.5 and "
+                "1/x have none at 0: add a small constant inside, or move the points. Where the "
+                "derivative exists, as of prod with tiny factors, try "
+                "`hvp(mode='forward-over-reverse')`."
+            )
 
 
 def _first_not_finite(func: ScalarFunction, leaves: Vector, by: Vector) -> str:

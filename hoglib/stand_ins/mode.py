@@ -302,7 +302,7 @@ def _report_by_hand(func: FunctionType, args: tuple[Any, ...], kwargs: dict[str,
     report = None if AMBIENT.examining else getattr(AMBIENT.functions, "by_hand", None)
     if report is not None:
         of = (args[:1], kwargs.get("outputs"), kwargs.get("tensors"))
-        report(pytree.tensors(of) if _creates_graph(func, args, kwargs) else ())
+        report(AMBIENT.functions, pytree.tensors(of) if _creates_graph(func, args, kwargs) else ())
 
 
 def _creates_graph(func: FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
