@@ -140,26 +140,25 @@ def warn_if_derivatives_not_finite(
     caller, parts = problem.policy.caller, list(parts)
     if is_not_finite(caller, loss, parts):
         _explain_not_finite(problem, func)
-    elif by and value_checks_on():
+    elif by and value_checks_on() and not by[0].is_meta:
         known: Any = found_once(by[0], (caller, *(x.shape for x in problem.leaves)), list)
-        for part in parts if not known else ():
-            if part.requires_grad and not part.is_meta and bool(part.detach().isfinite().all()):
-                part.register_hook(partial(_watch_gradients, problem, func, by, known))
+        explain = partial(_explain_not_finite, problem, func, list(by))
+        for part in (x for x in parts if x.requires_grad and not known):
+            finite = part.detach().isfinite().all()  # which is not read yet
+            part.register_hook(partial(_watch_gradients, by, known, finite, explain))
 
 
-def _watch_gradients(problem: Problem, func: Any, by: Sequence[Tensor], known: Any, _: Any) -> None:
-    """Of this backward, if none was watched before."""
+def _watch_gradients(by: Any, known: Any, finite: Tensor, explain: Any, _: Any) -> None:
+    """Of this backward of a finite result, if none was watched before."""
     grads: list[Any] = []
-    hooks = [
-        x.register_hook(lambda g: grads.append(g)) for x in by if x.requires_grad and not known
-    ]
+    hooks = [x.register_hook(grads.append) for x in by if x.requires_grad and not known]
 
     def ended() -> None:
         for hook in hooks:
             hook.remove()
         plain = [g for g in grads if type(g) is Tensor and g.layout is torch.strided]
-        if not all(bool(g.isfinite().all()) for g in plain):
-            _explain_not_finite(problem, func, list(by))
+        if finite and not all(bool(g.isfinite().all()) for g in plain):
+            explain()
 
     known.append(True)
     torch.autograd.Variable._execution_engine.queue_callback(ended)
