@@ -125,7 +125,7 @@ class examined_functions:  # noqa: N801 a context manager
             return
         try:
             self._watching.__exit__()
-            del self._watching  # of whose Functions it is one: they are freed with the graph
+            del self._watching  # a cycle: what was noted is freed with the graph
             if isinstance(error, Exception):
                 _explain(self._caller, error, functions)
             elif error is None:
