@@ -22,7 +22,7 @@ Algorithms are functions of a :class:`~hoglib._core.problem.Problem` and import 
 """
 
 import sys
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import FunctionType
@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from hoglib._core.autograd import (
+    Vector,
     grad_enabled,
     is_not_finite,
     outside_inference_mode,
@@ -45,6 +46,8 @@ from hoglib._core.recomputation import recompute
 from hoglib._core.state import preserve_random_state
 from hoglib._core.swap import keep_swapped, restore_buffers
 from hoglib._core.torch_internals import eagerly
+from hoglib._core.torch_modes import value_checks_on
+from hoglib._core.trust import found_once
 from hoglib.capture.api import Compiled, kept_graph
 from hoglib.capture.capturing import runs_elsewhere
 from hoglib.stand_ins.mode import stand_ins_if
@@ -125,11 +128,44 @@ class ring:  # noqa: N801 a context manager
                 raise
 
 
-def warn_if_derivatives_not_finite(problem: Problem, loss: Tensor, parts: Iterable[Tensor]) -> None:
-    """Warns of second derivatives at a problem's leaves that are not finite where the loss is."""
+def warn_if_derivatives_not_finite(
+    problem: Problem, loss: Tensor, parts: Iterable[Tensor], func: Any = None, by: Sequence[Tensor] = ()
+) -> None:  # fmt: skip
+    """Warns of derivatives at a problem's leaves that are not finite where the loss is.
+
+    func: the loss as a function of the leaves, if it is not the problem. by: the leaves by which the
+    user may differentiate finite parts: of gradients in a backward of the user's own that are not
+    finite it warns too, in the first one for each signature.
+    """
+    caller, parts = problem.policy.caller, list(parts)
+    if is_not_finite(caller, loss, parts):
+        _explain_not_finite(problem, func)
+    elif by and value_checks_on() and not by[0].is_meta:
+        known: Any = found_once(by[0], (caller, *(x.shape for x in problem.leaves)), list)
+        explain = partial(_explain_not_finite, problem, func, list(by))
+        for part in (x for x in parts if x.requires_grad and not known):
+            finite = part.detach().isfinite().all()  # which is not read yet
+            part.register_hook(partial(_watch_gradients, by, known, finite, explain))
+
+
+def _watch_gradients(by: Any, known: Any, finite: Tensor, explain: Any, _: Any) -> None:
+    """Of this backward of a finite result, if none was watched before."""
+    grads: list[Any] = []
+    hooks = [x.register_hook(grads.append) for x in by if x.requires_grad and not known]
+
+    def ended() -> None:
+        for hook in hooks:
+            hook.remove()
+        plain = [g for g in grads if type(g) is Tensor and g.layout is torch.strided]
+        if finite and not all(bool(g.isfinite().all()) for g in plain):
+            explain()
+
+    known.append(True)
+    torch.autograd.Variable._execution_engine.queue_callback(ended)
+
+
+def _explain_not_finite(problem: Problem, func: Any, by: Vector | None = None) -> None:
     caller, leaves = problem.policy.caller, problem.leaves
-    if not is_not_finite(caller, loss, list(parts)):  # nothing else is made for what is finite
-        return
     again = Policy(caller, stand_ins=problem.policy.stand_ins)
 
     @contextmanager
@@ -137,7 +173,8 @@ def warn_if_derivatives_not_finite(problem: Problem, loss: Tensor, parts: Iterab
         with preserve_random_state(), ring(again, examine=False, buffers=True):
             yield
 
-    warn_of_not_finite(caller, lambda *own: problem.entered([])(*own), leaves, around)
+    func = func or (lambda *own: problem.entered([])(*own))
+    warn_of_not_finite(caller, func, leaves, around, by)
 
 
 def is_captured(policy: Policy) -> bool:

@@ -6,6 +6,7 @@ Hv = materialize_grads(vjp(g.parts, g.leaves, v, "hvp"), g.leaves)
 
 import cmath
 import math
+from cmath import isfinite
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
@@ -34,6 +35,7 @@ T = TypeVar("T")
 Vector = list[Tensor]  # one tensor per parameter
 ScalarFunction = Callable[..., Tensor]
 
+SHOWS_NONE = "an operation whose backward shows none"
 # What torch says of an operation that it cannot differentiate.
 NOT_DIFFERENTIABLE = (
     "not implemented", "forward AD", "does not currently support double backward",
@@ -129,8 +131,10 @@ def vjp(
 def is_not_finite(caller: str, value: Tensor, parts: Vector) -> bool:
     """Whether second derivatives are infinite or NaN where the value is finite: one pass over the
     numbers. On a device those of an earlier call with these shapes may be meant, each once."""
-    if transforms_active() or not value_checks_on() or not parts:
+    if transforms_active() or not value_checks_on() or not parts or parts[0].is_meta:
         return False
+    if len(parts) == 1 and parts[0].is_cpu and isfinite(parts[0].detach().sum().item()):
+        return False  # a penalty, forces
     with without_stand_ins():
         parts = [x.detach() if x.requires_grad else x for x in parts]
         if value.device.type == "cpu":
@@ -155,25 +159,31 @@ def warn_if_not_finite(
 
 def warn_of_not_finite(
     caller: str, func: ScalarFunction, leaves: Vector,
-    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext, by: Vector | None = None,
 ) -> None:  # fmt: skip
     """Warns of second derivatives that are not finite, by the operation that made them, which is looked
     for in another evaluation.
 
-    around: what stands around that evaluation.
+    around: what stands around that evaluation. by: what else was differentiated by, in a backward that
+    is not this one's alone: without an operation found nothing is said.
     """
     with around(), suppress(RuntimeError, HoglibError):
-        where = _first_not_finite(func, leaves)
-        warn_once(
-            f"{caller}: expected points where func has a derivative of order 2, got some where it is "
-            f"infinite or NaN, first behind {where}. sqrt(x), x**1.5 and 1/x have none at 0: add a "
-            "small constant inside, or move the points. Where the derivative exists, as of prod with "
-            "tiny factors, try `hvp(mode='forward-over-reverse')`."
-        )
+        where = _first_not_finite(func, leaves, by or [])
+        # of a device an earlier call may have been looked at
+        here = "" if leaves[0].device.type == "cpu" else " in this call"
+        if where or by is None:
+            warn_once(
+                f"{caller}: expected points where func has a derivative of order 2, got some where it "
+                f"is infinite or NaN, first behind {where or SHOWS_NONE + here}. sqrt(x), x**1.5 and "
+                "1/x have none at 0: add a small constant inside, or move the points. Where the "
+                "derivative exists, as of prod with tiny factors, try "
+                "`hvp(mode='forward-over-reverse')`."
+            )
 
 
-def _first_not_finite(func: ScalarFunction, leaves: Vector) -> str:
-    """The operation behind whose first or second derivative something is not finite first."""
+def _first_not_finite(func: ScalarFunction, leaves: Vector, by: Vector) -> str:
+    """The operation behind whose first or second derivative something is not finite first; "" if none
+    is. by: leaves of the second derivative besides those of func."""
     found: list[Any] = []
 
     def watch(outputs: Sequence[Tensor | None]) -> None:
@@ -193,10 +203,11 @@ def _first_not_finite(func: ScalarFunction, leaves: Vector) -> str:
         if not found:
             watch(grads)
             outputs = [g for g in grads if g is not None]
-            vjp(outputs, own, [torch.randn_like(g) for g in outputs], "")
-    if not found:  # of a device an earlier call may have been looked at
-        here = "" if value.device.type == "cpu" else " in this call"
-        return f"an operation whose backward shows none{here}"
+            vjp(outputs, [*own, *by], [*map(torch.randn_like, outputs)], "", retain_graph=True)
+        if not found:  # 0 / 0, where an incoming gradient is zero
+            gradients([value], own, [torch.zeros_like(value)])
+    if not found:
+        return ""
     node = found[0]
     while made_by(node) is not None:
         node = made_by(node)

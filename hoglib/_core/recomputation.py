@@ -399,11 +399,21 @@ class _Jvp(_Derivative):
         inputs, tangents = tensors[: self.count], tensors[self.count :]
         # Dual tensors take less time, and Functions without setup_context. But there is one level of
         # them, and under a gradient their tangents have a graph, and are kept until the level ends.
-        plain = isinstance(self.run, Run) or torch_forward_mode.in_dual_level()
-        by_func = torch_internals.transforms_active() or not plain
+        # In such a graph torch changes what softmax and logsumexp saved: only where nothing else goes.
+        transforms = torch_internals.transforms_active()
+        needs = any(x.requires_grad for x in tensors if x is not None)
+        recorded = torch.is_grad_enabled() and needs and not transforms
+        plain = torch_forward_mode.in_dual_level() or (isinstance(self.run, Run) and not recorded)
+        by_func = transforms or not plain
         run = self._by_func if by_func else self._by_duals
         with self.autocast.restored(), keep_swapped():
-            return run(inputs, tangents)
+            try:
+                return run(inputs, tangents)
+            except RuntimeError as error:
+                if not recorded or "setup_context" not in str(error):
+                    raise
+            self.call.run_state.rewind()
+            return self._by_duals(inputs, tangents)
 
     def without_graph(self, *tensors: Tensor | None) -> Tensors:
         """The same as a constant of every derivative."""

@@ -208,7 +208,7 @@ class watching_functions:  # noqa: N801 a context manager
 
     def __exit__(self, *raised: object) -> None:
         with _LOCK:
-            _WATCHES.remove(self._watch)
+            _WATCHES.remove(self.__dict__.pop("_watch"))  # a cycle
             if not _WATCHES:
                 del _PLACE.apply  # it is inherited
 

@@ -177,7 +177,7 @@ class _Audit:
         if not seen.finite:
             return Report(name, seen.failures)
         self._seen = seen
-        with eagerly(seen.compiled):
+        with eagerly():
             rows = [*self._derivative_rows(seen), *seen.warnings]
         for row in seen.failures:
             self._add_culprit(row)
@@ -190,7 +190,7 @@ class _Audit:
         """
         if self._seen is None or not self._right:
             return report
-        with eagerly(self._seen.compiled):
+        with eagerly():
             own = {row.name.removesuffix(WITHOUT): row for row in self._own_rows(self._seen)}
         rows = [part for row in report for part in (row, own.get(row.name)) if part is not None]
         return Report(report.name, rows, judged=self._judged)

@@ -359,7 +359,6 @@ class Observations(NamedTuple):
     warnings: list[Row]
     finite: bool  # False: the only failure says so, and nothing else can be checked
     random: bool  # whether the loss draws random numbers
-    compiled: bool  # whether code from torch.compile ran
 
 
 def observe(problem: Problem) -> Observations:
@@ -369,14 +368,15 @@ def observe(problem: Problem) -> Observations:
     """
     names, notes, failures = problem.names, Notes(dict), list[Row]()
     with StateGuard(names.modules(), problem.generators) as state:
-        compiled = has_dynamo() and _observe_compiled_code(problem, state, notes, failures)
+        if has_dynamo():
+            _observe_compiled_code(problem, state, notes, failures)
         state.begin()
         random = RandomState(problem.generators, names.modules())
         leaves = fresh_leaves(problem.leaves, False)
         watch = _Watch(names, notes, leaves[0].device)
         with (
             names.discovering(), watching_modules(lambda module, args: None, watch.on_end),
-            watching_functions(watch.on_function), keep_swapped(), eagerly(compiled), watch,
+            watching_functions(watch.on_function), keep_swapped(), eagerly(), watch,
         ):  # fmt: skip
             value = problem.value(leaves, problem.batch)
         notes["random numbers"].update(dict.fromkeys(random.drawn()))
@@ -389,30 +389,30 @@ def observe(problem: Problem) -> Observations:
                 f"{where or ''}Look for NaN in the batch, and for log, sqrt and divisions at zero."
             )
             row = Row("finite", "fail", None, text)
-            return Observations([row], [], finite=False, random=False, compiled=compiled)
+            return Observations([row], [], finite=False, random=False)
         failures += _parameter_failures(problem, value, leaves, notes)
-        failures += _repetition_failures(problem, state, value, notes, compiled=compiled)
+        failures += _repetition_failures(problem, state, value, notes)
     warnings = [
         Row(row, "warn", None, text.format(validation.listing([*notes[row]])))
         for row, text in WARNINGS.items()
         if notes[row]
     ]
     drawn = bool(notes["dropout"] or notes["random numbers"])
-    return Observations(failures, warnings, True, drawn, compiled)
+    return Observations(failures, warnings, True, drawn)
 
 
 def _observe_compiled_code(
     problem: Problem, state: StateGuard, notes: Notes, failures: list[Row]
-) -> bool:
-    """Whether compiled code runs, and has a second derivative; modes cannot see into compiled code."""
+) -> None:
+    """Notes compiled code, into which modes cannot see, and whether it has a second derivative."""
     state.begin()
     try:
         value = problem.value(fresh_leaves(problem.leaves, False), problem.batch)
     except Exception:  # it is raised again, and reported, by the run that is observed
-        return False
+        return
     names = problem.names
     if not any(map(has_compiled, names.roots)) and not graph_summary(value).has_compiled_code:
-        return False
+        return
     modules = [m for m in names.modules() if is_compiled(m) or m._compiled_call_impl is not None]
     notes["compiled"] = dict.fromkeys([*map(names.briefly, modules)] or ["A function"])
     v = [torch.ones_like(x) for x in problem.leaves]
@@ -426,7 +426,6 @@ def _observe_compiled_code(
         text = f"{WARNINGS['compiled'].format('It')} The error: {line}."
         for name in [*map(names.title, modules)] or ["the loss"]:
             failures.append(Row(f"{CULPRIT}{name}", "fail", None, text))
-    return True
 
 
 def _parameter_failures(
@@ -456,14 +455,14 @@ def _parameter_failures(
 
 
 def _repetition_failures(
-    problem: Problem, state: StateGuard, value: Tensor, notes: Notes, *, compiled: bool
+    problem: Problem, state: StateGuard, value: Tensor, notes: Notes
 ) -> Iterator[Row]:
     """Whether a second run gives the same value: with the attributes that the first one left on
     modules, and with the initial ones."""
     changed = state.changed_attributes()
     for restore_attributes in (False, True):
         state.begin(attributes=restore_attributes)
-        with keep_swapped(), eagerly(compiled):
+        with keep_swapped(), eagerly():
             again = problem.value(fresh_leaves(problem.leaves, False), problem.batch)
         if torch.allclose(again, value, rtol=1e-5, atol=0.0, equal_nan=True):
             if restore_attributes:

@@ -46,7 +46,7 @@ from hoglib.curvature.model_run import (
 from hoglib.curvature.operators import GGNOperator
 from hoglib.curvature.optimizers import KFAC_OPTIONS, NEWTON_OPTIONS
 from hoglib.curvature.vector_space import Space
-from hoglib.ring import ring
+from hoglib.ring import ring, warn_if_derivatives_not_finite
 from hoglib.verification.entry_points import examined_functions
 
 Tree = Any
@@ -136,7 +136,8 @@ def _of_single_examples(
         ]
     values, gradients = zip(*chunks, strict=True)
     joined = [torch.cat(parts) for parts in zip(*gradients, strict=True)]
-    return torch.cat(values), problem.tree(joined)
+    warn_if_derivatives_not_finite(problem, value := torch.cat(values), joined)
+    return value, problem.tree(joined)
 
 
 def gradient_rows(

@@ -13,12 +13,12 @@ from hoglib._core import pytree, torch_forward_mode, torch_internals, validation
 from hoglib._core.autograd import Vector, clone_inference_tensors, fresh_leaves, translate_errors
 from hoglib._core.gradient_graph import check_custom_functions, graph_summary, half_dtypes
 from hoglib._core.placement import WHOLE, Placement, refuse_sharded
-from hoglib._core.problem import Options, Policy
+from hoglib._core.problem import Options, Policy, Problem
 from hoglib._core.tolerances import TOLERANCES
 from hoglib._core.torch_modes import ActiveStandIns, value_checks_on, without_stand_ins
 from hoglib._core.trust import found_once
 from hoglib.curvature.linear_map import no_forward_mode
-from hoglib.ring import ring, run
+from hoglib.ring import ring, run, warn_if_derivatives_not_finite
 from hoglib.stand_ins.mode import run_operator
 from hoglib.verification.function_rules import offers_jvp
 from hoglib.verification.subject import is_users
@@ -172,6 +172,10 @@ def _value_and_tangent(
                 found = by_reverse(function, leaves, vector, create_graph)
     if not inside:
         torch_internals.unwrap_kept(func)
+        floats = lambda ys: [y for y in ys if pytree.is_float(y)]  # noqa: E731
+        total = lambda *own: pytree.sum_scalars([y.real.sum() for y in floats(function(*own))])  # noqa: E731
+        problem = Problem(policy, func, structure, leaves, ())
+        warn_if_derivatives_not_finite(problem, found[0][0], floats(found[1]), total)
     parts = found if create_graph else ([x.detach() for x in part] for part in found)
     value, tangent = (pytree.unflatten(part, of_value) for part in parts)
     return value, tangent

@@ -279,7 +279,8 @@ class Learner(nn.Module, ABC):
 
             def first_step(*leaves: Tensor) -> Tensor:
                 params = dict(zip(start.model, leaves, strict=True))
-                return self.inner_objective(params, task_sets.first(tasks)[0])
+                support, query = task_sets.first(tasks)
+                return self.inner_objective(params, support) + self.objective(params, query)
 
             @contextmanager
             def around() -> Iterator[None]:

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from hoglib._core import pytree, validation
-from hoglib._core.autograd import Vector, materialize_grads, vjp, warn_if_not_finite
+from hoglib._core.autograd import Vector, materialize_grads, vjp
 from hoglib._core.gradient_graph import depends_on_any
 from hoglib._core.source_location import warn
-from hoglib._core.state import preserve_random_state
 from hoglib._core.torch_modes import value_checks_on
 from hoglib.errors import ArgumentValueError
 from hoglib.penalties.distributed import averaged
@@ -137,12 +136,9 @@ def _energies_and_forces(
         gradient = at.vjp(create_graph=True if with_hessian else None)
         forces = [-g for g in gradient]
         hessian = _hessian(at, gradient, batch) if with_hessian else None
-        if with_hessian:
-            whole = lambda *leaves: at._select(at._call(leaves)).sum()  # noqa: E731
-            parts = pytree.tensors(hessian)
-            warn_if_not_finite("forces", at.y, parts, whole, at.leaves, preserve_random_state)
         if check:
             _check_reaches_parameters(at, forces)
+    at.warn_if_not_finite([*forces, *pytree.tensors(hessian)] if with_hessian else forces)
     energy = at.y
     if at.create_graph:
         forces = [averaged("forces", f, at.outputs) for f in forces]

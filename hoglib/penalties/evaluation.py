@@ -82,6 +82,7 @@ def evaluate(
                 check_batch_dependence(at)
         if options.reduction != "none":
             terms = terms.mean() if options.reduction == "mean" else terms.sum()
+    at.warn_if_not_finite([terms])
     if at.create_graph:
         return terms, at.outputs
     return terms.detach(), pytree.map_tensors(Tensor.detach, at.outputs)

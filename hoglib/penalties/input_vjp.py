@@ -31,7 +31,7 @@ from hoglib.errors import ArgumentTypeError, NoSecondDerivative
 from hoglib.penalties.distributed import GatheredParameters
 from hoglib.penalties.options import CheckedOptions, select_output
 from hoglib.penalties.samples import Samples, check_points, random_like
-from hoglib.ring import ring
+from hoglib.ring import ring, warn_if_derivatives_not_finite
 from hoglib.stand_ins.mode import in_module
 
 Function = Callable[..., Any]
@@ -234,6 +234,15 @@ class InputVJP:
     def backward_stand_ins(self) -> AbstractContextManager[object]:
         """The stand-ins, for backward passes that run Python code, which may call what they replace."""
         return self._suspended.resumed() if self.graph.needs_stand_ins else nullcontext()
+
+    def warn_if_not_finite(self, parts: Vector) -> None:
+        """Warns of parts that are not finite where the output is, and of such gradients in the user's
+        own backward of them."""
+
+        def total(*leaves: Tensor) -> Tensor:
+            return self._select(self.problem.loss(self.tree(leaves), *self.problem.args)).sum()
+
+        warn_if_derivatives_not_finite(self.problem, self.y, parts, total, self.trainable)
 
     def no_gradient_flow(self, reason: str) -> Exception:
         """The error of a penalty at these points that has no effect."""

@@ -25,7 +25,7 @@ from hoglib.penalties.module import REAL, register
 from hoglib.penalties.options import CheckedOptions, Options, check_options
 from hoglib.penalties.samples import check_points
 from hoglib.penalties.terms import half_squared_slope, squared_excess, squared_jacobian
-from hoglib.ring import ring
+from hoglib.ring import ring, warn_if_derivatives_not_finite
 
 __all__ = ["input_gradient", "jacobian", "lipschitz", "parameter_gradient", "sobolev"]
 # Options that parameter_gradient lacks.
@@ -332,4 +332,6 @@ def _norm_and_value(
         if create_graph and not in_transform and not norm.requires_grad:
             reason = "the gradient of func does not depend on the parameters"
             raise no_gradient_flow(problem, problem.leaves, reason)
+    if not in_transform:
+        warn_if_derivatives_not_finite(problem, value, [norm], problem, problem.leaves)
     return (norm, value) if create_graph or in_transform else (norm.detach(), value.detach())

@@ -28,6 +28,7 @@ from hoglib._core.torch_forward_mode import follow_grad_mode
 from hoglib._core.torch_internals import (
     beneath,
     checkpoint_frame,
+    eagerly,
     first_sample,
     forward_mode_active,
     function_mode,
@@ -86,7 +87,7 @@ def second_order(*, on_wrong: str | None = None) -> Iterator[None]:
     if on_wrong is not None and decided is None:
         decided = validation.one_of("on_wrong", on_wrong, ACTIONS)
     examined = around_users_derivatives() if AMBIENT.stand_ins is None else nullcontext()
-    with inside(on_wrong=decided), examined, _StandIns(wanted=True):
+    with inside(on_wrong=decided), eagerly(), examined, _StandIns(wanted=True):
         yield
 
 
@@ -301,7 +302,7 @@ def _report_by_hand(func: FunctionType, args: tuple[Any, ...], kwargs: dict[str,
     report = None if AMBIENT.examining else getattr(AMBIENT.functions, "by_hand", None)
     if report is not None:
         of = (args[:1], kwargs.get("outputs"), kwargs.get("tensors"))
-        report(pytree.tensors(of) if _creates_graph(func, args, kwargs) else ())
+        report(AMBIENT.functions, pytree.tensors(of) if _creates_graph(func, args, kwargs) else ())
 
 
 def _creates_graph(func: FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

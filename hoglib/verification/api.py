@@ -15,6 +15,7 @@ from hoglib._core.autograd import grad_enabled
 from hoglib._core.source_location import error_line, format_error
 from hoglib._core.state import preserve_random_state
 from hoglib._core.swap import keep_swapped
+from hoglib._core.torch_internals import eagerly, uncompiled
 from hoglib.errors import HoglibError
 from hoglib.verification import attribution, contract
 from hoglib.verification.call import PrecisionWatch, exact_products, name_of
@@ -151,6 +152,7 @@ def verify(
     with (
         grad_enabled(),
         no_examination(),
+        eagerly(),
         keep_swapped(),
         exact_products(),
         preserve_random_state(),
@@ -396,7 +398,10 @@ def _rounds(subject: Subject) -> bool:
 
 
 def _notes(subject: Subject) -> Iterator[Row]:
-    """How the inputs were treated, where that is not obvious."""
+    """How the function and the inputs were treated, where that is not obvious."""
+    if uncompiled(subject.fn) is not subject.fn:
+        text = "checked as it was before torch.compile: compiled code has no second derivative, or, of "
+        yield Row("compiled", "warn", None, text + "a custom Function in it, a wrong one.")
     if subject.refused:
         where = f"in {subject.dtype}"
         if subject.half is not None:

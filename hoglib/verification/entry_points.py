@@ -112,7 +112,7 @@ class examined_functions:  # noqa: N801 a context manager
             return None
         self._functions = functions = AppliedFunctions()
         if self._by_hand:
-            functions.by_hand = partial(self._report_by_hand, functions)
+            functions.by_hand = self._report_by_hand
         self._watching = watching_functions(self._functions.record)
         self._watching.__enter__()
         self._outside = AMBIENT.functions
@@ -125,10 +125,13 @@ class examined_functions:  # noqa: N801 a context manager
             return
         try:
             self._watching.__exit__()
+            del self._watching  # a cycle: what was noted is freed with the graph
             if isinstance(error, Exception):
                 _explain(self._caller, error, functions)
             elif error is None:
                 self._report_wrong(functions)
+                # of what was not differentiated here, but is by the user's backward through the result
+                functions.by_hand = self._report_by_hand
         finally:
             AMBIENT.examining, AMBIENT.functions = False, self._outside
 
@@ -191,7 +194,7 @@ class AppliedFunctions:
 
     applied: those without a verdict. differentiated: those whose backward ran, or may have run:
     once, or twice, if it ran with a graph. by_hand: what is called after a derivative by the user's own
-    call, with what it was taken of if with a graph.
+    call, with what it was taken of if with a graph; of an entry point, after it was left.
     """
 
     by_hand: Callable[..., None] | None = None
@@ -420,7 +423,8 @@ class AppliedFunctions:
             twice = runs_again or torch.is_grad_enabled()
             self.differentiated[key] = max(1 + twice, self.differentiated.get(key, 1))
             if self.by_hand is not None and AMBIENT.functions is not self:  # after the context
-                torch.autograd.Variable._execution_engine.queue_callback(self.by_hand)
+                report = partial(self.by_hand, self)
+                torch.autograd.Variable._execution_engine.queue_callback(report)
 
         for y in results:
             if isinstance(y, Tensor) and torch_internals.unwrap(y) is not y:

@@ -342,3 +342,21 @@ def test_a_function_that_works_in_place_changes_neither_primals_nor_tangents():
     assert_close(hog.jvp(lambda p: p.mul_(3).relu_(), x, v)[1], 3 * (x > 0).to(F64))
     assert torch.equal(x, before)
     assert torch.equal(v, torch.ones_like(v))
+
+
+@rows("mode", ["forward", "reverse"])
+def test_a_tangent_that_is_not_finite_is_told_by_its_operation(mode):
+    x = torch.tensor([0.0, 1.0], dtype=F64)
+    with pytest.warns(UserWarning, match="jvp: .*first behind Sqrt at"):
+        hog.jvp(lambda x: (x.sqrt(), x > 0), x, torch.ones_like(x), mode=mode)
+    hog.jvp(lambda x: (x.square(), x > 0), x, torch.ones_like(x), mode=mode)
+
+
+def test_gradients_of_examples_that_are_not_finite_are_told_by_their_operation():
+    loss = hog.functional_loss(
+        nn.Linear(2, 1, bias=False, dtype=F64), lambda y, t: (y - t).abs().sqrt().mean()
+    )
+    batch = draw(3, 2), torch.zeros(3, 1, dtype=F64)
+    batch[0][0] = 0
+    with pytest.warns(UserWarning, match="per_example_gradients: .*first behind Sqrt at"):
+        hog.per_example_gradients(loss, hog.trainable_params(loss.model), batch)

@@ -446,6 +446,28 @@ def test_an_inner_loss_that_is_not_finite_names_task_and_step(step, over_tasks):
         maml.loss(tasks)
 
 
+class Power(nn.Module):
+    def __init__(self, exponent):
+        super().__init__()
+        self.exponent = exponent
+
+    def forward(self, x):
+        return x.abs() ** self.exponent
+
+
+@pytest.mark.parametrize(
+    ("exponent", "at"), [(1.5, 0), (0.5, 1)]
+)  # in the support set, in the query
+def test_a_derivative_that_is_not_finite_is_told_by_its_operation(exponent, at):
+    x, y = [torch.ones(3, 2), torch.ones(3, 2)], torch.ones(3, 1)
+    x[at].zero_()
+    maml = hog.MAML(
+        nn.Sequential(nn.Linear(2, 1, bias=False), Power(exponent)), F.mse_loss, inner_lr=0.1
+    )
+    with pytest.warns(UserWarning, match="MAML: .*first behind Pow at"):
+        maml.loss([tuple((points, y) for points in x)])
+
+
 IDLE = nn.Linear(2, 2).double()
 IDLE.idle = nn.Parameter(torch.zeros(2))
 

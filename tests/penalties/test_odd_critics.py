@@ -4,10 +4,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from hoglib import penalties
+from hoglib._core.source_location import forget_warned
 from tests.penalties.critics import draw, generator
+from tests.rows import rows
 from tests.unchanged import unchanged
 
 F64 = torch.float64
@@ -135,6 +138,56 @@ def test_the_norm_of_half_precision_gradients_does_not_overflow():
         lambda p: p["w"].square().sum() / 2, params, stand_ins=False
     )
     assert found == 600
+
+
+# At points whose first row is zero. Of the first ones the value of a penalty is finite, and its gradient is not.
+WITHOUT_DERIVATIVE = {
+    "power": (lambda z: z.abs() ** 1.5, "Pow"),
+    "angle": (lambda z: torch.atan2(z, z), "Atan2"),
+    "minGRU": (lambda z: (lambda a: a + (F.logsigmoid(z) - F.softplus(-z) - a).logcumsumexp(1))(F.logsigmoid(-z).cumsum(1)).exp()[:, -1:], "Logcumsumexp"),
+    "square root": (lambda z: (z * z).sqrt(), "Sqrt"),
+    "reciprocal": (lambda z: torch.where(z > 0, 1 / z, 0), "Reciprocal"),
+}  # fmt: skip
+WITH_DERIVATIVE = {
+    "square": torch.square,
+    "norm": lambda z: (z + 1).norm(dim=1, keepdim=True),
+    "infinite": lambda z: z / 0.0,
+    "kink": torch.relu,
+    "safe root": lambda z: (z * z + 1e-6).sqrt(),
+    "product": lambda z: z.prod(1, keepdim=True),
+}
+OF_CRITICS = {
+    "r1": lambda critic, x: penalties.r1(critic, x),
+    "wgan_gp": lambda critic, x: penalties.wgan_gp(critic, x, x),
+    "micro_batch": lambda critic, x: penalties.r2(critic, x, micro_batch=2),
+    "jacobian": lambda critic, x: penalties.jacobian(critic, x, num_projections=None),
+    "forces": lambda critic, x: penalties.forces(critic, x).forces.square().sum(),
+    "forces with Hessian": lambda critic, x: penalties.forces(critic, x, hessian=True).forces.square().sum(),
+    "parameter_gradient": lambda critic, x: penalties.parameter_gradient(
+        lambda p: functional_call(critic, p, (x,)).add(1).square().sum(), dict(critic.named_parameters())
+    ),
+}  # fmt: skip
+
+
+class Bare(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.first, self.function = nn.Linear(4, 3, bias=False, dtype=F64), function
+
+    def forward(self, x):
+        return self.function(self.first(x)).sum(1)
+
+
+@rows("name", OF_CRITICS)
+def test_what_is_not_finite_is_told_by_its_operation(name):
+    x = X.clone()
+    x[0] = 0
+    for function, operation in WITHOUT_DERIVATIVE.values():
+        forget_warned()
+        with pytest.warns(UserWarning, match=f"infinite or NaN, first behind {operation} at"):
+            OF_CRITICS[name](Bare(function), x).backward()
+    for function in WITH_DERIVATIVE.values():
+        OF_CRITICS[name](Bare(function), x).backward()
 
 
 def test_what_is_not_finite_reaches_the_gradient_of_an_exact_spectral_norm():

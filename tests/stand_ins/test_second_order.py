@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hoglib as hog
 from hoglib.stand_ins import mode as stand_in_mode
+from tests.functions import Cube
 from tests.rows import rows
 
 F64 = torch.float64
@@ -76,6 +77,19 @@ def test_entering_it_twice_is_entering_it_once_and_it_is_left_after_an_error():
     assert not stand_in_mode.active()
     with pytest.raises(RuntimeError, match="not implemented"):
         twice(attend, X, V)
+
+
+@rows("backend", ["eager", "aot_eager"])
+def test_what_torch_compiled_runs_as_it_was_before(backend):
+    """torch raises for one, and is wrong for the other, without a word."""
+    piece = torch.compile(lambda x: Cube.apply(x) + x, backend=backend)
+    with hog.second_order():
+        found = twice(piece, X, V)
+    torch.testing.assert_close(found, twice(lambda x: x**3 + x, X, V))
+    report = hog.verify(piece, X)
+    assert report.ok
+    assert report["compiled"].status == "warn"
+    assert hog.audit(lambda p, x: piece(p * x).square().sum(), V, X).ok is (backend == "eager")
 
 
 def test_another_thread_enters_it_itself():

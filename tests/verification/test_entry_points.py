@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.autograd import Function
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -560,6 +561,37 @@ def test_a_backward_that_is_another_one_with_a_graph_is_told_as_that():
     (text,) = told(hvp, WRONG["zero with a graph"][0])
     assert text.startswith("hvp: the first derivative of WithoutGraph is wrong")
     assert "depends on whether gradients are enabled" in text
+
+
+class OfWeights(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, weight):
+        return self.function(weight)
+
+
+# No derivative by the points runs through a Function of the weights: only the user's backward does.
+LATER = {
+    "r1": lambda critic: penalties.r1(critic, X),
+    "jacobian": lambda critic: penalties.jacobian(critic, X),
+    "forces": lambda critic: penalties.forces(critic, X).forces.square().sum(),
+    "laplacian": lambda critic: hog.laplacian(lambda x: critic(x).squeeze(1), X)[1].square().sum(),
+}
+
+
+@rows("name", LATER)
+def test_what_only_the_users_backward_differentiates_is_told_then(name):
+    def call(function):
+        critic = Net(torch.sin)
+        parametrize.register_parametrization(critic.first, "weight", OfWeights(function))
+        LATER[name](critic).backward()
+
+    (text,) = told(call, WRONG["first order"][0])
+    assert f"{name}: the first derivative of WrongFactor is wrong" in text
+    assert told(call, WRONG["an intermediate saved"][0]) == []  # a first derivative is taken
+    assert told(call, Cube.apply) == []
 
 
 def test_on_wrong():
