@@ -45,7 +45,7 @@ from hoglib._core.problem import Policy, Problem
 from hoglib._core.recomputation import recompute
 from hoglib._core.state import preserve_random_state
 from hoglib._core.swap import keep_swapped, restore_buffers
-from hoglib._core.torch_internals import eagerly
+from hoglib._core.torch_internals import after_backward, eagerly
 from hoglib._core.torch_modes import value_checks_on
 from hoglib._core.trust import found_once
 from hoglib.capture.api import Compiled, kept_graph
@@ -161,7 +161,7 @@ def _watch_gradients(by: Any, known: Any, finite: Tensor, explain: Any, _: Any) 
             explain()
 
     known.append(True)
-    torch.autograd.Variable._execution_engine.queue_callback(ended)
+    after_backward(ended)
 
 
 def _explain_not_finite(problem: Problem, func: Any, by: Vector | None = None) -> None:

@@ -423,8 +423,7 @@ class AppliedFunctions:
             twice = runs_again or torch.is_grad_enabled()
             self.differentiated[key] = max(1 + twice, self.differentiated.get(key, 1))
             if self.by_hand is not None and AMBIENT.functions is not self:  # after the context
-                report = partial(self.by_hand, self)
-                torch.autograd.Variable._execution_engine.queue_callback(report)
+                torch_internals.after_backward(partial(self.by_hand, self))
 
         for y in results:
             if isinstance(y, Tensor) and torch_internals.unwrap(y) is not y:
