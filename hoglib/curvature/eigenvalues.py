@@ -296,16 +296,27 @@ class Basis:
         # where it is appended, if there is room
         v = self.V[self.n].copy_(v) if self.n < len(self.V) else v.clone()
         total, length = [0.0] * self.n, 0.0
+        parts: list[
+            tuple[int, Tensor]
+        ] = []  # where they begin, and coefficients that are not read yet
         for turn, first in enumerate((neighbours, 0, 0, 0)):
             V = self.V[first : self.n]
             taken = self._space.gram(V, v)
             v.addmv_(V.T, taken, alpha=-1)  # a third of the time of taken @ V
-            coefficients: list[float] = taken.tolist()
-            for i, coefficient in enumerate(coefficients, start=first):
-                total[i] += coefficient
+            parts.append((first, taken))
             if turn == 0 and self.n:
                 continue
-            length = float(self._space.norms(v[None]))
+            # a device is waited for once
+            numbers = torch.cat(
+                [*(taken for _, taken in parts), self._space.norms(v[None])]
+            ).tolist()
+            length = numbers.pop()
+            coefficients: list[float] = []
+            for start, taken in parts:
+                coefficients, numbers = numbers[: len(taken)], numbers[len(taken) :]
+                for i, coefficient in enumerate(coefficients, start=start):
+                    total[i] += coefficient
+            parts.clear()
             if length > KEPT * hypot(length, *coefficients):  # the length before: V is orthonormal
                 break
         return v, total, length

@@ -135,10 +135,10 @@ def positive_damping(damping: Any) -> float:
     return float(damping)
 
 
-def finite_or_infinite(loss: Callable[[], Tensor]) -> float:
+def finite_or_infinite(loss: Callable[[], float]) -> float:
     """The loss, or infinity where it overflows, because the step is too long."""
     try:
-        return float(loss())
+        return loss()
     except NonFiniteError:
         return inf
 
@@ -278,25 +278,26 @@ class NewtonCG(BatchOptimizer):
         G = self._matrix(batch)
         value, gradient = G.gradient()
         g = G.ravel(gradient)
-        if G.space.everywhere(not bool(g.any())):
-            unmoved = float(value)
-            self.info = NewtonStep(unmoved, unmoved, nan, group["damping"], 0, 0, 0, 0)
+        start, along = self._last_direction(G), g.new_zeros(())
+        if start is not None:
+            start, along = group["warm_start"] * start, _dot(G, g, group["warm_start"] * start)
+        before, moves, along = _numbers(value, g.any(), along)
+        if G.space.everywhere(not moves):
+            self.info = NewtonStep(before, before, nan, group["damping"], 0, 0, 0, 0)
             return value
         model = G if curvature is None else self._matrix(curvature)
         precondition = self._prepared(model, batch if curvature is None else curvature)
-        d, dGd, iterations = self._direction(model, g, precondition)
+        start = start if along < 0 else None  # where it descends
+        d, slope, dGd, iterations = self._direction(model, g, start, precondition)
         self.param_groups[0]["steps"] += 1
-        slope = _dot(G, g, d)
         damping, products = group["damping"], model.count
-        after, ratio, length, values = self._search(G, float(value), d, slope, dGd)
+        after, ratio, length, values = self._search(G, before, d, slope, dGd)
         if ratio > 0.75:
             self._damp(LOWERED)
         elif ratio < 0.25 or not length:
             self._damp(RAISED)
         self._keep_direction(G.unravel(d))
-        self.info = NewtonStep(
-            float(value), after, ratio, damping, length, iterations, products, values
-        )
+        self.info = NewtonStep(before, after, ratio, damping, length, iterations, products, values)
         return value
 
     def _matrix(self, batch: Any) -> GGNOperator:
@@ -320,10 +321,11 @@ class NewtonCG(BatchOptimizer):
                 self._last = steps, make(G, damping)
         return self._last[1]
 
-    def _direction(self, G: GGNOperator, g: Tensor, precondition: Any) -> tuple[Tensor, float, int]:
-        """The direction d, d^T G d, and the iterations of conjugate gradients."""
-        group = self.param_groups[0]
-        start, iterations = self._start(G, g), 0
+    def _direction(
+        self, G: GGNOperator, g: Tensor, start: Tensor | None, precondition: Any
+    ) -> tuple[Tensor, float, float, int]:
+        """The direction d, g^T d, d^T G d, and the iterations of conjugate gradients."""
+        group, iterations = self.param_groups[0], 0
         while True:
             try:
                 d, info = G.solve(
@@ -336,19 +338,11 @@ class NewtonCG(BatchOptimizer):
                     raise
                 continue
             iterations += info.iterations
-            dGd = _dot(G, d, G @ d)
+            slope, dGd = _numbers(_dot(G, g, d), _dot(G, d, G @ d))
             # a distant start and few iterations may give worse than a start from zero
-            if start is None or _dot(G, g, d) + dGd / 2 < 0:
-                return d, dGd, iterations
+            if start is None or slope + dGd / 2 < 0:
+                return d, slope, dGd, iterations
             start = None
-
-    def _start(self, G: GGNOperator, g: Tensor) -> Tensor | None:
-        """A part of the last direction, where it descends."""
-        last, part = self._last_direction(G), self.param_groups[0]["warm_start"]
-        if not part or last is None:
-            return None
-        start = part * last
-        return start if _dot(G, g, start) < 0 else None
 
     def _search(
         self, G: GGNOperator, value: float, d: Tensor, slope: float, dGd: float
@@ -362,7 +356,7 @@ class NewtonCG(BatchOptimizer):
         ratio = nan
         for tried in range(1, HALVINGS + 2):
             self._set_params(G, before + length * d)
-            after = finite_or_infinite(G.value)
+            after = finite_or_infinite(G._sum.number)
             if tried == 1 and -model > rounding:
                 ratio = (after - value) / model
             if after <= value + ENOUGH * length * slope + rounding:
@@ -387,8 +381,14 @@ class NewtonCG(BatchOptimizer):
         return changed
 
 
-def _dot(G: GGNOperator, a: Tensor, b: Tensor) -> float:
-    return float(G.space.dots((a[None], b[None]))[0, 0])
+def _dot(G: GGNOperator, a: Tensor, b: Tensor) -> Tensor:
+    return G.space.dots((a[None], b[None]))[0, 0]
+
+
+def _numbers(*scalars: Tensor) -> list[float]:
+    """Their values, in one read."""
+    found: list[float] = torch.stack([x.double() for x in scalars]).tolist()
+    return found
 
 
 KFAC_OPTIONS = tuple(
@@ -555,7 +555,7 @@ class KFAC(BatchOptimizer):
                 self._params[name].add_(part)
         ratio, adapts = nan, group["rescale"] and group["steps"] % ADAPT_EVERY == 0 and expected < 0
         if adapts:
-            ratio = (finite_or_infinite(K.value) - float(value)) / expected
+            ratio = (finite_or_infinite(K._sum.number) - float(value)) / expected
             # by how much of the expected decrease there was
             if ratio > 0.75:
                 group["damping"] *= ADAPTED
