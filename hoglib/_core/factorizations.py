@@ -4,25 +4,41 @@ Kronecker factors are of low rank, with rows of zeros (dead units) and numbers o
 these LAPACK's eigensolver does not converge, or returns NaN.
 """
 
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 import torch
 from torch import Tensor
 
 from hoglib._core import torch_internals
-from hoglib._core.trust import DIGITS, agree
+from hoglib._core.trust import DIGITS, all_agree
 from hoglib.errors import ConvergenceError, NonFiniteError
 
 
 def symmetric_eigen(matrices: Tensor) -> tuple[Tensor, Tensor]:
     """Eigenvalues [..., n], ascending, and eigenvectors [..., n, n] of the symmetric part."""
-    a = (matrices + matrices.mT) / 2
-    if not a.numel() or torch_internals.transforms_active() or torch_internals.tracing():
-        return torch.linalg.eigh(a)
-    with suppress(RuntimeError):
-        values, Q = torch.linalg.eigh(a)
-        if _is_eigen(a, values, Q):
-            return values, Q
+    return symmetric_eigens([matrices])[0]
+
+
+def symmetric_eigens(several: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """The same of several matrices, for whose checks a device is waited for once."""
+    every = [(matrices + matrices.mT) / 2 for matrices in several]
+    if torch_internals.transforms_active() or torch_internals.tracing():
+        return [torch.linalg.eigh(a) for a in every]
+    found: list[tuple[Tensor, Tensor] | None] = []
+    for a in every:
+        found.append(None)
+        with suppress(RuntimeError):
+            found[-1] = tuple(torch.linalg.eigh(a))
+    right = _are_eigen([(a, *both) for a, both in zip(every, found, strict=True) if both])
+    return [
+        both if both and next(right) else _otherwise(a)
+        for a, both in zip(every, found, strict=True)
+    ]
+
+
+def _otherwise(a: Tensor) -> tuple[Tensor, Tensor]:
+    """Those of matrices for which eigh fails."""
     if not bool(a.isfinite().all()):
         raise NonFiniteError(
             "eigenvalues: expected a matrix of finite numbers, got infinity or NaN in it; look for "
@@ -44,7 +60,7 @@ def _in_double(a: Tensor) -> tuple[Tensor, Tensor]:
     part = scaled[inside[:, None], inside]
     with suppress(RuntimeError):
         values, Q = torch.linalg.eigh(part)
-        if _is_eigen(part, values, Q):
+        if next(_are_eigen([(part, values, Q)])):
             every = torch.cat([values * size, values.new_zeros(len(units))]).sort()
             vectors = torch.zeros_like(scaled)
             vectors[inside, : len(inside)] = Q
@@ -56,18 +72,21 @@ def _in_double(a: Tensor) -> tuple[Tensor, Tensor]:
     )
 
 
-def _is_eigen(a: Tensor, values: Tensor, Q: Tensor) -> bool:
+def _are_eigen(several: Sequence[tuple[Tensor, Tensor, Tensor]]) -> Iterator[bool]:
     """Whether a u = Q (values * Q^T u) and u = Q Q^T u, at one vector: what was found can be wrong."""
-    a, values, Q = a.detach(), values.detach(), Q.detach()
-    # no two elements are equal
-    u = torch.linspace(1, 2, a.shape[-1], dtype=a.dtype, device=a.device).unsqueeze(-1)
-    inside = Q.mT @ u
-    given, found = a @ u, Q @ (values.unsqueeze(-1) * inside)
-    # of each matrix its own size
-    size = a.abs().amax((-2, -1), keepdim=True).clamp(min=torch.finfo(a.dtype).tiny)
-    return agree(given / size, found / size, DIGITS) and agree(
-        u.expand_as(inside), Q @ inside, DIGITS
-    )
+    pairs = []
+    for a, values, Q in several:
+        a, values, Q = a.detach(), values.detach(), Q.detach()
+        # no two elements are equal
+        u = torch.linspace(1, 2, a.shape[-1], dtype=a.dtype, device=a.device).unsqueeze(-1)
+        inside = Q.mT @ u
+        given, found = a @ u, Q @ (values.unsqueeze(-1) * inside)
+        # of each matrix its own size
+        size = a.abs().amax((-2, -1), keepdim=True) if a.numel() else a.new_ones(())
+        size = size.clamp(min=torch.finfo(a.dtype).tiny)
+        pairs += [(given / size, found / size), (u.expand_as(inside), Q @ inside)]
+    agreed = iter(all_agree(pairs, DIGITS))
+    return (one and other for one, other in zip(agreed, agreed, strict=True))
 
 
 def damped_inverse(matrices: Tensor, damping: Tensor) -> Tensor | None:

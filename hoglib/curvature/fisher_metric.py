@@ -472,7 +472,7 @@ def columns(metric: FisherMetric, composite: CompositeLoss, outputs: Vector) -> 
         return
     if metric.kind != "exact":
         scores, weight, _ = metric.scores(composite, values)
-        factor = sqrt(float(weight))
+        factor = weight.sqrt() if isinstance(weight, Tensor) else sqrt(weight)
         for draw in range(len(scores[0])):
             yield [factor * part[draw] for part in scores]
         return
