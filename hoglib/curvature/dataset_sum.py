@@ -56,7 +56,7 @@ from hoglib.curvature.likelihood import (
     moved,
 )
 from hoglib.curvature.linear_operator import ProgressBar
-from hoglib.curvature.reproducibility import BatchRecord, Determinism, Symmetry, close
+from hoglib.curvature.reproducibility import Determinism, Symmetry, close
 from hoglib.curvature.vector_space import Space
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, NondeterministicError
 from hoglib.ring import ring
@@ -64,7 +64,6 @@ from hoglib.verification.call import HalfWatch
 from hoglib.verification.entry_points import examined_functions
 
 Tree = Any
-Checks = list[Callable[[], None]]
 CountedLabels = tuple[dict[str, tuple[int, bool]], float]  # of a batch, and its weight
 MEMORY_LIMIT = 2 * 2**30
 CHECKED_EVERY = 8  # products of an algorithm: a kept graph reads neither modules nor new tensors
@@ -225,8 +224,7 @@ class DatasetSum:
         self._algorithm = ""  # that runs
         self._cheap_state: list[Any] | None = None  # the same without values, while one runs
         self._unchecked = 0  # products since it was compared
-        self._due: Checks = []  # of the last product of an algorithm
-        self._last: PassTotals | None = None  # of the last pass in this state
+        self._last: Any = None  # the totals of the last pass in this state
         self.kept: Any = None  # what an operator computed in this state; dropped when it changes
         self._unused: set[int] | None = None
         self._ratio: float | None = None  # of what the criterion counts to the weight of a batch
@@ -246,11 +244,10 @@ class DatasetSum:
 
     def value(self) -> Tensor:
         """The loss over the data."""
-        number = self.number()
-        return torch.full((), number, dtype=self._loss_dtype, device=self._space.device)
+        return self._scalar(self.number())
 
     def number(self) -> float:
-        """The same, rounded to the dtype of the loss; reading it from a device would wait."""
+        """The same, which a device has been waited for."""
         space = self._space
         with torch.inference_mode(False), self._bar.over("value", 1):
             nothing = torch.zeros(1, 0, dtype=space.dtype, device=space.device)
@@ -260,7 +257,7 @@ class DatasetSum:
                         self._check_counts(batch, share)
                     batches.record(self.loss_of(batch))
                     self.advance()
-            total = batches.totals.loss / self.weight(batches.totals)
+            total = self._mean_loss(batches.totals)
             return torch.tensor(total, dtype=self._loss_dtype).item()
 
     def gradient(self) -> tuple[Tensor, Tree]:
@@ -288,9 +285,7 @@ class DatasetSum:
                 self.advance()
         with torch.inference_mode(False), torch.no_grad():
             mean = total()[0].div_(self.weight(batches.totals))
-            value = batches.totals.loss / self.weight(batches.totals)
-            found = torch.full((), value, dtype=self._loss_dtype, device=space.device)
-            return found, space.tree(mean)
+            return self._scalar(self._mean_loss(batches.totals)), space.tree(mean)
 
     def _half(self) -> torch.dtype | None:
         """The dtype of half precision that the loss or its gradient computes in, if any."""
@@ -314,17 +309,24 @@ class DatasetSum:
         """What a sum over the data is divided by."""
         return totals.weight if self._mean else 1.0
 
+    def _mean_loss(self, totals: PassTotals) -> float:
+        return totals.loss / self.weight(totals)
+
+    def _scalar(self, value: float) -> Tensor:
+        # filled in, because a device waits for a copy
+        return torch.full((), value, dtype=self._loss_dtype, device=self._space.device)
+
     @contextmanager
     def one_pass(
         self, total: Tensor | Callable[[], Tensor], rows: Tensor | None = None, *,
-        first_order: bool = False, by_kept: bool = False, checks: "Checks | None" = None,
+        first_order: bool = False, by_kept: bool = False, again: bool = False,
     ) -> Iterator["DataPass"]:  # fmt: skip
         """A pass over the data, in all processes, each of which adds its part to `total`.
 
         total: or a function that returns it after the pass, in all processes, where its size is known
         only then. rows: the vectors that are multiplied, which have to be the same in all processes.
-        by_kept: what is kept of the only batch, if anything, takes its place. checks: a list for what a
-        device has to be waited for, instead of waiting now; only there may it raise `StateChanged`.
+        by_kept: what is kept of the only batch, if anything, takes its place. again: whether the pass
+        is made again where it raises `StateChanged`; a device is not waited for at its beginning then.
         """
         found = DataPass(self)
         try:
@@ -333,7 +335,7 @@ class DatasetSum:
                     around.enter_context(torch.inference_mode(False))
                     around.enter_context(self._placement.translate_errors(self._name))
                 try:
-                    found.changed = self._check_state(found if checks is not None else None)
+                    found.changed = self._check_state(found if again else None)
                     self._agree(rows, found.changed)
                 except Exception as error:  # the other processes wait for this one
                     found.error = error
@@ -346,32 +348,17 @@ class DatasetSum:
                 self._combined(found, total, rows, error)  # raises it in all processes
             self._check_assumed(found)
             raise
-        if checks is not None and self.alone:
-            checks.append(lambda: self._end(found))
-        else:
-            found.read()
-            if not self.alone:
-                found.totals = self._combined(found, total, rows, None)
-            self._end(found)
-
-    def _end(self, given: "DataPass") -> None:
-        self._check_assumed(given)
-        given.read()
-        self._finish(given.totals, given.records)
-        self._last = given.totals if self.alone else None
+        if not self.alone:
+            found.totals = self._combined(found, total, rows, None)
+        self._check_assumed(found)
+        self._finish(found.totals)
+        self._last = found.totals if self.alone else None
 
     def _check_assumed(self, given: "DataPass") -> None:
         """Raise where the state was another one than assumed when a pass began."""
         if given.assumed and given.assumed[0] != given.assumed[1]:
-            given.assumed = ()
             self._forget([object()])
             raise StateChanged
-
-    def look(self, checks: Checks, late: bool = False) -> None:
-        """Run the checks of a product; late: in an algorithm, after the next product."""
-        due, self._due = (self._due, checks) if late else ([*self._due, *checks], [])
-        for check in due:
-            check()
 
     def _each_batch(self, given: "DataPass") -> Iterator[tuple[Any, int, float]]:
         """The pieces of the batches of this process, their numbers and shares; then their totals."""
@@ -394,9 +381,11 @@ class DatasetSum:
                 value = given.value
                 if self._counts and self._counting != "terms":
                     labels += self._compare_counts(piece, weight, value, len(shares))
+                shares.append(share)
+                if given.quiet:
+                    continue
                 self._determinism.record(piece, value, self.loss_of, known)
                 self._loss_dtype = value.dtype
-                shares.append(share)
             if self._splits_checked:
                 continue
             if local.shared:
@@ -408,7 +397,11 @@ class DatasetSum:
         self._counts = False
         self._warn_of_ignored_labels(labels)
         self._state = self._fingerprint.now()  # a forward may count its calls
-        given.end(self._determinism.end(), shares, PassTotals(whole=whole, shared=shared))
+        if given.quiet:
+            given.totals = self._last._replace(pieces=len(shares), weight=fsum(shares))
+            return
+        totals = _totals(shares, self._determinism.losses)
+        given.totals = totals._replace(whole=whole, shared=shared)
 
     def _agree(self, rows: Tensor | None, changed: bool) -> None:
         """Raise in all processes that share the parameters where one multiplies other vectors."""
@@ -453,7 +446,7 @@ class DatasetSum:
             self._unused = {i for i in self._unused if not used[i]}
         return combined
 
-    def _finish(self, totals: PassTotals, records: list[BatchRecord]) -> None:
+    def _finish(self, totals: PassTotals) -> None:
         """Compare the loss of all processes with that of the pass before."""
         if not totals.pieces:
             raise ArgumentValueError(
@@ -465,7 +458,7 @@ class DatasetSum:
         dtype = self._loss_dtype if self.alone else self._space.dtype
         if totals.shared:
             self._check_split(totals.whole, totals, dtype, None)
-        self._determinism.finish(records, totals.loss / totals.weight, totals.largest, dtype)
+        self._determinism.finish(totals.loss / totals.weight, totals.largest, dtype)
         self._splits_checked = True
         self._warn_unused()
 
@@ -487,7 +480,7 @@ class DatasetSum:
         if not self._options.check_deterministic:
             return value
         self._determinism.record(batch, value, self.loss_of)
-        self._determinism.end()()
+        self._determinism.finish_pass()
         return self.loss_of(batch)
 
     @contextmanager
@@ -501,21 +494,14 @@ class DatasetSum:
         try:
             try:
                 yield
-                self.look([])
             except Exception as error:  # of a kept graph, for tensors that were changed in place
-                self.look([])
                 if self.kept is not None and self._changed():
                     raise self._changed_meanwhile() from error
                 raise
             if self._changed():
                 raise self._changed_meanwhile()
         finally:
-            self._algorithm, self._cheap_state, self._due = "", None, []
-
-    @property
-    def late(self) -> bool:
-        """Whether the checks of the next product are made after that which follows."""
-        return self._cheap_state is not None and self._space.device.type != "cpu"
+            self._algorithm, self._cheap_state = "", None
 
     def next_is_unchecked(self) -> bool:
         """Whether the next product, by the kept graph, needs no check: an algorithm runs, whose first
@@ -695,18 +681,20 @@ class DatasetSum:
     def _check_state(self, given: "DataPass | None") -> bool:
         """Whether parameters, buffers or modes changed; what was known of them is dropped then.
 
-        given: a pass in which that may show at its end, since a device has to be waited for.
+        given: a pass at whose end that may show.
         """
-        first = self._cheap_state is None
+        first, waits = self._cheap_state is None, self._space.device.type != "cpu"
         if self._algorithm:
-            self._unchecked = 0
             cheap = self._fingerprint.now(values=False)
             if cheap == self._cheap_state:
+                self._unchecked = (self._unchecked + 1) % CHECKED_EVERY if given and waits else 0
+                if given:
+                    given.quiet = self._unchecked > 0 and self._last is not None
                 return False
             self._cheap_state = cheap
+            self._unchecked = 0
         now = self._fingerprint.now()
-        waits = self._space.device.type != "cpu" and first
-        if given is not None and self.alone and waits and now[:-1] == self._state[:-1]:
+        if given and waits and self.alone and now[:-1] == self._state[:-1]:
             given.assumed = now[-1], self._state[-1]
             return False
         changed = now != self._state
@@ -747,10 +735,11 @@ class DataPass:
     def __init__(self, sums: DatasetSum) -> None:
         self._sums, self.totals = sums, PassTotals()
         self.changed = self.by_kept = False
+        self.quiet = False  # whether nothing of it is compared, so that a device does not wait
+        self.assumed: tuple[
+            Any, ...
+        ] = ()  # the numbers of the state, and what they are assumed to be
         self.error: Exception | None = None
-        self.assumed: tuple[Any, ...] = ()  # the fingerprint, and what it is assumed to be
-        self.records: list[BatchRecord] = []
-        self._ending: Callable[[], list[BatchRecord]] | None = None
 
     def __iter__(self) -> Iterator[tuple[Any, int, float]]:
         if self.error is not None:
@@ -760,26 +749,12 @@ class DataPass:
         else:
             share = self._sums.kept.share
             yield None, 0, share
-            last = self._sums._last  # of a graph that is kept, in the same state
+            last = self._sums._last  # in the same state
             self.totals = last or _totals([share], [float(self.value.detach())])
 
     def record(self, value: Tensor) -> None:
         """The loss of the batch that was given last."""
         self.value = value
-
-    def end(
-        self, ending: Callable[[], list[BatchRecord]], shares: list[float], totals: PassTotals
-    ) -> None:
-        """End the pass, whose losses may be read later."""
-        self._ending, self._shares = ending, shares
-        self.totals = totals._replace(pieces=len(shares), weight=fsum(shares))
-
-    def read(self) -> None:
-        """Read the losses."""
-        if self._ending is not None:
-            self.records, self._ending = self._ending(), None
-            found = _totals(self._shares, [loss for loss, _ in self.records])
-            self.totals = found._replace(whole=self.totals.whole, shared=self.totals.shared)
 
 
 def _totals(shares: list[float], losses: list[float]) -> PassTotals:

@@ -4,7 +4,7 @@ spectrum of a Hessian in one object: both ends, the trace, the density."""
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from math import inf, isfinite
+from math import inf
 from typing import Any, NamedTuple, Unpack, final
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hoglib._core import validation
 from hoglib._core.autograd import grad_enabled
-from hoglib._core.device_reads import DeviceRead
+from hoglib._core.device_reads import read_late
 from hoglib._core.finite_differences import to_double
 from hoglib._core.problem import Policy, refuse_wrapped_calls
 from hoglib._core.source_location import warn
@@ -21,7 +21,6 @@ from hoglib.curvature.compiled import linearizer
 from hoglib.curvature.data import Piece, Processes
 from hoglib.curvature.dataset_sum import (
     CheckedDataOptions,
-    Checks,
     DatasetSum,
     OperatorOptions,
     StateChanged,
@@ -92,16 +91,14 @@ class DatasetOperator(LinearOperator):
             return self._product(rows)
 
     def _product(self, rows: Tensor) -> Tensor:
-        checks: Checks = []
-        late = self._sum.late
         # of several processes one may have no batch, and adds zeros
         first = True
         make = torch.empty if self._sum.alone else torch.zeros
         total = make(rows.shape, dtype=self.dtype, device=self.device)
         if self._sum.next_is_unchecked():
             self._apply_kept(rows, total)
-            return self._checked(rows, total, checks, late)
-        every = self._sum.one_pass(total, rows, by_kept=True, checks=checks)
+            return self._checked(rows, total)
+        every = self._sum.one_pass(total, rows, by_kept=True, again=True)
         with self._bar.over("@", len(rows)), every as one_pass:
             for batch, number, share in one_pass:
                 if self._sum.kept is None:
@@ -113,44 +110,26 @@ class DatasetOperator(LinearOperator):
         weight = self._sum.weight(one_pass.totals)
         if weight != 1:
             total /= weight
-        return self._checked(rows, total, checks, late)
+        return self._checked(rows, total)
 
-    def _checked(self, rows: Tensor, total: Tensor, checks: Checks, late: bool) -> Tensor:
-        """The products of the rows, where they are finite; warns if the products are not symmetric.
-
-        A device is waited for once, for these and for the checks of the pass; late: in an algorithm not
-        at all, where the numbers are looked at after the next product.
-        """
-        self._sum.symmetry.record(rows, total, checks)
-        if total.device.type == "cpu" or self.space.placement.is_sharded:
-            where = self.space.first_not_finite(total)
-            if where and self.space.everywhere(bool(rows.isfinite().all())):
-                checks.append(lambda: self._refuse(where))
+    def _checked(self, rows: Tensor, total: Tensor) -> Tensor:
+        """The products of the rows, where they are finite; warns if the products are not symmetric."""
+        if total.device.type != "cpu" and not self.space.placement.is_sharded:
+            sizes = torch.stack([torch.linalg.vector_norm(x, inf) for x in (total, rows)])
+            now = read_late((type(self), total.shape), sizes.isfinite())
+            finite, where = now is None or bool(now[1]), ""
+            if now is not None and not now[0]:  # that of an earlier product, perhaps
+                where = self.space.first_not_finite(total) or "an earlier product"
         else:
-            sizes = [
-                torch.linalg.vector_norm(x, inf) for x in (total, rows)
-            ]  # of a sum may overflow
-            read = DeviceRead(torch.stack(sizes))
-            if not late:
-                read.numbers()
-            given = None if late else total  # which are not held beside the next ones
-            checks.append(lambda: self._look_at(read, given))
-        self._sum.look(checks, late)
-        return total
-
-    def _look_at(self, sizes: DeviceRead, total: Tensor | None) -> None:
-        of_total, of_rows = sizes.numbers().tolist()
-        if isfinite(of_rows) and not isfinite(of_total):
-            where = (
-                "the last product but one" if total is None else self.space.first_not_finite(total)
+            where = self.space.first_not_finite(total)
+            finite = not where or bool(rows.isfinite().all())
+        if where and self.space.everywhere(finite):
+            raise NonFiniteError(
+                f"{type(self).__name__} @ v: expected finite products, got NaN or infinity in {where}, "
+                "where the loss is finite; look for a square root, norm or logarithm at zero."
             )
-            self._refuse(where)
-
-    def _refuse(self, where: str) -> None:
-        raise NonFiniteError(
-            f"{type(self).__name__} @ v: expected finite products, got NaN or infinity in {where}, "
-            "where the loss is finite; look for a square root, norm or logarithm at zero."
-        )
+        self._sum.symmetry.record(rows, total)
+        return total
 
     def _apply_kept(self, rows: Tensor, total: Tensor) -> Tensor:
         """Compute the products by the kept graph; return the loss."""

@@ -101,9 +101,8 @@ class BatchOptimizer(torch.optim.Optimizer, ABC):
         return {name: value for name, value in self._options.items() if name in DATA_OPTIONS}
 
     def _seeded(self, seed: int) -> torch.Generator:
-        """A generator on the device of the parameters; other numbers at each step."""
-        device = next(iter(self._params.values())).device
-        return torch.Generator(device).manual_seed(seed + self.param_groups[0]["steps"])
+        """A generator of the CPU, the same on every device; other numbers at each step."""
+        return torch.Generator().manual_seed(seed + self.param_groups[0]["steps"])
 
     def _keep_direction(self, direction: dict[str, Tensor]) -> None:
         for name, part in direction.items():
@@ -278,20 +277,20 @@ class NewtonCG(BatchOptimizer):
         G = self._matrix(batch)
         value, gradient = G.gradient()
         g = G.ravel(gradient)
-        start, along = self._last_direction(G), g.new_zeros(())
-        if start is not None:
-            start, along = group["warm_start"] * start, _dot(G, g, group["warm_start"] * start)
-        before, moves, along = _numbers(value, g.any(), along)
+        start = self._last_direction(G)
+        start = None if start is None else group["warm_start"] * start
+        slope = g.new_zeros(()) if start is None else _dot(G, g, start)
+        before, moves, along = _numbers(value, g.any(), slope)
         if G.space.everywhere(not moves):
             self.info = NewtonStep(before, before, nan, group["damping"], 0, 0, 0, 0)
             return value
         model = G if curvature is None else self._matrix(curvature)
         precondition = self._prepared(model, batch if curvature is None else curvature)
         start = start if along < 0 else None  # where it descends
-        d, slope, dGd, iterations = self._direction(model, g, start, precondition)
+        d, along, dGd, iterations = self._direction(model, g, start, precondition)
         self.param_groups[0]["steps"] += 1
         damping, products = group["damping"], model.count
-        after, ratio, length, values = self._search(G, before, d, slope, dGd)
+        after, ratio, length, values = self._search(G, before, d, along, dGd)
         if ratio > 0.75:
             self._damp(LOWERED)
         elif ratio < 0.25 or not length:
@@ -548,14 +547,15 @@ class KFAC(BatchOptimizer):
             if group["steps"] % group["inverse_every"] == 0:
                 self._invert(K, layouts)
             inverse = KroneckerMatrix(K.space, [self._inverse_of(layout) for layout in layouts])
-            step, slope, expected, products = self._move(K, batch, inverse, value, g)
+            step, along, model, products = self._move(K, batch, inverse, value, g)
             change = K.unravel(step)
             self._keep_direction(change)
             for name, part in change.items():
                 self._params[name].add_(part)
+        before, slope, expected, length = _numbers(value, along, model, step.norm())
         ratio, adapts = nan, group["rescale"] and group["steps"] % ADAPT_EVERY == 0 and expected < 0
         if adapts:
-            ratio = (finite_or_infinite(K._sum.number) - float(value)) / expected
+            ratio = (finite_or_infinite(K._sum.number) - before) / expected
             # by how much of the expected decrease there was
             if ratio > 0.75:
                 group["damping"] *= ADAPTED
@@ -564,8 +564,7 @@ class KFAC(BatchOptimizer):
         self._row_order = K.row_order
         group["steps"] += 1
         self.info = KFACStep(
-            float(value), slope, float(step.norm()), group["damping"], ratio,
-            products, int(adapts), int(new_factors),
+            before, slope, length, group["damping"], ratio, products, int(adapts), int(new_factors)
         )  # fmt: skip
         return value
 
@@ -622,25 +621,25 @@ class KFAC(BatchOptimizer):
 
     def _move(
         self, K: KFACOperator, batch: Any, inverse: KroneckerMatrix, value: Tensor, g: Tensor
-    ) -> tuple[Tensor, float, float, int]:
+    ) -> tuple[Tensor, Tensor, Tensor, int]:
         """The change of the parameters, the slope along d, what the model expects, and products."""
         group = self.param_groups[0]
         if group["weight_decay"]:
             g = g + group["weight_decay"] * K.ravel(self._params)
         d = -(inverse @ g)
-        slope = float(g @ d)
+        slope = g @ d
         before = self._last_direction(K)
         if group["rescale"]:
             V = d[:, None] if before is None else torch.stack([d, before], 1)
             step, expected = self._minimizer(batch, V, g)
             return group["lr"] * step, slope, expected, V.shape[1]
-        if group["kl_clip"] is not None and slope:
-            d = d * min(1.0, sqrt(group["kl_clip"] / (group["lr"] ** 2 * abs(slope))))
+        if group["kl_clip"] is not None and (size := abs(float(slope))):
+            d = d * min(1.0, sqrt(group["kl_clip"] / (group["lr"] ** 2 * size)))
         if before is not None:
             d = d + group["momentum"] * before / group["lr"]
-        return group["lr"] * d, slope, nan, 0
+        return group["lr"] * d, slope, slope * nan, 0
 
-    def _minimizer(self, batch: Any, V: Tensor, g: Tensor) -> tuple[Tensor, float]:
+    def _minimizer(self, batch: Any, V: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         """The minimizer of g^T s + s^T (G + damping I) s / 2 over the columns of V, and the minimum."""
         group = self.param_groups[0]
         G = GGNOperator(self._loss, self._params, batch, **self._data_options())
@@ -651,4 +650,4 @@ class KFAC(BatchOptimizer):
         sizes = M.diagonal().clamp(min=torch.finfo(M.dtype).tiny).sqrt()
         scaled = M / sizes / sizes[:, None]
         c = torch.linalg.pinv(scaled, hermitian=True, rtol=1e-6) @ (b / sizes) / sizes
-        return V @ c.to(V), float(-(b @ c) / 2)
+        return V @ c.to(V), -(b @ c) / 2

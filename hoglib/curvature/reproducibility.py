@@ -65,12 +65,12 @@ class Determinism:
         loss_of: computes it again, to find the line that draws random numbers.
         known: the fingerprint of the batch, where it is that of several processes.
         """
-        now, numbers = self._now, [value.detach()]
+        numbers = [value.detach()]
         if self._enabled and known is None:
             numbers += [x.to(value.device) for x in numbers_of(batch)]
         read = DeviceRead(torch.stack([x.double() for x in numbers]))
         self.compare_last()
-        self._on_its_way.append(lambda: self._compare(now, batch, value, loss_of, known, read))
+        self._on_its_way.append(lambda: self._compare(batch, value, loss_of, known, read))
         if value.device.type == "cpu":
             self.compare_last()
 
@@ -86,37 +86,30 @@ class Determinism:
         return [loss for loss, _ in self._now]
 
     def _compare(
-        self, records: list[BatchRecord], batch: Any, value: Tensor, loss_of: Callable[[Any], Tensor],
+        self, batch: Any, value: Tensor, loss_of: Callable[[Any], Tensor],
         known: tuple[float, ...] | None, read: DeviceRead,
     ) -> None:  # fmt: skip
         number, *found = read.numbers().tolist()
         if not isfinite(number):
             raise NonFiniteError(
-                f"loss: expected a finite number, got {number} at batch {len(records)}"
+                f"loss: expected a finite number, got {number} at batch {len(self._now)}"
                 + (", which holds NaN or infinity itself" if _not_finite(batch) else "")
                 + ". Look for NaN in the data and in the parameters, and for overflow."
             )
-        records.append((number, tuple(found) if known is None else known))
+        self._now.append((number, tuple(found) if known is None else known))
         if self._enabled:
-            self._compare_batch(records, batch, value, loss_of)
+            self._compare_batch(batch, value, loss_of)
 
-    def end(self) -> Callable[[], list[BatchRecord]]:
-        """End a pass; a function that compares its last batch, and returns its records."""
-        last, now = self._on_its_way, self._now
-        self.start()
+    def finish_pass(self) -> list[BatchRecord]:
+        """End a pass; its records."""
+        self.compare_last()
+        now, self._now = self._now, []
+        self._first = self._first or now
+        return now
 
-        def records() -> list[BatchRecord]:
-            while last:
-                last.pop()()
-            self._first = self._first or now
-            return now
-
-        return records
-
-    def finish(
-        self, now: list[BatchRecord], total: float, largest: float, dtype: torch.dtype
-    ) -> None:
-        """Compare the mean loss of a pass over all data, of losses of at most that size."""
+    def finish(self, total: float, largest: float, dtype: torch.dtype) -> None:
+        """End a pass over all data, and compare its mean loss, of losses of at most that size."""
+        now = self.finish_pass()
         if not self._enabled:
             return
         if self._total is None:
@@ -127,18 +120,12 @@ class Determinism:
                 f"{total:.8g}: {self._cause_in_data(now)}"
             )
 
-    def _compare_batch(
-        self,
-        records: list[BatchRecord],
-        batch: Any,
-        value: Tensor,
-        loss_of: Callable[[Any], Tensor],
-    ) -> None:
+    def _compare_batch(self, batch: Any, value: Tensor, loss_of: Callable[[Any], Tensor]) -> None:
         """Raise where the same batch as in the first pass has another loss."""
-        k = len(records) - 1
+        k = len(self._now) - 1
         if k >= len(self._first):
             return
-        (was, before), (now, after) = self._first[k], records[k]
+        (was, before), (now, after) = self._first[k], self._now[k]
         if before != after and self._fixed_batches:
             raise NondeterministicError(
                 f"data: expected the same batches at every pass, got another one for batch {k}: the "
@@ -260,10 +247,12 @@ class Symmetry:
         """Check again, because the matrix is another one now."""
         self._first, self._done = [], False
 
-    def record(self, rows: Tensor, products: Tensor, checks: list[Callable[[], None]]) -> None:
-        """Let the checks compare the first two vectors and products, of one call or of two that follow
-        each other."""
-        bound = self._bound
+    def record(self, rows: Tensor, products: Tensor) -> None:
+        """Compare the first two vectors and products, of one call or of two that follow each other."""
+        bound, key = self._bound, ("symmetric", self._name)
+        self._done = self._done or (
+            rows.device.type != "cpu" and bool(found_once(self._loss, key, lambda: None))
+        )
         if self._done or bound is None:
             return
         pairs = list(zip(rows, products, strict=True))[:2]
@@ -275,16 +264,12 @@ class Symmetry:
         self._first, self._done = [], True
         both = [(v, v), (w, w), (Av, Av), (Aw, Aw), (v, Aw), (w, Av)]
         each = [(a[None], b[None]) for a, b in both]
-        read = DeviceRead(self._space.dots(*each, dtype=torch.float64)[:, 0])
-        checks.append(lambda: self._compare(v, w, bound, read))
-
-    def _compare(self, v: Tensor, w: Tensor, bound: tuple[float, float], dots: DeviceRead) -> None:
-        vv, ww, AvAv, AwAw, lhs, rhs = dots.numbers().tolist()
+        vv, ww, AvAv, AwAw, lhs, rhs = self._space.dots(*each, dtype=torch.float64)[:, 0].tolist()
         size = (vv * AwAw) ** 0.5 + (ww * AvAv) ** 0.5
         gap = abs(lhs - rhs)
-        if self._exceeds(gap, size, bound) and (
-            (half := self._half()) is None or self._exceeds(gap, size, BOUNDS[half])
-        ):
+        if not self._exceeds(gap, size, bound):
+            found_once(self._loss, ("symmetric", self._name), lambda: True)
+        elif (half := self._half()) is None or self._exceeds(gap, size, BOUNDS[half]):
             if self._is_rounding(torch.stack([v, w])):
                 return
             own = object()  # who tells of a loss first
@@ -296,7 +281,7 @@ class Symmetry:
                 "forward, or cannot be differentiated: `hoglib.verify` of its custom Functions names "
                 "it, and mode='finite-differences' computes the product to compare with. Or the loss "
                 "draws random numbers, as dropout does in train mode.",
-                stacklevel=7,
+                stacklevel=5,
             )
 
     def _is_rounding(self, rows: Tensor) -> bool:
