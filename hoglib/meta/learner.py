@@ -27,6 +27,7 @@ from hoglib._core.autograd import (
     with_gradients,
 )
 from hoglib._core.blocks import Remat
+from hoglib._core.device_reads import read_late
 from hoglib._core.finite_differences import fixed_random_numbers
 from hoglib._core.gradient_graph import depends_on_any, graph_summary
 from hoglib._core.placement import Placement, Sharding, placement_of, refuse_sharded
@@ -482,21 +483,26 @@ def check_derivatives(
 
 def check_finite(found: TaskResult) -> None:
     """Raise NonFiniteError at the first inner loss that is not finite, or outer loss."""
-    # a sum is finite only if all its terms are
-    if math.isfinite(float(found.inner_losses.detach().sum() + found.value.detach().sum())):
+    losses, value = found.inner_losses.detach(), found.value.detach()
+    numbers = torch.cat([losses.reshape(-1), value.reshape(-1)])
+    now = read_late(("MAML", losses.shape, value.shape), numbers)
+    if now is None or math.isfinite(float(now.sum())):  # only if all its terms are
         return
+    losses, value = now[: losses.numel()].view(losses.shape), now[losses.numel() :]
     stay = " The parameters are as they were before this step."
+    if numbers.device.type != "cpu":
+        stay = " On a device this is told one call later."
     if found.inner_losses.dtype is torch.float16:
         stay = f" The eps=1e-8 of adam and rmsprop is 0 in float16: give eps=1e-4.{stay}"
     check_inner_losses(
-        found.inner_losses.detach(), "Look for NaN in its support set, or in the parameters." + stay,
+        losses, "Look for NaN in its support set, or in the parameters." + stay,
         "The inner loop diverges: lower inner_lr, or take fewer steps." + stay,
     )  # fmt: skip
     validation.finite(
         "meta-loss",
-        found.value,
+        value.view(found.value.shape),
         "Tasks whose inner loop diverges give this: lower inner_lr, clip the outer gradient, or look "
-        "for NaN in the data. The parameters are as they were before this step.",
+        f"for NaN in the data.{stay}",
     )
 
 
