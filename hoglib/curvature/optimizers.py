@@ -101,8 +101,9 @@ class BatchOptimizer(torch.optim.Optimizer, ABC):
         return {name: value for name, value in self._options.items() if name in DATA_OPTIONS}
 
     def _seeded(self, seed: int) -> torch.Generator:
-        """A generator of the CPU, the same on every device; other numbers at each step."""
-        return torch.Generator().manual_seed(seed + self.param_groups[0]["steps"])
+        """A generator on the device of the parameters; other numbers at each step."""
+        device = next(iter(self._params.values())).device
+        return torch.Generator(device).manual_seed(seed + self.param_groups[0]["steps"])
 
     def _keep_direction(self, direction: dict[str, Tensor]) -> None:
         for name, part in direction.items():
