@@ -65,13 +65,6 @@ def agree(
     return off <= r * max(sizes)
 
 
-def all_agree(pairs: Sequence[tuple[Tensor, Tensor]], rule: Rule) -> list[bool]:
-    """The same of each pair of tensors, in one read."""
-    numbers = iter(_largest_of(*(x for a, b in pairs for x in (a - b, a, b))))
-    each = zip(pairs, numbers, numbers, numbers, strict=False)
-    return [off <= rule.of(a.dtype) * max(sizes) for (a, _), off, *sizes in each]
-
-
 def largest(x: Tensor | float) -> float:
     """The largest magnitude; 0 of no numbers."""
     return _largest_of(x)[0]

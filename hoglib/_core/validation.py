@@ -379,33 +379,21 @@ def of_eigenvalues(
 ) -> Tensor:
     """Checks for a function that is not taken element by element, and for values at eigenvalues that
     are not finite; of those that are not present 0."""
-    (found,) = of_all_eigenvalues(function, [values], present)
-    return found
-
-
-def of_all_eigenvalues(
-    function: Callable[[Tensor], Tensor], several: Sequence[Tensor], present: Tensor | None = None
-) -> list[Tensor]:
-    """The same of several tensors of eigenvalues, for which a device is waited for once."""
-    every = []
-    for values in several:
-        found = function(values)
-        if not isinstance(found, Tensor) or found.shape != values.shape:
-            raise ArgumentValueError(
-                f"function: expected a tensor of shape {tuple(values.shape)} for eigenvalues of that "
-                f"shape, got {describe(found)}; apply it element by element."
-            )
-        every.append(found if present is None else torch.where(present, found, 0))
-    bad = [~found.isfinite() for found in every]
-    any_bad = torch.stack([x.any() for x in bad]).tolist()
-    if any(any_bad):
-        i = any_bad.index(True)
-        raise NonFiniteError(
-            f"function: expected finite values, got {float(every[i][bad[i]][0])} at the eigenvalue "
-            f"{float(several[i][bad[i]][0]):.3g}; clamp the eigenvalues, "
-            "`lambda x: f(x.clamp(min=...))`, or add damping, `A.damped(...)`."
+    found = function(values)
+    if not isinstance(found, Tensor) or found.shape != values.shape:
+        raise ArgumentValueError(
+            f"function: expected a tensor of shape {tuple(values.shape)} for eigenvalues of that "
+            f"shape, got {describe(found)}; apply it element by element."
         )
-    return every
+    found = found if present is None else torch.where(present, found, 0)
+    bad = ~found.isfinite()
+    if bool(bad.any()):
+        raise NonFiniteError(
+            f"function: expected finite values, got {float(found[bad][0])} at the eigenvalue "
+            f"{float(values[bad][0]):.3g}; clamp the eigenvalues, `lambda x: f(x.clamp(min=...))`, or "
+            "add damping, `A.damped(...)`."
+        )
+    return found
 
 
 def leaf_name(what: str, name: str) -> str:

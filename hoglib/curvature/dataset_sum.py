@@ -224,7 +224,9 @@ class DatasetSum:
         self._algorithm = ""  # that runs
         self._cheap_state: list[Any] | None = None  # the same without values, while one runs
         self._unchecked = 0  # products since it was compared
-        self._last: Any = None  # the totals of the last pass in this state
+        self.number = 0.0  # the value that was computed last
+        self._last: PassTotals | None = None  # of a pass in this state
+        self._unread: list[float] = []  # the shares of a pass whose losses are to be read
         self.kept: Any = None  # what an operator computed in this state; dropped when it changes
         self._unused: set[int] | None = None
         self._ratio: float | None = None  # of what the criterion counts to the weight of a batch
@@ -244,10 +246,6 @@ class DatasetSum:
 
     def value(self) -> Tensor:
         """The loss over the data."""
-        return self._scalar(self.number())
-
-    def number(self) -> float:
-        """The same, which a device has been waited for."""
         space = self._space
         with torch.inference_mode(False), self._bar.over("value", 1):
             nothing = torch.zeros(1, 0, dtype=space.dtype, device=space.device)
@@ -257,8 +255,7 @@ class DatasetSum:
                         self._check_counts(batch, share)
                     batches.record(self.loss_of(batch))
                     self.advance()
-            total = self._mean_loss(batches.totals)
-            return torch.tensor(total, dtype=self._loss_dtype).item()
+            return self._total_loss(batches.totals)
 
     def gradient(self) -> tuple[Tensor, Tree]:
         """The loss over the data and its gradient, in the structure of params."""
@@ -285,7 +282,7 @@ class DatasetSum:
                 self.advance()
         with torch.inference_mode(False), torch.no_grad():
             mean = total()[0].div_(self.weight(batches.totals))
-            return self._scalar(self._mean_loss(batches.totals)), space.tree(mean)
+            return self._total_loss(batches.totals), space.tree(mean)
 
     def _half(self) -> torch.dtype | None:
         """The dtype of half precision that the loss or its gradient computes in, if any."""
@@ -309,24 +306,22 @@ class DatasetSum:
         """What a sum over the data is divided by."""
         return totals.weight if self._mean else 1.0
 
-    def _mean_loss(self, totals: PassTotals) -> float:
-        return totals.loss / self.weight(totals)
-
-    def _scalar(self, value: float) -> Tensor:
+    def _total_loss(self, totals: PassTotals) -> Tensor:
+        value = totals.loss / self.weight(totals)
+        self.number = torch.tensor(value, dtype=self._loss_dtype).item()
         # filled in, because a device waits for a copy
         return torch.full((), value, dtype=self._loss_dtype, device=self._space.device)
 
     @contextmanager
     def one_pass(
         self, total: Tensor | Callable[[], Tensor], rows: Tensor | None = None, *,
-        first_order: bool = False, by_kept: bool = False, again: bool = False,
+        first_order: bool = False, by_kept: bool = False,
     ) -> Iterator["DataPass"]:  # fmt: skip
         """A pass over the data, in all processes, each of which adds its part to `total`.
 
         total: or a function that returns it after the pass, in all processes, where its size is known
         only then. rows: the vectors that are multiplied, which have to be the same in all processes.
-        by_kept: what is kept of the only batch, if anything, takes its place. again: whether the pass
-        is made again where it raises `StateChanged`; a device is not waited for at its beginning then.
+        by_kept: what is kept of the only batch, if anything, takes its place.
         """
         found = DataPass(self)
         try:
@@ -335,7 +330,9 @@ class DatasetSum:
                     around.enter_context(torch.inference_mode(False))
                     around.enter_context(self._placement.translate_errors(self._name))
                 try:
-                    found.changed = self._check_state(found if again else None)
+                    found.changed = self._check_state()
+                    waits = rows is not None and self._space.device.type != "cpu"
+                    found.late = waits and self._last is not None
                     self._agree(rows, found.changed)
                 except Exception as error:  # the other processes wait for this one
                     found.error = error
@@ -346,19 +343,20 @@ class DatasetSum:
         except Exception as error:
             if not self.alone:
                 self._combined(found, total, rows, error)  # raises it in all processes
-            self._check_assumed(found)
             raise
         if not self.alone:
             found.totals = self._combined(found, total, rows, None)
-        self._check_assumed(found)
-        self._finish(found.totals)
-        self._last = found.totals if self.alone else None
+        if found.late:
+            self._unread = found.shares
+        else:
+            self._finish(found.totals)
+            self._last = found.totals if self.alone else None
 
-    def _check_assumed(self, given: "DataPass") -> None:
-        """Raise where the state was another one than assumed when a pass began."""
-        if given.assumed and given.assumed[0] != given.assumed[1]:
-            self._forget([object()])
-            raise StateChanged
+    def _finish_last(self) -> None:
+        """Read the losses of the last pass, if they were not."""
+        shares, self._unread = self._unread, []
+        if shares:
+            self._finish(_totals(shares, self._determinism.losses))
 
     def _each_batch(self, given: "DataPass") -> Iterator[tuple[Any, int, float]]:
         """The pieces of the batches of this process, their numbers and shares; then their totals."""
@@ -381,11 +379,9 @@ class DatasetSum:
                 value = given.value
                 if self._counts and self._counting != "terms":
                     labels += self._compare_counts(piece, weight, value, len(shares))
-                shares.append(share)
-                if given.quiet:
-                    continue
                 self._determinism.record(piece, value, self.loss_of, known)
                 self._loss_dtype = value.dtype
+                shares.append(share)
             if self._splits_checked:
                 continue
             if local.shared:
@@ -397,11 +393,9 @@ class DatasetSum:
         self._counts = False
         self._warn_of_ignored_labels(labels)
         self._state = self._fingerprint.now()  # a forward may count its calls
-        if given.quiet:
-            given.totals = self._last._replace(pieces=len(shares), weight=fsum(shares))
-            return
-        totals = _totals(shares, self._determinism.losses)
-        given.totals = totals._replace(whole=whole, shared=shared)
+        given.shares = shares
+        losses = [0.0] * len(shares) if given.late else self._determinism.losses
+        given.totals = _totals(shares, losses)._replace(whole=whole, shared=shared)
 
     def _agree(self, rows: Tensor | None, changed: bool) -> None:
         """Raise in all processes that share the parameters where one multiplies other vectors."""
@@ -500,6 +494,7 @@ class DatasetSum:
                 raise
             if self._changed():
                 raise self._changed_meanwhile()
+            self._finish_last()
         finally:
             self._algorithm, self._cheap_state = "", None
 
@@ -678,44 +673,31 @@ class DatasetSum:
                 "all of the data as one batch. Where these batches are meant, filter this warning."
             )
 
-    def _check_state(self, given: "DataPass | None") -> bool:
-        """Whether parameters, buffers or modes changed; what was known of them is dropped then.
-
-        given: a pass at whose end that may show.
-        """
-        first, waits = self._cheap_state is None, self._space.device.type != "cpu"
+    def _check_state(self) -> bool:
+        """Whether parameters, buffers or modes changed; what was known of them is dropped then."""
+        first = self._cheap_state is None
         if self._algorithm:
+            self._unchecked = 0
             cheap = self._fingerprint.now(values=False)
             if cheap == self._cheap_state:
-                self._unchecked = (self._unchecked + 1) % CHECKED_EVERY if given and waits else 0
-                if given:
-                    given.quiet = self._unchecked > 0 and self._last is not None
+                self._finish_last()
                 return False
             self._cheap_state = cheap
-            self._unchecked = 0
         now = self._fingerprint.now()
-        if given and waits and self.alone and now[:-1] == self._state[:-1]:
-            given.assumed = now[-1], self._state[-1]
-            return False
         changed = now != self._state
+        self._finish_last()
         if changed and not first:
             raise self._changed_meanwhile()
         if changed:
-            self._forget(now)
+            self._state, self._splits_checked, self.kept, self._last = now, False, None, None
+            self._determinism.forget()
+            self.symmetry.forget()
         return changed
-
-    def _forget(self, state: list[Any]) -> None:
-        self._state, self._splits_checked, self.kept, self._last = state, False, None, None
-        self._determinism.forget()
-        self.symmetry.forget()
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy keeps no graph, which cannot be copied."""
+        self._finish_last()
         return {**vars(self), "kept": None, "_state": [object()]}
-
-
-class StateChanged(Exception):
-    """Parameters or buffers are other ones, which a device showed after a pass."""
 
 
 @final
@@ -734,11 +716,10 @@ class DataPass:
 
     def __init__(self, sums: DatasetSum) -> None:
         self._sums, self.totals = sums, PassTotals()
-        self.changed = self.by_kept = False
-        self.quiet = False  # whether nothing of it is compared, so that a device does not wait
-        self.assumed: tuple[
-            Any, ...
-        ] = ()  # the numbers of the state, and what they are assumed to be
+        self.shares: list[float] = []
+        # late: its losses, which were the same before, are read when the next pass begins, by when a
+        # device need not be waited for
+        self.changed = self.by_kept = self.late = False
         self.error: Exception | None = None
 
     def __iter__(self) -> Iterator[tuple[Any, int, float]]:
@@ -750,11 +731,11 @@ class DataPass:
             share = self._sums.kept.share
             yield None, 0, share
             last = self._sums._last  # in the same state
-            self.totals = last or _totals([share], [float(self.value.detach())])
+            self.totals = last or _totals([share], [float(self.value)])
 
     def record(self, value: Tensor) -> None:
         """The loss of the batch that was given last."""
-        self.value = value
+        self.value = value.detach()
 
 
 def _totals(shares: list[float], losses: list[float]) -> PassTotals:

@@ -135,29 +135,21 @@ class KroneckerBlock:
 def by_eigenvectors(blocks: Sequence[KroneckerBlock]) -> list[KroneckerBlock]:
     """The same blocks by eigenvectors and eigenvalues; a device is waited for once."""
     factors = [not_none(x) for one in blocks if one.values is None for x in (one.A, one.G)]
-    left = iter(symmetric_eigens([x for x in factors if _has_vectors(x)]))
-
-    def of(factor: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Eigenvalues and eigenvectors; of a diagonal no vectors."""
-        if factor.dim() == 2:
-            return factor.clamp(min=0), None
-        if not _has_vectors(factor):
-            return factor[..., 0].clamp(min=0), torch.ones_like(factor)
-        values, vectors = next(left)
-        return values.clamp(min=0), vectors
-
+    several = iter(symmetric_eigens([x for x in factors if x.dim() == 3 and x.shape[-1] > 1]))
+    every = iter(  # of a diagonal no vectors
+        (x, None) if x.dim() == 2
+        else (x[..., 0], torch.ones_like(x)) if x.shape[-1] == 1
+        else next(several)
+        for x in factors
+    )  # fmt: skip
     found = []
     for one in blocks:
         if one.values is None:
-            (a, QA), (g, QG) = of(not_none(one.A)), of(one.G)
-            values = g.unsqueeze(-1) * a.unsqueeze(-2)
+            (a, QA), (g, QG) = next(every), next(every)
+            values = g.clamp(min=0).unsqueeze(-1) * a.clamp(min=0).unsqueeze(-2)
             one = KroneckerBlock(one.layout, QA, not_none(QG), values)
         found.append(one)
     return found
-
-
-def _has_vectors(factor: Tensor) -> bool:
-    return factor.dim() == 3 and factor.shape[-1] > 1
 
 
 def not_none(tensor: Tensor | None) -> Tensor:
@@ -223,9 +215,10 @@ class KroneckerOperator(LinearOperator):
         with torch.inference_mode(False), torch.no_grad():
             blocks = by_eigenvectors(self.blocks())
             given = [not_none(block.values) for block in blocks]
-            values = validation.of_all_eigenvalues(function, given)
-            both = zip(blocks, values, strict=True)
-            return KroneckerMatrix(self.space, [replace(one, values=x) for one, x in both])
+            found = validation.of_eigenvalues(function, torch.cat([x.reshape(-1) for x in given]))
+            each = zip(blocks, found.split([x.numel() for x in given]), given, strict=True)
+            mapped = [replace(block, values=part.view(x.shape)) for block, part, x in each]
+            return KroneckerMatrix(self.space, mapped)
 
     def damped(self, damping: float) -> "KroneckerMatrix":
         """The matrix K + damping I, of the same kind: its inverse and determinant are in closed form.

@@ -87,16 +87,9 @@ def cg(
 
 
 def _iterate(
-    product: Callable[[Tensor], Tensor],
-    space: Space,
-    precondition: Callable[[Tensor], Tensor],
-    b: Tensor,
-    x: Tensor,
-    r: Tensor,
-    target: Tensor,
-    limit: int,
-    stagnation: "_Stagnation",
-) -> tuple[Tensor, int, bool]:
+    product: Callable[[Tensor], Tensor], space: Space, precondition: Callable[[Tensor], Tensor],
+    b: Tensor, x: Tensor, r: Tensor, target: Tensor, limit: int, stagnation: "_Stagnation",
+) -> tuple[Tensor, int, bool]:  # fmt: skip
     """Improve x in place; return the norms of the true residuals, the number of iterations, and whether
     all are within the target.
 
@@ -125,8 +118,8 @@ def _iterate(
         r[i] -= alpha * Ap
         fall = stagnation.fall(space, b, x, r)[:, i]
         late.append(DeviceRead(torch.stack([curvature, squares, space.norms(r[i]), *fall])))
-        small = stagnant = torch.zeros(len(active), dtype=torch.bool)
         waits = b.device.type == "cpu" or iterations == limit
+        small = stagnant = torch.zeros(len(active), dtype=torch.bool)
         while late and (waits or near or len(late) > 1):
             curvatures, squares, size, fell, least = late.pop(0).numbers()
             _check_positive(curvatures, squares, iterations - len(late))

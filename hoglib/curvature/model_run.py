@@ -324,7 +324,8 @@ class ModelRun:
             # that is zero, as that of the bias of keys, is only rounding
             eps = torch.finfo(p.dtype).eps
             off.append(difference > 10 * (eps**0.5 * given.norm().to(self.dtype) + eps * terms))
-        refused = [name for name, one in zip(self._names, _read(off), strict=True) if one]
+        answers = torch.stack(off).tolist()  # a device is waited for once
+        refused = [name for name, one in zip(self._names, answers, strict=True) if one]
         if refused:
             raise UnsupportedError(
                 f"{self._caller}: expected params[{refused[0]!r}] to be used by layers "
@@ -352,7 +353,7 @@ class ModelRun:
             of_call = touched[id(call)]
             pairs = zip(of_call[::2], of_call[1::2], strict=True)
             asked += [_any(a & b for a, b in pairs), *self._misfits(halves, of_call)]
-        answers = iter(_read(asked))
+        answers = iter(torch.stack(asked).tolist())
         refused: list[tuple[Layer, LayerCall]] = []
         for layer, call in both:
             needed = needs_examples or layer.layout.role.matrix != "kronecker"
@@ -480,12 +481,6 @@ class ModelRun:
 
 def _any(masks: Iterable[Tensor]) -> Tensor:
     return torch.stack([mask.any() for mask in masks]).any()
-
-
-def _read(answers: Sequence[Tensor]) -> list[bool]:
-    """In one read, for which a device waits."""
-    found: list[bool] = torch.stack(list(answers)).tolist()
-    return found
 
 
 def checked_run(run: ModelRun, needs_examples: bool) -> tuple[ModelRun, RowOrder]:

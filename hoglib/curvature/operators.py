@@ -4,7 +4,7 @@ spectrum of a Hessian in one object: both ends, the trace, the density."""
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from math import inf
+from math import inf, isfinite
 from typing import Any, NamedTuple, Unpack, final
 
 import torch
@@ -23,7 +23,6 @@ from hoglib.curvature.dataset_sum import (
     CheckedDataOptions,
     DatasetSum,
     OperatorOptions,
-    StateChanged,
     split_options,
 )
 from hoglib.curvature.estimates import SpectralDensity
@@ -85,12 +84,6 @@ class DatasetOperator(LinearOperator):
 
     def _products(self, rows: Tensor) -> Tensor:
         validation.refuse_transforms(str(self), "use the function hvp, ggn_vp or fisher_vp there.")
-        try:
-            return self._product(rows)
-        except StateChanged:
-            return self._product(rows)
-
-    def _product(self, rows: Tensor) -> Tensor:
         # of several processes one may have no batch, and adds zeros
         first = True
         make = torch.empty if self._sum.alone else torch.zeros
@@ -98,7 +91,7 @@ class DatasetOperator(LinearOperator):
         if self._sum.next_is_unchecked():
             self._apply_kept(rows, total)
             return self._checked(rows, total)
-        every = self._sum.one_pass(total, rows, by_kept=True, again=True)
+        every = self._sum.one_pass(total, rows, by_kept=True)
         with self._bar.over("@", len(rows)), every as one_pass:
             for batch, number, share in one_pass:
                 if self._sum.kept is None:
@@ -114,16 +107,15 @@ class DatasetOperator(LinearOperator):
 
     def _checked(self, rows: Tensor, total: Tensor) -> Tensor:
         """The products of the rows, where they are finite; warns if the products are not symmetric."""
-        if total.device.type != "cpu" and not self.space.placement.is_sharded:
-            sizes = torch.stack([torch.linalg.vector_norm(x, inf) for x in (total, rows)])
-            now = read_late((type(self), total.shape), sizes.isfinite())
-            finite, where = now is None or bool(now[1]), ""
-            if now is not None and not now[0]:  # that of an earlier product, perhaps
-                where = self.space.first_not_finite(total) or "an earlier product"
-        else:
+        if total.device.type == "cpu" or self.space.placement.is_sharded:
             where = self.space.first_not_finite(total)
-            finite = not where or bool(rows.isfinite().all())
-        if where and self.space.everywhere(finite):
+            bad = where and self.space.everywhere(bool(rows.isfinite().all()))
+        else:
+            sizes = torch.stack([torch.linalg.vector_norm(x, inf) for x in (rows, total)])
+            now = read_late((type(self), total.shape), sizes)
+            bad = now is not None and isfinite(now[0]) and not isfinite(now[1])
+            where = (bad and self.space.first_not_finite(total)) or "an earlier product"
+        if bad:
             raise NonFiniteError(
                 f"{type(self).__name__} @ v: expected finite products, got NaN or infinity in {where}, "
                 "where the loss is finite; look for a square root, norm or logarithm at zero."

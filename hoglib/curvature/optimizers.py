@@ -135,10 +135,11 @@ def positive_damping(damping: Any) -> float:
     return float(damping)
 
 
-def finite_or_infinite(loss: Callable[[], float]) -> float:
+def finite_or_infinite(A: GGNOperator | KFACOperator) -> float:
     """The loss, or infinity where it overflows, because the step is too long."""
     try:
-        return loss()
+        A.value()
+        return A._sum.number  # reading the value would stop a device
     except NonFiniteError:
         return inf
 
@@ -356,7 +357,7 @@ class NewtonCG(BatchOptimizer):
         ratio = nan
         for tried in range(1, HALVINGS + 2):
             self._set_params(G, before + length * d)
-            after = finite_or_infinite(G._sum.number)
+            after = finite_or_infinite(G)
             if tried == 1 and -model > rounding:
                 ratio = (after - value) / model
             if after <= value + ENOUGH * length * slope + rounding:
@@ -556,7 +557,7 @@ class KFAC(BatchOptimizer):
         before, slope, expected, length = _numbers(value, along, model, step.norm())
         ratio, adapts = nan, group["rescale"] and group["steps"] % ADAPT_EVERY == 0 and expected < 0
         if adapts:
-            ratio = (finite_or_infinite(K._sum.number) - before) / expected
+            ratio = (finite_or_infinite(K) - before) / expected
             # by how much of the expected decrease there was
             if ratio > 0.75:
                 group["damping"] *= ADAPTED

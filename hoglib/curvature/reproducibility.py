@@ -53,12 +53,9 @@ class Determinism:
         self._total = None
 
     def record(
-        self,
-        batch: Any,
-        value: Tensor,
-        loss_of: Callable[[Any], Tensor],
+        self, batch: Any, value: Tensor, loss_of: Callable[[Any], Tensor],
         known: tuple[float, ...] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Record the loss of the next batch, and compare the one before, for which a device does not
         wait, with the first pass; on the CPU compare this one.
 

@@ -393,7 +393,10 @@ def leave_k_out(
             f"k: expected at most the number of weights, {leaf.numel()}, got {k}; take fewer."
         )
     slope = (leaf * pytree.leaves(found.gradient)[place]).flatten()
-    where = {"generator": generator, "device": "cpu" if generator is None else generator.device}
+    where: Any = {
+        "generator": generator,
+        "device": "cpu" if generator is None else generator.device,
+    }
     chosen = torch.stack([torch.randperm(leaf.numel(), **where)[:k] for _ in range(subsets)]).cpu()
     bar, values = ProgressBar("leave_k_out", training.progress, unit="training"), []
     with (

@@ -483,24 +483,23 @@ def check_derivatives(
 
 def check_finite(found: TaskResult) -> None:
     """Raise NonFiniteError at the first inner loss that is not finite, or outer loss."""
-    losses, value = found.inner_losses.detach(), found.value.detach()
-    numbers = torch.cat([losses.reshape(-1), value.reshape(-1)])
-    now = read_late(("MAML", losses.shape, value.shape), numbers)
+    shape, count = found.inner_losses.shape, found.inner_losses.numel()
+    numbers = torch.cat([x.detach().reshape(-1) for x in (found.inner_losses, found.value)])
+    now = read_late(("MAML", shape, len(numbers)), numbers)
     if now is None or math.isfinite(float(now.sum())):  # only if all its terms are
         return
-    losses, value = now[: losses.numel()].view(losses.shape), now[losses.numel() :]
     stay = " The parameters are as they were before this step."
     if numbers.device.type != "cpu":
         stay = " On a device this is told one call later."
     if found.inner_losses.dtype is torch.float16:
         stay = f" The eps=1e-8 of adam and rmsprop is 0 in float16: give eps=1e-4.{stay}"
     check_inner_losses(
-        losses, "Look for NaN in its support set, or in the parameters." + stay,
+        now[:count].view(shape), "Look for NaN in its support set, or in the parameters." + stay,
         "The inner loop diverges: lower inner_lr, or take fewer steps." + stay,
     )  # fmt: skip
     validation.finite(
         "meta-loss",
-        value.view(found.value.shape),
+        now[count:].view(found.value.shape),
         "Tasks whose inner loop diverges give this: lower inner_lr, clip the outer gradient, or look "
         f"for NaN in the data.{stay}",
     )
