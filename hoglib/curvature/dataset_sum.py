@@ -224,7 +224,6 @@ class DatasetSum:
         self._algorithm = ""  # that runs
         self._cheap_state: list[Any] | None = None  # the same without values, while one runs
         self._unchecked = 0  # products since it was compared
-        self.number = 0.0  # the value that was computed last
         self._last: PassTotals | None = None  # of a pass in this state
         self._unread: list[float] = []  # the shares of a pass whose losses are to be read
         self.kept: Any = None  # what an operator computed in this state; dropped when it changes
@@ -308,7 +307,7 @@ class DatasetSum:
 
     def _total_loss(self, totals: PassTotals) -> Tensor:
         value = totals.loss / self.weight(totals)
-        self.number = torch.tensor(value, dtype=self._loss_dtype).item()
+        self.number: float = torch.tensor(value, dtype=self._loss_dtype).item()
         # filled in, because a device waits for a copy
         return torch.full((), value, dtype=self._loss_dtype, device=self._space.device)
 
@@ -346,9 +345,7 @@ class DatasetSum:
             raise
         if not self.alone:
             found.totals = self._combined(found, total, rows, None)
-        if found.late:
-            self._unread = found.shares
-        else:
+        if not found.late:
             self._finish(found.totals)
             self._last = found.totals if self.alone else None
 
@@ -393,7 +390,7 @@ class DatasetSum:
         self._counts = False
         self._warn_of_ignored_labels(labels)
         self._state = self._fingerprint.now()  # a forward may count its calls
-        given.shares = shares
+        self._unread = shares if given.late else []
         losses = [0.0] * len(shares) if given.late else self._determinism.losses
         given.totals = _totals(shares, losses)._replace(whole=whole, shared=shared)
 
@@ -716,7 +713,6 @@ class DataPass:
 
     def __init__(self, sums: DatasetSum) -> None:
         self._sums, self.totals = sums, PassTotals()
-        self.shares: list[float] = []
         # late: its losses, which were the same before, are read when the next pass begins, by when a
         # device need not be waited for
         self.changed = self.by_kept = self.late = False

@@ -97,8 +97,9 @@ def _iterate(
     the next one, so that none is computed in vain.
     """
 
-    def at(rows: Tensor) -> Any:  # no copy to a device for all
-        return slice(None) if len(rows) == len(b) else rows.to(b.device)
+    def at(rows: Tensor) -> Any:  # of all no copy to a device
+        every = len(rows) == len(b) and b.device.type != "cpu"
+        return slice(None) if every else rows.to(b.device)
 
     true = space.norms(r)
     known, goal = torch.stack([true, target]).cpu()
