@@ -477,8 +477,10 @@ class DatasetSum:
     @contextmanager
     def held(self, algorithm: str) -> Iterator[None]:
         """Inside, the values of parameters and data are compared at the first product, and at the end;
-        in between only what takes no time for each number."""
-        if self._algorithm or not self.alone or self._placement.is_sharded:
+        in between only what takes no time for each number. So for one batch, and for all data where a
+        device would be waited for."""
+        whole = self.alone and not self._placement.is_sharded
+        if self._algorithm or not (self._at_once or (whole and self._space.device.type != "cpu")):
             yield
             return
         self._algorithm = algorithm

@@ -240,7 +240,8 @@ class Learner(nn.Module, ABC):
 
         Raises:
             ArgumentValueError: for an empty support set or sizes that do not match.
-            NonFiniteError: for an inner or outer loss that is not finite, naming task and step.
+            NonFiniteError: for an inner or outer loss that is not finite, naming task and step; on
+                a device at the next call.
         """
         what = type(self).__name__
         validation.refuse_transforms(
