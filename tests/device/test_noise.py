@@ -129,14 +129,6 @@ def reported(make):
     return drawn(1)
 
 
-def stood_in():
-    q = drawn(1, 2, 6, 4).requires_grad_()
-    with hog.second_order():
-        value = scaled_dot_product_attention(q, q, q).square().sum()
-        (g,) = torch.autograd.grad(value, q, create_graph=True)
-        return torch.autograd.grad(g.square().sum(), q)
-
-
 def attention():
     """In blocks, which a device takes for more than 2^20 scores."""
     q, k, v = drawn(3, 1, 1100, 4, seed=2)
@@ -218,7 +210,6 @@ ROWS = {
     "verify": lambda: reported(lambda: hog.verify(lambda x: x.softmax(-1) * x, drawn(4, 5))),
     "compile": lambda: field(hog.compile(penalties.forces, backend="eager")),
     "compiled_loss": lambda: hog.hvp(hog.compiled_loss(lambda x: x.pow(3).sum(), backend="eager"), drawn(3), drawn(3)),
-    "second_order": stood_in,
     **{name: partial(adapted, rule(0.1)) for name, rule in meta.RULES.items()},
     **{
         f"{call.__name__}, {memory}": partial(call, memory)
@@ -226,7 +217,8 @@ ROWS = {
         for memory in ("store", "remat", "checkpoint")
     },
 }  # fmt: skip
-OTHERS = {"graph": "test_drawing", "multi_step_weights": "no tensors", "shard": "processes"}
+OTHERS = "multi_step_weights", "shard"  # no tensors, processes
+ELSEWHERE = "graph", "second_order"  # tests/test_drawing.py, tests/stand_ins/test_table.py
 
 
 def results(name):

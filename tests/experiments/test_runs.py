@@ -1,8 +1,6 @@
 """What every experiment does: it reports, goes on bit for bit, and is judged as it was trained."""
 
 import re
-import signal
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -127,6 +125,7 @@ RESUMED = [
     *((name, (), one.stop, () if name in SPECIAL else FULL) for name, one in EXPERIMENTS.items()
       if name != "meta/data_values"),
     ("gan/mnist", (*LAZY_GRAPHS, *EVERY_9), (13, 10), ()),
+    ("maml/sinusoid", ("--trainer.accelerator", "gpu"), (15, 10), (FULL, pytest.mark.gpu)),
 ]  # fmt: skip
 
 
@@ -152,29 +151,6 @@ def test_resume_is_bit_for_bit_the_uninterrupted_run(name, options, stop, traine
     for file in files:
         told = file.suffix in (".txt", ".json", ".png") and not EXPERIMENTS[name].timed
         assert not told or (ours / file).read_bytes() == (whole / file).read_bytes(), file
-
-
-@pytest.mark.gpu
-@pytest.mark.full
-@DRAWN
-def test_on_a_gpu_an_interrupted_run_goes_on_bit_for_bit(monkeypatch):
-    config, fit, folder = smoke("maml/sinusoid")
-    on_it = "--trainer.accelerator", "gpu"
-    fit(*on_it)
-    folder().rename("whole")
-    honest = Stream.__iter__
-
-    def interrupted(self):
-        for number, batch in enumerate(honest(self)):
-            if number == 7:
-                signal.raise_signal(signal.SIGINT)
-            yield batch
-
-    monkeypatch.setattr(Stream, "__iter__", interrupted)
-    assert run("fit", "--config", config, *on_it) == 130
-    monkeypatch.setattr(Stream, "__iter__", honest)
-    fit(*on_it, "--ckpt_path", "last")
-    assert_same_run(folder(), Path("whole"))
 
 
 JUDGED = {  # what `validate` prints
