@@ -106,20 +106,19 @@ class DatasetOperator(LinearOperator):
 
     def _checked(self, rows: Tensor, total: Tensor) -> Tensor:
         """The products of the rows, where they are finite; warns if the products are not symmetric."""
-        name, advice = (
-            f"{type(self).__name__} @ v",
-            "look for a square root, norm or logarithm at zero.",
-        )
+        name = f"{type(self).__name__} @ v"
         if total.device.type != "cpu" and not self.space.placement.is_sharded:
             of_rows, of_total = (torch.linalg.vector_norm(x, inf) for x in (rows, total))
-            largest = of_total.where(of_rows.isfinite(), 0)
-            validation.finite(name, largest, f"If the loss is, {advice}", late=True)
-        elif where := self.space.first_not_finite(total):
-            if self.space.everywhere(bool(rows.isfinite().all())):
-                raise NonFiniteError(
-                    f"{name}: expected finite products, got NaN or infinity in {where}, where the loss "
-                    f"is finite; {advice}"
-                )
+            advice = "Where the loss is finite, look for a square root, norm or logarithm at zero."
+            validation.finite(name, of_total.where(of_rows.isfinite(), 0), advice, late=True)
+            where = ""
+        else:
+            where = self.space.first_not_finite(total)
+        if where and self.space.everywhere(bool(rows.isfinite().all())):
+            raise NonFiniteError(
+                f"{name}: expected finite products, got NaN or infinity in {where}, where the loss is "
+                "finite; look for a square root, norm or logarithm at zero."
+            )
         self._sum.symmetry.record(rows, total)
         return total
 
