@@ -107,7 +107,8 @@ class DatasetOperator(LinearOperator):
 
     def _checked(self, rows: Tensor, total: Tensor) -> Tensor:
         """The products of the rows, where they are finite; warns if the products are not symmetric."""
-        if total.device.type == "cpu" or self.space.placement.is_sharded:
+        alone = self._sum.alone and not self.space.placement.is_sharded  # others raise, too
+        if total.device.type == "cpu" or not alone:
             where = self.space.first_not_finite(total)
             bad = where and self.space.everywhere(bool(rows.isfinite().all()))
         else:
