@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 import hoglib as hog
 from hoglib import curvature, meta, penalties
 from tests.device import simulation
+from tests.taylor.operations import CASES
 
 pytestmark = pytest.mark.gpu
 DEVICE = ["cuda"]  # of networks and data; the CPU for what is expected
@@ -248,6 +249,22 @@ def test_equal_to_the_cpu_and_noise_is_no_fault(name, monkeypatch):
         simulation.nondeterministic(False), simulation.tf32(convolutions=False)
     for a, b in zip(found, expected, strict=True):
         assert (a - b).norm() <= 2e-2 * b.norm()
+
+
+@pytest.mark.filterwarnings("ignore")  # of kinks
+def test_taylor_rules():
+    ran = 0
+    for name, (function, x) in CASES.items():
+        try:
+            function(x.cuda())
+        except RuntimeError:  # it holds tensors of the CPU
+            continue
+        given = x, [torch.ones_like(x), torch.full_like(x, 0.3)]
+        found = hog.jet(function, *torch.utils._pytree.tree_map(torch.Tensor.cuda, given))
+        expected = torch.utils._pytree.tree_map(torch.Tensor.cuda, hog.jet(function, *given))
+        torch.testing.assert_close(found, expected, msg=lambda text, name=name: f"{name}: {text}")
+        ran += 1
+    assert ran > 200
 
 
 def test_every_public_function_has_a_row():
