@@ -477,12 +477,8 @@ def make_distribution(likelihood: Likelihood, outputs: Tree) -> D.Distribution:
 
 
 def sample(
-    likelihood: Likelihood,
-    p: D.Distribution,
-    count: int,
-    outputs: Tree,
-    generator: Generator | None,
-) -> Tensor:
+    likelihood: Likelihood, p: D.Distribution, count: int, outputs: Tree, generator: Generator | None
+) -> Tensor:  # fmt: skip
     """Samples [count, *terms, *event] of p, the distribution at the outputs, by the generator, or by
     torch's own for None. They are drawn where the generator is: the same numbers on every device.
 
@@ -492,10 +488,10 @@ def sample(
     context: AbstractContextManager[Any] = nullcontext()
     device = next(x.device for x in pytree.tensors(outputs) if x.is_floating_point())
     if (own := validation.generator(generator)) is not None:
-        context = draw_from(own, own.device)
-        if own.device.type != device.type:
-            there = pytree.map_tensors(lambda x: x.to(own.device), outputs)
-            p = make_distribution(likelihood, there)
+        there = device if own.device in (device, torch.device(device.type)) else own.device
+        context = draw_from(own, there)
+        if there != device:
+            p = make_distribution(likelihood, pytree.map_tensors(lambda x: x.to(there), outputs))
     try:
         with context:
             return p.sample(torch.Size([count])).to(device)
