@@ -4,25 +4,43 @@ Kronecker factors are of low rank, with rows of zeros (dead units) and numbers o
 these LAPACK's eigensolver does not converge, or returns NaN.
 """
 
+from collections.abc import Sequence
 from contextlib import suppress
 
 import torch
 from torch import Tensor
 
 from hoglib._core import torch_internals
-from hoglib._core.trust import DIGITS, agree
+from hoglib._core.trust import DIGITS
 from hoglib.errors import ConvergenceError, NonFiniteError
 
 
 def symmetric_eigen(matrices: Tensor) -> tuple[Tensor, Tensor]:
     """Eigenvalues [..., n], ascending, and eigenvectors [..., n, n] of the symmetric part."""
-    a = (matrices + matrices.mT) / 2
-    if not a.numel() or torch_internals.transforms_active() or torch_internals.tracing():
-        return torch.linalg.eigh(a)
+    return symmetric_eigens([matrices])[0]
+
+
+def symmetric_eigens(several: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """The same of several matrices, for whose checks a device is waited for once."""
+    every = [(matrices + matrices.mT) / 2 for matrices in several]
+    if torch_internals.transforms_active() or torch_internals.tracing():
+        return [torch.linalg.eigh(a) for a in every]
+    found = [_tried(a) for a in every]
+    right = [_is_eigen(a, *one) for a, one in zip(every, found, strict=True)]
+    answers = torch.stack(right).tolist() if right else []
+    each = zip(every, found, answers, strict=True)
+    return [one if is_right else _otherwise(a) for a, one, is_right in each]
+
+
+def _tried(a: Tensor) -> tuple[Tensor, Tensor]:
+    """What LAPACK finds; NaN where it gives up."""
     with suppress(RuntimeError):
         values, Q = torch.linalg.eigh(a)
-        if _is_eigen(a, values, Q):
-            return values, Q
+        return values, Q
+    return torch.full_like(a[..., 0], torch.nan), torch.full_like(a, torch.nan)
+
+
+def _otherwise(a: Tensor) -> tuple[Tensor, Tensor]:
     if not bool(a.isfinite().all()):
         raise NonFiniteError(
             "eigenvalues: expected a matrix of finite numbers, got infinity or NaN in it; look for "
@@ -42,32 +60,34 @@ def _in_double(a: Tensor) -> tuple[Tensor, Tensor]:
     used = scaled.any(0)
     inside, units = used.nonzero()[:, 0], (~used).nonzero()[:, 0]
     part = scaled[inside[:, None], inside]
-    with suppress(RuntimeError):
-        values, Q = torch.linalg.eigh(part)
-        if _is_eigen(part, values, Q):
-            every = torch.cat([values * size, values.new_zeros(len(units))]).sort()
-            vectors = torch.zeros_like(scaled)
-            vectors[inside, : len(inside)] = Q
-            vectors[units, torch.arange(len(inside), len(a), device=a.device)] = 1
-            return every.values, vectors[:, every.indices]
+    values, Q = _tried(part)
+    if _is_eigen(part, values, Q):
+        every = torch.cat([values * size, values.new_zeros(len(units))]).sort()
+        vectors = torch.zeros_like(scaled)
+        vectors[inside, : len(inside)] = Q
+        vectors[units, torch.arange(len(inside), len(a), device=a.device)] = 1
+        return every.values, vectors[:, every.indices]
     raise ConvergenceError(
         f"eigenvalues: expected LAPACK to find those of a symmetric matrix of {len(a)} rows, got none "
         "in float64 either; scale the inputs and the loss to the order of 1."
     )
 
 
-def _is_eigen(a: Tensor, values: Tensor, Q: Tensor) -> bool:
+def _is_eigen(a: Tensor, values: Tensor, Q: Tensor) -> Tensor:
     """Whether a u = Q (values * Q^T u) and u = Q Q^T u, at one vector: what was found can be wrong."""
     a, values, Q = a.detach(), values.detach(), Q.detach()
+    if not a.numel():
+        return torch.ones((), dtype=torch.bool, device=a.device)
     # no two elements are equal
     u = torch.linspace(1, 2, a.shape[-1], dtype=a.dtype, device=a.device).unsqueeze(-1)
     inside = Q.mT @ u
     given, found = a @ u, Q @ (values.unsqueeze(-1) * inside)
     # of each matrix its own size
     size = a.abs().amax((-2, -1), keepdim=True).clamp(min=torch.finfo(a.dtype).tiny)
-    return agree(given / size, found / size, DIGITS) and agree(
-        u.expand_as(inside), Q @ inside, DIGITS
-    )
+    pairs = (given / size, found / size), (u.expand_as(inside), Q @ inside)
+    off = torch.stack([(x - y).abs().max() for x, y in pairs])
+    sizes = torch.stack([torch.maximum(x.abs().max(), y.abs().max()) for x, y in pairs])
+    return (off <= DIGITS.of(a.dtype) * sizes).all()
 
 
 def damped_inverse(matrices: Tensor, damping: Tensor) -> Tensor | None:

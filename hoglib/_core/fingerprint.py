@@ -63,14 +63,14 @@ _SETTINGS = (bool, int, float, str, type(None))
 
 def sums_and_norms(tensors: list[Tensor]) -> "Numbers":
     """The sum of each strided tensor, and the norm of those of floating point."""
-    found = []
-    for t in tensors:
-        if t.layout is torch.strided and not t.is_quantized and t.device.type != "meta":
-            t = (torch.view_as_real(t) if t.is_complex() else t).detach()
-            found.append(t.sum())
-            if t.is_floating_point():
-                found.append(torch.linalg.vector_norm(t))
-    return Numbers(found)
+    found = [
+        (torch.view_as_real(t) if t.is_complex() else t).detach()
+        for t in tensors
+        if t.layout is torch.strided and not t.is_quantized and t.device.type != "meta"
+    ]
+    floats = [t for t in found if t.is_floating_point()]
+    norms = torch._foreach_norm(floats) if floats else ()  # in one launch
+    return Numbers([*(t.sum() for t in found), *norms])
 
 
 class Numbers:

@@ -265,14 +265,9 @@ class Batches:
     """
 
     def __init__(
-        self,
-        data: Any,
-        device: torch.device,
-        batch_size: BatchSize | None,
-        micro_batch: int | None,
-        processes: Processes,
-        shared: bool = False,
-    ) -> None:
+        self, data: Any, device: torch.device, batch_size: BatchSize | None, micro_batch: int | None,
+        processes: Processes, shared: bool = False,
+    ) -> None:  # fmt: skip
         self._one = one = is_batch(data)
         self._processes = processes
         self.checksum = 0.0  # of the data that all processes were given

@@ -224,6 +224,8 @@ class DatasetSum:
         self._algorithm = ""  # that runs
         self._cheap_state: list[Any] | None = None  # the same without values, while one runs
         self._unchecked = 0  # products since it was compared
+        self._last: PassTotals | None = None  # of a pass in this state
+        self._unread: list[float] = []  # the shares of a pass whose losses are to be read
         self.kept: Any = None  # what an operator computed in this state; dropped when it changes
         self._unused: set[int] | None = None
         self._ratio: float | None = None  # of what the criterion counts to the weight of a batch
@@ -305,7 +307,9 @@ class DatasetSum:
 
     def _total_loss(self, totals: PassTotals) -> Tensor:
         value = totals.loss / self.weight(totals)
-        return torch.tensor(value, dtype=self._loss_dtype, device=self._space.device)
+        self.number: float = torch.tensor(value, dtype=self._loss_dtype).item()
+        # filled in, because a device waits for a copy
+        return torch.full((), value, dtype=self._loss_dtype, device=self._space.device)
 
     @contextmanager
     def one_pass(
@@ -326,6 +330,8 @@ class DatasetSum:
                     around.enter_context(self._placement.translate_errors(self._name))
                 try:
                     found.changed = self._check_state()
+                    waits = rows is not None and self._space.device.type != "cpu"
+                    found.late = waits and self._last is not None
                     self._agree(rows, found.changed)
                 except Exception as error:  # the other processes wait for this one
                     found.error = error
@@ -339,7 +345,15 @@ class DatasetSum:
             raise
         if not self.alone:
             found.totals = self._combined(found, total, rows, None)
-        self._finish(found.totals)
+        if not found.late:
+            self._finish(found.totals)
+            self._last = found.totals if self.alone else None
+
+    def _finish_last(self) -> None:
+        """Read the losses of the last pass, if they were not."""
+        shares, self._unread = self._unread, []
+        if shares:
+            self._finish(_totals(shares, self._determinism.losses))
 
     def _each_batch(self, given: "DataPass") -> Iterator[tuple[Any, int, float]]:
         """The pieces of the batches of this process, their numbers and shares; then their totals."""
@@ -376,8 +390,9 @@ class DatasetSum:
         self._counts = False
         self._warn_of_ignored_labels(labels)
         self._state = self._fingerprint.now()  # a forward may count its calls
-        totals = _totals(shares, self._determinism.losses)
-        given.totals = totals._replace(whole=whole, shared=shared)
+        self._unread = shares if given.late else []
+        losses = [0.0] * len(shares) if given.late else self._determinism.losses
+        given.totals = _totals(shares, losses)._replace(whole=whole, shared=shared)
 
     def _agree(self, rows: Tensor | None, changed: bool) -> None:
         """Raise in all processes that share the parameters where one multiplies other vectors."""
@@ -462,8 +477,10 @@ class DatasetSum:
     @contextmanager
     def held(self, algorithm: str) -> Iterator[None]:
         """Inside, the values of parameters and data are compared at the first product, and at the end;
-        in between only what takes no time for each number."""
-        if self._algorithm or not self._at_once:
+        in between only what takes no time for each number. So for one batch, and for all data where a
+        device would be waited for."""
+        whole = self.alone and not self._placement.is_sharded
+        if self._algorithm or not (self._at_once or (whole and self._space.device.type != "cpu")):
             yield
             return
         self._algorithm = algorithm
@@ -476,6 +493,7 @@ class DatasetSum:
                 raise
             if self._changed():
                 raise self._changed_meanwhile()
+            self._finish_last()
         finally:
             self._algorithm, self._cheap_state = "", None
 
@@ -661,20 +679,23 @@ class DatasetSum:
             self._unchecked = 0
             cheap = self._fingerprint.now(values=False)
             if cheap == self._cheap_state:
+                self._finish_last()
                 return False
             self._cheap_state = cheap
         now = self._fingerprint.now()
         changed = now != self._state
+        self._finish_last()
         if changed and not first:
             raise self._changed_meanwhile()
         if changed:
-            self._state, self._splits_checked, self.kept = now, False, None
+            self._state, self._splits_checked, self.kept, self._last = now, False, None, None
             self._determinism.forget()
             self.symmetry.forget()
         return changed
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy keeps no graph, which cannot be copied."""
+        self._finish_last()
         return {**vars(self), "kept": None, "_state": [object()]}
 
 
@@ -694,7 +715,9 @@ class DataPass:
 
     def __init__(self, sums: DatasetSum) -> None:
         self._sums, self.totals = sums, PassTotals()
-        self.changed = self.by_kept = False
+        # late: its losses, which were the same before, are read when the next pass begins, by when a
+        # device need not be waited for
+        self.changed = self.by_kept = self.late = False
         self.error: Exception | None = None
 
     def __iter__(self) -> Iterator[tuple[Any, int, float]]:
@@ -705,11 +728,12 @@ class DataPass:
         else:
             share = self._sums.kept.share
             yield None, 0, share
-            self.totals = _totals([share], [float(self.value.detach())])
+            last = self._sums._last  # in the same state
+            self.totals = last or _totals([share], [float(self.value)])
 
     def record(self, value: Tensor) -> None:
         """The loss of the batch that was given last."""
-        self.value = value
+        self.value = value.detach()
 
 
 def _totals(shares: list[float], losses: list[float]) -> PassTotals:

@@ -291,16 +291,20 @@ class Basis:
         # where it is appended, if there is room
         v = self.V[self.n].copy_(v) if self.n < len(self.V) else v.clone()
         total, length = [0.0] * self.n, 0.0
+        parts: list[Tensor] = []  # coefficients that are not read yet
         for turn, first in enumerate((neighbours, 0, 0, 0)):
             V = self.V[first : self.n]
-            taken = self._space.gram(V, v)
-            v.addmv_(V.T, taken, alpha=-1)  # a third of the time of taken @ V
-            coefficients: list[float] = taken.tolist()
-            for i, coefficient in enumerate(coefficients, start=first):
-                total[i] += coefficient
+            parts.append(self._space.gram(V, v))
+            v.addmv_(V.T, parts[-1], alpha=-1)  # a third of the time of taken @ V
             if turn == 0 and self.n:
                 continue
-            length = float(self._space.norms(v[None]))
+            # a device is waited for once
+            *numbers, length = torch.cat([*parts, self._space.norms(v[None])]).tolist()
+            parts, all_but = [], len(numbers) - self.n
+            coefficients: list[float] = numbers[all_but:]
+            for start, some in ((neighbours, numbers[:all_but]), (0, coefficients)):
+                for i, coefficient in enumerate(some, start=start):
+                    total[i] += coefficient
             if length > KEPT * hypot(length, *coefficients):  # the length before: V is orthonormal
                 break
         return v, total, length

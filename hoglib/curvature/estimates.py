@@ -11,6 +11,7 @@ import torch
 from torch import Generator, Tensor
 
 from hoglib._core import validation
+from hoglib._core.device_reads import DeviceRead
 from hoglib._core.factorizations import symmetric_eigen
 from hoglib.curvature.eigenvalues import ROUNDING
 from hoglib.curvature.vector_space import Space, SymmetricMatrix, random_signs
@@ -270,10 +271,11 @@ def tridiagonal(
     T = start.new_zeros(samples, steps, steps)
     largest = start.new_zeros(samples)
     active = torch.ones(samples, dtype=torch.bool, device=start.device)
+    waits, last, left = start.device.type == "cpu", None, samples
     V[:, 0] = start
     del start  # a caller that has handed it over holds V alone
     for j in range(steps):
-        if bool(active.all()):
+        if left == samples:
             w = apply(V[:, j])
         else:
             w = V.new_zeros(samples, size)
@@ -286,13 +288,14 @@ def tridiagonal(
         beta = space.norms(w)
         largest = torch.stack([largest, T[:, j, j].abs(), beta]).amax(0)
         active = active & (beta > ROUNDING * torch.finfo(w.dtype).eps * largest)
-        if j + 1 == steps or not bool(active.any()):
+        # how many are left: on a device one step late, in which the rest is multiplied as zeros
+        before, last = last, DeviceRead(active.sum())
+        known = last if waits else before
+        left = samples if known is None else int(known.numbers())
+        if j + 1 == steps or not left:
             break
         T[:, j, j + 1] = T[:, j + 1, j] = torch.where(active, beta, 0)
-        if bool(active.all()):
-            torch.div(w, beta[:, None], out=V[:, j + 1])
-        else:
-            V[active, j + 1] = w[active] / beta[active, None]
+        torch.div(w, torch.where(active, beta, torch.inf)[:, None], out=V[:, j + 1])
         del w  # not held beside the next product
     return T.to("cpu", torch.float64), V
 

@@ -344,13 +344,13 @@ def _sampled(
     random = options.random_numbers(own[0].device)
     if family is not None:
         f = own[0].detach()
-        y = likelihoods.sample(p, count, f, random)
+        y = likelihoods.sample(likelihood, p, count, at.constant, random)
         scores = [family.score(f, y).mul_(likelihoods.mask(likelihood, f))]
         by_example = f.dim() > (1 if family.classes else 0)
     else:
         q = likelihoods.make_distribution(likelihood, at.rebuild(own))
         likelihoods.refuse_moving_support(q)
-        y = likelihoods.sample(p, count, own[0], random)
+        y = likelihoods.sample(likelihood, p, count, at.constant, random)
         scores, by_example = likelihoods.scores(q, y, own)
     return Scores(scores, weight / count, by_example)
 
@@ -472,7 +472,7 @@ def columns(metric: FisherMetric, composite: CompositeLoss, outputs: Vector) -> 
         return
     if metric.kind != "exact":
         scores, weight, _ = metric.scores(composite, values)
-        factor = sqrt(float(weight))
+        factor = weight.sqrt() if isinstance(weight, Tensor) else sqrt(weight)
         for draw in range(len(scores[0])):
             yield [factor * part[draw] for part in scores]
         return

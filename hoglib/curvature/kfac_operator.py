@@ -22,6 +22,7 @@ from hoglib.curvature.kronecker import (
     KroneckerBlock,
     KroneckerMatrix,
     KroneckerOperator,
+    by_eigenvectors,
     leaves_of,
 )
 from hoglib.curvature.kronecker_factors import BlockSums, EigenvalueSums, FactorSums
@@ -187,7 +188,7 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
             factors = FactorSums()
             blocks = factors.blocks(self._sum.weight(self._pass(factors)))
             if self._corrected:
-                blocks = self.corrected([block.eigen() for block in blocks])
+                blocks = self.corrected(by_eigenvectors(blocks))
         self._blocks, self._error = blocks, None
         return self
 
@@ -243,8 +244,9 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
             if run.expanded and first:  # the outputs may not be those of the model
                 run, self.row_order = checked_run(run, self.by_example)
             value = run.value()
-            if not bool(value.isfinite()):
-                return value  # which is refused where it is recorded
+            # which is refused where it is recorded; a device is waited for at the first batch only
+            if (first or value.device.type == "cpu") and not bool(value.isfinite()):
+                return value
             if self.row_order is None:
                 run, self.row_order = checked_run(run, self.by_example)
             elif not first:

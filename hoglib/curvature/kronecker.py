@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hoglib._core import validation
 from hoglib._core.autograd import Vector
-from hoglib._core.factorizations import damped_inverse, symmetric_eigen
+from hoglib._core.factorizations import damped_inverse, symmetric_eigens
 from hoglib.curvature.estimates import Estimate
 from hoglib.curvature.layer_calls import Region, Role
 from hoglib.curvature.linear_operator import LinearOperator, as_number
@@ -107,14 +107,6 @@ class KroneckerBlock:
         V = self.G @ (self.values * V)
         return V if self.A is None else V @ self.A.mT
 
-    def eigen(self) -> "KroneckerBlock":
-        """The same block by eigenvectors and eigenvalues."""
-        if self.values is not None:
-            return self
-        a, QA = eigen_of(self.A)
-        g, QG = eigen_of(self.G)
-        return KroneckerBlock(self.layout, QA, not_none(QG), g.unsqueeze(-1) * a.unsqueeze(-2))
-
     def unrotated(self) -> "KroneckerBlock":
         """The diagonal of the block as one with unit eigenvectors."""
         A = None
@@ -123,11 +115,6 @@ class KroneckerBlock:
             A = A.expand_as(self.A)
         G = torch.eye(self.G.shape[-1], dtype=self.G.dtype, device=self.G.device)
         return KroneckerBlock(self.layout, A, G.expand_as(self.G), diagonal_of(self))
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> "KroneckerBlock":
-        """The function of the matrix."""
-        block = self.eigen()
-        return replace(block, values=validation.of_eigenvalues(function, not_none(block.values)))
 
     def inverse_of_damped_factors(self, damping: float, balanced: bool) -> "KroneckerBlock":
         """(G + d_G I)^-1 ⊗ (A + d_A I)^-1, d_A = pi sqrt(damping), d_G = sqrt(damping) / pi."""
@@ -145,15 +132,24 @@ class KroneckerBlock:
         return KroneckerBlock(self.layout, _inverse(self.A, d_A), _inverse(self.G, d_G))
 
 
-def eigen_of(factor: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Eigenvalues and eigenvectors of a factor; of a diagonal one no vectors."""
-    factor = not_none(factor)
-    if factor.dim() == 2:
-        return factor.clamp(min=0), None
-    if factor.shape[-1] == 1:
-        return factor[..., 0].clamp(min=0), torch.ones_like(factor)
-    values, vectors = symmetric_eigen(factor)
-    return values.clamp(min=0), vectors
+def by_eigenvectors(blocks: Sequence[KroneckerBlock]) -> list[KroneckerBlock]:
+    """The same blocks by eigenvectors and eigenvalues; a device is waited for once."""
+    factors = [not_none(x) for one in blocks if one.values is None for x in (one.A, one.G)]
+    several = iter(symmetric_eigens([x for x in factors if x.dim() == 3 and x.shape[-1] > 1]))
+    every = iter(  # of a diagonal no vectors
+        (x, None) if x.dim() == 2
+        else (x[..., 0], torch.ones_like(x)) if x.shape[-1] == 1
+        else next(several)
+        for x in factors
+    )  # fmt: skip
+    found = []
+    for one in blocks:
+        if one.values is None:
+            (a, QA), (g, QG) = next(every), next(every)
+            values = g.clamp(min=0).unsqueeze(-1) * a.clamp(min=0).unsqueeze(-2)
+            one = KroneckerBlock(one.layout, QA, not_none(QG), values)
+        found.append(one)
+    return found
 
 
 def not_none(tensor: Tensor | None) -> Tensor:
@@ -217,7 +213,12 @@ class KroneckerOperator(LinearOperator):
         """
         validation.function("function", function)
         with torch.inference_mode(False), torch.no_grad():
-            return KroneckerMatrix(self.space, [block.map(function) for block in self.blocks()])
+            blocks = by_eigenvectors(self.blocks())
+            given = [not_none(block.values) for block in blocks]
+            found = validation.of_eigenvalues(function, torch.cat([x.reshape(-1) for x in given]))
+            each = zip(blocks, found.split([x.numel() for x in given]), given, strict=True)
+            mapped = [replace(block, values=part.view(x.shape)) for block, part, x in each]
+            return KroneckerMatrix(self.space, mapped)
 
     def damped(self, damping: float) -> "KroneckerMatrix":
         """The matrix K + damping I, of the same kind: its inverse and determinant are in closed form.
@@ -306,7 +307,8 @@ class KroneckerOperator(LinearOperator):
     def eigenvalues(self) -> Tensor:
         """All eigenvalues [P], ascending."""
         with torch.inference_mode(False), torch.no_grad():
-            values = [not_none(block.eigen().values).reshape(-1) for block in self.blocks()]
+            blocks = by_eigenvectors(self.blocks())
+            values = [not_none(block.values).reshape(-1) for block in blocks]
             return torch.cat(values).sort().values.to(self.dtype)
 
     def logdet(self) -> Tensor:  # type: ignore[override]

@@ -476,24 +476,25 @@ def make_distribution(likelihood: Likelihood, outputs: Tree) -> D.Distribution:
     return found
 
 
-def sample(p: D.Distribution, count: int, like: Tensor, generator: Generator | None) -> Tensor:
-    """Samples [count, *terms, *event] by the generator, or by torch's own for None.
+def sample(
+    likelihood: Likelihood, p: D.Distribution, count: int, outputs: Tree, generator: Generator | None
+) -> Tensor:  # fmt: skip
+    """Samples [count, *terms, *event] of p, the distribution at the outputs, by the generator, or by
+    torch's own for None. They are drawn where the generator is: the same numbers on every device.
 
     The samplers of torch.distributions take no generator, so its state becomes that of torch's own
     while they run.
     """
     context: AbstractContextManager[Any] = nullcontext()
+    device = next(x.device for x in pytree.tensors(outputs) if x.is_floating_point())
     if (own := validation.generator(generator)) is not None:
-        device = like.device
-        if own.device.type != device.type or own.device.index not in (None, device.index):
-            raise ArgumentValueError(
-                f"generator: expected one on the device of the outputs, {device}, got one on "
-                f"{own.device}; make it with `torch.Generator({str(device)!r})`."
-            )
-        context = draw_from(own, device)
+        there = device if own.device in (device, torch.device(device.type)) else own.device
+        context = draw_from(own, there)
+        if there != device:
+            p = make_distribution(likelihood, pytree.map_tensors(lambda x: x.to(there), outputs))
     try:
         with context:
-            return p.sample(torch.Size([count]))
+            return p.sample(torch.Size([count])).to(device)
     except NotImplementedError as error:
         raise UnsupportedError(
             f"kind='mc': expected a distribution that can be sampled, got {type(p).__name__}, which "

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from hoglib._core import validation
+from hoglib._core.device_reads import DeviceRead
 from hoglib.curvature.vector_space import Space, SymmetricMatrix
 from hoglib.errors import ArgumentValueError, NotPositiveDefiniteError
 
 RTOL = {torch.float64: 1e-8, torch.float32: 1e-5}
+NEAR = 10  # times the target: where an iteration may be the last one
 LOOK_BACK, PRECONDITIONED_LOOK_BACK = 10, 5  # iterations, in which stagnation is looked for
 
 
@@ -65,13 +67,13 @@ def cg(
         validation.number("stagnation_tol", stagnation_tol, minimum=0),
         LOOK_BACK if preconditioner is None else PRECONDITIONED_LOOK_BACK,
     )
-    residual, iterations = _iterate(
+    residual, iterations, all_converged = _iterate(
         operator.apply, space, precondition, rows, x, start, target, limit, stagnation
     )
     relative = residual / torch.where(size > 0, size, torch.ones_like(size))
     converged = residual <= target
     if not return_info:
-        if not stagnation_tol and not bool(converged.all()):
+        if not stagnation_tol and not all_converged:
             warnings.warn(
                 f"solve: expected a residual |b - A x| of {tol:g} |b|, got {float(relative.max()):.2g} "
                 f"|b| after {iterations} iterations; give more damping, a preconditioner, a larger "
@@ -85,47 +87,62 @@ def cg(
 
 
 def _iterate(
-    product: Callable[[Tensor], Tensor],
-    space: Space,
-    precondition: Callable[[Tensor], Tensor],
-    b: Tensor,
-    x: Tensor,
-    r: Tensor,
-    target: Tensor,
-    limit: int,
-    stagnation: "_Stagnation",
-) -> tuple[Tensor, int]:
-    """Improve x in place; return the norms of the true residuals, and the number of iterations."""
+    product: Callable[[Tensor], Tensor], space: Space, precondition: Callable[[Tensor], Tensor],
+    b: Tensor, x: Tensor, r: Tensor, target: Tensor, limit: int, stagnation: "_Stagnation",
+) -> tuple[Tensor, int, bool]:  # fmt: skip
+    """Improve x in place; return the norms of the true residuals, the number of iterations, and whether
+    all are within the target.
+
+    A device is waited for near the target only. Before, the numbers of an iteration are looked at after
+    the next one, so that none is computed in vain.
+    """
+
+    def at(rows: Tensor) -> Any:  # of all no copy to a device
+        every = len(rows) == len(b) and b.device.type != "cpu"
+        return slice(None) if every else rows.to(b.device)
+
     true = space.norms(r)
-    active = (true > target).nonzero().reshape(-1)
+    known, goal = torch.stack([true, target]).cpu()
+    active = (known > goal).nonzero().reshape(-1)
     r = r.clone()
     z = precondition(r)
     p, rz = z.clone(), space.dots((r, z))[0]
-    iterations = 0
+    iterations, near = 0, bool((known <= NEAR * goal).any())
+    late: list[DeviceRead] = []
     while len(active) and iterations < limit:
         iterations += 1
-        Ap = product(p[active])
-        curvature, squares = space.dots((p[active], Ap), (p[active], p[active]))
-        _check_positive(curvature, squares, iterations)
-        alpha = (rz[active] / curvature)[:, None]
-        x[active] += alpha * p[active]
-        r[active] -= alpha * Ap
-        stagnant = stagnation.reached(space, b, x, r)[active]
-        small = (space.norms(r[active]) <= target[active]) | (iterations == limit) | stagnant
+        i = at(active)
+        Ap = product(p[i])
+        curvature, squares = space.dots((p[i], Ap), (p[i], p[i]))
+        alpha = (rz[i] / curvature)[:, None]
+        x[i] += alpha * p[i]
+        r[i] -= alpha * Ap
+        fall = stagnation.fall(space, b, x, r)[:, i]
+        late.append(DeviceRead(torch.stack([curvature, squares, space.norms(r[i]), *fall])))
+        waits = b.device.type == "cpu" or iterations == limit
+        small = stagnant = torch.zeros(len(active), dtype=torch.bool)
+        while late and (waits or near or len(late) > 1):
+            curvatures, squares, size, fell, least = late.pop(0).numbers()
+            _check_positive(curvatures, squares, iterations - len(late))
+            stagnant = stagnant | (fell < least)
+            small = small | (size <= goal[active]) | stagnant
+            near = bool(((size <= NEAR * goal[active]) | (fell < NEAR * least)).any())
+        small = small | (iterations == limit)
         if bool(small.any()):
             done = active[small]
-            before = true[done]
-            r[done] = b[done] - product(x[done])
-            true[done] = space.norms(r[done])
+            before, i = known[done], at(done)
+            r[i] = b[i] - product(x[i])
+            true[i] = space.norms(r[i])
+            known[done] = true[i].cpu()
             # rounding may keep the true residual large: continuing helps while it still shrinks
-            improving = (true[done] > target[done]) & (true[done] < 0.5 * before) & ~stagnant[small]
+            improving = (known[done] > goal[done]) & (known[done] < 0.5 * before) & ~stagnant[small]
             active = torch.cat([active[~small], done[improving]]).sort().values
-            p[done] = 0  # starts again
+            p[i] = 0  # starts again
         z = precondition(r)
         new = space.dots((r, z))[0]
         p = z + (new / torch.where(rz == 0, torch.ones_like(rz), rz))[:, None] * p
         rz = new
-    return true, iterations
+    return true, iterations, bool((known <= goal).all())
 
 
 @final
@@ -136,17 +153,18 @@ class _Stagnation:
         self._tol, self._look_back = tol, look_back
         self._values: list[Tensor] = []
 
-    def reached(self, space: Space, b: Tensor, x: Tensor, r: Tensor) -> Tensor:
-        """After an iteration whose result is x, with the residual r."""
+    def fall(self, space: Space, b: Tensor, x: Tensor, r: Tensor) -> Tensor:
+        """After an iteration whose result is x, with the residual r: by how much the value fell, and
+        by how much at least it is to fall, [2, k]."""
         if not self._tol:
-            return b.new_zeros(len(b), dtype=torch.bool)
+            return b.new_zeros(2, len(b))
         self._values.append(-0.5 * space.dots((x, b + r))[0])
         iterations = len(self._values)
         k = max(self._look_back, iterations // 10)
         if iterations <= k:
-            return b.new_zeros(len(b), dtype=torch.bool)
+            return b.new_zeros(2, len(b))
         now, before = self._values[-1], self._values[-1 - k]
-        return (now < 0) & (before - now < -now * k * self._tol)
+        return torch.stack([before - now, torch.where(now < 0, -now * k * self._tol, -torch.inf)])
 
 
 def _check_positive(curvature: Tensor, squares: Tensor, iterations: int) -> None:

@@ -17,7 +17,7 @@ How rows are ordered, examples or positions first, is not written on a tensor: i
 have gradients of which examples' outputs (`RowOrder`).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -313,23 +313,23 @@ class ModelRun:
         self.check_apart(needs_examples, gradients)
         # layers cover them
         ours = [p.new_empty((1, *(p.shape or (1,))), dtype=self.dtype) for p in self._own]
-        summed = [0.0] * len(self._own)
+        summed: list[Any] = [0.0] * len(self._own)
         for layer in self.layers:
             for region in layer.layout.regions:
                 summed[region.leaf] += sum(
-                    float(call.rounding(gradients.plain(call))) for call in layer.calls
+                    call.rounding(gradients.plain(call)).double() for call in layer.calls
                 )
             layer.layout.scatter(summed_gradient(layer, gradients, self.dtype).unsqueeze(0), ours)
-        refused = []
-        parts = zip(self._names, ours, self._own, wanted, summed, strict=True)
-        for name, one, p, expected, terms in parts:
+        off = []
+        for one, p, expected, terms in zip(ours, self._own, wanted, summed, strict=True):
             given = torch.zeros_like(p) if expected is None else expected.to_dense()
             difference = one.view(p.shape).sub_(given).norm()
             # ten times the root of the rounding: TensorFloat-32 and sums in another order; a gradient
             # that is zero, as that of the bias of keys, is only rounding
             eps = torch.finfo(p.dtype).eps
-            if difference > 10 * (eps**0.5 * given.norm().to(self.dtype) + eps * terms):
-                refused.append(name)
+            off.append(difference > 10 * (eps**0.5 * given.norm().to(self.dtype) + eps * terms))
+        answers = torch.stack(off).tolist()  # a device is waited for once
+        refused = [name for name, one in zip(self._names, answers, strict=True) if one]
         if refused:
             raise UnsupportedError(
                 f"{self._caller}: expected params[{refused[0]!r}] to be used by layers "
@@ -351,15 +351,26 @@ class ModelRun:
             gradients, first = first or self.gradients(self._probe(half)), None
             for call in calls:
                 touched[id(call)].append((gradients.of(call) != 0).any(-1).any(0))
+        both = [(layer, call) for layer in self.layers for call in layer.calls]
+        asked: list[Tensor] = []
+        for _, call in both:
+            of_call = touched[id(call)]
+            pairs = zip(of_call[::2], of_call[1::2], strict=True)
+            asked += [_any(a & b for a, b in pairs), *self._misfits(halves, of_call)]
+        answers = iter(torch.stack(asked).tolist())
         refused: list[tuple[Layer, LayerCall]] = []
-        for layer in self.layers:
+        for layer, call in both:
             needed = needs_examples or layer.layout.role.matrix != "kronecker"
-            for call in layer.calls:
-                of_call = touched[id(call)]
-                pairs = zip(of_call[::2], of_call[1::2], strict=True)
-                apart = not any(bool((a & b).any()) for a, b in pairs)
-                if not (apart and (not needed or self._detect_row_order(call, halves, of_call))):
-                    refused.append((layer, call))
+            mixed, example_first, time_first = next(answers), not next(answers), not next(answers)
+            if needed and not mixed and (example_first or time_first):
+                if (
+                    example_first and time_first
+                ):  # one position has gradients, for instance: by the shape
+                    time_first = call.shape[0] != self.examples
+                    time_first = time_first and call.shape[1:2] == (self.examples,)
+                call.time_first = time_first
+            elif mixed or needed:
+                refused.append((layer, call))
         if refused:
             layer, call = refused[0]
             names = [self._names[r.leaf] for one, _ in refused for r in one.layout.regions]
@@ -389,32 +400,23 @@ class ModelRun:
         generator = torch.Generator().manual_seed(0)
         column = []
         for y in self._outputs:
-            u = torch.randn(y.shape, generator=generator, dtype=torch.float32).to(y)
+            u = torch.randn(y.shape, generator=generator, dtype=torch.float32)
+            u = u.to(y.device, y.dtype, non_blocking=True)
             if half is not None:
-                u[~half] = 0
+                u = u.where(half.view(-1, *[1] * (u.dim() - 1)), 0)
             column.append(u)
         return column
 
-    def _detect_row_order(
-        self, call: LayerCall, halves: Sequence[Tensor], touched: Sequence[Tensor]
-    ) -> bool:
-        """Find how rows are ordered, from those that halves of the examples touch; whether they are."""
+    def _misfits(self, halves: Sequence[Tensor], touched: Sequence[Tensor]) -> list[Tensor]:
+        """Whether rows are in another order than that of examples, and of positions first, from those
+        that halves of the examples touch."""
         count, rows = self.examples, len(touched[0])
         if rows % count:
-            return False
+            return [torch.ones((), dtype=torch.bool, device=self.device)] * 2
         at = torch.arange(rows, device=self.device)
-
-        def fits(example: Tensor) -> bool:
-            pairs = zip(halves, touched, strict=True)
-            return not any(bool((has & ~half[example]).any()) for half, has in pairs)
-
-        example_first, time_first = fits(at // (rows // count)), fits(at % count)
-        if example_first and time_first:  # one position has gradients, for instance: by the shape
-            time_first = call.shape[0] != count and call.shape[1:2] == (count,)
-        elif example_first:
-            time_first = False
-        call.time_first = time_first
-        return example_first or time_first
+        orders = at // (rows // count), at % count
+        both = list(zip(halves, touched, strict=True))
+        return [_any(has & ~half[order] for half, has in both) for order in orders]
 
     def time_first(self) -> tuple[bool, ...]:
         """Of each call, whether positions come before examples."""
@@ -479,6 +481,10 @@ class ModelRun:
         if refused:
             first = next(iter(refused.values()))
             raise UnsupportedError(f"{self._caller}: expected {first}; {_leave_out([*refused])}")
+
+
+def _any(masks: Iterable[Tensor]) -> Tensor:
+    return torch.stack([mask.any() for mask in masks]).any()
 
 
 def checked_run(run: ModelRun, needs_examples: bool) -> tuple[ModelRun, RowOrder]:

@@ -130,10 +130,11 @@ def positive_damping(damping: Any) -> float:
     return float(damping)
 
 
-def finite_or_infinite(loss: Callable[[], Tensor]) -> float:
+def finite_or_infinite(A: GGNOperator | KFACOperator) -> float:
     """The loss, or infinity where it overflows, because the step is too long."""
     try:
-        return float(loss())
+        A.value()
+        return A._sum.number  # reading the value would stop a device
     except errors.NonFiniteError:
         return inf
 
@@ -273,25 +274,26 @@ class NewtonCG(BatchOptimizer):
         G = self._matrix(batch)
         value, gradient = G.gradient()
         g = G.ravel(gradient)
-        if G.space.everywhere(not bool(g.any())):
-            unmoved = float(value)
-            self.info = NewtonStep(unmoved, unmoved, nan, group["damping"], 0, 0, 0, 0)
+        start = self._last_direction(G)
+        start = None if start is None else group["warm_start"] * start
+        slope = g.new_zeros(()) if start is None else _dot(G, g, start)
+        before, moves, along = _numbers(value, g.any(), slope)
+        if G.space.everywhere(not moves):
+            self.info = NewtonStep(before, before, nan, group["damping"], 0, 0, 0, 0)
             return value
         model = G if curvature is None else self._matrix(curvature)
         precondition = self._prepared(model, batch if curvature is None else curvature)
-        d, dGd, iterations = self._direction(model, g, precondition)
+        start = start if along < 0 else None  # where it descends
+        d, along, dGd, iterations = self._direction(model, g, start, precondition)
         self.param_groups[0]["steps"] += 1
-        slope = _dot(G, g, d)
         damping, products = group["damping"], model.count
-        after, ratio, length, values = self._search(G, float(value), d, slope, dGd)
+        after, ratio, length, values = self._search(G, before, d, along, dGd)
         if ratio > 0.75:
             self._damp(LOWERED)
         elif ratio < 0.25 or not length:
             self._damp(RAISED)
         self._keep_direction(G.unravel(d))
-        self.info = NewtonStep(
-            float(value), after, ratio, damping, length, iterations, products, values
-        )
+        self.info = NewtonStep(before, after, ratio, damping, length, iterations, products, values)
         return value
 
     def _matrix(self, batch: Any) -> GGNOperator:
@@ -315,10 +317,11 @@ class NewtonCG(BatchOptimizer):
                 self._last = steps, make(G, damping)
         return self._last[1]
 
-    def _direction(self, G: GGNOperator, g: Tensor, precondition: Any) -> tuple[Tensor, float, int]:
-        """The direction d, d^T G d, and the iterations of conjugate gradients."""
-        group = self.param_groups[0]
-        start, iterations = self._start(G, g), 0
+    def _direction(
+        self, G: GGNOperator, g: Tensor, start: Tensor | None, precondition: Any
+    ) -> tuple[Tensor, float, float, int]:
+        """The direction d, g^T d, d^T G d, and the iterations of conjugate gradients."""
+        group, iterations = self.param_groups[0], 0
         while True:
             try:
                 d, info = G.solve(
@@ -331,19 +334,11 @@ class NewtonCG(BatchOptimizer):
                     raise
                 continue
             iterations += info.iterations
-            dGd = _dot(G, d, G @ d)
+            slope, dGd = _numbers(_dot(G, g, d), _dot(G, d, G @ d))
             # a distant start and few iterations may give worse than a start from zero
-            if start is None or _dot(G, g, d) + dGd / 2 < 0:
-                return d, dGd, iterations
+            if start is None or slope + dGd / 2 < 0:
+                return d, slope, dGd, iterations
             start = None
-
-    def _start(self, G: GGNOperator, g: Tensor) -> Tensor | None:
-        """A part of the last direction, where it descends."""
-        last, part = self._last_direction(G), self.param_groups[0]["warm_start"]
-        if not part or last is None:
-            return None
-        start = part * last
-        return start if _dot(G, g, start) < 0 else None
 
     def _search(
         self, G: GGNOperator, value: float, d: Tensor, slope: float, dGd: float
@@ -357,7 +352,7 @@ class NewtonCG(BatchOptimizer):
         ratio = nan
         for tried in range(1, HALVINGS + 2):
             self._set_params(G, before + length * d)
-            after = finite_or_infinite(G.value)
+            after = finite_or_infinite(G)
             if tried == 1 and -model > rounding:
                 ratio = (after - value) / model
             if after <= value + ENOUGH * length * slope + rounding:
@@ -382,8 +377,14 @@ class NewtonCG(BatchOptimizer):
         return changed
 
 
-def _dot(G: GGNOperator, a: Tensor, b: Tensor) -> float:
-    return float(G.space.dots((a[None], b[None]))[0, 0])
+def _dot(G: GGNOperator, a: Tensor, b: Tensor) -> Tensor:
+    return G.space.dots((a[None], b[None]))[0, 0]
+
+
+def _numbers(*scalars: Tensor) -> list[float]:
+    """Their values, in one read."""
+    found: list[float] = torch.stack([x.double() for x in scalars]).tolist()
+    return found
 
 
 KFAC_OPTIONS = tuple(
@@ -543,14 +544,15 @@ class KFAC(BatchOptimizer):
             if group["steps"] % group["inverse_every"] == 0:
                 self._invert(K, layouts)
             inverse = KroneckerMatrix(K.space, [self._inverse_of(layout) for layout in layouts])
-            step, slope, expected, products = self._move(K, batch, inverse, value, g)
+            step, along, model, products = self._move(K, batch, inverse, value, g)
             change = K.unravel(step)
             self._keep_direction(change)
             for name, part in change.items():
                 self._params[name].add_(part)
+        before, slope, expected, length = _numbers(value, along, model, step.norm())
         ratio, adapts = nan, group["rescale"] and group["steps"] % ADAPT_EVERY == 0 and expected < 0
         if adapts:
-            ratio = (finite_or_infinite(K.value) - float(value)) / expected
+            ratio = (finite_or_infinite(K) - before) / expected
             # by how much of the expected decrease there was
             if ratio > 0.75:
                 group["damping"] *= ADAPTED
@@ -559,8 +561,7 @@ class KFAC(BatchOptimizer):
         self._row_order = K.row_order
         group["steps"] += 1
         self.info = KFACStep(
-            float(value), slope, float(step.norm()), group["damping"], ratio,
-            products, int(adapts), int(new_factors),
+            before, slope, length, group["damping"], ratio, products, int(adapts), int(new_factors)
         )  # fmt: skip
         return value
 
@@ -617,25 +618,25 @@ class KFAC(BatchOptimizer):
 
     def _move(
         self, K: KFACOperator, batch: Any, inverse: KroneckerMatrix, value: Tensor, g: Tensor
-    ) -> tuple[Tensor, float, float, int]:
+    ) -> tuple[Tensor, Tensor, Tensor, int]:
         """The change of the parameters, the slope along d, what the model expects, and products."""
         group = self.param_groups[0]
         if group["weight_decay"]:
             g = g + group["weight_decay"] * K.ravel(self._params)
         d = -(inverse @ g)
-        slope = float(g @ d)
+        slope = g @ d
         before = self._last_direction(K)
         if group["rescale"]:
             V = d[:, None] if before is None else torch.stack([d, before], 1)
             step, expected = self._minimizer(batch, V, g)
             return group["lr"] * step, slope, expected, V.shape[1]
-        if group["kl_clip"] is not None and slope:
-            d = d * min(1.0, sqrt(group["kl_clip"] / (group["lr"] ** 2 * abs(slope))))
+        if group["kl_clip"] is not None and (size := abs(float(slope))):
+            d = d * min(1.0, sqrt(group["kl_clip"] / (group["lr"] ** 2 * size)))
         if before is not None:
             d = d + group["momentum"] * before / group["lr"]
-        return group["lr"] * d, slope, nan, 0
+        return group["lr"] * d, slope, slope * nan, 0
 
-    def _minimizer(self, batch: Any, V: Tensor, g: Tensor) -> tuple[Tensor, float]:
+    def _minimizer(self, batch: Any, V: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         """The minimizer of g^T s + s^T (G + damping I) s / 2 over the columns of V, and the minimum."""
         group = self.param_groups[0]
         G = GGNOperator(self._loss, self._params, batch, **self._data_options())
@@ -646,4 +647,4 @@ class KFAC(BatchOptimizer):
         sizes = M.diagonal().clamp(min=torch.finfo(M.dtype).tiny).sqrt()
         scaled = M / sizes / sizes[:, None]
         c = torch.linalg.pinv(scaled, hermitian=True, rtol=1e-6) @ (b / sizes) / sizes
-        return V @ c.to(V), float(-(b @ c) / 2)
+        return V @ c.to(V), -(b @ c) / 2

@@ -53,12 +53,9 @@ class Determinism:
         self._total = None
 
     def record(
-        self,
-        batch: Any,
-        value: Tensor,
-        loss_of: Callable[[Any], Tensor],
+        self, batch: Any, value: Tensor, loss_of: Callable[[Any], Tensor],
         known: tuple[float, ...] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Record the loss of the next batch, and compare the one before, for which a device does not
         wait, with the first pass; on the CPU compare this one.
 
@@ -249,7 +246,10 @@ class Symmetry:
 
     def record(self, rows: Tensor, products: Tensor) -> None:
         """Compare the first two vectors and products, of one call or of two that follow each other."""
-        bound = self._bound
+        bound, key = self._bound, ("symmetric", self._name)
+        self._done = self._done or (
+            rows.device.type != "cpu" and bool(found_once(self._loss, key, lambda: None))
+        )
         if self._done or bound is None:
             return
         pairs = list(zip(rows, products, strict=True))[:2]
@@ -264,9 +264,9 @@ class Symmetry:
         vv, ww, AvAv, AwAw, lhs, rhs = self._space.dots(*each, dtype=torch.float64)[:, 0].tolist()
         size = (vv * AwAw) ** 0.5 + (ww * AvAv) ** 0.5
         gap = abs(lhs - rhs)
-        if self._exceeds(gap, size, bound) and (
-            (half := self._half()) is None or self._exceeds(gap, size, BOUNDS[half])
-        ):
+        if not self._exceeds(gap, size, bound):
+            found_once(self._loss, ("symmetric", self._name), lambda: True)
+        elif (half := self._half()) is None or self._exceeds(gap, size, BOUNDS[half]):
             if self._is_rounding(torch.stack([v, w])):
                 return
             own = object()  # who tells of a loss first

@@ -243,11 +243,12 @@ class Space:
             if factor != 1:
                 row *= factor
             return
-        for part, leaf in zip(row.split(self._sizes), flat, strict=True):
-            if first:
-                part.copy_(leaf * factor)
-            else:
-                part.add_(leaf, alpha=factor)
+        parts = row.split(self._sizes)
+        if not first:
+            torch._foreach_add_(parts, flat, alpha=factor)
+            return
+        for part, leaf in zip(parts, flat, strict=True):
+            part.copy_(leaf * factor)
 
     def tree(self, row: Tensor) -> Tree:
         """A flat vector in the structure of params."""

@@ -393,9 +393,11 @@ def leave_k_out(
             f"k: expected at most the number of weights, {leaf.numel()}, got {k}; take fewer."
         )
     slope = (leaf * pytree.leaves(found.gradient)[place]).flatten()
-    chosen = torch.stack(
-        [torch.randperm(leaf.numel(), generator=generator)[:k] for _ in range(subsets)]
-    )
+    where: Any = {
+        "generator": generator,
+        "device": "cpu" if generator is None else generator.device,
+    }
+    chosen = torch.stack([torch.randperm(leaf.numel(), **where)[:k] for _ in range(subsets)]).cpu()
     bar, values = ProgressBar("leave_k_out", training.progress, unit="training"), []
     with (
         ring(training.policy, inner),

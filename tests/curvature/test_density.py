@@ -159,13 +159,3 @@ ERRORS = {
 
 
 test_errors = refused(ERRORS, lambda given: Given(matrix(VALUES)).spectral_density(**given))
-
-
-@pytest.mark.gpu
-def test_the_density_of_an_operator_on_another_device():
-    A = matrix(VALUES)
-    func = lambda p, b: p @ b @ p / 2  # noqa: E731
-    operator = hog.HessianOperator(func, torch.zeros(len(A), dtype=F64, device="cuda"), A.cuda())
-    found = operator.spectral_density(6, steps=10, generator=seeded())
-    assert found.density.device.type == "cpu"
-    assert_close(found.density, Given(A).spectral_density(6, steps=10, generator=seeded()).density)

@@ -424,12 +424,3 @@ ERRORS = {
 
 
 test_errors = refused(ERRORS)
-
-
-@pytest.mark.gpu
-def test_on_a_gpu():
-    net, x = smooth(), points(4, 3)
-    expected = hog.laplacian(net, x)[1].detach(), hog.bilaplacian(net, x)[1].detach()
-    net, x = net.cuda(), x.cuda()
-    found = hog.laplacian(net, x)[1].detach().cpu(), hog.bilaplacian(net, x)[1].detach().cpu()
-    assert_close(found, expected)

@@ -186,6 +186,7 @@ def _functions(torch: Any) -> dict[str, Any]:
         "_maybe_exchange_device": lambda i: (C.current_device(), C.set_device(i))[0],
         "device": device,
         "synchronize": lambda device=None: C.synchronize(),
+        "empty_cache": lambda: None,
         "current_stream": lambda device=None: torch.Stream(torch.device("cuda", _index(device))),
         "default_generators": generators,
         "manual_seed": lambda seed: generators[C.current_device()].manual_seed(int(seed)),

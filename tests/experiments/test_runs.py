@@ -127,6 +127,7 @@ RESUMED = [
     *((name, (), one.stop, () if name in SPECIAL else FULL) for name, one in EXPERIMENTS.items()
       if name != "meta/data_values"),
     ("gan/mnist", (*LAZY_GRAPHS, *EVERY_9), (13, 10), ()),
+    ("maml/sinusoid", ("--trainer.accelerator", "gpu"), (15, 10), (FULL, pytest.mark.gpu)),
 ]  # fmt: skip
 
 
