@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils.data import DataLoader
 
 from hoglib._core import pytree, validation
@@ -364,6 +365,8 @@ class FunctionalLoss:
             translate_device_errors(batch, reference).explain(error)
             translate_hook_errors("loss(params, batch)").explain(error)
             raise
+        if torch.compiler.is_dynamo_compiling():
+            return outputs
         look = partial(self._refuse_own_parameters, params, outputs)
         found_once(self.model, ("parameters from elsewhere", *params), look)
         return outputs
@@ -427,6 +430,9 @@ class FunctionalLoss:
                 f"params: expected a dict of tensors by qualified name, got "
                 f"{validation.describe(params)}. Make one with `hoglib.trainable_params(model)`."
             )
+        if torch.compiler.is_dynamo_compiling():
+            buffers = {name: x.clone() for name, x in self.model.named_buffers()}
+            return _reparametrize_module(self.model, {**buffers, **params}, tie_weights=True)
         if not params.keys() <= self._names:
             self._check_names(params)
         return swap_parameters(self.model, params, self._dtype, self._norm_policy)

@@ -10,6 +10,7 @@ from hoglib._core import pytree, torch_internals, validation
 from hoglib._core.autograd import Gradient, clone_inference_tensors, dense, materialize_grads, vjp
 from hoglib._core.placement import refuse_sharded
 from hoglib._core.problem import Options, Policy, Problem, refuse_wrapped_calls
+from hoglib.capture.within import within_compile
 from hoglib.curvature.compiled import linearizer
 from hoglib.curvature.fisher_metric import FisherKind, FisherMetric
 from hoglib.curvature.gauss_newton import GaussNewtonKind, GaussNewtonMode
@@ -33,6 +34,12 @@ Loss = Callable[..., Tensor]
 Entries = dict[tuple[int, int], Tensor]  # the matrix of each pair of leaves
 
 
+def _like_product(value: Any, options: Any, params: Any, v: Any, *args: Any) -> Any:
+    value, *_ = pytree.tensors(value)
+    return value.sum().detach(), pytree.map(lambda x: x.detach().clone(), v)
+
+
+@within_compile(_like_product, lambda params, v, *args: (params, *args))
 def hvp(
     func: Loss,
     params: T,
