@@ -16,7 +16,7 @@ from typing import Any, TypeVar, final
 import torch
 from torch import Tensor, fx
 
-from hoglib._core import pytree, validation
+from hoglib._core import pytree
 from hoglib._core.ambient import inside
 from hoglib.errors import UnsupportedError
 
@@ -30,12 +30,14 @@ def mark(what: str, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def within_compile(
-    like: Callable[..., Any], called_with: Callable[..., tuple[Any, ...]] = lambda *args: args
-) -> Callable[[F], F]:
+    like: Callable[..., Any], called_with: Callable[..., tuple[Any, ...]] = lambda *args: args,
+    select: Callable[[Any, Any], Tensor] | None = None,
+) -> Callable[[F], F]:  # fmt: skip
     """Makes an entry point (func, *args, **options) traceable by torch.compile.
 
     like: of what func returns, the options and the args: tensors like those of the result. called_with:
-    of the args: those of func.
+    of the args: those of func. select: of what func returns and the option `output`: the output that is
+    differentiated.
     """
 
     def decorate(entry: F) -> F:
@@ -50,7 +52,7 @@ def within_compile(
             if not torch.compiler.is_dynamo_compiling():
                 return entry(*args, **options)
             args += tuple([options.pop(name) for name in names[len(args) :] if name in options])
-            return _traced(entry, like, called_with, args[0], args[1:], options)
+            return _traced(entry, (like, called_with, select), args[0], args[1:], options)
 
         found: Any = run
         return found
@@ -59,26 +61,30 @@ def within_compile(
 
 
 def _traced(
-    entry: Callable[..., Any], like: Callable[..., Any], called_with: Callable[..., Any], func: Any,
-    args: tuple[Any, ...], options: dict[str, Any],
-) -> Any:  # fmt: skip
+    entry: Callable[..., Any], how: Any, func: Any, args: tuple[Any, ...], options: dict[str, Any]
+) -> Any:
     """entry(func, *args, **options), as Dynamo reads it."""
-    leaves, structure = pytree.flatten((args, options))
+    like, called_with, select = how
+    output = options.get("output")
+    kept = {name: x for name, x in options.items() if name != "output"}
+    leaves, structure = pytree.flatten((args, kept))
     tensors = [x for x in leaves if isinstance(x, Tensor)]
     others = tuple([None if isinstance(x, Tensor) else (x,) for x in leaves])
 
     def body() -> Any:
         if not torch.compiler.is_dynamo_compiling():  # which has left this call to Python
             return entry(func, *args, **options)
-        own, named = _filled(others, structure, mark("arguments", *tensors))
+        own, _ = _filled(others, structure, mark("arguments", *tensors))
         leaves, form = pytree.flatten(called_with(*own))
         marked = list(mark("call", *[x for x in leaves if isinstance(x, Tensor)]))
         given = [marked.pop(0) if isinstance(x, Tensor) else x for x in leaves]
         value = func(*pytree.unflatten(given, form))
-        mark("one" if isinstance(value, Tensor) else "several", *pytree.tensors(value))
-        return like(value, named, *own)
+        found = [] if select is None or isinstance(value, Tensor) else [select(value, output)]
+        found += pytree.tensors(value)
+        mark("one" if isinstance(value, Tensor) else "several", *found)
+        return like(value, options, *own)
 
-    run = partial(_run, entry, others, structure)
+    run = partial(_run, entry, others, structure, select is not None)
     return torch.ops.higher_order.dynamo_bypassing_wrapper(run, body)
 
 
@@ -88,7 +94,7 @@ def _filled(others: Sequence[Any], structure: Any, tensors: Sequence[Tensor]) ->
     return pytree.unflatten([left.pop(0) if x is None else x[0] for x in others], structure)
 
 
-def _run(entry: Any, others: Any, structure: Any, body: Any) -> Callable[..., Any]:
+def _run(entry: Any, others: Any, structure: Any, selects: bool, body: Any) -> Callable[..., Any]:
     """What torch calls in the place of the body."""
     if not isinstance(body, fx.GraphModule):
         return body
@@ -97,7 +103,10 @@ def _run(entry: Any, others: Any, structure: Any, body: Any) -> Callable[..., An
         program = Program(body, inputs, entry.__name__)
         args, options = _filled(others, structure, program.arguments)
         with inside(value_checks_off=True):
-            return tuple(pytree.tensors(entry(program, *args, **options)))
+            found = pytree.tensors(entry(program, *args, **options))
+        if selects and program.returns_several and options.get("return_outputs"):
+            del found[1]  # which comes once more, among the outputs
+        return tuple(found)
 
     return run
 
@@ -113,11 +122,9 @@ class Program:
         self._known = dict(zip(inputs_of, inputs, strict=True))
         of_arguments, self._begin, self._end = [n for n in nodes if n.target is mark]
         self.arguments = [self._known[node] for node in of_arguments.args[1:]]
+        self.returns_several = self._end.args[0] == "several"
         self._nodes = nodes[nodes.index(of_arguments) : nodes.index(self._end)]
         self._caller = caller
-        for node in self._nodes:
-            if getattr(node.target, "_name", "") == "autograd_function_apply":
-                raise UnsupportedError("TODO")
 
     def __call__(self, *given: Any) -> Any:
         run = self._interpreter
@@ -126,4 +133,4 @@ class Program:
         for node in self._nodes:
             run.env[node] = tuple(tensors) if node is self._begin else run.run_node(node)
         values = run.map_nodes_to_values(self._end.args[1:], self._end)
-        return values[0] if self._end.args[0] == "one" else values
+        return values if self.returns_several else values[0]

@@ -16,6 +16,7 @@ from hoglib._core.problem import Options, Policy
 from hoglib._core.tolerances import TOLERANCES
 from hoglib._core.torch_modes import ActiveStandIns, value_checks_on, without_stand_ins
 from hoglib._core.trust import found_once
+from hoglib.capture.within import within_compile
 from hoglib.curvature.linear_map import no_forward_mode
 from hoglib.errors import (
     ArgumentTypeError,
@@ -33,6 +34,13 @@ FORWARD, REVERSE = "forward", "reverse"
 CALLER = "jvp"
 
 
+def _like_jvp(value: Any, *given: Any) -> Any:
+    return value, pytree.map(torch.clone, value)
+
+
+@within_compile(
+    _like_jvp, lambda primals, tangents: primals if type(primals) is tuple else (primals,)
+)
 def jvp(
     func: Callable[..., Tree],
     primals: Tree,

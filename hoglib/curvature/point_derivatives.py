@@ -22,6 +22,7 @@ from hoglib._core.factorizations import symmetric_eigen
 from hoglib._core.finite_differences import fixed_random_numbers
 from hoglib._core.problem import Options
 from hoglib._core.state import GeneratorStates
+from hoglib.capture.within import within_compile
 from hoglib.curvature.input_derivatives import (
     Function,
     Weighted,
@@ -63,6 +64,18 @@ class Directions(NamedTuple):
         return list(zip(vectors, weights, strict=True))  # type: ignore[arg-type]
 
 
+def _like_laplacian(value: Any, options: Any, x: Tensor, *args: Any) -> Any:
+    if not options.get("return_gradient"):
+        return value, value.clone()
+    shape = x.shape[1:] if value.dim() else x.shape
+    return value, value.clone(), value.reshape(*value.shape, *(1 for _ in shape)).expand(*value.shape, *shape)
+
+
+def _like_directional(value: Any, options: Any, x: Tensor, v: Tensor, *args: Any) -> Any:
+    return value, value.expand(*v.shape[: v.dim() - x.dim()], *value.shape).clone()
+
+
+@within_compile(_like_laplacian)
 def laplacian(
     func: Callable[..., Tensor],
     x: Tensor,
@@ -285,6 +298,7 @@ class _OtherLayout(Exception):
     one output."""
 
 
+@within_compile(_like_laplacian)
 def bilaplacian(
     func: Callable[..., Tensor],
     x: Tensor,
@@ -489,6 +503,7 @@ def _draw(x: Tensor, number: Any, generator: Any, *, signs: bool) -> Tensor | No
     return (2 * torch.randint(0, 2, shape, generator=own, device=device) - 1).to(x)
 
 
+@within_compile(_like_directional, lambda x, v, order, *args: (x, *args))
 def directional(
     func: Callable[..., Tensor],
     x: Tensor,
@@ -564,6 +579,7 @@ def directional(
     return f, d
 
 
+@within_compile(_like_laplacian)
 def partial_derivative(
     func: Callable[..., Tensor],
     x: Tensor,

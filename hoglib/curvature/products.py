@@ -265,6 +265,14 @@ def _refuse_sharded(policy: Policy, func: Any) -> None:
     refuse_wrapped_calls(policy.caller, func)
 
 
+def _like_hessian(value: Any, options: Any, params: Any, *args: Any) -> Any:
+    def block(p: Tensor, q: Tensor) -> Tensor:
+        return value.detach().expand(*p.shape, *q.shape)
+
+    return pytree.map(lambda p: pytree.map(lambda q: block(p, q), params), params)
+
+
+@within_compile(_like_hessian)
 def hessian(
     func: Callable[..., Tensor],
     params: Tree,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hoglib._core import validation
 from hoglib.errors import ArgumentValueError
-from hoglib.penalties.evaluation import PenaltyWithOutputs, penalty
+from hoglib.penalties.evaluation import PenaltyWithOutputs, penalty, traceable
 from hoglib.penalties.module import BOTH, FAKE, REAL, register
 from hoglib.penalties.options import Options, check_options
 from hoglib.penalties.samples import add_noise, interpolate
@@ -19,6 +19,7 @@ Critic = Callable[..., Any]
 
 
 @register(BOTH, term="(|g_n| - target)^2", draw="between")
+@traceable(lambda real, fake, *args: (real, *args))
 def wgan_gp(
     critic: Critic,
     real: Any,
@@ -80,6 +81,7 @@ def wgan_gp(
 
 
 @register(BOTH, term="|g_n|^2", draw="between")
+@traceable(lambda real, fake, *args: (real, *args))
 def zero_centred(
     critic: Critic,
     real: Any,
@@ -131,6 +133,7 @@ def zero_centred(
 
 
 @register(REAL, term="|g_n|^2 / 2 at real")
+@traceable()
 def r1(critic: Critic, real: Any, *args: Any, **options: Unpack[Options]) -> Tensor:
     r"""R1: the squared slope at real samples, halved, so that its weight is gamma.
 
@@ -173,6 +176,7 @@ def r1(critic: Critic, real: Any, *args: Any, **options: Unpack[Options]) -> Ten
 
 
 @register(FAKE, term="|g_n|^2 / 2 at fake")
+@traceable()
 def r2(critic: Critic, fake: Any, *args: Any, **options: Unpack[Options]) -> Tensor:
     r"""R2: the squared slope at fake samples, halved, so that its weight is gamma.
 
@@ -251,10 +255,13 @@ def r1_r2(critic: Critic, real: Any, fake: Any, *args: Any, **options: Unpack[Op
         >>> hog.penalties.r1_r2(lambda x: x.square(), real, fake)  # 2 + (8 + 0) / 2
         tensor(6.)
     """
-    checked = check_options("r1_r2", options)
-    at_real = penalty(critic, real, args, half_squared_slope, checked)
-    at_fake = penalty(critic, fake, args, half_squared_slope, checked)
-    if not checked.return_outputs:
+    if torch.compiler.is_dynamo_compiling():
+        at_real, at_fake = r1(critic, real, *args, **options), r2(critic, fake, *args, **options)
+    else:
+        checked = check_options("r1_r2", options)
+        at_real = penalty(critic, real, args, half_squared_slope, checked)
+        at_fake = penalty(critic, fake, args, half_squared_slope, checked)
+    if not options.get("return_outputs"):
         return _add(at_real, at_fake)
     (a, scores_of_real), (b, scores_of_fake) = at_real, at_fake
     both: Any = PenaltyWithOutputs(_add(a, b), (scores_of_real, scores_of_fake))
@@ -263,6 +270,7 @@ def r1_r2(critic: Critic, real: Any, fake: Any, *args: Any, **options: Unpack[Op
 
 # at points that were drawn it is the penalty of WGAN-GP
 @register(REAL, term="(|g_n| - target)^2", draw="noise", at_points=wgan_gp)
+@traceable()
 def dragan(
     critic: Critic,
     real: Any,

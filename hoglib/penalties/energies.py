@@ -12,15 +12,30 @@ from hoglib._core.gradient_graph import depends_on_any
 from hoglib._core.source_location import warn
 from hoglib._core.state import preserve_random_state
 from hoglib._core.torch_modes import value_checks_on
+from hoglib.capture.within import within_compile
 from hoglib.errors import ArgumentValueError
 from hoglib.penalties.distributed import averaged
 from hoglib.penalties.evaluation import captures, run_as_graph
 from hoglib.penalties.input_vjp import Function, InputVJP, input_vjp
-from hoglib.penalties.options import CheckedOptions, Options, check_options
+from hoglib.penalties.options import CheckedOptions, Options, check_options, select_output
 from hoglib.penalties.samples import Samples
 from hoglib.penalties.terms import check_batch_dependence, is_batch_dependent
 
 OF_PENALTIES = ("reduction", "micro_batch", "return_outputs")  # options that forces do not have
+
+
+def _like_forces(value: Any, options: dict[str, Any], positions: Any, *args: Any) -> Any:
+    y = select_output(value, options.get("output"))
+    if not options.get("hessian"):
+        return EnergyForces(y, pytree.map(lambda x: x.detach() * y.sum(), positions))
+    batched = int(y.dim() > 0 and pytree.tensors(positions)[0].dim() > 1)
+
+    def block(x: Tensor, z: Tensor) -> Tensor:
+        shape = *x.shape, *z.shape[batched:]
+        return y.sum().expand(shape)
+
+    pairs = pytree.map(lambda x: pytree.map(lambda z: block(x, z), positions), positions)
+    return EnergyForcesHessian(y, pytree.map(lambda x: x.detach() * y.sum(), positions), pairs)
 
 
 @overload
@@ -32,6 +47,7 @@ def forces(
     energy: Function, positions: Any, *args: Any, hessian: Literal[False] = False,
     **options: Unpack[Options],
 ) -> "EnergyForces": ...  # fmt: skip
+@within_compile(_like_forces, select=select_output)
 def forces(
     energy: Function, positions: Any, *args: Any, hessian: bool = False, **options: Unpack[Options]
 ) -> Any:

@@ -14,7 +14,7 @@ from hoglib._core.problem import Problem
 from hoglib._core.torch_internals import transforms_active, uncompiled
 from hoglib.errors import ArgumentValueError
 from hoglib.ops._distance import root
-from hoglib.penalties.evaluation import captures, penalty, run_as_graph, with_outputs
+from hoglib.penalties.evaluation import captures, penalty, run_as_graph, traceable, with_outputs
 from hoglib.penalties.input_vjp import (
     Function,
     autocast_devices,
@@ -33,6 +33,7 @@ OF_SAMPLES = ("reduction", "output", "batch", "micro_batch")
 
 
 @register(REAL)
+@traceable()
 def input_gradient(loss: Function, x: Any, *args: Any, **options: Unpack[Options]) -> Tensor:
     r"""Double backpropagation: the squared gradient of each sample's loss by its inputs, halved.
 
@@ -73,6 +74,7 @@ def input_gradient(loss: Function, x: Any, *args: Any, **options: Unpack[Options
 
 
 @register(REAL)
+@traceable()
 def jacobian(
     func: Function,
     x: Any,
@@ -124,6 +126,7 @@ def jacobian(
 
 
 @register(REAL, needs="derivatives")
+@traceable(lambda x, derivatives, *args: (x, *args))
 def sobolev(
     func: Function,
     x: Any,
@@ -195,6 +198,7 @@ def sobolev(
 
 
 @register(REAL)
+@traceable()
 def lipschitz(
     func: Function,
     x: Any,
@@ -256,6 +260,7 @@ def _check_projections(count: int | None) -> None:
 
 
 @register(REAL, without=OF_SAMPLES)
+@traceable()
 def parameter_gradient(
     func: Function, params: Any, *args: Any, squared: bool = False, **options: Unpack[Options]
 ) -> Tensor:

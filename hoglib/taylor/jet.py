@@ -20,6 +20,7 @@ from hoglib._core.source_location import first_time, warn_once
 from hoglib._core.state import GeneratorStates
 from hoglib._core.swap import call_with
 from hoglib._core.trust import DIGITS, agree
+from hoglib.capture.within import within_compile
 from hoglib.errors import (
     ArgumentTypeError,
     ArgumentValueError,
@@ -43,6 +44,13 @@ Leaves = list[Tensor]
 TaylorMode = Literal["auto", "taylor", "nested"]
 
 
+def _like_jet(value: Any, options: Any, primals: Any, series: Any) -> Any:
+    single = isinstance(primals, Tensor)
+    order = len(series if single else series[0])
+    return value, pytree.map(lambda y: [y.clone() for _ in range(order)], value)
+
+
+@within_compile(_like_jet, lambda primals, series: (primals,) if isinstance(primals, Tensor) else primals)
 def jet(
     func: Callable[..., Any],
     primals: Any,
