@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +39,8 @@ __all__ = ["FunctionalLoss", "functional_loss", "trainable_params"]
 
 Criterion = Callable[[Any, Any], Tensor]
 Forward = Callable[[nn.Module, Any], Any]
+# what torch.compile names by its id, because a graph holds no objects
+BY_ID: "WeakValueDictionary[int, Any]" = WeakValueDictionary()
 
 
 def functional_loss(
@@ -219,6 +222,7 @@ class FunctionalLoss:
         self._own: set[tuple[int, str]] = set()  # parameters of the model, by id
         self._names: set[str] = set()
         self._compiled = False  # until the first call
+        BY_ID[id(self)] = self
 
     def __call__(self, params: Params, batch: Any, *more: Any) -> Tensor:
         if more:

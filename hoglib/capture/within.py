@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from hoglib._core import pytree
 from hoglib._core.ambient import inside
-from hoglib.errors import UnsupportedError
+from hoglib.functional import BY_ID
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -31,13 +31,13 @@ def mark(what: str, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 def within_compile(
     like: Callable[..., Any], called_with: Callable[..., tuple[Any, ...]] = lambda *args: args,
-    select: Callable[[Any, Any], Tensor] | None = None,
+    select: Callable[[Any, Any], Tensor] | None = None, apart: bool = False,
 ) -> Callable[[F], F]:  # fmt: skip
     """Makes an entry point (func, *args, **options) traceable by torch.compile.
 
     like: of what func returns, the options and the args: tensors like those of the result. called_with:
     of the args: those of func. select: of what func returns and the option `output`: the output that is
-    differentiated.
+    differentiated. apart: func is a loss with outputs and criterion.
     """
 
     def decorate(entry: F) -> F:
@@ -52,7 +52,8 @@ def within_compile(
             if not torch.compiler.is_dynamo_compiling():
                 return entry(*args, **options)
             args += tuple([options.pop(name) for name in names[len(args) :] if name in options])
-            return _traced(entry, (like, called_with, select), args[0], args[1:], options)
+            how = like, called_with, select, apart
+            return _traced(entry, how, args[0], args[1:], options)
 
         found: Any = run
         return found
@@ -64,7 +65,7 @@ def _traced(
     entry: Callable[..., Any], how: Any, func: Any, args: tuple[Any, ...], options: dict[str, Any]
 ) -> Any:
     """entry(func, *args, **options), as Dynamo reads it."""
-    like, called_with, select = how
+    like, called_with, select, apart = how
     output = options.get("output")
     kept = {name: x for name, x in options.items() if name != "output"}
     leaves, structure = pytree.flatten((args, kept))
@@ -75,17 +76,30 @@ def _traced(
         if not torch.compiler.is_dynamo_compiling():  # which has left this call to Python
             return entry(func, *args, **options)
         own, _ = _filled(others, structure, mark("arguments", *tensors))
-        leaves, form = pytree.flatten(called_with(*own))
-        marked = list(mark("call", *[x for x in leaves if isinstance(x, Tensor)]))
-        given = [marked.pop(0) if isinstance(x, Tensor) else x for x in leaves]
-        value = func(*pytree.unflatten(given, form))
-        found = [] if select is None or isinstance(value, Tensor) else [select(value, output)]
-        found += pytree.tensors(value)
-        mark("one" if isinstance(value, Tensor) else "several", *found)
+        given = called_with(*own)
+        if apart:
+            params, batch = given
+            outputs = _recorded(lambda params: func.outputs(params, batch), (params,))
+            value = _recorded(lambda outputs: func.criterion(outputs, batch), (outputs,))
+        else:
+            value = _recorded(func, given, select, output)
         return like(value, options, *own)
 
-    run = partial(_run, entry, others, structure, select is not None)
+    of_loss = id(func) if apart else None
+    run = partial(_run, entry, others, structure, select is not None, of_loss)
     return torch.ops.higher_order.dynamo_bypassing_wrapper(run, body)
+
+
+def _recorded(func: Any, args: tuple[Any, ...], select: Any = None, output: Any = None) -> Any:
+    """func(*args), between marks."""
+    leaves, structure = pytree.flatten(args)
+    marked = mark("call", *[x for x in leaves if isinstance(x, Tensor)])
+    others = [None if isinstance(x, Tensor) else (x,) for x in leaves]
+    value = func(*_filled(others, structure, marked))
+    found = [] if select is None or isinstance(value, Tensor) else [select(value, output)]
+    found += pytree.tensors(value)
+    mark("one" if isinstance(value, Tensor) else "several", *found)
+    return value
 
 
 def _filled(others: Sequence[Any], structure: Any, tensors: Sequence[Tensor]) -> Any:
@@ -94,43 +108,72 @@ def _filled(others: Sequence[Any], structure: Any, tensors: Sequence[Tensor]) ->
     return pytree.unflatten([left.pop(0) if x is None else x[0] for x in others], structure)
 
 
-def _run(entry: Any, others: Any, structure: Any, selects: bool, body: Any) -> Callable[..., Any]:
+def _run(
+    entry: Any, others: Any, structure: Any, selects: bool, of_loss: int | None, body: Any
+) -> Callable[..., Any]:
     """What torch calls in the place of the body."""
     if not isinstance(body, fx.GraphModule):
         return body
 
     def run(*inputs: Tensor) -> tuple[Tensor, ...]:
-        program = Program(body, inputs, entry.__name__)
-        args, options = _filled(others, structure, program.arguments)
+        tensors, parts = parts_of(body, inputs)
+        args, options = _filled(others, structure, tensors)
+        func: Any = parts[0] if of_loss is None else TracedLoss(BY_ID[of_loss], *parts)
         with inside(value_checks_off=True):
-            found = pytree.tensors(entry(program, *args, **options))
-        if selects and program.returns_several and options.get("return_outputs"):
+            found = pytree.tensors(entry(func, *args, **options))
+        if selects and parts[0].returns_several and options.get("return_outputs"):
             del found[1]  # which comes once more, among the outputs
         return tuple(found)
 
     return run
 
 
-@final
-class Program:
-    """The user's function as Dynamo traced it, at tensors of the shapes that it was traced at."""
+def parts_of(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> tuple[list[Tensor], list["Part"]]:
+    """The arguments that a body marked, and the calls of functions in it."""
+    nodes, run = list(graph.graph.nodes), fx.Interpreter(graph)
+    marks = [node for node in nodes if node.target is mark]
+    run.env = dict(zip([n for n in nodes if n.op == "placeholder"], inputs, strict=True))
+    tensors = [run.env[node] for node in marks[0].args[1:]]
+    for node in nodes[nodes.index(marks[0]) : nodes.index(marks[1])]:
+        run.env[node] = run.run_node(node)
+    calls = zip(marks[1::2], marks[2::2], strict=True)
+    return tensors, [
+        Part(run, begin, nodes[nodes.index(begin) + 1 : nodes.index(end)], end)
+        for begin, end in calls
+    ]
 
-    def __init__(self, graph: fx.GraphModule, inputs: Sequence[Tensor], caller: str) -> None:
-        nodes = list(graph.graph.nodes)
-        inputs_of = [node for node in nodes if node.op == "placeholder"]
-        self._interpreter = fx.Interpreter(graph)
-        self._known = dict(zip(inputs_of, inputs, strict=True))
-        of_arguments, self._begin, self._end = [n for n in nodes if n.target is mark]
-        self.arguments = [self._known[node] for node in of_arguments.args[1:]]
-        self.returns_several = self._end.args[0] == "several"
-        self._nodes = nodes[nodes.index(of_arguments) : nodes.index(self._end)]
-        self._caller = caller
+
+@final
+class Part:
+    """A function as Dynamo traced it, of tensors of the shapes that it was traced at."""
+
+    def __init__(
+        self, run: fx.Interpreter, begin: fx.Node, nodes: list[fx.Node], end: fx.Node
+    ) -> None:
+        self._run, self._begin, self._nodes, self._end = run, begin, nodes, end
+        self._known = dict(run.env)
+        self.returns_several = end.args[0] == "several"
 
     def __call__(self, *given: Any) -> Any:
-        run = self._interpreter
-        run.env = dict(self._known)
-        tensors = pytree.tensors(given)
+        run = self._run
+        run.env = {**self._known, self._begin: tuple(pytree.tensors(given))}
         for node in self._nodes:
-            run.env[node] = tuple(tensors) if node is self._begin else run.run_node(node)
+            run.env[node] = run.run_node(node)
         values = run.map_nodes_to_values(self._end.args[1:], self._end)
         return values if self.returns_several else values[0]
+
+
+@final
+class TracedLoss:
+    """A loss, of which Dynamo traced the outputs and the criterion."""
+
+    def __init__(self, loss: Any, outputs: Part, criterion: Part) -> None:
+        self._outputs, self._criterion = outputs, criterion
+        self.user_criterion, self.targets = loss.user_criterion, loss.targets
+
+    def outputs(self, params: Any, batch: Any) -> Any:
+        return self._outputs(params)
+
+    def criterion(self, outputs: Any, batch: Any) -> Tensor:
+        value: Tensor = self._criterion(outputs)
+        return value

@@ -96,6 +96,7 @@ def hvp(
     return _product(kind, func, params, v, args, policy)
 
 
+@within_compile(_like_product, lambda params, v, batch: (params, batch), apart=True)
 def ggn_vp(
     loss: Any,
     params: T,
@@ -151,6 +152,7 @@ def ggn_vp(
     return _product(kind, loss, params, v, (batch,), policy)
 
 
+@within_compile(_like_product, lambda params, v, batch: (params, batch), apart=True)
 def fisher_vp(
     loss: Any,
     params: T,
