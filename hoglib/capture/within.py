@@ -52,8 +52,20 @@ def within_compile(
             if not torch.compiler.is_dynamo_compiling():
                 return entry(*args, **options)
             args += tuple([options.pop(name) for name in names[len(args) :] if name in options])
-            how = like, called_with, select, apart
-            return _traced(entry, how, args[0], args[1:], options)
+            func, output = args[0], options.get("output")
+
+            def record(*own: Any) -> Any:
+                given = called_with(*own)
+                if not apart:
+                    return like(recorded(func, given, select, output), options, *own)
+                params, batch = given
+                outputs = recorded(lambda params: func.outputs(params, batch), (params,))
+                value = recorded(lambda outputs: func.criterion(outputs, batch), (outputs,))
+                return like(value, options, *own)
+
+            kept = {name: x for name, x in options.items() if name != "output"}
+            replay = partial(_replay, entry, id(func) if apart else None, select is not None)
+            return traced(record, replay, lambda: entry(*args, **options), args[1:], kept)
 
         found: Any = run
         return found
@@ -61,36 +73,41 @@ def within_compile(
     return decorate
 
 
-def _traced(
-    entry: Callable[..., Any], how: Any, func: Any, args: tuple[Any, ...], options: dict[str, Any]
-) -> Any:
-    """entry(func, *args, **options), as Dynamo reads it."""
-    like, called_with, select, apart = how
-    output = options.get("output")
-    kept = {name: x for name, x in options.items() if name != "output"}
-    leaves, structure = pytree.flatten((args, kept))
+def _replay(
+    entry: Any, of_loss: int | None, selects: bool, parts: list["Part"], args: Any, options: Any
+) -> list[Tensor]:
+    """The results of an entry point for a function that was recorded."""
+    func: Any = parts[0] if of_loss is None else TracedLoss(BY_ID[of_loss], *parts)
+    found = pytree.tensors(entry(func, *args, **options))
+    if selects and parts[0].returns_several and options.get("return_outputs"):
+        del found[1]  # which comes once more, among the outputs
+    return found
+
+
+def traced(
+    record: Callable[..., Any], replay: Callable[..., list[Tensor]], in_python: Callable[[], Any],
+    args: tuple[Any, ...], options: dict[str, Any],
+) -> Any:  # fmt: skip
+    """What hoglib computes of functions that Dynamo traces.
+
+    record: of the args: calls the functions by `recorded`, and returns tensors like the results. replay:
+    of the functions, the args and the options: the tensors of the results; a function of a module, with
+    constants. in_python: the results, where Dynamo does not trace this.
+    """
+    leaves, structure = pytree.flatten((args, options))
     tensors = [x for x in leaves if isinstance(x, Tensor)]
     others = tuple([None if isinstance(x, Tensor) else (x,) for x in leaves])
 
     def body() -> Any:
-        if not torch.compiler.is_dynamo_compiling():  # which has left this call to Python
-            return entry(func, *args, **options)
-        own, _ = _filled(others, structure, mark("arguments", *tensors))
-        given = called_with(*own)
-        if apart:
-            params, batch = given
-            outputs = _recorded(lambda params: func.outputs(params, batch), (params,))
-            value = _recorded(lambda outputs: func.criterion(outputs, batch), (outputs,))
-        else:
-            value = _recorded(func, given, select, output)
-        return like(value, options, *own)
+        if not torch.compiler.is_dynamo_compiling():
+            return in_python()
+        return record(*_filled(others, structure, mark("arguments", *tensors))[0])
 
-    of_loss = id(func) if apart else None
-    run = partial(_run, entry, others, structure, select is not None, of_loss)
+    run = partial(_run, replay, others, structure)
     return torch.ops.higher_order.dynamo_bypassing_wrapper(run, body)
 
 
-def _recorded(func: Any, args: tuple[Any, ...], select: Any = None, output: Any = None) -> Any:
+def recorded(func: Any, args: tuple[Any, ...], select: Any = None, output: Any = None) -> Any:
     """func(*args), between marks."""
     leaves, structure = pytree.flatten(args)
     marked = mark("call", *[x for x in leaves if isinstance(x, Tensor)])
@@ -108,22 +125,15 @@ def _filled(others: Sequence[Any], structure: Any, tensors: Sequence[Tensor]) ->
     return pytree.unflatten([left.pop(0) if x is None else x[0] for x in others], structure)
 
 
-def _run(
-    entry: Any, others: Any, structure: Any, selects: bool, of_loss: int | None, body: Any
-) -> Callable[..., Any]:
+def _run(replay: Any, others: Any, structure: Any, body: Any) -> Callable[..., Any]:
     """What torch calls in the place of the body."""
     if not isinstance(body, fx.GraphModule):
         return body
 
     def run(*inputs: Tensor) -> tuple[Tensor, ...]:
         tensors, parts = parts_of(body, inputs)
-        args, options = _filled(others, structure, tensors)
-        func: Any = parts[0] if of_loss is None else TracedLoss(BY_ID[of_loss], *parts)
         with inside(value_checks_off=True):
-            found = pytree.tensors(entry(func, *args, **options))
-        if selects and parts[0].returns_several and options.get("return_outputs"):
-            del found[1]  # which comes once more, among the outputs
-        return tuple(found)
+            return tuple(replay(parts, *_filled(others, structure, tensors)))
 
     return run
 

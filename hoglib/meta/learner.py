@@ -10,6 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from numbers import Real
@@ -33,10 +34,11 @@ from hoglib._core.placement import Placement, Sharding, placement_of, refuse_sha
 from hoglib._core.problem import Policy, check_option_names
 from hoglib._core.source_location import warn
 from hoglib._core.state import preserve_random_state
-from hoglib._core.swap import Params
-from hoglib._core.torch_modes import without_stand_ins
+from hoglib._core.swap import Params, swap_parameters
+from hoglib._core.torch_modes import value_checks_on, without_stand_ins
+from hoglib.capture.within import recorded, traced
 from hoglib.errors import ArgumentValueError, NoSecondDerivative, UnsupportedError
-from hoglib.functional import FunctionalLoss, check_instance, functional_loss, trainable_params
+from hoglib.functional import BY_ID, FunctionalLoss, check_instance, functional_loss, trainable_params
 from hoglib.meta import norms
 from hoglib.meta import tasks as task_sets
 from hoglib.meta.inner_loop import RECOMPUTES, UNUSED, check_inner_losses, refuse_saved_tensor_hooks
@@ -54,6 +56,34 @@ from hoglib.meta.module_loop import (
 from hoglib.meta.optimizers import resolve_rule, rule_name
 from hoglib.meta.tasks import Task, TaskFunction, TaskResult, check_tasks, map_tasks
 from hoglib.ring import graph_of, ring
+
+@final
+class _TracedObjective:
+    """A loss of a model, which Dynamo traced."""
+
+    def __init__(self, loss: FunctionalLoss, part: Any) -> None:
+        self.model, self.user_criterion, self._part = loss.model, loss.user_criterion, part
+        self.with_norm_policy = lambda policy: self  # models without batch norms alone
+
+    def __call__(self, params: Params, batch: Any) -> Tensor:
+        value: Tensor = self._part({n: p for n, p in params.items()}, batch)
+        return value
+
+
+def _replay(
+    entry: str, learner: int, options: int, parts: list[Any], args: tuple[Params, Any], _: Any
+) -> list[Tensor]:
+    """The results of a method of a learner, at parameters of its own that torch.compile traces."""
+    same: Learner = copy(BY_ID[learner])
+    (inner, outer), (own, tasks) = parts, args
+    same._losses = {
+        "inner": _TracedObjective(same.inner_objective, inner),  # type: ignore[dict-item]
+        "outer": _TracedObjective(same.objective, outer),
+    }  # fmt: skip
+    same._checked_model = id(same.model)
+    with swap_parameters(same, own):
+        return pytree.tensors(getattr(same, entry)(tasks))
+
 
 DEFAULTS = {
     "rule": "sgd", "inner_loss": None, "forward": None, "stand_ins": True, "remat": False,
@@ -148,6 +178,8 @@ class Learner(nn.Module, ABC):
         self._options = checked
         self._forward = forward
         self._losses: dict[str, FunctionalLoss] = {}
+        self._losses = {"outer": self.objective, "inner": self.inner_objective}
+        BY_ID[id(self)] = self
         self._vmappable = True  # until a model fails
         self._recomputes = False  # backward of the model does, as with torch.utils.checkpoint
         self._checked_model: int | None = None
@@ -241,6 +273,11 @@ class Learner(nn.Module, ABC):
             ArgumentValueError: for an empty support set or sizes that do not match.
             NonFiniteError: for an inner or outer loss that is not finite, naming task and step.
         """
+        if torch.compiler.is_dynamo_compiling():
+            return self._within_compile("_loss", tasks)
+        return self._loss(tasks)
+
+    def _loss(self, tasks: Any) -> Tensor:
         what = type(self).__name__
         validation.refuse_transforms(
             f"{what}.loss(tasks)",
@@ -290,6 +327,21 @@ class Learner(nn.Module, ABC):
             warn_if_not_finite(what, found.value, grads, first_step, leaves, around)
         grads = placement.wrap(grads)
         return with_gradients(found.value.mean(), grads, tensors, NOT_TWICE.format(what=what))
+
+    def _within_compile(self, entry: str, tasks: Any) -> Any:
+        """What a method returns, in what torch.compile traces."""
+        names = [name for name, p in self.model.named_parameters() if p.requires_grad]
+        own = {name: p for name, p in self.named_parameters()}
+        outer, inner = self._losses["outer"], self._losses["inner"]
+
+        def record(own: Params, tasks: Any) -> Tensor:
+            support, query = task_sets.first(tasks)
+            params = {name: own[f"model.{name}"] for name in names}
+            recorded(inner, (params, support))
+            return recorded(outer, (params, query)) * 1
+
+        replay = partial(_replay, entry, id(self), id(self._options))
+        return traced(record, replay, lambda: self.loss(tasks), (own, tasks), {})
 
     def _run(self, loop: ModuleLoop, start: MetaParams, tasks: Any, wanted: bool) -> TaskResult:
         """What the tasks give, which were checked."""
@@ -482,6 +534,8 @@ def check_derivatives(
 
 def check_finite(found: TaskResult) -> None:
     """Raise NonFiniteError at the first inner loss that is not finite, or outer loss."""
+    if not value_checks_on():
+        return
     # a sum is finite only if all its terms are
     if math.isfinite(float(found.inner_losses.detach().sum() + found.value.detach().sum())):
         return
