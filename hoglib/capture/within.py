@@ -142,8 +142,11 @@ def parts_of(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> tuple[list[Tens
     """The arguments that a body marked, and the calls of functions in it."""
     nodes, run = list(graph.graph.nodes), fx.Interpreter(graph)
     marks = [node for node in nodes if node.target is mark]
-    run.env = dict(zip([n for n in nodes if n.op == "placeholder"], inputs, strict=True))
-    tensors = [run.env[node] for node in marks[0].args[1:]]
+    own = marks[0].args[1:]
+    for node, x in zip([n for n in nodes if n.op == "placeholder"], inputs, strict=True):
+        # a buffer, which is left as it was
+        run.env[node] = x if node in own or x.requires_grad else x.clone()
+    tensors = [run.env[node] for node in own]
     for node in nodes[nodes.index(marks[0]) : nodes.index(marks[1])]:
         run.env[node] = run.run_node(node)
     calls = zip(marks[1::2], marks[2::2], strict=True)

@@ -198,7 +198,7 @@ def by_reverse(
     points, outputs, probes = _sizes(x, value, directions)
     y = value.reshape(points, outputs)
     # all at once takes twice the passes where no graph is kept, which pays from four outputs on
-    together = outputs > (1 if keep else 3) and y.dtype == x.dtype
+    together = outputs > (1 if keep else 3) and y.dtype == x.dtype and not torch_internals.tracing()
     result = _of_all_outputs(y, own, graph, probes, keep) if together else None
     if result is None:
         found = [_of_one_output(f, own, graph, probes, keep) for f in y.unbind(1)]
