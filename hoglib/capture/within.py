@@ -11,29 +11,38 @@ code, which no compiler has to read, runs once, on tensors without values: it ma
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
+from types import NoneType
 from typing import Any, TypeVar, final
 
 import torch
 from torch import Tensor, fx
 
-from hoglib._core import pytree
+from hoglib._core import pytree, torch_internals
 from hoglib._core.ambient import inside
+from hoglib._core.source_location import user_line
+from hoglib.errors import UnsupportedError
 from hoglib.functional import BY_ID
 
 F = TypeVar("F", bound=Callable[..., Any])
+CONSTANTS = (Tensor, int, float, complex, str, NoneType, torch.dtype, torch.device)
 
 
 @torch.compiler.allow_in_graph
 def mark(what: str, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors, as a node of a graph that can be found again."""
+    """The tensors, as a node of a graph that can be found again. Those that a function is called with
+    require grad: of a custom Function that is not differentiated Dynamo takes the forward alone."""
+    if what == "call" and not torch_internals.transforms_active():
+        return tuple([x.detach().requires_grad_(pytree.is_float(x)) for x in tensors])
     return tuple([x.view_as(x) for x in tensors])
 
 
 def within_compile(
-    like: Callable[..., Any], called_with: Callable[..., tuple[Any, ...]] = lambda *args: args,
+    like: Callable[..., Any] | None = None,
+    called_with: Callable[..., tuple[Any, ...]] = lambda *args: args,
     select: Callable[[Any, Any], Tensor] | None = None, apart: bool = False,
 ) -> Callable[[F], F]:  # fmt: skip
-    """Makes an entry point (func, *args, **options) traceable by torch.compile.
+    """Makes an entry point (func, *args, **options) traceable by torch.compile, or without `like` one
+    that runs uncompiled there.
 
     like: of what func returns, the options and the args: tensors like those of the result. called_with:
     of the args: those of func. select: of what func returns and the option `output`: the output that is
@@ -51,6 +60,8 @@ def within_compile(
         def run(*args: Any, **options: Any) -> Any:
             if not torch.compiler.is_dynamo_compiling():
                 return entry(*args, **options)
+            if like is None or options.get("micro_batch") is not None:
+                return uncompiled(partial(entry, *args, **options))
             args += tuple([options.pop(name) for name in names[len(args) :] if name in options])
             func, output = args[0], options.get("output")
 
@@ -65,7 +76,8 @@ def within_compile(
 
             kept = {name: x for name, x in options.items() if name != "output"}
             replay = partial(_replay, entry, id(func) if apart else None, select is not None)
-            return traced(record, replay, lambda: entry(*args, **options), args[1:], kept)
+            in_python = partial(entry, *args, **options)
+            return traced(entry.__name__, record, replay, in_python, args[1:], kept)
 
         found: Any = run
         return found
@@ -85,8 +97,8 @@ def _replay(
 
 
 def traced(
-    record: Callable[..., Any], replay: Callable[..., list[Tensor]], in_python: Callable[[], Any],
-    args: tuple[Any, ...], options: dict[str, Any],
+    caller: str, record: Callable[..., Any], replay: Callable[..., list[Tensor]],
+    in_python: Callable[[], Any], args: tuple[Any, ...], options: dict[str, Any],
 ) -> Any:  # fmt: skip
     """What hoglib computes of functions that Dynamo traces.
 
@@ -96,6 +108,8 @@ def traced(
     """
     leaves, structure = pytree.flatten((args, options))
     tensors = [x for x in leaves if isinstance(x, Tensor)]
+    if not all([isinstance(x, CONSTANTS) for x in leaves]):
+        return uncompiled(in_python)
     others = tuple([None if isinstance(x, Tensor) else (x,) for x in leaves])
 
     def body() -> Any:
@@ -103,19 +117,26 @@ def traced(
             return in_python()
         return record(*_filled(others, structure, mark("arguments", *tensors))[0])
 
-    run = partial(_run, replay, others, structure)
+    run = partial(_run, caller, replay, others, structure)
     return torch.ops.higher_order.dynamo_bypassing_wrapper(run, body)
+
+
+def uncompiled(function: Callable[[], Any]) -> Any:
+    """function(), for Dynamo, which runs it as it is."""
+    torch._dynamo.graph_break(msg="This call of hoglib runs uncompiled; see docs/compile.md.")
+    return torch.compiler.disable(function)()
 
 
 def recorded(func: Any, args: tuple[Any, ...], select: Any = None, output: Any = None) -> Any:
     """func(*args), between marks."""
     leaves, structure = pytree.flatten(args)
-    marked = mark("call", *[x for x in leaves if isinstance(x, Tensor)])
     others = [None if isinstance(x, Tensor) else (x,) for x in leaves]
-    value = func(*_filled(others, structure, marked))
-    found = [] if select is None or isinstance(value, Tensor) else [select(value, output)]
-    found += pytree.tensors(value)
-    mark("one" if isinstance(value, Tensor) else "several", *found)
+    with torch.enable_grad():
+        marked = mark("call", *[x for x in leaves if isinstance(x, Tensor)])
+        value = func(*_filled(others, structure, marked))
+        found = [] if select is None or isinstance(value, Tensor) else [select(value, output)]
+        found += pytree.tensors(value)
+        mark("one" if isinstance(value, Tensor) else "several", *found)
     return value
 
 
@@ -125,21 +146,33 @@ def _filled(others: Sequence[Any], structure: Any, tensors: Sequence[Tensor]) ->
     return pytree.unflatten([left.pop(0) if x is None else x[0] for x in others], structure)
 
 
-def _run(replay: Any, others: Any, structure: Any, body: Any) -> Callable[..., Any]:
+def _run(caller: str, replay: Any, others: Any, structure: Any, body: Any) -> Callable[..., Any]:
     """What torch calls in the place of the body."""
     if not isinstance(body, fx.GraphModule):
         return body
 
     def run(*inputs: Tensor) -> tuple[Tensor, ...]:
-        tensors, parts = parts_of(body, inputs)
+        tensors, parts = parts_of(body, inputs, caller)
         with inside(value_checks_off=True):
             return tuple(replay(parts, *_filled(others, structure, tensors)))
 
     return run
 
 
-def parts_of(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> tuple[list[Tensor], list["Part"]]:
+def parts_of(
+    graph: fx.GraphModule, inputs: Sequence[Tensor], caller: str
+) -> tuple[list[Tensor], list["Part"]]:
     """The arguments that a body marked, and the calls of functions in it."""
+    for part in graph.modules():
+        for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
+            if getattr(node.target, "__name__", "") == "autograd_function_apply":
+                line = user_line((node.stack_trace or "").splitlines())
+                raise UnsupportedError(
+                    f"{caller} inside torch.compile: expected operations of torch, got a custom "
+                    f"Function at {line}: compiled, its second derivative is zero, without an error. "
+                    "Leave the call out by `torch.compiler.disable`, which examines the Function, too; "
+                    "or use `hoglib.compile` instead of torch.compile."
+                )
     nodes, run = list(graph.graph.nodes), fx.Interpreter(graph)
     marks = [node for node in nodes if node.target is mark]
     own = marks[0].args[1:]
@@ -168,8 +201,17 @@ class Part:
         self.returns_several = end.args[0] == "several"
 
     def __call__(self, *given: Any) -> Any:
-        run = self._run
-        run.env = {**self._known, self._begin: tuple(pytree.tensors(given))}
+        run, tensors = self._run, pytree.tensors(given)
+        traced_at = self._begin.meta["example_value"]
+        for x, was in zip(tensors, traced_at, strict=True):
+            if [n for n in was.shape if type(n) is int] != [
+                n for n, m in zip(x.shape, was.shape, strict=True) if type(m) is int
+            ]:
+                raise UnsupportedError(
+                    f"torch.compile: expected calls of one function with tensors of one shape in a "
+                    f"call of hoglib, got {tuple(was.shape)} and {tuple(x.shape)}."
+                )
+        run.env = {**self._known, self._begin: tuple(tensors)}
         for node in self._nodes:
             run.env[node] = run.run_node(node)
         values = run.map_nodes_to_values(self._end.args[1:], self._end)

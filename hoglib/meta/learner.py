@@ -341,7 +341,7 @@ class Learner(nn.Module, ABC):
             return recorded(outer, (params, query)) * 1
 
         replay = partial(_replay, entry, id(self), id(self._options))
-        return traced(record, replay, lambda: self.loss(tasks), (own, tasks), {})
+        return traced(type(self).__name__, record, replay, partial(self._loss, tasks), (own, tasks), {})
 
     def _run(self, loop: ModuleLoop, start: MetaParams, tasks: Any, wanted: bool) -> TaskResult:
         """What the tasks give, which were checked."""
