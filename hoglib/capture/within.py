@@ -178,13 +178,14 @@ def parts_of(
     own = marks[0].args[1:]
     for node, x in zip([n for n in nodes if n.op == "placeholder"], inputs, strict=True):
         # a buffer, which is left as it was
-        run.env[node] = x if node in own or x.requires_grad else x.clone()
+        kept = node in own or not isinstance(x, Tensor) or x.requires_grad
+        run.env[node] = x if kept else x.clone()
     tensors = [run.env[node] for node in own]
     for node in nodes[nodes.index(marks[0]) : nodes.index(marks[1])]:
         run.env[node] = run.run_node(node)
     calls = zip(marks[1::2], marks[2::2], strict=True)
     return tensors, [
-        Part(run, begin, nodes[nodes.index(begin) + 1 : nodes.index(end)], end)
+        Part(caller, run, begin, nodes[nodes.index(begin) + 1 : nodes.index(end)], end)
         for begin, end in calls
     ]
 
@@ -194,22 +195,22 @@ class Part:
     """A function as Dynamo traced it, of tensors of the shapes that it was traced at."""
 
     def __init__(
-        self, run: fx.Interpreter, begin: fx.Node, nodes: list[fx.Node], end: fx.Node
+        self, caller: str, run: fx.Interpreter, begin: fx.Node, nodes: list[fx.Node], end: fx.Node
     ) -> None:
+        self._caller = caller
         self._run, self._begin, self._nodes, self._end = run, begin, nodes, end
         self._known = dict(run.env)
         self.returns_several = end.args[0] == "several"
 
     def __call__(self, *given: Any) -> Any:
         run, tensors = self._run, pytree.tensors(given)
-        traced_at = self._begin.meta["example_value"]
-        for x, was in zip(tensors, traced_at, strict=True):
-            if [n for n in was.shape if type(n) is int] != [
-                n for n, m in zip(x.shape, was.shape, strict=True) if type(m) is int
-            ]:
+        for x, at in zip(tensors, self._begin.args[1:], strict=True):
+            was = self._known.get(at, x)  # not known of the outputs of another part
+            if x.shape != was.shape:
                 raise UnsupportedError(
-                    f"torch.compile: expected calls of one function with tensors of one shape in a "
-                    f"call of hoglib, got {tuple(was.shape)} and {tuple(x.shape)}."
+                    f"{self._caller} inside torch.compile: expected calls of the function with tensors "
+                    f"of one shape, got {tuple(was.shape)} and {tuple(x.shape)}. Leave the call out by "
+                    "`torch.compiler.disable`."
                 )
         run.env = {**self._known, self._begin: tuple(tensors)}
         for node in self._nodes:

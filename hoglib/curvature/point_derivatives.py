@@ -414,7 +414,7 @@ def units(x: Tensor, batched: bool) -> Tensor:
     e = torch.eye(D, dtype=x.dtype, device=x.device)
     if not batched:
         return e.reshape(D, *shape)
-    return e.reshape(D, 1, *shape).expand(D, len(x), *shape)
+    return e.reshape(D, 1, *shape).expand(D, x.shape[0], *shape)
 
 
 def directions_of(x: Tensor, batched: bool, coefficients: Any, signs: Tensor | None) -> Directions:

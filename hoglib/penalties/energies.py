@@ -215,11 +215,11 @@ def _blocks(at: InputVJP, g: Tensor, x: Tensor, batched: int) -> Vector:
 
 def _structures(at: InputVJP, index: Any) -> Samples | None:
     """Which rows belong to which structure, one for each energy; None for a single structure."""
-    y, count = at.y, len(at.leaves[0])
+    y, count = at.y, at.leaves[0].shape[0]
     if index is None:
         if not y.dim() or (y.numel() == 1 and count != 1):
             return None
-        if y.numel() != count or len(y) != count:
+        if y.numel() != count or y.shape[0] != count:
             raise ArgumentValueError(
                 f"forces: expected one energy, or one for each of {count} structures, got "
                 f"{validation.describe(y)}; add up energies of atoms, and where rows of positions are "
