@@ -181,8 +181,9 @@ def parts_of(
         kept = node in own or not isinstance(x, Tensor) or x.requires_grad
         run.env[node] = x if kept else x.clone()
     tensors = [run.env[node] for node in own]
-    for node in nodes[nodes.index(marks[0]) : nodes.index(marks[1])]:
-        run.env[node] = run.run_node(node)
+    with torch.set_grad_enabled(torch.is_grad_enabled()):  # a node changes it, and one at the end back
+        for node in nodes[nodes.index(marks[0]) : nodes.index(marks[1])]:
+            run.env[node] = run.run_node(node)
     calls = zip(marks[1::2], marks[2::2], strict=True)
     return tensors, [
         Part(caller, run, begin, nodes[nodes.index(begin) + 1 : nodes.index(end)], end)

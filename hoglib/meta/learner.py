@@ -18,6 +18,7 @@ from typing import Any, Generic, TypeVar, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from hoglib._core import pytree, validation
 from hoglib._core.autograd import (
@@ -36,7 +37,7 @@ from hoglib._core.source_location import warn
 from hoglib._core.state import preserve_random_state
 from hoglib._core.swap import Params, swap_parameters
 from hoglib._core.torch_modes import value_checks_on, without_stand_ins
-from hoglib.capture.within import recorded, traced
+from hoglib.capture.within import recorded, traced, uncompiled
 from hoglib.errors import ArgumentValueError, NoSecondDerivative, UnsupportedError
 from hoglib.functional import BY_ID, FunctionalLoss, check_instance, functional_loss, trainable_params
 from hoglib.meta import norms
@@ -66,23 +67,22 @@ class _TracedObjective:
         self.with_norm_policy = lambda policy: self  # models without batch norms alone
 
     def __call__(self, params: Params, batch: Any) -> Tensor:
-        value: Tensor = self._part({n: p for n, p in params.items()}, batch)
+        value: Tensor = self._part(params, batch)
         return value
 
 
 def _replay(
-    entry: str, learner: int, options: int, parts: list[Any], args: tuple[Params, Any], _: Any
+    learner: int, options: int, parts: list[Any], args: tuple[Params, Any], _: Any
 ) -> list[Tensor]:
-    """The results of a method of a learner, at parameters of its own that torch.compile traces."""
+    """The loss of a learner, at parameters of its own that torch.compile traces."""
     same: Learner = copy(BY_ID[learner])
     (inner, outer), (own, tasks) = parts, args
-    same._losses = {
-        "inner": _TracedObjective(same.inner_objective, inner),  # type: ignore[dict-item]
-        "outer": _TracedObjective(same.objective, outer),
-    }  # fmt: skip
+    of_inner: Any = _TracedObjective(same.inner_objective, inner)
+    of_outer: Any = _TracedObjective(same.objective, outer)
+    same._losses = {"inner": of_inner, "traced": of_inner, "outer": of_outer}
     same._checked_model = id(same.model)
     with swap_parameters(same, own):
-        return pytree.tensors(getattr(same, entry)(tasks))
+        return [same._loss(tasks)]
 
 
 DEFAULTS = {
@@ -121,6 +121,10 @@ class Option(Generic[T]):
         learner._options = changed
 
 
+def _shapes(tree: Any) -> list[torch.Size]:
+    return [x.shape for x in pytree.tensors(tree)]
+
+
 class Learner(nn.Module, ABC):
     r"""What `MAML`, `Reptile` and `IMAML` have in common: an inner loop on a model (abstract).
 
@@ -149,6 +153,7 @@ class Learner(nn.Module, ABC):
     stand_ins = Option[bool]()
     remat = Option[Remat]()
     over_tasks = Option[OverTasks]()
+    _traceable = True  # by torch.compile
 
     def __init__(
         self, model: nn.Module, criterion: Any, options: Mapping[str, Any], **own: Any
@@ -178,7 +183,7 @@ class Learner(nn.Module, ABC):
         self._options = checked
         self._forward = forward
         self._losses: dict[str, FunctionalLoss] = {}
-        self._losses = {"outer": self.objective, "inner": self.inner_objective}
+        _ = self.objective, self.inner_objective  # are kept: torch.compile makes none
         BY_ID[id(self)] = self
         self._vmappable = True  # until a model fails
         self._recomputes = False  # backward of the model does, as with torch.utils.checkpoint
@@ -198,6 +203,8 @@ class Learner(nn.Module, ABC):
         """
         if params is None:
             return self.model(*args, **kwargs)
+        if torch.compiler.is_dynamo_compiling():
+            return self.objective.call(params, *args, **kwargs)
         placement = placement_of_params(params)
         if placement.is_sharded:
             refuse_graph(f"{type(self).__name__}(params=...)")
@@ -221,6 +228,8 @@ class Learner(nn.Module, ABC):
         Returns:
             The parameters after the steps, by name; those that do not adapt are the initial ones.
         """
+        if torch.compiler.is_dynamo_compiling():
+            return uncompiled(partial(self.adapt, support, params=params, steps=steps))
         task_sets.check_batch("support", support)
         count = self.inner_steps if steps is None else validation.at_least("steps", steps, 0)
         loop = self._loop(params)
@@ -274,7 +283,7 @@ class Learner(nn.Module, ABC):
             NonFiniteError: for an inner or outer loss that is not finite, naming task and step.
         """
         if torch.compiler.is_dynamo_compiling():
-            return self._within_compile("_loss", tasks)
+            return self._within_compile(tasks)
         return self._loss(tasks)
 
     def _loss(self, tasks: Any) -> Tensor:
@@ -328,11 +337,21 @@ class Learner(nn.Module, ABC):
         grads = placement.wrap(grads)
         return with_gradients(found.value.mean(), grads, tensors, NOT_TWICE.format(what=what))
 
-    def _within_compile(self, entry: str, tasks: Any) -> Any:
-        """What a method returns, in what torch.compile traces."""
+    def _within_compile(self, tasks: Any) -> Tensor:
+        """The loss, in what torch.compile traces: the losses of the first task by Dynamo."""
+        learned = [part for part in (self.criterion, self.inner_loss) if isinstance(part, nn.Module)]
+        if (
+            not self._traceable
+            or self.statistics is not None
+            or (isinstance(tasks, list) and any([_shapes(t) != _shapes(tasks[0]) for t in tasks]))
+            or not isinstance(self.rule, str)
+            or any([len([*part.parameters()]) > 0 for part in learned])
+            or any([isinstance(part, _NormBase) for part in self.model.modules()])
+        ):
+            return uncompiled(partial(self._loss, tasks))
         names = [name for name, p in self.model.named_parameters() if p.requires_grad]
         own = {name: p for name, p in self.named_parameters()}
-        outer, inner = self._losses["outer"], self._losses["inner"]
+        outer, inner = self.objective, self.inner_objective
 
         def record(own: Params, tasks: Any) -> Tensor:
             support, query = task_sets.first(tasks)
@@ -340,8 +359,9 @@ class Learner(nn.Module, ABC):
             recorded(inner, (params, support))
             return recorded(outer, (params, query)) * 1
 
-        replay = partial(_replay, entry, id(self), id(self._options))
-        return traced(type(self).__name__, record, replay, partial(self._loss, tasks), (own, tasks), {})
+        replay = partial(_replay, id(self), id(self._options))  # which is another one where one changes
+        what = type(self).__name__
+        return traced(what, record, replay, partial(self._loss, tasks), (own, tasks), {})
 
     def _run(self, loop: ModuleLoop, start: MetaParams, tasks: Any, wanted: bool) -> TaskResult:
         """What the tasks give, which were checked."""
@@ -383,9 +403,7 @@ class Learner(nn.Module, ABC):
         for name in ("criterion", "inner_loss", "rates", "rule"):
             if isinstance(part := getattr(self, name), nn.Module):
                 learned[name] = part
-        outer = inner = self._with_policy(self.objective)
-        if self.inner_loss is not None:
-            inner = self._with_policy(self.inner_objective)
+        outer, inner = map(self._with_policy, (self.objective, self.inner_objective))
         given = trainable_params(self.model) if params is None else params
         names = names_that_adapt(self.model, given, options.inner_params)
         return ModuleLoop(
@@ -407,7 +425,7 @@ class Learner(nn.Module, ABC):
     def inner_objective(self) -> FunctionalLoss:
         """The loss of the inner loop as a function of parameters and batch."""
         if self.inner_loss is None:
-            return self.objective
+            return self._losses.get("traced", self.objective)
         return self._functional_loss("inner", self.inner_loss)
 
     def _functional_loss(self, which: str, criterion: Any) -> FunctionalLoss:
