@@ -27,7 +27,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 CONSTANTS = (Tensor, int, float, complex, str, NoneType, torch.dtype, torch.device)
 
 
-@torch.compiler.allow_in_graph
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
 def mark(what: str, *tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors, as a node of a graph that can be found again. Those that a function is called with
     require grad: of a custom Function that is not differentiated Dynamo takes the forward alone."""
@@ -102,13 +102,13 @@ def traced(
 ) -> Any:  # fmt: skip
     """What hoglib computes of functions that Dynamo traces.
 
-    record: of the args: calls the functions by `recorded`, and returns tensors like the results. replay:
-    of the functions, the args and the options: the tensors of the results; a function of a module, with
-    constants. in_python: the results, where Dynamo does not trace this.
+    record: of the args: calls the functions by `recorded`, and returns tensors like the results.
+    replay: of the functions, the args and the options: the tensors of the results; a function of a
+    module, with constants. in_python: the results, where Dynamo does not trace this.
     """
     leaves, structure = pytree.flatten((args, options))
     tensors = [x for x in leaves if isinstance(x, Tensor)]
-    if not all([isinstance(x, CONSTANTS) for x in leaves]):
+    if not all(isinstance(x, CONSTANTS) for x in leaves):
         return uncompiled(in_python)
     others = tuple([None if isinstance(x, Tensor) else (x,) for x in leaves])
 
@@ -174,14 +174,16 @@ def parts_of(
                     "or use `hoglib.compile` instead of torch.compile."
                 )
     nodes, run = list(graph.graph.nodes), fx.Interpreter(graph)
-    marks = [node for node in nodes if node.target is mark]
+    marks: list[Any] = [node for node in nodes if node.target is mark]
     own = marks[0].args[1:]
     for node, x in zip([n for n in nodes if n.op == "placeholder"], inputs, strict=True):
         # a buffer, which is left as it was
         kept = node in own or not isinstance(x, Tensor) or x.requires_grad
         run.env[node] = x if kept else x.clone()
     tensors = [run.env[node] for node in own]
-    with torch.set_grad_enabled(torch.is_grad_enabled()):  # a node changes it, and one at the end back
+    with torch.set_grad_enabled(
+        torch.is_grad_enabled()
+    ):  # a node changes it, and one at the end back
         for node in nodes[nodes.index(marks[0]) : nodes.index(marks[1])]:
             run.env[node] = run.run_node(node)
     calls = zip(marks[1::2], marks[2::2], strict=True)
@@ -196,11 +198,10 @@ class Part:
     """A function as Dynamo traced it, of tensors of the shapes that it was traced at."""
 
     def __init__(
-        self, caller: str, run: fx.Interpreter, begin: fx.Node, nodes: list[fx.Node], end: fx.Node
+        self, caller: str, run: fx.Interpreter, begin: Any, nodes: list[fx.Node], end: Any
     ) -> None:
-        self._caller = caller
-        self._run, self._begin, self._nodes, self._end = run, begin, nodes, end
-        self._known = dict(run.env)
+        self._caller, self._run, self._known = caller, run, dict(run.env)
+        self._begin, self._nodes, self._end = begin, nodes, end
         self.returns_several = end.args[0] == "several"
 
     def __call__(self, *given: Any) -> Any:
@@ -216,7 +217,7 @@ class Part:
         run.env = {**self._known, self._begin: tuple(tensors)}
         for node in self._nodes:
             run.env[node] = run.run_node(node)
-        values = run.map_nodes_to_values(self._end.args[1:], self._end)
+        values: Any = run.map_nodes_to_values(self._end.args[1:], self._end)
         return values if self.returns_several else values[0]
 
 

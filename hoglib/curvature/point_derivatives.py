@@ -67,8 +67,7 @@ class Directions(NamedTuple):
 def _like_laplacian(value: Any, options: Any, x: Tensor, *args: Any) -> Any:
     if not options.get("return_gradient"):
         return value, value.clone()
-    shape = x.shape[1:] if value.dim() else x.shape
-    return value, value.clone(), value.reshape(*value.shape, *(1 for _ in shape)).expand(*value.shape, *shape)
+    return value, value.clone(), value.sum().expand(*value.shape, *x.shape[min(value.dim(), 1) :])
 
 
 def _like_directional(value: Any, options: Any, x: Tensor, v: Tensor, *args: Any) -> Any:

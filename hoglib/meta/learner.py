@@ -39,7 +39,13 @@ from hoglib._core.swap import Params, swap_parameters
 from hoglib._core.torch_modes import value_checks_on, without_stand_ins
 from hoglib.capture.within import recorded, traced, uncompiled
 from hoglib.errors import ArgumentValueError, NoSecondDerivative, UnsupportedError
-from hoglib.functional import BY_ID, FunctionalLoss, check_instance, functional_loss, trainable_params
+from hoglib.functional import (
+    BY_ID,
+    FunctionalLoss,
+    check_instance,
+    functional_loss,
+    trainable_params,
+)
 from hoglib.meta import norms
 from hoglib.meta import tasks as task_sets
 from hoglib.meta.inner_loop import RECOMPUTES, UNUSED, check_inner_losses, refuse_saved_tensor_hooks
@@ -57,6 +63,7 @@ from hoglib.meta.module_loop import (
 from hoglib.meta.optimizers import resolve_rule, rule_name
 from hoglib.meta.tasks import Task, TaskFunction, TaskResult, check_tasks, map_tasks
 from hoglib.ring import graph_of, ring
+
 
 @final
 class _TracedObjective:
@@ -339,18 +346,20 @@ class Learner(nn.Module, ABC):
 
     def _within_compile(self, tasks: Any) -> Tensor:
         """The loss, in what torch.compile traces: the losses of the first task by Dynamo."""
-        learned = [part for part in (self.criterion, self.inner_loss) if isinstance(part, nn.Module)]
+        learned = [
+            part for part in (self.criterion, self.inner_loss) if isinstance(part, nn.Module)
+        ]
         if (
             not self._traceable
             or self.statistics is not None
-            or (isinstance(tasks, list) and any([_shapes(t) != _shapes(tasks[0]) for t in tasks]))
+            or (isinstance(tasks, list) and any(_shapes(t) != _shapes(tasks[0]) for t in tasks))
             or not isinstance(self.rule, str)
-            or any([len([*part.parameters()]) > 0 for part in learned])
-            or any([isinstance(part, _NormBase) for part in self.model.modules()])
+            or any(len([*part.parameters()]) > 0 for part in learned)
+            or any(isinstance(part, _NormBase) for part in self.model.modules())
         ):
             return uncompiled(partial(self._loss, tasks))
         names = [name for name, p in self.model.named_parameters() if p.requires_grad]
-        own = {name: p for name, p in self.named_parameters()}
+        own = dict(self.named_parameters())
         outer, inner = self.objective, self.inner_objective
 
         def record(own: Params, tasks: Any) -> Tensor:
@@ -359,7 +368,9 @@ class Learner(nn.Module, ABC):
             recorded(inner, (params, support))
             return recorded(outer, (params, query)) * 1
 
-        replay = partial(_replay, id(self), id(self._options))  # which is another one where one changes
+        replay = partial(
+            _replay, id(self), id(self._options)
+        )  # which is another one where one changes
         what = type(self).__name__
         return traced(what, record, replay, partial(self._loss, tasks), (own, tasks), {})
 

@@ -50,7 +50,7 @@ def _like_jet(value: Any, options: Any, primals: Any, series: Any) -> Any:
     return value, pytree.map(lambda y: [y.clone() for _ in range(order)], value)
 
 
-@within_compile(_like_jet, lambda primals, series: (primals,) if isinstance(primals, Tensor) else primals)
+@within_compile(_like_jet, lambda xs, series: (xs,) if isinstance(xs, Tensor) else xs)
 def jet(
     func: Callable[..., Any],
     primals: Any,
