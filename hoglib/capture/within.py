@@ -21,7 +21,7 @@ from hoglib._core import pytree, torch_internals
 from hoglib._core.ambient import inside
 from hoglib._core.source_location import user_line
 from hoglib.errors import UnsupportedError
-from hoglib.functional import BY_ID
+from hoglib.functional import BY_ID, FunctionalLoss
 
 F = TypeVar("F", bound=Callable[..., Any])
 CONSTANTS = (Tensor, int, float, complex, str, NoneType, torch.dtype, torch.device)
@@ -37,12 +37,11 @@ def mark(what: str, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def within_compile(
-    like: Callable[..., Any] | None = None,
+    like: Callable[..., Any],
     called_with: Callable[..., tuple[Any, ...]] = lambda *args: args,
     select: Callable[[Any, Any], Tensor] | None = None, apart: bool = False,
 ) -> Callable[[F], F]:  # fmt: skip
-    """Makes an entry point (func, *args, **options) traceable by torch.compile, or without `like` one
-    that runs uncompiled there.
+    """Makes an entry point (func, *args, **options) traceable by torch.compile.
 
     like: of what func returns, the options and the args: tensors like those of the result. called_with:
     of the args: those of func. select: of what func returns and the option `output`: the output that is
@@ -60,10 +59,16 @@ def within_compile(
         def run(*args: Any, **options: Any) -> Any:
             if not torch.compiler.is_dynamo_compiling():
                 return entry(*args, **options)
-            if like is None or options.get("micro_batch") is not None:
-                return uncompiled(partial(entry, *args, **options))
+            in_python = partial(entry, *args, **options)
             args += tuple([options.pop(name) for name in names[len(args) :] if name in options])
             func, output = args[0], options.get("output")
+            if (
+                options.get("micro_batch") is not None
+                or options.get("remat")
+                or options.get("mode") == "finite-differences"
+                or (apart and type(func) is not FunctionalLoss)
+            ):
+                return uncompiled(in_python)
 
             def record(*own: Any) -> Any:
                 given = called_with(*own)
@@ -74,9 +79,8 @@ def within_compile(
                 value = recorded(lambda outputs: func.criterion(outputs, batch), (outputs,))
                 return like(value, options, *own)
 
-            kept = {name: x for name, x in options.items() if name != "output"}
+            kept = {name: x for name, x in options.items() if name not in ("output", "compile")}
             replay = partial(_replay, entry, id(func) if apart else None, select is not None)
-            in_python = partial(entry, *args, **options)
             return traced(entry.__name__, record, replay, in_python, args[1:], kept)
 
         found: Any = run
