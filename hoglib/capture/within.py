@@ -93,7 +93,7 @@ def _replay(
     entry: Any, of_loss: int | None, selects: bool, parts: list["Part"], args: Any, options: Any
 ) -> list[Tensor]:
     """The results of an entry point for a function that was recorded."""
-    func: Any = parts[0] if of_loss is None else TracedLoss(BY_ID[of_loss], *parts)
+    func: Any = parts[0] if of_loss is None else TracedLoss(BY_ID.get(of_loss), *parts)
     found = pytree.tensors(entry(func, *args, **options))
     if selects and parts[0].returns_several and options.get("return_outputs"):
         del found[1]  # which comes once more, among the outputs
@@ -231,7 +231,8 @@ class TracedLoss:
 
     def __init__(self, loss: Any, outputs: Part, criterion: Part) -> None:
         self._outputs, self._criterion = outputs, criterion
-        self.user_criterion, self.targets = loss.user_criterion, loss.targets
+        if loss is not None:  # a copy, which is not known by its id
+            self.user_criterion, self.targets = loss.user_criterion, loss.targets
 
     def outputs(self, params: Any, batch: Any) -> Any:
         return self._outputs(params)

@@ -197,6 +197,10 @@ class Learner(nn.Module, ABC):
         self._checked_model: int | None = None
         self._trained_on_batches = False  # batch norms were in train mode, in a loss with gradients
 
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)
+        BY_ID[id(self)] = self
+
     def forward(self, *args: Any, params: Params | None = None, **kwargs: Any) -> Any:
         """Run the model, with other parameters in the place of its own.
 
