@@ -16,10 +16,12 @@ from typing import Any, TypeVar, final
 
 import torch
 from torch import Tensor, fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hoglib._core import pytree, torch_internals
 from hoglib._core.ambient import inside
 from hoglib._core.source_location import user_line
+from hoglib.capture.passes import PRODUCTS, SUMS
 from hoglib.errors import UnsupportedError
 from hoglib.functional import BY_ID, FunctionalLoss
 
@@ -157,10 +159,27 @@ def _run(caller: str, replay: Any, others: Any, structure: Any, body: Any) -> Ca
 
     def run(*inputs: Tensor) -> tuple[Tensor, ...]:
         tensors, parts = parts_of(body, inputs, caller)
-        with inside(value_checks_off=True):
+        with inside(value_checks_off=True), WithoutFactors():
             return tuple(replay(parts, *_filled(others, structure, tensors)))
 
     return run
+
+
+class WithoutFactors(TorchDispatchMode):
+    """Inside, the options alpha and beta are products, as after :func:`expand_alpha_beta`."""
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not kwargs or func not in SUMS and func not in PRODUCTS:
+            return func(*args, **kwargs)
+        alpha, beta = kwargs.get("alpha", 1), kwargs.get("beta", 1)
+        if func in SUMS:
+            return func(args[0], args[1] * alpha)
+        found = PRODUCTS[func](*args[1:]) * alpha
+        found = found if beta == 0 else args[0] * beta + found
+        return args[0].copy_(found) if func._schema.is_mutable else found
 
 
 def parts_of(

@@ -38,6 +38,8 @@ vector = net(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
 normed = net(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.SiLU(), nn.Linear(4, 1)).double()
 attention = Attention().double()
 learner = hog.MAML(vector, F.mse_loss, inner_lr=0.1, inner_steps=2)
+layer = nn.Linear(3, 2).double()
+one_layer = hog.MAML(layer, F.mse_loss, inner_lr=0.1, over_tasks="loop")
 x, y, v, zero, xs = (
     draw(5, 3),
     draw(5, 3, seed=1),
@@ -99,9 +101,10 @@ CALLS = {
     "GradientPenalty": lambda: gradient_penalty(critic, x),
     "forces": lambda: P.forces(score, x, hessian=True),
     "MAML": lambda: learner.loss(tasks),
+    "MAML, task by task": lambda: one_layer.loss(tasks),
     "without gradients": lambda: (torch.no_grad()(lambda: P.r1(critic, x))(), score(x)),
 }  # fmt: skip
-MODULES = critic, vector, normed, attention
+MODULES = critic, vector, normed, attention, layer
 
 
 def values(results):
@@ -138,7 +141,8 @@ def test_one_graph_computes_the_same(call):
     compare(call, whole)
 
 
-@rows("name", ["r1", "hvp of a norm at 0"])
+# of a step of gradient descent on a linear layer inductor would forget the rate
+@rows("name", ["r1", "MAML, task by task"])
 def test_by_inductor(name):
     compare(CALLS[name], lambda call: whole(call, "inductor"))
 
