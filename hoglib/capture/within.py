@@ -172,7 +172,7 @@ class WithoutFactors(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not kwargs or func not in SUMS and func not in PRODUCTS:
+        if not kwargs or (func not in SUMS and func not in PRODUCTS):
             return func(*args, **kwargs)
         alpha, beta = kwargs.get("alpha", 1), kwargs.get("beta", 1)
         if func in SUMS:
