@@ -434,12 +434,20 @@ class FunctionalLoss:
                 f"params: expected a dict of tensors by qualified name, got "
                 f"{validation.describe(params)}. Make one with `hoglib.trainable_params(model)`."
             )
-        if torch.compiler.is_dynamo_compiling():
+        if torch.compiler.is_dynamo_compiling() and self._is_plain():
             buffers = {name: x.clone() for name, x in self.model.named_buffers()}
-            return _reparametrize_module(self.model, {**buffers, **params}, tie_weights=True)
+            known = dict(self.model.named_parameters(remove_duplicate=False))
+            if params.keys() <= known.keys():
+                return _reparametrize_module(self.model, {**buffers, **params}, tie_weights=True)
         if not params.keys() <= self._names:
             self._check_names(params)
         return swap_parameters(self.model, params, self._dtype, self._norm_policy)
+
+    def _is_plain(self) -> bool:
+        """Whether a swap replaces parameters and buffers alone."""
+        renormalized = any(getattr(m, "max_norm", None) is not None for m in self.model.modules())
+        own_norms = self._norm_policy is not train_mode_batch_statistics
+        return not (renormalized or own_norms or self._dtype is not None)
 
     def _check_names(self, params: Params) -> None:
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
