@@ -268,10 +268,8 @@ def _refuse_sharded(policy: Policy, func: Any) -> None:
 
 
 def _like_hessian(value: Any, options: Any, params: Any, *args: Any) -> Any:
-    def block(p: Tensor, q: Tensor) -> Tensor:
-        return value.detach().expand(*p.shape, *q.shape)
-
-    return pytree.map(lambda p: pytree.map(lambda q: block(p, q), params), params)
+    blocks = lambda p: pytree.map(lambda q: value.detach().expand(*p.shape, *q.shape), params)  # noqa: E731
+    return pytree.map(blocks, params)
 
 
 @within_compile(_like_hessian)

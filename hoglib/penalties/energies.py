@@ -26,16 +26,12 @@ OF_PENALTIES = ("reduction", "micro_batch", "return_outputs")  # options that fo
 
 def _like_forces(value: Any, options: dict[str, Any], positions: Any, *args: Any) -> Any:
     y = select_output(value, options.get("output"))
+    forces = pytree.map(lambda x: x.detach() * y.sum(), positions)
     if not options.get("hessian"):
-        return EnergyForces(y, pytree.map(lambda x: x.detach() * y.sum(), positions))
+        return EnergyForces(y, forces)
     batched = int(y.dim() > 0 and pytree.tensors(positions)[0].dim() > 1)
-
-    def block(x: Tensor, z: Tensor) -> Tensor:
-        shape = *x.shape, *z.shape[batched:]
-        return y.sum().expand(shape)
-
-    pairs = pytree.map(lambda x: pytree.map(lambda z: block(x, z), positions), positions)
-    return EnergyForcesHessian(y, pytree.map(lambda x: x.detach() * y.sum(), positions), pairs)
+    blocks = lambda f: pytree.map(lambda x: f.sum().expand(*f.shape, *x.shape[batched:]), positions)  # noqa: E731
+    return EnergyForcesHessian(y, forces, pytree.map(blocks, forces))
 
 
 @overload
