@@ -89,7 +89,7 @@ def _replay(
     same._losses = {"inner": of_inner, "traced": of_inner, "outer": of_outer}
     same._checked_model = id(same.model)
     with swap_parameters(same, own):
-        return [same._loss(tasks)]
+        return [same.loss(tasks)]
 
 
 DEFAULTS = {
@@ -295,9 +295,6 @@ class Learner(nn.Module, ABC):
         """
         if torch.compiler.is_dynamo_compiling():
             return self._within_compile(tasks)
-        return self._loss(tasks)
-
-    def _loss(self, tasks: Any) -> Tensor:
         what = type(self).__name__
         validation.refuse_transforms(
             f"{what}.loss(tasks)",
@@ -361,7 +358,7 @@ class Learner(nn.Module, ABC):
             or any(len([*part.parameters()]) > 0 for part in learned)
             or any(isinstance(part, _NormBase) for part in self.model.modules())
         ):
-            return uncompiled(partial(self._loss, tasks))
+            return uncompiled(partial(self.loss, tasks))
         names = [name for name, p in self.model.named_parameters() if p.requires_grad]
         own = dict(self.named_parameters())
         outer, inner = self.objective, self.inner_objective
@@ -376,7 +373,7 @@ class Learner(nn.Module, ABC):
             _replay, id(self), id(self._options)
         )  # which is another one where one changes
         what = type(self).__name__
-        return traced(what, record, replay, partial(self._loss, tasks), (own, tasks), {})
+        return traced(what, record, replay, partial(self.loss, tasks), (own, tasks), {})
 
     def _run(self, loop: ModuleLoop, start: MetaParams, tasks: Any, wanted: bool) -> TaskResult:
         """What the tasks give, which were checked."""
