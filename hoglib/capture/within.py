@@ -1,18 +1,18 @@
 """Calls of hoglib in what torch.compile traces: the user's function becomes a graph by Dynamo, and its
 derivatives are computed by hoglib itself, when torch traces that graph.
 
-    @within_compile(like_value, called_with=lambda params, v, *args: (params, *args))
-    def hvp(func, params, v, *args, ...): ...
+    def hvp(func, params, v, *args, **options):
+        if torch.compiler.is_dynamo_compiling():
+            return within_compile(like_product, called_with)(hvp, func, params, v, *args, **options)
 
 Dynamo guards what the user's function reads, and makes the tensors that it reaches inputs. hoglib's own
 code, which no compiler has to read, runs once, on tensors without values: it makes no checks of values.
 """
 
-import inspect
 from collections.abc import Callable, Sequence
-from functools import partial, wraps
+from functools import partial
 from types import NoneType
-from typing import Any, TypeVar, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, fx
@@ -25,7 +25,6 @@ from hoglib.capture.passes import PRODUCTS, SUMS
 from hoglib.errors import UnsupportedError
 from hoglib.functional import BY_ID, FunctionalLoss
 
-F = TypeVar("F", bound=Callable[..., Any])
 CONSTANTS = (Tensor, int, float, complex, str, NoneType, torch.dtype, torch.device)
 
 
@@ -39,56 +38,40 @@ def mark(what: str, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def within_compile(
-    like: Callable[..., Any],
-    called_with: Callable[..., tuple[Any, ...]] = lambda *args: args,
+    like: Callable[..., Any], called_with: Callable[..., tuple[Any, ...]] = lambda *args: args,
     select: Callable[[Any, Any], Tensor] | None = None, apart: bool = False,
-) -> Callable[[F], F]:  # fmt: skip
-    """Makes an entry point (func, *args, **options) traceable by torch.compile.
+) -> Callable[..., Any]:  # fmt: skip
+    """(entry, func, *args, **options) -> entry(func, *args, **options), for torch.compile.
 
     like: of what func returns, the options and the args: tensors like those of the result. called_with:
     of the args: those of func. select: of what func returns and the option `output`: the output that is
     differentiated. apart: func is a loss with outputs and criterion.
     """
 
-    def decorate(entry: F) -> F:
-        names = [
-            name
-            for name, parameter in inspect.signature(entry).parameters.items()
-            if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
-        ]
+    def run(entry: Callable[..., Any], func: Any, *args: Any, **options: Any) -> Any:
+        in_python, output = partial(entry, func, *args, **options), options.get("output")
+        if (
+            any(options.get(name) is not None for name in ("micro_batch", "blocks"))
+            or options.get("remat")
+            or options.get("mode") == "finite-differences"
+            or (apart and type(func) is not FunctionalLoss)
+        ):
+            return uncompiled(in_python)
 
-        @wraps(entry)
-        def run(*args: Any, **options: Any) -> Any:
-            if not torch.compiler.is_dynamo_compiling():
-                return entry(*args, **options)
-            in_python = partial(entry, *args, **options)
-            args += tuple([options.pop(name) for name in names[len(args) :] if name in options])
-            func, output = args[0], options.get("output")
-            if (
-                options.get("micro_batch") is not None
-                or options.get("remat")
-                or options.get("mode") == "finite-differences"
-                or (apart and type(func) is not FunctionalLoss)
-            ):
-                return uncompiled(in_python)
+        def record(*own: Any) -> Any:
+            given = called_with(*own)
+            if not apart:
+                return like(recorded(func, given, select, output), options, *own)
+            params, batch = given
+            outputs = recorded(lambda params: func.outputs(params, batch), (params,))
+            value = recorded(lambda outputs: func.criterion(outputs, batch), (outputs,))
+            return like(value, options, *own)
 
-            def record(*own: Any) -> Any:
-                given = called_with(*own)
-                if not apart:
-                    return like(recorded(func, given, select, output), options, *own)
-                params, batch = given
-                outputs = recorded(lambda params: func.outputs(params, batch), (params,))
-                value = recorded(lambda outputs: func.criterion(outputs, batch), (outputs,))
-                return like(value, options, *own)
+        kept = {name: x for name, x in options.items() if name not in ("output", "compile")}
+        replay = partial(_replay, entry, id(func) if apart else None, select is not None)
+        return traced(entry.__name__, record, replay, in_python, args, kept)
 
-            kept = {name: x for name, x in options.items() if name not in ("output", "compile")}
-            replay = partial(_replay, entry, id(func) if apart else None, select is not None)
-            return traced(entry.__name__, record, replay, in_python, args[1:], kept)
-
-        found: Any = run
-        return found
-
-    return decorate
+    return run
 
 
 def _replay(

@@ -43,7 +43,6 @@ def forces(
     energy: Function, positions: Any, *args: Any, hessian: Literal[False] = False,
     **options: Unpack[Options],
 ) -> "EnergyForces": ...  # fmt: skip
-@within_compile(_like_forces, select=select_output)
 def forces(
     energy: Function, positions: Any, *args: Any, hessian: bool = False, **options: Unpack[Options]
 ) -> Any:
@@ -92,15 +91,19 @@ def forces(
         tensor([[1., 0.],
                 [0., 1.]])
     """
+    if torch.compiler.is_dynamo_compiling():
+        return within_compile(_like_forces, select=select_output)(
+            forces, energy, positions, *args, hessian=hessian, **options
+        )
     validation.flag("hessian", hessian)
     checked = check_options("forces", options, without=OF_PENALTIES)
     body = partial(_energies_and_forces, energy, hessian, checked._replace(batch=None))
     inputs = positions, args, checked.batch
     if not captures(checked.policy):
         return body(*inputs)
-    energies, forces, *rest = run_as_graph(body, energy, checked, inputs, every=True)
-    forces = pytree.map(lambda f: averaged("forces", f, energies), forces)
-    return _result(energies, forces, *rest)
+    energies, found, *rest = run_as_graph(body, energy, checked, inputs, every=True)
+    found = pytree.map(lambda f: averaged("forces", f, energies), found)
+    return _result(energies, found, *rest)
 
 
 class EnergyForces(NamedTuple):
