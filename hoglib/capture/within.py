@@ -33,7 +33,7 @@ def mark(what: str, *tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors, as a node of a graph that can be found again. Those that a function is called with
     require grad: of a custom Function that is not differentiated Dynamo takes the forward alone."""
     if what == "call" and not torch_internals.transforms_active():
-        return tuple([x.detach().requires_grad_(pytree.is_float(x)) for x in tensors])
+        return tuple([x.detach().requires_grad_(pytree.is_float(x)).clone() for x in tensors])
     return tuple([x.view_as(x) for x in tensors])
 
 

@@ -369,9 +369,8 @@ class Learner(nn.Module, ABC):
             recorded(inner, (params, support))
             return recorded(outer, (params, query)) * 1
 
-        replay = partial(
-            _replay, id(self), id(self._options)
-        )  # which is another one where one changes
+        options = id(self._options)  # another object where one of them is set
+        replay = partial(_replay, id(self), options)
         what = type(self).__name__
         return traced(what, record, replay, partial(self.loss, tasks), (own, tasks), {})
 
