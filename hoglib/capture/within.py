@@ -28,13 +28,19 @@ from hoglib.functional import BY_ID, FunctionalLoss
 CONSTANTS = (Tensor, int, float, complex, str, NoneType, torch.dtype, torch.device)
 
 
-@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
-def mark(what: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+def _mark(what: str, tensors: list[Tensor]) -> list[Tensor]:
     """The tensors, as a node of a graph that can be found again. Those that a function is called with
     require grad: of a custom Function that is not differentiated Dynamo takes the forward alone."""
     if what == "call" and not torch_internals.transforms_active():
-        return tuple([x.detach().requires_grad_(pytree.is_float(x)).clone() for x in tensors])
-    return tuple([x.view_as(x) for x in tensors])
+        return [x.detach().requires_grad_(pytree.is_float(x)).clone() for x in tensors]
+    return [x.view_as(x) for x in tensors]
+
+
+# an operator, which Dynamo knows without being imported
+_LIBRARY = torch.library.Library("hoglib", "FRAGMENT")
+_LIBRARY.define("mark(str what, Tensor[] tensors) -> Tensor[]")
+_LIBRARY.impl("mark", _mark, "CompositeImplicitAutograd")
+MARK = torch.ops.hoglib.mark.default
 
 
 def within_compile(
@@ -104,7 +110,7 @@ def traced(
     def body() -> Any:
         if not torch.compiler.is_dynamo_compiling():
             return in_python()
-        return record(*_filled(others, structure, mark("arguments", *tensors))[0])
+        return record(*_filled(others, structure, MARK("arguments", tensors))[0])
 
     run = partial(_run, caller, replay, others, structure)
     return torch.ops.higher_order.dynamo_bypassing_wrapper(run, body)
@@ -121,11 +127,11 @@ def recorded(func: Any, args: tuple[Any, ...], select: Any = None, output: Any =
     leaves, structure = pytree.flatten(args)
     others = [None if isinstance(x, Tensor) else (x,) for x in leaves]
     with torch.enable_grad():
-        marked = mark("call", *[x for x in leaves if isinstance(x, Tensor)])
+        marked = MARK("call", [x for x in leaves if isinstance(x, Tensor)])
         value = func(*_filled(others, structure, marked))
         found = [] if select is None or isinstance(value, Tensor) else [select(value, output)]
         found += pytree.tensors(value)
-        mark("one" if isinstance(value, Tensor) else "several", *found)
+        MARK("one" if isinstance(value, Tensor) else "several", found)
     return value
 
 
@@ -180,8 +186,8 @@ def parts_of(
                     "or use `hoglib.compile` instead of torch.compile."
                 )
     nodes, run = list(graph.graph.nodes), fx.Interpreter(graph)
-    marks: list[Any] = [node for node in nodes if node.target is mark]
-    own = marks[0].args[1:]
+    marks: list[Any] = [node for node in nodes if node.target is MARK]
+    own = marks[0].args[1]
     for node, x in zip([n for n in nodes if n.op == "placeholder"], inputs, strict=True):
         # a buffer, which is left as it was
         kept = node in own or not isinstance(x, Tensor) or x.requires_grad
@@ -212,7 +218,7 @@ class Part:
 
     def __call__(self, *given: Any) -> Any:
         run, tensors = self._run, pytree.tensors(given)
-        for x, at in zip(tensors, self._begin.args[1:], strict=True):
+        for x, at in zip(tensors, self._begin.args[1], strict=True):
             was = self._known.get(at, x)  # not known of the outputs of another part
             if x.shape != was.shape:
                 raise UnsupportedError(
@@ -223,7 +229,7 @@ class Part:
         run.env = {**self._known, self._begin: tuple(tensors)}
         for node in self._nodes:
             run.env[node] = run.run_node(node)
-        values: Any = run.map_nodes_to_values(self._end.args[1:], self._end)
+        values: Any = run.map_nodes_to_values(self._end.args[1], self._end)
         return values if self.returns_several else values[0]
 
 
