@@ -151,18 +151,10 @@ def laplacian(
     """
     if torch.compiler.is_dynamo_compiling():
         return within_compile(_like_laplacian)(
-            laplacian,
-            func,
-            x,
-            *args,
-            coefficients=coefficients,
-            num_projections=num_projections,
-            generator=generator,
-            return_gradient=return_gradient,
-            mode=mode,
-            create_graph=create_graph,
-            **options,
-        )
+            laplacian, func, x, *args, coefficients=coefficients, num_projections=num_projections,
+            generator=generator, return_gradient=return_gradient, mode=mode,
+            create_graph=create_graph, **options,
+        )  # fmt: skip
     given = TaylorOptions.of("laplacian", func, PointMode, mode, create_graph, options)
     check_points(x)
     validation.flag("return_gradient", return_gradient)
@@ -362,16 +354,9 @@ def bilaplacian(
     """
     if torch.compiler.is_dynamo_compiling():
         return within_compile(_like_laplacian)(
-            bilaplacian,
-            func,
-            x,
-            *args,
-            num_projections=num_projections,
-            generator=generator,
-            mode=mode,
-            create_graph=create_graph,
-            **options,
-        )
+            bilaplacian, func, x, *args, num_projections=num_projections, generator=generator,
+            mode=mode, create_graph=create_graph, **options,
+        )  # fmt: skip
     given = TaylorOptions.of("bilaplacian", func, PointMode, mode, create_graph, options)
     check_points(x)
 
@@ -647,15 +632,9 @@ def partial_derivative(
     """
     if torch.compiler.is_dynamo_compiling():
         return within_compile(_like_laplacian)(
-            partial_derivative,
-            func,
-            x,
-            *args,
-            index=index,
-            mode=mode,
-            create_graph=create_graph,
+            partial_derivative, func, x, *args, index=index, mode=mode, create_graph=create_graph,
             **options,
-        )
+        )  # fmt: skip
     given = TaylorOptions.of("partial_derivative", func, PointMode, mode, create_graph, options)
     check_points(x)
     if not isinstance(index, tuple | list) or not index:

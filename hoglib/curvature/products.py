@@ -91,16 +91,9 @@ def hvp(
     """
     if torch.compiler.is_dynamo_compiling():
         return within_compile(_like_product, lambda params, v, *args: (params, *args))(
-            hvp,
-            func,
-            params,
-            v,
-            *args,
-            mode=mode,
-            create_graph=create_graph,
-            strict=strict,
+            hvp, func, params, v, *args, mode=mode, create_graph=create_graph, strict=strict,
             **options,
-        )
+        )  # fmt: skip
     kind = HessianKind(mode)
     names = tuple(pytree.paths(params)) if strict else None
     policy = check_policy(Policy.of("hvp", options, create_graph, names), kind)
@@ -227,19 +220,9 @@ def fisher_vp(
     """
     if torch.compiler.is_dynamo_compiling():
         return within_compile(_like_product, lambda params, v, batch: (params, batch), apart=True)(
-            fisher_vp,
-            loss,
-            params,
-            v,
-            batch,
-            kind=kind,
-            likelihood=likelihood,
-            reduction=reduction,
-            num_samples=num_samples,
-            generator=generator,
-            mode=mode,
-            **options,
-        )
+            fisher_vp, loss, params, v, batch, kind=kind, likelihood=likelihood, reduction=reduction,
+            num_samples=num_samples, generator=generator, mode=mode, **options,
+        )  # fmt: skip
     metric = FisherMetric(kind, likelihood, reduction, num_samples, generator)
     matrix = GaussNewtonKind(mode, metric)
     policy = check_policy(Policy.of("fisher_vp", options), matrix)

@@ -74,16 +74,9 @@ def wgan_gp(
     """
     if torch.compiler.is_dynamo_compiling():
         return traceable(lambda real, fake, *args: (real, *args))(
-            wgan_gp,
-            critic,
-            real,
-            fake,
-            *args,
-            target=target,
-            one_sided=one_sided,
-            generator=generator,
-            **options,
-        )
+            wgan_gp, critic, real, fake, *args, target=target, one_sided=one_sided,
+            generator=generator, **options,
+        )  # fmt: skip
     k = validation.number("target", target, minimum=0.0)
     validation.flag("one_sided", one_sided)
     checked = check_options("wgan_gp", options, generator)

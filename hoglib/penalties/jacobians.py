@@ -122,14 +122,8 @@ def jacobian(
     """
     if torch.compiler.is_dynamo_compiling():
         return traceable()(
-            jacobian,
-            func,
-            x,
-            *args,
-            num_projections=num_projections,
-            generator=generator,
-            **options,
-        )
+            jacobian, func, x, *args, num_projections=num_projections, generator=generator, **options,
+        )  # fmt: skip
     _check_projections(num_projections)
     term = squared_jacobian(num_projections, halved=True)
     return penalty(func, x, args, term, check_options("jacobian", options, generator))
@@ -187,15 +181,9 @@ def sobolev(
     """
     if torch.compiler.is_dynamo_compiling():
         return traceable(lambda x, derivatives, *args: (x, *args))(
-            sobolev,
-            func,
-            x,
-            derivatives,
-            *args,
-            num_projections=num_projections,
-            generator=generator,
-            **options,
-        )
+            sobolev, func, x, derivatives, *args, num_projections=num_projections,
+            generator=generator, **options,
+        )  # fmt: skip
     _check_projections(num_projections)
     checked = check_options("sobolev", options, generator)
     given, structure = check_points("sobolev", "derivatives", derivatives)
@@ -268,15 +256,9 @@ def lipschitz(
     """
     if torch.compiler.is_dynamo_compiling():
         return traceable()(
-            lipschitz,
-            func,
-            x,
-            *args,
-            bound=bound,
-            num_iterations=num_iterations,
-            generator=generator,
-            **options,
-        )
+            lipschitz, func, x, *args, bound=bound, num_iterations=num_iterations,
+            generator=generator, **options,
+        )  # fmt: skip
     limit = validation.number("bound", bound, minimum=0.0)
     if num_iterations is not None:
         validation.at_least("num_iterations", num_iterations, 1)
