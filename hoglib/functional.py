@@ -8,10 +8,12 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils.data import DataLoader
 
 from hoglib._core import pytree, validation
@@ -37,6 +39,8 @@ __all__ = ["FunctionalLoss", "functional_loss", "trainable_params"]
 
 Criterion = Callable[[Any, Any], Tensor]
 Forward = Callable[[nn.Module, Any], Any]
+# what torch.compile names by its id, because a graph holds no objects
+BY_ID: "WeakValueDictionary[int, Any]" = WeakValueDictionary()
 
 
 def functional_loss(
@@ -219,6 +223,7 @@ class FunctionalLoss:
         self._names: set[str] = set()
         self._looked_for: set[tuple[str, ...]] = set()  # elsewhere than in modules
         self._compiled = False  # until the first call
+        BY_ID[id(self)] = self
 
     def __call__(self, params: Params, batch: Any, *more: Any) -> Tensor:
         if more:
@@ -365,6 +370,8 @@ class FunctionalLoss:
             translate_device_errors(batch, reference).explain(error)
             translate_hook_errors("loss(params, batch)").explain(error)
             raise
+        if torch.compiler.is_dynamo_compiling():
+            return outputs
         if (names := tuple(params)) not in self._looked_for:
             look = partial(self._refuse_own_parameters, params, outputs)
             if found_once(self.model, ("parameters from elsewhere", names), look):
@@ -430,9 +437,20 @@ class FunctionalLoss:
                 f"params: expected a dict of tensors by qualified name, got "
                 f"{validation.describe(params)}. Make one with `hoglib.trainable_params(model)`."
             )
+        if torch.compiler.is_dynamo_compiling() and self._is_plain():
+            buffers = {name: x.clone() for name, x in self.model.named_buffers()}
+            known = dict(self.model.named_parameters(remove_duplicate=False))
+            if params.keys() <= known.keys():
+                return _reparametrize_module(self.model, {**buffers, **params}, tie_weights=True)
         if not params.keys() <= self._names:
             self._check_names(params)
         return swap_parameters(self.model, params, self._dtype, self._norm_policy)
+
+    def _is_plain(self) -> bool:
+        """Whether a swap replaces parameters and buffers alone."""
+        renormalized = any(getattr(m, "max_norm", None) is not None for m in self.model.modules())
+        own_norms = self._norm_policy is not train_mode_batch_statistics
+        return not (renormalized or own_norms or self._dtype is not None)
 
     def _check_names(self, params: Params) -> None:
         parameters = dict(self.model.named_parameters(remove_duplicate=False))

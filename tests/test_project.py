@@ -46,6 +46,7 @@ RECORDS = {
     "_core.torch_internals._WATCHES": "who watches, for what stands in torch's place",
     "capture.capturing._KEPT": "captured functions, as long as their owners live",
     "capture.recomputed._TEMPLATES": "captured recomputations",
+    "functional.BY_ID": "a graph of torch.compile names a loss by its id, for it holds no objects",
     "ops._external._CHAINS": "a dispatcher's operation takes a number for a user's functions",
     "ops._stand_in.TABLE": "what stands in for torch registers itself, as ops are imported",
     "penalties.distributed._CREATION_ORDER": "processes compare their wrappers in one order",

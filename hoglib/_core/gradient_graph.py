@@ -85,7 +85,7 @@ def graph_summary(values: Tensor | Iterable[Any], since: Iterable[Tensor] = ()) 
     leaves, functions, cpp_functions = {}, [], set()
     for node, parents in walk([values] if isinstance(values, Tensor) else values, since):
         if not parents:
-            leaf = getattr(node, "variable", None)
+            leaf = _leaf_of(node)
             if leaf is not None:
                 leaves[id(leaf)] = leaf
         elif hasattr(node, "_forward_cls"):
@@ -120,8 +120,14 @@ def walk(outputs: Iterable[Any], since: Iterable[Tensor] = ()) -> Iterator[tuple
 def leaf_tensors(outputs: Iterable[Any], since: Iterable[Tensor] = ()) -> Iterator[Tensor]:
     """The leaves of graphs one by one, for those who need not see all of a large graph."""
     for node, parents in walk(outputs, since):
-        if not parents and hasattr(node, "variable"):
-            yield node.variable
+        if not parents and (leaf := _leaf_of(node)) is not None:
+            yield leaf
+
+
+def _leaf_of(node: Any) -> Any:
+    """The tensor at the end of a graph; the end itself for an input of what torch.compile traces, which
+    stands for a tensor outside."""
+    return node if type(node).__name__ == "Error" else getattr(node, "variable", None)
 
 
 def half_dtypes(outputs: Iterable[Any]) -> set[torch.dtype]:

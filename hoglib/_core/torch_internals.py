@@ -162,11 +162,16 @@ def without_saved_tensor_hooks() -> Iterator[None]:
 
 
 _PROXY = torch._C._TorchDispatchModeKey.PROXY
+_FUNCTIONAL = torch._C._TorchDispatchModeKey.FUNCTIONAL
 
 
 def tracing() -> bool:
     """Whether torch.compile, torch.export or make_fx is recording the caller."""
-    return torch.compiler.is_compiling() or torch._C._get_dispatch_mode(_PROXY) is not None
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._get_dispatch_mode(_PROXY) is not None
+        or torch._C._get_dispatch_mode(_FUNCTIONAL) is not None
+    )
 
 
 def fresh_copy(x: Tensor) -> Tensor:

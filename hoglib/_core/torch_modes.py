@@ -126,9 +126,9 @@ def plain_operations(linear_for: str = "") -> inside:
 def only_plain_operations() -> bool:
     """Whether the caller runs inside `plain_operations`; never in what torch's compiler traces, which
     cannot read the variable and takes the references anyway."""
-    return not torch.compiler.is_compiling() and AMBIENT.plain_operations is not None
+    return not torch.compiler.is_dynamo_compiling() and AMBIENT.plain_operations is not None
 
 
 def needs_linear_backward() -> str:
     """The caller of `plain_operations` that needs one; "" for none."""
-    return "" if torch.compiler.is_compiling() else AMBIENT.plain_operations or ""
+    return "" if torch.compiler.is_dynamo_compiling() else AMBIENT.plain_operations or ""

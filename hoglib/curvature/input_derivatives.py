@@ -70,7 +70,7 @@ class _RefusesMixing:
         self._modules = tuple((id(module), module.training) for module in held)
 
     def __call__(self, value: Tensor, points: Tensor) -> None:
-        count = len(value)
+        count = value.shape[0]
         if count < 2 or not value_checks_on() or torch_internals.transforms_active():
             return
         last = torch.arange(count, device=points.device) >= count // 2
@@ -198,7 +198,7 @@ def by_reverse(
     points, outputs, probes = _sizes(x, value, directions)
     y = value.reshape(points, outputs)
     # all at once takes twice the passes where no graph is kept, which pays from four outputs on
-    together = outputs > (1 if keep else 3) and y.dtype == x.dtype
+    together = outputs > (1 if keep else 3) and y.dtype == x.dtype and not torch_internals.tracing()
     result = _of_all_outputs(y, own, graph, probes, keep) if together else None
     if result is None:
         found = [_of_one_output(f, own, graph, probes, keep) for f in y.unbind(1)]
@@ -293,20 +293,20 @@ def _check_dependent(gradient: Tensor | None) -> Tensor:
 
 def _term(gradient: Tensor, own: Tensor, probe: Probe, ones: Tensor, keep: bool) -> Tensor | None:
     """The term of a probe, [N], or None where the gradient does not depend on the points."""
-    component = _component(gradient, probe, len(ones))
+    component = _component(gradient, probe, ones.shape[0])
     if not component.requires_grad:
         return None
     with translate_errors(CALLER):
         (product,) = torch.autograd.grad(
             component, own, ones, retain_graph=True, create_graph=keep, allow_unused=True
         )
-    return None if product is None else _component(product, probe, len(ones))
+    return None if product is None else _component(product, probe, ones.shape[0])
 
 
 def _component(vectors: Tensor, probe: Probe, points: int) -> Tensor:
     """The component of each point's vector that a probe asks for: [N]."""
     if isinstance(probe, int):
-        flat = vectors.dim() == 2 and len(vectors) == points
+        flat = vectors.dim() == 2 and vectors.shape[0] == points
         return (vectors if flat else vectors.reshape(points, -1))[:, probe]
     return (vectors * probe).reshape(points, -1).sum(1)
 

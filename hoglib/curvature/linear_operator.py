@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal, final
 
 import torch
@@ -12,6 +13,7 @@ from hoglib import errors
 from hoglib._core import validation
 from hoglib._core.autograd import outside_inference_mode
 from hoglib._core.factorizations import symmetric_eigen
+from hoglib.capture.within import uncompiled
 from hoglib.curvature import eigenvalues, estimates, linear_systems
 from hoglib.curvature.vector_space import Blocks, Space, groups_of
 
@@ -97,6 +99,8 @@ class LinearOperator(ABC):
         return self
 
     def __matmul__(self, v: Tree) -> Tree:
+        if torch.compiler.is_dynamo_compiling():
+            return uncompiled(partial(type(self).__matmul__, self, v))
         if isinstance(v, LinearOperator):
             raise errors.ArgumentTypeError(
                 "A @ v: expected a vector or a block of vectors, got an operator; a product of "

@@ -22,6 +22,7 @@ from hoglib._core.factorizations import symmetric_eigen
 from hoglib._core.finite_differences import fixed_random_numbers
 from hoglib._core.problem import Options
 from hoglib._core.state import GeneratorStates
+from hoglib.capture.within import within_compile
 from hoglib.curvature.input_derivatives import (
     Function,
     Weighted,
@@ -61,6 +62,16 @@ class Directions(NamedTuple):
             weights = [weights] * len(self.vectors)  # type: ignore[assignment]
         vectors = range(len(self.vectors)) if self.unit else self.vectors.unbind()
         return list(zip(vectors, weights, strict=True))  # type: ignore[arg-type]
+
+
+def _like_laplacian(value: Any, options: Any, x: Tensor, *args: Any) -> Any:
+    if not options.get("return_gradient"):
+        return value, value.clone()
+    return value, value.clone(), value.sum().expand(*value.shape, *x.shape[min(value.dim(), 1) :])
+
+
+def _like_directional(value: Any, options: Any, x: Tensor, v: Tensor, *args: Any) -> Any:
+    return value, value.expand(*v.shape[: v.dim() - x.dim()], *value.shape).clone()
 
 
 def laplacian(
@@ -139,6 +150,12 @@ def laplacian(
         >>> mixed.round(decimals=4)  # 2 d_1 d_2 f
         tensor([2., 2.])
     """
+    if torch.compiler.is_dynamo_compiling():
+        return within_compile(_like_laplacian)(
+            laplacian, func, x, *args, coefficients=coefficients, num_projections=num_projections,
+            generator=generator, return_gradient=return_gradient, mode=mode,
+            create_graph=create_graph, **options,
+        )  # fmt: skip
     given = TaylorOptions.of("laplacian", func, PointMode, mode, create_graph, options)
     check_points(x)
     validation.flag("return_gradient", return_gradient)
@@ -336,6 +353,11 @@ def bilaplacian(
         >>> B  # 2 * 24 + 8
         tensor([56., 56.])
     """
+    if torch.compiler.is_dynamo_compiling():
+        return within_compile(_like_laplacian)(
+            bilaplacian, func, x, *args, num_projections=num_projections, generator=generator,
+            mode=mode, create_graph=create_graph, **options,
+        )  # fmt: skip
     given = TaylorOptions.of("bilaplacian", func, PointMode, mode, create_graph, options)
     check_points(x)
 
@@ -401,7 +423,7 @@ def units(x: Tensor, batched: bool) -> Tensor:
     e = torch.eye(D, dtype=x.dtype, device=x.device)
     if not batched:
         return e.reshape(D, *shape)
-    return e.reshape(D, 1, *shape).expand(D, len(x), *shape)
+    return e.reshape(D, 1, *shape).expand(D, x.shape[0], *shape)
 
 
 def directions_of(x: Tensor, batched: bool, coefficients: Any, signs: Tensor | None) -> Directions:
@@ -533,6 +555,10 @@ def directional(
         >>> hog.directional(lambda x: (x**4).sum(), x, v, 3)[1]  # 24 x_1
         tensor(24.)
     """
+    if torch.compiler.is_dynamo_compiling():
+        return within_compile(_like_directional, lambda x, v, order, *args: (x, *args))(
+            directional, func, x, v, order, *args, mode=mode, create_graph=create_graph, **options
+        )
     given = TaylorOptions.of("directional", func, TaylorMode, mode, create_graph, options)
     check_points(x)
     validation.tensor("v", v)
@@ -605,6 +631,11 @@ def partial_derivative(
         >>> hog.partial_derivative(lambda x: x[:, 0] ** 3 * x[:, 1] ** 2, x, index=(0, 0, 1))[1]
         tensor([24.])
     """
+    if torch.compiler.is_dynamo_compiling():
+        return within_compile(_like_laplacian)(
+            partial_derivative, func, x, *args, index=index, mode=mode, create_graph=create_graph,
+            **options,
+        )  # fmt: skip
     given = TaylorOptions.of("partial_derivative", func, PointMode, mode, create_graph, options)
     check_points(x)
     if not isinstance(index, tuple | list) or not index:

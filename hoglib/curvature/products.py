@@ -10,6 +10,7 @@ from hoglib._core import pytree, torch_internals, validation
 from hoglib._core.autograd import Gradient, clone_inference_tensors, dense, materialize_grads, vjp
 from hoglib._core.placement import refuse_sharded
 from hoglib._core.problem import Options, Policy, Problem, refuse_wrapped_calls
+from hoglib.capture.within import within_compile
 from hoglib.curvature.compiled import linearizer
 from hoglib.curvature.fisher_metric import FisherKind, FisherMetric
 from hoglib.curvature.gauss_newton import GaussNewtonKind, GaussNewtonMode
@@ -31,6 +32,11 @@ T = TypeVar("T")  # a pytree of tensors
 Tree = Any  # a pytree of tensors, or of trees of them
 Loss = Callable[..., Tensor]
 Entries = dict[tuple[int, int], Tensor]  # the matrix of each pair of leaves
+
+
+def _like_product(value: Any, options: Any, params: Any, v: Any, *args: Any) -> Any:
+    value, *_ = pytree.tensors(value)
+    return value.sum().detach(), pytree.map(lambda x: x.detach().clone(), v)
 
 
 def hvp(
@@ -83,6 +89,11 @@ def hvp(
         >>> hog.hvp(lambda p: p[0] ** 2 * p[1], p, v)
         (tensor(2.), tensor([4., 2.]))
     """
+    if torch.compiler.is_dynamo_compiling():
+        return within_compile(_like_product, lambda params, v, *args: (params, *args))(
+            hvp, func, params, v, *args, mode=mode, create_graph=create_graph, strict=strict,
+            **options,
+        )  # fmt: skip
     kind = HessianKind(mode)
     names = tuple(pytree.paths(params)) if strict else None
     policy = check_policy(Policy.of("hvp", options, create_graph, names), kind)
@@ -139,6 +150,10 @@ def ggn_vp(
         >>> Gv["weight"]  # 2 (1 + 9) / 2
         tensor([[10.]])
     """
+    if torch.compiler.is_dynamo_compiling():
+        return within_compile(_like_product, lambda params, v, batch: (params, batch), apart=True)(
+            ggn_vp, loss, params, v, batch, mode=mode, create_graph=create_graph, **options
+        )
     kind = GaussNewtonKind(mode)
     policy = check_policy(Policy.of("ggn_vp", options, create_graph), kind)
     return _product(kind, loss, params, v, (batch,), policy)
@@ -205,6 +220,11 @@ def fisher_vp(
         >>> Fv["weight"]  # the Gauss-Newton matrix: a Gaussian of variance 1/2
         tensor([[10.]])
     """
+    if torch.compiler.is_dynamo_compiling():
+        return within_compile(_like_product, lambda params, v, batch: (params, batch), apart=True)(
+            fisher_vp, loss, params, v, batch, kind=kind, likelihood=likelihood, reduction=reduction,
+            num_samples=num_samples, generator=generator, mode=mode, **options,
+        )  # fmt: skip
     metric = FisherMetric(kind, likelihood, reduction, num_samples, generator)
     matrix = GaussNewtonKind(mode, metric)
     policy = check_policy(Policy.of("fisher_vp", options), matrix)
@@ -260,6 +280,11 @@ def _refuse_sharded(policy: Policy, func: Any) -> None:
     refuse_wrapped_calls(policy.caller, func)
 
 
+def _like_hessian(value: Any, options: Any, params: Any, *args: Any) -> Any:
+    blocks = lambda p: pytree.map(lambda q: value.detach().expand(*p.shape, *q.shape), params)  # noqa: E731
+    return pytree.map(blocks, params)
+
+
 def hessian(
     func: Callable[..., Tensor],
     params: Tree,
@@ -302,6 +327,10 @@ def hessian(
         tensor([[4., 2.],
                 [2., 0.]])
     """
+    if torch.compiler.is_dynamo_compiling():
+        return within_compile(_like_hessian)(
+            hessian, func, params, *args, blocks=blocks, create_graph=create_graph, **options
+        )
     validation.function("func", func)
     policy = Policy.of("hessian", options, create_graph)
     problem = _real_problem(policy, func, params, args)

@@ -10,6 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from numbers import Real
@@ -17,6 +18,7 @@ from typing import Any, Generic, TypeVar, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from hoglib._core import pytree, validation
 from hoglib._core.autograd import (
@@ -34,10 +36,17 @@ from hoglib._core.placement import Placement, Sharding, placement_of, refuse_sha
 from hoglib._core.problem import Policy, check_option_names
 from hoglib._core.source_location import warn
 from hoglib._core.state import preserve_random_state
-from hoglib._core.swap import Params
-from hoglib._core.torch_modes import without_stand_ins
+from hoglib._core.swap import Params, swap_parameters
+from hoglib._core.torch_modes import value_checks_on, without_stand_ins
+from hoglib.capture.within import recorded, traced, uncompiled
 from hoglib.errors import ArgumentValueError, NoSecondDerivative, UnsupportedError
-from hoglib.functional import FunctionalLoss, check_instance, functional_loss, trainable_params
+from hoglib.functional import (
+    BY_ID,
+    FunctionalLoss,
+    check_instance,
+    functional_loss,
+    trainable_params,
+)
 from hoglib.meta import norms
 from hoglib.meta import tasks as task_sets
 from hoglib.meta.inner_loop import RECOMPUTES, UNUSED, check_inner_losses, refuse_saved_tensor_hooks
@@ -55,6 +64,34 @@ from hoglib.meta.module_loop import (
 from hoglib.meta.optimizers import resolve_rule, rule_name
 from hoglib.meta.tasks import Task, TaskFunction, TaskResult, check_tasks, map_tasks
 from hoglib.ring import graph_of, ring
+
+
+@final
+class _TracedObjective:
+    """A loss of a model, which Dynamo traced."""
+
+    def __init__(self, loss: FunctionalLoss, part: Any) -> None:
+        self.model, self.user_criterion, self._part = loss.model, loss.user_criterion, part
+        self.with_norm_policy = lambda policy: self  # models without batch norms alone
+
+    def __call__(self, params: Params, batch: Any) -> Tensor:
+        value: Tensor = self._part(params, batch)
+        return value
+
+
+def _replay(
+    learner: int, options: int, parts: list[Any], args: tuple[Params, Any], _: Any
+) -> list[Tensor]:
+    """The loss of a learner, at parameters of its own that torch.compile traces."""
+    same: Learner = copy(BY_ID[learner])
+    (inner, outer), (own, tasks) = parts, args
+    of_inner: Any = _TracedObjective(same.inner_objective, inner)
+    of_outer: Any = _TracedObjective(same.objective, outer)
+    same._losses = {"inner": of_inner, "traced": of_inner, "outer": of_outer}
+    same._checked_model = id(same.model)
+    with swap_parameters(same, own):
+        return [same.loss(tasks)]
+
 
 DEFAULTS = {
     "rule": "sgd", "inner_loss": None, "forward": None, "stand_ins": True, "remat": False,
@@ -92,6 +129,10 @@ class Option(Generic[T]):
         learner._options = changed
 
 
+def _shapes(tree: Any) -> list[torch.Size]:
+    return [x.shape for x in pytree.tensors(tree)]
+
+
 class Learner(nn.Module, ABC):
     r"""What `MAML`, `Reptile` and `IMAML` have in common: an inner loop on a model (abstract).
 
@@ -120,6 +161,7 @@ class Learner(nn.Module, ABC):
     stand_ins = Option[bool]()
     remat = Option[Remat]()
     over_tasks = Option[OverTasks]()
+    _traceable = True  # by torch.compile
 
     def __init__(
         self, model: nn.Module, criterion: Any, options: Mapping[str, Any], **own: Any
@@ -149,10 +191,16 @@ class Learner(nn.Module, ABC):
         self._options = checked
         self._forward = forward
         self._losses: dict[str, FunctionalLoss] = {}
+        _ = self.objective, self.inner_objective  # are kept: torch.compile makes none
+        BY_ID[id(self)] = self
         self._vmappable = True  # until a model fails
         self._recomputes = False  # backward of the model does, as with torch.utils.checkpoint
         self._checked_model: int | None = None
         self._trained_on_batches = False  # batch norms were in train mode, in a loss with gradients
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)
+        BY_ID[id(self)] = self
 
     def forward(self, *args: Any, params: Params | None = None, **kwargs: Any) -> Any:
         """Run the model, with other parameters in the place of its own.
@@ -167,6 +215,8 @@ class Learner(nn.Module, ABC):
         """
         if params is None:
             return self.model(*args, **kwargs)
+        if torch.compiler.is_dynamo_compiling():
+            return self.objective.call(params, *args, **kwargs)
         placement = placement_of_params(params)
         if placement.is_sharded:
             refuse_graph(f"{type(self).__name__}(params=...)")
@@ -190,6 +240,8 @@ class Learner(nn.Module, ABC):
         Returns:
             The parameters after the steps, by name; those that do not adapt are the initial ones.
         """
+        if torch.compiler.is_dynamo_compiling():
+            return uncompiled(partial(self.adapt, support, params=params, steps=steps))
         task_sets.check_batch("support", support)
         count = self.inner_steps if steps is None else validation.at_least("steps", steps, 0)
         loop = self._loop(params)
@@ -243,6 +295,8 @@ class Learner(nn.Module, ABC):
             NonFiniteError: for an inner or outer loss that is not finite, naming task and step; on
                 a device at the next call.
         """
+        if torch.compiler.is_dynamo_compiling():
+            return self._within_compile(tasks)
         what = type(self).__name__
         validation.refuse_transforms(
             f"{what}.loss(tasks)",
@@ -294,6 +348,35 @@ class Learner(nn.Module, ABC):
         grads = placement.wrap(grads)
         return with_gradients(found.value.mean(), grads, tensors, NOT_TWICE.format(what=what))
 
+    def _within_compile(self, tasks: Any) -> Tensor:
+        """The loss, in what torch.compile traces: the losses of the first task by Dynamo."""
+        learned = [
+            part for part in (self.criterion, self.inner_loss) if isinstance(part, nn.Module)
+        ]
+        if (
+            not self._traceable
+            or self.statistics is not None
+            or (isinstance(tasks, list) and any(_shapes(t) != _shapes(tasks[0]) for t in tasks))
+            or not isinstance(self.rule, str)
+            or any(len([*part.parameters()]) > 0 for part in learned)
+            or any(isinstance(part, _NormBase) for part in self.model.modules())
+        ):
+            return uncompiled(partial(self.loss, tasks))
+        names = [name for name, p in self.model.named_parameters() if p.requires_grad]
+        own = dict(self.named_parameters())
+        outer, inner = self.objective, self.inner_objective
+
+        def record(own: Params, tasks: Any) -> Tensor:
+            support, query = task_sets.first(tasks)
+            params = {name: own[f"model.{name}"] for name in names}
+            recorded(inner, (params, support))
+            return recorded(outer, (params, query)) * 1
+
+        options = id(self._options)  # another object where one of them is set
+        replay = partial(_replay, id(self), options)
+        what = type(self).__name__
+        return traced(what, record, replay, partial(self.loss, tasks), (own, tasks), {})
+
     def _run(self, loop: ModuleLoop, start: MetaParams, tasks: Any, wanted: bool) -> TaskResult:
         """What the tasks give, which were checked."""
         policy = loop.options.policy
@@ -334,9 +417,7 @@ class Learner(nn.Module, ABC):
         for name in ("criterion", "inner_loss", "rates", "rule"):
             if isinstance(part := getattr(self, name), nn.Module):
                 learned[name] = part
-        outer = inner = self._with_policy(self.objective)
-        if self.inner_loss is not None:
-            inner = self._with_policy(self.inner_objective)
+        outer, inner = map(self._with_policy, (self.objective, self.inner_objective))
         given = trainable_params(self.model) if params is None else params
         names = names_that_adapt(self.model, given, options.inner_params)
         return ModuleLoop(
@@ -358,7 +439,7 @@ class Learner(nn.Module, ABC):
     def inner_objective(self) -> FunctionalLoss:
         """The loss of the inner loop as a function of parameters and batch."""
         if self.inner_loss is None:
-            return self.objective
+            return self._losses.get("traced", self.objective)
         return self._functional_loss("inner", self.inner_loss)
 
     def _functional_loss(self, which: str, criterion: Any) -> FunctionalLoss:
@@ -485,6 +566,8 @@ def check_derivatives(
 
 def check_finite(found: TaskResult) -> None:
     """Raise NonFiniteError at the first inner loss that is not finite, or outer loss."""
+    if not value_checks_on():
+        return
     shape, count = found.inner_losses.shape, found.inner_losses.numel()
     numbers = torch.cat([x.detach().reshape(-1) for x in (found.inner_losses, found.value)])
     now = read_late(("MAML", shape, len(numbers)), numbers)

@@ -191,6 +191,8 @@ class IMAML(Learner):
         torch.Size([4])
     """
 
+    _traceable = False  # its linear systems are solved until they are
+
     def __init__(
         self, model: nn.Module, criterion: Criterion | None, *,
         strength: float = 2.0, inner_steps: int = 20, solver: SolverName = "cg", iterations: int = 10,

@@ -407,7 +407,7 @@ def _run(which: str, *given: Any) -> Any:
     """The parts of the map; of a tracer one operator, if what it computes is not differentiated."""
     *tensors, plan = given
     with without_autocast(given[0]):
-        traced = torch_internals.tracing() and not torch.compiler.is_compiling()
+        traced = torch_internals.tracing() and not torch.compiler.is_dynamo_compiling()
         if not traced or blocks.is_recorded(given):
             found = _MAPS[which](*given)
         else:

@@ -198,7 +198,7 @@ def _places(inputs: Inputs, plan: Plan, whole: bool) -> Iterator[list[_Place]]:
     size = sizes(inputs.q).block
     rows = min(length, max(FEWEST_ROWS, size // (heads * keys)))
     step = max(1, size // (heads * rows * keys))
-    if whole or torch.compiler.is_compiling():
+    if whole or torch.compiler.is_dynamo_compiling():
         rows, step = length, count
     for first in range(0, count, step):
         group = slice(first, min(first + step, count))

@@ -79,7 +79,7 @@ def define(
 
     def own_forward(*inputs: Any) -> Tensor:
         y = forward(*inputs)
-        if torch.compiler.is_compiling():  # it makes its own copies
+        if torch.compiler.is_dynamo_compiling():  # it makes its own copies
             return y
         # torch has rules of its own for a Function that returns its input or a view of it
         return y.clone() if y._is_view() or any(y is value for value in inputs) else y
@@ -132,7 +132,7 @@ def define(
         dtypes = {value.dtype for value in inputs if isinstance(value, Tensor)}
         if len(dtypes) > 1:
             inputs = promote_dtypes(*inputs)
-        if reference is None and torch.compiler.is_compiling():
+        if reference is None and torch.compiler.is_dynamo_compiling():
             result = compiled.apply(*inputs)
         else:
             result = apply_function(function, reference, *inputs)

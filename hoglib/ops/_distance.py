@@ -282,7 +282,7 @@ def largest(a: Tensor) -> Tensor:
 
 def _is_smooth(y: Tensor) -> bool:
     """Whether torch's own norm will do: none is 0, as far as is seen without waiting for a device."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return True
     seen = values(y)
     return seen is not None and seen.device.type == "cpu" and bool(seen.all())

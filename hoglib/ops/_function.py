@@ -106,7 +106,7 @@ def make_function(
     def run_backward(ctx: Any, *grads: Tensor | None) -> Any:
         if all(grad is None for grad in grads):
             return (None,) * num_inputs
-        if runs_user_code or torch.compiler.is_compiling():
+        if runs_user_code or torch.compiler.is_dynamo_compiling():
             return tuple(backward(saved(ctx, ctx.needs_input_grad), *grads))
         with without_stand_ins():
             return tuple(backward(saved(ctx, ctx.needs_input_grad), *grads))
@@ -163,7 +163,7 @@ def apply_function(
     they are found in it. Under two forward levels
     torch differentiates the `jvp` of a custom Function to zero, without an error.
     """
-    if reference is not None and (torch.compiler.is_compiling() or only_plain_operations()):
+    if reference is not None and (torch.compiler.is_dynamo_compiling() or only_plain_operations()):
         return reference(*inputs)
     if torch_internals.transforms_active() and torch_internals.forward_levels() > 1:
         if reference is None:
@@ -174,7 +174,7 @@ def apply_function(
                 f"one of the two levels."
             )
         return reference(*inputs)
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return function.apply(*inputs)
     with without_stand_ins():
         return function.apply(*inputs)

@@ -660,7 +660,7 @@ def _check_channels(input: Tensor, **given: Tensor | None) -> None:
 def _updates(x: Tensor) -> bool:
     """Whether running statistics are updated. Under a torch.func transform they are not: they would
     take values that belong to the transform."""
-    compiling = torch.compiler.is_compiling()  # the compiler cannot read a context variable
+    compiling = torch.compiler.is_dynamo_compiling()  # the compiler cannot read a context variable
     frozen = not compiling and AMBIENT.statistics_frozen
     return bool(x.numel()) and not transforms_active() and not frozen
 

@@ -797,7 +797,7 @@ def clip_gradient(x: Tensor, *, bound: float) -> Tensor:
             "got ops.clip_gradient; `hoglib.per_example_gradients` takes them as they are."
         )
     result: Tensor
-    if torch.compiler.is_compiling():  # no plain torch operation clips a gradient
+    if torch.compiler.is_dynamo_compiling():  # no plain torch operation clips a gradient
         result = _COMPILED_CLIP_GRADIENT.apply(x, bound)
     else:
         result = apply_function(_CLIP_GRADIENT, _copy, x, bound)

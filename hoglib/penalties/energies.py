@@ -11,15 +11,26 @@ from hoglib._core.autograd import Vector, materialize_grads, vjp
 from hoglib._core.gradient_graph import depends_on_any
 from hoglib._core.source_location import warn
 from hoglib._core.torch_modes import value_checks_on
+from hoglib.capture.within import within_compile
 from hoglib.errors import ArgumentValueError
 from hoglib.penalties.distributed import averaged
 from hoglib.penalties.evaluation import captures, run_as_graph
 from hoglib.penalties.input_vjp import Function, InputVJP, input_vjp
-from hoglib.penalties.options import CheckedOptions, Options, check_options
+from hoglib.penalties.options import CheckedOptions, Options, check_options, select_output
 from hoglib.penalties.samples import Samples
 from hoglib.penalties.terms import check_batch_dependence, is_batch_dependent
 
 OF_PENALTIES = ("reduction", "micro_batch", "return_outputs")  # options that forces do not have
+
+
+def _like_forces(value: Any, options: dict[str, Any], positions: Any, *args: Any) -> Any:
+    y = select_output(value, options.get("output"))
+    forces = pytree.map(lambda x: x.detach() * y.sum(), positions)
+    if not options.get("hessian"):
+        return EnergyForces(y, forces)
+    batched = int(y.dim() > 0 and pytree.tensors(positions)[0].dim() > 1)
+    blocks = lambda f: pytree.map(lambda x: f.sum().expand(*f.shape, *x.shape[batched:]), positions)  # noqa: E731
+    return EnergyForcesHessian(y, forces, pytree.map(blocks, forces))
 
 
 @overload
@@ -79,15 +90,19 @@ def forces(
         tensor([[1., 0.],
                 [0., 1.]])
     """
+    if torch.compiler.is_dynamo_compiling():
+        return within_compile(_like_forces, select=select_output)(
+            forces, energy, positions, *args, hessian=hessian, **options
+        )
     validation.flag("hessian", hessian)
     checked = check_options("forces", options, without=OF_PENALTIES)
     body = partial(_energies_and_forces, energy, hessian, checked._replace(batch=None))
     inputs = positions, args, checked.batch
     if not captures(checked.policy):
         return body(*inputs)
-    energies, forces, *rest = run_as_graph(body, energy, checked, inputs, every=True)
-    forces = pytree.map(lambda f: averaged("forces", f, energies), forces)
-    return _result(energies, forces, *rest)
+    energies, found, *rest = run_as_graph(body, energy, checked, inputs, every=True)
+    found = pytree.map(lambda f: averaged("forces", f, energies), found)
+    return _result(energies, found, *rest)
 
 
 class EnergyForces(NamedTuple):
@@ -195,11 +210,11 @@ def _blocks(at: InputVJP, g: Tensor, x: Tensor, batched: int) -> Vector:
 
 def _structures(at: InputVJP, index: Any) -> Samples | None:
     """Which rows belong to which structure, one for each energy; None for a single structure."""
-    y, count = at.y, len(at.leaves[0])
+    y, count = at.y, at.leaves[0].shape[0]
     if index is None:
         if not y.dim() or (y.numel() == 1 and count != 1):
             return None
-        if y.numel() != count or len(y) != count:
+        if y.numel() != count or y.shape[0] != count:
             raise ArgumentValueError(
                 f"forces: expected one energy, or one for each of {count} structures, got "
                 f"{validation.describe(y)}; add up energies of atoms, and where rows of positions are "

@@ -26,10 +26,11 @@ from hoglib._core.torch_modes import value_checks_on
 from hoglib.capture.api import Compiled, CompiledLoss
 from hoglib.capture.capturing import Place, kept
 from hoglib.capture.signature import parse_call
+from hoglib.capture.within import within_compile
 from hoglib.errors import ArgumentValueError
 from hoglib.penalties.distributed import averaged
 from hoglib.penalties.input_vjp import NOT_OF_PARAMETERS, Function, InputVJP, input_vjp
-from hoglib.penalties.options import CheckedOptions
+from hoglib.penalties.options import CheckedOptions, select_output
 from hoglib.penalties.samples import EMPTY, check_points, random_like
 from hoglib.penalties.terms import Term, check_batch_dependence
 from hoglib.ring import graph_of, is_captured
@@ -45,6 +46,18 @@ class PenaltyWithOutputs(NamedTuple):
 
     penalty: Tensor
     outputs: Any
+
+
+def _like_penalty(value: Any, options: dict[str, Any], x: Any, *args: Any) -> Any:
+    y, first = select_output(value, options.get("output")), pytree.tensors(x)[0]
+    rows = y if y.dim() else y * first
+    terms = rows.reshape(len(rows), -1).sum(1) if options.get("reduction") == "none" else y.sum()
+    terms = terms.to(first.real.dtype)
+    return PenaltyWithOutputs(terms, value) if options.get("return_outputs") else terms
+
+
+# of the samples, and other arguments, what the function is called with
+traceable = partial(within_compile, _like_penalty, select=select_output)
 
 
 def penalty(

@@ -223,7 +223,7 @@ class InputVJP:
         """The number of samples, N."""
         assert self.samples is not None
         if self.y.dim():
-            self.samples.set_count(len(self.y))
+            self.samples.set_count(self.y.shape[0])
         assert self.samples.count is not None
         return self.samples.count
 

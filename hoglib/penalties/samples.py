@@ -60,7 +60,8 @@ def random_like(
     """Random numbers on the tensor's device, drawn on the generator's device."""
     device = like.device if generator is None else generator.device
     dtype = upcast_dtype(like.dtype)
-    return sampler(shape, generator=generator, device=device, dtype=dtype).to(like.device)
+    given = {} if generator is None else {"generator": generator}  # by which no size is a symbol
+    return sampler(shape, **given, device=device, dtype=dtype).to(like.device)
 
 
 def check_points(name: str, argument: str, tree: Any) -> tuple[list[Tensor], Any]:
@@ -101,16 +102,15 @@ class Samples:
 
     def __init__(self, name: str, leaves: Sequence[Tensor], structure: Any, batch: Any) -> None:
         self.index = _indices(name, leaves, structure, batch)
-        counts = {
-            len(leaf) for leaf, index in zip(leaves, self.index, strict=True) if index is None
-        }
-        if len(counts) > 1:
+        rows = zip(leaves, self.index, strict=True)
+        counts = [leaf.shape[0] for leaf, index in rows if index is None]  # they may be symbols
+        if any(count != counts[0] for count in counts[1:]):
             raise ArgumentValueError(
                 f"{name}: expected inputs with one number of samples, got leading dimensions "
-                f"{', '.join(map(str, sorted(counts)))}; if rows are not samples, pass batch=, the "
+                f"{', '.join(map(str, sorted({*counts})))}; if rows are not samples, pass batch=, the "
                 "index of the sample that each row belongs to."
             )
-        self.count = counts.pop() if counts else None
+        self.count = counts[0] if counts else None
         if self.count is None and not tracing():
             # as many graphs as the index names; the outputs may name more, see `set_count`
             self.count = max(int(i.max()) + 1 if len(i) else 0 for i in self.index if i is not None)

@@ -61,7 +61,7 @@ def squared_jacobian(projections: int | None, halved: bool = False, known: bool 
         y = output_rows(at)
         v = _directions(at, y, projections)
         given = _checked_derivatives(at) if known else []
-        total = y.new_zeros(len(y))
+        total = y.new_zeros(y.shape[0])
         for p, v_p in enumerate(v):
             g = at.vjp(v_p.view_as(at.y), retain_graph=p + 1 < len(v))
             if known:
@@ -94,7 +94,7 @@ def _directions(at: InputVJP, y: Tensor, count: int | None) -> list[Tensor]:
     outputs = y.shape[1]
     if count is None or count >= outputs:
         return [e.expand_as(y) for e in torch.eye(outputs, dtype=y.dtype, device=y.device)]
-    v = at.random(torch.randn, (len(y), outputs, count))
+    v = at.random(torch.randn, (y.shape[0], outputs, count))
     basis = torch.linalg.qr(v)[0] if count > 1 else F.normalize(v, dim=1)
     return list(basis.to(y).unbind(2))
 
@@ -102,9 +102,11 @@ def _directions(at: InputVJP, y: Tensor, count: int | None) -> list[Tensor]:
 def _checked_derivatives(at: InputVJP) -> Vector:
     """D, with the shape of x for one output per sample, else the outputs' shape in each row."""
     y, given = at.y, pytree.leaves(at.problem.args[0])
-    single = y.numel() == len(y)
+    single = y.numel() == y.shape[0]
     for path, leaf, d in zip(pytree.paths(at.tree(at.leaves)), at.leaves, given, strict=True):
-        shapes = [torch.Size((len(leaf), *y.shape[1:], *leaf.shape[1:]))] + [leaf.shape] * single
+        shapes = [torch.Size((leaf.shape[0], *y.shape[1:], *leaf.shape[1:]))] + [
+            leaf.shape
+        ] * single
         if d.shape not in shapes:
             raise ArgumentValueError(
                 f"sobolev: derivatives{f'[{path!r}]' if path else ''}: expected shape "
@@ -136,7 +138,7 @@ def _spectral_norms(at: InputVJP, y: Tensor) -> Tensor:
         ]
         grams = torch.stack([torch.stack(row, -1) for row in gram], -2)
         return root(_of_finite(lambda a: torch.linalg.eigvalsh(a)[:, -1], grams).clamp(min=0))
-    whole = [torch.cat([g.reshape(len(g), -1) for g in row], 1) for row in rows]
+    whole = [torch.cat([g.reshape(g.shape[0], -1) for g in row], 1) for row in rows]
     return _of_finite(torch.linalg.matrix_norm, torch.stack(whole, 1), 2)
 
 

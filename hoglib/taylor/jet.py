@@ -21,6 +21,7 @@ from hoglib._core.source_location import first_time, warn_once
 from hoglib._core.state import GeneratorStates
 from hoglib._core.swap import call_with
 from hoglib._core.trust import DIGITS, agree
+from hoglib.capture.within import within_compile
 from hoglib.ring import ring, run
 from hoglib.taylor.kinks import (
     Kink,
@@ -36,6 +37,12 @@ from hoglib.taylor.series import Algebra, Parts, Refused, Univariate
 
 Leaves = list[Tensor]
 TaylorMode = Literal["auto", "taylor", "nested"]
+
+
+def _like_jet(value: Any, options: Any, primals: Any, series: Any) -> Any:
+    single = isinstance(primals, Tensor)
+    order = len(series if single else series[0])
+    return value, pytree.map(lambda y: [y.clone() for _ in range(order)], value)
 
 
 def jet(
@@ -92,6 +99,10 @@ def jet(
         >>> d1, d2, d3  # cos 0, -sin 0, -cos 0
         (tensor(1.), tensor(-0.), tensor(-1.))
     """
+    if torch.compiler.is_dynamo_compiling():
+        return within_compile(
+            _like_jet, lambda xs, series: (xs,) if isinstance(xs, Tensor) else xs
+        )(jet, func, primals, series, mode=mode, create_graph=create_graph, **options)
     given = TaylorOptions.of("jet", func, TaylorMode, mode, create_graph, options)
     single = isinstance(primals, Tensor)
     xs, lists = _check_series((primals,) if single else primals, (series,) if single else series)

@@ -321,7 +321,7 @@ def each(function: Callable[[Tensor], Tensor], parts: Parts) -> Parts:
 
 
 def scaled(factor: Any, parts: Parts) -> Parts:
-    if not isinstance(factor, Tensor) and factor == 1:
+    if not isinstance(factor, Tensor | torch.SymFloat) and factor == 1:
         return parts
     return each(lambda part: factor * part, parts)
 

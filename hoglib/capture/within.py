@@ -1,0 +1,250 @@
+"""Calls of hoglib in what torch.compile traces: the user's function becomes a graph by Dynamo, and its
+derivatives are computed by hoglib itself, when torch traces that graph.
+
+    def hvp(func, params, v, *args, **options):
+        if torch.compiler.is_dynamo_compiling():
+            return within_compile(like_product, called_with)(hvp, func, params, v, *args, **options)
+
+Dynamo guards what the user's function reads, and makes the tensors that it reaches inputs. hoglib's own
+code, which no compiler has to read, runs once, on tensors without values: it makes no checks of values.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import NoneType
+from typing import Any, final
+
+import torch
+from torch import Tensor, fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hoglib._core import pytree, torch_internals
+from hoglib._core.ambient import inside
+from hoglib._core.source_location import user_line
+from hoglib.capture.passes import PRODUCTS, SUMS
+from hoglib.errors import UnsupportedError
+from hoglib.functional import BY_ID, FunctionalLoss
+
+CONSTANTS = (Tensor, int, float, complex, str, NoneType, torch.dtype, torch.device)
+
+
+def _mark(what: str, tensors: list[Tensor]) -> list[Tensor]:
+    """The tensors, as a node of a graph that can be found again. Those that a function is called with
+    require grad: of a custom Function that is not differentiated Dynamo takes the forward alone."""
+    if what == "call" and not torch_internals.transforms_active():
+        return [x.detach().requires_grad_(pytree.is_float(x)).clone() for x in tensors]
+    return [x.view_as(x) for x in tensors]
+
+
+# an operator, which Dynamo knows without being imported
+_LIBRARY = torch.library.Library("hoglib", "FRAGMENT")
+_LIBRARY.define("mark(str what, Tensor[] tensors) -> Tensor[]")
+_LIBRARY.impl("mark", _mark, "CompositeImplicitAutograd")
+MARK = torch.ops.hoglib.mark.default
+
+
+def within_compile(
+    like: Callable[..., Any], called_with: Callable[..., tuple[Any, ...]] = lambda *args: args,
+    select: Callable[[Any, Any], Tensor] | None = None, apart: bool = False,
+) -> Callable[..., Any]:  # fmt: skip
+    """(entry, func, *args, **options) -> entry(func, *args, **options), for torch.compile.
+
+    like: of what func returns, the options and the args: tensors like those of the result. called_with:
+    of the args: those of func. select: of what func returns and the option `output`: the output that is
+    differentiated. apart: func is a loss with outputs and criterion.
+    """
+
+    def run(entry: Callable[..., Any], func: Any, *args: Any, **options: Any) -> Any:
+        in_python, output = partial(entry, func, *args, **options), options.get("output")
+        if (
+            any(options.get(name) is not None for name in ("micro_batch", "blocks"))
+            or options.get("remat")
+            or options.get("mode") == "finite-differences"
+            or (apart and type(func) is not FunctionalLoss)
+        ):
+            return uncompiled(in_python)
+
+        def record(*own: Any) -> Any:
+            given = called_with(*own)
+            if not apart:
+                return like(recorded(func, given, select, output), options, *own)
+            params, batch = given
+            outputs = recorded(lambda params: func.outputs(params, batch), (params,))
+            value = recorded(lambda outputs: func.criterion(outputs, batch), (outputs,))
+            return like(value, options, *own)
+
+        kept = {name: x for name, x in options.items() if name not in ("output", "compile")}
+        replay = partial(_replay, entry, id(func) if apart else None, select is not None)
+        return traced(entry.__name__, record, replay, in_python, args, kept)
+
+    return run
+
+
+def _replay(
+    entry: Any, of_loss: int | None, selects: bool, parts: list["Part"], args: Any, options: Any
+) -> list[Tensor]:
+    """The results of an entry point for a function that was recorded."""
+    func: Any = parts[0] if of_loss is None else TracedLoss(BY_ID.get(of_loss), *parts)
+    found = pytree.tensors(entry(func, *args, **options))
+    if selects and parts[0].returns_several and options.get("return_outputs"):
+        del found[1]  # which comes once more, among the outputs
+    return found
+
+
+def traced(
+    caller: str, record: Callable[..., Any], replay: Callable[..., list[Tensor]],
+    in_python: Callable[[], Any], args: tuple[Any, ...], options: dict[str, Any],
+) -> Any:  # fmt: skip
+    """What hoglib computes of functions that Dynamo traces.
+
+    record: of the args: calls the functions by `recorded`, and returns tensors like the results.
+    replay: of the functions, the args and the options: the tensors of the results; a function of a
+    module, with constants. in_python: the results, where Dynamo does not trace this.
+    """
+    leaves, structure = pytree.flatten((args, options))
+    tensors = [x for x in leaves if isinstance(x, Tensor)]
+    if not all(isinstance(x, CONSTANTS) for x in leaves):
+        return uncompiled(in_python)
+    others = tuple([None if isinstance(x, Tensor) else (x,) for x in leaves])
+
+    def body() -> Any:
+        if not torch.compiler.is_dynamo_compiling():
+            return in_python()
+        return record(*_filled(others, structure, MARK("arguments", tensors))[0])
+
+    run = partial(_run, caller, replay, others, structure)
+    return torch.ops.higher_order.dynamo_bypassing_wrapper(run, body)
+
+
+def uncompiled(function: Callable[[], Any]) -> Any:
+    """function(), for Dynamo, which runs it as it is."""
+    torch._dynamo.graph_break(msg="This call of hoglib runs uncompiled; see docs/compile.md.")
+    return torch.compiler.disable(function)()
+
+
+def recorded(func: Any, args: tuple[Any, ...], select: Any = None, output: Any = None) -> Any:
+    """func(*args), between marks."""
+    leaves, structure = pytree.flatten(args)
+    others = [None if isinstance(x, Tensor) else (x,) for x in leaves]
+    with torch.enable_grad():
+        marked = MARK("call", [x for x in leaves if isinstance(x, Tensor)])
+        value = func(*_filled(others, structure, marked))
+        found = [] if select is None or isinstance(value, Tensor) else [select(value, output)]
+        found += pytree.tensors(value)
+        MARK("one" if isinstance(value, Tensor) else "several", found)
+    return value
+
+
+def _filled(others: Sequence[Any], structure: Any, tensors: Sequence[Tensor]) -> Any:
+    """A tree with these tensors among its leaves, in their order."""
+    left = list(tensors)
+    return pytree.unflatten([left.pop(0) if x is None else x[0] for x in others], structure)
+
+
+def _run(caller: str, replay: Any, others: Any, structure: Any, body: Any) -> Callable[..., Any]:
+    """What torch calls in the place of the body."""
+    if not isinstance(body, fx.GraphModule):
+        return body
+
+    def run(*inputs: Tensor) -> tuple[Tensor, ...]:
+        tensors, parts = parts_of(body, inputs, caller)
+        with inside(value_checks_off=True), WithoutFactors():
+            return tuple(replay(parts, *_filled(others, structure, tensors)))
+
+    return run
+
+
+class WithoutFactors(TorchDispatchMode):
+    """Inside, the options alpha and beta are products, as after :func:`expand_alpha_beta`."""
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not kwargs or (func not in SUMS and func not in PRODUCTS):
+            return func(*args, **kwargs)
+        alpha, beta = kwargs.get("alpha", 1), kwargs.get("beta", 1)
+        if func in SUMS:
+            return func(args[0], args[1] * alpha)
+        found = PRODUCTS[func](*args[1:]) * alpha
+        found = found if beta == 0 else args[0] * beta + found
+        return args[0].copy_(found) if func._schema.is_mutable else found
+
+
+def parts_of(
+    graph: fx.GraphModule, inputs: Sequence[Tensor], caller: str
+) -> tuple[list[Tensor], list["Part"]]:
+    """The arguments that a body marked, and the calls of functions in it."""
+    for part in graph.modules():
+        for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
+            if getattr(node.target, "__name__", "") == "autograd_function_apply":
+                line = user_line((node.stack_trace or "").splitlines())
+                raise UnsupportedError(
+                    f"{caller} inside torch.compile: expected operations of torch, got a custom "
+                    f"Function at {line}: compiled, its second derivative is zero, without an error. "
+                    "Leave the call out by `torch.compiler.disable`, which examines the Function, too; "
+                    "or use `hoglib.compile` instead of torch.compile."
+                )
+    nodes, run = list(graph.graph.nodes), fx.Interpreter(graph)
+    marks: list[Any] = [node for node in nodes if node.target is MARK]
+    own = marks[0].args[1]
+    for node, x in zip([n for n in nodes if n.op == "placeholder"], inputs, strict=True):
+        # a buffer, which is left as it was
+        kept = node in own or not isinstance(x, Tensor) or x.requires_grad
+        run.env[node] = x if kept else x.clone()
+    tensors = [run.env[node] for node in own]
+    with torch.set_grad_enabled(
+        torch.is_grad_enabled()
+    ):  # a node changes it, and one at the end back
+        for node in nodes[nodes.index(marks[0]) : nodes.index(marks[1])]:
+            run.env[node] = run.run_node(node)
+    calls = zip(marks[1::2], marks[2::2], strict=True)
+    return tensors, [
+        Part(caller, run, begin, nodes[nodes.index(begin) + 1 : nodes.index(end)], end)
+        for begin, end in calls
+    ]
+
+
+@final
+class Part:
+    """A function as Dynamo traced it, of tensors of the shapes that it was traced at."""
+
+    def __init__(
+        self, caller: str, run: fx.Interpreter, begin: Any, nodes: list[fx.Node], end: Any
+    ) -> None:
+        self._caller, self._run, self._known = caller, run, dict(run.env)
+        self._begin, self._nodes, self._end = begin, nodes, end
+        self.returns_several = end.args[0] == "several"
+
+    def __call__(self, *given: Any) -> Any:
+        run, tensors = self._run, pytree.tensors(given)
+        for x, at in zip(tensors, self._begin.args[1], strict=True):
+            was = self._known.get(at, x)  # not known of the outputs of another part
+            if x.shape != was.shape:
+                raise UnsupportedError(
+                    f"{self._caller} inside torch.compile: expected calls of the function with tensors "
+                    f"of one shape, got {tuple(was.shape)} and {tuple(x.shape)}. Leave the call out by "
+                    "`torch.compiler.disable`."
+                )
+        run.env = {**self._known, self._begin: tuple(tensors)}
+        for node in self._nodes:
+            run.env[node] = run.run_node(node)
+        values: Any = run.map_nodes_to_values(self._end.args[1], self._end)
+        return values if self.returns_several else values[0]
+
+
+@final
+class TracedLoss:
+    """A loss, of which Dynamo traced the outputs and the criterion."""
+
+    def __init__(self, loss: Any, outputs: Part, criterion: Part) -> None:
+        self._outputs, self._criterion = outputs, criterion
+        if loss is not None:  # a copy, which is not known by its id
+            self.user_criterion, self.targets = loss.user_criterion, loss.targets
+
+    def outputs(self, params: Any, batch: Any) -> Any:
+        return self._outputs(params)
+
+    def criterion(self, outputs: Any, batch: Any) -> Tensor:
+        value: Tensor = self._criterion(outputs)
+        return value
