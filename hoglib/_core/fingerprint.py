@@ -62,7 +62,7 @@ _SETTINGS = (bool, int, float, str, type(None))
 
 
 def sums_and_norms(tensors: list[Tensor]) -> "Numbers":
-    """The sum of each strided tensor, and the norm of those of floating point."""
+    """The sums of strided tensors, then the norms of those of floating point."""
     found = [
         (torch.view_as_real(t) if t.is_complex() else t).detach()
         for t in tensors

@@ -21,7 +21,7 @@ class Reads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_numbers_are_in_the_order_of_the_tensors() -> None:
+def test_sums_in_the_order_of_the_tensors_then_norms() -> None:
     tensors = [
         torch.tensor([3.0, -4.0]),
         torch.tensor([2, 5]),
@@ -30,7 +30,7 @@ def test_numbers_are_in_the_order_of_the_tensors() -> None:
         torch.tensor([6.0, 8.0]),
         torch.tensor([True, True]),
     ]
-    expected = [-1, 5, 7, 3, 5**0.5, 7, 5, 14, 10, 2]
+    expected = [-1, 7, 3, 7, 14, 2, 5, 5**0.5, 5, 10]
     assert sums_and_norms(tensors).read() == pytest.approx(expected)
     assert sums_and_norms([]).read() == []
 
