@@ -50,9 +50,9 @@ EXPERIMENTS = {
     "curvature/newton_cg": Experiment({"race.png"}, 6, (3, 2), timed=True),
     "flow/meanflow": Experiment({"summary.json", "samples.png"}, 20, (13, 10)),
     "gan/mixture": Experiment(  # two optimizers
-        {"points.png", "summary.json", "training_curve.png"}, 40, (14, 10)
+        {"points.png", "summary.json", "training_curve.png"}, 40, (34, 20)
     ),
-    "gan/mnist": Experiment({"digits.png", "grids", "summary.json"}, 32, (13, 10)),
+    "gan/mnist": Experiment({"digits.png", "grids", "summary.json"}, 32, (26, 20)),
     "maml/glyphs_5w1s": Experiment(
         {"summary.json", "episode.png", "training_curve.png"}, 12, (6, 4)
     ),
