@@ -11,6 +11,7 @@ import hoglib as hog
 from hoglib.errors import UnsupportedError
 from tests.capture.models import draw, net
 from tests.functions import ClassicCube
+from tests.long_tail import FULL
 from tests.rows import rows
 
 P = hog.penalties
@@ -143,7 +144,7 @@ def test_one_graph_computes_the_same(call):
 
 
 # of a step of gradient descent on a linear layer inductor would forget the rate
-@rows("name", ["r1", "MAML, task by task"])
+@pytest.mark.parametrize("name", ["MAML, task by task", pytest.param("r1", marks=FULL)])
 def test_by_inductor(name):
     compare(CALLS[name], lambda call: whole(call, "inductor"))
 
