@@ -201,14 +201,12 @@ def parts_of(
     marks: list[Any] = [node for node in nodes if node.target is MARK]
     own = marks[0].args[1]
     for node, x in zip([n for n in nodes if n.op == "placeholder"], inputs, strict=True):
-        # a buffer, which is left as it was; a copy of a Python number's tensor would have no number
-        number = any(user.target == "item" for user in node.users)
-        kept = number or node in own or not isinstance(x, Tensor) or x.requires_grad
+        items = [user for user in node.users if user.target == "item"]  # of a Python number
+        # a buffer, which is left as it was; the copy of a number would have no item
+        kept = items or node in own or not isinstance(x, Tensor) or x.requires_grad
         run.env[node] = x if kept else x.clone()
-        for user in (
-            node.users if number else ()
-        ):  # which stands in the first of the calls that use it
-            run.env[user] = run.run_node(user) if user.target == "item" else None
+        for item in items:  # it stands in the first of the calls that use it
+            run.env[item] = run.run_node(item)
     tensors = [run.env[node] for node in own]
     with torch.set_grad_enabled(
         torch.is_grad_enabled()

@@ -203,6 +203,7 @@ NUMBERS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @rows("call", NUMBERS.values(), ids=NUMBERS)
 def test_numbers_that_change(call):
     torch._dynamo.reset()
