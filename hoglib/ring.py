@@ -151,15 +151,22 @@ def warn_if_derivatives_not_finite(
 def _watch_gradients(by: Any, known: Any, finite: Tensor, explain: Any, _: Any) -> None:
     """Of this backward of a finite result, if none was watched before."""
     grads: list[Any] = []
-    hooks = [x.register_hook(grads.append) for x in by if x.requires_grad and not known]
+    hooks: dict[int, Any] = {}
+
+    def note(i: int, g: Tensor) -> None:
+        hooks.pop(i).remove()  # here: a backward that raises has no end
+        grads.append(g)
 
     def ended() -> None:
-        for hook in hooks:
+        for hook in hooks.values():
             hook.remove()
         plain = [g for g in grads if type(g) is Tensor and g.layout is torch.strided]
         if finite and not all(bool(g.isfinite().all()) for g in plain):
             explain()
 
+    for i, x in enumerate(by if not known else ()):
+        if x.requires_grad:
+            hooks[i] = x.register_hook(partial(note, i))
     known.append(True)
     after_backward(ended)
 

@@ -106,7 +106,7 @@ class SaveConfig(SaveConfigCallback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         saved = runs.run_folder(trainer) / CONFIG
-        if saved.exists():
+        if saved.exists() and trainer.ckpt_path is not None:
             check_resumed(
                 yaml.safe_load(saved.read_text()), yaml.safe_load(self.parser.dump(self.config))
             )

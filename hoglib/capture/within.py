@@ -11,6 +11,7 @@ code, which no compiler has to read, runs once, on tensors without values: it ma
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import index
 from types import NoneType
 from typing import Any, final
 
@@ -102,8 +103,11 @@ def traced(
     module, with constants. in_python: the results, where Dynamo does not trace this.
     """
     leaves, structure = pytree.flatten((args, options))
+    # of symbols: an int becomes a constant, and of a float Dynamo makes no text, and runs uncompiled
+    leaves = [index(x) if type(x) is int else x for x in leaves]
+    leaves = [float(str(x)) if type(x) is float else x for x in leaves]
     tensors = [x for x in leaves if isinstance(x, Tensor)]
-    if not all(isinstance(x, CONSTANTS) for x in leaves):
+    if not all(isinstance(x, CONSTANTS) for x in leaves) or _in_transform():
         return uncompiled(in_python)
     others = tuple([None if isinstance(x, Tensor) else (x,) for x in leaves])
 
@@ -114,6 +118,14 @@ def traced(
 
     run = partial(_run, caller, replay, others, structure)
     return torch.ops.higher_order.dynamo_bypassing_wrapper(run, body)
+
+
+def _in_transform() -> bool:
+    """Whether a torch.func transform, whose levels are gone at a replay, is around the call."""
+    return torch_internals.transforms_active()
+
+
+_in_transform._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def uncompiled(function: Callable[[], Any]) -> Any:
@@ -189,9 +201,12 @@ def parts_of(
     marks: list[Any] = [node for node in nodes if node.target is MARK]
     own = marks[0].args[1]
     for node, x in zip([n for n in nodes if n.op == "placeholder"], inputs, strict=True):
-        # a buffer, which is left as it was
-        kept = node in own or not isinstance(x, Tensor) or x.requires_grad
+        items = [user for user in node.users if user.target == "item"]  # of a Python number
+        # a buffer, which is left as it was; the copy of a number would have no item
+        kept = items or node in own or not isinstance(x, Tensor) or x.requires_grad
         run.env[node] = x if kept else x.clone()
+        for item in items:  # it stands in the first of the calls that use it
+            run.env[item] = run.run_node(item)
     tensors = [run.env[node] for node in own]
     with torch.set_grad_enabled(
         torch.is_grad_enabled()

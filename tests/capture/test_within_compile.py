@@ -156,6 +156,8 @@ LEFT = {
     "a Function in pieces": lambda: P.r1(lambda x: ClassicCube.apply(critic(x)), x, micro_batch=3),
     "an operator": lambda: operator @ u,
     "adapt": lambda: learner(x, params=learner.adapt((tasks[0][0][0], tasks[0][1][0]))),
+    "in torch.func.grad": lambda: torch.func.grad(lambda p: hog.laplacian(score, p)[1].sum())(x),
+    "in vmap": lambda: torch.vmap(lambda p: hog.hvp(lambda q: q.pow(4).sum(), p, p)[1])(x),
     "batch norms": lambda: hog.MAML(normed, F.mse_loss).loss(((x[None], x[None, :, :1]),) * 2),
 }
 
@@ -177,6 +179,42 @@ def test_what_the_function_reads_is_guarded_and_sizes_stay_symbols():
         assert_close(fast(draw(9, 3)), P.r1(critic, 2.0 * draw(9, 3)) * 4)
     state.scale = 3.0
     assert_close(fast(x), P.r1(critic, 3.0 * x) * 9)
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.options = nn.Linear(3, 1).double(), {"scale": 1.0}
+
+    def forward(self, x):
+        return torch.tanh(self.layer(x) * self.options["scale"])
+
+
+scaled = Scaled()
+scaled_loss, scaled_params = hog.functional_loss(scaled, F.mse_loss), hog.trainable_params(scaled)
+scaled_learner = hog.MAML(scaled, F.mse_loss, inner_lr=0.1)
+scaled_tasks = tuple((a, b[..., :1]) for a, b in tasks)
+# of a number that changes torch makes a symbol
+NUMBERS = {
+    "hvp": lambda _: hog.hvp(scaled_loss, scaled_params, scaled_params, (x, y[:, :1])),
+    "r1": lambda _: P.r1(scaled, x).detach(),
+    "MAML": lambda _: scaled_learner.loss(scaled_tasks).detach(),
+    "an argument": lambda c: P.r1(lambda x, c: critic(x) * c, x, c).detach(),
+    "an option": lambda c: P.wgan_gp(critic, x, y, target=c).detach(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@rows("call", NUMBERS.values(), ids=NUMBERS)
+def test_numbers_that_change(call):
+    torch._dynamo.reset()
+    fast = torch.compile(call, backend="aot_eager")
+    for number in (1.0, 1.5, 2.5, 1.5):
+        scaled.options["scale"] = number
+        torch.manual_seed(0)
+        wanted = call(number)
+        torch.manual_seed(0)
+        assert_close(fast(number), wanted, rtol=1e-11, atol=1e-13)
 
 
 @rows("mode", ["auto", "forward-over-reverse"])

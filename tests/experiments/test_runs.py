@@ -228,6 +228,14 @@ def test_options_that_contradict_the_config_beside_a_checkpoint_are_refused(trai
         assert contents(folder()) == before
 
 
+def test_a_run_that_begins_anew_in_a_folder_is_no_resumed_one(tmp_path):
+    config = smoke("maml/sinusoid")[0]
+    options = "--trainer.logger", "false", "--trainer.default_root_dir", tmp_path
+    for rate in (0.01, 0.02):
+        rest = "--model.inner_lr", rate, "--test_after_fit", "false"
+        assert run("fit", "--config", config, *options, *rest) == 0
+
+
 @DRAWN
 def test_another_logger_gets_the_numbers_and_pictures_too(capsys):
     _, fit, folder = smoke("maml/sinusoid")

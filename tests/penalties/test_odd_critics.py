@@ -271,3 +271,19 @@ def test_a_critic_that_detaches_its_input_in_place_is_named(cut):
     net = nn.Linear(4, 1).to(F64)
     with pytest.raises(RuntimeError, match="no effect"):
         penalties.r1(lambda x: net(cut(x)).tanh(), X.clone())
+
+
+def test_a_backward_that_raises_leaves_no_hooks_that_stay():
+    model = nn.Linear(4, 1).to(F64)
+
+    def fail(_):
+        raise ZeroDivisionError
+
+    value = penalties.r1(lambda x: model(x).exp(), X)
+    hook = model.weight.register_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        value.backward(retain_graph=True)
+    hook.remove()
+    value.backward()
+    assert not model.weight._backward_hooks
+    assert not model.bias._backward_hooks
