@@ -213,7 +213,7 @@ class KroneckerOperator(LinearOperator):
         """
         return self._map(validation.function("function", function))
 
-    def _map(self, function: Callable[[Tensor], Tensor], checked: bool = True) -> "KroneckerMatrix":
+    def _map(self, function: Any, checked: bool = True) -> "KroneckerMatrix":
         with torch.inference_mode(False), torch.no_grad():
             blocks = by_eigenvectors(self.blocks())
             given = [not_none(block.values) for block in blocks]

@@ -69,9 +69,8 @@ class BlockSums(ABC):
 
     def finite(self, read: DeviceRead) -> bool:
         tensors = [x for block in self.sums.values() for x in block.values()]
-        return bool(read.numbers().isfinite().all()) or all(
-            bool(x.isfinite().all()) for x in tensors
-        )
+        finite = bool(read.numbers().isfinite().all())
+        return finite or all(bool(x.isfinite().all()) for x in tensors)
 
     def include(  # noqa: B027 (whose blocks are known has nothing to do)
         self, layouts: Iterable[BlockLayout], dtype: torch.dtype, device: Any
