@@ -142,10 +142,11 @@ def is_not_finite(caller: str, value: Tensor, parts: Vector) -> bool:
             finite = all(cmath.isfinite(x.sum().item()) for x in parts) or _finite(parts)
             return not finite and _finite([value])
         norms = torch._foreach_norm([x for x in parts if x.numel()] or [value.detach()], math.inf)
-        largest = torch.stack([x.to(value) for x in norms]).amax()
-        both = torch.stack([largest, value.detach().sum()])
-        found = read_late((caller, *(x.shape for x in parts)), both)
-        return found is not None and found.isfinite().tolist() == [False, True]
+        total = value.detach().sum() if value.dim() else value.detach()
+        every = torch.stack([total, *(x.to(value.device) for x in norms)])
+        found = read_late((caller, *(x.shape for x in parts)), every)
+        is_finite, *of_parts = (True, True) if found is None else found.isfinite().tolist()
+        return is_finite and not all(of_parts)
 
 
 def warn_if_not_finite(

@@ -36,22 +36,22 @@ class DeviceRead:
         return self._copy
 
 
-_READS: dict[Hashable, DeviceRead | None] = {}  # None: the last one was looked at
+_READS: dict[Hashable, list[DeviceRead]] = {}  # those that were not looked at
 LIMIT = 1000  # of keys, which hold shapes
 
 
 def read_late(key: Hashable, numbers: Tensor) -> Tensor | None:
     """Numbers on the CPU, each at most once: those given, or of a device at a key that is known those
-    of an earlier call; None while there are none that have arrived."""
+    of an earlier call, where several arrived the first that are not finite; None while none have."""
     if numbers.device.type == "cpu":
         return numbers
     if key not in _READS:
         if len(_READS) >= LIMIT:
             _READS.clear()
-        _READS[key] = None
+        _READS[key] = []
         return numbers.cpu()
-    earlier = _READS[key]
-    if earlier is not None and not earlier.has_arrived:
-        return None
-    _READS[key] = DeviceRead(numbers)
-    return None if earlier is None else earlier.numbers()
+    waiting = _READS[key]
+    arrived = [waiting.pop(0).numbers() for _ in waiting[:] if waiting[0].has_arrived]
+    waiting.append(DeviceRead(numbers))
+    bad = (x for x in arrived if not bool((x if x.dtype is torch.bool else x.isfinite()).all()))
+    return next(bad, arrived[-1] if arrived else None)

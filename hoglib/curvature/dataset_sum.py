@@ -464,11 +464,12 @@ class DatasetSum:
             yield local, known
 
     def record_first_pass(self, batch: Any, value: Tensor) -> Tensor:
-        """The loss of the only batch once more, to compare with: there will be no other pass.
+        """The loss of the only batch once more, to compare with, unless there was a pass: there will be
+        no other.
 
         A graph that is kept holds the random numbers that were drawn.
         """
-        if not self._options.check_deterministic:
+        if not self._options.check_deterministic or self._determinism.known:
             return value
         self._determinism.record(batch, value, self.loss_of)
         self._determinism.finish_pass()

@@ -216,12 +216,15 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
                 sums.include(layouts, dtype, self.device)
             return sums.pack().to(self.device)
 
+        read = None
         with self._sum.one_pass(total, first_order=True) as batches:
             for batch, number, share in batches:
                 batches.record(self._add(sums, batch, number, share))
+                if self._sum.alone and self._sum.single_batch:
+                    read = sums.read()  # with the loss
         if not self._sum.alone:
             sums.unpack(total())
-        if not sums.finite():
+        if not sums.finite(read or sums.read()):
             raise NonFiniteError(
                 f"{type(self).__name__}: expected finite factors, got infinity or NaN, where the "
                 "loss is finite: squares of a layer's inputs or gradients overflow. Scale the inputs, "

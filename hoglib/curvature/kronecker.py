@@ -8,7 +8,7 @@ f(block) V = Q_G (f(L) * (Q_G^T V Q_A)) Q_A^T
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import sqrt
+from math import isfinite, sqrt
 from typing import Any, Literal, NamedTuple, final, get_args
 
 import torch
@@ -211,11 +211,14 @@ class KroneckerOperator(LinearOperator):
             ArgumentValueError: for a function that is not taken element by element.
             NonFiniteError: for a function that is not finite at an eigenvalue.
         """
-        validation.function("function", function)
+        return self._map(validation.function("function", function))
+
+    def _map(self, function: Any, checked: bool = True) -> "KroneckerMatrix":
         with torch.inference_mode(False), torch.no_grad():
             blocks = by_eigenvectors(self.blocks())
             given = [not_none(block.values) for block in blocks]
-            found = validation.of_eigenvalues(function, torch.cat([x.reshape(-1) for x in given]))
+            values = torch.cat([x.reshape(-1) for x in given])
+            found = validation.of_eigenvalues(function, values) if checked else function(values)
             each = zip(blocks, found.split([x.numel() for x in given]), given, strict=True)
             mapped = [replace(block, values=part.view(x.shape)) for block, part, x in each]
             return KroneckerMatrix(self.space, mapped)
@@ -263,7 +266,8 @@ class KroneckerOperator(LinearOperator):
         """
         number = validation.number("damping", damping, minimum=0)
         if validation.one_of("method", method, get_args(InverseMethod)) == "exact":
-            damped = self.damped(number)
+            # values are read once, a device is waited for each time
+            damped = self._map(lambda values: values + number, checked=False)
             values = torch.cat([not_none(block.values).reshape(-1) for block in damped.blocks()])
             lowest, largest = torch.stack([values.min(), values.abs().max()]).tolist()
             rounding = torch.finfo(values.dtype).eps * largest
@@ -272,7 +276,9 @@ class KroneckerOperator(LinearOperator):
                     "inverse: expected a positive definite matrix, got one whose smallest eigenvalue "
                     f"is {lowest:.3g} with the damping {number:g}; use damping > 0."
                 )
-            return damped.map(torch.reciprocal)
+            if not isfinite(largest):
+                self.damped(number)  # which raises
+            return damped._map(torch.reciprocal, checked=lowest < torch.finfo(values.dtype).tiny)
         blocks = self.blocks()
         if any(block.values is not None for block in blocks):
             raise ArgumentValueError(

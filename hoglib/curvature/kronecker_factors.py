@@ -23,6 +23,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from hoglib._core.device_reads import DeviceRead
 from hoglib.curvature.kronecker import BlockLayout, KroneckerBlock
 from hoglib.curvature.model_run import (
     AT_ONCE,
@@ -61,15 +62,15 @@ class BlockSums(ABC):
         for x, part in zip(tensors, row[0].split([x.numel() for x in tensors]), strict=True):
             x.copy_(part.view(x.shape))
 
-    def finite(self) -> bool:
-        """Whether every number is; the total is not where one is not."""
+    def read(self) -> DeviceRead:
+        """Starts to read whether every number is finite; the total is not where one is not."""
+        totals = [x.sum() for block in self.sums.values() for x in block.values()]
+        return DeviceRead(torch.stack(totals or [torch.zeros(())]))
+
+    def finite(self, read: DeviceRead) -> bool:
         tensors = [x for block in self.sums.values() for x in block.values()]
-        totals = [x.sum() for x in tensors]
-        return (
-            not totals
-            or bool(torch.stack(totals).isfinite().all())
-            or all(bool(x.isfinite().all()) for x in tensors)
-        )
+        finite = bool(read.numbers().isfinite().all())
+        return finite or all(bool(x.isfinite().all()) for x in tensors)
 
     def include(  # noqa: B027 (whose blocks are known has nothing to do)
         self, layouts: Iterable[BlockLayout], dtype: torch.dtype, device: Any

@@ -96,9 +96,8 @@ class BatchOptimizer(torch.optim.Optimizer, ABC):
         return {name: value for name, value in self._options.items() if name in DATA_OPTIONS}
 
     def _seeded(self, seed: int) -> torch.Generator:
-        """A generator on the device of the parameters; other numbers at each step."""
-        device = next(iter(self._params.values())).device
-        return torch.Generator(device).manual_seed(seed + self.param_groups[0]["steps"])
+        """A generator, of the CPU so that no device is waited for; other numbers at each step."""
+        return torch.Generator().manual_seed(seed + self.param_groups[0]["steps"])
 
     def _keep_direction(self, direction: dict[str, Tensor]) -> None:
         for name, part in direction.items():
@@ -253,6 +252,7 @@ class NewtonCG(BatchOptimizer):
         self._preconditioner = preconditioner
         self._every = validation.at_least("preconditioner_every", preconditioner_every, 1)
         self._last: tuple[int, Any] | None = None  # the step of the last one, and that
+        self._row_order: RowOrder | None = None  # found at the first step
         super().__init__(loss, params, defaults, options)
 
     def step(self, closure: Any = None, curvature: Any = None) -> Tensor:  # type: ignore[override]
@@ -272,19 +272,20 @@ class NewtonCG(BatchOptimizer):
     def _step(self, batch: Any, curvature: Any) -> Tensor:
         group = self.param_groups[0]
         G = self._matrix(batch)
-        value, gradient = G.gradient()
-        g = G.ravel(gradient)
-        start = self._last_direction(G)
-        start = None if start is None else group["warm_start"] * start
-        slope = g.new_zeros(()) if start is None else _dot(G, g, start)
-        before, moves, along = _numbers(value, g.any(), slope)
-        if G.space.everywhere(not moves):
-            self.info = NewtonStep(before, before, nan, group["damping"], 0, 0, 0, 0)
-            return value
         model = G if curvature is None else self._matrix(curvature)
         precondition = self._prepared(model, batch if curvature is None else curvature)
-        start = start if along < 0 else None  # where it descends
-        d, along, dGd, iterations = self._direction(model, g, start, precondition)
+        with G._algorithm("step"):  # as a whole, because a device is waited for less often
+            value, gradient = G.gradient()
+            g = G.ravel(gradient)
+            start = self._last_direction(G)
+            if start is not None:
+                start = group["warm_start"] * start
+                start = start * (_dot(G, g, start) < 0)  # where it descends
+            d, along, dGd, iterations = self._direction(model, g, start, precondition)
+        before = G._sum.number  # reading the value would stop a device
+        if G.space.everywhere(not along and not bool(d.any())):
+            self.info = NewtonStep(before, before, nan, group["damping"], 0, 0, 0, 0)
+            return value
         self.param_groups[0]["steps"] += 1
         damping, products = group["damping"], model.count
         after, ratio, length, values = self._search(G, before, d, along, dGd)
@@ -312,7 +313,9 @@ class NewtonCG(BatchOptimizer):
                     self._loss, self._params, batch, kind="mc", generator=self._seeded(0),
                     **self._data_options(),
                 )  # fmt: skip
+                K.row_order = self._row_order
                 self._last = steps, K.inverse(damping)
+                self._row_order = K.row_order
             else:
                 self._last = steps, make(G, damping)
         return self._last[1]

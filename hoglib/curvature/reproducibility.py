@@ -77,6 +77,11 @@ class Determinism:
             self._on_its_way.pop()()
 
     @property
+    def known(self) -> bool:
+        """Whether there was a pass at these parameters."""
+        return bool(self._first)
+
+    @property
     def losses(self) -> list[float]:
         """The losses of this pass."""
         self.compare_last()

@@ -107,7 +107,7 @@ UNCHECKED = [
 @functools.cache
 def tables() -> dict[str, list[str]]:
     """What native_functions.yaml says about the kernels of CUDA; kept beside the compiled part."""
-    if TABLES.exists():
+    if TABLES.exists() and TABLES.stat().st_mtime > Path(__file__).stat().st_mtime:
         return json.loads(TABLES.read_text())
     import torchgen
     import yaml
@@ -128,7 +128,7 @@ def tables() -> dict[str, list[str]]:
             scalars.append(f"aten::{name}")
         if name in OWN:
             continue
-        if {"CPU", "CUDA"} <= keys:
+        if {"CPU", "CUDA"} <= keys or ("CUDA" in keys and name.startswith("_foreach_")):
             with_kernels.append(name)
     found = {"scalars": scalars, "with_kernels": with_kernels}
     TABLES.write_text(json.dumps(found))

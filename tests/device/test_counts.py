@@ -110,10 +110,11 @@ ROWS = {
     "density": (3, of(lambda *given: partial(H(*given).spectral_density, 4, steps=20))),
     "exp(G)": (7, of(lambda *given: partial(G(*given).matrix_function, ones(), torch.exp, steps=20))),
     "eigsh": (7, of(lambda *given: partial(H(*given).eigsh, 3), partial(batches, 3))),
-    "KFAC's factors": (5, of(lambda *given: lambda: curvature.KFACOperator(*given).update())),
-    "KFAC's inverse": (4, of(lambda *given: partial(curvature.KFACOperator(*given).update().inverse, 1.0))),
-    "influence": (15, of(lambda *given: partial(curvature.influence, *given, given[-1], damping=1.0))),
+    "KFAC's factors": (4, of(lambda *given: lambda: curvature.KFACOperator(*given).update())),
+    "KFAC's inverse": (2, of(lambda *given: partial(curvature.KFACOperator(*given).update().inverse, 1.0))),
+    "influence": (11, of(lambda *given: partial(curvature.influence, *given, given[-1], damping=1.0))),
     "NewtonCG": (10, of(lambda *given: partial(curvature.NewtonCG(*given[:2]).step, given[2]))),
+    "NewtonCG, KFAC": (10, of(lambda *given: partial(curvature.NewtonCG(*given[:2], preconditioner="kfac").step, given[2]))),
     "curvature.KFAC": (10, of(lambda *given: partial(curvature.KFAC(*given[:2]).step, given[2]))),
 }  # fmt: skip
 

@@ -41,6 +41,16 @@ def field(function, **options):
     return function(lambda x: u(x).squeeze(-1), data()[0][:2], **options)
 
 
+def written(x):
+    y = torch.zeros_like(x)
+    y[0] = x[1] ** 3
+    return y * x
+
+
+def by_structure(x):
+    return torch.stack([x[0] * x[3], x[1].exp() * x[2]]).sum(-1)
+
+
 def of_the_loss(compute):
     def run():
         net = network()
@@ -168,12 +178,16 @@ ROWS = {
     "fisher_vp, draws of the CPU": of_the_loss(lambda *g: hog.fisher_vp(*g, kind="mc", generator=signs())),
     "jvp": lambda: field(lambda f, x: hog.jvp(f, x, torch.ones_like(x))),
     "jet": lambda: field(lambda f, x: hog.jet(f, x, [torch.ones_like(x)] * 2)),
+    "jet, nested": lambda: field(lambda f, x: hog.jet(f, x, [torch.ones_like(x)] * 2, mode="nested")),
+    "jet, in vmap": lambda: field(lambda f, x: torch.func.vmap(lambda v: hog.jet(lambda x: x.exp() * x, v, [v, v]))(x)),
+    "jet, written": lambda: field(lambda f, x: hog.jet(written, x, [torch.ones_like(x)] * 2)),
     "directional": lambda: field(lambda f, x: hog.directional(f, x, torch.ones_like(x), 2)),
     "partial_derivative": lambda: hog.partial_derivative(lambda x: x.exp().prod(-1), drawn(3, 2), index=(0, 1)),
     "laplacian": lambda: field(hog.laplacian),
     "laplacian, draws of the CPU": lambda: field(hog.laplacian, num_projections=2, generator=signs()),
     "bilaplacian": lambda: hog.bilaplacian(lambda x: x.exp().prod(-1), drawn(3, 2)),
     "forces and their Hessian": lambda: field(penalties.forces, hessian=True),
+    "forces, by structure": lambda: penalties.forces(by_structure, drawn(4, 3), batch=torch.tensor([0, 1, 1, 0], device=DEVICE[0]), hessian=True),
     "hessian": of_the_loss(lambda f, p, v, b: hog.hessian(f, p, b, blocks="parameter")),
     "ggn": of_the_loss(lambda f, p, v, b: hog.ggn(f, p, b, blocks="parameter")),
     "Hessian": H(lambda H, v: [H @ v, H.block_diagonal("parameter") @ v, H.squared_frobenius(4, generator=signs())]),
