@@ -127,9 +127,11 @@ def vander(x: Tensor, N: int | None = None, increasing: bool = False) -> Tensor:
 
 @stands_in_for(torch.linalg.vander, name=_POINTS["name"])
 def _linalg_vander(x: Tensor, *, N: int | None = None) -> Tensor:
-    if not x.dim() or (x.shape[-1] if N is None else N) < 2:
+    x = torch.atleast_1d(x)
+    count = x.shape[-1] if N is None else N
+    if count < 2:
         return torch.linalg.vander(x, N=N)  # raises
-    n = torch.arange(x.shape[-1] if N is None else N, device=x.device)
+    n = torch.arange(count, device=x.device)
     return power(x.unsqueeze(-1), n)
 
 

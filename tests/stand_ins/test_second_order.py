@@ -306,6 +306,7 @@ AT_SPECIAL_POINTS = {
     "Vandermonde": (lambda p: (p[:, None] ** torch.arange(4)).sum(), ORIGIN, lambda p: (1 + p + p * p + p * p * p).sum()),
     "vander": (lambda p: (torch.vander(p, 4) * torch.arange(4)).sum(), ORIGIN, lambda p: (2 * p + p * p).sum()),
     "linalg.vander": (lambda p: (torch.linalg.vander(p) * torch.arange(3)).sum(), ORIGIN, lambda p: (p + 2 * p * p).sum()),
+    "linalg.vander of a number": (lambda p: (torch.linalg.vander(p[0], N=3) * torch.arange(3)).sum(), ORIGIN, lambda p: p[0] + 2 * p[0] * p[0]),
     "rising powers": (lambda p: torch.vander(p, increasing=True).cumsum(1)[:, 2].sum(), ORIGIN, lambda p: (1 + p + p * p).sum()),
     "distance of order 0": (lambda p: torch.dist(p, CENTRES[1] - 9, p=0) * (p * p).sum(), CENTRES[1], lambda p: 3 * (p * p).sum()),
     "distance of order 3": (lambda p: torch.dist(p, CENTRES[1] + 1, p=3) ** 3, CENTRES[1], lambda p: (CENTRES[1] + 1 - p).pow(3).sum()),
