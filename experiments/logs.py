@@ -11,7 +11,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only
 from matplotlib.image import imread
 
 from experiments.runs import is_rank_zero, run_folder
@@ -84,7 +84,7 @@ class RunLogger(CSVLogger):
         return writer
 
     @rank_zero_only
-    def log_metrics(self, metrics: Any, step: int | None = None) -> None:  # type: ignore[override]
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
         if self._rows is not None:  # the first of a resumed run, whose checkpoint has been loaded
             rows, self._rows = self._rows, None
             Path(self.experiment.metrics_file_path).unlink(missing_ok=True)
