@@ -69,7 +69,9 @@ def sums_and_norms(tensors: list[Tensor]) -> "Numbers":
         if t.layout is torch.strided and not t.is_quantized and t.device.type != "meta"
     ]
     floats = [t for t in found if t.is_floating_point()]
-    norms = torch._foreach_norm(floats) if floats else ()  # in one launch
+    norms: list[Tensor] = []
+    for device in dict.fromkeys(t.device for t in floats):  # in one launch each
+        norms += torch._foreach_norm([t for t in floats if t.device == device])
     return Numbers([*(t.sum() for t in found), *norms])
 
 

@@ -62,7 +62,6 @@ def within_compile(
             or options.get("remat")
             or options.get("mode") == "finite-differences"
             or (apart and type(func) is not FunctionalLoss)
-            or torch.is_inference_mode_enabled()  # of which torch fails to trace gradients
         ):
             return uncompiled(in_python)
 

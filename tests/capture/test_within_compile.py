@@ -66,12 +66,6 @@ def closure():
     return hog.hvp(lambda p: (p * weight).exp().sum(), v, v, create_graph=True)
 
 
-def in_inference_mode():
-    with torch.inference_mode():
-        value = P.r1(critic, x)
-    return value.clone()
-
-
 def mapped(x):
     return {"a": x.sin(), "b": critic(x)}
 
@@ -158,7 +152,6 @@ def test_by_inductor(name):
 # what runs uncompiled, between graphs
 LEFT = {
     "in pieces": lambda: P.r1(critic, x, micro_batch=3),
-    "inference": in_inference_mode,
     "a generator": lambda: P.wgan_gp(critic, x, x, generator=torch.Generator().manual_seed(0)),
     "a Function in pieces": lambda: P.r1(lambda x: ClassicCube.apply(critic(x)), x, micro_batch=3),
     "an operator": lambda: operator @ u,
