@@ -13,7 +13,6 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
-from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils.data import DataLoader
 
 from hoglib._core import pytree, validation
@@ -30,7 +29,13 @@ from hoglib._core.call_errors import (
 from hoglib._core.gradient_graph import leaf_tensors
 from hoglib._core.placement import refuse_fsdp1
 from hoglib._core.swap import NormPolicy, Params, swap_parameters, train_mode_batch_statistics
-from hoglib._core.torch_internals import eagerly, has_compiled, tracing, unwrap
+from hoglib._core.torch_internals import (
+    eagerly,
+    has_compiled,
+    reparametrize_module,
+    tracing,
+    unwrap,
+)
 from hoglib._core.torch_modes import without_stand_ins
 from hoglib._core.trust import found_once
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, NoSecondDerivative
@@ -441,7 +446,7 @@ class FunctionalLoss:
             buffers = {name: x.clone() for name, x in self.model.named_buffers()}
             known = dict(self.model.named_parameters(remove_duplicate=False))
             if params.keys() <= known.keys():
-                return _reparametrize_module(self.model, {**buffers, **params}, tie_weights=True)
+                return reparametrize_module(self.model, {**buffers, **params}, tie_weights=True)
         if not params.keys() <= self._names:
             self._check_names(params)
         return swap_parameters(self.model, params, self._dtype, self._norm_policy)

@@ -6,7 +6,6 @@ Hv = materialize_grads(vjp(g.parts, g.leaves, v, "hvp"), g.leaves)
 
 import cmath
 import math
-from cmath import isfinite
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
@@ -35,7 +34,6 @@ T = TypeVar("T")
 Vector = list[Tensor]  # one tensor per parameter
 ScalarFunction = Callable[..., Tensor]
 
-SHOWS_NONE = "an operation whose backward shows none"
 # What torch says of an operation that it cannot differentiate.
 NOT_DIFFERENTIABLE = (
     "not implemented", "forward AD", "does not currently support double backward",
@@ -133,8 +131,6 @@ def is_not_finite(caller: str, value: Tensor, parts: Vector) -> bool:
     numbers. On a device those of an earlier call with these shapes may be meant, each once."""
     if transforms_active() or not value_checks_on() or not parts or parts[0].is_meta:
         return False
-    if len(parts) == 1 and parts[0].is_cpu and isfinite(parts[0].detach().sum().item()):
-        return False  # a penalty, forces
     with without_stand_ins():
         parts = [x.detach() if x.requires_grad else x for x in parts]
         if value.device.type == "cpu":
@@ -170,16 +166,17 @@ def warn_of_not_finite(
     """
     with around(), suppress(RuntimeError, HoglibError):
         where = _first_not_finite(func, leaves, by or [])
+        if not where and by is not None:
+            return
         # of a device an earlier call may have been looked at
         here = "" if leaves[0].device.type == "cpu" else " in this call"
-        if where or by is None:
-            warn_once(
-                f"{caller}: expected points where func has a derivative of order 2, got some where it "
-                f"is infinite or NaN, first behind {where or SHOWS_NONE + here}. sqrt(x), x**1.5 and "
-                "1/x have none at 0: add a small constant inside, or move the points. Where the "
-                "derivative exists, as of prod with tiny factors, try "
-                "`hvp(mode='forward-over-reverse')`."
-            )
+        where = where or f"an operation whose backward shows none{here}"
+        warn_once(
+            f"{caller}: expected points where func has a derivative of order 2, got some where it is "
+            f"infinite or NaN, first behind {where}. sqrt(x), x**1.5 and 1/x have none at 0: add a "
+            "small constant inside, or move the points. Where the derivative exists, as of prod with "
+            "tiny factors, try `hvp(mode='forward-over-reverse')`."
+        )
 
 
 def _first_not_finite(func: ScalarFunction, leaves: Vector, by: Vector) -> str:

@@ -51,7 +51,9 @@ def read_late(key: Hashable, numbers: Tensor) -> Tensor | None:
         _READS[key] = []
         return numbers.cpu()
     waiting = _READS[key]
-    arrived = [waiting.pop(0).numbers() for _ in waiting[:] if waiting[0].has_arrived]
+    arrived = []
+    while waiting and waiting[0].has_arrived:
+        arrived.append(waiting.pop(0).numbers())
     waiting.append(DeviceRead(numbers))
     bad = (x for x in arrived if not bool((x if x.dtype is torch.bool else x.isfinite()).all()))
     return next(bad, arrived[-1] if arrived else None)

@@ -25,14 +25,14 @@ def symmetric_eigens(several: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
     every = [(matrices + matrices.mT) / 2 for matrices in several]
     if torch_internals.transforms_active() or torch_internals.tracing():
         return [torch.linalg.eigh(a) for a in every]
-    found = [_tried(a) for a in every]
+    found = [_eigh_or_nan(a) for a in every]
     right = [_is_eigen(a, *one) for a, one in zip(every, found, strict=True)]
     answers = torch.stack(right).tolist() if right else []
     each = zip(every, found, answers, strict=True)
-    return [one if is_right else _otherwise(a) for a, one, is_right in each]
+    return [one if is_right else _retry(a) for a, one, is_right in each]
 
 
-def _tried(a: Tensor) -> tuple[Tensor, Tensor]:
+def _eigh_or_nan(a: Tensor) -> tuple[Tensor, Tensor]:
     """What LAPACK finds; NaN where it gives up."""
     with suppress(RuntimeError):
         values, Q = torch.linalg.eigh(a)
@@ -40,7 +40,7 @@ def _tried(a: Tensor) -> tuple[Tensor, Tensor]:
     return torch.full_like(a[..., 0], torch.nan), torch.full_like(a, torch.nan)
 
 
-def _otherwise(a: Tensor) -> tuple[Tensor, Tensor]:
+def _retry(a: Tensor) -> tuple[Tensor, Tensor]:
     if not bool(a.isfinite().all()):
         raise NonFiniteError(
             "eigenvalues: expected a matrix of finite numbers, got infinity or NaN in it; look for "
@@ -60,7 +60,7 @@ def _in_double(a: Tensor) -> tuple[Tensor, Tensor]:
     used = scaled.any(0)
     inside, units = used.nonzero()[:, 0], (~used).nonzero()[:, 0]
     part = scaled[inside[:, None], inside]
-    values, Q = _tried(part)
+    values, Q = _eigh_or_nan(part)
     if _is_eigen(part, values, Q):
         every = torch.cat([values * size, values.new_zeros(len(units))]).sort()
         vectors = torch.zeros_like(scaled)

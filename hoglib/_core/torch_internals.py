@@ -23,14 +23,27 @@ from torch._functorch import pyfunctorch
 from torch.autograd import Function, forward_ad
 from torch.autograd import function as torch_function
 from torch.autograd.function import _SingleLevelFunction
+from torch.nn.utils import stateless
 from torch.overrides import TorchFunctionMode
 
 from hoglib._core import source_location, torch_library
+
+# Other parameters and buffers in a module, of which Dynamo traces what happens.
+reparametrize_module = stateless._reparametrize_module
 
 
 def transforms_active() -> bool:
     """Whether the caller runs inside a `torch.func` transform."""
     return bool(torch._C._are_functorch_transforms_active())
+
+
+def constant_transforms_active() -> bool:
+    """The same, which Dynamo asks while it traces. It is marked as by
+    `torch.compiler.assume_constant_result`, which would import Dynamo."""
+    return transforms_active()
+
+
+constant_transforms_active._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def beneath(tensor: Any) -> Any:

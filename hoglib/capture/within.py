@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hoglib._core import pytree, torch_internals
 from hoglib._core.ambient import inside
 from hoglib._core.source_location import user_line
+from hoglib._core.torch_internals import constant_transforms_active
 from hoglib.capture.passes import PRODUCTS, SUMS
 from hoglib.errors import UnsupportedError
 from hoglib.functional import BY_ID, FunctionalLoss
@@ -107,7 +108,8 @@ def traced(
     leaves = [index(x) if type(x) is int else x for x in leaves]
     leaves = [float(str(x)) if type(x) is float else x for x in leaves]
     tensors = [x for x in leaves if isinstance(x, Tensor)]
-    if not all(isinstance(x, CONSTANTS) for x in leaves) or _in_transform():
+    # of a transform the levels are gone at a replay
+    if not all(isinstance(x, CONSTANTS) for x in leaves) or constant_transforms_active():
         return uncompiled(in_python)
     others = tuple([None if isinstance(x, Tensor) else (x,) for x in leaves])
 
@@ -118,14 +120,6 @@ def traced(
 
     run = partial(_run, caller, replay, others, structure)
     return torch.ops.higher_order.dynamo_bypassing_wrapper(run, body)
-
-
-def _in_transform() -> bool:
-    """Whether a torch.func transform, whose levels are gone at a replay, is around the call."""
-    return torch_internals.transforms_active()
-
-
-_in_transform._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def uncompiled(function: Callable[[], Any]) -> Any:
@@ -208,9 +202,8 @@ def parts_of(
         for item in items:  # it stands in the first of the calls that use it
             run.env[item] = run.run_node(item)
     tensors = [run.env[node] for node in own]
-    with torch.set_grad_enabled(
-        torch.is_grad_enabled()
-    ):  # a node changes it, and one at the end back
+    # a node changes it, and one at the end back
+    with torch.set_grad_enabled(torch.is_grad_enabled()):
         for node in nodes[nodes.index(marks[0]) : nodes.index(marks[1])]:
             run.env[node] = run.run_node(node)
     calls = zip(marks[1::2], marks[2::2], strict=True)

@@ -376,9 +376,8 @@ def _layer_by_layer(
             run, _ = checked_run(ModelRun(problem, space, _OPTIONS), True)
             if run.examples != count:
                 raise errors.ArgumentValueError("outputs: expected one for each example.")
-        except (
-            errors.HoglibError
-        ) as error:  # of the layers; what is wrong with the loss comes again
+        except errors.HoglibError as error:
+            # of the layers; what is wrong with the loss comes again
             LOGGER.debug("%s: from the gradients of single examples, because of %s", CALLER, error)
             return None
         gradients = run.gradients(_by_outputs(run, loss, own, factors))

@@ -181,10 +181,15 @@ def _value_and_tangent(
                 found = by_reverse(function, leaves, vector, create_graph)
     if not inside:
         torch_internals.unwrap_kept(func)
-        floats = lambda ys: [y for y in ys if pytree.is_float(y)]  # noqa: E731
-        total = lambda *own: pytree.sum_scalars([y.real.sum() for y in floats(function(*own))])  # noqa: E731
+
+        def total(*own: Tensor) -> Tensor:
+            return pytree.sum_scalars(
+                [y.real.sum() for y in filter(pytree.is_float, function(*own))]
+            )
+
         problem = Problem(policy, func, structure, leaves, ())
-        warn_if_derivatives_not_finite(problem, found[0][0], floats(found[1]), total)
+        floats = filter(pytree.is_float, found[1])
+        warn_if_derivatives_not_finite(problem, found[0][0], floats, total)
     parts = found if create_graph else ([x.detach() for x in part] for part in found)
     value, tangent = (pytree.unflatten(part, of_value) for part in parts)
     return value, tangent

@@ -363,9 +363,8 @@ class ModelRun:
             needed = needs_examples or layer.layout.role.matrix != "kronecker"
             mixed, example_first, time_first = next(answers), not next(answers), not next(answers)
             if needed and not mixed and (example_first or time_first):
-                if (
-                    example_first and time_first
-                ):  # one position has gradients, for instance: by the shape
+                if example_first and time_first:
+                    # one position has gradients, for instance: by the shape
                     time_first = call.shape[0] != self.examples
                     time_first = time_first and call.shape[1:2] == (self.examples,)
                 call.time_first = time_first

@@ -281,8 +281,10 @@ def _refuse_sharded(policy: Policy, func: Any) -> None:
 
 
 def _like_hessian(value: Any, options: Any, params: Any, *args: Any) -> Any:
-    blocks = lambda p: pytree.map(lambda q: value.detach().expand(*p.shape, *q.shape), params)  # noqa: E731
-    return pytree.map(blocks, params)
+    def row(p: Tensor) -> Any:
+        return pytree.map(lambda q: value.detach().expand(*p.shape, *q.shape), params)
+
+    return pytree.map(row, params)
 
 
 def hessian(

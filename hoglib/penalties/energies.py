@@ -29,7 +29,10 @@ def _like_forces(value: Any, options: dict[str, Any], positions: Any, *args: Any
     if not options.get("hessian"):
         return EnergyForces(y, forces)
     batched = int(y.dim() > 0 and pytree.tensors(positions)[0].dim() > 1)
-    blocks = lambda f: pytree.map(lambda x: f.sum().expand(*f.shape, *x.shape[batched:]), positions)  # noqa: E731
+
+    def blocks(f: Tensor) -> Any:
+        return pytree.map(lambda x: f.sum().expand(*f.shape, *x.shape[batched:]), positions)
+
     return EnergyForcesHessian(y, forces, pytree.map(blocks, forces))
 
 

@@ -104,9 +104,8 @@ def _checked_derivatives(at: InputVJP) -> Vector:
     y, given = at.y, pytree.leaves(at.problem.args[0])
     single = y.numel() == y.shape[0]
     for path, leaf, d in zip(pytree.paths(at.tree(at.leaves)), at.leaves, given, strict=True):
-        shapes = [torch.Size((leaf.shape[0], *y.shape[1:], *leaf.shape[1:]))] + [
-            leaf.shape
-        ] * single
+        rows = torch.Size((leaf.shape[0], *y.shape[1:], *leaf.shape[1:]))
+        shapes = [rows, leaf.shape] if single else [rows]
         if d.shape not in shapes:
             raise ArgumentValueError(
                 f"sobolev: derivatives{f'[{path!r}]' if path else ''}: expected shape "
