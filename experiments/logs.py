@@ -75,9 +75,8 @@ class RunLogger(CSVLogger):
             return super().experiment
         file = Path(self.log_dir) / METRICS
         kept = file.read_bytes()
-        with (
-            warnings.catch_warnings()
-        ):  # that Lightning deletes the file, before a checkpoint is loaded
+        with warnings.catch_warnings():
+            # that Lightning deletes the file, which it does before a checkpoint is loaded
             warnings.filterwarnings("ignore", "Experiment logs directory")
             writer = super().experiment
         file.write_bytes(kept)

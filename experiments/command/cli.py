@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import lightning.pytorch as pl
 import torch
-import yaml  # type: ignore[import-untyped]
+import yaml  # type: ignore[import-untyped] # comes with jsonargparse, its stubs do not
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import Logger

@@ -15,7 +15,7 @@ from tests.long_tail import FULL
 from tests.rows import rows
 
 P = hog.penalties
-# torch's own, and what is compared with a graph twice draws the same numbers
+# torch's own, while it traces
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore:Converting a tensor with requires_grad"
 )
