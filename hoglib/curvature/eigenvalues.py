@@ -3,7 +3,9 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from math import hypot, inf, log10
+from operator import add
 from typing import Any, final
 
 import torch
@@ -177,8 +179,12 @@ def lanczos(
         while not full:
             before, done = done, done + len(basis.rest)
             basis.add_products(apply(basis.rest))
-            full = basis.m + len(basis.rest) > most or basis.m == size
+            full = basis.is_full(most)
             if full or before < first <= done or done >= max(second, due):
+                basis.read()
+                full = basis.is_full(most)
+                if basis.m < k:
+                    continue
                 theta, S, residuals = basis.ritz()
                 chosen = choose(theta, k)
                 values = theta[chosen]
@@ -217,6 +223,10 @@ class Basis:
         self.n = self.m = 0
         self.noise = 0.0  # the rounding error of a product
         self._draw = draw
+        self._kept = 0  # Ritz vectors of the last restart
+        # a device is not waited for: vectors are appended before their lengths are read
+        self._ahead = self.V.device.type != "cpu"
+        self._unread: list[tuple[int, int, int, Tensor, Tensor]] = []
         for v in start:
             self._append_outside(v)
 
@@ -225,23 +235,63 @@ class Basis:
         """The vectors to be multiplied next."""
         return self.V[self.m : self.n]
 
+    def is_full(self, most: int) -> bool:
+        """Whether there is no room, of `most` vectors, for the products of `rest`."""
+        return self.m + len(self.rest) > most or self.m == self._size
+
     def add_products(self, products: Tensor) -> None:
-        """Take the products of `rest`, by which the basis grows until it spans the whole space."""
-        first = self.m
+        """Take the products of `rest`, by which the basis grows until it spans the whole space.
+
+        In exact arithmetic the product of a vector lies in the span of few: it is first orthogonalised
+        against these, at little cost, and then against all.
+        """
+        start = self.m
         self.m = self.n
-        eps = torch.finfo(self.V.dtype).eps
-        for j, product in enumerate(products, start=first):
-            outside, coefficients, length = self._orthogonalize(product, max(0, j - self._block))
-            largest = max(length, *map(abs, coefficients))
-            self.noise = max(self.noise, ROUNDING * eps * largest)
-            self.T[: self.n, j] = torch.tensor(coefficients, dtype=self.T.dtype)
-            if self.n == self._size:
+        for j, product in enumerate(products, start=start):
+            n, v = self.n, self._placed(product)
+            coupled = j < self._kept + self._block  # with all Ritz vectors of a restart
+            first = 0 if coupled else max(0, j - self._block)
+            parts = [self._subtract(v, first, n), self._subtract(v, 0, n)]
+            parts.append(self._space.norms(v[None]))
+            self._unread.append((j, n, first, v, torch.cat(parts)))
+            if not self._ahead:
+                self.read()
+            elif n < self._size:
+                self._append(v, parts[-1].clamp(min=torch.finfo(v.dtype).tiny))
+
+    def read(self) -> None:
+        """Read the components of the products in V. After one that lies in the span of V, which goes on
+        in a random direction, or has to be orthogonalised again, later products are dropped."""
+        unread, self._unread = self._unread, []
+        numbers = iter(torch.cat([parts for *_, parts in unread]).tolist() if unread else [])
+        precision = torch.finfo(self.V.dtype)
+        for j, n, first, v, _ in unread:
+            few, every = [*islice(numbers, n - first)], [*islice(numbers, n)]
+            length = next(numbers)
+            appended, again = self.n > n, _lost(length, every)
+            every[first:] = map(add, every[first:], few)
+            if again:
+                if appended:
+                    v.mul_(max(length, precision.tiny))
+                more, length = self._orthogonalize(v, n)
+                every = [*map(add, every, more)]
+            self.m = j + 1
+            self.noise = max(self.noise, ROUNDING * precision.eps * max(length, *map(abs, every)))
+            self.T[:n, j] = torch.tensor(every, dtype=self.T.dtype)
+            if n == self._size:
                 continue
-            if length > self.noise:
-                self.T[self.n, j] = length
-                self._append(outside, length)
-            else:  # the product lies in the span of V, which continues in a random direction
+            inside = length <= self.noise
+            if not inside:
+                self.T[n, j] = length
+                if appended and not again:
+                    continue
+            self.n = n
+            if inside:
                 self._append_outside(self._draw(1)[0])
+                self._ahead = False  # in a space of low rank every product follows
+            else:
+                self._append(v, length)
+            return
 
     def ritz(self) -> tuple[Tensor, Tensor, Tensor]:
         """Values theta, ascending, coefficients S of the vectors S^T V, and |A v - theta v| of each."""
@@ -272,42 +322,42 @@ class Basis:
         self.T[kept:n, :kept] = coupling
         self.m, self.n = kept, n
 
-    def _append(self, v: Tensor, length: float) -> None:
+    def _append(self, v: Tensor, length: Tensor | float) -> None:
         torch.div(v, length, out=self.V[self.n])
         self.n += 1
 
     def _append_outside(self, v: Tensor) -> None:
         """Append what of a vector is outside of V."""
-        outside, _, length = self._orthogonalize(v)
-        self._append(outside, length)
+        v = self._placed(v)
+        self._append(v, self._orthogonalize(v, self.n)[1])
 
-    def _orthogonalize(self, v: Tensor, neighbours: int = 0) -> tuple[Tensor, list[float], float]:
-        """The component of v orthogonal to V, the coefficients of the rest in V, and its length.
+    def _placed(self, v: Tensor) -> Tensor:
+        """A copy, where it is appended, if there is room."""
+        return self.V[self.n].copy_(v) if self.n < len(self.V) else v.clone()
 
-        In exact arithmetic the product of a vector lies in the span of few: it is first orthogonalised
-        against V[neighbours:], at little cost, and then against all, again as long as that takes away
-        more than rounding (Daniel, Gragg, Kaufman and Stewart, 1976).
-        """
-        # where it is appended, if there is room
-        v = self.V[self.n].copy_(v) if self.n < len(self.V) else v.clone()
-        total, length = [0.0] * self.n, 0.0
-        parts: list[Tensor] = []  # coefficients that are not read yet
-        for turn, first in enumerate((neighbours, 0, 0, 0)):
-            V = self.V[first : self.n]
-            parts.append(self._space.gram(V, v))
-            v.addmv_(V.T, parts[-1], alpha=-1)  # a third of the time of taken @ V
-            if turn == 0 and self.n:
-                continue
-            # a device is waited for once
-            *numbers, length = torch.cat([*parts, self._space.norms(v[None])]).tolist()
-            parts, all_but = [], len(numbers) - self.n
-            coefficients: list[float] = numbers[all_but:]
-            for start, some in ((neighbours, numbers[:all_but]), (0, coefficients)):
-                for i, coefficient in enumerate(some, start=start):
-                    total[i] += coefficient
-            if length > KEPT * hypot(length, *coefficients):  # the length before: V is orthonormal
+    def _subtract(self, v: Tensor, first: int, n: int) -> Tensor:
+        """Subtract the components of v in V[first:n]; return them."""
+        V = self.V[first:n]
+        components = self._space.gram(V, v)
+        v.addmv_(V.T, components, alpha=-1)  # a third of the time of components @ V
+        return components
+
+    def _orthogonalize(self, v: Tensor, n: int) -> tuple[list[float], float]:
+        """Subtract the components of v in V[:n], again as long as that takes away more than rounding
+        (Daniel, Gragg, Kaufman and Stewart, 1976); return them, and the length of the rest."""
+        total = [0.0] * n
+        for _ in range(3):
+            parts = [self._subtract(v, 0, n), self._space.norms(v[None])]
+            *components, length = torch.cat(parts).tolist()
+            total = [*map(add, total, components)]
+            if not _lost(length, components):
                 break
-        return v, total, length
+        return total, length
+
+
+def _lost(length: float, components: list[float]) -> bool:
+    """Whether too little is left of a vector, of which V, orthonormal, had these components."""
+    return not length > KEPT * hypot(length, *components)
 
 
 def to_scipy(operator: SymmetricMatrix) -> Any:
