@@ -228,6 +228,11 @@ class FunctionalLoss:
         self._names: set[str] = set()
         self._looked_for: set[tuple[str, ...]] = set()  # elsewhere than in modules
         self._compiled = False  # until the first call
+        if not torch.compiler.is_dynamo_compiling():
+            BY_ID[id(self)] = self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:  # of a copy
+        self.__dict__.update(state)
         BY_ID[id(self)] = self
 
     def __call__(self, params: Params, batch: Any, *more: Any) -> Tensor:

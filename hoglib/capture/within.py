@@ -246,9 +246,17 @@ class TracedLoss:
     """A loss, of which Dynamo traced the outputs and the criterion."""
 
     def __init__(self, loss: Any, outputs: Part, criterion: Part) -> None:
-        self._outputs, self._criterion = outputs, criterion
-        if loss is not None:  # a copy, which is not known by its id
-            self.user_criterion, self.targets = loss.user_criterion, loss.targets
+        self._outputs, self._criterion, self._loss = outputs, criterion, loss
+
+    def __getattr__(self, name: str) -> Any:  # the criterion and the targets, of the loss itself
+        if name not in ("user_criterion", "targets"):
+            raise AttributeError(name)
+        if self._loss is None:
+            raise UnsupportedError(
+                "loss inside torch.compile: expected one whose criterion is known, got one made "
+                "inside; call hoglib.functional_loss outside of what is compiled."
+            )
+        return getattr(self._loss, name)
 
     def outputs(self, params: Any, batch: Any) -> Any:
         return self._outputs(params)

@@ -1,5 +1,7 @@
 """Inside torch.compile, hoglib is traced into one graph, which computes what it computes outside."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -52,6 +54,7 @@ batch = x, torch.tensor([0, 1, 1, 0, 1])
 tasks = (draw(4, 5, 3), draw(4, 5, 2)), (draw(4, 6, 3, seed=1), draw(4, 6, 2, seed=1))
 loss, params = hog.functional_loss(vector, F.cross_entropy), hog.trainable_params(vector)
 u = {name: draw(*p.shape, seed=3) for name, p in params.items()}
+copied = deepcopy(loss)
 operator = hog.HessianOperator(loss, params, batch)
 gradient_penalty = hog.GradientPenalty("r1", weight=2.0)
 
@@ -64,6 +67,10 @@ def closure():
     """A function that is made in what is compiled, and uses what is computed there."""
     weight = score(x).sum()
     return hog.hvp(lambda p: (p * weight).exp().sum(), v, v, create_graph=True)
+
+
+def made():
+    return hog.functional_loss(vector, lambda outputs, y: F.cross_entropy(outputs, y))
 
 
 def mapped(x):
@@ -79,6 +86,8 @@ CALLS = {
     "hvp of a penalty": lambda: hog.hvp(lambda p: P.r1(lambda x: (x * p).sin().sum(1), x), v, v),
     "hessian": lambda: hog.hessian(lambda p: {"p": p}["p"].pow(3).sum() * p[0], v),
     "ggn_vp": lambda: hog.ggn_vp(loss, params, u, batch),
+    "ggn_vp of a loss made inside": lambda: hog.ggn_vp(made(), params, u, batch),
+    "fisher_vp of a copied loss": lambda: hog.fisher_vp(copied, params, u, batch),
     "fisher_vp": lambda: hog.fisher_vp(loss, params, u, batch),
     "fisher_vp, empirical": lambda: hog.fisher_vp(loss, params, u, batch, kind="empirical"),
     "jvp": lambda: hog.jvp(vector, x, y),
@@ -215,6 +224,12 @@ def test_numbers_that_change(call):
         wanted = call(number)
         torch.manual_seed(0)
         assert_close(fast(number), wanted, rtol=1e-11, atol=1e-13)
+
+
+def test_the_likelihood_of_a_loss_made_inside_is_not_guessed():
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="functional_loss outside of what is compiled"):
+        whole(lambda: hog.fisher_vp(made(), params, u, batch))()
 
 
 @rows("mode", ["auto", "forward-over-reverse"])
