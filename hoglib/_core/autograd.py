@@ -382,25 +382,14 @@ def with_gradients(
     recompute: computes the gradients again. With it the first backward scales the known ones in place
     and returns them without a copy, so nothing else may hold them or share their memory.
     """
-    return apply(
-        _PrecomputedGradients, value, no_second_derivative, with_graph, recompute, list(grads),
-        *tensors,
-    )  # fmt: skip
+    options = no_second_derivative, with_graph, recompute, list(grads)
+    return apply(_PrecomputedGradients, value, options, *tensors)
 
 
 class _PrecomputedGradients(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        value: Tensor,
-        no_second_derivative: str,
-        with_graph: Any,
-        recompute: Any,
-        grads: list[Tensor],
-        *tensors: Tensor,
-    ) -> Tensor:
-        ctx.no_second_derivative, ctx.with_graph = no_second_derivative, with_graph
-        ctx.recompute, ctx.grads = recompute, grads
+    def forward(ctx: Any, value: Tensor, options: Any, *tensors: Tensor) -> Tensor:
+        ctx.no_second_derivative, ctx.with_graph, ctx.recompute, ctx.grads = options
         # Reading them in backward raises if a step changed them since: the gradients would be stale.
         ctx.save_for_backward(*tensors)
         return value.clone()
@@ -418,4 +407,4 @@ class _PrecomputedGradients(torch.autograd.Function):
             scaled, ctx.grads = ctx.grads or list(ctx.recompute()), None
             if not (grad.device.type == "cpu" and grad.item() == 1):
                 scaled = [part.mul_(grad) for part in scaled]
-        return (None,) * 5 + tuple(scaled)
+        return None, None, *scaled

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from fnmatch import fnmatchcase
 from functools import partial
+from operator import call
 from types import FunctionType, MethodType
 from typing import Any, final
 
@@ -86,8 +87,7 @@ def find_blocks(remat: Remat, func: Any) -> list[nn.Module]:
                 f"{_names(roots)}. {NAMED}"
             )
     else:
-        assert not isinstance(remat, bool)
-        patterns = (remat,) if isinstance(remat, str) else remat
+        patterns: Any = (remat,) if isinstance(remat, str) else remat
         found = [block for pattern in patterns for block in _matches(roots, pattern)]
     found = _outermost(list({id(block): block for block in found}.values()))
     for block in found:
@@ -256,7 +256,7 @@ class BlockForward:
 
     def _run_whole(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # without their checkpoints: the block is recomputed anyway
-        items: Any = [(vars(x), "checkpoint_fn", _call) for x in _checkpoint_wrappers(self.module)]
+        items: Any = [(vars(x), "checkpoint_fn", call) for x in _checkpoint_wrappers(self.module)]
         try:
             for gather, places in self.gathers:
                 (first, own_name), *_ = places
@@ -283,10 +283,6 @@ def _checkpoint_wrappers(block: nn.Module) -> list[Any]:
     library: Any = sys.modules.get("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
     kind = () if library is None else library.CheckpointWrapper
     return [module for module in block.modules() if isinstance(module, kind)]
-
-
-def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return function(*args, **kwargs)
 
 
 def call_forward(forward: Callable[..., Any], block: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -219,11 +219,7 @@ class ModulePatch:
         raise AttributeError(f"{type(module).__name__} has no {name}")
 
     def swap(
-        self,
-        model: nn.Module,
-        params: Mapping[str, Tensor],
-        dtype: torch.dtype | None,
-        norm_policy: NormPolicy,
+        self, model: nn.Module, params: Params, dtype: torch.dtype | None, norm_policy: NormPolicy
     ) -> None:
         """Replaces the parameters that the model has here, its own or those of the last swap."""
         plain, names = dtype is None and norm_policy is train_mode_batch_statistics, tuple(params)
@@ -232,8 +228,7 @@ class ModulePatch:
         if not again:
             self.restore(model)
         places = None if known is None else known.in_model(names, again)
-        if places is not None:
-            assert known is not None
+        if known is not None and places is not None:
             refuse_sharded(type(model).__name__, params.values())
             self._put_parameters(model, places, params)
             self._last = known

@@ -22,7 +22,6 @@ from hoglib._core.torch_internals import apply, no_autocast
 from hoglib.capture import signature
 from hoglib.capture.capturing import (
     CAPTURING,
-    Captured,
     GraphEntry,
     Graphs,
     Place,
@@ -104,7 +103,7 @@ def compile(
     return Compiled(fn, backend=backend, dynamic=dynamic, check=check, name=name)
 
 
-class Compiled(Captured):
+class Compiled:
     """A function that runs as a graph, returned by :func:`compile`.
 
     Args:
@@ -207,6 +206,21 @@ class Compiled(Captured):
                         self.on_tensors(form)(*tensors)
             self._graphs.by_signature.setdefault(form.key, []).append(entry)
         return entry, lifted
+
+    def on_tensors(self, form: CallSignature) -> Callable[..., Any]:
+        """The function of the tensors among the arguments of a call.
+
+        Args:
+            form: The call without its tensors.
+        Returns:
+            A function of tensors.
+        """
+
+        def run(*tensors: Tensor) -> Any:
+            args, kwargs = form.fill(list(tensors))
+            return self.fn(*args, **kwargs)
+
+        return run
 
     def pullback(self, entry: GraphEntry, form: CallSignature) -> "Compiled":
         """The backward of a graph, as a function that runs as a graph.

@@ -213,35 +213,10 @@ def shared_tensors(tensors: list[Tensor], lifted: list[Tensor]) -> list[tuple[in
     return [(places[id(x)], j) for j, x in enumerate(lifted) if id(x) in places]
 
 
-class Captured:
-    """What is captured, with its options; see :func:`hoglib.compile`."""
-
-    fn: Callable[..., Any]
-    backend: Any
-    dynamic: bool
-    check: bool
-    name: str
-
-    def on_tensors(self, form: CallSignature) -> Callable[..., Any]:
-        """The function of the tensors among the arguments of a call.
-
-        Args:
-            form: The call without its tensors.
-        Returns:
-            A function of tensors.
-        """
-
-        def run(*tensors: Tensor) -> Any:
-            args, kwargs = form.fill(list(tensors))
-            return self.fn(*args, **kwargs)
-
-        return run
-
-
 def capture(
-    function: Captured, form: CallSignature, tensors: list[Tensor]
+    function: Any, form: CallSignature, tensors: list[Tensor]
 ) -> tuple[GraphEntry, list[Tensor]]:
-    """Traces, simplifies, compiles and checks the graph for a call.
+    """Traces, simplifies, compiles and checks the graph for a call of a `Compiled` function.
 
     Returns the graph, and the tensors that the function reaches besides its arguments.
     """
@@ -322,7 +297,7 @@ def _is_compiled(value: Any) -> bool:
 
 
 def _trace(
-    function: Captured, form: CallSignature, tensors: list[Tensor]
+    function: Any, form: CallSignature, tensors: list[Tensor]
 ) -> tuple[Traced, list[tuple[int, int]]]:
     """The graph, and which arguments the function also reaches by another path.
 
@@ -426,10 +401,8 @@ class Comparison:
         ]
         for i, _ in graph.shared:  # the function also reaches these by another path, so they stay
             perturbed[i] = given[i] = tensors[i]
-        for where, values in (
-            (" at other values than those of the capture", perturbed),
-            ("", given),
-        ):
+        runs = {" at other values than those of the capture": perturbed, "": given}
+        for where, values in runs.items():
             state = random_state()
             try:
                 expected = [x.detach() for x in pytree.tensors(function(*values))]

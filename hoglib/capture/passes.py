@@ -170,9 +170,7 @@ def _frozen(value: Any) -> Hashable:
         return ("list", *map(_frozen, value))
     if isinstance(value, dict):
         return ("dict", *((key, _frozen(item)) for key, item in value.items()))
-    if isinstance(value, fx.Node):
-        return value
-    return type(value), repr(value)
+    return value if isinstance(value, fx.Node) else (type(value), repr(value))
 
 
 def _layout(node: Any) -> tuple[Any, ...] | None:

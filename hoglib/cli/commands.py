@@ -247,8 +247,7 @@ def op_rows() -> list[tuple[str, str, str]]:
 
 def _of_docstring(text: str) -> tuple[str, str]:
     body = text.split("\nArgs:")[0]
-    equation = re.search(r"^    (.+)$", body, re.MULTILINE)
-    assert equation is not None
+    equation: Any = re.search(r"^    (.+)$", body, re.MULTILINE)
     words = " ".join(body.split()).lower()
     orders = next((cell for said, cell in _ORDERS.items() if said in words), "first")
     return re.sub(r",? {2,}", "; ", equation[1].strip()), orders

@@ -438,10 +438,8 @@ def _values_backward(saved: Saved, g: Tensor, _: Any) -> blocks.Parts:
 
 def _values_jvp(saved: Saved, *tangents: Any) -> tuple[Tensor, Tensor]:
     *tensors, plan = saved.inputs
-    logsumexp = saved.outputs[1]
-    assert logsumexp is not None
     y = apply_function(_TANGENTS, None, *tensors, *tangents[:4], plan)
-    return y, torch.zeros_like(logsumexp)
+    return y, torch.zeros_like(saved.outputs[1])
 
 
 def _curvature_by(needs: str, *given: Any) -> blocks.Parts:
@@ -533,8 +531,7 @@ _MASKS = {5: (3,), 8: (3,), 9: (3, 8), 10: (3, 9)}
 
 def _make_map(which: str, count: int, backward: Any, jvp: Any, **kept: Any) -> Any:
     name = "ScaledDotProductAttention" + ("" if which == "values" else which.capitalize())
-    options: dict[str, Any] = {"forward": partial(_run, which), "vmap": _fold, **kept}
-    return make_function(name, count, backward=backward, jvp=jvp, **options)
+    return make_function(name, count, partial(_run, which), backward, jvp, vmap=_fold, **kept)
 
 
 _VALUES = _make_map("values", 6, _values_backward, _values_jvp, keep_outputs=(0, 1))

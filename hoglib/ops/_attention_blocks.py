@@ -311,7 +311,7 @@ def _curvature_of(x: _Block, g: Tensor, along: Parts) -> Parts:
 
 def _over_blocks(
     inputs: Inputs, plan: Plan, kinds: str, run: Callable[..., Parts], *others: Parts | Tensor
-) -> list[Tensor | None]:
+) -> list[Any]:
     """run(block, *others of the block) of all blocks: put together by rows (kinds q and y), summed by
     keys (k and v), or summed over the mask (m)."""
     recorded = is_recorded(inputs, others)
@@ -406,7 +406,6 @@ def compute_values(*given: Any) -> tuple[Tensor, Tensor]:
     if plan.fused and not is_recorded(inputs):
         return _fused_values(inputs, plan)
     (y,) = _over_blocks(inputs, plan, "y", _values_of)
-    assert y is not None
     return y, y.new_empty(len(y), 0)
 
 
@@ -423,9 +422,7 @@ def compute_gradients(*given: Any) -> Parts:
 def compute_tangents(*given: Any) -> Tensor:
     """Y'"""
     *tensors, dq, dk, dv, dm, plan = given
-    (y,) = _over_blocks(Inputs(*tensors), plan, "y", _tangents_of, (dq, dk, dv, dm))
-    assert y is not None
-    return y
+    return _over_blocks(Inputs(*tensors), plan, "y", _tangents_of, (dq, dk, dv, dm))[0]
 
 
 def compute_curvature(*given: Any) -> Parts:

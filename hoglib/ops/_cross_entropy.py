@@ -555,13 +555,9 @@ def _check_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 
 
 _SOFTMAX = make_function(
-    "SoftmaxCrossEntropy", 4, forward=_softmax_forward, backward=_softmax_backward, jvp=_softmax_jvp
+    "SoftmaxCrossEntropy", 4, _softmax_forward, _softmax_backward, _softmax_jvp
 )
-_LOSSES = make_function("LinearCrossEntropy", 6, forward=_forward, backward=_backward, jvp=_jvp)
+_LOSSES = make_function("LinearCrossEntropy", 6, _forward, _backward, _jvp)
 _GRADIENTS = make_function(
-    "LinearCrossEntropyGradients",
-    8,
-    forward=_gradients,
-    backward=_gradients_backward,
-    jvp=_gradients_jvp,
+    "LinearCrossEntropyGradients", 8, _gradients, _gradients_backward, _gradients_jvp
 )

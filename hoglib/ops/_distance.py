@@ -316,7 +316,6 @@ def _norm_forward(x: Tensor, dims: tuple[int, ...], _: Any) -> Tensor:
 
 def _norm_backward(saved: Saved, grad: Tensor) -> list[Tensor | None]:
     (x, dims, directions), (n,) = saved.inputs, saved.outputs
-    assert n is not None
     along = directions.take()
     if along is not None and torch_internals.forward_mode_active():
         # of forward over reverse, known before what is made of the norm
@@ -327,7 +326,6 @@ def _norm_backward(saved: Saved, grad: Tensor) -> list[Tensor | None]:
 
 def _norm_jvp(saved: Saved, tangent: Tensor, *_: Any) -> Tensor:
     (x, dims, directions), (n,) = saved.inputs, saved.outputs
-    assert n is not None
     if not directions.nested:  # a first derivative
         return (_unit(x, n) * tangent).sum(dims, keepdim=True)
     directions.tangent = _leaving(tangent, n != 0, dims)
@@ -377,17 +375,16 @@ def _gradient_jvp(saved: Saved, tg: Any, tx: Any, tn: Any, *_: Any) -> Tensor:
 
 
 _NORM = make_function(
-    "Norm", 3, forward=_norm_forward, backward=_norm_backward, jvp=_norm_jvp, vmap=in_front,
-    keep_inputs=(0,), keep_outputs=(0,),
+    "Norm", 3, _norm_forward, _norm_backward, _norm_jvp, vmap=in_front, keep_inputs=(0,),
+    keep_outputs=(0,),
 )  # fmt: skip
 _TANGENT = make_function(
-    "NormTangent", 5, forward=lambda found, *_: found.clone(), backward=_tangent_backward,
-    jvp=lambda saved, tangent, *_: tangent, vmap=in_front,
+    "NormTangent", 5, lambda found, *_: found.clone(), _tangent_backward,
+    lambda saved, tangent, *_: tangent, vmap=in_front,
 )  # fmt: skip
 _NORM_GRADIENT = make_function(
-    "NormGradient", 5, forward=_gradient_forward, backward=_gradient_backward,
-    jvp=_gradient_jvp, vmap=in_front,
-)  # fmt: skip
+    "NormGradient", 5, _gradient_forward, _gradient_backward, _gradient_jvp, vmap=in_front
+)
 
 
 def _norm_over(input: Tensor, dim: Any, keepdim: bool) -> Tensor:

@@ -157,9 +157,7 @@ def _make_chain_link(chain: _Chain, count: int) -> type[torch.autograd.Function]
         outputs = batch.function.apply(which, *_batch_first(batch.size, batch.in_dims[1:], inputs))
         return outputs, (0,) * len(outputs)
 
-    return make_function(
-        f"External_{chain.name}", count + 1, forward=forward, backward=backward, jvp=jvp, vmap=vmap
-    )
+    return make_function(f"External_{chain.name}", count + 1, forward, backward, jvp, vmap=vmap)
 
 
 _CHAINS: list[_Chain] = []

@@ -25,8 +25,8 @@ class Saved(NamedTuple):
     """What backward and jvp may read."""
 
     inputs: tuple[Any, ...]  # as given to forward; None for a tensor that was not kept
-    outputs: tuple[Tensor | None, ...]  # None for an output that was not kept
-    input_shapes: tuple[torch.Size | None, ...]  # None for an input that is not a tensor
+    outputs: tuple[Any, ...]  # None for an output that was not kept
+    input_shapes: tuple[Any, ...]  # None for an input that is not a tensor
     output_shapes: tuple[torch.Size, ...]
     input_dtypes: tuple[torch.dtype | None, ...]
     output_dtypes: tuple[torch.dtype, ...]
@@ -60,10 +60,10 @@ def batch_to_front(tensor: Tensor, dim: int | None, batch_size: int) -> Tensor:
 def make_function(
     name: str,
     num_inputs: int,
-    *,
     forward: Callable[..., Any],
     backward: Callable[..., Sequence[Tensor | None]],
     jvp: Callable[..., Any],
+    *,
     vmap: Callable[..., Any] | None = None,
     keep_inputs: Sequence[int] | None = None,
     keep_outputs: Sequence[int] = (),
@@ -132,25 +132,18 @@ def make_function(
         "__doc__": forward.__doc__,
     }
     if vmap is not None:
-        rule = vmap
-
-        def run_vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
-            return rule(Batch(function, info.batch_size, in_dims), *inputs)
-
-        members["vmap"] = staticmethod(run_vmap)
+        members["vmap"] = lambda info, in_dims, *inputs: vmap(
+            Batch(function, info.batch_size, in_dims), *inputs
+        )
     function = cast(type[torch.autograd.Function], type(name, (torch.autograd.Function,), members))
     return function
 
 
 def without_jvp(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
     """The same Function for the compiler, which refuses a jvp and does not use a vmap rule."""
-    members = {
-        key: value
-        for key, value in vars(function).items()
-        if key in ("forward", "setup_context", "backward", "__doc__")
-    }
-    bases = (torch.autograd.Function,)
-    twin = type(function.__name__, bases, members | {"generate_vmap_rule": True})
+    kept = ("forward", "setup_context", "backward", "__doc__")
+    members = {name: vars(function)[name] for name in kept} | {"generate_vmap_rule": True}
+    twin = type(function.__name__, (torch.autograd.Function,), members)
     return cast(type[torch.autograd.Function], twin)
 
 

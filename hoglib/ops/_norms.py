@@ -607,9 +607,7 @@ def _normalize(
     statistics = _RunningStatistics(None, None, momentum)
     if running_mean is not None and _updates(x):
         statistics = _RunningStatistics(running_mean, running_var, momentum)
-    if not training:
-        assert running_mean is not None
-        assert running_var is not None
+    if not training and running_mean is not None and running_var is not None:
         y = _normalize_by_running(x, running_mean, running_var, weight, bias, eps)
     elif over_batch and _can_fuse(x, eps):
         y = FusedNorm.apply(x, _flat(weight), _flat(bias), _BatchNorm(statistics, eps))

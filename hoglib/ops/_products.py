@@ -84,17 +84,15 @@ def _make_product(
         tangent_z = sum_terms(terms)
         if act is None:
             return tangent_z
-        kept = saved.outputs[-1]
-        assert kept is not None
-        tangent = act.vjp(tangent_z, kept)
+        tangent = act.vjp(tangent_z, saved.outputs[-1])
         return (tangent, tangent_z) if act.keeps_z else tangent
 
     function = make_function(
         name,
         3 + product.options,
-        forward=forward,
-        backward=backward,
-        jvp=jvp,
+        forward,
+        backward,
+        jvp,
         keep_inputs=(0, 1),
         keep_outputs=() if act is None else (int(act.keeps_z),),
     )
@@ -670,7 +668,6 @@ def _reduction(
 
     def backward(saved: Saved, grad: Tensor) -> list[Tensor | None]:
         (x, dims), (y,), (shape, _) = saved.inputs, saved.outputs, saved.input_shapes
-        assert shape is not None
         kept = (conj(x), conj(y)) if keep else ()
         return [share(grad, shape, dims, *kept).expand(shape), None]
 
@@ -683,13 +680,7 @@ def _reduction(
         forward = partial(formula, keepdim=True)
         kept = (0,) if keep else ()
         function = make_function(
-            name,
-            2,
-            forward=forward,
-            backward=backward,
-            jvp=jvp,
-            keep_inputs=kept,
-            keep_outputs=kept,
+            name, 2, forward, backward, jvp, keep_inputs=kept, keep_outputs=kept
         )
 
         @wraps(formula)

@@ -149,9 +149,7 @@ def cumprod(input: Tensor, dim: int, *, dtype: torch.dtype | None = None, **kw: 
     if any(v is not None for v in kw.values()) or reverse_only():
         return torch.cumprod(input, dim, dtype=dtype, **kw)
     input = input if dtype is None else input.to(dtype)
-    if not input.dim():
-        return input.clone()
-    return _scanned(torch.mul, input, dim)
+    return _scanned(torch.mul, input, dim) if input.dim() else input.clone()
 
 
 def _scanned(pair: Callable[[Tensor, Tensor], Tensor], x: Tensor, dim: int) -> Tensor:

@@ -436,13 +436,12 @@ class Comparer(NamedTuple):
 
     def worst(self, at: Iterable[Target], key: str) -> Discrepancy:
         """What is worst at all points."""
-        result: Discrepancy | None = None
+        result: Any = None
         for one in [self.target(one) for one in at]:
             found = self._at_one(one, key)
             result = found if result is None else result.merge(found)
             if result.raised is not None:
                 break
-        assert result is not None
         return result
 
     def _at_one(self, at: Target, key: str) -> Discrepancy:

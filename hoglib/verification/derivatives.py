@@ -281,9 +281,7 @@ class Derivatives:
                 f.__name__ for f in subject.functions if not function_rules.offers_jvp(f)
             )
             return NOT_OFFERED.format(which=", ".join(lacking))
-        if mode == "ff" and subject.functions:
-            return JVP_TWICE
-        return ""
+        return JVP_TWICE if mode == "ff" and subject.functions else ""
 
     def _kinks(self, at: Target) -> Row:
         """The row of kinks: where the slopes to either side of the inputs differ."""
