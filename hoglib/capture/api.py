@@ -192,7 +192,7 @@ class Compiled:
             if len(self._graphs.all()) >= MAX_GRAPHS:
                 self._warn_full(form, tensors)
                 return None
-            self._count_miss(form, tensors)
+            self._count_miss(form)
             checked: AbstractContextManager[None] = nullcontext()
             if self._precheck is not None:
                 args, kwargs = form.fill(tensors)
@@ -275,14 +275,14 @@ class Compiled:
                 return entry, lifted
         return None
 
-    def _count_miss(self, form: CallSignature, tensors: list[Tensor]) -> None:
+    def _count_miss(self, form: CallSignature) -> None:
         """Warns if calls of one signature are captured again and again."""
         known = self._graphs.by_signature.get(form.key)
         if not known:
             return
         self._graphs.misses = misses = self._graphs.misses + 1
         if misses == MISSES_TO_WARN:
-            reason = known[-1].explain_mismatch(self.fn, form, tensors)
+            reason = known[-1].reached.explain((self.fn, form.constants))
             warn(
                 f"{self.name} was captured again in each of the last {misses} calls, which takes "
                 f"seconds: {reason}. Keep it the same from call to call, or do not compile."

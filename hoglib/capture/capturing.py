@@ -110,24 +110,6 @@ class GraphEntry:
             return None
         return lifted if self.holds(tensors) else None
 
-    def explain_mismatch(self, fn: Any, form: CallSignature, tensors: list[Tensor]) -> str:
-        """Why this is not the graph of a call of the same signature.
-
-        Args:
-            fn: The function.
-            form: A call without its tensors.
-            tensors: The tensors among its arguments.
-        Returns:
-            What differs, in words.
-        """
-        root = fn, form.constants
-        lifted = self.reached.resolve(root)
-        if lifted is None:
-            return self.reached.explain(root)
-        if shared_tensors(tensors, lifted) != self.shared:
-            return "other arguments are also reached by another path"
-        return "the assumptions on symbolic sizes do not hold"
-
     def graph_inputs(self, tensors: list[Tensor], lifted: list[Tensor]) -> list[Tensor]:
         """The inputs of the graph: each tensor once, those that are reached last.
 

@@ -245,7 +245,10 @@ class Guards:
             return str(change)
         except _GONE as error:
             return f"something that it reached is gone ({type(error).__name__}: {error})"
-        return "a tensor that it reaches has another shape, dtype, layout or requires_grad"
+        return (
+            "a tensor that it reaches has another shape, dtype, layout or requires_grad, or is another "
+            "argument too"
+        )
 
     def _follow(self, root: Any) -> list[Any]:
         """The objects on all paths; raises where a guard fails."""
