@@ -183,23 +183,13 @@ def _first_not_finite(func: ScalarFunction, leaves: Vector, by: Vector) -> str:
     """The operation behind whose first or second derivative something is not finite first; "" if none
     is. by: leaves of the second derivative besides those of func."""
     found: list[Any] = []
-
-    def watch(outputs: Sequence[Tensor | None]) -> None:
-        for node, parents in walk(outputs):
-            if parents:
-                node.register_hook(partial(note, node))
-
-    def note(node: Any, by: Any, given: Any) -> None:
-        if not found and _finite(given) and not _finite(by):
-            found.append(node)
-
     with record_backward_origins():
         own = fresh_leaves(leaves, False)
         value = func(*own)
-        watch([value])
+        note_not_finite([value], found)
         grads = gradients([value], own, create_graph=True)
         if not found:
-            watch(grads)
+            note_not_finite(grads, found)
             outputs = [g for g in grads if g is not None]
             vjp(outputs, [*own, *by], [*map(torch.randn_like, outputs)], "", retain_graph=True)
         if not found:  # 0 / 0, where an incoming gradient is zero
@@ -212,6 +202,18 @@ def _first_not_finite(func: ScalarFunction, leaves: Vector, by: Vector) -> str:
     line = user_line(made_at(node))
     name = node.name().rstrip("0123456789").removesuffix("Backward")
     return f"{name} at {line}" if line else name
+
+
+def note_not_finite(outputs: Sequence[Tensor | None], found: list[Any]) -> None:
+    """Puts the first node of the graphs whose backward makes of finite gradients others into a list."""
+
+    def note(node: Any, by: Any, given: Any) -> None:
+        if not found and _finite(given) and not _finite(by):
+            found.append(node)
+
+    for node, parents in walk(outputs):
+        if parents:
+            node.register_hook(partial(note, node))
 
 
 def _finite(tensors: Sequence[Any]) -> bool:

@@ -109,9 +109,6 @@ class Layout(NamedTuple):
         everywhere = DTensor.from_local(whole, self.mesh, layout, run_check=False)
         return everywhere.redistribute(placements=self.placements).to_local()
 
-    def gather(self, local: Tensor) -> Tensor:
-        return self.wrap(local.detach().contiguous()).full_tensor()
-
     def average(self, value: Tensor, weight: float) -> Tensor:
         """The shards of the sum over the processes of weight times value."""
         from torch.distributed.tensor import DTensor, Partial
@@ -448,7 +445,9 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(value: Tensor, gathers: bool, layout: Layout, weight: float) -> Tensor:
-        return layout.gather(value) if gathers else layout.average(value, weight)
+        if gathers:
+            return layout.wrap(value.detach().contiguous()).full_tensor()
+        return layout.average(value, weight)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:

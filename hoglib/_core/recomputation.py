@@ -664,7 +664,8 @@ class _Call:
         """The tensors among the outputs; their structure is kept."""
         leaves, self.output_structure = pytree.flatten(outputs)
         for leaf in leaves:
-            if not isinstance(leaf, Tensor) and (kept := next(_tensors_held(leaf), None)):
+            held = () if isinstance(leaf, Tensor) else closures.held(leaf)
+            if kept := next((one for one in held if isinstance(one.value, Tensor)), None):
                 raise ArgumentValueError(
                     f"remat: expected results in tuples, lists and dicts, got a {type(leaf).__name__} "
                     f"that holds a tensor ({kept.path}) from `{closures.name_of(self.fn)}`; it would "
@@ -769,11 +770,6 @@ def refuse_changed(fn: Callable[..., Any], arguments: Any, structure: Any) -> No
             "which changes a list or dict among its arguments; what it puts there would have no "
             "gradient. Return it."
         )
-
-
-def _tensors_held(leaf: Any) -> Iterator[closures.Capture]:
-    """The tensors that an object, which is none of pytree's containers, holds."""
-    return (one for one in closures.held(leaf) if isinstance(one.value, Tensor))
 
 
 def _without_views(outputs: Tensors, inputs: Sequence[Tensor | None]) -> Tensors:

@@ -377,7 +377,7 @@ class Comparison:
     ) -> None:  # fmt: skip
         self._name, self._tolerance = name, tolerance
         self._cases: list[_Case] = []
-        perturbed = _perturbed(tensors)
+        perturbed = _scaled(tensors, 0, _of_about_the_size)
         given = [
             x.clone() if x.is_inference() else as_leaf(x) if independent else x for x in tensors
         ]
@@ -436,7 +436,7 @@ class Comparison:
             return right
         try:
             for seed in range(DRAWS + 1):
-                at = _last_places_changed(inputs, seed) if seed else inputs
+                at = _scaled(inputs, seed, _of_last_places) if seed else inputs
                 with torch.no_grad():
                     reference: list[Tensor] = _InDouble(operations).run(*at)
                 found = execute(at)
@@ -494,9 +494,11 @@ def _difference(expected: Tensor, found: Tensor, scale: float, tolerance: float)
     return f"a difference of norm {distance:.1e} where the norm is {norm:.1e}"
 
 
-def _perturbed(tensors: list[Tensor]) -> list[Tensor]:
-    """Values of about the same size and sign, in the same layout, so that probabilities stay so."""
-    generator = torch.Generator("cpu").manual_seed(0)
+def _scaled(
+    tensors: list[Tensor], seed: int, factor: Callable[[Tensor, torch.Generator], Tensor]
+) -> list[Tensor]:
+    """The tensors, those of floating point times random factors, in the same layout."""
+    generator = torch.Generator("cpu").manual_seed(seed)
     found = []
     for x in tensors:
         if pytree.is_float(x) and x.numel():
@@ -506,12 +508,21 @@ def _perturbed(tensors: list[Tensor]) -> list[Tensor]:
             if x.is_neg() or x.is_conj():
                 plain = x.new_empty_strided(x.shape, x.stride()).copy_(plain)
             memory = plain.as_strided((span,), (1,))
-            factor = 1 - 0.1 * torch.rand(memory.shape, generator=generator, device="cpu")
-            changed = (memory * factor.to(device=x.device)).to(x.dtype)
-            found.append(changed.as_strided(x.shape, x.stride()).requires_grad_(x.requires_grad))
-        else:
-            found.append(x)
+            changed = (memory * factor(memory, generator).to(device=x.device)).to(x.dtype)
+            x = changed.as_strided(x.shape, x.stride()).requires_grad_(x.requires_grad)
+        found.append(x)
     return found
+
+
+def _of_about_the_size(x: Tensor, generator: torch.Generator) -> Tensor:
+    """Factors for values of about the same size and sign, so that probabilities stay so."""
+    return 1 - 0.1 * torch.rand(x.shape, generator=generator, device="cpu")
+
+
+def _of_last_places(x: Tensor, generator: torch.Generator) -> Tensor:
+    """Factors that move numbers by a unit in the last place, up or down."""
+    up = torch.randint(2, x.shape, generator=generator, device="cpu")
+    return 1 + torch.finfo(x.dtype).eps * (2 * up - 1).double()
 
 
 def _norm(tensors: list[Tensor]) -> float:
@@ -538,16 +549,3 @@ def _widened(value: Any) -> Any:
     if isinstance(value, torch.dtype):
         return _WIDER.get(value, value)
     return value.to(_WIDER[value.dtype]) if getattr(value, "dtype", None) in _WIDER else value
-
-
-def _last_places_changed(inputs: list[Tensor], seed: int) -> list[Tensor]:
-    """Inputs whose floating-point numbers are moved by a unit in the last place, up or down."""
-    generator = torch.Generator("cpu").manual_seed(seed)
-    found = []
-    for x in inputs:
-        if pytree.is_float(x):
-            up = torch.randint(2, x.shape, generator=generator, device="cpu").to(x.device)
-            factor = 1 + torch.finfo(x.dtype).eps * (2 * up - 1).double()
-            x = torch.empty_like(x).copy_((x * factor).to(x.dtype))  # in the same layout
-        found.append(x)
-    return found

@@ -80,8 +80,7 @@ def scaled_dot_product_attention(
         (tensor([[0.7311]]), tensor([[-0.0909]]))
     """
     _check_options(attn_mask, dropout_p, is_causal, scale)
-    for name, x in ("query", query), ("key", key), ("value", value):
-        validation.real(name, x)
+    _check_shapes(query, key, value, attn_mask, enable_gqa)
     if autocast_on(query.device.type):  # which casts what is not double
         lower = torch.get_autocast_dtype(query.device.type)
         query, key, value = (
@@ -93,7 +92,6 @@ def scaled_dot_product_attention(
         raise ArgumentTypeError(
             f"query, key, value: expected one dtype, got {query.dtype}, {key.dtype} and {value.dtype}."
         )
-    _check_shapes(query, key, value, attn_mask, enable_gqa)
     if attn_mask is not None:
         _check_mask_dtype(attn_mask, query)
     dtype = query.dtype
@@ -154,8 +152,6 @@ def attention_dropout_mask(
         (torch.Size([1000, 1000]), True)
     """
     _check_options(attn_mask, dropout_p)
-    for name, x in ("query", query), ("key", key), ("value", value):
-        validation.real(name, x)
     _check_shapes(query, key, value, attn_mask, enable_gqa)
     if _is_short(query, key, value):
         own = _repeat_heads(key, query) if enable_gqa else key
@@ -198,6 +194,8 @@ def _check_shapes(
     present = {name: x for name, x in named.items() if x is not None}
     fewest = 3 if enable_gqa else 2
     for name, x in present.items():
+        if name != "attn_mask":
+            validation.real(name, x)
         if x.layout is not torch.strided or x.is_nested:
             raise ArgumentTypeError(
                 f"{name}: expected a dense tensor, got one that is "

@@ -278,7 +278,7 @@ def row_losses(rows: Rows) -> Tensor:
         dtype = torch.get_autocast_dtype(h.device.type)
         rows = rows._replace(h=h.to(dtype), W=W.to(dtype), b=None if b is None else b.to(dtype))
     with without_autocast(h):
-        return apply_function(_LOSSES, _reference, *rows)
+        return apply_function(_LOSSES, lambda *given: _formula(Rows(*given)), *rows)
 
 
 def row_gradients(rows: Rows, g: Tensor, needs: str) -> Gradients:
@@ -336,10 +336,6 @@ def row_chunks(rows: Rows, *others: Tensor | None) -> Iterator[tuple[Any, ...]]:
         own = torch_internals.fresh_copy(h[part]) if len(h) > size else h
         t, *rest = (None if x is None else x[part] for x in (targets, *others))
         yield rows._replace(h=own, targets=t), *rest
-
-
-def _reference(*given: Any) -> Tensor:
-    return _formula(Rows(*given))
 
 
 def _logits(rows: Rows) -> Tensor:

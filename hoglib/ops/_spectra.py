@@ -192,5 +192,6 @@ _EIGH = make_function(
     keep_outputs=(0, 1),
 )  # fmt: skip
 _VALUES_GRADIENT = make_function(
-    "EigenvaluesGradient", 4, _values_forward, _values_backward, _values_jvp, vmap=in_front
-)
+    "EigenvaluesGradient", 4, lambda by_L, L, V, _: _with(V, by_L), _values_backward, _values_jvp,
+    vmap=in_front,
+)  # fmt: skip

@@ -10,19 +10,19 @@ torch's own kernels, scripted or compiled code) are not seen.
 """
 
 import functools
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FunctionType
 from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
 from hoglib._core import pytree, torch_library, validation
 from hoglib._core.ambient import AMBIENT, inside
+from hoglib._core.source_location import running_module
 from hoglib._core.state import preserve_random_state
 from hoglib._core.torch_forward_mode import follow_grad_mode
 from hoglib._core.torch_internals import (
@@ -284,14 +284,9 @@ def _refuse(original: Callable[..., Any], stand_in: StandIn, *args: Any, **kwarg
 
 
 def in_module() -> str:
-    """For a message: " in Linear", by the innermost module whose forward is running, or ""."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, nn.Module) and frame.f_code.co_name.startswith("forward"):
-            return f" in {type(owner).__name__}"
-        frame = frame.f_back
-    return ""
+    """For a message: " in Linear", by the innermost module of which a method is running, or ""."""
+    module = running_module()
+    return "" if module is None else f" in {type(module).__name__}"
 
 
 _RUNS_BACKWARD = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)

@@ -153,10 +153,6 @@ class Target(NamedTuple):
         ]
         return self._replace(slopes=slopes)
 
-    def rechecked(self, random: Generator) -> "Target":
-        """With slopes that were checked again; worth its time only if something seems wrong."""
-        return self._replace(slopes=[recheck(self.map, self.x, one, random) for one in self.slopes])
-
 
 @final
 @dataclass
@@ -450,9 +446,9 @@ class Comparer(NamedTuple):
         state = self.random.get_state()
         found = self._compared(at, key)
         if found.wrong and found.raised is None:
-            again = at.rechecked(self.random)
+            slopes = [recheck(at.map, at.x, one, self.random) for one in at.slopes]
             self.random.set_state(state)  # with the covectors that found it
-            return self._compared(again, key)
+            return self._compared(at._replace(slopes=slopes), key)
         return found if found.wrong else self._closer(at, key, found)
 
     def _closer(self, at: Target, key: str, found: Discrepancy) -> Discrepancy:

@@ -20,7 +20,7 @@ from hoglib._core.element_differences import max_abs
 from hoglib._core.pytree import is_float
 from hoglib._core.source_location import error_line
 from hoglib._core.state import is_freed, put_back, same
-from hoglib._core.torch_internals import backward_rule
+from hoglib._core.torch_internals import backward_rule, storage_id
 from hoglib.verification import function_rules
 from hoglib.verification.call import PrecisionWatch, seed_all
 from hoglib.verification.comparison import Discrepancy, largest_difference
@@ -333,7 +333,7 @@ class Snapshot:
 
     def changed(self, places: dict[int, source_location.SourceLine | None]) -> Changes:
         return {
-            name: places.get(_storage(x))
+            name: places.get(storage_id(x))
             for name, (x, version, value) in self._was.items()
             if x._version != version or not same(x, value)
         }
@@ -357,12 +357,8 @@ class InPlaceWatch(TorchFunctionMode):
             written.append(args[0])
         place = source_location.torch_call_line() if written else None
         for x in written if place is not None else ():
-            self.places.setdefault(_storage(x), place)
+            self.places.setdefault(storage_id(x), place)
         return func(*args, **(kwargs or {}))
-
-
-def _storage(x: Tensor) -> int:
-    return x.untyped_storage().data_ptr() if x.layout == torch.strided else id(x)
 
 
 TO_DEVICE = ("cpu", "cuda")

@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from math import inf
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from hoglib._core import torch_internals
+from hoglib._core.autograd import note_not_finite
 from hoglib._core.element_differences import TensorMap, max_abs, random_like
-from hoglib._core.gradient_graph import walk
 from hoglib._core.source_location import SourceLine, format_error, innermost_line, is_user_code
 from hoglib._core.torch_internals import backward_rule
 from hoglib.verification import call as calls
@@ -338,32 +338,17 @@ def nan_operation(
         weights = u
         if w is not None:
             results, weights = calls.grad(results, leaves, u, create_graph=True), w
-    found: list[str] = []
-
-    def watch(node: torch.autograd.graph.Node) -> None:
-        def ran(results: Sequence[Tensor | None], incoming: Sequence[Tensor | None]) -> None:
-            if not found and _are_finite(incoming) and not _are_finite(results):
-                found.append(_origin_of(node))
-
-        node.register_hook(ran)
-
-    for node, parents in walk(results):
-        if parents:
-            watch(node)
+    found: list[Any] = []
+    note_not_finite(results, found)
     calls.grad(results, leaves, weights)
-    return found[0] if found else ""
-
-
-def _origin_of(node: torch.autograd.graph.Node) -> str:
+    if not found:
+        return ""
+    node = found[0]
     function = torch_internals.custom_function(node) if hasattr(node, "_forward_cls") else None
     if function is not None:
         return f"{function.__name__}.backward"
     line = innermost_line(torch_internals.made_at(node))
     return f"the derivative of {line}" if line else ""
-
-
-def _are_finite(tensors: Sequence[Tensor | None]) -> bool:
-    return all(x is None or bool(x.isfinite().all()) for x in tensors)
 
 
 # Whether a wrong first derivative looks like a surrogate gradient, told from the values alone.

@@ -65,10 +65,6 @@ class Structure(NamedTuple):
         return bool(((x - self.project(x)).abs() <= rounding).all())  # False for NaN
 
 
-def symmetrized(x: Tensor) -> Tensor:
-    return (x + x.mH) / 2
-
-
 # Of the numbers along a dimension.
 VECTORS: dict[str, Callable[..., Tensor]] = {
     "summing to one": lambda x, dim: x / x.sum(dim, keepdim=True),
@@ -76,7 +72,7 @@ VECTORS: dict[str, Callable[..., Tensor]] = {
     "of length one": lambda x, dim: x / torch.linalg.vector_norm(x, dim=dim, keepdim=True),
 }
 MATRICES = (
-    Structure("symmetric", symmetrized),
+    Structure("symmetric", lambda x: (x + x.mH) / 2),
     Structure("lower triangular", torch.tril),
     Structure("upper triangular", torch.triu),
 )
