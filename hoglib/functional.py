@@ -371,8 +371,7 @@ class FunctionalLoss:
             if self._forward is None:
                 explain = partial(self._explain_call, args, keywords, batch)
                 explain_call_error(error, self.model, args, keywords, explain)
-            reference = params or list(self.model.parameters())
-            translate_device_errors(batch, reference).explain(error)
+            translate_device_errors(batch, params or list(self.model.parameters())).explain(error)
             translate_hook_errors("loss(params, batch)").explain(error)
             raise
         if torch.compiler.is_dynamo_compiling():
@@ -444,8 +443,7 @@ class FunctionalLoss:
             )
         if torch.compiler.is_dynamo_compiling() and self._is_plain():
             buffers = {name: x.clone() for name, x in self.model.named_buffers()}
-            known = dict(self.model.named_parameters(remove_duplicate=False))
-            if params.keys() <= known.keys():
+            if params.keys() <= dict(self.model.named_parameters(remove_duplicate=False)).keys():
                 return reparametrize_module(self.model, {**buffers, **params}, tie_weights=True)
         if not params.keys() <= self._names:
             self._check_names(params)

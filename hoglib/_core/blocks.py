@@ -105,8 +105,7 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     several lists in a container, which have no forward, the parts are that they have alike.
     """
     found: dict[str, nn.Module] = {}
-    seen: set[int] = set()
-    _search(model, "", found, seen)
+    _search(model, "", found, set())
     kinds = {type(block) for block in found.values()} - {nn.Sequential}
     chosen = {id(block) for block in found.values()}
     every = {

@@ -21,8 +21,7 @@ _REGISTERED = _pytree.SUPPORTED_NODES
 def flatten(tree: Tree) -> tuple[list[Any], Any]:
     """The leaves in order, and the hashable structure that `unflatten` takes."""
     found: list[Any] = []
-    structure = _flatten(tree, found)
-    return found, structure
+    return found, _flatten(tree, found)
 
 
 def unflatten(leaves: Sequence[Any], structure: Any) -> Tree:

@@ -404,8 +404,7 @@ class _Jvp(_Derivative):
         needs = any(x.requires_grad for x in tensors if x is not None)
         recorded = torch.is_grad_enabled() and needs and not transforms
         plain = torch_forward_mode.in_dual_level() or (isinstance(self.run, Run) and not recorded)
-        by_func = transforms or not plain
-        run = self._by_func if by_func else self._by_duals
+        run = self._by_func if transforms or not plain else self._by_duals
         with self.autocast.restored(), keep_swapped():
             try:
                 return run(inputs, tangents)
@@ -441,8 +440,7 @@ class _Jvp(_Derivative):
             own = list(inputs)
             for i, tangent in zip(self.moved, tangents, strict=True):
                 own[i] = forward_ad.make_dual(cast(Tensor, inputs[i]), cast(Tensor, tangent))
-            little = self.call.in_small_parts([]) if isinstance(self.run, Run) else nullcontext()
-            with little:
+            with self.call.in_small_parts([]) if isinstance(self.run, Run) else nullcontext():
                 outputs = self.run(*own)
             found = [None if y is None else torch_forward_mode.tangent_of(y) for y in outputs]
             values = tuple(torch_forward_mode.primal(y) for y in outputs)

@@ -153,8 +153,7 @@ def user_line(stack: Sequence[str] | TracebackType | None = None) -> SourceLine 
     """The innermost line outside hoglib and torch, of a stack as `traceback.format_stack` gives it, of
     a traceback, or of the caller's stack."""
     if isinstance(stack, TracebackType):
-        frames = reversed([*walk_tb(stack)])
-        lines = ((at.f_code.co_filename, line) for at, line in frames)
+        lines = ((at.f_code.co_filename, line) for at, line in reversed([*walk_tb(stack)]))
     elif stack is None:
         lines = ((at.f_code.co_filename, line) for at, line in walk_stack(sys._getframe(1)))
     else:

@@ -170,8 +170,7 @@ def tangents_without_graph(tensors: Sequence[Tensor | None]) -> list[Tensor | No
     found = []
     with ExitStack() as lowered:
         if inside:
-            inner = pyfunctorch.retrieve_current_functorch_interpreter()
-            lowered.enter_context(inner.lower())
+            lowered.enter_context(pyfunctorch.retrieve_current_functorch_interpreter().lower())
         lowered.enter_context(forward_ad._set_fwd_grad_enabled(True))
         for x in tensors:
             x = None if x is None else torch._C._functorch.unwrap_if_dead(x)

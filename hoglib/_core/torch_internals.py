@@ -524,8 +524,7 @@ def custom_function(node: Any) -> type[Function] | None:
     function = getattr(type(node), "_forward_cls", None)
     while function is not None and function.__module__.startswith("torch._functorch"):
         # made by torch.func for one level; what it stands for is in the closure of its rules
-        made_of = inspect.getclosurevars(function.backward).nonlocals
-        function = made_of.get("autograd_function")
+        function = inspect.getclosurevars(function.backward).nonlocals.get("autograd_function")
     return None if function is None else torch_library.as_written(function)[0]
 
 

@@ -304,8 +304,7 @@ class Compiled:
 
     def __reduce__(self) -> Any:
         """A copy has graphs of its own."""
-        options = {name: getattr(self, name) for name in OPTIONS}
-        return partial(type(self), **options), (self.fn,)
+        return partial(type(self), **{name: getattr(self, name) for name in OPTIONS}), (self.fn,)
 
     def __repr__(self) -> str:
         return f"hoglib.compile({self.name}, backend={self.backend!r}), {count_graphs(self.signatures)}"

@@ -248,5 +248,4 @@ class TracedLoss:
         return self._outputs(params)
 
     def criterion(self, outputs: Any, batch: Any) -> Tensor:
-        value: Tensor = self._criterion(outputs)
-        return value
+        return self._criterion(outputs)

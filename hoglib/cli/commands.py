@@ -49,8 +49,7 @@ def verify(
     Exit status: 0 everything is right, 1 something is wrong, 2 something could not be run.
     """
     options: dict[str, Any] = {"orders": orders, "modes": modes}
-    switches = {"surrogate": surrogate, "full": full}
-    options |= {name: True for name, on in switches.items() if on}
+    options |= {name: True for name, on in {"surrogate": surrogate, "full": full}.items() if on}
     with stdout_for(json):
         targets, without_samples = functions(target, inputs)
         make = partial(_verifications, target, tuple(inputs), reference, options)

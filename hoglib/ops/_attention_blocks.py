@@ -169,8 +169,7 @@ class _Place(NamedTuple):
         """The parts of a vector, of the kinds KINDS and NAMES, or the first of them."""
         of_mask = partial(self.of_mask, plan=plan)
         of: list[Callable[[Any], Any]] = [self.of_rows, self.of_keys, self.of_keys, of_mask]
-        takes = [*of, self.of_rows, *of]
-        return [take(x) for take, x in zip(takes, parts, strict=False)]
+        return [take(x) for take, x in zip([*of, self.of_rows, *of], parts, strict=False)]
 
     def add_to_mask(
         self, total: list[Tensor], term: Tensor, mask: Any, plan: Plan, recorded: bool
@@ -381,8 +380,7 @@ def _derivative_of_curvature(which: str, x: _Block, g: Tensor, along: Parts, giv
     outputs, pull, *_ = torch.func.vjp(curvature, *primals)
     if which == "jvp":  # by the vjp of the vjp, which is linear: torch nests no forward mode here
         _, turn, *_ = torch.func.vjp(pull, list(outputs))
-        tangents = _or_zeros([given[i] for i in known], primals)
-        (found,) = turn(tangents)
+        (found,) = turn(_or_zeros([given[i] for i in known], primals))
         return by_name(KINDS, kinds, found)
     arrived = [c for kind, c in zip(KINDS, given, strict=True) if kind in kinds]
     gradients = dict(zip(known, pull(list(_or_zeros(arrived, outputs))), strict=True))

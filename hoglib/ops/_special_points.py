@@ -131,8 +131,7 @@ def _linalg_vander(x: Tensor, *, N: int | None = None) -> Tensor:
     count = x.shape[-1] if N is None else N
     if count < 2:
         return torch.linalg.vander(x, N=N)  # raises
-    n = torch.arange(count, device=x.device)
-    return power(x.unsqueeze(-1), n)
+    return power(x.unsqueeze(-1), torch.arange(count, device=x.device))
 
 
 @stands_in_for(torch.polar, name=_POINTS["name"])

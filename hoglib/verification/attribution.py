@@ -416,8 +416,7 @@ def _in_motion(subject: Subject, x: list[Tensor]) -> list[tuple[Application, Mov
         return [(app, None) for app in here]
 
     def moves(app: Application, p: Application, m: Application) -> Moves | None:
-        alike = p.by == m.by == app.by
-        if not alike or any(p.args[i].shape != m.args[i].shape for i in p.by):
+        if not p.by == m.by == app.by or any(p.args[i].shape != m.args[i].shape for i in p.by):
             return None
         return {i: (p.args[i] - m.args[i]) / (2 * step) for i in app.by}
 

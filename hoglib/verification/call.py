@@ -554,8 +554,7 @@ def _loses_digits(tensor: Tensor) -> bool:
         return False
     values = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     mantissa, _ = torch.frexp(values.detach().double())
-    digits = (mantissa * 2**11).frac()
-    return bool((values.isfinite() & (digits != 0)).any())
+    return bool((values.isfinite() & ((mantissa * 2**11).frac() != 0)).any())
 
 
 # In which dtype a function is judged: float64, unless it refuses that, or works in less anyway.

@@ -445,8 +445,7 @@ class Subject:
         """Derivatives are along directions that keep the structure of these variables, and of outputs
         whose signs or phases are fixed by the gauge."""
         self.kept, self.call.gauge = kept, gauge
-        along = {**self.symmetric, **kept}
-        self.call.projections = {j: one.project for j, one in along.items()}
+        self.call.projections = {j: one.project for j, one in {**self.symmetric, **kept}.items()}
         self.find_outputs()
 
     def gradient_of_sum(self, x: Sequence[Tensor]) -> list[Tensor]:
