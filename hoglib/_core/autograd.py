@@ -192,8 +192,6 @@ def _first_not_finite(func: ScalarFunction, leaves: Vector, by: Vector) -> str:
             note_not_finite(grads, found)
             outputs = [g for g in grads if g is not None]
             vjp(outputs, [*own, *by], [*map(torch.randn_like, outputs)], "", retain_graph=True)
-        if not found:  # 0 / 0, where an incoming gradient is zero
-            gradients([value], own, [torch.zeros_like(value)])
     if not found:
         return ""
     node = found[0]

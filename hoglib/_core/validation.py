@@ -316,11 +316,7 @@ def vectors(
                 f"{where}: expected device {x.device} as in {like}, got {leaf.device}; "
                 f"move it with `.to({str(x.device)!r})`."
             )
-    if columns and not columns[0]:
-        raise errors.ArgumentValueError(
-            f"{what}: expected at least one vector in the block, got none."
-        )
-    return leaves, bool(columns)
+    raise errors.ArgumentValueError(f"{what}: expected at least one vector in the block, got none.")
 
 
 def _all_like(leaves: list[Any], expected: list[Tensor], columns: Any) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._prims_common import suggest_memory_format
 from torch.fx.experimental.proxy_tensor import make_fx
 
 aten: Any = torch.ops.aten
@@ -59,15 +60,9 @@ def is_fresh(node: fx.Node) -> bool:
 
 def _has_no_dropout(node: fx.Node) -> bool:
     """Whether it is attention or a recurrent layer, which draw for dropout only, without dropout."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        return False
-    given = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | dict(
-        node.kwargs
-    )
+    arguments = node.target._schema.arguments  # type: ignore[union-attr]
+    given = {**dict(zip((a.name for a in arguments), node.args, strict=False)), **node.kwargs}
     rates = [given[name] for name in ("dropout_p", "dropout") if name in given]
-    if not rates and any(a.name in ("dropout_p", "dropout") for a in schema.arguments):
-        return True
     return bool(rates) and all(rate in (0, 0.0) for rate in rates)
 
 
@@ -284,23 +279,13 @@ def lay_out_concatenations(module: fx.GraphModule) -> None:
                 found = new_node(graph, aten.cat.default, left, *node.args[1:])
             elif fake_value(found).dtype is not (dtype := fake_value(node).dtype):
                 found = new_node(graph, aten._to_copy.default, found, dtype=dtype)
-            layout = _memory_format(fake_value(node))
+            layout = suggest_memory_format(fake_value(node))
             copy = new_node(graph, aten.clone.default, found, memory_format=layout)
             replace_node(graph, node, copy)
 
 
 def _is_empty(value: Tensor) -> bool:
     return any(isinstance(n, int) and n == 0 for n in value.shape)
-
-
-def _memory_format(value: Tensor) -> torch.memory_format:
-    """The layout of a dense tensor that torch made."""
-    if value.is_contiguous():
-        return torch.contiguous_format
-    for dims, layout in ((4, torch.channels_last), (5, torch.channels_last_3d)):
-        if value.dim() == dims and value.is_contiguous(memory_format=layout):
-            return layout
-    return torch.contiguous_format
 
 
 MAX_NODES = 5000  # of a graph; merging a larger one takes too long

@@ -450,7 +450,7 @@ def _curvature_by(needs: str, *given: Any) -> blocks.Parts:
 def _curvature_backward(saved: Saved, *grads: Tensor | None) -> blocks.Parts:
     *tensors, plan = saved.inputs
     cotangents = by_name(blocks.KINDS, (*plan.needs, "y"), grads)
-    found = list(blocks.curvature_vjp(*tensors, *cotangents, plan))
+    found = list(blocks.derivative_of_curvature("vjp", *tensors, *cotangents, plan))
     found.insert(4, None)  # the keys of dropout
     pairs = zip(found, saved.needs_input_grad, strict=False)
     return [*(x if need else None for x, need in pairs), None]
@@ -458,7 +458,8 @@ def _curvature_backward(saved: Saved, *grads: Tensor | None) -> blocks.Parts:
 
 def _curvature_jvp(saved: Saved, *tangents: Any) -> tuple[Tensor, ...]:
     *tensors, plan = saved.inputs
-    found = blocks.curvature_jvp(*tensors, *tangents[:4], *tangents[5:10], plan)
+    along = *tangents[:4], *tangents[5:10]
+    found = blocks.derivative_of_curvature("jvp", *tensors, *along, plan)
     return tuple(x for x in found if x is not None)
 
 

@@ -429,20 +429,13 @@ def compute_curvature(*given: Any) -> Parts:
     return _over_blocks(Inputs(*tensors), plan, KINDS, _curvature_of, g, (dq, dk, dv, dm))
 
 
-def curvature_vjp(*given: Any) -> Parts:
-    """The gradients of <C, curvature> by Q, K, V, B, G and the vector."""
-    (*tensors, g, dq, dk, dv, dm), cotangents, plan = given[:10], given[10:15], given[15]
-    run = partial(_derivative_of_curvature, "vjp")
-    others = g, (dq, dk, dv, dm), cotangents
-    return _over_blocks(Inputs(*tensors), plan, KINDS + NAMES, run, *others)
-
-
-def curvature_jvp(*given: Any) -> Parts:
-    """The curvature along Q', K', V', B', G' and another vector."""
-    (*tensors, g, dq, dk, dv, dm), tangents, plan = given[:10], given[10:19], given[19]
-    run = partial(_derivative_of_curvature, "jvp")
-    others = g, (dq, dk, dv, dm), tangents
-    return _over_blocks(Inputs(*tensors), plan, KINDS, run, *others)
+def derivative_of_curvature(which: str, *given: Any) -> Parts:
+    """vjp: the gradients of <C, curvature> by Q, K, V, B, G and the vector; jvp: the curvature along
+    Q', K', V', B', G' and another vector."""
+    (*tensors, g, dq, dk, dv, dm), along, plan = given[:10], given[10:-1], given[-1]
+    kinds = KINDS + NAMES if which == "vjp" else KINDS
+    run = partial(_derivative_of_curvature, which)
+    return _over_blocks(Inputs(*tensors), plan, kinds, run, g, (dq, dk, dv, dm), along)
 
 
 def _fused_rows(inputs: Inputs, plan: Plan) -> Iterator[tuple[slice, slice, Tensor | None]]:

@@ -360,17 +360,13 @@ def _covectors(
 ) -> list[Tensor]:
     """Covectors of output i: zero where the difference is unknown, and of equal weight elsewhere, but
     for elements below the tolerance. With a coarse tolerance the last one weighs them by their size."""
-    if not slopes:
-        return []
     like = slopes[0].values[i]
     known = torch.ones_like(like, dtype=torch.bool)
     sizes = torch.zeros_like(like)
     for one in slopes:
-        if bool(one.known(i).any()) or not like.numel():
+        if bool(one.known(i).any()):
             known &= one.known(i)
             sizes += torch.where(one.known(i), one.values[i].abs(), 0.0)
-    if not like.numel():
-        return []
     if full:
         eye = torch.eye(like.numel(), dtype=like.dtype, device=like.device)
         return [w for w in eye.reshape(-1, *like.shape) if bool(known[w != 0].all())]

@@ -377,8 +377,6 @@ def what_it_looks_like(subject: Subject, column: int) -> str:
 
 
 def _looks_like(x: Tensor, y: Tensor, moved: Tensor, z: Tensor) -> str:
-    if not y.numel():
-        return ""
     if y.shape == x.shape and torch.equal(y, x) and torch.equal(z, moved):
         return "forward is the identity, and the gradient is a changed one (reversed, scaled, clipped)."
     still = y == z
