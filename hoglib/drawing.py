@@ -210,9 +210,7 @@ class _Node:
 class _Drawing:
     """Nodes and edges in the order in which they are added, each once, and sentences about breaks."""
 
-    def __init__(
-        self, name: str, applied: dict[type[Function], list[Tensor]], applying: Any
-    ) -> None:
+    def __init__(self, name: str, applied: dict[Any, list[Tensor]], applying: Any) -> None:
         self.faults: list[str] = []
         self._name, self._applied, self._applying = name, applied, applying
         self._nodes: dict[str, _Node] = {}

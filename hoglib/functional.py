@@ -157,9 +157,7 @@ def trainable_params(model: nn.Module, *patterns: str) -> Params:
         return params
     for pattern in patterns:
         _check_pattern(model, pattern, params)
-    return {
-        name: p for name, p in params.items() if any(fnmatchcase(name, one) for one in patterns)
-    }
+    return {n: p for n, p in params.items() if any(fnmatchcase(n, one) for one in patterns)}
 
 
 def _check_pattern(model: nn.Module, pattern: Any, params: Params) -> None:
@@ -264,6 +262,7 @@ class FunctionalLoss:
         if self._criterion is None:
             return _own_loss(self.model, outputs)
         targets = self.targets(batch)
+        whole = targets is batch
         converted: AbstractContextManager[None] = nullcontext()
         if self._dtype is not None and isinstance(self._criterion, nn.Module):
             converted = swap_parameters(self._criterion, {}, self._dtype)
@@ -271,13 +270,11 @@ class FunctionalLoss:
             with converted:
                 value = self._criterion(outputs, targets)
         except Exception as error:
-            explain = partial(
-                explain_criterion, self._criterion, outputs, targets, targets is batch
-            )
+            explain = partial(explain_criterion, self._criterion, outputs, targets, whole)
             explain_call_error(error, self._criterion, (outputs, targets), {}, explain)
             translate_device_errors(batch, outputs).explain(error)
             raise
-        second = "batch" if targets is batch else "targets"
+        second = "batch" if whole else "targets"
         return validation.scalar(f"criterion(outputs, {second})", value)
 
     def call(self, params: Params, *args: Any, **kwargs: Any) -> Any:

@@ -74,10 +74,8 @@ def gradient_with_graph(
             check_uses_given_params(graph, leaves, what)
         parts: list[Tensor | None] = [None]
         if value.requires_grad:
-            with (
-                suspended.resumed() if graph.needs_stand_ins else nullcontext(),
-                translate_errors(what),
-            ):
+            stand_ins = suspended.resumed() if graph.needs_stand_ins else nullcontext()
+            with stand_ins, translate_errors(what):
                 parts = gradients([value], own, create_graph=True)
     if all(part is None for part in parts):
         raise NoSecondDerivative(
@@ -339,9 +337,7 @@ def clone_inference_tensors(tree: T) -> T:
     """The tree with its inference tensors, which autograd refuses to save, replaced by copies."""
     leaves, structure = pytree.flatten(tree)
     with without_stand_ins():  # which see each of these questions
-        found = [
-            i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_inference()
-        ]
+        found = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_inference()]
     if not found:
         return tree
     for i in found:

@@ -94,9 +94,7 @@ class StopsTangents(TorchFunctionMode):
     which torch gives no tangents.
     """
 
-    def __init__(
-        self, outside: Callable[[], None], run_operator: Callable[[Any, Any, Any], Any]
-    ) -> None:
+    def __init__(self, outside: Callable[[], None], run_operator: Callable[..., Any]) -> None:
         super().__init__()
         self._outside, self._run_operator = outside, run_operator
         self._frame = checkpoint_frame()

@@ -602,9 +602,7 @@ def output_bytes(node: Any) -> int:
     """The bytes of what the operation of a node put out; 0 where a parameter's gradient accumulates."""
     if not node.next_functions:
         return 0
-    return sum(
-        math.prod(int(n) for n in out.shape) * out.dtype.itemsize for out in node._input_metadata
-    )
+    return sum(math.prod(map(int, x.shape)) * x.dtype.itemsize for x in node._input_metadata)
 
 
 def output_shapes(node: Any) -> list[tuple[int, ...]]:
@@ -697,10 +695,8 @@ def cpu_attention_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients by query, key and value, from the outputs of `cpu_attention`."""
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    grad, query, key, value = map(_with_dense_rows, (grad, query, key, value))
-    return backward(
-        grad, query, key, value, output, logsumexp, 0.0, causal, attn_mask=bias, scale=1.0
-    )
+    given = map(_with_dense_rows, (grad, query, key, value))
+    return backward(*given, output, logsumexp, 0.0, causal, attn_mask=bias, scale=1.0)
 
 
 def _with_dense_rows(x: Tensor) -> Tensor:

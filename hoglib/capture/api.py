@@ -600,10 +600,8 @@ class _Gradient:
                 grads = torch.autograd.grad(
                     value, variables, create_graph=self._create_graph, allow_unused=True
                 )
-            refs = [
-                *(InputRef(i, True) for i in range(len(given))),
-                *(InputRef(x, False) for x in variables[len(given) :]),
-            ]
+            refs = [InputRef(i, True) for i in range(len(given))]
+            refs += [InputRef(x, False) for x in variables[len(given) :]]
             found = [(g, of) for g, of in zip(grads, refs, strict=True) if g is not None]
             if found:
                 return value, [g for g, _ in found], [of for _, of in found]

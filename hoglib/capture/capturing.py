@@ -378,12 +378,10 @@ class Comparison:
         self._name, self._tolerance = name, tolerance
         self._cases: list[_Case] = []
         perturbed = _scaled(tensors, 0, _of_about_the_size)
-        given = [
-            x.clone() if x.is_inference() else as_leaf(x) if independent else x for x in tensors
-        ]
+        own = [x.clone() if x.is_inference() else as_leaf(x) if independent else x for x in tensors]
         for i, _ in graph.shared:  # the function also reaches these by another path, so they stay
-            perturbed[i] = given[i] = tensors[i]
-        runs = {" at other values than those of the capture": perturbed, "": given}
+            perturbed[i] = own[i] = tensors[i]
+        runs = {" at other values than those of the capture": perturbed, "": own}
         for where, values in runs.items():
             state = random_state()
             try:
@@ -468,10 +466,8 @@ def tolerance_of(graph: fx.GraphModule) -> float:
     """
     values = [node.meta.get("val") for node in graph.graph.nodes if node.op == "call_function"]
     dtypes = {x.dtype for x in pytree.tensors(values) if pytree.is_float(x)}
-    return max(
-        (TOLERANCES.get(x, HALF_PRECISION_TOLERANCE) for x in dtypes),
-        default=TOLERANCES[torch.float64],
-    )
+    found = [TOLERANCES.get(x, HALF_PRECISION_TOLERANCE) for x in dtypes]
+    return max(found, default=TOLERANCES[torch.float64])
 
 
 def _is_alike(a: Tensor, b: Tensor) -> bool:

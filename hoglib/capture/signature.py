@@ -191,11 +191,10 @@ class Guards:
         for holder, step, held in edges:
             if held in needed and holder in needed:
                 value = walk.objects[held]
-                requirement = (
-                    (AGREES, None) if held in numbers else _requirement(value, held in ran)
-                )
+                met = held in numbers
+                required = (AGREES, None) if met else _requirement(value, held in ran)
                 number = numbers.setdefault(held, len(numbers))
-                self._steps.append((numbers[holder], step, number, *requirement))
+                self._steps.append((numbers[holder], step, number, *required))
         self._facts = [(numbers[holder], step, value) for holder, step, value in facts]
         self._count = len(numbers)
         self._start: list[Any] = [None] * self._count  # to be filled; behind it the constants

@@ -16,6 +16,7 @@ from hoglib._core.torch_modes import only_plain_operations
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from hoglib.ops import _attention_blocks as blocks
 from hoglib.ops._function import Batch, Saved, apply_function, by_name, make_function, sum_terms
+from hoglib.ops._products import cast_for_product
 from hoglib.ops._stand_in import NO_DOUBLE_BACKWARD, stands_in_for
 
 
@@ -81,13 +82,9 @@ def scaled_dot_product_attention(
     """
     _check_options(attn_mask, dropout_p, is_causal, scale)
     _check_shapes(query, key, value, attn_mask, enable_gqa)
-    if autocast_on(query.device.type):  # which casts what is not double
-        lower = torch.get_autocast_dtype(query.device.type)
-        query, key, value = (
-            x if x.dtype == torch.float64 else x.to(lower) for x in (query, key, value)
-        )
-        if attn_mask is not None and is_half(attn_mask):
-            attn_mask = attn_mask.float()
+    query, key, value = cast_for_product(query, key, value)
+    if attn_mask is not None and autocast_on(query.device.type) and is_half(attn_mask):
+        attn_mask = attn_mask.float()
     if not query.dtype == key.dtype == value.dtype:
         raise ArgumentTypeError(
             f"query, key, value: expected one dtype, got {query.dtype}, {key.dtype} and {value.dtype}."
@@ -479,9 +476,7 @@ def _gradients_jvp(saved: Saved, *tangents: Any) -> Any:
     if dg is not None:
         found.append(_gradients_by(plan.needs, *tensors, dg, y, logsumexp, plan))
     if not found:
-        return tuple(
-            torch.zeros(shape, dtype=g.dtype, device=g.device) for shape in saved.output_shapes
-        )
+        return tuple(map(g.new_zeros, saved.output_shapes))
     parts = zip(*found, strict=True)
     return tuple(sum_terms([x for x in of if x is not None]) for of in parts if of[0] is not None)
 

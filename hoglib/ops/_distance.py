@@ -412,20 +412,17 @@ def _two_norm(original: Callable[..., Any]) -> Callable[..., Any]:
     """torch's function of a norm, with that of Euclid from here."""
     names = ("ord", "dim", "keepdim") if "linalg" in repr(original) else ("p", "dim", "keepdim")
     order = None if original is torch.linalg.norm else 2
+    usual = dict(zip(names, (order, None, False), strict=True))
 
     @wraps(original)
     def norm(input: Tensor, *args: Any, **kw: Any) -> Any:
-        given = dict(zip(names, args, strict=False)) | kw
-        ord, dim, keepdim = (
-            given.pop(k, v) for k, v in zip(names, (order, None, False), strict=True)
-        )
+        given = usual | dict(zip(names, args, strict=False)) | kw
+        ord, dim, keepdim = map(given.pop, names)
         vectors = order == 2 or isinstance(dim, int) or (dim is None and input.dim() == 1)
         if ord == "nuc" or (ord == 2 and not vectors):
             return matrix_norm(input, ord, dim or (-2, -1), keepdim, **given)
         y = original(input, *args, **kw)
-        if _is_smooth(y):
-            return y
-        if len(args) > 3 or not _is_plain(input, given):
+        if _is_smooth(y) or len(args) > 3 or not _is_plain(input, given):
             return y
         return _norm_over(input, dim, keepdim) if ord in (None, 2, "fro") else y
 

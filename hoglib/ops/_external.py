@@ -139,9 +139,8 @@ def _make_chain_link(chain: _Chain, count: int) -> type[torch.autograd.Function]
         arrived = [(index, g) for index, g in zip(which, grads, strict=True) if g is not None]
         result: list[Tensor | None] = [None] * (count + 1)
         chain.check_order(len(which[0]) + 1)
-        slopes = iter(
-            chain.evaluate([(*index, i) for i in needed for index, _ in arrived], *inputs)
-        )
+        partials = [(*index, i) for i in needed for index, _ in arrived]
+        slopes = iter(chain.evaluate(partials, *inputs))
         for i in needed:
             result[i + 1] = sum_terms(g * conj(next(slopes)) for _, g in arrived)
         return result

@@ -679,9 +679,8 @@ def _reduction(
     def make(formula: Callable[..., Tensor]) -> Callable[..., Tensor]:
         forward = partial(formula, keepdim=True)
         kept = (0,) if keep else ()
-        function = make_function(
-            name, 2, forward, backward, jvp, keep_inputs=kept, keep_outputs=kept
-        )
+        keeps: Any = {"keep_inputs": kept, "keep_outputs": kept}
+        function = make_function(name, 2, forward, backward, jvp, **keeps)
 
         @wraps(formula)
         def reduce(x: Tensor, dim: Dims, *, keepdim: bool = False) -> Tensor:

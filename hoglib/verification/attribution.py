@@ -599,10 +599,8 @@ class _Rule(NamedTuple):
             yield self._saved(made)
         inner = [*_wrong_alone(found.inner)] if right_once else []
         for name, text in inner:
-            yield self.row(
-                f"{self.name} applies {name}",
-                f"applies {name}, whose own gradient is wrong: {text}",
-            )
+            what = f"applies {name}"
+            yield self.row(f"{self.name} {what}", f"{what}, whose own gradient is wrong: {text}")
         if through and right_once and not (inner or found.detached or made):
             yield self.row(
                 UNSEEN,

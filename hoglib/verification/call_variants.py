@@ -326,11 +326,8 @@ def _same_in_layout(
     except Exception as raised:
         return Row(name, "fail", None, f"backward raised {format_error(raised)}. {LAYOUT}")
     text = f"by {{name}} is different. {LAYOUT}"
-    return base.compared(
-        name,
-        (f"the gradient {text}", found, first),
-        (f"the second derivative {text}", twice, second),
-    )
+    once = f"the gradient {text}", found, first
+    return base.compared(name, once, (f"the second derivative {text}", twice, second))
 
 
 def _stride_zero_gradients(base: Baseline) -> Row:

@@ -550,10 +550,8 @@ def _integrals(
     for h in HALF_LENGTHS:
         random.set_state(state)
         try:
-            found = torch.tensor(
-                [[*_line(at, j, v, covectors, key, random, h)] for _ in range(CENTRES)],
-                dtype=torch.float64,
-            )
+            lines = [[*_line(at, j, v, covectors, key, random, h)] for _ in range(CENTRES)]
+            found = torch.tensor(lines, dtype=torch.float64)
         except Exception:
             if h == HALF_LENGTHS[-1]:
                 raise

@@ -287,10 +287,8 @@ def _is_further_off(subject: Subject, found: Mapping[str, Discrepancy], least: f
         return False
     if first.wrong:
         return True
-    rounded = [x.float().to(x.dtype) for x in subject.x]
-    moved = [
-        torch.where(a == b, a * (1 + 6e-8), b) for a, b in zip(subject.x, rounded, strict=True)
-    ]
+    rounded = [(x, x.float().to(x.dtype)) for x in subject.x]
+    moved = [torch.where(a == b, a * (1 + 6e-8), b) for a, b in rounded]
     try:
         there, here = (subject.gradient_of_sum(x) for x in (moved, subject.x))
     except Exception:  # reported by the derivative checks
@@ -313,9 +311,8 @@ def run_rules(app: Application, watch: AbstractContextManager[Any]) -> None:
         with watch:
             app.backward(run, grads)
         if function_rules.offers_jvp(app.function):
-            tangents = [
-                torch.ones_like(x) if i in app.by else None for i, x in enumerate(run.inputs)
-            ]
+            inputs = enumerate(run.inputs)
+            tangents = [torch.ones_like(x) if i in app.by else None for i, x in inputs]
             with watch:
                 app.function.jvp(function_rules.Context(run.record, in_jvp=True), *tangents)
 

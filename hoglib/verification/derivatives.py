@@ -206,11 +206,8 @@ class Derivatives:
         try:
             values = subject.map(*x)
             weights = self._like(values)
-            maps = [
-                (subject.map, COMPOSED),
-                *((f, IN_PARTS) for f in calls.stacked(subject.map, values)),
-            ]
-            for map_, where in maps:
+            parts = ((f, IN_PARTS) for f in calls.stacked(subject.map, values))
+            for map_, where in ((subject.map, COMPOSED), *parts):
                 f = calls.gradient_of_composition(map_, values, weights)
                 found = self._comparer.worst([Target(f, x, rows, subject.names)], "r")
                 if found.wrong and found.raised is None:
@@ -307,10 +304,9 @@ class Derivatives:
         for function in sorted(self._subject.functions, key=lambda f: f.__name__):
             code = getattr(inspect.unwrap(backward_rule(function)), "__code__", None)
             if code is not None and is_user_code(code.co_filename):
-                below = [
-                    k for *_, k in code.co_lines() if k is not None and k > code.co_firstlineno
-                ]
-                line = SourceLine(code.co_filename, min(below, default=code.co_firstlineno))
+                first = code.co_firstlineno
+                below = [k for *_, k in code.co_lines() if k is not None and k > first]
+                line = SourceLine(code.co_filename, min(below, default=first))
                 yield f"{function.__name__}.backward starts at {line}."
 
 

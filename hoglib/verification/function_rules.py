@@ -60,9 +60,7 @@ def exchanged(label: str, value: Any, members: Mapping[str, Any], depth: int = D
     own = list(_members(value)) if depth else []
     if not own:
         return members.get(label, value)
-    parts = [
-        (key, exchanged(written(label, [key]), member, members, depth - 1)) for key, member in own
-    ]
+    parts = [(key, exchanged(written(label, [key]), x, members, depth - 1)) for key, x in own]
     if isinstance(value, tuple):
         made = [part for _, part in parts]
         return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
