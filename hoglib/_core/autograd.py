@@ -220,19 +220,15 @@ def fresh_leaves(leaves: Vector, create_graph: bool) -> Vector:
     """Tensors with the same values to differentiate by: views that are connected to the leaves with
     create_graph, detached otherwise."""
     return [
-        leaf.view_as(leaf)
-        if create_graph and leaf.requires_grad
-        else leaf.detach().requires_grad_()
-        for leaf in leaves
+        x.view_as(x) if create_graph and x.requires_grad else x.detach().requires_grad_()
+        for x in leaves
     ]
 
 
 def materialize_grads(parts: list[Tensor | None], like: Vector) -> Vector:
     """Gradients with zeros for None: what does not depend on a leaf has a derivative of zero."""
-    return [
-        torch.zeros_like(leaf) if part is None else dense(part)
-        for part, leaf in zip(parts, like, strict=True)
-    ]
+    pairs = zip(parts, like, strict=True)
+    return [torch.zeros_like(x) if part is None else dense(part) for part, x in pairs]
 
 
 def dense(part: Tensor) -> Tensor:

@@ -117,10 +117,8 @@ def central_differences(
         with fixed_random_numbers(leaves):
             return function(point)
 
-    return [
-        difference_quotient(*both_sides(reproducible, leaves, vector, step * unit), step * unit)
-        for step in steps
-    ]
+    lengths = [step * unit for step in steps]
+    return [difference_quotient(*both_sides(reproducible, leaves, vector, h), h) for h in lengths]
 
 
 def gradient_function(func: Callable[..., Tensor]) -> VectorFunction:

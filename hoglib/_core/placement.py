@@ -247,10 +247,8 @@ class Sharding:
 
     def wrap(self, shards: Sequence[Tensor]) -> Vector:
         """DTensors of these shards."""
-        return [
-            x if layout.plain else layout.wrap(x)
-            for layout, x in zip(self.layouts, shards, strict=True)
-        ]
+        pairs = zip(self.layouts, shards, strict=True)
+        return [x if layout.plain else layout.wrap(x) for layout, x in pairs]
 
     def gather(self, shards: Sequence[Tensor]) -> Vector:
         """The whole tensors, differentiable to any order by the shards; of deferred ones the shards."""
@@ -318,9 +316,8 @@ class Sharding:
 
     def checksum_of_whole(self, shards: Vector) -> float:
         """A number that changes with the tensors that every process holds whole."""
-        held = [
-            x for x, at in zip(shards, self.layouts, strict=True) if at.copies() == at.mesh.size()
-        ]
+        pairs = zip(shards, self.layouts, strict=True)
+        held = [x for x, at in pairs if at.copies() == at.mesh.size()]
         return checksum_of_tensors(held)
 
     def check_same(

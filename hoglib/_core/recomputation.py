@@ -133,9 +133,8 @@ def recompute(
     if not tensors:
         return fn(*args, **keywords)
     with without_stand_ins():  # fn itself runs with them, see `_Call._call`
-        call.run_state = RunState(
-            tensors, [*generators, *_generators(leaves)], [*call.scope.modules(), *modes_of]
-        )
+        modules = [*call.scope.modules(), *modes_of]
+        call.run_state = RunState(tensors, [*generators, *_generators(leaves)], modules)
         return call.result(_recomputed(call.first, tensors))
 
 
@@ -204,19 +203,16 @@ class _Recompute(torch.autograd.Function):
 
 def _backward(ctx: Any, grads: Tensors) -> Any:
     inputs, rerun = _saved_inputs(ctx), ctx.rerun
-    wanted = [
-        i
-        for i, x in enumerate(inputs)
-        if x is not None and ctx.needs_input_grad[i + 1] and is_float(x)
-    ]
+    needs = ctx.needs_input_grad[1:]
+    wanted = [i for i, x in enumerate(inputs) if x is not None and needs[i] and is_float(x)]
     result: list[Tensor | None] = [None] * ctx.count
     if wanted and any(grad is not None for grad in grads):
         extra = rerun.extra
         if extra:  # the zero that the derivative by an extra gradient is
             at = [inputs[i] if i in extra else None for i in rerun.wanted]
+            pairs = zip(grads, at, strict=True)
             grads = tuple(
-                torch.zeros_like(x) if g is None and x is not None else g
-                for g, x in zip(grads, at, strict=True)
+                torch.zeros_like(x) if g is None and x is not None else g for g, x in pairs
             )
         arrived = [j for j, grad in enumerate(grads) if grad is not None]
         extra = extra or _extra_inputs(rerun, inputs, wanted, arrived)
@@ -225,7 +221,7 @@ def _backward(ctx: Any, grads: Tensors) -> Any:
         vjp = _Vjp(rerun, ctx.count, wanted, arrived, extra)
         grads = _run_level(vjp, *tensors) if _is_bypassed() else _recomputed(vjp, tensors)
         for i, grad in zip(wanted, grads, strict=True):
-            result[i] = grad if ctx.needs_input_grad[i + 1] else None
+            result[i] = grad if needs[i] else None
     return None, *result
 
 
@@ -319,11 +315,8 @@ class _Vjp(_Derivative):
         with torch.enable_grad():
             own = [None if t is None else self._fresh(i, t, nested) for i, t in enumerate(inputs)]
             outputs = self.run(*own)
-        pairs = [
-            (outputs[j], cotangent)
-            for j, cotangent in zip(self.arrived, cotangents, strict=True)
-            if outputs[j] is not None and outputs[j].requires_grad
-        ]
+        arrived = zip(map(outputs.__getitem__, self.arrived), cotangents, strict=True)
+        pairs = [(y, u) for y, u in arrived if y is not None and y.requires_grad]
         if not pairs:
             return (None,) * len(self.wanted)
         values, weights = zip(*pairs, strict=True)

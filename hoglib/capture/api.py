@@ -325,9 +325,8 @@ class GraphFunction(torch.autograd.Function):
         ctx.compiled, ctx.entry, ctx.form, ctx.count = compiled, entry, form, count
         ctx.lifted = lifted
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(
-            *[x for x, has in zip(outputs, entry.differentiable, strict=True) if not has]
-        )
+        pairs = zip(outputs, entry.differentiable, strict=True)
+        ctx.mark_non_differentiable(*[x for x, has in pairs if not has])
         return tuple(outputs)
 
     @staticmethod

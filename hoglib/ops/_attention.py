@@ -159,9 +159,8 @@ def attention_dropout_mask(
     form = _Form.of(query, key, value, attn_mask, dropout_p, enable_gqa)
     count, heads, length, _ = form.inputs.q.shape
     if form.inputs.keys is None:
-        return form.result(
-            torch.ones(count, heads, length, key.shape[-2], dtype=torch.bool, device=key.device)
-        )
+        shape = count, heads, length, key.shape[-2]
+        return form.result(torch.ones(shape, dtype=torch.bool, device=key.device))
     rows = torch.arange(heads * length, device=key.device)
     kept = blocks.kept_by_dropout(form.inputs.keys, rows, key.shape[-2], dropout_p)
     return form.result(kept.unflatten(1, (heads, length)))
@@ -187,12 +186,12 @@ def _check_shapes(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, enable_gqa: bool
 ) -> None:
     """Raise for tensors that do not belong together: blocks and torch's kernels would not notice."""
+    for name, x in ("query", query), ("key", key), ("value", value):
+        validation.real(name, x)
     named = {"query": query, "key": key, "value": value, "attn_mask": mask}
     present = {name: x for name, x in named.items() if x is not None}
     fewest = 3 if enable_gqa else 2
     for name, x in present.items():
-        if name != "attn_mask":
-            validation.real(name, x)
         if x.layout is not torch.strided or x.is_nested:
             raise ArgumentTypeError(
                 f"{name}: expected a dense tensor, got one that is "

@@ -286,11 +286,8 @@ def _curvature_of(x: _Block, g: Tensor, along: Parts) -> Parts:
     tangent = _tangent_with(x, weights, change, factors, along)
     by_v = None
     if "v" in needs:
-        by_v = (
-            torch.zeros_like(x.v)
-            if change is None
-            else _transposed_product(_drop(change, factors), g)
-        )
+        kept = None if change is None else _drop(change, factors)
+        by_v = torch.zeros_like(x.v) if kept is None else _transposed_product(kept, g)
     if needs in ("", "v"):
         return None, None, by_v, None, tangent
     c = _centred(weights, _drop(_product(g, x.v.transpose(1, 2)), factors))
@@ -388,9 +385,9 @@ def _derivative_of_curvature(which: str, x: _Block, g: Tensor, along: Parts, giv
 
 
 def _or_zeros(parts: Parts, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    pairs = zip(parts, like, strict=True)
     return tuple(
-        torch.zeros_like(y) if x is None else x.expand_as(y).contiguous()
-        for x, y in zip(parts, like, strict=True)
+        torch.zeros_like(y) if x is None else x.expand_as(y).contiguous() for x, y in pairs
     )
 
 

@@ -340,6 +340,10 @@ def _tangent_backward(saved: Saved, g: Tensor) -> list[Tensor | None]:
     return [g, None, None, None, None]
 
 
+def _gradient_forward(g: Tensor, x: Tensor, n: Tensor, *_: Any) -> Tensor:
+    return g * _unit(x, n)
+
+
 def _kinked(g: Tensor, n: Tensor, w: Tensor, dims: tuple[int, ...], of: Directions) -> Tensor:
     """Where the norm is 0 and what is made of it has no derivative; warns of that if w leaves 0. For a
     single number it is a kink, with derivatives 0 on both sides."""
@@ -379,12 +383,7 @@ _TANGENT = make_function(
     lambda saved, tangent, *_: tangent, vmap=in_front,
 )  # fmt: skip
 _NORM_GRADIENT = make_function(
-    "NormGradient",
-    5,
-    lambda g, x, n, *_: g * _unit(x, n),
-    _gradient_backward,
-    _gradient_jvp,
-    vmap=in_front,
+    "NormGradient", 5, _gradient_forward, _gradient_backward, _gradient_jvp, vmap=in_front
 )
 
 
@@ -470,9 +469,8 @@ def std(input: Tensor, dim: Any = None, *args: Any, keepdim: bool = False, **kw:
     if args or not _is_plain(input, {}) or _is_smooth(y):
         return y
     dims = tuple(range(input.dim())) if dim is None else (dim,) if isinstance(dim, int) else dim
-    count = prod(input.shape[d] for d in dims) - (
-        kw.get("correction", 1) if kw.get("unbiased", True) else 0
-    )
+    correction = kw.get("correction", 1) if kw.get("unbiased", True) else 0
+    count = prod(input.shape[d] for d in dims) - correction
     return _norm_over(input - input.mean(dims, keepdim=True), dims, keepdim) / max(count, 0) ** 0.5
 
 

@@ -10,6 +10,7 @@ a tracer computes with the example inputs, and its numbers become constants of t
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -277,12 +278,8 @@ def _broadcast_inputs(name: str, inputs: tuple[Any, ...]) -> list[Tensor]:
     dtype = tensors[0].dtype
     for tensor in tensors[1:]:
         dtype = torch.promote_types(dtype, tensor.dtype)
-    every = [
-        value.to(dtype)
-        if isinstance(value, Tensor)
-        else torch.tensor(value, dtype=dtype, device=tensors[0].device)
-        for value in inputs
-    ]
+    make = partial(torch.tensor, dtype=dtype, device=tensors[0].device)
+    every = [value.to(dtype) if isinstance(value, Tensor) else make(value) for value in inputs]
     return list(torch.broadcast_tensors(*every))
 
 

@@ -35,9 +35,8 @@ class Saved(NamedTuple):
     def needed(self, names: str, first: int = 0) -> str:
         """Of the names of the inputs from `first` on, those of floating point that need a gradient."""
         flags = zip(names, self.needs_input_grad[first:], self.input_dtypes[first:], strict=False)
-        return "".join(
-            name for name, needs, dtype in flags if needs and dtype and dtype.is_floating_point
-        )
+        needed = (n for n, needs, dtype in flags if needs and dtype and dtype.is_floating_point)
+        return "".join(needed)
 
 
 class Batch(NamedTuple):
@@ -175,14 +174,12 @@ def apply_function(
 
 def vmap_by_broadcasting(batch: Batch, *inputs: Any) -> tuple[Tensor, int]:
     """A vmap rule for ops that broadcast: batch dimensions to the front, then the op itself."""
-    ranks = [
-        value.dim() - (dim is not None) if isinstance(value, Tensor) else 0
-        for value, dim in zip(inputs, batch.in_dims, strict=True)
-    ]
+    pairs = [*zip(inputs, batch.in_dims, strict=True)]
+    ranks = [x.dim() - (dim is not None) if isinstance(x, Tensor) else 0 for x, dim in pairs]
     rank = max(ranks)
     aligned = [
-        value if dim is None else value.movedim(dim, 0)[(slice(None),) + (None,) * (rank - own)]
-        for value, dim, own in zip(inputs, batch.in_dims, ranks, strict=True)
+        x if dim is None else x.movedim(dim, 0)[(slice(None),) + (None,) * (rank - own)]
+        for (x, dim), own in zip(pairs, ranks, strict=True)
     ]
     return batch.function.apply(*aligned), 0
 

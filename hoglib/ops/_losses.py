@@ -1,6 +1,7 @@
 """Losses that torch does not differentiate twice or in forward mode: regression, hinge losses, CTC."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -484,14 +485,10 @@ def _ctc_losses(
 ) -> tuple[Tensor, Tensor]:
     """The loss of each row, and the target lengths."""
     T, N, _ = p.shape
-    known, known_U = (
-        None if isinstance(found := _read_lengths(given), int) else found
-        for given in (input_lengths, target_lengths)
-    )
-    steps, U = (
-        torch.as_tensor(given, dtype=torch.long, device=p.device).reshape(-1)
-        for given in (input_lengths, target_lengths)
-    )
+    lengths = input_lengths, target_lengths
+    known, known_U = (None if isinstance(x, int) else x for x in map(_read_lengths, lengths))
+    as_long = partial(torch.as_tensor, dtype=torch.long, device=p.device)
+    steps, U = (as_long(x).reshape(-1) for x in lengths)
     labels = _pad_labels(targets.to(device=p.device, dtype=torch.long), U, known_U, blank)
     if known != [T] * N:  # torch does not read what comes after an end, be it infinite or NaN
         p = torch.where(_length_mask(steps, T).t().unsqueeze(2), p, 0)
@@ -513,9 +510,8 @@ def _log_probability(
     s = torch.arange(L, device=p.device)
     new = F.pad(states[:, 2:] != states[:, :-2], (min(2, L), 0))  # no skip of a label's repetition
     free = torch.zeros_like(states, dtype=p.dtype)
-    arrows = torch.stack(
-        (free, torch.where(s > 0, free, LOG_ZERO), torch.where(new, free, LOG_ZERO)), 1
-    )
+    skips = torch.where(new, free, LOG_ZERO)
+    arrows = torch.stack((free, torch.where(s > 0, free, LOG_ZERO), skips), 1)
     sources = torch.stack((s, s - 1, s - 2)).clamp(min=0).reshape(-1).expand(N, 3 * L)
     full = known == [T] * N
     emitted = p.gather(2, states.expand(T, N, L)).clamp(min=LOG_ZERO)

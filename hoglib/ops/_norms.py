@@ -341,9 +341,8 @@ class _BatchNorm(_LayerNorm):
             if any(value.dtype != x.dtype or value.dim() != 1 for value in running):
                 statistics.update(x, dims)
                 statistics = _RunningStatistics(None, None, 0.0)
-            return torch.native_batch_norm(
-                x, weight, bias, statistics.mean, statistics.var, True, statistics.momentum, eps
-            )
+            mean, var, momentum = statistics
+            return torch.native_batch_norm(x, weight, bias, mean, var, True, momentum, eps)
         # its statistics of images take several times as long as these
         mean = x.mean(dims, keepdim=True)
         var = (x - mean).square_().mean(dims)

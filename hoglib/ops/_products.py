@@ -87,14 +87,9 @@ def _make_product(
         tangent = act.vjp(tangent_z, saved.outputs[-1])
         return (tangent, tangent_z) if act.keeps_z else tangent
 
+    count, keeps = 3 + product.options, () if act is None else (int(act.keeps_z),)
     function = make_function(
-        name,
-        3 + product.options,
-        forward,
-        backward,
-        jvp,
-        keep_inputs=(0, 1),
-        keep_outputs=() if act is None else (int(act.keeps_z),),
+        name, count, forward, backward, jvp, keep_inputs=(0, 1), keep_outputs=keeps
     )
 
     def op(*inputs: Any) -> Tensor:
@@ -304,10 +299,8 @@ def cast_for_product(*tensors: Tensor | None) -> tuple[Any, ...]:
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(
-        tensor.to(dtype)
-        if tensor is not None and tensor.is_floating_point() and tensor.dtype != torch.float64
-        else tensor
-        for tensor in tensors
+        x.to(dtype) if x is not None and x.is_floating_point() and x.dtype != torch.float64 else x
+        for x in tensors
     )
 
 

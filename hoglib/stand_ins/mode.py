@@ -219,9 +219,8 @@ def run_operator(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 def _check_tangents(operator: Any, args: Any, kwargs: Any, result: Any) -> None:
     """Raises for a user's operator that drops tangents, as a node in C++ without forward mode does."""
-    dropped = any(map(has_tangent, pytree.tensors((args, kwargs)))) and not any(
-        map(has_tangent, pytree.tensors(result))
-    )
+    moved = any(map(has_tangent, pytree.tensors((args, kwargs))))
+    dropped = moved and not any(map(has_tangent, pytree.tensors(result)))
     if dropped and any(map(_has_graph, pytree.leaves(_run_on_copies(operator, args, kwargs)))):
         raise UnsupportedError(
             f"{operator}: expected an operator with tangents in forward mode, got one with a backward "

@@ -117,10 +117,8 @@ class Diagnosis:
     def _incoming(self, run: Run) -> list[Tensor | None]:
         if not self._in_jvp:
             return run.incoming(self._random)
-        return [
-            random_like(x, self._random) if i in self._app.by else None
-            for i, x in enumerate(run.inputs)
-        ]
+        inputs = enumerate(run.inputs)
+        return [random_like(x, self._random) if i in self._app.by else None for i, x in inputs]
 
     def _results(self, record: Record, incoming: Iterable[Tensor | None]) -> list[Tensor]:
         """The floating-point results of backward, or of jvp, for what is on the context."""

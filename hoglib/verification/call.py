@@ -299,10 +299,8 @@ class Call:
         state: dict[str, Any] = {}
         if isinstance(fn, nn.Module):
             parameters = dict(fn.named_parameters())
-            state = {
-                name: _copy(x, dtype)
-                for name, x in {**parameters, **dict(fn.named_buffers())}.items()
-            }
+            own = {**parameters, **dict(fn.named_buffers())}
+            state = {name: _copy(x, dtype) for name, x in own.items()}
             names += [f"the parameter {name}" for name in state]
             free += [name in parameters and parameters[name].requires_grad for name in state]
         self._keys = list(state)

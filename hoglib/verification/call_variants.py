@@ -67,9 +67,8 @@ class Baseline:
 
     def compared(self, name: str, *pairs: Pair, names: Sequence[str] = ()) -> Row:
         """Whether derivatives, or values, are the same."""
-        return agreement(
-            name, *pairs, tolerance=self.tolerance, floor=self._floor, names=names or self.names
-        )
+        names = names or self.names
+        return agreement(name, *pairs, tolerance=self.tolerance, floor=self._floor, names=names)
 
 
 NAN = (
@@ -123,10 +122,8 @@ def deterministic(base: Baseline) -> Row:
     twice = base.second is not None
     orders = (("the gradient", base.u, twice), ("the second derivative", base.w, False))
     for what, weights, graphed in orders[: 1 + twice]:
-        found, again = (
-            calls.grad(found, leaves, weights, retain_graph=True, create_graph=graphed)
-            for _ in range(2)
-        )
+        keep = {"retain_graph": True, "create_graph": graphed}
+        found, again = (calls.grad(found, leaves, weights, **keep) for _ in range(2))
         off, j = largest_difference(found, again, None)
         if off > options.nondet_tol:
             text = (
@@ -304,9 +301,8 @@ def _with_layout(base: Baseline, name: str, before: Arrange | None, after: Arran
     except Exception as raised:
         advice = "Call .contiguous() first, or reshape rather than view."
         return Row(name, "warn", None, f"{REFUSED.format(error=format_error(raised))} {advice}")
-    row = base.compared(
-        name, (f"{{name}} is different. {LAYOUT}", values, base.values), names=base.subject.rows
-    )
+    pair = f"{{name}} is different. {LAYOUT}", values, base.values
+    row = base.compared(name, pair, names=base.subject.rows)
     if row.status == "fail":
         return row
 

@@ -274,9 +274,8 @@ class Derivatives:
         if "f" not in mode:
             return ""
         if subject.offers_forward is False:
-            lacking = sorted(
-                f.__name__ for f in subject.functions if not function_rules.offers_jvp(f)
-            )
+            rules = subject.functions
+            lacking = sorted(f.__name__ for f in rules if not function_rules.offers_jvp(f))
             return NOT_OFFERED.format(which=", ".join(lacking))
         return JVP_TWICE if mode == "ff" and subject.functions else ""
 
@@ -284,16 +283,14 @@ class Derivatives:
         """The row of kinks: where the slopes to either side of the inputs differ."""
         if self._subject.half is not None:
             return Row("kinks", "skip", None, "not looked for in half precision.")
-        kinked = sorted(
-            {
-                (self._subject.rows[i], self._subject.names[one.column])
-                for one in at.slopes
-                for i, kink in enumerate(one.kinks)
-                if bool(kink.any())
-            }
-        )
+        kinked = {
+            f"of {self._subject.rows[i]} by {self._subject.names[one.column]}"
+            for one in at.slopes
+            for i, kink in enumerate(one.kinks)
+            if bool(kink.any())
+        }
         text = kinked and (
-            f"the inputs lie on a kink {'; '.join(f'of {row} by {name}' for row, name in kinked)}: the "
+            f"the inputs lie on a kink {'; '.join(sorted(kinked))}: the "
             "slopes to either side differ, and the gradient there is a convention. It was checked near "
             "the inputs."
         )

@@ -464,9 +464,8 @@ def _explain(caller: str, error: Exception, functions: AppliedFunctions) -> None
         ) from error
     if not texts and functions.in_cpp and isinstance(error, NoSecondDerivative):
         texts = [IN_CPP.format(", ".join(sorted(functions.in_cpp)))]
-    names = [
-        f.__qualname__ for f, _ in functions.differentiated if f.__qualname__ not in str(error)
-    ]
+    names = [f.__qualname__ for f, _ in functions.differentiated]
+    names = [name for name in names if name not in str(error)]
     if "modified by an inplace operation" in str(error) and names and not texts:
         texts = [CHANGED.format(", ".join(dict.fromkeys(names)))]
     for text in texts:

@@ -270,10 +270,8 @@ class Record:
 
     def with_slots(self, slots: dict[str, Any], *, in_jvp: bool = False) -> "Record":
         """The same with other values in the slots."""
-        held = {
-            label: exchanged(label, value, slots)
-            for label, value in self.held(in_jvp=in_jvp).items()
-        }
+        own = self.held(in_jvp=in_jvp)
+        held = {label: exchanged(label, value, slots) for label, value in own.items()}
         saved = tuple(value for label, value in held.items() if label.startswith(SAVED))
         rest = {name: held[f"ctx.{name}"] for name in self.attributes}
         changed: dict[str, Any] = {"for_forward" if in_jvp else "saved": saved}

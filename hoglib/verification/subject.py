@@ -298,9 +298,8 @@ class Application(NamedTuple):
 
     def leaves(self) -> list[Any]:
         """The same, which require grad where it is differentiated by them."""
-        return [
-            x.requires_grad_(i in self.by) if is_float(x) else x for i, x in enumerate(self.fresh())
-        ]
+        copies = enumerate(self.fresh())
+        return [x.requires_grad_(i in self.by) if is_float(x) else x for i, x in copies]
 
 
 def applications(run: Callable[[], Any]) -> list[Application]:
@@ -435,9 +434,8 @@ class Subject:
     def find_outputs(self) -> None:
         """Find the outputs that can be differentiated; again after a change of the call."""
         self.outputs = self.call.run_with_grad()
-        self.output_indices = [
-            i for i, y in enumerate(self.outputs) if is_float(y) and y.requires_grad and y.numel()
-        ]
+        found = enumerate(self.outputs)
+        self.output_indices = [i for i, y in found if is_float(y) and y.requires_grad and y.numel()]
         self.map = self.call.map(self.output_indices)
         self.rows = [f"output {i}" for i in self.output_indices]
 
@@ -642,8 +640,6 @@ class _Applied(nn.Module):
 
     def forward(self, *inputs: Any) -> Any:
         own = dict(self.block.named_parameters())
-        given = [
-            own[self._places[i]] if i in self._places else x
-            for i, x in enumerate(pytree.leaves(inputs))
-        ]
+        leaves = enumerate(pytree.leaves(inputs))
+        given = [own[self._places[i]] if i in self._places else x for i, x in leaves]
         return self._function.apply(*pytree.unflatten(given, self._structure))
