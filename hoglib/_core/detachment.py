@@ -74,9 +74,7 @@ class DetachmentWatch(TorchFunctionMode):
     """
 
     def __init__(
-        self,
-        repair: Iterable[tuple[str, SourceLine | None]] = (),
-        module: Callable[[], str] = str,
+        self, repair: Iterable[tuple[str, SourceLine | None]] = (), module: Callable[[], str] = str
     ) -> None:
         super().__init__()
         self._module = module

@@ -161,9 +161,7 @@ class _FirstDraw(TorchFunctionMode):
         return result
 
 
-def _kept_generators(
-    module: nn.Module,
-) -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
+def _kept_generators(module: nn.Module) -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
     """How to get and to set the states of the generators of Python's or NumPy's that a module keeps."""
     for value in vars(module).values():
         if isinstance(value, random.Random):
