@@ -33,9 +33,7 @@ def unflatten(leaves: Sequence[Any], structure: Any) -> Tree:
             f"expected a leaf for each place of the tree, got {len(leaves)}."
         ) from None
     if next(left, _END) is not _END:
-        raise ArgumentValueError(
-            f"expected as many leaves as the tree has, got more: {len(leaves)}."
-        )
+        raise ArgumentValueError(f"expected as many leaves as the tree has, got {len(leaves)}.")
     return tree
 
 

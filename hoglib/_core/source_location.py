@@ -20,12 +20,8 @@ _HOGLIB = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(str(torch.__file__))) + os.sep
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 # Files of hoglib that define differentiable functions, which are verified as a user's are.
-_DEFINES_FUNCTIONS = tuple(
-    os.path.join(_HOGLIB, *name.split("/"))
-    for name in (
-        "ops/", "nn.py", "_core/mixed_precision.py", "_core/recomputation.py",
-    )
-)  # fmt: skip
+_DEFINING = "ops/", "nn.py", "_core/mixed_precision.py", "_core/recomputation.py"
+_DEFINES_FUNCTIONS = tuple(os.path.join(_HOGLIB, *name.split("/")) for name in _DEFINING)
 _MODE_HANDLERS = ("__torch_function__", "__torch_dispatch__", "_constructor", "_constructed")
 _ENTRY = r'File "(.+)", line (\d+), in (\S+)'
 _MAX_QUOTED = 100  # characters of a line

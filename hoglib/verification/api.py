@@ -201,10 +201,8 @@ def _rows(subject: Subject, reference: Reference, options: Options) -> Iterator[
     points = [subject.x, subject.perturbed_point()]
     derivatives = Derivatives(subject, points, options)
     if options.surrogate:
-        yield Row(
-            FIRST, "skip", None,
-            "declared a surrogate: it differs from the derivative on purpose.",
-        )  # fmt: skip
+        text = "declared a surrogate: it differs from the derivative on purpose."
+        yield Row(FIRST, "skip", None, text)
     elif 1 in options.orders:
         known = list(_guarded(FIRST, "warn", derivatives.first_order()))
         status = _status(known, FIRST, "fail")
@@ -396,10 +394,8 @@ def _notes(subject: Subject) -> Iterator[Row]:
         if subject.half is not None:
             where = "there, by means over many points,"
         how = "not the precision that it computes in" if subject.computes_narrow else "refused"
-        yield Row(
-            "dtype: float64", "warn" if subject.computes_narrow else "skip", None,
-            f"{how} ({subject.refused}); checked {where} with wider tolerances.",
-        )  # fmt: skip
+        text = f"{how} ({subject.refused}); checked {where} with wider tolerances."
+        yield Row("dtype: float64", "warn" if subject.computes_narrow else "skip", None, text)
     if subject.symmetric:
         names = ", ".join(subject.call.names[j] for j in sorted(subject.symmetric))
         yield Row(

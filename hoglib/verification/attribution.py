@@ -377,10 +377,8 @@ def value_rows(subject: Subject) -> Iterator[Row]:
     """Which of several Functions has a wrong gradient."""
     if len({app.function for app in subject.applications}) > 1:
         for name, text in _wrong_alone(subject.applications):
-            yield Row(
-                f"{name}: culprit: backward", "fail", None,
-                f"the gradient of {name} itself is wrong: {text}",
-            )  # fmt: skip
+            text = f"the gradient of {name} itself is wrong: {text}"
+            yield Row(f"{name}: culprit: backward", "fail", None, text)
 
 
 def subset_rows(subject: Subject, x: list[Tensor], subset: Sequence[int]) -> Iterator[Row]:

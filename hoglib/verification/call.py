@@ -321,10 +321,8 @@ class Call:
     def keep_layouts(self, inputs: Sequence[Any]) -> None:
         """fn gets tensors of the layouts that these inputs have."""
         leaves = pytree.leaves(tuple(inputs))
-        found = {
-            i: layout for i, x in enumerate(leaves)
-            if is_float(x) and (layout := layout_of(x)) is not None
-        }  # fmt: skip
+        layouts = ((i, layout_of(x)) for i, x in enumerate(leaves) if is_float(x))
+        found = {i: layout for i, layout in layouts if layout is not None}
         self.layouts = {j: found[i] for j, i in enumerate(self.positions) if i in found}
         for i in found.keys() - set(self.positions):
             self._values[i] = laid_out(self._values[i], found[i])

@@ -322,10 +322,8 @@ class AppliedFunctions:
         self, key: Key, given: Args, versions: list[tuple[int, Tensor, int]], result: Any
     ) -> None:
         results = result if isinstance(result, tuple) else (result,)
-        changed = [
-            (i, x) for i, x, version in versions
-            if x._version != version and not any(x is y for y in results)
-        ]  # fmt: skip
+        changed = [(i, x) for i, x, version in versions if x._version != version]
+        changed = [(i, x) for i, x in changed if not any(x is y for y in results)]
         self._note_backward(key, results)
         node = next((y.grad_fn for y in results if isinstance(y, Tensor) and y.grad_fn), None)
         if node is None:
@@ -366,10 +364,8 @@ class AppliedFunctions:
         seen: list[tuple[Snapshot, bool]] = []
 
         def before(grads: tuple[Tensor | None, ...]) -> None:
-            held = [
-                (g, torch_internals.is_held_elsewhere(g))
-                for g in grads if g is not None and torch_internals.unwrap(g) is g
-            ]  # fmt: skip
+            own = (g for g in grads if g is not None and torch_internals.unwrap(g) is g)
+            held = [(g, torch_internals.is_held_elsewhere(g)) for g in own]
             with torch.no_grad(), without_stand_ins():
                 seen.extend((Snapshot({"": g}), by_others) for g, by_others in held)
 

@@ -205,10 +205,8 @@ def gauges(outputs: Sequence[Tensor]) -> Iterator[Gauge]:
     have the opposite one in V^H.
     """
     dims = max((y.dim() for y in outputs), default=0)  # a batch of eigenvalues is no matrix
-    matrices = [
-        k for k, y in enumerate(outputs)
-        if is_float(y) and y.layout is torch.strided and y.dim() == dims > 1
-    ]  # fmt: skip
+    dense = ((k, y) for k, y in enumerate(outputs) if is_float(y) and y.layout is torch.strided)
+    matrices = [k for k, y in dense if y.dim() == dims > 1]
     if not 0 < len(matrices) < 3:
         return
     for sides in product((COLUMNS, ROWS), repeat=len(matrices)):
