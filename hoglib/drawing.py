@@ -17,7 +17,7 @@ from torch.autograd import Function
 from hoglib._core import pytree, torch_internals, validation
 from hoglib._core.autograd import grad_enabled
 from hoglib._core.detachment import DetachmentWatch
-from hoglib._core.gradient_graph import FunctionNode, all_inputs_require_grad, saved_tensors, walk
+from hoglib._core.gradient_graph import FunctionNode, saved_tensors, walk
 from hoglib._core.pytree import is_float
 from hoglib._core.source_location import format_error
 from hoglib._core.state import preserve_random_state
@@ -210,9 +210,7 @@ class _Node:
 class _Drawing:
     """Nodes and edges in the order in which they are added, each once, and sentences about breaks."""
 
-    def __init__(
-        self, name: str, applied: dict[type[Function], list[Tensor]], applying: Any
-    ) -> None:
+    def __init__(self, name: str, applied: dict[Any, list[Tensor]], applying: Any) -> None:
         self.faults: list[str] = []
         self._name, self._applied, self._applying = name, applied, applying
         self._nodes: dict[str, _Node] = {}
@@ -365,10 +363,6 @@ class _Drawing:
     def _made_in_forward(self, grad_fn: Any, function: type[Function]) -> list[str]:
         """The tensors that a Function saves and that are neither inputs nor outputs: constants to the
         second derivative."""
-        # Where Functions were applied in other threads their inputs are unknown, unless all of them
-        # require grad.
-        if function not in self._applied and not all_inputs_require_grad(grad_fn):
-            return []
         given = [_memory(x) for x in self._applied.get(function, ())]
         saved = saved_tensors(grad_fn, unpack=False)
         return [name for name, x in saved if not x.requires_grad and _memory(x) not in given]

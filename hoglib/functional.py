@@ -157,9 +157,7 @@ def trainable_params(model: nn.Module, *patterns: str) -> Params:
         return params
     for pattern in patterns:
         _check_pattern(model, pattern, params)
-    return {
-        name: p for name, p in params.items() if any(fnmatchcase(name, one) for one in patterns)
-    }
+    return {n: p for n, p in params.items() if any(fnmatchcase(n, one) for one in patterns)}
 
 
 def _check_pattern(model: nn.Module, pattern: Any, params: Params) -> None:
@@ -269,6 +267,7 @@ class FunctionalLoss:
         if self._criterion is None:
             return _own_loss(self.model, outputs)
         targets = self.targets(batch)
+        whole = targets is batch
         converted: AbstractContextManager[None] = nullcontext()
         if self._dtype is not None and isinstance(self._criterion, nn.Module):
             converted = swap_parameters(self._criterion, {}, self._dtype)
@@ -276,13 +275,11 @@ class FunctionalLoss:
             with converted:
                 value = self._criterion(outputs, targets)
         except Exception as error:
-            explain = partial(
-                explain_criterion, self._criterion, outputs, targets, targets is batch
-            )
+            explain = partial(explain_criterion, self._criterion, outputs, targets, whole)
             explain_call_error(error, self._criterion, (outputs, targets), {}, explain)
             translate_device_errors(batch, outputs).explain(error)
             raise
-        second = "batch" if targets is batch else "targets"
+        second = "batch" if whole else "targets"
         return validation.scalar(f"criterion(outputs, {second})", value)
 
     def call(self, params: Params, *args: Any, **kwargs: Any) -> Any:
@@ -376,8 +373,7 @@ class FunctionalLoss:
             if self._forward is None:
                 explain = partial(self._explain_call, args, keywords, batch)
                 explain_call_error(error, self.model, args, keywords, explain)
-            reference = params or list(self.model.parameters())
-            translate_device_errors(batch, reference).explain(error)
+            translate_device_errors(batch, params or list(self.model.parameters())).explain(error)
             translate_hook_errors("loss(params, batch)").explain(error)
             raise
         if torch.compiler.is_dynamo_compiling():
@@ -449,8 +445,7 @@ class FunctionalLoss:
             )
         if torch.compiler.is_dynamo_compiling() and self._is_plain():
             buffers = {name: x.clone() for name, x in self.model.named_buffers()}
-            known = dict(self.model.named_parameters(remove_duplicate=False))
-            if params.keys() <= known.keys():
+            if params.keys() <= dict(self.model.named_parameters(remove_duplicate=False)).keys():
                 return reparametrize_module(self.model, {**buffers, **params}, tie_weights=True)
         if not params.keys() <= self._names:
             self._check_names(params)

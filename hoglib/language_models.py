@@ -320,13 +320,7 @@ class LanguageModelLoss(FunctionalLoss):
             )
         classes = labels.reshape(-1)
         counts = classes != self._ignore_index
-        if labels.device != hidden.device:
-            raise ArgumentValueError(
-                f"labels: expected a tensor on {hidden.device}, where the features are, got one on "
-                f"{labels.device}; move the batch with `.to({str(hidden.device)!r})`."
-            )
-        has_values = value_checks_on() and not labels.is_meta
-        if has_values and not torch_internals.transforms_active():
+        if value_checks_on() and not labels.is_meta and not torch_internals.transforms_active():
             _check_classes(classes[counts], len(weight), self._ignore_index)
         total = counts.sum().to(torch.promote_types(hidden.dtype, torch.float32))
         size = chunk_size_of(self._chunk_size, len(weight))

@@ -74,10 +74,8 @@ def gradient_with_graph(
             check_uses_given_params(graph, leaves, what)
         parts: list[Tensor | None] = [None]
         if value.requires_grad:
-            with (
-                suspended.resumed() if graph.needs_stand_ins else nullcontext(),
-                translate_errors(what),
-            ):
+            stand_ins = suspended.resumed() if graph.needs_stand_ins else nullcontext()
+            with stand_ins, translate_errors(what):
                 parts = gradients([value], own, create_graph=True)
     if all(part is None for part in parts):
         raise NoSecondDerivative(
@@ -183,27 +181,15 @@ def _first_not_finite(func: ScalarFunction, leaves: Vector, by: Vector) -> str:
     """The operation behind whose first or second derivative something is not finite first; "" if none
     is. by: leaves of the second derivative besides those of func."""
     found: list[Any] = []
-
-    def watch(outputs: Sequence[Tensor | None]) -> None:
-        for node, parents in walk(outputs):
-            if parents:
-                node.register_hook(partial(note, node))
-
-    def note(node: Any, by: Any, given: Any) -> None:
-        if not found and _finite(given) and not _finite(by):
-            found.append(node)
-
     with record_backward_origins():
         own = fresh_leaves(leaves, False)
         value = func(*own)
-        watch([value])
+        note_not_finite([value], found)
         grads = gradients([value], own, create_graph=True)
         if not found:
-            watch(grads)
+            note_not_finite(grads, found)
             outputs = [g for g in grads if g is not None]
             vjp(outputs, [*own, *by], [*map(torch.randn_like, outputs)], "", retain_graph=True)
-        if not found:  # 0 / 0, where an incoming gradient is zero
-            gradients([value], own, [torch.zeros_like(value)])
     if not found:
         return ""
     node = found[0]
@@ -214,6 +200,18 @@ def _first_not_finite(func: ScalarFunction, leaves: Vector, by: Vector) -> str:
     return f"{name} at {line}" if line else name
 
 
+def note_not_finite(outputs: Sequence[Tensor | None], found: list[Any]) -> None:
+    """Puts the first node of the graphs whose backward makes of finite gradients others into a list."""
+
+    def note(node: Any, by: Any, given: Any) -> None:
+        if not found and _finite(given) and not _finite(by):
+            found.append(node)
+
+    for node, parents in walk(outputs):
+        if parents:
+            node.register_hook(partial(note, node))
+
+
 def _finite(tensors: Sequence[Any]) -> bool:
     return all(bool(x.isfinite().all()) for x in tensors if isinstance(x, Tensor))
 
@@ -222,19 +220,15 @@ def fresh_leaves(leaves: Vector, create_graph: bool) -> Vector:
     """Tensors with the same values to differentiate by: views that are connected to the leaves with
     create_graph, detached otherwise."""
     return [
-        leaf.view_as(leaf)
-        if create_graph and leaf.requires_grad
-        else leaf.detach().requires_grad_()
-        for leaf in leaves
+        x.view_as(x) if create_graph and x.requires_grad else x.detach().requires_grad_()
+        for x in leaves
     ]
 
 
 def materialize_grads(parts: list[Tensor | None], like: Vector) -> Vector:
     """Gradients with zeros for None: what does not depend on a leaf has a derivative of zero."""
-    return [
-        torch.zeros_like(leaf) if part is None else dense(part)
-        for part, leaf in zip(parts, like, strict=True)
-    ]
+    pairs = zip(parts, like, strict=True)
+    return [torch.zeros_like(x) if part is None else dense(part) for part, x in pairs]
 
 
 def dense(part: Tensor) -> Tensor:
@@ -339,9 +333,7 @@ def clone_inference_tensors(tree: T) -> T:
     """The tree with its inference tensors, which autograd refuses to save, replaced by copies."""
     leaves, structure = pytree.flatten(tree)
     with without_stand_ins():  # which see each of these questions
-        found = [
-            i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_inference()
-        ]
+        found = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_inference()]
     if not found:
         return tree
     for i in found:
@@ -382,25 +374,14 @@ def with_gradients(
     recompute: computes the gradients again. With it the first backward scales the known ones in place
     and returns them without a copy, so nothing else may hold them or share their memory.
     """
-    return apply(
-        _PrecomputedGradients, value, no_second_derivative, with_graph, recompute, list(grads),
-        *tensors,
-    )  # fmt: skip
+    options = no_second_derivative, with_graph, recompute, list(grads)
+    return apply(_PrecomputedGradients, value, options, *tensors)
 
 
 class _PrecomputedGradients(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        value: Tensor,
-        no_second_derivative: str,
-        with_graph: Any,
-        recompute: Any,
-        grads: list[Tensor],
-        *tensors: Tensor,
-    ) -> Tensor:
-        ctx.no_second_derivative, ctx.with_graph = no_second_derivative, with_graph
-        ctx.recompute, ctx.grads = recompute, grads
+    def forward(ctx: Any, value: Tensor, options: Any, *tensors: Tensor) -> Tensor:
+        ctx.no_second_derivative, ctx.with_graph, ctx.recompute, ctx.grads = options
         # Reading them in backward raises if a step changed them since: the gradients would be stale.
         ctx.save_for_backward(*tensors)
         return value.clone()
@@ -418,4 +399,4 @@ class _PrecomputedGradients(torch.autograd.Function):
             scaled, ctx.grads = ctx.grads or list(ctx.recompute()), None
             if not (grad.device.type == "cpu" and grad.item() == 1):
                 scaled = [part.mul_(grad) for part in scaled]
-        return (None,) * 5 + tuple(scaled)
+        return None, None, *scaled

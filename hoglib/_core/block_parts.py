@@ -164,10 +164,8 @@ def _sliced_attention(
     masks: Sequence[Tensor | None] = [attn_mask] * count
     if attn_mask is not None and attn_mask.dim() == query.dim() and attn_mask.shape[0] == samples:
         masks = attn_mask.chunk(count)
-    parts = [
-        func(q, k, v, mask, dropout_p, *args, **kwargs)
-        for q, k, v, mask in zip(*(x.chunk(count) for x in inputs), masks, strict=False)
-    ]
+    slices = zip(*(x.chunk(count) for x in inputs), masks, strict=False)
+    parts = [func(q, k, v, mask, dropout_p, *args, **kwargs) for q, k, v, mask in slices]
     if query.stride(-3) < query.stride(-2):  # as torch lays it out
         return torch.cat([y.transpose(-3, -2) for y in parts]).transpose(-3, -2)
     return torch.cat(parts)

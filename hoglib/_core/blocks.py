@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from fnmatch import fnmatchcase
 from functools import partial
+from operator import call
 from types import FunctionType, MethodType
 from typing import Any, final
 
@@ -86,8 +87,7 @@ def find_blocks(remat: Remat, func: Any) -> list[nn.Module]:
                 f"{_names(roots)}. {NAMED}"
             )
     else:
-        assert not isinstance(remat, bool)
-        patterns = (remat,) if isinstance(remat, str) else remat
+        patterns: Any = (remat,) if isinstance(remat, str) else remat
         found = [block for pattern in patterns for block in _matches(roots, pattern)]
     found = _outermost(list({id(block): block for block in found}.values()))
     for block in found:
@@ -105,8 +105,7 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     several lists in a container, which have no forward, the parts are that they have alike.
     """
     found: dict[str, nn.Module] = {}
-    seen: set[int] = set()
-    _search(model, "", found, seen)
+    _search(model, "", found, set())
     kinds = {type(block) for block in found.values()} - {nn.Sequential}
     chosen = {id(block) for block in found.values()}
     every = {
@@ -202,7 +201,7 @@ def _matches(roots: list[nn.Module], pattern: str) -> list[nn.Module]:
         f"remat={pattern!r}: expected a name or glob of modules of {_names(roots)}, got one that "
         + ("names scripted code, which cannot be recomputed" if scripted else "none has")
         + ". "
-        + (f"Repeated blocks, which remat=True takes: {_listed(own)}." if own else _children(roots))
+        + (f"Repeated blocks, which remat=True takes: {_listed(own)}." if own else NAMED)
     )
 
 
@@ -225,11 +224,6 @@ def _names(roots: Iterable[nn.Module]) -> str:
 def _listed(names: list[str]) -> str:
     shown = names if len(names) < 8 else [*names[:3], "...", names[-1]]
     return ", ".join(name if name == "..." else repr(name) for name in shown)
-
-
-def _children(roots: list[nn.Module]) -> str:
-    names = [name for root in roots for name, _ in root.named_modules() if name]
-    return f"It has {_listed(names)}." if names else "It has no parts."
 
 
 @final
@@ -256,7 +250,7 @@ class BlockForward:
 
     def _run_whole(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # without their checkpoints: the block is recomputed anyway
-        items: Any = [(vars(x), "checkpoint_fn", _call) for x in _checkpoint_wrappers(self.module)]
+        items: Any = [(vars(x), "checkpoint_fn", call) for x in _checkpoint_wrappers(self.module)]
         try:
             for gather, places in self.gathers:
                 (first, own_name), *_ = places
@@ -283,10 +277,6 @@ def _checkpoint_wrappers(block: nn.Module) -> list[Any]:
     library: Any = sys.modules.get("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
     kind = () if library is None else library.CheckpointWrapper
     return [module for module in block.modules() if isinstance(module, kind)]
-
-
-def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return function(*args, **kwargs)
 
 
 def call_forward(forward: Callable[..., Any], block: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -171,11 +171,8 @@ class translate_device_errors(ErrorTranslation):  # noqa: N801 a context manager
         reference = self._reference
         if callable(reference):
             reached = ClosureWalker(reference, STATE).objects
-            modules = [x for x in reached if isinstance(x, nn.Module)]
-            reference = [
-                *(x for x in reached if isinstance(x, Tensor)),
-                *(m.state_dict() for m in modules),
-            ]
+            reference = [x for x in reached if isinstance(x, Tensor)]
+            reference += [x.state_dict() for x in reached if isinstance(x, nn.Module)]
         devices = {tensor.device for _, tensor in tensors_in("", reference)}
         found = tensors_in(self._what, self._batch)
         away = [(name, tensor) for name, tensor in found if tensor.device not in devices]

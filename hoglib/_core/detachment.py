@@ -7,7 +7,7 @@ out, the mode can repair one: it returns the tensor that was detached, or enable
 that ran without.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
@@ -74,9 +74,7 @@ class DetachmentWatch(TorchFunctionMode):
     """
 
     def __init__(
-        self,
-        repair: Collection[tuple[str, SourceLine | None]] = (),
-        module: Callable[[], str] = str,
+        self, repair: Iterable[tuple[str, SourceLine | None]] = (), module: Callable[[], str] = str
     ) -> None:
         super().__init__()
         self._module = module

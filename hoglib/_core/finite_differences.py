@@ -64,9 +64,7 @@ def steps(use: Use, dtype: torch.dtype) -> tuple[float, ...]:
 
 def both_sides(function: VectorFunction, x: Vector, v: Vector, h: float) -> tuple[Vector, Vector]:
     """f(x + h v) and f(x - h v)."""
-    above, below = (
-        function([p + sign * h * d for p, d in zip(x, v, strict=True)]) for sign in (1, -1)
-    )
+    above, below = (function([p + s * d for p, d in zip(x, v, strict=True)]) for s in (h, -h))
     return above, below
 
 
@@ -119,10 +117,8 @@ def central_differences(
         with fixed_random_numbers(leaves):
             return function(point)
 
-    return [
-        difference_quotient(*both_sides(reproducible, leaves, vector, step * unit), step * unit)
-        for step in steps
-    ]
+    lengths = [step * unit for step in steps]
+    return [difference_quotient(*both_sides(reproducible, leaves, vector, h), h) for h in lengths]
 
 
 def gradient_function(func: Callable[..., Tensor]) -> VectorFunction:

@@ -175,8 +175,3 @@ def saved_tensors(node: Any, *, unpack: bool = True) -> Iterator[tuple[str, Tens
     for name, value in vars(node).items():
         if is_float(value):
             yield f"ctx.{name}", value
-
-
-def all_inputs_require_grad(node: Any) -> bool:
-    """Whether every tensor that the operation of a node was given requires grad."""
-    return all(parent is not None for parent, _ in node.next_functions)

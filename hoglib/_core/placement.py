@@ -109,9 +109,6 @@ class Layout(NamedTuple):
         everywhere = DTensor.from_local(whole, self.mesh, layout, run_check=False)
         return everywhere.redistribute(placements=self.placements).to_local()
 
-    def gather(self, local: Tensor) -> Tensor:
-        return self.wrap(local.detach().contiguous()).full_tensor()
-
     def average(self, value: Tensor, weight: float) -> Tensor:
         """The shards of the sum over the processes of weight times value."""
         from torch.distributed.tensor import DTensor, Partial
@@ -250,10 +247,8 @@ class Sharding:
 
     def wrap(self, shards: Sequence[Tensor]) -> Vector:
         """DTensors of these shards."""
-        return [
-            x if layout.plain else layout.wrap(x)
-            for layout, x in zip(self.layouts, shards, strict=True)
-        ]
+        pairs = zip(self.layouts, shards, strict=True)
+        return [x if layout.plain else layout.wrap(x) for layout, x in pairs]
 
     def gather(self, shards: Sequence[Tensor]) -> Vector:
         """The whole tensors, differentiable to any order by the shards; of deferred ones the shards."""
@@ -321,9 +316,8 @@ class Sharding:
 
     def checksum_of_whole(self, shards: Vector) -> float:
         """A number that changes with the tensors that every process holds whole."""
-        held = [
-            x for x, at in zip(shards, self.layouts, strict=True) if at.copies() == at.mesh.size()
-        ]
+        pairs = zip(shards, self.layouts, strict=True)
+        held = [x for x, at in pairs if at.copies() == at.mesh.size()]
         return checksum_of_tensors(held)
 
     def check_same(
@@ -448,7 +442,9 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(value: Tensor, gathers: bool, layout: Layout, weight: float) -> Tensor:
-        return layout.gather(value) if gathers else layout.average(value, weight)
+        if gathers:
+            return layout.wrap(value.detach().contiguous()).full_tensor()
+        return layout.average(value, weight)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:

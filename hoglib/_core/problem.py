@@ -85,14 +85,9 @@ class Policy(NamedTuple):
         chosen: Any = options.get("compile", False)
         if not (functions and callable(chosen)):
             chosen = validation.backend("compile", chosen)
-        return cls(
-            caller,
-            create_graph,
-            validation.flag("stand_ins", options.get("stand_ins", True)),
-            check_remat(options.get("remat", False)),
-            chosen,
-            strict,
-        )
+        stand_ins = validation.flag("stand_ins", options.get("stand_ins", True))
+        remat = check_remat(options.get("remat", False))
+        return cls(caller, create_graph, stand_ins, remat, chosen, strict)
 
     @property
     def compiles(self) -> bool:

@@ -21,8 +21,7 @@ _REGISTERED = _pytree.SUPPORTED_NODES
 def flatten(tree: Tree) -> tuple[list[Any], Any]:
     """The leaves in order, and the hashable structure that `unflatten` takes."""
     found: list[Any] = []
-    structure = _flatten(tree, found)
-    return found, structure
+    return found, _flatten(tree, found)
 
 
 def unflatten(leaves: Sequence[Any], structure: Any) -> Tree:
@@ -34,9 +33,7 @@ def unflatten(leaves: Sequence[Any], structure: Any) -> Tree:
             f"expected a leaf for each place of the tree, got {len(leaves)}."
         ) from None
     if next(left, _END) is not _END:
-        raise ArgumentValueError(
-            f"expected as many leaves as the tree has, got more: {len(leaves)}."
-        )
+        raise ArgumentValueError(f"expected as many leaves as the tree has, got {len(leaves)}.")
     return tree
 
 
@@ -102,9 +99,7 @@ def sum_scalars(terms: Sequence[Tensor]) -> Tensor:
 def _step(key: Any) -> str:
     if isinstance(key, _pytree.MappingKey):
         return f".{key.key}"
-    if isinstance(key, _pytree.GetAttrKey):
-        return f".{key.name}"
-    return str(key)
+    return f".{key.name}" if isinstance(key, _pytree.GetAttrKey) else str(key)
 
 
 # What torch's own functions do, in a fifth of their time, for the kinds that most trees are made of. A

@@ -133,9 +133,8 @@ def recompute(
     if not tensors:
         return fn(*args, **keywords)
     with without_stand_ins():  # fn itself runs with them, see `_Call._call`
-        call.run_state = RunState(
-            tensors, [*generators, *_generators(leaves)], [*call.scope.modules(), *modes_of]
-        )
+        modules = [*call.scope.modules(), *modes_of]
+        call.run_state = RunState(tensors, [*generators, *_generators(leaves)], modules)
         return call.result(_recomputed(call.first, tensors))
 
 
@@ -204,19 +203,16 @@ class _Recompute(torch.autograd.Function):
 
 def _backward(ctx: Any, grads: Tensors) -> Any:
     inputs, rerun = _saved_inputs(ctx), ctx.rerun
-    wanted = [
-        i
-        for i, x in enumerate(inputs)
-        if x is not None and ctx.needs_input_grad[i + 1] and is_float(x)
-    ]
+    needs = ctx.needs_input_grad[1:]
+    wanted = [i for i, x in enumerate(inputs) if x is not None and needs[i] and is_float(x)]
     result: list[Tensor | None] = [None] * ctx.count
     if wanted and any(grad is not None for grad in grads):
         extra = rerun.extra
         if extra:  # the zero that the derivative by an extra gradient is
             at = [inputs[i] if i in extra else None for i in rerun.wanted]
+            pairs = zip(grads, at, strict=True)
             grads = tuple(
-                torch.zeros_like(x) if g is None and x is not None else g
-                for g, x in zip(grads, at, strict=True)
+                torch.zeros_like(x) if g is None and x is not None else g for g, x in pairs
             )
         arrived = [j for j, grad in enumerate(grads) if grad is not None]
         extra = extra or _extra_inputs(rerun, inputs, wanted, arrived)
@@ -225,7 +221,7 @@ def _backward(ctx: Any, grads: Tensors) -> Any:
         vjp = _Vjp(rerun, ctx.count, wanted, arrived, extra)
         grads = _run_level(vjp, *tensors) if _is_bypassed() else _recomputed(vjp, tensors)
         for i, grad in zip(wanted, grads, strict=True):
-            result[i] = grad if ctx.needs_input_grad[i + 1] else None
+            result[i] = grad if needs[i] else None
     return None, *result
 
 
@@ -319,11 +315,8 @@ class _Vjp(_Derivative):
         with torch.enable_grad():
             own = [None if t is None else self._fresh(i, t, nested) for i, t in enumerate(inputs)]
             outputs = self.run(*own)
-        pairs = [
-            (outputs[j], cotangent)
-            for j, cotangent in zip(self.arrived, cotangents, strict=True)
-            if outputs[j] is not None and outputs[j].requires_grad
-        ]
+        arrived = zip(map(outputs.__getitem__, self.arrived), cotangents, strict=True)
+        pairs = [(y, u) for y, u in arrived if y is not None and y.requires_grad]
         if not pairs:
             return (None,) * len(self.wanted)
         values, weights = zip(*pairs, strict=True)
@@ -404,16 +397,9 @@ class _Jvp(_Derivative):
         needs = any(x.requires_grad for x in tensors if x is not None)
         recorded = torch.is_grad_enabled() and needs and not transforms
         plain = torch_forward_mode.in_dual_level() or (isinstance(self.run, Run) and not recorded)
-        by_func = transforms or not plain
-        run = self._by_func if by_func else self._by_duals
+        run = self._by_func if transforms or not plain else self._by_duals
         with self.autocast.restored(), keep_swapped():
-            try:
-                return run(inputs, tangents)
-            except RuntimeError as error:
-                if not recorded or "setup_context" not in str(error):
-                    raise
-            self.call.run_state.rewind()
-            return self._by_duals(inputs, tangents)
+            return run(inputs, tangents)
 
     def without_graph(self, *tensors: Tensor | None) -> Tensors:
         """The same as a constant of every derivative."""
@@ -441,8 +427,7 @@ class _Jvp(_Derivative):
             own = list(inputs)
             for i, tangent in zip(self.moved, tangents, strict=True):
                 own[i] = forward_ad.make_dual(cast(Tensor, inputs[i]), cast(Tensor, tangent))
-            little = self.call.in_small_parts([]) if isinstance(self.run, Run) else nullcontext()
-            with little:
+            with self.call.in_small_parts([]) if isinstance(self.run, Run) else nullcontext():
                 outputs = self.run(*own)
             found = [None if y is None else torch_forward_mode.tangent_of(y) for y in outputs]
             values = tuple(torch_forward_mode.primal(y) for y in outputs)
@@ -664,7 +649,8 @@ class _Call:
         """The tensors among the outputs; their structure is kept."""
         leaves, self.output_structure = pytree.flatten(outputs)
         for leaf in leaves:
-            if not isinstance(leaf, Tensor) and (kept := next(_tensors_held(leaf), None)):
+            held = () if isinstance(leaf, Tensor) else closures.held(leaf)
+            if kept := next((one for one in held if isinstance(one.value, Tensor)), None):
                 raise ArgumentValueError(
                     f"remat: expected results in tuples, lists and dicts, got a {type(leaf).__name__} "
                     f"that holds a tensor ({kept.path}) from `{closures.name_of(self.fn)}`; it would "
@@ -769,11 +755,6 @@ def refuse_changed(fn: Callable[..., Any], arguments: Any, structure: Any) -> No
             "which changes a list or dict among its arguments; what it puts there would have no "
             "gradient. Return it."
         )
-
-
-def _tensors_held(leaf: Any) -> Iterator[closures.Capture]:
-    """The tensors that an object, which is none of pytree's containers, holds."""
-    return (one for one in closures.held(leaf) if isinstance(one.value, Tensor))
 
 
 def _without_views(outputs: Tensors, inputs: Sequence[Tensor | None]) -> Tensors:

@@ -20,12 +20,8 @@ _HOGLIB = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(str(torch.__file__))) + os.sep
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 # Files of hoglib that define differentiable functions, which are verified as a user's are.
-_DEFINES_FUNCTIONS = tuple(
-    os.path.join(_HOGLIB, *name.split("/"))
-    for name in (
-        "ops/", "nn.py", "_core/mixed_precision.py", "_core/recomputation.py",
-    )
-)  # fmt: skip
+_DEFINING = "ops/", "nn.py", "_core/mixed_precision.py", "_core/recomputation.py"
+_DEFINES_FUNCTIONS = tuple(os.path.join(_HOGLIB, *name.split("/")) for name in _DEFINING)
 _MODE_HANDLERS = ("__torch_function__", "__torch_dispatch__", "_constructor", "_constructed")
 _ENTRY = r'File "(.+)", line (\d+), in (\S+)'
 _MAX_QUOTED = 100  # characters of a line
@@ -153,8 +149,7 @@ def user_line(stack: Sequence[str] | TracebackType | None = None) -> SourceLine 
     """The innermost line outside hoglib and torch, of a stack as `traceback.format_stack` gives it, of
     a traceback, or of the caller's stack."""
     if isinstance(stack, TracebackType):
-        frames = reversed([*walk_tb(stack)])
-        lines = ((at.f_code.co_filename, line) for at, line in frames)
+        lines = ((at.f_code.co_filename, line) for at, line in reversed([*walk_tb(stack)]))
     elif stack is None:
         lines = ((at.f_code.co_filename, line) for at, line in walk_stack(sys._getframe(1)))
     else:

@@ -161,9 +161,7 @@ class _FirstDraw(TorchFunctionMode):
         return result
 
 
-def _kept_generators(
-    module: nn.Module,
-) -> Iterator[tuple[Callable[[], Any], Callable[[Any], None]]]:
+def _kept_generators(module: nn.Module) -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
     """How to get and to set the states of the generators of Python's or NumPy's that a module keeps."""
     for value in vars(module).values():
         if isinstance(value, random.Random):
@@ -329,10 +327,8 @@ class StateGuard:
                         saved.save_value(p)
             saved.restore_values()
             _restore_items(module._parameters, saved.converted)
-            _restore_items(
-                module._buffers,
-                {name: self._buffer(b, buffers) for name, b in saved.buffers.items()},
-            )
+            own = {name: self._buffer(b, buffers) for name, b in saved.buffers.items()}
+            _restore_items(module._buffers, own)
             if not attributes:
                 continue
             for items, kept in saved.internal:  # hooks that a first forward registered

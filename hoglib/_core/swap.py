@@ -80,10 +80,10 @@ class swap_parameters:  # noqa: N801 a context manager
         model, patch = self._given[0], AMBIENT.kept_swapped
         if patch is None or patch.is_over or patch.in_use(model):
             patch = ModulePatch()
-            self._end = patch.restore
+            self._end: Callable[[], object] = patch.restore
         else:  # which keeps the parameters
-            patch.start_using(model)
-            self._end = patch.end_using
+            patch.busy.append(model)
+            self._end = patch.busy.pop
         try:
             patch.swap(*self._given)
         except BaseException:
@@ -202,7 +202,7 @@ class ModulePatch:
 
     def __init__(self) -> None:
         self._originals: dict[tuple[int, str], tuple[dict[str, Any], Any]] = {}
-        self._busy: list[nn.Module] = []
+        self.busy: list[nn.Module] = []  # which run
         self.is_over = False  # that of `keep_swapped`, when it was left
         self._last: _Places | None = None  # of the last swap
 
@@ -219,11 +219,7 @@ class ModulePatch:
         raise AttributeError(f"{type(module).__name__} has no {name}")
 
     def swap(
-        self,
-        model: nn.Module,
-        params: Mapping[str, Tensor],
-        dtype: torch.dtype | None,
-        norm_policy: NormPolicy,
+        self, model: nn.Module, params: Params, dtype: torch.dtype | None, norm_policy: NormPolicy
     ) -> None:
         """Replaces the parameters that the model has here, its own or those of the last swap."""
         plain, names = dtype is None and norm_policy is train_mode_batch_statistics, tuple(params)
@@ -232,8 +228,7 @@ class ModulePatch:
         if not again:
             self.restore(model)
         places = None if known is None else known.in_model(names, again)
-        if places is not None:
-            assert known is not None
+        if known is not None and places is not None:
             refuse_sharded(type(model).__name__, params.values())
             self._put_parameters(model, places, params)
             self._last = known
@@ -282,17 +277,10 @@ class ModulePatch:
 
     def in_use(self, model: nn.Module) -> bool:
         """Whether a module of this model is running with swapped parameters."""
-        if not self._busy:
+        if not self.busy:
             return False
         own = {id(module) for module in model.modules()}
-        return any(id(module) in own for busy in self._busy for module in busy.modules())
-
-    def start_using(self, model: nn.Module) -> None:
-        """From here to `end_using`, the model counts as running."""
-        self._busy.append(model)
-
-    def end_using(self) -> None:
-        self._busy.pop()
+        return any(id(module) in own for busy in self.busy for module in busy.modules())
 
 
 @final

@@ -94,9 +94,7 @@ class StopsTangents(TorchFunctionMode):
     which torch gives no tangents.
     """
 
-    def __init__(
-        self, outside: Callable[[], None], run_operator: Callable[[Any, Any, Any], Any]
-    ) -> None:
+    def __init__(self, outside: Callable[[], None], run_operator: Callable[..., Any]) -> None:
         super().__init__()
         self._outside, self._run_operator = outside, run_operator
         self._frame = checkpoint_frame()
@@ -170,8 +168,7 @@ def tangents_without_graph(tensors: Sequence[Tensor | None]) -> list[Tensor | No
     found = []
     with ExitStack() as lowered:
         if inside:
-            inner = pyfunctorch.retrieve_current_functorch_interpreter()
-            lowered.enter_context(inner.lower())
+            lowered.enter_context(pyfunctorch.retrieve_current_functorch_interpreter().lower())
         lowered.enter_context(forward_ad._set_fwd_grad_enabled(True))
         for x in tensors:
             x = None if x is None else torch._C._functorch.unwrap_if_dead(x)

@@ -524,8 +524,7 @@ def custom_function(node: Any) -> type[Function] | None:
     function = getattr(type(node), "_forward_cls", None)
     while function is not None and function.__module__.startswith("torch._functorch"):
         # made by torch.func for one level; what it stands for is in the closure of its rules
-        made_of = inspect.getclosurevars(function.backward).nonlocals
-        function = made_of.get("autograd_function")
+        function = inspect.getclosurevars(function.backward).nonlocals.get("autograd_function")
     return None if function is None else torch_library.as_written(function)[0]
 
 
@@ -603,9 +602,7 @@ def output_bytes(node: Any) -> int:
     """The bytes of what the operation of a node put out; 0 where a parameter's gradient accumulates."""
     if not node.next_functions:
         return 0
-    return sum(
-        math.prod(int(n) for n in out.shape) * out.dtype.itemsize for out in node._input_metadata
-    )
+    return sum(math.prod(map(int, x.shape)) * x.dtype.itemsize for x in node._input_metadata)
 
 
 def output_shapes(node: Any) -> list[tuple[int, ...]]:
@@ -698,10 +695,8 @@ def cpu_attention_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients by query, key and value, from the outputs of `cpu_attention`."""
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    grad, query, key, value = map(_with_dense_rows, (grad, query, key, value))
-    return backward(
-        grad, query, key, value, output, logsumexp, 0.0, causal, attn_mask=bias, scale=1.0
-    )
+    given = map(_with_dense_rows, (grad, query, key, value))
+    return backward(*given, output, logsumexp, 0.0, causal, attn_mask=bias, scale=1.0)
 
 
 def _with_dense_rows(x: Tensor) -> Tensor:

@@ -102,7 +102,7 @@ def as_written(
 ) -> tuple[type[Function], tuple[Any, ...]]:
     """An application of a Function, with the rules and the arguments that the user wrote where torch
     made it of an operator's."""
-    if not _is_generated(function):
+    if function.__module__ != "torch._library.autograd":  # torch made it of an operator's rules
         return function, args
     overload, rules = _made_of(function)
     if not _is_supported(overload):
@@ -112,11 +112,6 @@ def as_written(
             args = tuple(_pytree.tree_unflatten(list(args[:-1]), structure))
         args = _flat(overload, args[:-1], args[-1].keyword_only_args)
     return _function(overload, rules), args
-
-
-def _is_generated(function: type[Function]) -> bool:
-    """Whether torch made a Function of an operator's rules."""
-    return function.__module__ == "torch._library.autograd"
 
 
 def result_of(function: Any, outputs: Any) -> Any:

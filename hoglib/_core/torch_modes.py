@@ -83,17 +83,14 @@ class ContiguousDropout(TorchFunctionMode):
 def copy_without_override_check(func: FunctionType) -> Callable[..., Any]:
     """A copy of a Python function of torch in which `has_torch_function` returns False, so that a mode
     that runs it with itself on sees the torch calls it makes."""
-    checks = {name: _no for name in func.__globals__ if name.startswith("has_torch_function")}
+    names = (name for name in func.__globals__ if name.startswith("has_torch_function"))
+    checks = dict.fromkeys(names, lambda *tensors: False)
     copy = FunctionType(
         func.__code__, {**func.__globals__, **checks}, func.__name__, func.__defaults__,
         func.__closure__,
     )  # fmt: skip
     copy.__kwdefaults__ = func.__kwdefaults__
     return copy
-
-
-def _no(*tensors: Any) -> bool:
-    return False
 
 
 def reverse_only() -> bool:

@@ -82,8 +82,7 @@ def wrapped_attributes(module: nn.Module, mixed_precision: bool) -> dict[str, An
     policy = getattr(fsdp_state(module), "_mp_policy", None)
     if policy is not None and mixed_precision:
         if policy.cast_forward_inputs and policy.param_dtype is not None:
-            cast = partial(_cast_inputs, policy.param_dtype)
-            found["_forward_pre_hooks"][-1] = cast
+            found["_forward_pre_hooks"][-1] = partial(_cast_inputs, policy.param_dtype)
             found["_forward_pre_hooks"].move_to_end(-1, last=False)
             with_kwargs = module._forward_pre_hooks_with_kwargs
             found["_forward_pre_hooks_with_kwargs"] = OrderedDict({-1: True, **with_kwargs})

@@ -99,12 +99,7 @@ def tensor_or_number(what: str, value: Any) -> Any:
 
 def dim(what: str, value: Any, rank: int) -> int:
     """A dimension of a tensor of that rank, counted from 0; rank 0 has dimension 0, as in torch."""
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise errors.ArgumentTypeError(
-            f"{what}: expected a dimension, a whole number, got {describe(value)}."
-        )
-    extent = max(rank, 1)
-    number = int(value)
+    extent, number = max(rank, 1), whole(what, value)
     if not -extent <= number < extent:
         raise errors.ArgumentIndexError(
             f"{what}: expected a dimension from {-extent} to {extent - 1}, got {number}; "
@@ -321,11 +316,7 @@ def vectors(
                 f"{where}: expected device {x.device} as in {like}, got {leaf.device}; "
                 f"move it with `.to({str(x.device)!r})`."
             )
-    if columns and not columns[0]:
-        raise errors.ArgumentValueError(
-            f"{what}: expected at least one vector in the block, got none."
-        )
-    return leaves, bool(columns)
+    raise errors.ArgumentValueError(f"{what}: expected at least one vector in the block, got none.")
 
 
 def _all_like(leaves: list[Any], expected: list[Tensor], columns: Any) -> bool:

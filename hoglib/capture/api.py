@@ -22,7 +22,6 @@ from hoglib._core.torch_internals import apply, no_autocast
 from hoglib.capture import signature
 from hoglib.capture.capturing import (
     CAPTURING,
-    Captured,
     GraphEntry,
     Graphs,
     Place,
@@ -104,7 +103,7 @@ def compile(
     return Compiled(fn, backend=backend, dynamic=dynamic, check=check, name=name)
 
 
-class Compiled(Captured):
+class Compiled:
     """A function that runs as a graph, returned by :func:`compile`.
 
     Args:
@@ -193,7 +192,7 @@ class Compiled(Captured):
             if len(self._graphs.all()) >= MAX_GRAPHS:
                 self._warn_full(form, tensors)
                 return None
-            self._count_miss(form, tensors)
+            self._count_miss(form)
             checked: AbstractContextManager[None] = nullcontext()
             if self._precheck is not None:
                 args, kwargs = form.fill(tensors)
@@ -207,6 +206,21 @@ class Compiled(Captured):
                         self.on_tensors(form)(*tensors)
             self._graphs.by_signature.setdefault(form.key, []).append(entry)
         return entry, lifted
+
+    def on_tensors(self, form: CallSignature) -> Callable[..., Any]:
+        """The function of the tensors among the arguments of a call.
+
+        Args:
+            form: The call without its tensors.
+        Returns:
+            A function of tensors.
+        """
+
+        def run(*tensors: Tensor) -> Any:
+            args, kwargs = form.fill(list(tensors))
+            return self.fn(*args, **kwargs)
+
+        return run
 
     def pullback(self, entry: GraphEntry, form: CallSignature) -> "Compiled":
         """The backward of a graph, as a function that runs as a graph.
@@ -261,14 +275,14 @@ class Compiled(Captured):
                 return entry, lifted
         return None
 
-    def _count_miss(self, form: CallSignature, tensors: list[Tensor]) -> None:
+    def _count_miss(self, form: CallSignature) -> None:
         """Warns if calls of one signature are captured again and again."""
         known = self._graphs.by_signature.get(form.key)
         if not known:
             return
         self._graphs.misses = misses = self._graphs.misses + 1
         if misses == MISSES_TO_WARN:
-            reason = known[-1].explain_mismatch(self.fn, form, tensors)
+            reason = known[-1].reached.explain((self.fn, form.constants))
             warn(
                 f"{self.name} was captured again in each of the last {misses} calls, which takes "
                 f"seconds: {reason}. Keep it the same from call to call, or do not compile."
@@ -290,8 +304,7 @@ class Compiled(Captured):
 
     def __reduce__(self) -> Any:
         """A copy has graphs of its own."""
-        options = {name: getattr(self, name) for name in OPTIONS}
-        return partial(type(self), **options), (self.fn,)
+        return partial(type(self), **{name: getattr(self, name) for name in OPTIONS}), (self.fn,)
 
     def __repr__(self) -> str:
         return f"hoglib.compile({self.name}, backend={self.backend!r}), {count_graphs(self.signatures)}"
@@ -312,9 +325,8 @@ class GraphFunction(torch.autograd.Function):
         ctx.compiled, ctx.entry, ctx.form, ctx.count = compiled, entry, form, count
         ctx.lifted = lifted
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(
-            *[x for x, has in zip(outputs, entry.differentiable, strict=True) if not has]
-        )
+        pairs = zip(outputs, entry.differentiable, strict=True)
+        ctx.mark_non_differentiable(*[x for x, has in pairs if not has])
         return tuple(outputs)
 
     @staticmethod
@@ -587,10 +599,8 @@ class _Gradient:
                 grads = torch.autograd.grad(
                     value, variables, create_graph=self._create_graph, allow_unused=True
                 )
-            refs = [
-                *(InputRef(i, True) for i in range(len(given))),
-                *(InputRef(x, False) for x in variables[len(given) :]),
-            ]
+            refs = [InputRef(i, True) for i in range(len(given))]
+            refs += [InputRef(x, False) for x in variables[len(given) :]]
             found = [(g, of) for g, of in zip(grads, refs, strict=True) if g is not None]
             if found:
                 return value, [g for g, _ in found], [of for _, of in found]

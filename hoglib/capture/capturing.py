@@ -110,24 +110,6 @@ class GraphEntry:
             return None
         return lifted if self.holds(tensors) else None
 
-    def explain_mismatch(self, fn: Any, form: CallSignature, tensors: list[Tensor]) -> str:
-        """Why this is not the graph of a call of the same signature.
-
-        Args:
-            fn: The function.
-            form: A call without its tensors.
-            tensors: The tensors among its arguments.
-        Returns:
-            What differs, in words.
-        """
-        root = fn, form.constants
-        lifted = self.reached.resolve(root)
-        if lifted is None:
-            return self.reached.explain(root)
-        if shared_tensors(tensors, lifted) != self.shared:
-            return "other arguments are also reached by another path"
-        return "the assumptions on symbolic sizes do not hold"
-
     def graph_inputs(self, tensors: list[Tensor], lifted: list[Tensor]) -> list[Tensor]:
         """The inputs of the graph: each tensor once, those that are reached last.
 
@@ -213,35 +195,10 @@ def shared_tensors(tensors: list[Tensor], lifted: list[Tensor]) -> list[tuple[in
     return [(places[id(x)], j) for j, x in enumerate(lifted) if id(x) in places]
 
 
-class Captured:
-    """What is captured, with its options; see :func:`hoglib.compile`."""
-
-    fn: Callable[..., Any]
-    backend: Any
-    dynamic: bool
-    check: bool
-    name: str
-
-    def on_tensors(self, form: CallSignature) -> Callable[..., Any]:
-        """The function of the tensors among the arguments of a call.
-
-        Args:
-            form: The call without its tensors.
-        Returns:
-            A function of tensors.
-        """
-
-        def run(*tensors: Tensor) -> Any:
-            args, kwargs = form.fill(list(tensors))
-            return self.fn(*args, **kwargs)
-
-        return run
-
-
 def capture(
-    function: Captured, form: CallSignature, tensors: list[Tensor]
+    function: Any, form: CallSignature, tensors: list[Tensor]
 ) -> tuple[GraphEntry, list[Tensor]]:
-    """Traces, simplifies, compiles and checks the graph for a call.
+    """Traces, simplifies, compiles and checks the graph for a call of a `Compiled` function.
 
     Returns the graph, and the tensors that the function reaches besides its arguments.
     """
@@ -322,7 +279,7 @@ def _is_compiled(value: Any) -> bool:
 
 
 def _trace(
-    function: Captured, form: CallSignature, tensors: list[Tensor]
+    function: Any, form: CallSignature, tensors: list[Tensor]
 ) -> tuple[Traced, list[tuple[int, int]]]:
     """The graph, and which arguments the function also reaches by another path.
 
@@ -420,16 +377,12 @@ class Comparison:
     ) -> None:  # fmt: skip
         self._name, self._tolerance = name, tolerance
         self._cases: list[_Case] = []
-        perturbed = _perturbed(tensors)
-        given = [
-            x.clone() if x.is_inference() else as_leaf(x) if independent else x for x in tensors
-        ]
+        perturbed = _scaled(tensors, 0, _of_about_the_size)
+        own = [x.clone() if x.is_inference() else as_leaf(x) if independent else x for x in tensors]
         for i, _ in graph.shared:  # the function also reaches these by another path, so they stay
-            perturbed[i] = given[i] = tensors[i]
-        for where, values in (
-            (" at other values than those of the capture", perturbed),
-            ("", given),
-        ):
+            perturbed[i] = own[i] = tensors[i]
+        runs = {" at other values than those of the capture": perturbed, "": own}
+        for where, values in runs.items():
             state = random_state()
             try:
                 expected = [x.detach() for x in pytree.tensors(function(*values))]
@@ -481,7 +434,7 @@ class Comparison:
             return right
         try:
             for seed in range(DRAWS + 1):
-                at = _last_places_changed(inputs, seed) if seed else inputs
+                at = _scaled(inputs, seed, _of_last_places) if seed else inputs
                 with torch.no_grad():
                     reference: list[Tensor] = _InDouble(operations).run(*at)
                 found = execute(at)
@@ -513,10 +466,8 @@ def tolerance_of(graph: fx.GraphModule) -> float:
     """
     values = [node.meta.get("val") for node in graph.graph.nodes if node.op == "call_function"]
     dtypes = {x.dtype for x in pytree.tensors(values) if pytree.is_float(x)}
-    return max(
-        (TOLERANCES.get(x, HALF_PRECISION_TOLERANCE) for x in dtypes),
-        default=TOLERANCES[torch.float64],
-    )
+    found = [TOLERANCES.get(x, HALF_PRECISION_TOLERANCE) for x in dtypes]
+    return max(found, default=TOLERANCES[torch.float64])
 
 
 def _is_alike(a: Tensor, b: Tensor) -> bool:
@@ -539,9 +490,11 @@ def _difference(expected: Tensor, found: Tensor, scale: float, tolerance: float)
     return f"a difference of norm {distance:.1e} where the norm is {norm:.1e}"
 
 
-def _perturbed(tensors: list[Tensor]) -> list[Tensor]:
-    """Values of about the same size and sign, in the same layout, so that probabilities stay so."""
-    generator = torch.Generator("cpu").manual_seed(0)
+def _scaled(
+    tensors: list[Tensor], seed: int, factor: Callable[[Tensor, torch.Generator], Tensor]
+) -> list[Tensor]:
+    """The tensors, those of floating point times random factors, in the same layout."""
+    generator = torch.Generator("cpu").manual_seed(seed)
     found = []
     for x in tensors:
         if pytree.is_float(x) and x.numel():
@@ -551,12 +504,21 @@ def _perturbed(tensors: list[Tensor]) -> list[Tensor]:
             if x.is_neg() or x.is_conj():
                 plain = x.new_empty_strided(x.shape, x.stride()).copy_(plain)
             memory = plain.as_strided((span,), (1,))
-            factor = 1 - 0.1 * torch.rand(memory.shape, generator=generator, device="cpu")
-            changed = (memory * factor.to(device=x.device)).to(x.dtype)
-            found.append(changed.as_strided(x.shape, x.stride()).requires_grad_(x.requires_grad))
-        else:
-            found.append(x)
+            changed = (memory * factor(memory, generator).to(device=x.device)).to(x.dtype)
+            x = changed.as_strided(x.shape, x.stride()).requires_grad_(x.requires_grad)
+        found.append(x)
     return found
+
+
+def _of_about_the_size(x: Tensor, generator: torch.Generator) -> Tensor:
+    """Factors for values of about the same size and sign, so that probabilities stay so."""
+    return 1 - 0.1 * torch.rand(x.shape, generator=generator, device="cpu")
+
+
+def _of_last_places(x: Tensor, generator: torch.Generator) -> Tensor:
+    """Factors that move numbers by a unit in the last place, up or down."""
+    up = torch.randint(2, x.shape, generator=generator, device="cpu")
+    return 1 + torch.finfo(x.dtype).eps * (2 * up - 1).double()
 
 
 def _norm(tensors: list[Tensor]) -> float:
@@ -583,16 +545,3 @@ def _widened(value: Any) -> Any:
     if isinstance(value, torch.dtype):
         return _WIDER.get(value, value)
     return value.to(_WIDER[value.dtype]) if getattr(value, "dtype", None) in _WIDER else value
-
-
-def _last_places_changed(inputs: list[Tensor], seed: int) -> list[Tensor]:
-    """Inputs whose floating-point numbers are moved by a unit in the last place, up or down."""
-    generator = torch.Generator("cpu").manual_seed(seed)
-    found = []
-    for x in inputs:
-        if pytree.is_float(x):
-            up = torch.randint(2, x.shape, generator=generator, device="cpu").to(x.device)
-            factor = 1 + torch.finfo(x.dtype).eps * (2 * up - 1).double()
-            x = torch.empty_like(x).copy_((x * factor).to(x.dtype))  # in the same layout
-        found.append(x)
-    return found

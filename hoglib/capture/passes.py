@@ -4,12 +4,14 @@ Each pass changes a graph in place, or returns a new one, and computes the same 
 not recompile the code of the module, which takes as long as the pass.
 """
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
+from functools import partial
 from operator import getitem as _get
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._prims_common import suggest_memory_format
 from torch.fx.experimental.proxy_tensor import make_fx
 
 aten: Any = torch.ops.aten
@@ -58,15 +60,9 @@ def is_fresh(node: fx.Node) -> bool:
 
 def _has_no_dropout(node: fx.Node) -> bool:
     """Whether it is attention or a recurrent layer, which draw for dropout only, without dropout."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        return False
-    given = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | dict(
-        node.kwargs
-    )
+    arguments = node.target._schema.arguments  # type: ignore[union-attr]
+    given = {**dict(zip((a.name for a in arguments), node.args, strict=False)), **node.kwargs}
     rates = [given[name] for name in ("dropout_p", "dropout") if name in given]
-    if not rates and any(a.name in ("dropout_p", "dropout") for a in schema.arguments):
-        return True
     return bool(rates) and all(rate in (0, 0.0) for rate in rates)
 
 
@@ -93,10 +89,10 @@ def fake_value(node: Any) -> Tensor:
     return node.meta["val"]
 
 
-def new_node(graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: Any = None) -> fx.Node:
+def new_node(graph: fx.Graph, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
     """A new node at the insertion point of the graph, with the fake tensor of its output."""
-    node = graph.call_function(target, args, kwargs or {})
-    node.meta["val"] = target(*fx.map_arg(args, fake_value), **(kwargs or {}))
+    node = graph.call_function(target, args, kwargs)
+    node.meta["val"] = target(*fx.map_arg(args, fake_value), **kwargs)
     return node
 
 
@@ -170,9 +166,7 @@ def _frozen(value: Any) -> Hashable:
         return ("list", *map(_frozen, value))
     if isinstance(value, dict):
         return ("dict", *((key, _frozen(item)) for key, item in value.items()))
-    if isinstance(value, fx.Node):
-        return value
-    return type(value), repr(value)
+    return value if isinstance(value, fx.Node) else (type(value), repr(value))
 
 
 def _layout(node: Any) -> tuple[Any, ...] | None:
@@ -234,30 +228,34 @@ def expand_alpha_beta(module: fx.GraphModule) -> None:
     """
     graph = module.graph
     for node in list(graph.nodes):
-        if node.target in SUMS and node.kwargs:
+        if has_factors(node.target, node.kwargs):
             with graph.inserting_before(node):
-                x, y = node.args
-                y = _scale(graph, y, node.kwargs.get("alpha", 1))
-                replace_node(graph, node, new_node(graph, node.target, (x, y)))
-        elif node.target in PRODUCTS and node.kwargs:
-            with graph.inserting_before(node):
-                x, a, b = node.args
-                found = new_node(graph, PRODUCTS[node.target], (a, b))
-                found = _scale(graph, found, node.kwargs.get("alpha", 1))
-                beta = node.kwargs.get("beta", 1)
-                if beta != 0:  # beta = 0 ignores x, also its NaN and infinity
-                    found = new_node(graph, aten.add.Tensor, (_scale(graph, x, beta), found))
-                if writes_in_place(node):
-                    found = new_node(graph, aten.copy_.default, (x, found))
+                found = by_products(partial(new_node, graph), node.target, node.args, node.kwargs)
                 replace_node(graph, node, found)
 
 
-def _scale(graph: fx.Graph, value: Any, factor: Any) -> Any:
-    if isinstance(factor, int | float) and factor == 1:
-        return value
-    if not isinstance(value, fx.Node):
-        return value * factor
-    return new_node(graph, aten.mul.Tensor, (value, factor))
+def has_factors(operation: Any, kwargs: Any) -> bool:
+    """Whether it has the options alpha or beta."""
+    return bool(kwargs) and (operation in SUMS or operation in PRODUCTS)
+
+
+def by_products(call: Callable[..., Any], operation: Any, args: Any, kwargs: Any) -> Any:
+    """An operation without its options alpha and beta, by call(other, *args) of others."""
+
+    def scaled(value: Any, factor: Any) -> Any:
+        if isinstance(factor, int | float) and factor == 1:
+            return value
+        known = not isinstance(value, fx.Node | Tensor)
+        return value * factor if known else call(aten.mul.Tensor, value, factor)
+
+    alpha, beta = kwargs.get("alpha", 1), kwargs.get("beta", 1)
+    if operation in SUMS:
+        return call(operation, args[0], scaled(args[1], alpha))
+    x, a, b = args
+    found = scaled(call(PRODUCTS[operation], a, b), alpha)
+    if beta != 0:  # beta = 0 ignores x, also its NaN and infinity
+        found = call(aten.add.Tensor, scaled(x, beta), found)
+    return call(aten.copy_.default, x, found) if operation._schema.is_mutable else found
 
 
 def lay_out_concatenations(module: fx.GraphModule) -> None:
@@ -278,26 +276,16 @@ def lay_out_concatenations(module: fx.GraphModule) -> None:
         with graph.inserting_before(node):
             found = left[0]
             if len(left) > 1:
-                found = new_node(graph, aten.cat.default, (left, *node.args[1:]))
-            elif fake_value(found).dtype is not fake_value(node).dtype:
-                options = {"dtype": fake_value(node).dtype}
-                found = new_node(graph, aten._to_copy.default, (found,), options)
-            layout = {"memory_format": _memory_format(fake_value(node))}
-            replace_node(graph, node, new_node(graph, aten.clone.default, (found,), layout))
+                found = new_node(graph, aten.cat.default, left, *node.args[1:])
+            elif fake_value(found).dtype is not (dtype := fake_value(node).dtype):
+                found = new_node(graph, aten._to_copy.default, found, dtype=dtype)
+            layout = suggest_memory_format(fake_value(node))
+            copy = new_node(graph, aten.clone.default, found, memory_format=layout)
+            replace_node(graph, node, copy)
 
 
 def _is_empty(value: Tensor) -> bool:
     return any(isinstance(n, int) and n == 0 for n in value.shape)
-
-
-def _memory_format(value: Tensor) -> torch.memory_format:
-    """The layout of a dense tensor that torch made."""
-    if value.is_contiguous():
-        return torch.contiguous_format
-    for dims, layout in ((4, torch.channels_last), (5, torch.channels_last_3d)):
-        if value.dim() == dims and value.is_contiguous(memory_format=layout):
-            return layout
-    return torch.contiguous_format
 
 
 MAX_NODES = 5000  # of a graph; merging a larger one takes too long
@@ -330,11 +318,11 @@ def merge_sums(module: fx.GraphModule) -> None:
             left = [_transpose(graph, b) if turned else a for _, (a, b, turned) in pairs]
             right = [_transpose(graph, a) if turned else b for _, (a, b, turned) in pairs]
             factors = _concatenate(graph, left, 1), _concatenate(graph, right, 0)
-            found = new_node(graph, aten.mm.default, factors)
+            found = new_node(graph, aten.mm.default, *factors)
             for term, turned in terms:
                 if term not in known:
                     other = _transpose(graph, term) if turned else term
-                    found = new_node(graph, aten.add.Tensor, (found, other))
+                    found = new_node(graph, aten.add.Tensor, found, other)
         root.replace_all_uses_with(found)
         graph.eliminate_dead_code()
 
@@ -380,15 +368,15 @@ def _factors(term: tuple[Any, bool]) -> tuple[fx.Node, fx.Node, bool] | None:
 def _transpose(graph: fx.Graph, node: fx.Node) -> fx.Node:
     if node.target is aten.t.default:
         return node.args[0]  # type: ignore[return-value]
-    return new_node(graph, aten.t.default, (node,))
+    return new_node(graph, aten.t.default, node)
 
 
 def _concatenate(graph: fx.Graph, parts: list[fx.Node], dim: int) -> fx.Node:
     """The parts concatenated; if all are transposes, the transpose of the concatenated originals."""
     if all(part.target is aten.t.default for part in parts):
         originals: Any = [part.args[0] for part in parts]
-        return new_node(graph, aten.t.default, (_concatenate(graph, originals, 1 - dim),))
-    return new_node(graph, aten.cat.default, (parts, dim))
+        return new_node(graph, aten.t.default, _concatenate(graph, originals, 1 - dim))
+    return new_node(graph, aten.cat.default, parts, dim)
 
 
 def specialize_convolutions(module: fx.GraphModule) -> None:
@@ -429,13 +417,13 @@ def _use_weight_gradient(graph: fx.Graph, node: fx.Node) -> None:
         return
     weight = (found[1], found[0], *found[2:])
     with graph.inserting_before(node):
-        shape = new_node(graph, aten.new_empty.default, (g, weight))
+        shape = new_node(graph, aten.new_empty.default, g, weight)
         none = [0] * len(sizes)  # it is not transposed; torch gives it the padding of one that is
-        gradients: tuple[Any, ...] = (
-            g, x, shape, [0], dilation, padding, stride, False, none, 1, [False, True, False],
+        both = new_node(
+            graph, aten.convolution_backward.default, g, x, shape, [0], dilation, padding, stride,
+            False, none, 1, [False, True, False],
         )  # fmt: skip
-        both = new_node(graph, aten.convolution_backward.default, gradients)
-        by_weight = new_node(graph, _get, (both, 1))
+        by_weight = new_node(graph, _get, both, 1)
     for user in list(node.users):
         replace_node(graph, user, by_weight)
     graph.erase_node(node)

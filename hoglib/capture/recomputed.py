@@ -262,7 +262,6 @@ class _Reader:
         own = {name: value for name, value in fields.items() if name not in _OF_MODULES}
         hooks = [tuple(fields[name].values()) for name in _HOOKS if fields.get(name)]
         state = tuple((name, self.key(x)) for name, x in _state_of(module).items())
-        children = tuple(
-            (n, None if m is None else self.key(m)) for n, m in module._modules.items()
-        )
+        parts = module._modules.items()
+        children = tuple((name, None if x is None else self.key(x)) for name, x in parts)
         return type(module), module.training, state, children, self.key(own), self.key(hooks)

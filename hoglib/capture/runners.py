@@ -27,7 +27,6 @@ from hoglib._core.source_location import warn
 from hoglib.capture.passes import VIEWS, copied, optimized, takes_lists
 from hoglib.errors import ArgumentTypeError
 
-Runnable = Callable[..., Any]
 # To compile a graph on one core, and for each operation in it, views not counted.
 SECONDS, SECONDS_PER_OPERATION = 1.3, 0.02
 LONG = 10  # seconds of compilation that are announced
@@ -36,7 +35,7 @@ LONG = 10  # seconds of compilation that are announced
 class Runner(NamedTuple):
     """What runs a graph."""
 
-    run: Runnable
+    run: Callable[..., Any]
     seconds: float
     source: str  # "compiled" or "cache"
 
@@ -78,7 +77,6 @@ def make_runner(
     return found, "inductor"
 
 
-_TORCH_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 _MISSING_COMPILER = ("InvalidCxxCompiler", "CppCompileError", "TritonMissing")
 _COMPILING = threading.RLock()
 
@@ -173,7 +171,7 @@ def _torch_cache() -> Iterator[None]:
         with fresh_cache():
             yield
         return
-    with replaced([(os.environ, _TORCH_CACHE, str(directory))]):
+    with replaced([(os.environ, "TORCHINDUCTOR_CACHE_DIR", str(directory))]):
         yield
 
 

@@ -191,11 +191,10 @@ class Guards:
         for holder, step, held in edges:
             if held in needed and holder in needed:
                 value = walk.objects[held]
-                requirement = (
-                    (AGREES, None) if held in numbers else _requirement(value, held in ran)
-                )
+                met = held in numbers
+                required = (AGREES, None) if met else _requirement(value, held in ran)
                 number = numbers.setdefault(held, len(numbers))
-                self._steps.append((numbers[holder], step, number, *requirement))
+                self._steps.append((numbers[holder], step, number, *required))
         self._facts = [(numbers[holder], step, value) for holder, step, value in facts]
         self._count = len(numbers)
         self._start: list[Any] = [None] * self._count  # to be filled; behind it the constants
@@ -245,7 +244,10 @@ class Guards:
             return str(change)
         except _GONE as error:
             return f"something that it reached is gone ({type(error).__name__}: {error})"
-        return "a tensor that it reaches has another shape, dtype, layout or requires_grad"
+        return (
+            "a tensor that it reaches has another shape, dtype, layout or requires_grad, or is another "
+            "argument too"
+        )
 
     def _follow(self, root: Any) -> list[Any]:
         """The objects on all paths; raises where a guard fails."""

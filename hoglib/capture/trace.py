@@ -154,10 +154,8 @@ def _named_arguments(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, A
     schema = func._schema.arguments
     if func in _NORMS and not args[5]:  # in eval mode nothing is written
         return
-    pairs = [
-        *zip(schema, args, strict=False),
-        *((a, kwargs[a.name]) for a in schema if a.name in kwargs),
-    ]
+    pairs = [*zip(schema, args, strict=False)]
+    pairs += [(a, kwargs[a.name]) for a in schema if a.name in kwargs]
     for argument, value in pairs:
         for one in value if isinstance(value, list | tuple) else (value,):
             yield argument, one

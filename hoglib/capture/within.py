@@ -11,7 +11,7 @@ code, which no compiler has to read, runs once, on tensors without values: it ma
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from operator import index
+from operator import call, index
 from types import NoneType
 from typing import Any, final
 
@@ -23,7 +23,7 @@ from hoglib._core import pytree, torch_internals
 from hoglib._core.ambient import inside
 from hoglib._core.source_location import user_line
 from hoglib._core.torch_internals import constant_transforms_active
-from hoglib.capture.passes import PRODUCTS, SUMS
+from hoglib.capture.passes import by_products, has_factors
 from hoglib.errors import UnsupportedError
 from hoglib.functional import BY_ID, FunctionalLoss
 
@@ -166,15 +166,9 @@ class WithoutFactors(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if not kwargs or (func not in SUMS and func not in PRODUCTS):
-            return func(*args, **kwargs)
-        alpha, beta = kwargs.get("alpha", 1), kwargs.get("beta", 1)
-        if func in SUMS:
-            return func(args[0], args[1] * alpha)
-        found = PRODUCTS[func](*args[1:]) * alpha
-        found = found if beta == 0 else args[0] * beta + found
-        return args[0].copy_(found) if func._schema.is_mutable else found
+        if has_factors(func, kwargs):
+            return by_products(call, func, args, kwargs)
+        return func(*args, **(kwargs or {}))
 
 
 def parts_of(
@@ -207,10 +201,8 @@ def parts_of(
         for node in nodes[nodes.index(marks[0]) : nodes.index(marks[1])]:
             run.env[node] = run.run_node(node)
     calls = zip(marks[1::2], marks[2::2], strict=True)
-    return tensors, [
-        Part(caller, run, begin, nodes[nodes.index(begin) + 1 : nodes.index(end)], end)
-        for begin, end in calls
-    ]
+    places = ((begin, slice(nodes.index(begin) + 1, nodes.index(end)), end) for begin, end in calls)
+    return tensors, [Part(caller, run, begin, nodes[at], end) for begin, at, end in places]
 
 
 @final
@@ -262,5 +254,4 @@ class TracedLoss:
         return self._outputs(params)
 
     def criterion(self, outputs: Any, batch: Any) -> Tensor:
-        value: Tensor = self._criterion(outputs)
-        return value
+        return self._criterion(outputs)

@@ -49,8 +49,7 @@ def verify(
     Exit status: 0 everything is right, 1 something is wrong, 2 something could not be run.
     """
     options: dict[str, Any] = {"orders": orders, "modes": modes}
-    switches = {"surrogate": surrogate, "full": full}
-    options |= {name: True for name, on in switches.items() if on}
+    options |= {name: True for name, on in {"surrogate": surrogate, "full": full}.items() if on}
     with stdout_for(json):
         targets, without_samples = functions(target, inputs)
         make = partial(_verifications, target, tuple(inputs), reference, options)
@@ -247,8 +246,7 @@ def op_rows() -> list[tuple[str, str, str]]:
 
 def _of_docstring(text: str) -> tuple[str, str]:
     body = text.split("\nArgs:")[0]
-    equation = re.search(r"^    (.+)$", body, re.MULTILINE)
-    assert equation is not None
+    equation: Any = re.search(r"^    (.+)$", body, re.MULTILINE)
     words = " ".join(body.split()).lower()
     orders = next((cell for said, cell in _ORDERS.items() if said in words), "first")
     return re.sub(r",? {2,}", "; ", equation[1].strip()), orders

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import Connection, wait
 from threading import Thread
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -160,8 +160,7 @@ def _run(to: Connection, make: Callable[[], Targets], seed: int, start: int) -> 
 
 def _end_with_parent() -> None:
     """What does not return would go on when the command is killed, which cannot end it then."""
-    parent = parent_process()
-    assert parent is not None
+    parent: Any = parent_process()
     wait([parent.sentinel])
     _kill_group(0)
     os._exit(1)

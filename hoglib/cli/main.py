@@ -74,10 +74,8 @@ def _parser() -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(dest="command", required=True)
 
     def command(name: str, summary: str) -> argparse.ArgumentParser:
-        description = getdoc(getattr(commands, name))
-        return subparsers.add_parser(
-            name, help=summary, description=description, formatter_class=raw
-        )
+        text = getdoc(getattr(commands, name))
+        return subparsers.add_parser(name, help=summary, description=text, formatter_class=raw)
 
     verify = command("verify", "verify the derivatives of custom Functions")
     add = verify.add_argument

@@ -154,9 +154,7 @@ def module_of_file(path: str) -> ModuleType:
     def load() -> ModuleType:
         if len(parts) > 1:
             return importlib.import_module(name)
-        spec = importlib.util.spec_from_file_location(name, file)
-        assert spec is not None
-        assert spec.loader is not None
+        spec: Any = importlib.util.spec_from_file_location(name, file)
         module = sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         return module

@@ -16,6 +16,7 @@ from hoglib._core.torch_modes import only_plain_operations
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from hoglib.ops import _attention_blocks as blocks
 from hoglib.ops._function import Batch, Saved, apply_function, by_name, make_function, sum_terms
+from hoglib.ops._products import cast_for_product
 from hoglib.ops._stand_in import NO_DOUBLE_BACKWARD, stands_in_for
 
 
@@ -80,20 +81,14 @@ def scaled_dot_product_attention(
         (tensor([[0.7311]]), tensor([[-0.0909]]))
     """
     _check_options(attn_mask, dropout_p, is_causal, scale)
-    for name, x in ("query", query), ("key", key), ("value", value):
-        validation.real(name, x)
-    if autocast_on(query.device.type):  # which casts what is not double
-        lower = torch.get_autocast_dtype(query.device.type)
-        query, key, value = (
-            x if x.dtype == torch.float64 else x.to(lower) for x in (query, key, value)
-        )
-        if attn_mask is not None and is_half(attn_mask):
-            attn_mask = attn_mask.float()
+    _check_shapes(query, key, value, attn_mask, enable_gqa)
+    query, key, value = cast_for_product(query, key, value)
+    if attn_mask is not None and autocast_on(query.device.type) and is_half(attn_mask):
+        attn_mask = attn_mask.float()
     if not query.dtype == key.dtype == value.dtype:
         raise ArgumentTypeError(
             f"query, key, value: expected one dtype, got {query.dtype}, {key.dtype} and {value.dtype}."
         )
-    _check_shapes(query, key, value, attn_mask, enable_gqa)
     if attn_mask is not None:
         _check_mask_dtype(attn_mask, query)
     dtype = query.dtype
@@ -154,8 +149,6 @@ def attention_dropout_mask(
         (torch.Size([1000, 1000]), True)
     """
     _check_options(attn_mask, dropout_p)
-    for name, x in ("query", query), ("key", key), ("value", value):
-        validation.real(name, x)
     _check_shapes(query, key, value, attn_mask, enable_gqa)
     if _is_short(query, key, value):
         own = _repeat_heads(key, query) if enable_gqa else key
@@ -166,9 +159,8 @@ def attention_dropout_mask(
     form = _Form.of(query, key, value, attn_mask, dropout_p, enable_gqa)
     count, heads, length, _ = form.inputs.q.shape
     if form.inputs.keys is None:
-        return form.result(
-            torch.ones(count, heads, length, key.shape[-2], dtype=torch.bool, device=key.device)
-        )
+        shape = count, heads, length, key.shape[-2]
+        return form.result(torch.ones(shape, dtype=torch.bool, device=key.device))
     rows = torch.arange(heads * length, device=key.device)
     kept = blocks.kept_by_dropout(form.inputs.keys, rows, key.shape[-2], dropout_p)
     return form.result(kept.unflatten(1, (heads, length)))
@@ -194,6 +186,8 @@ def _check_shapes(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, enable_gqa: bool
 ) -> None:
     """Raise for tensors that do not belong together: blocks and torch's kernels would not notice."""
+    for name, x in ("query", query), ("key", key), ("value", value):
+        validation.real(name, x)
     named = {"query": query, "key": key, "value": value, "attn_mask": mask}
     present = {name: x for name, x in named.items() if x is not None}
     fewest = 3 if enable_gqa else 2
@@ -438,10 +432,8 @@ def _values_backward(saved: Saved, g: Tensor, _: Any) -> blocks.Parts:
 
 def _values_jvp(saved: Saved, *tangents: Any) -> tuple[Tensor, Tensor]:
     *tensors, plan = saved.inputs
-    logsumexp = saved.outputs[1]
-    assert logsumexp is not None
     y = apply_function(_TANGENTS, None, *tensors, *tangents[:4], plan)
-    return y, torch.zeros_like(logsumexp)
+    return y, torch.zeros_like(saved.outputs[1])
 
 
 def _curvature_by(needs: str, *given: Any) -> blocks.Parts:
@@ -454,7 +446,7 @@ def _curvature_by(needs: str, *given: Any) -> blocks.Parts:
 def _curvature_backward(saved: Saved, *grads: Tensor | None) -> blocks.Parts:
     *tensors, plan = saved.inputs
     cotangents = by_name(blocks.KINDS, (*plan.needs, "y"), grads)
-    found = list(blocks.curvature_vjp(*tensors, *cotangents, plan))
+    found = list(blocks.derivative_of_curvature("vjp", *tensors, *cotangents, plan))
     found.insert(4, None)  # the keys of dropout
     pairs = zip(found, saved.needs_input_grad, strict=False)
     return [*(x if need else None for x, need in pairs), None]
@@ -462,7 +454,8 @@ def _curvature_backward(saved: Saved, *grads: Tensor | None) -> blocks.Parts:
 
 def _curvature_jvp(saved: Saved, *tangents: Any) -> tuple[Tensor, ...]:
     *tensors, plan = saved.inputs
-    found = blocks.curvature_jvp(*tensors, *tangents[:4], *tangents[5:10], plan)
+    along = *tangents[:4], *tangents[5:10]
+    found = blocks.derivative_of_curvature("jvp", *tensors, *along, plan)
     return tuple(x for x in found if x is not None)
 
 
@@ -482,9 +475,7 @@ def _gradients_jvp(saved: Saved, *tangents: Any) -> Any:
     if dg is not None:
         found.append(_gradients_by(plan.needs, *tensors, dg, y, logsumexp, plan))
     if not found:
-        return tuple(
-            torch.zeros(shape, dtype=g.dtype, device=g.device) for shape in saved.output_shapes
-        )
+        return tuple(map(g.new_zeros, saved.output_shapes))
     parts = zip(*found, strict=True)
     return tuple(sum_terms([x for x in of if x is not None]) for of in parts if of[0] is not None)
 
@@ -533,8 +524,7 @@ _MASKS = {5: (3,), 8: (3,), 9: (3, 8), 10: (3, 9)}
 
 def _make_map(which: str, count: int, backward: Any, jvp: Any, **kept: Any) -> Any:
     name = "ScaledDotProductAttention" + ("" if which == "values" else which.capitalize())
-    options: dict[str, Any] = {"forward": partial(_run, which), "vmap": _fold, **kept}
-    return make_function(name, count, backward=backward, jvp=jvp, **options)
+    return make_function(name, count, partial(_run, which), backward, jvp, vmap=_fold, **kept)
 
 
 _VALUES = _make_map("values", 6, _values_backward, _values_jvp, keep_outputs=(0, 1))

@@ -169,8 +169,7 @@ class _Place(NamedTuple):
         """The parts of a vector, of the kinds KINDS and NAMES, or the first of them."""
         of_mask = partial(self.of_mask, plan=plan)
         of: list[Callable[[Any], Any]] = [self.of_rows, self.of_keys, self.of_keys, of_mask]
-        takes = [*of, self.of_rows, *of]
-        return [take(x) for take, x in zip(takes, parts, strict=False)]
+        return [take(x) for take, x in zip([*of, self.of_rows, *of], parts, strict=False)]
 
     def add_to_mask(
         self, total: list[Tensor], term: Tensor, mask: Any, plan: Plan, recorded: bool
@@ -287,11 +286,8 @@ def _curvature_of(x: _Block, g: Tensor, along: Parts) -> Parts:
     tangent = _tangent_with(x, weights, change, factors, along)
     by_v = None
     if "v" in needs:
-        by_v = (
-            torch.zeros_like(x.v)
-            if change is None
-            else _transposed_product(_drop(change, factors), g)
-        )
+        kept = None if change is None else _drop(change, factors)
+        by_v = torch.zeros_like(x.v) if kept is None else _transposed_product(kept, g)
     if needs in ("", "v"):
         return None, None, by_v, None, tangent
     c = _centred(weights, _drop(_product(g, x.v.transpose(1, 2)), factors))
@@ -311,7 +307,7 @@ def _curvature_of(x: _Block, g: Tensor, along: Parts) -> Parts:
 
 def _over_blocks(
     inputs: Inputs, plan: Plan, kinds: str, run: Callable[..., Parts], *others: Parts | Tensor
-) -> list[Tensor | None]:
+) -> list[Any]:
     """run(block, *others of the block) of all blocks: put together by rows (kinds q and y), summed by
     keys (k and v), or summed over the mask (m)."""
     recorded = is_recorded(inputs, others)
@@ -381,8 +377,7 @@ def _derivative_of_curvature(which: str, x: _Block, g: Tensor, along: Parts, giv
     outputs, pull, *_ = torch.func.vjp(curvature, *primals)
     if which == "jvp":  # by the vjp of the vjp, which is linear: torch nests no forward mode here
         _, turn, *_ = torch.func.vjp(pull, list(outputs))
-        tangents = _or_zeros([given[i] for i in known], primals)
-        (found,) = turn(tangents)
+        (found,) = turn(_or_zeros([given[i] for i in known], primals))
         return by_name(KINDS, kinds, found)
     arrived = [c for kind, c in zip(KINDS, given, strict=True) if kind in kinds]
     gradients = dict(zip(known, pull(list(_or_zeros(arrived, outputs))), strict=True))
@@ -390,9 +385,9 @@ def _derivative_of_curvature(which: str, x: _Block, g: Tensor, along: Parts, giv
 
 
 def _or_zeros(parts: Parts, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    pairs = zip(parts, like, strict=True)
     return tuple(
-        torch.zeros_like(y) if x is None else x.expand_as(y).contiguous()
-        for x, y in zip(parts, like, strict=True)
+        torch.zeros_like(y) if x is None else x.expand_as(y).contiguous() for x, y in pairs
     )
 
 
@@ -406,7 +401,6 @@ def compute_values(*given: Any) -> tuple[Tensor, Tensor]:
     if plan.fused and not is_recorded(inputs):
         return _fused_values(inputs, plan)
     (y,) = _over_blocks(inputs, plan, "y", _values_of)
-    assert y is not None
     return y, y.new_empty(len(y), 0)
 
 
@@ -423,9 +417,7 @@ def compute_gradients(*given: Any) -> Parts:
 def compute_tangents(*given: Any) -> Tensor:
     """Y'"""
     *tensors, dq, dk, dv, dm, plan = given
-    (y,) = _over_blocks(Inputs(*tensors), plan, "y", _tangents_of, (dq, dk, dv, dm))
-    assert y is not None
-    return y
+    return _over_blocks(Inputs(*tensors), plan, "y", _tangents_of, (dq, dk, dv, dm))[0]
 
 
 def compute_curvature(*given: Any) -> Parts:
@@ -434,20 +426,13 @@ def compute_curvature(*given: Any) -> Parts:
     return _over_blocks(Inputs(*tensors), plan, KINDS, _curvature_of, g, (dq, dk, dv, dm))
 
 
-def curvature_vjp(*given: Any) -> Parts:
-    """The gradients of <C, curvature> by Q, K, V, B, G and the vector."""
-    (*tensors, g, dq, dk, dv, dm), cotangents, plan = given[:10], given[10:15], given[15]
-    run = partial(_derivative_of_curvature, "vjp")
-    others = g, (dq, dk, dv, dm), cotangents
-    return _over_blocks(Inputs(*tensors), plan, KINDS + NAMES, run, *others)
-
-
-def curvature_jvp(*given: Any) -> Parts:
-    """The curvature along Q', K', V', B', G' and another vector."""
-    (*tensors, g, dq, dk, dv, dm), tangents, plan = given[:10], given[10:19], given[19]
-    run = partial(_derivative_of_curvature, "jvp")
-    others = g, (dq, dk, dv, dm), tangents
-    return _over_blocks(Inputs(*tensors), plan, KINDS, run, *others)
+def derivative_of_curvature(which: str, *given: Any) -> Parts:
+    """vjp: the gradients of <C, curvature> by Q, K, V, B, G and the vector; jvp: the curvature along
+    Q', K', V', B', G' and another vector."""
+    (*tensors, g, dq, dk, dv, dm), along, plan = given[:10], given[10:-1], given[-1]
+    kinds = KINDS + NAMES if which == "vjp" else KINDS
+    run = partial(_derivative_of_curvature, which)
+    return _over_blocks(Inputs(*tensors), plan, kinds, run, g, (dq, dk, dv, dm), along)
 
 
 def _fused_rows(inputs: Inputs, plan: Plan) -> Iterator[tuple[slice, slice, Tensor | None]]:

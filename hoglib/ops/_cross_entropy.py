@@ -278,7 +278,7 @@ def row_losses(rows: Rows) -> Tensor:
         dtype = torch.get_autocast_dtype(h.device.type)
         rows = rows._replace(h=h.to(dtype), W=W.to(dtype), b=None if b is None else b.to(dtype))
     with without_autocast(h):
-        return apply_function(_LOSSES, _reference, *rows)
+        return apply_function(_LOSSES, lambda *given: _formula(Rows(*given)), *rows)
 
 
 def row_gradients(rows: Rows, g: Tensor, needs: str) -> Gradients:
@@ -336,10 +336,6 @@ def row_chunks(rows: Rows, *others: Tensor | None) -> Iterator[tuple[Any, ...]]:
         own = torch_internals.fresh_copy(h[part]) if len(h) > size else h
         t, *rest = (None if x is None else x[part] for x in (targets, *others))
         yield rows._replace(h=own, targets=t), *rest
-
-
-def _reference(*given: Any) -> Tensor:
-    return _formula(Rows(*given))
 
 
 def _logits(rows: Rows) -> Tensor:
@@ -555,13 +551,9 @@ def _check_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 
 
 _SOFTMAX = make_function(
-    "SoftmaxCrossEntropy", 4, forward=_softmax_forward, backward=_softmax_backward, jvp=_softmax_jvp
+    "SoftmaxCrossEntropy", 4, _softmax_forward, _softmax_backward, _softmax_jvp
 )
-_LOSSES = make_function("LinearCrossEntropy", 6, forward=_forward, backward=_backward, jvp=_jvp)
+_LOSSES = make_function("LinearCrossEntropy", 6, _forward, _backward, _jvp)
 _GRADIENTS = make_function(
-    "LinearCrossEntropyGradients",
-    8,
-    forward=_gradients,
-    backward=_gradients_backward,
-    jvp=_gradients_jvp,
+    "LinearCrossEntropyGradients", 8, _gradients, _gradients_backward, _gradients_jvp
 )

@@ -95,9 +95,8 @@ def define(
 
     def backward(saved: Saved, grad: Tensor) -> list[Tensor | None]:
         grads: list[Tensor | None] = [None] * count
-        for i, (shape, dtype) in enumerate(
-            zip(saved.input_shapes, saved.input_dtypes, strict=True)
-        ):
+        like = zip(saved.input_shapes, saved.input_dtypes, strict=True)
+        for i, (shape, dtype) in enumerate(like):
             if saved.needs_input_grad[i] and shape is not None and dtype is not None:
                 share = _multiply(grad, conj(derivative(i, saved)))
                 share = share.real if share.is_complex() and not dtype.is_complex else share
@@ -113,9 +112,9 @@ def define(
     function = make_function(
         name,
         count,
-        forward=own_forward,
-        backward=backward,
-        jvp=jvp,
+        own_forward,
+        backward,
+        jvp,
         vmap=vmap_by_broadcasting,
         keep_inputs=range(count) if keep in ("both", "inputs") else (),
         keep_outputs=(0,) if keep in ("both", "output") else (),
@@ -177,6 +176,4 @@ def _multiply(factor: Tensor, partial: Any) -> Tensor:
     """factor times a partial, which is a tensor, a number or a mask."""
     if not isinstance(partial, Tensor):
         return factor if partial == 1 else factor * partial
-    if partial.dtype == torch.bool:
-        return torch.where(partial, factor, 0)
-    return factor * partial
+    return torch.where(partial, factor, 0) if partial.dtype == torch.bool else factor * partial

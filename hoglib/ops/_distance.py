@@ -316,7 +316,6 @@ def _norm_forward(x: Tensor, dims: tuple[int, ...], _: Any) -> Tensor:
 
 def _norm_backward(saved: Saved, grad: Tensor) -> list[Tensor | None]:
     (x, dims, directions), (n,) = saved.inputs, saved.outputs
-    assert n is not None
     along = directions.take()
     if along is not None and torch_internals.forward_mode_active():
         # of forward over reverse, known before what is made of the norm
@@ -327,7 +326,6 @@ def _norm_backward(saved: Saved, grad: Tensor) -> list[Tensor | None]:
 
 def _norm_jvp(saved: Saved, tangent: Tensor, *_: Any) -> Tensor:
     (x, dims, directions), (n,) = saved.inputs, saved.outputs
-    assert n is not None
     if not directions.nested:  # a first derivative
         return (_unit(x, n) * tangent).sum(dims, keepdim=True)
     directions.tangent = _leaving(tangent, n != 0, dims)
@@ -377,17 +375,16 @@ def _gradient_jvp(saved: Saved, tg: Any, tx: Any, tn: Any, *_: Any) -> Tensor:
 
 
 _NORM = make_function(
-    "Norm", 3, forward=_norm_forward, backward=_norm_backward, jvp=_norm_jvp, vmap=in_front,
-    keep_inputs=(0,), keep_outputs=(0,),
+    "Norm", 3, _norm_forward, _norm_backward, _norm_jvp, vmap=in_front, keep_inputs=(0,),
+    keep_outputs=(0,),
 )  # fmt: skip
 _TANGENT = make_function(
-    "NormTangent", 5, forward=lambda found, *_: found.clone(), backward=_tangent_backward,
-    jvp=lambda saved, tangent, *_: tangent, vmap=in_front,
+    "NormTangent", 5, lambda found, *_: found.clone(), _tangent_backward,
+    lambda saved, tangent, *_: tangent, vmap=in_front,
 )  # fmt: skip
 _NORM_GRADIENT = make_function(
-    "NormGradient", 5, forward=_gradient_forward, backward=_gradient_backward,
-    jvp=_gradient_jvp, vmap=in_front,
-)  # fmt: skip
+    "NormGradient", 5, _gradient_forward, _gradient_backward, _gradient_jvp, vmap=in_front
+)
 
 
 def _norm_over(input: Tensor, dim: Any, keepdim: bool) -> Tensor:
@@ -414,20 +411,17 @@ def _two_norm(original: Callable[..., Any]) -> Callable[..., Any]:
     """torch's function of a norm, with that of Euclid from here."""
     names = ("ord", "dim", "keepdim") if "linalg" in repr(original) else ("p", "dim", "keepdim")
     order = None if original is torch.linalg.norm else 2
+    usual = dict(zip(names, (order, None, False), strict=True))
 
     @wraps(original)
     def norm(input: Tensor, *args: Any, **kw: Any) -> Any:
-        given = dict(zip(names, args, strict=False)) | kw
-        ord, dim, keepdim = (
-            given.pop(k, v) for k, v in zip(names, (order, None, False), strict=True)
-        )
+        given = usual | dict(zip(names, args, strict=False)) | kw
+        ord, dim, keepdim = map(given.pop, names)
         vectors = order == 2 or isinstance(dim, int) or (dim is None and input.dim() == 1)
         if ord == "nuc" or (ord == 2 and not vectors):
             return matrix_norm(input, ord, dim or (-2, -1), keepdim, **given)
         y = original(input, *args, **kw)
-        if _is_smooth(y):
-            return y
-        if len(args) > 3 or not _is_plain(input, given):
+        if _is_smooth(y) or len(args) > 3 or not _is_plain(input, given):
             return y
         return _norm_over(input, dim, keepdim) if ord in (None, 2, "fro") else y
 
@@ -475,9 +469,8 @@ def std(input: Tensor, dim: Any = None, *args: Any, keepdim: bool = False, **kw:
     if args or not _is_plain(input, {}) or _is_smooth(y):
         return y
     dims = tuple(range(input.dim())) if dim is None else (dim,) if isinstance(dim, int) else dim
-    count = prod(input.shape[d] for d in dims) - (
-        kw.get("correction", 1) if kw.get("unbiased", True) else 0
-    )
+    correction = kw.get("correction", 1) if kw.get("unbiased", True) else 0
+    count = prod(input.shape[d] for d in dims) - correction
     return _norm_over(input - input.mean(dims, keepdim=True), dims, keepdim) / max(count, 0) ** 0.5
 
 

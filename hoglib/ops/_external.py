@@ -10,6 +10,7 @@ a tracer computes with the example inputs, and its numbers become constants of t
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -139,9 +140,8 @@ def _make_chain_link(chain: _Chain, count: int) -> type[torch.autograd.Function]
         arrived = [(index, g) for index, g in zip(which, grads, strict=True) if g is not None]
         result: list[Tensor | None] = [None] * (count + 1)
         chain.check_order(len(which[0]) + 1)
-        slopes = iter(
-            chain.evaluate([(*index, i) for i in needed for index, _ in arrived], *inputs)
-        )
+        partials = [(*index, i) for i in needed for index, _ in arrived]
+        slopes = iter(chain.evaluate(partials, *inputs))
         for i in needed:
             result[i + 1] = sum_terms(g * conj(next(slopes)) for _, g in arrived)
         return result
@@ -157,9 +157,7 @@ def _make_chain_link(chain: _Chain, count: int) -> type[torch.autograd.Function]
         outputs = batch.function.apply(which, *_batch_first(batch.size, batch.in_dims[1:], inputs))
         return outputs, (0,) * len(outputs)
 
-    return make_function(
-        f"External_{chain.name}", count + 1, forward=forward, backward=backward, jvp=jvp, vmap=vmap
-    )
+    return make_function(f"External_{chain.name}", count + 1, forward, backward, jvp, vmap=vmap)
 
 
 _CHAINS: list[_Chain] = []
@@ -280,12 +278,8 @@ def _broadcast_inputs(name: str, inputs: tuple[Any, ...]) -> list[Tensor]:
     dtype = tensors[0].dtype
     for tensor in tensors[1:]:
         dtype = torch.promote_types(dtype, tensor.dtype)
-    every = [
-        value.to(dtype)
-        if isinstance(value, Tensor)
-        else torch.tensor(value, dtype=dtype, device=tensors[0].device)
-        for value in inputs
-    ]
+    make = partial(torch.tensor, dtype=dtype, device=tensors[0].device)
+    every = [value.to(dtype) if isinstance(value, Tensor) else make(value) for value in inputs]
     return list(torch.broadcast_tensors(*every))
 
 

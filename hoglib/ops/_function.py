@@ -25,8 +25,8 @@ class Saved(NamedTuple):
     """What backward and jvp may read."""
 
     inputs: tuple[Any, ...]  # as given to forward; None for a tensor that was not kept
-    outputs: tuple[Tensor | None, ...]  # None for an output that was not kept
-    input_shapes: tuple[torch.Size | None, ...]  # None for an input that is not a tensor
+    outputs: tuple[Any, ...]  # None for an output that was not kept
+    input_shapes: tuple[Any, ...]  # None for an input that is not a tensor
     output_shapes: tuple[torch.Size, ...]
     input_dtypes: tuple[torch.dtype | None, ...]
     output_dtypes: tuple[torch.dtype, ...]
@@ -35,9 +35,8 @@ class Saved(NamedTuple):
     def needed(self, names: str, first: int = 0) -> str:
         """Of the names of the inputs from `first` on, those of floating point that need a gradient."""
         flags = zip(names, self.needs_input_grad[first:], self.input_dtypes[first:], strict=False)
-        return "".join(
-            name for name, needs, dtype in flags if needs and dtype and dtype.is_floating_point
-        )
+        needed = (n for n, needs, dtype in flags if needs and dtype and dtype.is_floating_point)
+        return "".join(needed)
 
 
 class Batch(NamedTuple):
@@ -60,10 +59,10 @@ def batch_to_front(tensor: Tensor, dim: int | None, batch_size: int) -> Tensor:
 def make_function(
     name: str,
     num_inputs: int,
-    *,
     forward: Callable[..., Any],
     backward: Callable[..., Sequence[Tensor | None]],
     jvp: Callable[..., Any],
+    *,
     vmap: Callable[..., Any] | None = None,
     keep_inputs: Sequence[int] | None = None,
     keep_outputs: Sequence[int] = (),
@@ -132,25 +131,18 @@ def make_function(
         "__doc__": forward.__doc__,
     }
     if vmap is not None:
-        rule = vmap
-
-        def run_vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
-            return rule(Batch(function, info.batch_size, in_dims), *inputs)
-
-        members["vmap"] = staticmethod(run_vmap)
+        members["vmap"] = lambda info, in_dims, *inputs: vmap(
+            Batch(function, info.batch_size, in_dims), *inputs
+        )
     function = cast(type[torch.autograd.Function], type(name, (torch.autograd.Function,), members))
     return function
 
 
 def without_jvp(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
     """The same Function for the compiler, which refuses a jvp and does not use a vmap rule."""
-    members = {
-        key: value
-        for key, value in vars(function).items()
-        if key in ("forward", "setup_context", "backward", "__doc__")
-    }
-    bases = (torch.autograd.Function,)
-    twin = type(function.__name__, bases, members | {"generate_vmap_rule": True})
+    kept = ("forward", "setup_context", "backward", "__doc__")
+    members = {name: vars(function)[name] for name in kept} | {"generate_vmap_rule": True}
+    twin = type(function.__name__, (torch.autograd.Function,), members)
     return cast(type[torch.autograd.Function], twin)
 
 
@@ -182,14 +174,12 @@ def apply_function(
 
 def vmap_by_broadcasting(batch: Batch, *inputs: Any) -> tuple[Tensor, int]:
     """A vmap rule for ops that broadcast: batch dimensions to the front, then the op itself."""
-    ranks = [
-        value.dim() - (dim is not None) if isinstance(value, Tensor) else 0
-        for value, dim in zip(inputs, batch.in_dims, strict=True)
-    ]
+    pairs = [*zip(inputs, batch.in_dims, strict=True)]
+    ranks = [x.dim() - (dim is not None) if isinstance(x, Tensor) else 0 for x, dim in pairs]
     rank = max(ranks)
     aligned = [
-        value if dim is None else value.movedim(dim, 0)[(slice(None),) + (None,) * (rank - own)]
-        for value, dim, own in zip(inputs, batch.in_dims, ranks, strict=True)
+        x if dim is None else x.movedim(dim, 0)[(slice(None),) + (None,) * (rank - own)]
+        for (x, dim), own in zip(pairs, ranks, strict=True)
     ]
     return batch.function.apply(*aligned), 0
 

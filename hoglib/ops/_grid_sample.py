@@ -1,6 +1,7 @@
 """Sampling at places between pixels, of which torch has no second derivative and no forward mode."""
 
 import warnings
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -84,7 +85,8 @@ def grid_sample(
         return F.grid_sample(input, grid, mode, padding_mode, align_corners)  # torch's error
     dtype = input.dtype
     input, grid = upcast_half(input), upcast_half(grid)
-    places, weights = None, None
+    places: Any = None
+    weights: Any = None
     # the last coordinate belongs to the first spatial dimension
     for axis in range(grid.shape[-1]):
         size = input.shape[-1 - axis]
@@ -92,14 +94,12 @@ def grid_sample(
         # from -1 ... 1 to pixels, 0 ... size - 1
         x = g * ((size - 1) / 2) if align_corners else g * (size / 2) - 0.5
         i, w = _neighbours(x, size, mode, padding_mode, align_corners)
-        if places is None or weights is None:
+        if places is None:
             places, weights, stride = i, w, size
         else:
             places = (i.unsqueeze(2) * stride + places.unsqueeze(1)).flatten(1, 2)
             weights = (w.unsqueeze(2) * weights.unsqueeze(1)).flatten(1, 2)
             stride *= size
-    assert places is not None
-    assert weights is not None
     N, C = input.shape[:2]
     K, P = places.shape[1:]
     index = places.reshape(N, 1, K * P).expand(N, C, K * P)
@@ -114,10 +114,8 @@ def torch_grid_sampler(
     input: Tensor, grid: Tensor, interpolation_mode: int, padding_mode: int, align_corners: bool
 ) -> Tensor:
     """With the signature of `torch.grid_sampler`, where options are numbers."""
-    for what, number in (
-        ("interpolation_mode", interpolation_mode),
-        ("padding_mode", padding_mode),
-    ):
+    options = {"interpolation_mode": interpolation_mode, "padding_mode": padding_mode}
+    for what, number in options.items():
         if number not in (0, 1, 2):
             raise ArgumentValueError(f"grid_sampler: expected {what} 0, 1 or 2, got {number!r}.")
     modes = _MODES[interpolation_mode], _PADDING_MODES[padding_mode]

@@ -92,8 +92,7 @@ def scatter_reduce(
         return y.reshape(input.shape)
     dim = validation.dim("dim", dim, input.dim())
     keys, order = torch.sort(index, dim=dim, stable=True)
-    factors = upcast_half(src).gather(dim, order)
-    products, named = _products_by_key(factors, keys, dim, input)
+    products, named = _products_by_key(upcast_half(src).gather(dim, order), keys, dim, input)
     x = upcast_half(input)
     y = x * products if include_self else torch.where(named, products, x)
     return y.to(input.dtype)
@@ -464,7 +463,7 @@ def _reduce_bags(
     if mode == "max":
         if bags.indices.shape[0]:
             return _maxima(bags, weight)
-        return _empty_bags(weight, bags.num_bags), None
+        return weight[:0].sum(0).expand(bags.num_bags, -1), None  # zeros that depend on weight
     rows = upcast_half(_select_rows(bags.indices, weight))
     if scale is not None:
         rows = rows * scale.unsqueeze(-1)
@@ -493,11 +492,6 @@ def _maxima(bags: _Bags, weight: Tensor) -> tuple[Tensor, Tensor]:
 def _select_rows(input: Tensor, weight: Tensor) -> Tensor:
     """By index_select: the double backward of `embedding` fails where there are no indices."""
     return weight.index_select(0, input.reshape(-1)).reshape(*input.shape, weight.shape[1])
-
-
-def _empty_bags(weight: Tensor, count: int) -> Tensor:
-    """Zeros that depend on weight, with derivative 0."""
-    return weight[:0].sum(0).expand(count, -1)
 
 
 def _bags(input: Tensor, offsets: Tensor, ends: bool, padding: int | None) -> _Bags:

@@ -1,7 +1,7 @@
 """Losses that torch does not differentiate twice or in forward mode: regression, hinge losses, CTC."""
 
-import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -72,7 +72,8 @@ def mse_loss(
     validation.real("input", input)
     if _torch_is_right(input):
         return _TORCH_MSE(input, target, size_average, reduce, reduction)
-    return _mse(*_broadcast(input, target), reduction_number(reduction, size_average, reduce))
+    a, b = torch.broadcast_tensors(input, target)
+    return _mse(a, b, reduction_number(reduction, size_average, reduce))
 
 
 @stands_in_for(F.huber_loss, name="mse_loss, huber_loss")
@@ -118,11 +119,10 @@ def huber_loss(
     wrong = delta <= 0 or (weight is not None and weight.size() != input.size())
     if wrong or _torch_is_right(input):
         return _TORCH_HUBER(input, target, reduction, delta, weight)
-    kind = reduction_number(reduction)
+    kind, (a, b) = reduction_number(reduction), torch.broadcast_tensors(input, target)
     if weight is None:
-        return _huber(*_broadcast(input, target), kind, delta)
-    weighted = _huber(*_broadcast(input, target), NONE, delta) * weight
-    return reduce_loss(weighted, kind)
+        return _huber(a, b, kind, delta)
+    return reduce_loss(_huber(a, b, NONE, delta) * weight, kind)
 
 
 @stands_in_for(F.multi_margin_loss, lacks=NO_DOUBLE_BACKWARD)
@@ -320,18 +320,6 @@ def _torch_is_right(input: Tensor) -> bool:
     return plain and reverse_only() and not torch_internals.transforms_active()
 
 
-def _broadcast(input: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    if target.size() != input.size():
-        warnings.warn(
-            f"Using a target size ({target.size()}) that is different to the input size "
-            f"({input.size()}). This will likely lead to incorrect results due to broadcasting. "
-            "Please ensure they have the same size.",
-            stacklevel=3,
-        )
-    a, b = torch.broadcast_tensors(input, target)
-    return a, b
-
-
 @full_precision(widen=True)
 def _mse(input: Tensor, target: Tensor, kind: int) -> Tensor:
     dtype = torch.promote_types(input.dtype, target.dtype)
@@ -497,14 +485,10 @@ def _ctc_losses(
 ) -> tuple[Tensor, Tensor]:
     """The loss of each row, and the target lengths."""
     T, N, _ = p.shape
-    known, known_U = (
-        None if isinstance(found := _read_lengths(given), int) else found
-        for given in (input_lengths, target_lengths)
-    )
-    steps, U = (
-        torch.as_tensor(given, dtype=torch.long, device=p.device).reshape(-1)
-        for given in (input_lengths, target_lengths)
-    )
+    lengths = input_lengths, target_lengths
+    known, known_U = (None if isinstance(x, int) else x for x in map(_read_lengths, lengths))
+    as_long = partial(torch.as_tensor, dtype=torch.long, device=p.device)
+    steps, U = (as_long(x).reshape(-1) for x in lengths)
     labels = _pad_labels(targets.to(device=p.device, dtype=torch.long), U, known_U, blank)
     if known != [T] * N:  # torch does not read what comes after an end, be it infinite or NaN
         p = torch.where(_length_mask(steps, T).t().unsqueeze(2), p, 0)
@@ -526,9 +510,8 @@ def _log_probability(
     s = torch.arange(L, device=p.device)
     new = F.pad(states[:, 2:] != states[:, :-2], (min(2, L), 0))  # no skip of a label's repetition
     free = torch.zeros_like(states, dtype=p.dtype)
-    arrows = torch.stack(
-        (free, torch.where(s > 0, free, LOG_ZERO), torch.where(new, free, LOG_ZERO)), 1
-    )
+    skips = torch.where(new, free, LOG_ZERO)
+    arrows = torch.stack((free, torch.where(s > 0, free, LOG_ZERO), skips), 1)
     sources = torch.stack((s, s - 1, s - 2)).clamp(min=0).reshape(-1).expand(N, 3 * L)
     full = known == [T] * N
     emitted = p.gather(2, states.expand(T, N, L)).clamp(min=LOG_ZERO)

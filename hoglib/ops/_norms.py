@@ -341,9 +341,8 @@ class _BatchNorm(_LayerNorm):
             if any(value.dtype != x.dtype or value.dim() != 1 for value in running):
                 statistics.update(x, dims)
                 statistics = _RunningStatistics(None, None, 0.0)
-            return torch.native_batch_norm(
-                x, weight, bias, statistics.mean, statistics.var, True, statistics.momentum, eps
-            )
+            mean, var, momentum = statistics
+            return torch.native_batch_norm(x, weight, bias, mean, var, True, momentum, eps)
         # its statistics of images take several times as long as these
         mean = x.mean(dims, keepdim=True)
         var = (x - mean).square_().mean(dims)
@@ -607,9 +606,7 @@ def _normalize(
     statistics = _RunningStatistics(None, None, momentum)
     if running_mean is not None and _updates(x):
         statistics = _RunningStatistics(running_mean, running_var, momentum)
-    if not training:
-        assert running_mean is not None
-        assert running_var is not None
+    if not training and running_mean is not None and running_var is not None:
         y = _normalize_by_running(x, running_mean, running_var, weight, bias, eps)
     elif over_batch and _can_fuse(x, eps):
         y = FusedNorm.apply(x, _flat(weight), _flat(bias), _BatchNorm(statistics, eps))

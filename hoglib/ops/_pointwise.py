@@ -796,12 +796,9 @@ def clip_gradient(x: Tensor, *, bound: float) -> Tensor:
             f"{caller}: expected a model whose gradients are linear in those of its outputs, "
             "got ops.clip_gradient; `hoglib.per_example_gradients` takes them as they are."
         )
-    result: Tensor
     if torch.compiler.is_dynamo_compiling():  # no plain torch operation clips a gradient
-        result = _COMPILED_CLIP_GRADIENT.apply(x, bound)
-    else:
-        result = apply_function(_CLIP_GRADIENT, _copy, x, bound)
-    return result
+        return _COMPILED_CLIP_GRADIENT.apply(x, bound)
+    return apply_function(_CLIP_GRADIENT, _copy, x, bound)
 
 
 def _clip_backward(saved: Saved, grad: Tensor) -> list[Tensor | None]:
@@ -809,14 +806,11 @@ def _clip_backward(saved: Saved, grad: Tensor) -> list[Tensor | None]:
     return [grad.clamp(-bound, bound), None]
 
 
-_CLIP_GRADIENT = make_function(
-    "ClipGradient",
-    2,
-    forward=_copy,
-    backward=_clip_backward,
-    jvp=lambda saved, tangent, _: tangent.clone(),
-    keep_inputs=(),
-)
+def _clip_jvp(saved: Saved, tangent: Tensor, _: None) -> Tensor:
+    return tangent.clone()
+
+
+_CLIP_GRADIENT = make_function("ClipGradient", 2, _copy, _clip_backward, _clip_jvp, keep_inputs=())
 _COMPILED_CLIP_GRADIENT = without_jvp(_CLIP_GRADIENT)
 
 

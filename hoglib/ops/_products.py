@@ -84,19 +84,12 @@ def _make_product(
         tangent_z = sum_terms(terms)
         if act is None:
             return tangent_z
-        kept = saved.outputs[-1]
-        assert kept is not None
-        tangent = act.vjp(tangent_z, kept)
+        tangent = act.vjp(tangent_z, saved.outputs[-1])
         return (tangent, tangent_z) if act.keeps_z else tangent
 
+    count, keeps = 3 + product.options, () if act is None else (int(act.keeps_z),)
     function = make_function(
-        name,
-        3 + product.options,
-        forward=forward,
-        backward=backward,
-        jvp=jvp,
-        keep_inputs=(0, 1),
-        keep_outputs=() if act is None else (int(act.keeps_z),),
+        name, count, forward, backward, jvp, keep_inputs=(0, 1), keep_outputs=keeps
     )
 
     def op(*inputs: Any) -> Tensor:
@@ -306,10 +299,8 @@ def cast_for_product(*tensors: Tensor | None) -> tuple[Any, ...]:
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(
-        tensor.to(dtype)
-        if tensor is not None and tensor.is_floating_point() and tensor.dtype != torch.float64
-        else tensor
-        for tensor in tensors
+        x.to(dtype) if x is not None and x.is_floating_point() and x.dtype != torch.float64 else x
+        for x in tensors
     )
 
 
@@ -670,7 +661,6 @@ def _reduction(
 
     def backward(saved: Saved, grad: Tensor) -> list[Tensor | None]:
         (x, dims), (y,), (shape, _) = saved.inputs, saved.outputs, saved.input_shapes
-        assert shape is not None
         kept = (conj(x), conj(y)) if keep else ()
         return [share(grad, shape, dims, *kept).expand(shape), None]
 
@@ -682,15 +672,8 @@ def _reduction(
     def make(formula: Callable[..., Tensor]) -> Callable[..., Tensor]:
         forward = partial(formula, keepdim=True)
         kept = (0,) if keep else ()
-        function = make_function(
-            name,
-            2,
-            forward=forward,
-            backward=backward,
-            jvp=jvp,
-            keep_inputs=kept,
-            keep_outputs=kept,
-        )
+        keeps: Any = {"keep_inputs": kept, "keep_outputs": kept}
+        function = make_function(name, 2, forward, backward, jvp, **keeps)
 
         @wraps(formula)
         def reduce(x: Tensor, dim: Dims, *, keepdim: bool = False) -> Tensor:

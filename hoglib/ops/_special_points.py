@@ -131,8 +131,7 @@ def _linalg_vander(x: Tensor, *, N: int | None = None) -> Tensor:
     count = x.shape[-1] if N is None else N
     if count < 2:
         return torch.linalg.vander(x, N=N)  # raises
-    n = torch.arange(count, device=x.device)
-    return power(x.unsqueeze(-1), n)
+    return power(x.unsqueeze(-1), torch.arange(count, device=x.device))
 
 
 @stands_in_for(torch.polar, name=_POINTS["name"])
@@ -149,9 +148,7 @@ def cumprod(input: Tensor, dim: int, *, dtype: torch.dtype | None = None, **kw: 
     if any(v is not None for v in kw.values()) or reverse_only():
         return torch.cumprod(input, dim, dtype=dtype, **kw)
     input = input if dtype is None else input.to(dtype)
-    if not input.dim():
-        return input.clone()
-    return _scanned(torch.mul, input, dim)
+    return _scanned(torch.mul, input, dim) if input.dim() else input.clone()
 
 
 def _scanned(pair: Callable[[Tensor, Tensor], Tensor], x: Tensor, dim: int) -> Tensor:

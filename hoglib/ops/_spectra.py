@@ -36,10 +36,11 @@ def eigh(A: Tensor, UPLO: str = "L", **kw: Any) -> Any:
     if kw or only_plain_operations() or (distinct and reverse_only()):
         return found
     make: Any = torch.return_types.linalg_eigh  # type: ignore[attr-defined]
-    own = apply_function(
-        _EIGH, lambda A, UPLO, _: torch.linalg.eigh(A, UPLO), A, UPLO, Directions("eigh", A)
-    )
-    return make(own)
+    return make(apply_function(_EIGH, _eigh_reference, A, UPLO, Directions("eigh", A)))
+
+
+def _eigh_reference(A: Tensor, UPLO: str, _: Directions) -> Any:
+    return tuple(torch.linalg.eigh(A, UPLO))
 
 
 @stands_in_for(torch.linalg.eigvalsh, name=_ROW["name"])
@@ -126,13 +127,8 @@ def _with(V: Tensor, values: Tensor) -> Tensor:
     return (V * values[..., None, :]) @ V.mH
 
 
-def _eigh_forward(A: Tensor, UPLO: str, _: Directions) -> Any:
-    return tuple(torch.linalg.eigh(A, UPLO))
-
-
 def _eigh_backward(saved: Saved, by_L: Tensor | None, by_V: Tensor | None) -> list[Tensor | None]:
-    directions: Any = saved.inputs[2]
-    L, V = cast(tuple[Tensor, Tensor], saved.outputs)
+    (_, _, directions), (L, V) = saved.inputs, saved.outputs
     total = torch.zeros_like(V)
     along = directions.take()
     if by_L is not None:
@@ -155,8 +151,7 @@ def _rough(x: Tensor) -> Tensor:
 
 
 def _eigh_jvp(saved: Saved, tangent: Tensor, *_: Any) -> Any:
-    directions: Any = saved.inputs[2]
-    L, V = cast(tuple[Tensor, Tensor], saved.outputs)
+    (_, _, directions), (L, V) = saved.inputs, saved.outputs
     V = _between(V, L)
     K, R = _along(tangent, L, V)
     directions.tangent = V.detach() @ R
@@ -193,10 +188,10 @@ def _unequal(by_L: Tensor, L: Tensor) -> Tensor:
 
 
 _EIGH = make_function(
-    "Eigh", 3, forward=_eigh_forward, backward=_eigh_backward, jvp=_eigh_jvp, vmap=in_front,
-    keep_inputs=(), keep_outputs=(0, 1),
+    "Eigh", 3, _eigh_reference, _eigh_backward, _eigh_jvp, vmap=in_front, keep_inputs=(),
+    keep_outputs=(0, 1),
 )  # fmt: skip
 _VALUES_GRADIENT = make_function(
-    "EigenvaluesGradient", 4, forward=_values_forward, backward=_values_backward,
-    jvp=_values_jvp, vmap=in_front,
+    "EigenvaluesGradient", 4, lambda by_L, L, V, _: _with(V, by_L), _values_backward, _values_jvp,
+    vmap=in_front,
 )  # fmt: skip

@@ -10,19 +10,19 @@ torch's own kernels, scripted or compiled code) are not seen.
 """
 
 import functools
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FunctionType
 from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
 from hoglib._core import pytree, torch_library, validation
 from hoglib._core.ambient import AMBIENT, inside
+from hoglib._core.source_location import running_module
 from hoglib._core.state import preserve_random_state
 from hoglib._core.torch_forward_mode import follow_grad_mode
 from hoglib._core.torch_internals import (
@@ -219,9 +219,8 @@ def run_operator(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 def _check_tangents(operator: Any, args: Any, kwargs: Any, result: Any) -> None:
     """Raises for a user's operator that drops tangents, as a node in C++ without forward mode does."""
-    dropped = any(map(has_tangent, pytree.tensors((args, kwargs)))) and not any(
-        map(has_tangent, pytree.tensors(result))
-    )
+    moved = any(map(has_tangent, pytree.tensors((args, kwargs))))
+    dropped = moved and not any(map(has_tangent, pytree.tensors(result)))
     if dropped and any(map(_has_graph, pytree.leaves(_run_on_copies(operator, args, kwargs)))):
         raise UnsupportedError(
             f"{operator}: expected an operator with tangents in forward mode, got one with a backward "
@@ -284,14 +283,9 @@ def _refuse(original: Callable[..., Any], stand_in: StandIn, *args: Any, **kwarg
 
 
 def in_module() -> str:
-    """For a message: " in Linear", by the innermost module whose forward is running, or ""."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, nn.Module) and frame.f_code.co_name.startswith("forward"):
-            return f" in {type(owner).__name__}"
-        frame = frame.f_back
-    return ""
+    """For a message: " in Linear", by the innermost module of which a method is running, or ""."""
+    module = running_module()
+    return "" if module is None else f" in {type(module).__name__}"
 
 
 _RUNS_BACKWARD = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)

@@ -175,23 +175,12 @@ def _report(fn: Any, inputs: tuple[Any, ...], reference: Reference, options: Opt
     except HoglibError:
         raise
     except Exception as error:
-        return Report(name, [Row("runs", "fail", None, _why_not_run(error))])
+        text = f"it does not run on its inputs: {format_error(error)}."
+        return Report(name, [Row("runs", "fail", None, text)])
     rows = list(_rows(subject, reference, options.in_dtype(subject.dtype)))
     culprits = [row for row in rows if attribution.is_culprit(row)]
     others = (row for row in rows if not attribution.is_culprit(row))
     return Report(name, [*culprits, *noted, *others])
-
-
-def _why_not_run(error: Exception) -> str:
-    text = f"it does not run on its inputs: {format_error(error)}."
-    if any(word in str(error) for word in ("dtype", "Float", "Double", "scalar type")):
-        text += " They are float64 copies; convert the tensors that it holds itself to float64 too."
-    if isinstance(error, TypeError) and "argument" in str(error):
-        text += (
-            " `inputs` are the arguments one by one; put an argument that is a list or tuple into "
-            "another list. On the command line, each has an --input of its own."
-        )
-    return text
 
 
 def _rows(subject: Subject, reference: Reference, options: Options) -> Iterator[Row]:
@@ -212,10 +201,8 @@ def _rows(subject: Subject, reference: Reference, options: Options) -> Iterator[
     points = [subject.x, subject.perturbed_point()]
     derivatives = Derivatives(subject, points, options)
     if options.surrogate:
-        yield Row(
-            FIRST, "skip", None,
-            "declared a surrogate: it differs from the derivative on purpose.",
-        )  # fmt: skip
+        text = "declared a surrogate: it differs from the derivative on purpose."
+        yield Row(FIRST, "skip", None, text)
     elif 1 in options.orders:
         known = list(_guarded(FIRST, "warn", derivatives.first_order()))
         status = _status(known, FIRST, "fail")
@@ -407,10 +394,8 @@ def _notes(subject: Subject) -> Iterator[Row]:
         if subject.half is not None:
             where = "there, by means over many points,"
         how = "not the precision that it computes in" if subject.computes_narrow else "refused"
-        yield Row(
-            "dtype: float64", "warn" if subject.computes_narrow else "skip", None,
-            f"{how} ({subject.refused}); checked {where} with wider tolerances.",
-        )  # fmt: skip
+        text = f"{how} ({subject.refused}); checked {where} with wider tolerances."
+        yield Row("dtype: float64", "warn" if subject.computes_narrow else "skip", None, text)
     if subject.symmetric:
         names = ", ".join(subject.call.names[j] for j in sorted(subject.symmetric))
         yield Row(

@@ -117,10 +117,8 @@ class Diagnosis:
     def _incoming(self, run: Run) -> list[Tensor | None]:
         if not self._in_jvp:
             return run.incoming(self._random)
-        return [
-            random_like(x, self._random) if i in self._app.by else None
-            for i, x in enumerate(run.inputs)
-        ]
+        inputs = enumerate(run.inputs)
+        return [random_like(x, self._random) if i in self._app.by else None for i, x in inputs]
 
     def _results(self, record: Record, incoming: Iterable[Tensor | None]) -> list[Tensor]:
         """The floating-point results of backward, or of jvp, for what is on the context."""
@@ -379,10 +377,8 @@ def value_rows(subject: Subject) -> Iterator[Row]:
     """Which of several Functions has a wrong gradient."""
     if len({app.function for app in subject.applications}) > 1:
         for name, text in _wrong_alone(subject.applications):
-            yield Row(
-                f"{name}: culprit: backward", "fail", None,
-                f"the gradient of {name} itself is wrong: {text}",
-            )  # fmt: skip
+            text = f"the gradient of {name} itself is wrong: {text}"
+            yield Row(f"{name}: culprit: backward", "fail", None, text)
 
 
 def subset_rows(subject: Subject, x: list[Tensor], subset: Sequence[int]) -> Iterator[Row]:
@@ -416,8 +412,7 @@ def _in_motion(subject: Subject, x: list[Tensor]) -> list[tuple[Application, Mov
         return [(app, None) for app in here]
 
     def moves(app: Application, p: Application, m: Application) -> Moves | None:
-        alike = p.by == m.by == app.by
-        if not alike or any(p.args[i].shape != m.args[i].shape for i in p.by):
+        if not p.by == m.by == app.by or any(p.args[i].shape != m.args[i].shape for i in p.by):
             return None
         return {i: (p.args[i] - m.args[i]) / (2 * step) for i in app.by}
 
@@ -600,10 +595,8 @@ class _Rule(NamedTuple):
             yield self._saved(made)
         inner = [*_wrong_alone(found.inner)] if right_once else []
         for name, text in inner:
-            yield self.row(
-                f"{self.name} applies {name}",
-                f"applies {name}, whose own gradient is wrong: {text}",
-            )
+            what = f"applies {name}"
+            yield self.row(f"{self.name} {what}", f"{what}, whose own gradient is wrong: {text}")
         if through and right_once and not (inner or found.detached or made):
             yield self.row(
                 UNSEEN,
@@ -644,8 +637,6 @@ class _Rule(NamedTuple):
             )
         elif "in-place" in message or "inplace" in message:
             advice = "Work on new tensors, not in place."
-        elif "numpy" in message:
-            advice = FIXES["escape"]
         elif "not implemented" in message or "formula" in message:
             advice = FIXES["kernel"]
         return self.row(name, f"{text} {advice}")

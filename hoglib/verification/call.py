@@ -299,10 +299,8 @@ class Call:
         state: dict[str, Any] = {}
         if isinstance(fn, nn.Module):
             parameters = dict(fn.named_parameters())
-            state = {
-                name: _copy(x, dtype)
-                for name, x in {**parameters, **dict(fn.named_buffers())}.items()
-            }
+            own = {**parameters, **dict(fn.named_buffers())}
+            state = {name: _copy(x, dtype) for name, x in own.items()}
             names += [f"the parameter {name}" for name in state]
             free += [name in parameters and parameters[name].requires_grad for name in state]
         self._keys = list(state)
@@ -323,10 +321,8 @@ class Call:
     def keep_layouts(self, inputs: Sequence[Any]) -> None:
         """fn gets tensors of the layouts that these inputs have."""
         leaves = pytree.leaves(tuple(inputs))
-        found = {
-            i: layout for i, x in enumerate(leaves)
-            if is_float(x) and (layout := layout_of(x)) is not None
-        }  # fmt: skip
+        layouts = ((i, layout_of(x)) for i, x in enumerate(leaves) if is_float(x))
+        found = {i: layout for i, layout in layouts if layout is not None}
         self.layouts = {j: found[i] for j, i in enumerate(self.positions) if i in found}
         for i in found.keys() - set(self.positions):
             self._values[i] = laid_out(self._values[i], found[i])
@@ -554,8 +550,7 @@ def _loses_digits(tensor: Tensor) -> bool:
         return False
     values = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     mantissa, _ = torch.frexp(values.detach().double())
-    digits = (mantissa * 2**11).frac()
-    return bool((values.isfinite() & (digits != 0)).any())
+    return bool((values.isfinite() & ((mantissa * 2**11).frac() != 0)).any())
 
 
 # In which dtype a function is judged: float64, unless it refuses that, or works in less anyway.

@@ -20,7 +20,7 @@ from hoglib._core.element_differences import max_abs
 from hoglib._core.pytree import is_float
 from hoglib._core.source_location import error_line
 from hoglib._core.state import is_freed, put_back, same
-from hoglib._core.torch_internals import backward_rule
+from hoglib._core.torch_internals import backward_rule, storage_id
 from hoglib.verification import function_rules
 from hoglib.verification.call import PrecisionWatch, seed_all
 from hoglib.verification.comparison import Discrepancy, largest_difference
@@ -287,10 +287,8 @@ def _is_further_off(subject: Subject, found: Mapping[str, Discrepancy], least: f
         return False
     if first.wrong:
         return True
-    rounded = [x.float().to(x.dtype) for x in subject.x]
-    moved = [
-        torch.where(a == b, a * (1 + 6e-8), b) for a, b in zip(subject.x, rounded, strict=True)
-    ]
+    rounded = [(x, x.float().to(x.dtype)) for x in subject.x]
+    moved = [torch.where(a == b, a * (1 + 6e-8), b) for a, b in rounded]
     try:
         there, here = (subject.gradient_of_sum(x) for x in (moved, subject.x))
     except Exception:  # reported by the derivative checks
@@ -313,9 +311,8 @@ def run_rules(app: Application, watch: AbstractContextManager[Any]) -> None:
         with watch:
             app.backward(run, grads)
         if function_rules.offers_jvp(app.function):
-            tangents = [
-                torch.ones_like(x) if i in app.by else None for i, x in enumerate(run.inputs)
-            ]
+            inputs = enumerate(run.inputs)
+            tangents = [torch.ones_like(x) if i in app.by else None for i, x in inputs]
             with watch:
                 app.function.jvp(function_rules.Context(run.record, in_jvp=True), *tangents)
 
@@ -333,7 +330,7 @@ class Snapshot:
 
     def changed(self, places: dict[int, source_location.SourceLine | None]) -> Changes:
         return {
-            name: places.get(_storage(x))
+            name: places.get(storage_id(x))
             for name, (x, version, value) in self._was.items()
             if x._version != version or not same(x, value)
         }
@@ -357,12 +354,8 @@ class InPlaceWatch(TorchFunctionMode):
             written.append(args[0])
         place = source_location.torch_call_line() if written else None
         for x in written if place is not None else ():
-            self.places.setdefault(_storage(x), place)
+            self.places.setdefault(storage_id(x), place)
         return func(*args, **(kwargs or {}))
-
-
-def _storage(x: Tensor) -> int:
-    return x.untyped_storage().data_ptr() if x.layout == torch.strided else id(x)
 
 
 TO_DEVICE = ("cpu", "cuda")

@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from math import inf
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from hoglib._core import torch_internals
+from hoglib._core.autograd import note_not_finite
 from hoglib._core.element_differences import TensorMap, max_abs, random_like
-from hoglib._core.gradient_graph import walk
 from hoglib._core.source_location import SourceLine, format_error, innermost_line, is_user_code
 from hoglib._core.torch_internals import backward_rule
 from hoglib.verification import call as calls
@@ -206,11 +206,8 @@ class Derivatives:
         try:
             values = subject.map(*x)
             weights = self._like(values)
-            maps = [
-                (subject.map, COMPOSED),
-                *((f, IN_PARTS) for f in calls.stacked(subject.map, values)),
-            ]
-            for map_, where in maps:
+            parts = ((f, IN_PARTS) for f in calls.stacked(subject.map, values))
+            for map_, where in ((subject.map, COMPOSED), *parts):
                 f = calls.gradient_of_composition(map_, values, weights)
                 found = self._comparer.worst([Target(f, x, rows, subject.names)], "r")
                 if found.wrong and found.raised is None:
@@ -277,28 +274,23 @@ class Derivatives:
         if "f" not in mode:
             return ""
         if subject.offers_forward is False:
-            lacking = sorted(
-                f.__name__ for f in subject.functions if not function_rules.offers_jvp(f)
-            )
+            rules = subject.functions
+            lacking = sorted(f.__name__ for f in rules if not function_rules.offers_jvp(f))
             return NOT_OFFERED.format(which=", ".join(lacking))
-        if mode == "ff" and subject.functions:
-            return JVP_TWICE
-        return ""
+        return JVP_TWICE if mode == "ff" and subject.functions else ""
 
     def _kinks(self, at: Target) -> Row:
         """The row of kinks: where the slopes to either side of the inputs differ."""
         if self._subject.half is not None:
             return Row("kinks", "skip", None, "not looked for in half precision.")
-        kinked = sorted(
-            {
-                (self._subject.rows[i], self._subject.names[one.column])
-                for one in at.slopes
-                for i, kink in enumerate(one.kinks)
-                if bool(kink.any())
-            }
-        )
+        kinked = {
+            f"of {self._subject.rows[i]} by {self._subject.names[one.column]}"
+            for one in at.slopes
+            for i, kink in enumerate(one.kinks)
+            if bool(kink.any())
+        }
         text = kinked and (
-            f"the inputs lie on a kink {'; '.join(f'of {row} by {name}' for row, name in kinked)}: the "
+            f"the inputs lie on a kink {'; '.join(sorted(kinked))}: the "
             "slopes to either side differ, and the gradient there is a convention. It was checked near "
             "the inputs."
         )
@@ -309,10 +301,9 @@ class Derivatives:
         for function in sorted(self._subject.functions, key=lambda f: f.__name__):
             code = getattr(inspect.unwrap(backward_rule(function)), "__code__", None)
             if code is not None and is_user_code(code.co_filename):
-                below = [
-                    k for *_, k in code.co_lines() if k is not None and k > code.co_firstlineno
-                ]
-                line = SourceLine(code.co_filename, min(below, default=code.co_firstlineno))
+                first = code.co_firstlineno
+                below = [k for *_, k in code.co_lines() if k is not None and k > first]
+                line = SourceLine(code.co_filename, min(below, default=first))
                 yield f"{function.__name__}.backward starts at {line}."
 
 
@@ -340,32 +331,17 @@ def nan_operation(
         weights = u
         if w is not None:
             results, weights = calls.grad(results, leaves, u, create_graph=True), w
-    found: list[str] = []
-
-    def watch(node: torch.autograd.graph.Node) -> None:
-        def ran(results: Sequence[Tensor | None], incoming: Sequence[Tensor | None]) -> None:
-            if not found and _are_finite(incoming) and not _are_finite(results):
-                found.append(_origin_of(node))
-
-        node.register_hook(ran)
-
-    for node, parents in walk(results):
-        if parents:
-            watch(node)
+    found: list[Any] = []
+    note_not_finite(results, found)
     calls.grad(results, leaves, weights)
-    return found[0] if found else ""
-
-
-def _origin_of(node: torch.autograd.graph.Node) -> str:
+    if not found:
+        return ""
+    node = found[0]
     function = torch_internals.custom_function(node) if hasattr(node, "_forward_cls") else None
     if function is not None:
         return f"{function.__name__}.backward"
     line = innermost_line(torch_internals.made_at(node))
     return f"the derivative of {line}" if line else ""
-
-
-def _are_finite(tensors: Sequence[Tensor | None]) -> bool:
-    return all(x is None or bool(x.isfinite().all()) for x in tensors)
 
 
 # Whether a wrong first derivative looks like a surrogate gradient, told from the values alone.
@@ -394,8 +370,6 @@ def what_it_looks_like(subject: Subject, column: int) -> str:
 
 
 def _looks_like(x: Tensor, y: Tensor, moved: Tensor, z: Tensor) -> str:
-    if not y.numel():
-        return ""
     if y.shape == x.shape and torch.equal(y, x) and torch.equal(z, moved):
         return "forward is the identity, and the gradient is a changed one (reversed, scaled, clipped)."
     still = y == z

@@ -147,7 +147,8 @@ class examined_functions:  # noqa: N801 a context manager
             verdict = functions.verdict(key)
             if functions.is_reported(key, verdict, 1 if self._first_order else order):
                 lost = functions.gradient_has_no_graph and verdict.second
-                verdict = functions.with_place(key, verdict)
+                if key in functions.parts:
+                    verdict = verdict._replace(text=THIRD + verdict.text)
                 _report(self._caller, key[0], verdict, self._action, nothing_is_left=lost)
             elif text := functions.mutation(key):
                 _report(self._caller, key[0], Verdict("wrong", text), self._action)
@@ -209,7 +210,7 @@ class AppliedFunctions:
         self._mutates: dict[Key, str] = {}
         self._mutating: dict[Key, Application] = {}
         self._traced: set[type[Function]] = set()
-        self._parts: set[Key] = set()  # of backwards alone, differentiated twice
+        self.parts: set[Key] = set()  # of backwards alone, differentiated twice
 
     @property
     def only_traced(self) -> bool:
@@ -240,7 +241,7 @@ class AppliedFunctions:
         if noted is None:
             return None
         key, by = noted
-        self._parts.discard(key)
+        self.parts.discard(key)
         versions = [
             (i, x, x._version) for i, x in enumerate(args)
             if by[i] and torch_internals.unwrap(x) is x and not x.is_inference()
@@ -281,7 +282,7 @@ class AppliedFunctions:
                 noted = self._noted(function, args)
                 if noted is not None and noted[0] not in self.differentiated:
                     self.differentiated[noted[0]] = 2
-                    self._parts.add(noted[0])
+                    self.parts.add(noted[0])
 
         node = next((y.grad_fn for y in pytree.tensors(result) if y.grad_fn is not None), None)
         if node is not None:
@@ -301,13 +302,9 @@ class AppliedFunctions:
     def is_reported(self, key: Key, verdict: Verdict, order: int) -> bool:
         """Whether a verdict is, on one that was differentiated so often. A part of a backward may give
         to one argument what is due to another: only the second derivative by itself tells."""
-        if key in self._parts:
+        if key in self.parts:
             return verdict.is_reported and order == 2 and (verdict.second or verdict.order == 2)
         return verdict.is_reported and verdict.order <= order
-
-    def with_place(self, key: Key, verdict: Verdict) -> Verdict:
-        """The verdict, which says what of the result is concerned if it is on a part of a backward."""
-        return verdict._replace(text=THIRD + verdict.text) if key in self._parts else verdict
 
     def mutation(self, key: Key) -> str:
         """What a Function changes in place that others read, and in which line; empty if nothing."""
@@ -325,10 +322,8 @@ class AppliedFunctions:
         self, key: Key, given: Args, versions: list[tuple[int, Tensor, int]], result: Any
     ) -> None:
         results = result if isinstance(result, tuple) else (result,)
-        changed = [
-            (i, x) for i, x, version in versions
-            if x._version != version and not any(x is y for y in results)
-        ]  # fmt: skip
+        changed = [(i, x) for i, x, version in versions if x._version != version]
+        changed = [(i, x) for i, x in changed if not any(x is y for y in results)]
         self._note_backward(key, results)
         node = next((y.grad_fn for y in results if isinstance(y, Tensor) and y.grad_fn), None)
         if node is None:
@@ -369,10 +364,8 @@ class AppliedFunctions:
         seen: list[tuple[Snapshot, bool]] = []
 
         def before(grads: tuple[Tensor | None, ...]) -> None:
-            held = [
-                (g, torch_internals.is_held_elsewhere(g))
-                for g in grads if g is not None and torch_internals.unwrap(g) is g
-            ]  # fmt: skip
+            own = (g for g in grads if g is not None and torch_internals.unwrap(g) is g)
+            held = [(g, torch_internals.is_held_elsewhere(g)) for g in own]
             with torch.no_grad(), without_stand_ins():
                 seen.extend((Snapshot({"": g}), by_others) for g, by_others in held)
 
@@ -467,9 +460,8 @@ def _explain(caller: str, error: Exception, functions: AppliedFunctions) -> None
         ) from error
     if not texts and functions.in_cpp and isinstance(error, NoSecondDerivative):
         texts = [IN_CPP.format(", ".join(sorted(functions.in_cpp)))]
-    names = [
-        f.__qualname__ for f, _ in functions.differentiated if f.__qualname__ not in str(error)
-    ]
+    names = [f.__qualname__ for f, _ in functions.differentiated]
+    names = [name for name in names if name not in str(error)]
     if "modified by an inplace operation" in str(error) and names and not texts:
         texts = [CHANGED.format(", ".join(dict.fromkeys(names)))]
     for text in texts:

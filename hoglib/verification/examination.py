@@ -324,10 +324,8 @@ def _with_value_from_elsewhere(app: Application, options: Options, found: Verdic
 
         own = [x.clone().requires_grad_() for x in point]
         outputs = [y for y in pytree.tensors(applied_to(own, {})) if y.requires_grad]
-        constants = {i: x for i, x in enumerate(app.args) if is_float(x) and i not in by}
-        place_of = [
-            next(i for i, x in constants.items() if torch.equal(x.double(), y)) for y in outputs
-        ]
+        others = {i: x.double() for i, x in enumerate(app.args) if is_float(x) and i not in by}
+        place_of = [next(i for i, x in others.items() if torch.equal(x, y)) for y in outputs]
         us = [torch.zeros_like(y, requires_grad=True) for y in outputs]
         grads = calls.grad(outputs, own, us, create_graph=True)
 

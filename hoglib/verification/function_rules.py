@@ -60,9 +60,7 @@ def exchanged(label: str, value: Any, members: Mapping[str, Any], depth: int = D
     own = list(_members(value)) if depth else []
     if not own:
         return members.get(label, value)
-    parts = [
-        (key, exchanged(written(label, [key]), member, members, depth - 1)) for key, member in own
-    ]
+    parts = [(key, exchanged(written(label, [key]), x, members, depth - 1)) for key, x in own]
     if isinstance(value, tuple):
         made = [part for _, part in parts]
         return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
@@ -180,8 +178,6 @@ def _found(file: str, count: int, text: str, line: int, target: str) -> Sequence
         elif isinstance(node, ast.Assign):
             for one in node.targets:
                 values += _assigned(one, node.value, target)
-        elif isinstance(node, ast.AnnAssign) and node.value is not None:
-            values += _assigned(node.target, node.value, target)
     return calls[-1].args if calls else values[:1]
 
 
@@ -199,9 +195,7 @@ def _assigned(to: ast.expr, value: ast.expr, target: str) -> list[ast.expr]:
         return [value] if to.attr == target else []
     if not isinstance(to, ast.Tuple | ast.List) or not isinstance(value, ast.Tuple | ast.List):
         return []
-    if len(to.elts) != len(value.elts):
-        return []
-    pairs = zip(to.elts, value.elts, strict=True)
+    pairs = zip(to.elts, value.elts, strict=False)
     return [found for t, v in pairs for found in _assigned(t, v, target)]
 
 
@@ -233,8 +227,6 @@ def _member(expression: ast.expr, key: Key) -> ast.expr | None:
         for name, value in zip(expression.keys, expression.values, strict=True):
             if isinstance(name, ast.Constant) and name.value == which:
                 return value
-    if how == "key" and isinstance(expression, ast.Call):  # dict(a=x)
-        return next((k.value for k in expression.keywords if k.arg == which), None)
     return None
 
 
@@ -278,10 +270,8 @@ class Record:
 
     def with_slots(self, slots: dict[str, Any], *, in_jvp: bool = False) -> "Record":
         """The same with other values in the slots."""
-        held = {
-            label: exchanged(label, value, slots)
-            for label, value in self.held(in_jvp=in_jvp).items()
-        }
+        own = self.held(in_jvp=in_jvp)
+        held = {label: exchanged(label, value, slots) for label, value in own.items()}
         saved = tuple(value for label, value in held.items() if label.startswith(SAVED))
         rest = {name: held[f"ctx.{name}"] for name in self.attributes}
         changed: dict[str, Any] = {"for_forward" if in_jvp else "saved": saved}

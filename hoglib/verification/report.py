@@ -97,9 +97,8 @@ class Report:
     @property
     def culprits(self) -> tuple[str, ...]:
         """The names of the modules that `hog.audit` found at fault."""
-        return tuple(
-            row.name.removeprefix(CULPRIT) for row in self.failed if row.name.startswith(CULPRIT)
-        )
+        names = (row.name for row in self.failed if row.name.startswith(CULPRIT))
+        return tuple(name.removeprefix(CULPRIT) for name in names)
 
     def _with_status(self, status: str) -> tuple[Row, ...]:
         return tuple(row for row in self.rows if row.status == status)

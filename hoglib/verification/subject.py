@@ -65,10 +65,6 @@ class Structure(NamedTuple):
         return bool(((x - self.project(x)).abs() <= rounding).all())  # False for NaN
 
 
-def symmetrized(x: Tensor) -> Tensor:
-    return (x + x.mH) / 2
-
-
 # Of the numbers along a dimension.
 VECTORS: dict[str, Callable[..., Tensor]] = {
     "summing to one": lambda x, dim: x / x.sum(dim, keepdim=True),
@@ -76,7 +72,7 @@ VECTORS: dict[str, Callable[..., Tensor]] = {
     "of length one": lambda x, dim: x / torch.linalg.vector_norm(x, dim=dim, keepdim=True),
 }
 MATRICES = (
-    Structure("symmetric", symmetrized),
+    Structure("symmetric", lambda x: (x + x.mH) / 2),
     Structure("lower triangular", torch.tril),
     Structure("upper triangular", torch.triu),
 )
@@ -209,10 +205,8 @@ def gauges(outputs: Sequence[Tensor]) -> Iterator[Gauge]:
     have the opposite one in V^H.
     """
     dims = max((y.dim() for y in outputs), default=0)  # a batch of eigenvalues is no matrix
-    matrices = [
-        k for k, y in enumerate(outputs)
-        if is_float(y) and y.layout is torch.strided and y.dim() == dims > 1
-    ]  # fmt: skip
+    dense = ((k, y) for k, y in enumerate(outputs) if is_float(y) and y.layout is torch.strided)
+    matrices = [k for k, y in dense if y.dim() == dims > 1]
     if not 0 < len(matrices) < 3:
         return
     for sides in product((COLUMNS, ROWS), repeat=len(matrices)):
@@ -302,9 +296,8 @@ class Application(NamedTuple):
 
     def leaves(self) -> list[Any]:
         """The same, which require grad where it is differentiated by them."""
-        return [
-            x.requires_grad_(i in self.by) if is_float(x) else x for i, x in enumerate(self.fresh())
-        ]
+        copies = enumerate(self.fresh())
+        return [x.requires_grad_(i in self.by) if is_float(x) else x for i, x in copies]
 
 
 def applications(run: Callable[[], Any]) -> list[Application]:
@@ -439,9 +432,8 @@ class Subject:
     def find_outputs(self) -> None:
         """Find the outputs that can be differentiated; again after a change of the call."""
         self.outputs = self.call.run_with_grad()
-        self.output_indices = [
-            i for i, y in enumerate(self.outputs) if is_float(y) and y.requires_grad and y.numel()
-        ]
+        found = enumerate(self.outputs)
+        self.output_indices = [i for i, y in found if is_float(y) and y.requires_grad and y.numel()]
         self.map = self.call.map(self.output_indices)
         self.rows = [f"output {i}" for i in self.output_indices]
 
@@ -449,8 +441,7 @@ class Subject:
         """Derivatives are along directions that keep the structure of these variables, and of outputs
         whose signs or phases are fixed by the gauge."""
         self.kept, self.call.gauge = kept, gauge
-        along = {**self.symmetric, **kept}
-        self.call.projections = {j: one.project for j, one in along.items()}
+        self.call.projections = {j: one.project for j, one in {**self.symmetric, **kept}.items()}
         self.find_outputs()
 
     def gradient_of_sum(self, x: Sequence[Tensor]) -> list[Tensor]:
@@ -647,8 +638,6 @@ class _Applied(nn.Module):
 
     def forward(self, *inputs: Any) -> Any:
         own = dict(self.block.named_parameters())
-        given = [
-            own[self._places[i]] if i in self._places else x
-            for i, x in enumerate(pytree.leaves(inputs))
-        ]
+        leaves = enumerate(pytree.leaves(inputs))
+        given = [own[self._places[i]] if i in self._places else x for i, x in leaves]
         return self._function.apply(*pytree.unflatten(given, self._structure))
