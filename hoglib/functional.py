@@ -24,7 +24,7 @@ from hoglib._core.call_errors import (
     explain_criterion,
     forward_hint,
     function_name,
-    translate_device_errors,
+    translate_batch_errors,
 )
 from hoglib._core.gradient_graph import leaf_tensors
 from hoglib._core.placement import refuse_fsdp1
@@ -277,7 +277,7 @@ class FunctionalLoss:
         except Exception as error:
             explain = partial(explain_criterion, self._criterion, outputs, targets, whole)
             explain_call_error(error, self._criterion, (outputs, targets), {}, explain)
-            translate_device_errors(batch, outputs).explain(error)
+            translate_batch_errors(batch, outputs).explain(error)
             raise
         second = "batch" if whole else "targets"
         return validation.scalar(f"criterion(outputs, {second})", value)
@@ -373,7 +373,7 @@ class FunctionalLoss:
             if self._forward is None:
                 explain = partial(self._explain_call, args, keywords, batch)
                 explain_call_error(error, self.model, args, keywords, explain)
-            translate_device_errors(batch, params or list(self.model.parameters())).explain(error)
+            translate_batch_errors(batch, params or list(self.model.parameters())).explain(error)
             translate_hook_errors("loss(params, batch)").explain(error)
             raise
         if torch.compiler.is_dynamo_compiling():

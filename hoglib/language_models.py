@@ -10,7 +10,7 @@ from torch import Generator, Tensor, nn
 
 from hoglib._core import pytree, torch_internals, validation
 from hoglib._core.block_parts import replaced_forwards
-from hoglib._core.call_errors import translate_device_errors
+from hoglib._core.call_errors import translate_batch_errors
 from hoglib._core.state import preserve_random_state
 from hoglib._core.swap import Params
 from hoglib._core.torch_modes import value_checks_on
@@ -156,7 +156,7 @@ class LanguageModelLoss(FunctionalLoss):
         Returns:
             A scalar.
         """
-        with translate_device_errors(batch, outputs):
+        with translate_batch_errors(batch, outputs):
             rows, counts, total = self._rows(outputs, batch)
             losses = row_losses(rows)
         return torch.where(counts, losses, 0).sum() / total
@@ -259,7 +259,7 @@ class LanguageModelLoss(FunctionalLoss):
         if self._forward is not None:
             hidden = super()._outputs(params, batch)
         else:
-            with translate_device_errors(batch, params or list(self.model.parameters())):
+            with translate_batch_errors(batch, params or list(self.model.parameters())):
                 hidden = _until_head(lambda: self._run(batch), head)
             if not self._checked and value_checks_on() and not torch_internals.transforms_active():
                 with preserve_random_state(), torch.no_grad():

@@ -499,6 +499,8 @@ ERRORS = {
     "a dataclass elsewhere": (of(net(), Sample(ELSEWHERE, Y), forward=lambda m, b: m(b.x)), ValueError, r"batch\.x: expected a tensor on cpu"),
     "targets elsewhere": (of(net(), (X, ELSEWHERE), mean_square), ValueError, r"batch\[1\]: expected a tensor on cpu, .* on meta"),
     "an error of another kind with a tensor elsewhere": (of(net(), (X[:, :1], {"unused": ELSEWHERE}), mean_square), RuntimeError, "shapes cannot be multiplied"),
+    "another width": (of(net(), (X[:, :1], Y), mean_square), RuntimeError, r"raised in module '0', Linear\(.*\), for batch\[0\], a float64 tensor of shape \(5, 1\);"),
+    "a target out of range": (of(net(), (X, torch.full((5,), 9)), F.cross_entropy), IndexError, r"raised for batch\[0\], .*; batch\[1\], a int64 tensor"),
 }  # fmt: skip
 
 

@@ -6,6 +6,7 @@ from numbers import Number
 from traceback import walk_tb
 from typing import Any, final
 
+import torch
 from torch import Tensor, nn
 
 from hoglib._core import validation
@@ -144,9 +145,10 @@ class ErrorTranslation:
 
 
 @final
-class translate_device_errors(ErrorTranslation):  # noqa: N801 a context manager
-    """Inside, torch's error about devices names the tensor of the batch that is on another device than
-    the tensors of `reference`, or than those that a function reaches.
+class translate_batch_errors(ErrorTranslation):  # noqa: N801 a context manager
+    """Inside, errors name the batch and the module that raised them; an error of torch about devices
+    names the tensor that is on another device than those of `reference`, or than those that a function
+    reaches.
 
     what: the name of the batch.
     """
@@ -160,12 +162,29 @@ class translate_device_errors(ErrorTranslation):  # noqa: N801 a context manager
             self._raise_if_apart(None)
 
     def explain(self, error: Exception) -> None:
-        if not isinstance(error, RuntimeError) or isinstance(error, HoglibError):
+        if isinstance(error, HoglibError | torch.OutOfMemoryError):
+            return
+        self._add_note(error)
+        if not isinstance(error, RuntimeError):
             return
         text = str(error)
         # "torch.cuda.": as in "Input type (torch.cuda.FloatTensor)"
         if "device" in text.lower() or "torch.cuda." in text or "meta tensor" in text:
             self._raise_if_apart(error)
+
+    def _add_note(self, error: Exception) -> None:
+        """Add to an error, such as one about shapes, which batch and which module it is about."""
+        if hasattr(error, "__notes__"):
+            return
+        found = [f"{at}, {validation.describe(x)}" for at, x in tensors_in(self._what, self._batch)]
+        frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+        modules = [x for frame in frames if isinstance(x := frame.f_locals.get("self"), nn.Module)]
+        place = ""
+        if modules:
+            name = next((name for name, x in modules[0].named_modules() if x is modules[-1]), "")
+            where = f"module {name!r}" if name else "the model"
+            place = f" in {where}, {type(modules[-1]).__name__}({modules[-1].extra_repr()}),"
+        error.add_note(f"hoglib: raised{place} for {'; '.join(found[:6])}.")
 
     def _raise_if_apart(self, error: Exception | None) -> None:
         reference = self._reference

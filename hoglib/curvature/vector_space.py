@@ -185,6 +185,11 @@ class Space:
         """Vectors as rows [k, P], and the function that gives such rows the form of v."""
         if isinstance(v, Tensor) and not self._like_params(v):
             return self._flat_rows(v, name)
+        if hasattr(v, "__array__") and not isinstance(v, Tensor):
+            raise ArgumentTypeError(
+                f"{name}: expected tensors, got an array of shape {v.shape}; pass "
+                "`torch.from_numpy(array)`, or multiply by `A.to_scipy()`."
+            )
         leaves, block = validation.vectors(name, v, self.params)
         columns = leaves[0].shape[-1] if block else 1
         leaves = self.placement.local_vector(name, leaves)

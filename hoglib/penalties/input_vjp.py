@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hoglib._core import mixed_precision, pytree, validation
 from hoglib._core.autograd import Vector, fresh_leaves, materialize_grads, translate_errors, vjp
-from hoglib._core.call_errors import translate_device_errors
+from hoglib._core.call_errors import translate_batch_errors
 from hoglib._core.closures import owner_of
 from hoglib._core.detachment import DetachmentWatch
 from hoglib._core.gradient_graph import GraphSummary, check_custom_functions, graph_summary
@@ -131,7 +131,7 @@ class InputVJP:
         except RuntimeError as error:
             self._explain_dtypes(error)
             points = self.tree(self.leaves)
-            translate_device_errors(points, self.problem.loss, "points").explain(error)
+            translate_batch_errors(points, self.problem.loss, "points").explain(error)
             if not any(text in str(error) for text in IN_PLACE_ERRORS):
                 raise
         return self._call([leaf.clone() for leaf in self.leaves])

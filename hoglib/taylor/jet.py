@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hoglib import errors
 from hoglib._core import pytree, torch_internals, validation
 from hoglib._core.autograd import clone_inference_tensors
-from hoglib._core.call_errors import translate_device_errors
+from hoglib._core.call_errors import translate_batch_errors
 from hoglib._core.device_reads import read_late
 from hoglib._core.finite_differences import fixed_random_numbers
 from hoglib._core.gradient_graph import graph_summary
@@ -192,7 +192,7 @@ def by_taylor(
     drawn = None if torch_internals.tracing() else generators.now()
     run = Propagation(algebra, options.keep)
     try:
-        with run, translate_device_errors(inputs, call, "inputs"):
+        with run, translate_batch_errors(inputs, call, "inputs"):
             for x, seed in zip(own, parts, strict=True):
                 run.seed(x, seed)
             value = call(*own)

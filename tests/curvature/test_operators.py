@@ -709,6 +709,7 @@ VECTORS = {
     "too short": (lambda n: draw(n - 1), ValueError, r"expected \(59,\), \(59, k\).*got \(58,\)"),
     "a row": (lambda n: draw(1, n), ValueError, r"got \(1, 59\)"),
     "float32": (lambda n: draw(n).float(), TypeError, r"\.to\(torch\.float64\)"),
+    "an array": (lambda n: draw(n).numpy(), TypeError, r"from_numpy.*to_scipy"),
     "a list": (lambda n: [1.0] * n, ValueError, "structure of params"),
     "a leaf transposed": (lambda n: {"0.weight": draw(3, 8), "0.bias": draw(8), "2.weight": draw(3, 8), "2.bias": draw(3)}, ValueError, r"v\['0.weight'\]: expected \(8, 3\), got \(3, 8\)"),
 }  # fmt: skip
