@@ -474,10 +474,8 @@ def _distance(found: Vector, truth: Vector, size: float | None) -> float:
     pairs = list(zip(found, truth, strict=True))
     sizes = [max(float(a.norm()), float(b.norm())) if size is None else 0.0 for a, b in pairs]
     floor = SHARE * sum(one**2 for one in sizes) ** 0.5 if size is None else size
-    gaps = [
-        float((a - b).norm()) / max(one + floor, 1e-300)
-        for (a, b), one in zip(pairs, sizes, strict=True)
-    ]
+    sized = zip(pairs, sizes, strict=True)
+    gaps = [float((a - b).norm()) / max(one + floor, 1e-300) for (a, b), one in sized]
     return inf if any(gap != gap for gap in gaps) else max(gaps)
 
 
@@ -646,11 +644,9 @@ def record_calls(
             call.run = module
             call.args, call.kwargs = detached_copy((args, kwargs))
             # a loss substitutes plain tensors for the parameters that it was given
-            call.parameters = {
-                name: p.detach().requires_grad_()
-                for name, p in module.named_parameters()
-                if p.requires_grad and not isinstance(p, nn.Parameter)
-            }
+            own = module.named_parameters()
+            plain = [(n, p) for n, p in own if p.requires_grad and not isinstance(p, nn.Parameter)]
+            call.parameters = {name: p.detach().requires_grad_() for name, p in plain}
         stack[-1].parts[len(stack[-1].parts)] = call
         stack.append(call)
 

@@ -154,8 +154,7 @@ class Processes:
         )
 
     def _raise(self, error: Exception | None, every: list[PassTotals]) -> None:
-        text = "" if error is None else f"{type(error).__name__}: {error}"
-        texts = self.gather(text)
+        texts = self.gather("" if error is None else f"{type(error).__name__}: {error}")
         if error is not None:
             raise error
         failed = [rank for rank, one in enumerate(every) if one.failed]
@@ -196,8 +195,7 @@ class Processes:
                 f"{type(sampler).__name__} for process {sampler.rank} of {sampler.num_replicas}; make "
                 "it without num_replicas and rank."
             )
-        dataset: Any = sampler.dataset
-        count = len(dataset)
+        count = len(sampler.dataset)  # type: ignore[arg-type]
         if sampler.total_size > count:
             raise ArgumentValueError(
                 f"data: expected every example in one process, got a {type(sampler).__name__} that "
@@ -269,10 +267,9 @@ class Batches:
         processes: Processes, shared: bool = False,
     ) -> None:  # fmt: skip
         self._one = one = is_batch(data)
-        self._processes = processes
+        self._processes, self.device = processes, device
         self.checksum = 0.0  # of the data that all processes were given
         self._data: Iterable[Any] = [data] if one else data
-        self.device = device
         # whether the weight of the only batch cancels; not where other processes have batches too
         self._cancels = one and micro_batch is None and processes.alone and not shared
         self._batch_size = leading_dimension if batch_size is None else batch_size
@@ -365,11 +362,9 @@ def as_dict(batch: Any) -> Any:
 
 def leading_dimension(batch: Any) -> float:
     """The leading dimension of the first tensor of a batch."""
-    for x in pytree.leaves(as_dict(batch)):
-        if isinstance(x, Tensor):
-            if not x.dim():
-                break
-            return len(x)
+    first = next(iter(pytree.tensors(as_dict(batch))), None)
+    if first is not None and first.dim():
+        return len(first)
     raise ArgumentTypeError(
         "data: expected batches whose first tensor has the examples as its leading dimension, got "
         f"{validation.describe(batch)}; give the weight of a batch by batch_size=, a function of the "

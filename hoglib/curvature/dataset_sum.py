@@ -210,8 +210,11 @@ class DatasetSum:
         self._by_rows = self._counts = own and not self._batches.single
         # whether nobody was told yet of layers by which examples of one batch depend on each other
         self._names_norms = not self._batches.single and options.micro_batch is None
+        self.alone = processes.alone  # no other process takes part
+        # the data is one batch that is not split, of this process alone
+        self.single_batch = self._batches.single and not space.placement.is_sharded
         # the weight of the only batch cancels
-        self._at_once = self.single_batch and processes.alone
+        self._at_once = self.single_batch and self.alone
         self._determinism = Determinism(loss, options.check_deterministic, fixed_batches)
         self.symmetry = Symmetry(
             name, options.check_deterministic, space, self._half, self.products_in_double, loss
@@ -232,16 +235,6 @@ class DatasetSum:
         self._splits_checked = False
         self._fraction = 1.0  # of a pass, that the current batch is
         self._loss_dtype = space.dtype  # that of the loss, once it is known
-
-    @property
-    def single_batch(self) -> bool:
-        """Whether the data is one batch that is not split, of this process alone."""
-        return self._batches.single and not self._placement.is_sharded
-
-    @property
-    def alone(self) -> bool:
-        """Whether no other process takes part."""
-        return self._processes.alone
 
     def value(self) -> Tensor:
         """The loss over the data."""
@@ -729,8 +722,8 @@ class DataPass:
         else:
             share = self._sums.kept.share
             yield None, 0, share
-            last = self._sums._last  # in the same state
-            self.totals = last or _totals([share], [float(self.value)])
+            # those of the last pass are in the same state
+            self.totals = self._sums._last or _totals([share], [float(self.value)])
 
     def record(self, value: Tensor) -> None:
         """The loss of the batch that was given last."""

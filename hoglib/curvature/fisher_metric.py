@@ -224,6 +224,7 @@ class _Outputs:
             self._leaves, self.batch = clone_inference_tensors((leaves, batch))
             given = [self._leaves[i].detach() for i in self._places]
             self.own = [upcast_half(leaf).requires_grad_() for leaf in given]
+            self.constant = self.rebuild([leaf.detach() for leaf in self.own])
 
     def rebuild(self, values: Vector) -> Tree:
         """The outputs with other values for these tensors."""
@@ -231,10 +232,6 @@ class _Outputs:
         for i, value in zip(self._places, values, strict=True):
             whole[i] = value
         return pytree.unflatten(whole, self._structure)
-
-    @property
-    def constant(self) -> Tree:
-        return self.rebuild([leaf.detach() for leaf in self.own])
 
 
 def _around(like: Tensor) -> ring:
@@ -256,13 +253,8 @@ def _distribution(
     weight = likelihoods.weight(chosen, p, options.reduction)
     if options.likelihood is not None and options.reduction == "mean" and value_checks_on():
         with suppress(AttributeError, RuntimeError, TypeError, ValueError, NotImplementedError):
-            find = lambda: _warn_of_terms(loss, p, at)  # noqa: E731
-            found_once(loss, ("terms", p.batch_shape), find)
+            found_once(loss, ("terms", p.batch_shape), lambda: _warn_of_terms(loss, p, at))
     return chosen, p, weight
-
-
-def _is_discrete(p: D.Distribution) -> bool:
-    return bool(getattr(p.support, "is_discrete", False))
 
 
 def _warn_of_terms(loss: Any, p: D.Distribution, at: _Outputs) -> bool:
@@ -273,7 +265,10 @@ def _warn_of_terms(loss: Any, p: D.Distribution, at: _Outputs) -> bool:
     """
     count, targets, shape = p.batch_shape[1:].numel(), loss.targets(at.batch), p.batch_shape
     given = any(x.shape == shape for x in pytree.tensors(targets))
-    if count < 2 or not given or p.event_shape or isinstance(p, D.Independent) or _is_discrete(p):
+    joint = (
+        p.event_shape or isinstance(p, D.Independent) or getattr(p.support, "is_discrete", False)
+    )
+    if count < 2 or not given or joint:
         return True
     half, width = shape[-1] // 2, shape[-1]
 
@@ -425,15 +420,10 @@ def _outer_products(scores: Vector, weight: Weight, by_example: bool) -> Metric:
     flat = [s.reshape(samples, groups, s[0].numel() // max(groups, 1)) for s in scores]
 
     def metric(vector: Vector) -> Vector:
-        parts = [
-            torch.einsum("snd,nd->sn", s, u.reshape(groups, s.shape[2]))
-            for s, u in zip(flat, vector, strict=True)
-        ]
+        pairs = [*zip(flat, vector, strict=True)]
+        parts = [torch.einsum("snd,nd->sn", s, u.reshape(groups, s.shape[2])) for s, u in pairs]
         along = weight * sum(parts[1:], parts[0])
-        return [
-            torch.einsum("sn,snd->nd", along.to(s), s).reshape(u.shape)
-            for s, u in zip(flat, vector, strict=True)
-        ]
+        return [torch.einsum("sn,snd->nd", along.to(s), s).reshape(u.shape) for s, u in pairs]
 
     return metric
 
@@ -546,12 +536,8 @@ def _random_columns(metric: FisherMetric, composite: CompositeLoss, ys: Vector) 
         bits = torch.randint(2, (draws, examples), generator=random, device=device)
         signs = (2 * bits - 1).to(ys[0].device) / sqrt(draws)
         for total, part in zip(totals, column, strict=True):
-            each = signs.to(part.dtype)
-            if examples > 1 or part.shape[:1] == (1,):
-                each = each.reshape(draws, examples, *[1] * (part.dim() - 1))
-            else:
-                each = each.reshape(draws, *[1] * part.dim())
-            total += each * part
+            shape = [examples, *[1] * part.dim()][: part.dim()]
+            total += signs.to(part.dtype).reshape(draws, *shape) * part
     for draw in range(draws):
         yield [total[draw] for total in totals]
 
@@ -559,7 +545,6 @@ def _random_columns(metric: FisherMetric, composite: CompositeLoss, ys: Vector) 
 def _dense_columns(metric: FisherMetric, composite: CompositeLoss, ys: Vector) -> Iterator[Vector]:
     """The columns of the square root of each block, which is computed by products with M."""
     examples = examples_of(composite, ys)
-    shapes = [y.shape for y in ys]
     sizes = [y.numel() // max(examples, 1) for y in ys]
     total = sum(sizes)
     if examples * total**2 > LARGEST:
@@ -575,11 +560,8 @@ def _dense_columns(metric: FisherMetric, composite: CompositeLoss, ys: Vector) -
 
     def vector(rows: Tensor) -> Vector:
         """Rows [N, total] like the outputs."""
-        parts = rows.split(sizes, 1)
-        return [
-            part.reshape(shape).to(y.dtype)
-            for part, shape, y in zip(parts, shapes, ys, strict=True)
-        ]
+        pairs = zip(rows.split(sizes, 1), ys, strict=True)
+        return [part.reshape(y.shape).to(y.dtype) for part, y in pairs]
 
     blocks = ys[0].new_empty((examples, total, total), dtype=wide)
     for i in range(total):

@@ -332,10 +332,9 @@ def in_transforms(composite: CompositeLoss) -> LinearMap:
         return tuple(composite.outputs(list(own)))
 
     def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
-        reverse: Any = torch.func.vjp(outputs, *composite.leaves)
+        every, transpose = torch.func.vjp(outputs, *composite.leaves)[:2]
         with torch_forward_mode.one_thread_in_forward_mode(composite.policy.caller):
-            forward: Any = torch.func.jvp(outputs, tuple(composite.leaves), tuple(vector))
-        (every, transpose), (_, tangents) = reverse, forward
+            tangents = torch.func.jvp(outputs, tuple(composite.leaves), tuple(vector))[1]
         weighted = composite.metric(list(every))(list(tangents), False)
         return composite.criterion(*every), list(transpose(tuple(weighted)))
 

@@ -116,8 +116,7 @@ def gradients(values: Function, x: Tensor, keep: bool) -> Tensor:
     """The gradient of each output by its point, [N, ...outputs, ...x], by one more run of func."""
     with fixed_random_numbers([x]):
         if torch_internals.transforms_active():
-            pulling: Any = torch.func.vjp(values, x)
-            y, pull = pulling
+            y, pull = torch.func.vjp(values, x)[:2]
         else:
             own = x.view_as(x) if keep and x.requires_grad else x.detach().requires_grad_()
             y = values(own)
@@ -331,8 +330,7 @@ def by_forward(func: Function, x: Tensor, directions: Layout) -> tuple[Tensor, T
     for k, (probe, weight) in enumerate(probes):
 
         def derivatives(own: Tensor, probe: Probe = probe) -> tuple[Tensor, ...]:
-            pulling: Any = torch.func.vjp(checked, own)
-            y, pull = pulling
+            y, pull = torch.func.vjp(checked, own)[:2]
             return tuple(_component(g, probe, points) for g in _of_each_output(pull, y))
 
         last = k == len(probes) - 1

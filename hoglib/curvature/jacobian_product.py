@@ -214,9 +214,8 @@ def by_forward(f: Callable[..., Vector], leaves: Vector, vector: Vector) -> tupl
     ):  # fmt: skip
         # copies, because an operation in place changes both
         primals, tangents = ([x.clone() for x in given] for given in (leaves, vector))
-        output: Any = torch.func.jvp(checked, tuple(primals), tuple(tangents))
-    values, tangents = output
-    return list(values), list(tangents)
+        values, found = torch.func.jvp(checked, tuple(primals), tuple(tangents))[:2]
+    return list(values), list(found)
 
 
 def _refuse_checkpoint() -> None:

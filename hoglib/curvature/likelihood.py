@@ -174,9 +174,7 @@ def _classes_last(loss: Any, f: Tensor, batch: Any) -> bool:
         return False
     shapes = {"1": (*f.shape[:1], *f.shape[2:]), "last": tuple(f.shape[:-1])}
     targets = loss.targets(batch) if hasattr(loss, "targets") else None
-    indices = [
-        t for _, t in tensors_in("", targets) if not t.is_floating_point() and not t.is_complex()
-    ]
+    indices = [t for _, t in tensors_in("", targets) if not pytree.is_float(t)]
     fitting = {axis for axis, shape in shapes.items() if any(t.shape == shape for t in indices)}
     if len(fitting) == 1:
         return fitting == {"last"}
@@ -229,8 +227,7 @@ def inferred(loss: Any, outputs: Tree, batch: Any, reduction: str) -> Likelihood
                 "one shape."
             )
     if row.family.classes and not target.is_floating_point():
-        ignored = _options(criterion).get("ignore_index", -100)
-        result = result._replace(counted=target != ignored)
+        result = result._replace(counted=target != _options(criterion).get("ignore_index", -100))
     return result
 
 

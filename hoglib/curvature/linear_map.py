@@ -232,8 +232,7 @@ def forward_over_reverse(problem: Problem) -> LinearMap:
 
     def in_forward_mode(vector: Vector, with_graph: bool) -> tuple[Tensor, Vector]:
         def value_and_gradient(*own: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-            value_and_vjp: Any = torch.func.vjp(checked, *own)
-            value, pull = value_and_vjp
+            value, pull = torch.func.vjp(checked, *own)[:2]
             one = torch.ones_like(value)
             # Without a graph of the product, the one beneath is freed while the gradient is computed.
             return value, pull(one, retain_graph=with_graph and not alone, create_graph=with_graph)

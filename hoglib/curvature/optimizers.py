@@ -386,15 +386,11 @@ def _dot(G: GGNOperator, a: Tensor, b: Tensor) -> Tensor:
 
 def _numbers(*scalars: Tensor) -> list[float]:
     """Their values, in one read."""
-    found: list[float] = torch.stack([x.double() for x in scalars]).tolist()
-    return found
+    return torch.stack([x.double() for x in scalars]).tolist()
 
 
-KFAC_OPTIONS = tuple(
-    name
-    for name in ("approximation", "joint_bias", "likelihood", "num_samples", *DATA_OPTIONS)
-    if name != "check_deterministic"
-)
+OF_FACTORS = ("approximation", "joint_bias", "likelihood", "num_samples")
+KFAC_OPTIONS = (*OF_FACTORS, *(name for name in DATA_OPTIONS if name != "check_deterministic"))
 FACTORS = ("A", "G")
 ADAPT_EVERY, ADAPTED = 5, 0.95**5
 INVERSE = ("inverse_A", "inverse_G", "inverse_values")

@@ -587,8 +587,7 @@ def directional(
             d = torch.zeros(len(v), *value.shape, dtype=value.dtype, device=value.device)
         return finished(given, value, d)
 
-    f, d = given.evaluate(func, body, (order, several), x, v, args)
-    return f, d
+    return given.evaluate(func, body, (order, several), x, v, args)
 
 
 def partial_derivative(
@@ -690,5 +689,4 @@ def partial_derivative(
         (value,), rows = nested("partial_derivative", along, x, len(orders), order)
         return finished(given, value, rows[-1][0])
 
-    f, d = given.evaluate(func, body, tuple(index), x, args)
-    return f, d
+    return given.evaluate(func, body, tuple(index), x, args)

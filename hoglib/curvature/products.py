@@ -415,11 +415,9 @@ def _matrix(kind: CurvatureKind, problem: Problem, params: Tree, blocks: Blocks)
     warn_if_derivatives_not_finite(given, value, entries.values())
     names, count = pytree.paths(params), len(problem.leaves)
     if blocks is None:
-        rows = [
-            pytree.unflatten([entries[a, b] for b in range(count)], problem.structure)
-            for a in range(count)
-        ]
-        return pytree.unflatten(rows, problem.structure)
+        form = problem.structure
+        rows = [[entries[a, b] for b in range(count)] for a in range(count)]
+        return pytree.unflatten([pytree.unflatten(row, form) for row in rows], form)
     return {
         names[a]: {names[b]: entries[a, b] for b in range(count) if (a, b) in entries}
         for a in range(count)

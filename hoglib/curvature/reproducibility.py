@@ -208,9 +208,8 @@ def close(a: float, b: float, dtype: torch.dtype, terms: Sequence[float] = ()) -
 
 
 def _not_finite(batch: Any) -> bool:
-    return any(
-        x.is_floating_point() and not bool(x.isfinite().all()) for _, x in tensors_in("", batch)
-    )
+    floats = (x for _, x in tensors_in("", batch) if x.is_floating_point())
+    return not all(bool(x.isfinite().all()) for x in floats)
 
 
 # by how much of their size v.Aw and w.Av may differ: for random vectors, over sqrt(P), by which their

@@ -199,7 +199,5 @@ def second_order_problems(module: pl.LightningModule, batch: Any) -> list[NamedP
             f"{what}(batch): expected (loss, params, batch) for the first training batch, got "
             f"{error_text(error)}. It is called before the first step; correct it."
         ) from error
-    return [
-        one._replace(name=f"{what}[{one.name}]" if one.name else what)
-        for one in problems(f"{what}(batch)", made)
-    ]
+    found = problems(f"{what}(batch)", made)
+    return [one._replace(name=f"{what}[{one.name}]" if one.name else what) for one in found]

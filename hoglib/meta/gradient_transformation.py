@@ -192,10 +192,8 @@ class Leaves:
         """The tree of params with other leaves, which are complex where those of params are."""
         made = leaves
         if self._complex:
-            made = [
-                torch.view_as_complex(leaf) if p.is_complex() else leaf
-                for leaf, p in zip(leaves, self.original, strict=True)
-            ]
+            pairs = zip(leaves, self.original, strict=True)
+            made = [torch.view_as_complex(x) if p.is_complex() else x for x, p in pairs]
         if self._flat:
             return dict(zip(self.params, made, strict=True))
         return pytree.unflatten(made, pytree.flatten(self.params)[1])
@@ -252,10 +250,8 @@ def option_of_each(what: str, value: Any, leaves: Leaves) -> Iterable[Option]:
     found = leaves.matching(what, value)
     if not all(isinstance(rate, float | Tensor) for rate in found):
         raise validation.other_structure(what, value, leaves.params)
-    return [
-        to_leaf(_broadcast(what, i, rate, leaves), leaf)
-        for i, (rate, leaf) in enumerate(zip(found, leaves.real, strict=True))
-    ]
+    pairs = enumerate(zip(found, leaves.real, strict=True))
+    return [to_leaf(_broadcast(what, i, rate, leaves), leaf) for i, (rate, leaf) in pairs]
 
 
 def to_leaf(value: Option, leaf: Tensor) -> Option:

@@ -300,9 +300,8 @@ def _checked_graph(value: Tensor, own: Sequence[Tensor], check_functions: bool) 
 
 def _are_apart(leaves: Sequence[Tensor]) -> bool:
     """Whether each is a tensor of its own that has a graph, by which a loss can be differentiated."""
-    return len({id(leaf) for leaf in leaves}) == len(leaves) and all(
-        leaf.grad_fn is not None for leaf in leaves
-    )
+    distinct = len({id(leaf) for leaf in leaves}) == len(leaves)
+    return distinct and all(leaf.grad_fn is not None for leaf in leaves)
 
 
 def _grad_by_transform(

@@ -23,11 +23,8 @@ BatchNorms = dict[str, _BatchNorm]
 
 def find_batch_norms(model: nn.Module) -> BatchNorms:
     """The batch norms that keep running statistics, by name; called while none is swapped."""
-    return {
-        name: layer
-        for name, layer in model.named_modules()
-        if isinstance(layer, _BatchNorm) and layer.track_running_stats
-    }
+    named = model.named_modules()
+    return {n: m for n, m in named if isinstance(m, _BatchNorm) and m.track_running_stats}
 
 
 def frozen(patch: ModulePatch, layer: nn.Module) -> None:

@@ -487,11 +487,9 @@ class Replay:
 
     def _rounding(self, cotangents: list[Tensor | None], leaves: list[Any]) -> Tensor:
         """sum (u theta eps)^2 over a state: the squared change of the result by its rounding."""
-        terms = [
-            (u * x).abs().double().square().sum().cpu() * torch.finfo(x.dtype).eps ** 2
-            for u, x in zip(cotangents, leaves, strict=True)
-            if u is not None
-        ]
+        pairs = zip(cotangents, leaves, strict=True)
+        known = ((u * x, torch.finfo(x.dtype).eps) for u, x in pairs if u is not None)
+        terms = [change.abs().double().square().sum().cpu() * eps**2 for change, eps in known]
         return pytree.sum_scalars(terms).double()
 
     def _check_replayed(self, i: int, leaves: list[Any], after: list[Any]) -> None:
@@ -535,11 +533,8 @@ class Replay:
 
 def vjp(outputs: list[Any], cotangents: Sequence[Tensor | None], inputs: list[Tensor]) -> list[Any]:
     """The pullback of outputs; None for those that are no tensors, or have no graph or cotangent."""
-    pairs = [
-        (y, u)
-        for y, u in zip(outputs, cotangents, strict=True)
-        if u is not None and isinstance(y, Tensor) and y.requires_grad
-    ]
+    both = zip(outputs, cotangents, strict=True)
+    pairs = [(y, u) for y, u in both if u is not None and _is_wanted(y)]
     if not pairs or not inputs:
         return [None] * len(inputs)
     ys, us = zip(*pairs, strict=True)

@@ -171,11 +171,8 @@ def _groups(params: Iterable[int]) -> list[DDPParameters]:
     wanted, groups = set(params), []
     _find_and_watch()
     for ddp in reversed(list(_WRAPPERS.values())):  # all that are alive
-        own = {
-            name: p
-            for name, p in ddp.module.named_parameters()
-            if id(p) in wanted and name not in ddp.parameters_to_ignore
-        }
+        named = ddp.module.named_parameters()
+        own = {n: p for n, p in named if id(p) in wanted and n not in ddp.parameters_to_ignore}
         wanted -= {id(p) for p in own.values()}
         if own:
             groups.append((ddp, own))
@@ -215,11 +212,11 @@ class GatheredParameters:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._modules: list[Any] = [
-            module
-            for module in torch_sharding.fsdp_modules(modules)
-            if torch_sharding.reshards_after_backward(module) or module in _HELD
-        ]
+        found, reshards = (
+            torch_sharding.fsdp_modules(modules),
+            torch_sharding.reshards_after_backward,
+        )
+        self._modules: list[Any] = [m for m in found if reshards(m) or m in _HELD]
         for module in self._modules:
             _HELD[module] = _HELD.get(module, 0) + 1
             module.set_reshard_after_backward(False, recurse=False)

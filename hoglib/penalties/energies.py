@@ -205,10 +205,8 @@ def _blocks(at: InputVJP, g: Tensor, x: Tensor, batched: int) -> Vector:
     units = torch.eye(n := shape.numel(), dtype=x.dtype, device=x.device).reshape(n, *shape)
     products = [_products(at, g, at.leaves, u.expand_as(x)) for u in units]
     whole = zip(*products, strict=True) if products else ([y[None][:0]] for y in at.leaves)
-    return [
-        torch.stack([*rows], batched).reshape(*x.shape, *y.shape[batched:])
-        for y, rows in zip(at.leaves, whole, strict=True)
-    ]
+    pairs = zip(at.leaves, whole, strict=True)
+    return [torch.stack([*r], batched).reshape(*x.shape, *y.shape[batched:]) for y, r in pairs]
 
 
 def _structures(at: InputVJP, index: Any) -> Samples | None:

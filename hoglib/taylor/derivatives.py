@@ -135,8 +135,7 @@ def _gelu_by_tanh(x: Tensor, K: int) -> list[Derivative]:
 def _mish(x: Tensor, y: Tensor, K: int) -> list[Derivative]:
     t = torch.tanh(torch.nn.functional.softplus(x))
     n: Any = _softplus(x, x, K)
-    tanh = Univariate(K).compose(autonomous((1, 0, -1), t, K), n)
-    return _times_x(x, [t, *tanh])
+    return _times_x(x, [t, *Univariate(K).compose(autonomous((1, 0, -1), t, K), n)])
 
 
 def _elu(
@@ -144,10 +143,8 @@ def _elu(
 ) -> list[Derivative]:
     positive = x > 0
     below = alpha * scale * torch.exp(torch.where(positive, 0, x) * input_scale)
-    return [
-        torch.where(positive, scale if k == 1 else 0.0, below * input_scale**k)
-        for k in range(1, K + 1)
-    ]
+    slopes = [below * input_scale**k for k in range(1, K + 1)]
+    return [torch.where(positive, 0.0 if k else scale, slope) for k, slope in enumerate(slopes)]
 
 
 def _clamp(x: Tensor, y: Tensor, K: int, low: Any = None, high: Any = None) -> list[Derivative]:

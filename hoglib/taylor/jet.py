@@ -40,8 +40,7 @@ TaylorMode = Literal["auto", "taylor", "nested"]
 
 
 def _like_jet(value: Any, options: Any, primals: Any, series: Any) -> Any:
-    single = isinstance(primals, Tensor)
-    order = len(series if single else series[0])
+    order = len(series if isinstance(primals, Tensor) else series[0])
     return value, pytree.map(lambda y: [y.clone() for _ in range(order)], value)
 
 
@@ -119,11 +118,10 @@ def jet(
 
         found: Any = by_taylor(given, Univariate(K), xs, lists, call)
         leaves, series = found or along_path("jet", call, xs, lists, K)
-        done = [
-            [finished(given, y, d) for d in known] for y, known in zip(leaves, series, strict=True)
-        ]
-        values = [pairs[0][0] for pairs in done]
-        coefficients = [[d for _, d in pairs] for pairs in done]
+        pairs = zip(leaves, series, strict=True)
+        done = [[finished(given, y, d) for d in known] for y, known in pairs]
+        values = [found[0][0] for found in done]
+        coefficients = [[d for _, d in found] for found in done]
         return pytree.unflatten(values, structure), pytree.unflatten(coefficients, structure)
 
     return given.evaluate(func, body, None, xs, lists)

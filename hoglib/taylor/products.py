@@ -178,8 +178,7 @@ def _cholesky(call: Call, L: Tensor) -> Parts:
     def solve(part: Tensor) -> Tensor:
         inner = torch.linalg.solve_triangular(L, part, upper=False)
         inner = torch.linalg.solve_triangular(L.mH, inner, upper=True, left=False)
-        half = inner.diagonal(dim1=-2, dim2=-1) / 2
-        return L @ (inner.tril() - torch.diag_embed(half))
+        return L @ (inner.tril() - torch.diag_embed(inner.diagonal(dim1=-2, dim2=-1) / 2))
 
     n = call.algebra.zeros()
     for _ in range(call.algebra.order):

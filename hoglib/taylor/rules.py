@@ -22,7 +22,7 @@ from hoglib.taylor.derivatives import POINTWISE, power_of
 from hoglib.taylor.kinks import KINKS, one_sided
 from hoglib.taylor.products import MATRICES, PRODUCTS
 from hoglib.taylor.series import Bilinear, Call, Parts, Refused, Rule, each, multiply, scaled, sums
-from hoglib.taylor.structural import CONSTANT, JOINS, LINEAR, SEVERAL, ZERO
+from hoglib.taylor.structural import CONSTANT, JOINS, LINEAR, SEVERAL, ZERO, chosen
 
 
 def _pow(call: Call) -> Parts:
@@ -50,17 +50,11 @@ def _vector_norm(call: Call) -> Parts:
     n, y = call.product(squares, x, x), call.out
     zero = y == 0
     safe = torch.where(zero, 1, y)
-    derivatives = POINTWISE["sqrt"](safe * safe, safe, call.algebra.order)
-    found = call.algebra.compose(derivatives, n)
+    found = call.algebra.compose(POINTWISE["sqrt"](safe * safe, safe, call.algebra.order), n)
     if call.side and call.parts(x):
         beside = _norm_beside_zero(call, x, squares)
         if beside is not None:
-            return [
-                None
-                if p is q is None
-                else torch.where(zero, 0 if q is None else q, 0 if p is None else p)
-                for p, q in zip(found, beside, strict=True)
-            ]
+            return chosen(call, zero, beside, found)
     return each(lambda part: torch.where(zero, 0, part), found)
 
 
@@ -77,10 +71,8 @@ def _norm_beside_zero(call: Call, x: Tensor, squares: Bilinear) -> Parts | None:
     start = squares(first, first, lead, lead).sqrt()
     safe = torch.where(start == 0, 1, start)
     size = call.algebra.compose(POINTWISE["sqrt"](safe * safe, safe, call.algebra.order), n)
-    return [
-        None if p is None else torch.where(start == 0, 0, call.side * k * p)
-        for k, p in enumerate([start, *size[:-1]], start=1)
-    ]
+    terms = enumerate([start, *size[:-1]], start=1)
+    return [None if p is None else torch.where(start == 0, 0, call.side * k * p) for k, p in terms]
 
 
 def _atan2(call: Call) -> Parts:

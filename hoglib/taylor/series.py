@@ -58,6 +58,11 @@ class Algebra(ABC):
     def zeros(self) -> Parts:
         return [None] * len(self.leads)
 
+    def of_each(self, function: Callable[[Tensor, int], Tensor], parts: Parts) -> Parts:
+        """function(part, lead) of each coefficient; lead: its leading dimensions, one or none."""
+        pairs = zip(parts, self.leads, strict=True)
+        return [None if part is None else function(part, int(lead)) for part, lead in pairs]
+
 
 @final
 class Univariate(Algebra):
@@ -200,7 +205,7 @@ class Biharmonic(Algebra):
         """sum_k of the product of x_k and pairs_ki."""
         if x is None or pairs is None:
             return None
-        found: Tensor = term(x[self._second], pairs[self._full], True, True)
+        found = term(x[self._second], pairs[self._full], True, True)
         return found.unflatten(0, (self.D, self.D)).sum(1)
 
 
@@ -224,7 +229,7 @@ def compact(a: Tensor, first: int = 0) -> Tensor:
     return a[tuple(slice(0, 1) if s else slice(None) for s in shared)] if any(shared) else a
 
 
-def align(part: Tensor, lead: bool, rank: int) -> Tensor:
+def align(part: Tensor, lead: int, rank: int) -> Tensor:
     """The part with dimensions of size 1 behind the leading one, up to this rank."""
     missing = rank + lead - part.dim()
     return part if missing <= 0 or not lead else part[(slice(None),) + (None,) * missing]
@@ -260,17 +265,12 @@ class Call(NamedTuple):
     side: int = 0  # of a kink along the path: -1 before it, 1 after it; 0 for torch's derivative
 
     def of_each(self, function: Callable[[Tensor, int], Tensor], parts: Parts) -> Parts:
-        """function(part, lead) of each coefficient."""
-        leads = self.algebra.leads
-        return [
-            None if part is None else function(part, int(lead))
-            for part, lead in zip(parts, leads, strict=True)
-        ]
+        return self.algebra.of_each(function, parts)
 
     def aligned(self, parts: Parts, rank: int | None = None) -> Parts:
         """The coefficients with as many dimensions as the output, or with so many."""
         rank = self.out.dim() if rank is None else rank
-        return self.of_each(lambda part, lead: align(part, bool(lead), rank), parts)
+        return self.of_each(lambda part, lead: align(part, lead, rank), parts)
 
     def product(self, bilinear: Bilinear, a: Any, b: Any, a_n: Any = ..., b_n: Any = ...) -> Parts:
         """The coefficients of bilinear(a, b); a_n, b_n: their own, if they are not those of tensors."""

@@ -23,7 +23,7 @@ def _reshaped(part: Tensor, lead: int, x: Tensor, out: Tensor, *args: Any) -> Te
 
 
 def _expanded(part: Tensor, lead: int, x: Tensor, out: Tensor, *args: Any, **_: Any) -> Tensor:
-    return align(part, bool(lead), out.dim()).expand(part.shape[:lead] + out.shape)
+    return align(part, lead, out.dim()).expand(part.shape[:lead] + out.shape)
 
 
 def _same(part: Tensor, lead: int, x: Tensor, out: Tensor, *args: Any, **_: Any) -> Tensor:
@@ -89,17 +89,17 @@ def _batched(operation: Any, rank: int) -> Linear:
     """Of an operation on [N, ...] or [...], as pooling and resizing: the directions join the batch."""
 
     def run(part: Tensor, lead: int, x: Tensor, out: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if not lead or x.dim() < rank:
-            if lead:
-                return torch.stack([operation(p, *args, **kwargs) for p in part])
+        if not lead:
             return operation(part, *args, **kwargs)
+        if x.dim() < rank:
+            return torch.stack([operation(p, *args, **kwargs) for p in part])
         return operation(part.flatten(0, 1), *args, **kwargs).unflatten(0, part.shape[:2])
 
     return run
 
 
 def _selected(part: Tensor, lead: int, x: Tensor, out: Tensor, mask: Tensor) -> Tensor:
-    part = align(part, bool(lead), mask.dim())
+    part = align(part, lead, mask.dim())
     shape = torch.broadcast_shapes(x.shape, mask.shape)
     part, mask = part.expand(part.shape[:lead] + shape), mask.expand(shape)
     return part[:, mask] if lead else part[mask]
@@ -110,7 +110,7 @@ def _cast(part: Tensor, lead: int, x: Tensor, out: Tensor, *args: Any, **_: Any)
 
 
 def _repeated(p: Tensor, lead: int, x: Tensor, out: Tensor, repeats: Sequence[int] = ()) -> Tensor:
-    return align(p, bool(lead), len(repeats)).repeat([*(1,) * lead, *repeats])
+    return align(p, lead, len(repeats)).repeat([*(1,) * lead, *repeats])
 
 
 def _strided(
@@ -263,10 +263,8 @@ def _joined(operation: Any) -> Rule:
                 found.append(None)
                 continue
             size = given.shape[: int(lead)]
-            filled = [
-                like.new_zeros(size + x.shape) if p is None else p
-                for p, x in zip(parts, tensors, strict=True)
-            ]
+            pairs = zip(parts, tensors, strict=True)
+            filled = [like.new_zeros(size + x.shape) if p is None else p for p, x in pairs]
             found.append(operation(filled, dim + lead))
         return found
 
@@ -275,14 +273,15 @@ def _joined(operation: Any) -> Rule:
 
 def blended(call: Call, mask: Tensor, a: Any, b: Any) -> Parts:
     """where(mask, a, b)"""
-    a_n, b_n, shape = call.known(a), call.known(b), call.out.shape
+    return chosen(call, mask, call.known(a), call.known(b))
+
+
+def chosen(call: Call, mask: Tensor, a_n: Parts, b_n: Parts) -> Parts:
+    """The coefficients a_n where the mask is, b_n elsewhere."""
     found: Parts = []
     for p, q, lead in zip(a_n, b_n, call.algebra.leads, strict=True):
-        if p is None and q is None:
-            found.append(None)
-            continue
-        sides: list[Any] = [0 if r is None else align(r, lead, len(shape)) for r in (p, q)]
-        found.append(torch.where(mask, sides[0], sides[1]))
+        sides: list[Any] = [0 if r is None else align(r, lead, call.out.dim()) for r in (p, q)]
+        found.append(None if p is q is None else torch.where(mask, sides[0], sides[1]))
     return found
 
 
@@ -292,17 +291,13 @@ def _extremum(call: Call) -> Parts:
     found = blended(call, larger, a, b)
     ties = a == b  # each gets a half, as torch's derivative
     if call.side:
-        apart = sums(call.known(a), scaled(-1, call.known(b)))
-        sign = call.direction(apart)
+        sign = call.direction(sums(call.known(a), scaled(-1, call.known(b))))
         if sign is None:
             return found
         first = sign > 0 if call.name == "maximum" else sign < 0
         return blended(call, torch.where(ties, first, larger), a, b)
     half = scaled(0.5, sums(blended(call, ties, a, 0.0), blended(call, ties, b, 0.0)))
-    return [
-        None if p is None else p if h is None else torch.where(ties, h, p)
-        for p, h in zip(found, half, strict=True)
-    ]
+    return chosen(call, ties, half, found)
 
 
 def _reduced_extremum(call: Call) -> Parts:
@@ -328,10 +323,8 @@ def _selecting(call: Call) -> list[Parts | None]:
     x = call.args[0]
     given = [a for a in call.args[1:] if isinstance(a, int) and not isinstance(a, bool)]
     kwargs = call.kwargs
-    if call.name in ("topk", "kthvalue"):
-        dim = given[1] if len(given) > 1 else kwargs.get("dim", -1)
-    else:
-        dim = given[0] if given else kwargs.get("dim", -1)
+    before = 1 if call.name in ("topk", "kthvalue") else 0  # arguments: k
+    dim = given[before] if len(given) > before else kwargs.get("dim", -1)
     values, indices = call.out
     if x.dim() == 0:
         return [call.known(x), None]
@@ -339,8 +332,7 @@ def _selecting(call: Call) -> list[Parts | None]:
     index = indices if keep else indices.unsqueeze(dim)
 
     def pick(part: Tensor, lead: int) -> Tensor:
-        full = index.expand(part.shape[:lead] + index.shape)
-        found = part.gather(shifted(dim, lead, x), full)
+        found = _gathered(part, lead, x, None, dim, index)
         return found if keep else found.squeeze(shifted(dim, lead, x))
 
     return [call.of_each(pick, call.known(x)), None]
@@ -355,7 +347,6 @@ def _written(source: int | None) -> Rule:
         operation = getattr(aten, call.name)
         x: Any = args[0]
         y: Any = None if source is None else args[source]
-        tensor = isinstance(y, Tensor)
         for p, q, lead in zip(call.known(x), call.known(y), call.algebra.leads, strict=True):
             given = p if p is not None else q
             if given is None:
@@ -365,7 +356,7 @@ def _written(source: int | None) -> Rule:
             for r in range(len(given)) if lead else [...]:
                 args[0] = torch.zeros_like(x) if p is None else p[r]
                 if source is not None:
-                    zero = torch.zeros_like(y) if tensor else 0.0
+                    zero = torch.zeros_like(y) if isinstance(y, Tensor) else 0.0
                     args[source] = zero if q is None else q[r]
                 rows.append(operation(*args, **call.kwargs))
             found.append(torch.stack(rows) if lead else rows[0])
