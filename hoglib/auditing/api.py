@@ -493,12 +493,11 @@ class FaultMessages:
 
     def stopped(self, stops: list[StopGradient]) -> str:
         """Where gradients are stopped."""
-        places = [
-            f"{stop.how} in {self._names.briefly(stop.module)}"
-            + (f" at {stop.line}" * bool(stop.line))
-            for stop in stops
-        ]
-        return validation.listing([*dict.fromkeys(places)], MAX_NAMES)
+        places: dict[str, None] = {}
+        for stop in stops:
+            where = f" at {stop.line}" if stop.line else ""
+            places[f"{stop.how} in {self._names.briefly(stop.module)}{where}"] = None
+        return validation.listing([*places], MAX_NAMES)
 
 
 def _explain(op: RecordedCall) -> str:

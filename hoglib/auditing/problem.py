@@ -307,11 +307,12 @@ class _KeepFloat64(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _CASTS:
             return args[0] if args[0].dtype in _DOUBLE else func(*args, **kwargs)
-        if any(x in _NARROW for x in (*args, *kwargs.values()) if isinstance(x, torch.dtype)):
-            tensors = pytree.tensors((args, kwargs))
-            if any(x.dtype in _DOUBLE for x in tensors):
-                args = tuple(_float64_for_narrow(x) for x in args)
-                kwargs = {name: _float64_for_narrow(x) for name, x in kwargs.items()}
+        narrows = any(
+            isinstance(x, torch.dtype) and x in _NARROW for x in (*args, *kwargs.values())
+        )
+        if narrows and any(x.dtype in _DOUBLE for x in pytree.tensors((args, kwargs))):
+            args = tuple(_float64_for_narrow(x) for x in args)
+            kwargs = {name: _float64_for_narrow(x) for name, x in kwargs.items()}
         return func(*args, **kwargs)
 
 
@@ -418,9 +419,8 @@ def _observe_compiled_code(
     v = [torch.ones_like(x) for x in problem.leaves]
     state.begin()
     try:
-        reverse_over_reverse(
-            lambda *own: problem.value([*own], problem.batch), problem.leaves, v, v
-        )
+        of_leaves = lambda *own: problem.value([*own], problem.batch)  # noqa: E731
+        reverse_over_reverse(of_leaves, problem.leaves, v, v)
     except RuntimeError as error:
         line = str(error).splitlines()[0][:160]
         text = f"{WARNINGS['compiled'].format('It')} The error: {line}."

@@ -198,21 +198,16 @@ class DatasetSum:
         batch_size = options.batch_size or getattr(loss, "batch_size", None)
         self._counting = counting
         own = self._mean and batch_size is None  # weights that nobody gave
-        self._batches = Batches(
-            data,
-            space.device,
-            self._own_size if own and counting == "criterion" else batch_size,
-            options.micro_batch,
-            processes,
-            space.placement.is_sharded,
-        )
+        size = self._own_size if own and counting == "criterion" else batch_size
+        sharded = space.placement.is_sharded
+        self._batches = Batches(data, space.device, size, options.micro_batch, processes, sharded)
         # whether the first pass compares what the mean of the loss counts with these weights
         self._by_rows = self._counts = own and not self._batches.single
         # whether nobody was told yet of layers by which examples of one batch depend on each other
         self._names_norms = not self._batches.single and options.micro_batch is None
         self.alone = processes.alone  # no other process takes part
         # the data is one batch that is not split, of this process alone
-        self.single_batch = self._batches.single and not space.placement.is_sharded
+        self.single_batch = self._batches.single and not sharded
         # the weight of the only batch cancels
         self._at_once = self.single_batch and self.alone
         self._determinism = Determinism(loss, options.check_deterministic, fixed_batches)
@@ -411,14 +406,10 @@ class DatasetSum:
         used = torch.zeros(count)  # by how many processes, each leaf
         if error is None:
             leaves = self._space.leaves()
-            totals = totals._replace(
-                changed=given.changed,
-                seed=self._seed,
-                params=checksum_of_tensors(leaves),
-                model=checksum_of_tensors(constants_of(self.loss, leaves)),
-                vectors=0.0 if rows is None else checksum_of_rows(rows),
-                data=self._batches.checksum,
-            )
+            params, constants = map(checksum_of_tensors, (leaves, constants_of(self.loss, leaves)))
+            vectors, data = 0.0 if rows is None else checksum_of_rows(rows), self._batches.checksum
+            totals = totals._replace(changed=given.changed, seed=self._seed, params=params)
+            totals = totals._replace(model=constants, vectors=vectors, data=data)
             if totals.pieces:
                 used[[i for i in range(count) if i not in (self._unused or ())]] = 1
         sums = total() if callable(total) else total
@@ -462,7 +453,7 @@ class DatasetSum:
 
         A graph that is kept holds the random numbers that were drawn.
         """
-        if not self._options.check_deterministic or self._determinism.known:
+        if not self._options.check_deterministic or self._determinism.first:
             return value
         self._determinism.record(batch, value, self.loss_of)
         self._determinism.finish_pass()
@@ -605,9 +596,8 @@ class DatasetSum:
         """The loss of a batch is that of its pieces, weighted: no layer or criterion mixes examples."""
         pieces = parts.loss / parts.weight if self._mean else parts.loss
         if not close(whole, pieces, dtype, [parts.largest]):
-            random = batch is not None and self._determinism.random_cause(
-                lambda: self.loss_of(batch), self._space.device
-            )
+            cause = self._determinism.random_cause
+            random = batch is not None and cause(lambda: self.loss_of(batch), self._space.device)
             if random:
                 raise NondeterministicError(
                     "micro_batch: expected the same loss for a batch and for its pieces, got "
@@ -731,9 +721,6 @@ class DataPass:
 
 
 def _totals(shares: list[float], losses: list[float]) -> PassTotals:
-    return PassTotals(
-        pieces=len(shares),
-        weight=fsum(shares),
-        loss=fsum(share * loss for share, loss in zip(shares, losses, strict=True)),
-        largest=max(map(abs, losses), default=0.0),
-    )
+    total = fsum(share * loss for share, loss in zip(shares, losses, strict=True))
+    largest = max(map(abs, losses), default=0.0)
+    return PassTotals(pieces=len(shares), weight=fsum(shares), loss=total, largest=largest)

@@ -265,10 +265,8 @@ def _warn_of_terms(loss: Any, p: D.Distribution, at: _Outputs) -> bool:
     """
     count, targets, shape = p.batch_shape[1:].numel(), loss.targets(at.batch), p.batch_shape
     given = any(x.shape == shape for x in pytree.tensors(targets))
-    joint = (
-        p.event_shape or isinstance(p, D.Independent) or getattr(p.support, "is_discrete", False)
-    )
-    if count < 2 or not given or joint:
+    joint = p.event_shape or isinstance(p, D.Independent)
+    if count < 2 or not given or joint or getattr(p.support, "is_discrete", False):
         return True
     half, width = shape[-1] // 2, shape[-1]
 

@@ -22,7 +22,7 @@ from hoglib._core.autograd import (
     check_uses_given_params,
     fresh_leaves,
     materialize_grads,
-    translate_errors,
+    vjp,
     without_graph,
 )
 from hoglib._core.finite_differences import directional_derivative
@@ -135,10 +135,7 @@ class GaussNewtonKind(CurvatureKind):
 
     def linearize(self, problem: Problem, several: bool) -> LinearMap:
         if self.mode == DIFFERENCES:
-            return in_double(
-                lambda wide: differences_of_outputs(CompositeLoss(wide, self.metric, self.mode)),
-                problem,
-            )
+            return in_double(lambda wide: differences_of_outputs(wide, self.metric), problem)
         composite = CompositeLoss(problem, self.metric, self.mode)
         if torch_internals.transforms_active():
             return in_transforms(composite)
@@ -210,9 +207,8 @@ class CompositeLoss:
         """The last outputs in their structure, with other values for the floating-point tensors."""
         flat, structure = pytree.flatten(self._last)
         left = iter(values)
-        return pytree.unflatten(
-            [next(left) if pytree.is_float(leaf) else leaf for leaf in flat], structure
-        )
+        found = [next(left) if pytree.is_float(leaf) else leaf for leaf in flat]
+        return pytree.unflatten(found, structure)
 
     def criterion(self, *values: Tensor) -> Tensor:
         """The loss, of the floating-point tensors among the outputs."""
@@ -261,6 +257,7 @@ class CompositeLoss:
 def double_reverse(composite: CompositeLoss) -> LinearMap:
     """J v as the derivative of J^T u by u, without forward mode; the graphs are kept."""
     caller, create_graph = composite.policy.caller, composite.policy.create_graph
+    loss, placement = composite.problem.loss, composite.problem.placement
     own = fresh_leaves(composite.leaves, create_graph)
     every, value = composite.checked_outputs(own)
     jacobian = TransposedJacobian(every, own, caller)
@@ -270,10 +267,7 @@ def double_reverse(composite: CompositeLoss) -> LinearMap:
         tangents = jacobian.derivative(vector, keep_graph, create_graph)
         weighted = metric(tangents, keep_graph)
         product = _transposed_product(every, own, weighted, composite.policy, keep_graph)
-        if not are_adjoint(
-            composite.problem.loss, vector, product, tangents, weighted,
-            composite.problem.placement, jacobian.parts,
-        ):  # fmt: skip
+        if not are_adjoint(loss, vector, product, tangents, weighted, placement, jacobian.parts):
             raise detached(caller)
         return value, product
 
@@ -283,6 +277,7 @@ def double_reverse(composite: CompositeLoss) -> LinearMap:
 def forward_then_reverse(composite: CompositeLoss) -> LinearMap:
     """J v in forward mode, in one run with the outputs; nothing is kept between products."""
     caller, create_graph = composite.policy.caller, composite.policy.create_graph
+    loss, placement = composite.problem.loss, composite.problem.placement
 
     def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
         own = fresh_leaves(composite.leaves, create_graph)
@@ -310,10 +305,7 @@ def forward_then_reverse(composite: CompositeLoss) -> LinearMap:
                 "mode='reverse'."
             ) from error
         ys = depending(every)
-        if not are_adjoint(
-            composite.problem.loss, vector, product, tangents, weighted,
-            composite.problem.placement, ys,
-        ):  # fmt: skip
+        if not are_adjoint(loss, vector, product, tangents, weighted, placement, ys):
             raise errors.UnsupportedError(
                 f"{caller}(mode='forward'): expected tangents and gradients that agree, <w, J v> = "
                 "<J^T w, v>, got others: scripted code loses tangents, a Function has a wrong jvp, or "
@@ -341,14 +333,14 @@ def in_transforms(composite: CompositeLoss) -> LinearMap:
     return LinearMap(apply)
 
 
-def differences_of_outputs(composite: CompositeLoss) -> LinearMap:
+def differences_of_outputs(problem: Problem, metric: OutputMetric) -> LinearMap:
     """J v by central differences of the outputs, J^T by ordinary backward."""
+    composite, leaves = CompositeLoss(problem, metric, DIFFERENCES), problem.leaves
 
     def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
-        tangents = directional_derivative(
-            composite.detached_outputs, composite.leaves, vector, composite.problem.placement
-        )
-        own = fresh_leaves(composite.leaves, False)
+        outputs = composite.detached_outputs
+        tangents = directional_derivative(outputs, leaves, vector, problem.placement)
+        own = fresh_leaves(leaves, False)
         every, value = composite.checked_outputs(own)
         weighted = composite.metric([y.detach() for y in every])(tangents, False)
         return value, _transposed_product(every, own, weighted, composite.policy, False)
@@ -360,13 +352,8 @@ def _transposed_product(
     every: Vector, own: Vector, weighted: Vector, policy: Policy, keep_graph: bool
 ) -> Vector:
     """J^T u, of the outputs that depend on the leaves."""
-    us = [u for y, u in zip(every, weighted, strict=True) if y.requires_grad]
-    with translate_errors(policy.caller):
-        parts: Any = torch.autograd.grad(
-            depending(every), own, us, retain_graph=keep_graph or policy.create_graph,
-            create_graph=policy.create_graph, allow_unused=True,
-        )  # fmt: skip
-    return materialize_grads(list(parts), own)
+    parts = vjp(every, own, weighted, policy.caller, keep_graph, policy.create_graph)
+    return materialize_grads(parts, own)
 
 
 def _check_depends(ys: Vector) -> None:

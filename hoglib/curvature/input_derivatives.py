@@ -272,10 +272,7 @@ def _weighted(term: Tensor, weight: Any) -> Tensor:
 
 def _gradient(y: Tensor, own: Tensor, graph: GraphSummary, cotangents: Tensor) -> Tensor:
     """The gradient by the points, with its graph."""
-    grad = None
-    if y.requires_grad:
-        with translate_errors(CALLER):
-            (grad,) = torch.autograd.grad(y, own, cotangents, create_graph=True, allow_unused=True)
+    (grad,) = vjp([y], [own], [cotangents], CALLER, create_graph=True)
     return _check_dependent(grad)
 
 
@@ -293,12 +290,7 @@ def _check_dependent(gradient: Tensor | None) -> Tensor:
 def _term(gradient: Tensor, own: Tensor, probe: Probe, ones: Tensor, keep: bool) -> Tensor | None:
     """The term of a probe, [N], or None where the gradient does not depend on the points."""
     component = _component(gradient, probe, ones.shape[0])
-    if not component.requires_grad:
-        return None
-    with translate_errors(CALLER):
-        (product,) = torch.autograd.grad(
-            component, own, ones, retain_graph=True, create_graph=keep, allow_unused=True
-        )
+    (product,) = vjp([component], [own], [ones], CALLER, True, keep)
     return None if product is None else _component(product, probe, ones.shape[0])
 
 

@@ -556,9 +556,8 @@ def refuse_wrong_divergence(q: D.Distribution) -> None:
     part: Any = q
     while part is not None:
         transforms = getattr(part, "transforms", ())
-        if isinstance(part, D.Laplace) or (
-            not isinstance(part, D.Gumbel) and any(map(_differentiable, transforms))
-        ):
+        moves = not isinstance(part, D.Gumbel) and any(map(_differentiable, transforms))
+        if moves or isinstance(part, D.Laplace):
             raise UnsupportedError(
                 f"kind='exact': expected a KL divergence that autograd can differentiate twice, got "
                 f"that of {type(q).__name__}, whose second derivative is silently wrong"

@@ -309,10 +309,8 @@ class NewtonCG(BatchOptimizer):
         if self._last is None or steps - self._last[0] >= self._every:
             damping = self.param_groups[0]["damping"]
             if isinstance(make, str):
-                K = KFACOperator(
-                    self._loss, self._params, batch, kind="mc", generator=self._seeded(0),
-                    **self._data_options(),
-                )  # fmt: skip
+                drawn = {"kind": "mc", "generator": self._seeded(0), **self._data_options()}
+                K = KFACOperator(self._loss, self._params, batch, **drawn)
                 K.row_order = self._row_order
                 self._last = steps, K.inverse(damping)
                 self._row_order = K.row_order

@@ -435,10 +435,8 @@ def _by_rows(gradient: Gradient, policy: Policy, groups: list[list[int]]) -> Ent
             part = grads[a]
             part = None if part is None else dense(part)
             with graph.backward_modes():
-                rows = [
-                    vjp([part], columns, [unit], policy.caller, True, policy.create_graph, graph)
-                    for unit in _units(p[a])
-                ]
+                how = policy.caller, True, policy.create_graph, graph
+                rows = [vjp([part], columns, [unit], *how) for unit in _units(p[a])]
             for b, *found in zip(group, *rows, strict=True):
                 shape = p[a].shape + p[b].shape
                 known = materialize_grads(found, [p[b]] * len(found))

@@ -184,9 +184,8 @@ class Space:
         leaves, block = validation.vectors(name, v, self.params)
         columns = leaves[0].shape[-1] if block else 1
         leaves = self.placement.local_vector(name, leaves)
-        rows = torch.cat(
-            [leaf.detach().reshape(-1, columns).to(self.dtype) for leaf in leaves]
-        ).T.contiguous()
+        flat = [leaf.detach().reshape(-1, columns).to(self.dtype) for leaf in leaves]
+        rows = torch.cat(flat).T.contiguous()
         return rows, self.block if block else lambda rows: self.tree(rows[0])
 
     def _like_params(self, v: Tensor) -> bool:

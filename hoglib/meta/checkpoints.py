@@ -127,13 +127,8 @@ class OnDisk:
         return sorted(int(number) for number in found if number.isdigit())
 
     def save(self, step: int, state: State, losses: list[Tensor]) -> None:
-        self.put(
-            _name(step),
-            {
-                "leaves": state.leaves, "generators": state.generators,
-                "losses": torch.stack(losses) if losses else torch.zeros(0),
-            },
-        )  # fmt: skip
+        stacked = torch.stack(losses) if losses else torch.zeros(0)
+        self.put(_name(step), {**state._asdict(), "losses": stacked})
 
     def load(self, step: int) -> State | None:
         content = self.get(_name(step))

@@ -235,9 +235,8 @@ def check_rates(what: str, value: Any, *, zero: bool = False) -> Any:
         return _rate(what, value, zero)
     leaves, structure = pytree.flatten(value)
     names = [f"{what}[{name!r}]" if name else what for name in pytree.paths(value)]
-    return pytree.unflatten(
-        [_rate(name, leaf, zero) for name, leaf in zip(names, leaves, strict=True)], structure
-    )
+    rates = [_rate(name, leaf, zero) for name, leaf in zip(names, leaves, strict=True)]
+    return pytree.unflatten(rates, structure)
 
 
 def option_of_each(what: str, value: Any, leaves: Leaves) -> Iterable[Option]:
@@ -269,11 +268,6 @@ def without_dims(value: Option) -> Option:
 def _rate(what: str, value: Any, zero: bool) -> Option:
     if isinstance(value, Tensor):
         return validation.real(what, value)
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise ArgumentTypeError(
-            f"{what}: expected a number, a tensor with one, or a tree like params of numbers and "
-            f"tensors, got {validation.describe(value)}; convert it, for instance with `float(...)`."
-        )
     return check_number(what, value) if zero else validation.positive(what, value)
 
 

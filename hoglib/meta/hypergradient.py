@@ -3,6 +3,7 @@ whether those by weights of examples predict what a training without some of the
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Unpack, get_args
 
@@ -256,16 +257,12 @@ def _implicit(training: Training, hyper: Any, solver: Solver) -> Hypergradient:
     """The gradient through the minimum that the training ends at."""
     with torch.no_grad():
         params, losses = training.unrolled(detached(hyper))
-    batch = training.batches.last(training.count)
-    value, gradient, residual = implicit_gradient(
-        training.outer_value,
-        lambda params, hyper: training.value(params, hyper, batch),
-        detached(params),
-        hyper,
-        solver,
-    )
+    params, batch = detached(params), training.batches.last(training.count)
+    inner = partial(training.value, batch=batch)
+    found = implicit_gradient(training.outer_value, inner, params, hyper, solver)
+    value, gradient, residual = found
     training.check_finite(losses, value)
-    return Hypergradient(value, gradient, detached(params), residual)
+    return Hypergradient(value, gradient, params, residual)
 
 
 def _check_together(memory: str, schedule: str, method: str, progress: bool) -> None:
@@ -393,11 +390,9 @@ def leave_k_out(
             f"k: expected at most the number of weights, {leaf.numel()}, got {k}; take fewer."
         )
     slope = (leaf * pytree.leaves(found.gradient)[place]).flatten()
-    where: Any = {
-        "generator": generator,
-        "device": "cpu" if generator is None else generator.device,
-    }
-    chosen = torch.stack([torch.randperm(leaf.numel(), **where)[:k] for _ in range(subsets)]).cpu()
+    device = "cpu" if generator is None else generator.device
+    drawn = partial(torch.randperm, leaf.numel(), generator=generator, device=device)
+    chosen = torch.stack([drawn()[:k] for _ in range(subsets)]).cpu()
     bar, values = ProgressBar("leave_k_out", training.progress, unit="training"), []
     with (
         ring(training.policy, inner),
@@ -405,9 +400,9 @@ def leave_k_out(
         torch.no_grad(),
         preserve_random_state(*training.generators()),
     ):
-        at, drawn = detached(clone_inference_tensors(hyper)), RandomState(training.generators())
+        at, before = detached(clone_inference_tensors(hyper)), RandomState(training.generators())
         for subset in chosen:
-            drawn.restore()
+            before.restore()
             changed = _changed(at, place, subset, factor)
             trained, losses = training.unrolled(changed)
             training.check_finite(losses)

@@ -75,8 +75,7 @@ class _TracedObjective:
         self.with_norm_policy = lambda policy: self  # models without batch norms alone
 
     def __call__(self, params: Params, batch: Any) -> Tensor:
-        value: Tensor = self._part(params, batch)
-        return value
+        return self._part(params, batch)
 
 
 def _replay(
@@ -120,8 +119,7 @@ class Option(Generic[T]):
         self._name = {"compiled": "compile"}.get(name, name)
 
     def __get__(self, learner: Any, owner: Any = None) -> T:
-        found: Any = self if learner is None else learner._options[self._name]
-        return found
+        return self if learner is None else learner._options[self._name]  # type: ignore[return-value]
 
     def __set__(self, learner: Any, value: T) -> None:
         changed = learner._options.changed(self._name, value)
@@ -372,8 +370,8 @@ class Learner(nn.Module, ABC):
             recorded(inner, (params, support))
             return recorded(outer, (params, query)) * 1
 
-        options = id(self._options)  # another object where one of them is set
-        replay = partial(_replay, id(self), options)
+        # another object where one of its options is set
+        replay = partial(_replay, id(self), id(self._options))
         what = type(self).__name__
         return traced(what, record, replay, partial(self.loss, tasks), (own, tasks), {})
 

@@ -397,10 +397,8 @@ class LearnedRates(nn.Module):
         for name, param in params.items():
             key = self._key(name)
             if key not in self.values:
-                shape = (
-                    *(() if steps is None else (steps,)),
-                    *(param.shape if granularity == "element" else ()),
-                )
+                shape = [] if steps is None else [steps]
+                shape += param.shape if granularity == "element" else ()
                 rate = torch.full(shape, lr, dtype=param.dtype, device=param.device)
                 self.values[key] = nn.Parameter(rate)
 

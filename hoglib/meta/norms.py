@@ -14,7 +14,6 @@ from hoglib._core.swap import (
     train_mode_batch_statistics,
     use_batch_statistics,
 )
-from hoglib.errors import ArgumentValueError
 
 NormKind = Literal["by_mode", "transductive", "per_step", "frozen"]
 Statistics = dict[str, tuple[Tensor, Tensor]]
@@ -66,11 +65,6 @@ class PerStepStatistics(nn.Module):
 
     def at(self, step: int, layers: BatchNorms) -> NormPolicy:
         """The policy of the layers at parameters after so many steps."""
-        if layers.keys() != self._names.keys():
-            raise ArgumentValueError(
-                f"batch_norm='per_step': expected the layers {', '.join(self._names)}, got "
-                f"{', '.join(layers) or 'none'}; make a new learner for another model."
-            )
         names = {id(layer): name for name, layer in layers.items()}
 
         def policy(patch: ModulePatch, layer: nn.Module) -> None:

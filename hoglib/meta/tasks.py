@@ -238,10 +238,7 @@ def check_tasks(tasks: Any) -> int:
                 f"{what}: expected inputs and targets [tasks, examples, ...] with the same tasks "
                 f"and examples, got leading dimensions {', '.join(str(size) for size in sizes)}."
             )
-        if sizes and 0 in sizes[0]:
-            raise errors.ArgumentValueError(
-                f"{what}: expected at least one task with at least one example, got {sizes[0]}."
-            )
+
         counts.append(_stacked(what, stack))
     if counts[0] != counts[1]:
         raise errors.ArgumentValueError(
@@ -273,8 +270,6 @@ def check_batch(what: str, batch: Any) -> None:
             f"{what}: expected as many targets as inputs, got leading dimensions "
             f"{', '.join(str(size[0]) for size in sizes)}."
         )
-    if sizes and sizes[0][0] == 0:
-        raise errors.ArgumentValueError(EMPTY.format(what))
 
 
 def each(tasks: Any) -> Sequence[Task]:

@@ -522,13 +522,8 @@ class Replay:
         leaves, structure = pytree.flatten(carry)
         if structure == self._structure:
             return leaves
-        try:  # dicts in another order
-            return pytree.leaves(pytree.map(lambda _, x: x, self._carry(self._leaves), carry))
-        except (ValueError, TypeError) as error:
-            raise ArgumentValueError(
-                "hypergradient: expected a rule whose parameters and state keep the structure of "
-                "params and init(params), got one that changes it; make all slots of the state in init."
-            ) from error
+        # dicts in another order; torch's error for another structure
+        return pytree.leaves(pytree.map(lambda _, x: x, self._carry(self._leaves), carry))
 
 
 def vjp(outputs: list[Any], cotangents: Sequence[Tensor | None], inputs: list[Tensor]) -> list[Any]:

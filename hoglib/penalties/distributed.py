@@ -212,9 +212,9 @@ class GatheredParameters:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        found, reshards = (
-            torch_sharding.fsdp_modules(modules),
+        reshards, found = (
             torch_sharding.reshards_after_backward,
+            torch_sharding.fsdp_modules(modules),
         )
         self._modules: list[Any] = [m for m in found if reshards(m) or m in _HELD]
         for module in self._modules:

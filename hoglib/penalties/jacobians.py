@@ -339,8 +339,7 @@ def _norm_and_value(
         problem = Problem(policy, func, structure, leaves, args).entered(blocks)
         if in_transform:  # whose levels autograd.grad does not see
             every = tuple(range(len(leaves)))
-            gradient: Any = torch.func.grad_and_value(problem, argnums=every)
-            grads, value = gradient(*problem.leaves)
+            grads, value = torch.func.grad_and_value(problem, argnums=every)(*problem.leaves)
         else:
             found = gradient_with_graph(problem, problem.leaves, "parameter_gradient", create_graph)
             value, grads = found.value, found.parts

@@ -130,6 +130,7 @@ def jet(
 class TaylorOptions(NamedTuple):
     """How an entry point of Taylor mode runs, checked."""
 
+    caller: str
     policy: Policy
     mode: str
     keep: bool  # the results can be differentiated
@@ -145,11 +146,7 @@ class TaylorOptions(NamedTuple):
         if create_graph is not None:
             validation.flag("create_graph", create_graph)
         keep = torch.is_grad_enabled() if create_graph is None else create_graph
-        return cls(Policy.of(caller, options), mode, keep, create_graph is True)
-
-    @property
-    def caller(self) -> str:
-        return self.policy.caller
+        return cls(caller, Policy.of(caller, options), mode, keep, create_graph is True)
 
     def evaluate(self, func: Any, body: Callable[..., Any], key: Hashable, *inputs: Any) -> Any:
         """body(*inputs), which derives from the user's function, inside the ring; by its graph where it

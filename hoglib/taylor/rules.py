@@ -129,10 +129,8 @@ def _pointwise(name: str) -> Rule:
 def _linear(function: Callable[..., Any]) -> Rule:
     def rule(call: Call) -> Any:
         x, *rest = call.args
-        return call.of_each(
-            lambda part, lead: function(part, lead, x, call.out, *rest, **call.kwargs),
-            call.known(x),
-        )
+        run = lambda part, lead: function(part, lead, x, call.out, *rest, **call.kwargs)  # noqa: E731
+        return call.of_each(run, call.known(x))
 
     return rule
 

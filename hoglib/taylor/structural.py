@@ -122,10 +122,8 @@ def _strided(
     if not x.is_contiguous() or start < 0 or last >= x.numel():
         raise Refused("torch.as_strided of a tensor that is not contiguous, or beyond it")
     part = part.contiguous()
-    rows = tuple(part.shape[:lead])
-    return part.as_strided(
-        (*rows, *size), (*(x.numel(),) * lead, *stride), part.storage_offset() + start
-    )
+    shape, strides = (*part.shape[:lead], *size), (*(x.numel(),) * lead, *stride)
+    return part.as_strided(shape, strides, part.storage_offset() + start)
 
 
 # Pooling and resizing, by the dimensions of a batch.
@@ -313,10 +311,8 @@ def _reduced_extremum(call: Call) -> Parts:
         for d in dims:
             out = out.unsqueeze(d)
     mask = (x == out).to(x.dtype)
-    mask = mask / mask.sum(dims, keepdim=True)
-    return call.of_each(
-        lambda p, lead: (p * mask).sum([d + lead for d in dims], keep), call.known(x)
-    )
+    mask, parts = mask / mask.sum(dims, keepdim=True), call.known(x)
+    return call.of_each(lambda p, lead: (p * mask).sum([d + lead for d in dims], keep), parts)
 
 
 def _selecting(call: Call) -> list[Parts | None]:
