@@ -205,33 +205,28 @@ class _Outputs:
     leaves, in float32 at least."""
 
     def __init__(self, outputs: Tree, batch: Any) -> None:
-        leaves, self._structure = pytree.flatten(outputs)
-        for name, leaf in zip(pytree.paths(outputs), leaves, strict=True):
+        for name, leaf in zip(pytree.paths(outputs), pytree.leaves(outputs), strict=True):
             if pytree.is_float(leaf):
                 where = f"outputs[{name!r}]" if name else "outputs"
                 advice = "The Fisher matrix does not exist there; look for overflow in the model."
                 validation.real(where, leaf)
                 if value_checks_on():
                     validation.finite(where, leaf, advice, late=True)
-        self._places = [i for i, x in enumerate(leaves) if pytree.is_float(x)]
-        if not self._places:
+        with grad_enabled():
+            self._outputs, self.batch = clone_inference_tensors((outputs, batch))
+            floats = [y.detach() for y in filter(pytree.is_float, pytree.leaves(self._outputs))]
+            self.own = [upcast_half(y).requires_grad_() for y in floats]
+            self.constant = self.rebuild([y.detach() for y in self.own])
+        self.dtypes = [y.dtype for y in floats]
+        if not floats:
             raise ArgumentTypeError(
                 "outputs: expected a floating-point tensor among them, got "
                 f"{validation.describe(outputs)}."
             )
-        self.dtypes = [leaves[i].dtype for i in self._places]
-        with grad_enabled():
-            self._leaves, self.batch = clone_inference_tensors((leaves, batch))
-            given = [self._leaves[i].detach() for i in self._places]
-            self.own = [upcast_half(leaf).requires_grad_() for leaf in given]
-            self.constant = self.rebuild([leaf.detach() for leaf in self.own])
 
     def rebuild(self, values: Vector) -> Tree:
         """The outputs with other values for these tensors."""
-        whole = list(self._leaves)
-        for i, value in zip(self._places, values, strict=True):
-            whole[i] = value
-        return pytree.unflatten(whole, self._structure)
+        return pytree.filled(self._outputs, values)
 
 
 def _around(like: Tensor) -> ring:
@@ -392,13 +387,9 @@ def _refuse_coupled(loss: Any, at: _Outputs) -> None:
 
     def value(seed: int, part: Any) -> Tensor:
         rest, batch, index = part
-        leaves, structure = pytree.flatten(rest)
-        places = [i for i, x in enumerate(leaves) if pytree.is_float(x)]
-        for i, x in zip(places, moved([y.detach() for y in at.own], seed), strict=True):
-            leaves[i] = x[index]
+        others = [x[index] for x in moved([y.detach() for y in at.own], seed)]
         with torch.no_grad():
-            found: Tensor = loss.criterion(pytree.unflatten(leaves, structure), batch)
-        return found
+            return loss.criterion(pytree.filled(rest, others), batch)
 
     index = torch.arange(row_count(outputs) or 0, device=at.own[0].device)
     key = tuple(x.shape for x in (*at.own, *pytree.tensors(at.batch)))

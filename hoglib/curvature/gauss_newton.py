@@ -116,19 +116,6 @@ class GaussNewtonKind(CurvatureKind):
     def __post_init__(self) -> None:
         validation.one_of("mode", self.mode, get_args(GaussNewtonMode))
 
-    @property
-    def random(self) -> bool:
-        return self.metric.random
-
-    @property
-    def seed(self) -> int:
-        return self.metric.seed or 0
-
-    @property
-    def counting(self) -> Counting:
-        """What the mean of the matrix over a batch counts."""
-        return self.metric.counting
-
     def for_batch(self, number: int) -> "GaussNewtonKind":
         metric = self.metric.for_batch(number)
         return self if metric is self.metric else replace(self, metric=metric)
@@ -205,10 +192,7 @@ class CompositeLoss:
 
     def with_values(self, values: Any) -> Any:
         """The last outputs in their structure, with other values for the floating-point tensors."""
-        flat, structure = pytree.flatten(self._last)
-        left = iter(values)
-        found = [next(left) if pytree.is_float(leaf) else leaf for leaf in flat]
-        return pytree.unflatten(found, structure)
+        return pytree.filled(self._last, values)
 
     def criterion(self, *values: Tensor) -> Tensor:
         """The loss, of the floating-point tensors among the outputs."""

@@ -49,16 +49,12 @@ class CurvatureKind(ABC):
     """
 
     mode: str
+    metric: Any = None  # M on the outputs, of J^T M J
 
     @property
     def random(self) -> bool:
         """Whether random numbers are drawn for each batch."""
-        return False
-
-    @property
-    def seed(self) -> int:
-        """The seed of those random numbers, where there is one."""
-        return 0
+        return self.metric is not None and self.metric.random
 
     @abstractmethod
     def linearize(self, problem: Problem, several: bool) -> LinearMap:

@@ -62,9 +62,10 @@ class DatasetOperator(LinearOperator):
         if self.space.placement.is_sharded:
             _check_sharded(policy, loss, kind, of_data)
         policy.check_blocks(loss)
+        seed, counting = getattr(kind.metric, "seed", None), getattr(kind.metric, "counting", None)
         self._sum = DatasetSum(
-            policy, loss, self.space, data, of_data, sharing, self._bar,
-            seed=kind.seed, fixed_batches=kind.random, counting=getattr(kind, "counting", "criterion"),
+            policy, loss, self.space, data, of_data, sharing, self._bar, seed=seed or 0,
+            fixed_batches=kind.random, counting=counting or "criterion",
         )  # fmt: skip
         self._kind, self._memory_limit = kind, of_data.memory_limit
         self._sum.in_double = self._in_double

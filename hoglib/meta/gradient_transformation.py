@@ -135,8 +135,7 @@ def root(v: Tensor) -> Tensor:
     return v.clamp_min(_SMALLEST[v.dtype]).sqrt()
 
 
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
-_SMALLEST = {dtype: torch.finfo(dtype).tiny for dtype in _DTYPES}
+_SMALLEST = {x: torch.finfo(x).tiny for x in (torch.float32, torch.float64, torch.bfloat16)}
 
 
 def as_real(x: Tensor) -> Tensor:

@@ -91,9 +91,7 @@ def implicit_gradient(
 
     own = [leaf.detach().requires_grad_() for leaf in leaves]
     value = of_leaves(outer)(*own)
-    found: list[Tensor | None] = [None] * len(own)
-    if value.requires_grad:
-        found = list(torch.autograd.grad(value, own, allow_unused=True))
+    found = vjp([value], own, [torch.ones_like(value)], "the outer loss")
     v, direct = materialize_grads(found[:count], own[:count]), found[count:]
     x, system = _solve(inner, params, hyper, pytree.unflatten(v, pytree.flatten(params)[1]), solver)
     _, own, gradient, _ = gradient_with_graph(of_leaves(inner), leaves, "the inner loss", False)

@@ -378,16 +378,14 @@ def _lift_tensors(run: Callable[..., Any], constants: Any) -> tuple[Callable[...
 
     Other objects are fixed: a batch may be one that holds tensors, which a recomputation refuses.
     """
-    leaves, structure = pytree.flatten(constants)
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor | nn.Module)]
+
+    def is_lifted(leaf: Any) -> bool:
+        return isinstance(leaf, Tensor | nn.Module)
 
     def run_lifted(start: int, end: int, carry: Any, lifted: list[Any]) -> Any:
-        given = list(leaves)
-        for i, leaf in zip(places, lifted, strict=True):
-            given[i] = leaf
-        return run(start, end, carry, pytree.unflatten(given, structure))
+        return run(start, end, carry, pytree.filled(constants, lifted, is_lifted))
 
-    return run_lifted, [leaves[i] for i in places]
+    return run_lifted, [*filter(is_lifted, pytree.leaves(constants))]
 
 
 def _modules_of(loss: Loss, modules: Sequence[nn.Module]) -> list[nn.Module]:

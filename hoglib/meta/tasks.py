@@ -172,15 +172,12 @@ def prefer_vmap(params: Params) -> bool:
 def map_tasks(function: TaskFunction, support: Any, query: Any) -> TaskResult:
     """A function of one task over a stack of tasks, by vmap."""
     # vmap is outermost: the derivative of a vmapped loss is wrong through normalisation layers.
-    leaves, structure = pytree.flatten((support, query))
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    tasks = support, query
 
     def of_tensors(*given: Tensor) -> TaskResult:
-        left = iter(given)
-        task = [next(left) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        return function(*pytree.unflatten(task, structure))
+        return function(*pytree.filled(tasks, given, lambda x: isinstance(x, Tensor)))
 
-    found = torch.func.vmap(of_tensors, randomness="different")(*tensors)
+    found = torch.func.vmap(of_tensors, randomness="different")(*pytree.tensors(tasks))
     return found._replace(grads=pytree.map(lambda grad: grad.mean(0), found.grads))
 
 

@@ -217,14 +217,7 @@ def _layer_norm(x: Tensor, shape: Any, weight: Any, bias: Any, eps: float) -> An
 
 
 def _batch_norm(
-    x: Tensor,
-    weight: Any,
-    bias: Any,
-    mean: Any,
-    var: Any,
-    training: bool,
-    momentum: float,
-    eps: float,
+    x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, _: float, eps: float
 ) -> Any:
     shape = (1, -1, *(1,) * (x.dim() - 2))
     if training:
