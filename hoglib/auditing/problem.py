@@ -97,11 +97,7 @@ def check_arguments(loss: Any, params: Any, batch: Any) -> None:
             f"{validation.describe(params)}; make one with `hoglib.trainable_params(model)`."
         )
     validation.parameters(params)
-    if transforms_active():
-        raise errors.UnsupportedError(
-            "audit: expected to be called outside of torch.func transforms, got called inside one; "
-            "audit the function before it is transformed."
-        )
+    validation.refuse_transforms("audit", "audit the function before it is transformed.")
     for path, x in zip(pytree.paths(params), pytree.leaves(params), strict=True):
         what = f"params[{path!r}]" if path else "params"
         if is_lazy(x):

@@ -157,8 +157,7 @@ class CheckedDataOptions:
         validation.one_of("reduction", self.reduction, ["mean", "sum"])
         if self.batch_size is not None:
             validation.function("batch_size", self.batch_size)
-        if self.micro_batch is not None:
-            validation.at_least("micro_batch", self.micro_batch, 1)
+        validation.none_or_at_least("micro_batch", self.micro_batch, 1)
         validation.number("memory_limit", self.memory_limit, minimum=0)
         if self.dtype is not None and not getattr(self.dtype, "is_floating_point", False):
             raise ArgumentTypeError(

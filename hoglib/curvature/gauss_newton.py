@@ -170,13 +170,9 @@ class CompositeLoss:
     def outputs(self, leaves: Vector) -> Vector:
         """The floating-point tensors among the outputs; the others are constants."""
         self._last = self.loss.outputs(self.problem.params(leaves), self.batch)
-        found = pytree.leaves(self._last)
-        if any(isinstance(leaf, Tensor) and leaf.is_complex() for leaf in found):
-            raise errors.ArgumentTypeError(
-                "loss.outputs(params, batch): expected real outputs, got complex ones; give their "
-                "real view, `torch.view_as_real`."
-            )
-        return [leaf for leaf in found if pytree.is_float(leaf)]
+        found = [leaf for leaf in pytree.leaves(self._last) if pytree.is_float(leaf)]
+        what = "loss.outputs(params, batch)"
+        return [validation.real(what, y) if y.is_complex() else y for y in found]
 
     def detached_outputs(self, leaves: Vector) -> Vector:
         """The same without a graph."""

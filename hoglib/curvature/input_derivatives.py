@@ -25,7 +25,7 @@ from hoglib._core.state import preserve_random_state
 from hoglib._core.swap import call_with
 from hoglib._core.torch_modes import value_checks_on
 from hoglib._core.trust import found_once, largest
-from hoglib.errors import ArgumentTypeError, ArgumentValueError, NoSecondDerivative
+from hoglib.errors import ArgumentValueError, NoSecondDerivative
 
 Probe = int | Tensor
 Weighted = tuple[Probe, Any]  # a probe, and the factor of its term: a number or a tensor
@@ -153,23 +153,9 @@ class _BatchNormWatcher(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def check_points(x: Any) -> None:
-    """Raise for points that have no Laplacian."""
-    validation.differentiable("x", x)
-    if x.is_complex():
-        raise ArgumentTypeError(
-            f"x: expected real coordinates, got {validation.describe(x)}, whose Laplacian is not "
-            "defined; pass its real view, `torch.view_as_real(x)`, and rebuild it in func."
-        )
-
-
 def check_value(value: Any, x: Tensor) -> Tensor:
     """The value, unless it is not one of each point."""
-    validation.tensor("func(x, *args)", value)
-    if not value.is_floating_point():
-        raise ArgumentTypeError(
-            f"func(x, *args): expected a real floating-point tensor, got {validation.describe(value)}."
-        )
+    validation.real("func(x, *args)", value)
     if value.dim() and (x.dim() == 0 or value.shape[0] != x.shape[0]):
         raise ArgumentValueError(
             f"func(x, *args): expected one value for each point, [{len(x) if x.dim() else 'N'}, ...], "

@@ -28,7 +28,6 @@ from hoglib.curvature.input_derivatives import (
     Weighted,
     by_forward,
     by_reverse,
-    check_points,
     gradients,
     point_values,
 )
@@ -157,7 +156,7 @@ def laplacian(
             create_graph=create_graph, **options,
         )  # fmt: skip
     given = TaylorOptions.of("laplacian", func, PointMode, mode, create_graph, options)
-    check_points(x)
+    validation.real("x", x)
     validation.flag("return_gradient", return_gradient)
     signs = _draw(x, num_projections, generator, signs=True)
     of_x = coefficients if callable(coefficients) else None
@@ -359,7 +358,7 @@ def bilaplacian(
             mode=mode, create_graph=create_graph, **options,
         )  # fmt: skip
     given = TaylorOptions.of("bilaplacian", func, PointMode, mode, create_graph, options)
-    check_points(x)
+    validation.real("x", x)
 
     def body(x: Tensor, args: Any, v: Tensor | None) -> tuple[Tensor, Tensor]:
         values = point_values(func, args)
@@ -560,7 +559,7 @@ def directional(
             directional, func, x, v, order, *args, mode=mode, create_graph=create_graph, **options
         )
     given = TaylorOptions.of("directional", func, TaylorMode, mode, create_graph, options)
-    check_points(x)
+    validation.real("x", x)
     validation.tensor("v", v)
     validation.at_least("order", order, 1)
     several = v.dim() == x.dim() + 1
@@ -636,7 +635,7 @@ def partial_derivative(
             **options,
         )  # fmt: skip
     given = TaylorOptions.of("partial_derivative", func, PointMode, mode, create_graph, options)
-    check_points(x)
+    validation.real("x", x)
     if not isinstance(index, tuple | list) or not index:
         raise ArgumentTypeError(
             "index: expected a tuple of coordinates, such as (0, 0, 1) for the second derivative by "

@@ -202,12 +202,7 @@ def check_number(what: str, value: Any, *, below: float = inf) -> Option:
     """A number of at least 0 and less than `below`, or a real tensor with one number."""
     if isinstance(value, Tensor):
         return _with_one_number(what, validation.real(what, value), "")
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise ArgumentTypeError(
-            f"{what}: expected a number or a tensor with one, got {validation.describe(value)}; "
-            f"convert it, for instance with `float({what})`."
-        )
-    found = float(value)
+    found = _number(what, value, "a number or a tensor with one")
     if not 0 <= found < below:
         bound = "" if below == inf else f" and less than {below:g}"
         raise ArgumentValueError(
@@ -267,7 +262,17 @@ def without_dims(value: Option) -> Option:
 def _rate(what: str, value: Any, zero: bool) -> Option:
     if isinstance(value, Tensor):
         return validation.real(what, value)
+    _number(what, value, "a number, a tensor with one, or a tree like params of them")
     return check_number(what, value) if zero else validation.positive(what, value)
+
+
+def _number(what: str, value: Any, expected: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ArgumentTypeError(
+            f"{what}: expected {expected}, got {validation.describe(value)}; convert it, for instance "
+            f"with `float(...)`."
+        )
+    return float(value)
 
 
 def _with_one_number(what: str, value: Tensor, otherwise: str) -> Tensor:

@@ -54,8 +54,7 @@ class Solver:
 
     def __post_init__(self) -> None:
         validation.one_of("solver", self.name, get_args(SolverName))
-        if self.iterations is not None:
-            validation.at_least("iterations", self.iterations, 1)
+        validation.none_or_at_least("iterations", self.iterations, 1)
         validation.number("damping", self.damping, minimum=0)
         if self.name != "neumann":
             return

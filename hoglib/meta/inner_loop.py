@@ -140,7 +140,7 @@ def adapt(
         (tensor(0.0400),)
     """
     validation.at_least("steps", steps, 0)
-    check_truncate(truncate)
+    validation.none_or_at_least("truncate", truncate, 0)
     validation.one_of("memory", memory, get_args(Memory))
     rest, modules = ({}, []) if memory == "store" else _lifted_from(loss, rule, params)
     inner = InnerSteps(
@@ -350,10 +350,6 @@ def refuse_saved_tensor_hooks(message: str = RECOMPUTES) -> AbstractContextManag
 def is_truncated(i: int, steps: int, truncate: int | None) -> bool:
     """Whether step i is before the last `truncate` steps."""
     return truncate is not None and i < steps - truncate
-
-
-def check_truncate(truncate: int | None) -> int | None:
-    return None if truncate is None else validation.at_least("truncate", truncate, 0)
 
 
 def kept_states(memory: str, begin: int, end: int) -> Iterator[int]:

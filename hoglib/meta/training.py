@@ -42,7 +42,6 @@ from hoglib.meta.gradient_transformation import GradientTransformation
 from hoglib.meta.inner_loop import (
     InnerSteps,
     check_inner_losses,
-    check_truncate,
     is_truncated,
     kept_states,
     unroll,
@@ -204,11 +203,10 @@ class Training:
         check_option_names(caller, options, OPTION_NAMES)
         validation.function("outer", outer)
         validation.function("inner", inner)
-        check_truncate(truncate)
+        validation.none_or_at_least("truncate", truncate, 0)
         validation.parameters(hyper, "hyper")
         least, steps = int(method == "unrolled"), options.get("steps")
-        if steps is not None:
-            validation.at_least("steps", steps, least)
+        validation.none_or_at_least("steps", steps, least)
         batches, rule = make_batches(options.get("batches"), steps), options.get("rule")
         count = next(n for n in (steps, batches.count, least) if n is not None)
         _check_rule(rule, count)

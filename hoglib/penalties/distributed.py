@@ -225,10 +225,7 @@ class GatheredParameters:
         """Release the parameters at the end of the backward that reaches one of the tensors."""
         for tensor in tensors if self._modules else ():
             if tensor is not None and tensor.requires_grad:
-                tensor.register_hook(self._release_after_backward)
-
-    def _release_after_backward(self, _: Tensor) -> None:
-        torch_internals.after_backward(self.release)
+                tensor.register_hook(lambda _: torch_internals.after_backward(self.release))
 
     def release(self) -> None:
         """Free the gathered parameters, as FSDP2 does after a backward."""

@@ -16,7 +16,7 @@ What is constant for autograd is constant here: what runs under no_grad, and `.d
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import cache, partial
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -35,13 +35,9 @@ aten = torch.ops.aten
 _OVERWRITES = {"zero", "fill.Scalar", "normal", "uniform", "random", "bernoulli", "exponential"}
 
 
-class _Pending(NamedTuple):
-    """An operation that ran, whose coefficients are not computed yet."""
-
-    rule: Rule
-    call: Call
-    written: Tensor | None  # the tensor that it changed in place
-    where: Kink | None  # what it is called in a message, if that is looked for
+# An operation that ran, whose coefficients are not computed yet: its rule, the call, the tensor that it
+# changed in place, and what it is called in a message, if that is looked for.
+_Pending = tuple[Rule, Call, Tensor | None, Kink | None]
 
 
 @final
@@ -135,7 +131,7 @@ class Propagation(TorchDispatchMode):
         if self._algebra.order > 1:
             self.kinks.see(names, call, self._inside_composite > 0)
         looked = self._first_infinite and not self._inside_composite
-        self._pending = _Pending(rule, call, written, here(names[1]) if looked else None)
+        self._pending = rule, call, written, here(names[1]) if looked else None
 
     def _of_rank(self, x: Any, rank: int) -> Any:
         """An operand that broadcasts to more dimensions, with these, and so its coefficients: behind a

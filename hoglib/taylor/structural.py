@@ -236,12 +236,9 @@ def _added(sign: float, swapped: bool = False) -> Rule:
     def rule(call: Call) -> Parts:
         a, b = call.args[:2]
         alpha = call.kwargs.get("alpha", call.args[2] if len(call.args) > 2 else 1)
-        terms = []
-        for x, factor in ((a, -alpha if swapped else 1), (b, 1 if swapped else sign * alpha)):
-            own = call.parts(x)
-            if own is not None:
-                terms.append(scaled(factor, call.aligned(own)))
-        return terms[0] if len(terms) == 1 else sums(*terms)
+        of_a, of_b = (-alpha, 1) if swapped else (1, sign * alpha)
+        a_n, b_n = call.aligned(call.known(a)), call.aligned(call.known(b))
+        return sums(scaled(of_a, a_n), scaled(of_b, b_n))
 
     return rule
 
