@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hoglib._core import torch_forward_mode, torch_internals, validation
-from hoglib._core.autograd import translate_errors, vjp, warn_if_not_finite
+from hoglib._core.autograd import materialize_grads, translate_errors, vjp, warn_if_not_finite
 from hoglib._core.closures import owner_of
 from hoglib._core.finite_differences import fixed_random_numbers
 from hoglib._core.gradient_graph import GraphSummary, check_custom_functions, graph_summary
@@ -122,10 +122,7 @@ def gradients(values: Function, x: Tensor, keep: bool) -> Tensor:
             y = values(own)
 
             def pull(u: Tensor) -> Any:
-                with translate_errors(CALLER):
-                    return torch.autograd.grad(
-                        y, own, u, retain_graph=True, create_graph=keep, materialize_grads=True
-                    )
+                return materialize_grads(vjp([y], [own], [u], CALLER, True, keep), [own])
 
         rows = _of_each_output(pull, y)
     return torch.stack(rows, 1).reshape(*y.shape, *x.shape[1:]) if y.dim() else rows[0]

@@ -184,8 +184,7 @@ class Leaves:
 
     def named(self, what: str, index: int) -> str:
         """The name of a leaf of such a tree in a message."""
-        name = pytree.paths(self.params)[index]
-        return f"{what}[{name!r}]" if name else what
+        return validation.leaf_name(what, pytree.paths(self.params)[index])
 
     def tree(self, leaves: list[Tensor]) -> Tree:
         """The tree of params with other leaves, which are complex where those of params are."""
@@ -228,8 +227,8 @@ def check_rates(what: str, value: Any, *, zero: bool = False) -> Any:
     if type(value) is float or type(value) is int:  # most are, and names of leaves take time
         return _rate(what, value, zero)
     leaves, structure = pytree.flatten(value)
-    names = [f"{what}[{name!r}]" if name else what for name in pytree.paths(value)]
-    rates = [_rate(name, leaf, zero) for name, leaf in zip(names, leaves, strict=True)]
+    pairs = zip(pytree.paths(value), leaves, strict=True)
+    rates = [_rate(validation.leaf_name(what, name), leaf, zero) for name, leaf in pairs]
     return pytree.unflatten(rates, structure)
 
 

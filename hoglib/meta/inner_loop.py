@@ -22,7 +22,7 @@ from hoglib._core.autograd import (
     materialize_grads,
     outside_inference_mode,
 )
-from hoglib._core.gradient_graph import GraphSummary, check_custom_functions, graph_summary
+from hoglib._core.gradient_graph import check_custom_functions, graph_summary
 from hoglib._core.problem import Policy
 from hoglib._core.recomputation import inside_recomputation, recompute
 from hoglib._core.swap import Params
@@ -281,21 +281,15 @@ def _grad(
         with torch.enable_grad(), hooks:
             with stand_ins.resumed():
                 value, notes = loss(pytree.unflatten(own, structure))
-            graph = _checked_graph(value, own, check and create_graph)
+            if not value.requires_grad:
+                raise NoSecondDerivative(UNUSED.format(which="inner", whom=" that adapt"))
+            graph = graph_summary(value, since=own)
+            if check and create_graph:
+                check_custom_functions(graph, "the inner step")
             with stand_ins.resumed() if graph.needs_stand_ins else nullcontext():
                 g = torch_internals.gradients([value], own, create_graph=create_graph)
             grads = materialize_grads(g, own)
         return pytree.unflatten(grads, structure), (value.detach(), notes)
-
-
-def _checked_graph(value: Tensor, own: Sequence[Tensor], check_functions: bool) -> GraphSummary:
-    """The graph of an inner loss, which depends on the parameters by operations that are right."""
-    if not value.requires_grad:
-        raise NoSecondDerivative(UNUSED.format(which="inner", whom=" that adapt"))
-    graph = graph_summary(value, since=own)
-    if check_functions:
-        check_custom_functions(graph, "the inner step")
-    return graph
 
 
 def _are_apart(leaves: Sequence[Tensor]) -> bool:

@@ -35,6 +35,7 @@ from hoglib._core.state import (
     random_state,
     set_random_state,
 )
+from hoglib._core.torch_internals import gradients
 from hoglib._core.trust import BITS, SUMS, agree
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, NondeterministicError
 from hoglib.meta.checkpoints import BACKWARD, InMemory, OnDisk, State, digest
@@ -530,8 +531,7 @@ def vjp(outputs: list[Any], cotangents: Sequence[Tensor | None], inputs: list[Te
     pairs = [(y, u) for y, u in both if u is not None and _is_wanted(y)]
     if not pairs or not inputs:
         return [None] * len(inputs)
-    ys, us = zip(*pairs, strict=True)
-    return list(torch.autograd.grad(ys, inputs, us, allow_unused=True))
+    return gradients([y for y, _ in pairs], inputs, [u for _, u in pairs])
 
 
 def add(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> list[Tensor | None]:

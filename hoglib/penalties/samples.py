@@ -73,8 +73,7 @@ def check_points(name: str, argument: str, tree: Any) -> tuple[list[Tensor], Any
         real = isinstance(leaf, Tensor) and leaf.is_floating_point()
         if real and leaf.dim() and leaf.layout is torch.strided:
             continue
-        path = pytree.paths(tree)[k]
-        where = f"{argument}[{path!r}]" if path else argument
+        where = validation.leaf_name(argument, pytree.paths(tree)[k])
         if isinstance(leaf, Tensor) and not real:
             raise ArgumentTypeError(
                 f"{name}: {where}: expected a real floating-point tensor to differentiate by, got "

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hoglib._core import torch_internals
-from hoglib._core.autograd import translate_errors, warn_if_not_finite
+from hoglib._core.autograd import vjp, warn_if_not_finite
 from hoglib._core.gradient_graph import check_custom_functions, graph_summary
 from hoglib._core.state import preserve_random_state
 from hoglib.taylor.series import Parts
@@ -90,13 +90,10 @@ def _slope(caller: str, y: Tensor, t: Tensor, i: int) -> Tensor:
     zeros = torch.zeros_like(y, requires_grad=False)
     if not (y.requires_grad and y.is_floating_point()):
         return zeros
-    u = zeros.requires_grad_()
-    with translate_errors(caller):
-        (g,) = torch.autograd.grad(y, t, u, create_graph=True, allow_unused=True)
-        if g is None or not g.requires_grad:
-            return torch.zeros_like(y, requires_grad=False)
-        (d,) = torch.autograd.grad(g[i], u, create_graph=True, allow_unused=True)
-    return torch.zeros_like(y, requires_grad=False) if d is None else d
+    u = torch.zeros_like(y, requires_grad=True)
+    (g,) = vjp([y], [t], [u], caller, create_graph=True)
+    (d,) = vjp([None if g is None else g[i]], [u], [t.new_ones(())], caller, create_graph=True)
+    return zeros if d is None else d
 
 
 def _by_func(

@@ -109,10 +109,6 @@ def _cast(part: Tensor, lead: int, x: Tensor, out: Tensor, *args: Any, **_: Any)
     return to_dtype(part, out.dtype).to(out.device)
 
 
-def _repeated(p: Tensor, lead: int, x: Tensor, out: Tensor, repeats: Sequence[int] = ()) -> Tensor:
-    return align(p, lead, len(repeats)).repeat([*(1,) * lead, *repeats])
-
-
 def _strided(
     part: Tensor, lead: int, x: Tensor, out: Tensor, size: Sequence[int], stride: Sequence[int],
     offset: int | None = None,
@@ -180,7 +176,7 @@ LINEAR: dict[str, Linear] = {
         if not x.dim()
         else part.flatten(lead).roll(shifts, lead).reshape(part.shape)
     ),
-    "repeat": _repeated,
+    "repeat": lambda part, lead, x, out, n=(): align(part, lead, len(n)).repeat([*(1,) * lead, *n]),
     "unfold": by_dim(Tensor.unfold),
     "tril": lambda part, lead, x, out, diagonal=0: part.tril(diagonal),
     "triu": lambda part, lead, x, out, diagonal=0: part.triu(diagonal),
