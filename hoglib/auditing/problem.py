@@ -394,8 +394,7 @@ def observe(problem: Problem) -> Observations:
         for row, text in WARNINGS.items()
         if notes[row]
     ]
-    drawn = bool(notes["dropout"] or notes["random numbers"])
-    return Observations(failures, warnings, True, drawn)
+    return Observations(failures, warnings, True, bool(notes["dropout"] or notes["random numbers"]))
 
 
 def _observe_compiled_code(

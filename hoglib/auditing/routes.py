@@ -401,8 +401,7 @@ class Checker:
                 return self._compare_zero(error) if zero else CheckResult(False, error)
             best, bend = min(best, error), _distance(one_sided, central, size)
             for other, other_bend in tried:
-                gap = _distance(other, central, size)
-                doubt = min(doubt, max(gap, min(bend, other_bend)))
+                doubt = min(doubt, max(_distance(other, central, size), min(bend, other_bend)))
             if doubt < limit and best > CLEARLY * doubt:
                 return CheckResult(True, best)
             tried.append((central, bend))

@@ -139,9 +139,7 @@ def _of_each_output(pull: Callable[[Tensor], Any], y: Tensor) -> list[Tensor]:
 class _BatchNormWatcher(TorchFunctionMode):
     """Notes whether a batch norm took its statistics from the batch."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.in_training = False
+    in_training = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

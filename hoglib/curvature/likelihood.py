@@ -557,16 +557,14 @@ def refuse_wrong_divergence(q: D.Distribution) -> None:
     while part is not None:
         transforms = getattr(part, "transforms", ())
         moves = not isinstance(part, D.Gumbel) and any(map(_differentiable, transforms))
-        if moves or isinstance(part, D.Laplace):
+        why = ": torch leaves out transforms that depend on the outputs"
+        if isinstance(part, D.Laplace):
+            moves, why = True, " at equal locations"
+        if moves:
             raise UnsupportedError(
                 f"kind='exact': expected a KL divergence that autograd can differentiate twice, got "
-                f"that of {type(q).__name__}, whose second derivative is silently wrong"
-                + (
-                    " at equal locations"
-                    if isinstance(part, D.Laplace)
-                    else ": torch leaves out transforms that depend on the outputs"
-                )
-                + "; use kind='mc'."
+                f"that of {type(q).__name__}, whose second derivative is silently wrong{why}; use "
+                "kind='mc'."
             )
         part = getattr(part, "base_dist", None)
 

@@ -198,15 +198,11 @@ class Space:
 
     def _flat_rows(self, v: Tensor, name: str) -> tuple[Tensor, Rebuild]:
         if v.dim() not in (1, 2) or v.shape[0] != self.length or is_sharded(v):
-            n = self.length
+            n, hint = self.length, " A flat vector is the part of this process."
             raise ArgumentValueError(
                 f"{name}: expected ({n},), ({n}, k) for k vectors, or the structure of params, got "
                 f"{'a DTensor of ' if is_sharded(v) else ''}{tuple(v.shape)}."
-                + (
-                    " A flat vector is the part of this process."
-                    if self.placement.is_sharded
-                    else ""
-                )
+                f"{hint if self.placement.is_sharded else ''}"
             )
         if v.dtype != self.dtype:
             raise ArgumentTypeError(

@@ -227,12 +227,9 @@ def check_directory(memory: str, directory: Any) -> Path | None:
     """The directory of memory="disk", which needs one, as no other does."""
     if (memory == "disk") != (directory is not None):
         raise ArgumentValueError(
-            "directory: expected one with memory='disk' and only there, got "
-            + (
-                "memory='disk' without; name where its files go."
-                if directory is None
-                else f"memory={memory!r} with {directory}; leave it out, or use memory='disk'."
-            )
+            f"directory: expected one with memory='disk' and only there, got memory={memory!r} with "
+            f"directory={directory!r}; name where files of memory='disk' go, and leave both out "
+            "elsewhere."
         )
     if directory is None:
         return None

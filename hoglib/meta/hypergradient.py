@@ -425,8 +425,7 @@ def spearman(a: Tensor, b: Tensor) -> float:
 
 def _ranks(values: Tensor) -> Tensor:
     _, which, counts = values.double().unique(return_inverse=True, return_counts=True)
-    last = counts.cumsum(0).double()
-    return (last - (counts - 1) / 2)[which]
+    return (counts.cumsum(0).double() - (counts - 1) / 2)[which]
 
 
 def _place(hyper: Any, weights: str | None) -> int:

@@ -106,17 +106,12 @@ def implicit_gradient(
 
 def check_used(grads: Sequence[Tensor | None], *, implicit: bool = False) -> None:
     """Raise where nothing depends on hyper: zeros would look like an optimum."""
+    of_minimum = " A minimum does not depend on the rule or the start: use method='unrolled'."
     if all(grad is None for grad in grads):
         raise errors.NoSecondDerivative(
             "hypergradient: expected an inner or outer loss that depends on hyper, got none that "
             "does; take it from the argument, not from a tensor that is closed over, also by a custom "
-            "Function: pass it what its layers use."
-            + (
-                " A minimum does not depend on the rule or the start that led there: for those use "
-                "method='unrolled'."
-                if implicit
-                else ""
-            )
+            f"Function: pass it what its layers use.{of_minimum if implicit else ''}"
         )
 
 

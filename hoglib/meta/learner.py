@@ -558,8 +558,7 @@ def check_derivatives(
 
     policy = Policy(what, stand_ins=loop.options.policy.stand_ins)  # blocks are recomputed
     with ring(policy), fixed_random_numbers(before), translate_errors(what):
-        data = pytree.tensors((support, query))
-        _check_leaves(what, losses, [*own, *data], learned)
+        _check_leaves(what, losses, [*own, *pytree.tensors((support, query))], learned)
 
 
 def check_finite(found: TaskResult) -> None:

@@ -57,11 +57,9 @@ class PerStepStatistics(nn.Module):
         self._names: dict[str, str] = {}
         for name, layer in find_batch_norms(model).items():
             self._names[name] = name.replace(".", "/")
-            mean, var = layer.running_mean, layer.running_var
-            assert mean is not None
-            assert var is not None
-            self.register_buffer(f"mean/{self._names[name]}", mean.expand(steps + 1, -1).clone())
-            self.register_buffer(f"var/{self._names[name]}", var.expand(steps + 1, -1).clone())
+            for kind in ("mean", "var"):
+                value = layer.get_buffer(f"running_{kind}").expand(steps + 1, -1).clone()
+                self.register_buffer(f"{kind}/{self._names[name]}", value)
 
     def at(self, step: int, layers: BatchNorms) -> NormPolicy:
         """The policy of the layers at parameters after so many steps."""

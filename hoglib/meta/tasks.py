@@ -229,13 +229,7 @@ def check_tasks(tasks: Any) -> int:
         return len(tasks)
     counts = []
     for what, stack in zip(("support", "query"), _task("tasks", tasks), strict=True):
-        sizes = _pair(what, stack, dims=2)
-        if len({tuple(size) for size in sizes}) > 1:
-            raise errors.ArgumentValueError(
-                f"{what}: expected inputs and targets [tasks, examples, ...] with the same tasks "
-                f"and examples, got leading dimensions {', '.join(str(size) for size in sizes)}."
-            )
-
+        check_batch(what, stack, dims=2)
         counts.append(_stacked(what, stack))
     if counts[0] != counts[1]:
         raise errors.ArgumentValueError(
@@ -257,16 +251,6 @@ def stacks_in_errors(what: str, tasks: Any, count: int) -> Iterator[None]:
                 "dimension; for one task pass a list, [(support, query)]."
             )
         raise
-
-
-def check_batch(what: str, batch: Any) -> None:
-    """Raise for a batch without examples, and for a pair of tensors of different lengths."""
-    sizes = _pair(what, batch, dims=1)
-    if len({size[0] for size in sizes}) > 1:
-        raise errors.ArgumentValueError(
-            f"{what}: expected as many targets as inputs, got leading dimensions "
-            f"{', '.join(str(size[0]) for size in sizes)}."
-        )
 
 
 def each(tasks: Any) -> Sequence[Task]:
@@ -311,12 +295,12 @@ def _task(what: str, task: Any) -> Task:
     return task[0], task[1]
 
 
-def _pair(what: str, batch: Any, dims: int) -> list[tuple[int, ...]]:
-    """The leading dimensions of inputs and targets of a pair of tensors; empty for other batches."""
-    leaves = pytree.leaves(batch)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    if dims == 1 and any(_is_object(leaf) for leaf in leaves):
-        return []
+def check_batch(what: str, batch: Any, dims: int = 1) -> None:
+    """Raise for a batch without examples, and for a pair of tensors of other leading dimensions:
+    [examples], or [tasks, examples] in a stack of tasks."""
+    tensors = pytree.tensors(batch)
+    if dims == 1 and any(_is_object(leaf) for leaf in pytree.leaves(batch)):
+        return
     if not tensors:
         raise errors.ArgumentValueError(
             f"{what}: expected a batch of tensors, for instance (inputs, targets), got "
@@ -327,15 +311,20 @@ def _pair(what: str, batch: Any, dims: int) -> list[tuple[int, ...]]:
         raise errors.ArgumentValueError(EMPTY.format(what))
     plain = isinstance(batch, tuple | list) and len(batch) == 2
     if not (plain and all(isinstance(part, Tensor) for part in batch)):
-        return []
+        return
+    expected = "[tasks, examples, ...]" if dims == 2 else "[examples, ...]"
     for part in batch:
         if part.dim() < dims:
-            expected = "[tasks, examples, ...]" if dims == 2 else "[examples, ...]"
             single = "; for one task pass a list, [(support, query)]" if dims == 2 else ""
             raise errors.ArgumentValueError(
                 f"{what}: expected tensors {expected}, got {validation.describe(part)}{single}."
             )
-    return [tuple(part.shape[:dims]) for part in batch]
+    inputs, targets = ([*part.shape[:dims]] for part in batch)
+    if inputs != targets:
+        raise errors.ArgumentValueError(
+            f"{what}: expected inputs and targets {expected} of the same leading dimensions, got "
+            f"{inputs} and {targets}."
+        )
 
 
 def _is_object(leaf: Any) -> bool:

@@ -189,8 +189,8 @@ class Biharmonic(Algebra):
 
         B = _scaled(2, term(a_L, b_L, False, False))
         first = term(a_i, b_iL, True, True)
-        second = first if square else term(a_iL, b_i, True, True)
-        B = add(B, _scaled(4, _sum(add(first, second))))
+        both = add(first, first if square else term(a_iL, b_i, True, True))
+        B = add(B, None if both is None else 4 * both.sum(0))
         squares = term(a_ij, b_ij, True, True)
         if squares is not None:
             count = self._count.to(squares.dtype).reshape(-1, *(1,) * (squares.dim() - 1))
@@ -242,10 +242,6 @@ def _scaled(factor: Derivative, part: Tensor | None) -> Tensor | None:
     if part is None or factor is None:
         return None
     return part if isinstance(factor, int | float) and factor == 1 else factor * part
-
-
-def _sum(part: Tensor | None) -> Tensor | None:
-    return None if part is None else part.sum(0)
 
 
 class Refused(Exception):
@@ -320,9 +316,7 @@ def each(function: Callable[[Tensor], Tensor], parts: Parts) -> Parts:
 
 
 def scaled(factor: Any, parts: Parts) -> Parts:
-    if not isinstance(factor, Tensor | torch.SymFloat) and factor == 1:
-        return parts
-    return each(lambda part: factor * part, parts)
+    return [_scaled(factor, part) for part in parts]
 
 
 def to_dtype(part: Tensor, dtype: torch.dtype) -> Tensor:
