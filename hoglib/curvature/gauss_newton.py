@@ -284,8 +284,7 @@ def forward_then_reverse(composite: CompositeLoss) -> LinearMap:
                 f"{caller}(mode='forward'): expected no checkpoint in the model, got one; use "
                 "mode='reverse'."
             ) from error
-        ys = depending(every)
-        if not are_adjoint(loss, vector, product, tangents, weighted, placement, ys):
+        if not are_adjoint(loss, vector, product, tangents, weighted, placement, depending(every)):
             raise errors.UnsupportedError(
                 f"{caller}(mode='forward'): expected tangents and gradients that agree, <w, J v> = "
                 "<J^T w, v>, got others: scripted code loses tangents, a Function has a wrong jvp, or "

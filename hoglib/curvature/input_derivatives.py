@@ -20,7 +20,7 @@ from hoglib._core import torch_forward_mode, torch_internals, validation
 from hoglib._core.autograd import materialize_grads, translate_errors, vjp, warn_if_not_finite
 from hoglib._core.closures import owner_of
 from hoglib._core.finite_differences import fixed_random_numbers
-from hoglib._core.gradient_graph import GraphSummary, check_custom_functions, graph_summary
+from hoglib._core.gradient_graph import check_custom_functions, graph_summary
 from hoglib._core.state import preserve_random_state
 from hoglib._core.swap import call_with
 from hoglib._core.torch_modes import value_checks_on
@@ -179,9 +179,9 @@ def by_reverse(
     y = value.reshape(points, outputs)
     # all at once takes twice the passes where no graph is kept, which pays from four outputs on
     together = outputs > (1 if keep else 3) and y.dtype == x.dtype and not torch_internals.tracing()
-    result = _of_all_outputs(y, own, graph, probes, keep) if together else None
+    result = _of_all_outputs(y, own, probes, keep) if together else None
     if result is None:
-        found = [_of_one_output(f, own, graph, probes, keep) for f in y.unbind(1)]
+        found = [_of_one_output(f, own, probes, keep) for f in y.unbind(1)]
         result = torch.stack(found, 1) if found else torch.zeros_like(y)
     result = result.reshape(value.shape)
     warn_if_not_finite(
@@ -194,11 +194,9 @@ def by_reverse(
     return value, result
 
 
-def _of_one_output(
-    f: Tensor, own: Tensor, graph: GraphSummary, probes: Sequence[Weighted], keep: bool
-) -> Tensor:
+def _of_one_output(f: Tensor, own: Tensor, probes: Sequence[Weighted], keep: bool) -> Tensor:
     """The sum over the probes for one output of each point, [N]."""
-    gradient = _gradient(f, own, graph, torch.ones_like(f))
+    gradient = _gradient(f, own, torch.ones_like(f))
     total = torch.zeros_like(f, requires_grad=False)
     ones = torch.ones_like(total, dtype=own.dtype)
     for probe, weight in probes:
@@ -209,7 +207,7 @@ def _of_one_output(
 
 
 def _of_all_outputs(
-    y: Tensor, own: Tensor, graph: GraphSummary, probes: Sequence[Weighted], keep: bool
+    y: Tensor, own: Tensor, probes: Sequence[Weighted], keep: bool
 ) -> Tensor | None:
     """All outputs in the passes of one.
 
@@ -221,7 +219,7 @@ def _of_all_outputs(
     # different for each output: equal ones cancel for a softmax, whose sum is constant
     weights = torch.linspace(1, 2, y.shape[1], dtype=y.dtype, device=y.device)
     u = weights.expand_as(y).clone().requires_grad_()
-    gradient = _gradient(y, own, graph, u)
+    gradient = _gradient(y, own, u)
     S = size = torch.zeros_like(y[:, 0], requires_grad=False)
     L = torch.zeros_like(y, requires_grad=False)
     ones = torch.ones_like(S)
@@ -251,7 +249,7 @@ def _weighted(term: Tensor, weight: Any) -> Tensor:
     return term if not isinstance(weight, Tensor) and weight == 1 else term * weight
 
 
-def _gradient(y: Tensor, own: Tensor, graph: GraphSummary, cotangents: Tensor) -> Tensor:
+def _gradient(y: Tensor, own: Tensor, cotangents: Tensor) -> Tensor:
     """The gradient by the points, with its graph."""
     (grad,) = vjp([y], [own], [cotangents], CALLER, create_graph=True)
     return _check_dependent(grad)

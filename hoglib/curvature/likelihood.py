@@ -423,10 +423,8 @@ def _check_options(row: Criterion, criterion: Any) -> None:
     for name, required in row.required.items():
         value = options.get(name, required)
         if isinstance(value, Tensor) or value != required:
-            advice = (
-                "use reduction=" if name in _LEGACY
-                else "pass likelihood=, a function of the outputs, or use the GGN"
-            )  # fmt: skip
+            of_loss = "pass likelihood=, a function of the outputs, or use the GGN"
+            advice = "use reduction=" if name in _LEGACY else of_loss
             raise ArgumentValueError(
                 f"{row.name}: expected {name}={required}, for which it is a likelihood, got "
                 f"{validation.describe(value)}; {advice}."

@@ -541,7 +541,7 @@ class KFAC(BatchOptimizer):
             if group["steps"] % group["inverse_every"] == 0:
                 self._invert(K, layouts)
             inverse = KroneckerMatrix(K.space, [self._inverse_of(layout) for layout in layouts])
-            step, along, model, products = self._move(K, batch, inverse, value, g)
+            step, along, model, products = self._move(K, batch, inverse, g)
             change = K.unravel(step)
             self._keep_direction(change)
             for name, part in change.items():
@@ -614,7 +614,7 @@ class KFAC(BatchOptimizer):
         return store, f"{region.start}:{region.stop} "
 
     def _move(
-        self, K: KFACOperator, batch: Any, inverse: KroneckerMatrix, value: Tensor, g: Tensor
+        self, K: KFACOperator, batch: Any, inverse: KroneckerMatrix, g: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, int]:
         """The change of the parameters, the slope along d, what the model expects, and products."""
         group = self.param_groups[0]

@@ -169,8 +169,7 @@ class Determinism:
         lengths = {len(numbers) for numbers in (*before, *after)}
         sums = range(0, lengths.pop() if len(lengths) == 1 else 0, 2)  # whatever the order
         totals = [(fsum(x[i] for x in before), fsum(x[i] for x in after)) for i in sums]
-        sizes = [[x[i] for x in before] for i in sums]
-        pairs = zip(totals, sizes, strict=True)
+        pairs = zip(totals, ([x[i] for x in before] for i in sums), strict=True)
         same = all(close(*total, torch.float32, size) for total, size in pairs)
         if same and len(before) == len(after):
             norms = self._training(lambda m: isinstance(m, _BatchNorm))

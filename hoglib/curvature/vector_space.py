@@ -192,8 +192,7 @@ class Space:
         """Whether v has the shape of params that are one tensor, or of a block of these."""
         shape = getattr(self.params, "shape", None)
         return shape is not None and (
-            v.shape == shape
-            or (len(shape) > 1 and v.shape[:-1] == shape and v.dim() == len(shape) + 1)
+            v.shape == shape or (len(shape) > 1 and v.shape[:-1] == shape)
         )
 
     def _flat_rows(self, v: Tensor, name: str) -> tuple[Tensor, Rebuild]:

@@ -16,6 +16,7 @@ from hoglib._core.autograd import (
     check_uses_given_params,
     clone_inference_tensors,
     materialize_grads,
+    vjp,
     warn_if_not_finite,
 )
 from hoglib._core.closures import name_of
@@ -26,7 +27,7 @@ from hoglib.curvature.linear_operator import ProgressBar
 from hoglib.errors import ArgumentValueError, UnsupportedError
 from hoglib.meta.checkpoints import OnDisk, check_directory, digest
 from hoglib.meta.implicit import Residual, Solver, check_used, implicit_gradient
-from hoglib.meta.training import Replay, Training, TrainingOptions, add, detached, vjp
+from hoglib.meta.training import Replay, Training, TrainingOptions, add, detached, pullback
 from hoglib.ring import ring
 
 Method = Literal["unrolled", "cg", "neumann"]
@@ -213,17 +214,15 @@ def _replayed(training: Training, hyper: Any, schedule: str, path: Path | None) 
         end = pytree.unflatten(slopes[: len(final)], form), pytree.map(lambda _: None, state)
         pulled = replay.pull(end, slopes[len(final) :])
         _warn_of_rounding(pulled.rounding.sqrt(), value.detach(), final)
-        of_start = vjp(pytree.leaves(start), pulled.carry, own)
+        of_start = pullback(pytree.leaves(start), pulled.carry, own)
     gradient = _gradient(add(pulled.constants, of_start), own, hyper)
     return Hypergradient(value.detach(), gradient, found, None)
 
 
 def _slopes(value: Tensor, inputs: Vector, given: Vector) -> list[Tensor | None]:
     """d value / d inputs, of an outer loss; given: the leaves of hyper, which it must not use."""
-    if not value.requires_grad:
-        return [None] * len(inputs)
     check_uses_given_params(graph_summary(value), given, "hypergradient")
-    return list(torch.autograd.grad(value, inputs, allow_unused=True))
+    return vjp([value], inputs, [torch.ones_like(value)], "hypergradient")
 
 
 def _described(training: Training, schedule: str, start: Any, hyper: Any) -> dict[str, Any]:

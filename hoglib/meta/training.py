@@ -474,7 +474,7 @@ class Replay:
         leaves, _ = self._after(at.step - 1, own)
         self._check_replayed(at.step - 1, leaves, after)
         variables = [x for x in own if _is_wanted(x)]
-        pulled = vjp(leaves, at.carry, [*variables, *self._wanted])
+        pulled = pullback(leaves, at.carry, [*variables, *self._wanted])
         carry = iter(pulled[: len(variables)])
         self._advance()
         return Cotangents(
@@ -525,7 +525,7 @@ class Replay:
         return pytree.leaves(pytree.map(lambda _, x: x, self._carry(self._leaves), carry))
 
 
-def vjp(outputs: list[Any], cotangents: Sequence[Tensor | None], inputs: list[Tensor]) -> list[Any]:
+def pullback(outputs: list[Any], cotangents: Sequence[Any], inputs: list[Tensor]) -> list[Any]:
     """The pullback of outputs; None for those that are no tensors, or have no graph or cotangent."""
     both = zip(outputs, cotangents, strict=True)
     pairs = [(y, u) for y, u in both if u is not None and _is_wanted(y)]

@@ -154,8 +154,7 @@ def _energies_and_forces(
         gradient = at.vjp(create_graph=True if with_hessian else None)
         forces = [-g for g in gradient]
         hessian = _hessian(at, gradient, batch) if with_hessian else None
-        reach = (f.requires_grad and depends_on_any(f, at.trainable) for f in forces)
-        if check and not any(reach):
+        if check and not any(f.requires_grad and depends_on_any(f, at.trainable) for f in forces):
             warn(
                 "forces: expected forces that depend on parameters that require grad, got forces "
                 "that do not: a loss of them trains nothing. Look for detach() or no_grad in "

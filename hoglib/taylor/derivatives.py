@@ -114,12 +114,14 @@ def _softplus(
     return [torch.where(linear, float(k == 0), beta**k * s) for k, s in enumerate(towers)]
 
 
+def _normal_density(x: Tensor, K: int) -> list[Derivative]:
+    return weighted(torch.exp(-x * x / 2) / math.sqrt(math.tau), (0, -1), x, K)
+
+
 def _gelu(x: Tensor, y: Tensor, K: int, approximate: str = "none") -> list[Derivative]:
     if approximate == "tanh":
         return _gelu_by_tanh(x, K)
-    cdf = torch.special.ndtr(x)
-    density = torch.exp(-x * x / 2) / math.sqrt(math.tau)
-    return _times_x(x, [cdf, *weighted(density, (0, -1), x, K)])
+    return _times_x(x, [torch.special.ndtr(x), *_normal_density(x, K)])
 
 
 def _gelu_by_tanh(x: Tensor, K: int) -> list[Derivative]:
@@ -262,9 +264,7 @@ POINTWISE: dict[str, Tower] = {
     "erf": lambda x, y, K: _erfs(x, K, 1),
     "erfc": lambda x, y, K: _erfs(x, K, -1),
     "erfinv": _erfinv,
-    "special_ndtr": lambda x, y, K: weighted(
-        torch.exp(-x * x / 2) / math.sqrt(math.tau), (0, -1), x, K
-    ),
+    "special_ndtr": lambda x, y, K: _normal_density(x, K),
     "lgamma": lambda x, y, K: _polygammas(x, 0, K),
     "digamma": lambda x, y, K: _polygammas(x, 1, K),
     "sqrt": _by_value(0.5),

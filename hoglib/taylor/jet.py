@@ -27,7 +27,6 @@ from hoglib.taylor.kinks import (
     Kink,
     Kinks,
     along_paths,
-    infinite,
     warn_if_linear,
     without_derivative,
 )
@@ -271,7 +270,11 @@ def _look_at_points(
         if where is None and values[0].device.type != "cpu":
             where = Kink("an operation of an earlier call", None)
         if where is not None:
-            warn_once(infinite(caller, order, where))
+            warn_once(
+                f"{caller}: expected points where func has a derivative of order {order}, got some "
+                f"where it is infinite or NaN, first behind {where}. sqrt(x), x**1.5 and 1/x have none "
+                "at 0: add a small constant inside, or move the points."
+            )
     return None
 
 

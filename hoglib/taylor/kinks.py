@@ -174,15 +174,6 @@ def without_derivative(caller: str, order: int, kinks: Iterable[Kink]) -> str:
     )
 
 
-def infinite(caller: str, order: int, where: Kink) -> str:
-    """The text of a warning."""
-    return (
-        f"{caller}: expected points where func has a derivative of order {order}, got some where "
-        f"it is infinite or NaN, first behind {where}. sqrt(x), x**1.5 and 1/x have none at 0: add a "
-        "small constant inside, or move the points."
-    )
-
-
 def _listed(kinks: Iterable[Kink]) -> str:
     shown = [str(kink) for kink in kinks]
     more = f", and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""

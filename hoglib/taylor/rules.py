@@ -283,8 +283,8 @@ def _scanned(pair: Callable[[Tensor, Tensor], Tensor]) -> Composite:
     return scan
 
 
-def _modulo(x: Any, y: Any, quotient: Tensor) -> Tensor:
-    return x - y * quotient
+def _modulo(rounding: str) -> Composite:
+    return lambda x, y: x - y * torch.div(x, y, rounding_mode=rounding)
 
 
 def _copysign(x: Tensor, y: Any) -> Tensor:
@@ -340,9 +340,8 @@ COMPOSITES: dict[str, Composite] = {
     "addbmm": lambda x, a, b, *, beta=1, alpha=1: beta * x + alpha * (a @ b).sum(0),
     "fmax": lambda a, b: torch.where(b.isnan() | (a >= b), a, b),
     "fmin": lambda a, b: torch.where(b.isnan() | (a <= b), a, b),
-    "remainder.Tensor": lambda x, y: _modulo(x, y, torch.div(x, y, rounding_mode="floor")),
-    "remainder.Scalar_Tensor": lambda x, y: _modulo(x, y, torch.div(x, y, rounding_mode="floor")),
-    "fmod.Tensor": lambda x, y: _modulo(x, y, torch.div(x, y, rounding_mode="trunc")),
+    **dict.fromkeys(("remainder.Tensor", "remainder.Scalar_Tensor"), _modulo("floor")),
+    "fmod.Tensor": _modulo("trunc"),
     "copysign": _copysign,
     "abs": _magnitude,
     "angle": _angle,
