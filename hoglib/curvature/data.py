@@ -350,8 +350,7 @@ def rows_of(batch: Any, count: int, start: int, stop: int) -> Any:
 
 def as_dict(batch: Any) -> Any:
     """A mapping that pytrees do not know, such as BatchEncoding of transformers, as a dict."""
-    unknown = isinstance(batch, Mapping) and not isinstance(batch, dict)
-    return dict(batch) if unknown else batch
+    return dict(batch) if isinstance(batch, Mapping) and not isinstance(batch, dict) else batch
 
 
 def leading_dimension(batch: Any) -> float:

@@ -348,7 +348,8 @@ def _are_adjoint(
                 a, b = a.detach().conj(), b.detach()
                 if wide:
                     a, b = (x.to(torch.promote_types(x.dtype, torch.float64)) for x in (a, b))
-                found = [(a * b).real.sum(), (a * b).abs().sum(), _square(a), _square(b)]
+                squares = [(x.conj() * x).real.sum() for x in (a, b)]
+                found = [(a * b).real.sum(), (a * b).abs().sum(), *squares]
                 share = placement.weight if row else placement.part(i)
                 sums[row] += share * torch.tensor([float(x) for x in found], dtype=torch.float64)
         sums = placement.sum(sums)
@@ -365,10 +366,6 @@ def _are_adjoint(
     # what rounds to half precision inside; whether its derivatives are right is examined elsewhere
     half = half_dtypes(graphs)
     return abs(lhs - rhs) <= max((TOLERANCES[dtype].rtol for dtype in half), default=0.0) * size
-
-
-def _square(x: Tensor) -> Tensor:
-    return (x.conj() * x).real.sum()
 
 
 def detached(caller: str) -> Exception:

@@ -143,7 +143,6 @@ FARTHEST = 1e8  # by which the damping may differ from the first, either way
 ENOUGH = 1e-2  # of the decrease that the slope predicts
 HALVINGS = 20
 NEWTON_OPTIONS = ("mode", *OPERATOR_OPTIONS)
-Tree = Any
 
 
 class NewtonStep(NamedTuple):
@@ -373,9 +372,8 @@ class NewtonCG(BatchOptimizer):
         group = self.param_groups[0]
         first = group["first_damping"]
         damping = min(max(factor * group["damping"], first / FARTHEST), first * FARTHEST)
-        changed = bool(damping != group["damping"])
-        group["damping"] = damping
-        return changed
+        before, group["damping"] = group["damping"], damping
+        return bool(damping != before)
 
 
 def _dot(G: GGNOperator, a: Tensor, b: Tensor) -> Tensor:

@@ -143,8 +143,7 @@ class LoopOptions:
 
     def __getitem__(self, name: str) -> Any:
         """An option by its name, also one of how the model is evaluated."""
-        given: Any = self.evaluation
-        return given[name] if name in EVALUATION else getattr(self, name)
+        return self.evaluation.get(name) if name in EVALUATION else getattr(self, name)
 
     def changed(self, name: str, value: Any) -> "LoopOptions":
         """The same with another value of an option."""

@@ -7,6 +7,7 @@ point lies exactly at a kink at which they do not exist.
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from traceback import walk_stack
 from typing import Any, NamedTuple, final
 
 import torch
@@ -135,15 +136,13 @@ def _moves(call: Call, at: Tensor) -> bool:
 
 def here(operation: str) -> Kink:
     """The operation that runs now, by the name of torch's module if one runs it."""
-    found: Any = sys._getframe(1)
-    while found is not None:
-        file = found.f_code.co_filename
+    for frame, line in walk_stack(sys._getframe(1)):
+        file = frame.f_code.co_filename
         if is_user_file(file):
-            return Kink(operation, SourceLine(file, found.f_lineno))
-        module = found.f_locals.get("self") if found.f_code.co_name == "forward" else None
+            return Kink(operation, SourceLine(file, line))
+        module = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None
         if isinstance(module, nn.Module) and "(" not in operation:
             operation = f"{type(module).__name__} ({operation})"
-        found = found.f_back
     return Kink(operation, None)
 
 

@@ -327,7 +327,7 @@ def _selecting(call: Call) -> list[Parts | None]:
     return [call.of_each(pick, call.known(x)), None]
 
 
-def _written(source: int | None) -> Rule:
+def _written(source: int) -> Rule:
     """Operations that write one tensor into another: linear in both, one direction after another."""
 
     def rule(call: Call) -> Parts:
@@ -335,7 +335,7 @@ def _written(source: int | None) -> Rule:
         args = list(call.args)
         operation = getattr(aten, call.name)
         x: Any = args[0]
-        y: Any = None if source is None else args[source]
+        y: Any = args[source]
         for p, q, lead in zip(call.known(x), call.known(y), call.algebra.leads, strict=True):
             given = p if p is not None else q
             if given is None:
@@ -344,9 +344,8 @@ def _written(source: int | None) -> Rule:
             rows = []
             for r in range(len(given)) if lead else [...]:
                 args[0] = torch.zeros_like(x) if p is None else p[r]
-                if source is not None:
-                    zero = torch.zeros_like(y) if isinstance(y, Tensor) else 0.0
-                    args[source] = zero if q is None else q[r]
+                zero = torch.zeros_like(y) if isinstance(y, Tensor) else 0.0
+                args[source] = zero if q is None else q[r]
                 rows.append(operation(*args, **call.kwargs))
             found.append(torch.stack(rows) if lead else rows[0])
         return found
