@@ -162,7 +162,7 @@ class CompositeLoss:
     """A loss as criterion(outputs(leaves)) at one batch, with the metric on its outputs."""
 
     def __init__(self, problem: Problem, metric: OutputMetric, mode: str) -> None:
-        self.problem, self.mode, self._metric = problem, mode, metric
+        self.problem, self.mode, self.metric = problem, mode, metric
         self.loss, self.policy, self.leaves = problem.loss, problem.policy, problem.leaves
         (self.batch,) = problem.args
         self._last: Any = None  # the outputs as the model gave them last, in their structure
@@ -216,9 +216,6 @@ class CompositeLoss:
         of_all = self.problem.placement.mean_of(value)  # which sets found
         return (*found, of_all)
 
-    def metric(self, outputs: Vector) -> MetricProduct:
-        return self._metric.at(self, outputs)
-
     def checked_outputs(self, own: Vector) -> tuple[Any, ...]:
         """The outputs at copies of the leaves, and their loss."""
         return self.with_value(lambda: (self.checked(self.outputs(own)),))
@@ -241,7 +238,7 @@ def double_reverse(composite: CompositeLoss) -> LinearMap:
     own = fresh_leaves(composite.leaves, create_graph)
     every, value = composite.checked_outputs(own)
     jacobian = TransposedJacobian(every, own, caller)
-    metric = composite.metric(every)
+    metric = composite.metric.at(composite, every)
 
     def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
         tangents = jacobian.derivative(vector, keep_graph, create_graph)
@@ -276,7 +273,7 @@ def forward_then_reverse(composite: CompositeLoss) -> LinearMap:
             raise no_forward_mode(caller, "forward", error) from error
         if not create_graph:
             tangents = [t.detach() for t in tangents]
-        weighted = composite.metric(every)(tangents, False)
+        weighted = composite.metric.at(composite, every)(tangents, False)
         try:
             product = _transposed_product(every, own, weighted, composite.policy, False)
         except CheckpointError as error:  # what is recomputed has no tangents
@@ -306,7 +303,7 @@ def in_transforms(composite: CompositeLoss) -> LinearMap:
         every, transpose = torch.func.vjp(outputs, *composite.leaves)[:2]
         with torch_forward_mode.one_thread_in_forward_mode(composite.policy.caller):
             tangents = torch.func.jvp(outputs, tuple(composite.leaves), tuple(vector))[1]
-        weighted = composite.metric(list(every))(list(tangents), False)
+        weighted = composite.metric.at(composite, list(every))(list(tangents), False)
         return composite.criterion(*every), list(transpose(tuple(weighted)))
 
     return LinearMap(apply)
@@ -321,7 +318,7 @@ def differences_of_outputs(problem: Problem, metric: OutputMetric) -> LinearMap:
         tangents = directional_derivative(outputs, leaves, vector, problem.placement)
         own = fresh_leaves(leaves, False)
         every, value = composite.checked_outputs(own)
-        weighted = composite.metric([y.detach() for y in every])(tangents, False)
+        weighted = composite.metric.at(composite, [y.detach() for y in every])(tangents, False)
         return value, _transposed_product(every, own, weighted, composite.policy, False)
 
     return LinearMap(apply)

@@ -215,7 +215,7 @@ class Learner(nn.Module, ABC):
             return self.model(*args, **kwargs)
         if torch.compiler.is_dynamo_compiling():
             return self.objective.call(params, *args, **kwargs)
-        placement = placement_of_params(params)
+        placement = placement_of([*params.values()], lambda: [*params])
         if placement.is_sharded:
             refuse_graph(f"{type(self).__name__}(params=...)")
         with refuse_saved_tensor_hooks(RECOMPUTES_LATER):
@@ -256,7 +256,7 @@ class Learner(nn.Module, ABC):
 
     def _placed(self, loop: ModuleLoop, start: MetaParams) -> tuple[Placement, MetaParams]:
         """How the parameters are spread over processes, and the parts of this one."""
-        placement = placement_of_params(start.model)
+        placement = placement_of([*start.model.values()], lambda: [*start.model])
         if placement.is_sharded:
             refuse_settings(type(self).__name__, loop, start)
         return placement, start._replace(model=spread(start.model, placement.local))
@@ -619,11 +619,6 @@ def _other_leaves(values: list[Tensor], own: list[Tensor]) -> list[Tensor]:
 # Parameters that several processes share (DTensor): each holds its shards of the initial and of the
 # adapted parameters, and computes the losses of its part of each task at whole ones, which are gathered
 # for each loss. Inner gradients are averaged over the processes, so that all take the same inner step.
-
-
-def placement_of_params(params: Params) -> Placement:
-    """How parameters are spread over processes."""
-    return placement_of(list(params.values()), lambda: list(params))
 
 
 def spread(params: Params, part: Callable[[Sequence[Tensor]], Sequence[Tensor]]) -> Params:

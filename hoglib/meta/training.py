@@ -409,7 +409,7 @@ class Replay:
 
     def _after(self, i: int, leaves: list[Any]) -> tuple[list[Any], Tensor]:
         """The leaves of the state after step i, with a graph from those before it; and the loss."""
-        params, memory = self._carry(leaves)
+        params, memory = pytree.unflatten(leaves, self._structure)
         params, memory, (loss, _) = self._steps.step(i, params, memory, self.constants, alone=True)
         return self._in_order((params, memory)), loss
 
@@ -495,7 +495,7 @@ class Replay:
         for j, (now, then) in enumerate(zip(leaves, after, strict=True)):
             if _is_equal(now, then):
                 continue
-            name = pytree.paths(self._carry(after))[j]
+            name = pytree.paths(pytree.unflatten(after, self._structure))[j]
             gap = ""
             if isinstance(now, Tensor) and isinstance(then, Tensor) and now.shape == then.shape:
                 gap = f", by up to {float((now.detach() - then).abs().max()):.2g}"
@@ -514,15 +514,13 @@ class Replay:
                 if max(step, 1) <= position < self.training.count:
                     kept.drop(position)
 
-    def _carry(self, leaves: list[Any]) -> Any:
-        return pytree.unflatten(leaves, self._structure)
-
     def _in_order(self, carry: Any) -> list[Any]:
         leaves, structure = pytree.flatten(carry)
         if structure == self._structure:
             return leaves
         # dicts in another order; torch's error for another structure
-        return pytree.leaves(pytree.map(lambda _, x: x, self._carry(self._leaves), carry))
+        known = pytree.unflatten(self._leaves, self._structure)
+        return pytree.leaves(pytree.map(lambda _, x: x, known, carry))
 
 
 def pullback(outputs: list[Any], cotangents: Sequence[Any], inputs: list[Tensor]) -> list[Any]:

@@ -1,7 +1,7 @@
 """The options that the penalties share: their documentation, and one check of them."""
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
@@ -11,7 +11,6 @@ from hoglib.errors import ArgumentTypeError, ArgumentValueError
 
 Output = int | str | Callable[[Any], Any] | None
 Reduction = Literal["mean", "sum", "none"]
-REDUCTIONS = ("mean", "sum", "none")
 
 
 class Options(problem.Options, total=False):
@@ -97,7 +96,7 @@ def check_options(
     # derivatives have a graph where the caller's gradients are on
     policy = Policy.of(name, of_function, torch.is_grad_enabled(), functions=True)
     checked = CheckedOptions(name, policy, validation.generator(generator), **own)
-    validation.one_of("reduction", checked.reduction, REDUCTIONS)
+    validation.one_of("reduction", checked.reduction, get_args(Reduction))
     validation.flag("autocast", checked.autocast)
     validation.flag("return_outputs", checked.return_outputs)
     output = checked.output

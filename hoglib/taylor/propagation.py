@@ -107,8 +107,7 @@ class Propagation(TorchDispatchMode):
         if func._schema.is_mutable:
             return self._run_in_place(func, args, kwargs)
         out = func(*args, **kwargs)
-        tensors = [y for y in _outputs(out) if isinstance(y, Tensor)]
-        if is_constant(func) or not any(map(pytree.is_float, tensors)):
+        if is_constant(func) or not any(map(pytree.is_float, pytree.tensors(out))):
             self.kinks.compared(names_of(func)[1], out)
             return out
         rule = None if is_composite(func, args) else rule_of(func)
@@ -304,7 +303,3 @@ def _tensors(args: Sequence[Any], kwargs: Any) -> Any:
             yield x
         elif isinstance(x, list | tuple):
             yield from (y for y in x if isinstance(y, Tensor))
-
-
-def _outputs(out: Any) -> Sequence[Any]:
-    return out if isinstance(out, tuple | list) else [out]

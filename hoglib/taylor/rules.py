@@ -130,7 +130,7 @@ def _linear(function: Callable[..., Any]) -> Rule:
     def rule(call: Call) -> Any:
         x, *rest = call.args
         run = lambda part, lead: function(part, lead, x, call.out, *rest, **call.kwargs)  # noqa: E731
-        return call.of_each(run, call.known(x))
+        return call.algebra.of_each(run, call.known(x))
 
     return rule
 

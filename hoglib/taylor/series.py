@@ -259,13 +259,10 @@ class Call(NamedTuple):
     out: Any
     side: int = 0  # of a kink along the path: -1 before it, 1 after it; 0 for torch's derivative
 
-    def of_each(self, function: Callable[[Tensor, int], Tensor], parts: Parts) -> Parts:
-        return self.algebra.of_each(function, parts)
-
     def aligned(self, parts: Parts, rank: int | None = None) -> Parts:
         """The coefficients with as many dimensions as the output, or with so many."""
         rank = self.out.dim() if rank is None else rank
-        return self.of_each(lambda part, lead: align(part, lead, rank), parts)
+        return self.algebra.of_each(lambda part, lead: align(part, lead, rank), parts)
 
     def product(self, bilinear: Bilinear, a: Any, b: Any, a_n: Any = ..., b_n: Any = ...) -> Parts:
         """The coefficients of bilinear(a, b); a_n, b_n: their own, if they are not those of tensors."""
@@ -273,9 +270,9 @@ class Call(NamedTuple):
         b_n = self.parts(b) if b_n is ... else b_n
         found = self.algebra.zeros()
         if a_n is not None:
-            found = self.of_each(lambda p, lead: bilinear(p, b, bool(lead), False), a_n)
+            found = self.algebra.of_each(lambda p, lead: bilinear(p, b, bool(lead), False), a_n)
         if b_n is not None:
-            terms = self.of_each(lambda p, lead: bilinear(a, p, False, bool(lead)), b_n)
+            terms = self.algebra.of_each(lambda p, lead: bilinear(a, p, False, bool(lead)), b_n)
             found = sums(found, terms)
         if a_n is not None and b_n is not None:
             found = sums(found, self.algebra.product(bilinear, a_n, b_n))

@@ -244,19 +244,18 @@ def _joined(operation: Any) -> Rule:
         tensors, dim = call.args[0], call.args[1] if len(call.args) > 1 else 0
         if operation is torch.cat:  # which skips empty tensors of one dimension
             tensors = [x for x in tensors if x.shape != (0,)] or list(tensors)
-        found: Parts = []
+        found = call.algebra.zeros()
         like = call.out if operation is torch.cat else call.out.select(dim, 0)
         dim %= call.out.dim()
         for c, lead in enumerate(call.algebra.leads):
             parts = [call.known(x)[c] for x in tensors]
             given = next((p for p in parts if p is not None), None)
             if given is None:
-                found.append(None)
                 continue
             size = given.shape[: int(lead)]
             pairs = zip(parts, tensors, strict=True)
             filled = [like.new_zeros(size + x.shape) if p is None else p for p, x in pairs]
-            found.append(operation(filled, dim + lead))
+            found[c] = operation(filled, dim + lead)
         return found
 
     return rule
@@ -304,8 +303,9 @@ def _reduced_extremum(call: Call) -> Parts:
         for d in dims:
             out = out.unsqueeze(d)
     mask = (x == out).to(x.dtype)
-    mask, parts = mask / mask.sum(dims, keepdim=True), call.known(x)
-    return call.of_each(lambda p, lead: (p * mask).sum([d + lead for d in dims], keep), parts)
+    mask = mask / mask.sum(dims, keepdim=True)
+    total = lambda p, lead: (p * mask).sum([d + lead for d in dims], keep)  # noqa: E731
+    return call.algebra.of_each(total, call.known(x))
 
 
 def _selecting(call: Call) -> list[Parts | None]:
@@ -324,7 +324,7 @@ def _selecting(call: Call) -> list[Parts | None]:
         found = _gathered(part, lead, x, None, dim, index)
         return found if keep else found.squeeze(shifted(dim, lead, x))
 
-    return [call.of_each(pick, call.known(x)), None]
+    return [call.algebra.of_each(pick, call.known(x)), None]
 
 
 def _written(source: int) -> Rule:
