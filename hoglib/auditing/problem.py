@@ -258,10 +258,9 @@ class ReproducibleLoss:
     def perturb(self) -> None:
         """Move to a perturbed point, if the loss is finite there."""
         random = torch.Generator("cpu").manual_seed(0)
-        moved = [
-            x + PERTURBATION * (scale(x) if x.any() else 1.0) * random_like(x, random)
-            for x in self.leaves
-        ]
+        sizes = [scale(x) if x.any() else 1.0 for x in self.leaves]
+        pairs = zip(self.leaves, sizes, strict=True)
+        moved = [x + PERTURBATION * size * random_like(x, random) for x, size in pairs]
         with suppress(Exception):  # the loss may accept its own parameters only
             if self.f(*fresh_leaves(moved, False)).isfinite():
                 self._move_to(moved)
@@ -389,11 +388,8 @@ def observe(problem: Problem) -> Observations:
             return Observations([row], [], finite=False, random=False)
         failures += _parameter_failures(problem, value, leaves, notes)
         failures += _repetition_failures(problem, state, value, notes)
-    warnings = [
-        Row(row, "warn", None, text.format(validation.listing([*notes[row]])))
-        for row, text in WARNINGS.items()
-        if notes[row]
-    ]
+    noted = [(row, text, validation.listing([*notes[row]])) for row, text in WARNINGS.items()]
+    warnings = [Row(row, "warn", None, text.format(names)) for row, text, names in noted if names]
     return Observations(failures, warnings, True, bool(notes["dropout"] or notes["random numbers"]))
 
 

@@ -499,10 +499,9 @@ def hessian_spectrum(
     mean, deviation = density.average(lambda x: x)
     below = -1e-3 * float(ends.abs().max())
     negative = density.average(lambda x: (x < below).to(x))
-    return Spectrum(
-        size, ends[:k], ends[k:], (size * float(mean), size * float(deviation)),
-        (float(negative[0]), float(negative[1])), below, density, operator.count,
-    )  # fmt: skip
+    trace = size * float(mean), size * float(deviation)
+    share = float(negative[0]), float(negative[1])
+    return Spectrum(size, ends[:k], ends[k:], trace, share, below, density, operator.count)
 
 
 def _without_batch(loss: Any, params: Any, _: tuple[()]) -> Tensor:

@@ -524,9 +524,8 @@ class KFAC(BatchOptimizer):
 
     def _step(self, batch: Any) -> Tensor:
         group = self.param_groups[0]
-        K = KFACOperator(
-            self._loss, self._params, batch, generator=self._seeded(group["seed"]), **self._options
-        )
+        seeded = self._seeded(group["seed"])
+        K = KFACOperator(self._loss, self._params, batch, generator=seeded, **self._options)
         K.row_order = self._row_order
         value, gradient = K.gradient()
         with torch.no_grad():
@@ -555,9 +554,8 @@ class KFAC(BatchOptimizer):
                 group["damping"] /= ADAPTED
         self._row_order = K.row_order
         group["steps"] += 1
-        self.info = KFACStep(
-            before, slope, length, group["damping"], ratio, products, int(adapts), int(new_factors)
-        )  # fmt: skip
+        counts = products, int(adapts), int(new_factors)
+        self.info = KFACStep(before, slope, length, group["damping"], ratio, *counts)
         return value
 
     def _average(self, K: KFACOperator) -> None:

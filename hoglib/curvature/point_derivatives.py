@@ -204,9 +204,8 @@ def _of_few_directions(
     generators = GeneratorStates([x.device])
     drawn = generators.now()
     with suppress(_OtherLayout):
-        value, total = by_reverse(
-            of_one_output, x, lambda _: chosen(True).probes(), options.keep, options.always
-        )
+        probes = chosen(True).probes()
+        value, total = by_reverse(of_one_output, x, lambda _: probes, options.keep, options.always)
         if total.any():
             return value, total, None
     generators.set(drawn)
@@ -656,11 +655,9 @@ def partial_derivative(
                     )
             places = [i % len(e) for i in index]
             chosen = sorted(set(places))
-            return (
-                [e[i].expand(x.shape) for i in chosen],
-                tuple(places.count(i) for i in chosen),
-                [chosen.index(i) for i in places],
-            )
+            vectors = [e[i].expand(x.shape) for i in chosen]
+            orders = tuple(places.count(i) for i in chosen)
+            return vectors, orders, [chosen.index(i) for i in places]
 
         def pieces(batched: bool) -> list[tuple[Algebra, Parts]]:
             vectors, orders, _ = path(batched)

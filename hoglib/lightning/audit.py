@@ -109,12 +109,10 @@ class SecondOrderAudit(pl.Callback):
         error: Exception | None = None
         try:
             with isolate_rng():
-                found = []
                 for name, *problem in second_order_problems(pl_module, batch):
                     report = audit(*problem, routes=self.routes, stand_ins=self.stand_ins)
                     report.name = name
-                    found.append(report)
-                self.reports = tuple(found)
+                    self.reports = (*self.reports, report)
         except Exception as caught:  # raised below, once the other processes know of it
             error = caught
         why = "" if error is None else error_text(error)

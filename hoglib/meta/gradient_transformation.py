@@ -86,14 +86,11 @@ def transformation(
             direction = direction_at(step)
             leaves = Leaves(params)
             updated, kept = [], []
-            for p, g, rate, decay, *memory in zip(
-                leaves.real,
-                leaves.matching_real("grads", grads),
-                option_of_each("lr", rates, leaves),
-                option_of_each("weight_decay", weight_decay, leaves),
-                *[leaves.matching_real(f"state[{slot!r}]", state[slot]) for slot in slots],
-                strict=False,  # options may repeat without end
-            ):
+            gs, lrs = leaves.matching_real("grads", grads), option_of_each("lr", rates, leaves)
+            decays = option_of_each("weight_decay", weight_decay, leaves)
+            kinds = [leaves.matching_real(f"state[{slot!r}]", state[slot]) for slot in slots]
+            rows = zip(leaves.real, gs, lrs, decays, *kinds, strict=False)  # options may repeat
+            for p, g, rate, decay, *memory in rows:
                 if isinstance(decay, Tensor) or decay != 0:
                     if decoupled:
                         p = p * (1 - rate * decay)

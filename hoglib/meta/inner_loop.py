@@ -143,16 +143,12 @@ def adapt(
     validation.none_or_at_least("truncate", truncate, 0)
     validation.one_of("memory", memory, get_args(Memory))
     rest, modules = ({}, []) if memory == "store" else _lifted_from(loss, rule, params)
-    inner = InnerSteps(
-        _value_of(loss),
-        lambda i, _: rule,
-        lambda i: first_order or is_truncated(i, steps, truncate),
-    )
+    constant = lambda i: first_order or is_truncated(i, steps, truncate)  # noqa: E731
+    inner = InnerSteps(_value_of(loss), lambda i, _: rule, constant)
     with _ring("adapt"):
         params, batch = clone_inference_tensors((params, batch))
-        return unroll(
-            inner, steps, params, (batch, rest, modules), memory, _modules_of(loss, modules)
-        ).params
+        constants, modes = (batch, rest, modules), _modules_of(loss, modules)
+        return unroll(inner, steps, params, constants, memory, modes).params
 
 
 def _ring(caller: str) -> ring:
@@ -225,10 +221,8 @@ class InnerSteps(NamedTuple):
         alone = end - start == 1 and self.outer is None and inside_recomputation()
         found = []
         for i in range(start, end):
-            params, state, loss_and_notes = self.step(
-                i, params, state, constants, alone=alone, made=i > start
-            )
-            found.append(loss_and_notes)
+            params, state, new = self.step(i, params, state, constants, alone=alone, made=i > start)
+            found.append(new)
             value = None if self.outer is None else self.outer(i, params, constants)
             if value is not None:
                 total = value if total is None else total + value
@@ -392,8 +386,7 @@ def _lifted_from(
     if not isinstance(loss, FunctionalLoss):
         closures.refuse("adapt", loss)
         return {}, []
-    rest: Params = {
-        n: p for n, p in loss.model.named_parameters() if p.requires_grad and n not in params
-    }
+    own = loss.model.named_parameters()
+    rest: Params = {n: p for n, p in own if p.requires_grad and n not in params}
     criterion = loss.user_criterion
     return rest, [criterion] if isinstance(criterion, nn.Module) else []

@@ -348,9 +348,8 @@ class Learner(nn.Module, ABC):
 
     def _within_compile(self, tasks: Any) -> Tensor:
         """The loss, in what torch.compile traces: the losses of the first task by Dynamo."""
-        learned = [
-            part for part in (self.criterion, self.inner_loss) if isinstance(part, nn.Module)
-        ]
+        losses = self.criterion, self.inner_loss
+        learned = [part for part in losses if isinstance(part, nn.Module)]
         if (
             not self._traceable
             or self.statistics is not None

@@ -285,12 +285,10 @@ class ModuleLoop:
             return _weighted(weight, value)
 
         fixed_rule = None if start.modules else self.rule_at(0, start)
-        inner = InnerSteps(
-            loss,
-            lambda i, constants: fixed_rule or self.rule_at(i, constants[0]),
-            lambda i: self.options.first_order or is_truncated(i, steps, self.options.truncate),
-            None if weights is None else outer,
-        )
+        options = self.options
+        rule = lambda i, constants: fixed_rule or self.rule_at(i, constants[0])  # noqa: E731
+        constant = lambda i: options.first_order or is_truncated(i, steps, options.truncate)  # noqa: E731
+        inner = InnerSteps(loss, rule, constant, None if weights is None else outer)
         with without_stand_ins():
             params = {name: start.model[name].clone() for name in self.adapting}
         if self.options.memory == "store":

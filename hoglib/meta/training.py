@@ -475,14 +475,11 @@ class Replay:
         self._check_replayed(at.step - 1, leaves, after)
         variables = [x for x in own if _is_wanted(x)]
         pulled = pullback(leaves, at.carry, [*variables, *self._wanted])
-        carry = iter(pulled[: len(variables)])
+        left = iter(pulled)
+        carry = [next(left) if _is_wanted(x) else None for x in own]
         self._advance()
-        return Cotangents(
-            at.step - 1,
-            [next(carry) if _is_wanted(x) else None for x in own],
-            add(at.constants, pulled[len(variables) :]),
-            at.rounding + self._rounding(at.carry, after),
-        )
+        rounding = at.rounding + self._rounding(at.carry, after)
+        return Cotangents(at.step - 1, carry, add(at.constants, [*left]), rounding)
 
     def _rounding(self, cotangents: list[Tensor | None], leaves: list[Any]) -> Tensor:
         """sum (u theta eps)^2 over a state: the squared change of the result by its rounding."""
