@@ -287,13 +287,9 @@ class Reptile(Learner):
         inner_steps: int = 5, over_tasks: OverTasks = "auto", **options: Unpack[LearnerOptions],
     ) -> None:  # fmt: skip
         super().__init__(
-            model,
-            criterion,
-            options,
-            inner_steps=inner_steps,
-            over_tasks=over_tasks,
-            first_order=True,
-        )
+            model, criterion, options,
+            inner_steps=inner_steps, over_tasks=over_tasks, first_order=True,
+        )  # fmt: skip
         learned = list(self._loop().meta_params().modules)
         if learned:
             raise ArgumentValueError(
