@@ -393,12 +393,9 @@ def leave_k_out(
     drawn = partial(torch.randperm, leaf.numel(), generator=generator, device=device)
     chosen = torch.stack([drawn()[:k] for _ in range(subsets)]).cpu()
     bar, values = ProgressBar("leave_k_out", training.progress, unit="training"), []
-    with (
-        ring(training.policy, inner),
-        bar.over("without random subsets", subsets),
-        torch.no_grad(),
-        preserve_random_state(*training.generators()),
-    ):
+    shown = bar.over("without random subsets", subsets)
+    restored = preserve_random_state(*training.generators())
+    with ring(training.policy, inner), shown, torch.no_grad(), restored:
         at, before = detached(clone_inference_tensors(hyper)), RandomState(training.generators())
         for subset in chosen:
             before.restore()
