@@ -89,7 +89,8 @@ def transformation(
             gs, lrs = leaves.matching_real("grads", grads), option_of_each("lr", rates, leaves)
             decays = option_of_each("weight_decay", weight_decay, leaves)
             kinds = [leaves.matching_real(f"state[{slot!r}]", state[slot]) for slot in slots]
-            rows = zip(leaves.real, gs, lrs, decays, *kinds, strict=False)  # options may repeat
+            # options may repeat without end
+            rows = zip(leaves.real, gs, lrs, decays, *kinds, strict=False)
             for p, g, rate, decay, *memory in rows:
                 if isinstance(decay, Tensor) or decay != 0:
                     if decoupled:

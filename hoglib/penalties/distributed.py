@@ -212,10 +212,8 @@ class GatheredParameters:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        reshards, found = (
-            torch_sharding.reshards_after_backward,
-            torch_sharding.fsdp_modules(modules),
-        )
+        found = torch_sharding.fsdp_modules(modules)
+        reshards = torch_sharding.reshards_after_backward
         self._modules: list[Any] = [m for m in found if reshards(m) or m in _HELD]
         for module in self._modules:
             _HELD[module] = _HELD.get(module, 0) + 1
