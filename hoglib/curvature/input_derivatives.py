@@ -150,7 +150,9 @@ class _BatchNormWatcher(TorchFunctionMode):
 
 def check_value(value: Any, x: Tensor) -> Tensor:
     """The value, unless it is not one of each point."""
-    validation.real("func(x, *args)", value)
+    validation.tensor("func(x, *args)", value)
+    if not value.is_floating_point():
+        validation.real("func(x, *args)", value)
     if value.dim() and (x.dim() == 0 or value.shape[0] != x.shape[0]):
         raise ArgumentValueError(
             f"func(x, *args): expected one value for each point, [{len(x) if x.dim() else 'N'}, ...], "

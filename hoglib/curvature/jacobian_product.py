@@ -10,13 +10,7 @@ from torch import Tensor
 
 from hoglib import errors
 from hoglib._core import pytree, torch_forward_mode, torch_internals, validation
-from hoglib._core.autograd import (
-    Vector,
-    clone_inference_tensors,
-    fresh_leaves,
-    materialize_grads,
-    vjp,
-)
+from hoglib._core.autograd import Vector, clone_inference_tensors, fresh_leaves, vjp
 from hoglib._core.gradient_graph import check_custom_functions, graph_summary, half_dtypes
 from hoglib._core.placement import WHOLE, Placement, refuse_sharded
 from hoglib._core.problem import Options, Policy, Problem
@@ -289,7 +283,8 @@ class TransposedJacobian:
         given = [vector[i] for i in self._used]
         left = iter(vjp(self.parts, self._us, given, self._caller, keep_graph, create_graph))
         found = [next(left) if y.requires_grad else None for y in self._every]
-        return materialize_grads(found, self._every)
+        pairs = zip(self._every, found, strict=True)
+        return [torch.zeros_like(y) if part is None else part for y, part in pairs]
 
     def agrees(self, func: Any, vector: Vector, tangents: Vector) -> bool:
         """Whether <v, J^T u> = <J v, u>; func: whose Jacobian this is."""
