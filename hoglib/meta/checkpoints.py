@@ -226,10 +226,10 @@ def digest(leaves: list[Any]) -> str:
 def check_directory(memory: str, directory: Any) -> Path | None:
     """The directory of memory="disk", which needs one, as no other does."""
     if (memory == "disk") != (directory is not None):
+        got = f"with {directory}; leave it out, or use memory='disk'"
+        got = "without; name where its files go" if directory is None else got
         raise ArgumentValueError(
-            f"directory: expected one with memory='disk' and only there, got memory={memory!r} with "
-            f"directory={directory!r}; name where files of memory='disk' go, and leave both out "
-            "elsewhere."
+            f"directory: expected one with memory='disk' and only there, got memory={memory!r} {got}."
         )
     if directory is None:
         return None

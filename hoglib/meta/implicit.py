@@ -106,7 +106,7 @@ def implicit_gradient(
 
 def check_used(grads: Sequence[Tensor | None], *, implicit: bool = False) -> None:
     """Raise where nothing depends on hyper: zeros would look like an optimum."""
-    of_minimum = " A minimum does not depend on the rule or the start: use method='unrolled'."
+    of_minimum = " A minimum does not depend on rule and start: for those use method='unrolled'."
     if all(grad is None for grad in grads):
         raise errors.NoSecondDerivative(
             "hypergradient: expected an inner or outer loss that depends on hyper, got none that "

@@ -319,11 +319,11 @@ def check_batch(what: str, batch: Any, dims: int = 1) -> None:
             raise errors.ArgumentValueError(
                 f"{what}: expected tensors {expected}, got {validation.describe(part)}{single}."
             )
-    inputs, targets = ([*part.shape[:dims]] for part in batch)
+    inputs, targets = (tuple(part.shape[:2]) if dims == 2 else len(part) for part in batch)
     if inputs != targets:
         raise errors.ArgumentValueError(
             f"{what}: expected inputs and targets {expected} of the same leading dimensions, got "
-            f"{inputs} and {targets}."
+            f"{inputs}, {targets}."
         )
 
 
