@@ -182,3 +182,10 @@ def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
     if not is_float(x):
         return x
     return x.to(dtype.to_complex() if x.is_complex() else dtype)
+
+
+def filled(tree: Tree, values: Iterable[Any], kind: Callable[[Any], bool] = is_float) -> Tree:
+    """The tree with other values for its leaves of a kind, in their order."""
+    found, structure = flatten(tree)
+    left = iter(values)
+    return unflatten([next(left) if kind(leaf) else leaf for leaf in found], structure)

@@ -151,6 +151,10 @@ def at_least(what: str, value: Any, minimum: int) -> int:
     return int(value)
 
 
+def none_or_at_least(what: str, value: Any, minimum: int) -> int | None:
+    return None if value is None else at_least(what, value, minimum)
+
+
 def backend(name: str, value: Any) -> str:
     """The backend that an option compile= names, or "" for none."""
     if isinstance(value, str):

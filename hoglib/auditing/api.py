@@ -107,13 +107,8 @@ def audit(
     check_arguments(loss, params, batch)
     validation.flag("stand_ins", stand_ins)
     requested = requested_routes(routes)
-    with (
-        _ONE_AT_A_TIME,
-        no_examination(),
-        grad_enabled(),
-        exact_products(),
-        warnings.catch_warnings(action="ignore"),  # routes fail here on purpose; the report says so
-    ):
+    silent = warnings.catch_warnings(action="ignore")  # routes fail on purpose; the report says so
+    with _ONE_AT_A_TIME, no_examination(), grad_enabled(), exact_products(), silent:
         params, batch = clone_inference_tensors((params, batch))
         one = _Audit(Problem(loss, params, batch), requested)
         with stand_ins_if(stand_ins):
@@ -493,12 +488,11 @@ class FaultMessages:
 
     def stopped(self, stops: list[StopGradient]) -> str:
         """Where gradients are stopped."""
-        places = [
-            f"{stop.how} in {self._names.briefly(stop.module)}"
-            + (f" at {stop.line}" * bool(stop.line))
-            for stop in stops
-        ]
-        return validation.listing([*dict.fromkeys(places)], MAX_NAMES)
+        places: dict[str, None] = {}
+        for stop in stops:
+            where = f" at {stop.line}" if stop.line else ""
+            places[f"{stop.how} in {self._names.briefly(stop.module)}{where}"] = None
+        return validation.listing([*places], MAX_NAMES)
 
 
 def _explain(op: RecordedCall) -> str:

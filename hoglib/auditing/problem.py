@@ -97,11 +97,7 @@ def check_arguments(loss: Any, params: Any, batch: Any) -> None:
             f"{validation.describe(params)}; make one with `hoglib.trainable_params(model)`."
         )
     validation.parameters(params)
-    if transforms_active():
-        raise errors.UnsupportedError(
-            "audit: expected to be called outside of torch.func transforms, got called inside one; "
-            "audit the function before it is transformed."
-        )
+    validation.refuse_transforms("audit", "audit the function before it is transformed.")
     for path, x in zip(pytree.paths(params), pytree.leaves(params), strict=True):
         what = f"params[{path!r}]" if path else "params"
         if is_lazy(x):
@@ -262,10 +258,9 @@ class ReproducibleLoss:
     def perturb(self) -> None:
         """Move to a perturbed point, if the loss is finite there."""
         random = torch.Generator("cpu").manual_seed(0)
-        moved = [
-            x + PERTURBATION * (scale(x) if x.any() else 1.0) * random_like(x, random)
-            for x in self.leaves
-        ]
+        sizes = [scale(x) if x.any() else 1.0 for x in self.leaves]
+        pairs = zip(self.leaves, sizes, strict=True)
+        moved = [x + PERTURBATION * size * random_like(x, random) for x, size in pairs]
         with suppress(Exception):  # the loss may accept its own parameters only
             if self.f(*fresh_leaves(moved, False)).isfinite():
                 self._move_to(moved)
@@ -307,11 +302,12 @@ class _KeepFloat64(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _CASTS:
             return args[0] if args[0].dtype in _DOUBLE else func(*args, **kwargs)
-        if any(x in _NARROW for x in (*args, *kwargs.values()) if isinstance(x, torch.dtype)):
-            tensors = pytree.tensors((args, kwargs))
-            if any(x.dtype in _DOUBLE for x in tensors):
-                args = tuple(_float64_for_narrow(x) for x in args)
-                kwargs = {name: _float64_for_narrow(x) for name, x in kwargs.items()}
+        narrows = any(
+            isinstance(x, torch.dtype) and x in _NARROW for x in (*args, *kwargs.values())
+        )
+        if narrows and any(x.dtype in _DOUBLE for x in pytree.tensors((args, kwargs))):
+            args = tuple(_float64_for_narrow(x) for x in args)
+            kwargs = {name: _float64_for_narrow(x) for name, x in kwargs.items()}
         return func(*args, **kwargs)
 
 
@@ -392,13 +388,9 @@ def observe(problem: Problem) -> Observations:
             return Observations([row], [], finite=False, random=False)
         failures += _parameter_failures(problem, value, leaves, notes)
         failures += _repetition_failures(problem, state, value, notes)
-    warnings = [
-        Row(row, "warn", None, text.format(validation.listing([*notes[row]])))
-        for row, text in WARNINGS.items()
-        if notes[row]
-    ]
-    drawn = bool(notes["dropout"] or notes["random numbers"])
-    return Observations(failures, warnings, True, drawn)
+    noted = [(row, text, validation.listing([*notes[row]])) for row, text in WARNINGS.items()]
+    warnings = [Row(row, "warn", None, text.format(names)) for row, text, names in noted if names]
+    return Observations(failures, warnings, True, bool(notes["dropout"] or notes["random numbers"]))
 
 
 def _observe_compiled_code(
@@ -418,9 +410,8 @@ def _observe_compiled_code(
     v = [torch.ones_like(x) for x in problem.leaves]
     state.begin()
     try:
-        reverse_over_reverse(
-            lambda *own: problem.value([*own], problem.batch), problem.leaves, v, v
-        )
+        of_leaves = lambda *own: problem.value([*own], problem.batch)  # noqa: E731
+        reverse_over_reverse(of_leaves, problem.leaves, v, v)
     except RuntimeError as error:
         line = str(error).splitlines()[0][:160]
         text = f"{WARNINGS['compiled'].format('It')} The error: {line}."

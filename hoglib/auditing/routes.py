@@ -401,8 +401,7 @@ class Checker:
                 return self._compare_zero(error) if zero else CheckResult(False, error)
             best, bend = min(best, error), _distance(one_sided, central, size)
             for other, other_bend in tried:
-                gap = _distance(other, central, size)
-                doubt = min(doubt, max(gap, min(bend, other_bend)))
+                doubt = min(doubt, max(_distance(other, central, size), min(bend, other_bend)))
             if doubt < limit and best > CLEARLY * doubt:
                 return CheckResult(True, best)
             tried.append((central, bend))
@@ -474,10 +473,8 @@ def _distance(found: Vector, truth: Vector, size: float | None) -> float:
     pairs = list(zip(found, truth, strict=True))
     sizes = [max(float(a.norm()), float(b.norm())) if size is None else 0.0 for a, b in pairs]
     floor = SHARE * sum(one**2 for one in sizes) ** 0.5 if size is None else size
-    gaps = [
-        float((a - b).norm()) / max(one + floor, 1e-300)
-        for (a, b), one in zip(pairs, sizes, strict=True)
-    ]
+    sized = zip(pairs, sizes, strict=True)
+    gaps = [float((a - b).norm()) / max(one + floor, 1e-300) for (a, b), one in sized]
     return inf if any(gap != gap for gap in gaps) else max(gaps)
 
 
@@ -646,11 +643,9 @@ def record_calls(
             call.run = module
             call.args, call.kwargs = detached_copy((args, kwargs))
             # a loss substitutes plain tensors for the parameters that it was given
-            call.parameters = {
-                name: p.detach().requires_grad_()
-                for name, p in module.named_parameters()
-                if p.requires_grad and not isinstance(p, nn.Parameter)
-            }
+            own = module.named_parameters()
+            plain = [(n, p) for n, p in own if p.requires_grad and not isinstance(p, nn.Parameter)]
+            call.parameters = {name: p.detach().requires_grad_() for name, p in plain}
         stack[-1].parts[len(stack[-1].parts)] = call
         stack.append(call)
 

@@ -30,7 +30,6 @@ from hoglib.ring import ring
 from hoglib.verification.entry_points import note_lost_graph
 
 Run = Callable[..., Any]
-Product = tuple[Tensor, Vector, tuple[int, ...] | None]  # loss, M v, leaves the loss has no use for
 
 
 def compiled_linear_map(kind: CurvatureKind, problem: Problem, several: bool) -> LinearMap:
@@ -63,8 +62,9 @@ def compiled_linear_map(kind: CurvatureKind, problem: Problem, several: bool) ->
 def _product(
     kind: CurvatureKind, loss: Any, structure: Any, policy: Policy,
     vector: Vector, leaves: Vector, args: Any,
-) -> Product:  # fmt: skip
-    """(vector, leaves, args) -> (value, M vector), of the matrix M of a loss."""
+) -> tuple[Tensor, Vector, tuple[int, ...] | None]:  # fmt: skip
+    """(vector, leaves, args) -> (value, M vector), of the matrix M of a loss; and the leaves that the
+    loss has no use for."""
     with ring(policy, loss, examine=False) as blocks:
         problem = Problem(policy, loss, structure, leaves, args).entered(blocks)
         # as for several vectors: in reverse mode, whose graphs are the smaller ones

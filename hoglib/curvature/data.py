@@ -102,12 +102,8 @@ class Processes:
         if how is None:
             self.world, self.rank = 1, 0
         self.alone = self.world == 1
-        self._how = how
-
-    @property
-    def splitting(self) -> bool:
-        """Whether this process takes only a part of what it is given."""
-        return not self.alone and self._how == SHARD
+        # it takes only a part of what it is given
+        self.splitting = not self.alone and how == SHARD
 
     def takes(self, number: int) -> bool:
         """Whether this process takes the batch, or the piece of the only batch, of that number."""
@@ -119,7 +115,7 @@ class Processes:
 
     def number(self, index: int) -> int:
         """The number, counted over all processes, of the piece that this one has at an index."""
-        return index if self.alone or self._how == SHARD else self.rank + self.world * index
+        return index if self.alone or self.splitting else self.rank + self.world * index
 
     def gather(self, value: Any) -> list[Any]:
         """The value of each process; it has to be one that can be pickled."""
@@ -148,14 +144,14 @@ class Processes:
         if any(one.failed for one in every):
             self._raise(error, every)
         self._check_same(every, total.dtype)
+        largest = max(one.largest for one in every)
+        whole = max(every, key=lambda one: one.shared).whole
         return PassTotals(*map(sum, zip(*every, strict=True)))._replace(
-            largest=max(one.largest for one in every),
-            whole=max(every, key=lambda one: one.shared).whole,
+            largest=largest, whole=whole
         )
 
     def _raise(self, error: Exception | None, every: list[PassTotals]) -> None:
-        text = "" if error is None else f"{type(error).__name__}: {error}"
-        texts = self.gather(text)
+        texts = self.gather("" if error is None else f"{type(error).__name__}: {error}")
         if error is not None:
             raise error
         failed = [rank for rank, one in enumerate(every) if one.failed]
@@ -196,8 +192,7 @@ class Processes:
                 f"{type(sampler).__name__} for process {sampler.rank} of {sampler.num_replicas}; make "
                 "it without num_replicas and rank."
             )
-        dataset: Any = sampler.dataset
-        count = len(dataset)
+        count = len(sampler.dataset)  # type: ignore[arg-type]
         if sampler.total_size > count:
             raise ArgumentValueError(
                 f"data: expected every example in one process, got a {type(sampler).__name__} that "
@@ -269,10 +264,10 @@ class Batches:
         processes: Processes, shared: bool = False,
     ) -> None:  # fmt: skip
         self._one = one = is_batch(data)
-        self._processes = processes
+        self._processes, self.device = processes, device
+        self._shared = one and processes.splitting  # processes take pieces of the only batch
         self.checksum = 0.0  # of the data that all processes were given
         self._data: Iterable[Any] = [data] if one else data
-        self.device = device
         # whether the weight of the only batch cancels; not where other processes have batches too
         self._cancels = one and micro_batch is None and processes.alone and not shared
         self._batch_size = leading_dimension if batch_size is None else batch_size
@@ -285,21 +280,18 @@ class Batches:
         return count if self._one else self._processes.share(count)
 
     def __iter__(self) -> Iterator[LocalBatch]:
-        takes, index, total = self._processes.takes, 0, 0.0
+        own, index, total = self._processes, 0, 0.0
         for number, batch in enumerate(self._data):
-            if self._processes.splitting:
+            if own.splitting:
                 total += (number + 1) * checksum((*fingerprint(batch), 1.0))
-            if self._one or takes(number):
+            if self._one or own.takes(number):
                 moved = to_device(batch, self.device)
-                both = zip(self._split(moved), self._split(batch), strict=True)
-                pieces = [  # weighed where they were, since a device would wait
-                    Piece(part, self._weight(given), self._processes.number(index + j))
-                    for j, (part, given) in enumerate(both)
-                ]
+                # weighed where they were, since a device would wait
+                both = enumerate(zip(self._split(moved), self._split(batch), strict=True), index)
+                pieces = [Piece(part, self._weight(x), own.number(j)) for j, (part, x) in both]
                 index += len(pieces)
-                shared = self._one and self._processes.splitting
-                mine = [piece for piece in pieces if not shared or takes(piece.number)]
-                yield LocalBatch(moved, mine, shared)
+                mine = [x for x in pieces if not self._shared or own.takes(x.number)]
+                yield LocalBatch(moved, mine, self._shared)
             else:
                 index += len(self._split(batch))
         self.checksum = total
@@ -324,8 +316,7 @@ class Batches:
 
     def _split(self, batch: Any) -> list[Any]:
         """The batch, or its pieces along the leading dimension."""
-        shared = self._one and self._processes.splitting
-        if self._micro_batch is None and not shared:
+        if self._micro_batch is None and not self._shared:
             return [batch]
         count = row_count(batch)
         if count is None:
@@ -359,17 +350,14 @@ def rows_of(batch: Any, count: int, start: int, stop: int) -> Any:
 
 def as_dict(batch: Any) -> Any:
     """A mapping that pytrees do not know, such as BatchEncoding of transformers, as a dict."""
-    unknown = isinstance(batch, Mapping) and not isinstance(batch, dict)
-    return dict(batch) if unknown else batch
+    return dict(batch) if isinstance(batch, Mapping) and not isinstance(batch, dict) else batch
 
 
 def leading_dimension(batch: Any) -> float:
     """The leading dimension of the first tensor of a batch."""
-    for x in pytree.leaves(as_dict(batch)):
-        if isinstance(x, Tensor):
-            if not x.dim():
-                break
-            return len(x)
+    first = next(iter(pytree.tensors(as_dict(batch))), None)
+    if first is not None and first.dim():
+        return len(first)
     raise ArgumentTypeError(
         "data: expected batches whose first tensor has the examples as its leading dimension, got "
         f"{validation.describe(batch)}; give the weight of a batch by batch_size=, a function of the "

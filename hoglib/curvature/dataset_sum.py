@@ -157,8 +157,7 @@ class CheckedDataOptions:
         validation.one_of("reduction", self.reduction, ["mean", "sum"])
         if self.batch_size is not None:
             validation.function("batch_size", self.batch_size)
-        if self.micro_batch is not None:
-            validation.at_least("micro_batch", self.micro_batch, 1)
+        validation.none_or_at_least("micro_batch", self.micro_batch, 1)
         validation.number("memory_limit", self.memory_limit, minimum=0)
         if self.dtype is not None and not getattr(self.dtype, "is_floating_point", False):
             raise ArgumentTypeError(
@@ -198,20 +197,18 @@ class DatasetSum:
         batch_size = options.batch_size or getattr(loss, "batch_size", None)
         self._counting = counting
         own = self._mean and batch_size is None  # weights that nobody gave
-        self._batches = Batches(
-            data,
-            space.device,
-            self._own_size if own and counting == "criterion" else batch_size,
-            options.micro_batch,
-            processes,
-            space.placement.is_sharded,
-        )
+        size = self._own_size if own and counting == "criterion" else batch_size
+        sharded = space.placement.is_sharded
+        self._batches = Batches(data, space.device, size, options.micro_batch, processes, sharded)
         # whether the first pass compares what the mean of the loss counts with these weights
         self._by_rows = self._counts = own and not self._batches.single
         # whether nobody was told yet of layers by which examples of one batch depend on each other
         self._names_norms = not self._batches.single and options.micro_batch is None
+        self.alone = processes.alone  # no other process takes part
+        # the data is one batch that is not split, of this process alone
+        self.single_batch = self._batches.single and not sharded
         # the weight of the only batch cancels
-        self._at_once = self.single_batch and processes.alone
+        self._at_once = self.single_batch and self.alone
         self._determinism = Determinism(loss, options.check_deterministic, fixed_batches)
         self.symmetry = Symmetry(
             name, options.check_deterministic, space, self._half, self.products_in_double, loss
@@ -232,16 +229,6 @@ class DatasetSum:
         self._splits_checked = False
         self._fraction = 1.0  # of a pass, that the current batch is
         self._loss_dtype = space.dtype  # that of the loss, once it is known
-
-    @property
-    def single_batch(self) -> bool:
-        """Whether the data is one batch that is not split, of this process alone."""
-        return self._batches.single and not self._placement.is_sharded
-
-    @property
-    def alone(self) -> bool:
-        """Whether no other process takes part."""
-        return self._processes.alone
 
     def value(self) -> Tensor:
         """The loss over the data."""
@@ -418,14 +405,10 @@ class DatasetSum:
         used = torch.zeros(count)  # by how many processes, each leaf
         if error is None:
             leaves = self._space.leaves()
-            totals = totals._replace(
-                changed=given.changed,
-                seed=self._seed,
-                params=checksum_of_tensors(leaves),
-                model=checksum_of_tensors(constants_of(self.loss, leaves)),
-                vectors=0.0 if rows is None else checksum_of_rows(rows),
-                data=self._batches.checksum,
-            )
+            params, constants = map(checksum_of_tensors, (leaves, constants_of(self.loss, leaves)))
+            vectors, data = 0.0 if rows is None else checksum_of_rows(rows), self._batches.checksum
+            totals = totals._replace(changed=given.changed, seed=self._seed, params=params)
+            totals = totals._replace(model=constants, vectors=vectors, data=data)
             if totals.pieces:
                 used[[i for i in range(count) if i not in (self._unused or ())]] = 1
         sums = total() if callable(total) else total
@@ -469,7 +452,7 @@ class DatasetSum:
 
         A graph that is kept holds the random numbers that were drawn.
         """
-        if not self._options.check_deterministic or self._determinism.known:
+        if not self._options.check_deterministic or self._determinism.first:
             return value
         self._determinism.record(batch, value, self.loss_of)
         self._determinism.finish_pass()
@@ -612,9 +595,8 @@ class DatasetSum:
         """The loss of a batch is that of its pieces, weighted: no layer or criterion mixes examples."""
         pieces = parts.loss / parts.weight if self._mean else parts.loss
         if not close(whole, pieces, dtype, [parts.largest]):
-            random = batch is not None and self._determinism.random_cause(
-                lambda: self.loss_of(batch), self._space.device
-            )
+            cause = self._determinism.random_cause
+            random = batch is not None and cause(lambda: self.loss_of(batch), self._space.device)
             if random:
                 raise NondeterministicError(
                     "micro_batch: expected the same loss for a batch and for its pieces, got "
@@ -729,8 +711,8 @@ class DataPass:
         else:
             share = self._sums.kept.share
             yield None, 0, share
-            last = self._sums._last  # in the same state
-            self.totals = last or _totals([share], [float(self.value)])
+            # those of the last pass are in the same state
+            self.totals = self._sums._last or _totals([share], [float(self.value)])
 
     def record(self, value: Tensor) -> None:
         """The loss of the batch that was given last."""
@@ -738,9 +720,6 @@ class DataPass:
 
 
 def _totals(shares: list[float], losses: list[float]) -> PassTotals:
-    return PassTotals(
-        pieces=len(shares),
-        weight=fsum(shares),
-        loss=fsum(share * loss for share, loss in zip(shares, losses, strict=True)),
-        largest=max(map(abs, losses), default=0.0),
-    )
+    total = fsum(share * loss for share, loss in zip(shares, losses, strict=True))
+    largest = max(map(abs, losses), default=0.0)
+    return PassTotals(pieces=len(shares), weight=fsum(shares), loss=total, largest=largest)

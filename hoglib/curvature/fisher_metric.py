@@ -205,36 +205,28 @@ class _Outputs:
     leaves, in float32 at least."""
 
     def __init__(self, outputs: Tree, batch: Any) -> None:
-        leaves, self._structure = pytree.flatten(outputs)
-        for name, leaf in zip(pytree.paths(outputs), leaves, strict=True):
+        for name, leaf in zip(pytree.paths(outputs), pytree.leaves(outputs), strict=True):
             if pytree.is_float(leaf):
                 where = f"outputs[{name!r}]" if name else "outputs"
                 advice = "The Fisher matrix does not exist there; look for overflow in the model."
                 validation.real(where, leaf)
                 if value_checks_on():
                     validation.finite(where, leaf, advice, late=True)
-        self._places = [i for i, x in enumerate(leaves) if pytree.is_float(x)]
-        if not self._places:
+        with grad_enabled():
+            self._outputs, self.batch = clone_inference_tensors((outputs, batch))
+            floats = [y.detach() for y in filter(pytree.is_float, pytree.leaves(self._outputs))]
+            self.own = [upcast_half(y).requires_grad_() for y in floats]
+            self.constant = self.rebuild([y.detach() for y in self.own])
+        self.dtypes = [y.dtype for y in floats]
+        if not floats:
             raise ArgumentTypeError(
                 "outputs: expected a floating-point tensor among them, got "
                 f"{validation.describe(outputs)}."
             )
-        self.dtypes = [leaves[i].dtype for i in self._places]
-        with grad_enabled():
-            self._leaves, self.batch = clone_inference_tensors((leaves, batch))
-            given = [self._leaves[i].detach() for i in self._places]
-            self.own = [upcast_half(leaf).requires_grad_() for leaf in given]
 
     def rebuild(self, values: Vector) -> Tree:
         """The outputs with other values for these tensors."""
-        whole = list(self._leaves)
-        for i, value in zip(self._places, values, strict=True):
-            whole[i] = value
-        return pytree.unflatten(whole, self._structure)
-
-    @property
-    def constant(self) -> Tree:
-        return self.rebuild([leaf.detach() for leaf in self.own])
+        return pytree.filled(self._outputs, values)
 
 
 def _around(like: Tensor) -> ring:
@@ -256,13 +248,8 @@ def _distribution(
     weight = likelihoods.weight(chosen, p, options.reduction)
     if options.likelihood is not None and options.reduction == "mean" and value_checks_on():
         with suppress(AttributeError, RuntimeError, TypeError, ValueError, NotImplementedError):
-            find = lambda: _warn_of_terms(loss, p, at)  # noqa: E731
-            found_once(loss, ("terms", p.batch_shape), find)
+            found_once(loss, ("terms", p.batch_shape), lambda: _warn_of_terms(loss, p, at))
     return chosen, p, weight
-
-
-def _is_discrete(p: D.Distribution) -> bool:
-    return bool(getattr(p.support, "is_discrete", False))
 
 
 def _warn_of_terms(loss: Any, p: D.Distribution, at: _Outputs) -> bool:
@@ -273,7 +260,8 @@ def _warn_of_terms(loss: Any, p: D.Distribution, at: _Outputs) -> bool:
     """
     count, targets, shape = p.batch_shape[1:].numel(), loss.targets(at.batch), p.batch_shape
     given = any(x.shape == shape for x in pytree.tensors(targets))
-    if count < 2 or not given or p.event_shape or isinstance(p, D.Independent) or _is_discrete(p):
+    joint = p.event_shape or isinstance(p, D.Independent)
+    if count < 2 or not given or joint or getattr(p.support, "is_discrete", False):
         return True
     half, width = shape[-1] // 2, shape[-1]
 
@@ -399,13 +387,9 @@ def _refuse_coupled(loss: Any, at: _Outputs) -> None:
 
     def value(seed: int, part: Any) -> Tensor:
         rest, batch, index = part
-        leaves, structure = pytree.flatten(rest)
-        places = [i for i, x in enumerate(leaves) if pytree.is_float(x)]
-        for i, x in zip(places, moved([y.detach() for y in at.own], seed), strict=True):
-            leaves[i] = x[index]
+        others = [x[index] for x in moved([y.detach() for y in at.own], seed)]
         with torch.no_grad():
-            found: Tensor = loss.criterion(pytree.unflatten(leaves, structure), batch)
-        return found
+            return loss.criterion(pytree.filled(rest, others), batch)
 
     index = torch.arange(row_count(outputs) or 0, device=at.own[0].device)
     key = tuple(x.shape for x in (*at.own, *pytree.tensors(at.batch)))
@@ -425,15 +409,10 @@ def _outer_products(scores: Vector, weight: Weight, by_example: bool) -> Metric:
     flat = [s.reshape(samples, groups, s[0].numel() // max(groups, 1)) for s in scores]
 
     def metric(vector: Vector) -> Vector:
-        parts = [
-            torch.einsum("snd,nd->sn", s, u.reshape(groups, s.shape[2]))
-            for s, u in zip(flat, vector, strict=True)
-        ]
+        pairs = [*zip(flat, vector, strict=True)]
+        parts = [torch.einsum("snd,nd->sn", s, u.reshape(groups, s.shape[2])) for s, u in pairs]
         along = weight * sum(parts[1:], parts[0])
-        return [
-            torch.einsum("sn,snd->nd", along.to(s), s).reshape(u.shape)
-            for s, u in zip(flat, vector, strict=True)
-        ]
+        return [torch.einsum("sn,snd->nd", along.to(s), s).reshape(u.shape) for s, u in pairs]
 
     return metric
 
@@ -546,12 +525,8 @@ def _random_columns(metric: FisherMetric, composite: CompositeLoss, ys: Vector) 
         bits = torch.randint(2, (draws, examples), generator=random, device=device)
         signs = (2 * bits - 1).to(ys[0].device) / sqrt(draws)
         for total, part in zip(totals, column, strict=True):
-            each = signs.to(part.dtype)
-            if examples > 1 or part.shape[:1] == (1,):
-                each = each.reshape(draws, examples, *[1] * (part.dim() - 1))
-            else:
-                each = each.reshape(draws, *[1] * part.dim())
-            total += each * part
+            shape = [examples, *[1] * part.dim()][: part.dim()]
+            total += signs.to(part.dtype).reshape(draws, *shape) * part
     for draw in range(draws):
         yield [total[draw] for total in totals]
 
@@ -559,7 +534,6 @@ def _random_columns(metric: FisherMetric, composite: CompositeLoss, ys: Vector) 
 def _dense_columns(metric: FisherMetric, composite: CompositeLoss, ys: Vector) -> Iterator[Vector]:
     """The columns of the square root of each block, which is computed by products with M."""
     examples = examples_of(composite, ys)
-    shapes = [y.shape for y in ys]
     sizes = [y.numel() // max(examples, 1) for y in ys]
     total = sum(sizes)
     if examples * total**2 > LARGEST:
@@ -575,11 +549,8 @@ def _dense_columns(metric: FisherMetric, composite: CompositeLoss, ys: Vector) -
 
     def vector(rows: Tensor) -> Vector:
         """Rows [N, total] like the outputs."""
-        parts = rows.split(sizes, 1)
-        return [
-            part.reshape(shape).to(y.dtype)
-            for part, shape, y in zip(parts, shapes, ys, strict=True)
-        ]
+        pairs = zip(rows.split(sizes, 1), ys, strict=True)
+        return [part.reshape(y.shape).to(y.dtype) for part, y in pairs]
 
     blocks = ys[0].new_empty((examples, total, total), dtype=wide)
     for i in range(total):

@@ -22,7 +22,7 @@ from hoglib._core.autograd import (
     check_uses_given_params,
     fresh_leaves,
     materialize_grads,
-    translate_errors,
+    vjp,
     without_graph,
 )
 from hoglib._core.finite_differences import directional_derivative
@@ -116,29 +116,13 @@ class GaussNewtonKind(CurvatureKind):
     def __post_init__(self) -> None:
         validation.one_of("mode", self.mode, get_args(GaussNewtonMode))
 
-    @property
-    def random(self) -> bool:
-        return self.metric.random
-
-    @property
-    def seed(self) -> int:
-        return self.metric.seed or 0
-
-    @property
-    def counting(self) -> Counting:
-        """What the mean of the matrix over a batch counts."""
-        return self.metric.counting
-
     def for_batch(self, number: int) -> "GaussNewtonKind":
         metric = self.metric.for_batch(number)
         return self if metric is self.metric else replace(self, metric=metric)
 
     def linearize(self, problem: Problem, several: bool) -> LinearMap:
         if self.mode == DIFFERENCES:
-            return in_double(
-                lambda wide: differences_of_outputs(CompositeLoss(wide, self.metric, self.mode)),
-                problem,
-            )
+            return in_double(lambda wide: differences_of_outputs(wide, self.metric), problem)
         composite = CompositeLoss(problem, self.metric, self.mode)
         if torch_internals.transforms_active():
             return in_transforms(composite)
@@ -178,7 +162,7 @@ class CompositeLoss:
     """A loss as criterion(outputs(leaves)) at one batch, with the metric on its outputs."""
 
     def __init__(self, problem: Problem, metric: OutputMetric, mode: str) -> None:
-        self.problem, self.mode, self._metric = problem, mode, metric
+        self.problem, self.mode, self.metric = problem, mode, metric
         self.loss, self.policy, self.leaves = problem.loss, problem.policy, problem.leaves
         (self.batch,) = problem.args
         self._last: Any = None  # the outputs as the model gave them last, in their structure
@@ -186,13 +170,9 @@ class CompositeLoss:
     def outputs(self, leaves: Vector) -> Vector:
         """The floating-point tensors among the outputs; the others are constants."""
         self._last = self.loss.outputs(self.problem.params(leaves), self.batch)
-        found = pytree.leaves(self._last)
-        if any(isinstance(leaf, Tensor) and leaf.is_complex() for leaf in found):
-            raise errors.ArgumentTypeError(
-                "loss.outputs(params, batch): expected real outputs, got complex ones; give their "
-                "real view, `torch.view_as_real`."
-            )
-        return [leaf for leaf in found if pytree.is_float(leaf)]
+        found = [leaf for leaf in pytree.leaves(self._last) if pytree.is_float(leaf)]
+        what = "loss.outputs(params, batch)"
+        return [validation.real(what, y) if y.is_complex() else y for y in found]
 
     def detached_outputs(self, leaves: Vector) -> Vector:
         """The same without a graph."""
@@ -208,11 +188,7 @@ class CompositeLoss:
 
     def with_values(self, values: Any) -> Any:
         """The last outputs in their structure, with other values for the floating-point tensors."""
-        flat, structure = pytree.flatten(self._last)
-        left = iter(values)
-        return pytree.unflatten(
-            [next(left) if pytree.is_float(leaf) else leaf for leaf in flat], structure
-        )
+        return pytree.filled(self._last, values)
 
     def criterion(self, *values: Tensor) -> Tensor:
         """The loss, of the floating-point tensors among the outputs."""
@@ -240,9 +216,6 @@ class CompositeLoss:
         of_all = self.problem.placement.mean_of(value)  # which sets found
         return (*found, of_all)
 
-    def metric(self, outputs: Vector) -> MetricProduct:
-        return self._metric.at(self, outputs)
-
     def checked_outputs(self, own: Vector) -> tuple[Any, ...]:
         """The outputs at copies of the leaves, and their loss."""
         return self.with_value(lambda: (self.checked(self.outputs(own)),))
@@ -261,19 +234,17 @@ class CompositeLoss:
 def double_reverse(composite: CompositeLoss) -> LinearMap:
     """J v as the derivative of J^T u by u, without forward mode; the graphs are kept."""
     caller, create_graph = composite.policy.caller, composite.policy.create_graph
+    loss, placement = composite.problem.loss, composite.problem.placement
     own = fresh_leaves(composite.leaves, create_graph)
     every, value = composite.checked_outputs(own)
     jacobian = TransposedJacobian(every, own, caller)
-    metric = composite.metric(every)
+    metric = composite.metric.at(composite, every)
 
     def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
         tangents = jacobian.derivative(vector, keep_graph, create_graph)
         weighted = metric(tangents, keep_graph)
         product = _transposed_product(every, own, weighted, composite.policy, keep_graph)
-        if not are_adjoint(
-            composite.problem.loss, vector, product, tangents, weighted,
-            composite.problem.placement, jacobian.parts,
-        ):  # fmt: skip
+        if not are_adjoint(loss, vector, product, tangents, weighted, placement, jacobian.parts):
             raise detached(caller)
         return value, product
 
@@ -283,6 +254,7 @@ def double_reverse(composite: CompositeLoss) -> LinearMap:
 def forward_then_reverse(composite: CompositeLoss) -> LinearMap:
     """J v in forward mode, in one run with the outputs; nothing is kept between products."""
     caller, create_graph = composite.policy.caller, composite.policy.create_graph
+    loss, placement = composite.problem.loss, composite.problem.placement
 
     def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
         own = fresh_leaves(composite.leaves, create_graph)
@@ -301,7 +273,7 @@ def forward_then_reverse(composite: CompositeLoss) -> LinearMap:
             raise no_forward_mode(caller, "forward", error) from error
         if not create_graph:
             tangents = [t.detach() for t in tangents]
-        weighted = composite.metric(every)(tangents, False)
+        weighted = composite.metric.at(composite, every)(tangents, False)
         try:
             product = _transposed_product(every, own, weighted, composite.policy, False)
         except CheckpointError as error:  # what is recomputed has no tangents
@@ -309,11 +281,7 @@ def forward_then_reverse(composite: CompositeLoss) -> LinearMap:
                 f"{caller}(mode='forward'): expected no checkpoint in the model, got one; use "
                 "mode='reverse'."
             ) from error
-        ys = depending(every)
-        if not are_adjoint(
-            composite.problem.loss, vector, product, tangents, weighted,
-            composite.problem.placement, ys,
-        ):  # fmt: skip
+        if not are_adjoint(loss, vector, product, tangents, weighted, placement, depending(every)):
             raise errors.UnsupportedError(
                 f"{caller}(mode='forward'): expected tangents and gradients that agree, <w, J v> = "
                 "<J^T w, v>, got others: scripted code loses tangents, a Function has a wrong jvp, or "
@@ -332,26 +300,25 @@ def in_transforms(composite: CompositeLoss) -> LinearMap:
         return tuple(composite.outputs(list(own)))
 
     def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
-        reverse: Any = torch.func.vjp(outputs, *composite.leaves)
+        every, transpose = torch.func.vjp(outputs, *composite.leaves)[:2]
         with torch_forward_mode.one_thread_in_forward_mode(composite.policy.caller):
-            forward: Any = torch.func.jvp(outputs, tuple(composite.leaves), tuple(vector))
-        (every, transpose), (_, tangents) = reverse, forward
-        weighted = composite.metric(list(every))(list(tangents), False)
+            tangents = torch.func.jvp(outputs, tuple(composite.leaves), tuple(vector))[1]
+        weighted = composite.metric.at(composite, list(every))(list(tangents), False)
         return composite.criterion(*every), list(transpose(tuple(weighted)))
 
     return LinearMap(apply)
 
 
-def differences_of_outputs(composite: CompositeLoss) -> LinearMap:
+def differences_of_outputs(problem: Problem, metric: OutputMetric) -> LinearMap:
     """J v by central differences of the outputs, J^T by ordinary backward."""
+    composite, leaves = CompositeLoss(problem, metric, DIFFERENCES), problem.leaves
 
     def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
-        tangents = directional_derivative(
-            composite.detached_outputs, composite.leaves, vector, composite.problem.placement
-        )
-        own = fresh_leaves(composite.leaves, False)
+        outputs = composite.detached_outputs
+        tangents = directional_derivative(outputs, leaves, vector, problem.placement)
+        own = fresh_leaves(leaves, False)
         every, value = composite.checked_outputs(own)
-        weighted = composite.metric([y.detach() for y in every])(tangents, False)
+        weighted = composite.metric.at(composite, [y.detach() for y in every])(tangents, False)
         return value, _transposed_product(every, own, weighted, composite.policy, False)
 
     return LinearMap(apply)
@@ -361,13 +328,8 @@ def _transposed_product(
     every: Vector, own: Vector, weighted: Vector, policy: Policy, keep_graph: bool
 ) -> Vector:
     """J^T u, of the outputs that depend on the leaves."""
-    us = [u for y, u in zip(every, weighted, strict=True) if y.requires_grad]
-    with translate_errors(policy.caller):
-        parts: Any = torch.autograd.grad(
-            depending(every), own, us, retain_graph=keep_graph or policy.create_graph,
-            create_graph=policy.create_graph, allow_unused=True,
-        )  # fmt: skip
-    return materialize_grads(list(parts), own)
+    parts = vjp(every, own, weighted, policy.caller, keep_graph, policy.create_graph)
+    return materialize_grads(parts, own)
 
 
 def _check_depends(ys: Vector) -> None:

@@ -17,15 +17,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hoglib._core import torch_forward_mode, torch_internals, validation
-from hoglib._core.autograd import translate_errors, vjp, warn_if_not_finite
+from hoglib._core.autograd import materialize_grads, translate_errors, vjp, warn_if_not_finite
 from hoglib._core.closures import owner_of
 from hoglib._core.finite_differences import fixed_random_numbers
-from hoglib._core.gradient_graph import GraphSummary, check_custom_functions, graph_summary
+from hoglib._core.gradient_graph import check_custom_functions, graph_summary
 from hoglib._core.state import preserve_random_state
 from hoglib._core.swap import call_with
 from hoglib._core.torch_modes import value_checks_on
 from hoglib._core.trust import found_once, largest
-from hoglib.errors import ArgumentTypeError, ArgumentValueError, NoSecondDerivative
+from hoglib.errors import ArgumentValueError, NoSecondDerivative
 
 Probe = int | Tensor
 Weighted = tuple[Probe, Any]  # a probe, and the factor of its term: a number or a tensor
@@ -116,17 +116,13 @@ def gradients(values: Function, x: Tensor, keep: bool) -> Tensor:
     """The gradient of each output by its point, [N, ...outputs, ...x], by one more run of func."""
     with fixed_random_numbers([x]):
         if torch_internals.transforms_active():
-            pulling: Any = torch.func.vjp(values, x)
-            y, pull = pulling
+            y, pull = torch.func.vjp(values, x)[:2]
         else:
             own = x.view_as(x) if keep and x.requires_grad else x.detach().requires_grad_()
             y = values(own)
 
             def pull(u: Tensor) -> Any:
-                with translate_errors(CALLER):
-                    return torch.autograd.grad(
-                        y, own, u, retain_graph=True, create_graph=keep, materialize_grads=True
-                    )
+                return materialize_grads(vjp([y], [own], [u], CALLER, True, keep), [own])
 
         rows = _of_each_output(pull, y)
     return torch.stack(rows, 1).reshape(*y.shape, *x.shape[1:]) if y.dim() else rows[0]
@@ -143,9 +139,7 @@ def _of_each_output(pull: Callable[[Tensor], Any], y: Tensor) -> list[Tensor]:
 class _BatchNormWatcher(TorchFunctionMode):
     """Notes whether a batch norm took its statistics from the batch."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.in_training = False
+    in_training = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -154,23 +148,11 @@ class _BatchNormWatcher(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def check_points(x: Any) -> None:
-    """Raise for points that have no Laplacian."""
-    validation.differentiable("x", x)
-    if x.is_complex():
-        raise ArgumentTypeError(
-            f"x: expected real coordinates, got {validation.describe(x)}, whose Laplacian is not "
-            "defined; pass its real view, `torch.view_as_real(x)`, and rebuild it in func."
-        )
-
-
 def check_value(value: Any, x: Tensor) -> Tensor:
     """The value, unless it is not one of each point."""
     validation.tensor("func(x, *args)", value)
     if not value.is_floating_point():
-        raise ArgumentTypeError(
-            f"func(x, *args): expected a real floating-point tensor, got {validation.describe(value)}."
-        )
+        validation.real("func(x, *args)", value)
     if value.dim() and (x.dim() == 0 or value.shape[0] != x.shape[0]):
         raise ArgumentValueError(
             f"func(x, *args): expected one value for each point, [{len(x) if x.dim() else 'N'}, ...], "
@@ -199,9 +181,9 @@ def by_reverse(
     y = value.reshape(points, outputs)
     # all at once takes twice the passes where no graph is kept, which pays from four outputs on
     together = outputs > (1 if keep else 3) and y.dtype == x.dtype and not torch_internals.tracing()
-    result = _of_all_outputs(y, own, graph, probes, keep) if together else None
+    result = _of_all_outputs(y, own, probes, keep) if together else None
     if result is None:
-        found = [_of_one_output(f, own, graph, probes, keep) for f in y.unbind(1)]
+        found = [_of_one_output(f, own, probes, keep) for f in y.unbind(1)]
         result = torch.stack(found, 1) if found else torch.zeros_like(y)
     result = result.reshape(value.shape)
     warn_if_not_finite(
@@ -214,11 +196,9 @@ def by_reverse(
     return value, result
 
 
-def _of_one_output(
-    f: Tensor, own: Tensor, graph: GraphSummary, probes: Sequence[Weighted], keep: bool
-) -> Tensor:
+def _of_one_output(f: Tensor, own: Tensor, probes: Sequence[Weighted], keep: bool) -> Tensor:
     """The sum over the probes for one output of each point, [N]."""
-    gradient = _gradient(f, own, graph, torch.ones_like(f))
+    gradient = _gradient(f, own, torch.ones_like(f))
     total = torch.zeros_like(f, requires_grad=False)
     ones = torch.ones_like(total, dtype=own.dtype)
     for probe, weight in probes:
@@ -229,7 +209,7 @@ def _of_one_output(
 
 
 def _of_all_outputs(
-    y: Tensor, own: Tensor, graph: GraphSummary, probes: Sequence[Weighted], keep: bool
+    y: Tensor, own: Tensor, probes: Sequence[Weighted], keep: bool
 ) -> Tensor | None:
     """All outputs in the passes of one.
 
@@ -241,7 +221,7 @@ def _of_all_outputs(
     # different for each output: equal ones cancel for a softmax, whose sum is constant
     weights = torch.linspace(1, 2, y.shape[1], dtype=y.dtype, device=y.device)
     u = weights.expand_as(y).clone().requires_grad_()
-    gradient = _gradient(y, own, graph, u)
+    gradient = _gradient(y, own, u)
     S = size = torch.zeros_like(y[:, 0], requires_grad=False)
     L = torch.zeros_like(y, requires_grad=False)
     ones = torch.ones_like(S)
@@ -271,12 +251,9 @@ def _weighted(term: Tensor, weight: Any) -> Tensor:
     return term if not isinstance(weight, Tensor) and weight == 1 else term * weight
 
 
-def _gradient(y: Tensor, own: Tensor, graph: GraphSummary, cotangents: Tensor) -> Tensor:
+def _gradient(y: Tensor, own: Tensor, cotangents: Tensor) -> Tensor:
     """The gradient by the points, with its graph."""
-    grad = None
-    if y.requires_grad:
-        with translate_errors(CALLER):
-            (grad,) = torch.autograd.grad(y, own, cotangents, create_graph=True, allow_unused=True)
+    (grad,) = vjp([y], [own], [cotangents], CALLER, create_graph=True)
     return _check_dependent(grad)
 
 
@@ -294,12 +271,7 @@ def _check_dependent(gradient: Tensor | None) -> Tensor:
 def _term(gradient: Tensor, own: Tensor, probe: Probe, ones: Tensor, keep: bool) -> Tensor | None:
     """The term of a probe, [N], or None where the gradient does not depend on the points."""
     component = _component(gradient, probe, ones.shape[0])
-    if not component.requires_grad:
-        return None
-    with translate_errors(CALLER):
-        (product,) = torch.autograd.grad(
-            component, own, ones, retain_graph=True, create_graph=keep, allow_unused=True
-        )
+    (product,) = vjp([component], [own], [ones], CALLER, True, keep)
     return None if product is None else _component(product, probe, ones.shape[0])
 
 
@@ -331,8 +303,7 @@ def by_forward(func: Function, x: Tensor, directions: Layout) -> tuple[Tensor, T
     for k, (probe, weight) in enumerate(probes):
 
         def derivatives(own: Tensor, probe: Probe = probe) -> tuple[Tensor, ...]:
-            pulling: Any = torch.func.vjp(checked, own)
-            y, pull = pulling
+            y, pull = torch.func.vjp(checked, own)[:2]
             return tuple(_component(g, probe, points) for g in _of_each_output(pull, y))
 
         last = k == len(probes) - 1

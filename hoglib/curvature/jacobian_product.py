@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hoglib import errors
 from hoglib._core import pytree, torch_forward_mode, torch_internals, validation
-from hoglib._core.autograd import Vector, clone_inference_tensors, fresh_leaves, translate_errors
+from hoglib._core.autograd import Vector, clone_inference_tensors, fresh_leaves, vjp
 from hoglib._core.gradient_graph import check_custom_functions, graph_summary, half_dtypes
 from hoglib._core.placement import WHOLE, Placement, refuse_sharded
 from hoglib._core.problem import Options, Policy, Problem
@@ -183,9 +183,8 @@ def _value_and_tangent(
         torch_internals.unwrap_kept(func)
 
         def total(*own: Tensor) -> Tensor:
-            return pytree.sum_scalars(
-                [y.real.sum() for y in filter(pytree.is_float, function(*own))]
-            )
+            floats = filter(pytree.is_float, function(*own))
+            return pytree.sum_scalars([y.real.sum() for y in floats])
 
         problem = Problem(policy, func, structure, leaves, ())
         floats = filter(pytree.is_float, found[1])
@@ -214,9 +213,8 @@ def by_forward(f: Callable[..., Vector], leaves: Vector, vector: Vector) -> tupl
     ):  # fmt: skip
         # copies, because an operation in place changes both
         primals, tangents = ([x.clone() for x in given] for given in (leaves, vector))
-        output: Any = torch.func.jvp(checked, tuple(primals), tuple(tangents))
-    values, tangents = output
-    return list(values), list(tangents)
+        values, found = torch.func.jvp(checked, tuple(primals), tuple(tangents))[:2]
+    return list(values), list(found)
 
 
 def _refuse_checkpoint() -> None:
@@ -252,9 +250,8 @@ def by_reverse(
         raise _independent()
     graph = graph_summary(ys)
     check_custom_functions(graph, CALLER)
-    create_graph = create_graph and (
-        any(v.requires_grad for v in vector) or len(graph.leaves) > len(graph.reached(own))
-    )
+    by_others = len(graph.leaves) > len(graph.reached(own))
+    create_graph = create_graph and (by_others or any(v.requires_grad for v in vector))
     jacobian = TransposedJacobian(values, own, CALLER)
     if len(jacobian.unused) == len(own):
         raise _independent()
@@ -274,8 +271,7 @@ class TransposedJacobian:
         self._caller, self._every = caller, every
         ys = depending(every)
         self._us = [_weights(y).requires_grad_() for y in ys]
-        with translate_errors(caller):
-            by_u = torch.autograd.grad(ys, own, self._us, create_graph=True, allow_unused=True)
+        by_u = vjp(ys, own, self._us, caller, create_graph=True)
         if any(part is not None and not part.requires_grad for part in by_u):
             raise detached(caller)  # J^T u is linear in u: a part without a graph was detached
         self.unused = tuple(i for i, part in enumerate(by_u) if part is None)
@@ -284,17 +280,8 @@ class TransposedJacobian:
 
     def derivative(self, vector: Vector, keep_graph: bool, create_graph: bool) -> Vector:
         """J v, for each of the outputs; zeros for those that do not depend on the leaves."""
-        along: list[Tensor | None] = [None] * len(self._us)
-        if self.parts:
-            with translate_errors(self._caller):
-                along = list(
-                    torch.autograd.grad(
-                        self.parts, self._us, [vector[i] for i in self._used],
-                        retain_graph=keep_graph or create_graph, create_graph=create_graph,
-                        allow_unused=True,
-                    )
-                )  # fmt: skip
-        left = iter(along)
+        given = [vector[i] for i in self._used]
+        left = iter(vjp(self.parts, self._us, given, self._caller, keep_graph, create_graph))
         found = [next(left) if y.requires_grad else None for y in self._every]
         pairs = zip(self._every, found, strict=True)
         return [torch.zeros_like(y) if part is None else part for y, part in pairs]
@@ -356,7 +343,8 @@ def _are_adjoint(
                 a, b = a.detach().conj(), b.detach()
                 if wide:
                     a, b = (x.to(torch.promote_types(x.dtype, torch.float64)) for x in (a, b))
-                found = [(a * b).real.sum(), (a * b).abs().sum(), _square(a), _square(b)]
+                squares = [(x.conj() * x).real.sum() for x in (a, b)]
+                found = [(a * b).real.sum(), (a * b).abs().sum(), *squares]
                 share = placement.weight if row else placement.part(i)
                 sums[row] += share * torch.tensor([float(x) for x in found], dtype=torch.float64)
         sums = placement.sum(sums)
@@ -373,10 +361,6 @@ def _are_adjoint(
     # what rounds to half precision inside; whether its derivatives are right is examined elsewhere
     half = half_dtypes(graphs)
     return abs(lhs - rhs) <= max((TOLERANCES[dtype].rtol for dtype in half), default=0.0) * size
-
-
-def _square(x: Tensor) -> Tensor:
-    return (x.conj() * x).real.sum()
 
 
 def detached(caller: str) -> Exception:

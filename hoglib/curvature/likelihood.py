@@ -174,9 +174,7 @@ def _classes_last(loss: Any, f: Tensor, batch: Any) -> bool:
         return False
     shapes = {"1": (*f.shape[:1], *f.shape[2:]), "last": tuple(f.shape[:-1])}
     targets = loss.targets(batch) if hasattr(loss, "targets") else None
-    indices = [
-        t for _, t in tensors_in("", targets) if not t.is_floating_point() and not t.is_complex()
-    ]
+    indices = [t for _, t in tensors_in("", targets) if not pytree.is_float(t)]
     fitting = {axis for axis, shape in shapes.items() if any(t.shape == shape for t in indices)}
     if len(fitting) == 1:
         return fitting == {"last"}
@@ -229,8 +227,7 @@ def inferred(loss: Any, outputs: Tree, batch: Any, reduction: str) -> Likelihood
                 "one shape."
             )
     if row.family.classes and not target.is_floating_point():
-        ignored = _options(criterion).get("ignore_index", -100)
-        result = result._replace(counted=target != ignored)
+        result = result._replace(counted=target != _options(criterion).get("ignore_index", -100))
     return result
 
 
@@ -426,10 +423,8 @@ def _check_options(row: Criterion, criterion: Any) -> None:
     for name, required in row.required.items():
         value = options.get(name, required)
         if isinstance(value, Tensor) or value != required:
-            advice = (
-                "use reduction=" if name in _LEGACY
-                else "pass likelihood=, a function of the outputs, or use the GGN"
-            )  # fmt: skip
+            of_loss = "pass likelihood=, a function of the outputs, or use the GGN"
+            advice = "use reduction=" if name in _LEGACY else of_loss
             raise ArgumentValueError(
                 f"{row.name}: expected {name}={required}, for which it is a likelihood, got "
                 f"{validation.describe(value)}; {advice}."
@@ -559,18 +554,15 @@ def refuse_wrong_divergence(q: D.Distribution) -> None:
     part: Any = q
     while part is not None:
         transforms = getattr(part, "transforms", ())
-        if isinstance(part, D.Laplace) or (
-            not isinstance(part, D.Gumbel) and any(map(_differentiable, transforms))
-        ):
+        moves = not isinstance(part, D.Gumbel) and any(map(_differentiable, transforms))
+        why = ": torch leaves out transforms that depend on the outputs"
+        if isinstance(part, D.Laplace):
+            moves, why = True, " at equal locations"
+        if moves:
             raise UnsupportedError(
                 f"kind='exact': expected a KL divergence that autograd can differentiate twice, got "
-                f"that of {type(q).__name__}, whose second derivative is silently wrong"
-                + (
-                    " at equal locations"
-                    if isinstance(part, D.Laplace)
-                    else ": torch leaves out transforms that depend on the outputs"
-                )
-                + "; use kind='mc'."
+                f"that of {type(q).__name__}, whose second derivative is silently wrong{why}; use "
+                "kind='mc'."
             )
         part = getattr(part, "base_dist", None)
 

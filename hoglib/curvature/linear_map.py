@@ -49,16 +49,12 @@ class CurvatureKind(ABC):
     """
 
     mode: str
+    metric: Any = None  # M on the outputs, of J^T M J
 
     @property
     def random(self) -> bool:
         """Whether random numbers are drawn for each batch."""
-        return False
-
-    @property
-    def seed(self) -> int:
-        """The seed of those random numbers, where there is one."""
-        return 0
+        return self.metric is not None and self.metric.random
 
     @abstractmethod
     def linearize(self, problem: Problem, several: bool) -> LinearMap:
@@ -232,8 +228,7 @@ def forward_over_reverse(problem: Problem) -> LinearMap:
 
     def in_forward_mode(vector: Vector, with_graph: bool) -> tuple[Tensor, Vector]:
         def value_and_gradient(*own: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-            value_and_vjp: Any = torch.func.vjp(checked, *own)
-            value, pull = value_and_vjp
+            value, pull = torch.func.vjp(checked, *own)[:2]
             one = torch.ones_like(value)
             # Without a graph of the product, the one beneath is freed while the gradient is computed.
             return value, pull(one, retain_graph=with_graph and not alone, create_graph=with_graph)

@@ -62,9 +62,10 @@ class DatasetOperator(LinearOperator):
         if self.space.placement.is_sharded:
             _check_sharded(policy, loss, kind, of_data)
         policy.check_blocks(loss)
+        seed, counting = getattr(kind.metric, "seed", None), getattr(kind.metric, "counting", None)
         self._sum = DatasetSum(
-            policy, loss, self.space, data, of_data, sharing, self._bar,
-            seed=kind.seed, fixed_batches=kind.random, counting=getattr(kind, "counting", "criterion"),
+            policy, loss, self.space, data, of_data, sharing, self._bar, seed=seed or 0,
+            fixed_batches=kind.random, counting=counting or "criterion",
         )  # fmt: skip
         self._kind, self._memory_limit = kind, of_data.memory_limit
         self._sum.in_double = self._in_double
@@ -498,10 +499,9 @@ def hessian_spectrum(
     mean, deviation = density.average(lambda x: x)
     below = -1e-3 * float(ends.abs().max())
     negative = density.average(lambda x: (x < below).to(x))
-    return Spectrum(
-        size, ends[:k], ends[k:], (size * float(mean), size * float(deviation)),
-        (float(negative[0]), float(negative[1])), below, density, operator.count,
-    )  # fmt: skip
+    trace = size * float(mean), size * float(deviation)
+    share = float(negative[0]), float(negative[1])
+    return Spectrum(size, ends[:k], ends[k:], trace, share, below, density, operator.count)
 
 
 def _without_batch(loss: Any, params: Any, _: tuple[()]) -> Tensor:

@@ -143,7 +143,6 @@ FARTHEST = 1e8  # by which the damping may differ from the first, either way
 ENOUGH = 1e-2  # of the decrease that the slope predicts
 HALVINGS = 20
 NEWTON_OPTIONS = ("mode", *OPERATOR_OPTIONS)
-Tree = Any
 
 
 class NewtonStep(NamedTuple):
@@ -309,10 +308,8 @@ class NewtonCG(BatchOptimizer):
         if self._last is None or steps - self._last[0] >= self._every:
             damping = self.param_groups[0]["damping"]
             if isinstance(make, str):
-                K = KFACOperator(
-                    self._loss, self._params, batch, kind="mc", generator=self._seeded(0),
-                    **self._data_options(),
-                )  # fmt: skip
+                drawn = {"kind": "mc", "generator": self._seeded(0), **self._data_options()}
+                K = KFACOperator(self._loss, self._params, batch, **drawn)
                 K.row_order = self._row_order
                 self._last = steps, K.inverse(damping)
                 self._row_order = K.row_order
@@ -375,9 +372,8 @@ class NewtonCG(BatchOptimizer):
         group = self.param_groups[0]
         first = group["first_damping"]
         damping = min(max(factor * group["damping"], first / FARTHEST), first * FARTHEST)
-        changed = bool(damping != group["damping"])
-        group["damping"] = damping
-        return changed
+        before, group["damping"] = group["damping"], damping
+        return bool(damping != before)
 
 
 def _dot(G: GGNOperator, a: Tensor, b: Tensor) -> Tensor:
@@ -386,15 +382,11 @@ def _dot(G: GGNOperator, a: Tensor, b: Tensor) -> Tensor:
 
 def _numbers(*scalars: Tensor) -> list[float]:
     """Their values, in one read."""
-    found: list[float] = torch.stack([x.double() for x in scalars]).tolist()
-    return found
+    return torch.stack([x.double() for x in scalars]).tolist()
 
 
-KFAC_OPTIONS = tuple(
-    name
-    for name in ("approximation", "joint_bias", "likelihood", "num_samples", *DATA_OPTIONS)
-    if name != "check_deterministic"
-)
+OF_FACTORS = ("approximation", "joint_bias", "likelihood", "num_samples")
+KFAC_OPTIONS = (*OF_FACTORS, *(name for name in DATA_OPTIONS if name != "check_deterministic"))
 FACTORS = ("A", "G")
 ADAPT_EVERY, ADAPTED = 5, 0.95**5
 INVERSE = ("inverse_A", "inverse_G", "inverse_values")
@@ -532,9 +524,8 @@ class KFAC(BatchOptimizer):
 
     def _step(self, batch: Any) -> Tensor:
         group = self.param_groups[0]
-        K = KFACOperator(
-            self._loss, self._params, batch, generator=self._seeded(group["seed"]), **self._options
-        )
+        seeded = self._seeded(group["seed"])
+        K = KFACOperator(self._loss, self._params, batch, generator=seeded, **self._options)
         K.row_order = self._row_order
         value, gradient = K.gradient()
         with torch.no_grad():
@@ -547,7 +538,7 @@ class KFAC(BatchOptimizer):
             if group["steps"] % group["inverse_every"] == 0:
                 self._invert(K, layouts)
             inverse = KroneckerMatrix(K.space, [self._inverse_of(layout) for layout in layouts])
-            step, along, model, products = self._move(K, batch, inverse, value, g)
+            step, along, model, products = self._move(K, batch, inverse, g)
             change = K.unravel(step)
             self._keep_direction(change)
             for name, part in change.items():
@@ -563,9 +554,8 @@ class KFAC(BatchOptimizer):
                 group["damping"] /= ADAPTED
         self._row_order = K.row_order
         group["steps"] += 1
-        self.info = KFACStep(
-            before, slope, length, group["damping"], ratio, products, int(adapts), int(new_factors)
-        )  # fmt: skip
+        counts = products, int(adapts), int(new_factors)
+        self.info = KFACStep(before, slope, length, group["damping"], ratio, *counts)
         return value
 
     def _average(self, K: KFACOperator) -> None:
@@ -620,7 +610,7 @@ class KFAC(BatchOptimizer):
         return store, f"{region.start}:{region.stop} "
 
     def _move(
-        self, K: KFACOperator, batch: Any, inverse: KroneckerMatrix, value: Tensor, g: Tensor
+        self, K: KFACOperator, batch: Any, inverse: KroneckerMatrix, g: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, int]:
         """The change of the parameters, the slope along d, what the model expects, and products."""
         group = self.param_groups[0]

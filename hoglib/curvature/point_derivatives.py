@@ -28,7 +28,6 @@ from hoglib.curvature.input_derivatives import (
     Weighted,
     by_forward,
     by_reverse,
-    check_points,
     gradients,
     point_values,
 )
@@ -157,7 +156,7 @@ def laplacian(
             create_graph=create_graph, **options,
         )  # fmt: skip
     given = TaylorOptions.of("laplacian", func, PointMode, mode, create_graph, options)
-    check_points(x)
+    validation.real("x", x)
     validation.flag("return_gradient", return_gradient)
     signs = _draw(x, num_projections, generator, signs=True)
     of_x = coefficients if callable(coefficients) else None
@@ -205,9 +204,8 @@ def _of_few_directions(
     generators = GeneratorStates([x.device])
     drawn = generators.now()
     with suppress(_OtherLayout):
-        value, total = by_reverse(
-            of_one_output, x, lambda _: chosen(True).probes(), options.keep, options.always
-        )
+        probes = chosen(True).probes()
+        value, total = by_reverse(of_one_output, x, lambda _: probes, options.keep, options.always)
         if total.any():
             return value, total, None
     generators.set(drawn)
@@ -359,7 +357,7 @@ def bilaplacian(
             mode=mode, create_graph=create_graph, **options,
         )  # fmt: skip
     given = TaylorOptions.of("bilaplacian", func, PointMode, mode, create_graph, options)
-    check_points(x)
+    validation.real("x", x)
 
     def body(x: Tensor, args: Any, v: Tensor | None) -> tuple[Tensor, Tensor]:
         values = point_values(func, args)
@@ -560,7 +558,7 @@ def directional(
             directional, func, x, v, order, *args, mode=mode, create_graph=create_graph, **options
         )
     given = TaylorOptions.of("directional", func, TaylorMode, mode, create_graph, options)
-    check_points(x)
+    validation.real("x", x)
     validation.tensor("v", v)
     validation.at_least("order", order, 1)
     several = v.dim() == x.dim() + 1
@@ -587,8 +585,7 @@ def directional(
             d = torch.zeros(len(v), *value.shape, dtype=value.dtype, device=value.device)
         return finished(given, value, d)
 
-    f, d = given.evaluate(func, body, (order, several), x, v, args)
-    return f, d
+    return given.evaluate(func, body, (order, several), x, v, args)
 
 
 def partial_derivative(
@@ -637,7 +634,7 @@ def partial_derivative(
             **options,
         )  # fmt: skip
     given = TaylorOptions.of("partial_derivative", func, PointMode, mode, create_graph, options)
-    check_points(x)
+    validation.real("x", x)
     if not isinstance(index, tuple | list) or not index:
         raise ArgumentTypeError(
             "index: expected a tuple of coordinates, such as (0, 0, 1) for the second derivative by "
@@ -658,11 +655,9 @@ def partial_derivative(
                     )
             places = [i % len(e) for i in index]
             chosen = sorted(set(places))
-            return (
-                [e[i].expand(x.shape) for i in chosen],
-                tuple(places.count(i) for i in chosen),
-                [chosen.index(i) for i in places],
-            )
+            vectors = [e[i].expand(x.shape) for i in chosen]
+            orders = tuple(places.count(i) for i in chosen)
+            return vectors, orders, [chosen.index(i) for i in places]
 
         def pieces(batched: bool) -> list[tuple[Algebra, Parts]]:
             vectors, orders, _ = path(batched)
@@ -690,5 +685,4 @@ def partial_derivative(
         (value,), rows = nested("partial_derivative", along, x, len(orders), order)
         return finished(given, value, rows[-1][0])
 
-    f, d = given.evaluate(func, body, tuple(index), x, args)
-    return f, d
+    return given.evaluate(func, body, tuple(index), x, args)

@@ -24,7 +24,7 @@ from hoglib.curvature.linear_map import (
     check_policy,
 )
 from hoglib.curvature.vector_space import Blocks, groups_of
-from hoglib.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
+from hoglib.errors import ArgumentValueError, UnsupportedError
 from hoglib.ring import ring, warn_if_derivatives_not_finite
 from hoglib.verification.entry_points import note_lost_graph
 
@@ -265,6 +265,7 @@ def _product(
 
 def _refuse_sharded(policy: Policy, func: Any) -> None:
     """Raise for options and functions that DTensors among the parameters do not go with."""
+    validation.refuse_transforms(policy.caller, "products of DTensors are taken outside of them.")
     for name in ("create_graph", "compile"):
         if given := policy.given(name):
             raise UnsupportedError(
@@ -272,11 +273,6 @@ def _refuse_sharded(policy: Policy, func: Any) -> None:
                 f"whole, got DTensors, whose products have no graph and are not captured; leave {name} "
                 "out."
             )
-    if torch_internals.transforms_active():
-        raise UnsupportedError(
-            f"{policy.caller}: expected parameters that this process holds whole inside torch.func "
-            "transforms, got DTensors; call it outside of them."
-        )
     refuse_wrapped_calls(policy.caller, func)
 
 
@@ -385,11 +381,8 @@ def ggn(
 def _real_problem(policy: Policy, func: Any, params: Tree, args: tuple[Any, ...]) -> Problem:
     refuse_sharded(policy.caller, pytree.leaves(params))
     problem = Problem.of(policy, func, params, *args)
-    if any(leaf.is_complex() for leaf in problem.leaves):
-        raise ArgumentTypeError(
-            "params: expected real tensors, got a complex one, whose Hessian is not defined; pass "
-            "its real view, `torch.view_as_real(p)`; func rebuilds it, `torch.view_as_complex(p)`."
-        )
+    for leaf in problem.leaves:
+        validation.real("params", leaf)
     return problem
 
 
@@ -415,11 +408,9 @@ def _matrix(kind: CurvatureKind, problem: Problem, params: Tree, blocks: Blocks)
     warn_if_derivatives_not_finite(given, value, entries.values())
     names, count = pytree.paths(params), len(problem.leaves)
     if blocks is None:
-        rows = [
-            pytree.unflatten([entries[a, b] for b in range(count)], problem.structure)
-            for a in range(count)
-        ]
-        return pytree.unflatten(rows, problem.structure)
+        form = problem.structure
+        rows = [[entries[a, b] for b in range(count)] for a in range(count)]
+        return pytree.unflatten([pytree.unflatten(row, form) for row in rows], form)
     return {
         names[a]: {names[b]: entries[a, b] for b in range(count) if (a, b) in entries}
         for a in range(count)
@@ -437,10 +428,8 @@ def _by_rows(gradient: Gradient, policy: Policy, groups: list[list[int]]) -> Ent
             part = grads[a]
             part = None if part is None else dense(part)
             with graph.backward_modes():
-                rows = [
-                    vjp([part], columns, [unit], policy.caller, True, policy.create_graph, graph)
-                    for unit in _units(p[a])
-                ]
+                how = policy.caller, True, policy.create_graph, graph
+                rows = [vjp([part], columns, [unit], *how) for unit in _units(p[a])]
             for b, *found in zip(group, *rows, strict=True):
                 shape = p[a].shape + p[b].shape
                 known = materialize_grads(found, [p[b]] * len(found))

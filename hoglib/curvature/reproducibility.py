@@ -35,7 +35,7 @@ class Determinism:
     def __init__(self, loss: Any, enabled: bool, fixed_batches: bool = False) -> None:
         self._model = getattr(loss, "model", None)
         self._enabled, self._fixed_batches = enabled, fixed_batches
-        self._first: list[BatchRecord] = []  # of the first pass
+        self.first: list[BatchRecord] = []  # of the first pass at these parameters
         self._now: list[BatchRecord] = []  # of the current pass
         self._on_its_way: list[Callable[[], None]] = []  # the last batch, which is compared later
         self._total: float | None = None  # the loss over all of the data, of all processes
@@ -45,7 +45,7 @@ class Determinism:
 
     def forget(self) -> None:
         """Forget the losses, because the parameters changed."""
-        self._first = []
+        self.first = []
         self.forget_total()
 
     def forget_total(self) -> None:
@@ -77,11 +77,6 @@ class Determinism:
             self._on_its_way.pop()()
 
     @property
-    def known(self) -> bool:
-        """Whether there was a pass at these parameters."""
-        return bool(self._first)
-
-    @property
     def losses(self) -> list[float]:
         """The losses of this pass."""
         self.compare_last()
@@ -106,7 +101,7 @@ class Determinism:
         """End a pass; its records."""
         self.compare_last()
         now, self._now = self._now, []
-        self._first = self._first or now
+        self.first = self.first or now
         return now
 
     def finish(self, total: float, largest: float, dtype: torch.dtype) -> None:
@@ -125,9 +120,9 @@ class Determinism:
     def _compare_batch(self, batch: Any, value: Tensor, loss_of: Callable[[Any], Tensor]) -> None:
         """Raise where the same batch as in the first pass has another loss."""
         k = len(self._now) - 1
-        if k >= len(self._first):
+        if k >= len(self.first):
             return
-        (was, before), (now, after) = self._first[k], self._now[k]
+        (was, before), (now, after) = self.first[k], self._now[k]
         if before != after and self._fixed_batches:
             raise NondeterministicError(
                 f"data: expected the same batches at every pass, got another one for batch {k}: the "
@@ -170,14 +165,13 @@ class Determinism:
         random = self._random_modules()
         if random:  # shuffled batches differ too, but eval mode may be all that is missing
             return random
-        before, after = ([record for _, record in batches] for batches in (self._first, now))
+        before, after = ([record for _, record in batches] for batches in (self.first, now))
         lengths = {len(numbers) for numbers in (*before, *after)}
         sums = range(0, lengths.pop() if len(lengths) == 1 else 0, 2)  # whatever the order
         totals = [(fsum(x[i] for x in before), fsum(x[i] for x in after)) for i in sums]
-        sizes = [[x[i] for x in before] for i in sums]
-        if len(before) == len(after) and all(
-            close(*total, torch.float32, size) for total, size in zip(totals, sizes, strict=True)
-        ):
+        pairs = zip(totals, ([x[i] for x in before] for i in sums), strict=True)
+        same = all(close(*total, torch.float32, size) for total, size in pairs)
+        if same and len(before) == len(after):
             norms = self._training(lambda m: isinstance(m, _BatchNorm))
             return (
                 "the batches hold the same examples, shuffled, and the loss depends on which examples "
@@ -208,9 +202,8 @@ def close(a: float, b: float, dtype: torch.dtype, terms: Sequence[float] = ()) -
 
 
 def _not_finite(batch: Any) -> bool:
-    return any(
-        x.is_floating_point() and not bool(x.isfinite().all()) for _, x in tensors_in("", batch)
-    )
+    floats = (x for _, x in tensors_in("", batch) if x.is_floating_point())
+    return not all(bool(x.isfinite().all()) for x in floats)
 
 
 # by how much of their size v.Aw and w.Av may differ: for random vectors, over sqrt(P), by which their
@@ -252,9 +245,8 @@ class Symmetry:
     def record(self, rows: Tensor, products: Tensor) -> None:
         """Compare the first two vectors and products, of one call or of two that follow each other."""
         bound, key = self._bound, ("symmetric", self._name)
-        self._done = self._done or (
-            rows.device.type != "cpu" and bool(found_once(self._loss, key, lambda: None))
-        )
+        known = rows.device.type != "cpu" and found_once(self._loss, key, lambda: None)
+        self._done = self._done or bool(known)
         if self._done or bound is None:
             return
         pairs = list(zip(rows, products, strict=True))[:2]

@@ -95,13 +95,10 @@ class Space:
         self._alike = all(leaf.dtype == self.dtype for leaf in held)
         self.length = pytree.size(held)
         # what the entries of a row count in an inner product, of which several processes hold copies
-        self._parts: Tensor | float
         parts = [self.placement.part(i) for i in range(len(held))]
-        self._parts = parts[0]
+        self._parts: Tensor | float = parts[0]
         if len(set(parts)) > 1:
-            each = [
-                torch.full((leaf.numel(),), part) for leaf, part in zip(held, parts, strict=True)
-            ]
+            each = [torch.full((n,), part) for n, part in zip(self._sizes, parts, strict=True)]
             self._parts = torch.cat(each).to(self.device, self.precision)
 
     def leaves(self) -> list[Tensor]:
@@ -135,12 +132,12 @@ class Space:
 
     def dots(self, *pairs: tuple[Tensor, Tensor], dtype: torch.dtype | None = None) -> Tensor:
         """For each pair (a, b) of rows the inner products <a_j, b_j>, [pairs, k], summed in a dtype."""
-        products = (a * b if self._whole else a * b * self._parts_like(a) for a, b in pairs)
+        products = (self._shared(a * b) for a, b in pairs)
         return self.reduced(torch.stack([product.sum(1, dtype=dtype) for product in products]))
 
     def gram(self, rows: Tensor, v: Tensor) -> Tensor:
         """The inner products of rows [n, P] with a vector, or of samples [s, n, P] with [s, P]."""
-        v = v if self._whole else v * self._parts_like(v)
+        v = self._shared(v)
         return self.reduced(rows @ v if v.dim() == 1 else torch.einsum("snp,sp->sn", rows, v))
 
     def norms(self, rows: Tensor) -> Tensor:
@@ -174,12 +171,11 @@ class Space:
         """Raise for DTensors, in algorithms that need whole vectors."""
         refuse_sharded(caller, pytree.leaves(self.params))
 
-    @property
-    def _whole(self) -> bool:
-        return isinstance(self._parts, float) and self._parts == 1
-
-    def _parts_like(self, rows: Tensor) -> Tensor | float:
-        return self._parts if isinstance(self._parts, float) else self._parts.to(rows)
+    def _shared(self, rows: Tensor) -> Tensor:
+        """Rows whose entries are divided by how many processes hold copies of them."""
+        if isinstance(self._parts, float):
+            return rows if self._parts == 1 else rows * self._parts
+        return rows * self._parts.to(rows)
 
     def rows(self, v: Any, name: str = "v") -> tuple[Tensor, Rebuild]:
         """Vectors as rows [k, P], and the function that gives such rows the form of v."""
@@ -193,30 +189,24 @@ class Space:
         leaves, block = validation.vectors(name, v, self.params)
         columns = leaves[0].shape[-1] if block else 1
         leaves = self.placement.local_vector(name, leaves)
-        rows = torch.cat(
-            [leaf.detach().reshape(-1, columns).to(self.dtype) for leaf in leaves]
-        ).T.contiguous()
+        flat = [leaf.detach().reshape(-1, columns).to(self.dtype) for leaf in leaves]
+        rows = torch.cat(flat).T.contiguous()
         return rows, self.block if block else lambda rows: self.tree(rows[0])
 
     def _like_params(self, v: Tensor) -> bool:
         """Whether v has the shape of params that are one tensor, or of a block of these."""
         shape = getattr(self.params, "shape", None)
         return shape is not None and (
-            v.shape == shape
-            or (len(shape) > 1 and v.shape[:-1] == shape and v.dim() == len(shape) + 1)
+            v.shape == shape or (len(shape) > 1 and v.shape[:-1] == shape)
         )
 
     def _flat_rows(self, v: Tensor, name: str) -> tuple[Tensor, Rebuild]:
         if v.dim() not in (1, 2) or v.shape[0] != self.length or is_sharded(v):
-            n = self.length
+            n, hint = self.length, " A flat vector is the part of this process."
             raise ArgumentValueError(
                 f"{name}: expected ({n},), ({n}, k) for k vectors, or the structure of params, got "
                 f"{'a DTensor of ' if is_sharded(v) else ''}{tuple(v.shape)}."
-                + (
-                    " A flat vector is the part of this process."
-                    if self.placement.is_sharded
-                    else ""
-                )
+                f"{hint if self.placement.is_sharded else ''}"
             )
         if v.dtype != self.dtype:
             raise ArgumentTypeError(
@@ -234,11 +224,8 @@ class Space:
 
     def split(self, row: Tensor) -> list[Tensor]:
         """The leaves of a flat vector of any stride, in their dtypes; views where the dtypes agree."""
-        parts = row.split(self._sizes)
-        return [
-            part.view(shape).to(dtype)
-            for part, (shape, dtype) in zip(parts, self._like, strict=True)
-        ]
+        parts = zip(row.split(self._sizes), self._like, strict=True)
+        return [part.view(shape).to(dtype) for part, (shape, dtype) in parts]
 
     def add(self, row: Tensor, leaves: list[Tensor], factor: float, first: bool = False) -> None:
         """row += factor leaves; the first time row = factor leaves, into uninitialised memory."""

@@ -42,7 +42,7 @@ class MetaAnnealing(pl.Callback):
         super().__init__()
         self.first_order = validation.at_least("first_order", first_order, 0)
         self.multi_step = validation.at_least("multi_step", multi_step, 0)
-        self.every = None if every is None else validation.at_least("every", every, 1)
+        self.every = validation.none_or_at_least("every", every, 1)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Check that there is a MAML."""

@@ -22,7 +22,6 @@ EXAMPLE = f"""
         loss = hoglib.functional_loss(self.net, torch.nn.functional.mse_loss)
         return loss, hoglib.trainable_params(self.net), batch
 """
-ACTIONS = ("refuse", "warn")
 
 
 class WrongSecondDerivative(VerificationError):
@@ -90,7 +89,7 @@ class SecondOrderAudit(pl.Callback):
         requested_routes(routes)  # raises for unknown names
         self.routes = routes
         self.stand_ins = validation.flag("stand_ins", stand_ins)
-        self.action = validation.one_of("action", action, ACTIONS)
+        self.action = validation.one_of("action", action, ("refuse", "warn"))
         self.verbose = validation.flag("verbose", verbose)
         self.reports: tuple[Report, ...] = ()
         self._due = False
@@ -110,22 +109,20 @@ class SecondOrderAudit(pl.Callback):
         error: Exception | None = None
         try:
             with isolate_rng():
-                found = []
                 for name, *problem in second_order_problems(pl_module, batch):
                     report = audit(*problem, routes=self.routes, stand_ins=self.stand_ins)
                     report.name = name
-                    found.append(report)
-                self.reports = tuple(found)
+                    self.reports = (*self.reports, report)
         except Exception as caught:  # raised below, once the other processes know of it
             error = caught
         why = "" if error is None else error_text(error)
-        own = why, "\n\n".join(self._text(report) for report in self.reports if not report.ok)
+        own = why, "\n\n".join(r.text(table=self.verbose) for r in self.reports if not r.ok)
         everywhere: list[tuple[str, str]] = gathered(own)
         if error is not None:
             raise error
         for report in self.reports:
             if report.ok or self.action == "warn":
-                pl_module.print(self._text(report) + "\n")
+                pl_module.print(report.text(table=self.verbose) + "\n")
         for rank, (why, wrong) in enumerate(everywhere):
             where = f" in process {rank}" if len(everywhere) > 1 else ""
             what = f"{type(pl_module).__name__}.{METHOD}{where}"
@@ -141,9 +138,6 @@ class SecondOrderAudit(pl.Callback):
                     f"{message}No step was taken. Fix the modules that are named, or train with the "
                     "wrong derivatives: SecondOrderAudit(action='warn')."
                 )
-
-    def _text(self, report: Report) -> str:
-        return report.text(table=self.verbose)
 
 
 def check_method(module: pl.LightningModule) -> None:
@@ -199,7 +193,5 @@ def second_order_problems(module: pl.LightningModule, batch: Any) -> list[NamedP
             f"{what}(batch): expected (loss, params, batch) for the first training batch, got "
             f"{error_text(error)}. It is called before the first step; correct it."
         ) from error
-    return [
-        one._replace(name=f"{what}[{one.name}]" if one.name else what)
-        for one in problems(f"{what}(batch)", made)
-    ]
+    found = problems(f"{what}(batch)", made)
+    return [one._replace(name=f"{what}[{one.name}]" if one.name else what) for one in found]

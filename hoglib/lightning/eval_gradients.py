@@ -1,9 +1,7 @@
 """Gradients in validation, test and prediction."""
 
 import inspect
-from collections.abc import Callable, MutableMapping
-from copy import copy
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
@@ -11,8 +9,8 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from hoglib._core import pytree
 from hoglib._core.autograd import clone_inference_tensors, grad_enabled
+from hoglib.auditing.problem import map_tensors
 
 STEPS = ("validation_step", "test_step", "predict_step")
 Step = Callable[..., Any]
@@ -71,33 +69,11 @@ def _with_gradients(step: Step) -> Step:
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         caller_has_gradients = torch.is_grad_enabled()
         with grad_enabled():
-            args, kwargs = _map_tensors(clone_inference_tensors, (args, kwargs))
+            args, kwargs = map_tensors(clone_inference_tensors, (args, kwargs))
             result = step(self, *args, **kwargs)
-        return result if caller_has_gradients else _map_tensors(Tensor.detach, result)
+        return result if caller_has_gradients else map_tensors(Tensor.detach, result)
 
     # Lightning reads the signature of the wrapped function
     run.__wrapped__ = inspect.unwrap(step)
     run._enables_gradients = True  # type: ignore[attr-defined]
     return run
-
-
-def _map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """`function` applied to the tensors in containers, dataclasses and mappings; all else unchanged."""
-
-    def map_leaf(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return function(leaf)
-        if is_dataclass(leaf) and not isinstance(leaf, type):
-            result: Any = copy(leaf)
-            for field in fields(leaf):
-                mapped = _map_tensors(function, getattr(leaf, field.name))
-                object.__setattr__(result, field.name, mapped)  # a frozen one too
-            return result
-        if isinstance(leaf, MutableMapping):
-            result = copy(leaf)
-            for key in leaf:
-                result[key] = _map_tensors(function, leaf[key])
-            return result
-        return leaf
-
-    return pytree.map(map_leaf, value)

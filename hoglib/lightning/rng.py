@@ -36,9 +36,7 @@ class RNGState(pl.Callback):
         True
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._middle_of_epoch: dict[str, Any] | None = None
+    _middle_of_epoch: dict[str, Any] | None = None
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]

@@ -127,13 +127,8 @@ class OnDisk:
         return sorted(int(number) for number in found if number.isdigit())
 
     def save(self, step: int, state: State, losses: list[Tensor]) -> None:
-        self.put(
-            _name(step),
-            {
-                "leaves": state.leaves, "generators": state.generators,
-                "losses": torch.stack(losses) if losses else torch.zeros(0),
-            },
-        )  # fmt: skip
+        stacked = torch.stack(losses) if losses else torch.zeros(0)
+        self.put(_name(step), {**state._asdict(), "losses": stacked})
 
     def load(self, step: int) -> State | None:
         content = self.get(_name(step))
@@ -231,13 +226,10 @@ def digest(leaves: list[Any]) -> str:
 def check_directory(memory: str, directory: Any) -> Path | None:
     """The directory of memory="disk", which needs one, as no other does."""
     if (memory == "disk") != (directory is not None):
+        got = f"with {directory}; leave it out, or use memory='disk'"
+        got = "without; name where its files go" if directory is None else got
         raise ArgumentValueError(
-            "directory: expected one with memory='disk' and only there, got "
-            + (
-                "memory='disk' without; name where its files go."
-                if directory is None
-                else f"memory={memory!r} with {directory}; leave it out, or use memory='disk'."
-            )
+            f"directory: expected one with memory='disk' and only there, got memory={memory!r} {got}."
         )
     if directory is None:
         return None

@@ -86,14 +86,12 @@ def transformation(
             direction = direction_at(step)
             leaves = Leaves(params)
             updated, kept = [], []
-            for p, g, rate, decay, *memory in zip(
-                leaves.real,
-                leaves.matching_real("grads", grads),
-                option_of_each("lr", rates, leaves),
-                option_of_each("weight_decay", weight_decay, leaves),
-                *[leaves.matching_real(f"state[{slot!r}]", state[slot]) for slot in slots],
-                strict=False,  # options may repeat without end
-            ):
+            gs, lrs = leaves.matching_real("grads", grads), option_of_each("lr", rates, leaves)
+            decays = option_of_each("weight_decay", weight_decay, leaves)
+            kinds = [leaves.matching_real(f"state[{slot!r}]", state[slot]) for slot in slots]
+            # options may repeat without end
+            rows = zip(leaves.real, gs, lrs, decays, *kinds, strict=False)
+            for p, g, rate, decay, *memory in rows:
                 if isinstance(decay, Tensor) or decay != 0:
                     if decoupled:
                         p = p * (1 - rate * decay)
@@ -135,8 +133,7 @@ def root(v: Tensor) -> Tensor:
     return v.clamp_min(_SMALLEST[v.dtype]).sqrt()
 
 
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
-_SMALLEST = {dtype: torch.finfo(dtype).tiny for dtype in _DTYPES}
+_SMALLEST = {x: torch.finfo(x).tiny for x in (torch.float32, torch.float64, torch.bfloat16)}
 
 
 def as_real(x: Tensor) -> Tensor:
@@ -185,17 +182,14 @@ class Leaves:
 
     def named(self, what: str, index: int) -> str:
         """The name of a leaf of such a tree in a message."""
-        name = pytree.paths(self.params)[index]
-        return f"{what}[{name!r}]" if name else what
+        return validation.leaf_name(what, pytree.paths(self.params)[index])
 
     def tree(self, leaves: list[Tensor]) -> Tree:
         """The tree of params with other leaves, which are complex where those of params are."""
         made = leaves
         if self._complex:
-            made = [
-                torch.view_as_complex(leaf) if p.is_complex() else leaf
-                for leaf, p in zip(leaves, self.original, strict=True)
-            ]
+            pairs = zip(leaves, self.original, strict=True)
+            made = [torch.view_as_complex(x) if p.is_complex() else x for x, p in pairs]
         if self._flat:
             return dict(zip(self.params, made, strict=True))
         return pytree.unflatten(made, pytree.flatten(self.params)[1])
@@ -205,12 +199,7 @@ def check_number(what: str, value: Any, *, below: float = inf) -> Option:
     """A number of at least 0 and less than `below`, or a real tensor with one number."""
     if isinstance(value, Tensor):
         return _with_one_number(what, validation.real(what, value), "")
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise ArgumentTypeError(
-            f"{what}: expected a number or a tensor with one, got {validation.describe(value)}; "
-            f"convert it, for instance with `float({what})`."
-        )
-    found = float(value)
+    found = _number(what, value, "a number or a tensor with one")
     if not 0 <= found < below:
         bound = "" if below == inf else f" and less than {below:g}"
         raise ArgumentValueError(
@@ -236,10 +225,9 @@ def check_rates(what: str, value: Any, *, zero: bool = False) -> Any:
     if type(value) is float or type(value) is int:  # most are, and names of leaves take time
         return _rate(what, value, zero)
     leaves, structure = pytree.flatten(value)
-    names = [f"{what}[{name!r}]" if name else what for name in pytree.paths(value)]
-    return pytree.unflatten(
-        [_rate(name, leaf, zero) for name, leaf in zip(names, leaves, strict=True)], structure
-    )
+    pairs = zip(pytree.paths(value), leaves, strict=True)
+    rates = [_rate(validation.leaf_name(what, name), leaf, zero) for name, leaf in pairs]
+    return pytree.unflatten(rates, structure)
 
 
 def option_of_each(what: str, value: Any, leaves: Leaves) -> Iterable[Option]:
@@ -252,10 +240,8 @@ def option_of_each(what: str, value: Any, leaves: Leaves) -> Iterable[Option]:
     found = leaves.matching(what, value)
     if not all(isinstance(rate, float | Tensor) for rate in found):
         raise validation.other_structure(what, value, leaves.params)
-    return [
-        to_leaf(_broadcast(what, i, rate, leaves), leaf)
-        for i, (rate, leaf) in enumerate(zip(found, leaves.real, strict=True))
-    ]
+    pairs = enumerate(zip(found, leaves.real, strict=True))
+    return [to_leaf(_broadcast(what, i, rate, leaves), leaf) for i, (rate, leaf) in pairs]
 
 
 def to_leaf(value: Option, leaf: Tensor) -> Option:
@@ -273,12 +259,17 @@ def without_dims(value: Option) -> Option:
 def _rate(what: str, value: Any, zero: bool) -> Option:
     if isinstance(value, Tensor):
         return validation.real(what, value)
+    _number(what, value, "a number, a tensor with one, or a tree like params of them")
+    return check_number(what, value) if zero else validation.positive(what, value)
+
+
+def _number(what: str, value: Any, expected: str) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ArgumentTypeError(
-            f"{what}: expected a number, a tensor with one, or a tree like params of numbers and "
-            f"tensors, got {validation.describe(value)}; convert it, for instance with `float(...)`."
+            f"{what}: expected {expected}, got {validation.describe(value)}; convert it, for instance "
+            f"with `float(...)`."
         )
-    return check_number(what, value) if zero else validation.positive(what, value)
+    return float(value)
 
 
 def _with_one_number(what: str, value: Tensor, otherwise: str) -> Tensor:

@@ -3,6 +3,7 @@ whether those by weights of examples predict what a training without some of the
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Unpack, get_args
 
@@ -15,6 +16,7 @@ from hoglib._core.autograd import (
     check_uses_given_params,
     clone_inference_tensors,
     materialize_grads,
+    vjp,
     warn_if_not_finite,
 )
 from hoglib._core.closures import name_of
@@ -25,7 +27,7 @@ from hoglib.curvature.linear_operator import ProgressBar
 from hoglib.errors import ArgumentValueError, UnsupportedError
 from hoglib.meta.checkpoints import OnDisk, check_directory, digest
 from hoglib.meta.implicit import Residual, Solver, check_used, implicit_gradient
-from hoglib.meta.training import Replay, Training, TrainingOptions, add, detached, vjp
+from hoglib.meta.training import Replay, Training, TrainingOptions, add, detached, pullback
 from hoglib.ring import ring
 
 Method = Literal["unrolled", "cg", "neumann"]
@@ -212,17 +214,15 @@ def _replayed(training: Training, hyper: Any, schedule: str, path: Path | None) 
         end = pytree.unflatten(slopes[: len(final)], form), pytree.map(lambda _: None, state)
         pulled = replay.pull(end, slopes[len(final) :])
         _warn_of_rounding(pulled.rounding.sqrt(), value.detach(), final)
-        of_start = vjp(pytree.leaves(start), pulled.carry, own)
+        of_start = pullback(pytree.leaves(start), pulled.carry, own)
     gradient = _gradient(add(pulled.constants, of_start), own, hyper)
     return Hypergradient(value.detach(), gradient, found, None)
 
 
 def _slopes(value: Tensor, inputs: Vector, given: Vector) -> list[Tensor | None]:
     """d value / d inputs, of an outer loss; given: the leaves of hyper, which it must not use."""
-    if not value.requires_grad:
-        return [None] * len(inputs)
     check_uses_given_params(graph_summary(value), given, "hypergradient")
-    return list(torch.autograd.grad(value, inputs, allow_unused=True))
+    return vjp([value], inputs, [torch.ones_like(value)], "hypergradient")
 
 
 def _described(training: Training, schedule: str, start: Any, hyper: Any) -> dict[str, Any]:
@@ -256,16 +256,12 @@ def _implicit(training: Training, hyper: Any, solver: Solver) -> Hypergradient:
     """The gradient through the minimum that the training ends at."""
     with torch.no_grad():
         params, losses = training.unrolled(detached(hyper))
-    batch = training.batches.last(training.count)
-    value, gradient, residual = implicit_gradient(
-        training.outer_value,
-        lambda params, hyper: training.value(params, hyper, batch),
-        detached(params),
-        hyper,
-        solver,
-    )
+    params, batch = detached(params), training.batches.last(training.count)
+    inner = partial(training.value, batch=batch)
+    found = implicit_gradient(training.outer_value, inner, params, hyper, solver)
+    value, gradient, residual = found
     training.check_finite(losses, value)
-    return Hypergradient(value, gradient, detached(params), residual)
+    return Hypergradient(value, gradient, params, residual)
 
 
 def _check_together(memory: str, schedule: str, method: str, progress: bool) -> None:
@@ -393,21 +389,16 @@ def leave_k_out(
             f"k: expected at most the number of weights, {leaf.numel()}, got {k}; take fewer."
         )
     slope = (leaf * pytree.leaves(found.gradient)[place]).flatten()
-    where: Any = {
-        "generator": generator,
-        "device": "cpu" if generator is None else generator.device,
-    }
-    chosen = torch.stack([torch.randperm(leaf.numel(), **where)[:k] for _ in range(subsets)]).cpu()
+    device = "cpu" if generator is None else generator.device
+    drawn = partial(torch.randperm, leaf.numel(), generator=generator, device=device)
+    chosen = torch.stack([drawn()[:k] for _ in range(subsets)]).cpu()
     bar, values = ProgressBar("leave_k_out", training.progress, unit="training"), []
-    with (
-        ring(training.policy, inner),
-        bar.over("without random subsets", subsets),
-        torch.no_grad(),
-        preserve_random_state(*training.generators()),
-    ):
-        at, drawn = detached(clone_inference_tensors(hyper)), RandomState(training.generators())
+    shown = bar.over("without random subsets", subsets)
+    restored = preserve_random_state(*training.generators())
+    with ring(training.policy, inner), shown, torch.no_grad(), restored:
+        at, before = detached(clone_inference_tensors(hyper)), RandomState(training.generators())
         for subset in chosen:
-            drawn.restore()
+            before.restore()
             changed = _changed(at, place, subset, factor)
             trained, losses = training.unrolled(changed)
             training.check_finite(losses)
@@ -430,8 +421,7 @@ def spearman(a: Tensor, b: Tensor) -> float:
 
 def _ranks(values: Tensor) -> Tensor:
     _, which, counts = values.double().unique(return_inverse=True, return_counts=True)
-    last = counts.cumsum(0).double()
-    return (last - (counts - 1) / 2)[which]
+    return (counts.cumsum(0).double() - (counts - 1) / 2)[which]
 
 
 def _place(hyper: Any, weights: str | None) -> int:

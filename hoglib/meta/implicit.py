@@ -54,8 +54,7 @@ class Solver:
 
     def __post_init__(self) -> None:
         validation.one_of("solver", self.name, get_args(SolverName))
-        if self.iterations is not None:
-            validation.at_least("iterations", self.iterations, 1)
+        validation.none_or_at_least("iterations", self.iterations, 1)
         validation.number("damping", self.damping, minimum=0)
         if self.name != "neumann":
             return
@@ -91,9 +90,7 @@ def implicit_gradient(
 
     own = [leaf.detach().requires_grad_() for leaf in leaves]
     value = of_leaves(outer)(*own)
-    found: list[Tensor | None] = [None] * len(own)
-    if value.requires_grad:
-        found = list(torch.autograd.grad(value, own, allow_unused=True))
+    found = vjp([value], own, [torch.ones_like(value)], "the outer loss")
     v, direct = materialize_grads(found[:count], own[:count]), found[count:]
     x, system = _solve(inner, params, hyper, pytree.unflatten(v, pytree.flatten(params)[1]), solver)
     _, own, gradient, _ = gradient_with_graph(of_leaves(inner), leaves, "the inner loss", False)
@@ -109,17 +106,12 @@ def implicit_gradient(
 
 def check_used(grads: Sequence[Tensor | None], *, implicit: bool = False) -> None:
     """Raise where nothing depends on hyper: zeros would look like an optimum."""
+    of_minimum = " A minimum does not depend on rule and start: for those use method='unrolled'."
     if all(grad is None for grad in grads):
         raise errors.NoSecondDerivative(
             "hypergradient: expected an inner or outer loss that depends on hyper, got none that "
             "does; take it from the argument, not from a tensor that is closed over, also by a custom "
-            "Function: pass it what its layers use."
-            + (
-                " A minimum does not depend on the rule or the start that led there: for those use "
-                "method='unrolled'."
-                if implicit
-                else ""
-            )
+            f"Function: pass it what its layers use.{of_minimum if implicit else ''}"
         )
 
 

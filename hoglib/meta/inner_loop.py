@@ -22,7 +22,7 @@ from hoglib._core.autograd import (
     materialize_grads,
     outside_inference_mode,
 )
-from hoglib._core.gradient_graph import GraphSummary, check_custom_functions, graph_summary
+from hoglib._core.gradient_graph import check_custom_functions, graph_summary
 from hoglib._core.problem import Policy
 from hoglib._core.recomputation import inside_recomputation, recompute
 from hoglib._core.swap import Params
@@ -140,19 +140,15 @@ def adapt(
         (tensor(0.0400),)
     """
     validation.at_least("steps", steps, 0)
-    check_truncate(truncate)
+    validation.none_or_at_least("truncate", truncate, 0)
     validation.one_of("memory", memory, get_args(Memory))
     rest, modules = ({}, []) if memory == "store" else _lifted_from(loss, rule, params)
-    inner = InnerSteps(
-        _value_of(loss),
-        lambda i, _: rule,
-        lambda i: first_order or is_truncated(i, steps, truncate),
-    )
+    constant = lambda i: first_order or is_truncated(i, steps, truncate)  # noqa: E731
+    inner = InnerSteps(_value_of(loss), lambda i, _: rule, constant)
     with _ring("adapt"):
         params, batch = clone_inference_tensors((params, batch))
-        return unroll(
-            inner, steps, params, (batch, rest, modules), memory, _modules_of(loss, modules)
-        ).params
+        constants, modes = (batch, rest, modules), _modules_of(loss, modules)
+        return unroll(inner, steps, params, constants, memory, modes).params
 
 
 def _ring(caller: str) -> ring:
@@ -225,10 +221,8 @@ class InnerSteps(NamedTuple):
         alone = end - start == 1 and self.outer is None and inside_recomputation()
         found = []
         for i in range(start, end):
-            params, state, loss_and_notes = self.step(
-                i, params, state, constants, alone=alone, made=i > start
-            )
-            found.append(loss_and_notes)
+            params, state, new = self.step(i, params, state, constants, alone=alone, made=i > start)
+            found.append(new)
             value = None if self.outer is None else self.outer(i, params, constants)
             if value is not None:
                 total = value if total is None else total + value
@@ -281,28 +275,21 @@ def _grad(
         with torch.enable_grad(), hooks:
             with stand_ins.resumed():
                 value, notes = loss(pytree.unflatten(own, structure))
-            graph = _checked_graph(value, own, check and create_graph)
+            if not value.requires_grad:
+                raise NoSecondDerivative(UNUSED.format(which="inner", whom=" that adapt"))
+            graph = graph_summary(value, since=own)
+            if check and create_graph:
+                check_custom_functions(graph, "the inner step")
             with stand_ins.resumed() if graph.needs_stand_ins else nullcontext():
                 g = torch_internals.gradients([value], own, create_graph=create_graph)
             grads = materialize_grads(g, own)
         return pytree.unflatten(grads, structure), (value.detach(), notes)
 
 
-def _checked_graph(value: Tensor, own: Sequence[Tensor], check_functions: bool) -> GraphSummary:
-    """The graph of an inner loss, which depends on the parameters by operations that are right."""
-    if not value.requires_grad:
-        raise NoSecondDerivative(UNUSED.format(which="inner", whom=" that adapt"))
-    graph = graph_summary(value, since=own)
-    if check_functions:
-        check_custom_functions(graph, "the inner step")
-    return graph
-
-
 def _are_apart(leaves: Sequence[Tensor]) -> bool:
     """Whether each is a tensor of its own that has a graph, by which a loss can be differentiated."""
-    return len({id(leaf) for leaf in leaves}) == len(leaves) and all(
-        leaf.grad_fn is not None for leaf in leaves
-    )
+    distinct = len({id(leaf) for leaf in leaves}) == len(leaves)
+    return distinct and all(leaf.grad_fn is not None for leaf in leaves)
 
 
 def _grad_by_transform(
@@ -353,10 +340,6 @@ def is_truncated(i: int, steps: int, truncate: int | None) -> bool:
     return truncate is not None and i < steps - truncate
 
 
-def check_truncate(truncate: int | None) -> int | None:
-    return None if truncate is None else validation.at_least("truncate", truncate, 0)
-
-
 def kept_states(memory: str, begin: int, end: int) -> Iterator[int]:
     """The states between two that are kept, for those after each of them to be computed again.
 
@@ -379,16 +362,14 @@ def _lift_tensors(run: Callable[..., Any], constants: Any) -> tuple[Callable[...
 
     Other objects are fixed: a batch may be one that holds tensors, which a recomputation refuses.
     """
-    leaves, structure = pytree.flatten(constants)
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor | nn.Module)]
+
+    def is_lifted(leaf: Any) -> bool:
+        return isinstance(leaf, Tensor | nn.Module)
 
     def run_lifted(start: int, end: int, carry: Any, lifted: list[Any]) -> Any:
-        given = list(leaves)
-        for i, leaf in zip(places, lifted, strict=True):
-            given[i] = leaf
-        return run(start, end, carry, pytree.unflatten(given, structure))
+        return run(start, end, carry, pytree.filled(constants, lifted, is_lifted))
 
-    return run_lifted, [leaves[i] for i in places]
+    return run_lifted, [*filter(is_lifted, pytree.leaves(constants))]
 
 
 def _modules_of(loss: Loss, modules: Sequence[nn.Module]) -> list[nn.Module]:
@@ -405,8 +386,7 @@ def _lifted_from(
     if not isinstance(loss, FunctionalLoss):
         closures.refuse("adapt", loss)
         return {}, []
-    rest: Params = {
-        n: p for n, p in loss.model.named_parameters() if p.requires_grad and n not in params
-    }
+    own = loss.model.named_parameters()
+    rest: Params = {n: p for n, p in own if p.requires_grad and n not in params}
     criterion = loss.user_criterion
     return rest, [criterion] if isinstance(criterion, nn.Module) else []

@@ -75,8 +75,7 @@ class _TracedObjective:
         self.with_norm_policy = lambda policy: self  # models without batch norms alone
 
     def __call__(self, params: Params, batch: Any) -> Tensor:
-        value: Tensor = self._part(params, batch)
-        return value
+        return self._part(params, batch)
 
 
 def _replay(
@@ -120,8 +119,7 @@ class Option(Generic[T]):
         self._name = {"compiled": "compile"}.get(name, name)
 
     def __get__(self, learner: Any, owner: Any = None) -> T:
-        found: Any = self if learner is None else learner._options[self._name]
-        return found
+        return self if learner is None else learner._options[self._name]  # type: ignore[return-value]
 
     def __set__(self, learner: Any, value: T) -> None:
         changed = learner._options.changed(self._name, value)
@@ -217,7 +215,7 @@ class Learner(nn.Module, ABC):
             return self.model(*args, **kwargs)
         if torch.compiler.is_dynamo_compiling():
             return self.objective.call(params, *args, **kwargs)
-        placement = placement_of_params(params)
+        placement = placement_of([*params.values()], lambda: [*params])
         if placement.is_sharded:
             refuse_graph(f"{type(self).__name__}(params=...)")
         with refuse_saved_tensor_hooks(RECOMPUTES_LATER):
@@ -258,7 +256,7 @@ class Learner(nn.Module, ABC):
 
     def _placed(self, loop: ModuleLoop, start: MetaParams) -> tuple[Placement, MetaParams]:
         """How the parameters are spread over processes, and the parts of this one."""
-        placement = placement_of_params(start.model)
+        placement = placement_of([*start.model.values()], lambda: [*start.model])
         if placement.is_sharded:
             refuse_settings(type(self).__name__, loop, start)
         return placement, start._replace(model=spread(start.model, placement.local))
@@ -350,9 +348,8 @@ class Learner(nn.Module, ABC):
 
     def _within_compile(self, tasks: Any) -> Tensor:
         """The loss, in what torch.compile traces: the losses of the first task by Dynamo."""
-        learned = [
-            part for part in (self.criterion, self.inner_loss) if isinstance(part, nn.Module)
-        ]
+        losses = self.criterion, self.inner_loss
+        learned = [part for part in losses if isinstance(part, nn.Module)]
         if (
             not self._traceable
             or self.statistics is not None
@@ -372,8 +369,8 @@ class Learner(nn.Module, ABC):
             recorded(inner, (params, support))
             return recorded(outer, (params, query)) * 1
 
-        options = id(self._options)  # another object where one of them is set
-        replay = partial(_replay, id(self), options)
+        # another object where one of its options is set
+        replay = partial(_replay, id(self), id(self._options))
         what = type(self).__name__
         return traced(what, record, replay, partial(self.loss, tasks), (own, tasks), {})
 
@@ -560,8 +557,7 @@ def check_derivatives(
 
     policy = Policy(what, stand_ins=loop.options.policy.stand_ins)  # blocks are recomputed
     with ring(policy), fixed_random_numbers(before), translate_errors(what):
-        data = pytree.tensors((support, query))
-        _check_leaves(what, losses, [*own, *data], learned)
+        _check_leaves(what, losses, [*own, *pytree.tensors((support, query))], learned)
 
 
 def check_finite(found: TaskResult) -> None:
@@ -622,11 +618,6 @@ def _other_leaves(values: list[Tensor], own: list[Tensor]) -> list[Tensor]:
 # Parameters that several processes share (DTensor): each holds its shards of the initial and of the
 # adapted parameters, and computes the losses of its part of each task at whole ones, which are gathered
 # for each loss. Inner gradients are averaged over the processes, so that all take the same inner step.
-
-
-def placement_of_params(params: Params) -> Placement:
-    """How parameters are spread over processes."""
-    return placement_of(list(params.values()), lambda: list(params))
 
 
 def spread(params: Params, part: Callable[[Sequence[Tensor]], Sequence[Tensor]]) -> Params:

@@ -210,11 +210,10 @@ class IMAML(Learner):
                 "strength: expected a number greater than 0, got 0: without a regulariser the "
                 "solutions of tasks do not depend on where they start. Typical values are 0.5 to 5."
             )
+        size = self.inner_lr if step_size is None else step_size
         self.solver = Solver(
-            solver, iterations, damping,
-            step_size=self.inner_lr if step_size is None else step_size,
-            at_negative_curvature="warn",
-        )  # fmt: skip
+            solver, iterations, damping, step_size=size, at_negative_curvature="warn"
+        )
         self.residual: Residual | None = None
 
     def _loop(self, params: Params | None = None) -> ModuleLoop:
@@ -231,13 +230,9 @@ class IMAML(Learner):
         if not wanted:
             return result
         steps = loop.options.inner_steps
-        value, grads, residual = implicit_gradient(
-            lambda params, start: loop.outer_value(start, params, query, steps),
-            lambda params, start: loop.inner_value(start, params, support, steps),
-            params,
-            start,
-            self.solver,
-        )
+        outer = lambda params, start: loop.outer_value(start, params, query, steps)  # noqa: E731
+        inner = lambda params, start: loop.inner_value(start, params, support, steps)  # noqa: E731
+        value, grads, residual = implicit_gradient(outer, inner, params, start, self.solver)
         return result._replace(value=value, grads=grads, residual=residual)
 
     def _after_loss(self, loop: ModuleLoop, found: TaskResult) -> None:

@@ -29,7 +29,6 @@ from hoglib.meta.inner_loop import (
     InnerSteps,
     Memory,
     Unrolled,
-    check_truncate,
     is_truncated,
     refuse_saved_tensor_hooks,
     unroll,
@@ -128,7 +127,7 @@ class LoopOptions:
             "inner_params": _check_inner_params(self.inner_params),
             "batch_norm": validation.one_of("batch_norm", self.batch_norm, get_args(NormKind)),
             "first_order": validation.flag("first_order", self.first_order),
-            "truncate": check_truncate(self.truncate),
+            "truncate": validation.none_or_at_least("truncate", self.truncate, 0),
             "step_weights": _check_step_weights(self.step_weights),
             "memory": validation.one_of("memory", self.memory, get_args(Memory)),
             "over_tasks": validation.one_of("over_tasks", self.over_tasks, get_args(OverTasks)),
@@ -144,8 +143,7 @@ class LoopOptions:
 
     def __getitem__(self, name: str) -> Any:
         """An option by its name, also one of how the model is evaluated."""
-        given: Any = self.evaluation
-        return given[name] if name in EVALUATION else getattr(self, name)
+        return self.evaluation.get(name) if name in EVALUATION else getattr(self, name)
 
     def changed(self, name: str, value: Any) -> "LoopOptions":
         """The same with another value of an option."""
@@ -287,12 +285,10 @@ class ModuleLoop:
             return _weighted(weight, value)
 
         fixed_rule = None if start.modules else self.rule_at(0, start)
-        inner = InnerSteps(
-            loss,
-            lambda i, constants: fixed_rule or self.rule_at(i, constants[0]),
-            lambda i: self.options.first_order or is_truncated(i, steps, self.options.truncate),
-            None if weights is None else outer,
-        )
+        options = self.options
+        rule = lambda i, constants: fixed_rule or self.rule_at(i, constants[0])  # noqa: E731
+        constant = lambda i: options.first_order or is_truncated(i, steps, options.truncate)  # noqa: E731
+        inner = InnerSteps(loss, rule, constant, None if weights is None else outer)
         with without_stand_ins():
             params = {name: start.model[name].clone() for name in self.adapting}
         if self.options.memory == "store":
@@ -397,10 +393,8 @@ class LearnedRates(nn.Module):
         for name, param in params.items():
             key = self._key(name)
             if key not in self.values:
-                shape = (
-                    *(() if steps is None else (steps,)),
-                    *(param.shape if granularity == "element" else ()),
-                )
+                shape = [] if steps is None else [steps]
+                shape += param.shape if granularity == "element" else ()
                 rate = torch.full(shape, lr, dtype=param.dtype, device=param.device)
                 self.values[key] = nn.Parameter(rate)
 

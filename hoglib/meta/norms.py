@@ -14,7 +14,6 @@ from hoglib._core.swap import (
     train_mode_batch_statistics,
     use_batch_statistics,
 )
-from hoglib.errors import ArgumentValueError
 
 NormKind = Literal["by_mode", "transductive", "per_step", "frozen"]
 Statistics = dict[str, tuple[Tensor, Tensor]]
@@ -23,11 +22,8 @@ BatchNorms = dict[str, _BatchNorm]
 
 def find_batch_norms(model: nn.Module) -> BatchNorms:
     """The batch norms that keep running statistics, by name; called while none is swapped."""
-    return {
-        name: layer
-        for name, layer in model.named_modules()
-        if isinstance(layer, _BatchNorm) and layer.track_running_stats
-    }
+    named = model.named_modules()
+    return {n: m for n, m in named if isinstance(m, _BatchNorm) and m.track_running_stats}
 
 
 def frozen(patch: ModulePatch, layer: nn.Module) -> None:
@@ -61,19 +57,12 @@ class PerStepStatistics(nn.Module):
         self._names: dict[str, str] = {}
         for name, layer in find_batch_norms(model).items():
             self._names[name] = name.replace(".", "/")
-            mean, var = layer.running_mean, layer.running_var
-            assert mean is not None
-            assert var is not None
-            self.register_buffer(f"mean/{self._names[name]}", mean.expand(steps + 1, -1).clone())
-            self.register_buffer(f"var/{self._names[name]}", var.expand(steps + 1, -1).clone())
+            for kind in ("mean", "var"):
+                value = layer.get_buffer(f"running_{kind}").expand(steps + 1, -1).clone()
+                self.register_buffer(f"{kind}/{self._names[name]}", value)
 
     def at(self, step: int, layers: BatchNorms) -> NormPolicy:
         """The policy of the layers at parameters after so many steps."""
-        if layers.keys() != self._names.keys():
-            raise ArgumentValueError(
-                f"batch_norm='per_step': expected the layers {', '.join(self._names)}, got "
-                f"{', '.join(layers) or 'none'}; make a new learner for another model."
-            )
         names = {id(layer): name for name, layer in layers.items()}
 
         def policy(patch: ModulePatch, layer: nn.Module) -> None:

@@ -165,24 +165,19 @@ def _stack_for_vmap(tasks: Any, params: Params, over_tasks: str, vmappable: bool
 def prefer_vmap(params: Params) -> bool:
     """Whether all tasks at once are likely to be faster than one after the other: on a CPU unless a
     parameter has more than 2**18 elements, or 2**12 in more than two dimensions, as a convolution's."""
-    return all(
-        p.device.type != "cpu" or p.numel() <= (2**18 if p.dim() < 3 else 2**12)
-        for p in params.values()
-    )
+    on_cpu = [p for p in params.values() if p.device.type == "cpu"]
+    return all(p.numel() <= (2**18 if p.dim() < 3 else 2**12) for p in on_cpu)
 
 
 def map_tasks(function: TaskFunction, support: Any, query: Any) -> TaskResult:
     """A function of one task over a stack of tasks, by vmap."""
     # vmap is outermost: the derivative of a vmapped loss is wrong through normalisation layers.
-    leaves, structure = pytree.flatten((support, query))
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    tasks = support, query
 
     def of_tensors(*given: Tensor) -> TaskResult:
-        left = iter(given)
-        task = [next(left) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        return function(*pytree.unflatten(task, structure))
+        return function(*pytree.filled(tasks, given, lambda x: isinstance(x, Tensor)))
 
-    found = torch.func.vmap(of_tensors, randomness="different")(*tensors)
+    found = torch.func.vmap(of_tensors, randomness="different")(*pytree.tensors(tasks))
     return found._replace(grads=pytree.map(lambda grad: grad.mean(0), found.grads))
 
 
@@ -234,16 +229,7 @@ def check_tasks(tasks: Any) -> int:
         return len(tasks)
     counts = []
     for what, stack in zip(("support", "query"), _task("tasks", tasks), strict=True):
-        sizes = _pair(what, stack, dims=2)
-        if len({tuple(size) for size in sizes}) > 1:
-            raise errors.ArgumentValueError(
-                f"{what}: expected inputs and targets [tasks, examples, ...] with the same tasks "
-                f"and examples, got leading dimensions {', '.join(str(size) for size in sizes)}."
-            )
-        if sizes and 0 in sizes[0]:
-            raise errors.ArgumentValueError(
-                f"{what}: expected at least one task with at least one example, got {sizes[0]}."
-            )
+        check_batch(what, stack, dims=2)
         counts.append(_stacked(what, stack))
     if counts[0] != counts[1]:
         raise errors.ArgumentValueError(
@@ -265,18 +251,6 @@ def stacks_in_errors(what: str, tasks: Any, count: int) -> Iterator[None]:
                 "dimension; for one task pass a list, [(support, query)]."
             )
         raise
-
-
-def check_batch(what: str, batch: Any) -> None:
-    """Raise for a batch without examples, and for a pair of tensors of different lengths."""
-    sizes = _pair(what, batch, dims=1)
-    if len({size[0] for size in sizes}) > 1:
-        raise errors.ArgumentValueError(
-            f"{what}: expected as many targets as inputs, got leading dimensions "
-            f"{', '.join(str(size[0]) for size in sizes)}."
-        )
-    if sizes and sizes[0][0] == 0:
-        raise errors.ArgumentValueError(EMPTY.format(what))
 
 
 def each(tasks: Any) -> Sequence[Task]:
@@ -321,12 +295,12 @@ def _task(what: str, task: Any) -> Task:
     return task[0], task[1]
 
 
-def _pair(what: str, batch: Any, dims: int) -> list[tuple[int, ...]]:
-    """The leading dimensions of inputs and targets of a pair of tensors; empty for other batches."""
-    leaves = pytree.leaves(batch)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    if dims == 1 and any(_is_object(leaf) for leaf in leaves):
-        return []
+def check_batch(what: str, batch: Any, dims: int = 1) -> None:
+    """Raise for a batch without examples, and for a pair of tensors of other leading dimensions:
+    [examples], or [tasks, examples] in a stack of tasks."""
+    tensors = pytree.tensors(batch)
+    if dims == 1 and any(_is_object(leaf) for leaf in pytree.leaves(batch)):
+        return
     if not tensors:
         raise errors.ArgumentValueError(
             f"{what}: expected a batch of tensors, for instance (inputs, targets), got "
@@ -337,15 +311,20 @@ def _pair(what: str, batch: Any, dims: int) -> list[tuple[int, ...]]:
         raise errors.ArgumentValueError(EMPTY.format(what))
     plain = isinstance(batch, tuple | list) and len(batch) == 2
     if not (plain and all(isinstance(part, Tensor) for part in batch)):
-        return []
+        return
+    expected = "[tasks, examples, ...]" if dims == 2 else "[examples, ...]"
     for part in batch:
         if part.dim() < dims:
-            expected = "[tasks, examples, ...]" if dims == 2 else "[examples, ...]"
             single = "; for one task pass a list, [(support, query)]" if dims == 2 else ""
             raise errors.ArgumentValueError(
                 f"{what}: expected tensors {expected}, got {validation.describe(part)}{single}."
             )
-    return [tuple(part.shape[:dims]) for part in batch]
+    inputs, targets = (tuple(part.shape[:2]) if dims == 2 else len(part) for part in batch)
+    if inputs != targets:
+        raise errors.ArgumentValueError(
+            f"{what}: expected inputs and targets {expected} of the same leading dimensions, got "
+            f"{inputs}, {targets}."
+        )
 
 
 def _is_object(leaf: Any) -> bool:

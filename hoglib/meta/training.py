@@ -35,6 +35,7 @@ from hoglib._core.state import (
     random_state,
     set_random_state,
 )
+from hoglib._core.torch_internals import gradients
 from hoglib._core.trust import BITS, SUMS, agree
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, NondeterministicError
 from hoglib.meta.checkpoints import BACKWARD, InMemory, OnDisk, State, digest
@@ -42,7 +43,6 @@ from hoglib.meta.gradient_transformation import GradientTransformation
 from hoglib.meta.inner_loop import (
     InnerSteps,
     check_inner_losses,
-    check_truncate,
     is_truncated,
     kept_states,
     unroll,
@@ -204,11 +204,10 @@ class Training:
         check_option_names(caller, options, OPTION_NAMES)
         validation.function("outer", outer)
         validation.function("inner", inner)
-        check_truncate(truncate)
+        validation.none_or_at_least("truncate", truncate, 0)
         validation.parameters(hyper, "hyper")
         least, steps = int(method == "unrolled"), options.get("steps")
-        if steps is not None:
-            validation.at_least("steps", steps, least)
+        validation.none_or_at_least("steps", steps, least)
         batches, rule = make_batches(options.get("batches"), steps), options.get("rule")
         count = next(n for n in (steps, batches.count, least) if n is not None)
         _check_rule(rule, count)
@@ -410,7 +409,7 @@ class Replay:
 
     def _after(self, i: int, leaves: list[Any]) -> tuple[list[Any], Tensor]:
         """The leaves of the state after step i, with a graph from those before it; and the loss."""
-        params, memory = self._carry(leaves)
+        params, memory = pytree.unflatten(leaves, self._structure)
         params, memory, (loss, _) = self._steps.step(i, params, memory, self.constants, alone=True)
         return self._in_order((params, memory)), loss
 
@@ -475,30 +474,25 @@ class Replay:
         leaves, _ = self._after(at.step - 1, own)
         self._check_replayed(at.step - 1, leaves, after)
         variables = [x for x in own if _is_wanted(x)]
-        pulled = vjp(leaves, at.carry, [*variables, *self._wanted])
-        carry = iter(pulled[: len(variables)])
+        pulled = pullback(leaves, at.carry, [*variables, *self._wanted])
+        left = iter(pulled)
+        carry = [next(left) if _is_wanted(x) else None for x in own]
         self._advance()
-        return Cotangents(
-            at.step - 1,
-            [next(carry) if _is_wanted(x) else None for x in own],
-            add(at.constants, pulled[len(variables) :]),
-            at.rounding + self._rounding(at.carry, after),
-        )
+        rounding = at.rounding + self._rounding(at.carry, after)
+        return Cotangents(at.step - 1, carry, add(at.constants, [*left]), rounding)
 
     def _rounding(self, cotangents: list[Tensor | None], leaves: list[Any]) -> Tensor:
         """sum (u theta eps)^2 over a state: the squared change of the result by its rounding."""
-        terms = [
-            (u * x).abs().double().square().sum().cpu() * torch.finfo(x.dtype).eps ** 2
-            for u, x in zip(cotangents, leaves, strict=True)
-            if u is not None
-        ]
+        pairs = zip(cotangents, leaves, strict=True)
+        known = ((u * x, torch.finfo(x.dtype).eps) for u, x in pairs if u is not None)
+        terms = [change.abs().double().square().sum().cpu() * eps**2 for change, eps in known]
         return pytree.sum_scalars(terms).double()
 
     def _check_replayed(self, i: int, leaves: list[Any], after: list[Any]) -> None:
         for j, (now, then) in enumerate(zip(leaves, after, strict=True)):
             if _is_equal(now, then):
                 continue
-            name = pytree.paths(self._carry(after))[j]
+            name = pytree.paths(pytree.unflatten(after, self._structure))[j]
             gap = ""
             if isinstance(now, Tensor) and isinstance(then, Tensor) and now.shape == then.shape:
                 gap = f", by up to {float((now.detach() - then).abs().max()):.2g}"
@@ -517,33 +511,22 @@ class Replay:
                 if max(step, 1) <= position < self.training.count:
                     kept.drop(position)
 
-    def _carry(self, leaves: list[Any]) -> Any:
-        return pytree.unflatten(leaves, self._structure)
-
     def _in_order(self, carry: Any) -> list[Any]:
         leaves, structure = pytree.flatten(carry)
         if structure == self._structure:
             return leaves
-        try:  # dicts in another order
-            return pytree.leaves(pytree.map(lambda _, x: x, self._carry(self._leaves), carry))
-        except (ValueError, TypeError) as error:
-            raise ArgumentValueError(
-                "hypergradient: expected a rule whose parameters and state keep the structure of "
-                "params and init(params), got one that changes it; make all slots of the state in init."
-            ) from error
+        # dicts in another order; torch's error for another structure
+        known = pytree.unflatten(self._leaves, self._structure)
+        return pytree.leaves(pytree.map(lambda _, x: x, known, carry))
 
 
-def vjp(outputs: list[Any], cotangents: Sequence[Tensor | None], inputs: list[Tensor]) -> list[Any]:
+def pullback(outputs: list[Any], cotangents: Sequence[Any], inputs: list[Tensor]) -> list[Any]:
     """The pullback of outputs; None for those that are no tensors, or have no graph or cotangent."""
-    pairs = [
-        (y, u)
-        for y, u in zip(outputs, cotangents, strict=True)
-        if u is not None and isinstance(y, Tensor) and y.requires_grad
-    ]
+    both = zip(outputs, cotangents, strict=True)
+    pairs = [(y, u) for y, u in both if u is not None and _is_wanted(y)]
     if not pairs or not inputs:
         return [None] * len(inputs)
-    ys, us = zip(*pairs, strict=True)
-    return list(torch.autograd.grad(ys, inputs, us, allow_unused=True))
+    return gradients([y for y, _ in pairs], inputs, [u for _, u in pairs])
 
 
 def add(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> list[Tensor | None]:

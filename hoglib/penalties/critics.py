@@ -273,8 +273,7 @@ def r1_r2(critic: Critic, real: Any, fake: Any, *args: Any, **options: Unpack[Op
     if not options.get("return_outputs"):
         return _add(at_real, at_fake)
     (a, scores_of_real), (b, scores_of_fake) = at_real, at_fake
-    both: Any = PenaltyWithOutputs(_add(a, b), (scores_of_real, scores_of_fake))
-    return both
+    return PenaltyWithOutputs(_add(a, b), (scores_of_real, scores_of_fake))  # type: ignore[return-value]
 
 
 # at points that were drawn it is the penalty of WGAN-GP

@@ -171,11 +171,8 @@ def _groups(params: Iterable[int]) -> list[DDPParameters]:
     wanted, groups = set(params), []
     _find_and_watch()
     for ddp in reversed(list(_WRAPPERS.values())):  # all that are alive
-        own = {
-            name: p
-            for name, p in ddp.module.named_parameters()
-            if id(p) in wanted and name not in ddp.parameters_to_ignore
-        }
+        named = ddp.module.named_parameters()
+        own = {n: p for n, p in named if id(p) in wanted and n not in ddp.parameters_to_ignore}
         wanted -= {id(p) for p in own.values()}
         if own:
             groups.append((ddp, own))
@@ -215,11 +212,9 @@ class GatheredParameters:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._modules: list[Any] = [
-            module
-            for module in torch_sharding.fsdp_modules(modules)
-            if torch_sharding.reshards_after_backward(module) or module in _HELD
-        ]
+        found = torch_sharding.fsdp_modules(modules)
+        reshards = torch_sharding.reshards_after_backward
+        self._modules: list[Any] = [m for m in found if reshards(m) or m in _HELD]
         for module in self._modules:
             _HELD[module] = _HELD.get(module, 0) + 1
             module.set_reshard_after_backward(False, recurse=False)
@@ -228,10 +223,7 @@ class GatheredParameters:
         """Release the parameters at the end of the backward that reaches one of the tensors."""
         for tensor in tensors if self._modules else ():
             if tensor is not None and tensor.requires_grad:
-                tensor.register_hook(self._release_after_backward)
-
-    def _release_after_backward(self, _: Tensor) -> None:
-        torch_internals.after_backward(self.release)
+                tensor.register_hook(lambda _: torch_internals.after_backward(self.release))
 
     def release(self) -> None:
         """Free the gathered parameters, as FSDP2 does after a backward."""

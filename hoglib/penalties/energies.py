@@ -154,8 +154,12 @@ def _energies_and_forces(
         gradient = at.vjp(create_graph=True if with_hessian else None)
         forces = [-g for g in gradient]
         hessian = _hessian(at, gradient, batch) if with_hessian else None
-        if check:
-            _check_reaches_parameters(at, forces)
+        if check and not any(f.requires_grad and depends_on_any(f, at.trainable) for f in forces):
+            warn(
+                "forces: expected forces that depend on parameters that require grad, got forces "
+                "that do not: a loss of them trains nothing. Look for detach() or no_grad in "
+                "energy, and for frozen layers."
+            )
     at.warn_if_not_finite([*forces, *pytree.tensors(hessian)] if with_hessian else forces)
     energy = at.y
     if at.create_graph:
@@ -163,16 +167,6 @@ def _energies_and_forces(
     else:
         energy, forces, hessian = pytree.map_tensors(Tensor.detach, (energy, forces, hessian))
     return _result(energy, at.tree(forces), hessian)
-
-
-def _check_reaches_parameters(at: InputVJP, forces: Vector) -> None:
-    """Warns of forces that no parameter has an effect on."""
-    if not any(f.requires_grad and depends_on_any(f, at.trainable) for f in forces):
-        warn(
-            "forces: expected forces that depend on parameters that require grad, got forces "
-            "that do not: a loss of them trains nothing. Look for detach() or no_grad in "
-            "energy, and for frozen layers."
-        )
 
 
 def _hessian(at: InputVJP, gradient: Vector, index: Any) -> Any:
@@ -205,10 +199,8 @@ def _blocks(at: InputVJP, g: Tensor, x: Tensor, batched: int) -> Vector:
     units = torch.eye(n := shape.numel(), dtype=x.dtype, device=x.device).reshape(n, *shape)
     products = [_products(at, g, at.leaves, u.expand_as(x)) for u in units]
     whole = zip(*products, strict=True) if products else ([y[None][:0]] for y in at.leaves)
-    return [
-        torch.stack([*rows], batched).reshape(*x.shape, *y.shape[batched:])
-        for y, rows in zip(at.leaves, whole, strict=True)
-    ]
+    pairs = zip(at.leaves, whole, strict=True)
+    return [torch.stack([*r], batched).reshape(*x.shape, *y.shape[batched:]) for y, r in pairs]
 
 
 def _structures(at: InputVJP, index: Any) -> Samples | None:

@@ -29,7 +29,7 @@ from hoglib.capture.signature import parse_call
 from hoglib.capture.within import within_compile
 from hoglib.errors import ArgumentValueError
 from hoglib.penalties.distributed import averaged
-from hoglib.penalties.input_vjp import NOT_OF_PARAMETERS, Function, InputVJP, input_vjp
+from hoglib.penalties.input_vjp import NOT_OF_PARAMETERS, Function, input_vjp
 from hoglib.penalties.options import CheckedOptions, select_output
 from hoglib.penalties.samples import EMPTY, check_points, random_like
 from hoglib.penalties.terms import Term, check_batch_dependence
@@ -90,7 +90,8 @@ def evaluate(
         at.draws = draws
         terms = term(at)
         if at.create_graph and not at.in_transform:
-            check_reaches_parameters(at, terms)
+            if not terms.requires_grad or not depends_on_any(terms, at.trainable):
+                raise at.no_gradient_flow(NOT_OF_PARAMETERS)
             if value_checks_on():
                 check_batch_dependence(at)
         if options.reduction != "none":
@@ -99,12 +100,6 @@ def evaluate(
     if at.create_graph:
         return terms, at.outputs
     return terms.detach(), pytree.map_tensors(Tensor.detach, at.outputs)
-
-
-def check_reaches_parameters(at: InputVJP, terms: Tensor) -> None:
-    """Raises for terms that no parameter has an effect on."""
-    if not terms.requires_grad or not depends_on_any(terms, at.trainable):
-        raise at.no_gradient_flow(NOT_OF_PARAMETERS)
 
 
 # Graphs

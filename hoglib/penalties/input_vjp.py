@@ -89,15 +89,11 @@ class InputVJP:
         self.draws: Callable[..., Tensor] | None = None  # replaces random_like in compiled code
         self._transposed: tuple[Tensor, list[Tensor | None]] | None = None
         self._transform_vjp: Callable[[Tensor], tuple[Tensor, ...]] | None = None
-        if transforms_active():
+        self.in_transform = transforms_active()  # where everything has a graph
+        if self.in_transform:
             self._evaluate_in_transform()
         else:
             self._evaluate()
-
-    @property
-    def in_transform(self) -> bool:
-        """Whether it is inside torch.func transforms, where everything has a graph."""
-        return self._transform_vjp is not None
 
     def _evaluate(self) -> None:
         """Runs the function at fresh leaves, and raises if its gradient cannot flow."""
@@ -129,7 +125,6 @@ class InputVJP:
         try:
             return self._call([leaf if leaf.is_leaf else leaf.clone() for leaf in self.leaves])
         except RuntimeError as error:
-            self._explain_dtypes(error)
             points = self.tree(self.leaves)
             translate_batch_errors(points, self.problem.loss, "points").explain(error)
             if not any(text in str(error) for text in IN_PLACE_ERRORS):
@@ -143,19 +138,6 @@ class InputVJP:
             return self.problem.loss(points, *self.problem.args)
         finally:
             self._suspended.__enter__()
-
-    def _explain_dtypes(self, error: RuntimeError) -> None:
-        """Raises an error that names the points in another dtype than the parameters, if torch's is one
-        about dtypes."""
-        dtypes = {p.dtype for p in parameters_of(self.problem.loss) if p.is_floating_point()}
-        other = [leaf for leaf in self.leaves if len(dtypes) == 1 and leaf.dtype not in dtypes]
-        if other and any(word in str(error) for word in ("dtype", "scalar type", "type (")):
-            (wanted,) = dtypes
-            raise ArgumentTypeError(
-                f"{self.options.name}: expected points in the dtype of the parameters, {wanted}, got "
-                f"{validation.describe(other[0])}; convert it with `.to({wanted})`, or call the "
-                "penalty inside the autocast region that made it."
-            ) from error
 
     def _evaluate_in_transform(self) -> None:
         """Inside torch.func transforms, whose levels autograd.grad does not see: by torch.func.vjp."""
@@ -203,8 +185,7 @@ class InputVJP:
         u = torch.zeros_like(self.y)
         if self._transform_vjp is not None:
             with self._suspended.resumed():
-                transposed: Any = torch.func.vjp(self._transform_vjp, u)
-                return transposed[1](tuple(tangents))[0]
+                return torch.func.vjp(self._transform_vjp, u)[1](tuple(tangents))[0]
         name = self.options.name
         with self.backward_stand_ins():
             if self._transposed is None:

@@ -124,7 +124,7 @@ def jacobian(
         return traceable()(
             jacobian, func, x, *args, num_projections=num_projections, generator=generator, **options,
         )  # fmt: skip
-    _check_projections(num_projections)
+    validation.none_or_at_least("num_projections", num_projections, 1)
     term = squared_jacobian(num_projections, halved=True)
     return penalty(func, x, args, term, check_options("jacobian", options, generator))
 
@@ -184,7 +184,7 @@ def sobolev(
             sobolev, func, x, derivatives, *args, num_projections=num_projections,
             generator=generator, **options,
         )  # fmt: skip
-    _check_projections(num_projections)
+    validation.none_or_at_least("num_projections", num_projections, 1)
     checked = check_options("sobolev", options, generator)
     given, structure = check_points("sobolev", "derivatives", derivatives)
     if structure != pytree.flatten(x)[1]:
@@ -260,15 +260,9 @@ def lipschitz(
             generator=generator, **options,
         )  # fmt: skip
     limit = validation.number("bound", bound, minimum=0.0)
-    if num_iterations is not None:
-        validation.at_least("num_iterations", num_iterations, 1)
+    validation.none_or_at_least("num_iterations", num_iterations, 1)
     term = squared_excess(limit, num_iterations)
     return penalty(func, x, args, term, check_options("lipschitz", options, generator))
-
-
-def _check_projections(count: int | None) -> None:
-    if count is not None:
-        validation.at_least("num_projections", count, 1)
 
 
 @register(REAL, without=OF_SAMPLES)
@@ -339,8 +333,7 @@ def _norm_and_value(
         problem = Problem(policy, func, structure, leaves, args).entered(blocks)
         if in_transform:  # whose levels autograd.grad does not see
             every = tuple(range(len(leaves)))
-            gradient: Any = torch.func.grad_and_value(problem, argnums=every)
-            grads, value = gradient(*problem.leaves)
+            grads, value = torch.func.grad_and_value(problem, argnums=every)(*problem.leaves)
         else:
             found = gradient_with_graph(problem, problem.leaves, "parameter_gradient", create_graph)
             value, grads = found.value, found.parts

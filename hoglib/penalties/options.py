@@ -1,7 +1,7 @@
 """The options that the penalties share: their documentation, and one check of them."""
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
@@ -11,7 +11,6 @@ from hoglib.errors import ArgumentTypeError, ArgumentValueError
 
 Output = int | str | Callable[[Any], Any] | None
 Reduction = Literal["mean", "sum", "none"]
-REDUCTIONS = ("mean", "sum", "none")
 
 
 class Options(problem.Options, total=False):
@@ -63,7 +62,8 @@ OPTION_NAMES = tuple(Options.__annotations__)
 class CheckedOptions(NamedTuple):
     """The options of one call, checked, with the generator of its random numbers."""
 
-    policy: Policy  # how the function is evaluated and differentiated; its caller is the penalty
+    name: str  # the public function, for messages
+    policy: Policy  # how the function is evaluated and differentiated
     generator: torch.Generator | None = None
     reduction: str = "mean"
     output: Output = None
@@ -71,11 +71,6 @@ class CheckedOptions(NamedTuple):
     autocast: bool = False
     micro_batch: int | None = None
     return_outputs: bool = False
-
-    @property
-    def name(self) -> str:
-        """The public function, for messages."""
-        return self.policy.caller
 
 
 def check_options(
@@ -100,14 +95,13 @@ def check_options(
     own = {key: options[key] for key in options if key not in of_function}
     # derivatives have a graph where the caller's gradients are on
     policy = Policy.of(name, of_function, torch.is_grad_enabled(), functions=True)
-    checked = CheckedOptions(policy, validation.generator(generator), **own)
-    validation.one_of("reduction", checked.reduction, REDUCTIONS)
+    checked = CheckedOptions(name, policy, validation.generator(generator), **own)
+    validation.one_of("reduction", checked.reduction, get_args(Reduction))
     validation.flag("autocast", checked.autocast)
     validation.flag("return_outputs", checked.return_outputs)
     output = checked.output
-    if output is not None and (
-        isinstance(output, bool) or not (isinstance(output, int | str) or callable(output))
-    ):
+    named = output is None or isinstance(output, int | str) or callable(output)
+    if not named or isinstance(output, bool):
         raise ArgumentTypeError(
             "output: expected a position, a key, the name of an attribute, or a function of the "
             f"outputs, got {validation.describe(output)}."
@@ -143,8 +137,6 @@ def select_output(outputs: Any, output: Output) -> Any:
     except (KeyError, IndexError, AttributeError, TypeError) as error:
         if isinstance(outputs, Mapping):
             got = f"a {type(outputs).__name__} with {', '.join(map(repr, outputs))}"
-        elif isinstance(outputs, tuple | list):
-            got = f"a {type(outputs).__name__} of {len(outputs)}"
         else:
             got = validation.describe(outputs)
         raise ArgumentValueError(

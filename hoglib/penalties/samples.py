@@ -73,8 +73,7 @@ def check_points(name: str, argument: str, tree: Any) -> tuple[list[Tensor], Any
         real = isinstance(leaf, Tensor) and leaf.is_floating_point()
         if real and leaf.dim() and leaf.layout is torch.strided:
             continue
-        path = pytree.paths(tree)[k]
-        where = f"{argument}[{path!r}]" if path else argument
+        where = validation.leaf_name(argument, pytree.paths(tree)[k])
         if isinstance(leaf, Tensor) and not real:
             raise ArgumentTypeError(
                 f"{name}: {where}: expected a real floating-point tensor to differentiate by, got "
@@ -125,15 +124,14 @@ class Samples:
 
     def sums(self, parts: Sequence[Tensor]) -> Tensor:
         """The sum over each sample's entries of tensors like the leaves: [N]."""
-        total: Tensor | None = None
+        found = []
         for part, index in zip(parts, self.index, strict=True):
             rows = part.flatten(1).sum(1) if part.dim() > 1 else part
             if index is not None:
                 assert self.count is not None
                 rows = rows.new_zeros(self.count).index_add(0, index, rows)
-            total = rows if total is None else total + rows
-        assert total is not None
-        return total
+            found.append(rows)
+        return sum(found[1:], found[0])
 
     def squared_norms(self, grads: Sequence[Tensor]) -> Tensor:
         """|g_n|^2, the sum of squares over each sample's entries: [N], of half precision in float32."""

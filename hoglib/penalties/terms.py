@@ -203,11 +203,8 @@ def output_rows(at: InputVJP) -> Tensor:
 def check_batch_dependence(at: InputVJP) -> None:
     """Warns of layers that normalise by the batch, and of any other dependence of one sample's score on
     the other samples, which is looked for once for each function."""
-    layers = [
-        name
-        for module in at.modules
-        if isinstance(module, _BatchNorm) and (name := _batch_norm_name(module, at.problem.loss))
-    ]
+    norms = [module for module in at.modules if isinstance(module, _BatchNorm)]
+    layers = [name for module in norms if (name := _batch_norm_name(module, at.problem.loss))]
     if not layers and not _found_dependent(at):
         return
     how = f", through {', '.join(layers)}, which normalises by the whole batch" if layers else ""
@@ -230,10 +227,8 @@ def is_batch_dependent(at: InputVJP) -> bool | None:
         return None
     last = at.count() - 1
     score = y.reshape(last + 1, -1)[last].sum()
-    own = [
-        (torch.arange(len(leaf), device=leaf.device) if index is None else index) == last
-        for leaf, index in zip(at.leaves, samples.index, strict=True)
-    ]
+    pairs = zip(at.leaves, samples.index, strict=True)
+    own = [(torch.arange(len(x), device=x.device) if i is None else i) == last for x, i in pairs]
     return depends_on_others(score, at.leaves, own, at.options.name)
 
 

@@ -114,12 +114,14 @@ def _softplus(
     return [torch.where(linear, float(k == 0), beta**k * s) for k, s in enumerate(towers)]
 
 
+def _normal_density(x: Tensor, K: int) -> list[Derivative]:
+    return weighted(torch.exp(-x * x / 2) / math.sqrt(math.tau), (0, -1), x, K)
+
+
 def _gelu(x: Tensor, y: Tensor, K: int, approximate: str = "none") -> list[Derivative]:
     if approximate == "tanh":
         return _gelu_by_tanh(x, K)
-    cdf = torch.special.ndtr(x)
-    density = torch.exp(-x * x / 2) / math.sqrt(math.tau)
-    return _times_x(x, [cdf, *weighted(density, (0, -1), x, K)])
+    return _times_x(x, [torch.special.ndtr(x), *_normal_density(x, K)])
 
 
 def _gelu_by_tanh(x: Tensor, K: int) -> list[Derivative]:
@@ -135,8 +137,7 @@ def _gelu_by_tanh(x: Tensor, K: int) -> list[Derivative]:
 def _mish(x: Tensor, y: Tensor, K: int) -> list[Derivative]:
     t = torch.tanh(torch.nn.functional.softplus(x))
     n: Any = _softplus(x, x, K)
-    tanh = Univariate(K).compose(autonomous((1, 0, -1), t, K), n)
-    return _times_x(x, [t, *tanh])
+    return _times_x(x, [t, *Univariate(K).compose(autonomous((1, 0, -1), t, K), n)])
 
 
 def _elu(
@@ -144,10 +145,8 @@ def _elu(
 ) -> list[Derivative]:
     positive = x > 0
     below = alpha * scale * torch.exp(torch.where(positive, 0, x) * input_scale)
-    return [
-        torch.where(positive, scale if k == 1 else 0.0, below * input_scale**k)
-        for k in range(1, K + 1)
-    ]
+    slopes = [below * input_scale**k for k in range(1, K + 1)]
+    return [torch.where(positive, 0.0 if k else scale, slope) for k, slope in enumerate(slopes)]
 
 
 def _clamp(x: Tensor, y: Tensor, K: int, low: Any = None, high: Any = None) -> list[Derivative]:
@@ -265,9 +264,7 @@ POINTWISE: dict[str, Tower] = {
     "erf": lambda x, y, K: _erfs(x, K, 1),
     "erfc": lambda x, y, K: _erfs(x, K, -1),
     "erfinv": _erfinv,
-    "special_ndtr": lambda x, y, K: weighted(
-        torch.exp(-x * x / 2) / math.sqrt(math.tau), (0, -1), x, K
-    ),
+    "special_ndtr": lambda x, y, K: _normal_density(x, K),
     "lgamma": lambda x, y, K: _polygammas(x, 0, K),
     "digamma": lambda x, y, K: _polygammas(x, 1, K),
     "sqrt": _by_value(0.5),

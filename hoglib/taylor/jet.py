@@ -27,7 +27,6 @@ from hoglib.taylor.kinks import (
     Kink,
     Kinks,
     along_paths,
-    infinite,
     warn_if_linear,
     without_derivative,
 )
@@ -40,8 +39,7 @@ TaylorMode = Literal["auto", "taylor", "nested"]
 
 
 def _like_jet(value: Any, options: Any, primals: Any, series: Any) -> Any:
-    single = isinstance(primals, Tensor)
-    order = len(series if single else series[0])
+    order = len(series if isinstance(primals, Tensor) else series[0])
     return value, pytree.map(lambda y: [y.clone() for _ in range(order)], value)
 
 
@@ -119,11 +117,10 @@ def jet(
 
         found: Any = by_taylor(given, Univariate(K), xs, lists, call)
         leaves, series = found or along_path("jet", call, xs, lists, K)
-        done = [
-            [finished(given, y, d) for d in known] for y, known in zip(leaves, series, strict=True)
-        ]
-        values = [pairs[0][0] for pairs in done]
-        coefficients = [[d for _, d in pairs] for pairs in done]
+        pairs = zip(leaves, series, strict=True)
+        done = [[finished(given, y, d) for d in known] for y, known in pairs]
+        values = [found[0][0] for found in done]
+        coefficients = [[d for _, d in found] for found in done]
         return pytree.unflatten(values, structure), pytree.unflatten(coefficients, structure)
 
     return given.evaluate(func, body, None, xs, lists)
@@ -132,6 +129,7 @@ def jet(
 class TaylorOptions(NamedTuple):
     """How an entry point of Taylor mode runs, checked."""
 
+    caller: str
     policy: Policy
     mode: str
     keep: bool  # the results can be differentiated
@@ -147,11 +145,7 @@ class TaylorOptions(NamedTuple):
         if create_graph is not None:
             validation.flag("create_graph", create_graph)
         keep = torch.is_grad_enabled() if create_graph is None else create_graph
-        return cls(Policy.of(caller, options), mode, keep, create_graph is True)
-
-    @property
-    def caller(self) -> str:
-        return self.policy.caller
+        return cls(caller, Policy.of(caller, options), mode, keep, create_graph is True)
 
     def evaluate(self, func: Any, body: Callable[..., Any], key: Hashable, *inputs: Any) -> Any:
         """body(*inputs), which derives from the user's function, inside the ring; by its graph where it
@@ -276,7 +270,11 @@ def _look_at_points(
         if where is None and values[0].device.type != "cpu":
             where = Kink("an operation of an earlier call", None)
         if where is not None:
-            warn_once(infinite(caller, order, where))
+            warn_once(
+                f"{caller}: expected points where func has a derivative of order {order}, got some "
+                f"where it is infinite or NaN, first behind {where}. sqrt(x), x**1.5 and 1/x have none "
+                "at 0: add a small constant inside, or move the points."
+            )
     return None
 
 

@@ -7,6 +7,7 @@ point lies exactly at a kink at which they do not exist.
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from traceback import walk_stack
 from typing import Any, NamedTuple, final
 
 import torch
@@ -135,15 +136,13 @@ def _moves(call: Call, at: Tensor) -> bool:
 
 def here(operation: str) -> Kink:
     """The operation that runs now, by the name of torch's module if one runs it."""
-    found: Any = sys._getframe(1)
-    while found is not None:
-        file = found.f_code.co_filename
+    for frame, line in walk_stack(sys._getframe(1)):
+        file = frame.f_code.co_filename
         if is_user_file(file):
-            return Kink(operation, SourceLine(file, found.f_lineno))
-        module = found.f_locals.get("self") if found.f_code.co_name == "forward" else None
+            return Kink(operation, SourceLine(file, line))
+        module = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None
         if isinstance(module, nn.Module) and "(" not in operation:
             operation = f"{type(module).__name__} ({operation})"
-        found = found.f_back
     return Kink(operation, None)
 
 
@@ -171,15 +170,6 @@ def without_derivative(caller: str, order: int, kinks: Iterable[Kink]) -> str:
         f"at a kink: {_listed(kinks)}. Its result has torch's first derivative there and zeros as the "
         "higher ones. Move the points or use a smoother function; where that is what you want, pass "
         "message='.*exactly at a kink' to warnings.filterwarnings('ignore')."
-    )
-
-
-def infinite(caller: str, order: int, where: Kink) -> str:
-    """The text of a warning."""
-    return (
-        f"{caller}: expected points where func has a derivative of order {order}, got some where "
-        f"it is infinite or NaN, first behind {where}. sqrt(x), x**1.5 and 1/x have none at 0: add a "
-        "small constant inside, or move the points."
     )
 
 

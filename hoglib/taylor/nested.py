@@ -11,19 +11,17 @@ import torch
 from torch import Tensor
 
 from hoglib._core import torch_internals
-from hoglib._core.autograd import translate_errors, warn_if_not_finite
+from hoglib._core.autograd import vjp, warn_if_not_finite
 from hoglib._core.gradient_graph import check_custom_functions, graph_summary
 from hoglib._core.state import preserve_random_state
+from hoglib.taylor.series import Parts
 
 Leaves = list[Tensor]
+Path = Callable[[Tensor], Leaves]
 
 
 def nested(
-    caller: str,
-    path: Callable[[Tensor], Leaves],
-    like: Tensor,
-    variables: int,
-    orders: Sequence[int],
+    caller: str, path: Path, like: Tensor, variables: int, orders: Sequence[int]
 ) -> tuple[Leaves, list[Leaves]]:
     """y(0) and its derivatives, of y = path(t) with t [variables].
 
@@ -60,11 +58,7 @@ def nested(
 
 
 def along_path(
-    caller: str,
-    run: Callable[..., Leaves],
-    xs: Sequence[Tensor],
-    series: Sequence[Sequence[Tensor | None]],
-    K: int,
+    caller: str, run: Callable[..., Leaves], xs: Sequence[Tensor], series: Sequence[Parts], K: int
 ) -> tuple[Leaves, list[Leaves]]:
     """The outputs of run(*xs), and for each its derivatives of orders 1 to K along the path x(t).
 
@@ -96,19 +90,16 @@ def _slope(caller: str, y: Tensor, t: Tensor, i: int) -> Tensor:
     zeros = torch.zeros_like(y, requires_grad=False)
     if not (y.requires_grad and y.is_floating_point()):
         return zeros
-    u = zeros.requires_grad_()
-    with translate_errors(caller):
-        (g,) = torch.autograd.grad(y, t, u, create_graph=True, allow_unused=True)
-        if g is None or not g.requires_grad:
-            return torch.zeros_like(y, requires_grad=False)
-        (d,) = torch.autograd.grad(g[i], u, create_graph=True, allow_unused=True)
-    return torch.zeros_like(y, requires_grad=False) if d is None else d
+    u = torch.zeros_like(y, requires_grad=True)
+    (g,) = vjp([y], [t], [u], caller, create_graph=True)
+    (d,) = vjp([None if g is None else g[i]], [u], [t.new_ones(())], caller, create_graph=True)
+    return zeros if d is None else d
 
 
 def _by_func(
-    path: Callable[[Tensor], Leaves], like: Tensor, variables: int, orders: Sequence[int]
+    path: Path, like: Tensor, variables: int, orders: Sequence[int]
 ) -> tuple[Leaves, list[Leaves]]:
-    def slope(h: Callable[[Tensor], Leaves], i: int) -> Callable[[Tensor], Leaves]:
+    def slope(h: Path, i: int) -> Path:
         def of(t: Tensor) -> Leaves:
             y, pull = torch.func.vjp(h, t)[:2]
             along: Any = torch.func.vjp(lambda u: pull(u)[0][i], [torch.zeros_like(x) for x in y])

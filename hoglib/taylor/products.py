@@ -45,7 +45,7 @@ def _bilinear(bilinear: Bilinear) -> Rule:
 def _trilinear(call: Call) -> Parts:
     """The sum over some dimensions of a product of three tensors, as F.bilinear has it."""
     *tensors, sum_dims = [*call.args[:3], call.args[6]]
-    expanded = []
+    expanded, of_each = [], call.algebra.of_each
     rank = call.args[0].dim() + len(call.args[3])
     for x, dims in zip(tensors, call.args[3:6], strict=True):
 
@@ -55,12 +55,12 @@ def _trilinear(call: Call) -> Parts:
             return part
 
         parts = call.parts(x)
-        expanded.append((shaped(x, 0), None if parts is None else call.of_each(shaped, parts)))
+        expanded.append((shaped(x, 0), None if parts is None else of_each(shaped, parts)))
     (a, a_n), (b, b_n), (c, c_n) = expanded
     ab_n = call.product(multiply, a, b, a_n=a_n, b_n=b_n)
     found = call.product(multiply, a * b, c, a_n=ab_n, b_n=c_n)
     dims = [d % rank for d in sum_dims]
-    return call.of_each(lambda p, lead: p.sum([d + lead for d in dims]) if dims else p, found)
+    return of_each(lambda p, lead: p.sum([d + lead for d in dims]) if dims else p, found)
 
 
 def _affine(bilinear: Bilinear) -> Rule:
@@ -178,8 +178,7 @@ def _cholesky(call: Call, L: Tensor) -> Parts:
     def solve(part: Tensor) -> Tensor:
         inner = torch.linalg.solve_triangular(L, part, upper=False)
         inner = torch.linalg.solve_triangular(L.mH, inner, upper=True, left=False)
-        half = inner.diagonal(dim1=-2, dim2=-1) / 2
-        return L @ (inner.tril() - torch.diag_embed(half))
+        return L @ (inner.tril() - torch.diag_embed(inner.diagonal(dim1=-2, dim2=-1) / 2))
 
     n = call.algebra.zeros()
     for _ in range(call.algebra.order):

@@ -16,7 +16,7 @@ What is constant for autograd is constant here: what runs under no_grad, and `.d
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import cache, partial
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -35,13 +35,9 @@ aten = torch.ops.aten
 _OVERWRITES = {"zero", "fill.Scalar", "normal", "uniform", "random", "bernoulli", "exponential"}
 
 
-class _Pending(NamedTuple):
-    """An operation that ran, whose coefficients are not computed yet."""
-
-    rule: Rule
-    call: Call
-    written: Tensor | None  # the tensor that it changed in place
-    where: Kink | None  # what it is called in a message, if that is looked for
+# An operation that ran, whose coefficients are not computed yet: its rule, the call, the tensor that it
+# changed in place, and what it is called in a message, if that is looked for.
+_Pending = tuple[Rule, Call, Tensor | None, Kink | None]
 
 
 @final
@@ -86,10 +82,7 @@ class Propagation(TorchDispatchMode):
         parts = self._parts(y)
         if parts is None:
             return None
-        return [
-            None if part is None else part.expand(part.shape[: int(lead)] + y.shape)
-            for part, lead in zip(parts, self._algebra.leads, strict=True)
-        ]
+        return self._algebra.of_each(lambda p, lead: p.expand(p.shape[:lead] + y.shape), parts)
 
     def close(self) -> None:
         """Frees the coefficients of the intermediate tensors."""
@@ -114,8 +107,7 @@ class Propagation(TorchDispatchMode):
         if func._schema.is_mutable:
             return self._run_in_place(func, args, kwargs)
         out = func(*args, **kwargs)
-        tensors = [y for y in _outputs(out) if isinstance(y, Tensor)]
-        if is_constant(func) or not any(map(pytree.is_float, tensors)):
+        if is_constant(func) or not any(map(pytree.is_float, pytree.tensors(out))):
             self.kinks.compared(names_of(func)[1], out)
             return out
         rule = None if is_composite(func, args) else rule_of(func)
@@ -138,7 +130,7 @@ class Propagation(TorchDispatchMode):
         if self._algebra.order > 1:
             self.kinks.see(names, call, self._inside_composite > 0)
         looked = self._first_infinite and not self._inside_composite
-        self._pending = _Pending(rule, call, written, here(names[1]) if looked else None)
+        self._pending = rule, call, written, here(names[1]) if looked else None
 
     def _of_rank(self, x: Any, rank: int) -> Any:
         """An operand that broadcasts to more dimensions, with these, and so its coefficients: behind a
@@ -147,11 +139,8 @@ class Propagation(TorchDispatchMode):
             return x
         with self._outside(self._record):
             view = x[(None,) * (rank - x.dim())]
-            leads = self._algebra.leads
-            self._series[view] = [
-                None if part is None else align(part, lead, rank)
-                for part, lead in zip(parts, leads, strict=True)
-            ]
+            align_to = lambda part, lead: align(part, lead, rank)  # noqa: E731
+            self._series[view] = self._algebra.of_each(align_to, parts)
         return view
 
     def _flush(self) -> None:
@@ -167,22 +156,13 @@ class Propagation(TorchDispatchMode):
             for out, parts in zip(outputs, given, strict=False):
                 if not pytree.is_float(out):
                     continue
-                parts = self._algebra.zeros() if parts is None else parts
-                self._series[out] = [self._fitted(p, i, out) for i, p in enumerate(parts)]
+                fitted = partial(_fitted, out)
+                known = self._algebra.zeros() if parts is None else parts
+                self._series[out] = self._algebra.of_each(fitted, known)
             if where is not None:
                 self.kinks.check_finite(where, [self._parts(y) for y in outputs])
             if written is not None:
                 self._write_through(written)
-
-    def _fitted(self, part: Tensor | None, index: int, out: Tensor) -> Tensor | None:
-        if part is None:
-            return None
-        lead = self._algebra.leads[index]
-        part = align(part, lead, out.dim())
-        if part.dtype != out.dtype:
-            part = to_dtype(part, out.dtype)
-        full = part.shape[: int(lead)] + out.shape
-        return part if part.shape == full else part.expand(full)
 
     def _parts(self, x: Any) -> Parts | None:
         if not isinstance(x, Tensor):
@@ -253,11 +233,8 @@ class Propagation(TorchDispatchMode):
             if not base.is_contiguous():
                 raise Refused("an in-place operation on a view of a tensor that is not contiguous")
             known = self._parts(base) or self._algebra.zeros()
-            own = self._series[target]
-            self._series[base] = [
-                self._scattered(p, q, lead, base, target)
-                for p, q, lead in zip(known, own, self._algebra.leads, strict=True)
-            ]
+            rows = zip(known, self._series[target], self._algebra.leads, strict=True)
+            self._series[base] = [self._scattered(*row, base, target) for row in rows]
         for view in list(self._series.keys()):
             if view is not target and view._is_view() and view._base is base:
                 self._series[view] = self._viewed(self._series[base], view)
@@ -279,14 +256,22 @@ class Propagation(TorchDispatchMode):
         assert base is not None
         if not base.is_contiguous():
             raise Refused("a view of a tensor that was changed in place and is not contiguous")
-        found: Parts = []
-        for part, lead in zip(parts, self._algebra.leads, strict=True):
-            if part is not None:
-                size = part.shape[: int(lead)]
-                part = part.expand(size + base.shape).clone(memory_format=torch.contiguous_format)
-                part = part.as_strided(*_geometry(size, base, view))
-            found.append(part)
-        return found
+
+        def viewed(part: Tensor, lead: int) -> Tensor:
+            size = part.shape[:lead]
+            part = part.expand(size + base.shape).clone(memory_format=torch.contiguous_format)
+            return part.as_strided(*_geometry(size, base, view))
+
+        return self._algebra.of_each(viewed, parts)
+
+
+def _fitted(out: Tensor, part: Tensor, lead: int) -> Tensor:
+    """A coefficient in the dtype and of the shape of the output."""
+    part = align(part, lead, out.dim())
+    if part.dtype != out.dtype:
+        part = to_dtype(part, out.dtype)
+    full = part.shape[:lead] + out.shape
+    return part if part.shape == full else part.expand(full)
 
 
 @cache
@@ -302,8 +287,7 @@ def _out_of_place(func: Any, packet: str) -> Any:
     found = getattr(aten, packet, None)
     arguments = [(str(a.type), a.kwarg_only) for a in func._schema.arguments]
     for overload in () if found is None else map(partial(getattr, found), found.overloads()):
-        own = overload._schema.arguments
-        if [(str(a.type), a.kwarg_only) for a in own] == arguments:
+        if [(str(a.type), a.kwarg_only) for a in overload._schema.arguments] == arguments:
             return overload
     return None
 
@@ -319,7 +303,3 @@ def _tensors(args: Sequence[Any], kwargs: Any) -> Any:
             yield x
         elif isinstance(x, list | tuple):
             yield from (y for y in x if isinstance(y, Tensor))
-
-
-def _outputs(out: Any) -> Sequence[Any]:
-    return out if isinstance(out, tuple | list) else [out]

@@ -22,7 +22,7 @@ from hoglib.taylor.derivatives import POINTWISE, power_of
 from hoglib.taylor.kinks import KINKS, one_sided
 from hoglib.taylor.products import MATRICES, PRODUCTS
 from hoglib.taylor.series import Bilinear, Call, Parts, Refused, Rule, each, multiply, scaled, sums
-from hoglib.taylor.structural import CONSTANT, JOINS, LINEAR, SEVERAL, ZERO
+from hoglib.taylor.structural import CONSTANT, JOINS, LINEAR, SEVERAL, ZERO, chosen
 
 
 def _pow(call: Call) -> Parts:
@@ -50,17 +50,11 @@ def _vector_norm(call: Call) -> Parts:
     n, y = call.product(squares, x, x), call.out
     zero = y == 0
     safe = torch.where(zero, 1, y)
-    derivatives = POINTWISE["sqrt"](safe * safe, safe, call.algebra.order)
-    found = call.algebra.compose(derivatives, n)
+    found = call.algebra.compose(POINTWISE["sqrt"](safe * safe, safe, call.algebra.order), n)
     if call.side and call.parts(x):
         beside = _norm_beside_zero(call, x, squares)
         if beside is not None:
-            return [
-                None
-                if p is q is None
-                else torch.where(zero, 0 if q is None else q, 0 if p is None else p)
-                for p, q in zip(found, beside, strict=True)
-            ]
+            return chosen(call, zero, beside, found)
     return each(lambda part: torch.where(zero, 0, part), found)
 
 
@@ -77,10 +71,8 @@ def _norm_beside_zero(call: Call, x: Tensor, squares: Bilinear) -> Parts | None:
     start = squares(first, first, lead, lead).sqrt()
     safe = torch.where(start == 0, 1, start)
     size = call.algebra.compose(POINTWISE["sqrt"](safe * safe, safe, call.algebra.order), n)
-    return [
-        None if p is None else torch.where(start == 0, 0, call.side * k * p)
-        for k, p in enumerate([start, *size[:-1]], start=1)
-    ]
+    terms = enumerate([start, *size[:-1]], start=1)
+    return [None if p is None else torch.where(start == 0, 0, call.side * k * p) for k, p in terms]
 
 
 def _atan2(call: Call) -> Parts:
@@ -137,10 +129,8 @@ def _pointwise(name: str) -> Rule:
 def _linear(function: Callable[..., Any]) -> Rule:
     def rule(call: Call) -> Any:
         x, *rest = call.args
-        return call.of_each(
-            lambda part, lead: function(part, lead, x, call.out, *rest, **call.kwargs),
-            call.known(x),
-        )
+        run = lambda part, lead: function(part, lead, x, call.out, *rest, **call.kwargs)  # noqa: E731
+        return call.algebra.of_each(run, call.known(x))
 
     return rule
 
@@ -227,14 +217,7 @@ def _layer_norm(x: Tensor, shape: Any, weight: Any, bias: Any, eps: float) -> An
 
 
 def _batch_norm(
-    x: Tensor,
-    weight: Any,
-    bias: Any,
-    mean: Any,
-    var: Any,
-    training: bool,
-    momentum: float,
-    eps: float,
+    x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, _: float, eps: float
 ) -> Any:
     shape = (1, -1, *(1,) * (x.dim() - 2))
     if training:
@@ -300,8 +283,8 @@ def _scanned(pair: Callable[[Tensor, Tensor], Tensor]) -> Composite:
     return scan
 
 
-def _modulo(x: Any, y: Any, quotient: Tensor) -> Tensor:
-    return x - y * quotient
+def _modulo(rounding: str) -> Composite:
+    return lambda x, y: x - y * torch.div(x, y, rounding_mode=rounding)
 
 
 def _copysign(x: Tensor, y: Any) -> Tensor:
@@ -357,9 +340,8 @@ COMPOSITES: dict[str, Composite] = {
     "addbmm": lambda x, a, b, *, beta=1, alpha=1: beta * x + alpha * (a @ b).sum(0),
     "fmax": lambda a, b: torch.where(b.isnan() | (a >= b), a, b),
     "fmin": lambda a, b: torch.where(b.isnan() | (a <= b), a, b),
-    "remainder.Tensor": lambda x, y: _modulo(x, y, torch.div(x, y, rounding_mode="floor")),
-    "remainder.Scalar_Tensor": lambda x, y: _modulo(x, y, torch.div(x, y, rounding_mode="floor")),
-    "fmod.Tensor": lambda x, y: _modulo(x, y, torch.div(x, y, rounding_mode="trunc")),
+    **dict.fromkeys(("remainder.Tensor", "remainder.Scalar_Tensor"), _modulo("floor")),
+    "fmod.Tensor": _modulo("trunc"),
     "copysign": _copysign,
     "abs": _magnitude,
     "angle": _angle,

@@ -58,6 +58,11 @@ class Algebra(ABC):
     def zeros(self) -> Parts:
         return [None] * len(self.leads)
 
+    def of_each(self, function: Callable[[Tensor, int], Tensor], parts: Parts) -> Parts:
+        """function(part, lead) of each coefficient; lead: its leading dimensions, one or none."""
+        pairs = zip(parts, self.leads, strict=True)
+        return [None if part is None else function(part, int(lead)) for part, lead in pairs]
+
 
 @final
 class Univariate(Algebra):
@@ -97,10 +102,9 @@ class Univariate(Algebra):
         if isinstance(self.weights, Tensor):
             term = term * self.weights.reshape(-1, *(1,) * (term.dim() - 1))
         own = compact(term, first=1)
-        total = (
-            own.sum(0) if isinstance(self.weights, Tensor) else _scaled(self.weights, own.sum(0))
-        )
-        assert total is not None
+        total = own.sum(0)
+        if isinstance(self.weights, float) and self.weights != 1:
+            total = self.weights * total
         return total if own is term else total.expand(term.shape[1:])
 
 
@@ -185,8 +189,8 @@ class Biharmonic(Algebra):
 
         B = _scaled(2, term(a_L, b_L, False, False))
         first = term(a_i, b_iL, True, True)
-        second = first if square else term(a_iL, b_i, True, True)
-        B = add(B, _scaled(4, _sum(add(first, second))))
+        both = add(first, first if square else term(a_iL, b_i, True, True))
+        B = add(B, None if both is None else 4 * both.sum(0))
         squares = term(a_ij, b_ij, True, True)
         if squares is not None:
             count = self._count.to(squares.dtype).reshape(-1, *(1,) * (squares.dim() - 1))
@@ -200,7 +204,7 @@ class Biharmonic(Algebra):
         """sum_k of the product of x_k and pairs_ki."""
         if x is None or pairs is None:
             return None
-        found: Tensor = term(x[self._second], pairs[self._full], True, True)
+        found = term(x[self._second], pairs[self._full], True, True)
         return found.unflatten(0, (self.D, self.D)).sum(1)
 
 
@@ -224,7 +228,7 @@ def compact(a: Tensor, first: int = 0) -> Tensor:
     return a[tuple(slice(0, 1) if s else slice(None) for s in shared)] if any(shared) else a
 
 
-def align(part: Tensor, lead: bool, rank: int) -> Tensor:
+def align(part: Tensor, lead: int, rank: int) -> Tensor:
     """The part with dimensions of size 1 behind the leading one, up to this rank."""
     missing = rank + lead - part.dim()
     return part if missing <= 0 or not lead else part[(slice(None),) + (None,) * missing]
@@ -238,10 +242,6 @@ def _scaled(factor: Derivative, part: Tensor | None) -> Tensor | None:
     if part is None or factor is None:
         return None
     return part if isinstance(factor, int | float) and factor == 1 else factor * part
-
-
-def _sum(part: Tensor | None) -> Tensor | None:
-    return None if part is None else part.sum(0)
 
 
 class Refused(Exception):
@@ -259,18 +259,10 @@ class Call(NamedTuple):
     out: Any
     side: int = 0  # of a kink along the path: -1 before it, 1 after it; 0 for torch's derivative
 
-    def of_each(self, function: Callable[[Tensor, int], Tensor], parts: Parts) -> Parts:
-        """function(part, lead) of each coefficient."""
-        leads = self.algebra.leads
-        return [
-            None if part is None else function(part, int(lead))
-            for part, lead in zip(parts, leads, strict=True)
-        ]
-
     def aligned(self, parts: Parts, rank: int | None = None) -> Parts:
         """The coefficients with as many dimensions as the output, or with so many."""
         rank = self.out.dim() if rank is None else rank
-        return self.of_each(lambda part, lead: align(part, bool(lead), rank), parts)
+        return self.algebra.of_each(lambda part, lead: align(part, lead, rank), parts)
 
     def product(self, bilinear: Bilinear, a: Any, b: Any, a_n: Any = ..., b_n: Any = ...) -> Parts:
         """The coefficients of bilinear(a, b); a_n, b_n: their own, if they are not those of tensors."""
@@ -278,9 +270,9 @@ class Call(NamedTuple):
         b_n = self.parts(b) if b_n is ... else b_n
         found = self.algebra.zeros()
         if a_n is not None:
-            found = self.of_each(lambda p, lead: bilinear(p, b, bool(lead), False), a_n)
+            found = self.algebra.of_each(lambda p, lead: bilinear(p, b, bool(lead), False), a_n)
         if b_n is not None:
-            terms = self.of_each(lambda p, lead: bilinear(a, p, False, bool(lead)), b_n)
+            terms = self.algebra.of_each(lambda p, lead: bilinear(a, p, False, bool(lead)), b_n)
             found = sums(found, terms)
         if a_n is not None and b_n is not None:
             found = sums(found, self.algebra.product(bilinear, a_n, b_n))
@@ -321,9 +313,7 @@ def each(function: Callable[[Tensor], Tensor], parts: Parts) -> Parts:
 
 
 def scaled(factor: Any, parts: Parts) -> Parts:
-    if not isinstance(factor, Tensor | torch.SymFloat) and factor == 1:
-        return parts
-    return each(lambda part: factor * part, parts)
+    return [_scaled(factor, part) for part in parts]
 
 
 def to_dtype(part: Tensor, dtype: torch.dtype) -> Tensor:

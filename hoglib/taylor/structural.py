@@ -23,7 +23,7 @@ def _reshaped(part: Tensor, lead: int, x: Tensor, out: Tensor, *args: Any) -> Te
 
 
 def _expanded(part: Tensor, lead: int, x: Tensor, out: Tensor, *args: Any, **_: Any) -> Tensor:
-    return align(part, bool(lead), out.dim()).expand(part.shape[:lead] + out.shape)
+    return align(part, lead, out.dim()).expand(part.shape[:lead] + out.shape)
 
 
 def _same(part: Tensor, lead: int, x: Tensor, out: Tensor, *args: Any, **_: Any) -> Tensor:
@@ -89,17 +89,17 @@ def _batched(operation: Any, rank: int) -> Linear:
     """Of an operation on [N, ...] or [...], as pooling and resizing: the directions join the batch."""
 
     def run(part: Tensor, lead: int, x: Tensor, out: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if not lead or x.dim() < rank:
-            if lead:
-                return torch.stack([operation(p, *args, **kwargs) for p in part])
+        if not lead:
             return operation(part, *args, **kwargs)
+        if x.dim() < rank:
+            return torch.stack([operation(p, *args, **kwargs) for p in part])
         return operation(part.flatten(0, 1), *args, **kwargs).unflatten(0, part.shape[:2])
 
     return run
 
 
 def _selected(part: Tensor, lead: int, x: Tensor, out: Tensor, mask: Tensor) -> Tensor:
-    part = align(part, bool(lead), mask.dim())
+    part = align(part, lead, mask.dim())
     shape = torch.broadcast_shapes(x.shape, mask.shape)
     part, mask = part.expand(part.shape[:lead] + shape), mask.expand(shape)
     return part[:, mask] if lead else part[mask]
@@ -107,10 +107,6 @@ def _selected(part: Tensor, lead: int, x: Tensor, out: Tensor, mask: Tensor) -> 
 
 def _cast(part: Tensor, lead: int, x: Tensor, out: Tensor, *args: Any, **_: Any) -> Tensor:
     return to_dtype(part, out.dtype).to(out.device)
-
-
-def _repeated(p: Tensor, lead: int, x: Tensor, out: Tensor, repeats: Sequence[int] = ()) -> Tensor:
-    return align(p, bool(lead), len(repeats)).repeat([*(1,) * lead, *repeats])
 
 
 def _strided(
@@ -122,10 +118,8 @@ def _strided(
     if not x.is_contiguous() or start < 0 or last >= x.numel():
         raise Refused("torch.as_strided of a tensor that is not contiguous, or beyond it")
     part = part.contiguous()
-    rows = tuple(part.shape[:lead])
-    return part.as_strided(
-        (*rows, *size), (*(x.numel(),) * lead, *stride), part.storage_offset() + start
-    )
+    shape, strides = (*part.shape[:lead], *size), (*(x.numel(),) * lead, *stride)
+    return part.as_strided(shape, strides, part.storage_offset() + start)
 
 
 # Pooling and resizing, by the dimensions of a batch.
@@ -182,7 +176,7 @@ LINEAR: dict[str, Linear] = {
         if not x.dim()
         else part.flatten(lead).roll(shifts, lead).reshape(part.shape)
     ),
-    "repeat": _repeated,
+    "repeat": lambda part, lead, x, out, n=(): align(part, lead, len(n)).repeat([*(1,) * lead, *n]),
     "unfold": by_dim(Tensor.unfold),
     "tril": lambda part, lead, x, out, diagonal=0: part.tril(diagonal),
     "triu": lambda part, lead, x, out, diagonal=0: part.triu(diagonal),
@@ -238,12 +232,9 @@ def _added(sign: float, swapped: bool = False) -> Rule:
     def rule(call: Call) -> Parts:
         a, b = call.args[:2]
         alpha = call.kwargs.get("alpha", call.args[2] if len(call.args) > 2 else 1)
-        terms = []
-        for x, factor in ((a, -alpha if swapped else 1), (b, 1 if swapped else sign * alpha)):
-            own = call.parts(x)
-            if own is not None:
-                terms.append(scaled(factor, call.aligned(own)))
-        return terms[0] if len(terms) == 1 else sums(*terms)
+        of_a, of_b = (-alpha, 1) if swapped else (1, sign * alpha)
+        a_n, b_n = call.aligned(call.known(a)), call.aligned(call.known(b))
+        return sums(scaled(of_a, a_n), scaled(of_b, b_n))
 
     return rule
 
@@ -253,21 +244,18 @@ def _joined(operation: Any) -> Rule:
         tensors, dim = call.args[0], call.args[1] if len(call.args) > 1 else 0
         if operation is torch.cat:  # which skips empty tensors of one dimension
             tensors = [x for x in tensors if x.shape != (0,)] or list(tensors)
-        found: Parts = []
+        found = call.algebra.zeros()
         like = call.out if operation is torch.cat else call.out.select(dim, 0)
         dim %= call.out.dim()
         for c, lead in enumerate(call.algebra.leads):
             parts = [call.known(x)[c] for x in tensors]
             given = next((p for p in parts if p is not None), None)
             if given is None:
-                found.append(None)
                 continue
             size = given.shape[: int(lead)]
-            filled = [
-                like.new_zeros(size + x.shape) if p is None else p
-                for p, x in zip(parts, tensors, strict=True)
-            ]
-            found.append(operation(filled, dim + lead))
+            pairs = zip(parts, tensors, strict=True)
+            filled = [like.new_zeros(size + x.shape) if p is None else p for p, x in pairs]
+            found[c] = operation(filled, dim + lead)
         return found
 
     return rule
@@ -275,14 +263,15 @@ def _joined(operation: Any) -> Rule:
 
 def blended(call: Call, mask: Tensor, a: Any, b: Any) -> Parts:
     """where(mask, a, b)"""
-    a_n, b_n, shape = call.known(a), call.known(b), call.out.shape
+    return chosen(call, mask, call.known(a), call.known(b))
+
+
+def chosen(call: Call, mask: Tensor, a_n: Parts, b_n: Parts) -> Parts:
+    """The coefficients a_n where the mask is, b_n elsewhere."""
     found: Parts = []
     for p, q, lead in zip(a_n, b_n, call.algebra.leads, strict=True):
-        if p is None and q is None:
-            found.append(None)
-            continue
-        sides: list[Any] = [0 if r is None else align(r, lead, len(shape)) for r in (p, q)]
-        found.append(torch.where(mask, sides[0], sides[1]))
+        sides: list[Any] = [0 if r is None else align(r, lead, call.out.dim()) for r in (p, q)]
+        found.append(None if p is q is None else torch.where(mask, sides[0], sides[1]))
     return found
 
 
@@ -292,17 +281,13 @@ def _extremum(call: Call) -> Parts:
     found = blended(call, larger, a, b)
     ties = a == b  # each gets a half, as torch's derivative
     if call.side:
-        apart = sums(call.known(a), scaled(-1, call.known(b)))
-        sign = call.direction(apart)
+        sign = call.direction(sums(call.known(a), scaled(-1, call.known(b))))
         if sign is None:
             return found
         first = sign > 0 if call.name == "maximum" else sign < 0
         return blended(call, torch.where(ties, first, larger), a, b)
     half = scaled(0.5, sums(blended(call, ties, a, 0.0), blended(call, ties, b, 0.0)))
-    return [
-        None if p is None else p if h is None else torch.where(ties, h, p)
-        for p, h in zip(found, half, strict=True)
-    ]
+    return chosen(call, ties, half, found)
 
 
 def _reduced_extremum(call: Call) -> Parts:
@@ -319,19 +304,16 @@ def _reduced_extremum(call: Call) -> Parts:
             out = out.unsqueeze(d)
     mask = (x == out).to(x.dtype)
     mask = mask / mask.sum(dims, keepdim=True)
-    return call.of_each(
-        lambda p, lead: (p * mask).sum([d + lead for d in dims], keep), call.known(x)
-    )
+    total = lambda p, lead: (p * mask).sum([d + lead for d in dims], keep)  # noqa: E731
+    return call.algebra.of_each(total, call.known(x))
 
 
 def _selecting(call: Call) -> list[Parts | None]:
     x = call.args[0]
     given = [a for a in call.args[1:] if isinstance(a, int) and not isinstance(a, bool)]
     kwargs = call.kwargs
-    if call.name in ("topk", "kthvalue"):
-        dim = given[1] if len(given) > 1 else kwargs.get("dim", -1)
-    else:
-        dim = given[0] if given else kwargs.get("dim", -1)
+    before = 1 if call.name in ("topk", "kthvalue") else 0  # arguments: k
+    dim = given[before] if len(given) > before else kwargs.get("dim", -1)
     values, indices = call.out
     if x.dim() == 0:
         return [call.known(x), None]
@@ -339,14 +321,13 @@ def _selecting(call: Call) -> list[Parts | None]:
     index = indices if keep else indices.unsqueeze(dim)
 
     def pick(part: Tensor, lead: int) -> Tensor:
-        full = index.expand(part.shape[:lead] + index.shape)
-        found = part.gather(shifted(dim, lead, x), full)
+        found = _gathered(part, lead, x, None, dim, index)
         return found if keep else found.squeeze(shifted(dim, lead, x))
 
-    return [call.of_each(pick, call.known(x)), None]
+    return [call.algebra.of_each(pick, call.known(x)), None]
 
 
-def _written(source: int | None) -> Rule:
+def _written(source: int) -> Rule:
     """Operations that write one tensor into another: linear in both, one direction after another."""
 
     def rule(call: Call) -> Parts:
@@ -354,8 +335,7 @@ def _written(source: int | None) -> Rule:
         args = list(call.args)
         operation = getattr(aten, call.name)
         x: Any = args[0]
-        y: Any = None if source is None else args[source]
-        tensor = isinstance(y, Tensor)
+        y: Any = args[source]
         for p, q, lead in zip(call.known(x), call.known(y), call.algebra.leads, strict=True):
             given = p if p is not None else q
             if given is None:
@@ -364,9 +344,8 @@ def _written(source: int | None) -> Rule:
             rows = []
             for r in range(len(given)) if lead else [...]:
                 args[0] = torch.zeros_like(x) if p is None else p[r]
-                if source is not None:
-                    zero = torch.zeros_like(y) if tensor else 0.0
-                    args[source] = zero if q is None else q[r]
+                zero = torch.zeros_like(y) if isinstance(y, Tensor) else 0.0
+                args[source] = zero if q is None else q[r]
                 rows.append(operation(*args, **call.kwargs))
             found.append(torch.stack(rows) if lead else rows[0])
         return found
