@@ -239,9 +239,8 @@ class LanguageModelLoss(FunctionalLoss):
                         per_group = along.reshape(groups, -1)
                         along = per_group.sum(1, keepdim=True).expand_as(per_group).reshape(-1)
                     found = row_gradients(own, scale * share * along, names)
-                    result = tuple(
-                        y if x is None else x + y for x, y in zip(result, found, strict=True)
-                    )
+                    pairs = zip(result, found, strict=True)
+                    result = tuple(y if x is None else x + y for x, y in pairs)
             return _like(outputs, result)
 
         return product

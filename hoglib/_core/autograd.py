@@ -118,10 +118,9 @@ def vjp(
     if not pairs:
         return [None] * len(inputs)
     with translate_errors(what, graph):
-        return gradients(
-            [y for y, _ in pairs], inputs, [u for _, u in pairs],
-            retain_graph=retain_graph or create_graph, create_graph=create_graph,
-        )  # fmt: skip
+        values, weights = zip(*pairs, strict=True)
+        keep = retain_graph or create_graph
+        return gradients(values, inputs, weights, retain_graph=keep, create_graph=create_graph)
 
 
 def is_not_finite(caller: str, value: Tensor, parts: Vector) -> bool:

@@ -40,6 +40,22 @@ def is_autocast(x: Tensor) -> bool:
     return autocast_on(x.device.type) and x.dtype != torch.float64
 
 
+def cast_for_product(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """The operands as torch's own product would take them under autocast.
+
+    float64 and complex ones stay. It is done outside of the Function, because what backward reads
+    must have the dtype that forward computed in.
+    """
+    device = next(tensor.device.type for tensor in tensors if tensor is not None)
+    if not autocast_on(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(
+        x.to(dtype) if x is not None and x.is_floating_point() and x.dtype != torch.float64 else x
+        for x in tensors
+    )
+
+
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     """Inside, matrix products have the dtype of x, without autocast."""
     return torch.autocast(x.device.type, enabled=False) if is_autocast(x) else nullcontext()

@@ -242,11 +242,7 @@ def capture(
         )
         if function.check:  # before compiling, which may take minutes
             with inside(eager=True):  # compiled functions run without their graphs
-                comparison = Comparison(
-                    function.name, function.on_tensors(form), tensors, entry,
-                    tolerance_of(traced.graph),
-                    independent=getattr(function.fn, "independent", False),
-                )  # fmt: skip
+                comparison = Comparison(function, form, tensors, entry, tolerance_of(traced.graph))
                 comparison.check(entry, traced.lifted, OF_CAPTURE)
             reached = reached.refresh(function.name, root, traced.lifted, traced.modules)
         runner, backend = make_runner(
@@ -367,15 +363,16 @@ class Comparison:
 
     It compares at perturbed values first, so that what modules keep of their last run belongs to the
     given values. At the given values, the tensors keep their graphs, because the function may
-    differentiate with respect to them; with ``independent``, it differentiates with respect to each
+    differentiate with respect to them; one that is ``independent`` differentiates with respect to each
     argument as if none was computed from another. The state of the random generators changes.
     """
 
     def __init__(
-        self, name: str, function: Callable[..., Any], tensors: list[Tensor], graph: GraphEntry,
-        tolerance: float, *, independent: bool,
+        self, function: Any, form: CallSignature, tensors: list[Tensor], graph: GraphEntry,
+        tolerance: float,
     ) -> None:  # fmt: skip
-        self._name, self._tolerance = name, tolerance
+        self._name, self._tolerance = function.name, tolerance
+        independent = getattr(function.fn, "independent", False)
         self._cases: list[_Case] = []
         perturbed = _scaled(tensors, 0, _of_about_the_size)
         own = [x.clone() if x.is_inference() else as_leaf(x) if independent else x for x in tensors]
@@ -385,7 +382,8 @@ class Comparison:
         for where, values in runs.items():
             state = random_state()
             try:
-                expected = [x.detach() for x in pytree.tensors(function(*values))]
+                result = function.on_tensors(form)(*values)
+                expected = [x.detach() for x in pytree.tensors(result)]
             except Exception:
                 if where:  # a function need not accept every value
                     continue

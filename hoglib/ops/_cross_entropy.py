@@ -467,10 +467,8 @@ def _gradients_jvp(saved: Saved, *tangents: Any) -> Any:
     if any(part is not None for part in vector):
         found = _curvature(rows, g, vector, needs)[:3]
     if dg is not None:
-        more = row_gradients(rows, dg, needs)
-        found = [
-            y if x is None else x if y is None else x + y for x, y in zip(found, more, strict=True)
-        ]
+        pairs = zip(found, row_gradients(rows, dg, needs), strict=True)
+        found = [y if x is None else x if y is None else x + y for x, y in pairs]
     return tuple(x for x in found if x is not None)
 
 

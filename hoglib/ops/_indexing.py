@@ -85,10 +85,8 @@ def scatter_reduce(
     if reduce != "prod" or not differentiable or input.dtype != src.dtype or _is_larger(index, src):
         return torch.scatter_reduce(input, dim, index, src, reduce, include_self=include_self)
     if not input.dim() or not index.dim() or not src.dim():
-        y = scatter_reduce(
-            torch.atleast_1d(input), dim, torch.atleast_1d(index), torch.atleast_1d(src), reduce,
-            include_self=include_self,
-        )  # fmt: skip
+        x, index, src = torch.atleast_1d(input, index, src)
+        y = scatter_reduce(x, dim, index, src, reduce, include_self=include_self)
         return y.reshape(input.shape)
     dim = validation.dim("dim", dim, input.dim())
     keys, order = torch.sort(index, dim=dim, stable=True)

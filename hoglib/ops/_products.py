@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hoglib._core import validation
-from hoglib._core.mixed_precision import autocast_on, is_autocast, upcast_half
+from hoglib._core.mixed_precision import autocast_on, cast_for_product, is_autocast, upcast_half
 from hoglib._core.problem import check_option_names
 from hoglib.errors import ArgumentIndexError, ArgumentTypeError, ArgumentValueError
 from hoglib.ops._function import Saved, apply_function, conj, make_function, sum_terms, sum_to_shape
@@ -286,22 +286,6 @@ def clipped_gradient_linear(x: Tensor, weight: Tensor, *, bound: float) -> Tenso
     """
     validation.real("weight", weight)
     return linear(clip_gradient(x, bound=bound), weight)
-
-
-def cast_for_product(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """The operands as torch's own product would take them under autocast.
-
-    float64 and complex ones stay. It is done outside of the Function, because what backward reads
-    must have the dtype that forward computed in.
-    """
-    device = next(tensor.device.type for tensor in tensors if tensor is not None)
-    if not autocast_on(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(
-        x.to(dtype) if x is not None and x.is_floating_point() and x.dtype != torch.float64 else x
-        for x in tensors
-    )
 
 
 def _check_tensors(x: Tensor, weight: Tensor, bias: Tensor | None) -> str:

@@ -242,10 +242,8 @@ class AppliedFunctions:
             return None
         key, by = noted
         self.parts.discard(key)
-        versions = [
-            (i, x, x._version) for i, x in enumerate(args)
-            if by[i] and torch_internals.unwrap(x) is x and not x.is_inference()
-        ]  # fmt: skip
+        plain = ((i, x) for i, x in enumerate(args) if by[i] and torch_internals.unwrap(x) is x)
+        versions = [(i, x, x._version) for i, x in plain if not x.is_inference()]
         return partial(self._applied, key, args, versions)
 
     def _noted(self, function: type[Function], given: Args) -> tuple[Key, tuple[bool, ...]] | None:

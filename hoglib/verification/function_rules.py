@@ -392,10 +392,8 @@ def forward(function: type[Function], args: Sequence[Any], needed: Sequence[bool
     that require grad where it is needed, which forward may ask for."""
     record = Record(tuple(needed))
     context = Context(record)
-    own = [
-        x for x, is_wanted in zip(args, needed, strict=False)
-        if is_wanted and is_float(x) and not x.requires_grad
-    ]  # fmt: skip
+    wanted = (x for x, needs in zip(args, needed, strict=False) if needs and is_float(x))
+    own = [x for x in wanted if not x.requires_grad]
     try:
         for x in own:
             x.requires_grad_()
