@@ -363,6 +363,10 @@ class _Drawing:
     def _made_in_forward(self, grad_fn: Any, function: type[Function]) -> list[str]:
         """The tensors that a Function saves and that are neither inputs nor outputs: constants to the
         second derivative."""
+        # Where Functions were applied in other threads their inputs are unknown, unless all of them
+        # require grad.
+        if function not in self._applied and not all(node for node, _ in grad_fn.next_functions):
+            return []
         given = [_memory(x) for x in self._applied.get(function, ())]
         saved = saved_tensors(grad_fn, unpack=False)
         return [name for name, x in saved if not x.requires_grad and _memory(x) not in given]

@@ -399,7 +399,13 @@ class _Jvp(_Derivative):
         plain = torch_forward_mode.in_dual_level() or (isinstance(self.run, Run) and not recorded)
         run = self._by_func if transforms or not plain else self._by_duals
         with self.autocast.restored(), keep_swapped():
-            return run(inputs, tangents)
+            try:
+                return run(inputs, tangents)
+            except RuntimeError as error:
+                if not recorded or "setup_context" not in str(error):
+                    raise
+            self.call.run_state.rewind()
+            return self._by_duals(inputs, tangents)
 
     def without_graph(self, *tensors: Tensor | None) -> Tensors:
         """The same as a constant of every derivative."""

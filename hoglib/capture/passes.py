@@ -61,7 +61,8 @@ def is_fresh(node: fx.Node) -> bool:
 def _has_no_dropout(node: fx.Node) -> bool:
     """Whether it is attention or a recurrent layer, which draw for dropout only, without dropout."""
     arguments = node.target._schema.arguments  # type: ignore[union-attr]
-    given = {**dict(zip((a.name for a in arguments), node.args, strict=False)), **node.kwargs}
+    given = {a.name: a.default_value for a in arguments}
+    given |= {**dict(zip(given, node.args, strict=False)), **node.kwargs}
     rates = [given[name] for name in ("dropout_p", "dropout") if name in given]
     return bool(rates) and all(rate in (0, 0.0) for rate in rates)
 

@@ -1,5 +1,6 @@
 """Losses that torch does not differentiate twice or in forward mode: regression, hinge losses, CTC."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf
@@ -72,8 +73,7 @@ def mse_loss(
     validation.real("input", input)
     if _torch_is_right(input):
         return _TORCH_MSE(input, target, size_average, reduce, reduction)
-    a, b = torch.broadcast_tensors(input, target)
-    return _mse(a, b, reduction_number(reduction, size_average, reduce))
+    return _mse(*_broadcast(input, target), reduction_number(reduction, size_average, reduce))
 
 
 @stands_in_for(F.huber_loss, name="mse_loss, huber_loss")
@@ -119,7 +119,7 @@ def huber_loss(
     wrong = delta <= 0 or (weight is not None and weight.size() != input.size())
     if wrong or _torch_is_right(input):
         return _TORCH_HUBER(input, target, reduction, delta, weight)
-    kind, (a, b) = reduction_number(reduction), torch.broadcast_tensors(input, target)
+    kind, (a, b) = reduction_number(reduction), _broadcast(input, target)
     if weight is None:
         return _huber(a, b, kind, delta)
     return reduce_loss(_huber(a, b, NONE, delta) * weight, kind)
@@ -318,6 +318,18 @@ def _torch_is_right(input: Tensor) -> bool:
     second derivatives torch rounds on the way."""
     plain = input.numel() > 0 and not is_half(input)
     return plain and reverse_only() and not torch_internals.transforms_active()
+
+
+def _broadcast(input: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    if target.size() != input.size():
+        warnings.warn(
+            f"Using a target size ({target.size()}) that is different to the input size "
+            f"({input.size()}). This will likely lead to incorrect results due to broadcasting. "
+            "Please ensure they have the same size.",
+            stacklevel=3,
+        )
+    a, b = torch.broadcast_tensors(input, target)
+    return a, b
 
 
 @full_precision(widen=True)

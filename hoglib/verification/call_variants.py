@@ -557,7 +557,10 @@ def _off_from(subject: Subject, reference: Call, x: list[Tensor], order: int) ->
     worst = 0.0
     for i, (a, b) in enumerate(zip(ours, right, strict=True)):
         what = f"by {subject.names[i]} it" if order else f"output {i}"
-        off, pair = _off(a, b, size)
+        try:
+            off, pair = _off(a, b, size)
+        except Exception as raised:
+            return inf, f"{what} cannot be compared: {format_error(raised)}"
         if off > 1:
             return off, f"{what} differs from the reference: {pair}."
         worst = max(worst, off)
