@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 import hoglib as hog
 from hoglib.curvature import point_derivatives
-from tests.curvature.test_input_derivatives import NETS, attends, dense, net_of, points
+from tests.curvature.test_input_derivatives import NETS, dense, net_of, points
 from tests.functions import Sine
 from tests.oracles import gradient_by_differences
 from tests.refused import refused
@@ -294,29 +294,6 @@ def test_biharmonics_of_matrices_by_partial_derivatives(name):
     pairs = [(i, j) for i in range(4) for j in range(4)]
     expected = sum(hog.partial_derivative(func, x, index=(i, i, j, j))[1] for i, j in pairs)
     assert_close(hog.bilaplacian(func, x)[1], expected, rtol=1e-8, atol=1e-8)
-
-
-@rows("name", ["deep tanh", "LayerNorm", "attention", "one point", "a Function"])
-def test_biharmonics_of_networks_and_their_gradients(name):
-    net, shape = smooth(), (3, 3)
-    if name == "LayerNorm":
-        net.insert(1, nn.LayerNorm(8))
-        net = net.double()
-    if name == "attention":
-        net, shape = attends().double(), (1, 2, 4)
-    func = net
-    if name == "one point":
-        func = lambda x: net(x.reshape(3, 3)).prod()  # noqa: E731
-    if name == "a Function":
-        func = lambda x: net(Sine.apply(x))  # noqa: E731
-    x, params = points(*shape), list(net.parameters())
-    results = []
-    with hog.second_order(on_wrong="ignore"):
-        for mode in ("auto", "nested"):
-            value, B = hog.bilaplacian(func, x, mode=mode)
-            loss = (B + value).square().sum()
-            results.append((value, B, torch.autograd.grad(loss, params, allow_unused=True)))
-    assert_close(*results, rtol=1e-7, atol=1e-8)
 
 
 def test_the_estimates_have_the_promised_mean_and_variance():
