@@ -10,7 +10,6 @@ from torch import nn
 
 import hoglib as hog
 from tests.graphs import graphs_of
-from tests.long_tail import FULL
 from tests.meta.networks import as_list, meta_gradient
 from tests.meta.test_maml import stacks
 from tests.models import Fn
@@ -89,20 +88,6 @@ def test_a_graph_gives_the_meta_gradient(case):
     assert all(torch.equal(a, b) for a, b in zip(ours.buffers(), plain.buffers(), strict=True)), (
         "running statistics"
     )
-
-
-@FULL  # that it is captured, the tests above show without the compiler
-@pytest.mark.parametrize(("mode", "over_tasks"), [(True, "vmap"), ("inductor", "loop")])
-def test_compiled_it_is_the_same(mode, over_tasks):
-    def make():
-        return nn.Sequential(nn.Linear(2, 2), nn.Tanh())
-
-    tasks = stacks()
-    ours, plain = (learner(make, how, over_tasks=over_tasks) for how in (mode, False))
-    # more steps and layers are more of the same operations, of which each takes a second to compile
-    ours.inner_steps = plain.inner_steps = 1
-    assert relative(meta_gradient(ours, tasks), meta_gradient(plain, tasks)) < 1e-10
-    assert {entry.backend for entry in graphs_of(ours)} == {"inductor"}
 
 
 def test_options_that_change_between_steps_are_heeded():
