@@ -6,6 +6,7 @@ import json
 import os
 import warnings
 from collections import Counter
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -40,6 +41,16 @@ def found_by_each(function, folder, count=2, backend="gloo"):
         _run, (function, folder, count, backend), nprocs=count, start_method="forkserver"
     )
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(count)]
+
+
+@contextmanager
+def alone():
+    """A group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def exit_code_of(function, *args):
