@@ -104,7 +104,11 @@ def test_a_lost_second_derivative_is_told_with_its_cause():
 
 @rows(
     ("factor", "kind", "half"),
-    [(0.8, "a softmax", torch.bfloat16), (1.15, "a matrix product", torch.float16)],
+    [
+        (0.8, "a softmax", torch.bfloat16),
+        (0.8, "rounded in backward", torch.bfloat16),
+        (1.15, "a matrix product", torch.float16),
+    ],
 )
 def test_a_wrong_first_derivative_is_told(factor, kind, half):
     make, shapes = KINDS[kind]
