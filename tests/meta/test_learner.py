@@ -14,9 +14,9 @@ from torch import nn
 from torch.func import functional_call
 
 import hoglib as hog
-from tests.meta.networks import as_list, image_tasks, meta_gradient, network
+from tests.meta.networks import Scaled, as_list, image_tasks, meta_gradient, network
 from tests.models import Fn
-from tests.oracles import relative
+from tests.oracles import random_like, relative
 from tests.refused import refused
 from tests.tensors import randn as rand
 
@@ -527,6 +527,34 @@ ERRORS = {
 
 
 test_errors = refused(ERRORS)
+
+
+def test_random_directions_of_the_whole_kitchen_sink():
+    """Everything at once, against differences."""
+    maml = hog.MAML(
+        network("GroupNorm"), Scaled(), inner_lr=0.02, inner_steps=4, learn_lr="parameter",
+        lr_per_step=True, rule="adam", rule_options={"eps": 0.1}, inner_loss=Learned(),
+        inner_params=["4", "1"], step_weights=[0.1, 0.2, 0.3, 0.4], memory="checkpoint",
+    )  # fmt: skip
+    tasks = image_tasks()
+    ours = meta_gradient(maml, tasks)
+    learned = dict(maml.named_parameters())
+    assert set(ours) == set(learned)
+    torch.manual_seed(0)
+    v = random_like(learned)
+
+    def at(t):
+        with torch.no_grad():
+            for n, p in learned.items():
+                p.add_(t * v[n])
+            value = maml.loss(tasks)
+            for n, p in learned.items():
+                p.sub_(t * v[n])
+        return value
+
+    slope = (at(1e-6) - at(-1e-6)) / 2e-6
+    along = sum((g * v[n]).sum() for n, g in ours.items())
+    assert abs(along - slope) < 1e-6 * abs(slope)
 
 
 def test_two_tasks_of_single_tensors_are_tasks():

@@ -34,6 +34,7 @@ from tests.verification.faults import (
     OnGraphAgain,
     load_cpp,
 )
+from tests.zoo.gradients import Mul
 
 F64 = torch.float64
 X = torch.linspace(-1.2, 1.4, 12, dtype=F64).reshape(4, 3)
@@ -672,6 +673,34 @@ def test_inside_transforms():
     p, v = torch.ones(3, dtype=F64), torch.ones(3, dtype=F64)
     (text,) = told(lambda _: torch.func.vmap(lambda x: hog.hvp(loss, p, v, x)[1])(X), function)
     assert "hvp: the second derivative of Detached is wrong" in text
+
+
+def test_kinds_of_arguments_are_examined_one_by_one(monkeypatch):
+    class New(Cube):
+        pass
+
+    class Product(Mul):
+        pass
+
+    seen = []
+    examine = entry_points.examine
+    monkeypatch.setattr(entry_points, "examine", lambda app: seen.append(app) or examine(app))
+    for dtype, count in ((F64, 1), (F64, 1), (torch.float32, 2), (torch.float32, 2)):
+        hog.hvp(lambda p: New.apply(p).sum(), X.to(dtype), X.to(dtype))
+        assert len(seen) == count
+    hog.hvp(lambda p: New.apply(p).sum(), X.reshape(-1), X.reshape(-1))
+    assert len(seen) == 3
+    for _ in range(2):  # another memory layout
+        hog.hvp(lambda p: New.apply(torch.cat([p, p], 1)[:, :3]).sum(), X, X)
+    assert len(seen) == 4
+    (x,) = seen[-1].app.args
+    assert x.stride() != X.stride()
+    for needed in (
+        Product.apply,
+        lambda a, b: Product.apply(a, b.detach()),
+    ) * 2:  # which need gradients
+        hog.hvp(lambda p, needed=needed: needed(p, p + 1).sum(), X, X)
+    assert len(seen) == 6
 
 
 # What is not examined
