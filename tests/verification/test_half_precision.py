@@ -94,9 +94,13 @@ def test_what_is_right_is_judged_in_its_precision_with_a_warning(seed, kind, hal
     assert f"{name}." not in report[SECOND].text
 
 
-def test_a_lost_second_derivative_is_told_with_its_cause():
-    wrong = kept_in_half(torch.float16, wrong=torch.Tensor.detach)
-    report = hog.verify(wrong, inputs([(4, 3)], torch.float32, 1))
+@rows(
+    ("seed", "kind", "half"),
+    [(0, "a matrix product", torch.bfloat16), (1, "rounded in backward", torch.float16)],
+)
+def test_a_lost_second_derivative_is_told_with_its_cause(seed, kind, half):
+    make, shapes = KINDS[kind]
+    report = hog.verify(make(half, wrong=torch.Tensor.detach), inputs(shapes, torch.float32, seed))
     assert report[FIRST].status == "pass", report
     assert report[SECOND].status == "fail", report
     assert report.failed[0].name == "detached: .detach()"
