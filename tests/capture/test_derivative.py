@@ -60,6 +60,31 @@ def test_derivatives_by_parameters_that_it_reaches_to_third_order():
                 p.mul_(1.1)
 
 
+def test_derivatives_of_some_outputs_by_some_inputs():
+    a, b = draw(3).requires_grad_(), draw(3, seed=1).requires_grad_()
+    frozen = draw(3, seed=2)
+
+    def fn(a, b, c):
+        return {"x": a * b * c, "y": [a.sin(), (a > 0)], "z": c * 2, "n": 3}
+
+    fast = captured(fn)
+    for pick in (
+        lambda r: r["x"].sum(),
+        lambda r: r["y"][0].sum(),
+        lambda r: r["x"].sum() + r["y"][0].sum(),
+    ):
+        for by in ([a], [b], [a, b]):
+            ours, theirs = (
+                torch.autograd.grad(
+                    pick(f(a, b, frozen)), by, allow_unused=True, materialize_grads=True
+                )
+                for f in (fast, fn)
+            )
+            assert_close(ours, theirs)
+    assert not fast(a, b, frozen)["z"].requires_grad
+    assert len(fast.signatures) == 1
+
+
 def test_a_parameter_whose_value_is_not_used_has_a_gradient():
     class Ones(torch.autograd.Function):
         """Straight through: its value does not depend on its input, its derivative does."""
