@@ -3,12 +3,10 @@
 import pytest
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 import hoglib as hog
 from tests.capture.models import draw
-from tests.several_processes import alone
 
 
 def compiled(fn, **options):
@@ -203,35 +201,3 @@ def test_beyond_the_limit_it_is_an_ordinary_loss():
     with pytest.warns(UserWarning, match="16 graphs"):
         value = loss(x, 17)
     assert_close(torch.autograd.grad(value, weight)[0], 17 * x)
-
-
-def test_data_parallel_around_it():
-    """One process: gradients go by the hooks of DistributedDataParallel, with each backward."""
-
-    class Step(nn.Module):
-        def __init__(self, problem, compiles):
-            super().__init__()
-            self.critic, self.problem = problem.model, problem
-            self.loss = compiled(problem.loss) if compiles else problem.loss
-
-        def forward(self, x):
-            return self.loss(x)
-
-    with alone():
-        found = []
-        for compiles in (True, False):
-            problem, buckets = Problem(), []
-            step = DistributedDataParallel(Step(problem, compiles))
-
-            def hook(state, bucket, buckets=buckets):
-                buckets.append(bucket.buffer().norm())
-                future = torch.futures.Future()
-                future.set_result(bucket.buffer())
-                return future
-
-            step.register_comm_hook(None, hook)
-            for _ in range(2):
-                step(problem.x).backward()
-            found.append((buckets, problem.grads()))
-            assert len(buckets) == 2
-        assert_close(*found)

@@ -1,7 +1,6 @@
 """Operators of higher order by the inputs: coefficients, routes, estimates, biharmonics, directions."""
 
 import itertools
-import math
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from torch.testing import assert_close
 
 import hoglib as hog
 from hoglib.curvature import point_derivatives
-from tests.curvature.test_input_derivatives import NETS, attends, dense, net_of, points
+from tests.curvature.test_input_derivatives import NETS, dense, net_of, points
 from tests.functions import Sine
 from tests.oracles import gradient_by_differences
 from tests.refused import refused
@@ -228,21 +227,6 @@ def test_compiled_by_inductor():
     assert_close(hog.laplacian(net, x, compile=True), hog.laplacian(net, x), rtol=1e-4, atol=1e-5)
 
 
-def test_an_outer_derivative_of_a_laplacian():
-    net, x = smooth(outputs=1), points(4, 3)
-    params = hog.trainable_params(net)
-    v = {n: torch.randn_like(p) for n, p in params.items()}
-
-    def loss(params, mode):
-        func = lambda x: torch.func.functional_call(net, params, (x,))  # noqa: E731
-        return hog.laplacian(func, x, mode=mode)[1].square().mean()
-
-    found, expected = (hog.hvp(loss, params, v, mode) for mode in ("collapsed", "nested"))
-    assert_close(found, expected, rtol=1e-8, atol=1e-10)
-    compiled = hog.compiled_loss(lambda params, x: loss(params, "collapsed"), backend="eager")
-    assert_close(compiled(params, x), loss(params, "nested"))
-
-
 # func, its biharmonic, and their dimension: closed forms
 def gaussian_biharmonic(x):
     r, D = x.square().sum(1), x.shape[1]
@@ -296,29 +280,6 @@ def test_biharmonics_of_matrices_by_partial_derivatives(name):
     assert_close(hog.bilaplacian(func, x)[1], expected, rtol=1e-8, atol=1e-8)
 
 
-@rows("name", ["deep tanh", "LayerNorm", "attention", "one point", "a Function"])
-def test_biharmonics_of_networks_and_their_gradients(name):
-    net, shape = smooth(), (3, 3)
-    if name == "LayerNorm":
-        net.insert(1, nn.LayerNorm(8))
-        net = net.double()
-    if name == "attention":
-        net, shape = attends().double(), (1, 2, 4)
-    func = net
-    if name == "one point":
-        func = lambda x: net(x.reshape(3, 3)).prod()  # noqa: E731
-    if name == "a Function":
-        func = lambda x: net(Sine.apply(x))  # noqa: E731
-    x, params = points(*shape), list(net.parameters())
-    results = []
-    with hog.second_order(on_wrong="ignore"):
-        for mode in ("auto", "nested"):
-            value, B = hog.bilaplacian(func, x, mode=mode)
-            loss = (B + value).square().sum()
-            results.append((value, B, torch.autograd.grad(loss, params, allow_unused=True)))
-    assert_close(*results, rtol=1e-7, atol=1e-8)
-
-
 def test_the_estimates_have_the_promised_mean_and_variance():
     # f = x^T H x / 2 with the operator a, and a quartic T
     H = torch.tensor([[1.0, 0.7], [0.7, -2.0]], dtype=torch.float64)
@@ -345,22 +306,6 @@ def test_the_estimates_have_the_promised_mean_and_variance():
         B = hog.bilaplacian(quartic, x[:size], mode=mode, **options)[1]
         assert abs(B.mean() - M.trace()) < 5 * (variance / size).sqrt()
         assert mode == "nested" or abs(B.var() / variance - 1) < 0.2
-
-
-@rows("mode", ["taylor", "nested"])
-@rows("order", [1, 2, 3, 4])
-def test_directions(order, mode):
-    x, v, w = points(3), points(4, 3), points(3)
-    func = lambda x, w: torch.stack([(x * w).sum().sin(), (x @ w).exp()])  # noqa: E731
-    value, d = hog.directional(func, x, v, order, w, mode=mode)
-    s, phase = x @ w, order * math.pi / 2
-    expected = torch.stack(
-        [(s + phase).sin() * torch.ones(4).to(x), s.exp() * torch.ones(4).to(x)], 1
-    )
-    expected = expected * (v @ w)[:, None] ** order
-    assert_close(value, func(x, w))
-    assert_close(d, expected)
-    assert_close(hog.directional(func, x, v[0], order, w, mode=mode)[1], expected[0])
 
 
 def test_a_direction_at_each_point_and_the_gradient_of_its_derivative():

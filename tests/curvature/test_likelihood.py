@@ -192,36 +192,6 @@ def test_a_likelihood_of_several_outputs(dtype):
 # empirical
 
 
-@rows("reduction", ["mean", "sum"])
-@rows("name", ["cross_entropy", "nn.MSELoss", "labels [N, L]", "bce"])
-def test_empirical_equals_a_loop_over_examples(name, reduction):
-    criterion, shape, targets = CANONICAL[name]
-    if name == "labels [N, L]":  # the mean over all is the mean over examples
-        targets = targets.clamp(0)
-    criterion = criterion if reduction == "mean" else summed(criterion)
-    width = shape[1] * (shape[2] if len(shape) > 2 else 1)
-    model = nn.Sequential(
-        nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, width), nn.Unflatten(1, shape[1:])
-    )
-    model.double()
-    x = torch.randn(shape[0], 3, dtype=torch.float64)
-    loss, params = hog.functional_loss(model, criterion), list(model.parameters())
-    expected = 0
-    for n in range(shape[0]):
-        grads = torch.autograd.grad(criterion(model(x[n : n + 1]), targets[n : n + 1]), params)
-        g = torch.cat([part.reshape(-1) for part in grads])
-        expected = expected + g.outer(g) / (shape[0] if reduction == "mean" else 1)
-    outputs = model(x)
-    options = FisherMetric("empirical", reduction=reduction)
-    M = fisher_metric(options, loss, outputs.detach(), (x, targets))
-    rows = [
-        torch.cat([g.reshape(-1) for g in torch.autograd.grad(entry, params, retain_graph=True)])
-        for entry in outputs.reshape(-1)
-    ]
-    J = torch.stack(rows)
-    assert_close(J.T @ dense(M, outputs.detach()) @ J, expected)
-
-
 def test_empirical_of_several_outputs_is_one_block_an_example():
     outputs, targets = pair(), logits(4, 2)
     criterion = lambda o, y: -heteroscedastic(o).log_prob(y).mean()  # noqa: E731

@@ -29,7 +29,7 @@ def summary(version=0):
 
 def test_all_penalties_stand_in_one_table(trained):
     trained(SMOKE)
-    few = ("--data.iterations", "10")
+    few = "--data.iterations", "10", "--data.batch", "16"
     fit(*WGAN, *few)
     fit("--model.penalty", "null", "--trainer.logger.init_args.name", "smoke/gan/other", *few)
     fit("--data.kind", "swiss_roll", *few)

@@ -10,11 +10,11 @@ from torch import nn
 
 import hoglib as hog
 from tests.graphs import graphs_of
-from tests.long_tail import FULL, all_but
 from tests.meta.networks import as_list, meta_gradient
 from tests.meta.test_maml import stacks
 from tests.models import Fn
 from tests.oracles import relative
+from tests.rows import rows
 
 
 def named():
@@ -41,23 +41,15 @@ def with_a_frozen_layer():
 
 CASES = {
     "gradient descent": (plain_net, {}),
-    "momentum": (plain_net, {"rule": "momentum", "rule_options": {"dampening": 0.1}}),
-    "Adam": (plain_net, {"rule": "adam"}),
     "AdamW, learned rates": (plain_net, {"rule": "adamw", "learn_lr": "parameter"}),
-    "RMSprop": (plain_net, {"rule": "rmsprop"}),
-    "Meta-SGD": (plain_net, {"learn_lr": "element"}),
     "rates for each step": (plain_net, {"learn_lr": "layer", "lr_per_step": True}),
-    "layer norm": (named, {}),
-    "ANIL": (named, {"inner_params": ["head"]}),
+    "layer norm, multi-step loss": (named, {"step_weights": [0.2, 0.8]}),
+    "ANIL, momentum": (named, {"inner_params": ["head"], "rule": "momentum"}),
     "first order": (plain_net, {"first_order": True}),
-    "truncated": (plain_net, {"truncate": 1}),
-    "multi-step loss": (plain_net, {"step_weights": [0.2, 0.8]}),
-    "batch norm": (with_batch_norm, {}),
+    "truncated, one task after the other": (plain_net, {"truncate": 1, "over_tasks": "loop"}),
     "batch norm for each step": (with_batch_norm, {"batch_norm": "per_step"}),
-    "frozen layer": (with_a_frozen_layer, {}),
-    "remat": (plain_net, {"memory": "remat"}),
+    "frozen layer, remat": (with_a_frozen_layer, {"memory": "remat"}),
     "checkpoint": (plain_net, {"memory": "checkpoint"}),
-    "one task after the other": (plain_net, {"over_tasks": "loop"}),
 }
 
 
@@ -77,13 +69,7 @@ def test_weights_of_steps_that_change_take_no_graph_of_their_own():
     assert len(graphs_of(ours)) == 2  # with an outer loss after the first step, and without
 
 
-# Rules are operations like others: one with a state of each kind shows that it is in the graph.
-ALIKE = ("momentum", "Adam", "RMSprop", "Meta-SGD", "batch norm")
-
-
-@pytest.mark.parametrize(
-    "case", all_but(lambda case: case not in ALIKE, [*CASES, "a list of tasks"])
-)
+@rows("case", [*CASES, "a list of tasks"])
 def test_a_graph_gives_the_meta_gradient(case):
     tasks = stacks if case in CASES else lambda: as_list(stacks())
     make, options = CASES.get(case, (plain_net, {}))
@@ -102,20 +88,6 @@ def test_a_graph_gives_the_meta_gradient(case):
     assert all(torch.equal(a, b) for a, b in zip(ours.buffers(), plain.buffers(), strict=True)), (
         "running statistics"
     )
-
-
-@FULL  # that it is captured, the tests above show without the compiler
-@pytest.mark.parametrize(("mode", "over_tasks"), [(True, "vmap"), ("inductor", "loop")])
-def test_compiled_it_is_the_same(mode, over_tasks):
-    def make():
-        return nn.Sequential(nn.Linear(2, 2), nn.Tanh())
-
-    tasks = stacks()
-    ours, plain = (learner(make, how, over_tasks=over_tasks) for how in (mode, False))
-    # more steps and layers are more of the same operations, of which each takes a second to compile
-    ours.inner_steps = plain.inner_steps = 1
-    assert relative(meta_gradient(ours, tasks), meta_gradient(plain, tasks)) < 1e-10
-    assert {entry.backend for entry in graphs_of(ours)} == {"inductor"}
 
 
 def test_options_that_change_between_steps_are_heeded():

@@ -114,39 +114,6 @@ def test_a_graph_made_outside_may_be_differentiated_inside_a_transform() -> None
 # Forward mode.
 
 
-def views(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
-    return x, weight.view(-1), x @ weight.mT + bias
-
-
-def without_forward_mode_of_its_backward(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return F.silu(x @ weight.mT + bias)
-
-
-@rows("fn", [layer, views, without_forward_mode_of_its_backward])
-@rows("moved", [(0, 1, 2), (1,)])
-def test_dual_tensors(fn: Callable[..., Any], moved: tuple[int, ...]) -> None:
-    def second(run: Callable[..., Any]) -> Any:
-        inputs = list(arguments())
-        with torch.autograd.forward_ad.dual_level():
-            duals = [
-                torch.autograd.forward_ad.make_dual(x, x.detach().cos()) if i in moved else x
-                for i, x in enumerate(inputs)
-            ]
-            tangent = torch.autograd.forward_ad.unpack_dual(scalar(run)(*duals)).tangent
-        first = torch.autograd.grad(tangent, inputs, create_graph=True, allow_unused=True)
-        sines = sum(g.sin().sum() for g in first if g is not None)
-        return first, torch.autograd.grad(sines, inputs, allow_unused=True)
-
-    for got, expected in zip(second(remat(fn)), second(fn), strict=True):
-        for one, other in zip(got, expected, strict=True):
-            zero = torch.zeros((), dtype=DOUBLE)
-            torch.testing.assert_close(
-                *torch.broadcast_tensors(
-                    zero if one is None else one, zero if other is None else other
-                )
-            )
-
-
 def test_two_levels_of_forward_mode_where_torch_needs_a_graph() -> None:
     x = randn(4)
     for fn in (F.silu, lambda x: hog.ops.swish(x, x), F.gelu):
@@ -559,31 +526,6 @@ def test_a_module_that_changes_a_buffer_it_reads() -> None:
         torch.testing.assert_close(gradient, 32 * x.cos())
         torch.testing.assert_close(torch.autograd.grad(gradient.sum(), x)[0], -32 * x.sin())
         assert model.scale == 3
-
-
-def test_a_module_under_two_names() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one = nn.Linear(3, 3)
-            self.other = self.one
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.other(self.one(x).tanh())
-
-    model, x = Twice().double(), randn(2, 3)
-    own = model.one.weight
-    results = [
-        torch.autograd.grad(run(x).pow(2).sum(), list(model.parameters()))
-        for run in (model, remat(model))
-    ]
-    torch.testing.assert_close(*results)
-    assert model.one.weight is own
-    assert model.other.weight is own
-    shared = remat(lambda a, b, x: b(a(x).tanh()))(model.one, model.other, x)
-    torch.testing.assert_close(
-        torch.autograd.grad(shared.pow(2).sum(), list(model.parameters())), results[0]
-    )
 
 
 def test_an_embedding_that_shrinks_its_weight_is_refused() -> None:

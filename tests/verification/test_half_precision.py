@@ -1,14 +1,12 @@
 """Functions that round to half precision inside: the right ones pass with a warning, the wrong ones do not."""
 
-import itertools
-
 import pytest
 import torch
 from torch.autograd import Function
 
 import hoglib as hog
 from tests.functions import by_saved, save_inputs_for_both
-from tests.long_tail import all_but
+from tests.rows import rows
 
 DTYPES = [torch.bfloat16, torch.float16]
 FIRST = "first derivative: reverse"
@@ -76,19 +74,13 @@ def inputs(shapes, dtype, seed):
     return [torch.randn(shape, generator=random, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
-# Each kind in a half precision, and in a dtype of the inputs; the others of the same kind, at another seed or
-# by another factor, are once more what the kept one shows.
-RIGHT = itertools.product(range(2), KINDS, DTYPES, [torch.float32, torch.float64])
-
-
-@pytest.mark.parametrize(
+@rows(
     ("seed", "kind", "half", "dtype"),
-    all_but(
-        lambda seed, kind, half, dtype: (
-            seed == DTYPES.index(half) == (dtype == torch.float32) == (kind == "a softmax")
-        ),
-        RIGHT,
-    ),
+    [
+        (0, "a matrix product", torch.bfloat16, torch.float64),
+        (0, "rounded in backward", torch.bfloat16, torch.float64),
+        (1, "a softmax", torch.float16, torch.float32),
+    ],
 )
 def test_what_is_right_is_judged_in_its_precision_with_a_warning(seed, kind, half, dtype):
     make, shapes = KINDS[kind]
@@ -102,14 +94,9 @@ def test_what_is_right_is_judged_in_its_precision_with_a_warning(seed, kind, hal
     assert f"{name}." not in report[SECOND].text
 
 
-@pytest.mark.parametrize(
+@rows(
     ("seed", "kind", "half"),
-    all_but(
-        lambda seed, kind, half: (
-            seed == DTYPES.index(half) == (kind == "rounded in backward") and kind != "a softmax"
-        ),
-        itertools.product(range(2), KINDS, DTYPES),
-    ),
+    [(0, "a matrix product", torch.bfloat16), (1, "rounded in backward", torch.float16)],
 )
 def test_a_lost_second_derivative_is_told_with_its_cause(seed, kind, half):
     make, shapes = KINDS[kind]
@@ -119,14 +106,13 @@ def test_a_lost_second_derivative_is_told_with_its_cause(seed, kind, half):
     assert report.failed[0].name == "detached: .detach()"
 
 
-@pytest.mark.parametrize(
+@rows(
     ("factor", "kind", "half"),
-    all_but(
-        lambda factor, kind, half: (
-            (factor < 1) == (half == torch.bfloat16) == (kind != "a matrix product")
-        ),
-        itertools.product([0.8, 1.15], KINDS, DTYPES),
-    ),
+    [
+        (0.8, "a softmax", torch.bfloat16),
+        (0.8, "rounded in backward", torch.bfloat16),
+        (1.15, "a matrix product", torch.float16),
+    ],
 )
 def test_a_wrong_first_derivative_is_told(factor, kind, half):
     make, shapes = KINDS[kind]

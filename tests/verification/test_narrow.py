@@ -1,6 +1,5 @@
 """Functions that compute in float32: what is wrong is found among many elements that do not matter."""
 
-import itertools
 import math
 
 import pytest
@@ -10,7 +9,7 @@ from torch.testing import assert_close
 
 import hoglib as hog
 from tests.functions import by_saved, saving_inputs
-from tests.long_tail import all_but
+from tests.rows import rows
 from tests.verification.faults import Sines, SinesSaved
 
 ROW = "second derivative: reverse-over-reverse"
@@ -101,13 +100,8 @@ SMALL_PARTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("seed", "name", "dtype"),
-    all_but(  # each part in each dtype, and at each seed
-        lambda seed, name, dtype: (seed == 1) == (dtype == torch.float64),
-        itertools.product(range(2), SMALL_PARTS, [torch.float32, torch.float64]),
-    ),
-)
+@rows(("seed", "dtype"), [(0, torch.float32), (1, torch.float64)])
+@rows("name", SMALL_PARTS)
 def test_a_wrong_part_that_is_small_beside_the_others_is_not_right(seed, name, dtype):
     make, wrong, right = SMALL_PARTS[name]
     torch.manual_seed(seed)

@@ -75,8 +75,7 @@ def test_orders_and_modes():
     assert "first derivative: reverse" not in {row.name for row in only}
 
 
-@pytest.mark.parametrize(("degree", "order"), [(4, "third"), (5, "fourth")])
-def test_a_derivative_that_is_wrong_from_a_high_order_on(degree, order):
+def test_a_derivative_that_is_wrong_from_a_high_order_on():
     class Power(Function):
         @staticmethod
         def forward(ctx, x, k):
@@ -90,11 +89,11 @@ def test_a_derivative_that_is_wrong_from_a_high_order_on(degree, order):
             below = x.detach() ** 2 if ctx.k == 3 else Power.apply(x, ctx.k - 1)
             return g * ctx.k * below, None
 
-    power = lambda x: Power.apply(x, degree)  # noqa: E731  # its slopes are right down to x^3
-    assert hog.verify(power, x, orders=tuple(range(1, degree - 1)), modes="rr").ok
-    report = hog.verify(power, x, orders=degree - 1, modes="rr")
+    power = lambda x: Power.apply(x, 5)  # noqa: E731  # its slopes are right down to x^3
+    assert hog.verify(power, x, orders=(1, 2, 3), modes="rr").ok
+    report = hog.verify(power, x, orders=4, modes="rr")
     failed = {name for name in names(report, "fail") if " derivative: " in name}
-    assert failed == {f"{order} derivative: reverse-over-reverse"}
+    assert failed == {"fourth derivative: reverse-over-reverse"}
     assert hog.verify(lambda x: x.sin() * x.exp(), x, orders=(3, 4)).ok
 
 
