@@ -146,17 +146,10 @@ def whole(call, backend="aot_eager"):
     return torch.compile(call, fullgraph=True, backend=backend)
 
 
-# One of each way to differentiate is lowered; what Dynamo traced of the others are the same operations.
-LOWERED = (
-    "hvp, forward", "hessian", "ggn_vp", "jet", "laplacian, nested", "r1 of attention", "r1 of batch norm",
-    "wgan_gp", "parameter_gradient", "MAML, task by task",
-)  # fmt: skip
-
-
 @pytest.mark.filterwarnings("ignore:r1. expected each sample")
-@rows("name", CALLS)
-def test_one_graph_computes_the_same(name):
-    compare(CALLS[name], lambda call: whole(call, "aot_eager" if name in LOWERED else "eager"))
+@rows("call", CALLS.values(), ids=CALLS)
+def test_one_graph_computes_the_same(call):
+    compare(call, whole)
 
 
 # of a step of gradient descent on a linear layer inductor would forget the rate
