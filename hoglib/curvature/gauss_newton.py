@@ -269,7 +269,7 @@ def double_reverse(composite: CompositeLoss) -> LinearMap:
     def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
         tangents = jacobian.derivative(vector, keep_graph, create_graph)
         weighted = metric(tangents, keep_graph)
-        product = _transposed_product(every, own, weighted, composite.policy, keep_graph)
+        product = transposed_product(every, own, weighted, composite.policy, keep_graph)
         if not are_adjoint(
             composite.problem.loss, vector, product, tangents, weighted,
             composite.problem.placement, jacobian.parts,
@@ -303,7 +303,7 @@ def forward_then_reverse(composite: CompositeLoss) -> LinearMap:
             tangents = [t.detach() for t in tangents]
         weighted = composite.metric(every)(tangents, False)
         try:
-            product = _transposed_product(every, own, weighted, composite.policy, False)
+            product = transposed_product(every, own, weighted, composite.policy, False)
         except CheckpointError as error:  # what is recomputed has no tangents
             raise errors.UnsupportedError(
                 f"{caller}(mode='forward'): expected no checkpoint in the model, got one; use "
@@ -352,12 +352,12 @@ def differences_of_outputs(composite: CompositeLoss) -> LinearMap:
         own = fresh_leaves(composite.leaves, False)
         every, value = composite.checked_outputs(own)
         weighted = composite.metric([y.detach() for y in every])(tangents, False)
-        return value, _transposed_product(every, own, weighted, composite.policy, False)
+        return value, transposed_product(every, own, weighted, composite.policy, False)
 
     return LinearMap(apply)
 
 
-def _transposed_product(
+def transposed_product(
     every: Vector, own: Vector, weighted: Vector, policy: Policy, keep_graph: bool
 ) -> Vector:
     """J^T u, of the outputs that depend on the leaves."""

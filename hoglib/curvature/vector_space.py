@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from fnmatch import fnmatchcase
 from itertools import accumulate
 from math import isfinite
 from typing import Any, Literal, Protocol, final
@@ -16,6 +17,7 @@ from hoglib.errors import ArgumentTypeError, ArgumentValueError
 Tree = Any
 Rebuild = Callable[[Tensor], Tree]
 Draw = Callable[[int], Tensor]  # so many random numbers
+Names = str | Iterable[str] | Callable[[str], bool]
 Blocks = Literal["parameter", "module"] | Callable[[str], Hashable] | Iterable[Iterable[str]] | None
 
 # random numbers that are drawn at once; a multiple of 16, by which torch draws normal numbers
@@ -62,12 +64,14 @@ class Space:
         dtype: Of flat vectors, and of sums of products over data.
     """
 
-    def __init__(self, params: Tree, dtype: torch.dtype | None = None) -> None:
-        validation.parameters(params)
-        self.params = params
+    def __init__(
+        self, params: Tree, dtype: torch.dtype | None = None, what: str = "params"
+    ) -> None:
+        validation.parameters(params, what)
+        self.params, self._what = params, what
         leaves = pytree.leaves(params)
         for name, leaf in zip(pytree.paths(params), leaves, strict=True):
-            where = f"params[{name!r}]" if name else "params"
+            where = validation.leaf_name(what, name)
             validation.real(where, leaf)
             if leaf.device != leaves[0].device:
                 raise ArgumentValueError(
@@ -78,7 +82,7 @@ class Space:
         self.size = pytree.size(params)
         if not self.size:
             raise ArgumentValueError(
-                "params: expected at least one number, got tensors without elements; leave them out."
+                f"{what}: expected at least one number, got tensors without elements; leave them out."
             )
         self.device = leaves[0].device
         self.precision = leaves[0].dtype
@@ -127,6 +131,10 @@ class Space:
         if isinstance(v, Tensor) and not self._like_params(v):
             return dims > 1
         return dims > len(self._like[0][0])
+
+    def is_flat(self, v: Any) -> bool:
+        """Whether v is flat, also where params are one tensor of one dimension."""
+        return isinstance(v, Tensor) and (not self._like_params(v) or self.params.dim() == 1)
 
     def same(self, other: "Space") -> bool:
         alike = self._like == other._like and self.dtype == other.dtype
@@ -185,7 +193,7 @@ class Space:
         """Vectors as rows [k, P], and the function that gives such rows the form of v."""
         if isinstance(v, Tensor) and not self._like_params(v):
             return self._flat_rows(v, name)
-        leaves, block = validation.vectors(name, v, self.params)
+        leaves, block = validation.vectors(name, v, self.params, self._what)
         columns = leaves[0].shape[-1] if block else 1
         leaves = self.placement.local_vector(name, leaves)
         rows = torch.cat(
@@ -205,7 +213,7 @@ class Space:
         if v.dim() not in (1, 2) or v.shape[0] != self.length or is_sharded(v):
             n = self.length
             raise ArgumentValueError(
-                f"{name}: expected ({n},), ({n}, k) for k vectors, or the structure of params, got "
+                f"{name}: expected ({n},), ({n}, k) for k vectors, or the structure of {self._what}, got "
                 f"{'a DTensor of ' if is_sharded(v) else ''}{tuple(v.shape)}."
                 + (
                     " A flat vector is the part of this process."
@@ -267,7 +275,7 @@ class Space:
         name = self._first_not_finite(rows)
         if not isinstance(self.placement, Sharding):
             return name
-        names = ["", *(path or "params" for path in pytree.paths(self.params))]
+        names = ["", *(path or self._what for path in pytree.paths(self.params))]
         found = torch.tensor(float(names.index(name)), device=self.device)
         return names[int(self.placement.reduce(found, "MAX"))]
 
@@ -276,7 +284,7 @@ class Space:
             return ""
         first = int((~rows.isfinite()).any(0).nonzero()[0])
         ends = zip(pytree.paths(self.params), accumulate(self._sizes), strict=True)
-        return next(name or "params" for name, end in ends if first < end)
+        return next(name or self._what for name, end in ends if first < end)
 
 
 def random_signs(space: Space, count: int, generator: Generator | None) -> Tensor:
@@ -358,6 +366,29 @@ def check_named(params: Any) -> None:
             "params: expected a dict of tensors by qualified name, got "
             f"{validation.describe(params)}; make one with `hoglib.trainable_params(model)`."
         )
+
+
+def chosen_names(names: Names, params: Tree) -> list[str]:
+    """The names in params that a function takes, or that patterns match."""
+    check_named(params)
+    if not (callable(names) or isinstance(names, Iterable)):
+        raise ArgumentTypeError(
+            "names: expected a pattern, a list of patterns or a function of a name, got "
+            f"{validation.describe(names)}."
+        )
+    missing: list[str] = []
+    if callable(names):
+        found = [name for name in params if names(name)]
+    else:
+        patterns = [names] if isinstance(names, str) else [str(name) for name in names]
+        found = [name for name in params if any(fnmatchcase(name, one) for one in patterns)]
+        missing = [one for one in patterns if not any(fnmatchcase(name, one) for name in params)]
+    if missing or not found:
+        raise ArgumentValueError(
+            f"names: expected some of {validation.listing(list(params))}, got "
+            f"{validation.listing(missing) if missing else 'none of them'}."
+        )
+    return found
 
 
 def groups_of(blocks: Blocks, params: Tree) -> list[list[int]]:

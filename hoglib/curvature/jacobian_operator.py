@@ -1,0 +1,229 @@
+"""The Jacobian of a model's outputs over data, by its parameters, as a linear operator."""
+
+from dataclasses import replace
+from functools import cached_property
+from math import prod
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from hoglib._core import pytree, validation
+from hoglib._core.autograd import Vector, fresh_leaves, grad_enabled
+from hoglib._core.gradient_graph import graph_bytes
+from hoglib._core.placement import refuse_sharded
+from hoglib._core.swap import PatchState, keep_swapped, reapply
+from hoglib.curvature.data import Processes, in_fixed_order
+from hoglib.curvature.dataset_sum import DatasetSum, split_options
+from hoglib.curvature.gauss_newton import CompositeLoss, CriterionHessian, transposed_product
+from hoglib.curvature.jacobian_product import TransposedJacobian, detached
+from hoglib.curvature.linear_operator import RectangularOperator
+from hoglib.curvature.vector_space import Space
+from hoglib.errors import ArgumentValueError
+from hoglib.functional import functional_loss
+
+Tree = Any
+NAME = "JacobianOperator"
+OPTIONS = ("stand_ins", "remat", "check_deterministic", "progress", "memory_limit")
+
+
+@final
+class JacobianOperator(RectangularOperator):
+    r"""The Jacobian of a model's outputs over data, by its parameters.
+
+        J = d outputs(params, data) / d params        [M, P], the outputs of one batch after the other
+
+        J @ v, J.T @ u        products with vectors on the parameters, and on the outputs
+        J.T @ J               an operator on the parameters: the Gauss-Newton matrix of half the sum of
+                              squares
+        J @ J.T               one on the outputs: the empirical neural tangent kernel
+        J @ S @ J.T           the covariance of linearised outputs, S that of the parameters
+
+    Vectors on the parameters are flat [P] or like params, vectors on the outputs flat [M] or like the
+    outputs of all examples [N, ...], where the outputs of a batch are one tensor; of a product with a
+    flat vector the form is flat, too. J v is the derivative of J^T u by u, so that it takes two
+    backward passes; the graph of a single batch is kept between products.
+
+    Args:
+        func: A loss from `hoglib.functional_loss`, whose outputs are taken; or a module, which is called
+            on each batch (a tuple is its arguments, a mapping its keywords); or a function ``func(params,
+            batch)``. It returns a tensor or a pytree of tensors.
+        params: Where the Jacobian is taken; any pytree of floating-point tensors. They are read at every
+            product.
+        data: A batch, or a DataLoader or another re-iterable of batches, in a fixed order.
+        **options: ``check_deterministic``, ``progress``, ``memory_limit``, ``stand_ins`` and ``remat``,
+            of :class:`~hoglib.curvature.OperatorOptions`.
+    Raises:
+        ArgumentTypeError: for a func that is none of these, and for options that it does not have.
+        ArgumentValueError: for no batches, and for a DataLoader that shuffles.
+        NoSecondDerivative: at J @ v, for a custom Function whose backward has lost its graph.
+        NondeterministicError: for outputs or batches that change from pass to pass.
+        NonFiniteError: for outputs and products that are not finite.
+    References:
+        Jacot, Gabriel and Hongler, Neural Tangent Kernel: Convergence and Generalization in Neural
+        Networks, 2018. Novak, Sohl-Dickstein and Schoenholz, Fast Finite Width Neural Tangent Kernel,
+        2022 (products of Jacobians).
+    Example:
+        >>> x = torch.tensor([[1.0, 2.0], [0.0, 1.0]])
+        >>> J = hog.JacobianOperator(lambda p, x: x @ p, torch.ones(2), x)
+        >>> J @ torch.tensor([1.0, 0.0])
+        tensor([1., 0.])
+        >>> (J @ J.T).to_dense()
+        tensor([[5., 2.],
+                [2., 1.]])
+    """
+
+    def __init__(self, func: Any, params: Tree, data: Any, **options: Any) -> None:
+        policy, of_data = split_options(NAME, options, OPTIONS)
+        in_fixed_order("data", data)
+        refuse_sharded(NAME, pytree.leaves(params))
+        super().__init__(Space(params), of_data.progress)
+        outputs = _Outputs(func)
+        policy.check_blocks(outputs)
+        self._sum = DatasetSum(
+            policy, outputs, self.space, data,
+            replace(of_data, reduction="sum", batch_size=lambda batch: 1.0),
+            Processes(NAME, None, data), self._bar, seed=0, fixed_batches=True,
+        )  # fmt: skip
+        self._limit, self._target = of_data.memory_limit, None
+
+    @property
+    def target(self) -> Space:
+        """The vector space of the outputs, whose sizes take a pass over the data at the first use."""
+        if self._target is None:
+            self._target = self._space_of_outputs()
+        return self._target
+
+    def _space_of_outputs(self) -> Space:
+        found: list[Vector] = []
+        nothing = torch.zeros(1, 0, dtype=self.dtype, device=self.device)
+        every = self._sum.one_pass(nothing, first_order=True)
+        with torch.inference_mode(False), self._bar.over("outputs", 1), every as one_pass:
+            for batch, _, _ in one_pass:
+                with self._sum.entered(batch) as problem:
+                    composite = _composite(problem)
+                    outputs = composite.detached_outputs(problem.leaves)
+                    one_pass.record(composite.criterion(*outputs))
+                found.append([y.to("meta") for y in outputs])
+                self._sum.advance()
+        dtype = found[0][0].dtype
+        for y in (y for outputs in found for y in outputs):
+            dtype = torch.promote_types(dtype, y.dtype)
+        rests = {y.shape[1:] if y.dim() else None for outputs in found for y in outputs}
+        size = sum(y.numel() for outputs in found for y in outputs)
+        rest = rests.pop() if len(rests) == 1 and max(map(len, found)) == 1 else None
+        shape = (size,) if rest is None or not prod(rest) else (size // prod(rest), *rest)
+        like = torch.zeros((), dtype=dtype, device=self.device).expand(shape)  # in no memory
+        return Space(like, what="outputs")
+
+    def _products(self, rows: Tensor) -> Tensor:
+        return self._multiply(rows, self.target, transposed=False)
+
+    def _transposed_products(self, rows: Tensor) -> Tensor:
+        return self._multiply(rows, self.space, transposed=True)
+
+    def _multiply(self, rows: Tensor, into: Space, transposed: bool) -> Tensor:
+        validation.refuse_transforms(NAME, "use the function hoglib.jvp there.")
+        size, start = self.target.size, 0
+        total = torch.zeros(len(rows), into.size, dtype=into.dtype, device=self.device)
+        every = self._sum.one_pass(total, rows, first_order=transposed, by_kept=True)
+        with self._bar.over("@", len(rows)), every as one_pass:
+            for batch, _, _ in one_pass:
+                point = self._sum.kept
+                if point is not None:
+                    with grad_enabled(), reapply(point.patches):
+                        start = self._add(point, rows, total, start, transposed, keep=True)
+                else:
+                    with self._sum.ring(around_graph=True) as blocks, keep_swapped() as patches:
+                        point = _Point(_composite(self._sum.problem(batch).entered(blocks)))
+                        keep = self._sum.single_batch and 0 < point.held_bytes() <= self._limit
+                        start = self._add(point, rows, total, start, transposed, keep)
+                        point.patches = patches.values()
+                    self._sum.kept = point if keep else None
+                one_pass.record(point.value)
+        self._check_count(start, start != size)
+        advice = "where the outputs are finite; look for a square root, norm or logarithm at zero."
+        self._refuse_not_finite(rows, total, into, advice)
+        return total
+
+    def _add(
+        self, point: "_Point", rows: Tensor, total: Tensor, start: int, transposed: bool, keep: bool
+    ) -> int:
+        """Add the products at one batch, whose outputs begin at a place; return where they end."""
+        sizes = [y.numel() for y in point.every]
+        stop = start + sum(sizes)
+        self._check_count(stop, stop > self.target.size)
+        for j, (row, sums) in enumerate(zip(rows, total, strict=True)):
+            keep_graph = keep or j + 1 < len(rows)
+            if transposed:
+                parts = zip(row[start:stop].split(sizes), point.every, strict=True)
+                us = [part.reshape(y.shape).to(y.dtype) for part, y in parts]
+                self.space.add(sums, point.transposed(us, keep_graph), 1.0, first=start == 0)
+            else:
+                tangents = point.along(self.space.split(row.contiguous()), keep_graph)
+                sums[start:stop] = torch.cat([t.detach().reshape(-1) for t in tangents])
+            self._sum.advance()
+        return stop
+
+    def _check_count(self, count: int, wrong: bool) -> None:
+        if wrong:
+            raise ArgumentValueError(
+                f"data: expected {self.target.size} outputs as at the first pass, got {count}; make a "
+                "new operator of other data."
+            )
+
+
+def _composite(problem: Any) -> CompositeLoss:
+    return CompositeLoss(problem, CriterionHessian(), "reverse")
+
+
+@final
+class _Outputs:
+    """Outputs as a loss, their mean square, by which passes over the data are compared."""
+
+    def __init__(self, func: Any) -> None:
+        if isinstance(func, nn.Module):
+            func = functional_loss(func)
+        func = func.with_logits() if hasattr(func, "with_logits") else func
+        self.model = getattr(func, "model", None)
+        self.outputs = validation.function("func", getattr(func, "outputs", func))
+
+    def __call__(self, params: Tree, batch: Any) -> Tensor:
+        return self.criterion(self.outputs(params, batch), batch)
+
+    def criterion(self, outputs: Any, batch: Any) -> Tensor:
+        every = [y.reshape(-1) for y in pytree.leaves(outputs) if pytree.is_float(y)]
+        return torch.cat(every).square().sum() / max(sum(map(len, every)), 1)
+
+
+@final
+class _Point:
+    """The outputs at a batch, with their graph."""
+
+    patches: PatchState  # of the model during forward, for what backward recomputes
+    share = 1.0  # in the sum over the data
+
+    def __init__(self, composite: CompositeLoss) -> None:
+        self._composite = composite
+        self._own = fresh_leaves(composite.leaves, False)
+        self.every, self.value = composite.checked_outputs(self._own)
+
+    @cached_property
+    def _jacobian(self) -> TransposedJacobian:
+        return TransposedJacobian(self.every, self._own, NAME)
+
+    def held_bytes(self) -> int:
+        """Of the graphs of both products."""
+        return graph_bytes(self._jacobian.parts)
+
+    def along(self, vector: Vector, keep_graph: bool) -> Vector:
+        """J v."""
+        tangents = self._jacobian.derivative(vector, keep_graph, False)
+        if not self._jacobian.agrees(self._composite.loss, vector, tangents):
+            raise detached(NAME)
+        return tangents
+
+    def transposed(self, us: Vector, keep_graph: bool) -> Vector:
+        """J^T u."""
+        policy = self._composite.policy
+        return transposed_product(self.every, self._own, us, policy, keep_graph)
