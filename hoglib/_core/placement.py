@@ -132,6 +132,7 @@ class Layout(NamedTuple):
 
 
 @final
+@dataclass(frozen=True)
 class Whole:
     """The placement of tensors that this process holds whole: nothing is communicated.
 

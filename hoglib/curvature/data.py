@@ -17,13 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-)
+from torch.utils.data import Dataset, DistributedSampler, IterableDataset, RandomSampler
 
 from hoglib._core import pytree, validation
 from hoglib._core.fingerprint import checksum
@@ -440,10 +434,10 @@ def is_batch(data: Any) -> bool:
 
 def in_fixed_order(name: str, data: Any) -> None:
     """Raise for a DataLoader that shuffles."""
-    if isinstance(data, DataLoader) and isinstance(data.sampler, RandomSampler):
+    if isinstance(getattr(data, "sampler", None), RandomSampler):
         raise ArgumentValueError(
-            f"{name}: expected data in a fixed order, that of the result, got a DataLoader that shuffles; "
-            "make one with shuffle=False."
+            f"{name}: expected data in a fixed order, that of the result, got a DataLoader that "
+            "shuffles; make one with shuffle=False."
         )
 
 

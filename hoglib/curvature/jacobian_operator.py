@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from functools import cached_property
-from math import prod
 from typing import Any, final
 
 import torch
@@ -12,6 +11,7 @@ from hoglib._core import pytree, validation
 from hoglib._core.autograd import Vector, fresh_leaves, grad_enabled
 from hoglib._core.gradient_graph import graph_bytes
 from hoglib._core.placement import refuse_sharded
+from hoglib._core.problem import Problem
 from hoglib._core.swap import PatchState, keep_swapped, reapply
 from hoglib.curvature.data import Processes, in_fixed_order
 from hoglib.curvature.dataset_sum import DatasetSum, split_options
@@ -45,11 +45,11 @@ class JacobianOperator(RectangularOperator):
     backward passes; the graph of a single batch is kept between products.
 
     Args:
-        func: A loss from `hoglib.functional_loss`, whose outputs are taken; or a module, which is called
-            on each batch (a tuple is its arguments, a mapping its keywords); or a function ``func(params,
-            batch)``. It returns a tensor or a pytree of tensors.
-        params: Where the Jacobian is taken; any pytree of floating-point tensors. They are read at every
-            product.
+        func: A loss from `hoglib.functional_loss`, whose outputs are taken; a module, which is called
+            on each batch (a tuple is its arguments, a mapping its keywords); or a function
+            ``func(params, batch)``. It returns a tensor or a pytree of tensors.
+        params: Where the Jacobian is taken; any pytree of floating-point tensors. They are read at
+            every product.
         data: A batch, or a DataLoader or another re-iterable of batches, in a fixed order.
         **options: ``check_deterministic``, ``progress``, ``memory_limit``, ``stand_ins`` and ``remat``,
             of :class:`~hoglib.curvature.OperatorOptions`.
@@ -85,36 +85,26 @@ class JacobianOperator(RectangularOperator):
             replace(of_data, reduction="sum", batch_size=lambda batch: 1.0),
             Processes(NAME, None, data), self._bar, seed=0, fixed_batches=True,
         )  # fmt: skip
-        self._limit, self._target = of_data.memory_limit, None
+        self._limit = of_data.memory_limit
 
-    @property
+    @cached_property
     def target(self) -> Space:
         """The vector space of the outputs, whose sizes take a pass over the data at the first use."""
-        if self._target is None:
-            self._target = self._space_of_outputs()
-        return self._target
-
-    def _space_of_outputs(self) -> Space:
         found: list[Vector] = []
         nothing = torch.zeros(1, 0, dtype=self.dtype, device=self.device)
-        every = self._sum.one_pass(nothing, first_order=True)
-        with torch.inference_mode(False), self._bar.over("outputs", 1), every as one_pass:
+        with torch.inference_mode(False), self._sum.one_pass(nothing, first_order=True) as one_pass:
             for batch, _, _ in one_pass:
                 with self._sum.entered(batch) as problem:
-                    composite = _composite(problem)
+                    composite = CompositeLoss(problem, CriterionHessian(), "reverse")
                     outputs = composite.detached_outputs(problem.leaves)
                     one_pass.record(composite.criterion(*outputs))
                 found.append([y.to("meta") for y in outputs])
-                self._sum.advance()
-        dtype = found[0][0].dtype
-        for y in (y for outputs in found for y in outputs):
-            dtype = torch.promote_types(dtype, y.dtype)
-        rests = {y.shape[1:] if y.dim() else None for outputs in found for y in outputs}
-        size = sum(y.numel() for outputs in found for y in outputs)
-        rest = rests.pop() if len(rests) == 1 and max(map(len, found)) == 1 else None
-        shape = (size,) if rest is None or not prod(rest) else (size // prod(rest), *rest)
-        like = torch.zeros((), dtype=dtype, device=self.device).expand(shape)  # in no memory
-        return Space(like, what="outputs")
+        every = [y for outputs in found for y in outputs]
+        alike = len(every) == len(found) and all(y.dim() for y in every)
+        alike = alike and len({y.shape[1:] for y in every}) == 1
+        whole = torch.cat(every if alike else [y.flatten() for y in every])  # without memory
+        like = torch.zeros((), dtype=whole.dtype, device=self.device)
+        return Space(like.expand(whole.shape), what="outputs")
 
     def _products(self, rows: Tensor) -> Tensor:
         return self._multiply(rows, self.target, transposed=False)
@@ -124,24 +114,28 @@ class JacobianOperator(RectangularOperator):
 
     def _multiply(self, rows: Tensor, into: Space, transposed: bool) -> Tensor:
         validation.refuse_transforms(NAME, "use the function hoglib.jvp there.")
-        size, start = self.target.size, 0
+        start = 0
         total = torch.zeros(len(rows), into.size, dtype=into.dtype, device=self.device)
         every = self._sum.one_pass(total, rows, first_order=transposed, by_kept=True)
         with self._bar.over("@", len(rows)), every as one_pass:
             for batch, _, _ in one_pass:
-                point = self._sum.kept
-                if point is not None:
+                if (point := self._sum.kept) is not None:
                     with grad_enabled(), reapply(point.patches):
                         start = self._add(point, rows, total, start, transposed, keep=True)
                 else:
                     with self._sum.ring(around_graph=True) as blocks, keep_swapped() as patches:
-                        point = _Point(_composite(self._sum.problem(batch).entered(blocks)))
-                        keep = self._sum.single_batch and 0 < point.held_bytes() <= self._limit
+                        point = _Point(self._sum.problem(batch).entered(blocks))
+                        held = self._sum.single_batch and graph_bytes(point.jacobian.parts)
+                        keep = 0 < held <= self._limit
                         start = self._add(point, rows, total, start, transposed, keep)
                         point.patches = patches.values()
                     self._sum.kept = point if keep else None
                 one_pass.record(point.value)
-        self._check_count(start, start != size)
+        if start != self.target.size:
+            raise ArgumentValueError(
+                f"data: expected {self.target.size} outputs as at the first pass, got {start}; make a "
+                "new operator of other data."
+            )
         advice = "where the outputs are finite; look for a square root, norm or logarithm at zero."
         self._refuse_not_finite(rows, total, into, advice)
         return total
@@ -152,7 +146,6 @@ class JacobianOperator(RectangularOperator):
         """Add the products at one batch, whose outputs begin at a place; return where they end."""
         sizes = [y.numel() for y in point.every]
         stop = start + sum(sizes)
-        self._check_count(stop, stop > self.target.size)
         for j, (row, sums) in enumerate(zip(rows, total, strict=True)):
             keep_graph = keep or j + 1 < len(rows)
             if transposed:
@@ -160,21 +153,10 @@ class JacobianOperator(RectangularOperator):
                 us = [part.reshape(y.shape).to(y.dtype) for part, y in parts]
                 self.space.add(sums, point.transposed(us, keep_graph), 1.0, first=start == 0)
             else:
-                tangents = point.along(self.space.split(row.contiguous()), keep_graph)
-                sums[start:stop] = torch.cat([t.detach().reshape(-1) for t in tangents])
+                vector = self.space.split(row.contiguous())
+                sums[start:stop] = torch.cat([t.flatten() for t in point.along(vector, keep_graph)])
             self._sum.advance()
         return stop
-
-    def _check_count(self, count: int, wrong: bool) -> None:
-        if wrong:
-            raise ArgumentValueError(
-                f"data: expected {self.target.size} outputs as at the first pass, got {count}; make a "
-                "new operator of other data."
-            )
-
-
-def _composite(problem: Any) -> CompositeLoss:
-    return CompositeLoss(problem, CriterionHessian(), "reverse")
 
 
 @final
@@ -203,23 +185,19 @@ class _Point:
     patches: PatchState  # of the model during forward, for what backward recomputes
     share = 1.0  # in the sum over the data
 
-    def __init__(self, composite: CompositeLoss) -> None:
-        self._composite = composite
-        self._own = fresh_leaves(composite.leaves, False)
-        self.every, self.value = composite.checked_outputs(self._own)
+    def __init__(self, problem: Problem) -> None:
+        self._composite = CompositeLoss(problem, CriterionHessian(), "reverse")
+        self._own = fresh_leaves(problem.leaves, False)
+        self.every, self.value = self._composite.checked_outputs(self._own)
 
     @cached_property
-    def _jacobian(self) -> TransposedJacobian:
+    def jacobian(self) -> TransposedJacobian:
         return TransposedJacobian(self.every, self._own, NAME)
-
-    def held_bytes(self) -> int:
-        """Of the graphs of both products."""
-        return graph_bytes(self._jacobian.parts)
 
     def along(self, vector: Vector, keep_graph: bool) -> Vector:
         """J v."""
-        tangents = self._jacobian.derivative(vector, keep_graph, False)
-        if not self._jacobian.agrees(self._composite.loss, vector, tangents):
+        tangents = self.jacobian.derivative(vector, keep_graph, False)
+        if not self.jacobian.agrees(self._composite.loss, vector, tangents):
             raise detached(NAME)
         return tangents
 

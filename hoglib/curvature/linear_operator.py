@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from math import inf, isfinite
 from typing import Any, Literal, final
 
@@ -30,6 +30,7 @@ from hoglib.curvature.vector_space import (
 )
 
 Tree = Any
+Chain = list[tuple["RectangularOperator", bool]]  # factors, and whether each is transposed
 
 
 class RectangularOperator(ABC):
@@ -119,13 +120,13 @@ class RectangularOperator(ABC):
     @property
     def T(self) -> "RectangularOperator":
         """The transpose."""
-        return Transposed(self)
+        return product_of(_transposed(_chain_of(self)))
 
     def __matmul__(self, v: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return uncompiled(partial(type(self).__matmul__, self, v))
         if isinstance(v, RectangularOperator):
-            return product_of([*self._chain, *v._chain])
+            return product_of(_chain_of(self) + _chain_of(v))
         rows, rebuild = self.space.rows(v)
         found, target = self.apply(rows), self.target
         if target is self.space:
@@ -138,10 +139,6 @@ class RectangularOperator(ABC):
     def matvec(self, v: Any) -> Any:
         """A @ v, by the name that SciPy has for it."""
         return self @ v
-
-    @property
-    def _chain(self) -> "list[RectangularOperator]":
-        return [self]
 
     def to_dense(self) -> Tensor:
         """The matrix [M, P], by one product a column, or a row where these are fewer."""
@@ -190,8 +187,8 @@ class RectangularOperator(ABC):
             where = (bad and space.first_not_finite(total)) or "an earlier product"
         if bad:
             raise errors.NonFiniteError(
-                f"{what or type(self).__name__ + ' @ v'}: expected finite products, got NaN or infinity "
-                f"in {where}, {advice}"
+                f"{what or f'{type(self).__name__} @ v'}: expected finite products, got NaN or "
+                f"infinity in {where}, {advice}"
             )
 
     def __repr__(self) -> str:
@@ -227,8 +224,8 @@ class LinearOperator(RectangularOperator):
     ) -> "LinearOperator":
         r"""The symmetric matrix of a function v -> A v, for all algorithms.
 
-        At the first use v^T A w = w^T A v is checked with two random vectors, and that matmat is matvec
-        of each column.
+        At the first use v^T A w = w^T A v is checked with two random vectors, with A v by matvec and
+        A w by matmat, if there is one.
 
         Args:
             matvec: The product, in the form of like; it may differentiate.
@@ -248,27 +245,18 @@ class LinearOperator(RectangularOperator):
             tensor([0.3333, 0.3333, 0.3333, 0.3333])
         """
         validation.function("matvec", matvec)
+        validation.function("matmat", matmat or matvec)
         validation.flag("check_symmetric", check_symmetric)
-        if matmat is not None:
-            validation.function("matmat", matmat)
         space = Space(like, what="like")
         space.refuse_sharded("from_matvec")
-
-        def checked(found: Any, name: str, count: int) -> Tensor:
-            rows, _ = space.rows(found, name)
-            if len(rows) != count:
-                raise errors.ArgumentValueError(
-                    f"{name}: expected the products of {count} vectors, got {len(rows)}."
-                )
-            return rows
 
         def products(rows: Tensor) -> Tensor:
             with grad_enabled():
                 if matmat is not None and len(rows) > 1:
-                    return checked(matmat(space.block(rows)), "matmat(V)", len(rows))
+                    return space.rows(matmat(space.block(rows)), "matmat(V)")[0]
                 # copies, which the function may change
                 every = (matvec(space.tree(row.clone())) for row in rows)
-                return torch.cat([checked(found, "matvec(v)", 1) for found in every])
+                return torch.cat([space.rows(Av, "matvec(v)")[0] for Av in every])
 
         return GivenOperator(space, products, check_symmetric)
 
@@ -282,33 +270,28 @@ class LinearOperator(RectangularOperator):
         Returns:
             The operator.
         Raises:
-            ArgumentTypeError, ArgumentValueError: for a matrix that is not square or not symmetric, or
-                not of the size, the dtype and the device of like.
-            NonFiniteError: for a matrix with NaN or infinity.
+            ArgumentTypeError, ArgumentValueError: for a matrix that is not square, symmetric and
+                finite, or not of the size, the dtype and the device of like.
         Example:
             >>> A = hog.curvature.LinearOperator.from_dense(torch.tensor([[2.0, 1.0], [1.0, 2.0]]))
             >>> A.eigsh(2).values
             tensor([1., 3.])
         """
         A = validation.real("matrix", matrix).detach()
-        if A.dim() != 2 or A.shape[0] != A.shape[1]:
-            raise errors.ArgumentValueError(
-                f"matrix: expected a square one, [P, P], got {tuple(A.shape)}."
-            )
-        space = Space(A.new_zeros(len(A)) if like is None else like, what="like")
+        space = Space(A.new_zeros(A.shape[:1]) if like is None else like, what="like")
         space.refuse_sharded("from_dense")
-        if (len(A), A.dtype, A.device) != (space.size, space.dtype, space.device):
+        expected = (space.size, space.size), space.dtype, space.device
+        if (A.shape, A.dtype, A.device) != expected:
             raise errors.ArgumentValueError(
-                f"matrix: expected {space.size} rows of {space.dtype} on {space.device}, as of like, "
-                f"got {len(A)} of {A.dtype} on {A.device}."
+                "matrix: expected one of shape {}, {} on {}, as of like, got {}, {} on {}.".format(
+                    *expected, tuple(A.shape), A.dtype, A.device
+                )
             )
-        if not bool(A.isfinite().all()):
-            raise errors.NonFiniteError("matrix: expected finite numbers, got NaN or infinity.")
         off, size = float((A - A.T).abs().max()), float(A.abs().max())
-        if off > BOUNDS[A.dtype][1] * size:
+        if not off <= BOUNDS[A.dtype][1] * size:
             raise errors.ArgumentValueError(
-                "matrix: expected a symmetric one, got entries that differ from those of its transpose "
-                f"by {off / size:.1g} of the largest; (matrix + matrix.T) / 2 is symmetric."
+                "matrix: expected a finite, symmetric one, got entries that differ from those of its "
+                f"transpose by {off:.1g}, of {size:.1g} at most; (matrix + matrix.T) / 2 is symmetric."
             )
         return GivenOperator(space, lambda rows: rows @ A, False)
 
@@ -421,8 +404,8 @@ class LinearOperator(RectangularOperator):
             ArgumentTypeError: for params that are no dict of tensors.
             ArgumentValueError: for a pattern that no name matches.
         Example:
-            >>> one = {"a": torch.ones(1), "b": torch.ones(1)}
-            >>> H = hog.HessianOperator(lambda p, x: (p["a"] * p["b"] ** 2 * x).sum(), one, torch.ones(1))
+            >>> x = torch.ones(1)
+            >>> H = hog.HessianOperator(lambda p, x: (p["a"] * p["b"] ** 2).sum(), {"a": x, "b": x}, x)
             >>> H.submatrix("b").to_dense()
             tensor([[2.]])
         """
@@ -839,135 +822,90 @@ class LinearOperator(RectangularOperator):
             U, values = _nystrom(S, Y, torch.finfo(self.space.precision).eps)
             return LowRankOperator(self.space, U[:, :rank].T.contiguous(), values[:rank])
 
-@final
-class Transposed(RectangularOperator):
-    """The transpose of an operator."""
 
-    def __init__(self, of: RectangularOperator) -> None:
-        super().__init__(of.target)
-        self.of, self._bar = of, of._bar
-
-    @property
-    def target(self) -> Space:
-        """The vector space that the operator acts on."""
-        return self.of.space
-
-    @property
-    def T(self) -> RectangularOperator:
-        """The operator."""
-        return self.of
-
-    def _products(self, rows: Tensor) -> Tensor:
-        return self.of._transposed_products(rows)
-
-    def _transposed_products(self, rows: Tensor) -> Tensor:
-        return self.of._products(rows)
-
-
-def product_of(factors: list[RectangularOperator]) -> RectangularOperator:
+def product_of(chain: Chain) -> RectangularOperator:
     """The product of operators; a `LinearOperator` where it reads the same transposed."""
-    for A, B in pairwise(factors):
-        if not A.space.same(B.target):
+    (A, transposed), *others = chain
+    if not (others or transposed):
+        return A
+    for B, C in pairwise(Product([one]) for one in chain):
+        if not B.space.same(C.target):
             raise errors.ArgumentValueError(
                 "A @ B: expected A to act on what B gives, vectors of the same names, shapes and "
-                f"dtypes, got {A.shape} and {B.shape}."
+                f"dtypes, got {B.shape} and {C.shape}."
             )
-    pairs = zip(factors, reversed(factors), strict=True)
-    symmetric = all(_are_transposes(A, B) for A, B in pairs)
-    return SymmetricProduct(factors) if symmetric else Product(factors)
+    return (SymmetricProduct if chain == _transposed(chain) else Product)(chain)
 
 
-def _are_transposes(A: RectangularOperator, B: RectangularOperator) -> bool:
-    if isinstance(A, Transposed) or isinstance(B, Transposed):
-        return A is getattr(B, "of", None) or B is getattr(A, "of", None)
-    return A is B and isinstance(A, LinearOperator)
+def _chain_of(A: RectangularOperator) -> Chain:
+    return A.chain if isinstance(A, Product) else [(A, False)]
 
 
-def _product(factors: list[RectangularOperator], rows: Tensor) -> Tensor:
-    for A in reversed(factors):
-        rows = A.apply(rows)
-    return rows
+def _transposed(chain: Chain) -> Chain:
+    return [(A, not t and not isinstance(A, LinearOperator)) for A, t in reversed(chain)]
 
 
-@final
 class Product(RectangularOperator):
-    """A product of operators that is not known to be symmetric."""
+    """A product of operators and transposes of them."""
 
-    def __init__(self, factors: list[RectangularOperator]) -> None:
-        super().__init__(factors[-1].space)
-        self._given, self._bar = factors, factors[-1]._bar
+    def __init__(self, chain: Chain) -> None:
+        last, transposed = chain[-1]
+        super().__init__(last.target if transposed else last.space)
+        self.chain, self._bar = chain, last._bar
 
     @property
     def target(self) -> Space:
         """The vector space of the rows of the first."""
-        return self._given[0].target
-
-    @property
-    def T(self) -> RectangularOperator:
-        """The product of the transposed, in the other order."""
-        return Product([A.T for A in reversed(self._given)])
-
-    @property
-    def _chain(self) -> list[RectangularOperator]:
-        return self._given
+        first, transposed = self.chain[0]
+        return first.space if transposed else first.target
 
     def _products(self, rows: Tensor) -> Tensor:
-        return _product(self._given, rows)
+        for A, transposed in reversed(self.chain):
+            rows = A._transposed_products(rows) if transposed else A.apply(rows)
+        return rows
 
     def _transposed_products(self, rows: Tensor) -> Tensor:
-        return self.T._products(rows)
+        return Product(_transposed(self.chain))._products(rows)
 
 
 @final
-class SymmetricProduct(LinearOperator):
-    """A product of operators that reads the same transposed."""
-
-    def __init__(self, factors: list[RectangularOperator]) -> None:
-        super().__init__(factors[-1].space)
-        self._given, self._bar = factors, factors[-1]._bar
-
-    def _products(self, rows: Tensor) -> Tensor:
-        return _product(self._given, rows)
+class SymmetricProduct(LinearOperator, Product):
+    """A product that reads the same transposed."""
 
 
 @final
 class GivenOperator(LinearOperator):
     """A matrix by a function of rows."""
 
-    def __init__(self, space: Space, products: Callable[[Tensor], Tensor], check: bool) -> None:
+    def __init__(self, space: Space, given: Callable[[Tensor], Tensor], check: bool) -> None:
         super().__init__(space)
-        self._given, self._unchecked = products, check
+        self._given, self._unchecked = given, check
 
     def _products(self, rows: Tensor) -> Tensor:
         if self._unchecked:
             self._check()
             self._unchecked = False
-        return self._finite(rows, self._given(rows))
-
-    def _finite(self, rows: Tensor, found: Tensor) -> Tensor:
+        found = self._given(rows)
+        if found.shape != rows.shape:
+            raise errors.ArgumentValueError(
+                f"matvec(v): expected a product for each of {len(rows)} vectors, got {len(found)}."
+            )
         advice = "of a vector that is finite."
         self._refuse_not_finite(rows, found, self.space, advice, what="matvec(v)")
         return found
 
     def _check(self) -> None:
-        """v^T A w = w^T A v, and the product of a block is that of its columns."""
-        space = self.space
-        random, of_random = BOUNDS[space.precision]
-        rows = random_normals(space, 2, Generator().manual_seed(0), self.dtype)
-        Av, Aw = each = [self._finite(row, self._given(row)) for row in rows.split(1)]
-        v, w = rows.split(1)
-        lhs, rhs = space.dots((v, Aw), (w, Av), dtype=torch.float64)[:, 0].tolist()
+        """v^T A w = w^T A v."""
+        random, of_any = BOUNDS[self.space.precision]
+        v, w = rows = random_normals(self.space, 2, Generator().manual_seed(0), self.dtype)
+        Av, Aw = self._given(rows[:1])[0], self._given(rows)[-1]
+        gap = abs(float((v * Aw).sum(dtype=torch.float64) - (w * Av).sum(dtype=torch.float64)))
         size = float(v.norm() * Aw.norm() + w.norm() * Av.norm())
-        if abs(lhs - rhs) > size * max(random / space.size**0.5, of_random):
+        if gap > size * max(random / self.space.size**0.5, of_any):
             raise errors.ArgumentValueError(
-                "matvec: expected that of a symmetric matrix, got v.Aw and w.Av that differ by "
-                f"{abs(lhs - rhs) / size:.1g} of their size for random v and w. Where that is right, "
-                "pass check_symmetric=False."
-            )
-        off = float((self._given(rows) - torch.cat(each)).norm())
-        if off > random * float(torch.cat(each).norm()):
-            raise errors.ArgumentValueError(
-                "matmat: expected matvec of each column, got other products of two random vectors."
+                "matvec: expected the products of a symmetric matrix, and matmat those of each column, "
+                f"got v.Aw and w.Av that differ by {gap / size:.1g} of their size for random v and w. "
+                "Where that is right, pass check_symmetric=False."
             )
 
 
@@ -978,9 +916,9 @@ class Submatrix(LinearOperator):
     def __init__(self, operator: LinearOperator, names: list[str]) -> None:
         params = operator.params
         super().__init__(Space({name: params[name] for name in names}, operator.dtype))
-        ends = dict(zip(params, accumulate(p.numel() for p in params.values()), strict=True))
-        places = [torch.arange(ends[n] - params[n].numel(), ends[n]) for n in names]
-        self._operator, self._at = operator, torch.cat(places).to(self.device)
+        every = torch.arange(operator.space.size, device=self.device)
+        places = dict(zip(params, every.split([p.numel() for p in params.values()]), strict=True))
+        self._operator, self._at = operator, torch.cat([places[name] for name in names])
         self._bar = operator._bar
 
     def _products(self, rows: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 import zlib
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import accumulate
 from math import isfinite
 from typing import Any, Literal, Protocol, final
@@ -213,8 +214,8 @@ class Space:
         if v.dim() not in (1, 2) or v.shape[0] != self.length or is_sharded(v):
             n = self.length
             raise ArgumentValueError(
-                f"{name}: expected ({n},), ({n}, k) for k vectors, or the structure of {self._what}, got "
-                f"{'a DTensor of ' if is_sharded(v) else ''}{tuple(v.shape)}."
+                f"{name}: expected ({n},), ({n}, k) for k vectors, or the structure of {self._what}, "
+                f"got {'a DTensor of ' if is_sharded(v) else ''}{tuple(v.shape)}."
                 + (
                     " A flat vector is the part of this process."
                     if self.placement.is_sharded
@@ -371,24 +372,22 @@ def check_named(params: Any) -> None:
 def chosen_names(names: Names, params: Tree) -> list[str]:
     """The names in params that a function takes, or that patterns match."""
     check_named(params)
-    if not (callable(names) or isinstance(names, Iterable)):
-        raise ArgumentTypeError(
-            "names: expected a pattern, a list of patterns or a function of a name, got "
-            f"{validation.describe(names)}."
-        )
-    missing: list[str] = []
-    if callable(names):
-        found = [name for name in params if names(name)]
-    else:
-        patterns = [names] if isinstance(names, str) else [str(name) for name in names]
-        found = [name for name in params if any(fnmatchcase(name, one) for one in patterns)]
-        missing = [one for one in patterns if not any(fnmatchcase(name, one) for name in params)]
-    if missing or not found:
+    tests: dict[str, Callable[[str], bool]] = {"none of them": names} if callable(names) else {}
+    if not tests:
+        if not isinstance(names, Iterable):
+            raise ArgumentTypeError(
+                "names: expected a pattern, a list of patterns or a function of a name, got "
+                f"{validation.describe(names)}."
+            )
+        given = [names] if isinstance(names, str) else names
+        tests = {one: partial(fnmatchcase, pat=one) for one in given}
+    missing = [one for one, test in tests.items() if not any(map(test, params))]
+    if missing or not tests:
         raise ArgumentValueError(
             f"names: expected some of {validation.listing(list(params))}, got "
-            f"{validation.listing(missing) if missing else 'none of them'}."
+            f"{validation.listing(missing) or 'no pattern'}."
         )
-    return found
+    return [name for name in params if any(test(name) for test in tests.values())]
 
 
 def groups_of(blocks: Blocks, params: Tree) -> list[list[int]]:
