@@ -117,12 +117,10 @@ def _of_single_examples(
     loss: Any, params: Tree, batch: Any, *, chunk_size: int | None = None, vmap: bool | None = None,
     **options: Unpack[Options],
 ) -> tuple[Tensor, Tree]:  # fmt: skip
-    """l_n and g_n of batches of one."""
-    validation.loss_function("loss", loss)
+    """l_n and g_n of batches of one, of a loss that `check_apart` knows."""
     refuse_sharded("per_example_gradients", pytree.leaves(params))
     if chunk_size is not None:
         validation.at_least("chunk_size", chunk_size, 1)
-    check_norms(loss)
     own = as_dict(batch)
     count = number_of_examples(own)
     size = count if chunk_size is None else chunk_size
@@ -361,10 +359,8 @@ def _layer_by_layer(
     loss: Any, params: Tree, batch: Any, pairs: bool, factors: Tensor | None
 ) -> Tensor | None:
     """Squared norms [N], or with pairs the products [N, N]; None where layers do not say them."""
-    validation.loss_function("loss", loss)
     space = Space(params)
     space.refuse_sharded("per_example_gradient_products" if pairs else "per_example_gradient_norms")
-    check_norms(loss)
     own = as_dict(batch)
     count = number_of_examples(own)
     loss = loss.with_logits() if hasattr(loss, "with_logits") else loss
@@ -649,26 +645,23 @@ def influence(
         return torch.cat(found)
 
     with examined_functions("influence", first_order=method != "cg"):
-        if query is not None:
-            queries = joined("query", rows("query", query, False))
+        queries = None if query is None else joined("query", rows("query", query, False))
         if method == "cg":
             G = GGNOperator(loss, params, train, **options)
             solve: Callable[[Tensor], Tensor] = partial(G.solve, damping=damping, tol=tol)
         else:
-            corrected = method == "ekfac"
-            K = fitted or KFACOperator(
-                loss, params, train, eigenvalue_corrected=corrected, **options
-            )
+            corrected: Any = {"eigenvalue_corrected": method == "ekfac"}
+            K = fitted or KFACOperator(loss, params, train, **corrected, **options)
             solve = K.inverse(damping).matvec
         every = rows("train", train, True)
-        if query is None:
-            scores = joined("train", (-(g * solve(g.T).T).sum(1) for g in every))
-        else:
+        if queries is not None:
             directions = solve(queries.T)
             scores = joined("train", (-(g @ directions) for g in every))
-        w = torch.cat(weights)
-        if query is None:  # as a query an example has no weight
-            scores = scores / w.where(w > 0, 1).to(scores)
+            w = torch.cat(weights)
+        else:
+            scores = joined("train", (-(g * solve(g.T).T).sum(1) for g in every))
+            w = torch.cat(weights)  # as a query an example has none
+            scores /= w.where(w > 0, 1).to(scores)
         return scores * (len(w) / float(w.sum()))
 
 

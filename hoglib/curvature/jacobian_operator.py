@@ -114,22 +114,29 @@ class JacobianOperator(RectangularOperator):
 
     def _multiply(self, rows: Tensor, into: Space, transposed: bool) -> Tensor:
         validation.refuse_transforms(NAME, "use the function hoglib.jvp there.")
-        start = 0
+        start, sums = 0, self._sum
         total = torch.zeros(len(rows), into.size, dtype=into.dtype, device=self.device)
-        every = self._sum.one_pass(total, rows, first_order=transposed, by_kept=True)
+        every = sums.one_pass(total, rows, first_order=transposed, by_kept=True)
         with self._bar.over("@", len(rows)), every as one_pass:
             for batch, _, _ in one_pass:
-                if (point := self._sum.kept) is not None:
-                    with grad_enabled(), reapply(point.patches):
-                        start = self._add(point, rows, total, start, transposed, keep=True)
-                else:
-                    with self._sum.ring(around_graph=True) as blocks, keep_swapped() as patches:
-                        point = _Point(self._sum.problem(batch).entered(blocks))
-                        held = self._sum.single_batch and graph_bytes(point.jacobian.parts)
-                        keep = 0 < held <= self._limit
-                        start = self._add(point, rows, total, start, transposed, keep)
+                if (point := sums.kept) is None:
+                    with sums.ring(around_graph=True) as blocks, keep_swapped() as patches:
+                        both = sums.single_batch and self._limit > 0
+                        point = _Point(sums.problem(batch).entered(blocks), both or not transposed)
                         point.patches = patches.values()
-                    self._sum.kept = point if keep else None
+                    sums.kept = point if both and 0 < point.held_bytes() <= self._limit else None
+                stop = start + sum(point.sizes)
+                with grad_enabled(), reapply(point.patches):
+                    for j, (row, product) in enumerate(zip(rows, total, strict=True), start=1):
+                        keep_graph = sums.kept is not None or j < len(rows)
+                        if transposed:
+                            parts = point.transposed(row[start:stop], keep_graph)
+                            self.space.add(product, parts, 1.0, first=start == 0)
+                        else:
+                            vector = self.space.split(row.contiguous())
+                            product[start:stop] = point.along(vector, keep_graph)
+                        sums.advance()
+                start = stop
                 one_pass.record(point.value)
         if start != self.target.size:
             raise ArgumentValueError(
@@ -139,24 +146,6 @@ class JacobianOperator(RectangularOperator):
         advice = "where the outputs are finite; look for a square root, norm or logarithm at zero."
         self._refuse_not_finite(rows, total, into, advice)
         return total
-
-    def _add(
-        self, point: "_Point", rows: Tensor, total: Tensor, start: int, transposed: bool, keep: bool
-    ) -> int:
-        """Add the products at one batch, whose outputs begin at a place; return where they end."""
-        sizes = [y.numel() for y in point.every]
-        stop = start + sum(sizes)
-        for j, (row, sums) in enumerate(zip(rows, total, strict=True)):
-            keep_graph = keep or j + 1 < len(rows)
-            if transposed:
-                parts = zip(row[start:stop].split(sizes), point.every, strict=True)
-                us = [part.reshape(y.shape).to(y.dtype) for part, y in parts]
-                self.space.add(sums, point.transposed(us, keep_graph), 1.0, first=start == 0)
-            else:
-                vector = self.space.split(row.contiguous())
-                sums[start:stop] = torch.cat([t.flatten() for t in point.along(vector, keep_graph)])
-            self._sum.advance()
-        return stop
 
 
 @final
@@ -185,23 +174,27 @@ class _Point:
     patches: PatchState  # of the model during forward, for what backward recomputes
     share = 1.0  # in the sum over the data
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, for_tangents: bool) -> None:
         self._composite = CompositeLoss(problem, CriterionHessian(), "reverse")
         self._own = fresh_leaves(problem.leaves, False)
-        self.every, self.value = self._composite.checked_outputs(self._own)
+        self._every, self.value = self._composite.checked_outputs(self._own)
+        self.sizes = [y.numel() for y in self._every]
+        if for_tangents:
+            self._jacobian = TransposedJacobian(self._every, self._own, NAME)
 
-    @cached_property
-    def jacobian(self) -> TransposedJacobian:
-        return TransposedJacobian(self.every, self._own, NAME)
+    def held_bytes(self) -> int:
+        """Of the graphs of both products."""
+        return graph_bytes(self._jacobian.parts)
 
-    def along(self, vector: Vector, keep_graph: bool) -> Vector:
-        """J v."""
-        tangents = self.jacobian.derivative(vector, keep_graph, False)
-        if not self.jacobian.agrees(self._composite.loss, vector, tangents):
+    def along(self, vector: Vector, keep_graph: bool) -> Tensor:
+        """J v, flat."""
+        tangents = self._jacobian.derivative(vector, keep_graph, False)
+        if not self._jacobian.agrees(self._composite.loss, vector, tangents):
             raise detached(NAME)
-        return tangents
+        return torch.cat([t.flatten() for t in tangents])
 
-    def transposed(self, us: Vector, keep_graph: bool) -> Vector:
-        """J^T u."""
-        policy = self._composite.policy
-        return transposed_product(self.every, self._own, us, policy, keep_graph)
+    def transposed(self, u: Tensor, keep_graph: bool) -> Vector:
+        """J^T u, of a flat u."""
+        parts = zip(u.split(self.sizes), self._every, strict=True)
+        us = [part.reshape(y.shape).to(y.dtype) for part, y in parts]
+        return transposed_product(self._every, self._own, us, self._composite.policy, keep_graph)

@@ -216,12 +216,9 @@ class LinearOperator(RectangularOperator):
 
     @staticmethod
     def from_matvec(
-        matvec: Callable[[Tree], Tree],
-        like: Tree,
-        *,
-        matmat: Callable[[Tree], Tree] | None = None,
-        check_symmetric: bool = True,
-    ) -> "LinearOperator":
+        matvec: Callable[[Tree], Tree], like: Tree, *,
+        matmat: Callable[[Tree], Tree] | None = None, check_symmetric: bool = True,
+    ) -> "LinearOperator":  # fmt: skip
         r"""The symmetric matrix of a function v -> A v, for all algorithms.
 
         At the first use v^T A w = w^T A v is checked with two random vectors, with A v by matvec and
@@ -280,12 +277,11 @@ class LinearOperator(RectangularOperator):
         A = validation.real("matrix", matrix).detach()
         space = Space(A.new_zeros(A.shape[:1]) if like is None else like, what="like")
         space.refuse_sharded("from_dense")
-        expected = (space.size, space.size), space.dtype, space.device
-        if (A.shape, A.dtype, A.device) != expected:
+        P, found = space.size, (A.shape, A.dtype, A.device)
+        if found != ((P, P), space.dtype, space.device):
             raise errors.ArgumentValueError(
-                "matrix: expected one of shape {}, {} on {}, as of like, got {}, {} on {}.".format(
-                    *expected, tuple(A.shape), A.dtype, A.device
-                )
+                f"matrix: expected [{P}, {P}], {space.dtype} on {space.device}, as of like, got "
+                f"{list(A.shape)}, {A.dtype} on {A.device}."
             )
         off, size = float((A - A.T).abs().max()), float(A.abs().max())
         if not off <= BOUNDS[A.dtype][1] * size:
@@ -386,11 +382,9 @@ class LinearOperator(RectangularOperator):
         """
         self.space.refuse_sharded("block_diagonal")
         groups = groups_of(blocks, self.params)
-        owners = torch.cat([
-            torch.full((leaf.numel(),), next(g for g, group in enumerate(groups) if i in group))
-            for i, leaf in enumerate(self.space.leaves())
-        ]).to(self.device)  # fmt: skip
-        return BlockDiagonal(self, [(owners == g).to(self.dtype) for g in range(len(groups))])
+        places, zeros = self.space.places(), torch.zeros(self.space.size, dtype=self.dtype)
+        masks = [zeros.index_fill(0, torch.cat([places[i] for i in group]), 1) for group in groups]
+        return BlockDiagonal(self, [mask.to(self.device) for mask in masks])
 
     def submatrix(self, names: Names) -> "LinearOperator":
         """The rows and columns of some parameters alone; a product takes one product of A.
@@ -411,15 +405,6 @@ class LinearOperator(RectangularOperator):
         """
         self.space.refuse_sharded("submatrix")
         return Submatrix(self, chosen_names(names, self.params))
-
-    def to_scipy(self) -> Any:
-        """A `scipy.sparse.linalg.LinearOperator` on the CPU, of NumPy vectors of the operator's own
-        dtype, float32 for half precision; needs SciPy.
-
-        Returns:
-            The SciPy operator.
-        """
-        return eigenvalues.to_scipy(self)
 
     def solve(
         self,
@@ -916,9 +901,9 @@ class Submatrix(LinearOperator):
     def __init__(self, operator: LinearOperator, names: list[str]) -> None:
         params = operator.params
         super().__init__(Space({name: params[name] for name in names}, operator.dtype))
-        every = torch.arange(operator.space.size, device=self.device)
-        places = dict(zip(params, every.split([p.numel() for p in params.values()]), strict=True))
-        self._operator, self._at = operator, torch.cat([places[name] for name in names])
+        places = dict(zip(params, operator.space.places(), strict=True))
+        self._operator = operator
+        self._at = torch.cat([places[name] for name in names]).to(self.device)
         self._bar = operator._bar
 
     def _products(self, rows: Tensor) -> Tensor:

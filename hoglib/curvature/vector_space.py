@@ -126,6 +126,10 @@ class Space:
         """That of params, which is not kept because it cannot be pickled."""
         return pytree.flatten(self.params)[1]
 
+    def places(self) -> tuple[Tensor, ...]:
+        """Where the entries of each leaf are in a flat vector."""
+        return torch.arange(self.size).split(self._sizes)
+
     def is_block(self, v: Any) -> bool:
         """Whether v, in a form that `rows` takes, is a block of vectors."""
         dims: int = pytree.leaves(v)[0].dim()
@@ -372,20 +376,13 @@ def check_named(params: Any) -> None:
 def chosen_names(names: Names, params: Tree) -> list[str]:
     """The names in params that a function takes, or that patterns match."""
     check_named(params)
-    tests: dict[str, Callable[[str], bool]] = {"none of them": names} if callable(names) else {}
-    if not tests:
-        if not isinstance(names, Iterable):
-            raise ArgumentTypeError(
-                "names: expected a pattern, a list of patterns or a function of a name, got "
-                f"{validation.describe(names)}."
-            )
-        given = [names] if isinstance(names, str) else names
-        tests = {one: partial(fnmatchcase, pat=one) for one in given}
+    given = names if isinstance(names, Iterable) and not isinstance(names, str) else [names]
+    tests = {str(x): x if callable(x) else partial(fnmatchcase, pat=str(x)) for x in given}
     missing = [one for one, test in tests.items() if not any(map(test, params))]
     if missing or not tests:
         raise ArgumentValueError(
-            f"names: expected some of {validation.listing(list(params))}, got "
-            f"{validation.listing(missing) or 'no pattern'}."
+            f"names: expected patterns of {validation.listing(list(params))}, or a function of a name, "
+            f"got {validation.listing(missing) or 'no pattern'}, which takes none."
         )
     return [name for name in params if any(test(name) for test in tests.values())]
 
