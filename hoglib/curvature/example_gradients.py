@@ -24,6 +24,7 @@ from hoglib._core.autograd import (
     translate_errors,
     without_graph,
 )
+from hoglib._core.fingerprint import sums_and_norms
 from hoglib._core.logger import LOGGER
 from hoglib._core.placement import refuse_sharded
 from hoglib._core.problem import Options, Policy, Problem, check_option_names
@@ -672,7 +673,8 @@ def _check_fitted(K: KFACOperator, space: Space) -> None:
             "solver: expected an operator on params, with the same names, shapes and dtypes, got one "
             f"on {validation.listing(pytree.paths(K.params))} {K.shape}."
         )
-    if not K.computed_at(space.leaves()):
+    K.blocks()  # computed at the first use
+    if K.computed_at not in (None, sums_and_norms(space.leaves())):
         warn(
             "influence: expected factors that were computed at these values of params, got a "
             "KFACOperator that was computed at others; call its `update()` after a change."

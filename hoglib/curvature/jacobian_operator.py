@@ -16,7 +16,7 @@ from hoglib._core.swap import PatchState, keep_swapped, reapply
 from hoglib.curvature.data import Processes, in_fixed_order
 from hoglib.curvature.dataset_sum import DatasetSum, split_options
 from hoglib.curvature.gauss_newton import CompositeLoss, CriterionHessian, transposed_product
-from hoglib.curvature.jacobian_product import TransposedJacobian, detached
+from hoglib.curvature.jacobian_product import TransposedJacobian, depending, detached
 from hoglib.curvature.linear_operator import RectangularOperator
 from hoglib.curvature.vector_space import Space
 from hoglib.errors import ArgumentValueError
@@ -82,7 +82,7 @@ class JacobianOperator(RectangularOperator):
         policy.check_blocks(outputs)
         self._sum = DatasetSum(
             policy, outputs, self.space, data,
-            replace(of_data, reduction="sum", batch_size=lambda batch: 1.0),
+            replace(of_data, reduction="sum", batch_size=_one),
             Processes(NAME, None, data), self._bar, seed=0, fixed_batches=True,
         )  # fmt: skip
         self._limit = of_data.memory_limit
@@ -116,15 +116,17 @@ class JacobianOperator(RectangularOperator):
         validation.refuse_transforms(NAME, "use the function hoglib.jvp there.")
         start, sums = 0, self._sum
         total = torch.zeros(len(rows), into.size, dtype=into.dtype, device=self.device)
+        if not (transposed or sums.kept is None or sums.kept.jacobian):
+            sums.kept = None
         every = sums.one_pass(total, rows, first_order=transposed, by_kept=True)
         with self._bar.over("@", len(rows)), every as one_pass:
             for batch, _, _ in one_pass:
                 if (point := sums.kept) is None:
                     with sums.ring(around_graph=True) as blocks, keep_swapped() as patches:
-                        both = sums.single_batch and self._limit > 0
-                        point = _Point(sums.problem(batch).entered(blocks), both or not transposed)
+                        point = _Point(sums.problem(batch).entered(blocks), not transposed)
                         point.patches = patches.values()
-                    sums.kept = point if both and 0 < point.held_bytes() <= self._limit else None
+                    keep = sums.single_batch and 0 < point.held_bytes() <= self._limit
+                    sums.kept = point if keep else None
                 stop = start + sum(point.sizes)
                 with grad_enabled(), reapply(point.patches):
                     for j, (row, product) in enumerate(zip(rows, total, strict=True), start=1):
@@ -146,6 +148,10 @@ class JacobianOperator(RectangularOperator):
         advice = "where the outputs are finite; look for a square root, norm or logarithm at zero."
         self._refuse_not_finite(rows, total, into, advice)
         return total
+
+
+def _one(batch: Any) -> float:
+    return 1.0
 
 
 @final
@@ -179,17 +185,18 @@ class _Point:
         self._own = fresh_leaves(problem.leaves, False)
         self._every, self.value = self._composite.checked_outputs(self._own)
         self.sizes = [y.numel() for y in self._every]
-        if for_tangents:
-            self._jacobian = TransposedJacobian(self._every, self._own, NAME)
+        # which products with u do not need, nor a backward that can be differentiated
+        self.jacobian = TransposedJacobian(self._every, self._own, NAME) if for_tangents else None
 
     def held_bytes(self) -> int:
-        """Of the graphs of both products."""
-        return graph_bytes(self._jacobian.parts)
+        """Of the graph, while it is kept."""
+        return graph_bytes(self.jacobian.parts if self.jacobian else depending(self._every))
 
     def along(self, vector: Vector, keep_graph: bool) -> Tensor:
         """J v, flat."""
-        tangents = self._jacobian.derivative(vector, keep_graph, False)
-        if not self._jacobian.agrees(self._composite.loss, vector, tangents):
+        assert self.jacobian is not None  # it was made for this
+        tangents = self.jacobian.derivative(vector, keep_graph, False)
+        if not self.jacobian.agrees(self._composite.loss, vector, tangents):
             raise detached(NAME)
         return torch.cat([t.flatten() for t in tangents])
 

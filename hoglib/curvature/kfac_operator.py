@@ -10,7 +10,6 @@ import torch
 from torch import Generator, Tensor
 
 from hoglib._core import pytree, validation
-from hoglib._core.autograd import Vector
 from hoglib._core.fingerprint import Numbers, sums_and_norms
 from hoglib._core.placement import refuse_sharded
 from hoglib._core.problem import check_option_names
@@ -171,7 +170,7 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
         self.row_order: RowOrder | None = None
         self._blocks: list[KroneckerBlock] | None = None
         self._error: KFACError | None = None
-        self._values: Numbers | None = None  # of the parameters, when the factors were computed
+        self.computed_at: Numbers | None = None  # values of the parameters, where they are known
 
     def blocks(self) -> Sequence[KroneckerBlock]:
         """The blocks, in the order of the parameters; they are computed at the first use."""
@@ -193,14 +192,8 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
             if self._corrected:
                 blocks = self.corrected(by_eigenvectors(blocks))
         self._blocks, self._error = blocks, None
-        self._values = sums_and_norms(self.space.leaves())
+        self.computed_at = sums_and_norms(self.space.leaves())
         return self
-
-    def computed_at(self, leaves: Vector) -> bool:
-        """Whether the factors were computed at these values of the parameters, where that is known: not
-        after `load_state_dict`."""
-        self.blocks()
-        return self._values is None or self._values == sums_and_norms(leaves)
 
     def corrected(self, blocks: Sequence[KroneckerBlock]) -> list[KroneckerBlock]:
         """The diagonal of the matrix in the basis of eigenvectors, in a pass over the data.
@@ -378,7 +371,7 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
                 "state_dict: expected blocks that are every parameter once, got others; it is of "
                 "params of other names or shapes."
             )
-        self._blocks, self._error, self._values = blocks, None, None
+        self._blocks, self._error, self.computed_at = blocks, None, None
 
     def __repr__(self) -> str:
         kind = "" if self._automatic else f", kind={self._factors.metric.kind!r}"

@@ -54,8 +54,9 @@ class RectangularOperator(ABC):
         >>> (H @ S).T.to_dense()
         tensor([[0., 2.],
                 [2., 2.]])
-        >>> (S @ H @ S).trace()
-        tensor(6.)
+        >>> (S @ H @ S).to_dense()
+        tensor([[2., 2.],
+                [2., 4.]])
     """
 
     def __init__(self, space: Space, progress: bool = False) -> None:
@@ -137,7 +138,13 @@ class RectangularOperator(ABC):
         return target.block(found) if block else target.tree(found[0])
 
     def matvec(self, v: Any) -> Any:
-        """A @ v, by the name that SciPy has for it."""
+        """A @ v, by the name that SciPy has for it.
+
+        Args:
+            v: A vector or a block.
+        Returns:
+            The product.
+        """
         return self @ v
 
     def to_dense(self) -> Tensor:
