@@ -291,7 +291,7 @@ class LinearOperator(RectangularOperator):
                 f"{list(A.shape)}, {A.dtype} on {A.device}."
             )
         off, size = float((A - A.T).abs().max()), float(A.abs().max())
-        if not off <= BOUNDS[A.dtype][1] * size:
+        if not off <= BOUNDS[A.dtype][0] * size:
             raise errors.ArgumentValueError(
                 "matrix: expected a finite, symmetric one, got entries that differ from those of its "
                 f"transpose by {off:.1g}, of {size:.1g} at most; (matrix + matrix.T) / 2 is symmetric."

@@ -114,7 +114,7 @@ ROWS = {
     "KFAC's inverse": (2, of(lambda *given: partial(curvature.KFACOperator(*given).update().inverse, 1.0))),
     "influence": (11, of(lambda *given: partial(curvature.influence, *given, given[-1], damping=1.0))),
     "self-influence": (11, of(lambda *given: partial(curvature.influence, *given, None, damping=1.0, solver=curvature.KFACOperator(*given)))),
-    "Jacobian": (2, lambda: operator(curvature.JacobianOperator, batches(1))),
+    "Jacobian": (2, of(lambda *given: partial(curvature.JacobianOperator(*given).__matmul__, ones()))),
     "J @ J.T": (4, of(lambda *given: partial((lambda J: (J @ J.T).__matmul__)(curvature.JacobianOperator(*given)), torch.ones(240, device="cuda")), partial(batches, 3))),
     "a given function": (1, lambda: partial(curvature.LinearOperator.from_matvec(lambda v: 2 * v, ones()).__matmul__, ones())),
     "NewtonCG": (10, of(lambda *given: partial(curvature.NewtonCG(*given[:2]).step, given[2]))),
