@@ -104,7 +104,7 @@ class JacobianOperator(RectangularOperator):
         alike = alike and len({y.shape[1:] for y in every}) == 1
         whole = torch.cat(every if alike else [y.flatten() for y in every])  # without memory
         like = torch.zeros((), dtype=whole.dtype, device=self.device)
-        return Space(like.expand(whole.shape), what="outputs")
+        return Space(like.expand(whole.shape), of="outputs")
 
     def _products(self, rows: Tensor) -> Tensor:
         return self._multiply(rows, self.target, transposed=False)
@@ -145,8 +145,7 @@ class JacobianOperator(RectangularOperator):
                 f"data: expected {self.target.size} outputs as at the first pass, got {start}; make a "
                 "new operator of other data."
             )
-        advice = "where the outputs are finite; look for a square root, norm or logarithm at zero."
-        self._refuse_not_finite(rows, total, into, advice)
+        self._refuse_not_finite(rows, total, into, "the outputs are")
         return total
 
 
@@ -186,7 +185,7 @@ class _Point:
         self._every, self.value = self._composite.checked_outputs(self._own)
         self.sizes = [y.numel() for y in self._every]
         # which products with u do not need, nor a backward that can be differentiated
-        self.jacobian = TransposedJacobian(self._every, self._own, NAME) if for_tangents else None
+        self.jacobian: Any = for_tangents and TransposedJacobian(self._every, self._own, NAME)
 
     def held_bytes(self) -> int:
         """Of the graph, while it is kept."""
@@ -194,8 +193,7 @@ class _Point:
 
     def along(self, vector: Vector, keep_graph: bool) -> Tensor:
         """J v, flat."""
-        assert self.jacobian is not None  # it was made for this
-        tangents = self.jacobian.derivative(vector, keep_graph, False)
+        tangents: Vector = self.jacobian.derivative(vector, keep_graph, False)
         if not self.jacobian.agrees(self._composite.loss, vector, tangents):
             raise detached(NAME)
         return torch.cat([t.flatten() for t in tangents])

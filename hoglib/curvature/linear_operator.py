@@ -2,7 +2,7 @@
 products of any."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
@@ -20,14 +20,7 @@ from hoglib._core.factorizations import symmetric_eigen
 from hoglib.capture.within import uncompiled
 from hoglib.curvature import eigenvalues, estimates, linear_systems
 from hoglib.curvature.reproducibility import BOUNDS
-from hoglib.curvature.vector_space import (
-    Blocks,
-    Names,
-    Space,
-    chosen_names,
-    groups_of,
-    random_normals,
-)
+from hoglib.curvature.vector_space import Blocks, Space, chosen_names, groups_of, random_normals
 
 Tree = Any
 Chain = list[tuple["RectangularOperator", bool]]  # factors, and whether each is transposed
@@ -78,9 +71,9 @@ class RectangularOperator(ABC):
             yield
 
     @property
-    @abstractmethod
     def target(self) -> Space:
-        """The vector space of the rows, that of products."""
+        """The vector space of the rows, that of products; of vectors, unless a subclass has another."""
+        return self.space
 
     @abstractmethod
     def _products(self, rows: Tensor) -> Tensor:
@@ -181,9 +174,12 @@ class RectangularOperator(ABC):
         )
 
     def _refuse_not_finite(
-        self, rows: Tensor, total: Tensor, space: Space, advice: str, alone: bool = True, what: str = ""
-    ) -> None:  # fmt: skip
-        """Raise for products, vectors of a space, that are not finite where the rows are."""
+        self, rows: Tensor, total: Tensor, space: Space, finite: str, alone: bool = True
+    ) -> None:
+        """Raise for products, vectors of a space, that are not finite where the rows are.
+
+        finite: What is finite there, in words. alone: whether no other process has a part.
+        """
         if total.device.type == "cpu" or not alone:  # others raise, too
             where = space.first_not_finite(total)
             bad = where and space.everywhere(bool(rows.isfinite().all()))
@@ -194,8 +190,8 @@ class RectangularOperator(ABC):
             where = (bad and space.first_not_finite(total)) or "an earlier product"
         if bad:
             raise errors.NonFiniteError(
-                f"{what or f'{type(self).__name__} @ v'}: expected finite products, got NaN or "
-                f"infinity in {where}, {advice}"
+                f"{type(self).__name__} @ v: expected finite products, got NaN or infinity in {where}, "
+                f"where {finite} finite; look for a square root, norm or logarithm at zero."
             )
 
     def __repr__(self) -> str:
@@ -251,7 +247,7 @@ class LinearOperator(RectangularOperator):
         validation.function("matvec", matvec)
         validation.function("matmat", matmat or matvec)
         validation.flag("check_symmetric", check_symmetric)
-        space = Space(like, what="like")
+        space = Space(like, of="like")
         space.refuse_sharded("from_matvec")
 
         def products(rows: Tensor) -> Tensor:
@@ -282,8 +278,7 @@ class LinearOperator(RectangularOperator):
             tensor([1., 3.])
         """
         A = validation.real("matrix", matrix).detach()
-        space = Space(A.new_zeros(A.shape[:1]) if like is None else like, what="like")
-        space.refuse_sharded("from_dense")
+        space = Space(A.new_zeros(A.shape[:1]) if like is None else like, of="like")
         P, found = space.size, (A.shape, A.dtype, A.device)
         if found != ((P, P), space.dtype, space.device):
             raise errors.ArgumentValueError(
@@ -297,11 +292,6 @@ class LinearOperator(RectangularOperator):
                 f"transpose by {off:.1g}, of {size:.1g} at most; (matrix + matrix.T) / 2 is symmetric."
             )
         return GivenOperator(space, lambda rows: rows @ A, False)
-
-    @property
-    def target(self) -> Space:
-        """The vector space of products, that of vectors."""
-        return self.space
 
     def _transposed_products(self, rows: Tensor) -> Tensor:
         return self._products(rows)
@@ -393,7 +383,7 @@ class LinearOperator(RectangularOperator):
         masks = [zeros.index_fill(0, torch.cat([places[i] for i in group]), 1) for group in groups]
         return BlockDiagonal(self, [mask.to(self.device) for mask in masks])
 
-    def submatrix(self, names: Names) -> "LinearOperator":
+    def submatrix(self, names: str | Iterable[str] | Callable[[str], bool]) -> "LinearOperator":
         """The rows and columns of some parameters alone; a product takes one product of A.
 
         Args:
@@ -882,8 +872,7 @@ class GivenOperator(LinearOperator):
             raise errors.ArgumentValueError(
                 f"matvec(v): expected a product for each of {len(rows)} vectors, got {len(found)}."
             )
-        advice = "of a vector that is finite."
-        self._refuse_not_finite(rows, found, self.space, advice, what="matvec(v)")
+        self._refuse_not_finite(rows, found, self.space, "the vector is")
         return found
 
     def _check(self) -> None:

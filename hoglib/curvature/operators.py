@@ -106,8 +106,7 @@ class DatasetOperator(LinearOperator):
     def _checked(self, rows: Tensor, total: Tensor) -> Tensor:
         """The products of the rows, where they are finite; warns if the products are not symmetric."""
         alone = self._sum.alone and not self.space.placement.is_sharded
-        advice = "where the loss is finite; look for a square root, norm or logarithm at zero."
-        self._refuse_not_finite(rows, total, self.space, advice, alone)
+        self._refuse_not_finite(rows, total, self.space, "the loss is", alone)
         self._sum.symmetry.record(rows, total)
         return total
 

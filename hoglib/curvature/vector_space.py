@@ -18,7 +18,6 @@ from hoglib.errors import ArgumentTypeError, ArgumentValueError
 Tree = Any
 Rebuild = Callable[[Tensor], Tree]
 Draw = Callable[[int], Tensor]  # so many random numbers
-Names = str | Iterable[str] | Callable[[str], bool]
 Blocks = Literal["parameter", "module"] | Callable[[str], Hashable] | Iterable[Iterable[str]] | None
 
 # random numbers that are drawn at once; a multiple of 16, by which torch draws normal numbers
@@ -65,14 +64,12 @@ class Space:
         dtype: Of flat vectors, and of sums of products over data.
     """
 
-    def __init__(
-        self, params: Tree, dtype: torch.dtype | None = None, what: str = "params"
-    ) -> None:
-        validation.parameters(params, what)
-        self.params, self._what = params, what
+    def __init__(self, params: Tree, dtype: torch.dtype | None = None, of: str = "params") -> None:
+        validation.parameters(params, of)
+        self.params, self._of = params, of
         leaves = pytree.leaves(params)
         for name, leaf in zip(pytree.paths(params), leaves, strict=True):
-            where = validation.leaf_name(what, name)
+            where = validation.leaf_name(of, name)
             validation.real(where, leaf)
             if leaf.device != leaves[0].device:
                 raise ArgumentValueError(
@@ -83,7 +80,7 @@ class Space:
         self.size = pytree.size(params)
         if not self.size:
             raise ArgumentValueError(
-                f"{what}: expected at least one number, got tensors without elements; leave them out."
+                f"{of}: expected at least one number, got tensors without elements; leave them out."
             )
         self.device = leaves[0].device
         self.precision = leaves[0].dtype
@@ -198,7 +195,7 @@ class Space:
         """Vectors as rows [k, P], and the function that gives such rows the form of v."""
         if isinstance(v, Tensor) and not self._like_params(v):
             return self._flat_rows(v, name)
-        leaves, block = validation.vectors(name, v, self.params, self._what)
+        leaves, block = validation.vectors(name, v, self.params, self._of)
         columns = leaves[0].shape[-1] if block else 1
         leaves = self.placement.local_vector(name, leaves)
         rows = torch.cat(
@@ -218,7 +215,7 @@ class Space:
         if v.dim() not in (1, 2) or v.shape[0] != self.length or is_sharded(v):
             n = self.length
             raise ArgumentValueError(
-                f"{name}: expected ({n},), ({n}, k) for k vectors, or the structure of {self._what}, "
+                f"{name}: expected ({n},), ({n}, k) for k vectors, or the structure of {self._of}, "
                 f"got {'a DTensor of ' if is_sharded(v) else ''}{tuple(v.shape)}."
                 + (
                     " A flat vector is the part of this process."
@@ -280,7 +277,7 @@ class Space:
         name = self._first_not_finite(rows)
         if not isinstance(self.placement, Sharding):
             return name
-        names = ["", *(path or self._what for path in pytree.paths(self.params))]
+        names = ["", *(path or self._of for path in pytree.paths(self.params))]
         found = torch.tensor(float(names.index(name)), device=self.device)
         return names[int(self.placement.reduce(found, "MAX"))]
 
@@ -289,7 +286,7 @@ class Space:
             return ""
         first = int((~rows.isfinite()).any(0).nonzero()[0])
         ends = zip(pytree.paths(self.params), accumulate(self._sizes), strict=True)
-        return next(name or self._what for name, end in ends if first < end)
+        return next(name or self._of for name, end in ends if first < end)
 
 
 def random_signs(space: Space, count: int, generator: Generator | None) -> Tensor:
@@ -373,7 +370,7 @@ def check_named(params: Any) -> None:
         )
 
 
-def chosen_names(names: Names, params: Tree) -> list[str]:
+def chosen_names(names: Any, params: Tree) -> list[str]:
     """The names in params that a function takes, or that patterns match."""
     check_named(params)
     given = names if isinstance(names, Iterable) and not isinstance(names, str) else [names]
