@@ -243,16 +243,20 @@ class CompositeLoss:
     def metric(self, outputs: Vector) -> MetricProduct:
         return self._metric.at(self, outputs)
 
-    def checked_outputs(self, own: Vector) -> tuple[Any, ...]:
+    def checked_outputs(self, own: Vector, twice: bool = True) -> tuple[Any, ...]:
         """The outputs at copies of the leaves, and their loss."""
-        return self.with_value(lambda: (self.checked(self.outputs(own)),))
+        return self.with_value(lambda: (self.checked(self.outputs(own), twice),))
 
-    def checked(self, every: Vector) -> Vector:
-        """The outputs; raises for those without a second derivative, or with a part of it."""
+    def checked(self, every: Vector, twice: bool = True) -> Vector:
+        """The outputs; raises for those without a second derivative, or with a part of it.
+
+        twice: whether they are differentiated twice.
+        """
         ys = depending(every)
         _check_depends(ys)
         graph = graph_summary(ys)
-        check_custom_functions(graph, self.policy.caller)
+        if twice:
+            check_custom_functions(graph, self.policy.caller)
         if not self.policy.create_graph:
             check_uses_given_params(graph, self.leaves, self.policy.caller)
         return every

@@ -118,7 +118,7 @@ class JacobianOperator(RectangularOperator):
         total = torch.zeros(len(rows), into.size, dtype=into.dtype, device=self.device)
         if not (transposed or sums.kept is None or sums.kept.jacobian):
             sums.kept = None
-        every = sums.one_pass(total, rows, first_order=transposed, by_kept=True)
+        every = sums.one_pass(total, rows, first_order=True, by_kept=True)
         with self._bar.over("@", len(rows)), every as one_pass:
             for batch, _, _ in one_pass:
                 if (point := sums.kept) is None:
@@ -182,7 +182,7 @@ class _Point:
     def __init__(self, problem: Problem, for_tangents: bool) -> None:
         self._composite = CompositeLoss(problem, CriterionHessian(), "reverse")
         self._own = fresh_leaves(problem.leaves, False)
-        self._every, self.value = self._composite.checked_outputs(self._own)
+        self._every, self.value = self._composite.checked_outputs(self._own, for_tangents)
         self.sizes = [y.numel() for y in self._every]
         # which products with u do not need, nor a backward that can be differentiated
         self.jacobian: Any = for_tangents and TransposedJacobian(self._every, self._own, NAME)
