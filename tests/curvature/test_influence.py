@@ -219,6 +219,7 @@ def test_factors_that_are_computed_once_and_self_influence(solver, weight, capsy
     loss, params, train, query = trained()
     weight = torch.tensor(weight, dtype=F64)
     loss = hog.functional_loss(loss.model, nn.CrossEntropyLoss(weight))
+    query = tuple(t[weight[query[1]] > 0] for t in query)
     kept, data = weight[train[1]] > 0, [tuple(t[:77] for t in train), tuple(t[77:] for t in train)]
 
     def by(solver, query=query, params=params, damping=DECAY, **options):
