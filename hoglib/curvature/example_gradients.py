@@ -570,7 +570,7 @@ def influence(
         vmap: As of `hoglib.per_example_gradients`.
         tol: Of "cg", as of `LinearOperator.solve`.
         **options: Of `hoglib.GGNOperator` or `hoglib.KFACOperator`, such as kind="exact" (by default
-            the factors of wide outputs are drawn) and progress=True, which counts examples, too; of a
+            the factors of wide outputs are drawn) and progress=True, which counts batches, too; of a
             given operator progress alone.
     Returns:
         The scores [train, query], or [train] for query=None, in the order of the data.
@@ -662,7 +662,7 @@ def influence(
             scores = joined("train", (-(g * solve(g.T).T).sum(1) for g in every))
             w = torch.cat(weights)  # as a query an example has none
             scores /= w.where(w > 0, 1).to(scores)
-        return scores * (len(w) / float(w.sum()))
+        return scores * (len(w) / float(w.sum(dtype=torch.float64)))
 
 
 def _check_fitted(K: KFACOperator, space: Space) -> None:
