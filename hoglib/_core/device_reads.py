@@ -33,6 +33,7 @@ class DeviceRead:
         """The numbers, for which this waits if it must."""
         if self._event is not None and not self.has_arrived:
             self._event.synchronize()
+        self._event = None
         return self._copy
 
 

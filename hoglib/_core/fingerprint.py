@@ -93,6 +93,11 @@ class Numbers:
             found.update(zip(places, read.numbers().double().tolist(), strict=True))
         return [found[i] for i in range(len(found))]
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has no event of a device, which cannot be copied."""
+        self.read()
+        return vars(self)
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Numbers) and self.read() == other.read()
 

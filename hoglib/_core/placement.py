@@ -129,6 +129,7 @@ class Layout(NamedTuple):
 
 
 @final
+@dataclass(frozen=True)
 class Whole:
     """The placement of tensors that this process holds whole: nothing is communicated.
 

@@ -9,9 +9,10 @@ from hoglib.curvature.example_gradients import (
     per_example_gradient_products,
     per_example_gradients,
 )
+from hoglib.curvature.jacobian_operator import JacobianOperator
 from hoglib.curvature.jacobian_product import jvp
 from hoglib.curvature.kfac_operator import KFACError, KFACOperator
-from hoglib.curvature.linear_operator import LinearOperator, LowRankOperator
+from hoglib.curvature.linear_operator import LinearOperator, LowRankOperator, RectangularOperator
 from hoglib.curvature.operators import (
     FisherOperator,
     GGNOperator,
@@ -34,6 +35,7 @@ __all__ = [
     "FisherOperator",
     "GGNOperator",
     "HessianOperator",
+    "JacobianOperator",
     "KFACError",
     "KFACOperator",
     "KFACStep",
@@ -43,6 +45,7 @@ __all__ = [
     "NewtonStep",
     "NoiseScale",
     "OperatorOptions",
+    "RectangularOperator",
     "Spectrum",
     "bilaplacian",
     "directional",

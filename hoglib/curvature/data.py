@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils.data import Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import Dataset, DistributedSampler, IterableDataset, RandomSampler
 
 from hoglib._core import pytree, validation
 from hoglib._core.fingerprint import checksum
@@ -418,6 +418,15 @@ def is_batch(data: Any) -> bool:
             "examples; wrap it, torch.utils.data.DataLoader(dataset, batch_size=...)."
         )
     return not isinstance(data, Iterable)
+
+
+def in_fixed_order(name: str, data: Any) -> None:
+    """Raise for a DataLoader that shuffles."""
+    if isinstance(getattr(data, "sampler", None), RandomSampler):
+        raise ArgumentValueError(
+            f"{name}: expected data in a fixed order, that of the result, got a DataLoader that "
+            "shuffles; make one with shuffle=False."
+        )
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

@@ -6,13 +6,14 @@ gradients g_nt by its outputs:
     dW_n = sum_t g_nt a_nt^T        <dW_n, dW_m> = sum_tu <g_nt, g_mu> <a_nt, a_mu>
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from operator import length_hint
 from typing import Any, Literal, NamedTuple, Unpack, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils.data import DataLoader, RandomSampler
 
 from hoglib import errors
 from hoglib._core import pytree, validation
@@ -23,15 +24,17 @@ from hoglib._core.autograd import (
     translate_errors,
     without_graph,
 )
+from hoglib._core.fingerprint import sums_and_norms
 from hoglib._core.logger import LOGGER
 from hoglib._core.placement import refuse_sharded
 from hoglib._core.problem import Options, Policy, Problem, check_option_names
 from hoglib._core.source_location import warn
 from hoglib._core.trust import found_once
-from hoglib.curvature.data import as_dict, is_batch, row_count, to_device
+from hoglib.curvature.data import as_dict, in_fixed_order, is_batch, row_count, to_device
 from hoglib.curvature.fisher_metric import FisherMetric
 from hoglib.curvature.kfac_operator import KFACOperator
 from hoglib.curvature.likelihood import Finding, compare_halves, example_counts, moved
+from hoglib.curvature.linear_operator import ProgressBar
 from hoglib.curvature.model_run import (
     AT_ONCE,
     FactorOptions,
@@ -115,12 +118,10 @@ def _of_single_examples(
     loss: Any, params: Tree, batch: Any, *, chunk_size: int | None = None, vmap: bool | None = None,
     **options: Unpack[Options],
 ) -> tuple[Tensor, Tree]:  # fmt: skip
-    """l_n and g_n of batches of one."""
-    validation.loss_function("loss", loss)
+    """l_n and g_n of batches of one, of a loss that `check_apart` knows."""
     refuse_sharded("per_example_gradients", pytree.leaves(params))
     if chunk_size is not None:
         validation.at_least("chunk_size", chunk_size, 1)
-    check_norms(loss)
     own = as_dict(batch)
     count = number_of_examples(own)
     size = count if chunk_size is None else chunk_size
@@ -359,10 +360,8 @@ def _layer_by_layer(
     loss: Any, params: Tree, batch: Any, pairs: bool, factors: Tensor | None
 ) -> Tensor | None:
     """Squared norms [N], or with pairs the products [N, N]; None where layers do not say them."""
-    validation.loss_function("loss", loss)
     space = Space(params)
     space.refuse_sharded("per_example_gradient_products" if pairs else "per_example_gradient_norms")
-    check_norms(loss)
     own = as_dict(batch)
     count = number_of_examples(own)
     loss = loss.with_logits() if hasattr(loss, "with_logits") else loss
@@ -540,7 +539,7 @@ def influence(
     train: Any,
     query: Any,
     *,
-    solver: Solver = "ekfac",
+    solver: Solver | KFACOperator = "ekfac",
     damping: float,
     vmap: bool | None = None,
     tol: float | None = None,
@@ -562,20 +561,24 @@ def influence(
         params: The parameters as they were trained, a dict of tensors by name.
         train: The training data: a batch, or a DataLoader or another re-iterable of batches, in a fixed
             order.
-        query: The queries, as train.
+        query: The queries, as train. None for the training examples themselves: the self-influence
+            s_nn of each, at most 0, without the other scores.
         solver: How the inverse is applied: "cg", exactly, by conjugate gradients; "kfac" or "ekfac", by
-            a `hoglib.KFACOperator`, with corrected eigenvalues, for deep networks.
+            a `hoglib.KFACOperator`, with corrected eigenvalues, for deep networks; or such an operator,
+            of the training data, whose factors are computed once for many calls.
         damping: As above: the weight decay that the parameters were trained with, or more.
         vmap: As of `hoglib.per_example_gradients`.
         tol: Of "cg", as of `LinearOperator.solve`.
         **options: Of `hoglib.GGNOperator` or `hoglib.KFACOperator`, such as kind="exact" (by default
-            the factors of wide outputs are drawn) and progress=True.
+            the factors of wide outputs are drawn) and progress=True, which counts batches, too; of a
+            given operator progress alone.
     Returns:
-        The scores [train, query], in the order of the data.
+        The scores [train, query], or [train] for query=None, in the order of the data.
     Raises:
         ArgumentTypeError: for an option that the operator does not have.
         ArgumentValueError: for a DataLoader that shuffles, whose order nobody knows afterwards, for
-            batch norm in train mode, and tol with another solver than "cg".
+            batch norm in train mode, tol with another solver than "cg", and an operator on other
+            parameters.
         NonFiniteError: for an example whose gradient is not finite.
     References:
         Koh and Liang, Understanding Black-box Predictions via Influence Functions, 2017, equation 2.
@@ -592,55 +595,86 @@ def influence(
         >>> hog.influence(loss, params, data, query, damping=0.0, solver="cg")
         tensor([[ 2.],
                 [-2.]])
+        >>> K = hog.KFACOperator(loss, params, data)
+        >>> hog.influence(loss, params, data, None, damping=0.0, solver=K)
+        tensor([-2., -2.])
     """
-    validation.one_of("solver", solver, get_args(Solver))
+    fitted = solver if isinstance(solver, KFACOperator) else None
+    method = "operator" if fitted else validation.one_of("solver", solver, get_args(Solver))
     validation.number("damping", damping, minimum=0)
     for name, data in (("train", train), ("query", query)):
-        if isinstance(data, DataLoader) and isinstance(data.sampler, RandomSampler):
-            raise errors.ArgumentValueError(
-                f"{name}: expected data in a fixed order, that of the scores, got a DataLoader that "
-                "shuffles; make one with shuffle=False."
-            )
+        in_fixed_order(name, data)
     of_factors = ("kind", "generator", "check_deterministic", *KFAC_OPTIONS)
-    check_option_names("influence", options, NEWTON_OPTIONS if solver == "cg" else of_factors)
-    if tol is not None and solver != "cg":
+    names = {"cg": NEWTON_OPTIONS, "operator": ("progress",)}.get(method, of_factors)
+    check_option_names("influence", options, names)
+    if tol is not None and method != "cg":
         raise errors.ArgumentValueError(
             f"tol: expected none with solver={solver!r}, which has a closed form, got {tol}; it "
             "is for solver='cg'."
         )
     space = Space(params)
     space.refuse_sharded("influence")
+    if fitted:
+        _check_fitted(fitted, space)
+    bar = ProgressBar("influence", options.get("progress", False), "batch")
+    weights: list[Tensor] = []  # of the training examples
 
-    count, weight = 0, 0.0  # of the examples given last
+    def rows(name: str, data: Any, weighted: bool) -> Iterator[Tensor]:
+        every = [data] if is_batch(data) else data
+        with bar.over(name, length_hint(every) or None):
+            for number, batch in enumerate(every):
+                own = to_device(batch, space.device)
+                check_apart(loss, params, own, "influence")
+                counts = example_counts(loss, as_dict(own)) if weighted else None
+                examples = number_of_examples(own)
+                ones = torch.ones(examples, device=space.device)
+                weights.extend([ones if counts is None else counts] * weighted)
+                for part in gradient_rows(loss, params, own, vmap=vmap, weights=counts):
+                    if not bool(part.isfinite().all()):
+                        raise errors.NonFiniteError(
+                            f"{name}: expected examples with finite gradients, got one with NaN or "
+                            f"infinity in batch {number}; look for NaN in the data and in the "
+                            "parameters."
+                        )
+                    yield part.to(space.dtype)
+                    bar.advance(len(part) / examples)
 
-    def rows(name: str, data: Any, weighted: bool) -> Iterable[Tensor]:
-        nonlocal count, weight
-        for number, batch in enumerate([data] if is_batch(data) else data):
-            own = to_device(batch, space.device)
-            check_apart(loss, params, own, "influence")
-            counts = example_counts(loss, as_dict(own)) if weighted else None
-            count += number_of_examples(own)
-            weight += number_of_examples(own) if counts is None else float(counts.sum())
-            for part in gradient_rows(loss, params, own, vmap=vmap, weights=counts):
-                if not bool(part.isfinite().all()):
-                    raise errors.NonFiniteError(
-                        f"{name}: expected examples with finite gradients, got one with NaN or "
-                        f"infinity in batch {number}; look for NaN in the data and in the parameters."
-                    )
-                yield part.to(space.dtype)
+    def joined(name: str, parts: Iterable[Tensor]) -> Tensor:
+        if not (found := list(parts)):
+            raise errors.ArgumentValueError(f"{name}: expected at least one batch, got none.")
+        return torch.cat(found)
 
-    with examined_functions("influence", first_order=solver != "cg"):
-        asked = list(rows("query", query, False))
-        if not asked:
-            raise errors.ArgumentValueError("query: expected at least one batch, got none.")
-        queries = torch.cat(asked)
-        if solver == "cg":
-            directions = GGNOperator(loss, params, train, **options).solve(
-                queries.T, damping=damping, tol=tol
-            )
+    with examined_functions("influence", first_order=method != "cg"):
+        queries = None if query is None else joined("query", rows("query", query, False))
+        if method == "cg":
+            G = GGNOperator(loss, params, train, **options)
+            solve: Callable[[Tensor], Tensor] = partial(G.solve, damping=damping, tol=tol)
         else:
-            K = KFACOperator(loss, params, train, eigenvalue_corrected=solver == "ekfac", **options)
-            directions = K.solve(queries.T, damping=damping)
-        count, weight = 0, 0.0
-        scores = torch.cat([-(part @ directions) for part in rows("train", train, True)])
-        return scores * (count / weight) if weight != count else scores
+            corrected: Any = {"eigenvalue_corrected": method == "ekfac"}
+            K = fitted or KFACOperator(loss, params, train, **corrected, **options)
+            solve = K.inverse(damping).matvec
+        every = rows("train", train, True)
+        if queries is not None:
+            directions = solve(queries.T)
+            scores = joined("train", (-(g @ directions) for g in every))
+            w = torch.cat(weights)
+        else:
+            scores = joined("train", (-(g * solve(g.T).T).sum(1) for g in every))
+            w = torch.cat(weights)  # as a query an example has none
+            scores /= w.where(w > 0, 1).to(scores)
+        return scores * (len(w) / float(w.sum(dtype=torch.float64)))
+
+
+def _check_fitted(K: KFACOperator, space: Space) -> None:
+    """Raise for a matrix on other parameters than a space; warn where it is of other values."""
+    if not K.space.same(space):
+        raise errors.ArgumentValueError(
+            "solver: expected an operator on params, with the same names, shapes and dtypes, got one "
+            f"on {validation.listing(pytree.paths(K.params))} {K.shape}."
+        )
+    K.blocks()  # computed at the first use
+    if K.computed_at not in (None, sums_and_norms(space.leaves())):
+        warn(
+            "influence: expected factors that were computed at these values of params, got a "
+            "KFACOperator that was computed at others; call its `update()` after a change."
+        )

@@ -216,16 +216,20 @@ class CompositeLoss:
         of_all = self.problem.placement.mean_of(value)  # which sets found
         return (*found, of_all)
 
-    def checked_outputs(self, own: Vector) -> tuple[Any, ...]:
+    def checked_outputs(self, own: Vector, twice: bool = True) -> tuple[Any, ...]:
         """The outputs at copies of the leaves, and their loss."""
-        return self.with_value(lambda: (self.checked(self.outputs(own)),))
+        return self.with_value(lambda: (self.checked(self.outputs(own), twice),))
 
-    def checked(self, every: Vector) -> Vector:
-        """The outputs; raises for those without a second derivative, or with a part of it."""
+    def checked(self, every: Vector, twice: bool = True) -> Vector:
+        """The outputs; raises for those without a second derivative, or with a part of it.
+
+        twice: whether they are differentiated twice.
+        """
         ys = depending(every)
         _check_depends(ys)
         graph = graph_summary(ys)
-        check_custom_functions(graph, self.policy.caller)
+        if twice:
+            check_custom_functions(graph, self.policy.caller)
         if not self.policy.create_graph:
             check_uses_given_params(graph, self.leaves, self.policy.caller)
         return every
@@ -243,7 +247,7 @@ def double_reverse(composite: CompositeLoss) -> LinearMap:
     def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
         tangents = jacobian.derivative(vector, keep_graph, create_graph)
         weighted = metric(tangents, keep_graph)
-        product = _transposed_product(every, own, weighted, composite.policy, keep_graph)
+        product = transposed_product(every, own, weighted, composite.policy, keep_graph)
         if not are_adjoint(loss, vector, product, tangents, weighted, placement, jacobian.parts):
             raise detached(caller)
         return value, product
@@ -275,7 +279,7 @@ def forward_then_reverse(composite: CompositeLoss) -> LinearMap:
             tangents = [t.detach() for t in tangents]
         weighted = composite.metric.at(composite, every)(tangents, False)
         try:
-            product = _transposed_product(every, own, weighted, composite.policy, False)
+            product = transposed_product(every, own, weighted, composite.policy, False)
         except CheckpointError as error:  # what is recomputed has no tangents
             raise errors.UnsupportedError(
                 f"{caller}(mode='forward'): expected no checkpoint in the model, got one; use "
@@ -319,12 +323,12 @@ def differences_of_outputs(problem: Problem, metric: OutputMetric) -> LinearMap:
         own = fresh_leaves(leaves, False)
         every, value = composite.checked_outputs(own)
         weighted = composite.metric.at(composite, [y.detach() for y in every])(tangents, False)
-        return value, _transposed_product(every, own, weighted, composite.policy, False)
+        return value, transposed_product(every, own, weighted, composite.policy, False)
 
     return LinearMap(apply)
 
 
-def _transposed_product(
+def transposed_product(
     every: Vector, own: Vector, weighted: Vector, policy: Policy, keep_graph: bool
 ) -> Vector:
     """J^T u, of the outputs that depend on the leaves."""

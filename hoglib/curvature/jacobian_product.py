@@ -367,8 +367,8 @@ def detached(caller: str) -> Exception:
     return errors.NoSecondDerivative(
         f"{caller}(mode='reverse'): expected a backward that can be differentiated, got one whose "
         "gradient has lost its graph: it runs under no_grad, detaches, or leaves torch. "
-        "`hoglib.verify` of the custom Functions in the model names the line; mode='forward' does "
-        "not need that graph, if they have a jvp."
+        "`hoglib.verify` of the custom Functions in the model names the line; mode='forward', where "
+        "there is one, does not need that graph, if they have a jvp."
     )
 
 

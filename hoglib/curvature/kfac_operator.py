@@ -10,6 +10,7 @@ import torch
 from torch import Generator, Tensor
 
 from hoglib._core import pytree, validation
+from hoglib._core.fingerprint import Numbers, sums_and_norms
 from hoglib._core.placement import refuse_sharded
 from hoglib._core.problem import check_option_names
 from hoglib.curvature.data import PassTotals
@@ -169,6 +170,7 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
         self.row_order: RowOrder | None = None
         self._blocks: list[KroneckerBlock] | None = None
         self._error: KFACError | None = None
+        self.computed_at: Numbers | None = None  # values of the parameters, where they are known
 
     def blocks(self) -> Sequence[KroneckerBlock]:
         """The blocks, in the order of the parameters; they are computed at the first use."""
@@ -190,6 +192,7 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
             if self._corrected:
                 blocks = self.corrected(by_eigenvectors(blocks))
         self._blocks, self._error = blocks, None
+        self.computed_at = sums_and_norms(self.space.leaves())
         return self
 
     def corrected(self, blocks: Sequence[KroneckerBlock]) -> list[KroneckerBlock]:
@@ -368,7 +371,7 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
                 "state_dict: expected blocks that are every parameter once, got others; it is of "
                 "params of other names or shapes."
             )
-        self._blocks, self._error = blocks, None
+        self._blocks, self._error, self.computed_at = blocks, None, None
 
     def __repr__(self) -> str:
         kind = "" if self._automatic else f", kind={self._factors.metric.kind!r}"

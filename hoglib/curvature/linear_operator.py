@@ -1,9 +1,12 @@
-"""Symmetric linear operators on the space of parameters, and their algebra."""
+"""Linear operators, known by their products with vectors: symmetric ones, their algebra and algorithms;
+products of any."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
+from math import inf, isfinite
 from typing import Any, Literal, final
 
 import torch
@@ -11,31 +14,42 @@ from torch import Generator, Tensor
 
 from hoglib import errors
 from hoglib._core import validation
-from hoglib._core.autograd import outside_inference_mode
+from hoglib._core.autograd import grad_enabled, outside_inference_mode
+from hoglib._core.device_reads import read_late
 from hoglib._core.factorizations import symmetric_eigen
 from hoglib.capture.within import uncompiled
 from hoglib.curvature import eigenvalues, estimates, linear_systems
-from hoglib.curvature.vector_space import Blocks, Space, groups_of
+from hoglib.curvature.reproducibility import BOUNDS
+from hoglib.curvature.vector_space import Blocks, Space, chosen_names, groups_of, random_normals
 
 Tree = Any
+Chain = list[tuple["RectangularOperator", bool]]  # factors, and whether each is transposed
 
 
-class LinearOperator(ABC):
-    r"""A symmetric matrix A [P, P] that is known by its products with vectors.
+class RectangularOperator(ABC):
+    r"""A matrix A [M, P] that is known by its products with vectors; it need not be symmetric.
 
-        A @ v        v flat [P] or [P, k], or in the structure of params (a trailing k for a block);
-                     the product has the form of v
-        A + B, A - B, 2 * A, A / 2, -A, A.damped(1e-3)        operators again
+        A @ v        v flat [P] or [P, k], or in the structure of the space of columns (a trailing k
+                     for a block); the product is flat too, or in that of the space of rows
+        A.T          the transpose, whose vectors are those of the rows
+        A @ B        a product. Where it reads the same transposed, as X @ X.T, X.T @ X and X @ S @ X.T
+                     with a symmetric S, it is a `LinearOperator`, with all algorithms
 
-    Subclasses define the product with vectors as rows, ``_products(rows)``.
+    Subclasses define the products with vectors as rows, ``_products(rows)`` and
+    ``_transposed_products(rows)``, and `target`, the space of rows.
 
     Args:
-        space: The vector space that A acts on, that of some parameters.
+        space: The vector space that A acts on.
         progress: Show a bar that counts products (needs tqdm).
     Example:
-        >>> A = hog.HessianOperator(lambda p, x: (p * x).square().sum(), torch.ones(2), torch.ones(2))
-        >>> (A + A.damped(1.0)) @ torch.tensor([1.0, 2.0])
-        tensor([ 5., 10.])
+        >>> H = hog.HessianOperator(lambda p, x: (p * x).square().sum(), torch.ones(2), torch.ones(2))
+        >>> S = hog.curvature.LinearOperator.from_dense(torch.tensor([[0.0, 1.0], [1.0, 1.0]]))
+        >>> (H @ S).T.to_dense()
+        tensor([[0., 2.],
+                [2., 2.]])
+        >>> (S @ H @ S).to_dense()
+        tensor([[2., 2.],
+                [2., 4.]])
     """
 
     def __init__(self, space: Space, progress: bool = False) -> None:
@@ -56,9 +70,18 @@ class LinearOperator(ABC):
         with self._bar.over(name, products):
             yield
 
+    @property
+    def target(self) -> Space:
+        """The vector space of the rows, that of products; of vectors, unless a subclass has another."""
+        return self.space
+
     @abstractmethod
     def _products(self, rows: Tensor) -> Tensor:
         """A times each row of [k, P], as rows."""
+
+    @abstractmethod
+    def _transposed_products(self, rows: Tensor) -> Tensor:
+        """A^T times each row of [k, M], as rows."""
 
     def apply(self, rows: Tensor) -> Tensor:
         """A times each row; counted, without gradients.
@@ -66,22 +89,17 @@ class LinearOperator(ABC):
         Args:
             rows: Vectors [k, P].
         Returns:
-            The products [k, P].
+            The products [k, M].
         """
         self.count += len(rows)
         with outside_inference_mode(), torch.no_grad():
             rows = rows.clone() if rows.is_inference() else rows
-            return self._products(rows) if len(rows) else rows
-
-    @property
-    def params(self) -> Tree:
-        """The parameters, whose structure vectors have."""
-        return self.space.params
+            return self._products(rows) if len(rows) else rows.new_empty(0, self.target.length)
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(P, P)."""
-        return self.space.size, self.space.size
+        """(M, P)."""
+        return self.target.size, self.space.size
 
     @property
     def dtype(self) -> torch.dtype:
@@ -94,20 +112,199 @@ class LinearOperator(ABC):
         return self.space.device
 
     @property
+    def T(self) -> "RectangularOperator":
+        """The transpose."""
+        return product_of(_transposed(_chain_of(self)))
+
+    def __matmul__(self, v: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return uncompiled(partial(type(self).__matmul__, self, v))
+        if isinstance(v, RectangularOperator):
+            return product_of(_chain_of(self) + _chain_of(v))
+        rows, rebuild = self.space.rows(v)
+        found, target = self.apply(rows), self.target
+        if target is self.space:
+            return rebuild(found)
+        block = self.space.is_block(v)
+        if self.space.is_flat(v):
+            return found.T if block else found[0]
+        return target.block(found) if block else target.tree(found[0])
+
+    def matvec(self, v: Any) -> Any:
+        """A @ v, by the name that SciPy has for it.
+
+        Args:
+            v: A vector or a block.
+        Returns:
+            The product.
+        """
+        return self @ v
+
+    def to_dense(self) -> Tensor:
+        """The matrix [M, P], by one product a column, or a row where these are fewer."""
+        self.space.refuse_sharded("to_dense")
+        by_rows = self.shape[0] < self.shape[1]
+        A = self.T if by_rows else self
+        eye = torch.eye(A.shape[1], dtype=A.dtype, device=A.device)
+        with self._algorithm("to_dense", len(eye)):
+            found = A.apply(eye)
+        return found if by_rows else found.T
+
+    def to_scipy(self) -> Any:
+        """A `scipy.sparse.linalg.LinearOperator` on the CPU, of NumPy vectors of the operator's own
+        dtype, float32 for half precision; needs SciPy.
+
+        Returns:
+            The SciPy operator.
+        """
+        found, back = eigenvalues.to_scipy(self), eigenvalues.to_scipy(self.T)
+        from scipy.sparse import linalg
+
+        return linalg.LinearOperator(
+            self.shape, matvec=found.matvec, matmat=found.matmat, dtype=found.dtype,
+            rmatvec=back.matvec, rmatmat=back.matmat,
+        )  # fmt: skip
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name not in vars(LinearOperator):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise errors.UnsupportedError(
+            f"{type(self).__name__}.{name}: expected a symmetric operator, got one [{self.shape[0]}, "
+            f"{self.shape[1]}] that is not known to be; A @ A.T, A.T @ A and A @ S @ A.T are."
+        )
+
+    def _refuse_not_finite(
+        self, rows: Tensor, total: Tensor, space: Space, finite: str, alone: bool = True
+    ) -> None:
+        """Raise for products, vectors of a space, that are not finite where the rows are.
+
+        finite: What is finite there, in words. alone: whether no other process has a part.
+        """
+        if total.device.type == "cpu" or not alone:  # others raise, too
+            where = space.first_not_finite(total)
+            bad = where and space.everywhere(bool(rows.isfinite().all()))
+        else:
+            sizes = torch.stack([torch.linalg.vector_norm(x, inf) for x in (rows, total)])
+            now = read_late((type(self), total.shape), sizes)
+            bad = now is not None and isfinite(now[0]) and not isfinite(now[1])
+            where = (bad and space.first_not_finite(total)) or "an earlier product"
+        if bad:
+            raise errors.NonFiniteError(
+                f"{type(self).__name__} @ v: expected finite products, got NaN or infinity in {where}, "
+                f"where {finite} finite; look for a square root, norm or logarithm at zero."
+            )
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.shape[0]} x {self.shape[1]}, {self.dtype})"
+
+
+class LinearOperator(RectangularOperator):
+    r"""A symmetric matrix A [P, P] that is known by its products with vectors.
+
+        A @ v        v flat [P] or [P, k], or in the structure of params (a trailing k for a block);
+                     the product has the form of v
+        A + B, A - B, 2 * A, A / 2, -A, A.damped(1e-3)        operators again
+
+    `from_matvec` and `from_dense` make one of what you have. Subclasses define the product with vectors
+    as rows, ``_products(rows)``.
+
+    Args:
+        space: The vector space that A acts on, that of some parameters.
+        progress: Show a bar that counts products (needs tqdm).
+    Example:
+        >>> A = hog.HessianOperator(lambda p, x: (p * x).square().sum(), torch.ones(2), torch.ones(2))
+        >>> (A + A.damped(1.0)) @ torch.tensor([1.0, 2.0])
+        tensor([ 5., 10.])
+    """
+
+    @staticmethod
+    def from_matvec(
+        matvec: Callable[[Tree], Tree], like: Tree, *,
+        matmat: Callable[[Tree], Tree] | None = None, check_symmetric: bool = True,
+    ) -> "LinearOperator":  # fmt: skip
+        r"""The symmetric matrix of a function v -> A v, for all algorithms.
+
+        At the first use v^T A w = w^T A v is checked with two random vectors, with A v by matvec and
+        A w by matmat, if there is one.
+
+        Args:
+            matvec: The product, in the form of like; it may differentiate.
+            like: A tensor, or a pytree of tensors, that vectors have the structure, the shapes, the
+                dtypes and the device of, for instance params.
+            matmat: The products of a block of k vectors at once, in the same form with a trailing k.
+            check_symmetric: Whether to compare at the first use.
+        Returns:
+            The operator.
+        Raises:
+            ArgumentTypeError, ArgumentValueError: for what is no function or no tensor, and at the
+                first use for products of another form, and for a matrix that is not symmetric.
+            NonFiniteError: for products that are NaN or infinite.
+        Example:
+            >>> A = hog.curvature.LinearOperator.from_matvec(lambda v: 3 * v, torch.ones(4))
+            >>> A.solve(torch.ones(4))
+            tensor([0.3333, 0.3333, 0.3333, 0.3333])
+        """
+        validation.function("matvec", matvec)
+        validation.function("matmat", matmat or matvec)
+        validation.flag("check_symmetric", check_symmetric)
+        space = Space(like, of="like")
+        space.refuse_sharded("from_matvec")
+
+        def products(rows: Tensor) -> Tensor:
+            with grad_enabled():
+                if matmat is not None and len(rows) > 1:
+                    return space.rows(matmat(space.block(rows)), "matmat(V)")[0]
+                # copies, which the function may change
+                every = (matvec(space.tree(row.clone())) for row in rows)
+                return torch.cat([space.rows(Av, "matvec(v)")[0] for Av in every])
+
+        return GivenOperator(space, products, check_symmetric)
+
+    @staticmethod
+    def from_dense(matrix: Tensor, like: Tree = None) -> "LinearOperator":
+        r"""A symmetric matrix that exists as a whole, for all algorithms.
+
+        Args:
+            matrix: A [P, P]. It is not copied.
+            like: As of `from_matvec`. Default: flat vectors [P].
+        Returns:
+            The operator.
+        Raises:
+            ArgumentTypeError, ArgumentValueError: for a matrix that is not square, symmetric and
+                finite, or not of the size, the dtype and the device of like.
+        Example:
+            >>> A = hog.curvature.LinearOperator.from_dense(torch.tensor([[2.0, 1.0], [1.0, 2.0]]))
+            >>> A.eigsh(2).values
+            tensor([1., 3.])
+        """
+        A = validation.real("matrix", matrix).detach()
+        space = Space(A.new_zeros(A.shape[:1]) if like is None else like, of="like")
+        P, found = space.size, (A.shape, A.dtype, A.device)
+        if found != ((P, P), space.dtype, space.device):
+            raise errors.ArgumentValueError(
+                f"matrix: expected [{P}, {P}], {space.dtype} on {space.device}, as of like, got "
+                f"{list(A.shape)}, {A.dtype} on {A.device}."
+            )
+        off, size = float((A - A.T).abs().max()), float(A.abs().max())
+        if not off <= BOUNDS[A.dtype][0] * size:
+            raise errors.ArgumentValueError(
+                "matrix: expected a finite, symmetric one, got entries that differ from those of its "
+                f"transpose by {off:.1g}, of {size:.1g} at most; (matrix + matrix.T) / 2 is symmetric."
+            )
+        return GivenOperator(space, lambda rows: rows @ A, False)
+
+    def _transposed_products(self, rows: Tensor) -> Tensor:
+        return self._products(rows)
+
+    @property
+    def params(self) -> Tree:
+        """The parameters, whose structure vectors have."""
+        return self.space.params
+
+    @property
     def T(self) -> "LinearOperator":
         """The transpose: itself, because it is symmetric."""
         return self
-
-    def __matmul__(self, v: Tree) -> Tree:
-        if torch.compiler.is_dynamo_compiling():
-            return uncompiled(partial(type(self).__matmul__, self, v))
-        if isinstance(v, LinearOperator):
-            raise errors.ArgumentTypeError(
-                "A @ v: expected a vector or a block of vectors, got an operator; a product of "
-                "symmetric operators is not symmetric. Apply them in turn: A @ (B @ v)."
-            )
-        rows, rebuild = self.space.rows(v)
-        return rebuild(self.apply(rows))
 
     def ravel(self, tree: Tree) -> Tensor:
         """A vector in the structure of params as a flat one.
@@ -182,27 +379,29 @@ class LinearOperator(ABC):
         """
         self.space.refuse_sharded("block_diagonal")
         groups = groups_of(blocks, self.params)
-        owners = torch.cat([
-            torch.full((leaf.numel(),), next(g for g, group in enumerate(groups) if i in group))
-            for i, leaf in enumerate(self.space.leaves())
-        ]).to(self.device)  # fmt: skip
-        return BlockDiagonal(self, [(owners == g).to(self.dtype) for g in range(len(groups))])
+        places, zeros = self.space.places(), torch.zeros(self.space.size, dtype=self.dtype)
+        masks = [zeros.index_fill(0, torch.cat([places[i] for i in group]), 1) for group in groups]
+        return BlockDiagonal(self, [mask.to(self.device) for mask in masks])
 
-    def to_dense(self) -> Tensor:
-        """The matrix [P, P], by one product a column."""
-        self.space.refuse_sharded("to_dense")
-        eye = torch.eye(self.space.size, dtype=self.dtype, device=self.device)
-        with self._algorithm("to_dense", self.space.size):
-            return self.apply(eye)
+    def submatrix(self, names: str | Iterable[str] | Callable[[str], bool]) -> "LinearOperator":
+        """The rows and columns of some parameters alone; a product takes one product of A.
 
-    def to_scipy(self) -> Any:
-        """A `scipy.sparse.linalg.LinearOperator` on the CPU, of NumPy vectors of the operator's own
-        dtype, float32 for half precision; needs SciPy.
-
+        Args:
+            names: A pattern, or a list of patterns, of qualified names, as of
+                `hoglib.trainable_params`: "head.*"; or a function of a name, whether it is taken.
         Returns:
-            The SciPy operator.
+            An operator on these parameters, in their order in params.
+        Raises:
+            ArgumentTypeError: for params that are no dict of tensors.
+            ArgumentValueError: for a pattern that no name matches.
+        Example:
+            >>> x = torch.ones(1)
+            >>> H = hog.HessianOperator(lambda p, x: (p["a"] * p["b"] ** 2).sum(), {"a": x, "b": x}, x)
+            >>> H.submatrix("b").to_dense()
+            tensor([[2.]])
         """
-        return eigenvalues.to_scipy(self)
+        self.space.refuse_sharded("submatrix")
+        return Submatrix(self, chosen_names(names, self.params))
 
     def solve(
         self,
@@ -605,8 +804,108 @@ class LinearOperator(ABC):
             U, values = _nystrom(S, Y, torch.finfo(self.space.precision).eps)
             return LowRankOperator(self.space, U[:, :rank].T.contiguous(), values[:rank])
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.shape[0]} x {self.shape[1]}, {self.dtype})"
+
+def product_of(chain: Chain) -> RectangularOperator:
+    """The product of operators; a `LinearOperator` where it reads the same transposed."""
+    (A, transposed), *others = chain
+    if not (others or transposed):
+        return A
+    for B, C in pairwise(Product([one]) for one in chain):
+        if not B.space.same(C.target):
+            raise errors.ArgumentValueError(
+                "A @ B: expected A to act on what B gives, vectors of the same names, shapes and "
+                f"dtypes, got {B.shape} and {C.shape}."
+            )
+    return (SymmetricProduct if chain == _transposed(chain) else Product)(chain)
+
+
+def _chain_of(A: RectangularOperator) -> Chain:
+    return A.chain if isinstance(A, Product) else [(A, False)]
+
+
+def _transposed(chain: Chain) -> Chain:
+    return [(A, not t and not isinstance(A, LinearOperator)) for A, t in reversed(chain)]
+
+
+class Product(RectangularOperator):
+    """A product of operators and transposes of them."""
+
+    def __init__(self, chain: Chain) -> None:
+        last, transposed = chain[-1]
+        super().__init__(last.target if transposed else last.space)
+        self.chain, self._bar = chain, last._bar
+
+    @property
+    def target(self) -> Space:
+        """The vector space of the rows of the first."""
+        first, transposed = self.chain[0]
+        return first.space if transposed else first.target
+
+    def _products(self, rows: Tensor) -> Tensor:
+        for A, transposed in reversed(self.chain):
+            rows = A._transposed_products(rows) if transposed else A.apply(rows)
+        return rows
+
+    def _transposed_products(self, rows: Tensor) -> Tensor:
+        return Product(_transposed(self.chain))._products(rows)
+
+
+@final
+class SymmetricProduct(LinearOperator, Product):
+    """A product that reads the same transposed."""
+
+
+@final
+class GivenOperator(LinearOperator):
+    """A matrix by a function of rows."""
+
+    def __init__(self, space: Space, given: Callable[[Tensor], Tensor], check: bool) -> None:
+        super().__init__(space)
+        self._given, self._unchecked = given, check
+
+    def _products(self, rows: Tensor) -> Tensor:
+        if self._unchecked:
+            self._check()
+            self._unchecked = False
+        found = self._given(rows)
+        if found.shape != rows.shape:
+            raise errors.ArgumentValueError(
+                f"matvec(v): expected a product for each of {len(rows)} vectors, got {len(found)}."
+            )
+        self._refuse_not_finite(rows, found, self.space, "the vector is")
+        return found
+
+    def _check(self) -> None:
+        """v^T A w = w^T A v."""
+        random, of_any = BOUNDS[self.space.precision]
+        v, w = rows = random_normals(self.space, 2, Generator().manual_seed(0), self.dtype)
+        Av, Aw = self._given(rows[:1])[0], self._given(rows)[-1]
+        gap = abs(float((v * Aw).sum(dtype=torch.float64) - (w * Av).sum(dtype=torch.float64)))
+        size = float(v.norm() * Aw.norm() + w.norm() * Av.norm())
+        if gap > size * max(random / self.space.size**0.5, of_any):
+            raise errors.ArgumentValueError(
+                "matvec: expected the products of a symmetric matrix, and matmat those of each column, "
+                f"got v.Aw and w.Av that differ by {gap / size:.1g} of their size for random v and w. "
+                "Where that is right, pass check_symmetric=False."
+            )
+
+
+@final
+class Submatrix(LinearOperator):
+    """The rows and columns of some parameters of an operator."""
+
+    def __init__(self, operator: LinearOperator, names: list[str]) -> None:
+        params = operator.params
+        super().__init__(Space({name: params[name] for name in names}, operator.dtype))
+        places = dict(zip(params, operator.space.places(), strict=True))
+        self._operator = operator
+        self._at = torch.cat([places[name] for name in names]).to(self.device)
+        self._bar = operator._bar
+
+    def _products(self, rows: Tensor) -> Tensor:
+        whole = rows.new_zeros(len(rows), self._operator.shape[0])
+        whole[:, self._at] = rows
+        return self._operator.apply(whole)[:, self._at]
 
 
 @final

@@ -4,7 +4,6 @@ spectrum of a Hessian in one object: both ends, the trace, the density."""
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from math import inf, isfinite
 from typing import Any, NamedTuple, Unpack, final
 
 import torch
@@ -12,7 +11,6 @@ from torch import Tensor
 
 from hoglib._core import validation
 from hoglib._core.autograd import grad_enabled
-from hoglib._core.device_reads import read_late
 from hoglib._core.finite_differences import to_double
 from hoglib._core.problem import Policy, refuse_wrapped_calls
 from hoglib._core.source_location import warn
@@ -37,7 +35,7 @@ from hoglib.curvature.linear_map import (
 )
 from hoglib.curvature.linear_operator import LinearOperator
 from hoglib.curvature.vector_space import Space
-from hoglib.errors import ArgumentValueError, ConvergenceError, NonFiniteError, UnsupportedError
+from hoglib.errors import ArgumentValueError, ConvergenceError, UnsupportedError
 from hoglib.verification.entry_points import note_lost_graph
 
 Tree = Any
@@ -108,20 +106,8 @@ class DatasetOperator(LinearOperator):
 
     def _checked(self, rows: Tensor, total: Tensor) -> Tensor:
         """The products of the rows, where they are finite; warns if the products are not symmetric."""
-        alone = self._sum.alone and not self.space.placement.is_sharded  # others raise, too
-        if total.device.type == "cpu" or not alone:
-            where = self.space.first_not_finite(total)
-            bad = where and self.space.everywhere(bool(rows.isfinite().all()))
-        else:
-            sizes = torch.stack([torch.linalg.vector_norm(x, inf) for x in (rows, total)])
-            now = read_late((type(self), total.shape), sizes)
-            bad = now is not None and isfinite(now[0]) and not isfinite(now[1])
-            where = (bad and self.space.first_not_finite(total)) or "an earlier product"
-        if bad:
-            raise NonFiniteError(
-                f"{type(self).__name__} @ v: expected finite products, got NaN or infinity in {where}, "
-                "where the loss is finite; look for a square root, norm or logarithm at zero."
-            )
+        alone = self._sum.alone and not self.space.placement.is_sharded
+        self._refuse_not_finite(rows, total, self.space, "the loss is", alone)
         self._sum.symmetry.record(rows, total)
         return total
 

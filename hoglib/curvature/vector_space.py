@@ -2,6 +2,8 @@
 
 import zlib
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from fnmatch import fnmatchcase
+from functools import partial
 from itertools import accumulate
 from math import isfinite
 from typing import Any, Literal, Protocol, final
@@ -62,12 +64,12 @@ class Space:
         dtype: Of flat vectors, and of sums of products over data.
     """
 
-    def __init__(self, params: Tree, dtype: torch.dtype | None = None) -> None:
-        validation.parameters(params)
-        self.params = params
+    def __init__(self, params: Tree, dtype: torch.dtype | None = None, of: str = "params") -> None:
+        validation.parameters(params, of)
+        self.params, self._of = params, of
         leaves = pytree.leaves(params)
         for name, leaf in zip(pytree.paths(params), leaves, strict=True):
-            where = f"params[{name!r}]" if name else "params"
+            where = validation.leaf_name(of, name)
             validation.real(where, leaf)
             if leaf.device != leaves[0].device:
                 raise ArgumentValueError(
@@ -78,7 +80,7 @@ class Space:
         self.size = pytree.size(params)
         if not self.size:
             raise ArgumentValueError(
-                "params: expected at least one number, got tensors without elements; leave them out."
+                f"{of}: expected at least one number, got tensors without elements; leave them out."
             )
         self.device = leaves[0].device
         self.precision = leaves[0].dtype
@@ -118,12 +120,20 @@ class Space:
         """That of params, which is not kept because it cannot be pickled."""
         return pytree.flatten(self.params)[1]
 
+    def places(self) -> tuple[Tensor, ...]:
+        """Where the entries of each leaf are in a flat vector."""
+        return torch.arange(self.size).split(self._sizes)
+
     def is_block(self, v: Any) -> bool:
         """Whether v, in a form that `rows` takes, is a block of vectors."""
         dims: int = pytree.leaves(v)[0].dim()
         if isinstance(v, Tensor) and not self._like_params(v):
             return dims > 1
         return dims > len(self._like[0][0])
+
+    def is_flat(self, v: Any) -> bool:
+        """Whether v is flat, also where params are one tensor of one dimension."""
+        return isinstance(v, Tensor) and (not self._like_params(v) or self.params.dim() == 1)
 
     def same(self, other: "Space") -> bool:
         alike = self._like == other._like and self.dtype == other.dtype
@@ -186,7 +196,7 @@ class Space:
                 f"{name}: expected tensors, got an array of shape {v.shape}; pass "
                 "`torch.from_numpy(array)`, or multiply by `A.to_scipy()`."
             )
-        leaves, block = validation.vectors(name, v, self.params)
+        leaves, block = validation.vectors(name, v, self.params, self._of)
         columns = leaves[0].shape[-1] if block else 1
         leaves = self.placement.local_vector(name, leaves)
         flat = [leaf.detach().reshape(-1, columns).to(self.dtype) for leaf in leaves]
@@ -204,8 +214,8 @@ class Space:
         if v.dim() not in (1, 2) or v.shape[0] != self.length or is_sharded(v):
             n, hint = self.length, " A flat vector is the part of this process."
             raise ArgumentValueError(
-                f"{name}: expected ({n},), ({n}, k) for k vectors, or the structure of params, got "
-                f"{'a DTensor of ' if is_sharded(v) else ''}{tuple(v.shape)}."
+                f"{name}: expected ({n},), ({n}, k) for k vectors, or the structure of {self._of}, "
+                f"got {'a DTensor of ' if is_sharded(v) else ''}{tuple(v.shape)}."
                 f"{hint if self.placement.is_sharded else ''}"
             )
         if v.dtype != self.dtype:
@@ -259,7 +269,7 @@ class Space:
         name = self._first_not_finite(rows)
         if not isinstance(self.placement, Sharding):
             return name
-        names = ["", *(path or "params" for path in pytree.paths(self.params))]
+        names = ["", *(path or self._of for path in pytree.paths(self.params))]
         found = torch.tensor(float(names.index(name)), device=self.device)
         return names[int(self.placement.reduce(found, "MAX"))]
 
@@ -268,7 +278,7 @@ class Space:
             return ""
         first = int((~rows.isfinite()).any(0).nonzero()[0])
         ends = zip(pytree.paths(self.params), accumulate(self._sizes), strict=True)
-        return next(name or "params" for name, end in ends if first < end)
+        return next(name or self._of for name, end in ends if first < end)
 
 
 def random_signs(space: Space, count: int, generator: Generator | None) -> Tensor:
@@ -350,6 +360,20 @@ def check_named(params: Any) -> None:
             "params: expected a dict of tensors by qualified name, got "
             f"{validation.describe(params)}; make one with `hoglib.trainable_params(model)`."
         )
+
+
+def chosen_names(names: Any, params: Tree) -> list[str]:
+    """The names in params that a function takes, or that patterns match."""
+    check_named(params)
+    given = names if isinstance(names, Iterable) and not isinstance(names, str) else [names]
+    tests = {str(x): x if callable(x) else partial(fnmatchcase, pat=str(x)) for x in given}
+    missing = [one for one, test in tests.items() if not any(map(test, params))]
+    if missing or not tests:
+        raise ArgumentValueError(
+            f"names: expected patterns of {validation.listing(list(params))}, or a function of a name, "
+            f"got {validation.listing(missing) or 'no pattern'}, which takes none."
+        )
+    return [name for name in params if any(test(name) for test in tests.values())]
 
 
 def groups_of(blocks: Blocks, params: Tree) -> list[list[int]]:

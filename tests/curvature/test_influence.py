@@ -1,6 +1,7 @@
 """Gradients of single examples, and influence functions against training anew."""
 
 import re
+from copy import deepcopy
 
 import pytest
 import torch
@@ -212,6 +213,41 @@ def test_by_kronecker_factors(solver):
     assert torch.corrcoef(both)[0, 1] > 0.9
 
 
+@rows("weight", [[1.0, 1.0, 1.0], [1.0, 0.0, 2.0]])
+@rows("solver", ["kfac", "ekfac", "cg"])
+def test_factors_that_are_computed_once_and_self_influence(solver, weight, capsys):
+    loss, params, train, query = trained()
+    weight = torch.tensor(weight, dtype=F64)
+    loss = hog.functional_loss(loss.model, nn.CrossEntropyLoss(weight))
+    query = tuple(t[weight[query[1]] > 0] for t in query)
+    kept, data = weight[train[1]] > 0, [tuple(t[:77] for t in train), tuple(t[77:] for t in train)]
+
+    def by(solver, query=query, params=params, damping=DECAY, **options):
+        return hog.influence(loss, params, data, query, solver=solver, damping=damping, **options)
+
+    own, some = by(solver, None), by(solver, tuple(t[kept][::30] for t in train))
+    assert_close(own[kept][::30], some[kept][::30].diagonal())
+    assert own.max() <= 0 == own[~kept].abs().sum()
+    if solver == "cg":
+        return
+    K = hog.KFACOperator(loss, params, data, eigenvalue_corrected=solver == "ekfac")
+    assert_close(by(K), by(solver))
+    assert_close(by(K, damping=1.0), by(solver, damping=1.0))
+    copied = {name: p.detach().clone() for name, p in params.items()}
+    assert_close(by(deepcopy(K), None, copied, progress=True), own)
+    assert re.search(r"influence train: .*/2 ", capsys.readouterr().err)
+    loss.model.weight.data[0, 0] += 1e-3
+    with pytest.warns(UserWarning, match="computed at these values of params"):
+        by(K)
+    by(K.update())
+
+
+def fitted(*names, **options):
+    loss, params, batch = problem("ReLU")
+    params = {n: p for n, p in params.items() if n in (names or params)}
+    return {"solver": hog.KFACOperator(loss, params, batch), **options}
+
+
 def test_loaders_and_orders():
     loss, params, train, query = trained()
     expected = hog.influence(loss, params, train, query, damping=DECAY)
@@ -228,6 +264,10 @@ REFUSED = {
     "an option of factors, by cg": ({"solver": "cg", "approximation": "reduce"}, hog.errors.ArgumentTypeError, "influence: expected options among mode"),
     "a tolerance of factors": ({"tol": 1e-3}, hog.errors.ArgumentValueError, "tol: expected none with solver='ekfac'"),
     "an unknown solver": ({"solver": "lissa"}, hog.errors.ArgumentValueError, "solver"),
+    "an option of a fitted operator": (fitted(kind="exact"), hog.errors.ArgumentTypeError, "influence: expected options among progress"),
+    "a tolerance of a fitted operator": (fitted(tol=1e-3), hog.errors.ArgumentValueError, "tol: expected none"),
+    "an operator on other params": (fitted("0.weight"), hog.errors.ArgumentValueError, "solver: expected an operator on params.*got one on 0.weight"),
+    "another kind of operator": ({"solver": hog.GGNOperator(*problem("ReLU"))}, hog.errors.ArgumentValueError, "solver: expected one of cg"),
     "no query": ({"query": []}, hog.errors.ArgumentValueError, "query: expected at least one batch"),
     "a query that is not finite": ({"query": (draw(7, 3) * torch.nan, torch.zeros(7).long())}, hog.errors.NonFiniteError, "query: expected examples with finite"),
 }  # fmt: skip

@@ -390,7 +390,7 @@ def test_algebra():
     cases = {
         "H + G": A + B, "H - G": A - B, "2 * H": 2 * A, "H * 2": 2 * A, "H / 4": A / 4, "-H": -A,
         "H.damped(0.5)": A + 0.5 * eye, "3 * (H - 2 * G).damped(0.1)": 3 * (A - 2 * B + 0.1 * eye),
-        "(H + G).T": A + B, "H * torch.tensor(2.0)": 2 * A,
+        "(H + G).T": A + B, "H * torch.tensor(2.0)": 2 * A, "H @ G": A @ B, "(H @ G).T @ H": B @ A @ A,
     }  # fmt: skip
     for text, expected in cases.items():
         assert_close(eval(text).to_dense(), expected)
@@ -398,7 +398,7 @@ def test_algebra():
     for call, kind, message in [
         (lambda: H + other, ValueError, "same names"),
         (lambda: H + 1, TypeError, r"damped\(number\)"),
-        (lambda: H @ G, TypeError, "not symmetric"),
+        (lambda: (H @ G).trace(), NotImplementedError, "expected a symmetric operator"),
         (lambda: H * "2", TypeError, "factor"),
     ]:
         with pytest.raises(kind, match=message):
