@@ -79,54 +79,6 @@ def test_without_a_right_method_by_hand_there_are_no_ratios():
     assert found == ["product, MLP", "raises: RuntimeError: no second derivative", "", "", "", ""]
 
 
-@pytest.mark.parametrize(
-    ("plain", "compiled", "expected"),
-    [
-        (2.0, 1.0, ["20 ms", "curvlinops 1.00, higher 0.46", "0.50 (3 s)"]),  # as fast, or nearly
-        (1.12, 1.05, ["20 ms", "curvlinops 1.00, **higher 0.46**", "0.50 (3 s)"]),
-        (9.0, 2.3, ["**20 ms**", "**curvlinops 1.00**, **higher 0.46**", "**0.50 (3 s)**"]),
-        (2.19, 9.0, ["20 ms", "curvlinops 1.00, **higher 0.46**", "**0.50 (3 s)**"]),
-    ],
-)  # fmt: skip
-def test_who_is_faster_than_the_better_of_ours_by_a_tenth_is_bold(plain, compiled, expected):
-    found = cells(
-        {
-            "hand": row(2.0),
-            "ours": row(plain, "hoglib"),
-            "graph": row(compiled, "compiled", first=3.0),
-            "theirs": row(2.0, "other", "curvlinops"),
-            "inner": row(0.92, "other", "higher"),
-            "jax": row(1.0, "jax", "JAX", first=3.0),
-        }
-    )
-    assert [found[1], *found[4:]] == expected
-
-
-def test_a_gpu_has_columns_of_its_own():
-    methods = {
-        "hand": row(2.0),
-        "ours": row(2.0, "hoglib"),
-        "graph": row(1.0, "compiled", first=3.0),
-    }
-    on_gpu = {
-        "hand": row(0.5),
-        "ours": row(1.0, "hoglib"),
-        "graph": row(0.25, "compiled", first=9.0),
-    }
-    workloads = [measured(methods), measured(methods, "CNN"), measured(on_gpu, device="cuda")]
-    head, marks, mlp, cnn = summary.table({"workloads": workloads}).splitlines()
-    assert head.endswith("| JAX jit (first call) | GPU: by hand | hoglib | compiled |")
-    assert marks.count("---") == 9
-    assert mlp == "| product, MLP | 20 ms | 1.00 | 0.50 (3 s) |  |  | 5.00 ms | 2.00 | 0.50 (9 s) |"
-    assert cnn == "| product, CNN | 20 ms | 1.00 | 0.50 (3 s) |  |  |  |  |  |"
-    only = summary.table({"workloads": workloads[2:]}).splitlines()[2]
-    assert only == "| product, MLP |  |  |  |  |  | 5.00 ms | 2.00 | 0.50 (9 s) |"
-    assert "GPU" not in summary.table({"workloads": workloads[:2]})
-    assert "| **one product** | **MLP** | **CNN** | **MLP on a GPU** |" in report.table(
-        {"workloads": workloads}
-    )
-
-
 def results():
     methods = {
         "hand": row(2.0), "ours": row(2.0, "hoglib"), "graph": row(1.0, "compiled", first=3.0),

@@ -9,14 +9,13 @@ import pytest
 import torch
 
 from experiments.benchmarks import __main__ as command
-from experiments.benchmarks import method_check, timing, truths, with_torch
+from experiments.benchmarks import method_check, timing, with_torch
 from experiments.benchmarks.critics import CRITICS, critics
 from experiments.benchmarks.measure import measure
 from experiments.benchmarks.meta import report, with_jax, with_peers
 from experiments.benchmarks.meta import with_torch as meta_with_torch
 from experiments.benchmarks.meta.tasks import LEARNERS, checked, learner, long_loop
 from experiments.benchmarks.meta.workloads import CHOSEN, FORCED, LOOP, MANY_STEPS, META_GRADIENT
-from experiments.benchmarks.method_check import FEW
 from experiments.benchmarks.problems import MODELS, problem
 from experiments.benchmarks.workload import Method, Missing, Unit, Workload, peer
 from experiments.benchmarks.workloads import WORKLOADS, chosen
@@ -136,29 +135,6 @@ def test_what_is_measured_is_what_is_asked_for():
     assert chosen(["hvp", "steps"], ["5", "CNN"], False) == [("hvp", "CNN"), ("steps", "5")]
 
 
-def test_products_of_a_loop_are_per_vector_and_not_kept():
-    taken = []
-
-    def lazily(point):
-        def run():
-            for v in point.vectors.unbind(1):
-                taken.append(1)
-                yield v
-
-        return run
-
-    loop = workload({"all": Method(lazily, truth="v")}, vectors=5, per_vector=True)
-    brief = workload({"two": Method(lazily, truth="v", few=True)}, vectors=5, per_vector=True)
-    point = problem("MLP", 5, small=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(truths.TRUTHS, "v", truths.Truth(lambda p: p.vectors.double()))
-        assert measure(loop, point, 1, 60)[1]["all"]["status"] == "ok"
-        assert len(taken) == FEW + 5
-        taken.clear()
-        measure(brief, point, 1, 60)
-        assert len(taken) == FEW + FEW
-
-
 def test_a_peer_that_is_not_here_or_does_not_import_says_why(tmp_path, monkeypatch):
     with pytest.raises(Missing, match=r"^missing: no_such_library is not installed$"):
         peer("no_such_library")
@@ -194,19 +170,6 @@ def test_a_ratio_is_one_of_neighbours_and_time_is_limited(monkeypatch):
 def test_the_clock_of_the_process_does_not_count_what_it_waits_for():
     assert timing.once(lambda: time.sleep(0.2), timing.CLOCKS["wall"]) > 0.19
     assert timing.once(lambda: time.sleep(0.2), timing.CLOCKS["cpu"]) < 0.1
-
-
-def test_columns_leave_the_method_by_hand_and_those_that_stand_in_them():
-    kept = WORKLOADS["hvp"].of_columns(["hoglib", "jax"]).methods
-    assert list(kept) == ["hoglib.hvp", "reverse-over-reverse by hand", "JAX jit(jvp(grad))"]
-
-
-def test_a_call_is_timed_until_a_gpu_has_done_its_work(monkeypatch):
-    happened = []
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: happened.append("waited"))
-    timing.once(lambda: happened.append("called"))
-    assert happened == ["waited", "called", "waited"]
 
 
 @pytest.mark.parametrize(
@@ -252,25 +215,6 @@ def test_the_command(tmp_path, capsys):
     (tmp_path / "details.md").unlink()
     assert command.main(["--render", "--output", str(tmp_path)]) == 0
     assert (tmp_path / "details.md").read_text() == details
-
-
-def test_a_gpu_has_a_pass_of_its_own_with_one_process_at_a_time(monkeypatch, tmp_path):
-    runs = []
-
-    def run(jobs, options, cores):
-        runs.append((options[options.index("--device") + 1], jobs, len(cores)))
-        return [], []
-
-    monkeypatch.setattr(command, "run", run)
-    monkeypatch.setattr(command, "cores", lambda: [3, 2, 1, 0])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(command, "environment", lambda peers: {})
-    monkeypatch.setattr(command.pages, "save", lambda results, folder: [])
-    (tmp_path / "table.md").write_text("")
-    options = ["--jobs", "2", "--device", "auto", "--output", str(tmp_path)]
-    assert command.main([*options, "--workload", "hvp", "steps", "--problem", "MLP", "5"]) == 0
-    on_cpu, on_gpu = [("hvp", "MLP"), ("steps", "5")], [("hvp", "MLP")]
-    assert runs == [("cpu", on_cpu, 2), ("cuda", on_gpu, 1)]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
