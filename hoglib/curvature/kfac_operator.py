@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from math import prod
 from typing import Any, Literal, NamedTuple, Unpack, final, get_args
 
 import torch
@@ -28,10 +29,21 @@ from hoglib.curvature.kronecker import (
 from hoglib.curvature.kronecker_factors import BlockSums, EigenvalueSums, FactorSums
 from hoglib.curvature.layer_calls import Region, Role
 from hoglib.curvature.linear_operator import BlockDiagonal, LinearOperator
-from hoglib.curvature.model_run import FactorOptions, ModelRun, RowOrder, checked_run
+from hoglib.curvature.model_run import (
+    EXACT_DIAGONAL,
+    FactorOptions,
+    ModelRun,
+    RowOrder,
+    checked_run,
+)
 from hoglib.curvature.operators import DatasetOperator, GGNOperator, HessianOperator
 from hoglib.curvature.vector_space import Space, check_named, random_signs
-from hoglib.errors import ArgumentTypeError, ArgumentValueError, NonFiniteError
+from hoglib.errors import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    NonFiniteError,
+    UnsupportedError,
+)
 
 Tree = Any
 FEW_OUTPUTS = 100  # of an example, for each of which kind="exact" takes a backward pass
@@ -142,6 +154,7 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
         likelihood: Any = None,
         num_samples: int = 1,
         generator: Generator | None = None,
+        unsupported: Literal["raise", "diagonal"] = "raise",
         **options: Unpack[DataOptions],
     ) -> None:  # fmt: skip
         validation.one_of("approximation", approximation, ("expand", "reduce"))
@@ -161,10 +174,11 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
         check_named(params)
         self._loss, self._data, self._given = loss, data, options
         joint_bias = validation.flag("joint_bias", joint_bias)
-        self._factors = FactorOptions(metric, approximation, joint_bias)
+        validation.one_of("unsupported", unsupported, ("raise", "diagonal"))
+        self._factors = FactorOptions(metric, approximation, joint_bias, unsupported)
         self._corrected = validation.flag("eigenvalue_corrected", eigenvalue_corrected)
         # whether layers have to show the gradients of single examples
-        self.by_example = self._corrected or approximation == "reduce"
+        self.by_example = self._corrected or approximation == "reduce" or unsupported != "raise"
         # how the calls of layers are read; None until the layers were compared with autograd
         self.row_order: RowOrder | None = None
         self._blocks: list[KroneckerBlock] | None = None
@@ -187,6 +201,12 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
         with torch.inference_mode(False), torch.no_grad(), self._bar.over("factors"):
             factors = FactorSums()
             blocks = factors.blocks(self._sum.weight(self._pass(factors)))
+            if sum(prod(block.layout.sizes) for block in blocks) != self.space.size:
+                raise UnsupportedError(
+                    f"{type(self).__name__}: expected a model that uses a parameter in the same way in "
+                    "every batch, got one that calls other layers from batch to batch; leave out those "
+                    "that it does not always call."
+                )
             if self._corrected:
                 blocks = self.corrected(by_eigenvectors(blocks))
         self._blocks, self._error = blocks, None
@@ -372,6 +392,11 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
 
     def __repr__(self) -> str:
         kind = "" if self._automatic else f", kind={self._factors.metric.kind!r}"
+        own = [block.layout for block in self._blocks or ()]
+        names = pytree.paths(self.space.params)
+        exact = [names[one.first.leaf] for one in own if one.role.name == EXACT_DIAGONAL]
+        if exact:
+            kind += f", exact diagonals of {validation.listing(exact, len(exact))}"
         text = f"{super().__repr__()[:-1]}{kind})"
         return text if self._error is None else f"{text[:-1]}, {self._error})"
 

@@ -392,7 +392,14 @@ def _numbers(*scalars: Tensor) -> list[float]:
 
 KFAC_OPTIONS = tuple(
     name
-    for name in ("approximation", "joint_bias", "likelihood", "num_samples", *DATA_OPTIONS)
+    for name in (
+        "approximation",
+        "joint_bias",
+        "likelihood",
+        "num_samples",
+        "unsupported",
+        *DATA_OPTIONS,
+    )
     if name != "check_deterministic"
 )
 FACTORS = ("A", "G")
