@@ -27,9 +27,11 @@ from hoglib.curvature.point_derivatives import (
     partial_derivative,
 )
 from hoglib.curvature.products import fisher_vp, ggn, ggn_vp, hessian, hvp
+from hoglib.curvature.sharpness import CriticalSharpness, critical_sharpness
 
 __all__ = [
     "KFAC",
+    "CriticalSharpness",
     "DataOptions",
     "FisherOperator",
     "GGNOperator",
@@ -45,6 +47,7 @@ __all__ = [
     "OperatorOptions",
     "Spectrum",
     "bilaplacian",
+    "critical_sharpness",
     "directional",
     "fisher_vp",
     "ggn",

@@ -369,13 +369,16 @@ class ModelRun:
 
     def _alone(self, column: Vector, start: int, stop: int) -> Vector | None:
         """The same of examples by themselves; None where these have other outputs, or none."""
-        batch, leaves, found = as_dict(self.problem.args[0]), self.problem.leaves, None
+        batch, found = as_dict(self.problem.args[0]), None
+        leaves = self.problem.leaves
         if not self.alone or self.examples < 2 or row_count(batch) != self.examples:
             return None
 
         def along(own: Vector, given: Any) -> Tensor:
             one, u = given
-            at = dict(enumerate(leaves)) | dict(zip(self.unexplained, own, strict=True))
+            # copies: a model may assign to what it finds
+            at = {i: p.detach() for i, p in enumerate(leaves)}
+            at |= dict(zip(self.unexplained, own, strict=True))
             composite = CompositeLoss(self.problem.at(one), self.options.metric, "reverse")
             every = zip(composite.outputs(list(at.values())), u, strict=True)
             return torch.stack([(y * part).sum() for y, part in every]).sum()
@@ -424,7 +427,7 @@ class ModelRun:
         ours = [p.new_zeros((1, *(p.shape or (1,))), dtype=self.dtype) for p in self._own]
         summed: list[Any] = [0.0] * len(self._own)
         everything = _norm_of(wanted, self.dtype)
-        for parts in self.of_single_examples(column):
+        for parts in self.of_single_examples(column) if self.alone else ():
             for i, part in zip(self.unexplained, parts, strict=True):
                 summed[i] = everything
                 ours[i] += part.sum(0).view(ours[i].shape)
@@ -443,13 +446,16 @@ class ModelRun:
             eps = torch.finfo(p.dtype).eps
             off.append(difference > 10 * (eps**0.5 * given.norm().to(self.dtype) + eps * terms))
         answers = torch.stack(off).tolist()  # a device is waited for once
-        refused = [name for name, one in zip(self._names, answers, strict=True) if one]
+        # backward passes of the batch are right by themselves
+        right = () if self.alone else self.unexplained
+        wrong = [i for i, one in enumerate(answers) if one and i not in right]
+        refused = [self._names[i] for i in wrong]
         if refused:
             raise Unexplained(
                 f"{self._caller}: expected params[{refused[0]!r}] to be used by layers "
                 "alone, got a gradient of which these are only a part: a custom Function, scripted "
                 f"or compiled code uses it too; {_leave_out(refused)}",
-                [i for i, one in enumerate(answers) if one],
+                wrong,
             )
 
     def check_apart(self, needs_examples: bool, first: Gradients | None = None) -> None:

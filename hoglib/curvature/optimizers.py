@@ -19,7 +19,7 @@ from hoglib.curvature.kfac_operator import KFACOperator, layout_of, saved_layout
 from hoglib.curvature.kronecker import BlockLayout, InverseMethod, KroneckerBlock, KroneckerMatrix
 from hoglib.curvature.linear_operator import LinearOperator
 from hoglib.curvature.model_run import RowOrder
-from hoglib.curvature.operators import GGNOperator
+from hoglib.curvature.operators import DatasetOperator, GGNOperator
 from hoglib.curvature.vector_space import check_named
 from hoglib.functional import trainable_params
 from hoglib.verification.entry_points import examined_functions
@@ -129,7 +129,7 @@ def positive_damping(damping: Any) -> float:
     return float(damping)
 
 
-def finite_or_infinite(A: GGNOperator | KFACOperator) -> float:
+def finite_or_infinite(A: DatasetOperator) -> float:
     """The loss, or infinity where it overflows, because the step is too long."""
     try:
         A.value()
