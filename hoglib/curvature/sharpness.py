@@ -11,6 +11,7 @@ from hoglib._core import pytree, validation
 from hoglib.curvature.dataset_sum import OperatorOptions
 from hoglib.curvature.operators import HessianOperator, without_batch
 from hoglib.curvature.optimizers import finite_or_infinite
+from hoglib.verification.entry_points import examined_functions
 
 Tree = Any
 
@@ -75,13 +76,21 @@ def critical_sharpness(
         >>> loss = lambda p, _: (torch.tensor([1.0, 4.0]) * p.square()).sum() / 2
         >>> found = hog.critical_sharpness(loss, torch.tensor([0.0, 1.0]), None)
         >>> round(found.value, 1), found.passes, found.found
-        (4.0, 4, True)
+        (4.0, 3, True)
     """
     start = None if step is None else validation.positive("step", step)
     validation.fraction("tol", tol, below_one=True, usual=0.05)
     validation.at_least("max_passes", max_passes, 4)
     if batch is None:
         loss, batch = partial(without_batch, loss), ()
+    with examined_functions("critical_sharpness", first_order=True):
+        return _search(loss, params, batch, direction, start, tol, max_passes, options)
+
+
+def _search(
+    loss: Any, params: Tree, batch: Any, direction: Tree, start: float | None, tol: float,
+    max_passes: int, options: Any,
+) -> CriticalSharpness:  # fmt: skip
     here = HessianOperator(loss, params, batch, **options)
     space, (value, gradient) = here.space, here.gradient()
     g, _ = space.rows(gradient)
