@@ -18,7 +18,7 @@ from tests.several_processes import found_by_each
 
 pytestmark = QUIET
 BATCHES = 3  # an epoch's
-SPECTRUM = {"every": BATCHES, "k": 1, "num_samples": 1, "steps": 3}
+SPECTRUM = {"every": BATCHES, "k": 1, "num_samples": 1, "steps": 3, "critical": True}
 
 
 class Critic(pl.LightningModule):
