@@ -37,8 +37,8 @@ def test_quadratic_losses(shift):
 
 
 def test_networks_and_the_edge_of_stability():
-    """A shorter step lowers the loss, a longer one raises it; of batches as of one; nothing is changed.
-    After long training by gradient descent it is the largest eigenvalue, and 2 / lr."""
+    """Of batches as of one, and nothing is changed; after long training by gradient descent it is the
+    largest eigenvalue, and 2 / lr."""
     torch.manual_seed(0)
     x, two = draw(32, 4), pytest.approx(2, rel=0.1)
     model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1)).double()
@@ -50,9 +50,6 @@ def test_networks_and_the_edge_of_stability():
             loss, params, [[t[:3] for t in batch], [t[3:] for t in batch]], tol=1e-3
         )
     assert several.value == pytest.approx(found.value)
-    g = dict(zip(params, torch.autograd.grad(loss(params, batch), [*params.values()]), strict=True))
-    at = lambda s: float(loss({k: p - s * found.step * g[k] for k, p in params.items()}, batch).detach())  # noqa: E731  # fmt: skip
-    assert max(at(s) for s in torch.linspace(0.05, 0.998, 20)) < at(0) < at(1.002)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     for _ in range(1500):
         optimizer.zero_grad()
