@@ -426,7 +426,7 @@ class ModelRun:
         self.check_apart(needs_examples, gradients)
         ours = [p.new_zeros((1, *(p.shape or (1,))), dtype=self.dtype) for p in self._own]
         summed: list[Any] = [0.0] * len(self._own)
-        everything = _norm_of(wanted, self.dtype)
+        everything = _norm_of(wanted, self.dtype) if self.unexplained else 0.0
         for parts in self.of_single_examples(column) if self.alone else ():
             for i, part in zip(self.unexplained, parts, strict=True):
                 summed[i] = everything

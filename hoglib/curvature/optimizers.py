@@ -466,7 +466,7 @@ class KFAC(BatchOptimizer):
         inverse_every: Steps from one inverse to the next.
         kind: As of `hoglib.KFACOperator`; "mc" takes one backward pass for the factors.
         seed: Of the draws of kind="mc".
-        **options: Of `hoglib.KFACOperator`, such as approximation, joint_bias, num_samples, processes.
+        **options: Of `hoglib.KFACOperator`, such as approximation, joint_bias, unsupported, processes.
     Raises:
         ArgumentTypeError: for an option that there is not.
         UnsupportedError: for parameters of other layers, as `hoglib.KFACOperator`.
