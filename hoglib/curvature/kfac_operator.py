@@ -375,9 +375,8 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
             wrong = [n for n, g in grads.items() if getattr(g, "layout", None) == layout]
             if wrong:
                 raise ArgumentValueError(
-                    f"params: expected dense gradients, got {what} ones of "
-                    f"{validation.listing(wrong)}; call it after `backward()`, with an operator of "
-                    "parameters that have them."
+                    f"params: expected dense gradients, got {what} ones of {validation.listing(wrong)};"
+                    " call it after `backward()`, with an operator of parameters that have them."
                 )
         rows, rebuild = self.space.rows(grads, "grad")
         validation.finite("grad", rows, "Lower the learning rate, or skip this step.", late=True)

@@ -369,8 +369,7 @@ class ModelRun:
 
     def _alone(self, column: Vector, start: int, stop: int) -> Vector | None:
         """The same of examples by themselves; None where these have other outputs, or none."""
-        batch, found = as_dict(self.problem.args[0]), None
-        leaves = self.problem.leaves
+        batch, leaves = as_dict(self.problem.args[0]), self.problem.leaves
         if not self.alone or self.examples < 2 or row_count(batch) != self.examples:
             return None
 
@@ -386,6 +385,7 @@ class ModelRun:
         piece = pytree.rows((batch, list(column)), self.examples, start, stop)
         given = [leaves[i] for i in self.unexplained]
         problem = Problem(self.problem.policy, along, pytree.flatten(given)[1], given, (piece,))
+        same, found = False, None
         with suppress(Exception), preserve_random_state():  # the batch decides
             values, found = at_best(problem)
             terms = [
@@ -393,9 +393,9 @@ class ModelRun:
                 for y, u in zip(self._outputs, column, strict=True)
             ]
             sums, sizes = torch.cat(terms, 1).sum(1), torch.cat(terms, 1).abs().sum(1)
-            self.alone = agree(values, sums, SUMS, terms=[sizes])
-        self.alone = self.alone and found is not None
-        return found if self.alone else None
+            same = agree(values, sums, SUMS, terms=[sizes])
+        self.alone = same
+        return found if same else None
 
     def _calls(self) -> list[LayerCall]:
         found = {id(call): call for layer in self.layers for call in layer.calls}

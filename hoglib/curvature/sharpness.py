@@ -99,9 +99,7 @@ def _search(
         raise errors.ArgumentValueError(f"direction: expected one vector, got a block of {len(d)}.")
     slope = float(space.dots((g, d), dtype=torch.float64))
     if not isfinite(slope):
-        raise errors.NonFiniteError(
-            f"direction: expected finite numbers, got g^T d = {slope}, NaN or infinity in it."
-        )
+        raise errors.NonFiniteError(f"direction: expected finite numbers, got g^T d = {slope}.")
     if slope <= 0:
         raise errors.ArgumentValueError(
             "direction: expected d whose step, params - eta d, lowers the loss, got g^T d = "
