@@ -350,7 +350,7 @@ NO_ENTRY_POINTS = {
         "RULES", "GradientTransformation", "adam", "adamw", "momentum", "rmsprop", "scheduled", "sgd",
     },
     "holds numbers or options": {
-        "EnergyForces", "EnergyForcesHessian", "GraphEntry", "Hypergradient", "Measurement", "NewtonStep",
+        "EnergyForces", "EnergyForcesHessian", "CriticalSharpness", "GraphEntry", "Hypergradient", "Measurement", "NewtonStep",
         "KFACError", "KFACStep", "LeaveKOut", "NoiseScale", "Options", "DataOptions", "OperatorOptions", "LearnerOptions", "TrainingOptions", "PenaltyWithOutputs", "Report", "Residual", "Shard", "Spectrum", "TOLERANCES", "Tolerance",
         "VerificationError", "__version__",
     },
