@@ -111,22 +111,24 @@ def _search(
     there = HessianOperator(loss, moved, batch, **options)
     every = [pytree.leaves(tree) for tree in (moved, params, along)]
     # of the mean slope (f(eta) - f) / eta, which is linear where the loss is quadratic
-    low, at_low, high, at_high, passes = 0.0, -slope, inf, inf, 1
+    low, at_low, high, at_high, side, passes = 0.0, -slope, inf, inf, 0, 1
     eta = start or 4 * (abs(before) or 1.0) / slope
     while passes < max_passes and high > (1 + tol) * low:
         with torch.no_grad():
             for x, p, u in zip(*every, strict=True):
                 x.copy_(p - eta * u)
         mean, passes = (finite_or_infinite(there) - before) / eta, passes + 1
+        # the Illinois rule: the root would come nearer from one side only
         if mean > 0:
-            high, at_high, aim = eta, mean, 1 - tol / 4
+            high, at_high, at_low, side = eta, mean, at_low / (1 + (side > 0)), 1
         else:
-            low, at_low, aim = eta, mean, 1 + tol / 4
+            low, at_low, at_high, side = eta, mean, at_high / (1 + (side < 0)), -1
+        aim = 1 - side * tol / 4
         if high == inf:
             root = low * slope / (slope + at_low) if slope + at_low > 0 else inf
             eta = min(max(aim * root, (1 + tol / 2) * low), 16 * low)
-        elif low > 0 and (passes % 4 == 0 or at_high == inf):
-            eta = sqrt(low * high)  # the root may come nearer from one side only
+        elif low > 0 and at_high > 16 * slope:  # far from a parabola
+            eta = sqrt(low * high)
         else:
             root = low + (high - low) * at_low / (at_low - at_high)
             eta = min(max(aim * root, (1 + tol / 4) * low, high / 16), high / (1 + tol / 4))
