@@ -28,9 +28,11 @@ from hoglib.curvature.point_derivatives import (
     partial_derivative,
 )
 from hoglib.curvature.products import fisher_vp, ggn, ggn_vp, hessian, hvp
+from hoglib.curvature.sharpness import CriticalSharpness, critical_sharpness
 
 __all__ = [
     "KFAC",
+    "CriticalSharpness",
     "DataOptions",
     "FisherOperator",
     "GGNOperator",
@@ -48,6 +50,7 @@ __all__ = [
     "RectangularOperator",
     "Spectrum",
     "bilaplacian",
+    "critical_sharpness",
     "directional",
     "fisher_vp",
     "ggn",

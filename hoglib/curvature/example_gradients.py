@@ -17,20 +17,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from hoglib import errors
 from hoglib._core import pytree, validation
-from hoglib._core.autograd import (
-    Vector,
-    fresh_leaves,
-    materialize_grads,
-    translate_errors,
-    without_graph,
-)
+from hoglib._core.autograd import Vector, without_graph
 from hoglib._core.fingerprint import sums_and_norms
 from hoglib._core.logger import LOGGER
 from hoglib._core.placement import refuse_sharded
 from hoglib._core.problem import Options, Policy, Problem, check_option_names
 from hoglib._core.source_location import warn
 from hoglib._core.trust import found_once
-from hoglib.curvature.data import as_dict, in_fixed_order, is_batch, row_count, to_device
+from hoglib.curvature.data import as_dict, in_fixed_order, is_batch, to_device
 from hoglib.curvature.fisher_metric import FisherMetric
 from hoglib.curvature.kfac_operator import KFACOperator
 from hoglib.curvature.likelihood import Finding, compare_halves, example_counts, moved
@@ -48,6 +42,7 @@ from hoglib.curvature.model_run import (
 )
 from hoglib.curvature.operators import GGNOperator
 from hoglib.curvature.optimizers import KFAC_OPTIONS, NEWTON_OPTIONS
+from hoglib.curvature.single_examples import at_best, in_turn, number_of_examples, side_by_side
 from hoglib.curvature.vector_space import Space
 from hoglib.ring import ring, warn_if_derivatives_not_finite
 from hoglib.verification.entry_points import examined_functions
@@ -126,7 +121,7 @@ def _of_single_examples(
     count = number_of_examples(own)
     size = count if chunk_size is None else chunk_size
     compute = (
-        _at_best if vmap is None else _side_by_side if validation.flag("vmap", vmap) else _in_turn
+        at_best if vmap is None else side_by_side if validation.flag("vmap", vmap) else in_turn
     )
     policy = Policy.of("per_example_gradients", options, names=("stand_ins", "remat"))
     with torch.inference_mode(False), ring(policy, loss, first_order=True) as blocks:
@@ -209,70 +204,6 @@ def check_norms(loss: Any) -> None:
                 f"{type(module).__name__} in train mode, which mixes the examples of a batch; call "
                 "model.eval(), or use group norm."
             )
-
-
-def number_of_examples(batch: Any) -> int:
-    """The leading dimension of the first tensor of a batch."""
-    count = row_count(batch)
-    if count is None:
-        raise errors.ArgumentTypeError(
-            "batch: expected tensors with the examples as their leading dimension, got "
-            f"{validation.describe(batch)}."
-        )
-    if not count:
-        raise errors.ArgumentValueError("batch: expected at least one example, got none.")
-    return count
-
-
-def _at_best(problem: Problem) -> tuple[Tensor, Vector]:
-    """Side by side, or in turn where an operation has no rule for it."""
-    try:
-        return _side_by_side(problem)
-    except (RuntimeError, NotImplementedError):  # an error of the user's comes again
-        return _in_turn(problem)
-
-
-def _side_by_side(problem: Problem) -> tuple[Tensor, Vector]:
-    """g_n = d l_n / d params for all n, as vmap(grad(l))."""
-    (batch,) = problem.args
-    count = number_of_examples(batch)
-    parts, form = pytree.flatten(batch)
-    mapped = [isinstance(x, Tensor) and x.dim() > 0 and len(x) == count for x in parts]
-
-    def of_example(p: Vector, *rows: Tensor) -> Tensor:
-        left = iter(rows)
-        one = [next(left).unsqueeze(0) if row else x for x, row in zip(parts, mapped, strict=True)]
-        return problem.at(pytree.unflatten(one, form))(*p)
-
-    given = [x for x, row in zip(parts, mapped, strict=True) if row]
-    every: Any = torch.func.vmap(
-        torch.func.grad_and_value(of_example), (None, *[0] * len(given)), randomness="error"
-    )
-    try:
-        gradients, values = every([leaf.detach() for leaf in problem.leaves], *given)
-    except (RuntimeError, NotImplementedError) as error:
-        if isinstance(error, errors.HoglibError):
-            raise
-        raise errors.UnsupportedError(
-            "per_example_gradients: expected operations that torch.func.vmap can run, got an error "
-            f"from one: {str(error).splitlines()[0]} Use vmap=False."
-        ) from error
-    return values.detach(), [g.detach() for g in gradients]
-
-
-def _in_turn(problem: Problem) -> tuple[Tensor, Vector]:
-    """g_n = d l_n / d params, one n after the other."""
-    (batch,) = problem.args
-    count = number_of_examples(batch)
-    values, rows = [], []
-    for n in range(count):
-        p = fresh_leaves(problem.leaves, False)
-        with translate_errors(problem.policy.caller):
-            value = problem.at(pytree.rows(batch, count, n, n + 1))(*p)
-            parts = torch.autograd.grad(value, p, allow_unused=True)
-        values.append(value.detach())
-        rows.append(materialize_grads(list(parts), p))
-    return torch.stack(values), [torch.stack(parts) for parts in zip(*rows, strict=True)]
 
 
 CALLER = "per_example_gradient_norms"

@@ -4,10 +4,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from math import prod
 from typing import Any, Literal, NamedTuple, Unpack, final, get_args
 
 import torch
-from torch import Generator, Tensor
+from torch import Generator, Tensor, nn
 
 from hoglib._core import pytree, validation
 from hoglib._core.fingerprint import Numbers, sums_and_norms
@@ -20,6 +21,7 @@ from hoglib.curvature.fisher_metric import FisherKind, FisherMetric
 from hoglib.curvature.gauss_newton import GaussNewtonKind
 from hoglib.curvature.kronecker import (
     BlockLayout,
+    InverseMethod,
     KroneckerBlock,
     KroneckerMatrix,
     KroneckerOperator,
@@ -29,10 +31,21 @@ from hoglib.curvature.kronecker import (
 from hoglib.curvature.kronecker_factors import BlockSums, EigenvalueSums, FactorSums
 from hoglib.curvature.layer_calls import Region, Role
 from hoglib.curvature.linear_operator import BlockDiagonal, LinearOperator
-from hoglib.curvature.model_run import FactorOptions, ModelRun, RowOrder, checked_run
+from hoglib.curvature.model_run import (
+    EXACT_DIAGONAL,
+    FactorOptions,
+    ModelRun,
+    RowOrder,
+    checked_run,
+)
 from hoglib.curvature.operators import DatasetOperator, GGNOperator, HessianOperator
 from hoglib.curvature.vector_space import Space, check_named, random_signs
-from hoglib.errors import ArgumentTypeError, ArgumentValueError, NonFiniteError
+from hoglib.errors import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    NonFiniteError,
+    UnsupportedError,
+)
 
 Tree = Any
 FEW_OUTPUTS = 100  # of an example, for each of which kind="exact" takes a backward pass
@@ -89,8 +102,12 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
     than that of features, as of queries, they are embeddings of which all rows are used. Where a weight
     is a function of each element of a parameter, as W * mask, the block is the exact diagonal. A layer
     that is called twice, or shares its weight with another, has one block, of the rows of all its
-    calls. Any other use of a parameter is refused by name. At the first batch the gradient that the
-    layers give is compared with autograd's.
+    calls. At the first batch the gradient that the layers give is compared with autograd's. Any other
+    use of a parameter is refused by name, or with ``unsupported="diagonal"`` the parameter has the
+    exact diagonal of its block, from the gradients of single examples (LSTM and GRU, tied embeddings,
+    parametrized weights, custom Functions): for each column a pass of the model over the examples by
+    themselves, side by side where `torch.func.vmap` can; where an example by itself has other outputs
+    than in its batch, a backward pass of the batch for each. ``print(K)`` names these parameters.
 
     Args:
         loss: From `hoglib.functional_loss`, or any object with ``outputs(params, batch)`` and
@@ -111,6 +128,7 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
         likelihood: The distribution of the targets, as of `hoglib.FisherOperator`.
         num_samples: Samples for each example, of kind "mc".
         generator: Of the seed for these samples; None is torch's global generator.
+        unsupported: "raise" or "diagonal", for parameters that no such layer explains, as above.
         **options: Those of :class:`~hoglib.curvature.DataOptions`: ``reduction`` ("mean" or "sum", that
             of the criterion), ``batch_size``, ``micro_batch``, ``check_deterministic``, ``progress``,
             ``processes``, and ``dtype`` (of flat vectors; factors are in float32 at least).
@@ -143,6 +161,7 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
         likelihood: Any = None,
         num_samples: int = 1,
         generator: Generator | None = None,
+        unsupported: Literal["raise", "diagonal"] = "raise",
         **options: Unpack[DataOptions],
     ) -> None:  # fmt: skip
         validation.one_of("approximation", approximation, ("expand", "reduce"))
@@ -162,15 +181,17 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
         check_named(params)
         self._loss, self._data, self._given = loss, data, options
         joint_bias = validation.flag("joint_bias", joint_bias)
-        self._factors = FactorOptions(metric, approximation, joint_bias)
+        validation.one_of("unsupported", unsupported, ("raise", "diagonal"))
+        self._factors = FactorOptions(metric, approximation, joint_bias, unsupported)
         self._corrected = validation.flag("eigenvalue_corrected", eigenvalue_corrected)
         # whether layers have to show the gradients of single examples
-        self.by_example = self._corrected or approximation == "reduce"
+        self.by_example = self._corrected or approximation == "reduce" or unsupported != "raise"
         # how the calls of layers are read; None until the layers were compared with autograd
         self.row_order: RowOrder | None = None
         self._blocks: list[KroneckerBlock] | None = None
         self._error: KFACError | None = None
         self.computed_at: Numbers | None = None  # values of the parameters, where they are known
+        self._last: Any = None  # blocks, options and inverse of `precondition_`
 
     def blocks(self) -> Sequence[KroneckerBlock]:
         """The blocks, in the order of the parameters; they are computed at the first use."""
@@ -189,6 +210,12 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
         with torch.inference_mode(False), torch.no_grad(), self._bar.over("factors"):
             factors = FactorSums()
             blocks = factors.blocks(self._sum.weight(self._pass(factors)))
+            if sum(prod(block.layout.sizes) for block in blocks) != self.space.size:
+                raise UnsupportedError(
+                    f"{type(self).__name__}: expected a model that uses a parameter in the same way in "
+                    "every batch, got one that calls other layers from batch to batch; leave out those "
+                    "that it does not always call."
+                )
             if self._corrected:
                 blocks = self.corrected(by_eigenvectors(blocks))
         self._blocks, self._error = blocks, None
@@ -306,6 +333,62 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
             squares = self.corrected([block.unrotated() for block in self.blocks()])
         return KroneckerMatrix(self.space, squares).diagonal()
 
+    @torch.no_grad()
+    def precondition_(
+        self, params: Any, *, damping: float, method: InverseMethod = "exact"
+    ) -> None:
+        r"""Put the preconditioned gradients in the place of the gradients, for any optimizer of torch.
+
+            p.grad <- (K + damping I)^-1 p.grad
+
+        The inverse is kept until ``update()``, or until another damping. It is linear: gradients may be
+        those of a loss that a scaler multiplied. Clip gradients after it.
+
+        Args:
+            params: The model, or its parameters by name. Those that the operator is not of keep their
+                gradients.
+            damping: What is added to the diagonal, as of ``inverse``.
+            method: As of ``inverse``.
+        Raises:
+            ArgumentValueError: for parameters that are not those of the operator, and gradients that
+                are missing or sparse.
+            NonFiniteError: for a gradient that is not finite.
+        Example:
+            >>> model = nn.Linear(1, 1, bias=False)
+            >>> loss, params = hog.functional_loss(model, F.mse_loss), hog.trainable_params(model)
+            >>> batch = torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [6.0]])
+            >>> K = hog.KFACOperator(loss, params, batch)
+            >>> loss(params, batch).backward()
+            >>> K.precondition_(model, damping=1e-6)
+            >>> torch.optim.SGD(model.parameters(), lr=1.0).step()
+            >>> model.weight  # one step is enough for a quadratic loss
+            Parameter containing:
+            tensor([[3.0000]], requires_grad=True)
+        """
+        given = dict(params.named_parameters()) if isinstance(params, nn.Module) else params
+        names = list(self.space.params)
+        lacking = [n for n in names if n not in given] if isinstance(given, Mapping) else names
+        if lacking:
+            raise ArgumentValueError(
+                "params: expected the model, or a dict with the parameters of the operator, got "
+                f"{type(params).__name__} without {validation.listing(lacking)}."
+            )
+        grads: dict[str, Any] = {name: given[name].grad for name in names}
+        for what, layout in (("missing", None), ("sparse", torch.sparse_coo)):
+            wrong = [n for n, g in grads.items() if getattr(g, "layout", None) == layout]
+            if wrong:
+                raise ArgumentValueError(
+                    f"params: expected dense gradients, got {what} ones of {validation.listing(wrong)};"
+                    " call it after `backward()`, with an operator of parameters that have them."
+                )
+        rows, rebuild = self.space.rows(grads, "grad")
+        validation.finite("grad", rows, "Lower the learning rate, or skip this step.", late=True)
+        blocks, options = self.blocks(), (damping, method)
+        if self._last is None or self._last[0] is not blocks or self._last[1] != options:
+            self._last = blocks, options, self.inverse(damping, method=method)
+        for name, step in rebuild(self._last[2].apply(rows)).items():
+            grads[name].copy_(step)
+
     def state_dict(self) -> dict[str, Any]:
         """The factors, in a form that `torch.save` and ``torch.load(weights_only=True)`` take.
 
@@ -375,6 +458,11 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
 
     def __repr__(self) -> str:
         kind = "" if self._automatic else f", kind={self._factors.metric.kind!r}"
+        own = [block.layout for block in self._blocks or ()]
+        names = pytree.paths(self.space.params)
+        exact = [names[one.first.leaf] for one in own if one.role.name == EXACT_DIAGONAL]
+        if exact:
+            kind += f", exact diagonals of {validation.listing(exact, len(exact))}"
         text = f"{super().__repr__()[:-1]}{kind})"
         return text if self._error is None else f"{text[:-1]}, {self._error})"
 

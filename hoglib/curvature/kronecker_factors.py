@@ -85,7 +85,8 @@ class FactorSums(BlockSums):
     def add(self, run: ModelRun, share: float, weight: float) -> None:
         """Add those of a batch: weight times A, and share times G."""
         expand = run.options.approximation == "expand"
-        self.include((layer.layout for layer in run.layers), run.dtype, run.device)
+        layouts = [*(layer.layout for layer in run.layers), *run.unexplained.values()]
+        self.include(layouts, run.dtype, run.device)
         for layer in run.layers:
             sums = self.sums[layer.layout]
             if layer.layout.role.matrix == "kronecker":
@@ -93,6 +94,9 @@ class FactorSums(BlockSums):
         # rows of several columns at once: thousands of small squares one by one are lost in float32
         waiting: dict[BlockLayout, list[Tensor]] = {layer.layout: [] for layer in run.layers}
         for gradients in run.columns():
+            for rows in run.of_single_examples(gradients.column):
+                for layout, part in zip(run.unexplained.values(), rows, strict=True):
+                    self.sums[layout]["A"].add_(part.square().sum(0), alpha=share)
             for layer in run.layers:
                 if layer.layout.role.matrix == "elementwise":
                     for part, *_ in layer_gradients(layer, gradients, run):

@@ -27,18 +27,26 @@ import torch
 from torch import Tensor
 
 from hoglib._core import pytree
-from hoglib._core.autograd import Vector, fresh_leaves, translate_errors, without_graph
+from hoglib._core.autograd import (
+    Vector,
+    dense,
+    fresh_leaves,
+    materialize_grads,
+    translate_errors,
+    without_graph,
+)
 from hoglib._core.problem import Problem
 from hoglib._core.state import preserve_random_state
 from hoglib._core.swap import keep_swapped, reapply
 from hoglib._core.torch_modes import plain_operations
 from hoglib._core.trust import SUMS, agree
 from hoglib._core.validation import listing
-from hoglib.curvature.data import first_examples, row_count
+from hoglib.curvature.data import as_dict, first_examples, row_count
 from hoglib.curvature.fisher_metric import FisherMetric, columns, examples_of
 from hoglib.curvature.gauss_newton import CompositeLoss
 from hoglib.curvature.kronecker import BlockLayout, not_none
-from hoglib.curvature.layer_calls import LayerCall, LayerRecorder, Region, unlike_rows
+from hoglib.curvature.layer_calls import LayerCall, LayerRecorder, Region, Role, unlike_rows
+from hoglib.curvature.single_examples import at_best
 from hoglib.curvature.vector_space import Space
 from hoglib.errors import NoSecondDerivative, UnsupportedError
 
@@ -58,8 +66,9 @@ class Gradients:
 
     def __init__(
         self, calls: Sequence[LayerCall], found: Sequence[Tensor | None], dtype: torch.dtype,
-        device: torch.device,
+        device: torch.device, column: Vector,
     ) -> None:  # fmt: skip
+        self.column = column
         self._found = {id(call): part for call, part in zip(calls, found, strict=True)}
         self._dtype, self._device = dtype, device
 
@@ -201,6 +210,7 @@ class FactorOptions:
     metric: FisherMetric
     approximation: str
     joint_bias: bool
+    unsupported: str = "raise"
 
 
 class RowOrder(NamedTuple):
@@ -209,13 +219,27 @@ class RowOrder(NamedTuple):
     Attributes:
         time_first: Of each call, in the order of calls, whether positions come before examples.
         expand: Embeddings that are computed once for all examples are taken as one of each.
+        unexplained: The leaves whose gradients are not those of layers; None where any may be.
+        alone: Whether an example by itself may show these.
     """
 
     time_first: tuple[bool, ...] = ()
     expand: bool = True
+    unexplained: frozenset[int] | None = None
+    alone: bool = True
 
 
 DEFAULT_ORDER = RowOrder()
+EXACT_DIAGONAL = "unsupported"  # the name of the role of those leaves
+
+
+@final
+class Unexplained(UnsupportedError):
+    """Layers do not give the gradients by these leaves."""
+
+    def __init__(self, message: str, leaves: Iterable[int]) -> None:
+        super().__init__(message)
+        self.leaves = frozenset(leaves)
 
 
 @final
@@ -238,12 +262,34 @@ class ModelRun:
                 "loss.outputs(params, batch): expected outputs that depend on params, got none that do."
             )
         self._recorded = recorder.calls
+        self._expand, self.alone = order.expand, order.alone
+        self._leave_to_examples(order.unexplained or frozenset())
+        try:
+            self._check_covered(recorder)
+        except Unexplained as error:
+            if options.unsupported == "raise" or order.unexplained is not None:
+                raise UnsupportedError(str(error)) from None
+            self._leave_to_examples(error.leaves)
         self.set_row_order(order)
-        self.layers = layers_of(recorder, options.joint_bias)
-        self._check_covered(recorder)
         self.examples = examples_of(self._composite, self._outputs)
         # accumulate in float32 at least
         self.dtype, self.device = torch.promote_types(space.dtype, torch.float32), space.device
+
+    def _leave_to_examples(self, leaves: frozenset[int]) -> None:
+        """The layers that are left without these leaves, and the layouts of these."""
+        for call in self._recorded:
+            call.weight = None if call.weight and call.weight.leaf in leaves else call.weight
+            call.bias = None if call.bias and call.bias.leaf in leaves else call.bias
+        self._recorded = [call for call in self._recorded if call.weight or call.bias]
+        self.layers = layers_of(self._recorded, self.options.joint_bias)
+        self.unexplained = {
+            i: BlockLayout(
+                Role(EXACT_DIAGONAL, "elementwise", into=self._own[i].numel()),
+                Region(i, 0, len(self._own[i]) if self._own[i].dim() else 1),
+                None,
+            )
+            for i in sorted(leaves)
+        }
 
     def _run(self, examples: int) -> LayerRecorder:
         """Run the model, recorded."""
@@ -261,7 +307,22 @@ class ModelRun:
 
     def again(self, batch: Any, order: RowOrder | None = None) -> "ModelRun":
         """A run at another batch, or with rows read otherwise."""
+        order = (order or DEFAULT_ORDER)._replace(
+            unexplained=frozenset(self.unexplained), alone=self.alone
+        )
         return ModelRun(self.problem.at(batch), self.space, self.options, order)
+
+    def leaving(self, error: Unexplained) -> "ModelRun":
+        """A run in which the leaves of an error are left to single examples; raises where they are."""
+        more = error.leaves - self.unexplained.keys()
+        if self.options.unsupported == "raise" or not (more or self.alone):
+            raise UnsupportedError(str(error)) from None
+        order = RowOrder(
+            expand=self.expanded, unexplained=error.leaves | self.unexplained.keys(),
+            alone=self.alone and bool(more),
+        )  # fmt: skip
+        with preserve_random_state():
+            return ModelRun(self.problem, self.space, self.options, order)
 
     def outputs_of_an_example(self) -> int:
         """How many numbers the outputs of an example have, those of all its positions."""
@@ -285,13 +346,64 @@ class ModelRun:
     def gradients(self, column: Vector) -> "Gradients":
         calls = self._calls()
         found = self._backward([call.edge for call in calls], column)
-        return Gradients(calls, found, self.dtype, self.device)
+        return Gradients(calls, found, self.dtype, self.device, column)
+
+    def of_single_examples(self, column: Vector) -> Iterator[Vector]:
+        """The gradients of the examples by each leaf that layers do not explain, [n, numbers], some at
+        a time: of an example alone, where it has the same outputs as in the batch; else of the batch,
+        by a backward pass for each example."""
+        own = [self._own[i] for i in self.unexplained]
+        size = max(1, AT_ONCE // max(sum(p.numel() for p in own), 1))
+        for start in range(0, self.examples if own else 0, size):
+            stop = min(start + size, self.examples)
+            found = self._alone(column, start, stop)
+            if found is None:
+                number = torch.arange(self.examples, device=self.device)
+                each = [
+                    self._backward(own, _of_some(column, number == n if len(number) > 1 else None))
+                    for n in range(start, stop)
+                ]
+                rows = (materialize_grads(parts, own) for parts in each)
+                found = [torch.stack(parts) for parts in zip(*rows, strict=True)]
+            yield [x.flatten(1).to(self.dtype) for x in found]
+
+    def _alone(self, column: Vector, start: int, stop: int) -> Vector | None:
+        """The same of examples by themselves; None where these have other outputs, or none."""
+        batch, leaves = as_dict(self.problem.args[0]), self.problem.leaves
+        if not self.alone or self.examples < 2 or row_count(batch) != self.examples:
+            return None
+
+        def along(own: Vector, given: Any) -> Tensor:
+            one, u = given
+            # copies: a model may assign to what it finds
+            at = {i: p.detach() for i, p in enumerate(leaves)}
+            at |= dict(zip(self.unexplained, own, strict=True))
+            composite = CompositeLoss(self.problem.at(one), self.options.metric, "reverse")
+            every = zip(composite.outputs(list(at.values())), u, strict=True)
+            return torch.stack([(y * part).sum() for y, part in every]).sum()
+
+        piece = pytree.rows((batch, list(column)), self.examples, start, stop)
+        given = [leaves[i] for i in self.unexplained]
+        problem = Problem(self.problem.policy, along, pytree.flatten(given)[1], given, (piece,))
+        same, found = False, None
+        with suppress(Exception), preserve_random_state():  # the batch decides
+            values, found = at_best(problem)
+            terms = [
+                (y.detach() * u)[start:stop].flatten(1)
+                for y, u in zip(self._outputs, column, strict=True)
+            ]
+            sums, sizes = torch.cat(terms, 1).sum(1), torch.cat(terms, 1).abs().sum(1)
+            same = agree(values, sums, SUMS, terms=[sizes])
+        self.alone = same
+        return found if same else None
 
     def _calls(self) -> list[LayerCall]:
         found = {id(call): call for layer in self.layers for call in layer.calls}
         return list(found.values())
 
     def _backward(self, inputs: Sequence[Any], column: Vector) -> list[Tensor | None]:
+        if not inputs:
+            return []
         pairs = [(y, u) for y, u in zip(self._outputs, column, strict=True) if y.requires_grad]
         with translate_errors(self._caller), reapply(self._patches):
             found: Any = torch.autograd.grad(
@@ -307,13 +419,18 @@ class ModelRun:
         """
         calls = self._calls()
         half = next(iter(self._halves()), None)
-        found = self._backward([*(call.edge for call in calls), *self._own], self._probe(half))
-        gradients = Gradients(calls, found[: len(calls)], self.dtype, self.device)
+        column = self._probe(half)
+        found = self._backward([*(call.edge for call in calls), *self._own], column)
+        gradients = Gradients(calls, found[: len(calls)], self.dtype, self.device, column)
         wanted = found[len(calls) :]
         self.check_apart(needs_examples, gradients)
-        # layers cover them
-        ours = [p.new_empty((1, *(p.shape or (1,))), dtype=self.dtype) for p in self._own]
+        ours = [p.new_zeros((1, *(p.shape or (1,))), dtype=self.dtype) for p in self._own]
         summed: list[Any] = [0.0] * len(self._own)
+        everything = _norm_of(wanted, self.dtype) if self.unexplained else 0.0
+        for parts in self.of_single_examples(column) if self.alone else ():
+            for i, part in zip(self.unexplained, parts, strict=True):
+                summed[i] = everything
+                ours[i] += part.sum(0).view(ours[i].shape)
         for layer in self.layers:
             for region in layer.layout.regions:
                 summed[region.leaf] += sum(
@@ -329,12 +446,16 @@ class ModelRun:
             eps = torch.finfo(p.dtype).eps
             off.append(difference > 10 * (eps**0.5 * given.norm().to(self.dtype) + eps * terms))
         answers = torch.stack(off).tolist()  # a device is waited for once
-        refused = [name for name, one in zip(self._names, answers, strict=True) if one]
+        # backward passes of the batch are right by themselves
+        right = () if self.alone else self.unexplained
+        wrong = [i for i, one in enumerate(answers) if one and i not in right]
+        refused = [self._names[i] for i in wrong]
         if refused:
-            raise UnsupportedError(
+            raise Unexplained(
                 f"{self._caller}: expected params[{refused[0]!r}] to be used by layers "
                 "alone, got a gradient of which these are only a part: a custom Function, scripted "
-                f"or compiled code uses it too; {_leave_out(refused)}"
+                f"or compiled code uses it too; {_leave_out(refused)}",
+                wrong,
             )
 
     def check_apart(self, needs_examples: bool, first: Gradients | None = None) -> None:
@@ -343,7 +464,7 @@ class ModelRun:
 
         first: the gradients of the probe of the first half, where they are known.
         """
-        if self.examples < 2:
+        if self.examples < 2 or not self.layers:
             return
         calls, halves = self._calls(), self._halves()
         touched: dict[int, list[Tensor]] = {id(call): [] for call in calls}
@@ -372,13 +493,15 @@ class ModelRun:
                 refused.append((layer, call))
         if refused:
             layer, call = refused[0]
-            names = [self._names[r.leaf] for one, _ in refused for r in one.layout.regions]
-            raise UnsupportedError(
+            leaves = [r.leaf for one, _ in refused for r in one.layout.regions]
+            names = [self._names[i] for i in leaves]
+            raise Unexplained(
                 f"{self._caller}: expected layers that treat the "
                 f"{self.examples} examples apart, in the rows of their leading dimension, got "
                 f"{self._name(layer)} with outputs {tuple(call.shape)}. Batch norm in train mode mixes "
                 "examples: call model.eval(). What is called once for all examples, as position "
-                f"embeddings are, or for some of them, has no gradients of each: {_leave_out(names)}"
+                f"embeddings are, or for some of them, has no gradients of each: {_leave_out(names)}",
+                leaves,
             )
 
     def check_chosen(self, needs_examples: bool) -> None:
@@ -401,10 +524,8 @@ class ModelRun:
         for y in self._outputs:
             u = torch.randn(y.shape, generator=generator, dtype=torch.float32)
             u = u.to(y.device, y.dtype, non_blocking=True)
-            if half is not None:
-                u = u.where(half.view(-1, *[1] * (u.dim() - 1)), 0)
             column.append(u)
-        return column
+        return _of_some(column, half)
 
     def _misfits(self, halves: Sequence[Tensor], touched: Sequence[Tensor]) -> list[Tensor]:
         """Whether rows are in another order than that of examples, and of positions first, from those
@@ -431,11 +552,14 @@ class ModelRun:
         without it, which plain makes."""
         time_first = self.time_first()
         if not self.expanded:
-            return RowOrder(time_first)
+            return self._order(time_first, self._expand)
         with preserve_random_state():
             others = plain()._outputs
         same = all(agree(a, b, SUMS) for a, b in zip(self._outputs, others, strict=True))
-        return RowOrder(time_first, same)
+        return self._order(time_first, same)
+
+    def _order(self, time_first: tuple[bool, ...], expand: bool) -> RowOrder:
+        return RowOrder(time_first, expand, frozenset(self.unexplained), self.alone)
 
     def first_mismatch(self, other: "ModelRun") -> LayerCall | None:
         """The first call of another run of the same model that has more or fewer rows of an example."""
@@ -455,6 +579,8 @@ class ModelRun:
         known = "parameters of linear, convolutional, embedding and normalization layers"
         refused = {}
         for number, (name, leaf) in enumerate(zip(self._names, self._own, strict=True)):
+            if number in self.unexplained:
+                continue
             uses = [
                 region
                 for layer in self.layers
@@ -479,7 +605,22 @@ class ModelRun:
                 )
         if refused:
             first = next(iter(refused.values()))
-            raise UnsupportedError(f"{self._caller}: expected {first}; {_leave_out([*refused])}")
+            raise Unexplained(
+                f"{self._caller}: expected {first}; {_leave_out([*refused])}",
+                map(self._names.index, refused),
+            )
+
+
+def _of_some(column: Vector, of: Tensor | None) -> Vector:
+    """A column of some examples, with zeros for the others; as it is for None."""
+    if of is None:
+        return column
+    return [u.where(of.view(-1, *[1] * (u.dim() - 1)), 0) for u in column]
+
+
+def _norm_of(parts: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
+    norms = [dense(x).norm().to(dtype) for x in parts if x is not None]
+    return torch.stack(norms or [torch.zeros((), dtype=dtype)]).norm().double()
 
 
 def _any(masks: Iterable[Tensor]) -> Tensor:
@@ -489,6 +630,13 @@ def _any(masks: Iterable[Tensor]) -> Tensor:
 def checked_run(run: ModelRun, needs_examples: bool) -> tuple[ModelRun, RowOrder]:
     """The run of a model, after the layers were compared with autograd: at two examples, where a batch
     can be split. With how the rows of calls are read."""
+    try:
+        return _checked_run(run, needs_examples)
+    except Unexplained as error:
+        return checked_run(run.leaving(error), needs_examples)
+
+
+def _checked_run(run: ModelRun, needs_examples: bool) -> tuple[ModelRun, RowOrder]:
     (batch,) = run.problem.args
     small, mismatch = first_examples(batch, 2), None
     checked: RowOrder | None = None
@@ -506,10 +654,11 @@ def checked_run(run: ModelRun, needs_examples: bool) -> tuple[ModelRun, RowOrder
                 if mismatch is None:
                     checked = order
         if mismatch is not None:
-            raise UnsupportedError(unlike_rows(mismatch, run.examples))
+            leaves = [r.leaf for r in (mismatch.weight, mismatch.bias) if r]
+            raise Unexplained(unlike_rows(mismatch, run.examples), leaves)
         if checked is not None:
             run.check_chosen(needs_examples)
-            return run, checked._replace(time_first=run.time_first())
+            return run, checked._replace(time_first=run.time_first(), alone=run.alone)
     run.check(needs_examples)
     order = run.row_order(lambda: run.again(batch, RowOrder(expand=False)))
     if run.expanded and not order.expand:
@@ -518,14 +667,14 @@ def checked_run(run: ModelRun, needs_examples: bool) -> tuple[ModelRun, RowOrder
     return run, order
 
 
-def layers_of(recorder: LayerRecorder, joint_bias: bool) -> list[Layer]:
+def layers_of(calls: Sequence[LayerCall], joint_bias: bool) -> list[Layer]:
     """The calls by the block that they belong to, in the order of the parameters.
 
     A bias is in the block of its weight where the calls of both are the same.
     """
     by_weight: dict[Any, list[LayerCall]] = {}
     by_bias: dict[Region, list[LayerCall]] = {}
-    for call in recorder.calls:
+    for call in calls:
         if call.weight is not None:
             by_weight.setdefault((call.weight, call.role), []).append(call)
         if call.bias is not None:

@@ -465,7 +465,7 @@ def hessian_spectrum(
         4
     """
     if batch is None:  # operators need data to iterate over
-        loss, batch = partial(_without_batch, loss), ()
+        loss, batch = partial(without_batch, loss), ()
     operator = HessianOperator(loss, params, batch, **options)
     size = operator.shape[0]
     if 2 * validation.at_least("k", k, 1) > size:
@@ -490,7 +490,7 @@ def hessian_spectrum(
     return Spectrum(size, ends[:k], ends[k:], trace, share, below, density, operator.count)
 
 
-def _without_batch(loss: Any, params: Any, _: tuple[()]) -> Tensor:
+def without_batch(loss: Any, params: Any, _: tuple[()]) -> Tensor:
     return loss(params, None)
 
 

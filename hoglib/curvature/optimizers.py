@@ -19,7 +19,7 @@ from hoglib.curvature.kfac_operator import KFACOperator, layout_of, saved_layout
 from hoglib.curvature.kronecker import BlockLayout, InverseMethod, KroneckerBlock, KroneckerMatrix
 from hoglib.curvature.linear_operator import LinearOperator
 from hoglib.curvature.model_run import RowOrder
-from hoglib.curvature.operators import GGNOperator
+from hoglib.curvature.operators import DatasetOperator, GGNOperator
 from hoglib.curvature.vector_space import check_named
 from hoglib.functional import trainable_params
 from hoglib.verification.entry_points import examined_functions
@@ -129,13 +129,15 @@ def positive_damping(damping: Any) -> float:
     return float(damping)
 
 
-def finite_or_infinite(A: GGNOperator | KFACOperator) -> float:
+def finite_or_infinite(A: DatasetOperator) -> float:
     """The loss, or infinity where it overflows, because the step is too long."""
     try:
         A.value()
         return A._sum.number  # reading the value would stop a device
-    except errors.NonFiniteError:
-        return inf
+    except (errors.NonFiniteError, errors.DistributedError) as error:
+        if "NonFiniteError" in f"{type(error).__name__} {error}":  # in this process, or in another
+            return inf
+        raise
 
 
 RAISED, LOWERED = 1.5, 2 / 3  # factors of the damping
@@ -385,7 +387,7 @@ def _numbers(*scalars: Tensor) -> list[float]:
     return torch.stack([x.double() for x in scalars]).tolist()
 
 
-OF_FACTORS = ("approximation", "joint_bias", "likelihood", "num_samples")
+OF_FACTORS = ("approximation", "joint_bias", "likelihood", "num_samples", "unsupported")
 KFAC_OPTIONS = (*OF_FACTORS, *(name for name in DATA_OPTIONS if name != "check_deterministic"))
 FACTORS = ("A", "G")
 ADAPT_EVERY, ADAPTED = 5, 0.95**5
@@ -451,7 +453,7 @@ class KFAC(BatchOptimizer):
         inverse_every: Steps from one inverse to the next.
         kind: As of `hoglib.KFACOperator`; "mc" takes one backward pass for the factors.
         seed: Of the draws of kind="mc".
-        **options: Of `hoglib.KFACOperator`, such as approximation, joint_bias, num_samples, processes.
+        **options: Of `hoglib.KFACOperator`, such as approximation, joint_bias, unsupported, processes.
     Raises:
         ArgumentTypeError: for an option that there is not.
         UnsupportedError: for parameters of other layers, as `hoglib.KFACOperator`.

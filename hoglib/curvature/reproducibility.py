@@ -125,9 +125,9 @@ class Determinism:
         (was, before), (now, after) = self.first[k], self._now[k]
         if before != after and self._fixed_batches:
             raise NondeterministicError(
-                f"data: expected the same batches at every pass, got another one for batch {k}, by "
-                "whose number samples of kind='mc' are drawn, and outputs are stacked. Use a loader "
-                "with shuffle=False, or kind='exact'."
+                f"data: expected the same batches at every pass, got another one for batch {k}: "
+                "samples of kind='mc' are drawn for each batch by its number, and outputs are stacked "
+                "in this order. Use a loader with shuffle=False, or kind='exact'."
             )
         if before == after and not close(was, now, value.dtype):
             cause = self.random_cause(lambda: loss_of(batch), value.device) or (

@@ -1,6 +1,9 @@
 """The spectrum of the Hessian, measured during a fit."""
 
 from collections.abc import Iterator
+from contextlib import suppress
+from math import ceil, isfinite
+from time import monotonic
 from typing import Any, Literal, NamedTuple, final
 
 import lightning.pytorch as pl
@@ -11,8 +14,9 @@ from torch import Tensor, distributed
 from hoglib import errors
 from hoglib._core import pytree, validation
 from hoglib._core.placement import is_sharded
+from hoglib._core.source_location import warn
 from hoglib._core.swap import restore_buffers
-from hoglib.curvature import Spectrum, hessian_spectrum
+from hoglib.curvature import Spectrum, critical_sharpness, hessian_spectrum
 from hoglib.curvature.data import gathered, world_size
 from hoglib.curvature.estimates import SpectralDensity
 from hoglib.lightning.audit import METHOD, check_method, second_order_problems
@@ -34,11 +38,17 @@ class Measurement(NamedTuple):
         batch: Number of training batches before the measurement.
         name: Name of the problem, where the module declares several; "" for its only one.
         spectrum: Spectrum of the Hessian, a :class:`hoglib.curvature.Spectrum`.
+        edge: The largest eigenvalue in units of the one at which gradient descent becomes unstable,
+            times 2; None where the optimizer is none.
+        critical: The critical sharpness along the gradient; None where it was not asked for, or not
+            found.
     """
 
     batch: int
     name: str
     spectrum: Spectrum
+    edge: float | None = None
+    critical: float | None = None
 
     def values(self) -> dict[str, float]:
         """Return the logged values by name."""
@@ -46,9 +56,9 @@ class Measurement(NamedTuple):
         trace, error = self.spectrum.trace
         of = {
             LARGEST: float(self.spectrum.largest[-1]), "smallest": float(self.spectrum.smallest[0]),
-            "trace": trace, "trace_error": error,
+            "trace": trace, "trace_error": error, "edge": self.edge, "critical": self.critical,
         }  # fmt: skip
-        return {f"{where}/{name}": value for name, value in of.items()}
+        return {f"{where}/{name}": value for name, value in of.items() if value is not None}
 
 
 @final
@@ -62,6 +72,11 @@ class CurvatureMonitor(pl.Callback):
     ``curvature/trace`` and ``curvature/trace_error`` (one standard error) at each measurement, whatever
     ``log_every_n_steps`` is; where problems have names, ``curvature[name]/...``. The progress bar and
     ``callback_metrics`` get the largest eigenvalue, which ``EarlyStopping`` can monitor.
+
+    Of `torch.optim.SGD` with one learning rate, ``curvature/edge`` is the largest eigenvalue times it:
+    beyond 2, the edge of stability, steps diverge on a quadratic loss. With weight decay w and momentum
+    b it is ``lr (largest + w) / (1 + b)``, (1 + 2 b) times that with Nesterov's. Adaptive optimizers
+    and several learning rates have no such product, and none is logged.
 
     The fit is the one without the callback: random numbers, parameters, buffers, gradients and modes
         are left unchanged. A resumed fit has the history of an uninterrupted one. In distributed
@@ -82,6 +97,11 @@ class CurvatureMonitor(pl.Callback):
         max_iter: Restarts of the eigenvalue solver. Where it does not converge, a warning says so, and
             the extreme eigenvalues are those of the density. Default: 100.
         seed: Seed of the random vectors, together with the number of the batch. Default: 0.
+        critical: Whether ``curvature/critical`` is logged, the `hoglib.critical_sharpness` along the
+            gradient, for a gradient and some evaluations of the loss more. Default: False.
+        max_seconds: Of a measurement, on average over every so many batches: after one that took n
+            times as long the next ones are n times as far apart, as a warning says once. A resumed fit
+            may then measure at other batches than an uninterrupted one. Default: no limit.
     Attributes:
         history: Every :class:`Measurement`, with the k eigenvalues of each end and the density.
     Raises:
@@ -125,6 +145,8 @@ class CurvatureMonitor(pl.Callback):
         stand_ins: bool = True,
         max_iter: int = 100,
         seed: int = 0,
+        critical: bool = False,
+        max_seconds: float | None = None,
     ) -> None:
         super().__init__()
         self.every = validation.at_least("every", every, 1)
@@ -135,6 +157,11 @@ class CurvatureMonitor(pl.Callback):
         self.stand_ins = validation.flag("stand_ins", stand_ins)
         self.max_iter = validation.at_least("max_iter", max_iter, 1)
         self.seed = validation.at_least("seed", seed, 0)
+        self.critical = validation.flag("critical", critical)
+        self.max_seconds = None
+        if max_seconds is not None:
+            self.max_seconds = validation.number("max_seconds", max_seconds, minimum=1e-9)
+        self._rarer = 1  # times as far apart as every says
         self.history: list[Measurement] = []
         self._saved: _Saved | None = None
         self._batch: Any = None
@@ -153,7 +180,7 @@ class CurvatureMonitor(pl.Callback):
         if self._starts:
             self._start(done, batch)
         # only now has Lightning's step count for the loggers reached the batch of the measurement
-        if done % self.every == 0:
+        if self._due(done):
             self._measure(pl_module, done, batch)
             self._log(trainer, pl_module, done)
 
@@ -165,7 +192,7 @@ class CurvatureMonitor(pl.Callback):
         measurement."""
         if not self.fixed_batch:
             self._batch = batch
-        if _batches(trainer) % self.every == 0:
+        if self._due(_batches(trainer)):
             self._measure(pl_module, _batches(trainer), batch)
             self._show(pl_module, _batches(trainer))
 
@@ -181,26 +208,42 @@ class CurvatureMonitor(pl.Callback):
         """The history and the fixed batch, for checkpoints."""
         history = [_packed(one) for one in self.history]
         saved = None if self._saved is None else self._saved._asdict()
-        return {"history": history, "batch": saved}
+        return {"history": history, "batch": saved, "rarer": self._rarer}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the history and the fixed batch."""
         self.history = [_unpacked(one) for one in state_dict["history"]]
+        self._rarer = state_dict.get("rarer", 1)
         saved = state_dict["batch"]
         self._saved = None if saved is None else _Saved(**saved)
 
     def _start(self, done: int, batch: Any) -> None:
         self._starts = False
         if done == 0:  # not a resumed fit
-            self.history, self._saved = [], None
+            self.history, self._saved, self._rarer = [], None, 1
         # A measurement at the end of the resumed fit is dropped, unless one is due at that batch.
-        self.history = [one for one in self.history if one.batch < done + (done % self.every == 0)]
+        self.history = [one for one in self.history if one.batch < done + self._due(done)]
         if not self.fixed_batch:
             self._batch = batch
             return
         if self._saved is None:
             self._saved = _saved(batch)
         self._batch = _restored(self._saved, batch)
+
+    def _due(self, done: int) -> bool:
+        return done % (self.every * self._rarer) == 0
+
+    def _slow_down(self, seconds: float) -> None:
+        """Measure less often after a measurement that took too long, in any process."""
+        times = ceil(max(gathered(seconds)) / self.max_seconds) if self.max_seconds else 1
+        if times > self._rarer:
+            if self._rarer == 1:
+                warn(
+                    f"CurvatureMonitor: expected measurements of at most {self.max_seconds:g} seconds, "
+                    f"got one of {seconds:.3g}: the next ones are {times * self.every} batches apart. "
+                    "Fewer num_samples and steps take less time."
+                )
+            self._rarer = times
 
     def _measure(self, module: pl.LightningModule, done: int, batch: Any) -> None:
         if self.history and self.history[-1].batch == done:
@@ -209,7 +252,7 @@ class CurvatureMonitor(pl.Callback):
         generator = torch.Generator()
         seed = (self.seed * 2**20 + done) % 2**32  # torch uses the lower bits of a larger one
         when = f"CurvatureMonitor, {own} after {done} batches"
-        found = []
+        found, began = [], monotonic()
         try:
             with isolate_rng(), restore_buffers(), torch.enable_grad():
                 batch = self._batch if self.fixed_batch else batch
@@ -225,7 +268,15 @@ class CurvatureMonitor(pl.Callback):
                         max_iter=self.max_iter,
                     )  # fmt: skip
                     short = name.removeprefix(own).removeprefix("[").removesuffix("]")
-                    found.append(Measurement(done, short, spectrum))
+                    critical = None
+                    if self.critical:
+                        with suppress(errors.ArgumentValueError):  # of a gradient that is zero
+                            sharpness = critical_sharpness(
+                                loss, params, given, stand_ins=self.stand_ins, processes=processes
+                            )
+                            critical = sharpness.value if isfinite(sharpness.value) else None
+                    edge = _edge(module.trainer, params, float(spectrum.largest[-1]))
+                    found.append(Measurement(done, short, spectrum, edge, critical))
         except errors.NondeterministicError as error:
             raise errors.NondeterministicError(
                 f"{when}: expected a loss that is the same at each call, got one that is not ({error}) "
@@ -237,6 +288,7 @@ class CurvatureMonitor(pl.Callback):
                 "the learning rate, or look at the initial parameters."
             ) from error
         self.history += found  # of all problems or none
+        self._slow_down(monotonic() - began)
 
     def _at(self, done: int) -> Iterator[Measurement]:
         return (one for one in self.history if one.batch == done)
@@ -260,6 +312,23 @@ class CurvatureMonitor(pl.Callback):
             step = trainer.fit_loop.epoch_loop._batches_that_stepped
             for logger in trainer.loggers:
                 logger.log_metrics(values, step)
+
+
+def _edge(trainer: pl.Trainer, params: Any, largest: float) -> float | None:
+    """The largest eigenvalue times the learning rate, 2 where gradient descent becomes unstable; None
+    for parameters that are trained otherwise, or by several learning rates."""
+    left, found = {id(p) for p in pytree.leaves(params)}, set()
+    for optimizer in trainer.optimizers:
+        for group in optimizer.param_groups:
+            own = left & {id(p) for p in group["params"]}
+            left -= own
+            if own and type(optimizer) is torch.optim.SGD and not group["maximize"]:
+                b, damped = group["momentum"], 1 - group["dampening"] * bool(group["momentum"])
+                factor = (1 + 2 * b * group["nesterov"]) / (1 + b) * damped
+                found.add(float(group["lr"]) * (largest + group["weight_decay"]) * factor)
+            elif own:
+                return None
+    return found.pop() if len(found) == 1 and not left else None
 
 
 def _batches(trainer: pl.Trainer) -> int:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.parametrizations import orthogonal, weight_norm
 from torch.testing import assert_close
 
 import hoglib as hog
@@ -845,6 +846,99 @@ def test_what_is_refused(name):
         params = eval(advice[1], {"params": hog.trainable_params(model)})
         if params:
             hog.KFACOperator(K._loss, params, (x, y)).update()
+
+
+def diagonal_of_gauss_newton(loss, params, x, y):
+    """By a gradient for each output, and a dense Hessian of the criterion."""
+    f, options = loss.model(x), {"retain_graph": True, "materialize_grads": True}
+    J = torch.stack([torch.cat([g.flatten() for g in torch.autograd.grad(o, [*params.values()], **options)]) for o in f.flatten()])  # fmt: skip
+    H = torch.autograd.functional.hessian(lambda f: F.cross_entropy(f, y), f.detach())
+    return (J * (H.reshape(2 * [f.numel()]) @ J)).sum(0)
+
+
+def recurrent(cell):
+    return lambda: nn.Sequential(cell(3, 4, batch_first=True), Through(lambda y: y[0][:, -1]), nn.Linear(4, 3))  # fmt: skip
+
+
+def centred(net, x):
+    """The mean of the batch: an example by itself has other outputs."""
+    h = net.layer(x) * net.p.sort().values
+    return h - h.mean(0)
+
+
+UNSUPPORTED = {
+    **{name: (make, x) for name, (make, x, *_) in REFUSED.items() if name != "flattened positions"},
+    "a GRU": (recurrent(nn.GRU), draw(6, 2, 3)),
+    "an LSTM, one example": (recurrent(nn.LSTM), draw(1, 2, 3)),
+    "parametrized weights": (lambda: nn.Sequential(orthogonal(nn.Linear(3, 3)), nn.Tanh(), weight_norm(nn.Linear(3, 3))), draw(6, 3)),
+    "bags of words": (lambda: nn.Sequential(nn.EmbeddingBag(5, 3), nn.Tanh(), nn.Linear(3, 3)), torch.arange(12).reshape(6, 2) % 5),
+    "examples that depend on each other": (shared(centred, (3,)), draw(6, 3)),
+    "a parameter that is not used": (shared(lambda net, x: net.layer(x), (2,)), draw(6, 3)),
+}  # fmt: skip
+
+
+@rows("name", UNSUPPORTED)
+def test_what_is_unsupported_may_have_its_exact_diagonal(name):
+    make, x = UNSUPPORTED[name]
+    torch.manual_seed(1)
+    model = copy.deepcopy(make()).double()
+    loss, params, y = hog.functional_loss(model, F.cross_entropy), hog.trainable_params(model), LABELS[: len(x)]  # fmt: skip
+    K = hog.KFACOperator(loss, params, (x, y), unsupported="diagonal").update()
+    exact = diagonal_of_gauss_newton(loss, params, x, y)
+    assert_close(K.exact_diagonal(), exact)
+    own = re.search(r"exact diagonals of (.*)\)", repr(K))[1].split(", ")
+    at = torch.cat([torch.full((p.numel(),), key in own) for key, p in params.items()])
+    assert_close(K.to_dense()[at][:, at], exact[at].diag())
+    assert_close(K.inverse(0.1).to_dense(), torch.linalg.inv(K.damped(0.1).to_dense()))
+    if len(x) > 2 and name not in ("examples that depend on each other", "batch norm in train"):
+        mean = hog.KFACOperator(loss, params, split((x, y)), unsupported="diagonal")
+        assert_close(mean.exact_diagonal(), exact)
+
+
+def test_unsupported_in_optimizers_and_influence():
+    torch.manual_seed(1)
+    loss, batch = hog.functional_loss(recurrent(nn.GRU)(), F.cross_entropy), (draw(6, 2, 3).float(), LABELS)  # fmt: skip
+    params, options = hog.trainable_params(loss.model), {"unsupported": "diagonal"}
+    K = hog.KFACOperator(loss, params, batch, eigenvalue_corrected=True, **options)
+    g = rows_of(loss, params, batch)
+    found = hog.influence(loss, params, batch, batch, damping=0.1, **options)
+    assert_close(found, -g @ K.solve(g.T, damping=0.1), rtol=1e-4, atol=1e-5)
+    optimizer = hog.curvature.KFAC(loss, **options)
+    assert float(optimizer.step(batch)) > float(optimizer.step(batch))
+    turns = lambda net, x: net.layer(x * net.p) if len(x) > 3 else F.linear(x, net.layer.weight * net.p)  # noqa: E731  # fmt: skip
+    loss = hog.functional_loss(shared(turns, (3,))(), F.cross_entropy)
+    batches = [(draw(n, 3).float(), LABELS[:n]) for n in (4, 2)]
+    with pytest.raises(hog.errors.UnsupportedError, match="got params"):
+        hog.KFACOperator(loss, hog.trainable_params(loss.model), batches, **options).update()
+
+
+def test_gradients_are_preconditioned_in_place():
+    loss, params, batch, _ = problem("layers")
+    K = hog.KFACOperator(loss, params, batch)
+    for given in (loss.model, params):
+        loss.model.zero_grad()
+        loss(params, batch).backward()
+        grads = {key: p.grad for key, p in params.items()}
+        g = K.ravel(grads)
+        K.precondition_(given, damping=0.1)
+        assert_close(torch.linalg.solve(K.damped(0.1).to_dense(), g), K.ravel(grads))
+    kept, before = K._last, params["0.bias"].grad.clone()
+    few = hog.KFACOperator(loss, {"0.weight": params["0.weight"]}, batch)
+    few.precondition_(params, damping=0.1)
+    assert torch.equal(params["0.bias"].grad, before)
+    K.precondition_(params, damping=0.1)
+    assert K._last is kept
+    K.update().precondition_(params, damping=0.1)
+    assert K._last is not kept
+    weight = params["0.weight"]
+    for grad, given, words in (
+        (weight.grad, nn.Linear(2, 2), "got Linear without 0.weight"), (weight.grad, [*params.values()], "got list without"),
+        (None, params, "got missing ones of 0.weight"), (weight.grad.to_sparse(), params, "got sparse ones of 0.weight"),
+        (weight.grad * torch.nan, params, "grad: expected a finite"),
+    ):  # fmt: skip
+        weight.grad = grad
+        with pytest.raises(hog.errors.HoglibError, match=words):
+            K.precondition_(given, damping=0.1)
 
 
 def class_token():

@@ -203,6 +203,7 @@ ROWS = {
     "submatrix": H(lambda H, v: [H.submatrix("0.*").to_dense(), (H @ H) @ v]),
     "trace": H(lambda H, v: [H.trace(4, generator=signs()), H.diagonal(4, generator=signs())]),
     "hessian_spectrum": examples(lambda *g: curvature.hessian_spectrum(*g, k=2, steps=9, generator=signs()).largest.to(*DEVICE)),
+    "critical_sharpness": examples(lambda *g: torch.tensor(hog.critical_sharpness(*g, tol=1e-4).value).to(*DEVICE)),
     "spectral_density": H(lambda H, v: H.spectral_density(2, steps=9, generator=signs()).nodes.to(v)),
     "influence": of_the_loss(lambda f, p, v, b: curvature.influence(f, p, b, b, damping=1.0)),
     "influence, fitted": of_the_loss(lambda f, p, v, b: curvature.influence(f, p, b, None, damping=1.0, solver=curvature.KFACOperator(f, p, b))),

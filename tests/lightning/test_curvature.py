@@ -22,6 +22,7 @@ from hoglib.errors import HoglibError
 from hoglib.lightning import CurvatureMonitor
 from tests.curvature.problems import nested_to_matrix
 from tests.lightning.trainers import QUIET, state, trainer
+from tests.rows import rows
 from tests.several_processes import found_by_each
 
 pytestmark = QUIET
@@ -162,7 +163,8 @@ def dense(params, batch):
 @pytest.mark.parametrize("fixed", [True, False])
 def test_the_numbers_are_those_of_dense_hessians(fixed, tmp_path):
     module, logger = Quiet(), Recorded()
-    callback = CurvatureMonitor(every=3, k=2, num_samples=30, steps=21, fixed_batch=fixed)
+    options = {"num_samples": 30, "steps": 21, "critical": fixed}
+    callback = CurvatureMonitor(every=3, k=2, fixed_batch=fixed, **options)
     fit(tmp_path, [callback], module, logger=logger, log_every_n_steps=1000)
     assert [one.batch for one in callback.history] == [0, 3, 6, 8]
     rows = logger.curvature()
@@ -184,6 +186,9 @@ def test_the_numbers_are_those_of_dense_hessians(fixed, tmp_path):
                 "curvature/smallest": pytest.approx(float(exact[0])),
                 "curvature/trace": trace,
                 "curvature/trace_error": error,
+                # with a momentum of 0.9
+                "curvature/edge": pytest.approx(0.05 * float(exact[-1]) / 1.9),
+                **({"curvature/critical": one.critical} if fixed else {}),
             }
         )
     assert not torch.equal(module.seen[0][0]["0.weight"], module.seen[1][0]["0.weight"])
@@ -367,7 +372,7 @@ def test_several_problems(tmp_path):
     ]  # fmt: skip
     for step, row in logger.curvature():
         assert step in (0, 8)
-        assert len(row) == 8
+        assert len(row) == 9
         assert row["curvature[points]/largest"] == pytest.approx(6)
         assert row["curvature[points]/smallest"] == pytest.approx(2)
         assert row["curvature[points]/trace"] == pytest.approx(12)
@@ -387,6 +392,35 @@ def test_the_largest_can_be_watched(tmp_path):
     assert trainer.callback_metrics["curvature/largest"] > 0
     assert "curvature/largest" in trainer.progress_bar_metrics
     assert len(logger.curvature()) == 3  # and not once more by Lightning
+
+
+OPTIMIZERS = {
+    "SGD with weight decay": (lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.5), lambda largest: 0.1 * (largest + 0.5)),
+    "Nesterov": (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.5, nesterov=True), lambda largest: 0.1 * largest * 2 / 1.5),
+    "Adam": (torch.optim.Adam, None),
+    "two learning rates": (lambda p: torch.optim.SGD([{"params": [q], "lr": 0.1 * (i + 1)} for i, q in enumerate(p)]), None),
+    "some of them": (lambda p: torch.optim.SGD([*p][:2], lr=0.1), None),
+}  # fmt: skip
+
+
+@rows("name", OPTIMIZERS)
+def test_the_edge_of_stability_belongs_to_gradient_descent(name, tmp_path):
+    make, edge = OPTIMIZERS[name]
+    callback, module = CurvatureMonitor(every=100, **SMALL), Quiet()
+    module.configure_optimizers = lambda: make(module.net.parameters())
+    fit(tmp_path, [callback], module, max_epochs=1)
+    one = callback.history[0]
+    assert one.edge == (edge and pytest.approx(edge(float(one.spectrum.largest[-1]))))
+
+
+def test_a_measurement_that_takes_too_long_makes_the_next_ones_rarer(tmp_path, monkeypatch):
+    clock = iter([0.0, 2.5, 3.0, 3.1, 4.0, 4.1, 5.0, 5.1])  # one of 2.5 seconds, then short ones
+    monkeypatch.setattr("hoglib.lightning.curvature.monotonic", lambda: next(clock))
+    callback = CurvatureMonitor(every=1, max_seconds=1.0, **SMALL)
+    with pytest.warns(UserWarning, match="got one of 2.5: the next ones are 3 batches apart"):
+        fit(tmp_path, [callback], Quiet())
+    assert [one.batch for one in callback.history] == [0, 3, 6, 8]
+    assert callback.state_dict()["rarer"] == 3
 
 
 def test_a_loss_at_random_is_refused_with_a_way_out(tmp_path):
@@ -456,7 +490,7 @@ def test_before_the_first_step(tmp_path):
     "option",
     [
         {"every": 0}, {"k": 0}, {"num_samples": 0}, {"steps": 0}, {"fixed_batch": 1},
-        {"stand_ins": None}, {"max_iter": 0}, {"seed": -1}, {"every": 2.5},
+        {"stand_ins": None}, {"max_iter": 0}, {"seed": -1}, {"every": 2.5}, {"max_seconds": 0},
     ],
     ids=str,
 )  # fmt: skip
@@ -470,7 +504,8 @@ def test_errors(option):
 
 
 def in_a_process(rank, folder, found):
-    module, callback, logger = Quiet(), CurvatureMonitor(every=2, **SMALL), Recorded()
+    options = {"critical": True, "max_seconds": 100.0, **SMALL}
+    module, callback, logger = Quiet(), CurvatureMonitor(every=2, **options), Recorded()
     try:
         trainer = fit(
             folder, [callback], module, logger=logger, devices=2, strategy="ddp", max_epochs=1
@@ -480,6 +515,7 @@ def in_a_process(rank, folder, found):
         found["params"] = {name: p.tolist() for name, p in params.items()}
         found["largest"] = [float(one.spectrum.largest[-1]) for one in callback.history]
         found["batches"] = [one.batch for one in callback.history]
+        found["critical"] = callback.history[0].critical
         found["rows"] = len(logger.curvature())
         path = folder / "some.ckpt"
         trainer.save_checkpoint(path)
@@ -502,5 +538,7 @@ def test_two_processes_measure_the_mean_of_both(tmp_path):
     both = [torch.tensor([*first[key], *second[key]], dtype=torch.float64) for key in "xy"]
     params = {k: torch.tensor(v, dtype=torch.float64) for k, v in first["params"].items()}
     assert first["largest"][0] == pytest.approx(float(dense(params, both)[-1]))
+    loss = hog.functional_loss(Quiet().net, F.mse_loss)
+    assert first["critical"] == pytest.approx(hog.critical_sharpness(loss, params, both).value)
     assert first["resumed"]
     assert second["resumed"]

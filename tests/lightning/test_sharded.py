@@ -18,7 +18,7 @@ from tests.several_processes import found_by_each
 
 pytestmark = QUIET
 BATCHES = 3  # an epoch's
-SPECTRUM = {"every": BATCHES, "k": 1, "num_samples": 1, "steps": 3}
+SPECTRUM = {"every": BATCHES, "k": 1, "num_samples": 1, "steps": 3, "critical": True}
 
 
 class Critic(pl.LightningModule):
@@ -81,6 +81,7 @@ def state(module, monitor):
         "largest": [float(one.spectrum.largest) for one in monitor.history],
         "trace": [one.spectrum.trace[0] for one in monitor.history],
         "batches": [one.batch for one in monitor.history],
+        "critical": [one.critical for one in monitor.history],
         "calls": module.penalty.calls,
     }
 
@@ -126,7 +127,7 @@ def test_fits_of_two_processes_equal_that_of_one(tmp_path):
             got = found[name]
             assert got["batches"] == expected["batches"], name
             assert got["calls"] == expected["calls"], name
-            for key in ("largest", "trace"):
+            for key in ("largest", "trace", "critical"):
                 assert got[key] == pytest.approx(expected[key], rel=1e-8), (name, key)
             for key, values in expected["params"].items():
                 torch.testing.assert_close(

@@ -336,7 +336,7 @@ NO_ENTRY_POINTS = {
     "judges Functions itself": {"audit", "verify", "check", "assert_double_differentiable", "SecondOrderAudit"},
     "takes first derivatives only": {
         "EvalGradients", "gradient_noise_scale", "per_example_gradients",
-        "per_example_gradient_norms", "per_example_gradient_products",
+        "per_example_gradient_norms", "per_example_gradient_products", "critical_sharpness",
     },
     "draws what it is given, right or wrong": {"graph", "Graph"},
     "takes an operator, which is an entry point": {
@@ -350,7 +350,7 @@ NO_ENTRY_POINTS = {
         "RULES", "GradientTransformation", "adam", "adamw", "momentum", "rmsprop", "scheduled", "sgd",
     },
     "holds numbers or options": {
-        "EnergyForces", "EnergyForcesHessian", "GraphEntry", "Hypergradient", "Measurement", "NewtonStep",
+        "EnergyForces", "EnergyForcesHessian", "CriticalSharpness", "GraphEntry", "Hypergradient", "Measurement", "NewtonStep",
         "KFACError", "KFACStep", "LeaveKOut", "NoiseScale", "Options", "DataOptions", "OperatorOptions", "LearnerOptions", "TrainingOptions", "PenaltyWithOutputs", "Report", "Residual", "Shard", "Spectrum", "TOLERANCES", "Tolerance",
         "VerificationError", "__version__",
     },

@@ -1,0 +1,76 @@
+"""Gradients of each example of a batch by itself: side by side, or one after the other."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hoglib import errors
+from hoglib._core import pytree, validation
+from hoglib._core.autograd import Vector, fresh_leaves, materialize_grads, translate_errors
+from hoglib._core.problem import Problem
+from hoglib.curvature.data import row_count
+
+
+def number_of_examples(batch: Any) -> int:
+    """The leading dimension of the first tensor of a batch."""
+    count = row_count(batch)
+    if count is None:
+        raise errors.ArgumentTypeError(
+            "batch: expected tensors with the examples as their leading dimension, got "
+            f"{validation.describe(batch)}."
+        )
+    if not count:
+        raise errors.ArgumentValueError("batch: expected at least one example, got none.")
+    return count
+
+
+def at_best(problem: Problem) -> tuple[Tensor, Vector]:
+    """Side by side, or in turn where an operation has no rule for it."""
+    try:
+        return side_by_side(problem)
+    except (RuntimeError, NotImplementedError):  # an error of the user's comes again
+        return in_turn(problem)
+
+
+def side_by_side(problem: Problem) -> tuple[Tensor, Vector]:
+    """g_n = d l_n / d params for all n, as vmap(grad(l))."""
+    (batch,) = problem.args
+    count = number_of_examples(batch)
+    parts, form = pytree.flatten(batch)
+    mapped = [isinstance(x, Tensor) and x.dim() > 0 and len(x) == count for x in parts]
+
+    def of_example(p: Vector, *rows: Tensor) -> Tensor:
+        left = iter(rows)
+        one = [next(left).unsqueeze(0) if row else x for x, row in zip(parts, mapped, strict=True)]
+        return problem.at(pytree.unflatten(one, form))(*p)
+
+    given = [x for x, row in zip(parts, mapped, strict=True) if row]
+    every: Any = torch.func.vmap(
+        torch.func.grad_and_value(of_example), (None, *[0] * len(given)), randomness="error"
+    )
+    try:
+        gradients, values = every([leaf.detach() for leaf in problem.leaves], *given)
+    except (RuntimeError, NotImplementedError) as error:
+        if isinstance(error, errors.HoglibError):
+            raise
+        raise errors.UnsupportedError(
+            "per_example_gradients: expected operations that torch.func.vmap can run, got an error "
+            f"from one: {str(error).splitlines()[0]} Use vmap=False."
+        ) from error
+    return values.detach(), [g.detach() for g in gradients]
+
+
+def in_turn(problem: Problem) -> tuple[Tensor, Vector]:
+    """g_n = d l_n / d params, one n after the other."""
+    (batch,) = problem.args
+    count = number_of_examples(batch)
+    values, rows = [], []
+    for n in range(count):
+        p = fresh_leaves(problem.leaves, False)
+        with translate_errors(problem.policy.caller):
+            value = problem.at(pytree.rows(batch, count, n, n + 1))(*p)
+            parts = torch.autograd.grad(value, p, allow_unused=True)
+        values.append(value.detach())
+        rows.append(materialize_grads(list(parts), p))
+    return torch.stack(values), [torch.stack(parts) for parts in zip(*rows, strict=True)]
