@@ -94,6 +94,8 @@ def evaluate(
                 raise at.no_gradient_flow(NOT_OF_PARAMETERS)
             if value_checks_on():
                 check_batch_dependence(at)
+        elif not at.in_transform and at.loses_parameters():
+            raise at.no_gradient_flow(NOT_OF_PARAMETERS)
         if options.reduction != "none":
             terms = terms.mean() if options.reduction == "mean" else terms.sum()
     at.warn_if_not_finite([terms])

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hoglib._core import mixed_precision, pytree, validation
 from hoglib._core.autograd import Vector, fresh_leaves, materialize_grads, translate_errors, vjp
 from hoglib._core.call_errors import translate_batch_errors
-from hoglib._core.closures import owner_of
+from hoglib._core.closures import STATE, ClosureWalker, owner_of
 from hoglib._core.detachment import DetachmentWatch
 from hoglib._core.gradient_graph import GraphSummary, check_custom_functions, graph_summary
 from hoglib._core.problem import Problem
@@ -118,6 +118,17 @@ class InputVJP:
             frozen = [not p.requires_grad for p in parameters_of(self.problem.loss)]
             if not (frozen and all(frozen)):
                 raise self.no_gradient_flow(NOT_OF_POINTS)
+
+    def loses_parameters(self) -> bool:
+        """Whether the function reads parameters that require grad, and detaches what they give."""
+        if self.trainable or not self.problem.policy.create_graph:
+            return False
+        reached = ClosureWalker(self.problem.loss, STATE).objects
+        modules = [x for x in reached if isinstance(x, nn.Module)]
+        tensors = [x for x in reached if isinstance(x, Tensor)]
+        tensors += [p for module in modules for p in module.parameters()]
+        read = any(x.requires_grad and x.is_leaf for x in tensors)
+        return read and bool(_detached_places(self.problem, self.leaves))
 
     def _run(self) -> Any:
         """The outputs of the function; at copies of the points if it changes them in place, which torch

@@ -38,6 +38,7 @@ WITHOUT_EFFECT = {
     "a number in Python": (lambda x: LAST.weight.sum() * torch.tensor([row.sum().item() for row in x], dtype=x.dtype), r"\.item\(\)"),
     "rounded": (lambda x: LAST(FIRST(x.round().detach())), r"\.detach\(\)"),
     "weights detached": (lambda x: F.linear(x, FIRST.weight.detach()).tanh().sum(1) + LAST.bias, "does not reach any parameter"),
+    "all weights detached": (lambda x: (LAST(FIRST(x)).detach() * x).sum(1), r"does not reach any parameter.*\.detach\(\) at .*test_guards"),
     "a frozen path": (lambda x: x.square().sum(1) * 2 + LAST.bias, "does not reach any parameter.*frozen, or the gradient by the points is the same"),
     "once differentiable": (through(OnceDifferentiable.apply), "because its gradient is detached.*OnceDifferentiable.*once_differentiable"),
     "once differentiable beside a path": (beside(OnceDifferentiable.apply), "detached in a custom Function.*OnceDifferentiable"),
