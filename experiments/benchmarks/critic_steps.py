@@ -79,12 +79,14 @@ def by_hand(loss: Loss) -> Callable[[Critics], Call]:
     return made
 
 
-def by_hoglib(loss: Loss, compiled: bool = False) -> Callable[[Critics], Call]:
+def by_hoglib(loss: Loss, compile: Any = None) -> Callable[[Critics], Call]:
+    """compile: `hog.compiled_loss`, or torch.compile around the loss."""
+
     def made(point: Critics) -> Call:
         point = point.apart()
         of: Any = partial(loss, point.model)
-        if compiled:
-            of = hog.compiled_loss(of, backend=point.backend)
+        if compile is not None:
+            of = compile(of, backend=point.backend)
         return partial(step, of, point)
 
     return made

@@ -48,6 +48,7 @@ WORKLOADS: dict[str, Workload] = {
         {
             "hoglib.hvp": plain(with_hoglib.hvp),
             "hoglib.hvp, compile=True": graph(with_hoglib.compiled(with_hoglib.hvp)),
+            "torch.compile of hoglib.hvp": compiled(with_hoglib.around(with_hoglib.hvp)),
             "reverse-over-reverse by hand": Method(with_torch.double_backward),
             "jvp(grad)": functional(with_torch.jvp_of_grad),
             "torch.autograd.functional.hvp": Method(

@@ -150,7 +150,7 @@ def compiled_rows(small: bool, backend: str = "inductor") -> list[str]:
         base = by_hand(with_r1_by_hand)(point)
         steps = {
             "hoglib": by_hoglib(with_r1)(point),
-            "compiled": by_hoglib(with_r1, compiled=True)(point),
+            "compiled": by_hoglib(with_r1, hog.compiled_loss)(point),
         }
         # a parameter's gradient in float32 is 1e-3 off float64's where terms nearly cancel, by hand too
         expected = torch.cat([g.flatten() for g in base()])

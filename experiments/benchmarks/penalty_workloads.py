@@ -3,8 +3,10 @@
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import Tensor
 
+import hoglib as hog
 from experiments.benchmarks import critics_in_jax
 from experiments.benchmarks.critic_steps import (
     by_hand,
@@ -27,7 +29,7 @@ def ways(penalty: str, hand: Loss, ours: Loss) -> dict[str, Method]:
         BY_HAND: step(by_hand(hand)),
         f"hoglib.penalties.{penalty}": step(by_hoglib(ours), ours=True, column="hoglib"),
         f"hoglib.penalties.{penalty}, hoglib.compiled_loss": step(
-            by_hoglib(ours, compiled=True), ours=True, compiled=True, column="compiled"
+            by_hoglib(ours, hog.compiled_loss), ours=True, compiled=True, column="compiled"
         ),
         "JAX jit(value_and_grad)": step(
             critics_in_jax.step(penalty), compiled=True, library="jax", column="jax", called="JAX"
@@ -47,7 +49,16 @@ WORKLOADS = {
     "r1": step_of_critic(
         "a critic's step: loss, R1, and the gradient by all parameters",
         quick=("small", "MLP", "CNN"),
-        methods=ways("r1", with_r1_by_hand, with_r1),
+        methods=ways("r1", with_r1_by_hand, with_r1)
+        | {
+            # not of a penalty that draws points: inductor draws other ones
+            "torch.compile of hoglib.penalties.r1": Method(
+                by_hoglib(with_r1, partial(torch.compile, fullgraph=True)),
+                ours=True,
+                truth="r1",
+                compiled=True,
+            )
+        },
         brief="critic's step with R1",
     ),
     "wgan_gp": step_of_critic(

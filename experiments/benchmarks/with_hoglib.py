@@ -21,6 +21,11 @@ def compiled(make: Callable[..., Call], **options: Any) -> Callable[[Problem], C
     return lambda problem: make(problem, compile=problem.backend, **options)
 
 
+def around(make: Callable[..., Call]) -> Callable[[Problem], Call]:
+    """The same call inside `torch.compile`."""
+    return lambda problem: torch.compile(make(problem), backend=problem.backend, fullgraph=True)
+
+
 def hvp(problem: Problem, **options: Any) -> Call:
     loss, params = hog.functional_loss(problem.model, F.cross_entropy), problem.params
     v = problem.named(problem.vectors[:, 0])
