@@ -39,9 +39,7 @@ def parts_of(modules: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 @contextmanager
-def replaced_forwards(
-    blocks: Sequence[nn.Module], make: Callable[[nn.Module], Any]
-) -> Iterator[list[Any]]:
+def replaced_forwards(blocks: Sequence[nn.Module], make: Callable[..., Any]) -> Iterator[list[Any]]:
     """Inside, each block has the forward that `make` makes for it; entering returns these."""
     forwards = [make(block) for block in blocks]
     pairs = zip(blocks, forwards, strict=True)

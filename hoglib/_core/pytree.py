@@ -29,9 +29,8 @@ def unflatten(leaves: Sequence[Any], structure: Any) -> Tree:
     try:
         tree = _unflatten(structure, left)
     except StopIteration:
-        raise ArgumentValueError(
-            f"expected a leaf for each place of the tree, got {len(leaves)}."
-        ) from None
+        text = f"expected a leaf for each place of the tree, got {len(leaves)}."
+        raise ArgumentValueError(text) from None
     if next(left, _END) is not _END:
         raise ArgumentValueError(f"expected as many leaves as the tree has, got {len(leaves)}.")
     return tree

@@ -241,9 +241,7 @@ class ModulePatch:
                 finalize(model, _PLACES.pop, id(model), None)
             _PLACES[id(model)] = self._last = found
 
-    def _put_parameters(
-        self, model: nn.Module, places: list[_Place], params: Mapping[str, Tensor]
-    ) -> None:
+    def _put_parameters(self, model: nn.Module, places: list[_Place], params: Params) -> None:
         """Replaces parameters alone, all at once."""
         with _CLAIMING:
             for store, own_name, name in places:

@@ -602,9 +602,7 @@ class Locator:
         return self._checkers[id(call)]
 
 
-def _as_scalar_function(
-    run: Callable[..., list[Tensor]], inputs: tuple[Any, ...]
-) -> tuple[Scalar, Vector]:
+def _as_scalar_function(run: Callable[..., Vector], inputs: Any) -> tuple[Scalar, Vector]:
     """<u, run(inputs)> as a function of the inputs that require grad and of u; and the values of these,
     none if nothing depends on them."""
     call = Call(run, inputs, dtype=None)
@@ -631,9 +629,7 @@ def _float_tensors(value: Any) -> list[Tensor]:
     return [y for y in found if is_float(y)]
 
 
-def record_calls(
-    names: ModuleNames, run: Callable[[AbstractContextManager[None]], Any]
-) -> RecordedCall:
+def record_calls(names: ModuleNames, run: Callable[..., Any]) -> RecordedCall:
     """The tree of calls in a run, with copies of their arguments."""
     stack = [root := RecordedCall()]
 

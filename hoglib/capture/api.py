@@ -529,10 +529,9 @@ class CompiledLoss(Compiled):
         value, *grads = entry.execute(inputs)
         grads = self._without_aliases(entry, grads, inputs)
         versions = [x._version for x in inputs]
-        arguments = requiring_grad(tensors, [])
-        variables = [
-            arguments[of.where] if of.is_argument else lifted[of.where] for of in entry.inputs_named
-        ]
+        own = requiring_grad(tensors, [])
+        named = entry.inputs_named
+        variables = [(own if of.is_argument else lifted)[of.where] for of in named]
 
         def recompute() -> list[Tensor]:
             if versions != [x._version for x in inputs]:

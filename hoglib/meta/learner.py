@@ -78,9 +78,7 @@ class _TracedObjective:
         return self._part(params, batch)
 
 
-def _replay(
-    learner: int, options: int, parts: list[Any], args: tuple[Params, Any], _: Any
-) -> list[Tensor]:
+def _replay(learner: int, options: int, parts: list[Any], args: Any, _: Any) -> list[Tensor]:
     """The loss of a learner, at parameters of its own that torch.compile traces."""
     same: Learner = copy(BY_ID[learner])
     (inner, outer), (own, tasks) = parts, args

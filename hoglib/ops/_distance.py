@@ -42,10 +42,7 @@ _DISTANCES = "cdist, pdist, pairwise_distance"
 
 @stands_in_for(torch.cdist, name=_DISTANCES, lacks=NO_DOUBLE_BACKWARD, issue="83510")
 def cdist(
-    x1: Tensor,
-    x2: Tensor,
-    p: float = 2.0,
-    compute_mode: str = "use_mm_for_euclid_dist_if_necessary",
+    x1: Tensor, x2: Tensor, p: float = 2, compute_mode: str = "use_mm_for_euclid_dist_if_necessary"
 ) -> Tensor:
     r"""Distances of every row of x1 to every row of x2, as `torch.cdist`.
 

@@ -5,6 +5,8 @@ by values have no derivatives of their own. Here products come from a segmented 
 multiplications.
 """
 
+from math import inf, nan
+from operator import gt
 from typing import NamedTuple
 
 import torch
@@ -26,13 +28,7 @@ from hoglib.ops._stand_in import (
 )
 
 _SEGMENT_REDUCTIONS = ("sum", "mean", "max", "min", "prod", "amax", "amin")
-_OF_NO_ENTRIES = {
-    "sum": 0.0,
-    "mean": float("nan"),
-    "max": float("-inf"),
-    "min": float("inf"),
-    "prod": 1.0,
-}
+_OF_NO_ENTRIES = {"sum": 0.0, "mean": nan, "max": -inf, "min": inf, "prod": 1.0}
 
 _BY_INDEX = "scatter_reduce, index_reduce"
 
@@ -161,9 +157,7 @@ def index_reduce(
 
 def _is_larger(index: Tensor, src: Tensor) -> bool:
     """Whether index is larger than src, for which torch has an error."""
-    return index.dim() != src.dim() or any(
-        i > s for i, s in zip(index.shape, src.shape, strict=True)
-    )
+    return index.dim() != src.dim() or any(map(gt, index.shape, src.shape))
 
 
 @stands_in_for(torch.segment_reduce, lacks=NO_DOUBLE_BACKWARD)

@@ -101,9 +101,7 @@ class Options:
         return replace(self, bounds=Bounds(max(atol, least), max(rtol, least), natural))
 
 
-def some_of(
-    what: str, value: Any, known: Mapping[Any, T], shown: Iterable[Any] | None = None
-) -> list[T]:
+def some_of(what: str, value: Any, known: Mapping[Any, T], shown: Any = None) -> list[T]:
     """The values of one or several names, in the order of the table; raises for what is none of them.
 
     shown: the names that a message about another type lists. Default: all.
