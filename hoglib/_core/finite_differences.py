@@ -87,10 +87,9 @@ def directional_derivative(
     if not placement.norm([v.detach() for v in vector]):
         return [torch.zeros_like(x) for x in function(leaves)]
     table = steps("product", torch.float64)
-    slopes = central_differences(function, leaves, vector, table, placement)
     extrapolated = [
         [(100 * fine - coarse) / 99 for coarse, fine in zip(*pair, strict=True)]
-        for pair in pairwise(slopes)
+        for pair in pairwise(central_differences(function, leaves, vector, table, placement))
     ]
     gaps = [distance(*pair) for pair in pairwise(extrapolated)]
     known = [gap for gap in gaps if gap == gap]

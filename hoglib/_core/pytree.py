@@ -130,8 +130,7 @@ def _unflatten(structure: Any, left: Iterator[Any]) -> Tree:
     if structure is None:
         return next(left)
     if type(structure) is not tuple:
-        count = structure.num_leaves
-        return _pytree.tree_unflatten([next(left) for _ in range(count)], structure)
+        return _pytree.tree_unflatten([next(left) for _ in range(structure.num_leaves)], structure)
     kind, keys, parts = structure
     if kind is dict and parts.count(None) == len(parts):
         tree = dict(zip(keys, left, strict=False))

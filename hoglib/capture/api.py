@@ -359,9 +359,7 @@ class Pullback:
     independent = True  # the gradient of an argument excludes what it was computed from
 
     def __init__(self, fn: Any, entry: GraphEntry, constants: list[Any]) -> None:
-        self.fn = fn
-        self._entry = entry
-        self._constants = constants
+        self.fn, self._entry, self._constants = fn, entry, constants
 
     def __call__(self, args: Any, kwargs: Any, cotangents: list[Tensor | None]) -> list[Tensor]:
         create_graph = torch.is_grad_enabled()
@@ -530,8 +528,7 @@ class CompiledLoss(Compiled):
         grads = self._without_aliases(entry, grads, inputs)
         versions = [x._version for x in inputs]
         own = requiring_grad(tensors, [])
-        named = entry.inputs_named
-        variables = [(own if of.is_argument else lifted)[of.where] for of in named]
+        variables = [(own if of.is_argument else lifted)[of.where] for of in entry.inputs_named]
 
         def recompute() -> list[Tensor]:
             if versions != [x._version for x in inputs]:

@@ -99,8 +99,7 @@ def cdist(
     a, b = upcast_half(x1), upcast_half(x2)
     if a.dtype != b.dtype:
         check_dtype("x1", x1, "x2", x2)
-    rows = max(a.shape[-2], b.shape[-2])
-    products = rows > _MANY_ROWS if products is None else products
+    products = max(a.shape[-2], b.shape[-2]) > _MANY_ROWS if products is None else products
     if norm != 2 or (not products and (only_plain_operations() or torch_internals.tracing())):
         y = norm_of_rows(a.unsqueeze(-2) - b.unsqueeze(-3), norm)
     else:

@@ -210,9 +210,8 @@ def segment_reduce(
     validation.tensor("data", data)
     given, axis = _check_segments(data, lengths, indices, offsets, axis)
     if reduce not in _SEGMENT_REDUCTIONS:
-        raise TorchValueError(
-            f"reduce: expected one of {', '.join(_SEGMENT_REDUCTIONS[:5])}; got {reduce!r}."
-        )
+        text = f"reduce: expected one of {', '.join(_SEGMENT_REDUCTIONS[:5])}; got {reduce!r}."
+        raise TorchValueError(text)
     check_real("data", data)
     kind = reduce.removeprefix("a")
     if offsets is None and not unsafe and data.device.type == "cpu":
@@ -222,8 +221,7 @@ def segment_reduce(
             "lengths: expected whole numbers of at least 0 that sum to data.size(axis); or set unsafe.",
         )
     keys, count = _segment_of_each(given, offsets is not None, data.shape[axis])
-    rest = data.dim() - axis - 1
-    into = keys.reshape(keys.shape + (1,) * rest).expand(data.shape)
+    into = keys.reshape(keys.shape + (1,) * (data.dim() - axis - 1)).expand(data.shape)
     x = upcast_half(data)
     shape = (*data.shape[:axis], count + 1, *data.shape[axis + 1 :])
     base = torch.full(shape, _OF_NO_ENTRIES[kind], dtype=x.dtype, device=x.device)

@@ -525,8 +525,7 @@ def _log_probability(
         a = _logsumexp(a.gather(1, sources).unflatten(1, (3, L)) + arrows, e)
         history = [a] if full else [*history, a]
     if not full:
-        at_end = steps.reshape(1, N, 1).expand(1, N, L)
-        a = torch.stack(history).gather(0, at_end).squeeze(0)
+        a = torch.stack(history).gather(0, steps.reshape(1, N, 1).expand(1, N, L)).squeeze(0)
     ends = torch.stack((2 * U, 2 * U - 1), 1)
     last = a.gather(1, ends.clamp(min=0))
     # a target without labels has one last state, not two

@@ -581,9 +581,8 @@ def glu(input: Tensor, dim: int = -1) -> Tensor:
     """
     validation.real("input", input)
     if input.dim() == 0 or input.shape[dim] % 2:
-        raise ArgumentValueError(
-            f"input: expected an even size along dim {dim}, got {validation.describe(input)}."
-        )
+        text = f"input: expected an even size along dim {dim}, got {validation.describe(input)}."
+        raise ArgumentValueError(text)
     a, b = upcast_half(input).chunk(2, dim)
     return (a * torch.sigmoid(b)).to(input.dtype)
 

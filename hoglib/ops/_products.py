@@ -571,9 +571,8 @@ def _one_for_each(what: str, value: Any, rank: int, minimum: int) -> tuple[int, 
     if not isinstance(value, tuple | list):
         return (validation.at_least(what, value, minimum),) * rank
     if len(value) not in (1, rank):
-        raise ArgumentValueError(
-            f"{what}: expected a whole number or {rank} of them, got {tuple(value)}."
-        )
+        text = f"{what}: expected a whole number or {rank} of them, got {tuple(value)}."
+        raise ArgumentValueError(text)
     numbers = tuple(validation.at_least(f"{what}[{i}]", n, minimum) for i, n in enumerate(value))
     return numbers * rank if len(numbers) == 1 else numbers
 

@@ -216,10 +216,9 @@ def products(
     key: the mode of the derivative: reverse ("r") or forward ("f", or "ff" by torch.func) first.
     """
     if key[0] == "r":
-        pulled = calls.vjps(f, x, covectors)
         return [
             [(float((grads[j] * v).sum()), bool(grads[j].any())) for j, v in vectors]
-            for grads in pulled
+            for grads in calls.vjps(f, x, covectors)
         ]
     pushed = [calls.jvp(f, x, j, v, by_torch_func=key == "ff") for j, v in vectors]
     return [

@@ -328,8 +328,7 @@ class AppliedFunctions:
         self._watch_gradients(key, node, given)
         if changed and self._is_mutating(key, given):
             for i, x in changed:
-                position = sum(isinstance(y, Tensor) for y in given[:i])
-                self._watch_changed(key, node, position, x)
+                self._watch_changed(key, node, sum(isinstance(y, Tensor) for y in given[:i]), x)
 
     def _is_mutating(self, key: Key, given: Args) -> bool:
         app = application(key[0], given)
