@@ -371,11 +371,7 @@ def _release(key: tuple[int, str]) -> None:
 
 
 def _patch_model(
-    patch: ModulePatch,
-    model: nn.Module,
-    params: Mapping[str, Tensor],
-    dtype: torch.dtype | None,
-    norm_policy: NormPolicy,
+    patch: ModulePatch, model: nn.Module, params: Params, dtype: Any, norm_policy: NormPolicy
 ) -> _Places | None:
     """Replaces parameters, and buffers by copies, in every module that holds them.
 

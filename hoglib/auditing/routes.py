@@ -3,7 +3,7 @@ with central differences; and which calls lose one, found by checking each call 
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from math import inf, nan
 from types import FunctionType
@@ -547,10 +547,7 @@ class Locator:
     """
 
     def __init__(
-        self,
-        names: ModuleNames,
-        run: Callable[[AbstractContextManager[None]], Any],
-        initial_state: Callable[[nn.Module | None], AbstractContextManager[None]],
+        self, names: ModuleNames, run: Callable[..., Any], initial_state: Callable[..., Any]
     ) -> None:
         self._root, self._initial_state = record_calls(names, run), initial_state
         self._checkers: dict[int, Checker | None] = {}

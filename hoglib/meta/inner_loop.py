@@ -228,12 +228,7 @@ class InnerSteps(NamedTuple):
 
 
 def unroll(
-    inner: InnerSteps,
-    steps: int,
-    params: Params,
-    constants: Any,
-    memory: str,
-    modes_of: Sequence[nn.Module] = (),
+    inner: InnerSteps, steps: int, params: Params, constants: Any, memory: str, modes_of: Any = ()
 ) -> Unrolled:
     """Run the steps in chunks, each of which is stored or recomputed in backward as a whole.
 
