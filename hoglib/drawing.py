@@ -142,8 +142,7 @@ class Graph:
     """
 
     def __init__(self, name: str, text: str, faults: tuple[str, ...]) -> None:
-        self.name, self.faults = name, faults
-        self._text = text
+        self.name, self.faults, self._text = name, faults, text
 
     def __str__(self) -> str:
         return self._text
@@ -375,12 +374,11 @@ class _Drawing:
 def _depends_only_on(incoming: Sequence[Any], grads: Sequence[Tensor], grad_fn: Any) -> bool:
     """Whether the gradients that a backward returned were computed from the incoming ones alone."""
     ids = {id(u) for u in incoming}
-    since = [u for u in incoming if isinstance(u, Tensor)]
     return not any(
         id(found.variable) not in ids
         if hasattr(found, "variable")
         else torch_internals.made_by(found) is not grad_fn
-        for found, _ in walk(grads, since)
+        for found, _ in walk(grads, [u for u in incoming if isinstance(u, Tensor)])
     )
 
 

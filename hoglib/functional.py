@@ -163,9 +163,8 @@ def trainable_params(model: nn.Module, *patterns: str) -> Params:
 def _check_pattern(model: nn.Module, pattern: Any, params: Params) -> None:
     """Raise unless a trainable parameter matches."""
     if not isinstance(pattern, str):
-        raise ArgumentTypeError(
-            f"patterns: expected strings such as '*lora_*', got {validation.describe(pattern)}."
-        )
+        text = f"patterns: expected strings such as '*lora_*', got {validation.describe(pattern)}."
+        raise ArgumentTypeError(text)
     if any(fnmatchcase(name, pattern) for name in params):
         return
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]

@@ -265,9 +265,8 @@ class LanguageModelLoss(FunctionalLoss):
                     self._check_logits(batch, head)
                 self._checked = True
         if not isinstance(hidden, Tensor) or hidden.dim() < 2:
-            raise ArgumentValueError(
-                f"features: expected a tensor [B, T, D], got {validation.describe(hidden)}."
-            )
+            text = f"features: expected a tensor [B, T, D], got {validation.describe(hidden)}."
+            raise ArgumentValueError(text)
         hidden = hidden[..., :-1, :] if self._shift else hidden
         return Features(hidden, head.weight, head.bias)  # type: ignore[arg-type]
 
@@ -436,9 +435,8 @@ def _name_of_head(model: nn.Module, head: str | nn.Module | None) -> str:
     named = dict(model.named_modules())
     if isinstance(head, str):
         if head not in named:
-            raise ArgumentValueError(
-                f"head: expected the name of a layer of {type(model).__name__}, got {head!r}."
-            )
+            text = f"head: expected the name of a layer of {type(model).__name__}, got {head!r}."
+            raise ArgumentValueError(text)
         name, layer = head, named[head]
     else:
         found = [name for name, module in named.items() if module is head]

@@ -39,9 +39,7 @@ def parts_of(modules: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 @contextmanager
-def replaced_forwards(
-    blocks: Sequence[nn.Module], make: Callable[[nn.Module], Any]
-) -> Iterator[list[Any]]:
+def replaced_forwards(blocks: Sequence[nn.Module], make: Callable[..., Any]) -> Iterator[list[Any]]:
     """Inside, each block has the forward that `make` makes for it; entering returns these."""
     forwards = [make(block) for block in blocks]
     pairs = zip(blocks, forwards, strict=True)
@@ -68,8 +66,7 @@ class PartsWatch:
 
     def _run(self, part: nn.Module, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
         leaves, structure = pytree.flatten((args, kwargs))
-        tensors = [x for x in leaves if isinstance(x, Tensor)]
-        state = [*tensors, *part.parameters(), *part.buffers()]
+        state = [*(x for x in leaves if isinstance(x, Tensor)), *part.parameters(), *part.buffers()]
         versions = [version_of(x) for x in state]
         closed = _is_closed(leaves) and next(_hidden(part), None) is None
         outputs = forward(*args, **kwargs)

@@ -45,9 +45,8 @@ def check_remat(remat: Any) -> Remat:
             f"these, got {validation.describe(remat)}."
         )
     if not patterns or not all(patterns):
-        raise ArgumentValueError(
-            "remat: expected at least one name, got none; use remat=False for no recomputation."
-        )
+        text = "remat: expected at least one name, got none; use remat=False for no recomputation."
+        raise ArgumentValueError(text)
     return tuple(patterns)
 
 
@@ -153,8 +152,7 @@ def _search(module: nn.Module, prefix: str, found: dict[str, nn.Module], seen: s
         for outer, child in lists:
             for name, part in child.named_children():
                 if _may_be_block(part, True):
-                    place = name, type(part), _shapes(part)
-                    alike[place][f"{prefix}{outer}.{name}"] = part
+                    alike[name, type(part), _shapes(part)][f"{prefix}{outer}.{name}"] = part
         repeated = [parts for parts in alike.values() if len(parts) > 1]
         for parts in repeated:
             found.update(parts)

@@ -16,11 +16,7 @@ from hoglib.errors import ArgumentTypeError, ArgumentValueError, HoglibError
 
 
 def explain_call_error(
-    error: Exception,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    keywords: Mapping[str, Any],
-    explain: Callable[[str], str],
+    error: Exception, function: Any, args: Any, keywords: Any, explain: Callable[[str], str]
 ) -> None:
     """Raises an error that says what to do, if this one is about the arguments of the function.
 

@@ -429,13 +429,13 @@ def _of_globals(fn: FunctionType) -> Iterator[Reference]:
         found.add(names[:used])
         if isinstance(value, ModuleType) and _is_users_module(value):  # `m = module`, then `m.w`
             for name in sorted(names_in(fn.__code__) & vars(value).keys()):
-                path = (*names[:used], name)
-                yield Reference(
-                    vars(value)[name], partial(_global, path), ".".join(path), "reads the global"
-                )
+                yield _at_global((*names[:used], name), vars(value)[name])
         elif module is None or _is_users_module(module) or isinstance(value, FOUND):
-            path = names[:used]
-            yield Reference(value, partial(_global, path), ".".join(path), "reads the global")
+            yield _at_global(names[:used], value)
+
+
+def _at_global(path: tuple[str, ...], value: Any) -> Reference:
+    return Reference(value, partial(_global, path), ".".join(path), "reads the global")
 
 
 def _of_container(value: Any) -> Iterator[Reference]:

@@ -86,8 +86,7 @@ def recheck(f: TensorMap, x: Sequence[Tensor], one: Slope, random: torch.Generat
     for i, error in enumerate(one.errors):
         off = (one.values[i] + other.values[i] - both.values[i]).abs()
         doubt = other.errors[i] + both.errors[i] + error
-        known = other.known(i) & both.known(i)
-        linear = known & (off <= 2 * doubt + one.floors[i])
+        linear = other.known(i) & both.known(i) & (off <= 2 * doubt + one.floors[i])
         gap = (fine.values[i] - one.values[i]).abs()
         linear &= ~(gap > 2 * (fine.errors[i] + error) + one.floors[i])
         errors.append(torch.where(linear, error, torch.inf))

@@ -30,17 +30,13 @@ STEPS: dict[Use, dict[torch.dtype, tuple[float, ...]]] = {
     # `verify`, where each element takes the step whose estimated error is smallest. In units of the
     # size of each element. Narrow dtypes need long steps, because rounding grows as eps / h.
     "element": {
-        torch.float64: (1e-3, 1e-4, 1e-5, 1e-6),
-        torch.float32: (1e-1, 3e-2, 1e-2, 3e-3),
-        torch.float16: (5e-1, 2e-1, 1e-1),
-        torch.bfloat16: (5e-1, 2e-1, 1e-1),
+        torch.float64: (1e-3, 1e-4, 1e-5, 1e-6), torch.float32: (1e-1, 3e-2, 1e-2, 3e-3),
+        torch.float16: (5e-1, 2e-1, 1e-1), torch.bfloat16: (5e-1, 2e-1, 1e-1),
     },
     # The same, tried only where the steps above are not conclusive: they cost twice as much again.
     "element, more": {
-        torch.float64: (1e-2, 1e-7, 1e-8),
-        torch.float32: (1e-3,),
-        torch.float16: (),
-        torch.bfloat16: (),
+        torch.float64: (1e-2, 1e-7, 1e-8), torch.float32: (1e-3,),
+        torch.float16: (), torch.bfloat16: (),
     },
     # The same, where a derivative seems wrong: a function may oscillate faster than all steps above.
     "element, short": {torch.float64: (1e-7, 1e-8, 1e-9), torch.float32: ()},
@@ -87,10 +83,9 @@ def directional_derivative(
     if not placement.norm([v.detach() for v in vector]):
         return [torch.zeros_like(x) for x in function(leaves)]
     table = steps("product", torch.float64)
-    slopes = central_differences(function, leaves, vector, table, placement)
     extrapolated = [
         [(100 * fine - coarse) / 99 for coarse, fine in zip(*pair, strict=True)]
-        for pair in pairwise(slopes)
+        for pair in pairwise(central_differences(function, leaves, vector, table, placement))
     ]
     gaps = [distance(*pair) for pair in pairwise(extrapolated)]
     known = [gap for gap in gaps if gap == gap]

@@ -29,9 +29,8 @@ def unflatten(leaves: Sequence[Any], structure: Any) -> Tree:
     try:
         tree = _unflatten(structure, left)
     except StopIteration:
-        raise ArgumentValueError(
-            f"expected a leaf for each place of the tree, got {len(leaves)}."
-        ) from None
+        text = f"expected a leaf for each place of the tree, got {len(leaves)}."
+        raise ArgumentValueError(text) from None
     if next(left, _END) is not _END:
         raise ArgumentValueError(f"expected as many leaves as the tree has, got {len(leaves)}.")
     return tree
@@ -131,8 +130,7 @@ def _unflatten(structure: Any, left: Iterator[Any]) -> Tree:
     if structure is None:
         return next(left)
     if type(structure) is not tuple:
-        count = structure.num_leaves
-        return _pytree.tree_unflatten([next(left) for _ in range(count)], structure)
+        return _pytree.tree_unflatten([next(left) for _ in range(structure.num_leaves)], structure)
     kind, keys, parts = structure
     if kind is dict and parts.count(None) == len(parts):
         tree = dict(zip(keys, left, strict=False))

@@ -517,6 +517,7 @@ class Run:
     """A call of the user's function as a function of its tensors: the first run, or a later one."""
 
     extra = frozenset[int]()
+    key = ("the forward",)  # which level it is, for calls that are equal
 
     def __init__(self, call: "_Call", body: Callable[[Tensors], Tensors]) -> None:
         self.call, self.body = call, body
@@ -527,11 +528,6 @@ class Run:
 
     def uses(self, index: int) -> bool:
         return index not in self.call.changed_buffers
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """Which level it is, for calls that are equal."""
-        return ("the forward",)
 
     def __call__(self, *tensors: Tensor | None) -> Tensors:
         return self.body(tensors)

@@ -25,6 +25,8 @@ from hoglib._core.source_location import SourceLine, torch_call_line
 from hoglib._core.swap import RNN_WEIGHT_LISTS
 from hoglib._core.torch_modes import AutocastState
 
+Generators = Iterable[torch.Generator]
+
 
 @contextmanager
 def preserve_random_state(*generators: torch.Generator | None) -> Iterator[None]:
@@ -88,9 +90,7 @@ class RandomState:
         modules: Generators of Python and NumPy that are attributes of these are included.
     """
 
-    def __init__(
-        self, generators: Iterable[torch.Generator] = (), modules: Iterable[nn.Module] = ()
-    ) -> None:
+    def __init__(self, generators: Generators = (), modules: Iterable[nn.Module] = ()) -> None:
         self._global = random_state()
         self._generators = [(generator, generator.get_state()) for generator in generators]
         # how to get and to set the states of others, and these
@@ -183,9 +183,7 @@ def _default_generator(device: torch.device) -> torch.Generator | None:
 class GeneratorStates:
     """torch's generators of some devices, and others, whose states can be read and set together."""
 
-    def __init__(
-        self, devices: Iterable[torch.device], generators: Iterable[torch.Generator] = ()
-    ) -> None:
+    def __init__(self, devices: Iterable[torch.device], generators: Generators = ()) -> None:
         every = [torch.default_generator, *map(_default_generator, devices), *generators]
         self._generators = list({id(g): g for g in every if g is not None}.values())
 
@@ -205,10 +203,7 @@ class RunState:
     """
 
     def __init__(
-        self,
-        tensors: Sequence[Tensor],
-        generators: Iterable[torch.Generator],
-        modules: Iterable[nn.Module],
+        self, tensors: Sequence[Tensor], generators: Generators, modules: Iterable[nn.Module]
     ) -> None:
         self._generators = GeneratorStates({tensor.device for tensor in tensors}, generators)
         self._drawn = self._generators.now()

@@ -241,9 +241,7 @@ class ModulePatch:
                 finalize(model, _PLACES.pop, id(model), None)
             _PLACES[id(model)] = self._last = found
 
-    def _put_parameters(
-        self, model: nn.Module, places: list[_Place], params: Mapping[str, Tensor]
-    ) -> None:
+    def _put_parameters(self, model: nn.Module, places: list[_Place], params: Params) -> None:
         """Replaces parameters alone, all at once."""
         with _CLAIMING:
             for store, own_name, name in places:
@@ -373,11 +371,7 @@ def _release(key: tuple[int, str]) -> None:
 
 
 def _patch_model(
-    patch: ModulePatch,
-    model: nn.Module,
-    params: Mapping[str, Tensor],
-    dtype: torch.dtype | None,
-    norm_policy: NormPolicy,
+    patch: ModulePatch, model: nn.Module, params: Params, dtype: Any, norm_policy: NormPolicy
 ) -> _Places | None:
     """Replaces parameters, and buffers by copies, in every module that holds them.
 

@@ -21,10 +21,8 @@ class Tolerance(NamedTuple):
 
 # By the dtype that a derivative was computed in.
 TOLERANCES = {
-    torch.float64: Tolerance(1e-10, 1e-8),
-    torch.complex128: Tolerance(1e-10, 1e-8),
-    torch.float32: Tolerance(1e-5, 1e-4),
-    torch.complex64: Tolerance(1e-5, 1e-4),
+    **dict.fromkeys((torch.float64, torch.complex128), Tolerance(1e-10, 1e-8)),
+    **dict.fromkeys((torch.float32, torch.complex64), Tolerance(1e-5, 1e-4)),
     torch.float16: Tolerance(1e-2, 1e-2),
     torch.bfloat16: Tolerance(3e-2, 3e-2),
 }

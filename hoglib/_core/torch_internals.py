@@ -390,8 +390,7 @@ def has_tangent(x: Tensor) -> bool:
 def first_sample(x: Any) -> Any:
     """A tensor without the wrappers of torch.func; of samples that vmap maps over, the first."""
     while isinstance(x, Tensor) and _functorch.is_functorch_wrapped_tensor(x):
-        batched = _functorch.is_batchedtensor(x)
-        dim = _functorch.maybe_get_bdim(x) if batched else None
+        dim = _functorch.maybe_get_bdim(x) if _functorch.is_batchedtensor(x) else None
         x = _functorch.get_unwrapped(x)
         x = x if dim is None else x.select(dim, 0)
     return x

@@ -219,14 +219,13 @@ def _make_function(overload: OpOverload, backward: Any, setup_context: Any) -> t
         run.__signature__ = Signature(  # type: ignore[attr-defined]
             [Parameter(a.name, Parameter.POSITIONAL_OR_KEYWORD) for a in schema.arguments]
         )
+    maps = torch._C._dispatch_has_kernel_for_dispatch_key(schema.name, "FuncTorchBatched")
     name = f"torch.ops.{str(overload).removesuffix('.default')}"
     rules = {
         "forward": staticmethod(run),
         "setup_context": staticmethod(setup),
         "backward": staticmethod(structured_backward if structured else backward),
-        "generate_vmap_rule": torch._C._dispatch_has_kernel_for_dispatch_key(
-            schema.name, "FuncTorchBatched"
-        ),
+        "generate_vmap_rule": maps,
         "__module__": getattr(backward, "__module__", None) or "__main__",
         "operator": overload,
         "surrogate": getattr(backward, "surrogate", False) is True,

@@ -61,9 +61,8 @@ def number(what: str, value: Any, *, minimum: float | None = None) -> float:
     """Checks for a real Python number that is not NaN and at least `minimum`. An int stays an int."""
     if isinstance(value, bool) or not isinstance(value, Real):
         advice = "; take one out of a tensor with `.item()`" if isinstance(value, Tensor) else ""
-        raise errors.ArgumentTypeError(
-            f"{what}: expected a real Python number, got {describe(value)}{advice}."
-        )
+        text = f"{what}: expected a real Python number, got {describe(value)}{advice}."
+        raise errors.ArgumentTypeError(text)
     result = int(value) if isinstance(value, Integral) else float(value)
     if result != result or (minimum is not None and result < minimum):
         bound = "" if minimum is None else f" of at least {minimum:g}"
@@ -79,9 +78,8 @@ def fraction(
     if not 0 <= result <= 1 or (below_one and result == 1):
         bound = "less than 1" if below_one else "1"
         hint = "" if usual is None else f"; {usual:g} is usual"
-        raise errors.ArgumentValueError(
-            f"{what}: expected a number from 0 to {bound}, got {value}{hint}."
-        )
+        text = f"{what}: expected a number from 0 to {bound}, got {value}{hint}."
+        raise errors.ArgumentValueError(text)
     return result
 
 
@@ -113,18 +111,16 @@ def dims(what: str, value: Any, rank: int) -> tuple[int, ...]:
     several = value is None or isinstance(value, tuple | list)
     result = {dim(what, entry, rank) for entry in ((value or ()) if several else (value,))}
     if several and value and len(result) < len(value):
-        raise errors.ArgumentValueError(
-            f"{what}: expected each dimension once, got {describe(value)}."
-        )
+        text = f"{what}: expected each dimension once, got {describe(value)}."
+        raise errors.ArgumentValueError(text)
     return tuple(sorted(result)) if result else tuple(range(max(rank, 1)))
 
 
 def positive(what: str, value: Any) -> float:
     """Checks for a finite real number greater than zero."""
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise errors.ArgumentTypeError(
-            f"{what}: expected a positive number, got {describe(value)}."
-        )
+        text = f"{what}: expected a positive number, got {describe(value)}."
+        raise errors.ArgumentTypeError(text)
     number = float(value)
     if not (isfinite(number) and number > 0):
         raise errors.ArgumentValueError(
@@ -165,9 +161,8 @@ def backend(name: str, value: Any) -> str:
 def one_of(what: str, value: Any, options: Iterable[str]) -> str:
     known = list(options)
     if value not in known:
-        raise errors.ArgumentValueError(
-            f"{what}: expected one of {', '.join(known)}; got {value!r}."
-        )
+        text = f"{what}: expected one of {', '.join(known)}; got {value!r}."
+        raise errors.ArgumentValueError(text)
     return str(value)
 
 
@@ -189,9 +184,8 @@ def generator(value: Any) -> torch.Generator | None:
 
 def function(what: str, value: Any) -> Any:
     if not callable(value):
-        raise errors.ArgumentTypeError(
-            f"{what}: expected a function, got {describe(value)}; pass the callable itself."
-        )
+        text = f"{what}: expected a function, got {describe(value)}; pass the callable itself."
+        raise errors.ArgumentTypeError(text)
     return value
 
 
@@ -307,9 +301,8 @@ def vectors(
                 if blocks
                 else f"it must have the shape of its place in {like}."
             )
-            raise errors.ArgumentValueError(
-                f"{where}: expected {(*x.shape, *columns)}, got {tuple(leaf.shape)}; {hint}"
-            )
+            text = f"{where}: expected {(*x.shape, *columns)}, got {tuple(leaf.shape)}; {hint}"
+            raise errors.ArgumentValueError(text)
         if leaf.dtype != x.dtype:
             raise errors.ArgumentTypeError(
                 f"{where}: expected {x.dtype} as in {like}, got {leaf.dtype}; "
@@ -348,9 +341,8 @@ def scalar(what: str, value: Any) -> Tensor:
             f"{what}: expected a scalar, got {describe(value)}; {how}, or use a "
             "criterion with reduction='mean'."
         )
-    raise errors.ArgumentTypeError(
-        f"{what}: expected a real floating-point scalar, got {describe(value)}."
-    )
+    text = f"{what}: expected a real floating-point scalar, got {describe(value)}."
+    raise errors.ArgumentTypeError(text)
 
 
 def finite(what: str, values: Tensor, advice: str, *, late: bool = False) -> Tensor:
@@ -371,9 +363,8 @@ def finite(what: str, values: Tensor, advice: str, *, late: bool = False) -> Ten
             f"{advice}"
         )
     if late:
-        raise errors.NonFiniteError(
-            f"{what}: expected finite numbers, got others one call ago. {advice}"
-        )
+        text = f"{what}: expected finite numbers, got others one call ago. {advice}"
+        raise errors.NonFiniteError(text)
     return values
 
 

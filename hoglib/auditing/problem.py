@@ -302,10 +302,8 @@ class _KeepFloat64(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _CASTS:
             return args[0] if args[0].dtype in _DOUBLE else func(*args, **kwargs)
-        narrows = any(
-            isinstance(x, torch.dtype) and x in _NARROW for x in (*args, *kwargs.values())
-        )
-        if narrows and any(x.dtype in _DOUBLE for x in pytree.tensors((args, kwargs))):
+        narrow = any(isinstance(x, torch.dtype) and x in _NARROW for x in (*args, *kwargs.values()))
+        if narrow and any(x.dtype in _DOUBLE for x in pytree.tensors((args, kwargs))):
             args = tuple(_float64_for_narrow(x) for x in args)
             kwargs = {name: _float64_for_narrow(x) for name, x in kwargs.items()}
         return func(*args, **kwargs)
@@ -365,7 +363,7 @@ def observe(problem: Problem) -> Observations:
     names, notes, failures = problem.names, Notes(dict), list[Row]()
     with StateGuard(names.modules(), problem.generators) as state:
         if has_dynamo():
-            _observe_compiled_code(problem, state, notes, failures)
+            failures += _compiled_failures(problem, state, notes)
         state.begin()
         random = RandomState(problem.generators, names.modules())
         leaves = fresh_leaves(problem.leaves, False)
@@ -393,10 +391,8 @@ def observe(problem: Problem) -> Observations:
     return Observations(failures, warnings, True, bool(notes["dropout"] or notes["random numbers"]))
 
 
-def _observe_compiled_code(
-    problem: Problem, state: StateGuard, notes: Notes, failures: list[Row]
-) -> None:
-    """Notes compiled code, into which modes cannot see, and whether it has a second derivative."""
+def _compiled_failures(problem: Problem, state: StateGuard, notes: Notes) -> Iterator[Row]:
+    """Notes compiled code, into which modes cannot see; whether it has no second derivative."""
     state.begin()
     try:
         value = problem.value(fresh_leaves(problem.leaves, False), problem.batch)
@@ -416,7 +412,7 @@ def _observe_compiled_code(
         line = str(error).splitlines()[0][:160]
         text = f"{WARNINGS['compiled'].format('It')} The error: {line}."
         for name in [*map(names.title, modules)] or ["the loss"]:
-            failures.append(Row(f"{CULPRIT}{name}", "fail", None, text))
+            yield Row(f"{CULPRIT}{name}", "fail", None, text)
 
 
 def _parameter_failures(

@@ -3,7 +3,7 @@ with central differences; and which calls lose one, found by checking each call 
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from math import inf, nan
 from types import FunctionType
@@ -547,10 +547,7 @@ class Locator:
     """
 
     def __init__(
-        self,
-        names: ModuleNames,
-        run: Callable[[AbstractContextManager[None]], Any],
-        initial_state: Callable[[nn.Module | None], AbstractContextManager[None]],
+        self, names: ModuleNames, run: Callable[..., Any], initial_state: Callable[..., Any]
     ) -> None:
         self._root, self._initial_state = record_calls(names, run), initial_state
         self._checkers: dict[int, Checker | None] = {}
@@ -602,9 +599,7 @@ class Locator:
         return self._checkers[id(call)]
 
 
-def _as_scalar_function(
-    run: Callable[..., list[Tensor]], inputs: tuple[Any, ...]
-) -> tuple[Scalar, Vector]:
+def _as_scalar_function(run: Callable[..., Vector], inputs: Any) -> tuple[Scalar, Vector]:
     """<u, run(inputs)> as a function of the inputs that require grad and of u; and the values of these,
     none if nothing depends on them."""
     call = Call(run, inputs, dtype=None)
@@ -631,9 +626,7 @@ def _float_tensors(value: Any) -> list[Tensor]:
     return [y for y in found if is_float(y)]
 
 
-def record_calls(
-    names: ModuleNames, run: Callable[[AbstractContextManager[None]], Any]
-) -> RecordedCall:
+def record_calls(names: ModuleNames, run: Callable[..., Any]) -> RecordedCall:
     """The tree of calls in a run, with copies of their arguments."""
     stack = [root := RecordedCall()]
 

@@ -22,6 +22,7 @@ from hoglib._core.torch_internals import apply, no_autocast
 from hoglib.capture import signature
 from hoglib.capture.capturing import (
     CAPTURING,
+    Captured,
     GraphEntry,
     Graphs,
     Place,
@@ -171,9 +172,7 @@ class Compiled:
             outputs = entry.execute(entry.graph_inputs(tensors, lifted))
         return entry.assemble(outputs)
 
-    def find_or_capture(
-        self, form: CallSignature, tensors: list[Tensor]
-    ) -> tuple[GraphEntry, list[Tensor]] | None:
+    def find_or_capture(self, form: CallSignature, tensors: list[Tensor]) -> Captured | None:
         """The graph for such a call, and the tensors that ``fn`` reaches besides its arguments.
 
         Args:
@@ -265,9 +264,7 @@ class Compiled:
         entry, lifted = found
         return lambda given: entry.execute(given + lifted)
 
-    def _lookup(
-        self, form: CallSignature, tensors: list[Tensor]
-    ) -> tuple[GraphEntry, list[Tensor]] | None:
+    def _lookup(self, form: CallSignature, tensors: list[Tensor]) -> Captured | None:
         for entry in self._graphs.by_signature.get(form.key, ()):
             lifted = entry.resolve(self.fn, form, tensors)
             if lifted is not None:
@@ -359,9 +356,7 @@ class Pullback:
     independent = True  # the gradient of an argument excludes what it was computed from
 
     def __init__(self, fn: Any, entry: GraphEntry, constants: list[Any]) -> None:
-        self.fn = fn
-        self._entry = entry
-        self._constants = constants
+        self.fn, self._entry, self._constants = fn, entry, constants
 
     def __call__(self, args: Any, kwargs: Any, cotangents: list[Tensor | None]) -> list[Tensor]:
         create_graph = torch.is_grad_enabled()
@@ -399,9 +394,7 @@ def kept_graph(
     return kind(run, backend=backend, name=name, place=place, precheck=precheck)
 
 
-def trace_graph(
-    fn: Callable[..., Any], *args: Any, name: str | None = None
-) -> tuple[GraphEntry, list[Tensor]]:
+def trace_graph(fn: Callable[..., Any], *args: Any, name: str | None = None) -> Captured:
     """The graph of a function for such a call, neither compiled nor kept, and the tensors that the
     function reaches besides."""
     compiled = Compiled(fn, backend="eager", check=False, name=name)
@@ -529,10 +522,8 @@ class CompiledLoss(Compiled):
         value, *grads = entry.execute(inputs)
         grads = self._without_aliases(entry, grads, inputs)
         versions = [x._version for x in inputs]
-        arguments = requiring_grad(tensors, [])
-        variables = [
-            arguments[of.where] if of.is_argument else lifted[of.where] for of in entry.inputs_named
-        ]
+        own = requiring_grad(tensors, [])
+        variables = [(own if of.is_argument else lifted)[of.where] for of in entry.inputs_named]
 
         def recompute() -> list[Tensor]:
             if versions != [x._version for x in inputs]:

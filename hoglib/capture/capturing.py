@@ -136,6 +136,11 @@ class GraphEntry:
         return pytree.unflatten(leaves, self.structure)
 
 
+Captured = tuple[
+    GraphEntry, list[Tensor]
+]  # and the tensors that the function reaches besides its arguments
+
+
 class Graphs:
     """The graphs of one function."""
 
@@ -195,9 +200,7 @@ def shared_tensors(tensors: list[Tensor], lifted: list[Tensor]) -> list[tuple[in
     return [(places[id(x)], j) for j, x in enumerate(lifted) if id(x) in places]
 
 
-def capture(
-    function: Any, form: CallSignature, tensors: list[Tensor]
-) -> tuple[GraphEntry, list[Tensor]]:
+def capture(function: Any, form: CallSignature, tensors: list[Tensor]) -> Captured:
     """Traces, simplifies, compiles and checks the graph for a call of a `Compiled` function.
 
     Returns the graph, and the tensors that the function reaches besides its arguments.
@@ -220,18 +223,16 @@ def capture(
         seconds = perf_counter() - began
         own = [i for i in range(len(tensors)) if i not in dict(shared)]
         reached = Guards(root, traced.lifted, traced.modules)
-        nodes = sum(node.op == "call_function" for node in traced.graph.graph.nodes)
-        code, draws = traced.graph.code, any(map(is_random, traced.graph.graph.nodes))
         inputs = [x.detach() for x in (*(tensors[i] for i in own), *traced.lifted)]
         entry = GraphEntry(
             arguments=form.describe(tensors),
-            nodes=nodes,
+            nodes=sum(node.op == "call_function" for node in traced.graph.graph.nodes),
             backend="eager",
             source="compiled",
             seconds_to_trace=seconds,
             seconds_to_compile=0.0,
-            draws=draws,
-            code=code,
+            draws=any(map(is_random, traced.graph.graph.nodes)),
+            code=traced.graph.code,
             run=traced.graph.forward,
             reached=reached,
             shared=shared,

@@ -343,10 +343,8 @@ def _terms(node: fx.Node, turned: bool) -> Iterator[tuple[fx.Node, bool]]:
 def _is_sum(node: fx.Node) -> bool:
     if node.target is not aten.add.Tensor or node.kwargs or fake_value(node).dim() != 2:
         return False
-    return all(
-        isinstance(x, fx.Node) and fake_value(x).shape == fake_value(node).shape
-        for x in node.args[:2]
-    )
+    shape = fake_value(node).shape
+    return all(isinstance(x, fx.Node) and fake_value(x).shape == shape for x in node.args[:2])
 
 
 def _within_a_sum(node: fx.Node) -> bool:

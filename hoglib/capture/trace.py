@@ -253,8 +253,7 @@ class InputRef:
     """
 
     def __init__(self, where: Tensor | int, is_argument: bool) -> None:
-        self.where = where
-        self.is_argument = is_argument
+        self.where, self.is_argument = where, is_argument
 
 
 def trace(name: str, function: Callable[..., Any], tensors: list[Tensor], dynamic: bool) -> Traced:

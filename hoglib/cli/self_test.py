@@ -158,9 +158,8 @@ def writable_cache(device: torch.device) -> None:
     try:
         make_cache_dir()
     except OSError as error:
-        raise OSError(
-            f"{error}; set HOGLIB_CACHE_DIR to a directory of yours that can be written to"
-        ) from None
+        text = f"{error}; set HOGLIB_CACHE_DIR to a directory of yours that can be written to"
+        raise OSError(text) from None
 
 
 CHECKS: dict[str, Check] = {

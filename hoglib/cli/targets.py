@@ -52,9 +52,8 @@ def functions(target: str, inputs: Sequence[str]) -> tuple[list[Target], list[st
             + (f"; perhaps {':'.join(target.rsplit('.', 1))!r}." if "." in target else ".")
         )
     if inputs:
-        raise ArgumentValueError(
-            f"--input belongs to one Function: expected {path}:Function, got {target!r}."
-        )
+        text = f"--input belongs to one Function: expected {path}:Function, got {target!r}."
+        raise ArgumentValueError(text)
     found = [
         value
         for key, value in _defined_in(module_of_file(path)).items()

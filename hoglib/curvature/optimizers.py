@@ -123,9 +123,8 @@ class BatchOptimizer(torch.optim.Optimizer, ABC):
 
 def positive_damping(damping: Any) -> float:
     if not 0 < validation.number("damping", damping) < inf:
-        raise errors.ArgumentValueError(
-            f"damping: expected a number greater than 0, got {damping}; 1 is usual."
-        )
+        text = f"damping: expected a number greater than 0, got {damping}; 1 is usual."
+        raise errors.ArgumentValueError(text)
     return float(damping)
 
 

@@ -176,8 +176,7 @@ def laplacian(
         return value, total, gradients(values, x, given.keep) if gradient is None else gradient
 
     coefficients = None if of_x else coefficients
-    key = return_gradient, of_x
-    return given.evaluate(func, body, key, x, args, coefficients, signs)
+    return given.evaluate(func, body, (return_gradient, of_x), x, args, coefficients, signs)
 
 
 def _of_few_directions(

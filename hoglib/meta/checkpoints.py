@@ -238,9 +238,8 @@ def check_directory(memory: str, directory: Any) -> Path | None:
         raise ArgumentTypeError(f"directory: expected a path, got {got}.")
     path = Path(directory)
     if path.exists() and not path.is_dir():
-        raise ArgumentValueError(
-            f"directory: expected a directory, got the file {path}; name another."
-        )
+        text = f"directory: expected a directory, got the file {path}; name another."
+        raise ArgumentValueError(text)
     return path
 
 

@@ -385,9 +385,8 @@ def leave_k_out(
     place = _place(hyper, weights)
     leaf: Tensor = pytree.leaves(hyper)[place]
     if k > leaf.numel():
-        raise ArgumentValueError(
-            f"k: expected at most the number of weights, {leaf.numel()}, got {k}; take fewer."
-        )
+        text = f"k: expected at most the number of weights, {leaf.numel()}, got {k}; take fewer."
+        raise ArgumentValueError(text)
     slope = (leaf * pytree.leaves(found.gradient)[place]).flatten()
     device = "cpu" if generator is None else generator.device
     drawn = partial(torch.randperm, leaf.numel(), generator=generator, device=device)

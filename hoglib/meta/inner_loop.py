@@ -213,9 +213,7 @@ class InnerSteps(NamedTuple):
         params, state = self.rule(i, constants).update(params, g, state)
         return params, state, found
 
-    def run(
-        self, start: int, end: int, carry: Any, constants: Any
-    ) -> tuple[Any, list[tuple[Tensor, Any]]]:
+    def run(self, start: int, end: int, carry: Any, constants: Any) -> tuple[Any, list[Any]]:
         """Steps start to end: (params, state, sum of outer losses), and each loss with its notes."""
         params, state, total = carry
         alone = end - start == 1 and self.outer is None and inside_recomputation()
@@ -230,12 +228,7 @@ class InnerSteps(NamedTuple):
 
 
 def unroll(
-    inner: InnerSteps,
-    steps: int,
-    params: Params,
-    constants: Any,
-    memory: str,
-    modes_of: Sequence[nn.Module] = (),
+    inner: InnerSteps, steps: int, params: Params, constants: Any, memory: str, modes_of: Any = ()
 ) -> Unrolled:
     """Run the steps in chunks, each of which is stored or recomputed in backward as a whole.
 

@@ -78,9 +78,7 @@ class _TracedObjective:
         return self._part(params, batch)
 
 
-def _replay(
-    learner: int, options: int, parts: list[Any], args: tuple[Params, Any], _: Any
-) -> list[Tensor]:
+def _replay(learner: int, options: int, parts: list[Any], args: Any, _: Any) -> list[Tensor]:
     """The loss of a learner, at parameters of its own that torch.compile traces."""
     same: Learner = copy(BY_ID[learner])
     (inner, outer), (own, tasks) = parts, args
@@ -178,16 +176,12 @@ class Learner(nn.Module, ABC):
         resolve_rule(rule, checked.inner_lr, checked.rule_options or {})
         names_that_adapt(model, trainable_params(model), checked.inner_params)
         checked.weights_for(checked.inner_steps)
-        self.model = model
-        self.criterion = criterion
-        self.inner_loss = inner_loss
-        self.rule = rule
+        self.model, self.criterion, self.inner_loss, self.rule = model, criterion, inner_loss, rule
         self.rates: LearnedRates | None = None
         self.statistics: norms.PerStepStatistics | None = None
         if checked.batch_norm == "per_step":
             self.statistics = norms.PerStepStatistics(model, checked.inner_steps)
-        self._options = checked
-        self._forward = forward
+        self._options, self._forward = checked, forward
         self._losses: dict[str, FunctionalLoss] = {}
         _ = self.objective, self.inner_objective  # are kept: torch.compile makes none
         BY_ID[id(self)] = self
@@ -348,8 +342,8 @@ class Learner(nn.Module, ABC):
 
     def _within_compile(self, tasks: Any) -> Tensor:
         """The loss, in what torch.compile traces: the losses of the first task by Dynamo."""
-        losses = self.criterion, self.inner_loss
-        learned = [part for part in losses if isinstance(part, nn.Module)]
+        both = (self.criterion, self.inner_loss)
+        learned = [part for part in both if isinstance(part, nn.Module)]
         if (
             not self._traceable
             or self.statistics is not None

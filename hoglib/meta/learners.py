@@ -210,10 +210,8 @@ class IMAML(Learner):
                 "strength: expected a number greater than 0, got 0: without a regulariser the "
                 "solutions of tasks do not depend on where they start. Typical values are 0.5 to 5."
             )
-        size = self.inner_lr if step_size is None else step_size
-        self.solver = Solver(
-            solver, iterations, damping, step_size=size, at_negative_curvature="warn"
-        )
+        h = self.inner_lr if step_size is None else step_size
+        self.solver = Solver(solver, iterations, damping, step_size=h, at_negative_curvature="warn")
         self.residual: Residual | None = None
 
     def _loop(self, params: Params | None = None) -> ModuleLoop:

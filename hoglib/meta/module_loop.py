@@ -382,9 +382,7 @@ class LearnedRates(nn.Module):
         your MAML, 2019, section 4, LSLR ("parameter" or "layer" with steps).
     """
 
-    def __init__(
-        self, params: Params, lr: float, *, granularity: str, steps: int | None = None
-    ) -> None:
+    def __init__(self, params: Params, lr: float, *, granularity: str, steps: int | None) -> None:
         super().__init__()
         self.granularity = validation.one_of("learn_lr", granularity, GRANULARITIES)
         self.steps = steps

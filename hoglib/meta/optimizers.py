@@ -464,9 +464,7 @@ def _adam(
             m = torch.lerp(memory[0], g, to_leaf(weight1, g))
             v = torch.lerp(memory[1], g * g, to_leaf(weight2, g))
             kept = (m, v, torch.maximum(memory[2], v)) if amsgrad else (m, v)
-            scale = root(kept[-1])
-            u = m / (scale * to_leaf(slope, g) + to_leaf(floor, g))
-            return u, kept
+            return m / (root(kept[-1]) * to_leaf(slope, g) + to_leaf(floor, g)), kept
 
         return direction
 

@@ -93,9 +93,8 @@ def _place(mesh: Any) -> tuple[int, int]:
             f"{validation.describe(mesh)}."
         )
     if mesh.ndim != 1:
-        raise errors.ArgumentValueError(
-            f"mesh: expected one dimension, such as mesh['tasks'], got {mesh.ndim} of them."
-        )
+        text = f"mesh: expected one dimension, such as mesh['tasks'], got {mesh.ndim} of them."
+        raise errors.ArgumentValueError(text)
     return mesh.get_local_rank(), mesh.size()
 
 
@@ -316,9 +315,8 @@ def check_batch(what: str, batch: Any, dims: int = 1) -> None:
     for part in batch:
         if part.dim() < dims:
             single = "; for one task pass a list, [(support, query)]" if dims == 2 else ""
-            raise errors.ArgumentValueError(
-                f"{what}: expected tensors {expected}, got {validation.describe(part)}{single}."
-            )
+            text = f"{what}: expected tensors {expected}, got {validation.describe(part)}{single}."
+            raise errors.ArgumentValueError(text)
     inputs, targets = (tuple(part.shape[:2]) if dims == 2 else len(part) for part in batch)
     if inputs != targets:
         raise errors.ArgumentValueError(

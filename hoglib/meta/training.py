@@ -473,9 +473,8 @@ class Replay:
         self._generators.set(before.generators)
         leaves, _ = self._after(at.step - 1, own)
         self._check_replayed(at.step - 1, leaves, after)
-        variables = [x for x in own if _is_wanted(x)]
-        pulled = pullback(leaves, at.carry, [*variables, *self._wanted])
-        left = iter(pulled)
+        variables = [*filter(_is_wanted, own), *self._wanted]
+        left = iter(pullback(leaves, at.carry, variables))
         carry = [next(left) if _is_wanted(x) else None for x in own]
         self._advance()
         rounding = at.rounding + self._rounding(at.carry, after)

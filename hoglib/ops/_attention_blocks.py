@@ -385,10 +385,8 @@ def _derivative_of_curvature(which: str, x: _Block, g: Tensor, along: Parts, giv
 
 
 def _or_zeros(parts: Parts, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    pairs = zip(parts, like, strict=True)
-    return tuple(
-        torch.zeros_like(y) if x is None else x.expand_as(y).contiguous() for x, y in pairs
-    )
+    both = zip(parts, like, strict=True)
+    return tuple(torch.zeros_like(y) if x is None else x.expand_as(y).contiguous() for x, y in both)
 
 
 # The maps. Each takes the inputs, what it is applied to, and the plan.

@@ -91,8 +91,7 @@ def softmax_cross_entropy(
         rows = sum(mul(q, logsumexp(shifted, axis, keepdim=True) - shifted), axis)
         return reduce_loss(rows, number)
     counts = target != ignore_index
-    classes = torch.where(counts, target, 0).long()
-    inputs = logits, classes.unsqueeze(axis), axis, smoothing
+    inputs = logits, torch.where(counts, target, 0).long().unsqueeze(axis), axis, smoothing
     try:
         rows = apply_function(_SOFTMAX, _softmax_forward, *inputs)
     except RuntimeError as error:  # to look beforehand would wait for a GPU and stop a tracer
@@ -128,8 +127,7 @@ def _softmax_backward(saved: Saved, g: Tensor) -> tuple[Tensor | None, ...]:
 
 def _softmax_jvp(saved: Saved, tangent: Tensor, *_: None) -> Tensor:
     z, *rows = saved.inputs
-    mean = (torch.softmax(z, rows[1]) * tangent).sum(rows[1], True)
-    return mean - _picked(tangent, *rows)
+    return (torch.softmax(z, rows[1]) * tangent).sum(rows[1], True) - _picked(tangent, *rows)
 
 
 def _check_target(logits: Tensor, target: Tensor, axis: int) -> None:
@@ -229,8 +227,7 @@ def linear_cross_entropy(
         Rows(h, W[:, k], None if b is None else b[:, k], at[..., k], label_smoothing, size)
         for k in range(count)
     ]
-    found = [_losses_and_shares(rows, weight, ignored) for rows in each]
-    losses, shares = zip(*found, strict=True)
+    losses, shares = zip(*(_losses_and_shares(rows, weight, ignored) for rows in each), strict=True)
     loss, share = torch.stack(losses, 1), torch.stack(shares, 1)
     loss = loss.reshape((*batch, *positions)) if reduction == "none" else loss
     value = reduce_loss(loss, number, share)

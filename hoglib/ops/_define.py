@@ -125,9 +125,8 @@ def define(
     def op(*inputs: Any) -> Tensor:
         result: Tensor
         if len(inputs) != count:
-            raise ArgumentTypeError(
-                f"{name}: expected {count} inputs, one for each partial, got {len(inputs)}."
-            )
+            text = f"{name}: expected {count} inputs, one for each partial, got {len(inputs)}."
+            raise ArgumentTypeError(text)
         dtypes = {value.dtype for value in inputs if isinstance(value, Tensor)}
         if len(dtypes) > 1:
             inputs = promote_dtypes(*inputs)

@@ -42,10 +42,7 @@ _DISTANCES = "cdist, pdist, pairwise_distance"
 
 @stands_in_for(torch.cdist, name=_DISTANCES, lacks=NO_DOUBLE_BACKWARD, issue="83510")
 def cdist(
-    x1: Tensor,
-    x2: Tensor,
-    p: float = 2.0,
-    compute_mode: str = "use_mm_for_euclid_dist_if_necessary",
+    x1: Tensor, x2: Tensor, p: float = 2, compute_mode: str = "use_mm_for_euclid_dist_if_necessary"
 ) -> Tensor:
     r"""Distances of every row of x1 to every row of x2, as `torch.cdist`.
 
@@ -102,8 +99,7 @@ def cdist(
     a, b = upcast_half(x1), upcast_half(x2)
     if a.dtype != b.dtype:
         check_dtype("x1", x1, "x2", x2)
-    rows = max(a.shape[-2], b.shape[-2])
-    products = rows > _MANY_ROWS if products is None else products
+    products = max(a.shape[-2], b.shape[-2]) > _MANY_ROWS if products is None else products
     if norm != 2 or (not products and (only_plain_operations() or torch_internals.tracing())):
         y = norm_of_rows(a.unsqueeze(-2) - b.unsqueeze(-3), norm)
     else:

@@ -246,9 +246,8 @@ def _to_tensor(chain: _Chain, index: Index, values: Array, like: Tensor) -> Tens
     try:
         value = torch.from_numpy(array.astype(complex if array.dtype.kind == "c" else float))
     except (TypeError, ValueError):
-        raise errors.ArgumentTypeError(
-            f"{where} numbers, got {validation.describe(values)}."
-        ) from None
+        got = validation.describe(values)
+        raise errors.ArgumentTypeError(f"{where} numbers, got {got}.") from None
     if value.is_complex() and not like.is_complex():
         raise errors.ArgumentValueError(
             f"{where} real numbers for real inputs, got {array.dtype}; take `.real` of it, if that "

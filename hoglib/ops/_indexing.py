@@ -5,6 +5,8 @@ by values have no derivatives of their own. Here products come from a segmented 
 multiplications.
 """
 
+from math import inf, nan
+from operator import gt
 from typing import NamedTuple
 
 import torch
@@ -26,13 +28,7 @@ from hoglib.ops._stand_in import (
 )
 
 _SEGMENT_REDUCTIONS = ("sum", "mean", "max", "min", "prod", "amax", "amin")
-_OF_NO_ENTRIES = {
-    "sum": 0.0,
-    "mean": float("nan"),
-    "max": float("-inf"),
-    "min": float("inf"),
-    "prod": 1.0,
-}
+_OF_NO_ENTRIES = {"sum": 0.0, "mean": nan, "max": -inf, "min": inf, "prod": 1.0}
 
 _BY_INDEX = "scatter_reduce, index_reduce"
 
@@ -161,9 +157,7 @@ def index_reduce(
 
 def _is_larger(index: Tensor, src: Tensor) -> bool:
     """Whether index is larger than src, for which torch has an error."""
-    return index.dim() != src.dim() or any(
-        i > s for i, s in zip(index.shape, src.shape, strict=True)
-    )
+    return index.dim() != src.dim() or any(map(gt, index.shape, src.shape))
 
 
 @stands_in_for(torch.segment_reduce, lacks=NO_DOUBLE_BACKWARD)
@@ -216,9 +210,8 @@ def segment_reduce(
     validation.tensor("data", data)
     given, axis = _check_segments(data, lengths, indices, offsets, axis)
     if reduce not in _SEGMENT_REDUCTIONS:
-        raise TorchValueError(
-            f"reduce: expected one of {', '.join(_SEGMENT_REDUCTIONS[:5])}; got {reduce!r}."
-        )
+        text = f"reduce: expected one of {', '.join(_SEGMENT_REDUCTIONS[:5])}; got {reduce!r}."
+        raise TorchValueError(text)
     check_real("data", data)
     kind = reduce.removeprefix("a")
     if offsets is None and not unsafe and data.device.type == "cpu":
@@ -228,8 +221,7 @@ def segment_reduce(
             "lengths: expected whole numbers of at least 0 that sum to data.size(axis); or set unsafe.",
         )
     keys, count = _segment_of_each(given, offsets is not None, data.shape[axis])
-    rest = data.dim() - axis - 1
-    into = keys.reshape(keys.shape + (1,) * rest).expand(data.shape)
+    into = keys.reshape(keys.shape + (1,) * (data.dim() - axis - 1)).expand(data.shape)
     x = upcast_half(data)
     shape = (*data.shape[:axis], count + 1, *data.shape[axis + 1 :])
     base = torch.full(shape, _OF_NO_ENTRIES[kind], dtype=x.dtype, device=x.device)

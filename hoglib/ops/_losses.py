@@ -432,11 +432,11 @@ def ctc_loss(
     p = _cast(log_probs)
     p = p.unsqueeze(1) if p.dim() == 2 else p
     lengths = (input_lengths, target_lengths)
-    if not (_are_lengths(*lengths) and _fits(p, targets, *lengths, blank)):
+    if not (_are_lengths(*lengths) and _fits(p, targets, lengths, blank)):
         return _TORCH_CTC(  # torch's error
             log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity
         )
-    losses, U = _ctc_losses(p, targets, input_lengths, target_lengths, blank, zero_infinity)
+    losses, U = _ctc_losses(p, targets, lengths, blank, zero_infinity)
     if number == MEAN:
         return (losses / U.clamp(min=1)).mean()
     if number == SUM:
@@ -470,15 +470,13 @@ def _are_lengths(*lengths: Any) -> bool:
     )
 
 
-def _fits(
-    p: Tensor, targets: Tensor, input_lengths: Lengths, target_lengths: Lengths, blank: int
-) -> bool:
+def _fits(p: Tensor, targets: Tensor, lengths: tuple[Lengths, Lengths], blank: int) -> bool:
     """Whether torch takes these; of lengths that cannot be read, their number is known."""
     if p.dim() != 3 or not p.numel() or not 0 <= blank < p.shape[2]:
         return False
-    steps, U = _read_lengths(input_lengths), _read_lengths(target_lengths)
-    for lengths, most in ((steps, p.shape[0]), (U, inf)):
-        known = [0] * lengths if isinstance(lengths, int) else lengths
+    steps, U = map(_read_lengths, lengths)
+    for given, most in ((steps, p.shape[0]), (U, inf)):
+        known = [0] * given if isinstance(given, int) else given
         if len(known) != p.shape[1] or not all(0 <= length <= most for length in known):
             return False
     longest, total = (0, None) if isinstance(U, int) else (max(U), sum(U))
@@ -488,16 +486,10 @@ def _fits(
 
 
 def _ctc_losses(
-    p: Tensor,
-    targets: Tensor,
-    input_lengths: Lengths,
-    target_lengths: Lengths,
-    blank: int,
-    zero_infinity: bool,
+    p: Tensor, targets: Tensor, lengths: tuple[Lengths, Lengths], blank: int, zero_infinity: bool
 ) -> tuple[Tensor, Tensor]:
     """The loss of each row, and the target lengths."""
     T, N, _ = p.shape
-    lengths = input_lengths, target_lengths
     known, known_U = (None if isinstance(x, int) else x for x in map(_read_lengths, lengths))
     as_long = partial(torch.as_tensor, dtype=torch.long, device=p.device)
     steps, U = (as_long(x).reshape(-1) for x in lengths)
@@ -533,8 +525,7 @@ def _log_probability(
         a = _logsumexp(a.gather(1, sources).unflatten(1, (3, L)) + arrows, e)
         history = [a] if full else [*history, a]
     if not full:
-        at_end = steps.reshape(1, N, 1).expand(1, N, L)
-        a = torch.stack(history).gather(0, at_end).squeeze(0)
+        a = torch.stack(history).gather(0, steps.reshape(1, N, 1).expand(1, N, L)).squeeze(0)
     ends = torch.stack((2 * U, 2 * U - 1), 1)
     last = a.gather(1, ends.clamp(min=0))
     # a target without labels has one last state, not two

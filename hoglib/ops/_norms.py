@@ -144,9 +144,8 @@ def _check_running_statistics(mean: Tensor | None, var: Tensor | None, *, requir
             "the statistics of the input."
         )
     if len(missing) == 1:
-        raise ArgumentValueError(
-            f"{missing[0]}: expected running_mean and running_var, or neither, got None."
-        )
+        text = f"{missing[0]}: expected running_mean and running_var, or neither, got None."
+        raise ArgumentValueError(text)
     for name, value in given.items():
         if value is not None and value.requires_grad and torch.is_grad_enabled():
             raise TorchValueError(
@@ -292,7 +291,7 @@ class _LayerNorm:
         self, v: Tensor, a: Parameter, c: Parameter, g: Tensor, weight: Parameter,
         by: _Kernels | _Composite, needs: tuple[bool, ...],
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
-        """Dg, Dx and Dw."""
+        """Dg, Dx and Dw; not in place: a vmap around it, of the old kind too, may batch one factor."""
         a, c, w = (None if value is None else self.along(value, v) for value in (a, c, weight))
         p, vh = by.project(v)
         gp = g * p
@@ -300,7 +299,7 @@ class _LayerNorm:
         dg = dx = None
         if needs[0]:
             dg = p if w is None else p * w
-            dg = dg if a is None else _plus(dg, by.h, a)
+            dg = dg if a is None else torch.addcmul(dg, by.h, a)
             dg = dg if c is None else dg + c
         if needs[1]:
             k = by.r * (-by.r.numel() / v.numel())
@@ -308,8 +307,8 @@ class _LayerNorm:
             factor = factor if w is None else factor * w
             factor = factor if a is None else factor + a
             gh = self.sum_over_rows(g * by.h if by.gh is None else g, w, by.gh)
-            u = _plus(g * factor, v, k * gh)
-            dx = _plus(by.project(u)[0], by.h, k * self.sum_over_rows(gp, w, dw))
+            u = torch.addcmul(g * factor, v, k * gh)
+            dx = torch.addcmul(by.project(u)[0], by.h, k * self.sum_over_rows(gp, w, dw))
         return dg, dx, dw if needs[2] else None
 
 
@@ -357,11 +356,6 @@ class _BatchNorm(_LayerNorm):
     ) -> Gradients:  # fmt: skip
         given = g, x, weight, None, None, mean, r, True, self.eps, mask
         return torch.ops.aten.native_batch_norm_backward.default(*given)
-
-
-def _plus(y: Tensor, term: Tensor, factor: Tensor) -> Tensor:
-    # not in place: a vmap around the backward, of the old kind too, may batch the factor alone
-    return torch.addcmul(y, term, factor)
 
 
 @stands_in_for(F.layer_norm, lacks=_THIRD, modes=OVER, issue="196700")
@@ -418,9 +412,8 @@ def layer_norm(
         )
     for name, value in (("weight", weight), ("bias", bias)):
         if value is not None and tuple(value.shape) != shape:
-            raise TorchValueError(
-                f"{name}: expected normalized_shape {shape}, got {validation.describe(value)}."
-            )
+            text = f"{name}: expected normalized_shape {shape}, got {validation.describe(value)}."
+            raise TorchValueError(text)
     dtype = input.dtype
     # on a GPU autocast runs it in float32, and its result stays so; on a CPU it leaves it alone
     if input.device.type != "cpu" and autocast_on(input.device.type):

@@ -472,9 +472,7 @@ def _smooth_l1_by_input(input: Tensor, target: Tensor, beta: float, _: None) -> 
     return d.sign() if beta == 0 else torch.where(d.abs() >= beta, d.sign(), d / beta)
 
 
-_smooth_l1 = _op(
-    _smooth_l1_formula, _smooth_l1_by_input, lambda *inputs: -_smooth_l1_by_input(*inputs), None
-)
+_smooth_l1 = _op(_smooth_l1_formula, _smooth_l1_by_input, lambda *x: -_smooth_l1_by_input(*x), None)
 
 
 def mul(x: Tensor, p: Tensor | float) -> Tensor:
@@ -583,9 +581,8 @@ def glu(input: Tensor, dim: int = -1) -> Tensor:
     """
     validation.real("input", input)
     if input.dim() == 0 or input.shape[dim] % 2:
-        raise ArgumentValueError(
-            f"input: expected an even size along dim {dim}, got {validation.describe(input)}."
-        )
+        text = f"input: expected an even size along dim {dim}, got {validation.describe(input)}."
+        raise ArgumentValueError(text)
     a, b = upcast_half(input).chunk(2, dim)
     return (a * torch.sigmoid(b)).to(input.dtype)
 

@@ -30,13 +30,15 @@ from hoglib.ops._function import Saved, apply_function, conj, make_function, sum
 from hoglib.ops._pointwise import clip_gradient
 from hoglib.ops._stand_in import IN_FORWARD, NO_FORWARD, stands_in_for
 
+Map = Callable[..., Tensor]
+
 
 class _Product(NamedTuple):
     """z = B(x, w) + b, and what a gradient g of z sends back."""
 
-    run: Callable[..., Tensor]  # x, w, b or None, *options -> z
-    to_x: Callable[..., Tensor]  # g, x, w, *options
-    to_weight: Callable[..., Tensor]  # g, x, w, *options
+    run: Map  # x, w, b or None, *options -> z
+    to_x: Map  # g, x, w, *options
+    to_weight: Map  # g, x, w, *options
     options: int = 0
 
 
@@ -46,9 +48,7 @@ class _Activation(NamedTuple):
     keeps_z: bool = False
 
 
-def _make_product(
-    name: str, product: _Product, act: _Activation | None = None
-) -> Callable[..., Tensor]:
+def _make_product(name: str, product: _Product, act: _Activation | None = None) -> Map:
     """The op z of x, w, b and options, or act(z), from a Function that returns z too if it keeps it."""
 
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Any:
@@ -571,9 +571,8 @@ def _one_for_each(what: str, value: Any, rank: int, minimum: int) -> tuple[int, 
     if not isinstance(value, tuple | list):
         return (validation.at_least(what, value, minimum),) * rank
     if len(value) not in (1, rank):
-        raise ArgumentValueError(
-            f"{what}: expected a whole number or {rank} of them, got {tuple(value)}."
-        )
+        text = f"{what}: expected a whole number or {rank} of them, got {tuple(value)}."
+        raise ArgumentValueError(text)
     numbers = tuple(validation.at_least(f"{what}[{i}]", n, minimum) for i, n in enumerate(value))
     return numbers * rank if len(numbers) == 1 else numbers
 
@@ -637,9 +636,7 @@ _CONV = _make_product(
 Dims = Any  # an int or several; None and () for all
 
 
-def _reduction(
-    name: str, share: Callable[..., Tensor], *, keep: bool = False
-) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+def _reduction(name: str, share: Map, *, keep: bool = False) -> Callable[[Map], Map]:
     """The op y of the formula below it, with dy = sum_i share(dx_i): share(u, shape, dims) weighs u by
     the partial derivatives, and takes x and y as well if it keeps them."""
 
@@ -653,7 +650,7 @@ def _reduction(
         kept = (x, y) if keep else ()
         return torch.sum(share(tangent, tangent.shape, dims, *kept), dims, True)
 
-    def make(formula: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def make(formula: Map) -> Map:
         forward = partial(formula, keepdim=True)
         kept = (0,) if keep else ()
         keeps: Any = {"keep_inputs": kept, "keep_outputs": kept}

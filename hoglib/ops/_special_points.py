@@ -108,9 +108,8 @@ def _operator(self: Tensor, other: Any) -> Tensor:
 
 
 def _slope(x: Tensor, n: Tensor, _: Any) -> Tensor:
-    return n * _powers(
-        x.masked_fill(n == 0, 1.0) if x.shape == n.shape else x.where(n != 0, 1.0), n - 1
-    )
+    base = x.masked_fill(n == 0, 1.0) if x.shape == n.shape else x.where(n != 0, 1.0)
+    return n * _powers(base, n - 1)
 
 
 _powers = define(torch.pow, [_slope, None], reference=torch.pow, keep="inputs")

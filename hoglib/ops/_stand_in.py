@@ -113,9 +113,8 @@ def check_real(what: str, value: Tensor) -> Tensor:
 
 def check_indices(what: str, value: Tensor, expected: str = "int64 or int32") -> None:
     if value.dtype not in (torch.int64, torch.int32):
-        raise TorchTypeError(
-            f"{what}: expected {expected}, got {validation.describe(value)}; use `.long()`."
-        )
+        got = validation.describe(value)
+        raise TorchTypeError(f"{what}: expected {expected}, got {got}; use `.long()`.")
 
 
 def check_dtype(like: str, other: Tensor, what: str, value: Tensor) -> None:

@@ -116,8 +116,7 @@ def check(
         ['value']
     """
     validation.function("penalty", penalty)
-    known = [name for name, kind in KINDS.items() if kind.term]
-    meant = KINDS[kind_named(kind, known)]
+    meant = KINDS[kind_named(kind, [name for name, kind in KINDS.items() if kind.term])]
     validation.at_least("every", every, 1)
     validation.positive("weight", weight)
     sizes = [validation.at_least("shape", n, 1) for n in shape]

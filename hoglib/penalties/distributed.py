@@ -69,9 +69,7 @@ class _Averaged(Function):
     """The identity, whose backward also reaches the outputs, and compares gradients at its end."""
 
     @staticmethod
-    def forward(
-        ctx: Any, penalty: Tensor, name: str, groups: list[DDPParameters], *outputs: Tensor
-    ) -> Any:
+    def forward(ctx: Any, penalty: Tensor, name: str, groups: Any, *outputs: Tensor) -> Any:
         ctx.name, ctx.groups, ctx.outputs = name, groups, len(outputs)
         return penalty.clone()
 

@@ -60,9 +60,7 @@ def _like_penalty(value: Any, options: dict[str, Any], x: Any, *args: Any) -> An
 traceable = partial(within_compile, _like_penalty, select=select_output)
 
 
-def penalty(
-    func: Function, x: Any, args: tuple[Any, ...], term: Term, options: CheckedOptions
-) -> Any:
+def penalty(func: Function, x: Any, args: Any, term: Term, options: CheckedOptions) -> Any:
     """The reduced terms at x; with return_outputs also what func returned there."""
     if options.micro_batch is not None:
         return _in_micro_batches(func, x, args, term, options, options.micro_batch)

@@ -131,9 +131,8 @@ class GradientPenalty(nn.Module):
         self.every = validation.at_least("every", every, 1)
         if options is not None and not isinstance(options, Mapping):
             got = validation.describe(options)
-            raise ArgumentTypeError(
-                f"options: expected a dict of the penalty's options, got {got}."
-            )
+            text = f"options: expected a dict of the penalty's options, got {got}."
+            raise ArgumentTypeError(text)
         chosen = {
             "micro_batch": micro_batch, "autocast": autocast or None, "output": output,
             "compile": compile or None, "remat": None if remat is False else remat,

@@ -162,9 +162,8 @@ def _indices(name: str, leaves: Sequence[Tensor], form: Any, batch: Any) -> list
                 f"{validation.describe(index)}" + ("." if whole else "; convert it with `.long()`.")
             )
         if len(index) and not tracing() and int(index.min()) < 0:
-            raise ArgumentValueError(
-                f"{name}: batch: expected integers of at least 0, got {int(index.min())}."
-            )
+            text = f"{name}: batch: expected integers of at least 0, got {int(index.min())}."
+            raise ArgumentValueError(text)
     return found
 
 

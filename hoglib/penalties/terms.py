@@ -128,16 +128,14 @@ def _minus_projections(at: InputVJP, g: Vector, derivatives: Vector, v: Tensor) 
 def _spectral_norms(at: InputVJP, y: Tensor) -> Tensor:
     """The largest singular value of each sample's Jacobian, from all of its rows."""
     units = torch.eye(y.shape[1]).to(y)
-    rows = [at.vjp(e.expand_as(y).view_as(at.y), retain_graph=True) for e in units]
+    J = [at.vjp(e.expand_as(y).view_as(at.y), retain_graph=True) for e in units]
     samples = at.samples
     assert samples is not None
     if samples.has_index:
-        gram = [
-            [samples.sums([a * b for a, b in zip(p, q, strict=True)]) for q in rows] for p in rows
-        ]
+        gram = [[samples.sums([a * b for a, b in zip(p, q, strict=True)]) for q in J] for p in J]
         grams = torch.stack([torch.stack(row, -1) for row in gram], -2)
         return root(_of_finite(lambda a: torch.linalg.eigvalsh(a)[:, -1], grams).clamp(min=0))
-    whole = [torch.cat([g.reshape(g.shape[0], -1) for g in row], 1) for row in rows]
+    whole = [torch.cat([g.reshape(g.shape[0], -1) for g in row], 1) for row in J]
     return _of_finite(torch.linalg.matrix_norm, torch.stack(whole, 1), 2)
 
 

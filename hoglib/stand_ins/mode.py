@@ -202,11 +202,9 @@ class _SecondOrder(StandInMode):
 def run_operator(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A call of an operator of torch.library; as a custom Function of the user's rules where something
     is differentiated, because forward mode and torch.func take it for a constant."""
-    if forward_mode_active() or (
-        torch.is_grad_enabled()
-        and not tracing()
-        and any(map(_has_graph, pytree.leaves((args, kwargs))))
-    ):
+    graphed = torch.is_grad_enabled() and not tracing()
+    graphed = graphed and any(map(_has_graph, pytree.leaves((args, kwargs))))
+    if forward_mode_active() or graphed:
         call = torch_library.call_as_function(operator, args, kwargs, _functions_of)
         if call is not None:
             function, args = call

@@ -62,12 +62,9 @@ def with_native_kernels(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 for _layer in (torch.gru, torch.rnn_tanh, torch.rnn_relu):
-    stands_in_for(
-        _layer,
-        lacks="cuDNN's kernel has no double backward, torch's own has one",
-        modes=("rr",),
-        device="cuda",
-    )(with_native_kernels(_layer))
+    _lacks = "cuDNN's kernel has no double backward, torch's own has one"
+    _decorate = stands_in_for(_layer, lacks=_lacks, modes=("rr",), device="cuda")
+    _decorate(with_native_kernels(_layer))
 
 STAND_INS = (
     *TABLE.values(),

@@ -106,9 +106,7 @@ def _mask(x: Tensor, mask: Tensor, K: int) -> list[Derivative]:
     return _kink(mask.to(x.dtype), K)
 
 
-def _softplus(
-    x: Tensor, y: Tensor, K: int, beta: float = 1, threshold: float = 20
-) -> list[Derivative]:
+def _softplus(x: Tensor, y: Tensor, K: int, beta: Any = 1, threshold: Any = 20) -> list[Derivative]:
     linear = x * beta > threshold
     towers = _sigmoids(beta * x, K - 1)
     return [torch.where(linear, float(k == 0), beta**k * s) for k, s in enumerate(towers)]

@@ -194,8 +194,7 @@ def along_paths(algebra: Algebra, parts: Sequence[Parts]) -> tuple[Univariate, l
             first = torch.stack([p for p in units if p is not None])
         assert first is not None
         # and one between the axes
-        both = torch.cat([first, first.sum(0, keepdim=True)])
-        paths.append([both, *[None] * (order - 1)])
+        paths.append([torch.cat([first, first.sum(0, keepdim=True)]), *[None] * (order - 1)])
     return Univariate(order, True), paths
 
 

@@ -182,8 +182,7 @@ def _cholesky(call: Call, L: Tensor) -> Parts:
 
     n = call.algebra.zeros()
     for _ in range(call.algebra.order):
-        squares = call.algebra.product(times_adjoint, n, n)
-        n = each(solve, sums(A_n, scaled(-1, squares)))
+        n = each(solve, sums(A_n, scaled(-1, call.algebra.product(times_adjoint, n, n))))
     return each(lambda p: p.mH, n) if upper else n
 
 

@@ -275,9 +275,7 @@ class Call:
     layouts: Mapping[int, Layout] = MappingProxyType({})
     gauge: Gauge | None = None
 
-    def __init__(
-        self, fn: Any, inputs: Sequence[Any], dtype: torch.dtype | None = torch.float64
-    ) -> None:
+    def __init__(self, fn: Any, inputs: Sequence[Any], dtype: torch.dtype | None) -> None:
         self.name, self.dtype = name_of(fn), dtype
         self._function = fn.apply if _is_function_class(fn) else validation.function("fn", fn)
         leaves, self._structure = pytree.flatten(tuple(clone_inference_tensors(list(inputs))))

@@ -101,9 +101,7 @@ class Options:
         return replace(self, bounds=Bounds(max(atol, least), max(rtol, least), natural))
 
 
-def some_of(
-    what: str, value: Any, known: Mapping[Any, T], shown: Iterable[Any] | None = None
-) -> list[T]:
+def some_of(what: str, value: Any, known: Mapping[Any, T], shown: Any = None) -> list[T]:
     """The values of one or several names, in the order of the table; raises for what is none of them.
 
     shown: the names that a message about another type lists. Default: all.
@@ -218,10 +216,9 @@ def products(
     key: the mode of the derivative: reverse ("r") or forward ("f", or "ff" by torch.func) first.
     """
     if key[0] == "r":
-        pulled = calls.vjps(f, x, covectors)
         return [
             [(float((grads[j] * v).sum()), bool(grads[j].any())) for j, v in vectors]
-            for grads in pulled
+            for grads in calls.vjps(f, x, covectors)
         ]
     pushed = [calls.jvp(f, x, j, v, by_torch_func=key == "ff") for j, v in vectors]
     return [

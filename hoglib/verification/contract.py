@@ -132,11 +132,10 @@ def linear(app: Application) -> Iterator[Row]:
         scaled = [None if g is None else factor * g for g in grads]
         return [g for g in app.backward(run, scaled) if is_float(g)]
 
-    pairs = zip(returned(1.0), returned(-2.0), strict=True)
     is_linear = all(
         a.shape == b.shape
         and largest_difference([-2.0 * a], [b], max_abs(a))[0] <= torch.finfo(a.dtype).eps ** 0.5
-        for a, b in pairs
+        for a, b in zip(returned(1.0), returned(-2.0), strict=True)
     )
     text = (
         "backward is not linear in grad_output: twice the incoming gradient is not twice the result. "

@@ -400,6 +400,5 @@ def _step(x: Tensor, y: Tensor) -> str:
 
 def _is_on_a_grid(values: Sequence[float]) -> bool:
     """Whether all are multiples of their smallest distance, as rounded numbers are."""
-    gaps = [b - a for a, b in pairwise(values)]
-    least = min((g for g in gaps if g > 1e-9), default=0.0)
+    least = min((b - a for a, b in pairwise(values) if b - a > 1e-9), default=0.0)
     return bool(least) and all(abs(v / least - round(v / least)) < 1e-3 for v in values)

@@ -316,9 +316,7 @@ class AppliedFunctions:
         changes = next((r.text for r in rows if r.status == "fail" and what in r.name), "")
         return MUTATES[what].format(name=key[0].__qualname__, changes=changes)
 
-    def _applied(
-        self, key: Key, given: Args, versions: list[tuple[int, Tensor, int]], result: Any
-    ) -> None:
+    def _applied(self, key: Key, given: Args, versions: list[Any], result: Any) -> None:
         results = result if isinstance(result, tuple) else (result,)
         changed = [(i, x) for i, x, version in versions if x._version != version]
         changed = [(i, x) for i, x in changed if not any(x is y for y in results)]
@@ -330,8 +328,7 @@ class AppliedFunctions:
         self._watch_gradients(key, node, given)
         if changed and self._is_mutating(key, given):
             for i, x in changed:
-                position = sum(isinstance(y, Tensor) for y in given[:i])
-                self._watch_changed(key, node, position, x)
+                self._watch_changed(key, node, sum(isinstance(y, Tensor) for y in given[:i]), x)
 
     def _is_mutating(self, key: Key, given: Args) -> bool:
         app = application(key[0], given)

@@ -57,9 +57,7 @@ class Report:
     """
 
     def __init__(self, name: str, rows: Sequence[Row], *, judged: bool | None = None) -> None:
-        self.name = name
-        self.rows = tuple(rows)
-        self._judged = judged
+        self.name, self.rows, self._judged = name, tuple(rows), judged
 
     @property
     def ok(self) -> bool:
@@ -117,9 +115,8 @@ class Report:
         return len(self.rows)
 
     def __bool__(self) -> bool:
-        raise ArgumentTypeError(
-            "a report has no truth value; use report.ok or report.raise_if_failed()."
-        )
+        text = "a report has no truth value; use report.ok or report.raise_if_failed()."
+        raise ArgumentTypeError(text)
 
     def raise_if_failed(self) -> "Report":
         """Raise VerificationError, an AssertionError, if a row failed or no derivative was judged.
@@ -212,8 +209,7 @@ class Report:
             reason = row.text if row.status == "skip" else ""
             reason, last = ("the same" if reason and reason == last else reason), reason
             start = f"{row.name:{column}}  {mark:6}  {error:6}"
-            room = max(width - len(start) - 2, 40)
-            first, *rest = textwrap.wrap(reason, room) or [""]
+            first, *rest = textwrap.wrap(reason, max(width - len(start) - 2, 40)) or [""]
             lines.append(f"{start}  {first}".rstrip())
             lines += [" " * (len(start) + 2) + line for line in rest]
         return lines
