@@ -135,9 +135,8 @@ class GraphEntry:
         return pytree.unflatten(leaves, self.structure)
 
 
-Captured = tuple[
-    GraphEntry, list[Tensor]
-]  # and the tensors that the function reaches besides its arguments
+# and the tensors that the function reaches besides its arguments
+Captured = tuple[GraphEntry, list[Tensor]]
 
 
 class Graphs:
