@@ -70,11 +70,9 @@ class PartsWatch:
         versions = [version_of(x) for x in state]
         closed = _is_closed(leaves) and next(_hidden(part), None) is None
         outputs = forward(*args, **kwargs)
-        unchanged = (
-            versions == [version_of(x) for x in state]
-            and pytree.flatten((args, kwargs))[1] == structure
-            and next(_hidden(part), None) is None
-        )
+        same = versions == [version_of(x) for x in state]
+        same = same and pytree.flatten((args, kwargs))[1] == structure
+        unchanged = same and next(_hidden(part), None) is None
         fits = closed and unchanged and _is_closed(pytree.leaves(outputs))
         self._fit[id(part)] = fits and self._fit.get(id(part), True)
         return outputs

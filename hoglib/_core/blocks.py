@@ -51,19 +51,15 @@ def check_remat(remat: Any) -> Remat:
 
 
 @contextmanager
-def rematerialized(
-    remat: Remat, func: Any, recomputed: Callable[..., Any]
-) -> Iterator[list["BlockForward"]]:
+def rematerialized(remat: Remat, func: Any, recomputed: Any) -> Iterator[list["BlockForward"]]:
     """Inside, the chosen blocks of the modules that a function reaches are recomputed in backward;
     entering returns their forwards.
 
     recomputed: `recompute`, with its options. A backward later recomputes blocks also outside.
     """
-    blocks = [
-        block
-        for block in find_blocks(remat, func)
-        if not isinstance(vars(block).get("forward"), BlockForward)  # by an outer context
-    ]
+    every = find_blocks(remat, func)
+    # the others have it by an outer context
+    blocks = [one for one in every if not isinstance(vars(one).get("forward"), BlockForward)]
     with replaced_forwards(blocks, lambda one: BlockForward(one, one.forward, recomputed)) as found:
         yield found
 
@@ -107,11 +103,8 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     _search(model, "", found, set())
     kinds = {type(block) for block in found.values()} - {nn.Sequential}
     chosen = {id(block) for block in found.values()}
-    every = {
-        name: module
-        for name, module in model.named_modules()
-        if id(module) in chosen or (name and type(module) in kinds)
-    }
+    named = model.named_modules()
+    every = {n: m for n, m in named if id(m) in chosen or (n and type(m) in kinds)}
     outermost = {id(block) for block in _outermost(list(every.values()))}
     return {name: block for name, block in every.items() if id(block) in outermost}
 
@@ -236,9 +229,7 @@ class BlockForward:
 
     recomputes = True
 
-    def __init__(
-        self, block: nn.Module, forward: Callable[..., Any], recomputed: Callable[..., Any]
-    ) -> None:
+    def __init__(self, block: nn.Module, forward: Any, recomputed: Callable[..., Any]) -> None:
         self.module, self._forward, self._recomputed = block, forward, recomputed
         self.gathers: list[tuple[Callable[[Tensor], Tensor], list[tuple[nn.Module, str]]]] = []
 

@@ -497,11 +497,8 @@ def is_plain(value: Any) -> bool:
     if type(value) in _PLAIN or isinstance(value, _PLAIN):  # the first is faster
         return True
     # The methods of tuple itself: those of a subclass may raise.
-    return (
-        isinstance(value, tuple)
-        and tuple.__len__(value) <= _MAX_PLAIN
-        and all(map(is_plain, tuple.__iter__(value)))
-    )
+    small = isinstance(value, tuple) and tuple.__len__(value) <= _MAX_PLAIN
+    return small and all(map(is_plain, tuple.__iter__(value)))
 
 
 def stored_items(value: list[Any] | tuple[Any, ...] | dict[Any, Any]) -> int:

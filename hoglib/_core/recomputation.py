@@ -555,9 +555,8 @@ class _Call:
         self.transformed = torch_internals.transforms_active()
         self.stand_ins = ActiveStandIns()
         # some runs will be inside of torch.func, which orders random numbers in its own way
-        self.mixed = self.transformed or (
-            torch_internals.forward_mode_active() and not torch_forward_mode.in_dual_level()
-        )
+        by_func = torch_internals.forward_mode_active() and not torch_forward_mode.in_dual_level()
+        self.mixed = self.transformed or by_func
         self.changed_buffers: dict[int, Tensor] = {}  # as they were before the first run
         self.first, self.rerun = Run(self, self._first), Run(self, self._rerun)
 

@@ -58,12 +58,8 @@ def reshards_after_backward(module: nn.Module) -> bool:
 
 def computed_dtypes(module: nn.Module) -> dict[int, torch.dtype]:
     """The dtypes in which fully_shard's mixed precision computes with parameters, by their ids."""
-    return {
-        id(param.sharded_param): group.mp_policy.param_dtype
-        for group in fsdp_groups(module)
-        if group.mp_policy.param_dtype is not None
-        for param in group.fsdp_params
-    }
+    groups = [group for group in fsdp_groups(module) if group.mp_policy.param_dtype is not None]
+    return {id(p.sharded_param): g.mp_policy.param_dtype for g in groups for p in g.fsdp_params}
 
 
 def wrapped_attributes(module: nn.Module, mixed_precision: bool) -> dict[str, Any]:

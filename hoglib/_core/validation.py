@@ -70,9 +70,7 @@ def number(what: str, value: Any, *, minimum: float | None = None) -> float:
     return result
 
 
-def fraction(
-    what: str, value: Any, *, below_one: bool = False, usual: float | None = None
-) -> float:
+def fraction(what: str, value: Any, *, below_one: bool = False, usual: Any = None) -> float:
     """Checks for a real Python number from 0 to 1, or to less than 1. `usual` is named in the error."""
     result = number(what, value)
     if not 0 <= result <= 1 or (below_one and result == 1):

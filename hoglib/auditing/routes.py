@@ -224,8 +224,7 @@ def reverse_over_reverse(f: Scalar, leaves: Vector, v: Vector, w: Vector) -> Vec
 def third_order(f: Scalar, leaves: Vector, v: Vector, w: Vector) -> Vector:
     """d <H v, w> / d leaves, reverse three times."""
     own = fresh_leaves(leaves, False)
-    product = calls.grad(_gradient(f, own), own, v, create_graph=True)
-    return calls.grad(product, own, w)
+    return calls.grad(calls.grad(_gradient(f, own), own, v, create_graph=True), own, w)
 
 
 def forward_over_reverse(f: Scalar, leaves: Vector, v: Vector, w: Vector) -> Vector:

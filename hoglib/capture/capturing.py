@@ -104,9 +104,8 @@ class GraphEntry:
         lifted = self.reached.resolve((fn, form.constants))
         if lifted is None:
             return None
-        if (self.shared or not {*map(id, tensors)}.isdisjoint(map(id, lifted))) and (
-            shared_tensors(tensors, lifted) != self.shared
-        ):
+        shares = self.shared or not {*map(id, tensors)}.isdisjoint(map(id, lifted))
+        if shares and shared_tensors(tensors, lifted) != self.shared:
             return None
         return lifted if self.holds(tensors) else None
 
@@ -136,9 +135,8 @@ class GraphEntry:
         return pytree.unflatten(leaves, self.structure)
 
 
-Captured = tuple[
-    GraphEntry, list[Tensor]
-]  # and the tensors that the function reaches besides its arguments
+# and the tensors that the function reaches besides its arguments
+Captured = tuple[GraphEntry, list[Tensor]]
 
 
 class Graphs:

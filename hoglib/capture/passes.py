@@ -73,10 +73,8 @@ def takes_lists(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     if schema is None or node.target.namespace in ("aten", "prims"):  # type: ignore[union-attr]
         return False
-    return any(
-        "Tensor" in str(x.type) and "List" in str(x.type)
-        for x in (*schema.arguments, *schema.returns)
-    )
+    kinds = [str(x.type) for x in (*schema.arguments, *schema.returns)]
+    return any("Tensor" in kind and "List" in kind for kind in kinds)
 
 
 def writes_in_place(node: fx.Node) -> bool:

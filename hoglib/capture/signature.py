@@ -179,11 +179,8 @@ class Guards:
         ran = {places[id(x)] for x in modules if id(x) in places}
         wanted = [places[id(x)] for x in tensors if id(x) in places]
         known = {*places.values()}
-        lasting = [
-            fact
-            for fact in walk.facts
-            if fact.holder in known and _leads_to(walk.objects[fact.holder], fact.step, fact.value)
-        ]
+        own = [x for x in walk.facts if x.holder in known]
+        lasting = [x for x in own if _leads_to(walk.objects[x.holder], x.step, x.value)]
         facts = [*lasting, *((i, _mode, _mode(walk.objects[i])) for i in ran)]
         needed = _ancestors([*wanted, *ran, *(holder for holder, _, _ in facts)], edges)
         numbers = {0: 0}  # of the objects that are needed, in the order in which they are visited
@@ -393,13 +390,11 @@ def _same(value: Any, expected: Any) -> bool:
     if type(value) is not type(expected):
         return False
     if isinstance(value, tuple):  # of a class that may have another length, or none
-        return stored_items(value) == stored_items(expected) and all(
-            map(_same, tuple.__iter__(value), tuple.__iter__(expected))
-        )
+        pairs = map(_same, tuple.__iter__(value), tuple.__iter__(expected))
+        return stored_items(value) == stored_items(expected) and all(pairs)
     # repr distinguishes 0.0 from -0.0
-    return bool(value == expected) and (
-        not isinstance(value, float | complex) or repr(value) == repr(expected)
-    )
+    has_zeros = isinstance(value, float | complex)
+    return bool(value == expected) and (not has_zeros or repr(value) == repr(expected))
 
 
 @contextmanager
@@ -412,13 +407,8 @@ def discard_traced_tensors(walk: ClosureWalker) -> Iterator[None]:
     before = [(x.fields if isinstance(x, Attributes) else x) for x in walk.objects]
     dicts = [(x, dict(x)) for x in before if isinstance(x, dict)]
     lists = [(x, list(x)) for x in before if isinstance(x, list)]
-    cells = [
-        (cell, cell.cell_contents)
-        for x in before
-        if isinstance(x, FunctionType)
-        for cell in x.__closure__ or ()
-        if is_filled(cell)
-    ]
+    functions = [x for x in before if isinstance(x, FunctionType)]
+    cells = [(c, c.cell_contents) for f in functions for c in f.__closure__ or () if is_filled(c)]
     grads = [(x, x.grad) for x in before if isinstance(x, Tensor) and x.is_leaf]
     try:
         yield
@@ -441,8 +431,4 @@ def discard_traced_tensors(walk: ClosureWalker) -> Iterator[None]:
 
 
 def _is_traced(value: Any) -> bool:
-    return any(
-        isinstance(torch_internals.unwrap(x), FakeTensor)
-        for x in pytree.leaves(value)
-        if isinstance(x, Tensor)
-    )
+    return any(isinstance(torch_internals.unwrap(x), FakeTensor) for x in pytree.tensors(value))

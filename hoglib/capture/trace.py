@@ -341,8 +341,7 @@ def without_tensor_hooks(tensors: list[Tensor]) -> Iterator[None]:
 def _check_outputs(name: str, leaves: list[Any]) -> None:
     """Refuses outputs that depend on sizes, and objects that hide tensors."""
     for leaf in leaves:
-        fields = getattr(leaf, "__dict__", {})
-        hidden = [x for x in fields.values() if isinstance(x, Tensor)]
+        hidden = [x for x in getattr(leaf, "__dict__", {}).values() if isinstance(x, Tensor)]
         if isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):
             raise UnsupportedError(
                 f"{name}: expected outputs that do not depend on sizes, got the number {leaf} with "

@@ -54,11 +54,9 @@ def functions(target: str, inputs: Sequence[str]) -> tuple[list[Target], list[st
     if inputs:
         text = f"--input belongs to one Function: expected {path}:Function, got {target!r}."
         raise ArgumentValueError(text)
-    found = [
-        value
-        for key, value in _defined_in(module_of_file(path)).items()
-        if isinstance(value, type) and issubclass(value, Function) and value.__name__ == key
-    ]
+    defined = _defined_in(module_of_file(path)).items()
+    classes = [x for key, x in defined if isinstance(x, type) and x.__name__ == key]
+    found = [x for x in classes if issubclass(x, Function)]
     with_samples = [f for f in found if callable(getattr(f, SAMPLES, None))]
     if not with_samples:
         names = ", ".join(f.__name__ for f in found) or "none"
@@ -72,11 +70,8 @@ def functions(target: str, inputs: Sequence[str]) -> tuple[list[Target], list[st
 
 def _defined_in(module: ModuleType) -> dict[str, Any]:
     """The classes and functions that a module defines itself, in the order of its text."""
-    return {
-        key: value
-        for key, value in vars(module).items()
-        if isinstance(value, type | FunctionType) and value.__module__ == module.__name__
-    }
+    kinds, name = type | FunctionType, module.__name__
+    return {k: x for k, x in vars(module).items() if isinstance(x, kinds) and x.__module__ == name}
 
 
 def _evaluated(expression: str) -> Any:
@@ -106,11 +101,8 @@ def factories(target: str) -> dict[str, Callable[[], Any]]:
             f"expected package.module:factory or path/to/file.py, got {target!r}; a factory is a "
             f"function without arguments that returns {PROBLEM}."
         )
-    found: dict[str, Callable[[], Any]] = {
-        key: value
-        for key, value in _defined_in(module_of_file(path)).items()
-        if key.startswith(FACTORY) and not isinstance(value, type)
-    }
+    defined = _defined_in(module_of_file(path)).items()
+    found = {k: x for k, x in defined if k.startswith(FACTORY) and not isinstance(x, type)}
     if not found:
         raise ArgumentValueError(
             f"{path}: expected a function {FACTORY}() that returns {PROBLEM}, or several whose names "

@@ -239,9 +239,8 @@ def _product(
     if torch_internals.transforms_active():
         policy = policy._replace(create_graph=True)
     problem = Problem.of(policy, func, params, *args)
-    vector, block = validation.vectors(
-        "v", v, params, flat=(pytree.leaves(params), problem.structure)
-    )
+    flat = pytree.leaves(params), problem.structure
+    vector, block = validation.vectors("v", v, params, flat=flat)
     if problem.placement.is_sharded:
         _refuse_sharded(policy, func)
     around = ring(policy, func, placement=problem.placement, around_graph=True)

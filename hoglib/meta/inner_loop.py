@@ -371,9 +371,7 @@ def _modules_of(loss: Loss, modules: Sequence[nn.Module]) -> list[nn.Module]:
     return [part for module in (*models, *modules) for part in module.modules()]
 
 
-def _lifted_from(
-    loss: Loss, rule: GradientTransformation, params: Params
-) -> tuple[Params, list[nn.Module]]:
+def _lifted_from(loss: Loss, rule: Any, params: Params) -> tuple[Params, list[nn.Module]]:
     """The model's other parameters and the modules that a loss reads, as inputs of a recomputation."""
     closures.refuse("adapt(rule=...)", rule.update)
     if not isinstance(loss, FunctionalLoss):

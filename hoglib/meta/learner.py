@@ -8,7 +8,7 @@ for all.
 import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import replace
@@ -159,9 +159,7 @@ class Learner(nn.Module, ABC):
     over_tasks = Option[OverTasks]()
     _traceable = True  # by torch.compile
 
-    def __init__(
-        self, model: nn.Module, criterion: Any, options: Mapping[str, Any], **own: Any
-    ) -> None:
+    def __init__(self, model: nn.Module, criterion: Any, options: Any, **own: Any) -> None:
         super().__init__()
         of_kind = [*inspect.signature(type(self)).parameters][2:-1]  # for the message
         check_option_names(type(self).__name__, options, (*OPTION_NAMES, *of_kind))

@@ -304,10 +304,8 @@ class Reptile(Learner):
 def _moved(loop: ModuleLoop, start: MetaParams, support: Any, query: Any) -> TaskResult:
     """How far the parameters moved, as if that were a gradient: theta - theta_i."""
     _, (result, adapted) = loop.outer_loss(start, support, query)
-    moved = {
-        name: p - adapted[name] if name in adapted else torch.zeros_like(p)
-        for name, p in start.model.items()
-    }
+    own = start.model.items()
+    moved = {n: p - adapted[n] if n in adapted else torch.zeros_like(p) for n, p in own}
     return result._replace(grads=MetaParams(moved, {}))
 
 

@@ -148,9 +148,7 @@ def run_tasks(
 
 def _stack_for_vmap(tasks: Any, params: Params, over_tasks: str, vmappable: bool) -> Any | None:
     """The tasks as one stack, if vmap is to run them."""
-    if over_tasks == "loop":
-        return None
-    if over_tasks == "auto" and not (vmappable and prefer_vmap(params)):
+    if over_tasks == "loop" or (over_tasks == "auto" and not (vmappable and prefer_vmap(params))):
         return None
     stack = stacked(tasks)
     if stack is None and over_tasks == "vmap":

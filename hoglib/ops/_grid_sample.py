@@ -180,10 +180,6 @@ def _reflect(x: Tensor, period: float) -> Tensor:
 def _fits(input: Tensor, grid: Tensor, mode: str) -> bool:
     """Whether torch takes these tensors."""
     rank = input.dim()
-    return (
-        rank in ((4,) if mode == "bicubic" else (4, 5))
-        and grid.dim() == rank
-        and (grid.shape[0], grid.shape[-1]) == (input.shape[0], rank - 2)
-        and 0 not in input.shape[2:]
-        and input.dtype == grid.dtype
-    )
+    fits = rank in ((4,) if mode == "bicubic" else (4, 5)) and grid.dim() == rank
+    fits = fits and (grid.shape[0], grid.shape[-1]) == (input.shape[0], rank - 2)
+    return fits and 0 not in input.shape[2:] and input.dtype == grid.dtype

@@ -175,13 +175,8 @@ def multi_margin_loss(
     validation.real("input", input)
     classes = _classes(input)
     rows = input.numel() // max(classes, 1)
-    if not (
-        p in (1, 2)
-        and _are_rows(input, target)
-        and target.dim() < 2
-        and target.numel() == rows
-        and (weight is None or weight.shape == (classes,))
-    ):  # torch's error
+    fits = p in (1, 2) and _are_rows(input, target) and target.dim() < 2 and target.numel() == rows
+    if not fits or (weight is not None and weight.shape != (classes,)):  # torch's error
         return F.multi_margin_loss(
             input, target, p, margin, weight, size_average, reduce, reduction
         )

@@ -99,8 +99,7 @@ def _ids(L: Tensor) -> Tensor:
 def _over_gaps(X: Tensor, L: Tensor) -> Tensor:
     """X_ij / (L_j - L_i), and 0 within clusters."""
     same = _clusters(L)
-    gaps = (L[..., None, :] - L[..., :, None]).masked_fill(same, 1.0)
-    return X.masked_fill(same, 0.0) / gaps
+    return X.masked_fill(same, 0.0) / (L[..., None, :] - L[..., :, None]).masked_fill(same, 1.0)
 
 
 def _between(V: Tensor, L: Tensor) -> Tensor:

@@ -54,9 +54,7 @@ def add_noise(name: str, real: Any, std: float | None, generator: Generator | No
     return pytree.unflatten(moved, structure)
 
 
-def random_like(
-    like: Tensor, sampler: Any, shape: tuple[int, ...], generator: Generator | None
-) -> Tensor:
+def random_like(like: Tensor, sampler: Any, shape: Any, generator: Generator | None) -> Tensor:
     """Random numbers on the tensor's device, drawn on the generator's device."""
     device = like.device if generator is None else generator.device
     dtype = upcast_dtype(like.dtype)

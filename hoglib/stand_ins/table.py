@@ -66,6 +66,8 @@ for _layer in (torch.gru, torch.rnn_tanh, torch.rnn_relu):
     _decorate = stands_in_for(_layer, lacks=_lacks, modes=("rr",), device="cuda")
     _decorate(with_native_kernels(_layer))
 
+_SERIES = ("airy", "bessel", "polynomial")
+_CONSTANT = [name for name in vars(torch.special) if any(part in name for part in _SERIES)]
 STAND_INS = (
     *TABLE.values(),
     StandIn(
@@ -81,11 +83,7 @@ STAND_INS = (
         f"torch takes the result for a constant{SILENT}; so of all Bessel functions and orthogonal "
         "polynomials",
         EVERY,
-        refuses=tuple(
-            function
-            for name, function in vars(torch.special).items()
-            if any(part in name for part in ("airy", "bessel", "polynomial"))
-        ),
+        refuses=tuple(getattr(torch.special, name) for name in _CONSTANT),
         instead="Give it its derivatives, of bessel_j0 -bessel_j1, by `hoglib.ops.define`.",
     ),
 )

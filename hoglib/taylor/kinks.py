@@ -146,9 +146,7 @@ def here(operation: str) -> Kink:
     return Kink(operation, None)
 
 
-def warn_if_linear(
-    caller: str, kinks: Kinks, algebra: Algebra, series: Sequence[Parts | None]
-) -> None:
+def warn_if_linear(caller: str, kinks: Kinks, algebra: Algebra, series: list[Parts | None]) -> None:
     """Warns of outputs whose derivatives of order 2 and above are all zero because of kinks: no
     operation contributed a coefficient of them."""
     if algebra.order < 2 or not kinks.passed:

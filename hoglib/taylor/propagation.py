@@ -120,9 +120,7 @@ class Propagation(TorchDispatchMode):
         if torch.is_grad_enabled() and any(self._parts(x) is not None for x in args):
             raise Refused(f"the custom Function {function.__name__}")
 
-    def _defer(
-        self, rule: Rule, func: Any, args: Any, kwargs: Any, out: Any, written: Tensor | None
-    ) -> None:
+    def _defer(self, rule: Rule, func: Any, args: Any, kwargs: Any, out: Any, written: Any) -> None:
         names = names_of(func)
         if torch.Tag.pointwise in func.tags and isinstance(out, Tensor):
             args = [self._of_rank(x, out.dim()) for x in args]

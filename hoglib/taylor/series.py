@@ -74,9 +74,7 @@ class Univariate(Algebra):
     to its weighted sum over the directions, which is all that it needs of the others: [R], or 1.
     """
 
-    def __init__(
-        self, order: int, directions: bool = False, weights: Tensor | float | None = None
-    ) -> None:
+    def __init__(self, order: int, directions: bool = False, weights: Any = None) -> None:
         self.order = order
         self.orders = range(1, order + 1)
         self.weights = weights

@@ -122,6 +122,12 @@ def _strided(
     return part.as_strided(shape, strides, part.storage_offset() + start)
 
 
+def _rolled(part: Tensor, lead: int, x: Tensor, out: Any, shifts: Any, dims: Any = ()) -> Tensor:
+    if dims and x.dim():
+        return part.roll(shifts, shifted(list(dims), lead, x))
+    return part.flatten(lead).roll(shifts, lead).reshape(part.shape) if x.dim() else part
+
+
 # Pooling and resizing, by the dimensions of a batch.
 _BATCHED = {
     3: ("reflection_pad1d", "replication_pad1d", "upsample_nearest1d"),
@@ -169,13 +175,7 @@ LINEAR: dict[str, Linear] = {
     "gather": _gathered,
     "masked_select": _selected,
     "flip": by_dim(torch.flip),
-    "roll": lambda part, lead, x, out, shifts, dims=(): (
-        part.roll(shifts, shifted(list(dims), lead, x))
-        if dims and x.dim()
-        else part
-        if not x.dim()
-        else part.flatten(lead).roll(shifts, lead).reshape(part.shape)
-    ),
+    "roll": _rolled,
     "repeat": lambda part, lead, x, out, n=(): align(part, lead, len(n)).repeat([*(1,) * lead, *n]),
     "unfold": by_dim(Tensor.unfold),
     "tril": lambda part, lead, x, out, diagonal=0: part.tril(diagonal),

@@ -392,10 +392,8 @@ def subset_rows(subject: Subject, x: list[Tensor], subset: Sequence[int]) -> Ite
 
 def is_culprit(row: Row) -> bool:
     """Whether a row names the cause of other failures."""
-    return row.status == "fail" and any(
-        word in row.name
-        for word in ("detached: ", "saved: ", "culprit: ", " applies ", "deterministic")
-    )
+    words = ("detached: ", "saved: ", "culprit: ", " applies ", "deterministic")
+    return row.status == "fail" and any(word in row.name for word in words)
 
 
 def _in_motion(subject: Subject, x: list[Tensor]) -> list[tuple[Application, Moves | None]]:
@@ -583,10 +581,8 @@ class _Rule(NamedTuple):
         for cuts in _together(found.detached):
             share = ""
             if through:
-                what = " and ".join(map(_called, through))
-                share = (
-                    f" It loses {percent(lost)} of the missing second-order term, that of {what}."
-                )
+                of = " and ".join(map(_called, through))
+                share = f" It loses {percent(lost)} of the missing second-order term, that of {of}."
             more = f"; and {len(cuts) - 3} more" if len(cuts) > 3 else ""
             text = f"leaves the graph by {_shown(cuts)}{more}.{share} {_fix(cuts[0])}"
             yield self.row(_detached(cuts), text, lost or None)

@@ -280,10 +280,8 @@ class Call:
         self._function = fn.apply if _is_function_class(fn) else validation.function("fn", fn)
         leaves, self._structure = pytree.flatten(tuple(clone_inference_tensors(list(inputs))))
         marked = [isinstance(x, Tensor) and x.requires_grad for x in leaves]
-        free = [
-            is_float(x) and x.layout is torch.strided and (not any(marked) or mark)
-            for x, mark in zip(leaves, marked, strict=True)
-        ]
+        some, pairs = any(marked), zip(leaves, marked, strict=True)
+        free = [is_float(x) and x.layout is torch.strided and (m or not some) for x, m in pairs]
         names = ["inputs" + path for path in pytree.paths(tuple(inputs))]
         for name, x, mark in zip(names, leaves, marked, strict=True):
             if mark and x.layout is not torch.strided:
@@ -518,10 +516,8 @@ class HalfWatch(TorchDispatchMode):
     """The first operation, if any, that rounds what it was given to half precision: also inside
     backward and under autocast."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.dtype: torch.dtype | None = None
-        self.where = ""
+    dtype: torch.dtype | None = None
+    where = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

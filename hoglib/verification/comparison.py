@@ -144,12 +144,8 @@ class Target(NamedTuple):
     def with_slopes(
         self, random: Generator, *, full: bool = False, eps: float | None = None
     ) -> "Target":
-        slopes = [
-            slope(self.map, self.x, j, v, eps=eps)
-            for j, value in enumerate(self.x)
-            for v in directions(value, random, full=full)
-        ]
-        return self._replace(slopes=slopes)
+        along = [(j, v) for j, x in enumerate(self.x) for v in directions(x, random, full=full)]
+        return self._replace(slopes=[slope(self.map, self.x, j, v, eps=eps) for j, v in along])
 
 
 @final

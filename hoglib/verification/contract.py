@@ -214,13 +214,8 @@ def in_place(app: Application) -> Iterator[Row]:
             changed["inputs"].pop(name, None)
     grads = run.incoming()
     given = Snapshot({f"grad_output {k}": g for k, g in enumerate(grads)})
-    saved = Snapshot(
-        {
-            f"{label} ({kind_of(value, run, app.names)[1]})": value
-            for label, slot in run.record.slots().items()
-            for value in pytree.tensors(slot)
-        }
-    )
+    held = [(label, x) for label, slot in run.record.slots().items() for x in pytree.tensors(slot)]
+    saved = Snapshot({f"{label} ({kind_of(x, run, app.names)[1]})": x for label, x in held})
     again = Snapshot(named)
     with InPlaceWatch() as watch:
         app.backward(run, grads)
@@ -321,18 +316,13 @@ class Snapshot:
     """Tensors as they were, to tell later which of them were changed."""
 
     def __init__(self, tensors: dict[str, Any]) -> None:
-        self._was = {
-            name: (x, x._version, x.detach().clone())
-            for name, x in tensors.items()
-            if isinstance(x, Tensor) and not is_freed(x)
-        }
+        held = [(n, x) for n, x in tensors.items() if isinstance(x, Tensor) and not is_freed(x)]
+        self._was = {name: (x, x._version, x.detach().clone()) for name, x in held}
 
     def changed(self, places: dict[int, source_location.SourceLine | None]) -> Changes:
-        return {
-            name: places.get(storage_id(x))
-            for name, (x, version, value) in self._was.items()
-            if x._version != version or not same(x, value)
-        }
+        was = self._was.items()
+        other = [(n, x) for n, (x, version, y) in was if x._version != version or not same(x, y)]
+        return {name: places.get(storage_id(x)) for name, x in other}
 
 
 @final

@@ -436,11 +436,9 @@ def _explain(caller: str, error: Exception, functions: AppliedFunctions) -> None
     of those that were differentiated lost the graph, and in which line; raises another one for torch's
     errors about tensors of another call."""
     raw = not isinstance(error, HoglibError) and any(x in str(error) for x in OF_ANOTHER_CALL)
-    texts = [
-        RAISED.format(name=function.__qualname__, line=line)
-        for function, line in dict(torch_internals.backward_lines(frames_of(error))).items()
-        if not _is_ours(function)
-    ][-1:]
+    lines = dict(torch_internals.backward_lines(frames_of(error))).items()
+    own = [(function, line) for function, line in lines if not _is_ours(function)]
+    texts = [RAISED.format(name=function.__qualname__, line=line) for function, line in own[-1:]]
     if texts and "backward through the graph a second time" in str(error):
         texts[0] += " `hoglib.ops.remat` recomputes what can be differentiated again."
     for key in functions.differentiated:

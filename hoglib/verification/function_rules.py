@@ -37,6 +37,7 @@ from hoglib._core.state import same
 from hoglib._core.torch_internals import backward_rule
 
 DEPTH = 5
+LIBRARIES = ("builtins", "torch", "numpy", "collections")  # whose objects are left whole
 Key = tuple[str, Any]  # how a member is reached, "index", "key" or "attribute"; and by what
 # Kinds whose attributes are none of the Function's values, or cannot be exchanged.
 OPAQUE = (
@@ -97,12 +98,8 @@ def _is_plain(value: Any) -> bool:
     """Whether it is an object of a class that a user wrote, which keeps values in attributes."""
     kind = type(value)
     own: Callable[..., Any] | None = getattr(kind, "__setattr__", None)
-    return (
-        hasattr(value, "__dict__")
-        and own is object.__setattr__
-        and not callable(value)
-        and kind.__module__.split(".")[0] not in ("builtins", "torch", "numpy", "collections")
-    )
+    plain = hasattr(value, "__dict__") and own is object.__setattr__ and not callable(value)
+    return plain and kind.__module__.split(".")[0] not in LIBRARIES
 
 
 LONGEST = 40  # characters of an expression that is a name

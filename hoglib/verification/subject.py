@@ -135,12 +135,8 @@ def is_computed_so(x: Tensor, structure: Structure) -> bool:
         w = random_like(x, torch.Generator().manual_seed(6))
         with torch.enable_grad():
             (along,) = torch.autograd.grad(structure.project(own), own, w)
-        reaching, whole = (
-            torch.autograd.grad(
-                x, list(graph.leaves.values()), part, retain_graph=True, materialize_grads=True
-            )
-            for part in (w - along, w)
-        )
+        leaves, keep = [*graph.leaves.values()], {"retain_graph": True, "materialize_grads": True}
+        reaching, whole = (torch.autograd.grad(x, leaves, u, **keep) for u in (w - along, w))
         limit = torch.finfo(x.dtype).eps ** 0.5
         return _size(reaching) <= limit * _size(whole)
     return True
