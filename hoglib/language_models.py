@@ -17,15 +17,7 @@ from hoglib._core.torch_modes import value_checks_on
 from hoglib._core.trust import KERNELS, agree, largest
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 from hoglib.functional import Forward, FunctionalLoss, check_instance
-from hoglib.ops._cross_entropy import (
-    Rows,
-    chunk_size_of,
-    gauss_newton_product,
-    row_chunks,
-    row_gradients,
-    row_losses,
-    row_tangents,
-)
+from hoglib.ops import _cross_entropy
 
 __all__ = ["LanguageModelLoss", "language_model_loss"]
 
@@ -158,7 +150,7 @@ class LanguageModelLoss(FunctionalLoss):
         """
         with translate_batch_errors(batch, outputs):
             rows, counts, total = self._rows(outputs, batch)
-            losses = row_losses(rows)
+            losses = _cross_entropy.row_losses(rows)
         return torch.where(counts, losses, 0).sum() / total
 
     def batch_size(self, batch: Any) -> int:
@@ -188,7 +180,7 @@ class LanguageModelLoss(FunctionalLoss):
 
         def product(vector: Vector) -> list[Tensor]:
             given = _by_name(outputs, vector, names)
-            return _like(outputs, gauss_newton_product(rows, g, given, names))
+            return _like(outputs, _cross_entropy.gauss_newton_product(rows, g, given, names))
 
         return product
 
@@ -234,11 +226,11 @@ class LanguageModelLoss(FunctionalLoss):
             result: Any = (None, None, None)
             with torch.no_grad():
                 for own in draws:
-                    along = share * row_tangents(own, given)
+                    along = share * _cross_entropy.row_tangents(own, given)
                     if groups is not None:
                         per_group = along.reshape(groups, -1)
                         along = per_group.sum(1, keepdim=True).expand_as(per_group).reshape(-1)
-                    found = row_gradients(own, scale * share * along, names)
+                    found = _cross_entropy.row_gradients(own, scale * share * along, names)
                     pairs = zip(result, found, strict=True)
                     result = tuple(y if x is None else x + y for x, y in pairs)
             return _like(outputs, result)
@@ -307,7 +299,7 @@ class LanguageModelLoss(FunctionalLoss):
             outputs = self._run(batch)
         return _logits(outputs), seen[0]
 
-    def _rows(self, outputs: Features, batch: Any) -> tuple[Rows, Tensor, Tensor]:
+    def _rows(self, outputs: Features, batch: Any) -> tuple[_cross_entropy.Rows, Tensor, Tensor]:
         """The arguments of the loss by rows, which of them count, and the number of these."""
         hidden, weight, bias = outputs
         labels = self._labels(batch)
@@ -321,9 +313,9 @@ class LanguageModelLoss(FunctionalLoss):
         if value_checks_on() and not labels.is_meta and not torch_internals.transforms_active():
             _check_classes(classes[counts], len(weight), self._ignore_index)
         total = counts.sum().to(torch.promote_types(hidden.dtype, torch.float32))
-        size = chunk_size_of(self._chunk_size, len(weight))
+        size = _cross_entropy.chunk_size_of(self._chunk_size, len(weight))
         h, own = hidden.reshape(-1, hidden.shape[-1]), torch.where(counts, classes, 0)
-        return Rows(h, weight, bias, own, self._smoothing, size), counts, total
+        return _cross_entropy.Rows(h, weight, bias, own, self._smoothing, size), counts, total
 
     def _labels(self, batch: Any) -> Tensor:
         labels = _labels_of(batch, self._shift, self._ignore_index)
@@ -354,11 +346,13 @@ _INSTEAD = (
 )
 
 
-def _drawn(rows: Rows, num_samples: int, generator: Generator | None) -> Iterator[Rows]:
+def _drawn(
+    rows: _cross_entropy.Rows, num_samples: int, generator: Generator | None
+) -> Iterator[_cross_entropy.Rows]:
     """The rows with labels from the model's distribution, for each sample."""
     drawn = []
     with torch.no_grad():
-        for (part,) in row_chunks(rows):
+        for (part,) in _cross_entropy.row_chunks(rows):
             p = torch.softmax(F.linear(*part[:3]).float(), 1)
             drawn.append(torch.multinomial(p, num_samples, True, generator=generator))
     for classes in torch.cat(drawn).unbind(1):

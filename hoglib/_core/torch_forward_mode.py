@@ -16,14 +16,7 @@ from torch._functorch import eager_transforms, pyfunctorch
 from torch.autograd import forward_ad, grad_mode
 from torch.overrides import TorchFunctionMode
 
-from hoglib._core.torch_internals import (
-    checkpoint_frame,
-    forward_mode_active,
-    has_tangent,
-    running_backward,
-    transform_kinds,
-    transforms_active,
-)
+from hoglib._core import torch_internals
 from hoglib._core.torch_library import OPERATORS
 from hoglib.errors import UnsupportedError
 
@@ -43,7 +36,7 @@ def one_thread_in_forward_mode(caller: str) -> Iterator[None]:
     own = threading.get_ident()
     with _FORWARD_LOCK:
         # a backward on a GPU runs in a thread of its own, within the forward mode of the caller
-        if forward_mode_elsewhere() and running_backward() == -1:
+        if forward_mode_elsewhere() and torch_internals.running_backward() == -1:
             raise UnsupportedError(
                 f"{caller}: expected one thread at a time in forward mode, of which torch has one for "
                 "the whole process, got two; use the reverse mode, or a lock around the call."
@@ -61,7 +54,7 @@ def one_thread_in_forward_mode(caller: str) -> Iterator[None]:
 def in_dual_level() -> bool:
     """Whether a `forward_ad.dual_level` around the caller is not that of `torch.func.jvp`, which cannot
     be entered there."""
-    return forward_mode_active() and not eager_transforms.JVP_NESTING
+    return torch_internals.forward_mode_active() and not eager_transforms.JVP_NESTING
 
 
 def follow_grad_mode(enabled: bool) -> None:
@@ -80,7 +73,7 @@ def follow_grad_mode(enabled: bool) -> None:
         enabled = vars(manager).pop("_tangents", enabled)
     elif managed:
         vars(manager).setdefault("_tangents", torch._C._is_fwd_grad_enabled())
-    if (name == "__init__" or not managed) and running_backward() != -1:
+    if (name == "__init__" or not managed) and torch_internals.running_backward() != -1:
         return
     torch._C._set_fwd_grad_enabled(enabled)
 
@@ -97,7 +90,7 @@ class StopsTangents(TorchFunctionMode):
     def __init__(self, outside: Callable[[], None], run_operator: Callable[..., Any]) -> None:
         super().__init__()
         self._outside, self._run_operator = outside, run_operator
-        self._frame = checkpoint_frame()
+        self._frame = torch_internals.checkpoint_frame()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if type(func) in OPERATORS:
@@ -106,7 +99,7 @@ class StopsTangents(TorchFunctionMode):
             result = func(*args, **(kwargs or {}))
         if func is torch._C._set_grad_enabled:
             follow_grad_mode(args[0])
-        elif checkpoint_frame() is not self._frame:
+        elif torch_internals.checkpoint_frame() is not self._frame:
             self._outside()
         return result
 
@@ -122,7 +115,7 @@ class StopsTangents(TorchFunctionMode):
 
 def tangent_of(x: Tensor) -> Tensor | None:
     """The tangent of a dual tensor outside of torch.func transforms; None where it has none or zero."""
-    if not torch._C._is_fwd_grad_enabled() or not has_tangent(x):
+    if not torch._C._is_fwd_grad_enabled() or not torch_internals.has_tangent(x):
         return None
     tangent = forward_ad.unpack_dual(x).tangent
     return None if tangent is None or tangent._is_zerotensor() else tangent
@@ -145,15 +138,15 @@ def keep_tangents(variables: Sequence[Tensor]) -> None:
 
 def primal(x: Tensor | None) -> Tensor | None:
     """The tensor without a tangent of `forward_ad.dual_level`, with its graph."""
-    if x is None or transforms_active() or forward_ad._current_level < 0:
+    if x is None or torch_internals.transforms_active() or forward_ad._current_level < 0:
         return x
     with forward_ad._set_fwd_grad_enabled(True):
-        return forward_ad.unpack_dual(x).primal if has_tangent(x) else x
+        return forward_ad.unpack_dual(x).primal if torch_internals.has_tangent(x) else x
 
 
 def gradient_with_tangents() -> bool:
     """Whether exactly one `torch.func.jvp` is active, and inside it one gradient."""
-    return transform_kinds() == [TransformType.Jvp, TransformType.Grad]
+    return torch_internals.transform_kinds() == [TransformType.Jvp, TransformType.Grad]
 
 
 def tangents_without_graph(tensors: Sequence[Tensor | None]) -> list[Tensor | None] | None:
@@ -162,7 +155,7 @@ def tangents_without_graph(tensors: Sequence[Tensor | None]) -> list[Tensor | No
     tensor has a tangent.
     """
     inside = gradient_with_tangents()
-    if not inside and transform_kinds() != [TransformType.Jvp]:
+    if not inside and torch_internals.transform_kinds() != [TransformType.Jvp]:
         return None
     stack = torch._C._functorch.get_interpreter_stack()
     found = []
@@ -175,7 +168,7 @@ def tangents_without_graph(tensors: Sequence[Tensor | None]) -> list[Tensor | No
             if x is not None and inside:
                 x = torch._C._functorch._unwrap_for_grad(x, stack[1].level())
             tangent = None
-            if x is not None and has_tangent(x):
+            if x is not None and torch_internals.has_tangent(x):
                 tangent = forward_ad.unpack_dual(x).tangent
                 tangent = torch._C._functorch._unwrap_for_grad(tangent, stack[0].level())
             if x is not None:

@@ -19,17 +19,7 @@ from hoglib._core.gradient_graph import leaf_tensors
 from hoglib._core.source_location import warn
 from hoglib._core.state import preserve_random_state
 from hoglib._core.torch_internals import apply, no_autocast
-from hoglib.capture import signature
-from hoglib.capture.capturing import (
-    CAPTURING,
-    Captured,
-    GraphEntry,
-    Graphs,
-    Place,
-    capture,
-    kept,
-    runs_elsewhere,
-)
+from hoglib.capture import capturing, signature
 from hoglib.capture.runners import NAMES
 from hoglib.capture.signature import CallSignature
 from hoglib.capture.trace import InputRef, as_leaf, refuse_outer_graph, without_tensor_hooks
@@ -127,7 +117,7 @@ class Compiled:
 
     def __init__(
         self, fn: Callable[..., Any], *, backend: Any, dynamic: bool = False, check: bool = True,
-        name: str | None = None, place: Place | None = None,
+        name: str | None = None, place: capturing.Place | None = None,
         precheck: Callable[..., Any] | None = None,
     ) -> None:  # fmt: skip
         self.fn = validation.function("fn", fn)
@@ -137,23 +127,23 @@ class Compiled:
         self.dynamic = validation.flag("dynamic", dynamic)
         self.check = validation.flag("check", check)
         self.name = name or name_of(fn)
-        self._place = place or Place.of(fn)
+        self._place = place or capturing.Place.of(fn)
         self._precheck = precheck
         self.__doc__ = fn.__doc__
 
     @cached_property
-    def _graphs(self) -> Graphs:
+    def _graphs(self) -> capturing.Graphs:
         owner, key = self._place
-        place = Place(owner, (key, self.backend, self.dynamic, self.check))
-        return kept(place, Graphs, self.name)
+        place = capturing.Place(owner, (key, self.backend, self.dynamic, self.check))
+        return capturing.kept(place, capturing.Graphs, self.name)
 
     @property
-    def signatures(self) -> list[GraphEntry]:
+    def signatures(self) -> list[capturing.GraphEntry]:
         """The graphs that were captured so far, one per signature, in the order of capture."""
         return self._graphs.all()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.fn(*args, **kwargs) if runs_elsewhere() else self.run(*args, **kwargs)
+        return self.fn(*args, **kwargs) if capturing.runs_elsewhere() else self.run(*args, **kwargs)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The results by a graph, also inside forward mode.
@@ -172,7 +162,9 @@ class Compiled:
             outputs = entry.execute(entry.graph_inputs(tensors, lifted))
         return entry.assemble(outputs)
 
-    def find_or_capture(self, form: CallSignature, tensors: list[Tensor]) -> Captured | None:
+    def find_or_capture(
+        self, form: CallSignature, tensors: list[Tensor]
+    ) -> capturing.Captured | None:
         """The graph for such a call, and the tensors that ``fn`` reaches besides its arguments.
 
         Args:
@@ -184,7 +176,7 @@ class Compiled:
         found = self._lookup(form, tensors)
         if found is not None:
             return found
-        with CAPTURING:
+        with capturing.CAPTURING:
             found = self._lookup(form, tensors)  # another thread may have captured it meanwhile
             if found is not None:
                 return found
@@ -199,7 +191,7 @@ class Compiled:
                     self._precheck(*args, **kwargs)
                 checked = inside(value_checks_off=True)
             with checked, examined_functions(self.name) as functions:
-                entry, lifted = capture(self, form, tensors)
+                entry, lifted = capturing.capture(self, form, tensors)
                 if functions is not None and functions.only_traced:
                     with preserve_random_state():
                         self.on_tensors(form)(*tensors)
@@ -221,7 +213,7 @@ class Compiled:
 
         return run
 
-    def pullback(self, entry: GraphEntry, form: CallSignature) -> "Compiled":
+    def pullback(self, entry: capturing.GraphEntry, form: CallSignature) -> "Compiled":
         """The backward of a graph, as a function that runs as a graph.
 
         Args:
@@ -231,10 +223,10 @@ class Compiled:
             A function (args, kwargs, cotangents) -> gradients.
         """
         back = Pullback(self.fn, entry, form.constants)
-        return self._other(back, f"the backward of {self.name}", Place(entry, None))
+        return self._other(back, f"the backward of {self.name}", capturing.Place(entry, None))
 
     def _other(
-        self, fn: Callable[..., Any], name: str, place: Place,
+        self, fn: Callable[..., Any], name: str, place: capturing.Place,
         precheck: Callable[..., Any] | None = None,
     ) -> "Compiled":  # fmt: skip
         """Another function with the same options."""
@@ -264,7 +256,7 @@ class Compiled:
         entry, lifted = found
         return lambda given: entry.execute(given + lifted)
 
-    def _lookup(self, form: CallSignature, tensors: list[Tensor]) -> Captured | None:
+    def _lookup(self, form: CallSignature, tensors: list[Tensor]) -> capturing.Captured | None:
         for entry in self._graphs.by_signature.get(form.key, ()):
             lifted = entry.resolve(self.fn, form, tensors)
             if lifted is not None:
@@ -313,7 +305,7 @@ class GraphFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, compiled: Compiled, entry: GraphEntry, form: CallSignature, count: int,
+        ctx: Any, compiled: Compiled, entry: capturing.GraphEntry, form: CallSignature, count: int,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         given, lifted = list(tensors[:count]), list(tensors[count:])
@@ -355,7 +347,7 @@ class Pullback:
 
     independent = True  # the gradient of an argument excludes what it was computed from
 
-    def __init__(self, fn: Any, entry: GraphEntry, constants: list[Any]) -> None:
+    def __init__(self, fn: Any, entry: capturing.GraphEntry, constants: list[Any]) -> None:
         self.fn, self._entry, self._constants = fn, entry, constants
 
     def __call__(self, args: Any, kwargs: Any, cotangents: list[Tensor | None]) -> list[Tensor]:
@@ -389,16 +381,16 @@ def kept_graph(
         precheck: Called with the arguments before each capture; see :class:`Compiled`.
         kind: Compiled, or CompiledLoss.
     """
-    place = Place.of(owner)
-    place = Place(place.owner, (place.key, name, key))
+    place = capturing.Place.of(owner)
+    place = capturing.Place(place.owner, (place.key, name, key))
     return kind(run, backend=backend, name=name, place=place, precheck=precheck)
 
 
-def trace_graph(fn: Callable[..., Any], *args: Any, name: str | None = None) -> Captured:
+def trace_graph(fn: Callable[..., Any], *args: Any, name: str | None = None) -> capturing.Captured:
     """The graph of a function for such a call, neither compiled nor kept, and the tensors that the
     function reaches besides."""
     compiled = Compiled(fn, backend="eager", check=False, name=name)
-    return capture(compiled, *signature.parse_call(compiled.name, args, {}, False))
+    return capturing.capture(compiled, *signature.parse_call(compiled.name, args, {}, False))
 
 
 def requiring_grad(given: list[Tensor], lifted: list[Tensor]) -> list[Tensor]:
@@ -407,7 +399,7 @@ def requiring_grad(given: list[Tensor], lifted: list[Tensor]) -> list[Tensor]:
 
 
 def check_unchanged(
-    compiled: Compiled, entry: GraphEntry, form: CallSignature, given: list[Tensor],
+    compiled: Compiled, entry: capturing.GraphEntry, form: CallSignature, given: list[Tensor],
     lifted: list[Tensor],
 ) -> None:  # fmt: skip
     """Raises NoSecondDerivative if the function reaches other tensors or modules than at the call."""
@@ -420,7 +412,7 @@ def check_unchanged(
         )
 
 
-def count_graphs(graphs: list[GraphEntry]) -> str:
+def count_graphs(graphs: list[capturing.GraphEntry]) -> str:
     return f"{len(graphs)} graph" + "s" * (len(graphs) != 1)
 
 
@@ -502,13 +494,13 @@ class CompiledLoss(Compiled):
         return self._other(fn, f"{self.name} and its gradient", place, self._precheck)
 
     @property
-    def signatures(self) -> list[GraphEntry]:
+    def signatures(self) -> list[capturing.GraphEntry]:
         """The graphs that were captured so far; see :func:`compile`."""
         both, graph = self._with_gradient.signatures, self._with_graph.signatures
         return [*both, *super().signatures, *graph]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        if runs_elsewhere():
+        if capturing.runs_elsewhere():
             return self.fn(*args, **kwargs)
         if not torch.is_grad_enabled():
             return self.run(*args, **kwargs)
@@ -549,7 +541,7 @@ class CompiledLoss(Compiled):
         )
 
     def _without_aliases(
-        self, entry: GraphEntry, grads: list[Tensor], inputs: list[Tensor]
+        self, entry: capturing.GraphEntry, grads: list[Tensor], inputs: list[Tensor]
     ) -> list[Tensor]:
         """Gradients with memory of their own: a graph may return an input, or one tensor twice.
 

@@ -8,12 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
-from hoglib._core.swap import (
-    ModulePatch,
-    NormPolicy,
-    train_mode_batch_statistics,
-    use_batch_statistics,
-)
+from hoglib._core import swap
 
 NormKind = Literal["by_mode", "transductive", "per_step", "frozen"]
 Statistics = dict[str, tuple[Tensor, Tensor]]
@@ -26,15 +21,15 @@ def find_batch_norms(model: nn.Module) -> BatchNorms:
     return {n: m for n, m in named if isinstance(m, _BatchNorm) and m.track_running_stats}
 
 
-def frozen(patch: ModulePatch, layer: nn.Module) -> None:
+def frozen(patch: swap.ModulePatch, layer: nn.Module) -> None:
     """A layer uses the model's running statistics in train mode too."""
     if isinstance(layer, _NormBase) and layer.track_running_stats and layer.training:
         patch.put(layer, "training", False)
 
 
-FIXED_POLICIES: dict[str, NormPolicy] = {
-    "by_mode": train_mode_batch_statistics,
-    "transductive": use_batch_statistics,
+FIXED_POLICIES: dict[str, swap.NormPolicy] = {
+    "by_mode": swap.train_mode_batch_statistics,
+    "transductive": swap.use_batch_statistics,
     "frozen": frozen,
 }
 
@@ -61,14 +56,14 @@ class PerStepStatistics(nn.Module):
                 value = layer.get_buffer(f"running_{kind}").expand(steps + 1, -1).clone()
                 self.register_buffer(f"{kind}/{self._names[name]}", value)
 
-    def at(self, step: int, layers: BatchNorms) -> NormPolicy:
+    def at(self, step: int, layers: BatchNorms) -> swap.NormPolicy:
         """The policy of the layers at parameters after so many steps."""
         names = {id(layer): name for name, layer in layers.items()}
 
-        def policy(patch: ModulePatch, layer: nn.Module) -> None:
+        def policy(patch: swap.ModulePatch, layer: nn.Module) -> None:
             name = names.get(id(layer))
             if name is None or layer.training:
-                train_mode_batch_statistics(patch, layer)
+                swap.train_mode_batch_statistics(patch, layer)
                 return
             mean, var = self._of(name)
             i = min(step, self.steps)

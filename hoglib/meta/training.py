@@ -38,15 +38,9 @@ from hoglib._core.state import (
 from hoglib._core.torch_internals import gradients
 from hoglib._core.trust import BITS, SUMS, agree
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, NondeterministicError
+from hoglib.meta import inner_loop
 from hoglib.meta.checkpoints import BACKWARD, InMemory, OnDisk, State, digest
 from hoglib.meta.gradient_transformation import GradientTransformation
-from hoglib.meta.inner_loop import (
-    InnerSteps,
-    check_inner_losses,
-    is_truncated,
-    kept_states,
-    unroll,
-)
 from hoglib.meta.optimizers import is_transformation, resolve_rule
 
 Get = Callable[[int], Any]
@@ -218,16 +212,16 @@ class Training:
 
     def unrolled(self, hyper: Any) -> tuple[Any, list[Tensor]]:
         """The parameters at the end, with the graph of all steps, and the loss of each step."""
-        found = unroll(self.steps, self.count, self.initial(hyper), hyper, "store")
+        found = inner_loop.unroll(self.steps, self.count, self.initial(hyper), hyper, "store")
         return found.params, found.losses
 
     @property
-    def steps(self) -> InnerSteps:
+    def steps(self) -> inner_loop.InnerSteps:
         """The steps, with hyper as their constants."""
-        return InnerSteps(
+        return inner_loop.InnerSteps(
             lambda i, params, hyper: (self.value(params, hyper, self.batches.at(i)), ()),
             lambda _, hyper: resolve_rule(self.rule, hyper, {}),
-            lambda i: is_truncated(i, self.count, self.truncate),
+            lambda i: inner_loop.is_truncated(i, self.count, self.truncate),
         )
 
     def initial(self, hyper: Any) -> Any:
@@ -252,7 +246,7 @@ class Training:
     def check_finite(self, losses: list[Tensor], value: Tensor | None = None) -> None:
         """Raise for a loss of a step, or an outer one, that is not finite."""
         if losses:
-            check_inner_losses(
+            inner_loop.check_inner_losses(
                 torch.stack(losses), "Look for NaN in params, hyper or the data.",
                 "The inner training diverges: lower its learning rate.", self.count,
             )  # fmt: skip
@@ -352,7 +346,7 @@ class Replay:
         It ends with an error when a training diverges, which is looked for now and then.
         """
         count = self.training.count
-        kept = set(kept_states(self._schedule, 0, count))
+        kept = set(inner_loop.kept_states(self._schedule, 0, count))
         begin, state, losses = self._last_kept()
         every = max(1, isqrt(count))
         rolling = None
@@ -458,7 +452,7 @@ class Replay:
                     state, begin = found, position
         # of "sqrt" all of one segment
         schedule = "remat" if self._schedule == "sqrt" else self._schedule
-        keep = {*kept_states(schedule, begin, step + 1)} - {step}
+        keep = {*inner_loop.kept_states(schedule, begin, step + 1)} - {step}
         self._generators.set(state.generators)
         for i in range(begin, step):
             state, _ = self._step(i, state)

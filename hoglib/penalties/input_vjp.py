@@ -12,20 +12,13 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from hoglib._core import mixed_precision, pytree, validation
+from hoglib._core import mixed_precision, pytree, torch_internals, validation
 from hoglib._core.autograd import Vector, fresh_leaves, materialize_grads, translate_errors, vjp
 from hoglib._core.call_errors import translate_batch_errors
 from hoglib._core.closures import STATE, ClosureWalker, owner_of
 from hoglib._core.detachment import DetachmentWatch
 from hoglib._core.gradient_graph import GraphSummary, check_custom_functions, graph_summary
 from hoglib._core.problem import Problem
-from hoglib._core.torch_internals import (
-    SuspendedMode,
-    gradients,
-    transforms_active,
-    uncompiled,
-    watching_functions,
-)
 from hoglib._core.torch_modes import without_stand_ins
 from hoglib.errors import ArgumentTypeError, NoSecondDerivative
 from hoglib.penalties.distributed import GatheredParameters
@@ -56,7 +49,7 @@ def input_vjp(
     """
     policy = options.policy
     validation.function(f"{policy.caller}: the function", func)
-    func = uncompiled(func)
+    func = torch_internals.uncompiled(func)
     leaves, structure = check_points(policy.caller, "the points", x)
     devices = () if options.autocast else autocast_devices(leaves)
     if devices:
@@ -79,7 +72,7 @@ class InputVJP:
 
     def __init__(
         self, problem: Problem, options: CheckedOptions, modules: Sequence[nn.Module],
-        suspended: SuspendedMode, per_sample: bool = True,
+        suspended: torch_internals.SuspendedMode, per_sample: bool = True,
     ) -> None:  # fmt: skip
         self.problem, self.options, self.modules = problem, options, modules
         self._suspended = suspended
@@ -89,7 +82,7 @@ class InputVJP:
         self.draws: Callable[..., Tensor] | None = None  # replaces random_like in compiled code
         self._transposed: tuple[Tensor, list[Tensor | None]] | None = None
         self._transform_vjp: Callable[[Tensor], tuple[Tensor, ...]] | None = None
-        self.in_transform = transforms_active()  # where everything has a graph
+        self.in_transform = torch_internals.transforms_active()  # where everything has a graph
         if self.in_transform:
             self._evaluate_in_transform()
         else:
@@ -183,7 +176,7 @@ class InputVJP:
             create_graph = self.create_graph if create_graph is None else create_graph
             keep = retain_graph or create_graph
             with self.backward_stand_ins(), translate_errors(self.options.name):
-                grads = gradients(
+                grads = torch_internals.gradients(
                     [self.y], self.leaves, [u], retain_graph=keep, create_graph=create_graph
                 )
         self._gathered.until_backward_of(grads)
@@ -283,7 +276,7 @@ def no_gradient_flow(problem: Problem, leaves: Sequence[Tensor], reason: str) ->
 def _detached_places(problem: Problem, leaves: Sequence[Tensor]) -> list[str]:
     """Where a call of the function detaches; else its Functions, whose backward may."""
     with DetachmentWatch(module=in_module) as watch, suppress(Exception):
-        with watching_functions(lambda function, given: None) as applying:
+        with torch_internals.watching_functions(lambda function, given: None) as applying:
             watch.applying = applying
             result = problem.loss(problem.params(leaves), *problem.args)
         places = [str(detached) for detached in watch.detached]

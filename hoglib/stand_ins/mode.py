@@ -20,23 +20,11 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from hoglib._core import pytree, torch_library, validation
+from hoglib._core import pytree, torch_internals, torch_library, validation
 from hoglib._core.ambient import AMBIENT, inside
 from hoglib._core.source_location import running_module
 from hoglib._core.state import preserve_random_state
 from hoglib._core.torch_forward_mode import follow_grad_mode
-from hoglib._core.torch_internals import (
-    beneath,
-    checkpoint_frame,
-    eagerly,
-    first_sample,
-    forward_mode_active,
-    function_mode,
-    has_tangent,
-    tracing,
-    watching_functions,
-    without_transforms,
-)
 from hoglib._core.torch_modes import StandInMode, copy_without_override_check
 from hoglib.errors import UnsupportedError
 from hoglib.ops._stand_in import StandIn
@@ -87,7 +75,7 @@ def second_order(*, on_wrong: str | None = None) -> Iterator[None]:
     if on_wrong is not None and decided is None:
         decided = validation.one_of("on_wrong", on_wrong, ACTIONS)
     examined = around_users_derivatives() if AMBIENT.stand_ins is None else nullcontext()
-    with inside(on_wrong=decided), eagerly(), examined, _StandIns(wanted=True):
+    with inside(on_wrong=decided), torch_internals.eagerly(), examined, _StandIns(wanted=True):
         yield
 
 
@@ -188,12 +176,12 @@ class _SecondOrder(StandInMode):
                     result = copy(*args, **kwargs)
                     if func in _RUNS_BACKWARD:
                         _report_by_hand(func, args, kwargs)
-                first = func is torch.autograd.grad and forward_mode_active()
+                first = func is torch.autograd.grad and torch_internals.forward_mode_active()
                 if first and not _creates_graph(func, args, kwargs):
                     result = pytree.map_tensors(Tensor.detach, result)
                 return result
         result = func(*args, **kwargs)
-        if func is torch._C._set_grad_enabled and forward_mode_active():
+        if func is torch._C._set_grad_enabled and torch_internals.forward_mode_active():
             # what has no graph is a constant of forward mode too, as it is of backward
             follow_grad_mode(args[0])
         return result
@@ -202,23 +190,23 @@ class _SecondOrder(StandInMode):
 def run_operator(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A call of an operator of torch.library; as a custom Function of the user's rules where something
     is differentiated, because forward mode and torch.func take it for a constant."""
-    graphed = torch.is_grad_enabled() and not tracing()
+    graphed = torch.is_grad_enabled() and not torch_internals.tracing()
     graphed = graphed and any(map(_has_graph, pytree.leaves((args, kwargs))))
-    if forward_mode_active() or graphed:
+    if torch_internals.forward_mode_active() or graphed:
         call = torch_library.call_as_function(operator, args, kwargs, _functions_of)
         if call is not None:
             function, args = call
             return torch_library.result_of(function, function.apply(*args))
     result = operator(*args, **kwargs)
-    if forward_mode_active() and torch_library.is_users(operator):
+    if torch_internals.forward_mode_active() and torch_library.is_users(operator):
         _check_tangents(operator, args, kwargs, result)
     return result
 
 
 def _check_tangents(operator: Any, args: Any, kwargs: Any, result: Any) -> None:
     """Raises for a user's operator that drops tangents, as a node in C++ without forward mode does."""
-    moved = any(map(has_tangent, pytree.tensors((args, kwargs))))
-    dropped = moved and not any(map(has_tangent, pytree.tensors(result)))
+    moved = any(map(torch_internals.has_tangent, pytree.tensors((args, kwargs))))
+    dropped = moved and not any(map(torch_internals.has_tangent, pytree.tensors(result)))
     if dropped and any(map(_has_graph, pytree.leaves(_run_on_copies(operator, args, kwargs)))):
         raise UnsupportedError(
             f"{operator}: expected an operator with tangents in forward mode, got one with a backward "
@@ -230,23 +218,23 @@ def _has_graph(x: Any) -> bool:
     """Whether a tensor is differentiated, at any level of torch.func."""
     if not isinstance(x, Tensor):
         return False
-    inner = beneath(x)
+    inner = torch_internals.beneath(x)
     return x.requires_grad or (inner is not x and _has_graph(inner))
 
 
 def _functions_of(operator: Any, args: Any, kwargs: Any) -> list[type[Function]]:
     """The custom Functions that a call of an operator applies, found by a call of it with copies."""
     found: list[type[Function]] = []
-    with watching_functions(lambda function, _: found.append(function)):
+    with torch_internals.watching_functions(lambda function, _: found.append(function)):
         _run_on_copies(operator, args, kwargs)
     return found
 
 
 def _run_on_copies(operator: Any, args: Any, kwargs: Any) -> Any:
     def fresh(x: Tensor) -> Tensor:
-        return first_sample(x).detach().clone().requires_grad_(pytree.is_float(x))
+        return torch_internals.first_sample(x).detach().clone().requires_grad_(pytree.is_float(x))
 
-    with without_transforms(), preserve_random_state(), torch.enable_grad():
+    with torch_internals.without_transforms(), preserve_random_state(), torch.enable_grad():
         copies = pytree.map_tensors(fresh, (args, kwargs))
         return operator(*copies[0], **copies[1])
 
@@ -272,7 +260,9 @@ def _rows() -> dict[Any, tuple[StandIn, Callable[..., Any]]]:
 def _refuse(original: Callable[..., Any], stand_in: StandIn, *args: Any, **kwargs: Any) -> Any:
     """Raises where a gradient is needed; runs the original elsewhere."""
     tensors = pytree.tensors((args, kwargs))
-    if not torch.is_grad_enabled() or not any(_has_graph(x) or has_tangent(x) for x in tensors):
+    if not torch.is_grad_enabled() or not any(
+        _has_graph(x) or torch_internals.has_tangent(x) for x in tensors
+    ):
         return original(*args, **kwargs)
     raise UnsupportedError(
         f"{stand_in.name}{in_module()}: expected an operation with a second derivative, got one "
@@ -326,7 +316,7 @@ def without_override_check(
 def _recompute_inside() -> None:
     """Makes the checkpoint around the caller recompute with stand-ins: torch's own operation would save
     other tensors than the stand-in did."""
-    frame = checkpoint_frame()
+    frame = torch_internals.checkpoint_frame()
     if frame is not None and not isinstance(frame.recompute_fn, _Inside):
         frame.recompute_fn = _Inside(frame.recompute_fn)
 
@@ -340,6 +330,8 @@ class _Inside:
 
     def __call__(self, *args: Any) -> None:
         mode = AMBIENT.stand_ins  # suspended while a backward runs that seems to need no stand-ins
-        again = _StandIns(True) if mode is None or function_mode(StandInMode) else mode
+        again = (
+            _StandIns(True) if mode is None or torch_internals.function_mode(StandInMode) else mode
+        )
         with again, inside(statistics_frozen=self._frozen or AMBIENT.statistics_frozen):
             self._function(*args)
