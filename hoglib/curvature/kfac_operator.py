@@ -14,6 +14,7 @@ from hoglib._core import pytree, validation
 from hoglib._core.fingerprint import Numbers, sums_and_norms
 from hoglib._core.placement import refuse_sharded
 from hoglib._core.problem import check_option_names
+from hoglib._core.source_location import warn
 from hoglib.curvature.data import PassTotals
 from hoglib.curvature.dataset_sum import DATA_OPTIONS, DataOptions
 from hoglib.curvature.estimates import Estimate
@@ -381,6 +382,13 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
                     f"params: expected dense gradients, got {what} ones of {validation.listing(wrong)};"
                     " call it after `backward()`, with an operator of parameters that have them."
                 )
+        own = self.space.params
+        if other := [n for n in names if given[n].data_ptr() != own[n].data_ptr()]:
+            warn(
+                "precondition_: expected the tensors that the operator was made of, whose values "
+                f"`update()` reads, got others of {validation.listing(other)}; after "
+                "`load_state_dict(assign=True)` or `model.to(...)` make a new operator."
+            )
         rows, rebuild = self.space.rows(grads, "grad")
         validation.finite("grad", rows, "Lower the learning rate, or skip this step.", late=True)
         blocks, options = self.blocks(), (damping, method)

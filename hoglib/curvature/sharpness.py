@@ -112,7 +112,7 @@ def _search(
     every = [pytree.leaves(tree) for tree in (moved, params, along)]
     # of the mean slope (f(eta) - f) / eta, which is linear where the loss is quadratic
     low, at_low, high, at_high, side, passes = 0.0, -slope, inf, inf, 0, 1
-    eta = start or 4 * (abs(before) or 1.0) / slope
+    eta, growth = start or 4 * (abs(before) or 1.0) / slope, 1 + tol / 2
     while passes < max_passes and high > (1 + tol) * low:
         with torch.no_grad():
             for x, p, u in zip(*every, strict=True):
@@ -126,7 +126,9 @@ def _search(
         aim = 1 - side * tol / 4
         if high == inf:
             root = low * slope / (slope + at_low) if slope + at_low > 0 else inf
-            eta = min(max(aim * root, (1 + tol / 2) * low), 16 * low)
+            eta = min(max(aim * root, growth * low), 16 * low)
+            if aim * root < 16 * low:  # where the loss flattens, parabolas end just beyond low
+                growth *= growth
         elif low > 0 and at_high > 16 * slope:  # far from a parabola
             eta = sqrt(low * high)
         else:

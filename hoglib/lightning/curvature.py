@@ -213,7 +213,7 @@ class CurvatureMonitor(pl.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the history and the fixed batch."""
         self.history = [_unpacked(one) for one in state_dict["history"]]
-        self._rarer = state_dict.get("rarer", 1)
+        self._rarer = state_dict.get("rarer", 1) if self.max_seconds else 1
         saved = state_dict["batch"]
         self._saved = None if saved is None else _Saved(**saved)
 

@@ -931,6 +931,9 @@ def test_gradients_are_preconditioned_in_place():
     K.update().precondition_(params, damping=0.1)
     assert K._last is not kept
     weight = params["0.weight"]
+    copied = {n: p.detach().clone() for n, p in params.items()}
+    with pytest.warns(UserWarning, match="got others of 0.weight"):
+        hog.KFACOperator(loss, copied, batch).precondition_(params, damping=0.1)
     for grad, given, words in (
         (weight.grad, nn.Linear(2, 2), "got Linear without 0.weight"), (weight.grad, [*params.values()], "got list without"),
         (None, params, "got missing ones of 0.weight"), (weight.grad.to_sparse(), params, "got sparse ones of 0.weight"),

@@ -70,6 +70,10 @@ def test_what_is_not_found_is_no_number(name):
     function, start = OTHERS[name]
     found = sharpness(lambda p, _: function(p), torch.full((3,), start, dtype=F64), None)
     assert (found.found, math.isnan(found.value)) == (False, True)
+    flattens = sharpness(
+        lambda p, _: (p - 2 * p.log()).sum(), torch.tensor([5.0, 0.1]).double(), None
+    )
+    assert (flattens.found, flattens.step) == (True, pytest.approx(0.48668, rel=0.05))
     into_nan = sharpness(lambda p, _: (p + 3).sqrt().sum(), torch.ones(3, dtype=F64), None)
     assert into_nan.step == pytest.approx(16, rel=0.025)
 

@@ -421,6 +421,9 @@ def test_a_measurement_that_takes_too_long_makes_the_next_ones_rarer(tmp_path, m
         fit(tmp_path, [callback], Quiet())
     assert [one.batch for one in callback.history] == [0, 3, 6, 8]
     assert callback.state_dict()["rarer"] == 3
+    unlimited = CurvatureMonitor(every=1, **SMALL)
+    unlimited.load_state_dict(callback.state_dict())
+    assert unlimited.state_dict()["rarer"] == 1
 
 
 def test_a_loss_at_random_is_refused_with_a_way_out(tmp_path):
