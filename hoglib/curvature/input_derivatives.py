@@ -174,9 +174,8 @@ def by_reverse(
     value = func(own)
     graph = graph_summary(value)
     check_custom_functions(graph, CALLER)
-    keep = keep and (
-        always or x.requires_grad or any(leaf is not own for leaf in graph.leaves.values())
-    )
+    others = (leaf is not own for leaf in graph.leaves.values())
+    keep = keep and (always or x.requires_grad or any(others))
     points, outputs, probes = _sizes(x, value, directions)
     y = value.reshape(points, outputs)
     # all at once takes twice the passes where no graph is kept, which pays from four outputs on
@@ -186,9 +185,7 @@ def by_reverse(
         found = [_of_one_output(f, own, probes, keep) for f in y.unbind(1)]
         result = torch.stack(found, 1) if found else torch.zeros_like(y)
     result = result.reshape(value.shape)
-    warn_if_not_finite(
-        CALLER, value, [result], lambda own: func(own).sum(), [x], preserve_random_state
-    )
+    warn_if_not_finite(CALLER, value, [result], lambda p: func(p).sum(), [x], preserve_random_state)
     if not keep:
         return value.detach().clone(), result.detach()
     if not result.requires_grad:  # a constant, from which a loss can still go backward

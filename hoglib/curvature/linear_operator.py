@@ -58,16 +58,14 @@ class RectangularOperator(ABC):
         self._bar = ProgressBar(type(self).__name__, validation.flag("progress", progress))
 
     @contextmanager
-    def _algorithm(
-        self, name: str, products: int | None = None, options: tuple[Any, ...] = ()
-    ) -> Iterator[None]:
+    def _algorithm(self, name: str, total: int | None = None, options: Any = ()) -> Iterator[None]:
         """Inside, an algorithm of that name multiplies, so many times if that is known.
 
         options: from which the number of messages between processes follows.
         """
         if options:
             self.space.check_same_call(name, *options)
-        with self._bar.over(name, products):
+        with self._bar.over(name, total):
             yield
 
     @property
@@ -157,13 +155,7 @@ class RectangularOperator(ABC):
         Returns:
             The SciPy operator.
         """
-        found, back = eigenvalues.to_scipy(self), eigenvalues.to_scipy(self.T)
-        from scipy.sparse import linalg
-
-        return linalg.LinearOperator(
-            self.shape, matvec=found.matvec, matmat=found.matmat, dtype=found.dtype,
-            rmatvec=back.matvec, rmatmat=back.matmat,
-        )  # fmt: skip
+        return eigenvalues.to_scipy(self)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name not in vars(LinearOperator):

@@ -205,10 +205,8 @@ class Space:
 
     def _like_params(self, v: Tensor) -> bool:
         """Whether v has the shape of params that are one tensor, or of a block of these."""
-        shape = getattr(self.params, "shape", None)
-        return shape is not None and (
-            v.shape == shape or (len(shape) > 1 and v.shape[:-1] == shape)
-        )
+        own = getattr(self.params, "shape", None)
+        return own is not None and (v.shape == own or (len(own) > 1 and v.shape[:-1] == own))
 
     def _flat_rows(self, v: Tensor, name: str) -> tuple[Tensor, Rebuild]:
         if v.dim() not in (1, 2) or v.shape[0] != self.length or is_sharded(v):

@@ -21,7 +21,6 @@ from hoglib.curvature.data import gathered, world_size
 from hoglib.curvature.estimates import SpectralDensity
 from hoglib.lightning.audit import METHOD, check_method, second_order_problems
 
-LARGEST = "largest"
 PLAIN = (bool, int, float, str, type(None))  # what a checkpoint may hold besides tensors
 QUIET = f"""
     def {METHOD}(self, batch):
@@ -55,7 +54,7 @@ class Measurement(NamedTuple):
         where = f"curvature[{self.name}]" if self.name else "curvature"
         trace, error = self.spectrum.trace
         of = {
-            LARGEST: float(self.spectrum.largest[-1]), "smallest": float(self.spectrum.smallest[0]),
+            "largest": float(self.spectrum.largest[-1]), "smallest": float(self.spectrum.smallest[0]),
             "trace": trace, "trace_error": error, "edge": self.edge, "critical": self.critical,
         }  # fmt: skip
         return {f"{where}/{name}": value for name, value in of.items() if value is not None}
@@ -182,7 +181,8 @@ class CurvatureMonitor(pl.Callback):
         # only now has Lightning's step count for the loggers reached the batch of the measurement
         if self._due(done):
             self._measure(pl_module, done, batch)
-            self._log(trainer, pl_module, done)
+            self._show(pl_module, done)
+            self._log(trainer, done)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any,
@@ -202,7 +202,7 @@ class CurvatureMonitor(pl.Callback):
             return  # there was no batch
         done = _batches(trainer)
         self._measure(pl_module, done, self._batch)
-        self._log(trainer, pl_module, done, shown=False)
+        self._log(trainer, done)
 
     def state_dict(self) -> dict[str, Any]:
         """The history and the fixed batch, for checkpoints."""
@@ -258,9 +258,8 @@ class CurvatureMonitor(pl.Callback):
                 batch = self._batch if self.fixed_batch else batch
                 for name, loss, params, given in second_order_problems(module, batch):
                     shared = any(map(is_sharded, pytree.leaves(params)))  # with all its processes
-                    processes: Literal["sharded"] | None = (
-                        "sharded" if world_size() > 1 and not shared else None
-                    )
+                    alone = shared or world_size() == 1
+                    processes: Literal["sharded"] | None = None if alone else "sharded"
                     spectrum = hessian_spectrum(
                         loss, params, given, k=self.k, num_samples=self.num_samples,
                         steps=self.steps, stand_ins=self.stand_ins,
@@ -296,17 +295,10 @@ class CurvatureMonitor(pl.Callback):
     def _show(self, module: pl.LightningModule, done: int) -> None:
         """Log the largest eigenvalue to the progress bar and callback_metrics."""
         for one in self._at(done):
-            for name, value in one.values().items():
-                if name.endswith(f"/{LARGEST}"):
-                    module.log(
-                        name, value, prog_bar=True, logger=False, on_step=True, on_epoch=False
-                    )
+            name, value = next(iter(one.values().items()))  # the largest
+            module.log(name, value, prog_bar=True, logger=False, on_step=True, on_epoch=False)
 
-    def _log(
-        self, trainer: pl.Trainer, module: pl.LightningModule, done: int, shown: bool = True
-    ) -> None:
-        if shown:
-            self._show(module, done)
+    def _log(self, trainer: pl.Trainer, done: int) -> None:
         values = {name: value for one in self._at(done) for name, value in one.values().items()}
         if values and trainer.is_global_zero:
             step = trainer.fit_loop.epoch_loop._batches_that_stepped
@@ -344,9 +336,7 @@ class _Saved(NamedTuple):
 
 
 def _saved(batch: Any) -> _Saved:
-    leaves = [
-        leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in pytree.leaves(batch)
-    ]
+    leaves = [x.detach().clone() if isinstance(x, Tensor) else x for x in pytree.leaves(batch)]
     for path, leaf in zip(pytree.paths(batch), leaves, strict=True):
         if not isinstance(leaf, (Tensor, *PLAIN)):
             raise errors.ArgumentTypeError(
@@ -376,13 +366,11 @@ def _restored(saved: _Saved, like: Any) -> Any:
             "with fixed_batch=False."
         )
     rank = distributed.get_rank() if world_size() > 1 else 0
-    return pytree.unflatten(
-        [
-            was.to(leaf.device) if isinstance(was, Tensor) and isinstance(leaf, Tensor) else was
-            for was, leaf in zip(saved.leaves[rank], now, strict=True)
-        ],
-        structure,
-    )
+    leaves = [
+        was.to(leaf.device) if isinstance(was, Tensor) and isinstance(leaf, Tensor) else was
+        for was, leaf in zip(saved.leaves[rank], now, strict=True)
+    ]
+    return pytree.unflatten(leaves, structure)
 
 
 def _named(paths: list[str]) -> str:
