@@ -236,16 +236,15 @@ def spectral_density(
     before = operator.count
     wide = torch.promote_types(operator.dtype, torch.float32)  # of the bases
     at_once = max(1, BASES_AT_ONCE // (steps * size * wide.itemsize))
-    found = []
-    for first in range(0, num_samples, at_once):
-        count = min(at_once, num_samples - first)
-        found.append(
-            tridiagonal(
-                lambda rows: operator.apply(rows.to(operator.dtype)).to(wide),
-                random_signs(operator.space, count, generator).to(wide).div_(size**0.5), steps,
-                operator.space,
-            )[0]
-        )  # fmt: skip
+
+    def apply(rows: Tensor) -> Tensor:
+        return operator.apply(rows.to(operator.dtype)).to(wide)
+
+    def start(count: int) -> Tensor:
+        return random_signs(operator.space, count, generator).to(wide).div_(size**0.5)
+
+    counts = (min(at_once, num_samples - first) for first in range(0, num_samples, at_once))
+    found = [tridiagonal(apply, start(count), steps, operator.space)[0] for count in counts]
     nodes, vectors = symmetric_eigen(torch.cat(found))
     return _smoothed(nodes, vectors[:, 0].square(), width, operator.count - before)
 

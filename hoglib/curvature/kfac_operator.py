@@ -193,10 +193,7 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
 
     def blocks(self) -> Sequence[KroneckerBlock]:
         """The blocks, in the order of the parameters; they are computed at the first use."""
-        if self._blocks is None:
-            self.update()
-        assert self._blocks is not None
-        return self._blocks
+        return self.update().blocks() if self._blocks is None else self._blocks
 
     def update(self) -> "KFACOperator":
         """Compute the factors at the parameters as they are now.

@@ -687,8 +687,8 @@ class LinearOperator(RectangularOperator):
             >>> A.logdet()  # of 2 I
             tensor(1.3863)
         """
-        products = num_samples * min(steps, self.shape[0])
-        with self._algorithm("logdet", products, (num_samples, steps)):
+        P = self.shape[0]
+        with self._algorithm("logdet", num_samples * min(steps, P), (num_samples, steps)):
             found = estimates.spectral_density(self, num_samples, steps, None, generator)
         present = found.weights > torch.finfo(found.weights.dtype).eps
         lowest = float(found.nodes[present].min())
@@ -699,7 +699,6 @@ class LinearOperator(RectangularOperator):
             )
         tiny = torch.finfo(found.nodes.dtype).tiny
         average = found.average(lambda x: x.clamp(min=tiny).log())
-        P = self.shape[0]
         total = estimates.Estimate(*((P * x).to(self.device, self.dtype) for x in average))
         return total.returned(return_error)
 

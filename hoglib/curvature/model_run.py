@@ -120,10 +120,8 @@ def mean_inputs(layer: Layer, examples: int, dtype: torch.dtype, device: torch.d
     if layer.layout.weight is None:
         return ones
     total = sum(call.rows for call in layer.calls)
-    weighted = [
-        call.rows / total * call.by_example(call.inputs().to(dtype), examples).mean(2)
-        for call in layer.calls
-    ]
+    given = ((call, call.by_example(call.inputs().to(dtype), examples)) for call in layer.calls)
+    weighted = [call.rows / total * a.mean(2) for call, a in given]
     mean = torch.stack(weighted).sum(0) if len(weighted) > 1 else weighted[0]
     return mean if layer.layout.bias is None else torch.cat([mean, ones], -1)
 
@@ -181,10 +179,8 @@ def layer_gradients(layer: Layer, gradients: Gradients, run: "ModelRun") -> Iter
     for start in range(0, N, size):
         stop = min(start + size, N)
         if a is None:
-            parts = [
-                call.weight_gradients(gradients.plain(call).to(run.dtype), start, stop)
-                for call in layer.calls
-            ]
+            plain = ((call, gradients.plain(call).to(run.dtype)) for call in layer.calls)
+            parts = [call.weight_gradients(u, start, stop) for call, u in plain]
             found = torch.stack(parts).sum(0) if len(parts) > 1 else parts[0]
         else:
             found = (g[:, start:stop].mT @ a[:, start:stop]).movedim(1, 0)
@@ -353,10 +349,8 @@ class ModelRun:
             found = self._alone(column, start, stop)
             if found is None:
                 number = torch.arange(self.examples, device=self.device)
-                each = [
-                    self._backward(own, _of_some(column, number == n if len(number) > 1 else None))
-                    for n in range(start, stop)
-                ]
+                ones = (number == n if len(number) > 1 else None for n in range(start, stop))
+                each = [self._backward(own, _of_some(column, one)) for one in ones]
                 rows = (materialize_grads(parts, own) for parts in each)
                 found = [torch.stack(parts) for parts in zip(*rows, strict=True)]
             yield [x.flatten(1).to(self.dtype) for x in found]

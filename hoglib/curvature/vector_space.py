@@ -337,8 +337,7 @@ class _RandomNumbers:
         self.last = 0.0  # of the numbers that were taken
 
     def take(self, count: int) -> Tensor:
-        parts = [self._drawn]
-        have = len(self._drawn)
+        parts, have = [self._drawn], len(self._drawn)
         while have < count:
             several = self._left >= self._at_once + 16
             parts.append(self._draw(self._at_once if several else self._left))

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from math import ceil, isfinite
 from time import monotonic
-from typing import Any, Literal, NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import lightning.pytorch as pl
 import torch
@@ -259,21 +259,18 @@ class CurvatureMonitor(pl.Callback):
                 for name, loss, params, given in second_order_problems(module, batch):
                     shared = any(map(is_sharded, pytree.leaves(params)))  # with all its processes
                     alone = shared or world_size() == 1
-                    processes: Literal["sharded"] | None = None if alone else "sharded"
+                    processes = None if alone else "sharded"
+                    options: Any = {"stand_ins": self.stand_ins, "processes": processes}
                     spectrum = hessian_spectrum(
-                        loss, params, given, k=self.k, num_samples=self.num_samples,
-                        steps=self.steps, stand_ins=self.stand_ins,
-                        generator=generator.manual_seed(seed), processes=processes,
-                        max_iter=self.max_iter,
+                        loss, params, given, k=self.k, num_samples=self.num_samples, steps=self.steps,
+                        generator=generator.manual_seed(seed), max_iter=self.max_iter, **options,
                     )  # fmt: skip
                     short = name.removeprefix(own).removeprefix("[").removesuffix("]")
                     critical = None
                     if self.critical:
                         with suppress(errors.ArgumentValueError):  # of a gradient that is zero
-                            sharpness = critical_sharpness(
-                                loss, params, given, stand_ins=self.stand_ins, processes=processes
-                            )
-                            critical = sharpness.value if isfinite(sharpness.value) else None
+                            step = critical_sharpness(loss, params, given, **options)
+                            critical = step.value if isfinite(step.value) else None
                     edge = _edge(module.trainer, params, float(spectrum.largest[-1]))
                     found.append(Measurement(done, short, spectrum, edge, critical))
         except errors.NondeterministicError as error:
