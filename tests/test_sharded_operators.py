@@ -128,9 +128,7 @@ def algorithms(net, rows, all_of_them):
         assert x[1].iterations == y[1].iterations, name
         assert bool(x[1].converged) == bool(y[1].converged), name
     for name, estimate in {
-        "density": lambda op: (
-            op.spectral_density(2, steps=5, generator=seeded(), width=0.1).density
-        ),
+        "density": lambda A: A.spectral_density(2, steps=5, generator=seeded(), width=0.1).density,
         "frobenius": lambda op: op.squared_frobenius(2, generator=seeded()),
     }.items():
         found[name] = pair.error(estimate(A), estimate(B))

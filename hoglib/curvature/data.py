@@ -146,9 +146,8 @@ class Processes:
         self._check_same(every, total.dtype)
         largest = max(one.largest for one in every)
         whole = max(every, key=lambda one: one.shared).whole
-        return PassTotals(*map(sum, zip(*every, strict=True)))._replace(
-            largest=largest, whole=whole
-        )
+        sums = PassTotals(*map(sum, zip(*every, strict=True)))
+        return sums._replace(largest=largest, whole=whole)
 
     def _raise(self, error: Exception | None, every: list[PassTotals]) -> None:
         texts = self.gather("" if error is None else f"{type(error).__name__}: {error}")

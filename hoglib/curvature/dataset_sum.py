@@ -57,13 +57,12 @@ from hoglib.curvature.likelihood import (
 )
 from hoglib.curvature.linear_operator import ProgressBar
 from hoglib.curvature.reproducibility import Determinism, Symmetry, close
-from hoglib.curvature.vector_space import Space
+from hoglib.curvature.vector_space import Space, Tree
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, NondeterministicError
 from hoglib.ring import ring
 from hoglib.verification.call import HalfWatch
 from hoglib.verification.entry_points import examined_functions
 
-Tree = Any
 CountedLabels = tuple[dict[str, tuple[int, bool]], float]  # of a batch, and its weight
 MEMORY_LIMIT = 2 * 2**30
 CHECKED_EVERY = 8  # products of an algorithm: a kept graph reads neither modules nor new tensors

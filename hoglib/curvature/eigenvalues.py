@@ -14,7 +14,7 @@ from torch import Tensor
 from hoglib import errors
 from hoglib._core import validation
 from hoglib._core.factorizations import symmetric_eigen
-from hoglib.curvature.vector_space import Space, SymmetricMatrix, random_normals
+from hoglib.curvature.vector_space import Draw, Space, SymmetricMatrix, random_normals
 
 CACHED = 2**22  # bytes of a basis that cost little beside a product
 LARGEST = 2**24  # bytes of a basis that is enlarged
@@ -26,7 +26,8 @@ ROUNDING = 10  # times eps |A|: the error of a product
 SMALLEST = torch.finfo(torch.float64).tiny  # a residual that is allowed, of a matrix of zeros
 TOL = {torch.float64: 1e-10, torch.float32: 1e-5}
 # the indices of k of some ascending values
-ENDS: dict[str, Callable[[Tensor, int], Tensor]] = {
+Chosen = Callable[[Tensor, int], Tensor]  # the indices of k of ascending values
+ENDS: dict[str, Chosen] = {
     "LM": lambda values, k: values.abs().argsort(descending=True)[:k],
     "LA": lambda values, k: torch.arange(len(values) - k, len(values)),
     "SA": lambda values, k: torch.arange(k),
@@ -35,8 +36,6 @@ ENDS: dict[str, Callable[[Tensor, int], Tensor]] = {
 }
 
 Apply = Callable[[Tensor], Tensor]
-Draw = Callable[[int], Tensor]
-Choose = Callable[[Tensor, int], Tensor]
 
 
 @final
@@ -97,12 +96,10 @@ def eigsh(
     default = max(TOL.get(operator.space.precision, 1e-2), TOL[wide])
     tol = default if tol is None else validation.number("tol", tol, minimum=0)
     random = validation.generator(generator) or torch.Generator().manual_seed(0)
-    before = operator.count
-    space = operator.space
+    before, space = operator.count, operator.space
     if size <= first_check(k, block) and not space.placement.is_sharded:
-        A = operator.to_dense().to(torch.float64)
-        every, columns = symmetric_eigen(A)
-        chosen = _chosen(every.cpu(), k, which).to(A.device)
+        every, columns = symmetric_eigen(operator.to_dense().to(torch.float64))
+        chosen = _chosen(every.cpu(), k, which).to(every.device)
         values, rows = every[chosen], columns[:, chosen].T
     else:
 
@@ -112,9 +109,8 @@ def eigsh(
         def apply(rows: Tensor) -> Tensor:
             return operator.apply(rows.to(operator.device, operator.dtype)).to(device, wide)
 
-        values, rows = lanczos(
-            apply, draw, block, k, partial(_chosen, which=which), tol, limit, space,
-        )  # fmt: skip
+        choose = partial(_chosen, which=which)
+        values, rows = lanczos(apply, draw, block, k, choose, tol, limit, space)
     values, rows = (part.to(operator.device, operator.dtype) for part in (values, rows))
     products = operator.count - before
     residuals = space.norms(operator.apply(rows) - values[:, None] * rows)
@@ -152,7 +148,7 @@ def first_check(k: int, block: int) -> int:
 
 
 def lanczos(
-    apply: Apply, draw: Draw, block: int, k: int, choose: Choose, tol: float, restarts: int,
+    apply: Apply, draw: Draw, block: int, k: int, choose: Chosen, tol: float, restarts: int,
     space: Space,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """k values, ascending, and unit vectors [k, P], from the Krylov space of `block` vectors.
@@ -360,8 +356,8 @@ def _lost(length: float, components: list[float]) -> bool:
     return not length > KEPT * hypot(length, *components)
 
 
-def to_scipy(operator: SymmetricMatrix) -> Any:
-    """`LinearOperator.to_scipy`."""
+def to_scipy(operator: Any) -> Any:
+    """`RectangularOperator.to_scipy`."""
     operator.space.refuse_sharded("to_scipy")
     try:
         import numpy as np
@@ -372,13 +368,13 @@ def to_scipy(operator: SymmetricMatrix) -> Any:
         ) from error
     own = operator.dtype if operator.dtype in (torch.float32, torch.float64) else torch.float32
 
-    def matmat(V: Any) -> Any:
+    def times(A: Any, V: Any) -> Any:
         rows = torch.from_numpy(np.ascontiguousarray(np.asarray(V).reshape(len(V), -1).T))
-        result = operator.apply(rows.to(operator.device, operator.dtype))
-        return result.T.to("cpu", own).numpy()
+        return A.apply(rows.to(A.device, A.dtype)).T.to("cpu", own).numpy()
 
+    matmat, rmatmat = partial(times, operator), partial(times, operator.T)
     return linalg.LinearOperator(
         operator.shape, matvec=lambda v: matmat(v).reshape(-1), matmat=matmat,
+        rmatvec=lambda v: rmatmat(v).reshape(-1), rmatmat=rmatmat,
         dtype=str(own).removeprefix("torch."),
-        rmatvec=lambda v: matmat(v).reshape(-1), rmatmat=matmat,
     )  # fmt: skip

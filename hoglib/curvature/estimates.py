@@ -47,22 +47,14 @@ def hutchinson_trace(A: SymmetricMatrix, num_samples: int, generator: Generator 
     return mean_of(torch.cat(values))
 
 
-def hutchinson_diagonal(
-    operator: SymmetricMatrix, num_samples: int, generator: Generator | None
-) -> Estimate:
+def hutchinson_diagonal(A: SymmetricMatrix, samples: int, generator: Generator | None) -> Estimate:
     """diag A = E[v * A v]; Var[(v * A v)_i] = sum over j != i of A_ij^2."""
-    count, total, squares = 0, None, None
-    for v, Av in samples_of(operator, num_samples, generator):
-        for product in v * Av:
-            count += 1
-            if total is None or squares is None:
-                total, squares = product.clone(), torch.zeros_like(product)
-                continue
-            change = product - total  # Welford's algorithm, which keeps no samples
-            total += change / count
-            squares += change * (product - total)
-    assert total is not None
-    assert squares is not None
+    total, squares = torch.zeros(2, A.space.length, dtype=A.dtype, device=A.device)
+    products = (p for v, Av in samples_of(A, samples, generator) for p in v * Av)
+    for count, product in enumerate(products, start=1):
+        change = product - total  # Welford's algorithm, which keeps no samples
+        total += change / count
+        squares += change * (product - total)
     return Estimate(total, (squares / max(count - 1, 1) / count).sqrt())
 
 
@@ -86,7 +78,7 @@ def mean_of(values: Tensor) -> Estimate:
     return Estimate(mean, spread / len(values) ** 0.5)
 
 
-def _exactly(value: Tensor) -> Estimate:
+def exactly(value: Tensor) -> Estimate:
     return Estimate(value, torch.zeros_like(value))
 
 
@@ -100,7 +92,7 @@ def xtrace(operator: SymmetricMatrix, num_samples: int, generator: Generator | N
     size = operator.shape[0]
     random = validation.generator(generator)
     if validation.at_least("num_samples", num_samples, 4) >= size:
-        return _exactly(operator.to_dense().diagonal().sum())
+        return exactly(operator.to_dense().diagonal().sum())
     count = num_samples // 2
     wide = torch.promote_types(operator.dtype, torch.float32)  # of the basis
     device = operator.device if random is None else random.device
@@ -109,7 +101,7 @@ def xtrace(operator: SymmetricMatrix, num_samples: int, generator: Generator | N
     w *= size**0.5 / w.norm(dim=1, keepdim=True)
     Q, R, Z = _basis_of_products(operator, w)
     if R is None:
-        return _exactly((Q * Z).double().sum().to(operator.dtype))
+        return exactly((Q * Z).double().sum().to(operator.dtype))
     # what is smaller than a vector is in float64 from here on
     W, R, H = (Q.T @ w.T).double(), R.double(), (Q.T @ Z).double()
     S = _left_out(R)
@@ -153,12 +145,12 @@ def xdiag(operator: SymmetricMatrix, num_samples: int, generator: Generator | No
     count = validation.at_least("num_samples", num_samples, 4) // 2
     validation.generator(generator)
     if 2 * count >= operator.shape[0]:
-        return _exactly(operator.to_dense().diagonal().clone())
+        return exactly(operator.to_dense().diagonal().clone())
     wide = torch.promote_types(operator.dtype, torch.float32)
     w = random_signs(operator.space, count, generator).to(wide)
     Q, R, Z = _basis_of_products(operator, w)
     if R is None:
-        return _exactly((Q * Z).sum(1).to(operator.dtype))
+        return exactly((Q * Z).sum(1).to(operator.dtype))
     S = _left_out(R)
     left = (Q @ S).T  # Q s_i as rows
     inside = (Q * Z).sum(1) - left * (Z @ S).T
@@ -244,16 +236,15 @@ def spectral_density(
     before = operator.count
     wide = torch.promote_types(operator.dtype, torch.float32)  # of the bases
     at_once = max(1, BASES_AT_ONCE // (steps * size * wide.itemsize))
-    found = []
-    for first in range(0, num_samples, at_once):
-        count = min(at_once, num_samples - first)
-        found.append(
-            tridiagonal(
-                lambda rows: operator.apply(rows.to(operator.dtype)).to(wide),
-                random_signs(operator.space, count, generator).to(wide).div_(size**0.5), steps,
-                operator.space,
-            )[0]
-        )  # fmt: skip
+
+    def apply(rows: Tensor) -> Tensor:
+        return operator.apply(rows.to(operator.dtype)).to(wide)
+
+    def start(count: int) -> Tensor:
+        return random_signs(operator.space, count, generator).to(wide).div_(size**0.5)
+
+    counts = (min(at_once, num_samples - first) for first in range(0, num_samples, at_once))
+    found = [tridiagonal(apply, start(count), steps, operator.space)[0] for count in counts]
     nodes, vectors = symmetric_eigen(torch.cat(found))
     return _smoothed(nodes, vectors[:, 0].square(), width, operator.count - before)
 

@@ -43,11 +43,10 @@ from hoglib.curvature.model_run import (
 from hoglib.curvature.operators import GGNOperator
 from hoglib.curvature.optimizers import KFAC_OPTIONS, NEWTON_OPTIONS
 from hoglib.curvature.single_examples import at_best, in_turn, number_of_examples, side_by_side
-from hoglib.curvature.vector_space import Space
+from hoglib.curvature.vector_space import Space, Tree
 from hoglib.ring import ring, warn_if_derivatives_not_finite
 from hoglib.verification.entry_points import examined_functions
 
-Tree = Any
 ROWS_AT_ONCE = 2**26  # numbers of gradients that are held at once, by default
 
 
@@ -93,9 +92,7 @@ def per_example_gradients(
                 [0., 8.]])
     """  # fmt: skip
     check_apart(loss, params, batch, "per_example_gradients")
-    values, gradients = _of_single_examples(
-        loss, params, batch, chunk_size=chunk_size, vmap=vmap, **options
-    )
+    values, gradients = _of_single_examples(loss, params, batch, chunk_size, vmap, **options)
     counts = example_counts(loss, as_dict(batch))
     if counts is None:
         return values, gradients
@@ -110,7 +107,7 @@ def scaled(rows: Tensor, factors: Tensor) -> Tensor:
 
 
 def _of_single_examples(
-    loss: Any, params: Tree, batch: Any, *, chunk_size: int | None = None, vmap: bool | None = None,
+    loss: Any, params: Tree, batch: Any, chunk_size: int | None = None, vmap: bool | None = None,
     **options: Unpack[Options],
 ) -> tuple[Tensor, Tree]:  # fmt: skip
     """l_n and g_n of batches of one, of a loss that `check_apart` knows."""
@@ -120,16 +117,13 @@ def _of_single_examples(
     own = as_dict(batch)
     count = number_of_examples(own)
     size = count if chunk_size is None else chunk_size
-    compute = (
-        at_best if vmap is None else side_by_side if validation.flag("vmap", vmap) else in_turn
-    )
+    ways: dict[bool | None, Any] = {None: at_best, True: side_by_side, False: in_turn}
+    compute = ways[None if vmap is None else validation.flag("vmap", vmap)]
     policy = Policy.of("per_example_gradients", options, names=("stand_ins", "remat"))
     with torch.inference_mode(False), ring(policy, loss, first_order=True) as blocks:
         problem = Problem.of(policy, loss, params, own).entered(blocks)
-        chunks = [
-            compute(problem.at(pytree.rows(own, count, start, start + size)))
-            for start in range(0, count, size)
-        ]
+        parts = (pytree.rows(own, count, start, start + size) for start in range(0, count, size))
+        chunks = [compute(problem.at(part)) for part in parts]
     values, gradients = zip(*chunks, strict=True)
     joined = [torch.cat(parts) for parts in zip(*gradients, strict=True)]
     warn_if_derivatives_not_finite(problem, value := torch.cat(values), joined)

@@ -328,11 +328,9 @@ def differences_of_outputs(problem: Problem, metric: OutputMetric) -> LinearMap:
     return LinearMap(apply)
 
 
-def transposed_product(
-    every: Vector, own: Vector, weighted: Vector, policy: Policy, keep_graph: bool
-) -> Vector:
+def transposed_product(every: Vector, own: Vector, u: Vector, policy: Policy, keep: bool) -> Vector:
     """J^T u, of the outputs that depend on the leaves."""
-    parts = vjp(every, own, weighted, policy.caller, keep_graph, policy.create_graph)
+    parts = vjp(every, own, u, policy.caller, keep, policy.create_graph)
     return materialize_grads(parts, own)
 
 

@@ -18,11 +18,10 @@ from hoglib.curvature.dataset_sum import DatasetSum, split_options
 from hoglib.curvature.gauss_newton import CompositeLoss, CriterionHessian, transposed_product
 from hoglib.curvature.jacobian_product import TransposedJacobian, depending, detached
 from hoglib.curvature.linear_operator import RectangularOperator
-from hoglib.curvature.vector_space import Space
+from hoglib.curvature.vector_space import Space, Tree
 from hoglib.errors import ArgumentValueError
 from hoglib.functional import functional_loss
 
-Tree = Any
 NAME = "JacobianOperator"
 OPTIONS = ("stand_ins", "remat", "check_deterministic", "progress", "memory_limit")
 

@@ -40,7 +40,7 @@ from hoglib.curvature.model_run import (
     checked_run,
 )
 from hoglib.curvature.operators import DatasetOperator, GGNOperator, HessianOperator
-from hoglib.curvature.vector_space import Space, check_named, random_signs
+from hoglib.curvature.vector_space import Space, Tree, check_named, random_signs
 from hoglib.errors import (
     ArgumentTypeError,
     ArgumentValueError,
@@ -48,7 +48,7 @@ from hoglib.errors import (
     UnsupportedError,
 )
 
-Tree = Any
+TENSORS = ("A", "G", "values")  # of a block
 FEW_OUTPUTS = 100  # of an example, for each of which kind="exact" takes a backward pass
 
 
@@ -171,10 +171,8 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
         reduction = options.get("reduction", "mean")
         # until the outputs of the first batch are known
         self._automatic = validation.one_of("kind", kind, ("auto", *get_args(FisherKind))) == "auto"
-        exact_or_given = "exact" if self._automatic else kind
-        metric = FisherMetric(
-            exact_or_given, likelihood, reduction, num_samples, generator
-        ).seeded()
+        given = "exact" if self._automatic else kind
+        metric = FisherMetric(given, likelihood, reduction, num_samples, generator).seeded()
         # of a language model the logits, whose columns the layers are differentiated by
         loss = loss.with_logits() if hasattr(loss, "with_logits") else loss
         plain: Any = {**options, "stand_ins": False}
@@ -196,10 +194,7 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
 
     def blocks(self) -> Sequence[KroneckerBlock]:
         """The blocks, in the order of the parameters; they are computed at the first use."""
-        if self._blocks is None:
-            self.update()
-        assert self._blocks is not None
-        return self._blocks
+        return self.update().blocks() if self._blocks is None else self._blocks
 
     def update(self) -> "KFACOperator":
         """Compute the factors at the parameters as they are now.
@@ -405,12 +400,9 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
         """
         names = pytree.paths(self.space.params)
         blocks = [
-            {
-                **saved_layout(block.layout, names),
-                "A": block.A, "G": block.G, "values": block.values,
-            }
+            {**saved_layout(block.layout, names), **{key: getattr(block, key) for key in TENSORS}}
             for block in self.blocks()
-        ]  # fmt: skip
+        ]
         return {"options": self._saved_options(), "blocks": blocks}
 
     def _saved_options(self) -> dict[str, Any]:
@@ -443,11 +435,9 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
         blocks = []
         try:
             for one in state_dict["blocks"]:
-                tensors: Any = {
-                    key: None if one[key] is None else one[key].to(self.device, dtype)
-                    for key in ("A", "G", "values")
-                }
-                blocks.append(KroneckerBlock(layout_of(one, names), **tensors))
+                given = [one[key] for key in TENSORS]
+                tensors: Any = [None if x is None else x.to(self.device, dtype) for x in given]
+                blocks.append(KroneckerBlock(layout_of(one, names), *tensors))
         except (KeyError, TypeError, AttributeError) as error:
             raise ArgumentTypeError(
                 "state_dict: expected blocks as `KFACOperator.state_dict()` has them, got others "
@@ -507,10 +497,8 @@ def _mask(layout: BlockLayout, space: Space) -> Tensor:
 def _distance(ours: Tensor, theirs: Tensor) -> Estimate:
     """|K - M| / |M| from products with random vectors, with its standard error by the jackknife."""
     off, size = (ours - theirs).square().sum(1).double(), theirs.square().sum(1).double()
-    count = len(off)
-    value = (off.sum() / size.sum()).sqrt()
-    if count == 1:
-        return Estimate(value.to(ours.dtype), torch.full_like(value, torch.inf).to(ours.dtype))
+    count, value = len(off), (off.sum() / size.sum()).sqrt()
     without = ((off.sum() - off) / (size.sum() - size)).sqrt()
     error = ((count - 1) / count * (without - without.mean()).square().sum()).sqrt()
+    error = error if count > 1 else torch.full_like(value, torch.inf)
     return Estimate(value.to(ours.dtype), error.to(ours.dtype))

@@ -17,13 +17,12 @@ from torch import Tensor
 from hoglib._core import validation
 from hoglib._core.autograd import Vector
 from hoglib._core.factorizations import damped_inverse, symmetric_eigens
-from hoglib.curvature.estimates import Estimate
+from hoglib.curvature.estimates import exactly
 from hoglib.curvature.layer_calls import Region, Role
 from hoglib.curvature.linear_operator import LinearOperator, as_number
-from hoglib.curvature.vector_space import Space
+from hoglib.curvature.vector_space import Space, Tree
 from hoglib.errors import ArgumentValueError, NotPositiveDefiniteError
 
-Tree = Any
 InverseMethod = Literal["exact", "pi", "factors"]
 
 
@@ -102,19 +101,16 @@ class KroneckerBlock:
     def apply(self, V: Tensor) -> Tensor:
         """The product with V [k, groups, out, into]."""
         if self.values is None:
-            return _times(self.G @ V, self.A)
+            V, A = self.G @ V, not_none(self.A)
+            return V * A.unsqueeze(-2) if A.dim() == 2 else V @ A
         V = self.G.mT @ V if self.A is None else self.G.mT @ V @ self.A
         V = self.G @ (self.values * V)
         return V if self.A is None else V @ self.A.mT
 
     def unrotated(self) -> "KroneckerBlock":
         """The diagonal of the block as one with unit eigenvectors."""
-        A = None
-        if self.A is not None and self.A.dim() == 3:
-            A = torch.eye(self.A.shape[-1], dtype=self.G.dtype, device=self.G.device)
-            A = A.expand_as(self.A)
-        G = torch.eye(self.G.shape[-1], dtype=self.G.dtype, device=self.G.device)
-        return KroneckerBlock(self.layout, A, G.expand_as(self.G), diagonal_of(self))
+        A = None if self.A is None or self.A.dim() == 2 else _ones_like(self.A)
+        return KroneckerBlock(self.layout, A, _ones_like(self.G), diagonal_of(self))
 
     def inverse_of_damped_factors(self, damping: float, balanced: bool) -> "KroneckerBlock":
         """(G + d_G I)^-1 ⊗ (A + d_A I)^-1, d_A = pi sqrt(damping), d_G = sqrt(damping) / pi."""
@@ -130,6 +126,11 @@ class KroneckerBlock:
             pi = torch.where((a > 0) & (g > 0), pi, torch.ones_like(pi))
             d_A, d_G = sqrt(damping) * pi, sqrt(damping) / pi
         return KroneckerBlock(self.layout, _inverse(self.A, d_A), _inverse(self.G, d_G))
+
+
+def _ones_like(factor: Tensor) -> Tensor:
+    """The identity, for each group."""
+    return torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device).expand_as(factor)
 
 
 def by_eigenvectors(blocks: Sequence[KroneckerBlock]) -> list[KroneckerBlock]:
@@ -155,11 +156,6 @@ def by_eigenvectors(blocks: Sequence[KroneckerBlock]) -> list[KroneckerBlock]:
 def not_none(tensor: Tensor | None) -> Tensor:
     assert tensor is not None
     return tensor
-
-
-def _times(V: Tensor, A: Tensor | None) -> Tensor:
-    A = not_none(A)
-    return V * A.unsqueeze(-2) if A.dim() == 2 else V @ A
 
 
 def _diagonal_of_factor(factor: Tensor | None) -> Tensor:
@@ -333,8 +329,7 @@ class KroneckerOperator(LinearOperator):
         Returns:
             The trace.
         """
-        found = self._diagonal().sum().to(self.dtype)
-        return Estimate(found, torch.zeros_like(found)) if return_error else found
+        return exactly(self._diagonal().sum().to(self.dtype)).returned(return_error)
 
     def diagonal(  # type: ignore[override]
         self, num_samples: int | None = None, *, return_error: bool = False
@@ -347,8 +342,7 @@ class KroneckerOperator(LinearOperator):
         Returns:
             The diagonal.
         """
-        found = self._diagonal().to(self.dtype)
-        return Estimate(found, torch.zeros_like(found)) if return_error else found
+        return exactly(self._diagonal().to(self.dtype)).returned(return_error)
 
     @torch.inference_mode(False)
     @torch.no_grad()

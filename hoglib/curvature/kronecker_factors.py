@@ -88,9 +88,8 @@ class FactorSums(BlockSums):
         layouts = [*(layer.layout for layer in run.layers), *run.unexplained.values()]
         self.include(layouts, run.dtype, run.device)
         for layer in run.layers:
-            sums = self.sums[layer.layout]
             if layer.layout.role.matrix == "kronecker":
-                self._add_inputs(layer, sums, run, weight, expand)
+                self._add_inputs(layer, run, weight, expand)
         # rows of several columns at once: thousands of small squares one by one are lost in float32
         waiting: dict[BlockLayout, list[Tensor]] = {layer.layout: [] for layer in run.layers}
         for gradients in run.columns():
@@ -111,16 +110,14 @@ class FactorSums(BlockSums):
 
     def include(self, layouts: Iterable[BlockLayout], dtype: torch.dtype, device: Any) -> None:
         """Zeros for those that are not there: of several processes one may have no batch."""
+        like = torch.empty(0, dtype=dtype, device=device)
         for layout in layouts:
             if layout not in self.sums:
-                self.sums[layout] = {
-                    name: torch.zeros(shape, dtype=dtype, device=device)
-                    for name, shape in _shapes(layout).items()
-                }
+                shapes = _shapes(layout).items()
+                self.sums[layout] = {name: like.new_zeros(shape) for name, shape in shapes}
 
-    def _add_inputs(
-        self, layer: Layer, sums: dict[str, Tensor], run: ModelRun, weight: float, expand: bool
-    ) -> None:
+    def _add_inputs(self, layer: Layer, run: ModelRun, weight: float, expand: bool) -> None:
+        sums = self.sums[layer.layout]
         sums["count"] += weight
         if is_embedding(layer):
             at = torch.cat([call.inputs()[0, :, 0] for call in layer.calls])

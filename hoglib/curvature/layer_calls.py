@@ -33,6 +33,11 @@ class Region(NamedTuple):
     start: int
     stop: int
 
+    @staticmethod
+    def of_all(number: int, leaf: Tensor) -> "Region":
+        """All rows of a leaf."""
+        return Region(number, 0, len(leaf) if leaf.dim() else 1)
+
 
 class Role(NamedTuple):
     """What a call does with its weight.
@@ -189,8 +194,7 @@ class LayerRecorder(TorchFunctionMode):
         number = self._numbers.get(id(tensor))
         if number is None:
             return self._derived.get(id(tensor))
-        leaf = self._leaves[number]
-        return Use(Region(number, 0, len(leaf) if leaf.dim() else 1), leaf)
+        return Use(Region.of_all(number, self._leaves[number]), self._leaves[number])
 
     def region(self, tensor: Any) -> Region | None:
         """The rows that it is of, or is a function of."""
@@ -407,13 +411,10 @@ def _convolution(
     seen: LayerRecorder, output: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None,
     stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1,
 ) -> LayerCall:  # fmt: skip
-    spatial = weight.dim() - 2
-    kernel = weight.shape[2:]
+    spatial, kernel = weight.dim() - 2, weight.shape[2:]
     stride, dilation = _each(stride, spatial), _each(dilation, spatial)
     if isinstance(padding, str):
-        total = [
-            d * (k - 1) if padding == "same" else 0 for d, k in zip(dilation, kernel, strict=True)
-        ]
+        total = [d * (k - 1) * (padding == "same") for d, k in zip(dilation, kernel, strict=True)]
         pads = [(both // 2, both - both // 2) for both in total]
     else:
         pads = [(p, p) for p in _each(padding, spatial)]

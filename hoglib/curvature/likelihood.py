@@ -510,9 +510,7 @@ def scores(q: D.Distribution, samples: Tensor, own: Vector) -> tuple[Vector, boo
             refuse_constant()
         if weights is not None:
             nll = nll.reshape(len(weights), -1) * weights.to(nll).unsqueeze(1)
-        return torch.autograd.grad(
-            nll.sum(), own, allow_unused=True, materialize_grads=True, retain_graph=True
-        )
+        return torch.autograd.grad(nll.sum(), own, materialize_grads=True, retain_graph=True)
 
     each = [gradient(y) for y in samples]
     stacked = [torch.stack(parts) for parts in zip(*each, strict=True)]

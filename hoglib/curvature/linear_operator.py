@@ -58,16 +58,14 @@ class RectangularOperator(ABC):
         self._bar = ProgressBar(type(self).__name__, validation.flag("progress", progress))
 
     @contextmanager
-    def _algorithm(
-        self, name: str, products: int | None = None, options: tuple[Any, ...] = ()
-    ) -> Iterator[None]:
+    def _algorithm(self, name: str, total: int | None = None, options: Any = ()) -> Iterator[None]:
         """Inside, an algorithm of that name multiplies, so many times if that is known.
 
         options: from which the number of messages between processes follows.
         """
         if options:
             self.space.check_same_call(name, *options)
-        with self._bar.over(name, products):
+        with self._bar.over(name, total):
             yield
 
     @property
@@ -157,13 +155,7 @@ class RectangularOperator(ABC):
         Returns:
             The SciPy operator.
         """
-        found, back = eigenvalues.to_scipy(self), eigenvalues.to_scipy(self.T)
-        from scipy.sparse import linalg
-
-        return linalg.LinearOperator(
-            self.shape, matvec=found.matvec, matmat=found.matmat, dtype=found.dtype,
-            rmatvec=back.matvec, rmatmat=back.matmat,
-        )  # fmt: skip
+        return eigenvalues.to_scipy(self)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name not in vars(LinearOperator):
@@ -695,8 +687,8 @@ class LinearOperator(RectangularOperator):
             >>> A.logdet()  # of 2 I
             tensor(1.3863)
         """
-        products = num_samples * min(steps, self.shape[0])
-        with self._algorithm("logdet", products, (num_samples, steps)):
+        P = self.shape[0]
+        with self._algorithm("logdet", num_samples * min(steps, P), (num_samples, steps)):
             found = estimates.spectral_density(self, num_samples, steps, None, generator)
         present = found.weights > torch.finfo(found.weights.dtype).eps
         lowest = float(found.nodes[present].min())
@@ -707,7 +699,6 @@ class LinearOperator(RectangularOperator):
             )
         tiny = torch.finfo(found.nodes.dtype).tiny
         average = found.average(lambda x: x.clamp(min=tiny).log())
-        P = self.shape[0]
         total = estimates.Estimate(*((P * x).to(self.device, self.dtype) for x in average))
         return total.returned(return_error)
 

@@ -63,10 +63,9 @@ def cg(
             )
         x *= size[:, None] > 0  # where b is 0, so is x
         start = rows - operator.apply(x)
-    stagnation = _Stagnation(
-        validation.number("stagnation_tol", stagnation_tol, minimum=0),
-        LOOK_BACK if preconditioner is None else PRECONDITIONED_LOOK_BACK,
-    )
+    look_back = LOOK_BACK if preconditioner is None else PRECONDITIONED_LOOK_BACK
+    stagnation_tol = validation.number("stagnation_tol", stagnation_tol, minimum=0)
+    stagnation = _Stagnation(stagnation_tol, look_back)
     residual, iterations, all_converged = _iterate(
         operator.apply, space, precondition, rows, x, start, target, limit, stagnation
     )

@@ -17,7 +17,7 @@ How rows are ordered, examples or positions first, is not written on a tensor: i
 have gradients of which examples' outputs (`RowOrder`).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -120,10 +120,8 @@ def mean_inputs(layer: Layer, examples: int, dtype: torch.dtype, device: torch.d
     if layer.layout.weight is None:
         return ones
     total = sum(call.rows for call in layer.calls)
-    weighted = [
-        call.rows / total * call.by_example(call.inputs().to(dtype), examples).mean(2)
-        for call in layer.calls
-    ]
+    given = ((call, call.by_example(call.inputs().to(dtype), examples)) for call in layer.calls)
+    weighted = [call.rows / total * a.mean(2) for call, a in given]
     mean = torch.stack(weighted).sum(0) if len(weighted) > 1 else weighted[0]
     return mean if layer.layout.bias is None else torch.cat([mean, ones], -1)
 
@@ -181,10 +179,8 @@ def layer_gradients(layer: Layer, gradients: Gradients, run: "ModelRun") -> Iter
     for start in range(0, N, size):
         stop = min(start + size, N)
         if a is None:
-            parts = [
-                call.weight_gradients(gradients.plain(call).to(run.dtype), start, stop)
-                for call in layer.calls
-            ]
+            plain = ((call, gradients.plain(call).to(run.dtype)) for call in layer.calls)
+            parts = [call.weight_gradients(u, start, stop) for call, u in plain]
             found = torch.stack(parts).sum(0) if len(parts) > 1 else parts[0]
         else:
             found = (g[:, start:stop].mT @ a[:, start:stop]).movedim(1, 0)
@@ -282,14 +278,10 @@ class ModelRun:
             call.bias = None if call.bias and call.bias.leaf in leaves else call.bias
         self._recorded = [call for call in self._recorded if call.weight or call.bias]
         self.layers = layers_of(self._recorded, self.options.joint_bias)
-        self.unexplained = {
-            i: BlockLayout(
-                Role(EXACT_DIAGONAL, "elementwise", into=self._own[i].numel()),
-                Region(i, 0, len(self._own[i]) if self._own[i].dim() else 1),
-                None,
-            )
-            for i in sorted(leaves)
-        }
+        self.unexplained: dict[int, BlockLayout] = {}
+        for i in sorted(leaves):
+            role = Role(EXACT_DIAGONAL, "elementwise", into=self._own[i].numel())
+            self.unexplained[i] = BlockLayout(role, Region.of_all(i, self._own[i]), None)
 
     def _run(self, examples: int) -> LayerRecorder:
         """Run the model, recorded."""
@@ -305,11 +297,9 @@ class ModelRun:
             return self._run(1)  # code that counts on one row of positions for all examples
         return recorder
 
-    def again(self, batch: Any, order: RowOrder | None = None) -> "ModelRun":
+    def again(self, batch: Any, order: RowOrder = DEFAULT_ORDER) -> "ModelRun":
         """A run at another batch, or with rows read otherwise."""
-        order = (order or DEFAULT_ORDER)._replace(
-            unexplained=frozenset(self.unexplained), alone=self.alone
-        )
+        order = order._replace(unexplained=frozenset(self.unexplained), alone=self.alone)
         return ModelRun(self.problem.at(batch), self.space, self.options, order)
 
     def leaving(self, error: Unexplained) -> "ModelRun":
@@ -359,10 +349,8 @@ class ModelRun:
             found = self._alone(column, start, stop)
             if found is None:
                 number = torch.arange(self.examples, device=self.device)
-                each = [
-                    self._backward(own, _of_some(column, number == n if len(number) > 1 else None))
-                    for n in range(start, stop)
-                ]
+                ones = (number == n if len(number) > 1 else None for n in range(start, stop))
+                each = [self._backward(own, _of_some(column, one)) for one in ones]
                 rows = (materialize_grads(parts, own) for parts in each)
                 found = [torch.stack(parts) for parts in zip(*rows, strict=True)]
             yield [x.flatten(1).to(self.dtype) for x in found]
@@ -388,10 +376,8 @@ class ModelRun:
         same, found = False, None
         with suppress(Exception), preserve_random_state():  # the batch decides
             values, found = at_best(problem)
-            terms = [
-                (y.detach() * u)[start:stop].flatten(1)
-                for y, u in zip(self._outputs, column, strict=True)
-            ]
+            pairs = zip(self._outputs, column, strict=True)
+            terms = [(y.detach() * u)[start:stop].flatten(1) for y, u in pairs]
             sums, sizes = torch.cat(terms, 1).sum(1), torch.cat(terms, 1).abs().sum(1)
             same = agree(values, sums, SUMS, terms=[sizes])
         self.alone = same
@@ -432,10 +418,9 @@ class ModelRun:
                 summed[i] = everything
                 ours[i] += part.sum(0).view(ours[i].shape)
         for layer in self.layers:
+            terms = sum(call.rounding(gradients.plain(call)).double() for call in layer.calls)
             for region in layer.layout.regions:
-                summed[region.leaf] += sum(
-                    call.rounding(gradients.plain(call)).double() for call in layer.calls
-                )
+                summed[region.leaf] += terms
             layer.layout.scatter(summed_gradient(layer, gradients, self.dtype).unsqueeze(0), ours)
         off = []
         for one, p, expected, terms in zip(ours, self._own, wanted, summed, strict=True):
@@ -547,19 +532,15 @@ class ModelRun:
         for call, time_first in zip(self._recorded, order.time_first, strict=False):
             call.time_first = time_first
 
-    def row_order(self, plain: Callable[[], "ModelRun"]) -> RowOrder:
+    def row_order(self) -> RowOrder:
         """How calls are read. Where something was expanded, the outputs have to be those of a run
-        without it, which plain makes."""
-        time_first = self.time_first()
-        if not self.expanded:
-            return self._order(time_first, self._expand)
-        with preserve_random_state():
-            others = plain()._outputs
-        same = all(agree(a, b, SUMS) for a, b in zip(self._outputs, others, strict=True))
-        return self._order(time_first, same)
-
-    def _order(self, time_first: tuple[bool, ...], expand: bool) -> RowOrder:
-        return RowOrder(time_first, expand, frozenset(self.unexplained), self.alone)
+        without it."""
+        (batch,), expand = self.problem.args, self._expand
+        if self.expanded:
+            with preserve_random_state():
+                others = self.again(batch, RowOrder(expand=False))._outputs
+            expand = all(agree(a, b, SUMS) for a, b in zip(self._outputs, others, strict=True))
+        return RowOrder(self.time_first(), expand, frozenset(self.unexplained), self.alone)
 
     def first_mismatch(self, other: "ModelRun") -> LayerCall | None:
         """The first call of another run of the same model that has more or fewer rows of an example."""
@@ -581,13 +562,8 @@ class ModelRun:
         for number, (name, leaf) in enumerate(zip(self._names, self._own, strict=True)):
             if number in self.unexplained:
                 continue
-            uses = [
-                region
-                for layer in self.layers
-                for region in layer.layout.regions
-                if region.leaf == number
-            ]
-            uses.sort()
+            regions = (region for layer in self.layers for region in layer.layout.regions)
+            uses = sorted(region for region in regions if region.leaf == number)
             ends = [0, *(region.stop for region in uses)]
             starts = [*(region.start for region in uses), len(leaf) if leaf.dim() else 1]
             if other := recorder.others.get(number):
@@ -613,9 +589,7 @@ class ModelRun:
 
 def _of_some(column: Vector, of: Tensor | None) -> Vector:
     """A column of some examples, with zeros for the others; as it is for None."""
-    if of is None:
-        return column
-    return [u.where(of.view(-1, *[1] * (u.dim() - 1)), 0) for u in column]
+    return column if of is None else [u.where(of.view(-1, *[1] * (u.dim() - 1)), 0) for u in column]
 
 
 def _norm_of(parts: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
@@ -645,7 +619,7 @@ def _checked_run(run: ModelRun, needs_examples: bool) -> tuple[ModelRun, RowOrde
         with suppress(Exception), preserve_random_state():
             few = run.again(small)
             few.check(needs_examples)
-            order = few.row_order(lambda: few.again(small, RowOrder(expand=False)))
+            order = few.row_order()
             if run.expanded and not order.expand:
                 run = run.again(batch, order)
             run.set_row_order(order)
@@ -660,7 +634,7 @@ def _checked_run(run: ModelRun, needs_examples: bool) -> tuple[ModelRun, RowOrde
             run.check_chosen(needs_examples)
             return run, checked._replace(time_first=run.time_first(), alone=run.alone)
     run.check(needs_examples)
-    order = run.row_order(lambda: run.again(batch, RowOrder(expand=False)))
+    order = run.row_order()
     if run.expanded and not order.expand:
         run = run.again(batch, order)
         run.check(needs_examples)

@@ -34,11 +34,9 @@ from hoglib.curvature.linear_map import (
     check_policy,
 )
 from hoglib.curvature.linear_operator import LinearOperator
-from hoglib.curvature.vector_space import Space
+from hoglib.curvature.vector_space import Space, Tree
 from hoglib.errors import ArgumentValueError, ConvergenceError, UnsupportedError
 from hoglib.verification.entry_points import note_lost_graph
-
-Tree = Any
 
 
 class DatasetOperator(LinearOperator):
@@ -58,7 +56,7 @@ class DatasetOperator(LinearOperator):
         super().__init__(Space(params, of_data.dtype), of_data.progress and sharing.rank == 0)
         kind.check_loss(loss)
         if self.space.placement.is_sharded:
-            _check_sharded(policy, loss, kind, of_data)
+            _check_sharded(policy, loss, kind.random, of_data)
         policy.check_blocks(loss)
         seed, counting = getattr(kind.metric, "seed", None), getattr(kind.metric, "counting", None)
         self._sum = DatasetSum(
@@ -170,9 +168,7 @@ class DatasetOperator(LinearOperator):
         return value
 
 
-def _check_sharded(
-    policy: Policy, loss: Any, kind: CurvatureKind, options: CheckedDataOptions
-) -> None:
+def _check_sharded(policy: Policy, loss: Any, random: bool, options: CheckedDataOptions) -> None:
     """Raise for options that do not go with parameters which processes share."""
     reasons = {
         "processes": (
@@ -186,10 +182,7 @@ def _check_sharded(
         ),
         "micro_batch": (options.micro_batch is not None, "pass smaller batches"),
         "compile": (policy.compiles, "gathers are not captured; leave it out"),
-        "kind": (
-            kind.random,
-            "samples would be the same for the examples of each process; use 'exact'",
-        ),
+        "kind": (random, "samples would be the same for the examples of each process; use 'exact'"),
     }
     for option, (given, reason) in reasons.items():
         if given:

@@ -23,13 +23,12 @@ from hoglib.curvature.linear_map import (
     apply_block,
     check_policy,
 )
-from hoglib.curvature.vector_space import Blocks, groups_of
+from hoglib.curvature.vector_space import Blocks, Tree, groups_of
 from hoglib.errors import ArgumentValueError, UnsupportedError
 from hoglib.ring import ring, warn_if_derivatives_not_finite
 from hoglib.verification.entry_points import note_lost_graph
 
 T = TypeVar("T")  # a pytree of tensors
-Tree = Any  # a pytree of tensors, or of trees of them
 Loss = Callable[..., Tensor]
 Entries = dict[tuple[int, int], Tensor]  # the matrix of each pair of leaves
 
@@ -393,8 +392,8 @@ def _matrix(kind: CurvatureKind, problem: Problem, params: Tree, blocks: Blocks)
     with around as entered:
         problem = problem.entered(entered)
         if torch_internals.transforms_active() and isinstance(kind, HessianKind):
-            every = tuple(range(len(problem.leaves)))
-            full = torch.func.jacfwd(torch.func.grad(problem, every), every)(*problem.leaves)
+            numbers = tuple(range(len(problem.leaves)))
+            full = torch.func.jacfwd(torch.func.grad(problem, numbers), numbers)(*problem.leaves)
             entries = {(a, b): full[a][b] for group in groups for a in group for b in group}
         else:
             point = linearizer(kind, around.captures)(problem, True)
@@ -405,15 +404,12 @@ def _matrix(kind: CurvatureKind, problem: Problem, params: Tree, blocks: Blocks)
                 value = point.gradient.value
                 entries = _by_rows(point.gradient, problem.policy, groups)
     warn_if_derivatives_not_finite(given, value, entries.values())
-    names, count = pytree.paths(params), len(problem.leaves)
+    names, every = pytree.paths(params), range(len(problem.leaves))
     if blocks is None:
         form = problem.structure
-        rows = [[entries[a, b] for b in range(count)] for a in range(count)]
+        rows = [[entries[a, b] for b in every] for a in every]
         return pytree.unflatten([pytree.unflatten(row, form) for row in rows], form)
-    return {
-        names[a]: {names[b]: entries[a, b] for b in range(count) if (a, b) in entries}
-        for a in range(count)
-    }
+    return {names[a]: {names[b]: entries[a, b] for b in every if (a, b) in entries} for a in every}
 
 
 def _by_rows(gradient: Gradient, policy: Policy, groups: list[list[int]]) -> Entries:

@@ -46,9 +46,8 @@ def side_by_side(problem: Problem) -> tuple[Tensor, Vector]:
         return problem.at(pytree.unflatten(one, form))(*p)
 
     given = [x for x, row in zip(parts, mapped, strict=True) if row]
-    every: Any = torch.func.vmap(
-        torch.func.grad_and_value(of_example), (None, *[0] * len(given)), randomness="error"
-    )
+    each = torch.func.grad_and_value(of_example)
+    every: Any = torch.func.vmap(each, (None, *[0] * len(given)), randomness="error")
     try:
         gradients, values = every([leaf.detach() for leaf in problem.leaves], *given)
     except (RuntimeError, NotImplementedError) as error:

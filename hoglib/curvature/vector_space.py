@@ -205,10 +205,8 @@ class Space:
 
     def _like_params(self, v: Tensor) -> bool:
         """Whether v has the shape of params that are one tensor, or of a block of these."""
-        shape = getattr(self.params, "shape", None)
-        return shape is not None and (
-            v.shape == shape or (len(shape) > 1 and v.shape[:-1] == shape)
-        )
+        own = getattr(self.params, "shape", None)
+        return own is not None and (v.shape == own or (len(own) > 1 and v.shape[:-1] == own))
 
     def _flat_rows(self, v: Tensor, name: str) -> tuple[Tensor, Rebuild]:
         if v.dim() not in (1, 2) or v.shape[0] != self.length or is_sharded(v):
@@ -339,8 +337,7 @@ class _RandomNumbers:
         self.last = 0.0  # of the numbers that were taken
 
     def take(self, count: int) -> Tensor:
-        parts = [self._drawn]
-        have = len(self._drawn)
+        parts, have = [self._drawn], len(self._drawn)
         while have < count:
             several = self._left >= self._at_once + 16
             parts.append(self._draw(self._at_once if several else self._left))

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from math import ceil, isfinite
 from time import monotonic
-from typing import Any, Literal, NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import lightning.pytorch as pl
 import torch
@@ -21,7 +21,6 @@ from hoglib.curvature.data import gathered, world_size
 from hoglib.curvature.estimates import SpectralDensity
 from hoglib.lightning.audit import METHOD, check_method, second_order_problems
 
-LARGEST = "largest"
 PLAIN = (bool, int, float, str, type(None))  # what a checkpoint may hold besides tensors
 QUIET = f"""
     def {METHOD}(self, batch):
@@ -55,7 +54,7 @@ class Measurement(NamedTuple):
         where = f"curvature[{self.name}]" if self.name else "curvature"
         trace, error = self.spectrum.trace
         of = {
-            LARGEST: float(self.spectrum.largest[-1]), "smallest": float(self.spectrum.smallest[0]),
+            "largest": float(self.spectrum.largest[-1]), "smallest": float(self.spectrum.smallest[0]),
             "trace": trace, "trace_error": error, "edge": self.edge, "critical": self.critical,
         }  # fmt: skip
         return {f"{where}/{name}": value for name, value in of.items() if value is not None}
@@ -182,7 +181,8 @@ class CurvatureMonitor(pl.Callback):
         # only now has Lightning's step count for the loggers reached the batch of the measurement
         if self._due(done):
             self._measure(pl_module, done, batch)
-            self._log(trainer, pl_module, done)
+            self._show(pl_module, done)
+            self._log(trainer, done)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any,
@@ -202,7 +202,7 @@ class CurvatureMonitor(pl.Callback):
             return  # there was no batch
         done = _batches(trainer)
         self._measure(pl_module, done, self._batch)
-        self._log(trainer, pl_module, done, shown=False)
+        self._log(trainer, done)
 
     def state_dict(self) -> dict[str, Any]:
         """The history and the fixed batch, for checkpoints."""
@@ -258,23 +258,19 @@ class CurvatureMonitor(pl.Callback):
                 batch = self._batch if self.fixed_batch else batch
                 for name, loss, params, given in second_order_problems(module, batch):
                     shared = any(map(is_sharded, pytree.leaves(params)))  # with all its processes
-                    processes: Literal["sharded"] | None = (
-                        "sharded" if world_size() > 1 and not shared else None
-                    )
+                    alone = shared or world_size() == 1
+                    processes = None if alone else "sharded"
+                    options: Any = {"stand_ins": self.stand_ins, "processes": processes}
                     spectrum = hessian_spectrum(
-                        loss, params, given, k=self.k, num_samples=self.num_samples,
-                        steps=self.steps, stand_ins=self.stand_ins,
-                        generator=generator.manual_seed(seed), processes=processes,
-                        max_iter=self.max_iter,
+                        loss, params, given, k=self.k, num_samples=self.num_samples, steps=self.steps,
+                        generator=generator.manual_seed(seed), max_iter=self.max_iter, **options,
                     )  # fmt: skip
                     short = name.removeprefix(own).removeprefix("[").removesuffix("]")
                     critical = None
                     if self.critical:
                         with suppress(errors.ArgumentValueError):  # of a gradient that is zero
-                            sharpness = critical_sharpness(
-                                loss, params, given, stand_ins=self.stand_ins, processes=processes
-                            )
-                            critical = sharpness.value if isfinite(sharpness.value) else None
+                            step = critical_sharpness(loss, params, given, **options)
+                            critical = step.value if isfinite(step.value) else None
                     edge = _edge(module.trainer, params, float(spectrum.largest[-1]))
                     found.append(Measurement(done, short, spectrum, edge, critical))
         except errors.NondeterministicError as error:
@@ -296,17 +292,10 @@ class CurvatureMonitor(pl.Callback):
     def _show(self, module: pl.LightningModule, done: int) -> None:
         """Log the largest eigenvalue to the progress bar and callback_metrics."""
         for one in self._at(done):
-            for name, value in one.values().items():
-                if name.endswith(f"/{LARGEST}"):
-                    module.log(
-                        name, value, prog_bar=True, logger=False, on_step=True, on_epoch=False
-                    )
+            name, value = next(iter(one.values().items()))  # the largest
+            module.log(name, value, prog_bar=True, logger=False, on_step=True, on_epoch=False)
 
-    def _log(
-        self, trainer: pl.Trainer, module: pl.LightningModule, done: int, shown: bool = True
-    ) -> None:
-        if shown:
-            self._show(module, done)
+    def _log(self, trainer: pl.Trainer, done: int) -> None:
         values = {name: value for one in self._at(done) for name, value in one.values().items()}
         if values and trainer.is_global_zero:
             step = trainer.fit_loop.epoch_loop._batches_that_stepped
@@ -344,9 +333,7 @@ class _Saved(NamedTuple):
 
 
 def _saved(batch: Any) -> _Saved:
-    leaves = [
-        leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in pytree.leaves(batch)
-    ]
+    leaves = [x.detach().clone() if isinstance(x, Tensor) else x for x in pytree.leaves(batch)]
     for path, leaf in zip(pytree.paths(batch), leaves, strict=True):
         if not isinstance(leaf, (Tensor, *PLAIN)):
             raise errors.ArgumentTypeError(
@@ -376,13 +363,11 @@ def _restored(saved: _Saved, like: Any) -> Any:
             "with fixed_batch=False."
         )
     rank = distributed.get_rank() if world_size() > 1 else 0
-    return pytree.unflatten(
-        [
-            was.to(leaf.device) if isinstance(was, Tensor) and isinstance(leaf, Tensor) else was
-            for was, leaf in zip(saved.leaves[rank], now, strict=True)
-        ],
-        structure,
-    )
+    leaves = [
+        was.to(leaf.device) if isinstance(was, Tensor) and isinstance(leaf, Tensor) else was
+        for was, leaf in zip(saved.leaves[rank], now, strict=True)
+    ]
+    return pytree.unflatten(leaves, structure)
 
 
 def _named(paths: list[str]) -> str:

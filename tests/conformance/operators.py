@@ -165,9 +165,8 @@ def check_graph(
     assert_close(by_u, slope(at_p), rtol=1e-6, atol=1e-8)
     along = draw(*x.shape, seed=11)
     by_along = (by_x * along).sum()
-    assert_close(
-        by_along, slope(lambda t: inner(params, batch[0] + t * along)), rtol=1e-6, atol=1e-8
-    )
+    found = slope(lambda t: inner(params, batch[0] + t * along))
+    assert_close(by_along, found, rtol=1e-6, atol=1e-8)
 
 
 def slope(f: Callable[[float], Tensor], h: float = 1e-4) -> Tensor:

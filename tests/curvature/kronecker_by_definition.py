@@ -36,9 +36,8 @@ def recorded(modules):
 def as_rows(module, output):
     """[R, outputs] of one example."""
     channels_first = isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
-    return (output[0].movedim(0, -1) if channels_first else output[0]).reshape(
-        -1, out_features(module)
-    )
+    rows = output[0].movedim(0, -1) if channels_first else output[0]
+    return rows.reshape(-1, out_features(module))
 
 
 def out_features(module):
@@ -71,9 +70,8 @@ def example_rows(loss, modules, x, columns, weight_of, joint, group, groups):
     for column in columns:
         parts = []
         for module, _, output in calls:
-            (d,) = torch.autograd.grad(
-                outputs, output, column.reshape(outputs.shape), retain_graph=True
-            )
+            u = column.reshape(outputs.shape)
+            (d,) = torch.autograd.grad(outputs, output, u, retain_graph=True)
             d = as_rows(module, d)
             out = d.shape[1] // groups
             parts.append(d[:, group * out : (group + 1) * out])

@@ -26,9 +26,8 @@ def test_a_system_is_solved_to_the_residual_that_is_said(damping, tol):
     assert bool(info.converged)
     assert info.iterations <= info.products
     if tol == 1e-10:
-        assert_close(
-            x, torch.linalg.solve(A + damping * torch.eye(30, dtype=F64), b), rtol=1e-5, atol=1e-5
-        )
+        expected = torch.linalg.solve(A + damping * torch.eye(30, dtype=F64), b)
+        assert_close(x, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_columns_of_a_block_are_solved_each_to_its_residual():
@@ -214,9 +213,8 @@ def test_estimates_are_reproduced_by_the_generator_alone():
 
 
 def test_many_samples_are_multiplied_some_at_a_time(monkeypatch):
-    whole = quadratic(POSITIVE).trace(
-        10, generator=torch.Generator().manual_seed(0), return_error=True
-    )
+    generator = torch.Generator().manual_seed(0)
+    whole = quadratic(POSITIVE).trace(10, generator=generator, return_error=True)
     monkeypatch.setattr(hog.curvature.estimates, "AT_ONCE", 3 * 30 * 8)
     operator = quadratic(POSITIVE)
     parts = operator.trace(10, generator=torch.Generator().manual_seed(0), return_error=True)

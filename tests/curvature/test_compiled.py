@@ -20,9 +20,7 @@ EMPIRICAL = partial(hog.fisher_vp, kind="empirical")
 
 
 def like(params, *columns, seed=0):
-    return {
-        name: draw(*p.shape, *columns, seed=seed + i) for i, (name, p) in enumerate(params.items())
-    }
+    return {n: draw(*p.shape, *columns, seed=seed + i) for i, (n, p) in enumerate(params.items())}
 
 
 def mlp(activation=nn.Tanh, last=3):

@@ -29,9 +29,8 @@ def test_the_density_of_a_network_is_the_dense_one(name, kind):
     true = smoothed(torch.linalg.eigvalsh(operator.to_dense()), found.grid, found.width)
     assert float(((found.density - true).abs() / (found.error + 1e-3 * true.max())).max()) < 6
     assert float((found.error / true.max()).max()) < 0.25  # so that the above says something
-    assert_close(
-        torch.trapezoid(found.density, found.grid), torch.tensor(1.0, dtype=F64), rtol=1e-5, atol=0
-    )
+    whole = torch.trapezoid(found.density, found.grid)
+    assert_close(whole, torch.tensor(1.0, dtype=F64), rtol=1e-5, atol=0)
 
 
 @rows("dtype", [F64, torch.float32])
@@ -58,9 +57,8 @@ def test_moments_below_twice_the_steps_are_exact(steps, dtype):
 @rows("scale", [1e-20, 1e20])
 def test_the_unit_of_the_matrix_does_not_matter(scale):
     A = matrix(torch.tensor(VALUES, dtype=F64))  # of fewer distinct values than steps
-    ours, plain = (
-        Given(A * unit).spectral_density(4, steps=20, generator=seeded()) for unit in (scale, 1.0)
-    )
+    pairs = (Given(A * unit) for unit in (scale, 1.0))
+    ours, plain = (one.spectral_density(4, steps=20, generator=seeded()) for one in pairs)
     for power in (1, 2, 3):
         moments = ((each.weights * each.nodes**power).sum(1) for each in (ours, plain))
         assert_close(next(moments) / scale**power, next(moments), rtol=1e-6, atol=1e-9)

@@ -99,9 +99,8 @@ def test_lower_precision(dtype):
     pairs = Given(A.to(dtype)).eigsh(3)
     assert pairs.values.dtype == pairs.vectors.dtype == dtype
     tolerance = {torch.float32: 2e-5, torch.bfloat16: 0.05}[dtype]
-    assert_close(
-        pairs.values.double(), torch.tensor([3.0, 5, 10], dtype=F64), rtol=tolerance, atol=0
-    )
+    expected = torch.tensor([3.0, 5, 10], dtype=F64)
+    assert_close(pairs.values.double(), expected, rtol=tolerance, atol=0)
     assert float(pairs.residuals.max()) < 10 * tolerance
 
 

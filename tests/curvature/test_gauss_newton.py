@@ -85,9 +85,8 @@ def test_vectors_of_any_length_in_single_precision(scale, mode):
 
     def product(layers, dtype, mode, vector):
         loss = hog.functional_loss(layers.to(dtype), F.cross_entropy)
-        G = hog.GGNOperator(
-            loss, hog.trainable_params(layers), (batch[0].to(dtype), batch[1]), mode=mode
-        )
+        own = batch[0].to(dtype), batch[1]
+        G = hog.GGNOperator(loss, hog.trainable_params(layers), own, mode=mode)
         return G @ vector
 
     found = product(model, torch.float32, mode, (scale * v).float()).double() / scale

@@ -83,9 +83,8 @@ def truth(model, eps=1e-5):
 
 def loss_gradient(model, tangent):
     parameters = [p for p in model.parameters() if p.requires_grad]
-    return torch.autograd.grad(
-        (W * tangent).sum(), parameters, retain_graph=True, materialize_grads=True
-    )
+    total = (W * tangent).sum()
+    return torch.autograd.grad(total, parameters, retain_graph=True, materialize_grads=True)
 
 
 @rows("name", [*MODELS, *OWN])

@@ -116,9 +116,8 @@ def problem(name, criterion="cross entropy"):
 
 def split(batch):
     """Two batches of unlike sizes."""
-    return (
-        [tuple(t[:3] for t in batch), tuple(t[3:] for t in batch)] if len(batch[0]) > 3 else batch
-    )
+    parts = [tuple(t[:3] for t in batch), tuple(t[3:] for t in batch)]
+    return parts if len(batch[0]) > 3 else batch
 
 
 # torch says that it copies the input where the padding is not symmetric
@@ -150,11 +149,9 @@ def test_exact_for_one_example(kind, corrected):
     loss, params, (x, y), _ = problem("layers")
     options = {"kind": kind, "num_samples": 3 if kind == "mc" else 1}
     seeds = [torch.Generator().manual_seed(4) for _ in range(2)]
-    batch = x[:1], y[:1]
-    K = hog.KFACOperator(
-        loss, params, batch, generator=seeds[0], eigenvalue_corrected=corrected, **options
-    )
-    M = hog.FisherOperator(loss, params, batch, generator=seeds[1], **options)
+    of_both = loss, params, (x[:1], y[:1])
+    K = hog.KFACOperator(*of_both, generator=seeds[0], eigenvalue_corrected=corrected, **options)
+    M = hog.FisherOperator(*of_both, generator=seeds[1], **options)
     assert_close(K.to_dense(), M.block_diagonal("module").to_dense())
 
 
@@ -190,9 +187,8 @@ def test_distances_of_a_network(monkeypatch):
     found = K.error(64)
     G = hog.GGNOperator(loss, params, batch)
     parts = (G.to_dense(), G.block_diagonal("module").to_dense())
-    dense = torch.func.hessian(lambda p: loss(p, batch))(
-        {name: p.detach() for name, p in params.items()}
-    )
+    own = {name: p.detach() for name, p in params.items()}
+    dense = torch.func.hessian(lambda p: loss(p, batch))(own)
     H = nested_to_matrix(dense, params)
     for exact, one, M in zip(found, drawn, (*parts, H), strict=True):
         expected = (K.to_dense() - M).norm() / M.norm()
@@ -297,9 +293,7 @@ def mixed(net, x):
 
 def copies(copy):
     """Copies of a parameter before the positions of each example."""
-    return lambda shape: with_own(
-        lambda net, x, p: mixed(net, torch.cat([copy(p, x), x], 1)), shape
-    )
+    return lambda size: with_own(lambda net, x, p: mixed(net, torch.cat([copy(p, x), x], 1)), size)
 
 
 def scales(use, shape=(4,)):
@@ -481,10 +475,8 @@ def test_embeddings_of_positions(rows):
     assert_close(K.exact_diagonal(), G.diagonal())
     places = K.to_dense()[15:, 15:]
     A = torch.eye(4, dtype=F64) / 4
-    every = [
-        g for g, _ in zip(hog.KFACOperator(loss, params, batch).blocks(), range(2), strict=True)
-    ]
-    assert_close(torch.kron(A, every[1].G[0]), places, rtol=1e-6, atol=1e-12)
+    _, block = hog.KFACOperator(loss, params, batch).blocks()
+    assert_close(torch.kron(A, block.G[0]), places, rtol=1e-6, atol=1e-12)
     corrected = hog.KFACOperator(loss, params, split(batch), eigenvalue_corrected=True)
     assert_close(corrected.trace(), G.trace())
     ghosts(loss, params, batch)
@@ -713,10 +705,9 @@ def test_state_can_be_saved():
     with pytest.raises(hog.errors.ArgumentValueError, match="expected that of an operator with"):
         hog.KFACOperator(loss, params, batch).load_state_dict(K.state_dict())
     less = {"head.weight": params["head.weight"], "head.bias": params["head.bias"]}
+    smaller = hog.KFACOperator(loss, less, batch, eigenvalue_corrected=True)
     with pytest.raises(hog.errors.ArgumentValueError, match="other params"):
-        hog.KFACOperator(loss, less, batch, eigenvalue_corrected=True).load_state_dict(
-            K.state_dict()
-        )
+        smaller.load_state_dict(K.state_dict())
     with pytest.raises(hog.errors.ArgumentTypeError, match="'options' and 'blocks'"):
         other.load_state_dict({})
     with pytest.raises(hog.errors.ArgumentTypeError, match="blocks as"):
@@ -837,9 +828,8 @@ def test_what_is_refused(name):
     K = hog.KFACOperator(
         hog.functional_loss(model, F.cross_entropy), hog.trainable_params(model), (x, y), **options
     )
-    with pytest.raises(
-        (hog.errors.UnsupportedError, hog.errors.ArgumentValueError), match=message
-    ) as told:
+    kinds = hog.errors.UnsupportedError, hog.errors.ArgumentValueError
+    with pytest.raises(kinds, match=message) as told:
         K.update()
     advice = re.search("`({n: p for .*})`", str(told.value))
     if advice:  # works when it is followed, as far as anything is left
@@ -1062,9 +1052,8 @@ def test_large_factors_are_whole():
     x, y = draw(20, 300), draw(20, 257)
     model = nn.Linear(300, 257, bias=False).double()
     loss = hog.functional_loss(model, lambda z, y: (z - y).square().sum(1).mean())
-    (block,) = hog.KFACOperator(
-        loss, hog.trainable_params(model), (x, y), kind="empirical"
-    ).blocks()
+    params = hog.trainable_params(model)
+    (block,) = hog.KFACOperator(loss, params, (x, y), kind="empirical").blocks()
     g = 2 * (model(x) - y).detach()
     assert_close(block.A[0], x.T @ x / 20)
     assert_close(block.G[0], g.T @ g / 20)

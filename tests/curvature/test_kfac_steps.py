@@ -18,9 +18,8 @@ from tests.rows import rows
 
 def network(seed=1, size=10):
     torch.manual_seed(seed)
-    return nn.Sequential(
-        nn.Linear(3 * size, 2 * size), nn.Tanh(), nn.Linear(2 * size, size)
-    ).double()
+    first, last = nn.Linear(3 * size, 2 * size), nn.Linear(2 * size, size)
+    return nn.Sequential(first, nn.Tanh(), last).double()
 
 
 def task(count=200, size=10):
@@ -114,9 +113,8 @@ def test_factors_are_averages():
     optimizer = KFAC(loss, damping=1.0, kind="exact", decay=0.8, lr=1e-9)
     optimizer.step((x[:20], y[:20]))
     optimizer.step((x[20:40], y[20:40]))
-    blocks = [
-        hog.KFACOperator(loss, params, (x[i : i + 20], y[i : i + 20])).blocks()[0] for i in (0, 20)
-    ]
+    parts = ((x[i : i + 20], y[i : i + 20]) for i in (0, 20))
+    blocks = [hog.KFACOperator(loss, params, part).blocks()[0] for part in parts]
     expected = (0.8 * 0.2 * blocks[0].A + 0.2 * blocks[1].A) / (1 - 0.8**2)
     stored = optimizer.state[params["0.weight"]]["0:20 A"] / (1 - 0.8**2)
     assert_close(stored, expected, rtol=1e-6, atol=1e-8)

@@ -135,9 +135,8 @@ CANONICAL = {
 def summed(criterion):
     """The same criterion with reduction "sum"."""
     if isinstance(criterion, nn.Module):
-        options = {
-            k: getattr(criterion, k) for k in ("ignore_index", "full") if hasattr(criterion, k)
-        }
+        names = [name for name in ("ignore_index", "full") if hasattr(criterion, name)]
+        options = {name: getattr(criterion, name) for name in names}
         return type(criterion)(reduction="sum", **options)
     return partial(criterion, reduction="sum")
 
@@ -300,9 +299,8 @@ def test_draws_are_the_generators_alone(likelihood):
     state = torch.get_rng_state()
     first, second = torch.Generator().manual_seed(3), torch.Generator().manual_seed(3)
     M = dense(metric("mc", f, likelihood=likelihood, generator=first), f)
-    assert_close(
-        dense(metric("mc", f, likelihood=likelihood, generator=second), f), M, rtol=0, atol=0
-    )
+    found = dense(metric("mc", f, likelihood=likelihood, generator=second), f)
+    assert_close(found, M, rtol=0, atol=0)
     other = dense(metric("mc", f, likelihood=likelihood, generator=second), f)
     assert not torch.equal(other, M)  # the generator went on
     assert torch.equal(torch.get_rng_state(), state)

@@ -136,9 +136,8 @@ def test_a_start_that_leads_up_is_left_out(wrong):
 
 
 def test_a_step_that_overflows_is_shortened():
-    loss = hog.functional_loss(
-        Residuals(lambda p: p, [-300.0]), lambda y, _: (torch.exp(y) - y).sum()
-    )
+    one = Residuals(lambda p: p, [-300.0])
+    loss = hog.functional_loss(one, lambda y, _: (torch.exp(y) - y).sum())
     optimizer = NewtonCG(loss, damping=1e-6)
     optimizer.step(HERE)  # the curvature is next to nothing: the full step is 1e6 long
     assert math.isinf(optimizer.info.ratio)
@@ -170,9 +169,8 @@ def test_no_gradient_is_no_step():
 
 
 def test_a_matrix_that_is_not_positive_definite_is_damped_until_it_is():
-    loss = hog.functional_loss(
-        Residuals(lambda p: p, [0.1, 1.0]), lambda y, _: y[0] ** 2 + torch.cos(y[1])
-    )
+    two = Residuals(lambda p: p, [0.1, 1.0])
+    loss = hog.functional_loss(two, lambda y, _: y[0] ** 2 + torch.cos(y[1]))
     optimizer = NewtonCG(loss, damping=0.1)
     for _ in range(60):
         optimizer.step(HERE)
@@ -229,9 +227,8 @@ def test_the_matrix_of_another_batch():
     value = optimizer.step((X, y), part)
     assert_close(w.detach(), before + d.T, rtol=1e-6, atol=1e-9)
     decrease = optimizer.info.loss_after - value
-    assert math.isclose(
-        optimizer.info.ratio, decrease / float(g @ d + d.T @ H @ d / 2), rel_tol=1e-6
-    )
+    expected = decrease / float(g @ d + d.T @ H @ d / 2)
+    assert math.isclose(optimizer.info.ratio, expected, rel_tol=1e-6)
 
 
 def test_a_part_of_the_parameters():

@@ -46,9 +46,8 @@ def test_networks_and_the_edge_of_stability():
     batch = x, torch.sin(3 * x[:, :1]) + x[:, 1:2] * x[:, 2:3]
     with unchanged(model):
         found = sharpness(loss, params, batch, tol=1e-3)
-        several = sharpness(
-            loss, params, [[t[:3] for t in batch], [t[3:] for t in batch]], tol=1e-3
-        )
+        halves = [[t[:3] for t in batch], [t[3:] for t in batch]]
+        several = sharpness(loss, params, halves, tol=1e-3)
     assert several.value == pytest.approx(found.value)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     for _ in range(1500):

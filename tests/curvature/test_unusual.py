@@ -56,9 +56,7 @@ class Graph:
 
 
 def test_a_batch_of_an_own_class():
-    loss, params = made(
-        net(), lambda out, g: F.cross_entropy(out, g.y), forward=lambda m, g: m(g.x)
-    )
+    loss, params = made(net(), lambda z, g: F.cross_entropy(z, g.y), forward=lambda m, g: m(g.x))
     graph = Graph(BATCH[0].clone(), BATCH[1])
     operator, v = hog.HessianOperator(loss, params, graph), draw(26)
     A = dense_hessian(loss, params, graph)
@@ -215,9 +213,8 @@ def test_a_criterion_that_works_in_place():
 
 
 def test_parameters_in_another_layout():
-    model = nn.Sequential(
-        nn.Conv2d(2, 3, 2), nn.GroupNorm(1, 3), nn.Flatten(), nn.Linear(12, 2)
-    ).double()
+    layers = nn.Conv2d(2, 3, 2), nn.GroupNorm(1, 3), nn.Flatten(), nn.Linear(12, 2)
+    model = nn.Sequential(*layers).double()
     loss, params = made(model.to(memory_format=torch.channels_last))
     batch = (draw(4, 2, 3, 3), torch.arange(4) % 2)
     A = dense_ggn(loss, params, batch)
@@ -322,9 +319,8 @@ def test_two_threads_do_not_share_a_model():
 
 def test_one_tensor_of_several_dimensions():
     x = draw(3, 2)
-    operator = hog.HessianOperator(
-        lambda p, b: p.pow(3).sum() * b.mean(), x, torch.ones(1, dtype=F64)
-    )
+    batch = torch.ones(1, dtype=F64)
+    operator = hog.HessianOperator(lambda p, b: p.pow(3).sum() * b.mean(), x, batch)
     V = draw(3, 2, 4)
     assert_close(operator @ V, 6 * x[..., None] * V)
     assert_close(operator @ V[..., 0], 6 * x * V[..., 0])

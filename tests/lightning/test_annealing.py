@@ -76,9 +76,8 @@ def test_a_resumed_training_goes_on_as_it_would_have(tmp_path):
     first.save_checkpoint(tmp_path / "some.ckpt")
     _, resumed = fit(tmp_path, [MetaAnnealing(**options)], checkpoint=tmp_path / "some.ckpt")
     assert resumed.seen == whole.seen[6:]
-    assert all(
-        torch.equal(p, q) for p, q in zip(resumed.parameters(), whole.parameters(), strict=True)
-    )
+    pairs = zip(resumed.parameters(), whole.parameters(), strict=True)
+    assert all(torch.equal(p, q) for p, q in pairs)
     _, without = fit(tmp_path, [])
     assert not torch.equal(without.maml.model.weight, whole.maml.model.weight)
 

@@ -325,9 +325,7 @@ def test_a_checkpoint_with_other_batches_is_explained(tmp_path):
     def as_triple(rows):
         return (*map(torch.stack, zip(*rows, strict=True)), torch.zeros(1))
 
-    with pytest.raises(
-        ValueError, match=r"holds, with tensors at x, y, got one with \[0\]"
-    ) as caught:
+    with pytest.raises(ValueError, match=r"with tensors at x, y, got one with \[0\]") as caught:
         fit(
             tmp_path, [CurvatureMonitor(**SMALL)], Quiet(), path,
             loader(torch.float64, as_triple), max_epochs=2,
@@ -443,9 +441,8 @@ def test_a_loss_at_random_is_refused_with_a_way_out(tmp_path):
     _, _, example = text.partition("\n\n")
     scope = {"hoglib": hog, "torch": torch, "copy": copy}
     exec(f"class Example:\n{example}", scope)
-    Noisy.second_order_problem = lambda self, batch: scope["Example"].second_order_problem(
-        self, tuple(batch)
-    )
+    example = scope["Example"].second_order_problem
+    Noisy.second_order_problem = lambda self, batch: example(self, tuple(batch))
     fit(tmp_path, [CurvatureMonitor(**SMALL)], Noisy())
 
 
@@ -454,9 +451,7 @@ def test_a_diverged_training_is_reported(tmp_path):
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=1e200)
 
-    with pytest.raises(
-        FloatingPointError, match=r"CurvatureMonitor, .*after [1-4] batch.*lower the"
-    ):
+    with pytest.raises(FloatingPointError, match=r"CurvatureMonitor, .*after [1-4] batch.*lower"):
         fit(tmp_path, [CurvatureMonitor(every=1, **SMALL)], Diverges(nn.Identity))
 
 
@@ -478,9 +473,7 @@ def test_what_does_not_converge_is_taken_from_the_density(tmp_path):
 
 def test_before_the_first_step(tmp_path):
     module = Quiet()
-    with pytest.raises(
-        ValueError, match="k: expected at most 10, half of the 21 parameters, got 11"
-    ):
+    with pytest.raises(ValueError, match="k: expected at most 10, half of the 21 parameters"):
         fit(tmp_path, [CurvatureMonitor(k=11)], module)
     raising = Training()
     raising.second_order_problem = lambda batch: 1 / 0

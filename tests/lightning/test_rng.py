@@ -86,9 +86,8 @@ def test_a_test_run_does_not_touch_the_generators(tmp_path):
     torch.manual_seed(1)
     own.state.fn = TrainerFn.TESTING
     callback.on_load_checkpoint(own, own.lightning_module, checkpoint)
-    torch.testing.assert_close(
-        torch.rand(1), torch.rand(1, generator=torch.Generator().manual_seed(1))
-    )
+    expected = torch.rand(1, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(torch.rand(1), expected)
     own.state.fn = TrainerFn.FITTING
     callback.on_load_checkpoint(own, own.lightning_module, checkpoint)
     assert torch.equal(torch.rand(1), before)

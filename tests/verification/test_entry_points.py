@@ -220,6 +220,7 @@ FIRST_ORDER = {
     "influence by kfac": with_loss(
         lambda loss, p, v, b: hog.influence(loss, p, b, b, damping=1.0, solver="kfac")
     ),
+    "JacobianOperator": with_loss(lambda loss, p, v, b: hog.JacobianOperator(loss, p, b) @ v),
     "MAML, first order": learner(hog.MAML, first_order=True),
     "Reptile": learner(meta.Reptile),
     "adapt, first order": with_loss(
@@ -340,7 +341,7 @@ NO_ENTRY_POINTS = {
     },
     "draws what it is given, right or wrong": {"graph", "Graph"},
     "takes an operator, which is an entry point": {
-        "LinearOperator", "LowRankOperator",
+        "LinearOperator", "LowRankOperator", "RectangularOperator",
     },
     "its function is differentiated by an entry point": {
         "functional_loss", "language_model_loss", "trainable_params", "second_order_problems", "MetaAnnealing",
