@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 import hoglib as hog
 from hoglib import penalties
-from hoglib.capture import api, capturing
+from hoglib.capture import capturing
 from tests.long_tail import FULL
 from tests.penalties.critics import build, draw, generator, plain
 from tests.rows import rows
@@ -111,7 +111,7 @@ def calls(monkeypatch):
         captures.append(function.name)
         return capture(function, *args)
 
-    monkeypatch.setattr(api, "capture", counted)
+    monkeypatch.setattr(capturing, "capture", counted)
     return captures
 
 
