@@ -12,6 +12,9 @@ import torch
 @pytest.mark.skipif(
     torch.cuda.is_available(), reason="a GPU is there, on which they run by themselves"
 )
+@pytest.mark.skipif(
+    torch.version.cuda is not None, reason="the simulated GPU needs a torch for the CPU"
+)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the simulated GPU is built by g++")
 def test_the_tests_of_a_gpu_pass_on_the_simulated_one():
     files = [
