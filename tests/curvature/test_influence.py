@@ -220,13 +220,14 @@ def test_factors_that_are_computed_once_and_self_influence(solver, weight, capsy
     weight = torch.tensor(weight, dtype=F64)
     loss = hog.functional_loss(loss.model, nn.CrossEntropyLoss(weight))
     query = tuple(t[weight[query[1]] > 0] for t in query)
-    kept, data = weight[train[1]] > 0, [tuple(t[:77] for t in train), tuple(t[77:] for t in train)]
+    train = tuple(t[::5] for t in train)
+    kept, data = weight[train[1]] > 0, [tuple(t[:17] for t in train), tuple(t[17:] for t in train)]
 
     def by(solver, query=query, params=params, damping=DECAY, **options):
         return hog.influence(loss, params, data, query, solver=solver, damping=damping, **options)
 
-    own, some = by(solver, None), by(solver, tuple(t[kept][::30] for t in train))
-    assert_close(own[kept][::30], some[kept][::30].diagonal())
+    own, some = by(solver, None), by(solver, tuple(t[kept][::9] for t in train))
+    assert_close(own[kept][::9], some[kept][::9].diagonal())
     assert own.max() <= 0 == own[~kept].abs().sum()
     if solver == "cg":
         return
