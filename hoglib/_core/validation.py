@@ -49,9 +49,9 @@ def real(what: str, value: Any) -> Tensor:
     differentiable(what, value)
     if value.is_complex():
         raise errors.ArgumentTypeError(
-            f"{what}: expected a real floating-point tensor, got {describe(value)}; complex numbers "
-            f"have no order. Apply it to the real and imaginary parts, `torch.view_as_real({what})`; "
-            "of a module by torch.nn.utils.parametrize, `register_parametrization(module, name, P())`, "
+            f"{what}: expected a real floating-point tensor, got {describe(value)}. Apply it to the "
+            f"real and imaginary parts, `torch.view_as_real({what})`; of a module by "
+            "torch.nn.utils.parametrize, `register_parametrization(module, name, P())`, "
             "P a module with forward = torch.complex and right_inverse = lambda p: (p.real, p.imag)."
         )
     return value

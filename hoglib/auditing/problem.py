@@ -2,10 +2,12 @@
 that gives the same value in every run; and what a few runs show that makes second derivatives
 meaningless, fragile or impossible."""
 
+import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from copy import copy
+from functools import partial
 from typing import Any, NamedTuple, final
 
 import torch
@@ -168,7 +170,8 @@ def _copy_of_batch(tree: Any) -> Any:
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any, depth: int = 4) -> Any:
-    """`function` applied to the tensors of a pytree, and of plain objects in it, which are then copied.
+    """`function` applied to the tensors of a pytree, and of the mappings and plain objects in it that
+    pytrees do not know, which are then copied.
 
     depth: how many objects within objects are searched.
     """
@@ -176,17 +179,21 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any, depth: int = 4)
     def map_leaf(x: Any) -> Any:
         if isinstance(x, Tensor):
             return function(x)
-        fields = getattr(x, "__dict__", None)
-        if not fields or not depth or callable(x) or isinstance(x, type | nn.Module):
+        if not depth or callable(x) or isinstance(x, type | nn.Module):
             return x
+        mapping = isinstance(x, MutableMapping)
+        fields = dict(x) if mapping else getattr(x, "__dict__", {})
+        if dataclasses.is_dataclass(x) and not mapping:  # one with slots, too
+            fields = {field.name: getattr(x, field.name) for field in dataclasses.fields(x)}
         found = {name: map_tensors(function, value, depth - 1) for name, value in fields.items()}
         before, after = pytree.leaves(fields), pytree.leaves(found)
         if len(before) == len(after) and all(a is b for a, b in zip(before, after, strict=True)):
             return x
         try:
             copied = copy(x)
+            put = copied.__setitem__ if mapping else partial(object.__setattr__, copied)
             for name, value in found.items():
-                object.__setattr__(copied, name, value)
+                put(name, value)
         except Exception:  # the object cannot be copied
             return x
         return copied

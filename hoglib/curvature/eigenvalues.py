@@ -25,7 +25,6 @@ KEPT = 0.7  # of the norm of a vector: if less is left, it is orthogonalised aga
 ROUNDING = 10  # times eps |A|: the error of a product
 SMALLEST = torch.finfo(torch.float64).tiny  # a residual that is allowed, of a matrix of zeros
 TOL = {torch.float64: 1e-10, torch.float32: 1e-5}
-# the indices of k of some ascending values
 Chosen = Callable[[Tensor, int], Tensor]  # the indices of k of ascending values
 ENDS: dict[str, Chosen] = {
     "LM": lambda values, k: values.abs().argsort(descending=True)[:k],
@@ -284,7 +283,7 @@ class Basis:
             self.n = n
             if inside:
                 self._append_outside(self._draw(1)[0])
-                self._ahead = False  # in a space of low rank every product follows
+                self._ahead = False  # of a matrix of low rank each further product lies in the span
             else:
                 self._append(v, length)
             return

@@ -552,8 +552,9 @@ def influence(
                 check_apart(loss, params, own, "influence")
                 counts = example_counts(loss, as_dict(own)) if weighted else None
                 examples = number_of_examples(own)
-                ones = torch.ones(examples, device=space.device)
-                weights.extend([ones if counts is None else counts] * weighted)
+                if weighted:
+                    ones = torch.ones(examples, device=space.device)
+                    weights.append(ones if counts is None else counts)
                 for part in gradient_rows(loss, params, own, vmap=vmap, weights=counts):
                     if not bool(part.isfinite().all()):
                         raise errors.NonFiniteError(

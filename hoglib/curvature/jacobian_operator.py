@@ -99,8 +99,8 @@ class JacobianOperator(RectangularOperator):
                     one_pass.record(composite.criterion(*outputs))
                 found.append([y.to("meta") for y in outputs])
         every = [y for outputs in found for y in outputs]
-        alike = len(every) == len(found) and all(y.dim() for y in every)
-        alike = alike and len({y.shape[1:] for y in every}) == 1
+        one_of_each = len(every) == len(found) and all(y.dim() for y in every)
+        alike = one_of_each and len({y.shape[1:] for y in every}) == 1
         whole = torch.cat(every if alike else [y.flatten() for y in every])  # without memory
         like = torch.zeros((), dtype=whole.dtype, device=self.device)
         return Space(like.expand(whole.shape), of="outputs")

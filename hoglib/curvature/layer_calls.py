@@ -414,7 +414,8 @@ def _convolution(
     spatial, kernel = weight.dim() - 2, weight.shape[2:]
     stride, dilation = _each(stride, spatial), _each(dilation, spatial)
     if isinstance(padding, str):
-        total = [d * (k - 1) * (padding == "same") for d, k in zip(dilation, kernel, strict=True)]
+        same = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+        total = same if padding == "same" else [0] * spatial
         pads = [(both // 2, both - both // 2) for both in total]
     else:
         pads = [(p, p) for p in _each(padding, spatial)]

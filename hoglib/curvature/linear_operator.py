@@ -159,7 +159,7 @@ class RectangularOperator(ABC):
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name not in vars(LinearOperator):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            return object.__getattribute__(self, name)  # of a property the error that it raised
         raise errors.UnsupportedError(
             f"{type(self).__name__}.{name}: expected a symmetric operator, got one [{self.shape[0]}, "
             f"{self.shape[1]}] that is not known to be; A @ A.T, A.T @ A and A @ S @ A.T are."

@@ -374,7 +374,7 @@ class ModelRun:
         given = [leaves[i] for i in self.unexplained]
         problem = Problem(self.problem.policy, along, pytree.flatten(given)[1], given, (piece,))
         same, found = False, None
-        with suppress(Exception), preserve_random_state():  # the batch decides
+        with suppress(Exception), preserve_random_state():  # else the batch is differentiated
             values, found = at_best(problem)
             pairs = zip(self._outputs, column, strict=True)
             terms = [(y.detach() * u)[start:stop].flatten(1) for y, u in pairs]

@@ -200,7 +200,7 @@ def test_by_hand():
     assert all(p.grad is None and p.requires_grad for p in model.parameters())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Sample:
     x: Tensor
     name: str
