@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple, Unpack, final, get_args
 import torch
 from torch import Generator, Tensor, nn
 
+from hoglib import errors
 from hoglib._core import pytree, validation
 from hoglib._core.fingerprint import Numbers, sums_and_norms
 from hoglib._core.placement import refuse_sharded
@@ -41,12 +42,6 @@ from hoglib.curvature.model_run import (
 )
 from hoglib.curvature.operators import DatasetOperator, GGNOperator, HessianOperator
 from hoglib.curvature.vector_space import Space, Tree, check_named, random_signs
-from hoglib.errors import (
-    ArgumentTypeError,
-    ArgumentValueError,
-    NonFiniteError,
-    UnsupportedError,
-)
 
 TENSORS = ("A", "G", "values")  # of a block
 FEW_OUTPUTS = 100  # of an example, for each of which kind="exact" takes a backward pass
@@ -207,7 +202,7 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
             factors = FactorSums()
             blocks = factors.blocks(self._sum.weight(self._pass(factors)))
             if sum(prod(block.layout.sizes) for block in blocks) != self.space.size:
-                raise UnsupportedError(
+                raise errors.UnsupportedError(
                     f"{type(self).__name__}: expected a model that uses a parameter in the same way in "
                     "every batch, got one that calls other layers from batch to batch; leave out those "
                     "that it does not always call."
@@ -251,7 +246,7 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
         if not self._sum.alone:
             sums.unpack(total())
         if not sums.finite(read or sums.read()):
-            raise NonFiniteError(
+            raise errors.NonFiniteError(
                 f"{type(self).__name__}: expected finite factors, got infinity or NaN, where the "
                 "loss is finite: squares of a layer's inputs or gradients overflow. Scale the inputs, "
                 "or use float64."
@@ -365,7 +360,7 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
         names = list(self.space.params)
         lacking = [n for n in names if n not in given] if isinstance(given, Mapping) else names
         if lacking:
-            raise ArgumentValueError(
+            raise errors.ArgumentValueError(
                 "params: expected the model, or a dict with the parameters of the operator, got "
                 f"{type(params).__name__} without {validation.listing(lacking)}."
             )
@@ -373,7 +368,7 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
         for what, layout in (("missing", None), ("sparse", torch.sparse_coo)):
             wrong = [n for n, g in grads.items() if getattr(g, "layout", None) == layout]
             if wrong:
-                raise ArgumentValueError(
+                raise errors.ArgumentValueError(
                     f"params: expected dense gradients, got {what} ones of {validation.listing(wrong)};"
                     " call it after `backward()`, with an operator of parameters that have them."
                 )
@@ -421,12 +416,12 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
             ArgumentValueError: for other options or parameters.
         """
         if not isinstance(state_dict, Mapping) or {"options", "blocks"} - state_dict.keys():
-            raise ArgumentTypeError(
+            raise errors.ArgumentTypeError(
                 "state_dict: expected that of a KFACOperator, with 'options' and 'blocks', got "
                 f"{validation.describe(state_dict)}."
             )
         if state_dict["options"] != self._saved_options():
-            raise ArgumentValueError(
+            raise errors.ArgumentValueError(
                 f"state_dict: expected that of an operator with {self._saved_options()}, got one with "
                 f"{state_dict['options']}."
             )
@@ -439,7 +434,7 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
                 tensors: Any = [None if x is None else x.to(self.device, dtype) for x in given]
                 blocks.append(KroneckerBlock(layout_of(one, names), *tensors))
         except (KeyError, TypeError, AttributeError) as error:
-            raise ArgumentTypeError(
+            raise errors.ArgumentTypeError(
                 "state_dict: expected blocks as `KFACOperator.state_dict()` has them, got others "
                 f"({type(error).__name__}: {error})."
             ) from error
@@ -448,7 +443,7 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
         except (RuntimeError, IndexError):  # other shapes
             covered = None
         if not (isinstance(covered, Tensor) and bool((covered == 1).all())):
-            raise ArgumentValueError(
+            raise errors.ArgumentValueError(
                 "state_dict: expected blocks that are every parameter once, got others; it is of "
                 "params of other names or shapes."
             )
@@ -479,7 +474,7 @@ def layout_of(saved: Mapping[str, Any], names: list[str]) -> BlockLayout:
     regions: list[Region | None] = []
     for place in (saved["weight"], saved["bias"]):
         if place is not None and place[0] not in names:
-            raise ArgumentValueError(
+            raise errors.ArgumentValueError(
                 f"state_dict: expected the parameters {validation.listing(names)}, got {place[0]!r}; "
                 "it is of other params."
             )
