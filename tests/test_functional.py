@@ -482,10 +482,7 @@ ERRORS = {
     "a decorated forward": (of(Wrapped(), (X, Y)), TypeError, r"Wrapped\.forward\(a, b\), got 1"),
     "a TypeError deep inside": (of(Of(fails_inside), X), TypeError, r"^Sequential\.forward\(\) takes 2 positional arguments"),
     "a TypeError after a hook": (of(Hooked(), X), TypeError, "^unsupported operand"),
-    "forward of one argument": (
-        lambda: hog.functional_loss(net(), to_itself, forward=lambda batch: batch), TypeError,
-        r"forward: expected a function of two arguments, \(model, batch\)",
-    ),
+    "forward of one argument": (lambda: hog.functional_loss(net(), to_itself, forward=lambda batch: batch), TypeError, r"forward: expected a function of two arguments, \(model, batch\)"),
     "forward is a name": (lambda: hog.functional_loss(net(), to_itself, forward="encoder"), TypeError, "forward: expected a function"),
     "forward is a class": (lambda: hog.functional_loss(net(), to_itself, forward=Case), TypeError, r"make one: `Case\(\)`"),
     "a loss per sample": (of(net(), X, lambda o, b: (o - b).square().mean(1)), ValueError, r"criterion\(outputs, batch\): expected a scalar, got .*\(5,\).*\.mean\(\)"),
@@ -501,6 +498,7 @@ ERRORS = {
     "an error of another kind with a tensor elsewhere": (of(net(), (X[:, :1], {"unused": ELSEWHERE}), mean_square), RuntimeError, "shapes cannot be multiplied"),
     "another width": (of(net(), (X[:, :1], Y), mean_square), RuntimeError, r"raised in module '0', Linear\(.*\), for batch\[0\], a float64 tensor of shape \(5, 1\);"),
     "a target out of range": (of(net(), (X, torch.full((5,), 9)), F.cross_entropy), IndexError, r"raised for batch\[0\], .*; batch\[1\], a int64 tensor"),
+    "another width of a module without a text": (of(type("Untold", (nn.Linear,), {"extra_repr": None})(2, 9), (X[:, :1], Y), mean_square), RuntimeError, "cannot be multiplied"),
 }  # fmt: skip
 
 

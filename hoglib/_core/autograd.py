@@ -129,17 +129,17 @@ def is_not_finite(caller: str, value: Tensor, parts: Vector) -> bool:
     if transforms_active() or not value_checks_on() or not parts or parts[0].is_meta:
         return False
     with without_stand_ins():
-        parts = [x.detach() if x.requires_grad else x for x in parts]
-        if value.device.type == "cpu":
+        if value.is_cpu:
             # the sum of finite numbers may overflow; half the time of a norm
-            finite = all(cmath.isfinite(x.sum().item()) for x in parts) or _finite(parts)
+            finite = all(cmath.isfinite(x.detach().sum().item()) for x in parts) or _finite(parts)
             return not finite and _finite([value])
+        parts = [x.detach() for x in parts]
         norms = torch._foreach_norm([x for x in parts if x.numel()] or [value.detach()], math.inf)
         total = value.detach().sum() if value.dim() else value.detach()
-        every = torch.stack([total, *(x.to(value.device) for x in norms)])
-        found = read_late((caller, *(x.shape for x in parts)), every)
-        is_finite, *of_parts = (True, True) if found is None else found.isfinite().tolist()
-        return is_finite and not all(of_parts)
+        numbers = torch.stack([total, *(x.to(value.device) for x in norms)])
+        found = read_late((caller, *(x.shape for x in parts)), numbers)
+        of_value, *of_parts = [True] if found is None else found.isfinite().tolist()
+        return of_value and not all(of_parts)
 
 
 def warn_if_not_finite(
@@ -200,7 +200,7 @@ def _first_not_finite(func: ScalarFunction, leaves: Vector, by: Vector) -> str:
 
 
 def note_not_finite(outputs: Sequence[Tensor | None], found: list[Any]) -> None:
-    """Puts the first node of the graphs whose backward makes of finite gradients others into a list."""
+    """Puts the first node whose later backward makes finite gradients infinite or NaN into `found`."""
 
     def note(node: Any, by: Any, given: Any) -> None:
         if not found and _finite(given) and not _finite(by):

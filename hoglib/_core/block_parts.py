@@ -70,9 +70,9 @@ class PartsWatch:
         versions = [version_of(x) for x in state]
         closed = _is_closed(leaves) and next(_hidden(part), None) is None
         outputs = forward(*args, **kwargs)
-        same = versions == [version_of(x) for x in state]
-        same = same and pytree.flatten((args, kwargs))[1] == structure
-        unchanged = same and next(_hidden(part), None) is None
+        same_values = versions == [version_of(x) for x in state]
+        same_structure = pytree.flatten((args, kwargs))[1] == structure
+        unchanged = same_values and same_structure and next(_hidden(part), None) is None
         fits = closed and unchanged and _is_closed(pytree.leaves(outputs))
         self._fit[id(part)] = fits and self._fit.get(id(part), True)
         return outputs

@@ -57,9 +57,9 @@ def rematerialized(remat: Remat, func: Any, recomputed: Any) -> Iterator[list["B
 
     recomputed: `recompute`, with its options. A backward later recomputes blocks also outside.
     """
-    every = find_blocks(remat, func)
-    # the others have it by an outer context
-    blocks = [one for one in every if not isinstance(vars(one).get("forward"), BlockForward)]
+    chosen = find_blocks(remat, func)
+    # the others are recomputed by an outer context
+    blocks = [x for x in chosen if not isinstance(vars(x).get("forward"), BlockForward)]
     with replaced_forwards(blocks, lambda one: BlockForward(one, one.forward, recomputed)) as found:
         yield found
 
@@ -104,7 +104,7 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     kinds = {type(block) for block in found.values()} - {nn.Sequential}
     chosen = {id(block) for block in found.values()}
     named = model.named_modules()
-    every = {n: m for n, m in named if id(m) in chosen or (n and type(m) in kinds)}
+    every = {name: x for name, x in named if id(x) in chosen or (name and type(x) in kinds)}
     outermost = {id(block) for block in _outermost(list(every.values()))}
     return {name: block for name, block in every.items() if id(block) in outermost}
 

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from numbers import Number
 from traceback import walk_tb
 from typing import Any, final
@@ -160,18 +161,16 @@ class translate_batch_errors(ErrorTranslation):  # noqa: N801 a context manager
     def explain(self, error: Exception) -> None:
         if isinstance(error, HoglibError | torch.OutOfMemoryError):
             return
-        self._add_note(error)
-        if not isinstance(error, RuntimeError):
-            return
-        text = str(error)
+        if not hasattr(error, "__notes__"):
+            with suppress(Exception):  # of an `extra_repr`, which would hide the error
+                self._add_note(error)
+        text = str(error) if isinstance(error, RuntimeError) else ""
         # "torch.cuda.": as in "Input type (torch.cuda.FloatTensor)"
         if "device" in text.lower() or "torch.cuda." in text or "meta tensor" in text:
             self._raise_if_apart(error)
 
     def _add_note(self, error: Exception) -> None:
         """Add to an error, such as one about shapes, which batch and which module it is about."""
-        if hasattr(error, "__notes__"):
-            return
         found = [f"{at}, {validation.describe(x)}" for at, x in tensors_in(self._what, self._batch)]
         frames = [frame for frame, _ in walk_tb(error.__traceback__)]
         modules = [x for frame in frames if isinstance(x := frame.f_locals.get("self"), nn.Module)]

@@ -315,7 +315,7 @@ class _Vjp(_Derivative):
         with torch.enable_grad():
             own = [None if t is None else self._fresh(i, t, nested) for i, t in enumerate(inputs)]
             outputs = self.run(*own)
-        arrived = zip(map(outputs.__getitem__, self.arrived), cotangents, strict=True)
+        arrived = zip((outputs[j] for j in self.arrived), cotangents, strict=True)
         pairs = [(y, u) for y, u in arrived if y is not None and y.requires_grad]
         if not pairs:
             return (None,) * len(self.wanted)

@@ -322,8 +322,8 @@ class StateGuard:
                         saved.save_value(p)
             saved.restore_values()
             _restore_items(module._parameters, saved.converted)
-            own = {name: self._buffer(b, buffers) for name, b in saved.buffers.items()}
-            _restore_items(module._buffers, own)
+            restored = {name: self._buffer(b, buffers) for name, b in saved.buffers.items()}
+            _restore_items(module._buffers, restored)
             if not attributes:
                 continue
             for items, kept in saved.internal:  # hooks that a first forward registered

@@ -102,7 +102,7 @@ def as_written(
 ) -> tuple[type[Function], tuple[Any, ...]]:
     """An application of a Function, with the rules and the arguments that the user wrote where torch
     made it of an operator's."""
-    if function.__module__ != "torch._library.autograd":  # torch made it of an operator's rules
+    if function.__module__ != "torch._library.autograd":  # where those that torch makes are
         return function, args
     overload, rules = _made_of(function)
     if not _is_supported(overload):

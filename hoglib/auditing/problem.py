@@ -399,7 +399,7 @@ def observe(problem: Problem) -> Observations:
 
 
 def _compiled_failures(problem: Problem, state: StateGuard, notes: Notes) -> Iterator[Row]:
-    """Notes compiled code, into which modes cannot see; whether it has no second derivative."""
+    """Notes compiled code, into which modes cannot see; failures if it has no second derivative."""
     state.begin()
     try:
         value = problem.value(fresh_leaves(problem.leaves, False), problem.batch)

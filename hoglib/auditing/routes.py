@@ -635,8 +635,8 @@ def record_calls(names: ModuleNames, run: Callable[..., Any]) -> RecordedCall:
             call.run = module
             call.args, call.kwargs = detached_copy((args, kwargs))
             # a loss substitutes plain tensors for the parameters that it was given
-            own = module.named_parameters()
-            plain = [(n, p) for n, p in own if p.requires_grad and not isinstance(p, nn.Parameter)]
+            named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+            plain = [(name, p) for name, p in named if not isinstance(p, nn.Parameter)]
             call.parameters = {name: p.detach().requires_grad_() for name, p in plain}
         stack[-1].parts[len(stack[-1].parts)] = call
         stack.append(call)

@@ -514,8 +514,8 @@ class CompiledLoss(Compiled):
         value, *grads = entry.execute(inputs)
         grads = self._without_aliases(entry, grads, inputs)
         versions = [x._version for x in inputs]
-        own = requiring_grad(tensors, [])
-        variables = [(own if of.is_argument else lifted)[of.where] for of in entry.inputs_named]
+        arguments = requiring_grad(tensors, [])
+        variables = [(arguments if x.is_argument else lifted)[x.where] for x in entry.inputs_named]
 
         def recompute() -> list[Tensor]:
             if versions != [x._version for x in inputs]:

@@ -135,7 +135,7 @@ class GraphEntry:
         return pytree.unflatten(leaves, self.structure)
 
 
-# and the tensors that the function reaches besides its arguments
+# A graph, and the tensors that its function reaches besides its arguments.
 Captured = tuple[GraphEntry, list[Tensor]]
 
 

@@ -244,8 +244,8 @@ def by_products(call: Callable[..., Any], operation: Any, args: Any, kwargs: Any
     def scaled(value: Any, factor: Any) -> Any:
         if isinstance(factor, int | float) and factor == 1:
             return value
-        known = not isinstance(value, fx.Node | Tensor)
-        return value * factor if known else call(aten.mul.Tensor, value, factor)
+        is_tensor = isinstance(value, fx.Node | Tensor)
+        return call(aten.mul.Tensor, value, factor) if is_tensor else value * factor
 
     alpha, beta = kwargs.get("alpha", 1), kwargs.get("beta", 1)
     if operation in SUMS:

@@ -179,8 +179,8 @@ class Guards:
         ran = {places[id(x)] for x in modules if id(x) in places}
         wanted = [places[id(x)] for x in tensors if id(x) in places]
         known = {*places.values()}
-        own = [x for x in walk.facts if x.holder in known]
-        lasting = [x for x in own if _leads_to(walk.objects[x.holder], x.step, x.value)]
+        of_known = [x for x in walk.facts if x.holder in known]
+        lasting = [x for x in of_known if _leads_to(walk.objects[x.holder], x.step, x.value)]
         facts = [*lasting, *((i, _mode, _mode(walk.objects[i])) for i in ran)]
         needed = _ancestors([*wanted, *ran, *(holder for holder, _, _ in facts)], edges)
         numbers = {0: 0}  # of the objects that are needed, in the order in which they are visited
@@ -188,8 +188,8 @@ class Guards:
         for holder, step, held in edges:
             if held in needed and holder in needed:
                 value = walk.objects[held]
-                met = held in numbers
-                required = (AGREES, None) if met else _requirement(value, held in ran)
+                is_known = held in numbers
+                required = (AGREES, None) if is_known else _requirement(value, held in ran)
                 number = numbers.setdefault(held, len(numbers))
                 self._steps.append((numbers[holder], step, number, *required))
         self._facts = [(numbers[holder], step, value) for holder, step, value in facts]
@@ -242,8 +242,8 @@ class Guards:
         except _GONE as error:
             return f"something that it reached is gone ({type(error).__name__}: {error})"
         return (
-            "a tensor that it reaches has another shape, dtype, layout or requires_grad, or is another "
-            "argument too"
+            "a tensor that it reaches has another shape, dtype, layout or requires_grad or is another "
+            "argument too, or sizes are other than the graph assumes"
         )
 
     def _follow(self, root: Any) -> list[Any]:
@@ -390,11 +390,10 @@ def _same(value: Any, expected: Any) -> bool:
     if type(value) is not type(expected):
         return False
     if isinstance(value, tuple):  # of a class that may have another length, or none
-        pairs = map(_same, tuple.__iter__(value), tuple.__iter__(expected))
-        return stored_items(value) == stored_items(expected) and all(pairs)
-    # repr distinguishes 0.0 from -0.0
-    has_zeros = isinstance(value, float | complex)
-    return bool(value == expected) and (not has_zeros or repr(value) == repr(expected))
+        alike = map(_same, tuple.__iter__(value), tuple.__iter__(expected))
+        return stored_items(value) == stored_items(expected) and all(alike)
+    is_float = isinstance(value, float | complex)  # whose repr distinguishes 0.0 from -0.0
+    return bool(value == expected) and (not is_float or repr(value) == repr(expected))
 
 
 @contextmanager

@@ -201,8 +201,8 @@ def parts_of(
         for node in nodes[nodes.index(marks[0]) : nodes.index(marks[1])]:
             run.env[node] = run.run_node(node)
     calls = zip(marks[1::2], marks[2::2], strict=True)
-    places = ((begin, slice(nodes.index(begin) + 1, nodes.index(end)), end) for begin, end in calls)
-    return tensors, [Part(caller, run, begin, nodes[at], end) for begin, at, end in places]
+    parts = [(begin, nodes[nodes.index(begin) + 1 : nodes.index(end)], end) for begin, end in calls]
+    return tensors, [Part(caller, run, *part) for part in parts]
 
 
 @final
