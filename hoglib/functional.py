@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader
 
-from hoglib._core import pytree, validation
+from hoglib._core import pytree, torch_internals, validation
 from hoglib._core.autograd import translate_hook_errors
 from hoglib._core.call_errors import (
     binding_error,
@@ -29,13 +29,6 @@ from hoglib._core.call_errors import (
 from hoglib._core.gradient_graph import leaf_tensors
 from hoglib._core.placement import refuse_fsdp1
 from hoglib._core.swap import NormPolicy, Params, swap_parameters, train_mode_batch_statistics
-from hoglib._core.torch_internals import (
-    eagerly,
-    has_compiled,
-    reparametrize_module,
-    tracing,
-    unwrap,
-)
 from hoglib._core.torch_modes import without_stand_ins
 from hoglib._core.trust import found_once
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, NoSecondDerivative
@@ -363,7 +356,7 @@ class FunctionalLoss:
             )
         args, keywords = self._arguments(batch)
         try:
-            with eagerly(self._compiled):
+            with torch_internals.eagerly(self._compiled):
                 if self._forward is not None:
                     outputs = self._forward(self.model, batch)
                 else:
@@ -386,10 +379,11 @@ class FunctionalLoss:
     def _refuse_own_parameters(self, params: Params, outputs: Any) -> bool | None:
         """Raises for a parameter that the model also keeps elsewhere than in a module, where the given
         one does not arrive, so that derivatives by it are zero; None where outputs have no graph."""
+        unwrap = torch_internals.unwrap
         given = [unwrap(p) for p in params.values()]  # which may be computed by the model's own
         with without_stand_ins():
             values = [unwrap(y) for y in pytree.tensors(outputs)]
-            if tracing() or not any(y.requires_grad for y in values):
+            if torch_internals.tracing() or not any(y.requires_grad for y in values):
                 return None
             leaves = [*leaf_tensors(values, given)]
         known = {*map(id, given)}
@@ -445,7 +439,8 @@ class FunctionalLoss:
         if torch.compiler.is_dynamo_compiling() and self._is_plain():
             buffers = {name: x.clone() for name, x in self.model.named_buffers()}
             if params.keys() <= dict(self.model.named_parameters(remove_duplicate=False)).keys():
-                return reparametrize_module(self.model, {**buffers, **params}, tie_weights=True)
+                given = {**buffers, **params}
+                return torch_internals.reparametrize_module(self.model, given, tie_weights=True)
         if not params.keys() <= self._names:
             self._check_names(params)
         return swap_parameters(self.model, params, self._dtype, self._norm_policy)
@@ -460,7 +455,7 @@ class FunctionalLoss:
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
         self._own = {(id(p), name) for name, p in parameters.items()}
         self._names = {*parameters}
-        self._compiled = has_compiled(self.model)
+        self._compiled = torch_internals.has_compiled(self.model)
         for name in params:
             if name not in self._names:
                 close = get_close_matches(str(name), self._names, n=1)

@@ -31,13 +31,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from hoglib._core.autograd import (
-    Vector,
-    grad_enabled,
-    is_not_finite,
-    outside_inference_mode,
-    warn_of_not_finite,
-)
+from hoglib._core import autograd
 from hoglib._core.blocks import BlockForward, rematerialized
 from hoglib._core.closures import name_of, owner_of
 from hoglib._core.placement import WHOLE, Placement
@@ -81,7 +75,7 @@ class ring:  # noqa: N801 a context manager
 
     def __init__(
         self, policy: Policy, func: Any = None, *, examine: bool = True, first_order: bool = False,
-        gradients: Callable[[], AbstractContextManager[None]] = grad_enabled,
+        gradients: Callable[[], AbstractContextManager[None]] = autograd.grad_enabled,
         placement: Placement = WHOLE, buffers: bool = False, autocast_off: Iterable[str] = (),
         around_graph: bool = False,
     ) -> None:  # fmt: skip
@@ -91,7 +85,7 @@ class ring:  # noqa: N801 a context manager
         contexts: list[AbstractContextManager[Any]] = []
         self._contexts = contexts
         if self.captures:
-            contexts.append(outside_inference_mode())
+            contexts.append(autograd.outside_inference_mode())
             return
         if placement.is_sharded:
             contexts.append(placement.translate_errors(policy.caller))
@@ -138,7 +132,7 @@ def warn_if_derivatives_not_finite(
     finite it warns too, in the first one for each signature.
     """
     caller, parts = problem.policy.caller, list(parts)
-    if is_not_finite(caller, loss, parts):
+    if autograd.is_not_finite(caller, loss, parts):
         _explain_not_finite(problem, func)
     elif by and value_checks_on() and not by[0].is_meta:
         known: Any = found_once(by[0], (caller, *(x.shape for x in problem.leaves)), list)
@@ -171,7 +165,7 @@ def _watch_gradients(by: Any, known: Any, finite: Tensor, explain: Any, _: Any) 
     after_backward(ended)
 
 
-def _explain_not_finite(problem: Problem, func: Any, by: Vector | None = None) -> None:
+def _explain_not_finite(problem: Problem, func: Any, by: autograd.Vector | None = None) -> None:
     caller, leaves = problem.policy.caller, problem.leaves
     again = Policy(caller, stand_ins=problem.policy.stand_ins)
 
@@ -181,7 +175,7 @@ def _explain_not_finite(problem: Problem, func: Any, by: Vector | None = None) -
             yield
 
     func = func or (lambda *own: problem.entered([])(*own))
-    warn_of_not_finite(caller, func, leaves, around, by)
+    autograd.warn_of_not_finite(caller, func, leaves, around, by)
 
 
 def is_captured(policy: Policy) -> bool:

@@ -258,10 +258,9 @@ def _implicit(training: Training, hyper: Any, solver: Solver) -> Hypergradient:
         params, losses = training.unrolled(detached(hyper))
     params, batch = detached(params), training.batches.last(training.count)
     inner = partial(training.value, batch=batch)
-    found = implicit_gradient(training.outer_value, inner, params, hyper, solver)
-    value, gradient, residual = found
+    value, grads, residual = implicit_gradient(training.outer_value, inner, params, hyper, solver)
     training.check_finite(losses, value)
-    return Hypergradient(value, gradient, params, residual)
+    return Hypergradient(value, grads, params, residual)
 
 
 def _check_together(memory: str, schedule: str, method: str, progress: bool) -> None:

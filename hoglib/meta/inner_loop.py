@@ -15,13 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks
 
-from hoglib._core import closures, pytree, torch_internals, validation
-from hoglib._core.autograd import (
-    clone_inference_tensors,
-    fresh_leaves,
-    materialize_grads,
-    outside_inference_mode,
-)
+from hoglib._core import autograd, closures, pytree, torch_internals, validation
 from hoglib._core.gradient_graph import check_custom_functions, graph_summary
 from hoglib._core.problem import Policy
 from hoglib._core.recomputation import inside_recomputation, recompute
@@ -82,7 +76,7 @@ def inner_step(
     """
     steps = InnerSteps(_value_of(loss), lambda i, _: rule)
     with _ring("inner_step"):
-        params, batch = clone_inference_tensors((params, batch))
+        params, batch = autograd.clone_inference_tensors((params, batch))
         params, state, _ = steps.step(0, params, state, (batch, {}))
     return params, state
 
@@ -146,14 +140,14 @@ def adapt(
     constant = lambda i: first_order or is_truncated(i, steps, truncate)  # noqa: E731
     inner = InnerSteps(_value_of(loss), lambda i, _: rule, constant)
     with _ring("adapt"):
-        params, batch = clone_inference_tensors((params, batch))
+        params, batch = autograd.clone_inference_tensors((params, batch))
         constants, modes = (batch, rest, modules), _modules_of(loss, modules)
         return unroll(inner, steps, params, constants, memory, modes).params
 
 
 def _ring(caller: str) -> ring:
     """Stand-ins and grad mode are those of the caller, since the result has the caller's graph."""
-    return ring(Policy(caller, stand_ins=False), gradients=outside_inference_mode)
+    return ring(Policy(caller, stand_ins=False), gradients=autograd.outside_inference_mode)
 
 
 def _value_of(loss: Loss) -> Callable[[int, Params, Any], tuple[Tensor, Any]]:
@@ -263,7 +257,7 @@ def _grad(
     leaves, structure = pytree.flatten(params)
     with without_stand_ins() as stand_ins:  # what is not the loss itself needs none
         taken = made and create_graph and _are_apart(leaves)
-        own = leaves if taken else fresh_leaves(leaves, create_graph)
+        own = leaves if taken else autograd.fresh_leaves(leaves, create_graph)
         hooks = nullcontext() if constant or alone else refuse_saved_tensor_hooks()
         with torch.enable_grad(), hooks:
             with stand_ins.resumed():
@@ -275,7 +269,7 @@ def _grad(
                 check_custom_functions(graph, "the inner step")
             with stand_ins.resumed() if graph.needs_stand_ins else nullcontext():
                 g = torch_internals.gradients([value], own, create_graph=create_graph)
-            grads = materialize_grads(g, own)
+            grads = autograd.materialize_grads(g, own)
         return pytree.unflatten(grads, structure), (value.detach(), notes)
 
 

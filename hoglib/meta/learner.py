@@ -340,8 +340,7 @@ class Learner(nn.Module, ABC):
 
     def _within_compile(self, tasks: Any) -> Tensor:
         """The loss, in what torch.compile traces: the losses of the first task by Dynamo."""
-        both = (self.criterion, self.inner_loss)
-        learned = [part for part in both if isinstance(part, nn.Module)]
+        learned = [x for x in (self.criterion, self.inner_loss) if isinstance(x, nn.Module)]
         if (
             not self._traceable
             or self.statistics is not None

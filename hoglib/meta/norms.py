@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from hoglib._core import swap
+from hoglib.errors import ArgumentValueError
 
 NormKind = Literal["by_mode", "transductive", "per_step", "frozen"]
 Statistics = dict[str, tuple[Tensor, Tensor]]
@@ -58,6 +59,11 @@ class PerStepStatistics(nn.Module):
 
     def at(self, step: int, layers: BatchNorms) -> swap.NormPolicy:
         """The policy of the layers at parameters after so many steps."""
+        if layers.keys() != self._names.keys():
+            raise ArgumentValueError(
+                f"batch_norm='per_step': expected the layers {', '.join(self._names)}, got "
+                f"{', '.join(layers) or 'none'}; make a new learner for another model."
+            )
         names = {id(layer): name for name, layer in layers.items()}
 
         def policy(patch: swap.ModulePatch, layer: nn.Module) -> None:

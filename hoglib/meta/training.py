@@ -508,9 +508,14 @@ class Replay:
         leaves, structure = pytree.flatten(carry)
         if structure == self._structure:
             return leaves
-        # dicts in another order; torch's error for another structure
         known = pytree.unflatten(self._leaves, self._structure)
-        return pytree.leaves(pytree.map(lambda _, x: x, known, carry))
+        try:  # dicts in another order
+            return pytree.leaves(pytree.map(lambda _, x: x, known, carry))
+        except (ValueError, TypeError) as error:
+            raise ArgumentValueError(
+                "hypergradient: expected a rule whose parameters and state keep the structure of "
+                "params and init(params), got one that changes it; make all slots of the state in init."
+            ) from error
 
 
 def pullback(outputs: list[Any], cotangents: Sequence[Any], inputs: list[Tensor]) -> list[Any]:

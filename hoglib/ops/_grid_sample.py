@@ -1,7 +1,6 @@
 """Sampling at places between pixels, of which torch has no second derivative and no forward mode."""
 
 import warnings
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -85,8 +84,6 @@ def grid_sample(
         return F.grid_sample(input, grid, mode, padding_mode, align_corners)  # torch's error
     dtype = input.dtype
     input, grid = upcast_half(input), upcast_half(grid)
-    places: Any = None
-    weights: Any = None
     # the last coordinate belongs to the first spatial dimension
     for axis in range(grid.shape[-1]):
         size = input.shape[-1 - axis]
@@ -94,7 +91,7 @@ def grid_sample(
         # from -1 ... 1 to pixels, 0 ... size - 1
         x = g * ((size - 1) / 2) if align_corners else g * (size / 2) - 0.5
         i, w = _neighbours(x, size, mode, padding_mode, align_corners)
-        if places is None:
+        if axis == 0:
             places, weights, stride = i, w, size
         else:
             places = (i.unsqueeze(2) * stride + places.unsqueeze(1)).flatten(1, 2)
@@ -180,6 +177,6 @@ def _reflect(x: Tensor, period: float) -> Tensor:
 def _fits(input: Tensor, grid: Tensor, mode: str) -> bool:
     """Whether torch takes these tensors."""
     rank = input.dim()
-    fits = rank in ((4,) if mode == "bicubic" else (4, 5)) and grid.dim() == rank
-    fits = fits and (grid.shape[0], grid.shape[-1]) == (input.shape[0], rank - 2)
+    of_rank = rank in ((4,) if mode == "bicubic" else (4, 5)) and grid.dim() == rank
+    fits = of_rank and (grid.shape[0], grid.shape[-1]) == (input.shape[0], rank - 2)
     return fits and 0 not in input.shape[2:] and input.dtype == grid.dtype

@@ -119,7 +119,8 @@ def huber_loss(
     wrong = delta <= 0 or (weight is not None and weight.size() != input.size())
     if wrong or _torch_is_right(input):
         return _TORCH_HUBER(input, target, reduction, delta, weight)
-    kind, (a, b) = reduction_number(reduction), _broadcast(input, target)
+    kind = reduction_number(reduction)
+    a, b = _broadcast(input, target)
     if weight is None:
         return _huber(a, b, kind, delta)
     return reduce_loss(_huber(a, b, NONE, delta) * weight, kind)

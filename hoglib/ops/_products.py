@@ -579,8 +579,8 @@ def _one_for_each(what: str, value: Any, rank: int, minimum: int) -> tuple[int, 
 
 def _check_conv(rank: int, x: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -> None:
     got = _check_tensors(x, weight, bias)
-    fits = x.dim() in (rank + 1, rank + 2) and weight.dim() == rank + 2
-    fits = fits and x.shape[-rank - 1] == weight.shape[1] * groups and weight.shape[0] % groups == 0
+    dims = x.dim() in (rank + 1, rank + 2) and weight.dim() == rank + 2
+    fits = dims and x.shape[-rank - 1] == weight.shape[1] * groups and weight.shape[0] % groups == 0
     if not fits or (bias is not None and bias.shape != weight.shape[:1]):
         sizes = ("L", "H, W", "D, H, W")[rank - 1]
         raise ArgumentValueError(

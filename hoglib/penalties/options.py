@@ -134,6 +134,8 @@ def select_output(outputs: Any, output: Output) -> Any:
     except (KeyError, IndexError, AttributeError, TypeError) as error:
         if isinstance(outputs, Mapping):
             got = f"a {type(outputs).__name__} with {', '.join(map(repr, outputs))}"
+        elif isinstance(outputs, tuple | list):
+            got = f"a {type(outputs).__name__} of {len(outputs)}"
         else:
             got = validation.describe(outputs)
         raise ArgumentValueError(

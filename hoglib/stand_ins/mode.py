@@ -190,8 +190,8 @@ class _SecondOrder(StandInMode):
 def run_operator(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A call of an operator of torch.library; as a custom Function of the user's rules where something
     is differentiated, because forward mode and torch.func take it for a constant."""
-    graphed = torch.is_grad_enabled() and not torch_internals.tracing()
-    graphed = graphed and any(map(_has_graph, pytree.leaves((args, kwargs))))
+    records = torch.is_grad_enabled() and not torch_internals.tracing()
+    graphed = records and any(map(_has_graph, pytree.leaves((args, kwargs))))
     if torch_internals.forward_mode_active() or graphed:
         call = torch_library.call_as_function(operator, args, kwargs, _functions_of)
         if call is not None:
@@ -330,8 +330,7 @@ class _Inside:
 
     def __call__(self, *args: Any) -> None:
         mode = AMBIENT.stand_ins  # suspended while a backward runs that seems to need no stand-ins
-        again = (
-            _StandIns(True) if mode is None or torch_internals.function_mode(StandInMode) else mode
-        )
+        active = torch_internals.function_mode(StandInMode)
+        again = _StandIns(True) if mode is None or active else mode
         with again, inside(statistics_frozen=self._frozen or AMBIENT.statistics_frozen):
             self._function(*args)

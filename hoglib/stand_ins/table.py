@@ -63,8 +63,7 @@ def with_native_kernels(function: Callable[..., Any]) -> Callable[..., Any]:
 
 for _layer in (torch.gru, torch.rnn_tanh, torch.rnn_relu):
     _lacks = "cuDNN's kernel has no double backward, torch's own has one"
-    _decorate = stands_in_for(_layer, lacks=_lacks, modes=("rr",), device="cuda")
-    _decorate(with_native_kernels(_layer))
+    stands_in_for(_layer, lacks=_lacks, modes=("rr",), device="cuda")(with_native_kernels(_layer))
 
 _SERIES = ("airy", "bessel", "polynomial")
 _CONSTANT = [name for name in vars(torch.special) if any(part in name for part in _SERIES)]

@@ -137,8 +137,7 @@ class Propagation(TorchDispatchMode):
             return x
         with self._outside(self._record):
             view = x[(None,) * (rank - x.dim())]
-            align_to = lambda part, lead: align(part, lead, rank)  # noqa: E731
-            self._series[view] = self._algebra.of_each(align_to, parts)
+            self._series[view] = self._algebra.of_each(partial(align, rank=rank), parts)
         return view
 
     def _flush(self) -> None:

@@ -100,9 +100,7 @@ class Univariate(Algebra):
         if isinstance(self.weights, Tensor):
             term = term * self.weights.reshape(-1, *(1,) * (term.dim() - 1))
         own = compact(term, first=1)
-        total = own.sum(0)
-        if isinstance(self.weights, float) and self.weights != 1:
-            total = self.weights * total
+        total: Any = _scaled(1 if isinstance(self.weights, Tensor) else self.weights, own.sum(0))
         return total if own is term else total.expand(term.shape[1:])
 
 

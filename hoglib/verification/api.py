@@ -176,6 +176,11 @@ def _report(fn: Any, inputs: tuple[Any, ...], reference: Reference, options: Opt
         raise
     except Exception as error:
         text = f"it does not run on its inputs: {format_error(error)}."
+        if any(word in str(error) for word in ("dtype", "Float", "Double", "scalar type")):
+            text += " They are float64 copies; convert tensors that it holds itself to float64 too."
+        if isinstance(error, TypeError) and "argument" in str(error):
+            text += " `inputs` are the arguments one by one; put a list or tuple into another list."
+            text += " On the command line, each has an --input of its own."
         return Report(name, [Row("runs", "fail", None, text)])
     rows = list(_rows(subject, reference, options.in_dtype(subject.dtype)))
     culprits = [row for row in rows if attribution.is_culprit(row)]

@@ -633,6 +633,8 @@ class _Rule(NamedTuple):
             )
         elif "in-place" in message or "inplace" in message:
             advice = "Work on new tensors, not in place."
+        elif "numpy" in message:
+            advice = FIXES["escape"]
         elif "not implemented" in message or "formula" in message:
             advice = FIXES["kernel"]
         return self.row(name, f"{text} {advice}")

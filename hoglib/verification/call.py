@@ -280,8 +280,9 @@ class Call:
         self._function = fn.apply if _is_function_class(fn) else validation.function("fn", fn)
         leaves, self._structure = pytree.flatten(tuple(clone_inference_tensors(list(inputs))))
         marked = [isinstance(x, Tensor) and x.requires_grad for x in leaves]
-        some, pairs = any(marked), zip(leaves, marked, strict=True)
-        free = [is_float(x) and x.layout is torch.strided and (m or not some) for x, m in pairs]
+        wanted = marked if any(marked) else [True] * len(leaves)
+        pairs = zip(leaves, wanted, strict=True)
+        free = [is_float(x) and x.layout is torch.strided and wants for x, wants in pairs]
         names = ["inputs" + path for path in pytree.paths(tuple(inputs))]
         for name, x, mark in zip(names, leaves, marked, strict=True):
             if mark and x.layout is not torch.strided:

@@ -156,8 +156,8 @@ def state(base: Baseline) -> Row:
         found = calls.grad(values, leaves, base.u, create_graph=True)
     except Exception as raised:
         return Row(name, "skip", None, f"two calls before a backward raised {format_error(raised)}")
-    now = [(f, was.get(name), name, x) for f, was in before.items() for name, x in vars(f).items()]
-    changed = [f"{f.__name__}.{name}" for f, was, name, x in now if x is not was]
+    now = [(f, name, value) for f in before for name, value in vars(f).items()]
+    changed = [f"{f.__name__}.{name}" for f, name, value in now if value is not before[f].get(name)]
     where = f"on the class, as {', '.join(changed)}" if changed else "outside ctx, as in a global"
     text = (
         "the gradient by {name} of one call changes when it is called again: something that backward "

@@ -175,6 +175,8 @@ def _found(file: str, count: int, text: str, line: int, target: str) -> Sequence
         elif isinstance(node, ast.Assign):
             for one in node.targets:
                 values += _assigned(one, node.value, target)
+        elif isinstance(node, ast.AnnAssign) and node.value is not None:
+            values += _assigned(node.target, node.value, target)
     return calls[-1].args if calls else values[:1]
 
 
@@ -192,7 +194,7 @@ def _assigned(to: ast.expr, value: ast.expr, target: str) -> list[ast.expr]:
         return [value] if to.attr == target else []
     if not isinstance(to, ast.Tuple | ast.List) or not isinstance(value, ast.Tuple | ast.List):
         return []
-    pairs = zip(to.elts, value.elts, strict=False)
+    pairs = zip(to.elts, value.elts, strict=True) if len(to.elts) == len(value.elts) else ()
     return [found for t, v in pairs for found in _assigned(t, v, target)]
 
 
@@ -224,6 +226,8 @@ def _member(expression: ast.expr, key: Key) -> ast.expr | None:
         for name, value in zip(expression.keys, expression.values, strict=True):
             if isinstance(name, ast.Constant) and name.value == which:
                 return value
+    if how == "key" and isinstance(expression, ast.Call):  # dict(a=x)
+        return next((k.value for k in expression.keywords if k.arg == which), None)
     return None
 
 

@@ -476,12 +476,16 @@ def make(**options):
     return lambda: hog.MAML(nn.Linear(2, 2), F.mse_loss, **options)
 
 
+def of_another_model():
+    maml = hog.MAML(network("BatchNorm"), F.mse_loss, batch_norm="per_step")
+    maml.model = network("LayerNorm")
+    return maml
+
+
 ERRORS = {
     "rates a step of nothing": (make(lr_per_step=True), ValueError, "learn_lr.*got None"),
     "unknown granularity": (make(learn_lr="channel"), ValueError, "model, layer, parameter, element"),
-    "rates for a rule that has its own": (
-        make(rule=hog.meta.sgd(0.1), learn_lr="model"), ValueError, "give the function that makes it",
-    ),
+    "rates for a rule that has its own": (make(rule=hog.meta.sgd(0.1), learn_lr="model"), ValueError, "give the function that makes it"),
     "unknown rule": (make(rule="lion"), ValueError, "sgd, momentum, adam, adamw, rmsprop"),
     "rule that is none": (make(rule=lambda lr: lr), TypeError, "hoglib.meta.GradientTransformation"),
     "options of no name": (make(rule=hog.meta.adam, rule_options={"eps": 1}), ValueError, "functools.partial"),
@@ -507,22 +511,11 @@ ERRORS = {
             ({"x": rand(3, 4, 2), "scale": rand(2)}, {"x": rand(3, 4, 2), "scale": rand(3)})
         ), ValueError, "support: .*leading dimension is that of the tasks",
     ),
-    "an inner loss of nothing": (
-        lambda: hog.MAML(nn.Linear(2, 2).double(), F.mse_loss, inner_loss=lambda o, y: o.detach().sum(), over_tasks="loop").loss(fixed()),
-        RuntimeError, "inner loss: .*does not; look for .detach",
-    ),
-    "an inner loss of nothing, by vmap": (
-        lambda: hog.MAML(nn.Linear(2, 2).double(), lambda o, y: o.detach().sum()).loss(fixed()),
-        RuntimeError, "inner loss: .*does not; look for .detach",
-    ),
-    "an outer loss of nothing": (
-        lambda: hog.MAML(nn.Linear(2, 2).double(), lambda o, y: o.detach().sum(), inner_loss=F.mse_loss).loss(fixed()),
-        RuntimeError, "outer loss: .*does not; look for .detach",
-    ),
-    "inner parameters that nothing uses": (
-        lambda: hog.MAML(IDLE, F.mse_loss, inner_params="idle").loss(fixed()),
-        RuntimeError, "parameters that adapt.*that nothing uses",
-    ),
+    "an inner loss of nothing": (lambda: hog.MAML(nn.Linear(2, 2).double(), F.mse_loss, inner_loss=lambda o, y: o.detach().sum(), over_tasks="loop").loss(fixed()), RuntimeError, "inner loss: .*does not; look for .detach"),
+    "an inner loss of nothing, by vmap": (lambda: hog.MAML(nn.Linear(2, 2).double(), lambda o, y: o.detach().sum()).loss(fixed()), RuntimeError, "inner loss: .*does not; look for .detach"),
+    "an outer loss of nothing": (lambda: hog.MAML(nn.Linear(2, 2).double(), lambda o, y: o.detach().sum(), inner_loss=F.mse_loss).loss(fixed()), RuntimeError, "outer loss: .*does not; look for .detach"),
+    "inner parameters that nothing uses": (lambda: hog.MAML(IDLE, F.mse_loss, inner_params="idle").loss(fixed()), RuntimeError, "parameters that adapt.*that nothing uses"),
+    "statistics of another model": (lambda: of_another_model().loss(image_tasks()), ValueError, "expected the layers 1, got none; make a new learner"),
 }  # fmt: skip
 
 

@@ -299,6 +299,7 @@ def refused(**options):
     return lambda path: run("store", path=path, **options)
 
 
+GROWS = hog.meta.GradientTransformation(lambda p: (), lambda p, g, state: (p - g, (p, *state)))
 ARGUMENTS = {
     "disk without a directory": (lambda p: run("disk", path=None), ValueError, "memory='disk' without"),
     "a directory without disk": (refused(directory="x"), ValueError, "memory='store' with x"),
@@ -312,6 +313,7 @@ ARGUMENTS = {
     "a number of batches": (lambda p: by_batches(3), TypeError, "batches: expected a sequence"),
     "no batches": (lambda p: by_batches([]), ValueError, "one for each of 2 steps, got 0"),
     "an iterable that is empty": (lambda p: by_batches(Empty()), ValueError, "gave none"),
+    "a rule whose state grows": (lambda p: hog.meta.hypergradient(lambda p, h: p * h, lambda p, h: p * h, X.sum(), X.sum(), rule=GROWS, steps=2, memory="remat"), ValueError, "make all slots of the state in init"),
 }  # fmt: skip
 
 

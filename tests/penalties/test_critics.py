@@ -213,6 +213,7 @@ REFUSED = {
     "several numbers a sample": (lambda: penalties.r1(lambda x: x, X), ValueError, r"one number for each of 4 samples.*output="),
     "no tensor returned": (lambda: penalties.r1(lambda x: "score", X), TypeError, "returns a real floating-point tensor, got str"),
     "an output that is not there": (lambda: penalties.r1(lambda x: {"a": x}, X, output="b"), ValueError, "got 'b', which a dict with 'a' does not have"),
+    "a position that is not there": (lambda: penalties.r1(lambda x: (x.sum(1),) * 3, X, output=7), ValueError, "got 7, which a tuple of 3 does not have"),
     "an output of another kind": (lambda: penalties.r1(CRITIC, X, output=1.5), TypeError, "output: expected a position"),
     "an unknown option": (lambda: penalties.r1(CRITIC, X, reducton="sum"), TypeError, "did you mean 'reduction'"),
     "an unknown reduction": (lambda: penalties.r1(CRITIC, X, reduction="max"), ValueError, "one of mean, sum, none"),

@@ -66,6 +66,11 @@ def in_an_object(ctx, x, y):
     return y
 
 
+def annotated(ctx, x, y):
+    ctx.kept: dict = dict(a=y, b=y.sqrt())  # noqa: C408 as it is written
+    return y
+
+
 def second_saved(ctx, g):
     return g * ctx.saved_tensors[1] ** 2
 
@@ -77,6 +82,7 @@ NAMED = {
     "a starred list": (a_starred_list, second_saved, "ctx.saved_tensors[1]", "`kept[1]`"),
     "on several lines": (on_several_lines, second_saved, "ctx.saved_tensors[1]", "`other`"),
     "in an object": (in_an_object, lambda ctx, g: g * ctx.box.half**2, "ctx.box.half", ""),
+    "in dict()": (annotated, lambda ctx, g: g * ctx.kept["b"] ** 2, "ctx.kept['b']", "`y.sqrt()`"),
 }
 
 

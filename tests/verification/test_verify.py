@@ -282,6 +282,7 @@ def test_what_does_not_run_is_said():
     report = hog.verify(lambda t: t @ torch.ones(7, dtype=t.dtype), x)
     assert [row.name for row in report.failed] == ["runs"]
     assert "test_verify.py:" in report.failed[0].text
+    assert "one by one" in hog.verify(lambda a, b: a * b, x).failed[0].text
 
 
 def test_a_change_in_place_that_is_declared_is_right():
