@@ -18,7 +18,7 @@ from hoglib._core import pytree
 from hoglib._core.call_errors import ErrorTranslation
 from hoglib._core.device_reads import read_late
 from hoglib._core.gradient_graph import GraphSummary, check_custom_functions, graph_summary, walk
-from hoglib._core.source_location import raising_module, user_line, warn_once
+from hoglib._core.source_location import raising_modules, user_line, warn_once
 from hoglib._core.torch_internals import (
     apply,
     gradients,
@@ -248,7 +248,7 @@ class translate_hook_errors(ErrorTranslation):  # noqa: N801 a context manager
     def explain(self, error: Exception) -> None:
         if isinstance(error, HoglibError):
             return
-        owner = raising_module(error)
+        owner = next(iter(raising_modules(error)), None)
         if not hasattr(owner, "disable_hooks"):
             return
         name = type(owner).__name__

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from hoglib._core import validation
 from hoglib._core.closures import STATE, ClosureWalker
 from hoglib._core.pytree import tensors_in
+from hoglib._core.source_location import raising_modules
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, HoglibError
 
 
@@ -172,13 +173,12 @@ class translate_batch_errors(ErrorTranslation):  # noqa: N801 a context manager
     def _add_note(self, error: Exception) -> None:
         """Add to an error, such as one about shapes, which batch and which module it is about."""
         found = [f"{at}, {validation.describe(x)}" for at, x in tensors_in(self._what, self._batch)]
-        frames = [frame for frame, _ in walk_tb(error.__traceback__)]
-        modules = [x for frame in frames if isinstance(x := frame.f_locals.get("self"), nn.Module)]
-        place = ""
+        place, modules = "", raising_modules(error)
         if modules:
-            name = next((name for name, x in modules[0].named_modules() if x is modules[-1]), "")
+            own, model = modules[0], modules[-1]
+            name = next((name for name, module in model.named_modules() if module is own), "")
             where = f"module {name!r}" if name else "the model"
-            place = f" in {where}, {type(modules[-1]).__name__}({modules[-1].extra_repr()}),"
+            place = f" in {where}, {type(own).__name__}({own.extra_repr()}),"
         error.add_note(f"hoglib: raised{place} for {'; '.join(found[:6])}.")
 
     def _raise_if_apart(self, error: Exception | None) -> None:

@@ -158,16 +158,17 @@ def user_line(stack: Sequence[str] | TracebackType | None = None) -> SourceLine 
     return next((SourceLine(file, line) for file, line in lines if is_user_file(file)), None)
 
 
-def running_module() -> nn.Module | None:
-    """The innermost module of which a method is running."""
-    owners = (frame.f_locals.get("self") for frame, _ in walk_stack(sys._getframe(1)))
+def running_module(method: str = "") -> nn.Module | None:
+    """The innermost module of which a method is running, whose name begins so."""
+    frames = (frame for frame, _ in walk_stack(sys._getframe(1)))
+    owners = (x.f_locals.get("self") for x in frames if x.f_code.co_name.startswith(method))
     return next((owner for owner in owners if isinstance(owner, nn.Module)), None)
 
 
-def raising_module(error: BaseException) -> nn.Module | None:
-    """The innermost module in the traceback of an error."""
+def raising_modules(error: BaseException) -> list[nn.Module]:
+    """The modules in the traceback of an error, the innermost first."""
     owners = (frame.f_locals.get("self") for frame, _ in _innermost_first(error))
-    return next((owner for owner in owners if isinstance(owner, nn.Module)), None)
+    return [owner for owner in owners if isinstance(owner, nn.Module)]
 
 
 def error_line(error: BaseException) -> SourceLine | None:

@@ -16,7 +16,7 @@ from hoglib._core import pytree, validation
 from hoglib._core.autograd import Vector, clone_inference_tensors, grad_enabled
 from hoglib._core.finite_differences import distance
 from hoglib._core.module_names import ModuleNames
-from hoglib._core.source_location import format_error, raising_module
+from hoglib._core.source_location import format_error, raising_modules
 from hoglib._core.torch_internals import eagerly
 from hoglib.auditing.problem import (
     Observations,
@@ -166,7 +166,7 @@ class _Audit:
             raise
         except Exception as error:
             text = f"the loss raises on this batch: {format_error(error)}."
-            module = raising_module(error)
+            module = next(iter(raising_modules(error)), None)
             where = f" It was raised in {names.called(module)}." if module else ""
             return Report(name, [Row("runs", "fail", None, text + where)])
         if not seen.finite:

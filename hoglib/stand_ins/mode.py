@@ -271,8 +271,8 @@ def _refuse(original: Callable[..., Any], stand_in: StandIn, *args: Any, **kwarg
 
 
 def in_module() -> str:
-    """For a message: " in Linear", by the innermost module of which a method is running, or ""."""
-    module = running_module()
+    """For a message: " in Linear", by the innermost module whose forward is running, or ""."""
+    module = running_module("forward")
     return "" if module is None else f" in {type(module).__name__}"
 
 
