@@ -167,6 +167,14 @@ def test_a_ratio_is_one_of_neighbours_and_time_is_limited(monkeypatch):
     assert [len(rounds_of_ten_seconds(budget)[1]["a"]) for budget in (15, 5, 1000)] == [3, 1, 10]
 
 
+def test_a_call_is_timed_until_a_gpu_has_done_its_work(monkeypatch):
+    happened = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: happened.append("waited"))
+    timing.once(lambda: happened.append("called"))
+    assert happened == ["waited", "called", "waited"]
+
+
 def test_the_clock_of_the_process_does_not_count_what_it_waits_for():
     assert timing.once(lambda: time.sleep(0.2), timing.CLOCKS["wall"]) > 0.19
     assert timing.once(lambda: time.sleep(0.2), timing.CLOCKS["cpu"]) < 0.1

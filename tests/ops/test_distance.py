@@ -27,11 +27,8 @@ POWERS = {
     "maxima": INFINITY,
 }
 each_power = rows("p", POWERS.values(), ids=POWERS.keys())
-by = rows(
-    "mode",
-    ["use_mm_for_euclid_dist", "donot_use_mm_for_euclid_dist"],
-    ids=["products", "differences"],
-)
+modes = ["use_mm_for_euclid_dist", "donot_use_mm_for_euclid_dist"]
+by = rows("mode", modes, ids=["products", "differences"])
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = F64) -> Tensor:
