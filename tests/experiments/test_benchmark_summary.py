@@ -90,7 +90,10 @@ def results():
     meta = {"workload": "steps", "brief": "", "page": "meta"}
     steps = [measured(kept, count, **meta) for count in ("5", "20")]
     long = measured(methods, workload="meta-gradient", brief="MAML", page="meta")
-    return {"machine": MACHINE, "workloads": [measured(methods), long, *steps]}
+    return {
+        "machine": MACHINE,
+        "workloads": [measured(methods), measured(methods, device="cuda"), long, *steps],
+    }
 
 
 def test_every_page_is_written_from_one_file_of_results(tmp_path, monkeypatch, capsys):
@@ -114,7 +117,9 @@ def test_every_page_is_written_from_one_file_of_results(tmp_path, monkeypatch, c
     short, long, meta = (
         texts[name] for name in ("benchmarks.md", "benchmark-details.md", "meta-benchmarks.md")
     )
-    assert short.count("| product, MLP | 20 ms | 1.00 |") == short.count("| MAML, MLP |") == 1
+    timed = "20 ms | 1.00 | 0.50 (3 s) |"  # on the CPU and on the GPU
+    assert f"| product, MLP | {timed} curvlinops 2.00 | 0.50 (3 s) | {timed}\n" in short
+    assert f"| MAML, MLP | {timed} curvlinops 2.00 | 0.50 (3 s) |  |  |  |\n" in short
     assert long.count("| theirs | 4.00 (3.60-4.40), 1 MiB |") == 1
     assert "one task, conv4-32; inner steps: | 5 | 20 |" in meta
     assert "| time of a meta-gradient, to the loop by hand | MLP |" in meta
