@@ -135,6 +135,14 @@ def test_what_is_measured_is_what_is_asked_for():
     assert chosen(["hvp", "steps"], ["5", "CNN"], False) == [("hvp", "CNN"), ("steps", "5")]
 
 
+def test_times_of_several_products_are_per_vector():
+    for few, truth, vectors in ((False, "v", 5), (True, "v", 2), (True, "gradient", 1)):
+        method = Method(with_torch.double_backward, truth=truth, few=few)
+        several = workload({"all": method}, vectors=5, per_vector=True)
+        assert method_check.vectors_of(method, several) == vectors
+        assert method_check.vectors_of(method, workload({"all": method}, vectors=5)) == 1
+
+
 def test_a_peer_that_is_not_here_or_does_not_import_says_why(tmp_path, monkeypatch):
     with pytest.raises(Missing, match=r"^missing: no_such_library is not installed$"):
         peer("no_such_library")
