@@ -319,6 +319,18 @@ def test_the_estimates_have_the_promised_mean_and_variance():
         assert mode == "nested" or abs(B.var() / variance - 1) < 0.2
 
 
+@rows("mode", ["taylor", "nested"])
+@rows("order", [1, 2, 3, 4])
+def test_directions(order, mode):
+    x, v, w = points(3), points(4, 3), points(3)
+    func = lambda x, w: torch.stack([(x @ w).sin(), (x @ w).exp()])  # noqa: E731
+    value, d = hog.directional(func, x, v, order, w, mode=mode)
+    slopes = torch.stack([(x @ w + order * torch.pi / 2).sin(), (x @ w).exp()])
+    assert_close(value, func(x, w))
+    assert_close(d, (v @ w)[:, None] ** order * slopes)
+    assert_close(hog.directional(func, x, v[0], order, w, mode=mode)[1], d[0])
+
+
 def test_a_direction_at_each_point_and_the_gradient_of_its_derivative():
     net, x, v = smooth(), points(4, 3), points(4, 3)
     results = []
