@@ -17,15 +17,9 @@ from experiments.benchmarks.memory import peak_bytes
 from hoglib._core import pytree
 
 # A server imports once what takes seconds, and each process is a copy of it.
-multiprocessing.set_forkserver_preload(
-    [
-        "lightning.pytorch",
-        "torch.distributed.fsdp",
-        "torch._inductor.decomposition",
-        "pytest",
-        "hoglib",
-    ]
-)
+multiprocessing.set_forkserver_preload([
+    "lightning.pytorch", "torch.distributed.fsdp", "torch._inductor.decomposition", "pytest", "hoglib",
+])  # fmt: skip
 
 
 # Of the group of processes. None waits for it but in a test that fails, however busy the machine is.

@@ -385,11 +385,8 @@ def table(every: dict[str, list[tuple[str, ...]]]) -> str:
     lines = [f"{'':16}{'operators':>10}{'points':>10}" + "".join(f"{v:>10}" for v in VERDICTS)]
     for kind in DERIVATIVES:
         own = [(name, row[2]) for name, rows in every.items() for row in rows if row[1] == kind]
-        sizes = [
-            len({name for name, _ in own}),
-            len(own),
-            *(sum(v == w for _, w in own) for v in VERDICTS),
-        ]
+        counts = [sum(v == w for _, w in own) for v in VERDICTS]
+        sizes = [len({name for name, _ in own}), len(own), *counts]
         lines.append(f"{kind:16}" + "".join(f"{size:10,}" for size in sizes))
     reasons = Counter(row[2] for rows in every.values() for row in rows if not row[1])
     return "\n".join([*lines, *(f"{n:8,} points: {why}" for why, n in reasons.most_common())])

@@ -32,13 +32,8 @@ def site(tmp_path_factory):
         pytest.skip("needs the packages of the group `docs`")
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
-    )
+    env = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
     return folder
 

@@ -79,7 +79,7 @@ def by_hand(loss: Loss) -> Callable[[Critics], Call]:
     return made
 
 
-def by_hoglib(loss: Loss, compile: Any = None) -> Callable[[Critics], Call]:
+def by_hoglib(loss: Loss, compile: Callable[..., Any] | None = None) -> Callable[[Critics], Call]:
     """compile: `hog.compiled_loss`, or torch.compile around the loss."""
 
     def made(point: Critics) -> Call:

@@ -13,16 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hoglib as hog
 from hoglib.auditing.routes import ROUTES
-from tests.auditing.cases import (
-    Applies,
-    Cached,
-    Images,
-    Matrices,
-    Net,
-    WrongScale,
-    problem,
-    smooth,
-)
+from tests.auditing.cases import Applies, Cached, Images, Matrices, Net, WrongScale, problem, smooth
 from tests.functions import Cube, OnceDifferentiable
 from tests.rows import rows
 

@@ -43,13 +43,8 @@ attention = Attention().double()
 learner = hog.MAML(vector, F.mse_loss, inner_lr=0.1, inner_steps=2)
 layer = nn.Linear(3, 2).double()
 one_layer = hog.MAML(layer, F.mse_loss, inner_lr=0.1, over_tasks="loop")
-x, y, v, zero, xs = (
-    draw(5, 3),
-    draw(5, 3, seed=1),
-    draw(3, seed=2),
-    torch.zeros(3).double(),
-    draw(2, 3, 4),
-)
+x, y, v = draw(5, 3), draw(5, 3, seed=1), draw(3, seed=2)
+zero, xs = torch.zeros(3).double(), draw(2, 3, 4)
 batch = x, torch.tensor([0, 1, 1, 0, 1])
 tasks = (draw(4, 5, 3), draw(4, 5, 2)), (draw(4, 6, 3, seed=1), draw(4, 6, 2, seed=1))
 loss, params = hog.functional_loss(vector, F.cross_entropy), hog.trainable_params(vector)
@@ -174,7 +169,7 @@ LEFT = {
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @rows("call", LEFT.values(), ids=LEFT)
 def test_what_is_not_traced_runs_uncompiled(call):
-    compare(call, lambda call: torch.compile(call, backend="eager"))
+    compare(call, lambda call: torch.compile(call, backend="aot_eager"))
 
 
 def test_what_the_function_reads_is_guarded_and_sizes_stay_symbols():
@@ -217,7 +212,7 @@ NUMBERS = {
 @rows("call", NUMBERS.values(), ids=NUMBERS)
 def test_numbers_that_change(call):
     torch._dynamo.reset()
-    fast = torch.compile(call, backend="eager")
+    fast = torch.compile(call, backend="aot_eager")
     for number in (1.0, 1.5, 2.5, 1.5):
         scaled.options["scale"] = number
         torch.manual_seed(0)

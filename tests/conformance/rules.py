@@ -90,10 +90,8 @@ def check_steps(make, optimizer):
         loss = lambda p, m=model, x=x, y=y: (functional_call(m, p, (x,)) - y).square().mean()  # noqa: E731
         params, grads_of = hog.trainable_params(model), partial(gradient, loss)
         assert not grads_of(params)["0.weight"][0].any()  # or the dead unit tests nothing
-        path, expected = (
-            ours(make(LR), params, grads_of, 10),
-            theirs(optimizer, params, grads_of, 10),
-        )
+        path = ours(make(LR), params, grads_of, 10)
+        expected = theirs(optimizer, params, grads_of, 10)
         for a, b in zip(path, expected, strict=True):
             for name in b:
                 assert a[name].dtype == dtype
@@ -179,15 +177,8 @@ def some_trees():
     a, b = torch.randn(2, 3).double(), torch.randn(4).double()
     nested = {"x": {"a": a}, "y": [b, (a,)]}
     return [
-        a,
-        [a, b],
-        {"a": a, "b": b},
-        nested,
-        Pair(a, [b]),
-        OrderedDict(a=a, b=b),
-        {"a": a.sum()},
-        {},
-    ]
+        a, [a, b], {"a": a, "b": b}, nested, Pair(a, [b]), OrderedDict(a=a, b=b), {"a": a.sum()}, {},
+    ]  # fmt: skip
 
 
 def check_tree(make, params):

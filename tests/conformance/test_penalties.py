@@ -145,15 +145,9 @@ def test_a_penalty_of_a_function(kind):
     row, x, derivatives = OF_FUNCTIONS[kind], draw(5, 3), draw(5, 2, 3, seed=7)
     variants = [{}, *TERMS, *VARIANTS]
     check_penalty(
-        row.call,
-        smooth,
-        x,
-        derivatives,
-        terms=row.terms,
-        variants=variants,
-        further=row.further,
+        row.call, smooth, x, derivatives, terms=row.terms, variants=variants, further=row.further,
         oracle=row.oracle,
-    )
+    )  # fmt: skip
 
 
 def test_forces():

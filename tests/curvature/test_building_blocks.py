@@ -95,7 +95,7 @@ REFUSED = {
     "no name": (lambda: whole("z"), ValueError, "names: expected patterns of x, y.a, .*got z"),
     "names of a tensor": (lambda: dense(M).submatrix("x"), TypeError, "params: expected a dict"),
     "other spaces": (lambda: jacobian(X[:5]) @ jacobian(X[:5]), ValueError, r"A @ B: .*got \(5, 12\) and \(5, 12\)"),
-    "eigenvalues of a Jacobian": (lambda: jacobian(X).eigsh(2), errors.UnsupportedError, "JacobianOperator.eigsh: expected a symm"),
+    "eigenvalues of a Jacobian": (lambda: jacobian(X).eigsh(2), errors.UnsupportedError, "JacobianOperator.eigsh: expected a symmetric operator"),
     "outputs of another size": (lambda: jacobian(X).T @ draw(7), ValueError, "structure of outputs"),
     "a loader that shuffles": (lambda: hog.JacobianOperator(nn.Linear(3, 1), {"bias": Z[:1]}, DataLoader([Z], shuffle=True)), ValueError, "data: expected data in a fixed order"),
     "a slope that is not finite": (lambda: hog.JacobianOperator(lambda p, x: (p * x).sqrt(), Z, Z).to_dense(), errors.NonFiniteError, "infinity in (params|outputs), where the outputs are"),

@@ -278,6 +278,19 @@ def test_biharmonics_of_matrices_by_partial_derivatives(name):
     assert_close(hog.bilaplacian(func, x)[1], expected, rtol=1e-8, atol=1e-8)
 
 
+@rows("name", ["deep tanh", "LayerNorm", "attention", "a Function"])
+def test_biharmonics_of_networks_and_their_gradients(name):
+    net, x = net_of("deep tanh" if name == "a Function" else name)
+    func = (lambda x: net(Sine.apply(x))) if name == "a Function" else net
+    x, params, results = x[:2], list(net.parameters()), []
+    with hog.second_order(on_wrong="ignore"):
+        for mode in ("auto", "nested"):
+            value, B = hog.bilaplacian(func, x, mode=mode)
+            loss = (B + value).square().sum()
+            results.append((value, B, torch.autograd.grad(loss, params, allow_unused=True)))
+    assert_close(*results, rtol=1e-7, atol=1e-8)
+
+
 def test_the_estimates_have_the_promised_mean_and_variance():
     # f = x^T H x / 2 with the operator a, and a quartic T
     H = torch.tensor([[1.0, 0.7], [0.7, -2.0]], dtype=torch.float64)
@@ -304,6 +317,18 @@ def test_the_estimates_have_the_promised_mean_and_variance():
         B = hog.bilaplacian(quartic, x[:size], mode=mode, **options)[1]
         assert abs(B.mean() - M.trace()) < 5 * (variance / size).sqrt()
         assert mode == "nested" or abs(B.var() / variance - 1) < 0.2
+
+
+@rows("mode", ["taylor", "nested"])
+@rows("order", [1, 2, 3, 4])
+def test_directions(order, mode):
+    x, v, w = points(3), points(4, 3), points(3)
+    func = lambda x, w: torch.stack([(x @ w).sin(), (x @ w).exp()])  # noqa: E731
+    value, d = hog.directional(func, x, v, order, w, mode=mode)
+    slopes = torch.stack([(x @ w + order * torch.pi / 2).sin(), (x @ w).exp()])
+    assert_close(value, func(x, w))
+    assert_close(d, (v @ w)[:, None] ** order * slopes)
+    assert_close(hog.directional(func, x, v[0], order, w, mode=mode)[1], d[0])
 
 
 def test_a_direction_at_each_point_and_the_gradient_of_its_derivative():

@@ -191,6 +191,21 @@ def test_a_likelihood_of_several_outputs(dtype):
 # empirical
 
 
+@rows("reduction", ["mean", "sum"])
+@rows("name", ["cross_entropy", "nn.MSELoss", "labels [N, L]", "bce"])
+def test_empirical_is_a_loop_over_examples(name, reduction):
+    criterion, shape, targets = CANONICAL[name]
+    if name == "labels [N, L]":  # the mean over all is the mean over examples
+        targets = targets.clamp(0)
+    criterion = criterion if reduction == "mean" else summed(criterion)
+    f = logits(*shape)
+    M = dense(metric("empirical", f, criterion=criterion, targets=targets, reduction=reduction), f)
+    score = torch.func.grad(criterion)
+    scores = [score(f[n : n + 1], targets[n : n + 1]).flatten() for n in range(len(f))]
+    expected = torch.block_diag(*(d.outer(d) for d in scores))
+    assert_close(M, expected / len(f) if reduction == "mean" else expected)
+
+
 def test_empirical_of_several_outputs_is_one_block_an_example():
     outputs, targets = pair(), logits(4, 2)
     criterion = lambda o, y: -heteroscedastic(o).log_prob(y).mean()  # noqa: E731

@@ -104,7 +104,8 @@ def test_the_weight_of_a_batch_can_be_given():
     uncounted = hog.HessianOperator(loss, params, loader((x, y), batch_size=4))
     assert relative(uncounted @ v, counted @ v) < 1e-7  # the criterion is known
     own = hog.functional_loss(loss.model, lambda o, y: F.cross_entropy(o, y))
-    with pytest.raises(ValueError, match=r"divides by another number.*batch_size=lambda batch"):
+    words = r"mean divides by another number.*batch_size=lambda batch"
+    with pytest.raises(ValueError, match=words):
         hog.HessianOperator(own, params, loader((x, y), batch_size=4)) @ v
     by_rows = lambda batch: len(batch[0])  # noqa: E731
     examples = hog.HessianOperator(own, params, loader((x, y), batch_size=4), batch_size=by_rows)
@@ -342,11 +343,8 @@ def test_a_matrix_that_is_not_definite_says_what_is():
 
 def test_batch_norm_in_train_mode_is_named_once():
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
-    loss, params, x = (
-        hog.functional_loss(model, F.mse_loss),
-        hog.trainable_params(model),
-        draw(8, 3),
-    )
+    loss, params = hog.functional_loss(model, F.mse_loss), hog.trainable_params(model)
+    x = draw(8, 3)
     data = [(x[:4], draw(4, 1)), (x[4:], draw(4, 1))]
     for make in (
         hog.HessianOperator,
@@ -354,7 +352,8 @@ def test_batch_norm_in_train_mode_is_named_once():
         partial(hog.FisherOperator, kind="empirical"),
     ):
         operator = make(loss, params, data)
-        with pytest.warns(UserWarning, match=r"by the batch: 1 \(BatchNorm1d\).*model.eval"):
+        words = r"normalises by the batch: 1 \(BatchNorm1d\).*model.eval"
+        with pytest.warns(UserWarning, match=words):
             operator.gradient()
         operator.gradient()
         make(loss, params, data[0]).gradient()

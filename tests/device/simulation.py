@@ -40,11 +40,8 @@ def build() -> Path:
         return LIBRARY
     BUILD.mkdir(exist_ok=True)
     torch = torch_folder()
-    includes = [
-        torch / "include",
-        torch / "include/torch/csrc/api/include",
-        sysconfig.get_path("include"),
-    ]
+    headers = torch / "include"
+    includes = [headers, headers / "torch/csrc/api/include", sysconfig.get_path("include")]
     libraries = ("c10", "torch", "torch_cpu", "torch_python")
     made = LIBRARY.with_suffix(f".{os.getpid()}")  # renamed when it is whole: two may build at once
     subprocess.run(
@@ -95,13 +92,9 @@ OWN = [
 ONE_LAUNCH = ["convolution", "convolution_backward"]  # of cuDNN, though torch calls them composites
 # arguments that CUDA's operator takes, or needs, from the CPU
 UNCHECKED = [
-    "_copy_from",
-    "_copy_from_and_resize",
-    "_pack_padded_sequence",
-    "_thnn_fused_lstm_cell",
-    "_ctc_loss.Tensor",
-    "_segment_reduce",
-]
+    "_copy_from", "_copy_from_and_resize", "_pack_padded_sequence", "_thnn_fused_lstm_cell",
+    "_ctc_loss.Tensor", "_segment_reduce",
+]  # fmt: skip
 
 
 @functools.cache

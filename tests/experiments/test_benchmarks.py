@@ -135,6 +135,14 @@ def test_what_is_measured_is_what_is_asked_for():
     assert chosen(["hvp", "steps"], ["5", "CNN"], False) == [("hvp", "CNN"), ("steps", "5")]
 
 
+def test_times_of_several_products_are_per_vector():
+    for few, truth, vectors in ((False, "v", 5), (True, "v", 2), (True, "gradient", 1)):
+        method = Method(with_torch.double_backward, truth=truth, few=few)
+        several = workload({"all": method}, vectors=5, per_vector=True)
+        assert method_check.vectors_of(method, several) == vectors
+        assert method_check.vectors_of(method, workload({"all": method}, vectors=5)) == 1
+
+
 def test_a_peer_that_is_not_here_or_does_not_import_says_why(tmp_path, monkeypatch):
     with pytest.raises(Missing, match=r"^missing: no_such_library is not installed$"):
         peer("no_such_library")
@@ -165,6 +173,14 @@ def test_a_ratio_is_one_of_neighbours_and_time_is_limited(monkeypatch):
     assert order[:5] == ["unit", "call", "unit", "call", "unit"]  # each follows the other
     assert len(pairs["a"]) == 4  # a fifth would end beyond 45 s
     assert [len(rounds_of_ten_seconds(budget)[1]["a"]) for budget in (15, 5, 1000)] == [3, 1, 10]
+
+
+def test_a_call_is_timed_until_a_gpu_has_done_its_work(monkeypatch):
+    happened = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: happened.append("waited"))
+    timing.once(lambda: happened.append("called"))
+    assert happened == ["waited", "called", "waited"]
 
 
 def test_the_clock_of_the_process_does_not_count_what_it_waits_for():

@@ -103,11 +103,8 @@ def test_the_table_by_hand():
     other_data = row._replace(penalty="r2", data="other")
     truth = DigitsResult("real training digits", "", "MNIST", 0, 0.25, 1.0, 10, 1.0)
     lines = digits_table(row, [better, other_data], truth, torch.full((10,), 0.1), 7).splitlines()
-    assert [line.split("  ")[0] for line in lines[4:7]] == [
-        "dragan",
-        "r1, weight 1",
-        "real training digits",
-    ]
+    first = [line.split("  ")[0] for line in lines[4:7]]
+    assert first == ["dragan", "r1, weight 1", "real training digits"]
     assert lines[5].split()[-8:] == ["10", "2.500", "50.0%", "9", "0.750", "<-", "this", "run"]
     assert "9: 10.0%" in lines[8]
 

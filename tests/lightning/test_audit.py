@@ -195,7 +195,8 @@ def test_a_module_that_does_not_say_what(tmp_path):
         second_order_problem = None
 
     module = Silent()
-    with pytest.raises(TypeError, match=r"a method second_order_problem\(batch\)") as caught:
+    words = r"expected a method second_order_problem\(batch\)"
+    with pytest.raises(TypeError, match=words) as caught:
         fit(tmp_path, [SecondOrderAudit(action="warn")], module)
     assert module.stepped == 0
     _, _, example = str(caught.value).partition("\n\n")

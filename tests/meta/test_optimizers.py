@@ -8,21 +8,25 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
-from torch.func import grad
+from torch.func import functional_call, grad, jvp
+from torch.utils import _pytree as pytree
 
 import hoglib as hog
 from hoglib._core.torch_modes import StandInMode
 from hoglib.meta import RULES, adam, adamw, momentum, rmsprop, sgd
 from tests.conformance.rules import (
     LR,
+    DeadUnit,
     after_three_steps,
+    batch,
     check_outer,
     number,
     ours,
     theirs,
-)
+)  # fmt: skip
 from tests.conformance.test_rules import CASES, OPTIMIZERS
 from tests.refused import refused
+from tests.rows import rows
 
 cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 # what an inner loop's result is differentiated by, besides the parameters
@@ -83,6 +87,31 @@ LEARNED = {
 def test_derivatives_by_options(case):
     outer, start = after_three_steps(case.rule)
     check_outer(outer, {**start, **case.options})
+
+
+EXACTLY_ZERO = {
+    "adam, eps of 1e-8": lambda h: adam(0.1),
+    "amsgrad, ties": lambda h: adam(0.1, amsgrad=True, eps=1e-3),
+    "amsgrad by all": partial(learned_betas, adam, amsgrad=True),
+    "adamw by all": partial(learned_betas, adamw),
+    "centered, no variance": lambda h: rmsprop(1e-4, eps=1e-3, alpha=0.0, centered=True),
+    "centered, momentum": lambda h: rmsprop(h["lr"], eps=1e-3, centered=True, momentum=h["beta1"]),
+}
+
+
+@rows("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@rows("rule", EXACTLY_ZERO.values(), ids=EXACTLY_ZERO)
+def test_derivatives_are_finite_where_gradients_are_exactly_zero(rule, dtype):
+    model, (x, y) = DeadUnit().to(dtype), batch(dtype)
+    inner = lambda params: (functional_call(model, params, (x,)) - y).square().mean()  # noqa: E731
+    outer = lambda at: inner(ours(rule(at["options"]), at["params"], grad(inner), 3)[-1])  # noqa: E731
+    params = hog.trainable_params(model)
+    assert not grad(inner)(params)["0.weight"][0].any()
+    variables = {"params": params, "options": {n: v.to(dtype) for n, v in ADAM.items()}}
+    v, found = pytree.tree_map(torch.ones_like, variables), grad(outer)(variables)
+    along = [jvp(function, (variables,), (v,))[1] for function in (outer, grad(outer))]
+    assert all(leaf.isfinite().all() for leaf in pytree.tree_leaves([found, along]))
+    assert not found["params"]["0.weight"][0].any()  # the outer loss does not depend on them
 
 
 @pytest.mark.parametrize("make", [adam, adamw, rmsprop], ids=lambda make: make.__name__)

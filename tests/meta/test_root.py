@@ -206,13 +206,8 @@ def singular():
 
 def test_a_solution_of_several_dtypes_keeps_them():
     h = X.clone().requires_grad_()
-    a, b = hog.meta.root(
-        lambda z, h: (z[0] - h[:2], z[1] - 2 * h),
-        (X[:2].float(), 2 * X),
-        h,
-        tol=1e-6,
-        accuracy=1e-6,
-    )
+    residual = lambda z, h: (z[0] - h[:2], z[1] - 2 * h)  # noqa: E731
+    a, b = hog.meta.root(residual, (X[:2].float(), 2 * X), h, tol=1e-6, accuracy=1e-6)
     assert (a.dtype, b.dtype) == (torch.float32, F64)
     (g,) = torch.autograd.grad(a.sum() + b.sum(), h)
     assert_close(g, torch.tensor([3.0, 3.0, 2.0, 2.0], dtype=F64))

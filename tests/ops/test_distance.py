@@ -27,11 +27,8 @@ POWERS = {
     "maxima": INFINITY,
 }
 each_power = rows("p", POWERS.values(), ids=POWERS.keys())
-by = rows(
-    "mode",
-    ["use_mm_for_euclid_dist", "donot_use_mm_for_euclid_dist"],
-    ids=["products", "differences"],
-)
+modes = ["use_mm_for_euclid_dist", "donot_use_mm_for_euclid_dist"]
+by = rows("mode", modes, ids=["products", "differences"])
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = F64) -> Tensor:
@@ -152,12 +149,9 @@ def test_differences_are_exact_for_rows_that_nearly_coincide() -> None:
     x = torch.cat([normal(40, 3), torch.full((1, 3), 2.0)]).float()
     y = x[-1:] + torch.tensor([3e-6, -2e-6, 1e-6])
     gaps = (x[-1:].double() - y.double())[0]
-    (grad,) = torch.autograd.grad(
-        hog.ops.cdist(
-            t := x.clone().requires_grad_(), y, 2.0, "donot_use_mm_for_euclid_dist"
-        ).sum(),
-        t,
-    )
+    t = x.clone().requires_grad_()
+    total = hog.ops.cdist(t, y, 2.0, "donot_use_mm_for_euclid_dist").sum()
+    (grad,) = torch.autograd.grad(total, t)
     assert_close(grad[-1].double(), gaps / gaps.norm(), rtol=1e-6, atol=0.0)
 
 

@@ -41,12 +41,8 @@ def as_torch(ours: Callable[..., Any], theirs: Callable[..., Any], *inputs: Tens
         values = function(*leaves)
         values = values if isinstance(values, tuple) else (values,)
         total = sum((v * v.detach().cos()).real.sum() for v in values if v.requires_grad)
-        results.append(
-            [
-                *(v.detach() for v in values),
-                *grad(total, leaves, create_graph=True, materialize_grads=True),
-            ]
-        )
+        grads = grad(total, leaves, create_graph=True, materialize_grads=True)
+        results.append([*(v.detach() for v in values), *grads])
     narrow = values[0].dtype in (torch.float32, torch.complex64)
     bounds = {"atol": 1e-4, "rtol": 1e-4} if narrow else {}
     assert_close(*results, equal_nan=True, **bounds)

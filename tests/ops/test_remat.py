@@ -114,6 +114,29 @@ def test_a_graph_made_outside_may_be_differentiated_inside_a_transform() -> None
 # Forward mode.
 
 
+def views(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+    return x, weight.view(-1), x @ weight.mT + bias
+
+
+def without_forward_mode_of_its_backward(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.silu(x @ weight.mT + bias)
+
+
+@rows("fn", [layer, views, without_forward_mode_of_its_backward])
+@rows("moved", [(0, 1, 2), (1,)])
+def test_dual_tensors(fn: Callable[..., Any], moved: tuple[int, ...]) -> None:
+    def second(run: Callable[..., Any]) -> Any:
+        inputs, ad = list(arguments()), torch.autograd.forward_ad
+        options: Any = {"allow_unused": True, "materialize_grads": True}
+        with ad.dual_level():
+            duals = [ad.make_dual(x, x.detach().cos()) if i in moved else x for i, x in enumerate(inputs)]  # fmt: skip
+            tangent = ad.unpack_dual(scalar(run)(*duals)).tangent
+        first = torch.autograd.grad(tangent, inputs, create_graph=True, **options)
+        return first, torch.autograd.grad(sum(g.sin().sum() for g in first), inputs, **options)
+
+    torch.testing.assert_close(second(remat(fn)), second(fn))
+
+
 def test_two_levels_of_forward_mode_where_torch_needs_a_graph() -> None:
     x = randn(4)
     for fn in (F.silu, lambda x: hog.ops.swish(x, x), F.gelu):
@@ -526,6 +549,20 @@ def test_a_module_that_changes_a_buffer_it_reads() -> None:
         torch.testing.assert_close(gradient, 32 * x.cos())
         torch.testing.assert_close(torch.autograd.grad(gradient.sum(), x)[0], -32 * x.sin())
         assert model.scale == 3
+
+
+def test_a_module_under_two_names() -> None:
+    model, x = nn.Module().double(), randn(2, 3)
+    model.one = model.other = nn.Linear(3, 3).double()
+    model.forward = lambda x: model.other(model.one(x).tanh())  # type: ignore[method-assign]
+    own, parameters = model.one.weight, list(model.parameters())
+    shared = remat(lambda a, b, x: b(a(x).tanh()))
+    expected, *found = (
+        torch.autograd.grad(run(x).pow(2).sum(), parameters)
+        for run in (model, remat(model), partial(shared, model.one, model.other))
+    )
+    torch.testing.assert_close(found, [expected] * 2)
+    assert model.one.weight is model.other.weight is own
 
 
 def test_an_embedding_that_shrinks_its_weight_is_refused() -> None:

@@ -1068,10 +1068,8 @@ def squares_in_cpp(tmp_path_factory):
 @rows("name", ["squares", "by_hand"])
 def test_a_backward_in_cpp_is_named_as_not_examined(squares_in_cpp, name):
     """Of its node Python sees the name alone."""
-    function, words = (
-        getattr(squares_in_cpp, name),
-        {"squares": "Squares", "by_hand": "ByHand"}[name],
-    )
+    function = getattr(squares_in_cpp, name)
+    words = {"squares": "Squares", "by_hand": "ByHand"}[name]
     refused = (
         "compile", "compile without check", "compiled_loss", "hvp compiled", "r1 compiled",
         "second_order before",  # no call of torch is seen after the context

@@ -60,11 +60,8 @@ def test_what_is_wrong_is_named(case):
 
 
 TITLES = (
-    "reverse-over-reverse",
-    "forward-over-reverse",
-    "reverse-over-forward",
-    "forward-over-forward",
-)
+    "reverse-over-reverse", "forward-over-reverse", "reverse-over-forward", "forward-over-forward",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("case", all_but(lambda case: case not in OF_PARTS, RIGHT))
@@ -97,9 +94,8 @@ def test_linear_cross_entropy_in_chunks_is_wrong():
     report = hog.verify(loss, (r(6, 3), r(9, 3)), modes="rr")
     assert report["first derivative: reverse"].status == "pass", str(report)
     assert report["second derivative: reverse-over-reverse"].status == "fail"
-    assert "culprit: linear_cross_entropy in reverse-over-reverse" in {
-        q.name for q in report.failed
-    }
+    failed = {q.name for q in report.failed}
+    assert "culprit: linear_cross_entropy in reverse-over-reverse" in failed
 
 
 def test_forward_over_forward_of_a_jvp_is_skipped_with_its_reason():

@@ -66,10 +66,8 @@ def test_every_mode_that_is_offered_is_checked():
 def test_orders_and_modes():
     report = hog.verify(Cube, x, orders=(1, 2, 3), modes=("rr", "forward-over-reverse"))
     rows = {row.name for row in report if "derivative" in row.name}
-    assert {name for name in rows if name.startswith("third")} == {
-        "third derivative: reverse-over-reverse",
-        "third derivative: forward-over-reverse",
-    }
+    third = {name for name in rows if name.startswith("third")}
+    assert third == {f"third derivative: {by}-over-reverse" for by in ("reverse", "forward")}
     assert not any("over-forward" in name for name in rows)
     only = hog.verify(Cube, x, orders=2)
     assert "first derivative: reverse" not in {row.name for row in only}

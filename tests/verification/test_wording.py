@@ -91,12 +91,8 @@ def test_an_input_without_a_gradient_may_be_a_constant():
     class Scaled(Mul):
         backward = by_saved(lambda g, a, b: (g * a.cos() * b, None))
 
-    wrong(
-        Scaled,
-        x,
-        y,
-        says=["inputs[1] (`b`)", "returns None for it. If the function takes it for a constant"],
-    )
+    says = ["inputs[1] (`b`)", "returns None for it. If the function takes it for a constant"]
+    wrong(Scaled, x, y, says=says)
     given = x.clone().requires_grad_()
     assert hog.verify(Scaled, (given, y)).ok
 
@@ -135,11 +131,8 @@ def test_a_graph_that_forward_built():
             (d,) = torch.autograd.grad(ctx.out, ctx.leaf, retain_graph=True)
             return g * d
 
-    wrong(
-        Keeps,
-        row="saved: ",
-        says=["ctx.leaf", "ctx.out", "graph that forward built", "in backward"],
-    )
+    says = ["ctx.leaf", "ctx.out", "graph that forward built", "in backward"]
+    wrong(Keeps, row="saved: ", says=says)
 
 
 def test_a_gradient_that_depends_on_create_graph():
