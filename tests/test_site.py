@@ -41,6 +41,8 @@ def site(tmp_path_factory):
 def test_it_builds_and_each_page_has_its_place(site):
     for page in (*DOCS.rglob("*.md"), *DOCS.rglob("*.ipynb")):
         assert (site / page.relative_to(DOCS).with_suffix(".html")).exists()
+    assert (site / "search" / "search_index.js").exists()  # what pages opened as files can search
+    assert (site / "concepts" / "matrices.html").read_text().count("<math") > 10
 
 
 def test_nothing_is_loaded_from_elsewhere(site):

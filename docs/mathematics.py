@@ -1,0 +1,21 @@
+"""Formulas as MathML, which browsers show by themselves: `$...$` in a line, `$$...$$` on lines of their
+own, as GitHub reads them."""
+
+import html
+import re
+from typing import Any
+
+from latex2mathml.converter import convert
+
+# What pymdownx.arithmatex makes of a formula: \(...\) in a line, \[...\] on its own.
+FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.S)
+
+
+def _as_mathml(found: re.Match[str]) -> str:
+    display = "block" if found[1] == "div" else "inline"
+    return f"<{found[1]}>{convert(html.unescape(found[2]), display=display)}</{found[1]}>"
+
+
+def on_page_content(content: str, **_: Any) -> str:
+    """Of a page, with its formulas, as MkDocs calls it."""
+    return FORMULA.sub(_as_mathml, content)
