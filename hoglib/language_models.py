@@ -1,4 +1,14 @@
-"""The loss of a language model without its logits: the features before the head, and the head."""
+"""The loss of a language model without its logits: the features before the head, and the head.
+
+Its "outputs", which Gauss-Newton and Fisher products are split at, are (h, W, b), and its criterion is
+head and cross-entropy together, computed by rows:
+
+    h [B, T, D]         what the head is given; its rows are the positions, [B T, D]
+    W [V, D], b [V]     the head
+    z [chunk, V]        the logits of some rows, made and dropped again
+
+so that nothing of size B T V exists, in the loss or in any of its derivatives.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -132,7 +142,7 @@ class LanguageModelLoss(FunctionalLoss):
         self._chunk_size = chunk_size
         self._ignore_index = validation.whole("ignore_index", ignore_index)
         self._smoothing = validation.fraction("label_smoothing", label_smoothing)
-        self._checked = False
+        self._checked = False  # a model that leaves its logits as they are does so at every call
 
     @property
     def separates_outputs(self) -> bool:
@@ -227,6 +237,7 @@ class LanguageModelLoss(FunctionalLoss):
             with torch.no_grad():
                 for own in draws:
                     along = share * _cross_entropy.row_tangents(own, given)
+                    # d_n d_n^T v: the slope of a whole sequence multiplies each of its rows
                     if groups is not None:
                         per_group = along.reshape(groups, -1)
                         along = per_group.sum(1, keepdim=True).expand_as(per_group).reshape(-1)
@@ -293,7 +304,7 @@ class LanguageModelLoss(FunctionalLoss):
 
         def short(x: Tensor) -> Tensor:
             seen.append(scale * F.linear(x[..., :2, :], head.weight, head.bias))
-            return seen[-1].clone()
+            return seen[-1].clone()  # models bound or scale them in place
 
         with replaced_forwards([head], lambda _: short):
             outputs = self._run(batch)
@@ -312,8 +323,10 @@ class LanguageModelLoss(FunctionalLoss):
         counts = classes != self._ignore_index
         if value_checks_on() and not labels.is_meta and not torch_internals.transforms_active():
             _check_classes(classes[counts], len(weight), self._ignore_index)
+        # half precision counts to 256 or 2048 only
         total = counts.sum().to(torch.promote_types(hidden.dtype, torch.float32))
         size = _cross_entropy.chunk_size_of(self._chunk_size, len(weight))
+        # rows that do not count need some class to gather by; their losses are dropped
         h, own = hidden.reshape(-1, hidden.shape[-1]), torch.where(counts, classes, 0)
         return _cross_entropy.Rows(h, weight, bias, own, self._smoothing, size), counts, total
 
@@ -378,6 +391,7 @@ def _by_name(outputs: Features, vector: Vector, names: str) -> Any:
 def _like(outputs: Features, found: Sequence[Tensor | None]) -> list[Tensor]:
     """A product as a list of tensors like the outputs."""
     pairs = [(x, y) for x, y in zip(outputs, found, strict=True) if x is not None]
+    # what does not vary has a zero, without memory of its own: it may be as large as W
     return [
         x.new_zeros(()).expand_as(x) if y is None else y.reshape(x.shape).to(x.dtype)
         for x, y in pairs

@@ -90,6 +90,7 @@ class RectangularOperator(ABC):
             The products [k, M].
         """
         self.count += len(rows)
+        # autograd saves no tensor of inference mode, which a product may have to
         with outside_inference_mode(), torch.no_grad():
             rows = rows.clone() if rows.is_inference() else rows
             return self._products(rows) if len(rows) else rows.new_empty(0, self.target.length)
@@ -121,6 +122,7 @@ class RectangularOperator(ABC):
             return product_of(_chain_of(self) + _chain_of(v))
         rows, rebuild = self.space.rows(v)
         found, target = self.apply(rows), self.target
+        # of a symmetric one the product has the form of v; else that of the other space
         if target is self.space:
             return rebuild(found)
         block = self.space.is_block(v)

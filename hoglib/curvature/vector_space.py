@@ -96,7 +96,8 @@ class Space:
         self._sizes = [leaf.numel() for leaf in held]
         self._alike = all(leaf.dtype == self.dtype for leaf in held)
         self.length = pytree.size(held)
-        # what the entries of a row count in an inner product, of which several processes hold copies
+        # what the entries of a row count in an inner product, of which several processes hold copies:
+        # a sum over processes would count them once a copy
         parts = [self.placement.part(i) for i in range(len(held))]
         self._parts: Tensor | float = parts[0]
         if len(set(parts)) > 1:
@@ -225,6 +226,7 @@ class Space:
                 f"{name}: expected device {self.device}, got {v.device}; move it with "
                 f"`.to({str(self.device)!r})`."
             )
+        # views: a block [P, k] is not copied to have its columns as rows
         v = v.detach()
         if v.dim() == 1:
             return v[None], lambda rows: rows[0]
@@ -238,6 +240,7 @@ class Space:
     def add(self, row: Tensor, leaves: list[Tensor], factor: float, first: bool = False) -> None:
         """row += factor leaves; the first time row = factor leaves, into uninitialised memory."""
         flat = [leaf.detach().reshape(-1) for leaf in leaves]
+        # one pass over uninitialised memory, instead of zeros to add to
         if first and self._alike:
             torch.cat(flat, out=row)
             if factor != 1:

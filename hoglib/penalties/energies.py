@@ -230,6 +230,7 @@ def _rows_by_structure(at: InputVJP, g: Tensor, x: Tensor, index: Tensor) -> lis
     structures = [(index == k).nonzero().reshape(-1) for k in range(at.y.numel())]
     width = x.shape[1:].numel()
     rows: list[list[Tensor]] = [[] for _ in structures]
+    # structures do not act on one another: a unit vector of each at once gives a row of each Hessian
     for j in range(max(map(len, structures), default=0) * width):
         atom, entry = divmod(j, width)
         among = [k for k, atoms in enumerate(structures) if atom < len(atoms)]

@@ -186,6 +186,7 @@ def by_taylor(
     drawn = None if torch_internals.tracing() else generators.now()
     run = Propagation(algebra, options.keep)
     try:
+        # a mode: each torch call of func also propagates the coefficients of what it is given
         with run, translate_batch_errors(inputs, call, "inputs"):
             for x, seed in zip(own, parts, strict=True):
                 run.seed(x, seed)
@@ -200,7 +201,7 @@ def by_taylor(
                 f"{options.caller}: expected operations with a rule for Taylor coefficients, got "
                 f"{reason}. Use mode='nested', or write it with operations of torch."
             ) from reason
-        if drawn is not None:
+        if drawn is not None:  # func runs again, with the random numbers that it drew
             generators.set(drawn)
         LOGGER.debug("%s: nested derivatives, for want of a rule for %s", options.caller, reason)
         return None

@@ -1,5 +1,14 @@
 """Rules of products, of matrices and tensors, elementwise and convolutions; and of functions of
-matrices, which are made of products."""
+matrices, which are made of products.
+
+The coefficients of a product are sums of products of coefficients,
+
+    (a b)_n = sum over i + j = n of a_i b_j
+
+where each a_i is a constant, without a leading dimension, or has one direction a row: `lead_a` says so.
+
+    a [m, k], or with lead_a [rows, m, k]
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +30,7 @@ def matmul(a: Tensor, b: Tensor, lead_a: bool, lead_b: bool) -> Tensor:
     """
     if lead_a and lead_b:
         return torch.matmul(a, b)
+    # a b = (b^T a^T)^T: the cases below need the directions on the left only
     if lead_b:
         return matmul(b.transpose(-1, -2), a.transpose(-1, -2), True, False).transpose(-1, -2)
     if not lead_a:
@@ -30,6 +40,7 @@ def matmul(a: Tensor, b: Tensor, lead_a: bool, lead_b: bool) -> Tensor:
         if a.stride(1) == 0 and rows > 1:
             return torch.matmul(a[:, :1], b).expand(-1, rows, -1)
         return torch.matmul(a, b)
+    # the directions join the rows, so that each matrix of the batch is read once for all of them
     found = torch.bmm(a.transpose(0, 1).flatten(1, 2), b)
     return found.unflatten(1, (a.shape[0], a.shape[2])).transpose(0, 1)
 
@@ -90,6 +101,7 @@ def _div(call: Call) -> Any:
     b_n = call.parts(b)
     if b_n is None:
         return each(lambda part: part / b, call.aligned(call.known(a)))
+    # a / b = a (1 / b): the series of 1 / b is composed, and multiplied as any product
     inverse = b.reciprocal()
     n = call.algebra.compose(POINTWISE["reciprocal"](b, inverse, call.algebra.order), b_n)
     return call.product(multiply, a, inverse, b_n=n) if isinstance(a, Tensor) else scaled(a, n)
@@ -99,6 +111,7 @@ def _convolution(call: Call) -> Parts:
     x, weight, bias, *geometry = call.args
 
     def conv(a: Tensor, w: Tensor, lead_a: bool, lead_w: bool) -> Tensor:
+        # directions of a kernel cannot join the images: one convolution each
         if lead_w:
             rows = a if lead_a else [a] * len(w)
             return torch.stack([conv(p, q, False, False) for p, q in zip(rows, w, strict=True)])
@@ -180,6 +193,7 @@ def _cholesky(call: Call, L: Tensor) -> Parts:
         inner = torch.linalg.solve_triangular(L.mH, inner, upper=True, left=False)
         return L @ (inner.tril() - torch.diag_embed(inner.diagonal(dim1=-2, dim2=-1) / 2))
 
+    # each pass makes one more coefficient exact, since n n^H starts at twice the order of n
     n = call.algebra.zeros()
     for _ in range(call.algebra.order):
         n = each(solve, sums(A_n, scaled(-1, call.algebra.product(times_adjoint, n, n))))
