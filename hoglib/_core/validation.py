@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
+from importlib import import_module
 from math import isfinite
 from numbers import Integral, Number, Real
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,8 @@ from hoglib._core import pytree, torch_internals
 from hoglib._core.device_reads import read_late
 from hoglib._core.torch_modes import without_stand_ins
 
+T = TypeVar("T")
+
 
 def describe(value: Any) -> str:
     """A short description of a value: dtype and shape of a tensor, type and repr of anything else."""
@@ -22,6 +25,38 @@ def describe(value: Any) -> str:
         return f"a {dtype} tensor of shape {tuple(value.shape)}"
     text = " ".join(repr(value).split())
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+
+
+def short_repr(kind: type[T]) -> type[T]:
+    """A NamedTuple in whose repr more than ten numbers are a description."""
+
+    def text(self: Any) -> str:
+        parts = [f"{name}={_shortened(x)}" for name, x in zip(self._fields, self, strict=True)]
+        return f"{kind.__name__}({', '.join(parts)})"
+
+    kind.__repr__ = text  # type: ignore[method-assign]
+    return kind
+
+
+def _shortened(value: Any) -> str:
+    found = pytree.tensors(value)
+    count = sum(x.numel() for x in found)
+    if count > 10:
+        whole = f"{len(found)} tensors with {count} numbers"
+        return f"<{describe(value) if value is found[0] else whole}>"
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 200 else f"{text[:197]}..."
+
+
+def package(name: str, caller: str, install: str, instead: str = "") -> Any:
+    """An optional package, or a module of it."""
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise errors.MissingDependencyError(
+            f"{caller}: expected the package {name.partition('.')[0]} to be installed, and it is not; "
+            f"`pip install {install}`{instead}."
+        ) from error
 
 
 def tensor(what: str, value: Any) -> Tensor:

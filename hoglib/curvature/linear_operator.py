@@ -1055,13 +1055,8 @@ class ProgressBar:
             yield
             return
         self._done = 0.0
-        try:
-            from tqdm.auto import tqdm
-        except ImportError as error:
-            raise errors.MissingDependencyError(
-                "progress=True: expected the package tqdm to be installed, and it is not; `pip install "
-                "tqdm`, or leave progress at False."
-            ) from error
+        instead = ", or leave progress at False"
+        tqdm = validation.package("tqdm.auto", "progress=True", "tqdm", instead).tqdm
         self._open = tqdm(total=total, desc=f"{self._name} {work}", unit=self._unit, leave=False)
         try:
             yield

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, distributed
 
-from hoglib import errors
+from hoglib import errors, plotting
 from hoglib._core import pytree, validation
 from hoglib._core.placement import is_sharded
 from hoglib._core.source_location import warn
@@ -52,12 +52,16 @@ class Measurement(NamedTuple):
     def values(self) -> dict[str, float]:
         """Return the logged values by name."""
         where = f"curvature[{self.name}]" if self.name else "curvature"
+        of = self.numbers()
+        return {f"{where}/{name}": value for name, value in of.items() if value is not None}
+
+    def numbers(self) -> dict[str, float | None]:
+        """Return what `values` has, by short names, with None for what was not measured."""
         trace, error = self.spectrum.trace
-        of = {
+        return {
             "largest": float(self.spectrum.largest[-1]), "smallest": float(self.spectrum.smallest[0]),
             "trace": trace, "trace_error": error, "edge": self.edge, "critical": self.critical,
         }  # fmt: skip
-        return {f"{where}/{name}": value for name, value in of.items() if value is not None}
 
 
 @final
@@ -203,6 +207,26 @@ class CurvatureMonitor(pl.Callback):
         done = _batches(trainer)
         self._measure(pl_module, done, self._batch)
         self._log(trainer, done)
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw the largest eigenvalue by batch, a line for each problem.
+
+        Of a single problem also the smallest one, and the critical sharpness where it was asked for.
+        Rings are measurements beyond the edge of stability.
+
+        Args:
+            ax: Axes of matplotlib. Default: those of a new figure of pyplot.
+        Returns:
+            The axes.
+        Raises:
+            MissingDependencyError: if matplotlib is not installed.
+        """
+        return plotting.history(self.history, ax)
+
+    def to_dataframe(self) -> Any:
+        """The history as a data frame, with a row for each measurement; needs pandas."""
+        plain = ({"batch": one.batch, "name": one.name, **one.numbers()} for one in self.history)
+        return plotting.frame(plain)
 
     def state_dict(self) -> dict[str, Any]:
         """The history and the fixed batch, for checkpoints."""

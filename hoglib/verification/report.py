@@ -3,13 +3,17 @@
 import json
 import textwrap
 from collections.abc import Iterator, Sequence
+from html import escape
 from math import isfinite
 from typing import Any, NamedTuple, final
 
+from hoglib import plotting
 from hoglib.errors import ArgumentTypeError, VerificationError
 
 STATUSES = ("pass", "fail", "warn", "skip")
 
+# of the verdicts in a notebook: tints of the colours of plotting.STATUS
+COLOURS = {"pass": "#CCE3F0", "fail": "#F7DFCC", "warn": "#FAECCC", "skip": "#F3F3F3"}
 WIDTH = 100
 CULPRIT = "culprit: "
 
@@ -148,6 +152,36 @@ class Report:
             "counts": {status: len(self._with_status(status)) for status in STATUSES},
             "rows": [row._asdict() for row in known],
         }
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw the relative error of each check that compares numbers, and what failed without one.
+
+        Args:
+            ax: Axes of matplotlib. Default: those of a new figure of pyplot.
+        Returns:
+            The axes.
+        Raises:
+            MissingDependencyError: if matplotlib is not installed.
+        """
+        return plotting.report(self, ax)
+
+    def to_dataframe(self) -> Any:
+        """The rows as a data frame; needs pandas."""
+        return plotting.frame(row._asdict() for row in self.rows)
+
+    def _repr_html_(self) -> str:
+        """The report for notebooks: the rows as a table, with the status in colour."""
+        html = [f"<p><b>{escape(self._headline())}</b></p><table><tr>"]
+        html += [f"<th>{name}</th>" for name in ("check", "status", "error", "")]
+        for row in self.rows:
+            error = "" if row.error is None else f"{row.error:.0e}"
+            colours = f"background: {COLOURS[row.status]}; color: black"
+            html.append(
+                f"</tr><tr><td>{escape(row.name)}</td><td style='{colours}'>{row.status}</td>"
+                f"<td>{error}</td><td style='text-align: left; white-space: pre-wrap'>"
+                f"{escape(row.text)}</td>"
+            )
+        return "".join([*html, "</tr></table>"])
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{len(self._with_status(status))} {status}" for status in STATUSES)
