@@ -8,9 +8,9 @@ from matplotlib.ticker import PercentFormatter
 from experiments.data.mnist import split as mnist_split
 from experiments.data.noisy_digits import Examples
 from experiments.plots.digits import labelled_digits
-from experiments.plots.style import new_figure, picture
+from experiments.plots.style import SERIES, new_figure, picture
 from experiments.tables.data_values import Scored, precision_recall
-from hoglib.plotting import BLUE, GREY, SERIES
+from hoglib.plotting import BLUE, GREY
 
 SHOWN = 18  # digits in each group
 

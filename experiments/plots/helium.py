@@ -5,9 +5,8 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from experiments.logs import Points
-from experiments.plots.style import hide_frame, new_figure, picture
+from experiments.plots.style import SERIES, hide_frame, new_figure, picture
 from experiments.tables.helium import EXACT, HARTREE_FOCK
-from hoglib.plotting import SERIES
 
 SMOOTH = 25  # steps of the training in a mean
 

@@ -6,8 +6,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from experiments.logs import Points
-from experiments.plots.style import hide_frame, new_figure, picture
-from hoglib.plotting import SERIES
+from experiments.plots.style import SERIES, hide_frame, new_figure, picture
 
 
 @picture

@@ -4,7 +4,7 @@ matplotlib is changed."""
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec
+from typing import Any, Concatenate, NamedTuple, ParamSpec
 
 import matplotlib as mpl
 from cycler import cycler
@@ -12,14 +12,32 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
 from experiments.runs import is_rank_zero
-from hoglib.plotting import SERIES, STYLE
+from hoglib import plotting
 
 SMALL = 8.0  # font size of annotations
 
-CYCLE = cycler(color=[s.colour for s in SERIES], linestyle=[s.dashes for s in SERIES])
-OF_ALL: dict[Any, Any] = {**STYLE, "axes.prop_cycle": CYCLE}
-
 P = ParamSpec("P")
+
+
+class Series(NamedTuple):
+    """How one of several lines is drawn."""
+
+    colour: str
+    dashes: Any
+    marker: str
+
+    def line(self, **more: Any) -> dict[str, Any]:
+        """Keyword arguments for `plot`, without markers."""
+        return {"color": self.colour, "linestyle": self.dashes, **more}
+
+    def marked(self, **more: Any) -> dict[str, Any]:
+        """Keyword arguments for `plot`, with markers."""
+        return {**self.line(), "marker": self.marker, **more}
+
+
+SERIES = tuple(Series(*look) for look in plotting.SERIES)
+CYCLE = cycler(color=[s.colour for s in SERIES], linestyle=[s.dashes for s in SERIES])
+STYLE: dict[Any, Any] = {**plotting.STYLE, "axes.prop_cycle": CYCLE}
 
 
 def picture(draw: Callable[P, Figure]) -> Callable[Concatenate[Path, P], Path]:
@@ -35,7 +53,7 @@ def picture(draw: Callable[P, Figure]) -> Callable[Concatenate[Path, P], Path]:
     def save(file: Path, /, *args: P.args, **kwargs: P.kwargs) -> Path:
         if not is_rank_zero():
             return file
-        with mpl.rc_context(OF_ALL):
+        with mpl.rc_context(STYLE):
             figure = draw(*args, **kwargs)
             file.parent.mkdir(parents=True, exist_ok=True)
             figure.savefig(file)

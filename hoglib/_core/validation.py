@@ -5,6 +5,7 @@ from copy import copy
 from importlib import import_module
 from math import isfinite
 from numbers import Integral, Number, Real
+from textwrap import shorten
 from typing import Any, TypeVar
 
 import torch
@@ -42,20 +43,19 @@ def _shortened(value: Any) -> str:
     found = pytree.tensors(value)
     count = sum(x.numel() for x in found)
     if count > 10:
-        whole = f"{len(found)} tensors with {count} numbers"
-        return f"<{describe(value) if value is found[0] else whole}>"
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 200 else f"{text[:197]}..."
+        several = f"{len(found)} tensors with {count} numbers"
+        return f"<{describe(value) if isinstance(value, Tensor) else several}>"
+    return shorten(repr(value), 200)
 
 
-def package(name: str, caller: str, install: str, instead: str = "") -> Any:
+def package(name: str, caller: str, install: str) -> Any:
     """An optional package, or a module of it."""
     try:
         return import_module(name)
     except ImportError as error:
         raise errors.MissingDependencyError(
             f"{caller}: expected the package {name.partition('.')[0]} to be installed, and it is not; "
-            f"`pip install {install}`{instead}."
+            f"{install}."
         ) from error
 
 

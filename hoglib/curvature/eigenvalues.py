@@ -370,8 +370,8 @@ def _lost(length: float, components: list[float]) -> bool:
 def to_scipy(operator: Any) -> Any:
     """`RectangularOperator.to_scipy`."""
     operator.space.refuse_sharded("to_scipy")
-    linalg = validation.package("scipy.sparse.linalg", "to_scipy", "scipy")
-    np = validation.package("numpy", "to_scipy", "scipy")
+    linalg = validation.package("scipy.sparse.linalg", "to_scipy", "`pip install scipy`")
+    np = validation.package("numpy", "to_scipy", "`pip install scipy`")
     own = operator.dtype if operator.dtype in (torch.float32, torch.float64) else torch.float32
 
     def times(A: Any, V: Any) -> Any:

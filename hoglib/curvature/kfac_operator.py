@@ -65,15 +65,7 @@ class KFACError(_Distances):
         layers: Of the blocks of each layer from those of the Gauss-Newton matrix, by its name.
     """
 
-    layers: Mapping[str, Estimate]
-
-    def __new__(
-        cls, ggn: Estimate, blocks: Estimate, hessian: Estimate, *,
-        layers: Mapping[str, Estimate] | None = None,
-    ) -> "KFACError":  # fmt: skip
-        self = super().__new__(cls, ggn, blocks, hessian)
-        self.layers = layers or {}
-        return self
+    layers: Mapping[str, Estimate] = {}
 
     def plot(self, ax: Any = None) -> Any:
         """Draw the distances with one standard error, of the whole matrix and of each layer.
@@ -345,13 +337,11 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
         names = pytree.paths(self.space.params)
         layers: dict[str, list[Tensor]] = {}
         for block, mask in zip(self.blocks(), masks, strict=True):
-            parameter = names[block.layout.first.leaf]
-            layer = parameter.rpartition(".")[0] or parameter
-            layers.setdefault(layer, []).append(mask)
-        self._error = KFACError(
-            *(_distance(ours, theirs) for theirs in (ggn, blocks, hessian)),
-            layers={n: _distance(ours * sum(m), blocks * sum(m)) for n, m in layers.items()},
-        )
+            name = names[block.layout.first.leaf]
+            layers.setdefault(name.rpartition(".")[0] or name, []).append(mask)
+        self._error = KFACError(*(_distance(ours, theirs) for theirs in (ggn, blocks, hessian)))
+        own = {name: sum(parts) for name, parts in layers.items()}
+        self._error.layers = {n: _distance(ours * m, blocks * m) for n, m in own.items()}
         return self._error
 
     def exact_diagonal(self) -> Tensor:

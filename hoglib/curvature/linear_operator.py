@@ -1055,8 +1055,8 @@ class ProgressBar:
             yield
             return
         self._done = 0.0
-        instead = ", or leave progress at False"
-        tqdm = validation.package("tqdm.auto", "progress=True", "tqdm", instead).tqdm
+        install = "`pip install tqdm`, or leave progress at False"
+        tqdm = validation.package("tqdm.auto", "progress=True", install).tqdm
         self._open = tqdm(total=total, desc=f"{self._name} {work}", unit=self._unit, leave=False)
         try:
             yield

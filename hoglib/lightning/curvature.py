@@ -52,16 +52,12 @@ class Measurement(NamedTuple):
     def values(self) -> dict[str, float]:
         """Return the logged values by name."""
         where = f"curvature[{self.name}]" if self.name else "curvature"
-        of = self.numbers()
-        return {f"{where}/{name}": value for name, value in of.items() if value is not None}
-
-    def numbers(self) -> dict[str, float | None]:
-        """Return what `values` has, by short names, with None for what was not measured."""
         trace, error = self.spectrum.trace
-        return {
+        of = {
             "largest": float(self.spectrum.largest[-1]), "smallest": float(self.spectrum.smallest[0]),
             "trace": trace, "trace_error": error, "edge": self.edge, "critical": self.critical,
         }  # fmt: skip
+        return {f"{where}/{name}": value for name, value in of.items() if value is not None}
 
 
 @final
@@ -222,11 +218,6 @@ class CurvatureMonitor(pl.Callback):
             MissingDependencyError: if matplotlib is not installed.
         """
         return plotting.history(self.history, ax)
-
-    def to_dataframe(self) -> Any:
-        """The history as a data frame, with a row for each measurement; needs pandas."""
-        plain = ({"batch": one.batch, "name": one.name, **one.numbers()} for one in self.history)
-        return plotting.frame(plain)
 
     def state_dict(self) -> dict[str, Any]:
         """The history and the fixed batch, for checkpoints."""

@@ -324,12 +324,6 @@ class LeaveKOut(NamedTuple):
         """
         return plotting.leave_k_out(self, ax)
 
-    def to_dataframe(self) -> Any:
-        """The changes as a data frame, with a row for each subset; needs pandas."""
-        columns = {"predicted": self.predicted, "actual": self.actual, "subset": self.subsets}
-        rows = zip(*(column.tolist() for column in columns.values()), strict=True)
-        return plotting.frame(dict(zip(columns, row, strict=True)) for row in rows)
-
     def __str__(self) -> str:
         count, k = self.subsets.shape
         return (

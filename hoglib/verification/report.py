@@ -171,17 +171,13 @@ class Report:
 
     def _repr_html_(self) -> str:
         """The report for notebooks: the rows as a table, with the status in colour."""
-        html = [f"<p><b>{escape(self._headline())}</b></p><table><tr>"]
-        html += [f"<th>{name}</th>" for name in ("check", "status", "error", "")]
-        for row in self.rows:
-            error = "" if row.error is None else f"{row.error:.0e}"
-            colours = f"background: {COLOURS[row.status]}; color: black"
-            html.append(
-                f"</tr><tr><td>{escape(row.name)}</td><td style='{colours}'>{row.status}</td>"
-                f"<td>{error}</td><td style='text-align: left; white-space: pre-wrap'>"
-                f"{escape(row.text)}</td>"
-            )
-        return "".join([*html, "</tr></table>"])
+        lines = [
+            f"<tr><td>{escape(row.name)}</td><td style='color: black; background: "
+            f"{COLOURS[row.status]}'>{row.status}</td><td>{_error(row)}</td>"
+            f"<td style='text-align: left; white-space: pre-wrap'>{escape(row.text)}</td></tr>"
+            for row in self.rows
+        ]
+        return f"<b>{escape(self._headline())}</b><table>{''.join(lines)}</table>"
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{len(self._with_status(status))} {status}" for status in STATUSES)
@@ -239,14 +235,17 @@ class Report:
         last = ""
         for row in self.rows:
             mark = "FAIL" if row.status == "fail" else row.status
-            error = "" if row.error is None else f"{row.error:.0e}"
             reason = row.text if row.status == "skip" else ""
             reason, last = ("the same" if reason and reason == last else reason), reason
-            start = f"{row.name:{column}}  {mark:6}  {error:6}"
+            start = f"{row.name:{column}}  {mark:6}  {_error(row):6}"
             first, *rest = textwrap.wrap(reason, max(width - len(start) - 2, 40)) or [""]
             lines.append(f"{start}  {first}".rstrip())
             lines += [" " * (len(start) + 2) + line for line in rest]
         return lines
+
+
+def _error(row: Row) -> str:
+    return "" if row.error is None else f"{row.error:.0e}"
 
 
 def _wrapped(text: str, width: int) -> list[str]:
