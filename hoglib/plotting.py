@@ -30,7 +30,7 @@ STYLE: dict[str, Any] = {
     "legend.frameon": False, "legend.handlelength": 2.6, "figure.constrained_layout.use": True,
     "savefig.dpi": 150,
 }  # fmt: skip
-VERDICTS = {"pass": (BLUE, "o"), "warn": (ORANGE, "^"), "fail": (VERMILLION, "X")}
+VERDICTS = {"fail": (VERMILLION, "X"), "warn": (ORANGE, "^"), "pass": (BLUE, "o")}
 MOST_ROWS = 40  # names that fit below each other
 
 
@@ -155,17 +155,17 @@ def report(of: Any, ax: Any) -> int:
 
 
 def _by_name(ax: Any, rows: Sequence[tuple[str, float | None, float, str]]) -> int:
-    """Values with their errors by name and verdict, the worst ones; one that is no positive number is
+    """Values with their errors by name and verdict, the worst first; one that is no positive number is
     written beside its name."""
 
     def badness(row: Any) -> tuple[int, float]:
         _, x, _, verdict = row
-        return [*VERDICTS].index(verdict), inf if x is None or x != x else x
+        return [*VERDICTS].index(verdict), -inf if x is None or x != x else -x
 
-    worst = sorted(rows, key=badness)[-MOST_ROWS:]
-    shown = [row for row in rows if row in worst]
-    names = []
-    for y, (name, x, error, verdict) in enumerate(shown):
+    if len(rows) > MOST_ROWS:
+        ax.set_ylabel(f"the worst {MOST_ROWS} of {len(rows)}")
+    rows, names = sorted(rows, key=badness)[:MOST_ROWS], []
+    for y, (name, x, error, verdict) in enumerate(rows):
         colour, marker = VERDICTS[verdict]
         name = name if len(name) < 49 else f"{name[:23]}…{name[-24:]}"
         if x is not None and 0 < x < inf:
@@ -174,12 +174,12 @@ def _by_name(ax: Any, rows: Sequence[tuple[str, float | None, float, str]]) -> i
         else:
             name += f": {verdict if x is None else f'{x:g}'}"
         names.append(name)
-    ax.set_yticks(range(len(names)), names, parse_math=False)
-    for label, (*_, verdict) in zip(ax.get_yticklabels(), shown, strict=True):
+    ax.set_yticks(range(len(rows)), names, parse_math=False)
+    for label, (*_, verdict) in zip(ax.get_yticklabels(), rows, strict=True):
         label.set_color(VERMILLION if verdict == "fail" else BLACK)
-    ax.set_ylim(max(len(names), 1) - 0.5, -0.5)
-    _scale_by_size(ax, "x", [x for _, x, *_ in shown if x is not None])
-    return len(names)
+    ax.set_ylim(max(len(rows), 1) - 0.5, -0.5)
+    _scale_by_size(ax, "x", [x for _, x, *_ in rows if x is not None])
+    return len(rows)
 
 
 def _scale_by_size(ax: Any, axis: str, values: Iterable[float]) -> None:

@@ -40,12 +40,11 @@ def short_repr(kind: type[T]) -> type[T]:
 
 
 def _shortened(value: Any) -> str:
-    found = pytree.tensors(value)
-    count = sum(x.numel() for x in found)
-    if count > 10:
-        several = f"{len(found)} tensors with {count} numbers"
-        return f"<{describe(value) if isinstance(value, Tensor) else several}>"
-    return shorten(repr(value), 200)
+    count = sum(x.numel() for x in pytree.tensors(value))
+    if count <= 10:
+        return shorten(repr(value), 200)
+    several = f"{type(value).__name__} of {count:,} numbers"
+    return f"<{describe(value) if isinstance(value, Tensor) else several}>"
 
 
 def package(name: str, caller: str, install: str) -> Any:
