@@ -489,7 +489,8 @@ class LinearOperator(RectangularOperator):
                 memory of a GPU, which then holds the vectors of one product. Default: the
                 operator's device.
         Returns:
-            `Eigenpairs`, which unpack as (values, vectors): values ascending.
+            `Eigenpairs`, which unpack as (values, vectors): values ascending. Their ``residuals`` are
+            |A v - value v|, and ``plot(ax)`` draws both.
         Raises:
             ArgumentTypeError, ArgumentValueError: for another dtype or device of the basis.
             ConvergenceError: where it did not converge, with the eigenvalues that were found.
@@ -533,7 +534,8 @@ class LinearOperator(RectangularOperator):
             width: Standard deviation of the Gaussian. Default: 1% of the range of the nodes.
             generator: Of the signs; None is torch's global generator.
         Returns:
-            `SpectralDensity`.
+            `SpectralDensity`, of which ``average(f)`` is the mean of a function over the eigenvalues,
+            and ``plot(ax)`` draws the density with one standard error.
         References:
             Golub and Meurant, Matrices, Moments and Quadrature, 2010. Ubaru, Chen and Saad, Fast
             Estimation of tr(f(A)) via Stochastic Lanczos Quadrature, 2017. Ghorbani, Krishnan and
