@@ -110,7 +110,8 @@ def history(measurements: Any, ax: Any) -> int:
             if name.endswith(ends):
                 points.setdefault(name, []).append((one.batch, value))
     for (name, known), (colour, dashes, marker) in zip(points.items(), cycle(SERIES)):
-        ax.plot(*zip(*known, strict=True), color=colour, ls=dashes, marker=marker, label=name)
+        look = {"color": colour, "ls": dashes, "marker": marker}
+        ax.plot(*zip(*known, strict=True), label=name.replace("$", r"\$"), **look)
     _scale_by_size(ax, "y", [value for known in points.values() for _, value in known])
     unstable = [x for x in measurements if (x.edge or 0) > 2]
     beyond = [x.batch for x in unstable], [float(x.spectrum.largest[-1]) for x in unstable]

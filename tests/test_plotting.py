@@ -52,7 +52,7 @@ PICTURES = {
     "nothing measured": (monitor, []),
     "measured": (lambda: monitor((0, "", SPECTRUM, 1.0, 5.0), (8, "", SPECTRUM, 2.5)),
                  [([0, 8], [900.0] * 2), ([0, 8], [-4.0] * 2), ([0], [5.0]), ([8], [900.0])]),
-    "several measured": (lambda: monitor((0, "a", SPECTRUM), (0, "_b", SPECTRUM)), [([0], [900.0])] * 2),
+    "several measured": (lambda: monitor((0, NAMED, SPECTRUM), (0, "_b", SPECTRUM)), [([0], [900.0])] * 2),
     "distances": (lambda: DISTANCES, [([0.7], [1]), ([0.4], [2]), ([0.3], [3]), ([0.2], [4])]),
     "changes": (lambda: CHANGES, [(CHANGES.predicted, CHANGES.actual)]),
     "report": (lambda: REPORT, [([0.5], [0])]),
