@@ -27,7 +27,7 @@ PAIRS = LinearOperator.from_dense(VALUES.diag()).eigsh(5)
 SPECTRUM = hessian_spectrum(lambda p, _: (VALUES * p * p).sum() / 2, torch.zeros(5).double(), None, k=2, steps=5)
 DENSITY = SPECTRUM.density
 CHANGES = LeaveKOut(torch.tensor([1.0, 2.0, nan]), torch.tensor([1.5, 2.5, 0.0]), torch.zeros(3, 2), 0.5)
-NAMED = "f_<b>$x & y$"  # neither markup nor mathematics
+NAMED = r"f_<b>$\y$ & z"  # neither markup nor mathematics
 REPORT = hog.Report(NAMED, [
     Row("first", "pass", 1e-9, "right"), Row(NAMED, "fail", 0.5, f"wrong:\n  {NAMED}"), Row("runs", "warn", None, "<i>"),
     Row("none", "pass", 0.0), Row("skipped", "skip", None, "why"), *(Row(f"inf {i}", "pass", inf) for i in range(50)),
