@@ -12,7 +12,7 @@ from hoglib.errors import ArgumentTypeError, VerificationError
 
 STATUSES = ("pass", "fail", "warn", "skip")
 
-# of the verdicts in a notebook: tints of the colours of plotting.STATUS
+# of the verdicts in a notebook: tints of the colours of plotting.VERDICTS
 COLOURS = {"pass": "#CCE3F0", "fail": "#F7DFCC", "warn": "#FAECCC", "skip": "#F3F3F3"}
 WIDTH = 100
 CULPRIT = "culprit: "
