@@ -27,6 +27,7 @@ def run(path: Path) -> Iterator[tuple[Cell, list[Cell]]]:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    pyplot.close("all")  # what was drawn before is of no cell
     namespace = {"__name__": path.stem}
     for number, cell in enumerate(code_cells(json.loads(path.read_text())), 1):
         source, name = "".join(cell["source"]), f"cell {number}"

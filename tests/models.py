@@ -98,30 +98,11 @@ def build(name: str) -> nn.Module:
 
 MODELS: dict[str, Any] = {
     "plain": lambda: nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2)),
-    "hoglib ops": lambda: nn.Sequential(
-        hog.nn.Linear(2, 3),
-        hog.nn.Swish(3),
-        hog.nn.Linear(3, 3),
-        hog.nn.Tanh(),
-        hog.nn.Linear(3, 2),
-    ),
-    "fused layers": lambda: nn.Sequential(
-        hog.nn.LinearAct(2, 3, act="tanh"),
-        hog.nn.LinearAct(3, 3, act="swish"),
-        hog.nn.LinearAct(3, 3, act="softplus"),
-        hog.nn.LinearAct(3, 2, act="sigmoid"),
-    ),
-    "LayerNorm": lambda: nn.Sequential(
-        nn.Linear(2, 4), nn.LayerNorm(4), nn.SiLU(), nn.Linear(4, 2)
-    ),
-    "GroupNorm": lambda: nn.Sequential(
-        nn.Linear(2, 4), nn.GroupNorm(1, 4), nn.GELU(), nn.Linear(4, 2)
-    ),
-    "BatchNorm": lambda: nn.Sequential(
-        nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)
-    ),
-    "BatchNorm in eval mode": lambda: nn.Sequential(
-        nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)
-    ).eval(),
+    "hoglib ops": lambda: nn.Sequential(hog.nn.Linear(2, 3), hog.nn.Swish(3), hog.nn.Linear(3, 3), hog.nn.Tanh(), hog.nn.Linear(3, 2)),
+    "fused layers": lambda: nn.Sequential(hog.nn.LinearAct(2, 3, act="tanh"), hog.nn.LinearAct(3, 3, act="swish"), hog.nn.LinearAct(3, 3, act="softplus"), hog.nn.LinearAct(3, 2, act="sigmoid")),
+    "LayerNorm": lambda: nn.Sequential(nn.Linear(2, 4), nn.LayerNorm(4), nn.SiLU(), nn.Linear(4, 2)),
+    "GroupNorm": lambda: nn.Sequential(nn.Linear(2, 4), nn.GroupNorm(1, 4), nn.GELU(), nn.Linear(4, 2)),
+    "BatchNorm": lambda: nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)),
+    "BatchNorm in eval mode": lambda: nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)).eval(),
     "tied and frozen": Tied,
-}
+}  # fmt: skip

@@ -231,7 +231,7 @@ def test_the_wheel_holds_hoglib_and_nothing_else(wheel):
 
 HEAVY = [
     "lightning", "matplotlib", "scipy", "sklearn", "jsonargparse", "jax", "pytest", "tensorboard", "tqdm",
-    "yaml",
+    "yaml", "pandas",
 ]  # fmt: skip
 SELF_TEST = f"""
 import sys

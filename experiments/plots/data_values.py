@@ -8,8 +8,9 @@ from matplotlib.ticker import PercentFormatter
 from experiments.data.mnist import split as mnist_split
 from experiments.data.noisy_digits import Examples
 from experiments.plots.digits import labelled_digits
-from experiments.plots.style import BLUE, GREY, SERIES, new_figure, picture
+from experiments.plots.style import SERIES, new_figure, picture
 from experiments.tables.data_values import Scored, precision_recall
+from hoglib.plotting import GREY
 
 SHOWN = 18  # digits in each group
 
@@ -49,13 +50,10 @@ def plot_data_values(examples: Examples, scored: Scored, title: str) -> Figure:
 def _draw_check(axis: Any, scored: Scored) -> None:
     """Changes of the clean loss without random subsets, predicted and actual."""
     check = scored.check
-    predicted, actual = check.predicted.cpu(), check.actual.cpu()
-    ends = [float(min(predicted.min(), actual.min())), float(max(predicted.max(), actual.max()))]
-    axis.plot(ends, ends, color=GREY, lw=1)
-    axis.plot(predicted, actual, "o", color=BLUE, ms=5, alpha=0.8)
+    check.plot(axis)
     axis.set(
         xlabel="change of the clean loss that the gradient predicts",
         ylabel="change after training without them",
-        title=f"{check.subsets.shape[1]} random digits left out, {len(predicted)} times: "
+        title=f"{check.subsets.shape[1]} random digits left out, {len(check.predicted)} times: "
         f"rank correlation {check.correlation:.2f}",
     )

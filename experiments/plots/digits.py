@@ -11,15 +11,8 @@ from torch import Tensor
 
 from experiments.data.noisy_digits import Examples
 from experiments.logs import Points
-from experiments.plots.style import (
-    BLUE,
-    SERIES,
-    VERMILLION,
-    decimal_ticks,
-    hide_frame,
-    new_figure,
-    picture,
-)
+from experiments.plots.style import SERIES, decimal_ticks, hide_frame, new_figure, picture
+from hoglib.plotting import BLUE, VERMILLION
 
 SHOWN = 14  # digits in each group of the picture of weights
 

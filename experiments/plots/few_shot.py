@@ -9,19 +9,9 @@ from torch import Tensor
 
 from experiments.data.sinusoid import Waves
 from experiments.logs import Points
-from experiments.plots.style import (
-    BLACK,
-    BLUE,
-    GREEN,
-    GREY,
-    ORANGE,
-    SERIES,
-    VERMILLION,
-    hide_frame,
-    new_figure,
-    picture,
-)
+from experiments.plots.style import SERIES, hide_frame, new_figure, picture
 from hoglib.meta import Learner
+from hoglib.plotting import BLACK, BLUE, GREEN, GREY, ORANGE, VERMILLION
 
 # steps of gradient descent: how the prediction after them is drawn
 AFTER = {

@@ -6,7 +6,8 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from experiments.plots.style import GREY, new_figure, picture
+from experiments.plots.style import new_figure, picture
+from hoglib.plotting import GREY
 
 
 @picture

@@ -6,7 +6,8 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from experiments.plots.style import BLACK, GREY, LIGHT, SERIES, new_figure, picture
+from experiments.plots.style import SERIES, new_figure, picture
+from hoglib.plotting import BLACK, GREY, LIGHT
 
 # the first is not drawn like the truth of other pictures: both are networks
 LOOKS = (SERIES[1], SERIES[0])

@@ -13,17 +13,9 @@ from torch import Tensor
 
 from experiments.data.mixture import PARTS
 from experiments.logs import Points
-from experiments.plots.style import (
-    BLACK,
-    BLUE,
-    SERIES,
-    SMALL,
-    decimal_ticks,
-    hide_frame,
-    new_figure,
-    picture,
-)
+from experiments.plots.style import SERIES, SMALL, decimal_ticks, hide_frame, new_figure, picture
 from experiments.runs import is_rank_zero
+from hoglib.plotting import BLACK, BLUE
 
 GAP = 8  # pixels between rows of digits of different steps
 

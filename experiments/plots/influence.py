@@ -9,8 +9,9 @@ from torch import Tensor
 
 from experiments.data.mnist import split as mnist_split
 from experiments.data.noisy_digits import Examples
-from experiments.plots.style import BLUE, GREY, SERIES, VERMILLION, new_figure, picture
+from experiments.plots.style import SERIES, new_figure, picture
 from experiments.tables.influence import Errors
+from hoglib.plotting import BLUE, GREY, VERMILLION
 
 ROWS, EACH = 6, 6  # errors, and training digits of either kind beside each
 

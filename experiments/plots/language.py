@@ -7,8 +7,9 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from experiments.logs import Points
-from experiments.plots.style import BLACK, GREY, SERIES, decimal_ticks, new_figure, picture
+from experiments.plots.style import SERIES, decimal_ticks, new_figure, picture
 from experiments.tables.language import Direction
+from hoglib.plotting import BLACK, GREY
 
 if TYPE_CHECKING:  # imports Lightning
     from hoglib.lightning import Measurement

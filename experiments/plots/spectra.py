@@ -10,18 +10,9 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from experiments.plots.style import (
-    BLACK,
-    BLUE,
-    GREY,
-    LIGHT,
-    ORANGE,
-    VERMILLION,
-    decimal_ticks,
-    new_figure,
-    picture,
-)
+from experiments.plots.style import decimal_ticks, new_figure, picture
 from hoglib.curvature import Spectrum
+from hoglib.plotting import BLACK, BLUE, ORANGE
 
 if TYPE_CHECKING:  # imports Lightning
     from hoglib.lightning import Measurement
@@ -36,20 +27,7 @@ def plot_spectra(spectra: dict[str, Spectrum]) -> Figure:
     figure = new_figure(7, 3.4 * len(spectra))
     axes = figure.subplots(len(spectra), 1, squeeze=False)[:, 0]
     for axis, (name, spectrum) in zip(axes, spectra.items(), strict=True):
-        of = spectrum.density
-        low = float(of.density.max()) * 1e-6  # lower values are the tails of the Gaussians
-        lower, upper = (of.density - of.error).clamp(min=low), of.density + of.error
-        axis.fill_between(of.grid, lower, upper, color=LIGHT, lw=0, label="± one standard error")
-        axis.plot(of.grid, of.density, color=BLUE, lw=1.2, ls="-", label="density")
-        ends = torch.cat([spectrum.smallest, spectrum.largest])
-        axis.plot(
-            ends, torch.full_like(ends, 2 * low), "|", ls="", color=VERMILLION, ms=12, mew=1.5,
-            label="eigenvalues at the ends",
-        )  # fmt: skip
-        axis.set(yscale="log", ylim=(low, 4e6 * low), ylabel="density", title=name)
-        axis.axvline(0, color=GREY, lw=0.8, ls="-", zorder=0)
-        axis.legend()
-    axes[-1].set_xlabel("eigenvalue of the Hessian")
+        spectrum.plot(axis).set_title(name)
     return figure
 
 

@@ -1,11 +1,5 @@
-"""One style for all pictures: readable in print, and by people who do not see all colours.
-
-Colours are those of Okabe and Ito; lines differ also in dashes and markers, so that pictures can be
-read without colour. No screen is needed, and no global setting of matplotlib is changed.
-
-References:
-    Okabe and Ito, Color Universal Design, 2008.
-"""
+"""Pictures as files, in the style of `hoglib.plotting`. No screen is needed, and no global setting of
+matplotlib is changed."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -18,10 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
 from experiments.runs import is_rank_zero
+from hoglib import plotting
 
-BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
-YELLOW, BLUE, VERMILLION, PURPLE = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
-GREY, LIGHT, BAND = "#767676", "#B8B8B8", "#F3F3F3"  # secondary lines, marks, and stripes of tables
 SMALL = 8.0  # font size of annotations
 
 P = ParamSpec("P")
@@ -43,37 +35,9 @@ class Series(NamedTuple):
         return {**self.line(), "marker": self.marker, **more}
 
 
-SERIES = (
-    Series(BLUE, "-", "o"),
-    Series(ORANGE, "--", "s"),
-    Series(GREEN, "-.", "^"),
-    Series(PURPLE, (0, (1, 1)), "D"),
-    Series(BLACK, (0, (5, 1, 1, 1, 1, 1)), "v"),
-    Series(VERMILLION, (0, (8, 2)), "P"),
-)
-STYLE: dict[Any, Any] = {
-    "font.size": 10.0,
-    "axes.titlesize": 10.5,
-    "axes.labelsize": 10.0,
-    "legend.fontsize": 9.0,
-    "xtick.labelsize": 9.0,
-    "ytick.labelsize": 9.0,
-    "figure.titlesize": 11.5,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#E3E3E3",
-    "grid.linewidth": 0.6,
-    "lines.linewidth": 1.8,
-    "lines.markersize": 5.0,
-    "legend.frameon": False,
-    "legend.handlelength": 2.6,
-    "axes.prop_cycle": cycler(color=[s.colour for s in SERIES])
-    + cycler(linestyle=[s.dashes for s in SERIES]),
-    "figure.constrained_layout.use": True,
-    "savefig.dpi": 150,
-}
+SERIES = tuple(Series(*look) for look in plotting.SERIES)
+CYCLE = cycler(color=[s.colour for s in SERIES], linestyle=[s.dashes for s in SERIES])
+STYLE: dict[Any, Any] = {**plotting.STYLE, "axes.prop_cycle": CYCLE}
 
 
 def picture(draw: Callable[P, Figure]) -> Callable[Concatenate[Path, P], Path]:

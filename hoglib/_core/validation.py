@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
+from importlib import import_module
 from math import isfinite
 from numbers import Integral, Number, Real
-from typing import Any
+from textwrap import shorten
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +16,8 @@ from hoglib._core import pytree, torch_internals
 from hoglib._core.device_reads import read_late
 from hoglib._core.torch_modes import without_stand_ins
 
+T = TypeVar("T")
+
 
 def describe(value: Any) -> str:
     """A short description of a value: dtype and shape of a tensor, type and repr of anything else."""
@@ -22,6 +26,36 @@ def describe(value: Any) -> str:
         return f"a {dtype} tensor of shape {tuple(value.shape)}"
     text = " ".join(repr(value).split())
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+
+
+def short_repr(kind: type[T]) -> type[T]:
+    """A NamedTuple in whose repr more than ten numbers are a description."""
+
+    def text(self: Any) -> str:
+        parts = [f"{name}={_shortened(x)}" for name, x in zip(self._fields, self, strict=True)]
+        return f"{kind.__name__}({', '.join(parts)})"
+
+    kind.__repr__ = text  # type: ignore[method-assign]
+    return kind
+
+
+def _shortened(value: Any) -> str:
+    count = sum(x.numel() for x in pytree.tensors(value))
+    if count <= 10:
+        return shorten(repr(value), 200)
+    several = f"{type(value).__name__} of {count:,} numbers"
+    return f"<{describe(value) if isinstance(value, Tensor) else several}>"
+
+
+def package(name: str, caller: str, install: str) -> Any:
+    """An optional package, or a module of it."""
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise errors.MissingDependencyError(
+            f"{caller}: expected the package {name.partition('.')[0]} to be installed, and it is not; "
+            f"{install}."
+        ) from error
 
 
 def tensor(what: str, value: Any) -> Tensor:

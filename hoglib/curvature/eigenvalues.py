@@ -11,7 +11,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from hoglib import errors
+from hoglib import errors, plotting
 from hoglib._core import validation
 from hoglib._core.factorizations import symmetric_eigen
 from hoglib.curvature.vector_space import Draw, Space, SymmetricMatrix, random_normals
@@ -65,6 +65,18 @@ class Eigenpairs:
             f"Eigenpairs({values}; which={self.which!r}, residuals up to "
             f"{float(self.residuals.max()):.1g}, {self.products} products)"
         )
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw the eigenvalues in descending order, with their residuals.
+
+        Args:
+            ax: Axes of matplotlib. Default: those of a new figure of pyplot.
+        Returns:
+            The axes.
+        Raises:
+            MissingDependencyError: if matplotlib is not installed.
+        """
+        return plotting.eigenpairs(self, ax)
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter((self.values, self.vectors))
@@ -358,13 +370,8 @@ def _lost(length: float, components: list[float]) -> bool:
 def to_scipy(operator: Any) -> Any:
     """`RectangularOperator.to_scipy`."""
     operator.space.refuse_sharded("to_scipy")
-    try:
-        import numpy as np
-        from scipy.sparse import linalg
-    except ImportError as error:
-        raise errors.MissingDependencyError(
-            "to_scipy: expected the package scipy to be installed, and it is not; `pip install scipy`."
-        ) from error
+    linalg = validation.package("scipy.sparse.linalg", "to_scipy", "`pip install scipy`")
+    np = validation.package("numpy", "to_scipy", "`pip install scipy`")
     own = operator.dtype if operator.dtype in (torch.float32, torch.float64) else torch.float32
 
     def times(A: Any, V: Any) -> Any:

@@ -5,11 +5,12 @@ random vectors; and functions of operators, by Lanczos' method.
 """
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Generator, Tensor
 
+from hoglib import plotting
 from hoglib._core import validation
 from hoglib._core.device_reads import DeviceRead
 from hoglib._core.factorizations import symmetric_eigen
@@ -20,6 +21,7 @@ from hoglib.errors import ArgumentValueError
 AT_ONCE = 2**28  # bytes of random vectors that are multiplied at once
 
 
+@validation.short_repr
 class Estimate(NamedTuple):
     """A mean over random samples.
 
@@ -197,6 +199,18 @@ class SpectralDensity(NamedTuple):
             f"SpectralDensity(from {low:.4g} to {high:.4g}, {samples} samples of {steps} steps, "
             f"{self.products} products)"
         )
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw the density with one standard error.
+
+        Args:
+            ax: Axes of matplotlib. Default: those of a new figure of pyplot.
+        Returns:
+            The axes.
+        Raises:
+            MissingDependencyError: if matplotlib is not installed.
+        """
+        return plotting.density(self, ax)
 
     def average(self, f: Callable[[Tensor], Tensor]) -> Estimate:
         """The mean of f over all eigenvalues, tr f(A) / P.

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, Unpack, final, get_args
 import torch
 from torch import Generator, Tensor, nn
 
-from hoglib import errors
+from hoglib import errors, plotting
 from hoglib._core import pytree, validation
 from hoglib._core.fingerprint import Numbers, sums_and_norms
 from hoglib._core.placement import refuse_sharded
@@ -32,7 +32,7 @@ from hoglib.curvature.kronecker import (
 )
 from hoglib.curvature.kronecker_factors import BlockSums, EigenvalueSums, FactorSums
 from hoglib.curvature.layer_calls import Region, Role
-from hoglib.curvature.linear_operator import BlockDiagonal, LinearOperator
+from hoglib.curvature.linear_operator import BlockDiagonal
 from hoglib.curvature.model_run import (
     EXACT_DIAGONAL,
     FactorOptions,
@@ -47,18 +47,44 @@ TENSORS = ("A", "G", "values")  # of a block
 FEW_OUTPUTS = 100  # of an example, for each of which kind="exact" takes a backward pass
 
 
-class KFACError(NamedTuple):
+class _Distances(NamedTuple):
+    ggn: Estimate
+    blocks: Estimate
+    hessian: Estimate
+
+
+class KFACError(_Distances):
     """Relative distances |K - M| / |M| of an approximation K in the Frobenius norm.
+
+    A tuple of three, with the distances by layer beside them.
 
     Attributes:
         ggn: From the Gauss-Newton matrix of all parameters.
         blocks: From its blocks on the diagonal, which K approximates.
         hessian: From the Hessian.
+        layers: Of the blocks of each layer from those of the Gauss-Newton matrix, by its name.
     """
 
-    ggn: Estimate
-    blocks: Estimate
-    hessian: Estimate
+    layers: Mapping[str, Estimate] = {}
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw the distances with one standard error, of the whole matrix and of each layer.
+
+        Args:
+            ax: Axes of matplotlib. Default: those of a new figure of pyplot.
+        Returns:
+            The axes.
+        Raises:
+            MissingDependencyError: if matplotlib is not installed.
+        """
+        return plotting.kfac_error(self, ax)
+
+    def to_dataframe(self) -> Any:
+        """The distances by layer as a data frame, with one standard error; needs pandas."""
+        return plotting.frame(
+            {"layer": name, "distance": float(one.value), "error": float(one.error)}
+            for name, one in self.layers.items()
+        )
 
     def __str__(self) -> str:
         parts = [
@@ -307,8 +333,15 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
         rows = random_signs(self.space, num_samples, generator)
         ours = self.apply(rows)
         masks = [_mask(block.layout, self.space) for block in self.blocks()]
-        every: list[LinearOperator] = [G, BlockDiagonal(G, masks), H]
-        self._error = KFACError(*(_distance(ours, A.apply(rows)) for A in every))
+        ggn, blocks, hessian = (A.apply(rows) for A in (G, BlockDiagonal(G, masks), H))
+        names = pytree.paths(self.space.params)
+        layers: dict[str, list[Tensor]] = {}
+        for block, mask in zip(self.blocks(), masks, strict=True):
+            name = names[block.layout.first.leaf]
+            layers.setdefault(name.rpartition(".")[0] or name, []).append(mask)
+        self._error = KFACError(*(_distance(ours, theirs) for theirs in (ggn, blocks, hessian)))
+        own = {name: sum(parts) for name, parts in layers.items()}
+        self._error.layers = {n: _distance(ours * m, blocks * m) for n, m in own.items()}
         return self._error
 
     def exact_diagonal(self) -> Tensor:

@@ -491,7 +491,8 @@ class LinearOperator(RectangularOperator):
                 memory of a GPU, which then holds the vectors of one product. Default: the
                 operator's device.
         Returns:
-            `Eigenpairs`, which unpack as (values, vectors): values ascending.
+            `Eigenpairs`, which unpack as (values, vectors): values ascending. Their ``residuals`` are
+            |A v - value v|, and ``plot(ax)`` draws both.
         Raises:
             ArgumentTypeError, ArgumentValueError: for another dtype or device of the basis.
             ConvergenceError: where it did not converge, with the eigenvalues that were found.
@@ -535,7 +536,8 @@ class LinearOperator(RectangularOperator):
             width: Standard deviation of the Gaussian. Default: 1% of the range of the nodes.
             generator: Of the signs; None is torch's global generator.
         Returns:
-            `SpectralDensity`.
+            `SpectralDensity`, of which ``average(f)`` is the mean of a function over the eigenvalues,
+            and ``plot(ax)`` draws the density with one standard error.
         References:
             Golub and Meurant, Matrices, Moments and Quadrature, 2010. Ubaru, Chen and Saad, Fast
             Estimation of tr(f(A)) via Stochastic Lanczos Quadrature, 2017. Ghorbani, Krishnan and
@@ -1057,13 +1059,8 @@ class ProgressBar:
             yield
             return
         self._done = 0.0
-        try:
-            from tqdm.auto import tqdm
-        except ImportError as error:
-            raise errors.MissingDependencyError(
-                "progress=True: expected the package tqdm to be installed, and it is not; `pip install "
-                "tqdm`, or leave progress at False."
-            ) from error
+        install = "`pip install tqdm`, or leave progress at False"
+        tqdm = validation.package("tqdm.auto", "progress=True", install).tqdm
         self._open = tqdm(total=total, desc=f"{self._name} {work}", unit=self._unit, leave=False)
         try:
             yield

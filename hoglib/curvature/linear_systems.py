@@ -17,6 +17,7 @@ NEAR = 10  # times the target: where an iteration may be the last one
 LOOK_BACK, PRECONDITIONED_LOOK_BACK = 10, 5  # iterations, in which stagnation is looked for
 
 
+@validation.short_repr
 class Solution(NamedTuple):
     """How well a system was solved; a tensor [k] each where b is a block of k.
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Unpack, final
 import torch
 from torch import Tensor
 
+from hoglib import plotting
 from hoglib._core import validation
 from hoglib._core.autograd import grad_enabled
 from hoglib._core.finite_differences import to_double
@@ -388,6 +389,18 @@ class Spectrum(NamedTuple):
             f"Spectrum({self.size} eigenvalues from {low:.4g} to {high:.4g}, trace "
             f"{self.trace[0]:.4g} ± {self.trace[1]:.2g}, {self.products} products)"
         )
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw the density with one standard error, and the eigenvalues at both ends as ticks.
+
+        Args:
+            ax: Axes of matplotlib. Default: those of a new figure of pyplot.
+        Returns:
+            The axes.
+        Raises:
+            MissingDependencyError: if matplotlib is not installed.
+        """
+        return plotting.spectrum(self, ax)
 
     def summary(self) -> str:
         """Return the eigenvalues, the trace and the negative fraction as four lines of text."""

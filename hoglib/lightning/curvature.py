@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, distributed
 
-from hoglib import errors
+from hoglib import errors, plotting
 from hoglib._core import pytree, validation
 from hoglib._core.placement import is_sharded
 from hoglib._core.source_location import warn
@@ -203,6 +203,21 @@ class CurvatureMonitor(pl.Callback):
         done = _batches(trainer)
         self._measure(pl_module, done, self._batch)
         self._log(trainer, done)
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw the largest eigenvalue by batch, a line for each problem.
+
+        Of a single problem also the smallest one, and the critical sharpness where it was asked for.
+        Rings are measurements beyond the edge of stability.
+
+        Args:
+            ax: Axes of matplotlib. Default: those of a new figure of pyplot.
+        Returns:
+            The axes.
+        Raises:
+            MissingDependencyError: if matplotlib is not installed.
+        """
+        return plotting.history(self.history, ax)
 
     def state_dict(self) -> dict[str, Any]:
         """The history and the fixed batch, for checkpoints."""

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple, Unpack, get_args
 import torch
 from torch import Tensor
 
+from hoglib import plotting
 from hoglib._core import pytree, validation
 from hoglib._core.autograd import (
     Vector,
@@ -37,6 +38,7 @@ MOVES = 1e-5  # of the outer loss: what rounding of the parameters may move it b
 EXACT = 1e-12  # rounding of float64, which amplified likewise does no harm
 
 
+@validation.short_repr
 class Hypergradient(NamedTuple):
     """The result of `hypergradient`."""
 
@@ -301,6 +303,7 @@ def _warn_of_rounding(change: Tensor, value: Tensor, params: list[Tensor]) -> No
         )
 
 
+@validation.short_repr
 class LeaveKOut(NamedTuple):
     """The result of `leave_k_out`; printed, it is a summary."""
 
@@ -308,6 +311,18 @@ class LeaveKOut(NamedTuple):
     actual: Tensor  # changes after a training without the subset
     subsets: Tensor  # [subsets, k]: which weights were changed
     correlation: float  # Spearman's, of the ranks of predicted and actual changes
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw the predicted against the actual changes.
+
+        Args:
+            ax: Axes of matplotlib. Default: those of a new figure of pyplot.
+        Returns:
+            The axes.
+        Raises:
+            MissingDependencyError: if matplotlib is not installed.
+        """
+        return plotting.leave_k_out(self, ax)
 
     def __str__(self) -> str:
         count, k = self.subsets.shape

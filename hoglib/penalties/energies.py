@@ -108,6 +108,7 @@ def forces(
     return _result(energies, found, *rest)
 
 
+@validation.short_repr
 class EnergyForces(NamedTuple):
     """What :func:`forces` returns; it can be unpacked.
 
@@ -120,6 +121,7 @@ class EnergyForces(NamedTuple):
     forces: Any
 
 
+@validation.short_repr
 class EnergyForcesHessian(NamedTuple):
     """What :func:`forces` returns with ``hessian=True``; it can be unpacked.
 

@@ -36,6 +36,7 @@ from hoglib.penalties.terms import Term, check_batch_dependence
 from hoglib.ring import graph_of, is_captured
 
 
+@validation.short_repr
 class PenaltyWithOutputs(NamedTuple):
     """What a penalty returns with ``return_outputs=True``; it can be unpacked.
 

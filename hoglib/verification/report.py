@@ -3,13 +3,17 @@
 import json
 import textwrap
 from collections.abc import Iterator, Sequence
+from html import escape
 from math import isfinite
 from typing import Any, NamedTuple, final
 
+from hoglib import plotting
 from hoglib.errors import ArgumentTypeError, VerificationError
 
 STATUSES = ("pass", "fail", "warn", "skip")
 
+# of the verdicts in a notebook: tints of the colours of plotting.VERDICTS
+COLOURS = {"pass": "#CCE3F0", "fail": "#F7DFCC", "warn": "#FAECCC", "skip": "#F3F3F3"}
 WIDTH = 100
 CULPRIT = "culprit: "
 
@@ -149,6 +153,32 @@ class Report:
             "rows": [row._asdict() for row in known],
         }
 
+    def plot(self, ax: Any = None) -> Any:
+        """Draw the relative error of each check that compares numbers, and what failed without one.
+
+        Args:
+            ax: Axes of matplotlib. Default: those of a new figure of pyplot.
+        Returns:
+            The axes.
+        Raises:
+            MissingDependencyError: if matplotlib is not installed.
+        """
+        return plotting.report(self, ax)
+
+    def to_dataframe(self) -> Any:
+        """The rows as a data frame; needs pandas."""
+        return plotting.frame(row._asdict() for row in self.rows)
+
+    def _repr_html_(self) -> str:
+        """The report for notebooks: the rows as a table, with the status in colour."""
+        lines = [
+            f"<tr><td>{escape(row.name)}</td><td style='color: black; background: "
+            f"{COLOURS[row.status]}'>{row.status}</td><td>{_error(row)}</td>"
+            f"<td style='text-align: left; white-space: pre-wrap'>{escape(row.text)}</td></tr>"
+            for row in self.rows
+        ]
+        return f"<b>{escape(self._headline())}</b><table>{''.join(lines)}</table>"
+
     def __repr__(self) -> str:
         counts = ", ".join(f"{len(self._with_status(status))} {status}" for status in STATUSES)
         return f"Report({self.name}: {counts})"
@@ -205,14 +235,17 @@ class Report:
         last = ""
         for row in self.rows:
             mark = "FAIL" if row.status == "fail" else row.status
-            error = "" if row.error is None else f"{row.error:.0e}"
             reason = row.text if row.status == "skip" else ""
             reason, last = ("the same" if reason and reason == last else reason), reason
-            start = f"{row.name:{column}}  {mark:6}  {error:6}"
+            start = f"{row.name:{column}}  {mark:6}  {_error(row):6}"
             first, *rest = textwrap.wrap(reason, max(width - len(start) - 2, 40)) or [""]
             lines.append(f"{start}  {first}".rstrip())
             lines += [" " * (len(start) + 2) + line for line in rest]
         return lines
+
+
+def _error(row: Row) -> str:
+    return "" if row.error is None else f"{row.error:.0e}"
 
 
 def _wrapped(text: str, width: int) -> list[str]:

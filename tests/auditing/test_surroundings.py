@@ -2,9 +2,9 @@
 
 import os
 import random
-import threading
 from collections import defaultdict, deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -274,16 +274,10 @@ def test_parameters_that_a_loss_writes_to_are_as_they_were() -> None:
 
 def test_two_threads_at_once() -> None:
     model = smooth(nn.BatchNorm1d(6), Applies(Cached.apply))
-    given, found = problem(model), []
-    state = torch.get_rng_state()
-    threads = [
-        threading.Thread(target=lambda: found.append(hog.audit(*given).culprits)) for _ in range(2)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == [("3",), ("3",)]
+    given, state = problem(model), torch.get_rng_state()
+    with ThreadPoolExecutor(2) as pool:
+        found = pool.map(lambda _: hog.audit(*given).culprits, range(2))
+    assert list(found) == [("3",), ("3",)]
     assert all(x.dtype != torch.float64 for x in model.state_dict().values())
     assert torch.equal(state, torch.get_rng_state())
 

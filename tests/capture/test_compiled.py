@@ -4,6 +4,7 @@ import copy
 import pickle
 import threading
 from collections import OrderedDict, namedtuple
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -365,18 +366,10 @@ WRONG = {
     "no function": (lambda: hog.compile(3), TypeError, "fn"),
     "no backend": (lambda: hog.compile(abs, backend="cuda"), ValueError, "inductor"),
     "dynamic": (lambda: hog.compile(abs, dynamic="yes"), TypeError, "dynamic"),
-    "an array": (
-        lambda: captured(lambda x, y: x)(draw(2), draw(2).numpy()),
-        TypeError,
-        "must be comparable",
-    ),
+    "an array": (lambda: captured(lambda x, y: x)(draw(2), draw(2).numpy()), TypeError, "must be comparable"),
     "a set": (lambda: captured(lambda x, y: x)(draw(2), {1}), TypeError, "must be comparable"),
-    "a sparse tensor": (
-        lambda: captured(lambda x: x)(draw(2, 2).to_sparse()),
-        NotImplementedError,
-        "dense",
-    ),
-}
+    "a sparse tensor": (lambda: captured(lambda x: x)(draw(2, 2).to_sparse()), NotImplementedError, "dense"),
+}  # fmt: skip
 
 
 test_errors_say_what_to_do = refused(WRONG)
@@ -451,23 +444,9 @@ def test_what_torch_compile_or_script_made_runs_inside():
 
 
 def in_threads(*functions):
-    results, errors = [None] * len(functions), []
     barrier = threading.Barrier(len(functions))
-
-    def run(i):
-        barrier.wait()
-        try:
-            results[i] = functions[i]()
-        except Exception as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(functions))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors, errors
-    return results
+    with ThreadPoolExecutor(len(functions)) as pool:
+        return list(pool.map(lambda run: (barrier.wait(), run())[1], functions))
 
 
 def penalty_of(model):

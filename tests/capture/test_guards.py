@@ -87,12 +87,7 @@ CHANGES = {
     "by .data": (lambda net: setattr(net.head.weight, "data", draw(2, 4, seed=5)), 1),
     "a new parameter": (lambda net: set_weight(net, nn.Parameter(draw(2, 4, seed=5))), 1),
     "a new buffer": (lambda net: setattr(net, "shift", torch.zeros(2, dtype=torch.float64)), 1),
-    "loaded": (
-        lambda net: net.load_state_dict(
-            {k: v * 2 for k, v in net.state_dict().items()}, assign=True
-        ),
-        1,
-    ),
+    "loaded": (lambda net: net.load_state_dict({k: v * 2 for k, v in net.state_dict().items()}, assign=True), 1),
     "a new submodule": (lambda net: setattr(net, "head", nn.Linear(4, 2).double()), 2),
     "a new layer": (lambda net: net.body.append(nn.Tanh()), 2),
     "fewer layers": (lambda net: net.body.__delitem__(1), 2),
@@ -102,7 +97,7 @@ CHANGES = {
     "another number": (lambda net: setattr(net, "scale", 3.0), 2),
     "without a bias": (lambda net: setattr(net.head, "bias", None), 2),
     "frozen and new": (frozen_and_new, 2),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("change", "graphs"), CHANGES.values(), ids=CHANGES)

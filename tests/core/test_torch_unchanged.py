@@ -1,6 +1,7 @@
 """No entry point leaves a change in torch: not after it returned, nor after an error, nor from threads."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from types import ModuleType
 
@@ -80,16 +81,13 @@ def test_nothing_of_torch_is_changed(name):
 def test_nothing_of_torch_is_changed_by_two_threads():
     before, names = attributes(), ("hvp", "hessian", "verify", "r1")
 
-    def run():
+    def run(_):
         for name in names:
             call(name, Cube.apply)
             call(name, failing)
 
-    threads = [threading.Thread(target=run) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(run, range(2)))
     assert changed(before) == []
 
 
@@ -124,21 +122,13 @@ def test_what_watches_stands_in_torch_until_the_last_one_leaves(watching):
 
 
 def test_many_threads_enter_and_leave():
-    before, wrong = attributes(), []
+    before = attributes()
 
-    def run():
-        try:
-            for _ in range(300):
-                for watching in WATCHES.values():
-                    with watching():
-                        pass
-        except Exception as error:
-            wrong.append(error)
+    def run(_):
+        for watching in [*WATCHES.values()] * 300:
+            with watching():
+                pass
 
-    threads = [threading.Thread(target=run) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(run, range(4)))
     assert changed(before) == []

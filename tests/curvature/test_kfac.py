@@ -196,6 +196,14 @@ def test_distances_of_a_network(monkeypatch):
         assert abs(one.value - expected) < 4 * one.error
         assert one.error < 0.25 * expected
     assert (H - parts[0]).norm() > 0.05 * H.norm()  # they are told apart
+    own = {
+        name: K.ravel({n: torch.full_like(p, n.startswith(f"{name}.")) for n, p in params.items()})
+        for name in found.layers
+    }
+    assert bool((sum(own.values()) == 1).all())
+    for name, mask in own.items():
+        expected = ((K.to_dense() - parts[1]) * mask).norm() / (parts[1] * mask).norm()
+        assert found.layers[name].value == pytest.approx(float(expected), rel=1e-10)
 
 
 def test_a_bias_by_itself():

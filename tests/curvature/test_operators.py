@@ -125,17 +125,11 @@ MEANS = {
     "ignored labels, in one batch all": (nn.CrossEntropyLoss(), "ignored"),
     "a partial with weights": (partial(F.cross_entropy, weight=WEIGHTS, ignore_index=2), "class"),
     "weights of log-probabilities": (lambda: nn.NLLLoss(weight=WEIGHTS), "class"),
-    "an index beyond the classes": (
-        nn.CrossEntropyLoss(weight=WEIGHTS, ignore_index=255),
-        "beyond",
-    ),
+    "an index beyond the classes": (nn.CrossEntropyLoss(weight=WEIGHTS, ignore_index=255), "beyond"),
     "probabilities": (nn.CrossEntropyLoss(weight=WEIGHTS), "probabilities"),
-    "weights of outputs": (
-        nn.BCEWithLogitsLoss(weight=WEIGHTS, pos_weight=WEIGHTS),
-        "probabilities",
-    ),
+    "weights of outputs": (nn.BCEWithLogitsLoss(weight=WEIGHTS, pos_weight=WEIGHTS), "probabilities"),
     "unequal batches": (nn.MSELoss(), "probabilities"),
-}
+}  # fmt: skip
 
 
 @rows("name", MEANS)

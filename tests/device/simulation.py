@@ -74,21 +74,10 @@ def install() -> None:
 
 # kernels of ours; views; and what has a kernel in no CPU build of torch
 OWN = [
-    "empty.memory_format",
-    "empty_strided",
-    "_efficientzerotensor",
-    "_copy_from",
-    "_copy_from_and_resize",
-    "_local_scalar_dense",
-    "copy_",
-    "view",
-    "as_strided",
-    "_reshape_alias",
-    "set_.source_Storage",
-    "set_.source_Storage_storage_offset",
-    "set_.source_Tensor",
-    "set_",
-]
+    "empty.memory_format", "empty_strided", "_efficientzerotensor", "_copy_from", "_copy_from_and_resize",
+    "_local_scalar_dense", "copy_", "view", "as_strided", "_reshape_alias", "set_.source_Storage",
+    "set_.source_Storage_storage_offset", "set_.source_Tensor", "set_",
+]  # fmt: skip
 ONE_LAUNCH = ["convolution", "convolution_backward"]  # of cuDNN, though torch calls them composites
 # arguments that CUDA's operator takes, or needs, from the CPU
 UNCHECKED = [
@@ -299,35 +288,15 @@ PRODUCTS = ["mm", "mm.out", "addmm", "addmm.out", "bmm", "bmm.out", "baddbmm", "
             "addbmm", "mv", "addmv", "addmv.out", "addmv_", "dot"]  # fmt: skip
 # by atomic additions in any order, unless torch.use_deterministic_algorithms (the page of that function)
 NOISY = [
-    "index_add",
-    "index_add_",
-    "index_add.out",
-    "scatter_add",
-    "scatter_add_",
-    "scatter_add.out",
-    "scatter_reduce.two",
-    "scatter_reduce.two_out",
-    "scatter_reduce_.two",
-    "_index_put_impl_",
-    "embedding_dense_backward",
-    "convolution_backward",
-    "max_pool2d_with_indices_backward",
-    "max_pool2d_with_indices_backward.grad_input",
-    "adaptive_max_pool2d_backward",
-    "_adaptive_avg_pool2d_backward",
-    "avg_pool3d_backward",
-    "upsample_bilinear2d_backward",
-    "upsample_nearest2d_backward",
-    "grid_sampler_2d_backward",
-    "_ctc_loss_backward.Tensor",
-    "_ctc_loss_backward",
-    "reflection_pad2d_backward",
-    "cumsum",
-    "index_select_backward",
-    "gather_backward",
-    "nll_loss2d_forward",
-    "_embedding_bag_dense_backward",
-]
+    "index_add", "index_add_", "index_add.out", "scatter_add", "scatter_add_", "scatter_add.out",
+    "scatter_reduce.two", "scatter_reduce.two_out", "scatter_reduce_.two", "_index_put_impl_",
+    "embedding_dense_backward", "convolution_backward", "max_pool2d_with_indices_backward",
+    "max_pool2d_with_indices_backward.grad_input", "adaptive_max_pool2d_backward",
+    "_adaptive_avg_pool2d_backward", "avg_pool3d_backward", "upsample_bilinear2d_backward",
+    "upsample_nearest2d_backward", "grid_sampler_2d_backward", "_ctc_loss_backward.Tensor",
+    "_ctc_loss_backward", "reflection_pad2d_backward", "cumsum", "index_select_backward", "gather_backward",
+    "nll_loss2d_forward", "_embedding_bag_dense_backward",
+]  # fmt: skip
 
 
 def tf32(convolutions: bool = True, products: bool = False) -> None:

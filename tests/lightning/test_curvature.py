@@ -178,19 +178,13 @@ def test_the_numbers_are_those_of_dense_hessians(fixed, tmp_path):
         assert_close(one.spectrum.smallest, exact[:2])
         trace, error = one.spectrum.trace
         assert abs(trace - float(exact.sum())) < 4 * error
-        assert (
-            row
-            == one.values()
-            == {
-                "curvature/largest": pytest.approx(float(exact[-1])),
-                "curvature/smallest": pytest.approx(float(exact[0])),
-                "curvature/trace": trace,
-                "curvature/trace_error": error,
-                # with a momentum of 0.9
-                "curvature/edge": pytest.approx(0.05 * float(exact[-1]) / 1.9),
-                **({"curvature/critical": one.critical} if fixed else {}),
-            }
-        )
+        expected = {
+            "curvature/largest": pytest.approx(float(exact[-1])), "curvature/smallest": pytest.approx(float(exact[0])),
+            "curvature/trace": trace, "curvature/trace_error": error,
+            "curvature/edge": pytest.approx(0.05 * float(exact[-1]) / 1.9),  # with a momentum of 0.9
+            **({"curvature/critical": one.critical} if fixed else {}),
+        }  # fmt: skip
+        assert row == one.values() == expected
     assert not torch.equal(module.seen[0][0]["0.weight"], module.seen[1][0]["0.weight"])
 
 

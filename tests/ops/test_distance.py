@@ -16,16 +16,9 @@ from tests.rows import rows
 F64 = torch.float64
 INFINITY = float("inf")
 POWERS = {
-    "counts": 0.0,
-    "half powers": 0.5,
-    "sums": 1.0,
-    "powers of one and a half": 1.5,
-    "Euclidean": 2.0,
-    "powers of two and a half": 2.5,
-    "cubes": 3.0,
-    "fourth powers": 4.0,
-    "maxima": INFINITY,
-}
+    "counts": 0.0, "half powers": 0.5, "sums": 1.0, "powers of one and a half": 1.5, "Euclidean": 2.0,
+    "powers of two and a half": 2.5, "cubes": 3.0, "fourth powers": 4.0, "maxima": INFINITY,
+}  # fmt: skip
 each_power = rows("p", POWERS.values(), ids=POWERS.keys())
 modes = ["use_mm_for_euclid_dist", "donot_use_mm_for_euclid_dist"]
 by = rows("mode", modes, ids=["products", "differences"])

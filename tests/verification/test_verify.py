@@ -379,14 +379,9 @@ REFUSED = {
     "no elements": ((Cube, torch.randn(0)), {}, ValueError, "at least one element"),
     "an unknown mode": ((Cube, x), {"modes": "rx"}, ValueError, "modes: expected some of"),
     "modes that are none": ((Cube, x), {"modes": 3}, TypeError, "modes: expected some of"),
-    "an unknown order": (
-        (Cube, x),
-        {"orders": 5},
-        ValueError,
-        "orders: expected some of 1, 2, 3, 4",
-    ),
+    "an unknown order": ((Cube, x), {"orders": 5}, ValueError, "orders: expected some of 1, 2, 3, 4"),
     "orders that are none": ((Cube, x), {"orders": "two"}, TypeError, "orders: expected some of"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)

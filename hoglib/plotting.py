@@ -1,0 +1,198 @@
+"""The pictures of results, `result.plot(ax)`, and their one style, which the experiments share.
+
+matplotlib is imported when a picture is drawn, and none of its settings stays changed. The colours are
+those of Okabe and Ito (Color Universal Design, 2008); lines differ also in dashes and markers, so that
+pictures can be read without colour.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import wraps
+from itertools import cycle
+from math import ceil, inf, isfinite, log10
+from typing import Any
+
+from hoglib._core import validation
+from hoglib.errors import ArgumentTypeError
+
+BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
+YELLOW, BLUE, VERMILLION, PURPLE = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
+GREY, LIGHT, BAND = "#767676", "#B8B8B8", "#F3F3F3"  # secondary lines, marks, and stripes of tables
+# what a picture's lines differ in: colour, dashes, marker
+SERIES: tuple[tuple[str, Any, str], ...] = (
+    (BLUE, "-", "o"), (ORANGE, "--", "s"), (GREEN, "-.", "^"), (PURPLE, (0, (1, 1)), "D"),
+    (BLACK, (0, (5, 1, 1, 1, 1, 1)), "v"), (VERMILLION, (0, (8, 2)), "P"),
+)  # fmt: skip
+STYLE: dict[str, Any] = {
+    "font.size": 10.0, "axes.titlesize": 10.5, "axes.labelsize": 10.0, "legend.fontsize": 9.0,
+    "xtick.labelsize": 9.0, "ytick.labelsize": 9.0, "figure.titlesize": 11.5,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True,
+    "grid.color": "#E3E3E3", "grid.linewidth": 0.6, "lines.linewidth": 1.8, "lines.markersize": 5.0,
+    "legend.frameon": False, "legend.handlelength": 2.6, "figure.constrained_layout.use": True,
+    "savefig.dpi": 150,
+}  # fmt: skip
+VERDICTS = {"fail": (VERMILLION, "X"), "warn": (ORANGE, "^"), "pass": (BLUE, "o")}
+MOST_ROWS = 40  # names that fit below each other
+
+
+def picture(draw: Callable[[Any, Any], int | None]) -> Callable[[Any, Any], Any]:
+    """`draw(result, ax)` as a function that returns the axes, and makes them where it is given None: in
+    the common style, and as high as the number of names beside them that draw returns."""
+
+    @wraps(draw)
+    def plot(result: Any, ax: Any) -> Any:
+        pyplot = validation.package("matplotlib.pyplot", "plot", "`pip install 'hoglib[plot]'`")
+        if ax is None:
+            with pyplot.rc_context(STYLE):
+                figure, ax = pyplot.subplots(figsize=(7, 3.4))
+                figure.set_figheight(max(3.4, 1 + 0.22 * (draw(result, ax) or 0)))
+        elif isinstance(ax, pyplot.Axes):
+            draw(result, ax)
+        else:
+            given = validation.describe(ax)
+            raise ArgumentTypeError(f"ax: expected one Axes of matplotlib, or None, got {given}.")
+        return ax
+
+    return plot
+
+
+@picture
+def density(of: Any, ax: Any) -> None:
+    """The density of all eigenvalues, with one standard error."""
+    colour, dashes, _ = SERIES[len(ax.lines) % len(SERIES)]  # another one for a second density
+    bottom, top = ax.get_ylim() if ax.lines else (0.0, 0.0)
+    highest = float(of.density.max())
+    low = max(1e-6 * highest, bottom)  # lower values are the tails of the Gaussians
+    if bool(of.error.isfinite().all()):
+        below, above = (of.density - of.error).clamp(min=1e-3 * low), of.density + of.error
+        ax.fill_between(of.grid, below, above, color=LIGHT, lw=0, label="± one standard error")
+    ax.plot(of.grid, of.density, color=colour, ls=dashes, lw=1.2, label="density")
+    ax.set(yscale="log", ylim=(low, max(4 * highest, top)), xlabel="eigenvalue", ylabel="density")
+    ax.legend()
+
+
+@picture
+def spectrum(of: Any, ax: Any) -> None:
+    """The density of all eigenvalues, and those at both ends as ticks."""
+    density(of.density, ax)
+    ends = [*of.smallest.tolist(), *of.largest.tolist()]
+    look = {"ls": "", "marker": "|", "ms": 12, "mew": 1.5, "color": VERMILLION}
+    line = ax.plot(ends, [0.03] * len(ends), label="eigenvalues at the ends", **look)
+    line[0].set_transform(ax.get_xaxis_transform())  # at the foot of the axes
+    ax.axvline(0, color=GREY, lw=0.8, zorder=0)
+    ax.set_title(f"{of.size:,} eigenvalues, trace {of.trace[0]:.4g} ± {of.trace[1]:.2g}")
+    ax.legend()
+
+
+@picture
+def eigenpairs(of: Any, ax: Any) -> None:
+    """The eigenvalues in descending order; one of the matrix is within the residual of each."""
+    values, residuals = of.values.tolist()[::-1], of.residuals.tolist()[::-1]
+    count = len(values)
+    look = {"fmt": "o", "color": BLUE, "ms": 5 if count < 50 else 2.5, "lw": 1, "capsize": 2}
+    ax.errorbar(range(1, count + 1), values, residuals, label="eigenvalue ± residual", **look)
+    _scale_by_size(ax, "y", values)
+    ax.axhline(0, color=GREY, lw=0.8, zorder=0)
+    ax.set(xlim=(0.5, count + 0.5), xlabel="number, from the largest", ylabel="eigenvalue")
+    ax.set_title(f"{count} eigenvalues, which={of.which!r}")
+    ax.locator_params(axis="x", integer=True, min_n_ticks=1)
+    ax.legend()
+
+
+@picture
+def history(measurements: Any, ax: Any) -> int:
+    """The largest eigenvalue by batch, by its name in the loggers; of a single problem also the
+    smallest one and the critical sharpness."""
+    single = len({one.name for one in measurements}) < 2
+    ends = ("/largest", "/smallest", "/critical") if single else ("/largest",)
+    points: dict[str, list[tuple[int, float]]] = {}
+    for one in measurements:
+        for name, value in one.values().items():
+            if name.endswith(ends):
+                points.setdefault(name, []).append((one.batch, value))
+    for (name, known), (colour, dashes, marker) in zip(points.items(), cycle(SERIES)):
+        look = {"color": colour, "ls": dashes, "marker": marker}
+        ax.plot(*zip(*known, strict=True), label=name.replace("$", r"\$"), **look)
+    _scale_by_size(ax, "y", [value for known in points.values() for _, value in known])
+    unstable = [x for x in measurements if (x.edge or 0) > 2]
+    beyond = [x.batch for x in unstable], [float(x.spectrum.largest[-1]) for x in unstable]
+    look = {"marker": "o", "ms": 11, "mfc": "none", "color": VERMILLION}
+    ax.plot(*beyond, ls="", label="beyond the edge of stability" if unstable else None, **look)
+    ax.set(xlabel="training batches", ylabel="eigenvalue of the Hessian")
+    ax.locator_params(axis="x", integer=True, min_n_ticks=1)
+    if points:
+        ax.legend(**{} if single else {"loc": "upper left", "bbox_to_anchor": (1, 1)})
+    else:
+        ax.set_title("nothing was measured yet")
+    return len(points)
+
+
+@picture
+def leave_k_out(of: Any, ax: Any) -> None:
+    """Predicted against actual changes of the outer loss, one point for each subset."""
+    predicted = of.predicted.tolist()
+    ax.axline((0, 0), slope=1, color=GREY, lw=1, label="equal")
+    ax.plot(predicted, of.actual.tolist(), "o", color=BLUE, alpha=0.8, label="a subset")
+    ax.set_title(f"subsets of {of.subsets.shape[1]}, rank correlation {of.correlation:.3f}")
+    ax.set(xlabel="change of the outer loss, predicted", ylabel="after training again")
+    ax.legend()
+
+
+@picture
+def kfac_error(of: Any, ax: Any) -> int:
+    """The relative distances with one standard error, of the whole matrix and of each layer's block."""
+    parts = {"all, from the GGN": of.ggn, "all, from its blocks": of.blocks}
+    parts |= {"all, from the Hessian": of.hessian} | {f"layer {n}": x for n, x in of.layers.items()}
+    ax.set_xlabel("relative distance |K - M| / |M|")
+    return _by_name(ax, [(n, float(x.value), float(x.error), "pass") for n, x in parts.items()])
+
+
+@picture
+def report(of: Any, ax: Any) -> int:
+    """The relative error of each check that compares numbers, and what failed or warns without one."""
+    told = [row for row in of.rows if row.status in ("fail", "warn") or row.error is not None]
+    ax.set_xlabel("relative error")
+    ax.set_title(repr(of).removeprefix("Report(")[-60:-1], parse_math=False)
+    return _by_name(ax, [(row.name, row.error, 0.0, row.status) for row in told])
+
+
+def _by_name(ax: Any, rows: Sequence[tuple[str, float | None, float, str]]) -> int:
+    """Values with their errors by name and verdict, the worst first; one that is no positive number is
+    written beside its name."""
+
+    def badness(row: Any) -> tuple[int, float]:
+        _, x, _, verdict = row
+        return [*VERDICTS].index(verdict), -inf if x is None or x != x else -x
+
+    if len(rows) > MOST_ROWS:
+        ax.set_ylabel(f"the worst {MOST_ROWS} of {len(rows)}")
+    rows, names = sorted(rows, key=badness)[:MOST_ROWS], []
+    for y, (name, x, error, verdict) in enumerate(rows):
+        colour, marker = VERDICTS[verdict]
+        name = name if len(name) < 49 else f"{name[:23]}…{name[-24:]}"
+        if x is not None and 0 < x < inf:
+            xerr = error if isfinite(error) else 0.0
+            ax.errorbar(x, y, xerr=xerr, marker=marker, color=colour, lw=1, ms=6)
+        else:
+            name += f": {verdict if x is None else f'{x:g}'}"
+        names.append(name)
+    ax.set_yticks(range(len(rows)), names, parse_math=False)
+    for label, (*_, verdict) in zip(ax.get_yticklabels(), rows, strict=True):
+        label.set_color(VERMILLION if verdict == "fail" else BLACK)
+    ax.set_ylim(max(len(rows), 1) - 0.5, -0.5)
+    _scale_by_size(ax, "x", [x for _, x, *_ in rows if x is not None])
+    return len(rows)
+
+
+def _scale_by_size(ax: Any, axis: str, values: Iterable[float]) -> None:
+    """A logarithmic axis for values of several sizes, linear near zero if one is negative."""
+    known = [x for x in values if isfinite(x) and x]
+    largest, least = (f(map(abs, known), default=1.0) for f in (max, min))
+    if largest > 100 * least:
+        linear = 10 ** ceil(log10(max(least, 1e-3 * largest)))
+        scale = {"value": "log"} if min(known) > 0 else {"value": "symlog", "linthresh": linear}
+        getattr(ax, f"set_{axis}scale")(**scale)
+
+
+def frame(rows: Iterable[Mapping[str, Any]]) -> Any:
+    """A data frame of pandas."""
+    return validation.package("pandas", "to_dataframe", "`pip install pandas`").DataFrame([*rows])
