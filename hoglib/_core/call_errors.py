@@ -151,10 +151,9 @@ _ADVICE = {  # what to do, by a part of torch's message
     r"numpy\.ndarray": "Make tensors of arrays by `torch.as_tensor`.",
     r'missing the required "forward"': "Write a forward, or say how the model is called: "
     "`functional_loss(model, criterion, forward=lambda model, batch: ...)`.",
-    r"out of (bounds|range)": "Labels and tokens count from 0; as many are known as there are outputs, "
-    "or rows in the table.",
-    r"target tensor expected|Target size": "Give the targets the shape that the criterion takes, for "
-    "instance by `.squeeze(1)`.",
+    r"index out of range in self|Target .* out of bounds": "Labels and tokens count from 0, and are "
+    "fewer than outputs, or rows of the table.",
+    r"target tensor expected|Target size": "Give targets the shape for the criterion: `.squeeze(1)`?",
 }
 
 

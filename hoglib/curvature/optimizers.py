@@ -84,7 +84,7 @@ class BatchOptimizer(torch.optim.Optimizer, ABC):
                 f"{validation.listing(frozen)} without; make a new optimizer of those to be trained."
             )
         batch = closure() if callable(closure) else closure
-        loss = callable(closure) and isinstance(batch, Tensor) and batch.dim() == 0
+        loss = callable(closure) and getattr(batch, "requires_grad", False) and batch.dim() == 0
         if batch is None or loss:
             raise errors.ArgumentTypeError(
                 "step: expected a batch, or a function without arguments that returns one, got "
