@@ -54,8 +54,11 @@ def summaries(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(file.read_text()) for file in newest_first]
 
 
-def find_checkpoint(path: str | Path) -> Path:
-    """A checkpoint file itself, or that of the newest version in a run's folder."""
+def find_checkpoint(path: str | Path, option: str = "checkpoint") -> Path:
+    """A checkpoint file itself, or that of the newest version in a run's folder.
+
+    option: What names the path, for the error message.
+    """
     path = Path(path)
     if path.is_file():
         return path
@@ -65,7 +68,7 @@ def find_checkpoint(path: str | Path) -> Path:
     if not versions:
         config = Path("configs", *path.parts[1:]).with_suffix(".yaml")
         raise ArgumentValueError(
-            f"checkpoint: expected a file, or a run folder with version_*/{LAST} in it, got "
+            f"{option}: expected a file, or a run folder with version_*/{LAST} in it, got "
             f"{str(path)!r}, where there is none; give another one"
             + (
                 f", or train it first: python -m experiments fit --config {config}"
@@ -98,7 +101,7 @@ def load_parameters(network: nn.Module, path: str, prefix: str, option: str) -> 
         prefix: Of the network's names in the checkpoint.
         option: The option that names the path, for the error message.
     """
-    checkpoint = find_checkpoint(path)
+    checkpoint = find_checkpoint(path, option)
     state = load_checkpoint(checkpoint)["state_dict"]
     weights = {name.removeprefix(prefix): value for name, value in state.items()}
     expected = {name: tuple(value.shape) for name, value in network.state_dict().items()}

@@ -32,7 +32,7 @@ from experiments.training.processes import (
     lost_process,
     tells_of_lost_process,
 )
-from hoglib.errors import HoglibError
+from hoglib.errors import ArgumentValueError, HoglibError
 from hoglib.lightning import RNGState
 
 DESCRIPTION = (
@@ -248,7 +248,14 @@ def with_saved_config(words: list[str]) -> list[str]:
     if path in ("", "last", "null"):  # of a run that a config names
         return words
     config = runs.find_checkpoint(path).with_name(CONFIG)
-    return [words[0], "--config", str(config), *words[1:]] if config.exists() else words
+    if config.exists():
+        return [words[0], "--config", str(config), *words[1:]]
+    if any(option.startswith("--model") for option in options):
+        return words
+    raise ArgumentValueError(
+        f"--ckpt_path: expected a checkpoint with its {CONFIG} beside it, got {path!r}, where there is "
+        "none; name the config, too, by --config."
+    )
 
 
 def with_one_command(words: list[str]) -> type[ExperimentCLI]:
@@ -271,6 +278,8 @@ def user_error(error: Exception) -> str | None:
     # jsonargparse wraps what a constructor raises; the explanation is further down.
     for cause in causes(error):
         if isinstance(cause, HoglibError | MisconfigurationException):
+            return str(cause)
+        if isinstance(cause, ModuleNotFoundError) and "Requirement" in str(cause):  # of a logger
             return str(cause)
         if isinstance(cause, OSError) and cause.errno in CANNOT_WRITE:
             return (

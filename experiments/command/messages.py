@@ -9,6 +9,10 @@ CONFIGS = (
     "`python -m experiments list` lists the configs; to run one, "
     "`python -m experiments fit --config configs/maml/sinusoid.yaml`."
 )
+NO_CONFIG = (
+    r"are required: \w+\.model$|^config: File does not exist|subcommand|Unexpected config|"
+    r"unrecognized arguments: \S+\.ya?ml"
+)
 # jsonargparse tries each type that an option may have and reports them all; these lines belong to
 # the alternatives that the user did not mean.
 NOISE = (
@@ -39,7 +43,7 @@ def shorten_parser_error(message: str, options: Sequence[str]) -> str:
     kept = [line for line in lines if line and not any(text in line for text in NOISE)]
     text = " ".join(dict.fromkeys(kept))
     text = re.sub(r'Parser key "([^"]+)":', r"\1:", text)
-    if re.search(r"are required: \w+\.model$|^config: File does not exist|subcommand", text):
+    if re.search(NO_CONFIG, text):
         return f"{text.rstrip('.')}. {CONFIGS}"
     text = re.sub(
         r"Expected an? <class '([^']+)'>\. Got value: (\S*)", r"expected \1, got '\2'", text

@@ -1,6 +1,7 @@
 """Errors of calls of models and criteria: which are about the arguments, and what to pass instead."""
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from numbers import Number
@@ -142,6 +143,20 @@ class ErrorTranslation:
         raise NotImplementedError
 
 
+_ADVICE = {  # what to do, by a part of torch's message
+    r"dtype|scalar type|type.*should be the same|be cast to": "Convert numbers to the dtype of the "
+    "parameters, as by `x.to(next(model.parameters()).dtype)`, labels and tokens by `.long()`.",
+    "not implemented for '": "Convert integers by `.float()`; a criterion gets (outputs, targets), in "
+    "this order.",
+    r"numpy\.ndarray": "Make tensors of arrays by `torch.as_tensor`.",
+    r'missing the required "forward"': "Write a forward, or say how the model is called: "
+    "`functional_loss(model, criterion, forward=lambda model, batch: ...)`.",
+    r"index out of range in self|Target .* out of bounds": "Labels and tokens count from 0, and are "
+    "fewer than outputs, or rows of the table.",
+    r"target tensor expected|Target size": "Give targets the shape for the criterion: `.squeeze(1)`?",
+}
+
+
 @final
 class translate_batch_errors(ErrorTranslation):  # noqa: N801 a context manager
     """Inside, errors name the batch and the module that raised them; an error of torch about devices
@@ -173,13 +188,19 @@ class translate_batch_errors(ErrorTranslation):  # noqa: N801 a context manager
     def _add_note(self, error: Exception) -> None:
         """Add to an error, such as one about shapes, which batch and which module it is about."""
         found = [f"{at}, {validation.describe(x)}" for at, x in tensors_in(self._what, self._batch)]
-        place, modules = "", raising_modules(error)
-        if modules:
+        found = found or [f"{self._what}, {describe_argument(self._batch)}"]
+        place, modules, met = "", raising_modules(error), self._reference
+        advice = [text for words, text in _ADVICE.items() if re.search(words, str(error))]
+        if isinstance(met, Tensor):
+            place = f" in the criterion, of outputs that are {validation.describe(met)},"
+            if isinstance(self._batch, Tensor):
+                advice.append("A batch of one tensor is its own target: pass (inputs, targets).")
+        elif modules:
             own, model = modules[0], modules[-1]
             name = next((name for name, module in model.named_modules() if module is own), "")
             where = f"module {name!r}" if name else "the model"
             place = f" in {where}, {type(own).__name__}({own.extra_repr()}),"
-        error.add_note(f"hoglib: raised{place} for {'; '.join(found[:6])}.")
+        error.add_note(" ".join([f"hoglib: raised{place} for {'; '.join(found[:6])}.", *advice]))
 
     def _raise_if_apart(self, error: Exception | None) -> None:
         reference = self._reference

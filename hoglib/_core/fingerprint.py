@@ -1,6 +1,7 @@
 """Whether what a loss depends on has changed since a pass over the data."""
 
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Any, final
 
 import torch
@@ -99,7 +100,13 @@ class Numbers:
         return vars(self)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Numbers) and self.read() == other.read()
+        if not isinstance(other, Numbers):
+            return False
+        mine, theirs = self.read(), other.read()
+        pairs = zip_longest(mine, theirs)
+        return mine == theirs or all(
+            x == y or (x != x and y != y) for x, y in pairs
+        )  # NaN: the same
 
 
 def checksum(numbers: Sequence[float]) -> float:

@@ -58,10 +58,10 @@ def package(name: str, caller: str, install: str) -> Any:
         ) from error
 
 
-def tensor(what: str, value: Any) -> Tensor:
+def tensor(what: str, value: Any, advice: str = "make one with `torch.as_tensor`") -> Tensor:
     if not isinstance(value, Tensor):
         raise errors.ArgumentTypeError(
-            f"{what}: expected a torch.Tensor, got {describe(value)}; make one with `torch.as_tensor`."
+            f"{what}: expected a torch.Tensor, got {describe(value)}; {advice}."
         )
     return value
 
@@ -244,7 +244,7 @@ def something_to_differentiate_by(names: Sequence[str], tensors: Sequence[Tensor
     if not tensors:
         raise errors.ArgumentValueError(
             "inputs: expected at least one floating-point or complex tensor, got none; there is "
-            "nothing to differentiate by."
+            "nothing to differentiate by. Make tensors of arrays by `torch.as_tensor`."
         )
     for name, x in zip(names, tensors, strict=True):
         if not x.numel():
@@ -265,11 +265,12 @@ def parameters(params: Any, what: str = "params") -> tuple[list[Tensor], Any]:
     if not all(isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()) for x in leaves):
         for name, leaf in zip(pytree.paths(params), leaves, strict=True):  # names take time
             if not isinstance(leaf, Tensor):
-                raise errors.ArgumentTypeError(
-                    f"{leaf_name(what, name)}: expected a torch.Tensor, got {describe(leaf)}; "
+                advice = (
                     "`hoglib.trainable_params(model)` returns a dict of a model's own, and "
-                    '`hoglib.trainable_params(model, "head.*")` those with such names.'
+                    '`hoglib.trainable_params(model, "head.*")` those with such names'
                 )
+                number = isinstance(leaf, Number) or hasattr(leaf, "__array__")
+                tensor(leaf_name(what, name), leaf, *([] if number else [advice]))
             differentiable(leaf_name(what, name), leaf)
     return leaves, structure
 
@@ -361,7 +362,7 @@ def _all_like(leaves: list[Any], expected: list[Tensor], columns: Any) -> bool:
 
 def scalar(what: str, value: Any) -> Tensor:
     """Checks for a real floating-point tensor without dimensions."""
-    tensor(what, value)
+    tensor(what, value, "return that tensor alone, with its graph, without `.item()`")
     with without_stand_ins():  # which see each of these questions
         if value.dim() == 0 and value.is_floating_point():
             return value

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hoglib._core import torch_forward_mode, torch_internals, validation
 from hoglib._core.autograd import materialize_grads, translate_errors, vjp, warn_if_not_finite
+from hoglib._core.call_errors import translate_batch_errors
 from hoglib._core.closures import owner_of
 from hoglib._core.finite_differences import fixed_random_numbers
 from hoglib._core.gradient_graph import check_custom_functions, graph_summary
@@ -42,7 +43,8 @@ def point_values(func: Callable[..., Tensor], args: Any) -> Function:
     call = partial(call_with, func, {}) if isinstance(func, nn.Module) else func
 
     def values(points: Tensor) -> Tensor:
-        with _BatchNormWatcher() as norms:
+        errors = translate_batch_errors((points,), func, "inputs")
+        with _BatchNormWatcher() as norms, errors:
             value = check_value(call(points, *args), points)
         if value.dim() and norms.in_training:
             raise ArgumentValueError(

@@ -360,7 +360,7 @@ class LinearOperator(RectangularOperator):
         Returns:
             An operator that shares the products of A.
         """
-        return ScaledSum([(1.0, self)], as_number(damping))
+        return ScaledSum([(1.0, self)], as_number(damping, "damping"))
 
     def block_diagonal(self, blocks: Blocks) -> "LinearOperator":
         """The blocks on the diagonal alone; a product takes one product of A for each block.
@@ -1036,10 +1036,10 @@ def _nystrom(S: Tensor, Y: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return U, (sizes.square() - shift).clamp(min=0)
 
 
-def as_number(value: Any) -> float:
+def as_number(value: Any, what: str = "factor") -> float:
     if isinstance(value, Tensor) and value.dim() == 0:
         value = value.item()
-    return float(validation.number("factor", value))
+    return float(validation.number(what, value))
 
 
 @final

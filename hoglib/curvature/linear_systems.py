@@ -180,8 +180,8 @@ def _check_positive(curvature: Tensor, squares: Tensor, iterations: int) -> None
         rayleigh = float(lowest) / length
         error = NotPositiveDefiniteError(
             f"solve: expected a positive definite matrix, got a direction p with p^T A p = "
-            f"{rayleigh:.3g} |p|^2 at iteration {iterations}. Use damping larger than "
-            f"{abs(rayleigh):.3g}. A Hessian has negative curvature far from a minimum, and a "
+            f"{rayleigh:.3g} |p|^2 at iteration {iterations}. Raise the damping by more "
+            f"than {abs(rayleigh):.3g}. A Hessian has negative curvature far from a minimum, and a "
             "GGNOperator where the criterion is not convex in the outputs (a Gaussian with a learned "
             "variance, mixtures, cosine): use `hoglib.FisherOperator(likelihood=)` there. Else it is "
             "rounding, of a singular matrix."

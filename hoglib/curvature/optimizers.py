@@ -84,10 +84,12 @@ class BatchOptimizer(torch.optim.Optimizer, ABC):
                 f"{validation.listing(frozen)} without; make a new optimizer of those to be trained."
             )
         batch = closure() if callable(closure) else closure
-        if batch is None:
+        loss = callable(closure) and getattr(batch, "requires_grad", False) and batch.dim() == 0
+        if batch is None or loss:
             raise errors.ArgumentTypeError(
-                "step: expected a batch, or a function without arguments that returns one, got None; "
-                "the matrix is computed on the batch: `optimizer.step((x, y))`."
+                "step: expected a batch, or a function without arguments that returns one, got "
+                f"{'the loss' if loss else None}; the matrix is computed on the batch: "
+                "`optimizer.step((x, y))`."
             )
         return batch
 

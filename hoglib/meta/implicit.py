@@ -164,7 +164,8 @@ def _solve_by_cg(operator: Any, v: Any, solver: Solver) -> tuple[Vector, Tensor]
         why = (
             "the implicit gradient: expected a minimum of the inner loss, where its Hessian has no "
             f"direction of negative curvature, got one ({str(error).partition('. ')[0]}). Give more "
-            "damping, a stronger regulariser (IMAML: strength) or more inner steps."
+            "damping, a stronger regulariser (IMAML: strength) or more inner steps; unrolling needs no "
+            "minimum."
         )
         if solver.at_negative_curvature == "raise":
             raise errors.NotPositiveDefiniteError(why) from error

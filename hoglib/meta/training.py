@@ -24,10 +24,11 @@ from math import isqrt
 from typing import Any, NamedTuple, TypedDict, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hoglib._core import closures, pytree, validation
 from hoglib._core.autograd import clone_inference_tensors
+from hoglib._core.call_errors import binding_error, function_name
 from hoglib._core.problem import Policy, check_option_names
 from hoglib._core.state import (
     GeneratorStates,
@@ -196,8 +197,8 @@ class Training:
         method: str = "unrolled", truncate: int | None = None,
     ) -> "Training":  # fmt: skip
         check_option_names(caller, options, OPTION_NAMES)
-        validation.function("outer", outer)
-        validation.function("inner", inner)
+        if isinstance(start, nn.Module):  # which could be called, too
+            validation.parameters(start, "params")
         validation.none_or_at_least("truncate", truncate, 0)
         validation.parameters(hyper, "hyper")
         least, steps = int(method == "unrolled"), options.get("steps")
@@ -205,6 +206,13 @@ class Training:
         batches, rule = make_batches(options.get("batches"), steps), options.get("rule")
         count = next(n for n in (steps, batches.count, least) if n is not None)
         _check_rule(rule, count)
+        for what, function, more in (("outer", outer, 0), ("inner", inner, int(batches.given))):
+            validation.function(what, function)
+            if reason := binding_error(function, (start, hyper, *[batches] * more)):
+                raise ArgumentTypeError(
+                    f"{what}: expected a function of (params, hyper{', batch' * more}), got "
+                    f"{function_name(function)} ({reason})."
+                )
         progress = validation.flag("progress", options.get("progress", False))
         stand_ins = validation.flag("stand_ins", options.get("stand_ins", True))
         policy = Policy(caller, stand_ins=stand_ins)
@@ -261,9 +269,9 @@ def _check_rule(rule: Any, count: int) -> None:
             f"rule: expected an update rule for {count} inner steps, got None; for instance "
             "`rule=hoglib.meta.sgd(0.1)`."
         )
-    if isinstance(rule, str):
+    if isinstance(rule, str | torch.optim.Optimizer):
         raise ArgumentTypeError(
-            f"rule: expected a rule with its rate, got the name {rule!r}; for instance "
+            f"rule: expected a rule with its rate, got {validation.describe(rule)}; for instance "
             "`rule=hoglib.meta.sgd(0.1)`."
         )
     if rule is not None and not is_transformation(rule):

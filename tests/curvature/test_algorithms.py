@@ -129,7 +129,7 @@ def test_stagnation_ends_it_early(tol, preconditioner):
 
 def test_negative_curvature_is_refused():
     operator = quadratic(matrix([-0.5, 1.0, 2.0, 3.0]))
-    with pytest.raises(ArithmeticError, match=r"p\^T A p = -.*damping larger than.*GGNOperator"):
+    with pytest.raises(ArithmeticError, match=r"p\^T A p = -.*damping by more than.*GGNOperator"):
         operator.solve(draw(4))
     x = operator.solve(draw(4), damping=0.6)
     assert relative(operator.damped(0.6) @ x, draw(4)) < 1e-7
@@ -139,6 +139,7 @@ SOLVE_ERRORS = {
     "b of another size": (lambda A: A.solve(draw(3)), ValueError, r"b: expected \(30,\)"),
     "a preconditioner with a zero": (lambda A: A.solve(draw(30), preconditioner=torch.zeros(30, dtype=F64)), ValueError, "positive numbers"),
     "x0 for fewer systems": (lambda A: A.solve(draw(30, 2), x0=draw(30)), ValueError, "x0"),
+    "damping as text": (lambda A: A.solve(draw(30), damping="1"), TypeError, "damping: expected a real Python number, got str"),
     "a negative tolerance": (lambda A: A.solve(draw(30), tol=-1.0), ValueError, "tol"),
 }  # fmt: skip
 

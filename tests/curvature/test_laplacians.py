@@ -373,9 +373,8 @@ ERRORS = {
     "return_gradient": (lambda: hog.laplacian(F, X, return_gradient=1), TypeError, "True or False"),
     "compile": (lambda: hog.directional(F, X, X, 2, compile=1), TypeError, "compile: expected True or False"),
     "a backend": (lambda: hog.laplacian(F, X, compile="triton"), ValueError, "compile: expected one of inductor, eager"),
-    "no rule": (
-        lambda: hog.laplacian(lambda x: Sine.apply(x).sum(1), X, mode="collapsed"), NotImplementedError, "laplacian: .*custom Function Sine",
-    ),
+    "no rule": (lambda: hog.laplacian(lambda x: Sine.apply(x).sum(1), X, mode="collapsed"), NotImplementedError, "laplacian: .*custom Function Sine"),
+    "points in float64": (lambda: hog.laplacian(nn.Linear(3, 1), X.double()), RuntimeError, r"for inputs\[0\], a float64 tensor .* Convert numbers"),
     "batch norm": (lambda: hog.bilaplacian(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)), X), ValueError, r"\.eval\(\)"),
     "integers": (lambda: hog.bilaplacian(F, torch.ones(3, 2, dtype=torch.int)), TypeError, r"x\.float"),
     "no estimates": (lambda: hog.bilaplacian(F, X, num_projections=0), ValueError, "at least 1"),

@@ -307,6 +307,7 @@ REFUSED = {
     "a list of parameters": (lambda: NewtonCG(linear(), [torch.ones(2)]), TypeError, "params: expected a dict"),
     "no batch": (lambda: step(None), TypeError, r"`optimizer.step\(\(x, y\)\)`"),
     "a function that gives none": (lambda: step(lambda: None), TypeError, "got None"),
+    "a closure that gives the loss": (lambda: step(lambda: torch.ones((), requires_grad=True)), TypeError, "returns one, got the loss"),
     "dropout": (lambda: step(loss=linear(nn.Dropout(0.5))), RuntimeError, "1 \\(Dropout\\) draws at random"),
     "NaN in the data": (lambda: step((torch.full((4, 3), math.nan), torch.ones(4, 2))), FloatingPointError, "holds NaN"),
     "no batches": (lambda: step([]), ValueError, "at least one batch"),

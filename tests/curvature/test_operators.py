@@ -670,6 +670,7 @@ REFUSED = {
     "an empty loader": (lambda loss, p: hog.HessianOperator(loss, p, []), ValueError, "at least one batch, got none"),
     "an empty batch": (lambda loss, p: hog.HessianOperator(loss, p, (draw(0, 3), torch.arange(0))), ValueError, "at least one example"),
     "NaN in the data": (lambda loss, p: hog.HessianOperator(loss, p, at_second_batch(NAN)), FloatingPointError, "at batch 1, which holds NaN"),
+    "NaN in the data of an algorithm": (lambda loss, p: hog.HessianOperator(loss, p, (NAN, torch.arange(3))).eigsh(1), FloatingPointError, "at batch 0, which holds NaN"),
     "NaN in the parameters": (lambda loss, p: hog.HessianOperator(loss, {**p, "0.weight": p["0.weight"] * torch.nan}, BATCH), FloatingPointError, "got nan at batch 0. Look"),
     "a loader used up": (lambda loss, p: hog.HessianOperator(loss, p, iter(loader(BATCH))), TypeError, r"iterated again.*list\(\.\.\.\)"),
     "a dataset": (lambda loss, p: hog.HessianOperator(loss, p, TensorDataset(*BATCH)), TypeError, "DataLoader"),

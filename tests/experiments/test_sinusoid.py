@@ -106,6 +106,7 @@ BAD = {
     "no checkpoint there": (["--ckpt_path", "no.ckpt"], "checkpoint: expected a file"),
     "checkpoint that is none": (["--ckpt_path", str(SMOKE)], "cannot be read as one"),
     "nothing to go on from": (["--ckpt_path", "last"], "where there is none; give another one"),
+    "a logger that is not installed": (["--trainer.logger", "lightning.pytorch.loggers.CometLogger"], "Requirement 'comet"),
     "unknown accelerator": (["--trainer.accelerator", "3d"], "invalid accelerator name"),
 }  # fmt: skip
 
@@ -116,7 +117,9 @@ def test_bad_input_is_one_paragraph_before_training(case, capsys):
 
 
 @pytest.mark.parametrize(
-    "args", [[], ["fit"], ["fit", "--config", "no.yaml"], ["train"]], ids=" ".join
+    "args",
+    [[], ["fit"], ["fit", "no.yaml"], ["fit", "--config", "no.yaml"], ["train"]],
+    ids=" ".join,
 )
 def test_bad_commands(args, capsys):
     assert main(args) == 2
