@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hoglib import errors
 from hoglib._core import pytree, validation
@@ -19,19 +19,24 @@ from hoglib._core.autograd import (
     outside_inference_mode,
     vjp,
 )
+from hoglib._core.closures import owner_of
 from hoglib._core.gradient_graph import graph_summary
 from hoglib._core.problem import Policy
 from hoglib._core.source_location import warn
 from hoglib._core.state import generator_state
+from hoglib._core.swap import call_with
 from hoglib._core.torch_internals import apply
+from hoglib._core.trust import found_once
 from hoglib.curvature.linear_systems import RTOL
 from hoglib.curvature.operators import HessianOperator
 from hoglib.ring import ring
 
 Scalar = Callable[[Any, Any], Tensor]  # of params and hyper
 SolverName = Literal["cg", "neumann"]
+Iteration = Literal["anderson", "iteration"]
 NEUMANN_TERMS = 100  # where iterations is None
 DIVERGED = 1e6  # times the right-hand side, which no term of a converging series reaches
+OFF = 1e-3  # of the size of its terms: an error of a gradient that its derivatives share
 
 
 class Residual(NamedTuple):
@@ -65,6 +70,41 @@ class Solver:
                 "converges is one."
             )
         validation.positive("step_size", self.step_size)
+
+
+class _Words(NamedTuple):
+    """What messages call an equation."""
+
+    caller: str
+    function: str
+    inputs: str
+    advice: str = ""
+
+
+_ROOT = _Words("root", "residual", "inputs", "Let the solver take more steps")
+_FIXED_POINT = _Words(
+    "fixed_point",
+    "f",
+    "inputs (f may be a module)",
+    "Give more max_iter=, or another z0 or solver=",
+)
+_INNER = _Words("hypergradient", "inner", "hyper")
+_OUTSIDE = "differentiate by torch.autograd.grad, or `hoglib.hvp`."
+
+
+class _Flat:
+    """Tensors as one vector, of the widest dtype."""
+
+    def __init__(self, parts: Vector) -> None:
+        self._parts = parts
+        self.value = self.join([x.detach() for x in parts])
+
+    def join(self, parts: Vector) -> Tensor:
+        return torch.cat([x.reshape(-1) for x in parts])
+
+    def split(self, z: Tensor) -> Vector:
+        pieces = zip(z.split([x.numel() for x in self._parts]), self._parts, strict=True)
+        return [piece.view(x.shape).to(x.dtype) for piece, x in pieces]
 
 
 def implicit_gradient(
@@ -102,6 +142,50 @@ def implicit_gradient(
     total = [a - b for a, b in zip(*slopes, strict=True)]
     gradient = pytree.unflatten(total, pytree.flatten(hyper)[1])
     return value.detach(), gradient, Residual(system, stationarity)
+
+
+def implicit_with_graph(
+    outer: Scalar, inner: Scalar, params: Any, hyper: Any, solver: Solver, policy: Policy
+) -> tuple[Tensor, Any, Residual, Any]:
+    """`implicit_gradient` and params, with a graph to hyper, each linear system solved as the first.
+
+    params is the root of d inner / d params + damping (params - theta*), with a constant theta*.
+    """
+    (parts, form), (leaves, of_hyper) = pytree.flatten(params), pytree.flatten(hyper)
+    flat, systems = _Flat(parts), []
+
+    def slope(z: Tensor, *h: Tensor) -> Tensor:
+        def loss(*own: Tensor) -> Tensor:
+            return inner(pytree.unflatten(own, form), pytree.unflatten(h, of_hyper))
+
+        with ring(policy, inner, examine=False):
+            found = gradient_with_graph(loss, flat.split(z), "the inner loss", create_graph=True)
+        gradient = flat.join(materialize_grads(found.parts, found.leaves))
+        return gradient + solver.damping * (z - flat.value)
+
+    def solve(_: Any, v: Tensor) -> Tensor:
+        with ring(policy, inner, examine=False):
+            tree = pytree.unflatten(flat.split(v), form)
+            x, system = _solve(inner, params, hyper, tree, solver)
+        systems.append(system)
+        return flat.join(x)
+
+    gradient, terms = _check_root(_INNER, inner, slope, [flat.value, *leaves])
+    own = fresh_leaves(leaves, create_graph=True)
+    theta = pytree.unflatten(flat.split(apply(_Root, slope, solve, flat.value, *own)), form)
+    value = outer(theta, pytree.unflatten(own, of_hyper))
+    total = vjp([value], own, [torch.ones_like(value)], "the outer loss", create_graph=True)
+    check_used(total, implicit=True)
+    # no system of an outer loss that does not depend on params
+    residual = Residual(systems[0] if systems else terms.new_zeros(()), gradient.norm())
+    if not (residual.system <= OFF and residual.stationarity <= OFF * terms):
+        warn(
+            "hypergradient: expected a minimum of inner and a solved linear system, got |d inner / d "
+            f"params| = {residual.stationarity:.2g}, where its terms are of size {terms:.2g}, and a "
+            f"relative residual of {residual.system:.2g}; derivatives are as wrong. Give more steps or "
+            "iterations."
+        )
+    return value, pytree.unflatten(materialize_grads(total, own), of_hyper), residual, theta
 
 
 def check_used(grads: Sequence[Tensor | None], *, implicit: bool = False) -> None:
@@ -219,67 +303,232 @@ def root(
         >>> g.detach(), torch.autograd.grad(g, h)[0]  # -1 / (4 h sqrt(h))
         (tensor(0.2500), tensor(-0.0312))
     """
-    validation.refuse_transforms("root", "differentiate by torch.autograd.grad, or `hoglib.hvp`.")
+    validation.refuse_transforms("root", _OUTSIDE)
     with outside_inference_mode():
-        parts, form = validation.parameters(solution, "solution")
-        leaves, of_inputs = validation.parameters(clone_inference_tensors(inputs), "inputs")
-        for x in (*parts, *leaves):
-            validation.real("solution and inputs", x)
-        z = torch.cat([x.detach().reshape(-1) for x in parts])
-    tol = RTOL.get(z.dtype, 1e-5) if tol is None else validation.number("tol", tol, minimum=0)
+        validation.parameters(solution, "solution")
+        leaves, form = validation.parameters(clone_inference_tensors(inputs), "inputs")
+    of_leaves = lambda z, h: pytree.leaves(residual(z, pytree.unflatten(h, form)))  # noqa: E731
+    return _root(_ROOT, residual, of_leaves, solution, leaves, tol, accuracy)
 
-    def split(z: Tensor) -> Any:
-        pieces = zip(z.split([x.numel() for x in parts]), parts, strict=True)
-        return pytree.unflatten([piece.view(x.shape).to(x.dtype) for piece, x in pieces], form)
+
+def fixed_point(
+    f: Callable[..., Any], z0: Any, *inputs: Any,
+    solver: Iteration | Callable[[Callable[[Any], Any], Any], Any] = "anderson",
+    max_iter: int = 200, tol: float | None = None, accuracy: float | None = None,
+) -> Any:  # fmt: skip
+    r"""A fixed point of a function, as a function of all that it depends on, to any order: the layer of
+    a deep equilibrium model.
+
+        z = f(z, x)        dz = (I - df/dz)^-1 (df/dx) dx
+
+    z is found without a graph, from z0 on, and is the `root` of z - f(z, x). "anderson" combines the
+    last images f(z_k) with the weights by which their residuals f(z_k) - z_k come closest to cancel;
+    "iteration" is z_{k+1} = f(z_k).
+
+    Args:
+        f: A function ``f(z, *inputs)`` that returns what is like z. Or a module, whose trainable
+            parameters count as inputs and whose buffers stay as they are.
+        z0: Where to start, a pytree of tensors; derivatives do not depend on it.
+        *inputs: x, any pytrees; derivatives are by their floating-point tensors.
+        solver: "anderson", "iteration", or a function ``solver(f, z0)`` that returns z, with f a
+            function of z alone.
+        max_iter: The calls of f by "anderson" or "iteration", at most.
+        tol: The relative tolerance, |f(z) - z| <= tol |f(z)|, also of the linear systems. Default:
+            1e-8, in float32 1e-5.
+        accuracy: How far z may be from a fixed point, as of `root`. Default: 100 tol.
+    Returns:
+        z, in the structure of z0, with a graph to the inputs and parameters that require grad.
+    Raises:
+        ArgumentTypeError, ArgumentValueError: for an f whose value is not like z0.
+        ConvergenceError: where no fixed point was found; in the backward pass where I - df/dz is
+            singular.
+        NondeterministicError, NoSecondDerivative, UnsupportedError: as of `root`.
+    References:
+        Bai, Kolter and Koltun, Deep Equilibrium Models, 2019; Walker and Ni, Anderson Acceleration for
+        Fixed-Point Iterations, 2011.
+    Example:
+        >>> x = torch.tensor(1.0, requires_grad=True)
+        >>> z = hog.meta.fixed_point(lambda z, x: (z + x / z) / 2, torch.tensor(2.0), 4 * x)
+        >>> z.detach(), torch.autograd.grad(z, x)[0]  # 2 sqrt(x)
+        (tensor(2.), tensor(1.))
+    """
+    validation.refuse_transforms(
+        "fixed_point", "differentiate by torch.autograd.grad, or `hoglib.hvp`."
+    )
+    validation.function("f", f)
+    validation.at_least("max_iter", max_iter, 1)
+    params: dict[str, Tensor] = {}
+    if isinstance(f, nn.Module):
+        params = {name: p for name, p in f.named_parameters() if p.requires_grad}
+    with outside_inference_mode():
+        parts, form = validation.parameters(clone_inference_tensors(z0), "z0")
+        inputs = clone_inference_tensors(inputs)
+        flat = _Flat(parts)
+    leaves = [*params.values(), *filter(pytree.is_float, pytree.leaves(inputs))]
+    tol = _tolerance(flat.value, tol)
+
+    def image(z: Any, h: Sequence[Tensor]) -> Vector:
+        own = pytree.filled(inputs, h[len(params) :])
+        if isinstance(f, nn.Module):
+            found = call_with(f, dict(zip(params, h, strict=False)), z, *own)
+        else:
+            found = f(z, *own)
+        return validation.vectors("f(z, *inputs)", found, z0, "z0", blocks=False)[0]
+
+    def tree(z: Tensor) -> Any:
+        return pytree.unflatten(flat.split(z), form)
+
+    with ring(Policy("fixed_point"), f, examine=False), torch.no_grad():
+        if callable(solver):
+            z = solver(lambda z: pytree.unflatten(image(z, leaves), form), tree(flat.value))
+            z = pytree.unflatten(
+                validation.vectors("solver(f, z0)", z, z0, "z0", blocks=False)[0], form
+            )
+        else:
+            depth = (
+                5 if validation.one_of("solver", solver, get_args(Iteration)) == "anderson" else 0
+            )
+            step = lambda z: flat.join(image(tree(z), leaves))  # noqa: E731
+            z = tree(_anderson(step, flat.value, tol, max_iter, depth))
+
+    def residual(z: Any, h: Sequence[Tensor]) -> Vector:
+        return [a - b for a, b in zip(pytree.leaves(z), image(z, h), strict=True)]
+
+    return _root(_FIXED_POINT, f, residual, z, leaves, tol, accuracy)
+
+
+def _anderson(
+    f: Callable[[Tensor], Tensor], z: Tensor, tol: float, max_iter: int, depth: int
+) -> Tensor:
+    """z with |f(z) - z| <= tol |f(z)|; else where max_iter calls or what is not finite ended.
+
+    z_{k+1} = f(z_k) - c dF        c = argmin |r_k - c dR|        r_k = f(z_k) - z_k
+
+    dF, dR: the last differences of images f(z_k), and those of residuals.
+    """
+    images = residuals = z.new_empty(0, len(z))
+    for _ in range(max_iter):
+        image = f(z)
+        r = image - z
+        if not r.norm() > tol * image.norm():
+            break
+        images = torch.cat([images, image[None]])[-depth - 1 :]
+        residuals = torch.cat([residuals, r[None]])[-depth - 1 :]
+        dF, dR = images.diff(dim=0), residuals.diff(dim=0)
+        gram = (dR @ dR.T).double()
+        rounding = 10 * torch.finfo(z.dtype).eps * gram.trace()  # of multiples of each other
+        gram.diagonal().add_(rounding + torch.finfo(z.dtype).tiny)
+        c = torch.linalg.solve_ex(gram, (dR @ r).double())[0]
+        z = image - c.to(z.dtype) @ dF
+    return z
+
+
+def _tolerance(z: Tensor, tol: float | None) -> float:
+    return RTOL.get(z.dtype, 1e-5) if tol is None else validation.number("tol", tol, minimum=0)
+
+
+def _root(
+    words: _Words, owner: Any, residual: Callable[[Any, Sequence[Tensor]], Sequence[Any]],
+    solution: Any, leaves: Vector, tol: float | None, accuracy: float | None,
+) -> Any:  # fmt: skip
+    """The root of residual(z, leaves), which calls the owner, a function of the user's."""
+    parts, form = pytree.flatten(solution)
+    for x in (*parts, *leaves):
+        validation.real("solution and inputs", x)
+    with outside_inference_mode():
+        flat = _Flat(parts)
+    tol = _tolerance(flat.value, tol)
+    least = 100 * tol if accuracy is None else validation.number("accuracy", accuracy, minimum=0)
 
     def F(z: Tensor, *h: Tensor) -> Tensor:
-        with ring(Policy("root"), residual, examine=False):
-            found = residual(split(z), pytree.unflatten(h, of_inputs))
-        return torch.cat([validation.real("residual", x).reshape(-1) for x in pytree.leaves(found)])
+        with ring(Policy(words.caller), owner, examine=False):
+            found = residual(pytree.unflatten(flat.split(z), form), h)
+        return flat.join([validation.real(words.function, x) for x in found])
 
-    least = 100 * tol if accuracy is None else validation.number("accuracy", accuracy, minimum=0)
-    with ring(Policy("root"), residual):
-        _check_root(F, fresh_leaves([z, *leaves], False), least)
-    return split(apply(_Root, F, tol, z, *leaves))
-
-
-def _check_root(F: Callable[..., Tensor], own: Vector, accuracy: float) -> None:
-    """Raise where the residual is no function of its arguments, or is not zero at the solution."""
-    before = generator_state(own[0].device)
-    value, given = F(*own), {id(x) for x in own}
-    if not torch.equal(before, generator_state(own[0].device)):
-        raise errors.NondeterministicError(
-            "residual: expected one that draws no random numbers, got one that does: each product "
-            "would be of another function. Call model.eval(), or pass what is drawn in inputs."
-        )
-    graph = graph_summary(value)
-    others = [x for key, x in graph.leaves.items() if key not in given]
-    if others:
-        raise errors.NoSecondDerivative(
-            "residual: expected one that takes all that requires grad from its arguments, got tensors "
-            f"of shape {', '.join(str(tuple(x.shape)) for x in others[:3])} from elsewhere, whose "
-            "gradients would be missing. Pass them in inputs, the parameters of a module by "
-            "`torch.func.functional_call(module, params, ...)`, or detach() what is a constant."
-        )
-    if graph.functions:  # a wrong one is reported at the end, if it was differentiated
-        vjp([value], own, [torch.ones_like(value)], "root", create_graph=True)
-    step = 1e-3
-    with torch.no_grad():
-        value, (z, *h) = value.detach(), own
-        moved = F((1 + step) * z, *h), F(z, *[(1 + step) * x for x in h])
-        size, scale = value.norm(), max((y - value).norm() for y in moved) / step
-    if value.shape != own[0].shape or not size <= accuracy * scale:
+    value, terms = _check_root(words, owner, F, [flat.value, *leaves])
+    if value.shape != flat.value.shape or not value.norm() <= least * terms:
         raise errors.ConvergenceError(
-            f"root: expected a solution, with {own[0].numel()} residuals that are 0, got {len(value)} "
-            f"with |F| = {size:.2g}, where its terms are of size {scale:.2g}. Let the solver take more "
-            "steps, or allow it by accuracy=, with derivatives as wrong."
+            f"{words.caller}: expected a solution, with {len(flat.value)} residuals that are 0, got "
+            f"{len(value)} with |F| = {value.norm():.2g}, where its terms are of size {terms:.2g}. "
+            f"{words.advice}, or allow it by accuracy=, with derivatives as wrong."
         )
+    z = apply(_Root, F, lambda A, b: _gmres(A, b, tol), flat.value, *leaves)
+    return pytree.unflatten(flat.split(z), form)
+
+
+def _check_root(
+    words: _Words, owner: Any, F: Callable[..., Tensor], at: Vector
+) -> tuple[Tensor, Tensor]:
+    """F at (z, *h), and by how much it would change, to first order, if z or h were doubled.
+
+    Raises where F is no function of its arguments; warns where autograd has other derivatives than
+    differences, once for each code and shape.
+    """
+    with ring(Policy(words.caller), owner):
+        own = fresh_leaves(at, False)
+        before, given = generator_state(own[0].device), {id(x) for x in own}
+        value = F(*own)
+        if not torch.equal(before, generator_state(own[0].device)):
+            raise errors.NondeterministicError(
+                f"{words.function}: expected one that draws no random numbers, got one that does: each "
+                "product would be of another function. Call model.eval(), or pass what is drawn in "
+                f"{words.inputs}."
+            )
+        graph = graph_summary(value)
+        others = [x for key, x in graph.leaves.items() if key not in given]
+        if others:
+            raise errors.NoSecondDerivative(
+                f"{words.function}: expected one that takes all that requires grad from its arguments, "
+                f"got tensors of shape {', '.join(str(tuple(x.shape)) for x in others[:3])} from "
+                f"elsewhere, whose gradients would be missing. Pass them in {words.inputs}, the "
+                "parameters of a module by `torch.func.functional_call(module, params, ...)`, or "
+                "detach() what is a constant."
+            )
+        changes = _changes(F, own, value.detach(), 1e-3)
+        terms = torch.stack([change.norm() for change in changes]).max()
+        key = words.caller, *(x.shape for x in own)
+        found_once(owner_of(owner), key, lambda: _check_derivatives(words, F, own, value, changes))
+        if graph.functions:  # a wrong one is reported at the end, if it was differentiated
+            vjp([value], own, [torch.ones_like(value)], words.caller, create_graph=True)
+    return value.detach(), terms
+
+
+@torch.no_grad()
+def _changes(F: Callable[..., Tensor], own: Vector, value: Tensor, step: float) -> Vector:
+    """(dF/dz) z and (dF/dh) h, by differences."""
+    z, *h = own
+    moved = F((1 + step) * z, *h), F(z, *[(1 + step) * x for x in h])
+    return [(y - value) / step for y in moved]
+
+
+def _check_derivatives(
+    words: _Words, F: Callable[..., Tensor], own: Vector, value: Tensor, changes: Vector
+) -> bool:
+    """Warn where differences are not (dF/dz) z and (dF/dh) h by autograd, along the larger of both."""
+    size, largest = torch.stack([change.norm() for change in changes]).max(0)
+    w = changes[largest] / size
+    slopes = materialize_grads(vjp([value], own, [w], words.caller, retain_graph=True), own)
+    of_z, *of_h = [(slope * x).sum().detach() for slope, x in zip(slopes, own, strict=True)]
+    by_autograd = torch.stack([of_z, sum(of_h, torch.zeros_like(of_z))])
+    by_differences = torch.stack(changes) @ w
+    off = (by_differences - by_autograd).abs()
+    if bool((off > 0.05 * size).any()):
+        # large steps: F may be curved, have kinks, or differences of few digits
+        uncertain = (torch.stack(_changes(F, own, value.detach(), 2e-3)) @ w - by_differences).abs()
+        if bool(((off > 0.05 * size) & (uncertain < 0.2 * off)).any()):
+            warn(
+                f"{words.caller}: expected derivatives of {words.function} by autograd as by "
+                f"differences, got {by_autograd.tolist()} and {by_differences.tolist()} along the "
+                f"solution and along {words.inputs}; those of the solution are as wrong. Look for "
+                f"detach(), .data, .item(), NumPy and no_grad() in {words.function}."
+            )
+    return True
 
 
 class _Root(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, F: Any, tol: float, z: Tensor, *h: Tensor) -> Tensor:
-        ctx.F, ctx.tol, found = F, tol, z.clone()
+    def forward(ctx: Any, F: Any, solve: Any, z: Tensor, *h: Tensor) -> Tensor:
+        ctx.F, ctx.solve, found = F, solve, z.clone()
         ctx.save_for_backward(found, *h)
         return found
 
@@ -299,9 +548,9 @@ class _Root(torch.autograd.Function):
         with torch.enable_grad():
             own = fresh_leaves([z, *h], again)
             y = ctx.F(*own)
-            u = _gmres(transposed, g.detach(), ctx.tol)
+            u = ctx.solve(transposed, g.detach())
             if again:  # u is the root of (dF/dz)^T u - g, by u, and what that depends on
-                u = apply(_Root, adjoint, ctx.tol, u, z, g, *h)
+                u = apply(_Root, adjoint, ctx.solve, u, z, g, *h)
             return None, None, None, *vjp([y], own[1:], [-u], "root", create_graph=again)
 
 
