@@ -3,6 +3,7 @@ no inner loop is differentiated."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -27,6 +28,7 @@ from hoglib._core.state import generator_state
 from hoglib._core.swap import call_with
 from hoglib._core.torch_internals import apply
 from hoglib._core.trust import found_once
+from hoglib.capture.within import uncompiled
 from hoglib.curvature.linear_systems import RTOL
 from hoglib.curvature.operators import HessianOperator
 from hoglib.ring import ring
@@ -34,6 +36,7 @@ from hoglib.ring import ring
 Scalar = Callable[[Any, Any], Tensor]  # of params and hyper
 SolverName = Literal["cg", "neumann"]
 Iteration = Literal["anderson", "iteration"]
+DEPTHS = {"anderson": 5, "iteration": 0}  # images that are combined with the last one
 NEUMANN_TERMS = 100  # where iterations is None
 DIVERGED = 1e6  # times the right-hand side, which no term of a converging series reaches
 OFF = 1e-3  # of the size of its terms: an error of a gradient that its derivatives share
@@ -83,13 +86,9 @@ class _Words(NamedTuple):
 
 _ROOT = _Words("root", "residual", "inputs", "Let the solver take more steps")
 _FIXED_POINT = _Words(
-    "fixed_point",
-    "f",
-    "inputs (f may be a module)",
-    "Give more max_iter=, or another z0 or solver=",
-)
+    "fixed_point", "f", "inputs (f may be a module)", "Give more max_iter=, or another z0 or solver="
+)  # fmt: skip
 _INNER = _Words("hypergradient", "inner", "hyper")
-_OUTSIDE = "differentiate by torch.autograd.grad, or `hoglib.hvp`."
 
 
 class _Flat:
@@ -303,7 +302,9 @@ def root(
         >>> g.detach(), torch.autograd.grad(g, h)[0]  # -1 / (4 h sqrt(h))
         (tensor(0.2500), tensor(-0.0312))
     """
-    validation.refuse_transforms("root", _OUTSIDE)
+    if torch.compiler.is_dynamo_compiling():
+        return uncompiled(partial(root, residual, solution, inputs, tol=tol, accuracy=accuracy))
+    validation.refuse_transforms("root", "differentiate by torch.autograd.grad, or `hoglib.hvp`.")
     with outside_inference_mode():
         validation.parameters(solution, "solution")
         leaves, form = validation.parameters(clone_inference_tensors(inputs), "inputs")
@@ -352,6 +353,9 @@ def fixed_point(
         >>> z.detach(), torch.autograd.grad(z, x)[0]  # 2 sqrt(x)
         (tensor(2.), tensor(1.))
     """
+    options = {"solver": solver, "max_iter": max_iter, "tol": tol, "accuracy": accuracy}
+    if torch.compiler.is_dynamo_compiling():
+        return uncompiled(partial(fixed_point, f, z0, *inputs, **options))
     validation.refuse_transforms(
         "fixed_point", "differentiate by torch.autograd.grad, or `hoglib.hvp`."
     )
@@ -360,67 +364,61 @@ def fixed_point(
     params: dict[str, Tensor] = {}
     if isinstance(f, nn.Module):
         params = {name: p for name, p in f.named_parameters() if p.requires_grad}
+    if not callable(solver):
+        depth = DEPTHS[validation.one_of("solver", solver, DEPTHS)]
+        solver = partial(_anderson, tol=tol, max_iter=max_iter, depth=depth)
     with outside_inference_mode():
-        parts, form = validation.parameters(clone_inference_tensors(z0), "z0")
-        inputs = clone_inference_tensors(inputs)
-        flat = _Flat(parts)
+        z0, inputs = clone_inference_tensors((z0, inputs))
+    form = validation.parameters(z0, "z0")[1]
     leaves = [*params.values(), *filter(pytree.is_float, pytree.leaves(inputs))]
-    tol = _tolerance(flat.value, tol)
 
-    def image(z: Any, h: Sequence[Tensor]) -> Vector:
+    def image(z: Any, h: Sequence[Tensor]) -> Any:
         own = pytree.filled(inputs, h[len(params) :])
         if isinstance(f, nn.Module):
             found = call_with(f, dict(zip(params, h, strict=False)), z, *own)
         else:
             found = f(z, *own)
-        return validation.vectors("f(z, *inputs)", found, z0, "z0", blocks=False)[0]
+        return like_z0("f(z, *inputs)", found)
 
-    def tree(z: Tensor) -> Any:
-        return pytree.unflatten(flat.split(z), form)
+    def like_z0(what: str, z: Any) -> Any:
+        return pytree.unflatten(validation.vectors(what, z, z0, "z0", blocks=False)[0], form)
 
-    with ring(Policy("fixed_point"), f, examine=False), torch.no_grad():
-        if callable(solver):
-            z = solver(lambda z: pytree.unflatten(image(z, leaves), form), tree(flat.value))
-            z = pytree.unflatten(
-                validation.vectors("solver(f, z0)", z, z0, "z0", blocks=False)[0], form
-            )
-        else:
-            depth = (
-                5 if validation.one_of("solver", solver, get_args(Iteration)) == "anderson" else 0
-            )
-            step = lambda z: flat.join(image(tree(z), leaves))  # noqa: E731
-            z = tree(_anderson(step, flat.value, tol, max_iter, depth))
+    def step(z: Any) -> Any:
+        with ring(Policy("fixed_point"), f, examine=False), torch.no_grad():
+            return image(z, leaves)
 
-    def residual(z: Any, h: Sequence[Tensor]) -> Vector:
-        return [a - b for a, b in zip(pytree.leaves(z), image(z, h), strict=True)]
-
-    return _root(_FIXED_POINT, f, residual, z, leaves, tol, accuracy)
+    with outside_inference_mode(), torch.no_grad():
+        z = solver(step, pytree.map(Tensor.detach, z0))
+    difference = lambda z, h: pytree.leaves(pytree.add(z, image(z, h), alpha=-1))  # noqa: E731
+    return _root(_FIXED_POINT, f, difference, like_z0("solver(f, z0)", z), leaves, tol, accuracy)
 
 
 def _anderson(
-    f: Callable[[Tensor], Tensor], z: Tensor, tol: float, max_iter: int, depth: int
-) -> Tensor:
-    """z with |f(z) - z| <= tol |f(z)|; else where max_iter calls or what is not finite ended.
+    f: Callable[[Any], Any], z0: Any, tol: float | None, max_iter: int, depth: int
+) -> Any:  # fmt: skip
+    """z with |f(z) - z| <= tol |f(z)|; or where max_iter calls end, or what is not finite.
 
     z_{k+1} = f(z_k) - c dF        c = argmin |r_k - c dR|        r_k = f(z_k) - z_k
 
     dF, dR: the last differences of images f(z_k), and those of residuals.
     """
-    images = residuals = z.new_empty(0, len(z))
+    parts, form = pytree.flatten(z0)
+    flat = _Flat(parts)
+    z, tol = flat.value, _tolerance(flat.value, tol)
+    F = R = z.new_empty(0, len(z))
     for _ in range(max_iter):
-        image = f(z)
+        image = flat.join(pytree.leaves(f(pytree.unflatten(flat.split(z), form))))
         r = image - z
         if not r.norm() > tol * image.norm():
             break
-        images = torch.cat([images, image[None]])[-depth - 1 :]
-        residuals = torch.cat([residuals, r[None]])[-depth - 1 :]
-        dF, dR = images.diff(dim=0), residuals.diff(dim=0)
+        F, R = (torch.cat([M, x[None]])[-depth - 1 :] for M, x in ((F, image), (R, r)))
+        dF, dR = F.diff(dim=0), R.diff(dim=0)
         gram = (dR @ dR.T).double()
         rounding = 10 * torch.finfo(z.dtype).eps * gram.trace()  # of multiples of each other
         gram.diagonal().add_(rounding + torch.finfo(z.dtype).tiny)
         c = torch.linalg.solve_ex(gram, (dR @ r).double())[0]
         z = image - c.to(z.dtype) @ dF
-    return z
+    return pytree.unflatten(flat.split(z), form)
 
 
 def _tolerance(z: Tensor, tol: float | None) -> float:
@@ -513,9 +511,9 @@ def _check_derivatives(
     by_differences = torch.stack(changes) @ w
     off = (by_differences - by_autograd).abs()
     if bool((off > 0.05 * size).any()):
-        # large steps: F may be curved, have kinks, or differences of few digits
-        uncertain = (torch.stack(_changes(F, own, value.detach(), 2e-3)) @ w - by_differences).abs()
-        if bool(((off > 0.05 * size) & (uncertain < 0.2 * off)).any()):
+        # F may be curved, have kinks, or differences of few digits
+        uncertain = torch.stack(_changes(F, own, value.detach(), 2e-3)) @ w - by_differences
+        if bool(uncertain.abs().max() < 0.2 * off.max()):
             warn(
                 f"{words.caller}: expected derivatives of {words.function} by autograd as by "
                 f"differences, got {by_autograd.tolist()} and {by_differences.tolist()} along the "
