@@ -26,13 +26,7 @@ from hoglib._core.state import RandomState, preserve_random_state
 from hoglib.curvature.linear_operator import ProgressBar
 from hoglib.errors import ArgumentValueError, UnsupportedError
 from hoglib.meta.checkpoints import OnDisk, check_directory, digest
-from hoglib.meta.implicit import (
-    Residual,
-    Solver,
-    check_used,
-    implicit_gradient,
-    implicit_with_graph,
-)
+from hoglib.meta.implicit import Residual, Solver, check_used, implicit_gradient, implicit_graph
 from hoglib.meta.training import Replay, Training, TrainingOptions, add, detached, pullback
 from hoglib.ring import ring
 
@@ -153,8 +147,7 @@ def hypergradient(
     validation.refuse_transforms(
         "hypergradient", "write it with `hoglib.meta.adapt`, which runs inside of any."
     )
-    validation.flag("create_graph", create_graph)
-    if create_graph and method == "unrolled":
+    if validation.flag("create_graph", create_graph) and method == "unrolled":
         raise UnsupportedError(
             "create_graph: expected False with method='unrolled', got True. For derivatives of every "
             "order use method='cg' at a minimum, or take outer at `hoglib.meta.adapt(...)`."
@@ -264,12 +257,12 @@ def _implicit(training: Training, hyper: Any, solver: Solver, graph: bool) -> Hy
     with torch.no_grad():
         params, losses = training.unrolled(detached(hyper))
     params, batch = detached(params), training.batches.last(training.count)
-    outer, inner = training.outer_value, partial(training.value, batch=batch)
+    inner = partial(training.value, batch=batch)
+    given = training.outer_value, inner, params, hyper, solver
     if graph and any(x.requires_grad for x in pytree.leaves(hyper)):
-        found = implicit_with_graph(outer, inner, params, hyper, solver, training.policy)
-        value, grads, residual, params = found
+        value, grads, residual, params = implicit_graph(*given, training.policy)
     else:
-        value, grads, residual = implicit_gradient(outer, inner, params, hyper, solver)
+        value, grads, residual = implicit_gradient(*given)
     training.check_finite(losses, value)
     return Hypergradient(value, grads, params, residual)
 

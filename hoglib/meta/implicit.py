@@ -35,7 +35,6 @@ from hoglib.ring import ring
 
 Scalar = Callable[[Any, Any], Tensor]  # of params and hyper
 SolverName = Literal["cg", "neumann"]
-Iteration = Literal["anderson", "iteration"]
 DEPTHS = {"anderson": 5, "iteration": 0}  # images that are combined with the last one
 NEUMANN_TERMS = 100  # where iterations is None
 DIVERGED = 1e6  # times the right-hand side, which no term of a converging series reaches
@@ -76,34 +75,36 @@ class Solver:
 
 
 class _Words(NamedTuple):
-    """What messages call an equation."""
+    """How an equation is evaluated, and what messages call it."""
 
-    caller: str
+    policy: Policy
     function: str
     inputs: str
-    advice: str = ""
+    advice: str
+    warns: bool = False  # of what is no solution, instead of an error
 
 
-_ROOT = _Words("root", "residual", "inputs", "Let the solver take more steps")
+_ALLOW = "or allow it by accuracy=, with derivatives as wrong."
+_ROOT = _Words(Policy("root"), "residual", "inputs", f"Let the solver take more steps, {_ALLOW}")
 _FIXED_POINT = _Words(
-    "fixed_point", "f", "inputs (f may be a module)", "Give more max_iter=, or another z0 or solver="
+    Policy("fixed_point"), "f", "inputs (f may be a module)",
+    f"Give more max_iter=, another z0 or solver=, {_ALLOW}",
 )  # fmt: skip
-_INNER = _Words("hypergradient", "inner", "hyper")
 
 
 class _Flat:
-    """Tensors as one vector, of the widest dtype."""
+    """A tree of tensors as one vector, of the widest dtype."""
 
-    def __init__(self, parts: Vector) -> None:
-        self._parts = parts
-        self.value = self.join([x.detach() for x in parts])
+    def __init__(self, tree: Any) -> None:
+        self._parts, self._form = pytree.flatten(tree)
+        self.value = self.join(tree).detach()
 
-    def join(self, parts: Vector) -> Tensor:
-        return torch.cat([x.reshape(-1) for x in parts])
+    def join(self, tree: Any) -> Tensor:
+        return torch.cat([x.reshape(-1) for x in pytree.leaves(tree)])
 
-    def split(self, z: Tensor) -> Vector:
+    def split(self, z: Tensor) -> Any:
         pieces = zip(z.split([x.numel() for x in self._parts]), self._parts, strict=True)
-        return [piece.view(x.shape).to(x.dtype) for piece, x in pieces]
+        return pytree.unflatten([x.view(y.shape).to(y.dtype) for x, y in pieces], self._form)
 
 
 def implicit_gradient(
@@ -134,8 +135,7 @@ def implicit_gradient(
     x, system = _solve(inner, params, hyper, pytree.unflatten(v, pytree.flatten(params)[1]), solver)
     _, own, gradient, _ = gradient_with_graph(of_leaves(inner), leaves, "the inner loss", False)
     mixed = vjp(gradient[:count], own[count:], x, "the inner loss")
-    flat = [part for part in gradient[:count] if part is not None]
-    stationarity = pytree.norm([part.detach() for part in flat])
+    stationarity = pytree.norm([part.detach() for part in gradient[:count] if part is not None])
     check_used([*direct, *mixed], implicit=True)
     slopes = (materialize_grads(part, own[count:]) for part in (direct, mixed))
     total = [a - b for a, b in zip(*slopes, strict=True)]
@@ -143,47 +143,38 @@ def implicit_gradient(
     return value.detach(), gradient, Residual(system, stationarity)
 
 
-def implicit_with_graph(
+def implicit_graph(
     outer: Scalar, inner: Scalar, params: Any, hyper: Any, solver: Solver, policy: Policy
 ) -> tuple[Tensor, Any, Residual, Any]:
     """`implicit_gradient` and params, with a graph to hyper, each linear system solved as the first.
 
     params is the root of d inner / d params + damping (params - theta*), with a constant theta*.
     """
-    (parts, form), (leaves, of_hyper) = pytree.flatten(params), pytree.flatten(hyper)
-    flat, systems = _Flat(parts), []
+    form, (leaves, of_hyper) = pytree.flatten(params)[1], pytree.flatten(hyper)
+    systems: list[Tensor] = []
 
-    def slope(z: Tensor, *h: Tensor) -> Tensor:
-        def loss(*own: Tensor) -> Tensor:
-            return inner(pytree.unflatten(own, form), pytree.unflatten(h, of_hyper))
-
-        with ring(policy, inner, examine=False):
-            found = gradient_with_graph(loss, flat.split(z), "the inner loss", create_graph=True)
-        gradient = flat.join(materialize_grads(found.parts, found.leaves))
-        return gradient + solver.damping * (z - flat.value)
+    def slope(theta: Any, h: Sequence[Tensor]) -> Any:
+        fixed = pytree.unflatten(h, of_hyper)
+        loss = lambda *own: inner(pytree.unflatten(own, form), fixed)  # noqa: E731
+        found = gradient_with_graph(loss, pytree.leaves(theta), "the inner loss", create_graph=True)
+        gradient = pytree.unflatten(materialize_grads(found.parts, found.leaves), form)
+        return pytree.add(gradient, pytree.add(theta, params, alpha=-1), alpha=solver.damping)
 
     def solve(_: Any, v: Tensor) -> Tensor:
         with ring(policy, inner, examine=False):
-            tree = pytree.unflatten(flat.split(v), form)
-            x, system = _solve(inner, params, hyper, tree, solver)
+            (x,), system = _solve(inner, params, hyper, v, solver)
         systems.append(system)
-        return flat.join(x)
+        return x
 
-    gradient, terms = _check_root(_INNER, inner, slope, [flat.value, *leaves])
+    advice = "F is d inner / d params, and derivatives are as wrong: give more steps."
+    words = _Words(policy, "inner", "hyper", advice, warns=True)
     own = fresh_leaves(leaves, create_graph=True)
-    theta = pytree.unflatten(flat.split(apply(_Root, slope, solve, flat.value, *own)), form)
+    theta, stationarity = _root(words, inner, slope, params, own, accuracy=OFF, solve=solve)
     value = outer(theta, pytree.unflatten(own, of_hyper))
     total = vjp([value], own, [torch.ones_like(value)], "the outer loss", create_graph=True)
     check_used(total, implicit=True)
     # no system of an outer loss that does not depend on params
-    residual = Residual(systems[0] if systems else terms.new_zeros(()), gradient.norm())
-    if not (residual.system <= OFF and residual.stationarity <= OFF * terms):
-        warn(
-            "hypergradient: expected a minimum of inner and a solved linear system, got |d inner / d "
-            f"params| = {residual.stationarity:.2g}, where its terms are of size {terms:.2g}, and a "
-            f"relative residual of {residual.system:.2g}; derivatives are as wrong. Give more steps or "
-            "iterations."
-        )
+    residual = Residual(systems[0] if systems else 0 * stationarity, stationarity)
     return value, pytree.unflatten(materialize_grads(total, own), of_hyper), residual, theta
 
 
@@ -305,16 +296,15 @@ def root(
     if torch.compiler.is_dynamo_compiling():
         return uncompiled(partial(root, residual, solution, inputs, tol=tol, accuracy=accuracy))
     validation.refuse_transforms("root", "differentiate by torch.autograd.grad, or `hoglib.hvp`.")
-    with outside_inference_mode():
-        validation.parameters(solution, "solution")
-        leaves, form = validation.parameters(clone_inference_tensors(inputs), "inputs")
-    of_leaves = lambda z, h: pytree.leaves(residual(z, pytree.unflatten(h, form)))  # noqa: E731
-    return _root(_ROOT, residual, of_leaves, solution, leaves, tol, accuracy)
+    validation.parameters(solution, "solution")
+    leaves, form = validation.parameters(inputs, "inputs")
+    of_leaves = lambda z, h: residual(z, pytree.unflatten(h, form))  # noqa: E731
+    return _root(_ROOT, residual, of_leaves, solution, leaves, tol, accuracy)[0]
 
 
 def fixed_point(
     f: Callable[..., Any], z0: Any, *inputs: Any,
-    solver: Iteration | Callable[[Callable[[Any], Any], Any], Any] = "anderson",
+    solver: Literal["anderson", "iteration"] | Callable[..., Any] = "anderson",
     max_iter: int = 200, tol: float | None = None, accuracy: float | None = None,
 ) -> Any:  # fmt: skip
     r"""A fixed point of a function, as a function of all that it depends on, to any order: the layer of
@@ -353,7 +343,7 @@ def fixed_point(
         >>> z.detach(), torch.autograd.grad(z, x)[0]  # 2 sqrt(x)
         (tensor(2.), tensor(1.))
     """
-    options = {"solver": solver, "max_iter": max_iter, "tol": tol, "accuracy": accuracy}
+    options: Any = {"solver": solver, "max_iter": max_iter, "tol": tol, "accuracy": accuracy}
     if torch.compiler.is_dynamo_compiling():
         return uncompiled(partial(fixed_point, f, z0, *inputs, **options))
     validation.refuse_transforms(
@@ -361,24 +351,21 @@ def fixed_point(
     )
     validation.function("f", f)
     validation.at_least("max_iter", max_iter, 1)
-    params: dict[str, Tensor] = {}
-    if isinstance(f, nn.Module):
-        params = {name: p for name, p in f.named_parameters() if p.requires_grad}
+    module = f if isinstance(f, nn.Module) else nn.Module()
+    params = {name: p for name, p in module.named_parameters() if p.requires_grad}
     if not callable(solver):
         depth = DEPTHS[validation.one_of("solver", solver, DEPTHS)]
         solver = partial(_anderson, tol=tol, max_iter=max_iter, depth=depth)
     with outside_inference_mode():
-        z0, inputs = clone_inference_tensors((z0, inputs))
+        inputs = clone_inference_tensors(inputs)
     form = validation.parameters(z0, "z0")[1]
     leaves = [*params.values(), *filter(pytree.is_float, pytree.leaves(inputs))]
 
     def image(z: Any, h: Sequence[Tensor]) -> Any:
         own = pytree.filled(inputs, h[len(params) :])
-        if isinstance(f, nn.Module):
-            found = call_with(f, dict(zip(params, h, strict=False)), z, *own)
-        else:
-            found = f(z, *own)
-        return like_z0("f(z, *inputs)", found)
+        if f is not module:
+            return like_z0("f(z, *inputs)", f(z, *own))
+        return like_z0("f(z, *inputs)", call_with(f, dict(zip(params, h, strict=False)), z, *own))
 
     def like_z0(what: str, z: Any) -> Any:
         return pytree.unflatten(validation.vectors(what, z, z0, "z0", blocks=False)[0], form)
@@ -389,8 +376,8 @@ def fixed_point(
 
     with outside_inference_mode(), torch.no_grad():
         z = solver(step, pytree.map(Tensor.detach, z0))
-    difference = lambda z, h: pytree.leaves(pytree.add(z, image(z, h), alpha=-1))  # noqa: E731
-    return _root(_FIXED_POINT, f, difference, like_z0("solver(f, z0)", z), leaves, tol, accuracy)
+    difference = lambda z, h: pytree.add(z, image(z, h), alpha=-1)  # noqa: E731
+    return _root(_FIXED_POINT, f, difference, like_z0("solver(f, z0)", z), leaves, tol, accuracy)[0]
 
 
 def _anderson(
@@ -402,12 +389,11 @@ def _anderson(
 
     dF, dR: the last differences of images f(z_k), and those of residuals.
     """
-    parts, form = pytree.flatten(z0)
-    flat = _Flat(parts)
+    flat = _Flat(z0)
     z, tol = flat.value, _tolerance(flat.value, tol)
     F = R = z.new_empty(0, len(z))
     for _ in range(max_iter):
-        image = flat.join(pytree.leaves(f(pytree.unflatten(flat.split(z), form))))
+        image = flat.join(f(flat.split(z)))
         r = image - z
         if not r.norm() > tol * image.norm():
             break
@@ -418,7 +404,7 @@ def _anderson(
         gram.diagonal().add_(rounding + torch.finfo(z.dtype).tiny)
         c = torch.linalg.solve_ex(gram, (dR @ r).double())[0]
         z = image - c.to(z.dtype) @ dF
-    return pytree.unflatten(flat.split(z), form)
+    return flat.split(z)
 
 
 def _tolerance(z: Tensor, tol: float | None) -> float:
@@ -426,100 +412,101 @@ def _tolerance(z: Tensor, tol: float | None) -> float:
 
 
 def _root(
-    words: _Words, owner: Any, residual: Callable[[Any, Sequence[Tensor]], Sequence[Any]],
-    solution: Any, leaves: Vector, tol: float | None, accuracy: float | None,
-) -> Any:  # fmt: skip
-    """The root of residual(z, leaves), which calls the owner, a function of the user's."""
-    parts, form = pytree.flatten(solution)
-    for x in (*parts, *leaves):
+    words: _Words, owner: Any, residual: Callable[[Any, Sequence[Tensor]], Any], solution: Any,
+    leaves: Vector, tol: float | None = None, accuracy: float | None = None, solve: Any = None,
+) -> tuple[Any, Tensor]:  # fmt: skip
+    """The root of residual(z, leaves), which calls owner, a function of the user's; and |F| there.
+
+    solve: u of A u = b, of A as a function and b. Default: GMRES.
+    """
+    for x in (*pytree.leaves(solution), *leaves):
         validation.real("solution and inputs", x)
     with outside_inference_mode():
-        flat = _Flat(parts)
+        flat, leaves = _Flat(solution), clone_inference_tensors(leaves)
     tol = _tolerance(flat.value, tol)
     least = 100 * tol if accuracy is None else validation.number("accuracy", accuracy, minimum=0)
 
     def F(z: Tensor, *h: Tensor) -> Tensor:
-        with ring(Policy(words.caller), owner, examine=False):
-            found = residual(pytree.unflatten(flat.split(z), form), h)
-        return flat.join([validation.real(words.function, x) for x in found])
+        with ring(words.policy, owner, examine=False):
+            found = residual(flat.split(z), h)
+        return flat.join([validation.real(words.function, x) for x in pytree.leaves(found)])
 
-    value, terms = _check_root(words, owner, F, [flat.value, *leaves])
-    if value.shape != flat.value.shape or not value.norm() <= least * terms:
-        raise errors.ConvergenceError(
-            f"{words.caller}: expected a solution, with {len(flat.value)} residuals that are 0, got "
-            f"{len(value)} with |F| = {value.norm():.2g}, where its terms are of size {terms:.2g}. "
-            f"{words.advice}, or allow it by accuracy=, with derivatives as wrong."
-        )
-    z = apply(_Root, F, lambda A, b: _gmres(A, b, tol), flat.value, *leaves)
-    return pytree.unflatten(flat.split(z), form)
+    with ring(words.policy, owner):
+        value, terms = _check_root(words, owner, F, fresh_leaves([flat.value, *leaves], False))
+        size = value.norm()
+        if value.shape != flat.value.shape or not size <= least * terms:
+            text = (
+                f"{words.policy.caller}: expected a solution, with {len(flat.value)} residuals that "
+                f"are 0, got {len(value)} with |F| = {size:.2g}, where its terms are of size "
+                f"{terms:.2g}. {words.advice}"
+            )
+            if not words.warns:
+                raise errors.ConvergenceError(text)
+            warn(text)
+    return flat.split(apply(_Root, F, solve or partial(_gmres, tol=tol), flat.value, *leaves)), size
 
 
 def _check_root(
-    words: _Words, owner: Any, F: Callable[..., Tensor], at: Vector
+    words: _Words, owner: Any, F: Callable[..., Tensor], own: Vector
 ) -> tuple[Tensor, Tensor]:
-    """F at (z, *h), and by how much it would change, to first order, if z or h were doubled.
+    """F at own = (z, *h), and what it would change by, to first order, if z or h were doubled.
 
     Raises where F is no function of its arguments; warns where autograd has other derivatives than
     differences, once for each code and shape.
     """
-    with ring(Policy(words.caller), owner):
-        own = fresh_leaves(at, False)
-        before, given = generator_state(own[0].device), {id(x) for x in own}
-        value = F(*own)
-        if not torch.equal(before, generator_state(own[0].device)):
-            raise errors.NondeterministicError(
-                f"{words.function}: expected one that draws no random numbers, got one that does: each "
-                "product would be of another function. Call model.eval(), or pass what is drawn in "
-                f"{words.inputs}."
-            )
-        graph = graph_summary(value)
-        others = [x for key, x in graph.leaves.items() if key not in given]
-        if others:
-            raise errors.NoSecondDerivative(
-                f"{words.function}: expected one that takes all that requires grad from its arguments, "
-                f"got tensors of shape {', '.join(str(tuple(x.shape)) for x in others[:3])} from "
-                f"elsewhere, whose gradients would be missing. Pass them in {words.inputs}, the "
-                "parameters of a module by `torch.func.functional_call(module, params, ...)`, or "
-                "detach() what is a constant."
-            )
-        changes = _changes(F, own, value.detach(), 1e-3)
-        terms = torch.stack([change.norm() for change in changes]).max()
-        key = words.caller, *(x.shape for x in own)
-        found_once(owner_of(owner), key, lambda: _check_derivatives(words, F, own, value, changes))
-        if graph.functions:  # a wrong one is reported at the end, if it was differentiated
-            vjp([value], own, [torch.ones_like(value)], words.caller, create_graph=True)
-    return value.detach(), terms
+    before, given = generator_state(own[0].device), {id(x) for x in own}
+    value = F(*own)
+    if not torch.equal(before, generator_state(own[0].device)):
+        raise errors.NondeterministicError(
+            f"{words.function}: expected one that draws no random numbers, got one that does: each "
+            "product would be of another function. Call model.eval(), or pass what is drawn in "
+            f"{words.inputs}."
+        )
+    graph = graph_summary(value)
+    others = [x for key, x in graph.leaves.items() if key not in given]
+    if others:
+        raise errors.NoSecondDerivative(
+            f"{words.function}: expected one that takes all that requires grad from its arguments, got "
+            f"tensors of shape {', '.join(str(tuple(x.shape)) for x in others[:3])} from elsewhere, "
+            f"whose gradients would be missing. Pass them in {words.inputs}, the parameters of a "
+            "module by `torch.func.functional_call(module, params, ...)`, or detach() what is a "
+            "constant."
+        )
+    changes = _changes(F, own, value, 1e-3)
+    key = words.function, *(x.shape for x in own)
+    found_once(owner_of(owner), key, partial(_check_derivatives, words, F, own, value, changes))
+    if graph.functions:  # a wrong one is reported at the end, if it was differentiated
+        vjp([value], own, [torch.ones_like(value)], words.policy.caller, create_graph=True)
+    return value.detach(), changes.norm(dim=1).max()
 
 
 @torch.no_grad()
-def _changes(F: Callable[..., Tensor], own: Vector, value: Tensor, step: float) -> Vector:
+def _changes(F: Callable[..., Tensor], own: Vector, value: Tensor, step: float) -> Tensor:
     """(dF/dz) z and (dF/dh) h, by differences."""
     z, *h = own
     moved = F((1 + step) * z, *h), F(z, *[(1 + step) * x for x in h])
-    return [(y - value) / step for y in moved]
+    return (torch.stack(moved) - value) / step
 
 
 def _check_derivatives(
-    words: _Words, F: Callable[..., Tensor], own: Vector, value: Tensor, changes: Vector
+    words: _Words, F: Callable[..., Tensor], own: Vector, value: Tensor, changes: Tensor
 ) -> bool:
-    """Warn where differences are not (dF/dz) z and (dF/dh) h by autograd, along the larger of both."""
-    size, largest = torch.stack([change.norm() for change in changes]).max(0)
+    """Warn where autograd has other changes than differences, along the larger one, w."""
+    size, largest = changes.norm(dim=1).max(0)
     w = changes[largest] / size
-    slopes = materialize_grads(vjp([value], own, [w], words.caller, retain_graph=True), own)
+    slopes = materialize_grads(vjp([value], own, [w], words.policy.caller, True), own)
     of_z, *of_h = [(slope * x).sum().detach() for slope, x in zip(slopes, own, strict=True)]
     by_autograd = torch.stack([of_z, sum(of_h, torch.zeros_like(of_z))])
-    by_differences = torch.stack(changes) @ w
-    off = (by_differences - by_autograd).abs()
-    if bool((off > 0.05 * size).any()):
-        # F may be curved, have kinks, or differences of few digits
-        uncertain = torch.stack(_changes(F, own, value.detach(), 2e-3)) @ w - by_differences
-        if bool(uncertain.abs().max() < 0.2 * off.max()):
-            warn(
-                f"{words.caller}: expected derivatives of {words.function} by autograd as by "
-                f"differences, got {by_autograd.tolist()} and {by_differences.tolist()} along the "
-                f"solution and along {words.inputs}; those of the solution are as wrong. Look for "
-                f"detach(), .data, .item(), NumPy and no_grad() in {words.function}."
-            )
+    off = (changes @ w - by_autograd).abs().max()
+    # where F is curved, has a kink, or differences have few digits
+    uncertain = ((_changes(F, own, value, 2e-3) - changes) @ w).abs().max()
+    if bool((off > 0.05 * size) & (uncertain < 0.2 * off)):
+        warn(
+            f"{words.policy.caller}: expected derivatives of {words.function} by autograd as by "
+            f"differences, got {by_autograd.tolist()} and {(changes @ w).tolist()} along the solution "
+            f"and along {words.inputs}; those of the solution are as wrong. Look for detach(), .data, "
+            f".item(), NumPy and no_grad() in {words.function}."
+        )
     return True
 
 
