@@ -109,6 +109,10 @@ def hypergradient(
         damping: A number that is added to the diagonal of H, 0 or more.
         tol: The relative tolerance of conjugate gradients. Default: that of `LinearOperator.solve`.
         step_size: The step size of the Neumann series, below 2 over the largest eigenvalue of H.
+        create_graph: Give value, gradient and params of an implicit method a graph to hyper, for
+            derivatives of any order. Each linear system is solved as the first; damping is then that of
+            a minimum of inner + damping |theta - theta*|^2 / 2, with a constant theta*. A warning tells
+            where theta* is no minimum by more than 1e-3.
         **options: Those of :class:`hoglib.meta.TrainingOptions`: ``rule``, ``steps``, ``batches``,
             ``progress`` and ``stand_ins``.
 

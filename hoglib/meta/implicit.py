@@ -370,9 +370,11 @@ def fixed_point(
     def like_z0(what: str, z: Any) -> Any:
         return pytree.unflatten(validation.vectors(what, z, z0, "z0", blocks=False)[0], form)
 
-    def step(z: Any) -> Any:
-        with ring(Policy("fixed_point"), f, examine=False), torch.no_grad():
-            return image(z, leaves)
+    constants = [x.detach() for x in leaves]
+
+    def step(z: Any) -> Any:  # which a solver may differentiate
+        with ring(_FIXED_POINT.policy, f, examine=False):
+            return image(z, constants)
 
     with outside_inference_mode(), torch.no_grad():
         z = solver(step, pytree.map(Tensor.detach, z0))
