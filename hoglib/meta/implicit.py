@@ -346,9 +346,7 @@ def fixed_point(
     options: Any = {"solver": solver, "max_iter": max_iter, "tol": tol, "accuracy": accuracy}
     if torch.compiler.is_dynamo_compiling():
         return uncompiled(partial(fixed_point, f, z0, *inputs, **options))
-    validation.refuse_transforms(
-        "fixed_point", "differentiate by torch.autograd.grad, or `hoglib.hvp`."
-    )
+    validation.refuse_transforms("fixed_point", "use torch.autograd.grad, or `hoglib.hvp`.")
     validation.function("f", f)
     validation.at_least("max_iter", max_iter, 1)
     module = f if isinstance(f, nn.Module) else nn.Module()
@@ -382,9 +380,7 @@ def fixed_point(
     return _root(_FIXED_POINT, f, difference, like_z0("solver(f, z0)", z), leaves, tol, accuracy)[0]
 
 
-def _anderson(
-    f: Callable[[Any], Any], z0: Any, tol: float | None, max_iter: int, depth: int
-) -> Any:  # fmt: skip
+def _anderson(f: Any, z0: Any, tol: float | None, max_iter: int, depth: int) -> Any:
     """z with |f(z) - z| <= tol |f(z)|; or where max_iter calls end, or what is not finite.
 
     z_{k+1} = f(z_k) - c dF        c = argmin |r_k - c dR|        r_k = f(z_k) - z_k
@@ -402,7 +398,8 @@ def _anderson(
         F, R = (torch.cat([M, x[None]])[-depth - 1 :] for M, x in ((F, image), (R, r)))
         dF, dR = F.diff(dim=0), R.diff(dim=0)
         gram = (dR @ dR.T).double()
-        rounding = 10 * torch.finfo(z.dtype).eps * gram.trace()  # of multiples of each other
+        # singular where differences are multiples of each other, or 0
+        rounding = 10 * torch.finfo(z.dtype).eps * gram.trace()
         gram.diagonal().add_(rounding + torch.finfo(z.dtype).tiny)
         c = torch.linalg.solve_ex(gram, (dR @ r).double())[0]
         z = image - c.to(z.dtype) @ dF
