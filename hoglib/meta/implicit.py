@@ -148,7 +148,8 @@ def implicit_graph(
 ) -> tuple[Tensor, Any, Residual, Any]:
     """`implicit_gradient` and params, with a graph to hyper, each linear system solved as the first.
 
-    params is the root of d inner / d params + damping (params - theta*), with a constant theta*.
+    params is the root of d inner / d params + damping (params - theta*), with a constant theta*; the
+    second term is 0 there, and of its derivatives only damping I in the systems is not.
     """
     form, (leaves, of_hyper) = pytree.flatten(params)[1], pytree.flatten(hyper)
     systems: list[Tensor] = []
@@ -157,8 +158,7 @@ def implicit_graph(
         fixed = pytree.unflatten(h, of_hyper)
         loss = lambda *own: inner(pytree.unflatten(own, form), fixed)  # noqa: E731
         found = gradient_with_graph(loss, pytree.leaves(theta), "the inner loss", create_graph=True)
-        gradient = pytree.unflatten(materialize_grads(found.parts, found.leaves), form)
-        return pytree.add(gradient, pytree.add(theta, params, alpha=-1), alpha=solver.damping)
+        return materialize_grads(found.parts, found.leaves)
 
     def solve(_: Any, v: Tensor) -> Tensor:
         with ring(policy, inner, examine=False):
