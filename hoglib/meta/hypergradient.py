@@ -127,6 +127,7 @@ def hypergradient(
         NotPositiveDefiniteError: for "cg" at a theta* that is not a minimum of inner.
         NondeterministicError: for a training that is not the same when it is run again.
         OutputError: for a directory that cannot be written to, and for a full disk.
+        UnsupportedError: for create_graph=True with method "unrolled", and inside `torch.func`.
 
     References:
         Maclaurin, Duvenaud and Adams, Gradient-based Hyperparameter Optimization through Reversible
