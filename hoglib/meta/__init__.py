@@ -2,7 +2,7 @@
 
 from hoglib.meta.gradient_transformation import GradientTransformation
 from hoglib.meta.hypergradient import Hypergradient, LeaveKOut, hypergradient, leave_k_out
-from hoglib.meta.implicit import Residual, root
+from hoglib.meta.implicit import Residual, fixed_point, root
 from hoglib.meta.inner_loop import adapt, inner_step
 from hoglib.meta.learner import Learner
 from hoglib.meta.learners import IMAML, MAML, Reptile, multi_step_weights
@@ -27,6 +27,7 @@ __all__ = [
     "adam",
     "adamw",
     "adapt",
+    "fixed_point",
     "hypergradient",
     "inner_step",
     "leave_k_out",

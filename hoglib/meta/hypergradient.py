@@ -27,7 +27,7 @@ from hoglib._core.state import RandomState, preserve_random_state
 from hoglib.curvature.linear_operator import ProgressBar
 from hoglib.errors import ArgumentValueError, UnsupportedError
 from hoglib.meta.checkpoints import OnDisk, check_directory, digest
-from hoglib.meta.implicit import Residual, Solver, check_used, implicit_gradient
+from hoglib.meta.implicit import Residual, Solver, check_used, implicit_gradient, implicit_graph
 from hoglib.meta.training import Replay, Training, TrainingOptions, add, detached, pullback
 from hoglib.ring import ring
 
@@ -63,6 +63,7 @@ def hypergradient(
     damping: float = 0.0,
     tol: float | None = None,
     step_size: float | None = None,
+    create_graph: bool = False,
     **options: Unpack[TrainingOptions],
 ) -> Hypergradient:
     r"""Differentiate a loss after a training with respect to whatever the training was set up with.
@@ -110,6 +111,10 @@ def hypergradient(
         damping: A number that is added to the diagonal of H, 0 or more.
         tol: The relative tolerance of conjugate gradients. Default: that of `LinearOperator.solve`.
         step_size: The step size of the Neumann series, below 2 over the largest eigenvalue of H.
+        create_graph: Give value, gradient and params of an implicit method a graph to hyper, for
+            derivatives of any order. Each linear system is solved as the first; damping is then that of
+            a minimum of inner + damping |theta - theta*|^2 / 2, with a constant theta*. A warning tells
+            where theta* is no minimum by more than 1e-3.
         **options: Those of :class:`hoglib.meta.TrainingOptions`: ``rule``, ``steps``, ``batches``,
             ``progress`` and ``stand_ins``.
 
@@ -124,6 +129,7 @@ def hypergradient(
         NotPositiveDefiniteError: for "cg" at a theta* that is not a minimum of inner.
         NondeterministicError: for a training that is not the same when it is run again.
         OutputError: for a directory that cannot be written to, and for a full disk.
+        UnsupportedError: for create_graph=True with method "unrolled", and inside `torch.func`.
 
     References:
         Maclaurin, Duvenaud and Adams, Gradient-based Hyperparameter Optimization through Reversible
@@ -148,11 +154,10 @@ def hypergradient(
     validation.refuse_transforms(
         "hypergradient", "write it with `hoglib.meta.adapt`, which runs inside of any."
     )
-    if "create_graph" in options:
+    if validation.flag("create_graph", create_graph) and method == "unrolled":
         raise UnsupportedError(
-            "create_graph: expected none, as results of hypergradient have no graph. For derivatives "
-            "of every order take outer at `hoglib.meta.root(slope, found.params, hyper)`, with slope("
-            "params, hyper) the gradient of inner, or for unrolled steps at `hoglib.meta.adapt(...)`."
+            "create_graph: expected False with method='unrolled', got True. For derivatives of every "
+            "order use method='cg' at a minimum, or take outer at `hoglib.meta.adapt(...)`."
         )
     training = Training.of("hypergradient", outer, inner, params, hyper, options, method, truncate)
     _check_together(memory, schedule, method, training.progress)
@@ -162,7 +167,7 @@ def hypergradient(
     with ring(training.policy, inner):
         at = clone_inference_tensors(hyper)
         if solver is not None:
-            found = _implicit(training, at, solver)
+            found = _implicit(training, at, solver, create_graph)
         elif memory == "store":
             found = _unrolled(training, at)
         else:
@@ -254,13 +259,17 @@ def _gradient(grads: Sequence[Tensor | None], own: Vector, hyper: Any) -> Any:
     return pytree.unflatten(materialize_grads(list(grads), own), pytree.flatten(hyper)[1])
 
 
-def _implicit(training: Training, hyper: Any, solver: Solver) -> Hypergradient:
+def _implicit(training: Training, hyper: Any, solver: Solver, graph: bool) -> Hypergradient:
     """The gradient through the minimum that the training ends at."""
     with torch.no_grad():
         params, losses = training.unrolled(detached(hyper))
     params, batch = detached(params), training.batches.last(training.count)
     inner = partial(training.value, batch=batch)
-    value, grads, residual = implicit_gradient(training.outer_value, inner, params, hyper, solver)
+    given = training.outer_value, inner, params, hyper, solver
+    if graph and any(x.requires_grad for x in pytree.leaves(hyper)):
+        value, grads, residual, params = implicit_graph(*given, training.policy)
+    else:
+        value, grads, residual = implicit_gradient(*given)
     training.check_finite(losses, value)
     return Hypergradient(value, grads, params, residual)
 

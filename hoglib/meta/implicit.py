@@ -3,10 +3,11 @@ no inner loop is differentiated."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hoglib import errors
 from hoglib._core import pytree, validation
@@ -19,19 +20,25 @@ from hoglib._core.autograd import (
     outside_inference_mode,
     vjp,
 )
+from hoglib._core.closures import owner_of
 from hoglib._core.gradient_graph import graph_summary
 from hoglib._core.problem import Policy
 from hoglib._core.source_location import warn
 from hoglib._core.state import generator_state
+from hoglib._core.swap import call_with
 from hoglib._core.torch_internals import apply
+from hoglib._core.trust import found_once
+from hoglib.capture.within import uncompiled
 from hoglib.curvature.linear_systems import RTOL
 from hoglib.curvature.operators import HessianOperator
 from hoglib.ring import ring
 
 Scalar = Callable[[Any, Any], Tensor]  # of params and hyper
 SolverName = Literal["cg", "neumann"]
+DEPTHS = {"anderson": 5, "iteration": 0}  # images that are combined with the last one
 NEUMANN_TERMS = 100  # where iterations is None
 DIVERGED = 1e6  # times the right-hand side, which no term of a converging series reaches
+OFF = 1e-3  # of the size of its terms: an error of a gradient that its derivatives share
 
 
 class Residual(NamedTuple):
@@ -67,6 +74,39 @@ class Solver:
         validation.positive("step_size", self.step_size)
 
 
+class _Words(NamedTuple):
+    """How an equation is evaluated, and what messages call it."""
+
+    policy: Policy
+    function: str
+    inputs: str
+    advice: str
+    warns: bool = False  # of what is no solution, instead of an error
+
+
+_ALLOW = "or allow it by accuracy=, with derivatives as wrong."
+_ROOT = _Words(Policy("root"), "residual", "inputs", f"Let the solver take more steps, {_ALLOW}")
+_FIXED_POINT = _Words(
+    Policy("fixed_point"), "f", "inputs (f may be a module)",
+    f"Give more max_iter=, another z0 or solver=, {_ALLOW}",
+)  # fmt: skip
+
+
+class _Flat:
+    """A tree of tensors as one vector, of the widest dtype."""
+
+    def __init__(self, tree: Any) -> None:
+        self._parts, self._form = pytree.flatten(tree)
+        self.value = self.join(tree).detach()
+
+    def join(self, tree: Any) -> Tensor:
+        return torch.cat([x.reshape(-1) for x in pytree.leaves(tree)])
+
+    def split(self, z: Tensor) -> Any:
+        pieces = zip(z.split([x.numel() for x in self._parts]), self._parts, strict=True)
+        return pytree.unflatten([x.view(y.shape).to(y.dtype) for x, y in pieces], self._form)
+
+
 def implicit_gradient(
     outer: Scalar, inner: Scalar, params: Any, hyper: Any, solver: Solver
 ) -> tuple[Tensor, Any, Residual]:
@@ -95,13 +135,47 @@ def implicit_gradient(
     x, system = _solve(inner, params, hyper, pytree.unflatten(v, pytree.flatten(params)[1]), solver)
     _, own, gradient, _ = gradient_with_graph(of_leaves(inner), leaves, "the inner loss", False)
     mixed = vjp(gradient[:count], own[count:], x, "the inner loss")
-    flat = [part for part in gradient[:count] if part is not None]
-    stationarity = pytree.norm([part.detach() for part in flat])
+    stationarity = pytree.norm([part.detach() for part in gradient[:count] if part is not None])
     check_used([*direct, *mixed], implicit=True)
     slopes = (materialize_grads(part, own[count:]) for part in (direct, mixed))
     total = [a - b for a, b in zip(*slopes, strict=True)]
     gradient = pytree.unflatten(total, pytree.flatten(hyper)[1])
     return value.detach(), gradient, Residual(system, stationarity)
+
+
+def implicit_graph(
+    outer: Scalar, inner: Scalar, params: Any, hyper: Any, solver: Solver, policy: Policy
+) -> tuple[Tensor, Any, Residual, Any]:
+    """`implicit_gradient` and params, with a graph to hyper, each linear system solved as the first.
+
+    params is the root of d inner / d params + damping (params - theta*), with a constant theta*; the
+    second term is 0 there, and of its derivatives only damping I in the systems is not.
+    """
+    form, (leaves, of_hyper) = pytree.flatten(params)[1], pytree.flatten(hyper)
+    systems: list[Tensor] = []
+
+    def slope(theta: Any, h: Sequence[Tensor]) -> Any:
+        fixed = pytree.unflatten(h, of_hyper)
+        loss = lambda *own: inner(pytree.unflatten(own, form), fixed)  # noqa: E731
+        found = gradient_with_graph(loss, pytree.leaves(theta), "the inner loss", create_graph=True)
+        return materialize_grads(found.parts, found.leaves)
+
+    def solve(_: Any, v: Tensor) -> Tensor:
+        with ring(policy, inner, examine=False):
+            (x,), system = _solve(inner, params, hyper, v, solver)
+        systems.append(system)
+        return x
+
+    advice = "F is d inner / d params, and derivatives are as wrong: give more steps."
+    words = _Words(policy, "inner", "hyper", advice, warns=True)
+    own = fresh_leaves(leaves, create_graph=True)
+    theta, stationarity = _root(words, inner, slope, params, own, accuracy=OFF, solve=solve)
+    value = outer(theta, pytree.unflatten(own, of_hyper))
+    total = vjp([value], own, [torch.ones_like(value)], "the outer loss", create_graph=True)
+    check_used(total, implicit=True)
+    # no system of an outer loss that does not depend on params
+    residual = Residual(systems[0] if systems else 0 * stationarity, stationarity)
+    return value, pytree.unflatten(materialize_grads(total, own), of_hyper), residual, theta
 
 
 def check_used(grads: Sequence[Tensor | None], *, implicit: bool = False) -> None:
@@ -220,67 +294,226 @@ def root(
         >>> g.detach(), torch.autograd.grad(g, h)[0]  # -1 / (4 h sqrt(h))
         (tensor(0.2500), tensor(-0.0312))
     """
+    if torch.compiler.is_dynamo_compiling():
+        return uncompiled(partial(root, residual, solution, inputs, tol=tol, accuracy=accuracy))
     validation.refuse_transforms("root", "differentiate by torch.autograd.grad, or `hoglib.hvp`.")
-    with outside_inference_mode():
-        parts, form = validation.parameters(solution, "solution")
-        leaves, of_inputs = validation.parameters(clone_inference_tensors(inputs), "inputs")
-        for x in (*parts, *leaves):
-            validation.real("solution and inputs", x)
-        z = torch.cat([x.detach().reshape(-1) for x in parts])
-    tol = RTOL.get(z.dtype, 1e-5) if tol is None else validation.number("tol", tol, minimum=0)
+    validation.parameters(solution, "solution")
+    leaves, form = validation.parameters(inputs, "inputs")
+    of_leaves = lambda z, h: residual(z, pytree.unflatten(h, form))  # noqa: E731
+    return _root(_ROOT, residual, of_leaves, solution, leaves, tol, accuracy)[0]
 
-    def split(z: Tensor) -> Any:
-        pieces = zip(z.split([x.numel() for x in parts]), parts, strict=True)
-        return pytree.unflatten([piece.view(x.shape).to(x.dtype) for piece, x in pieces], form)
+
+def fixed_point(
+    f: Callable[..., Any], z0: Any, *inputs: Any,
+    solver: Literal["anderson", "iteration"] | Callable[..., Any] = "anderson",
+    max_iter: int = 200, tol: float | None = None, accuracy: float | None = None,
+) -> Any:  # fmt: skip
+    r"""A fixed point of a function, as a function of all that it depends on, to any order: the layer of
+    a deep equilibrium model.
+
+        z = f(z, x)        dz = (I - df/dz)^-1 (df/dx) dx
+
+    z is found without a graph, from z0 on, and is the `root` of z - f(z, x). "anderson" combines the
+    last images f(z_k) with the weights by which their residuals f(z_k) - z_k come closest to cancel;
+    "iteration" is z_{k+1} = f(z_k).
+
+    Args:
+        f: A function ``f(z, *inputs)`` that returns what is like z. Or a module, whose trainable
+            parameters count as inputs and whose buffers stay as they are.
+        z0: Where to start, a pytree of tensors; derivatives do not depend on it.
+        *inputs: x, any pytrees; derivatives are by their floating-point tensors.
+        solver: "anderson", "iteration", or a function ``solver(f, z0)`` that returns z, with f a
+            function of z alone.
+        max_iter: The calls of f by "anderson" or "iteration", at most.
+        tol: The relative tolerance, |f(z) - z| <= tol |f(z)|, also of the linear systems. Default:
+            1e-8, in float32 1e-5.
+        accuracy: How far z may be from a fixed point, as of `root`. Default: 100 tol.
+    Returns:
+        z, in the structure of z0, with a graph to the inputs and parameters that require grad.
+    Raises:
+        ArgumentTypeError, ArgumentValueError: for an f whose value is not like z0.
+        ConvergenceError: where no fixed point was found; in the backward pass where I - df/dz is
+            singular.
+        NondeterministicError, NoSecondDerivative, UnsupportedError: as of `root`.
+    References:
+        Bai, Kolter and Koltun, Deep Equilibrium Models, 2019; Walker and Ni, Anderson Acceleration for
+        Fixed-Point Iterations, 2011.
+    Example:
+        >>> x = torch.tensor(1.0, requires_grad=True)
+        >>> z = hog.meta.fixed_point(lambda z, x: (z + x / z) / 2, torch.tensor(2.0), 4 * x)
+        >>> z.detach(), torch.autograd.grad(z, x)[0]  # 2 sqrt(x)
+        (tensor(2.), tensor(1.))
+    """
+    options: Any = {"solver": solver, "max_iter": max_iter, "tol": tol, "accuracy": accuracy}
+    if torch.compiler.is_dynamo_compiling():
+        return uncompiled(partial(fixed_point, f, z0, *inputs, **options))
+    validation.refuse_transforms("fixed_point", "use torch.autograd.grad, or `hoglib.hvp`.")
+    validation.function("f", f)
+    validation.at_least("max_iter", max_iter, 1)
+    module = f if isinstance(f, nn.Module) else nn.Module()
+    params = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    if not callable(solver):
+        depth = DEPTHS[validation.one_of("solver", solver, DEPTHS)]
+        solver = partial(_anderson, tol=tol, max_iter=max_iter, depth=depth)
+    with outside_inference_mode():
+        inputs = clone_inference_tensors(inputs)
+    form = validation.parameters(z0, "z0")[1]
+    leaves = [*params.values(), *filter(pytree.is_float, pytree.leaves(inputs))]
+
+    def image(z: Any, h: Sequence[Tensor]) -> Any:
+        own = pytree.filled(inputs, h[len(params) :])
+        if f is not module:
+            return like_z0("f(z, *inputs)", f(z, *own))
+        return like_z0("f(z, *inputs)", call_with(f, dict(zip(params, h, strict=False)), z, *own))
+
+    def like_z0(what: str, z: Any) -> Any:
+        return pytree.unflatten(validation.vectors(what, z, z0, "z0", blocks=False)[0], form)
+
+    constants = [x.detach() for x in leaves]
+
+    def step(z: Any) -> Any:  # which a solver may differentiate
+        with ring(_FIXED_POINT.policy, f, examine=False):
+            return image(z, constants)
+
+    with outside_inference_mode(), torch.no_grad():
+        z = solver(step, pytree.map(Tensor.detach, z0))
+    difference = lambda z, h: pytree.add(z, image(z, h), alpha=-1)  # noqa: E731
+    return _root(_FIXED_POINT, f, difference, like_z0("solver(f, z0)", z), leaves, tol, accuracy)[0]
+
+
+def _anderson(f: Any, z0: Any, tol: float | None, max_iter: int, depth: int) -> Any:
+    """z with |f(z) - z| <= tol |f(z)|; or where max_iter calls end, or what is not finite.
+
+    z_{k+1} = f(z_k) - c dF        c = argmin |r_k - c dR|        r_k = f(z_k) - z_k
+
+    dF, dR: the last differences of images f(z_k), and those of residuals.
+    """
+    flat = _Flat(z0)
+    z, tol = flat.value, _tolerance(flat.value, tol)
+    F = R = z.new_empty(0, len(z))
+    for _ in range(max_iter):
+        image = flat.join(f(flat.split(z)))
+        r = image - z
+        if not r.norm() > tol * image.norm():
+            break
+        F, R = (torch.cat([M, x[None]])[-depth - 1 :] for M, x in ((F, image), (R, r)))
+        dF, dR = F.diff(dim=0), R.diff(dim=0)
+        gram = (dR @ dR.T).double()
+        # singular where differences are multiples of each other, or 0
+        rounding = 10 * torch.finfo(z.dtype).eps * gram.trace()
+        gram.diagonal().add_(rounding + torch.finfo(z.dtype).tiny)
+        c = torch.linalg.solve_ex(gram, (dR @ r).double())[0]
+        z = image - c.to(z.dtype) @ dF
+    return flat.split(z)
+
+
+def _tolerance(z: Tensor, tol: float | None) -> float:
+    return RTOL.get(z.dtype, 1e-5) if tol is None else validation.number("tol", tol, minimum=0)
+
+
+def _root(
+    words: _Words, owner: Any, residual: Callable[[Any, Sequence[Tensor]], Any], solution: Any,
+    leaves: Vector, tol: float | None = None, accuracy: float | None = None, solve: Any = None,
+) -> tuple[Any, Tensor]:  # fmt: skip
+    """The root of residual(z, leaves), which calls owner, a function of the user's; and |F| there.
+
+    solve: u of A u = b, of A as a function and b. Default: GMRES.
+    """
+    for x in (*pytree.leaves(solution), *leaves):
+        validation.real("solution and inputs", x)
+    with outside_inference_mode():
+        flat, leaves = _Flat(solution), clone_inference_tensors(leaves)
+    tol = _tolerance(flat.value, tol)
+    least = 100 * tol if accuracy is None else validation.number("accuracy", accuracy, minimum=0)
 
     def F(z: Tensor, *h: Tensor) -> Tensor:
-        with ring(Policy("root"), residual, examine=False):
-            found = residual(split(z), pytree.unflatten(h, of_inputs))
-        return torch.cat([validation.real("residual", x).reshape(-1) for x in pytree.leaves(found)])
+        with ring(words.policy, owner, examine=False):
+            found = residual(flat.split(z), h)
+        return flat.join([validation.real(words.function, x) for x in pytree.leaves(found)])
 
-    least = 100 * tol if accuracy is None else validation.number("accuracy", accuracy, minimum=0)
-    with ring(Policy("root"), residual):
-        _check_root(F, fresh_leaves([z, *leaves], False), least)
-    return split(apply(_Root, F, tol, z, *leaves))
+    with ring(words.policy, owner):
+        value, terms = _check_root(words, owner, F, fresh_leaves([flat.value, *leaves], False))
+        size = value.norm()
+        if value.shape != flat.value.shape or not size <= least * terms:
+            text = (
+                f"{words.policy.caller}: expected a solution, with {len(flat.value)} residuals that "
+                f"are 0, got {len(value)} with |F| = {size:.2g}, where its terms are of size "
+                f"{terms:.2g}. {words.advice}"
+            )
+            if not words.warns:
+                raise errors.ConvergenceError(text)
+            warn(text)
+    return flat.split(apply(_Root, F, solve or partial(_gmres, tol=tol), flat.value, *leaves)), size
 
 
-def _check_root(F: Callable[..., Tensor], own: Vector, accuracy: float) -> None:
-    """Raise where the residual is no function of its arguments, or is not zero at the solution."""
-    before = generator_state(own[0].device)
-    value, given = F(*own), {id(x) for x in own}
+def _check_root(
+    words: _Words, owner: Any, F: Callable[..., Tensor], own: Vector
+) -> tuple[Tensor, Tensor]:
+    """F at own = (z, *h), and what it would change by, to first order, if z or h were doubled.
+
+    Raises where F is no function of its arguments; warns where autograd has other derivatives than
+    differences, once for each code and shape.
+    """
+    before, given = generator_state(own[0].device), {id(x) for x in own}
+    value = F(*own)
     if not torch.equal(before, generator_state(own[0].device)):
         raise errors.NondeterministicError(
-            "residual: expected one that draws no random numbers, got one that does: each product "
-            "would be of another function. Call model.eval(), or pass what is drawn in inputs."
+            f"{words.function}: expected one that draws no random numbers, got one that does: each "
+            "product would be of another function. Call model.eval(), or pass what is drawn in "
+            f"{words.inputs}."
         )
     graph = graph_summary(value)
     others = [x for key, x in graph.leaves.items() if key not in given]
     if others:
         raise errors.NoSecondDerivative(
-            "residual: expected one that takes all that requires grad from its arguments, got tensors "
-            f"of shape {', '.join(str(tuple(x.shape)) for x in others[:3])} from elsewhere, whose "
-            "gradients would be missing. Pass them in inputs, the parameters of a module by "
-            "`torch.func.functional_call(module, params, ...)`, or detach() what is a constant."
+            f"{words.function}: expected one that takes all that requires grad from its arguments, got "
+            f"tensors of shape {', '.join(str(tuple(x.shape)) for x in others[:3])} from elsewhere, "
+            f"whose gradients would be missing. Pass them in {words.inputs}, the parameters of a "
+            "module by `torch.func.functional_call(module, params, ...)`, or detach() what is a "
+            "constant."
         )
+    changes = _changes(F, own, value, 1e-3)
+    key = words.function, *(x.shape for x in own)
+    found_once(owner_of(owner), key, partial(_check_derivatives, words, F, own, value, changes))
     if graph.functions:  # a wrong one is reported at the end, if it was differentiated
-        vjp([value], own, [torch.ones_like(value)], "root", create_graph=True)
-    step = 1e-3
-    with torch.no_grad():
-        value, (z, *h) = value.detach(), own
-        moved = F((1 + step) * z, *h), F(z, *[(1 + step) * x for x in h])
-        size, scale = value.norm(), max((y - value).norm() for y in moved) / step
-    if value.shape != own[0].shape or not size <= accuracy * scale:
-        raise errors.ConvergenceError(
-            f"root: expected a solution, with {own[0].numel()} residuals that are 0, got {len(value)} "
-            f"with |F| = {size:.2g}, where its terms are of size {scale:.2g}. Let the solver take more "
-            "steps, or allow it by accuracy=, with derivatives as wrong."
+        vjp([value], own, [torch.ones_like(value)], words.policy.caller, create_graph=True)
+    return value.detach(), changes.norm(dim=1).max()
+
+
+@torch.no_grad()
+def _changes(F: Callable[..., Tensor], own: Vector, value: Tensor, step: float) -> Tensor:
+    """(dF/dz) z and (dF/dh) h, by differences."""
+    z, *h = own
+    moved = F((1 + step) * z, *h), F(z, *[(1 + step) * x for x in h])
+    return (torch.stack(moved) - value) / step
+
+
+def _check_derivatives(
+    words: _Words, F: Callable[..., Tensor], own: Vector, value: Tensor, changes: Tensor
+) -> bool:
+    """Warn where autograd has other changes than differences, along the larger one, w."""
+    size, largest = changes.norm(dim=1).max(0)
+    w = changes[largest] / size
+    slopes = materialize_grads(vjp([value], own, [w], words.policy.caller, True), own)
+    of_z, *of_h = [(slope * x).sum().detach() for slope, x in zip(slopes, own, strict=True)]
+    by_autograd = torch.stack([of_z, sum(of_h, torch.zeros_like(of_z))])
+    off = (changes @ w - by_autograd).abs().max()
+    # where F is curved, has a kink, or differences have few digits
+    uncertain = ((_changes(F, own, value, 2e-3) - changes) @ w).abs().max()
+    if bool((off > 0.05 * size) & (uncertain < 0.2 * off)):
+        warn(
+            f"{words.policy.caller}: expected derivatives of {words.function} by autograd as by "
+            f"differences, got {by_autograd.tolist()} and {(changes @ w).tolist()} along the solution "
+            f"and along {words.inputs}; those of the solution are as wrong. Look for detach(), .data, "
+            f".item(), NumPy and no_grad() in {words.function}."
         )
+    return True
 
 
 class _Root(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, F: Any, tol: float, z: Tensor, *h: Tensor) -> Tensor:
-        ctx.F, ctx.tol, found = F, tol, z.clone()
+    def forward(ctx: Any, F: Any, solve: Any, z: Tensor, *h: Tensor) -> Tensor:
+        ctx.F, ctx.solve, found = F, solve, z.clone()
         ctx.save_for_backward(found, *h)
         return found
 
@@ -300,9 +533,9 @@ class _Root(torch.autograd.Function):
         with torch.enable_grad():
             own = fresh_leaves([z, *h], again)
             y = ctx.F(*own)
-            u = _gmres(transposed, g.detach(), ctx.tol)
+            u = ctx.solve(transposed, g.detach())
             if again:  # u is the root of (dF/dz)^T u - g, by u, and what that depends on
-                u = apply(_Root, adjoint, ctx.tol, u, z, g, *h)
+                u = apply(_Root, adjoint, ctx.solve, u, z, g, *h)
             return None, None, None, *vjp([y], own[1:], [-u], "root", create_graph=again)
 
 
@@ -323,7 +556,10 @@ def _gmres(A: Callable[[Tensor], Tensor], b: Tensor, tol: float) -> Tensor:
         x, r, before = x + (q @ r) * p, r - (q @ r) * q, left
         left = r.norm()
         p = r if left < 0.9 * before else q  # which is no less where r stays
-    left = (b - A(x)).norm()
+    rest = b - A(x)
+    left = rest.norm()
+    if 10 * target < left < 0.1 * b.norm():  # rounding of the recurrence
+        return x + _gmres(A, rest, float(target / left))
     if not left <= 10 * target:
         raise errors.ConvergenceError(
             f"root: expected a linear system (dF/dz)^T u = g that GMRES solves to {tol:g} |g|, got a "

@@ -191,30 +191,6 @@ def test_what_is_learned_by_hand(case, memory, over_tasks):
     assert all(g.abs().sum() > 0 for n, g in expected.items() if "model" not in n and n != flat)
 
 
-def test_sizes_of_learned_rates():
-    model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2))
-    sizes = {}
-    for of in RATES:
-        maml = hog.MAML(model, F.mse_loss, inner_steps=4, learn_lr=of, lr_per_step=True)
-        sizes[of] = sum(p.numel() for p in maml.rates.parameters()) // 4
-    assert sizes == {"model": 1, "layer": 2, "parameter": 4, "element": 17}
-
-
-@pytest.mark.parametrize(
-    "rule",
-    [functools.partial(hog.meta.sgd, momentum=0.9), hog.meta.sgd(0.05, momentum=0.9)],
-    ids=["function of the rate", "a rule"],
-)
-def test_rules_of_ones_own(rule):
-    tasks = image_tasks()
-    options = {"inner_lr": 0.05, "inner_steps": 3}
-    ours = meta_gradient(hog.MAML(network("none"), F.mse_loss, rule=rule, **options), tasks)
-    named = hog.MAML(
-        network("none"), F.mse_loss, rule="sgd", rule_options={"momentum": 0.9}, **options
-    )
-    assert relative(ours, meta_gradient(named, tasks)) == 0
-
-
 HEADS = {
     "prefix": ["4"],
     "one name": "4",
@@ -237,15 +213,6 @@ def test_annealed_weights():
     assert hog.meta.multi_step_weights(4, 10, 10) == [0, 0, 0, 1]
     halfway = hog.meta.multi_step_weights(4, 5, 10)
     assert halfway == [0.125] * 3 + [0.625]
-
-
-@pytest.mark.parametrize("steps", [1, 3])
-def test_truncation_at_its_ends_is_first_order_and_the_whole(steps):
-    tasks, options = image_tasks(), {"inner_lr": 0.05, "inner_steps": steps}
-    make = functools.partial(hog.MAML, network("none"), F.mse_loss, **options)
-    first, whole = (meta_gradient(make(first_order=f), tasks) for f in (True, False))
-    assert relative(meta_gradient(make(truncate=0), tasks), first) == 0
-    assert relative(meta_gradient(make(truncate=steps), tasks), whole) < 1e-15
 
 
 # Batches of any kind

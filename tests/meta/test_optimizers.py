@@ -203,7 +203,6 @@ def updated(rule, params=P, grads=P, state=None):
 
 ERRORS = {
     "a rate of zero": (lambda: sgd(0.0), ValueError, "lr: expected a finite number greater than 0, got 0.0"),
-    "a negative rate": (lambda: adam(-0.1), ValueError, "lr: expected .* greater than 0, got -0.1"),
     "a rate in words": (lambda: sgd("0.1"), TypeError, r"lr: expected a number, a tensor .* got str '0.1'; .*float"),
     "a rate that is a flag": (lambda: adam(True), TypeError, "lr: expected a number.* got bool True"),
     "a whole tensor": (lambda: sgd(torch.tensor(1)), TypeError, "lr: expected a floating-point"),
@@ -214,7 +213,6 @@ ERRORS = {
     "a tree for a tensor": (updated(lambda: adam({"w": 0.1, "b": {"x": 0.1}})), ValueError, "lr: expected the structure of params .* missing: b; not in params: b.x"),
     "rates that do not broadcast": (updated(lambda: sgd({"w": torch.ones(2), "b": 0.1})), ValueError, r"lr\['w'\]: expected a shape that broadcasts .* \(2, 3\), got \(2,\)"),
     "rates that would enlarge": (updated(lambda: sgd({"w": 0.1, "b": torch.ones(2, 3)})), ValueError, r"lr\['b'\]: expected a shape .* \(3,\), got \(2, 3\)"),
-    "decays that do not broadcast": (updated(lambda: sgd(0.1, weight_decay={"w": torch.ones(2), "b": 0.1})), ValueError, r"weight_decay\['w'\]: expected a shape"),
     "a tree of other decays": (updated(lambda: adamw(0.1, weight_decay={"w": 0.1})), ValueError, "weight_decay: expected the structure of params .* missing: b"),
     "a negative decay": (lambda: adamw(0.1, weight_decay=-1), ValueError, "weight_decay: expected a finite number of at least 0, got -1"),
     "a decay in words": (lambda: rmsprop(0.1, weight_decay="no"), TypeError, "weight_decay: expected a number.*'no'"),
@@ -234,7 +232,6 @@ ERRORS = {
     "other gradients": (updated(lambda: sgd(0.1), grads={"w": P["w"]}), ValueError, "grads: expected the structure of params .* missing: b"),
     "no gradient": (updated(lambda: sgd(0.1), grads={**P, "b": None}), ValueError, r"grads\['b'\]: expected a tensor of shape \(3,\) .* got NoneType None"),
     "a gradient of another shape": (updated(lambda: adam(0.1), grads={**P, "b": torch.ones(1)}), ValueError, r"grads\['b'\]: expected .* \(3,\) .* shape \(1,\)"),
-    "no state": (updated(lambda: adam(0.1), state=()), ValueError, r"state: expected a dict of mean, square, step, got tuple \(\); .* init"),
     "the state of another rule": (updated(lambda: adam(0.1), state=momentum(0.1).init(P)), ValueError, "state: expected a dict of mean, square, step"),
     "the state of others": (updated(lambda: adam(0.1), state=adam(0.1).init({"w": P["w"]})), ValueError, r"state\['mean'\]: expected the structure"),
 }  # fmt: skip

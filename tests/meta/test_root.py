@@ -2,7 +2,6 @@
 
 import warnings
 
-import pytest
 import torch
 from torch import nn
 from torch.testing import assert_close
@@ -62,6 +61,7 @@ def coupled(z, h):
 # name -> (residual, inputs, a start for Newton's method)
 PROBLEMS = {
     "equilibrium": (equilibrium, {"W": W, "x": X}, torch.zeros(4, dtype=F64)),
+    "fixed point": (equilibrium, {"W": W, "x": X}, torch.zeros(4, dtype=F64)),
     "ridge": (stationary, {"rho": rand(3), "c": rand(8).exp()}, torch.zeros(3, dtype=F64)),
     "transport": (transport, {"cost": rand(3, 2), "a": rand(3)}, torch.zeros(5, dtype=F64)),
     "one number": (cube, torch.tensor([2.0], dtype=F64), torch.ones(1, dtype=F64)),
@@ -83,6 +83,8 @@ def loss(name, parts):
     at = like(h, parts)
     solution = newton(F, start, like(h, [p.detach() for p in parts]))
     z = hog.meta.root(F, solution, at)
+    if name == "fixed point":  # from a start of its own
+        z = hog.meta.fixed_point(lambda z, h: z - F(z, h), start, at)
     return (z.sin() * torch.arange(1, len(z) + 1)).sum() + sum((p**2).sum() for p in parts)
 
 
@@ -112,48 +114,80 @@ def test_derivatives_of_four_orders(name):
         assert_close(found, slope, rtol=2e-6, atol=1e-7)
 
 
-def closed(h):
-    """The validation loss of a ridge regression, in closed form."""
-    A = DATA.T @ (h["c"][:, None] * DATA) / 8 + h["rho"].exp().diag()
-    w = torch.linalg.solve(A, DATA.T @ (h["c"] * Y) / 8)
-    return (Z @ w - T).square().sum() / 2
+def inner(p, h):
+    error = (h["c"] * (DATA @ p["w"] - Y).square()).mean()
+    return (error + (h["rho"].exp() * p["w"].square()).sum()) / 2
 
 
-def test_the_hessian_of_a_ridge_regression():
-    h = PROBLEMS["ridge"][1]
-
-    def by_root(h):
-        w = newton(stationary, torch.zeros(3, dtype=F64), {k: x.detach() for k, x in h.items()}, 1)
-        return (Z @ hog.meta.root(stationary, w, h) - T).square().sum() / 2
-
-    ours, theirs = hog.hessian(by_root, h), torch.func.hessian(closed)(h)
-    assert relative(ours, theirs) < 1e-8
-    v = {key: rand(*x.shape) for key, x in h.items()}
-    product = torch.func.jvp(torch.func.grad(closed), (h,), (v,))[1]
-    for mode in ("auto", "finite-differences"):
-        assert relative(hog.hvp(by_root, h, v, mode=mode)[1], product) < 1e-7
+def validation(p, h):
+    return (Z @ p["w"] - T).square().sum() / 2
 
 
-def test_a_hypergradient_to_second_order():
-    """As the message of `hypergradient` says it."""
+def implicit(h, inner=inner, at=None, **options):
+    at = {key: x.detach() for key, x in (at or h).items()}
+    solution = newton(stationary, torch.zeros(3, dtype=F64), at, 1)
+    options = {"method": "cg", "tol": 1e-13, "create_graph": True, **options}
+    return hog.meta.hypergradient(validation, inner, {"w": solution}, h, **options)
 
-    def inner(p, h):
-        error = (h["c"] * (DATA @ p["w"] - Y).square()).mean()
-        return (error + (h["rho"].exp() * p["w"].square()).sum()) / 2
 
-    outer = lambda p, h: (Z @ p["w"] - T).square().sum() / 2  # noqa: E731
-    start, h = {"w": torch.zeros(3, dtype=F64)}, PROBLEMS["ridge"][1]
-    options = {"rule": hog.meta.sgd(0.2), "steps": 2000, "method": "cg"}
-    with pytest.raises(hog.errors.UnsupportedError, match=r"hoglib\.meta\.root\(slope, found"):
-        hog.meta.hypergradient(outer, inner, start, h, create_graph=True, **options)
-    found = hog.meta.hypergradient(outer, inner, start, h, **options)
-    h = {key: x.clone().requires_grad_() for key, x in h.items()}
-    params = hog.meta.root(torch.func.grad(inner), found.params, h)
-    g = torch.autograd.grad(outer(params, h), h["rho"], create_graph=True)[0]
-    assert_close(g.detach(), found.gradient["rho"], rtol=1e-7, atol=1e-9)
-    again = torch.autograd.grad(g.sum(), (h["rho"], h["c"]))
-    H = torch.func.hessian(closed)({key: x.detach() for key, x in h.items()})["rho"]
-    assert relative(again, (H["rho"].sum(0), H["c"].sum(0))) < 1e-7
+@rows("options", [{}, {"method": "neumann", "step_size": 0.2, "iterations": 600}, {"damping": 0.5}])
+def test_a_hypergradient_to_third_order(options):
+    """By value and gradient, along v; damping is that of a proximal term."""
+    h = {key: x.clone().requires_grad_() for key, x in PROBLEMS["ridge"][1].items()}
+    own, v = [*h.values()], [rand(*x.shape, seed=1) for x in h.values()]
+    found = implicit(h, **options)
+    gradient = list(found.gradient.values())
+    damping = options.get("damping", 0.0) * torch.eye(3, dtype=F64)
+    A = DATA.T @ (h["c"][:, None] * DATA) / 8 + h["rho"].exp().diag() + damping
+    b = DATA.T @ (h["c"] * Y) / 8 + damping @ found.params["w"].detach()
+    y = value = validation({"w": torch.linalg.solve(A, b)}, h)
+    assert_close(found.value, value)
+    for order in range(3):
+        expected = torch.autograd.grad(value, own, create_graph=True)
+        ours = torch.autograd.grad(y, own, create_graph=True) if order else gradient
+        assert relative(list(ours), list(expected)) < 1e-9, order
+        value, y = (sum((g * x).sum() for g, x in zip(k, v, strict=True)) for k in (expected, ours))
+    assert relative(list(torch.autograd.grad(found.value, own)), gradient) < 1e-12
+
+
+class Cell(nn.Sequential):
+    def forward(self, z, x):
+        return torch.tanh(super().forward(z) / 4 + x)
+
+
+class Equilibrium(nn.ModuleList):
+    def forward(self, x):
+        cell, head = self
+        z = 0 * x
+        for _ in range(self.steps):
+            z = cell(z, x)
+        return head(z if self.steps else hog.meta.fixed_point(cell, z, x, tol=1e-12))
+
+
+PARTS = {
+    "tied": lambda: nn.Sequential(*2 * [nn.Linear(4, 4)]),
+    "attention": lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0),
+    "weight norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
+    "batch norm": lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)),
+}
+
+
+@rows("name", PARTS)
+def test_a_module_as_the_function(name):
+    """Products with the Hessian, and a penalty's gradient, of equilibrium models as of unrolled ones."""
+    x, y, found = rand(5, 4), rand(5, 1), []
+    for steps in (0, 100):
+        torch.manual_seed(0)
+        model = Equilibrium([Cell(PARTS[name]()), nn.Linear(4, 1)]).double()
+        model.steps = steps
+        state = {key: value.clone() for key, value in model.state_dict().items()}
+        params = hog.trainable_params(model)
+        loss = hog.functional_loss(model, nn.functional.mse_loss)
+        Hv = hog.hvp(loss, params, {key: p.sin() for key, p in params.items()}, (x, y))[1]
+        hog.penalties.parameter_gradient(loss, params, (x, y)).backward()
+        assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+        found.append([*Hv.values(), *(p.grad for p in params.values() if p.grad is not None)])
+    assert relative(*found) < 1e-8
 
 
 def test_trees_contexts_and_dtypes():
@@ -197,11 +231,32 @@ def test_right_work_is_not_refused():
             found.sum().backward()
 
 
-def singular():
-    h = torch.zeros(2, dtype=F64, requires_grad=True)
-    z = torch.tensor([1.0, -1.0], dtype=F64)
-    z = hog.meta.root(lambda z, h: torch.stack([z.sum(), z.sum()]) - h, z, h)
-    return torch.autograd.grad(z[0], h)
+fixed_point = hog.meta.fixed_point
+HALF = lambda z, x: z / 2 + x  # noqa: E731
+IMPLICIT = {key: x.clone().requires_grad_() for key, x in PROBLEMS["ridge"][1].items()}
+
+
+def test_right_fixed_points_are_not_refused():
+    """Constants among the inputs, a solution of zero, maps that expand, kinks, containers, own solvers, no
+    inputs, few digits."""
+    rows_of = torch.tensor([0, 2, 1, 0])
+    newton_step = lambda f, z: newton(lambda z, _: z - f(z), z, None, 20)  # noqa: E731
+    several = lambda z, x: {"b": z["a"].cos(), "a": z["b"] / 2 + x}  # noqa: E731
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        z = fixed_point(lambda z, table, i, mask: torch.where(mask, table[i] - z / 3, 0.0), 0 * X, X, rows_of, X > 0)  # fmt: skip
+        assert_close(z, torch.where(X > 0, 0.75 * X[rows_of], 0.0))
+        assert fixed_point(lambda z, x: z.tanh() / 2 + x, X, 0 * X).abs().max() < 1e-100
+        assert_close(fixed_point(lambda z, x: 3 * z + x, 0 * X, X), -X / 2)
+        assert_close(fixed_point(lambda z, x: (x - z / 2).relu(), 0 * X, X), X.relu() / 1.5)
+        assert_close(fixed_point(HALF, X, X, solver="iteration"), 2 * X)
+        z = fixed_point(lambda z, x: 1 - z**3 + x, X, X, solver=newton_step)
+        assert_close(1 - z**3 + X, z)
+        z = fixed_point(several, {"a": X, "b": X}, X)
+        assert_close(z["b"], z["a"].cos())
+        assert_close(fixed_point(torch.cos, X).cos(), fixed_point(torch.cos, X))
+        for dtype in (torch.float32, torch.bfloat16):
+            assert_close(fixed_point(HALF, X.to(dtype), X.to(dtype)), 2 * X.to(dtype))
 
 
 def test_a_solution_of_several_dtypes_keeps_them():
@@ -223,14 +278,31 @@ ERRORS = {
     "NaN": (lambda: hog.meta.root(equilibrium, torch.full((4,), torch.nan, dtype=F64), at), RuntimeError, "= nan"),
     "fewer equations": (lambda: hog.meta.root(lambda z, h: (z - h).sum(), X, X), RuntimeError, "with 4 residuals .* got 1"),
     "parameters from elsewhere": (lambda: hog.meta.root(lambda z, h: z - 0.1 * layer(z) - h, X, X), RuntimeError, "functional_call"),
-    "a singular system": (singular, RuntimeError, "is singular where"),
     "complex numbers": (lambda: hog.meta.root(lambda z, h: z - h, X + 0j, X + 0j), TypeError, "view_as_real"),
     "no inputs": (lambda: hog.meta.root(lambda z, h: z, X, {}), ValueError, "inputs: expected at least one tensor"),
     "no solution at all": (lambda: hog.meta.root(lambda z, h: (), (), X), ValueError, "solution: expected at least one tensor"),
     "no residual": (lambda: hog.meta.root(lambda z, h: None, X, X), TypeError, "residual: expected a torch.Tensor, got None"),
     "random numbers": (lambda: hog.meta.root(lambda z, h: nn.functional.dropout(z) - h, X, X), RuntimeError, r"draws no random numbers.*model\.eval"),
+    "no fixed point": (lambda: fixed_point(lambda z, x: z + x, X, X), RuntimeError, "fixed_point: expected a solution, .*Give more max_iter"),
+    "a map that is not finite": (lambda: fixed_point(lambda z, x: z.abs().log() + x, 0 * X, X), RuntimeError, "= (nan|inf)"),
+    "a solver's start": (lambda: fixed_point(HALF, X, X, solver=lambda f, z: z), RuntimeError, "got 4 with .*another z0 or solver"),
+    "detach": (lambda: fixed_point(lambda z, x: z.detach().sin() / 2 + x, X, X), UserWarning, r"by autograd as by differences.*Look for detach\(\)"),
+    "NumPy": (lambda: fixed_point(lambda z, x: torch.from_numpy(HALF(z, x).detach().numpy()), X, X), UserWarning, "by autograd as by differences"),
+    "data": (lambda: hog.meta.root(lambda z, x: z - 2 * x.data, 2 * X, X), UserWarning, "by autograd as by differences"),
+    "detach in a training": (
+        lambda: implicit(IMPLICIT, inner=lambda p, h: inner(p, h) + (p["w"] - p["w"].detach()).square().sum()), UserWarning, "by autograd as by differences",
+    ),
+    "a solver by name": (lambda: fixed_point(HALF, X, X, solver="broyden"), ValueError, "anderson, iteration"),
+    "a value of another shape": (lambda: fixed_point(HALF, X[:1], X), ValueError, r"f\(z, \*inputs\): expected \(1,\), got \(4,\)"),
+    "a value of another dtype": (lambda: fixed_point(HALF, X.float(), X), TypeError, "expected torch.float32 as in z0, got torch.float64"),
+    "a module that is closed over": (lambda: fixed_point(lambda z, x: layer(z) / 9 + x, X, X), RuntimeError, "f may be a module"),
+    "I - J that is singular": (lambda: torch.autograd.grad(fixed_point(lambda z, x: 0 * z + z.mean() + x, 0 * X, 0 * IMPLICIT["rho"][0])[0], IMPLICIT["rho"]), RuntimeError, "is singular where"),
+    "a hypergradient's constants that require grad": (
+        lambda: implicit({"rho": IMPLICIT["rho"], "c": IMPLICIT["c"].detach()}, inner=lambda p, h: inner(p, IMPLICIT)), RuntimeError, "Pass them in hyper",
+    ),
+    "a graph of steps": (lambda: implicit(IMPLICIT, method="unrolled", rule=hog.meta.sgd(0.1), tol=None), NotImplementedError, r"hoglib\.meta\.adapt"),
+    "a hypergradient away from the minimum": (lambda: implicit({**IMPLICIT, "rho": IMPLICIT["rho"] + 1}, at=IMPLICIT), UserWarning, "give more steps"),
     "a negative tolerance": (lambda: hog.meta.root(lambda z, h: z - h, X, X, tol=-1), ValueError, "tol: expected a number of at least 0"),
-    "a negative accuracy": (lambda: hog.meta.root(lambda z, h: z - h, X, X, accuracy=-1), ValueError, "accuracy: expected a number of at least 0"),
     "inside of torch.func": (lambda: torch.func.vmap(lambda x: hog.meta.root(lambda z, h: z - h, x, x))(rand(2, 3)), NotImplementedError, "torch.autograd.grad"),
 }  # fmt: skip
 

@@ -191,6 +191,7 @@ ENTRY_POINTS = {
     "root": lambda function: meta.root(
         lambda z, x: z - function(x).sum(1), function(X).detach().sum(1), X
     ),
+    "fixed_point": lambda function: meta.fixed_point(lambda z, x: function(x), 0 * X, X),
     "MAML": learner(hog.MAML),
     "MAML over a loop": learner(hog.MAML, over_tasks="loop"),
     "MAML.adapt": lambda function: hog.MAML(Net(function), F.mse_loss).adapt((X, Y)),
