@@ -3,6 +3,7 @@ whether those by weights of examples predict what a training without some of the
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Unpack, get_args
@@ -27,11 +28,12 @@ from hoglib.curvature.linear_operator import ProgressBar
 from hoglib.errors import ArgumentValueError, UnsupportedError
 from hoglib.meta.checkpoints import OnDisk, check_directory, digest
 from hoglib.meta.implicit import Residual, Solver, check_used, implicit_gradient
+from hoglib.meta.inner_loop import mixed
 from hoglib.meta.training import Replay, Training, TrainingOptions, add, detached, pullback
 from hoglib.ring import ring
 
 Method = Literal["unrolled", "cg", "neumann"]
-TrainingMemory = Literal["store", "remat", "checkpoint", "disk"]
+TrainingMemory = Literal["store", "remat", "checkpoint", "disk", "mixed"]
 Schedule = Literal["sqrt", "log"]
 MOVES = 1e-5  # of the outer loss: what rounding of the parameters may move it by
 EXACT = 1e-12  # rounding of float64, which amplified likewise does no harm
@@ -164,7 +166,9 @@ def hypergradient(
         elif memory == "store":
             found = _unrolled(training, at)
         else:
-            found = _replayed(training, at, "remat" if memory == "remat" else schedule, where)
+            every = memory in ("remat", "mixed")
+            replayed = replace(training, mixed=mixed() if memory == "mixed" else None)
+            found = _replayed(replayed, at, "remat" if every else schedule, where)
         leaves, form = pytree.flatten(at)
 
         def again(*own: Tensor) -> Tensor:

@@ -8,6 +8,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from math import isqrt
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -18,7 +19,7 @@ from torch.autograd.graph import disable_saved_tensors_hooks
 from hoglib._core import autograd, closures, pytree, torch_internals, validation
 from hoglib._core.gradient_graph import check_custom_functions, graph_summary
 from hoglib._core.problem import Policy
-from hoglib._core.recomputation import inside_recomputation, recompute
+from hoglib._core.recomputation import ByTangents, inside_recomputation, recompute
 from hoglib._core.swap import Params
 from hoglib._core.torch_modes import without_stand_ins
 from hoglib.errors import NonFiniteError, NoSecondDerivative
@@ -28,7 +29,7 @@ from hoglib.ring import ring
 
 Loss = Callable[[Params, Any], Tensor]
 LossWithNotes = Callable[[Params], tuple[Tensor, Any]]
-Memory = Literal["store", "remat", "checkpoint"]
+Memory = Literal["store", "remat", "checkpoint", "mixed"]
 RECOMPUTES = (
     "expected a model whose graph keeps its tensors, got one with saved-tensor hooks, as "
     "torch.utils.checkpoint has: a later backward would recompute it with the model's own "
@@ -139,15 +140,18 @@ def adapt(
     rest, modules = ({}, []) if memory == "store" else _lifted_from(loss, rule, params)
     constant = lambda i: first_order or is_truncated(i, steps, truncate)  # noqa: E731
     inner = InnerSteps(_value_of(loss), lambda i, _: rule, constant)
-    with _ring("adapt"):
+    with _ring("adapt", stand_ins=memory == "mixed"):
         params, batch = autograd.clone_inference_tensors((params, batch))
         constants, modes = (batch, rest, modules), _modules_of(loss, modules)
         return unroll(inner, steps, params, constants, memory, modes).params
 
 
-def _ring(caller: str) -> ring:
-    """Stand-ins and grad mode are those of the caller, since the result has the caller's graph."""
-    return ring(Policy(caller, stand_ins=False), gradients=autograd.outside_inference_mode)
+def _ring(caller: str, stand_ins: bool = False) -> ring:
+    """Stand-ins and grad mode are those of the caller, since the result has the caller's graph.
+
+    stand_ins: on, for a graph of Functions that run the loss again in forward mode.
+    """
+    return ring(Policy(caller, stand_ins=stand_ins), gradients=autograd.outside_inference_mode)
 
 
 def _value_of(loss: Loss) -> Callable[[int, Params, Any], tuple[Tensor, Any]]:
@@ -183,6 +187,9 @@ class InnerSteps(NamedTuple):
     constant: Callable[[int], bool] = lambda _: False
     # (i, params, constants): the weighted outer loss after step i, if it has one
     outer: Callable[[int, Params, Any], Tensor | None] | None = None
+    mixed: ByTangents | None = None  # how the gradients of steps are differentiated
+    modes_of: Any = ()  # modules whose train or eval mode a recomputation restores
+    generators: Any = ()  # whose numbers it draws again
 
     def step(
         self, i: int, params: Params, state: Any, constants: Any, *, alone: bool = False,
@@ -200,12 +207,23 @@ class InnerSteps(NamedTuple):
         def loss(params: Params) -> tuple[Tensor, Any]:
             return self.loss(i, params, constants)
 
+        if self.mixed is not None and not self.constant(i):
+            loss, alone = partial(self._mixed_loss, i, constants), False
         grad = _grad_by_transform if torch_internals.transforms_active() else _grad
         constant = self.constant(i)
         check = i == 0 and not constant  # of custom Functions: the first step does for all
         g, found = grad(loss, params, constant=constant, check=check, alone=alone, made=made)
         params, state = self.rule(i, constants).update(params, g, state)
         return params, state, found
+
+    def _mixed_loss(self, i: int, constants: Any, params: Params) -> tuple[Tensor, Any]:
+        """The loss of step i, of whose graph its parameters are kept."""
+        loss, lifted = _lift_tensors(self.loss, constants)
+        value, notes = recompute(
+            loss, i, params, lifted, generators=self.generators, modes_of=self.modes_of, nests=True,
+            by_tangents=self.mixed,
+        )  # fmt: skip
+        return value, pytree.map_tensors(Tensor.detach, notes)
 
     def run(self, start: int, end: int, carry: Any, constants: Any) -> tuple[Any, list[Any]]:
         """Steps start to end: (params, state, sum of outer losses), and each loss with its notes."""
@@ -229,6 +247,8 @@ def unroll(
     modes_of: modules whose train or eval mode is restored for a recomputation.
     """
     carry = params, inner.rule(0, constants).init(params) if steps else {}, None
+    if memory == "mixed":
+        inner, memory = inner._replace(mixed=mixed(), modes_of=modes_of), "store"
     run: Callable[..., Any] = inner.run
     if memory != "store":
         run, constants = _lift_tensors(run, constants)
@@ -244,6 +264,11 @@ def unroll(
         found, begin = [*found, *new], end
     adapted, _, outer = carry
     return Unrolled(adapted, outer, [loss for loss, _ in found], [notes for _, notes in found])
+
+
+def mixed() -> ByTangents:
+    """The gradients of one loop with memory="mixed"."""
+    return ByTangents("memory='mixed'", "Take memory='remat'.")
 
 
 def _grad(
@@ -353,8 +378,8 @@ def _lift_tensors(run: Callable[..., Any], constants: Any) -> tuple[Callable[...
     def is_lifted(leaf: Any) -> bool:
         return isinstance(leaf, Tensor | nn.Module)
 
-    def run_lifted(start: int, end: int, carry: Any, lifted: list[Any]) -> Any:
-        return run(start, end, carry, pytree.filled(constants, lifted, is_lifted))
+    def run_lifted(*args: Any) -> Any:
+        return run(*args[:-1], pytree.filled(constants, args[-1], is_lifted))
 
     return run_lifted, [*filter(is_lifted, pytree.leaves(constants))]
 

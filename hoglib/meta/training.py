@@ -29,6 +29,7 @@ from torch import Tensor
 from hoglib._core import closures, pytree, validation
 from hoglib._core.autograd import clone_inference_tensors
 from hoglib._core.problem import Policy, check_option_names
+from hoglib._core.recomputation import ByTangents
 from hoglib._core.state import (
     GeneratorStates,
     preserve_random_state,
@@ -189,6 +190,7 @@ class Training:
     batches: Batches
     progress: bool = False
     truncate: int | None = None
+    mixed: ByTangents | None = None
 
     @classmethod
     def of(
@@ -222,7 +224,8 @@ class Training:
             lambda i, params, hyper: (self.value(params, hyper, self.batches.at(i)), ()),
             lambda _, hyper: resolve_rule(self.rule, hyper, {}),
             lambda i: inner_loop.is_truncated(i, self.count, self.truncate),
-        )
+            mixed=self.mixed, generators=self.generators() if self.mixed else (),
+        )  # fmt: skip
 
     def initial(self, hyper: Any) -> Any:
         """The parameters before the first step."""

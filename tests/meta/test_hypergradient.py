@@ -12,6 +12,7 @@ F64 = torch.float64
 WAYS = {
     "store": {},
     "remat": {"memory": "remat"},
+    "mixed": {"memory": "mixed"},
     "checkpoint": {"memory": "checkpoint"},
     "checkpoint, log": {"memory": "checkpoint", "schedule": "log"},
     "disk": {"memory": "disk"},

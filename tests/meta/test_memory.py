@@ -10,7 +10,7 @@ from tests.meta.networks import as_list, image_tasks, meta_gradient, network
 from tests.models import Checkpointed
 from tests.oracles import relative
 
-MEMORY = ["store", "remat", "checkpoint"]
+MEMORY = ["store", "remat", "checkpoint", "mixed"]
 # with Adam's own eps a step is a sign, almost, whose slopes differences cannot follow
 RULES = {"sgd": {"inner_lr": 0.05}, "adam": {"inner_lr": 0.02, "rule_options": {"eps": 0.1}}}
 STEPS = 3

@@ -18,7 +18,7 @@ from tests.meta.odd_cases import CASES, WITHOUT, Case, x4
 from tests.models import Fn
 from tests.unchanged import unchanged
 
-MEMORY = ("store", "remat", "checkpoint")
+MEMORY = ("store", "remat", "checkpoint", "mixed")
 STEPS, LR = 3, 0.05
 
 
