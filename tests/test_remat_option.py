@@ -417,7 +417,7 @@ def tasks():
 
 
 @pytest.mark.parametrize("over_tasks", ["loop", "vmap"])
-@pytest.mark.parametrize("memory", ["store", "remat", "checkpoint"])
+@pytest.mark.parametrize("memory", ["store", "remat", "checkpoint", "mixed"])
 def test_every_pair_of_memory_and_remat(memory, over_tasks, runs):
     grads = []
     for remat in ({}, {"remat": True}, {"remat": True, "compile": "eager"}):

@@ -167,18 +167,6 @@ class ByTangents:
                     f"{function.__qualname__}, which has no forward mode. {self.instead}"
                 )
 
-    def check_value(self, first: Tensor | None, again: Tensor) -> None:
-        """Raise for a loss that is another one when it is run again."""
-        again = torch_internals.unwrap(again)
-        if first is None or not first.is_cpu or not bool(first.isfinite()):
-            return
-        if not agree(first, again, SUMS):
-            raise NondeterministicError(
-                f"{self.option}: expected a loss that is the same when it is run again, got "
-                f"{first.item()!r} and {again.item()!r}. Look for random numbers that are not torch's "
-                "(NumPy, random), and for modules that count or keep statistics."
-            )
-
     @contextmanager
     def explained(self) -> Iterator[None]:
         """Inside, an error says where torch has no forward mode."""
@@ -378,7 +366,7 @@ class _Vjp(_Derivative):
         self.wanted, self.arrived, self.extra = wanted, arrived, extra
         self.by_tangents = run.call.by_tangents if isinstance(run, Run) else None
         self.as_tangents = (
-            False  # whether its results are their tangents, in a jvp that takes no more
+            False  # whether a jvp takes its tangents alone: they are then its results
         )
 
     @property
@@ -431,11 +419,9 @@ class _Vjp(_Derivative):
             with self._in_small_parts():
                 outputs = self.run(*arguments)
             variables[:] = own
-            if self.as_tangents and self.by_tangents is not None:
+            if self.as_tangents:
                 torch_forward_mode.keep_tangents(own)
-                self.by_tangents.check_value(
-                    self.call.value, cast(Tensor, outputs[self.arrived[0]])
-                )
+                self.call.check_value(cast(Tensor, outputs[self.arrived[0]]))
             for j, cotangent in zip(self.arrived, cotangents, strict=True):
                 if (y := outputs[j]) is not None and y.requires_grad:
                     pairs.append((get_gradient_edge(y), cast(Tensor, cotangent)))
@@ -732,6 +718,18 @@ class _Call:
                     f"return the new value."
                 )
         return self._split(outputs)
+
+    def check_value(self, again: Tensor) -> None:
+        """Raise for a loss that is another one when it is run again. A device would be waited for."""
+        first, again = self.value, torch_internals.unwrap(again)
+        if self.by_tangents is None or first is None or not first.is_cpu:
+            return
+        if bool(first.isfinite()) and not agree(first, again, SUMS):
+            raise NondeterministicError(
+                f"{self.by_tangents.option}: expected a loss that is the same when it is run again, "
+                f"got {first.item()!r} and {again.item()!r}. Look for random numbers that are not "
+                "torch's (NumPy, random), and for modules that count or keep statistics."
+            )
 
     def _watching_parts(self, tensors: Tensors) -> Any:
         """Runs the function, and sees which parts of its modules can be recomputed alone."""

@@ -28,7 +28,7 @@ from hoglib.curvature.linear_operator import ProgressBar
 from hoglib.errors import ArgumentValueError, UnsupportedError
 from hoglib.meta.checkpoints import OnDisk, check_directory, digest
 from hoglib.meta.implicit import Residual, Solver, check_used, implicit_gradient
-from hoglib.meta.inner_loop import mixed
+from hoglib.meta.inner_loop import check_mixed, mixed
 from hoglib.meta.training import Replay, Training, TrainingOptions, add, detached, pullback
 from hoglib.ring import ring
 
@@ -155,7 +155,7 @@ def hypergradient(
             "params, hyper) the gradient of inner, or for unrolled steps at `hoglib.meta.adapt(...)`."
         )
     training = Training.of("hypergradient", outer, inner, params, hyper, options, method, truncate)
-    _check_together(memory, schedule, method, training.progress)
+    _check_together(memory, schedule, method, training)
     solver = None
     if method != "unrolled":
         solver = Solver(method, iterations, damping, tol, step_size)
@@ -267,9 +267,11 @@ def _implicit(training: Training, hyper: Any, solver: Solver) -> Hypergradient:
     return Hypergradient(value, grads, params, residual)
 
 
-def _check_together(memory: str, schedule: str, method: str, progress: bool) -> None:
+def _check_together(memory: str, schedule: str, method: str, training: Training) -> None:
     """Raise for options that do not go with how steps are differentiated."""
     replayed = memory != "store" and method == "unrolled"
+    if memory == "mixed":
+        check_mixed("hypergradient", training.policy)
     if memory == "disk" and not replayed:
         raise ArgumentValueError(
             f"memory: expected 'store' with method={method!r}, which differentiates no steps, got "
@@ -280,7 +282,7 @@ def _check_together(memory: str, schedule: str, method: str, progress: bool) -> 
             f"schedule: expected memory='checkpoint' or 'disk' with schedule={schedule!r}, got "
             f"memory={memory!r}, which keeps every step."
         )
-    if progress and not replayed:
+    if training.progress and not replayed:
         raise ArgumentValueError(
             "progress: expected method='unrolled' with memory='remat', 'checkpoint' or 'disk', which "
             f"differentiate one step at a time, got method={method!r} with memory={memory!r}."

@@ -22,7 +22,7 @@ from hoglib._core.problem import Policy
 from hoglib._core.recomputation import ByTangents, inside_recomputation, recompute
 from hoglib._core.swap import Params
 from hoglib._core.torch_modes import without_stand_ins
-from hoglib.errors import NonFiniteError, NoSecondDerivative
+from hoglib.errors import ArgumentValueError, NonFiniteError, NoSecondDerivative
 from hoglib.functional import FunctionalLoss
 from hoglib.meta.gradient_transformation import GradientTransformation
 from hoglib.ring import ring
@@ -137,9 +137,10 @@ def adapt(
     validation.at_least("steps", steps, 0)
     validation.none_or_at_least("truncate", truncate, 0)
     validation.one_of("memory", memory, get_args(Memory))
-    rest, modules = ({}, []) if memory == "store" else _lifted_from(loss, rule, params)
+    lifted: Any = ({}, [], []) if memory == "store" else _lifted_from(loss, rule, params)
+    rest, modules, drawn_from = lifted
     constant = lambda i: first_order or is_truncated(i, steps, truncate)  # noqa: E731
-    inner = InnerSteps(_value_of(loss), lambda i, _: rule, constant)
+    inner = InnerSteps(_value_of(loss), lambda i, _: rule, constant, generators=drawn_from)
     with _ring("adapt", stand_ins=memory == "mixed"):
         params, batch = autograd.clone_inference_tensors((params, batch))
         constants, modes = (batch, rest, modules), _modules_of(loss, modules)
@@ -260,10 +261,27 @@ def unroll(
         if memory == "store" or constant(begin):  # a constant gradient has no graph to be saved
             carry, new = run(begin, end, carry, constants)
         else:
-            carry, new = recompute(run, begin, end, carry, constants, modes_of=modes_of, nests=True)
+            carry, new = recompute(
+                run, begin, end, carry, constants, generators=inner.generators, modes_of=modes_of,
+                nests=True,
+            )  # fmt: skip
         found, begin = [*found, *new], end
     adapted, _, outer = carry
     return Unrolled(adapted, outer, [loss for loss, _ in found], [notes for _, notes in found])
+
+
+def check_mixed(caller: str, policy: Policy) -> None:
+    """Raise for options of an evaluation that do not go with memory="mixed"."""
+    if policy.one_graph:
+        raise ArgumentValueError(
+            f"{caller}(memory='mixed', compile=...): expected steps that are run again, got a graph of "
+            "all, of which the compiler decides what is kept. Leave out one of the two, or add remat=."
+        )
+    if not policy.stand_ins:
+        raise ArgumentValueError(
+            f"{caller}(memory='mixed', stand_ins=False): expected stand-ins, without which no_grad "
+            "stops no tangents, got none. Leave out stand_ins, or take memory='remat'."
+        )
 
 
 def mixed() -> ByTangents:
@@ -390,13 +408,15 @@ def _modules_of(loss: Loss, modules: Sequence[nn.Module]) -> list[nn.Module]:
     return [part for module in (*models, *modules) for part in module.modules()]
 
 
-def _lifted_from(loss: Loss, rule: Any, params: Params) -> tuple[Params, list[nn.Module]]:
-    """The model's other parameters and the modules that a loss reads, as inputs of a recomputation."""
-    closures.refuse("adapt(rule=...)", rule.update)
+def _lifted_from(
+    loss: Loss, rule: Any, params: Params
+) -> tuple[Params, list[nn.Module], list[torch.Generator]]:
+    """The model's other parameters and the modules that a loss reads, as inputs of a recomputation, and
+    the generators that it draws from."""
+    drawn_from = closures.refuse("adapt(rule=...)", rule.update)
     if not isinstance(loss, FunctionalLoss):
-        closures.refuse("adapt", loss)
-        return {}, []
+        return {}, [], [*drawn_from, *closures.refuse("adapt", loss)]
     own = loss.model.named_parameters()
     rest: Params = {n: p for n, p in own if p.requires_grad and n not in params}
     criterion = loss.user_criterion
-    return rest, [criterion] if isinstance(criterion, nn.Module) else []
+    return rest, [criterion] if isinstance(criterion, nn.Module) else [], drawn_from

@@ -29,6 +29,7 @@ from hoglib.meta.inner_loop import (
     InnerSteps,
     Memory,
     Unrolled,
+    check_mixed,
     is_truncated,
     refuse_saved_tensor_hooks,
     unroll,
@@ -135,6 +136,8 @@ class LoopOptions:
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
+        if self.memory == "mixed":
+            check_mixed(self.caller, self.policy)
         if self.policy.compiles_blocks and self.over_tasks == "vmap":
             raise ArgumentValueError(
                 "MAML: expected over_tasks='loop' or 'auto' with remat= and compile=, got 'vmap', in "

@@ -94,7 +94,11 @@ def test_meta_gradient(name, rule):
     found: list[Any] = []
     modes = ("loop", "vmap") if case.vmap else ("loop",)
     for memory, over in itertools.product(MEMORY if rule == "momentum" else MEMORY[:2], modes):
-        if case.vmap and memory != "store" and (memory == "remat") != (over == "loop"):
+        if (
+            case.vmap
+            and memory in ("remat", "checkpoint")
+            and (memory == "remat") != (over == "loop")
+        ):
             continue
         maml = learner(case, rule, memory=memory, over_tasks=over)
         maml.zero_grad()
