@@ -140,7 +140,8 @@ def recompute(
         return fn(*args, **keywords)
     with without_stand_ins():  # fn itself runs with them, see `_Call._call`
         modules = [*call.scope.modules(), *modes_of]
-        call.run_state = RunState(tensors, [*generators, *_generators(leaves)], modules)
+        own = [x for m in modules for x in vars(m).values() if isinstance(x, torch.Generator)]
+        call.run_state = RunState(tensors, [*generators, *_generators(leaves), *own], modules)
         return call.result(_recomputed(call.first, tensors))
 
 

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, final, get_args
 import torch
 from torch import Tensor, nn
 
-from hoglib._core import problem, pytree, torch_internals, validation
+from hoglib._core import closures, problem, pytree, torch_internals, validation
 from hoglib._core.autograd import materialize_grads, without_graph
 from hoglib._core.placement import WHOLE, Placement
 from hoglib._core.problem import EvaluationOptions, Policy
@@ -300,6 +300,10 @@ class ModuleLoop:
         rest = {n: p for n, p in start.model.items() if n not in params}
         modules = [*self.criterion_loss.model.modules(), *self.learned_modules.modules()]
         constants = start._replace(model=rest), support, query
+        criteria = [x.user_criterion for x in (self.criterion_loss, self.inner_criterion_loss)]
+        held = [capture.value for criterion in criteria for capture in closures.held(criterion)]
+        drawn_from = [x for x in held if isinstance(x, torch.Generator)]
+        inner = inner._replace(generators=drawn_from)
         return partial(unroll, inner, steps, params, constants, self.options.memory, modules)
 
     def inner_value(self, start: MetaParams, params: Params, support: Any, step: int) -> Tensor:
