@@ -95,7 +95,8 @@ def hypergradient(
             regulariser, data, learning rates, an initial point.
         method: "unrolled", "cg" (conjugate gradients) or "neumann" (the Neumann series).
         memory: What "unrolled" keeps for backward: "store" the graph of every step; "remat" the
-            parameters (with the state of the rule) after every step; "checkpoint" those of a few
+            parameters (with the state of the rule) after every step; "mixed" the same, with gradients
+            differentiated forward over reverse, which holds less of a step; "checkpoint" those of a few
             steps, by the schedule; "disk" the same in files of the directory. All but "store" hold
             the graph of one step at a time, and compare each step that is run again with the training,
             bit for bit; on a device to rounding, unless `torch.use_deterministic_algorithms(True)`.
@@ -124,6 +125,7 @@ def hypergradient(
         NotPositiveDefiniteError: for "cg" at a theta* that is not a minimum of inner.
         NondeterministicError: for a training that is not the same when it is run again.
         OutputError: for a directory that cannot be written to, and for a full disk.
+        UnsupportedError: with memory="mixed", for an operation without a forward mode.
 
     References:
         Maclaurin, Duvenaud and Adams, Gradient-based Hyperparameter Optimization through Reversible
@@ -284,8 +286,9 @@ def _check_together(memory: str, schedule: str, method: str, training: Training)
         )
     if training.progress and not replayed:
         raise ArgumentValueError(
-            "progress: expected method='unrolled' with memory='remat', 'checkpoint' or 'disk', which "
-            f"differentiate one step at a time, got method={method!r} with memory={memory!r}."
+            "progress: expected method='unrolled' with memory='remat', 'mixed', 'checkpoint' or "
+            "'disk', which differentiate one step at a time, got method="
+            f"{method!r} with memory={memory!r}."
         )
 
 

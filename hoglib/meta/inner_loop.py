@@ -112,7 +112,9 @@ def adapt(
         memory: What is kept for backward. "store": the graph of every step. "remat": the parameters
             after every step, which is run again in backward. "checkpoint": the parameters after
             every sqrt(steps)-th step and, during backward, the graphs of as many steps, which needs
-            least where parameters outweigh activations. Longer trainings are for `hypergradient`.
+            least where parameters outweigh activations. "mixed": the parameters after every step, whose
+            gradient is differentiated forward over reverse, as MAML's; it runs inside
+            `hoglib.second_order()`. Longer trainings are for `hypergradient`.
 
     Returns:
         The parameters after the last step, in the structure of params.
@@ -122,6 +124,8 @@ def adapt(
             that is ``@once_differentiable``.
         ArgumentValueError: for another ``memory`` than "store" with a loss or rule that closes over
             tensors, since their gradients would be lost.
+        UnsupportedError: with "mixed", for an operation without a forward mode.
+        NondeterministicError: with "mixed", for a loss that is another one when it is run again.
 
     References:
         Finn, Abbeel and Levine, Model-Agnostic Meta-Learning, 2017; Shaban et al., Truncated
