@@ -422,6 +422,7 @@ class _Vjp(_Derivative):
             variables[:] = own
             if self.as_tangents:
                 torch_forward_mode.keep_tangents(own)
+            if self.by_tangents is not None:
                 self.call.check_value(cast(Tensor, outputs[self.arrived[0]]))
             for j, cotangent in zip(self.arrived, cotangents, strict=True):
                 if (y := outputs[j]) is not None and y.requires_grad:
@@ -705,8 +706,6 @@ class _Call:
         else:
             before = {i: cast(Tensor, tensors[i]).clone() for i in self.buffers}
             outputs = self._call(tensors)
-            if self.by_tangents is not None:
-                self.value = pytree.tensors(outputs)[0].detach()
             self.changed_buffers = {
                 i: copy for i, copy in before.items() if version_of(tensors[i]) != versions[i]
             }
@@ -718,17 +717,25 @@ class _Call:
                     f"in place, so that it cannot be run again. Change a copy, `x = x.clone()`, or "
                     f"return the new value."
                 )
-        return self._split(outputs)
+        found = self._split(outputs)
+        if self.by_tangents is not None:
+            self.value = torch_internals.unwrap(found[0]).detach()
+        return found
 
     def check_value(self, again: Tensor) -> None:
         """Raise for a loss that is another one when it is run again. A device would be waited for."""
         first, again = self.value, torch_internals.unwrap(again)
-        if self.by_tangents is None or first is None or not first.is_cpu:
+        if (
+            self.by_tangents is None
+            or first is None
+            or not first.is_cpu
+            or first.shape != again.shape
+        ):
             return
-        if bool(first.isfinite()) and not agree(first, again, SUMS):
+        if bool(first.isfinite().all()) and not agree(first, again, SUMS):
             raise NondeterministicError(
                 f"{self.by_tangents.option}: expected a loss that is the same when it is run again, "
-                f"got {first.item()!r} and {again.item()!r}. Look for random numbers that are not "
+                f"got {first.tolist()} and {again.tolist()}. Look for random numbers that are not "
                 "torch's (NumPy, random), and for modules that count or keep statistics."
             )
 

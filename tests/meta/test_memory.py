@@ -1,14 +1,22 @@
 """What store, remat and checkpoint keep, and that what changes meanwhile does not change backward."""
 
+import random
+from functools import partial
+from itertools import product
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import hoglib as hog
+from experiments.benchmarks.memory import peak_bytes
+from tests.functions import OnceDifferentiable, Sine
 from tests.meta.networks import as_list, image_tasks, meta_gradient, network
-from tests.models import Checkpointed
+from tests.models import Checkpointed, Fn
 from tests.oracles import relative
+from tests.refused import refused
+from tests.rows import rows
 
 MEMORY = ["store", "remat", "checkpoint", "mixed"]
 # with Adam's own eps a step is a sign, almost, whose slopes differences cannot follow
@@ -52,6 +60,68 @@ def test_adapt_is_differentiable_twice_whatever_changes_after_it(memory):
         g = torch.autograd.grad(loss, params, create_graph=True)
         found.append([*g, *torch.autograd.grad(sum(x.square().sum() for x in g), params)])
     assert relative(*found) < 1e-12
+
+
+@rows("memory, of", product(MEMORY[1:], ["model", "criterion", "adapt"]))
+def test_numbers_of_a_generator_are_drawn_again(memory, of):
+    drawn, x = torch.Generator(), torch.randn(5, 2, dtype=torch.float64)
+    noisy = lambda x: x * torch.rand(x.shape, generator=drawn, dtype=x.dtype)  # noqa: E731
+    loss, model = lambda out, x: noisy(out).sin().square().sum(), nn.Linear(2, 2).double()
+    if of == "model":
+        model = Fn(lambda net, x: net.a(x * torch.rand(5, 2, generator=net.drawn)).sin(), a=model)
+        model.drawn, loss = drawn, F.mse_loss
+    found = []
+    for kind in ("store", memory):
+        maml = hog.MAML(model, loss, inner_lr=0.1, inner_steps=3, memory=kind)
+        drawn.manual_seed(0)
+        if of == "adapt":
+            of_params = lambda p, x: loss(x * p, x)  # noqa: E731
+            w = x[0].clone().requires_grad_()
+            w = hog.meta.adapt(of_params, w, x, hog.meta.sgd(0.1), steps=3, memory=kind), w
+            found.append(torch.autograd.grad(w[0].sum(), w[1]))
+        else:
+            found.append(meta_gradient(maml, [((x, x), (x, x))]))
+    assert relative(*found) < 1e-12
+
+
+def mixed(layer=lambda h: h, **options):
+    model = nn.Sequential(
+        nn.Flatten(),
+        Fn(lambda net, x: net.b(layer(net.a(x))), a=nn.Linear(16, 6), b=nn.Linear(6, 2)),
+    )
+    return learner(model.double(), "sgd", memory="mixed", **options).loss(image_tasks())
+
+
+GENERATOR = random.Random(0)
+test_what_mixed_refuses = refused({
+    "compile": (lambda: mixed(compile="eager"), ValueError, "a graph of all.*Leave out one of the two"),
+    "no stand-ins": (lambda: mixed(stand_ins=False), ValueError, "no_grad stops no tangents.*'remat'"),
+    "no stand-ins, hypergradient": (lambda: hog.meta.hypergradient(
+        lambda p, h: p * h, lambda p, h: p * h, torch.tensor(1.0), torch.tensor(1.0), steps=1,
+        rule=hog.meta.sgd(0.1), memory="mixed", stand_ins=False), ValueError, "hypergradient.memory='mixed', stand_ins"),
+    "no jvp": (lambda: mixed(Sine.apply), RuntimeError, "got Sine, which has no forward mode. Take"),
+    "@once_differentiable": (lambda: mixed(OnceDifferentiable.apply), RuntimeError, "@once_differentiable"),
+    "an operation": (lambda: mixed(lambda h: torch.fake_quantize_per_tensor_affine(h, 0.1, 0, -9, 9)), RuntimeError, "expected operations that torch can differentiate in forward mode.*Take memory='remat'"),
+    "other random numbers": (lambda: mixed(lambda h: h * GENERATOR.random()), RuntimeError, "the same when it is run again.*NumPy"),
+})  # fmt: skip
+
+
+def test_mixed_holds_less_of_a_step():
+    torch.manual_seed(0)
+    layers = [nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True) for _ in range(2)]
+    batch, peaks = (torch.randn(4, 128, 16), torch.randn(4, 128, 16)), {}
+    for memory, remat in product(("remat", "mixed"), (False, True)):
+        maml = learner(nn.Sequential(*layers), "sgd", memory=memory, remat=remat, over_tasks="loop")
+        peaks[memory, remat] = peak_bytes(partial(maml.loss, [(batch, batch)]), torch.device("cpu"))
+    assert peaks["remat", False] > 1.5 * peaks["mixed", False]
+    assert peaks["remat", True] > 1.5 * peaks["mixed", True]
+
+
+def test_what_data_gives_is_a_constant():
+    model = Fn(lambda net, x: net.a(x) * net.a(x).data, a=nn.Linear(2, 2)).double()
+    x = torch.randn(5, 2, dtype=torch.float64)
+    both = [learner(model, "sgd", memory=m, over_tasks="loop") for m in ("store", "mixed")]
+    assert relative(*(meta_gradient(maml, [((x, x), (x, x))]) for maml in both)) < 1e-12
 
 
 @pytest.mark.parametrize("options", [{}, {"first_order": True}, {"truncate": 3}], ids=str)

@@ -21,6 +21,7 @@ import hoglib as hog
 from experiments.benchmarks.memory import peak_bytes
 from hoglib.ops import remat
 from tests.functions import ClassicCube
+from tests.models import Fn
 from tests.rows import rows
 
 DOUBLE = torch.float64
@@ -393,7 +394,7 @@ def test_dropout_draws_the_same_mask_and_leaves_the_generator_alone() -> None:
     torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
-@rows("where", ["argument", "closure"])
+@rows("where", ["argument", "closure", "module"])
 def test_a_generator_is_rewound_too(where: str) -> None:
     x = randn(20, grad=True)
     generator = torch.Generator()
@@ -404,7 +405,10 @@ def test_a_generator_is_rewound_too(where: str) -> None:
     def closed(x: Tensor) -> Tensor:
         return given_(x, generator)
 
-    fn = partial(remat(given_), generator=generator) if where == "argument" else remat(closed)
+    module = Fn(lambda module, x: given_(x, module.generator))
+    module.generator = generator
+    fns = {"argument": partial(remat(given_), generator=generator), "closure": remat(closed)}
+    fn = fns.get(where) or remat(module)
     results = []
     for run in (closed, fn):
         generator.manual_seed(1)
