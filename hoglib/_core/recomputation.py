@@ -719,7 +719,8 @@ class _Call:
                 )
         found = self._split(outputs)
         if self.by_tangents is not None:
-            self.value = torch_internals.unwrap(found[0]).detach()
+            # a copy: the memory of torch's mse_loss is that of all its terms
+            self.value = torch_internals.unwrap(found[0]).detach().clone()
         return found
 
     def check_value(self, again: Tensor) -> None:

@@ -54,7 +54,8 @@ class MAML(Learner):
             differentiated forward over reverse, with a loss and its tangents in memory instead of the
             graph of the gradient; for attention and, with remat, deep models, whose operations all
             have a forward mode, and best with over_tasks="loop". All give the same gradient to
-            rounding ("mixed" may draw other dropout masks). Models that contain torch.utils.checkpoint are run by "remat".
+            rounding ("mixed" may draw other dropout masks). Models that contain torch.utils.checkpoint
+            are run by "remat".
         learn_lr: Learn the inner learning rates: one for the "model", each "layer", each
             "parameter" or each "element" (Meta-SGD). Default: the rate is fixed.
         lr_per_step: Learn separate rates for each inner step (MAML++).

@@ -153,14 +153,6 @@ def test_implicit_at_the_minimum(solver, damping):
     assert max(found.residual) < 1e-12
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_unrolled_tends_to_the_implicit_one(solver):
-    found = hypergradient(steps=400, **SOLVERS[solver])
-    unrolled = hypergradient(steps=400).gradient
-    for name in ("weights", "rho"):
-        assert_close(found.gradient[name], unrolled[name], rtol=1e-8, atol=1e-10)
-
-
 @pytest.mark.parametrize("terms", [1, 2, 5])
 def test_the_residual_is_that_of_the_system_and_of_the_minimum(terms):
     A, w, v = minimum()

@@ -196,12 +196,6 @@ def deep(x: Tensor, weight: Tensor) -> Tensor:
     return x
 
 
-def test_only_the_inputs_are_saved() -> None:
-    x, weight = randn(7, 5, grad=True), randn(5, 5, grad=True)
-    assert len(saved_by(lambda: deep(x, weight))) > 20
-    assert saved_by(lambda: remat(deep)(x, weight)) == [x.shape, weight.shape]
-
-
 def test_the_gradient_saves_only_its_inputs_too() -> None:
     x, weight, v = randn(7, 5, grad=True), randn(5, 5, grad=True), randn(7, 5, grad=True)
     y = remat(deep)(x, weight)
