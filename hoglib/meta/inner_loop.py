@@ -423,4 +423,5 @@ def _lifted_from(
     own = loss.model.named_parameters()
     rest: Params = {n: p for n, p in own if p.requires_grad and n not in params}
     criterion = loss.user_criterion
+    drawn_from += closures.generators(criterion)
     return rest, [criterion] if isinstance(criterion, nn.Module) else [], drawn_from

@@ -301,9 +301,7 @@ class ModuleLoop:
         modules = [*self.criterion_loss.model.modules(), *self.learned_modules.modules()]
         constants = start._replace(model=rest), support, query
         criteria = [x.user_criterion for x in (self.criterion_loss, self.inner_criterion_loss)]
-        held = [capture.value for criterion in criteria for capture in closures.held(criterion)]
-        drawn_from = [x for x in held if isinstance(x, torch.Generator)]
-        inner = inner._replace(generators=drawn_from)
+        inner = inner._replace(generators=closures.generators(*criteria))
         return partial(unroll, inner, steps, params, constants, self.options.memory, modules)
 
     def inner_value(self, start: MetaParams, params: Params, support: Any, step: int) -> Tensor:

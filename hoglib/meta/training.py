@@ -115,8 +115,7 @@ class Passes(Batches):
     def __init__(self, source: Iterable[Any], steps: int | None, count: int | None) -> None:
         super().__init__(None)
         self.given, self._source, self.count = True, source, count
-        held = (capture.value for capture in closures.held(source))
-        self._generators = [value for value in held if isinstance(value, torch.Generator)]
+        self._generators = closures.generators(source)
         self._starts = [(0, self._random())]  # of the passes: the first step, and the random state
         self._kept: dict[int, Any] = {}
         self._window = isqrt(steps or count or 1) + 2
@@ -243,8 +242,7 @@ class Training:
 
     def generators(self) -> list[torch.Generator]:
         """The generators that the loss and the rule draw from, besides torch's own."""
-        held = (c.value for fn in (self.inner, self.rule) for c in closures.held(fn))
-        return [value for value in held if isinstance(value, torch.Generator)]
+        return closures.generators(self.inner, self.rule)
 
     def check_finite(self, losses: list[Tensor], value: Tensor | None = None) -> None:
         """Raise for a loss of a step, or an outer one, that is not finite."""
