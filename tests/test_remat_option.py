@@ -137,7 +137,8 @@ def lists_of_parts():
 
     def layer():
         feed = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 4))
-        return nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Tanh()), feed])
+        gate = Fn(lambda _, h: h * torch.no_grad()(torch.sin)(h) * h.detach())
+        return nn.ModuleList([nn.Sequential(nn.Linear(4, 4), gate), feed])
 
     x = torch.randn(2, 4, dtype=DOUBLE)
     model = Fn(run, layers=nn.ModuleList([layer(), layer()]))
@@ -417,7 +418,7 @@ def tasks():
 
 
 @pytest.mark.parametrize("over_tasks", ["loop", "vmap"])
-@pytest.mark.parametrize("memory", ["store", "remat", "checkpoint"])
+@pytest.mark.parametrize("memory", ["store", "remat", "checkpoint", "mixed"])
 def test_every_pair_of_memory_and_remat(memory, over_tasks, runs):
     grads = []
     for remat in ({}, {"remat": True}, {"remat": True, "compile": "eager"}):

@@ -167,7 +167,7 @@ def learned(memory, over_tasks):
 
 IN_THREADS = {
     **{f"{name}, remat": partial(call, remat=["1", "2"]) for name, call in ALGORITHMS.items()},
-    **{f"MAML {m} {o}": partial(learned, m, o) for m in ("store", "remat", "checkpoint") for o in ("loop", "vmap")},
+    **{f"MAML {m} {o}": partial(learned, m, o) for m in ("store", "remat", "checkpoint", "mixed") for o in ("loop", "vmap")},
     "r1": lambda: torch.autograd.grad(hog.penalties.r1(CRITIC, X, remat=["0"]), CRITIC[0].weight),
     "KFACOperator": lambda: hog.KFACOperator(
         hog.functional_loss(SMOOTH, F.mse_loss), hog.trainable_params(SMOOTH), (X, X)).update().trace(),

@@ -43,6 +43,35 @@ NOT_DIFFERENTIABLE = (
 )  # fmt: skip
 
 
+def no_forward_mode(
+    what: str,
+    error: Exception,
+    instead: str = "Outside of torch.func transforms use the reverse mode.",
+) -> Exception:
+    """What to raise for an error in forward mode: explained, where torch lacks a derivative."""
+    words = (
+        *NOT_DIFFERENTIABLE,
+        "ZeroTensor",
+        "jvp",
+        "autocast",
+        "forward mode AD",
+        "functorch transform",
+        "set a forward gradient",  # of another size or layout
+        "flat_bdims",  # a Function without a jvp, under vmap
+        "view size is not compatible",  # rules that view tangents of any layout
+        "do not have strides",  # sparse layouts, within torch.func
+    )
+    if isinstance(error, HoglibError) or not any(word in str(error) for word in words):
+        return error
+    hint = ""
+    if "ZeroTensor" in str(error):
+        hint = " torch's mse_loss is such an operation: leave stand_ins at True."
+    return UnsupportedError(
+        f"{what}: expected operations that torch can differentiate in forward mode, got an error from "
+        f"one: {str(error).splitlines()[0]}{hint} {instead}"
+    )
+
+
 class Gradient(NamedTuple):
     """The gradient of a scalar function, with a graph of its own."""
 

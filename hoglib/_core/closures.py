@@ -102,20 +102,26 @@ def held(value: Any) -> Iterator[Capture]:
     return _search(value, "holds", "value", HELD)
 
 
+def generators(*values: Any) -> list[torch.Generator]:
+    """The generators inside any objects."""
+    found = (capture.value for value in values for capture in held(value))
+    return [value for value in found if isinstance(value, torch.Generator)]
+
+
 def refuse(what: str, fn: Any) -> list[torch.Generator]:
     """Raises if ``fn`` reaches a tensor or a module; otherwise returns the generators it reaches."""
     is_object = not isinstance(fn, FunctionType | MethodType | partial)
-    generators = []
+    found = []
     for capture in _search(fn, "is an object with" if is_object else "", "self", HELD):
         if isinstance(capture.value, torch.Generator):
-            generators.append(capture.value)
+            found.append(capture.value)
             continue
         raise ArgumentValueError(
             f"{what}: expected a function that is given every tensor and module as an argument, got "
             f"`{name_of(fn)}`, which {capture} ({_short(capture.value)}); it would get no gradient, "
             f"without an error. {_advice(what, fn, capture)}"
         )
-    return generators
+    return found
 
 
 def refuse_hidden(what: str, module: nn.Module) -> None:

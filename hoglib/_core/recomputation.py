@@ -19,7 +19,9 @@ from torch.func import functional_call
 
 from hoglib._core import closures, pytree, torch_forward_mode, torch_internals, validation
 from hoglib._core.ambient import AMBIENT, CallerState, inside, replaced
+from hoglib._core.autograd import materialize_grads, no_forward_mode
 from hoglib._core.block_parts import PartsWatch, SlicedOperations, replaced_forwards, version_of
+from hoglib._core.gradient_graph import check_custom_functions, graph_summary
 from hoglib._core.pytree import is_float
 from hoglib._core.state import RunState
 from hoglib._core.swap import batch_statistics, keep_swapped
@@ -30,7 +32,8 @@ from hoglib._core.torch_modes import (
     only_plain_operations,
     without_stand_ins,
 )
-from hoglib.errors import ArgumentValueError
+from hoglib._core.trust import SUMS, agree
+from hoglib.errors import ArgumentValueError, NondeterministicError, UnsupportedError
 
 F = TypeVar("F", bound=Callable[..., Any])
 Tensors = tuple[Tensor | None, ...]
@@ -114,6 +117,7 @@ def recompute(
     nests: bool = False,
     backend: str = "",
     is_part: bool = False,
+    by_tangents: "ByTangents | None" = None,
 ) -> Any:
     """fn(*args, **keywords) as `remat` runs it, without the check of what fn closes over.
 
@@ -121,6 +125,7 @@ def recompute(
     nests: whether remats inside fn recompute too, outside of torch.func transforms, which refuse it.
     backend: of `hoglib.compile`, which compiles fn and its vjps in reverse mode; "" for none.
     is_part: whether a remat around the caller has left it to this one to recompute.
+    by_tangents: fn is a loss, whose gradient is differentiated forward over reverse.
     """
     keywords = keywords or {}
     if not is_part and _is_bypassed():
@@ -128,14 +133,49 @@ def recompute(
     leaves, structure = pytree.flatten((args, keywords))
     nests = nests and not torch_internals.transforms_active()
     call = _Call(fn, leaves, structure, nests, backend)
-    call.is_part = is_part
+    call.is_part, call.by_tangents = is_part, by_tangents
+    call.mixed = call.mixed or by_tangents is not None
     tensors = call.tensors(leaves)
     if not tensors:
         return fn(*args, **keywords)
     with without_stand_ins():  # fn itself runs with them, see `_Call._call`
         modules = [*call.scope.modules(), *modes_of]
-        call.run_state = RunState(tensors, [*generators, *_generators(leaves)], modules)
+        own = [x for m in modules for x in vars(m).values() if isinstance(x, torch.Generator)]
+        call.run_state = RunState(tensors, [*generators, *_generators(leaves), *own], modules)
         return call.result(_recomputed(call.first, tensors))
+
+
+@final
+class ByTangents:
+    """That the gradients of losses are differentiated forward over reverse, in all steps of a loop.
+
+    option, instead: for messages: what asks for it, and what to take in its place.
+    """
+
+    def __init__(self, option: str, instead: str) -> None:
+        self.option, self.instead = option, instead
+        # whether torch has forward mode of an operation only where there is a graph of its backward
+        self.needs_graph = False
+
+    def check(self, outputs: Tensors) -> None:
+        """Raise for custom Functions in the graph of a loss that have no forward mode."""
+        graph = graph_summary(outputs)
+        check_custom_functions(graph, self.option)
+        for function in (entry.function for entry in graph.functions if entry.by_user):
+            if function is not None and not torch_internals.has_forward_mode(function):
+                raise UnsupportedError(
+                    f"{self.option}: expected custom Functions with setup_context and jvp, got "
+                    f"{function.__qualname__}, which has no forward mode. {self.instead}"
+                )
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Inside, an error says where torch has no forward mode."""
+        try:
+            with torch_forward_mode.one_thread_in_forward_mode(self.option):
+                yield
+        except (RuntimeError, NotImplementedError, AssertionError) as error:
+            raise no_forward_mode(self.option, error, self.instead) from error
 
 
 def _call_module(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -207,6 +247,11 @@ def _backward(ctx: Any, grads: Tensors) -> Any:
     wanted = [i for i, x in enumerate(inputs) if x is not None and needs[i] and is_float(x)]
     result: list[Tensor | None] = [None] * ctx.count
     if wanted and any(grad is not None for grad in grads):
+        if rerun.by_tangents is not None and not any(needs[rerun.count :]):
+            found = _along(rerun.by_tangents, rerun, inputs, wanted, grads)
+            for i, tangent in zip(wanted, found, strict=True):
+                result[i] = tangent
+            return None, *result
         extra = rerun.extra
         if extra:  # the zero that the derivative by an extra gradient is
             at = [inputs[i] if i in extra else None for i in rerun.wanted]
@@ -223,6 +268,30 @@ def _backward(ctx: Any, grads: Tensors) -> Any:
         for i, grad in zip(wanted, grads, strict=True):
             result[i] = grad if needs[i] else None
     return None, *result
+
+
+def _along(
+    by_tangents: ByTangents,
+    gradient: "_Vjp",
+    inputs: Sequence[Tensor | None],
+    wanted: list[int],
+    v: Tensors,
+) -> Tensors:
+    """The vjp of the gradient of a loss in forward mode: by symmetry
+
+        (d grad_p f / d q)^T v = d/de grad_q f(p + e v)    p what v is of, q what is wanted
+
+    which holds f and its tangents, where reverse mode holds the graph of the gradient.
+    """
+    moved = [gradient.wanted[j] for j, tangent in enumerate(v) if tangent is not None]
+    tensors = *inputs, *(tangent for tangent in v if tangent is not None)
+    again = _Vjp(gradient.run, gradient.count, wanted, gradient.arrived, frozenset())
+    jvp = _Jvp(again, len(inputs), moved)
+    with by_tangents.explained():
+        if torch.is_grad_enabled() or torch_internals.transforms_active():
+            return _recomputed(jvp, tensors)
+        again.as_tangents = True
+        return _run_level(jvp, *tensors)
 
 
 # Compiles a level: hoglib.capture, which stands above this package, sets it.
@@ -278,6 +347,7 @@ class _Derivative:
     """
 
     extra = frozenset[int]()
+    by_tangents: ByTangents | None = None  # of the gradient of a loss
 
     def __init__(self, run: Any, count: int) -> None:
         self.run, self.count, self.call, self.rerun = run, count, run.call, self
@@ -295,6 +365,10 @@ class _Vjp(_Derivative):
     ) -> None:
         super().__init__(run, count)
         self.wanted, self.arrived, self.extra = wanted, arrived, extra
+        self.by_tangents = run.call.by_tangents if isinstance(run, Run) else None
+        self.as_tangents = (
+            False  # whether a jvp takes its tangents alone: they are then its results
+        )
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -315,6 +389,8 @@ class _Vjp(_Derivative):
         with torch.enable_grad():
             own = [None if t is None else self._fresh(i, t, nested) for i, t in enumerate(inputs)]
             outputs = self.run(*own)
+        if self.by_tangents is not None:
+            self.by_tangents.check(outputs)
         arrived = zip((outputs[j] for j in self.arrived), cotangents, strict=True)
         pairs = [(y, u) for y, u in arrived if y is not None and y.requires_grad]
         if not pairs:
@@ -344,6 +420,10 @@ class _Vjp(_Derivative):
             with self._in_small_parts():
                 outputs = self.run(*arguments)
             variables[:] = own
+            if self.as_tangents:
+                torch_forward_mode.keep_tangents(own)
+            if self.by_tangents is not None:
+                self.call.check_value(cast(Tensor, outputs[self.arrived[0]]))
             for j, cotangent in zip(self.arrived, cotangents, strict=True):
                 if (y := outputs[j]) is not None and y.requires_grad:
                     pairs.append((get_gradient_edge(y), cast(Tensor, cotangent)))
@@ -354,12 +434,14 @@ class _Vjp(_Derivative):
         torch.func.vjp(of_wanted, *(cast(Tensor, inputs[i]) for i in self.wanted))
         if not pairs:
             return tuple(torch.zeros_like(cast(Tensor, inputs[i])) for i in self.wanted)
+        edges: Any
         edges, weights = zip(*pairs, strict=True)
         # Other levels have graphs of their own, so this one is freed while the gradient is computed.
-        return torch.autograd.grad(
+        found = torch_internals.gradients(
             edges, variables, weights, retain_graph=False, create_graph=torch.is_grad_enabled(),
-            allow_unused=True, materialize_grads=True,
+            unhandled=True,
         )  # fmt: skip
+        return tuple(found if self.as_tangents else materialize_grads(found, variables))
 
     def _in_small_parts(self) -> AbstractContextManager[None]:
         """Inside, parts of a block are recomputed one by one, and some operations run on slices, where
@@ -413,11 +495,15 @@ class _Jvp(_Derivative):
 
     def with_values_without_graph(self, *tensors: Tensor | None) -> tuple[Tensors, Tensors]:
         """The outputs and their tangents as constants of every derivative."""
-        with torch.no_grad():
+        known = self.call.by_tangents
+        if known is None or not known.needs_graph:
             try:
-                return self.with_values(*tensors)
+                with torch.no_grad():
+                    return self.with_values(*tensors)
             except NotImplementedError:
                 self.call.run_state.rewind()
+                if known is not None:
+                    known.needs_graph = True
         return self.with_values_detached(*tensors)
 
     def with_values_detached(self, *tensors: Tensor | None) -> tuple[Tensors, Tensors]:
@@ -448,7 +534,7 @@ class _Jvp(_Derivative):
         values: list[Tensor | None] = []
         result: list[Tensor | None] = []
 
-        def of_moved(*variables: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        def of_moved(*variables: Tensor) -> tuple[Any, tuple[Tensor, ...]]:
             arguments = list(inputs)
             for i, variable in zip(self.moved, variables, strict=True):
                 arguments[i] = variable
@@ -456,16 +542,21 @@ class _Jvp(_Derivative):
             values[:], result[:] = [None] * len(outputs), [None] * len(outputs)
             for j, y in enumerate(outputs):
                 if y is not None:
-                    (moved if is_float(y) else constant).append(j)
-            return tuple(outputs[j] for j in moved), tuple(outputs[j] for j in constant)
+                    (moved if is_float(y) and not as_tangents else constant).append(j)
+            moving = tuple(outputs[j] for j in moved) if moved else variables[0].new_zeros(())
+            return moving, tuple(outputs[j] for j in constant)
 
+        as_tangents = getattr(self.run, "as_tangents", False)
         at: Any = tuple(inputs[i] for i in self.moved)
         with forward_ad._set_fwd_grad_enabled(True):  # the mode beneath the new level
             found: Any = torch.func.jvp(of_moved, at, tangents, has_aux=True)
-        for j, value, tangent in zip(moved, *found[:2], strict=True):
-            values[j], result[j] = value, tangent
+        if moved:
+            for j, value, tangent in zip(moved, *found[:2], strict=True):
+                values[j], result[j] = value, tangent
         for j, value in zip(constant, found[2], strict=True):
             values[j] = value
+        if as_tangents:
+            result = values
         return tuple(values), tuple(result)
 
 
@@ -516,7 +607,7 @@ class _WithTangents(_Derivative):
 class Run:
     """A call of the user's function as a function of its tensors: the first run, or a later one."""
 
-    extra = frozenset[int]()
+    extra, by_tangents = frozenset[int](), None
     key = ("the forward",)  # which level it is, for calls that are equal
 
     def __init__(self, call: "_Call", body: Callable[[Tensors], Tensors]) -> None:
@@ -548,6 +639,8 @@ class _Call:
         self.fn, self.structure, self.nests, self.backend = fn, structure, nests, backend
         self.template: Any = None  # for the compiler
         self.is_part = self.slices = False
+        self.by_tangents: ByTangents | None = None
+        self.value: Tensor | None = None  # of the first run, where it is a loss
         self.parts: list[nn.Module] = []  # which are recomputed one by one
         self.constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.slots = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -624,7 +717,28 @@ class _Call:
                     f"in place, so that it cannot be run again. Change a copy, `x = x.clone()`, or "
                     f"return the new value."
                 )
-        return self._split(outputs)
+        found = self._split(outputs)
+        if self.by_tangents is not None:
+            # a copy: the memory of torch's mse_loss is that of all its terms
+            self.value = torch_internals.unwrap(found[0]).detach().clone()
+        return found
+
+    def check_value(self, again: Tensor) -> None:
+        """Raise for a loss that is another one when it is run again. A device would be waited for."""
+        first, again = self.value, torch_internals.unwrap(again)
+        if (
+            self.by_tangents is None
+            or first is None
+            or not first.is_cpu
+            or first.shape != again.shape
+        ):
+            return
+        if bool(first.isfinite().all()) and not agree(first, again, SUMS):
+            raise NondeterministicError(
+                f"{self.by_tangents.option}: expected a loss that is the same when it is run again, "
+                f"got {first.tolist()} and {again.tolist()}. Look for random numbers that are not "
+                "torch's (NumPy, random), and for modules that count or keep statistics."
+            )
 
     def _watching_parts(self, tensors: Tensors) -> Any:
         """Runs the function, and sees which parts of its modules can be recomputed alone."""

@@ -17,6 +17,7 @@ from torch.autograd import forward_ad, grad_mode
 from torch.overrides import TorchFunctionMode
 
 from hoglib._core import torch_internals
+from hoglib._core.ambient import AMBIENT
 from hoglib._core.torch_library import OPERATORS
 from hoglib.errors import UnsupportedError
 
@@ -65,6 +66,8 @@ def follow_grad_mode(enabled: bool) -> None:
     end is not known, leaves tangents on.
     """
     frame: Any = sys._getframe(2)
+    while frame.f_code.co_name == "__torch_function__":  # of other modes
+        frame = frame.f_back
     while frame.f_back is not None and frame.f_back.f_globals is vars(grad_mode):
         frame = frame.f_back  # no_grad is made of set_grad_enabled
     name, manager = frame.f_code.co_name, frame.f_locals.get("self")
@@ -73,7 +76,8 @@ def follow_grad_mode(enabled: bool) -> None:
         enabled = vars(manager).pop("_tangents", enabled)
     elif managed:
         vars(manager).setdefault("_tangents", torch._C._is_fwd_grad_enabled())
-    if (name == "__init__" or not managed) and torch_internals.running_backward() != -1:
+    of_backward = torch_internals.running_backward() != -1 and not AMBIENT.recomputing
+    if (name == "__init__" or not managed) and of_backward:
         return
     torch._C._set_fwd_grad_enabled(enabled)
 

@@ -565,6 +565,11 @@ def is_once_differentiable(function: type[Function]) -> bool:
     return hasattr(rule, "__wrapped__") and made_by == torch_function.__file__
 
 
+def has_forward_mode(function: type[Function]) -> bool:
+    """Whether `torch.func.jvp` can differentiate a custom Function."""
+    return function.jvp is not Function.jvp and function.setup_context is not Function.setup_context
+
+
 class SuspendedMode:
     """Inside, the innermost mode that sees torch's functions is not there, if it is of this class.
 

@@ -22,6 +22,7 @@ from hoglib._core.autograd import (
     check_uses_given_params,
     fresh_leaves,
     materialize_grads,
+    no_forward_mode,
     vjp,
     without_graph,
 )
@@ -36,7 +37,6 @@ from hoglib.curvature.linear_map import (
     LinearMap,
     forward_over_reverse,
     in_double,
-    no_forward_mode,
     reverse_over_reverse,
 )
 
@@ -274,7 +274,7 @@ def forward_then_reverse(composite: CompositeLoss) -> LinearMap:
         try:
             every, tangents, value = composite.with_value(run)
         except (RuntimeError, NotImplementedError, AssertionError) as error:
-            raise no_forward_mode(caller, "forward", error) from error
+            raise no_forward_mode(f"{caller}(mode='forward')", error) from error
         if not create_graph:
             tangents = [t.detach() for t in tangents]
         weighted = composite.metric.at(composite, every)(tangents, False)

@@ -10,7 +10,13 @@ from torch import Tensor
 
 from hoglib import errors
 from hoglib._core import pytree, torch_forward_mode, torch_internals, validation
-from hoglib._core.autograd import Vector, clone_inference_tensors, fresh_leaves, vjp
+from hoglib._core.autograd import (
+    Vector,
+    clone_inference_tensors,
+    fresh_leaves,
+    no_forward_mode,
+    vjp,
+)
 from hoglib._core.gradient_graph import check_custom_functions, graph_summary, half_dtypes
 from hoglib._core.placement import WHOLE, Placement, refuse_sharded
 from hoglib._core.problem import Options, Policy, Problem
@@ -18,7 +24,6 @@ from hoglib._core.tolerances import TOLERANCES
 from hoglib._core.torch_modes import ActiveStandIns, value_checks_on, without_stand_ins
 from hoglib._core.trust import found_once
 from hoglib.capture.within import within_compile
-from hoglib.curvature.linear_map import no_forward_mode
 from hoglib.ring import ring, run, warn_if_derivatives_not_finite
 from hoglib.stand_ins.mode import run_operator
 from hoglib.verification.function_rules import offers_jvp
@@ -175,7 +180,7 @@ def _value_and_tangent(
             try:
                 found = by_forward(function, leaves, vector)
             except (RuntimeError, NotImplementedError, AssertionError) as error:
-                reason = no_forward_mode(CALLER, FORWARD, error)
+                reason = no_forward_mode(f"{CALLER}(mode='{FORWARD}')", error)
                 if not isinstance(reason, errors.UnsupportedError) or mode == FORWARD or inside:
                     raise reason from error
                 found = by_reverse(function, leaves, vector, create_graph)

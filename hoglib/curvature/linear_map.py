@@ -10,19 +10,19 @@ from torch import Tensor
 
 from hoglib._core import finite_differences, torch_forward_mode, torch_internals, validation
 from hoglib._core.autograd import (
-    NOT_DIFFERENTIABLE,
     Gradient,
     Vector,
     check_uses_given_params,
     fresh_leaves,
     gradient_with_graph,
     materialize_grads,
+    no_forward_mode,
     vjp,
 )
 from hoglib._core.gradient_graph import check_custom_functions, graph_bytes, graph_summary
 from hoglib._core.problem import Policy, Problem
 from hoglib._core.state import RandomState
-from hoglib.errors import ArgumentValueError, HoglibError, NoSecondDerivative, UnsupportedError
+from hoglib.errors import ArgumentValueError, NoSecondDerivative, UnsupportedError
 
 DIFFERENCES = "finite-differences"
 
@@ -123,32 +123,6 @@ def check_policy(policy: Policy, kind: CurvatureKind) -> Policy:
             "passes are compiled, got dual tensors. Leave out mode or compile."
         )
     return policy
-
-
-def no_forward_mode(caller: str, mode: str, error: Exception) -> Exception:
-    """What to raise for an error in forward mode: explained, where torch lacks a derivative."""
-    words = (
-        *NOT_DIFFERENTIABLE,
-        "ZeroTensor",
-        "jvp",
-        "autocast",
-        "forward mode AD",
-        "functorch transform",
-        "set a forward gradient",  # of another size or layout
-        "flat_bdims",  # a Function without a jvp, under vmap
-        "view size is not compatible",  # rules that view tangents of any layout
-        "do not have strides",  # sparse layouts, within torch.func
-    )
-    if isinstance(error, HoglibError) or not any(word in str(error) for word in words):
-        return error
-    hint = ""
-    if "ZeroTensor" in str(error):
-        hint = " torch's mse_loss is such an operation: leave stand_ins at True."
-    return UnsupportedError(
-        f"{caller}(mode='{mode}'): expected operations that torch can differentiate in forward mode, "
-        f"got an error from one: {str(error).splitlines()[0]}{hint} Outside of torch.func transforms "
-        "use the reverse mode."
-    )
 
 
 REVERSE, FORWARD = "reverse-over-reverse", "forward-over-reverse"
@@ -257,7 +231,7 @@ def forward_over_reverse(problem: Problem) -> LinearMap:
                     before.restore()
                     value, product = in_forward_mode(vector, True)
         except (RuntimeError, NotImplementedError, AssertionError) as error:
-            raise no_forward_mode(policy.caller, FORWARD, error) from error
+            raise no_forward_mode(f"{policy.caller}(mode='{FORWARD}')", error) from error
         if not (policy.create_graph or inside):  # a graph is then of tensors from elsewhere
             check_uses_given_params(graph_summary(value), leaves, policy.caller)
         return value, product

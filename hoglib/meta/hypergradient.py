@@ -3,6 +3,7 @@ whether those by weights of examples predict what a training without some of the
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Unpack, get_args
@@ -28,11 +29,12 @@ from hoglib.curvature.linear_operator import ProgressBar
 from hoglib.errors import ArgumentValueError, UnsupportedError
 from hoglib.meta.checkpoints import OnDisk, check_directory, digest
 from hoglib.meta.implicit import Residual, Solver, check_used, implicit_gradient, implicit_graph
+from hoglib.meta.inner_loop import check_mixed, mixed
 from hoglib.meta.training import Replay, Training, TrainingOptions, add, detached, pullback
 from hoglib.ring import ring
 
 Method = Literal["unrolled", "cg", "neumann"]
-TrainingMemory = Literal["store", "remat", "checkpoint", "disk"]
+TrainingMemory = Literal["store", "remat", "checkpoint", "disk", "mixed"]
 Schedule = Literal["sqrt", "log"]
 MOVES = 1e-5  # of the outer loss: what rounding of the parameters may move it by
 EXACT = 1e-12  # rounding of float64, which amplified likewise does no harm
@@ -96,7 +98,8 @@ def hypergradient(
             regulariser, data, learning rates, an initial point.
         method: "unrolled", "cg" (conjugate gradients) or "neumann" (the Neumann series).
         memory: What "unrolled" keeps for backward: "store" the graph of every step; "remat" the
-            parameters (with the state of the rule) after every step; "checkpoint" those of a few
+            parameters (with the state of the rule) after every step; "mixed" the same, with gradients
+            differentiated forward over reverse, which holds less of a step; "checkpoint" those of a few
             steps, by the schedule; "disk" the same in files of the directory. All but "store" hold
             the graph of one step at a time, and compare each step that is run again with the training,
             bit for bit; on a device to rounding, unless `torch.use_deterministic_algorithms(True)`.
@@ -129,7 +132,8 @@ def hypergradient(
         NotPositiveDefiniteError: for "cg" at a theta* that is not a minimum of inner.
         NondeterministicError: for a training that is not the same when it is run again.
         OutputError: for a directory that cannot be written to, and for a full disk.
-        UnsupportedError: for create_graph=True with method "unrolled", and inside `torch.func`.
+        UnsupportedError: for create_graph=True with method "unrolled", inside `torch.func`, and with
+            memory="mixed" for an operation without a forward mode.
 
     References:
         Maclaurin, Duvenaud and Adams, Gradient-based Hyperparameter Optimization through Reversible
@@ -160,7 +164,7 @@ def hypergradient(
             "order use method='cg' at a minimum, or take outer at `hoglib.meta.adapt(...)`."
         )
     training = Training.of("hypergradient", outer, inner, params, hyper, options, method, truncate)
-    _check_together(memory, schedule, method, training.progress)
+    _check_together(memory, schedule, method, training)
     solver = None
     if method != "unrolled":
         solver = Solver(method, iterations, damping, tol, step_size)
@@ -171,7 +175,9 @@ def hypergradient(
         elif memory == "store":
             found = _unrolled(training, at)
         else:
-            found = _replayed(training, at, "remat" if memory == "remat" else schedule, where)
+            every = memory in ("remat", "mixed")
+            replayed = replace(training, mixed=mixed() if memory == "mixed" else None)
+            found = _replayed(replayed, at, "remat" if every else schedule, where)
         leaves, form = pytree.flatten(at)
 
         def again(*own: Tensor) -> Tensor:
@@ -274,9 +280,11 @@ def _implicit(training: Training, hyper: Any, solver: Solver, graph: bool) -> Hy
     return Hypergradient(value, grads, params, residual)
 
 
-def _check_together(memory: str, schedule: str, method: str, progress: bool) -> None:
+def _check_together(memory: str, schedule: str, method: str, training: Training) -> None:
     """Raise for options that do not go with how steps are differentiated."""
     replayed = memory != "store" and method == "unrolled"
+    if memory == "mixed":
+        check_mixed("hypergradient", training.policy)
     if memory == "disk" and not replayed:
         raise ArgumentValueError(
             f"memory: expected 'store' with method={method!r}, which differentiates no steps, got "
@@ -287,10 +295,11 @@ def _check_together(memory: str, schedule: str, method: str, progress: bool) -> 
             f"schedule: expected memory='checkpoint' or 'disk' with schedule={schedule!r}, got "
             f"memory={memory!r}, which keeps every step."
         )
-    if progress and not replayed:
+    if training.progress and not replayed:
         raise ArgumentValueError(
-            "progress: expected method='unrolled' with memory='remat', 'checkpoint' or 'disk', which "
-            f"differentiate one step at a time, got method={method!r} with memory={memory!r}."
+            "progress: expected method='unrolled' with memory='remat', 'mixed', 'checkpoint' or "
+            "'disk', which differentiate one step at a time, got method="
+            f"{method!r} with memory={memory!r}."
         )
 
 

@@ -8,6 +8,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from math import isqrt
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -18,17 +19,17 @@ from torch.autograd.graph import disable_saved_tensors_hooks
 from hoglib._core import autograd, closures, pytree, torch_internals, validation
 from hoglib._core.gradient_graph import check_custom_functions, graph_summary
 from hoglib._core.problem import Policy
-from hoglib._core.recomputation import inside_recomputation, recompute
+from hoglib._core.recomputation import ByTangents, inside_recomputation, recompute
 from hoglib._core.swap import Params
 from hoglib._core.torch_modes import without_stand_ins
-from hoglib.errors import NonFiniteError, NoSecondDerivative
+from hoglib.errors import ArgumentValueError, NonFiniteError, NoSecondDerivative
 from hoglib.functional import FunctionalLoss
 from hoglib.meta.gradient_transformation import GradientTransformation
 from hoglib.ring import ring
 
 Loss = Callable[[Params, Any], Tensor]
 LossWithNotes = Callable[[Params], tuple[Tensor, Any]]
-Memory = Literal["store", "remat", "checkpoint"]
+Memory = Literal["store", "remat", "checkpoint", "mixed"]
 RECOMPUTES = (
     "expected a model whose graph keeps its tensors, got one with saved-tensor hooks, as "
     "torch.utils.checkpoint has: a later backward would recompute it with the model's own "
@@ -111,7 +112,9 @@ def adapt(
         memory: What is kept for backward. "store": the graph of every step. "remat": the parameters
             after every step, which is run again in backward. "checkpoint": the parameters after
             every sqrt(steps)-th step and, during backward, the graphs of as many steps, which needs
-            least where parameters outweigh activations. Longer trainings are for `hypergradient`.
+            least where parameters outweigh activations. "mixed": the parameters after every step, whose
+            gradient is differentiated forward over reverse, as MAML's; it runs inside
+            `hoglib.second_order()`. Longer trainings are for `hypergradient`.
 
     Returns:
         The parameters after the last step, in the structure of params.
@@ -121,6 +124,8 @@ def adapt(
             that is ``@once_differentiable``.
         ArgumentValueError: for another ``memory`` than "store" with a loss or rule that closes over
             tensors, since their gradients would be lost.
+        UnsupportedError: with "mixed", for an operation without a forward mode.
+        NondeterministicError: with "mixed", for a loss that is another one when it is run again.
 
     References:
         Finn, Abbeel and Levine, Model-Agnostic Meta-Learning, 2017; Shaban et al., Truncated
@@ -136,18 +141,22 @@ def adapt(
     validation.at_least("steps", steps, 0)
     validation.none_or_at_least("truncate", truncate, 0)
     validation.one_of("memory", memory, get_args(Memory))
-    rest, modules = ({}, []) if memory == "store" else _lifted_from(loss, rule, params)
+    lifted: Any = ({}, [], []) if memory == "store" else _lifted_from(loss, rule, params)
+    rest, modules, drawn_from = lifted
     constant = lambda i: first_order or is_truncated(i, steps, truncate)  # noqa: E731
-    inner = InnerSteps(_value_of(loss), lambda i, _: rule, constant)
-    with _ring("adapt"):
+    inner = InnerSteps(_value_of(loss), lambda i, _: rule, constant, generators=drawn_from)
+    with _ring("adapt", stand_ins=memory == "mixed"):
         params, batch = autograd.clone_inference_tensors((params, batch))
         constants, modes = (batch, rest, modules), _modules_of(loss, modules)
         return unroll(inner, steps, params, constants, memory, modes).params
 
 
-def _ring(caller: str) -> ring:
-    """Stand-ins and grad mode are those of the caller, since the result has the caller's graph."""
-    return ring(Policy(caller, stand_ins=False), gradients=autograd.outside_inference_mode)
+def _ring(caller: str, stand_ins: bool = False) -> ring:
+    """Stand-ins and grad mode are those of the caller, since the result has the caller's graph.
+
+    stand_ins: on, for a graph of Functions that run the loss again in forward mode.
+    """
+    return ring(Policy(caller, stand_ins=stand_ins), gradients=autograd.outside_inference_mode)
 
 
 def _value_of(loss: Loss) -> Callable[[int, Params, Any], tuple[Tensor, Any]]:
@@ -183,6 +192,9 @@ class InnerSteps(NamedTuple):
     constant: Callable[[int], bool] = lambda _: False
     # (i, params, constants): the weighted outer loss after step i, if it has one
     outer: Callable[[int, Params, Any], Tensor | None] | None = None
+    mixed: ByTangents | None = None  # how the gradients of steps are differentiated
+    modes_of: Any = ()  # modules whose train or eval mode a recomputation restores
+    generators: Any = ()  # whose numbers it draws again
 
     def step(
         self, i: int, params: Params, state: Any, constants: Any, *, alone: bool = False,
@@ -200,12 +212,23 @@ class InnerSteps(NamedTuple):
         def loss(params: Params) -> tuple[Tensor, Any]:
             return self.loss(i, params, constants)
 
+        if self.mixed is not None and not self.constant(i):
+            loss, alone = partial(self._mixed_loss, i, constants), False
         grad = _grad_by_transform if torch_internals.transforms_active() else _grad
         constant = self.constant(i)
         check = i == 0 and not constant  # of custom Functions: the first step does for all
         g, found = grad(loss, params, constant=constant, check=check, alone=alone, made=made)
         params, state = self.rule(i, constants).update(params, g, state)
         return params, state, found
+
+    def _mixed_loss(self, i: int, constants: Any, params: Params) -> tuple[Tensor, Any]:
+        """The loss of step i, of whose graph its parameters are kept."""
+        loss, lifted = _lift_tensors(self.loss, constants)
+        value, notes = recompute(
+            loss, i, params, lifted, generators=self.generators, modes_of=self.modes_of, nests=True,
+            by_tangents=self.mixed,
+        )  # fmt: skip
+        return value, pytree.map_tensors(Tensor.detach, notes)
 
     def run(self, start: int, end: int, carry: Any, constants: Any) -> tuple[Any, list[Any]]:
         """Steps start to end: (params, state, sum of outer losses), and each loss with its notes."""
@@ -229,6 +252,8 @@ def unroll(
     modes_of: modules whose train or eval mode is restored for a recomputation.
     """
     carry = params, inner.rule(0, constants).init(params) if steps else {}, None
+    if memory == "mixed":
+        inner, memory = inner._replace(mixed=mixed(), modes_of=modes_of), "store"
     run: Callable[..., Any] = inner.run
     if memory != "store":
         run, constants = _lift_tensors(run, constants)
@@ -240,10 +265,32 @@ def unroll(
         if memory == "store" or constant(begin):  # a constant gradient has no graph to be saved
             carry, new = run(begin, end, carry, constants)
         else:
-            carry, new = recompute(run, begin, end, carry, constants, modes_of=modes_of, nests=True)
+            carry, new = recompute(
+                run, begin, end, carry, constants, generators=inner.generators, modes_of=modes_of,
+                nests=True,
+            )  # fmt: skip
         found, begin = [*found, *new], end
     adapted, _, outer = carry
     return Unrolled(adapted, outer, [loss for loss, _ in found], [notes for _, notes in found])
+
+
+def check_mixed(caller: str, policy: Policy) -> None:
+    """Raise for options of an evaluation that do not go with memory="mixed"."""
+    if policy.one_graph:
+        raise ArgumentValueError(
+            f"{caller}(memory='mixed', compile=...): expected steps that are run again, got a graph of "
+            "all, of which the compiler decides what is kept. Leave out one of the two, or add remat=."
+        )
+    if not policy.stand_ins:
+        raise ArgumentValueError(
+            f"{caller}(memory='mixed', stand_ins=False): expected stand-ins, without which no_grad "
+            "stops no tangents, got none. Leave out stand_ins, or take memory='remat'."
+        )
+
+
+def mixed() -> ByTangents:
+    """The gradients of one loop with memory="mixed"."""
+    return ByTangents("memory='mixed'", "Take memory='remat'.")
 
 
 def _grad(
@@ -353,8 +400,8 @@ def _lift_tensors(run: Callable[..., Any], constants: Any) -> tuple[Callable[...
     def is_lifted(leaf: Any) -> bool:
         return isinstance(leaf, Tensor | nn.Module)
 
-    def run_lifted(start: int, end: int, carry: Any, lifted: list[Any]) -> Any:
-        return run(start, end, carry, pytree.filled(constants, lifted, is_lifted))
+    def run_lifted(*args: Any) -> Any:
+        return run(*args[:-1], pytree.filled(constants, args[-1], is_lifted))
 
     return run_lifted, [*filter(is_lifted, pytree.leaves(constants))]
 
@@ -365,13 +412,16 @@ def _modules_of(loss: Loss, modules: Sequence[nn.Module]) -> list[nn.Module]:
     return [part for module in (*models, *modules) for part in module.modules()]
 
 
-def _lifted_from(loss: Loss, rule: Any, params: Params) -> tuple[Params, list[nn.Module]]:
-    """The model's other parameters and the modules that a loss reads, as inputs of a recomputation."""
-    closures.refuse("adapt(rule=...)", rule.update)
+def _lifted_from(
+    loss: Loss, rule: Any, params: Params
+) -> tuple[Params, list[nn.Module], list[torch.Generator]]:
+    """The model's other parameters and the modules that a loss reads, as inputs of a recomputation, and
+    the generators that it draws from."""
+    drawn_from = closures.refuse("adapt(rule=...)", rule.update)
     if not isinstance(loss, FunctionalLoss):
-        closures.refuse("adapt", loss)
-        return {}, []
+        return {}, [], [*drawn_from, *closures.refuse("adapt", loss)]
     own = loss.model.named_parameters()
     rest: Params = {n: p for n, p in own if p.requires_grad and n not in params}
     criterion = loss.user_criterion
-    return rest, [criterion] if isinstance(criterion, nn.Module) else []
+    drawn_from += closures.generators(criterion)
+    return rest, [criterion] if isinstance(criterion, nn.Module) else [], drawn_from

@@ -627,6 +627,7 @@ def refuse_settings(what: str, loop: ModuleLoop, start: MetaParams) -> None:
     for setting, given, instead in (
         ("over_tasks='vmap'", loop.options.over_tasks == "vmap", "use 'loop'"),
         (f"compile={compiled!r}", compiled, "leave compile out"),
+        ("memory='mixed'", loop.options.memory == "mixed", "use 'remat'"),
         ("batch_norm='per_step'", loop.statistics is not None, "use 'by_mode' or 'frozen'"),
         ("learn_lr=...", loop.rates is not None, "leave learn_lr out"),
         ("rule=...", not isinstance(loop.rule, str), "name a rule, whose steps are elementwise"),

@@ -50,8 +50,12 @@ class MAML(Learner):
         memory: What is kept for backward. "store": the graph of every inner step. "remat": the
             parameters after every step, at about 1.6 times the time. "checkpoint": the parameters
             after every sqrt(steps)-th step and the graphs of as many, which needs least where
-            parameters outweigh activations. All give the same gradient to rounding. Models that
-            contain torch.utils.checkpoint are run by "remat".
+            parameters outweigh activations. "mixed": as "remat", but the gradient of a step is
+            differentiated forward over reverse, with a loss and its tangents in memory instead of the
+            graph of the gradient; for attention and, with remat, deep models, whose operations all
+            have a forward mode, and best with over_tasks="loop". All give the same gradient to
+            rounding ("mixed" may draw other dropout masks). Models that contain torch.utils.checkpoint
+            are run by "remat".
         learn_lr: Learn the inner learning rates: one for the "model", each "layer", each
             "parameter" or each "element" (Meta-SGD). Default: the rate is fixed.
         lr_per_step: Learn separate rates for each inner step (MAML++).
@@ -73,7 +77,8 @@ class MAML(Learner):
         ArgumentTypeError, ArgumentValueError: for an argument that is not as described here.
         NoSecondDerivative: in loss and adapt, for a custom Function that is
             ``@once_differentiable``, and for a loss that does not depend on the parameters.
-        UnsupportedError: in loss, with compile, for a model whose graph cannot be captured.
+        UnsupportedError: in loss, with compile, for a model whose graph cannot be captured, and with
+            memory="mixed" for one without a forward mode.
 
     References:
         Finn, Abbeel and Levine, Model-Agnostic Meta-Learning, 2017, algorithm 1; Li et al.,

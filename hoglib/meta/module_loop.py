@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, final, get_args
 import torch
 from torch import Tensor, nn
 
-from hoglib._core import problem, pytree, torch_internals, validation
+from hoglib._core import closures, problem, pytree, torch_internals, validation
 from hoglib._core.autograd import materialize_grads, without_graph
 from hoglib._core.placement import WHOLE, Placement
 from hoglib._core.problem import EvaluationOptions, Policy
@@ -29,6 +29,7 @@ from hoglib.meta.inner_loop import (
     InnerSteps,
     Memory,
     Unrolled,
+    check_mixed,
     is_truncated,
     refuse_saved_tensor_hooks,
     unroll,
@@ -135,6 +136,8 @@ class LoopOptions:
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
+        if self.memory == "mixed":
+            check_mixed(self.caller, self.policy)
         if self.policy.compiles_blocks and self.over_tasks == "vmap":
             raise ArgumentValueError(
                 "MAML: expected over_tasks='loop' or 'auto' with remat= and compile=, got 'vmap', in "
@@ -297,6 +300,8 @@ class ModuleLoop:
         rest = {n: p for n, p in start.model.items() if n not in params}
         modules = [*self.criterion_loss.model.modules(), *self.learned_modules.modules()]
         constants = start._replace(model=rest), support, query
+        criteria = [x.user_criterion for x in (self.criterion_loss, self.inner_criterion_loss)]
+        inner = inner._replace(generators=closures.generators(*criteria))
         return partial(unroll, inner, steps, params, constants, self.options.memory, modules)
 
     def inner_value(self, start: MetaParams, params: Params, support: Any, step: int) -> Tensor:

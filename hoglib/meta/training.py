@@ -30,6 +30,7 @@ from hoglib._core import closures, pytree, validation
 from hoglib._core.autograd import clone_inference_tensors
 from hoglib._core.call_errors import binding_error, function_name
 from hoglib._core.problem import Policy, check_option_names
+from hoglib._core.recomputation import ByTangents
 from hoglib._core.state import (
     GeneratorStates,
     preserve_random_state,
@@ -115,8 +116,7 @@ class Passes(Batches):
     def __init__(self, source: Iterable[Any], steps: int | None, count: int | None) -> None:
         super().__init__(None)
         self.given, self._source, self.count = True, source, count
-        held = (capture.value for capture in closures.held(source))
-        self._generators = [value for value in held if isinstance(value, torch.Generator)]
+        self._generators = closures.generators(source)
         self._starts = [(0, self._random())]  # of the passes: the first step, and the random state
         self._kept: dict[int, Any] = {}
         self._window = isqrt(steps or count or 1) + 2
@@ -190,6 +190,7 @@ class Training:
     batches: Batches
     progress: bool = False
     truncate: int | None = None
+    mixed: ByTangents | None = None
 
     @classmethod
     def of(
@@ -230,7 +231,8 @@ class Training:
             lambda i, params, hyper: (self.value(params, hyper, self.batches.at(i)), ()),
             lambda _, hyper: resolve_rule(self.rule, hyper, {}),
             lambda i: inner_loop.is_truncated(i, self.count, self.truncate),
-        )
+            mixed=self.mixed, generators=self.generators() if self.mixed else (),
+        )  # fmt: skip
 
     def initial(self, hyper: Any) -> Any:
         """The parameters before the first step."""
@@ -248,8 +250,7 @@ class Training:
 
     def generators(self) -> list[torch.Generator]:
         """The generators that the loss and the rule draw from, besides torch's own."""
-        held = (c.value for fn in (self.inner, self.rule) for c in closures.held(fn))
-        return [value for value in held if isinstance(value, torch.Generator)]
+        return closures.generators(self.inner, self.rule)
 
     def check_finite(self, losses: list[Tensor], value: Tensor | None = None) -> None:
         """Raise for a loss of a step, or an outer one, that is not finite."""

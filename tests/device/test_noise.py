@@ -234,7 +234,7 @@ ROWS = {
     **{
         f"{call.__name__}, {memory}": partial(call, memory)
         for call in (maml, hypergradient)
-        for memory in ("store", "remat", "checkpoint")
+        for memory in ("store", "remat", "checkpoint", "mixed")
     },
 }  # fmt: skip
 OTHERS = "multi_step_weights", "shard"  # no tensors, processes

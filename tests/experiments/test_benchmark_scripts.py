@@ -14,6 +14,7 @@ from experiments.benchmarks import (
     audit,
     depth,
     entering,
+    inner_loops,
     kfac,
     language_models,
     laplacian,
@@ -152,6 +153,12 @@ def test_the_stand_ins_have_every_row():
     ]  # fmt: skip
     rows = stand_ins.beside_torch(1, small=True)
     assert len(rows) == len(stand_ins.stand_ins(small=True))
+
+
+def test_inner_loops_have_a_row_for_each_memory(printed):
+    lines = printed(inner_loops)
+    assert len(lines) == len(inner_loops.NETWORKS) * len(inner_loops.MEMORY) + 2
+    assert max(errors_of(lines)) < 1e-5
 
 
 def test_remat_prints_a_row_for_each_method_and_order(printed):

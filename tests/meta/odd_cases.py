@@ -207,6 +207,7 @@ CASES: dict[str, Any] = {
     "numbers": lambda: Case(Fn(lambda net, x: net.a * torch.tanh(net.b * x[:, :2]), a=nn.Parameter(torch.tensor(0.7)), b=nn.Parameter(torch.tensor(1.3))), x4),
     "in place": lambda: Case(Fn(in_place, **linears()), x4),
     "writes buffers": lambda: Case(Fn(counts, calls=torch.zeros(()), seen=torch.zeros(()), **linears()), x4),
+    "constants": lambda: Case(hidden(nn.Linear(4, 4), lambda net, h: h.detach() * torch.no_grad()(torch.sin)(h) * (torch.set_grad_enabled(False), h.exp(), torch.set_grad_enabled(True))[1] * h), x4, differences=False),
     "branches": lambda: Case(hidden(nn.Linear(4, 4), lambda net, h: h.sin() if h.sum() > 0 else h.tanh()), x4, vmap=False),
     "forward hooks": lambda: Case(hooked(), x4),
     "checkpoint": lambda: Case(Fn(lambda net, x: net.head(checkpointed(net, net.a(x))), more=nn.Linear(4, 4), **linears()), x4, vmap=False),

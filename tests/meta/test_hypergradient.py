@@ -12,6 +12,7 @@ F64 = torch.float64
 WAYS = {
     "store": {},
     "remat": {"memory": "remat"},
+    "mixed": {"memory": "mixed"},
     "checkpoint": {"memory": "checkpoint"},
     "checkpoint, log": {"memory": "checkpoint", "schedule": "log"},
     "disk": {"memory": "disk"},
@@ -238,6 +239,7 @@ ERRORS = {
     "fewer batches than steps": (lambda: hypergradient(batches=BATCHES[:2]), ValueError, "one for each of 6 steps, got 2"),
     "integers": (lambda: hypergradient({**HYPER, "rho": torch.tensor(1)}), TypeError, "rho"),
     "hyper from outside": (from_outside, RuntimeError, "depends on hyper, got none that does"),
+    "hyper from outside, mixed": (lambda: from_outside(memory="mixed"), RuntimeError, "depends on hyper, got none"),
     "hyper from outside, of a minimum": (lambda: from_outside(method="cg"), RuntimeError, "depends on hyper"),
     "hyper from outside that requires grad": (
         lambda: from_outside({**HYPER, "rho": HYPER["rho"].clone().requires_grad_()}), RuntimeError, "from elsewhere",

@@ -20,7 +20,7 @@ from tests.oracles import random_like, relative
 from tests.refused import refused
 from tests.tensors import randn as rand
 
-MEMORY = ["store", "remat", "checkpoint"]
+MEMORY = ["store", "remat", "checkpoint", "mixed"]
 MAPPED = pytest.mark.parametrize("over_tasks", ["loop", "vmap"])
 
 

@@ -1,16 +1,24 @@
 """What store, remat and checkpoint keep, and that what changes meanwhile does not change backward."""
 
+import random
+from functools import partial
+from itertools import product
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import hoglib as hog
+from experiments.benchmarks.memory import _Watch, peak_bytes
+from tests.functions import OnceDifferentiable, Sine
 from tests.meta.networks import as_list, image_tasks, meta_gradient, network
-from tests.models import Checkpointed
+from tests.models import Checkpointed, Fn
 from tests.oracles import relative
+from tests.refused import refused
+from tests.rows import rows
 
-MEMORY = ["store", "remat", "checkpoint"]
+MEMORY = ["store", "remat", "checkpoint", "mixed"]
 # with Adam's own eps a step is a sign, almost, whose slopes differences cannot follow
 RULES = {"sgd": {"inner_lr": 0.05}, "adam": {"inner_lr": 0.02, "rule_options": {"eps": 0.1}}}
 STEPS = 3
@@ -52,6 +60,61 @@ def test_adapt_is_differentiable_twice_whatever_changes_after_it(memory):
         g = torch.autograd.grad(loss, params, create_graph=True)
         found.append([*g, *torch.autograd.grad(sum(x.square().sum() for x in g), params)])
     assert relative(*found) < 1e-12
+
+
+@rows("memory, of", product(MEMORY[1:], ["model", "criterion", "adapt"]))
+def test_generators_draw_again_and_data_is_a_constant(memory, of):
+    drawn, x = torch.Generator(), torch.randn(5, 2, dtype=torch.float64)
+    loss = lambda out, x: (out * torch.rand(5, 2, generator=drawn)).sin().square().sum()  # noqa: E731
+    model = Fn(lambda net, x: net.a(x) * net.a(x).data, a=nn.Linear(2, 2)).double()
+    if of == "model":
+        model = Fn(lambda net, x: net.a(x * torch.rand(5, 2, generator=net.drawn)).sin(), a=model.a)
+        model.drawn, loss = drawn, F.mse_loss
+    found, w = [], x[0].clone().requires_grad_()
+    for kind in ("store", memory):
+        drawn.manual_seed(0)
+        if of == "adapt":
+            of_params = lambda p, x: loss(x * p, x)  # noqa: E731
+            adapted = hog.meta.adapt(of_params, w, x, hog.meta.sgd(0.1), steps=3, memory=kind)
+            found.append(torch.autograd.grad(adapted.sum(), w))
+        else:
+            maml = hog.MAML(model, loss, inner_steps=3, memory=kind, over_tasks="loop")
+            found.append(meta_gradient(maml, [((x, x), (x, x))]))
+    assert relative(*found) < 1e-12
+
+
+def mixed(layer=lambda h: h, **options):
+    model = nn.Sequential(
+        nn.Flatten(),
+        Fn(lambda net, x: net.b(layer(net.a(x))), a=nn.Linear(16, 6), b=nn.Linear(6, 2)),
+    )
+    return learner(model.double(), "sgd", memory="mixed", **options).loss(image_tasks())
+
+
+GENERATOR = random.Random(0)
+test_what_mixed_refuses = refused({
+    "compile": (lambda: mixed(compile="eager"), ValueError, "a graph of all.*Leave out one of the two"),
+    "no stand-ins": (lambda: mixed(stand_ins=False), ValueError, "no_grad stops no tangents.*'remat'"),
+    "no stand-ins, hypergradient": (lambda: hog.meta.hypergradient(
+        lambda p, h: p * h, lambda p, h: p * h, torch.tensor(1.0), torch.tensor(1.0), steps=1,
+        rule=hog.meta.sgd(0.1), memory="mixed", stand_ins=False), ValueError, "hypergradient.memory='mixed', stand_ins"),
+    "no jvp": (lambda: mixed(Sine.apply), RuntimeError, "got Sine, which has no forward mode. Take"),
+    "@once_differentiable": (lambda: mixed(OnceDifferentiable.apply), RuntimeError, "@once_differentiable"),
+    "differentiates inside": (lambda: mixed(lambda h: h + h.detach().requires_grad_(), over_tasks="loop"), RuntimeError, "forward mode.*requires_grad_.*Take memory='remat'"),
+    "an operation": (lambda: mixed(lambda h: torch.fake_quantize_per_tensor_affine(h, 0.1, 0, -9, 9)), RuntimeError, "expected operations that torch can differentiate in forward mode.*Take memory='remat'"),
+    "other random numbers": (lambda: mixed(lambda h: h * GENERATOR.random()), RuntimeError, "the same when it is run again.*NumPy"),
+})  # fmt: skip
+
+
+def test_mixed_holds_less_of_a_step():
+    torch.manual_seed(0)
+    layers = [nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True) for _ in range(2)]
+    batch, peaks = (torch.randn(4, 128, 16), torch.randn(4, 128, 16)), {}
+    for memory, remat in product(("remat", "mixed"), (False, True)):
+        maml = learner(nn.Sequential(*layers), "sgd", memory=memory, remat=remat, over_tasks="loop")
+        peaks[memory, remat] = peak_bytes(partial(maml.loss, [(batch, batch)]), torch.device("cpu"))
+    assert peaks["remat", False] > 1.5 * peaks["mixed", False]
+    assert peaks["remat", True] > 1.3 * peaks["mixed", True]
 
 
 @pytest.mark.parametrize("options", [{}, {"first_order": True}, {"truncate": 3}], ids=str)
@@ -117,30 +180,15 @@ def test_adapted_parameters_and_checkpoints_raise_where_they_would_be_wrong():
 
 
 def test_remat_keeps_parameters_only():
-    """Tensors that autograd saves, beyond parameters, do not grow with the number of steps."""
-
-    def saved(memory, steps):
+    def held(memory, steps):
         maml = learner("none", "sgd", memory=memory, inner_steps=steps, over_tasks="loop")
         (support, _), *_ = as_list(image_tasks(shots=50))
-        graph = maml.adapt(support)
-        seen, visited, pending = {}, set(), [p.grad_fn for p in graph.values()]
-        while pending:
-            node = pending.pop()
-            if node is None or node in visited:
-                continue
-            visited.add(node)
-            for name in dir(node):
-                if name.startswith("_saved_") or name == "saved_tensors":
-                    found = getattr(node, name)
-                    for x in found if isinstance(found, tuple | list) else [found]:
-                        if isinstance(x, torch.Tensor):
-                            storage = x.untyped_storage()
-                            seen[storage.data_ptr()] = storage.nbytes()
-            pending += [parent for parent, _ in node.next_functions]
-        return sum(seen.values())
+        with _Watch() as watch:
+            kept = maml.adapt(support)
+        return watch.now if kept else None
 
     parameters = sum(p.numel() * 8 for p in network("none").parameters())
-    growth = {memory: saved(memory, 12) - saved(memory, 6) for memory in MEMORY}
-    assert growth["remat"] <= 6 * parameters * 1.1
+    growth = {memory: held(memory, 12) - held(memory, 6) for memory in MEMORY}
+    assert growth["remat"] <= growth["mixed"] <= 6 * (parameters + 16)  # a loss, and its weight
     assert growth["checkpoint"] < growth["remat"]
     assert growth["store"] > 3 * growth["remat"]

@@ -140,6 +140,7 @@ def refused(rank, world):
     calls = {
         "vmap": lambda: maml(over_tasks="vmap").loss(mine),
         "compile": lambda: maml(compile="eager").loss(mine),
+        "mixed": lambda: maml(memory="mixed").loss(mine),
         "rates": lambda: maml(learn_lr="layer").loss(mine),
         "rule": lambda: maml(rule=hog.meta.sgd(0.1)).loss(mine),
         "rule options": lambda: maml(rule_options={"weight_decay": torch.ones(1)}).loss(mine),
@@ -167,6 +168,7 @@ WHOLE = "expected parameters that each process holds whole"
 REFUSED = {
     "vmap": ("UnsupportedError", f"MAML(over_tasks='vmap'): {WHOLE}"),
     "compile": ("UnsupportedError", f"MAML(compile='eager'): {WHOLE}"),
+    "mixed": ("UnsupportedError", f"MAML(memory='mixed'): {WHOLE}"),
     "rates": ("UnsupportedError", f"MAML(learn_lr=...): {WHOLE}"),
     "rule": ("UnsupportedError", f"MAML(rule=...): {WHOLE}"),
     "rule options": ("UnsupportedError", f"MAML(rule_options=...): {WHOLE}"),
