@@ -56,7 +56,10 @@ def test_data_that_forward_sets_is_no_wrapper_of_the_transform(trained, change):
     params = {name: p for name, p in hog.trainable_params(model).items() if trained in name}
     by_vmap, in_turn = (rows_of(loss, params, batch, vmap=vmap) for vmap in (True, False))
     assert_close(by_vmap, in_turn)
-    products = (hog.hvp(loss, params, params, batch, mode=f"{m}-over-reverse") for m in ("forward", "reverse"))
+    products = (
+        hog.hvp(loss, params, params, batch, mode=f"{m}-over-reverse")
+        for m in ("forward", "reverse")
+    )
     assert_close(*(product for _, product in products))
     assert_close(*(hog.jvp(model, batch[0], batch[0], mode=m)[1] for m in ("forward", "reverse")))
 
