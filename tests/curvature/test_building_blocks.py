@@ -153,6 +153,6 @@ def test_no_second_derivative_is_needed_but_a_graph_is():
     with pytest.raises(errors.NoSecondDerivative, match="OnceDifferentiable"):
         J @ (Z + 1)
     with pytest.raises(
-        errors.NoSecondDerivative, match="JacobianOperator @ v: .*names the line; J.T @ u"
+        errors.NoSecondDerivative, match=r"JacobianOperator @ v: .*names the line; J.T @ u"
     ):
         hog.JacobianOperator(f(BackwardWithoutGrad), Z + 1, Z + 2) @ (Z + 1)
