@@ -54,7 +54,8 @@ def test_adapt_is_differentiable_twice_whatever_changes_after_it(memory):
     assert relative(*found) < 1e-12
 
 
-@pytest.mark.parametrize("options", [{}, {"first_order": True}, {"truncate": 3}], ids=str)
+# of 7 steps checkpoint keeps every second: the last 2 begin within a chunk
+@pytest.mark.parametrize("options", [{}, {"first_order": True}, {"truncate": 2}], ids=str)
 @pytest.mark.parametrize("memory", MEMORY[1:])
 def test_adapt_of_a_loss_is_differentiable_by_all_that_it_depends_on(memory, options):
     """By parameters that adapt, those that do not, and the batch; twice."""
