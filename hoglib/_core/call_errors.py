@@ -173,13 +173,22 @@ class translate_batch_errors(ErrorTranslation):  # noqa: N801 a context manager
     def _add_note(self, error: Exception) -> None:
         """Add to an error, such as one about shapes, which batch and which module it is about."""
         found = [f"{at}, {validation.describe(x)}" for at, x in tensors_in(self._what, self._batch)]
-        place, modules = "", raising_modules(error)
+        place, advice, modules = "", "", raising_modules(error)
         if modules:
             own, model = modules[0], modules[-1]
             name = next((name for name, module in model.named_modules() if module is own), "")
             where = f"module {name!r}" if name else "the model"
             place = f" in {where}, {type(own).__name__}({own.extra_repr()}),"
-        error.add_note(f"hoglib: raised{place} for {'; '.join(found[:6])}.")
+            dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+            if len(dtypes) == 1 and any(
+                x in str(error) for x in ("dtype", "scalar type", "type (")
+            ):
+                (dtype,) = dtypes
+                advice = (
+                    f" The parameters are {dtype}: convert the {self._what} by `.to({dtype})`, or make "
+                    "the call inside the autocast region that the tensors come from."
+                )
+        error.add_note(f"hoglib: raised{place} for {'; '.join(found[:6])}.{advice}")
 
     def _raise_if_apart(self, error: Exception | None) -> None:
         reference = self._reference
