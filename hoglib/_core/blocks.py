@@ -188,11 +188,16 @@ def _matches(roots: list[nn.Module], pattern: str) -> list[nn.Module]:
     if found and not scripted:
         return found
     own = [block for root in roots for block in repeated_blocks(root)]
+    parts = _listed([name for root in roots for name, _ in root.named_modules() if name])
     raise ArgumentValueError(
         f"remat={pattern!r}: expected a name or glob of modules of {_names(roots)}, got one that "
         + ("names scripted code, which cannot be recomputed" if scripted else "none has")
         + ". "
-        + (f"Repeated blocks, which remat=True takes: {_listed(own)}." if own else _parts(roots))
+        + (
+            f"Repeated blocks, which remat=True takes: {_listed(own)}."
+            if own
+            else f"It has {parts}."
+        )
     )
 
 
@@ -215,11 +220,6 @@ def _names(roots: Iterable[nn.Module]) -> str:
 def _listed(names: list[str]) -> str:
     shown = names if len(names) < 8 else [*names[:3], "...", names[-1]]
     return ", ".join(name if name == "..." else repr(name) for name in shown)
-
-
-def _parts(roots: list[nn.Module]) -> str:
-    names = [name for root in roots for name, _ in root.named_modules() if name]
-    return f"It has {_listed(names)}." if names else "It has no parts."
 
 
 @final

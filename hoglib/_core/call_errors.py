@@ -180,14 +180,13 @@ class translate_batch_errors(ErrorTranslation):  # noqa: N801 a context manager
             where = f"module {name!r}" if name else "the model"
             place = f" in {where}, {type(own).__name__}({own.extra_repr()}),"
             dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
-            if len(dtypes) == 1 and any(
-                x in str(error) for x in ("dtype", "scalar type", "type (")
-            ):
+            of_dtypes = any(x in str(error) for x in ("dtype", "scalar type", "type ("))
+            if of_dtypes and len(dtypes) == 1:
                 (dtype,) = dtypes
                 advice = (
-                    f" The parameters are {dtype}: convert the {self._what} by `.to({dtype})`, or make "
-                    "the call inside the autocast region that the tensors come from."
+                    f" The parameters are {dtype}: convert the {self._what} by `.to({dtype})`, or "
                 )
+                advice += "call it inside the autocast region that the tensors come from."
         error.add_note(f"hoglib: raised{place} for {'; '.join(found[:6])}.{advice}")
 
     def _raise_if_apart(self, error: Exception | None) -> None:

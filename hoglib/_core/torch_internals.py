@@ -74,10 +74,10 @@ def set_data(x: Tensor, value: Any) -> None:
         return
     if inner is not value and own is x:
         if inner.shape != value.shape:
-            raise UnsupportedError(
-                "x.data = y: expected the same y for all samples inside torch.func.vmap, got one for "
-                "each, of an x from outside. Change x outside of the derivative."
+            text = (
+                "x.data = y: expected one y for all samples of torch.func.vmap, got one for each."
             )
+            raise UnsupportedError(f"{text} Change x outside of the derivative.")
         value = inner
     x.data = value
 
@@ -624,7 +624,10 @@ def output_bytes(node: Any) -> int:
     """The bytes of what the operation of a node put out; 0 where a parameter's gradient accumulates."""
     if not node.next_functions:
         return 0
-    return sum(math.prod(map(int, x.shape)) * x.dtype.itemsize for x in node._input_metadata)
+    every = [
+        x for x in node._input_metadata if not x.is_nested_tensor
+    ]  # whose sizes it does not say
+    return sum(math.prod(map(int, x.shape)) * x.dtype.itemsize for x in every)
 
 
 def output_shapes(node: Any) -> list[tuple[int, ...]]:

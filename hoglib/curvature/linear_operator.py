@@ -134,10 +134,8 @@ class RectangularOperator(ABC):
 
     def __rmatmul__(self, v: Any) -> Any:
         if isinstance(v, Tensor) and self.T.space.is_block(v):
-            raise errors.ArgumentTypeError(
-                f"v @ A: expected one vector, got {validation.describe(v)}; of a matrix V it is "
-                "(A.T @ V.T).T."
-            )
+            text = f"v @ A: expected one vector, got {validation.describe(v)}; use (A.T @ V.T).T."
+            raise errors.ArgumentTypeError(text)
         return self.T @ v
 
     def __add__(self, other: Any) -> Any:
@@ -160,8 +158,7 @@ class RectangularOperator(ABC):
     def __sub__(self, other: Any) -> Any:
         return self + (-other) if isinstance(other, RectangularOperator) else self + other
 
-    def __rsub__(self, other: Any) -> Any:
-        return self + other
+    __rsub__ = __add__  # only operators can be added
 
     def __mul__(self, factor: Any) -> Any:
         return sum_of((as_number(factor), self))
@@ -175,10 +172,8 @@ class RectangularOperator(ABC):
         return self * (1 / number)
 
     def __rtruediv__(self, other: Any) -> Any:
-        raise errors.ArgumentTypeError(
-            f"c / A: expected a number below, got {validation.describe(self)}; `A.solve(b)` solves "
-            "A x = b."
-        )
+        text = f"c / A: expected a number for A, got {validation.describe(self)}; use `A.solve(b)`."
+        raise errors.ArgumentTypeError(text)
 
     def __neg__(self) -> Any:
         return sum_of((-1.0, self))
@@ -962,9 +957,6 @@ class ScaledSum(RectangularOperator):
 class SymmetricSum(LinearOperator, ScaledSum):
     """A sum of multiples of symmetric operators, and of the identity."""
 
-    def _transposed_products(self, rows: Tensor) -> Tensor:
-        return self._products(rows)
-
 
 def sum_of(*terms: tuple[float, RectangularOperator]) -> ScaledSum:
     """A sum of multiples of operators; a `LinearOperator` where all are."""
@@ -1084,9 +1076,8 @@ def _nystrom(S: Tensor, Y: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 def as_number(value: Any) -> float:
     if isinstance(value, RectangularOperator) or (isinstance(value, Tensor) and value.dim()):
-        raise errors.ArgumentTypeError(
-            f"factor: expected a number, got {validation.describe(value)}; a product is A @ v."
-        )
+        text = f"factor: expected a number, got {validation.describe(value)}; a product is A @ v."
+        raise errors.ArgumentTypeError(text)
     if isinstance(value, Tensor) and value.dim() == 0:
         value = value.item()
     return float(validation.number("factor", value))

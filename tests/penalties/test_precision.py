@@ -102,7 +102,7 @@ def test_in_half_precision_all_through(kind, dtype):
     assert_like_float32(gradient(model), gradient(wide), dtype)
     with pytest.raises(RuntimeError) as raised:
         KINDS[kind](model, x.float(), y.float())
-    assert f"by `.to({dtype})`, or make the call inside" in raised.value.__notes__[-1]
+    assert f"by `.to({dtype})`, or call it inside" in raised.value.__notes__[-1]
 
 
 @pytest.mark.gpu
