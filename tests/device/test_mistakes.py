@@ -23,13 +23,6 @@ def operator(loss, params, batch):
     return curvature.GGNOperator(loss, params, [batch])
 
 
-def of_tokens(model, tokens):
-    loss = hog.language_model_loss(model, head="1", shift=True)
-    outputs = loss.outputs(hog.trainable_params(model), tokens.cuda())
-    vector = [torch.ones_like(x) for x in outputs if x is not None]
-    return loss.gauss_newton(outputs, (tokens.cuda(), tokens))(vector)
-
-
 MISTAKES = {
     "hvp, batch": (lambda net, f, p, b: hog.hvp(f, p, p, b), r"batch\[0\]"),
     "hvp, targets": (lambda net, f, p, b: hog.hvp(f, p, p, (b[0].cuda(), b[1])), r"batch\[1\]"),
@@ -41,7 +34,6 @@ MISTAKES = {
     "penalty, fake": (lambda net, f, p, b: penalties.wgan_gp(net, b[0].cuda(), b[0]), "fake like"),
     "forces": (lambda net, f, p, b: penalties.forces(lambda x: net(x).sum(-1), b[0]), "points"),
     "laplacian": (lambda net, f, p, b: hog.laplacian(lambda x: net(x).sum(-1), b[0]), "inputs"),
-    "gauss_newton": (lambda *_: of_tokens(nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5)).cuda(), torch.ones(2, 4).long()), r"batch\[1\]"),
     "MAML": (lambda net, f, p, b: meta.MAML(net, cross_entropy, inner_lr=0.1).loss([(b, b)]), "batch"),
 }  # fmt: skip
 
