@@ -72,10 +72,10 @@ class RunLogger(CSVLogger):
     def discard(self) -> None:
         """Remove the folder of a new run that holds nothing yet, or its config alone."""
         folder = Path(self.log_dir)
-        if self._folder is None and {p.name for p in folder.glob("*")} <= {CONFIG}:
+        logged = self._folder is not None or getattr(self._experiment, "metrics", ())
+        if not logged and folder.exists() and {p.name for p in folder.iterdir()} <= {CONFIG}:
             (folder / CONFIG).unlink(missing_ok=True)
-            if folder.exists():
-                folder.rmdir()
+            folder.rmdir()
 
     @property
     def experiment(self) -> Any:

@@ -184,9 +184,9 @@ class translate_batch_errors(ErrorTranslation):  # noqa: N801 a context manager
             if of_dtypes and len(dtypes) == 1:
                 (dtype,) = dtypes
                 advice = (
-                    f" The parameters are {dtype}: convert the {self._what} by `.to({dtype})`, or "
+                    f" The parameters are {dtype}: convert the {self._what} by `.to({dtype})`, or call "
+                    "it inside the autocast region that the tensors come from."
                 )
-                advice += "call it inside the autocast region that the tensors come from."
         error.add_note(f"hoglib: raised{place} for {'; '.join(found[:6])}.{advice}")
 
     def _raise_if_apart(self, error: Exception | None) -> None:

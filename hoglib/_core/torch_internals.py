@@ -74,10 +74,10 @@ def set_data(x: Tensor, value: Any) -> None:
         return
     if inner is not value and own is x:
         if inner.shape != value.shape:
-            text = (
-                "x.data = y: expected one y for all samples of torch.func.vmap, got one for each."
+            raise UnsupportedError(
+                "x.data = y: expected one y for all samples of torch.func.vmap, got one for each. "
+                "Change x outside of the derivative."
             )
-            raise UnsupportedError(f"{text} Change x outside of the derivative.")
         value = inner
     x.data = value
 
@@ -624,9 +624,8 @@ def output_bytes(node: Any) -> int:
     """The bytes of what the operation of a node put out; 0 where a parameter's gradient accumulates."""
     if not node.next_functions:
         return 0
-    every = [
-        x for x in node._input_metadata if not x.is_nested_tensor
-    ]  # whose sizes it does not say
+    # the sizes of nested tensors are not in it
+    every = [x for x in node._input_metadata if not x.is_nested_tensor]
     return sum(math.prod(map(int, x.shape)) * x.dtype.itemsize for x in every)
 
 
