@@ -72,7 +72,7 @@ class RunLogger(CSVLogger):
     def discard(self) -> None:
         """Remove the folder of a new run that holds nothing yet, or its config alone."""
         folder = Path(self.log_dir)
-        logged = self._folder is not None or getattr(self._experiment, "metrics", ())
+        logged = self._folder is not None or getattr(self._experiment, "metrics", None)
         if not logged and folder.exists() and {p.name for p in folder.iterdir()} <= {CONFIG}:
             (folder / CONFIG).unlink(missing_ok=True)
             folder.rmdir()
