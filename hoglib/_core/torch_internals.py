@@ -61,8 +61,8 @@ def unwrap(tensor: Any) -> Any:
 
 
 def get_data(x: Tensor) -> Tensor:
-    """x.data: a constant of `torch.func.jvp` too, where torch leaves it its tangent."""
-    return x.detach() if forward_levels() else x.data
+    """x.data: a constant of all transforms of torch.func, where it is one of the innermost alone."""
+    return x.detach() if transforms_active() else x.data
 
 
 def set_data(x: Tensor, value: Any) -> None:
