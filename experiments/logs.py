@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning_utilities.core.rank_zero import rank_zero_only
 from matplotlib.image import imread
 
-from experiments.runs import is_rank_zero, run_folder
+from experiments.runs import CONFIG, is_rank_zero, run_folder
 
 METRICS = "metrics.csv"
 RUNS = "runs"  # the folder of all runs
@@ -68,6 +68,14 @@ class RunLogger(CSVLogger):
                 for row in _rows(file)
                 if step is None or int(row["step"]) < step
             ]
+
+    def discard(self) -> None:
+        """Remove the folder of a new run that holds nothing yet, or its config alone."""
+        folder = Path(self.log_dir)
+        logged = self._folder is not None or getattr(self._experiment, "metrics", None)
+        if not logged and folder.exists() and {p.name for p in folder.iterdir()} <= {CONFIG}:
+            (folder / CONFIG).unlink(missing_ok=True)
+            folder.rmdir()
 
     @property
     def experiment(self) -> Any:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:  # fails beside the torchvision of other libraries, where benc
     import lightning.pytorch as pl
 
 LAST = "last.ckpt"
+CONFIG = "config.yaml"  # beside a checkpoint, as Lightning names it
 SUMMARY = "summary.json"
 TABLE = "table.txt"
 

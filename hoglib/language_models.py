@@ -190,7 +190,9 @@ class LanguageModelLoss(FunctionalLoss):
 
         def product(vector: Vector) -> list[Tensor]:
             given = _by_name(outputs, vector, names)
-            return _like(outputs, _cross_entropy.gauss_newton_product(rows, g, given, names))
+            with translate_batch_errors(batch, outputs):
+                found = _cross_entropy.gauss_newton_product(rows, g, given, names)
+            return _like(outputs, found)
 
         return product
 
@@ -234,7 +236,7 @@ class LanguageModelLoss(FunctionalLoss):
         def product(vector: Vector) -> list[Tensor]:
             given = _by_name(outputs, vector, names)
             result: Any = (None, None, None)
-            with torch.no_grad():
+            with torch.no_grad(), translate_batch_errors(batch, outputs):
                 for own in draws:
                     along = share * _cross_entropy.row_tangents(own, given)
                     # d_n d_n^T v: the slope of a whole sequence multiplies each of its rows

@@ -306,6 +306,15 @@ test_logits_that_change_after_the_head = refused(CHANGED, with_logits)
 test_labels = refused(LABELS, lambda batch: small()[0]({}, batch))
 
 
+def products(batch):
+    loss, *_ = small()
+    outputs = loss.outputs({}, TOKENS)
+    return loss.gauss_newton(outputs, batch)([x for x in outputs if x is not None])
+
+
+test_labels_of_products = refused({"away": LABELS["labels on another device"]}, products)
+
+
 def test_masked_models_need_labels():
     model = language_model("BertForMaskedLM")
     batch = {k: x for k, x in padded_batch().items() if k != "labels"}

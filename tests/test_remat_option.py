@@ -344,6 +344,8 @@ def test_where_nothing_is_repeated():
     model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
     with pytest.raises(ValueError, match=r"found none in Sequential.*`hoglib.ops.remat"):
         hog.MAML(model, F.mse_loss, remat=True)
+    with pytest.raises(ValueError, match=r"none has\. It has '0', '1', '2'"):
+        hog.MAML(model, F.mse_loss, remat="layers.*")
     with pytest.raises(ValueError, match=r"a function of a module.*which reaches none"):
         hog.hvp(lambda p: p.sin().sum(), torch.ones(2), torch.ones(2), remat=True)
 

@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint
 
 from experiments.checks import at_least
+from experiments.logs import RunLogger
 from experiments.runs import LAST, is_rank_zero, run_folder
 from hoglib.errors import OutputError
 
@@ -73,6 +74,8 @@ class LastCheckpoint(Checkpoint):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
         self._restore_handler()
+        if isinstance(trainer.logger, RunLogger) and trainer.is_global_zero:
+            trainer.logger.discard()
         if self.path is not None and trainer.is_global_zero:
             print(
                 f"\nThe state of step {self._saved_step} is in {self.path}; "

@@ -40,8 +40,8 @@ DESCRIPTION = (
     "takes; `python -m experiments fit --config configs/maml/sinusoid.yaml` trains one into runs/; "
     "`test` in place of `fit` tests it. `fit --help` lists the options."
 )
-CONFIG = "config.yaml"  # beside a checkpoint, as Lightning names it
 TRAINED = ("seed_everything", "model", "data")  # the options of a training, beside its trainer's
+OF_ROUNDING = ("compile", "remat")  # options that may change: they change the rounding alone
 CANNOT_WRITE = (ENOSPC, EDQUOT, EACCES, EROFS, ENOENT, ENOTDIR)
 
 
@@ -105,7 +105,7 @@ class SaveConfig(SaveConfigCallback):
         pass
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        saved = runs.run_folder(trainer) / CONFIG
+        saved = runs.run_folder(trainer) / runs.CONFIG
         if saved.exists() and trainer.ckpt_path is not None:
             check_resumed(
                 yaml.safe_load(saved.read_text()), yaml.safe_load(self.parser.dump(self.config))
@@ -160,6 +160,7 @@ class ExperimentCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         settings = self._get(self.config_init, "trainer")
         every = at_least("checkpoint_every", self._get(self.config, "checkpoint_every"), 1)
+        at_least("accumulate_grad_batches", settings.get("accumulate_grad_batches", 1), 1)
         callbacks: list[pl.Callback] = [
             ProcessWatch(),
             ProcessSeeds(),
@@ -218,7 +219,8 @@ class ExperimentCLI(LightningCLI):
 def check_resumed(saved: Any, given: Any) -> None:
     """Raise for options of model, data and seed that are not those of the run that is resumed."""
     before, now = (dict(_options(config, TRAINED)) for config in (saved, given))
-    other = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    every = [name for name in {**before, **now} if name.split(".")[-1] not in OF_ROUNDING]
+    other = [name for name in every if before.get(name) != now.get(name)]
     if other:
         listed = "; ".join(f"{name} {now.get(name)} for {before.get(name)}" for name in other)
         raise CommandError(
@@ -247,13 +249,13 @@ def with_saved_config(words: list[str]) -> list[str]:
     path = words[at].partition("=")[2] or " ".join(words[at + 1 : at + 2])
     if path in ("", "last", "null"):  # of a run that a config names
         return words
-    config = runs.find_checkpoint(path).with_name(CONFIG)
+    config = runs.find_checkpoint(path).with_name(runs.CONFIG)
     if config.exists():
         return [words[0], "--config", str(config), *words[1:]]
     if any(option.startswith("--model") for option in options):
         return words
     raise ArgumentValueError(
-        f"--ckpt_path: expected a checkpoint with its {CONFIG} beside it, got {path!r}, where there is "
+        f"--ckpt_path: expected a checkpoint with its {runs.CONFIG} beside it, got {path!r}, where there is "
         "none; name the config, too, by --config."
     )
 

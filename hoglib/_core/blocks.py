@@ -188,11 +188,14 @@ def _matches(roots: list[nn.Module], pattern: str) -> list[nn.Module]:
     if found and not scripted:
         return found
     own = [block for root in roots for block in repeated_blocks(root)]
+    parts = _listed([name for root in roots for name, _ in root.named_modules() if name])
+    reason = "names scripted code, which cannot be recomputed" if scripted else "none has"
+    instead = (
+        f"Repeated blocks, which remat=True takes: {_listed(own)}" if own else f"It has {parts}"
+    )
     raise ArgumentValueError(
         f"remat={pattern!r}: expected a name or glob of modules of {_names(roots)}, got one that "
-        + ("names scripted code, which cannot be recomputed" if scripted else "none has")
-        + ". "
-        + (f"Repeated blocks, which remat=True takes: {_listed(own)}." if own else NAMED)
+        f"{reason}. {instead}."
     )
 
 

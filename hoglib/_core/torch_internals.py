@@ -27,6 +27,7 @@ from torch.nn.utils import stateless
 from torch.overrides import TorchFunctionMode
 
 from hoglib._core import source_location, torch_library
+from hoglib.errors import UnsupportedError
 
 # Other parameters and buffers in a module, of which Dynamo traces what happens.
 reparametrize_module = stateless._reparametrize_module
@@ -57,6 +58,28 @@ def unwrap(tensor: Any) -> Any:
     while (inner := beneath(tensor)) is not tensor:
         tensor = inner
     return tensor
+
+
+def get_data(x: Tensor) -> Tensor:
+    """x.data: a constant of all transforms of torch.func, where it is one of the innermost alone."""
+    return x.detach() if transforms_active() else x.data
+
+
+def set_data(x: Tensor, value: Any) -> None:
+    """x.data = value. Inside torch.func the value is wrapped, even where it is x.data itself, as in
+    `module.to(device)`; torch puts the wrapper into a tensor that outlives it, and the process ends at
+    its next use (pytorch/pytorch#184876)."""
+    own, inner = unwrap(x), unwrap(value)
+    if inner is not value and own.is_set_to(inner):
+        return
+    if inner is not value and own is x:
+        if inner.shape != value.shape:
+            raise UnsupportedError(
+                "x.data = y: expected one y for all samples of torch.func.vmap, got one for each. "
+                "Change x outside of the derivative."
+            )
+        value = inner
+    x.data = value
 
 
 def unwrap_kept(func: Any) -> None:
@@ -606,7 +629,9 @@ def output_bytes(node: Any) -> int:
     """The bytes of what the operation of a node put out; 0 where a parameter's gradient accumulates."""
     if not node.next_functions:
         return 0
-    return sum(math.prod(map(int, x.shape)) * x.dtype.itemsize for x in node._input_metadata)
+    # the sizes of nested tensors are not in it
+    every = [x for x in node._input_metadata if not x.is_nested_tensor]
+    return sum(math.prod(map(int, x.shape)) * x.dtype.itemsize for x in every)
 
 
 def output_shapes(node: Any) -> list[tuple[int, ...]]:

@@ -16,13 +16,13 @@ from hoglib._core.swap import PatchState, keep_swapped, reapply
 from hoglib.curvature.data import Processes, in_fixed_order
 from hoglib.curvature.dataset_sum import DatasetSum, split_options
 from hoglib.curvature.gauss_newton import CompositeLoss, CriterionHessian, transposed_product
+from hoglib.curvature.jacobian_product import OPERATOR as NAME
 from hoglib.curvature.jacobian_product import TransposedJacobian, depending, detached
 from hoglib.curvature.linear_operator import RectangularOperator
 from hoglib.curvature.vector_space import Space, Tree
 from hoglib.errors import ArgumentValueError
 from hoglib.functional import functional_loss
 
-NAME = "JacobianOperator"
 OPTIONS = ("stand_ins", "remat", "check_deterministic", "progress", "memory_limit")
 
 

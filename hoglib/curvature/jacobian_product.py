@@ -32,6 +32,7 @@ from hoglib.verification.subject import is_users
 Tree = Any
 FORWARD, REVERSE = "forward", "reverse"
 CALLER = "jvp"
+OPERATOR = "JacobianOperator"  # which has no modes
 
 
 def _like_jvp(value: Any, *given: Any) -> Any:
@@ -369,11 +370,14 @@ def _are_adjoint(
 
 
 def detached(caller: str) -> Exception:
+    where = f"{caller}(mode='reverse')"
+    instead = "mode='forward', where there is one, does not need that graph, if they have a jvp"
+    if caller == OPERATOR:
+        where, instead = f"{caller} @ v", "J.T @ u does not need that graph"
     return errors.NoSecondDerivative(
-        f"{caller}(mode='reverse'): expected a backward that can be differentiated, got one whose "
+        f"{where}: expected a backward that can be differentiated, got one whose "
         "gradient has lost its graph: it runs under no_grad, detaches, or leaves torch. "
-        "`hoglib.verify` of the custom Functions in the model names the line; mode='forward', where "
-        "there is one, does not need that graph, if they have a jvp."
+        f"`hoglib.verify` of the custom Functions in the model names the line; {instead}."
     )
 
 

@@ -22,6 +22,7 @@ from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 from torch.overrides import TorchFunctionMode
 
 from hoglib._core.autograd import Vector
+from hoglib._core.torch_internals import storage_id
 from hoglib.errors import UnsupportedError
 from hoglib.stand_ins.mode import in_module, without_override_check
 
@@ -310,7 +311,7 @@ def _view(use: Use, part: Tensor) -> Use | None:
     """A view that consists of whole rows."""
     (leaf, first, stop), whole, slope, calls = use
     row, at = whole.numel() // max(stop - first, 1), part.storage_offset() - whole.storage_offset()
-    same = part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+    same = storage_id(part) == storage_id(whole)
     flat = part.is_contiguous() and whole.is_contiguous()
     ordered = same and (flat or part.stride() == whole.stride())
     if not (ordered and row and part.numel() % row == 0 == at % row):

@@ -24,6 +24,7 @@ from hoglib.curvature.vector_space import Blocks, Space, chosen_names, groups_of
 
 Tree = Any
 Chain = list[tuple["RectangularOperator", bool]]  # factors, and whether each is transposed
+Terms = list[tuple[float, "RectangularOperator"]]  # multiples of operators
 
 
 class RectangularOperator(ABC):
@@ -32,6 +33,7 @@ class RectangularOperator(ABC):
         A @ v        v flat [P] or [P, k], or in the structure of the space of columns (a trailing k
                      for a block); the product is flat too, or in that of the space of rows
         A.T          the transpose, whose vectors are those of the rows
+        A + B, A - B, 2 * A, A / 2, -A        operators again
         A @ B        a product. Where it reads the same transposed, as X @ X.T, X.T @ X and X @ S @ X.T
                      with a symmetric S, it is a `LinearOperator`, with all algorithms
 
@@ -130,6 +132,54 @@ class RectangularOperator(ABC):
             return found.T if block else found[0]
         return target.block(found) if block else target.tree(found[0])
 
+    __array_ufunc__ = None  # a product with what is of numpy is that of the operator
+
+    def __rmatmul__(self, v: Any) -> Any:
+        if isinstance(v, Tensor) and self.T.space.is_block(v):
+            text = f"v @ A: expected one vector, got {validation.describe(v)}; use (A.T @ V.T).T."
+            raise errors.ArgumentTypeError(text)
+        return self.T @ v
+
+    def __add__(self, other: Any) -> Any:
+        if not isinstance(other, RectangularOperator):
+            raise errors.ArgumentTypeError(
+                f"A + B: expected an operator, got {validation.describe(other)}; a multiple of the "
+                "identity is added by A.damped(number), a matrix as `LinearOperator.from_dense`."
+            )
+        if not (self.space.same(other.space) and self.target.same(other.target)):
+            raise errors.ArgumentValueError(
+                "A + B: expected operators on parameters of the same names, shapes and dtypes, got "
+                f"{self.shape} and {other.shape}."
+            )
+        return sum_of((1.0, self), (1.0, other))
+
+    def __radd__(self, other: Any) -> Any:
+        starts_sum = type(other) is int and other == 0  # sum([A, B]) is 0 + A + B
+        return self if starts_sum else self + other
+
+    def __sub__(self, other: Any) -> Any:
+        return self + (-other) if isinstance(other, RectangularOperator) else self + other
+
+    __rsub__ = __add__  # only operators can be added
+
+    def __mul__(self, factor: Any) -> Any:
+        return sum_of((as_number(factor), self))
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: Any) -> Any:
+        number = as_number(divisor)
+        if number == 0:
+            raise errors.ArgumentValueError("A / c: expected a number other than 0, got 0.")
+        return self * (1 / number)
+
+    def __rtruediv__(self, other: Any) -> Any:
+        text = f"c / A: expected a number for A, got {validation.describe(self)}; use `A.solve(b)`."
+        raise errors.ArgumentTypeError(text)
+
+    def __neg__(self) -> Any:
+        return sum_of((-1.0, self))
+
     def matvec(self, v: Any) -> Any:
         """A @ v, by the name that SciPy has for it.
 
@@ -197,7 +247,7 @@ class LinearOperator(RectangularOperator):
 
         A @ v        v flat [P] or [P, k], or in the structure of params (a trailing k for a block);
                      the product has the form of v
-        A + B, A - B, 2 * A, A / 2, -A, A.damped(1e-3)        operators again
+        A + B, A - B, 2 * A, A / 2, -A, A.damped(1e-3)        operators again, symmetric ones if B is
 
     `from_matvec` and `from_dense` make one of what you have. Subclasses define the product with vectors
     as rows, ``_products(rows)``.
@@ -322,36 +372,6 @@ class LinearOperator(RectangularOperator):
         rows, _ = self.space.rows(vector, "vector")
         return self.space.block(rows) if self.space.is_block(vector) else self.space.tree(rows[0])
 
-    def __add__(self, other: Any) -> "LinearOperator":
-        if not isinstance(other, LinearOperator):
-            raise errors.ArgumentTypeError(
-                f"A + B: expected an operator, got {validation.describe(other)}; a multiple of the "
-                "identity is added by A.damped(number)."
-            )
-        if not self.space.same(other.space):
-            raise errors.ArgumentValueError(
-                "A + B: expected operators on parameters of the same names, shapes and dtypes, got "
-                f"{self.shape} and {other.shape}."
-            )
-        return ScaledSum([(1.0, self), (1.0, other)])
-
-    def __sub__(self, other: Any) -> "LinearOperator":
-        return self + (-other) if isinstance(other, LinearOperator) else self + other
-
-    def __mul__(self, factor: Any) -> "LinearOperator":
-        return ScaledSum([(as_number(factor), self)])
-
-    __rmul__ = __mul__
-
-    def __truediv__(self, divisor: Any) -> "LinearOperator":
-        number = as_number(divisor)
-        if number == 0:
-            raise errors.ArgumentValueError("A / c: expected a number other than 0, got 0.")
-        return self * (1 / number)
-
-    def __neg__(self) -> "LinearOperator":
-        return ScaledSum([(-1.0, self)])
-
     def damped(self, damping: float) -> "LinearOperator":
         """The operator A + damping I.
 
@@ -360,7 +380,7 @@ class LinearOperator(RectangularOperator):
         Returns:
             An operator that shares the products of A.
         """
-        return ScaledSum([(1.0, self)], as_number(damping, "damping"))
+        return SymmetricSum([(1.0, self)], as_number(damping, "damping"))
 
     def block_diagonal(self, blocks: Blocks) -> "LinearOperator":
         """The blocks on the diagonal alone; a product takes one product of A for each block.
@@ -903,13 +923,12 @@ class Submatrix(LinearOperator):
         return self._operator.apply(whole)[:, self._at]
 
 
-@final
-class ScaledSum(LinearOperator):
-    """A sum of multiples of operators and of the identity: sum of c_i A_i + damping I."""
+class ScaledSum(RectangularOperator):
+    """A sum of multiples of operators, and of the identity: sum of c_i A_i + damping I."""
 
-    def __init__(self, terms: list[tuple[float, LinearOperator]], damping: float = 0.0) -> None:
+    def __init__(self, terms: Terms, damping: float = 0.0) -> None:
         super().__init__(terms[0][1].space)
-        self._terms: list[tuple[float, LinearOperator]] = []
+        self._terms: Terms = []
         self._damping = damping
         for factor, term in terms:
             if isinstance(term, ScaledSum):
@@ -919,11 +938,34 @@ class ScaledSum(LinearOperator):
                 self._terms.append((factor, term))
         self._bar = terms[0][1]._bar
 
+    @property
+    def target(self) -> Space:
+        """The vector space of the rows of the first."""
+        return self._terms[0][1].target
+
     def _products(self, rows: Tensor) -> Tensor:
-        total = self._damping * rows
-        for factor, term in self._terms:
-            total.add_(term.apply(rows), alpha=factor)
-        return total
+        return self._sum(rows, lambda term: term.apply(rows))
+
+    def _transposed_products(self, rows: Tensor) -> Tensor:
+        return self._sum(rows, lambda term: term._transposed_products(rows))
+
+    def _sum(self, rows: Tensor, product: Callable[[Any], Tensor]) -> Tensor:
+        (factor, first), *others = self._terms
+        total = factor * product(first)
+        for factor, term in others:
+            total.add_(product(term), alpha=factor)
+        return total.add_(rows, alpha=self._damping) if self._damping else total
+
+
+@final
+class SymmetricSum(LinearOperator, ScaledSum):
+    """A sum of multiples of symmetric operators, and of the identity."""
+
+
+def sum_of(*terms: tuple[float, RectangularOperator]) -> ScaledSum:
+    """A sum of multiples of operators; a `LinearOperator` where all are."""
+    symmetric = all(isinstance(term, LinearOperator) for _, term in terms)
+    return (SymmetricSum if symmetric else ScaledSum)(list(terms))
 
 
 @final
@@ -1037,6 +1079,9 @@ def _nystrom(S: Tensor, Y: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def as_number(value: Any, what: str = "factor") -> float:
+    if isinstance(value, RectangularOperator) or (isinstance(value, Tensor) and value.dim()):
+        text = f"{what}: expected a number, got {validation.describe(value)}; a product is A @ v."
+        raise errors.ArgumentTypeError(text)
     if isinstance(value, Tensor) and value.dim() == 0:
         value = value.item()
     return float(validation.number(what, value))

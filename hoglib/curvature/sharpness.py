@@ -120,17 +120,22 @@ def _search(
         mean, passes = (finite_or_infinite(there) - before) / eta, passes + 1
         # the Illinois rule: the root would come nearer from one side only
         if mean > 0:
-            high, at_high, at_low, side = eta, mean, at_low / (1 + (side > 0)), 1
+            side = max(side, 0) + 1  # how many in turn were too long, or -side too short
+            high, at_high, at_low = eta, mean, at_low / (1 + (side > 1))
         else:
-            low, at_low, at_high, side = eta, mean, at_high / (1 + (side < 0)), -1
-        aim = 1 - side * tol / 4
+            side = min(side, 0) - 1
+            low, at_low, at_high = eta, mean, at_high / (1 + (side < -1))
+        aim = 1 - (1 if side > 0 else -1) * tol / 4
+        by_model = at_high <= 16 * slope and (abs(side) < 3 or high <= 16 * low)
         if high == inf:
             root = low * slope / (slope + at_low) if slope + at_low > 0 else inf
             eta = min(max(aim * root, growth * low), 16 * low)
             if aim * root < 16 * low:  # where the loss flattens, parabolas end just beyond low
-                growth *= growth
-        elif low > 0 and at_high > 16 * slope:  # far from a parabola
+                growth = min(growth**3, 16)
+        elif low > 0 and not by_model:  # far from a parabola
             eta = sqrt(low * high)
+        elif low == 0 and side > 3:
+            eta = high / 16 ** (side - 3)
         else:
             root = low + (high - low) * at_low / (at_low - at_high)
             eta = min(max(aim * root, (1 + tol / 4) * low, high / 16), high / (1 + tol / 4))

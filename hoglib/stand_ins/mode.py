@@ -242,7 +242,12 @@ def _run_on_copies(operator: Any, args: Any, kwargs: Any) -> Any:
 @functools.cache
 def _replacements() -> dict[Any, Callable[..., Any]]:
     """What runs in the place of each torch callable."""
-    return {original: op for original, (_, op) in _rows().items()}
+    own = {original: op for original, (_, op) in _rows().items()}
+    data: Any = Tensor.data
+    return own | {
+        data.__get__: torch_internals.get_data,
+        data.__set__: torch_internals.set_data,
+    }
 
 
 @functools.cache

@@ -14,7 +14,7 @@ import hoglib as hog
 from hoglib import errors
 from hoglib.curvature import LinearOperator
 from tests.curvature.problems import F64, columns, draw, flat, matrix, problem, relative, seeded
-from tests.functions import Detached, OnceDifferentiable
+from tests.functions import BackwardWithoutGrad, Detached, OnceDifferentiable
 from tests.refused import refused
 from tests.rows import rows
 
@@ -152,3 +152,7 @@ def test_no_second_derivative_is_needed_but_a_graph_is():
     assert_close(J.T @ (Z + 1), Z + 24)
     with pytest.raises(errors.NoSecondDerivative, match="OnceDifferentiable"):
         J @ (Z + 1)
+    with pytest.raises(
+        errors.NoSecondDerivative, match=r"JacobianOperator @ v: .*names the line; J.T @ u"
+    ):
+        hog.JacobianOperator(f(BackwardWithoutGrad), Z + 1, Z + 2) @ (Z + 1)

@@ -40,6 +40,23 @@ def test_their_mean_is_the_gradient_of_the_batch(name):
     assert all(p.grad is None for p in params.values())
 
 
+@rows(("names", "values"), [("*", lambda w: w), ("first*", lambda w: w.clamp(-0.1, 0.1))])
+def test_data_that_forward_sets_is_no_wrapper_of_the_transform(names, values):
+    """pytorch/pytorch#184876, which ends the process."""
+    first, last = nn.Linear(3, 4, dtype=F64), nn.Linear(4, 2, dtype=F64)
+    put = lambda: setattr(last.weight, "data", values(last.weight.data))  # noqa: E731
+    model = Fn(lambda net, x: (put(), net.last(net.first(x)))[1], first=first, last=last)
+    loss, params = (
+        hog.functional_loss(model, F.cross_entropy),
+        hog.trainable_params(model, names),
+    )
+    batch = draw(5, 3), torch.arange(5) % 2
+    assert_close(*(rows_of(loss, params, batch, vmap=vmap) for vmap in (True, False)))
+    modes = "forward-over-reverse", "reverse-over-reverse"
+    assert_close(*(hog.hvp(loss, params, params, batch, mode=mode)[1] for mode in modes))
+    assert_close(*(hog.jvp(model, batch[0], batch[0], mode=m)[1] for m in ("forward", "reverse")))
+
+
 def rows_of(loss, params, batch, **options):
     """The gradient of each example."""
     _, gradients = hog.per_example_gradients(loss, params, batch, **options)

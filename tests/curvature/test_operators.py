@@ -378,15 +378,24 @@ def test_algebra():
         "H + G": A + B, "H - G": A - B, "2 * H": 2 * A, "H * 2": 2 * A, "H / 4": A / 4, "-H": -A,
         "H.damped(0.5)": A + 0.5 * eye, "3 * (H - 2 * G).damped(0.1)": 3 * (A - 2 * B + 0.1 * eye),
         "(H + G).T": A + B, "H * torch.tensor(2.0)": 2 * A, "H @ G": A @ B, "(H @ G).T @ H": B @ A @ A,
+        "H @ G + G": A @ B + B, "sum([H @ G, H])": A @ B + A, "(H @ G / 2 - 3 * H).T": B @ A / 2 - 3 * A,
+        "-(H @ G) @ (H - H @ G)": -A @ B @ (A - A @ B), "np.float64(2) * (G @ H)": 2 * B @ A,
     }  # fmt: skip
     for text, expected in cases.items():
         assert_close(eval(text).to_dense(), expected)
+    assert_close(A[0] @ (H @ G + H), A[0] @ (A @ B + A))
     other = hog.HessianOperator(*problem("LayerNorm"))
     for call, kind, message in [
         (lambda: H + other, ValueError, "same names"),
         (lambda: H + 1, TypeError, r"damped\(number\)"),
         (lambda: (H @ G).trace(), NotImplementedError, "expected a symmetric operator"),
         (lambda: H * "2", TypeError, "factor"),
+        (lambda: H * G, TypeError, "factor: .*a product is A @ v"),
+        (lambda: 2 / H, TypeError, "c / A: .*solve"),
+        (lambda: 1 - H @ G, TypeError, "A . B: expected an operator, got int 1"),
+        (lambda: A.numpy() @ H, TypeError, "array of shape"),
+        (lambda: A @ H, TypeError, r"v @ A: expected one vector.*\(A.T @ V.T\).T"),
+        (lambda: (H @ G + G).trace(), NotImplementedError, "expected a symmetric operator"),
     ]:
         with pytest.raises(kind, match=message):
             call()

@@ -300,18 +300,6 @@ def test_forward_mode_has_what_reverse_mode_loses_and_says():
     assert_close(found, torch.tensor([1.002e30, 1e30, 1e27, 1e27]))
 
 
-@rows("context", [torch.no_grad, lambda: torch.set_grad_enabled(False)])
-def test_constants_of_a_loss_are_constants_of_forward_mode(context):
-    def loss(x):
-        with context():
-            kept = x**2
-        return (kept * x**2).sum()
-
-    x, v = torch.linspace(1, 2, 3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
-    found = hog.hvp(loss, x, v, mode="forward-over-reverse")[1]
-    torch.testing.assert_close(found, 2 * x**2)
-
-
 def test_forward_mode_of_a_module_that_fills_tables_in_its_first_call():
     class Rotary(torch.nn.Linear):
         table, by_length = None, {}

@@ -70,6 +70,10 @@ def test_what_is_not_found_is_no_number(name):
     flat = lambda p, _: (p - 2 * p.log()).sum()  # noqa: E731
     flattens = sharpness(flat, torch.tensor([5.0, 0.1]).double(), None)
     assert (flattens.found, flattens.step) == (True, pytest.approx(0.48668, rel=0.05))
+    steep = lambda p, _: (torch.exp(300 * p) - p).sum()  # noqa: E731
+    for step in (None, 1e-6, 0.1, 1.0, 100.0):  # the edge is where the line has risen by exp(15)
+        edge = sharpness(steep, torch.tensor([0.05]).double(), None, step=step)
+        assert (edge.found, edge.step) == (True, pytest.approx(1 / 300, rel=0.05))
     into_nan = sharpness(lambda p, _: (p + 3).sqrt().sum(), torch.ones(3, dtype=F64), None)
     assert into_nan.step == pytest.approx(16, rel=0.025)
 

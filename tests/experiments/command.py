@@ -82,4 +82,5 @@ def assert_refused(config, args, message, capsys):
     error = capsys.readouterr().err
     assert re.search(message, error)
     assert len([line for line in error.splitlines() if line.startswith("error: ")]) == 1
-    assert not list(Path().rglob("last.ckpt"))
+    left = [{file.name for file in folder.iterdir()} for folder in Path().rglob("version_*")]
+    assert not any("last.ckpt" in files or files <= {"config.yaml"} for files in left)

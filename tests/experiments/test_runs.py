@@ -226,6 +226,12 @@ def test_options_that_contradict_the_config_beside_a_checkpoint_are_refused(trai
         assert run("fit", "--ckpt_path", folder() / "last.ckpt", *options) == 2
         assert re.search(message, capsys.readouterr().err)
         assert contents(folder()) == before
+    elsewhere = (folder() / "last.ckpt").rename("elsewhere.ckpt")
+    assert run("fit", "--config", config, "--ckpt_path", elsewhere, *options) == 2
+    assert not folder(1).exists()
+    elsewhere.rename(folder() / "last.ckpt")
+    rounding = "--model.compile", "eager", "--trainer.max_steps", 21, "--test_after_fit", "false"
+    assert run("fit", "--ckpt_path", folder() / "last.ckpt", *rounding) == 0
 
 
 def test_a_run_that_begins_anew_in_a_folder_is_no_resumed_one(tmp_path):

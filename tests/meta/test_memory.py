@@ -117,7 +117,8 @@ def test_mixed_holds_less_of_a_step():
     assert peaks["remat", True] > 1.3 * peaks["mixed", True]
 
 
-@pytest.mark.parametrize("options", [{}, {"first_order": True}, {"truncate": 3}], ids=str)
+# of 7 steps checkpoint keeps every second: the last 2 begin within a chunk
+@pytest.mark.parametrize("options", [{}, {"first_order": True}, {"truncate": 2}], ids=str)
 @pytest.mark.parametrize("memory", MEMORY[1:])
 def test_adapt_of_a_loss_is_differentiable_by_all_that_it_depends_on(memory, options):
     """By parameters that adapt, those that do not, and the batch; twice."""

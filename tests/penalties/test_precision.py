@@ -100,6 +100,9 @@ def test_in_half_precision_all_through(kind, dtype):
     value.backward()
     KINDS[kind](wide, x.float(), y.float()).backward()
     assert_like_float32(gradient(model), gradient(wide), dtype)
+    with pytest.raises(RuntimeError) as raised:
+        KINDS[kind](model, x.float(), y.float())
+    assert f"by `.to({dtype})`, or call it inside" in raised.value.__notes__[-1]
 
 
 @pytest.mark.gpu

@@ -363,7 +363,7 @@ def under_no_grad(p):
 
 
 def straight_through(p):
-    with torch.no_grad():
+    with torch.set_grad_enabled(False):
         rounding = (3 * p).round() - p
     return (p + rounding).square().sum()
 
@@ -378,6 +378,7 @@ STOPPED = {
     "under no_grad": (under_no_grad, lambda p, c: (c * c * p * p).sum()),
     "straight through": (straight_through, lambda p, c: (p + (3 * c).round() - c).square().sum()),
     "detached": (lambda p: ((p * p).detach() * p * p).sum(), lambda p, c: (c * c * p * p).sum()),
+    "data": (lambda p: ((p * p).data * p * p).sum(), lambda p, c: (c * c * p * p).sum()),
 }  # fmt: skip
 
 
