@@ -255,8 +255,8 @@ def with_saved_config(words: list[str]) -> list[str]:
     if any(option.startswith("--model") for option in options):
         return words
     raise ArgumentValueError(
-        f"--ckpt_path: expected a checkpoint with its {runs.CONFIG} beside it, got {path!r}, where there is "
-        "none; name the config, too, by --config."
+        f"--ckpt_path: expected a checkpoint with its {runs.CONFIG} beside it, got {path!r}, where "
+        "there is none; name the config, too, by --config."
     )
 
 

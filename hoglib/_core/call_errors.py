@@ -145,8 +145,8 @@ class ErrorTranslation:
 
 _ADVICE = {  # what to do, by a part of torch's message
     r"dtype|scalar type|type.*should be the same|be cast to": "Convert numbers to the dtype of the "
-    "parameters, as by `x.to(next(model.parameters()).dtype)`, labels and tokens by `.long()`; or call it "
-    "inside the autocast region that the tensors come from.",
+    "parameters, as by `x.to(next(model.parameters()).dtype)`, labels and tokens by `.long()`; or "
+    "call it inside the autocast region that the tensors come from.",
     "not implemented for '": "Convert integers by `.float()`; a criterion gets (outputs, targets), in "
     "this order.",
     r"numpy\.ndarray": "Make tensors of arrays by `torch.as_tensor`.",
