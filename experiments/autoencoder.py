@@ -12,12 +12,12 @@ from torch import Tensor, nn
 import hoglib as hog
 from experiments import logs, runs
 from experiments.checks import at_least, finite, hidden_widths, learning_rate
-from experiments.data.digits import PIXELS, Images
-from experiments.models.networks import mlp
-from experiments.plots.digits import plot_race
-from experiments.tables.curvature import race_table
-from experiments.training.experiment import Experiment
-from experiments.training.second_order import SecondOrderProblem
+from experiments.shared.curvature_table import race_table
+from experiments.shared.digit_plots import plot_race
+from experiments.shared.digits import PIXELS, Images
+from experiments.shared.experiment import Experiment
+from experiments.shared.networks import mlp
+from experiments.shared.second_order import SecondOrderProblem
 from hoglib.errors import ArgumentValueError
 
 NEWTON, PRECONDITIONED, KFAC, ADAM = "newton_cg", "newton_kfac", "kfac", "adam"

@@ -9,10 +9,10 @@ from hoglib.errors import ArgumentValueError, NonFiniteError
 
 
 def at_least(name: str, value: int, minimum: int) -> int:
-    """Return a whole number of at least ``minimum``."""
+    """Return an integer of at least ``minimum``."""
     if value < minimum:
         raise ArgumentValueError(
-            f"{name}: expected a whole number of at least {minimum}, got {value}; set {name} to "
+            f"{name}: expected an integer of at least {minimum}, got {value}; set {name} to "
             f"{minimum} or more."
         )
     return value

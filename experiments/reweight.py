@@ -10,16 +10,16 @@ from torch import Tensor, nn
 import hoglib as hog
 from experiments import logs, runs
 from experiments.checks import finite, hidden_widths, learning_rate, one_of
-from experiments.data.digits import CLASSES, IMAGES, PIXELS
-from experiments.data.noisy_digits import Examples
-from experiments.data.stream import select
-from experiments.models.networks import mlp
-from experiments.plots.digits import plot_reweighting
-from experiments.tables.classifiers import detect_wrong_labels, reweighting_table
-from experiments.training.compile_choice import CompileChoice, CompileOption
-from experiments.training.experiment import Experiment
-from experiments.training.schedules import with_linear_decay
-from experiments.training.second_order import SecondOrderProblem
+from experiments.shared.classifier_table import detect_wrong_labels, reweighting_table
+from experiments.shared.compile_choice import CompileChoice, CompileOption
+from experiments.shared.digit_plots import plot_reweighting
+from experiments.shared.digits import CLASSES, IMAGES, PIXELS
+from experiments.shared.experiment import Experiment
+from experiments.shared.networks import mlp
+from experiments.shared.noisy_digits import Examples
+from experiments.shared.schedules import with_linear_decay
+from experiments.shared.second_order import SecondOrderProblem
+from experiments.shared.stream import select
 
 Params = dict[str, Tensor]
 Objective = Callable[[Params, Any], Tensor]

@@ -281,17 +281,17 @@ class _Drawing:
 
     def lines(self) -> Iterator[str]:
         """The text of a DOT file."""
-        yield f"digraph {_quoted(self._name)} {{"
-        yield f"  graph [label={_quoted(self._name)}, labelloc=t, newrank=true, {FONT}];"
+        yield f"digraph {_quote(self._name)} {{"
+        yield f"  graph [label={_quote(self._name)}, labelloc=t, newrank=true, {FONT}];"
         yield f"  node [shape=box, fontsize=11, height=0.3, {FONT}];"
         clusters: dict[tuple[int, str], list[str]] = {}
         for key, node in self._nodes.items():
             label = "\n".join(line for line in (node.name, node.text) if line)
-            line = f"{key} [label={_quoted(label)}, {NODES[node.kind]}];"
+            line = f"{key} [label={_quote(label)}, {NODES[node.kind]}];"
             clusters.setdefault((node.order, node.box), []).append(line)
         for k, ((order, box), nodes) in enumerate(clusters.items()):
             yield f"  subgraph cluster_{k} {{"
-            yield f"    label={_quoted(box or TITLES[order])}; labeljust=l; fontsize=10;"
+            yield f"    label={_quote(box or TITLES[order])}; labeljust=l; fontsize=10;"
             yield f'    style="rounded,{"dashed" if box else "solid"}"; color="#777777";'
             yield from (f"    {line}" for line in nodes)
             yield "  }"
@@ -366,9 +366,9 @@ class _Drawing:
         # require grad.
         if function not in self._applied and not all(node for node, _ in grad_fn.next_functions):
             return []
-        given = [_memory(x) for x in self._applied.get(function, ())]
+        given = [_memory_key(x) for x in self._applied.get(function, ())]
         saved = saved_tensors(grad_fn, unpack=False)
-        return [name for name, x in saved if not x.requires_grad and _memory(x) not in given]
+        return [name for name, x in saved if not x.requires_grad and _memory_key(x) not in given]
 
 
 def _depends_only_on(incoming: Sequence[Any], grads: Sequence[Tensor], grad_fn: Any) -> bool:
@@ -382,7 +382,7 @@ def _depends_only_on(incoming: Sequence[Any], grads: Sequence[Tensor], grad_fn: 
     )
 
 
-def _memory(x: Tensor) -> tuple[int, tuple[int, ...]]:
+def _memory_key(x: Tensor) -> tuple[int, tuple[int, ...]]:
     """Equal for two tensors in the same memory, while both are alive."""
     return x.data_ptr() if x.layout is torch.strided else id(x), tuple(x.shape)
 
@@ -391,7 +391,7 @@ def _text(shapes: Sequence[Sequence[int]]) -> str:
     return ", ".join(str(tuple(shape)) for shape in shapes)
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     """A DOT string: only quotes and backslashes are special in it, and lines end in \\n."""
     escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     return f'"{escaped}"'

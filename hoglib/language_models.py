@@ -136,11 +136,11 @@ class LanguageModelLoss(FunctionalLoss):
     ) -> None:  # fmt: skip
         super().__init__(model, None, None if body is None else check_instance("body", body))
         self._head = _name_of_head(model, head)
-        self._shift = _shifts(model) if shift is None else validation.flag("shift", shift)
+        self._shift = _shifts_labels(model) if shift is None else validation.boolean("shift", shift)
         if chunk_size is not None:
             validation.at_least("chunk_size", chunk_size, 1)
         self._chunk_size = chunk_size
-        self._ignore_index = validation.whole("ignore_index", ignore_index)
+        self._ignore_index = validation.integer("ignore_index", ignore_index)
         self._smoothing = validation.fraction("label_smoothing", label_smoothing)
         self._checked = False  # a model that leaves its logits as they are does so at every call
 
@@ -169,7 +169,7 @@ class LanguageModelLoss(FunctionalLoss):
         Args:
             batch: The batch.
         Returns:
-            A whole number.
+            An integer.
         """
         return int((self._labels(batch) != self._ignore_index).sum())
 
@@ -186,13 +186,13 @@ class LanguageModelLoss(FunctionalLoss):
         """
         rows, counts, total = self._rows(outputs, batch)
         g = counts.to(total.dtype) / total
-        names = _varying(outputs)
+        names = _varying_outputs(outputs)
 
         def product(vector: Vector) -> list[Tensor]:
             given = _by_name(outputs, vector, names)
             with translate_batch_errors(batch, outputs):
                 found = _cross_entropy.gauss_newton_product(rows, g, given, names)
-            return _like(outputs, found)
+            return _as_outputs(outputs, found)
 
         return product
 
@@ -222,10 +222,10 @@ class LanguageModelLoss(FunctionalLoss):
             )
         if kind == "exact":
             return self.gauss_newton(outputs, batch)
-        (rows, counts, total), names = self._rows(outputs, batch), _varying(outputs)
+        (rows, counts, total), names = self._rows(outputs, batch), _varying_outputs(outputs)
         share = counts.to(total.dtype)
         if kind == "mc":
-            draws = list(_drawn(rows, num_samples, generator))
+            draws = list(_draw_labels(rows, num_samples, generator))
             scale = 1 / (num_samples * total)
             groups = None
         else:
@@ -246,7 +246,7 @@ class LanguageModelLoss(FunctionalLoss):
                     found = _cross_entropy.row_gradients(own, scale * share * along, names)
                     pairs = zip(result, found, strict=True)
                     result = tuple(y if x is None else x + y for x, y in pairs)
-            return _like(outputs, result)
+            return _as_outputs(outputs, result)
 
         return product
 
@@ -276,7 +276,7 @@ class LanguageModelLoss(FunctionalLoss):
         return Features(hidden, head.weight, head.bias)  # type: ignore[arg-type]
 
     def _run(self, batch: Any) -> Any:
-        args, keywords = _arguments(self.model, batch)
+        args, keywords = _model_arguments(self.model, batch)
         return self.model(*args, **keywords)
 
     def _check_logits(self, batch: Any, head: nn.Module) -> None:
@@ -310,7 +310,7 @@ class LanguageModelLoss(FunctionalLoss):
 
         with replaced_forwards([head], lambda _: short):
             outputs = self._run(batch)
-        return _logits(outputs), seen[0]
+        return _find_logits(outputs), seen[0]
 
     def _rows(self, outputs: Features, batch: Any) -> tuple[_cross_entropy.Rows, Tensor, Tensor]:
         """The arguments of the loss by rows, which of them count, and the number of these."""
@@ -361,7 +361,7 @@ _INSTEAD = (
 )
 
 
-def _drawn(
+def _draw_labels(
     rows: _cross_entropy.Rows, num_samples: int, generator: Generator | None
 ) -> Iterator[_cross_entropy.Rows]:
     """The rows with labels from the model's distribution, for each sample."""
@@ -374,7 +374,7 @@ def _drawn(
         yield rows._replace(targets=classes, smoothing=0.0)
 
 
-def _varying(outputs: Features) -> str:
+def _varying_outputs(outputs: Features) -> str:
     """The names, of "hWb", of the outputs that depend on parameters; all if none says so."""
     present = [(n, x) for n, x in zip("hWb", outputs, strict=True) if x is not None]
     varying = "".join(name for name, x in present if x.requires_grad)
@@ -390,7 +390,7 @@ def _by_name(outputs: Features, vector: Vector, names: str) -> Any:
     return (None if parts[0] is None else parts[0].reshape(-1, width), *parts[1:])
 
 
-def _like(outputs: Features, found: Sequence[Tensor | None]) -> list[Tensor]:
+def _as_outputs(outputs: Features, found: Sequence[Tensor | None]) -> list[Tensor]:
     """A product as a list of tensors like the outputs."""
     pairs = [(x, y) for x, y in zip(outputs, found, strict=True) if x is not None]
     # what does not vary has a zero, without memory of its own: it may be as large as W
@@ -423,7 +423,7 @@ def _until_head(run: Callable[[], Any], head: nn.Module) -> Tensor:
     )
 
 
-def _logits(outputs: Any) -> Tensor | None:
+def _find_logits(outputs: Any) -> Tensor | None:
     if isinstance(outputs, Mapping):
         found = outputs.get("logits")
     else:
@@ -464,7 +464,7 @@ def _name_of_head(model: nn.Module, head: str | nn.Module | None) -> str:
     return name
 
 
-def _shifts(model: nn.Module) -> bool:
+def _shifts_labels(model: nn.Module) -> bool:
     """Whether the labels of a class of transformers are the next tokens."""
     inner = getattr(model, "get_base_model", None)
     name = type(inner() if callable(inner) else model).__name__
@@ -492,7 +492,7 @@ def _labels_of(batch: Any, shift: bool, ignore_index: int) -> Tensor:
         labels = batch if shift else None
     if not isinstance(labels, Tensor) or not _is_whole(labels) or labels.dim() < 1:
         raise ArgumentValueError(
-            'labels: expected a batch with whole numbers as "labels", or (input_ids, labels), got '
+            'labels: expected a batch with integers as "labels", or (input_ids, labels), got '
             f"{validation.describe(batch if labels is None else labels)}."
         )
     return labels.long()
@@ -512,7 +512,7 @@ def _check_classes(classes: Tensor, count: int, ignore_index: int) -> None:
         )
 
 
-def _arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _model_arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of the model, without labels, of which it would compute its own loss."""
     if isinstance(batch, Mapping):
         keywords = {name: value for name, value in batch.items() if name != "labels"}

@@ -161,7 +161,7 @@ class LinearAct(nn.Linear):
         act: str = "tanh",
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
-        self.act = validation.one_of("act", act, ("relu", "tanh", "sigmoid", "softplus", "swish"))
+        self.act = validation.choice("act", act, ("relu", "tanh", "sigmoid", "softplus", "swish"))
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply the layer.
@@ -199,7 +199,7 @@ class CrossEntropyLoss(nn.Module):
     ) -> None:
         super().__init__()
         self.ignore_index = ignore_index
-        self.reduction = validation.one_of("reduction", reduction, ("mean", "sum", "none"))
+        self.reduction = validation.choice("reduction", reduction, ("mean", "sum", "none"))
         self.label_smoothing = label_smoothing
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:

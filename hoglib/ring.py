@@ -43,7 +43,7 @@ from hoglib._core.torch_internals import after_backward, eagerly
 from hoglib._core.torch_modes import value_checks_on
 from hoglib._core.trust import found_once
 from hoglib.capture.api import Compiled, kept_graph
-from hoglib.capture.capturing import runs_elsewhere
+from hoglib.capture.capturing import in_other_tracer
 from hoglib.stand_ins.mode import stand_ins_if
 from hoglib.verification.entry_points import examined_functions
 
@@ -181,7 +181,7 @@ def _explain_not_finite(problem: Problem, func: Any, by: autograd.Vector | None 
 def is_captured(policy: Policy) -> bool:
     """Whether a computation is captured here as a whole: not as a part of something that is
     transformed or captured around it."""
-    return policy.one_graph and not runs_elsewhere()
+    return policy.one_graph and not in_other_tracer()
 
 
 def run(policy: Policy, func: Any, body: Callable[..., Any], key: Hashable, *inputs: Any) -> Any:

@@ -275,8 +275,8 @@ ARGUMENTS = {
 TOKENS = SHIFTED.clamp(min=0)
 LABELS = {
     "other shape": ((TOKENS, SHIFTED[:1]), ArgumentValueError, "one for each position"),
-    "floating-point": ((TOKENS, SHIFTED.double()), ArgumentValueError, "whole numbers"),
-    "boolean": ((TOKENS, SHIFTED > 0), ArgumentValueError, "whole numbers"),
+    "floating-point": ((TOKENS, SHIFTED.double()), ArgumentValueError, "integers"),
+    "boolean": ((TOKENS, SHIFTED > 0), ArgumentValueError, "integers"),
     "too large": ((TOKENS, 0 * SHIFTED + 99), ArgumentValueError, "tokens from 0 to .* got 99"),
     "negative": ((TOKENS, 0 * SHIFTED - 5), ArgumentValueError, "tokens from 0 to .* got -5"),
     "labels on another device": ((TOKENS, SHIFTED.to("meta")), ArgumentValueError, r"batch\[1\]: expected a tensor on cpu"),

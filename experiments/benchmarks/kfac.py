@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 import hoglib as hog
 from experiments.benchmarks.timing import CLOCKS, interleaved, machine, single_threaded
-from experiments.models.networks import mlp
+from experiments.shared.networks import mlp
 
 PIXELS = 64
 HIDDEN = [256, 128, 64, 32, 4, 32, 64, 128, 256]
@@ -46,7 +46,7 @@ def autoencoder(seed: int, small: bool) -> tuple[Any, Tensor]:
     """The loss and the images of a seed, as in the experiment."""
     # they import lightning, which fails beside the torchvision that curvlinops brings
     from experiments.autoencoder import reconstruction_error
-    from experiments.data.digits import Digits
+    from experiments.shared.digits import Digits
 
     torch.manual_seed(seed)
     x = Digits(train=64 if small else 1297, seed=seed).train.x
@@ -114,7 +114,7 @@ def newton(small: bool, seeds: int) -> Iterator[str]:
 
 def classifier(seed: int, small: bool, random: bool) -> tuple[Any, Any, Any]:
     """A network of two hidden layers, its parameters and data: random ones, or digits."""
-    from experiments.data.digits import Digits  # imports lightning, as above
+    from experiments.shared.digits import Digits  # imports lightning, as above
 
     torch.manual_seed(seed)
     count, width = (32, 8) if small else (1000, 50)

@@ -5,7 +5,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from experiments.benchmarks.summary import Line
-from experiments.plots.style import SMALL, decimal_ticks, new_figure, picture
+from experiments.shared.style import SMALL, decimal_ticks, new_figure, picture
 from hoglib.plotting import BAND, BLACK, BLUE, GREEN, GREY, ORANGE
 
 Curves = dict[str, dict[int, tuple[float, float]]]  # {method: {steps: (peak MiB, relative time)}}

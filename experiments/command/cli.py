@@ -22,7 +22,7 @@ from experiments.command.messages import shorten_parser_error
 from experiments.command.progress import FitAndTestBar
 from experiments.command.trainer import Trainer
 from experiments.logs import PictureLogger, RunLogger
-from experiments.training.processes import (
+from experiments.shared.processes import (
     LOST,
     ProcessSeeds,
     ProcessWatch,

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 import hoglib as hog
 from experiments import runs
-from experiments.plots.spectra import plot_spectra
+from experiments.shared.spectra import plot_spectra
 
 # Not among the public names: it makes `verify` print and exit exactly as `hoglib audit` does.
 from hoglib.cli.isolation import found_here

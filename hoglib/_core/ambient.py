@@ -73,20 +73,20 @@ class replaced:  # noqa: N801 a context manager
             for holder, name, _ in self._items
         ]
         try:
-            _put(self._items)
+            _set_attributes(self._items)
         except BaseException:
-            _put(self._before)
+            _set_attributes(self._before)
             raise
 
     def __exit__(self, *raised: object) -> None:
-        _put(self._before)
+        _set_attributes(self._before)
 
 
 def _is_dict(holder: Any) -> bool:
     return isinstance(holder, dict) or holder is os.environ
 
 
-def _put(items: Items) -> None:
+def _set_attributes(items: Items) -> None:
     for holder, name, value in items:
         if not _is_dict(holder):
             setattr(holder, name, value)

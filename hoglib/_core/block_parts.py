@@ -68,11 +68,11 @@ class PartsWatch:
         leaves, structure = pytree.flatten((args, kwargs))
         state = [*(x for x in leaves if isinstance(x, Tensor)), *part.parameters(), *part.buffers()]
         versions = [version_of(x) for x in state]
-        closed = _is_closed(leaves) and next(_hidden(part), None) is None
+        closed = _is_closed(leaves) and next(_unregistered_state(part), None) is None
         outputs = forward(*args, **kwargs)
         same_values = versions == [version_of(x) for x in state]
         same_structure = pytree.flatten((args, kwargs))[1] == structure
-        unchanged = same_values and same_structure and next(_hidden(part), None) is None
+        unchanged = same_values and same_structure and next(_unregistered_state(part), None) is None
         fits = closed and unchanged and _is_closed(pytree.leaves(outputs))
         self._fit[id(part)] = fits and self._fit.get(id(part), True)
         return outputs
@@ -82,7 +82,7 @@ def _is_closed(leaves: Sequence[Any]) -> bool:
     return all(isinstance(x, Tensor) or closures.is_plain(x) for x in leaves)
 
 
-def _hidden(part: nn.Module) -> Iterator[Any]:
+def _unregistered_state(part: nn.Module) -> Iterator[Any]:
     """What a part holds beside what it registers; its forward is replaced."""
     return (one for one in closures.unregistered(part) if not one.path.startswith("forward"))
 
@@ -92,7 +92,7 @@ def version_of(tensor: Tensor | None) -> int:
     return 0 if tensor is None or tensor.is_inference() else tensor._version
 
 
-def _named(*names: str) -> set[Any]:
+def _torch_callables(*names: str) -> set[Any]:
     """The functions and methods of torch with these names."""
     homes = (torch, Tensor, F)
     return {getattr(home, name) for home in homes for name in names if hasattr(home, name)}
@@ -100,10 +100,10 @@ def _named(*names: str) -> set[Any]:
 
 # Functions of single elements, whose second derivatives torch computes by several operations, and
 # functions of rows.
-_ELEMENTWISE = _named(
+_ELEMENTWISE = _torch_callables(
     "gelu", "silu", "mish", "tanh", "sigmoid", "softplus", "elu", "celu", "selu", "logsigmoid"
 )  # fmt: skip
-_BY_ROWS = _named("softmax", "log_softmax")
+_BY_ROWS = _torch_callables("softmax", "log_softmax")
 _DATA: Any = Tensor.data.__get__  # type: ignore[attr-defined]
 _SLICES, _FEWEST_ELEMENTS = 2, 2**14
 

@@ -79,12 +79,12 @@ def find_blocks(remat: Remat, func: Any) -> list[nn.Module]:
             raise ArgumentValueError(
                 "remat=True: expected repeated blocks, modules of one class with parts of their own in "
                 "a ModuleList, Sequential, ModuleDict or attributes, found none in "
-                f"{_names(roots)}. {NAMED}"
+                f"{_child_names(roots)}. {NAMED}"
             )
     else:
         patterns: Any = (remat,) if isinstance(remat, str) else remat
-        found = [block for pattern in patterns for block in _matches(roots, pattern)]
-    found = _outermost(list({id(block): block for block in found}.values()))
+        found = [block for pattern in patterns for block in _modules_matching(roots, pattern)]
+    found = _drop_nested(list({id(block): block for block in found}.values()))
     for block in found:
         closures.refuse_hidden("remat", block)
     return found
@@ -100,16 +100,18 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     several lists in a container, which have no forward, the parts are that they have alike.
     """
     found: dict[str, nn.Module] = {}
-    _search(model, "", found, set())
+    _add_blocks(model, "", found, set())
     kinds = {type(block) for block in found.values()} - {nn.Sequential}
     chosen = {id(block) for block in found.values()}
     named = model.named_modules()
     every = {name: x for name, x in named if id(x) in chosen or (name and type(x) in kinds)}
-    outermost = {id(block) for block in _outermost(list(every.values()))}
+    outermost = {id(block) for block in _drop_nested(list(every.values()))}
     return {name: block for name, block in every.items() if id(block) in outermost}
 
 
-def _search(module: nn.Module, prefix: str, found: dict[str, nn.Module], seen: set[int]) -> bool:
+def _add_blocks(
+    module: nn.Module, prefix: str, found: dict[str, nn.Module], seen: set[int]
+) -> bool:
     """Adds the blocks inside a module; whether there are any."""
     if id(module) in seen:
         return False
@@ -127,7 +129,7 @@ def _search(module: nn.Module, prefix: str, found: dict[str, nn.Module], seen: s
             continue
         most = max(Counter(_shapes(child) for _, child in group).values())
         if not (in_container and most > 1 and not isinstance(group[0][1], nn.Sequential)):
-            inner = [_search(child, f"{name}.", found, seen) for name, child in group]
+            inner = [_add_blocks(child, f"{name}.", found, seen) for name, child in group]
             searched |= {id(child) for _, child in group}
             if any(inner):
                 any_found = True
@@ -137,7 +139,7 @@ def _search(module: nn.Module, prefix: str, found: dict[str, nn.Module], seen: s
     blocks = {id(block) for block in found.values()}
     for name, child in children:
         if id(child) not in blocks and id(child) not in searched:
-            any_found = _search(child, f"{prefix}{name}.", found, seen) or any_found
+            any_found = _add_blocks(child, f"{prefix}{name}.", found, seen) or any_found
     lists = [(name, child) for name, child in children if isinstance(child, CONTAINERS)]
     if in_container and len(lists) > 1 and not any_found:
         # layers that are lists of parts, as [attention, feed-forward]: parts that the lists have alike
@@ -177,7 +179,7 @@ def _modules_of(func: Any) -> list[nn.Module]:
     return [x for x in ClosureWalker(func, STATE).objects if isinstance(x, nn.Module)]
 
 
-def _matches(roots: list[nn.Module], pattern: str) -> list[nn.Module]:
+def _modules_matching(roots: list[nn.Module], pattern: str) -> list[nn.Module]:
     """The modules that a pattern names; the elements of a ModuleList or ModuleDict for these."""
     found: list[nn.Module] = []
     for root in roots:
@@ -188,13 +190,15 @@ def _matches(roots: list[nn.Module], pattern: str) -> list[nn.Module]:
     if found and not scripted:
         return found
     own = [block for root in roots for block in repeated_blocks(root)]
-    parts = _listed([name for root in roots for name, _ in root.named_modules() if name])
+    parts = _quote_names([name for root in roots for name, _ in root.named_modules() if name])
     reason = "names scripted code, which cannot be recomputed" if scripted else "none has"
     instead = (
-        f"Repeated blocks, which remat=True takes: {_listed(own)}" if own else f"It has {parts}"
+        f"Repeated blocks, which remat=True takes: {_quote_names(own)}"
+        if own
+        else f"It has {parts}"
     )
     raise ArgumentValueError(
-        f"remat={pattern!r}: expected a name or glob of modules of {_names(roots)}, got one that "
+        f"remat={pattern!r}: expected a name or glob of modules of {_child_names(roots)}, got one that "
         f"{reason}. {instead}."
     )
 
@@ -206,16 +210,16 @@ def _with_forward(module: nn.Module) -> list[nn.Module]:
     return [part for child in module.children() for part in _with_forward(child)]
 
 
-def _outermost(blocks: list[nn.Module]) -> list[nn.Module]:
+def _drop_nested(blocks: list[nn.Module]) -> list[nn.Module]:
     inside = {id(part) for block in blocks for part in list(block.modules())[1:]}
     return [block for block in blocks if id(block) not in inside]
 
 
-def _names(roots: Iterable[nn.Module]) -> str:
+def _child_names(roots: Iterable[nn.Module]) -> str:
     return " and ".join(dict.fromkeys(type(root).__name__ for root in roots))
 
 
-def _listed(names: list[str]) -> str:
+def _quote_names(names: list[str]) -> str:
     shown = names if len(names) < 8 else [*names[:3], "...", names[-1]]
     return ", ".join(name if name == "..." else repr(name) for name in shown)
 

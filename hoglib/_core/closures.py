@@ -99,7 +99,7 @@ class Capture(NamedTuple):
 
 def held(value: Any) -> Iterator[Capture]:
     """The tensors, modules and generators inside any object, nearest first."""
-    return _search(value, "holds", "value", HELD)
+    return _search_captures(value, "holds", "value", HELD)
 
 
 def generators(*values: Any) -> list[torch.Generator]:
@@ -112,14 +112,14 @@ def refuse(what: str, fn: Any) -> list[torch.Generator]:
     """Raises if ``fn`` reaches a tensor or a module; otherwise returns the generators it reaches."""
     is_object = not isinstance(fn, FunctionType | MethodType | partial)
     found = []
-    for capture in _search(fn, "is an object with" if is_object else "", "self", HELD):
+    for capture in _search_captures(fn, "is an object with" if is_object else "", "self", HELD):
         if isinstance(capture.value, torch.Generator):
             found.append(capture.value)
             continue
         raise ArgumentValueError(
             f"{what}: expected a function that is given every tensor and module as an argument, got "
             f"`{name_of(fn)}`, which {capture} ({_short(capture.value)}); it would get no gradient, "
-            f"without an error. {_advice(what, fn, capture)}"
+            f"without an error. {_advise(what, fn, capture)}"
         )
     return found
 
@@ -144,7 +144,7 @@ def unregistered(module: nn.Module) -> Iterator[Capture]:
             if name in _MODULE_FIELDS or is_plain(value):
                 continue
             path = f"{prefix}.{name}" if prefix else name
-            for capture in _search(value, "holds", path, HELD_BY_MODULE):
+            for capture in _search_captures(value, "holds", path, HELD_BY_MODULE):
                 if id(capture.value) not in known:
                     yield capture
 
@@ -192,7 +192,7 @@ def _short(value: Any) -> str:
     return f"the module {type(value).__name__}"
 
 
-def _advice(what: str, fn: Any, capture: Capture) -> str:
+def _advise(what: str, fn: Any, capture: Capture) -> str:
     """How to make what was found an argument."""
     if isinstance(fn, MethodType) and isinstance(fn.__self__, nn.Module):
         name = fn.__name__
@@ -204,7 +204,7 @@ def _advice(what: str, fn: Any, capture: Capture) -> str:
     return f"Make it an argument: `{what}(lambda {name}, *args: ...)({name}, ...)`."
 
 
-def _search(root: Any, how: str, path: str, scope: Scope) -> Iterator[Capture]:
+def _search_captures(root: Any, how: str, path: str, scope: Scope) -> Iterator[Capture]:
     """The tensors, modules and generators that are reached, with a description of the way there."""
     if isinstance(root, FOUND):
         yield Capture(how, path, root)

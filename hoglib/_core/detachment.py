@@ -129,8 +129,8 @@ class DetachmentWatch(TorchFunctionMode):
         result = func(*args, **kwargs)
         if name in ALIASES and not has_graph and isinstance(result, Tensor):
             self._aliases.append(result)
-        if has_graph and _changed(name, args, kwargs, self._aliases):
-            self._note(f"a write through .data by `{_short(func)}`", "write")
+        if has_graph and _writes_in_place(name, args, kwargs, self._aliases):
+            self._note(f"a write through .data by `{_short_name(func)}`", "write")
             return result
         if name in ESCAPES:
             self._escape(ESCAPES[name], tensors, has_graph)
@@ -156,9 +156,9 @@ class DetachmentWatch(TorchFunctionMode):
             found = self._note(INNER, "inner")
         elif not torch.is_grad_enabled():
             by = "torch.inference_mode" if torch.is_inference_mode_enabled() else "torch.no_grad"
-            found = self._note(f"`{_short(func)}` under {by}", "off")
+            found = self._note(f"`{_short_name(func)}` under {by}", "off")
         else:
-            found = self._note(f"`{_short(func)}`, which has no derivative", "kernel")
+            found = self._note(f"`{_short_name(func)}`, which has no derivative", "kernel")
         if (found.how, found.place) in self._repair:
             if name in ALIASES:
                 return args[0]
@@ -187,7 +187,7 @@ class DetachmentWatch(TorchFunctionMode):
         return found
 
 
-def _changed(name: str, args: Any, kwargs: Any, aliases: list[Tensor]) -> bool:
+def _writes_in_place(name: str, args: Any, kwargs: Any, aliases: list[Tensor]) -> bool:
     """Whether a call writes into a tensor that autograd does not see."""
     in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
     written = args[0] if args and in_place else kwargs.get("out")
@@ -205,6 +205,6 @@ def uses_only_metadata(name: str, args: Any) -> bool:
     return name in LIKE and bool(args) and isinstance(args[0], Tensor) and not args[0].requires_grad
 
 
-def _short(func: Any) -> str:
+def _short_name(func: Any) -> str:
     name = str(getattr(func, "__name__", func)).removeprefix("aten.")
     return f".{name_of_call(func)}" if name == "__get__" else name

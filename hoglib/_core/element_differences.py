@@ -128,7 +128,7 @@ def _best_of_output(
     best = torch.zeros_like(y)
     error = torch.full_like(best, torch.inf)
     kinked = torch.zeros_like(best, dtype=torch.bool)
-    eps = _grain([y, *(end[i] for h in steps for end in ends[h])])
+    eps = _spacing([y, *(end[i] for h in steps for end in ends[h])])
     size = max(max_abs(y), 1e-3 * max_abs(x))
     slopes = {h: (ends[h][0][i] - ends[h][1][i]) / (2 * h) for h in steps}
     # how far the slopes to either side differ: it decreases with the step, except at a kink
@@ -153,7 +153,7 @@ def _best_of_output(
     return best, error, 4 * grain**0.5 * size, grain, kinked
 
 
-def _grain(values: Sequence[Tensor]) -> Tensor:
+def _spacing(values: Sequence[Tensor]) -> Tensor:
     """The relative spacing of the values of each element: that of float32 where all of them are numbers
     of float32.
 

@@ -45,7 +45,7 @@ class StateFingerprint:
             tensors += [t for t in module._buffers.values() if t is not None]
             settings.append(id(module))
             settings += [(k, v) for k, v in vars(module).items() if type(v) in _SETTINGS]
-        tensors = [_held(t) for t in {id(t): t for t in tensors}.values()]
+        tensors = [_local_part(t) for t in {id(t): t for t in tensors}.values()]
         kinds = sorted({t.device.type for t in tensors} - {"meta"})
         autocast = [torch.is_autocast_enabled(kind) for kind in kinds]
         versions = [t._version for t in tensors if not t.is_inference()]
@@ -54,7 +54,7 @@ class StateFingerprint:
         return [*settings, *autocast, *pointers, *versions, *numbers]
 
 
-def _held(tensor: Any) -> Tensor:
+def _local_part(tensor: Any) -> Tensor:
     """Of a DTensor what this process holds, without communication."""
     return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor
 

@@ -75,8 +75,8 @@ def full_precision(widen: bool) -> Callable[[Callable[P, R]], Callable[P, R]]:
             with torch.autocast(kind, enabled=False):
                 if not widen:
                     return function(*args, **kwargs)
-                values: Any = [_upcast(value) for value in args]
-                named: Any = {name: _upcast(value) for name, value in kwargs.items()}
+                values: Any = [_to_float32(value) for value in args]
+                named: Any = {name: _to_float32(value) for name, value in kwargs.items()}
                 return function(*values, **named)
 
         return run
@@ -84,5 +84,5 @@ def full_precision(widen: bool) -> Callable[[Callable[P, R]], Callable[P, R]]:
     return decorate
 
 
-def _upcast(value: Any) -> Any:
+def _to_float32(value: Any) -> Any:
     return upcast_half(value) if isinstance(value, Tensor) else value

@@ -30,7 +30,7 @@ class ModuleNames:
             self._add("", fn.model)
             if isinstance(fn.user_criterion, nn.Module):
                 self._add("criterion", fn.user_criterion)
-        tops = _tops(found)
+        tops = _outermost_modules(found)
         for one in tops:
             if id(one.value) not in self._names:
                 alone = not self.roots and len(tops) == 1
@@ -126,7 +126,7 @@ def watching_modules(
         yield
 
 
-def _tops(found: list[Capture]) -> list[Capture]:
+def _outermost_modules(found: list[Capture]) -> list[Capture]:
     """The modules that are not part of another of them, each once."""
     parts = {id(part) for one in found for part in one.value.modules() if part is not one.value}
     tops = {id(one.value): one for one in reversed(found) if id(one.value) not in parts}

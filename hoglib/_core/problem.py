@@ -85,7 +85,7 @@ class Policy(NamedTuple):
         chosen: Any = options.get("compile", False)
         if not (functions and callable(chosen)):
             chosen = validation.backend("compile", chosen)
-        stand_ins = validation.flag("stand_ins", options.get("stand_ins", True))
+        stand_ins = validation.boolean("stand_ins", options.get("stand_ins", True))
         remat = check_remat(options.get("remat", False))
         return cls(caller, create_graph, stand_ins, remat, chosen, strict)
 

@@ -62,7 +62,7 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Tree) -> Tree:
 def paths(tree: Tree) -> list[str]:
     """A readable name of each leaf, in the order of `leaves`: `layer1.weight`, `[0].x`, or `` ."""
     found = _pytree.tree_flatten_with_path(tree)[0]
-    return ["".join(map(_step, path)).removeprefix(".") for path, _ in found]
+    return ["".join(map(_path_step, path)).removeprefix(".") for path, _ in found]
 
 
 def add(a: Tree, b: Tree, *, alpha: float = 1.0) -> Tree:
@@ -95,7 +95,7 @@ def sum_scalars(terms: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(terms)).sum() if terms else torch.zeros(())
 
 
-def _step(key: Any) -> str:
+def _path_step(key: Any) -> str:
     if isinstance(key, _pytree.MappingKey):
         return f".{key.key}"
     return f".{key.name}" if isinstance(key, _pytree.GetAttrKey) else str(key)

@@ -141,8 +141,8 @@ def recompute(
     with without_stand_ins():  # fn itself runs with them, see `_Call._call`
         modules = [*call.scope.modules(), *modes_of]
         own = [x for m in modules for x in vars(m).values() if isinstance(x, torch.Generator)]
-        call.run_state = RunState(tensors, [*generators, *_generators(leaves), *own], modules)
-        return call.result(_recomputed(call.first, tensors))
+        call.run_state = RunState(tensors, [*generators, *_generators_among(leaves), *own], modules)
+        return call.result(_run_recomputed(call.first, tensors))
 
 
 @final
@@ -189,7 +189,7 @@ def _is_bypassed() -> bool:
     return no_graph or plainly or only_plain_operations()
 
 
-def _recomputed(run: Any, tensors: Sequence[Tensor | None]) -> Tensors:
+def _run_recomputed(run: Any, tensors: Sequence[Tensor | None]) -> Tensors:
     """run(*tensors) by the Function; values and tangents by one run, where there are tangents."""
     tangents = torch_forward_mode.tangents_without_graph(tensors)
     if tangents is not None:
@@ -264,7 +264,7 @@ def _backward(ctx: Any, grads: Tensors) -> Any:
         wanted = sorted({*wanted, *extra})
         tensors = (*inputs, *(grads[j] for j in arrived))
         vjp = _Vjp(rerun, ctx.count, wanted, arrived, extra)
-        grads = _run_level(vjp, *tensors) if _is_bypassed() else _recomputed(vjp, tensors)
+        grads = _run_level(vjp, *tensors) if _is_bypassed() else _run_recomputed(vjp, tensors)
         for i, grad in zip(wanted, grads, strict=True):
             result[i] = grad if needs[i] else None
     return None, *result
@@ -289,7 +289,7 @@ def _along(
     jvp = _Jvp(again, len(inputs), moved)
     with by_tangents.explained():
         if torch.is_grad_enabled() or torch_internals.transforms_active():
-            return _recomputed(jvp, tensors)
+            return _run_recomputed(jvp, tensors)
         again.as_tangents = True
         return _run_level(jvp, *tensors)
 
@@ -805,7 +805,7 @@ class _Call:
             leaves[i] = tensors[place]
         args, keywords = given = pytree.unflatten(leaves, self.structure)
         with (
-            _recomputing(self.nests, self.slices),
+            _recompute_policy(self.nests, self.slices),
             self.stand_ins.resume(),
             self.run_state.autocast.restored(),
             ContiguousDropout() if self.mixed else nullcontext(),
@@ -833,7 +833,7 @@ class _Scope(nn.Module):
         return run()
 
 
-def _recomputing(recompute_nested: bool, low_memory: bool) -> inside:
+def _recompute_policy(recompute_nested: bool, low_memory: bool) -> inside:
     disabled = AMBIENT.recomputation_disabled or not recompute_nested
     return inside(recomputing=True, recomputation_disabled=disabled, low_memory=low_memory)
 
@@ -843,7 +843,7 @@ def inside_recomputation() -> bool:
     return AMBIENT.recomputing
 
 
-def _generators(leaves: list[Any]) -> list[torch.Generator]:
+def _generators_among(leaves: list[Any]) -> list[torch.Generator]:
     """The generators among the arguments. Refuses objects that hold a tensor."""
     found = []
     for leaf in leaves:

@@ -112,7 +112,7 @@ def torch_call_line() -> SourceLine | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name not in _MODE_HANDLERS:
         frame = frame.f_back
-    return _innermost(frame.f_back if frame is not None else None)
+    return _innermost_user_line(frame.f_back if frame is not None else None)
 
 
 def caller_line() -> SourceLine | None:
@@ -120,10 +120,10 @@ def caller_line() -> SourceLine | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and _is_machinery(frame.f_code.co_filename):
         frame = frame.f_back
-    return _innermost(frame)
+    return _innermost_user_line(frame)
 
 
-def _innermost(frame: FrameType | None) -> SourceLine | None:
+def _innermost_user_line(frame: FrameType | None) -> SourceLine | None:
     """The first line of user code from a frame outwards; None if hoglib's machinery comes first."""
     for at, line in walk_stack(frame) if frame is not None else ():
         file = at.f_code.co_filename

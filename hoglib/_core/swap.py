@@ -146,7 +146,7 @@ class _Places(NamedTuple):
     """
 
     names: tuple[str, ...]  # of the parameters that are given
-    modules: list[tuple["ref[nn.Module]", Any]]  # each with its `_look`
+    modules: list[tuple["ref[nn.Module]", Any]]  # each with its `_structure_of`
     own: list[Any]  # the names and ids of the parameters of each module, which may share them
     places: list[tuple[int, str, str]]  # (index of a module, name in it, qualified name)
 
@@ -161,7 +161,7 @@ class _Places(NamedTuple):
         own: list[Any] = []
         for reference, seen in self.modules:
             module = reference()
-            if module is None or _look(module) != seen:
+            if module is None or _structure_of(module) != seen:
                 return None
             store: Any = module._parameters
             stores.append(store)
@@ -175,7 +175,7 @@ class _Places(NamedTuple):
 _HAVE_MORE = (DistributedDataParallel, nn.RNNBase, torch.jit.ScriptModule)
 
 
-def _look(module: nn.Module) -> Any:
+def _structure_of(module: nn.Module) -> Any:
     """The class of a module (fully_shard gives it another one) and the names and ids of its parts; None
     where a swap has more to replace than parameters, or hooks run, which may share them."""
     if (
@@ -212,7 +212,7 @@ class ModulePatch:
             if name in store:
                 if (id(store), name) not in self._originals:
                     with _CLAIMING:
-                        _claim((id(store), name), module, name)
+                        _claim_key((id(store), name), module, name)
                     self._originals[id(store), name] = store, store[name]
                 store[name] = value
                 return
@@ -247,7 +247,7 @@ class ModulePatch:
             for store, own_name, name in places:
                 key = id(store), own_name
                 if key not in self._originals:
-                    _claim(key, model, name)
+                    _claim_key(key, model, name)
                     self._originals[key] = store, store[own_name]
         for store, own_name, name in places:
             store[own_name] = params[name]
@@ -267,7 +267,7 @@ class ModulePatch:
                 if model is None or key[0] in own:
                     store[key[1]] = value
                     del self._originals[key]
-                    _release(key)
+                    _release_key(key)
 
     def values(self) -> PatchState:
         """The values that modules have now in the place of their own."""
@@ -350,7 +350,7 @@ _CLAIMED: dict[tuple[int, str], tuple[int, int]] = {}
 _CLAIMING = threading.Lock()
 
 
-def _claim(key: tuple[int, str], module: nn.Module, name: str) -> None:
+def _claim_key(key: tuple[int, str], module: nn.Module, name: str) -> None:
     """Notes that this thread replaces a value, unless another one has replaced it."""
     this = logical_thread()
     owner, times = _CLAIMED.get(key, (this, 0))
@@ -362,7 +362,7 @@ def _claim(key: tuple[int, str], module: nn.Module, name: str) -> None:
     _CLAIMED[key] = this, times + 1
 
 
-def _release(key: tuple[int, str]) -> None:
+def _release_key(key: tuple[int, str]) -> None:
     owner, times = _CLAIMED[key]
     if times == 1:
         del _CLAIMED[key]
@@ -394,7 +394,7 @@ def _patch_model(
     parameters_alone = len(names) == len(params)
     computed_in: dict[int, torch.dtype] = {}  # dtypes of fully_shard's mixed precision
     for prefix, module in model.named_modules():  # each module once, under its first name
-        if isinstance(module, DistributedDataParallel) and not _reached(given):
+        if isinstance(module, DistributedDataParallel) and not _reaches_parameters(given):
             for name in ("require_backward_grad_sync", "require_forward_param_sync"):
                 patch.put(module, name, False)  # it waits for gradients
         for name, attribute in wrapped_attributes(module, mixed_precision=dtype is None).items():
@@ -409,7 +409,7 @@ def _patch_model(
                 "derivatives. Use the module that was scripted, or mode='reverse-over-reverse'."
             )
         renormalized = getattr(module, "max_norm", None) is not None
-        seen = _look(module)
+        seen = _structure_of(module)
         parameters_alone = parameters_alone and seen is not None
         known.append((ref(module), seen))
         owned += [*module._parameters.keys(), *map(id, module._parameters.values())]
@@ -445,6 +445,6 @@ def _patch_model(
     return _Places(tuple(params), known, owned, places)
 
 
-def _reached(given: Sequence[tuple[int, Tensor]]) -> bool:
+def _reaches_parameters(given: Sequence[tuple[int, Tensor]]) -> bool:
     """Whether a backward may reach the model's own parameters, by whose ids others are given."""
     return not given or any(i == id(x) or x.grad_fn is not None for i, x in given)

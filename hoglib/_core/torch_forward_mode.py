@@ -83,7 +83,7 @@ def follow_grad_mode(enabled: bool) -> None:
 
 
 @final
-class StopsTangents(TorchFunctionMode):
+class NoGradStopsForwardAD(TorchFunctionMode):
     """Inside, what runs under no_grad is a constant of forward mode too, as it is of backward.
 
     `outside`, which raises, is called at a torch call within a checkpoint that begins inside: what that
@@ -107,7 +107,7 @@ class StopsTangents(TorchFunctionMode):
             self._outside()
         return result
 
-    def __enter__(self) -> "StopsTangents":
+    def __enter__(self) -> "NoGradStopsForwardAD":
         self._before = torch._C._is_fwd_grad_enabled()
         super().__enter__()
         return self

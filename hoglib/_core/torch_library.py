@@ -54,7 +54,7 @@ def call_as_function(
         backward, setup_context = definition._backward_fn, definition._setup_context_fn
         if backward is None or not _is_supported(overload):
             return None
-        function: type[Function] | None = _function(overload, (backward, setup_context))
+        function: type[Function] | None = _function_of(overload, (backward, setup_context))
     else:
         if overload not in _BY_LIBRARY:
             _BY_LIBRARY[overload] = None
@@ -111,7 +111,7 @@ def as_written(
         if (structure := getattr(args[-1], "input_spec", None)) is not None:
             args = tuple(_pytree.tree_unflatten(list(args[:-1]), structure))
         args = _flat(overload, args[:-1], args[-1].keyword_only_args)
-    return _function(overload, rules), args
+    return _function_of(overload, rules), args
 
 
 def result_of(function: Any, outputs: Any) -> Any:
@@ -168,7 +168,7 @@ def _flat(overload: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return (*leaves, structure)
 
 
-def _function(overload: OpOverload, rules: Rules) -> type[Function]:
+def _function_of(overload: OpOverload, rules: Rules) -> type[Function]:
     """The Function of an operator with these rules, the same one each time."""
     known = _FUNCTIONS.get(overload)
     if known is None or known[0] != rules:

@@ -92,12 +92,12 @@ def _is_sharding(hook: Any) -> bool:
 
 
 def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    return _cast(args, dtype), _cast(kwargs, dtype)
+    return _cast_floats(args, dtype), _cast_floats(kwargs, dtype)
 
 
 def _cast_output(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) -> Any:
-    return _cast(output, dtype)
+    return _cast_floats(output, dtype)
 
 
-def _cast(tree: Any, dtype: torch.dtype) -> Any:
+def _cast_floats(tree: Any, dtype: torch.dtype) -> Any:
     return pytree.map_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, tree)

@@ -129,7 +129,7 @@ def tensor_or_number(what: str, value: Any) -> Any:
 
 def dim(what: str, value: Any, rank: int) -> int:
     """A dimension of a tensor of that rank, counted from 0; rank 0 has dimension 0, as in torch."""
-    extent, number = max(rank, 1), whole(what, value)
+    extent, number = max(rank, 1), integer(what, value)
     if not -extent <= number < extent:
         raise errors.ArgumentIndexError(
             f"{what}: expected a dimension from {-extent} to {extent - 1}, got {number}; "
@@ -162,18 +162,18 @@ def positive(what: str, value: Any) -> float:
     return number
 
 
-def whole(what: str, value: Any) -> int:
+def integer(what: str, value: Any) -> int:
     """Checks for an integer."""
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise errors.ArgumentTypeError(f"{what}: expected a whole number, got {describe(value)}.")
+        raise errors.ArgumentTypeError(f"{what}: expected an integer, got {describe(value)}.")
     return int(value)
 
 
 def at_least(what: str, value: Any, minimum: int) -> int:
     """Checks for an integer of at least `minimum`."""
-    if whole(what, value) < minimum:
+    if integer(what, value) < minimum:
         raise errors.ArgumentValueError(
-            f"{what}: expected a whole number of at least {minimum}, got {value}; "
+            f"{what}: expected an integer of at least {minimum}, got {value}; "
             f"set {what} to {minimum} or more."
         )
     return int(value)
@@ -186,11 +186,11 @@ def none_or_at_least(what: str, value: Any, minimum: int) -> int | None:
 def backend(name: str, value: Any) -> str:
     """The backend that an option compile= names, or "" for none."""
     if isinstance(value, str):
-        return one_of(name, value, ["inductor", "eager"])
-    return "inductor" if flag(name, value) else ""
+        return choice(name, value, ["inductor", "eager"])
+    return "inductor" if boolean(name, value) else ""
 
 
-def one_of(what: str, value: Any, options: Iterable[str]) -> str:
+def choice(what: str, value: Any, options: Iterable[str]) -> str:
     known = list(options)
     if value not in known:
         text = f"{what}: expected one of {', '.join(known)}; got {value!r}."
@@ -198,7 +198,7 @@ def one_of(what: str, value: Any, options: Iterable[str]) -> str:
     return str(value)
 
 
-def flag(what: str, value: Any) -> bool:
+def boolean(what: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise errors.ArgumentTypeError(f"{what}: expected True or False, got {describe(value)}.")
     return value

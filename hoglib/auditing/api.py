@@ -105,7 +105,7 @@ def audit(
         (True, ())
     """
     check_arguments(loss, params, batch)
-    validation.flag("stand_ins", stand_ins)
+    validation.boolean("stand_ins", stand_ins)
     requested = requested_routes(routes)
     silent = warnings.catch_warnings(action="ignore")  # routes fail on purpose; the report says so
     with _ONE_AT_A_TIME, no_examination(), grad_enabled(), exact_products(), silent:
@@ -252,7 +252,7 @@ class _Audit:
         right = {row.name for row in rows if row.status == "pass"}
         loss.move_back()
         for route in self._requested:
-            result = _result(loss, route, 1)
+            result = _check_derivative(loss, route, 1)
             # what is not finite is in the row of the own dtype
             judged = result.wrong is False or result.raised or result.error != result.error
             if route.row in right and not judged:
@@ -270,7 +270,7 @@ class _Audit:
     def _row(self, loss: ReproducibleLoss, route: Route, *, directions: int) -> Row:
         """One derivative; where it is wrong, the modules at fault become culprits."""
         requested = route is FIRST or route in self._requested
-        result = _result(loss, route, directions)
+        result = _check_derivative(loss, route, directions)
         if result.at_fault:
             return self._failed_row(loss, route, result, requested=requested)
         if result.wrong is False:
@@ -384,7 +384,7 @@ class _Audit:
         yield Row(name, "warn", error, text)
 
 
-def _result(loss: ReproducibleLoss, route: Route, directions: int) -> CheckResult:
+def _check_derivative(loss: ReproducibleLoss, route: Route, directions: int) -> CheckResult:
     """What is known of a derivative along several directions; along others where there is a kink."""
     right: list[CheckResult] = []
     for seed in range(MAX_DIRECTIONS):
@@ -461,7 +461,7 @@ class FaultMessages:
             line = f" at {op.line}" if op.line else ""
             kind = "operation" if op.function is None else "custom Function"
             first = self._explained_in.setdefault(op.function or op.operation, here)
-            why = f"See {first}." if first != here else _explain(op)
+            why = f"See {first}." if first != here else _explain_operation(op)
             text += f"\nThe {kind} `{op.operation}`{line} is at fault. {why}"
         return text
 
@@ -495,7 +495,7 @@ class FaultMessages:
         return validation.listing([*places], MAX_NAMES)
 
 
-def _explain(op: RecordedCall) -> str:
+def _explain_operation(op: RecordedCall) -> str:
     """Why an operation loses a derivative, and what to do."""
     if op.function is not None:
         words = _verification_result(op.function, op.args)

@@ -395,12 +395,14 @@ class Checker:
                 size, limit = float(pytree.norm(central)), OF_NUMBER
                 w = [part / unit for part, unit in zip(self._w, self._scales, strict=True)]
                 central, one_sided = ([pytree.dot(part, w)] for part in slope)
-            error = _distance(found, central, size)
+            error = _relative_distance(found, central, size)
             if error < RIGHT.get(self._dtype, RIGHT[torch.float32]):
                 return self._compare_zero(error) if zero else CheckResult(False, error)
-            best, bend = min(best, error), _distance(one_sided, central, size)
+            best, bend = min(best, error), _relative_distance(one_sided, central, size)
             for other, other_bend in tried:
-                doubt = min(doubt, max(_distance(other, central, size), min(bend, other_bend)))
+                doubt = min(
+                    doubt, max(_relative_distance(other, central, size), min(bend, other_bend))
+                )
             if doubt < limit and best > CLEARLY * doubt:
                 return CheckResult(True, best)
             tried.append((central, bend))
@@ -426,7 +428,7 @@ class Checker:
         found = [self._difference("hessian", x, step) for x in (v, w, both)]
         of_v, of_w, of_both = (slope[0] if slope else [] for slope in found)
         apart = [a - b for a, b in zip(of_v, of_w, strict=True)]
-        return bool(apart) and _distance(of_both, apart, float(pytree.norm(of_v))) < AGREE
+        return bool(apart) and _relative_distance(of_both, apart, float(pytree.norm(of_v))) < AGREE
 
     def _slope(self, quantity: str, step: float) -> _Slope | None:
         """A slope of the function that gives a quantity; None where that raises, or where it stops a
@@ -466,7 +468,7 @@ class Checker:
             return self._f(*own)
 
 
-def _distance(found: Vector, truth: Vector, size: float | None) -> float:
+def _relative_distance(found: Vector, truth: Vector, size: float | None) -> float:
     """The largest difference of two vectors, a tensor at a time; relative to their size, or a given
     one."""
     pairs = list(zip(found, truth, strict=True))

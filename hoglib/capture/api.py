@@ -117,24 +117,24 @@ class Compiled:
 
     def __init__(
         self, fn: Callable[..., Any], *, backend: Any, dynamic: bool = False, check: bool = True,
-        name: str | None = None, place: capturing.Place | None = None,
+        name: str | None = None, place: capturing.CacheSlot | None = None,
         precheck: Callable[..., Any] | None = None,
     ) -> None:  # fmt: skip
         self.fn = validation.function("fn", fn)
         if not callable(backend):
-            validation.one_of("backend", backend, NAMES)
+            validation.choice("backend", backend, NAMES)
         self.backend = backend
-        self.dynamic = validation.flag("dynamic", dynamic)
-        self.check = validation.flag("check", check)
+        self.dynamic = validation.boolean("dynamic", dynamic)
+        self.check = validation.boolean("check", check)
         self.name = name or name_of(fn)
-        self._place = place or capturing.Place.of(fn)
+        self._place = place or capturing.CacheSlot.of(fn)
         self._precheck = precheck
         self.__doc__ = fn.__doc__
 
     @cached_property
     def _graphs(self) -> capturing.Graphs:
         owner, key = self._place
-        place = capturing.Place(owner, (key, self.backend, self.dynamic, self.check))
+        place = capturing.CacheSlot(owner, (key, self.backend, self.dynamic, self.check))
         return capturing.kept(place, capturing.Graphs, self.name)
 
     @property
@@ -143,7 +143,9 @@ class Compiled:
         return self._graphs.all()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.fn(*args, **kwargs) if capturing.runs_elsewhere() else self.run(*args, **kwargs)
+        return (
+            self.fn(*args, **kwargs) if capturing.in_other_tracer() else self.run(*args, **kwargs)
+        )
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The results by a graph, also inside forward mode.
@@ -223,10 +225,10 @@ class Compiled:
             A function (args, kwargs, cotangents) -> gradients.
         """
         back = Pullback(self.fn, entry, form.constants)
-        return self._other(back, f"the backward of {self.name}", capturing.Place(entry, None))
+        return self._other(back, f"the backward of {self.name}", capturing.CacheSlot(entry, None))
 
     def _other(
-        self, fn: Callable[..., Any], name: str, place: capturing.Place,
+        self, fn: Callable[..., Any], name: str, place: capturing.CacheSlot,
         precheck: Callable[..., Any] | None = None,
     ) -> "Compiled":  # fmt: skip
         """Another function with the same options."""
@@ -381,8 +383,8 @@ def kept_graph(
         precheck: Called with the arguments before each capture; see :class:`Compiled`.
         kind: Compiled, or CompiledLoss.
     """
-    place = capturing.Place.of(owner)
-    place = capturing.Place(place.owner, (place.key, name, key))
+    place = capturing.CacheSlot.of(owner)
+    place = capturing.CacheSlot(place.owner, (place.key, name, key))
     return kind(run, backend=backend, name=name, place=place, precheck=precheck)
 
 
@@ -500,7 +502,7 @@ class CompiledLoss(Compiled):
         return [*both, *super().signatures, *graph]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        if capturing.runs_elsewhere():
+        if capturing.in_other_tracer():
             return self.fn(*args, **kwargs)
         if not torch.is_grad_enabled():
             return self.run(*args, **kwargs)
@@ -548,7 +550,7 @@ class CompiledLoss(Compiled):
         A graph does so in each call or in none, but for a backend of the user's.
         """
         if entry.aliases is None or callable(self._with_gradient.backend):
-            entry.aliases = _aliases(grads, inputs)
+            entry.aliases = _aliased_gradients(grads, inputs)
         for i in entry.aliases:
             grads[i] = grads[i].clone()
         return grads
@@ -607,7 +609,7 @@ class _Gradient:
         return [found[key] for key in self._reached if key in found]
 
 
-def _aliases(grads: list[Tensor], inputs: list[Tensor]) -> list[int]:
+def _aliased_gradients(grads: list[Tensor], inputs: list[Tensor]) -> list[int]:
     """The gradients that share memory with an input or with a gradient before them."""
     known = {x.untyped_storage().data_ptr() for x in inputs}
     found = []

@@ -151,14 +151,14 @@ class Graphs:
         return [one for found in list(self.by_signature.values()) for one in found]
 
 
-class Place(NamedTuple):
+class CacheSlot(NamedTuple):
     """Where graphs are kept: with which object, and which of its graphs they are."""
 
     owner: Any
     key: Hashable
 
     @classmethod
-    def of(cls, fn: Any) -> "Place":
+    def of(cls, fn: Any) -> "CacheSlot":
         """That of a function; of a method it is its object, since a method is made at each access."""
         return cls(fn.__self__, fn.__func__) if isinstance(fn, MethodType) else cls(fn, None)
 
@@ -167,7 +167,7 @@ _KEPT: Any = WeakIdKeyDictionary()  # owner -> key -> what is kept
 _LOCK = threading.Lock()
 
 
-def kept(place: Place, make: Callable[[], Any], name: str) -> Any:
+def kept(place: CacheSlot, make: Callable[[], Any], name: str) -> Any:
     """What `make` returns: made once for a place, and kept as long as its owner lives.
 
     It must not refer to the owner. name: that of the function, in messages.
@@ -214,7 +214,7 @@ def capture(function: Any, form: CallSignature, tensors: list[Tensor]) -> Captur
     ):
         began = perf_counter()
         with discard_traced_tensors(walk):
-            traced, shared = _trace(function, form, tensors)
+            traced, shared = _trace_function(function, form, tensors)
         pin_strides(traced.graph)
         simplify(traced.graph)
         traced.graph.recompile()
@@ -256,7 +256,7 @@ def capture(function: Any, form: CallSignature, tensors: list[Tensor]) -> Captur
     return entry, traced.lifted
 
 
-def runs_elsewhere() -> bool:
+def in_other_tracer() -> bool:
     """Whether a call belongs to something that is transformed, traced or compared around it."""
     return (
         AMBIENT.eager
@@ -273,7 +273,7 @@ def _is_compiled(value: Any) -> bool:
     return isinstance(value, FunctionType) and "_torchdynamo_orig_callable" in vars(value)
 
 
-def _trace(
+def _trace_function(
     function: Any, form: CallSignature, tensors: list[Tensor]
 ) -> tuple[Traced, list[tuple[int, int]]]:
     """The graph, and which arguments the function also reaches by another path.
@@ -373,7 +373,7 @@ class Comparison:
         self._name, self._tolerance = function.name, tolerance
         independent = getattr(function.fn, "independent", False)
         self._cases: list[_Case] = []
-        perturbed = _scaled(tensors, 0, _of_about_the_size)
+        perturbed = _perturb(tensors, 0, _of_about_the_size)
         own = [x.clone() if x.is_inference() else as_leaf(x) if independent else x for x in tensors]
         for i, _ in graph.shared:  # the function also reaches these by another path, so they stay
             perturbed[i] = own[i] = tensors[i]
@@ -402,7 +402,7 @@ class Comparison:
             set_random_state(case.state)
             inputs = graph.graph_inputs(case.values, lifted)
             found = graph.execute(inputs)
-            scale = _norm(case.expected)
+            scale = _norm_of(case.expected)
             other: dict[int, str] = {}
             moved: set[int] = set()  # those of other numbers of the same kind
             for i, (a, b) in enumerate(zip(case.expected, found, strict=True)):
@@ -431,13 +431,13 @@ class Comparison:
             return right
         try:
             for seed in range(DRAWS + 1):
-                at = _scaled(inputs, seed, _of_last_places) if seed else inputs
+                at = _perturb(inputs, seed, _of_last_places) if seed else inputs
                 with torch.no_grad():
                     reference: list[Tensor] = _InDouble(operations).run(*at)
                 found = execute(at)
                 for i in outputs - right:
                     a, b = reference[i], found[i].to(reference[i].dtype)
-                    different = _difference(a, b, _norm(reference), self._tolerance)
+                    different = _difference(a, b, _norm_of(reference), self._tolerance)
                     if bool(a.count_nonzero()) and different is None:
                         right.add(i)
                 if right == outputs:
@@ -480,14 +480,14 @@ def _difference(expected: Tensor, found: Tensor, scale: float, tolerance: float)
         return None if torch.equal(expected, found) else "other integers"
     finite = expected.isfinite() & found.isfinite()
     same_nans = torch.equal(expected.isnan(), found.isnan())
-    distance = _norm([torch.where(finite, expected - found, 0)])
-    norm = _norm([torch.where(finite, expected, 0)])
+    distance = _norm_of([torch.where(finite, expected - found, 0)])
+    norm = _norm_of([torch.where(finite, expected, 0)])
     if same_nans and distance <= tolerance * max(norm, ROUNDING * scale, 1e-30):
         return None
     return f"a difference of norm {distance:.1e} where the norm is {norm:.1e}"
 
 
-def _scaled(
+def _perturb(
     tensors: list[Tensor], seed: int, factor: Callable[[Tensor, torch.Generator], Tensor]
 ) -> list[Tensor]:
     """The tensors, those of floating point times random factors, in the same layout."""
@@ -518,7 +518,7 @@ def _of_last_places(x: Tensor, generator: torch.Generator) -> Tensor:
     return 1 + torch.finfo(x.dtype).eps * (2 * up - 1).double()
 
 
-def _norm(tensors: list[Tensor]) -> float:
+def _norm_of(tensors: list[Tensor]) -> float:
     total = 0.0
     for x in tensors:
         if pytree.is_float(x) and not x.is_meta:
@@ -531,14 +531,14 @@ class _InDouble(fx.Interpreter):
     """Runs a graph with float64 in the place of each less precise dtype."""
 
     def run_node(self, n: fx.Node) -> Any:
-        return fx.node.map_aggregate(super().run_node(n), _widened)
+        return fx.node.map_aggregate(super().run_node(n), _to_float64)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        args, kwargs = fx.node.map_aggregate((args, kwargs), _widened)
+        args, kwargs = fx.node.map_aggregate((args, kwargs), _to_float64)
         return super().call_function(target, args, kwargs)
 
 
-def _widened(value: Any) -> Any:
+def _to_float64(value: Any) -> Any:
     if isinstance(value, torch.dtype):
         return _WIDER.get(value, value)
     return value.to(_WIDER[value.dtype]) if getattr(value, "dtype", None) in _WIDER else value

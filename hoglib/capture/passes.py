@@ -122,7 +122,7 @@ def pin_strides(module: fx.GraphModule) -> None:
     for node in module.graph.nodes:
         if node.target not in RESHAPES or 1 not in fake_value(node).shape:
             continue
-        source, found = _layout(node.args[0]), _layout(node)
+        source, found = _layout_of(node.args[0]), _layout_of(node)
         if source is None or found is None or not _is_static(source) or not _is_static(found):
             continue
         _, shape, strides, _ = source
@@ -149,7 +149,7 @@ def simplify(module: fx.GraphModule) -> None:
         for node in list(graph.nodes):
             if node.op != "call_function" or is_random(node) or is_fresh(node):
                 continue
-            key = node.target, _frozen(node.args), _frozen(node.kwargs)
+            key = node.target, _freeze(node.args), _freeze(node.kwargs)
             same = _viewed_node(node) or known.get(key)
             if same is None:
                 _collapse_reshapes(node)
@@ -160,15 +160,15 @@ def simplify(module: fx.GraphModule) -> None:
         graph.eliminate_dead_code(lambda node: node.is_impure() or is_random(node))
 
 
-def _frozen(value: Any) -> Hashable:
+def _freeze(value: Any) -> Hashable:
     if isinstance(value, list | tuple):
-        return ("list", *map(_frozen, value))
+        return ("list", *map(_freeze, value))
     if isinstance(value, dict):
-        return ("dict", *((key, _frozen(item)) for key, item in value.items()))
+        return ("dict", *((key, _freeze(item)) for key, item in value.items()))
     return value if isinstance(value, fx.Node) else (type(value), repr(value))
 
 
-def _layout(node: Any) -> tuple[Any, ...] | None:
+def _layout_of(node: Any) -> tuple[Any, ...] | None:
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
     if not isinstance(value, Tensor) or value.layout is not torch.strided:
         return None
@@ -179,13 +179,13 @@ def _viewed_node(node: fx.Node) -> fx.Node | None:
     """The node that a chain of views returns to: it has the same layout as the last view."""
     if node.target not in VIEWS:
         return None
-    wanted = _layout(node)
+    wanted = _layout_of(node)
     if wanted is None or not _is_static(wanted):
         return None
     at: Any = node
     while isinstance(at, fx.Node) and at.target in VIEWS:
         at = at.args[0]
-        if _layout(at) == wanted:
+        if _layout_of(at) == wanted:
             return at if isinstance(at, fx.Node) else None
     return None
 
@@ -306,34 +306,34 @@ def merge_sums(module: fx.GraphModule) -> None:
     for root in reversed(graph.find_nodes(op="call_function", target=aten.add.Tensor)):
         if not root.users or not _is_sum(root) or _within_a_sum(root):
             continue
-        terms = list(_terms(root, False))
-        pairs = [(term, pair) for term in terms if (pair := _factors(term)) is not None]
+        terms = list(_matrix_terms(root, False))
+        pairs = [(term, pair) for term in terms if (pair := _matmul_factors(term)) is not None]
         rows, columns = fake_value(root).shape
         inner = sum(fake_value(a).shape[1] for _, (a, _, _) in pairs)
         if len(pairs) < 2 or inner * (rows + columns) > rows * columns * (len(pairs) - 1):
             continue
         known = {node for (node, _), _ in pairs}
         with graph.inserting_before(root):
-            left = [_transpose(graph, b) if turned else a for _, (a, b, turned) in pairs]
-            right = [_transpose(graph, a) if turned else b for _, (a, b, turned) in pairs]
+            left = [_insert_transpose(graph, b) if turned else a for _, (a, b, turned) in pairs]
+            right = [_insert_transpose(graph, a) if turned else b for _, (a, b, turned) in pairs]
             factors = _concatenate(graph, left, 1), _concatenate(graph, right, 0)
             found = new_node(graph, aten.mm.default, *factors)
             for term, turned in terms:
                 if term not in known:
-                    other = _transpose(graph, term) if turned else term
+                    other = _insert_transpose(graph, term) if turned else term
                     found = new_node(graph, aten.add.Tensor, found, other)
         root.replace_all_uses_with(found)
         graph.eliminate_dead_code()
 
 
-def _terms(node: fx.Node, turned: bool) -> Iterator[tuple[fx.Node, bool]]:
+def _matrix_terms(node: fx.Node, turned: bool) -> Iterator[tuple[fx.Node, bool]]:
     """The terms of a sum of matrices, and whether each is transposed."""
     for term in node.args[:2]:
         at, turns = term, turned
         while isinstance(at, fx.Node) and at.target is aten.t.default and len(at.users) == 1:
             at, turns = at.args[0], not turns
         if isinstance(at, fx.Node) and _is_sum(at) and len(at.users) == 1:
-            yield from _terms(at, turns)
+            yield from _matrix_terms(at, turns)
         else:
             yield at, turns  # type: ignore[misc]
 
@@ -354,7 +354,7 @@ def _within_a_sum(node: fx.Node) -> bool:
     return False
 
 
-def _factors(term: tuple[Any, bool]) -> tuple[fx.Node, fx.Node, bool] | None:
+def _matmul_factors(term: tuple[Any, bool]) -> tuple[fx.Node, fx.Node, bool] | None:
     """a, b, and whether the term is (a b)^T and not a b."""
     product, turned = term
     if product.target is not aten.mm.default or len(product.users) > 1:
@@ -362,7 +362,7 @@ def _factors(term: tuple[Any, bool]) -> tuple[fx.Node, fx.Node, bool] | None:
     return *product.args, turned
 
 
-def _transpose(graph: fx.Graph, node: fx.Node) -> fx.Node:
+def _insert_transpose(graph: fx.Graph, node: fx.Node) -> fx.Node:
     if node.target is aten.t.default:
         return node.args[0]  # type: ignore[return-value]
     return new_node(graph, aten.t.default, node)

@@ -92,7 +92,7 @@ def compile_graph(graph: fx.GraphModule, tensors: list[Tensor], dynamic: bool, n
 
     began = perf_counter()
     module = optimized(graph, tensors, dynamic)
-    _announce(name, module.graph)
+    _log_slow_compile(name, module.graph)
     compact = on_cpu and not any(map(takes_lists, module.graph.nodes))
     shapes: Any = "from_graph" if dynamic else "from_example_inputs"
     with _COMPILING, torch.no_grad(), _without_pytree_warning():
@@ -114,7 +114,7 @@ def compile_graph(graph: fx.GraphModule, tensors: list[Tensor], dynamic: bool, n
     return Runner(run, perf_counter() - began, source)
 
 
-def _announce(name: str, graph: fx.Graph) -> None:
+def _log_slow_compile(name: str, graph: fx.Graph) -> None:
     """Logs that a graph takes long to compile, before."""
     count = sum(x.op == "call_function" and x.target not in VIEWS for x in graph.nodes)
     seconds = SECONDS + SECONDS_PER_OPERATION * count

@@ -174,22 +174,22 @@ class Guards:
     def __init__(self, root: Any, tensors: list[Tensor], modules: list[nn.Module]) -> None:
         walk = ClosureWalker(root)
         edges = [*walk.edges, *_shortest_paths(root, walk, [*tensors, *modules])]
-        edges = _lasting(edges, walk.objects)
+        edges = _lasting_edges(edges, walk.objects)
         places = {id(walk.objects[i]): i for i in (0, *(edge.held for edge in edges))}
         ran = {places[id(x)] for x in modules if id(x) in places}
         wanted = [places[id(x)] for x in tensors if id(x) in places]
         known = {*places.values()}
         of_known = [x for x in walk.facts if x.holder in known]
         lasting = [x for x in of_known if _leads_to(walk.objects[x.holder], x.step, x.value)]
-        facts = [*lasting, *((i, _mode, _mode(walk.objects[i])) for i in ran)]
-        needed = _ancestors([*wanted, *ran, *(holder for holder, _, _ in facts)], edges)
+        facts = [*lasting, *((i, _module_mode, _module_mode(walk.objects[i])) for i in ran)]
+        needed = _ancestors_of([*wanted, *ran, *(holder for holder, _, _ in facts)], edges)
         numbers = {0: 0}  # of the objects that are needed, in the order in which they are visited
         self._steps: list[tuple[int, Any, int, int, Any]] = []
         for holder, step, held in edges:
             if held in needed and holder in needed:
                 value = walk.objects[held]
                 is_known = held in numbers
-                required = (AGREES, None) if is_known else _requirement(value, held in ran)
+                required = (AGREES, None) if is_known else _guard_requirement(value, held in ran)
                 number = numbers.setdefault(held, len(numbers))
                 self._steps.append((numbers[holder], step, number, *required))
         self._facts = [(numbers[holder], step, value) for holder, step, value in facts]
@@ -200,7 +200,7 @@ class Guards:
             number = numbers.get(places.get(id(x), -1), len(self._start))
             self._start += [x] if number == len(self._start) else []
             self._places.append(number)
-        self._unreachable = [(ref(x), _mode(x)) for x in modules if id(x) not in places]
+        self._unreachable = [(ref(x), _module_mode(x)) for x in modules if id(x) not in places]
         self.kinds: Final = [signature.tensor_key(x) for x in tensors]
         self._all_match = torch_internals.tensor_check(tensors)
 
@@ -263,11 +263,11 @@ class Guards:
             at[place] = value
         for holder, step, expected in self._facts:
             value = step(at[holder])
-            if value is not expected and not _same(value, expected):
+            if value is not expected and not _same_value(value, expected):
                 raise _ChangedError(at[holder], step, value, expected)
         for module, mode in self._unreachable:
             one = module()
-            if one is not None and _mode(one) != mode:
+            if one is not None and _module_mode(one) != mode:
                 raise _ChangedError(one)
         return at
 
@@ -288,7 +288,7 @@ class _ChangedError(Exception):
         return f"`{'.'.join(map(str, parts))}` of {owner} is {what}{was}"
 
 
-def _requirement(value: Any, ran: bool) -> tuple[int, Any]:
+def _guard_requirement(value: Any, ran: bool) -> tuple[int, Any]:
     """What a guard requires of the value that takes the place of this one at a later call."""
     if ran:
         return MODULE, ref(value)
@@ -301,7 +301,7 @@ def _requirement(value: Any, ran: bool) -> tuple[int, Any]:
     return TYPED, type(value)
 
 
-def _lasting(edges: list[Edge], objects: list[Any]) -> list[Edge]:
+def _lasting_edges(edges: list[Edge], objects: list[Any]) -> list[Edge]:
     """The edges that can be followed from the root at each call, breadth-first.
 
     An object that is made anew at each look, as by ``__getitem__`` of a registry of classes, would
@@ -327,7 +327,7 @@ def _leads_to(holder: Any, step: Any, value: Any) -> bool:
         now = step(_as_resolved(holder))
     except _GONE:
         return False
-    return now is _as_resolved(value) or (is_plain(value) and _same(now, value))
+    return now is _as_resolved(value) or (is_plain(value) and _same_value(now, value))
 
 
 def _as_resolved(value: Any) -> Any:
@@ -335,7 +335,7 @@ def _as_resolved(value: Any) -> Any:
     return value.fields if isinstance(value, Attributes) else value
 
 
-def _ancestors(wanted: Iterable[int], edges: list[Edge]) -> set[int]:
+def _ancestors_of(wanted: Iterable[int], edges: list[Edge]) -> set[int]:
     """The objects on a path to one of those wanted."""
     holders: dict[int, list[int]] = {}
     for edge in edges:
@@ -373,7 +373,7 @@ def _shortest_paths(root: Any, walk: ClosureWalker, wanted: list[Any]) -> list[E
     return found
 
 
-def _mode(module: nn.Module) -> int:
+def _module_mode(module: nn.Module) -> int:
     """The mode of a module and the number of its hooks, as one number."""
     try:
         before, after, back, first, training = _hooks_and_mode(module.__dict__)
@@ -384,13 +384,13 @@ def _mode(module: nn.Module) -> int:
     return int(training)
 
 
-def _same(value: Any, expected: Any) -> bool:
+def _same_value(value: Any, expected: Any) -> bool:
     if value is expected:
         return True
     if type(value) is not type(expected):
         return False
     if isinstance(value, tuple):  # of a class that may have another length, or none
-        alike = map(_same, tuple.__iter__(value), tuple.__iter__(expected))
+        alike = map(_same_value, tuple.__iter__(value), tuple.__iter__(expected))
         return stored_items(value) == stored_items(expected) and all(alike)
     is_float = isinstance(value, float | complex)  # whose repr distinguishes 0.0 from -0.0
     return bool(value == expected) and (not is_float or repr(value) == repr(expected))

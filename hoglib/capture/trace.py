@@ -63,7 +63,7 @@ class PythonChecks(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _READS or (func is Tensor.__format__ and not args[0].dim()):
-            constant = _constant(args[0])
+            constant = _constant_value(args[0])
             if constant is None:
                 raise value_read_error(self._what, f"Tensor.{func.__name__}", user_line())
             with _disable_current_modes():
@@ -104,8 +104,8 @@ class OperationChecks(TorchDispatchMode):
             if isinstance(value, Tensor):
                 if not isinstance(value, FakeTensor) and value.grad_fn:
                     self.outer.append(value)
-                if argument.alias_info is not None or _writes(func, argument):
-                    if _writes(func, argument) and self._is_kept(value):
+                if argument.alias_info is not None or _writes_argument(func, argument):
+                    if _writes_argument(func, argument) and self._is_kept(value):
                         raise self._changes(func)
                     views = views or (self._is_kept(value) and func is not aten.lift_fresh.default)
         result = func(*args, **kwargs)
@@ -142,7 +142,7 @@ class OperationChecks(TorchDispatchMode):
         return not isinstance(value, FakeTensor) or torch_internals.storage_id(value) in self._kept
 
 
-def _writes(func: Any, argument: Any) -> bool:
+def _writes_argument(func: Any, argument: Any) -> bool:
     if argument.alias_info is not None and argument.alias_info.is_write:
         return True
     # The schemas of these do not declare it.
@@ -209,11 +209,11 @@ def _reads_values(func: torch._ops.OpOverload, args: Any) -> bool:
     if func is aten.index.Tensor:  # tagged for the sake of its masks
         return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
     if torch.Tag.data_dependent_output in func.tags:
-        return any(_constant(x) is None for x in pytree.tensors(args))
+        return any(_constant_value(x) is None for x in pytree.tensors(args))
     return torch.Tag.dynamic_output_shape in func.tags
 
 
-def _constant(tensor: Tensor) -> Tensor | None:
+def _constant_value(tensor: Tensor) -> Tensor | None:
     """The values of a tensor that the function makes from a number, as `torch.tensor(2.0)`."""
     return getattr(torch_internals.unwrap(tensor), "constant", None)
 
@@ -291,7 +291,7 @@ def trace(name: str, function: Callable[..., Any], tensors: list[Tensor], dynami
         tracer = make_fx(run, tracing_mode=mode, _allow_non_fake_inputs=True)
         graph = tracer(*[as_leaf(x) for x in tensors])
     _check_outputs(name, out["leaves"])
-    lifted = _lift(name, graph, out["recorded"])
+    lifted = _lift_constants(name, graph, out["recorded"])
     if out["recorded"]:
         _check_independent(name, lifted)
     for leaf in out["leaves"]:
@@ -355,7 +355,7 @@ def _check_outputs(name: str, leaves: list[Any]) -> None:
             )
 
 
-def _lift(name: str, graph: fx.GraphModule, recorded: list[Tensor]) -> list[Tensor]:
+def _lift_constants(name: str, graph: fx.GraphModule, recorded: list[Tensor]) -> list[Tensor]:
     """Turns the tensors that a graph holds as attributes into inputs, behind those that it has.
 
     Leaves that the outputs depend on by their derivative only become inputs, too.
@@ -390,7 +390,7 @@ def _lift(name: str, graph: fx.GraphModule, recorded: list[Tensor]) -> list[Tens
     for leaf in leaf_tensors(recorded, since=[x for x in lifted.values() if not x.is_leaf]):
         if type(leaf) in (Tensor, nn.Parameter) and id(leaf) not in lifted:
             add(leaf, {})
-    for attribute in [attribute for attribute in vars(graph) if "_constant" in attribute]:
+    for attribute in [attribute for attribute in vars(graph) if "_constant_value" in attribute]:
         delattr(graph, attribute)
     for registry in (graph._buffers, graph._parameters):  # which would keep the tensors alive
         registry.clear()

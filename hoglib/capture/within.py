@@ -30,7 +30,7 @@ from hoglib.functional import BY_ID, FunctionalLoss
 CONSTANTS = (Tensor, int, float, complex, str, NoneType, torch.dtype, torch.device)
 
 
-def _mark(what: str, tensors: list[Tensor]) -> list[Tensor]:
+def _mark_tensors(what: str, tensors: list[Tensor]) -> list[Tensor]:
     """The tensors, as a node of a graph that can be found again. Those that a function is called with
     require grad: of a custom Function that is not differentiated Dynamo takes the forward alone."""
     if what == "call" and not torch_internals.transforms_active():
@@ -41,7 +41,7 @@ def _mark(what: str, tensors: list[Tensor]) -> list[Tensor]:
 # an operator, which Dynamo knows without being imported
 _LIBRARY = torch.library.Library("hoglib", "FRAGMENT")
 _LIBRARY.define("mark(str what, Tensor[] tensors) -> Tensor[]")
-_LIBRARY.impl("mark", _mark, "CompositeImplicitAutograd")
+_LIBRARY.impl("mark", _mark_tensors, "CompositeImplicitAutograd")
 MARK = torch.ops.hoglib.mark.default
 
 
@@ -116,7 +116,7 @@ def traced(
     def body() -> Any:
         if not torch.compiler.is_dynamo_compiling():
             return in_python()
-        return record(*_filled(others, structure, MARK("arguments", tensors))[0])
+        return record(*_fill_tree(others, structure, MARK("arguments", tensors))[0])
 
     run = partial(_run, caller, replay, others, structure)
     return torch.ops.higher_order.dynamo_bypassing_wrapper(run, body)
@@ -134,14 +134,14 @@ def recorded(func: Any, args: tuple[Any, ...], select: Any = None, output: Any =
     others = [None if isinstance(x, Tensor) else (x,) for x in leaves]
     with torch.enable_grad():
         marked = MARK("call", [x for x in leaves if isinstance(x, Tensor)])
-        value = func(*_filled(others, structure, marked))
+        value = func(*_fill_tree(others, structure, marked))
         found = [] if select is None or isinstance(value, Tensor) else [select(value, output)]
         found += pytree.tensors(value)
         MARK("one" if isinstance(value, Tensor) else "several", found)
     return value
 
 
-def _filled(others: Sequence[Any], structure: Any, tensors: Sequence[Tensor]) -> Any:
+def _fill_tree(others: Sequence[Any], structure: Any, tensors: Sequence[Tensor]) -> Any:
     """A tree with these tensors among its leaves, in their order."""
     left = list(tensors)
     return pytree.unflatten([left.pop(0) if x is None else x[0] for x in others], structure)
@@ -155,7 +155,7 @@ def _run(caller: str, replay: Any, others: Any, structure: Any, body: Any) -> Ca
     def run(*inputs: Tensor) -> tuple[Tensor, ...]:
         tensors, parts = parts_of(body, inputs, caller)
         with inside(value_checks_off=True), WithoutFactors():
-            return tuple(replay(parts, *_filled(others, structure, tensors)))
+            return tuple(replay(parts, *_fill_tree(others, structure, tensors)))
 
     return run
 

@@ -52,7 +52,7 @@ def verify(
     options |= {name: True for name, on in {"surrogate": surrogate, "full": full}.items() if on}
     with stdout_for(json):
         targets, without_samples = functions(target, inputs)
-        make = partial(_verifications, target, tuple(inputs), reference, options)
+        make = partial(_verify_targets, target, tuple(inputs), reference, options)
         here = make()
         names = [one.name for one in targets]
         outcomes = Outcomes(seed, as_json=json, show_tables=verbose or len(names) == 1)
@@ -64,7 +64,7 @@ def verify(
     return outcomes.conclude(note, without_samples=without_samples)
 
 
-def _verifications(
+def _verify_targets(
     target: str, inputs: Sequence[str], reference: str | None, options: dict[str, Any]
 ) -> Targets:
     if reference is not None:
@@ -140,7 +140,7 @@ def env(*, json: bool) -> int:
 
     The second is for programs to read.
     """
-    facts = _environment()
+    facts = _describe_environment()
     facts["stand_ins"] = [
         {name: getattr(row, name) for name in ("name", "lacks", "modes", "instead", "issue")}
         | {"replaced": bool(row.replaces)}
@@ -163,7 +163,7 @@ def check(*, json: bool) -> int:
 
     Exit status: 0 it is fine, 1 a check failed, 2 the checks could not be run.
     """
-    facts = _environment()
+    facts = _describe_environment()
     if not json:
         print(_environment_text(facts) + "\n", flush=True)
     outcomes = []
@@ -184,7 +184,7 @@ def check(*, json: bool) -> int:
     return WRONG if wrong else RIGHT
 
 
-def _environment() -> dict[str, Any]:
+def _describe_environment() -> dict[str, Any]:
     return {
         "hoglib": __version__,
         "python": platform.python_version(),

@@ -49,7 +49,7 @@ def found_here(
         try:
             made = list(checks())
         except BaseException as error:
-            yield Found(place, name, why=making + _text(error))
+            yield Found(place, name, why=making + _error_text(error))
             continue
         for label, check in made:
             yield Found(place, label)
@@ -59,11 +59,11 @@ def found_here(
                 with contextlib.redirect_stdout(io.StringIO()):
                     found = Found(place, label, check())
             except BaseException as error:
-                found = Found(place, label, why=_text(error))
+                found = Found(place, label, why=_error_text(error))
             yield found
 
 
-def _text(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt) and parent_process() is None:
         raise error  # in a child only the user's code raises it
     return error_text(error)
@@ -93,7 +93,7 @@ def _of_child(make: Callable[[], Targets], seed: int, at: Found, limit: float) -
     """Until all targets are done, or the child is."""
     context = get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
-    child = context.Process(target=_run, args=(theirs, make, seed, at.place), daemon=True)
+    child = context.Process(target=_run_child, args=(theirs, make, seed, at.place), daemon=True)
     child.start()
     theirs.close()
     allowed = START
@@ -106,7 +106,7 @@ def _of_child(make: Callable[[], Targets], seed: int, at: Found, limit: float) -
                 found: Found | None = ours.recv()
             except EOFError:
                 child.join()
-                yield at._replace(report=None, why=_ended(child.exitcode))
+                yield at._replace(report=None, why=_describe_exit(child.exitcode))
                 return
             if found is None:
                 return
@@ -121,7 +121,7 @@ def _of_child(make: Callable[[], Targets], seed: int, at: Found, limit: float) -
         ours.close()
 
 
-def _ended(code: int | None) -> str:
+def _describe_exit(code: int | None) -> str:
     if code is not None and code < 0:
         with contextlib.suppress(ValueError):
             name = signal.Signals(-code).name
@@ -129,7 +129,7 @@ def _ended(code: int | None) -> str:
     return f"it ended the process with exit status {code}."
 
 
-def _run(to: Connection, make: Callable[[], Targets], seed: int, start: int) -> None:
+def _run_child(to: Connection, make: Callable[[], Targets], seed: int, start: int) -> None:
     """The child: sends what it finds, and None at the end."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent reports an interrupt
     generation = 0  # of copies, which a Function forks

@@ -26,7 +26,7 @@ from hoglib.errors import HoglibError
 def main(args: Sequence[str] | None = None) -> int:
     """Run a command; its exit status is 0, 1 where something is wrong, 2 where something did not
     run."""
-    parser = _parser()
+    parser = _make_parser()
     words = sys.argv[1:] if args is None else list(args)
     if not words:
         parser.print_help()
@@ -64,7 +64,7 @@ def _discard_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _parser() -> argparse.ArgumentParser:
+def _make_parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     description, _, examples = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(
@@ -85,9 +85,9 @@ def _parser() -> argparse.ArgumentParser:
         help="an argument; give one --input for each",
     )  # fmt: skip
     add("--reference", metavar="MODULE:NAME", help="the same function of plain torch operations")
-    add("--orders", type=_numbers, metavar="1,2,3", help="orders to check (default: 1,2)")
+    add("--orders", type=_parse_numbers, metavar="1,2,3", help="orders to check (default: 1,2)")
     modes = "modes to check (default: all supported)"
-    add("--modes", type=_words, metavar="rr,fr,rf,ff", help=modes)
+    add("--modes", type=_parse_words, metavar="rr,fr,rf,ff", help=modes)
     _add_switch(verify, "the gradient differs from the derivative on purpose", "--surrogate")
     _add_switch(verify, "check every element instead of random directions", "--full")
     add(
@@ -99,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     add = audit.add_argument
     add("target", help="package.module:factory, path/to/file.py or path/to/file.py:factory")
     add(
-        "--routes", type=_words, metavar="rr,fr,...",
+        "--routes", type=_parse_words, metavar="rr,fr,...",
         help="routes that must be right; the others only warn (default: rr, the route of hoglib.hvp)",
     )  # fmt: skip
     add(
@@ -126,9 +126,9 @@ def _add_switch(parser: argparse.ArgumentParser, help: str, *names: str) -> None
     parser.add_argument(*names, action="store_true", help=help)
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def _parse_numbers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
 
 
-def _words(text: str) -> tuple[str, ...]:
+def _parse_words(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(","))

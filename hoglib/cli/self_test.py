@@ -45,13 +45,13 @@ class Outcome(NamedTuple):
 def run() -> Iterator[Outcome]:
     """The checks in turn, on the CPU and on the GPU if there is one."""
     for name, check in CHECKS.items():
-        yield _outcome(name, check, torch.device("cpu"))
+        yield _run_check(name, check, torch.device("cpu"))
     for i in range(torch.cuda.device_count()):
         for name in ON_GPU:
-            yield _outcome(f"{name}, cuda:{i}", CHECKS[name], torch.device("cuda", i))
+            yield _run_check(f"{name}, cuda:{i}", CHECKS[name], torch.device("cuda", i))
 
 
-def _outcome(name: str, check: Check, device: torch.device) -> Outcome:
+def _run_check(name: str, check: Check, device: torch.device) -> Outcome:
     began, status, why = perf_counter(), "ok", ""
     try:
         with preserve_random_state():

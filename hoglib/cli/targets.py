@@ -44,7 +44,7 @@ def functions(target: str, inputs: Sequence[str]) -> tuple[list[Target], list[st
                 f"{target}: expected inputs, got none; pass one --input for each argument, such as "
                 f'--input "randn(3, 4)", or give the Function a static method {SAMPLES}().'
             )
-        own = (lambda: tuple(map(_evaluated, inputs))) if inputs else getattr(fn, SAMPLES)
+        own = (lambda: tuple(map(_evaluate, inputs))) if inputs else getattr(fn, SAMPLES)
         return [Target(name, fn, own)], []
     if not path.endswith(".py"):
         raise ArgumentValueError(
@@ -74,7 +74,7 @@ def _defined_in(module: ModuleType) -> dict[str, Any]:
     return {k: x for k, x in vars(module).items() if isinstance(x, kinds) and x.__module__ == name}
 
 
-def _evaluated(expression: str) -> Any:
+def _evaluate(expression: str) -> Any:
     """The value of an expression over torch's functions: randn(3, 4), torch.eye(3), 0.5, None."""
     try:
         return eval(expression, {**vars(torch), "torch": torch, "math": math})
@@ -119,7 +119,7 @@ def object_of(target: str, what: str) -> Any:
     if path.endswith(".py"):
         found: Any = module_of_file(path)
     else:
-        found = _imported(path, "", lambda: importlib.import_module(path))  # as `python -m` does
+        found = _import(path, "", lambda: importlib.import_module(path))  # as `python -m` does
     for part in name.split("."):
         if not hasattr(found, part):
             known = [key for key, value in vars(found).items() if callable(value) and key[0] != "_"]
@@ -150,10 +150,10 @@ def module_of_file(path: str) -> ModuleType:
         spec.loader.exec_module(module)
         return module
 
-    return _imported(path, str(folder), load)
+    return _import(path, str(folder), load)
 
 
-def _imported(what: str, folder: str, load: Callable[[], ModuleType]) -> ModuleType:
+def _import(what: str, folder: str, load: Callable[[], ModuleType]) -> ModuleType:
     sys.path.insert(0, folder)
     try:
         return load()

@@ -125,7 +125,7 @@ class PartialEval:
                 depends.add(node)
         values = [x for x in outputs if x not in depends]
         products = [x for x in outputs if x in depends]
-        residuals = _residuals(module.graph, depends)
+        residuals = _saved_nodes(module.graph, depends)
         run_once = self._made(_part(module, given[count:], [*values, *residuals]), inputs[count:])
         with torch.no_grad():
             found = [x.detach() for x in run_once(*inputs[count:])[len(values) :]]
@@ -145,7 +145,7 @@ class PartialEval:
         return make_runner(graph, inputs, self.backend, self.name)[0].run
 
 
-def _residuals(graph: fx.Graph, depends: set[fx.Node]) -> list[fx.Node]:
+def _saved_nodes(graph: fx.Graph, depends: set[fx.Node]) -> list[fx.Node]:
     """What the nodes that depend on the vector use of the others; views are made anew."""
     found: dict[fx.Node, None] = {}
     for node in graph.nodes:

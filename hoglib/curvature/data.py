@@ -87,7 +87,7 @@ class Processes:
     def __init__(self, name: str, how: str | None, data: Any) -> None:
         self._name = name
         if how is not None:
-            validation.one_of("processes", how, [SHARD, SHARDED])
+            validation.choice("processes", how, [SHARD, SHARDED])
         group = dist.is_available() and dist.is_initialized()
         if how is not None and not group and int(os.environ.get("WORLD_SIZE") or 1) > 1:
             raise ArgumentValueError(

@@ -153,7 +153,7 @@ class CheckedDataOptions:
     memory_limit: float = MEMORY_LIMIT
 
     def __post_init__(self) -> None:
-        validation.one_of("reduction", self.reduction, ["mean", "sum"])
+        validation.choice("reduction", self.reduction, ["mean", "sum"])
         if self.batch_size is not None:
             validation.function("batch_size", self.batch_size)
         validation.none_or_at_least("micro_batch", self.micro_batch, 1)
@@ -164,7 +164,7 @@ class CheckedDataOptions:
                 f"{validation.describe(self.dtype)}."
             )
         for name in ("check_deterministic", "progress"):
-            validation.flag(name, getattr(self, name))
+            validation.boolean(name, getattr(self, name))
 
 
 def split_options(
@@ -339,7 +339,7 @@ class DatasetSum:
         """Read the losses of the last pass, if they were not."""
         shares, self._unread = self._unread, []
         if shares:
-            self._finish(_totals(shares, self._determinism.losses))
+            self._finish(_sum_totals(shares, self._determinism.losses))
 
     def _each_batch(self, given: "DataPass") -> Iterator[tuple[Any, int, float]]:
         """The pieces of the batches of this process, their numbers and shares; then their totals."""
@@ -370,7 +370,7 @@ class DatasetSum:
             if local.shared:
                 whole, shared = float(self.loss_of(local.batch)), True
             elif len(local.pieces) > 1 and shares[first:]:
-                totals = _totals(shares[first:], self._determinism.losses[first:])
+                totals = _sum_totals(shares[first:], self._determinism.losses[first:])
                 value = self.loss_of(local.batch)
                 self._check_split(float(value), totals, value.dtype, local.batch)
         self._counts = False
@@ -378,7 +378,7 @@ class DatasetSum:
         self._state = self._fingerprint.now()  # a forward may count its calls
         self._unread = shares if given.late else []
         losses = [0.0] * len(shares) if given.late else self._determinism.losses
-        given.totals = _totals(shares, losses)._replace(whole=whole, shared=shared)
+        given.totals = _sum_totals(shares, losses)._replace(whole=whole, shared=shared)
 
     def _agree(self, rows: Tensor | None, changed: bool) -> None:
         """Raise in all processes that share the parameters where one multiplies other vectors."""
@@ -711,14 +711,14 @@ class DataPass:
             share = self._sums.kept.share
             yield None, 0, share
             # those of the last pass are in the same state
-            self.totals = self._sums._last or _totals([share], [float(self.value)])
+            self.totals = self._sums._last or _sum_totals([share], [float(self.value)])
 
     def record(self, value: Tensor) -> None:
         """The loss of the batch that was given last."""
         self.value = value.detach()
 
 
-def _totals(shares: list[float], losses: list[float]) -> PassTotals:
+def _sum_totals(shares: list[float], losses: list[float]) -> PassTotals:
     total = fsum(share * loss for share, loss in zip(shares, losses, strict=True))
     largest = max(map(abs, losses), default=0.0)
     return PassTotals(pieces=len(shares), weight=fsum(shares), loss=total, largest=largest)

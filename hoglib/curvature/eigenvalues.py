@@ -100,7 +100,7 @@ def eigsh(
         raise errors.ArgumentValueError(
             f"k: expected at most {size} eigenvalues, the size of A, got {k}; ask for fewer."
         )
-    validation.one_of("which", which, ENDS)
+    validation.choice("which", which, ENDS)
     validation.at_least("block", block, 1)
     limit = 10 * size if max_iter is None else validation.at_least("max_iter", max_iter, 1)
     wide, device = _basis_options(operator, basis_dtype, basis_device)
@@ -110,7 +110,7 @@ def eigsh(
     before, space = operator.count, operator.space
     if size <= first_check(k, block) and not space.placement.is_sharded:
         every, columns = symmetric_eigen(operator.to_dense().to(torch.float64))
-        chosen = _chosen(every.cpu(), k, which).to(every.device)
+        chosen = _select_indices(every.cpu(), k, which).to(every.device)
         values, rows = every[chosen], columns[:, chosen].T
     else:
 
@@ -120,7 +120,7 @@ def eigsh(
         def apply(rows: Tensor) -> Tensor:
             return operator.apply(rows.to(operator.device, operator.dtype)).to(device, wide)
 
-        choose = partial(_chosen, which=which)
+        choose = partial(_select_indices, which=which)
         values, rows = lanczos(apply, draw, block, k, choose, tol, limit, space)
     values, rows = (part.to(operator.device, operator.dtype) for part in (values, rows))
     products = operator.count - before
@@ -148,7 +148,7 @@ def _basis_options(A: SymmetricMatrix, dtype: Any, device: Any) -> tuple[torch.d
         ) from error
 
 
-def _chosen(values: Tensor, k: int, which: str) -> Tensor:
+def _select_indices(values: Tensor, k: int, which: str) -> Tensor:
     """The indices of k of ascending values."""
     return ENDS[which](values, k).sort().values
 
@@ -275,7 +275,7 @@ class Basis:
         for j, n, first, v, _ in unread:
             few, every = [*islice(numbers, n - first)], [*islice(numbers, n)]
             length = next(numbers)
-            appended, again = self.n > n, _lost(length, every)
+            appended, again = self.n > n, _in_span(length, every)
             every[first:] = map(add, every[first:], few)
             if again:
                 if appended:
@@ -357,12 +357,12 @@ class Basis:
             parts = [self._subtract(v, 0, n), self._space.norms(v[None])]
             *components, length = torch.cat(parts).tolist()
             total = [*map(add, total, components)]
-            if not _lost(length, components):
+            if not _in_span(length, components):
                 break
         return total, length
 
 
-def _lost(length: float, components: list[float]) -> bool:
+def _in_span(length: float, components: list[float]) -> bool:
     """Whether too little is left of a vector, of which V, orthonormal, had these components."""
     return not length > KEPT * hypot(length, *components)
 

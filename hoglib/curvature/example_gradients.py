@@ -118,7 +118,7 @@ def _of_single_examples(
     count = number_of_examples(own)
     size = count if chunk_size is None else chunk_size
     ways: dict[bool | None, Any] = {None: at_best, True: side_by_side, False: in_turn}
-    compute = ways[None if vmap is None else validation.flag("vmap", vmap)]
+    compute = ways[None if vmap is None else validation.boolean("vmap", vmap)]
     policy = Policy.of("per_example_gradients", options, names=("stand_ins", "remat"))
     with torch.inference_mode(False), ring(policy, loss, first_order=True) as blocks:
         problem = Problem.of(policy, loss, params, own).entered(blocks)
@@ -525,7 +525,7 @@ def influence(
         tensor([-2., -2.])
     """
     fitted = solver if isinstance(solver, KFACOperator) else None
-    method = "operator" if fitted else validation.one_of("solver", solver, get_args(Solver))
+    method = "operator" if fitted else validation.choice("solver", solver, get_args(Solver))
     validation.number("damping", damping, minimum=0)
     for name, data in (("train", train), ("query", query)):
         in_fixed_order(name, data)

@@ -90,8 +90,8 @@ class FisherMetric(OutputMetric):
     seed: int | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        validation.one_of("kind", self.kind, get_args(FisherKind))
-        validation.one_of("reduction", self.reduction, ("mean", "sum"))
+        validation.choice("kind", self.kind, get_args(FisherKind))
+        validation.choice("reduction", self.reduction, ("mean", "sum"))
         validation.at_least("num_samples", self.num_samples, 1)
         validation.generator(self.generator)
 
@@ -138,7 +138,7 @@ class FisherMetric(OutputMetric):
         `fisher_metric`."""
         validation.refuse_transforms(composite.policy.caller, LOOP)
         at = _Outputs(composite.with_values(outputs), composite.batch)
-        with _around(at.own[0]):
+        with _output_ring(at.own[0]):
             found = _scores(self, composite.loss, at)
         scores = [s.to(dtype) for s, dtype in zip(found.scores, at.dtypes, strict=True)]
         return found._replace(scores=scores)
@@ -177,14 +177,14 @@ def fisher_metric(options: FisherMetric, loss: Any, outputs: Tree, batch: Any) -
     divergence, or one whose second derivative is not the Fisher matrix.
     """
     at = _Outputs(outputs, batch)
-    with _around(at.own[0]):
+    with _output_ring(at.own[0]):
         if options.kind == "exact":
             metric = _exact(*_distribution(options, loss, at), at)
         else:
             metric = _outer_products(*_scores(options, loss, at))
 
     def product(vector: Vector) -> Vector:
-        with _around(at.own[0]), torch.no_grad():
+        with _output_ring(at.own[0]), torch.no_grad():
             wide = [upcast_half(u) for u in clone_inference_tensors(vector)]
             return [x.to(dtype) for x, dtype in zip(metric(wide), at.dtypes, strict=True)]
 
@@ -229,7 +229,7 @@ class _Outputs:
         return pytree.filled(self._outputs, values)
 
 
-def _around(like: Tensor) -> ring:
+def _output_ring(like: Tensor) -> ring:
     """What stands around a criterion at outputs: it is differentiated without autocast."""
     devices = () if like.device.type == "meta" else (like.device.type,)
     return ring(Policy("fisher"), examine=False, autocast_off=devices)
@@ -543,7 +543,7 @@ def _dense_columns(metric: FisherMetric, composite: CompositeLoss, ys: Vector) -
             "or smaller batches by micro_batch=."
         )
     chosen = CriterionHessian() if metric.likelihood is None else metric
-    with _around(ys[0]):
+    with _output_ring(ys[0]):
         product = chosen.at(composite, ys)
     wide = upcast_half(ys[0]).dtype
 
@@ -563,7 +563,7 @@ def _dense_columns(metric: FisherMetric, composite: CompositeLoss, ys: Vector) -
         """The size of a product at outputs of zero: where all examples are fitted well, M vanishes, and
         what is left of it is the rounding of terms of this size."""
         sizes = [0.0]
-        with suppress(HoglibError, RuntimeError, ValueError), _around(ys[0]):
+        with suppress(HoglibError, RuntimeError, ValueError), _output_ring(ys[0]):
             elsewhere = chosen.at(composite, [torch.zeros_like(y) for y in ys])
             sizes += [largest(x) for x in elsewhere(vector(u), False)]
         return max(filter(isfinite, sizes))
@@ -572,7 +572,7 @@ def _dense_columns(metric: FisherMetric, composite: CompositeLoss, ys: Vector) -
     eigenvalues, Q = symmetric_eigen(blocks)
     rounding = max(1e3 * torch.finfo(wide).eps, 10 * torch.finfo(ys[0].dtype).eps)
     low = -float(eigenvalues.min()) / rounding
-    if low > largest(eigenvalues) and low > at_zero(_directions(blocks)):
+    if low > largest(eigenvalues) and low > at_zero(_random_directions(blocks)):
         raise ArgumentValueError(
             f"{composite.policy.caller}(kind='exact'): expected a criterion that is convex in the "
             f"outputs, got one with the eigenvalue {float(eigenvalues.min()):.3g}; give a likelihood=, "
@@ -583,7 +583,7 @@ def _dense_columns(metric: FisherMetric, composite: CompositeLoss, ys: Vector) -
         yield vector(root[:, :, i])
 
 
-def _directions(blocks: Tensor) -> Tensor:
+def _random_directions(blocks: Tensor) -> Tensor:
     """A random vector of each example."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(blocks.shape[:2], generator=generator, dtype=torch.float32).to(blocks)
@@ -596,7 +596,7 @@ def _check_apart(
     """Raise for a criterion that couples examples, whose M has more than these blocks."""
     if len(blocks) < 2:
         return
-    u = _directions(blocks)
+    u = _random_directions(blocks)
     found = product(vector(u), False)
     whole = torch.cat([x.detach().reshape(len(u), -1).to(u.dtype) for x in found], 1)
     apart = (blocks @ u.unsqueeze(-1)).squeeze(-1)

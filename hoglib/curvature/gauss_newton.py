@@ -114,7 +114,7 @@ class GaussNewtonKind(CurvatureKind):
     metric: OutputMetric = CriterionHessian()
 
     def __post_init__(self) -> None:
-        validation.one_of("mode", self.mode, get_args(GaussNewtonMode))
+        validation.choice("mode", self.mode, get_args(GaussNewtonMode))
 
     def for_batch(self, number: int) -> "GaussNewtonKind":
         metric = self.metric.for_batch(number)

@@ -81,7 +81,7 @@ class JacobianOperator(RectangularOperator):
         policy.check_blocks(outputs)
         self._sum = DatasetSum(
             policy, outputs, self.space, data,
-            replace(of_data, reduction="sum", batch_size=_one),
+            replace(of_data, reduction="sum", batch_size=_unit_weight),
             Processes(NAME, None, data), self._bar, seed=0, fixed_batches=True,
         )  # fmt: skip
         self._limit = of_data.memory_limit
@@ -148,7 +148,7 @@ class JacobianOperator(RectangularOperator):
         return total
 
 
-def _one(batch: Any) -> float:
+def _unit_weight(batch: Any) -> float:
     return 1.0
 
 

@@ -107,9 +107,9 @@ def jvp(
             _like_jvp, lambda primals, tangents: primals if type(primals) is tuple else (primals,)
         )(jvp, func, primals, tangents, mode=mode, **options)
     validation.function("func", func)
-    validation.one_of("mode", mode, ("auto", FORWARD, REVERSE))
+    validation.choice("mode", mode, ("auto", FORWARD, REVERSE))
     policy = Policy.of(CALLER, options)
-    leaves, structure = _primals(primals)
+    leaves, structure = _check_primals(primals)
     vector, _ = validation.vectors("tangents", tangents, primals, "primals", blocks=False)
     if policy.compiles:
         # new tensors: one that is both primal and tangent would be one input of the graph
@@ -118,7 +118,7 @@ def jvp(
     return run(policy, func, pushed, (structure, mode, policy), leaves, vector)
 
 
-def _primals(primals: Tree) -> tuple[Vector, Any]:
+def _check_primals(primals: Tree) -> tuple[Vector, Any]:
     """The leaves and the structure of primals, all of which can be differentiated by."""
     leaves, structure = pytree.flatten(primals)
     if not leaves:
@@ -206,14 +206,14 @@ def by_forward(f: Callable[..., Vector], leaves: Vector, vector: Vector) -> tupl
     def checked(*own: Tensor) -> tuple[Tensor, ...]:
         values = f(*own)
         if not any(map(torch_internals.has_tangent, values)):
-            raise _independent()
+            raise _independent_error()
         return tuple(values)
 
     # beneath the stand-ins, which functions of hoglib suspend only where they are the innermost mode
     stand_ins = ActiveStandIns()
     with (
         torch_forward_mode.one_thread_in_forward_mode(CALLER),
-        without_stand_ins(), torch_forward_mode.StopsTangents(_refuse_checkpoint, run_operator),
+        without_stand_ins(), torch_forward_mode.NoGradStopsForwardAD(_refuse_checkpoint, run_operator),
         stand_ins.resume(),
         torch_internals.watching_functions(_refuse_own_jvp),
     ):  # fmt: skip
@@ -253,14 +253,14 @@ def by_reverse(
     values = function(*own)
     ys = depending(values)
     if not ys:
-        raise _independent()
+        raise _independent_error()
     graph = graph_summary(ys)
     check_custom_functions(graph, CALLER)
     by_others = len(graph.leaves) > len(graph.reached(own))
     create_graph = create_graph and (by_others or any(v.requires_grad for v in vector))
     jacobian = TransposedJacobian(values, own, CALLER)
     if len(jacobian.unused) == len(own):
-        raise _independent()
+        raise _independent_error()
     tangents = jacobian.derivative(vector, create_graph, create_graph)
     if not jacobian.agrees(function, vector, tangents):
         raise detached(CALLER)
@@ -276,7 +276,7 @@ class TransposedJacobian:
     def __init__(self, every: Vector, own: Vector, caller: str) -> None:
         self._caller, self._every = caller, every
         ys = depending(every)
-        self._us = [_weights(y).requires_grad_() for y in ys]
+        self._us = [_random_cotangent(y).requires_grad_() for y in ys]
         by_u = vjp(ys, own, self._us, caller, create_graph=True)
         if any(part is not None and not part.requires_grad for part in by_u):
             raise detached(caller)  # J^T u is linear in u: a part without a graph was detached
@@ -304,7 +304,7 @@ def depending(every: Vector) -> Vector:
     return [y for y in every if y.requires_grad]
 
 
-def _weights(y: Tensor) -> Tensor:
+def _random_cotangent(y: Tensor) -> Tensor:
     """A cotangent: no two elements are equal, since equal ones cancel for a softmax."""
     weights = torch.linspace(1, 2, max(y.numel(), 1), device=y.device)[: y.numel()]
     return weights.to(y.dtype).reshape(y.shape)
@@ -381,7 +381,7 @@ def detached(caller: str) -> Exception:
     )
 
 
-def _independent() -> Exception:
+def _independent_error() -> Exception:
     return errors.NoSecondDerivative(
         "func(*primals): expected a value that depends on primals, got one that does not. Look for "
         ".detach(), .item(), .data or torch.no_grad() in func, and for a func that uses other tensors "

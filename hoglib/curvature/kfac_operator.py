@@ -186,12 +186,12 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
         unsupported: Literal["raise", "diagonal"] = "raise",
         **options: Unpack[DataOptions],
     ) -> None:  # fmt: skip
-        validation.one_of("approximation", approximation, ("expand", "reduce"))
+        validation.choice("approximation", approximation, ("expand", "reduce"))
         check_option_names("KFACOperator", options, DATA_OPTIONS)
         refuse_sharded("KFACOperator", pytree.leaves(params))
         reduction = options.get("reduction", "mean")
         # until the outputs of the first batch are known
-        self._automatic = validation.one_of("kind", kind, ("auto", *get_args(FisherKind))) == "auto"
+        self._automatic = validation.choice("kind", kind, ("auto", *get_args(FisherKind))) == "auto"
         given = "exact" if self._automatic else kind
         metric = FisherMetric(given, likelihood, reduction, num_samples, generator).seeded()
         # of a language model the logits, whose columns the layers are differentiated by
@@ -200,10 +200,10 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
         super().__init__(loss, params, data, GaussNewtonKind("auto", metric), plain)
         check_named(params)
         self._loss, self._data, self._given = loss, data, options
-        joint_bias = validation.flag("joint_bias", joint_bias)
-        validation.one_of("unsupported", unsupported, ("raise", "diagonal"))
+        joint_bias = validation.boolean("joint_bias", joint_bias)
+        validation.choice("unsupported", unsupported, ("raise", "diagonal"))
         self._factors = FactorOptions(metric, approximation, joint_bias, unsupported)
-        self._corrected = validation.flag("eigenvalue_corrected", eigenvalue_corrected)
+        self._corrected = validation.boolean("eigenvalue_corrected", eigenvalue_corrected)
         # whether layers have to show the gradients of single examples
         self.by_example = self._corrected or approximation == "reduce" or unsupported != "raise"
         # how the calls of layers are read; None until the layers were compared with autograd
@@ -332,16 +332,18 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
         G, H = GGNOperator(*given, **options), HessianOperator(*given, **options)
         rows = random_signs(self.space, num_samples, generator)
         ours = self.apply(rows)
-        masks = [_mask(block.layout, self.space) for block in self.blocks()]
+        masks = [_block_mask(block.layout, self.space) for block in self.blocks()]
         ggn, blocks, hessian = (A.apply(rows) for A in (G, BlockDiagonal(G, masks), H))
         names = pytree.paths(self.space.params)
         layers: dict[str, list[Tensor]] = {}
         for block, mask in zip(self.blocks(), masks, strict=True):
             name = names[block.layout.first.leaf]
             layers.setdefault(name.rpartition(".")[0] or name, []).append(mask)
-        self._error = KFACError(*(_distance(ours, theirs) for theirs in (ggn, blocks, hessian)))
+        self._error = KFACError(
+            *(_relative_error(ours, theirs) for theirs in (ggn, blocks, hessian))
+        )
         own = {name: sum(parts) for name, parts in layers.items()}
-        self._error.layers = {n: _distance(ours * m, blocks * m) for n, m in own.items()}
+        self._error.layers = {n: _relative_error(ours * m, blocks * m) for n, m in own.items()}
         return self._error
 
     def exact_diagonal(self) -> Tensor:
@@ -472,7 +474,7 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
                 f"({type(error).__name__}: {error})."
             ) from error
         try:
-            covered = sum(_mask(block.layout, self.space) for block in blocks)
+            covered = sum(_block_mask(block.layout, self.space) for block in blocks)
         except (RuntimeError, IndexError):  # other shapes
             covered = None
         if not (isinstance(covered, Tensor) and bool((covered == 1).all())):
@@ -515,14 +517,14 @@ def layout_of(saved: Mapping[str, Any], names: list[str]) -> BlockLayout:
     return BlockLayout(Role(*saved["role"]), *regions)
 
 
-def _mask(layout: BlockLayout, space: Space) -> Tensor:
+def _block_mask(layout: BlockLayout, space: Space) -> Tensor:
     """1 at the parameters of a block, and 0 elsewhere, [P]."""
     row = torch.zeros(1, space.size, dtype=space.dtype, device=space.device)
     layout.scatter(row.new_ones(1, *layout.sizes), leaves_of(space, row))
     return row[0]
 
 
-def _distance(ours: Tensor, theirs: Tensor) -> Estimate:
+def _relative_error(ours: Tensor, theirs: Tensor) -> Estimate:
     """|K - M| / |M| from products with random vectors, with its standard error by the jackknife."""
     off, size = (ours - theirs).square().sum(1).double(), theirs.square().sum(1).double()
     count, value = len(off), (off.sum() / size.sum()).sqrt()

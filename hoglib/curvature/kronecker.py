@@ -261,7 +261,7 @@ class KroneckerOperator(LinearOperator):
             Curvature, 2015, section 6.3 (pi).
         """
         number = validation.number("damping", damping, minimum=0)
-        if validation.one_of("method", method, get_args(InverseMethod)) == "exact":
+        if validation.choice("method", method, get_args(InverseMethod)) == "exact":
             # values are read once, a device is waited for each time
             damped = self._map(lambda values: values + number, checked=False)
             values = torch.cat([not_none(block.values).reshape(-1) for block in damped.blocks()])

@@ -113,7 +113,7 @@ class FactorSums(BlockSums):
         like = torch.empty(0, dtype=dtype, device=device)
         for layout in layouts:
             if layout not in self.sums:
-                shapes = _shapes(layout).items()
+                shapes = _factor_shapes(layout).items()
                 self.sums[layout] = {name: like.new_zeros(shape) for name, shape in shapes}
 
     def _add_inputs(self, layer: Layer, run: ModelRun, weight: float, expand: bool) -> None:
@@ -145,12 +145,12 @@ class FactorSums(BlockSums):
         """The blocks of sums over all of the data, whose shares sum to divisor."""
         found = []
         for layout, sums in self.sums.items():
-            _mirror(sums["A"])
+            _mirror_triangle(sums["A"])
             if layout.role.matrix != "kronecker":
                 one = sums["A"].new_ones(1, 1, 1)
                 found.append(KroneckerBlock(layout, sums["A"].div_(divisor), one))
             else:
-                _mirror(sums["G"])
+                _mirror_triangle(sums["G"])
                 count = sums["count"].clamp(min=torch.finfo(sums["A"].dtype).tiny)
                 A, G = sums["A"].div_(count), sums["G"].div_(divisor)
                 found.append(KroneckerBlock(layout, A, G))
@@ -172,19 +172,19 @@ def _add_square(total: Tensor, rows: Tensor, factor: float) -> None:
         total.baddbmm_(rows.mT, rows, alpha=factor)
         return
     one, rows = total[0], rows[0]
-    for at, end in _parts(total):
+    for at, end in _column_ranges(total):
         # torch has no product of a matrix with itself that leaves out the half below the diagonal
         one[at:end, at:].addmm_(rows[:, at:end].T, rows[:, at:], alpha=factor)
 
 
-def _mirror(total: Tensor) -> None:
+def _mirror_triangle(total: Tensor) -> None:
     """Write what `_add_square` left out."""
     if len(total) == 1 and total.dim() == 3:
-        for at, end in _parts(total):
+        for at, end in _column_ranges(total):
             total[0, end:, at:end] = total[0, at:end, end:].T
 
 
-def _parts(total: Tensor) -> list[tuple[int, int]]:
+def _column_ranges(total: Tensor) -> list[tuple[int, int]]:
     """Ranges of the columns of a square. On a GPU one large product is faster than parts of it."""
     size = total.shape[-1]
     count = PARTS if size >= LARGE and total.device.type == "cpu" else 1
@@ -192,7 +192,7 @@ def _parts(total: Tensor) -> list[tuple[int, int]]:
     return list(pairwise(ends))
 
 
-def _shapes(layout: BlockLayout) -> dict[str, tuple[int, ...]]:
+def _factor_shapes(layout: BlockLayout) -> dict[str, tuple[int, ...]]:
     groups, out, into = layout.sizes
     if layout.role.matrix != "kronecker":
         return {"A": (1, into, into) if layout.role.matrix == "diagonal" else (1, into)}

@@ -254,7 +254,7 @@ class LayerRecorder(TorchFunctionMode):
                 slope = here if slope is None else here * slope
             alike, own = result.numel() == shape.numel(), []
             if (others or name in COPIES) and not (use.calls and alike):
-                own = _copies(name, use.region, shape, slope, result)
+                own = _broadcast_calls(name, use.region, shape, slope, result)
             if alike and len(uses) == 1 and not any(x.requires_grad for x in others):
                 flat = None if slope is None else slope.expand(result.shape).reshape(-1)
                 self._derived[id(result)] = Use(use.region, result, flat, [*use.calls, *own])
@@ -299,7 +299,7 @@ class LayerRecorder(TorchFunctionMode):
         for use, part in product(used, parts):
             if not (isinstance(part, Tensor) and part.requires_grad) or self.use(part):
                 continue
-            view = _view(use, part)
+            view = _view_of_rows(use, part)
             if view is not None:
                 self._derived[id(part)] = view
             elif not use.calls:
@@ -307,7 +307,7 @@ class LayerRecorder(TorchFunctionMode):
                 self.others.setdefault(use.region.leaf, name)
 
 
-def _view(use: Use, part: Tensor) -> Use | None:
+def _view_of_rows(use: Use, part: Tensor) -> Use | None:
     """A view that consists of whole rows."""
     (leaf, first, stop), whole, slope, calls = use
     row, at = whole.numel() // max(stop - first, 1), part.storage_offset() - whole.storage_offset()
@@ -325,7 +325,7 @@ def _linear(
     seen: LayerRecorder, output: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> LayerCall:  # fmt: skip
     role = Role("linear", "kronecker", 1, *weight.shape)
-    return LayerCall(role, *seen.regions(weight, bias), input, output, _flat, _flat)
+    return LayerCall(role, *seen.regions(weight, bias), input, output, _flatten_rows, _flatten_rows)
 
 
 def _addmm(
@@ -336,7 +336,7 @@ def _addmm(
     if beta != 1 or alpha != 1 or input.dim() != 1 or seen.region(mat1) is not None:
         return None
     role = Role("addmm", "kronecker", 1, mat2.shape[1], mat2.shape[0], transposed=True)
-    return LayerCall(role, *seen.regions(mat2, input), mat1, output, _flat, _flat)
+    return LayerCall(role, *seen.regions(mat2, input), mat1, output, _flatten_rows, _flatten_rows)
 
 
 def _matmul(seen: LayerRecorder, output: Tensor, input: Tensor, other: Tensor) -> LayerCall | None:
@@ -345,7 +345,7 @@ def _matmul(seen: LayerRecorder, output: Tensor, input: Tensor, other: Tensor) -
     if seen.use(other) is None or (use and not use.calls) or other.dim() != 2:
         return None
     role = Role("matmul", "kronecker", 1, other.shape[1], other.shape[0], transposed=True)
-    return LayerCall(role, seen.region(other), None, input, output, _flat, _flat)
+    return LayerCall(role, seen.region(other), None, input, output, _flatten_rows, _flatten_rows)
 
 
 def _slope(func: Any, args: Any, kwargs: Any, i: int, result: Tensor) -> Any:
@@ -363,7 +363,7 @@ def _diagonal(name: str, parameter: Tensor) -> Role:
     return Role(name, "diagonal", 1, parameter.numel(), parameter.numel())
 
 
-def _copies(
+def _broadcast_calls(
     name: str, region: Region, shape: torch.Size, slope: Tensor | None, output: Tensor
 ) -> list[LayerCall]:
     """The call of a parameter that is broadcast or copied to the output, with this derivative. With one
@@ -403,7 +403,7 @@ def _prelu(seen: LayerRecorder, output: Tensor, input: Tensor, weight: Tensor) -
     return LayerCall(role, region, None, input, output, lambda x: rows(x.clamp(max=0)), rows)
 
 
-def _flat(x: Tensor) -> Tensor:
+def _flatten_rows(x: Tensor) -> Tensor:
     """The rows of the last dimension, [1, rows, features]."""
     return x.reshape(1, -1, x.shape[-1])
 
@@ -504,7 +504,7 @@ def _embedding(
         return torch.where(x == padding, -1, x)  # whose gradient torch leaves out
 
     role = Role("embedding", "kronecker", 1, weight.shape[1], weight.shape[0], transposed=True)
-    return LayerCall(role, seen.region(weight), None, input, output, indices, _flat)
+    return LayerCall(role, seen.region(weight), None, input, output, indices, _flatten_rows)
 
 
 def _normalization(
@@ -533,14 +533,14 @@ def _normalization(
     return layer
 
 
-def _last(given: dict[str, Any]) -> Callable[[Tensor], Tensor]:
+def _last_dimensions(given: dict[str, Any]) -> Callable[[Tensor], Tensor]:
     """Of a norm over the last dimensions."""
     count = len(given["normalized_shape"])
     return lambda x: x.flatten(-count).reshape(1, -1, x.shape[-count:].numel())
 
 
 def _channels(x: Tensor) -> Tensor:
-    return _flat(x.movedim(1, -1))
+    return _flatten_rows(x.movedim(1, -1))
 
 
 LAYERS: dict[Any, Callable[..., LayerCall | None]] = {
@@ -551,7 +551,7 @@ LAYERS: dict[Any, Callable[..., LayerCall | None]] = {
     torch.conv_transpose1d: _conv_transpose, torch.conv_transpose2d: _conv_transpose,
     torch.conv_transpose3d: _conv_transpose,
     F.embedding: _embedding,
-    **{norm: _normalization(norm, _last) for norm in (F.layer_norm, F.rms_norm)},
+    **{norm: _normalization(norm, _last_dimensions) for norm in (F.layer_norm, F.rms_norm)},
     **{
         norm: _normalization(norm, lambda given: _channels)
         for norm in (F.group_norm, F.batch_norm, F.instance_norm)

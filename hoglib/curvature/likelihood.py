@@ -156,7 +156,7 @@ CRITERIA: tuple[Criterion, ...] = (
 def given(likelihood: Any, loss: Any, outputs: Tree, batch: Any) -> Likelihood:
     """The likelihood of the user: by its name, or as a function of the outputs."""
     if isinstance(likelihood, str):
-        family = FAMILIES[validation.one_of("likelihood", likelihood, FAMILIES)]
+        family = FAMILIES[validation.choice("likelihood", likelihood, FAMILIES)]
         result = _of_family(family, f"likelihood={likelihood!r}", outputs)
         if family.classes and outputs.dim() > 2 and _classes_last(loss, outputs, batch):
             return Likelihood(CLASSES_LAST.distribution, CLASSES_LAST)
@@ -198,7 +198,7 @@ def inferred(loss: Any, outputs: Tree, batch: Any, reduction: str) -> Likelihood
     row = row_of(loss)
     criterion = getattr(loss, "user_criterion", None)
     if row is None:
-        got = "none" if criterion is None else _name(criterion)
+        got = "none" if criterion is None else _criterion_name(criterion)
         known = ", ".join(f"F.{row.name}" for row in CRITERIA)
         raise ArgumentValueError(
             f"likelihood: expected a criterion whose likelihood is known ({known}, or a partial with "
@@ -283,7 +283,7 @@ def check_reduction(loss: Any, reduction: str, *, synonyms: dict[str, str] | Non
     if isinstance(own, str) and (synonyms or {}).get(own, own) != reduction:
         raise ArgumentValueError(
             f"reduction: expected the criterion's own, {own!r}, got {reduction!r}; pass the "
-            f"reduction of {_name(criterion)}, or change the criterion."
+            f"reduction of {_criterion_name(criterion)}, or change the criterion."
         )
 
 
@@ -418,7 +418,7 @@ def _check_options(row: Criterion, criterion: Any) -> None:
         if criterion.args or unknown:
             raise ArgumentValueError(
                 f"criterion: expected a partial of {row.name} with options by keyword only, got "
-                f"{_name(criterion)}; leave outputs and targets to the caller."
+                f"{_criterion_name(criterion)}; leave outputs and targets to the caller."
             )
     for name, required in row.required.items():
         value = options.get(name, required)
@@ -447,7 +447,7 @@ def _of_family(family: Family, name: str, outputs: Tree) -> Likelihood:
     return Likelihood(family.distribution, family)
 
 
-def _name(criterion: Any) -> str:
+def _criterion_name(criterion: Any) -> str:
     return getattr(criterion, "__name__", None) or validation.describe(criterion)
 
 

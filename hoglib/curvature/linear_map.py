@@ -137,7 +137,7 @@ class HessianKind(CurvatureKind):
     mode: str = "auto"
 
     def __post_init__(self) -> None:
-        validation.one_of("mode", self.mode, get_args(HessianMode))
+        validation.choice("mode", self.mode, get_args(HessianMode))
 
     def linearize(self, problem: Problem, several: bool) -> LinearMap:
         policy = problem.policy

@@ -57,7 +57,7 @@ class RectangularOperator(ABC):
     def __init__(self, space: Space, progress: bool = False) -> None:
         self.space = space
         self.count = 0  # products with one vector so far
-        self._bar = ProgressBar(type(self).__name__, validation.flag("progress", progress))
+        self._bar = ProgressBar(type(self).__name__, validation.boolean("progress", progress))
 
     @contextmanager
     def _algorithm(self, name: str, total: int | None = None, options: Any = ()) -> Iterator[None]:
@@ -115,7 +115,7 @@ class RectangularOperator(ABC):
     @property
     def T(self) -> "RectangularOperator":
         """The transpose."""
-        return product_of(_transposed(_chain_of(self)))
+        return product_of(_transpose_chain(_chain_of(self)))
 
     def __matmul__(self, v: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
@@ -290,7 +290,7 @@ class LinearOperator(RectangularOperator):
         """
         validation.function("matvec", matvec)
         validation.function("matmat", matmat or matvec)
-        validation.flag("check_symmetric", check_symmetric)
+        validation.boolean("check_symmetric", check_symmetric)
         space = Space(like, of="like")
         space.refuse_sharded("from_matvec")
 
@@ -609,7 +609,7 @@ class LinearOperator(RectangularOperator):
             >>> A.trace(4, method="xtrace")  # a matrix of rank one, 2 x x^T
             tensor(18.0000)
         """
-        estimate = estimates.TRACES[validation.one_of("method", method, estimates.TRACES)]
+        estimate = estimates.TRACES[validation.choice("method", method, estimates.TRACES)]
         with self._algorithm("trace", num_samples, (num_samples, method)):
             return estimate(self, num_samples, generator).returned(return_error)
 
@@ -647,7 +647,7 @@ class LinearOperator(RectangularOperator):
             >>> A.diagonal(4)
             tensor([2., 2.])
         """
-        estimate = estimates.DIAGONALS[validation.one_of("method", method, estimates.DIAGONALS)]
+        estimate = estimates.DIAGONALS[validation.choice("method", method, estimates.DIAGONALS)]
         with self._algorithm("diagonal", num_samples, (num_samples, method)):
             return estimate(self, num_samples, generator).returned(return_error)
 
@@ -831,14 +831,14 @@ def product_of(chain: Chain) -> RectangularOperator:
                 "A @ B: expected A to act on what B gives, vectors of the same names, shapes and "
                 f"dtypes, got {B.shape} and {C.shape}."
             )
-    return (SymmetricProduct if chain == _transposed(chain) else Product)(chain)
+    return (SymmetricProduct if chain == _transpose_chain(chain) else Product)(chain)
 
 
 def _chain_of(A: RectangularOperator) -> Chain:
     return A.chain if isinstance(A, Product) else [(A, False)]
 
 
-def _transposed(chain: Chain) -> Chain:
+def _transpose_chain(chain: Chain) -> Chain:
     return [(A, not t and not isinstance(A, LinearOperator)) for A, t in reversed(chain)]
 
 
@@ -862,7 +862,7 @@ class Product(RectangularOperator):
         return rows
 
     def _transposed_products(self, rows: Tensor) -> Tensor:
-        return Product(_transposed(self.chain))._products(rows)
+        return Product(_transpose_chain(self.chain))._products(rows)
 
 
 @final

@@ -67,7 +67,7 @@ def cg(
     look_back = LOOK_BACK if preconditioner is None else PRECONDITIONED_LOOK_BACK
     stagnation_tol = validation.number("stagnation_tol", stagnation_tol, minimum=0)
     stagnation = _Stagnation(stagnation_tol, look_back)
-    residual, iterations, all_converged = _iterate(
+    residual, iterations, all_converged = _iterate_cg(
         operator.apply, space, precondition, rows, x, start, target, limit, stagnation
     )
     relative = residual / torch.where(size > 0, size, torch.ones_like(size))
@@ -86,7 +86,7 @@ def cg(
     return rebuild(x), Solution(relative, converged, iterations, operator.count - before)
 
 
-def _iterate(
+def _iterate_cg(
     product: Callable[[Tensor], Tensor], space: Space, precondition: Callable[[Tensor], Tensor],
     b: Tensor, x: Tensor, r: Tensor, target: Tensor, limit: int, stagnation: "_Stagnation",
 ) -> tuple[Tensor, int, bool]:  # fmt: skip

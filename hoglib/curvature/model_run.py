@@ -462,7 +462,7 @@ class ModelRun:
         for _, call in both:
             of_call = touched[id(call)]
             pairs = zip(of_call[::2], of_call[1::2], strict=True)
-            asked += [_any(a & b for a, b in pairs), *self._misfits(halves, of_call)]
+            asked += [_any_of(a & b for a, b in pairs), *self._misfits(halves, of_call)]
         answers = iter(torch.stack(asked).tolist())
         refused: list[tuple[Layer, LayerCall]] = []
         for layer, call in both:
@@ -521,7 +521,7 @@ class ModelRun:
         at = torch.arange(rows, device=self.device)
         orders = at // (rows // count), at % count
         both = list(zip(halves, touched, strict=True))
-        return [_any(has & ~half[order] for half, has in both) for order in orders]
+        return [_any_of(has & ~half[order] for half, has in both) for order in orders]
 
     def time_first(self) -> tuple[bool, ...]:
         """Of each call, whether positions come before examples."""
@@ -597,7 +597,7 @@ def _norm_of(parts: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
     return torch.stack(norms or [torch.zeros((), dtype=dtype)]).norm().double()
 
 
-def _any(masks: Iterable[Tensor]) -> Tensor:
+def _any_of(masks: Iterable[Tensor]) -> Tensor:
     return torch.stack([mask.any() for mask in masks]).any()
 
 

@@ -405,8 +405,8 @@ class Spectrum(NamedTuple):
     def summary(self) -> str:
         """Return the eigenvalues, the trace and the negative fraction as four lines of text."""
         lines = {
-            "largest": _listed(reversed(self.largest.tolist())),
-            "smallest": _listed(self.smallest.tolist()),
+            "largest": _format_values(reversed(self.largest.tolist())),
+            "smallest": _format_values(self.smallest.tolist()),
             "trace": f"{self.trace[0]:.4g} ± {self.trace[1]:.2g}",
             "negative": f"{100 * self.negative[0]:.2g}% ± {100 * self.negative[1]:.1g}% of them are "
             f"below {self.below:.2g}",
@@ -515,5 +515,5 @@ def _outermost_nodes(density: SpectralDensity, k: int, failed: Exception) -> Ten
     return torch.cat([low[:k], high[-k:]])
 
 
-def _listed(values: Any) -> str:
+def _format_values(values: Any) -> str:
     return "  ".join(f"{value:.4g}" for value in values)

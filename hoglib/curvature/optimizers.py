@@ -248,7 +248,7 @@ class NewtonCG(BatchOptimizer):
             "steps": 0,
         }
         if isinstance(preconditioner, str):
-            validation.one_of("preconditioner", preconditioner, ["kfac"])
+            validation.choice("preconditioner", preconditioner, ["kfac"])
         elif preconditioner is not None:
             validation.function("preconditioner", preconditioner)
         self._preconditioner = preconditioner
@@ -282,7 +282,7 @@ class NewtonCG(BatchOptimizer):
             start = self._last_direction(G)
             if start is not None:
                 start = group["warm_start"] * start
-                start = start * (_dot(G, g, start) < 0)  # where it descends
+                start = start * (_dot_product(G, g, start) < 0)  # where it descends
             d, along, dGd, iterations = self._direction(model, g, start, precondition)
         before = G._sum.number  # reading the value would stop a device
         if G.space.everywhere(not along and not bool(d.any())):
@@ -337,7 +337,7 @@ class NewtonCG(BatchOptimizer):
                     raise
                 continue
             iterations += info.iterations
-            slope, dGd = _numbers(_dot(G, g, d), _dot(G, d, G @ d))
+            slope, dGd = _read_numbers(_dot_product(G, g, d), _dot_product(G, d, G @ d))
             # a distant start and few iterations may give worse than a start from zero
             if start is None or slope + dGd / 2 < 0:
                 return d, slope, dGd, iterations
@@ -379,11 +379,11 @@ class NewtonCG(BatchOptimizer):
         return bool(damping != before)
 
 
-def _dot(G: GGNOperator, a: Tensor, b: Tensor) -> Tensor:
+def _dot_product(G: GGNOperator, a: Tensor, b: Tensor) -> Tensor:
     return G.space.dots((a[None], b[None]))[0, 0]
 
 
-def _numbers(*scalars: Tensor) -> list[float]:
+def _read_numbers(*scalars: Tensor) -> list[float]:
     """Their values, in one read."""
     return torch.stack([x.double() for x in scalars]).tolist()
 
@@ -497,12 +497,12 @@ class KFAC(BatchOptimizer):
         defaults: dict[str, Any] = {
             "lr": validation.positive("lr", lr),
             "damping": positive_damping(damping),
-            "rescale": validation.flag("rescale", rescale),
+            "rescale": validation.boolean("rescale", rescale),
             "momentum": validation.fraction("momentum", momentum, below_one=True, usual=0.9),
             "decay": validation.fraction("decay", decay, below_one=True, usual=0.95),
             "weight_decay": validation.number("weight_decay", weight_decay, minimum=0),
             "kl_clip": None if kl_clip is None else validation.positive("kl_clip", kl_clip),
-            "method": validation.one_of("method", method, get_args(InverseMethod)),
+            "method": validation.choice("method", method, get_args(InverseMethod)),
             "factors_every": validation.at_least("factors_every", factors_every, 1),
             "inverse_every": validation.at_least("inverse_every", inverse_every, 1),
             "seed": validation.at_least("seed", seed, 0),
@@ -546,7 +546,7 @@ class KFAC(BatchOptimizer):
             self._keep_direction(change)
             for name, part in change.items():
                 self._params[name].add_(part)
-        before, slope, expected, length = _numbers(value, along, model, step.norm())
+        before, slope, expected, length = _read_numbers(value, along, model, step.norm())
         ratio, adapts = nan, group["rescale"] and group["steps"] % ADAPT_EVERY == 0 and expected < 0
         if adapts:
             ratio = (finite_or_infinite(K) - before) / expected

@@ -157,8 +157,8 @@ def laplacian(
         )  # fmt: skip
     given = TaylorOptions.of("laplacian", func, PointMode, mode, create_graph, options)
     validation.real("x", x)
-    validation.flag("return_gradient", return_gradient)
-    signs = _draw(x, num_projections, generator, signs=True)
+    validation.boolean("return_gradient", return_gradient)
+    signs = _draw_directions(x, num_projections, generator, signs=True)
     of_x = coefficients if callable(coefficients) else None
 
     def body(x: Tensor, args: Any, coefficients: Any, signs: Tensor | None) -> tuple[Any, ...]:
@@ -379,9 +379,9 @@ def bilaplacian(
             "call it on all points at once instead of under vmap, pass num_projections, or "
             "differentiate its result with torch.autograd.grad.",
         )
-        return finished(given, *_twice(given, values, x))
+        return finished(given, *_nested_twice(given, values, x))
 
-    v = _draw(x, num_projections, generator, signs=False)
+    v = _draw_directions(x, num_projections, generator, signs=False)
     return given.evaluate(func, body, None, x, args, v)
 
 
@@ -397,7 +397,7 @@ def _along(
     return value, torch.stack(rows)
 
 
-def _twice(options: TaylorOptions, values: Function, x: Tensor) -> tuple[Tensor, Tensor]:
+def _nested_twice(options: TaylorOptions, values: Function, x: Tensor) -> tuple[Tensor, Tensor]:
     """The Laplacian of the Laplacian, both nested."""
     first: list[Tensor] = []
 
@@ -495,7 +495,7 @@ def _check_coefficients(coefficients: Any, x: Tensor, batched: bool) -> Tensor:
     return a
 
 
-def _draw(x: Tensor, number: Any, generator: Any, *, signs: bool) -> Tensor | None:
+def _draw_directions(x: Tensor, number: Any, generator: Any, *, signs: bool) -> Tensor | None:
     """number random vectors like x, [number, *x.shape], normal or of signs -1 and 1 at each element of
     each point; None for none."""
     if number is None:
@@ -649,7 +649,7 @@ def partial_derivative(
             for k, i in enumerate(index):
                 if isinstance(i, bool) or not isinstance(i, int) or not -len(e) <= i < len(e):
                     raise ArgumentValueError(
-                        f"index[{k}]: expected a whole number from {-len(e)} to {len(e) - 1}, a "
+                        f"index[{k}]: expected an integer from {-len(e)} to {len(e) - 1}, a "
                         f"coordinate of the flattened point, got {i!r}."
                     )
             places = [i % len(e) for i in index]

@@ -424,7 +424,7 @@ def _by_rows(gradient: Gradient, policy: Policy, groups: list[list[int]]) -> Ent
             part = None if part is None else dense(part)
             with graph.backward_modes():
                 how = policy.caller, True, policy.create_graph, graph
-                rows = [vjp([part], columns, [unit], *how) for unit in _units(p[a])]
+                rows = [vjp([part], columns, [unit], *how) for unit in _unit_vectors(p[a])]
             for b, *found in zip(group, *rows, strict=True):
                 shape = p[a].shape + p[b].shape
                 known = materialize_grads(found, [p[b]] * len(found))
@@ -439,7 +439,7 @@ def _by_products(point: LinearMap, problem: Problem, groups: list[list[int]]) ->
     zeros = [leaf.new_zeros(leaf.shape) for leaf in leaves]
     for group in groups:
         for b in group:
-            vectors = ([*zeros[:b], unit, *zeros[b + 1 :]] for unit in _units(leaves[b]))
+            vectors = ([*zeros[:b], unit, *zeros[b + 1 :]] for unit in _unit_vectors(leaves[b]))
             products = [point.apply(vector, True)[1] for vector in vectors]
             for a in group:
                 entries = [product[a] for product in products]
@@ -449,7 +449,7 @@ def _by_products(point: LinearMap, problem: Problem, groups: list[list[int]]) ->
     return columns
 
 
-def _units(leaf: Tensor) -> Iterable[Tensor]:
+def _unit_vectors(leaf: Tensor) -> Iterable[Tensor]:
     """The unit vectors like a leaf, contiguous unlike zeros_like."""
     for j in range(leaf.numel()):
         unit = leaf.new_zeros(leaf.shape)

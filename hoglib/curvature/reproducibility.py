@@ -153,7 +153,7 @@ class Determinism:
 
     def _random_modules(self) -> str:
         """A sentence on the modules that draw random numbers in train mode; "" for none."""
-        random = self._training(_draws)
+        random = self._training(_draws_in_training)
         if not random:
             return ""
         return (
@@ -189,7 +189,7 @@ class Determinism:
         return [f"{name} ({type(m).__name__})" for name, m in named if m.training and chosen(m)]
 
 
-def _draws(module: nn.Module) -> bool:
+def _draws_in_training(module: nn.Module) -> bool:
     """Whether a module draws random numbers in train mode."""
     if isinstance(module, nn.RNNBase | nn.MultiheadAttention):
         return bool(module.dropout)

@@ -84,10 +84,10 @@ def critical_sharpness(
     if batch is None:
         loss, batch = partial(without_batch, loss), ()
     with examined_functions("critical_sharpness", first_order=True):
-        return _search(loss, params, batch, direction, start, tol, max_passes, options)
+        return _search_critical(loss, params, batch, direction, start, tol, max_passes, options)
 
 
-def _search(
+def _search_critical(
     loss: Any, params: Tree, batch: Any, direction: Tree, start: float | None, tol: float,
     max_passes: int, options: Any,
 ) -> CriticalSharpness:  # fmt: skip

@@ -384,7 +384,7 @@ def groups_of(blocks: Blocks, params: Tree) -> list[list[int]]:
     check_named(params)
     if isinstance(blocks, str):
         by_name = {"parameter": lambda name: name, "module": lambda name: name.rpartition(".")[0]}
-        blocks = by_name[validation.one_of("blocks", blocks, by_name)]
+        blocks = by_name[validation.choice("blocks", blocks, by_name)]
     if not callable(blocks) and not isinstance(blocks, Iterable):
         raise ArgumentTypeError(
             "blocks: expected 'parameter', 'module', a function of a name or lists of names, got "

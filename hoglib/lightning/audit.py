@@ -88,9 +88,9 @@ class SecondOrderAudit(pl.Callback):
         super().__init__()
         requested_routes(routes)  # raises for unknown names
         self.routes = routes
-        self.stand_ins = validation.flag("stand_ins", stand_ins)
-        self.action = validation.one_of("action", action, ("refuse", "warn"))
-        self.verbose = validation.flag("verbose", verbose)
+        self.stand_ins = validation.boolean("stand_ins", stand_ins)
+        self.action = validation.choice("action", action, ("refuse", "warn"))
+        self.verbose = validation.boolean("verbose", verbose)
         self.reports: tuple[Report, ...] = ()
         self._due = False
 

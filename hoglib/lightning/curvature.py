@@ -152,11 +152,11 @@ class CurvatureMonitor(pl.Callback):
         self.k = validation.at_least("k", k, 1)
         self.num_samples = validation.at_least("num_samples", num_samples, 1)
         self.steps = validation.at_least("steps", steps, 1)
-        self.fixed_batch = validation.flag("fixed_batch", fixed_batch)
-        self.stand_ins = validation.flag("stand_ins", stand_ins)
+        self.fixed_batch = validation.boolean("fixed_batch", fixed_batch)
+        self.stand_ins = validation.boolean("stand_ins", stand_ins)
         self.max_iter = validation.at_least("max_iter", max_iter, 1)
         self.seed = validation.at_least("seed", seed, 0)
-        self.critical = validation.flag("critical", critical)
+        self.critical = validation.boolean("critical", critical)
         self.max_seconds = None
         if max_seconds is not None:
             self.max_seconds = validation.number("max_seconds", max_seconds, minimum=1e-9)
@@ -221,13 +221,13 @@ class CurvatureMonitor(pl.Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """The history and the fixed batch, for checkpoints."""
-        history = [_packed(one) for one in self.history]
+        history = [_pack(one) for one in self.history]
         saved = None if self._saved is None else self._saved._asdict()
         return {"history": history, "batch": saved, "rarer": self._rarer}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the history and the fixed batch."""
-        self.history = [_unpacked(one) for one in state_dict["history"]]
+        self.history = [_unpack(one) for one in state_dict["history"]]
         self._rarer = state_dict.get("rarer", 1) if self.max_seconds else 1
         saved = state_dict["batch"]
         self._saved = None if saved is None else _Saved(**saved)
@@ -243,7 +243,7 @@ class CurvatureMonitor(pl.Callback):
             return
         if self._saved is None:
             self._saved = _saved(batch)
-        self._batch = _restored(self._saved, batch)
+        self._batch = _restore_batch(self._saved, batch)
 
     def _due(self, done: int) -> bool:
         return done % (self.every * self._rarer) == 0
@@ -286,7 +286,7 @@ class CurvatureMonitor(pl.Callback):
                         with suppress(errors.ArgumentValueError):  # of a gradient that is zero
                             step = critical_sharpness(loss, params, given, **options)
                             critical = step.value if isfinite(step.value) else None
-                    edge = _edge(module.trainer, params, float(spectrum.largest[-1]))
+                    edge = _times_learning_rate(module.trainer, params, float(spectrum.largest[-1]))
                     found.append(Measurement(done, short, spectrum, edge, critical))
         except errors.NondeterministicError as error:
             raise errors.NondeterministicError(
@@ -318,7 +318,7 @@ class CurvatureMonitor(pl.Callback):
                 logger.log_metrics(values, step)
 
 
-def _edge(trainer: pl.Trainer, params: Any, largest: float) -> float | None:
+def _times_learning_rate(trainer: pl.Trainer, params: Any, largest: float) -> float | None:
     """The largest eigenvalue times the learning rate, 2 where gradient descent becomes unstable; None
     for parameters that are trained otherwise, or by several learning rates."""
     left, found = {id(p) for p in pytree.leaves(params)}, set()
@@ -361,15 +361,15 @@ def _saved(batch: Any) -> _Saved:
     return _Saved(pytree.paths(batch), gathered(leaves))
 
 
-def _restored(saved: _Saved, like: Any) -> Any:
+def _restore_batch(saved: _Saved, like: Any) -> Any:
     """The batch of this process, in the structure and on the devices of another batch."""
     now, structure = pytree.flatten(like)
     paths = pytree.paths(like)
     if paths != saved.paths:
         raise errors.ArgumentValueError(
             f"CurvatureMonitor: expected batches like the first one of the fit, which the "
-            f"checkpoint holds, with tensors at {_named(saved.paths)}, got one with "
-            f"{_named(paths)}; resume with the data of that fit, or with fixed_batch=False."
+            f"checkpoint holds, with tensors at {_format_paths(saved.paths)}, got one with "
+            f"{_format_paths(paths)}; resume with the data of that fit, or with fixed_batch=False."
         )
     if len(saved.leaves) != world_size():
         raise errors.ArgumentValueError(
@@ -385,17 +385,17 @@ def _restored(saved: _Saved, like: Any) -> Any:
     return pytree.unflatten(leaves, structure)
 
 
-def _named(paths: list[str]) -> str:
+def _format_paths(paths: list[str]) -> str:
     return ", ".join(path or "the batch itself" for path in paths) or "nothing"
 
 
-def _packed(one: Measurement) -> dict[str, Any]:
+def _pack(one: Measurement) -> dict[str, Any]:
     """A measurement as tensors and plain values."""
     spectrum = one.spectrum._asdict()
     return {**one._asdict(), "spectrum": {**spectrum, "density": one.spectrum.density._asdict()}}
 
 
-def _unpacked(packed: dict[str, Any]) -> Measurement:
+def _unpack(packed: dict[str, Any]) -> Measurement:
     spectrum = packed["spectrum"]
     density = SpectralDensity(**spectrum["density"])
     return Measurement(**{**packed, "spectrum": Spectrum(**{**spectrum, "density": density})})

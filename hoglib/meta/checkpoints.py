@@ -116,8 +116,8 @@ class OnDisk:
         if known is not None and other:
             raise ArgumentValueError(
                 f"directory: expected that of the same call, got {self.directory}, which holds "
-                f"another one: its {other[0]} {_short(known.get(other[0]))}, here "
-                f"{_short(wanted[other[0]])}. Name another directory, or delete this one."
+                f"another one: its {other[0]} {_describe_value(known.get(other[0]))}, here "
+                f"{_describe_value(wanted[other[0]])}. Name another directory, or delete this one."
             )
         if known is None:
             self._write(MANIFEST, json.dumps(wanted, indent=1).encode())
@@ -128,10 +128,10 @@ class OnDisk:
 
     def save(self, step: int, state: State, losses: list[Tensor]) -> None:
         stacked = torch.stack(losses) if losses else torch.zeros(0)
-        self.put(_name(step), {**state._asdict(), "losses": stacked})
+        self.put(_file_name(step), {**state._asdict(), "losses": stacked})
 
     def load(self, step: int) -> State | None:
-        content = self.get(_name(step))
+        content = self.get(_file_name(step))
         if content is None:
             self.drop(step)
             return None
@@ -139,11 +139,11 @@ class OnDisk:
 
     def losses(self, step: int) -> list[Tensor]:
         """The losses that were saved with a state; none for a damaged file."""
-        content = self.get(_name(step))
+        content = self.get(_file_name(step))
         return [] if content is None else list(content["losses"])
 
     def drop(self, step: int) -> None:
-        (self.directory / _name(step)).unlink(missing_ok=True)
+        (self.directory / _file_name(step)).unlink(missing_ok=True)
 
     def first(self, name: str, content: Any) -> Any:
         """What the first process of a call gave by this name."""
@@ -243,10 +243,10 @@ def check_directory(memory: str, directory: Any) -> Path | None:
     return path
 
 
-def _name(step: int) -> str:
+def _file_name(step: int) -> str:
     return f"step-{step:09}.pt"
 
 
-def _short(value: Any) -> str:
+def _describe_value(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) < 40 else f"{text[:16]}...{text[-8:]}"

@@ -151,14 +151,14 @@ def hypergradient(
         >>> found.value, found.gradient
         (tensor(0.2500), {'target': tensor(0.5000)})
     """
-    validation.one_of("method", method, get_args(Method))
-    validation.one_of("memory", memory, get_args(TrainingMemory))
-    validation.one_of("schedule", schedule, get_args(Schedule))
+    validation.choice("method", method, get_args(Method))
+    validation.choice("memory", memory, get_args(TrainingMemory))
+    validation.choice("schedule", schedule, get_args(Schedule))
     where = check_directory(memory, directory)
     validation.refuse_transforms(
         "hypergradient", "write it with `hoglib.meta.adapt`, which runs inside of any."
     )
-    if validation.flag("create_graph", create_graph) and method == "unrolled":
+    if validation.boolean("create_graph", create_graph) and method == "unrolled":
         raise UnsupportedError(
             "create_graph: expected False with method='unrolled', got True. For derivatives of every "
             "order use method='cg' at a minimum, or take outer at `hoglib.meta.adapt(...)`."

@@ -60,7 +60,7 @@ class Solver:
     at_negative_curvature: str = "raise"  # or "warn", and use what was found before it
 
     def __post_init__(self) -> None:
-        validation.one_of("solver", self.name, get_args(SolverName))
+        validation.choice("solver", self.name, get_args(SolverName))
         validation.none_or_at_least("iterations", self.iterations, 1)
         validation.number("damping", self.damping, minimum=0)
         if self.name != "neumann":
@@ -353,7 +353,7 @@ def fixed_point(
     module = f if isinstance(f, nn.Module) else nn.Module()
     params = {name: p for name, p in module.named_parameters() if p.requires_grad}
     if not callable(solver):
-        depth = DEPTHS[validation.one_of("solver", solver, DEPTHS)]
+        depth = DEPTHS[validation.choice("solver", solver, DEPTHS)]
         solver = partial(_anderson, tol=tol, max_iter=max_iter, depth=depth)
     with outside_inference_mode():
         inputs = clone_inference_tensors(inputs)

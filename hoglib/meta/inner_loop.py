@@ -140,7 +140,7 @@ def adapt(
     """
     validation.at_least("steps", steps, 0)
     validation.none_or_at_least("truncate", truncate, 0)
-    validation.one_of("memory", memory, get_args(Memory))
+    validation.choice("memory", memory, get_args(Memory))
     lifted: Any = ({}, [], []) if memory == "store" else _lifted_from(loss, rule, params)
     rest, modules, drawn_from = lifted
     constant = lambda i: first_order or is_truncated(i, steps, truncate)  # noqa: E731

@@ -116,7 +116,7 @@ class MAML(Learner):
             model, criterion, options, inner_steps=inner_steps, first_order=first_order, memory=memory,
             step_weights=step_weights, truncate=truncate, over_tasks=over_tasks, compile=compile,
         )  # fmt: skip
-        self.rates = self._learned_rates(learn_lr, validation.flag("lr_per_step", lr_per_step))
+        self.rates = self._learned_rates(learn_lr, validation.boolean("lr_per_step", lr_per_step))
 
     def _learned_rates(self, granularity: str | None, per_step: bool) -> LearnedRates | None:
         if granularity is None:

@@ -126,12 +126,12 @@ class LoopOptions:
             "inner_steps": validation.at_least("inner_steps", self.inner_steps, 1),
             "rule_options": _check_rule_options(self.rule_options),
             "inner_params": _check_inner_params(self.inner_params),
-            "batch_norm": validation.one_of("batch_norm", self.batch_norm, get_args(NormKind)),
-            "first_order": validation.flag("first_order", self.first_order),
+            "batch_norm": validation.choice("batch_norm", self.batch_norm, get_args(NormKind)),
+            "first_order": validation.boolean("first_order", self.first_order),
             "truncate": validation.none_or_at_least("truncate", self.truncate, 0),
             "step_weights": _check_step_weights(self.step_weights),
-            "memory": validation.one_of("memory", self.memory, get_args(Memory)),
-            "over_tasks": validation.one_of("over_tasks", self.over_tasks, get_args(OverTasks)),
+            "memory": validation.choice("memory", self.memory, get_args(Memory)),
+            "over_tasks": validation.choice("over_tasks", self.over_tasks, get_args(OverTasks)),
             "policy": Policy.of(self.caller, self.evaluation),
         }
         for name, value in checked.items():
@@ -389,7 +389,7 @@ class LearnedRates(nn.Module):
 
     def __init__(self, params: Params, lr: float, *, granularity: str, steps: int | None) -> None:
         super().__init__()
-        self.granularity = validation.one_of("learn_lr", granularity, GRANULARITIES)
+        self.granularity = validation.choice("learn_lr", granularity, GRANULARITIES)
         self.steps = steps
         lr = validation.positive("inner_lr", lr)
         self.values = nn.ParameterDict()

@@ -83,7 +83,7 @@ def sgd(
     mu = check_number("momentum", momentum)
     tau = check_number("dampening", dampening)
     has_momentum = isinstance(mu, Tensor) or mu != 0
-    if validation.flag("nesterov", nesterov) and not has_momentum:
+    if validation.boolean("nesterov", nesterov) and not has_momentum:
         raise ArgumentValueError(
             "nesterov: expected a momentum greater than 0 with nesterov=True, got momentum=0; pass "
             "momentum=0.9, for instance."
@@ -304,7 +304,7 @@ def rmsprop(
     """
     average = check_number("alpha", alpha, below=1)
     epsilon, mu = check_number("eps", eps), check_number("momentum", momentum)
-    validation.flag("centered", centered)
+    validation.boolean("centered", centered)
     has_momentum = isinstance(mu, Tensor) or mu != 0
 
     def at(step: int) -> Direction:
@@ -404,7 +404,7 @@ EXPECTED = (
 def resolve_rule(rule: Any, lr: Any, options: dict[str, Any]) -> GradientTransformation:
     """The update rule that a name, a function of the learning rate or an object stands for."""
     if isinstance(rule, str):
-        return _named(validation.one_of("rule", rule, RULES), lr, options)
+        return _named(validation.choice("rule", rule, RULES), lr, options)
     if options:
         raise ArgumentValueError(
             "rule_options: expected none with a rule that is not a name, got "
@@ -451,7 +451,7 @@ def _adam(
 ) -> GradientTransformation:
     beta1, beta2 = check_pair("betas", betas, below=1)
     epsilon = check_number("eps", eps)
-    validation.flag("amsgrad", amsgrad)
+    validation.boolean("amsgrad", amsgrad)
 
     def at(step: int) -> Direction:
         b1, b2 = without_dims(beta1), without_dims(beta2)

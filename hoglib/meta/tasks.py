@@ -68,7 +68,7 @@ def shard(tasks: Any, *, mesh: Any = None) -> Shard:
     count = check_tasks(tasks)
     if not (dist.is_available() and dist.is_initialized()):
         return Shard(tasks, 1.0)
-    rank, world = _place(mesh)
+    rank, world = _process_place(mesh)
     if count < world:
         raise errors.ArgumentValueError(
             f"tasks: expected at least one task for each of the {world} processes, got {count}; "
@@ -81,7 +81,7 @@ def shard(tasks: Any, *, mesh: Any = None) -> Shard:
     return Shard(mine, len(range(rank, count, world)) * world / count)
 
 
-def _place(mesh: Any) -> tuple[int, int]:
+def _process_place(mesh: Any) -> tuple[int, int]:
     """The number of this process among those of a mesh, or of all, and how many there are."""
     if mesh is None:
         return dist.get_rank(), dist.get_world_size()
@@ -218,16 +218,16 @@ def check_tasks(tasks: Any) -> int:
             )
     if isinstance(tasks, list):
         for i, task in enumerate(tasks):
-            support, query = _task(f"tasks[{i}]", task)
+            support, query = _check_task(f"tasks[{i}]", task)
             check_batch(f"tasks[{i}]: support", support)
             check_batch(f"tasks[{i}]: query", query)
         if not tasks:
             raise errors.ArgumentValueError("tasks: expected at least one task, got an empty list.")
         return len(tasks)
     counts = []
-    for what, stack in zip(("support", "query"), _task("tasks", tasks), strict=True):
+    for what, stack in zip(("support", "query"), _check_task("tasks", tasks), strict=True):
         check_batch(what, stack, dims=2)
-        counts.append(_stacked(what, stack))
+        counts.append(_count_tasks(what, stack))
     if counts[0] != counts[1]:
         raise errors.ArgumentValueError(
             f"tasks: expected as many query sets as support sets, got {counts[0]} support and "
@@ -281,7 +281,7 @@ def stacked(tasks: Any) -> Any | None:
     return pytree.unflatten([torch.stack(column) for column in columns], structure)
 
 
-def _task(what: str, task: Any) -> Task:
+def _check_task(what: str, task: Any) -> Task:
     if not isinstance(task, tuple | list) or len(task) != 2:
         several = isinstance(task, tuple | list)
         came = f"{len(task)} of them" if several else validation.describe(task)
@@ -329,7 +329,7 @@ def _is_object(leaf: Any) -> bool:
     return not (isinstance(leaf, known) or hasattr(leaf, "__array__"))
 
 
-def _stacked(what: str, stack: Any) -> int:
+def _count_tasks(what: str, stack: Any) -> int:
     """The number of tasks in a stack: the leading dimension of every tensor."""
     tensors = pytree.tensors(stack)
     counts = {len(x) if x.dim() else 0 for x in tensors}

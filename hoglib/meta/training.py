@@ -214,8 +214,8 @@ class Training:
                     f"{what}: expected a function of (params, hyper{', batch' * more}), got "
                     f"{function_name(function)} ({reason})."
                 )
-        progress = validation.flag("progress", options.get("progress", False))
-        stand_ins = validation.flag("stand_ins", options.get("stand_ins", True))
+        progress = validation.boolean("progress", options.get("progress", False))
+        stand_ins = validation.boolean("stand_ins", options.get("stand_ins", True))
         policy = Policy(caller, stand_ins=stand_ins)
         return cls(policy, outer, inner, start, rule, count, batches, progress, truncate)
 
@@ -405,7 +405,7 @@ class Replay:
 
     def _step(self, i: int, state: State) -> tuple[State, Tensor]:
         """The state after step i, and the loss, by the operations that the replay differentiates."""
-        after, loss = self._after(i, _fresh(state.leaves))
+        after, loss = self._after(i, _fresh_leaves(state.leaves))
         leaves = [x.detach() if isinstance(x, Tensor) else x for x in after]
         self._advance()
         return State(leaves, self._generators.now()), loss
@@ -472,7 +472,7 @@ class Replay:
 
     def _pull_step(self, at: Cotangents, before: State, after: list[Any]) -> Cotangents:
         """Through step at.step - 1, from the state before it; after: the training's state after it."""
-        own = _fresh(before.leaves)
+        own = _fresh_leaves(before.leaves)
         self._generators.set(before.generators)
         leaves, _ = self._after(at.step - 1, own)
         self._check_replayed(at.step - 1, leaves, after)
@@ -541,7 +541,7 @@ def add(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> list[Tensor |
     return [y if x is None else x if y is None else x + y for x, y in zip(a, b, strict=True)]
 
 
-def _fresh(leaves: list[Any]) -> list[Any]:
+def _fresh_leaves(leaves: list[Any]) -> list[Any]:
     return [x.detach().requires_grad_() if pytree.is_float(x) else x for x in leaves]
 
 

@@ -175,7 +175,7 @@ def _check_options(
                 "attn_mask: expected None with is_causal=True, got a mask; combine both in one mask."
             )
     if not isinstance(is_causal, torch.SymBool):
-        validation.flag("is_causal", is_causal)
+        validation.boolean("is_causal", is_causal)
     validation.fraction("dropout_p", dropout_p)
     if not (scale is None or isinstance(scale, torch.SymFloat)):
         validation.tensor_or_number("scale", scale)
@@ -286,7 +286,7 @@ class _Form(NamedTuple):
             mask = mask if mask.dtype == torch.bool else mask.to(query.dtype)
             mask = mask[(None,) * (3 - mask.dim())]
         if enable_gqa:
-            heads = key.shape[-3], _group(key, query)
+            heads = key.shape[-3], _group_size(key, query)
             query = query.unflatten(-3, heads)
             if mask is not None:
                 mask = mask.unsqueeze(-3) if mask.shape[-3] == 1 else mask.unflatten(-3, heads)
@@ -298,7 +298,7 @@ class _Form(NamedTuple):
         count = math.prod(lead)
         places = None
         if mask is not None:
-            places = _places((1,) * (len(lead) - len(own)) + own, lead)
+            places = _mask_indices((1,) * (len(lead) - len(own)) + own, lead)
             mask = mask.reshape(-1, *mask.shape[-3:])
         q = query.expand(*lead, *query.shape[-3:]).reshape(count, *query.shape[-3:])
         k, v = (x.expand(*lead, *x.shape[-2:]).reshape(count, *x.shape[-2:]) for x in (key, value))
@@ -317,7 +317,7 @@ class _Form(NamedTuple):
         return x.flatten(-4, -3) if self.grouped else x.squeeze(-3)
 
 
-def _places(own: tuple[int, ...], lead: torch.Size) -> tuple[int, ...] | None:
+def _mask_indices(own: tuple[int, ...], lead: torch.Size) -> tuple[int, ...] | None:
     """Which of the masks, of the leading dimensions `own`, each of N has; None if they are one."""
     if math.prod(own) == 1:
         return None
@@ -327,7 +327,7 @@ def _places(own: tuple[int, ...], lead: torch.Size) -> tuple[int, ...] | None:
     return tuple(places)
 
 
-def _group(x: Tensor, query: Tensor) -> int:
+def _group_size(x: Tensor, query: Tensor) -> int:
     """How many heads of query share one of x."""
     heads, own = query.shape[-3], x.shape[-3]
     if heads % own:
@@ -339,7 +339,7 @@ def _group(x: Tensor, query: Tensor) -> int:
 
 
 def _repeat_heads(x: Tensor, query: Tensor) -> Tensor:
-    return x.repeat_interleave(_group(x, query), -3)
+    return x.repeat_interleave(_group_size(x, query), -3)
 
 
 # Attention by blocks as a differentiable function: each map of `_attention_blocks` is a Function, whose
@@ -353,7 +353,7 @@ def _repeat_heads(x: Tensor, query: Tensor) -> Tensor:
 
 def attention(inputs: blocks.Inputs, plan: blocks.Plan) -> Tensor:
     """Y, [N, H, L, Ev]."""
-    return apply_function(_VALUES, _reference, *inputs, plan)[0]
+    return apply_function(_VALUES, _reference_value, *inputs, plan)[0]
 
 
 _MAPS: dict[str, Callable[..., Any]] = {
@@ -372,13 +372,13 @@ torch.library.define(
 
 
 def _operator(which: str, tensors: list[Tensor | None], *plan: Any) -> list[Tensor]:
-    found = _MAPS[which](*tensors, _plan(*plan))
+    found = _MAPS[which](*tensors, _make_plan(*plan))
     parts = [found] if isinstance(found, Tensor) else found
     return [x.contiguous() for x in parts if x is not None]
 
 
-def _fake(which: str, tensors: list[Any], *given: Any) -> list[Tensor]:
-    (q, k, v, mask, *_), plan = tensors, _plan(*given)
+def _fake_outputs(which: str, tensors: list[Any], *given: Any) -> list[Tensor]:
+    (q, k, v, mask, *_), plan = tensors, _make_plan(*given)
     y = q.new_empty(*q.shape[:3], v.shape[-1])
     if which in ("values", "tangents"):
         sums = q.new_empty(q.shape[:3] if plan.fused else (len(q), 0))
@@ -388,12 +388,12 @@ def _fake(which: str, tensors: list[Any], *given: Any) -> list[Tensor]:
     return [*parts, y] if which == "curvature" else parts
 
 
-def _plan(causal: bool, places: Any, dropout_p: float, fused: bool, needs: str) -> blocks.Plan:
+def _make_plan(causal: bool, places: Any, dropout_p: float, fused: bool, needs: str) -> blocks.Plan:
     return blocks.Plan(causal, None if places is None else tuple(places), dropout_p, fused, needs)
 
 
 torch.library.impl("hoglib::attention", "CompositeExplicitAutograd", _operator)
-torch.library.register_fake("hoglib::attention", _fake)
+torch.library.register_fake("hoglib::attention", _fake_outputs)
 
 
 def _run(which: str, *given: Any) -> Any:
@@ -409,7 +409,7 @@ def _run(which: str, *given: Any) -> Any:
     return found if isinstance(found, Tensor) else tuple(x for x in found if x is not None)
 
 
-def _reference(*given: Any) -> tuple[Tensor, Tensor]:
+def _reference_value(*given: Any) -> tuple[Tensor, Tensor]:
     """The value by torch operations."""
     *tensors, plan = given
     return blocks.compute_values(*tensors, plan._replace(fused=False))
@@ -496,7 +496,7 @@ def _tangents_jvp(saved: Saved, *tangents: Any) -> Tensor:
     )
 
 
-def _fold(batch: Batch, *given: Any) -> tuple[tuple[Tensor, ...] | Tensor, Any]:
+def _fold_batch(batch: Batch, *given: Any) -> tuple[tuple[Tensor, ...] | Tensor, Any]:
     """The vmap rule of all four: the batch becomes a part of N and, where a mask has it, of M."""
     *tensors, plan = given
     count = batch.to_front(0, tensors[0]).shape[1]
@@ -523,7 +523,7 @@ _MASKS = {5: (3,), 8: (3,), 9: (3, 8), 10: (3, 9)}
 
 def _make_map(which: str, count: int, backward: Any, jvp: Any, **kept: Any) -> Any:
     name = "ScaledDotProductAttention" + ("" if which == "values" else which.capitalize())
-    return make_function(name, count, partial(_run, which), backward, jvp, vmap=_fold, **kept)
+    return make_function(name, count, partial(_run, which), backward, jvp, vmap=_fold_batch, **kept)
 
 
 _VALUES = _make_map("values", 6, _values_backward, _values_jvp, keep_outputs=(0, 1))

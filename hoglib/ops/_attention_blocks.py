@@ -191,7 +191,7 @@ class _Place(NamedTuple):
             self._seen(total[0][place : place + 1]).add_(own)
 
 
-def _places(inputs: Inputs, plan: Plan, whole: bool) -> Iterator[list[_Place]]:
+def _iterate_blocks(inputs: Inputs, plan: Plan, whole: bool) -> Iterator[list[_Place]]:
     """The blocks, those of the same heads together."""
     (count, heads, length, _), keys = inputs.q.shape, inputs.k.shape[1]
     size = sizes(inputs.q).block
@@ -207,15 +207,15 @@ def _places(inputs: Inputs, plan: Plan, whole: bool) -> Iterator[list[_Place]]:
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """[n, H, l, i] times [n, i, j], as one product for all H."""
-    return (_rows(a) @ b).reshape(*a.shape[:3], b.shape[2])
+    return (_merge_heads(a) @ b).reshape(*a.shape[:3], b.shape[2])
 
 
 def _transposed_product(a: Tensor, b: Tensor) -> Tensor:
     """[n, H, l, i]^T times [n, H, l, j], summed over H and l: [n, i, j]."""
-    return _rows(a).transpose(1, 2) @ _rows(b)
+    return _merge_heads(a).transpose(1, 2) @ _merge_heads(b)
 
 
-def _rows(x: Tensor) -> Tensor:
+def _merge_heads(x: Tensor) -> Tensor:
     """[n, H, l, i] -> [n, H l, i]. (The vmap of `is_grads_batched` knows reshape, and no flatten.)"""
     n, heads, rows, width = x.shape
     return x.reshape(n, heads * rows, width)
@@ -225,7 +225,7 @@ def _drop(weights: Tensor, factors: Tensor | None) -> Tensor:
     return weights if factors is None else weights * factors
 
 
-def _centred(weights: Tensor, x: Tensor) -> Tensor:
+def _subtract_mean(weights: Tensor, x: Tensor) -> Tensor:
     """x - sum P x"""
     return x - (weights * x).sum(-1, keepdim=True)
 
@@ -240,7 +240,7 @@ def _gradients_of(x: _Block, g: Tensor) -> Parts:
     by_v = _transposed_product(_drop(weights, factors), g) if "v" in needs else None
     if needs == "v":
         return None, None, by_v, None
-    t = weights * _centred(weights, _drop(_product(g, x.v.transpose(1, 2)), factors))
+    t = weights * _subtract_mean(weights, _drop(_product(g, x.v.transpose(1, 2)), factors))
     by_q = _product(t, x.k) if "q" in needs else None
     by_k = _transposed_product(t, x.q) if "k" in needs else None
     return by_q, by_k, by_v, t if "m" in needs else None
@@ -258,7 +258,7 @@ def _change_of_weights(x: _Block, weights: Tensor, along: Parts) -> Tensor | Non
         scores = _product(x.q, dk.transpose(1, 2))
     if dm is not None:
         scores = dm if scores is None else scores + dm
-    return None if scores is None else weights * _centred(weights, scores)
+    return None if scores is None else weights * _subtract_mean(weights, scores)
 
 
 def _tangent_with(
@@ -290,7 +290,7 @@ def _curvature_of(x: _Block, g: Tensor, along: Parts) -> Parts:
         by_v = torch.zeros_like(x.v) if kept is None else _transposed_product(kept, g)
     if needs in ("", "v"):
         return None, None, by_v, None, tangent
-    c = _centred(weights, _drop(_product(g, x.v.transpose(1, 2)), factors))
+    c = _subtract_mean(weights, _drop(_product(g, x.v.transpose(1, 2)), factors))
     inner = (g * tangent).sum(-1, keepdim=True)
     of_a = -inner if dv is None else _drop(_product(g, dv.transpose(1, 2)), factors) - inner
     change_of_t = weights * of_a if change is None else change * c + weights * of_a
@@ -313,7 +313,7 @@ def _over_blocks(
     recorded = is_recorded(inputs, others)
     wholes: list[list[Tensor]] = [[] for _ in kinds]
     length = inputs.k.shape[1]
-    for places in _places(inputs, plan, whole=recorded and "m" in plan.needs):
+    for places in _iterate_blocks(inputs, plan, whole=recorded and "m" in plan.needs):
         groups: list[list[Tensor]] = [[] for _ in kinds]
         for place in places:
             block = place.of(inputs, plan)

@@ -68,8 +68,8 @@ def softmax_cross_entropy(
         ValueError: for shapes that do not fit, classes out of range (on a CPU), and unknown options.
     Shape:
         - logits: [C], [N, C] or [N, C, d1, ...]
-        - target: whole numbers [], [N] or [N, d1, ...], or probabilities shaped like logits
-        - loss: [], or with reduction "none" the shape of a target of whole numbers
+        - target: integers [], [N] or [N, d1, ...], or probabilities shaped like logits
+        - loss: [], or with reduction "none" the shape of a target of integers
     Example:
         >>> z, t = torch.zeros(1, 2), torch.tensor([0])
         >>> f = lambda z: hog.ops.softmax_cross_entropy(z, t)
@@ -78,7 +78,7 @@ def softmax_cross_entropy(
     """
     validation.real("logits", logits)
     validation.tensor("target", target)
-    number = reduction_number(validation.one_of("reduction", reduction, ("mean", "sum", "none")))
+    number = reduction_number(validation.choice("reduction", reduction, ("mean", "sum", "none")))
     smoothing = validation.fraction("label_smoothing", label_smoothing)
     axis = min(logits.dim() - 1, 1)
     _check_target(logits, target, axis)
@@ -133,7 +133,7 @@ def _softmax_jvp(saved: Saved, tangent: Tensor, *_: None) -> Tensor:
 def _check_target(logits: Tensor, target: Tensor, axis: int) -> None:
     if target.is_complex() or target.dtype == torch.bool:
         raise ArgumentTypeError(
-            f"target: expected whole numbers or floating-point probabilities, "
+            f"target: expected integers or floating-point probabilities, "
             f"got {validation.describe(target)}; convert it with `target.long()`."
         )
     rows = logits.shape[:axis] + logits.shape[axis + 1 :]
@@ -141,7 +141,7 @@ def _check_target(logits: Tensor, target: Tensor, axis: int) -> None:
     if logits.dim() == 0 or logits.shape[axis] == 0 or target.shape != expected:
         raise ArgumentValueError(
             f"softmax_cross_entropy: expected logits [C], [N, C] or [N, C, d1, ...] with target [], "
-            f"[N] or [N, d1, ...] of whole numbers, or probabilities shaped like logits; "
+            f"[N] or [N, d1, ...] of integers, or probabilities shaped like logits; "
             f"got logits {tuple(logits.shape)} and target {validation.describe(target)}."
         )
 
@@ -183,7 +183,7 @@ def linear_cross_entropy(
             or "none". Default: "mean".
         ignore_index: The class of rows that do not count. Default: -100.
         label_smoothing: From 0 to 1. Default: 0.
-        options: The rows of a chunk: a whole number, or torch's LinearCrossEntropyOptions, of which
+        options: The rows of a chunk: an integer, or torch's LinearCrossEntropyOptions, of which
             ``batch_chunk_size`` is read. Default: as many as have four million logits.
     Returns:
         The loss, of the dtype of input.
@@ -292,7 +292,7 @@ def row_tangents(rows: Rows, vector: Gradients) -> Tensor:
     def run(part: Rows, dh: Tensor | None) -> Tensor:
         p = torch.softmax(_logits(part), 1)
         tangent = _tangent(part, (dh, dW, db), p, False)
-        return _inner(p, tangent) - _pick(tangent, part)
+        return _row_products(p, tangent) - _target_values(tangent, part)
 
     return torch.cat([run(*part) for part in row_chunks(rows, dh)])
 
@@ -339,12 +339,12 @@ def _logits(rows: Rows) -> Tensor:
     return upcast_half(F.linear(*rows[:3]))
 
 
-def _pick(values: Tensor, rows: Rows) -> Tensor:
+def _target_values(values: Tensor, rows: Rows) -> Tensor:
     """q_n . v_n"""
     return _picked(values, rows.targets.unsqueeze(1), 1, rows.smoothing).squeeze(1)
 
 
-def _inner(a: Tensor, b: Tensor) -> Tensor:
+def _row_products(a: Tensor, b: Tensor) -> Tensor:
     """a_n . b_n, without a tensor of their size."""
     return torch.bmm(a.unsqueeze(1), b.unsqueeze(2)).squeeze((1, 2))
 
@@ -389,7 +389,7 @@ def _tangent(rows: Rows, vector: Gradients, like: Tensor, overwrite: bool) -> Te
     return first + upcast_half(F.linear(left[1], right[1]))
 
 
-def _add(total: Tensor | None, term: Tensor | None, overwrite: bool) -> Tensor | None:
+def _accumulate(total: Tensor | None, term: Tensor | None, overwrite: bool) -> Tensor | None:
     """A sum over chunks with one more term, in float32 for half precision, in place if it may be."""
     if term is None:
         return total
@@ -403,7 +403,7 @@ def _add_product(total: Tensor | None, a: Tensor, b: Tensor, overwrite: bool) ->
     """The same with the term a^T b."""
     if total is not None and overwrite and total.dtype == a.dtype == b.dtype:
         return total.addmm_(a.mT, b)
-    return _add(total, a.mT @ b, overwrite)
+    return _accumulate(total, a.mT @ b, overwrite)
 
 
 def _in_dtype(total: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -413,7 +413,7 @@ def _in_dtype(total: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 def _forward(*given: Any) -> Tensor:
     def run(rows: Rows) -> Tensor:
         z = _logits(rows)
-        return z.logsumexp(1) - _pick(z, rows)
+        return z.logsumexp(1) - _target_values(z, rows)
 
     return torch.cat([run(part) for (part,) in row_chunks(Rows(*given))])
 
@@ -442,7 +442,7 @@ def _gradients(*given: Any) -> tuple[Tensor, ...]:
         if "W" in needs:
             by_W = _add_product(by_W, r, part.h, overwrite)
         if "b" in needs:
-            by_b = _add(by_b, r.sum(0), overwrite)
+            by_b = _accumulate(by_b, r.sum(0), overwrite)
         del r  # before the next chunk
     found = torch.cat(by_h) if by_h else None, _in_dtype(by_W, W.dtype), _in_dtype(by_b, W.dtype)
     return tuple(x for x in found if x is not None)
@@ -485,9 +485,9 @@ def _curvature(
             of_h, by_W, of_b, of_g = _chunk_curvature(*chunk, by_W, True)
         else:
             of_h, of_W, of_b, of_g = recompute(_chunk_curvature, *chunk, None, False)
-            by_W = _add(by_W, of_W, False)
+            by_W = _accumulate(by_W, of_W, False)
         by_h.append(of_h)
-        by_b = _add(by_b, of_b, overwrite)
+        by_b = _accumulate(by_b, of_b, overwrite)
         by_g.append(of_g)
     found_h = torch.cat(by_h) if "h" in needs else None
     return found_h, _in_dtype(by_W, dtype), _in_dtype(by_b, dtype), torch.cat(by_g)
@@ -500,8 +500,8 @@ def _chunk_curvature(
     (h, W), (dh, dW, _), second = rows[:2], vector, rows.targets is not None
     p = torch.softmax(_logits(rows), 1)
     tangent = _tangent(rows, vector, p, overwrite)
-    mean = _inner(p, tangent)
-    by_g = mean - _pick(tangent, rows) if second else mean
+    mean = _row_products(p, tangent)
+    by_g = mean - _target_values(tangent, rows) if second else mean
     if overwrite:
         s = tangent.sub_(mean.unsqueeze(1)).mul_(p).mul_(g.unsqueeze(1))
     else:

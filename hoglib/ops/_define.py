@@ -73,7 +73,7 @@ def define(
     for i, partial in enumerate(partials):
         if partial is not None:
             validation.function(f"partials[{i}]", partial)
-    validation.one_of("keep", keep, ("both", "inputs", "output", "none"))
+    validation.choice("keep", keep, ("both", "inputs", "output", "none"))
     name = getattr(forward, "__name__", "op")
     count = len(partials)
 

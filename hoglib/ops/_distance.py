@@ -94,7 +94,7 @@ def cdist(
             f"x2: expected rows of {x1.shape[-1]} entries as in x1, got {x2.shape[-1]}; "
             "distances are between rows of one length."
         )
-    products = _COMPUTE_MODES[validation.one_of("compute_mode", compute_mode, _COMPUTE_MODES)]
+    products = _COMPUTE_MODES[validation.choice("compute_mode", compute_mode, _COMPUTE_MODES)]
     norm = _check_norm(p)
     a, b = upcast_half(x1), upcast_half(x2)
     if a.dtype != b.dtype:
@@ -299,7 +299,7 @@ def _unit(x: Tensor, n: Tensor) -> Tensor:
     return (x / n.masked_fill(n == 0, 1.0)).masked_fill(n == 0, 0.0)
 
 
-def _leaving(w: Tensor, stays: Tensor, dims: tuple[int, ...]) -> Tensor:
+def _leaving_directions(w: Tensor, stays: Tensor, dims: tuple[int, ...]) -> Tensor:
     """The directions of w, as vectors of length 1; 0 where x stays or is not 0."""
     w = w.masked_fill(stays, 0.0)
     w = _unit(w, w.detach().abs().amax(dims, keepdim=True))  # whose squares do not underflow
@@ -315,7 +315,7 @@ def _norm_backward(saved: Saved, grad: Tensor) -> list[Tensor | None]:
     along = directions.take()
     if along is not None and torch_internals.forward_mode_active():
         # of forward over reverse, known before what is made of the norm
-        along = along.masked_fill(_kinked(grad, n, along, dims, directions), 0.0)
+        along = along.masked_fill(_mark_kinks(grad, n, along, dims, directions), 0.0)
     share = apply_function(_NORM_GRADIENT, None, grad, x, n, dims, directions)
     return [share if along is None else share + grad * along, None, None]
 
@@ -324,7 +324,7 @@ def _norm_jvp(saved: Saved, tangent: Tensor, *_: Any) -> Tensor:
     (x, dims, directions), (n,) = saved.inputs, saved.outputs
     if not directions.nested:  # a first derivative
         return (_unit(x, n) * tangent).sum(dims, keepdim=True)
-    directions.tangent = _leaving(tangent, n != 0, dims)
+    directions.tangent = _leaving_directions(tangent, n != 0, dims)
     found = ((_unit(x, n) + directions.tangent) * tangent).sum(dims, keepdim=True)
     return apply_function(_TANGENT, None, found, n, tangent, dims, directions)
 
@@ -332,7 +332,7 @@ def _norm_jvp(saved: Saved, tangent: Tensor, *_: Any) -> Tensor:
 def _tangent_backward(saved: Saved, g: Tensor) -> list[Tensor | None]:
     """That of the identity; g is the slope of what was made of the norm."""
     _, n, tangent, dims, directions = saved.inputs
-    _kinked(g, n, tangent, dims, directions)
+    _mark_kinks(g, n, tangent, dims, directions)
     return [g, None, None, None, None]
 
 
@@ -340,7 +340,7 @@ def _gradient_forward(g: Tensor, x: Tensor, n: Tensor, *_: Any) -> Tensor:
     return g * _unit(x, n)
 
 
-def _kinked(g: Tensor, n: Tensor, w: Tensor, dims: tuple[int, ...], of: Directions) -> Tensor:
+def _mark_kinks(g: Tensor, n: Tensor, w: Tensor, dims: tuple[int, ...], of: Directions) -> Tensor:
     """Where the norm is 0 and what is made of it has no derivative; warns of that if w leaves 0. For a
     single number it is a kink, with derivatives 0 on both sides."""
     steep = (n == 0) & (g.abs() > 100 * torch.finfo(g.dtype).eps * g.detach().abs().amax())
@@ -351,8 +351,8 @@ def _kinked(g: Tensor, n: Tensor, w: Tensor, dims: tuple[int, ...], of: Directio
 
 def _gradient_backward(saved: Saved, w: Tensor) -> list[Tensor | None]:
     g, x, n, dims, directions = saved.inputs
-    steep = _kinked(g, n, w, dims, directions)
-    along = directions.noted = _leaving(w, (n != 0) | steep, dims)
+    steep = _mark_kinks(g, n, w, dims, directions)
+    along = directions.noted = _leaving_directions(w, (n != 0) | steep, dims)
     by_g = (w * (_unit(x, n) + along)).sum(dims, keepdim=True)
     by_n = -g * _unit(_unit((x * w).sum(dims, keepdim=True), n), n)
     return [by_g, g * _unit(w, n), by_n, None, None]
@@ -361,7 +361,7 @@ def _gradient_backward(saved: Saved, w: Tensor) -> list[Tensor | None]:
 def _gradient_jvp(saved: Saved, tg: Any, tx: Any, tn: Any, *_: Any) -> Tensor:
     g, x, n, dims, directions = saved.inputs
     if tx is not None:
-        _kinked(g, n, tx, dims, directions)
+        _mark_kinks(g, n, tx, dims, directions)
     found = torch.zeros_like(g * x)
     if tg is not None:
         found = found + tg * _unit(x, n)

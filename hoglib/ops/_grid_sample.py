@@ -67,8 +67,8 @@ def grid_sample(
         >>> hog.hvp(lambda grid: f(grid).sum(), grid, torch.tensor([[[[1.0, 0.0]]]]))[1]
         tensor([[[[0.0000, 0.5000]]]])
     """
-    validation.one_of("mode", mode, _MODES)
-    validation.one_of("padding_mode", padding_mode, _PADDING_MODES)
+    validation.choice("mode", mode, _MODES)
+    validation.choice("padding_mode", padding_mode, _PADDING_MODES)
     if align_corners is None:
         warnings.warn(
             "Default grid_sample and affine_grid behavior has changed to align_corners=False since "
@@ -80,7 +80,7 @@ def grid_sample(
     validation.real("input", input)
     validation.real("grid", grid)
     input, grid = (x.float() if is_autocast(x) else x for x in (input, grid))
-    if not _fits(input, grid, mode):
+    if not _is_supported(input, grid, mode):
         return F.grid_sample(input, grid, mode, padding_mode, align_corners)  # torch's error
     dtype = input.dtype
     input, grid = upcast_half(input), upcast_half(grid)
@@ -174,7 +174,7 @@ def _reflect(x: Tensor, period: float) -> Tensor:
     return torch.where(x > back, back, x)
 
 
-def _fits(input: Tensor, grid: Tensor, mode: str) -> bool:
+def _is_supported(input: Tensor, grid: Tensor, mode: str) -> bool:
     """Whether torch takes these tensors."""
     rank = input.dim()
     of_rank = rank in ((4,) if mode == "bicubic" else (4, 5)) and grid.dim() == rank

@@ -218,7 +218,7 @@ def segment_reduce(
         # an assertion inside the graph, because a branch on values would leave it
         torch._assert_async(
             ((given >= 0).all(-1) & (given.sum(-1) == data.shape[axis])).all(),
-            "lengths: expected whole numbers of at least 0 that sum to data.size(axis); or set unsafe.",
+            "lengths: expected integers of at least 0 that sum to data.size(axis); or set unsafe.",
         )
     keys, count = _segment_of_each(given, offsets is not None, data.shape[axis])
     into = keys.reshape(keys.shape + (1,) * (data.dim() - axis - 1)).expand(data.shape)
@@ -262,7 +262,7 @@ def _check_segments(
             f"lengths: expected {tuple(data.shape[:axis])} before the last dimension, as in data, got "
             f"{tuple(given.shape[:-1])}."
         )
-    check_indices("lengths", given, "whole numbers, int64 or int32")
+    check_indices("lengths", given, "integers, int64 or int32")
     return given, axis
 
 
@@ -514,7 +514,7 @@ def _padding_row(padding_idx: int | None, weight: Tensor) -> int | None:
 def _check_bags(input: Tensor, weight: Tensor, scale: Tensor | None, mode: str) -> None:
     validation.tensor("input", input)
     validation.tensor("weight", weight)
-    validation.one_of("mode", mode, _MODES)
+    validation.choice("mode", mode, _MODES)
     if scale is not None and scale.shape != input.shape:
         raise ArgumentValueError(
             f"per_sample_weights: expected the shape of input, {tuple(input.shape)}, got "

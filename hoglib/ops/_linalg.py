@@ -185,7 +185,7 @@ def _regular_matrix_near(A: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Ten
     amounts = torch.where(smallest < eps ** (1 / 3), size, 0).to(A.dtype)
     index = places[..., None, :].expand(*L.shape[:-1], count)
     columns = P @ (L.gather(-1, index) * amounts[..., None, :])
-    parity = _parity(swaps).to(A.dtype)
+    parity = _permutation_sign(swaps).to(A.dtype)
     regular = pivots.scatter_add(-1, places, amounts)
     deficient = (ratios <= n * eps).sum(-1) > count
     return columns, places, deficient, parity * pivots.prod(-1), parity * regular.prod(-1)
@@ -203,11 +203,11 @@ def _by_factors(A: Tensor) -> tuple[Tensor, Tensor]:
     """Sign and logarithm by factors, which torch differentiates in every mode."""
     LU, swaps, _ = torch.linalg.lu_factor_ex(A)
     pivots = LU.diagonal(dim1=-2, dim2=-1)
-    sign = _parity(swaps).to(A.dtype) * pivots.sgn().prod(-1)
+    sign = _permutation_sign(swaps).to(A.dtype) * pivots.sgn().prod(-1)
     return sign, pivots.abs().log().sum(-1)
 
 
-def _parity(swaps: Tensor) -> Tensor:
+def _permutation_sign(swaps: Tensor) -> Tensor:
     """The sign of the permutation of rows: swaps[i] says which row, from 1, took the place of row i."""
     unmoved = torch.arange(1, swaps.shape[-1] + 1, device=swaps.device)
     return 1 - 2 * ((swaps != unmoved).sum(-1) % 2)
@@ -266,7 +266,7 @@ def solve(A: Tensor, B: Tensor, *, left: bool = True, out: Tensor | None = None)
     A, B = _align_batches(A, B)
     if reverse_only():
         return torch.linalg.solve(A, B, left=left)
-    return _refine(A, B, torch.linalg.solve(A.detach(), B.detach(), left=left), left)
+    return _refine_solution(A, B, torch.linalg.solve(A.detach(), B.detach(), left=left), left)
 
 
 @stands_in_for(torch.linalg.solve_ex, name="linalg.solve")
@@ -309,7 +309,7 @@ def solve_ex(
         return torch.linalg.solve_ex(A, B, left=left, check_errors=check_errors)
     X, info = torch.linalg.solve_ex(A.detach(), B.detach(), left=left, check_errors=check_errors)
     make: Any = torch.return_types.linalg_solve_ex  # type: ignore[attr-defined]
-    return make((_refine(A, B, X, left), info))
+    return make((_refine_solution(A, B, X, left), info))
 
 
 @stands_in_for(torch.linalg.tensorsolve, name="linalg.solve")
@@ -419,7 +419,7 @@ def _align_batches(A: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
     return A[(None,) * max(missing, 0)], B[(None,) * max(-missing, 0)]
 
 
-def _refine(A: Tensor, B: Tensor, X: Tensor, left: bool) -> Tensor:
+def _refine_solution(A: Tensor, B: Tensor, X: Tensor, left: bool) -> Tensor:
     """A step of iterative refinement: from a constant X, it has all the derivatives of A^-1 B."""
     inverse = torch.linalg.inv_ex(A)[0]
     if _is_vector(A, B):

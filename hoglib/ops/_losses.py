@@ -174,7 +174,7 @@ def multi_margin_loss(
     """
     kind = reduction_number(reduction, size_average, reduce)
     validation.real("input", input)
-    classes = _classes(input)
+    classes = _num_classes(input)
     rows = input.numel() // max(classes, 1)
     fits = p in (1, 2) and _are_rows(input, target) and target.dim() < 2 and target.numel() == rows
     if not fits or (weight is not None and weight.shape != (classes,)):  # torch's error
@@ -234,7 +234,7 @@ def multilabel_margin_loss(
     one = not input.dim() and target.numel() == 1
     if not (_are_rows(input, target) and (one or target.shape == input.shape)):  # torch's error
         return F.multilabel_margin_loss(input, target, size_average, reduce, reduction)
-    classes = _classes(input)
+    classes = _num_classes(input)
     x, t = upcast_half(input.reshape(-1, classes)), target.reshape(-1, classes)
     # what is behind the first -1 goes to a class that is cut off
     listed = (t != -1).cumprod(1) == 1
@@ -349,7 +349,7 @@ def _are_rows(input: Tensor, target: Tensor) -> bool:
     return input.dim() < 3 and not empty and target.dtype == torch.long
 
 
-def _classes(input: Tensor) -> int:
+def _num_classes(input: Tensor) -> int:
     return input.shape[-1] if input.dim() else 1
 
 
@@ -425,10 +425,10 @@ def ctc_loss(
                 [-0.1111,  0.1111]]))
     """
     number = reduction_number(reduction)
-    p = _cast(log_probs)
+    p = _cast_log_probs(log_probs)
     p = p.unsqueeze(1) if p.dim() == 2 else p
     lengths = (input_lengths, target_lengths)
-    if not (_are_lengths(*lengths) and _fits(p, targets, lengths, blank)):
+    if not (_are_lengths(*lengths) and _is_supported(p, targets, lengths, blank)):
         return _TORCH_CTC(  # torch's error
             log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity
         )
@@ -458,7 +458,7 @@ def torch_ctc_loss(
 
 
 def _are_lengths(*lengths: Any) -> bool:
-    """Whether both are tensors of whole numbers, or both tuples."""
+    """Whether both are tensors of integers, or both tuples."""
     if all(isinstance(given, tuple | list) for given in lengths):
         return True
     return all(
@@ -466,7 +466,7 @@ def _are_lengths(*lengths: Any) -> bool:
     )
 
 
-def _fits(p: Tensor, targets: Tensor, lengths: tuple[Lengths, Lengths], blank: int) -> bool:
+def _is_supported(p: Tensor, targets: Tensor, lengths: tuple[Lengths, Lengths], blank: int) -> bool:
     """Whether torch takes these; of lengths that cannot be read, their number is known."""
     if p.dim() != 3 or not p.numel() or not 0 <= blank < p.shape[2]:
         return False
@@ -563,7 +563,7 @@ def _read_lengths(lengths: Lengths) -> list[int] | int:
         return lengths.numel()
 
 
-def _cast(log_probs: Tensor) -> Tensor:
+def _cast_log_probs(log_probs: Tensor) -> Tensor:
     """float32 or float64, the former for any but the latter under autocast, as torch's."""
     validation.real("log_probs", log_probs)
     if is_autocast(log_probs):

@@ -401,7 +401,7 @@ def layer_norm(
     validation.real("input", input)
     if not isinstance(normalized_shape, tuple | list):
         raise ArgumentTypeError(
-            "normalized_shape: expected a tuple of whole numbers, got "
+            "normalized_shape: expected a tuple of integers, got "
             f"{validation.describe(normalized_shape)}; write `(n,)`."
         )
     shape = tuple(normalized_shape)
@@ -597,7 +597,7 @@ def _normalize(
     x = x if over_batch or x.dim() != 2 else x[..., None]
     dims = tuple(d for d in range(x.dim()) if d > 1 or (over_batch and d == 0))
     statistics = _RunningStatistics(None, None, momentum)
-    if running_mean is not None and _updates(x):
+    if running_mean is not None and _updates_statistics(x):
         statistics = _RunningStatistics(running_mean, running_var, momentum)
     if not training and running_mean is not None and running_var is not None:
         y = _normalize_by_running(x, running_mean, running_var, weight, bias, eps)
@@ -647,7 +647,7 @@ def _check_channels(input: Tensor, **given: Tensor | None) -> None:
             )
 
 
-def _updates(x: Tensor) -> bool:
+def _updates_statistics(x: Tensor) -> bool:
     """Whether running statistics are updated. Under a torch.func transform they are not: they would
     take values that belong to the transform."""
     compiling = torch.compiler.is_dynamo_compiling()  # the compiler cannot read a context variable

@@ -354,7 +354,7 @@ def scaled_activation(x: Tensor, *, scale: float, kind: str) -> Tensor:
         (tensor(0.9242), tensor(-1.4537))
     """
     validation.real("x", x)
-    validation.one_of("kind", kind, _SCALED)
+    validation.choice("kind", kind, _SCALED)
     return validation.number("scale", scale) * _SCALED[kind](x)
 
 
@@ -415,7 +415,7 @@ def clamp(
         tensor([0., 1., 0.])
     """
     validation.real("x", x)
-    validation.flag("straight_through", straight_through)
+    validation.boolean("straight_through", straight_through)
     if min is None and max is None:
         raise ArgumentValueError("clamp: expected min, max or both, got neither; give one bound.")
     low = -inf if min is None else validation.number("min", min)
@@ -674,7 +674,7 @@ def straight_through(x: Tensor, *, kind: str = "sign") -> Tensor:
         (tensor([-0., 2.]), tensor([-0., 4.]))
     """
     validation.real("x", x)
-    validation.one_of("kind", kind, _STRAIGHT_THROUGH)
+    validation.choice("kind", kind, _STRAIGHT_THROUGH)
     return _STRAIGHT_THROUGH[kind](x)
 
 

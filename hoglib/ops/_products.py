@@ -250,7 +250,7 @@ def linear_act(
         >>> hog.hvp(lambda W: hog.ops.linear_act(x, W).sum(), W, torch.ones(1, 2))[1]
         tensor([[-2.1806, -4.3612]])
     """
-    validation.one_of("act", act, _LINEAR_ACT)
+    validation.choice("act", act, _LINEAR_ACT)
     if act in _REAL_ONLY:
         validation.real("x", x)
     _check_linear("linear_act", x, weight, bias)
@@ -435,7 +435,7 @@ def conv1d(
     Returns:
         y.
     Raises:
-        TypeError: for integer tensors, tensors of several dtypes, or options that are no whole numbers.
+        TypeError: for integer tensors, tensors of several dtypes, or options that are not integers.
         ValueError: for shapes or options that do not fit.
     Shape:
         - x: [N, C, L] or [C, L]
@@ -474,7 +474,7 @@ def conv2d(
     Returns:
         y.
     Raises:
-        TypeError: for integer tensors, tensors of several dtypes, or options that are no whole numbers.
+        TypeError: for integer tensors, tensors of several dtypes, or options that are not integers.
         ValueError: for shapes or options that do not fit.
     Shape:
         - x: [N, C, H, W] or [C, H, W]
@@ -514,7 +514,7 @@ def conv3d(
     Returns:
         y.
     Raises:
-        TypeError: for integer tensors, tensors of several dtypes, or options that are no whole numbers.
+        TypeError: for integer tensors, tensors of several dtypes, or options that are not integers.
         ValueError: for shapes or options that do not fit.
     Shape:
         - x: [N, C, D, H, W] or [C, D, H, W]
@@ -542,7 +542,7 @@ def _conv(rank: int, x: Tensor, weight: Tensor, b: Tensor | None, options: ConvO
     kernel, extra = tuple(weight.shape[2:]), [0] * rank
     if not isinstance(padding, str):
         pads = _one_for_each("padding", padding, rank, 0)
-    elif validation.one_of("padding", padding, ["same", "valid"]) == "valid":
+    elif validation.choice("padding", padding, ["same", "valid"]) == "valid":
         pads = (0,) * rank
     elif any(step != 1 for step in strides):
         raise ArgumentValueError(
@@ -571,7 +571,7 @@ def _one_for_each(what: str, value: Any, rank: int, minimum: int) -> tuple[int, 
     if not isinstance(value, tuple | list):
         return (validation.at_least(what, value, minimum),) * rank
     if len(value) not in (1, rank):
-        text = f"{what}: expected a whole number or {rank} of them, got {tuple(value)}."
+        text = f"{what}: expected an integer or {rank} of them, got {tuple(value)}."
         raise ArgumentValueError(text)
     numbers = tuple(validation.at_least(f"{what}[{i}]", n, minimum) for i, n in enumerate(value))
     return numbers * rank if len(numbers) == 1 else numbers
@@ -654,7 +654,7 @@ def _reduction(name: str, share: Map, *, keep: bool = False) -> Callable[[Map], 
         @wraps(formula)
         def reduce(x: Tensor, dim: Dims, *, keepdim: bool = False) -> Tensor:
             validation.differentiable("x", x)
-            validation.flag("keepdim", keepdim)
+            validation.boolean("keepdim", keepdim)
             dims = validation.dims("dim", dim, x.dim())
             rows = x if x.dim() else x.reshape(1)
             y: Tensor = apply_function(function, forward, rows, dims)

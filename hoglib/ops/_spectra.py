@@ -102,13 +102,13 @@ def _over_gaps(X: Tensor, L: Tensor) -> Tensor:
     return X.masked_fill(same, 0.0) / (L[..., None, :] - L[..., :, None]).masked_fill(same, 1.0)
 
 
-def _between(V: Tensor, L: Tensor) -> Tensor:
+def _between_clusters(V: Tensor, L: Tensor) -> Tensor:
     """V, as a function of the changes that mix its clusters with one another alone."""
     fixed = V.detach()
     return fixed + fixed @ (fixed.mH @ (V - fixed)).masked_fill(_clusters(L), 0.0)
 
 
-def _along(W: Tensor, L: Tensor, V: Tensor) -> tuple[Tensor, Tensor]:
+def _derivative_basis(W: Tensor, L: Tensor, V: Tensor) -> tuple[Tensor, Tensor]:
     """V^H W V, and the rotation R of each cluster that makes it diagonal."""
     K = V.mH @ ((W + W.mH) / 2) @ V
     # of NaN, which other terms bring, there is none, and K shows it
@@ -139,20 +139,20 @@ def _eigh_backward(saved: Saved, by_L: Tensor | None, by_V: Tensor | None) -> li
         inside = X.detach().masked_fill(~_clusters(L).triu(1) & ~_clusters(L).tril(-1), 0.0)
         # vectors alone may be of a projection onto the cluster, which is symmetric
         unequal = inside if by_L is not None else inside - inside.mH
-        directions.warn(unequal.abs() > _rough(X), _CLOSE)
+        directions.warn(unequal.abs() > _cluster_threshold(X), _CLOSE)
         total = total + V @ _over_gaps(X, L) @ V.mH
     return [total, None, None]
 
 
-def _rough(x: Tensor) -> Tensor:
+def _cluster_threshold(x: Tensor) -> Tensor:
     """Above this, differences are not those of rounding and of a cluster's width."""
     return torch.finfo(x.dtype).eps ** 0.25 * x.detach().abs().amax()
 
 
 def _eigh_jvp(saved: Saved, tangent: Tensor, *_: Any) -> Any:
     (_, _, directions), (L, V) = saved.inputs, saved.outputs
-    V = _between(V, L)
-    K, R = _along(tangent, L, V)
+    V = _between_clusters(V, L)
+    K, R = _derivative_basis(tangent, L, V)
     directions.tangent = V.detach() @ R
     return _diagonal(K, R), V @ _over_gaps(V.mH @ tangent @ V, L)
 
@@ -163,16 +163,16 @@ def _values_forward(by_L: Tensor, L: Tensor, V: Tensor, _: Directions) -> Tensor
 
 def _values_backward(saved: Saved, W: Tensor) -> list[Tensor | None]:
     by_L, L, V, directions = saved.inputs
-    K, R = _along(W, L, _between(V, L))
+    K, R = _derivative_basis(W, L, _between_clusters(V, L))
     directions.noted = V.detach() @ R
-    directions.warn(_unequal(by_L, L), _CLOSE)
+    directions.warn(_treated_unequally(by_L, L), _CLOSE)
     by_V = V @ (2 * K * by_L[..., None, :]).masked_fill(_clusters(L), 0.0)
     return [_diagonal(K, R), None, by_V, None]
 
 
 def _values_jvp(saved: Saved, tg: Any, tL: Any, tV: Any, *_: Any) -> Tensor:
     by_L, L, V, directions = saved.inputs
-    directions.warn(_unequal(by_L, L), _CLOSE)
+    directions.warn(_treated_unequally(by_L, L), _CLOSE)
     found = torch.zeros_like(V) if tg is None else _with(V, tg)
     if tV is not None:
         half = (tV * by_L[..., None, :]) @ V.mH
@@ -180,10 +180,10 @@ def _values_jvp(saved: Saved, tg: Any, tL: Any, tV: Any, *_: Any) -> Tensor:
     return found
 
 
-def _unequal(by_L: Tensor, L: Tensor) -> Tensor:
+def _treated_unequally(by_L: Tensor, L: Tensor) -> Tensor:
     """Which eigenvalues of a cluster are not treated alike."""
     differences = (by_L[..., :, None] - by_L[..., None, :]).detach().abs()
-    return _clusters(L) & (differences > _rough(by_L))
+    return _clusters(L) & (differences > _cluster_threshold(by_L))
 
 
 _EIGH = make_function(

@@ -78,7 +78,7 @@ def wgan_gp(
             generator=generator, **options,
         )  # fmt: skip
     k = validation.number("target", target, minimum=0.0)
-    validation.flag("one_sided", one_sided)
+    validation.boolean("one_sided", one_sided)
     checked = check_options("wgan_gp", options, generator)
     x = interpolate("wgan_gp", real, fake, checked.batch, checked.generator)
     return penalty(critic, x, args, squared_distance(k, one_sided), checked)

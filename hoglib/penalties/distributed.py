@@ -61,7 +61,7 @@ def averaged(name: str, penalty: Tensor, outputs: Any = ()) -> Tensor:
     if torch_internals.transforms_active() or torch_internals.tracing():
         return penalty
     seen = [y for y in pytree.tensors(outputs) if y.requires_grad]
-    groups = _groups(graph_summary([penalty, *seen]).leaves)
+    groups = _ddp_groups(graph_summary([penalty, *seen]).leaves)
     return _Averaged.apply(penalty, name, groups, *seen) if groups else penalty
 
 
@@ -124,11 +124,11 @@ def _raise_if_different(name: str, ddp: DistributedDataParallel, params: dict[st
             f"{name}: expected gradients that are the same in all "
             f"{dist.get_world_size(ddp.process_group)} processes at the end of backward, got different "
             f"ones of {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}, which "
-            f"DistributedDataParallel has not averaged. {_advice(ddp, params)}"
+            f"DistributedDataParallel has not averaged. {_advise(ddp, params)}"
         )
 
 
-def _advice(ddp: DistributedDataParallel, params: dict[str, Tensor]) -> str:
+def _advise(ddp: DistributedDataParallel, params: dict[str, Tensor]) -> str:
     own = {id(p) for p in params.values()}
     idle = any(p.requires_grad and id(p) not in own for p in ddp.module.parameters())
     steps = [
@@ -163,7 +163,7 @@ def _grad_version(param: Tensor) -> tuple[int, int]:
     return (id(param.grad), -1 if param.grad is None else param.grad._version)
 
 
-def _groups(params: Iterable[int]) -> list[DDPParameters]:
+def _ddp_groups(params: Iterable[int]) -> list[DDPParameters]:
     """The DDP modules that average gradients of the parameters, given by id; for two around one the
     newer."""
     wanted, groups = set(params), []
@@ -186,11 +186,11 @@ def _find_and_watch() -> None:
     """
     for found in gc.get_objects():
         if issubclass(type(found), DistributedDataParallel):  # isinstance would ask proxies
-            _register(found)
-    register_module_module_registration_hook(_register)
+            _register_hooks(found)
+    register_module_module_registration_hook(_register_hooks)
 
 
-def _register(module: nn.Module, *_: Any) -> None:
+def _register_hooks(module: nn.Module, *_: Any) -> None:
     if isinstance(module, DistributedDataParallel):
         _WRAPPERS[next(_CREATION_ORDER)] = module
 

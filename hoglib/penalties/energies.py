@@ -97,7 +97,7 @@ def forces(
         return within_compile(_like_forces, select=select_output)(
             forces, energy, positions, *args, hessian=hessian, **options
         )
-    validation.flag("hessian", hessian)
+    validation.boolean("hessian", hessian)
     checked = check_options("forces", options, without=OF_PENALTIES)
     body = partial(_energies_and_forces, energy, hessian, checked._replace(batch=None))
     inputs = positions, args, checked.batch
@@ -105,7 +105,7 @@ def forces(
         return body(*inputs)
     energies, found, *rest = run_as_graph(body, energy, checked, inputs, every=True)
     found = pytree.map(lambda f: averaged("forces", f, energies), found)
-    return _result(energies, found, *rest)
+    return _as_result(energies, found, *rest)
 
 
 @validation.short_repr
@@ -136,7 +136,7 @@ class EnergyForcesHessian(NamedTuple):
     hessian: Any
 
 
-def _result(energy: Tensor, forces: Any, hessian: Any = None) -> Any:
+def _as_result(energy: Tensor, forces: Any, hessian: Any = None) -> Any:
     if hessian is None:
         return EnergyForces(energy, forces)
     return EnergyForcesHessian(energy, forces, hessian)
@@ -150,7 +150,7 @@ def _energies_and_forces(
     with input_vjp(func, positions, args, options._replace(batch=batch), per_sample=False) as at:
         check = at.create_graph and not at.in_transform and value_checks_on()
         if not at.in_transform:
-            at.samples = _structures(at, batch)
+            at.samples = _structure_rows(at, batch)
             if check and at.samples is not None and not with_hessian:
                 check_batch_dependence(at)
         gradient = at.vjp(create_graph=True if with_hessian else None)
@@ -168,7 +168,7 @@ def _energies_and_forces(
         forces = [averaged("forces", f, at.outputs) for f in forces]
     else:
         energy, forces, hessian = pytree.map_tensors(Tensor.detach, (energy, forces, hessian))
-    return _result(energy, at.tree(forces), hessian)
+    return _as_result(energy, at.tree(forces), hessian)
 
 
 def _hessian(at: InputVJP, gradient: Vector, index: Any) -> Any:
@@ -192,20 +192,20 @@ def _hessian(at: InputVJP, gradient: Vector, index: Any) -> Any:
         return [torch.stack(r).reshape(*r[0].shape, *r[0].shape) if r else empty for r in rows]
     batched = int(at.samples is not None)  # of a batch one row of each structure in every pass
     pairs = zip(gradient, at.leaves, strict=True)
-    return at.tree([at.tree(_blocks(at, g, x, batched)) for g, x in pairs])
+    return at.tree([at.tree(_hessian_blocks(at, g, x, batched)) for g, x in pairs])
 
 
-def _blocks(at: InputVJP, g: Tensor, x: Tensor, batched: int) -> Vector:
+def _hessian_blocks(at: InputVJP, g: Tensor, x: Tensor, batched: int) -> Vector:
     """The blocks of H in the rows of x, one for each leaf."""
     shape = x.shape[batched:]
     units = torch.eye(n := shape.numel(), dtype=x.dtype, device=x.device).reshape(n, *shape)
-    products = [_products(at, g, at.leaves, u.expand_as(x)) for u in units]
+    products = [_products_with(at, g, at.leaves, u.expand_as(x)) for u in units]
     whole = zip(*products, strict=True) if products else ([y[None][:0]] for y in at.leaves)
     pairs = zip(at.leaves, whole, strict=True)
     return [torch.stack([*r], batched).reshape(*x.shape, *y.shape[batched:]) for y, r in pairs]
 
 
-def _structures(at: InputVJP, index: Any) -> Samples | None:
+def _structure_rows(at: InputVJP, index: Any) -> Samples | None:
     """Which rows belong to which structure, one for each energy; None for a single structure."""
     y, count = at.y, at.leaves[0].shape[0]
     if index is None:
@@ -239,13 +239,13 @@ def _rows_by_structure(at: InputVJP, g: Tensor, x: Tensor, index: Tensor) -> lis
         unit = torch.zeros_like(x).reshape(len(x), -1)
         for k in among:
             unit[structures[k][atom], entry] = 1
-        (product,) = _products(at, g, [x], unit.reshape(x.shape))
+        (product,) = _products_with(at, g, [x], unit.reshape(x.shape))
         for k in among:
             rows[k].append(product[structures[k]])
     return rows
 
 
-def _products(at: InputVJP, g: Tensor, by: Vector, unit: Tensor) -> Vector:
+def _products_with(at: InputVJP, g: Tensor, by: Vector, unit: Tensor) -> Vector:
     """d <g, unit> by leaves."""
     with at.backward_stand_ins():
         found = vjp([g], by, [unit], "forces", retain_graph=True, create_graph=at.create_graph)

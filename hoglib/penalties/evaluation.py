@@ -24,7 +24,7 @@ from hoglib._core.state import preserve_random_state
 from hoglib._core.torch_internals import no_autocast
 from hoglib._core.torch_modes import value_checks_on
 from hoglib.capture.api import Compiled, CompiledLoss
-from hoglib.capture.capturing import Place, kept
+from hoglib.capture.capturing import CacheSlot, kept
 from hoglib.capture.signature import parse_call
 from hoglib.capture.within import within_compile
 from hoglib.errors import ArgumentValueError
@@ -130,7 +130,7 @@ def run_as_graph(
     signature, state, known = None, None, {}
     if generator is not None:
         signature, state = parse_call(name, inputs, {}, dynamic=False)[0].key, generator.get_state()
-        known = kept(Place(owner, (name, "draws")), dict, name)  # by signature
+        known = kept(CacheSlot(owner, (name, "draws")), dict, name)  # by signature
 
     def check(*_: Any) -> None:
         draws = RecordedDraws()

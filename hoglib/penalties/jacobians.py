@@ -307,7 +307,7 @@ def parameter_gradient(
     if torch.compiler.is_dynamo_compiling():
         return traceable()(parameter_gradient, func, params, *args, squared=squared, **options)
     validation.function("func", func)
-    validation.flag("squared", squared)
+    validation.boolean("squared", squared)
     checked = check_options("parameter_gradient", options, without=OF_SAMPLES)
     validation.parameters(params)
     if captures(checked.policy):

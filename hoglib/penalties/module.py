@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hoglib._core import pytree, validation
-from hoglib.capture.capturing import runs_elsewhere
+from hoglib.capture.capturing import in_other_tracer
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from hoglib.penalties.options import OPTION_NAMES, check_options
 
@@ -189,7 +189,7 @@ class GradientPenalty(nn.Module):
         """
         if not (self.training and torch.is_grad_enabled()):
             return self.weight
-        if runs_elsewhere():  # a capture, and the run that checks it, are no training steps
+        if in_other_tracer():  # a capture, and the run that checks it, are no training steps
             if self.every > 1:
                 raise UnsupportedError(
                     f"GradientPenalty(every={self.every}): expected a call outside of compiled code, "

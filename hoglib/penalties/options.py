@@ -93,9 +93,9 @@ def check_options(
     # derivatives have a graph where the caller's gradients are on
     policy = Policy.of(name, of_function, torch.is_grad_enabled(), functions=True)
     checked = CheckedOptions(name, policy, validation.generator(generator), **own)
-    validation.one_of("reduction", checked.reduction, get_args(Reduction))
-    validation.flag("autocast", checked.autocast)
-    validation.flag("return_outputs", checked.return_outputs)
+    validation.choice("reduction", checked.reduction, get_args(Reduction))
+    validation.boolean("autocast", checked.autocast)
+    validation.boolean("return_outputs", checked.return_outputs)
     output = checked.output
     named = output is None or isinstance(output, int | str) or callable(output)
     if not named or isinstance(output, bool):

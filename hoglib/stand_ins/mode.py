@@ -73,7 +73,7 @@ def second_order(*, on_wrong: str | None = None) -> Iterator[None]:
     """
     decided = AMBIENT.on_wrong
     if on_wrong is not None and decided is None:
-        decided = validation.one_of("on_wrong", on_wrong, ACTIONS)
+        decided = validation.choice("on_wrong", on_wrong, ACTIONS)
     examined = around_users_derivatives() if AMBIENT.stand_ins is None else nullcontext()
     with inside(on_wrong=decided), torch_internals.eagerly(), examined, _StandIns(wanted=True):
         yield
@@ -153,7 +153,7 @@ def stand_in_table() -> tuple[StandIn, ...]:
 
 def stand_in_of(func: Any) -> StandIn | None:
     """The row of the table for a torch callable, or None."""
-    return _rows().get(func, (None, None))[0]
+    return _table_rows().get(func, (None, None))[0]
 
 
 class _SecondOrder(StandInMode):
@@ -242,7 +242,7 @@ def _run_on_copies(operator: Any, args: Any, kwargs: Any) -> Any:
 @functools.cache
 def _replacements() -> dict[Any, Callable[..., Any]]:
     """What runs in the place of each torch callable."""
-    own = {original: op for original, (_, op) in _rows().items()}
+    own = {original: op for original, (_, op) in _table_rows().items()}
     data: Any = Tensor.data
     return own | {
         data.__get__: torch_internals.get_data,
@@ -251,7 +251,7 @@ def _replacements() -> dict[Any, Callable[..., Any]]:
 
 
 @functools.cache
-def _rows() -> dict[Any, tuple[StandIn, Callable[..., Any]]]:
+def _table_rows() -> dict[Any, tuple[StandIn, Callable[..., Any]]]:
     """The row of each torch callable, and what runs in its place."""
     table = {old: (row, op) for row in stand_in_table() for old, op in row.replaces.items()}
     table = by_operator(table) | table

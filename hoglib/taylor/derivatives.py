@@ -17,7 +17,7 @@ Tower = Callable[..., list[Derivative]]
 Polynomial = Sequence[float]  # coefficients, the constant first
 
 
-def _value(p: Polynomial, x: Tensor) -> Tensor | float:
+def _evaluate_polynomial(p: Polynomial, x: Tensor) -> Tensor | float:
     found: Tensor | float = p[-1] if p else 0.0
     for coefficient in reversed(p[:-1]):
         found = found * x if isinstance(found, Tensor) or found != 1 else x
@@ -25,11 +25,11 @@ def _value(p: Polynomial, x: Tensor) -> Tensor | float:
     return found
 
 
-def _slope(p: Polynomial) -> list[float]:
+def _differentiate_polynomial(p: Polynomial) -> list[float]:
     return [k * c for k, c in enumerate(p)][1:]
 
 
-def _times(p: Polynomial, q: Polynomial) -> list[float]:
+def _multiply_polynomials(p: Polynomial, q: Polynomial) -> list[float]:
     found = [0.0] * (len(p) + len(q) - 1)
     for i, a in enumerate(p):
         for j, b in enumerate(q):
@@ -37,7 +37,7 @@ def _times(p: Polynomial, q: Polynomial) -> list[float]:
     return found
 
 
-def _plus(p: Polynomial, q: Polynomial) -> list[float]:
+def _add_polynomials(p: Polynomial, q: Polynomial) -> list[float]:
     size = max(len(p), len(q))
     return [(p[i] if i < len(p) else 0.0) + (q[i] if i < len(q) else 0.0) for i in range(size)]
 
@@ -47,8 +47,8 @@ def autonomous(first: Polynomial, y: Tensor, K: int) -> list[Derivative]:
     found: list[Derivative] = []
     p = list(first)
     for _ in range(K):
-        found.append(_value(p, y))
-        p = _times(_slope(p), first)
+        found.append(_evaluate_polynomial(p, y))
+        p = _multiply_polynomials(_differentiate_polynomial(p), first)
     return found
 
 
@@ -57,8 +57,8 @@ def weighted(w: Tensor, r: Polynomial, x: Tensor, K: int) -> list[Derivative]:
     found: list[Derivative] = []
     p = [1.0]
     for _ in range(K):
-        found.append(_value(p, x) * w)
-        p = _plus(_slope(p), _times(r, p))
+        found.append(_evaluate_polynomial(p, x) * w)
+        p = _add_polynomials(_differentiate_polynomial(p), _multiply_polynomials(r, p))
     return found
 
 
@@ -176,8 +176,8 @@ def _erfinv(x: Tensor, y: Tensor, K: int) -> list[Derivative]:
     found: list[Derivative] = []
     w, p = math.sqrt(math.pi) / 2 * torch.exp(y * y), [1.0]
     for k in range(1, K + 1):
-        found.append(_value(p, y) * w**k)
-        p = _plus(_slope(p), _times((0.0, 2.0 * k), p))
+        found.append(_evaluate_polynomial(p, y) * w**k)
+        p = _add_polynomials(_differentiate_polynomial(p), _multiply_polynomials((0.0, 2.0 * k), p))
     return found
 
 
@@ -206,7 +206,7 @@ def _sinc(x: Tensor, y: Tensor, K: int) -> list[Derivative]:
         for n in range(k % 2, len(series), 2):
             m = (n + k) // 2
             series[n] = (-1) ** m / (math.factorial(n) * (2 * m + 1))
-        found.append(math.pi**k * torch.where(near, _value(series, small), f))
+        found.append(math.pi**k * torch.where(near, _evaluate_polynomial(series, small), f))
     return found
 
 

@@ -141,9 +141,9 @@ class TaylorOptions(NamedTuple):
         options: Mapping[str, Any],
     ) -> "TaylorOptions":  # fmt: skip
         validation.function("func", func)
-        validation.one_of("mode", mode, get_args(modes))
+        validation.choice("mode", mode, get_args(modes))
         if create_graph is not None:
-            validation.flag("create_graph", create_graph)
+            validation.boolean("create_graph", create_graph)
         keep = torch.is_grad_enabled() if create_graph is None else create_graph
         return cls(caller, Policy.of(caller, options), mode, keep, create_graph is True)
 
@@ -258,11 +258,11 @@ def _look_at_points(
     if new or kinks.even:
         paths, seeds = along_paths(algebra, parts)
         before, given, after = (again(paths, seeds, side=side)[1] for side in (-1, 0, 1))
-        same = _agree(before, after)
-        if same and isinstance(algebra, Univariate) and not _agree(given, after):
+        same = _coefficients_agree(before, after)
+        if same and isinstance(algebra, Univariate) and not _coefficients_agree(given, after):
             found, right, _ = again(algebra, parts, options.keep, side=1)
             return found, list(right)
-        if not (same and _agree(given, after)):
+        if not (same and _coefficients_agree(given, after)):
             warn_once(without_derivative(caller, order, new or kinks.crossed))
     values, series = results
     ends = [known[-1] for known in series if known is not None and known[-1] is not None]
@@ -290,7 +290,7 @@ def _is_not_finite(key: Hashable, values: Leaves, ends: Leaves) -> bool:
     return found is not None and bool(found[: len(values)].all() and not found.all())
 
 
-def _agree(a: Sequence[Parts], b: Sequence[Parts]) -> bool:
+def _coefficients_agree(a: Sequence[Parts], b: Sequence[Parts]) -> bool:
     """Whether the coefficients are the same, up to rounding."""
     for p, q in zip(chain(*a), chain(*b), strict=True):
         known = q if p is None else p

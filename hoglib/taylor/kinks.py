@@ -34,7 +34,7 @@ class Kink(NamedTuple):
         return f"{self.operation} at {self.line}" if self.line else self.operation
 
 
-def _limits(x: Tensor, low: Any = None, high: Any = None) -> Tensor:
+def _at_limits(x: Tensor, low: Any = None, high: Any = None) -> Tensor:
     at = torch.zeros_like(x, dtype=torch.bool)
     for limit in (low, high):
         if limit is not None:
@@ -46,11 +46,11 @@ def _limits(x: Tensor, low: Any = None, high: Any = None) -> Tensor:
 KINKS: dict[str, Callable[..., Tensor] | None] = {
     **dict.fromkeys(("relu", "leaky_relu", "abs"), lambda x, *_: x == 0),
     "threshold": lambda x, threshold, value: x == threshold,
-    "hardtanh": lambda x, low=-1, high=1: _limits(x, low, high),
+    "hardtanh": lambda x, low=-1, high=1: _at_limits(x, low, high),
     **dict.fromkeys(("hardshrink", "softshrink"), lambda x, width=0.5: x.abs() == width),
-    "clamp": _limits,
-    "clamp_min": lambda x, low: _limits(x, low),
-    "clamp_max": lambda x, high: _limits(x, None, high),
+    "clamp": _at_limits,
+    "clamp_min": lambda x, low: _at_limits(x, low),
+    "clamp_max": lambda x, high: _at_limits(x, None, high),
     **dict.fromkeys(("maximum", "minimum"), lambda a, b: a == b),
     **dict.fromkeys(
         (
@@ -102,7 +102,7 @@ class Kinks:
                 self.passed[kink] = None
             if elements is not None and not torch_internals.tracing():
                 at = elements(*call.args, **call.kwargs)
-                if bool(at.any()) and _moves(call, at):
+                if bool(at.any()) and _coefficient_moves(call, at):
                     self.crossed[kink] = None
                     self.even |= packet == "abs"
 
@@ -114,7 +114,7 @@ class Kinks:
         zero = call.out == 0
         for d in () if keep else dims:
             zero = zero.unsqueeze(d)
-        if _moves(call, zero):
+        if _coefficient_moves(call, zero):
             self.crossed[here("linalg.vector_norm")] = None
             self.even = True
 
@@ -125,7 +125,7 @@ class Kinks:
             self.not_finite = where
 
 
-def _moves(call: Call, at: Tensor) -> bool:
+def _coefficient_moves(call: Call, at: Tensor) -> bool:
     """Whether a coefficient is not zero at an element."""
     for x in call.args[:2]:
         for part in call.parts(x) or []:

@@ -100,7 +100,7 @@ class Propagation(TorchDispatchMode):
         if torch_internals.running_backward() != self._backward:
             # also where no tensor has coefficients: those that autograd saved are other objects
             raise Refused("a derivative that the function takes itself (torch.autograd.grad)")
-        if not any(self._parts(x) is not None for x in _tensors(args, kwargs)):
+        if not any(self._parts(x) is not None for x in _tensor_arguments(args, kwargs)):
             out = func(*args, **kwargs)
             self.kinks.followed(args, out)
             return out
@@ -153,7 +153,7 @@ class Propagation(TorchDispatchMode):
             for out, parts in zip(outputs, given, strict=False):
                 if not pytree.is_float(out):
                     continue
-                fitted = partial(_fitted, out)
+                fitted = partial(_fit_to_output, out)
                 known = self._algebra.zeros() if parts is None else parts
                 self._series[out] = self._algebra.of_each(fitted, known)
             if where is not None:
@@ -262,7 +262,7 @@ class Propagation(TorchDispatchMode):
         return self._algebra.of_each(viewed, parts)
 
 
-def _fitted(out: Tensor, part: Tensor, lead: int) -> Tensor:
+def _fit_to_output(out: Tensor, part: Tensor, lead: int) -> Tensor:
     """A coefficient in the dtype and of the shape of the output."""
     part = align(part, lead, out.dim())
     if part.dtype != out.dtype:
@@ -294,7 +294,7 @@ def _geometry(size: torch.Size, base: Tensor, view: Tensor) -> Any:
     return size + view.shape, strides, view.storage_offset() - base.storage_offset()
 
 
-def _tensors(args: Sequence[Any], kwargs: Any) -> Any:
+def _tensor_arguments(args: Sequence[Any], kwargs: Any) -> Any:
     for x in (*args, *kwargs.values()):
         if isinstance(x, Tensor):
             yield x

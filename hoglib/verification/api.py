@@ -182,13 +182,13 @@ def _report(fn: Any, inputs: tuple[Any, ...], reference: Reference, options: Opt
             text += " `inputs` are the arguments one by one; put a list or tuple into another list."
             text += " On the command line, each has an --input of its own."
         return Report(name, [Row("runs", "fail", None, text)])
-    rows = list(_rows(subject, reference, options.in_dtype(subject.dtype)))
+    rows = list(_check_rows(subject, reference, options.in_dtype(subject.dtype)))
     culprits = [row for row in rows if attribution.is_culprit(row)]
     others = (row for row in rows if not attribution.is_culprit(row))
     return Report(name, [*culprits, *noted, *others])
 
 
-def _rows(subject: Subject, reference: Reference, options: Options) -> Iterator[Row]:
+def _check_rows(subject: Subject, reference: Reference, options: Options) -> Iterator[Row]:
     """The rows of all checks, in order."""
     try:
         stop = subject.prepare()
@@ -199,9 +199,9 @@ def _rows(subject: Subject, reference: Reference, options: Options) -> Iterator[
         for app in subject.applications:  # a broken contract may be the cause
             yield from contract.check(app, surrogate=True)
         return
-    yield from _notes(subject)
+    yield from _treatment_notes(subject)
     if as_function(subject.fn) is None and any(_is_surrogate(app) for app in subject.applications):
-        yield from _apart(subject)
+        yield from _functions_apart(subject)
         options = replace(options, orders=())
     points = [subject.x, subject.perturbed_point()]
     derivatives = Derivatives(subject, points, options)
@@ -209,16 +209,16 @@ def _rows(subject: Subject, reference: Reference, options: Options) -> Iterator[
         text = "declared a surrogate: it differs from the derivative on purpose."
         yield Row(FIRST, "skip", None, text)
     elif 1 in options.orders:
-        known = list(_guarded(FIRST, "warn", derivatives.first_order()))
-        status = _status(known, FIRST, "fail")
+        known = list(_guard_rows(FIRST, "warn", derivatives.first_order()))
+        status = _row_status(known, FIRST, "fail")
         found = status != "pass" and _restricted(subject, points, options, derivatives, status)
         derivatives, known = found or (derivatives, known)
         yield from known
     for order in (2, 3, 4):
         if order in options.orders:
             name = f"{ORDINALS[order]} derivative: reverse-over-reverse"
-            judged = list(_guarded(name, "warn", derivatives.higher_order(order)))
-            status = _status(judged, name, "pass")
+            judged = list(_guard_rows(name, "warn", derivatives.higher_order(order)))
+            status = _row_status(judged, name, "pass")
             again = order == 2 and 1 in options.orders and not options.surrogate
             if again and status in ("warn", "fail") and subject.call.gauge is None:
                 # signs that change from point to point may agree in the first derivative by chance
@@ -230,9 +230,9 @@ def _rows(subject: Subject, reference: Reference, options: Options) -> Iterator[
             right = order == 2 and all(row.status in ("pass", "skip") for row in judged)
             if right and not options.surrogate:
                 if as_function(subject.fn) is not None:
-                    yield from _guarded(OTHER_VALUES, "skip", _other_values(subject, options))
-                elif _rounds(subject):
-                    yield from _guarded(ALONE, "skip", _alone(subject))
+                    yield from _guard_rows(OTHER_VALUES, "skip", _other_values(subject, options))
+                elif _rounds_values(subject):
+                    yield from _guard_rows(ALONE, "skip", _functions_alone(subject))
     differences = derivatives.found
     causes = [attribution.attribution_rows(subject, points[-1], differences)]
     first = differences.get(FIRST)
@@ -240,12 +240,12 @@ def _rows(subject: Subject, reference: Reference, options: Options) -> Iterator[
         causes.append(attribution.forward_rows(subject, points[-1]))
         causes += [] if options.surrogate else [attribution.value_rows(subject)]
     for rows in causes:
-        yield from _guarded("attribution", "skip", rows)
+        yield from _guard_rows("attribution", "skip", rows)
     if reference is not None:
         rows = reference_rows(subject, reference, points, surrogate=options.surrogate)
-        yield from _guarded(VALUE, "warn", rows)
+        yield from _guard_rows(VALUE, "warn", rows)
     rows = _contract_rows(subject, options, differences)
-    contract_rows = list(_guarded("contract", "skip", rows))
+    contract_rows = list(_guard_rows("contract", "skip", rows))
     yield from contract_rows
     changes = any("in-place" in row.name and row.status == "fail" for row in contract_rows)
     for row in variant_rows(subject, points[-1], options):
@@ -255,7 +255,7 @@ def _rows(subject: Subject, reference: Reference, options: Options) -> Iterator[
         yield row
 
 
-def _status(rows: Iterable[Row], name: str, default: str) -> str:
+def _row_status(rows: Iterable[Row], name: str, default: str) -> str:
     return next((row.status for row in rows if row.name == name), default)
 
 
@@ -275,11 +275,11 @@ def _restricted(
     """
     found = None
     if (second or first) == "fail" and not subject.kept:
-        found = _structured(subject, points, options, without)
-    return found or _gauged(subject, points, options, first, second)
+        found = _structured_derivatives(subject, points, options, without)
+    return found or _phase_fixed_derivatives(subject, points, options, first, second)
 
 
-def _structured(
+def _structured_derivatives(
     subject: Subject, points: list[list[Tensor]], options: Options, without: Derivatives
 ) -> Restricted | None:
     """Where the first derivatives along all directions are right, the second ones have to be right,
@@ -294,7 +294,7 @@ def _structured(
         derivatives = Derivatives(subject, points, options)
         with suppress(Exception):  # the original rows stand
             found = list(derivatives.first_order())
-            if _status(found, FIRST, "") == "pass":
+            if _row_status(found, FIRST, "") == "pass":
                 right = derivatives.are_right()
                 if right or (name == FIRST and not kept):
                     kept, rows = chosen, found
@@ -310,7 +310,7 @@ def _structured(
     return derivatives, [*rows, Row(OTHER_DIRECTIONS, "warn", off.error, text)]
 
 
-def _gauged(
+def _phase_fixed_derivatives(
     subject: Subject, points: list[list[Tensor]], options: Options, first: str, second: str | None
 ) -> Restricted | None:
     """A first derivative that depends on the signs that an algorithm chooses does not exist where they
@@ -321,7 +321,7 @@ def _gauged(
         derivatives = Derivatives(subject, points, options)
         with suppress(Exception):  # the original rows stand
             rows = list(derivatives.first_order())
-            right = _status(rows, FIRST, "") == "pass"
+            right = _row_status(rows, FIRST, "") == "pass"
             if right and second is not None:
                 right = derivatives.are_right() or (
                     second == "warn"
@@ -352,26 +352,26 @@ def _other_values(subject: Subject, options: Options) -> Iterator[Row]:
         yield Row(OTHER_VALUES, "fail", failed.error, text)
 
 
-def _alone(subject: Subject) -> Iterator[Row]:
+def _functions_alone(subject: Subject) -> Iterator[Row]:
     """Each custom Function by itself, where the noise of a narrow dtype may hide its share of the
     second derivative."""
-    for name, verdict in _each(subject):
+    for name, verdict in _examine_each(subject):
         if verdict.status == "wrong":
             yield Row(f"{ALONE} {name}", "warn", None, f"{verdict.text} {HIDDEN}")
 
 
-def _apart(subject: Subject) -> Iterator[Row]:
+def _functions_apart(subject: Subject) -> Iterator[Row]:
     """Each custom Function by itself, of a function with a surrogate in it, from which the derivative
     of the whole differs on purpose."""
     marked = ", ".join(app.function.__name__ for app in subject.applications if _is_surrogate(app))
     text = f"{marked} is marked as a surrogate: the whole has no derivative to compare with."
     yield Row(FIRST, "skip", None, f"{text} Each Function in it is verified by itself.")
-    for name, verdict in _each(subject):
+    for name, verdict in _examine_each(subject):
         status = {"right": "pass", "wrong": "fail"}.get(verdict.status, "warn")
         yield Row(f"{ALONE} {name}", status, None, verdict.text)
 
 
-def _each(subject: Subject) -> Iterator[tuple[str, Verdict]]:
+def _examine_each(subject: Subject) -> Iterator[tuple[str, Verdict]]:
     for app in subject.applications:
         by = tuple(i in app.by for i in range(len(app.args)))
         yield app.function.__name__, examine(applied(app.function, app.args, by, ""))
@@ -381,7 +381,7 @@ def _is_surrogate(app: Application) -> bool:
     return getattr(app.function, "surrogate", False) is True
 
 
-def _rounds(subject: Subject) -> bool:
+def _rounds_values(subject: Subject) -> bool:
     """Whether it computes in less than float64."""
     watch = PrecisionWatch()
     with watch:
@@ -389,7 +389,7 @@ def _rounds(subject: Subject) -> bool:
     return subject.dtype != torch.float64 or bool(watch.rounded)
 
 
-def _notes(subject: Subject) -> Iterator[Row]:
+def _treatment_notes(subject: Subject) -> Iterator[Row]:
     """How the function and the inputs were treated, where that is not obvious."""
     if uncompiled(subject.fn) is not subject.fn:
         text = "checked as it was before torch.compile: compiled code has no second derivative, or, of "
@@ -413,7 +413,7 @@ def _notes(subject: Subject) -> Iterator[Row]:
         yield Row(
             "constants", "warn", None,
             f"{', '.join(subject.constants)}: treated as constant, such as a mask or a target, because "
-            "the values are whole numbers or the name says so, and there is no gradient. To check its "
+            "the values are integers or the name says so, and there is no gradient. To check its "
             "derivatives, set requires_grad on it and on the other inputs.",
         )  # fmt: skip
 
@@ -429,7 +429,7 @@ def _contract_rows(
             yield row._replace(name=f"{app.function.__name__}: {row.name}") if several else row
 
 
-def _guarded(name: str, status: str, rows: Iterator[Row]) -> Iterator[Row]:
+def _guard_rows(name: str, status: str, rows: Iterator[Row]) -> Iterator[Row]:
     """The rows; one that says what was not judged, if the checks themselves raise."""
     try:
         yield from rows

@@ -581,7 +581,7 @@ class _Rule(NamedTuple):
         for cuts in _together(found.detached):
             share = ""
             if through:
-                of = " and ".join(map(_called, through))
+                of = " and ".join(map(_slot_text, through))
                 share = f" It loses {percent(lost)} of the missing second-order term, that of {of}."
             more = f"; and {len(cuts) - 3} more" if len(cuts) > 3 else ""
             text = f"leaves the graph by {_shown(cuts)}{more}.{share} {_fix(cuts[0])}"
@@ -597,7 +597,7 @@ class _Rule(NamedTuple):
             yield self.row(
                 UNSEEN,
                 f"loses {percent(lost)} of the missing second-order term, that of "
-                f"{', '.join(map(_called, through))}, and ctx shows no reason. Does it call a "
+                f"{', '.join(map(_slot_text, through))}, and ctx shows no reason. Does it call a "
                 "kernel of another library, write memory directly, or read what forward stored on "
                 f"the class or in a global? {FIXES['kernel']}",
                 lost,
@@ -641,7 +641,7 @@ class _Rule(NamedTuple):
 
     def _saved(self, slots: Sequence[Slot]) -> Row:
         """The row of slots without a graph, with two ways to give them one."""
-        lines = [_describe(slot) for slot in slots]
+        lines = [_describe_slot(slot) for slot in slots]
         made = [slot for slot in slots if slot.kind == "intermediate" and not slot.graphed]
         if made:
             names = self.app.names
@@ -660,7 +660,7 @@ class _Rule(NamedTuple):
         return self._row(name, "\n".join(lines), sum(slot.share for slot in slots))
 
 
-def _describe(slot: Slot) -> str:
+def _describe_slot(slot: Slot) -> str:
     place = f", saved at {slot.place}" if slot.place else ""
     named = f"`{slot.name}`, " if slot.name else ""
     share = f"It carries {percent(slot.share)} of the missing second-order term."
@@ -681,7 +681,7 @@ def _describe(slot: Slot) -> str:
     return f"{slot.label} is {named}{what}{place}. {share}"
 
 
-def _called(slot: Slot) -> str:
+def _slot_text(slot: Slot) -> str:
     return slot.what if slot.label == slot.what else f"{slot.what} ({slot.label})"
 
 

@@ -454,13 +454,13 @@ def exact_products() -> Iterator[None]:
     """Inside, float32 matrix products and convolutions are computed in float32, not in TF32 or less."""
     settings: list[tuple[Any, str, Any]] = [(_BACKENDS, "fp32_precision", "ieee")]
     settings += [(one, "fp32_precision", "ieee") for one in _OPERATORS]
-    settings += _cudnn()
+    settings += _cudnn_settings()
     settings += [(_BACKENDS.cuda.matmul, name, False) for name in _REDUCED]
     with settable_precisions(), replaced(settings):
         yield
 
 
-def _cudnn() -> list[tuple[Any, str, Any]]:
+def _cudnn_settings() -> list[tuple[Any, str, Any]]:
     """By the older setting, as some code reads it (`with cudnn.flags(allow_tf32=...)`), which raises
     where the newer ones were set by operator."""
     cudnn = _BACKENDS.cudnn
@@ -501,11 +501,11 @@ class PrecisionWatch(TorchFunctionMode):
         if any(y.dtype in DOUBLE for y in results):
             narrow = [x for x in given if _loses_digits(x)]
             made = [x for x in narrow if x.ndim == 0 or self._is_made(x)]
-            self.met = self.met or _described(name, "got", made)
-            self.foreign = self.foreign or _described(name, "got", narrow)
+            self.met = self.met or _describe_call(name, "got", made)
+            self.foreign = self.foreign or _describe_call(name, "got", narrow)
         elif any(x.dtype in DOUBLE for x in given):
             lossy = [y for y in results if _loses_digits(y)]
-            self.rounded = self.rounded or _described(name, "rounded float64 numbers to", lossy)
+            self.rounded = self.rounded or _describe_call(name, "rounded float64 numbers to", lossy)
         return result
 
     def _is_made(self, tensor: Tensor) -> bool:
@@ -531,7 +531,7 @@ class HalfWatch(TorchDispatchMode):
         return result
 
 
-def _described(name: str, did: str, culprits: list[Tensor]) -> str:
+def _describe_call(name: str, did: str, culprits: list[Tensor]) -> str:
     if not culprits:
         return ""
     place = source_location.torch_call_line()
@@ -580,10 +580,10 @@ def call_for(fn: Any, inputs: Sequence[Any], *, in_own_dtype: bool = False) -> C
     if in_own_dtype:
         _run(call)
         return _in_half(call) or Chosen(call, "it runs code that is not torch's")
-    reached, error = _reached(call)
+    reached, error = _highest_order(call)
     if error is not None and any(x.dtype != torch.float64 for x in Call(fn, inputs, None).point):
         own = Call(fn, inputs, None)
-        if _reached(own)[0] > reached:
+        if _highest_order(own)[0] > reached:
             return _in_half(own) or Chosen(own, format_error(error))
     if error is not None:
         if reached == 0:
@@ -593,16 +593,16 @@ def call_for(fn: Any, inputs: Sequence[Any], *, in_own_dtype: bool = False) -> C
         return half
     watch = PrecisionWatch()
     with watch:
-        _reached(call)
+        _highest_order(call)
     met = watch.rounded or watch.met or watch.foreign
     if not (met and _is_noisy(call)):
         return Chosen(call)
     narrow = Call(fn, inputs, torch.float32)
     narrow.clone, narrow.needs_graph = call.clone, call.needs_graph
-    if _reached(narrow)[0] < reached:
+    if _highest_order(narrow)[0] < reached:
         return Chosen(call)
     given_double = any(x.dtype == torch.float64 for x in Call(fn, inputs, None).point)
-    if given_double and not _agree(call, narrow):
+    if given_double and not _second_derivatives_agree(call, narrow):
         return Chosen(call)  # a cast that copies, which it does in float64 only, cuts its graph
     return Chosen(narrow, f"it computes in float32: {met}", computes_narrow=True)
 
@@ -614,7 +614,7 @@ def _in_half(call: Call) -> Chosen | None:
         return None
     watch = HalfWatch()
     with watch:
-        _reached(call)
+        _highest_order(call)
     if watch.dtype is None or not _is_noisy(call, torch.finfo(watch.dtype).eps):
         return None
     name = str(watch.dtype).removeprefix("torch.")
@@ -622,7 +622,7 @@ def _in_half(call: Call) -> Chosen | None:
     return Chosen(call, f"it computes in {name}{at}", computes_narrow=True, half=watch.dtype)
 
 
-def _reached(call: Call) -> tuple[int, Exception | None]:
+def _highest_order(call: Call) -> tuple[int, Exception | None]:
     """How far it gets: 0 it does not run, 1 forward, 2 first derivative, 3 second; and its error."""
     reached = 0
     try:
@@ -637,7 +637,7 @@ def _reached(call: Call) -> tuple[int, Exception | None]:
     return 3, None
 
 
-def _agree(wide: Call, narrow: Call) -> bool:
+def _second_derivatives_agree(wide: Call, narrow: Call) -> bool:
     """Whether the second derivatives are the same, but for digits."""
     found = []
     for call in (wide, narrow):
@@ -677,7 +677,7 @@ def _is_noisy(call: Call, eps: float = torch.finfo(torch.float32).eps) -> bool:
     v = [random_like(x, random) * element_scales(x) * eps / 2 for x in call.point]
     try:
         with replaced([(call, "reseed", True)]):
-            ends = [_numbers(call, k, v, k * eps / 2) for k in range(1, POINTS)]
+            ends = [_values_and_gradients(call, k, v, k * eps / 2) for k in range(1, POINTS)]
     except Exception:  # reported by the derivative checks
         return False
     for line in zip(*ends, strict=True):
@@ -685,7 +685,7 @@ def _is_noisy(call: Call, eps: float = torch.finfo(torch.float32).eps) -> bool:
             continue
         size = torch.stack([y.abs() for y in line]).amax(0)
         counts = size > LEAST * max(map(max_abs, line))
-        near, far = _bend(line, 1), _bend(line, 2)
+        near, far = _second_difference(line, 1), _second_difference(line, 2)
         least, most = eps * NOISE[0], min(eps * NOISE[1], 0.5)
         steps = (least * size < near) & (near < most * size) & (far < 2.5 * near)
         if bool((steps & counts).any()):
@@ -693,13 +693,13 @@ def _is_noisy(call: Call, eps: float = torch.finfo(torch.float32).eps) -> bool:
     return False
 
 
-def _bend(line: Sequence[Tensor], stride: int) -> Tensor:
+def _second_difference(line: Sequence[Tensor], stride: int) -> Tensor:
     """The largest second difference of each element."""
     triples = zip(line, line[stride:], line[2 * stride :], strict=False)
     return torch.stack([(a - 2 * b + c).abs() for a, b, c in triples]).amax(0)
 
 
-def _numbers(call: Call, k: int, v: Sequence[Tensor], moved: float) -> list[Tensor]:
+def _values_and_gradients(call: Call, k: int, v: Sequence[Tensor], moved: float) -> list[Tensor]:
     """Values and gradients at the point k of the line, in float64.
 
     moved: how far the incoming gradients are, relative to their elements.

@@ -510,7 +510,7 @@ def compared_by_means(at: Target, key: str, dtype: torch.dtype, random: Generato
         for j in (j for j in range(len(at.x)) for _ in range(PAIRS)):
             v = random_like(at.x[j], random) * element_scales(at.x[j])
             covectors = [(i, random_like(y, random)) for i, y in enumerate(values) if y.numel()]
-            integrals = _integrals(at, j, v, covectors, key, random)
+            integrals = _integrate_line(at, j, v, covectors, key, random)
             if integrals is None:
                 found.problem = found.problem or "it is not defined around the inputs"
                 continue
@@ -533,7 +533,7 @@ def compared_by_means(at: Target, key: str, dtype: torch.dtype, random: Generato
     return found
 
 
-def _integrals(
+def _integrate_line(
     at: Target, j: int, v: Tensor, covectors: Covectors, key: str, random: Generator
 ) -> Tensor | None:
     """By centre and covector: the integral of <w, J v> by the derivative, and the difference of <w, F>
@@ -543,7 +543,7 @@ def _integrals(
     for h in HALF_LENGTHS:
         random.set_state(state)
         try:
-            lines = [[*_line(at, j, v, covectors, key, random, h)] for _ in range(CENTRES)]
+            lines = [[*_line_points(at, j, v, covectors, key, random, h)] for _ in range(CENTRES)]
             found = torch.tensor(lines, dtype=torch.float64)
         except Exception:
             if h == HALF_LENGTHS[-1]:
@@ -554,7 +554,7 @@ def _integrals(
     return None
 
 
-def _line(
+def _line_points(
     at: Target, j: int, v: Tensor, covectors: Covectors, key: str, random: Generator, h: float
 ) -> Iterator[tuple[float, float, float]]:
     centre = [y + AROUND * element_scales(y) * random_like(y, random) for y in at.x]

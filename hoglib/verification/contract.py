@@ -100,7 +100,7 @@ def gradients(app: Application) -> Iterator[Row]:
         name, bare = app.name(i), app.name(i).strip("`")
         if grad.shape != x.shape:
             text = f"the gradient of {name} has shape {tuple(grad.shape)}, and {name} {tuple(x.shape)}."
-            if _expands(x.shape, grad.shape):  # autograd sums it
+            if _is_expanded(x.shape, grad.shape):  # autograd sums it
                 missing = "The sum over broadcast dimensions is missing."
                 shapes.append(f"{text} {missing} {UNSUMMED.format(bare=bare)}")
             else:
@@ -116,7 +116,7 @@ def gradients(app: Application) -> Iterator[Row]:
         yield finding(f"gradients: {what}", " ".join(texts), "fail" if what in harmful else "warn")
 
 
-def _expands(small: Sequence[int], large: Sequence[int]) -> bool:
+def _is_expanded(small: Sequence[int], large: Sequence[int]) -> bool:
     if len(small) > len(large):
         return False
     return all(a in (1, b) for a, b in zip(reversed(small), reversed(large), strict=False))

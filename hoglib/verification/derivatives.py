@@ -375,7 +375,7 @@ def _looks_like(x: Tensor, y: Tensor, moved: Tensor, z: Tensor) -> str:
     still = y == z
     share = float(still.double().mean())
     if share > 0.9:
-        return _step(x, y)
+        return _describe_step(x, y)
     through = (y == x) & (z == moved) if y.shape == x.shape else torch.zeros_like(still)
     if share > 0 and bool((still | through).all()):
         return "forward clips: its output is the input, or does not depend on it."
@@ -384,7 +384,7 @@ def _looks_like(x: Tensor, y: Tensor, moved: Tensor, z: Tensor) -> str:
     return ""
 
 
-def _step(x: Tensor, y: Tensor) -> str:
+def _describe_step(x: Tensor, y: Tensor) -> str:
     """A function that is constant near the inputs."""
     values = set(y.unique().tolist())
     if y.shape == x.shape and -1.0 in values and bool(((y == x.sign()) | (x == 0)).all()):

@@ -127,7 +127,7 @@ class examined_functions:  # noqa: N801 a context manager
             self._watching.__exit__()
             del self._watching  # a cycle: what was noted is freed with the graph
             if isinstance(error, Exception):
-                _explain(self._caller, error, functions)
+                _explain_backward_error(self._caller, error, functions)
             elif error is None:
                 self._report_wrong(functions)
                 # of what was not differentiated here, but is by the user's backward through the result
@@ -149,12 +149,12 @@ class examined_functions:  # noqa: N801 a context manager
                 lost = functions.gradient_has_no_graph and verdict.second
                 if key in functions.parts:
                     verdict = verdict._replace(text=THIRD + verdict.text)
-                _report(self._caller, key[0], verdict, self._action, nothing_is_left=lost)
+                _report_verdict(self._caller, key[0], verdict, self._action, nothing_is_left=lost)
             elif text := functions.mutation(key):
-                _report(self._caller, key[0], Verdict("wrong", text), self._action)
+                _report_verdict(self._caller, key[0], Verdict("wrong", text), self._action)
         if functions.in_cpp:
             text = IN_CPP.format(", ".join(sorted(functions.in_cpp)))
-            _report(self._caller, Function, Verdict("not examined", text), self._action)
+            _report_verdict(self._caller, Function, Verdict("not examined", text), self._action)
 
 
 def note_lost_graph(gradient: Gradient | None) -> None:
@@ -257,7 +257,7 @@ class AppliedFunctions:
         verdicts = _VERDICTS.setdefault(function, {})
         mapped = function_rules.offers_vmap(function) and torch_internals.under_vmap(function, made)
         pairs = zip(args, by, strict=True)
-        kinds: Any = (forward, mapped, *(_kind(x, needed, given) for x, needed in pairs))
+        kinds: Any = (forward, mapped, *(_argument_kind(x, needed, given) for x, needed in pairs))
         verdict = verdicts.get(kinds)
         if verdict is not None and verdict.within and not _are_within(verdict, given, args):
             kinds = ("other values", *kinds)
@@ -310,7 +310,7 @@ class AppliedFunctions:
         if what is None:
             return ""
         if what not in MUTATES:
-            kept = filter(partial(_reads, self._mutating[key]), what.split())
+            kept = filter(partial(_backward_reads, self._mutating[key]), what.split())
             return "".join(KEPT.format(name=key[0].__qualname__, kept=one) for one in [*kept][:1])
         rows = in_place(self._mutating[key])
         changes = next((r.text for r in rows if r.status == "fail" and what in r.name), "")
@@ -421,7 +421,7 @@ class AppliedFunctions:
                 return
 
 
-def _reads(app: Application, name: str) -> bool:
+def _backward_reads(app: Application, name: str) -> bool:
     """Whether its backward depends on the values of what it keeps on ctx by this name."""
     with suppress(Exception), torch.no_grad():
         run = app.seeded()
@@ -431,7 +431,7 @@ def _reads(app: Application, name: str) -> bool:
     return True
 
 
-def _explain(caller: str, error: Exception, functions: AppliedFunctions) -> None:
+def _explain_backward_error(caller: str, error: Exception, functions: AppliedFunctions) -> None:
     """Adds to an error which Function's backward raised it, also within that of another one, or which
     of those that were differentiated lost the graph, and in which line; raises another one for torch's
     errors about tensors of another call."""
@@ -492,14 +492,14 @@ def _forward_mode() -> str:
     return "rf" if torch_internals.innermost_is_forward() else "fr"
 
 
-def _kind(x: Any, needs_grad: bool, given: Args) -> Any:
+def _argument_kind(x: Any, needs_grad: bool, given: Args) -> Any:
     """What a verdict depends on, of an argument."""
     if isinstance(x, Tensor):
         return x.dtype, x.layout, layout_of(x), x.device.type, x.dim(), needs_grad
     return x if x is None or isinstance(x, bool | str) else (type(x), held_kinds(x, given))
 
 
-def _report(
+def _report_verdict(
     caller: str, function: type[Function], verdict: Verdict, action: str, *,
     nothing_is_left: bool = False,
 ) -> None:  # fmt: skip

@@ -119,7 +119,7 @@ def applied(
     by_module = lifted(function, args)
     if by_module is not None:
         by_module = by_module._replace(inputs=detached_copy(by_module.inputs))
-    kept = () if by_module else tuple(_kept(graphed, copies, wanted))
+    kept = () if by_module else tuple(_kept_structures(graphed, copies, wanted))
     hiding = tuple(i for i, kinds in held.items() if not by_module and HIDDEN in kinds)
     return Applied(app, by_module, forward, AutocastState(), active(), kept, hiding, by_vmap)
 
@@ -158,7 +158,7 @@ def _sharing(function: type[Function], held: dict[int, tuple[int, ...]]) -> type
     return type(function.__name__, (function,), {**own, "__qualname__": function.__qualname__})
 
 
-def _kept(
+def _kept_structures(
     graphed: tuple[Any, ...] | None, copies: tuple[Any, ...], by: tuple[int, ...]
 ) -> Iterator[tuple[int, frozenset[str]]]:
     """The structures that arguments are computed to have, by their position among the leaves."""
@@ -189,8 +189,8 @@ def examine(given: Applied) -> Verdict:
         ):  # fmt: skip
             stack.enter_context(context)
         try:
-            with _preserved(app) as accumulated:
-                verdict = _judged(given)
+            with _preserve_reached(app) as accumulated:
+                verdict = _judge(given)
                 if found := accumulated():
                     text = f"{name} is wrong: {ACCUMULATES.format(', '.join(found[:3]))}"
                     verdict = Verdict("wrong", text)
@@ -213,13 +213,13 @@ class _NotExamined(Exception):
     """The reason why a Function is not run again."""
 
 
-def _judged(given: Applied) -> Verdict:
+def _judge(given: Applied) -> Verdict:
     app, function = given.app, given.app.function
     if given.by_module is not None:
         fn, inputs, _ = given.by_module
         subject, several = Subject(fn, inputs), True
     else:
-        subject, several = _subject(app)
+        subject, several = _make_subject(app)
     stop = subject.prepare()
     if stop is not None:
         raise _NotExamined(stop.text.rstrip("."))
@@ -229,9 +229,9 @@ def _judged(given: Applied) -> Verdict:
         modes=tuple(filter(None, ("rr", jvp))), bounds=Bounds(natural=NATURAL),
         surrogate=getattr(function, "surrogate", False) is True,
     ).in_dtype(subject.dtype)  # fmt: skip
-    found = _compared(function, subject, here, options)
+    found = _compare_derivatives(function, subject, here, options)
     if found.is_reported:
-        found = _restricted(given, subject, here, options, found)
+        found = _restricted_verdict(given, subject, here, options, found)
     if found.is_reported and given.by_module is None:
         found = _with_value_from_elsewhere(app, options, found)
     if found.status == "right" and not options.surrogate:
@@ -271,7 +271,7 @@ def _depends_on(app: Application, i: int) -> bool:
     return not all(map(torch.equal, values(0.0), values(0.01)))
 
 
-def _restricted(
+def _restricted_verdict(
     given: Applied, subject: Subject, here: list[list[Tensor]], options: Options, found: Verdict
 ) -> Verdict:
     """The verdict, or right, if it is that along directions that keep a structure of the arguments,
@@ -337,7 +337,7 @@ def _with_value_from_elsewhere(app: Application, options: Options, found: Verdic
 
         subject = Subject(with_moved_value, tuple(point))
         if subject.prepare() is None:
-            verdict = _compared(function, subject, [subject.x], options)
+            verdict = _compare_derivatives(function, subject, [subject.x], options)
             if verdict.status == "right" and not options.surrogate:
                 given = ", ".join(map(app.name, place_of))
                 text = ELSEWHERE.format(name=function.__qualname__, given=given)
@@ -389,24 +389,24 @@ def other_points_rows(subject: Subject, options: Options) -> list[Row] | None:
     return [] if judged else None
 
 
-def _subject(app: Application) -> tuple[Subject, bool]:
+def _make_subject(app: Application) -> tuple[Subject, bool]:
     """What is compared, and whether there is time for several points; raises if there is for none."""
     if sparse := [app.name(i) for i in app.by if app.args[i].layout is not torch.strided]:
         raise _NotExamined(f"derivatives by {', '.join(sparse)}, which is sparse, are not compared")
-    plain, seconds = _trial(app)
+    plain, seconds = _trial_run(app)
     if seconds > SECONDS:  # the first call may have imported, compiled or allocated something
-        seconds = _trial(app)[1]
+        seconds = _trial_run(app)[1]
     if plain and seconds > SECONDS:
         with suppress(Exception):  # its rows depend on one another in shape
             fewer = _first_rows(app, SECONDS / seconds)
-            app, seconds = fewer, _trial(fewer)[1]
+            app, seconds = fewer, _trial_run(fewer)[1]
     if seconds > 2 * SECONDS:
         raise _NotExamined(f"that would take some {seconds / 2:.0f} seconds")
     subject = Subject(app.function, app.leaves(), in_own_dtype=not plain, keep_layouts=True)
     return subject, seconds <= SECONDS
 
 
-def _compared(
+def _compare_derivatives(
     function: type[Function], subject: Subject, points: list[list[Tensor]], options: Options
 ) -> Verdict:
     """The verdict on the derivatives at some points."""
@@ -475,7 +475,7 @@ def _silent_failures(rows: list[Row], found: Derivatives, function: type[Functio
     return [row for row in failed if found.found[row.name].raised is None]
 
 
-def _trial(app: Application) -> tuple[bool, float]:
+def _trial_run(app: Application) -> tuple[bool, float]:
     """Whether all that it runs are torch operations, and the seconds that an examination will take."""
     began = perf_counter()
     args = app.fresh()
@@ -507,7 +507,7 @@ def _first_rows(app: Application, share: float) -> Application:
 
 
 @contextmanager
-def _preserved(app: Application) -> Iterator[Callable[[], list[str]]]:
+def _preserve_reached(app: Application) -> Iterator[Callable[[], list[str]]]:
     """Restores what the Function reaches besides its arguments. Yields a function that describes the
     tensors whose .grad was changed."""
     function = app.function
@@ -564,22 +564,22 @@ class _Operations(TorchDispatchMode):
         tensors = pytree.tensors((args, kwargs))
         if func._schema.is_mutable:
             for x in tensors:
-                self._unwritten.pop(_address(x), None)
+                self._unwritten.pop(_memory_address(x), None)
         elif func.overloadpacket.__name__ in ("empty", "empty_like", "empty_strided", "new_empty"):
-            self._unwritten |= {_address(y): y for y in pytree.leaves(result)}
+            self._unwritten |= {_memory_address(y): y for y in pytree.leaves(result)}
         else:
             views = pytree.tensors(result)
-            known = {_address(x) for x in tensors}
-            if not any(_address(y) in known for y in views):
+            known = {_memory_address(x) for x in tensors}
+            if not any(_memory_address(y) in known for y in views):
                 self.returned(tensors)
         return result
 
     def returned(self, values: Any) -> None:
         """These are read: something must have written them."""
-        addresses = [_address(x) for x in pytree.leaves(values) if isinstance(x, Tensor)]
+        addresses = [_memory_address(x) for x in pytree.leaves(values) if isinstance(x, Tensor)]
         self.plain &= not any(address in self._unwritten for address in addresses if address)
 
 
-def _address(x: Tensor) -> int:
+def _memory_address(x: Tensor) -> int:
     """Of its memory; 0 for a tensor without elements."""
     return x.untyped_storage().data_ptr() if x.layout is torch.strided and x.numel() else 0

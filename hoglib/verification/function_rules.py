@@ -127,7 +127,7 @@ class SavedAt:
     def noted(self, value: Any, position: int, keys: Sequence[Key]) -> Noted:
         """Of a saved value, or of a member of it. position: of the argument; 0 for an attribute."""
         expression = _at(self._expressions, position, keys)
-        text = "" if expression is None else _text(expression)
+        text = "" if expression is None else _expression_text(expression)
         return Noted(self.place, text or self._local(value))
 
     def _local(self, value: Any) -> str:
@@ -159,47 +159,49 @@ def _expressions(file: str, line: int, target: str) -> Sequence[ast.expr]:
     """The arguments of the call that saves, or the value that is assigned; none without a source."""
     lines = linecache.getlines(file)
     text = lines[line - 1] if line <= len(lines) else ""
-    return _found(file, len(lines), text, line, target)
+    return _find_expressions(file, len(lines), text, line, target)
 
 
 @lru_cache(maxsize=1024)
-def _found(file: str, count: int, text: str, line: int, target: str) -> Sequence[ast.expr]:
+def _find_expressions(
+    file: str, count: int, text: str, line: int, target: str
+) -> Sequence[ast.expr]:
     """count, text: the number of lines, and the one in question: a file is the same as long as they
     are."""
     calls: list[ast.Call] = []
     values: list[ast.expr] = []
-    for node in _statements(_tree("".join(linecache.getlines(file))), line):
+    for node in _enclosing_nodes(_parse_source("".join(linecache.getlines(file))), line):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             if node.func.attr == target:
                 calls.append(node)
         elif isinstance(node, ast.Assign):
             for one in node.targets:
-                values += _assigned(one, node.value, target)
+                values += _assigned_expressions(one, node.value, target)
         elif isinstance(node, ast.AnnAssign) and node.value is not None:
-            values += _assigned(node.target, node.value, target)
+            values += _assigned_expressions(node.target, node.value, target)
     return calls[-1].args if calls else values[:1]
 
 
-def _statements(tree: ast.AST, line: int) -> Iterator[ast.AST]:
+def _enclosing_nodes(tree: ast.AST, line: int) -> Iterator[ast.AST]:
     """The nodes that contain a line, from the outermost."""
     for node in ast.iter_child_nodes(tree):
         first = getattr(node, "lineno", None)
         if first is None or first <= line <= (getattr(node, "end_lineno", None) or first):
             yield node
-            yield from _statements(node, line)
+            yield from _enclosing_nodes(node, line)
 
 
-def _assigned(to: ast.expr, value: ast.expr, target: str) -> list[ast.expr]:
+def _assigned_expressions(to: ast.expr, value: ast.expr, target: str) -> list[ast.expr]:
     if isinstance(to, ast.Attribute):
         return [value] if to.attr == target else []
     if not isinstance(to, ast.Tuple | ast.List) or not isinstance(value, ast.Tuple | ast.List):
         return []
     pairs = zip(to.elts, value.elts, strict=True) if len(to.elts) == len(value.elts) else ()
-    return [found for t, v in pairs for found in _assigned(t, v, target)]
+    return [found for t, v in pairs for found in _assigned_expressions(t, v, target)]
 
 
 @lru_cache(maxsize=16)
-def _tree(source: str) -> ast.AST:
+def _parse_source(source: str) -> ast.AST:
     try:
         return ast.parse(source)
     except (SyntaxError, ValueError, RecursionError):
@@ -231,7 +233,7 @@ def _member(expression: ast.expr, key: Key) -> ast.expr | None:
     return None
 
 
-def _text(expression: ast.expr) -> str:
+def _expression_text(expression: ast.expr) -> str:
     """The expression as code; empty for a long one, a plain number and a function."""
     if isinstance(expression, ast.Constant | ast.Lambda):
         return ""
@@ -312,59 +314,59 @@ class Context(FunctionCtx):
         object.__setattr__(self, "__dict__", record.attributes)
 
     def save_for_backward(self, *tensors: Any) -> None:
-        _of(self).saved = tensors
-        _note(self, SAVED, "save_for_backward")
+        _record_of(self).saved = tensors
+        _note_saving_line(self, SAVED, "save_for_backward")
 
     def save_for_forward(self, *tensors: Any) -> None:
-        _of(self).for_forward = tensors
-        if SAVED not in _of(self).written:
-            _note(self, SAVED, "save_for_forward")
+        _record_of(self).for_forward = tensors
+        if SAVED not in _record_of(self).written:
+            _note_saving_line(self, SAVED, "save_for_forward")
 
     def mark_dirty(self, *tensors: Any) -> None:
-        _of(self).dirty = tensors
+        _record_of(self).dirty = tensors
 
     def mark_non_differentiable(self, *tensors: Any) -> None:
-        _of(self).silent = tensors
+        _record_of(self).silent = tensors
 
     def set_materialize_grads(self, value: bool) -> None:
-        _of(self).materialize = value
+        _record_of(self).materialize = value
 
     def name(self) -> str:
         return "Backward"
 
     @property
     def needs_input_grad(self) -> tuple[bool, ...]:
-        return _of(self).needed
+        return _record_of(self).needed
 
     @property
     def saved_tensors(self) -> tuple[Any, ...]:
         in_jvp: bool = object.__getattribute__(self, "_hoglib_in_jvp")
-        return _of(self).for_forward if in_jvp else _of(self).saved
+        return _record_of(self).for_forward if in_jvp else _record_of(self).saved
 
     saved_variables = saved_for_forward = saved_tensors
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "needs_input_grad":
-            _of(self).needed = value
+            _record_of(self).needed = value
             return
-        _of(self).attributes[name] = value
-        _note(self, name, name)
+        _record_of(self).attributes[name] = value
+        _note_saving_line(self, name, name)
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"ctx has no attribute {name!r}")
 
 
-def _of(context: Context) -> Record:
+def _record_of(context: Context) -> Record:
     return object.__getattribute__(context, "_hoglib_record")
 
 
-def _note(context: Context, written: str, target: str) -> None:
+def _note_saving_line(context: Context, written: str, target: str) -> None:
     """The line of user code that saves."""
     frame: Any = sys._getframe(1)
     while frame.f_code.co_filename == __file__:
         frame = frame.f_back
     if is_user_code(frame.f_code.co_filename):
-        _of(context).written[written] = SavedAt(frame, target)
+        _record_of(context).written[written] = SavedAt(frame, target)
 
 
 class Run(NamedTuple):

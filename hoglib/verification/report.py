@@ -226,7 +226,7 @@ class Report:
         for (status, text), known in names.items():
             mark = "FAIL" if status == "fail" else status
             lines += ["", f"{mark}  {known[0]}", *(f"      {name}" for name in known[1:])]
-            lines += _wrapped(text, width)
+            lines += _wrap_text(text, width)
         return lines
 
     def _table(self, width: int) -> list[str]:
@@ -248,7 +248,7 @@ def _error(row: Row) -> str:
     return "" if row.error is None else f"{row.error:.0e}"
 
 
-def _wrapped(text: str, width: int) -> list[str]:
+def _wrap_text(text: str, width: int) -> list[str]:
     """Paragraphs within the width; lines that are indented already, such as code, stay as they are."""
     lines = []
     for line in text.splitlines():

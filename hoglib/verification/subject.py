@@ -138,11 +138,11 @@ def is_computed_so(x: Tensor, structure: Structure) -> bool:
         leaves, keep = [*graph.leaves.values()], {"retain_graph": True, "materialize_grads": True}
         reaching, whole = (torch.autograd.grad(x, leaves, u, **keep) for u in (w - along, w))
         limit = torch.finfo(x.dtype).eps ** 0.5
-        return _size(reaching) <= limit * _size(whole)
+        return _largest_element(reaching) <= limit * _largest_element(whole)
     return True
 
 
-def _size(tensors: Sequence[Tensor]) -> float:
+def _largest_element(tensors: Sequence[Tensor]) -> float:
     return max(map(max_abs, tensors), default=0.0)
 
 
@@ -158,18 +158,18 @@ def one_triangle(call: Call) -> dict[int, Structure]:
         x = call.value(j)
         if x.ndim > 1 and x.shape[-1] == x.shape[-2] > 1 and torch.equal(x, x.mH):
             noise = torch.linspace(0.5, 1.5, x.numel(), dtype=torch.float64).reshape(x.shape).to(x)
-            here = _values(call, j, x)
-            sides = [_values(call, j, x + part) for part in (noise.tril(-1), noise.triu(1))]
+            here = _call_values(call, j, x)
+            sides = [_call_values(call, j, x + part) for part in (noise.tril(-1), noise.triu(1))]
             unread = any(_same_values(here, side) for side in sides)
             small = 1e-3 * noise
-            near = [_values(call, j, x + part) for part in (small.tril(-1), small.triu(1))]
-            symmetric_only = near == [None, None] and _values(call, j, x + small + small.mH)
+            near = [_call_values(call, j, x + part) for part in (small.tril(-1), small.triu(1))]
+            symmetric_only = near == [None, None] and _call_values(call, j, x + small + small.mH)
             if unread or symmetric_only:
                 found[j] = MATRICES[0]
     return found
 
 
-def _values(call: Call, j: int, x: Tensor) -> list[Tensor] | None:
+def _call_values(call: Call, j: int, x: Tensor) -> list[Tensor] | None:
     """What fn returns for another value of the variable j; None if it refuses that."""
     x = torch.view_as_real(x) if x.is_complex() else x
     try:
@@ -210,14 +210,14 @@ def gauges(outputs: Sequence[Tensor]) -> Iterator[Gauge]:
         vectors = [_as_columns(outputs[k], side) for k, side in side_of.items()]
         counts = {(*y.shape[:-2], y.shape[-1]) for y in vectors}
         if len(counts) == 1 and all(y.shape[-2] > 1 for y in vectors):
-            yield partial(_fixed, side_of=side_of)
+            yield partial(_fix_phases, side_of=side_of)
 
 
 def _as_columns(y: Tensor, side: str) -> Tensor:
     return y if side == COLUMNS else y.mH
 
 
-def _fixed(outputs: Sequence[Tensor], side_of: dict[int, str]) -> list[Tensor]:
+def _fix_phases(outputs: Sequence[Tensor], side_of: dict[int, str]) -> list[Tensor]:
     first, side = next(iter(side_of.items()))
     columns = _as_columns(outputs[first], side)
     random = torch.Generator().manual_seed(4)
@@ -303,7 +303,7 @@ def applications(run: Callable[[], Any]) -> list[Application]:
     def seen(function: type[Function], args: tuple[Any, ...]) -> None:
         app = application(function, args)
         if app is not None:
-            found.setdefault((function, tuple(_kind(x) for x in args)), app)
+            found.setdefault((function, tuple(_argument_kind(x) for x in args)), app)
 
     with watching_functions(seen):
         run()
@@ -337,7 +337,7 @@ def parameters(function: type[Function], count: int) -> tuple[str, ...]:
     return tuple(names[:count])
 
 
-def _kind(value: Any) -> Any:
+def _argument_kind(value: Any) -> Any:
     if isinstance(value, Tensor):
         return (tuple(value.shape), value.dtype, value.requires_grad)
     return repr(value) if not pytree.leaves(value) else type(value)
@@ -352,7 +352,7 @@ CONSTANTS = (
 
 def constants_of(call: Call, names: Sequence[str]) -> list[int]:
     """The inputs without a gradient whose name is that of a constant (target, mask, ...), or whose
-    values are whole numbers, not all equal. names: those of the arguments."""
+    values are integers, not all equal. names: those of the arguments."""
     try:
         variables, found = calls.at_leaves(call.differentiable, call.point)
         ones = list(map(torch.ones_like, found))
@@ -360,7 +360,7 @@ def constants_of(call: Call, names: Sequence[str]) -> list[int]:
     except Exception:  # reported by the derivative checks
         return []
     without = [j for j, g in enumerate(grads) if g is None and j < call.num_inputs]
-    constants = [j for j in without if _whole(call.point[j]) or _is_named(names, call.names[j])]
+    constants = [j for j in without if _is_whole(call.point[j]) or _is_named(names, call.names[j])]
     return constants if len(constants) < len(grads) else []
 
 
@@ -370,7 +370,7 @@ def _is_named(names: Sequence[str], name: str) -> bool:
     return place.isdigit() and int(place) < len(names) and names[int(place)].strip("`") in CONSTANTS
 
 
-def _whole(x: Tensor) -> bool:
+def _is_whole(x: Tensor) -> bool:
     return bool((x == x.round()).all()) and x.numel() > 1 and bool((x != x.reshape(-1)[0]).any())
 
 
@@ -487,9 +487,9 @@ class Subject:
 
         (a, da), (b, db) = drawn(1), drawn(2)
         generators = any(isinstance(x, torch.Generator) for x in pytree.leaves(tuple(self.inputs)))
-        self.draws = generators or not _same(a, b)
-        call.reseed = self.draws or not _same(da, db)
-        if self.draws and not _same(self.map(*self.x), self.map(*self.x)):
+        self.draws = generators or not _nearly_same(a, b)
+        call.reseed = self.draws or not _nearly_same(da, db)
+        if self.draws and not _nearly_same(self.map(*self.x), self.map(*self.x)):
             return Row(
                 "deterministic", "fail", None,
                 "two calls with the same seeds of torch, NumPy and random give other values (hidden "
@@ -518,7 +518,7 @@ class Subject:
             return ""
         except Exception as error:
             second, did = [], f"raises {type(error).__name__}: {error}".splitlines()[0]
-        if _same(first, second, 1e-6):
+        if _nearly_same(first, second, 1e-6):
             return ""
         changed = {name for app in self.applications for name in app.changed_by_backward()}
         why = (
@@ -569,7 +569,7 @@ def as_function(fn: Any) -> type[Function] | None:
     return owner if isinstance(owner, type) and issubclass(owner, Function) else None
 
 
-def _same(a: Sequence[Tensor], b: Sequence[Tensor], rtol: float = 1e-12) -> bool:
+def _nearly_same(a: Sequence[Tensor], b: Sequence[Tensor], rtol: float = 1e-12) -> bool:
     if len(a) != len(b):
         return False
     pairs = zip(a, b, strict=True)
@@ -590,7 +590,7 @@ def lifted(fn: Any, inputs: tuple[Any, ...]) -> Lifted | None:
     if function is None:
         return None
     leaves, structure = pytree.flatten(inputs)
-    blocks = [m for leaf in leaves if callable(leaf) for m in _modules(leaf)]
+    blocks = [m for leaf in leaves if callable(leaf) for m in _modules_among(leaf)]
     block = nn.ModuleList(dict.fromkeys(blocks))
     names = {id(p): name for name, p in block.named_parameters()}
     places = {i: names[id(x)] for i, x in enumerate(leaves) if id(x) in names}
@@ -613,7 +613,7 @@ def lifted(fn: Any, inputs: tuple[Any, ...]) -> Lifted | None:
     return Lifted(module, rest, Row("arguments: a module", "warn", None, text))
 
 
-def _modules(value: Any) -> list[nn.Module]:
+def _modules_among(value: Any) -> list[nn.Module]:
     if isinstance(value, nn.Module):
         return [value]
     return [capture.value for capture in held(value) if isinstance(capture.value, nn.Module)]

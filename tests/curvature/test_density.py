@@ -149,8 +149,8 @@ def test_lower_precision_and_repetition():
 
 
 ERRORS = {
-    "no samples": ({"num_samples": 0}, ValueError, "num_samples: expected a whole number of at least 1"),
-    "no steps": ({"steps": 0}, ValueError, "steps: expected a whole number of at least 1"),
+    "no samples": ({"num_samples": 0}, ValueError, "num_samples: expected an integer of at least 1"),
+    "no steps": ({"steps": 0}, ValueError, "steps: expected an integer of at least 1"),
     "a width of zero": ({"width": 0.0}, ValueError, "width: expected a number greater than 0"),
     "a seed": ({"generator": 3}, TypeError, "generator: expected a torch.Generator"),
 }  # fmt: skip

@@ -118,7 +118,7 @@ def test_too_few_fillings_of_the_basis():
     operator = Given(matrix(torch.linspace(1, 2, 300, dtype=F64)))
     with pytest.raises(RuntimeError, match=r"got [0-4] after \d+ products .*raise max_iter or tol"):
         operator.eigsh(5, max_iter=2)
-    with pytest.raises(ValueError, match="max_iter: expected a whole number of at least 1"):
+    with pytest.raises(ValueError, match="max_iter: expected an integer of at least 1"):
         operator.eigsh(5, max_iter=0)
     for options, words in (({"block": 0}, "at least 1"), ({"k": 301}, "at most 300"), ({"which": "largest"}, "LM, LA, SA, BE, SM")):  # fmt: skip
         with pytest.raises(ValueError, match=words):

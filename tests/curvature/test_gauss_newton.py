@@ -99,7 +99,7 @@ def test_vectors_of_any_length_in_single_precision(scale, mode):
 
 
 def several(net, x):
-    """Outputs in a dict: two that are differentiated, one that is a constant, one of whole numbers."""
+    """Outputs in a dict: two that are differentiated, one that is a constant, one of integers."""
     y = net.linear(x)
     differentiated = {"mean": y.tanh(), "log_scale": y.sin()}
     return {**differentiated, "mask": x > 0, "inputs": x, "best": y.argmax(-1)}

@@ -367,7 +367,7 @@ ERRORS = {
         )
     },
     "no projections": (lambda: hog.laplacian(torch.sin, X, num_projections=0), ValueError, "at least 1"),
-    "half a projection": (lambda: hog.laplacian(torch.sin, X, num_projections=0.5), TypeError, "whole number"),
+    "half a projection": (lambda: hog.laplacian(torch.sin, X, num_projections=0.5), TypeError, "integer"),
     "a seed as generator": (lambda: hog.laplacian(torch.sin, X, num_projections=1, generator=1), TypeError, "manual_seed"),
     "create_graph is no flag": (lambda: hog.laplacian(torch.sin, X, create_graph=1), TypeError, "True or False"),
 }  # fmt: skip

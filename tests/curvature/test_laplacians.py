@@ -383,9 +383,9 @@ ERRORS = {
     ),
     "a direction of another shape": (lambda: hog.directional(F, X, X[0], 2), ValueError, "v: expected a tensor like x"),
     "order zero": (lambda: hog.directional(F, X, X, 0), ValueError, "order: expected"),
-    "half an order": (lambda: hog.directional(F, X, X, 1.5), TypeError, "whole number"),
+    "half an order": (lambda: hog.directional(F, X, X, 1.5), TypeError, "integer"),
     "no index": (lambda: hog.partial_derivative(F, X, index=()), TypeError, "index: expected a tuple"),
-    "an index beyond": (lambda: hog.partial_derivative(F, X, index=(0, 3)), ValueError, r"index\[1\]: expected a whole number from -3 to 2"),
+    "an index beyond": (lambda: hog.partial_derivative(F, X, index=(0, 3)), ValueError, r"index\[1\]: expected an integer from -3 to 2"),
     "an index that is no number": (lambda: hog.partial_derivative(F, X, index=(0.0,)), ValueError, r"index\[0\]"),
 }  # fmt: skip
 

@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from experiments.data.sinusoid import SinusoidTasks
-from experiments.maml import JointRegression, MAMLRegression
-from experiments.training import compile_choice
-from experiments.training.compile_choice import LOSSES_THAT_PAY, LOSSES_THAT_PAY_FOR_COMPILING
+from experiments.few_shot.maml import JointRegression, MAMLRegression
+from experiments.few_shot.sinusoid import SinusoidTasks
+from experiments.shared import compile_choice
+from experiments.shared.compile_choice import LOSSES_THAT_PAY, LOSSES_THAT_PAY_FOR_COMPILING
 from tests.experiments.command import COMMAND_LINE, assert_same_run, checkpoint
 from tests.experiments.test_sinusoid import SMOKE, fit, folder
 from tests.lightning.trainers import trainer

@@ -8,9 +8,9 @@ import torch
 from PIL import Image
 from torch.testing import assert_close
 
-from experiments.data import episodes
-from experiments.data.episodes import KINDS, Episodes, draw_tasks, episode, fixed_tasks
-from experiments.data.image_classes import CACHE, ImageClasses, folder_splits, glyphs
+from experiments.few_shot import episodes
+from experiments.few_shot.episodes import KINDS, Episodes, draw_tasks, episode, fixed_tasks
+from experiments.few_shot.image_classes import CACHE, ImageClasses, folder_splits, glyphs
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")  # which a cache is written into
 
@@ -160,7 +160,7 @@ def test_images_are_read_once_and_again_when_they_change(alphabets, monkeypatch)
     before = list(Episodes(str(alphabets), **options).train_dataloader())
     assert len(list(CACHE.glob("*.npy"))) == 3
     with monkeypatch.context() as patch:
-        patch.setattr("experiments.data.image_classes.read_image", None)
+        patch.setattr("experiments.few_shot.image_classes.read_image", None)
         assert_close(list(Episodes(str(alphabets), **options).train_dataloader()), before)
     for a in range(10):
         paint(alphabets / f"alphabet{a}/character0/0.png", 255, size=(20, 20))

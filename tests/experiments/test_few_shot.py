@@ -5,10 +5,10 @@ import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
-from experiments.few_shot import FewShotClassification
-from experiments.models.networks import conv4
-from experiments.models.prototypes import Prototypes, class_means, nearest_centroid
-from experiments.tables import few_shot as tables
+from experiments.few_shot import table as tables
+from experiments.few_shot.experiment import FewShotClassification
+from experiments.few_shot.prototypes import Prototypes, class_means, nearest_centroid
+from experiments.shared.networks import conv4
 from tests.experiments.command import COMMAND_LINE, metrics, smoke
 
 SMOKE, fit, folder = smoke("maml/glyphs_5w1s")

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from experiments.data.clusters import Structures, energies_and_forces, metropolis_walk
-from experiments.forces import Potentials, errors_of
-from experiments.models.potential import Potential, move_atom, outermost
-from experiments.tables.forces import Errors, forces_table
+from experiments.forces.clusters import Structures, energies_and_forces, metropolis_walk
+from experiments.forces.experiment import Potentials, errors_of
+from experiments.forces.potential import Potential, move_atom, outermost
+from experiments.forces.table import Errors, forces_table
 from tests.experiments.command import COMMAND_LINE, smoke
 
 SMALL = {"atoms": 3, "sweeps": 20, "train": 6, "val": 5, "test": 5, "batch": 3, "iterations": 4}

@@ -9,10 +9,10 @@ from torch.testing import assert_close
 
 import hoglib as hog
 from experiments import runs
-from experiments.data.mixture import gaussians, sample_points, swiss_roll
-from experiments.evaluation.quality import score_points, wasserstein_distance
-from experiments.gan import GAN
-from experiments.training.adversarial import describe_penalty, relativistic_loss, wasserstein_loss
+from experiments.gan.adversarial import describe_penalty, relativistic_loss, wasserstein_loss
+from experiments.gan.experiment import GAN
+from experiments.shared.mixture import gaussians, sample_points, swiss_roll
+from experiments.shared.quality import score_points, wasserstein_distance
 from tests.experiments.command import COMMAND_LINE, smoke
 
 SMOKE, fit, folder = smoke("gan/mixture")

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from experiments.data.build_glyphs import drawing, fonts, scripts
-from experiments.data.build_glyphs.classes import Class, blur, join_twins
-from experiments.data.build_glyphs.confusion import drop_confused
-from experiments.data.image_classes import GLYPHS, SPLITS, glyphs
+from experiments.few_shot.build_glyphs import drawing, fonts, scripts
+from experiments.few_shot.build_glyphs.classes import Class, blur, join_twins
+from experiments.few_shot.build_glyphs.confusion import drop_confused
+from experiments.few_shot.image_classes import GLYPHS, SPLITS, glyphs
 
 
 def table(name):

@@ -3,9 +3,9 @@
 import torch
 from torch.testing import assert_close
 
-from experiments.data.stream import seeded
-from experiments.helium import energy_loss, local_energy, metropolis
-from experiments.models.wave_function import WaveFunction, distances
+from experiments.helium.experiment import energy_loss, local_energy, metropolis
+from experiments.helium.wave_function import WaveFunction, distances
+from experiments.shared.stream import seeded
 from tests.experiments.command import COMMAND_LINE
 
 pytestmark = COMMAND_LINE

@@ -10,14 +10,13 @@ import torch
 from PIL import Image
 from scipy.linalg import sqrtm
 
-from experiments.data import mnist
-from experiments.data.mnist import split
-from experiments.evaluation.quality import frechet_distance, score_digits
-from experiments.image_gan import GRID_SEED, ImageGAN, saved_grids
-from experiments.models import digit_classifier
-from experiments.models.digit_classifier import Features, accuracy, load_classifier, random_shift
-from experiments.plots.generators import save_grid, spaced_evenly
-from experiments.tables.generators import DigitsResult, digits_table
+from experiments.gan.image_gan import GRID_SEED, ImageGAN, saved_grids
+from experiments.gan.plots import save_grid, spaced_evenly
+from experiments.gan.table import DigitsResult, digits_table
+from experiments.shared import digit_classifier, mnist
+from experiments.shared.digit_classifier import Features, accuracy, load_classifier, random_shift
+from experiments.shared.mnist import split
+from experiments.shared.quality import frechet_distance, score_digits
 from tests.experiments.command import COMMAND_LINE, checkpoint, metrics, smoke
 
 SMOKE, fit, folder = smoke("gan/mnist")

@@ -8,12 +8,12 @@ import torch
 from torch.testing import assert_close
 
 import hoglib as hog
-from experiments.adaptation import ADAPTERS, AdapterMAML, fine_tuning
-from experiments.data.topics import CHARACTERS, SPLITS, TopicTasks, encode, topics
-from experiments.language import LanguageModel
-from experiments.maml import errors_after
-from experiments.models.gpt import CharacterGPT, add_adapters
-from experiments.tables.language import perplexity_table
+from experiments.few_shot.maml import errors_after
+from experiments.language.adaptation import ADAPTERS, AdapterMAML, fine_tuning
+from experiments.language.experiment import LanguageModel
+from experiments.language.table import perplexity_table
+from experiments.language.topics import CHARACTERS, SPLITS, TopicTasks, encode, topics
+from experiments.shared.gpt import CharacterGPT, add_adapters
 from tests.experiments.command import COMMAND_LINE, DRAWN, checkpoint, run, smoke
 
 LM, ADAPT = smoke("curvature/lm"), smoke("maml/lm_adapt")
@@ -70,7 +70,7 @@ class TestNetwork:
 
 
 def test_curvature_along_a_direction_is_that_of_the_loss(monkeypatch):
-    monkeypatch.setattr("experiments.language.SPAN", 0.01)
+    monkeypatch.setattr("experiments.language.experiment.SPAN", 0.01)
     torch.manual_seed(0)
     model = LanguageModel(width=8, heads=2, length=16, curvature_batch=4, directions=2).double()
     found = model.sharpest(torch.randint(90, (6, 16)))

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from experiments.mean_flow import INSTANT, MEAN, MeanFlow
-from experiments.models.velocity import Velocity
+from experiments.mean_flow.experiment import INSTANT, MEAN, MeanFlow
+from experiments.mean_flow.velocity import Velocity
 from tests.experiments.command import COMMAND_LINE, smoke
 from tests.oracles import relative
 

@@ -7,10 +7,10 @@ from scipy.integrate import solve_ivp
 from torch.testing import assert_close
 
 import hoglib as hog
-from experiments.data.allen_cahn import allen_cahn_reference
-from experiments.data.squares import EQUATIONS
-from experiments.models.networks import mlp
-from experiments.pinn import DENSE, Jacobian, Pinn, Residual, weighted_loss
+from experiments.pinn.allen_cahn import allen_cahn_reference
+from experiments.pinn.experiment import DENSE, Jacobian, Pinn, Residual, weighted_loss
+from experiments.pinn.squares import EQUATIONS
+from experiments.shared.networks import mlp
 from hoglib.errors import NotPositiveDefiniteError
 from tests.experiments.command import COMMAND_LINE
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments.data.stream import Stream
-from experiments.training.processes import UNUSED, choose_strategy, part_of
+from experiments.shared.processes import UNUSED, choose_strategy, part_of
+from experiments.shared.stream import Stream
 from hoglib.errors import ArgumentValueError
 from tests.experiments.command import (
     COMMAND_LINE,
@@ -171,7 +171,7 @@ def test_what_is_left_is_killed_where_it_does_not_end():
     code = """
 import os, pathlib, subprocess, sys, time
 from types import SimpleNamespace
-from experiments.training import processes
+from experiments.shared import processes
 os.dup2(os.open("errors", os.O_WRONLY | os.O_CREAT), 2)
 processes.GRACE_SECONDS = 0.1
 started = [subprocess.Popen([sys.executable, "-c", f"import sys, time; {body}"]) for body in

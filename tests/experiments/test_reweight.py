@@ -9,10 +9,10 @@ from sklearn.metrics import roc_auc_score
 from torch.testing import assert_close
 
 import hoglib as hog
-from experiments.data.noisy_digits import Examples, split
-from experiments.models.networks import mlp
 from experiments.reweight import Weighted, even_weights, learned_weights, weighted_loss
-from experiments.tables.classifiers import Detection, detect_wrong_labels, reweighting_table
+from experiments.shared.classifier_table import Detection, detect_wrong_labels, reweighting_table
+from experiments.shared.networks import mlp
+from experiments.shared.noisy_digits import Examples, split
 from tests.experiments.command import COMMAND_LINE, DRAWN, smoke
 
 SMOKE, fit, folder = smoke("meta/reweight_digits")

@@ -7,10 +7,10 @@ from torch import nn
 from torch.testing import assert_close
 
 import hoglib as hog
-from experiments.data.digits import Images
-from experiments.evaluation.attacks import fgsm, is_correct, margin, pgd
-from experiments.models.networks import mlp
-from experiments.robust import Penalty, Robustness, choose_weights
+from experiments.robust.attacks import fgsm, is_correct, margin, pgd
+from experiments.robust.experiment import Penalty, Robustness, choose_weights
+from experiments.shared.digits import Images
+from experiments.shared.networks import mlp
 from tests.experiments.command import COMMAND_LINE, metrics, smoke
 
 SMOKE, fit, folder = smoke("penalty/digits_robust")

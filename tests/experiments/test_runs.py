@@ -10,11 +10,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.testing import assert_close
 
 from experiments.autoencoder import Race
-from experiments.data.stream import Stream
-from experiments.forces import Potentials
-from experiments.mean_flow import MeanFlow
+from experiments.forces.experiment import Potentials
+from experiments.mean_flow.experiment import MeanFlow
 from experiments.reweight import Reweighting
-from experiments.robust import Robustness
+from experiments.robust.experiment import Robustness
+from experiments.shared.stream import Stream
 from tests.experiments.command import (
     COMMAND_LINE,
     DRAWN,

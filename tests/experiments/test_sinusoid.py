@@ -12,10 +12,10 @@ from torch.testing import assert_close
 
 from experiments import runs
 from experiments.__main__ import main
-from experiments.data.sinusoid import sample_waves
-from experiments.data.stream import Stream
-from experiments.maml import JointRegression, MAMLRegression, errors_after
-from experiments.tables.few_shot import summarize_errors
+from experiments.few_shot.maml import JointRegression, MAMLRegression, errors_after
+from experiments.few_shot.sinusoid import sample_waves
+from experiments.few_shot.table import summarize_errors
+from experiments.shared.stream import Stream
 from tests.experiments.command import (
     COMMAND_LINE,
     ROOT,
@@ -100,7 +100,7 @@ BAD = {
     "unknown key": (["--model.inner_stepz", "3"], "no option 'inner_stepz'.*Did you mean 'inner_steps'"),
     "unknown key of the run": (["--modle.x", "3"], "unrecognized arguments: --modle.x"),
     "wrong type": (["--model.inner_steps", "many"], "inner_steps: expected int, got 'many'"),
-    "out of bounds": (["--data.shots", "0"], "shots: expected a whole number of at least 1"),
+    "out of bounds": (["--data.shots", "0"], "shots: expected an integer of at least 1"),
     "no threads": (["--num_threads", "0"], "num_threads: .*at least 1"),
     "no baseline there": (["--model.baseline", "runs/none"], "'runs/none', where there is none"),
     "no checkpoint there": (["--ckpt_path", "no.ckpt"], "checkpoint: expected a file"),

@@ -5,17 +5,18 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from experiments.data import mixture, mnist, noisy_digits, sinusoid
-from experiments.data.clusters import Clusters
-from experiments.data.digits import Digits
-from experiments.data.episodes import Episodes
-from experiments.data.mixture import Points, PointStream
-from experiments.data.mnist import ImageStream
-from experiments.data.noisy_digits import NoisyStream
-from experiments.data.sinusoid import SinusoidTasks, WaveStream
-from experiments.data.squares import SquarePoints
-from experiments.data.stream import SubsetStream, seeded
-from experiments.data.topics import TopicTasks, Windows
+from experiments.few_shot import sinusoid
+from experiments.few_shot.episodes import Episodes
+from experiments.few_shot.sinusoid import SinusoidTasks, WaveStream
+from experiments.forces.clusters import Clusters
+from experiments.language.topics import TopicTasks, Windows
+from experiments.pinn.squares import SquarePoints
+from experiments.shared import mixture, mnist, noisy_digits
+from experiments.shared.digits import Digits
+from experiments.shared.mixture import Points, PointStream
+from experiments.shared.mnist import ImageStream
+from experiments.shared.noisy_digits import NoisyStream
+from experiments.shared.stream import SubsetStream, seeded
 from tests.experiments.test_forces import SMALL
 
 FEW = {"iterations": 5, "tasks": 2}

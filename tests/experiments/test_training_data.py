@@ -9,12 +9,12 @@ from sklearn.metrics import average_precision_score
 from torch.testing import assert_close
 
 import hoglib as hog
-from experiments.data.mislabelled import Mislabelled, Split, split
-from experiments.data.stream import seeded
-from experiments.data_values import INFLUENCE, LOSS, VALUES, DataValues
-from experiments.influence import EXACT, GRADIENTS, Influence
+from experiments.data_values.experiment import INFLUENCE, LOSS, VALUES, DataValues
+from experiments.data_values.mislabelled import Mislabelled, Split, split
+from experiments.data_values.table import precision_recall
+from experiments.influence.experiment import EXACT, GRADIENTS, Influence
 from experiments.reweight import even_weights
-from experiments.tables.data_values import precision_recall
+from experiments.shared.stream import seeded
 from tests.experiments.command import COMMAND_LINE, DRAWN, checkpoint, run, smoke
 
 SMOKE, fit, folder = smoke("meta/data_values")

@@ -12,12 +12,12 @@ import yaml
 from torch import nn
 
 import hoglib as hog
-from experiments.data.stream import HeldOut
-from experiments.gan import GAN
-from experiments.maml import MAMLRegression
-from experiments.models import networks
+from experiments.few_shot.maml import MAMLRegression
+from experiments.gan.experiment import GAN
 from experiments.reweight import Reweighting, even_weights
-from experiments.training.learners import ALGORITHMS
+from experiments.shared import networks
+from experiments.shared.learners import ALGORITHMS
+from experiments.shared.stream import HeldOut
 from tests.experiments.command import COMMAND_LINE, ROOT, checkpoint, run
 from tests.experiments.test_reweight import examples
 from tests.lightning.test_audit import poison
@@ -44,7 +44,7 @@ def poisoned(monkeypatch):
         *layers, last = mlp(widths, act)
         return nn.Sequential(*layers, poison(), last)
 
-    for module in ("maml", "gan", "reweight"):
+    for module in ("few_shot.maml", "gan.experiment", "reweight"):
         monkeypatch.setattr(f"experiments.{module}.mlp", with_poison)
 
 

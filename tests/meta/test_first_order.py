@@ -164,7 +164,7 @@ ERRORS = {
     "no strength": ({"strength": 0}, ValueError, "strength: expected a number greater than 0"),
     "an unknown solver": ({"solver": "lu"}, ValueError, "solver: expected one of cg, neumann"),
     "statistics per step": ({"batch_norm": "per_step"}, ValueError, "a minimum does not depend on the steps"),
-    "no iterations": ({"iterations": 0}, ValueError, "iterations: expected a whole number of at least 1"),
+    "no iterations": ({"iterations": 0}, ValueError, "iterations: expected an integer of at least 1"),
 }  # fmt: skip
 
 

@@ -300,7 +300,7 @@ def bad_task(number):
 LEARNER = maml("plain")
 ERRORS = {
     "no inner step": (lambda: maml("plain", inner_steps=0), ValueError, "inner_steps.*at least 1, got 0"),
-    "half a step": (lambda: maml("plain", inner_steps=1.5), TypeError, "whole number, got float 1.5"),
+    "half a step": (lambda: maml("plain", inner_steps=1.5), TypeError, "integer, got float 1.5"),
     "negative rate": (lambda: maml("plain", inner_lr=-0.1), ValueError, "inner_lr.*got -0.1"),
     "rate is NaN": (lambda: maml("plain", inner_lr=float("nan")), ValueError, "inner_lr.*finite"),
     "rate is a word": (lambda: maml("plain", inner_lr="big"), TypeError, "inner_lr.*str 'big'"),

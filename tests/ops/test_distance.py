@@ -190,7 +190,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "one dimension": (torch.ones(3), torch.ones(4, 3)),
     "other lengths of rows": (torch.ones(4, 2), torch.ones(4, 3)),
     "other dtypes": (torch.ones(4, 3), torch.ones(4, 3, dtype=F64)),
-    "whole numbers": (torch.ones(4, 3).long(), torch.ones(4, 3).long()),
+    "integers": (torch.ones(4, 3).long(), torch.ones(4, 3).long()),
     "complex numbers": (torch.ones(4, 3) * 1j, torch.ones(4, 3) * 1j),
     "negative power": (torch.ones(4, 3), torch.ones(4, 3), -1.0),
     "power not a number": (torch.ones(4, 3), torch.ones(4, 3), float("nan")),

@@ -129,7 +129,7 @@ WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "scales of another dtype": ((ROWS, table()), {"mode": "sum", "per_sample_weights": table(2, 3).float()}),
     "scales of a mean": ((ROWS, table()), {"per_sample_weights": table(2, 3)}),
     "padding that is no row": ((ROWS, table()), {"padding_idx": 4}),
-    "whole numbers for a table": ((ROWS, table().long()), {}),
+    "integers for a table": ((ROWS, table().long()), {}),
     "complex numbers": ((ROWS, table() * 1j), {}),
     "no indices": ((ROWS.double(), table()), {}),
 }  # fmt: skip

@@ -198,7 +198,7 @@ def test_which_output_is_meant():
 X = draw(4, 3)
 CRITIC = build(plain)
 REFUSED = {
-    "whole numbers": (lambda: penalties.r1(CRITIC, torch.ones(4, 3, dtype=int)), TypeError, "real floating-point.*got a int64.*after the points"),
+    "integers": (lambda: penalties.r1(CRITIC, torch.ones(4, 3, dtype=int)), TypeError, "real floating-point.*got a int64.*after the points"),
     "complex numbers": (lambda: penalties.r1(CRITIC, X.to(torch.complex128)), TypeError, "real floating-point"),
     "no tensor": (lambda: penalties.r1(CRITIC, [1.0, 2.0]), TypeError, r"torch\.Tensor, got float"),
     "nothing": (lambda: penalties.r1(CRITIC, {}), ValueError, "at least one tensor"),

@@ -135,7 +135,7 @@ REFUSED = {
     "the Hessian of graphs of a tree": (lambda: penalties.forces(lambda x, i: by_index(x[0] + x[1], i), [ATOMS, ATOMS], INDEX, batch=INDEX, hessian=True), ValueError, "one tensor of positions"),
     "a tree of structures that act on one another": (lambda: penalties.forces(lambda x: pairs(x[0]) * x[1].mean(), [X, X[:, 0]], hessian=True), ValueError, "do not act on one another"),
     "energies of atoms": (lambda: penalties.forces(lambda x: x.square().sum(2).sum(0), X, hessian=True), ValueError, "one for each of 3 structures.*batch="),
-    "whole numbers": (lambda: penalties.forces(pairs, X.long()), TypeError, "floating-point"),
+    "integers": (lambda: penalties.forces(pairs, X.long()), TypeError, "floating-point"),
     "an option of penalties": (lambda: penalties.forces(pairs, X, reduction="sum"), TypeError, "'reduction', which is an option of penalties"),
     "a Hessian inside of vmap": (lambda: torch.func.vmap(lambda x: penalties.forces(pairs, x, hessian=True)[2])(X), NotImplementedError, r"torch\.func\.hessian"),
 }  # fmt: skip

@@ -63,7 +63,7 @@ class Learner:
 
 
 def sinusoid(small: bool, fused: bool = False) -> Learner:
-    """Waves a sin(x - b), as in experiments.data."""
+    """Waves a sin(x - b), as in experiments.few_shot."""
     tasks, shots, width = (3, 4, 8) if small else (25, 10, 40)
     sizes = [(1, width), (width, width)]
     if fused:

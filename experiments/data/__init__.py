@@ -1,1 +1,0 @@
-"""Datamodules, and the small data sets that come with them."""

@@ -1,1 +1,0 @@
-"""Builds the glyphs from open fonts: ``python -m experiments.data.build_glyphs``."""

@@ -1,1 +1,0 @@
-"""Adversarial attacks, and scores of generated samples."""

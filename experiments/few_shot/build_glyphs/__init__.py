@@ -1,0 +1,1 @@
+"""Builds the glyphs from open fonts: ``python -m experiments.few_shot.build_glyphs``."""

@@ -1,0 +1,128 @@
+"""A generative adversarial network in the plane, with a gradient penalty."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import hoglib as hog
+from experiments import logs, runs
+from experiments.checks import at_least, hidden_widths, positive
+from experiments.gan.adversarial import Adversarial
+from experiments.gan.plots import plot_gan_curves, plot_points
+from experiments.gan.table import PointsResult, points_table
+from experiments.shared.mixture import PARTS, Target
+from experiments.shared.networks import mlp
+from experiments.shared.quality import score_points, wasserstein_distance
+
+HeldOut = tuple[Tensor, Tensor]
+
+
+class GAN(Adversarial):
+    """Generator and critic of points in the plane.
+
+    Args:
+        penalty: A `hoglib.GradientPenalty`, or null for none.
+        loss: "relativistic" or "wasserstein".
+        critic_steps: Steps of the critic for each step of the generator.
+        hidden: Widths of the hidden layers of both networks.
+        act: Their activation.
+        latent: Entries of z.
+        critic_scale: Factor of the initial weights and biases of the critic's first layer: a network
+            with torch's own is too smooth for modes of width 0.05 (Sitzmann et al., SIREN, 2020,
+            section 3.2, do likewise).
+        generator_scale: The same for the generator.
+        lr: Learning rate of both Adams.
+        betas: Betas of both Adams.
+        decay: Whether lr falls linearly to zero over the run.
+        ema: Factor of the moving average at each step of the generator.
+        compile: True runs the gradients of both steps as compiled graphs, which round differently;
+            "eager" as graphs that are not compiled.
+    """
+
+    def __init__(
+        self,
+        penalty: hog.GradientPenalty | None,
+        loss: str = "relativistic",
+        critic_steps: int = 1,
+        hidden: list[int] | None = None,
+        act: str = "swish",
+        latent: int = 2,
+        critic_scale: float = 10.0,
+        generator_scale: float = 20.0,
+        lr: float = 3e-3,
+        betas: tuple[float, float] = (0.5, 0.99),
+        decay: bool = True,
+        ema: float = 0.999,
+        compile: bool | str = False,
+    ) -> None:
+        widths = hidden_widths(hidden, [128, 128, 128])
+        at_least("latent", latent, 1)
+        critic = scale_first_layer(mlp([2, *widths, 1], act), "critic_scale", critic_scale)
+        generator = scale_first_layer(
+            mlp([latent, *widths, 2], act), "generator_scale", generator_scale
+        )
+        super().__init__(
+            critic, generator, latent, penalty, loss, critic_steps, lr, betas, decay, ema, compile
+        )
+
+    def validation_step(self, batch: HeldOut, batch_idx: int) -> None:
+        real, _ = batch
+        fake, penalty = self.evaluate(real)
+        quality = score_points(fake, self.target)
+        values: dict[str, Any] = {
+            "val/covered": float(quality.covered),
+            "val/high_quality": quality.high,
+            "val/wasserstein": wasserstein_distance(fake, real),
+            "val/penalty": penalty,
+        }
+        self.log_dict(values, batch_size=len(real))
+
+    def test_step(self, batch: HeldOut, batch_idx: int) -> None:
+        real, other = batch
+        fake, _ = self.evaluate(real)
+        options = self.trained_with
+        own = PointsResult(
+            options["penalty"],
+            options["loss"],
+            options["data.kind"],
+            int(self.average.n_averaged),
+            *score_points(fake, self.target),
+            wasserstein_distance(fake, real),
+        )
+        floor = PointsResult(
+            "real points", "", own.data, 0, *score_points(other, self.target),
+            wasserstein_distance(other, real),
+        )  # fmt: skip
+        values = {"covered": own.covered, "high_quality": own.high, "wasserstein": own.distance}
+        self.log_dict({f"test/{k}": float(v) for k, v in values.items()}, batch_size=len(real))
+        folder = runs.run_folder(self.trainer)
+        runs.write_summary(folder, own._asdict())
+        others = [
+            PointsResult(**summary)
+            for summary in runs.summaries(folder)
+            if summary.keys() == own._asdict().keys()
+        ]
+        parts = self.target.parts
+        table = points_table(own, others, floor, parts, len(real))
+        title = (
+            f"{own.loss} loss, {own.penalty}: {own.covered} of {PARTS} {parts}, "
+            f"{own.high:.1%} within three sigma"
+        )
+        pictures = [plot_points(folder / "points.png", self.critic, real, fake, title)]
+        if curves := logs.curves(folder):
+            pictures.append(plot_gan_curves(folder / "training_curve.png", curves))
+        runs.write_report(folder, table, *pictures)
+
+    @property
+    def target(self) -> Target:
+        return self.trainer.datamodule.target  # type: ignore[attr-defined]
+
+
+def scale_first_layer(network: nn.Sequential, name: str, scale: float) -> nn.Sequential:
+    """The network, with the initial weights and biases of its first layer times scale."""
+    positive(name, scale)
+    with torch.no_grad():
+        for parameter in network[0].parameters():
+            parameter.mul_(scale)
+    return network

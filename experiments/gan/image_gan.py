@@ -1,0 +1,154 @@
+"""A generative adversarial network of handwritten digits, with a gradient penalty."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import hoglib as hog
+from experiments import logs, runs
+from experiments.checks import at_least
+from experiments.gan.adversarial import Adversarial
+from experiments.gan.plots import plot_generated_digits, save_grid
+from experiments.gan.table import DigitsResult, digits_table
+from experiments.shared.digit_classifier import load_classifier
+from experiments.shared.networks import image_critic, image_generator
+from experiments.shared.quality import DigitQuality, score_digits
+
+HeldOut = tuple[Tensor, Tensor]
+ACROSS = 10  # rows and columns of a grid of images
+GRID_SEED = 2**43  # of the points whose images the grids show, the same in every grid
+GRIDS = "grids"  # their folder
+
+
+class ImageGAN(Adversarial):
+    """Generator and critic of 28 x 28 images, by convolutions.
+
+    The networks are those of DCGAN (Radford et al., 2016) without its normalisation layers, which would
+    make the samples of a batch depend on one another in the penalty. Every validation generates images
+    from the same 10 x 10 points and saves them in the run's folder.
+
+    Args:
+        penalty: A `hoglib.GradientPenalty`, or null for none.
+        loss: "relativistic" or "wasserstein".
+        critic_steps: Steps of the critic for each step of the generator.
+        channels: Channels of the critic's first convolution.
+        generator_channels: Channels before the generator's last convolution.
+        act: Activation of both networks.
+        latent: Entries of z.
+        lr: Learning rate of both Adams.
+        betas: Betas of both Adams.
+        decay: Whether lr falls linearly to zero over the run.
+        ema: Factor of the moving average at each step of the generator.
+        compile: True runs the gradients of both steps as compiled graphs, which round differently;
+            "eager" as graphs that are not compiled.
+    """
+
+    def __init__(
+        self,
+        penalty: hog.GradientPenalty | None,
+        loss: str = "relativistic",
+        critic_steps: int = 1,
+        channels: int = 32,
+        generator_channels: int = 32,
+        act: str = "swish",
+        latent: int = 64,
+        lr: float = 2e-3,
+        betas: tuple[float, float] = (0.5, 0.99),
+        decay: bool = True,
+        ema: float = 0.995,
+        compile: bool | str = False,
+    ) -> None:
+        at_least("channels", channels, 1)
+        at_least("generator_channels", generator_channels, 1)
+        at_least("latent", latent, 1)
+        critic = image_critic(channels, act)
+        generator = image_generator(latent, generator_channels, act)
+        super().__init__(
+            critic, generator, latent, penalty, loss, critic_steps, lr, betas, decay, ema, compile
+        )
+        self.options |= {
+            "channels": channels,
+            "generator_channels": generator_channels,
+            "act": act,
+            "latent": latent,
+        }
+
+    def validation_step(self, real: Tensor, batch_idx: int) -> None:
+        fake, penalty = self.evaluate(real)
+        quality = self.score(fake, real)
+        self.log_dict(
+            {
+                "val/frechet": quality.frechet,
+                "val/confident": quality.confident,
+                "val/classes": float(quality.classes),
+                "val/entropy": quality.entropy,
+                "val/penalty": penalty,
+            },
+            batch_size=len(real),
+        )
+        save_grid(self.grid_file(), self.grid(), ACROSS)
+
+    def test_step(self, batch: HeldOut, batch_idx: int) -> None:
+        real, training = batch
+        fake, _ = self.evaluate(real)
+        quality, floor = self.score(fake, real), self.score(training, real)
+        options = self.trained_with
+        own = DigitsResult(
+            options["penalty"], options["loss"], options["data.images"], self.steps, *quality[:-1]
+        )
+        truth = DigitsResult("real training digits", "", own.data, 0, *floor[:-1])
+        self.log_dict(
+            {
+                "test/frechet": quality.frechet,
+                "test/confident": quality.confident,
+                "test/classes": float(quality.classes),
+                "test/entropy": quality.entropy,
+            },
+            batch_size=len(real),
+        )
+        folder = runs.run_folder(self.trainer)
+        summary = own._asdict()
+        runs.write_summary(folder, summary)
+        others = [
+            DigitsResult(**other)
+            for other in runs.summaries(folder)
+            if other.keys() == summary.keys()
+        ]
+        table = digits_table(own, others, truth, quality.shares, len(real))
+        save_grid(self.grid_file(), self.grid(), ACROSS)
+        picture = plot_generated_digits(
+            folder / "digits.png",
+            {step: file for step, file in saved_grids(folder).items() if step <= self.steps},
+            ACROSS,
+            logs.curves(folder).get("val/frechet", []),
+            floor.frechet,
+            quality.shares,
+            f"A generator trained on {own.data}: {own.loss} loss, {own.penalty}",
+        )
+        runs.write_report(folder, table, picture)
+        if runs.is_rank_zero():
+            print(f"Grids of generated digits over time are in {folder / GRIDS}")
+
+    @property
+    def steps(self) -> int:
+        """Steps of the generator so far."""
+        return int(self.average.n_averaged)
+
+    def score(self, images: Tensor, real: Tensor) -> DigitQuality:
+        classifier = load_classifier()
+        return score_digits(classifier.features(images.cpu()), classifier.features(real.cpu()))
+
+    def grid(self) -> Tensor:
+        """Images [100, 1, 28, 28] of the average at fixed points, which are drawn on the CPU."""
+        generator = torch.Generator().manual_seed(GRID_SEED)
+        return self(torch.randn(ACROSS**2, self.latent, generator=generator).to(self.device))
+
+    def grid_file(self) -> Path:
+        return runs.run_folder(self.trainer) / GRIDS / f"step_{self.steps:06d}.png"
+
+
+def saved_grids(folder: Path) -> dict[int, Path]:
+    """The grids of a run by their step, the earliest first."""
+    files = sorted((folder / GRIDS).glob("step_*.png"))
+    return {int(file.stem.removeprefix("step_")): file for file in files}

@@ -1,0 +1,40 @@
+"""The table of the energy of helium, beside the exact one and simpler wave functions."""
+
+from experiments.shared.layout import align
+
+EXACT = -2.903724  # of a nucleus at rest, without relativity: Pekeris, 1959
+HARTREE_FOCK = -2.861680
+SCREENED = -((27 / 16) ** 2)  # the best product of two exponentials
+
+
+def helium_table(
+    energy: float, error: float, variance: float, samples: int, accepted: float
+) -> str:
+    """The energy with its standard error.
+
+    Args:
+        energy: Mean of the local energies.
+        error: Its standard error.
+        variance: Of the local energies.
+        samples: Their number.
+        accepted: Part of the Metropolis moves that was accepted.
+    Returns:
+        The table.
+    """
+    rows = [["wave function", "energy", "above exact"]]
+    for name, value in (
+        ("exact", EXACT), ("this network", energy), ("Hartree-Fock", HARTREE_FOCK),
+        ("two exponentials", SCREENED),
+    ):  # fmt: skip
+        digits = f"{value:.4f}" + (f" +- {error:.4f}" if name == "this network" else "")
+        rows.append([name, digits, f"{1e3 * (value - EXACT):.2f}"])
+    return "\n".join(
+        [
+            "The ground state of helium, in hartree",
+            "",
+            *align(rows, left=1),
+            "",
+            f"above exact: in millihartree. {samples} local energies, of variance {variance:.4f}",
+            f"(0 for the exact wave function); {accepted:.0%} of the moves accepted.",
+        ]
+    )

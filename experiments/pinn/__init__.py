@@ -1,0 +1,6 @@
+"""Equations solved by networks (PINN): Poisson, a clamped plate, Allen-Cahn."""
+
+from experiments.pinn.experiment import Pinn
+from experiments.pinn.squares import Square
+
+__all__ = ["Pinn", "Square"]

@@ -1,1 +1,0 @@
-"""Pictures of the experiments, all in the style of `experiments.plots.style`."""

@@ -1,0 +1,5 @@
+"""Classifiers under adversarial attack."""
+
+from experiments.robust.experiment import Robustness
+
+__all__ = ["Robustness"]

@@ -1,0 +1,1 @@
+"""What several experiments use: data, networks, training, tables and pictures."""

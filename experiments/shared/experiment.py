@@ -1,0 +1,43 @@
+"""The base class of the experiments: checkpoints record how they were trained."""
+
+from typing import Any
+
+from experiments.shared.processes import InProcesses
+from hoglib.errors import ArgumentValueError
+
+
+class Experiment(InProcesses):
+    """A LightningModule whose checkpoints load only with the options that they were trained with.
+
+    The options are those of the model and of its data: a network must not be tested on another split,
+    of which it may have seen the test part in training.
+
+    Attributes:
+        options: Options of the model that a checkpoint must agree with, by name.
+    """
+
+    options: dict[str, Any]
+
+    @property
+    def trained_with(self) -> dict[str, Any]:
+        """Options of model and data that a checkpoint must agree with."""
+        data = self.trainer.datamodule.options  # type: ignore[attr-defined]
+        return {**self.options, **{f"data.{name}": value for name, value in data.items()}}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["trained_with"] = self.trained_with
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        # Lightning loads the parameters before it converts the module to trainer.precision, and would
+        # round those of 64-true to float32
+        self.trainer.strategy.precision_plugin.convert_module(self)
+        saved = checkpoint.get("trained_with", {})
+        different = [name for name, value in self.trained_with.items() if value != saved.get(name)]
+        if different:
+            expected = ", ".join(f"{name} {self.trained_with[name]}" for name in different)
+            got = ", ".join(f"{name} {saved.get(name)}" for name in different)
+            raise ArgumentValueError(
+                f"checkpoint: expected one trained with {expected}, as the config says, got one "
+                f"trained with {got}; leave out these options and --config: the config.yaml that lies "
+                "beside the checkpoint is read."
+            )

@@ -1,1 +1,0 @@
-"""Result tables, as text: what an experiment prints at its end."""

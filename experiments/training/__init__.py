@@ -1,1 +1,0 @@
-"""What the experiments share in their training."""
