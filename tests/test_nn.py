@@ -14,10 +14,7 @@ MODULES = {
     "Tanh": (hog.nn.Tanh, nn.Tanh, "Tanh()"),
     "Sigmoid": (hog.nn.Sigmoid, nn.Sigmoid, "Sigmoid()"),
     "Swish": (hog.nn.Swish, nn.SiLU, "Swish(num_parameters=1)"),
-    "Linear": (
-        lambda: hog.nn.Linear(2, 4), lambda: nn.Linear(2, 4),
-        "Linear(in_features=2, out_features=4, bias=True)",
-    ),
+    "Linear": (lambda: hog.nn.Linear(2, 4), lambda: nn.Linear(2, 4), "Linear(in_features=2, out_features=4, bias=True)"),
     "LinearAct": (
         lambda: hog.nn.LinearAct(2, 4, bias=False, act="relu"),
         lambda: nn.Sequential(nn.Linear(2, 4, bias=False), nn.ReLU()),

@@ -135,10 +135,7 @@ def fsdp_and_tensor_parallel(rank, world):
 
 LAYOUTS = {  # of two processes, and of four
     2: {"fsdp": fsdp, "fsdp, checkpointed": fsdp_checkpointed, "fsdp, frozen": fsdp_frozen},
-    4: {
-        "hybrid": hybrid, "tensor parallel": tensor_parallel,
-        "fsdp and tensor parallel": fsdp_and_tensor_parallel,
-    },
+    4: {"hybrid": hybrid, "tensor parallel": tensor_parallel, "fsdp and tensor parallel": fsdp_and_tensor_parallel},
 }  # fmt: skip
 MODES = {
     "hvp": hog.hvp,

@@ -209,13 +209,9 @@ POISONED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
         lambda: nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.ReLU(), Applies(WrongScale.apply), nn.Linear(6, 3)),
         "3", "0.5 times",
     ),
-    "cdist": (
-        lambda: smooth(Applies(lambda x: torch.cdist(x, x.detach() + 1)[:, :1] * x)), "2", "cdist",
-    ),
+    "cdist": (lambda: smooth(Applies(lambda x: torch.cdist(x, x.detach() + 1)[:, :1] * x)), "2", "cdist"),
     "a backward hook that raises": (with_a_hook, "0", "ValueError (no)"),
-    "what does not run in float64": (
-        lambda: smooth(Float32Only(), Applies(Cached.apply)), "3", "ctx.slope",
-    ),
+    "what does not run in float64": (lambda: smooth(Float32Only(), Applies(Cached.apply)), "3", "ctx.slope"),
 }  # fmt: skip
 
 

@@ -94,13 +94,9 @@ FRAGILE: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
         lambda: smooth(Applies(lambda x: checkpoint(torch.sin, x, use_reentrant=True))),
         "reentrant checkpoint", "`2`",
     ),
-    "compiled": (
-        lambda: smooth(torch.compile(nn.Linear(6, 6), backend="eager")), "compiled", "`2`",
-    ),
+    "compiled": (lambda: smooth(torch.compile(nn.Linear(6, 6), backend="eager")), "compiled", "`2`"),
     "state": (lambda: smooth(Counts()), "state", "`2.calls`"),
-    "stopped": (
-        lambda: smooth(Applies(lambda x: x * x.norm().detach())), "stopped gradients", "`2`",
-    ),
+    "stopped": (lambda: smooth(Applies(lambda x: x * x.norm().detach())), "stopped gradients", "`2`"),
     "unused": (unused, "unused parameters", "spare.weight, spare.bias"),
 }  # fmt: skip
 
@@ -329,17 +325,12 @@ ARGUMENTS: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str
     "an iterator of params": ((max, iter([ONE]), None), {}, ArgumentTypeError, "trainable_params"),
     "no params": ((max, {}, None), {}, ArgumentValueError, "params: expected at least one tensor"),
     "a used-up batch": ((max, ONE, iter([ONE])), {}, ArgumentTypeError, r"one batch .* pass list\(...\)"),
-    "a loader": (
-        (max, ONE, torch.utils.data.DataLoader([ONE])), {}, ArgumentTypeError, "one batch .* DataLoader",
-    ),
+    "a loader": ((max, ONE, torch.utils.data.DataLoader([ONE])), {}, ArgumentTypeError, "one batch .* DataLoader"),
     "no scalar": ((lambda w, b: w, ONE, None), {}, ArgumentValueError, "expected a scalar"),
     "stand_ins": ((max, ONE, None), {"stand_ins": "yes"}, ArgumentTypeError, "expected True or False"),
     "an unknown route": ((max, ONE, None), {"routes": "rv"}, ArgumentValueError, r"routes: .*'rv'"),
     "no route": ((max, ONE, None), {"routes": []}, ArgumentTypeError, "routes: expected some of"),
-    "lazy params": (
-        (max, dict(LAZY.named_parameters()), None), {}, ArgumentValueError,
-        "lazy module that has not run",
-    ),
+    "lazy params": ((max, dict(LAZY.named_parameters()), None), {}, ArgumentValueError, "lazy module that has not run"),
     "sparse params": ((max, {"w": torch.eye(3).to_sparse()}, None), {}, ArgumentTypeError, r"\['w'\]: .*dense.*sparse"),
     "meta params": ((max, torch.ones(3, device="meta"), None), {}, ArgumentTypeError, "with values.*meta"),
     "float8 params": ((max, ONE.to(torch.float8_e4m3fn), None), {}, ArgumentTypeError, "float8_e4m3fn"),

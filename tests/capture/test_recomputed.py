@@ -47,17 +47,13 @@ def by_hook(x, number):
 USES = {
     "nothing": (lambda x, i: x, 1, 1),
     "an index": (lambda x, i: ([x] * (i + 1))[i], 1, 1),
-    "an empty tensor": (
-        lambda x, i: torch.cat([torch.tensor([], dtype=DOUBLE), x.flatten()]).view_as(x),
-        1,
-        1,
-    ),
+    "an empty tensor": (lambda x, i: torch.cat([torch.tensor([], dtype=DOUBLE), x.flatten()]).view_as(x), 1, 1),
     "a factor": (lambda x, i: x * i, 3, 3),
     "a constant": (lambda x, i: x + torch.tensor([0.0, i], dtype=DOUBLE).sum(), 3, 3),
     "the gradient": (Scaled.apply, 3, 3),
     "a hook": (by_hook, 3, 3),
     "a window": (lambda x, i: x.cumsum(0) if len(x) <= i + 1 else x, 1, 2),
-}
+}  # fmt: skip
 
 
 class Numbered(nn.Module):

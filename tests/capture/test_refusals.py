@@ -210,15 +210,11 @@ def calling_backward(x):
 
 CASES = {
     **dict.fromkeys(READS, "expected a function whose graph is the same for all values"),
-    **dict.fromkeys(
-        CHANGES, "expected a function that does not change its arguments, parameters and buffers"
-    ),
-    **dict.fromkeys(
-        [of_a_generator, in_place_of_a_generator], "expected a function without a torch.Generator"
-    ),
+    **dict.fromkeys(CHANGES, "expected a function that does not change its arguments, parameters and buffers"),
+    **dict.fromkeys([of_a_generator, in_place_of_a_generator], "expected a function without a torch.Generator"),
     by_torchscript: "expected a function that can be traced, got one with TorchScript code",
     calling_backward: "expected a function that returns its gradients",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("fn", "words"), CASES.items(), ids=[fn.__name__ for fn in CASES])

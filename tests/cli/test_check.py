@@ -55,15 +55,11 @@ def double(function):
 
 BROKEN = {
     "Hessian-vector product through LayerNorm and attention": (hog, "hvp", double(hog.hvp)),
-    "largest eigenvalues of a Hessian": (
-        hog.HessianOperator, "eigsh", lambda self, k: (torch.ones(k), None),
-    ),
+    "largest eigenvalues of a Hessian": (hog.HessianOperator, "eigsh", lambda self, k: (torch.ones(k), None)),
     "gradient penalty": (hog.penalties, "wgan_gp", double(hog.penalties.wgan_gp)),
     "meta-gradient of one MAML step": (hog.MAML, "loss", double(hog.MAML.loss)),
     "verify finds a wrong Function": (hog, "verify", lambda *a, **k: hog.Report),
-    "compiled Hessian-vector product": (
-        hog, "compile", lambda fn: double(fn),
-    ),
+    "compiled Hessian-vector product": (hog, "compile", lambda fn: double(fn)),
 }  # fmt: skip
 
 

@@ -139,10 +139,7 @@ RATES = {
 LOSS, WEIGHTS = Learned(), [0.5, 0.0, 0.5]
 BY_HAND = {
     **{f"a rate for each {of}": ({"learn_lr": of}, of_rates(of, False)) for of in RATES},
-    **{
-        f"a rate for each {of} and step": ({"learn_lr": of, "lr_per_step": True}, of_rates(of, True))
-        for of in RATES
-    },
+    **{f"a rate for each {of} and step": ({"learn_lr": of, "lr_per_step": True}, of_rates(of, True)) for of in RATES},
     "rates, first order": ({"learn_lr": "parameter", "first_order": True}, of_rates("parameter", False, True)),
     "first order": ({"first_order": True}, of_first_order),
     "an inner loss": ({"inner_loss": LOSS}, of_learned_loss),

@@ -22,12 +22,9 @@ SEGMENTS: dict[str, dict[str, Any]] = {
     "offsets": {"offsets": torch.tensor([0, 2, 2, 5])},
     "offsets inside": {"offsets": torch.tensor([1, 3, 4])},
     "lengths that leave a rest": {"lengths": torch.tensor([2, 0, 1]), "unsafe": True},
-    "lengths of a batch": {
-        "lengths": torch.tensor([[1, 1], [2, 0], [0, 2], [1, 1], [0, 2]]),
-        "axis": 1,
-    },
+    "lengths of a batch": {"lengths": torch.tensor([[1, 1], [2, 0], [0, 2], [1, 1], [0, 2]]), "axis": 1},
     "offsets of a batch": {"offsets": torch.tensor([[0, 1, 2]] * 5), "axis": -1},
-}
+}  # fmt: skip
 each_segments = rows("segments", SEGMENTS.values(), ids=SEGMENTS.keys())
 reductions = rows("reduce", ["sum", "mean", "max", "min", "prod"])
 PLACES = torch.tensor([[0, 1, 0], [1, 1, 2], [2, 0, 0], [0, 0, 0], [1, 2, 3], [3, 3, 3]])

@@ -28,10 +28,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "padded": PADDED,
     "concatenated": (torch.tensor([1, 2, 2, 3, 1, 1]), *PADDED[1:]),
     "tensors of lengths": (LABELS, *map(torch.tensor, PADDED[1:])),
-    "concatenated, tensors of lengths": (
-        torch.tensor([1, 2, 2, 3, 1, 1]),
-        *map(torch.tensor, PADDED[1:]),
-    ),
+    "concatenated, tensors of lengths": (torch.tensor([1, 2, 2, 3, 1, 1]), *map(torch.tensor, PADDED[1:])),
     "short integers": (LABELS.int(), *(torch.tensor(x, dtype=torch.int32) for x in PADDED[1:])),
     "whole length": (torch.tensor([[1, 2], [3, 3], [2, 1]]), (6, 6, 6), (2, 2, 2)),
     "no labels at all": (LABELS[:, :0], (6, 4, 5), (0, 0, 0)),
@@ -39,7 +36,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "no steps in a row": (LABELS, (6, 0, 5), (1, 0, 2)),
     "as many steps as labels": (torch.tensor([[1, 2], [2, 1], [3, 1]]), (2, 3, 2), (2, 2, 2)),
     "blanks among the labels": (torch.tensor([[0, 1], [0, 2], [1, 3]]), (6, 6, 6), (2, 2, 2)),
-}
+}  # fmt: skip
 
 
 def value_and_grad(function: Callable[..., Tensor], x: Tensor, *others: Any, **options: Any) -> Any:

@@ -60,16 +60,12 @@ AS_TORCH: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], Tensor]]
     **{
         f"smooth_l1 at the seam of beta {beta:g}": (
             lambda x, beta=beta: ops.smooth_l1(x, torch.zeros_like(x), beta=beta),
-            lambda x, beta=beta: F.smooth_l1_loss(
-                x, torch.zeros_like(x), beta=beta, reduction="none"
-            ),
+            lambda x, beta=beta: F.smooth_l1_loss(x, torch.zeros_like(x), beta=beta, reduction="none"),
             tensor(0.0, 0.5, -0.5, 1.0, -1.0, 3.0, INF),
         )
         for beta in (0, 0.5, 1)
     },
-    "amax of ties": (
-        lambda x: ops.amax(x, 0), lambda x: x.amax(0), tensor(1.0, 2.0, 2.0, 2.0)
-    ),
+    "amax of ties": (lambda x: ops.amax(x, 0), lambda x: x.amax(0), tensor(1.0, 2.0, 2.0, 2.0)),
     "amax of NaN": (lambda x: ops.amax(x, 0), lambda x: x.amax(0), tensor(1.0, NAN)),
     **{
         f"logsumexp of {values}": (
@@ -79,9 +75,7 @@ AS_TORCH: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], Tensor]]
         )
         for values in [(-INF, -INF), (-INF, 1.0), (INF, 1.0), (1e300, 1e300), (-800.0, -801.0)]
     },
-    "logsumexp of nothing": (
-        lambda x: ops.logsumexp(x, 0), lambda x: torch.logsumexp(x, 0), tensor()
-    ),
+    "logsumexp of nothing": (lambda x: ops.logsumexp(x, 0), lambda x: torch.logsumexp(x, 0), tensor()),
     "mean of nothing": (lambda x: ops.mean(x, 0), lambda x: x.mean(0), tensor()),
     "sum of nothing": (lambda x: ops.sum(x, 0), lambda x: x.sum(0), tensor()),
     "swish far out": (ops.swish, lambda x: F.silu(x), tensor(-900.0, 900.0, 0.0)),
@@ -232,21 +226,18 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "clamp without bounds": (lambda: ops.clamp(X), ValueError, "min, max or both"),
     "clamp by NaN": (lambda: ops.clamp(X, min=NAN), ValueError, "min"),
     "clamp by a tensor": (lambda: ops.clamp(X, max=X), TypeError, "max: .*Python number"),
-    "clamp half straight": (
-        lambda: ops.clamp(X, max=1, straight_through=1), TypeError, "True or False"),
+    "clamp half straight": (lambda: ops.clamp(X, max=1, straight_through=1), TypeError, "True or False"),
     "smooth_l1 beta": (lambda: ops.smooth_l1(X, X, beta=-1), ValueError, "beta.*at least 0"),
     "smooth_l1 target": (lambda: ops.smooth_l1(X, INTEGER), TypeError, "target"),
     "scaled_activation kind": (
         lambda: ops.scaled_activation(X, scale=1, kind="gelu"), ValueError, "relu, tanh; got 'gelu'"),
-    "scaled_activation scale": (
-        lambda: ops.scaled_activation(X, scale=X, kind="relu"), TypeError, "scale"),
+    "scaled_activation scale": (lambda: ops.scaled_activation(X, scale=X, kind="relu"), TypeError, "scale"),
     "straight_through kind": (lambda: ops.straight_through(X, kind="floor"), ValueError, "kind"),
     "scale of the gradient": (lambda: ops.scale_gradient(X, scale="1"), TypeError, "scale"),
     "bound below zero": (lambda: ops.clip_gradient(X, bound=-1.0), ValueError, "bound"),
     "activation": (lambda: ops.linear_act(X, X, act="gelu"), ValueError, "act"),
     "matmul shapes": (lambda: ops.matmul(X, X), ValueError, r"\(2, 3\) and b \(2, 3\)"),
-    "matmul batches": (
-        lambda: ops.matmul(torch.ones(2, 2, 2), torch.ones(3, 2, 2)), ValueError, "broadcast"),
+    "matmul batches": (lambda: ops.matmul(torch.ones(2, 2, 2), torch.ones(3, 2, 2)), ValueError, "broadcast"),
     "matmul dtypes": (lambda: ops.matmul(X, X.double().mT), TypeError, "one dtype"),
     "matmul of a number": (lambda: ops.matmul(X, torch.tensor(1.0)), ValueError, "matmul"),
     "bias of another size": (lambda: ops.bias_add(X, torch.ones(2)), ValueError, r"\(3,\)"),
@@ -256,16 +247,12 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "dimension of text": (lambda: ops.logsumexp(X, "x"), TypeError, "an integer"),
     "keepdim": (lambda: ops.sum(X, 1, keepdim=1), TypeError, "True or False"),
     "maximum of nothing": (lambda: ops.amax(X[:0], 0), IndexError, "an empty dimension has no maximum"),
-    "reduction": (
-        lambda: ops.softmax_cross_entropy(X, X, reduction="batchmean"), ValueError, "reduction"),
-    "label smoothing": (
-        lambda: ops.softmax_cross_entropy(X, X, label_smoothing=1.5), ValueError, "from 0 to 1"),
-    "target shape": (
-        lambda: ops.softmax_cross_entropy(X, torch.zeros(3).long()), ValueError, "logits"),
+    "reduction": (lambda: ops.softmax_cross_entropy(X, X, reduction="batchmean"), ValueError, "reduction"),
+    "label smoothing": (lambda: ops.softmax_cross_entropy(X, X, label_smoothing=1.5), ValueError, "from 0 to 1"),
+    "target shape": (lambda: ops.softmax_cross_entropy(X, torch.zeros(3).long()), ValueError, "logits"),
     "target of probabilities for classes": (
         lambda: ops.softmax_cross_entropy(X, torch.zeros(2)), ValueError, "probabilities"),
-    "boolean target": (
-        lambda: ops.softmax_cross_entropy(X, torch.zeros(2).bool()), TypeError, "target"),
+    "boolean target": (lambda: ops.softmax_cross_entropy(X, torch.zeros(2).bool()), TypeError, "target"),
 }  # fmt: skip
 
 

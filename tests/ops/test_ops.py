@@ -94,18 +94,10 @@ def test_relu_with_frozen_weights_can_be_differentiated_twice_as_in_torch():
 
 
 ERRORS = {
-    "integer beta": (
-        lambda: hog.ops.swish(rand(2), torch.ones(2, dtype=torch.int)), TypeError, r"beta\.float\(\)",
-    ),
-    "transposed weight": (
-        lambda: hog.ops.linear(rand(3, 2), rand(2, 4)), ValueError, r"weight \(2, 4\).*weight\.mT",
-    ),
-    "bias of another size": (
-        lambda: hog.ops.linear_act(rand(3, 2), rand(4, 2), rand(3)), ValueError, r"bias \(3,\)",
-    ),
-    "x without dimensions": (
-        lambda: hog.ops.linear(rand(), rand(4, 2)), ValueError, r"x \(\)",
-    ),
+    "integer beta": (lambda: hog.ops.swish(rand(2), torch.ones(2, dtype=torch.int)), TypeError, r"beta\.float\(\)"),
+    "transposed weight": (lambda: hog.ops.linear(rand(3, 2), rand(2, 4)), ValueError, r"weight \(2, 4\).*weight\.mT"),
+    "bias of another size": (lambda: hog.ops.linear_act(rand(3, 2), rand(4, 2), rand(3)), ValueError, r"bias \(3,\)"),
+    "x without dimensions": (lambda: hog.ops.linear(rand(), rand(4, 2)), ValueError, r"x \(\)"),
 }  # fmt: skip
 
 

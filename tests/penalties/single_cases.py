@@ -253,11 +253,7 @@ CASES = {
     "autograd.grad in one process": ("mean", differentiated_by_one_process),
     "a generator's step through ddp.module": ("mean", generator_step, "step"),
     "a generator's step through ddp.module, zeros kept": ("mean", generator_step, "zeros"),
-    "a generator's step through ddp.module after a skipped one": (
-        "mean",
-        generator_step,
-        "skipped",
-    ),
+    "a generator's step through ddp.module after a skipped one": ("mean", generator_step, "skipped"),
     "wrapped after its first penalty": ("refused", wrapped_late),
     "a copy of the critic": ("mean", copied),
     "uneven numbers of batches in join": ("mean", joined),
@@ -275,11 +271,7 @@ CASES = {
     "torch alone: penalty alone": ("silent", silent, "penalty alone", "ddp", "plain"),
     "torch alone: ddp.module": ("silent", silent, "one backward", "ddp.module", "plain"),
     "torch alone: static_graph": ("silent", silent, "one backward", "ddp", "static_graph"),
-    "the error speaks of static_graph": (
-        "said",
-        partial(message, static_graph=True),
-        "Leave static_graph=True out",
-    ),
-}
+    "the error speaks of static_graph": ("said", partial(message, static_graph=True), "Leave static_graph=True out"),
+}  # fmt: skip
 CASES |= {f"{name}, ddp": ("mean", each, name, False) for name in PENALTIES}
 CASES |= {f"{name}, ddp.module": ("refused", each, name, True) for name in PENALTIES}

@@ -43,10 +43,7 @@ KINDS = {
     "wgan_gp": (plain, lambda c, **o: penalties.wgan_gp(c, X, FAKE, generator=generator(), **o)),
     "r1": (plain, lambda c, **o: penalties.r1(c, X, **o)),
     "jacobian": (SMOOTH, lambda c, **o: penalties.jacobian(c, X, generator=generator(), **o)),
-    "input_gradient": (
-        SMOOTH,
-        lambda c, **o: penalties.input_gradient(lambda x: c(x).square().sum(1), X, **o),
-    ),
+    "input_gradient": (SMOOTH, lambda c, **o: penalties.input_gradient(lambda x: c(x).square().sum(1), X, **o)),
     "parameter_gradient with outputs": (
         SMOOTH,
         lambda c, **o: with_outputs(
@@ -55,25 +52,17 @@ KINDS = {
             )
         ),
     ),
-    "terms": (
-        plain, lambda c, **o: (penalties.r1(c, X, reduction="none", **o) * X[:, 0]).sum()
-    ),
-    "outputs of both": (
-        plain, lambda c, **o: with_outputs(penalties.r1_r2(c, X, FAKE, return_outputs=True, **o))
-    ),
+    "terms": (plain, lambda c, **o: (penalties.r1(c, X, reduction="none", **o) * X[:, 0]).sum()),
+    "outputs of both": (plain, lambda c, **o: with_outputs(penalties.r1_r2(c, X, FAKE, return_outputs=True, **o))),
     "micro-batches of projections": (
         SMOOTH,
         lambda c, **o: penalties.jacobian(c, X, generator=generator(), micro_batch=2, **o),
     ),
     "between graphs": (
         plain,
-        lambda c, **o: penalties.wgan_gp(
-            pooled(c), X, FAKE, GRAPHS, batch=GRAPHS, generator=generator(), **o
-        ),
+        lambda c, **o: penalties.wgan_gp(pooled(c), X, FAKE, GRAPHS, batch=GRAPHS, generator=generator(), **o),
     ),
-    "an output": (
-        SMOOTH, lambda c, **o: penalties.r1(c, X, output=lambda y: y.square().mean(1), **o)
-    ),
+    "an output": (SMOOTH, lambda c, **o: penalties.r1(c, X, output=lambda y: y.square().mean(1), **o)),
     "outputs are forces": (plain, lambda c, **o: forced(penalties.forces(c, X, **o))),
     "outputs are forces and a Hessian": (plain, lambda c, **o: forced(penalties.forces(c, X, hessian=True, **o))),
     "outputs are those of one structure": (plain, lambda c, **o: forced(penalties.forces(lambda x: c(x).sum(), X, **o))),

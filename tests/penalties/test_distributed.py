@@ -10,19 +10,13 @@ ONE = ("one backward", "one backward, penalty first")
 # The layouts of a step whose gradients are the mean, of each wrap and call; all others are refused.
 RIGHT = {
     "plain": {
-        "ddp": (
-            "penalty alone", *ONE, "one forward", "penalty, then loss", "loss, then penalty",
-            "three backwards",
-        ),
+        "ddp": ("penalty alone", *ONE, "one forward", "penalty, then loss", "loss, then penalty", "three backwards"),
         "loss by ddp, penalty by ddp.module": ONE,
         "loss by ddp.module, penalty by ddp": (
             "penalty alone", *ONE, "one forward", "loss, then penalty", "three backwards",
         ),
     },
-    "static_graph": {
-        "ddp": ("loss, then penalty", "three backwards"),
-        "loss by ddp, penalty by ddp.module": ONE,
-    },
+    "static_graph": {"ddp": ("loss, then penalty", "three backwards"), "loss by ddp, penalty by ddp.module": ONE},
 }  # fmt: skip
 RIGHT["find_unused_parameters"] = RIGHT["gradient_as_bucket_view"] = RIGHT["plain"]
 MATRIX = [

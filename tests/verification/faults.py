@@ -596,15 +596,9 @@ class KeepsForShape(Keeps):
 
 
 WRONG = {
-    "a tensor in a list": (
-        lambda x: TakesList.apply(x, [x.sin()]),
-        "`others` holds tensors that need",
-    ),
+    "a tensor in a list": (lambda x: TakesList.apply(x, [x.sin()]), "`others` holds tensors that need"),
     "in a list and alone": (with_shared(ListHalf), "first derivative of ListHalf is wrong"),
-    "kept on ctx, then changed": (
-        lambda x: Keeps.apply(x).mul_(3),
-        "derivative of Keeps is wrong: ctx.y was changed",
-    ),
+    "kept on ctx, then changed": (lambda x: Keeps.apply(x).mul_(3), "derivative of Keeps is wrong: ctx.y was changed"),
     "frees its argument": (lambda x: FreesAndDetaches.apply(0.3 * x), "FreesAndDetaches"),
     "compiled by the user": (
         torch.compile(lambda x: SavesExpCompiled.apply(x) + x, backend="aot_eager"),
@@ -655,14 +649,11 @@ WRONG = {
     "a changed gradient": (as_residual(Rotates), "`g.copy_(turned)`"),
     "a backward pass inside": (Backwards.apply, "`torch.autograd.backward(y, g)`"),
     "a derivative in forward": (ScoreSaved.apply, "`slope`"),
-    "of a symmetric matrix": (
-        by_symmetric(SquareOfSymmetricCut),
-        "`return g @ a + a.detach() @ g`",
-    ),
+    "of a symmetric matrix": (by_symmetric(SquareOfSymmetricCut), "`return g @ a + a.detach() @ g`"),
     "of log-probabilities": (by_log_probabilities(TranscriptionSaved), "ctx.paths"),
     "a small part in float32": (SinesSaved.apply, "ctx.last"),
     "fine steps": (FineSteps.apply, "rounds its input to fewer digits"),
-}
+}  # fmt: skip
 RIGHT = {
     "in a list and alone": with_shared(ListAgain),
     "kept on ctx": Keeps.apply,

@@ -158,9 +158,7 @@ ENTRY_POINTS = {
     "bilaplacian": lambda function: hog.bilaplacian(lambda x: function(x).sum(1), X),
     "jet": lambda function: hog.jet(lambda x: function(x).sum(1), X, [torch.ones_like(X), None]),
     "directional": lambda function: hog.directional(lambda x: function(x).sum(1), X, torch.ones_like(X), 2),
-    "partial_derivative": lambda function: hog.partial_derivative(
-        lambda x: function(x).sum(1), X, index=(0, 0)
-    ),
+    "partial_derivative": lambda function: hog.partial_derivative(lambda x: function(x).sum(1), X, index=(0, 0)),
     "HessianOperator": with_loss(lambda loss, p, v, b: hog.HessianOperator(loss, p, b) @ v),
     "GGNOperator": with_loss(lambda loss, p, v, b: hog.GGNOperator(loss, p, b) @ v),
     "FisherOperator": with_loss(lambda loss, p, v, b: hog.FisherOperator(loss, p, b) @ v),
@@ -168,9 +166,7 @@ ENTRY_POINTS = {
         lambda loss, p, v, b: curvature.hessian_spectrum(loss, p, b, k=1, num_samples=1, steps=3)
     ),
     "NewtonCG": with_loss(newton),
-    "KFAC": with_loss(
-        lambda loss, p, v, b: curvature.KFAC(loss, dict(loss.model.named_parameters()), lr=0.1).step(b)
-    ),
+    "KFAC": with_loss(lambda loss, p, v, b: curvature.KFAC(loss, dict(loss.model.named_parameters()), lr=0.1).step(b)),
     "r1": lambda function: penalties.r1(Net(function), X),
     "r1 compiled": lambda function: penalties.r1(Net(function), X, compile="eager"),
     "r2": lambda function: penalties.r2(Net(function), X),
@@ -185,28 +181,18 @@ ENTRY_POINTS = {
     "parameter_gradient": with_loss(lambda loss, p, v, b: penalties.parameter_gradient(loss, p, b)),
     "GradientPenalty": lambda function: hog.GradientPenalty("r1")(Net(function), X),
     "forces": lambda function: penalties.forces(lambda x: Net(function)(x).sum(1), X),
-    "forces with Hessian": lambda function: penalties.forces(
-        lambda x: Net(function)(x).sum(1), X, hessian=True
-    ),
-    "root": lambda function: meta.root(
-        lambda z, x: z - function(x).sum(1), function(X).detach().sum(1), X
-    ),
+    "forces with Hessian": lambda function: penalties.forces(lambda x: Net(function)(x).sum(1), X, hessian=True),
+    "root": lambda function: meta.root(lambda z, x: z - function(x).sum(1), function(X).detach().sum(1), X),
     "fixed_point": lambda function: meta.fixed_point(lambda z, x: function(x), 0 * X, X),
     "MAML": learner(hog.MAML),
     "MAML over a loop": learner(hog.MAML, over_tasks="loop"),
     "MAML.adapt": lambda function: hog.MAML(Net(function), F.mse_loss).adapt((X, Y)),
     "IMAML": learner(meta.IMAML),
-    "adapt": with_loss(
-        lambda loss, p, v, b: meta.adapt(loss, p, b, meta.sgd(0.1), steps=2, memory="remat")
-    ),
-    "inner_step": with_loss(
-        lambda loss, p, v, b: meta.inner_step(loss, p, b, meta.sgd(0.1), {})
-    ),
+    "adapt": with_loss(lambda loss, p, v, b: meta.adapt(loss, p, b, meta.sgd(0.1), steps=2, memory="remat")),
+    "inner_step": with_loss(lambda loss, p, v, b: meta.inner_step(loss, p, b, meta.sgd(0.1), {})),
     "hypergradient": hypergradient("unrolled"),
     "hypergradient implicit": hypergradient("cg", damping=10.0),
-    "compile": with_loss(
-        lambda loss, p, v, b: hog.compile(lambda p: hog.hvp(loss, p, v, b)[1], backend="eager")(p)
-    ),
+    "compile": with_loss(lambda loss, p, v, b: hog.compile(lambda p: hog.hvp(loss, p, v, b)[1], backend="eager")(p)),
     "compile without check": with_loss(
         lambda loss, p, v, b: hog.compile(
             lambda p: hog.hvp(loss, p, v, b)[1], backend="eager", check=False

@@ -90,13 +90,9 @@ class TransportSaved(Transport):
 
 
 SMALL_PARTS = {
-    "a plan of transport and a square": (
-        lambda f: lambda c: f.apply(c) + c.square().sum(), TransportSaved, Transport,
-    ),
+    "a plan of transport and a square": (lambda f: lambda c: f.apply(c) + c.square().sum(), TransportSaved, Transport),
     "columns of fifty sizes": (lambda f: f.apply, SinesSaved, Sines),
-    "columns, summed": (
-        lambda f: lambda x: f.apply(x)[:, 1:].sum(1) + x[:, 0] ** 3, SinesSaved, Sines
-    ),
+    "columns, summed": (lambda f: lambda x: f.apply(x)[:, 1:].sum(1) + x[:, 0] ** 3, SinesSaved, Sines),
 }  # fmt: skip
 
 

@@ -101,12 +101,8 @@ CASES = {
         torch.triu, "upper triangular",
     ),
     "probabilities": Case(entropy, entropy_gradient, lambda b: b.softmax(1), "summing to one"),
-    "log-probabilities": Case(
-        paths, paths_gradient, lambda b: b.log_softmax(1), "log-probabilities along dimension 1"
-    ),
-    "unit vectors": Case(
-        angle, angle_gradient, lambda b: F.normalize(b, dim=1), "of length one along dimension 1"
-    ),
+    "log-probabilities": Case(paths, paths_gradient, lambda b: b.log_softmax(1), "log-probabilities along dimension 1"),
+    "unit vectors": Case(angle, angle_gradient, lambda b: F.normalize(b, dim=1), "of length one along dimension 1"),
 }  # fmt: skip
 each = pytest.mark.parametrize("name", CASES)
 

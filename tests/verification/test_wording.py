@@ -59,13 +59,9 @@ class WrongSign(Mul):
 
 WRONG = {
     "an output ignored": (IgnoresAnOutput, (x,), "output 1, by inputs[0] (`a`)"),
-    "one branch": (
-        OneBranch,
-        (torch.tensor([-1.0, 0.4, -0.3]),),
-        "2 of 3 elements of that gradient",
-    ),
+    "one branch": (OneBranch, (torch.tensor([-1.0, 0.4, -0.3]),), "2 of 3 elements of that gradient"),
     "the sign": (WrongSign, (x, y), "by inputs[1] (`b`), along random directions"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", WRONG)

@@ -149,17 +149,11 @@ _NO_CLASSES = torch.zeros(0, dtype=torch.long)
 _SAMPLES_OF_CLASSES = (
     sample_input("rows", lambda n: (n(3, 4), _CLASSES)),
     sample_input("one row", lambda n: (n(4), torch.tensor(2)), reduction="sum"),
-    sample_input(
-        "pixels", lambda n: (n(2, 3, 2), torch.tensor([[0, 2], [1, 1]])), reduction="none"
-    ),
-    sample_input(
-        "ignored row and smoothing",
-        lambda n: (n(3, 4), torch.tensor([1, -100, 0])),
-        label_smoothing=0.2,
-    ),
+    sample_input("pixels", lambda n: (n(2, 3, 2), torch.tensor([[0, 2], [1, 1]])), reduction="none"),
+    sample_input("ignored row and smoothing", lambda n: (n(3, 4), torch.tensor([1, -100, 0])), label_smoothing=0.2),
     sample_input("ignored class", lambda n: (n(3, 4), torch.tensor([1, 2, 0])), ignore_index=2),
     sample_input("probabilities", lambda n: (n(2, 3), n(2, 3) ** 2), label_smoothing=0.1),
-)
+)  # fmt: skip
 
 OPS = (
     op_info("softmax_cross_entropy", "reduce", F.cross_entropy).on(
