@@ -62,19 +62,13 @@ ROWS, SEQUENCE, IMAGE = (4, 3), (3, 5, 3), (2, 2, 6, 6)
 # are not where torch is wrong, nor everywhere else, for the time that they take)
 MODELS = {
     "MLP": (lambda: net(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), ROWS, True, True),
-    "conv and pool": (
-        lambda: net(nn.Conv2d(2, 3, 3), nn.SiLU(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(12, 2)), IMAGE, True, True,
-    ),
-    "conv and max pool": (
-        lambda: net(nn.Conv2d(2, 3, 3, padding=1), nn.Softplus(), nn.MaxPool2d(3), nn.Flatten(), nn.Linear(12, 2)), IMAGE, False, True,
-    ),
+    "conv and pool": (lambda: net(nn.Conv2d(2, 3, 3), nn.SiLU(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(12, 2)), IMAGE, True, True),
+    "conv and max pool": (lambda: net(nn.Conv2d(2, 3, 3, padding=1), nn.Softplus(), nn.MaxPool2d(3), nn.Flatten(), nn.Linear(12, 2)), IMAGE, False, True),
     "LayerNorm": (lambda: net(nn.Linear(3, 4), nn.LayerNorm(4), nn.GELU(), nn.Linear(4, 2)), ROWS, False, True),
     "GRU": (lambda: Recurrent(3, 4, batch_first=True), SEQUENCE, False, False),
     "embedding": (bag, None, True, True),
     "weight norm": (lambda: net(parametrizations.weight_norm(nn.Linear(3, 4)), nn.Tanh(), nn.Linear(4, 2)), ROWS, False, False),
-    "spectral norm in eval mode": (
-        lambda: in_eval_mode(net(parametrizations.spectral_norm(nn.Linear(3, 4)), nn.Tanh(), nn.Linear(4, 2)).double()), ROWS, False, True,
-    ),
+    "spectral norm in eval mode": (lambda: in_eval_mode(net(parametrizations.spectral_norm(nn.Linear(3, 4)), nn.Tanh(), nn.Linear(4, 2)).double()), ROWS, False, True),
     "complex": (Complex, ROWS, False, True),
     "custom Function with a jvp": (lambda: net(nn.Linear(3, 4), Through(Cube.apply), nn.Linear(4, 2)), ROWS, True, True),
     "hoglib ops": (lambda: net(nn.Linear(3, 4), Through(lambda x: hog.ops.power(hog.ops.sigmoid(x), 2.5)), Through(lambda x: hog.ops.logsumexp(x, -1)), nn.Unflatten(0, (4, 1))), ROWS, False, True),

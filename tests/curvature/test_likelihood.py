@@ -416,17 +416,11 @@ ERRORS = {
     "a dict for a name": ({"outputs": pair(), "likelihood": "gaussian"}, ValueError, "one tensor.*outputs\\['logits'\\]"),
     "one number for categorical": ({"outputs": torch.zeros(()), "likelihood": "categorical"}, ValueError, "bernoulli"),
     "classes in dimension 1 or the last": (
-        {
-            "outputs": torch.zeros(2, 3, 3), "targets": torch.zeros(2, 3).long(),
-            "likelihood": "categorical", "criterion": unnamed,
-        },
+        {"outputs": torch.zeros(2, 3, 3), "targets": torch.zeros(2, 3).long(), "likelihood": "categorical", "criterion": unnamed},
         ValueError, r"targets.*\(2, 3\) for the last, got \(2, 3\), which fits both.*movedim",
     ),
     "classes that the targets do not tell": (
-        {
-            "outputs": torch.zeros(2, 3, 4), "targets": torch.zeros(6).long(),
-            "likelihood": "categorical", "criterion": unnamed,
-        },
+        {"outputs": torch.zeros(2, 3, 4), "targets": torch.zeros(6).long(), "likelihood": "categorical", "criterion": unnamed},
         ValueError, r"\(2, 4\) for dimension 1 or \(2, 3\) for the last, got \(6,\); say it: likelihood=",
     ),
     "an unknown name": ({"likelihood": "normal"}, ValueError, "one of categorical, bernoulli"),
@@ -448,10 +442,7 @@ ERRORS = {
     "no draws": ({"kind": "mc", "likelihood": "gaussian", "num_samples": 0}, ValueError, "at least 1"),
     "a seed": ({"kind": "mc", "likelihood": "gaussian", "generator": 3}, TypeError, "torch.Generator"),
     "leaves of several lengths": (
-        {
-            "kind": "empirical", "outputs": [torch.zeros(4, 2), torch.zeros(2)],
-            "criterion": lambda o, y: o[0].sum() + o[1].sum(),
-        }, ValueError, "expand",
+        {"kind": "empirical", "outputs": [torch.zeros(4, 2), torch.zeros(2)], "criterion": lambda o, y: o[0].sum() + o[1].sum()}, ValueError, "expand",
     ),
 }  # fmt: skip
 

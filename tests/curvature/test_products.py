@@ -166,9 +166,7 @@ ERRORS = {
     "complex hessian": (lambda: hog.hessian(lambda p: p.abs().sum(), X + 1j), TypeError, "view_as_real"),
     "strict forward mode": (lambda: hog.hvp(rosenbrock, X, X, mode="forward-over-reverse", strict=True), ValueError, "strict"),
     "reverse mode in a transform": (
-        lambda: torch.func.vmap(
-            lambda v: hog.hvp(rosenbrock, X, v, mode="reverse-over-reverse")[1]
-        )(X.expand(2, 3)), NotImplementedError, "inside torch.func",
+        lambda: torch.func.vmap(lambda v: hog.hvp(rosenbrock, X, v, mode="reverse-over-reverse")[1])(X.expand(2, 3)), NotImplementedError, "inside torch.func",
     ),
     "batch is a list of one": (lambda: hog.functional_loss(nn.Linear(3, 1), F.mse_loss)({}, [X]), ValueError, "pair"),
     "model is a function": (lambda: hog.functional_loss(rosenbrock, F.mse_loss), TypeError, "expected a torch.nn.Module"),

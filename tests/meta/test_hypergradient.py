@@ -241,9 +241,7 @@ ERRORS = {
     "hyper from outside": (from_outside, RuntimeError, "depends on hyper, got none that does"),
     "hyper from outside, mixed": (lambda: from_outside(memory="mixed"), RuntimeError, "depends on hyper, got none"),
     "hyper from outside, of a minimum": (lambda: from_outside(method="cg"), RuntimeError, "depends on hyper"),
-    "hyper from outside that requires grad": (
-        lambda: from_outside({**HYPER, "rho": HYPER["rho"].clone().requires_grad_()}), RuntimeError, "from elsewhere",
-    ),
+    "hyper from outside that requires grad": (lambda: from_outside({**HYPER, "rho": HYPER["rho"].clone().requires_grad_()}), RuntimeError, "from elsewhere"),
     "the learning rate of a minimum": (rate_of_a_minimum, RuntimeError, "for those use method='unrolled'"),
     "hyper that is a number": (lambda: hypergradient({**HYPER, "rho": 1.0}), TypeError, r"hyper\['rho'\]: expected a torch.Tensor, got float 1.0; make one"),
     "neumann without a step size": (lambda: hypergradient(method="neumann"), ValueError, "step_size: expected a positive number"),
@@ -257,9 +255,7 @@ ERRORS = {
         lambda: hog.meta.hypergradient(outer, lambda p, h: -inner(p, h), {"w": HYPER["start"]}, HYPER, method="cg"),
         ArithmeticError, "direction of negative curvature",
     ),
-    "inside of torch.func": (
-        lambda: torch.func.vmap(lambda r: hypergradient({**HYPER, "rate": r}).value)(torch.rand(2)), NotImplementedError, "hoglib.meta.adapt",
-    ),
+    "inside of torch.func": (lambda: torch.func.vmap(lambda r: hypergradient({**HYPER, "rate": r}).value)(torch.rand(2)), NotImplementedError, "hoglib.meta.adapt"),
 }  # fmt: skip
 
 

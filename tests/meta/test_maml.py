@@ -306,9 +306,7 @@ ERRORS = {
     "rate is a word": (lambda: maml("plain", inner_lr="big"), TypeError, "inner_lr.*str 'big'"),
     "unknown memory": (lambda: maml("plain", memory="files"), ValueError, "memory: expected one of store"),
     "unknown order of tasks": (lambda: maml("plain", over_tasks="map"), ValueError, "vmap, loop"),
-    "frozen model": (
-        lambda: hog.MAML(nn.Linear(2, 2).requires_grad_(False), F.mse_loss), ValueError, "all 2 are frozen",
-    ),
+    "frozen model": (lambda: hog.MAML(nn.Linear(2, 2).requires_grad_(False), F.mse_loss), ValueError, "all 2 are frozen"),
     "model is no module": (lambda: hog.MAML(F.relu, F.mse_loss), TypeError, "torch.nn.Module"),
     "criterion is a name": (lambda: hog.MAML(nn.Linear(2, 2), "mse"), TypeError, "criterion: expected a function"),
     "loss is not a scalar": (
@@ -320,9 +318,7 @@ ERRORS = {
     "empty support": (
         lambda: maml("plain").loss(((SX[:, :0], SY[:, :0]), (QX, QY))), ValueError, "support: .*at least one example",
     ),
-    "empty support of one task": (
-        lambda: maml("plain").adapt((SX[0, :0], SY[0, :0])), ValueError, "support: .*empty set",
-    ),
+    "empty support of one task": (lambda: maml("plain").adapt((SX[0, :0], SY[0, :0])), ValueError, "support: .*empty set"),
     "no tasks": (lambda: maml("plain").loss([]), ValueError, "at least one task"),
     "other number of query sets": (
         lambda: maml("plain").loss(((SX, SY), (QX[:2], QY[:2]))), ValueError, "3 support and 2 query",
@@ -341,9 +337,7 @@ ERRORS = {
     "tasks that require grad": (
         lambda: maml("plain").loss(((SX.clone().requires_grad_(), SY), (QX, QY))), RuntimeError, "Detach them",
     ),
-    "differentiated twice": (
-        lambda: maml("plain").loss(stacks()).backward(create_graph=True), RuntimeError, "maml.adapt",
-    ),
+    "differentiated twice": (lambda: maml("plain").loss(stacks()).backward(create_graph=True), RuntimeError, "maml.adapt"),
     "inside a transform": (
         lambda: torch.func.vmap(lambda x: LEARNER.loss(((x, SY), (QX, QY))))(SX[None]),
         NotImplementedError, "outside of torch.func transforms",

@@ -72,9 +72,7 @@ LEARNED = {
     "adam by beta1": Learned({"b": number(0.7)}, lambda h: adam(0.1, betas=(h["b"], 0.9))),
     "adamw by all": Learned(ADAM, partial(learned_betas, adamw)),
     "adamw by rates of elements": Learned(RATES, lambda h: of_tree(adamw, h)),
-    "adamw by decays of elements": Learned(
-        RATES, lambda h: adamw(0.1, weight_decay={"w": h["w rate"], "b": h["b rate"]})
-    ),
+    "adamw by decays of elements": Learned(RATES, lambda h: adamw(0.1, weight_decay={"w": h["w rate"], "b": h["b rate"]})),
     "rmsprop by all": Learned(
         {"lr": number(0.1), "alpha": number(0.7), "m": number(0.5), "decay": number(0.1), "eps": number(0.01)},
         lambda h: rmsprop(h["lr"], alpha=h["alpha"], momentum=h["m"], weight_decay=h["decay"], eps=h["eps"], centered=True),

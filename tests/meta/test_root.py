@@ -106,12 +106,9 @@ def test_derivatives_of_four_orders(name):
     """Each against differences of the one below, which for the first are those of solutions."""
     directions = [[rand(*p.shape, seed=k) for p in leaves(PROBLEMS[name][1])] for k in range(5)]
     for order in range(1, 5):
-        moving = [*directions[: order - 1], directions[order - 1]]
-        at = lambda t, o=order, d=moving: along(name, t, d, o - 1)  # noqa: E731
-        step = 1e-3
+        at, step = lambda t, o=order: along(name, t, directions, o - 1), 1e-3
         slope = (8 * (at(step) - at(-step)) - (at(2 * step) - at(-2 * step))) / (12 * step)
-        found = along(name, 0.0, [*directions[:order], directions[order]], order)
-        assert_close(found, slope, rtol=2e-6, atol=1e-7)
+        assert_close(along(name, 0.0, directions, order), slope, rtol=2e-6, atol=1e-7)
 
 
 def inner(p, h):
@@ -272,9 +269,7 @@ layer = nn.Linear(4, 4).double()
 at = {"W": W.clone().requires_grad_(), "x": X}
 ERRORS = {
     "no solution": (lambda: hog.meta.root(equilibrium, torch.zeros(4, dtype=F64), at), RuntimeError, "got 4 with .* more steps"),
-    "a solution by three digits": (
-        lambda: hog.meta.root(equilibrium, newton(equilibrium, torch.zeros(4, dtype=F64), PROBLEMS["equilibrium"][1]) * 1.001, at), RuntimeError, "accuracy=",
-    ),
+    "a solution by three digits": (lambda: hog.meta.root(equilibrium, newton(equilibrium, torch.zeros(4, dtype=F64), PROBLEMS["equilibrium"][1]) * 1.001, at), RuntimeError, "accuracy="),
     "NaN": (lambda: hog.meta.root(equilibrium, torch.full((4,), torch.nan, dtype=F64), at), RuntimeError, "= nan"),
     "fewer equations": (lambda: hog.meta.root(lambda z, h: (z - h).sum(), X, X), RuntimeError, "with 4 residuals .* got 1"),
     "parameters from elsewhere": (lambda: hog.meta.root(lambda z, h: z - 0.1 * layer(z) - h, X, X), RuntimeError, "functional_call"),
@@ -289,17 +284,13 @@ ERRORS = {
     "detach": (lambda: fixed_point(lambda z, x: z.detach().sin() / 2 + x, X, X), UserWarning, r"by autograd as by differences.*Look for detach\(\)"),
     "NumPy": (lambda: fixed_point(lambda z, x: torch.from_numpy(HALF(z, x).detach().numpy()), X, X), UserWarning, "by autograd as by differences"),
     "data": (lambda: hog.meta.root(lambda z, x: z - 2 * x.data, 2 * X, X), UserWarning, "by autograd as by differences"),
-    "detach in a training": (
-        lambda: implicit(IMPLICIT, inner=lambda p, h: inner(p, h) + (p["w"] - p["w"].detach()).square().sum()), UserWarning, "by autograd as by differences",
-    ),
+    "detach in a training": (lambda: implicit(IMPLICIT, inner=lambda p, h: inner(p, h) + (p["w"] - p["w"].detach()).square().sum()), UserWarning, "by autograd as by differences"),
     "a solver by name": (lambda: fixed_point(HALF, X, X, solver="broyden"), ValueError, "anderson, iteration"),
     "a value of another shape": (lambda: fixed_point(HALF, X[:1], X), ValueError, r"f\(z, \*inputs\): expected \(1,\), got \(4,\)"),
     "a value of another dtype": (lambda: fixed_point(HALF, X.float(), X), TypeError, "expected torch.float32 as in z0, got torch.float64"),
     "a module that is closed over": (lambda: fixed_point(lambda z, x: layer(z) / 9 + x, X, X), RuntimeError, "f may be a module"),
     "I - J that is singular": (lambda: torch.autograd.grad(fixed_point(lambda z, x: 0 * z + z.mean() + x, 0 * X, 0 * IMPLICIT["rho"][0])[0], IMPLICIT["rho"]), RuntimeError, "is singular where"),
-    "a hypergradient's constants that require grad": (
-        lambda: implicit({"rho": IMPLICIT["rho"], "c": IMPLICIT["c"].detach()}, inner=lambda p, h: inner(p, IMPLICIT)), RuntimeError, "Pass them in hyper",
-    ),
+    "a hypergradient's constants that require grad": (lambda: implicit({"rho": IMPLICIT["rho"], "c": IMPLICIT["c"].detach()}, inner=lambda p, h: inner(p, IMPLICIT)), RuntimeError, "Pass them in hyper"),
     "a graph of steps": (lambda: implicit(IMPLICIT, method="unrolled", rule=hog.meta.sgd(0.1), tol=None), NotImplementedError, r"hoglib\.meta\.adapt"),
     "a hypergradient away from the minimum": (lambda: implicit({**IMPLICIT, "rho": IMPLICIT["rho"] + 1}, at=IMPLICIT), UserWarning, "give more steps"),
     "a negative tolerance": (lambda: hog.meta.root(lambda z, h: z - h, X, X, tol=-1), ValueError, "tol: expected a number of at least 0"),

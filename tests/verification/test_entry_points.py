@@ -327,16 +327,12 @@ NO_ENTRY_POINTS = {
         "per_example_gradient_norms", "per_example_gradient_products", "critical_sharpness",
     },
     "draws what it is given, right or wrong": {"graph", "Graph"},
-    "takes an operator, which is an entry point": {
-        "LinearOperator", "LowRankOperator", "RectangularOperator",
-    },
+    "takes an operator, which is an entry point": {"LinearOperator", "LowRankOperator", "RectangularOperator"},
     "its function is differentiated by an entry point": {
         "functional_loss", "language_model_loss", "trainable_params", "second_order_problems", "MetaAnnealing",
         "RNGState", "leave_k_out", "shard", "multi_step_weights", "Learner", "Compiled", "CompiledLoss",
     },
-    "an update rule, differentiated in the inner loop": {
-        "RULES", "GradientTransformation", "adam", "adamw", "momentum", "rmsprop", "scheduled", "sgd",
-    },
+    "an update rule, differentiated in the inner loop": {"RULES", "GradientTransformation", "adam", "adamw", "momentum", "rmsprop", "scheduled", "sgd"},
     "holds numbers or options": {
         "EnergyForces", "EnergyForcesHessian", "CriticalSharpness", "GraphEntry", "Hypergradient", "Measurement", "NewtonStep",
         "KFACError", "KFACStep", "LeaveKOut", "NoiseScale", "Options", "DataOptions", "OperatorOptions", "LearnerOptions", "TrainingOptions", "PenaltyWithOutputs", "Report", "Residual", "Shard", "Spectrum", "TOLERANCES", "Tolerance",
