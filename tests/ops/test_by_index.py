@@ -11,8 +11,8 @@ from torch.testing import assert_close
 import hoglib as hog
 from tests.ops.checks import MODES, in_every_mix, same
 from tests.rows import rows
+from tests.tensors import F64, randn
 
-F64 = torch.float64
 pytestmark = pytest.mark.filterwarnings("ignore:index_reduce\\(\\) is in beta")  # torch's own
 
 DATA = torch.tensor([[1.0, 2.0], [1.0, -1.0], [3.0, 0.0], [0.0, 0.0], [2.0, 2.0]], dtype=F64)
@@ -32,12 +32,8 @@ INDEX = torch.tensor([0, 1, 0, 3, 1, 0])
 with_self = rows("include_self", [True, False], ids=["with self", "without self"])
 
 
-def normal(*shape: int, seed: int = 0, dtype: torch.dtype = F64) -> Tensor:
-    return torch.randn(*shape, dtype=F64, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
 def with_zeros() -> Tensor:
-    x = normal(6, 3, seed=1)
+    x = randn(6, 3, seed=1)
     x[1, 1] = x[2, 0] = x[2, 1] = x[3, 0] = 0.0
     return x
 
@@ -56,7 +52,7 @@ def test_segments_have_the_values_and_gradients_of_torch(
 
 
 def test_products_of_segments_with_zeros_are_right_in_all_modes() -> None:
-    data = normal(5, 2)
+    data = randn(5, 2)
     data[0, 0] = data[2, 1] = data[3, 1] = 0.0
     hog.verify(
         lambda x: hog.ops.segment_reduce(x, "prod", initial=1.5, **SEGMENTS["lengths"]),
@@ -164,12 +160,12 @@ def test_scatter_reduce_has_the_values_and_gradients_of_torch(
             )
             for f in (hog.ops.scatter_reduce, torch.scatter_reduce)
         )
-        same(ours, theirs, normal(4, 3), with_zeros()[: len(index)])
+        same(ours, theirs, randn(4, 3), with_zeros()[: len(index)])
 
 
 @with_self
 def test_scatter_reduce_of_an_index_smaller_than_the_source(include_self: bool) -> None:
-    given = (normal(4, 3), 0, PLACES[:4, :2], with_zeros(), "prod")
+    given = (randn(4, 3), 0, PLACES[:4, :2], with_zeros(), "prod")
     assert_close(
         hog.ops.scatter_reduce(*given, include_self=include_self),
         torch.scatter_reduce(*given, include_self=include_self),
@@ -186,12 +182,12 @@ def test_index_reduce_has_the_values_and_gradients_of_torch(
             lambda x, s, f=f, index=index: f(x, 0, index, s, reduce, include_self=include_self)
             for f in (hog.ops.index_reduce, torch.index_reduce)
         )
-        same(ours, theirs, normal(4, 3), with_zeros())
+        same(ours, theirs, randn(4, 3), with_zeros())
     ours, theirs = (
         lambda x, s, f=f: f(x, 1, torch.tensor([2, 2]), s, reduce, include_self=include_self)
         for f in (hog.ops.index_reduce, torch.index_reduce)
     )
-    same(ours, theirs, normal(4, 3), normal(4, 2, seed=2))
+    same(ours, theirs, randn(4, 3), randn(4, 2, seed=2))
 
 
 @with_self
@@ -200,7 +196,7 @@ def test_products_by_index_with_zeros_are_right_in_all_modes(include_self: bool)
     for function, places in ((hog.ops.index_reduce, INDEX), (hog.ops.scatter_reduce, PLACES)):
         hog.verify(
             lambda x, s, f=function, i=places: f(x, 0, i, s, "prod", include_self=include_self),
-            (normal(4, 3), with_zeros()),
+            (randn(4, 3), with_zeros()),
             orders=(1, 2, 3) if include_self else (1, 2),
             modes=MODES,
         ).raise_if_failed()
@@ -223,7 +219,7 @@ def test_whole_numbers_are_torchs_own() -> None:
 
 
 def test_errors_by_index_are_of_the_type_of_torchs() -> None:
-    x, s = normal(4, 3), normal(6, 3, seed=1)
+    x, s = randn(4, 3), randn(6, 3, seed=1)
     for given in ((x, 0, PLACES + 1, s, "prod"), (x, 0, PLACES, s[:2], "prod"), (x, 0, PLACES, s, "median"), (x, 0, PLACES, s.float(), "prod"), (x, 2, PLACES, s, "prod"), (x, 0, PLACES - 1, s, "prod")):  # fmt: skip
         with pytest.raises((RuntimeError, IndexError)) as theirs:
             torch.scatter_reduce(*given)

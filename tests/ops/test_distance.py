@@ -12,8 +12,8 @@ from torch.testing import assert_close
 import hoglib as hog
 from tests.ops.checks import in_every_mix, refused_as_by_torch, same
 from tests.rows import rows
+from tests.tensors import F64, randn
 
-F64 = torch.float64
 INFINITY = float("inf")
 POWERS = {
     "counts": 0.0, "half powers": 0.5, "sums": 1.0, "powers of one and a half": 1.5, "Euclidean": 2.0,
@@ -22,12 +22,6 @@ POWERS = {
 each_power = rows("p", POWERS.values(), ids=POWERS.keys())
 modes = ["use_mm_for_euclid_dist", "donot_use_mm_for_euclid_dist"]
 by = rows("mode", modes, ids=["products", "differences"])
-
-
-def normal(*shape: int, seed: int = 0, dtype: torch.dtype = F64) -> Tensor:
-    return torch.randn(*shape, dtype=F64, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
 ROWS = {
     "matrices": ((4, 3), (5, 3)),
     "one entry": ((4, 1), (5, 1)),
@@ -42,14 +36,14 @@ ROWS = {
 @each_power
 @rows("shapes", ROWS.values(), ids=ROWS.keys())
 def test_cdist_has_the_values_and_gradients_of_torch(p: float, shapes: Any) -> None:
-    x, y = (normal(*shape, seed=i) for i, shape in enumerate(shapes))
+    x, y = (randn(*shape, seed=i) for i, shape in enumerate(shapes))
     same(lambda a, b: hog.ops.cdist(a, b, p), lambda a, b: torch.cdist(a, b, p), x, y)
 
 
 @each_power
 @rows("shape", [(5, 3), (1, 3), (2, 1)], ids=["matrix", "one row", "one entry"])
 def test_pdist_has_the_values_and_gradients_of_torch(p: float, shape: tuple[int, int]) -> None:
-    same(lambda x: hog.ops.pdist(x, p), lambda x: F.pdist(x, p), normal(*shape))
+    same(lambda x: hog.ops.pdist(x, p), lambda x: F.pdist(x, p), randn(*shape))
 
 
 @each_power
@@ -58,7 +52,7 @@ def test_pdist_has_the_values_and_gradients_of_torch(p: float, shape: tuple[int,
 def test_pairwise_distance_has_the_values_and_gradients_of_torch(
     p: float, keepdim: bool, shapes: Any
 ) -> None:
-    x, y = (normal(*shape, seed=i) for i, shape in enumerate(shapes))
+    x, y = (randn(*shape, seed=i) for i, shape in enumerate(shapes))
     if p == 0:  # torch's has no gradient at all
         assert_close(hog.ops.pairwise_distance(x, y, 0.0), F.pairwise_distance(x, y, 0.0))
         return
@@ -71,7 +65,7 @@ def test_pairwise_distance_has_the_values_and_gradients_of_torch(
 
 
 def test_negative_powers_are_torchs_own() -> None:
-    x, y = normal(4, 3), normal(4, 3, seed=1)
+    x, y = randn(4, 3), randn(4, 3, seed=1)
     same(
         lambda a, b: hog.ops.pairwise_distance(a, b, -1.0),
         lambda a, b: F.pairwise_distance(a, b, -1.0),
@@ -94,7 +88,7 @@ def test_ties_zeros_and_equal_rows_have_the_gradients_of_torch(p: float, mode: s
 @each_power
 @rows("order", [1, 2, 3])
 def test_distance_zero_has_derivatives_zero(p: float, order: int) -> None:
-    x, v = torch.ones(2, 3, dtype=F64), normal(2, 3, seed=2)
+    x, v = torch.ones(2, 3, dtype=F64), randn(2, 3, seed=2)
     here = x.clone()
     functions: list[Callable[[Tensor], Tensor]] = [
         lambda t: hog.ops.cdist(t, here, p).sum(),
@@ -121,7 +115,7 @@ def test_one_pair_at_distance_zero_leaves_the_others_right(mode: str) -> None:
 
 
 def test_values_of_near_points_are_exact_where_torch_loses_them() -> None:
-    x = normal(30, 3) * 1e-4 + 100
+    x = randn(30, 3) * 1e-4 + 100
     narrow = x.float()
     right = torch.cdist(narrow.double(), narrow.double(), 2.0, "donot_use_mm_for_euclid_dist")
     assert (torch.cdist(narrow, narrow).double() - right).abs().max() > 1e-2
@@ -130,7 +124,7 @@ def test_values_of_near_points_are_exact_where_torch_loses_them() -> None:
 
 def test_gradients_far_from_the_origin_keep_their_digits() -> None:
     """By products of the rows as they come, all digits would be lost."""
-    x = (normal(30, 3) * 1e-3 + 100).float()
+    x = (randn(30, 3) * 1e-3 + 100).float()
     grads = [
         torch.autograd.grad(hog.ops.cdist(t, t.detach()).sum(), t)[0].double()
         for t in (x.clone().requires_grad_(), x.double().requires_grad_())
@@ -139,7 +133,7 @@ def test_gradients_far_from_the_origin_keep_their_digits() -> None:
 
 
 def test_differences_are_exact_for_rows_that_nearly_coincide() -> None:
-    x = torch.cat([normal(40, 3), torch.full((1, 3), 2.0)]).float()
+    x = torch.cat([randn(40, 3), torch.full((1, 3), 2.0)]).float()
     y = x[-1:] + torch.tensor([3e-6, -2e-6, 1e-6])
     gaps = (x[-1:].double() - y.double())[0]
     t = x.clone().requires_grad_()
@@ -150,7 +144,7 @@ def test_differences_are_exact_for_rows_that_nearly_coincide() -> None:
 
 @by
 def test_a_row_that_is_not_finite_spoils_no_others(mode: str) -> None:
-    x, y = normal(3, 2), normal(4, 2, seed=1)
+    x, y = randn(3, 2), randn(4, 2, seed=1)
     x[1, 0] = float("nan")
     leaf = x.clone().requires_grad_()
     d = hog.ops.cdist(leaf, y, 2.0, mode)
@@ -163,7 +157,7 @@ def test_a_row_that_is_not_finite_spoils_no_others(mode: str) -> None:
 @rows("dtype", [torch.float16, torch.bfloat16], ids=["half", "bfloat16"])
 def test_half_precision_is_computed_in_float32(dtype: torch.dtype) -> None:
     """torch refuses it where it does not take products."""
-    x, y = normal(4, 3, dtype=dtype), normal(5, 3, seed=1, dtype=dtype)
+    x, y = randn(4, 3, dtype=dtype), randn(5, 3, seed=1, dtype=dtype)
     d = hog.ops.cdist(x, y)
     assert torch.equal(d, torch.cdist(x.float(), y.float()).to(dtype))
     assert torch.equal(hog.ops.pdist(x), F.pdist(x.float()).to(dtype))
@@ -173,7 +167,7 @@ def test_half_precision_is_computed_in_float32(dtype: torch.dtype) -> None:
 @rows("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
 @by
 def test_dtypes_under_autocast_are_those_of_torch(dtype: torch.dtype, mode: str) -> None:
-    x, y = normal(4, 3, dtype=dtype), normal(4, 3, seed=1, dtype=dtype)
+    x, y = randn(4, 3, dtype=dtype), randn(4, 3, seed=1, dtype=dtype)
     leaf = x.clone().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
         ours, theirs = hog.ops.cdist(leaf, y, 2.0, mode), torch.cdist(x, y, 2.0, mode)

@@ -13,12 +13,7 @@ from torch.testing import assert_close
 from hoglib import ops
 from hoglib.ops import _norms
 from tests.rows import rows
-
-F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
-
-
-def randn(*shape: int, dtype: torch.dtype = F64) -> Tensor:
-    return torch.randn(shape, dtype=F64, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)  # fmt: skip
+from tests.tensors import BF16, F32, F64, randn
 
 
 def norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:

@@ -15,12 +15,7 @@ from hoglib import ops
 from hoglib.ops._stand_in import TABLE
 from tests.ops.checks import MODES, REPLACES
 from tests.rows import rows
-
-F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
-
-
-def randn(*shape: int, dtype: torch.dtype = F64) -> Tensor:
-    return torch.randn(shape, dtype=F64, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)  # fmt: skip
+from tests.tensors import BF16, F32, F64, randn
 
 
 def layer(x: Tensor, **options: Any) -> tuple[Any, ...]:
