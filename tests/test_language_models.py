@@ -270,7 +270,7 @@ ARGUMENTS = {
     "no linear layer": ({"head": "embed", "shift": True}, ArgumentTypeError, r"plain nn\.Linear"),
     "chunk size": ({"head": "head", "shift": True, "chunk_size": 0}, ArgumentValueError, "chunk_size"),
     "smoothing": ({"head": "head", "shift": True, "label_smoothing": 2}, ArgumentValueError, "from 0 to 1"),
-    "ignored": ({"head": "head", "shift": True, "ignore_index": None}, ArgumentTypeError, "ignore_index: expected a whole"),
+    "ignored": ({"head": "head", "shift": True, "ignore_index": None}, ArgumentTypeError, "ignore_index: expected an integer"),
 }  # fmt: skip
 TOKENS = SHIFTED.clamp(min=0)
 LABELS = {

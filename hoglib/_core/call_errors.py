@@ -145,8 +145,8 @@ class ErrorTranslation:
 
 _ADVICE = {  # what to do, by a part of torch's message
     r"dtype|scalar type|type.*should be the same|be cast to": "Convert numbers to the dtype of the "
-    "parameters, as by `x.to(next(model.parameters()).dtype)`, labels and tokens by `.long()`; or "
-    "call it inside the autocast region that the tensors come from.",
+    "parameters, by `.to(DTYPE)`, or call it inside the autocast region that they come from; labels and "
+    "tokens by `.long()`.",
     "not implemented for '": "Convert integers by `.float()`; a criterion gets (outputs, targets), in "
     "this order.",
     r"numpy\.ndarray": "Make tensors of arrays by `torch.as_tensor`.",
@@ -201,7 +201,11 @@ class translate_batch_errors(ErrorTranslation):  # noqa: N801 a context manager
             name = next((name for name, module in model.named_modules() if module is own), "")
             where = f"module {name!r}" if name else "the model"
             place = f" in {where}, {type(own).__name__}({own.extra_repr()}),"
-        error.add_note(" ".join([f"hoglib: raised{place} for {'; '.join(found[:6])}.", *advice]))
+        parameters = modules[-1].parameters() if modules else ()
+        dtypes = {str(p.dtype) for p in parameters if p.is_floating_point()}
+        dtype = dtypes.pop() if len(dtypes) == 1 else "next(model.parameters()).dtype"
+        text = " ".join([f"hoglib: raised{place} for {'; '.join(found[:6])}.", *advice])
+        error.add_note(text.replace("DTYPE", dtype))
 
     def _raise_if_apart(self, error: Exception | None) -> None:
         reference = self._reference

@@ -110,6 +110,12 @@ def rooted():
     return torch.autograd.grad(meta.root(lambda x, a: x * x - a, a.detach().sqrt(), a).sum(), a)
 
 
+def at_a_fixed_point():
+    a = drawn(3).requires_grad_()
+    z = meta.fixed_point(lambda z, a: (z + a).cos() / 2, drawn(3), a)
+    return [z, *torch.autograd.grad(z.sum(), a)]
+
+
 def hypergradient(memory):
     net, (x, y) = network(), data()
 
@@ -225,6 +231,7 @@ ROWS = {
     "IMAML": lambda: learner(meta.IMAML),
     "Reptile": lambda: learner(meta.Reptile),
     "root": rooted,
+    "fixed_point": at_a_fixed_point,
     "leave_k_out": left_out,
     "audit": of_the_loss(lambda f, p, v, b: reported(lambda: hog.audit(f, p, b))),
     "verify": lambda: reported(lambda: hog.verify(lambda x: x.softmax(-1) * x, drawn(4, 5))),
