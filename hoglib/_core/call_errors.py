@@ -145,8 +145,8 @@ class ErrorTranslation:
 
 _ADVICE = {  # what to do, by a part of torch's message
     r"dtype|scalar type|type.*should be the same|be cast to": "Convert numbers to the dtype of the "
-    "parameters, by `.to(DTYPE)`, or call it inside the autocast region that they come from; labels and "
-    "tokens by `.long()`.",
+    "parameters, by `.to(DTYPE)`, or call it inside the autocast region that they come from; labels "
+    "and tokens by `.long()`.",
     "not implemented for '": "Convert integers by `.float()`; a criterion gets (outputs, targets), in "
     "this order.",
     r"numpy\.ndarray": "Make tensors of arrays by `torch.as_tensor`.",
