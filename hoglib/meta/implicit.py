@@ -38,7 +38,7 @@ SolverName = Literal["cg", "neumann"]
 DEPTHS = {"anderson": 5, "iteration": 0}  # images that are combined with the last one
 NEUMANN_TERMS = 100  # where iterations is None
 DIVERGED = 1e6  # times the right-hand side, which no term of a converging series reaches
-OFF = 1e-3  # of the size of its terms: an error of a gradient that its derivatives share
+ACCURACY = 1e-3  # of the size of its terms: an error of a gradient that its derivatives share
 
 
 class Residual(NamedTuple):
@@ -169,7 +169,7 @@ def implicit_graph(
     advice = "F is d inner / d params, and derivatives are as wrong: give more steps."
     words = _Words(policy, "inner", "hyper", advice, warns=True)
     own = fresh_leaves(leaves, create_graph=True)
-    theta, stationarity = _root(words, inner, slope, params, own, accuracy=OFF, solve=solve)
+    theta, stationarity = _root(words, inner, slope, params, own, accuracy=ACCURACY, solve=solve)
     value = outer(theta, pytree.unflatten(own, of_hyper))
     total = vjp([value], own, [torch.ones_like(value)], "the outer loss", create_graph=True)
     check_used(total, implicit=True)
