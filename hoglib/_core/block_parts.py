@@ -104,7 +104,6 @@ _ELEMENTWISE = _torch_callables(
     "gelu", "silu", "mish", "tanh", "sigmoid", "softplus", "elu", "celu", "selu", "logsigmoid"
 )  # fmt: skip
 _BY_ROWS = _torch_callables("softmax", "log_softmax")
-_DATA: Any = Tensor.data.__get__  # type: ignore[attr-defined]
 _SLICES, _FEWEST_ELEMENTS = 2, 2**14
 
 
@@ -113,16 +112,13 @@ class SlicedOperations(TorchFunctionMode):
     """Inside, activations, softmax and attention run on a few slices of their inputs, one by one.
 
     For a forward whose gradient is computed with tangents: torch derives the backward of an activation
-    by five or six tensors of its size, which then are of the size of a slice. What x.data gives is a
-    constant, as in reverse mode.
+    by five or six tensors of its size, which then are of the size of a slice.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _ELEMENTWISE or func in _BY_ROWS:
             return _by_slices(func, *args, **kwargs)
-        if func == _DATA:
-            return func(*args).detach()
         if func is F.scaled_dot_product_attention:
             return _sliced_attention(func, *args, **kwargs)
         if func is F.multi_head_attention_forward:

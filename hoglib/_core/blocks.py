@@ -79,7 +79,7 @@ def find_blocks(remat: Remat, func: Any) -> list[nn.Module]:
             raise ArgumentValueError(
                 "remat=True: expected repeated blocks, modules of one class with parts of their own in "
                 "a ModuleList, Sequential, ModuleDict or attributes, found none in "
-                f"{_child_names(roots)}. {NAMED}"
+                f"{_class_names(roots)}. {NAMED}"
             )
     else:
         patterns: Any = (remat,) if isinstance(remat, str) else remat
@@ -198,7 +198,7 @@ def _modules_matching(roots: list[nn.Module], pattern: str) -> list[nn.Module]:
         else f"It has {parts}"
     )
     raise ArgumentValueError(
-        f"remat={pattern!r}: expected a name or glob of modules of {_child_names(roots)}, got one that "
+        f"remat={pattern!r}: expected a name or glob of modules of {_class_names(roots)}, got one that "
         f"{reason}. {instead}."
     )
 
@@ -215,7 +215,7 @@ def _drop_nested(blocks: list[nn.Module]) -> list[nn.Module]:
     return [block for block in blocks if id(block) not in inside]
 
 
-def _child_names(roots: Iterable[nn.Module]) -> str:
+def _class_names(roots: Iterable[nn.Module]) -> str:
     return " and ".join(dict.fromkeys(type(root).__name__ for root in roots))
 
 

@@ -190,10 +190,10 @@ class translate_batch_errors(ErrorTranslation):  # noqa: N801 a context manager
         """Add to an error, such as one about shapes, which batch and which module it is about."""
         found = [f"{at}, {validation.describe(x)}" for at, x in tensors_in(self._what, self._batch)]
         found = found or [f"{self._what}, {describe_argument(self._batch)}"]
-        place, modules, met = "", raising_modules(error), self._reference
+        place, modules, reference = "", raising_modules(error), self._reference
         advice = [text for words, text in _ADVICE.items() if re.search(words, str(error))]
-        if isinstance(met, Tensor):
-            place = f" in the criterion, of outputs that are {validation.describe(met)},"
+        if isinstance(reference, Tensor):
+            place = f" in the criterion, of outputs that are {validation.describe(reference)},"
             if isinstance(self._batch, Tensor):
                 advice.append("A batch of one tensor is its own target: pass (inputs, targets).")
         elif modules:

@@ -103,10 +103,9 @@ class Numbers:
         if not isinstance(other, Numbers):
             return False
         mine, theirs = self.read(), other.read()
+        # NaN is the same as NaN
         pairs = zip_longest(mine, theirs)
-        return mine == theirs or all(
-            x == y or (x != x and y != y) for x, y in pairs
-        )  # NaN: the same
+        return mine == theirs or all(x == y or (x != x and y != y) for x, y in pairs)
 
 
 def checksum(numbers: Sequence[float]) -> float:

@@ -168,6 +168,19 @@ class ByTangents:
                     f"{function.__qualname__}, which has no forward mode. {self.instead}"
                 )
 
+    def check_value(self, first: Tensor | None, again: Tensor | None) -> None:
+        """Raise for a loss that is another one when it is run again. A device would be waited for."""
+        if first is None or again is None or not first.is_cpu:
+            return
+        again = torch_internals.unwrap(again)
+        known = first.shape == again.shape and bool(first.isfinite().all())
+        if known and not agree(first, again, SUMS):
+            raise NondeterministicError(
+                f"{self.option}: expected a loss that is the same when it is run again, got "
+                f"{first.tolist()} and {again.tolist()}. Look for random numbers that are not torch's "
+                "(NumPy, random), and for modules that count or keep statistics."
+            )
+
     @contextmanager
     def explained(self) -> Iterator[None]:
         """Inside, an error says where torch has no forward mode."""
@@ -348,6 +361,7 @@ class _Derivative:
 
     extra = frozenset[int]()
     by_tangents: ByTangents | None = None  # of the gradient of a loss
+    as_tangents = False  # whether a jvp takes its tangents alone: they are then its results
 
     def __init__(self, run: Any, count: int) -> None:
         self.run, self.count, self.call, self.rerun = run, count, run.call, self
@@ -366,9 +380,6 @@ class _Vjp(_Derivative):
         super().__init__(run, count)
         self.wanted, self.arrived, self.extra = wanted, arrived, extra
         self.by_tangents = run.call.by_tangents if isinstance(run, Run) else None
-        self.as_tangents = (
-            False  # whether a jvp takes its tangents alone: they are then its results
-        )
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -423,7 +434,7 @@ class _Vjp(_Derivative):
             if self.as_tangents:
                 torch_forward_mode.keep_tangents(own)
             if self.by_tangents is not None:
-                self.call.check_value(cast(Tensor, outputs[self.arrived[0]]))
+                self.by_tangents.check_value(self.call.value, outputs[self.arrived[0]])
             for j, cotangent in zip(self.arrived, cotangents, strict=True):
                 if (y := outputs[j]) is not None and y.requires_grad:
                     pairs.append((get_gradient_edge(y), cast(Tensor, cotangent)))
@@ -546,7 +557,7 @@ class _Jvp(_Derivative):
             moving = tuple(outputs[j] for j in moved) if moved else variables[0].new_zeros(())
             return moving, tuple(outputs[j] for j in constant)
 
-        as_tangents = getattr(self.run, "as_tangents", False)
+        as_tangents = self.run.as_tangents
         at: Any = tuple(inputs[i] for i in self.moved)
         with forward_ad._set_fwd_grad_enabled(True):  # the mode beneath the new level
             found: Any = torch.func.jvp(of_moved, at, tangents, has_aux=True)
@@ -607,7 +618,7 @@ class _WithTangents(_Derivative):
 class Run:
     """A call of the user's function as a function of its tensors: the first run, or a later one."""
 
-    extra, by_tangents = frozenset[int](), None
+    extra, by_tangents, as_tangents = frozenset[int](), None, False
     key = ("the forward",)  # which level it is, for calls that are equal
 
     def __init__(self, call: "_Call", body: Callable[[Tensors], Tensors]) -> None:
@@ -722,23 +733,6 @@ class _Call:
             # a copy: the memory of torch's mse_loss is that of all its terms
             self.value = torch_internals.unwrap(found[0]).detach().clone()
         return found
-
-    def check_value(self, again: Tensor) -> None:
-        """Raise for a loss that is another one when it is run again. A device would be waited for."""
-        first, again = self.value, torch_internals.unwrap(again)
-        if (
-            self.by_tangents is None
-            or first is None
-            or not first.is_cpu
-            or first.shape != again.shape
-        ):
-            return
-        if bool(first.isfinite().all()) and not agree(first, again, SUMS):
-            raise NondeterministicError(
-                f"{self.by_tangents.option}: expected a loss that is the same when it is run again, "
-                f"got {first.tolist()} and {again.tolist()}. Look for random numbers that are not "
-                "torch's (NumPy, random), and for modules that count or keep statistics."
-            )
 
     def _watching_parts(self, tensors: Tensors) -> Any:
         """Runs the function, and sees which parts of its modules can be recomputed alone."""

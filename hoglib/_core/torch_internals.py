@@ -69,8 +69,9 @@ def set_data(x: Tensor, value: Any) -> None:
     """x.data = value. Inside torch.func the value is wrapped, even where it is x.data itself, as in
     `module.to(device)`; torch puts the wrapper into a tensor that outlives it, and the process ends at
     its next use (pytorch/pytorch#184876)."""
-    own, inner = unwrap(x), unwrap(value)
-    if inner is not value and own.is_set_to(inner):
+    own, inner = (unwrap(x), unwrap(value)) if transforms_active() else (x, value)
+    # torch compares tensors of one device and layout only
+    if inner is not value and storage_id(own) == storage_id(inner) and own.is_set_to(inner):
         return
     if inner is not value and own is x:
         if inner.shape != value.shape:

@@ -390,7 +390,7 @@ def _lift_constants(name: str, graph: fx.GraphModule, recorded: list[Tensor]) ->
     for leaf in leaf_tensors(recorded, since=[x for x in lifted.values() if not x.is_leaf]):
         if type(leaf) in (Tensor, nn.Parameter) and id(leaf) not in lifted:
             add(leaf, {})
-    for attribute in [attribute for attribute in vars(graph) if "_constant_value" in attribute]:
+    for attribute in [attribute for attribute in vars(graph) if "_constant" in attribute]:
         delattr(graph, attribute)
     for registry in (graph._buffers, graph._parameters):  # which would keep the tensors alive
         registry.clear()

@@ -276,7 +276,7 @@ class TransposedJacobian:
     def __init__(self, every: Vector, own: Vector, caller: str) -> None:
         self._caller, self._every = caller, every
         ys = depending(every)
-        self._us = [_random_cotangent(y).requires_grad_() for y in ys]
+        self._us = [_distinct_cotangent(y).requires_grad_() for y in ys]
         by_u = vjp(ys, own, self._us, caller, create_graph=True)
         if any(part is not None and not part.requires_grad for part in by_u):
             raise detached(caller)  # J^T u is linear in u: a part without a graph was detached
@@ -304,7 +304,7 @@ def depending(every: Vector) -> Vector:
     return [y for y in every if y.requires_grad]
 
 
-def _random_cotangent(y: Tensor) -> Tensor:
+def _distinct_cotangent(y: Tensor) -> Tensor:
     """A cotangent: no two elements are equal, since equal ones cancel for a softmax."""
     weights = torch.linspace(1, 2, max(y.numel(), 1), device=y.device)[: y.numel()]
     return weights.to(y.dtype).reshape(y.shape)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from math import inf, isfinite
-from typing import Any, Literal, final
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, final
 
 import torch
 from torch import Generator, Tensor
@@ -25,6 +25,7 @@ from hoglib.curvature.vector_space import Blocks, Space, chosen_names, groups_of
 Tree = Any
 Chain = list[tuple["RectangularOperator", bool]]  # factors, and whether each is transposed
 Terms = list[tuple[float, "RectangularOperator"]]  # multiples of operators
+Term = TypeVar("Term", "LinearOperator", "RectangularOperator")  # symmetric, or any
 
 
 class RectangularOperator(ABC):
@@ -140,7 +141,7 @@ class RectangularOperator(ABC):
             raise errors.ArgumentTypeError(text)
         return self.T @ v
 
-    def __add__(self, other: Any) -> Any:
+    def __add__(self, other: "RectangularOperator") -> "RectangularOperator":
         if not isinstance(other, RectangularOperator):
             raise errors.ArgumentTypeError(
                 f"A + B: expected an operator, got {validation.describe(other)}; a multiple of the "
@@ -157,27 +158,27 @@ class RectangularOperator(ABC):
         starts_sum = type(other) is int and other == 0  # sum([A, B]) is 0 + A + B
         return self if starts_sum else self + other
 
-    def __sub__(self, other: Any) -> Any:
+    def __sub__(self, other: "RectangularOperator") -> "RectangularOperator":
         return self + (-other) if isinstance(other, RectangularOperator) else self + other
 
     __rsub__ = __add__  # only operators can be added
 
-    def __mul__(self, factor: Any) -> Any:
+    def __mul__(self, factor: Any) -> "RectangularOperator":
         return sum_of((as_number(factor), self))
 
     __rmul__ = __mul__
 
-    def __truediv__(self, divisor: Any) -> Any:
+    def __truediv__(self, divisor: Any) -> "RectangularOperator":
         number = as_number(divisor)
         if number == 0:
             raise errors.ArgumentValueError("A / c: expected a number other than 0, got 0.")
         return self * (1 / number)
 
-    def __rtruediv__(self, other: Any) -> Any:
+    def __rtruediv__(self, other: Any) -> NoReturn:
         text = f"c / A: expected a number for A, got {validation.describe(self)}; use `A.solve(b)`."
         raise errors.ArgumentTypeError(text)
 
-    def __neg__(self) -> Any:
+    def __neg__(self) -> "RectangularOperator":
         return sum_of((-1.0, self))
 
     def matvec(self, v: Any) -> Any:
@@ -349,6 +350,15 @@ class LinearOperator(RectangularOperator):
     def T(self) -> "LinearOperator":
         """The transpose: itself, because it is symmetric."""
         return self
+
+    if TYPE_CHECKING:  # what `sum_of` returns for symmetric operators
+
+        def __add__(self, other: Term) -> Term: ...
+        def __sub__(self, other: Term) -> Term: ...
+        def __mul__(self, factor: Any) -> "LinearOperator": ...
+        def __rmul__(self, factor: Any) -> "LinearOperator": ...
+        def __truediv__(self, divisor: Any) -> "LinearOperator": ...
+        def __neg__(self) -> "LinearOperator": ...
 
     def ravel(self, tree: Tree) -> Tensor:
         """A vector in the structure of params as a flat one.

@@ -175,9 +175,9 @@ def hypergradient(
         elif memory == "store":
             found = _unrolled(training, at)
         else:
-            every = memory in ("remat", "mixed")
+            at_every_step = memory in ("remat", "mixed")
             replayed = replace(training, mixed=mixed() if memory == "mixed" else None)
-            found = _replayed(replayed, at, "remat" if every else schedule, where)
+            found = _replayed(replayed, at, "remat" if at_every_step else schedule, where)
         leaves, form = pytree.flatten(at)
 
         def again(*own: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ SolverName = Literal["cg", "neumann"]
 DEPTHS = {"anderson": 5, "iteration": 0}  # images that are combined with the last one
 NEUMANN_TERMS = 100  # where iterations is None
 DIVERGED = 1e6  # times the right-hand side, which no term of a converging series reaches
-OFF = 1e-3  # of the size of its terms: an error of a gradient that its derivatives share
+ACCURACY = 1e-3  # of the size of its terms: an error of a gradient that its derivatives share
 
 
 class Residual(NamedTuple):
@@ -169,7 +169,7 @@ def implicit_graph(
     advice = "F is d inner / d params, and derivatives are as wrong: give more steps."
     words = _Words(policy, "inner", "hyper", advice, warns=True)
     own = fresh_leaves(leaves, create_graph=True)
-    theta, stationarity = _root(words, inner, slope, params, own, accuracy=OFF, solve=solve)
+    theta, stationarity = _root(words, inner, slope, params, own, accuracy=ACCURACY, solve=solve)
     value = outer(theta, pytree.unflatten(own, of_hyper))
     total = vjp([value], own, [torch.ones_like(value)], "the outer loss", create_graph=True)
     check_used(total, implicit=True)
@@ -540,11 +540,17 @@ class _Root(torch.autograd.Function):
 
 
 @torch.no_grad()
-def _gmres(A: Callable[[Tensor], Tensor], b: Tensor, tol: float) -> Tensor:
+def _gmres(
+    A: Callable[[Tensor], Tensor], b: Tensor, tol: float, size: Tensor | None = None
+) -> Tensor:  # fmt: skip
     """x of A x = b, with the smallest |b - A x| over Krylov spaces: by directions p whose images
-    q = A p are orthonormal."""
+    q = A p are orthonormal.
+
+    size: |g|, where b is what an earlier solution left of g. Default: |b|.
+    """
+    size = b.norm() if size is None else size
     x, r, p, P, Q = torch.zeros_like(b), b, b, b.new_empty(0, len(b)), b.new_empty(0, len(b))
-    target, left = tol * b.norm(), b.norm()
+    target, left = tol * size, b.norm()
     while left > target and len(P) < min(2 * len(b), 1000):
         p = p / p.norm()
         q = A(p)
@@ -559,11 +565,11 @@ def _gmres(A: Callable[[Tensor], Tensor], b: Tensor, tol: float) -> Tensor:
     rest = b - A(x)
     left = rest.norm()
     if 10 * target < left < 0.1 * b.norm():  # rounding of the recurrence
-        return x + _gmres(A, rest, float(target / left))
+        return x + _gmres(A, rest, tol, size)
     if not left <= 10 * target:
         raise errors.ConvergenceError(
             f"root: expected a linear system (dF/dz)^T u = g that GMRES solves to {tol:g} |g|, got a "
-            f"residual of {left / b.norm():.2g} |g| after {len(P)} products. dF/dz is singular "
+            f"residual of {left / size:.2g} |g| after {len(P)} products. dF/dz is singular "
             "where solutions are not isolated; else allow a larger tol=, or use float64."
         )
     return x

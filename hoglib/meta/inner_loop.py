@@ -141,8 +141,8 @@ def adapt(
     validation.at_least("steps", steps, 0)
     validation.none_or_at_least("truncate", truncate, 0)
     validation.choice("memory", memory, get_args(Memory))
-    lifted: Any = ({}, [], []) if memory == "store" else _lifted_from(loss, rule, params)
-    rest, modules, drawn_from = lifted
+    lifts = memory != "store"
+    rest, modules, drawn_from = _lifted_from(loss, rule, params) if lifts else ({}, [], [])
     constant = lambda i: first_order or is_truncated(i, steps, truncate)  # noqa: E731
     inner = InnerSteps(_value_of(loss), lambda i, _: rule, constant, generators=drawn_from)
     with _ring("adapt", stand_ins=memory == "mixed"):
@@ -193,8 +193,8 @@ class InnerSteps(NamedTuple):
     # (i, params, constants): the weighted outer loss after step i, if it has one
     outer: Callable[[int, Params, Any], Tensor | None] | None = None
     mixed: ByTangents | None = None  # how the gradients of steps are differentiated
-    modes_of: Any = ()  # modules whose train or eval mode a recomputation restores
-    generators: Any = ()  # whose numbers it draws again
+    modes_of: Sequence[nn.Module] = ()  # modules whose train or eval mode a recomputation restores
+    generators: Sequence[torch.Generator] = ()  # whose numbers it draws again
 
     def step(
         self, i: int, params: Params, state: Any, constants: Any, *, alone: bool = False,

@@ -434,3 +434,18 @@ QUIET = {
 @rows("name", QUIET)
 def test_right_work_at_such_points_is_not_told(name, mode):
     hog.hvp(QUIET[name], CENTRES[1] + torch.arange(3), torch.ones(3, dtype=F64), mode=mode)
+
+
+def test_data_of_any_layout_is_set_within_a_transform():
+    weight = nn.Parameter(torch.eye(2, dtype=F64).to_sparse())
+
+    def doubled(x):
+        weight.data = weight.data * 2
+        return torch.sparse.mm(weight, x[:, None]).square().sum()
+
+    x = torch.ones(2, dtype=F64)
+    with hog.second_order():
+        assert grad(doubled)(x).tolist() == [8.0, 8.0]
+        with pytest.raises(TypeError, match="data has to be a tensor"):
+            weight.data = 3
+    assert weight.to_dense().tolist() == [[2.0, 0.0], [0.0, 2.0]]
