@@ -43,20 +43,20 @@ class Sequences(nn.Module):
 def transformer(small: bool) -> Learner:
     width, length, layers = (8, 4, 2) if small else (64, 128, 4)
     batches = classes(1, 2, (length, width))
-    return Learner("encoder", Sequences(width, layers), F.cross_entropy, *batches, 0.05, STEPS)
+    steps = 2 if small else STEPS
+    return Learner("encoder", Sequences(width, layers), F.cross_entropy, *batches, 0.05, steps)
 
 
 def mlp(small: bool) -> Learner:
-    width, shots = (8, 2) if small else (512, 200)
+    width, shots, steps = (8, 2, 2) if small else (512, 200, STEPS)
     sizes = [(64, width), (width, width), (width, width)]
     layers: list[nn.Module] = [m for a, b in sizes for m in (nn.Linear(a, b), nn.GELU())]
     model = nn.Sequential(*layers, nn.Linear(width, 5))
-    return Learner("mlp", model, F.cross_entropy, *classes(1, shots, (64,)), 0.05, STEPS)
+    return Learner("mlp", model, F.cross_entropy, *classes(1, shots, (64,)), 0.05, steps)
 
 
-NETWORKS: dict[
-    str, tuple[Callable[[bool], Learner], bool]
-] = {  # and whether it has repeated blocks
+# what makes the learner, small or not; and whether its network has repeated blocks
+NETWORKS: dict[str, tuple[Callable[[bool], Learner], bool]] = {
     "encoder, 4 x 64, T = 128": (transformer, True),
     "MLP, 3 x 512": (mlp, False),
     "conv4-32": (lambda small: conv4(small, tasks=1, steps=2 if small else STEPS), False),
