@@ -17,5 +17,5 @@ def _as_mathml(found: re.Match[str]) -> str:
 
 
 def on_page_content(content: str, **_: Any) -> str:
-    """Of a page, with its formulas, as MkDocs calls it."""
+    """The HTML of a page with its formulas as MathML; MkDocs calls it."""
     return FORMULA.sub(_as_mathml, content)

@@ -14,8 +14,8 @@ from typing import Any
 from hoglib._core import validation
 from hoglib.errors import ArgumentTypeError
 
-BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
-YELLOW, BLUE, VERMILLION, PURPLE = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
+BLACK, ORANGE, GREEN = "#000000", "#E69F00", "#009E73"
+BLUE, VERMILLION, PURPLE = "#0072B2", "#D55E00", "#CC79A7"
 GREY, LIGHT, BAND = "#767676", "#B8B8B8", "#F3F3F3"  # secondary lines, marks, and stripes of tables
 # what a picture's lines differ in: colour, dashes, marker
 SERIES: tuple[tuple[str, Any, str], ...] = (
@@ -149,10 +149,10 @@ def kfac_error(of: Any, ax: Any) -> int:
 @picture
 def report(of: Any, ax: Any) -> int:
     """The relative error of each check that compares numbers, and what failed or warns without one."""
-    told = [row for row in of.rows if row.status in ("fail", "warn") or row.error is not None]
+    shown = [row for row in of.rows if row.status in ("fail", "warn") or row.error is not None]
     ax.set_xlabel("relative error")
     ax.set_title(repr(of).removeprefix("Report(")[-60:-1], parse_math=False)
-    return _by_name(ax, [(row.name, row.error, 0.0, row.status) for row in told])
+    return _by_name(ax, [(row.name, row.error, 0.0, row.status) for row in shown])
 
 
 def _by_name(ax: Any, rows: Sequence[tuple[str, float | None, float, str]]) -> int:

@@ -29,7 +29,7 @@ def symmetric_eigens(several: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
     right = [_is_eigen(a, *one) for a, one in zip(every, found, strict=True)]
     answers = torch.stack(right).tolist() if right else []
     each = zip(every, found, answers, strict=True)
-    return [one if is_right else _factorize_on_cpu(a) for a, one, is_right in each]
+    return [one if is_right else _factorize_in_double(a) for a, one, is_right in each]
 
 
 def _eigh_or_nan(a: Tensor) -> tuple[Tensor, Tensor]:
@@ -40,7 +40,7 @@ def _eigh_or_nan(a: Tensor) -> tuple[Tensor, Tensor]:
     return torch.full_like(a[..., 0], torch.nan), torch.full_like(a, torch.nan)
 
 
-def _factorize_on_cpu(a: Tensor) -> tuple[Tensor, Tensor]:
+def _factorize_in_double(a: Tensor) -> tuple[Tensor, Tensor]:
     if not bool(a.isfinite().all()):
         raise NonFiniteError(
             "eigenvalues: expected a matrix of finite numbers, got infinity or NaN in it; look for "

@@ -159,7 +159,7 @@ def user_line(stack: Sequence[str] | TracebackType | None = None) -> SourceLine 
 
 
 def running_module(method: str = "") -> nn.Module | None:
-    """The innermost module of which a method is running, whose name begins so."""
+    """The innermost module with a running method whose name begins with `method`."""
     frames = (frame for frame, _ in walk_stack(sys._getframe(1)))
     owners = (x.f_locals.get("self") for x in frames if x.f_code.co_name.startswith(method))
     return next((owner for owner in owners if isinstance(owner, nn.Module)), None)

@@ -84,11 +84,11 @@ class BatchOptimizer(torch.optim.Optimizer, ABC):
                 f"{validation.listing(frozen)} without; make a new optimizer of those to be trained."
             )
         batch = closure() if callable(closure) else closure
-        loss = callable(closure) and getattr(batch, "requires_grad", False) and batch.dim() == 0
-        if batch is None or loss:
+        is_loss = callable(closure) and getattr(batch, "requires_grad", False) and batch.dim() == 0
+        if batch is None or is_loss:
             raise errors.ArgumentTypeError(
                 "step: expected a batch, or a function without arguments that returns one, got "
-                f"{'the loss' if loss else None}; the matrix is computed on the batch: "
+                f"{'the loss' if is_loss else None}; the matrix is computed on the batch: "
                 "`optimizer.step((x, y))`."
             )
         return batch

@@ -134,7 +134,7 @@ def _search_critical(
                 growth = min(growth**3, 16)
         elif low > 0 and not by_model:  # far from a parabola
             eta = sqrt(low * high)
-        elif low == 0 and side > 3:
+        elif low == 0 and side > 3:  # far too long a start: the steps back grow
             eta = high / 16 ** (side - 3)
         else:
             root = low + (high - low) * at_low / (at_low - at_high)

@@ -315,7 +315,7 @@ def _norm_backward(saved: Saved, grad: Tensor) -> list[Tensor | None]:
     along = directions.take()
     if along is not None and torch_internals.forward_mode_active():
         # of forward over reverse, known before what is made of the norm
-        along = along.masked_fill(_mark_kinks(grad, n, along, dims, directions), 0.0)
+        along = along.masked_fill(_find_kinks(grad, n, along, dims, directions), 0.0)
     share = apply_function(_NORM_GRADIENT, None, grad, x, n, dims, directions)
     return [share if along is None else share + grad * along, None, None]
 
@@ -332,7 +332,7 @@ def _norm_jvp(saved: Saved, tangent: Tensor, *_: Any) -> Tensor:
 def _tangent_backward(saved: Saved, g: Tensor) -> list[Tensor | None]:
     """That of the identity; g is the slope of what was made of the norm."""
     _, n, tangent, dims, directions = saved.inputs
-    _mark_kinks(g, n, tangent, dims, directions)
+    _find_kinks(g, n, tangent, dims, directions)
     return [g, None, None, None, None]
 
 
@@ -340,7 +340,7 @@ def _gradient_forward(g: Tensor, x: Tensor, n: Tensor, *_: Any) -> Tensor:
     return g * _unit(x, n)
 
 
-def _mark_kinks(g: Tensor, n: Tensor, w: Tensor, dims: tuple[int, ...], of: Directions) -> Tensor:
+def _find_kinks(g: Tensor, n: Tensor, w: Tensor, dims: tuple[int, ...], of: Directions) -> Tensor:
     """Where the norm is 0 and what is made of it has no derivative; warns of that if w leaves 0. For a
     single number it is a kink, with derivatives 0 on both sides."""
     steep = (n == 0) & (g.abs() > 100 * torch.finfo(g.dtype).eps * g.detach().abs().amax())
@@ -351,7 +351,7 @@ def _mark_kinks(g: Tensor, n: Tensor, w: Tensor, dims: tuple[int, ...], of: Dire
 
 def _gradient_backward(saved: Saved, w: Tensor) -> list[Tensor | None]:
     g, x, n, dims, directions = saved.inputs
-    steep = _mark_kinks(g, n, w, dims, directions)
+    steep = _find_kinks(g, n, w, dims, directions)
     along = directions.noted = _leaving_directions(w, (n != 0) | steep, dims)
     by_g = (w * (_unit(x, n) + along)).sum(dims, keepdim=True)
     by_n = -g * _unit(_unit((x * w).sum(dims, keepdim=True), n), n)
@@ -361,7 +361,7 @@ def _gradient_backward(saved: Saved, w: Tensor) -> list[Tensor | None]:
 def _gradient_jvp(saved: Saved, tg: Any, tx: Any, tn: Any, *_: Any) -> Tensor:
     g, x, n, dims, directions = saved.inputs
     if tx is not None:
-        _mark_kinks(g, n, tx, dims, directions)
+        _find_kinks(g, n, tx, dims, directions)
     found = torch.zeros_like(g * x)
     if tg is not None:
         found = found + tg * _unit(x, n)

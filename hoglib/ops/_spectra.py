@@ -108,7 +108,7 @@ def _between_clusters(V: Tensor, L: Tensor) -> Tensor:
     return fixed + fixed @ (fixed.mH @ (V - fixed)).masked_fill(_clusters(L), 0.0)
 
 
-def _derivative_basis(W: Tensor, L: Tensor, V: Tensor) -> tuple[Tensor, Tensor]:
+def _rotation_of_clusters(W: Tensor, L: Tensor, V: Tensor) -> tuple[Tensor, Tensor]:
     """V^H W V, and the rotation R of each cluster that makes it diagonal."""
     K = V.mH @ ((W + W.mH) / 2) @ V
     # of NaN, which other terms bring, there is none, and K shows it
@@ -152,7 +152,7 @@ def _cluster_threshold(x: Tensor) -> Tensor:
 def _eigh_jvp(saved: Saved, tangent: Tensor, *_: Any) -> Any:
     (_, _, directions), (L, V) = saved.inputs, saved.outputs
     V = _between_clusters(V, L)
-    K, R = _derivative_basis(tangent, L, V)
+    K, R = _rotation_of_clusters(tangent, L, V)
     directions.tangent = V.detach() @ R
     return _diagonal(K, R), V @ _over_gaps(V.mH @ tangent @ V, L)
 
@@ -163,7 +163,7 @@ def _values_forward(by_L: Tensor, L: Tensor, V: Tensor, _: Directions) -> Tensor
 
 def _values_backward(saved: Saved, W: Tensor) -> list[Tensor | None]:
     by_L, L, V, directions = saved.inputs
-    K, R = _derivative_basis(W, L, _between_clusters(V, L))
+    K, R = _rotation_of_clusters(W, L, _between_clusters(V, L))
     directions.noted = V.detach() @ R
     directions.warn(_treated_unequally(by_L, L), _CLOSE)
     by_V = V @ (2 * K * by_L[..., None, :]).masked_fill(_clusters(L), 0.0)

@@ -580,10 +580,10 @@ def call_for(fn: Any, inputs: Sequence[Any], *, in_own_dtype: bool = False) -> C
     if in_own_dtype:
         _run(call)
         return _in_half(call) or Chosen(call, "it runs code that is not torch's")
-    reached, error = _highest_order(call)
+    reached, error = _stage_reached(call)
     if error is not None and any(x.dtype != torch.float64 for x in Call(fn, inputs, None).point):
         own = Call(fn, inputs, None)
-        if _highest_order(own)[0] > reached:
+        if _stage_reached(own)[0] > reached:
             return _in_half(own) or Chosen(own, format_error(error))
     if error is not None:
         if reached == 0:
@@ -593,13 +593,13 @@ def call_for(fn: Any, inputs: Sequence[Any], *, in_own_dtype: bool = False) -> C
         return half
     watch = PrecisionWatch()
     with watch:
-        _highest_order(call)
+        _stage_reached(call)
     met = watch.rounded or watch.met or watch.foreign
     if not (met and _is_noisy(call)):
         return Chosen(call)
     narrow = Call(fn, inputs, torch.float32)
     narrow.clone, narrow.needs_graph = call.clone, call.needs_graph
-    if _highest_order(narrow)[0] < reached:
+    if _stage_reached(narrow)[0] < reached:
         return Chosen(call)
     given_double = any(x.dtype == torch.float64 for x in Call(fn, inputs, None).point)
     if given_double and not _second_derivatives_agree(call, narrow):
@@ -614,7 +614,7 @@ def _in_half(call: Call) -> Chosen | None:
         return None
     watch = HalfWatch()
     with watch:
-        _highest_order(call)
+        _stage_reached(call)
     if watch.dtype is None or not _is_noisy(call, torch.finfo(watch.dtype).eps):
         return None
     name = str(watch.dtype).removeprefix("torch.")
@@ -622,7 +622,7 @@ def _in_half(call: Call) -> Chosen | None:
     return Chosen(call, f"it computes in {name}{at}", computes_narrow=True, half=watch.dtype)
 
 
-def _highest_order(call: Call) -> tuple[int, Exception | None]:
+def _stage_reached(call: Call) -> tuple[int, Exception | None]:
     """How far it gets: 0 it does not run, 1 forward, 2 first derivative, 3 second; and its error."""
     reached = 0
     try:

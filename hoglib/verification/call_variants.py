@@ -554,7 +554,7 @@ def _off_from(subject: Subject, reference: Call, x: list[Tensor], order: int) ->
     for i, (a, b) in enumerate(zip(ours, right, strict=True)):
         what = f"by {subject.names[i]} it" if order else f"output {i}"
         try:
-            off, pair = _relative_error(a, b, size)
+            off, pair = _difference_in_tolerances(a, b, size)
         except Exception as raised:
             return inf, f"{what} cannot be compared: {format_error(raised)}"
         if off > 1:
@@ -563,7 +563,7 @@ def _off_from(subject: Subject, reference: Call, x: list[Tensor], order: int) ->
     return worst, ""
 
 
-def _relative_error(a: Any, b: Any, size: float) -> tuple[float, str]:
+def _difference_in_tolerances(a: Any, b: Any, size: float) -> tuple[float, str]:
     """The difference in units of what is allowed, and where."""
     if not isinstance(a, Tensor):
         return 0.0 if a == b else 2.0, f"{a!r}, expected {b!r}"
