@@ -43,7 +43,8 @@ class Options(EvaluationOptions, total=False):
             kept, by :func:`hoglib.ops.remat`: True for the blocks that it repeats, or their names or
             globs, as "layers.*". Less memory, more time, the same result. Default: False.
         compile: Capture the computation as a graph and compile it: True for inductor, "eager" to run
-            the captured graph by torch. Later calls with the same signature reuse it, also those of a
+            the captured graph by torch, or a mode of ``torch.compile``, as "reduce-overhead" (CUDA
+            graphs) and "max-autotune". Later calls with the same signature reuse it, also those of a
             function that is created anew for each call. With remat, the passes of each block are
             compiled instead, once for all blocks that are equal. Default: False.
     Returns:

@@ -183,10 +183,14 @@ def none_or_at_least(what: str, value: Any, minimum: int) -> int | None:
     return None if value is None else at_least(what, value, minimum)
 
 
+# torch's compiler, the graph as it is, and torch's compiler in the modes that torch.compile has
+BACKENDS = ("inductor", "eager", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+
+
 def backend(name: str, value: Any) -> str:
     """The backend that an option compile= names, or "" for none."""
     if isinstance(value, str):
-        return choice(name, value, ["inductor", "eager"])
+        return choice(name, value, BACKENDS)
     return "inductor" if boolean(name, value) else ""
 
 

@@ -20,7 +20,6 @@ from hoglib._core.source_location import warn
 from hoglib._core.state import preserve_random_state
 from hoglib._core.torch_internals import apply, no_autocast
 from hoglib.capture import capturing, signature
-from hoglib.capture.runners import NAMES
 from hoglib.capture.signature import CallSignature
 from hoglib.capture.trace import InputRef, as_leaf, refuse_outer_graph, without_tensor_hooks
 from hoglib.errors import NoSecondDerivative
@@ -68,8 +67,10 @@ def compile(
             it are traced.
         backend: "inductor", torch's compiler; "eager", which runs the operations of the graph one by
             one, bit for bit as ``fn`` (on Intel processors with ``MKL_CBWR=AVX2,STRICT``), without the
-            overhead of autograd and without compile time; or a function (graph module, inputs) ->
-            function. If there is no C++ compiler, "inductor" warns and runs as "eager".
+            overhead of autograd and without compile time; "reduce-overhead" (CUDA graphs),
+            "max-autotune" or "max-autotune-no-cudagraphs", the compiler in these modes of
+            ``torch.compile``; or a function (graph module, inputs) -> function. Settings of
+            ``torch._inductor.config`` apply. Without a C++ compiler it warns and runs as "eager".
         dynamic: Whether sizes are symbolic, for sizes that change from call to call.
         check: Whether the first run of each graph is compared with ``fn``, also at other values; the
             first call then runs ``fn`` three times. Nothing else detects what ``fn`` reads besides
@@ -122,7 +123,7 @@ class Compiled:
     ) -> None:  # fmt: skip
         self.fn = validation.function("fn", fn)
         if not callable(backend):
-            validation.choice("backend", backend, NAMES)
+            validation.choice("backend", backend, validation.BACKENDS)
         self.backend = backend
         self.dynamic = validation.boolean("dynamic", dynamic)
         self.check = validation.boolean("check", check)
@@ -443,8 +444,7 @@ def compiled_loss(
     Args:
         loss_fn: A function that returns a scalar tensor; see :func:`compile` for what it may contain.
             Parameters are inputs: they may change between calls, or be replaced.
-        backend: "inductor", torch's compiler; "eager", which runs the operations of the graph one by
-            one; or a function (graph module, inputs) -> function.
+        backend: What runs the graph; see :func:`compile`.
         dynamic: Whether sizes are symbolic, for sizes that change from call to call.
         check: Whether the first run of each graph is compared with ``loss_fn`` and its gradient.
     Returns:

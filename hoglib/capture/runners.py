@@ -44,9 +44,6 @@ class NoCompilerError(Exception):
     """This machine has no compiler for the graph."""
 
 
-NAMES = ("inductor", "eager")
-
-
 def make_runner(
     graph: fx.GraphModule, inputs: list[Tensor], backend: Any, name: str, dynamic: bool = False
 ) -> tuple[Runner, str]:
@@ -65,7 +62,7 @@ def make_runner(
     if backend == "eager":
         return Runner(graph.forward, 0.0, "compiled"), "eager"
     try:
-        found = compile_graph(graph, inputs, dynamic, name)
+        found = compile_graph(graph, inputs, dynamic, name, backend)
     except NoCompilerError as error:
         warn(
             f"{name} is not compiled, and runs its {len(graph.graph.nodes):,} operations one by one: "
@@ -74,20 +71,25 @@ def make_runner(
         return Runner(graph.forward, 0.0, "compiled"), "eager"
     if found.source == "compiled":
         LOGGER.info("compiled %s in %.1f s, cached in %s", name, found.seconds, cache_dir())
-    return found, "inductor"
+    return found, backend
 
 
 _MISSING_COMPILER = ("InvalidCxxCompiler", "CppCompileError", "TritonMissing")
 _COMPILING = threading.RLock()
 
 
-def compile_graph(graph: fx.GraphModule, tensors: list[Tensor], dynamic: bool, name: str) -> Runner:
+def compile_graph(
+    graph: fx.GraphModule, tensors: list[Tensor], dynamic: bool, name: str, mode: str = "inductor"
+) -> Runner:
     """Compiles a graph for tensors of these shapes, or finds it in torch's caches. Raises
-    NoCompilerError with the reason."""
+    NoCompilerError with the reason.
+
+    mode: "inductor", or one of the modes of torch.compile.
+    """
     on_cpu = all(x.device.type == "cpu" for x in tensors)
     if on_cpu and cpp_compiler() is None:
         raise NoCompilerError("no C++ compiler was found: install g++ or clang++, or set CXX")
-    from torch._inductor import standalone_compile
+    from torch._inductor import config, list_mode_options, standalone_compile
     from torch._inductor.utils import fresh_cache
 
     began = perf_counter()
@@ -95,7 +97,11 @@ def compile_graph(graph: fx.GraphModule, tensors: list[Tensor], dynamic: bool, n
     _log_slow_compile(name, module.graph)
     compact = on_cpu and not any(map(takes_lists, module.graph.nodes))
     shapes: Any = "from_graph" if dynamic else "from_example_inputs"
-    with _COMPILING, torch.no_grad(), _without_pytree_warning():
+    options = {} if mode == "inductor" else list_mode_options(mode)
+    if on_cpu:
+        options = {**options, "triton.cudagraphs": False}  # torch would log that it leaves them out
+    with _COMPILING, torch.no_grad(), _without_pytree_warning(), config.patch(options):
+        overwrites = config.triton.cudagraphs
         before = _count_found()
         try:
             with _torch_cache(), _inductor_settings(compact):
@@ -111,7 +117,9 @@ def compile_graph(graph: fx.GraphModule, tensors: list[Tensor], dynamic: bool, n
                     raise NoCompilerError(str(error).strip().splitlines()[0]) from error
                 raise
         source = "compiled" if _count_found() == before else "cache"
-    return Runner(run, perf_counter() - began, source)
+    # the next run of a CUDA graph writes its results to the same memory
+    kept = (lambda *inputs: [x.clone() for x in run(*inputs)]) if overwrites else run
+    return Runner(kept, perf_counter() - began, source)
 
 
 def _log_slow_compile(name: str, graph: fx.Graph) -> None:

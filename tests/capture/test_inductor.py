@@ -162,6 +162,32 @@ def test_what_fails_is_tried_once_more_without_the_cache(cache, monkeypatch, tim
     assert (compact, one_by_one) == (True, False)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_mode_of_torch_compile_and_results_that_the_next_run_overwrites(cache, monkeypatch, device):
+    import torch._inductor as torchs
+    import torch._inductor.config as config
+
+    seen = []
+
+    def standalone(graph, inputs, **_):
+        seen.append((config.triton.cudagraphs, config.max_autotune))
+        held = [torch.zeros(3, device=device)]  # a CUDA graph writes to the same memory at each run
+        return lambda *given: [held[0].copy_(graph(*given)[0])]
+
+    monkeypatch.setattr(torchs, "standalone_compile", standalone)
+    fast = hog.compile(lambda x: x * 3, backend="max-autotune", check=False)
+    first, second = (fast(torch.full((3,), value, device=device)) for value in (1.0, 2.0))
+    assert second.tolist() == [6.0] * 3
+    assert seen == [(device == "cuda", True)]
+    assert fast.signatures[0].backend == "max-autotune"
+    if device == "cuda":
+        assert first.tolist() == [3.0] * 3
+    del seen[:]
+    with config.patch({"max_autotune": True}):  # settings of torch's compiler apply
+        hog.compile(lambda x: x / 3, backend="reduce-overhead", check=False)(torch.ones(3))
+    assert seen == [(False, True)]
+
+
 def test_random_numbers_and_layouts_in_one_compiled_graph(cache):
     """What differs most between torch's compiler and torch, in one graph to save time."""
 
