@@ -163,7 +163,9 @@ def test_what_fails_is_tried_once_more_without_the_cache(cache, monkeypatch, tim
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_a_mode_of_torch_compile_and_results_that_the_next_run_overwrites(cache, monkeypatch, device):
+def test_a_mode_of_torch_compile_and_results_that_the_next_run_overwrites(
+    cache, monkeypatch, device
+):
     import torch._inductor as torchs
     import torch._inductor.config as config
 
