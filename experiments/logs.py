@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger
 from lightning_utilities.core.rank_zero import rank_zero_only
 from matplotlib.image import imread
 
 from experiments.runs import CONFIG, is_rank_zero, run_folder
+from hoglib.lightning.curvature import log_image
 
 METRICS = "metrics.csv"
 RUNS = "runs"  # the folder of all runs
@@ -107,13 +108,8 @@ class PictureLogger(pl.Callback):
         pictures = sorted(run_folder(trainer).glob("*.png"))
         for logger in trainer.loggers if is_rank_zero() else ():
             for picture in pictures:
-                if isinstance(logger, TensorBoardLogger):
-                    pixels = imread(picture)[..., :3]
-                    logger.experiment.add_image(
-                        picture.stem, pixels, trainer.global_step, dataformats="HWC"
-                    )
-                elif hasattr(logger, "log_image"):
-                    logger.log_image(picture.stem, [str(picture)], trainer.global_step)
+                pixels = (imread(picture)[..., :3] * 255).astype("uint8")
+                log_image(logger, picture.stem, pixels, trainer.global_step)
 
 
 def curves(folder: Path) -> dict[str, Points]:

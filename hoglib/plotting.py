@@ -34,13 +34,18 @@ VERDICTS = {"fail": (VERMILLION, "X"), "warn": (ORANGE, "^"), "pass": (BLUE, "o"
 MOST_ROWS = 40  # names that fit below each other
 
 
+def load_pyplot(caller: str) -> Any:
+    """matplotlib.pyplot, or MissingDependencyError, which says what to install."""
+    return validation.package("matplotlib.pyplot", caller, "`pip install 'hoglib[plot]'`")
+
+
 def picture(draw: Callable[[Any, Any], int | None]) -> Callable[[Any, Any], Any]:
     """`draw(result, ax)` as a function that returns the axes, and makes them where it is given None: in
     the common style, and as high as the number of names beside them that draw returns."""
 
     @wraps(draw)
     def plot(result: Any, ax: Any) -> Any:
-        pyplot = validation.package("matplotlib.pyplot", "plot", "`pip install 'hoglib[plot]'`")
+        pyplot = load_pyplot("plot")
         if ax is None:
             with pyplot.rc_context(STYLE):
                 figure, ax = pyplot.subplots(figsize=(7, 3.4))
@@ -53,6 +58,18 @@ def picture(draw: Callable[[Any, Any], int | None]) -> Callable[[Any, Any], Any]
         return ax
 
     return plot
+
+
+def draw_pixels(ax: Any) -> Any:
+    """The figure of axes as an array [height, width, 3] of uint8; the figure is closed."""
+    import numpy as np
+    from matplotlib import pyplot
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    canvas = FigureCanvasAgg(ax.figure)  # that of pyplot may be a window
+    canvas.draw()
+    pyplot.close(ax.figure)
+    return np.asarray(canvas.buffer_rgba())[..., :3]
 
 
 @picture
@@ -79,7 +96,9 @@ def spectrum(of: Any, ax: Any) -> None:
     line = ax.plot(ends, [0.03] * len(ends), label="eigenvalues at the ends", **look)
     line[0].set_transform(ax.get_xaxis_transform())  # at the foot of the axes
     ax.axvline(0, color=GREY, lw=0.8, zorder=0)
-    ax.set_title(f"{of.size:,} eigenvalues, trace {of.trace[0]:.4g} ± {of.trace[1]:.2g}")
+    trace, error = of.trace  # infinite for a single sample
+    margin = f" ± {error:.2g}" if isfinite(error) else ""
+    ax.set_title(f"{of.size:,} eigenvalues, trace {trace:.4g}{margin}")
     ax.legend()
 
 

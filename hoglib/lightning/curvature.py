@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, final
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, distributed
 
@@ -51,13 +52,16 @@ class Measurement(NamedTuple):
 
     def values(self) -> dict[str, float]:
         """Return the logged values by name."""
-        where = f"curvature[{self.name}]" if self.name else "curvature"
         trace, error = self.spectrum.trace
         of = {
             "largest": float(self.spectrum.largest[-1]), "smallest": float(self.spectrum.smallest[0]),
             "trace": trace, "trace_error": error, "edge": self.edge, "critical": self.critical,
         }  # fmt: skip
-        return {f"{where}/{name}": value for name, value in of.items() if value is not None}
+        return {self.metric(name): value for name, value in of.items() if value is not None}
+
+    def metric(self, name: str) -> str:
+        """Return the name in the loggers of one of its values."""
+        return f"curvature[{self.name}]/{name}" if self.name else f"curvature/{name}"
 
 
 @final
@@ -101,6 +105,8 @@ class CurvatureMonitor(pl.Callback):
         max_seconds: Of a measurement, on average over every so many batches: after one that took n
             times as long the next ones are n times as far apart, as a warning says once. A resumed fit
             may then measure at other batches than an uninterrupted one. Default: no limit.
+        images: Whether loggers that take images, as TensorBoard's and W&B's do, get the picture of each
+            spectrum, ``curvature/spectrum``; it needs matplotlib. Default: False.
     Attributes:
         history: Every :class:`Measurement`, with the k eigenvalues of each end and the density.
     Raises:
@@ -146,6 +152,7 @@ class CurvatureMonitor(pl.Callback):
         seed: int = 0,
         critical: bool = False,
         max_seconds: float | None = None,
+        images: bool = False,
     ) -> None:
         super().__init__()
         self.every = validation.at_least("every", every, 1)
@@ -160,6 +167,7 @@ class CurvatureMonitor(pl.Callback):
         self.max_seconds = None
         if max_seconds is not None:
             self.max_seconds = validation.number("max_seconds", max_seconds, minimum=1e-9)
+        self.images = validation.boolean("images", images)
         self._rarer = 1  # times as far apart as every says
         self.history: list[Measurement] = []
         self._saved: _Saved | None = None
@@ -169,6 +177,8 @@ class CurvatureMonitor(pl.Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Check that the module declares a problem."""
         check_method(pl_module)
+        if self.images:
+            plotting.load_pyplot("CurvatureMonitor(images=True)")
         self._starts, self._batch = True, None
 
     def on_train_batch_start(
@@ -316,6 +326,18 @@ class CurvatureMonitor(pl.Callback):
             step = trainer.fit_loop.epoch_loop._batches_that_stepped
             for logger in trainer.loggers:
                 logger.log_metrics(values, step)
+                for one in self._at(done) if self.images else ():
+                    pixels = plotting.draw_pixels(one.spectrum.plot())
+                    log_image(logger, one.metric("spectrum"), pixels, step)
+
+
+def log_image(logger: Any, name: str, pixels: Any, step: int) -> None:
+    """Send an image, uint8 [height, width, 3], to a logger if it takes images, as TensorBoard's and
+    W&B's do."""
+    if isinstance(logger, TensorBoardLogger):
+        logger.experiment.add_image(name, pixels, step, dataformats="HWC")
+    elif hasattr(logger, "log_image"):
+        logger.log_image(name, [pixels], step)
 
 
 def _times_learning_rate(trainer: pl.Trainer, params: Any, largest: float) -> float | None:

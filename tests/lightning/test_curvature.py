@@ -34,13 +34,16 @@ class Recorded(Logger):
 
     def __init__(self):
         super().__init__()
-        self.rows = []
+        self.rows, self.images = [], []
 
     def log_hyperparams(self, *args):
         pass
 
     def log_metrics(self, metrics, step=None):
         self.rows.append((step, dict(metrics)))
+
+    def log_image(self, key, images, step):
+        self.images.append((key, step, images[0].dtype, images[0].std() > 0, images[0].shape[2]))
 
     def curvature(self):
         return [(s, m) for s, m in self.rows if any(k.startswith("curvature") for k in m)]
@@ -163,12 +166,14 @@ def dense(params, batch):
 @pytest.mark.parametrize("fixed", [True, False])
 def test_the_numbers_are_those_of_dense_hessians(fixed, tmp_path):
     module, logger = Quiet(), Recorded()
-    options = {"num_samples": 30, "steps": 21, "critical": fixed}
+    options = {"num_samples": 30, "steps": 21, "critical": fixed, "images": fixed}
     callback = CurvatureMonitor(every=3, k=2, fixed_batch=fixed, **options)
     fit(tmp_path, [callback], module, logger=logger, log_every_n_steps=1000)
     assert [one.batch for one in callback.history] == [0, 3, 6, 8]
     rows = logger.curvature()
     assert [step for step, _ in rows] == [0, 3, 6, 8]
+    drawn = [("curvature/spectrum", step, np.uint8, True, 3) for step, _ in rows]
+    assert logger.images == (drawn if fixed else [])
     assert len(module.seen) == 4
     firsts = [batch[0][0] for _, batch in module.seen]
     assert all(torch.equal(firsts[0], x) for x in firsts) == fixed
