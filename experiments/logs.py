@@ -5,6 +5,7 @@ Configs name the class path of the logger, as do those saved beside checkpoints.
 
 import csv
 import warnings
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -108,8 +109,11 @@ class PictureLogger(pl.Callback):
         pictures = sorted(run_folder(trainer).glob("*.png"))
         for logger in trainer.loggers if is_rank_zero() else ():
             for picture in pictures:
-                pixels = (imread(picture)[..., :3] * 255).astype("uint8")
-                log_image(logger, picture.stem, pixels, trainer.global_step)
+                log_image(logger, picture.stem, partial(_read, picture), trainer.global_step)
+
+
+def _read(picture: Path) -> Any:
+    return (imread(picture)[..., :3] * 255).astype("uint8")
 
 
 def curves(folder: Path) -> dict[str, Points]:

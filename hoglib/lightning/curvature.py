@@ -1,7 +1,8 @@
 """The spectrum of the Hessian, measured during a fit."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from math import ceil, isfinite
 from time import monotonic
 from typing import Any, NamedTuple, final
@@ -327,17 +328,20 @@ class CurvatureMonitor(pl.Callback):
             for logger in trainer.loggers:
                 logger.log_metrics(values, step)
                 for one in self._at(done) if self.images else ():
-                    pixels = plotting.draw_pixels(one.spectrum.plot())
-                    log_image(logger, one.metric("spectrum"), pixels, step)
+                    log_image(logger, one.metric("spectrum"), partial(_draw, one.spectrum), step)
 
 
-def log_image(logger: Any, name: str, pixels: Any, step: int) -> None:
-    """Send an image, uint8 [height, width, 3], to a logger if it takes images, as TensorBoard's and
+def _draw(spectrum: Spectrum) -> Any:
+    return plotting.draw_pixels(spectrum.plot())
+
+
+def log_image(logger: Any, name: str, draw: Callable[[], Any], step: int) -> None:
+    """Draw an image, uint8 [height, width, 3], for a logger if it takes images, as TensorBoard's and
     W&B's do."""
     if isinstance(logger, TensorBoardLogger):
-        logger.experiment.add_image(name, pixels, step, dataformats="HWC")
+        logger.experiment.add_image(name, draw(), step, dataformats="HWC")
     elif hasattr(logger, "log_image"):
-        logger.log_image(name, [pixels], step)
+        logger.log_image(name, [draw()], step)
 
 
 def _times_learning_rate(trainer: pl.Trainer, params: Any, largest: float) -> float | None:
