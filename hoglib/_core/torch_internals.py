@@ -244,7 +244,8 @@ class watching_functions:  # noqa: N801 a context manager
         self._watch = self._apply  # the same object when it is removed
         with _LOCK:
             if not _WATCHES:
-                _PLACE.apply = _WATCHED
+                for place in _PLACES:
+                    place.apply = _WATCHED
             _WATCHES.append(self._watch)
         return self._applying
 
@@ -252,7 +253,9 @@ class watching_functions:  # noqa: N801 a context manager
         with _LOCK:
             _WATCHES.remove(self.__dict__.pop("_watch"))  # a cycle
             if not _WATCHES:
-                del _PLACE.apply  # it is inherited
+                del _PLACES[0].apply  # it is inherited
+                if _BY_CLASS:
+                    _PLACES[1].apply = _BASE_APPLY
 
     def _apply(self, function: Any, args: tuple[Any, ...], run: Callable[[], Any]) -> Any:
         if threading.get_ident() != self._thread or getattr(function, "recomputes", False):
@@ -312,17 +315,25 @@ _LOCK = threading.RLock()
 
 def _watched(function: Any, *args: Any, **kwargs: Any) -> Any:
     """Function.apply, through all that watch it."""
+    if _BY_CLASS and function.setup_context is not _SingleLevelFunction.setup_context:
+        bind: Any = vars(torch.autograd.function)["_bind_default_args"]
+        args, kwargs = bind(function.forward, args, kwargs)
 
     def run() -> Any:
         return super(_SingleLevelFunction, function).apply(*args, **kwargs)
 
+    if issubclass(function, Function) and torch._C._are_functorch_transforms_active():
+        return run()  # each of its levels is an application, which is seen
     for watch in tuple(_WATCHES):
         run = partial(watch, function, args, run)
     return run()
 
 
-# It stands where Function.apply ends: between it and the C++ base.
-_PLACE: Any = _SingleLevelFunction
+# It stands where Function.apply ends, between it and the C++ base. From torch 2.14 on both are one,
+# and an apply that was bound before is not seen.
+_BASE_APPLY: Any = vars(torch._C._FunctionBase)["apply"]
+_BY_CLASS = vars(Function).get("apply") is _BASE_APPLY
+_PLACES: Any = (_SingleLevelFunction, Function) if _BY_CLASS else (_SingleLevelFunction,)
 _WATCHED: Any = classmethod(_watched)
 
 

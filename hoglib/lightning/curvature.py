@@ -61,7 +61,11 @@ class Measurement(NamedTuple):
         return {self.metric(name): value for name, value in of.items() if value is not None}
 
     def metric(self, name: str) -> str:
-        """Return the name in the loggers of one of its values."""
+        """Return the name in the loggers of one of its values.
+
+        Args:
+            name: That of the value, such as "largest".
+        """
         return f"curvature[{self.name}]/{name}" if self.name else f"curvature/{name}"
 
 

@@ -277,7 +277,12 @@ class Call:
 
     def __init__(self, fn: Any, inputs: Sequence[Any], dtype: torch.dtype | None) -> None:
         self.name, self.dtype = name_of(fn), dtype
-        self._function = fn.apply if _is_function_class(fn) else validation.function("fn", fn)
+        owner: Any = fn if _is_function_class(fn) else getattr(fn, "__self__", None)
+        if _is_function_class(owner) and getattr(fn, "__name__", "") in ("apply", owner.__name__):
+            # looked up at each call: a watch does not see what was bound before (torch 2.14)
+            self._function: Any = lambda *args, **kwargs: owner.apply(*args, **kwargs)
+        else:
+            self._function = validation.function("fn", fn)
         leaves, self._structure = pytree.flatten(tuple(clone_inference_tensors(list(inputs))))
         marked = [isinstance(x, Tensor) and x.requires_grad for x in leaves]
         wanted = marked if any(marked) else [True] * len(leaves)
