@@ -139,7 +139,7 @@ def history(measurements: Any, ax: Any) -> int:
     ax.set(xlabel="training batches", ylabel="eigenvalue of the Hessian")
     ax.locator_params(axis="x", integer=True, min_n_ticks=1)
     if points:
-        ax.legend(**{} if single else {"loc": "upper left", "bbox_to_anchor": (1, 1)})
+        ax.legend(loc="upper left", bbox_to_anchor=(1, 1))
     else:
         ax.set_title("nothing was measured yet")
     return len(points)

@@ -17,7 +17,7 @@ from hoglib.errors import OutputError
 
 
 class LastCheckpoint(Checkpoint):
-    """Writes last.ckpt every so many optimizer steps, at the end of an epoch, and at Ctrl-C.
+    """Writes last.ckpt every so many optimizer steps, at the end of an epoch or a run, and at Ctrl-C.
 
     A checkpoint is taken between two steps, so that a resumed run is the same run. It replaces the one
     before only when it is complete: a full disk or a crash loses no earlier state. Ctrl-C ends the run
@@ -64,8 +64,11 @@ class LastCheckpoint(Checkpoint):
             return  # gradients are being accumulated: no optimizer stepped
         # With several optimizers a batch takes several steps, and may step over the multiple.
         due = step // self.every > self._step_before // self.every
-        if self._stopping or due or trainer.is_last_batch:
+        if self._stopping or due or self._is_last(trainer):
             self._save(trainer, step)
+
+    def _is_last(self, trainer: pl.Trainer) -> bool:
+        return trainer.is_last_batch or 0 < trainer.max_steps <= trainer.global_step
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._restore_handler()
@@ -76,7 +79,7 @@ class LastCheckpoint(Checkpoint):
         self._restore_handler()
         if isinstance(trainer.logger, RunLogger) and trainer.is_global_zero:
             trainer.logger.discard()
-        if self.path is not None and trainer.is_global_zero:
+        if self._saved_step is not None and trainer.is_global_zero:
             print(
                 f"\nThe state of step {self._saved_step} is in {self.path}; "
                 f"resume it with: python -m experiments fit --ckpt_path {self.path}",

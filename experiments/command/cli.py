@@ -147,7 +147,9 @@ class ExperimentCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         super().parse_arguments(parser, args)
-        ckpt_path = self.config[self.config["subcommand"]].get("ckpt_path")
+        given = self.config[self.config["subcommand"]]
+        at_least("seed_everything", int(given.get("seed_everything") or 0), 0)
+        ckpt_path = given.get("ckpt_path")
         if ckpt_path not in (None, "last"):
             # Lightning reads it next, and its errors are harder to read
             runs.load_checkpoint(runs.find_checkpoint(ckpt_path))
@@ -180,6 +182,10 @@ class ExperimentCLI(LightningCLI):
             if (root := settings.get("default_root_dir")) is not None:
                 own[0].use_root(str(root))
             settings["logger"] = [*own, *(x for x in loggers if x not in own)]
+        iterations, interval = getattr(self.datamodule, "iterations", None), "val_check_interval"
+        if iterations is not None and isinstance(settings.get(interval), int):
+            # a run that is shorter than the interval is validated at its end
+            settings[interval] = min(settings[interval], iterations)
         settings["callbacks"] = [*callbacks, *(settings.get("callbacks") or [])]
         try:
             return super().instantiate_trainer(**kwargs)

@@ -64,8 +64,8 @@ class CurvatureKind(ABC):
         """The kind for a batch of that number, which decides its random numbers."""
         return self
 
-    def check_loss(self, loss: Any) -> Any:
-        return validation.function("func", loss)
+    def check_loss(self, loss: Any, what: str = "loss") -> Any:
+        return validation.function(what, loss)
 
 
 def apply_block(linear_map: LinearMap, vectors: Vector, block: bool) -> tuple[Tensor, Vector]:

@@ -234,7 +234,7 @@ def _product(
     kind: CurvatureKind, func: Any, params: Any, v: Any, args: tuple[Any, ...], policy: Policy
 ) -> tuple[Tensor, Any]:
     """The value, and the product of a matrix with v or with each vector of a block."""
-    kind.check_loss(func)
+    kind.check_loss(func, "func")
     if torch_internals.transforms_active():
         policy = policy._replace(create_graph=True)
     problem = Problem.of(policy, func, params, *args)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hoglib._core import pytree, validation
+from hoglib._core.problem import check_option_names
 from hoglib.capture.capturing import in_other_tracer
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from hoglib.penalties.options import OPTION_NAMES, check_options
@@ -140,12 +141,7 @@ class GradientPenalty(nn.Module):
         given = {key: value for key, value in chosen.items() if value is not None}
         self.options = {**(options or {}), **given}
         called = KINDS[self.kind]
-        for name in self.options:
-            if name not in called.keywords:
-                raise ArgumentTypeError(
-                    f"options: expected options of hoglib.penalties.{self.kind}, "
-                    f"{', '.join(called.keywords)}; got {name!r}."
-                )
+        check_option_names(f"GradientPenalty(kind={self.kind!r})", self.options, called.keywords)
         self._check_returns_scalar(self.options)
         shared = {key: value for key, value in self.options.items() if key in OPTION_NAMES}
         check_options(f"hoglib.penalties.{self.kind}", shared, without=called.without)

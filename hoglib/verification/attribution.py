@@ -647,6 +647,7 @@ class _Rule(NamedTuple):
             names = self.app.names
             inputs = ", ".join(names[i] for i in self.app.by if i < len(names))
             which = ", ".join(f"`{slot.name}`" if slot.name else slot.label for slot in made)
+            which = which.replace(".detach()`", "`")  # where it would end the graph again
             lines.append(
                 f"Forward runs without a graph, so {self.name} cannot be differentiated through what "
                 f"forward computed. Two ways to fix it:\n"

@@ -396,6 +396,11 @@ def test_algebra():
         (lambda: A.numpy() @ H, TypeError, "array of shape"),
         (lambda: A @ H, TypeError, r"v @ A: expected one vector.*\(A.T @ V.T\).T"),
         (lambda: (H @ G + G).trace(), NotImplementedError, "expected a symmetric operator"),
+        (
+            lambda: hog.HessianOperator(A, *problem("LayerNorm")[1:]),
+            TypeError,
+            "loss: expected a function",
+        ),
     ]:
         with pytest.raises(kind, match=message):
             call()

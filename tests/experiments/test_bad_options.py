@@ -81,7 +81,10 @@ REFUSED_BY_THE_COMMAND = {
     "gan/mixture": [("model.penalty.wieght=1", "wieght")],
     "maml/glyphs_5w1s": [("model.ways=4", "ways: expected 5 outputs.*--model.ways 5")],
     "maml/lm_adapt": [("model.base=runs/nowhere", "base: expected a file, or a run folder")],
-    "maml/sinusoid_joint": [("model.compile=true", "compile: expected null or false for joint training")],
+    "maml/sinusoid_joint": [
+        ("model.compile=true", "compile: expected null or false for joint training"),
+        ("seed_everything=-3", "seed_everything: expected an integer of at least 0, got -3"),
+    ],
     "meta/data_values": [("data.train=3950", "train, val, test: expected at most 4000")],
     "penalty/digits_robust": [("data.val=0", "val: expected images to choose a weight by")],
     "pinn/poisson": [("data.equation=wave", "equation: expected one of")],

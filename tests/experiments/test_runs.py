@@ -10,6 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.testing import assert_close
 
 from experiments.autoencoder import Race
+from experiments.command.checkpoint import LastCheckpoint
 from experiments.forces.experiment import Potentials
 from experiments.mean_flow.experiment import MeanFlow
 from experiments.reweight import Reweighting
@@ -139,10 +140,12 @@ RESUMED = [
         for *case, marks in RESUMED
     ],
 )
-def test_resume_is_bit_for_bit_the_uninterrupted_run(name, options, stop, trained):
+def test_resume_is_bit_for_bit_the_uninterrupted_run(name, options, stop, trained, monkeypatch):
     config, fit, folder = smoke(name)
     trained(config, *options, into="whole")
-    fit(*options, "--trainer.max_steps", stop[0], "--test_after_fit", "false")
+    with monkeypatch.context() as killed:  # no checkpoint where it ends
+        killed.setattr(LastCheckpoint, "_is_last", lambda self, trainer: trainer.is_last_batch)
+        fit(*options, "--trainer.max_steps", stop[0], "--test_after_fit", "false")
     assert checkpoint(folder())["global_step"] == stop[1]
     fit(*options, "--ckpt_path", "last")
     assert not folder(1).exists()  # it went on in the same folder

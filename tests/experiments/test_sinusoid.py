@@ -45,10 +45,10 @@ def test_the_table_has_the_baseline_beside_it(capsys):
 
 
 def test_the_folder_of_all_runs():
-    few = ("--trainer.max_steps", "1", "--test_after_fit", "false")
-    fit("--trainer.default_root_dir", "other", *few)
+    few = ("--data.iterations", "8", "--trainer.max_steps", "2", "--test_after_fit", "false")
+    fit("--trainer.default_root_dir", "other", *few)  # fewer than val_check_interval
     assert [path.name for path in Path().iterdir()] == ["other"]
-    assert Path("other/smoke/maml/sinusoid/version_0/config.yaml").exists()
+    assert checkpoint(Path("other/smoke/maml/sinusoid/version_0"))["global_step"] == 2
 
 
 def test_ctrl_c_leaves_a_checkpoint_from_which_the_run_goes_on(trained, monkeypatch, capsys):

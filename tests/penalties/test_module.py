@@ -136,6 +136,7 @@ REFUSED = {
     "a flag in words": (lambda: hog.GradientPenalty("r1", autocast="yes"), TypeError, "autocast"),
     "another result of one call": (lambda: hog.GradientPenalty("r1")(nn.Linear(3, 1), torch.randn(4, 3), return_outputs=True), ValueError, "return_outputs"),
     "an option that its kind has not": (lambda: hog.GradientPenalty("r1", options={"target": 1.0}), TypeError, "target"),
+    "an option without its hyphen": (lambda: hog.GradientPenalty(options={"onesided": True}), TypeError, "did you mean 'one_sided'"),
 }  # fmt: skip
 
 
