@@ -401,7 +401,7 @@ def _patch_model(
             patch.put(module, name, attribute)
         if dtype is None:
             computed_in.update(computed_dtypes(module))
-        scripted = isinstance(module, torch.jit.ScriptModule)
+        scripted = AMBIENT.stand_ins is None and isinstance(module, torch.jit.ScriptModule)
         if scripted and (transforms_active() or forward_mode_active()):
             raise UnsupportedError(
                 f"{type(model).__name__}: expected modules of Python in forward mode, got "
