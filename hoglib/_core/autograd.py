@@ -56,6 +56,7 @@ def no_forward_mode(
         "autocast",
         "forward mode AD",
         "functorch transform",
+        "to not have been used in the graph",  # a derivative that the function takes itself
         "set a forward gradient",  # of another size or layout
         "flat_bdims",  # a Function without a jvp, under vmap
         "view size is not compatible",  # rules that view tangents of any layout

@@ -23,7 +23,7 @@ from torch._functorch import pyfunctorch
 from torch.autograd import Function, forward_ad
 from torch.autograd import function as torch_function
 from torch.autograd.function import _SingleLevelFunction
-from torch.nn.utils import stateless
+from torch.nn.utils import parametrize, stateless
 from torch.overrides import TorchFunctionMode
 
 from hoglib._core import source_location, torch_library
@@ -31,6 +31,12 @@ from hoglib.errors import UnsupportedError
 
 # Other parameters and buffers in a module, of which Dynamo traces what happens.
 reparametrize_module = stateless._reparametrize_module
+
+
+def exchange_parametrized(tensors: dict[Any, Any]) -> dict[Any, Any]:
+    """Puts other tensors in the place of those that `parametrize.cached()` keeps, which it returns."""
+    before, parametrize._cache = parametrize._cache, tensors
+    return before
 
 
 def transforms_active() -> bool:

@@ -174,6 +174,20 @@ def test_scripted_code_that_ran_before_is_differentiated_in_forward_mode():
         hog.laplacian(square(norm), x)
 
 
+def test_cached_parametrizations_are_those_of_the_parameters():
+    model = net()
+    nn.utils.parametrizations.weight_norm(model[0])
+    loss, params = made(model)
+    v = {n: draw(*p.shape, seed=i) for i, (n, p) in enumerate(params.items())}
+    expected = dense_hessian(loss, params, BATCH) @ flat(v)
+    with nn.utils.parametrize.cached():
+        for _ in range(2):
+            assert relative(flat(hog.hvp(loss, params, v, BATCH)[1]), expected) < 1e-10
+        grads = torch.autograd.grad(model(BATCH[0]).sum(), model[0].parameters())
+        assert all(grad.any() for grad in grads)  # of its own parameters
+        assert relative(flat(hog.hvp(loss, params, v, BATCH)[1]), expected) < 1e-10
+
+
 def test_a_wrong_jvp_raises_and_auto_avoids_it():
     loss, params = made(nn.Sequential(nn.Linear(3, 2, dtype=F64), Through(WrongTangent.apply)))
     v = {n: draw(*p.shape) for n, p in params.items()}
