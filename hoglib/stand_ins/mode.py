@@ -348,15 +348,17 @@ def _recompute_inside() -> None:
 
 
 class _Inside:
-    """A function that runs inside `second_order()`, and updates running statistics if that was done
-    where this was made."""
+    """A function that runs inside `second_order()`, and updates running statistics, and runs ops as
+    their references, if that was done where this was made."""
 
     def __init__(self, function: Callable[..., None]) -> None:
         self._function, self._frozen = function, AMBIENT.statistics_frozen
+        self._plain = AMBIENT.plain_operations
 
     def __call__(self, *args: Any) -> None:
         mode = AMBIENT.stand_ins  # suspended while a backward runs that seems to need no stand-ins
         active = torch_internals.function_mode(StandInMode)
         again = _StandIns(True) if mode is None or active else mode
-        with again, inside(statistics_frozen=self._frozen or AMBIENT.statistics_frozen):
+        frozen = self._frozen or AMBIENT.statistics_frozen
+        with again, inside(statistics_frozen=frozen, plain_operations=self._plain):
             self._function(*args)
