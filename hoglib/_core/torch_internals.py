@@ -27,6 +27,7 @@ from torch.nn.utils import parametrize, stateless
 from torch.overrides import TorchFunctionMode
 
 from hoglib._core import source_location, torch_library
+from hoglib._core.ambient import AMBIENT
 from hoglib.errors import UnsupportedError
 
 # Other parameters and buffers in a module, of which Dynamo traces what happens.
@@ -376,45 +377,40 @@ def watching_constructors(handle: Callable[..., Any]) -> Iterator[None]:
 
 
 class watching_scripts:  # noqa: N801 a context manager
-    """Calls handle(script, run) instead of scripted code, which no mode of torch sees, in this thread
-    and inside torch.func, forward mode or a dispatch mode. `run` is the call, one operation at a time:
-    the graphs that torch optimizes, from the second run on, drop tangents without an error."""
-
-    def __init__(self, handle: Callable[[Any, Callable[[], Any]], Any]) -> None:
-        self._watch = (threading.get_ident(), handle)
+    """Calls `AMBIENT.stand_ins.run_script(script, run)` for scripted code, which no mode of torch sees,
+    inside torch.func, forward mode or a dispatch mode. `run` is the call, one operation at a time: the
+    graphs that torch optimizes, from the second run on, drop tangents without an error."""
 
     def __enter__(self) -> None:
         with _LOCK:
             if not _SCRIPT_WATCHES:
                 _FUNCTION.__call__, _METHOD.__call__ = _WATCHED_SCRIPTS
-            _SCRIPT_WATCHES.append(self._watch)
+            _SCRIPT_WATCHES.append(self)
 
     def __exit__(self, *raised: object) -> None:
         with _LOCK:
-            _SCRIPT_WATCHES.remove(self._watch)
+            _SCRIPT_WATCHES.remove(self)
             if not _SCRIPT_WATCHES:
                 _FUNCTION.__call__, _METHOD.__call__ = _SCRIPTS
 
 
 def _call_script(script: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    here = threading.get_ident()
-    watches = [handle for thread, handle in _SCRIPT_WATCHES if thread == here]
     followed = forward_mode_active() or transforms_active() or torch._C._len_torch_dispatch_stack()
-    if not (watches and followed):
+    if AMBIENT.stand_ins is None or not followed:
         return call(script, *args, **kwargs)
 
     def run() -> Any:
         with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
             return call(script, *args, **kwargs)
 
-    return watches[-1](script, run)
+    return AMBIENT.stand_ins.run_script(script, run)
 
 
 _FUNCTION: Any = torch._C.ScriptFunction
 _METHOD: Any = torch._C.ScriptMethod
 _SCRIPTS = (_FUNCTION.__call__, _METHOD.__call__)
 _WATCHED_SCRIPTS = tuple(partialmethod(_call_script, call) for call in _SCRIPTS)
-_SCRIPT_WATCHES: list[tuple[int, Callable[..., Any]]] = []
+_SCRIPT_WATCHES: list[watching_scripts] = []
 
 
 def outside_transforms(

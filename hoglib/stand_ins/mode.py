@@ -101,7 +101,7 @@ class _StandIns:
         if self._wanted and AMBIENT.stand_ins is None:
             mode = _SecondOrder()
             mode.__enter__()
-            self._scripts = torch_internals.watching_scripts(mode.run_script)
+            self._scripts = torch_internals.watching_scripts()
             self._scripts.__enter__()
             self._entered = AMBIENT.stand_ins = mode
         self._were_frozen = AMBIENT.statistics_frozen
@@ -169,7 +169,6 @@ class _SecondOrder(StandInMode):
     def run_script(self, script: Any, run: Callable[[], Any]) -> Any:
         """A call of scripted code, in which no call is replaced, compiled without torch's optimizer."""
         if id(script) not in self._scripts:
-            self._scripts[id(script)] = script
             called = re.findall(r"\baten::(\w+)", str(script.inlined_graph))
             rows = {name: stand_in_of(getattr(torch.ops.aten, name, None)) for name in called}
             for name, row in rows.items():
@@ -180,6 +179,7 @@ class _SecondOrder(StandInMode):
                         "that was scripted, or the reverse mode."
                     )
             script._debug_flush_compilation_cache()  # it may have run before, and be optimized
+            self._scripts[id(script)] = script
         return run()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
