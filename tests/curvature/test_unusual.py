@@ -210,6 +210,18 @@ def test_a_sparse_gradient():
     assert hog.hvp(loss, params, params, batch)[1]["weight"].layout is torch.strided
     H = hog.hessian(loss, params, batch)["weight"]["weight"]
     assert relative(H.detach().reshape(15, 15), A) < 1e-7
+    maml = hog.MAML(embedding, lambda out, _: out.sin().sum(), inner_lr=0.1, over_tasks="loop")
+    with pytest.raises(NotImplementedError, match="sparse=False"):
+        maml.loss([(batch, batch)])
+
+
+def test_a_nested_tensor_of_which_torch_has_no_second_derivative():
+    def padded(x):
+        nested = torch.nested.as_nested_tensor([x[:1], x[1:]], layout=torch.jagged)
+        return torch.nested.to_padded_tensor(nested, 0.0).pow(3).sum()
+
+    with pytest.raises(NotImplementedError, match="got one that it cannot: The function '_nested"):
+        hog.hvp(padded, BATCH[0], BATCH[0])
 
 
 def in_two_precisions(net, x):
