@@ -43,6 +43,7 @@ RECORDS = {
     "_core.torch_forward_mode._FORWARD_THREADS": "torch has one level of forward mode for all threads",
     "_core.trust._FOUND": "what was compared once is trusted: whether samples of a critic are apart",
     "_core.torch_internals._CONSTRUCTOR_WATCHES": "who watches, for what stands in torch's place",
+    "_core.torch_internals._SCRIPT_WATCHES": "who watches, for what stands in torch's place",
     "_core.torch_internals._WATCHES": "who watches, for what stands in torch's place",
     "capture.capturing._KEPT": "captured functions, as long as their owners live",
     "capture.recomputed._TEMPLATES": "captured recomputations",

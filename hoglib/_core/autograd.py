@@ -38,7 +38,7 @@ ScalarFunction = Callable[..., Tensor]
 NOT_DIFFERENTIABLE = (
     "not implemented", "forward AD", "does not currently support double backward",
     "don't support automatic differentiation", "saved tensor hooks", "incompatible with .grad()",
-    "setup_context", "doesn't have storage",
+    "setup_context", "doesn't have storage", "not differentiable with respect to argument",
     "for sparse tensors", "Sparse division", "expected sparse coordinate tensor layout",
 )  # fmt: skip
 
@@ -56,6 +56,7 @@ def no_forward_mode(
         "autocast",
         "forward mode AD",
         "functorch transform",
+        "to not have been used in the graph",  # a derivative that the function takes itself
         "set a forward gradient",  # of another size or layout
         "flat_bdims",  # a Function without a jvp, under vmap
         "view size is not compatible",  # rules that view tangents of any layout
@@ -309,10 +310,11 @@ class translate_errors(translate_hook_errors):  # noqa: N801 a context manager
             ) from error
         if not any(word in str(error) for word in NOT_DIFFERENTIABLE):
             return
+        sparse = " Of an embedding, sparse=False is one." if "sparse" in str(error) else ""
         raise UnsupportedError(
             f"{self._what}: expected operations that torch can differentiate twice, got one that it "
-            f"cannot: {str(error).splitlines()[0]}. Write it by other operations; `hoglib env` lists "
-            "those that have a stand-in, which is used with stand_ins=True."
+            f"cannot: {str(error).splitlines()[0]}. Write it by other operations.{sparse} `hoglib env` "
+            "lists those that have a stand-in, which is used with stand_ins=True."
         ) from error
 
     def _advice_in_place(self) -> str:

@@ -21,7 +21,12 @@ from torch.nn.parallel import DistributedDataParallel
 from hoglib._core.ambient import AMBIENT, Items, logical_thread, replaced
 from hoglib._core.placement import refuse_sharded, whole
 from hoglib._core.pytree import in_dtype
-from hoglib._core.torch_internals import forward_mode_active, is_compiled, transforms_active
+from hoglib._core.torch_internals import (
+    exchange_parametrized,
+    forward_mode_active,
+    is_compiled,
+    transforms_active,
+)
 from hoglib._core.torch_sharding import computed_dtypes, wrapped_attributes
 from hoglib.errors import UnsupportedError
 
@@ -84,13 +89,15 @@ class swap_parameters:  # noqa: N801 a context manager
         else:  # which keeps the parameters
             patch.busy.append(model)
             self._end = patch.busy.pop
+        self._parametrized = exchange_parametrized({})  # of other parameters
         try:
             patch.swap(*self._given)
         except BaseException:
-            self._end()
+            self.__exit__()
             raise
 
     def __exit__(self, *raised: object) -> None:
+        exchange_parametrized(self._parametrized)
         self._end()
 
 
@@ -401,7 +408,7 @@ def _patch_model(
             patch.put(module, name, attribute)
         if dtype is None:
             computed_in.update(computed_dtypes(module))
-        scripted = isinstance(module, torch.jit.ScriptModule)
+        scripted = AMBIENT.stand_ins is None and isinstance(module, torch.jit.ScriptModule)
         if scripted and (transforms_active() or forward_mode_active()):
             raise UnsupportedError(
                 f"{type(model).__name__}: expected modules of Python in forward mode, got "

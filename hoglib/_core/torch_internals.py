@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any, final
 
 import torch
@@ -23,14 +23,21 @@ from torch._functorch import pyfunctorch
 from torch.autograd import Function, forward_ad
 from torch.autograd import function as torch_function
 from torch.autograd.function import _SingleLevelFunction
-from torch.nn.utils import stateless
+from torch.nn.utils import parametrize, stateless
 from torch.overrides import TorchFunctionMode
 
 from hoglib._core import source_location, torch_library
+from hoglib._core.ambient import AMBIENT
 from hoglib.errors import UnsupportedError
 
 # Other parameters and buffers in a module, of which Dynamo traces what happens.
 reparametrize_module = stateless._reparametrize_module
+
+
+def exchange_parametrized(tensors: dict[Any, Any]) -> dict[Any, Any]:
+    """Puts other tensors in the place of those that `parametrize.cached()` keeps, which it returns."""
+    before, parametrize._cache = parametrize._cache, tensors
+    return before
 
 
 def transforms_active() -> bool:
@@ -378,6 +385,43 @@ def watching_constructors(handle: Callable[..., Any]) -> Iterator[None]:
                 torch.autograd.backward = _BACKWARD
                 for kind in _CONSTRUCTORS:
                     delattr(kind, "__call__")
+
+
+class watching_scripts:  # noqa: N801 a context manager
+    """Calls `AMBIENT.stand_ins.run_script(script, run)` for scripted code, which no mode of torch sees,
+    inside torch.func, forward mode or a dispatch mode. `run` is the call, one operation at a time: the
+    graphs that torch optimizes, from the second run on, drop tangents without an error."""
+
+    def __enter__(self) -> None:
+        with _LOCK:
+            if not _SCRIPT_WATCHES:
+                _FUNCTION.__call__, _METHOD.__call__ = _WATCHED_SCRIPTS
+            _SCRIPT_WATCHES.append(self)
+
+    def __exit__(self, *raised: object) -> None:
+        with _LOCK:
+            _SCRIPT_WATCHES.remove(self)
+            if not _SCRIPT_WATCHES:
+                _FUNCTION.__call__, _METHOD.__call__ = _SCRIPTS
+
+
+def _call_script(script: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    followed = forward_mode_active() or transforms_active() or torch._C._len_torch_dispatch_stack()
+    if AMBIENT.stand_ins is None or not followed:
+        return call(script, *args, **kwargs)
+
+    def run() -> Any:
+        with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
+            return call(script, *args, **kwargs)
+
+    return AMBIENT.stand_ins.run_script(script, run)
+
+
+_FUNCTION: Any = torch._C.ScriptFunction
+_METHOD: Any = torch._C.ScriptMethod
+_SCRIPTS = (_FUNCTION.__call__, _METHOD.__call__)
+_WATCHED_SCRIPTS = tuple(partialmethod(_call_script, call) for call in _SCRIPTS)
+_SCRIPT_WATCHES: list[watching_scripts] = []
 
 
 def outside_transforms(

@@ -10,6 +10,7 @@ torch's own kernels, scripted or compiled code) are not seen.
 """
 
 import functools
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FunctionType
@@ -100,6 +101,8 @@ class _StandIns:
         if self._wanted and AMBIENT.stand_ins is None:
             mode = _SecondOrder()
             mode.__enter__()
+            self._scripts = torch_internals.watching_scripts()
+            self._scripts.__enter__()
             self._entered = AMBIENT.stand_ins = mode
         self._were_frozen = AMBIENT.statistics_frozen
         AMBIENT.statistics_frozen = self._were_frozen or self._frozen
@@ -108,6 +111,7 @@ class _StandIns:
         AMBIENT.statistics_frozen = self._were_frozen
         if self._entered is not None:
             mode, self._entered = self._entered, None
+            self._scripts.__exit__(*raised)
             mode.__exit__(*raised)
             AMBIENT.stand_ins = None
 
@@ -160,6 +164,23 @@ class _SecondOrder(StandInMode):
     def __init__(self) -> None:
         super().__init__()
         self._replacements = _replacements()
+        self._scripts: dict[int, Any] = {}  # that are compiled anew
+
+    def run_script(self, script: Any, run: Callable[[], Any]) -> Any:
+        """A call of scripted code, in which no call is replaced, compiled without torch's optimizer."""
+        if id(script) not in self._scripts:
+            called = re.findall(r"\baten::(\w+)", str(script.inlined_graph))
+            rows = {name: stand_in_of(getattr(torch.ops.aten, name, None)) for name in called}
+            for name, row in rows.items():
+                if row is not None:
+                    raise UnsupportedError(
+                        f"{name}{in_module()}: expected a call from Python in forward mode, got one "
+                        f"from scripted code, where it is not replaced: {row.lacks}. Use the code "
+                        "that was scripted, or the reverse mode."
+                    )
+            script._debug_flush_compilation_cache()  # it may have run before, and be optimized
+            self._scripts[id(script)] = script
+        return run()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -327,15 +348,17 @@ def _recompute_inside() -> None:
 
 
 class _Inside:
-    """A function that runs inside `second_order()`, and updates running statistics if that was done
-    where this was made."""
+    """A function that runs inside `second_order()`, and updates running statistics, and runs ops as
+    their references, if that was done where this was made."""
 
     def __init__(self, function: Callable[..., None]) -> None:
         self._function, self._frozen = function, AMBIENT.statistics_frozen
+        self._plain = AMBIENT.plain_operations
 
     def __call__(self, *args: Any) -> None:
         mode = AMBIENT.stand_ins  # suspended while a backward runs that seems to need no stand-ins
         active = torch_internals.function_mode(StandInMode)
         again = _StandIns(True) if mode is None or active else mode
-        with again, inside(statistics_frozen=self._frozen or AMBIENT.statistics_frozen):
+        frozen = self._frozen or AMBIENT.statistics_frozen
+        with again, inside(statistics_frozen=frozen, plain_operations=self._plain):
             self._function(*args)

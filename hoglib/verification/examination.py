@@ -356,7 +356,7 @@ def _with_value_from_elsewhere(app: Application, options: Options, found: Verdic
 def other_points(subject: Subject) -> Iterator[list[Tensor]]:
     """Points with other signs and sizes at which the function and its gradient are finite."""
     signed = [torch.where(x == 0, 1.0, random_like(x, subject.random)) for x in subject.x]
-    for size in (30.0, 0.03):
+    for size in (30.0, 4.0, 0.03):
         point = [size * s * x.abs() for s, x in zip(signed, subject.x, strict=True)]
         with suppress(Exception):  # it may refuse them
             values = subject.map(*point)

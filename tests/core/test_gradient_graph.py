@@ -177,6 +177,6 @@ def test_scripted_modules_are_refused_where_torch_gives_zero():
     v = {k: torch.ones_like(p) for k, p in params.items()}
     hog.hvp(loss, params, v, batch)  # right in reverse
     with pytest.raises(NotImplementedError, match="got 0, which is scripted"):
-        hog.hvp(loss, params, v, batch, mode="forward-over-reverse")
+        hog.hvp(loss, params, v, batch, mode="forward-over-reverse", stand_ins=False)
     with pytest.raises(TypeError, match="pass the module that was scripted"):
         hog.functional_loss(model[0], F.mse_loss)

@@ -154,16 +154,39 @@ def test_a_loss_that_differentiates_inside(options):
     assert relative(flat(product), A @ flat(v)) < 1e-7
 
 
-def test_a_scripted_part_takes_the_reverse():
+def test_scripted_code_that_ran_before_is_differentiated_in_forward_mode():
     model = net()
     with pytest.warns(DeprecationWarning, match="jit"):
-        scripted = nn.Sequential(torch.jit.script(model[:2]), model[2])
+        tanh, norm = map(torch.jit.script, (model[:2], nn.LayerNorm(3, dtype=F64)))
+    scripted = nn.Sequential(tanh, model[2])
     loss, params = made(scripted)
     v = {n: draw(*p.shape, seed=i) for i, (n, p) in enumerate(params.items())}
-    expected = dense_ggn(loss, params, BATCH) @ flat(v)
-    assert relative(flat(hog.ggn_vp(loss, params, v, BATCH)[1]), expected) < 1e-7
-    with pytest.raises(NotImplementedError, match="scripted"):
-        hog.ggn_vp(loss, params, v, BATCH, mode="forward")
+    for _ in range(3):
+        loss(params, BATCH).backward()  # torch optimizes the second run, whose graph drops tangents
+    for options in ({}, {"mode": "forward"}):
+        product = hog.ggn_vp(loss, params, v, BATCH, **options)[1]
+        assert relative(flat(product), dense_ggn(loss, params, BATCH) @ flat(v)) < 1e-7
+    product = hog.hvp(loss, params, v, BATCH, mode="forward-over-reverse")[1]
+    assert relative(flat(product), dense_hessian(loss, params, BATCH) @ flat(v)) < 1e-7
+    x, square = BATCH[0], lambda net: lambda x: net(x)[:, 0] + x.square().sum(1)
+    assert_close(hog.laplacian(square(scripted), x), hog.laplacian(square(model), x))
+    for run in (hog.laplacian, lambda f, x: hog.hvp(lambda x: f(x).sum(), x, x, mode="forward-over-reverse")):  # fmt: skip
+        with pytest.raises(NotImplementedError, match=r"layer_norm: .* scripted code"):
+            run(square(norm), x)
+
+
+def test_cached_parametrizations_are_those_of_the_parameters():
+    model = net()
+    nn.utils.parametrizations.weight_norm(model[0])
+    loss, params = made(model)
+    v = {n: draw(*p.shape, seed=i) for i, (n, p) in enumerate(params.items())}
+    expected = dense_hessian(loss, params, BATCH) @ flat(v)
+    with nn.utils.parametrize.cached():
+        for _ in range(2):
+            assert relative(flat(hog.hvp(loss, params, v, BATCH)[1]), expected) < 1e-10
+        grads = torch.autograd.grad(model(BATCH[0]).sum(), model[0].parameters())
+        assert all(grad.any() for grad in grads)  # of its own parameters
+        assert relative(flat(hog.hvp(loss, params, v, BATCH)[1]), expected) < 1e-10
 
 
 def test_a_wrong_jvp_raises_and_auto_avoids_it():
@@ -187,6 +210,18 @@ def test_a_sparse_gradient():
     assert hog.hvp(loss, params, params, batch)[1]["weight"].layout is torch.strided
     H = hog.hessian(loss, params, batch)["weight"]["weight"]
     assert relative(H.detach().reshape(15, 15), A) < 1e-7
+    maml = hog.MAML(embedding, lambda out, _: out.sin().sum(), inner_lr=0.1, over_tasks="loop")
+    with pytest.raises(NotImplementedError, match="sparse=False"):
+        maml.loss([(batch, batch)])
+
+
+def test_a_nested_tensor_of_which_torch_has_no_second_derivative():
+    def padded(x):
+        nested = torch.nested.as_nested_tensor([x[:1], x[1:]], layout=torch.jagged)
+        return torch.nested.to_padded_tensor(nested, 0.0).pow(3).sum()
+
+    with pytest.raises(NotImplementedError, match="got one that it cannot: The function '_nested"):
+        hog.hvp(padded, BATCH[0], BATCH[0])
 
 
 def in_two_precisions(net, x):

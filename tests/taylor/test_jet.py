@@ -133,7 +133,7 @@ def test_a_derivative_within_the_function_of_what_autograd_saved():
 
 
 def test_checkpoints_within_the_function():
-    net = nn.Sequential(nn.Linear(3, 3), nn.Tanh()).double()
+    net = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), nn.Tanh()).double()
     again = lambda x: torch.utils.checkpoint.checkpoint(net, x, use_reentrant=False)  # noqa: E731
     x, v = points(4, 3), points(4, 3)
     results = []

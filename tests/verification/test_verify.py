@@ -49,6 +49,10 @@ def test_a_cut_for_other_values_than_the_inputs_is_found():
     row = report["second derivative: other values"]
     assert row.status == "fail"
     assert "leaves the graph by .detach()" in row.text
+    # and one whose second derivative is zero at values that are larger by far
+    cut = lambda g, x: g / torch.where(x.abs() > 2, x.detach(), x).cosh() ** 2  # noqa: E731
+    saturating = hog.verify(made("Saturating", lambda x: x.tanh(), cut), x)
+    assert saturating["second derivative: other values"].status == "fail"
     assert hog.verify(Cube, x)["second derivative: other values"].status == "pass"
     assert hog.verify(Sqrt, x.abs())["second derivative: other values"].status != "fail"
 
