@@ -4,13 +4,11 @@ A file is written beside its place and moved there (os.replace), so a killed pro
 only; any subset of them is enough to go on, since a training can be run again from any earlier state.
 """
 
-import hashlib
 import io
 import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from ctypes import string_at
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
@@ -18,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hoglib._core import pytree, validation
+from hoglib._core.files import check_same_call, written_whole
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, OutputError
 
 try:
@@ -112,14 +111,9 @@ class OnDisk:
             with suppress(FileNotFoundError, ValueError):  # a damaged one is that of no call
                 known = json.loads(manifest.read_text())
         wanted = json.loads(json.dumps(self._call))
-        other = [name for name, value in wanted.items() if (known or {}).get(name) != value]
-        if known is not None and other:
-            raise ArgumentValueError(
-                f"directory: expected that of the same call, got {self.directory}, which holds "
-                f"another one: its {other[0]} {_describe_value(known.get(other[0]))}, here "
-                f"{_describe_value(wanted[other[0]])}. Name another directory, or delete this one."
-            )
-        if known is None:
+        if known is not None:
+            check_same_call("directory", self.directory, known, wanted)
+        else:
             self._write(MANIFEST, json.dumps(wanted, indent=1).encode())
 
     def positions(self) -> list[int]:
@@ -176,15 +170,9 @@ class OnDisk:
 
     def _write(self, name: str, content: Any) -> None:
         """Write a file so that it is there as a whole or not at all."""
-        temporary = self.directory / f"{name}.tmp"
-        with self._explained(f"{len(content) / 2**20:.1f} MiB"):
-            try:
-                write_bytes(temporary, content)
-                os.replace(temporary, self.directory / name)
-            except BaseException:
-                with suppress(OSError):
-                    temporary.unlink(missing_ok=True)
-                raise
+        size = f"{len(content) / 2**20:.1f} MiB"
+        with self._explained(size), written_whole(self.directory / name) as temporary:
+            write_bytes(temporary, content)
 
     @contextmanager
     def _explained(self, what: str) -> Iterator[None]:
@@ -209,20 +197,6 @@ def write_bytes(path: Path, content: Any) -> None:
         stream.write(content)
 
 
-def digest(leaves: list[Any]) -> str:
-    """A hash of the bytes of tensors, and of the numbers among them."""
-    found = hashlib.sha256()
-    for leaf in leaves:
-        if isinstance(leaf, Tensor):
-            found.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode())
-            x = leaf.detach().resolve_conj().resolve_neg().cpu().contiguous()
-            if x.numel():
-                found.update(string_at(x.data_ptr(), x.numel() * x.element_size()))
-        else:
-            found.update(repr(leaf).encode())
-    return found.hexdigest()
-
-
 def check_directory(memory: str, directory: Any) -> Path | None:
     """The directory of memory="disk", which needs one, as no other does."""
     if (memory == "disk") != (directory is not None):
@@ -245,8 +219,3 @@ def check_directory(memory: str, directory: Any) -> Path | None:
 
 def _file_name(step: int) -> str:
     return f"step-{step:09}.pt"
-
-
-def _describe_value(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) < 40 else f"{text[:16]}...{text[-8:]}"
