@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from hoglib import errors
 from hoglib._core import pytree, validation
 from hoglib._core.autograd import Vector, without_graph
-from hoglib._core.files import digest
+from hoglib._core.files import ScoreFile, digest
 from hoglib._core.fingerprint import sums_and_norms
 from hoglib._core.logger import LOGGER
 from hoglib._core.placement import refuse_sharded
@@ -46,7 +46,6 @@ from hoglib.curvature.model_run import (
 )
 from hoglib.curvature.operators import GGNOperator
 from hoglib.curvature.optimizers import KFAC_OPTIONS, NEWTON_OPTIONS
-from hoglib.curvature.score_file import ScoreFile
 from hoglib.curvature.single_examples import at_best, in_turn, number_of_examples, side_by_side
 from hoglib.curvature.vector_space import Space, Tree
 from hoglib.ring import ring, warn_if_derivatives_not_finite
@@ -480,6 +479,7 @@ def influence(
 
         s_nq = d loss(params(e), query q) / d e  at e = 0
              = -grad loss(query q)^T (G + damping I)^-1 grad loss(example n)
+        s_ntq, the same of the loss of token t alone        s_nq = sum_t s_ntq
 
     where params(e) minimizes the mean loss of the training data plus e loss(example n), with its weight
     in that mean as `hoglib.per_example_gradients` has it, plus
@@ -498,18 +498,29 @@ def influence(
             a `hoglib.KFACOperator`, with corrected eigenvalues, for deep networks; or such an operator,
             of the training data, whose factors are computed once for many calls.
         damping: As above: the weight decay that the parameters were trained with, or more.
+        per_token: Whether the scores are those of the tokens of language models (of the positions of
+            any cross-entropy that has some), at the place of the logits that predict them; 0 where the
+            target is ignored. For each query it takes a Jacobian-vector product of the logits, which
+            exist as a whole. All batches have one length.
+        out: The path of a ``.npy`` file for the scores, which are then a memory map, of float32 at
+            least. Rows are written in order, and the same call goes on after those that an earlier one
+            wrote, in batches of any size; beside the file, ``<out>.call`` tells the same call (by
+            hashes of params, data and queries), and keeps the factors. Of a given operator keep its
+            ``state_dict()``, because factors that are drawn again are other ones. Needs NumPy.
         vmap: As of `hoglib.per_example_gradients`.
         tol: Of "cg", as of `LinearOperator.solve`.
         **options: Of `hoglib.GGNOperator` or `hoglib.KFACOperator`, such as kind="exact" (by default
             the factors of wide outputs are drawn) and progress=True, which counts batches, too; of a
             given operator progress alone.
     Returns:
-        The scores [train, query], or [train] for query=None, in the order of the data.
+        The scores [train, query], with per_token [train, tokens, query], or [train] for query=None, in
+        the order of the data.
     Raises:
         ArgumentTypeError: for an option that the operator does not have.
         ArgumentValueError: for a DataLoader that shuffles, whose order nobody knows afterwards, for
-            batch norm in train mode, tol with another solver than "cg", and an operator on other
-            parameters.
+            batch norm in train mode, tol with another solver than "cg", an operator on other
+            parameters, an `out` of another call, and with per_token losses without tokens.
+        OutputError: for an `out` that cannot be written, before anything is computed.
         NonFiniteError: for an example whose gradient is not finite.
     References:
         Koh and Liang, Understanding Black-box Predictions via Influence Functions, 2017, equation 2.
@@ -544,8 +555,7 @@ def influence(
             "is for solver='cg'."
         )
     if validation.boolean("per_token", per_token) and query is None:
-        text = "query: expected queries with per_token=True, got None; pass examples as queries."
-        raise errors.ArgumentValueError(text)
+        raise errors.ArgumentValueError("query: expected queries with per_token=True, got None.")
     space = Space(params)
     space.refuse_sharded("influence")
     if fitted:
@@ -557,14 +567,15 @@ def influence(
     if per_token:
         zero = torch.zeros(1, space.size, dtype=space.dtype, device=space.device)
         first = to_device(as_dict(next(iter(examples.data))), space.device)
-        shape[1:1] = next(_token_slopes(loss, space, zero, first, None)).shape[1:-1]
+        (slopes,) = _token_slopes(loss, space, zero, first, None)
+        shape[1:1] = slopes.shape[1:-1]
     if out is not None:
         kept = {k: v for k, v in options.items() if isinstance(v, str | int | float)}
-        leaves = space.leaves()
         file = ScoreFile(Path(out), {
             "shape": shape, "dtype": "float64" if space.dtype == torch.float64 else "float32",
-            "params": digest([*leaves, *constants_of(loss, leaves)]), "damping": float(damping),
+            "params": digest([*space.leaves(), *constants_of(loss, space.leaves())]),
             "training data": examples.digest, "queries": queries and queries.digest,
+            "damping": float(damping),
             "solver": digest(pytree.leaves(fitted.state_dict())) if fitted else method,
             "options": {**kept, "tol": tol, "progress": None},
         })  # fmt: skip
@@ -599,11 +610,10 @@ def influence(
             else:
                 slopes = g if per_token else g @ D.T
             if slopes.shape[1:] != scores.shape[1:]:
-                text = (
-                    f"train: expected {shape[1:-1]} positions in each batch, as in the first, got "
+                raise errors.ArgumentValueError(
+                    f"train: expected {shape[1:-1]} positions in each batch with per_token=True, as in "
+                    f"the first, got {list(slopes.shape[1:-1])}; pad all to one length."
                 )
-                text += f"{list(slopes.shape[1:-1])}; pad all to one length, for per_token=True."
-                raise errors.ArgumentValueError(text)
             scores[at] = slopes * (-len(w) / float(w.sum()))
     return scores
 
@@ -656,20 +666,18 @@ class Examples(NamedTuple):
                     bar.advance(len(part) / count)
 
 
-def _token_slopes(
-    loss: Any, space: Space, D: Tensor, batch: Any, weights: Tensor | None
-) -> Iterator[Tensor]:
+def _token_slopes(loss: Any, space: Space, D: Tensor, batch: Any, weights: Any) -> Iterable[Tensor]:
     """The derivatives of the losses of single tokens along d_q, [n, T, Q].
 
     <d l_n / d f_nt, (J d_q)_nt>        with the logits f_nt of position t, and their Jacobian J
     """
     loss = loss.with_logits() if hasattr(loss, "with_logits") else loss
     with torch.no_grad():
-        f = loss.outputs(space.params, batch)
+        f = loss.outputs(space.params, batch) if hasattr(loss, "outputs") else None
         axis = token_axis(loss, f, batch)
         (by_logits,) = _by_outputs(f, loss, batch, weights)
         pairs = (jvp(lambda p: loss.outputs(p, batch), space.params, space.tree(d)) for d in D)
-        yield torch.stack([(by_logits * tangent).sum(axis) for _, tangent in pairs], -1)
+        return [torch.stack([(by_logits * tangent).sum(axis) for _, tangent in pairs], -1)]
 
 
 def _check_fitted(K: KFACOperator, space: Space) -> None:

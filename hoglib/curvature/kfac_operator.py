@@ -456,8 +456,8 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
                 f"{validation.describe(state_dict)}."
             )
         wanted = self._saved_options()
-        if self._automatic:  # the kind is chosen at the first batch
-            wanted["kind"] = state_dict["options"].get("kind")
+        # before the first batch it is not chosen
+        wanted |= {"kind": state_dict["options"].get("kind")} if self._automatic else {}
         if state_dict["options"] != wanted:
             raise errors.ArgumentValueError(
                 f"state_dict: expected that of an operator with {wanted}, got one with "

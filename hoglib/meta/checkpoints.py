@@ -8,16 +8,16 @@ import io
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import IO, Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from hoglib._core import pytree, validation
-from hoglib._core.files import check_same_call, written_whole
-from hoglib.errors import ArgumentTypeError, ArgumentValueError, OutputError
+from hoglib._core.files import check_same_call, explained, written_whole
+from hoglib.errors import ArgumentTypeError, ArgumentValueError
 
 try:
     import fcntl
@@ -169,32 +169,24 @@ class OnDisk:
         return content if isinstance(content, dict) else None
 
     def _write(self, name: str, content: Any) -> None:
-        """Write a file so that it is there as a whole or not at all."""
         size = f"{len(content) / 2**20:.1f} MiB"
-        with self._explained(size), written_whole(self.directory / name) as temporary:
-            write_bytes(temporary, content)
+        with self._explained(size), written_whole(self.directory / name) as stream:
+            write_bytes(stream, content)
 
-    @contextmanager
-    def _explained(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise OutputError(
-                error.errno,
-                f"memory='disk': expected to write {what} to {self.directory}, got "
-                f"'{error.strerror or error}'. Give it space, name another directory, or use "
-                "schedule='log', which keeps fewest files. What is there is whole, and the same call "
-                "goes on from it",
-            ) from error
+    def _explained(self, what: str) -> AbstractContextManager[None]:
+        return explained(
+            f"memory='disk': expected to write {what} to {self.directory}",
+            "Give it space, name another directory, or use schedule='log', which keeps fewest files. "
+            "What is there is whole, and the same call goes on from it",
+        )
 
 
-def write_bytes(path: Path, content: Any) -> None:
+def write_bytes(stream: IO[bytes], content: Any) -> None:
     """Write bytes to a file.
 
     Not through to the disk: after a loss of power a file may be damaged, which `OnDisk.get` tells.
     """
-    with path.open("wb") as stream:
-        stream.write(content)
+    stream.write(content)
 
 
 def check_directory(memory: str, directory: Any) -> Path | None:
