@@ -6,9 +6,11 @@ gradients g_nt by its outputs:
     dW_n = sum_t g_nt a_nt^T        <dW_n, dW_m> = sum_tu <g_nt, g_mu> <a_nt, a_mu>
 """
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from operator import length_hint
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, Unpack, get_args
 
 import torch
@@ -18,16 +20,18 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from hoglib import errors
 from hoglib._core import pytree, validation
 from hoglib._core.autograd import Vector, without_graph
+from hoglib._core.files import ScoreFile, digest
 from hoglib._core.fingerprint import sums_and_norms
 from hoglib._core.logger import LOGGER
 from hoglib._core.placement import refuse_sharded
 from hoglib._core.problem import Options, Policy, Problem, check_option_names
 from hoglib._core.source_location import warn
 from hoglib._core.trust import found_once
-from hoglib.curvature.data import as_dict, in_fixed_order, is_batch, to_device
+from hoglib.curvature.data import as_dict, constants_of, in_fixed_order, is_batch, to_device
 from hoglib.curvature.fisher_metric import FisherMetric
+from hoglib.curvature.jacobian_product import jvp
 from hoglib.curvature.kfac_operator import KFACOperator
-from hoglib.curvature.likelihood import Finding, compare_halves, example_counts, moved
+from hoglib.curvature.likelihood import Finding, compare_halves, example_counts, moved, token_axis
 from hoglib.curvature.linear_operator import ProgressBar
 from hoglib.curvature.model_run import (
     AT_ONCE,
@@ -304,7 +308,7 @@ def _layer_by_layer(
             # of the layers; what is wrong with the loss comes again
             LOGGER.debug("%s: from the gradients of single examples, because of %s", CALLER, error)
             return None
-        gradients = run.gradients(_by_outputs(run, loss, own, factors))
+        gradients = run.gradients(_by_outputs(run.outputs()[0], loss, own, factors))
         with torch.no_grad():
             total = torch.zeros(count, *([count] if pairs else []), dtype=run.dtype)
             total = total.to(run.device)
@@ -313,9 +317,8 @@ def _layer_by_layer(
     return total.to(space.dtype)
 
 
-def _by_outputs(run: ModelRun, loss: Any, batch: Any, factors: Tensor | None) -> Vector:
+def _by_outputs(outputs: Any, loss: Any, batch: Any, factors: Tensor | None) -> Vector:
     """The gradients of the loss of each example, times its factor, by its outputs."""
-    outputs, given = run.outputs()
 
     def criterion(shifts: Vector, both: Any) -> Tensor:
         own, example = both
@@ -324,7 +327,7 @@ def _by_outputs(run: ModelRun, loss: Any, batch: Any, factors: Tensor | None) ->
         moved = [x + next(left) if pytree.is_float(x) else x for x in parts]
         return loss.criterion(pytree.unflatten(moved, form), example)
 
-    zeros = [torch.zeros_like(y[:1]) for y in given]
+    zeros = [torch.zeros_like(y[:1]) for y in pytree.leaves(outputs) if pytree.is_float(y)]
     _, gradients = _of_single_examples(criterion, zeros, (outputs, batch))
     rows = [g.squeeze(1) for g in gradients]
     return rows if factors is None else [scaled(g, factors) for g in rows]
@@ -466,6 +469,8 @@ def influence(
     *,
     solver: Solver | KFACOperator = "ekfac",
     damping: float,
+    per_token: bool = False,
+    out: str | os.PathLike[str] | None = None,
     vmap: bool | None = None,
     tol: float | None = None,
     **options: Any,
@@ -474,6 +479,7 @@ def influence(
 
         s_nq = d loss(params(e), query q) / d e  at e = 0
              = -grad loss(query q)^T (G + damping I)^-1 grad loss(example n)
+        s_ntq, the same of the loss of token t alone        s_nq = sum_t s_ntq
 
     where params(e) minimizes the mean loss of the training data plus e loss(example n), with its weight
     in that mean as `hoglib.per_example_gradients` has it, plus
@@ -492,18 +498,29 @@ def influence(
             a `hoglib.KFACOperator`, with corrected eigenvalues, for deep networks; or such an operator,
             of the training data, whose factors are computed once for many calls.
         damping: As above: the weight decay that the parameters were trained with, or more.
+        per_token: Whether the scores are those of the tokens of language models (of the positions of
+            any cross-entropy that has some), at the place of the logits that predict them; 0 where the
+            target is ignored. For each query it takes a Jacobian-vector product of the logits, which
+            exist as a whole. All batches have one length.
+        out: The path of a ``.npy`` file for the scores, which are then a memory map, of float32 at
+            least. Rows are written in order, and the same call goes on after those that an earlier one
+            wrote, in batches of any size; beside the file, ``<out>.call`` tells the same call (by
+            hashes of params, data and queries), and keeps the factors. Of a given operator keep its
+            ``state_dict()``, because factors that are drawn again are other ones. Needs NumPy.
         vmap: As of `hoglib.per_example_gradients`.
         tol: Of "cg", as of `LinearOperator.solve`.
         **options: Of `hoglib.GGNOperator` or `hoglib.KFACOperator`, such as kind="exact" (by default
             the factors of wide outputs are drawn) and progress=True, which counts batches, too; of a
             given operator progress alone.
     Returns:
-        The scores [train, query], or [train] for query=None, in the order of the data.
+        The scores [train, query], with per_token [train, tokens, query], or [train] for query=None, in
+        the order of the data.
     Raises:
         ArgumentTypeError: for an option that the operator does not have.
         ArgumentValueError: for a DataLoader that shuffles, whose order nobody knows afterwards, for
-            batch norm in train mode, tol with another solver than "cg", and an operator on other
-            parameters.
+            batch norm in train mode, tol with another solver than "cg", an operator on other
+            parameters, an `out` of another call, and with per_token losses without tokens.
+        OutputError: for an `out` that cannot be written, before anything is computed.
         NonFiniteError: for an example whose gradient is not finite.
     References:
         Koh and Liang, Understanding Black-box Predictions via Influence Functions, 2017, equation 2.
@@ -537,58 +554,130 @@ def influence(
             f"tol: expected none with solver={solver!r}, which has a closed form, got {tol}; it "
             "is for solver='cg'."
         )
+    if validation.boolean("per_token", per_token) and query is None:
+        raise errors.ArgumentValueError("query: expected queries with per_token=True, got None.")
     space = Space(params)
     space.refuse_sharded("influence")
     if fitted:
         _check_fitted(fitted, space)
+    examples = Examples.of("train", loss, train, out is not None)
+    queries = None if query is None else Examples.of("query", loss, query, out is not None)
+    w, file = examples.weights, None
+    shape = [len(w), *([] if queries is None else [len(queries.weights)])]
+    if per_token:
+        zero = torch.zeros(1, space.size, dtype=space.dtype, device=space.device)
+        first = to_device(as_dict(next(iter(examples.data))), space.device)
+        (slopes,) = _token_slopes(loss, space, zero, first, None)
+        shape[1:1] = slopes.shape[1:-1]
+    if out is not None:
+        kept = {k: v for k, v in options.items() if isinstance(v, str | int | float)}
+        file = ScoreFile(Path(out), {
+            "shape": shape, "dtype": "float64" if space.dtype == torch.float64 else "float32",
+            "params": digest([*space.leaves(), *constants_of(loss, space.leaves())]),
+            "training data": examples.digest, "queries": queries and queries.digest,
+            "damping": float(damping),
+            "solver": digest(pytree.leaves(fitted.state_dict())) if fitted else method,
+            "options": {**kept, "tol": tol, "progress": None},
+        })  # fmt: skip
+        if file.done == len(w):
+            return file.scores
+    scores = file.scores if file else torch.empty(shape, dtype=space.dtype, device=space.device)
     bar = ProgressBar("influence", options.get("progress", False), "batch")
-    weights: list[Tensor] = []  # of the training examples
-
-    def rows(name: str, data: Any, weighted: bool) -> Iterator[Tensor]:
-        every = [data] if is_batch(data) else data
-        with bar.over(name, length_hint(every) or None):
-            for number, batch in enumerate(every):
-                own = to_device(batch, space.device)
-                check_apart(loss, params, own, "influence")
-                counts = example_counts(loss, as_dict(own)) if weighted else None
-                examples = number_of_examples(own)
-                if weighted:
-                    ones = torch.ones(examples, device=space.device)
-                    weights.append(ones if counts is None else counts)
-                for part in gradient_rows(loss, params, own, vmap=vmap, weights=counts):
-                    if not bool(part.isfinite().all()):
-                        raise errors.NonFiniteError(
-                            f"{name}: expected examples with finite gradients, got one with NaN or "
-                            f"infinity in batch {number}; look for NaN in the data and in the "
-                            "parameters."
-                        )
-                    yield part.to(space.dtype)
-                    bar.advance(len(part) / examples)
-
-    def joined(name: str, parts: Iterable[Tensor]) -> Tensor:
-        if not (found := list(parts)):
-            raise errors.ArgumentValueError(f"{name}: expected at least one batch, got none.")
-        return torch.cat(found)
-
     with examined_functions("influence", first_order=method != "cg"):
-        queries = None if query is None else joined("query", rows("query", query, False))
         if method == "cg":
             G = GGNOperator(loss, params, train, **options)
             solve: Callable[[Tensor], Tensor] = partial(G.solve, damping=damping, tol=tol)
         else:
             corrected: Any = {"eigenvalue_corrected": method == "ekfac"}
             K = fitted or KFACOperator(loss, params, train, **corrected, **options)
+            if file and file.factors:
+                K.load_state_dict(file.factors)
+            elif file and not fitted:
+                file.keep(K.state_dict())
             solve = K.inverse(damping).matvec
-        every = rows("train", train, True)
+        rows: Any = partial(gradient_rows, loss, params, vmap=vmap)
         if queries is not None:
-            directions = solve(queries.T)
-            scores = joined("train", (-(g @ directions) for g in every))
-            w = torch.cat(weights)
-        else:
-            scores = joined("train", (-(g * solve(g.T).T).sum(1) for g in every))
-            w = torch.cat(weights)  # as a query an example has none
-            scores /= w.where(w > 0, 1).to(scores)
-        return scores * (len(w) / float(w.sum(dtype=torch.float64)))
+            D = torch.empty(shape[-1], space.size, dtype=space.dtype, device=space.device)
+            for at, g in queries.parts(loss, space, bar, lambda batch, weights: rows(batch)):
+                D[at] = g
+            # conjugate gradients of many columns share the passes over the data
+            for d in D.split(len(D) if method == "cg" else max(1, ROWS_AT_ONCE // space.size)):
+                d.copy_(solve(d.T).T)
+        rows = partial(_token_slopes, loss, space, D) if per_token else rows
+        for at, g in examples.parts(loss, space, bar, rows, file.done if file else 0):
+            if queries is None:  # as a query an example has no weight
+                slopes = (g * solve(g.T).T).sum(1) / w.where(w > 0, 1)[at].to(g)
+            else:
+                slopes = g if per_token else g @ D.T
+            if slopes.shape[1:] != scores.shape[1:]:
+                raise errors.ArgumentValueError(
+                    f"train: expected {shape[1:-1]} positions in each batch with per_token=True, as in "
+                    f"the first, got {list(slopes.shape[1:-1])}; pad all to one length."
+                )
+            scores[at] = slopes * (-len(w) / float(w.sum()))
+    return scores
+
+
+class Examples(NamedTuple):
+    """Training examples or queries, counted in a pass over the data."""
+
+    name: str
+    data: Iterable[Any]  # batches
+    weights: Tensor  # in the mean, [N]
+    digest: str  # the same in batches of any size
+
+    @classmethod
+    def of(cls, name: str, loss: Any, data: Any, hashed: bool) -> "Examples":
+        batches, weights, found = [data] if is_batch(data) else data, [], []
+        for batch in map(as_dict, batches):
+            count, counts = number_of_examples(batch), example_counts(loss, batch)
+            weights.append(torch.ones(count, dtype=torch.float64) if counts is None else counts)
+            rows = (pytree.rows(batch, count, n, n + 1) for n in range(count if hashed else 0))
+            found += [digest(pytree.tensors(row)) for row in rows]
+        if not weights:
+            raise errors.ArgumentValueError(f"{name}: expected at least one batch, got none.")
+        return cls(name, batches, torch.cat(weights), digest(found))
+
+    def parts(
+        self, loss: Any, space: Space, bar: ProgressBar, compute: Any, done: int = 0
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """compute(batch, weights=) of the examples from number `done` on, and their places."""
+        at = 0
+        with bar.over(self.name, length_hint(self.data) or None):
+            for number, batch in enumerate(map(as_dict, self.data)):
+                count = number_of_examples(batch)
+                first = min(max(done - at, 0), count)
+                at += first
+                bar.advance(first / count)
+                if first == count:
+                    continue
+                own = to_device(pytree.rows(batch, count, first, count), space.device)
+                check_apart(loss, space.params, own, "influence")
+                w = self.weights[at : at + count - first]
+                for part in compute(own, weights=None if bool((w == 1).all()) else w):
+                    if not bool(part.isfinite().all()):
+                        raise errors.NonFiniteError(
+                            f"{self.name}: expected examples with finite gradients, got one with NaN "
+                            f"or infinity in batch {number}; look for NaN in the data and in the "
+                            "parameters."
+                        )
+                    yield slice(at, at + len(part)), part.to(space.dtype)
+                    at += len(part)
+                    bar.advance(len(part) / count)
+
+
+def _token_slopes(loss: Any, space: Space, D: Tensor, batch: Any, weights: Any) -> Iterable[Tensor]:
+    """The derivatives of the losses of single tokens along d_q, [n, T, Q].
+
+    <d l_n / d f_nt, (J d_q)_nt>        with the logits f_nt of position t, and their Jacobian J
+    """
+    loss = loss.with_logits() if hasattr(loss, "with_logits") else loss
+    with torch.no_grad():
+        f = loss.outputs(space.params, batch) if hasattr(loss, "outputs") else None
+        axis = token_axis(loss, f, batch)
+        (by_logits,) = _by_outputs(f, loss, batch, weights)
+        pairs = (jvp(lambda p: loss.outputs(p, batch), space.params, space.tree(d)) for d in D)
+        return [torch.stack([(by_logits * tangent).sum(axis) for _, tangent in pairs], -1)]
 
 
 def _check_fitted(K: KFACOperator, space: Space) -> None:

@@ -455,9 +455,12 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
                 "state_dict: expected that of a KFACOperator, with 'options' and 'blocks', got "
                 f"{validation.describe(state_dict)}."
             )
-        if state_dict["options"] != self._saved_options():
+        wanted = self._saved_options()
+        # before the first batch it is not chosen
+        wanted |= {"kind": state_dict["options"].get("kind")} if self._automatic else {}
+        if state_dict["options"] != wanted:
             raise errors.ArgumentValueError(
-                f"state_dict: expected that of an operator with {self._saved_options()}, got one with "
+                f"state_dict: expected that of an operator with {wanted}, got one with "
                 f"{state_dict['options']}."
             )
         names = pytree.paths(self.space.params)

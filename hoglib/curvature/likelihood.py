@@ -7,7 +7,7 @@ families in their natural parameters, in closed form.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from inspect import signature
 from math import fsum, isfinite, nan
@@ -162,6 +162,20 @@ def given(likelihood: Any, loss: Any, outputs: Tree, batch: Any) -> Likelihood:
             return Likelihood(CLASSES_LAST.distribution, CLASSES_LAST)
         return result
     return Likelihood(validation.function("likelihood", likelihood))
+
+
+def token_axis(loss: Any, outputs: Tree, batch: Any) -> int:
+    """The dimension of the classes of logits [N, V, T] or [N, T, V]."""
+    row = row_of(loss)
+    if isinstance(outputs, Tensor) and outputs.dim() > 2 and (row is None or row.family.classes):
+        with suppress(ArgumentValueError):
+            return -1 if _classes_last(loss, outputs, batch) else 1
+    raise ArgumentValueError(
+        "per_token=True: expected a cross-entropy of logits [N, V, T], or [N, T, V] where the shape of "
+        f"the targets says so, got {validation.describe(outputs)} from {loss!r}. Use F.cross_entropy "
+        "itself, `hoglib.language_model_loss(model)`, or forward=lambda model, batch: "
+        "model(**batch).logits; leave per_token out where an example has one score."
+    )
 
 
 def _classes_last(loss: Any, f: Tensor, batch: Any) -> bool:

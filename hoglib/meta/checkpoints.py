@@ -4,21 +4,20 @@ A file is written beside its place and moved there (os.replace), so a killed pro
 only; any subset of them is enough to go on, since a training can be run again from any earlier state.
 """
 
-import hashlib
 import io
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from ctypes import string_at
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import IO, Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from hoglib._core import pytree, validation
-from hoglib.errors import ArgumentTypeError, ArgumentValueError, OutputError
+from hoglib._core.files import check_same_call, explained, written_whole
+from hoglib.errors import ArgumentTypeError, ArgumentValueError
 
 try:
     import fcntl
@@ -112,14 +111,9 @@ class OnDisk:
             with suppress(FileNotFoundError, ValueError):  # a damaged one is that of no call
                 known = json.loads(manifest.read_text())
         wanted = json.loads(json.dumps(self._call))
-        other = [name for name, value in wanted.items() if (known or {}).get(name) != value]
-        if known is not None and other:
-            raise ArgumentValueError(
-                f"directory: expected that of the same call, got {self.directory}, which holds "
-                f"another one: its {other[0]} {_describe_value(known.get(other[0]))}, here "
-                f"{_describe_value(wanted[other[0]])}. Name another directory, or delete this one."
-            )
-        if known is None:
+        if known is not None:
+            check_same_call("directory", self.directory, known, wanted)
+        else:
             self._write(MANIFEST, json.dumps(wanted, indent=1).encode())
 
     def positions(self) -> list[int]:
@@ -175,52 +169,24 @@ class OnDisk:
         return content if isinstance(content, dict) else None
 
     def _write(self, name: str, content: Any) -> None:
-        """Write a file so that it is there as a whole or not at all."""
-        temporary = self.directory / f"{name}.tmp"
-        with self._explained(f"{len(content) / 2**20:.1f} MiB"):
-            try:
-                write_bytes(temporary, content)
-                os.replace(temporary, self.directory / name)
-            except BaseException:
-                with suppress(OSError):
-                    temporary.unlink(missing_ok=True)
-                raise
+        size = f"{len(content) / 2**20:.1f} MiB"
+        with self._explained(size), written_whole(self.directory / name) as stream:
+            write_bytes(stream, content)
 
-    @contextmanager
-    def _explained(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise OutputError(
-                error.errno,
-                f"memory='disk': expected to write {what} to {self.directory}, got "
-                f"'{error.strerror or error}'. Give it space, name another directory, or use "
-                "schedule='log', which keeps fewest files. What is there is whole, and the same call "
-                "goes on from it",
-            ) from error
+    def _explained(self, what: str) -> AbstractContextManager[None]:
+        return explained(
+            f"memory='disk': expected to write {what} to {self.directory}",
+            "Give it space, name another directory, or use schedule='log', which keeps fewest files. "
+            "What is there is whole, and the same call goes on from it",
+        )
 
 
-def write_bytes(path: Path, content: Any) -> None:
+def write_bytes(stream: IO[bytes], content: Any) -> None:
     """Write bytes to a file.
 
     Not through to the disk: after a loss of power a file may be damaged, which `OnDisk.get` tells.
     """
-    with path.open("wb") as stream:
-        stream.write(content)
-
-
-def digest(leaves: list[Any]) -> str:
-    """A hash of the bytes of tensors, and of the numbers among them."""
-    found = hashlib.sha256()
-    for leaf in leaves:
-        if isinstance(leaf, Tensor):
-            found.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode())
-            x = leaf.detach().resolve_conj().resolve_neg().cpu().contiguous()
-            if x.numel():
-                found.update(string_at(x.data_ptr(), x.numel() * x.element_size()))
-        else:
-            found.update(repr(leaf).encode())
-    return found.hexdigest()
+    stream.write(content)
 
 
 def check_directory(memory: str, directory: Any) -> Path | None:
@@ -245,8 +211,3 @@ def check_directory(memory: str, directory: Any) -> Path | None:
 
 def _file_name(step: int) -> str:
     return f"step-{step:09}.pt"
-
-
-def _describe_value(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) < 40 else f"{text[:16]}...{text[-8:]}"

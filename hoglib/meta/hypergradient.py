@@ -22,12 +22,13 @@ from hoglib._core.autograd import (
     warn_if_not_finite,
 )
 from hoglib._core.closures import name_of
+from hoglib._core.files import digest
 from hoglib._core.gradient_graph import graph_summary
 from hoglib._core.source_location import warn
 from hoglib._core.state import RandomState, preserve_random_state
 from hoglib.curvature.linear_operator import ProgressBar
 from hoglib.errors import ArgumentValueError, UnsupportedError
-from hoglib.meta.checkpoints import OnDisk, check_directory, digest
+from hoglib.meta.checkpoints import OnDisk, check_directory
 from hoglib.meta.implicit import Residual, Solver, check_used, implicit_gradient, implicit_graph
 from hoglib.meta.inner_loop import check_mixed, mixed
 from hoglib.meta.training import Replay, Training, TrainingOptions, add, detached, pullback

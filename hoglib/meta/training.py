@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from hoglib._core import closures, pytree, validation
 from hoglib._core.autograd import clone_inference_tensors
 from hoglib._core.call_errors import binding_error, function_name
+from hoglib._core.files import digest
 from hoglib._core.problem import Policy, check_option_names
 from hoglib._core.recomputation import ByTangents
 from hoglib._core.state import (
@@ -41,7 +42,7 @@ from hoglib._core.torch_internals import gradients
 from hoglib._core.trust import BITS, SUMS, agree
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, NondeterministicError
 from hoglib.meta import inner_loop
-from hoglib.meta.checkpoints import BACKWARD, InMemory, OnDisk, State, digest
+from hoglib.meta.checkpoints import BACKWARD, InMemory, OnDisk, State
 from hoglib.meta.gradient_transformation import GradientTransformation
 from hoglib.meta.optimizers import is_transformation, resolve_rule
 

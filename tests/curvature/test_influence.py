@@ -3,6 +3,7 @@
 import re
 from copy import deepcopy
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -277,10 +278,77 @@ def test_loaders_and_orders():
         hog.influence(loss, params, shuffled, query, damping=DECAY)
 
 
+@rows("form", ["[N, V, T]", "[N, T, V]", "of features"])
+def test_scores_of_tokens(form):
+    """Beside the gradients of single tokens, with targets that are ignored and classes with weights."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(7, 3), nn.Tanh(), nn.Linear(3, 7)).double()
+    x, weight = torch.randint(7, (5, 6)), torch.rand(7, dtype=F64) if form == "[N, V, T]" else None
+    y = x.roll(-1, 1)
+    y[0, 3:] = -100
+    total = lambda f, y: F.cross_entropy(f.flatten(0, 1), y.flatten(), reduction="sum")  # noqa: E731
+    loss, reduction, shift = {
+        "[N, V, T]": (hog.functional_loss(Fn(lambda own, x: own.net(x).mT, net=net), nn.CrossEntropyLoss(weight)), "mean", 0),
+        "[N, T, V]": (hog.functional_loss(net, total), "sum", 0),
+        "of features": (hog.language_model_loss(net, head="2", shift=True), "mean", 1),
+    }[form]  # fmt: skip
+    params, data = hog.trainable_params(loss.model), [(x[:2], y[:2]), (x[2:], y[2:])]
+    K = hog.KFACOperator(loss, params, data, kind="exact", reduction=reduction)
+    given = loss, params, data, (x[3:], y[3:])
+    found = hog.influence(*given, solver=K, damping=0.1, per_token=True)
+
+    def gradients(values):
+        each = (torch.autograd.grad(v, params.values(), retain_graph=True) for v in values)
+        return torch.stack([torch.cat([g.flatten() for g in own]) for own in each])
+
+    y = y[:, shift:]
+    tokens = F.cross_entropy(net(x).mT[..., : 6 - shift], y, weight, reduction="none")
+    if reduction == "mean":
+        tokens = tokens * 5 / (torch.ones(7) if weight is None else weight)[y[y >= 0]].sum()
+    inverse = torch.linalg.inv(K.to_dense() + 0.1 * torch.eye(*K.shape, dtype=F64))
+    q = gradients(loss(params, (x[n : n + 1], given[3][1][n - 3 : n - 2])) for n in (3, 4))
+    expected = -(gradients(tokens.flatten()) @ inverse @ q.T).view(*y.shape, 2)
+    assert_close(found, expected)
+    assert not found[y < 0].any()
+    assert_close(found.sum(1), hog.influence(*given, solver=K, damping=0.1))
+    more = [*data, (x[:2, :5], x[:2, 1:])]
+    with pytest.raises(hog.errors.ArgumentValueError, match="positions in each batch"):
+        hog.influence(*given[:2], more, given[3], solver=K, damping=0.1, per_token=True)
+
+
+@rows("options", [{}, {"solver": "cg"}, {"query": None, "solver": "kfac"}])
+def test_scores_in_a_file(options, tmp_path):
+    """A call goes on from the rows that are there, in other batches and with the same drawn factors."""
+    loss, params, train, query = trained()
+    path = tmp_path / f"{len(options)}.npy"
+    options = {"query": query, "damping": DECAY, "out": path, **options}
+    options |= {} if options.get("solver") == "cg" else {"kind": "mc"}
+    found = hog.influence(loss, params, train, **options)
+    before = found.clone()
+    found[0], found[170:], found[250] = 7.0, torch.nan, 7.0
+    data = [tuple(t[:200] for t in train), tuple(t[200:] for t in train)]
+    assert_close(hog.influence(loss, params, data, **options)[1:], before[1:])
+    assert (torch.from_numpy(numpy.load(path))[0] == 7).all()
+    for change, name in (
+        ({"damping": 1.0}, "damping 0.02, here 1.0"),
+        ({"query": train}, "shape"),
+    ):
+        with pytest.raises(hog.errors.ArgumentValueError, match=f"of the same call.* its {name}"):
+            hog.influence(loss, params, train, **{**options, **change})
+    data[1][0][50], path = torch.nan, tmp_path / f"{len(options)} part.npy"
+    K = hog.KFACOperator(loss, params, query)
+    with pytest.raises(hog.errors.NonFiniteError):  # what comes before is kept
+        hog.influence(loss, params, data, query, damping=DECAY, solver=K, out=path)
+    assert numpy.isfinite(numpy.load(path)).all(1).sum() == 200
+
+
 REFUSED = {
     "an option of factors": ({"eigenvalue_corrected": False}, hog.errors.ArgumentTypeError, "influence: expected options among"),
     "an option of factors, by cg": ({"solver": "cg", "approximation": "reduce"}, hog.errors.ArgumentTypeError, "influence: expected options among mode"),
     "a tolerance of factors": ({"tol": 1e-3}, hog.errors.ArgumentValueError, "tol: expected none with solver='ekfac'"),
+    "tokens of a classifier": ({"per_token": True}, hog.errors.ArgumentValueError, "cross-entropy of logits .*of shape .7, 3. from"),
+    "tokens without queries": ({"per_token": True, "query": None}, hog.errors.ArgumentValueError, "query: expected queries"),
+    "a file without a folder": ({"out": "no/folder/scores.npy"}, hog.errors.OutputError, "Make its folder"),
     "an unknown solver": ({"solver": "lissa"}, hog.errors.ArgumentValueError, "solver"),
     "an option of a fitted operator": (fitted(kind="exact"), hog.errors.ArgumentTypeError, "influence: expected options among progress"),
     "a tolerance of a fitted operator": (fitted(tol=1e-3), hog.errors.ArgumentValueError, "tol: expected none"),

@@ -1134,3 +1134,5 @@ def test_by_default_the_factors_of_wide_outputs_are_drawn(positions, classes, ki
         assert_close(found.diagonal(), same.diagonal())
         assert repr(found).endswith(f", kind={kind!r})")
         assert found.state_dict()["options"]["kind"] == kind
+        fresh = hog.KFACOperator(loss, params, (x, y), eigenvalue_corrected=corrected)
+        fresh.load_state_dict(found.state_dict())

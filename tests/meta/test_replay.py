@@ -234,8 +234,8 @@ def test_files_cannot_execute_code(tmp_path, monkeypatch):
 
 OTHERS = {
     "steps": ({"steps": 10}, "its steps 11, here 10"),
-    "schedule": ({"way": "disk, log"}, 'its schedule "sqrt", here "log"'),
-    "truncate": ({"truncate": 3}, "its truncate null, here 3"),
+    "schedule": ({"way": "disk, log"}, "its schedule 'sqrt', here 'log'"),
+    "truncate": ({"truncate": 3}, "its truncate None, here 3"),
     "another rule": ({"rule": "sgd"}, "its (shapes|initial parameters)"),
     "other data": ({"source": "function"}, None),  # the same batches: the same call
     "data in another order": ({"source": "loader"}, "its first step has the loss"),
