@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, final, get_args
 import torch
 from torch import Tensor
 
-from hoglib._core import finite_differences, torch_forward_mode, torch_internals, validation
+from hoglib._core import finite_differences, pytree, torch_forward_mode, torch_internals, validation
 from hoglib._core.autograd import (
     Gradient,
     Vector,
@@ -241,10 +241,14 @@ def forward_over_reverse(problem: Problem) -> LinearMap:
 
 def differences_of_gradient(problem: Problem) -> LinearMap:
     """H v by central differences of the gradient."""
-    gradient, leaves = finite_differences.gradient_function(problem), problem.leaves
+
+    def loss(*leaves: Tensor) -> Tensor:  # of the batch as it is, where a model changes it in place
+        return problem.at(*pytree.map_tensors(torch.clone, problem.args))(*leaves)
+
+    gradient, leaves = finite_differences.gradient_function(loss), problem.leaves
 
     def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
-        value = problem(*fresh_leaves(leaves, False))
+        value = loss(*fresh_leaves(leaves, False))
         check_uses_given_params(graph_summary(value), leaves, problem.policy.caller)
         Hv = finite_differences.directional_derivative(gradient, leaves, vector, problem.placement)
         return value.detach(), Hv

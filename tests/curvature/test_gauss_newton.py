@@ -150,6 +150,17 @@ def test_differences_find_their_step(scale):
     assert_close(product, x.exp() * v, rtol=1e-8, atol=0)
 
 
+@pytest.mark.parametrize("product", [hog.hvp, hog.ggn_vp])
+def test_differences_of_a_model_that_changes_its_batch(product):
+    loss, params, batch = problem("LayerNorm")
+    v, own = vector(params), loss.model.forward
+    loss.model.forward = lambda x: own(x.mul_(2))
+    given = lambda: [x.clone() for x in batch]  # noqa: E731
+    expected = flat(product(loss, params, v, given())[1])
+    found = product(loss, params, v, given(), mode="finite-differences")[1]
+    assert relative(flat(found), expected) < 1e-6
+
+
 def test_differences_refuse_graphs_and_transforms():
     func, x = lambda p: p.pow(3).sum(), draw(3)
     with pytest.raises(ValueError, match="create_graph=False"):
