@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
+from torch.autograd import Function, forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -277,7 +277,8 @@ class Call:
 
     def __init__(self, fn: Any, inputs: Sequence[Any], dtype: torch.dtype | None) -> None:
         self.name, self.dtype = name_of(fn), dtype
-        self._function = fn.apply if _is_function_class(fn) else validation.function("fn", fn)
+        is_class = isinstance(fn, type) and as_function(fn) is not None
+        self._function = fn.apply if is_class else validation.function("fn", fn)
         leaves, self._structure = pytree.flatten(tuple(clone_inference_tensors(list(inputs))))
         marked = [isinstance(x, Tensor) and x.requires_grad for x in leaves]
         wanted = marked if any(marked) else [True] * len(leaves)
@@ -391,9 +392,8 @@ class Call:
 def name_of(fn: Any) -> str:
     if isinstance(fn, partial):
         return name_of(fn.func)
-    owner: Any = getattr(fn, "__self__", None)
-    if _is_function_class(owner):  # Function.apply
-        return str(owner.__qualname__)
+    if (function := as_function(fn)) is not None:
+        return function.__qualname__
     if type(fn) in OPERATORS:
         return f"torch.ops.{fn}"
     if isbuiltin(fn):  # torch.sort and its like, whose owner is private to torch
@@ -401,13 +401,13 @@ def name_of(fn: Any) -> str:
     return str(getattr(fn, "__qualname__", type(fn).__name__))
 
 
-def custom_functions(outputs: Sequence[Any]) -> set[type[torch.autograd.Function]]:
+def custom_functions(outputs: Sequence[Any]) -> set[type[Function]]:
     """The custom Functions in the graphs of the outputs."""
     found = (entry.function for entry in graph_summary(outputs).functions)
     return {function for function in found if function is not None and not is_part(function)}
 
 
-def is_part(function: type[torch.autograd.Function]) -> bool:
+def is_part(function: type[Function]) -> bool:
     """Whether it is a part of one of hoglib's ops, whose derivatives are judged instead of its own.
 
     It saves what the op computed from its inputs, so it is right only inside that op.
@@ -415,8 +415,10 @@ def is_part(function: type[torch.autograd.Function]) -> bool:
     return bool(getattr(function, "part_of_an_op", False))
 
 
-def _is_function_class(value: Any) -> bool:
-    return isinstance(value, type) and issubclass(value, torch.autograd.Function)
+def as_function(fn: Any) -> type[Function] | None:
+    """The Function class that fn is, or is the `apply` of."""
+    owner = fn if isinstance(fn, type) else getattr(fn, "__self__", None)
+    return owner if isinstance(owner, type) and issubclass(owner, Function) else None
 
 
 def _copy(value: Any, dtype: torch.dtype | None) -> Any:
@@ -681,8 +683,6 @@ def _is_noisy(call: Call, eps: float = torch.finfo(torch.float32).eps) -> bool:
     except Exception:  # reported by the derivative checks
         return False
     for line in zip(*ends, strict=True):
-        if not line[0].numel():
-            continue
         size = torch.stack([y.abs() for y in line]).amax(0)
         counts = size > LEAST * max(map(max_abs, line))
         near, far = _second_difference(line, 1), _second_difference(line, 2)
