@@ -365,12 +365,12 @@ def forward_rows(subject: Subject, x: list[Tensor]) -> Iterator[Row]:
     with watch.outside_functions():
         subject.map(*(y.clone().requires_grad_() for y in x))
     for detached in _together(watch.detached):
-        yield Row(
-            _detached(detached), "fail", None,
+        text = (
             f"{subject.name} leaves the graph by {_shown(detached)}, so that the part of its "
             "derivative through there is lost. Use the tensor itself; pass what is constant on "
-            "purpose as an input that does not require grad.",
-        )  # fmt: skip
+            "purpose as an input that does not require grad."
+        )
+        yield Row(_detached(detached), "fail", None, text)
 
 
 def value_rows(subject: Subject) -> Iterator[Row]:
@@ -460,11 +460,11 @@ def _operation_rows(subject: Subject, x: list[Tensor], wrong: list[str]) -> Iter
                         "Its backward must be of operations that can be differentiated, of saved "
                         "inputs and outputs."
                     )
-                yield Row(
-                    f"culprit: {called} in {title}", "fail", None,
+                text = (
                     f"{whose}{called}{at} is at fault: its derivative in {title} is wrong or "
-                    f"missing: {fault}. {fix}",
-                )  # fmt: skip
+                    f"missing: {fault}. {fix}"
+                )
+                yield Row(f"culprit: {called} in {title}", "fail", None, text)
 
 
 def _operation_fault(func: Any, args: Any, kwargs: Any, mode: str, order: int) -> str:

@@ -134,11 +134,11 @@ def deterministic(base: Baseline) -> Row:
             )
             return Row(name, "warn" if options.surrogate else "fail", off, text)
     if base.subject.draws:
-        return Row(
-            name, "warn", off,
+        text = (
             "forward draws random numbers (torch's, NumPy's or random's); it was checked with the same "
-            "ones each time.",
-        )  # fmt: skip
+            "ones each time."
+        )
+        return Row(name, "warn", off, text)
     return Row(name, "pass", off)
 
 
@@ -450,11 +450,11 @@ def vmapped(base: Baseline) -> Row:
     """vmap where it is offered; where it was not declared, only a wrong number is a fault."""
     name, subject, declared = "vmap", base.subject, base.subject.offers_vmap
     if declared is False:
-        return Row(
-            name, "skip", None,
+        why = (
             "it is not offered: set `generate_vmap_rule = True` in a Function with setup_context, or "
-            "give it a vmap staticmethod.",
-        )  # fmt: skip
+            "give it a vmap staticmethod."
+        )
+        return Row(name, "skip", None, why)
     if subject.draws:
         why = "it draws random numbers, and vmap draws others than a loop."
         return Row(name, "skip", None, why)

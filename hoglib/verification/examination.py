@@ -360,8 +360,7 @@ def other_points(subject: Subject) -> Iterator[list[Tensor]]:
         point = [size * s * x.abs() for s, x in zip(signed, subject.x, strict=True)]
         with suppress(Exception):  # it may refuse them
             values = subject.map(*point)
-            ones = list(map(torch.ones_like, values))
-            results = [*values, *calls.gradient(subject.map, len(point))(*point, *ones)]
+            results = [*values, *subject.gradient_of_sum(point)]
             if all(bool(y.isfinite().all()) for y in results):
                 yield point
 
@@ -485,11 +484,11 @@ def _trial_run(app: Application) -> tuple[bool, float]:
     with _Operations() as operations:
         outputs = app.function.apply(*args)
         live = [y for y in pytree.tensors(outputs) if y.requires_grad]
-        grads = calls.grad(live, leaves, list(map(torch.ones_like, live)), create_graph=True)
+        grads = calls.grad(live, leaves, create_graph=True)
         operations.returned((outputs, grads))
     # it cannot be differentiated again, which the entry point raises too
     with suppress(RuntimeError):
-        calls.grad(grads, leaves, list(map(torch.ones_like, grads)))
+        calls.grad(grads, leaves)
     if any(x.is_cuda for x in leaves):
         torch.cuda.synchronize()
     return operations.plain, (perf_counter() - began) * EVALUATIONS * (len(leaves) + 1)
@@ -498,12 +497,8 @@ def _trial_run(app: Application) -> tuple[bool, float]:
 def _first_rows(app: Application, share: float) -> Application:
     """The application to a share of the samples: the first rows of all tensors that have as many."""
     count = len(app.args[app.by[0]])
-    rows = max(2, int(count * share))
-
-    def first(x: Tensor) -> Tensor:
-        return x[:rows].clone() if x.dim() and len(x) == count else x
-
-    return app._replace(args=pytree.map_tensors(first, app.args))
+    rows = pytree.rows(app.args, count, 0, max(2, int(count * share)))
+    return app._replace(args=pytree.map_tensors(torch.clone, rows))
 
 
 @contextmanager
