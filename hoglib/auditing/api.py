@@ -38,7 +38,7 @@ from hoglib.auditing.routes import (
     Route,
     StopGradient,
     requested_routes,
-)  # fmt: skip
+)
 from hoglib.errors import HoglibError
 from hoglib.functional import FunctionalLoss
 from hoglib.stand_ins.mode import stand_in_of, stand_ins_if

@@ -273,10 +273,8 @@ def _by_all(transform: Any, f: Scalar, leaves: Vector) -> Callable[..., tuple[Te
 
 
 def _slope(f: Scalar, v: Vector) -> Scalar:
-    def slope(*own: Tensor) -> Tensor:
-        return jvp(f, own, tuple(v))[1]
-
-    return slope
+    """<grad f, v>, by forward mode."""
+    return lambda *own: jvp(f, own, tuple(v))[1]
 
 
 def _vmap_of_one(function: Callable[..., tuple[Tensor, ...]], v: Vector) -> Vector:
