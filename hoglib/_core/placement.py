@@ -53,8 +53,7 @@ def whole(value: Any) -> Any:
 
 def refuse_sharded(caller: str, tensors: Iterable[Any], what: str = "params") -> None:
     """Raise for DTensors, in functions that need whole tensors."""
-    library: Any = sys.modules.get("torch.distributed.tensor")
-    if library is not None and any(isinstance(x, library.DTensor) for x in tensors):
+    if any(map(is_sharded, tensors)):
         raise UnsupportedError(
             f"{caller}: expected {what} that each process holds whole, got DTensors, as fully_shard "
             "(FSDP2) and parallelize_module make. `hoglib.hvp`, `ggn_vp`, `fisher_vp` and operators "
@@ -186,8 +185,7 @@ WHOLE = Whole()
 
 def placement_of(tensors: Sequence[Tensor], names: Callable[[], Sequence[str]]) -> "Placement":
     """How tensors are spread over processes, with equal weights."""
-    library: Any = sys.modules.get("torch.distributed.tensor")  # None where nothing imported it
-    found: list[Any] = [t for t in tensors if library and isinstance(t, library.DTensor)]
+    found: list[Any] = [t for t in tensors if is_sharded(t)]
     if not found:
         return WHOLE
     from torch.distributed.tensor import Replicate
