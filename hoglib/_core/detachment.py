@@ -34,7 +34,6 @@ ESCAPES = {
     "numpy": ".numpy()", "__array__": "NumPy", "__dlpack__": "DLPack", "data_ptr": ".data_ptr()",
     "untyped_storage": ".untyped_storage()",
 }  # fmt: skip
-IN_PLACE_OPERATORS = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__")
 INNER = "torch.autograd.grad without create_graph=True"
 # Calls that return the values of a tensor without its graph: the method -> what users write.
 ALIASES = {
@@ -191,7 +190,8 @@ class DetachmentWatch(TorchFunctionMode):
 
 def tensors_written(name: str, args: Any, kwargs: Any) -> list[Tensor]:
     """The tensors that a call writes into: `out`, and its first argument if it works in place."""
-    in_place = name in IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
+    # an operator such as `x += y` comes under the name of its method, `add_`
+    in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
     return pytree.tensors((kwargs.get("out"), args[:1] if in_place else ()))
 
 

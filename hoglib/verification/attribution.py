@@ -709,7 +709,7 @@ def _together(detached: Sequence[DetachedGradient]) -> list[list[DetachedGradien
 
 def _detached(cuts: Sequence[DetachedGradient]) -> str:
     """The name of their row."""
-    return "detached: " + cuts[0].how.split(" under ")[-1].split(",")[0].strip("`")
+    return "detached: " + cuts[0].how.split(" under ")[-1].split(",")[0].replace("`", "")
 
 
 def _shown(cuts: Sequence[DetachedGradient]) -> str:
