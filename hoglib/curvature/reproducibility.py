@@ -66,8 +66,21 @@ class Determinism:
         if self._enabled and known is None:
             numbers += [x.to(value.device) for x in numbers_of(batch)]
         read = DeviceRead(torch.stack([x.double() for x in numbers]))
+
+        def compare() -> None:
+            number, *found = read.numbers().tolist()
+            if not isfinite(number):
+                raise NonFiniteError(
+                    f"loss: expected a finite number, got {number} at batch {len(self._now)}"
+                    + (", which holds NaN or infinity itself" if _not_finite(batch) else "")
+                    + ". Look for NaN in the data and in the parameters, and for overflow."
+                )
+            self._now.append((number, tuple(found) if known is None else known))
+            if self._enabled:
+                self._compare_batch(batch, value, loss_of)
+
         self.compare_last()
-        self._on_its_way.append(lambda: self._compare(batch, value, loss_of, known, read))
+        self._on_its_way.append(compare)
         if value.device.type == "cpu":
             self.compare_last()
 
@@ -81,21 +94,6 @@ class Determinism:
         """The losses of this pass."""
         self.compare_last()
         return [loss for loss, _ in self._now]
-
-    def _compare(
-        self, batch: Any, value: Tensor, loss_of: Callable[[Any], Tensor],
-        known: tuple[float, ...] | None, read: DeviceRead,
-    ) -> None:  # fmt: skip
-        number, *found = read.numbers().tolist()
-        if not isfinite(number):
-            raise NonFiniteError(
-                f"loss: expected a finite number, got {number} at batch {len(self._now)}"
-                + (", which holds NaN or infinity itself" if _not_finite(batch) else "")
-                + ". Look for NaN in the data and in the parameters, and for overflow."
-            )
-        self._now.append((number, tuple(found) if known is None else known))
-        if self._enabled:
-            self._compare_batch(batch, value, loss_of)
 
     def finish_pass(self) -> list[BatchRecord]:
         """End a pass; its records."""
