@@ -510,11 +510,9 @@ class DatasetSum:
 
     def problem(self, batch: Any) -> Problem:
         """The loss at a batch, and the parameters as they are now."""
-        space = self._space
-        return Problem(
-            self._policy, self.loss, space.structure, space.leaves(), (batch,), self._placement,
-            "loss(params, batch)",
-        )  # fmt: skip
+        structure, leaves = self._space.structure, self._space.leaves()
+        where = self._placement, "loss(params, batch)"
+        return Problem(self._policy, self.loss, structure, leaves, (batch,), *where)
 
     def ring(self, *, around_graph: bool = False) -> ring:
         """What stands around the evaluation of a batch; custom Functions are examined once a pass."""

@@ -14,6 +14,7 @@ from hoglib._core.autograd import (
     Vector,
     clone_inference_tensors,
     fresh_leaves,
+    materialize_grads,
     no_forward_mode,
     vjp,
 )
@@ -143,6 +144,7 @@ def _value_and_tangent(
     """The value and the tangent in eager mode, in their structure."""
     inside = torch_internals.transforms_active()
     create_graph = torch.is_grad_enabled() or inside
+    # asked before and after: another thread may enter or leave forward mode in between
     elsewhere = torch_forward_mode.forward_mode_elsewhere()
     active = torch_internals.forward_mode_active()
     if active and not (inside or elsewhere or torch_forward_mode.forward_mode_elsewhere()):
@@ -213,10 +215,11 @@ def by_forward(f: Callable[..., Vector], leaves: Vector, vector: Vector) -> tupl
     stand_ins = ActiveStandIns()
     with (
         torch_forward_mode.one_thread_in_forward_mode(CALLER),
-        without_stand_ins(), torch_forward_mode.NoGradStopsForwardAD(_refuse_checkpoint, run_operator),
+        without_stand_ins(),
+        torch_forward_mode.NoGradStopsForwardAD(_refuse_checkpoint, run_operator),
         stand_ins.resume(),
         torch_internals.watching_functions(_refuse_own_jvp),
-    ):  # fmt: skip
+    ):
         # copies, because an operation in place changes both
         primals, tangents = ([x.clone() for x in given] for given in (leaves, vector))
         values, found = torch.func.jvp(checked, tuple(primals), tuple(tangents))[:2]
@@ -289,8 +292,7 @@ class TransposedJacobian:
         given = [vector[i] for i in self._used]
         left = iter(vjp(self.parts, self._us, given, self._caller, keep_graph, create_graph))
         found = [next(left) if y.requires_grad else None for y in self._every]
-        pairs = zip(self._every, found, strict=True)
-        return [torch.zeros_like(y) if part is None else part for y, part in pairs]
+        return materialize_grads(found, self._every)
 
     def agrees(self, func: Any, vector: Vector, tangents: Vector) -> bool:
         """Whether <v, J^T u> = <J v, u>; func: whose Jacobian this is."""

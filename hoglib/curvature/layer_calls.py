@@ -323,7 +323,7 @@ def _view_of_rows(use: Use, part: Tensor) -> Use | None:
 
 def _linear(
     seen: LayerRecorder, output: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None
-) -> LayerCall:  # fmt: skip
+) -> LayerCall:
     role = Role("linear", "kronecker", 1, *weight.shape)
     return LayerCall(role, *seen.regions(weight, bias), input, output, _flatten_rows, _flatten_rows)
 

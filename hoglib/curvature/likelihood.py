@@ -342,8 +342,9 @@ def relation_of_halves(
             other = next(filter(isfinite, parts), nan)
             return "weighted" if agree(L, other, DERIVATIVES, dtype=dtype) else None
     made: dict[Finding, Callable[[float, float], float]] = {
-        "mean": lambda a, b: share * a + (1 - share) * b, "sum": lambda a, b: a + b,
-    }  # fmt: skip
+        "mean": lambda a, b: share * a + (1 - share) * b,
+        "sum": lambda a, b: a + b,
+    }
     square = fsum((a - b) ** 2 for _, a, b in found)
     if square:
         t = fsum((L - b) * (a - b) for L, a, b in found) / square

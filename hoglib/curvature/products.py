@@ -339,7 +339,7 @@ def hessian(
 
 def ggn(
     loss: Any, params: Tree, batch: Any, *, blocks: Blocks = None, **options: Unpack[Options]
-) -> Tree:  # fmt: skip
+) -> Tree:
     r"""The generalised Gauss-Newton matrix, in the layout of `hessian`.
 
         G = J^T H J
