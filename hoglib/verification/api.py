@@ -32,14 +32,7 @@ from hoglib.verification.derivatives import FIRST, Derivatives
 from hoglib.verification.entry_points import no_examination
 from hoglib.verification.examination import Verdict, applied, examine, other_points_rows
 from hoglib.verification.report import ORDINALS, Report, Row
-from hoglib.verification.subject import (
-    Application,
-    Chosen,
-    Subject,
-    choices,
-    lifted,
-    structures,
-)
+from hoglib.verification.subject import Application, Chosen, Subject, choices, lifted, structures
 
 OTHER_DIRECTIONS = "first derivative: other directions"
 OTHER_VALUES = "second derivative: other values"
