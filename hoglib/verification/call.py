@@ -29,6 +29,8 @@ from hoglib._core.torch_internals import gradients, settable_precisions, transfo
 from hoglib._core.torch_library import OPERATORS
 from hoglib.errors import UnsupportedError
 
+Tensors = Sequence[Tensor]
+
 # The memory layout of an argument: copies that have it too.
 #
 #     x[:, :3]      strides (5, 1)      gaps between the rows
@@ -117,29 +119,26 @@ def seed_all(seed: int = 0) -> None:
 
 
 def gradient(
-    function: TensorMap, count: int, wanted: Sequence[int] | None = None, *,
-    create_graph: bool = True,
-) -> TensorMap:  # fmt: skip
-    """(x, u) -> J(x)^T u, the gradient by the wanted of the first `count` arguments.
+    function: TensorMap, count: int, by: Sequence[int] | None = None, *, create_graph: bool = True
+) -> TensorMap:
+    """(x, u) -> J(x)^T u, the gradient by all of the first `count` arguments, or by some of them.
 
     Backward gets copies of u, so that one that works in place does not affect other checks.
     """
-    wanted = range(count) if wanted is None else wanted
+    places = range(count) if by is None else by
 
     def map_(*given: Tensor) -> list[Tensor]:
         inputs = [
-            x.view_as(x).requires_grad_() if j in wanted and not x.requires_grad else x
+            x.view_as(x).requires_grad_() if j in places and not x.requires_grad else x
             for j, x in enumerate(given[:count])
         ]
-        by = [inputs[j] for j in wanted]
-        return grad(function(*inputs), by, given[count:], create_graph=create_graph)
+        own = [inputs[j] for j in places]
+        return grad(function(*inputs), own, given[count:], create_graph=create_graph)
 
     return map_
 
 
-def gradient_of_composition(
-    function: TensorMap, values: Sequence[Tensor], weights: Sequence[Tensor]
-) -> TensorMap:
+def gradient_of_composition(function: TensorMap, values: Tensors, weights: Tensors) -> TensorMap:
     """x -> J(x)^T u(y) with u = w (1 + y / s): the gradient of sum w (y + y^2 / 2s), a function of the
     outputs y. values: the outputs at some point; s is twice their size, so that both parts count, and u
     is nowhere zero."""
@@ -154,7 +153,7 @@ def gradient_of_composition(
     return map_
 
 
-def stacked(function: TensorMap, values: Sequence[Tensor]) -> Iterator[TensorMap]:
+def stacked(function: TensorMap, values: Tensors) -> Iterator[TensorMap]:
     """The function, where the gradients of its outputs, if they are several of one shape, are parts of
     one tensor, along each dimension."""
     if len(values) < 2 or len({y.shape for y in values}) > 1:
@@ -163,16 +162,15 @@ def stacked(function: TensorMap, values: Sequence[Tensor]) -> Iterator[TensorMap
         yield lambda *x, dim=dim: list(torch.stack(function(*x), dim).unbind(dim))
 
 
-def at_leaves(function: TensorMap, x: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+def at_leaves(function: TensorMap, x: Tensors) -> tuple[list[Tensor], list[Tensor]]:
     """Leaves with the values x, and the values of the map there, with their graph."""
     leaves = [y.detach().clone().requires_grad_() for y in x]
     return leaves, function(*leaves)
 
 
 def grad(
-    outputs: Sequence[Tensor], inputs: Sequence[Tensor], weights: Sequence[Tensor] | None = None,
-    **options: Any,
-) -> list[Tensor]:  # fmt: skip
+    outputs: Tensors, inputs: Tensors, weights: Tensors | None = None, **options: Any
+) -> list[Tensor]:
     """The gradients of the weighted sum of those outputs that have a graph; zeros if none has."""
     weights = list(map(torch.ones_like, outputs)) if weights is None else weights
     live = [(y, u.clone()) for y, u in zip(outputs, weights, strict=True) if y.requires_grad]
@@ -182,7 +180,7 @@ def grad(
     return list(torch.autograd.grad(values, inputs, factors, materialize_grads=True, **options))
 
 
-def watched_gradient(outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
+def watched_gradient(outputs: Tensors, leaves: Tensors) -> list[Tensor]:
     """The gradients, with a graph, of the sum of the outputs, where a mode sees what backward calls: it
     handles torch.autograd.grad itself, and is off inside of it."""
     live = [y for y in outputs if y.requires_grad]
@@ -206,7 +204,7 @@ def tangent(function: TensorMap, count: int, *, by_torch_func: bool = False) -> 
 
 
 def vjps(
-    function: TensorMap, x: Sequence[Tensor], covectors: Sequence[tuple[int, Tensor]]
+    function: TensorMap, x: Tensors, covectors: Sequence[tuple[int, Tensor]]
 ) -> list[list[Tensor]]:
     """For each covector (i, w), J_i(x)^T w by every input.
 
@@ -227,7 +225,7 @@ def vjps(
 
 
 def jvp(
-    function: TensorMap, x: Sequence[Tensor], j: int, v: Tensor, *, by_torch_func: bool = False
+    function: TensorMap, x: Tensors, j: int, v: Tensor, *, by_torch_func: bool = False
 ) -> list[Tensor]:
     """J(x) v, with v a direction of input j, in forward mode."""
 
@@ -244,7 +242,7 @@ def _tangent(y: Tensor) -> Tensor:
 
 
 Arrange = Callable[[Tensor], Tensor]
-Gauge = Callable[[Sequence[Tensor]], list[Tensor]]
+Gauge = Callable[[Tensors], list[Tensor]]
 
 
 @final
@@ -568,18 +566,18 @@ class Chosen(NamedTuple):
     half: torch.dtype | None = None  # the dtype, if that is half precision
 
 
-def call_for(fn: Any, inputs: Sequence[Any], *, in_own_dtype: bool = False) -> Chosen:
+def call_for(fn: Any, inputs: Sequence[Any], *, own_dtype: bool = False) -> Chosen:
     """The call in float64; in its own dtypes if only these get as far as a second derivative; in
     float32 if it computes in float32 anyway. Raises its error if it does not run at all.
 
     Args:
         fn: What `verify` takes.
         inputs: Its arguments.
-        in_own_dtype: Whether to leave the dtypes as they are, because it runs code that is not torch's.
+        own_dtype: Whether to leave the dtypes as they are, because it runs code that is not torch's.
     """
-    call = Call(fn, inputs, None if in_own_dtype else torch.float64)
+    call = Call(fn, inputs, None if own_dtype else torch.float64)
     validation.something_to_differentiate_by(call.names, call.point)
-    if in_own_dtype:
+    if own_dtype:
         _run(call)
         return _in_half(call) or Chosen(call, "it runs code that is not torch's")
     reached, error = _stage_reached(call)
@@ -693,13 +691,13 @@ def _is_noisy(call: Call, eps: float = torch.finfo(torch.float32).eps) -> bool:
     return False
 
 
-def _second_difference(line: Sequence[Tensor], stride: int) -> Tensor:
+def _second_difference(line: Tensors, stride: int) -> Tensor:
     """The largest second difference of each element."""
     triples = zip(line, line[stride:], line[2 * stride :], strict=False)
     return torch.stack([(a - 2 * b + c).abs() for a, b, c in triples]).amax(0)
 
 
-def _values_and_gradients(call: Call, k: int, v: Sequence[Tensor], moved: float) -> list[Tensor]:
+def _values_and_gradients(call: Call, k: int, v: Tensors, moved: float) -> list[Tensor]:
     """Values and gradients at the point k of the line, in float64.
 
     moved: how far the incoming gradients are, relative to their elements.

@@ -62,10 +62,12 @@ JVP_TWICE = "jvp inside jvp: torch returns zero for the derivative of a custom F
 NOT_OFFERED = "it is not offered: {which} without a jvp staticmethod, or with an empty one."
 
 
+Like = Callable[[Sequence[Tensor]], list[Tensor]]  # random tensors like those that are given
+
+
 def stage(
-    first: Target, mode: str, order: int, like: Callable[[Sequence[Tensor]], list[Tensor]], *,
-    by_torch_func: bool = False,
-) -> Target:  # fmt: skip
+    first: Target, mode: str, order: int, like: Like, *, by_torch_func: bool = False
+) -> Target:
     """The map of order - 1 in a mode, whose derivative is of that order.
 
     Reverse inside: the gradient, of arguments (x, u); for each order beyond the gradient of that again.
