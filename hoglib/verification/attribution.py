@@ -349,10 +349,10 @@ def attribution_rows(
             if not in_jvp and over_forward == wrong:
                 continue
             mode = "over-forward" if in_jvp else "reverse-over-reverse"
-            for row in _Rule(app, in_jvp, len(apps) > 1).rows(
-                moves, right_once=not first.wrong, raises=first.raised is not None,
-                raised=any(name.endswith(mode) for name in raised),
-            ):  # fmt: skip
+            again = any(name.endswith(mode) for name in raised)
+            once, right_once = first.raised is not None, not first.wrong
+            rule = _Rule(app, in_jvp, len(apps) > 1)
+            for row in rule.rows(moves, right_once=right_once, raises=once, raised=again):
                 named |= row.status == "fail"
                 yield row
     if not named and not first.wrong:

@@ -225,10 +225,10 @@ def _judge(given: Applied) -> Verdict:
         raise _NotExamined(stop.text.rstrip("."))
     here = [subject.x, subject.perturbed_point()] if several else [subject.x]
     jvp = given.forward if function_rules.offers_jvp(function) else ""
-    options = Options(
-        modes=tuple(filter(None, ("rr", jvp))), bounds=Bounds(natural=NATURAL),
-        surrogate=getattr(function, "surrogate", False) is True,
-    ).in_dtype(subject.dtype)  # fmt: skip
+    modes = ("rr", jvp) if jvp else ("rr",)
+    surrogate = getattr(function, "surrogate", False) is True
+    options = Options(modes=modes, surrogate=surrogate, bounds=Bounds(natural=NATURAL))
+    options = options.in_dtype(subject.dtype)
     found = _compare_derivatives(function, subject, here, options)
     if found.is_reported:
         found = _restricted_verdict(given, subject, here, options, found)
@@ -280,9 +280,9 @@ def _restricted_verdict(
     kept = dict(given.kept)
     place_of = {j: subject.call.positions[j] for j in range(subject.call.num_inputs)}
     computed = {
-        j: own for j, some in structures(subject.call).items() if j in place_of
-        and (own := [one for one in some if one.name in kept.get(place_of[j], ())])
-    }  # fmt: skip
+        j: [one for one in some if one.name in kept.get(place_of.get(j, -1), ())]
+        for j, some in structures(subject.call).items()
+    }
     for chosen in choices(computed):
         subject.restrict(chosen)
         if Derivatives(subject, here, options).are_right():
@@ -401,7 +401,7 @@ def _make_subject(app: Application) -> tuple[Subject, bool]:
             app, seconds = fewer, _trial_run(fewer)[1]
     if seconds > 2 * SECONDS:
         raise _NotExamined(f"that would take some {seconds / 2:.0f} seconds")
-    subject = Subject(app.function, app.leaves(), in_own_dtype=not plain, keep_layouts=True)
+    subject = Subject(app.function, app.leaves(), own_dtype=not plain, keep_layouts=True)
     return subject, seconds <= SECONDS
 
 

@@ -393,12 +393,11 @@ class Subject:
     kept: Mapping[int, Structure] = MappingProxyType({})
 
     def __init__(
-        self, fn: Any, inputs: Sequence[Any], *, in_own_dtype: bool = False,
-        keep_layouts: bool = False,
-    ) -> None:  # fmt: skip
+        self, fn: Any, inputs: Sequence[Any], *, own_dtype: bool = False, keep_layouts: bool = False
+    ) -> None:
         self.fn, self.inputs = fn, list(inputs)
         self.call, self.refused, self.computes_narrow, self.half = call_for(
-            fn, inputs, in_own_dtype=in_own_dtype
+            fn, inputs, own_dtype=own_dtype
         )
         self.name = self.call.name
         asked = any(isinstance(x, Tensor) and x.requires_grad for x in pytree.leaves(tuple(inputs)))
@@ -585,7 +584,7 @@ def lifted(fn: Any, inputs: tuple[Any, ...]) -> Lifted | None:
     places = {i: names[id(x)] for i, x in enumerate(leaves) if id(x) in names}
     if not places:
         return None
-    module = _Applied(function, block, leaves, structure, places)
+    module = _Applied(function, block, structure, places)
     rest = pytree.unflatten([None if i in places else x for i, x in enumerate(leaves)], structure)
     name = function.__name__
     text = (
@@ -613,13 +612,11 @@ class _Applied(nn.Module):
     """Applies a Function to arguments and to the parameters that its block has at that time."""
 
     def __init__(
-        self, function: type[torch.autograd.Function], block: nn.ModuleList, leaves: list[Any],
-        structure: Any, places: dict[int, str],
-    ) -> None:  # fmt: skip
+        self, function: type[Function], block: nn.ModuleList, structure: Any, places: dict[int, str]
+    ) -> None:
         super().__init__()
         self.block = block
-        self._function, self._leaves, self._structure = function, leaves, structure
-        self._places = places
+        self._function, self._structure, self._places = function, structure, places
 
     def forward(self, *inputs: Any) -> Any:
         own = dict(self.block.named_parameters())
