@@ -211,7 +211,7 @@ def _sum_neumann(operator: Any, v: Any, solver: Solver) -> tuple[Vector, Tensor]
     assert solver.step_size is not None  # checked by Solver
     step = solver.step_size
     terms = NEUMANN_TERMS if solver.iterations is None else solver.iterations
-    x = pytree.scale(v, step)
+    x = pytree.map(lambda part: step * part, v)
     for k in range(terms):
         rest = pytree.add(v, operator @ x, alpha=-1.0)  # (I - step A)^(k + 1) v
         residual = pytree.norm(rest) / pytree.norm(v)
