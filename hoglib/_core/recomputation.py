@@ -448,10 +448,10 @@ class _Vjp(_Derivative):
         edges: Any
         edges, weights = zip(*pairs, strict=True)
         # Other levels have graphs of their own, so this one is freed while the gradient is computed.
+        again = torch.is_grad_enabled()
         found = torch_internals.gradients(
-            edges, variables, weights, retain_graph=False, create_graph=torch.is_grad_enabled(),
-            unhandled=True,
-        )  # fmt: skip
+            edges, variables, weights, retain_graph=False, create_graph=again, unhandled=True
+        )
         return tuple(found if self.as_tangents else materialize_grads(found, variables))
 
     def _in_small_parts(self) -> AbstractContextManager[None]:
@@ -798,6 +798,8 @@ class _Call:
         for i, place in zip(self.slots, self.places, strict=True):
             leaves[i] = tensors[place]
         args, keywords = given = pytree.unflatten(leaves, self.structure)
+        # the mode that is entered last sees a call first: operations are cut into slices, whose dropout
+        # is made contiguous, and a stand-in takes what is left
         with (
             _recompute_policy(self.nests, self.slices),
             self.stand_ins.resume(),

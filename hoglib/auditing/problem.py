@@ -208,6 +208,7 @@ PERTURBATION = 0.01  # of the size of each tensor
 def reproducible(problem: Problem, *, double: bool) -> Iterator["ReproducibleLoss"]:
     """The loss in float64, or in the dtype of its parameters; the state of modules is restored."""
     modules, generators = problem.names.modules(), problem.generators
+    # swapped parameters leave first: the guard saved what modules had before these came
     with StateGuard(modules, generators, double) as state, keep_swapped():
         yield ReproducibleLoss(problem, state, double=double)
 

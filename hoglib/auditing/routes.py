@@ -170,9 +170,11 @@ def _is_value(result: Any) -> bool:
 Scalar = Callable[..., Tensor]  # a scalar function of leaves
 # What a route computes, as part of a sentence.
 TEXTS = {
-    "first": "the gradient", "hessian": "H v", "curvature": "w^T H v",
+    "first": "the gradient",
+    "hessian": "H v",
+    "curvature": "w^T H v",
     "third": "the third derivative",
-}  # fmt: skip
+}
 
 
 class Route(NamedTuple):
