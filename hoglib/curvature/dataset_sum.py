@@ -63,6 +63,7 @@ from hoglib.ring import ring
 from hoglib.verification.call import HalfWatch
 from hoglib.verification.entry_points import examined_functions
 
+Total = Tensor | Callable[[], Tensor]  # of a pass, or what makes it where its size is known
 CountedLabels = tuple[dict[str, tuple[int, bool]], float]  # of a batch, and its weight
 MEMORY_LIMIT = 2 * 2**30
 CHECKED_EVERY = 8  # products of an algorithm: a kept graph reads neither modules nor new tensors
@@ -299,8 +300,8 @@ class DatasetSum:
 
     @contextmanager
     def one_pass(
-        self, total: Tensor | Callable[[], Tensor], rows: Tensor | None = None, *,
-        first_order: bool = False, by_kept: bool = False,
+        self, total: Total, rows: Tensor | None = None, *, first_order: bool = False,
+        by_kept: bool = False,
     ) -> Iterator["DataPass"]:  # fmt: skip
         """A pass over the data, in all processes, each of which adds its part to `total`.
 
@@ -396,9 +397,8 @@ class DatasetSum:
     @torch.inference_mode(False)
     @torch.no_grad()
     def _combined(
-        self, given: "DataPass", total: Tensor | Callable[[], Tensor], rows: Tensor | None,
-        error: Exception | None,
-    ) -> PassTotals:  # fmt: skip
+        self, given: "DataPass", total: Total, rows: Tensor | None, error: Exception | None
+    ) -> PassTotals:
         """The totals of all processes, and their sums in the total of the pass."""
         totals, count = given.totals, len(pytree.leaves(self._space.params))
         used = torch.zeros(count)  # by how many processes, each leaf

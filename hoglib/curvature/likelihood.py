@@ -522,6 +522,8 @@ def scores(q: D.Distribution, samples: Tensor, own: Vector) -> tuple[Vector, boo
     if not examples or not examples[0] or any(leaf.shape[:1] != examples for leaf in own):
         return stacked, False
     # No two weights are alike: a term's gradient by another example's outputs has the wrong one.
+    # Multiples of the golden ratio, modulo 1, keep apart however many there are (Knuth, The Art of
+    # Computer Programming, volume 3, section 6.4).
     order = torch.arange(examples[0], dtype=torch.float64, device=own[0].device)
     weights = 1 + (order * 0.6180339887498949).frac()
     for whole, weighted in zip(each[0], gradient(samples[0], weights), strict=True):

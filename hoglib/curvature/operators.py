@@ -122,6 +122,7 @@ class DatasetOperator(LinearOperator):
         """Add share times the products of the rows at one batch to total; return the loss there."""
         kind, single = self._kind.for_batch(number), self._sum.single_batch
         context = self._sum.ring(around_graph=True)
+        # the patch is that of the ring, and one of its own where a captured ring has none
         with context as blocks, keep_swapped() as patches:
             problem = self._sum.problem(batch).entered(blocks)
             # a compiled map shows only afterwards what it holds

@@ -26,6 +26,7 @@ from hoglib.errors import NondeterministicError, NonFiniteError
 RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 # the loss of a batch in one pass, and its fingerprint
 BatchRecord = tuple[float, tuple[float, ...]]
+LossOf = Callable[[Any], Tensor]  # of a batch
 
 
 @final
@@ -53,9 +54,8 @@ class Determinism:
         self._total = None
 
     def record(
-        self, batch: Any, value: Tensor, loss_of: Callable[[Any], Tensor],
-        known: tuple[float, ...] | None = None,
-    ) -> None:  # fmt: skip
+        self, batch: Any, value: Tensor, loss_of: LossOf, known: tuple[float, ...] | None = None
+    ) -> None:
         """Record the loss of the next batch, and compare the one before, for which a device does not
         wait, with the first pass; on the CPU compare this one.
 
@@ -115,7 +115,7 @@ class Determinism:
                 f"{total:.8g}: {self._cause_in_data(now)}"
             )
 
-    def _compare_batch(self, batch: Any, value: Tensor, loss_of: Callable[[Any], Tensor]) -> None:
+    def _compare_batch(self, batch: Any, value: Tensor, loss_of: LossOf) -> None:
         """Raise where the same batch as in the first pass has another loss."""
         k = len(self._now) - 1
         if k >= len(self.first):
@@ -207,9 +207,11 @@ def _not_finite(batch: Any) -> bool:
 # by how much of their size v.Aw and w.Av may differ: for random vectors, over sqrt(P), by which their
 # products are smaller than their size; and for any vectors, by rounding
 BOUNDS = {
-    torch.float64: (1e-6, 1e-10), torch.float32: (1e-2, 1e-5),
-    torch.float16: (5e-2, 2e-3), torch.bfloat16: (0.2, 1e-2),
-}  # fmt: skip
+    torch.float64: (1e-6, 1e-10),
+    torch.float32: (1e-2, 1e-5),
+    torch.float16: (5e-2, 2e-3),
+    torch.bfloat16: (0.2, 1e-2),
+}
 
 
 @final
