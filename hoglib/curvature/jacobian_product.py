@@ -298,7 +298,7 @@ class TransposedJacobian:
         """Whether <v, J^T u> = <J v, u>; func: whose Jacobian this is."""
         along = [part for y, part in zip(self._every, tangents, strict=True) if y.requires_grad]
         given = [vector[i] for i in self._used]
-        return are_adjoint(func, given, self.parts, along, self._us, graphs=self.parts)
+        return are_adjoint(func, (given, self.parts), (along, self._us), self.parts)
 
 
 def depending(every: Vector) -> Vector:
@@ -317,28 +317,29 @@ SINGLE = 1e-6
 UNDERFLOW = 1e-30  # sums of products in float32 that are smaller say nothing
 
 
+Pair = tuple[Vector, Vector]  # of an inner product
+
+
 def are_adjoint(
-    func: Any, vector: Vector, product: Vector, tangents: Vector, weighted: Vector,
-    placement: Placement = WHOLE, graphs: Iterable[Tensor] = (),
-) -> bool:  # fmt: skip
+    func: Any, inputs: Pair, outputs: Pair, graphs: Iterable[Tensor], placement: Placement = WHOLE
+) -> bool:
     """<v, J^T w> = <J v, w>, unless either lacks a part; this costs two inner products, which a device
     has to wait for: there only the first call of a function at these shapes is checked.
 
+    inputs, outputs: the pairs (v, J^T w) and (J v, w).
     graphs: tensors whose graph shows the dtypes that J and J^T are computed in.
     placement: of v and J^T w over processes, which all come to the same answer.
     """
     if not value_checks_on():
         return True
-    sides = (vector, product), (tangents, weighted)
-    if all(x.device.type == "cpu" for x in tangents):
+    sides, (v, Jv) = (inputs, outputs), (inputs[0], outputs[0])
+    if all(x.device.type == "cpu" for x in Jv):
         return _are_adjoint(sides, placement, graphs)
-    key = ("adjoint", *(x.shape for x in (*vector, *tangents)))
+    key = ("adjoint", *(x.shape for x in (*v, *Jv)))
     return found_once(func, key, lambda: _are_adjoint(sides, placement, graphs) or None) or False
 
 
-def _are_adjoint(
-    sides: tuple[tuple[Vector, Vector], ...], placement: Placement, graphs: Iterable[Tensor]
-) -> bool:
+def _are_adjoint(sides: tuple[Pair, Pair], placement: Placement, graphs: Iterable[Tensor]) -> bool:
     dtypes = {x.dtype for side in sides for part in side for x in part}
     rtol = max(SINGLE, *(TOLERANCES[dtype].rtol for dtype in dtypes))
     eps = max(torch.finfo(dtype).eps for dtype in dtypes)
