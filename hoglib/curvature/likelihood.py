@@ -473,9 +473,9 @@ def make_distribution(likelihood: Likelihood, outputs: Tree) -> D.Distribution:
 
 
 def sample(
-    likelihood: Likelihood, p: D.Distribution, count: int, outputs: Tree, generator: Generator | None
-) -> Tensor:  # fmt: skip
-    """Samples [count, *terms, *event] of p, the distribution at the outputs, by the generator, or by
+    likelihood: Likelihood, p: D.Distribution, count: int, outputs: Tree, random: Generator | None
+) -> Tensor:
+    """Samples [count, *terms, *event] of p, the distribution at the outputs, by a generator, or by
     torch's own for None. They are drawn where the generator is: the same numbers on every device.
 
     The samplers of torch.distributions take no generator, so its state becomes that of torch's own
@@ -483,7 +483,7 @@ def sample(
     """
     context: AbstractContextManager[Any] = nullcontext()
     device = next(x.device for x in pytree.tensors(outputs) if x.is_floating_point())
-    if (own := validation.generator(generator)) is not None:
+    if (own := validation.generator(random)) is not None:
         there = device if own.device in (device, torch.device(device.type)) else own.device
         context = draw_from(own, there)
         if there != device:

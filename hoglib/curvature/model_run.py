@@ -58,12 +58,10 @@ class Gradients:
     """The gradients of one column by the outputs of calls, as rows."""
 
     def __init__(
-        self, calls: Sequence[LayerCall], found: Sequence[Tensor | None], dtype: torch.dtype,
-        device: torch.device, column: Vector,
-    ) -> None:  # fmt: skip
-        self.column = column
+        self, run: "ModelRun", calls: list[LayerCall], found: list[Tensor | None], column: Vector
+    ) -> None:
+        self.column, self._dtype, self._device = column, run.dtype, run.device
         self._found = {id(call): part for call, part in zip(calls, found, strict=True)}
-        self._dtype, self._device = dtype, device
 
     def of(self, call: LayerCall) -> Tensor:
         """[groups, rows, out]."""
@@ -128,7 +126,7 @@ def summed_gradient(layer: Layer, gradients: Gradients, dtype: torch.dtype) -> T
     """The gradient by V, summed over all rows."""
     _, out, into = layer.layout.sizes
     role = layer.layout.role
-    total: Tensor | None = None
+    total: Any = 0.0
     for call, rows in zip(layer.calls, gradients.rows(layer), strict=True):
         if role.matrix == "diagonal":
             part = rows.sum(0).reshape(1, 1, -1)
@@ -146,8 +144,7 @@ def summed_gradient(layer: Layer, gradients: Gradients, dtype: torch.dtype) -> T
         if role.matrix == "elementwise":
             # whose calls have one slope: others are seen, as the gradient is not autograd's then
             part = (role.stored(part.unsqueeze(0)) * not_none(layer.calls[0].slope)).unsqueeze(0)
-        total = part if total is None else total + part
-    assert total is not None  # a layer has a call
+        total = total + part
     return total
 
 
@@ -327,7 +324,7 @@ class ModelRun:
     def gradients(self, column: Vector) -> "Gradients":
         calls = self._calls()
         found = self._backward([call.edge for call in calls], column)
-        return Gradients(calls, found, self.dtype, self.device, column)
+        return Gradients(self, calls, found, column)
 
     def of_single_examples(self, column: Vector) -> Iterator[Vector]:
         """The gradients of the examples by each leaf that layers do not explain, [n, numbers], some at
@@ -393,7 +390,7 @@ class ModelRun:
         half = next(iter(self._halves()), None)
         column = self._probe(half)
         found = self._backward([*(call.edge for call in calls), *self._own], column)
-        gradients = Gradients(calls, found[: len(calls)], self.dtype, self.device, column)
+        gradients = Gradients(self, calls, found[: len(calls)], column)
         wanted = materialize_grads(found[len(calls) :], self._own)
         self.check_apart(needs_examples, gradients)
         ours = [p.new_zeros((1, *(p.shape or (1,))), dtype=self.dtype) for p in self._own]
