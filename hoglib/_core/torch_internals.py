@@ -295,10 +295,9 @@ def gradients(
             outputs, inputs, weights, keep, create_graph, allow_unused=True
         )
     else:
-        found = torch.autograd.graph._engine_run_backward(
-            tuple(outputs), tuple(weights), keep, create_graph, tuple(inputs),
-            allow_unreachable=True, accumulate_grad=False,
-        )  # fmt: skip
+        run = torch.autograd.graph._engine_run_backward
+        given = tuple(outputs), tuple(weights), keep, create_graph, tuple(inputs)
+        found = run(*given, allow_unreachable=True, accumulate_grad=False)
     return list(found)
 
 

@@ -340,7 +340,8 @@ def attribution_rows(
     apps = _in_motion(subject, x)
     first = found.get(FIRST, Discrepancy())
     over_forward = [name for name in wrong if name.endswith("over-forward")]
-    raised = [name for name, one in found.items() if one.raised is not None]
+    raising = [name for name, one in found.items() if one.raised is not None]
+    right_once, raises = not first.wrong, first.raised is not None
     named = False
     for app, moves in apps:
         for in_jvp in (False, True):
@@ -349,10 +350,9 @@ def attribution_rows(
             if not in_jvp and over_forward == wrong:
                 continue
             mode = "over-forward" if in_jvp else "reverse-over-reverse"
-            again = any(name.endswith(mode) for name in raised)
-            once, right_once = first.raised is not None, not first.wrong
+            raised = any(name.endswith(mode) for name in raising)
             rule = _Rule(app, in_jvp, len(apps) > 1)
-            for row in rule.rows(moves, right_once=right_once, raises=once, raised=again):
+            for row in rule.rows(moves, right_once=right_once, raises=raises, raised=raised):
                 named |= row.status == "fail"
                 yield row
     if not named and not first.wrong:

@@ -6,7 +6,7 @@ that it was applied to and near them.
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from math import isnan
@@ -179,15 +179,20 @@ def examine(given: Applied) -> Verdict:
     """Whether the first and second derivative of a Function are right. What it changes is restored."""
     app = given.app
     name = app.function.__qualname__
-    with ExitStack() as stack:
-        stack.enter_context(warnings.catch_warnings(action="ignore"))
-        for context in (
-            torch_internals.without_transforms(), torch_internals.without_saved_tensor_hooks(),
-            grad_enabled(), keep_swapped(), exact_products(), preserve_random_state(),
-            given.autocast.restored(), stand_ins_if(given.stand_ins),
-            _no_communication(),
-        ):  # fmt: skip
-            stack.enter_context(context)
+    with (
+        warnings.catch_warnings(action="ignore"),
+        # the transforms and the hooks of the caller are of its own graph
+        torch_internals.without_transforms(),
+        torch_internals.without_saved_tensor_hooks(),
+        grad_enabled(),
+        keep_swapped(),
+        exact_products(),
+        preserve_random_state(),
+        # as where the Function was applied, which may have been left since
+        given.autocast.restored(),
+        stand_ins_if(given.stand_ins),
+        _no_communication(),
+    ):
         try:
             with _preserve_reached(app) as accumulated:
                 verdict = _judge(given)
