@@ -267,8 +267,11 @@ def _restricted(without: Derivatives, first: str, second: str | None = None) -> 
 
 
 def _structured_derivatives(without: Derivatives) -> Restricted | None:
-    """Where the first derivatives along all directions are right, the second ones have to be right,
-    too."""
+    """The derivatives along directions that keep a structure of the arguments, if they are right then.
+
+    Where the first derivative is wrong along all directions, it is enough that it is right along these;
+    where only the second one is, that one has to be.
+    """
     name, off = next((n, one) for n, one in without.found.items() if one.wrong)
     if off.raised is not None:
         return None
@@ -299,9 +302,12 @@ def _structured_derivatives(without: Derivatives) -> Restricted | None:
 def _phase_fixed_derivatives(
     without: Derivatives, first: str, second: str | None
 ) -> Restricted | None:
-    """A first derivative that depends on the signs that an algorithm chooses does not exist where they
+    """The derivatives with the signs or phases of the outputs fixed, if they are right then.
+
+    A first derivative that depends on the signs that an algorithm chooses does not exist where they
     change, so that nothing can be compared. The second one has to be right with fixed ones, or wrong
-    beyond doubt where it was not judged without."""
+    beyond doubt where it was not judged without.
+    """
     subject = without.subject
     for gauge in subject.gauges(real_too=first == "warn"):
         subject.restrict(subject.kept, gauge)

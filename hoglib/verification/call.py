@@ -260,10 +260,10 @@ class Call:
     state. reseed: whether each call draws the same random numbers. clone: whether fn gets copies,
     because it changes its inputs and declares that. needs_graph: whether the variables have to require
     grad, because fn differentiates by them itself, as a forward does that returns a log-determinant or
-    a score. projections: of the variables whose structure is
-    kept (a symmetric matrix stays symmetric), each applied before fn gets the variable. layouts: of the
-    variables that fn gets in other memory layouts than contiguous ones. gauge: fixes the signs or
-    phases of the outputs that a map is to, if these are arbitrary.
+    a score. projections: of the variables whose structure is kept (a symmetric matrix stays symmetric),
+    each applied before fn gets the variable. layouts: of the variables that fn gets in other memory
+    layouts than contiguous ones. gauge: fixes the signs or phases of the outputs that a map is to, if
+    these are arbitrary.
     """
 
     reseed = False
@@ -476,9 +476,9 @@ DOUBLE = (torch.float64, torch.complex128)
 
 @final
 class PrecisionWatch(TorchFunctionMode):
-    """Describes the first call that rounded float64 numbers (`rounded`), the
-    first that got a number of lower precision which was made inside (`met`), and the first that got one
-    from elsewhere (`foreign`).
+    """Describes three calls, each the first of its kind: one that rounded float64 numbers (`rounded`),
+    one that got a number of lower precision which was made inside (`met`), and one that got such a
+    number from elsewhere (`foreign`).
 
     A constant whose digits fit into half precision (1, 0.5, a mask) lost nothing; a Python number has
     no precision to judge.
@@ -623,7 +623,8 @@ def _in_half(call: Call) -> Chosen | None:
 
 
 def _stage_reached(call: Call) -> tuple[int, Exception | None]:
-    """How far it gets: 0 it does not run, 1 forward, 2 first derivative, 3 second; and its error."""
+    """How far a call gets, and the error that ends it: 0 if it does not run, 1 for its values, 2 for
+    first derivatives, 3 for second ones."""
     reached = 0
     try:
         _run(call)

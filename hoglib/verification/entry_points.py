@@ -1,4 +1,4 @@
-"""What all entry points share that differentiate a user's function: its custom Functions are examined.
+"""Wherever hoglib differentiates a user's function, the custom Functions in it are examined.
 
     with examined_functions("hvp"):
         value = func(params)        # a Function of the user's is applied: its arguments are noted

@@ -279,9 +279,9 @@ def _depends_on(app: Application, i: int) -> bool:
 def _restricted_verdict(
     given: Applied, subject: Subject, here: list[list[Tensor]], options: Options, found: Verdict
 ) -> Verdict:
-    """The verdict, or right, if it is that along directions that keep a structure of the arguments,
-    which they have because they are computed so; or but for signs or phases of the outputs, which are
-    arbitrary."""
+    """RIGHT, if the derivatives are right along the directions that keep a structure which the
+    arguments are computed to have, or up to signs or phases of the outputs, which are arbitrary; else
+    the verdict that was found."""
     kept = dict(given.kept)
     place_of = {j: subject.call.positions[j] for j in range(subject.call.num_inputs)}
     computed = {

@@ -491,10 +491,10 @@ class Subject:
                 "generator of its own? Pass random numbers as inputs."
             )
             return Row("deterministic", "fail", None, text)
-        again = self._again()
+        again = self._second_backward_fault()
         return Row("deterministic", "fail", None, again) if again else None
 
-    def _again(self) -> str:
+    def _second_backward_fault(self) -> str:
         """What is wrong with a second backward pass through the same graph, with the same seed."""
         leaves, values = calls.at_leaves(self.map, self.x)
 
