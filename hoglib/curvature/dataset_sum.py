@@ -319,7 +319,7 @@ class DatasetSum:
                     found.changed = self._check_state()
                     waits = rows is not None and self._space.device.type != "cpu"
                     found.late = waits and self._last is not None
-                    self._agree(rows, found.changed)
+                    self._check_agreement(rows, found.changed)
                 except Exception as error:  # the other processes wait for this one
                     found.error = error
                 found.by_kept = by_kept and self.kept is not None
@@ -381,7 +381,7 @@ class DatasetSum:
         losses = [0.0] * len(shares) if given.late else self._determinism.losses
         given.totals = _sum_totals(shares, losses)._replace(whole=whole, shared=shared)
 
-    def _agree(self, rows: Tensor | None, changed: bool) -> None:
+    def _check_agreement(self, rows: Tensor | None, changed: bool) -> None:
         """Raise in all processes that share the parameters where one multiplies other vectors."""
         if not self._placement.is_sharded:
             return
@@ -558,7 +558,7 @@ class DatasetSum:
         """
         if example_counts(self.loss, as_dict(batch)) is not None:
             return []
-        if not number & (number - 1) and self._finds(batch, value) == "weighted":
+        if not number & (number - 1) and self._relation_of_halves(batch, value) == "weighted":
             raise self._counts_others(
                 "give that number of a batch, `batch_size=lambda batch: (batch[1] != -100).sum()` for "
                 "labels or `batch[-1].sum()` for a mask, or pass the criterion of torch itself; "
@@ -566,7 +566,7 @@ class DatasetSum:
             )
         return [(counted_labels(batch), weight)]
 
-    def _finds(self, batch: Any, value: Tensor) -> Finding | None:
+    def _relation_of_halves(self, batch: Any, value: Tensor) -> Finding | None:
         """How the loss of a batch is made of those of its halves."""
         if self._placement.is_sharded:
             return None  # all processes would have to evaluate as many halves
