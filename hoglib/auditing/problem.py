@@ -1,6 +1,9 @@
-"""What is audited: a loss, its parameters and a batch; the loss as a scalar function of real leaves
-that gives the same value in every run; and what a few runs show that makes second derivatives
-meaningless, fragile or impossible."""
+"""The loss of an audit, as a scalar function of real leaves that gives the same value in every run.
+
+Differences of gradients mean something only where nothing but the leaves changes: each run starts from
+the same random numbers and the same state of the modules. `observe` runs the loss first, and notes what
+makes second derivatives meaningless, fragile or impossible.
+"""
 
 import dataclasses
 from collections import defaultdict

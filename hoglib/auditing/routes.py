@@ -1,5 +1,8 @@
-"""The derivatives that `audit` checks, each as a function of leaves and directions; their comparison
-with central differences; and which calls lose one, found by checking each call by itself."""
+"""The routes to a second derivative, compared with central differences; and the call that loses one.
+
+A route is a function of leaves and directions. If it is wrong for the whole loss, so it is for one of
+the calls that the loss makes: each is checked by itself, down to one whose own calls are all right.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
