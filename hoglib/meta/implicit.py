@@ -86,10 +86,8 @@ class _Words(NamedTuple):
 
 _ALLOW = "or allow it by accuracy=, with derivatives as wrong."
 _ROOT = _Words(Policy("root"), "residual", "inputs", f"Let the solver take more steps, {_ALLOW}")
-_FIXED_POINT = _Words(
-    Policy("fixed_point"), "f", "inputs (f may be a module)",
-    f"Give more max_iter=, another z0 or solver=, {_ALLOW}",
-)  # fmt: skip
+_MORE = f"Give more max_iter=, another z0 or solver=, {_ALLOW}"
+_FIXED_POINT = _Words(Policy("fixed_point"), "f", "inputs (f may be a module)", _MORE)
 
 
 class _Flat:
@@ -542,7 +540,7 @@ class _Root(torch.autograd.Function):
 @torch.no_grad()
 def _gmres(
     A: Callable[[Tensor], Tensor], b: Tensor, tol: float, size: Tensor | None = None
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """x of A x = b, with the smallest |b - A x| over Krylov spaces: by directions p whose images
     q = A p are orthonormal.
 
