@@ -655,6 +655,8 @@ class DatasetSum:
     def _check_state(self) -> bool:
         """Whether parameters, buffers or modes changed; what was known of them is dropped then."""
         first = self._cheap_state is None
+        # sums and norms take a pass over all numbers: within an algorithm only where pointers, versions
+        # or settings are others than at its last check
         if self._algorithm:
             self._unchecked = 0
             cheap = self._fingerprint.now(values=False)

@@ -115,6 +115,7 @@ class JacobianOperator(RectangularOperator):
         validation.refuse_transforms(NAME, "use the function hoglib.jvp there.")
         start, sums = 0, self._sum
         total = torch.zeros(len(rows), into.size, dtype=into.dtype, device=self.device)
+        # a point that was kept for J^T u has no derivative of it by u, which J v is
         if not (transposed or sums.kept is None or sums.kept.jacobian):
             sums.kept = None
         every = sums.one_pass(total, rows, first_order=True, by_kept=True)

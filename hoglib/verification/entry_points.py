@@ -138,7 +138,7 @@ class examined_functions:  # noqa: N801 a context manager
     def _report_by_hand(self, functions: "AppliedFunctions", of: Sequence[Tensor] = ()) -> None:
         """After a derivative by the user's own call. of: of what, if with a graph."""
         if value_checks_on():
-            graph_summary(of)
+            graph_summary(of)  # which notes the Functions in C++ that it meets
             with no_examination():
                 self._report_wrong(functions)
 
