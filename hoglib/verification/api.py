@@ -31,8 +31,9 @@ from hoglib.verification.contract import preserved_grads
 from hoglib.verification.derivatives import FIRST, Derivatives
 from hoglib.verification.entry_points import no_examination
 from hoglib.verification.examination import Verdict, applied, examine, other_points_rows
+from hoglib.verification.function_rules import is_surrogate
 from hoglib.verification.report import ORDINALS, Report, Row
-from hoglib.verification.subject import Application, Chosen, Subject, choices, lifted, structures
+from hoglib.verification.subject import Chosen, Subject, choices, lifted, structures
 
 OTHER_DIRECTIONS = "first derivative: other directions"
 OTHER_VALUES = "second derivative: other values"
@@ -130,7 +131,7 @@ def verify(
     options = Options(
         orders=parse_orders(orders),
         modes=parse_modes(modes),
-        surrogate=surrogate or getattr(as_function(fn) or fn, "surrogate", False) is True,
+        surrogate=surrogate or is_surrogate(as_function(fn) or fn),
         full=full,
         eps=eps,
         bounds=Bounds(atol, rtol),
@@ -190,7 +191,8 @@ def _check_rows(subject: Subject, reference: Reference, options: Options) -> Ite
             yield from contract.check(app, surrogate=True)
         return
     yield from _treatment_notes(subject)
-    if as_function(subject.fn) is None and any(_is_surrogate(app) for app in subject.applications):
+    applied_functions = [app.function for app in subject.applications]
+    if as_function(subject.fn) is None and any(map(is_surrogate, applied_functions)):
         yield from _functions_apart(subject)
         options = replace(options, orders=())
     points = [subject.x, subject.perturbed_point()]
@@ -356,7 +358,8 @@ def _functions_alone(subject: Subject) -> Iterator[Row]:
 def _functions_apart(subject: Subject) -> Iterator[Row]:
     """Each custom Function by itself, of a function with a surrogate in it, from which the derivative
     of the whole differs on purpose."""
-    marked = ", ".join(app.function.__name__ for app in subject.applications if _is_surrogate(app))
+    functions = (app.function for app in subject.applications)
+    marked = ", ".join(function.__name__ for function in functions if is_surrogate(function))
     text = f"{marked} is marked as a surrogate: the whole has no derivative to compare with."
     yield Row(FIRST, "skip", None, f"{text} Each Function in it is verified by itself.")
     for name, verdict in _examine_each(subject):
@@ -368,10 +371,6 @@ def _examine_each(subject: Subject) -> Iterator[tuple[str, Verdict]]:
     for app in subject.applications:
         by = tuple(i in app.by for i in range(len(app.args)))
         yield app.function.__name__, examine(applied(app.function, app.args, by, ""))
-
-
-def _is_surrogate(app: Application) -> bool:
-    return getattr(app.function, "surrogate", False) is True
 
 
 def _rounds_values(subject: Subject) -> bool:

@@ -543,7 +543,7 @@ def _loses_digits(tensor: Tensor) -> bool:
     """Whether a narrow tensor has digits that half precision would lose: it is no mask or count."""
     if tensor.dtype in DOUBLE or tensor.layout is not torch.strided:
         return False
-    values = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    values = real(tensor)
     mantissa, _ = torch.frexp(values.detach().double())
     return bool((values.isfinite() & ((mantissa * 2**11).frac() != 0)).any())
 

@@ -231,7 +231,7 @@ def _judge(given: Applied) -> Verdict:
     here = [subject.x, subject.perturbed_point()] if several else [subject.x]
     jvp = given.forward if function_rules.offers_jvp(function) else ""
     modes = ("rr", jvp) if jvp else ("rr",)
-    surrogate = getattr(function, "surrogate", False) is True
+    surrogate = function_rules.is_surrogate(function)
     options = Options(modes=modes, surrogate=surrogate, bounds=Bounds(natural=NATURAL))
     options = options.in_dtype(subject.dtype)
     found = _compare_derivatives(function, subject, here, options)
