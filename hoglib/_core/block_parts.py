@@ -102,7 +102,7 @@ def _torch_callables(*names: str) -> set[Any]:
 # functions of rows.
 _ELEMENTWISE = _torch_callables(
     "gelu", "silu", "mish", "tanh", "sigmoid", "softplus", "elu", "celu", "selu", "logsigmoid"
-)  # fmt: skip
+)
 _BY_ROWS = _torch_callables("softmax", "log_softmax")
 _SLICES, _FEWEST_ELEMENTS = 2, 2**14
 

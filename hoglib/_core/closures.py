@@ -82,7 +82,7 @@ STATE = Scope(modules=False, libraries=False)  # whose modules are read as a who
 HELD = Scope(unread_attributes=True, modules=False, libraries=False, depth=8)
 HELD_BY_MODULE = Scope(unread_attributes=True, modules=False, libraries=False, depth=3)
 
-_MAX_OBJECTS = 200_000
+_MAX_OBJECTS = 200_000  # at which a search ends that has met a data structure of the user's
 
 
 class Capture(NamedTuple):

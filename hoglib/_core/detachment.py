@@ -129,7 +129,8 @@ class DetachmentWatch(TorchFunctionMode):
         result = func(*args, **kwargs)
         if name in ALIASES and not has_graph and isinstance(result, Tensor):
             self._aliases.append(result)
-        if has_graph and _writes_in_place(name, args, kwargs, self._aliases):
+        written = tensors_written(name, args, kwargs) if has_graph else []
+        if any(x is alias for x in written for alias in self._aliases):  # unseen by autograd
             self._note(f"a write through .data by `{_short_name(func)}`", "write")
             return result
         if name in ESCAPES:
@@ -187,11 +188,11 @@ class DetachmentWatch(TorchFunctionMode):
         return found
 
 
-def _writes_in_place(name: str, args: Any, kwargs: Any, aliases: list[Tensor]) -> bool:
-    """Whether a call writes into a tensor that autograd does not see."""
+def tensors_written(name: str, args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors that a call writes into: `out`, and its first argument if it works in place."""
+    # an operator such as `x += y` comes under the name of its method, `add_`
     in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-    written = args[0] if args and in_place else kwargs.get("out")
-    return any(written is alias for alias in aliases)
+    return pytree.tensors((kwargs.get("out"), args[:1] if in_place else ()))
 
 
 def name_of_call(func: Any) -> str:

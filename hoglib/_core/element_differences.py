@@ -50,7 +50,7 @@ class Slope(NamedTuple):
 
 def slope(
     f: TensorMap, x: Sequence[Tensor], j: int, v: Tensor, *, eps: float | None = None
-) -> Slope:  # fmt: skip
+) -> Slope:
     """The derivative along v by input j; eps, if given, is the middle one of three steps."""
     dtype = x[j].dtype
     values = [y.detach() for y in f(*x)]

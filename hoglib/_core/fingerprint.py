@@ -111,6 +111,7 @@ class Numbers:
 def checksum(numbers: Sequence[float]) -> float:
     """One number that changes with each of them, and with their order."""
     values = torch.tensor(numbers, dtype=torch.float64)
+    # no two sines of integers are alike, so that an exchange of two numbers shows
     weights = torch.arange(1, len(values) + 1, dtype=torch.float64).sin()
     return float((values * weights).sum().nan_to_num())
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hoglib._core import pytree
-from hoglib._core.autograd import Vector, fresh_leaves, materialize_grads, translate_errors
+from hoglib._core.autograd import Vector, fresh_leaves, materialize_grads, vjp
 from hoglib._core.placement import WHOLE, Placement
 
 Use = Literal["product", "element", "element, more", "element, short", "slot", "route"]
@@ -122,10 +122,7 @@ def gradient_function(func: Callable[..., Tensor]) -> VectorFunction:
     def gradient(leaves: Vector) -> Vector:
         own = fresh_leaves(leaves, False)
         value = func(*own)
-        parts: list[Tensor | None] = [None] * len(own)
-        if value.requires_grad:
-            with translate_errors("the gradient"):
-                parts = list(torch.autograd.grad(value, own, allow_unused=True))
+        parts = vjp([value], own, [torch.ones_like(value)], "the gradient")
         return [part.detach() for part in materialize_grads(parts, leaves)]
 
     return gradient

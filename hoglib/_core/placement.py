@@ -32,9 +32,11 @@ from hoglib.errors import ArgumentValueError, DistributedError, HoglibError, Uns
 Vector = list[Tensor]
 ROUNDING = 1e-9  # of a checksum, between processes, which may run on unlike machines
 AGREEMENT = (
-    "number of parameters", "number of vectors", "vectors, where they are not sharded,",
+    "number of parameters",
+    "number of vectors",
+    "vectors, where they are not sharded,",
     "parameters, where they are not sharded,",
-)  # fmt: skip
+)
 
 
 def is_sharded(value: Any) -> bool:
@@ -53,8 +55,7 @@ def whole(value: Any) -> Any:
 
 def refuse_sharded(caller: str, tensors: Iterable[Any], what: str = "params") -> None:
     """Raise for DTensors, in functions that need whole tensors."""
-    library: Any = sys.modules.get("torch.distributed.tensor")
-    if library is not None and any(isinstance(x, library.DTensor) for x in tensors):
+    if any(map(is_sharded, tensors)):
         raise UnsupportedError(
             f"{caller}: expected {what} that each process holds whole, got DTensors, as fully_shard "
             "(FSDP2) and parallelize_module make. `hoglib.hvp`, `ggn_vp`, `fisher_vp` and operators "
@@ -116,10 +117,8 @@ class Layout(NamedTuple):
         value = weight * value.detach()
         if self.copies() == self.mesh.size():
             return all_reduce(value, self.mesh)
-        partial = DTensor.from_local(
-            value.contiguous(), self.mesh, [Partial()] * self.mesh.ndim, run_check=False,
-            shape=value.shape, stride=value.contiguous().stride(),
-        )  # fmt: skip
+        parts = [Partial()] * self.mesh.ndim
+        partial = DTensor.from_local(value.contiguous(), self.mesh, parts, run_check=False)
         return partial.redistribute(placements=self.placements).to_local()
 
     def copies(self) -> int:
@@ -186,8 +185,7 @@ WHOLE = Whole()
 
 def placement_of(tensors: Sequence[Tensor], names: Callable[[], Sequence[str]]) -> "Placement":
     """How tensors are spread over processes, with equal weights."""
-    library: Any = sys.modules.get("torch.distributed.tensor")  # None where nothing imported it
-    found: list[Any] = [t for t in tensors if library and isinstance(t, library.DTensor)]
+    found: list[Any] = [t for t in tensors if is_sharded(t)]
     if not found:
         return WHOLE
     from torch.distributed.tensor import Replicate
@@ -471,6 +469,7 @@ class _Mean(torch.autograd.Function):
     @staticmethod
     def forward(value: Tensor, sharding: Sharding) -> Tensor:
         wide = sharding.weight * value.detach().reshape(-1).double()
+        # so small that float64 adds up the squares of 2^13 processes without rounding
         order = float(zlib.crc32(repr(sharding.order).encode()) % 2**20)
         # the squares of numbers add up to the square of their sum over their count where all are equal
         sums = sharding.sum(torch.cat([wide, wide.new_tensor([0.0, order, order**2])]))

@@ -105,10 +105,6 @@ class Policy(NamedTuple):
         """Whether the blocks that are recomputed are compiled, which have backward passes only."""
         return self.compiles and self.remat is not False
 
-    def given(self, option: str) -> Any:
-        """An option by its name, for messages."""
-        return self.backend if option == "compile" else getattr(self, option)
-
     def check_blocks(self, func: Any) -> None:
         """Raise where a function has no blocks of the kind that are to be recomputed."""
         if self.remat is not False:

@@ -70,11 +70,6 @@ def add(a: Tree, b: Tree, *, alpha: float = 1.0) -> Tree:
     return map(lambda x, y: x + alpha * y, a, b)
 
 
-def scale(tree: Tree, factor: float) -> Tree:
-    """factor times each leaf."""
-    return map(lambda x: factor * x, tree)
-
-
 def dot(a: Tree, b: Tree) -> Tensor:
     """sum over all leaves of conj(a) b: a scalar tensor."""
     return sum_scalars([(x.conj() * y).sum() for x, y in zip(leaves(a), leaves(b), strict=True)])

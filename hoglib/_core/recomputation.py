@@ -114,7 +114,7 @@ def recompute(
     generators: Sequence[torch.Generator] = (),
     keywords: dict[str, Any] | None = None,
     modes_of: Sequence[nn.Module] = (),
-    nests: bool = False,
+    nested: bool = False,
     backend: str = "",
     is_part: bool = False,
     by_tangents: "ByTangents | None" = None,
@@ -122,7 +122,7 @@ def recompute(
     """fn(*args, **keywords) as `remat` runs it, without the check of what fn closes over.
 
     modes_of: modules, besides those among the arguments, whose train or eval mode is restored.
-    nests: whether remats inside fn recompute too, outside of torch.func transforms, which refuse it.
+    nested: whether remats inside fn recompute too, outside of torch.func transforms, which refuse it.
     backend: of `hoglib.compile`, which compiles fn and its vjps in reverse mode; "" for none.
     is_part: whether a remat around the caller has left it to this one to recompute.
     by_tangents: fn is a loss, whose gradient is differentiated forward over reverse.
@@ -131,9 +131,9 @@ def recompute(
     if not is_part and _is_bypassed():
         return fn(*args, **keywords)
     leaves, structure = pytree.flatten((args, keywords))
-    nests = nests and not torch_internals.transforms_active()
-    call = _Call(fn, leaves, structure, nests, backend)
+    call = _Call(fn, leaves, structure, backend)
     call.is_part, call.by_tangents = is_part, by_tangents
+    call.nested = nested and not torch_internals.transforms_active()
     call.mixed = call.mixed or by_tangents is not None
     tensors = call.tensors(leaves)
     if not tensors:
@@ -265,18 +265,18 @@ def _backward(ctx: Any, grads: Tensors) -> Any:
             for i, tangent in zip(wanted, found, strict=True):
                 result[i] = tangent
             return None, *result
-        extra = rerun.extra
-        if extra:  # the zero that the derivative by an extra gradient is
-            at = [inputs[i] if i in extra else None for i in rerun.wanted]
+        padded = rerun.padded_inputs
+        if padded:  # the zero that the derivative by a gradient is which nobody needs
+            at = [inputs[i] if i in padded else None for i in rerun.wanted]
             pairs = zip(grads, at, strict=True)
             grads = tuple(
                 torch.zeros_like(x) if g is None and x is not None else g for g, x in pairs
             )
         arrived = [j for j, grad in enumerate(grads) if grad is not None]
-        extra = extra or _extra_inputs(rerun, inputs, wanted, arrived)
-        wanted = sorted({*wanted, *extra})
+        padded = padded or _padded_inputs(rerun, inputs, wanted, arrived)
+        wanted = sorted({*wanted, *padded})
         tensors = (*inputs, *(grads[j] for j in arrived))
-        vjp = _Vjp(rerun, ctx.count, wanted, arrived, extra)
+        vjp = _Vjp(rerun, ctx.count, wanted, arrived, padded)
         grads = _run_level(vjp, *tensors) if _is_bypassed() else _run_recomputed(vjp, tensors)
         for i, grad in zip(wanted, grads, strict=True):
             result[i] = grad if needs[i] else None
@@ -331,7 +331,7 @@ def _is_compiled(run: Any) -> bool:
     return bool(run.call.backend) and not differentiated and not torch_internals.tracing()
 
 
-def _extra_inputs(
+def _padded_inputs(
     run: Any, inputs: Sequence[Tensor | None], wanted: list[int], arrived: list[int]
 ) -> frozenset[int]:
     """Arguments whose gradients nobody needs, but that the compiled vjp of equal calls computes: those
@@ -356,10 +356,10 @@ class _Derivative:
     """A derivative of a function of tensors: again one, of the inputs and then of what they are
     multiplied by.
 
-    extra: inputs of which only equal calls need the gradients.
+    padded_inputs: those of which only equal calls need the gradients.
     """
 
-    extra = frozenset[int]()
+    padded_inputs = frozenset[int]()
     by_tangents: ByTangents | None = None  # of the gradient of a loss
     as_tangents = False  # whether a jvp takes its tangents alone: they are then its results
 
@@ -375,10 +375,10 @@ class _Vjp(_Derivative):
     """The vjp (inputs, cotangents) -> gradients of the wanted inputs."""
 
     def __init__(
-        self, run: Any, count: int, wanted: list[int], arrived: list[int], extra: frozenset[int]
+        self, run: Any, count: int, wanted: list[int], arrived: list[int], padded: frozenset[int]
     ) -> None:
         super().__init__(run, count)
-        self.wanted, self.arrived, self.extra = wanted, arrived, extra
+        self.wanted, self.arrived, self.padded_inputs = wanted, arrived, padded
         self.by_tangents = run.call.by_tangents if isinstance(run, Run) else None
 
     @property
@@ -448,10 +448,10 @@ class _Vjp(_Derivative):
         edges: Any
         edges, weights = zip(*pairs, strict=True)
         # Other levels have graphs of their own, so this one is freed while the gradient is computed.
+        again = torch.is_grad_enabled()
         found = torch_internals.gradients(
-            edges, variables, weights, retain_graph=False, create_graph=torch.is_grad_enabled(),
-            unhandled=True,
-        )  # fmt: skip
+            edges, variables, weights, retain_graph=False, create_graph=again, unhandled=True
+        )
         return tuple(found if self.as_tangents else materialize_grads(found, variables))
 
     def _in_small_parts(self) -> AbstractContextManager[None]:
@@ -618,7 +618,7 @@ class _WithTangents(_Derivative):
 class Run:
     """A call of the user's function as a function of its tensors: the first run, or a later one."""
 
-    extra, by_tangents, as_tangents = frozenset[int](), None, False
+    padded_inputs, by_tangents, as_tangents = frozenset[int](), None, False
     key = ("the forward",)  # which level it is, for calls that are equal
 
     def __init__(self, call: "_Call", body: Callable[[Tensors], Tensors]) -> None:
@@ -645,11 +645,11 @@ class _Call:
     output_slots: list[int]
 
     def __init__(
-        self, fn: Callable[..., Any], leaves: list[Any], structure: Any, nests: bool, backend: str
+        self, fn: Callable[..., Any], leaves: list[Any], structure: Any, backend: str
     ) -> None:
-        self.fn, self.structure, self.nests, self.backend = fn, structure, nests, backend
+        self.fn, self.structure, self.backend = fn, structure, backend
         self.template: Any = None  # for the compiler
-        self.is_part = self.slices = False
+        self.nested = self.is_part = self.slices = False
         self.by_tangents: ByTangents | None = None
         self.value: Tensor | None = None  # of the first run, where it is a loss
         self.parts: list[nn.Module] = []  # which are recomputed one by one
@@ -798,8 +798,10 @@ class _Call:
         for i, place in zip(self.slots, self.places, strict=True):
             leaves[i] = tensors[place]
         args, keywords = given = pytree.unflatten(leaves, self.structure)
+        # the mode that is entered last sees a call first: operations are cut into slices, whose dropout
+        # is made contiguous, and a stand-in takes what is left
         with (
-            _recompute_policy(self.nests, self.slices),
+            _recompute_policy(self.nested, self.slices),
             self.stand_ins.resume(),
             self.run_state.autocast.restored(),
             ContiguousDropout() if self.mixed else nullcontext(),

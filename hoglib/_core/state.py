@@ -256,9 +256,8 @@ class StateGuard:
     """
 
     def __init__(
-        self, modules: Iterable[nn.Module], generators: Iterable[torch.Generator] = (),
-        double: bool = False,
-    ) -> None:  # fmt: skip
+        self, modules: Iterable[nn.Module], generators: Generators = (), double: bool = False
+    ) -> None:
         self._double = double
         self._saved: dict[int, _SavedModule] = {}
         self._gradients: list[tuple[Tensor, bool, Tensor | None]] = []

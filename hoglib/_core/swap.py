@@ -35,9 +35,11 @@ NormPolicy = Callable[["ModulePatch", nn.Module], None]  # what a module gets be
 PatchState = Items  # of the dicts of modules
 RNN_WEIGHT_LISTS = ("_flat_weights", "_flat_weight_refs")  # of a recurrent layer, for its kernels
 _NO_RUNNING_STATISTICS = {
-    "track_running_stats": False, "running_mean": None, "running_var": None,
+    "track_running_stats": False,
+    "running_mean": None,
+    "running_var": None,
     "num_batches_tracked": None,
-}  # fmt: skip
+}
 
 
 def train_mode_batch_statistics(patch: "ModulePatch", layer: nn.Module) -> None:

@@ -305,10 +305,9 @@ def gradients(
             outputs, inputs, weights, keep, create_graph, allow_unused=True
         )
     else:
-        found = torch.autograd.graph._engine_run_backward(
-            tuple(outputs), tuple(weights), keep, create_graph, tuple(inputs),
-            allow_unreachable=True, accumulate_grad=False,
-        )  # fmt: skip
+        run = torch.autograd.graph._engine_run_backward
+        given = tuple(outputs), tuple(weights), keep, create_graph, tuple(inputs)
+        found = run(*given, allow_unreachable=True, accumulate_grad=False)
     return list(found)
 
 
@@ -507,9 +506,9 @@ class RecordingBelow:
     autocast and no saved-tensor hooks; what runs is seen by the dispatch modes beneath."""
 
     def __init__(self) -> None:
-        self._keys = (
-            torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set(),
-        )  # fmt: skip
+        include = torch._C._dispatch_tls_local_include_set()
+        exclude = torch._C._dispatch_tls_local_exclude_set()
+        self._keys = include, exclude
 
     @contextmanager
     def __call__(self, record: bool) -> Iterator[None]:
@@ -556,10 +555,9 @@ class eagerly:  # noqa: N801 a context manager
 
     def __enter__(self) -> None:
         # not in what is compiled now
-        self._entered = (
-            self._wanted and has_dynamo() and not torch.compiler.is_compiling()
-            and torch._C._dynamo.eval_frame.get_eval_frame_callback() in (None, False)
-        )  # fmt: skip
+        wanted = self._wanted and has_dynamo() and not torch.compiler.is_compiling()
+        callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
+        self._entered = wanted and callback() in (None, False)
         if self._entered:
             frames = torch._dynamo.eval_frame
             with _LOCK:

@@ -85,10 +85,8 @@ def copy_without_override_check(func: FunctionType) -> Callable[..., Any]:
     that runs it with itself on sees the torch calls it makes."""
     names = (name for name in func.__globals__ if name.startswith("has_torch_function"))
     checks = dict.fromkeys(names, lambda *tensors: False)
-    copy = FunctionType(
-        func.__code__, {**func.__globals__, **checks}, func.__name__, func.__defaults__,
-        func.__closure__,
-    )  # fmt: skip
+    own = {**func.__globals__, **checks}
+    copy = FunctionType(func.__code__, own, func.__name__, func.__defaults__, func.__closure__)
     copy.__kwdefaults__ = func.__kwdefaults__
     return copy
 

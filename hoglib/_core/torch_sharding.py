@@ -6,7 +6,6 @@ Private torch API, as `torch_internals`.
 
 import sys
 from collections import OrderedDict
-from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -33,11 +32,6 @@ def fsdp_state(module: nn.Module) -> Any:
     if library is None or not isinstance(module, library.FSDPModule):
         return None
     return module._get_fsdp_state()
-
-
-def fsdp_modules(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Those that fully_shard (FSDP2) was called on."""
-    return [module for module in modules if fsdp_state(module) is not None]
 
 
 def fsdp_groups(module: nn.Module) -> list[Any]:

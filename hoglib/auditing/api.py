@@ -38,7 +38,7 @@ from hoglib.auditing.routes import (
     Route,
     StopGradient,
     requested_routes,
-)  # fmt: skip
+)
 from hoglib.errors import HoglibError
 from hoglib.functional import FunctionalLoss
 from hoglib.stand_ins.mode import stand_in_of, stand_ins_if
@@ -46,6 +46,7 @@ from hoglib.verification.api import verify
 from hoglib.verification.attribution import detached_copy, is_culprit
 from hoglib.verification.call import exact_products, name_of
 from hoglib.verification.entry_points import no_examination
+from hoglib.verification.function_rules import is_surrogate
 from hoglib.verification.report import CULPRIT, Report, Row
 
 
@@ -400,7 +401,7 @@ def _check_derivative(loss: ReproducibleLoss, route: Route, directions: int) -> 
 def _all_surrogates(faults: list[Fault]) -> bool:
     """Whether every fault is in Functions whose gradient differs from the derivative on purpose."""
     found = [op.function for fault in faults for op in fault.operations or [fault.call]]
-    return bool(found) and all(getattr(f, "surrogate", False) is True for f in found)
+    return bool(found) and all(map(is_surrogate, found))
 
 
 # What an audit reports about a fault: which module, which operation, why, and what to do.

@@ -1,6 +1,9 @@
-"""What is audited: a loss, its parameters and a batch; the loss as a scalar function of real leaves
-that gives the same value in every run; and what a few runs show that makes second derivatives
-meaningless, fragile or impossible."""
+"""The loss of an audit, as a scalar function of real leaves that gives the same value in every run.
+
+Differences of gradients mean something only where nothing but the leaves changes: each run starts from
+the same random numbers and the same state of the modules. `observe` runs the loss first, and notes what
+makes second derivatives meaningless, fragile or impossible.
+"""
 
 import dataclasses
 from collections import defaultdict
@@ -43,7 +46,7 @@ from hoglib._core.torch_internals import (
     watching_functions,
 )
 from hoglib.auditing.routes import Checker, Locator, StopGradientReplay, reverse_over_reverse, scale
-from hoglib.verification.call import real
+from hoglib.verification.call import DOUBLE, real
 from hoglib.verification.report import CULPRIT, Row
 
 PROBLEM = "(loss, params, batch)"
@@ -208,6 +211,7 @@ PERTURBATION = 0.01  # of the size of each tensor
 def reproducible(problem: Problem, *, double: bool) -> Iterator["ReproducibleLoss"]:
     """The loss in float64, or in the dtype of its parameters; the state of modules is restored."""
     modules, generators = problem.names.modules(), problem.generators
+    # swapped parameters leave first: the guard saved what modules had before these came
     with StateGuard(modules, generators, double) as state, keep_swapped():
         yield ReproducibleLoss(problem, state, double=double)
 
@@ -295,7 +299,6 @@ class ReproducibleLoss:
 
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 _CASTS = {Tensor.float, Tensor.half, Tensor.bfloat16}
-_DOUBLE = (torch.float64, torch.complex128)
 
 
 class _KeepFloat64(TorchFunctionMode):
@@ -308,9 +311,9 @@ class _KeepFloat64(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _CASTS:
-            return args[0] if args[0].dtype in _DOUBLE else func(*args, **kwargs)
+            return args[0] if args[0].dtype in DOUBLE else func(*args, **kwargs)
         narrow = any(isinstance(x, torch.dtype) and x in _NARROW for x in (*args, *kwargs.values()))
-        if narrow and any(x.dtype in _DOUBLE for x in pytree.tensors((args, kwargs))):
+        if narrow and any(x.dtype in DOUBLE for x in pytree.tensors((args, kwargs))):
             args = tuple(_float64_for_narrow(x) for x in args)
             kwargs = {name: _float64_for_narrow(x) for name, x in kwargs.items()}
         return func(*args, **kwargs)
@@ -440,12 +443,12 @@ def _parameter_failures(
     pairs = list(zip(problem.paths, problem.originals, strict=True))
     outside = [path for path, x in pairs if id(x) in reached]
     if outside:
-        yield Row(
-            f"{CULPRIT}the loss", "fail", None,
+        text = (
             f"It uses {validation.listing(outside)} of the model itself as well as the params that it "
             "is given: a part of the derivatives is missing. Look for model.parameters() or a list of "
-            "weights in it; take them from params, or detach() what is meant as a constant.",
-        )  # fmt: skip
+            "weights in it; take them from params, or detach() what is meant as a constant."
+        )
+        yield Row(f"{CULPRIT}the loss", "fail", None, text)
 
 
 def _repetition_failures(
@@ -463,12 +466,12 @@ def _repetition_failures(
                 names = [f"{problem.names.of(m)}.{name}".lstrip(".") for m, name in changed]
                 notes["state"] = {f"`{name}`": None for name in names}
             return
-    yield Row(
-        "deterministic", "fail", None,
+    text = (
         "the loss gives two values for the same random numbers and the same state of its modules "
         "(hidden nondeterminism): does it read a clock, draw random numbers outside of torch, or "
-        "count in a global variable? Its derivatives and differences are meaningless.",
-    )  # fmt: skip
+        "count in a global variable? Its derivatives and differences are meaningless."
+    )
+    yield Row("deterministic", "fail", None, text)
 
 
 @final

@@ -1,5 +1,8 @@
-"""The derivatives that `audit` checks, each as a function of leaves and directions; their comparison
-with central differences; and which calls lose one, found by checking each call by itself."""
+"""The routes to a second derivative, compared with central differences; and the call that loses one.
+
+A route is a function of leaves and directions. If it is wrong for the whole loss, so it is for one of
+the calls that the loss makes: each is checked by itself, down to one whose own calls are all right.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -170,9 +173,11 @@ def _is_value(result: Any) -> bool:
 Scalar = Callable[..., Tensor]  # a scalar function of leaves
 # What a route computes, as part of a sentence.
 TEXTS = {
-    "first": "the gradient", "hessian": "H v", "curvature": "w^T H v",
+    "first": "the gradient",
+    "hessian": "H v",
+    "curvature": "w^T H v",
     "third": "the third derivative",
-}  # fmt: skip
+}
 
 
 class Route(NamedTuple):
@@ -273,10 +278,8 @@ def _by_all(transform: Any, f: Scalar, leaves: Vector) -> Callable[..., tuple[Te
 
 
 def _slope(f: Scalar, v: Vector) -> Scalar:
-    def slope(*own: Tensor) -> Tensor:
-        return jvp(f, own, tuple(v))[1]
-
-    return slope
+    """<grad f, v>, by forward mode."""
+    return lambda *own: jvp(f, own, tuple(v))[1]
 
 
 def _vmap_of_one(function: Callable[..., tuple[Tensor, ...]], v: Vector) -> Vector:

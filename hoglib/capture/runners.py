@@ -127,10 +127,11 @@ def _log_slow_compile(name: str, graph: fx.Graph) -> None:
     count = sum(x.op == "call_function" and x.target not in VIEWS for x in graph.nodes)
     seconds = SECONDS + SECONDS_PER_OPERATION * count
     if seconds > LONG:
-        LOGGER.info(
+        text = (
             "compiling %s operations of %s, for about %.0f s unless they are cached "
-            "(backend='eager' compiles nothing) ...", f"{count:,}", name, seconds,
-        )  # fmt: skip
+            "(backend='eager' compiles nothing) ..."
+        )
+        LOGGER.info(text, f"{count:,}", name, seconds)
 
 
 def cache_dir() -> Path:

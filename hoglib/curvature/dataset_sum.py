@@ -63,6 +63,7 @@ from hoglib.ring import ring
 from hoglib.verification.call import HalfWatch
 from hoglib.verification.entry_points import examined_functions
 
+Total = Tensor | Callable[[], Tensor]  # of a pass, or what makes it where its size is known
 CountedLabels = tuple[dict[str, tuple[int, bool]], float]  # of a batch, and its weight
 MEMORY_LIMIT = 2 * 2**30
 CHECKED_EVERY = 8  # products of an algorithm: a kept graph reads neither modules nor new tensors
@@ -299,8 +300,8 @@ class DatasetSum:
 
     @contextmanager
     def one_pass(
-        self, total: Tensor | Callable[[], Tensor], rows: Tensor | None = None, *,
-        first_order: bool = False, by_kept: bool = False,
+        self, total: Total, rows: Tensor | None = None, *, first_order: bool = False,
+        by_kept: bool = False,
     ) -> Iterator["DataPass"]:  # fmt: skip
         """A pass over the data, in all processes, each of which adds its part to `total`.
 
@@ -318,7 +319,7 @@ class DatasetSum:
                     found.changed = self._check_state()
                     waits = rows is not None and self._space.device.type != "cpu"
                     found.late = waits and self._last is not None
-                    self._agree(rows, found.changed)
+                    self._check_agreement(rows, found.changed)
                 except Exception as error:  # the other processes wait for this one
                     found.error = error
                 found.by_kept = by_kept and self.kept is not None
@@ -380,7 +381,7 @@ class DatasetSum:
         losses = [0.0] * len(shares) if given.late else self._determinism.losses
         given.totals = _sum_totals(shares, losses)._replace(whole=whole, shared=shared)
 
-    def _agree(self, rows: Tensor | None, changed: bool) -> None:
+    def _check_agreement(self, rows: Tensor | None, changed: bool) -> None:
         """Raise in all processes that share the parameters where one multiplies other vectors."""
         if not self._placement.is_sharded:
             return
@@ -396,9 +397,8 @@ class DatasetSum:
     @torch.inference_mode(False)
     @torch.no_grad()
     def _combined(
-        self, given: "DataPass", total: Tensor | Callable[[], Tensor], rows: Tensor | None,
-        error: Exception | None,
-    ) -> PassTotals:  # fmt: skip
+        self, given: "DataPass", total: Total, rows: Tensor | None, error: Exception | None
+    ) -> PassTotals:
         """The totals of all processes, and their sums in the total of the pass."""
         totals, count = given.totals, len(pytree.leaves(self._space.params))
         used = torch.zeros(count)  # by how many processes, each leaf
@@ -510,11 +510,9 @@ class DatasetSum:
 
     def problem(self, batch: Any) -> Problem:
         """The loss at a batch, and the parameters as they are now."""
-        space = self._space
-        return Problem(
-            self._policy, self.loss, space.structure, space.leaves(), (batch,), self._placement,
-            "loss(params, batch)",
-        )  # fmt: skip
+        structure, leaves = self._space.structure, self._space.leaves()
+        where = self._placement, "loss(params, batch)"
+        return Problem(self._policy, self.loss, structure, leaves, (batch,), *where)
 
     def ring(self, *, around_graph: bool = False) -> ring:
         """What stands around the evaluation of a batch; custom Functions are examined once a pass."""
@@ -560,7 +558,7 @@ class DatasetSum:
         """
         if example_counts(self.loss, as_dict(batch)) is not None:
             return []
-        if not number & (number - 1) and self._finds(batch, value) == "weighted":
+        if not number & (number - 1) and self._relation_of_halves(batch, value) == "weighted":
             raise self._counts_others(
                 "give that number of a batch, `batch_size=lambda batch: (batch[1] != -100).sum()` for "
                 "labels or `batch[-1].sum()` for a mask, or pass the criterion of torch itself; "
@@ -568,7 +566,7 @@ class DatasetSum:
             )
         return [(counted_labels(batch), weight)]
 
-    def _finds(self, batch: Any, value: Tensor) -> Finding | None:
+    def _relation_of_halves(self, batch: Any, value: Tensor) -> Finding | None:
         """How the loss of a batch is made of those of its halves."""
         if self._placement.is_sharded:
             return None  # all processes would have to evaluate as many halves
@@ -657,6 +655,8 @@ class DatasetSum:
     def _check_state(self) -> bool:
         """Whether parameters, buffers or modes changed; what was known of them is dropped then."""
         first = self._cheap_state is None
+        # sums and norms take a pass over all numbers: within an algorithm only where pointers, versions
+        # or settings are others than at its last check
         if self._algorithm:
             self._unchecked = 0
             cheap = self._fingerprint.now(values=False)

@@ -286,7 +286,8 @@ def tridiagonal(
             w = V.new_zeros(samples, size)
             w[active] = apply(V[active, j])
         basis = V[:, : j + 1]
-        for _ in range(2):  # twice is enough: orthogonal to rounding
+        # twice is enough to be orthogonal to rounding (Parlett, The Symmetric Eigenvalue Problem, 1980)
+        for _ in range(2):
             coefficients = space.gram(basis, w)
             w = torch.baddbmm(w[:, None], coefficients[:, None], basis, alpha=-1)[:, 0]
             T[:, j, j] += coefficients[:, j]

@@ -589,10 +589,12 @@ def _random_directions(blocks: Tensor) -> Tensor:
     return torch.randn(blocks.shape[:2], generator=generator, dtype=torch.float32).to(blocks)
 
 
+Size = Callable[[Tensor], float]
+
+
 def _check_apart(
-    product: Any, vector: Any, blocks: Tensor, dtype: torch.dtype, caller: str,
-    at_zero: Callable[[Tensor], float],
-) -> None:  # fmt: skip
+    product: Any, vector: Any, blocks: Tensor, dtype: torch.dtype, caller: str, at_zero: Size
+) -> None:
     """Raise for a criterion that couples examples, whose M has more than these blocks."""
     if len(blocks) < 2:
         return

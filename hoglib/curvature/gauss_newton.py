@@ -250,7 +250,8 @@ def double_reverse(composite: CompositeLoss) -> LinearMap:
         tangents = jacobian.derivative(vector, keep_graph, create_graph)
         weighted = metric(tangents, keep_graph)
         product = transposed_product(every, own, weighted, composite.policy, keep_graph)
-        if not are_adjoint(loss, vector, product, tangents, weighted, placement, jacobian.parts):
+        sides = (vector, product), (tangents, weighted)
+        if not are_adjoint(loss, *sides, jacobian.parts, placement):
             raise detached(caller)
         return value, product
 
@@ -287,7 +288,8 @@ def forward_then_reverse(composite: CompositeLoss) -> LinearMap:
                 f"{caller}(mode='forward'): expected no checkpoint in the model, got one; use "
                 "mode='reverse'."
             ) from error
-        if not are_adjoint(loss, vector, product, tangents, weighted, placement, depending(every)):
+        sides = (vector, product), (tangents, weighted)
+        if not are_adjoint(loss, *sides, depending(every), placement):
             raise errors.UnsupportedError(
                 f"{caller}(mode='forward'): expected tangents and gradients that agree, <w, J v> = "
                 "<J^T w, v>, got others: scripted code loses tangents, a Function has a wrong jvp, or "

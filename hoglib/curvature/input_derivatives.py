@@ -17,7 +17,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hoglib._core import torch_forward_mode, torch_internals, validation
-from hoglib._core.autograd import materialize_grads, translate_errors, vjp, warn_if_not_finite
+from hoglib._core.autograd import (
+    fresh_leaves,
+    materialize_grads,
+    translate_errors,
+    vjp,
+    warn_if_not_finite,
+)
 from hoglib._core.call_errors import translate_batch_errors
 from hoglib._core.closures import owner_of
 from hoglib._core.finite_differences import fixed_random_numbers
@@ -120,7 +126,7 @@ def gradients(values: Function, x: Tensor, keep: bool) -> Tensor:
         if torch_internals.transforms_active():
             y, pull = torch.func.vjp(values, x)[:2]
         else:
-            own = x.view_as(x) if keep and x.requires_grad else x.detach().requires_grad_()
+            (own,) = fresh_leaves([x], keep)
             y = values(own)
 
             def pull(u: Tensor) -> Any:
@@ -172,7 +178,7 @@ def by_reverse(
     directions: the probes and their weights, for many points or for one. keep: the results can be
     differentiated, if something requires a gradient; always: even if nothing does.
     """
-    own = x.view_as(x) if keep and x.requires_grad else x.detach().requires_grad_()
+    (own,) = fresh_leaves([x], keep)
     value = func(own)
     graph = graph_summary(value)
     check_custom_functions(graph, CALLER)
@@ -305,10 +311,10 @@ def by_forward(func: Function, x: Tensor, directions: Layout) -> tuple[Tensor, T
             return tuple(_component(g, probe, points) for g in _of_each_output(pull, y))
 
         last = k == len(probes) - 1
-        with (
-            nullcontext() if last else fixed_random_numbers([x]), translate_errors(CALLER),
-            torch_forward_mode.one_thread_in_forward_mode(CALLER),
-        ):  # fmt: skip
+        # the last run leaves the generators as one run does
+        draws = nullcontext() if last else fixed_random_numbers([x])
+        one_thread = torch_forward_mode.one_thread_in_forward_mode(CALLER)
+        with draws, translate_errors(CALLER), one_thread:
             output: Any = torch.func.jvp(derivatives, (x,), (_tangent(x, probe, points),))
         total = total + _weighted(torch.stack(output[1], 1), weight)
     return value, total.reshape(value.shape)

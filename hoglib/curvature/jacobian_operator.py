@@ -79,11 +79,11 @@ class JacobianOperator(RectangularOperator):
         super().__init__(Space(params), of_data.progress)
         outputs = _Outputs(func)
         policy.check_blocks(outputs)
+        summed = replace(of_data, reduction="sum", batch_size=_unit_weight)
+        alone = Processes(NAME, None, data)
         self._sum = DatasetSum(
-            policy, outputs, self.space, data,
-            replace(of_data, reduction="sum", batch_size=_unit_weight),
-            Processes(NAME, None, data), self._bar, seed=0, fixed_batches=True,
-        )  # fmt: skip
+            policy, outputs, self.space, data, summed, alone, self._bar, seed=0, fixed_batches=True
+        )
         self._limit = of_data.memory_limit
 
     @cached_property
@@ -115,6 +115,7 @@ class JacobianOperator(RectangularOperator):
         validation.refuse_transforms(NAME, "use the function hoglib.jvp there.")
         start, sums = 0, self._sum
         total = torch.zeros(len(rows), into.size, dtype=into.dtype, device=self.device)
+        # a point that was kept for J^T u has no derivative of it by u, which J v is
         if not (transposed or sums.kept is None or sums.kept.jacobian):
             sums.kept = None
         every = sums.one_pass(total, rows, first_order=True, by_kept=True)

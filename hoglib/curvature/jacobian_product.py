@@ -14,6 +14,7 @@ from hoglib._core.autograd import (
     Vector,
     clone_inference_tensors,
     fresh_leaves,
+    materialize_grads,
     no_forward_mode,
     vjp,
 )
@@ -143,6 +144,7 @@ def _value_and_tangent(
     """The value and the tangent in eager mode, in their structure."""
     inside = torch_internals.transforms_active()
     create_graph = torch.is_grad_enabled() or inside
+    # asked before and after: another thread may enter or leave forward mode in between
     elsewhere = torch_forward_mode.forward_mode_elsewhere()
     active = torch_internals.forward_mode_active()
     if active and not (inside or elsewhere or torch_forward_mode.forward_mode_elsewhere()):
@@ -213,10 +215,11 @@ def by_forward(f: Callable[..., Vector], leaves: Vector, vector: Vector) -> tupl
     stand_ins = ActiveStandIns()
     with (
         torch_forward_mode.one_thread_in_forward_mode(CALLER),
-        without_stand_ins(), torch_forward_mode.NoGradStopsForwardAD(_refuse_checkpoint, run_operator),
+        without_stand_ins(),
+        torch_forward_mode.NoGradStopsForwardAD(_refuse_checkpoint, run_operator),
         stand_ins.resume(),
         torch_internals.watching_functions(_refuse_own_jvp),
-    ):  # fmt: skip
+    ):
         # copies, because an operation in place changes both
         primals, tangents = ([x.clone() for x in given] for given in (leaves, vector))
         values, found = torch.func.jvp(checked, tuple(primals), tuple(tangents))[:2]
@@ -289,14 +292,13 @@ class TransposedJacobian:
         given = [vector[i] for i in self._used]
         left = iter(vjp(self.parts, self._us, given, self._caller, keep_graph, create_graph))
         found = [next(left) if y.requires_grad else None for y in self._every]
-        pairs = zip(self._every, found, strict=True)
-        return [torch.zeros_like(y) if part is None else part for y, part in pairs]
+        return materialize_grads(found, self._every)
 
     def agrees(self, func: Any, vector: Vector, tangents: Vector) -> bool:
         """Whether <v, J^T u> = <J v, u>; func: whose Jacobian this is."""
         along = [part for y, part in zip(self._every, tangents, strict=True) if y.requires_grad]
         given = [vector[i] for i in self._used]
-        return are_adjoint(func, given, self.parts, along, self._us, graphs=self.parts)
+        return are_adjoint(func, (given, self.parts), (along, self._us), self.parts)
 
 
 def depending(every: Vector) -> Vector:
@@ -315,28 +317,29 @@ SINGLE = 1e-6
 UNDERFLOW = 1e-30  # sums of products in float32 that are smaller say nothing
 
 
+Pair = tuple[Vector, Vector]  # of an inner product
+
+
 def are_adjoint(
-    func: Any, vector: Vector, product: Vector, tangents: Vector, weighted: Vector,
-    placement: Placement = WHOLE, graphs: Iterable[Tensor] = (),
-) -> bool:  # fmt: skip
+    func: Any, inputs: Pair, outputs: Pair, graphs: Iterable[Tensor], placement: Placement = WHOLE
+) -> bool:
     """<v, J^T w> = <J v, w>, unless either lacks a part; this costs two inner products, which a device
     has to wait for: there only the first call of a function at these shapes is checked.
 
+    inputs, outputs: the pairs (v, J^T w) and (J v, w).
     graphs: tensors whose graph shows the dtypes that J and J^T are computed in.
     placement: of v and J^T w over processes, which all come to the same answer.
     """
     if not value_checks_on():
         return True
-    sides = (vector, product), (tangents, weighted)
-    if all(x.device.type == "cpu" for x in tangents):
+    sides, (v, Jv) = (inputs, outputs), (inputs[0], outputs[0])
+    if all(x.device.type == "cpu" for x in Jv):
         return _are_adjoint(sides, placement, graphs)
-    key = ("adjoint", *(x.shape for x in (*vector, *tangents)))
+    key = ("adjoint", *(x.shape for x in (*v, *Jv)))
     return found_once(func, key, lambda: _are_adjoint(sides, placement, graphs) or None) or False
 
 
-def _are_adjoint(
-    sides: tuple[tuple[Vector, Vector], ...], placement: Placement, graphs: Iterable[Tensor]
-) -> bool:
+def _are_adjoint(sides: tuple[Pair, Pair], placement: Placement, graphs: Iterable[Tensor]) -> bool:
     dtypes = {x.dtype for side in sides for part in side for x in part}
     rtol = max(SINGLE, *(TOLERANCES[dtype].rtol for dtype in dtypes))
     eps = max(torch.finfo(dtype).eps for dtype in dtypes)

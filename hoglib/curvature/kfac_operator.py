@@ -437,9 +437,11 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
 
     def _saved_options(self) -> dict[str, Any]:
         return {
-            "kind": self._factors.metric.kind, "approximation": self._factors.approximation,
-            "eigenvalue_corrected": self._corrected, "joint_bias": self._factors.joint_bias,
-        }  # fmt: skip
+            "kind": self._factors.metric.kind,
+            "approximation": self._factors.approximation,
+            "eigenvalue_corrected": self._corrected,
+            "joint_bias": self._factors.joint_bias,
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take the factors of `state_dict`; nothing is computed.

@@ -254,7 +254,7 @@ class LayerRecorder(TorchFunctionMode):
                 slope = here if slope is None else here * slope
             alike, own = result.numel() == shape.numel(), []
             if (others or name in COPIES) and not (use.calls and alike):
-                own = _broadcast_calls(name, use.region, shape, slope, result)
+                own = _broadcast_calls(use.region, shape, slope, result)
             if alike and len(uses) == 1 and not any(x.requires_grad for x in others):
                 flat = None if slope is None else slope.expand(result.shape).reshape(-1)
                 self._derived[id(result)] = Use(use.region, result, flat, [*use.calls, *own])
@@ -323,7 +323,7 @@ def _view_of_rows(use: Use, part: Tensor) -> Use | None:
 
 def _linear(
     seen: LayerRecorder, output: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None
-) -> LayerCall:  # fmt: skip
+) -> LayerCall:
     role = Role("linear", "kronecker", 1, *weight.shape)
     return LayerCall(role, *seen.regions(weight, bias), input, output, _flatten_rows, _flatten_rows)
 
@@ -364,7 +364,7 @@ def _diagonal(name: str, parameter: Tensor) -> Role:
 
 
 def _broadcast_calls(
-    name: str, region: Region, shape: torch.Size, slope: Tensor | None, output: Tensor
+    region: Region, shape: torch.Size, slope: Tensor | None, output: Tensor
 ) -> list[LayerCall]:
     """The call of a parameter that is broadcast or copied to the output, with this derivative. With one
     dimension it has a number for each feature; with more, the last one are features, and the others
@@ -569,7 +569,9 @@ _OTHERS = {
 }  # fmt: skip
 POINTWISE = {
     getattr(owner, form)
-    for name in CASTS | ADDS | _OTHERS for owner in (torch, Tensor, F) for form in (name, f"__{name}__")
+    for name in CASTS | ADDS | _OTHERS
+    for owner in (torch, Tensor, F)
+    for form in (name, f"__{name}__")
     if hasattr(owner, form)
-}  # fmt: skip
+}
 _NAMES = frozenset({"add", "mul", *(func.__name__ for func in LAYERS)})

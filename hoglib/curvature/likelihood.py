@@ -356,8 +356,9 @@ def relation_of_halves(
             other = next(filter(isfinite, parts), nan)
             return "weighted" if agree(L, other, DERIVATIVES, dtype=dtype) else None
     made: dict[Finding, Callable[[float, float], float]] = {
-        "mean": lambda a, b: share * a + (1 - share) * b, "sum": lambda a, b: a + b,
-    }  # fmt: skip
+        "mean": lambda a, b: share * a + (1 - share) * b,
+        "sum": lambda a, b: a + b,
+    }
     square = fsum((a - b) ** 2 for _, a, b in found)
     if square:
         t = fsum((L - b) * (a - b) for L, a, b in found) / square
@@ -486,9 +487,9 @@ def make_distribution(likelihood: Likelihood, outputs: Tree) -> D.Distribution:
 
 
 def sample(
-    likelihood: Likelihood, p: D.Distribution, count: int, outputs: Tree, generator: Generator | None
-) -> Tensor:  # fmt: skip
-    """Samples [count, *terms, *event] of p, the distribution at the outputs, by the generator, or by
+    likelihood: Likelihood, p: D.Distribution, count: int, outputs: Tree, random: Generator | None
+) -> Tensor:
+    """Samples [count, *terms, *event] of p, the distribution at the outputs, by a generator, or by
     torch's own for None. They are drawn where the generator is: the same numbers on every device.
 
     The samplers of torch.distributions take no generator, so its state becomes that of torch's own
@@ -496,7 +497,7 @@ def sample(
     """
     context: AbstractContextManager[Any] = nullcontext()
     device = next(x.device for x in pytree.tensors(outputs) if x.is_floating_point())
-    if (own := validation.generator(generator)) is not None:
+    if (own := validation.generator(random)) is not None:
         there = device if own.device in (device, torch.device(device.type)) else own.device
         context = draw_from(own, there)
         if there != device:
@@ -535,6 +536,8 @@ def scores(q: D.Distribution, samples: Tensor, own: Vector) -> tuple[Vector, boo
     if not examples or not examples[0] or any(leaf.shape[:1] != examples for leaf in own):
         return stacked, False
     # No two weights are alike: a term's gradient by another example's outputs has the wrong one.
+    # Multiples of the golden ratio, modulo 1, keep apart however many there are (Knuth, The Art of
+    # Computer Programming, volume 3, section 6.4).
     order = torch.arange(examples[0], dtype=torch.float64, device=own[0].device)
     weights = 1 + (order * 0.6180339887498949).frac()
     for whole, weighted in zip(each[0], gradient(samples[0], weights), strict=True):

@@ -27,14 +27,7 @@ import torch
 from torch import Tensor
 
 from hoglib._core import pytree
-from hoglib._core.autograd import (
-    Vector,
-    dense,
-    fresh_leaves,
-    materialize_grads,
-    translate_errors,
-    without_graph,
-)
+from hoglib._core.autograd import Vector, fresh_leaves, materialize_grads, vjp, without_graph
 from hoglib._core.problem import Problem
 from hoglib._core.state import preserve_random_state
 from hoglib._core.swap import keep_swapped, reapply
@@ -65,12 +58,10 @@ class Gradients:
     """The gradients of one column by the outputs of calls, as rows."""
 
     def __init__(
-        self, calls: Sequence[LayerCall], found: Sequence[Tensor | None], dtype: torch.dtype,
-        device: torch.device, column: Vector,
-    ) -> None:  # fmt: skip
-        self.column = column
+        self, run: "ModelRun", calls: list[LayerCall], found: list[Tensor | None], column: Vector
+    ) -> None:
+        self.column, self._dtype, self._device = column, run.dtype, run.device
         self._found = {id(call): part for call, part in zip(calls, found, strict=True)}
-        self._dtype, self._device = dtype, device
 
     def of(self, call: LayerCall) -> Tensor:
         """[groups, rows, out]."""
@@ -135,7 +126,7 @@ def summed_gradient(layer: Layer, gradients: Gradients, dtype: torch.dtype) -> T
     """The gradient by V, summed over all rows."""
     _, out, into = layer.layout.sizes
     role = layer.layout.role
-    total: Tensor | None = None
+    total: Any = 0.0
     for call, rows in zip(layer.calls, gradients.rows(layer), strict=True):
         if role.matrix == "diagonal":
             part = rows.sum(0).reshape(1, 1, -1)
@@ -153,8 +144,7 @@ def summed_gradient(layer: Layer, gradients: Gradients, dtype: torch.dtype) -> T
         if role.matrix == "elementwise":
             # whose calls have one slope: others are seen, as the gradient is not autograd's then
             part = (role.stored(part.unsqueeze(0)) * not_none(layer.calls[0].slope)).unsqueeze(0)
-        total = part if total is None else total + part
-    assert total is not None  # a layer has a call
+        total = total + part
     return total
 
 
@@ -307,10 +297,8 @@ class ModelRun:
         more = error.leaves - self.unexplained.keys()
         if self.options.unsupported == "raise" or not (more or self.alone):
             raise UnsupportedError(str(error)) from None
-        order = RowOrder(
-            expand=self.expanded, unexplained=error.leaves | self.unexplained.keys(),
-            alone=self.alone and bool(more),
-        )  # fmt: skip
+        leaves, alone = error.leaves | self.unexplained.keys(), self.alone and bool(more)
+        order = RowOrder(expand=self.expanded, unexplained=leaves, alone=alone)
         with preserve_random_state():
             return ModelRun(self.problem, self.space, self.options, order)
 
@@ -336,7 +324,7 @@ class ModelRun:
     def gradients(self, column: Vector) -> "Gradients":
         calls = self._calls()
         found = self._backward([call.edge for call in calls], column)
-        return Gradients(calls, found, self.dtype, self.device, column)
+        return Gradients(self, calls, found, column)
 
     def of_single_examples(self, column: Vector) -> Iterator[Vector]:
         """The gradients of the examples by each leaf that layers do not explain, [n, numbers], some at
@@ -390,13 +378,8 @@ class ModelRun:
     def _backward(self, inputs: Sequence[Any], column: Vector) -> list[Tensor | None]:
         if not inputs:
             return []
-        pairs = [(y, u) for y, u in zip(self._outputs, column, strict=True) if y.requires_grad]
-        with translate_errors(self._caller), reapply(self._patches):
-            found: Any = torch.autograd.grad(
-                [y for y, _ in pairs], list(inputs), [u for _, u in pairs],
-                retain_graph=True, allow_unused=True,
-            )  # fmt: skip
-        return list(found)
+        with reapply(self._patches):
+            return vjp(self._outputs, list(inputs), column, self._caller, retain_graph=True)
 
     def check(self, needs_examples: bool) -> None:
         """Compare the gradient of some examples' outputs, as the layers give it, with autograd's.
@@ -407,12 +390,14 @@ class ModelRun:
         half = next(iter(self._halves()), None)
         column = self._probe(half)
         found = self._backward([*(call.edge for call in calls), *self._own], column)
-        gradients = Gradients(calls, found[: len(calls)], self.dtype, self.device, column)
-        wanted = found[len(calls) :]
+        gradients = Gradients(self, calls, found[: len(calls)], column)
+        wanted = materialize_grads(found[len(calls) :], self._own)
         self.check_apart(needs_examples, gradients)
         ours = [p.new_zeros((1, *(p.shape or (1,))), dtype=self.dtype) for p in self._own]
         summed: list[Any] = [0.0] * len(self._own)
-        everything = _norm_of(wanted, self.dtype) if self.unexplained else 0.0
+        everything: Any = 0.0
+        if self.unexplained:
+            everything = torch.stack([x.norm().to(self.dtype) for x in wanted]).norm().double()
         for parts in self.of_single_examples(column) if self.alone else ():
             for i, part in zip(self.unexplained, parts, strict=True):
                 summed[i] = everything
@@ -423,8 +408,7 @@ class ModelRun:
                 summed[region.leaf] += terms
             layer.layout.scatter(summed_gradient(layer, gradients, self.dtype).unsqueeze(0), ours)
         off = []
-        for one, p, expected, terms in zip(ours, self._own, wanted, summed, strict=True):
-            given = torch.zeros_like(p) if expected is None else expected.to_dense()
+        for one, p, given, terms in zip(ours, self._own, wanted, summed, strict=True):
             difference = one.view(p.shape).sub_(given).norm()
             # ten times the root of the rounding: TensorFloat-32 and sums in another order; a gradient
             # that is zero, as that of the bias of keys, is only rounding
@@ -590,11 +574,6 @@ class ModelRun:
 def _of_some(column: Vector, of: Tensor | None) -> Vector:
     """A column of some examples, with zeros for the others; as it is for None."""
     return column if of is None else [u.where(of.view(-1, *[1] * (u.dim() - 1)), 0) for u in column]
-
-
-def _norm_of(parts: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
-    norms = [dense(x).norm().to(dtype) for x in parts if x is not None]
-    return torch.stack(norms or [torch.zeros((), dtype=dtype)]).norm().double()
 
 
 def _any_of(masks: Iterable[Tensor]) -> Tensor:

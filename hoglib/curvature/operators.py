@@ -114,7 +114,7 @@ class DatasetOperator(LinearOperator):
         """Compute the products by the kept graph; return the loss."""
         kept: _KeptProduct = self._sum.kept
         with grad_enabled(), reapply(kept.patches):
-            return self._apply(kept.point, rows, total, kept.share, keep_graph=True, first=True)
+            return self._apply(kept.point, rows, total, kept.share, keep=True, first=True)
 
     def _add_batch(
         self, rows: Tensor, total: Tensor, batch: Any, number: int, share: float, first: bool
@@ -122,6 +122,7 @@ class DatasetOperator(LinearOperator):
         """Add share times the products of the rows at one batch to total; return the loss there."""
         kind, single = self._kind.for_batch(number), self._sum.single_batch
         context = self._sum.ring(around_graph=True)
+        # the patch is that of the ring, and one of its own where a captured ring has none
         with context as blocks, keep_swapped() as patches:
             problem = self._sum.problem(batch).entered(blocks)
             # a compiled map shows only afterwards what it holds
@@ -154,16 +155,19 @@ class DatasetOperator(LinearOperator):
         return 0 < point.held_bytes() <= self._memory_limit
 
     def _apply(
-        self, point: LinearMap, rows: Tensor, total: Tensor, share: float, keep_graph: bool, first: bool
-    ) -> Tensor:  # fmt: skip
-        """Add share times the products of the rows to total; the first ones are written instead."""
+        self, point: LinearMap, rows: Tensor, total: Tensor, share: float, keep: bool, first: bool
+    ) -> Tensor:
+        """Add share times the products of the rows to total; the first ones are written instead.
+
+        keep: whether the graph is kept after the last one.
+        """
         value = torch.zeros(())
         row: Tensor | None = None
         for j, (given, sums) in enumerate(zip(rows, total, strict=True)):
             if not given.is_contiguous():  # matrix products with those take half as long again
                 row = torch.empty_like(given) if row is None else row
                 given = row.copy_(given)
-            value, product = point.apply(self.space.split(given), keep_graph or j + 1 < len(rows))
+            value, product = point.apply(self.space.split(given), keep or j + 1 < len(rows))
             self.space.add(sums, product, share, first)
             self._sum.advance()
         return value

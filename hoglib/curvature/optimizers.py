@@ -141,7 +141,7 @@ def finite_or_infinite(A: DatasetOperator) -> float:
         raise
 
 
-RAISED, LOWERED = 1.5, 2 / 3  # factors of the damping
+RAISED, LOWERED = 1.5, 2 / 3  # factors of the damping (Martens, 2010, section 4.1)
 FARTHEST = 1e8  # by which the damping may differ from the first, either way
 ENOUGH = 1e-2  # of the decrease that the slope predicts
 HALVINGS = 20
@@ -391,7 +391,7 @@ def _read_numbers(*scalars: Tensor) -> list[float]:
 OF_FACTORS = ("approximation", "joint_bias", "likelihood", "num_samples", "unsupported")
 KFAC_OPTIONS = (*OF_FACTORS, *(name for name in DATA_OPTIONS if name != "check_deterministic"))
 FACTORS = ("A", "G")
-ADAPT_EVERY, ADAPTED = 5, 0.95**5
+ADAPT_EVERY, ADAPTED = 5, 0.95**5  # Martens and Grosse, 2015, section 6.5
 INVERSE = ("inverse_A", "inverse_G", "inverse_values")
 
 

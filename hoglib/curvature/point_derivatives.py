@@ -63,6 +63,11 @@ class Directions(NamedTuple):
         return list(zip(vectors, weights, strict=True))  # type: ignore[arg-type]
 
 
+# By whether x is many points, or one: the directions, and the jets that are propagated along them.
+Chosen = Callable[[bool], Directions]
+Pieces = Callable[[bool], list[tuple[Algebra, Parts]]]
+
+
 def _like_laplacian(value: Any, options: Any, x: Tensor, *args: Any) -> Any:
     if not options.get("return_gradient"):
         return value, value.clone()
@@ -180,7 +185,7 @@ def laplacian(
 
 
 def _of_few_directions(
-    options: TaylorOptions, values: Function, x: Tensor, chosen: Callable[[bool], Directions]
+    options: TaylorOptions, values: Function, x: Tensor, chosen: Chosen
 ) -> tuple[Tensor, Tensor, Tensor | None] | None:
     """Nested derivatives of one output, in at most FEW directions, of many points with at most SMALL
     elements; None elsewhere.
@@ -212,7 +217,7 @@ def _of_few_directions(
 
 
 def _nested(
-    options: TaylorOptions, values: Function, x: Tensor, chosen: Callable[[bool], Directions]
+    options: TaylorOptions, values: Function, x: Tensor, chosen: Chosen
 ) -> tuple[Tensor, Tensor]:
     def probes(batched: bool) -> list[Weighted]:
         return chosen(batched).probes()
@@ -223,9 +228,8 @@ def _nested(
 
 
 def _collapsed(
-    options: TaylorOptions, values: Function, x: Tensor, chosen: Callable[[bool], Directions],
-    with_gradient: bool,
-) -> tuple[Tensor, Tensor, Tensor | None] | None:  # fmt: skip
+    options: TaylorOptions, values: Function, x: Tensor, chosen: Chosen, with_gradient: bool
+) -> tuple[Tensor, Tensor, Tensor | None] | None:
     """Value, sum over the directions, and the gradient if it comes with them; None if an operation has
     no Taylor rule."""
     unit = False
@@ -260,9 +264,8 @@ def _collapsed(
 
 
 def at_points(
-    options: TaylorOptions, values: Function, x: Tensor,
-    pieces: Callable[[bool], list[tuple[Algebra, Parts]]],
-) -> tuple[list[tuple[Tensor, Parts]], bool] | None:  # fmt: skip
+    options: TaylorOptions, values: Function, x: Tensor, pieces: Pieces
+) -> tuple[list[tuple[Tensor, Parts]], bool] | None:
     """The value and its coefficients for each piece, and whether x is many points.
 
     Which it is, is known from the value only: the likelier layout is tried first, and the random

@@ -264,8 +264,8 @@ def _product(
 def _refuse_sharded(policy: Policy, func: Any) -> None:
     """Raise for options and functions that DTensors among the parameters do not go with."""
     validation.refuse_transforms(policy.caller, "products of DTensors are taken outside of them.")
-    for name in ("create_graph", "compile"):
-        if given := policy.given(name):
+    for name, given in (("create_graph", policy.create_graph), ("compile", policy.backend)):
+        if given:
             raise UnsupportedError(
                 f"{policy.caller}({name}={given!r}): expected parameters that this process holds "
                 f"whole, got DTensors, whose products have no graph and are not captured; leave {name} "
@@ -339,7 +339,7 @@ def hessian(
 
 def ggn(
     loss: Any, params: Tree, batch: Any, *, blocks: Blocks = None, **options: Unpack[Options]
-) -> Tree:  # fmt: skip
+) -> Tree:
     r"""The generalised Gauss-Newton matrix, in the layout of `hessian`.
 
         G = J^T H J

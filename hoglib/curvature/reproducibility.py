@@ -26,6 +26,7 @@ from hoglib.errors import NondeterministicError, NonFiniteError
 RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 # the loss of a batch in one pass, and its fingerprint
 BatchRecord = tuple[float, tuple[float, ...]]
+LossOf = Callable[[Any], Tensor]  # of a batch
 
 
 @final
@@ -53,9 +54,8 @@ class Determinism:
         self._total = None
 
     def record(
-        self, batch: Any, value: Tensor, loss_of: Callable[[Any], Tensor],
-        known: tuple[float, ...] | None = None,
-    ) -> None:  # fmt: skip
+        self, batch: Any, value: Tensor, loss_of: LossOf, known: tuple[float, ...] | None = None
+    ) -> None:
         """Record the loss of the next batch, and compare the one before, for which a device does not
         wait, with the first pass; on the CPU compare this one.
 
@@ -66,8 +66,21 @@ class Determinism:
         if self._enabled and known is None:
             numbers += [x.to(value.device) for x in numbers_of(batch)]
         read = DeviceRead(torch.stack([x.double() for x in numbers]))
+
+        def compare() -> None:
+            number, *found = read.numbers().tolist()
+            if not isfinite(number):
+                raise NonFiniteError(
+                    f"loss: expected a finite number, got {number} at batch {len(self._now)}"
+                    + (", which holds NaN or infinity itself" if _not_finite(batch) else "")
+                    + ". Look for NaN in the data and in the parameters, and for overflow."
+                )
+            self._now.append((number, tuple(found) if known is None else known))
+            if self._enabled:
+                self._compare_batch(batch, value, loss_of)
+
         self.compare_last()
-        self._on_its_way.append(lambda: self._compare(batch, value, loss_of, known, read))
+        self._on_its_way.append(compare)
         if value.device.type == "cpu":
             self.compare_last()
 
@@ -81,21 +94,6 @@ class Determinism:
         """The losses of this pass."""
         self.compare_last()
         return [loss for loss, _ in self._now]
-
-    def _compare(
-        self, batch: Any, value: Tensor, loss_of: Callable[[Any], Tensor],
-        known: tuple[float, ...] | None, read: DeviceRead,
-    ) -> None:  # fmt: skip
-        number, *found = read.numbers().tolist()
-        if not isfinite(number):
-            raise NonFiniteError(
-                f"loss: expected a finite number, got {number} at batch {len(self._now)}"
-                + (", which holds NaN or infinity itself" if _not_finite(batch) else "")
-                + ". Look for NaN in the data and in the parameters, and for overflow."
-            )
-        self._now.append((number, tuple(found) if known is None else known))
-        if self._enabled:
-            self._compare_batch(batch, value, loss_of)
 
     def finish_pass(self) -> list[BatchRecord]:
         """End a pass; its records."""
@@ -117,7 +115,7 @@ class Determinism:
                 f"{total:.8g}: {self._cause_in_data(now)}"
             )
 
-    def _compare_batch(self, batch: Any, value: Tensor, loss_of: Callable[[Any], Tensor]) -> None:
+    def _compare_batch(self, batch: Any, value: Tensor, loss_of: LossOf) -> None:
         """Raise where the same batch as in the first pass has another loss."""
         k = len(self._now) - 1
         if k >= len(self.first):
@@ -209,9 +207,11 @@ def _not_finite(batch: Any) -> bool:
 # by how much of their size v.Aw and w.Av may differ: for random vectors, over sqrt(P), by which their
 # products are smaller than their size; and for any vectors, by rounding
 BOUNDS = {
-    torch.float64: (1e-6, 1e-10), torch.float32: (1e-2, 1e-5),
-    torch.float16: (5e-2, 2e-3), torch.bfloat16: (0.2, 1e-2),
-}  # fmt: skip
+    torch.float64: (1e-6, 1e-10),
+    torch.float32: (1e-2, 1e-5),
+    torch.float16: (5e-2, 2e-3),
+    torch.bfloat16: (0.2, 1e-2),
+}
 
 
 @final

@@ -86,10 +86,8 @@ class _Words(NamedTuple):
 
 _ALLOW = "or allow it by accuracy=, with derivatives as wrong."
 _ROOT = _Words(Policy("root"), "residual", "inputs", f"Let the solver take more steps, {_ALLOW}")
-_FIXED_POINT = _Words(
-    Policy("fixed_point"), "f", "inputs (f may be a module)",
-    f"Give more max_iter=, another z0 or solver=, {_ALLOW}",
-)  # fmt: skip
+_MORE = f"Give more max_iter=, another z0 or solver=, {_ALLOW}"
+_FIXED_POINT = _Words(Policy("fixed_point"), "f", "inputs (f may be a module)", _MORE)
 
 
 class _Flat:
@@ -211,7 +209,7 @@ def _sum_neumann(operator: Any, v: Any, solver: Solver) -> tuple[Vector, Tensor]
     assert solver.step_size is not None  # checked by Solver
     step = solver.step_size
     terms = NEUMANN_TERMS if solver.iterations is None else solver.iterations
-    x = pytree.scale(v, step)
+    x = pytree.map(lambda part: step * part, v)
     for k in range(terms):
         rest = pytree.add(v, operator @ x, alpha=-1.0)  # (I - step A)^(k + 1) v
         residual = pytree.norm(rest) / pytree.norm(v)
@@ -542,7 +540,7 @@ class _Root(torch.autograd.Function):
 @torch.no_grad()
 def _gmres(
     A: Callable[[Tensor], Tensor], b: Tensor, tol: float, size: Tensor | None = None
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """x of A x = b, with the smallest |b - A x| over Krylov spaces: by directions p whose images
     q = A p are orthonormal.
 

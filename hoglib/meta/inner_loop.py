@@ -225,7 +225,7 @@ class InnerSteps(NamedTuple):
         """The loss of step i, of whose graph its parameters are kept."""
         loss, lifted = _lift_tensors(self.loss, constants)
         value, notes = recompute(
-            loss, i, params, lifted, generators=self.generators, modes_of=self.modes_of, nests=True,
+            loss, i, params, lifted, generators=self.generators, modes_of=self.modes_of, nested=True,
             by_tangents=self.mixed,
         )  # fmt: skip
         return value, pytree.map_tensors(Tensor.detach, notes)
@@ -267,7 +267,7 @@ def unroll(
         else:
             carry, new = recompute(
                 run, begin, end, carry, constants, generators=inner.generators, modes_of=modes_of,
-                nests=True,
+                nested=True,
             )  # fmt: skip
         found, begin = [*found, *new], end
     adapted, _, outer = carry

@@ -509,9 +509,7 @@ def _meta_gradient(
         return map_tasks(of_task, support, query) if mapped else of_task(support, query)
 
 
-AGREEMENT = (
-    "number of tasks", "number of inner steps", "parameters, where they are not sharded,",
-)  # fmt: skip
+AGREEMENT = "number of tasks", "number of inner steps", "parameters, where they are not sharded,"
 
 
 def check_derivatives(
@@ -566,9 +564,10 @@ def check_finite(found: TaskResult) -> None:
     if found.inner_losses.dtype is torch.float16:
         stay = f" The eps=1e-8 of adam and rmsprop is 0 in float16: give eps=1e-4.{stay}"
     check_inner_losses(
-        now[:count].view(shape), "Look for NaN in its support set, or in the parameters." + stay,
+        now[:count].view(shape),
+        "Look for NaN in its support set, or in the parameters." + stay,
         "The inner loop diverges: lower inner_lr, or take fewer steps." + stay,
-    )  # fmt: skip
+    )
     validation.finite(
         "meta-loss",
         now[count:].view(found.value.shape),

@@ -462,9 +462,7 @@ def _fused_values(inputs: Inputs, plan: Plan) -> tuple[Tensor, Tensor]:
     return y, logsumexp
 
 
-def _fused_gradients(
-    inputs: Inputs, g: Tensor, y: Tensor, logsumexp: Tensor, plan: Plan
-) -> Parts:  # fmt: skip
+def _fused_gradients(inputs: Inputs, g: Tensor, y: Tensor, logsumexp: Tensor, plan: Plan) -> Parts:
     q, k, v = inputs[:3]
     by_q, by_k, by_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for head, rows, b in _fused_rows(inputs, plan):

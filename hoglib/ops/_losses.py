@@ -452,9 +452,7 @@ def torch_ctc_loss(
 ) -> Tensor:
     """With the signature of `torch.ctc_loss`, where any other number than 1 and 2 means "none"."""
     word = {1: "mean", 2: "sum"}.get(reduction, "none")
-    return ctc_loss(
-        log_probs, targets, input_lengths, target_lengths, blank, word, zero_infinity
-    )  # fmt: skip
+    return ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, word, zero_infinity)
 
 
 def _are_lengths(*lengths: Any) -> bool:

@@ -210,7 +210,7 @@ class GatheredParameters:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        found = torch_sharding.fsdp_modules(modules)
+        found = (m for m in modules if torch_sharding.fsdp_state(m) is not None)
         reshards = torch_sharding.reshards_after_backward
         self._modules: list[Any] = [m for m in found if reshards(m) or m in _HELD]
         for module in self._modules:

@@ -238,8 +238,8 @@ def _in_micro_batches(
     point_gradients: list[Vector] = []  # one for each piece
     for start in range(0, count, size):
         piece, piece_args = pytree.rows((detached, args), count, start, start + size)
-        points = [leaf.requires_grad_(old.requires_grad) for leaf, old in
-                  zip(pytree.leaves(piece), leaves, strict=True)]  # fmt: skip
+        both = zip(pytree.leaves(piece), leaves, strict=True)
+        points = [leaf.requires_grad_(old.requires_grad) for leaf, old in both]
         value = penalty(func, piece, piece_args, term, options_of_piece)
         value = value / (count if options.reduction == "mean" else 1)
         total = value.detach() if total is None else total + value.detach()

@@ -23,13 +23,7 @@ from hoglib._core.swap import call_with
 from hoglib._core.trust import DIGITS, agree
 from hoglib.capture.within import within_compile
 from hoglib.ring import ring, run
-from hoglib.taylor.kinks import (
-    Kink,
-    Kinks,
-    along_paths,
-    warn_if_linear,
-    without_derivative,
-)
+from hoglib.taylor.kinks import Kink, Kinks, along_paths, warn_if_linear, without_derivative
 from hoglib.taylor.nested import along_path
 from hoglib.taylor.propagation import Propagation
 from hoglib.taylor.series import Algebra, Parts, Refused, Univariate

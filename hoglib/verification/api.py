@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.autograd import Function
 
 from hoglib._core import validation
@@ -18,7 +17,7 @@ from hoglib._core.swap import keep_swapped
 from hoglib._core.torch_internals import eagerly, uncompiled
 from hoglib.errors import HoglibError
 from hoglib.verification import attribution, contract
-from hoglib.verification.call import PrecisionWatch, exact_products, name_of
+from hoglib.verification.call import PrecisionWatch, as_function, exact_products, name_of
 from hoglib.verification.call_variants import VALUE, reference_rows, variant_rows
 from hoglib.verification.comparison import (
     NATURAL,
@@ -32,16 +31,9 @@ from hoglib.verification.contract import preserved_grads
 from hoglib.verification.derivatives import FIRST, Derivatives
 from hoglib.verification.entry_points import no_examination
 from hoglib.verification.examination import Verdict, applied, examine, other_points_rows
+from hoglib.verification.function_rules import is_surrogate
 from hoglib.verification.report import ORDINALS, Report, Row
-from hoglib.verification.subject import (
-    Application,
-    Chosen,
-    Subject,
-    as_function,
-    choices,
-    lifted,
-    structures,
-)
+from hoglib.verification.subject import Chosen, Subject, choices, lifted, structures
 
 OTHER_DIRECTIONS = "first derivative: other directions"
 OTHER_VALUES = "second derivative: other values"
@@ -58,12 +50,11 @@ LEAVING = (
     "other directions. It is wrong for other arguments, and for a parameter that has the structure at "
     "first only. The rows of derivatives are those along the directions that keep it."
 )
-PHASES = Row(
-    "first derivative: phases", "skip", None,
+PHASES = (
     "the columns, or rows, of what it returns are determined up to a sign or a phase, as eigenvectors "
     "are, and its gradient is right for a loss that depends on none of these only. Derivatives are "
-    "taken with a fixed combination of each column made positive.",
-)  # fmt: skip
+    "taken with a fixed combination of each column made positive."
+)
 
 
 def verify(
@@ -140,7 +131,7 @@ def verify(
     options = Options(
         orders=parse_orders(orders),
         modes=parse_modes(modes),
-        surrogate=surrogate or getattr(as_function(fn) or fn, "surrogate", False) is True,
+        surrogate=surrogate or is_surrogate(as_function(fn) or fn),
         full=full,
         eps=eps,
         bounds=Bounds(atol, rtol),
@@ -200,7 +191,8 @@ def _check_rows(subject: Subject, reference: Reference, options: Options) -> Ite
             yield from contract.check(app, surrogate=True)
         return
     yield from _treatment_notes(subject)
-    if as_function(subject.fn) is None and any(_is_surrogate(app) for app in subject.applications):
+    applied_functions = [app.function for app in subject.applications]
+    if as_function(subject.fn) is None and any(map(is_surrogate, applied_functions)):
         yield from _functions_apart(subject)
         options = replace(options, orders=())
     points = [subject.x, subject.perturbed_point()]
@@ -211,7 +203,7 @@ def _check_rows(subject: Subject, reference: Reference, options: Options) -> Ite
     elif 1 in options.orders:
         known = list(_guard_rows(FIRST, "warn", derivatives.first_order()))
         status = _row_status(known, FIRST, "fail")
-        found = status != "pass" and _restricted(subject, points, options, derivatives, status)
+        found = None if status == "pass" else _restricted(derivatives, status)
         derivatives, known = found or (derivatives, known)
         yield from known
     for order in (2, 3, 4):
@@ -222,7 +214,7 @@ def _check_rows(subject: Subject, reference: Reference, options: Options) -> Ite
             again = order == 2 and 1 in options.orders and not options.surrogate
             if again and status in ("warn", "fail") and subject.call.gauge is None:
                 # signs that change from point to point may agree in the first derivative by chance
-                found = _restricted(subject, points, options, derivatives, "warn", second=status)
+                found = _restricted(derivatives, "warn", second=status)
                 if found:
                     derivatives, first_rows = found
                     judged = [first_rows[-1], *derivatives.higher_order(order)]
@@ -263,10 +255,7 @@ def _row_status(rows: Iterable[Row], name: str, default: str) -> str:
 Restricted = tuple[Derivatives, list[Row]]
 
 
-def _restricted(
-    subject: Subject, points: list[list[Tensor]], options: Options, without: Derivatives,
-    first: str, second: str | None = None,
-) -> Restricted | None:  # fmt: skip
+def _restricted(without: Derivatives, first: str, second: str | None = None) -> Restricted | None:
     """The derivatives along directions that keep a structure of the arguments, or with the phases
     of the outputs fixed, if they are right then.
 
@@ -274,24 +263,26 @@ def _restricted(
     second one, if that is why.
     """
     found = None
-    if (second or first) == "fail" and not subject.kept:
-        found = _structured_derivatives(subject, points, options, without)
-    return found or _phase_fixed_derivatives(subject, points, options, first, second)
+    if (second or first) == "fail" and not without.subject.kept:
+        found = _structured_derivatives(without)
+    return found or _phase_fixed_derivatives(without, first, second)
 
 
-def _structured_derivatives(
-    subject: Subject, points: list[list[Tensor]], options: Options, without: Derivatives
-) -> Restricted | None:
-    """Where the first derivatives along all directions are right, the second ones have to be right,
-    too."""
+def _structured_derivatives(without: Derivatives) -> Restricted | None:
+    """The derivatives along directions that keep a structure of the arguments, if they are right then.
+
+    Where the first derivative is wrong along all directions, it is enough that it is right along these;
+    where only the second one is, that one has to be.
+    """
     name, off = next((n, one) for n, one in without.found.items() if one.wrong)
     if off.raised is not None:
         return None
+    subject = without.subject
     kept: Chosen = {}
     rows: list[Row] = []
     for chosen in choices(structures(subject.call)):
         subject.restrict(chosen)
-        derivatives = Derivatives(subject, points, options)
+        derivatives = without.again()
         with suppress(Exception):  # the original rows stand
             found = list(derivatives.first_order())
             if _row_status(found, FIRST, "") == "pass":
@@ -303,7 +294,7 @@ def _structured_derivatives(
     subject.restrict(kept)
     if not kept:
         return None
-    derivatives = Derivatives(subject, points, options)
+    derivatives = without.again()
     derivatives.found[FIRST] = Discrepancy()
     what = " and ".join(f"{subject.names[j]} {one.name}" for j, one in kept.items())
     text = LEAVING.format(which=name.split(":")[0], kept=what, wrong=off.wrong)
@@ -311,14 +302,18 @@ def _structured_derivatives(
 
 
 def _phase_fixed_derivatives(
-    subject: Subject, points: list[list[Tensor]], options: Options, first: str, second: str | None
+    without: Derivatives, first: str, second: str | None
 ) -> Restricted | None:
-    """A first derivative that depends on the signs that an algorithm chooses does not exist where they
+    """The derivatives with the signs or phases of the outputs fixed, if they are right then.
+
+    A first derivative that depends on the signs that an algorithm chooses does not exist where they
     change, so that nothing can be compared. The second one has to be right with fixed ones, or wrong
-    beyond doubt where it was not judged without."""
+    beyond doubt where it was not judged without.
+    """
+    subject = without.subject
     for gauge in subject.gauges(real_too=first == "warn"):
         subject.restrict(subject.kept, gauge)
-        derivatives = Derivatives(subject, points, options)
+        derivatives = without.again()
         with suppress(Exception):  # the original rows stand
             rows = list(derivatives.first_order())
             right = _row_status(rows, FIRST, "") == "pass"
@@ -328,7 +323,7 @@ def _phase_fixed_derivatives(
                     and any(row.status == "fail" for row in derivatives.higher_order(2))
                 )
             if right:
-                return derivatives, [*rows, PHASES]
+                return derivatives, [*rows, Row("first derivative: phases", "skip", None, PHASES)]
     subject.restrict(subject.kept)
     return None
 
@@ -363,7 +358,8 @@ def _functions_alone(subject: Subject) -> Iterator[Row]:
 def _functions_apart(subject: Subject) -> Iterator[Row]:
     """Each custom Function by itself, of a function with a surrogate in it, from which the derivative
     of the whole differs on purpose."""
-    marked = ", ".join(app.function.__name__ for app in subject.applications if _is_surrogate(app))
+    functions = (app.function for app in subject.applications)
+    marked = ", ".join(function.__name__ for function in functions if is_surrogate(function))
     text = f"{marked} is marked as a surrogate: the whole has no derivative to compare with."
     yield Row(FIRST, "skip", None, f"{text} Each Function in it is verified by itself.")
     for name, verdict in _examine_each(subject):
@@ -375,10 +371,6 @@ def _examine_each(subject: Subject) -> Iterator[tuple[str, Verdict]]:
     for app in subject.applications:
         by = tuple(i in app.by for i in range(len(app.args)))
         yield app.function.__name__, examine(applied(app.function, app.args, by, ""))
-
-
-def _is_surrogate(app: Application) -> bool:
-    return getattr(app.function, "surrogate", False) is True
 
 
 def _rounds_values(subject: Subject) -> bool:
@@ -403,19 +395,19 @@ def _treatment_notes(subject: Subject) -> Iterator[Row]:
         yield Row("dtype: float64", "warn" if subject.computes_narrow else "skip", None, text)
     if subject.symmetric:
         names = ", ".join(subject.call.names[j] for j in sorted(subject.symmetric))
-        yield Row(
-            OTHER_DIRECTIONS, "skip", None,
+        text = (
             f"{names} is symmetric, and the function reads one triangle only, or refuses a matrix that "
             "is not symmetric. Derivatives are taken along symmetric matrices, where all conventions "
-            "for the gradient agree.",
-        )  # fmt: skip
+            "for the gradient agree."
+        )
+        yield Row(OTHER_DIRECTIONS, "skip", None, text)
     if subject.constants:
-        yield Row(
-            "constants", "warn", None,
+        text = (
             f"{', '.join(subject.constants)}: treated as constant, such as a mask or a target, because "
             "the values are integers or the name says so, and there is no gradient. To check its "
-            "derivatives, set requires_grad on it and on the other inputs.",
-        )  # fmt: skip
+            "derivatives, set requires_grad on it and on the other inputs."
+        )
+        yield Row("constants", "warn", None, text)
 
 
 def _contract_rows(

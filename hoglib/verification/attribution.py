@@ -337,10 +337,11 @@ def attribution_rows(
     wrong = [name for name, one in found.items() if one.wrong and not name.startswith("first")]
     if not wrong:
         return
-    apps = _in_motion(subject, x)
+    apps = _applications_near(subject, x)
     first = found.get(FIRST, Discrepancy())
     over_forward = [name for name in wrong if name.endswith("over-forward")]
-    raised = [name for name, one in found.items() if one.raised is not None]
+    raising = [name for name, one in found.items() if one.raised is not None]
+    right_once, raises = not first.wrong, first.raised is not None
     named = False
     for app, moves in apps:
         for in_jvp in (False, True):
@@ -349,10 +350,9 @@ def attribution_rows(
             if not in_jvp and over_forward == wrong:
                 continue
             mode = "over-forward" if in_jvp else "reverse-over-reverse"
-            for row in _Rule(app, in_jvp, len(apps) > 1).rows(
-                moves, right_once=not first.wrong, raises=first.raised is not None,
-                raised=any(name.endswith(mode) for name in raised),
-            ):  # fmt: skip
+            raised = any(name.endswith(mode) for name in raising)
+            rule = _Rule(app, in_jvp, len(apps) > 1)
+            for row in rule.rows(moves, right_once=right_once, raises=raises, raised=raised):
                 named |= row.status == "fail"
                 yield row
     if not named and not first.wrong:
@@ -364,13 +364,13 @@ def forward_rows(subject: Subject, x: list[Tensor]) -> Iterator[Row]:
     watch = DetachmentWatch()
     with watch.outside_functions():
         subject.map(*(y.clone().requires_grad_() for y in x))
-    for detached in _together(watch.detached):
-        yield Row(
-            _detached(detached), "fail", None,
-            f"{subject.name} leaves the graph by {_shown(detached)}, so that the part of its "
+    for detached in _grouped(watch.detached):
+        text = (
+            f"{subject.name} leaves the graph by {_listed(detached)}, so that the part of its "
             "derivative through there is lost. Use the tensor itself; pass what is constant on "
-            "purpose as an input that does not require grad.",
-        )  # fmt: skip
+            "purpose as an input that does not require grad."
+        )
+        yield Row(_title(detached), "fail", None, text)
 
 
 def value_rows(subject: Subject) -> Iterator[Row]:
@@ -383,7 +383,7 @@ def value_rows(subject: Subject) -> Iterator[Row]:
 
 def subset_rows(subject: Subject, x: list[Tensor], subset: Sequence[int]) -> Iterator[Row]:
     """The culprits when only some of a Function's inputs require grad."""
-    for app, moves in _in_motion(subject, x):
+    for app, moves in _applications_near(subject, x):
         if len(app.by) == len(x):
             by = tuple(app.by[j] for j in subset)
             moves = {i: move for i, move in (moves or {}).items() if i in by}
@@ -396,7 +396,7 @@ def is_culprit(row: Row) -> bool:
     return row.status == "fail" and any(word in row.name for word in words)
 
 
-def _in_motion(subject: Subject, x: list[Tensor]) -> list[tuple[Application, Moves | None]]:
+def _applications_near(subject: Subject, x: list[Tensor]) -> list[tuple[Application, Moves | None]]:
     """The Functions that the subject applies near its inputs, and how their arguments move along v."""
     v = [random_like(y, subject.random) * element_scales(y) for y in x]
 
@@ -460,11 +460,11 @@ def _operation_rows(subject: Subject, x: list[Tensor], wrong: list[str]) -> Iter
                         "Its backward must be of operations that can be differentiated, of saved "
                         "inputs and outputs."
                     )
-                yield Row(
-                    f"culprit: {called} in {title}", "fail", None,
+                text = (
                     f"{whose}{called}{at} is at fault: its derivative in {title} is wrong or "
-                    f"missing: {fault}. {fix}",
-                )  # fmt: skip
+                    f"missing: {fault}. {fix}"
+                )
+                yield Row(f"culprit: {called} in {title}", "fail", None, text)
 
 
 def _operation_fault(func: Any, args: Any, kwargs: Any, mode: str, order: int) -> str:
@@ -578,14 +578,14 @@ class _Rule(NamedTuple):
             return
         through = [slot for slot in found.slots if slot.kind in WITH_GRAPH]
         lost = sum(slot.share for slot in through)
-        for cuts in _together(found.detached):
+        for cuts in _grouped(found.detached):
             share = ""
             if through:
                 of = " and ".join(map(_slot_text, through))
                 share = f" It loses {percent(lost)} of the missing second-order term, that of {of}."
             more = f"; and {len(cuts) - 3} more" if len(cuts) > 3 else ""
-            text = f"leaves the graph by {_shown(cuts)}{more}.{share} {_fix(cuts[0])}"
-            yield self.row(_detached(cuts), text, lost or None)
+            text = f"leaves the graph by {_listed(cuts)}{more}.{share} {_advice(cuts[0])}"
+            yield self.row(_title(cuts), text, lost or None)
         made = [slot for slot in found.slots if slot.kind not in WITH_GRAPH]
         if made:
             yield self._saved(made)
@@ -606,8 +606,8 @@ class _Rule(NamedTuple):
     def _not_attributed(self, seen: Sequence[DetachedGradient], error: Exception) -> Iterator[Row]:
         """The rows where the probe raises and autograd does not: where backward leaves the graph, as
         seen under autograd, and what was not judged."""
-        for cuts in _together(seen if seen or self.in_jvp else _cuts_under_autograd(self.app)):
-            yield self.row(_detached(cuts), f"leaves the graph by {_shown(cuts)}. {_fix(cuts[0])}")
+        for cuts in _grouped(seen if seen or self.in_jvp else _cuts_under_autograd(self.app)):
+            yield self.row(_title(cuts), f"leaves the graph by {_listed(cuts)}. {_advice(cuts[0])}")
         line = error_line(error)
         at = f" (it raises at {line})" if line else ""
         text = (
@@ -700,7 +700,7 @@ def _cuts_under_autograd(app: Application) -> list[DetachedGradient]:
     return [cut for cut in watch.detached if cut.place]  # others are of the probe itself
 
 
-def _together(detached: Sequence[DetachedGradient]) -> list[list[DetachedGradient]]:
+def _grouped(detached: Sequence[DetachedGradient]) -> list[list[DetachedGradient]]:
     """Groups of detached gradients: one for each, and one for all that happens while gradients are
     disabled."""
     off = [one for one in detached if one.kind == "off"]
@@ -708,14 +708,14 @@ def _together(detached: Sequence[DetachedGradient]) -> list[list[DetachedGradien
     return [off, *groups] if off else groups
 
 
-def _detached(cuts: Sequence[DetachedGradient]) -> str:
+def _title(cuts: Sequence[DetachedGradient]) -> str:
     """The name of their row."""
-    return "detached: " + cuts[0].how.split(" under ")[-1].split(",")[0].strip("`")
+    return "detached: " + cuts[0].how.split(" under ")[-1].split(",")[0].replace("`", "")
 
 
-def _shown(cuts: Sequence[DetachedGradient]) -> str:
+def _listed(cuts: Sequence[DetachedGradient]) -> str:
     return "; ".join(map(str, cuts[:3]))
 
 
-def _fix(cut: DetachedGradient) -> str:
+def _advice(cut: DetachedGradient) -> str:
     return FIXES["escape" if cut.then else cut.kind]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
+from torch.autograd import Function, forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -28,6 +28,8 @@ from hoglib._core.swap import call_with
 from hoglib._core.torch_internals import gradients, settable_precisions, transforms_active
 from hoglib._core.torch_library import OPERATORS
 from hoglib.errors import UnsupportedError
+
+Tensors = Sequence[Tensor]
 
 # The memory layout of an argument: copies that have it too.
 #
@@ -117,29 +119,26 @@ def seed_all(seed: int = 0) -> None:
 
 
 def gradient(
-    function: TensorMap, count: int, wanted: Sequence[int] | None = None, *,
-    create_graph: bool = True,
-) -> TensorMap:  # fmt: skip
-    """(x, u) -> J(x)^T u, the gradient by the wanted of the first `count` arguments.
+    function: TensorMap, count: int, by: Sequence[int] | None = None, *, create_graph: bool = True
+) -> TensorMap:
+    """(x, u) -> J(x)^T u, the gradient by all of the first `count` arguments, or by some of them.
 
     Backward gets copies of u, so that one that works in place does not affect other checks.
     """
-    wanted = range(count) if wanted is None else wanted
+    places = range(count) if by is None else by
 
     def map_(*given: Tensor) -> list[Tensor]:
         inputs = [
-            x.view_as(x).requires_grad_() if j in wanted and not x.requires_grad else x
+            x.view_as(x).requires_grad_() if j in places and not x.requires_grad else x
             for j, x in enumerate(given[:count])
         ]
-        by = [inputs[j] for j in wanted]
-        return grad(function(*inputs), by, given[count:], create_graph=create_graph)
+        own = [inputs[j] for j in places]
+        return grad(function(*inputs), own, given[count:], create_graph=create_graph)
 
     return map_
 
 
-def gradient_of_composition(
-    function: TensorMap, values: Sequence[Tensor], weights: Sequence[Tensor]
-) -> TensorMap:
+def gradient_of_composition(function: TensorMap, values: Tensors, weights: Tensors) -> TensorMap:
     """x -> J(x)^T u(y) with u = w (1 + y / s): the gradient of sum w (y + y^2 / 2s), a function of the
     outputs y. values: the outputs at some point; s is twice their size, so that both parts count, and u
     is nowhere zero."""
@@ -154,7 +153,7 @@ def gradient_of_composition(
     return map_
 
 
-def stacked(function: TensorMap, values: Sequence[Tensor]) -> Iterator[TensorMap]:
+def stacked(function: TensorMap, values: Tensors) -> Iterator[TensorMap]:
     """The function, where the gradients of its outputs, if they are several of one shape, are parts of
     one tensor, along each dimension."""
     if len(values) < 2 or len({y.shape for y in values}) > 1:
@@ -163,16 +162,15 @@ def stacked(function: TensorMap, values: Sequence[Tensor]) -> Iterator[TensorMap
         yield lambda *x, dim=dim: list(torch.stack(function(*x), dim).unbind(dim))
 
 
-def at_leaves(function: TensorMap, x: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+def at_leaves(function: TensorMap, x: Tensors) -> tuple[list[Tensor], list[Tensor]]:
     """Leaves with the values x, and the values of the map there, with their graph."""
     leaves = [y.detach().clone().requires_grad_() for y in x]
     return leaves, function(*leaves)
 
 
 def grad(
-    outputs: Sequence[Tensor], inputs: Sequence[Tensor], weights: Sequence[Tensor] | None = None,
-    **options: Any,
-) -> list[Tensor]:  # fmt: skip
+    outputs: Tensors, inputs: Tensors, weights: Tensors | None = None, **options: Any
+) -> list[Tensor]:
     """The gradients of the weighted sum of those outputs that have a graph; zeros if none has."""
     weights = list(map(torch.ones_like, outputs)) if weights is None else weights
     live = [(y, u.clone()) for y, u in zip(outputs, weights, strict=True) if y.requires_grad]
@@ -182,7 +180,7 @@ def grad(
     return list(torch.autograd.grad(values, inputs, factors, materialize_grads=True, **options))
 
 
-def watched_gradient(outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
+def watched_gradient(outputs: Tensors, leaves: Tensors) -> list[Tensor]:
     """The gradients, with a graph, of the sum of the outputs, where a mode sees what backward calls: it
     handles torch.autograd.grad itself, and is off inside of it."""
     live = [y for y in outputs if y.requires_grad]
@@ -206,7 +204,7 @@ def tangent(function: TensorMap, count: int, *, by_torch_func: bool = False) -> 
 
 
 def vjps(
-    function: TensorMap, x: Sequence[Tensor], covectors: Sequence[tuple[int, Tensor]]
+    function: TensorMap, x: Tensors, covectors: Sequence[tuple[int, Tensor]]
 ) -> list[list[Tensor]]:
     """For each covector (i, w), J_i(x)^T w by every input.
 
@@ -227,7 +225,7 @@ def vjps(
 
 
 def jvp(
-    function: TensorMap, x: Sequence[Tensor], j: int, v: Tensor, *, by_torch_func: bool = False
+    function: TensorMap, x: Tensors, j: int, v: Tensor, *, by_torch_func: bool = False
 ) -> list[Tensor]:
     """J(x) v, with v a direction of input j, in forward mode."""
 
@@ -244,7 +242,7 @@ def _tangent(y: Tensor) -> Tensor:
 
 
 Arrange = Callable[[Tensor], Tensor]
-Gauge = Callable[[Sequence[Tensor]], list[Tensor]]
+Gauge = Callable[[Tensors], list[Tensor]]
 
 
 @final
@@ -262,10 +260,10 @@ class Call:
     state. reseed: whether each call draws the same random numbers. clone: whether fn gets copies,
     because it changes its inputs and declares that. needs_graph: whether the variables have to require
     grad, because fn differentiates by them itself, as a forward does that returns a log-determinant or
-    a score. projections: of the variables whose structure is
-    kept (a symmetric matrix stays symmetric), each applied before fn gets the variable. layouts: of the
-    variables that fn gets in other memory layouts than contiguous ones. gauge: fixes the signs or
-    phases of the outputs that a map is to, if these are arbitrary.
+    a score. projections: of the variables whose structure is kept (a symmetric matrix stays symmetric),
+    each applied before fn gets the variable. layouts: of the variables that fn gets in other memory
+    layouts than contiguous ones. gauge: fixes the signs or phases of the outputs that a map is to, if
+    these are arbitrary.
     """
 
     reseed = False
@@ -277,8 +275,8 @@ class Call:
 
     def __init__(self, fn: Any, inputs: Sequence[Any], dtype: torch.dtype | None) -> None:
         self.name, self.dtype = name_of(fn), dtype
-        owner: Any = fn if _is_function_class(fn) else getattr(fn, "__self__", None)
-        if _is_function_class(owner) and getattr(fn, "__name__", "") in ("apply", owner.__name__):
+        owner: Any = as_function(fn)
+        if owner is not None and (isinstance(fn, type) or fn.__name__ == "apply"):
             # looked up at each call: a watch does not see what was bound before (torch 2.14)
             self._function: Any = lambda *args, **kwargs: owner.apply(*args, **kwargs)
         else:
@@ -396,9 +394,8 @@ class Call:
 def name_of(fn: Any) -> str:
     if isinstance(fn, partial):
         return name_of(fn.func)
-    owner: Any = getattr(fn, "__self__", None)
-    if _is_function_class(owner):  # Function.apply
-        return str(owner.__qualname__)
+    if (function := as_function(fn)) is not None:
+        return function.__qualname__
     if type(fn) in OPERATORS:
         return f"torch.ops.{fn}"
     if isbuiltin(fn):  # torch.sort and its like, whose owner is private to torch
@@ -406,13 +403,13 @@ def name_of(fn: Any) -> str:
     return str(getattr(fn, "__qualname__", type(fn).__name__))
 
 
-def custom_functions(outputs: Sequence[Any]) -> set[type[torch.autograd.Function]]:
+def custom_functions(outputs: Sequence[Any]) -> set[type[Function]]:
     """The custom Functions in the graphs of the outputs."""
     found = (entry.function for entry in graph_summary(outputs).functions)
     return {function for function in found if function is not None and not is_part(function)}
 
 
-def is_part(function: type[torch.autograd.Function]) -> bool:
+def is_part(function: type[Function]) -> bool:
     """Whether it is a part of one of hoglib's ops, whose derivatives are judged instead of its own.
 
     It saves what the op computed from its inputs, so it is right only inside that op.
@@ -420,8 +417,10 @@ def is_part(function: type[torch.autograd.Function]) -> bool:
     return bool(getattr(function, "part_of_an_op", False))
 
 
-def _is_function_class(value: Any) -> bool:
-    return isinstance(value, type) and issubclass(value, torch.autograd.Function)
+def as_function(fn: Any) -> type[Function] | None:
+    """The Function class that fn is, or is the `apply` of."""
+    owner = fn if isinstance(fn, type) else getattr(fn, "__self__", None)
+    return owner if isinstance(owner, type) and issubclass(owner, Function) else None
 
 
 def _copy(value: Any, dtype: torch.dtype | None) -> Any:
@@ -481,9 +480,9 @@ DOUBLE = (torch.float64, torch.complex128)
 
 @final
 class PrecisionWatch(TorchFunctionMode):
-    """Describes the first call that rounded float64 numbers (`rounded`), the
-    first that got a number of lower precision which was made inside (`met`), and the first that got one
-    from elsewhere (`foreign`).
+    """Describes three calls, each the first of its kind: one that rounded float64 numbers (`rounded`),
+    one that got a number of lower precision which was made inside (`met`), and one that got such a
+    number from elsewhere (`foreign`).
 
     A constant whose digits fit into half precision (1, 0.5, a mask) lost nothing; a Python number has
     no precision to judge.
@@ -548,7 +547,7 @@ def _loses_digits(tensor: Tensor) -> bool:
     """Whether a narrow tensor has digits that half precision would lose: it is no mask or count."""
     if tensor.dtype in DOUBLE or tensor.layout is not torch.strided:
         return False
-    values = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    values = real(tensor)
     mantissa, _ = torch.frexp(values.detach().double())
     return bool((values.isfinite() & ((mantissa * 2**11).frac() != 0)).any())
 
@@ -571,18 +570,18 @@ class Chosen(NamedTuple):
     half: torch.dtype | None = None  # the dtype, if that is half precision
 
 
-def call_for(fn: Any, inputs: Sequence[Any], *, in_own_dtype: bool = False) -> Chosen:
+def call_for(fn: Any, inputs: Sequence[Any], *, own_dtype: bool = False) -> Chosen:
     """The call in float64; in its own dtypes if only these get as far as a second derivative; in
     float32 if it computes in float32 anyway. Raises its error if it does not run at all.
 
     Args:
         fn: What `verify` takes.
         inputs: Its arguments.
-        in_own_dtype: Whether to leave the dtypes as they are, because it runs code that is not torch's.
+        own_dtype: Whether to leave the dtypes as they are, because it runs code that is not torch's.
     """
-    call = Call(fn, inputs, None if in_own_dtype else torch.float64)
+    call = Call(fn, inputs, None if own_dtype else torch.float64)
     validation.something_to_differentiate_by(call.names, call.point)
-    if in_own_dtype:
+    if own_dtype:
         _run(call)
         return _in_half(call) or Chosen(call, "it runs code that is not torch's")
     reached, error = _stage_reached(call)
@@ -628,7 +627,8 @@ def _in_half(call: Call) -> Chosen | None:
 
 
 def _stage_reached(call: Call) -> tuple[int, Exception | None]:
-    """How far it gets: 0 it does not run, 1 forward, 2 first derivative, 3 second; and its error."""
+    """How far a call gets, and the error that ends it: 0 if it does not run, 1 for its values, 2 for
+    first derivatives, 3 for second ones."""
     reached = 0
     try:
         _run(call)
@@ -686,8 +686,6 @@ def _is_noisy(call: Call, eps: float = torch.finfo(torch.float32).eps) -> bool:
     except Exception:  # reported by the derivative checks
         return False
     for line in zip(*ends, strict=True):
-        if not line[0].numel():
-            continue
         size = torch.stack([y.abs() for y in line]).amax(0)
         counts = size > LEAST * max(map(max_abs, line))
         near, far = _second_difference(line, 1), _second_difference(line, 2)
@@ -698,13 +696,13 @@ def _is_noisy(call: Call, eps: float = torch.finfo(torch.float32).eps) -> bool:
     return False
 
 
-def _second_difference(line: Sequence[Tensor], stride: int) -> Tensor:
+def _second_difference(line: Tensors, stride: int) -> Tensor:
     """The largest second difference of each element."""
     triples = zip(line, line[stride:], line[2 * stride :], strict=False)
     return torch.stack([(a - 2 * b + c).abs() for a, b, c in triples]).amax(0)
 
 
-def _values_and_gradients(call: Call, k: int, v: Sequence[Tensor], moved: float) -> list[Tensor]:
+def _values_and_gradients(call: Call, k: int, v: Tensors, moved: float) -> list[Tensor]:
     """Values and gradients at the point k of the line, in float64.
 
     moved: how far the incoming gradients are, relative to their elements.

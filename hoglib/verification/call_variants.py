@@ -134,11 +134,11 @@ def deterministic(base: Baseline) -> Row:
             )
             return Row(name, "warn" if options.surrogate else "fail", off, text)
     if base.subject.draws:
-        return Row(
-            name, "warn", off,
+        text = (
             "forward draws random numbers (torch's, NumPy's or random's); it was checked with the same "
-            "ones each time.",
-        )  # fmt: skip
+            "ones each time."
+        )
+        return Row(name, "warn", off, text)
     return Row(name, "pass", off)
 
 
@@ -302,17 +302,19 @@ def _with_layout(base: Baseline, name: str, before: Arrange | None, after: Arran
     if row.status == "fail":
         return row
 
-    def run() -> tuple[list[Tensor], list[Tensor] | None]:
+    def run() -> Twice:
         second = base.second is not None
         return base.gradient(f), base.second_derivative(f, base.all_inputs) if second else None
 
-    return _same_in_layout(base, name, run, base.first, base.second)
+    return _same_in_layout(base, name, run, (base.first, base.second))
 
 
-def _same_in_layout(
-    base: Baseline, name: str, run: Callable[[], tuple[list[Tensor], list[Tensor] | None]],
-    first: list[Tensor], second: list[Tensor] | None,
-) -> Row:  # fmt: skip
+# The gradient, and the second derivative, if there is one.
+Twice = tuple[list[Tensor], list[Tensor] | None]
+
+
+def _same_in_layout(base: Baseline, name: str, run: Callable[[], Twice], right: Twice) -> Row:
+    first, second = right
     try:
         found, twice = run()
     except Exception as raised:
@@ -326,7 +328,7 @@ def _stride_zero_gradients(base: Baseline) -> Row:
     """The gradient of a sum, which is one number expanded, against a contiguous one."""
     call, which = base.subject.call, base.subject.output_indices
 
-    def run(after: Arrange) -> tuple[list[Tensor], list[Tensor] | None]:
+    def run(after: Arrange) -> Twice:
         leaves, values = calls.at_leaves(call.map(which, after=after), base.x)
         total = torch.stack([y.sum() for y in values]).sum()
         first = calls.grad([total], leaves, create_graph=base.second is not None)
@@ -334,7 +336,7 @@ def _stride_zero_gradients(base: Baseline) -> Row:
         return first, calls.grad(first, leaves, base.w) if graphed else None
 
     right = run(lambda y: (y * torch.ones_like(y)).sum())
-    return _same_in_layout(base, "layout: stride-0 gradients", lambda: run(torch.sum), *right)
+    return _same_in_layout(base, "layout: stride-0 gradients", lambda: run(torch.sum), right)
 
 
 def strided(x: Tensor) -> Tensor:
@@ -450,11 +452,11 @@ def vmapped(base: Baseline) -> Row:
     """vmap where it is offered; where it was not declared, only a wrong number is a fault."""
     name, subject, declared = "vmap", base.subject, base.subject.offers_vmap
     if declared is False:
-        return Row(
-            name, "skip", None,
+        why = (
             "it is not offered: set `generate_vmap_rule = True` in a Function with setup_context, or "
-            "give it a vmap staticmethod.",
-        )  # fmt: skip
+            "give it a vmap staticmethod."
+        )
+        return Row(name, "skip", None, why)
     if subject.draws:
         why = "it draws random numbers, and vmap draws others than a loop."
         return Row(name, "skip", None, why)
@@ -502,9 +504,8 @@ VALUE, FIRST, SECOND = (
 
 
 def reference_rows(
-    subject: Subject, reference: Callable[..., Any], points: Sequence[list[Tensor]], *,
-    surrogate: bool,
-) -> Iterator[Row]:  # fmt: skip
+    subject: Subject, reference: Callable[..., Any], points: list[list[Tensor]], *, surrogate: bool
+) -> Iterator[Row]:
     """Values and derivatives by the inputs; parameters have no counterpart in the reference."""
     theirs = Call(reference, subject.inputs, subject.dtype if subject.refused == "" else None)
     for order, name in enumerate((VALUE, FIRST, SECOND)):

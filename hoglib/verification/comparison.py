@@ -199,13 +199,12 @@ class Discrepancy:
         return result
 
 
-Covectors = Sequence[tuple[int, Tensor]]  # with the output that each belongs to
+Numbered = Sequence[tuple[int, Tensor]]  # with the input or output that each belongs to
 
 
 def products(
-    f: TensorMap, x: Sequence[Tensor], vectors: Sequence[tuple[int, Tensor]], covectors: Covectors,
-    key: str,
-) -> list[list[tuple[float, bool]]]:  # fmt: skip
+    f: TensorMap, x: Sequence[Tensor], vectors: Numbered, covectors: Numbered, key: str
+) -> list[list[tuple[float, bool]]]:
     """<w, J v> for each covector w and each direction v of an input, and whether J^T w, or J v, is
     anything but exact zeros.
 
@@ -534,7 +533,7 @@ def compared_by_means(at: Target, key: str, dtype: torch.dtype, random: Generato
 
 
 def _integrate_line(
-    at: Target, j: int, v: Tensor, covectors: Covectors, key: str, random: Generator
+    at: Target, j: int, v: Tensor, covectors: Numbered, key: str, random: Generator
 ) -> Tensor | None:
     """By centre and covector: the integral of <w, J v> by the derivative, and the difference of <w, F>
     at the ends of the line, both divided by its length; and the size of a sum of its terms with random
@@ -555,7 +554,7 @@ def _integrate_line(
 
 
 def _line_points(
-    at: Target, j: int, v: Tensor, covectors: Covectors, key: str, random: Generator, h: float
+    at: Target, j: int, v: Tensor, covectors: Numbered, key: str, random: Generator, h: float
 ) -> Iterator[tuple[float, float, float]]:
     centre = [y + AROUND * element_scales(y) * random_like(y, random) for y in at.x]
 

@@ -16,17 +16,18 @@ from torch.overrides import TorchFunctionMode
 
 from hoglib._core import pytree, source_location
 from hoglib._core.closures import STATE, ClosureWalker
+from hoglib._core.detachment import tensors_written
 from hoglib._core.element_differences import max_abs
 from hoglib._core.pytree import is_float
 from hoglib._core.source_location import error_line
 from hoglib._core.state import is_freed, put_back, same
 from hoglib._core.torch_internals import backward_rule, storage_id
 from hoglib.verification import function_rules
-from hoglib.verification.call import PrecisionWatch, seed_all
+from hoglib.verification.call import PrecisionWatch, as_function, seed_all
 from hoglib.verification.comparison import Discrepancy, largest_difference
 from hoglib.verification.function_rules import kind_of
 from hoglib.verification.report import Row, finding
-from hoglib.verification.subject import Application, Subject, as_function
+from hoglib.verification.subject import Application, Subject
 
 SETUP = (
     "Its forward takes ctx, which torch.func (grad, vmap, jvp, hessian) refuses. Split it: "
@@ -55,12 +56,10 @@ def check(app: Application, *, surrogate: bool = False) -> list[Row]:
     classic = function_rules.is_classic(app.function)
     text = f"{app.function.__name__} has no setup_context. {SETUP}" if classic else ""
     rows = [finding("setup_context", text, "warn")]
-    checks: list[Callable[[Application], Iterable[Row]]] = [
-        gradients, in_place, accumulates, context, *([] if surrogate else [linear]),
-        needs_input_grad, device,
-    ]  # fmt: skip
     problems = []
-    for part in checks:
+    for part in (gradients, in_place, accumulates, context, linear, needs_input_grad, device):
+        if surrogate and part is linear:  # it may clip the incoming gradient on purpose
+            continue
         try:
             with torch.no_grad():
                 rows += list(part(app))
@@ -335,12 +334,7 @@ class InPlaceWatch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        written = pytree.tensors((kwargs or {}).get("out"))
-        in_place = (name.endswith("_") and not name.startswith("__")) or name in (
-            "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__",
-        )  # fmt: skip
-        if in_place and args and isinstance(args[0], Tensor):
-            written.append(args[0])
+        written = tensors_written(name, args, kwargs or {})
         place = source_location.torch_call_line() if written else None
         for x in written if place is not None else ():
             self.places.setdefault(storage_id(x), place)

@@ -62,10 +62,12 @@ JVP_TWICE = "jvp inside jvp: torch returns zero for the derivative of a custom F
 NOT_OFFERED = "it is not offered: {which} without a jvp staticmethod, or with an empty one."
 
 
+Like = Callable[[Sequence[Tensor]], list[Tensor]]  # random tensors like those that are given
+
+
 def stage(
-    first: Target, mode: str, order: int, like: Callable[[Sequence[Tensor]], list[Tensor]], *,
-    by_torch_func: bool = False,
-) -> Target:  # fmt: skip
+    first: Target, mode: str, order: int, like: Like, *, by_torch_func: bool = False
+) -> Target:
     """The map of order - 1 in a mode, whose derivative is of that order.
 
     Reverse inside: the gradient, of arguments (x, u); for each order beyond the gradient of that again.
@@ -98,9 +100,13 @@ class Derivatives:
     """
 
     def __init__(self, subject: Subject, points: Sequence[list[Tensor]], options: Options) -> None:
-        self._subject, self._points, self._options = subject, points, options
+        self.subject, self._points, self._options = subject, points, options
         self._comparer = Comparer(options, subject.random, subject.dtype, subject.half)
         self.found: dict[str, Discrepancy] = {}
+
+    def again(self) -> "Derivatives":
+        """Those of the same subject, which has been restricted since, with nothing found yet."""
+        return Derivatives(self.subject, self._points, self._options)
 
     def are_right(self) -> bool:
         """Whether first and second derivatives are, but for kinks, without a word on what is wrong."""
@@ -113,7 +119,7 @@ class Derivatives:
 
     def first_order(self) -> Iterator[Row]:
         """The first derivative in reverse and in forward mode, and the kinks at the first point."""
-        subject = self._subject
+        subject = self.subject
         at = [self._comparer.target(self._first(x)) for x in self._points]
         yield self._kinks(at[0])
         row = self._judged(FIRST, self._comparer.worst(at, "r"))
@@ -143,18 +149,17 @@ class Derivatives:
     def _is_none(self, column: int) -> bool:
         """Whether there is no gradient by an input at all."""
         with suppress(Exception):
-            leaves, values = calls.at_leaves(self._subject.map, self._points[-1])
+            leaves, values = calls.at_leaves(self.subject.map, self._points[-1])
             live = [y for y in values if y.requires_grad]
-            ones = list(map(torch.ones_like, live))
-            return torch.autograd.grad(live, leaves, ones, allow_unused=True)[column] is None
+            return torch_internals.gradients(live, leaves)[column] is None
         return False
 
     def what_it_looks_like(self) -> str:
         """Where no first derivative could be compared, whether fine steps are the reason."""
         if self.found[FIRST].checked:
             return ""
-        columns = range(len(self._subject.x))
-        return next(filter(None, (what_it_looks_like(self._subject, j) for j in columns)), "")
+        columns = range(len(self.subject.x))
+        return next(filter(None, (what_it_looks_like(self.subject, j) for j in columns)), "")
 
     def higher_order(self, order: int) -> Iterator[Row]:
         """The second, third or fourth derivative in each mode."""
@@ -163,7 +168,7 @@ class Derivatives:
             name = f"{ORDINALS[order]} derivative: {MODES[mode]}"
             reason = self._skipped(mode)
             if reason:
-                missing = asked is not None and self._subject.offers_forward is False
+                missing = asked is not None and self.subject.offers_forward is False
                 if missing:
                     self.found[name] = Discrepancy(wrong=reason)
                 yield Row(name, "fail" if missing else "skip", None, reason)
@@ -201,7 +206,7 @@ class Derivatives:
     def _in_composition(self, row: Row) -> Row:
         """The row, unless the second derivative is wrong where the incoming gradient depends on the
         inputs, as it does in a network, or where those of several outputs are parts of one tensor."""
-        subject, x = self._subject, self._points[-1]
+        subject, x = self.subject, self._points[-1]
         rows = [f"the gradient by {name}" for name in subject.names]
         try:
             values = subject.map(*x)
@@ -220,7 +225,7 @@ class Derivatives:
 
     def _nan_origin(self) -> str:
         """Where a second derivative becomes NaN, at the first point where it does."""
-        f = self._subject.map
+        f = self.subject.map
         for x in self._points:
             with suppress(Exception):  # the row stands without a line
                 if origin := nan_operation(f, x, self._like(f(*x)), self._like(x)):
@@ -228,17 +233,17 @@ class Derivatives:
         return ""
 
     def _like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [random_like(x, self._subject.random) for x in tensors]
+        return [random_like(x, self.subject.random) for x in tensors]
 
     def _first(self, x: list[Tensor]) -> Target:
-        return Target(self._subject.map, x, self._subject.rows, self._subject.names)
+        return Target(self.subject.map, x, self.subject.rows, self.subject.names)
 
     def _judged(self, name: str, found: Discrepancy, *, may_lack: bool = False) -> Row:
         """The row of what was compared. may_lack: whether there is a forward level in it, which raises
         where it is not offered: a fault where it was declared or asked for."""
         if found.raised is not None and may_lack:
             text = f"it raised {format_error(found.raised)}."
-            if not (self._subject.offers_forward or self._options.modes is not None):
+            if not (self.subject.offers_forward or self._options.modes is not None):
                 return Row(name, "skip", None, f"it is not offered: {text}")
             self.found[name] = Discrepancy(error=inf, wrong=text, raised=found.raised)
             return Row(name, "fail", None, text)
@@ -266,11 +271,11 @@ class Derivatives:
         return Row(name, "warn", error, text)
 
     def _labels(self, columns: set[int]) -> list[str]:
-        names = self._subject.names
+        names = self.subject.names
         return [names[j] if j < len(names) else f"argument {j}" for j in sorted(columns)]
 
     def _skipped(self, mode: str) -> str:
-        subject = self._subject
+        subject = self.subject
         if "f" not in mode:
             return ""
         if subject.offers_forward is False:
@@ -281,10 +286,10 @@ class Derivatives:
 
     def _kinks(self, at: Target) -> Row:
         """The row of kinks: where the slopes to either side of the inputs differ."""
-        if self._subject.half is not None:
+        if self.subject.half is not None:
             return Row("kinks", "skip", None, "not looked for in half precision.")
         kinked = {
-            f"of {self._subject.rows[i]} by {self._subject.names[one.column]}"
+            f"of {self.subject.rows[i]} by {self.subject.names[one.column]}"
             for one in at.slopes
             for i, kink in enumerate(one.kinks)
             if bool(kink.any())
@@ -298,7 +303,7 @@ class Derivatives:
 
     def _where(self) -> Iterator[str]:
         """The first lines of the backwards that may be at fault."""
-        for function in sorted(self._subject.functions, key=lambda f: f.__name__):
+        for function in sorted(self.subject.functions, key=lambda f: f.__name__):
             code = getattr(inspect.unwrap(backward_rule(function)), "__code__", None)
             if code is not None and is_user_code(code.co_filename):
                 first = code.co_firstlineno

@@ -1,4 +1,4 @@
-"""What all entry points share that differentiate a user's function: its custom Functions are examined.
+"""Wherever hoglib differentiates a user's function, the custom Functions in it are examined.
 
     with examined_functions("hvp"):
         value = func(params)        # a Function of the user's is applied: its arguments are noted
@@ -138,7 +138,7 @@ class examined_functions:  # noqa: N801 a context manager
     def _report_by_hand(self, functions: "AppliedFunctions", of: Sequence[Tensor] = ()) -> None:
         """After a derivative by the user's own call. of: of what, if with a graph."""
         if value_checks_on():
-            graph_summary(of)
+            graph_summary(of)  # which notes the Functions in C++ that it meets
             with no_examination():
                 self._report_wrong(functions)
 
@@ -149,12 +149,32 @@ class examined_functions:  # noqa: N801 a context manager
                 lost = functions.gradient_has_no_graph and verdict.second
                 if key in functions.parts:
                     verdict = verdict._replace(text=THIRD + verdict.text)
-                _report_verdict(self._caller, key[0], verdict, self._action, nothing_is_left=lost)
+                self._report_verdict(key[0], verdict, nothing_is_left=lost)
             elif text := functions.mutation(key):
-                _report_verdict(self._caller, key[0], Verdict("wrong", text), self._action)
+                self._report_verdict(key[0], Verdict("wrong", text))
         if functions.in_cpp:
             text = IN_CPP.format(", ".join(sorted(functions.in_cpp)))
-            _report_verdict(self._caller, Function, Verdict("not examined", text), self._action)
+            self._report_verdict(Function, Verdict("not examined", text))
+
+    def _report_verdict(
+        self, function: type[Function], verdict: Verdict, *, nothing_is_left: bool = False
+    ) -> None:
+        """Raises, or warns once for a Function and an entry point."""
+        text = f"{self._caller}: {verdict.text}"
+        for module, instead in INSTEAD.items():
+            text += f" {instead}" * function.__module__.startswith(module)
+        if self._action == "raise":
+            raise VerificationError(text)
+        if nothing_is_left:
+            raise NoSecondDerivative(
+                f"{text} Nothing of the second derivative is left in this loss: the gradient that "
+                "would be differentiated has no graph. `hvp(mode='finite-differences')` needs none."
+            )
+        reported = _REPORTED.setdefault(function, set())
+        what = verdict.text if function is Function else verdict.status
+        if (self._caller, what) not in reported:
+            reported.add((self._caller, what))
+            warn(text)
 
 
 def note_lost_graph(gradient: Gradient | None) -> None:
@@ -242,8 +262,8 @@ class AppliedFunctions:
             return None
         key, by = noted
         self.parts.discard(key)
-        plain = ((i, x) for i, x in enumerate(args) if by[i] and torch_internals.unwrap(x) is x)
-        versions = [(i, x, x._version) for i, x in plain if not x.is_inference()]
+        own = ((i, x) for i, x in enumerate(args) if by[i] and _counts_changes(x))
+        versions = [(i, x, x._version) for i, x in own]
         return partial(self._applied, key, args, versions)
 
     def _noted(self, function: type[Function], given: Args) -> tuple[Key, tuple[bool, ...]] | None:
@@ -377,11 +397,9 @@ class AppliedFunctions:
     def _watch_kept(self, key: Key, node: Any, given: Args, results: Args) -> None:
         """Notes a tensor of those that is on ctx by itself, and changed before the first backward."""
         memory = {torch_internals.storage_id(x) for x in pytree.tensors((given, results))}
-        kept = [
-            (f"ctx.{name}", x, x._version) for name, x in vars(node).items()
-            if isinstance(x, Tensor) and torch_internals.unwrap(x) is x and not x.is_inference()
-            and torch_internals.storage_id(x) in memory
-        ]  # fmt: skip
+        own = ((name, x) for name, x in vars(node).items() if isinstance(x, Tensor))
+        found = [(f"ctx.{name}", x) for name, x in own if torch_internals.storage_id(x) in memory]
+        kept = [(label, x, x._version) for label, x in found if _counts_changes(x)]
 
         def before(_: Any) -> None:
             changed = " ".join(name for name, x, version in kept if x._version != version)
@@ -419,6 +437,12 @@ class AppliedFunctions:
             elif isinstance(y, Tensor) and y.grad_fn is not None:
                 y.grad_fn.register_prehook(note)
                 return
+
+
+def _counts_changes(x: Tensor) -> bool:
+    """Whether a tensor counts what changes it in place: no wrapper of torch.func, nor an inference
+    tensor, does."""
+    return torch_internals.unwrap(x) is x and not x.is_inference()
 
 
 def _backward_reads(app: Application, name: str) -> bool:
@@ -497,25 +521,3 @@ def _argument_kind(x: Any, needs_grad: bool, given: Args) -> Any:
     if isinstance(x, Tensor):
         return x.dtype, x.layout, layout_of(x), x.device.type, x.dim(), needs_grad
     return x if x is None or isinstance(x, bool | str) else (type(x), held_kinds(x, given))
-
-
-def _report_verdict(
-    caller: str, function: type[Function], verdict: Verdict, action: str, *,
-    nothing_is_left: bool = False,
-) -> None:  # fmt: skip
-    """Raises, or warns once for a Function and an entry point."""
-    text = f"{caller}: {verdict.text}"
-    for module, instead in INSTEAD.items():
-        text += f" {instead}" * function.__module__.startswith(module)
-    if action == "raise":
-        raise VerificationError(text)
-    if nothing_is_left:
-        raise NoSecondDerivative(
-            f"{text} Nothing of the second derivative is left in this loss: the gradient that would be "
-            f"differentiated has no graph. `hvp(mode='finite-differences')` needs none."
-        )
-    reported = _REPORTED.setdefault(function, set())
-    what = verdict.text if function is Function else verdict.status
-    if (caller, what) not in reported:
-        reported.add((caller, what))
-        warn(text)

@@ -6,7 +6,7 @@ that it was applied to and near them.
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from math import isnan
@@ -179,15 +179,20 @@ def examine(given: Applied) -> Verdict:
     """Whether the first and second derivative of a Function are right. What it changes is restored."""
     app = given.app
     name = app.function.__qualname__
-    with ExitStack() as stack:
-        stack.enter_context(warnings.catch_warnings(action="ignore"))
-        for context in (
-            torch_internals.without_transforms(), torch_internals.without_saved_tensor_hooks(),
-            grad_enabled(), keep_swapped(), exact_products(), preserve_random_state(),
-            given.autocast.restored(), stand_ins_if(given.stand_ins),
-            _no_communication(),
-        ):  # fmt: skip
-            stack.enter_context(context)
+    with (
+        warnings.catch_warnings(action="ignore"),
+        # the transforms and the hooks of the caller are of its own graph
+        torch_internals.without_transforms(),
+        torch_internals.without_saved_tensor_hooks(),
+        grad_enabled(),
+        keep_swapped(),
+        exact_products(),
+        preserve_random_state(),
+        # as where the Function was applied, which may have been left since
+        given.autocast.restored(),
+        stand_ins_if(given.stand_ins),
+        _no_communication(),
+    ):
         try:
             with _preserve_reached(app) as accumulated:
                 verdict = _judge(given)
@@ -225,10 +230,10 @@ def _judge(given: Applied) -> Verdict:
         raise _NotExamined(stop.text.rstrip("."))
     here = [subject.x, subject.perturbed_point()] if several else [subject.x]
     jvp = given.forward if function_rules.offers_jvp(function) else ""
-    options = Options(
-        modes=tuple(filter(None, ("rr", jvp))), bounds=Bounds(natural=NATURAL),
-        surrogate=getattr(function, "surrogate", False) is True,
-    ).in_dtype(subject.dtype)  # fmt: skip
+    modes = ("rr", jvp) if jvp else ("rr",)
+    surrogate = function_rules.is_surrogate(function)
+    options = Options(modes=modes, surrogate=surrogate, bounds=Bounds(natural=NATURAL))
+    options = options.in_dtype(subject.dtype)
     found = _compare_derivatives(function, subject, here, options)
     if found.is_reported:
         found = _restricted_verdict(given, subject, here, options, found)
@@ -274,15 +279,15 @@ def _depends_on(app: Application, i: int) -> bool:
 def _restricted_verdict(
     given: Applied, subject: Subject, here: list[list[Tensor]], options: Options, found: Verdict
 ) -> Verdict:
-    """The verdict, or right, if it is that along directions that keep a structure of the arguments,
-    which they have because they are computed so; or but for signs or phases of the outputs, which are
-    arbitrary."""
+    """RIGHT, if the derivatives are right along the directions that keep a structure which the
+    arguments are computed to have, or up to signs or phases of the outputs, which are arbitrary; else
+    the verdict that was found."""
     kept = dict(given.kept)
     place_of = {j: subject.call.positions[j] for j in range(subject.call.num_inputs)}
     computed = {
-        j: own for j, some in structures(subject.call).items() if j in place_of
-        and (own := [one for one in some if one.name in kept.get(place_of[j], ())])
-    }  # fmt: skip
+        j: [one for one in some if one.name in kept.get(place_of.get(j, -1), ())]
+        for j, some in structures(subject.call).items()
+    }
     for chosen in choices(computed):
         subject.restrict(chosen)
         if Derivatives(subject, here, options).are_right():
@@ -360,8 +365,7 @@ def other_points(subject: Subject) -> Iterator[list[Tensor]]:
         point = [size * s * x.abs() for s, x in zip(signed, subject.x, strict=True)]
         with suppress(Exception):  # it may refuse them
             values = subject.map(*point)
-            ones = list(map(torch.ones_like, values))
-            results = [*values, *calls.gradient(subject.map, len(point))(*point, *ones)]
+            results = [*values, *subject.gradient_of_sum(point)]
             if all(bool(y.isfinite().all()) for y in results):
                 yield point
 
@@ -402,7 +406,7 @@ def _make_subject(app: Application) -> tuple[Subject, bool]:
             app, seconds = fewer, _trial_run(fewer)[1]
     if seconds > 2 * SECONDS:
         raise _NotExamined(f"that would take some {seconds / 2:.0f} seconds")
-    subject = Subject(app.function, app.leaves(), in_own_dtype=not plain, keep_layouts=True)
+    subject = Subject(app.function, app.leaves(), own_dtype=not plain, keep_layouts=True)
     return subject, seconds <= SECONDS
 
 
@@ -485,11 +489,11 @@ def _trial_run(app: Application) -> tuple[bool, float]:
     with _Operations() as operations:
         outputs = app.function.apply(*args)
         live = [y for y in pytree.tensors(outputs) if y.requires_grad]
-        grads = calls.grad(live, leaves, list(map(torch.ones_like, live)), create_graph=True)
+        grads = calls.grad(live, leaves, create_graph=True)
         operations.returned((outputs, grads))
     # it cannot be differentiated again, which the entry point raises too
     with suppress(RuntimeError):
-        calls.grad(grads, leaves, list(map(torch.ones_like, grads)))
+        calls.grad(grads, leaves)
     if any(x.is_cuda for x in leaves):
         torch.cuda.synchronize()
     return operations.plain, (perf_counter() - began) * EVALUATIONS * (len(leaves) + 1)
@@ -498,12 +502,8 @@ def _trial_run(app: Application) -> tuple[bool, float]:
 def _first_rows(app: Application, share: float) -> Application:
     """The application to a share of the samples: the first rows of all tensors that have as many."""
     count = len(app.args[app.by[0]])
-    rows = max(2, int(count * share))
-
-    def first(x: Tensor) -> Tensor:
-        return x[:rows].clone() if x.dim() and len(x) == count else x
-
-    return app._replace(args=pytree.map_tensors(first, app.args))
+    rows = pytree.rows(app.args, count, 0, max(2, int(count * share)))
+    return app._replace(args=pytree.map_tensors(torch.clone, rows))
 
 
 @contextmanager

@@ -431,6 +431,11 @@ def is_classic(function: type[Function]) -> bool:
     return function.setup_context is Function.setup_context
 
 
+def is_surrogate(function: Any) -> bool:
+    """Whether its class says that its gradient differs from the derivative on purpose."""
+    return getattr(function, "surrogate", False) is True
+
+
 def offers_jvp(function: type[Function]) -> bool:
     return function.jvp is not Function.jvp and not is_stub(function.jvp)
 

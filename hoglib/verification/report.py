@@ -16,6 +16,15 @@ STATUSES = ("pass", "fail", "warn", "skip")
 COLOURS = {"pass": "#CCE3F0", "fail": "#F7DFCC", "warn": "#FAECCC", "skip": "#F3F3F3"}
 WIDTH = 100
 CULPRIT = "culprit: "
+NOT_COMPARED = "nothing could be compared"
+# The ways to a second derivative: one level, in reverse or in forward mode, over another.
+MODES = {
+    "rr": "reverse-over-reverse",
+    "fr": "forward-over-reverse",
+    "rf": "reverse-over-forward",
+    "ff": "forward-over-forward",
+}
+ORDINALS = {1: "first", 2: "second", 3: "third", 4: "fourth"}
 
 
 class Row(NamedTuple):
@@ -34,9 +43,9 @@ class Row(NamedTuple):
     text: str = ""
 
 
-def finding(name: str, text: str = "", status: str = "fail", error: float | None = None) -> Row:
+def finding(name: str, text: str, status: str = "fail") -> Row:
     """The row of a check, which passes where there is nothing to say."""
-    return Row(name, status if text else "pass", error, text)
+    return Row(name, status if text else "pass", None, text)
 
 
 @final
@@ -258,15 +267,3 @@ def _wrap_text(text: str, width: int) -> list[str]:
             parts = textwrap.wrap(line, width - 6, break_long_words=False) or [""]
             lines += ["      " + part for part in parts]
     return lines
-
-
-NOT_COMPARED = "nothing could be compared"
-# The ways to a second derivative: one level, in reverse or in forward mode, over another.
-MODES = {
-    "rr": "reverse-over-reverse",
-    "fr": "forward-over-reverse",
-    "rf": "reverse-over-forward",
-    "ff": "forward-over-forward",
-}
-
-ORDINALS = {1: "first", 2: "second", 3: "third", 4: "fourth"}

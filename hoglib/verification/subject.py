@@ -22,13 +22,14 @@ from hoglib._core.element_differences import max_abs, random_like
 from hoglib._core.gradient_graph import graph_summary
 from hoglib._core.pytree import is_float
 from hoglib._core.state import preserve_random_state, put_back, same
-from hoglib._core.torch_internals import backward_rule, watching_functions
+from hoglib._core.torch_internals import backward_rule, gradients, watching_functions
 from hoglib.verification import call as calls
 from hoglib.verification import function_rules
 from hoglib.verification.call import (
     Arrange,
     Call,
     Gauge,
+    as_function,
     call_for,
     custom_functions,
     fresh,
@@ -160,7 +161,7 @@ def one_triangle(call: Call) -> dict[int, Structure]:
             noise = torch.linspace(0.5, 1.5, x.numel(), dtype=torch.float64).reshape(x.shape).to(x)
             here = _call_values(call, j, x)
             sides = [_call_values(call, j, x + part) for part in (noise.tril(-1), noise.triu(1))]
-            unread = any(_same_values(here, side) for side in sides)
+            unread = any(here and side and all(map(torch.equal, here, side)) for side in sides)
             small = 1e-3 * noise
             near = [_call_values(call, j, x + part) for part in (small.tril(-1), small.triu(1))]
             symmetric_only = near == [None, None] and _call_values(call, j, x + small + small.mH)
@@ -176,10 +177,6 @@ def _call_values(call: Call, j: int, x: Tensor) -> list[Tensor] | None:
         return [y for y in call.leaves(*call.point[:j], x, *call.point[j + 1 :]) if is_float(y)]
     except Exception:  # fn may refuse inputs that the user did not pass
         return None
-
-
-def _same_values(a: list[Tensor] | None, b: list[Tensor] | None) -> bool:
-    return bool(a and b) and all(map(torch.equal, a or [], b or []))
 
 
 # Outputs that are determined up to a sign or a phase of each column: eigenvectors, singular vectors.
@@ -355,8 +352,7 @@ def constants_of(call: Call, names: Sequence[str]) -> list[int]:
     values are integers, not all equal. names: those of the arguments."""
     try:
         variables, found = calls.at_leaves(call.differentiable, call.point)
-        ones = list(map(torch.ones_like, found))
-        grads = torch.autograd.grad(found, variables, ones, allow_unused=True)
+        grads = gradients(found, variables)
     except Exception:  # reported by the derivative checks
         return []
     without = [j for j, g in enumerate(grads) if g is None and j < call.num_inputs]
@@ -397,12 +393,11 @@ class Subject:
     kept: Mapping[int, Structure] = MappingProxyType({})
 
     def __init__(
-        self, fn: Any, inputs: Sequence[Any], *, in_own_dtype: bool = False,
-        keep_layouts: bool = False,
-    ) -> None:  # fmt: skip
+        self, fn: Any, inputs: Sequence[Any], *, own_dtype: bool = False, keep_layouts: bool = False
+    ) -> None:
         self.fn, self.inputs = fn, list(inputs)
         self.call, self.refused, self.computes_narrow, self.half = call_for(
-            fn, inputs, in_own_dtype=in_own_dtype
+            fn, inputs, own_dtype=own_dtype
         )
         self.name = self.call.name
         asked = any(isinstance(x, Tensor) and x.requires_grad for x in pytree.leaves(tuple(inputs)))
@@ -468,12 +463,12 @@ class Subject:
             put_back(x, value)
         self.find_outputs()
         if not self.output_indices:
-            return Row(
-                "first derivative: reverse", "fail", None,
+            text = (
                 "the first derivative is missing: no output with elements requires grad. Is it a "
                 "constant, detached, marked non-differentiable, in a list or dict that a Function's "
-                "forward returns, or in an object that is no tuple, list or dict?",
-            )  # fmt: skip
+                "forward returns, or in an object that is no tuple, list or dict?"
+            )
+            return Row("first derivative: reverse", "fail", None, text)
         gradient = calls.gradient(self.map, len(self.x))
 
         def drawn(seed: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -490,18 +485,17 @@ class Subject:
         self.draws = generators or not _nearly_same(a, b)
         call.reseed = self.draws or not _nearly_same(da, db)
         if self.draws and not _nearly_same(self.map(*self.x), self.map(*self.x)):
-            return Row(
-                "deterministic", "fail", None,
+            text = (
                 "two calls with the same seeds of torch, NumPy and random give other values (hidden "
                 "nondeterminism), so nothing can be compared. Does it count its calls, or draw from a "
-                "generator of its own? Pass random numbers as inputs.",
-            )  # fmt: skip
-        again = self._again()
+                "generator of its own? Pass random numbers as inputs."
+            )
+            return Row("deterministic", "fail", None, text)
+        again = self._second_backward_fault()
         return Row("deterministic", "fail", None, again) if again else None
 
-    def _again(self) -> str:
+    def _second_backward_fault(self) -> str:
         """What is wrong with a second backward pass through the same graph, with the same seed."""
-
         leaves, values = calls.at_leaves(self.map, self.x)
 
         def once() -> list[Tensor]:
@@ -563,12 +557,6 @@ class Subject:
         return offered if self.functions else None
 
 
-def as_function(fn: Any) -> type[Function] | None:
-    """The Function class that fn is, or is the `apply` of."""
-    owner = fn if isinstance(fn, type) else getattr(fn, "__self__", None)
-    return owner if isinstance(owner, type) and issubclass(owner, Function) else None
-
-
 def _nearly_same(a: Sequence[Tensor], b: Sequence[Tensor], rtol: float = 1e-12) -> bool:
     if len(a) != len(b):
         return False
@@ -596,7 +584,7 @@ def lifted(fn: Any, inputs: tuple[Any, ...]) -> Lifted | None:
     places = {i: names[id(x)] for i, x in enumerate(leaves) if id(x) in names}
     if not places:
         return None
-    module = _Applied(function, block, leaves, structure, places)
+    module = _Applied(function, block, structure, places)
     rest = pytree.unflatten([None if i in places else x for i, x in enumerate(leaves)], structure)
     name = function.__name__
     text = (
@@ -624,13 +612,11 @@ class _Applied(nn.Module):
     """Applies a Function to arguments and to the parameters that its block has at that time."""
 
     def __init__(
-        self, function: type[torch.autograd.Function], block: nn.ModuleList, leaves: list[Any],
-        structure: Any, places: dict[int, str],
-    ) -> None:  # fmt: skip
+        self, function: type[Function], block: nn.ModuleList, structure: Any, places: dict[int, str]
+    ) -> None:
         super().__init__()
         self.block = block
-        self._function, self._leaves, self._structure = function, leaves, structure
-        self._places = places
+        self._function, self._structure, self._places = function, structure, places
 
     def forward(self, *inputs: Any) -> Any:
         own = dict(self.block.named_parameters())
