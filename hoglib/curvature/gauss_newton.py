@@ -170,7 +170,9 @@ class CompositeLoss:
     def outputs(self, leaves: Vector) -> Vector:
         """The floating-point tensors among the outputs; the others are constants."""
         # differences run the model several times, which may change the batch in place
-        batch = pytree.map_tensors(torch.clone, self.batch) if self.mode == DIFFERENCES else self.batch
+        batch = (
+            pytree.map_tensors(torch.clone, self.batch) if self.mode == DIFFERENCES else self.batch
+        )
         self._last = self.loss.outputs(self.problem.params(leaves), batch)
         found = [leaf for leaf in pytree.leaves(self._last) if pytree.is_float(leaf)]
         what = "loss.outputs(params, batch)"
