@@ -1,7 +1,7 @@
 """The rule of each operation, against nested reverse mode, which shares no code with it."""
 
 import math
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 
 import mpmath
 import pytest
@@ -22,11 +22,11 @@ def coefficients(x, count, *absent):
 
 
 def along(algebra, func, x, parts):
-    with Propagation(algebra, record=True) as run:
-        run.seed(x, parts)
-        y = func(x)
-    found = run.coefficients(y)
-    run.close()
+    with closing(Propagation(algebra, record=True)) as run:
+        with run:
+            run.seed(x, parts)
+            y = func(x)
+        found = run.coefficients(y)
     return [torch.zeros_like(y) if part is None else part for part in found]
 
 
