@@ -538,9 +538,10 @@ def _dense_columns(metric: FisherMetric, composite: CompositeLoss, ys: Vector) -
     total = sum(sizes)
     if examples * total**2 > LARGEST:
         raise UnsupportedError(
-            f"{composite.policy.caller}(kind='exact'): expected at most {LARGEST:,} numbers in the "
-            f"blocks of the criterion's Hessian, got {examples} x {total} x {total}; use kind='mc', "
-            "or smaller batches by micro_batch=."
+            f"{composite.policy.caller}(kind={metric.kind!r}): expected a criterion whose likelihood "
+            f"is known, or at most {LARGEST:,} numbers in the blocks of its Hessian, got {examples} x "
+            f"{total} x {total}; give its name, as likelihood='categorical' for a cross-entropy, or "
+            "smaller batches by micro_batch=."
         )
     chosen = CriterionHessian() if metric.likelihood is None else metric
     with _output_ring(ys[0]):

@@ -846,6 +846,16 @@ def test_what_is_refused(name):
             hog.KFACOperator(K._loss, params, (x, y)).update()
 
 
+def test_a_criterion_of_many_outputs_has_to_be_known():
+    loss = hog.functional_loss(nn.Linear(3, 3000), lambda y, t: F.cross_entropy(y, t))
+    data = torch.ones(40, 3), torch.arange(40)
+    with pytest.raises(hog.errors.UnsupportedError, match="likelihood='categorical'"):
+        hog.KFACOperator(loss, hog.trainable_params(loss.model), data).update()
+    hog.KFACOperator(
+        loss, hog.trainable_params(loss.model), data, likelihood="categorical"
+    ).update()
+
+
 def diagonal_of_gauss_newton(loss, params, x, y):
     """By a gradient for each output, and a dense Hessian of the criterion."""
     f, options = loss.model(x), {"retain_graph": True, "materialize_grads": True}
