@@ -27,7 +27,13 @@ import torch
 from torch import Tensor
 
 from hoglib._core import pytree
-from hoglib._core.autograd import Vector, fresh_leaves, materialize_grads, vjp, without_graph
+from hoglib._core.autograd import (
+    Vector,
+    fresh_leaves,
+    materialize_grads,
+    translate_errors,
+    without_graph,
+)
 from hoglib._core.problem import Problem
 from hoglib._core.state import preserve_random_state
 from hoglib._core.swap import keep_swapped, reapply
@@ -378,8 +384,11 @@ class ModelRun:
     def _backward(self, inputs: Sequence[Any], column: Vector) -> list[Tensor | None]:
         if not inputs:
             return []
-        with reapply(self._patches):
-            return vjp(self._outputs, list(inputs), column, self._caller, retain_graph=True)
+        pairs = [(y, u) for y, u in zip(self._outputs, column, strict=True) if y.requires_grad]
+        values, weights = zip(*pairs, strict=True)
+        with translate_errors(self._caller), reapply(self._patches):
+            grad: Any = torch.autograd.grad
+            return list(grad(values, inputs, weights, retain_graph=True, allow_unused=True))
 
     def check(self, needs_examples: bool) -> None:
         """Compare the gradient of some examples' outputs, as the layers give it, with autograd's.
