@@ -18,6 +18,7 @@ from experiments.benchmarks import (
     kfac,
     language_models,
     laplacian,
+    leave_out,
     ops,
     penalties,
     remat,
@@ -159,6 +160,12 @@ def test_inner_loops_have_a_row_for_each_memory(printed):
     lines = printed(inner_loops)
     assert len(lines) == len(inner_loops.NETWORKS) * len(inner_loops.MEMORY) + 2
     assert max(errors_of(lines)) < 1e-5
+
+
+def test_scores_are_ranked_beside_trainings_without_some_sequences(printed):
+    lines = printed(leave_out)
+    assert [line[:22].strip() for line in lines] == ["ekfac", "kfac", "product of gradients"]
+    assert all(-1 <= float(line.split()[-3]) <= 1 for line in lines)
 
 
 def test_remat_prints_a_row_for_each_method_and_order(printed):
