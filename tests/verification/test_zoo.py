@@ -58,7 +58,7 @@ def test_published_functions_are_judged_right(specimen):
 def test_the_page_shows_every_row():
     # the whole table is made by `python -m tests.zoo.table`; here its rows and its sums
     page = PAGE.read_text()
-    for judged in (*ZOO, *PUBLISHED):
+    for judged in (*ZOO, *(s for s in PUBLISHED if s.verdict != "right")):
         name = judged.name + " (warn)" * (judged.verdict == "warn")
         assert re.search(rf"(\| |; |: ){re.escape(name)}( \||;|\.\n)", page), name
     wrong = len(ZOO) + sum(s.verdict != "right" for s in PUBLISHED)
