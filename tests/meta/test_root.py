@@ -289,7 +289,7 @@ ERRORS = {
     "a value of another shape": (lambda: fixed_point(HALF, X[:1], X), ValueError, r"f\(z, \*inputs\): expected \(1,\), got \(4,\)"),
     "a value of another dtype": (lambda: fixed_point(HALF, X.float(), X), TypeError, "expected torch.float32 as in z0, got torch.float64"),
     "a module that is closed over": (lambda: fixed_point(lambda z, x: layer(z) / 9 + x, X, X), RuntimeError, "f may be a module"),
-    "I - J that is singular": (lambda: torch.autograd.grad(fixed_point(lambda z, x: 0 * z + z.mean() + x, 0 * X, 0 * IMPLICIT["rho"][0])[0], IMPLICIT["rho"]), RuntimeError, "is singular where"),
+    "I - J that is singular": (lambda: torch.autograd.grad(fixed_point(lambda z, x: z * torch.eye(4)[0] + x, 0 * X, 0 * IMPLICIT["rho"][0]).sum(), IMPLICIT["rho"]), RuntimeError, "is singular where"),
     "a hypergradient's constants that require grad": (lambda: implicit({"rho": IMPLICIT["rho"], "c": IMPLICIT["c"].detach()}, inner=lambda p, h: inner(p, IMPLICIT)), RuntimeError, "Pass them in hyper"),
     "a graph of steps": (lambda: implicit(IMPLICIT, method="unrolled", rule=hog.meta.sgd(0.1), tol=None), NotImplementedError, r"hoglib\.meta\.adapt"),
     "a hypergradient away from the minimum": (lambda: implicit({**IMPLICIT, "rho": IMPLICIT["rho"] + 1}, at=IMPLICIT), UserWarning, "give more steps"),
