@@ -26,6 +26,7 @@ from hoglib.errors import (
 )
 from tests.auditing.cases import Applies, Cached, problem, smooth
 from tests.functions import OnceDifferentiable
+from tests.refused import refused
 
 
 @pytest.fixture(autouse=True)
@@ -319,30 +320,28 @@ def lazily(w: Tensor, x: Tensor) -> Tensor:
 
 
 ONE, LAZY = torch.ones(3), nn.LazyLinear(3)
-ARGUMENTS: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = {
-    "a loss that is no function": ((3, ONE, None), {}, ArgumentTypeError, "loss: expected a function"),
-    "a model as the loss": ((smooth(), ONE, None), {}, ArgumentTypeError, "functional_loss"),
-    "an iterator of params": ((max, iter([ONE]), None), {}, ArgumentTypeError, "trainable_params"),
-    "no params": ((max, {}, None), {}, ArgumentValueError, "params: expected at least one tensor"),
-    "a used-up batch": ((max, ONE, iter([ONE])), {}, ArgumentTypeError, r"one batch .* pass list\(...\)"),
-    "a loader": ((max, ONE, torch.utils.data.DataLoader([ONE])), {}, ArgumentTypeError, "one batch .* DataLoader"),
-    "no scalar": ((lambda w, b: w, ONE, None), {}, ArgumentValueError, "expected a scalar"),
-    "stand_ins": ((max, ONE, None), {"stand_ins": "yes"}, ArgumentTypeError, "expected True or False"),
-    "an unknown route": ((max, ONE, None), {"routes": "rv"}, ArgumentValueError, r"routes: .*'rv'"),
-    "no route": ((max, ONE, None), {"routes": []}, ArgumentTypeError, "routes: expected some of"),
-    "lazy params": ((max, dict(LAZY.named_parameters()), None), {}, ArgumentValueError, "lazy module that has not run"),
-    "sparse params": ((max, {"w": torch.eye(3).to_sparse()}, None), {}, ArgumentTypeError, r"\['w'\]: .*dense.*sparse"),
-    "meta params": ((max, torch.ones(3, device="meta"), None), {}, ArgumentTypeError, "with values.*meta"),
-    "float8 params": ((max, ONE.to(torch.float8_e4m3fn), None), {}, ArgumentTypeError, "float8_e4m3fn"),
-    "a lazy module": ((lazily, ONE, ONE), {}, ArgumentValueError, "lazy and has not run"),
+ARGUMENTS: dict[str, Any] = {
+    "a loss that is no function": (((3, ONE, None), {}), ArgumentTypeError, "loss: expected a function"),
+    "a model as the loss": (((smooth(), ONE, None), {}), ArgumentTypeError, "functional_loss"),
+    "an iterator of params": (((max, iter([ONE]), None), {}), ArgumentTypeError, "trainable_params"),
+    "no params": (((max, {}, None), {}), ArgumentValueError, "params: expected at least one tensor"),
+    "a used-up batch": (((max, ONE, iter([ONE])), {}), ArgumentTypeError, r"one batch .* pass list\(...\)"),
+    "a loader": (((max, ONE, torch.utils.data.DataLoader([ONE])), {}), ArgumentTypeError, "one batch .* DataLoader"),
+    "no scalar": (((lambda w, b: w, ONE, None), {}), ArgumentValueError, "expected a scalar"),
+    "stand_ins": (((max, ONE, None), {"stand_ins": "yes"}), ArgumentTypeError, "expected True or False"),
+    "an unknown route": (((max, ONE, None), {"routes": "rv"}), ArgumentValueError, r"routes: .*'rv'"),
+    "no route": (((max, ONE, None), {"routes": []}), ArgumentTypeError, "routes: expected some of"),
+    "lazy params": (((max, dict(LAZY.named_parameters()), None), {}), ArgumentValueError, "lazy module that has not run"),
+    "sparse params": (((max, {"w": torch.eye(3).to_sparse()}, None), {}), ArgumentTypeError, r"\['w'\]: .*dense.*sparse"),
+    "meta params": (((max, torch.ones(3, device="meta"), None), {}), ArgumentTypeError, "with values.*meta"),
+    "float8 params": (((max, ONE.to(torch.float8_e4m3fn), None), {}), ArgumentTypeError, "float8_e4m3fn"),
+    "a lazy module": (((lazily, ONE, ONE), {}), ArgumentValueError, "lazy and has not run"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ARGUMENTS)
-def test_arguments_of_the_wrong_kind_are_refused(name: str) -> None:
-    args, options, error, message = ARGUMENTS[name]
-    with pytest.raises(error, match=message):
-        hog.audit(*args, **options)
+test_arguments_of_the_wrong_kind_are_refused = refused(
+    ARGUMENTS, lambda given: hog.audit(*given[0], **given[1])
+)
 
 
 def test_transforms_around_the_call_are_refused() -> None:
