@@ -27,11 +27,7 @@ from hoglib.errors import (
 from tests.auditing.cases import Applies, Cached, problem, smooth
 from tests.functions import OnceDifferentiable
 from tests.refused import refused
-
-
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
+from tests.rows import rows
 
 
 class Base(nn.Module):
@@ -83,31 +79,32 @@ def unused() -> nn.Module:
     return model
 
 
-FRAGILE: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
-    "dropout": (lambda: smooth(nn.Dropout(0.5)), "dropout", "`2`"),
-    "functional dropout": (lambda: smooth(Applies(lambda x: F.dropout(x))), "dropout", "`2`"),
-    "noise": (lambda: smooth(Applies(lambda x: x + torch.randn_like(x))), "random numbers", "`2`"),
-    "Python's numbers": (lambda: smooth(Applies(lambda x: x * random.random())), "random numbers", "Python's random"),
-    "batch norm": (lambda: smooth(nn.BatchNorm1d(6)), "batch norm", "`2`"),
-    "autocast": (lambda: smooth(CastInside()), "autocast", "`2.inner`"),
-    "once": (lambda: smooth(Applies(OnceDifferentiable.apply)), "once_differentiable", "OnceDifferentiable in `2`"),
-    "reentrant": (
-        lambda: smooth(Applies(lambda x: checkpoint(torch.sin, x, use_reentrant=True))),
-        "reentrant checkpoint", "`2`",
-    ),
-    "compiled": (lambda: smooth(torch.compile(nn.Linear(6, 6), backend="eager")), "compiled", "`2`"),
-    "state": (lambda: smooth(Counts()), "state", "`2.calls`"),
-    "stopped": (lambda: smooth(Applies(lambda x: x * x.norm().detach())), "stopped gradients", "`2`"),
-    "unused": (unused, "unused parameters", "spare.weight, spare.bias"),
+# its row of the report, and words of it: a warning, or what fails
+FLAWED: dict[str, tuple[Callable[[], nn.Module], str, str, str]] = {
+    "dropout": (lambda: smooth(nn.Dropout(0.5)), "dropout", "`2`", "warn"),
+    "functional dropout": (lambda: smooth(Applies(lambda x: F.dropout(x))), "dropout", "`2`", "warn"),
+    "noise": (lambda: smooth(Applies(lambda x: x + torch.randn_like(x))), "random numbers", "`2`", "warn"),
+    "Python's numbers": (lambda: smooth(Applies(lambda x: x * random.random())), "random numbers", "Python's random", "warn"),
+    "batch norm": (lambda: smooth(nn.BatchNorm1d(6)), "batch norm", "`2`", "warn"),
+    "autocast": (lambda: smooth(CastInside()), "autocast", "`2.inner`", "warn"),
+    "once": (lambda: smooth(Applies(OnceDifferentiable.apply)), "once_differentiable", "OnceDifferentiable in `2`", "warn"),
+    "reentrant": (lambda: smooth(Applies(lambda x: checkpoint(torch.sin, x, use_reentrant=True))), "reentrant checkpoint", "`2`", "warn"),
+    "compiled": (lambda: smooth(torch.compile(nn.Linear(6, 6), backend="eager")), "compiled", "`2`", "warn"),
+    "state": (lambda: smooth(Counts()), "state", "`2.calls`", "warn"),
+    "stopped": (lambda: smooth(Applies(lambda x: x * x.norm().detach())), "stopped gradients", "`2`", "warn"),
+    "unused": (unused, "unused parameters", "spare.weight, spare.bias", "warn"),
+    "nondeterministic": (lambda: smooth(Applies(lambda x: x * clock())), "deterministic", "two values", "fail"),
+    "not finite": (lambda: smooth(Applies(lambda x: (-x.abs() - 1).log())), "finite", "`2` (Applies)", "fail"),
+    "an error": (lambda: nn.Sequential(nn.Linear(4, 6), nn.Linear(5, 3)), "runs", "`1` (Linear)", "fail"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FRAGILE)
-def test_what_is_fragile_is_a_warning_that_names_the_module(name: str) -> None:
-    make, row, module = FRAGILE[name]
+@rows("name", FLAWED)
+def test_what_is_fragile_or_broken_is_told_with_its_module(name: str) -> None:
+    make, row, text, status = FLAWED[name]
     report = audited(make())
-    assert report[row].status == "warn"
-    assert module in report[row].text
+    assert report[row].status == status
+    assert text in report[row].text
 
 
 def test_autocast_around_the_call() -> None:
@@ -120,23 +117,6 @@ def test_autocast_around_the_call() -> None:
 
 def clock() -> float:
     return int.from_bytes(os.urandom(4), "big") / 2**32
-
-
-BROKEN: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
-    "nondeterministic": (lambda: smooth(Applies(lambda x: x * clock())), "deterministic", "two values"),
-    "not finite": (
-        lambda: smooth(Applies(lambda x: (-x.abs() - 1).log())), "finite", "`2` (Applies)",
-    ),
-    "raises": (lambda: nn.Sequential(nn.Linear(4, 6), nn.Linear(5, 3)), "runs", "`1` (Linear)"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_loss_without_derivatives_fails(name: str) -> None:
-    make, row, text = BROKEN[name]
-    report = audited(make())
-    assert report[row].status == "fail"
-    assert text in report[row].text
 
 
 def test_a_loss_of_other_parameters_than_those_given() -> None:

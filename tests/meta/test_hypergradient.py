@@ -7,8 +7,9 @@ from torch.testing import assert_close
 import hoglib as hog
 from tests.oracles import relative
 from tests.refused import refused
+from tests.tensors import F64
+from tests.tensors import randn as rand
 
-F64 = torch.float64
 WAYS = {
     "store": {},
     "remat": {"memory": "remat"},
@@ -19,10 +20,6 @@ WAYS = {
     "disk, log": {"memory": "disk", "schedule": "log"},
 }
 STEPS, RATE = 6, 0.15
-
-
-def rand(*shape):
-    return torch.randn(*shape, dtype=F64, generator=torch.Generator().manual_seed(sum(shape)))
 
 
 # Training: f = mean_n c_n (x_n.w - y_n)^2 / 2 + exp(rho) |w|^2 / 2, from w_0, at the rate alpha.

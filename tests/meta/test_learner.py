@@ -4,7 +4,6 @@ import copy
 import functools
 import pickle
 import warnings
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import pytest
@@ -15,7 +14,7 @@ from torch.func import functional_call
 
 import hoglib as hog
 from tests.meta.networks import Scaled, as_list, image_tasks, meta_gradient, network
-from tests.models import Fn
+from tests.models import Fn, Sample
 from tests.oracles import random_like, relative
 from tests.refused import refused
 from tests.rows import rows
@@ -231,14 +230,6 @@ class OfPairs(nn.Linear):
         return super().forward(batch.x)
 
 
-@dataclass
-class Pair:
-    """A batch that only the model knows the inside of."""
-
-    x: torch.Tensor
-    y: torch.Tensor
-
-
 # the model, its criterion and forward, and a batch of x, y and a number
 KINDS = {
     "several inputs": (TwoInputs, F.mse_loss, None, lambda x, y, n: (x, n, y)),
@@ -250,7 +241,7 @@ KINDS = {
         TwoInputs, lambda out, batch: F.mse_loss(out, batch["y"]), lambda model, batch: model(b=batch["n"], a=batch["x"]),
         lambda x, y, n: {"x": x, "n": n, "y": y},
     ),
-    "objects": (OfPairs, lambda out, batch: F.mse_loss(out, batch.y), None, lambda x, y, n: Pair(x, y)),
+    "objects": (OfPairs, lambda out, batch: F.mse_loss(out, batch.y), None, lambda x, y, n: Sample(x, y)),
 }  # fmt: skip
 
 
