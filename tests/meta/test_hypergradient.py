@@ -244,14 +244,8 @@ ERRORS = {
     "neumann without a step size": (lambda: hypergradient(method="neumann"), ValueError, "step_size: expected a positive number"),
     "neumann that diverges": (lambda: hypergradient(method="neumann", step_size=1e3), FloatingPointError, "expected terms that shrink.* lower step_size"),
     "training that diverges": (diverging, FloatingPointError, "at step 2 of 6. The inner training diverges"),
-    "a value per example": (
-        lambda: hog.meta.hypergradient(lambda p, h: p["w"], inner, {"w": HYPER["start"]}, HYPER, rule=hog.meta.sgd(RATE)),
-        ValueError, r"outer\(params, hyper\)",
-    ),
-    "no minimum": (
-        lambda: hog.meta.hypergradient(outer, lambda p, h: -inner(p, h), {"w": HYPER["start"]}, HYPER, method="cg"),
-        ArithmeticError, "direction of negative curvature",
-    ),
+    "a value per example": (lambda: hog.meta.hypergradient(lambda p, h: p["w"], inner, {"w": HYPER["start"]}, HYPER, rule=hog.meta.sgd(RATE)), ValueError, r"outer\(params, hyper\)"),
+    "no minimum": (lambda: hog.meta.hypergradient(outer, lambda p, h: -inner(p, h), {"w": HYPER["start"]}, HYPER, method="cg"), ArithmeticError, "direction of negative curvature"),
     "a system that was not solved": (lambda: hypergradient(method="cg", tol=1e-30), UserWarning, "solved to a relative residual of .* only"),
     "inside of torch.func": (lambda: torch.func.vmap(lambda r: hypergradient({**HYPER, "rate": r}).value)(torch.rand(2)), NotImplementedError, "hoglib.meta.adapt"),
 }  # fmt: skip
