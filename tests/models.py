@@ -1,6 +1,7 @@
 """Small models of the tests: of hoglib's ops, of plain torch, with each kind of normalisation; and their parts."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -8,6 +9,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hoglib as hog
+
+
+@dataclass
+class Sample:
+    """A batch that only the model knows the inside of."""
+
+    x: Tensor
+    y: Tensor
 
 
 class Tied(nn.Module):

@@ -2,7 +2,6 @@
 
 import copy
 from collections import OrderedDict, UserDict, namedtuple
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -17,7 +16,7 @@ from torch.utils.data import DataLoader
 
 import hoglib as hog
 from hoglib._core.swap import keep_swapped
-from tests.models import Fn, Remembers, Tied
+from tests.models import Fn, Remembers, Sample, Tied
 from tests.oracles import random_like, relative
 from tests.refused import refused
 from tests.unchanged import unchanged
@@ -74,12 +73,6 @@ class ModelOutput(OrderedDict):
 
     def __getattr__(self, name):
         return self[name]
-
-
-@dataclass
-class Sample:
-    x: torch.Tensor
-    y: torch.Tensor
 
 
 class Graph:

@@ -21,11 +21,6 @@ ROWS = {route.key: route.row for route in ROUTES}
 AUTO, FIRST = ROWS["rr"], "first derivative: reverse"
 
 
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
-
-
 def audited(model: nn.Module, **options: Any) -> hog.Report:
     given = {name: options.pop(name) for name in ("width", "rows", "criterion") if name in options}
     return hog.audit(*problem(model, **given), **options)

@@ -26,11 +26,8 @@ from hoglib.errors import (
 )
 from tests.auditing.cases import Applies, Cached, problem, smooth
 from tests.functions import OnceDifferentiable
-
-
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
+from tests.refused import refused
+from tests.rows import rows
 
 
 class Base(nn.Module):
@@ -82,31 +79,32 @@ def unused() -> nn.Module:
     return model
 
 
-FRAGILE: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
-    "dropout": (lambda: smooth(nn.Dropout(0.5)), "dropout", "`2`"),
-    "functional dropout": (lambda: smooth(Applies(lambda x: F.dropout(x))), "dropout", "`2`"),
-    "noise": (lambda: smooth(Applies(lambda x: x + torch.randn_like(x))), "random numbers", "`2`"),
-    "Python's numbers": (lambda: smooth(Applies(lambda x: x * random.random())), "random numbers", "Python's random"),
-    "batch norm": (lambda: smooth(nn.BatchNorm1d(6)), "batch norm", "`2`"),
-    "autocast": (lambda: smooth(CastInside()), "autocast", "`2.inner`"),
-    "once": (lambda: smooth(Applies(OnceDifferentiable.apply)), "once_differentiable", "OnceDifferentiable in `2`"),
-    "reentrant": (
-        lambda: smooth(Applies(lambda x: checkpoint(torch.sin, x, use_reentrant=True))),
-        "reentrant checkpoint", "`2`",
-    ),
-    "compiled": (lambda: smooth(torch.compile(nn.Linear(6, 6), backend="eager")), "compiled", "`2`"),
-    "state": (lambda: smooth(Counts()), "state", "`2.calls`"),
-    "stopped": (lambda: smooth(Applies(lambda x: x * x.norm().detach())), "stopped gradients", "`2`"),
-    "unused": (unused, "unused parameters", "spare.weight, spare.bias"),
+# its row of the report, and words of it: a warning, or what fails
+FLAWED: dict[str, tuple[Callable[[], nn.Module], str, str, str]] = {
+    "dropout": (lambda: smooth(nn.Dropout(0.5)), "dropout", "`2`", "warn"),
+    "functional dropout": (lambda: smooth(Applies(lambda x: F.dropout(x))), "dropout", "`2`", "warn"),
+    "noise": (lambda: smooth(Applies(lambda x: x + torch.randn_like(x))), "random numbers", "`2`", "warn"),
+    "Python's numbers": (lambda: smooth(Applies(lambda x: x * random.random())), "random numbers", "Python's random", "warn"),
+    "batch norm": (lambda: smooth(nn.BatchNorm1d(6)), "batch norm", "`2`", "warn"),
+    "autocast": (lambda: smooth(CastInside()), "autocast", "`2.inner`", "warn"),
+    "once": (lambda: smooth(Applies(OnceDifferentiable.apply)), "once_differentiable", "OnceDifferentiable in `2`", "warn"),
+    "reentrant": (lambda: smooth(Applies(lambda x: checkpoint(torch.sin, x, use_reentrant=True))), "reentrant checkpoint", "`2`", "warn"),
+    "compiled": (lambda: smooth(torch.compile(nn.Linear(6, 6), backend="eager")), "compiled", "`2`", "warn"),
+    "state": (lambda: smooth(Counts()), "state", "`2.calls`", "warn"),
+    "stopped": (lambda: smooth(Applies(lambda x: x * x.norm().detach())), "stopped gradients", "`2`", "warn"),
+    "unused": (unused, "unused parameters", "spare.weight, spare.bias", "warn"),
+    "nondeterministic": (lambda: smooth(Applies(lambda x: x * clock())), "deterministic", "two values", "fail"),
+    "not finite": (lambda: smooth(Applies(lambda x: (-x.abs() - 1).log())), "finite", "`2` (Applies)", "fail"),
+    "an error": (lambda: nn.Sequential(nn.Linear(4, 6), nn.Linear(5, 3)), "runs", "`1` (Linear)", "fail"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FRAGILE)
-def test_what_is_fragile_is_a_warning_that_names_the_module(name: str) -> None:
-    make, row, module = FRAGILE[name]
+@rows("name", FLAWED)
+def test_what_is_fragile_or_broken_is_told_with_its_module(name: str) -> None:
+    make, row, text, status = FLAWED[name]
     report = audited(make())
-    assert report[row].status == "warn"
-    assert module in report[row].text
+    assert report[row].status == status
+    assert text in report[row].text
 
 
 def test_autocast_around_the_call() -> None:
@@ -119,23 +117,6 @@ def test_autocast_around_the_call() -> None:
 
 def clock() -> float:
     return int.from_bytes(os.urandom(4), "big") / 2**32
-
-
-BROKEN: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
-    "nondeterministic": (lambda: smooth(Applies(lambda x: x * clock())), "deterministic", "two values"),
-    "not finite": (
-        lambda: smooth(Applies(lambda x: (-x.abs() - 1).log())), "finite", "`2` (Applies)",
-    ),
-    "raises": (lambda: nn.Sequential(nn.Linear(4, 6), nn.Linear(5, 3)), "runs", "`1` (Linear)"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_loss_without_derivatives_fails(name: str) -> None:
-    make, row, text = BROKEN[name]
-    report = audited(make())
-    assert report[row].status == "fail"
-    assert text in report[row].text
 
 
 def test_a_loss_of_other_parameters_than_those_given() -> None:
@@ -319,30 +300,28 @@ def lazily(w: Tensor, x: Tensor) -> Tensor:
 
 
 ONE, LAZY = torch.ones(3), nn.LazyLinear(3)
-ARGUMENTS: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = {
-    "a loss that is no function": ((3, ONE, None), {}, ArgumentTypeError, "loss: expected a function"),
-    "a model as the loss": ((smooth(), ONE, None), {}, ArgumentTypeError, "functional_loss"),
-    "an iterator of params": ((max, iter([ONE]), None), {}, ArgumentTypeError, "trainable_params"),
-    "no params": ((max, {}, None), {}, ArgumentValueError, "params: expected at least one tensor"),
-    "a used-up batch": ((max, ONE, iter([ONE])), {}, ArgumentTypeError, r"one batch .* pass list\(...\)"),
-    "a loader": ((max, ONE, torch.utils.data.DataLoader([ONE])), {}, ArgumentTypeError, "one batch .* DataLoader"),
-    "no scalar": ((lambda w, b: w, ONE, None), {}, ArgumentValueError, "expected a scalar"),
-    "stand_ins": ((max, ONE, None), {"stand_ins": "yes"}, ArgumentTypeError, "expected True or False"),
-    "an unknown route": ((max, ONE, None), {"routes": "rv"}, ArgumentValueError, r"routes: .*'rv'"),
-    "no route": ((max, ONE, None), {"routes": []}, ArgumentTypeError, "routes: expected some of"),
-    "lazy params": ((max, dict(LAZY.named_parameters()), None), {}, ArgumentValueError, "lazy module that has not run"),
-    "sparse params": ((max, {"w": torch.eye(3).to_sparse()}, None), {}, ArgumentTypeError, r"\['w'\]: .*dense.*sparse"),
-    "meta params": ((max, torch.ones(3, device="meta"), None), {}, ArgumentTypeError, "with values.*meta"),
-    "float8 params": ((max, ONE.to(torch.float8_e4m3fn), None), {}, ArgumentTypeError, "float8_e4m3fn"),
-    "a lazy module": ((lazily, ONE, ONE), {}, ArgumentValueError, "lazy and has not run"),
+ARGUMENTS: dict[str, Any] = {
+    "a loss that is no function": (((3, ONE, None), {}), ArgumentTypeError, "loss: expected a function"),
+    "a model as the loss": (((smooth(), ONE, None), {}), ArgumentTypeError, "functional_loss"),
+    "an iterator of params": (((max, iter([ONE]), None), {}), ArgumentTypeError, "trainable_params"),
+    "no params": (((max, {}, None), {}), ArgumentValueError, "params: expected at least one tensor"),
+    "a used-up batch": (((max, ONE, iter([ONE])), {}), ArgumentTypeError, r"one batch .* pass list\(...\)"),
+    "a loader": (((max, ONE, torch.utils.data.DataLoader([ONE])), {}), ArgumentTypeError, "one batch .* DataLoader"),
+    "no scalar": (((lambda w, b: w, ONE, None), {}), ArgumentValueError, "expected a scalar"),
+    "stand_ins": (((max, ONE, None), {"stand_ins": "yes"}), ArgumentTypeError, "expected True or False"),
+    "an unknown route": (((max, ONE, None), {"routes": "rv"}), ArgumentValueError, r"routes: .*'rv'"),
+    "no route": (((max, ONE, None), {"routes": []}), ArgumentTypeError, "routes: expected some of"),
+    "lazy params": (((max, dict(LAZY.named_parameters()), None), {}), ArgumentValueError, "lazy module that has not run"),
+    "sparse params": (((max, {"w": torch.eye(3).to_sparse()}, None), {}), ArgumentTypeError, r"\['w'\]: .*dense.*sparse"),
+    "meta params": (((max, torch.ones(3, device="meta"), None), {}), ArgumentTypeError, "with values.*meta"),
+    "float8 params": (((max, ONE.to(torch.float8_e4m3fn), None), {}), ArgumentTypeError, "float8_e4m3fn"),
+    "a lazy module": (((lazily, ONE, ONE), {}), ArgumentValueError, "lazy and has not run"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ARGUMENTS)
-def test_arguments_of_the_wrong_kind_are_refused(name: str) -> None:
-    args, options, error, message = ARGUMENTS[name]
-    with pytest.raises(error, match=message):
-        hog.audit(*args, **options)
+test_arguments_of_the_wrong_kind_are_refused = refused(
+    ARGUMENTS, lambda given: hog.audit(*given[0], **given[1])
+)
 
 
 def test_transforms_around_the_call_are_refused() -> None:

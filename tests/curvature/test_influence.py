@@ -281,7 +281,6 @@ def test_loaders_and_orders():
 @rows("form", ["[N, V, T]", "[N, T, V]", "of features"])
 def test_scores_of_tokens(form):
     """Beside the gradients of single tokens, with targets that are ignored and classes with weights."""
-    torch.manual_seed(0)
     net = nn.Sequential(nn.Embedding(7, 3), nn.Tanh(), nn.Linear(3, 7)).double()
     x, weight = torch.randint(7, (5, 6)), torch.rand(7, dtype=F64) if form == "[N, V, T]" else None
     y = x.roll(-1, 1)

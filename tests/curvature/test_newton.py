@@ -177,12 +177,6 @@ def test_a_matrix_that_is_not_positive_definite_is_damped_until_it_is():
     assert_close(loss.model.p.detach(), torch.tensor([0, math.pi], dtype=F64), rtol=0, atol=1e-4)
 
 
-def test_an_indefinite_matrix_beyond_the_largest_damping_raises():
-    loss = hog.functional_loss(Residuals(lambda p: p, [0.1, 1.0]), lambda y, _: -y.square().sum())
-    with pytest.raises(ArithmeticError, match="positive definite"):
-        NewtonCG(loss, damping=1e-10).step(HERE)
-
-
 NETWORKS = ["LayerNorm", "transformer block"]
 
 
@@ -277,13 +271,6 @@ def test_a_copy_is_independent():
     assert_close(other.param_groups[0]["params"], [*params.values()], rtol=0, atol=0)
 
 
-def test_the_state_of_another_optimizer_is_refused():
-    loss, params, _ = problem("LayerNorm")
-    state = torch.optim.Adam(params.values()).state_dict()
-    with pytest.raises(ValueError, match="expected that of a NewtonCG, got one without damping"):
-        NewtonCG(loss).load_state_dict(state)
-
-
 def linear(*more):
     model = nn.Sequential(nn.Linear(3, 2), *more)
     return hog.functional_loss(model, F.mse_loss)
@@ -310,18 +297,14 @@ REFUSED = {
     "a closure that gives the loss": (lambda: step(lambda: torch.ones((), requires_grad=True)), TypeError, "returns one, got the loss"),
     "dropout": (lambda: step(loss=linear(nn.Dropout(0.5))), RuntimeError, "1 \\(Dropout\\) draws at random"),
     "NaN in the data": (lambda: step((torch.full((4, 3), math.nan), torch.ones(4, 2))), FloatingPointError, "holds NaN"),
+    "an indefinite matrix beyond the largest damping": (lambda: step(HERE, hog.functional_loss(Residuals(lambda p: p, [0.1, 1.0]), lambda y, _: -y.square().sum()), damping=1e-10), ArithmeticError, "positive definite"),
+    "the state of another optimizer": (lambda: NewtonCG(linear()).load_state_dict(torch.optim.Adam(linear().model.parameters()).state_dict()), ValueError, "expected that of a NewtonCG, got one without damping"),
+    "a second group": (lambda: NewtonCG(linear()).add_param_group({"params": [("w", nn.Parameter(torch.ones(1)))]}), ValueError, "expected one group, got a second"),
     "no batches": (lambda: step([]), ValueError, "at least one batch"),
 }  # fmt: skip
 
 
 test_bad_arguments_raise = refused(REFUSED)
-
-
-def test_a_second_group_is_refused():
-    loss = linear()
-    optimizer = NewtonCG(loss)
-    with pytest.raises(ValueError, match="expected one group, got a second"):
-        optimizer.add_param_group({"params": [("w", nn.Parameter(torch.ones(1)))]})
 
 
 def test_an_error_changes_no_parameter():

@@ -39,7 +39,6 @@ def test_quadratic_losses(shift):
 def test_networks_and_the_edge_of_stability():
     """Of batches as of one, and nothing is changed; after long training by gradient descent it is the
     largest eigenvalue, and 2 / lr."""
-    torch.manual_seed(0)
     x, two = draw(32, 4), pytest.approx(2, rel=0.1)
     model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1)).double()
     loss, params = hog.functional_loss(model, F.mse_loss), hog.trainable_params(model)

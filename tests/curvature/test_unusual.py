@@ -3,7 +3,6 @@
 import copy
 import pickle
 import threading
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from torch.testing import assert_close
 import hoglib as hog
 from tests.curvature.problems import F64, dense_ggn, dense_hessian, draw, flat, relative
 from tests.functions import WrongTangent
-from tests.models import Fn, Through
+from tests.models import Fn, Sample, Through
 from tests.refused import refused
 from tests.rows import rows
 
@@ -49,15 +48,9 @@ def test_a_change_of_an_attribute_or_a_closure_is_detected():
             assert relative(before, after) > 1e-3
 
 
-@dataclass
-class Graph:
-    x: torch.Tensor
-    y: torch.Tensor
-
-
 def test_a_batch_of_an_own_class():
     loss, params = made(net(), lambda z, g: F.cross_entropy(z, g.y), forward=lambda m, g: m(g.x))
-    graph = Graph(BATCH[0].clone(), BATCH[1])
+    graph = Sample(BATCH[0].clone(), BATCH[1])
     operator, v = hog.HessianOperator(loss, params, graph), draw(26)
     A = dense_hessian(loss, params, graph)
     assert relative(operator @ v, A @ v) < 1e-7

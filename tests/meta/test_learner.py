@@ -4,7 +4,6 @@ import copy
 import functools
 import pickle
 import warnings
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import pytest
@@ -15,9 +14,10 @@ from torch.func import functional_call
 
 import hoglib as hog
 from tests.meta.networks import Scaled, as_list, image_tasks, meta_gradient, network
-from tests.models import Fn
+from tests.models import Fn, Sample
 from tests.oracles import random_like, relative
 from tests.refused import refused
+from tests.rows import rows
 from tests.tensors import randn as rand
 
 MEMORY = ["store", "remat", "checkpoint", "mixed"]
@@ -230,14 +230,6 @@ class OfPairs(nn.Linear):
         return super().forward(batch.x)
 
 
-@dataclass
-class Pair:
-    """A batch that only the model knows the inside of."""
-
-    x: torch.Tensor
-    y: torch.Tensor
-
-
 # the model, its criterion and forward, and a batch of x, y and a number
 KINDS = {
     "several inputs": (TwoInputs, F.mse_loss, None, lambda x, y, n: (x, n, y)),
@@ -249,7 +241,7 @@ KINDS = {
         TwoInputs, lambda out, batch: F.mse_loss(out, batch["y"]), lambda model, batch: model(b=batch["n"], a=batch["x"]),
         lambda x, y, n: {"x": x, "n": n, "y": y},
     ),
-    "objects": (OfPairs, lambda out, batch: F.mse_loss(out, batch.y), None, lambda x, y, n: Pair(x, y)),
+    "objects": (OfPairs, lambda out, batch: F.mse_loss(out, batch.y), None, lambda x, y, n: Sample(x, y)),
 }  # fmt: skip
 
 
@@ -446,6 +438,19 @@ def of_another_model():
     return maml
 
 
+def from_elsewhere(kind):
+    a = nn.Linear(2, 2)
+    net = Fn(lambda net, x: net.a(x) @ net.weights[0], a=a, weights=[a.weight])
+    return kind(net.double(), F.mse_loss).loss(fixed())
+
+
+def thawed():
+    model = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2)).double()
+    maml = hog.MAML(model, F.mse_loss, learn_lr="parameter")
+    model.requires_grad_(True)
+    return maml.loss(fixed())
+
+
 ERRORS = {
     "rates a step of nothing": (make(lr_per_step=True), ValueError, "learn_lr.*got None"),
     "unknown granularity": (make(learn_lr="channel"), ValueError, "model, layer, parameter, element"),
@@ -465,20 +470,15 @@ ERRORS = {
     "no weight": (make(inner_steps=2, step_weights=[0, 0]), ValueError, "not all of them"),
     "truncated below none": (make(truncate=-1), ValueError, "truncate.*at least 0"),
     "unknown policy": (make(batch_norm="batch"), ValueError, "by_mode, transductive, per_step, frozen"),
-    "tasks of other sizes by vmap": (
-        lambda: hog.MAML(nn.Linear(2, 2).double(), F.mse_loss, over_tasks="vmap").loss(
-            [((rand(2, 2), rand(2, 2)), (rand(2, 2), rand(2, 2))), ((rand(3, 2), rand(3, 2)), (rand(3, 2), rand(3, 2)))]
-        ), ValueError, "same shapes",
-    ),
-    "stacks of other lengths": (
-        lambda: hog.MAML(OfDict(2, 2).double(), lambda o, b: o["out"].mean()).loss(
-            ({"x": rand(3, 4, 2), "scale": rand(2)}, {"x": rand(3, 4, 2), "scale": rand(3)})
-        ), ValueError, "support: .*leading dimension is that of the tasks",
-    ),
+    "tasks of other sizes by vmap": (lambda: hog.MAML(nn.Linear(2, 2).double(), F.mse_loss, over_tasks="vmap").loss([((rand(2, 2), rand(2, 2)), (rand(2, 2), rand(2, 2))), ((rand(3, 2), rand(3, 2)), (rand(3, 2), rand(3, 2)))]), ValueError, "same shapes"),
+    "stacks of other lengths": (lambda: hog.MAML(OfDict(2, 2).double(), lambda o, b: o["out"].mean()).loss(({"x": rand(3, 4, 2), "scale": rand(2)}, {"x": rand(3, 4, 2), "scale": rand(3)})), ValueError, "support: .*leading dimension is that of the tasks"),
     "an inner loss of nothing": (lambda: hog.MAML(nn.Linear(2, 2).double(), F.mse_loss, inner_loss=lambda o, y: o.detach().sum(), over_tasks="loop").loss(fixed()), RuntimeError, "inner loss: .*does not; look for .detach"),
     "an inner loss of nothing, by vmap": (lambda: hog.MAML(nn.Linear(2, 2).double(), lambda o, y: o.detach().sum()).loss(fixed()), RuntimeError, "inner loss: .*does not; look for .detach"),
     "an outer loss of nothing": (lambda: hog.MAML(nn.Linear(2, 2).double(), lambda o, y: o.detach().sum(), inner_loss=F.mse_loss).loss(fixed()), RuntimeError, "outer loss: .*does not; look for .detach"),
     "inner parameters that nothing uses": (lambda: hog.MAML(IDLE, F.mse_loss, inner_params="idle").loss(fixed()), RuntimeError, "parameters that adapt.*that nothing uses"),
+    **{f"a parameter from elsewhere, {kind.__name__}": (lambda kind=kind: from_elsewhere(kind), RuntimeError, r"uses a\.weight from elsewhere") for kind in (hog.MAML, hog.meta.Reptile, hog.meta.IMAML)},
+    "a layer that thaws, without a learned rate": (thawed, ValueError, "got 0.weight as well"),
+    "another rate, where it is learned": (lambda: setattr(make(learn_lr="model")(), "inner_lr", 0.5), ValueError, r"learner\.rates"),
     "statistics of another model": (lambda: of_another_model().loss(image_tasks()), ValueError, "expected the layers 1, got none; make a new learner"),
 }  # fmt: skip
 
@@ -535,18 +535,6 @@ def test_a_tensor_outside_of_modules_warns():
         maml.loss(image_tasks())
 
 
-def from_elsewhere():
-    a = nn.Linear(2, 2)
-    return Fn(lambda net, x: net.a(x) @ net.weights[0], a=a, weights=[a.weight])
-
-
-@pytest.mark.parametrize("kind", [hog.MAML, hog.meta.Reptile, hog.meta.IMAML])
-def test_a_parameter_from_elsewhere_raises(kind):
-    learner = kind(from_elsewhere().double(), F.mse_loss)
-    with pytest.raises(RuntimeError, match=r"uses a\.weight from elsewhere"):
-        learner.loss(fixed())
-
-
 CHANGES = {
     "first_order": ("no", TypeError), "memory": ("disk", ValueError), "inner_steps": (0, ValueError),
     "batch_norm": ("per_step", ValueError), "truncate": ("no", TypeError), "inner_lr": (-1.0, ValueError),
@@ -555,7 +543,7 @@ CHANGES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@rows("name", CHANGES)
 def test_options_are_checked_when_they_change(name):
     value, error = CHANGES[name]
     maml = hog.MAML(nn.Linear(2, 2), F.mse_loss)
@@ -563,16 +551,6 @@ def test_options_are_checked_when_they_change(name):
     with pytest.raises(error, match=name):
         setattr(maml, name, value)
     assert getattr(maml, name) is before
-    with pytest.raises(ValueError, match=r"learner\.rates"):
-        hog.MAML(nn.Linear(2, 2), F.mse_loss, learn_lr="model").inner_lr = 0.5
-
-
-def test_a_layer_that_thaws_has_no_learned_rate():
-    model = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2)).double()
-    maml = hog.MAML(model, F.mse_loss, learn_lr="parameter")
-    model.requires_grad_(True)
-    with pytest.raises(ValueError, match=r"got 0.weight as well"):
-        maml.loss(fixed())
 
 
 class Constrained(nn.Module):

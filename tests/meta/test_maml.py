@@ -306,42 +306,21 @@ ERRORS = {
     "frozen model": (lambda: hog.MAML(nn.Linear(2, 2).requires_grad_(False), F.mse_loss), ValueError, "all 2 are frozen"),
     "model is no module": (lambda: hog.MAML(F.relu, F.mse_loss), TypeError, "torch.nn.Module"),
     "criterion is a name": (lambda: hog.MAML(nn.Linear(2, 2), "mse"), TypeError, "criterion: expected a function"),
-    "loss is not a scalar": (
-        lambda: hog.MAML(build("plain"), nn.MSELoss(reduction="none")).loss(stacks()), ValueError,
-        r"criterion\(outputs, targets\): expected a scalar, got .*\(4, 2\)",
-    ),
+    "loss is not a scalar": (lambda: hog.MAML(build("plain"), nn.MSELoss(reduction="none")).loss(stacks()), ValueError, r"criterion\(outputs, targets\): expected a scalar, got .*\(4, 2\)"),
     "loss is not finite": (diverging(), FloatingPointError, "lower inner_lr"),
     "one task is NaN": (lambda: maml("plain").loss(bad_task(2)), FloatingPointError, "inner loss.*task 2 of 3, step 1 of 1"),
-    "empty support": (
-        lambda: maml("plain").loss(((SX[:, :0], SY[:, :0]), (QX, QY))), ValueError, "support: .*at least one example",
-    ),
+    "empty support": (lambda: maml("plain").loss(((SX[:, :0], SY[:, :0]), (QX, QY))), ValueError, "support: .*at least one example"),
     "empty support of one task": (lambda: maml("plain").adapt((SX[0, :0], SY[0, :0])), ValueError, "support: .*empty set"),
     "no tasks": (lambda: maml("plain").loss([]), ValueError, "at least one task"),
-    "other number of query sets": (
-        lambda: maml("plain").loss(((SX, SY), (QX[:2], QY[:2]))), ValueError, "3 support and 2 query",
-    ),
-    "other number of targets": (
-        lambda: maml("plain").loss(((SX, SY[:, :1]), (QX, QY))), ValueError, r"support: .*\(3, 4\), \(3, 1\)",
-    ),
-    "other number of targets in a list": (
-        lambda: maml("plain").loss([((SX[0], SY[0, :1]), (QX[0], QY[0]))]), ValueError,
-        r"tasks\[0\]: support.* 4, 1",
-    ),
-    "one task that is no list": (
-        lambda: maml("plain").loss(((SX[0, 0], SY[0, 0]), (QX[0, 0], QY[0, 0]))), ValueError, "for one task pass a list",
-    ),
+    "other number of query sets": (lambda: maml("plain").loss(((SX, SY), (QX[:2], QY[:2]))), ValueError, "3 support and 2 query"),
+    "other number of targets": (lambda: maml("plain").loss(((SX, SY[:, :1]), (QX, QY))), ValueError, r"support: .*\(3, 4\), \(3, 1\)"),
+    "other number of targets in a list": (lambda: maml("plain").loss([((SX[0], SY[0, :1]), (QX[0], QY[0]))]), ValueError, r"tasks\[0\]: support.* 4, 1"),
+    "one task that is no list": (lambda: maml("plain").loss(((SX[0, 0], SY[0, 0]), (QX[0, 0], QY[0, 0]))), ValueError, "for one task pass a list"),
     "tasks are one tensor": (lambda: maml("plain").loss(SX), ValueError, r"pair \(support, query\)"),
-    "tasks that require grad": (
-        lambda: maml("plain").loss(((SX.clone().requires_grad_(), SY), (QX, QY))), RuntimeError, "Detach them",
-    ),
+    "tasks that require grad": (lambda: maml("plain").loss(((SX.clone().requires_grad_(), SY), (QX, QY))), RuntimeError, "Detach them"),
     "differentiated twice": (lambda: maml("plain").loss(stacks()).backward(create_graph=True), RuntimeError, "maml.adapt"),
-    "inside a transform": (
-        lambda: torch.func.vmap(lambda x: LEARNER.loss(((x, SY), (QX, QY))))(SX[None]),
-        NotImplementedError, "outside of torch.func transforms",
-    ),
-    "misspelt parameter": (
-        lambda: maml("plain").adapt((SX[0], SY[0]), params={"0.weigth": SX}), ValueError, "did you mean '0.weight'",
-    ),
+    "inside a transform": (lambda: torch.func.vmap(lambda x: LEARNER.loss(((x, SY), (QX, QY))))(SX[None]), NotImplementedError, "outside of torch.func transforms"),
+    "misspelt parameter": (lambda: maml("plain").adapt((SX[0], SY[0]), params={"0.weigth": SX}), ValueError, "did you mean '0.weight'"),
     "misspelt option": (lambda: maml("plain", inner_step=3), TypeError, "did you mean 'inner_steps'"),
     "first_order is a word": (lambda: maml("plain", first_order="no"), TypeError, "first_order: expected True or False"),
     "empty containers": (lambda: maml("plain").adapt(([], [])), ValueError, "support: expected a batch of tensors"),

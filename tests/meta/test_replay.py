@@ -313,6 +313,7 @@ ARGUMENTS = {
     "a number of batches": (lambda p: by_batches(3), TypeError, "batches: expected a sequence"),
     "no batches": (lambda p: by_batches([]), ValueError, "one for each of 2 steps, got 0"),
     "an iterable that is empty": (lambda p: by_batches(Empty()), ValueError, "gave none"),
+    "a schedule of momentum": (lambda p: hog.meta.scheduled(0.1, lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.2, 9), steps=3), ValueError, "cycle_momentum=False"),
     "a rule whose state grows": (lambda p: hog.meta.hypergradient(lambda p, h: p * h, lambda p, h: p * h, X.sum(), X.sum(), rule=GROWS, steps=2, memory="remat"), ValueError, "make all slots of the state in init"),
 }  # fmt: skip
 
@@ -494,8 +495,3 @@ def test_each_step_has_a_learned_rate(way, tmp_path):
         shrunk = (1 - rates).prod() * randn(3)
         expected = (2 * (shrunk - 1) * -shrunk / (1 - rates[i])).sum()
         assert_close(ours[i], expected, rtol=1e-12, atol=1e-14)
-
-
-def test_a_schedule_of_momentum_is_refused():
-    with pytest.raises(ValueError, match="cycle_momentum=False"):
-        hog.meta.scheduled(0.1, lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.2, 9), steps=3)

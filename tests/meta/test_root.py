@@ -24,7 +24,7 @@ W, X, Y, Z, T = 0.3 * rand(4, 4), rand(4), rand(8), rand(5, 3), rand(5)
 DATA = rand(8, 3)
 
 
-def newton(F, z, h, steps=60):
+def newton(F, z, h, steps=12):
     """z of F(z, h) = 0, by dense steps."""
     for _ in range(steps):
         J = torch.func.jacrev(F)(z, h)
@@ -127,7 +127,7 @@ def implicit(h, inner=inner, at=None, **options):
     return hog.meta.hypergradient(validation, inner, {"w": solution}, h, **options)
 
 
-@rows("options", [{}, {"method": "neumann", "step_size": 0.2, "iterations": 600}, {"damping": 0.5}])
+@rows("options", [{}, {"method": "neumann", "step_size": 0.2, "iterations": 100}, {"damping": 0.5}])
 def test_a_hypergradient_to_third_order(options):
     """By value and gradient, along v; damping is that of a proximal term."""
     h = {key: x.clone().requires_grad_() for key, x in PROBLEMS["ridge"][1].items()}
@@ -289,7 +289,7 @@ ERRORS = {
     "a value of another shape": (lambda: fixed_point(HALF, X[:1], X), ValueError, r"f\(z, \*inputs\): expected \(1,\), got \(4,\)"),
     "a value of another dtype": (lambda: fixed_point(HALF, X.float(), X), TypeError, "expected torch.float32 as in z0, got torch.float64"),
     "a module that is closed over": (lambda: fixed_point(lambda z, x: layer(z) / 9 + x, X, X), RuntimeError, "f may be a module"),
-    "I - J that is singular": (lambda: torch.autograd.grad(fixed_point(lambda z, x: 0 * z + z.mean() + x, 0 * X, 0 * IMPLICIT["rho"][0])[0], IMPLICIT["rho"]), RuntimeError, "is singular where"),
+    "I - J that is singular": (lambda: torch.autograd.grad(fixed_point(lambda z, x: z * torch.eye(4)[0] + x, 0 * X, 0 * IMPLICIT["rho"][0]).sum(), IMPLICIT["rho"]), RuntimeError, "is singular where"),
     "a hypergradient's constants that require grad": (lambda: implicit({"rho": IMPLICIT["rho"], "c": IMPLICIT["c"].detach()}, inner=lambda p, h: inner(p, IMPLICIT)), RuntimeError, "Pass them in hyper"),
     "a graph of steps": (lambda: implicit(IMPLICIT, method="unrolled", rule=hog.meta.sgd(0.1), tol=None), NotImplementedError, r"hoglib\.meta\.adapt"),
     "a hypergradient away from the minimum": (lambda: implicit({**IMPLICIT, "rho": IMPLICIT["rho"] + 1}, at=IMPLICIT), UserWarning, "give more steps"),

@@ -15,9 +15,10 @@ from tests.language_models import language_model, padded_batch
 from tests.ops.checks import same
 from tests.refused import refused
 from tests.rows import rows
+from tests.tensors import F64
+from tests.tensors import randn as draw
 
 attention = hog.ops.scaled_dot_product_attention
-F64 = torch.float64
 
 
 @pytest.fixture
@@ -37,12 +38,6 @@ def route(request):
 
 
 either_route = pytest.mark.usefixtures("route")
-
-
-def draw(*shape, dtype=F64, seed=0):
-    return torch.randn(
-        shape, dtype=dtype, generator=torch.Generator().manual_seed(seed + len(shape))
-    )
 
 
 def qkv(dtype=F64, heads=4, keys=4):

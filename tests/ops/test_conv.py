@@ -16,18 +16,14 @@ from torch.utils import _pytree as pytree
 from hoglib import ops
 from tests.oracles import relative
 from tests.refused import refused
+from tests.tensors import F64 as DOUBLE
+from tests.tensors import randn
 
 # torch's own convolution, the reference, about an even kernel
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel:UserWarning")
 
-DOUBLE = torch.float64
 OURS = {1: ops.conv1d, 2: ops.conv2d, 3: ops.conv3d}
 TORCHS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
-
-
-def randn(*shape: int, dtype: torch.dtype = DOUBLE) -> Tensor:
-    generator = torch.Generator().manual_seed(len(shape))
-    return torch.randn(shape, dtype=dtype, generator=generator)
 
 
 OPTIONS: dict[str, Any] = {"stride": (2, 1), "padding": (1, 2), "dilation": (2, 1), "groups": 2}

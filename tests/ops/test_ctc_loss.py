@@ -4,7 +4,6 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,14 +11,12 @@ from torch.testing import assert_close
 
 from hoglib import ops
 from tests.ops.checks import REPLACES, refused_as_by_torch
+from tests.refused import refused
 from tests.rows import rows
+from tests.tensors import F64
+from tests.tensors import randn as scores
 
-F64 = torch.float64
 INF = torch.inf
-
-
-def scores(*shape: int, dtype: torch.dtype = F64) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=F64).to(dtype)
 
 
 LABELS = torch.tensor([[1, 2, 2], [3, 0, 9], [1, 1, -7]])  # what stands behind an end is not read
@@ -215,21 +212,11 @@ WRONG: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 test_errors_are_torchs = refused_as_by_torch(ops.ctc_loss, F.ctc_loss, WRONG)
+OWN = {  # torch names another dtype in half precision, by the device
+    "half precision": (lambda: ops.ctc_loss(X.bfloat16(), T, (4, 4), (2, 2)), NotImplementedError, "float32 or float64"),
+    **{f"label {k}": (lambda k=k: ops.ctc_loss(X, torch.full((2, 2), k), (4, 4), (2, 2)), RuntimeError, "out of bounds") for k in (5, -1)},
+    **{str(d): (lambda d=d: ops.ctc_loss(X.to(d), T, (4, 4), (2, 2)), TypeError, "log_probs: expected") for d in (torch.int64, torch.complex128)},
+}  # fmt: skip
 
 
-def test_half_precision_is_refused() -> None:
-    """Torch names another dtype here, by the device."""
-    with pytest.raises(NotImplementedError, match="float32 or float64"):
-        ops.ctc_loss(X.bfloat16(), T, (4, 4), (2, 2))
-
-
-@rows("label", [5, -1], ids=["too large", "negative"])
-def test_a_label_out_of_range(label: int) -> None:
-    with pytest.raises(RuntimeError, match="out of bounds"):
-        ops.ctc_loss(X, torch.full((2, 2), label), (4, 4), (2, 2))
-
-
-@rows("dtype", [torch.int64, torch.complex128], ids=["whole", "complex"])
-def test_no_real_numbers(dtype: torch.dtype) -> None:
-    with pytest.raises(TypeError, match="log_probs: expected"):
-        ops.ctc_loss(X.to(dtype), T, (4, 4), (2, 2))
+test_errors_of_our_own = refused(OWN)

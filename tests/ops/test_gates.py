@@ -9,13 +9,8 @@ from torch.nn import functional as F
 import hoglib as hog
 from tests.ops.checks import same
 from tests.rows import rows
-
-F64 = torch.float64
-
-
-def draw(*shape, seed=0):
-    return torch.randn(shape, dtype=F64, generator=torch.Generator().manual_seed(seed))
-
+from tests.tensors import F64
+from tests.tensors import randn as draw
 
 SIGNS = draw(3, 4, seed=1).sign()
 # fmt: off

@@ -13,17 +13,14 @@ from torch.testing import assert_close
 from hoglib import ops
 from tests.ops.checks import REPLACES, refused_as_by_torch, same, value_and_gradients
 from tests.rows import rows
+from tests.tensors import F64
+from tests.tensors import randn as normal
 
-F64 = torch.float64
 NAN, INF = torch.nan, torch.inf
 BOTH = ops.grid_sample, F.grid_sample
 every_mode = rows("mode", ["bilinear", "nearest", "bicubic"])
 every_padding = rows("padding", ["zeros", "border", "reflection"])
 both_alignments = rows("align", [False, True], ids=["edges", "centres"])
-
-
-def normal(*shape: int, dtype: torch.dtype = F64) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=F64).to(dtype)
 
 
 def at(pixels: Tensor, sizes: tuple[int, ...], align: bool) -> Tensor:

@@ -9,6 +9,7 @@ from torch.testing import assert_close
 import hoglib as hog
 from tests.refused import refused
 from tests.rows import rows
+from tests.tensors import randn as rand
 
 ACTS = {
     "relu": torch.relu,
@@ -17,10 +18,6 @@ ACTS = {
     "softplus": partial(F.softplus, threshold=40),
     "swish": lambda z: z * torch.sigmoid(z),
 }
-
-
-def rand(*shape):
-    return torch.randn(shape, dtype=torch.float64)
 
 
 def composite(act):

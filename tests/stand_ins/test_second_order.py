@@ -15,12 +15,8 @@ import hoglib as hog
 from hoglib.stand_ins import mode as stand_in_mode
 from tests.functions import Cube
 from tests.rows import rows
-
-F64 = torch.float64
-
-
-def draw(*shape, seed=0):
-    return torch.randn(shape, dtype=F64, generator=torch.Generator().manual_seed(seed))
+from tests.tensors import F64
+from tests.tensors import randn as draw
 
 
 def attend(x):

@@ -13,13 +13,8 @@ from hoglib.cli.main import main
 from hoglib.stand_ins import mode as stand_in_mode
 from hoglib.stand_ins.table import STAND_INS
 from tests.rows import rows
-
-F64 = torch.float64
-
-
-def draw(*shape, seed=0, dtype=F64):
-    return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
-
+from tests.tensors import F64
+from tests.tensors import randn as draw
 
 X, Y, SQUARE = draw(2, 3), draw(4, 3, seed=1), draw(3, 3)
 HEADS = draw(1, 1, 3, 4)

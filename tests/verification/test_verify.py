@@ -22,6 +22,7 @@ from tests.functions import (
     saving_inputs,
     saving_output,
 )
+from tests.refused import refused
 from tests.verification.faults import Branch
 
 x = torch.tensor([0.7, -1.3, 0.4])
@@ -376,23 +377,19 @@ def test_it_is_the_same_twice():
 # Wrong arguments.
 
 REFUSED = {
-    "no function": (("Cube", x), {}, TypeError, "fn: expected a function"),
-    "no reference": ((Cube, x), {"reference": 3}, TypeError, "reference: expected a function"),
-    "no tensors": ((Cube, ()), {}, ValueError, "at least one floating-point"),
-    "integers": ((Cube, torch.arange(3)), {}, ValueError, "at least one floating-point"),
-    "no elements": ((Cube, torch.randn(0)), {}, ValueError, "at least one element"),
-    "an unknown mode": ((Cube, x), {"modes": "rx"}, ValueError, "modes: expected some of"),
-    "modes that are none": ((Cube, x), {"modes": 3}, TypeError, "modes: expected some of"),
-    "an unknown order": ((Cube, x), {"orders": 5}, ValueError, "orders: expected some of 1, 2, 3, 4"),
-    "orders that are none": ((Cube, x), {"orders": "two"}, TypeError, "orders: expected some of"),
+    "no function": ((("Cube", x), {}), TypeError, "fn: expected a function"),
+    "no reference": (((Cube, x), {"reference": 3}), TypeError, "reference: expected a function"),
+    "no tensors": (((Cube, ()), {}), ValueError, "at least one floating-point"),
+    "integers": (((Cube, torch.arange(3)), {}), ValueError, "at least one floating-point"),
+    "no elements": (((Cube, torch.randn(0)), {}), ValueError, "at least one element"),
+    "an unknown mode": (((Cube, x), {"modes": "rx"}), ValueError, "modes: expected some of"),
+    "modes that are none": (((Cube, x), {"modes": 3}), TypeError, "modes: expected some of"),
+    "an unknown order": (((Cube, x), {"orders": 5}), ValueError, "orders: expected some of 1, 2, 3, 4"),
+    "orders that are none": (((Cube, x), {"orders": "two"}), TypeError, "orders: expected some of"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_wrong_arguments_raise(case):
-    given, options, error, message = REFUSED[case]
-    with pytest.raises(error, match=message):
-        hog.verify(*given, **options)
+test_wrong_arguments_raise = refused(REFUSED, lambda given: hog.verify(*given[0], **given[1]))
 
 
 # The report.
