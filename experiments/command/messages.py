@@ -37,10 +37,10 @@ def shorten_parser_error(message: str, options: Sequence[str]) -> str:
     Returns:
         One paragraph.
     """
-    unknown = re.fullmatch(r"Option '([\w.]+)' is not accepted", message)
-    if unknown:
+    if unknown := re.fullmatch(r"Option '([\w.]+)' is not accepted", message):
         name, known = unknown[1], ", ".join(options) or "class_path, init_args"
-        return f"no option {name!r}; expected one of {known}.{_suggest(name, [*options, 'init_args'])}"
+        suggestion = _suggest(name, [*options, "init_args"])
+        return f"no option {name!r}; expected one of {known}.{suggestion}"
     lines = [line.strip().removeprefix("- ") for line in message.replace(ADVICE, "").splitlines()]
     kept = [line for line in lines if line and not any(text in line for text in NOISE)]
     text = " ".join(dict.fromkeys(kept))
