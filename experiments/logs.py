@@ -15,7 +15,8 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning_utilities.core.rank_zero import rank_zero_only
 from matplotlib.image import imread
 
-from experiments.runs import CONFIG, is_rank_zero, run_folder
+from experiments.runs import CONFIG, LAST, is_rank_zero, run_folder
+from hoglib.errors import ArgumentValueError
 from hoglib.lightning.curvature import log_image
 
 METRICS = "metrics.csv"
@@ -70,6 +71,17 @@ class RunLogger(CSVLogger):
                 for row in _rows(file)
                 if step is None or int(row["step"]) < step
             ]
+
+    def check_free(self) -> None:
+        """Raise for a version that was given and holds a run, whose files this one would overwrite."""
+        if self._version is None or {p.name for p in Path(self.log_dir).glob("*")} <= {CONFIG}:
+            return
+        last = Path(self.log_dir) / LAST
+        go_on = f", or go on with this one by --ckpt_path {last}" if last.exists() else ""
+        raise ArgumentValueError(
+            f"version: expected one of a new run, got {self.version} of the run in {last.parent}; "
+            f"choose another --trainer.logger.version{go_on}."
+        )
 
     def discard(self) -> None:
         """Remove the folder of a new run that holds nothing yet, or its config alone."""

@@ -12,6 +12,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader
 
@@ -37,6 +38,9 @@ __all__ = ["FunctionalLoss", "functional_loss", "trainable_params"]
 
 Criterion = Callable[[Any, Any], Tensor]
 Forward = Callable[[nn.Module, Any], Any]
+# of torch's criteria, those that broadcast outputs and targets of different shapes
+ELEMENTWISE = (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss,
+               nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)  # fmt: skip
 # what torch.compile names by its id, because a graph holds no objects
 BY_ID: "WeakValueDictionary[int, Any]" = WeakValueDictionary()
 
@@ -260,6 +264,13 @@ class FunctionalLoss:
             return _own_loss(self.model, outputs)
         targets = self.targets(batch)
         whole = targets is batch
+        if whole and isinstance(batch, Tensor) and isinstance(outputs, Tensor):
+            compares = self._criterion in ELEMENTWISE or type(self._criterion) in ELEMENTWISE
+            if compares and outputs.shape != batch.shape:  # torch would broadcast them
+                raise ArgumentValueError(
+                    f"batch: expected targets for outputs of shape {tuple(outputs.shape)}, got one "
+                    f"tensor, its own target, of shape {tuple(batch.shape)}; pass (inputs, targets)."
+                )
         converted: AbstractContextManager[None] = nullcontext()
         if self._dtype is not None and isinstance(self._criterion, nn.Module):
             converted = swap_parameters(self._criterion, {}, self._dtype)

@@ -473,6 +473,7 @@ ERRORS = {
     "targets [N, 1]": (of(net(), (X, torch.zeros(5, 1).long()), nn.CrossEntropyLoss()), RuntimeError, r"in the criterion, of outputs that are a float64 .*\(5, 2\), .*squeeze\(1\)"),
     "a criterion with its arguments swapped": (of(net(), (X, torch.zeros(5).long()), lambda y, o: F.cross_entropy(o, y)), NotImplementedError, r"gets \(outputs, targets\), in this order"),
     "inputs alone": (of(net(), X[:, :1], F.cross_entropy, forward=lambda model, x: model(x.expand(5, 2))), RuntimeError, r"of one tensor is its own target: pass \(inputs, targets\)"),
+    "inputs alone, which broadcast": (of(nn.Linear(2, 1), X, F.mse_loss), ValueError, r"of shape \(5, 1\), .*of shape \(5, 2\); pass \(inputs, targets\)"),
     "a batch elsewhere": (of(net(), ELSEWHERE), ValueError, r"batch: expected a tensor on cpu, .* on meta; .*\.to\('cpu'\)"),
     "one tensor of a dict elsewhere": (of(TwoInputs(), {"a": X, "b": [ELSEWHERE]}, forward=lambda m, b: m(b["a"], b["b"][0])), ValueError, r"batch\['b'\]\[0\]: expected a tensor on cpu"),
     "a dataclass elsewhere": (of(net(), Sample(ELSEWHERE, Y), forward=lambda m, b: m(b.x)), ValueError, r"batch\.x: expected a tensor on cpu"),
@@ -480,6 +481,7 @@ ERRORS = {
     "an error of another kind with a tensor elsewhere": (of(net(), (X[:, :1], {"unused": ELSEWHERE}), mean_square), RuntimeError, "shapes cannot be multiplied"),
     "another width": (of(net(), (X[:, :1], Y), mean_square), RuntimeError, r"raised in module '0', Linear\(.*\), for batch\[0\], a float64 tensor of shape \(5, 1\);"),
     "a target out of range": (of(net(), (X, torch.full((5,), 9)), F.cross_entropy), IndexError, r"for batch\[0\], .*; batch\[1\], a int64 tensor.*Labels and tokens count from 0"),
+    "a decomposition of NaN": (of(net(), (X, Y), lambda o, y: torch.linalg.cholesky(o.T @ o * torch.nan).sum()), RuntimeError, "NaN and infinity raise this too"),
     "another width of a module without a text": (of(type("Untold", (nn.Linear,), {"extra_repr": None})(2, 9), (X[:, :1], Y), mean_square), RuntimeError, "cannot be multiplied"),
 }  # fmt: skip
 

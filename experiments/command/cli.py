@@ -92,8 +92,16 @@ class CommandError(HoglibError):
 class Parser(LightningArgumentParser):
     """A parser whose errors are one paragraph."""
 
+    def parse_path(self, path: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().parse_path(path, *args, **kwargs)
+        except CommandError as error:
+            raise CommandError(str(error).replace("<unicode string>", str(path))) from error
+
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        options = [action.dest for action in self._actions if action.dest != "help"]
+        commands = [a.choices.values() for a in self._actions if isinstance(a.choices, dict)]
+        parsers = [self, *(parser for choices in commands for parser in choices)]
+        options = [a.dest for parser in parsers for a in parser._actions if a.dest != "help"]
         raise CommandError(shorten_parser_error(message, options)) from ex
 
 
@@ -189,8 +197,10 @@ class ExperimentCLI(LightningCLI):
         settings["callbacks"] = [*callbacks, *(settings.get("callbacks") or [])]
         try:
             return super().instantiate_trainer(**kwargs)
-        except (TypeError, ValueError) as error:  # Lightning's own checks of its arguments
-            raise CommandError(f"trainer: {error}") from error
+        except (TypeError, ValueError, MisconfigurationException) as error:
+            # Lightning's own checks of its arguments
+            advice = " Give --trainer.accelerator cpu, or auto." if "backend" in str(error) else ""
+            raise CommandError(f"trainer: {error}{advice}") from error
 
     def after_instantiate_classes(self) -> None:
         """Resolve the checkpoint, and continue in the folder of the run that it belongs to."""
@@ -202,18 +212,19 @@ class ExperimentCLI(LightningCLI):
             options["verbose"] = False  # the experiment prints its own table
         default = None if self.subcommand in ("fit", "verify") else "last"
         ckpt_path = options.get("ckpt_path") or default
-        if ckpt_path is None:
-            return
-        logger = self.trainer.logger
-        if isinstance(logger, RunLogger) and ckpt_path == "last":
-            ckpt_path = Path(logger.save_dir or "") / str(logger.name)
-        checkpoint = runs.find_checkpoint(ckpt_path)
-        content = runs.load_checkpoint(checkpoint)
-        options["ckpt_path"] = str(checkpoint)
-        folder = runs.version_folder(checkpoint)
+        logger, folder = self.trainer.logger, None
+        if ckpt_path is not None:
+            if isinstance(logger, RunLogger) and ckpt_path == "last":
+                ckpt_path = Path(logger.save_dir or "") / str(logger.name)
+            checkpoint = runs.find_checkpoint(ckpt_path)
+            content = runs.load_checkpoint(checkpoint)
+            options["ckpt_path"] = str(checkpoint)
+            folder = runs.version_folder(checkpoint)
         if isinstance(logger, RunLogger) and folder is not None:
             fitting = self.subcommand == "fit"
             logger.resume(folder, runs.logged_steps(content) if fitting else None)
+        elif isinstance(logger, RunLogger) and self.subcommand != "verify":
+            logger.check_free()
 
     def after_fit(self) -> None:
         if self._get(self.config, "test_after_fit"):

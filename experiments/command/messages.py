@@ -3,6 +3,9 @@
 import re
 from collections.abc import Sequence
 from difflib import get_close_matches
+from importlib import import_module
+from itertools import accumulate
+from pkgutil import iter_modules
 
 ADVICE = " Options and their types: python -m experiments fit --help"
 CONFIGS = (
@@ -34,11 +37,10 @@ def shorten_parser_error(message: str, options: Sequence[str]) -> str:
     Returns:
         One paragraph.
     """
-    unknown = re.fullmatch(r"Option '([\w.]+)' is not accepted", message)
-    if unknown:
-        close = get_close_matches(unknown[1], options, n=1)
-        suggestion = f" Did you mean {close[0]!r}?" if close else ""
-        return f"no option {unknown[1]!r}; expected one of {', '.join(options)}.{suggestion}"
+    if unknown := re.fullmatch(r"Option '([\w.]+)' is not accepted", message):
+        name, known = unknown[1], ", ".join(options) or "class_path, init_args"
+        suggestion = _suggest(name, [*options, "init_args"])
+        return f"no option {name!r}; expected one of {known}.{suggestion}"
     lines = [line.strip().removeprefix("- ") for line in message.replace(ADVICE, "").splitlines()]
     kept = [line for line in lines if line and not any(text in line for text in NOISE)]
     text = " ".join(dict.fromkeys(kept))
@@ -48,4 +50,16 @@ def shorten_parser_error(message: str, options: Sequence[str]) -> str:
     text = re.sub(
         r"Expected an? <class '([^']+)'>\. Got value: (\S*)", r"expected \1, got '\2'", text
     )
-    return text.rstrip(".?") + ("?" if text.endswith("?") else ".") + ADVICE
+    unknown = re.search(r"(not accept option '|unrecognized arguments: --)([\w.]+)", text)
+    if missing := re.search(r"module '([\w.]+)' has no attribute '(\w+)'", text):
+        module = import_module(missing[1])
+        options = [m.name for m in iter_modules(getattr(module, "__path__", ()))] + dir(module)
+    suggestion = _suggest(found[2], options) if (found := missing or unknown) else ""
+    return text.rstrip(".?") + ("?" if text.endswith("?") else ".") + suggestion + ADVICE
+
+
+def _suggest(name: str, options: Sequence[str]) -> str:
+    """The option whose name is near the first part of a dotted name that is none; empty without one."""
+    parts = accumulate(name.split("."), "{}.{}".format)  # a, a.b and a.b.c of a.b.c
+    close = get_close_matches(next((x for x in parts if x not in options), name), options, n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""

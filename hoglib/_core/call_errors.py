@@ -154,6 +154,8 @@ _ADVICE = {  # what to do, by a part of torch's message
     "`functional_loss(model, criterion, forward=lambda model, batch: ...)`.",
     r"index out of range in self|Target .* out of bounds": "Labels and tokens count from 0, and are "
     "fewer than outputs, or rows of the table.",
+    r"failed to converge|not positive-definite": "NaN and infinity raise this too: are the parameters "
+    "finite? Steps with a large learning rate diverge.",
     r"target tensor expected|Target size": "Give targets the shape for the criterion: `.squeeze(1)`?",
 }
 

@@ -21,6 +21,7 @@ from hoglib._core.blocks import Remat, check_remat, find_blocks
 from hoglib._core.closures import STATE, ClosureWalker
 from hoglib._core.finite_differences import to_double
 from hoglib._core.placement import WHOLE, Placement, placement_of
+from hoglib._core.source_location import entry_keywords
 from hoglib._core.torch_sharding import wrapped_attributes
 from hoglib.errors import ArgumentTypeError, UnsupportedError
 
@@ -115,9 +116,10 @@ def check_option_names(caller: str, options: Mapping[str, Any], names: Sequence[
     """Raise for a keyword that is none of the options."""
     for key in options:
         if key not in names:
-            close = get_close_matches(key, names, n=1)
+            known = dict.fromkeys((*entry_keywords(), *names))
+            close = get_close_matches(key, known, n=1)
             raise ArgumentTypeError(
-                f"{caller}: expected options among {', '.join(names)}, got {key!r}"
+                f"{caller}: expected options among {', '.join(known)}, got {key!r}"
                 + (f"; did you mean {close[0]!r}?" if close else ".")
             )
 

@@ -7,6 +7,7 @@ import sys
 import sysconfig
 import warnings
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from traceback import walk_stack, walk_tb
 from types import FrameType, TracebackType
 from typing import NamedTuple
@@ -121,6 +122,13 @@ def caller_line() -> SourceLine | None:
     while frame is not None and _is_machinery(frame.f_code.co_filename):
         frame = frame.f_back
     return _innermost_user_line(frame)
+
+
+def entry_keywords() -> tuple[str, ...]:
+    """The keyword-only arguments of the function of hoglib that the user's code called."""
+    codes = [frame.f_code for frame, _ in walk_stack(sys._getframe(1))]
+    *_, code = takewhile(lambda code: code.co_filename.startswith(_HOGLIB), codes)
+    return code.co_varnames[code.co_argcount :][: code.co_kwonlyargcount]
 
 
 def _innermost_user_line(frame: FrameType | None) -> SourceLine | None:

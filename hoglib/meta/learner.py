@@ -5,7 +5,6 @@ With compile= the meta-gradient, of all inner steps and their derivatives, is a 
 for all.
 """
 
-import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -161,8 +160,7 @@ class Learner(nn.Module, ABC):
 
     def __init__(self, model: nn.Module, criterion: Any, options: Any, **own: Any) -> None:
         super().__init__()
-        of_kind = [*inspect.signature(type(self)).parameters][2:-1]  # for the message
-        check_option_names(type(self).__name__, options, (*OPTION_NAMES, *of_kind))
+        check_option_names(type(self).__name__, options, OPTION_NAMES)
         given = {**DEFAULTS, **own, **options}
         rule, inner_loss, forward = (given.pop(name) for name in ("rule", "inner_loss", "forward"))
         evaluation: Any = {name: given.pop(name) for name in EVALUATION}

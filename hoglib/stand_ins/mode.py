@@ -29,11 +29,13 @@ from hoglib._core.torch_forward_mode import follow_grad_mode
 from hoglib._core.torch_modes import StandInMode, copy_without_override_check
 from hoglib.errors import UnsupportedError
 from hoglib.ops._stand_in import StandIn
-from hoglib.stand_ins.table import STAND_INS, by_operator
+from hoglib.stand_ins.table import STAND_INS, by_operator, cond
 
 __all__ = ["active", "second_order", "stand_in_table"]
 
 ACTIONS = ("warn", "raise", "ignore")
+# what torch.cond calls; a key of this kind in the table keeps torch.compile from tracing the mode
+COND_OPERATOR = torch.ops.higher_order.cond
 
 
 @contextmanager
@@ -201,6 +203,8 @@ class _SecondOrder(StandInMode):
                 if first and not _creates_graph(func, args, kwargs):
                     result = pytree.map_tensors(Tensor.detach, result)
                 return result
+        if func is COND_OPERATOR:
+            return cond(*args, **kwargs)
         result = func(*args, **kwargs)
         if func is torch._C._set_grad_enabled and torch_internals.forward_mode_active():
             # what has no graph is a constant of forward mode too, as it is of backward

@@ -50,6 +50,12 @@ def lstm(*args: Any, **kwargs: Any) -> Any:
     return tuple(y if y.dtype == torch.float64 else y.to(dtype) for y in outputs)
 
 
+@stands_in_for(torch.cond, lacks="no double backward, no forward mode")
+def cond(pred: Any, true_fn: Any, false_fn: Any, operands: Any = ()) -> Any:
+    """The branch of torch.cond that is taken."""
+    return (true_fn if pred else false_fn)(*operands)
+
+
 def with_native_kernels(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, run by torch's own kernels instead of those of oneDNN and cuDNN."""
 

@@ -217,6 +217,9 @@ CONTRADICTED = {  # what is given beside a checkpoint, and the refusal
         ("--model.act", "relu", "--seed_everything=3"), "got seed_everything 3 for 0; model.act relu for tanh"
     ),
     "of the data": (("--data.shots", "5"), "got data.shots 5 for 10"),
+    "none, the run in its folder": (  # of the two paths the last counts
+        ("--ckpt_path=null", "--trainer.logger.version=0"), "got 0 of the run in (.*version_0); .* --ckpt_path .*version_0/last.ckpt"
+    ),
     "another network": (("--model.hidden", "[30, 30]"), "got one of another .size mismatch for .*0.weight"),
 }  # fmt: skip
 

@@ -98,7 +98,13 @@ def test_a_folder_that_cannot_be_written(capsys):
 
 BAD = {
     "unknown key": (["--model.inner_stepz", "3"], "no option 'inner_stepz'.*Did you mean 'inner_steps'"),
-    "unknown key of the run": (["--modle.x", "3"], "unrecognized arguments: --modle.x"),
+    "unknown key of the run": (["--modle.x", "3"], "unrecognized arguments: --modle.x.*Did you mean 'model'"),
+    "unknown part of a config": (["--config", "trianer: {devices: 1}"], "'trianer.devices'. Did you mean 'trainer'"),
+    "unknown key in a config": (["--config", "trainer: {max_epoch: 1}"], "Did you mean 'trainer.max_epochs'"),
+    "unknown key of a class": (["--config", "data: {class_path: experiments.few_shot.SinusoidTasks, init_arg: {shots: 1}}"], "Did you mean 'init_args'"),
+    "unknown class": (["--model", "experiments.few_shot.MAMLRegresion"], "Did you mean 'MAMLRegression'"),
+    "unknown package": (["--model", "experiments.fewshot.MAMLRegression"], "Did you mean 'few_shot'"),
+    "a config that is no YAML": (["--config", str(ROOT / "Makefile")], r"Makefile\", line \d+"),
     "wrong type": (["--model.inner_steps", "many"], "inner_steps: expected int, got 'many'"),
     "out of bounds": (["--data.shots", "0"], "shots: expected an integer of at least 1"),
     "no threads": (["--num_threads", "0"], "num_threads: .*at least 1"),
@@ -108,6 +114,7 @@ BAD = {
     "nothing to go on from": (["--ckpt_path", "last"], "where there is none; give another one"),
     "a logger that is not installed": (["--trainer.logger", "lightning.pytorch.loggers.CometLogger"], "Requirement 'comet"),
     "unknown accelerator": (["--trainer.accelerator", "3d"], "invalid accelerator name"),
+    **({} if torch.accelerator.is_available() else {"no GPU there": (["--trainer.accelerator", "gpu"], "accelerator cpu, or auto")}),
 }  # fmt: skip
 
 

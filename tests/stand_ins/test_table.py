@@ -60,6 +60,7 @@ SAMPLES = {
     "sparse.mm": [(lambda y: torch.sparse.mm(SPARSE, y), Y[:3])],
     "sparse_coo_tensor": [(lambda w: torch.sparse_coo_tensor(PLACES, w, (3, 3)).to_dense().square().sum(), VALUES)],
     "triangular_solve": [(lambda b, a: torch.triangular_solve(b, a)[0], (Y.T, SQUARE + 3 * torch.eye(3)))],
+    "cond": [(lambda x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)), X)],
     "lstm": [(recurrent(torch.nn.LSTM), X.float())],
     "vector_norm, norm, abs, hypot": [(lambda x: x.norm() ** 2, NOUGHT), (lambda x: torch.linalg.vector_norm(x, dim=-1).square().sum(), NOUGHT[None]), (lambda x: torch.fft.fft(x).abs().square().sum(), NOUGHT), (lambda x: torch.hypot(x[0], x[1]) ** 2, NOUGHT), (lambda x: torch.dist(x, NOUGHT) ** 2, NOUGHT), (lambda x: x.std() ** 2, NOUGHT), (lambda x: torch.linalg.matrix_norm(x[None]) ** 2, NOUGHT)],
     "special.bessel_j0, airy_ai, hermite_polynomial_h": [(lambda x: torch.special.bessel_j0(x) + x.sin(), X), (lambda x: x * torch.special.airy_ai(x), X), (lambda x: torch.special.modified_bessel_k1(x.exp()).sin() + x, X), (lambda x: torch.special.chebyshev_polynomial_t(x, 3) * x, X)],
