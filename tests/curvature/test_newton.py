@@ -285,7 +285,7 @@ def step(batch=BATCH, loss=None, **options):
 
 REFUSED = {
     "a closure": (lambda: NewtonCG(lambda params, batch: 0), TypeError, r"functional_loss\(model, criterion\)"),
-    "an option of nothing": (lambda: step(momentum=0.9), TypeError, "NewtonCG: expected options among mode, .*, got 'momentum'"),
+    "an option of nothing": (lambda: step(momentum=0.9), TypeError, "NewtonCG: expected options among lr, .*, got 'momentum'"),
     "no damping": (lambda: step(damping=0.0), ValueError, "damping: expected a number greater than 0, got 0.0; 1 is usual"),
     "infinite damping": (lambda: step(damping=math.inf), ValueError, "damping: expected a number greater than 0, got inf; 1 is usual"),
     "no rate": (lambda: step(lr=0.0), ValueError, "lr"),
