@@ -1,4 +1,4 @@
-"""Files with which a call that was interrupted goes on: whole ones, and those of the same call."""
+"""Files with which an interrupted call continues: written atomically, and of one call."""
 
 import hashlib
 import os
@@ -43,8 +43,8 @@ def check_same_call(option: str, path: Path, known: Any, wanted: dict[str, Any])
 
 
 @contextmanager
-def explained(expected: str, advice: str) -> Iterator[None]:
-    """Translate errors of the file system."""
+def translate_file_errors(expected: str, advice: str) -> Iterator[None]:
+    """Inside, an error of the file system is an OutputError, which says what to do."""
     try:
         yield
     except OSError as error:
@@ -53,7 +53,7 @@ def explained(expected: str, advice: str) -> Iterator[None]:
 
 
 @contextmanager
-def written_whole(path: Path) -> Iterator[IO[bytes]]:
+def write_atomically(path: Path) -> Iterator[IO[bytes]]:
     """A stream to a file that is there as a whole or not at all."""
     temporary = path.with_name(f"{path.name}.tmp")
     try:
@@ -91,11 +91,11 @@ class ScoreFile:
         shape, kind = tuple(call["shape"]), numpy.dtype(call["dtype"])
         advice = "Make its folder, or name a file where there is space"
         if not path.exists():
-            with explained(f"out: expected to write {path}", advice):
+            with translate_file_errors(f"out: expected to write {path}", advice):
                 self.keep(None)
                 header = {"descr": kind.str, "fortran_order": False, "shape": shape}
                 row = numpy.full(shape[1:], numpy.nan, kind).tobytes()
-                with written_whole(path) as stream:
+                with write_atomically(path) as stream:
                     numpy.lib.format.write_array_header_1_0(stream, header)
                     stream.writelines(repeat(row, shape[0]))
         known: Any = {"call": {}}
@@ -108,5 +108,5 @@ class ScoreFile:
 
     def keep(self, factors: Any) -> None:
         """Write the record of the call, with its factors."""
-        with written_whole(self._record) as stream:
+        with write_atomically(self._record) as stream:
             torch.save({"call": self._call, "factors": factors}, stream)

@@ -322,13 +322,13 @@ _LOCK = threading.RLock()
 def _watched(function: Any, *args: Any, **kwargs: Any) -> Any:
     """Function.apply, through all that watch it."""
     if _BY_CLASS and function.setup_context is not _SingleLevelFunction.setup_context:
-        bind: Any = vars(torch.autograd.function)["_bind_default_args"]
+        bind: Any = vars(torch_function)["_bind_default_args"]
         args, kwargs = bind(function.forward, args, kwargs)
 
     def run() -> Any:
         return super(_SingleLevelFunction, function).apply(*args, **kwargs)
 
-    if issubclass(function, Function) and torch._C._are_functorch_transforms_active():
+    if _BY_CLASS and transforms_active() and issubclass(function, Function):
         return run()  # each of its levels is an application, which is seen
     for watch in tuple(_WATCHES):
         run = partial(watch, function, args, run)

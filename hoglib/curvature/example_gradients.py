@@ -582,6 +582,7 @@ def influence(
         if file.done == len(w):
             return file.scores
     scores = file.scores if file else torch.empty(shape, dtype=space.dtype, device=space.device)
+    scale = -len(w) / float(w.sum())
     bar = ProgressBar("influence", options.get("progress", False), "batch")
     with examined_functions("influence", first_order=method != "cg"):
         if method == "cg":
@@ -614,7 +615,7 @@ def influence(
                     f"train: expected {shape[1:-1]} positions in each batch with per_token=True, as in "
                     f"the first, got {list(slopes.shape[1:-1])}; pad all to one length."
                 )
-            scores[at] = slopes * (-len(w) / float(w.sum()))
+            scores[at] = scale * slopes
     return scores
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hoglib._core import pytree, validation
-from hoglib._core.files import check_same_call, explained, written_whole
+from hoglib._core.files import check_same_call, translate_file_errors, write_atomically
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 
 try:
@@ -170,11 +170,11 @@ class OnDisk:
 
     def _write(self, name: str, content: Any) -> None:
         size = f"{len(content) / 2**20:.1f} MiB"
-        with self._explained(size), written_whole(self.directory / name) as stream:
+        with self._explained(size), write_atomically(self.directory / name) as stream:
             write_bytes(stream, content)
 
     def _explained(self, what: str) -> AbstractContextManager[None]:
-        return explained(
+        return translate_file_errors(
             f"memory='disk': expected to write {what} to {self.directory}",
             "Give it space, name another directory, or use schedule='log', which keeps fewest files. "
             "What is there is whole, and the same call goes on from it",

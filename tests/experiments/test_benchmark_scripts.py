@@ -14,6 +14,7 @@ from experiments.benchmarks import (
     audit,
     depth,
     entering,
+    fixed_points,
     inner_loops,
     kfac,
     language_models,
@@ -160,6 +161,15 @@ def test_inner_loops_have_a_row_for_each_memory(printed):
     lines = printed(inner_loops)
     assert len(lines) == len(inner_loops.NETWORKS) * len(inner_loops.MEMORY) + 2
     assert max(errors_of(lines)) < 1e-5
+
+
+def test_fixed_points_have_the_derivatives_of_unrolled_steps(printed):
+    lines = printed(fixed_points)
+    ours = [line for line in lines if line.startswith("hoglib")]
+    assert len(ours) == 2
+    assert all(
+        float(part.split(",")[0]) < 1e-10 for line in ours for part in line.split("error ")[1:]
+    )
 
 
 def test_scores_are_ranked_beside_trainings_without_some_sequences(printed):
