@@ -64,9 +64,9 @@ class MAML(Learner):
             loss alone.
         truncate: Differentiate through the last so many inner steps only. Default: all.
         over_tasks: "vmap" runs all tasks at once, "loop" one after the other. "auto" takes vmap, but on
-            a CPU with a parameter of more than 2**18 elements, or 2**12 in more than two dimensions,
-            as a convolution's; it loops, with a warning, where vmap cannot run the model. Parameters
-            that are DTensors need the loop.
+            a CPU with parameters of more than 2**17 elements in all, or one of more than 2**12 in more
+            than two dimensions, as a convolution's; it loops, with a warning, where vmap cannot run the
+            model. Parameters that are DTensors need the loop.
         compile: Run the meta-gradient as a graph of all inner steps (`hoglib.compile`): True or
             "inductor" compiles it, "eager" runs its operations one by one.
         **options: Those of :class:`hoglib.meta.LearnerOptions`: ``inner_lr``, ``rule``,

@@ -160,10 +160,12 @@ def _stack_for_vmap(tasks: Any, params: Params, over_tasks: str, vmappable: bool
 
 
 def prefer_vmap(params: Params) -> bool:
-    """Whether all tasks at once are likely to be faster than one after the other: on a CPU unless a
-    parameter has more than 2**18 elements, or 2**12 in more than two dimensions, as a convolution's."""
+    """Whether all tasks at once are likely to be faster than one after the other: on a CPU unless the
+    parameters have more than 2**17 elements, whose copies for each task leave its caches, or one of
+    them more than 2**12 in more than two dimensions, as a convolution's."""
     on_cpu = [p for p in params.values() if p.device.type == "cpu"]
-    return all(p.numel() <= (2**18 if p.dim() < 3 else 2**12) for p in on_cpu)
+    small = sum(p.numel() for p in on_cpu) <= 2**17
+    return small and all(p.numel() <= 2**12 for p in on_cpu if p.dim() > 2)
 
 
 def map_tasks(function: TaskFunction, support: Any, query: Any) -> TaskResult:
