@@ -461,6 +461,7 @@ ERRORS = {
     "a decorated forward": (of(Wrapped(), (X, Y)), TypeError, r"Wrapped\.forward\(a, b\), got 1"),
     "a TypeError deep inside": (of(Of(fails_inside), X), TypeError, r"^Sequential\.forward\(\) takes 2 positional arguments"),
     "a TypeError after a hook": (of(Hooked(), X), TypeError, "^unsupported operand"),
+    "a criterion of targets, and forward= of the batch": (lambda: hog.functional_loss(net(), F.cross_entropy, forward=lambda m, b: m(b[0]))({}, (X.float(), Y)), TypeError, r"criterion\(outputs, batch\[1\]\)"),
     "forward of one argument": (lambda: hog.functional_loss(net(), to_itself, forward=lambda batch: batch), TypeError, r"forward: expected a function of two arguments, \(model, batch\)"),
     "forward is a name": (lambda: hog.functional_loss(net(), to_itself, forward="encoder"), TypeError, "forward: expected a function"),
     "forward is a class": (lambda: hog.functional_loss(net(), to_itself, forward=Case), TypeError, r"make one: `Case\(\)`"),

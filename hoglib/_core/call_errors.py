@@ -62,7 +62,7 @@ def explain_criterion(criterion: Any, outputs: Any, targets: Any, whole: bool, r
     if "missing" in reason:
         advice = "Give it the other arguments beforehand, by functools.partial."
     else:
-        both = f"{_tensor_hint('outputs', outputs)}, {_tensor_hint(second, targets)}"
+        both = f"{_tensor_hint('outputs', outputs)}, {_tensor_hint(second, targets, -1)}"
         arguments = "outputs" if "too many" in reason else both
         advice = f"Write for instance `lambda outputs, {second}: criterion({arguments})`."
     return (
@@ -73,15 +73,16 @@ def explain_criterion(criterion: Any, outputs: Any, targets: Any, whole: bool, r
     )
 
 
-def _tensor_hint(name: str, value: Any) -> str:
-    """An expression for a tensor of some outputs or targets."""
+def _tensor_hint(name: str, value: Any, at: int = 0) -> str:
+    """An expression for a tensor of some outputs or targets; at: its place in a tuple of them."""
     if isinstance(value, Tensor):
         return name
     if hasattr(value, "logits"):
         return f"{name}.logits"
     if isinstance(value, Mapping):
         return f"{name}[{'labels' if 'labels' in value else next(reversed([*value]), '...')!r}]"
-    return f"{name}[0]" if isinstance(value, tuple | list) else f"{name}.y"
+    is_sequence = isinstance(value, tuple | list) and value
+    return f"{name}[{range(len(value))[at]}]" if is_sequence else f"{name}.y"
 
 
 def binding_error(
