@@ -177,16 +177,17 @@ def _value_and_tangent(
 
     with ring(policy, func, buffers=True):
         leaves, vector = clone_inference_tensors((leaves, vector))
-        if mode == REVERSE:
-            found = by_reverse(function, leaves, vector, create_graph)
-        else:
+        found: tuple[Vector, Vector] | None = None
+        if mode != REVERSE:
             try:
                 found = by_forward(function, leaves, vector)
             except (RuntimeError, NotImplementedError, AssertionError) as error:
                 reason = no_forward_mode(f"{CALLER}(mode='{FORWARD}')", error)
                 if not isinstance(reason, errors.UnsupportedError) or mode == FORWARD or inside:
                     raise reason from error
-                found = by_reverse(function, leaves, vector, create_graph)
+                del reason  # until torch 2.13 the hooks of a checkpoint that raised live as long as it
+        if found is None:
+            found = by_reverse(function, leaves, vector, create_graph)
     if not inside:
         torch_internals.unwrap_kept(func)
 
