@@ -57,7 +57,7 @@ class DatasetOperator(LinearOperator):
         super().__init__(Space(params, of_data.dtype), of_data.progress and sharing.rank == 0)
         kind.check_loss(loss)
         if self.space.placement.is_sharded:
-            _check_sharded(policy, loss, kind.random, of_data)
+            _check_sharded(policy, loss, of_data)
         policy.check_blocks(loss)
         seed, counting = getattr(kind.metric, "seed", None), getattr(kind.metric, "counting", None)
         self._sum = DatasetSum(
@@ -173,7 +173,7 @@ class DatasetOperator(LinearOperator):
         return value
 
 
-def _check_sharded(policy: Policy, loss: Any, random: bool, options: CheckedDataOptions) -> None:
+def _check_sharded(policy: Policy, loss: Any, options: CheckedDataOptions) -> None:
     """Raise for options that do not go with parameters which processes share."""
     reasons = {
         "processes": (
@@ -187,7 +187,6 @@ def _check_sharded(policy: Policy, loss: Any, random: bool, options: CheckedData
         ),
         "micro_batch": (options.micro_batch is not None, "pass smaller batches"),
         "compile": (policy.compiles, "gathers are not captured; leave it out"),
-        "kind": (random, "samples would be the same for the examples of each process; use 'exact'"),
     }
     for option, (given, reason) in reasons.items():
         if given:
