@@ -174,6 +174,8 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
         tensor([0.0500])
     """
 
+    _adds_factors = True
+
     def __init__(
         self, loss: Any, params: Tree, data: Any, *,
         kind: Literal["auto"] | FisherKind = "auto",
