@@ -344,8 +344,7 @@ def refused(rank, world):
         "to_dense": lambda: hog.HessianOperator(loss, params, [batch]).to_dense(),
         "jvp": lambda: hog.jvp(lambda p: p, (params,), (v,)),
         "per_example_gradients": lambda: hog.per_example_gradients(loss, params, batch),
-        "influence": lambda: hog.influence(loss, params, batch, batch, damping=1.0),
-        "KFACOperator": lambda: hog.curvature.KFAC(loss, params).step(batch),
+        "KFAC": lambda: hog.curvature.KFAC(loss, params),
         "a penalty of parameters": lambda: hog.penalties.parameter_gradient(loss, params, batch),
         "a compiled penalty": lambda: hog.penalties.r1(critic, data()[0][rows], compile="eager"),
         "MAML": lambda: maml.adapt(batch),
@@ -367,7 +366,7 @@ WHOLE = "expected params that each process holds whole"
 REFUSED = {
     **{
         name: ("UnsupportedError", f"{name}: {WHOLE}")
-        for name in ("hessian", "ggn", "to_dense", "per_example_gradients", "influence", "KFACOperator")
+        for name in ("hessian", "ggn", "to_dense", "per_example_gradients", "KFAC")
     },
     **dict.fromkeys(("a penalty of parameters", "MAML", "audit", "the loss itself"), ("UnsupportedError", WHOLE)),
     "create_graph": ("UnsupportedError", "hvp(create_graph=True): expected parameters that this process holds whole"),

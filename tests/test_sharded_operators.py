@@ -162,6 +162,41 @@ def newton(net, rows):
     return max(errors)
 
 
+def factored(net, rows, corrected):
+    """Kronecker factors, of which each process has some, and what is computed by them."""
+    pair = Pair(partial(hog.KFACOperator, eigenvalue_corrected=corrected), net, rows)
+    K, R, query = pair.shared, pair.single, tuple(x[:3] for x in data())
+    given, whole = (pair.loss, pair.params, uneven(rows)), (R._sum.loss, pair.own)
+    held = K.space.reduced(torch.tensor(float(len(K.blocks()))))
+    assert len(K.blocks()) < held == len(R.blocks())
+    (v, along), (V, Along) = pair.vectors(), pair.vectors((2,))
+    loaded = hog.KFACOperator(*given, eigenvalue_corrected=corrected)
+    loaded.load_state_dict(K.state_dict())
+    for name, p in pair.params.items():
+        p.grad = v[name].clone()
+    K.precondition_(net, damping=0.1)
+    steps = {name: p.grad for name, p in pair.params.items()}
+    found = {
+        "@": (K @ v, R @ along), "loaded": (loaded @ V, R @ Along),
+        "precondition": (steps, R.solve(along, damping=0.1)),
+        "root": (K.damped(0.1).sqrt() @ V, R.damped(0.1).sqrt() @ Along),
+        "diagonal": (K.unravel(K.diagonal()), R.unravel(R.diagonal())),
+        "trace": (K.trace(), R.trace()), "logdet": (K.damped(0.1).logdet(), R.damped(0.1).logdet()),
+    }  # fmt: skip
+    solvers = {"factors": (K, R)}
+    if not corrected:
+        found["pi"] = [A.solve(x, damping=0.1, method="pi") for A, x in ((K, v), (R, along))]
+        solvers["cg"] = "cg", "cg"
+        mc = hog.KFACOperator(*given, kind="mc", generator=seeded())
+        same = {"kind": "mc", "generator": seeded(), "processes": "sharded"}
+        found["mc"] = mc @ v, hog.KFACOperator(*whole, given[2], **same) @ along
+    for name, (ours, theirs) in solvers.items():
+        scores = hog.influence(*given, query, solver=ours, damping=1.0)
+        expected = hog.influence(*whole, data(), query, solver=theirs, damping=1.0)[rows]
+        found[f"influence, {name}"] = scores, expected
+    return {name: pair.error(*both) for name, both in found.items()}
+
+
 def every(rank, folder, found):
     world = dist.get_world_size()
     for layout, make in (LAYOUTS | (ON_A_GRID if world == 4 else {})).items():
@@ -173,6 +208,9 @@ def every(rank, folder, found):
             found[f"{layout}: {name}"] = error
         if thorough:
             found[f"{layout}: newton"] = newton(*make(rank, world))
+        for corrected in (True, False)[: 1 + (layout == "fsdp")]:
+            for name, error in factored(*make(rank, world), corrected).items():
+                found[f"{layout}: corrected {corrected}, {name}"] = error
     found["refused"] = refused(rank, world)
     found["sent"] = sent()
 
@@ -249,13 +287,21 @@ def refused(rank, world):
     noisy = vectors(own)
     noisy["norm.weight"] = noisy["norm.weight"] + rank
     seed = torch.Generator().manual_seed(rank)
+    score = partial(hog.influence, loss, params, batches, damping=1.0)
+    K = Pair(hog.KFACOperator, net, rows).single
+    failing = [(x if rank else x[:, :2], y) for x, y in batches]
     calls = {
         "processes": lambda: make(batches, processes="sharded"),
         "reduction": lambda: make(batches, reduction="sum"),
         "micro_batch": lambda: make(batches, micro_batch=2),
         "compile": lambda: make(batches, compile="eager"),
         "kind": lambda: hog.FisherOperator(loss, params, batches, kind="mc"),
-        "kfac": lambda: hog.KFACOperator(loss, params, batches),
+        "kfac": hog.KFACOperator(loss, params, batches).exact_diagonal,
+        "mixed": lambda: score(data(), solver=K),
+        "mixed, product": lambda: K @ v,
+        "queries": lambda: score([batches[rank]]),
+        "self": lambda: score(None),
+        "failing": hog.KFACOperator(loss, params, failing).update,
         "to_dense": H.to_dense,
         "to_scipy": H.to_scipy,
         "block_diagonal": lambda: H.block_diagonal("parameter"),
@@ -300,7 +346,11 @@ REFUSED = {
     "micro_batch": ("UnsupportedError", "pass smaller batches"),
     "compile": ("UnsupportedError", "gathers are not captured"),
     "kind": ("UnsupportedError", "FisherOperator(kind=...): expected parameters that this"),
-    "kfac": ("UnsupportedError", f"KFACOperator: expected params {WHOLE}"),
+    "kfac": ("UnsupportedError", "for anything else pass `p.full_tensor()` of each"),
+    "mixed": ("ArgumentValueError", "names, shapes, dtypes and placements, got one on first.weight"),
+    "mixed, product": ("UnsupportedError", f"v: expected vectors like params, {WHOLE}"),
+    "queries": ("DistributedError", "expected the same queries, and options, in all"),
+    "self": ("UnsupportedError", "pass some examples at a time as queries"),
     **{
         name: ("UnsupportedError", f"{name}: expected params {WHOLE}")
         for name in ("to_dense", "to_scipy", "block_diagonal", "xtrace", "xdiag", "low_rank")
@@ -328,6 +378,7 @@ def test_operators_of_several_processes_equal_those_of_one(count, tmp_path):
         assert got.pop("iterating") == (
             ["OSError", "no such file"] if rank == 0 else ["DistributedError", got_iterating(count)]
         )
+        assert ("got an error in one" in got.pop("failing")[1]) == (rank > 0)
         assert_raised(got, REFUSED, rank)
         for name, error in found.items():
             assert error < 1e-10, (rank, name, error)

@@ -10,7 +10,7 @@ modules and settings are that hold for the time of a block, by :class:`replaced`
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
@@ -44,6 +44,9 @@ class _Ambient(threading.local):
     in_place_of: int | None = None
     # Whether compiled functions that the user's function calls run without their graphs.
     eager: bool = False
+    # Parameters that processes share, by their ids, that a module is given whole without communication:
+    # where each process evaluates it as often as its own examples need.
+    gathered: Mapping[int, Any] = {}
     # What a compiled product has computed at its point: a graph is called with tensors only, and a
     # backend that belonged to one point would be compiled anew at each point.
     residuals: Any = None

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hoglib._core import pytree, torch_internals
+from hoglib._core.ambient import AMBIENT
 from hoglib._core.fingerprint import checksum_of_tensors
 from hoglib._core.torch_internals import apply
 from hoglib.errors import ArgumentValueError, DistributedError, HoglibError, UnsupportedError
@@ -37,6 +38,7 @@ AGREEMENT = (
     "vectors, where they are not sharded,",
     "parameters, where they are not sharded,",
 )
+INSTEAD = "for anything else pass `p.full_tensor()` of each, or the model before it is sharded"
 
 
 def is_sharded(value: Any) -> bool:
@@ -49,18 +51,21 @@ def whole(value: Any) -> Any:
     """A DTensor as the whole tensor, without a graph; anything else as it is."""
     if not is_sharded(value):
         return value
+    if id(value) in AMBIENT.gathered:
+        return AMBIENT.gathered[id(value)]
     with torch_internals.without_transforms(), torch.no_grad():
         return value.full_tensor()
 
 
-def refuse_sharded(caller: str, tensors: Iterable[Any], what: str = "params") -> None:
+def refuse_sharded(
+    caller: str, tensors: Iterable[Any], what: str = "params", instead: str = INSTEAD
+) -> None:
     """Raise for DTensors, in functions that need whole tensors."""
     if any(map(is_sharded, tensors)):
         raise UnsupportedError(
             f"{caller}: expected {what} that each process holds whole, got DTensors, as fully_shard "
-            "(FSDP2) and parallelize_module make. `hoglib.hvp`, `ggn_vp`, `fisher_vp` and operators "
-            "(`@`, eigsh, solve, trace, spectral_density) take them; for anything else use the model "
-            "before it is sharded."
+            "(FSDP2) and parallelize_module make. `hoglib.hvp`, `ggn_vp`, `fisher_vp`, `influence` and "
+            f"operators (`@`, eigsh, solve, trace, spectral_density) take them; {instead}."
         )
 
 
@@ -142,6 +147,8 @@ class Whole:
         return list(tensors)
 
     def local_vector(self, what: str, tensors: Sequence[Tensor]) -> Vector:
+        instead = "make the operator of the parameters as they are sharded"
+        refuse_sharded(what, tensors, "vectors like params,", instead)
         return list(tensors)
 
     def wrap(self, shards: Sequence[Tensor]) -> Vector:
@@ -155,6 +162,9 @@ class Whole:
 
     def defer(self, model: Any, blocks: Sequence[Any]) -> "Placement":
         return self
+
+    def divided(self, items: Sequence[Any], costs: Sequence[float]) -> Sequence[Any]:
+        return items
 
     def part(self, index: int) -> float:
         return 1.0
@@ -174,6 +184,9 @@ class Whole:
         return compute()
 
     def sum(self, value: Tensor) -> Tensor:
+        return value
+
+    def reduce(self, value: Tensor, op: str) -> Tensor:
         return value
 
     def translate_errors(self, caller: str) -> AbstractContextManager[None]:
@@ -270,6 +283,30 @@ class Sharding:
         self.gathered.add(index)
         self.order.append(index)
         return whole
+
+    def whole_rows(self, index: int, rows: Tensor) -> Tensor:
+        """The whole tensors of shards [k, *shape], without a graph."""
+        layout = self.layouts[index]
+        if layout.plain:
+            return rows
+        return layout.wrap(rows.movedim(0, -1).contiguous()).full_tensor().movedim(-1, 0)
+
+    def add_rows(self, index: int, rows: Tensor) -> Tensor:
+        """The shards of the sum over the processes of whole tensors [k, *shape]."""
+        layout, value = self.layouts[index], rows.movedim(0, -1).contiguous()
+        if layout.mesh == self.mesh:
+            return layout.average(value, 1.0).movedim(-1, 0)
+        return layout.part_of(self.sum(value)).movedim(-1, 0)  # of a part of the mesh
+
+    def divided(self, items: Sequence[Any], costs: Sequence[float]) -> Sequence[Any]:
+        """The items of this process: each, the costliest first, is of the one that has least so far."""
+        loads: dict[int, float] = dict.fromkeys(self.mesh.mesh.flatten().tolist(), 0.0)
+        mine = []
+        for i in sorted(range(len(items)), key=lambda i: -costs[i]):
+            owner = min(loads, key=loads.__getitem__)
+            loads[owner] += costs[i]
+            mine += [items[i]] if owner == dist.get_rank() else []
+        return mine
 
     def defer(self, model: Any, blocks: Sequence[Any]) -> "Sharding":
         """This sharding, where each block gathers the parameters that it alone uses, when it runs.

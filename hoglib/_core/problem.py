@@ -8,7 +8,8 @@ The options of an entry point are checked once and stand in its policy.
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any, NamedTuple, TypedDict, final
@@ -16,11 +17,12 @@ from typing import Any, NamedTuple, TypedDict, final
 from torch import Tensor, nn
 
 from hoglib._core import pytree, validation
+from hoglib._core.ambient import inside
 from hoglib._core.autograd import Vector, clone_inference_tensors
 from hoglib._core.blocks import Remat, check_remat, find_blocks
 from hoglib._core.closures import STATE, ClosureWalker
 from hoglib._core.finite_differences import to_double
-from hoglib._core.placement import WHOLE, Placement, placement_of
+from hoglib._core.placement import WHOLE, Placement, Sharding, placement_of, whole
 from hoglib._core.source_location import entry_keywords
 from hoglib._core.torch_sharding import wrapped_attributes
 from hoglib.errors import ArgumentTypeError, UnsupportedError
@@ -172,6 +174,20 @@ class Problem:
     def tree(self, vector: Sequence[Tensor]) -> Any:
         """A vector in the structure and the placement of the parameters."""
         return pytree.unflatten(self.placement.wrap(vector), self.structure)
+
+    @contextmanager
+    def gathered(self) -> Iterator["Problem"]:
+        """The same at whole leaves, of this process alone: inside, nothing is communicated."""
+        if not isinstance(self.placement, Sharding):
+            yield self
+            return
+        own = getattr(self.loss, "model", None)
+        given = own.named_parameters() if isinstance(own, nn.Module) else ()
+        with self.placement.translate_errors(self.policy.caller):
+            frozen = {id(p): whole(p) for n, p in given if n not in self.placement.names}
+            leaves = [x.detach() for x in self.placement.gather(self.leaves)]
+        with inside(gathered=frozen):
+            yield replace(self, leaves=leaves, placement=WHOLE)
 
     def at(self, *args: Any) -> "Problem":
         """The same with other arguments."""

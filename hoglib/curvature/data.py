@@ -479,5 +479,6 @@ def in_step(name: str, batches: Batches, placement: Sharding) -> Iterator[Shared
                 f"gathered together, got one more in {given:.0f} of them than in the others; give each "
                 "the same number, of any size."
             )
-        whole = local._replace(pieces=[piece._replace(weight=total)])
+        number = dist.get_rank() + dist.get_world_size() * piece.number  # with samples of its own
+        whole = local._replace(pieces=[piece._replace(weight=total, number=number)])
         yield whole, placement.weighted(weight / total), tuple(every)

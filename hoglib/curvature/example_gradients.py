@@ -487,6 +487,9 @@ def influence(
     weight on the example raises the loss of the query. To leave an example out is e = -1/N, so that the
     loss of the query changes by about -s_nq / N.
 
+    Where params are DTensors, train is the part of each process, whose rows it gets, and query the same
+    in all; ``out`` and query=None are refused. Each holds params, and the gradients of queries, whole.
+
     Args:
         loss: From `hoglib.functional_loss`.
         params: The parameters as they were trained, a dict of tensors by name.
@@ -556,35 +559,47 @@ def influence(
         )
     if validation.boolean("per_token", per_token) and query is None:
         raise errors.ArgumentValueError("query: expected queries with per_token=True, got None.")
-    space = Space(params)
-    space.refuse_sharded("influence")
+    shared = Space(params)
     if fitted:
-        _check_fitted(fitted, space)
-    examples = Examples.of("train", loss, train, out is not None)
-    queries = None if query is None else Examples.of("query", loss, query, out is not None)
+        _check_fitted(fitted, shared)
+    hashed = out is not None or shared.placement.is_sharded
+    if shared.placement.is_sharded and (out is not None or query is None):
+        raise errors.UnsupportedError(
+            "influence: expected queries, and no out=, for params that are DTensors, got "
+            f"{'out=' if query is not None else 'query=None'}; save the rows that each process "
+            "returns, and for self-influence pass some examples at a time as queries."
+        )
+    with shared.together("influence"):
+        examples = Examples.of("train", loss, train, hashed)
+        queries = None if query is None else Examples.of("query", loss, query, hashed)
+    asked = queries and queries.digest, method, float(damping), per_token
+    shared.check_same_call("influence", *asked, what="queries, and options,")
     w, file = examples.weights, None
-    shape = [len(w), *([] if queries is None else [len(queries.weights)])]
-    if per_token:
-        zero = torch.zeros(1, space.size, dtype=space.dtype, device=space.device)
-        first = to_device(as_dict(next(iter(examples.data))), space.device)
-        (slopes,) = _token_slopes(loss, space, zero, first, None)
-        shape[1:1] = slopes.shape[1:-1]
-    if out is not None:
-        kept = {k: v for k, v in options.items() if isinstance(v, str | int | float)}
-        file = ScoreFile(Path(out), {
-            "shape": shape, "dtype": "float64" if space.dtype == torch.float64 else "float32",
-            "params": digest([*space.leaves(), *constants_of(loss, space.leaves())]),
-            "training data": examples.digest, "queries": queries and queries.digest,
-            "damping": float(damping),
-            "solver": digest(pytree.leaves(fitted.state_dict())) if fitted else method,
-            "options": {**kept, "tol": tol, "progress": None},
-        })  # fmt: skip
-        if file.done == len(w):
-            return file.scores
-    scores = file.scores if file else torch.empty(shape, dtype=space.dtype, device=space.device)
-    scale = -len(w) / float(w.sum())
-    bar = ProgressBar("influence", options.get("progress", False), "batch")
-    with examined_functions("influence", first_order=method != "cg"):
+    count, total = shared.reduced(torch.tensor([len(w), w.sum()], dtype=torch.float64)).tolist()
+    scale = -count / total
+    problem = Problem.of(Policy("influence"), loss, params)
+    with problem.gathered() as own, examined_functions("influence", first_order=method != "cg"):
+        space = shared if own is problem else Space(own.params(own.leaves))
+        shape = [len(w), *([] if queries is None else [len(queries.weights)])]
+        if per_token:
+            zero = torch.zeros(1, space.size, dtype=space.dtype, device=space.device)
+            first = to_device(as_dict(next(iter(examples.data))), space.device)
+            (slopes,) = _token_slopes(loss, space, zero, first, None)
+            shape[1:1] = slopes.shape[1:-1]
+        if out is not None:
+            kept = {k: v for k, v in options.items() if isinstance(v, str | int | float)}
+            file = ScoreFile(Path(out), {
+                "shape": shape, "dtype": "float64" if space.dtype == torch.float64 else "float32",
+                "params": digest([*space.leaves(), *constants_of(loss, space.leaves())]),
+                "training data": examples.digest, "queries": queries and queries.digest,
+                "damping": float(damping),
+                "solver": digest(pytree.leaves(fitted.state_dict())) if fitted else method,
+                "options": {**kept, "tol": tol, "progress": None},
+            })  # fmt: skip
+            if file.done == len(w):
+                return file.scores
+        scores = file.scores if file else torch.empty(shape, dtype=space.dtype, device=space.device)
+        bar = ProgressBar("influence", options.get("progress", False), "batch")
         if method == "cg":
             G = GGNOperator(loss, params, train, **options)
             solve: Callable[[Tensor], Tensor] = partial(G.solve, damping=damping, tol=tol)
@@ -596,11 +611,14 @@ def influence(
             elif file and not fitted:
                 file.keep(K.state_dict())
             solve = K.inverse(damping).matvec
-        rows: Any = partial(gradient_rows, loss, params, vmap=vmap)
+        if own is not problem:
+            solve = partial(_solve_whole, shared, solve)
+        rows: Any = partial(gradient_rows, loss, space.params, vmap=vmap)
         if queries is not None:
             D = torch.empty(shape[-1], space.size, dtype=space.dtype, device=space.device)
-            for at, g in queries.parts(loss, space, bar, lambda batch, weights: rows(batch)):
-                D[at] = g
+            with shared.together("influence"):
+                for at, g in queries.parts(loss, space, bar, lambda batch, weights: rows(batch)):
+                    D[at] = g
             # conjugate gradients of many columns share the passes over the data
             for d in D.split(len(D) if method == "cg" else max(1, ROWS_AT_ONCE // space.size)):
                 d.copy_(solve(d.T).T)
@@ -617,6 +635,12 @@ def influence(
                 )
             scores[at] = scale * slopes
     return scores
+
+
+def _solve_whole(shared: Space, solve: Callable[[Tensor], Tensor], columns: Tensor) -> Tensor:
+    """The solution for whole columns [P, k], the same in all processes, by that for their parts."""
+    parts = shared.add_rows(columns.T * shared.placement.weight)
+    return shared.whole_rows(solve(parts.T).T).T
 
 
 class Examples(NamedTuple):
@@ -685,8 +709,8 @@ def _check_fitted(K: KFACOperator, space: Space) -> None:
     """Raise for a matrix on other parameters than a space; warn where it is of other values."""
     if not K.space.same(space):
         raise errors.ArgumentValueError(
-            "solver: expected an operator on params, with the same names, shapes and dtypes, got one "
-            f"on {validation.listing(pytree.paths(K.params))} {K.shape}."
+            "solver: expected an operator on params, with the same names, shapes, dtypes and "
+            f"placements, got one on {validation.listing(pytree.paths(K.params))} {K.shape}."
         )
     K.blocks()  # computed at the first use
     if K.computed_at not in (None, sums_and_norms(space.leaves())):

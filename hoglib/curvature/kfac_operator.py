@@ -1,9 +1,9 @@
 """Kronecker-factored approximations of the Gauss-Newton and Fisher matrices, over data."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from math import prod
 from typing import Any, Literal, NamedTuple, Unpack, final, get_args
 
@@ -13,8 +13,7 @@ from torch import Generator, Tensor, nn
 from hoglib import errors, plotting
 from hoglib._core import pytree, validation
 from hoglib._core.fingerprint import Numbers, sums_and_norms
-from hoglib._core.placement import refuse_sharded
-from hoglib._core.problem import check_option_names
+from hoglib._core.problem import Problem, check_option_names
 from hoglib._core.source_location import warn
 from hoglib.curvature.data import PassTotals
 from hoglib.curvature.dataset_sum import DATA_OPTIONS, DataOptions
@@ -113,7 +112,8 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
     `LinearOperator` describes ``@``, the algebra of operators and the algorithms; here ``inverse``,
     ``solve``, ``damped``, ``sqrt``, ``map``, ``eigenvalues``, ``logdet``, ``trace`` and ``diagonal``
     are in closed form. Factors are computed at the first use, and kept: after a step of the parameters
-    call ``update()``.
+    call ``update()``. Where params are DTensors, each process gives its own data, and keeps the factors
+    of some of the layers, their eigenvectors and inverses; all make the same calls.
 
     The layers are found by the torch functions that they call, in any module: linear layers (also
     LoRA's, attention's projections, those of GPT-2, and products with a matrix), convolutions (each
@@ -174,6 +174,8 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
         tensor([0.0500])
     """
 
+    _adds_factors = True
+
     def __init__(
         self, loss: Any, params: Tree, data: Any, *,
         kind: Literal["auto"] | FisherKind = "auto",
@@ -188,7 +190,6 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
     ) -> None:  # fmt: skip
         validation.choice("approximation", approximation, ("expand", "reduce"))
         check_option_names("KFACOperator", options, DATA_OPTIONS)
-        refuse_sharded("KFACOperator", pytree.leaves(params))
         reduction = options.get("reduction", "mean")
         # until the outputs of the first batch are known
         self._automatic = validation.choice("kind", kind, ("auto", *get_args(FisherKind))) == "auto"
@@ -214,7 +215,8 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
         self._last: Any = None  # blocks, options and inverse of `precondition_`
 
     def blocks(self) -> Sequence[KroneckerBlock]:
-        """The blocks, in the order of the parameters; they are computed at the first use."""
+        """The blocks, in the order of the parameters; they are computed at the first use. Of processes
+        that share the parameters each has some of them."""
         return self.update().blocks() if self._blocks is None else self._blocks
 
     def update(self) -> "KFACOperator":
@@ -226,15 +228,22 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
         validation.refuse_transforms("KFACOperator", "compute it before, by `update()`.")
         with torch.inference_mode(False), torch.no_grad(), self._bar.over("factors"):
             factors = FactorSums()
-            blocks = factors.blocks(self._sum.weight(self._pass(factors)))
-            if sum(prod(block.layout.sizes) for block in blocks) != self.space.size:
+            weight = self._sum.weight(self._pass(factors))
+            if sum(prod(layout.sizes) for layout in factors.sums) != self.space.size:
                 raise errors.UnsupportedError(
                     f"{type(self).__name__}: expected a model that uses a parameter in the same way in "
                     "every batch, got one that calls other layers from batch to batch; leave out those "
                     "that it does not always call."
                 )
+            self._layouts = layouts = factors.layouts()
+            costs = [sum(n**3 for n in layout.sizes[1:]) for layout in layouts]
+            own = self.space.placement.divided(layouts, costs)
+            factors.sums = {layout: factors.sums[layout] for layout in own}
+            blocks = factors.blocks(weight)
             if self._corrected:
-                blocks = self.corrected(by_eigenvectors(blocks))
+                with self.space.together(type(self).__name__):
+                    blocks = by_eigenvectors(blocks)
+                blocks = self.corrected(blocks)
         self._blocks, self._error = blocks, None
         self.computed_at = sums_and_norms(self.space.leaves())
         return self
@@ -250,8 +259,38 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
         with torch.inference_mode(False), torch.no_grad():
             if not self.by_example:  # the order of examples is not known yet
                 self.by_example, self.row_order = True, None
-            sums = EigenvalueSums(blocks)
-            return sums.blocks(self._sum.weight(self._pass(sums)))
+            sums = EigenvalueSums(self._everywhere(blocks))
+            found = sums.blocks(self._sum.weight(self._pass(sums)))
+            own = {block.layout for block in blocks}
+            return [block for block in found if block.layout in own]
+
+    def _everywhere(self, blocks: Sequence[KroneckerBlock]) -> Sequence[KroneckerBlock]:
+        """These blocks and the eigenvectors of other processes, into whose basis the gradients of the
+        examples of each are rotated."""
+        if not self.space.placement.is_sharded:
+            return blocks
+        shared = FactorSums()
+        kronecker = [layout for layout in self._layouts if layout.role.matrix == "kronecker"]
+        shared.include(kronecker, torch.promote_types(self.dtype, torch.float32), self.device)
+        others = [block for block in blocks if block.layout not in shared.sums]
+        for block in blocks:
+            vectors = shared.sums.get(block.layout, {})
+            for name in vectors.keys() & {"A", "G"}:
+                if (own := getattr(block, name)) is not None:  # as of a diagonal A
+                    vectors[name].copy_(own)
+        self._add_up(shared)
+        for layout, vectors in shared.sums.items():
+            A = vectors["A"]
+            others.append(KroneckerBlock(layout, A if A.dim() == 3 else None, vectors["G"]))
+        return sorted(others, key=lambda block: block.layout.first)
+
+    def _add_up(self, sums: BlockSums) -> None:
+        """The sums over the processes that share the parameters."""
+        if self.space.placement.is_sharded:
+            kind, what = self._factors.metric.kind, "kind, and layers,"
+            self.space.check_same_call("KFACOperator", kind, sums.layouts(), what=what)
+            for x in sums.tensors():
+                x.copy_(self.space.reduced(x))
 
     def _pass(self, sums: BlockSums) -> PassTotals:
         """Add every batch to the sums, in all processes."""
@@ -271,6 +310,7 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
                     read = sums.read()  # with the loss
         if not self._sum.alone:
             sums.unpack(total())
+        self._add_up(sums)
         if not sums.finite(read or sums.read()):
             raise errors.NonFiniteError(
                 f"{type(self).__name__}: expected finite factors, got infinity or NaN, where the "
@@ -280,29 +320,36 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
         return batches.totals
 
     def _add(self, sums: BlockSums, batch: Any, number: int, share: float) -> Tensor:
-        factors = replace(self._factors, metric=self._factors.metric.for_batch(number))
-        with self._sum.entered(batch) as problem:
-            first = self.row_order is None
-            run = ModelRun(problem, self.space, factors, self.row_order)
-            if self._automatic:
-                self._automatic = False
-                if run.outputs_of_an_example() > FEW_OUTPUTS:
-                    drawn = replace(self._factors.metric, kind="mc").seeded()
-                    self._factors = replace(self._factors, metric=drawn)
-                    factors = replace(factors, metric=drawn.for_batch(number))
-                    run = ModelRun(problem, self.space, factors, self.row_order)
-            if run.expanded and first:  # the outputs may not be those of the model
-                run, self.row_order = checked_run(run, self.by_example)
-            value = run.value()
-            # which is refused where it is recorded; a device is waited for at the first batch only
-            if (first or value.device.type == "cpu") and not bool(value.isfinite()):
-                return value
-            if self.row_order is None:
-                run, self.row_order = checked_run(run, self.by_example)
-            elif not first:
-                run.check_chosen(self.by_example)
-            sums.add(run, share, run.examples)
+        with self._sum.entered(batch) as problem, problem.gathered() as own:
+            placement = problem.placement
+            add = partial(self._add_own, sums, own, number, share * placement.weight)
+            value = placement.mean_of(add)
         self._sum.advance()
+        return value
+
+    def _add_own(self, sums: BlockSums, problem: Problem, number: int, share: float) -> Tensor:
+        """Add what a batch of this process has; return its loss."""
+        factors = replace(self._factors, metric=self._factors.metric.for_batch(number))
+        first = self.row_order is None
+        run = ModelRun(problem, self.space, factors, self.row_order)
+        if self._automatic:
+            self._automatic = False
+            if run.outputs_of_an_example() > FEW_OUTPUTS:
+                drawn = replace(self._factors.metric, kind="mc").seeded()
+                self._factors = replace(self._factors, metric=drawn)
+                factors = replace(factors, metric=drawn.for_batch(number))
+                run = ModelRun(problem, self.space, factors, self.row_order)
+        if run.expanded and first:  # the outputs may not be those of the model
+            run, self.row_order = checked_run(run, self.by_example)
+        value = run.value()
+        # which is refused where it is recorded; a device is waited for at the first batch only
+        if (first or value.device.type == "cpu") and not bool(value.isfinite()):
+            return value
+        if self.row_order is None:
+            run, self.row_order = checked_run(run, self.by_example)
+        elif not first:
+            run.check_chosen(self.by_example)
+        sums.add(run, share, run.examples)
         return value
 
     @contextmanager
@@ -327,6 +374,7 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
             `KFACError`: relative distances with one standard error each (a jackknife).
         """
         validation.at_least("num_samples", num_samples, 1)
+        self.space.refuse_sharded("KFACOperator.error")
         options: Any = {k: v for k, v in self._given.items() if k != "check_deterministic"}
         given = (self._loss, self.space.params, self._data)
         G, H = GGNOperator(*given, **options), HessianOperator(*given, **options)
@@ -354,6 +402,7 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
         Returns:
             The diagonal [P].
         """
+        self.space.refuse_sharded("exact_diagonal")
         with torch.inference_mode(False), torch.no_grad():
             # in the basis of the parameters themselves
             squares = self.corrected([block.unrotated() for block in self.blocks()])
@@ -415,7 +464,10 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
                 "`load_state_dict(assign=True)` or `model.to(...)` make a new operator."
             )
         rows, rebuild = self.space.rows(grads, "grad")
-        validation.finite("grad", rows, "Lower the learning rate, or skip this step.", late=True)
+        with self.space.together("precondition_"):
+            validation.finite(
+                "grad", rows, "Lower the learning rate, or skip this step.", late=True
+            )
         blocks, options = self.blocks(), (damping, method)
         if self._last is None or self._last[0] is not blocks or self._last[1] != options:
             self._last = blocks, options, self.inverse(damping, method=method)
@@ -423,7 +475,8 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
             grads[name].copy_(step)
 
     def state_dict(self) -> dict[str, Any]:
-        """The factors, in a form that `torch.save` and ``torch.load(weights_only=True)`` take.
+        """The factors, where params are DTensors those of this process, in a form that `torch.save` and
+        ``torch.load(weights_only=True)`` take.
 
         Returns:
             A dict for `load_state_dict`.
@@ -478,11 +531,10 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
                 "state_dict: expected blocks as `KFACOperator.state_dict()` has them, got others "
                 f"({type(error).__name__}: {error})."
             ) from error
-        try:
-            covered = sum(_block_mask(block.layout, self.space) for block in blocks)
-        except (RuntimeError, IndexError):  # other shapes
-            covered = None
-        if not (isinstance(covered, Tensor) and bool((covered == 1).all())):
+        covered = nothing = torch.zeros(self.space.size, dtype=self.dtype, device=self.device)
+        with suppress(RuntimeError, IndexError):  # of other shapes
+            covered = sum((_block_mask(block.layout, self.space) for block in blocks), nothing)
+        if not bool((self.space.reduced(covered) == 1).all()):
             raise errors.ArgumentValueError(
                 "state_dict: expected blocks that are every parameter once, got others; it is of "
                 "params of other names or shapes."

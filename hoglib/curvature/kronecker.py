@@ -8,13 +8,13 @@ f(block) V = Q_G (f(L) * (Q_G^T V Q_A)) Q_A^T
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import isfinite, sqrt
+from math import inf, isfinite, sqrt
 from typing import Any, Literal, NamedTuple, final, get_args
 
 import torch
 from torch import Tensor
 
-from hoglib._core import validation
+from hoglib._core import pytree, validation
 from hoglib._core.autograd import Vector
 from hoglib._core.factorizations import damped_inverse, symmetric_eigens
 from hoglib.curvature.estimates import exactly
@@ -186,15 +186,26 @@ class KroneckerOperator(LinearOperator):
     def blocks(self) -> Sequence[KroneckerBlock]:
         """The blocks, in the order of the parameters."""
 
+    @property
+    def _dtype(self) -> torch.dtype:
+        """That of the factors, of which one of several processes may have none."""
+        usual = torch.promote_types(self.dtype, torch.float32)
+        return next((block.G.dtype for block in self.blocks()), usual)
+
     def _products(self, rows: Tensor) -> Tensor:
-        blocks = self.blocks()
-        dtype = blocks[0].G.dtype
-        given = leaves_of(self.space, rows.to(dtype))
-        total = rows.new_empty(rows.shape, dtype=dtype)  # blocks cover it
-        found = leaves_of(self.space, total)
-        for block in blocks:
-            block.layout.scatter(block.apply(block.layout.gather(given)), found)
-        return total.to(rows.dtype)
+        given = leaves_of(self.space, self.space.whole_rows(rows.to(self._dtype)))
+        apply = lambda block: block.apply(block.layout.gather(given))  # noqa: E731
+        return self._joined(len(rows), apply).to(rows.dtype)
+
+    def _joined(self, count: int, part: Callable[[KroneckerBlock], Tensor]) -> Tensor:
+        """Rows [count, length] of the parts V [count, groups, out, into] of all blocks."""
+        # the blocks of all processes cover it
+        make = torch.zeros if self.space.placement.is_sharded else torch.empty
+        total = make(count, self.space.size, dtype=self._dtype, device=self.device)
+        leaves = leaves_of(self.space, total)
+        for block in self.blocks():
+            block.layout.scatter(part(block), leaves)
+        return self.space.add_rows(total)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "KroneckerMatrix":
         """The function f(K) of the matrix, for instance its square root.
@@ -210,10 +221,11 @@ class KroneckerOperator(LinearOperator):
         return self._map(validation.function("function", function))
 
     def _map(self, function: Any, checked: bool = True) -> "KroneckerMatrix":
-        with torch.inference_mode(False), torch.no_grad():
-            blocks = by_eigenvectors(self.blocks())
+        given_blocks = self.blocks()
+        with torch.inference_mode(False), torch.no_grad(), self.space.together("map"):
+            blocks = by_eigenvectors(given_blocks)
             given = [not_none(block.values) for block in blocks]
-            values = torch.cat([x.reshape(-1) for x in given])
+            values = self._values(blocks)
             found = validation.of_eigenvalues(function, values) if checked else function(values)
             each = zip(blocks, found.split([x.numel() for x in given]), given, strict=True)
             mapped = [replace(block, values=part.view(x.shape)) for block, part, x in each]
@@ -264,8 +276,12 @@ class KroneckerOperator(LinearOperator):
         if validation.choice("method", method, get_args(InverseMethod)) == "exact":
             # values are read once, a device is waited for each time
             damped = self._map(lambda values: values + number, checked=False)
-            values = torch.cat([not_none(block.values).reshape(-1) for block in damped.blocks()])
-            lowest, largest = torch.stack([values.min(), values.abs().max()]).tolist()
+            values = damped._values(damped.blocks())
+            ends = values.new_full((2,), -inf)  # of no blocks
+            if len(values):
+                ends = torch.stack([-values.min(), values.abs().max()])
+            opposite, largest = self.space.placement.reduce(ends, "MAX").tolist()
+            lowest = -opposite
             rounding = torch.finfo(values.dtype).eps * largest
             if lowest <= (0 if number else rounding):
                 raise NotPositiveDefiniteError(
@@ -276,12 +292,12 @@ class KroneckerOperator(LinearOperator):
                 self.damped(number)  # which raises
             return damped._map(torch.reciprocal, checked=lowest < torch.finfo(values.dtype).tiny)
         blocks = self.blocks()
-        if any(block.values is not None for block in blocks):
+        if not self.space.everywhere(all(block.values is None for block in blocks)):
             raise ArgumentValueError(
                 f"method: expected 'exact' for a matrix with eigenvalues of its own, got {method!r}, "
                 "which damps the factors."
             )
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(), self.space.together("inverse"):
             inverses = [block.inverse_of_damped_factors(number, method == "pi") for block in blocks]
         return KroneckerMatrix(self.space, inverses)
 
@@ -308,15 +324,24 @@ class KroneckerOperator(LinearOperator):
 
     def eigenvalues(self) -> Tensor:
         """All eigenvalues [P], ascending."""
-        with torch.inference_mode(False), torch.no_grad():
-            blocks = by_eigenvectors(self.blocks())
-            values = [not_none(block.values).reshape(-1) for block in blocks]
-            return torch.cat(values).sort().values.to(self.dtype)
+        self.space.refuse_sharded("eigenvalues")
+        return self._eigenvalues().sort().values.to(self.dtype)
+
+    def _eigenvalues(self) -> Tensor:
+        """Those of the blocks of this process."""
+        blocks = self.blocks()
+        with torch.inference_mode(False), torch.no_grad(), self.space.together("eigenvalues"):
+            return self._values(by_eigenvectors(blocks))
+
+    def _values(self, blocks: Sequence[KroneckerBlock]) -> Tensor:
+        """The eigenvalues of such blocks; of several processes one may have none."""
+        nothing = torch.empty(0, dtype=self._dtype, device=self.device)
+        return torch.cat([nothing, *(not_none(block.values).reshape(-1) for block in blocks)])
 
     def logdet(self) -> Tensor:  # type: ignore[override]
         """The logarithm of the determinant, a scalar: -inf for a singular matrix, nan where it is
         negative."""
-        return self.eigenvalues().double().log().sum().to(self.dtype)
+        return self.space.reduced(self._eigenvalues().double().log().sum()).to(self.dtype)
 
     def trace(  # type: ignore[override]
         self, num_samples: int | None = None, *, return_error: bool = False
@@ -329,7 +354,9 @@ class KroneckerOperator(LinearOperator):
         Returns:
             The trace.
         """
-        return exactly(self._diagonal().sum().to(self.dtype)).returned(return_error)
+        d = self._diagonal().unsqueeze(0)
+        total = self.space.dots((d, torch.ones_like(d)))[0, 0]
+        return exactly(total.to(self.dtype)).returned(return_error)
 
     def diagonal(  # type: ignore[override]
         self, num_samples: int | None = None, *, return_error: bool = False
@@ -348,12 +375,7 @@ class KroneckerOperator(LinearOperator):
     @torch.no_grad()
     def _diagonal(self) -> Tensor:
         """The diagonal [P], in the dtype of the factors."""
-        blocks = self.blocks()
-        total = blocks[0].G.new_zeros(1, self.space.size)
-        leaves = leaves_of(self.space, total)
-        for block in blocks:
-            block.layout.scatter(diagonal_of(block).unsqueeze(0), leaves)
-        return total[0]
+        return self._joined(1, lambda block: diagonal_of(block).unsqueeze(0))[0]
 
 
 @final
@@ -375,8 +397,9 @@ class KroneckerMatrix(KroneckerOperator):
 
 
 def leaves_of(space: Space, rows: Tensor) -> Vector:
-    """Views [k, *shape] of rows [k, P]; of a parameter that is one number [k, 1]."""
-    shapes = [leaf.shape if leaf.dim() else torch.Size([1]) for leaf in space.leaves()]
+    """Views [k, *shape] of whole rows [k, P]; of a parameter that is one number [k, 1]."""
+    space.leaves()  # which are checked
+    shapes = [x.shape if x.dim() else torch.Size([1]) for x in pytree.leaves(space.params)]
     parts = rows.split([shape.numel() for shape in shapes], 1)
     return [part.view(len(rows), *shape) for part, shape in zip(parts, shapes, strict=True)]
 

@@ -51,26 +51,33 @@ class BlockSums(ABC):
     def add(self, run: ModelRun, share: float, weight: float) -> None:
         """Add those of a batch: what is linear in the inputs by weight, in the outputs by share."""
 
+    def layouts(self) -> list[BlockLayout]:
+        """Those of the blocks, in the order of the parameters."""
+        return sorted(self.sums, key=lambda layout: layout.first)
+
+    def tensors(self) -> list[Tensor]:
+        """All of them."""
+        return [x for layout in self.layouts() for x in self.sums[layout].values()]
+
     def pack(self) -> Tensor:
         """All of them as one row [1, n]."""
-        parts = [x.reshape(-1) for layout in sorted(self.sums) for x in self.sums[layout].values()]
+        parts = [x.reshape(-1) for x in self.tensors()]
         return torch.cat(parts or [torch.zeros(0)]).unsqueeze(0)
 
     def unpack(self, row: Tensor) -> None:
         """Write such a row into them."""
-        tensors = [x for layout in sorted(self.sums) for x in self.sums[layout].values()]
+        tensors = self.tensors()
         for x, part in zip(tensors, row[0].split([x.numel() for x in tensors]), strict=True):
             x.copy_(part.view(x.shape))
 
     def read(self) -> DeviceRead:
         """Starts to read whether every number is finite; the total is not where one is not."""
-        totals = [x.sum() for block in self.sums.values() for x in block.values()]
+        totals = [x.sum() for x in self.tensors()]
         return DeviceRead(torch.stack(totals or [torch.zeros(())]))
 
     def finite(self, read: DeviceRead) -> bool:
-        tensors = [x for block in self.sums.values() for x in block.values()]
         finite = bool(read.numbers().isfinite().all())
-        return finite or all(bool(x.isfinite().all()) for x in tensors)
+        return finite or all(bool(x.isfinite().all()) for x in self.tensors())
 
     def include(  # noqa: B027 (whose blocks are known has nothing to do)
         self, layouts: Iterable[BlockLayout], dtype: torch.dtype, device: Any

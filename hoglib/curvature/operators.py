@@ -46,6 +46,8 @@ class DatasetOperator(LinearOperator):
     `LinearOperator` describes products, algebra and algorithms.
     """
 
+    _adds_factors = False  # of all processes, instead of products
+
     def __init__(
         self, loss: Any, params: Tree, data: Any, kind: CurvatureKind, options: Mapping[str, Any]
     ) -> None:
@@ -57,7 +59,7 @@ class DatasetOperator(LinearOperator):
         super().__init__(Space(params, of_data.dtype), of_data.progress and sharing.rank == 0)
         kind.check_loss(loss)
         if self.space.placement.is_sharded:
-            _check_sharded(policy, loss, kind.random, of_data)
+            _check_sharded(policy, loss, kind.random and not self._adds_factors, of_data)
         policy.check_blocks(loss)
         seed, counting = getattr(kind.metric, "seed", None), getattr(kind.metric, "counting", None)
         self._sum = DatasetSum(
@@ -187,7 +189,8 @@ def _check_sharded(policy: Policy, loss: Any, random: bool, options: CheckedData
         ),
         "micro_batch": (options.micro_batch is not None, "pass smaller batches"),
         "compile": (policy.compiles, "gathers are not captured; leave it out"),
-        "kind": (random, "samples would be the same for the examples of each process; use 'exact'"),
+        # tensor-parallel processes have the same batch, and of some parameters products of their own
+        "kind": (random, "samples would differ between copies of a parameter; use 'exact'"),
     }
     for option, (given, reason) in reasons.items():
         if given:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hoglib import errors
 from hoglib._core import pytree, validation
+from hoglib._core.placement import refuse_sharded
 from hoglib._core.problem import check_option_names
 from hoglib.curvature.dataset_sum import DATA_OPTIONS, OPERATOR_OPTIONS
 from hoglib.curvature.fisher_metric import FisherKind
@@ -512,6 +513,8 @@ class KFAC(BatchOptimizer):
         }
         self._row_order: RowOrder | None = None  # found at the first step
         super().__init__(loss, params, defaults, {**options, "kind": kind})
+        instead = "precondition the gradients of a torch optimizer by `KFACOperator.precondition_`"
+        refuse_sharded("KFAC", self._params.values(), instead=instead)
 
     def step(self, closure: Any = None) -> Tensor:  # type: ignore[override]
         """Take one step.

@@ -1,7 +1,8 @@
 """Vectors on the parameters, given in each form or drawn, and the matrices that act on them."""
 
 import zlib
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import accumulate
@@ -121,6 +122,43 @@ class Space:
         """That of params, which is not kept because it cannot be pickled."""
         return pytree.flatten(self.params)[1]
 
+    def whole_rows(self, rows: Tensor) -> Tensor:
+        """Rows [k, length] as whole vectors [k, P]."""
+        return self._exchanged(rows, True)
+
+    def add_rows(self, rows: Tensor) -> Tensor:
+        """The rows [k, length] of the sum over the processes of whole vectors [k, P]."""
+        return self._exchanged(rows, False)
+
+    def _exchanged(self, rows: Tensor, gathers: bool) -> Tensor:
+        placement, count = self.placement, len(rows)
+        if not isinstance(placement, Sharding):
+            return rows
+        pairs = zip(self._like, placement.layouts, strict=True)
+        shapes = [local if gathers else layout.shape for (local, _), layout in pairs]
+        exchange = placement.whole_rows if gathers else placement.add_rows
+        parts = enumerate(rows.split([shape.numel() for shape in shapes], 1))
+        with placement.translate_errors("A @ v"):
+            leaves = [exchange(i, x.reshape(count, *shapes[i])) for i, x in parts]
+        return torch.cat([leaf.reshape(count, -1) for leaf in leaves], 1)
+
+    @contextmanager
+    def together(self, caller: str) -> Iterator[None]:
+        """Inside, an error of one of the processes that hold parts of the vectors is raised in all.
+
+        Nothing is communicated inside.
+        """
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as raised:
+            error = raised
+        if isinstance(self.placement, Sharding):
+            with self.placement.translate_errors(caller):
+                self.placement.check_same(caller, (), (), self.device, error=error)
+        elif error is not None:
+            raise error
+
     def places(self) -> tuple[Tensor, ...]:
         """Where the entries of each leaf are in a flat vector."""
         return torch.arange(self.size).split(self._sizes)
@@ -167,16 +205,18 @@ class Space:
             return holds
         return not self.reduced(torch.tensor(float(not holds), device=self.device)).item()
 
-    def check_same_call(self, algorithm: str, *options: Any) -> None:
+    def check_same_call(
+        self, algorithm: str, *options: Any, what: str = "algorithm, and its options,"
+    ) -> None:
         """Raise in all processes that hold parts of the vectors where they call other algorithms, or
         with other options, from which other numbers of messages follow."""
         if isinstance(self.placement, Sharding):
             text = f"{algorithm}{options}"
             numbers = [float(zlib.crc32(text.encode())), 0.0, 0.0, 0.0]  # as many as for a product
-            what = "algorithm, and its options,", *AGREEMENT[1:]
+            names = what, *AGREEMENT[1:]
             # as a product does, which other processes may call instead
             with self.placement.translate_errors(algorithm):
-                self.placement.check_same(algorithm, what, numbers, self.device)
+                self.placement.check_same(algorithm, names, numbers, self.device)
 
     def refuse_sharded(self, caller: str) -> None:
         """Raise for DTensors, in algorithms that need whole vectors."""
