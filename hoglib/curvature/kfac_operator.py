@@ -174,6 +174,7 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
         tensor([0.0500])
     """
 
+    @validation.explain_arguments
     def __init__(
         self, loss: Any, params: Tree, data: Any, *,
         kind: Literal["auto"] | FisherKind = "auto",

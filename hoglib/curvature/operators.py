@@ -247,6 +247,7 @@ class HessianOperator(DatasetOperator):
         tensor(2.)
     """
 
+    @validation.explain_arguments
     def __init__(
         self, loss: Any, params: Tree, data: Any, *, mode: HessianMode = "auto",
         **options: Unpack[OperatorOptions],
@@ -296,6 +297,7 @@ class GGNOperator(DatasetOperator):
         tensor([[10.]])
     """
 
+    @validation.explain_arguments
     def __init__(
         self, loss: Any, params: Tree, data: Any, *, mode: GaussNewtonMode = "auto",
         **options: Unpack[OperatorOptions],
@@ -352,6 +354,7 @@ class FisherOperator(DatasetOperator):
         tensor([[5.]])
     """
 
+    @validation.explain_arguments
     def __init__(
         self, loss: Any, params: Tree, data: Any, *,
         kind: FisherKind = "exact", likelihood: Any = None, num_samples: int = 1,

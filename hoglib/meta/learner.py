@@ -212,6 +212,7 @@ class Learner(nn.Module, ABC):
             loop = replace(self._loop(), placement=placement)
             return loop.call(spread(params, placement.local), *args, **kwargs)
 
+    @validation.explain_arguments
     def adapt(
         self, support: Any, *, params: Params | None = None, steps: int | None = None
     ) -> Params:
@@ -261,6 +262,7 @@ class Learner(nn.Module, ABC):
             gradients=outside_inference_mode, placement=placement,
         )  # fmt: skip
 
+    @validation.explain_arguments
     def loss(self, tasks: Any) -> Tensor:
         """Compute the meta-loss over tasks; its `backward()` fills the `.grad` of all that is learned.
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from math import isnan
+from math import inf, isnan
 from time import perf_counter
 from typing import Any, NamedTuple, final
 
@@ -41,7 +41,7 @@ from hoglib.verification.call_variants import (
 )
 from hoglib.verification.comparison import NATURAL, Bounds, Options
 from hoglib.verification.contract import ACCUMULATES, preserved_grads, reached
-from hoglib.verification.derivatives import Derivatives
+from hoglib.verification.derivatives import FIRST, Derivatives
 from hoglib.verification.report import Row
 from hoglib.verification.subject import (
     Application,
@@ -220,6 +220,8 @@ class _NotExamined(Exception):
 
 def _judge(given: Applied) -> Verdict:
     app, function = given.app, given.app.function
+    if not app.by:
+        return _judge_hidden(given) or RIGHT
     if given.by_module is not None:
         fn, inputs, _ = given.by_module
         subject, several = Subject(fn, inputs), True
@@ -239,10 +241,8 @@ def _judge(given: Applied) -> Verdict:
         found = _restricted_verdict(given, subject, here, options, found)
     if found.is_reported and given.by_module is None:
         found = _with_value_from_elsewhere(app, options, found)
-    if found.status == "right" and not options.surrogate:
-        for i in filter(partial(_depends_on, app), given.hiding):
-            text = IN_CONTAINER.format(name=function.__qualname__, given=app.name(i))
-            return Verdict("wrong", text, order=1)
+    if found.status == "right" and not options.surrogate and (hidden := _judge_hidden(given)):
+        return hidden
     if found.status == "right" and given.by_vmap and not subject.draws:
         with suppress(Exception):  # the entry point raises it too
             base = Baseline(subject, subject.x, options)
@@ -253,7 +253,7 @@ def _judge(given: Applied) -> Verdict:
     if found.status != "right" or not several or subject.half is not None:
         return found
     # other values may take another branch of backward
-    wrong = other_points_rows(subject, options)
+    wrong = other_points_rows(subject, options, [])
     return _wrong_second(function, wrong) if wrong else found
 
 
@@ -262,6 +262,16 @@ IN_CONTAINER = (
     "differentiates only by those that are arguments themselves. Pass each as one "
     "(`apply(x, *tensors)`), or detach them."
 )
+
+
+def _judge_hidden(given: Applied) -> Verdict | None:
+    """The verdict on an argument that holds tensors on which the values depend; None without."""
+    app = given.app
+    for i in filter(partial(_depends_on, app), given.hiding):
+        return Verdict(
+            "wrong", IN_CONTAINER.format(name=app.function.__qualname__, given=app.name(i))
+        )
+    return None
 
 
 def _depends_on(app: Application, i: int) -> bool:
@@ -355,11 +365,13 @@ def _with_value_from_elsewhere(app: Application, options: Options, found: Verdic
 #
 # A backward may be cut for some values only: relu of a saved intermediate, the absolute value of a
 # matrix that is positive at the inputs. Values of other signs and sizes may also lie outside of its
-# domain, so that only a second derivative counts that is wrong where the first one is right.
+# domain, so that only a second derivative counts that is wrong where the first one is right; where the
+# first one is wrong, `hoglib.verify` warns. A gradient by index may be right for distinct indices only.
 
 
-def other_points(subject: Subject) -> Iterator[list[Tensor]]:
-    """Points with other signs and sizes at which the function and its gradient are finite."""
+def other_points(subject: Subject) -> Iterator[tuple[Subject, list[Tensor]]]:
+    """Points with other signs and sizes at which the function and its gradient are finite; and the
+    inputs, with integers that repeat, but for foreign code, which may read beyond its memory then."""
     signed = [torch.where(x == 0, 1.0, random_like(x, subject.random)) for x in subject.x]
     for size in (30.0, 4.0, 0.03):
         point = [size * s * x.abs() for s, x in zip(signed, subject.x, strict=True)]
@@ -367,25 +379,38 @@ def other_points(subject: Subject) -> Iterator[list[Tensor]]:
             values = subject.map(*point)
             results = [*values, *subject.gradient_of_sum(point)]
             if all(bool(y.isfinite().all()) for y in results):
-                yield point
+                yield subject, point
+    with suppress(Exception):
+        with _Operations() as operations:
+            operations.returned(subject.map(*subject.x))
+        if operations.plain and (repeating := subject.with_repeated_integers()):
+            yield repeating, subject.x
 
 
-def other_points_rows(subject: Subject, options: Options) -> list[Row] | None:
+def other_points_rows(
+    subject: Subject, options: Options, first_wrong: list[str]
+) -> list[Row] | None:
     """The row of a second derivative that is wrong at other values, and those of its causes; empty
-    where none is, None where nothing could be judged."""
+    where none is, None where nothing could be judged.
+
+    first_wrong: gets what is wrong with first derivatives there.
+    """
     judged = False
-    for x in other_points(subject):
-        derivatives = Derivatives(subject, [x], options)
+    for at, x in other_points(subject):
+        derivatives = Derivatives(at, [x], options)
         with suppress(Exception):  # it may refuse what the user did not pass
             first = () if options.surrogate else derivatives.first_order()
             if any(row.status in ("warn", "fail") for row in first):
+                off = derivatives.found[FIRST]
+                if off.wrong and off.error < inf:
+                    first_wrong.append(off.wrong)
                 continue
             failed = [row for row in derivatives.higher_order(2) if row.status == "fail"]
             found = [derivatives.found[row.name] for row in failed]
             if any(one.raised is not None or isnan(one.got) for one in found):
                 continue
             judged = True
-            causes_of = attribution_rows(subject, x, derivatives.found) if failed else ()
+            causes_of = attribution_rows(at, x, derivatives.found) if failed else ()
             causes = [row for row in causes_of if row.status == "fail"]
             # without a known cause, what backward calls may have no derivative there
             if failed and not all(row.name.endswith(UNSEEN) for row in causes):

@@ -595,8 +595,14 @@ class KeepsForShape(Keeps):
     backward = staticmethod(lambda ctx, g: 2 * g * torch.ones_like(ctx.y))
 
 
+class TakesDict(Function):
+    forward = staticmethod(lambda ctx, given: given["x"].sin())
+    backward = staticmethod(lambda ctx, g: None)
+
+
 WRONG = {
     "a tensor in a list": (lambda x: TakesList.apply(x, [x.sin()]), "`others` holds tensors that need"),
+    "tensors in a dict alone": (lambda x: TakesDict.apply({"x": x}) + x, "`given` holds tensors that need"),
     "in a list and alone": (with_shared(ListHalf), "first derivative of ListHalf is wrong"),
     "kept on ctx, then changed": (lambda x: Keeps.apply(x).mul_(3), "derivative of Keeps is wrong: ctx.y was changed"),
     "frees its argument": (lambda x: FreesAndDetaches.apply(0.3 * x), "FreesAndDetaches"),
